@@ -1,4 +1,4 @@
-"""Layouts of trainers and engines: those that do not divide are refused, and the nearest that do are named."""
+"""Layouts of trainers and engines: those that do not divide are refused, and the nearest ones that do are named."""
 
 import pytest
 
@@ -52,14 +52,14 @@ def test_seven_trainers_against_eight_engines_are_replaced_by_the_nearest_that_d
 
 
 def test_nodes_of_engines_are_laid_out_too() -> None:
-    """Sixteen GPUs on two nodes: 8 trainers on one and 8 engines on the other, or both on each."""
+    """Sixteen GPUs on two nodes: 8 trainers on one node and 8 engines on the other, or both on each node."""
     cluster = Cluster(2, 8, {"main": 56})
     apart, together = Layout(8, 8, 1, 1), Layout(8, 8)
     assert problems(apart, cluster) == problems(together, cluster) == []
     assert {apart, together} <= set(layouts(cluster))
     assert str(apart) == "8 trainers + 8 engines on 1 node of their own"
     assert nearest(Layout(7, 8, 1, 1), cluster)[0] in (apart, Layout(7, 7, 1, 1))
-    assert all(one.engine_nodes for one in nearest(Layout(7, 8, 1, 1), cluster)), "of the kind that was asked for"
+    assert all(one.engine_nodes for one in nearest(Layout(7, 8, 1, 1), cluster)), "of the requested kind"
     assert not any(one.engine_nodes for one in nearest(Layout(7, 8), cluster))
 
 

@@ -1,4 +1,4 @@
-"""Placements: groups side by side and one after the other, and those that version 0.1 wrote."""
+"""Placements: groups side by side and one after another, and those written by version 0.1."""
 
 import json
 
@@ -29,7 +29,7 @@ def test_a_placement_of_0_1_is_read_as_groups_on_all_nodes() -> None:
     ],
 )
 def test_groups_of_a_phase_are_told_apart_and_lie_in_the_allocation(second: dict[str, object], problem: str) -> None:
-    """With the control, one that is accepted."""
+    """Control: an accepted placement."""
     first = {"role": "trainer", "nodes": [0, 1], "workers_per_node": 2}
     content = {"attempt": 1, "num_nodes": 2, "phases": [[first, second]]}
     if problem:

@@ -1,4 +1,4 @@
-"""Placement of an attempt: pure, with refusal of unavailable resources."""
+"""Planning of an attempt: a pure function that refuses unavailable resources."""
 
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,7 @@ def shared_nodes(placement: Placement) -> set[int]:
 
 
 def test_engines_among_the_trainers_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: the layout as it is beside trainers, from the first node on."""
+    """Negative control: the layout that is right beside trainers, from the first node on."""
     spec = make_spec(rollout={"engines": 2, "nodes": 2}, resources={"num_nodes": 5})
     inventory = FakeScheduler(nodes=tuple("abcde")).inventory()
     assert shared_nodes(plan(spec, inventory, attempt=1)) == set()
@@ -169,7 +169,7 @@ def test_engines_that_do_not_fit_their_own_nodes_are_refused(engines: int, says:
 
 
 def test_fewer_nodes_are_taken_only_where_the_engines_still_spread_evenly() -> None:
-    """With the control, the same run without engines."""
+    """Control: the same run without engines."""
     sections: dict[str, Any] = {
         "resources": {"num_nodes": 4, "min_nodes": 1, "ranks_per_node": 1},
         "grpo": {"prompts_per_step": 12},
@@ -180,7 +180,7 @@ def test_fewer_nodes_are_taken_only_where_the_engines_still_spread_evenly() -> N
 
 
 def test_of_fewer_nodes_those_of_engines_stay_and_fewer_train() -> None:
-    """With the control, the same nodes with engines beside the trainers."""
+    """Control: the same nodes with engines beside the trainers."""
     sections: dict[str, Any] = {
         "resources": {"num_nodes": 6, "min_nodes": 1, "ranks_per_node": 1},
         "grpo": {"prompts_per_step": 8},

@@ -1,4 +1,4 @@
-"""Nodes of an attempt: all that were asked for, or as many as there are and the batch divides by."""
+"""Number of nodes of an attempt: all requested ones, or as many as are available and divide the batch."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def size(min_nodes: int, excluded: tuple[str, ...] = (), new: tuple[str, ...] = 
 def test_numbers_that_the_batch_does_not_divide_by_are_passed_over() -> None:
     assert spec_of(1).possible_nodes == (4, 2, 1)
     assert spec_of(2).possible_nodes == (4, 2)
-    assert spec_of(0).possible_nodes == (4,), "control: without min_nodes all are waited for"
+    assert spec_of(0).possible_nodes == (4,), "control: without min_nodes it waits for all of them"
     with pytest.raises(ValidationError, match=r"resources.min_nodes = 5 and resources.num_nodes = 4"):
         spec_of(5)
 
@@ -39,7 +39,7 @@ def test_an_attempt_has_as_many_nodes_as_there_are() -> None:
     assert size(0, out_of_service=down).num_nodes == 4, "control: without min_nodes it waits"
     assert size(4, out_of_service=down).num_nodes == 4
     assert size(1).num_nodes == 4
-    assert size(2, out_of_service=dict.fromkeys("bcd", "drained")).num_nodes == 4, "fewer than the fewest: it waits"
+    assert size(2, out_of_service=dict.fromkeys("bcd", "drained")).num_nodes == 4, "fewer than the minimum: it waits"
 
 
 def test_a_new_suspect_is_left_out_and_an_old_one_taken_again() -> None:
@@ -54,13 +54,13 @@ def test_a_suspect_is_taken_again_where_its_partition_has_no_other_node() -> Non
     slurm = SlurmSpec(partition="gpu")
     inventory = FakeScheduler(nodes=(*NODES, "e"), node_partitions=partitions).inventory()
     found = size_of(spec_of(0), slurm, inventory, {"d": "lost"}, {"d"})
-    assert (dict(found.excluded), found.spared) == ({}, ["d"]), "Slurm would refuse 4 of 3 nodes for good"
+    assert (dict(found.excluded), found.spared) == ({}, ["d"]), "Slurm would refuse 4 of 3 nodes permanently"
     larger = FakeScheduler(nodes=(*NODES, "e"), node_partitions={**partitions, "e": ("gpu",)}).inventory()
     assert dict(size_of(spec_of(0), slurm, larger, {"d": "lost"}, {"d"}).excluded) == {"d": "lost"}, "control"
 
 
 def test_a_suspect_is_not_spared_because_others_are_out_of_service() -> None:
-    """The job waits for those."""
+    """The job waits for those nodes."""
     found = size(0, ("d",), ("d",), nodes=(*NODES, "e"), out_of_service={"a": "down*"})
     assert (dict(found.excluded), found.spared) == ({"d": "suspect"}, [])
 

@@ -92,7 +92,7 @@ MODULES = frozenset(
         "zombies",
     ]
 )
-"""Names of modules and packages that do not tell what is in them."""
+"""Names of modules and packages that do not tell their content."""
 
 
 def sources(package: str) -> list[Path]:
@@ -101,14 +101,14 @@ def sources(package: str) -> list[Path]:
 
 @cache
 def parsed(text: str) -> ast.Module:
-    """Parse a module, once for all measures. The collector would go through all trees in vain, again and again."""
+    """Parse a module, once for all measures. The garbage collector would traverse all trees repeatedly and in vain."""
     with uncollected():
         return ast.parse(text)
 
 
 @cache
 def nodes(tree: ast.AST) -> Sequence[ast.AST]:
-    """List all nodes of a tree, which takes as long as to parse it."""
+    """List all nodes of a tree, which takes as long as parsing it."""
     return [*ast.walk(tree)]
 
 
@@ -133,7 +133,7 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def docstrings_of(text: str) -> list[str]:
-    """List the docstrings of a module."""
+    """Docstrings of a module, as a list."""
     return [found for _, found in docstrings(parsed(text))]
 
 
@@ -145,7 +145,7 @@ def riddles(text: str) -> list[int]:
 def impersonal(text: str) -> list[str]:
     """Impersonal actors in the docstrings and comments of a module."""
     if not IMPERSONAL.search(text):
-        return []  # to find the comments takes longer than all else here
+        return []  # finding the comments takes longer than everything else here
     comments = [
         token.string for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type == tokenize.COMMENT
     ]

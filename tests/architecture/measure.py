@@ -1,6 +1,7 @@
-"""Measure the house: size, names, docstrings, excepts and imports, beside the values before the redesign and its goals.
+"""Measure the code base: size, names, docstrings, excepts and imports, beside the values before the redesign and its
+goals.
 
-``python tests/architecture/measure.py [FOLDER]`` prints a table in Markdown; ``--list`` also what was counted.
+``python tests/architecture/measure.py [FOLDER]`` prints a table in Markdown; ``--list`` also prints the counted items.
 """
 
 import argparse
@@ -18,7 +19,7 @@ PROGRAM, TESTS = ("rlhf_core", "flows"), ("tests",)
 OPENINGS = frozenset({"what", "whether", "how", "who", "where", "when", "which", "why"})
 """First words of a docstring that begins with a question instead of a noun phrase or an imperative."""
 LONG = 400
-"""Lines of a file from which it is long."""
+"""Number of lines from which a file counts as long."""
 
 
 @dataclass(frozen=True)
@@ -26,17 +27,17 @@ class Module:
     """One Python file."""
 
     path: Path
-    """Relative to the folder that is measured."""
+    """Path relative to the measured folder."""
     text: str
 
     @cached_property
     def tree(self) -> ast.Module:
-        """Parsed when a measure first asks: it takes longer than most measures."""
+        """Syntax tree, parsed on first use: this takes longer than most measures."""
         return english.parsed(self.text)
 
     @property
     def num_lines(self) -> int:
-        """Lines of the file."""
+        """Number of lines of the file."""
         return self.text.count("\n")
 
 
@@ -74,7 +75,7 @@ def lines(modules: Sequence[Module]) -> int:
 
 
 def lines_of_helpers(modules: Sequence[Module]) -> int:
-    """Lines outside of test functions, without blank ones."""
+    """Lines outside test functions, without blank ones."""
     inside = 0
     for module in modules:
         text = module.text.splitlines()
@@ -89,7 +90,7 @@ def _filled(text: Sequence[str]) -> int:
 
 
 def docstrings(modules: Sequence[Module]) -> Iterator[tuple[str, str]]:
-    """Place and text of every docstring of a module, class or function, and of every string under a name."""
+    """Place and text of every docstring of a module, class or function, and of every string below a name."""
     for module in modules:
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -123,8 +124,8 @@ def share_of_questions(modules: Sequence[Module]) -> str:
 
 
 def repeated_classes(modules: Sequence[Module]) -> list[str]:
-    """Names of classes that are used more than once, with their files; but for tables named as the schema of their
-    rows."""
+    """Class names that are used more than once, with their files; tables named after the schema of their rows are
+    exempt."""
     found: Mapping[str, list[str]] = defaultdict(list)
     for module in modules:
         for node in ast.walk(module.tree):
@@ -143,7 +144,7 @@ def _is_table_of_schema(paths: Sequence[str]) -> bool:
 
 
 def broad_excepts(modules: Sequence[Module]) -> list[str]:
-    """Handlers of every exception that do not raise one."""
+    """Handlers of all exceptions that do not raise one."""
     return [
         f"{module.path}:{node.lineno}"
         for module in modules
@@ -165,7 +166,7 @@ def long_files(modules: Sequence[Module]) -> list[str]:
 
 
 def flows_imports(modules: Sequence[Module]) -> list[str]:
-    """Imports of the flows in the command line."""
+    """Imports of the flows by the command line."""
     found = []
     for module in modules:
         if module.path.parts[:2] == ("rlhf_core", "cli"):

@@ -21,7 +21,7 @@ UNTOUCHED = "untouched"
 
 @dataclass(frozen=True)
 class WrongImport:
-    """A line that must not be there, and the ids of exactly those contracts that it has to break."""
+    """A forbidden line, and the ids of exactly those contracts that it must break."""
 
     file: str
     line: str
@@ -178,12 +178,12 @@ def test_every_contract_was_seen_to_break() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What may be imported from outside: an allow-list, which import-linter does not have
+# Permitted third-party imports: an allow-list, which import-linter does not support
 
 
 @pytest.fixture(scope="module")
 def graph() -> grimp.ImportGraph:
-    """All imports of our packages, those of libraries included."""
+    """All imports of our packages, including those of libraries."""
     return grimp.build_graph(*PACKAGES, include_external_packages=True, cache_dir=None)
 
 
@@ -192,7 +192,7 @@ def _is_in(module: str, packages: Sequence[str]) -> bool:
 
 
 def _libraries_of(graph: grimp.ImportGraph, *ours: str, but: Sequence[str] = ()) -> dict[str, str]:
-    """Third-party top-level packages that the modules under ``ours`` import, those under ``but`` left out: name to one
+    """Third-party top-level packages that the modules under ``ours`` import, without those under ``but``: name to one
     importer."""
     found = {}
     for module in graph.modules:
@@ -212,13 +212,13 @@ PARTS = {
     "nvidia_ml_py": {"pynvml"},
     "pillow": {"PIL"},
     "mlflow_skinny": {"mlflow"},
-    "tensorboard": {"google"},  # protobuf, of which its events are
+    "tensorboard": {"google"},  # protobuf, to which its events belong
 }
-"""Import names that a declared library brings along: its own, where it has another, and parts of its interface."""
+"""Import names that a declared library provides: its own, if it differs, and parts of its interface."""
 
 
 def _declared(*extras: str) -> set[str]:
-    """Import names of what pyproject.toml declares for the base installation and ``extras``."""
+    """Import names of the dependencies that pyproject.toml declares for the base installation and ``extras``."""
     project = PYPROJECT["project"]
     lines = [*project["dependencies"]]
     for extra in extras:
@@ -231,7 +231,7 @@ COMPUTE_TOWER = ("rlhf_core.training", "rlhf_core.weight_sync", "rlhf_core.worke
 
 
 EXPORTS = "rlhf_core.render.exports"
-"""Imports its libraries when they are needed, and says how to install one that is missing."""
+"""Module that imports its libraries when they are needed, and explains how to install a missing one."""
 
 NOT_CONTROL_PLANE = (*COMPUTE_TOWER, "rlhf_core.callback", EXPORTS)
 

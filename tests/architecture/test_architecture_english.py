@@ -65,7 +65,7 @@ PICTURES = {
 """Identifiers with a word of ``english.NAMES``."""
 
 MODULES = {"tests/flows/desk.py"}
-"""Modules whose names do not tell what is in them."""
+"""Modules whose names do not tell their content."""
 
 CLASSES = {"CheckResult", "Decision", "EvaluationSample", "Incident", "NodeSpeed"}
 """Names of classes that several modules define: tables of the history that are named as their schemas."""

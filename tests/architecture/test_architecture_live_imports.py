@@ -1,4 +1,4 @@
-"""The two towers, live: each imports in a fresh interpreter where the other's libraries cannot be imported."""
+"""The two towers, live: each one imports in a fresh interpreter in which the other's libraries cannot be imported."""
 
 import json
 import subprocess
@@ -50,7 +50,7 @@ def _import_all(packages: list[str], left_out: list[str], blocked: tuple[str, ..
 
 def test_the_control_plane_imports_without_torch() -> None:
     other_tower = ["rlhf_core.training", "rlhf_core.weight_sync", "rlhf_core.worker"]
-    left_out = [*other_tower, "rlhf_core.callback"]  # the last is for other trainers
+    left_out = [*other_tower, "rlhf_core.callback"]  # the last one is for other trainers
     done = _import_all(["rlhf_core", "flows"], left_out, TORCH_AND_KIN)
     assert done.returncode == 0, done.stderr
     imported = set(json.loads(done.stdout.splitlines()[-1]))

@@ -1,4 +1,4 @@
-"""The measure of the house counts what it says."""
+"""Check of the measure of the code base: each row counts what its label states."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ COMMAND = """def run():
 
 @pytest.fixture
 def house(tmp_path: Path) -> measure.House:
-    """A small checkout with one of each."""
+    """A small checkout with one instance of everything that is counted."""
     files = {
         "rlhf_core/one.py": PROGRAM,
         "rlhf_core/two.py": "class Twice: ...\n" + "\n" * measure.LONG,

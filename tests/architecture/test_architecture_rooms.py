@@ -1,4 +1,4 @@
-"""Packages of the program: small enough to be read at a glance, described, and named as they are by every text."""
+"""Packages of the program: small enough to grasp at a glance, described, and named correctly in every text."""
 
 import ast
 import re
@@ -13,18 +13,18 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = ("flows", "rlhf_core")
 
 LIMIT = 21
-"""Modules beside each other in one package."""
+"""Maximum number of modules in one package."""
 ONE_OF_A_KIND = {"rlhf_core/schemas": 37, "rlhf_core/training/algorithms": 23}
-"""Packages whose modules are all alike: a table of the settings each, a loss each."""
+"""Packages of many similar modules: one table of the settings each, one loss each."""
 
 NAME = re.compile(r"(?<![\w./-])(?:flows|rlhf_core)(?:\.[A-Za-z_]\w*)+")
 FILE = re.compile(r"(?<![\w./-])(?:flows|rlhf_core)/[\w/]+\.py\b")
 PLANTED = "tests/architecture/"
-"""Tests that name modules which are not there."""
+"""Tests that name modules which do not exist."""
 
 
 def too_full(files: list[str]) -> dict[str, int]:
-    """Packages with more modules than their limit, to the number of their modules."""
+    """Packages with more modules than their limit, mapped to their number of modules."""
     numbers = Counter(
         PurePosixPath(file).parent.as_posix()
         for file in files
@@ -42,7 +42,7 @@ def files_below(*folders: str) -> list[str]:
 
 @cache
 def names_of(module: str) -> frozenset[str] | None:
-    """Names that a module of the program has; None where there is no such module."""
+    """Names that a module of the program defines; None if there is no such module."""
     path = ROOT / module.replace(".", "/")
     file = next((one for one in (path.with_suffix(".py"), path / "__init__.py") if one.is_file()), None)
     if file is None:
@@ -55,7 +55,7 @@ def names_of(module: str) -> frozenset[str] | None:
 
 
 def is_there(name: str) -> bool:
-    """True if a dotted name is a module of the program, or something that a module has."""
+    """True if a dotted name is a module of the program, or a name defined in one."""
     module, rest = name, ""
     while names_of(module) is None:
         module, _, rest = module.rpartition(".")
@@ -63,7 +63,7 @@ def is_there(name: str) -> bool:
 
 
 def named_in_vain(text: str) -> Iterator[str]:
-    """Modules and files of the program that a text names and that are not there."""
+    """Modules and files of the program that a text names although they do not exist."""
     yield from (name for name in NAME.findall(text) if not is_there(name))
     yield from (name for name in FILE.findall(text) if not (ROOT / name).is_file())
 

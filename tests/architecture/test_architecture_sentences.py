@@ -1,4 +1,4 @@
-"""Truth of docstrings about the whole project: place of errors, handlers of every exception, importers of torch."""
+"""Truth of docstrings about the whole project: location of errors, handlers of all exceptions, importers of torch."""
 
 import ast
 import builtins
@@ -21,7 +21,7 @@ SOURCES = [path for package in ("flows", "rlhf_core", "migrations") for path in 
 
 @cache
 def trees() -> dict[str, ast.Module]:
-    """Parse all sources when the first test asks: every process of the tests imports this module."""
+    """Parse all sources when the first test needs them: every test process imports this module."""
     return {path.relative_to(ROOT).as_posix(): english.parsed(path.read_text()) for path in SOURCES}
 
 
@@ -40,7 +40,7 @@ def is_exception(name: str, known: set[str]) -> bool:
 
 
 def exceptions_elsewhere(trees: dict[str, ast.Module]) -> set[str]:
-    """Public classes of exceptions outside of errors.py, as ``module.Class``."""
+    """Public exception classes outside errors.py, as ``module.Class``."""
     known = {name for name, value in vars(errors).items() if isinstance(value, type)}
     found = set()
     for path, tree in trees.items():
@@ -72,7 +72,7 @@ def test_the_tree_of_errors_is_the_one_in_its_docstring() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Handlers of every exception
+# Handlers of all exceptions
 
 
 def catches_everything(handler: ast.ExceptHandler) -> bool:
@@ -81,7 +81,7 @@ def catches_everything(handler: ast.ExceptHandler) -> bool:
 
 
 def without_a_plan(path: str, text: str) -> Iterator[str]:
-    """Handlers of every exception that neither raise it again, nor keep its traceback, nor say why on their line."""
+    """Handlers of all exceptions that neither re-raise, nor keep the traceback, nor give a reason on their line."""
     lines = text.splitlines()
     for node in nodes(english.parsed(text)):
         if not isinstance(node, ast.ExceptHandler) or not catches_everything(node):
@@ -117,7 +117,7 @@ def test_a_handler_without_a_plan_is_seen(line: str, is_found: bool) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Torch and the training package, seen from the agent
+# Imports of torch and the training package by the agent
 
 
 def imports(tree: ast.AST, *, late: bool) -> set[str]:
@@ -146,7 +146,7 @@ def importers(package: str, *, late: bool) -> set[str]:
 def test_elastic_alone_imports_torch_as_it_is_loaded() -> None:
     assert importers("torch", late=False) == {"elastic.py"}
     assert importers("torch", late=True) == {"store.py"}
-    assert importers("rlhf_core.worker.groups.elastic", late=False) == set(), "so that an agent begins without torch"
+    assert importers("rlhf_core.worker.groups.elastic", late=False) == set(), "so that an agent starts without torch"
     sentence = " ".join((elastic.__doc__ or "").split())
     assert "the agent's only module that imports torch at load time" in sentence
     assert "``channel/store.py``" in sentence
@@ -174,7 +174,7 @@ def test_roles_alone_names_functions_of_training() -> None:
 
 
 def test_a_log_is_opened_by_its_worker() -> None:
-    """As the run directory says: the agent never writes into it."""
+    """The run directory documents this: the agent never writes into the log."""
     page = (ROOT / "docs" / "run_directory.md").read_text()
     (row,) = [line for line in page.splitlines() if "logs/<role>-<node>-<local>.log" in line]
     assert "that worker opens it" in row

@@ -1,4 +1,4 @@
-"""Adapters in rollout engines: bytes of a version, what merging would lose, and vLLM's operation on CPU.
+"""Adapters in rollout engines: bytes per version, loss of precision by merging, and vLLM's operation on CPU.
 
 Usage: bench_adapters.py [--rank 16]
 """
@@ -37,11 +37,11 @@ def main() -> None:
 
 
 def version_bytes(shape: Sequence[int], rank: int) -> int:
-    """Bytes of one version of a model without content, as it is offered to engines.
+    """Bytes of one version of a model without content, as offered to engines.
 
     Args:
         shape: a value of ``QWEN``.
-        rank: of an adapter beside every linear layer; 0 for whole weights.
+        rank: rank of an adapter beside every linear layer; 0 for whole weights.
     """
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
@@ -69,13 +69,14 @@ def version_bytes(shape: Sequence[int], rank: int) -> int:
 
 
 def merged(steps: int, rank: int) -> tuple[float, float, float]:
-    """Rounding of an adapter that is merged into a layer of bfloat16.
+    """Rounding of an adapter that is merged into a bfloat16 layer.
 
-    Its second matrix has moved by as many steps of AdamW in one direction, each as long as the learning rate.
+    The second matrix of the adapter has moved by a number of AdamW steps in one direction, each as long as the learning
+    rate.
 
     Returns:
-        Share of elements that change, share of the update that is kept (its projection), and the error of what the
-        layer adds to random inputs over the size of that.
+        Share of elements that change, share of the update that is kept (its projection), and the relative error of the
+        layer's contribution for random inputs.
     """
     import torch
 
@@ -91,7 +92,7 @@ def merged(steps: int, rank: int) -> tuple[float, float, float]:
 
 
 def operations(tokens: int, width: int, kind: str, rank: int) -> tuple[float, float, float]:
-    """Milliseconds of processor time on one core: of vLLM's own operation, of ours, and of the layer itself."""
+    """Milliseconds of processor time on one core: for vLLM's own operation, for ours, and for the layer itself."""
     import torch
     from vllm.lora.ops.torch_ops import bgmv_expand_slice, bgmv_shrink
 
@@ -119,7 +120,7 @@ def operations(tokens: int, width: int, kind: str, rank: int) -> tuple[float, fl
 
 
 def timed(call: Callable[[], object], repeats: int = 5) -> float:
-    """Milliseconds of processor time of a call, the least of some."""
+    """Milliseconds of processor time of a call, the minimum of several."""
     found = []
     for _ in range(repeats):
         started = time.process_time()

@@ -1,9 +1,9 @@
-"""Tokens of the busiest rank next to the mean, with groups of samples dealt as they come and dealt by length.
+"""Tokens of the busiest rank relative to the mean, with groups of samples dealt in the given order and by length.
 
     python tests/benchmarks/bench_balance.py [--draws 40]
 
 Lengths have the heavy tail of the ragged comparisons of ``bench_train.py``. Ranks wait for the busiest one in every
-update, so the first figure is what the training phase of a step could be shorter by at most, were samples exchanged.
+update, so the first figure bounds the reduction of a step's training phase that exchanging samples could bring.
 """
 
 import argparse
@@ -18,12 +18,12 @@ SIZES = ((2, 8), (8, 32), (8, 64), (8, 128), (32, 128), (32, 512))
 
 
 def busiest(weights: list[int], parts: list[list[int]]) -> float:
-    """Largest part by the mean one."""
+    """Ratio of the largest part to the mean one."""
     return max(sum(weights[index] for index in part) for part in parts) * len(parts) / sum(weights)
 
 
 def main() -> None:
-    """Print one line for each size."""
+    """Print one line per size."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--draws", type=int, default=40)
     asked = parser.parse_args()

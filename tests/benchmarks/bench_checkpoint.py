@@ -1,15 +1,15 @@
-"""Checkpoints beside training: time for which steps wait, and time of the steps meanwhile.
+"""Checkpoints during training: the time for which steps wait, and the duration of the steps meanwhile.
 
     make bench-checkpoint
     python tests/benchmarks/bench_checkpoint.py [--small] [--steps 17] [--every 4] [--threads 2] [--folder FOLDER]
 
 Whole runs of supervised training in one process, of the model of 50 million parameters of ``bench_train.py``: without
-checkpoints, with checkpoints that the step waits for, and with checkpoints in the background, without a copy that
-outlives the workers, with one, and with one more in the memory of a peer. The peer is another process of this machine,
-which receives as a rank of another node does; it takes cores from training here that it would not take there.
+checkpoints, with checkpoints that the step waits for, and with background checkpoints, of which one keeps no copy that
+outlives the workers, one keeps such a copy, and one keeps another in the memory of a peer. The peer is another process
+of this machine, which receives as a rank of another node does; unlike a real peer, it takes cores from training.
 
-The stall is what training waited (``time/checkpoint_s``) without the last checkpoint, which any run waits for, and
-without the first, for which memory is taken. With other work beside it ratios of medians hold.
+The stall is the time that training waited (``time/checkpoint_s``), without the last checkpoint, for which any run
+waits, and without the first, for which memory is allocated. With other work on the machine, ratios of medians hold.
 """
 
 import argparse
@@ -52,7 +52,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def settings(model: dict[str, Any], num_steps: int, every: int, threads: int, way: dict[str, Any]) -> dict[str, Any]:
-    """A run of supervised training that saves every few steps; of no way: at its end only."""
+    """Settings of a supervised run that saves every few steps; without a way, it saves only at its end."""
     return {
         "name": "bench",
         "model": {"config": model, "tokenizer": "char"},
@@ -75,7 +75,7 @@ def settings(model: dict[str, Any], num_steps: int, every: int, threads: int, wa
 def measured(lines: Sequence[MetricsLine], every: int) -> dict[str, float]:
     """Medians over the steps of a run, in seconds."""
     steps = [line.metrics["time/step_s"] for line in lines[1:]]
-    # The metrics of a step have the checkpoint that followed the one before.
+    # The metrics of a step include the checkpoint that followed the previous step.
     after = [line.metrics for line in lines if line.step % every == 1 and line.step > every + 1]
     waits = [found["time/checkpoint_s"] for found in after]
     queued = [found["time/checkpoint_wait_s"] for found in after]
@@ -86,7 +86,7 @@ def measured(lines: Sequence[MetricsLine], every: int) -> dict[str, float]:
 
 @contextlib.contextmanager
 def peer_process(memory: Path) -> Iterator[None]:
-    """Stand in for the rank of another node: a process that receives what this one sends to its peer."""
+    """Run a stand-in for the rank of another node: a process that receives what this one sends to its peer."""
     key = secrets.token_bytes(32)
     context = multiprocessing.get_context("spawn")
     ours, its = context.Pipe()
@@ -104,7 +104,7 @@ def peer_process(memory: Path) -> Iterator[None]:
         yield
     finally:
         saving.peer_copies = plain
-        ours.close()  # the process waits for that
+        ours.close()  # the process waits for it
         process.join()
 
 
@@ -116,7 +116,7 @@ def receive(folder: Path, key: bytes, connection: Connection) -> None:
 
 
 def main() -> None:
-    """Run all ways and print a table."""
+    """Run all ways of saving and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="a model of a few thousand parameters: whether it works")
     parser.add_argument("--steps", type=int, default=17)
@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="folder on the file system to be measured")
     arguments = parser.parse_args()
     model = TINY_MODEL if arguments.small else {key: FIFTY_MILLION[key] for key in FIFTY_MILLION}
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # DeepSpeed asks for them
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # DeepSpeed requires them
     results: dict[str, dict[str, float]] = {}
     with (
         tempfile.TemporaryDirectory(dir=arguments.folder) as folder,

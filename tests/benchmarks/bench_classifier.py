@@ -1,18 +1,19 @@
-"""Generalisation of the reading of logs: ``python tests/benchmarks/bench_classifier.py LOGS [--peer REVISION]``.
+"""Generalisation of the log classifier: ``python tests/benchmarks/bench_classifier.py LOGS [--peer REVISION]``.
 
-LOGS is a file of lines in JSON: ``text``, ``label`` (as in LABELS below, or the name of a kind), ``source``
-(``owner/name:path@commit``, or any other name of where it is from), and ``retry`` (``retry``, ``retry_elsewhere``,
-``change``, ``none``) where it is known. Such data is not part of the project; without it there is nothing to do.
+LOGS is a JSON lines file with ``text``, ``label`` (as in LABELS below, or the name of a kind), ``source``
+(``owner/name:path@commit``, or any other name of the origin), and ``retry`` (``retry``, ``retry_elsewhere``,
+``change``, ``none``) if it is known. Such data is not part of the project; without it there is nothing to do.
 
 Nothing is fitted, so there are no parameters to leave out. Instead, while the logs of one source are read, every
-pattern, class and place is switched off that tells something in logs of this source and in no others: what the tables
-would know had this source never been seen, or less. The same is printed without that, and for an earlier revision.
+pattern, class and place that matches in logs of this source and in no others is switched off: the tables then hold what
+they would hold, or less, if this source had never been seen. The same is printed without switching anything off, and
+for an earlier revision.
 
-- *false stop*: the policy stops, though the same job may well succeed if it is started again; the policy is asked as
-  agent 0 and the controller ask it, with words for all evidence and with the remedies that most runs have
-- *false alarm*: a healthy log is called a failure
-- *wasted retry*: the policy tries again what fails until something changes
-- *retried for ever*: the kind has no bound of its own, though something must change
+- *false stop*: the policy stops, though the same job may well succeed if it is restarted; the policy is asked as agent
+  0 and the controller ask it, with words as the only evidence and with the remedies that most runs have
+- *false alarm*: a healthy log is classified as a failure
+- *wasted retry*: the policy retries a failure that persists until something changes
+- *retried for ever*: the kind has no limit of its own, though something must change
 """
 
 import argparse
@@ -54,7 +55,7 @@ LABELS = {
 }
 """Labels that are not the name of a kind."""
 OF_THE_SCHEDULER = frozenset({FailureKind.PREEMPTION, FailureKind.TIME_LIMIT})
-"""Kinds that are retried within the run's budget for as long as checkpoints advance: that is meant."""
+"""Kinds that are deliberately retried within the run's budget as long as checkpoints advance."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,11 @@ class Log:
     kind: str
     source: str
     retry: str
-    """Empty where it is not known."""
+    """Empty if it is unknown."""
 
 
 class Share(NamedTuple):
-    """So many of so many."""
+    """A count out of a total."""
 
     count: int
     total: int
@@ -91,7 +92,7 @@ def wilson(count: int, total: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def read_data(path: Path) -> list[Log]:
-    """All labelled logs of a file."""
+    """Read all labelled logs of a file."""
     rows = (json.loads(line) for line in path.read_text().splitlines() if line.strip())
     return [
         Log(row["text"], LABELS.get(row["label"], row["label"]), _source(row), row.get("retry", "")) for row in rows
@@ -103,12 +104,12 @@ def _source(row: dict[str, str]) -> str:
 
 
 def read_all(logs: Sequence[Log]) -> list[str]:
-    """The kind that each log is read as."""
+    """Kind that the classifier assigns to each log."""
     return [_kind(log.text, TABLES) for log in logs]
 
 
 def read_across_sources(logs: Sequence[Log]) -> list[str]:
-    """The same, each log without what only logs of its own source support."""
+    """Kinds with each log read without the table entries that only logs of its own source support."""
     support: dict[str, set[str]] = defaultdict(set)
     for log in logs:
         for event in search.events(log.text):
@@ -122,7 +123,7 @@ def read_across_sources(logs: Sequence[Log]) -> list[str]:
 
 
 def without(rules: set[str]) -> Tables:
-    """All that is known, but for some pieces of the tables."""
+    """Tables without the entries for some rules."""
     return Tables(
         signatures=[
             replace(row, expressions=tuple(pattern for pattern in row.expressions if pattern not in rules))
@@ -139,7 +140,7 @@ def _kind(text: str, tables: Tables) -> str:
 
 
 def report(name: str, logs: Sequence[Log], kinds: Sequence[str]) -> Share:
-    """Print what came out, and give the share that is right."""
+    """Print the results, and return the share of correct ones."""
     pairs = list(zip(logs, kinds, strict=True))
     right = Share(sum(log.kind == kind for log, kind in pairs), len(pairs))
     healthy = [kind for log, kind in pairs if log.kind == HEALTHY]
@@ -173,12 +174,12 @@ REMEDIES = {
 
 
 def _stops(kind: str) -> bool:
-    """The run ends at the first such failure, by the rules that agent 0 and then the controller ask."""
+    """True if the run ends at the first such failure, by the rules that agent 0 and then the controller apply."""
     if kind == HEALTHY:
         return False
     found, spec = FailureKind(kind), SuperviseSpec()
     remedy = REMEDIES.get(found, "")
-    # All that these logs hold is words.
+    # The only evidence in these logs is words.
     in_place = decide_in_place(found, 0, spec, remedy=remedy, undecided=True)
     if in_place.action is not Action.NEW_ATTEMPT:
         return in_place.action is Action.STOP
@@ -186,7 +187,7 @@ def _stops(kind: str) -> bool:
 
 
 def _retries(kind: str) -> bool:
-    """The same is tried again, without a remedy that changes anything."""
+    """True if the same is retried, without a remedy that changes anything."""
     return kind != HEALTHY and not _stops(kind) and FailureKind(kind) not in REMEDIES
 
 
@@ -206,7 +207,7 @@ for line in sys.stdin:
 
 
 def read_by(revision: str, logs: Sequence[Log]) -> list[str]:
-    """The kind that an earlier revision of this project reads each log as."""
+    """Kinds that an earlier revision of this project assigns to the logs."""
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(
             ["git", "archive", revision, "rlhf_core"], cwd=ROOT, check=True, stdout=subprocess.PIPE
@@ -220,7 +221,7 @@ def read_by(revision: str, logs: Sequence[Log]) -> list[str]:
 
 
 def main() -> int:
-    """Read all logs in three ways, and print what came out."""
+    """Read all logs in three ways, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("logs", type=Path, nargs="?", help="labelled logs, one JSON object a line")
     parser.add_argument("--peer", default="ab24737", help="revision to compare with: the table of lines before this")

@@ -1,7 +1,7 @@
-"""How far the history is behind when one process reads many growing run directories: ``python tests/benchmarks/...``.
+"""Delay of the history when one process reads many growing run directories: ``python tests/benchmarks/...``.
 
 Writes steps into synthetic runs as fast as real ones make them, while one ingester of the daemon reads them; prints the
-percentiles of the time from a line being written to its row being there, and the memory of the process.
+percentiles of the time from the writing of a line to the presence of its row, and the memory of the process.
 
 Usage: bench_daemon.py [database URL] [--runs 200] [--seconds 60] [--step-s 1.0]
 """
@@ -30,11 +30,11 @@ from rlhf_core.history.store import HistoryStore  # noqa: E402
 from rlhf_core.schemas.attempts import RunState  # noqa: E402
 
 NUM_KEYS = 30
-"""Metrics of a step, as a GRPO run of this project has."""
+"""Metrics per step, as in a GRPO run of this project."""
 
 
 def new_run(runs: Path, number: int) -> RunFiles:
-    """A run in training."""
+    """A new run that is training."""
     run = RunFiles(runs, tail=f"{number:06x}").created()
     run.moved(RunState.PREFLIGHT, 1)
     run.moved(RunState.QUEUED, 2)
@@ -44,7 +44,8 @@ def new_run(runs: Path, number: int) -> RunFiles:
 
 
 def write(folder: Path, num_runs: int, seconds: float, step_s: float) -> None:
-    """The nodes: a step of every run each ``step_s`` seconds, and the status of its agent each 2 s. Run apart."""
+    """Write what the nodes would write: a step of every run each ``step_s`` seconds, and the status of its agent every
+    2 s. Runs in a separate process."""
     runs = [new_run(folder, number) for number in range(num_runs)]
     print("ready", flush=True)
     sys.stdin.readline()
@@ -62,7 +63,7 @@ def write(folder: Path, num_runs: int, seconds: float, step_s: float) -> None:
 
 
 def measure(store: HistoryStore, ingester: Ingester, seconds: float, pause_s: float) -> tuple[list[float], list[float]]:
-    """Lag of every step at the moment after the turn that read it, and how long each turn took."""
+    """Lag of every step at the end of the turn that read it, and the duration of each turn."""
     lags: list[float] = []
     turns: list[float] = []
     seen = dict.fromkeys(store.run_ids(), 0)
@@ -85,7 +86,7 @@ def measure(store: HistoryStore, ingester: Ingester, seconds: float, pause_s: fl
 
 
 def main() -> None:
-    """Measure, and print."""
+    """Measure, and print the results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("url", nargs="?", default="")
     parser.add_argument("--runs", type=int, default=200)

@@ -1,10 +1,10 @@
-"""Bytes of a sparse delta after steps of GRPO with AdamW, of a model in bf16 with weights for the optimizer in fp32.
+"""Bytes of a sparse delta after steps of GRPO with AdamW, for a bf16 model whose optimizer keeps fp32 weights.
 
     python tests/benchmarks/bench_delta.py [--rates 1e-6 1e-5] [--steps 4] [--hidden 128]
 
-A Qwen2 of random weights samples groups of completions, which are rewarded for even tokens; the loss is the strictly
-on-policy GRPO of this project's advantages. After each step the weights in bf16 go through the encoder of
-``rlhf_core/weight_sync/delta.py`` and into an engine's row of bytes, whose digest has to be the trainer's.
+A Qwen2 with random weights samples groups of completions, which are rewarded for even tokens; the loss is strictly
+on-policy GRPO with this project's advantages. After each step the bf16 weights go through the encoder of
+``rlhf_core/weight_sync/delta.py`` and into an engine's row of bytes, whose digest must equal the trainer's.
 """
 
 import argparse
@@ -27,7 +27,7 @@ PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 8, 8
 
 
 def new_model(hidden: int) -> Qwen2ForCausalLM:
-    """Random weights; tied, as the small Qwen2 are."""
+    """A model with random weights, tied like those of the small Qwen2 models."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=8_000,
@@ -66,13 +66,13 @@ def grpo_step(model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer) -> None
 
 
 def weights_of(model: Qwen2ForCausalLM) -> Iterator[tuple[str, Tensor]]:
-    """Weights as engines take them."""
+    """Weights in the form in which engines load them."""
     for name, parameter in model.named_parameters():
         yield name, parameter.detach().to(torch.bfloat16)
 
 
 def measure(rate: float, steps: int, hidden: int) -> None:
-    """Print a line per step."""
+    """Print one line per step."""
     model = new_model(hidden)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     entries = entries_of({name: (tensor.dtype, tensor.shape) for name, tensor in weights_of(model)})

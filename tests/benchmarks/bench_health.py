@@ -1,15 +1,16 @@
-"""Is training that learns nothing ended, and training that learns left alone?
+"""Detection of training that learns nothing, without ending training that learns.
 
     python tests/benchmarks/bench_health.py [--only WORD] [--slice 1/4] [--keep FOLDER]
     python tests/benchmarks/bench_health.py --algorithms [grpo ...] [--healthy 30] [--record]
 
-20 healthy runs of other seeds and settings, then runs that are broken in one way each
+20 healthy runs with other seeds and settings, then runs that are broken in one way each
 (``tests/training/health_runs.py``): two real ranks, a small model that sorts three digits, 60 steps of GRPO, judged at
-every step. Prints what became of each, and at which step; 1 when a healthy run was ended, or a broken one was not, or
-not by its rule. A warning counts as an end. ``--keep`` leaves what the judge saw, one file of JSON lines for each run.
+every step. Prints the outcome of each run and its step; exits with 1 if a healthy run was ended, or a broken one was
+not, or not by its rule. A warning counts as an end. ``--keep`` keeps the judge's observations, one file of JSON lines
+per run.
 
-With ``--algorithms`` it makes so many healthy runs of each algorithm instead (of all, without a name), and ``--record``
-puts the rows into the table of docs/benchmarks.md, each as soon as it is there.
+With ``--algorithms`` it makes this many healthy runs of each algorithm instead (of all, if none is named), and
+``--record`` puts the rows into the table of docs/benchmarks.md, each as soon as it is finished.
 """
 
 import argparse
@@ -37,7 +38,7 @@ HEAD = "| algorithm | healthy runs | alarms | of which runs | seconds a run | da
 
 
 def main() -> int:
-    """Make the runs, print the table."""
+    """Make the runs and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--only", default="", help="runs whose name has this word")
     parser.add_argument("--slice", default="1/1", help="part of the runs, of how many")
@@ -69,7 +70,7 @@ def _by_algorithm(algorithms: list[str], count: int, record: bool) -> int:
 
 
 def _record(algorithm: str, row: str) -> None:
-    """Put a row into the table of the page, in the place of an older one of the algorithm."""
+    """Put a row into the table of the page, replacing an older one of the algorithm."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     table, _, after = rest.partition(END)
     rows = {found: line for line in table.splitlines() if (found := line.split("`")[1] if "`" in line else "")}
@@ -79,16 +80,19 @@ def _record(algorithm: str, row: str) -> None:
 
 
 def _make(names: list[str], keep: Path | None) -> tuple[list[str], float]:
-    """Make runs and print a line of each; the names of those that were judged wrongly, and the seconds they took."""
+    """Make runs and print a line for each; return the names of the wrongly judged ones and the seconds that they
+    took."""
     wrong = []
     print(f"{'run':<32} {'kind':<10} {'steps':>5} {'reward first -> last':>21}  judged")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         started = time.monotonic()
-        told = values(launch(make_runs, 2, folder / "launch", timeout_s=3600, folder=str(folder / "runs"), names=names))
+        outcomes = values(
+            launch(make_runs, 2, folder / "launch", timeout_s=3600, folder=str(folder / "runs"), names=names)
+        )
         seconds = time.monotonic() - started
         for name in names:
-            good, row = _row(folder / "runs", name, {ranks[name] for ranks in told})
+            good, row = _row(folder / "runs", name, {ranks[name] for ranks in outcomes})
             wrong += [] if good else [name]
             print(row, flush=True)
             if keep:
@@ -97,9 +101,9 @@ def _make(names: list[str], keep: Path | None) -> tuple[list[str], float]:
     return wrong, seconds
 
 
-def _row(folder: Path, name: str, told: set[str]) -> tuple[bool, str]:
-    """One line of the table, and whether it is as it should be. All ranks must say the same."""
-    case, result = case_of(name), told.pop() if len(told) == 1 else f"the ranks differ: {sorted(told)}"
+def _row(folder: Path, name: str, outcomes: set[str]) -> tuple[bool, str]:
+    """One line of the table, and whether it is as expected. All ranks must agree."""
+    case, result = case_of(name), outcomes.pop() if len(outcomes) == 1 else f"the ranks differ: {sorted(outcomes)}"
     if case.rule:
         good = result.startswith("DegenerateRl") and f"({case.rule}): " in result and case.words in result
     else:

@@ -1,7 +1,7 @@
-"""What a sign of life costs: ``python tests/benchmarks/bench_heartbeat.py``.
+"""Cost of a heartbeat: ``python tests/benchmarks/bench_heartbeat.py``.
 
 A beat sits in the innermost loops of training, so its limit is one microsecond. Prints the median of several rounds,
-and its ratio to that limit; ends with 1 when a beat is over it.
+and its ratio to that limit; exits with 1 if a beat exceeds it.
 """
 
 import statistics
@@ -23,7 +23,7 @@ def measure(statement: str, names: dict[str, object]) -> float:
 
 
 def main() -> int:
-    """Print one line per operation; the beat decides."""
+    """Print one line per operation; the beat determines the exit code."""
     slots = SlotFile("bench-20260101-000000-abcdef", 1, "here", 1)
     try:
         beat = Beat(slots.path, 0, 0, 0)

@@ -1,17 +1,17 @@
-"""The history at scale: how fast files become rows (against MLflow's store on the same kind of database), how much
-memory that takes, how long questions take on many runs, and how far the history is behind when many runs train at once.
+"""The history at scale: speed of turning files into rows (against MLflow's store on the same kind of database), memory
+used for it, duration of queries over many runs, and delay of the history when many runs train at once.
 
     make bench-history                          all of it, MLflow in an environment of its own; some minutes
     make bench-history HISTORY=--full           10,000 runs and 10 M metric rows; a quarter of an hour, 4 GB of disk
-    make bench-history HISTORY=--quick          whether it works: 200 runs, short; a minute or two
-    make bench-history HISTORY="--full --into FILE"     what is done goes into FILE; started again, it goes on there
+    make bench-history HISTORY=--quick          smoke test: 200 runs, short; a minute or two
+    make bench-history HISTORY="--full --into FILE"     finished parts go into FILE; a restart continues from there
 
     python tests/benchmarks/bench_history.py [--quick | --full] [--database sqlite|postgresql]
         [--part ingest|memory|questions|daemon ...] [--into FILE] [--mlflow PYTHON]
 
 Without ``--mlflow``, the interpreter of an environment with MLflow, nothing is compared. PostgreSQL is a throw-away
-server, without fsync, for both. Times of questions are those of opening the history and asking once, in a process that
-has asked before; the files of the database are in the cache of the machine.
+server, without fsync, for both. Query times cover opening the history and asking once, in a process that has asked
+before; the files of the database are in the page cache of the machine.
 """
 
 import argparse
@@ -45,33 +45,33 @@ from rlhf_core.watchdog.ingest import sync
 
 NUM_STEPS = 4000
 REPEATS = 3
-"""Of every ingestion; the middle one counts."""
+"""Repetitions of every ingestion; the median counts."""
 
 LIMIT_MS = 100.0
-"""What 95 of 100 questions about a run or a list are to take at most."""
+"""Limit for 95 of 100 queries about a run or a list."""
 
 SAVED_LIMIT_MS = 1000.0
-"""What 95 of 100 saved questions are to take at most: they go over all runs of a month or a quarter."""
+"""Limit for 95 of 100 saved queries: they cover all runs of a month or a quarter."""
 
 Lines = Iterator[str]
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much of everything."""
+    """Sizes of all parts."""
 
     name: str
     scale: history_load.Scale
     num_questions: int
-    """Of each kind, on runs taken at random."""
+    """Queries of each kind, on runs chosen at random."""
     num_saved: int
-    """Of each saved question."""
+    """Repetitions of each saved query."""
     large_mb: int
-    """The larger of the two files whose ingestion is to take no more memory."""
+    """Size of the larger of two files, whose ingestion must take no more memory."""
     num_runs: int
-    """That train at once while one process reads them."""
+    """Number of runs that train at once while one process reads them."""
     seconds: float
-    """How long they do."""
+    """Duration of their training."""
 
 
 QUICK = Size("quick", history_load.QUICK, 20, 5, 8, 20, 8.0)
@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def kept(file: Path, name: str, lines: Lines) -> Lines:
-    """The lines of a part: those that ``file`` has, else those that are made now, which go into it when all are
+    """Lines of a part: those that ``file`` has, otherwise newly measured ones, which are written to it once all are
     there."""
     done = json.loads(file.read_text()) if file.exists() else {}
     if name in done:
@@ -134,11 +134,11 @@ def new_history(kind: str, folder: Path) -> Iterator[HistoryStore]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Files into rows
+# From files to rows
 
 
 def bench_ingest(kind: str, folder: Path, size: Size, mlflow: str | None) -> Lines:
-    """Rows per second of a catch-up, and the same rows by MLflow."""
+    """Rows per second of a catch-up, and of the same rows by MLflow."""
     run = long_run(folder / "runs")
     rows = NUM_STEPS * NUM_KEYS
     took = []
@@ -150,29 +150,29 @@ def bench_ingest(kind: str, folder: Path, size: Size, mlflow: str | None) -> Lin
     if mlflow is None:
         yield "MLflow: not compared (--mlflow PYTHON, or make bench-history)"
         return
-    said = [ingest_by_mlflow(kind, folder, mlflow, number) for number in range(REPEATS)]
-    theirs = median(one["rows"] / one["seconds"] for one in said)
+    reports = [ingest_by_mlflow(kind, folder, mlflow, number) for number in range(REPEATS)]
+    theirs = median(one["rows"] / one["seconds"] for one in reports)
     yield (
-        f"MLflow {said[0]['version']}: {said[0]['rows']:,} rows, log_batch of 1,000: {theirs:,.0f} rows/s "
+        f"MLflow {reports[0]['version']}: {reports[0]['rows']:,} rows, log_batch of 1,000: {theirs:,.0f} rows/s "
         f"(the middle of {REPEATS})"
     )
     yield f"ratio: {ours / theirs:.1f}"
 
 
 def ingest_by_mlflow(kind: str, folder: Path, mlflow: str, number: int) -> dict[str, Any]:
-    """What MLflow says of taking the same rows into an empty database."""
+    """MLflow's report of writing the same rows into an empty database."""
     url = f"sqlite:///{folder}/mlflow-{number}.db" if kind == "sqlite" else postgres().empty_database()
     peer = Path(__file__).with_name("mlflow_ingest.py")
     command = [mlflow, str(peer), url.replace("postgresql:", "postgresql+psycopg:"), str(NUM_STEPS), str(NUM_KEYS)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise SystemExit(f"MLflow's half of the comparison failed:\n{done.stderr}")
-    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return said
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return report
 
 
 def bench_memory(kind: str, folder: Path, size: Size, mlflow: str | None) -> Lines:
-    """Peak memory of a process that ingests a small and a large file, and whether it slows down on the way."""
+    """Peak memory of a process that ingests a small and a large file, and whether it slows down over time."""
     for megabytes in (4, size.large_mb):
         run = metrics_file(folder / f"runs-{megabytes}", megabytes)
         with new_history(kind, folder) as store:
@@ -183,7 +183,7 @@ def bench_memory(kind: str, folder: Path, size: Size, mlflow: str | None) -> Lin
 
 
 def metrics_file(runs: Path, megabytes: int) -> Path:
-    """A run whose metrics file has that size."""
+    """A run with a metrics file of this size."""
     run = RunFiles(runs).created()
     run.metrics(1, 0, 1, 1.0)
     path = run.dir.attempt(1).restart(0).metrics
@@ -199,7 +199,7 @@ def metrics_file(runs: Path, megabytes: int) -> Path:
 
 
 def swallow(url: str, run_dir: str) -> None:
-    """Ingest a run from nothing; say what it took."""
+    """Ingest a run from the beginning; print the measurements."""
     took: list[float] = []
 
     class Timed(HistoryStore):
@@ -221,17 +221,17 @@ def swallow(url: str, run_dir: str) -> None:
 
 
 def peak_mb() -> float:
-    """Most memory that this process has had. Not ``ru_maxrss``, which begins with that of the process it came from."""
+    """Peak memory of this process. Not ``ru_maxrss``, which starts with that of the parent process."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) / 1024
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Questions
+# Queries
 
 
 def bench_questions(kind: str, folder: Path, size: Size, mlflow: str | None) -> Lines:
-    """Times of the questions people ask, each over a connection of its own."""
+    """Times of typical queries, each over a connection of its own."""
     with new_history(kind, folder) as store:
         loading = seconds(lambda: history_load.load(store, size.scale))
         runs, rows = history_load.count(store)
@@ -248,7 +248,7 @@ def bench_questions(kind: str, folder: Path, size: Size, mlflow: str | None) -> 
 
 
 def what_people_ask(ids: Sequence[str], chance: random.Random) -> dict[str, Callable[[HistoryStore], object]]:
-    """Questions about one run or a list, by what they are about."""
+    """Queries about one run or a list, keyed by their topic."""
     month = (T0 + timedelta(days=30), T0 + timedelta(days=60))
     goodput = "SELECT * FROM all_goodput WHERE created_at >= '{}' AND created_at < '{}'".format(*month)
 
@@ -278,7 +278,7 @@ def what_people_ask(ids: Sequence[str], chance: random.Random) -> dict[str, Call
 def saved_question(
     question: saved_queries.SavedQuery, ids: Sequence[str], chance: random.Random
 ) -> Callable[[HistoryStore], object]:
-    """A saved question as it is asked by default, as if today were the day of the newest run; of runs, random ones."""
+    """A saved query with its defaults, as if today were the day of the newest run; runs are chosen at random."""
     age_days = (datetime.now(UTC) - T0).days - history_load.DAYS
 
     def value(argument: saved_queries.Argument) -> str | None:
@@ -296,7 +296,7 @@ def saved_question(
 
 
 def timed(url: str, name: str, ask: Callable[[HistoryStore], object], number: int, limit_ms: float) -> str:
-    """A line about so many answers, each over a connection of its own, after one that does not count."""
+    """A line about this many answers, each over a connection of its own, after an answer that does not count."""
     asked(url, ask)
     took = sorted(asked(url, ask) for _ in range(number))
     p95 = took[int(0.95 * number)]
@@ -305,7 +305,7 @@ def timed(url: str, name: str, ask: Callable[[HistoryStore], object], number: in
 
 
 def asked(url: str, ask: Callable[[HistoryStore], object]) -> float:
-    """Milliseconds of opening the history and asking it once."""
+    """Milliseconds of opening the history and running the query once."""
 
     def open_and_ask() -> None:
         with HistoryStore(url) as store:
@@ -333,7 +333,7 @@ PARTS: Mapping[str, Callable[[str, Path, Size, str | None], Lines]] = {
     "questions": bench_questions,
     "daemon": bench_daemon,
 }
-"""What there is to measure: database, a folder for files, how much, and the interpreter with MLflow -> lines."""
+"""Parts of the benchmark: database, a folder for files, sizes, and the interpreter with MLflow -> lines."""
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""How fast files become rows: metric rows per second of a catch-up, against the bare driver inserting the same rows,
-and the seconds one look at a running run costs.
+"""Ingestion speed: metric rows per second of a catch-up, against the bare driver inserting the same rows, and the
+seconds of one poll of a running run.
 
     python tests/benchmarks/bench_ingest.py [URL]        default: SQLite in a temporary folder
 """
@@ -25,14 +25,14 @@ NUM_KEYS = 30
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """How long it takes."""
+    """Duration of a call."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
 def long_run(runs: Path) -> RunFiles:
-    """A run with ``NUM_STEPS`` steps of ``NUM_KEYS`` metrics."""
+    """A run with ``NUM_STEPS`` steps of ``NUM_KEYS`` metrics each."""
     run = RunFiles(runs).created()
     for step in range(1, NUM_STEPS + 1):
         run.metrics(1, 0, step, step, **{f"group/key_{key}": math.sin(step * key) for key in range(NUM_KEYS - 2)})
@@ -40,7 +40,7 @@ def long_run(runs: Path) -> RunFiles:
 
 
 def bare_sqlite(file: Path, rows: int) -> float:
-    """The same rows by ``executemany`` of the driver, into the same table without its references."""
+    """Insert the same rows with ``executemany`` of the driver, into the same table without its references."""
     connection = sqlite3.connect(file)
     connection.executescript(
         "PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; "

@@ -1,8 +1,8 @@
 """Peak memory of a trainer rank in each stage of ZeRO against the estimate of preflight: two ranks on CPU.
 
-Each case runs in processes of its own: a model of 50 million parameters, one update to settle, then the highest
-resident memory of a second one with two micro-batches, less that of the libraries. Few tokens: what weights, gradients
-and optimizer take is compared, not activations.
+Each case runs in separate processes: a model of 50 million parameters, one update to settle, then the peak resident
+memory of a second one with two micro-batches, less that of the libraries. The tokens are few, because the comparison is
+about weights, gradients and optimizer, not activations.
 
 Usage: bench_memory.py [--dtype float32|bfloat16] [--hidden 512] [--layers 16] [--lora-rank 0]
 """
@@ -22,12 +22,12 @@ import bench_memory  # noqa: E402 - the ranks import it by its name
 from rank_launcher import launch, make_context, tiny_spec, values  # noqa: E402
 
 CASES = ((0, "none"), (1, "none"), (2, "none"), (3, "none"), (2, "optimizer"), (3, "parameters"))
-"""Stage of ZeRO, and what is offloaded."""
+"""Stages of ZeRO, and the offloaded parts."""
 MIB = 1 << 20
 
 
 def resident_bytes(name: str) -> int:
-    """Resident memory of this process, now (``VmRSS``) or at most (``VmHWM``)."""
+    """Resident memory of this process: current (``VmRSS``) or peak (``VmHWM``)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])
 
@@ -35,7 +35,7 @@ def resident_bytes(name: str) -> int:
 def measured(
     rank: int, num_ranks: int, folder: str, stage: int, offload: str, dtype: str, config: dict[str, Any], lora_rank: int
 ) -> dict[str, int]:
-    """Bytes of one rank: at most during an update, and by the estimate."""
+    """Bytes of one rank: the peak during an update, and the estimate."""
     import torch
 
     from rlhf_core.preflight import memory
@@ -49,7 +49,7 @@ def measured(
     from rlhf_core.training.models.causal_lm import PolicyModel, build_causal_lm
     from rlhf_core.training.trainers import engine as engine_module
 
-    importlib.import_module("peft")  # a library, counted as one
+    importlib.import_module("peft")  # a library, counted as such
     ranks = init_process_group(make_context(folder, tiny_spec(), rank, num_ranks))
     engine_module._join_deepspeed(ranks)
     libraries = resident_bytes("VmRSS")
@@ -73,7 +73,7 @@ def measured(
 
     update()
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the highest so far begins again
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is reset
     update()
     peak = resident_bytes("VmHWM") - libraries
     zero = memory.Zero(stage, offload, num_ranks)
@@ -87,7 +87,7 @@ def measured(
 
 
 def main() -> None:
-    """Print one line a case."""
+    """Print one line per case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--hidden", type=int, default=512)

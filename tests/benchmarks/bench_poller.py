@@ -1,5 +1,5 @@
-"""What watching costs the scheduler: commands of Slurm per minute, with 1, 10 and 1,000 live jobs, each asked about
-once a second by one of four controllers, and the seconds of one answer. A real cluster of 4 nodes; most jobs wait.
+"""Load that watching puts on the scheduler: Slurm commands per minute, with 1, 10 and 1,000 live jobs, each polled once
+a second by one of four controllers, and the seconds of one answer. A real cluster of 4 nodes; most jobs wait.
 
     python tests/benchmarks/bench_poller.py [SECONDS]        default: 12 per row
 """
@@ -37,7 +37,7 @@ while time.monotonic() < end:
 
 
 def count_commands(folder: Path) -> Path:
-    """Puts shims before the commands of Slurm that write down each call; returns the file."""
+    """Put shims before the Slurm commands that record each call; return the file of the record."""
     calls, shims = folder / "calls", folder / "bin"
     shims.mkdir()
     for name in COUNTED:
@@ -50,7 +50,7 @@ def count_commands(folder: Path) -> Path:
 
 
 def measure(jobs: list[str], seconds: float, calls: Path) -> float:
-    """Commands per minute while all controllers watch all these jobs, each its share."""
+    """Commands per minute while the controllers watch all these jobs, each its share."""
     calls.write_text("")
     start = time.monotonic()
     controllers = [

@@ -23,7 +23,7 @@ PAGE = TESTS.parent / "docs" / "benchmarks.md"
 
 
 def main() -> None:
-    """Make all probes, one after the other."""
+    """Make all probes, one after another."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--healthy", type=int, default=30, help="probes of a healthy cluster")
     parser.add_argument("--write", action="store_true", help="write the table into docs/benchmarks.md")
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def table(cluster: Cluster, folder: Path, num_healthy: int) -> list[str]:
-    """The rows, each printed as soon as it is known."""
+    """The rows of the table, each printed as soon as it is known."""
     lines = ["| what is wrong | finding | node named | seconds to the finding |", "|---|---|---|---|"]
     for number, case in enumerate(CASES):
         seen = probe(cluster, fresh(folder, f"case-{number}"), case)
@@ -70,13 +70,13 @@ def table(cluster: Cluster, folder: Path, num_healthy: int) -> list[str]:
 
 
 def say(name: str, seen: Seen, *cases: Case) -> None:
-    """One probe in one line."""
+    """Print one line about a probe."""
     problems = "; ".join(seen.problems_with(*cases))
     print(f"{name}: {seen.seconds:.1f} s {problems or 'right'}", flush=True)
 
 
 def fresh(folder: Path, name: str) -> Path:
-    """A folder of its own."""
+    """A new, empty folder."""
     made = folder / name
     made.mkdir()
     return made

@@ -35,7 +35,7 @@ CONTROL = "shuffled reward"
 
 
 def run(home: Path, *overrides: str) -> tuple[dict[str, tuple[float, float]], float]:
-    """One quickstart run: name to (before, after), and the seconds it took."""
+    """One quickstart run: mapping from name to (before, after), and the seconds it took."""
     environment = {**os.environ, "RLHF_HOME": str(home)}
     command = [sys.executable, "-m", "rlhf_core.cli.main"]
     words = [word for override in overrides for word in ("--set", override)]
@@ -59,7 +59,7 @@ def run(home: Path, *overrides: str) -> tuple[dict[str, tuple[float, float]], fl
 
 
 def main() -> int:
-    """Run all, print the table; 1 when a seed misses a target or the control learns."""
+    """Run all and print the table; return 1 if a seed misses a target or the control learns."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--modes", action="store_true", help="every place where completions are sampled")

@@ -1,11 +1,11 @@
-"""Time for which training is away after `kill -9` of a rank, compared with the cold start of the same run.
+"""Interruption of training after `kill -9` of a rank, compared with the cold start of the same run.
 
     python tests/benchmarks/bench_recovery.py [--repeats 3] [--nodes 4] [--kill-at 200]
 
 Runs a shortened quickstart through the command line, on this machine or on the nodes of a throw-away Slurm, kills one
-trainer rank in the middle, and prints the seconds from the kill to the next step that was not there before, those from
-the agent's start to the first step, and the ratio of recovery to its target: 1.5 x cold start + 5 s. With workers that
-are forked and without, one after the other, in one run.
+trainer rank in the middle, and prints the seconds from the kill to the next new step, those from the agent's start to
+the first step, and the ratio of recovery to its target: 1.5 x cold start + 5 s. It measures workers that are forked and
+workers that are not, one after the other, in one run.
 """
 
 import argparse
@@ -40,13 +40,13 @@ SHORT = (
 
 
 def first_line_after(restart: RestartDir, step: int) -> datetime | None:
-    """When the first step after ``step`` was written in a restart."""
+    """Time at which the first step after ``step`` was written in a restart."""
     return next((line.time for line in read_models(restart.metrics, MetricsLine) if line.step > step), None)
 
 
 @contextlib.contextmanager
 def nodes(number: int, folder: Path) -> Iterator[Mapping[str, str]]:
-    """Provide the nodes for the block; the environment in which runs find them."""
+    """Provide the nodes for the block; yields the environment in which runs find them."""
     if number == 1:
         yield {}
         return
@@ -61,7 +61,7 @@ def nodes(number: int, folder: Path) -> Iterator[Mapping[str, str]]:
 
 
 def a_trainer(home: Path) -> psutil.Process:
-    """A trainer rank of the only run of a home folder."""
+    """A trainer rank of the only run in a home folder."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             words = process.cmdline()
@@ -73,7 +73,7 @@ def a_trainer(home: Path) -> psutil.Process:
 def measure(
     home: Path, preset: str, environment: Mapping[str, str], kill_at: int, *, forked: bool
 ) -> tuple[float, float]:
-    """One disturbed run: seconds of its cold start, and of its recovery."""
+    """Disturb one run; return the seconds of its cold start and of its recovery."""
     settings = (*SHORT, f"loops.main.num_steps={kill_at}", f"supervise.warm_workers={str(forked).lower()}")
     overrides = [word for override in settings for word in ("--set", override)]
     process = subprocess.Popen(
@@ -103,7 +103,7 @@ def measure(
 
 
 def main() -> None:
-    """Repeat, print each and the medians."""
+    """Repeat the measurement; print each result and the medians."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--nodes", type=int, default=1)
@@ -128,7 +128,7 @@ def main() -> None:
 
 
 def show(forked: bool, cold_s: float, back_s: float, label: str = "") -> None:
-    """One line of the table."""
+    """Print one line of the table."""
     kind = "forked" if forked else "new"
     print(f"{kind:>8} {cold_s:10.1f} s {back_s:10.1f} s {back_s / (1.5 * cold_s + 5):12.2f}{label}", flush=True)
 

@@ -1,15 +1,15 @@
-"""Rollouts over engines in processes of their own: tokens per second, what prefix caching is worth, and the tail.
+"""Rollouts over engines in separate processes: tokens per second, the benefit of prefix caching, and the tail.
 
     make bench-rollout
     python tests/benchmarks/bench_rollout.py [--kinds transformers vllm] [--repeats 5]
 
-Each engine has one core to itself, as far as this program, which sends and receives, and other work of the machine
-leave it. Rows that are compared are measured in turns, with other prompts in every turn, after one that does not count;
-figures are medians. The load is the machine's average over a minute, before and after.
+Each engine has one core to itself, as far as this program, which sends and receives, and other work on the machine
+permit. Rows that are compared are measured in turns, with other prompts in every turn, after a turn that does not
+count; figures are medians. The load is the machine's average over a minute, before and after.
 
-Share of the ideal: tokens/s with two engines by twice those with one. Prefix caching: groups of 8 completions of
-prompts of 512 to 1024 tokens, with vLLM. Tail: the time in which the last tenth of the prompts is answered, by that of
-the rollout, for prompts whose lengths have a heavy tail; longest first as in a run, and in the order given.
+Share of the ideal: tokens/s with two engines divided by twice those with one. Prefix caching: groups of 8 completions
+of prompts of 512 to 1024 tokens, with vLLM. Tail: the time in which the last tenth of the prompts is answered, divided
+by that of the rollout, for prompts whose lengths have a heavy tail; longest first as in a run, and in the given order.
 """
 
 import argparse
@@ -37,13 +37,13 @@ from rlhf_core.training.rollouts.base import Sampling
 
 GROUP_SIZE = 8
 WINDOW = 32
-"""Completions that an engine makes at once."""
+"""Completions that an engine generates at once."""
 Measure = Callable[[int], Round]
-"""One rollout of the turn with this number."""
+"""Function that makes one rollout of the turn with this number."""
 
 
 def load_of(lengths: Sequence[int], turn: int, max_new_tokens: int, group_size: int = GROUP_SIZE) -> Load:
-    """Random prompts of these lengths, others in every turn."""
+    """Random prompts with these lengths, new ones in every turn."""
     draw = random.Random(turn)
     prompts = [[draw.randrange(33, 127) for _ in range(length)] for length in lengths]
     seeds = [[draw.getrandbits(60) for _ in range(group_size)] for _ in lengths]
@@ -56,7 +56,7 @@ def short_load(turn: int) -> Load:
 
 
 def shared_prefix_load(turn: int) -> Load:
-    """Long prompts and short completions: nearly all of the work is what a group has in common."""
+    """Long prompts and short completions: nearly all of the work is the prefix that a group shares."""
     return load_of([random.Random(place).randrange(512, MAX_PROMPT_TOKENS) for place in range(6)], turn, 8)
 
 
@@ -68,7 +68,7 @@ def ragged_load(turn: int) -> Load:
 
 
 def in_turns(measures: Mapping[str, Measure], repeats: int) -> dict[str, list[Round]]:
-    """Measure each once in every turn; the first turn does not count."""
+    """Measure each variant once per turn; the first turn does not count."""
     found: dict[str, list[Round]] = {name: [] for name in measures}
     for turn in range(repeats + 1):
         for name, measure in measures.items():
@@ -84,7 +84,7 @@ def median_of(rounds: Sequence[Round], figure: Callable[[Round], float]) -> floa
 
 
 def compare_engines(kind: str, cores: Sequence[int], repeats: int, root: Path) -> None:
-    """Rows of one and two engines, and of both orders over two."""
+    """Rows of one and two engines, and of both orders over two engines."""
     with running_engines(root, cores[:2], engine=kind) as engines:
         one, two = engines.trainer(1), engines.trainer(2)
         before = os.getloadavg()[0]

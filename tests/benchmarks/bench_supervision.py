@@ -1,16 +1,16 @@
-"""What supervision costs: ``python tests/benchmarks/bench_supervision.py [--rounds 2] [--steps 80]``.
+"""Cost of supervision: ``python tests/benchmarks/bench_supervision.py [--rounds 2] [--steps 80]``.
 
-Trains the same shortened quickstart (two ranks, no evaluation in between) under an agent, and with the ranks started
-by hand, where beats go nowhere and nobody looks on; alternately, in the order with, without, without, with, so that a
-machine that becomes slower or faster meanwhile favours neither. Everything is measured over the main algorithm's steps,
-from the second one on. Prints, each with its ratio to its limit where it has one:
+Trains the same shortened quickstart (two ranks, no evaluation in between) under an agent, and with ranks started by
+hand, whose beats are discarded and which are not watched; alternately, in the order with, without, without, with, so
+that a machine that becomes slower or faster meanwhile favours neither. Everything is measured over the main algorithm's
+steps, from the second one on. Prints these figures, with their ratio to the limit if there is one:
 
 * a beat (limit: 1 microsecond), the reading of a node's telemetry, and one look at a silent worker;
 * the agent's own processor time (psutil), as a share of one core (limit: 1 %);
-* the time of a step with the agent, against that without (wall, and processor time of the ranks, which other work on
-  the machine disturbs less).
+* the time of a step with the agent, relative to that without (wall time, and processor time of the ranks, which other
+  work on the machine disturbs less).
 
-Ends with 1 when a limit is broken.
+Exits with 1 if a limit is broken.
 """
 
 import argparse
@@ -63,7 +63,7 @@ class Measured:
     """One training run."""
 
     window_s: float
-    """From the first step that was measured to the last."""
+    """Time from the first measured step to the last."""
     step_s: float
     """Median time from one step to the next, in seconds."""
     rank_cpu_s: float
@@ -73,9 +73,9 @@ class Measured:
 
 
 def make_run(runs: Path, steps: int) -> RunDir:
-    """A shortened quickstart with nothing but steps in the part that is measured."""
+    """A shortened quickstart with nothing but steps in the measured part."""
     short = (f"loops.main.num_steps={steps}", f"loops.warm_start.num_steps={WARM_UP}", "evaluate.every_num_steps=0")
-    # So short a warm-up solves nothing, which the rules of RL health would rightly end.
+    # Such a short warm-up solves nothing, which the rules of RL health would rightly end.
     unjudged = [f'health.off.{rule}="the speed is measured, not the learning"' for rule in get_args(HealthRule)]
     sparse = ("evaluate.num_prompts=8", f"checkpoint.every_num_steps={10 * steps}")
     spec = config.load("quickstart", [*short, *sparse, *unjudged])
@@ -86,7 +86,7 @@ def make_run(runs: Path, steps: int) -> RunDir:
 
 
 def start(run_dir: RunDir, *, supervised: bool) -> list["subprocess.Popen[bytes]"]:
-    """The agent, or the ranks by hand."""
+    """Start the agent, or the ranks by hand."""
     where = ["--run-dir", str(run_dir.root), "--attempt", "1"]
     plain = {**os.environ, "OMP_NUM_THREADS": "1"}
     if supervised:
@@ -100,13 +100,13 @@ def start(run_dir: RunDir, *, supervised: bool) -> list["subprocess.Popen[bytes]
 
 
 def spawn(arguments: Sequence[str], environment: dict[str, str]) -> "subprocess.Popen[bytes]":
-    """One process of the worker package; it says nothing here."""
+    """Start one process of the worker package, without output here."""
     command = [sys.executable, "-m", "rlhf_core.worker", *arguments]
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def ranks_of(parents: Sequence["subprocess.Popen[bytes]"], *, supervised: bool) -> list[psutil.Process]:
-    """The ranks' processes."""
+    """Processes of the ranks."""
     if not supervised:
         return [psutil.Process(parent.pid) for parent in parents]
     children = psutil.Process(parents[0].pid).children(recursive=True)
@@ -120,7 +120,7 @@ def cpu_s(processes: Sequence[psutil.Process]) -> float:
 
 
 def train(folder: Path, steps: int, *, supervised: bool) -> Measured:
-    """One run, from its start to its good end."""
+    """Make one run, from its start to its successful end."""
     run_dir = make_run(folder, steps)
     metrics = run_dir.attempt(1).restart(0).metrics
     first, last = WARM_UP + 2, WARM_UP + steps - 2
@@ -160,7 +160,7 @@ def wait_for_step(
 
 
 def end(process: "subprocess.Popen[bytes]") -> None:
-    """Nothing is left when a measurement is broken off; an agent takes its ranks with it."""
+    """Stop the process; an agent takes its ranks with it. Nothing is left when a measurement is broken off."""
     if process.poll() is None:
         process.terminate()
         process.wait(60)
@@ -212,7 +212,7 @@ def measure_looks() -> list[float]:
 
 
 def main() -> int:
-    """Measure, print, judge."""
+    """Measure, print, and judge."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=80)

@@ -4,14 +4,14 @@
     python tests/benchmarks/bench_sync.py [--models small 0.5B] [--engines 1 2 4] [--rates 0 1000] [--repeats 3]
     python tests/benchmarks/bench_sync.py --senders 1 2 4 --sender-rate 250 --rates 1000 [--models small]
 
-A trainer and engines as processes of their own, on one host (rate 0), over the loopback and through shared memory, or,
-as root, each in a network namespace whose cable passes so many Mbit/s in each direction. Wire is the time until the
-last engine has all weights verified in staging, apply that of the slowest engine to copy them into its model, both
-apart; the baseline's time is of both together, as it does one parameter after the other. Every round has other weights,
-and the sums of what the engines have are compared with the trainer's. ``limit`` is bytes / rate: the share of it that
-the wire reaches.
+A trainer and engines run as separate processes on one host (rate 0), over the loopback and through shared memory, or,
+as root, each in a network namespace whose link passes this many Mbit/s in each direction. Wire is the time until the
+last engine has all weights verified in staging; apply is that of the slowest engine to copy them into its model. The
+baseline's time covers both together, because it handles one parameter after another. Every round has other weights, and
+the sums of the engines' weights are compared with the trainer's. ``limit`` is bytes / rate: the share of it that the
+wire reaches.
 
-With ``--senders`` (as root) a trainer of so many hosts sends, each a share over a link of its own that passes
+With ``--senders`` (as root), a trainer on this many hosts sends, each host a share over a link of its own that passes
 ``--sender-rate``; the limit is that of their links together, at most that of an engine's.
 """
 
@@ -40,7 +40,7 @@ MEMORY = "/dev/shm"
 
 @contextlib.contextmanager
 def hosts(rates_mbit: Sequence[int]) -> Iterator[tuple[list[str], Any]]:
-    """Addresses of hosts with links of these rates, and the way to run a command at each. 0: all on the loopback."""
+    """Addresses of hosts with links of these rates, and the command prefix for each. Rate 0: all on the loopback."""
     if not all(rates_mbit):
         yield ["127.0.0.1"] * len(rates_mbit), lambda _, words: words
         return
@@ -63,7 +63,7 @@ def measure(
     """Seconds of one row.
 
     Args:
-        sender_rates, engine_rates: Mbit/s of the link of each.
+        sender_rates, engine_rates: Mbit/s of each link.
     """
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": ""}
     environment.pop("GLOO_SOCKET_IFNAME")
@@ -123,7 +123,7 @@ def sender_row(model: str, number: int, rates_mbit: tuple[int, int], senders: in
     """One line of the table of several senders.
 
     Args:
-        rates_mbit: of the link of a trainer's host, and of an engine's.
+        rates_mbit: rate of the link of a trainer's host, and of an engine's.
     """
     size = num_bytes(MODELS[model])
     limit = size * 8 / (min(senders * rates_mbit[0], rates_mbit[1]) * 1e6)

@@ -1,17 +1,17 @@
 """Training by GRPO next to TRL 1.16.0's GRPOTrainer: the same model, prompts, completions and threads, in one run.
 
     make bench-train                            all comparisons, TRL in an environment of its own
-    make bench-train TRAIN="--small"            whether it works: small models and few steps, a minute or two
+    make bench-train TRAIN="--small"            smoke test: small models and few steps, a minute or two
     make bench-train TRAIN="--only ragged --repeats 5"
 
     python tests/benchmarks/bench_train.py [--small] [--only WORD] [--repeats 3] [--threads 2] [--trl PYTHON]
 
-Each run is a process of its own, ours and TRL's in turn, and ratios are taken pair by pair: they hold when the speed of
-the machine drifts. With other work beside it, the processor time of a step says more than the clock. Completions are
-given to both, and the training phase is the step without rollout and reward; where both sample, whole steps are
-compared. Peak memory is the process's own (VmHWM), less what its imports took. The floor is 6 P T floating-point
-operations (P weights, T tokens that are no padding) at the rate at which this machine multiplies matrices of 1,024 by
-1,024 in float32 with as many threads.
+Each run is a separate process, ours and TRL's in turn, and ratios are taken pair by pair: they hold when the speed of
+the machine drifts. With other work on the machine, the processor time of a step says more than the clock. Completions
+are given to both, and the training phase is the step without rollout and reward; where both sample, whole steps are
+compared. Peak memory is the process's own (VmHWM), less that of its imports. The floor is 6 P T floating-point
+operations (P weights, T tokens without padding) at the rate at which this machine multiplies matrices of 1,024 by 1,024
+in float32 with as many threads.
 """
 
 import argparse
@@ -59,7 +59,7 @@ FIFTY_MILLION = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
 }
-"""A third of the weights is the embedding of 32,000 words, which is the output layer too."""
+"""A third of the weights is the embedding of 32,000 words, which is also the output layer."""
 
 _QUICK = Load("quickstart model, equal lengths", QUICKSTART, 32, 16, 16, 64, False, 128)
 _FIFTY = Load("50 M weights, equal lengths", FIFTY_MILLION, 2, 8, 32, 128, False, 8, steps=2)
@@ -84,7 +84,7 @@ SMALL_LOADS = (
 )
 
 TARGETS = {"equal": ("tokens/s", 1.3), "ragged": ("tokens/s", 2.0), "long": ("peak memory", 0.7)}
-"""Word in the name of a comparison to the figure with a target and the ratio, ours by TRL's, that is wanted."""
+"""Word in the name of a comparison, mapped to the figure with a target and the target ratio of ours to TRL's."""
 
 PARTS = ("rollout", "reward", "forward", "backward")
 """Parts of a step that are timed. The rest is the optimizer, batches and metrics."""
@@ -93,7 +93,7 @@ Run = dict[str, Any]
 
 
 def prepare(load: Load, folder: Path) -> int:
-    """Write the work of a comparison; returns the number of weights."""
+    """Write the work of a comparison; return the number of weights."""
     train_load.write(load, folder)
     vocabulary = load.model["vocab_size"]
     words = {word: number for number, word in enumerate([*SPECIAL, *(f"w{n}" for n in range(2, vocabulary))])}
@@ -110,7 +110,7 @@ def prepare(load: Load, folder: Path) -> int:
 
 
 def run(python: str, program: str, folder: Path, threads: int) -> Run:
-    """One process from start to end."""
+    """Run one process from start to end."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
@@ -146,18 +146,18 @@ def flops_per_s(threads: int) -> float:
 
 
 def counted(found: Run) -> list[dict[str, float]]:
-    """The steps after the first."""
+    """Steps after the first."""
     steps: list[dict[str, float]] = found["steps"][1:]
     return steps
 
 
 def step_s(found: Run) -> float:
-    """Seconds of a step, median."""
+    """Median seconds of a step."""
     return median(step["step"] for step in counted(found))
 
 
 def training_s(found: Run) -> float:
-    """Seconds of a step without rollout and reward, median."""
+    """Median seconds of a step without rollout and reward."""
     return median(step["step"] - step["rollout"] - step["reward"] for step in counted(found))
 
 
@@ -167,7 +167,7 @@ def memory_mib(found: Run) -> float:
 
 
 def report(load: Load, weights: int, rate: float, pairs: Sequence[tuple[Run, Run | None]]) -> Iterator[str]:
-    """The lines of a comparison: ours, TRL's and the ratio, pair by pair."""
+    """Lines of a comparison: ours, TRL's and the ratio, pair by pair."""
     floor_s = 6 * weights * load.all_tokens / rate
     lengths = load.lengths()
     yield (

@@ -1,7 +1,7 @@
 """Peak main memory of vLLM on CPU in the process of a trainer rank, against the estimate of preflight.
 
-One engine in a process of its own that has the trainer's model and libraries; measured is what vLLM adds: its start,
-two syncs of weights, and completions of prompts of 512 tokens. Run it once for each case.
+One engine runs in a separate process that holds the trainer's model and libraries; the measured part is what vLLM adds:
+its start, two syncs of weights, and completions of prompts of 512 tokens. Run it once per case.
 
 Usage: bench_vllm_memory.py [--hidden 512] [--layers 16] [--vocabulary 8192] [--cache-gb 1] [--tied]
                             [--dtype float32] [--lora-rank 0]
@@ -25,7 +25,7 @@ SEQUENCES, PROMPT_TOKENS, NEW_TOKENS = 32, 512, 64
 
 
 def main() -> None:
-    """Print measured and estimated bytes of one case."""
+    """Print the measured and estimated bytes of one case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("hidden", 512), ("layers", 16), ("vocabulary", 8192), ("cache-gb", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -72,7 +72,7 @@ def main() -> None:
         add_adapter(model, lora, 0)
     gc.collect()
     before = resident_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the highest so far begins again
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is reset
     settings = VllmSettings(cpu_cache_gb=options.cache_gb)
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     engine = VllmEngine(
@@ -95,7 +95,7 @@ def main() -> None:
         f"peak {measured / MIB:6.0f} MiB, estimate {estimate / MIB:6.0f} MiB, {estimate / measured - 1:+.0%}",
         flush=True,
     )
-    os._exit(0)  # vLLM's own end of the process group raises
+    os._exit(0)  # vLLM's own shutdown of the process group raises
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Many runs at once, for ``bench_history.py``: the small tables by bulk inserts, the metrics by the database itself."""
+"""Many synthetic runs for ``bench_history.py``: small tables by bulk inserts, metrics by the database itself."""
 
 import math
 from dataclasses import dataclass
@@ -22,14 +22,14 @@ DENSE_KEYS = (
 KEYS = (*DENSE_KEYS, "eval/greedy")
 """The last one is measured at every tenth step only."""
 DAYS = 100
-"""Over so many days the runs are spread."""
+"""Number of days over which the runs are spread."""
 STEPS = 46
-"""Of a run; every hundredth has ten times as many. Together 1,000 rows a run."""
+"""Steps of a run; every hundredth run has ten times as many. Together 1,000 rows per run."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much."""
+    """Sizes of the synthetic history."""
 
     num_runs: int
 
@@ -41,8 +41,8 @@ FULL = Scale(10_000)
 
 def load(store: HistoryStore, scale: Scale) -> None:
     """Fill an empty history. Runs are spread over 100 days; one in ten had an incident and went back five steps; one in
-    50 is the trial of the one before it; each was probed, evaluated twice and has two checkpoints; the newest 20 are
-    still at work."""
+    50 is a trial of the run before it; each was probed, evaluated twice and has two checkpoints; the newest 20 are
+    active."""
     spec = RunSpec(
         name="bench",
         model=ModelSpec(config={"model_type": "qwen3"}, tokenizer="char"),
@@ -73,7 +73,7 @@ def load(store: HistoryStore, scale: Scale) -> None:
 
 
 def count(store: HistoryStore) -> tuple[int, int]:
-    """Runs and metric rows."""
+    """Number of runs and metric rows."""
     with store.reading() as connection:
         counts = (connection.execute(text(f"SELECT COUNT(*) FROM {name}")).scalar_one() for name in ("runs", "metrics"))
         runs, metrics = counts
@@ -81,7 +81,7 @@ def count(store: HistoryStore) -> tuple[int, int]:
 
 
 def compare_goodput(store: HistoryStore) -> None:
-    """What was kept of the runs that are over is what the view says."""
+    """Require that the cached goodput of ended runs equals the view's."""
     with store.reading() as connection:
         columns = "run_id, wall_s, queue_s, productive_s, repeated_s, lost_s, ettr"
         kept, true = (
@@ -188,7 +188,8 @@ def _run(number: int, num_runs: int, spec: dict[str, Any]) -> dict[str, list[dic
 
 
 def _metrics(dialect: str) -> list[str]:
-    """Rows of every step of every restart, two seconds each; made inside the database, in the order of the table."""
+    """Insert rows for every step of every restart, two seconds each, within the database and in the order of the
+    table."""
     if dialect == "sqlite":
         series = "WITH RECURSIVE steps(step) AS (SELECT 1 UNION ALL SELECT step + 1 FROM steps WHERE step < 460) "
         steps, value = "steps s", "(abs(random()) % 1000000) / 1e6"

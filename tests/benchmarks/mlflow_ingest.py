@@ -1,10 +1,10 @@
-"""What ``bench_history.py`` compares with: MLflow's SQLAlchemy store taking the same rows. Run by the interpreter of an
-environment of its own (``make bench-history``), because MLflow's requirements are not ours.
+"""Counterpart in ``bench_history.py``: MLflow's SQLAlchemy store writing the same rows. It runs in the interpreter of a
+separate environment (``make bench-history``), because MLflow's requirements are not ours.
 
     python tests/benchmarks/mlflow_ingest.py URL NUM_STEPS NUM_KEYS
 
-Its best fair use: the store itself, without a server in between, and batches of 1,000 metrics, the most that
-``log_batch`` takes. Prints one JSON object.
+This is its fairest use: the store itself, without a server in between, and batches of 1,000 metrics, the maximum for
+``log_batch``. Prints one JSON object.
 """
 
 import json
@@ -22,11 +22,11 @@ BATCH = 1000
 
 
 def main() -> None:
-    """Write the rows and print how long it took."""
+    """Write the rows and print the duration."""
     url, num_steps, num_keys = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory() as artifacts:
-        store = SqlAlchemyStore(url, artifacts)  # makes its tables: not counted
+        store = SqlAlchemyStore(url, artifacts)  # creates its tables: not counted
         run = store.create_run(store.create_experiment("bench"), "anna", int(time.time() * 1000), [], "run")
         metrics = [
             Metric(f"group/key_{key}", math.sin(step * key), 1_772_366_400_000 + step * 1000, step)

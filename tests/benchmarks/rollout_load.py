@@ -1,4 +1,4 @@
-"""The parts of ``bench_rollout.py``: engines in processes of their own, each on one core, and timed rollouts over them.
+"""Parts of ``bench_rollout.py``: engines in separate processes, each on one core, and timed rollouts over them.
 
     python tests/benchmarks/rollout_load.py ROOT RANK CORE     # one engine
 
@@ -54,7 +54,7 @@ SPEC = "bench_spec.json"
 
 @dataclass(frozen=True)
 class Load:
-    """Prompts of a rollout; each has as many completions as there are seeds."""
+    """Prompts of a rollout; each has as many completions as seeds."""
 
     prompts: Sequence[Sequence[int]]
     seeds: Sequence[Sequence[int]]
@@ -63,7 +63,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Round:
-    """One rollout, in seconds from its beginning."""
+    """Times of one rollout, in seconds from its beginning."""
 
     seconds: float
     num_tokens: int
@@ -82,14 +82,14 @@ class Round:
 
 
 class TimedDispatcher(Dispatcher):
-    """Notes when prompts are answered."""
+    """Dispatcher that records the times at which prompts are answered."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self.ends: list[float] = []
 
     def answer(self, engine: int, index: int, completions: Sequence[Completion]) -> bool:
-        """Take an answer; see ``Dispatcher``."""
+        """Accept an answer; see ``Dispatcher``."""
         accepted = super().answer(engine, index, completions)
         if accepted:
             self.ends.append(time.perf_counter())
@@ -97,7 +97,7 @@ class TimedDispatcher(Dispatcher):
 
 
 class OrderGivenDispatcher(TimedDispatcher):
-    """Deals prompts in their order: it knows their numbers of completions, and no lengths."""
+    """Dispatcher that deals prompts in their order: it knows their numbers of completions, but no lengths."""
 
     def _cost(self, index: int) -> int:
         return self._size(index)
@@ -116,20 +116,20 @@ def rollout(trainer: RemoteEngines, load: Load, dispatcher: type[TimedDispatcher
         groups = trainer.sample(load.prompts, load.seeds, load.sampling, 1, _no_beat)
         seconds = time.perf_counter() - begin
     counts = trainer.take_counts()
-    assert not counts["rollout/moved_prompts"], "an engine was lost: these seconds would say nothing"
+    assert not counts["rollout/moved_prompts"], "an engine was lost: these times would be meaningless"
     num_tokens = sum(len(completion.token_ids) for group in groups for completion in group)
     return Round(seconds, num_tokens, [end - begin for end in made[0].ends])
 
 
 @dataclass(frozen=True)
 class Engines:
-    """Engines that listen, and trainers that use the first of them."""
+    """Running engines, and trainers that use the first of them."""
 
     root: Path
     spec: dict[str, Any]
 
     def trainer(self, number: int) -> RemoteEngines:
-        """The first ``number`` engines with version 1 in force."""
+        """A trainer for the first ``number`` engines, with version 1 in force."""
         spec = {**self.spec, "rollout": {**self.spec["rollout"], "engines": number}}
         context = make_context(str(self.root), spec, 0, 1)
         trainer = RemoteEngines(context, Ranks(0, 1, torch.device("cpu"), NullReporter(), dist.HashStore()))
@@ -139,10 +139,10 @@ class Engines:
 
 @contextlib.contextmanager
 def running_engines(root: Path, cores: Sequence[int], **settings: Any) -> Iterator[Engines]:
-    """Start one engine on each of these cores; they are ended with the block.
+    """Start one engine on each of these cores; they are stopped at the end of the block.
 
     Args:
-        settings: of ``[rollout]``.
+        settings: settings of ``[rollout]``.
     """
     spec = tiny_spec(
         model={"config": MODEL},
@@ -165,13 +165,13 @@ def running_engines(root: Path, cores: Sequence[int], **settings: Any) -> Iterat
 
 
 def _engine(root: str, rank: int, core: int) -> None:
-    os.sched_setaffinity(0, {core})  # before there are other threads, which inherit it
+    os.sched_setaffinity(0, {core})  # before other threads exist, which inherit it
     spec = json.loads((Path(root) / SPEC).read_text())
     run_engine(replace(make_context(root, spec, rank, spec["rollout"]["engines"]), role=Role.ROLLOUT))
 
 
 def _no_beat() -> None:
-    """A beat that goes nowhere."""
+    """Heartbeat that is discarded."""
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""The processes of ``bench_sync.py``: one trainer, and engines that it reaches at their addresses.
+"""Processes of ``bench_sync.py``: one trainer, and engines that it reaches at their addresses.
 
     python tests/benchmarks/sync_load.py engine ADDRESS PORT NAME
     python tests/benchmarks/sync_load.py trainer JSON
     python tests/benchmarks/sync_load.py sender JSON PLACE
 
-The *baseline* is the way of OpenRLHF #533: for every parameter a message to each engine (its name, type and shape), a
-broadcast from rank 0 over one gloo group of all, and an acknowledgement of each engine, before the next parameter. The
-messages are pickles over an open TCP connection, which is less than the calls of Ray cost that are used there.
+The *baseline* is the method of OpenRLHF #533: for every parameter a message to each engine (its name, type and shape),
+a broadcast from rank 0 over one gloo group of all processes, and an acknowledgement of each engine, before the next
+parameter. The messages are pickles over an open TCP connection, which is cheaper than the Ray calls used there.
 """
 
 import json
@@ -78,18 +78,18 @@ def zeros(shapes: Shapes) -> dict[str, Tensor]:
 
 
 def num_bytes(shapes: Shapes) -> int:
-    """Bytes of a model."""
+    """Total bytes of a model's weights."""
     return sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in shapes.values())
 
 
 def send_at_once(pipe: Connection) -> None:
-    """Have the kernel hold no message back (Nagle's algorithm): it would cost either way 40 ms."""
+    """Disable Nagle's algorithm, so that the kernel holds no message back: this would cost both methods 40 ms."""
     with socket.socket(fileno=os.dup(pipe.fileno())) as end:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def gloo_group(store: TCPStore, rank: int, size: int, address: str) -> Any:
-    """One group of the trainer and all engines."""
+    """Process group of the trainer and all engines."""
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timedelta(seconds=60)
@@ -98,7 +98,7 @@ def gloo_group(store: TCPStore, rank: int, size: int, address: str) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# An engine
+# Engine
 
 
 def run_engine(address: str, port: int, name: str) -> None:
@@ -111,7 +111,7 @@ def run_engine(address: str, port: int, name: str) -> None:
 
 
 def serve(pipe: Connection, receiver: Receiver, address: str) -> None:
-    """Answer the trainer."""
+    """Answer the trainer's commands."""
     model: dict[str, Tensor] = {}
     group: Any = None
     while True:
@@ -142,7 +142,7 @@ def serve(pipe: Connection, receiver: Receiver, address: str) -> None:
 
 
 def take_parameter(group: Any, model: dict[str, Tensor], what: tuple[str, torch.dtype, tuple[int, ...]]) -> float:
-    """Receive one parameter and load it; the seconds of loading."""
+    """Receive one parameter and load it; return the seconds of loading."""
     name, dtype, shape = what
     weight = torch.empty(shape, dtype=dtype)
     group.broadcast([weight]).wait()
@@ -152,7 +152,7 @@ def take_parameter(group: Any, model: dict[str, Tensor], what: tuple[str, torch.
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The trainer
+# Trainer
 
 
 class RemoteEngine:
@@ -183,7 +183,7 @@ class RemoteEngine:
 
 
 def run_trainer(settings: dict[str, Any]) -> dict[str, Any]:
-    """Sync some versions both ways; medians of seconds."""
+    """Sync several versions with both methods; return the medians of seconds."""
     engines = [RemoteEngine(*engine) for engine in settings["engines"]]
     for engine in engines:
         engine.ask("model", settings["model"])
@@ -207,7 +207,7 @@ def first_weights(settings: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def sender_group(settings: dict[str, Any], place: int) -> SenderGroup:
-    """The senders, as the one at this place reaches the others."""
+    """Senders, with the addresses that the one at this place uses."""
     addresses = settings["addresses"]
     store = TCPStore(addresses[0], SENDERS_PORT, is_master=place == 0, wait_for_workers=False)
     names = [f"trainer-{index}" for index in range(len(addresses))]
@@ -232,7 +232,8 @@ def sync_versions(
     group: SenderGroup | None = None,
     begin: int = 0,
 ) -> dict[str, Any]:
-    """Sync versions from ``begin`` on with one transport; the seconds of each but the first, which makes the links."""
+    """Sync versions from ``begin`` on with one transport; return the seconds of each except the first, which makes the
+    links."""
     sender = Sender(way, bucket_bytes=settings.get("bucket_bytes"), group=group)
     layout = entries_of({name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()})
     wire, apply, total = [], [], []
@@ -277,13 +278,13 @@ def sync_parameters(
 
 
 def change(weights: dict[str, Tensor]) -> None:
-    """Other weights for the next round."""
+    """Change the weights for the next round."""
     for tensor in weights.values():
         tensor.view(-1)[: 1 + tensor.numel() // 100].mul_(-1)
 
 
 def require_equal(engines: list[RemoteEngine], weights: dict[str, Tensor]) -> None:
-    """A benchmark of something that does not work would say nothing."""
+    """Require that all engines have the trainer's weights: a benchmark of a broken sync would be meaningless."""
     expected = sum(float(tensor.double().sum()) for tensor in weights.values())
     for engine in engines:
         assert abs(engine.ask("sum") - expected) < 1e-6 * max(1.0, abs(expected))

@@ -1,4 +1,4 @@
-"""The work that ``bench_train.py`` gives to both trainers, as a folder of files. Imports neither torch nor a trainer.
+"""Work that ``bench_train.py`` gives to both trainers, as a folder of files. Imports neither torch nor a trainer.
 
 ``load.json`` has the settings and the given completions, ``rows.jsonl`` the prompts, ``model/`` a model with random
 weights and its tokenizer: one token per word, ``w17`` for number 17.
@@ -17,7 +17,7 @@ PAD, EOS = 0, 1
 
 @dataclass(frozen=True)
 class Load:
-    """One comparison."""
+    """Settings of one comparison."""
 
     name: str
     model: Mapping[str, Any]
@@ -25,22 +25,22 @@ class Load:
     prompts: int
     """Prompts of every step."""
     samples: int
-    """Completions of each."""
+    """Completions per prompt."""
     prompt_tokens: int
     longest: int
     """Tokens of the longest completion."""
     ragged: bool
-    """Lengths with a heavy tail, as those of reasoning; otherwise all are the longest."""
+    """Lengths have a heavy tail, like those of reasoning; otherwise all have the maximum."""
     micro_batch: int
     """Sequences of a forward and backward pass."""
     steps: int = 4
-    """The first is not counted."""
+    """Number of steps; the first is not counted."""
     generate: bool = False
-    """Completions are sampled by the trainer's own generator, all to the longest length; otherwise they are given."""
+    """Completions are sampled by the trainer's own generator, all to the maximum length; otherwise they are given."""
     gradient_checkpointing: bool = False
 
     def lengths(self) -> list[int]:
-        """Tokens of every completion of a step."""
+        """Number of tokens of every completion of a step."""
         number = self.prompts * self.samples
         if not self.ragged:
             return [self.longest] * number
@@ -53,17 +53,17 @@ class Load:
 
     @property
     def tokens(self) -> int:
-        """Completion tokens of a step."""
+        """Number of completion tokens of a step."""
         return sum(self.lengths())
 
     @property
     def all_tokens(self) -> int:
-        """Tokens of a step with their prompts, none of them padding."""
+        """Number of tokens of a step including prompts, without padding."""
         return self.tokens + self.prompts * self.samples * self.prompt_tokens
 
 
 def write(load: Load, folder: Path) -> None:
-    """Write the files, but for the model."""
+    """Write all files except the model."""
     draw, vocabulary = random.Random(1), load.model["vocab_size"]
     prompts = [_words(draw, load.prompt_tokens, vocabulary) for _ in range(load.prompts)]
     lengths = iter(load.lengths())
@@ -75,7 +75,7 @@ def write(load: Load, folder: Path) -> None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Settings and completions: the fields of :class:`Load`, ``texts`` and, for each text, ``completions``."""
+    """Read settings and completions: the fields of :class:`Load`, ``texts`` and, for each text, ``completions``."""
     content: dict[str, Any] = json.loads((folder / "load.json").read_text())
     return content
 
@@ -91,7 +91,7 @@ def reward(words: str) -> float:
 
 
 def memory_mib() -> dict[str, float]:
-    """Resident memory of this process now and at its highest, in MiB."""
+    """Resident memory of this process in MiB: current and peak."""
     fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     return {name: int(fields[key].split()[0]) / 1024 for name, key in (("now", "VmRSS"), ("peak", "VmHWM"))}
 

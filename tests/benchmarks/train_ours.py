@@ -30,7 +30,7 @@ from rlhf_core.training.types import Completion
 
 
 def settings(load: dict[str, Any], folder: Path, threads: int) -> dict[str, Any]:
-    """A run with the work of the load and nothing beside it."""
+    """Settings of a run with the work of the load and nothing else."""
     rows = str(folder / "rows.jsonl")
     return {
         "name": "bench",
@@ -64,7 +64,7 @@ def settings(load: dict[str, Any], folder: Path, threads: int) -> dict[str, Any]
 
 
 def rewards(*, completions: list[str], **_: Any) -> list[float]:
-    """The reward of the load."""
+    """Rewards of the load."""
     return [train_load.reward(completion) for completion in completions]
 
 
@@ -77,7 +77,7 @@ def roll_out(
     given: dict[str, list[list[int]]],
     **_: Any,
 ) -> list[list[Completion]]:
-    """The given completions in place of sampled ones."""
+    """Return the given completions instead of sampling."""
     found = [given[train_load.text(list(prompt))] for prompt in prompts]
     return [[_completion(tokenizer, tokens) for tokens in group] for group in found]
 
@@ -88,7 +88,7 @@ def _completion(tokenizer: Any, tokens: list[int]) -> Completion:
 
 
 def main(folder: Path, threads: int) -> None:
-    """Train and print."""
+    """Train and print the measurements."""
     load = train_load.read(folder)
     given = dict(zip(load["texts"], load["completions"], strict=True))
     if load["generate"]:
@@ -124,7 +124,7 @@ def main(folder: Path, threads: int) -> None:
 def stamped(
     stamps: list[tuple[float, float, dict[str, float]]], parts: dict[str, float], function: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Note the time, of the clock and of the processors, and the parts so far, after each call of a function."""
+    """Record the wall time, the processor time and the parts so far after each call of a function."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         answer = function(*args, **kwargs)
@@ -136,7 +136,7 @@ def stamped(
 
 
 def timed(name: str, parts: dict[str, float], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Count the time of a function under a name."""
+    """Add the duration of a function to the part with this name."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         started = time.monotonic()

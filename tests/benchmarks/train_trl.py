@@ -1,5 +1,5 @@
-"""TRL's side of ``bench_train.py``. Run by the interpreter of an environment of its own, because TRL's requirements are
-not ours.
+"""TRL's side of ``bench_train.py``. It runs in the interpreter of a separate environment, because TRL's requirements
+are not ours.
 
     python tests/benchmarks/train_trl.py FOLDER THREADS
 
@@ -14,7 +14,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-# Read when these libraries are imported.
+# These libraries read it when they are imported.
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 import torch
@@ -25,7 +25,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class Clock(TrainerCallback):
-    """Seconds of each step and of its parts."""
+    """Records the seconds of each step and of its parts."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -37,7 +37,7 @@ class Clock(TrainerCallback):
         self._ended, self._processor = time.monotonic(), time.process_time()
 
     def timed(self, name: str, function: Any) -> Any:
-        """Count the time of a function under a name."""
+        """Add the duration of a function to the part with this name."""
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             started = time.monotonic()
@@ -57,13 +57,13 @@ class Clock(TrainerCallback):
 
 
 def main(folder: Path, threads: int) -> None:
-    """Train and print."""
+    """Train and print the measurements."""
     torch.set_num_threads(threads)
     load, clock = train_load.read(folder), Clock()
     given = dict(zip(load["texts"], load["completions"], strict=True))
 
     def roll_out(prompts: list[str], trainer: Any) -> dict[str, Any]:
-        # The samples of a prompt follow each other.
+        # The samples of a prompt are consecutive.
         ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
         completions = [given[prompt][place % load["samples"]] for place, prompt in enumerate(prompts)]
         return {

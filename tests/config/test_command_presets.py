@@ -1,4 +1,4 @@
-"""Presets of trainers that are other programs: whole, and filled to the line that was run by hand."""
+"""Presets of external trainers: complete, and filled in to the launch line that was run by hand."""
 
 import os
 import shlex
@@ -174,8 +174,8 @@ def test_the_steps_of_openrlhf_are_those_that_its_data_give() -> None:
     given = dict(zip(trainer(spec).argv, trainer(spec).argv[1:], strict=False))
     assert int(given["--data.max_samples"]) / int(given["--rollout.batch_size"]) == spec.total_steps
     rollout = int(given["--rollout.batch_size"]) * int(given["--rollout.n_samples_per_prompt"])
-    assert int(given["--train.batch_size"]) == rollout, "one step for each rollout"
-    assert spec.resources.ranks_per_node == spec.resources.gpus_per_node, "an engine for each GPU"
+    assert int(given["--train.batch_size"]) == rollout, "one step per rollout"
+    assert spec.resources.ranks_per_node == spec.resources.gpus_per_node, "one engine per GPU"
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if "-grpo" in name or "internvl" in name])
@@ -195,7 +195,7 @@ def test_the_wheel_carries_environments_and_drivers() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Ray over the nodes of a job, with a stand-in for Ray
+# Ray on the nodes of a job, with a stand-in for Ray
 
 RAY = """#!/bin/bash
 echo "$@" >>"$RAY_LOG"
@@ -226,9 +226,9 @@ def start_node(rank: int, folder: Path, env: dict[str, str], program: str) -> "s
 def test_all_nodes_end_with_the_exit_code_of_the_program(tmp_path: Path, ray: dict[str, str], code: int) -> None:
     folder = tmp_path / "ray"
     nodes = [start_node(rank, folder, ray, f"echo at $RAY_ADDRESS; exit {code}") for rank in (0, 1)]
-    said = [node.communicate(timeout=60)[0] for node in nodes]
+    outputs = [node.communicate(timeout=60)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [code, code]
-    assert said == ["at 127.0.0.1:6379\n", ""], "the program runs once, when all nodes are there"
+    assert outputs == ["at 127.0.0.1:6379\n", ""], "the program runs once, when all nodes are present"
     calls = (tmp_path / "ray.log").read_text()
     assert "start --head --block --disable-usage-stats --node-ip-address=127.0.0.1 --port=6379 --num-gpus=8" in calls
     assert "start --block --disable-usage-stats --address=127.0.0.1:6379 --num-gpus=8" in calls

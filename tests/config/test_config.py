@@ -171,7 +171,7 @@ def test_a_broken_file_is_named(tmp_path: Path, content: bytes, answer: str) -> 
 
 
 def test_an_open_bracket_is_named_where_it_stands(tmp_path: Path) -> None:
-    """The parser complains about the line behind it."""
+    """The parser reports the line after it."""
     path = tmp_path / "broken.toml"
     path.write_text('# not this [\nname = "a]"\nreward.functions = [\n  "a:b",\nseed = 3\n')
     with pytest.raises(BadConfig, match=r"broken.toml is not valid TOML: .*; the \[ in line 3 is never closed"):
@@ -232,9 +232,9 @@ def test_the_meaning_of_a_field_is_the_string_under_it() -> None:
     assert field_docs(_Derived) == {"kept": "Of the base.", "changed": "Of the base too.", "own": "Its own."}
 
 
-def test_sections_with_a_choice_are_told_in_words() -> None:
+def test_sections_with_a_choice_are_described_in_words() -> None:
     fields = {field.name: field for field in config_fields.describe_fields()}
-    assert not [field for field in fields.values() if "<" in field.type or "." in field.type], "no name of a class"
+    assert not [field for field in fields.values() if "<" in field.type or "." in field.type], "no class name"
     chosen = fields["loops.main.algorithm.name"]
     assert (chosen.type.startswith('"sft" | "grpo" | "dr_grpo"'), chosen.required) == (True, True)
     assert chosen.meaning.startswith("`sft`: Supervised")
@@ -300,7 +300,7 @@ def test_site_settings_from_environment_file_and_default(tmp_path: Path) -> None
 
 
 def test_paths_in_the_site_file_are_in_its_folder(tmp_path: Path) -> None:
-    """They mean the same to a command and to a service that starts elsewhere."""
+    """Paths mean the same to a command and to a service that starts in another folder."""
     lines = ('runs = "runs-of-ours"', 'compute_python = "env/bin/python"', 'job_secrets = "keys.env"')
     (tmp_path / "rlhf.toml").write_text("\n".join(lines))
     site = site_config.load_site({"RLHF_HOME": str(tmp_path)})
@@ -342,7 +342,7 @@ def test_overrides_without_a_config_are_checked_for_what_no_config_can_have() ->
     config.check_overrides(["loops.main.num_steps=3", "model.config.anything=1", "resources.num_nodes=400"])
     with pytest.raises(BadConfig, match="3 problems in --set") as caught:
         config.check_overrides(["loops.main.num_stepz=3", "seed=x", "name=MyRun"])
-    assert "model" not in str(caught.value), "what is missing may stand in the config"
+    assert "model" not in str(caught.value), "the missing key may be set in the config"
 
 
 @pytest.mark.parametrize(

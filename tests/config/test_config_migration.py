@@ -1,4 +1,4 @@
-"""Settings of rlhf-flows 0.1: read with a warning, rewritten with their comments, and the same in every place."""
+"""Settings of rlhf-flows 0.1: read with a warning, rewritten with their comments, and equivalent in every place."""
 
 import json
 import warnings
@@ -85,17 +85,17 @@ def test_a_file_of_0_1_means_what_it_meant(old: Path) -> None:
 def test_a_file_of_0_1_is_read_with_a_warning_that_names_the_new_settings(old: Path) -> None:
     with pytest.warns(OldSettings) as caught:
         config.load(old)
-    said = str(caught[0].message)
-    assert f"`rlhf config migrate {old}`" in said
+    warning = str(caught[0].message)
+    assert f"`rlhf config migrate {old}`" in warning
     for name, new in (
         ("sft.batch_size", "loops.warm_start.algorithm.batch_size"),
         ("train.micro_batch_size", "trainer.micro_batch_size"),
         ("grpo.measure_kl", "loops.main.algorithm.measure_kl"),
     ):
-        assert f"write {new} instead of {name}" in said
+        assert f"write {new} instead of {name}" in warning
 
 
-def test_a_name_that_nobody_would_read_is_cut_in_the_warning(tmp_path: Path) -> None:
+def test_a_name_too_long_to_read_is_cut_in_the_warning(tmp_path: Path) -> None:
     bomb = tmp_path / "bomb.toml"
     bomb.write_text(f"[train]\n{'k' * 400} = 1\n")
     with pytest.warns(OldSettings) as caught, pytest.raises(BadConfig):
@@ -177,7 +177,7 @@ def test_a_rewritten_file_means_the_same_and_keeps_its_comments(old: Path) -> No
         "# How completions are made.\n",
     ):
         assert kept in text, text
-    assert migrated_text(new) == text, "and there is nothing to rewrite any more"
+    assert migrated_text(new) == text, "nothing is left to rewrite"
 
 
 def test_the_command_rewrites_the_file_in_place(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,7 +241,7 @@ def test_settings_of_a_checkpoint_of_0_1_are_compared_in_the_form_of_today() -> 
 
 
 def test_a_renamed_setting_of_0_1_is_read_and_its_new_name_shown(old: Path) -> None:
-    """Every stored spec of 0.1 holds it."""
+    """All stored specs of 0.1 contain it."""
     old.write_text(f"{OLD}\n[preflight]\nmeet_s = 90\nprobe_s = 30\n")
     with pytest.warns(OldSettings, match=r"write supervise\.join_s instead of preflight\.meet_s"):
         spec = config.load(old)

@@ -1,4 +1,4 @@
-"""Classification of traces: the root decides, at any place among its consequences."""
+"""Classification of traces: the root decides, wherever it stands among its consequences."""
 
 import pytest
 
@@ -154,7 +154,7 @@ def test_a_mismatch_is_undecided_where_only_words_tell_of_it() -> None:
     for evidence in (Evidence((by_log,)), Evidence((by_error,)), Evidence(agent_log=words)):
         found = classify(evidence)
         assert (found.kind, found.is_undecided) == (FailureKind.COLLECTIVE_MISMATCH, True)
-    # A comparison of ranks, by their recorders or their metrics, proves it.
+    # It is proven by a comparison of ranks, by their recorders or their metrics.
     verdict = Verdict(FailureKind.COLLECTIVE_MISMATCH, (1,), "the ranks disagree about collective number 7")
     by_metrics = failed(0, "rlhf_core.errors.MetricsMismatch", "x")
     for evidence in (Evidence((by_log,), verdict=verdict), Evidence((by_metrics,))):

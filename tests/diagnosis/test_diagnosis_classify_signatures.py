@@ -1,4 +1,4 @@
-"""Tables of the log classifier: every row matches its own line and is needed for it; and the parsing of a whole log."""
+"""Tables of the log classifier: each row matches its own line and is needed for it; and the parsing of whole logs."""
 
 import re
 from collections.abc import Iterable
@@ -29,7 +29,7 @@ def test_each_row_knows_its_example_and_is_needed_for_it(number: int, row: Signa
     line = read_line(row.example)
     matched = match_line(line)
     assert matched is not None
-    assert SIGNATURES.index(matched.row) == number, "an earlier row takes this line"
+    assert SIGNATURES.index(matched.row) == number, "an earlier row matches this line"
     # Without the row, its example is classified differently.
     other = match_line(line, SIGNATURES[:number] + SIGNATURES[number + 1 :])
     assert other is None or (other.row.kind, other.row.part, other.node) != (row.kind, row.part, matched.node)
@@ -110,7 +110,7 @@ def test_the_number_of_an_os_error_is_known_whatever_its_words(number: int, kind
 
 @pytest.mark.parametrize("place", CODE_LOCATIONS, ids=lambda place: place.example[:60])
 def test_each_location_explains_an_error_from_it(place: CodeLocation) -> None:
-    """And without the frame, the same error is unknown."""
+    """Without the frame, the same error is unknown."""
     frame = place.example if place.example.startswith("File") else 'File "train.py", line 7, in step'
     code = "" if place.example.startswith("File") else f"    {place.example}\n"
     error = "TypeError: 7" if re.fullmatch(place.errors or ".*", "TypeError") else "KeyError: 7"
@@ -156,7 +156,7 @@ def test_of_a_frame_is_known_whose_code_it_is(path: str, package: str) -> None:
         "E       ",
     ],
 )
-def test_who_printed_a_line_does_not_hide_the_error_class_at_its_begin(prefix: str) -> None:
+def test_the_prefix_of_a_line_does_not_hide_the_error_class_at_its_beginning(prefix: str) -> None:
     event = find(f"{prefix}ValueError: packing is not supported")
     assert event is not None
     assert event.kind is FailureKind.CONFIG

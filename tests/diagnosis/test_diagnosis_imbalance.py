@@ -13,7 +13,7 @@ STEP_S = 8.0
 
 Figures = dict[str, float]
 Fault = Callable[[str, float, Figures], None]
-"""Change of the figures of a node at a second."""
+"""Function that changes the figures of a node at a given second."""
 
 
 def healthy(chance: random.Random, now_s: float, num_gpus: int = 2) -> Figures:
@@ -116,7 +116,7 @@ def test_what_stands_out_is_found_and_named_and_nothing_else(changes: Figures, w
     watch, ever = watch_job(10, on_node3(changes))
     (found,) = watch.findings()
     assert words in found
-    assert ever == {found}, "one sentence, in the same words all the time"
+    assert ever == {found}, "one sentence, always in the same words"
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_broken_hardware_is_found_at_once_and_stays(changes: Figures, words: str
 
     watch, ever = watch_job(5, later)
     assert [words in text for text in ever] == [True]
-    assert watch.findings() == tuple(ever), "it happened, and does not un-happen"
+    assert watch.findings() == tuple(ever), "it happened, and the finding stays"
 
 
 def test_errors_from_before_the_job_are_not_held_against_a_gpu() -> None:
@@ -240,12 +240,12 @@ STOPS_AT_S = 300.0
 
 
 def stops(now_s: float) -> int:
-    """Steps advance until something happens."""
+    """Last step at this time; steps advance until :data:`STOPS_AT_S`."""
     return int(min(now_s, STOPS_AT_S) // STEP_S)
 
 
 def all_at(util: float, power: float, *, but: str = "") -> Fault:
-    """From then on, every GPU has this utilisation and power; those of one node are idle."""
+    """Fault from :data:`STOPS_AT_S` on: every GPU has this utilisation and power; those of node ``but`` are idle."""
 
     def fault(node: str, now_s: float, figures: Figures) -> None:
         if now_s > STOPS_AT_S:
@@ -267,7 +267,7 @@ def test_busy_gpus_with_little_power_and_no_progress_spin_in_a_collective() -> N
     assert "(step 37)" in found
 
 
-def test_who_does_not_wait_is_named() -> None:
+def test_the_node_that_does_not_wait_is_named() -> None:
     watch, _ = watch_job(8, all_at(100.0, 180.0, but="node2"), step=stops)
     (found,) = spins(watch.findings())
     assert found.endswith("Not waiting: GPU 0 of node2, GPU 1 of node2")

@@ -9,12 +9,12 @@ from rlhf_core.schemas.probe import NodeFacts
 NAMES = ("n1", "n2", "n3", "n4")
 
 
-def troubles(name: str, values: str, ranks_per_node: int = 1, came: tuple[int, ...] = (0, 1, 2, 3)) -> list[str]:
+def troubles(name: str, values: str, ranks_per_node: int = 1, present: tuple[int, ...] = (0, 1, 2, 3)) -> list[str]:
     """Findings for these values on four nodes, ``-`` for unset: status, node and sentence."""
     facts = {
         index: NodeFacts(node=NAMES[index], index=index, variables={} if value == "-" else {name: value})
         for index, value in enumerate(values.split())
-        if index in came
+        if index in present
     }
     found = compare(facts, {}, Plan(NAMES, ranks_per_node))
     bad = [one for one in found if one.id == LAUNCH.id and one.status is not CheckStatus.PASSED]
@@ -25,7 +25,7 @@ def troubles(name: str, values: str, ranks_per_node: int = 1, came: tuple[int, .
 @pytest.mark.parametrize(
     ("name", "values", "ranks_per_node"),
     [
-        ("NPROC_PER_NODE", "1 - - -", 1),  # where a launcher takes 1 by itself
+        ("NPROC_PER_NODE", "1 - - -", 1),  # the default of some launchers
         ("PET_NPROC_PER_NODE", "- 1 1 -", 1),
         ("LOCAL_WORLD_SIZE", "1 - 1 1", 1),
         ("NPROC_PER_NODE", "8 8 8 8", 8),
@@ -34,8 +34,8 @@ def troubles(name: str, values: str, ranks_per_node: int = 1, came: tuple[int, .
         ("WORLD_SIZE", "32 32 32 32", 8),
         ("WORLD_SIZE", "4 4 4 4", 8),  # Kubernetes
         ("NODE_RANK", "0 1 2 3", 1),
-        ("NODE_RANK", "1 0 3 2", 1),  # a launcher of its own order
-        ("NODE_RANK", "- 1 2 3", 1),  # 0 is what a launcher takes
+        ("NODE_RANK", "1 0 3 2", 1),  # a launcher with an order of its own
+        ("NODE_RANK", "- 1 2 3", 1),  # launchers accept 0
     ],
 )
 def test_what_fits_the_plan_is_well(name: str, values: str, ranks_per_node: int) -> None:
@@ -88,5 +88,5 @@ def test_each_node_is_named_for_its_own_value() -> None:
 
 
 def test_a_node_that_did_not_come_makes_no_other_wrong() -> None:
-    assert troubles("NODE_RANK", "0 1 2 3", came=(0, 1, 3)) == []
-    assert troubles("NPROC_PER_NODE", "- - - 7", came=(0, 1, 3)) == ["blocked n4: on n4: NPROC_PER_NODE = 7"]
+    assert troubles("NODE_RANK", "0 1 2 3", present=(0, 1, 3)) == []
+    assert troubles("NPROC_PER_NODE", "- - - 7", present=(0, 1, 3)) == ["blocked n4: on n4: NPROC_PER_NODE = 7"]

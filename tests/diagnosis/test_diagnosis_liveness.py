@@ -33,7 +33,7 @@ def rank(
 
 
 def make_tracker() -> GapTracker:
-    """Tracker that has seen quick progress of four ranks."""
+    """Tracker that has seen fast progress of four ranks."""
     tracker = GapTracker(FACTOR, FLOOR_S, SETUP_S)
     for _ in range(2):
         tracker.observe([rank(number, 0.1, sequence=next(_sequence)) for number in range(4)])
@@ -53,7 +53,7 @@ def test_a_phase_may_have_a_floor_of_its_own() -> None:
     assert limits[Phase.ROLLOUT] == 5.0
     assert limits[Phase.SETUP] == 60.0
     assert suspects([rank(0, 20.0, phase=Phase.CHECKPOINT)], tracker) == []
-    assert suspects([rank(0, 20.0, phase=Phase.CHECKPOINT)]) == [0], "with the one floor for all it is an alarm"
+    assert suspects([rank(0, 20.0, phase=Phase.CHECKPOINT)]) == [0], "with the single floor it is an alarm"
 
 
 def test_silence_below_the_floor_is_fine_and_above_it_is_not() -> None:
@@ -67,7 +67,7 @@ def test_set_up_has_its_own_floor() -> None:
 
 
 def test_the_first_time_in_a_phase_has_the_allowance_of_set_up_and_teaches_nothing() -> None:
-    """Compilation. Once the worker has completed the phase, the floor of the phase applies."""
+    """The first time includes compilation. Once the worker has completed the phase, the floor of the phase applies."""
     tracker = make_tracker()
     tracker.observe([rank(0, 50.0, phase=Phase.REWARD, sequence=next(_sequence), warm=False)])
     assert suspects([rank(0, 50.0, phase=Phase.REWARD, warm=False)], tracker) == []
@@ -78,7 +78,7 @@ def test_the_first_time_in_a_phase_has_the_allowance_of_set_up_and_teaches_nothi
 
 
 def test_what_earlier_runs_have_taught_holds_from_the_beginning_and_is_not_handed_on() -> None:
-    """With the control: if passed on, one long silence would raise the thresholds of all later runs forever."""
+    """Control: if passed on, one long silence would raise the thresholds of all later runs forever."""
     tracker = GapTracker(FACTOR, FLOOR_S, SETUP_S, longest_s={"trainer/rollout": 50.0})
     assert suspects([rank(0, 200.0, phase=Phase.ROLLOUT)], tracker) == []
     assert suspects([rank(0, 251.0, phase=Phase.ROLLOUT)], tracker) == [0]
@@ -92,7 +92,7 @@ def test_what_earlier_runs_have_taught_holds_from_the_beginning_and_is_not_hande
 
 
 def test_ranks_of_different_nodes_are_told_apart_by_their_node() -> None:
-    """With the control: if treated as one worker, each would seem to end the other's silence."""
+    """Control: if treated as one worker, each would seem to end the other's silence."""
     tracker = GapTracker(FACTOR, FLOOR_S, SETUP_S)
     for sequence in (5, 6):
         here = rank(0, 9.0, sequence=100)
@@ -101,7 +101,7 @@ def test_ranks_of_different_nodes_are_told_apart_by_their_node() -> None:
 
 
 def test_a_rank_that_waits_in_a_collective_for_a_working_one_is_not_hung() -> None:
-    """A rollout of five times the floor, because rollouts of that length ended well before."""
+    """The rollout takes five times the floor, because rollouts of that length ended well before."""
     tracker = make_tracker()
     tracker.observe([rank(0, 50.0, phase=Phase.ROLLOUT, sequence=next(_sequence))])
     tracker.observe([rank(0, 0.1, phase=Phase.ROLLOUT, sequence=next(_sequence))])
@@ -113,7 +113,7 @@ def test_a_rank_that_waits_in_a_collective_for_a_working_one_is_not_hung() -> No
     assert suspects(waiting[1:], tracker) == [1, 2]
 
 
-def test_a_collective_is_judged_by_the_last_one_who_entered() -> None:
+def test_a_collective_is_judged_by_the_last_rank_that_entered() -> None:
     assert suspects([rank(0, 60.0, inside=True), rank(1, 3.0, inside=True)]) == []
     assert suspects([rank(0, 60.0, inside=True), rank(1, 10.5, inside=True)]) == [0, 1]
 
@@ -185,7 +185,7 @@ WELL, AT_FAULT = Condition(is_at_fault=False), Condition(is_at_fault=True)
 
 @pytest.mark.parametrize("phase", [Phase.ROLLOUT, Phase.WEIGHT_SYNC])
 def test_a_trainer_waits_for_rollout_workers_that_are_at_fault(phase: Phase) -> None:
-    """With the controls: beside healthy workers, and in a phase without waits for others."""
+    """Controls: beside healthy workers, and in a phase without waits for others."""
     silent = [rank(0, 2 * FLOOR_S, phase=phase), rank(1, 2 * FLOOR_S, phase=phase, inside=True)]
 
     def found(condition: Condition, ranks: Sequence[RankStatus] = silent) -> list[int]:
@@ -206,7 +206,7 @@ def test_a_trainer_has_its_whole_limit_once_the_rollout_workers_are_well_again()
 
 @pytest.mark.parametrize("at_fault", [True, False])
 def test_waiting_for_a_group_at_fault_teaches_nothing(at_fault: bool) -> None:
-    """With the control, a wait for healthy workers."""
+    """Control: a wait for healthy workers."""
     tracker = GapTracker(FACTOR, FLOOR_S, SETUP_S)
     conditions = {Role.ROLLOUT: Condition(is_at_fault=at_fault)}
     for sequence, age_s in ((1, 0.1), (1, 50.0), (2, 0.1)):
@@ -215,7 +215,7 @@ def test_waiting_for_a_group_at_fault_teaches_nothing(at_fault: bool) -> None:
 
 
 def test_the_silence_of_a_worker_that_died_teaches_nothing() -> None:
-    """With the control, a worker that continued."""
+    """Control: a worker that continued."""
     for pid, learned in ((1, 0.0), (1000, 50.0)):
         tracker = GapTracker(FACTOR, FLOOR_S, SETUP_S)
         tracker.observe([rank(0, 50.0, sequence=1)])
@@ -243,7 +243,7 @@ def test_a_group_is_at_fault_when_a_worker_cannot_serve(
 
 
 def test_workers_that_do_not_wait_for_each_other_are_judged_one_by_one() -> None:
-    """With the control: ranks with common collectives are not hung while one of them works."""
+    """Control: ranks with common collectives are not hung while one of them works."""
     ranks = [rank(0, 2 * FLOOR_S, inside=True), rank(1, 0.1)]
     assert [one.status.rank for one in judge(ranks, make_tracker(), alone=True)] == [0]
     assert judge(ranks, make_tracker()) == []

@@ -172,7 +172,7 @@ def test_an_excerpt_is_read_by_its_kind_of_evidence(case: str) -> None:
 @pytest.mark.parametrize(
     "log",
     [
-        # A file that a library could not write, among the progress bars of a prediction that finishes.
+        # A library could not write a file, among the progress bars of a prediction that finishes.
         trace((f"{SITE}/jieba/__init__.py", "initialize", "_replace_file(a, b)"), error="PermissionError: [Errno 1] no")
         + "***** predict metrics *****\n",
         "n1:7:7 [0] ras/client_support.cc:160 NCCL WARN Call to bind failed: Address already in use\n",
@@ -329,8 +329,8 @@ REQUEUED = "*** JOB 7 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO JOB REQUEUE 
 
 
 def test_a_job_that_saved_and_queued_itself_again_has_not_failed() -> None:
-    for said in ("checkpoint complete; requeueing Slurm job 7\n", "Requeued job 7 (3 remaining timeouts)\n"):
-        assert read_log("interrupted: got SIGUSR1\n" + said + REQUEUED) is None
+    for notice in ("checkpoint complete; requeueing Slurm job 7\n", "Requeued job 7 (3 remaining timeouts)\n"):
+        assert read_log("interrupted: got SIGUSR1\n" + notice + REQUEUED) is None
     # The event that ended it still counts, and a job that was requeued without a request was preempted.
     late = read_log("requeueing job 7\n" + REQUEUED.replace("JOB REQUEUE", "TIME LIMIT"))
     alone = read_log(REQUEUED)
@@ -381,7 +381,7 @@ def test_an_outcome_is_read_with_the_errors_that_it_was_raised_from() -> None:
     assert find_error("builtins.RuntimeError", "it did not work", "").kind is Kind.UNKNOWN
 
 
-def test_of_a_huge_log_begin_and_end_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_huge_log_the_beginning_and_the_end_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "HEAD", 1000)
     monkeypatch.setattr(search, "TAIL", 1000)
     filler = "one more request was answered\n" * 1000

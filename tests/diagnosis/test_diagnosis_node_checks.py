@@ -106,7 +106,7 @@ def test_one_finding_per_node_has_all_that_differs_there() -> None:
     assert result.found.endswith("and 3 more")
 
 
-def test_who_did_not_come_is_missing() -> None:
+def test_a_node_that_did_not_come_is_missing() -> None:
     there = facts()
     del there[2]
     assert troubles(compare(there, {}, PLAN)) == [("node.missing", "blocked", "n3")]
@@ -127,7 +127,7 @@ def test_fewer_gpus_than_planned() -> None:
     ],
 )
 def test_a_wrong_clock_is_that_of_the_odd_node(ahead: dict[int, float], node: str, says: str) -> None:
-    """Also if it is that of the first node, which is the reference for all others."""
+    """This holds even if it is the first node, which is the reference for all others."""
     (result,) = [one for one in compare(facts(), ahead, PLAN) if one.status is BLOCKED]
     assert (result.id, result.node) == ("node.clock", node)
     assert says in result.found

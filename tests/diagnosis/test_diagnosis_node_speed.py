@@ -66,7 +66,7 @@ def test_nodes_that_are_alike_are_well(num: int) -> None:
         # Slow with both neighbours: the node.
         ({(1, 2): 1.0, (2, 3): 1.0}, [("probe.bandwidth", "blocked", "n2")]),
         ({(3, 0): 1.0, (0, 1): 1.0}, [("probe.bandwidth", "blocked", "n0")]),
-        # Slow with one neighbour, while both are fast with others: the link.
+        # Slow with one neighbour, while both nodes are fast with others: the link.
         ({(1, 2): 1.0}, [("probe.bandwidth", "warning", "")]),
         # A dead link: one of the two nodes must be excluded.
         ({(1, 2): "timed out"}, [("probe.bandwidth", "blocked", "n2")]),
@@ -82,10 +82,10 @@ def test_a_slow_node_and_a_slow_link_are_told_apart(
 @pytest.mark.parametrize(
     ("links", "expected"),
     [
-        # Its own link is slow as its processor is.
+        # Its own link is as slow as its processor.
         ({(1, 2): 1.0}, []),
         ({(1, 2): 1.0, (2, 3): 1.0}, [("probe.bandwidth", "blocked", "n2")]),
-        # Controls: what a slow processor does not explain.
+        # Controls: findings that a slow processor does not explain.
         ({(1, 2): "timed out"}, [("probe.bandwidth", "blocked", "n2")]),
         ({(3, 0): 1.0}, [("probe.bandwidth", "warning", "")]),
     ],
@@ -124,7 +124,7 @@ def test_a_node_is_held_against_its_own_past() -> None:
     assert troubles(judge(speeds(), n2={"bandwidth_gb_s": 50.0})) == [("probe.bandwidth", "warning", "n2")]
 
 
-def test_who_came_least_far_is_to_blame_and_not_those_who_waited() -> None:
+def test_the_node_with_the_least_progress_is_to_blame_and_not_those_that_waited() -> None:
     found = speeds()
     for node in range(4):
         found = change(found, node, reached=("pairs",), problems=("timed out",))
@@ -146,7 +146,7 @@ def test_without_progress_of_any_rank_none_is_blamed() -> None:
     assert troubles(judge(found)) == [("probe.answer", "blocked", "")]
 
 
-def test_a_dead_link_is_named_instead_of_all_who_waited_for_it() -> None:
+def test_a_dead_link_is_named_instead_of_all_nodes_that_waited_for_it() -> None:
     dead = speeds(links={(1, 2): "timed out", (2, 3): "timed out"})
     found = {node: one.model_copy(update={"reached": ("pairs",)}) for node, one in dead.items()}
     assert troubles(judge(found)) == [("probe.bandwidth", "blocked", "n2")]

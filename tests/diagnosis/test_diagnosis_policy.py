@@ -117,7 +117,7 @@ def test_out_of_memory_a_bound_of_tokens_falls_to_the_longest_sequence() -> None
         seen.append(remedy["trainer.micro_batch_tokens"])
         spec = with_changes(spec, remedy)
     assert seen == [3 * longest // 2, longest]
-    assert "trainer.micro_batch_size" not in remedy, "long sequences are alone already"
+    assert "trainer.micro_batch_size" not in remedy, "long sequences are already alone"
 
 
 def test_nodes_are_excluded_at_once_or_at_the_second_strike() -> None:
@@ -131,7 +131,7 @@ def test_nodes_are_excluded_at_once_or_at_the_second_strike() -> None:
 
 
 def test_a_node_that_does_not_arrive_is_excluded_at_once() -> None:
-    """With the control that a log names the node on which a port was in use, for instance, which may be chance."""
+    """Control: a log names the node on which a port was in use, for instance, which may be chance."""
     kind = FailureKind.RENDEZVOUS
     assert excluded_after(kind, ["n1"], {"n1": 1}, [], 4) == ("n1",)
     assert excluded_after(kind, ["n1"], {"n1": 1}, [], 4, undecided=True) == ()

@@ -1,4 +1,4 @@
-"""Agents that have not met: the blame is on those that did not come, and on no node where it is unclear."""
+"""Agents that have not met: nodes that did not come are blamed, and no node where the cause is unclear."""
 
 import pytest
 

@@ -22,7 +22,8 @@ WAITS_FOR_TIME_OR_OUTSIDE = (Wait.TIME, Wait.OUTSIDE, Wait.KERNEL, Wait.RUNNING,
 
 
 def rank(number: int, **changes: Any) -> RankStatus:
-    """A rank of a warm run, silent for longer than usual; rank 0 waits in collective 41, the others have left 40."""
+    """A rank of a warm run that has been silent for longer than usual; rank 0 waits in collective 41, the others have
+    left 40."""
     inside = changes.get("in_collective", number == 0)
     plain = {"node": f"node{number}", "local_rank": 0, "sequence": 500, "step": 21, "age_s": SILENT_S, "warm": True}
     return rank_status(number, **{**plain, "collectives": 41 if inside else 40, "in_collective": inside, **changes})
@@ -74,7 +75,7 @@ def test_at_default_settings_a_silence_of_eleven_seconds_is_worth_a_look_and_no_
 
 
 def test_the_long_floors_alone_find_nothing_within_thirty_seconds() -> None:
-    """The former rule as the control: not even a stopped process."""
+    """Control with the former rule: not even a stopped process is found."""
     ranks = [rank(0, age_s=30.0), rank(1, age_s=30.0, process_state="T")]
     assert judge(ranks, tracker()) == []
     assert judge([rank(0, age_s=121.0), rank(1, age_s=121.0, process_state="T")], tracker()) != []
@@ -122,8 +123,8 @@ def test_waiting_for_a_peer_is_proven_where_nothing_in_the_job_can_send() -> Non
     there = {"connections": ("a:1-b:2",), "others": {Wait.LOCK: 2, Wait.COLLECTIVE: 1}}
     assert watch(here, dict(there)) != []
     assert watch(here, there | {"connections": ("a:1-c:3",)}) == [], "the other end is no rank: a service"
-    assert watch(here, there | {"others": {Wait.TIME: 1}}) == [], "a thread of the peer may send in a while"
-    assert watch(here, there | {"awaited": ("x:9-a:8",)}) == [], "the peer itself waits for the outside"
+    assert watch(here, there | {"others": {Wait.TIME: 1}}) == [], "a thread of the peer may send later"
+    assert watch(here, there | {"awaited": ("x:9-a:8",)}) == [], "the peer itself waits for something outside"
 
 
 def test_ranks_that_disagree_are_proven() -> None:
@@ -149,7 +150,7 @@ def test_ranks_that_disagree_are_proven() -> None:
 
 @pytest.mark.parametrize("wait", WAITS_FOR_TIME_OR_OUTSIDE)
 def test_a_worker_that_waits_for_time_or_for_the_outside_keeps_the_long_floor(wait: Wait) -> None:
-    """With the control: the early floor without evidence ends every one of them."""
+    """Control: the early floor without evidence ends all of them."""
     assert watch({"main": wait}) == []
     assert watch({"others": {wait: 1}}) == [], "a thread that may wake the main thread"
     assert [one.status.rank for one in suspects_of([rank(0), rank(1)])] == [1]
@@ -195,7 +196,7 @@ def test_what_was_on_its_way_at_the_first_look_counts_at_the_last(busy: dict[str
         for number in range(3)
     ]
     assert prove(record(*looks).still, suspects_of(ranks), 2) == []
-    assert prove(record(*looks[1:], looks[2]).still, suspects_of(ranks), 2) == [], "two looks are few"
+    assert prove(record(*looks[1:], looks[2]).still, suspects_of(ranks), 2) == [], "two observations are too few"
 
 
 def test_a_node_that_gives_no_looks_keeps_the_long_floor_for_all_but_the_stopped() -> None:
@@ -226,7 +227,7 @@ def test_a_beat_or_a_process_that_went_on_takes_the_proof_back() -> None:
 
 
 def test_blame_names_the_proven_rank_and_not_a_peer_that_is_late_too() -> None:
-    """With the control: by the counts alone, both have not reached the collective."""
+    """Control: by the counts alone, neither has reached the collective."""
     ranks = [rank(0), rank(1), rank(2)]
     verdict = blame(ranks, [1], {1: "waits for a lock of its own"})
     assert (verdict.kind, verdict.ranks) == (FailureKind.HANG, (1,))

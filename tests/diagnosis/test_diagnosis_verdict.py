@@ -21,7 +21,7 @@ WAITING = [rank(n, 12.0, inside=True, collectives=41) for n in (0, 2, 3)]
         (rank(1, 12.0, collectives=41, phase=Phase.CHECKPOINT), FailureKind.HANG, "in phase checkpoint at step 7"),
     ],
 )
-def test_the_one_who_keeps_the_others_waiting_is_named(culprit: RankStatus, kind: FailureKind, words: str) -> None:
+def test_the_rank_that_keeps_the_others_waiting_is_named(culprit: RankStatus, kind: FailureKind, words: str) -> None:
     verdict = blame([*WAITING, culprit])
     assert (verdict.kind, verdict.ranks) == (kind, (1,))
     assert words in verdict.reason

@@ -1,4 +1,4 @@
-"""Histories on both databases for the tests of this folder."""
+"""Histories on both databases, for the tests of this folder."""
 
 from history_tools import database_url, runs, store
 

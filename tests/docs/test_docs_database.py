@@ -1,4 +1,4 @@
-"""docs/database.md: every column has its meaning, and every statement on the page answers on both databases."""
+"""docs/database.md: every column is explained, and every statement on the page returns rows on both databases."""
 
 import re
 import sys
@@ -19,13 +19,13 @@ PAGE = (DOCS / "database.md").read_text()
 
 
 def statements() -> dict[str, str]:
-    """The statements of the page, by the question above each."""
+    """SQL statements of the page, keyed by the question above each."""
     return dict(re.findall(r"^### ([^\n]+\?)\n\n```sql\n(.*?)\n```$", PAGE, flags=re.DOTALL | re.MULTILINE))
 
 
 @pytest.fixture
 def filled(store: HistoryStore, runs: Path) -> HistoryStore:
-    """A history with a run that has ended, after incidents, and one that trains."""
+    """A history with a run that has ended after incidents, and one that is training."""
     sync(whole_run(runs).dir, store)
     active = RunFiles(runs, "active", "bbbbbb", created=100.0).created()
     active.moved(RunState.PREFLIGHT, 101)
@@ -70,7 +70,7 @@ def test_every_column_of_every_table_and_view_has_its_meaning() -> None:
 
 
 def test_the_views_of_the_page_are_those_of_the_database(store: HistoryStore) -> None:
-    """Their columns are declared beside the migrations, which make them: the declaration must be true."""
+    """Their columns are declared beside the migrations that create them: the declaration must be correct."""
     from rlhf_core.history.tables import ViewBase
 
     for name, view in ViewBase.metadata.tables.items():

@@ -1,4 +1,4 @@
-"""The documentation against the code: generated pages are up to date, tables are complete, links lead somewhere."""
+"""The documentation against the code: generated pages are up to date, tables are complete, links are valid."""
 
 import importlib.util
 import inspect
@@ -79,7 +79,7 @@ def test_the_examples_of_checks_in_the_docs_are_some() -> None:
 
 
 def _paths(of: object) -> Iterator[Path]:
-    """Every path that a class of run_dir.py knows, with the names of arguments in angle brackets."""
+    """All paths of the classes in run_dir.py, with argument names in angle brackets."""
     for name, member in inspect.getmembers(type(of)):
         if name.startswith("_"):
             continue
@@ -148,7 +148,7 @@ def _links(page: Path) -> Iterator[str]:
 
 
 def _anchor(heading: str) -> str:
-    """The anchor that a heading gets: lower case, spaces to hyphens, the rest of the punctuation dropped."""
+    """Anchor of a heading: lower case, hyphens for spaces, without other punctuation."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 

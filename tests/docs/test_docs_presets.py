@@ -1,4 +1,4 @@
-"""The shipped presets: complete, consistent with themselves, and explained."""
+"""The shipped presets: complete, consistent, and explained."""
 
 import re
 from pathlib import Path

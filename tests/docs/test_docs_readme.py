@@ -1,4 +1,4 @@
-"""The config that README shows is one that can be run: checked here with a small model of the same kind."""
+"""The config in the README can be run: it is checked here with a small model of the same kind."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def model_folder(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the config of README and what it names."""
+    """A folder with the config of the README and the files that it names."""
     folder = tmp_path_factory.mktemp("readme")
     (config,) = re.findall(r"^```toml\n(# my\.toml\n.*?)^```$", README.read_text(), flags=re.DOTALL | re.MULTILINE)
     (folder / "my.toml").write_text(config)

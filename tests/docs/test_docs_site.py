@@ -1,4 +1,4 @@
-"""The docs site: built without a warning, its pages in an order, nothing in it loaded from the network."""
+"""The docs site: built without warnings, with its pages in order, and without loading anything from the network."""
 
 import re
 import shutil
@@ -13,17 +13,17 @@ ROOT = Path(__file__).parents[2]
 LOADED = re.compile(
     r"""<(?:script|img|iframe|link)[^>]*\s(?:src|href)=["']?(?:https?:)?//[^"'> ]+|url\(["']?(?:https?:)?//"""
 )
-"""An element or a rule of CSS that a browser loads from another host."""
+"""An element or a CSS rule that a browser loads from another host."""
 
 
 def build_site(docs: Path, site: Path) -> None:
-    """Build a folder of pages with the settings of the project; any warning is an error."""
+    """Build a folder of pages with the project's settings; any warning is an error."""
     build(load_config(str(ROOT / "mkdocs.yml"), docs_dir=str(docs), site_dir=str(site), strict=True))
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site."""
+    """Built site."""
     folder = tmp_path_factory.mktemp("site")
     build_site(ROOT / "docs", folder)
     return folder

@@ -1,4 +1,4 @@
-"""The page for team leads, followed: its commands are run as they stand, on a real PostgreSQL, Prefect and Slurm."""
+"""The page for team leads: its commands are run verbatim, on a real PostgreSQL, Prefect and Slurm."""
 
 import os
 import re
@@ -23,7 +23,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "team.md"
 
 
 def commands() -> list[str]:
-    """The blocks that are to be run, in their order."""
+    """Blocks of commands to run, in order."""
     return re.findall(r"^```bash\n(.*?)^```$", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
@@ -59,7 +59,7 @@ def test_the_page_is_followed(cluster: Cluster, tmp_path: Path) -> None:
     script = "\n".join(commands())
     places = {"/var/lib/rlhf": home, "/shared/rlhf/runs": runs, "/opt/rlhf-flows": PAGE.parents[1]}
     for written, here in places.items():
-        assert written in script, "the page says something else now"
+        assert written in script, "the page has changed"
         script = script.replace(written, str(here))
     script = script.replace("[prefect]\n", f"[prefect]\nport = {free_port()}\n")
     try:
@@ -72,10 +72,10 @@ def test_the_page_is_followed(cluster: Cluster, tmp_path: Path) -> None:
             text=True,
             check=False,
         )
-        said = f"{done.stdout}\n{done.stderr}"
-        assert done.returncode == 0, said
-        assert "running" in done.stdout, said  # rlhf up --status
-        assert "nightly" in done.stdout, said  # rlhf deploy
+        output = f"{done.stdout}\n{done.stderr}"
+        assert done.returncode == 0, output
+        assert "running" in done.stdout, output  # rlhf up --status
+        assert "nightly" in done.stdout, output  # rlhf deploy
         assert (home / "history.sql").stat().st_size > 10_000
     finally:
         subprocess.run(

@@ -1,4 +1,4 @@
-"""The page on trainers of your own, followed: its script, its launch line, the settings that it adds."""
+"""The page on trainers of your own: its script, its launch line, and the settings that it adds."""
 
 import os
 import re
@@ -20,7 +20,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with the script of the page."""
+    """A folder with the script from the page."""
     (script,) = [text for text in blocks("python") if "argparse" in text]
     (tmp_path / "train.py").write_text(script)
     return tmp_path

@@ -1,17 +1,16 @@
-"""The fault campaign: real runs, disturbed in every way of ``fault_cases`` at random moments.
+"""The fault campaign: real runs, disturbed at random moments by all faults of ``fault_cases``.
 
-On a real four-node Slurm, which it starts by itself.
+It runs on a real four-node Slurm, which it starts by itself.
 
     python tests/faults/campaign.py                        the whole campaign; `make faults`
     python tests/faults/campaign.py --only "SIGSTOP"       rows whose name contains this
     python tests/faults/campaign.py --shard 0/2            every second run; the other half is for another machine
     python tests/faults/campaign.py --scheduler local      on this machine as one node, without what needs Slurm
-    python tests/faults/campaign.py --namespaces           also what swallows packets; only root may
-    python tests/faults/campaign.py --table                only the table, of what is finished
+    python tests/faults/campaign.py --namespaces           also faults that swallow packets; root only
+    python tests/faults/campaign.py --table                only the table of the finished cases
 
-Every finished case is one line of the results file; a campaign that is started again goes on after them. A run that was
-interrupted in the middle is made again as a whole. At the end the table goes to the terminal and into
-docs/benchmarks.md.
+Every finished case is one line of the results file; a restarted campaign continues after them. An interrupted run is
+repeated as a whole. At the end the table goes to the terminal and into docs/benchmarks.md.
 """
 
 import argparse
@@ -58,15 +57,15 @@ from rlhf_core.run_dir.run import RunDir
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 START_S = 240.0
-"""Longest time until a fault's moment has come."""
+"""Longest time until the moment of a fault has come."""
 AGAIN_S = 240.0
-"""Longest time until training goes on, or the run has ended."""
+"""Longest time until training continues, or the run has ended."""
 LONGEST_RUN = SPACING * (CHAIN + 1)
 
 
 @dataclass
 class Campaign:
-    """The results file, the reference, and what runs stand on."""
+    """The results file, the reference, and the surroundings of the runs."""
 
     results: Path
     work: Path
@@ -74,28 +73,28 @@ class Campaign:
     cluster: Cluster | None
     keep: bool
     num_ranks: int = NUM_RANKS
-    """Of the undisturbed run, one on each node."""
+    """Ranks of the undisturbed run, one on each node."""
 
     def rows(self) -> list[Row]:
-        """Finished cases."""
+        """Finished cases of the results file."""
         if not self.results.exists():
             return []
         return [Row(**json.loads(line)) for line in self.results.read_text().splitlines()]
 
     def add(self, rows: list[Row]) -> None:
-        """Write down finished cases, all of a run at once."""
+        """Record finished cases, all of a run at once."""
         with self.results.open("a") as file:
             file.write("".join(json.dumps(asdict(row)) + "\n" for row in rows))
 
     def reference(self, settings: tuple[str, ...] = ()) -> dict[str, str]:
-        """Hash of the weights at every checkpoint of a run that nothing disturbs, by step.
+        """Hash of the weights at every checkpoint of an undisturbed run, by step.
 
         Args:
-            settings: what it shares with the runs that are compared with it.
+            settings: settings shared with the runs that are compared with it.
 
         Raises:
-            Stuck: it did not get to its end, was taken for broken, or learned nothing between two checkpoints, so that
-                equal weights would prove nothing.
+            Stuck: the run did not reach its end, was judged broken, or learned nothing between two checkpoints, so
+                that equal weights would prove nothing.
         """
         file, name = self.results.with_suffix(".references.json"), " ".join(settings)
         known: dict[str, dict[str, str]] = json.loads(file.read_text()) if file.exists() else {}
@@ -123,7 +122,7 @@ class Campaign:
 
     @contextmanager
     def site(self, scenario: Scenario) -> Iterator[Place]:
-        """A fresh home, with all that the scenario needs; ended and removed afterwards."""
+        """A fresh home with everything that the scenario needs; ended and removed afterwards."""
         home = Path(tempfile.mkdtemp(prefix=f"{scenario.name}-", dir=self.work))
         with ExitStack() as stack:
             site = DisturbedSite(home)
@@ -154,7 +153,7 @@ class Campaign:
     # One run
 
     def disturb(self, scenario: Scenario, reference: dict[str, str]) -> list[Row]:
-        """Make one run, do everything to it, and measure."""
+        """Make one run, inject all its faults, and measure."""
         with self.site(scenario) as place:
             site = place.site
             inside = [dict(fault.inside) for fault in scenario.faults if fault.inside]
@@ -178,12 +177,12 @@ class Campaign:
             return self._measure(scenario, place, truths, reference, problem)
 
     def _strike(self, place: Place, fault: Fault, number: int) -> Truth:
-        """Wait for the fault's moment and do it, or wait until the saboteur has."""
+        """Wait for the moment of the fault and inject it, or wait until the saboteur has done so."""
         site = place.site
         if fault.inside is not None:
             pattern = f"{fault.inside['name']}*.json"
             found = site.wait_for(lambda: sorted(site.struck.glob(pattern)), f"fault {number} to strike", START_S)
-            time.sleep(0.2)  # the file is made before it is written
+            time.sleep(0.2)  # the file exists before it is written
             struck = json.loads(found[0].read_text())
             rank, node = struck["rank"], struck["node"]
             if "engine" in fault.inside:
@@ -197,7 +196,7 @@ class Campaign:
         return OUTSIDE[fault.outside](place)
 
     def _settle(self, place: Place, truth: Truth) -> None:
-        """Wait until training has gone on for two steps past the fault, or the run has ended."""
+        """Wait until training has continued for two steps past the fault, or the run has ended."""
 
         def settled() -> bool:
             made = [line for _, line in steps(place.run) if line.time.timestamp() > truth.time]
@@ -233,21 +232,21 @@ class Campaign:
 
     def _measure_gone(self, scenario: Scenario, place: Place, truth: Truth) -> Row:
         run_id, cluster = place.run.run_id, self.cluster
-        told = place.site.rlhf("show", run_id, "--json").json()
-        jobs = cluster.num_jobs(run_id) if cluster else len(told["attempts"])
+        history_record = place.site.rlhf("show", run_id, "--json").json()
+        jobs = cluster.num_jobs(run_id) if cluster else len(history_record["attempts"])
         left = cluster is not None and cluster.is_at_work(run_id)
-        row = measure_gone(scenario.name, scenario.faults[0], truth, told, jobs, left)
+        row = measure_gone(scenario.name, scenario.faults[0], truth, history_record, jobs, left)
         return replace(row, scheduler="slurm" if cluster else "local")
 
 
 def require_learning(hashes: Mapping[str, str]) -> None:
-    """Refuse a reference with which equal weights prove nothing.
+    """Refuse a reference with which equal weights would prove nothing.
 
     Args:
-        hashes: of the weights, by step.
+        hashes: hashes of the weights, by step.
 
     Raises:
-        Stuck: two steps have the same.
+        Stuck: two steps have the same hash.
     """
     if len(set(hashes.values())) < len(hashes):
         raise Stuck(f"the undisturbed run has the same weights at two steps: {hashes}")
@@ -277,7 +276,7 @@ def _say(row: Row) -> None:
 
 
 def main() -> None:
-    """Parse the options and go on with the campaign."""
+    """Parse the options and continue the campaign."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=Path("build/faults/results.jsonl"))
     parser.add_argument("--scheduler", choices=("slurm", "local"), default="slurm")

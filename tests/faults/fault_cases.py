@@ -1,7 +1,7 @@
-"""What the campaign does to runs: every kind of fault, what is expected of it, and how many of them go into one run.
+"""Faults of the campaign: every kind, the expected outcome, and the number of faults per run.
 
-A fault inside a worker is a row of ``saboteur.json``; one from outside is a function of ``fault_inject``. Faults that
-training goes on after are chained: one run suffers several, ten steps apart, with a checkpoint between any two.
+A fault inside a worker is a row of ``saboteur.json``; one from outside is a function of ``fault_inject``. Faults after
+which training continues are chained: one run suffers several, ten steps apart, with a checkpoint between any two.
 """
 
 import random
@@ -14,30 +14,30 @@ from fault_runs import CHECKPOINT_EVERY
 NUM_RANKS = 4
 SPACING = 10
 CHAIN = 5
-"""Most faults of one run."""
+"""Maximum number of faults in one run."""
 PACE_S = 0.15
 WRAPPED_PACE_S = 0.5
-"""Of scripts: between two faults a checkpoint has to be left alone for a while, and published."""
+"""Pace of scripts: between two faults, a checkpoint has to be left alone for a while, and published."""
 SLOW_PACE_S = 2.0
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What should become of a fault."""
+    """Expected outcome of a fault."""
 
     kinds: frozenset[str] = frozenset()
-    """Failure kinds that are right, ``none`` among them where saving early is enough; empty: it must not be taken for a
-    failure at all."""
+    """Failure kinds that are right, with ``none`` among them if saving early is enough; empty: the fault must not be
+    classified as a failure at all."""
     actions: frozenset[str] = frozenset()
-    """Decisions that are right; empty where there is nothing to decide. With ``""`` among them, and ``none`` among the
-    kinds, the fault may pass the run by."""
+    """Decisions that are right; empty if there is nothing to decide. With ``""`` among them, and ``none`` among the
+    kinds, the fault may leave the run unharmed."""
     blame: str = ""
-    """``rank`` or ``node``: what must be named, and nothing else; empty where no single one is to blame."""
+    """``rank`` or ``node``: the only thing that must be named; empty if no single one is to blame."""
     limit: str = ""
     """Target for the time to find it: ``death``, ``hang``, ``relayed`` (a hang of a program whose progress is polled),
     ``soon``, ``silence`` (of an agent), or none."""
     same_numbers: bool = True
-    """Whether the final parameters must be those of the undisturbed run, bit for bit."""
+    """True if the final parameters must be those of the undisturbed run, bit for bit."""
 
 
 def _expect(kinds: str, actions: str, blame: str = "", limit: str = "", *, same_numbers: bool = True) -> Expected:
@@ -46,7 +46,7 @@ def _expect(kinds: str, actions: str, blame: str = "", limit: str = "", *, same_
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is done to a run."""
+    """One fault that is injected into a run."""
 
     row: str
     """Row of the table."""
@@ -60,23 +60,23 @@ class Fault:
 
 @dataclass(frozen=True)
 class Scenario:
-    """One run and what is done to it."""
+    """One run and its faults."""
 
     name: str
     faults: tuple[Fault, ...]
     total_steps: int
     num_nodes: int = NUM_RANKS
     num_ranks: int = NUM_RANKS
-    """Of all nodes together."""
+    """Ranks on all nodes together."""
     overrides: tuple[str, ...] = ()
     needs: frozenset[str] = field(default_factory=frozenset)
     """``slurm``, ``namespaces``, ``postgres``, ``prefect``, ``small_disk``, ``memory_group``."""
     pace_s: float = PACE_S
     """Sleep in every call of the reward function, or in every step of the script."""
     is_wrapped: bool = False
-    """True for a script of torchrun in the place of the native trainer."""
+    """True for a script of torchrun in place of the native trainer."""
     compared: tuple[str, ...] = ()
-    """Settings that the undisturbed run has too which it is compared with."""
+    """Settings shared with the undisturbed run that it is compared with."""
 
     @property
     def settings(self) -> list[str]:
@@ -94,7 +94,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Kind:
-    """A row of the table, and how one fault of it is made."""
+    """A row of the table, and the way to make a fault of its kind."""
 
     row: str
     expected: Expected
@@ -102,9 +102,9 @@ class Kind:
     inside: Callable[[random.Random], dict[str, Any]] | None = None
     outside: str = ""
     ends_run: bool = False
-    """Nothing goes on after it: one fault per run."""
+    """Training does not continue after it: one fault per run."""
     takes_node: bool = False
-    """Its node stays away until the run is over: as many per run as there are nodes that the run does not need."""
+    """Its node stays away until the run is over: a run has at most as many as it has spare nodes."""
     num_nodes: int = NUM_RANKS
     overrides: tuple[str, ...] = ()
     needs: frozenset[str] = frozenset()
@@ -113,17 +113,17 @@ class Kind:
     on_checkpoint: bool = False
     """Only at steps that are evaluated and saved."""
     first_step: int = 0
-    """Steps that the run makes before the first one may strike."""
+    """Steps that the run makes before the first fault may strike."""
     more_steps: int = 0
-    """Steps that the run is longer, and slow ones, so that it lasts longer than what is done to it."""
+    """Additional, slow steps of the run, so that it outlasts the fault."""
     is_wrapped: bool = False
-    """Done to a script of torchrun, not to the native trainer."""
+    """The fault is for a script of torchrun, not for the native trainer."""
     compared: tuple[str, ...] = ()
-    """Settings that the undisturbed run has too which its run is compared with."""
+    """Settings shared with the undisturbed run that its run is compared with."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The kinds
+# Kinds
 
 _IN_PLACE = "restart_in_place"
 _STOPPED = _expect("hang", _IN_PLACE, "rank", "hang")
@@ -183,7 +183,7 @@ KINDS: tuple[Kind, ...] = (
         inside=_collective("skip_equal_shape"),
         ends_run=True,
     ),
-    # Of these two nothing but gloo's words tell before the flight recorders are asked: they are confirmed once.
+    # Only gloo's words tell these two apart before the flight recorders are read: they are confirmed once.
     Kind(
         "a rank skips a collective, another shape",
         _expect("collective_mismatch", "restart_in_place stop", same_numbers=False),
@@ -280,14 +280,14 @@ KINDS: tuple[Kind, ...] = (
         outside="stop_agent",
         takes_node=True,
         num_nodes=2,
-        more_steps=20,  # its ranks go on: the run must not be over before the agent is given up
+        more_steps=20,  # its ranks continue: the run must not be over before the agent is given up
         needs=_SLURM,
     ),
     Kind("agent 0's node frozen", _LOST, outside="freeze_leader", takes_node=True, num_nodes=2, needs=_SLURM),
     Kind("another node frozen", _LOST, outside="freeze_another", takes_node=True, num_nodes=2, needs=_SLURM),
     Kind(
         "packets of agent 0's node swallowed",
-        # Of two nodes that do not hear each other nobody knows which is cut off, unless Slurm has noticed too.
+        # If two nodes cannot hear each other, it is unknown which one is cut off, unless Slurm has noticed too.
         _expect("network node_lost", "new_attempt", limit="silence"),
         outside="cut_leader",
         ends_run=True,
@@ -322,7 +322,7 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "slurmstepd killed",
-        # Slurm either ends the step, or has nobody left to do so: the agent goes on, and the run is none the worse.
+        # Slurm either ends the step, or has no process left to do so: the agent continues, and the run is unharmed.
         Expected(frozenset({"agent_killed", "node_lost", "none"}), frozenset({"new_attempt", ""})),
         outside="kill_stepd",
         takes_node=True,
@@ -378,7 +378,7 @@ CONTROLS: tuple[Kind, ...] = (
     Kind("control: the first step compiles for 12 s", Expected(), inside=_slow("train", 12.0, 12.0), fixed_step=1),
     Kind("control: a suspended and resumed job", Expected(), outside="suspend", needs=_SLURM),
 )
-"""What is slow or odd and healthy. A chain of controls is one run."""
+"""Slow or unusual, but healthy behaviour. A chain of controls is one run."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -397,7 +397,7 @@ def scenarios(
     """All runs of a campaign. The same arguments give the same faults at the same moments.
 
     Args:
-        available: what there is of ``slurm``, ``postgres`` and so on; kinds that need more are left out.
+        available: available services out of ``slurm``, ``postgres`` and so on; kinds that need others are left out.
         one_node: all ranks on one node.
     """
     found: list[Scenario] = []
@@ -415,7 +415,7 @@ def scenarios(
 
 
 def on_one_node(scenario: Scenario) -> Scenario:
-    """The same with all ranks on one node, where naming the node is no blame."""
+    """The scenario with all ranks on one node, where naming the node is no blame."""
     faults = tuple(
         replace(fault, expected=replace(fault.expected, blame=fault.expected.blame.replace("node", "")))
         for fault in scenario.faults
@@ -424,7 +424,7 @@ def on_one_node(scenario: Scenario) -> Scenario:
 
 
 def chain(name: str, kinds: Sequence[Kind], seed: int) -> Scenario:
-    """One run that suffers these, one after the other."""
+    """One run that suffers these faults, one after another."""
     chance = random.Random(f"{seed} {name}")
     faults = tuple(_fault(kind, number, chance) for number, kind in enumerate(kinds))
     more_steps = max(kind.more_steps for kind in kinds)
@@ -458,7 +458,8 @@ def _chunks(count: int, size: int) -> Iterator[int]:
 
 
 def _deal(kinds: Sequence[Kind], size: int) -> Iterable[list[Kind]]:
-    """Into runs of at most ``size``; whatever has a fixed step comes first in its run, and alone of its kind."""
+    """Distribute faults over runs of at most ``size``; a fault with a fixed step comes first in its run, and is the
+    only one of its kind there."""
     num_runs = -(-len(kinds) // size)
     return (list(kinds[index::num_runs]) for index in range(num_runs))
 

@@ -1,5 +1,5 @@
-"""Runs with rollout engines beside the trainers: two nodes, each with two trainer ranks and an engine; or one node,
-with an engine of vLLM in two processes."""
+"""Runs with rollout engines beside the trainers: two nodes, each with two trainer ranks and an engine; or one node with
+a vLLM engine in two processes."""
 
 from fault_cases import CHAIN, NUM_RANKS, Expected, Kind, Scenario, chain, on_one_node
 
@@ -8,7 +8,7 @@ SPLIT_PREFIX = "split engine"
 NUM_ENGINES = 2
 SETTINGS = (
     f"rollout.engines={NUM_ENGINES}",
-    # A group at a time: which prompts come together has no part in the numbers, and moved prompts change nothing.
+    # One group at a time: the numbers do not depend on which prompts arrive together, so moved prompts change nothing.
     "rollout.batch_size=4",
     "loops.main.algorithm.samples_per_prompt=4",
 )
@@ -17,7 +17,7 @@ SPLIT = (
     "rollout.engines=1",
     "rollout.vllm.tensor_parallel=2",
     "model.config.num_key_value_heads=2",
-    "model.config.head_dim=32",  # the smallest for vLLM's attention on CPU
+    "model.config.head_dim=32",  # the minimum for vLLM's attention on CPU
     "supervise.rollout_floor_s=10",  # seven processes share the cores of one machine
 )
 _SLURM = frozenset({"slurm"})
@@ -31,7 +31,7 @@ def _kind(row: str, expected: Expected, **fields: object) -> Kind:
 
 
 def _split(row: str, expected: Expected, outside: str) -> Kind:
-    # The trainers wait for their only engine: no more steps are made than without a fault.
+    # The trainers wait for their only engine: they make no more steps than without a fault.
     return Kind(f"{SPLIT_PREFIX}: {row}", expected, num_nodes=1, outside=outside, compared=SPLIT)
 
 
@@ -71,7 +71,7 @@ KINDS: tuple[Kind, ...] = (
 
 
 def engine_scenarios(seed: int, times: int, available: frozenset[str], *, one_node: bool = False) -> list[Scenario]:
-    """Every kind so many times.
+    """Runs with every kind this many times.
 
     Args:
         available: see ``fault_cases.scenarios``.

@@ -1,6 +1,6 @@
-"""Faults from outside: what is done to processes, nodes and services of a run, and when exactly.
+"""Faults from outside, injected into processes, nodes and services of a run, and their exact moments.
 
-Every function waits for its own moment to be over (an outage ends inside of it) and returns what is true about it.
+Every function waits until its own fault is over (an outage ends within it), and returns the truth about it.
 """
 
 import json
@@ -28,21 +28,21 @@ from rlhf_core.schemas.reports import AgentEvent, MetricsLine
 
 @dataclass(frozen=True)
 class Truth:
-    """What was done."""
+    """Truth about a fault."""
 
     time: float
-    """When, in seconds since the epoch."""
+    """Moment of the fault, in seconds since the epoch."""
     step: int
     """Last step that was made before."""
     rank: int | None = None
     node: str | None = None
     moment_known: bool = True
-    """False where only the beginning of the time is known in which it happens."""
+    """False if the fault happens at an unknown moment after ``time``."""
 
 
 @dataclass
 class Place:
-    """What a run stands on; what is not there cannot be taken away."""
+    """The surroundings of a run; a service that is missing cannot be taken away."""
 
     site: DisturbedSite
     run: RunDir
@@ -53,12 +53,12 @@ class Place:
     memory_group: Path | None = None
 
     def truth(self, rank: int | None = None, node: str | None = None) -> Truth:
-        """What is done now."""
+        """Truth about a fault that is injected now."""
         return Truth(time.time(), last_step(self.run), rank, node)
 
     @property
     def slurm(self) -> Cluster:
-        """The cluster."""
+        """The cluster of the run."""
         assert self.cluster is not None
         return self.cluster
 
@@ -87,7 +87,7 @@ def stop_rank(place: Place) -> Truth:
 
 
 def kill_program_rank(place: Place) -> Truth:
-    """SIGKILL one rank of a script: its own process, not the worker that follows it."""
+    """SIGKILL one rank of a script: the rank's own process, not the worker that follows it."""
     return _signal_rank(place, signal.SIGKILL, of_program=True)
 
 
@@ -97,7 +97,7 @@ def stop_program_rank(place: Place) -> Truth:
 
 
 def _signal_engine(place: Place, number: signal.Signals, *, a_part: bool = False) -> Truth:
-    """Signal one rollout engine, and wait until it serves again: with both gone the trainers would wait."""
+    """Signal one rollout engine, and wait until it serves again: without both engines, the trainers would wait."""
     victim = place.chance.choice(engines(place.run))
     pid = place.chance.choice(engine_parts(victim.pid)) if a_part else victim.pid
     truth = place.truth(victim.rank, victim.node)
@@ -129,17 +129,17 @@ def stop_engine(place: Place) -> Truth:
 
 
 def kill_engine_part(place: Place) -> Truth:
-    """SIGKILL one of the processes that a split engine samples with."""
+    """SIGKILL one of the processes in which a split engine samples."""
     return _signal_engine(place, signal.SIGKILL, a_part=True)
 
 
 def stop_engine_part(place: Place) -> Truth:
-    """SIGSTOP one of the processes that a split engine samples with."""
+    """SIGSTOP one of the processes in which a split engine samples."""
     return _signal_engine(place, signal.SIGSTOP, a_part=True)
 
 
 def pause_engine(place: Place) -> Truth:
-    """Stop one rollout engine for less time than the floor, and let it go on."""
+    """Stop one rollout engine for less time than the floor, then continue it."""
     victim = place.chance.choice(engines(place.run))
     truth = place.truth(victim.rank, victim.node)
     os.kill(victim.pid, signal.SIGSTOP)
@@ -164,13 +164,13 @@ def kill_leader(place: Place) -> Truth:
 
 
 def kill_agent(place: Place) -> Truth:
-    """SIGKILL the agent of another node, where there is another."""
+    """SIGKILL the agent of another node, if there is one."""
     nodes = _nodes(place)
     return _kill_agent(place, place.chance.choice(nodes[1:] or nodes))
 
 
 def damage_and_kill_rank(place: Place) -> Truth:
-    """Flip one byte of the newest checkpoint, then SIGKILL one rank: the workers start again in place."""
+    """Flip one byte of the newest checkpoint, then SIGKILL one rank: the workers restart in place."""
     newest = place.run.newest_checkpoint()
     assert newest is not None
     with (newest.model / "model.safetensors").open("r+b") as file:
@@ -182,7 +182,7 @@ def damage_and_kill_rank(place: Place) -> Truth:
 
 
 def damage_and_kill_agent(place: Place) -> Truth:
-    """Cut the manifest of the newest checkpoint short, then SIGKILL an agent: there is a new attempt."""
+    """Truncate the manifest of the newest checkpoint, then SIGKILL an agent: a new attempt follows."""
     newest = place.run.newest_checkpoint()
     assert newest is not None
     os.truncate(newest.complete, 40)
@@ -190,14 +190,15 @@ def damage_and_kill_agent(place: Place) -> Truth:
 
 
 def delete_metrics(place: Place) -> Truth:
-    """Delete what the first rank and the agents append to; see that all of it comes back, and an event with it."""
+    """Delete the files that the first rank and the agents append to; require that they return complete, with an
+    event."""
     restart = place.run.attempts()[-1].restarts()[-1]
     made = {line.step for line in read_models(restart.metrics, MetricsLine)}
     truth = place.truth()
     for path in (restart.metrics, *restart.root.glob("events-*.jsonl")):
         path.unlink()
-    told = place.site.wait_for(lambda: list(restart.root.glob("events-*-trainer-0.jsonl")), "an event about it", 60)
-    (event,) = read_models(told[0], AgentEvent)
+    paths = place.site.wait_for(lambda: list(restart.root.glob("events-*-trainer-0.jsonl")), "an event about it", 60)
+    (event,) = read_models(paths[0], AgentEvent)
     found = {line.step for line in read_models(restart.metrics, MetricsLine)}
     if not made < found or "were restored" not in event.message:
         raise Stuck(f"steps {sorted(made - found)} are gone from {restart.metrics}: {event.message}")
@@ -244,7 +245,7 @@ def freeze_another(place: Place) -> Truth:
 
 
 def cut_leader(place: Place) -> Truth:
-    """Have the network swallow every packet of the first node."""
+    """Make the network swallow every packet of the first node."""
     node = _nodes(place)[0]
     truth = place.truth(node=node)
     place.slurm.cut_link(node)
@@ -285,7 +286,7 @@ def kill_all_agents(place: Place) -> Truth:
 
 
 def kill_stepd(place: Place) -> Truth:
-    """SIGKILL the process of Slurm that keeps the agent of a node."""
+    """SIGKILL the Slurm process that supervises the agent of a node."""
     node = place.chance.choice(_nodes(place))
     truth = place.truth(node=node)
     place.slurm.kill_stepd(agent_pids(place.run)[node])
@@ -323,7 +324,7 @@ def node_down(place: Place) -> Truth:
 
 
 def kill_slurmd(place: Place) -> Truth:
-    """SIGKILL a node's slurmd and all that it started there, as a node that loses power would."""
+    """SIGKILL a node's slurmd and everything that it started there, like a node that loses power."""
     node = place.chance.choice(place.slurm.allocated(place.job_id))
     truth = place.truth(node=node)
     place.slurm.kill_node(node, agent_pids(place.run)[node])
@@ -356,7 +357,7 @@ def prefect_away(place: Place) -> Truth:
 
 
 def kill_flow(place: Place) -> Truth:
-    """SIGKILL the process that drives the run, and go on with the run."""
+    """SIGKILL the process that drives the run, and resume driving it."""
     process = place.site.process
     assert process is not None
     truth = place.truth()
@@ -367,28 +368,28 @@ def kill_flow(place: Place) -> Truth:
 
 
 def wait_for_time_limit(place: Place) -> Truth:
-    """Slurm asks to save when the limit is near; nothing is done from here."""
+    """Do nothing: Slurm itself asks to save when the limit is near."""
     truth = replace(place.truth(), moment_known=False)
     place.site.wait_for(lambda: len(place.run.attempts()) > 1, "the attempt after the time limit", 240)
     return truth
 
 
 def preempt(place: Place) -> Truth:
-    """A job of a partition that goes first takes the nodes."""
+    """Preempt the run with a job of a partition that has priority for its nodes."""
     truth = place.truth()
     place.slurm.preempt()
     return truth
 
 
 def scancel(place: Place) -> Truth:
-    """Somebody ends the job, not the run."""
+    """Cancel the job, not the run, as a user may."""
     truth = place.truth()
     place.slurm.command("scancel", place.job_id)
     return truth
 
 
 def ask_to_save(place: Place) -> Truth:
-    """What Slurm does when the time limit is near: USR2 to the steps of the job."""
+    """Send USR2 to the steps of the job, as Slurm does when the time limit is near."""
     truth = place.truth()
     if place.cluster is not None:
         place.cluster.command("scancel", "--signal=USR2", place.job_id)
@@ -408,7 +409,7 @@ def suspend(place: Place) -> Truth:
 
 
 def suspend_long(place: Place) -> Truth:
-    """Suspend all processes of the job for a minute, agents and workers, and let them go on together."""
+    """Suspend all processes of the job, agents and workers, for a minute, and continue them together."""
     truth = place.truth()
     if place.cluster is not None:
         place.slurm.command("scontrol", "suspend", place.job_id)
@@ -426,14 +427,14 @@ def suspend_long(place: Place) -> Truth:
 
 
 def wait_for_full_disk(place: Place) -> Truth:
-    """The checkpoints fill the small disk by themselves."""
+    """Do nothing: the checkpoints fill the small disk by themselves."""
     truth = replace(place.truth(), moment_known=False)
     place.site.wait_for(lambda: place.site.ended, "the disk to be full", 240)
     return truth
 
 
 def nothing(place: Place) -> Truth:
-    """The fault is in the config."""
+    """Do nothing: the fault is in the config."""
     return replace(place.truth(), moment_known=False)
 
 
@@ -483,4 +484,4 @@ OUTSIDE: dict[str, Callable[[Place], Truth]] = {
         nothing,
     )
 }
-"""By name, as the cases give it."""
+"""Functions by the name that the cases use."""

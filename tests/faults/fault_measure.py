@@ -1,4 +1,4 @@
-"""What became of a fault: read from the files of the run, against what is true about it."""
+"""Outcome of a fault: read from the files of the run, and compared with the truth about it."""
 
 import re
 from collections.abc import Sequence
@@ -21,11 +21,12 @@ _SIGNS = {"suspect", "verdict", "worker_exited", "killed", "incident"}
 DEATH_LIMIT_S = 5.0
 HANG_MARGIN_S = 2.0
 RELAYED_MARGIN_S = 5.0
-"""Of a program that does not beat itself: what its sources tell last may be told seconds after its last step."""
+"""Margin for a program that does not beat itself: its sources may report their last sign seconds after its last
+step."""
 SILENCE_LIMIT_S = 25.0
-"""An agent is lost after 15 s (agent 0) or 20 s; the other agents say so at once."""
+"""An agent is lost after 15 s (agent 0) or 20 s; the other agents report it at once."""
 SOON_LIMIT_S = 30.0
-"""At default floors, from the fault to the decision."""
+"""Limit at default floors, from the fault to the decision."""
 
 
 @dataclass(frozen=True)
@@ -37,38 +38,38 @@ class Row:
     row: str
     control: bool
     found: bool
-    """A failure was seen in the time between this fault and the next; of a control, this is a false alarm."""
+    """A failure was seen between this fault and the next; for a control, this is a false alarm."""
     found_s: float | None
-    """From the fault to the first sign of it: a suspicion, an exit that was noticed, an incident."""
+    """Time from the fault to its first sign: a suspicion, a noticed exit, an incident."""
     limit_s: float | None
-    """Silence that was allowed, for a hang."""
+    """Permitted silence before a hang."""
     decided_s: float | None
-    """From the fault to the decision."""
+    """Time from the fault to the decision."""
     in_time: bool | None
-    """``found_s`` within its target; null where there is none."""
+    """``found_s`` is within its target; null if there is none."""
     blame_right: bool | None
-    """null where no single one is to blame."""
+    """null if no single rank or node is to blame."""
     class_right: bool | None
     kind: str
-    """What it was taken for."""
+    """Failure kind that the run assigned to it."""
     action: str
     action_right: bool | None
     again_s: float | None
-    """From the fault to the next step that was made."""
+    """Time from the fault to the next step that was made."""
     cold_s: float | None
     """Cold start of the same run; see :func:`_cold_start`."""
     again_in_time: bool | None
     steps_lost: int | None
     same_numbers: bool | None
-    """Whether the last checkpoint equals the undisturbed run's; null where that cannot be."""
+    """The last checkpoint equals the undisturbed run's; null if that is not required."""
     submitted_twice: int
-    """Jobs of the run that the scheduler knows beyond one for each attempt."""
+    """Number of the run's jobs known to the scheduler beyond one for each attempt."""
     state: str
-    """State of the run at its end, or what kept it from one."""
+    """Final state of the run, or the reason why it has none."""
     message: str
-    """Of the incident."""
+    """Message of the incident."""
     scheduler: str = ""
-    """What the run was scheduled by."""
+    """Scheduler of the run."""
 
 
 def measure(
@@ -82,13 +83,13 @@ def measure(
     same: bool | None,
     jobs: int,
 ) -> Row:
-    """Read one case.
+    """Measure one case.
 
     Args:
         until: When the next fault struck, or the end, in seconds since the epoch.
         state: State of the run at its end.
-        same: Whether its final parameters are those of the undisturbed run; null when it has none.
-        jobs: How many jobs of the run the scheduler knows.
+        same: True if its final parameters are those of the undisturbed run; null if it has none.
+        jobs: Number of the run's jobs known to the scheduler.
     """
     expected = fault.expected
     begin, end = at(truth.time), at(until)
@@ -96,7 +97,7 @@ def measure(
     decision = _decision(run, begin, end, incident)
     sign, limit_s = _first_sign(run, begin, end)
     if expected.limit == "silence":
-        sign = None  # nothing but the incident tells of an agent; a rank that is looked at meanwhile is no sign of it
+        sign = None  # only the incident is a sign of the agent; a rank that is observed meanwhile is none
     signs = [time for time in (sign, incident.seen_at if incident else None) if time is not None]
     found_s = (min(signs) - begin).total_seconds() if incident is not None and truth.moment_known else None
     decided_s = (decision.decided_at - begin).total_seconds() if decision and truth.moment_known else None
@@ -105,7 +106,7 @@ def measure(
     is_failure = bool(expected.kinds)
     kind = incident.failure_kind.value if incident else ""
     action = decision.action.value if decision else ""
-    # Somebody's will is no incident: the run says that it was cancelled, and ends.
+    # A cancellation is no incident: the run reports that it was cancelled, and ends.
     cancelled = is_failure and state == "cancelled" and incident is None
     if cancelled:
         kind, action = "user_cancel", "stop"
@@ -137,23 +138,25 @@ def measure(
 
 
 def passed_by(expected: Expected, state: str) -> bool:
-    """True for a run that ended well although nothing was found, where the fault may have done it no harm."""
+    """True for a run that ended well with nothing found, if the fault may have been harmless."""
     return state == "completed" and "none" in expected.kinds and "" in expected.actions
 
 
-def measure_gone(scenario: str, fault: Fault, truth: Truth, told: dict[str, Any], jobs: int, job_left: bool) -> Row:
-    """Read the case of a run whose directory is gone: only the history can tell of it.
+def measure_gone(
+    scenario: str, fault: Fault, truth: Truth, history_record: dict[str, Any], jobs: int, job_left: bool
+) -> Row:
+    """Measure the case of a run whose directory is gone: only the history has records of it.
 
     Args:
-        told: what ``rlhf show --json`` says.
-        jobs: How many jobs of the run the scheduler knows.
-        job_left: Whether one of them is still at work.
+        history_record: output of ``rlhf show --json``.
+        jobs: Number of the run's jobs known to the scheduler.
+        job_left: True if one of them is still active.
     """
-    state, message = told["run"]["state"], told["run"]["message"]
+    state, message = history_record["run"]["state"], history_record["run"]["message"]
     closed = state == "failed" and "the run directory is gone" in message
-    found_s = datetime.fromisoformat(told["run"]["ended_at"]).timestamp() - truth.time if closed else None
-    decision = (told["decisions"] or [{"action": ""}])[-1]
-    incident = (told["incidents"] or [{"failure_kind": ""}])[-1]
+    found_s = datetime.fromisoformat(history_record["run"]["ended_at"]).timestamp() - truth.time if closed else None
+    decision = (history_record["decisions"] or [{"action": ""}])[-1]
+    incident = (history_record["incidents"] or [{"failure_kind": ""}])[-1]
     return Row(
         scenario=scenario,
         number=0,
@@ -174,14 +177,14 @@ def measure_gone(scenario: str, fault: Fault, truth: Truth, told: dict[str, Any]
         again_in_time=None,
         steps_lost=None,
         same_numbers=None,
-        submitted_twice=jobs - len(told["attempts"]),
+        submitted_twice=jobs - len(history_record["attempts"]),
         state="its job is still at work" if job_left else state,
         message=message,
     )
 
 
 def same_parameters(run: RunDir, reference: dict[str, str]) -> bool | None:
-    """Whether the newest checkpoint is, bit for bit, that of the undisturbed run at the same step."""
+    """True if the newest checkpoint equals, bit for bit, that of the undisturbed run at the same step."""
     newest = run.newest_checkpoint()
     if newest is None or str(newest.step) not in reference:
         return None
@@ -189,7 +192,7 @@ def same_parameters(run: RunDir, reference: dict[str, str]) -> bool | None:
 
 
 def all_incidents(run: RunDir) -> list[Incident]:
-    """Incidents of agents and of the controller, by time."""
+    """Incidents found by agents and by the controller, ordered by time."""
     of_agents = [read_model(path, Incident) for one in restarts(run) for path in one.incident_files()]
     found = [incident for incident in of_agents if incident is not None]
     found += [line.event.incident for line in _journal(run) if isinstance(line.event, IncidentFound)]
@@ -197,7 +200,7 @@ def all_incidents(run: RunDir) -> list[Incident]:
 
 
 def all_decisions(run: RunDir) -> list[Decision]:
-    """Decisions of agents and of the controller, by time."""
+    """Decisions of agents and of the controller, ordered by time."""
     of_agents = [read_model(path, Decision) for one in restarts(run) for path in one.decision_files()]
     found = [decision for decision in of_agents if decision is not None]
     found += [line.event.decision for line in _journal(run) if isinstance(line.event, DecisionMade)]
@@ -209,9 +212,9 @@ def _journal(run: RunDir) -> list[JournalLine]:
 
 
 def _incident(run: RunDir, begin: datetime, end: datetime, expected: Expected) -> Incident | None:
-    """The last word on what it was: the controller speaks after the agents, and knows what the scheduler says. Where
-    one fault shows another (a rank that was killed, the checkpoint that it cannot go on from), the one that is looked
-    for."""
+    """Final incident of a fault: the controller's follows the agents' and takes the scheduler's state into account. If
+    one fault leads to another (a killed rank, the checkpoint that it cannot resume from), the expected one is
+    chosen."""
     found = [incident for incident in all_incidents(run) if begin <= incident.seen_at < end]
     if not found:
         return None
@@ -229,10 +232,10 @@ def _decision(run: RunDir, begin: datetime, end: datetime, incident: Incident | 
 
 
 def _first_sign(run: RunDir, begin: datetime, end: datetime) -> tuple[datetime | None, float | None]:
-    """When something was first noticed, and the silence that a suspicion says is allowed."""
+    """Time of the first sign of a fault, and the silence that its suspicion permits."""
     found = [event for _, event in events(run) if event.kind in _SIGNS and begin <= event.time < end]
-    said = [re.search(r"([\d.]+) s are allowed", event.message) for event in found if event.kind == "suspect"]
-    limits = [float(match[1]) for match in said if match is not None]
+    matches = [re.search(r"([\d.]+) s are allowed", event.message) for event in found if event.kind == "suspect"]
+    limits = [float(match[1]) for match in matches if match is not None]
     return (found[0].time if found else None), (limits[0] if limits else None)
 
 
@@ -244,7 +247,7 @@ def _in_time(expected: Expected, found_s: float | None, limit_s: float | None, d
     if expected.limit in ("death", "silence"):
         return found_s <= (DEATH_LIMIT_S if expected.limit == "death" else SILENCE_LIMIT_S)
     if expected.limit == "relayed":
-        # Without a limit it was proven to stand still before the silence that is allowed was over.
+        # Without a limit, it was proven to stand still before the permitted silence was over.
         return limit_s is None or found_s <= limit_s + RELAYED_MARGIN_S
     return limit_s is not None and found_s <= limit_s + HANG_MARGIN_S
 
@@ -257,7 +260,7 @@ def _blame_right(expected: Expected, incident: Incident | None, truth: Truth) ->
 
 
 def _again(run: RunDir, begin: datetime, end: datetime) -> float | None:
-    """Seconds until a start of the workers that is younger than the fault makes a step; else the next step at all."""
+    """Seconds until a start of the workers after the fault makes a step; otherwise until the next step at all."""
     before = [(restart.attempt, restart.restart) for restart, line in steps(run) if line.time < begin]
     newest = max(before, default=(0, 0))
     after = [(restart, line.time) for restart, line in steps(run) if begin <= line.time < end]
@@ -267,7 +270,7 @@ def _again(run: RunDir, begin: datetime, end: datetime) -> float | None:
 
 
 def _steps_lost(run: RunDir, begin: datetime) -> int | None:
-    """Steps that had been made and were made again."""
+    """Steps that were made before and had to be repeated."""
     before = [((restart.attempt, restart.restart), line.step) for restart, line in steps(run) if line.time < begin]
     if not before:
         return None
@@ -281,7 +284,7 @@ def _steps_lost(run: RunDir, begin: datetime) -> int | None:
 
 
 def _cold_start(run: RunDir) -> float | None:
-    """From the first sign of an agent to the first step; of a run with engines, to the first that they sampled for."""
+    """Time from the first sign of an agent to the first step; with engines, to the first step that they sampled for."""
     started = [event.time for _, event in events(run) if event.kind == "agent_started"]
     has_engines = bool(engines(run))
     first = [line.time for _, line in steps(run) if not has_engines or "time/rollout_s" in line.metrics]
@@ -297,19 +300,19 @@ def _again_in_time(
     again_s: float | None,
     cold_s: float | None,
 ) -> bool | None:
-    """Whether training was back in time, counted from when the fault was found: finding it has a target of its own."""
+    """True if training was back in time, counted from the detection of the fault, which has a target of its own."""
     if decision is None or found_s is None or again_s is None or cold_s is None or decision.action is Action.STOP:
         return None
-    # Two faults at once may need both: an agent is lost, and the new attempt finds a damaged checkpoint.
+    # Two simultaneous faults may need both: an agent is lost, and the new attempt finds a damaged checkpoint.
     is_new = any(begin <= one.decided_at < end and one.action is Action.NEW_ATTEMPT for one in all_decisions(run))
     return again_s - found_s <= again_limit_s(cold_s, is_new=is_new)
 
 
 def again_limit_s(cold_s: float, *, is_new: bool) -> float:
-    """Longest time from a fault that was found until training goes on.
+    """Longest time from the detection of a fault until training continues.
 
     Args:
         cold_s: cold start of the run, in seconds.
-        is_new: a new attempt was made; otherwise the workers were started again in place.
+        is_new: a new attempt was made; otherwise the workers were restarted in place.
     """
     return cold_s + 30 if is_new else 1.5 * cold_s + 5

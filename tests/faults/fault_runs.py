@@ -1,4 +1,4 @@
-"""Runs that are disturbed: their site, the command that drives them, and what they show of themselves."""
+"""Runs that are disturbed: their site, the command that drives them, and their visible state."""
 
 import contextlib
 import json
@@ -57,11 +57,11 @@ SABOTAGED: Mapping[str, Any] = {
     "preflight.min_relative_speed": 0,  # the nodes share the cores of one machine, with other work on it
     "code.paths": PROGRAMS,
 }
-"""Changes for a run that the saboteur disturbs from inside."""
+"""Changes of settings for a run that the saboteur disturbs from inside."""
 
 
 class Stuck(Exception):
-    """Something that should have happened did not, within a generous time."""
+    """An expected event did not occur within a generous time."""
 
 
 @dataclass
@@ -69,15 +69,15 @@ class DisturbedSite(Site):
     """A site with at most one run."""
 
     process: "subprocess.Popen[str] | None" = None
-    """The ``rlhf run`` or ``rlhf resume`` that drives the run."""
+    """The ``rlhf run`` or ``rlhf resume`` process that drives the run."""
 
     @property
     def struck(self) -> Path:
-        """Folder of what the saboteur has done."""
+        """Folder in which the saboteur records its faults."""
         return self.home / "struck"
 
     def prepare(self, faults: list[dict[str, Any]], pace_s: float) -> str:
-        """Lay out config and saboteur; the config file."""
+        """Write config and saboteur; return the config file."""
         self.struck.mkdir()
         shutil.copy2(HERE / "saboteur.py", self.home)
         plan = {"struck": str(self.struck), "pace_s": pace_s, "faults": faults}
@@ -85,7 +85,7 @@ class DisturbedSite(Site):
         return self.config(SABOTAGED)
 
     def prepare_script(self, faults: list[dict[str, Any]], pace_s: float) -> str:
-        """Lay out a script of torchrun in the place of the native trainer; the config file."""
+        """Write a script for torchrun in place of the native trainer; return the config file."""
         self.struck.mkdir()
         plan = {"struck": str(self.struck), "pace_s": pace_s, "faults": faults}
         (self.home / "saboteur.json").write_text(json.dumps(plan))
@@ -107,12 +107,12 @@ class DisturbedSite(Site):
         return str(path)
 
     def drive(self, *arguments: str) -> None:
-        """Start the ``rlhf`` command that drives the run; what it prints goes to ``rlhf.log``."""
+        """Start the ``rlhf`` command that drives the run; its output goes to ``rlhf.log``."""
         self.process = self.spawn(self.command(*arguments), log=self.home / "rlhf.log")
 
     @property
     def run(self) -> RunDir | None:
-        """The run, once it is there."""
+        """The run, once its directory exists."""
         return next(iter(self.runs()), None)
 
     @property
@@ -124,7 +124,7 @@ class DisturbedSite(Site):
         """Poll until ``question`` answers.
 
         Raises:
-            Stuck: it did not in time, or the run ended before.
+            Stuck: it did not answer in time, or the run ended first.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -139,7 +139,7 @@ class DisturbedSite(Site):
             time.sleep(0.05)
 
     def close(self) -> None:
-        """End the command if it is still there, then the run's job."""
+        """End the command if it is still running, then the run's job."""
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
             self.process.wait()
@@ -149,7 +149,7 @@ class DisturbedSite(Site):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a run shows of itself
+# Visible state of a run
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def restarts(run: RunDir) -> Iterator[RestartDir]:
 
 
 def events(run: RunDir) -> list[tuple[RestartDir, AgentEvent]]:
-    """What all agents wrote down, by time."""
+    """Events of all agents, ordered by time."""
     found = [
         (restart, event)
         for restart in restarts(run)
@@ -179,7 +179,7 @@ def events(run: RunDir) -> list[tuple[RestartDir, AgentEvent]]:
 
 
 def steps(run: RunDir) -> list[tuple[RestartDir, MetricsLine]]:
-    """Every training step that was made, in the order in which it was."""
+    """All training steps, in the order in which they were made."""
     return [(restart, line) for restart in restarts(run) for line in read_models(restart.metrics, MetricsLine)]
 
 
@@ -197,7 +197,7 @@ def workers(run: RunDir) -> list[Worker]:
 
 
 def engines(run: RunDir) -> list[Worker]:
-    """The rollout engines that were started last, by their ranks in the group."""
+    """The newest starts of the rollout engines, by their ranks in the group."""
     attempt = run.attempts()[-1].number
     of_groups = [event for one, event in _started(run) if one.attempt == attempt and "generation" in event.data]
     newest = {worker.rank: worker for event in of_groups for worker in _announced(event)}
@@ -205,7 +205,7 @@ def engines(run: RunDir) -> list[Worker]:
 
 
 def engine_parts(pid: int) -> list[int]:
-    """Process ids of the parts of a split engine of vLLM, in their order."""
+    """Process ids of the parts of a split vLLM engine, in order."""
     named = {one.name(): one.pid for one in psutil.Process(pid).children() if one.name().startswith("VLLM::Worker")}
     return [named[name] for name in sorted(named)]
 
@@ -222,7 +222,7 @@ def _announced(event: AgentEvent) -> list[Worker]:
 
 
 def program_ranks(run_id: str) -> list[Worker]:
-    """The ranks of another program, whose workers are others: of each, the first process."""
+    """The ranks of an external program, which run below the workers: the first process of each."""
     found: dict[int, tuple[float, Worker]] = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -249,5 +249,5 @@ def agent_pids(run: RunDir) -> dict[str, int]:
 
 
 def at(seconds: float) -> datetime:
-    """A time since the epoch as the files have it."""
+    """A time since the epoch, in the form used in the files."""
     return datetime.fromtimestamp(seconds, tz=UTC)

@@ -1,4 +1,4 @@
-"""What a run stands on and what can be taken away: the cluster, a database server, a Prefect server, a small disk."""
+"""Services under a run that a fault can take away: the cluster, a database server, a Prefect server, a small disk."""
 
 import contextlib
 import ctypes
@@ -31,7 +31,7 @@ def _end_with_parent() -> None:
 
 
 def left_behind(run_id: str, patience_s: float = 15.0) -> list[str]:
-    """Processes of a run that are still there some time after its end."""
+    """Processes of a run that still exist some time after its end."""
     deadline = time.monotonic() + patience_s
     while found := list(_processes_of(run_id)):
         if time.monotonic() > deadline:
@@ -49,10 +49,10 @@ def _processes_of(run_id: str) -> Iterator[str]:
 
 
 class Postgres:
-    """A PostgreSQL server with one database, on a port that stays the same."""
+    """A PostgreSQL server with one database, on a fixed port."""
 
     def __init__(self) -> None:
-        # A folder of its own: PostgreSQL runs as another user, who must be able to get there.
+        # A separate folder: PostgreSQL runs as another user, who must be able to reach it.
         self._folder = folder = Path(tempfile.mkdtemp(prefix="rlhf-postgres-"))
         self._programs = _postgres_programs()
         self._port = free_port()
@@ -78,11 +78,11 @@ class Postgres:
 
     @property
     def url(self) -> str:
-        """Its address, as ``RLHF_DATABASE_URL`` takes it."""
+        """Address of the server, in the form of ``RLHF_DATABASE_URL``."""
         return f"postgresql://rlhf@127.0.0.1:{self._port}/postgres"
 
     def start(self) -> None:
-        """Start it, and wait until it answers."""
+        """Start the server, and wait until it answers."""
         import psycopg
 
         settings = ("listen_addresses=127.0.0.1", f"unix_socket_directories={self._folder}", "fsync=off")
@@ -106,13 +106,13 @@ class Postgres:
         until(answers, "PostgreSQL")
 
     def stop(self) -> None:
-        """End it, without waiting for its clients."""
+        """Stop the server, without waiting for its clients."""
         if self._process is not None:
             self._process.send_signal(signal.SIGINT)
             self._process.wait(30)
 
     def remove(self) -> None:
-        """End it for good."""
+        """Stop the server and remove its files."""
         self.stop()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -128,7 +128,7 @@ def _postgres_programs() -> Path:
 
 
 class PrefectServer:
-    """A Prefect server, on a port that stays the same."""
+    """A Prefect server, on a fixed port."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True)
@@ -139,11 +139,11 @@ class PrefectServer:
 
     @property
     def url(self) -> str:
-        """Its address, as ``PREFECT_API_URL`` takes it."""
+        """Address of the server, in the form of ``PREFECT_API_URL``."""
         return f"http://127.0.0.1:{self._port}/api"
 
     def start(self) -> None:
-        """Start it, and wait until it answers."""
+        """Start the server, and wait until it answers."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(self._port)],
             cwd=self._folder,
@@ -165,7 +165,7 @@ class PrefectServer:
         until(answers, "the Prefect server", 180)
 
     def stop(self) -> None:
-        """SIGKILL it and what it has started."""
+        """SIGKILL the server and the processes that it started."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -173,7 +173,7 @@ class PrefectServer:
 
 @contextmanager
 def small_disk(mount: Path, megabytes: int) -> Iterator[Path]:
-    """A file system in memory that is soon full. Needs root."""
+    """A small file system in memory, which is soon full. Needs root."""
     mount.mkdir(parents=True)
     size = f"size={megabytes}m"
     subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(mount)], check=True, capture_output=True)
@@ -188,7 +188,7 @@ MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
 
 @contextmanager
 def memory_group(name: str) -> Iterator[Path]:
-    """A folder for a memory group in which the kernel can kill a process for want of memory. Needs root."""
+    """A folder for a memory group in which the kernel can kill a process for lack of memory. Needs root."""
     group = MEMORY_GROUPS / name
     try:
         yield group
@@ -199,18 +199,18 @@ def memory_group(name: str) -> Iterator[Path]:
 
 
 def has_memory_groups() -> bool:
-    """Whether such groups can be made here (control groups of the first version)."""
+    """True if such groups can be created here (control groups of version 1)."""
     return (MEMORY_GROUPS / "memory.limit_in_bytes").exists() and os.access(MEMORY_GROUPS, os.W_OK)
 
 
 def _of_the_job(agent: int) -> list[psutil.Process]:
-    """Processes of a job on the node of an agent: Slurm's own, and all below it."""
+    """Processes of a job on an agent's node: Slurm's own, and all their descendants."""
     above = [one for one in psutil.Process(agent).parents() if "slurmstepd" in one.name()]
     return [one for root in above for one in (root, *root.children(recursive=True))]
 
 
 class Cluster:
-    """The throw-away Slurm of ``infra/slurm``, and what can happen to it."""
+    """The throw-away Slurm of ``infra/slurm``, and the events that can happen to it."""
 
     def __init__(self, slurm: Any) -> None:
         self._slurm = slurm
@@ -222,11 +222,11 @@ class Cluster:
     @classmethod
     @contextmanager
     def started(cls, num_nodes: int, *, namespaces: bool = False, node_timeout_s: int = 5) -> "Iterator[Cluster]":
-        """A cluster of so many nodes for as long as the block lasts.
+        """A cluster with this many nodes for the duration of the block.
 
         Args:
             namespaces: each node has a network of its own.
-            node_timeout_s: silence of a slurmd after which Slurm takes its node for dead.
+            node_timeout_s: silence of a slurmd after which Slurm considers its node dead.
         """
         folder = Path(tempfile.mkdtemp(prefix="rlhf-slurm-"))
         slurm = throwaway.Cluster(
@@ -240,7 +240,7 @@ class Cluster:
             shutil.rmtree(folder, ignore_errors=True)
 
     def command(self, *words: str) -> str:
-        """What a Slurm command prints."""
+        """Output of a Slurm command."""
         environment = {**os.environ, **self.environment}
         done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=False)
         if done.returncode:
@@ -253,7 +253,7 @@ class Cluster:
         return self.command("scontrol", "show", "hostnames", nodes).split()
 
     def num_jobs(self, run_id: str) -> int:
-        """Jobs that were ever submitted for a run and are still remembered."""
+        """Number of jobs ever submitted for a run that the cluster still remembers."""
         comments = self.command("squeue", "--noheader", "--states=all", "--format=%k").split()
         return sum(comment.startswith(f"{run_id}/") for comment in comments)
 
@@ -262,10 +262,10 @@ class Cluster:
         self.command("scontrol", "update", f"nodename={node}", "state=down", "reason=fault")
 
     def back_in_service(self) -> None:
-        """Have all nodes that were taken out of service take jobs again."""
+        """Return all nodes that were taken out of service."""
         for node, state in self._states().items():
             if state.startswith(("down", "drain")):
-                with contextlib.suppress(RuntimeError):  # a node that has just come back by itself
+                with contextlib.suppress(RuntimeError):  # a node that has just returned by itself
                     self.command("scontrol", "update", f"nodename={node}", "state=resume")
 
     def nodes(self) -> list[str]:
@@ -273,7 +273,7 @@ class Cluster:
         return list(self._states())
 
     def kill_node(self, node: str, agent: int) -> None:
-        """SIGKILL a node's slurmd and everything of the job on it: to the others, as if the node had lost power."""
+        """SIGKILL a node's slurmd and everything of the job on it: to the other nodes, it seems to have lost power."""
         doomed = _of_the_job(agent)
         self._slurm.stop(f"slurmd-{node}", signal.SIGKILL)
         self._without_slurmd.add(node)
@@ -291,7 +291,7 @@ class Cluster:
 
     @property
     def is_frozen(self) -> bool:
-        """True if a node is frozen: what is on it cannot end."""
+        """True if a node is frozen: processes on it cannot end."""
         return bool(self._frozen)
 
     def kill_stepd(self, agent: int) -> None:
@@ -301,7 +301,7 @@ class Cluster:
                 process.kill()
 
     def cut_link(self, node: str) -> None:
-        """Have the network swallow every packet of a node, until the run is over."""
+        """Make the network swallow every packet of a node, until the run is over."""
         self._slurm.cut_link(node)
         self._cut.add(node)
 
@@ -311,21 +311,22 @@ class Cluster:
         return any(comment.startswith(f"{run_id}/") for comment in comments)
 
     def stop_controller(self) -> None:
-        """Take slurmctld away."""
+        """Stop slurmctld."""
         self._slurm.stop("slurmctld")
 
     def start_controller(self) -> None:
-        """Bring it back."""
+        """Start slurmctld again."""
         self._slurm.start("slurmctld")
 
     def preempt(self) -> None:
-        """Submit a job to the partition ``first``, which goes before all others; it takes all nodes for seconds."""
+        """Submit a job to the partition ``first``, which has priority over all others; it takes all nodes for
+        seconds."""
         nodes = str(len(self._states()))
         words = ("--partition=first", f"--nodes={nodes}", "--exclusive", "--output=/dev/null", "--wrap=srun sleep 5")
         self.command("sbatch", *words)
 
     def restore(self) -> None:
-        """No jobs, and all nodes in service."""
+        """Remove all jobs and return all nodes to service."""
         for process in self._frozen:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.resume()

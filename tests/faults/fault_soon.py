@@ -1,7 +1,7 @@
-"""Runs at default floors: what must be found within 30 s all the same, and what is silent for a minute and healthy.
+"""Runs at default floors: faults that must be found within 30 s all the same, and healthy silences of a minute.
 
-The other cases lower the floors to seconds. Here they are what a user has who sets nothing, of two minutes and more,
-and the run has made 20 steps before anything strikes.
+The other cases lower the floors to seconds. Here they are the defaults, of two minutes and more, and the run has made
+20 steps before the first fault.
 """
 
 import random
@@ -69,7 +69,7 @@ CONTROLS: tuple[Kind, ...] = (
 
 
 def soon_scenarios(seed: int, times: int, *, one_node: bool = False) -> list[Scenario]:
-    """The runs at default floors: every fault ``times`` times, every control once."""
+    """Runs at default floors: every fault ``times`` times, every control once."""
     found: list[Scenario] = []
     for number, kind in enumerate(KINDS):
         size = 1 if kind.ends_run else min(PER_RUN, times)

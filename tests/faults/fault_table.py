@@ -29,7 +29,7 @@ def _at_most_so_many(count: int, trials: int, share: float) -> float:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """One line per kind of fault, one for all controls of a kind, and what it comes to."""
+    """One line per kind of fault, one for all controls of a kind, and a summary."""
     header = (
         "| fault | found | seconds to find (worst) | in time | blame right | class right | recovery | right | "
         "training again after (worst) | in time | steps lost (most) | final parameters equal |"
@@ -39,8 +39,8 @@ def markdown(rows: Sequence[Row]) -> str:
         of_kind = [row for row in rows if row.row == name]
         lines.append("| " + " | ".join(_cells(name, of_kind)) + " |")
     where = ", ".join(sorted({WHERE[row.scheduler] for row in rows}))
-    said = f"{len(rows)} cases in {len({row.scenario for row in rows})} runs, on {where}."
-    return "\n".join([said, "", *lines, "", *_bounds(rows)])
+    summary = f"{len(rows)} cases in {len({row.scenario for row in rows})} runs, on {where}."
+    return "\n".join([summary, "", *lines, "", *_bounds(rows)])
 
 
 def _cells(name: str, rows: Sequence[Row]) -> list[str]:
@@ -62,8 +62,8 @@ def _cells(name: str, rows: Sequence[Row]) -> list[str]:
 
 
 def _share(rows: Sequence[Row], answer: Callable[[Row], bool | None]) -> str:
-    told = [found for found in map(answer, rows) if found is not None]
-    return f"{sum(told)} of {len(told)}" if told else "-"
+    answers = [found for found in map(answer, rows) if found is not None]
+    return f"{sum(answers)} of {len(answers)}" if answers else "-"
 
 
 def _spread(values: Iterable[float | None]) -> str:
@@ -103,7 +103,7 @@ def _bounds(rows: Sequence[Row]) -> list[str]:
 
 
 def write_between(page: str, name: str, text: str) -> str:
-    """The page with the text between its two markers of that name."""
+    """The page with its text between the two markers with this name replaced."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     before, found, rest = page.partition(begin)
     _, found_end, after = rest.partition(end)

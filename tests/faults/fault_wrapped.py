@@ -4,7 +4,7 @@ from fault_cases import CHAIN, NUM_RANKS, Expected, Kind, Scenario, chain, on_on
 
 PREFIX = "torchrun script"
 STEPS_BEFORE = 20
-"""Ranks that tell no steps of their own count as in set-up until they have shown progress for some seconds."""
+"""Ranks that report no steps of their own count as being set up until they have made progress for some seconds."""
 _IN_PLACE = frozenset({"restart_in_place"})
 _HEALTHY = Expected()
 
@@ -42,7 +42,7 @@ KINDS: tuple[Kind, ...] = (
 
 
 def wrapped_scenarios(seed: int, times: int, *, one_node: bool = False) -> list[Scenario]:
-    """Every kind so many times."""
+    """Runs with every kind this many times."""
     found: list[Scenario] = []
     for number, kind in enumerate(KINDS):
         size = 1 if kind.ends_run else min(CHAIN, times)

@@ -1,12 +1,12 @@
-"""Does damage inside a worker, at an exact moment. Goes into a run as user code (``code.paths``); the product knows
+"""Injects faults inside a worker at an exact moment. It enters a run as user code (``code.paths``); the product knows
 nothing of it.
 
-It is the generator, the reward function and the scorer of the run, so every worker imports it before its first step.
-Beside it lies ``saboteur.json``: the faults of the run, each with the step, the phase and the rank at which it strikes.
-Every fault strikes once in the life of a run: a file in the folder of the run's faults says that it has, when, where
-and in which process. These files are the truth that a diagnosis is compared with.
+It serves as the generator, the reward function and the scorer of the run, so every worker imports it before its first
+step. Beside it lies ``saboteur.json``: the faults of the run, each with the step, the phase and the rank at which it
+strikes. Every fault strikes once in the life of a run: a file in the folder of the run's faults records when and where
+it did, and in which process. These files are the truth with which a diagnosis is compared.
 
-Everything it patches, it patches in the worker's own process.
+All its patches are limited to the worker's own process.
 """
 
 import ctypes
@@ -48,7 +48,7 @@ def digits(split: str, seed: int, **arguments: Any) -> list[dict[str, Any]]:
 
 
 def reward(*, prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
-    """The score; and the moment for faults in a reward function."""
+    """Score of the completions; also the moment for faults in a reward function."""
     time.sleep(_PLAN["pace_s"])
     for fault in _due("reward"):
         _REWARD_FAULTS[fault["what"]](fault)
@@ -56,10 +56,10 @@ def reward(*, prompts: Sequence[str], completions: Sequence[str], answer: Sequen
 
 
 def score(*, prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
-    """Share of the characters that are right.
+    """Share of correct characters.
 
-    Not all or nothing: a model that never gets a whole answer right would have no gradient, and runs with the same
-    weights at every step are equal whatever was lost.
+    The score is not all or nothing: a model that never gets a whole answer right would have no gradient, and runs with
+    the same weights at every step are equal whatever was lost.
     """
     return [
         sum(map(operator.eq, found.strip(), expected.strip())) / len(expected.strip())
@@ -68,7 +68,7 @@ def score(*, prompts: Sequence[str], completions: Sequence[str], answer: Sequenc
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# When a fault strikes
+# Moments of faults
 
 _now = {"step": 0}
 _beats: Counter[tuple[str, int]] = Counter()
@@ -88,7 +88,7 @@ def _mine(moment: str) -> list[dict[str, Any]]:
 
 
 def _due(moment: str) -> list[dict[str, Any]]:
-    """Faults of this moment and step that have not struck yet; from now on they have."""
+    """Claim the faults of this moment and step that have not struck yet."""
     return [fault for fault in _mine(moment) if fault["step"] == _now["step"] and _strike(fault)]
 
 
@@ -106,7 +106,7 @@ def _strike(fault: dict[str, Any]) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Faults on a beat: whatever the worker does between two signs of life
+# Faults on a beat: at any point of the worker between two signs of life
 
 
 def _stop(fault: dict[str, Any]) -> None:
@@ -127,7 +127,7 @@ def _cuda_oom(fault: dict[str, Any]) -> None:
 
 
 def _host_oom(fault: dict[str, Any]) -> None:
-    """A real kill by the kernel: this process enters a memory group of its own, and asks for more than that has."""
+    """A real kill by the kernel: this process enters a memory group of its own, and allocates more than its limit."""
     group = Path(fault["group"])
     group.mkdir(exist_ok=True)
     (group / "memory.limit_in_bytes").write_text("64M")
@@ -176,7 +176,7 @@ def _patch_beats() -> None:
 
 
 class _Slow:
-    """Makes one phase of one step long: a pause at every beat until so much time has been slept."""
+    """Prolongs one phase of one step: it pauses at every beat until the given time has been slept."""
 
     def __init__(self, fault: dict[str, Any]) -> None:
         self._fault = fault
@@ -221,7 +221,7 @@ def _deadlock(fault: dict[str, Any]) -> None:
 
 
 def _wait_for_service(fault: dict[str, Any]) -> None:
-    """A reward service of its own, which takes its time; this end waits without a time-out."""
+    """Wait without a timeout for a slow reward service that this function starts."""
     service = subprocess.Popen(
         [sys.executable, "-c", _SERVICE, str(fault["seconds"])], stdout=subprocess.PIPE, start_new_session=True
     )
@@ -242,7 +242,7 @@ connection.sendall(b"1")
 
 
 def _fifo(fault: dict[str, Any]) -> str:
-    """A file whose content comes late."""
+    """A file whose content arrives late."""
     path = Path(tempfile.mkdtemp()) / "late"
     os.mkfifo(path)
     subprocess.Popen(["sh", "-c", f"sleep {fault['seconds']}; echo late > {path}"], start_new_session=True)
@@ -270,7 +270,7 @@ def _compile(fault: dict[str, Any]) -> None:
 
 
 def _wait_for_compilation(fault: dict[str, Any]) -> None:
-    """As torch waits for another process that compiles the same extension: by looking for its lock."""
+    """Wait as torch waits for another process that compiles the same extension: by polling its lock."""
     from torch.utils.file_baton import FileBaton
 
     lock = Path(tempfile.mkdtemp()) / "lock"
@@ -286,7 +286,7 @@ def _compute(fault: dict[str, Any]) -> None:
 
 
 def _delegate(fault: dict[str, Any]) -> None:
-    """The main thread waits for a lock without a time-out, as in a deadlock, and a thread of its own works."""
+    """Let the main thread wait for a lock without a timeout, as in a deadlock, while its own thread works."""
     thread = threading.Thread(target=_compute, args=(fault,))
     thread.start()
     thread.join()
@@ -318,7 +318,7 @@ _REWARD_FAULTS: dict[str, Callable[[dict[str, Any]], None]] = {
 
 
 def _patch_metrics() -> None:
-    """One more collective right before the reduction of the metrics, in which one rank does otherwise than the rest."""
+    """Add a collective right before the reduction of the metrics, in which one rank deviates from the rest."""
     from rlhf_core.training.trainers import context
 
     plain = context.reduce_metrics
@@ -358,13 +358,14 @@ def _patch_loss() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Faults in a sync of weights
+# Faults in a weight sync
 
 
 def _patch_sync() -> None:
-    """A signal to an engine once all engines wait for the bytes of a version, before they come.
+    """Signal an engine once all engines wait for the bytes of a version, before these arrive.
 
-    At the step of the fault or the first one after it with a sync: an evaluation has given the engines the weights.
+    The fault strikes at its step or the first one after it with a sync: an evaluation has given the engines the
+    weights.
     """
     from rlhf_core.weight_sync.sender import Sender
 
@@ -381,7 +382,8 @@ def _patch_sync() -> None:
 
 
 def _patch_probe() -> None:
-    """An engine that shows other numbers than the trainer's in two syncs in a row, from the step of the fault on."""
+    """Make an engine report numbers other than the trainer's in two consecutive syncs, from the step of the fault
+    on."""
     from rlhf_core.errors import StaleWeights
     from rlhf_core.training.rollouts.remote.client import HttpEngineControl
 
@@ -400,22 +402,24 @@ def _patch_probe() -> None:
 
 
 def _engine_pid(rank: int) -> int:
-    """Process id of the newest start of an engine: who listens where it has registered."""
+    """Process id of the newest start of an engine: the process that listens at its registered address."""
     import psutil
 
     from rlhf_core.files.whole import read_model
     from rlhf_core.run_dir.run import RunDir
     from rlhf_core.schemas.engines import EngineAddress
 
-    told = dict(zip(sys.argv, sys.argv[1:], strict=False))
-    address = read_model(RunDir(Path(told["--run-dir"])).attempt(int(told["--attempt"])).engine(rank), EngineAddress)
+    options = dict(zip(sys.argv, sys.argv[1:], strict=False))
+    address = read_model(
+        RunDir(Path(options["--run-dir"])).attempt(int(options["--attempt"])).engine(rank), EngineAddress
+    )
     assert address is not None
     listening = (one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN)
     return next(int(one.pid) for one in listening if one.pid and one.laddr.port == address.port)
 
 
 if "RLHF_SLOTS" in os.environ:
-    # In a worker, that is. Preflight imports this module too, where there is no torch and nothing to strike.
+    # Only in a worker: preflight imports this module too, without torch and without faults to inject.
     _patch_beats()
     if _mine("metrics"):
         _patch_metrics()

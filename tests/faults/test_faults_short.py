@@ -1,6 +1,7 @@
-"""Every mechanism of recovery once, on a real Slurm: five runs, one of them undisturbed. `make faults` has it all.
+"""Every mechanism of recovery once, on a real Slurm: five runs, one of them undisturbed. `make faults` covers all
+faults.
 
-Where Slurm is not installed, the same on the local scheduler as one node, without what only a cluster can suffer.
+Without Slurm, the tests run on the local scheduler with one node, without the faults that need a cluster.
 """
 
 import time
@@ -27,10 +28,11 @@ from rlhf_core.schemas.resources import Placement
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training, pytest.mark.timeout(900)]
 
 NUM_RANKS = 2
-"""Enough for each mechanism: a rank and its peer, the agent of the first node and another. The campaign has four."""
+"""Enough ranks for each mechanism: a rank and its peer, the agent of the first node and another. The campaign has
+four."""
 SPARE_NODES = 2
 NUM_COMPARED = 3
-"""Steps on fewer nodes that are compared with those of all nodes."""
+"""Number of steps on fewer nodes that are compared with those on all nodes."""
 EXPECTED = {kind.row: kind.expected for kind in KINDS}
 GOES_ON = (
     ("SIGKILL a rank", "kill_rank"),
@@ -44,11 +46,11 @@ NODE_DOWN = "node down (scontrol)"
 
 
 UNPROBED = "preflight.probe=false"
-"""In all runs: nothing is asserted of the probe here, and each takes a process per rank."""
+"""Settings of all runs: the tests assert nothing about the probe, and each probe takes a process per rank."""
 
 
 def chain(name: str, faults: tuple[tuple[str, str], ...], *overrides: str) -> Scenario:
-    """One run that suffers these faults from outside, one after the other."""
+    """One run that suffers these faults from outside, one after another."""
     saved = Expected(frozenset({"none", "preemption", "time_limit"}), frozenset({"new_attempt"}))
     made = tuple(
         Fault(row, EXPECTED.get(row, saved), SPACING * (number + 1) + 2, outside=outside)
@@ -94,23 +96,23 @@ def cancelled(campaign: Campaign, reference: dict[str, str]) -> dict[str, Row]:
 
 @dataclass(frozen=True)
 class SmallerRun:
-    """A run of two nodes that went on with one, and with two again."""
+    """A run on two nodes that continued with one, and later with two again."""
 
     placements: list[Placement]
-    """Of its attempts."""
+    """Placements of its attempts."""
     steps: list[list[MetricsLine]]
-    """Likewise."""
+    """Steps of its attempts."""
     shown: str
     """Text of `rlhf show`."""
     state: str
     lost: Row
-    """Row of the node that is lost at work."""
+    """Row of the node that is lost during training."""
 
 
 @pytest.fixture(scope="module")
 def smaller(campaign: Campaign, reference: dict[str, str]) -> SmallerRun:
-    """The spare nodes are down from the beginning, another one goes at work; then all are back, and the run is asked to
-    save and end, as before a time limit."""
+    """The spare nodes are down from the beginning, and another one goes down during training; then all return, and the
+    run is asked to save and end, as before a time limit."""
     if campaign.cluster is None:
         pytest.skip(WHY_NOT)
     with campaign.site(two_nodes("resources.min_nodes=1")) as place:
@@ -142,15 +144,15 @@ class Seats:
     """Nodes of one attempt."""
 
     allocated: list[str]
-    """In the order of the allocation."""
+    """Nodes in the order of the allocation."""
     trainers: list[str]
     """Nodes of the trainer ranks, by rank."""
     engines: list[str]
-    """Likewise, of the engines."""
+    """Nodes of the engines, by rank."""
 
     @classmethod
     def of(cls, place: Place) -> "Seats":
-        """Those of the newest attempt."""
+        """Nodes of the newest attempt."""
         ranks, own = workers(place.run), engines(place.run)
         return cls(place.slurm.allocated(place.job_id), [one.node for one in ranks], [one.node for one in own])
 
@@ -161,7 +163,7 @@ class EngineNodeRun:
 
     run: RunDir
     seats: list[Seats]
-    """Of its attempts."""
+    """Nodes of its attempts."""
     shown: str
     """Text of `rlhf show`."""
 
@@ -193,7 +195,7 @@ def two_nodes(*overrides: str) -> Scenario:
 
 
 def begin(place: Place, scenario: Scenario) -> None:
-    """Start the run of a scenario, and wait until it is there."""
+    """Start the run of a scenario, and wait until its directory exists."""
     site = place.site
     site.drive("run", site.prepare([], scenario.pace_s), "--no-prefect", *scenario.settings)
     place.run = site.wait_for(lambda: site.run, "the run directory", START_S)
@@ -204,7 +206,7 @@ def steps_of(run: RunDir, attempt: int) -> list[MetricsLine]:
 
 
 def check(rows: dict[str, Row], name: str) -> Row:
-    """What must hold of every fault. How long it took is for the campaign, not for a test."""
+    """Assert what must hold for every fault. Durations are for the campaign, not for a test."""
     assert name in rows, f"never came to it: {[(row.row, row.state) for row in rows.values()]}"
     row = rows[name]
     assert row.found is not row.control, row
@@ -214,7 +216,7 @@ def check(rows: dict[str, Row], name: str) -> Row:
 
 
 def test_the_undisturbed_run_has_no_incident(reference: dict[str, str]) -> None:
-    """Negative control: the same run, nothing done to it (a false alarm fails the fixture)."""
+    """Negative control: the same run without faults (a false alarm fails the fixture)."""
     assert len(reference) > SPACING
 
 
@@ -243,19 +245,19 @@ def test_a_new_controller_adopts_the_job_of_a_killed_one(goes_on: dict[str, Row]
 def test_restarts_and_the_next_attempt_go_on_from_the_memory_of_the_nodes(
     campaign: Campaign, goes_on: dict[str, Row]
 ) -> None:
-    """A kill in the middle of a save leaves no whole copy, and then the files serve. Here a save a second makes that
-    likely, but not for every kill."""
+    """A kill in the middle of a save leaves no whole copy, and the files are used. A save every second makes that
+    likely here, but not for every kill."""
     if campaign.cluster is None:
         pytest.skip(WHY_NOT)
     (run,) = (DisturbedSite(home).run for home in campaign.work.glob("goes-on-*"))
     assert run is not None
-    told = [event.message for _, event in events(run) if event.kind == "checkpoint"]
-    assert len(told) == 4, "two restarts in place, an attempt after the killed agent, one after the early save"
+    messages = [event.message for _, event in events(run) if event.kind == "checkpoint"]
+    assert len(messages) == 4, "two restarts in place, an attempt after the killed agent, one after the early save"
     no_copy = "resuming from files: the nodes have no in-memory copy with a part of every rank"
-    for message in told[:3]:
+    for message in messages[:3]:
         assert message.startswith("resuming from the copy of step") or message == no_copy
-    assert any(message != no_copy for message in told[:3])
-    assert told[3] == no_copy, "a run that saved and ended leaves nothing in memory"
+    assert any(message != no_copy for message in messages[:3])
+    assert messages[3] == no_copy, "a run that saved and ended leaves nothing in memory"
 
 
 def test_after_all_that_the_parameters_are_those_of_the_undisturbed_run(goes_on: dict[str, Row]) -> None:
@@ -267,7 +269,7 @@ def test_a_lost_node_is_left_out_of_the_new_attempt(smaller: SmallerRun) -> None
     assert check({smaller.lost.row: smaller.lost}, NODE_DOWN).action == "new_attempt"
 
 
-def test_a_job_that_somebody_cancelled_is_not_started_again(cancelled: dict[str, Row]) -> None:
+def test_a_cancelled_job_is_not_started_again(cancelled: dict[str, Row]) -> None:
     assert check(cancelled, "scancel from outside").state in ("failed", "cancelled")
 
 
@@ -281,7 +283,8 @@ def test_a_run_goes_on_with_fewer_nodes_and_with_all_of_them_when_they_are_back(
 
 
 def test_the_steps_on_one_node_are_those_of_two(campaign: Campaign, smaller: SmallerRun) -> None:
-    """From the same weights: the same batch, seeds by content, and sums in another order. Then on two nodes again."""
+    """From the same weights, they have the same batch and seeds by content, and sums in another order. Then the run
+    continues on two nodes."""
     (undisturbed,) = (DisturbedSite(home).run for home in campaign.work.glob("reference-*"))
     assert undisturbed is not None
     expected = {line.step: line.metrics for _, line in steps(undisturbed)}
@@ -289,7 +292,7 @@ def test_the_steps_on_one_node_are_those_of_two(campaign: Campaign, smaller: Sma
     for line in compared:
         for name in ("reward/mean", "rollout/length_mean", "train/loss", "train/grad_norm"):
             assert line.metrics[name] == pytest.approx(expected[line.step][name], rel=1e-3, abs=1e-5), name
-    assert any(line.metrics["train/grad_norm"] > 0 for line in compared), "equal zeros would show nothing"
+    assert any(line.metrics["train/grad_norm"] > 0 for line in compared), "equal zeros would prove nothing"
 
 
 def test_an_engine_has_the_last_node_and_the_trainers_have_the_others(apart: EngineNodeRun) -> None:
@@ -304,11 +307,11 @@ def test_an_engine_on_its_own_node_is_started_again_and_the_trainers_go_on(apart
     attempt, *_ = apart.run.attempts()
     assert [restart.restart for restart in attempt.restarts()] == [0], "one start of the trainers"
     made = [line.step for line in steps_of(apart.run, 1)]
-    assert made == [*range(1, len(made) + 1)], "and every step once"
+    assert made == [*range(1, len(made) + 1)], "each step was made once"
 
 
 def test_a_lost_node_of_an_engine_leads_to_an_attempt_without_it(apart: EngineNodeRun) -> None:
-    """The trainers wait for it longer than they may be silent: nothing but the node may be blamed."""
+    """The trainers wait for it longer than they may be silent: only the node may be blamed."""
     _, lost = all_incidents(apart.run)
     assert (lost.failure_kind.value, list(lost.suspect_nodes)) == ("node_lost", apart.seats[0].engines)
     second = read_model(apart.run.attempts()[1].placement, Placement)
@@ -321,12 +324,12 @@ def test_a_lost_node_of_an_engine_leads_to_an_attempt_without_it(apart: EngineNo
 def test_the_parameters_are_those_of_trainers_that_sample_themselves(
     apart: EngineNodeRun, reference: dict[str, str]
 ) -> None:
-    """Bit for bit, after both faults."""
+    """They are equal bit for bit, after both faults."""
     assert same_parameters(apart.run, reference)
     sampled = [
         line.metrics for attempt in (1, 2) for line in steps_of(apart.run, attempt) if line.step > CHECKPOINT_EVERY
     ]
-    assert any(metrics["train/grad_norm"] > 0 for metrics in sampled), "equal zeros would show nothing"
+    assert any(metrics["train/grad_norm"] > 0 for metrics in sampled), "equal zeros would prove nothing"
 
 
 def test_every_sync_went_to_the_one_engine(apart: EngineNodeRun) -> None:
@@ -334,7 +337,7 @@ def test_every_sync_went_to_the_one_engine(apart: EngineNodeRun) -> None:
 
 
 def test_without_min_nodes_the_run_waits_for_all_of_them_and_says_so(campaign: Campaign) -> None:
-    """The control."""
+    """Negative control."""
     if campaign.cluster is None:
         pytest.skip(WHY_NOT)
     with campaign.site(two_nodes()) as place:

@@ -1,7 +1,7 @@
-"""The controller is killed at every point of a submission, once and twice in a row: one job, whatever happens.
+"""Kills of the controller at every point of a submission, once and twice in a row: there is always exactly one job.
 
-The points are not listed by hand. Every effect that the control plane has on the way (a file, a line of the journal,
-the question to the scheduler and its answer) is counted, and each is a point before and a point after it.
+The points are not listed by hand. Every effect of the control plane on the way (a file, a line of the journal, the
+question to the scheduler and its answer) is counted, and gives a point before and a point after it.
 """
 
 from itertools import count
@@ -19,7 +19,8 @@ from rlhf_core.schemas.attempts import AttemptState
 
 
 def live(run_dir: RunDir, scheduler: FakeScheduler, token: int, kill_at: int | None) -> int | None:
-    """One life of a controller that plans and submits; the points it passed, or None when it was killed."""
+    """Run one life of a controller that plans and submits; return the points that it passed, or None if it was
+    killed."""
     points = Points(kill_at)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start, "write_model", points.around(start.write_model))
@@ -40,14 +41,14 @@ def live(run_dir: RunDir, scheduler: FakeScheduler, token: int, kill_at: int | N
 
 
 def num_points(folder: Path) -> int:
-    """Points of a submission that nothing disturbs."""
+    """Number of points of an undisturbed submission."""
     passed = live(make_run(folder), FakeScheduler(), 1, None)
     assert passed is not None
     return passed
 
 
 def test_there_are_points_around_every_effect(tmp_path: Path) -> None:
-    """Plan, its line, search, submission, its answer, its line and the move: each with a before and an after."""
+    """The effects are the plan, its line, search, submission, its answer, its line and the move: two points each."""
     assert num_points(tmp_path) >= 14
 
 
@@ -66,7 +67,7 @@ def test_killed_at_every_point_and_at_every_pair_of_points_there_is_one_job(tmp_
 
 
 def test_without_the_search_some_point_gives_two_jobs(tmp_path: Path) -> None:
-    """Negative control: the test above would see it."""
+    """Negative control: the test above would detect it."""
     submitted = set()
     for point in range(num_points(tmp_path / "plain")):
         run_dir, scheduler = make_run(tmp_path / f"run-{point}"), FakeScheduler()

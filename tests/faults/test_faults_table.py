@@ -1,4 +1,5 @@
-"""The campaign's own arithmetic: bounds, the plan of the runs, what counts as right, the place in the page."""
+"""The campaign's own arithmetic: bounds, the plan of the runs, the criteria for right outcomes, the place in the
+page."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -1,8 +1,8 @@
-"""The same SIGSTOP without this project: plain `torchrun --max-restarts=3` with its default time-outs.
+"""The same SIGSTOP without this project: plain `torchrun --max-restarts=3` with its default timeouts.
 
     python tests/faults/torchrun_baseline.py [--seconds 120]
 
-Four ranks reduce a vector ten times a second; one of them is stopped by SIGSTOP, and what happens is watched. The
+Four ranks reduce a vector ten times a second; one of them is stopped by SIGSTOP, and the outcome is observed. The
 result is printed and written into docs/benchmarks.md.
 """
 
@@ -35,12 +35,12 @@ for step in range(1_000_000):
 
 
 def steps_of(folder: Path) -> list[int]:
-    """Steps that each rank has made."""
+    """Number of steps that each rank has made."""
     return [int(path.read_text() or 0) for path in sorted(folder.glob("rank-*"))]
 
 
 def watch(seconds: float) -> str:
-    """Start it, stop one rank, watch; a row for the table."""
+    """Start torchrun, stop one rank and watch the others; return a row for the table."""
     folder = Path(tempfile.mkdtemp(prefix="torchrun-baseline-"))
     (folder / "trainer.py").write_text(TRAINER)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}"]
@@ -65,10 +65,10 @@ def watch(seconds: float) -> str:
         made = max(steps_of(folder)) - at_stop
         same = {child.pid for child in psutil.Process(job.pid).children()} == {rank.pid for rank in ranks}
         log_text = (folder / "log").read_text()
-        said = log_text.count("Traceback") + log_text.count("Error")
+        num_errors = log_text.count("Traceback") + log_text.count("Error")
         return (
             f"| `torchrun --max-restarts=3`, default time-outs, SIGSTOP of a rank | watched {seconds:.0f} s: "
-            f"{'no restart' if same else 'restarted'}, {made} further steps, {said} errors in the log, "
+            f"{'no restart' if same else 'restarted'}, {made} further steps, {num_errors} errors in the log, "
             f"job {'still running' if job.poll() is None else 'ended'} |"
         )
     finally:

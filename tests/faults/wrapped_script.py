@@ -2,7 +2,7 @@
 
     wrapped_script.py PLAN OUTPUT STEPS EVERY [--resume CHECKPOINT]
 
-It prints its steps. ``PLAN`` is the saboteur's file: of its faults those with the moment ``step`` strike here, once
+It prints its steps. ``PLAN`` is the saboteur's file: of its faults, those with the moment ``step`` strike here, once
 each.
 """
 
@@ -22,7 +22,7 @@ output, num_steps, every = Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 
 
 def struck(fault: dict[str, Any], step: int, rank: int) -> bool:
-    """Note down that a fault strikes; False where it has done so before."""
+    """Record that a fault strikes; return False if it has done so before."""
     try:
         descriptor = os.open(
             Path(plan["struck"]) / f"{fault['name']}.json", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644
@@ -36,7 +36,7 @@ def struck(fault: dict[str, Any], step: int, rank: int) -> bool:
 
 
 def disturb(step: int, rank: int) -> None:
-    """Do what the plan has for this step and rank."""
+    """Inject the planned faults of this step and rank."""
     for fault in plan["faults"]:
         if (fault["moment"], fault["step"], fault["rank"]) == ("step", step, rank) and struck(fault, step, rank):
             if fault["what"] == "disagree":

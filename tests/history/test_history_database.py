@@ -174,7 +174,7 @@ def test_a_folder_that_cannot_be_written(unwritable: str) -> None:
 
 
 def test_a_full_disk(tmp_path: Path, runs: Path) -> None:
-    """SQLite reports a full disk and its own page limit by the same error."""
+    """SQLite reports a full disk and its own page limit with the same error."""
     run = whole_run(runs)
     with HistoryStore(new_sqlite(tmp_path)) as store:
         before = dump(store)
@@ -193,7 +193,7 @@ def test_a_full_disk(tmp_path: Path, runs: Path) -> None:
 def test_a_new_history_that_cannot_be_written_has_its_own_name_in_the_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is made under a temporary name."""
+    """It is created under a temporary name."""
 
     def fail(url: URL) -> None:
         raise DatabaseUnavailable(f"the history {database.displayed(url)} cannot grow")
@@ -214,7 +214,7 @@ def test_a_server_that_does_not_answer() -> None:
 
 
 def test_a_lost_connection_is_made_anew(runs: Path) -> None:
-    """The server ended our connections, as after a restart: the next query works."""
+    """The server closed our connections, as after a restart: the next query works."""
     url = postgres().migrated_database()
     run = whole_run(runs)
     with HistoryStore(url) as store:
@@ -318,7 +318,7 @@ def test_a_writer_does_not_fail_by_the_isolation_that_the_server_prefers(isolati
 
 
 def test_a_rebuild_and_an_ingester_do_not_wait_for_each_other(runs: Path) -> None:
-    """Both begin with the row of the run; in another order, PostgreSQL would end one of them."""
+    """Both start with the row of the run; in another order, PostgreSQL would abort one of them."""
     url = postgres().migrated_database()
     with HistoryStore(url) as ingester, HistoryStore(url) as rebuilder:
         run = synced(whole_run(runs), ingester)
@@ -367,4 +367,4 @@ def test_several_controllers_may_make_the_same_new_file(tmp_path: Path) -> None:
     assert failures == []
     with HistoryStore(url) as store:
         assert store.run_ids() == []
-    assert not list((tmp_path / "new").glob(".*")), "what the slower ones made is removed"
+    assert not list((tmp_path / "new").glob(".*")), "what the slower processes made is removed"

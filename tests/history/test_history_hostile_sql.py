@@ -65,7 +65,7 @@ REFUSED_BY_POSTGRES = {
     "SELECT pg_switch_wal()": "permission denied for function pg_switch_wal",
     "SELECT pg_create_restore_point('x')": "permission denied for function pg_create_restore_point",
     "SELECT query_to_xml('DELETE FROM runs', true, true, '')": "read-only|permission denied|non-volatile|not allowed",
-    # Rights regained first, in the same statement: a subquery, a rule of pg_settings, a statement within a statement.
+    # Regaining rights first, in the same statement: a subquery, a rule of pg_settings, a statement within a statement.
     "SELECT set_config('role', 'none', true)": LEAVING,
     "SELECT set_config('session_authorization', 'rlhf', true)": LEAVING,
     "SELECT pg_terminate_backend({victim}) FROM (SELECT set_config('role', 'none', true)) AS left_role": HARM,
@@ -137,10 +137,10 @@ def superusers_database() -> str:
 
 @pytest.fixture
 def bare_superuser(superusers_database: str) -> str:
-    """The same without ``infra/reader.sql``."""
-    postgres().make_reader(superusers_database, "rlhf")  # the role is there in any case: it is the server's
+    """URL of the same database without ``infra/reader.sql``."""
+    postgres().make_reader(superusers_database, "rlhf")  # the role exists in any case, because it belongs to the server
     with psycopg.connect(superusers_database, autocommit=True) as admin:
-        admin.execute("DROP OWNED BY rlhf_reader")  # what it may do in this database
+        admin.execute("DROP OWNED BY rlhf_reader")  # its rights in this database
         admin.execute("GRANT EXECUTE ON FUNCTION pg_catalog.set_config(text, text, boolean) TO PUBLIC")
     return superusers_database
 
@@ -148,14 +148,14 @@ def bare_superuser(superusers_database: str) -> str:
 def test_without_the_reading_role_a_superuser_is_refused_and_told_what_to_do(
     bare_superuser: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After following the advice literally, in a shell, the same statement is answered by the reading role."""
+    """After the advice is followed literally in a shell, the reading role answers the same statement."""
     monkeypatch.setenv("RLHF_DATABASE_URL", bare_superuser)
     with HistoryStore(bare_superuser) as store:
         for statement in ("SELECT 1", "SELECT current_user", *REFUSED_BY_POSTGRES):
             with pytest.raises(UnsafeDatabase, match="superuser") as refused:
                 queries.run_sql(store, statement)
         assert saved_queries.run(store, saved_queries.find("goodput"), {}).rows == [], (
-            "what comes with the program may be asked"
+            "functions that come with the program may be called"
         )
         (advice,) = re.findall(r"`(rlhf db reader .*?)`", str(refused.value))
         programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -193,7 +193,7 @@ def test_an_ordinary_user_who_may_become_a_superuser_counts_as_one(bare_superuse
         admin.execute("CREATE ROLE promoted LOGIN")
         try:
             with HistoryStore(bare_superuser.replace("//rlhf@", "//promoted@"), check_schema=False) as store:
-                assert queries.run_sql(store, "SELECT 1").rows == [[1]], "the control: with his own rights"
+                assert queries.run_sql(store, "SELECT 1").rows == [[1]], "control: with the owner's own rights"
                 admin.execute("GRANT rlhf TO promoted")
                 with pytest.raises(UnsafeDatabase, match="superuser"):
                     queries.run_sql(store, "SELECT 1")
@@ -202,7 +202,7 @@ def test_an_ordinary_user_who_may_become_a_superuser_counts_as_one(bare_superuse
 
 
 def test_leaving_the_role_in_a_subquery_does_harm_where_it_is_not_withheld(bare_superuser: str) -> None:
-    """Negative control: the server's role that reads everything, which used to run a superuser's statements."""
+    """Negative control: the server's role that may read everything, which used to run a superuser's statements."""
     leave = "(SELECT set_config('role', 'none', true)) AS left_role"
     with psycopg.connect(bare_superuser) as connection, postgres().superuser() as victim:
         connection.read_only = True
@@ -225,7 +225,7 @@ def test_without_these_walls_a_read_only_transaction_does_harm() -> None:
         connection.execute(f"SELECT pg_terminate_backend({victim.info.backend_pid}, 5000)")
         with pytest.raises(psycopg.OperationalError):
             victim.execute("SELECT 1")
-    made.unlink()  # fails where it was not made
+    made.unlink()  # fails where it was not created
 
 
 def test_what_a_question_makes_is_gone_with_it(postgres_store: HistoryStore) -> None:

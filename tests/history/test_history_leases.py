@@ -150,7 +150,7 @@ class SlowToTake(HistoryStore):
                 waited.set()
                 self.meeting.wait()
                 return True
-            return False  # somebody else has it now, and is alive
+            return False  # another living controller has it now
 
         return super()._try_lease(run_id, holder, ttl_s, wait_for_the_others if self._first() else None, above)
 
@@ -204,7 +204,7 @@ def _take(url: str, holder: str, answers: "multiprocessing.Queue[int]") -> None:
 
 
 def _take_at_once(url: str, answers: "multiprocessing.Queue[int]") -> None:
-    """Fork three controllers from this new process, which has made their imports once and has no connection."""
+    """Fork three controllers from this new process, which has done their imports once and has no connection."""
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=_take, args=(url, f"p{i}", answers)) for i in range(3)]
     for process in processes:

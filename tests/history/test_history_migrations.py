@@ -182,7 +182,7 @@ def upgrade(url: str, revision: str) -> None:
 
 
 def downgrade(url: str, revision: str) -> None:
-    """Downgrade a database likewise."""
+    """Downgrade a database in the same way."""
     command.downgrade(_config(url), revision)
 
 
@@ -266,7 +266,7 @@ def renamed(rows: dict[str, dict[str, object]]) -> dict[str, dict[str, object]]:
 
 
 def only(rows: dict[str, dict[str, object]], known: dict[str, dict[str, object]]) -> dict[str, dict[str, object]]:
-    """Those tables and columns of some rows that others have."""
+    """Restrict rows to the tables and columns of the known rows."""
     return {table: {name: rows[table][name] for name in row} for table, row in known.items()}
 
 
@@ -324,7 +324,7 @@ def test_renamed_tables_columns_and_events_keep_their_rows_both_ways(empty_url: 
     assert expected["events"].pop("kind") == "keeper_adopt"
     assert now == expected
     assert now["checkpoints"]["loop"] == "some stage"
-    upgrade(empty_url, "head")  # every view is made by then, and must survive the way back
+    upgrade(empty_url, "head")  # every view exists by then, and must survive the downgrade
     with HistoryStore(empty_url, check_schema=False) as store, store.reading() as connection:
         for view in VIEWS:
             connection.exec_driver_sql(f"SELECT * FROM {view}").all()
@@ -353,7 +353,7 @@ def test_the_advice_on_old_names_is_that_of_the_migration() -> None:
 
 
 def write(url: str, statement: str) -> None:
-    """Change something, past the store."""
+    """Change rows directly, bypassing the store."""
     engine = database.writing_engine(database.parse_url(url))
     with engine.begin() as connection:
         connection.exec_driver_sql(statement)

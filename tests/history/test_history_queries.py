@@ -19,7 +19,7 @@ from rlhf_core.schemas.run import RunSpec, shape_key
 from rlhf_core.watchdog.ingest import sync
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which run
+# Selection of runs
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ def test_a_check_shows_every_finding_of_its_newest_round(store: HistoryStore, ru
 
 def test_what_is_usual_on_a_node_are_medians_of_enough_probes(store: HistoryStore, runs: Path) -> None:
     for number, tflops in enumerate((0.1, 0.4, 0.2)):
-        assert queries.usual_speeds(store, at(0)) == {}  # two are not enough to say what is usual
+        assert queries.usual_speeds(store, at(0)) == {}  # two are not enough for a median
         run = RunFiles(runs, tail=f"{number:06}", created=number).created()
         run.planned(1, 1)
         run.probe(1, ("n1",), 10 + number, matmul_tflops=tflops)
@@ -220,7 +220,7 @@ def test_an_attempt_that_left_no_outcome(store: HistoryStore, runs: Path) -> Non
     assert queries.show_run(store, run.run_id)["attempts"][0]["outcome"] == "failed"
 
 
-def test_events_are_told_in_the_order_of_time(store: HistoryStore, runs: Path) -> None:
+def test_events_are_listed_in_order_of_time(store: HistoryStore, runs: Path) -> None:
     run = synced(whole_run(runs), store)
     found = queries.events(store, run.run_id)
     assert [event["time"] for event in found] == sorted(event["time"] for event in found)
@@ -276,7 +276,7 @@ def test_goodput(store: HistoryStore, runs: Path) -> None:
     assert goodput["wall_s"] == pytest.approx(55, abs=0.01)
     assert goodput["queue_s"] == pytest.approx(2, abs=0.01)
     assert goodput["productive_s"] == 20.0  # ten steps of two seconds count
-    assert goodput["repeated_s"] == 6.0  # steps 3, 4 and 5 were made twice
+    assert goodput["repeated_s"] == 6.0  # steps 3, 4 and 5 were repeated
     assert goodput["ettr"] == pytest.approx(20 / 53, abs=0.001)
 
 
@@ -302,7 +302,7 @@ def test_lost_time_is_counted_once(store: HistoryStore, runs: Path) -> None:
     run.planned(1, 0)
     run.metrics(1, 0, 1, 10)
     run.incident(1, 0, FailureKind.HANG, 13)
-    run.incident(1, 1, FailureKind.CUDA_OOM, 20)  # the restart came to nothing
+    run.incident(1, 1, FailureKind.CUDA_OOM, 20)  # the restart made no step
     run.metrics(1, 2, 2, 32)
     sync(run.dir, store)
     lost = {row["failure_kind"]: row["lost_s"] for row in queries.show_run(store, run.run_id)["lost_time"]}
@@ -350,7 +350,7 @@ def test_strikes_are_kept_once_and_from_a_time_on(store: HistoryStore, runs: Pat
 def test_an_incident_that_agents_and_controller_have_found_counts_once(
     store: HistoryStore, runs: Path, decided: Action, strikes: int, interruptions: int
 ) -> None:
-    """With the control: an incident of the agents that the run survived is another one."""
+    """Control: an incident of the agents that the run survived is counted separately."""
     run = RunFiles(runs).created()
     run.metrics(1, 0, 1, 10)
     incident = run.incident(1, 0, FailureKind.NODE_LOST, 20)
@@ -398,7 +398,7 @@ def test_answers_are_plain_data(store: HistoryStore, three: dict[str, str]) -> N
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "plain"),
     [
         ("array_agg(created_at)", ["2026-03-01T12:00:00+00:00"]),
         ("array_agg(seed / 2.0)", [3.5]),
@@ -406,10 +406,10 @@ def test_answers_are_plain_data(store: HistoryStore, three: dict[str, str]) -> N
         ("CAST('-Infinity' AS numeric)", -math.inf),
     ],
 )
-def test_answers_with_types_of_postgresql_alone_are_plain_data(runs: Path, value: str, told: object) -> None:
+def test_answers_with_types_of_postgresql_alone_are_plain_data(runs: Path, value: str, plain: object) -> None:
     with HistoryStore(postgres().migrated_database()) as store:
         synced(whole_run(runs), store)
-        assert queries.run_sql(store, f"SELECT {value} FROM runs GROUP BY run_id").rows == [[told]]
+        assert queries.run_sql(store, f"SELECT {value} FROM runs GROUP BY run_id").rows == [[plain]]
 
 
 def test_a_limit_says_that_there_is_more(store: HistoryStore, three: dict[str, str]) -> None:
@@ -520,7 +520,7 @@ def test_no_question_has_no_answer(store: HistoryStore, statement: str) -> None:
 
 
 def test_silences_of_completed_runs_of_the_same_shape(store: HistoryStore, runs: Path) -> None:
-    """With the controls: nothing is learned from another shape or a failed run."""
+    """Controls: nothing is learned from another shape or a failed run."""
     done = whole_run(runs, "sort", "aaaaaa", 0)
     undone = RunFiles(runs, "sort", "bbbbbb", 100).created()
     for run in (done, undone):

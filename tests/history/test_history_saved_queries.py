@@ -24,7 +24,7 @@ class History:
         self.store = store
 
     def add(self, table: str, **facts: Any) -> None:
-        """A row. Times may be given in seconds before :data:`NOW`."""
+        """Add a row. Times may be given in seconds before :data:`NOW`."""
         target = metadata.tables[table]
         row = {name: self._value(target, name, value) for name, value in facts.items()}
         for column in target.columns:
@@ -40,7 +40,7 @@ class History:
     def metric(
         self, run_id: str, key: str, step: int, ago: float, value: float, start: tuple[int, int] = (1, 0)
     ) -> None:
-        """A metric of a step, with its end in seconds before now."""
+        """Add a metric of a step, with its end in seconds before now."""
         keys = metadata.tables["metric_keys"]
         with self.store.writing() as connection:
             found = connection.execute(select(keys.c.key_id).where(keys.c.name == key)).scalar()
@@ -52,7 +52,7 @@ class History:
         )
 
     def run(self, run_id: str, **facts: Any) -> None:
-        """A completed run with one attempt on two nodes, requested 1000 s ago and ended 100 s ago."""
+        """Add a completed run with one attempt on two nodes, requested 1000 s ago and ended 100 s ago."""
         known = {"name": "sort", "state": "completed", "created_at": 1000, "ended_at": 100, "progress_at": 100}
         self.add("runs", run_id=run_id, **{**known, **facts})
         self.add("attempts", run_id=run_id, number=1, num_nodes=2, state="completed")
@@ -160,9 +160,9 @@ def test_time_lost(history: History) -> None:
 
 
 def test_nodes_by_cost(history: History) -> None:
-    a_run_that_was_stopped_once(history)  # 420 s from step 2 to step 3, and 10 s of a step again, on two nodes
+    a_run_that_was_stopped_once(history)  # 420 s from step 2 to step 3, and 10 s for a repeated step, on two nodes
     a_run_that_was_stopped_once(history, "b")
-    # In b the first costs 80 s until the second, and the step; the second 340 s until the next step.
+    # In b, the first incident costs 80 s until the second, plus the step; the second costs 340 s until the next step.
     history.incident("b", 850, "hang", incident_id="1.1", restart=1)
     history.add("node_strikes", run_id="b", incident_id="1.1", node="n3", attempt=1, struck_at=850)
     rows = history.ask("nodes-by-cost")
@@ -182,7 +182,7 @@ def test_recovery_times(history: History) -> None:
         history.incident(run_id, seen, "hang")
     for run_id, ago in (("a", 890), ("b", 770), ("c", 600)):  # after 10, 30 and 100 s
         history.metric(run_id, "time/step_s", 5, ago, 1.0, (1, 1))
-    history.metric("a", "time/step_s", 4, 895, 1.0)  # the old start was still at it
+    history.metric("a", "time/step_s", 4, 895, 1.0)  # the old start was still working on it
     history.run("e")
     history.incident("e", 500, "network")
     history.metric("e", "time/step_s", 5, 460, 1.0, (2, 0))
@@ -294,7 +294,7 @@ def test_reward_collapses(history: History) -> None:
         before = -0.4 if run_id == "below-zero" else 0.8
         history.add("restarts", run_id=run_id, attempt=1, restart=0, first_step=1, last_step=6, started_at=900)
         history.add("restarts", run_id=run_id, attempt=1, restart=1, first_step=5, last_step=8, started_at=800)
-        for step in range(1, 7):  # steps 1 and 2 are too long ago, 5 and 6 were made again
+        for step in range(1, 7):  # steps 1 and 2 are too long ago, 5 and 6 were repeated
             value = {1: 9.0, 2: 9.0}.get(step, before if step < 5 else 9.0)
             history.metric(run_id, "reward/mean", step, 850, value)
         for step in (5, 6, 7, 8):
@@ -403,7 +403,7 @@ def test_queue_time_by_week(history: History) -> None:
     for number, submitted, seconds, started in waits:
         ended = {"started_at" if started else "ended_at": submitted + timedelta(seconds=seconds)}
         history.add("attempts", run_id="a", number=number, submitted_at=submitted, **ended)
-    history.add("attempts", run_id="a", number=6, submitted_at=monday)  # waits to this day
+    history.add("attempts", run_id="a", number=6, submitted_at=monday)  # waits until this day
     columns = ("week", "num_attempts", "mean_s", "longest_s", "num_never_started")
     assert pick(history.ask("queue-time"), *columns) == [
         (f"{monday:%Y-%m-%d}", 2, 20.0, 30.0, 0),
@@ -439,7 +439,7 @@ def test_every_question_has_a_test_and_says_what_it_means() -> None:
 
 
 def test_the_text_that_is_shown_can_be_asked_again(history: History) -> None:
-    """With another argument, and as a user's own statement."""
+    """It is run again with another argument, and as a user's own statement."""
     a_run_that_was_stopped_once(history)
     own_dialect = saved_queries.dialect_of(history.store)
     for query in saved():
@@ -469,18 +469,18 @@ Given = Mapping[str, str]
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "said"),
+    ("name", "given", "expected"),
     [
         ("goodput", {"dys": "3"}, "the query has no argument 'dys'. Its arguments: days, name."),
         ("goodput", {"days": "many"}, "found days=many, expected a number: length of the period."),
         ("config-differences", {}, "the query needs a value for 'a': give a=VALUE."),
     ],
 )
-def test_wrong_arguments(history: History, name: str, given: Given, said: str) -> None:
+def test_wrong_arguments(history: History, name: str, given: Given, expected: str) -> None:
     history.run("a")
     with pytest.raises(BadInput) as error:
         run(history.store, find(name), given)
-    assert str(error.value) == said
+    assert str(error.value) == expected
 
 
 def test_an_unknown_question_and_an_unknown_run(history: History) -> None:

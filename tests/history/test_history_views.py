@@ -29,7 +29,7 @@ COLUMNS = "run_id, name, state, wall_s, queue_s, productive_s, repeated_s, lost_
 
 
 def assert_goodput_is_the_view(store: HistoryStore) -> None:
-    """Every run, every figure, to the last bit."""
+    """Assert that every figure of every run equals the view's, to the last bit."""
     kept, true = (
         ask(store, f"SELECT {COLUMNS} FROM {view} ORDER BY run_id") for view in ("all_goodput", "run_goodput")
     )
@@ -37,7 +37,7 @@ def assert_goodput_is_the_view(store: HistoryStore) -> None:
 
 
 def test_goodput_of_all_runs_is_the_view_at_every_moment(store: HistoryStore, runs: Path) -> None:
-    """Ended, active, ended and resumed, rebuilt."""
+    """The run has ended, is active, has ended and resumed, and was rebuilt."""
     whole_run(runs, "over", "aaaaaa")
     resumed = RunFiles(runs, "resumed", "bbbbbb", 100).created()
     for seconds, state in ((101, RunState.PREFLIGHT), (102, RunState.QUEUED)):
@@ -133,7 +133,7 @@ UNDRIVEN = "SELECT SUM(seconds) FROM undriven_times"
 
 
 def driven(run: RunFiles, seconds: float) -> None:
-    """A controller takes the run."""
+    """Let a controller take the run."""
     run.token += 1
     run.journal(ControllerStarted(controller=f"anna@vm:{run.token}:1", flow_run_id="", flow_run_url=""), seconds)
 
@@ -169,7 +169,7 @@ def resumed(runs: Path, *, was_killed: bool) -> RunFiles:
 
 
 @pytest.mark.parametrize("was_killed", [False, True])
-def test_time_in_which_nobody_drove_a_run_counts_nowhere(store: HistoryStore, runs: Path, was_killed: bool) -> None:
+def test_time_without_a_driver_of_the_run_counts_nowhere(store: HistoryStore, runs: Path, was_killed: bool) -> None:
     run = synced(resumed(runs, was_killed=was_killed), store)
     (listed,) = queries.list_runs(store)
     shown = queries.show_run(store, run.run_id)
@@ -209,7 +209,7 @@ def test_a_job_that_waits_in_a_queue_without_a_controller_goes_on_driving_the_ru
 
 
 def outlived(runs: Path, action: Action) -> RunFiles:
-    """A hang of another group at 12, decided with ``action``; a rank is killed at 20, the next step ends at 30."""
+    """A hang of another group at 12 s, decided with ``action``; a rank is killed at 20 s, a step ends at 30 s."""
     run = RunFiles(runs).created()
     run.metrics(1, 0, 1, 10)
     run.incident(1, 0, FailureKind.HANG, 12, number=1)
@@ -235,7 +235,7 @@ def test_an_incident_that_the_run_outlived_costs_no_time(store: HistoryStore, ru
 
 
 def test_an_incident_that_ended_all_workers_costs_time(store: HistoryStore, runs: Path) -> None:
-    """Control of the test above: another decision about the same incident."""
+    """Control of the test above: a different decision about the same incident."""
     sync(outlived(runs, Action.RESTART_IN_PLACE).dir, store)
     for view in ("interruptions", "incident_lost_time", "run_lost_time", "run_recoveries"):
         assert ask(store, INTERRUPTED.format(view)) == [["hang"], ["worker_killed"]], view
@@ -316,7 +316,7 @@ def test_a_step_written_twice_keeps_its_first_value(store: HistoryStore, runs: P
     assert dump(store)["metrics"] == expected
 
 
-def test_what_the_database_refuses_is_said_in_words_also_past_sqlalchemy(store: HistoryStore) -> None:
+def test_refusals_of_the_database_are_explained_also_past_sqlalchemy(store: HistoryStore) -> None:
     time = "2026-03-01 12:00:00.000000" if "sqlite" in str(store.url) else T0
     rows: list[metric_rows.MetricRow] = [("run", 1, 1, 1, 0, None, None, time)]
     with pytest.raises(DatabaseUnavailable, match=r"(?i)check constraint"), store.writing() as connection:

@@ -33,7 +33,7 @@ UNWANTED = {CheckStatus.BLOCKED, CheckStatus.WARNING}
 
 
 def header(path: Path) -> dict[str, list[str]]:
-    """Parse the comments at the top: keyword and value."""
+    """Parse the comments at the top into keywords and values."""
     found: dict[str, list[str]] = {}
     for line in path.read_text().splitlines():
         if not line.startswith("# "):
@@ -88,11 +88,11 @@ def messages(path: Path, tmp_path: Path) -> tuple[set[str], str]:
 
 @pytest.mark.parametrize("path", CASES, ids=[path.stem for path in CASES])
 def test_a_broken_config_is_found_and_explained(path: Path, tmp_path: Path) -> None:
-    said = header(path)
+    keywords = header(path)
     by, text = messages(path, tmp_path)
-    assert said["Found by"] == sorted(by), text
-    assert len(said["Says"]) >= 2
-    assert [words for words in said["Says"] if words not in text] == [], text
+    assert keywords["Found by"] == sorted(by), text
+    assert len(keywords["Says"]) >= 2
+    assert [words for words in keywords["Says"] if words not in text] == [], text
 
 
 def test_there_are_twenty_and_each_says_what_is_wrong() -> None:

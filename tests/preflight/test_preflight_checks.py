@@ -226,7 +226,7 @@ def looked_at(
 
 
 def generated(**train: Any) -> Facts:
-    """The same for rows from a generator."""
+    """Healthy facts with a report on rows from a generator, with changes."""
     data = {"generator": "my_data:rows", "train": "", "eval": ""}
     return replace(looked_at(train=train, data=data), train=None, eval=None)
 
@@ -620,7 +620,7 @@ def test_engines_that_are_split_take_the_gpus_of_their_parts() -> None:
         ({"transport": "files"}, 4, "by files"),
     ],
 )
-def test_the_way_of_the_weights_is_said(sync: dict[str, Any], gpus: int, says: str) -> None:
+def test_the_transport_of_the_weights_is_reported(sync: dict[str, Any], gpus: int, says: str) -> None:
     facts = with_spec(
         rollout={"engines": 2, "sync": sync}, resources={"gpus_per_node": gpus, "ranks_per_node": 2, "num_nodes": 1}
     )
@@ -672,7 +672,7 @@ def test_a_look_at_healthy_data_has_no_finding() -> None:
     }
 
 
-def test_what_the_control_plane_has_read_itself_is_said_once() -> None:
+def test_findings_of_the_control_plane_itself_are_reported_once() -> None:
     assert found(looked_at({"problem": "line 3 is malformed"}), "content.columns") == []
     assert found(looked_at({"num_duplicates": 3}), "content.columns")[0].status is CheckStatus.PASSED
 
@@ -694,7 +694,7 @@ def test_the_predicted_duration_has_its_numbers() -> None:
     (finding,) = found(lasts(600.0, time_limit_s=3600), "resources.duration")
     assert "resumes from the newest checkpoint automatically" in finding.advice
     assert "resources.time_limit_s to about 15840" in finding.advice
-    assert found(healthy(), "resources.duration") == [], "without a past nothing is predicted"
+    assert found(healthy(), "resources.duration") == [], "without earlier runs nothing is predicted"
 
 
 def test_a_resumed_run_has_only_its_rest_before_it() -> None:
@@ -727,7 +727,7 @@ def test_an_empty_prompt_inside_a_template_is_no_empty_prompt() -> None:
     assert [one.status for one in found(facts, "data.empty_prompts")] == [WARNING]
 
 
-def test_all_that_blocks_is_said_at_once() -> None:
+def test_all_blocking_findings_are_reported_at_once() -> None:
     facts = with_spec(grpo={"prompts_per_step": 7}, sft={"batch_size": 33})
     with pytest.raises(PreflightBlocked) as caught:
         runner.require_passed(run_checks(facts))
@@ -778,7 +778,7 @@ def make_model(folder: Path, architecture: str, **config: Any) -> Path:
     return folder
 
 
-def test_the_folder_of_a_reward_model_is_looked_at_without_its_libraries(tmp_path: Path) -> None:
+def test_the_folder_of_a_reward_model_is_inspected_without_its_libraries(tmp_path: Path) -> None:
     one = {"id2label": {"0": "LABEL_0"}}
     well = inspect_reward_model(str(make_model(tmp_path / "well", "Qwen3ForSequenceClassification", **one)))
     assert (well.problem, well.weight_bytes, well.has_chat_template) == ("", 4, True)

@@ -266,7 +266,7 @@ def test_checks_are_made_for_the_trainer_that_they_are_about() -> None:
     of_native, of_command = ({one.id for one in CHECKS if one.trainer == kind} for kind in ("native", "command"))
     assert {one.id for one in run_checks(command())}.isdisjoint(of_native)
     assert {one.id for one in run_checks(healthy())}.isdisjoint(of_command)
-    assert of_native & {one.id for one in run_checks(healthy())}, "the control: they are made where they belong"
+    assert of_native & {one.id for one in run_checks(healthy())}, "control: the checks run where they belong"
 
 
 def test_what_cannot_be_read_is_not_judged() -> None:
@@ -356,15 +356,15 @@ def test_commands_of_trl_that_do_not_resume_are_known() -> None:
     (said,) = unwanted(command(f"{line} {BATCH}", side={"packages": old}))
     assert "restarts at step 0" in said.found
     assert "is not affected" not in said.found
-    assert unwanted(command(side={"packages": old})) == [], "a script of one's own passes it on, or does not"
-    assert unwanted(swift(side={"packages": {**old, "trl": "0.29.1"}})) == [], "ms-swift pins it so"
+    assert unwanted(command(side={"packages": old})) == [], "a user's own script may or may not pass it on"
+    assert unwanted(swift(side={"packages": {**old, "trl": "0.29.1"}})) == [], "ms-swift pins it this way"
     assert unwanted(command(f"{line} {BATCH}", side={"packages": {**old, "trl": "1.14.1"}})) == []
 
 
 def test_versions_are_those_of_the_environment_that_trains() -> None:
     facts = command(algorithm="cpo")
     ours = replace(facts, compute=replace(facts.compute, packages={**facts.compute.packages, **TRL_HANG}))
-    assert unwanted(ours) == [], "that version is not where the training runs"
+    assert unwanted(ours) == [], "the training environment does not have that version"
 
 
 def test_training_data_of_another_program_need_not_have_our_columns() -> None:

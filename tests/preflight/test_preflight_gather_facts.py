@@ -36,7 +36,7 @@ def test_this_interpreter_answers() -> None:
 
 
 @pytest.mark.parametrize(("script", "says"), [("", "cannot be started"), ("exit 3", "exit code 3"), ("echo hm", "hm")])
-def test_an_interpreter_that_is_none_is_described(tmp_path: Path, script: str, says: str) -> None:
+def test_a_program_that_is_no_interpreter_is_described(tmp_path: Path, script: str, says: str) -> None:
     path = tmp_path / "python"
     if script:
         path.write_text(f"#!/bin/sh\n{script} >&2\n")
@@ -135,7 +135,7 @@ def test_disks(tmp_path: Path) -> None:
     good = gather_facts.inspect_disk(tmp_path / "not" / "yet")
     assert (good.problem, good.free_bytes > 0) == ("", True)
     assert good.free_files is None or good.free_files > 0
-    assert list(tmp_path.iterdir()) == [], "looking leaves nothing behind"
+    assert list(tmp_path.iterdir()) == [], "inspection leaves nothing behind"
     file = tmp_path / "file"
     file.write_text("")
     assert gather_facts.inspect_disk(file / "runs").problem
@@ -247,7 +247,7 @@ def test_the_content_is_not_read_when_its_checks_are_off(tmp_path: Path) -> None
     assert gather_facts.gather(some, around(tmp_path)).content is not None
 
 
-def test_the_checks_of_the_content_are_those_that_there_are() -> None:
+def test_the_listed_checks_of_the_content_exist() -> None:
     assert list(gather_facts.CONTENT_CHECKS) == [one.id for one in CHECKS if one.id.startswith("content.")]
 
 

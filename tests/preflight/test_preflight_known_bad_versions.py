@@ -100,23 +100,24 @@ def commands() -> list[tuple[RunSpec, Use]]:
 @pytest.mark.parametrize("row", KNOWN_BAD, ids=IDS)
 def test_a_row_concerns_a_run_that_can_be_asked_for(row: KnownBad) -> None:
     met = [spec for spec in valid_specs() if row.is_in_force(spec) and row.concerns(spec)]
-    assert bool(met) != row.only_commands, "a row that rlhf-flows itself can meet is not for other programs alone"
+    assert bool(met) != row.only_commands, "a row that rlhf-flows itself can meet is not limited to other programs"
     assert any(row.is_in_force(spec) and row.concerns(spec, use) for spec, use in commands())
 
 
 @pytest.mark.parametrize("row", OWN, ids=lambda row: IDS[KNOWN_BAD.index(row)])
-def test_a_row_in_force_is_said_of_the_runs_that_meet_it(row: KnownBad) -> None:
-    """Through validation, gathered facts and the check itself; and not of a run that does not meet it as if it did."""
+def test_a_row_in_force_is_reported_for_the_runs_that_meet_it(row: KnownBad) -> None:
+    """The row goes through validation, gathered facts and the check itself; a run that does not meet it has no
+    finding."""
     installed = an_example(row)
     for spec in valid_specs():
         facts = replace(with_packages(installed), spec=spec)
-        said = [one for one in found(facts, "environment.versions") if row.happens in one.found]
+        findings = [one for one in found(facts, "environment.versions") if row.happens in one.found]
         fatal = row.concerns(spec) and row.certain
-        assert [one.status for one in said] == [CheckStatus.BLOCKED if fatal else CheckStatus.WARNING]
-        assert ("is not affected" in said[0].found) == (not row.concerns(spec))
+        assert [one.status for one in findings] == [CheckStatus.BLOCKED if fatal else CheckStatus.WARNING]
+        assert ("is not affected" in findings[0].found) == (not row.concerns(spec))
 
 
-def test_a_row_for_other_programs_is_not_said_of_our_own_trainer() -> None:
+def test_a_row_for_other_programs_does_not_apply_to_our_own_trainer() -> None:
     """Runs with external trainers, which are affected, are in test_preflight_command.py."""
     others = [row for row in KNOWN_BAD if row.only_commands]
     assert others

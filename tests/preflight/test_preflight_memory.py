@@ -95,7 +95,7 @@ def test_a_gpu_that_is_not_in_the_table(kind: str) -> None:
 def test_a_cache_is_as_large_as_published() -> None:
     """Qwen3-8B: 144 KiB per token in 16 bit."""
     one = memory.cache_bytes(shape(), "bfloat16", 1, 1)
-    assert one * 36 // 37 == 144 * 1024, "but for the layer that is copied while it grows"
+    assert one * 36 // 37 == 144 * 1024, "except for the layer that is copied while it grows"
 
 
 def test_states_are_those_of_zero_1() -> None:
@@ -145,7 +145,7 @@ def test_a_bound_of_tokens_bounds_what_a_pass_needs() -> None:
     spec = big().spec
     length = spec.data.max_prompt_tokens + spec.rollout.max_new_tokens
     assert needed(2 * length)["activations"] * 4 == needed(0)["activations"]
-    assert needed(1) == needed(length), "a sequence of the full length is in a pass all the same"
+    assert needed(1) == needed(length), "a pass still contains a sequence of the full length"
     assert needed(100 * length) == needed(0)
 
 
@@ -204,7 +204,7 @@ def test_an_adapter_has_an_optimizer_of_its_own_and_no_second_model() -> None:
 
 
 def test_completions_of_the_data_are_as_long_as_they_may_be() -> None:
-    """An offline loop learns from completions of the data, independent of sampling in its evaluation."""
+    """An offline loop learns from completions of the data, independently of sampling in its evaluation."""
     sampled, taught = {"max_new_tokens": 64}, {"max_prompt_tokens": 100, "max_completion_tokens": 1000}
     offline = with_spec(train={"algorithm": "sft"}, sft={"num_steps": 0}, data=taught, rollout=sampled)
     assert memory.longest_sequence(offline.spec) == 1100
@@ -299,7 +299,7 @@ def test_a_large_rollout_batch_is_named_with_one_that_fits() -> None:
     assert result.found.index("KV cache") < result.found.index("gradients")
 
 
-def test_what_no_setting_can_help_is_said() -> None:
+def test_a_shortage_that_no_setting_can_help_is_reported() -> None:
     result = only(big("v100"))
     assert result.status is CheckStatus.BLOCKED
     assert "no setting makes it fit" in result.advice
@@ -313,7 +313,7 @@ def test_an_unknown_gpu_is_not_judged() -> None:
 
 def test_the_type_may_come_from_the_nodes() -> None:
     inventory = FakeScheduler(nodes=("a", "b"), gpus_per_node=8, node_gpu_types={"a": "h200", "b": "l4"}).inventory()
-    assert "a GPU has 22.3" in only(replace(big(""), inventory=inventory)).found, "the smallest must do"
+    assert "a GPU has 22.3" in only(replace(big(""), inventory=inventory)).found, "the smallest has to do"
 
 
 def test_the_evaluator_has_its_own_estimate() -> None:
@@ -488,7 +488,7 @@ def test_activations_are_what_torch_keeps(checkpointing: bool, lora: LoraSpec | 
     trained = sum(parameter.numel() for parameter in causal_lm.parameters() if parameter.requires_grad)
     assert lora is None or memory.trained_shape(shape, lora).parameters == trained
     counted = memory.activation_bytes(shape, "float32", 4 * 200, checkpointing, lora)
-    if checkpointing:  # the one layer that is computed again is not there in the forward pass
+    if checkpointing:  # the layer that is recomputed is not in memory during the forward pass
         product = 4 * 200 * shape.feed_forward * 4
         counted -= memory.activation_bytes(shape, "float32", 4 * 200, False, lora) // 6 + product
     assert hidden.requires_grad
@@ -499,7 +499,7 @@ def test_activations_are_what_torch_keeps(checkpointing: bool, lora: LoraSpec | 
     ("id", "kind", "smallest"), [("memory.trainer", "a100", "a100_40gb"), ("memory.evaluator", "v100", "v100-16gb")]
 )
 def test_a_type_of_several_sizes_blocks_only_if_the_largest_is_too_small(id: str, kind: str, smallest: str) -> None:
-    """The trainer needs 82 GiB, which may be enough of 80 GB; the evaluator 17 GiB."""
+    """The trainer needs an estimated 82 GiB, for which 80 GB may suffice; the evaluator needs 17 GiB."""
     in_doubt = only(big(kind), id)
     assert in_doubt.status is CheckStatus.WARNING
     assert in_doubt.advice.startswith("if the GPUs are of this size, ")
@@ -528,5 +528,5 @@ def test_only_gpus_of_the_partition_count() -> None:
     large = replace(facts, site_slurm=SlurmSpec(partition="large"))
     assert only(large).status is CheckStatus.PASSED
     both = only(replace(facts, site_slurm=SlurmSpec(partition="large,small")))
-    assert both.status is CheckStatus.BLOCKED, "it may get the small ones"
+    assert both.status is CheckStatus.BLOCKED, "it may get the small GPUs"
     assert both.advice.endswith("; or set slurm.gpu_type to a larger type that the nodes have: h200")

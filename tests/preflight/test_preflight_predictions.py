@@ -1,4 +1,4 @@
-"""Predicted memory and step time: compared with hand counts, in the presets for real hardware, in a dry run."""
+"""Predicted memory and step time: compared with hand counts, for the presets for real hardware, and in a dry run."""
 
 from dataclasses import replace
 from pathlib import Path

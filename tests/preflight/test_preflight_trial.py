@@ -1,4 +1,4 @@
-"""Need for a trial run: changes since the last good run, and the runs that need none."""
+"""Decision about a trial run: changes since the last good run, and the runs that need none."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -55,7 +55,7 @@ def test_the_same_again_needs_no_trial() -> None:
     ],
     ids=range(12),
 )
-def test_what_has_changed_is_said_with_old_and_new_value(changed: Facts, says: str) -> None:
+def test_changes_are_reported_with_old_and_new_value(changed: Facts, says: str) -> None:
     finding = needed(after(healthy(), changed))
     assert finding.status is CheckStatus.WARNING
     assert finding.found.startswith(f"changed since {RUN_ID}")
@@ -108,7 +108,7 @@ def test_a_small_run_is_its_own_trial() -> None:
     ],
     ids=["off", "no-history"],
 )
-def test_nothing_is_said(facts: Facts) -> None:
+def test_no_need_for_a_trial_is_reported(facts: Facts) -> None:
     assert found(facts, "trial.needed") == []
 
 
@@ -149,7 +149,7 @@ def test_a_trial_of_engines_with_nodes_of_their_own_has_one_of_each_kind() -> No
         (6, 2, 4),
     ]
     assert [one.num_trainer_nodes for one in tried] == [1, 4]
-    assert len(rungs(tried[0])) == 1, "there is none with fewer nodes"
+    assert len(rungs(tried[0])) == 1, "none has fewer nodes"
     beside = with_spec(resources={"num_nodes": 4}, rollout={"engines": 8}).spec
     one = trial_spec(beside, rungs(beside)[0])
     assert (one.resources.num_nodes, one.rollout.nodes, one.rollout.engines) == (1, 0, 2)
@@ -168,7 +168,7 @@ def test_a_trial_is_its_run_made_small() -> None:
     assert small.checkpoint.every_num_steps == small.total_steps == 5
     assert small.preflight.trial == "off"
     assert small.preflight.off["data.overlap"] == "known"
-    assert small.loops.main.optimizer.warmup_steps == 50, "the first steps are those that the run will make"
+    assert small.loops.main.optimizer.warmup_steps == 50, "the trial makes the first steps of the run"
     unchanged = {"rollout", "model", "data", "reward", "supervise", "name", "seed"}
     assert small.model_dump(include=unchanged) == spec.model_dump(include=unchanged)
 

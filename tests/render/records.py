@@ -1,4 +1,4 @@
-"""Runs made up for the tests of the report, as the history gives them."""
+"""Synthetic runs for the tests of the report, in the form in which the history returns them."""
 
 import math
 import random
@@ -22,7 +22,7 @@ SPEC = config.load("quickstart", ["seed=1", "loops.warm_start.num_steps=40", "lo
 
 
 def at(seconds: float) -> str:
-    """A moment of the made-up run, as the history gives it."""
+    """A moment of the synthetic run, in the form in which the history returns it."""
     return (START + timedelta(seconds=seconds)).isoformat()
 
 
@@ -75,7 +75,7 @@ DECISIONS: list[dict[str, Any]] = [
 
 
 def curves(num_steps: int = 120, warm_start: int = 40) -> dict[str, Curve]:
-    """Metrics of a run that learns, with the noise of a real one."""
+    """Metrics of a run that learns, with realistic noise."""
     chance = random.Random(7)
     found: dict[str, list[tuple[int, float]]] = {}
 
@@ -167,7 +167,7 @@ def _samples() -> list[SampleLine]:
 
 
 def learned(**changes: Any) -> ReportData:
-    """A run that lost a rank at step 77, started again in place, was resumed once, and learned."""
+    """A run that lost a rank at step 77, was restarted in place, was resumed once, and learned."""
     known = {
         "run": {
             "run_id": RUN_ID,
@@ -303,7 +303,7 @@ def learned(**changes: Any) -> ReportData:
 
 
 def failed(**changes: Any) -> ReportData:
-    """A run that stopped in the warm start, before any evaluation of training."""
+    """A run that failed in the warm start, before any evaluation of training."""
     message = (
         "Rank 0 ran out of disk while writing a checkpoint: 12 MiB free on /scratch, 31 MiB needed. Free some space."
     )
@@ -330,7 +330,7 @@ def failed(**changes: Any) -> ReportData:
 
 
 def blocked() -> ReportData:
-    """A run that preflight stopped: no attempt, no metrics, nothing."""
+    """A run that preflight blocked: without attempts or metrics."""
     nothing: Mapping[str, Any] = {
         name: [] for name in ("attempts", "restarts", "incidents", "decisions", "checkpoints", "evaluations", "samples")
     }

@@ -1,4 +1,4 @@
-"""The picture of the curves: its content, its size, and drawings that fail."""
+"""The image of the curves: its content, its size, and failures to draw it."""
 
 import io
 import random
@@ -19,7 +19,7 @@ ALL_STEPS = 20_000
 
 
 def trained(runs: Path) -> RunDir:
-    """A run that made seven steps, hung, and goes on from the fourth."""
+    """A run that made seven steps, hung, and continued from the fourth."""
     run_dir = make_run(runs)
     first, second = FakeAgent(run_dir), FakeAgent(run_dir, restart=1)
     for step in range(1, 8):
@@ -32,7 +32,7 @@ def trained(runs: Path) -> RunDir:
 
 def test_what_a_rewind_took_back_is_not_drawn(tmp_path: Path) -> None:
     curves = effective_curves(trained(tmp_path / "runs"), frozenset({"reward/mean"}))
-    assert [step for step, _ in curves["reward/mean"]] == [1, 2, 3, 4, 5], "6 and 7 were made on weights that are gone"
+    assert [step for step, _ in curves["reward/mean"]] == [1, 2, 3, 4, 5], "the weights of steps 6 and 7 are gone"
     assert curves["reward/mean"][-1] == (5, 0.9)
 
 

@@ -1,4 +1,4 @@
-"""The page of a report: what it says of runs of every kind, and that it is one safe file."""
+"""The page of a report: its statements about runs of every kind, and its safety as a single file."""
 
 import math
 import re
@@ -27,7 +27,7 @@ VOID = {"meta"}
 
 
 class _Reader(HTMLParser):
-    """Reads a page strictly: every element is closed, in order."""
+    """Strict reader of a page: every element is closed, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def _evaluations(before: tuple[float, float, float], after: tuple[float, float, 
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "said"),
+    ("before", "after", "expected"),
     [
         ((0.50, 0.46, 0.54), (0.60, 0.56, 0.64), "rose from 0.500 to 0.600."),
         ((0.60, 0.56, 0.64), (0.50, 0.46, 0.54), "fell from 0.600 to 0.500."),
@@ -113,9 +113,9 @@ def _evaluations(before: tuple[float, float, float], after: tuple[float, float, 
     ],
 )
 def test_no_more_is_claimed_than_the_intervals_allow(
-    before: tuple[float, float, float], after: tuple[float, float, float], said: str
+    before: tuple[float, float, float], after: tuple[float, float, float], expected: str
 ) -> None:
-    assert said in _text(records.learned(evaluations=_evaluations(before, after)))
+    assert expected in _text(records.learned(evaluations=_evaluations(before, after)))
 
 
 def test_a_failed_run_begins_with_its_diagnosis_and_what_happened() -> None:
@@ -192,7 +192,7 @@ def test_the_report_of_another_program_says_nothing_of_loops_that_it_does_not_ha
 
 
 def test_times_that_another_program_logs_are_drawn() -> None:
-    """Negative control of the one before."""
+    """Negative control of the test above."""
     curves = {"train/loss": [(1, 2.0), (9, 1.0)], "time/step_s": [(1, 3.0), (9, 3.0)]}
     record = records.learned(spec=config.load("trl-grpo", OTHER_PROGRAM), curves=curves)
     text = _text(record)
@@ -297,7 +297,7 @@ def test_completions_are_sorted_by_what_training_did_to_them() -> None:
 
 
 def test_completions_with_scores_that_are_no_shares_are_sorted_by_their_change() -> None:
-    """A penalty of zero is the best there is, and no completion of it is wrong."""
+    """A penalty of zero is the best score, and no completion with it is wrong."""
 
     def lowered(by: float) -> list[EvaluationSample]:
         scored = records.learned().tables["before", "greedy"]
@@ -331,7 +331,7 @@ def test_an_empty_completion_is_named_a_long_one_is_cut_and_control_characters_a
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Small things
+# Details
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -348,24 +348,24 @@ def test_settings_that_differ_leave_out_the_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "expected"),
     [
         (None, "–"), (59.4, "59 s"), (192, "3 min 12 s"),
     ],
 )  # fmt: skip
-def test_durations_are_said_as_people_say_them(seconds: float | None, said: str) -> None:
-    assert duration(seconds).replace("\u00a0", " ") == said
+def test_durations_are_said_as_people_say_them(seconds: float | None, expected: str) -> None:
+    assert duration(seconds).replace("\u00a0", " ") == expected
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "expected"),
     [
         (None, "–"), (0, "0"), (120.0, "120"), (0.12345678, "0.1235"), (6412.7, "6,413"), (12.3456, "12.35"),
         (-0.5, "-0.5"), (1e-9, "1e-09"), (math.nan, "NaN"), (math.inf, "∞"), (-math.inf, "−∞"),
     ],
 )  # fmt: skip
-def test_numbers_are_short(value: float | None, said: str) -> None:
-    assert number(value) == said
+def test_numbers_are_short(value: float | None, expected: str) -> None:
+    assert number(value) == expected
 
 
 def test_attributes_are_escaped_too() -> None:

@@ -1,4 +1,4 @@
-"""Drawings: the numbers they are made of, and SVG that fits into a page with others."""
+"""Drawings: the numbers behind them, and SVG that can share a page with other drawings."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ MARKS = Marks(last_step=120, warm_start_steps=40, checkpoints=(40, 80), incident
 
 
 def _parsed(svg: str) -> ElementTree.Element:
-    """The drawing as XML; links inside of it need their namespace said, which HTML does not ask for."""
+    """The drawing as XML; links in it need a declared namespace, which HTML does not require."""
     return ElementTree.fromstring(svg.replace("<svg ", '<svg xmlns:xlink="x" ', 1))
 
 

@@ -1,4 +1,4 @@
-"""The timeline of a run: sentences in the order of time, the same from the history and from the run directory."""
+"""The timeline of a run: sentences in order of time, the same from the history and from the run directory."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ __all__ = ["database_url", "runs", "store"]
 
 
 def hung_run(runs: Path) -> RunFiles:
-    """Three steps, a rank that stands still from 12 s on, a restart in place, step 3 once more."""
+    """Three steps, a rank that stands still from 12 s on, a restart in place, and step 3 again."""
     run = RunFiles(runs).created()
     run.moved(RunState.PREFLIGHT, 1)
     run.moved(RunState.QUEUED, 2)
@@ -110,7 +110,7 @@ def test_of_two_incidents_without_a_step_between_the_last_is_what_training_went_
 
 
 def test_each_incident_of_a_restart_has_its_own_decision_and_only_the_last_a_recovery(runs: Path) -> None:
-    """A rollout worker is started again alone; a rank is killed later. One without a number is about both."""
+    """A rollout worker is restarted alone; a rank is killed later. A decision without a number applies to both."""
     run = hung_run(runs)
     outlived = run.incident(1, 1, FailureKind.HANG, 26, number=1)
     killed = run.incident(1, 1, FailureKind.WORKER_KILLED, 30, number=2)
@@ -147,5 +147,5 @@ def test_watch_in_a_pipe_prints_each_entry_once(
     watching.watch_run(RunDir(run.dir.root), 0.0, as_json=as_json)
     out = capsys.readouterr().out.splitlines()
     texts = [line for line in out if "progress stopped" in line]
-    assert len(texts) == (2 if as_json else 1), "JSON has the timeline in each of its two lines"
+    assert len(texts) == (2 if as_json else 1), "JSON contains the timeline in both of its lines"
     assert "failed" in out[-1]

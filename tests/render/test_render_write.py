@@ -35,7 +35,7 @@ def site() -> site_config.Site:
 
 @pytest.fixture
 def run_dir(site: site_config.Site) -> RunDir:
-    """A run directory with everything."""
+    """A run directory with all files."""
     return whole_run(site.runs_dir).dir
 
 
@@ -71,7 +71,7 @@ def _page(site: site_config.Site, run_dir: RunDir, tmp_path: Path) -> str:
         return write_report(store, run_dir, tmp_path / "report.html").read_text()
 
 
-def test_the_promotion_is_told(site: site_config.Site, tmp_path: Path) -> None:
+def test_the_promotion_is_reported(site: site_config.Site, tmp_path: Path) -> None:
     run = whole_run(site.runs_dir)
     assert "Promotion" not in _page(site, run.dir, tmp_path), "no promotion was asked for"
     _promoted(run, (PromotionState.WAITING, "", "the best greedy", ""))
@@ -89,11 +89,11 @@ def test_the_promotion_is_told(site: site_config.Site, tmp_path: Path) -> None:
     assert "<dt>reason</dt><dd>better than &lt;ours&gt;</dd>" in page
     assert "<code>/models/sort-1</code>" in page
     assert "<dt>promoted at</dt>" in page
-    assert "How it came there" not in page, "asked, approved, written: the facts say it"
+    assert "How it came there" not in page, "requested, approved, written: the facts say so"
     assert "rlhf approve" not in page
 
 
-def test_an_answer_that_was_changed_is_told_whole(site: site_config.Site, tmp_path: Path) -> None:
+def test_a_changed_answer_is_reported_in_full(site: site_config.Site, tmp_path: Path) -> None:
     run = whole_run(site.runs_dir)
     _promoted(
         run,
@@ -116,15 +116,15 @@ def test_an_answer_that_was_changed_is_told_whole(site: site_config.Site, tmp_pa
     remove_tree(run.dir.root)
     with HistoryStore(site.database_url) as store:
         page = write_report(store, run.dir, tmp_path / "report.html").read_text()
-    assert "no room on /models" in page, "the row is enough, where the journal is gone"
+    assert "no room on /models" in page, "the row is enough if the journal is gone"
 
 
-def test_why_nothing_was_promoted_is_told(site: site_config.Site, tmp_path: Path) -> None:
+def test_the_reason_for_no_promotion_is_reported(site: site_config.Site, tmp_path: Path) -> None:
     run = whole_run(site.runs_dir)
     run.journal(StageStarted(stage_index=9, name=StageName.PROMOTE, attempt=0), 60)
-    said = "not promoted: greedy is not above 0.95"
-    run.journal(StageEnded(stage_index=9, state=StageState.COMPLETED, message=said), 61)
-    assert said in _page(site, run.dir, tmp_path)
+    expected = "not promoted: greedy is not above 0.95"
+    run.journal(StageEnded(stage_index=9, state=StageState.COMPLETED, message=expected), 61)
+    assert expected in _page(site, run.dir, tmp_path)
 
 
 def test_an_unknown_run_has_no_report(site: site_config.Site, run_dir: RunDir, tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_evidence_outside_of_the_run_is_not_opened(site: site_config.Site, run_d
         inside = found.incident.evidence_dir
         (run_dir.root / inside).mkdir(parents=True, exist_ok=True)
         (run_dir.root / inside / "stack-n2-0.txt").write_text("a frame\n")
-        assert inside in _evidence(run_dir, timeline), "the control"
+        assert inside in _evidence(run_dir, timeline), "control"
 
 
 def test_parameters_are_counted_from_the_headers_of_the_weights(site: site_config.Site, run_dir: RunDir) -> None:
@@ -269,18 +269,18 @@ def test_the_report_is_opened_where_there_is_a_browser(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (["nobody"], "the history has no run 'nobody'"),
         (["last", "--output", "/dev/null/report.html"], "choose another file with --output"),
     ],
 )
 def test_bad_input_is_answered_with_a_sentence(
-    site: site_config.Site, run_dir: RunDir, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    site: site_config.Site, run_dir: RunDir, arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _ingest(site, run_dir)
     assert execute(["report", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 def test_a_run_without_directory_needs_an_output(

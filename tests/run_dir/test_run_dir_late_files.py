@@ -1,4 +1,4 @@
-"""Files that another node creates after they were looked for in vain, on a file system that remembers the vain look."""
+"""Files that another node creates after a failed lookup, on a file system that caches the failure."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +40,7 @@ def run_dir(tmp_path: Path, nfs: NfsClient) -> RunDir:
 
 
 def test_the_stand_in_remembers_what_was_missing(tmp_path: Path, nfs: NfsClient) -> None:
-    """Control of this file: without a second look the file stays unseen, and opening its folder shows it."""
+    """Control of this file: without a second lookup the file stays invisible, and opening its folder reveals it."""
     path = tmp_path / "new" / "outcome.json"
     assert not path.exists()
     with nfs.elsewhere():
@@ -62,9 +62,9 @@ def watcher(run_dir: RunDir, scheduler: FakeScheduler, clock: Clock) -> Watcher:
 
 
 def test_an_attempt_whose_outcome_appears_in_time_is_not_lost(run_dir: RunDir, nfs: NfsClient) -> None:
-    """Its job is over, and the outcome is written on a node a moment before the watcher stops waiting for it."""
+    """Its job is over, and a node writes the outcome just before the watcher stops waiting for it."""
     clock = Clock()
-    one = watcher(run_dir, FakeScheduler(), clock)  # it knows of no job: this one has ended
+    one = watcher(run_dir, FakeScheduler(), clock)  # it knows no job: this one has ended
     assert one.poll().verdict.state is AttemptState.RUNNING
     with nfs.elsewhere():
         FakeAgent(run_dir).end(AttemptState.COMPLETED)
@@ -73,7 +73,7 @@ def test_an_attempt_whose_outcome_appears_in_time_is_not_lost(run_dir: RunDir, n
 
 
 def test_an_attempt_without_an_outcome_is_lost_at_the_same_time_as_before(run_dir: RunDir) -> None:
-    """Control: a second look finds nothing, and the wait is no longer for it."""
+    """Control: a second lookup finds nothing, and does not prolong the wait."""
     clock = Clock()
     one = watcher(run_dir, FakeScheduler(), clock)
     one.poll()
@@ -168,7 +168,7 @@ def test_what_appears_on_another_node_is_seen_at_the_next_poll(run_dir: RunDir, 
 
 
 def test_a_run_directory_that_comes_back_is_not_gone(tmp_path: Path, run_dir: RunDir, nfs: NfsClient) -> None:
-    """It was moved away for a moment; with the control that one that stays away is missing."""
+    """The directory was moved away for a moment; control: one that stays away is missing."""
     clock = Clock()
     presence = Presence(run_dir, clock)
     with nfs.elsewhere():
@@ -188,7 +188,7 @@ def test_a_new_run_is_listed(tmp_path: Path, nfs: NfsClient) -> None:
 
 
 def test_a_look_at_what_exists_asks_for_nothing_more(run_dir: RunDir, nfs: NfsClient) -> None:
-    """A poll of files that exist costs no request more than without a second look; a vain one costs a single one."""
+    """A poll of existing files costs no more requests than without a second lookup; a failed one costs one more."""
     attempt = run_dir.attempt(1)
     assert read_model(attempt.placement, Placement) is not None
     assert is_there(attempt.placement)

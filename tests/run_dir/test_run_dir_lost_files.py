@@ -1,4 +1,4 @@
-"""Appended files that are deleted, replaced or truncated while they are written and followed."""
+"""Append-only files that are deleted, replaced or truncated while they are written and followed."""
 
 import os
 import shutil
@@ -18,12 +18,12 @@ def line(step: int) -> MetricsLine:
 
 
 class Pair:
-    """Writer, with a follower that has read everything so far."""
+    """A writer, and a follower that has read everything so far."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.said: list[str] = []
-        self.writer = LineWriter(path, self.said.append)
+        self.messages: list[str] = []
+        self.writer = LineWriter(path, self.messages.append)
         self.place = FilePosition()
         self.seen: list[int] = []
         self.write(1, 2, 3)
@@ -72,10 +72,10 @@ def test_a_file_that_goes_away_is_written_anew_with_all_its_lines(pair: Pair, ac
     pair.write(6)
     pair.follow()
     assert pair.written == [1, 2, 3, 4, 5, 6]
-    assert pair.seen == [1, 2, 3, 4, 5, 6], "nothing is lost for a follower, and nothing comes twice"
-    (said,) = pair.said
-    assert said.startswith("metrics.jsonl was ")
-    assert "bytes were restored" in said
+    assert pair.seen == [1, 2, 3, 4, 5, 6], "nothing is lost for a follower, and nothing is duplicated"
+    (message,) = pair.messages
+    assert message.startswith("metrics.jsonl was ")
+    assert "bytes were restored" in message
 
 
 def test_a_writer_that_does_not_look_loses_what_it_writes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,16 +88,16 @@ def test_a_writer_that_does_not_look_loses_what_it_writes(pair: Pair, monkeypatc
 
 @pytest.mark.parametrize("further", [1, 9])
 def test_a_truncated_file_goes_on_and_its_reader_begins_again(pair: Pair, further: int) -> None:
-    """Also where it has grown beyond the read part before the next reading."""
+    """This holds even if the file has grown beyond the read part before the next read."""
     os.truncate(pair.path, 0)
-    assert not pair.follow(), "empty: another machine may see it so for a while"
+    assert not pair.follow(), "empty: another machine may see it this way for a while"
     pair.write(*range(4, 4 + further))
     assert pair.follow()
     pair.write(20)
     assert not pair.follow()
     assert pair.seen == [1, 2, 3, *range(4, 4 + further), 20]
-    (said,) = pair.said
-    assert "was truncated during writing" in said
+    (message,) = pair.messages
+    assert "was truncated during writing" in message
 
 
 def test_a_reader_with_an_offset_alone_loses_lines(pair: Pair) -> None:
@@ -109,10 +109,10 @@ def test_a_reader_with_an_offset_alone_loses_lines(pair: Pair) -> None:
     assert len(lines) < 9
 
 
-def test_lines_that_their_file_system_has_not_kept_are_said_to_be_lost(
+def test_lines_that_the_file_system_did_not_keep_are_reported_as_lost(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Deleted on another machine, whose file system does not know who has it open here."""
+    """The file is deleted on another machine, whose file system does not know that it is open here."""
     pair.path.unlink()
     own = pair.writer._file
 
@@ -129,14 +129,16 @@ def test_lines_that_their_file_system_has_not_kept_are_said_to_be_lost(
     monkeypatch.setattr(pair.writer, "_file", Stale())
     pair.write(4, 5)
     assert pair.written == [4, 5]
-    assert pair.said == ["metrics.jsonl was deleted during writing: its earlier lines are lost, later ones are kept"]
+    assert pair.messages == [
+        "metrics.jsonl was deleted during writing: its earlier lines are lost, later ones are kept"
+    ]
     pair.write(6, 7, 8)
     assert pair.follow()
     assert pair.seen == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_an_older_version_of_a_file_is_waited_out(pair: Pair, tmp_path: Path) -> None:
-    """As a network file system shows it to another machine: a reader that began again would have all lines twice."""
+    """A network file system may show such a version to another machine: restarting would read all lines twice."""
     whole = pair.path.read_bytes()
     for size in (0, 30, 100, len(whole) - 1):
         older = tmp_path / "older"
@@ -148,7 +150,7 @@ def test_a_folder_that_is_gone_is_not_made_again(pair: Pair) -> None:
     shutil.rmtree(pair.path.parent)
     pair.write(4)
     assert not pair.path.parent.exists()
-    assert pair.said == []
+    assert pair.messages == []
 
 
 def test_events_tell_that_their_own_file_was_deleted(tmp_path: Path) -> None:
@@ -158,6 +160,6 @@ def test_events_tell_that_their_own_file_was_deleted(tmp_path: Path) -> None:
     place.events("n1").unlink()
     events.add("role_started", "role trainer starts")
     events.close()
-    told = read_models(place.events("n1"), AgentEvent)
-    assert [event.kind for event in told] == ["agent_started", "role_started", "file"]
-    assert "events-n1.jsonl was deleted during writing" in told[-1].message
+    events = read_models(place.events("n1"), AgentEvent)
+    assert [event.kind for event in events] == ["agent_started", "role_started", "file"]
+    assert "events-n1.jsonl was deleted during writing" in events[-1].message

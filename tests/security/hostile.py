@@ -1,4 +1,4 @@
-"""Hostile texts from the field, by their target; every function of escaping is tested with all."""
+"""Hostile texts from the field, grouped by target; every escaping function is tested with all of them."""
 
 ESC, BEL, CSI_8, OSC_8, ST_8 = "\x1b", "\x07", "\x9b", "\x9d", "\x9c"
 

@@ -1,4 +1,4 @@
-"""Attackers of the server and the folders of a site: another user of the machine, and a page of another site."""
+"""Attackers of the server and the folders of a site: another user of the machine, and a page from another origin."""
 
 import http.server
 import json
@@ -18,7 +18,7 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="another user's attack 
 
 
 def as_stranger(attack: Callable[[], Any]) -> Any:
-    """The outcome of an attack in a process of another user: its JSON, or the name of what was raised."""
+    """Result of an attack in a process of another user: its JSON, or the class name of the exception."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -33,9 +33,9 @@ def as_stranger(attack: Callable[[], Any]) -> Any:
             os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as answers:
-        said = answers.read()
+        answer = answers.read()
     os.waitpid(child, 0)
-    return json.loads(said)
+    return json.loads(answer)
 
 
 def _tried(attack: Callable[[], Any]) -> Any:
@@ -47,7 +47,7 @@ def _tried(attack: Callable[[], Any]) -> Any:
 
 @contextmanager
 def page_of_a_stranger(html: str) -> Iterator[str]:
-    """A web page on another port of this machine, as any of its users can serve one. Yields its address."""
+    """A web page on another port of this machine, as any of its users can serve one; yields its address."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -1,4 +1,4 @@
-"""Packages: bounds where another version would break or is known to be unsafe, and hashes in the container."""
+"""Version bounds where another version would break or is known to be unsafe, and hashes in the container."""
 
 import re
 import tomllib
@@ -24,7 +24,7 @@ def declared(name: str) -> Requirement:
 
 @pytest.mark.parametrize("name", ["torch", "submitit", "prefect", "deepspeed"])
 def test_what_is_used_below_its_surface_has_an_upper_bound(name: str) -> None:
-    """The next minor version may change that; the tested one is inside."""
+    """The next minor version may change the internals; the tested one is within the bound."""
     found = declared(name).specifier
     assert any(one.operator == "<" for one in found)
     version = Version(TESTED[name])
@@ -41,7 +41,7 @@ def test_the_container_has_the_tested_versions_each_with_a_hash() -> None:
     text = (ROOT / "infra" / "requirements.txt").read_text()
     needed = {Requirement(one).name for one in (*DECLARED["dependencies"], *EXTRAS["postgres"])}
     assert needed <= HASHED.keys()
-    assert "hatchling" in HASHED, "what the package is built with comes by its hash too"
+    assert "hatchling" in HASHED, "the build requirements of the package also have hashes"
     assert {name: version for name, version in HASHED.items() if TESTED.get(name, version) != version} == {}
     blocks = re.split(r"^(?=[a-z0-9._-]+==)", text, flags=re.MULTILINE)[1:]
     assert [block.partition("\n")[0] for block in blocks if "--hash=sha256:" not in block] == []

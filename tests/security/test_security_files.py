@@ -1,6 +1,6 @@
-"""Files of a site and of runs against another user of the machine: nothing is read, planted or held.
+"""Files of a site and of runs against another user of the machine: they are neither read, planted nor held.
 
-The other user is real where the tests run as root; elsewhere these tests are skipped.
+The other user is real if the tests run as root; otherwise these tests are skipped.
 """
 
 import os
@@ -25,7 +25,7 @@ from rlhf_core.scheduler import slurm_queue
 from rlhf_core.worker.liveness.heartbeat import SlotFile, slots_folder
 
 OTHER = 65534
-"""User and group that nothing else belongs to."""
+"""User and group that own nothing else."""
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="another user can only be played by root")
 
@@ -55,7 +55,7 @@ def all_below(folder: Path) -> list[Path]:
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A folder that every user reaches, as home folders and /tmp are, and a umask that takes nothing off."""
+    """A folder that every user can reach, like home folders and /tmp, and a umask that removes no permissions."""
     folder = Path(tempfile.mkdtemp(prefix="rlhf-test-"))
     folder.chmod(0o755)
     before = os.umask(0)
@@ -65,7 +65,7 @@ def place() -> Iterator[Path]:
 
 
 def old_home(place: Path) -> Path:
-    """A home folder as version 0.1 made it."""
+    """A home folder as created by version 0.1."""
     home = place / "home"
     for name in (
         "prefect/prefect.db",
@@ -85,7 +85,7 @@ def old_home(place: Path) -> Path:
 
 def test_a_home_folder_is_of_its_owner_alone_whatever_the_umask(place: Path) -> None:
     site = load_site({"RLHF_HOME": str(place / "deep" / "home")})
-    assert not site.home.exists(), "looking changes nothing"
+    assert not site.home.exists(), "inspection changes nothing"
     with HistoryStore(site.database_url):
         assert mode(site.home) == 0o700
         databases = [path for path in all_below(site.home) if path.is_file()]
@@ -95,7 +95,7 @@ def test_a_home_folder_is_of_its_owner_alone_whatever_the_umask(place: Path) -> 
 
 def test_a_home_folder_of_an_older_version_is_closed(place: Path) -> None:
     home = old_home(place)
-    assert mode(home / "prefect" / "prefect.db") & 0o077, "the control"
+    assert mode(home / "prefect" / "prefect.db") & 0o077, "control"
     load_site({"RLHF_HOME": str(home)})
     for name in (".", "prefect", "logs", "services"):
         assert mode(home / name) == 0o700
@@ -106,7 +106,7 @@ def test_a_home_folder_of_an_older_version_is_closed(place: Path) -> None:
 @needs_root
 def test_another_user_reads_nothing_of_a_home_folder(place: Path) -> None:
     home = old_home(place)
-    assert "secret" in as_other('cat "$1"/prefect/prefect.db', home).stdout, "the control: it was read before"
+    assert "secret" in as_other('cat "$1"/prefect/prefect.db', home).stdout, "control: it was readable before"
     load_site({"RLHF_HOME": str(home)})
     done = as_other('cat "$1"/prefect/prefect.db "$1"/history.db; ls -R "$1"; touch "$1"/x; echo tried', home)
     assert done.stdout == "tried\n"
@@ -177,7 +177,7 @@ def test_a_folder_of_runs_that_is_made_here_is_private(place: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Names that can be guessed
+# Predictable names
 
 
 @needs_root

@@ -1,5 +1,5 @@
-"""A run directory that is moved away under a run: its job is a real one, with a helper that has left its parents and
-its controller. It is ended by its marker, and the history closes the run with words."""
+"""A run directory that is moved away during a run: its job is real, with a helper that has left its parents and its
+controller. The job is ended by its marker, and the history closes the run with an explanation."""
 
 import subprocess
 import sys
@@ -86,9 +86,9 @@ def case(tmp_path: Path) -> Iterator[Case]:
 def test_the_controller_ends_everything_of_the_job_and_closes_the_run(case: Case, tmp_path: Path) -> None:
     before = case.processes()
     assert int((tmp_path / "daemon.pid").read_text()) in before
-    assert len(before) >= 3, "the controller of the job, its agent, and the helper that has left them"
-    said = str(abandon(case.controller, RunDirGone(f"{case.run_dir.root} has been missing for 31 s")))
-    assert "was ended" in said
+    assert len(before) >= 3, "the controller of the job, its agent, and the detached helper"
+    outcome = str(abandon(case.controller, RunDirGone(f"{case.run_dir.root} has been missing for 31 s")))
+    assert "was ended" in outcome
     assert not case.processes()
     shown = queries.show_run(case.store, case.run_dir.run_id)["run"]
     assert shown["state"] == "failed"
@@ -97,7 +97,7 @@ def test_the_controller_ends_everything_of_the_job_and_closes_the_run(case: Case
 
 
 def test_cancel_without_a_controller_finds_the_job_by_its_marker(case: Case) -> None:
-    """Before, it said that the directory was gone, and what trained went on."""
+    """The command used to report that the directory was gone, while training continued."""
     assert case.processes()
     done = CliRunner().invoke(app, ["cancel", case.run_dir.run_id, "--reason", "it was moved"])
     assert done.exit_code == 0, done.output
@@ -105,11 +105,11 @@ def test_cancel_without_a_controller_finds_the_job_by_its_marker(case: Case) -> 
     assert not case.processes()
     shown = queries.show_run(case.store, case.run_dir.run_id)["run"]
     assert (shown["state"], "it was moved" in shown["message"]) == ("failed", True)
-    # Moved back, the run can be resumed: its files are as they were.
+    # Moved back, the run can be resumed: its files are unchanged.
     case.aside.rename(case.run_dir.root)
     assert RunDir(case.run_dir.root).read_spec().run_id == case.run_dir.run_id
     again = CliRunner().invoke(app, ["cancel", "no-such-run"])
-    assert again.exit_code != 0, "the control: an unknown run"
+    assert again.exit_code != 0, "control: an unknown run"
 
 
 def test_processes_of_another_run_are_left_alone(case: Case) -> None:

@@ -1,6 +1,7 @@
 """Strangers at the ports of a run: they reach listening sockets, forge orders and plant a pickle, without effect.
 
-Agents and workers are real processes, as a scheduler would start them. The stranger is a client of torch's own store.
+Agents and workers are real processes, started as a scheduler would start them. The stranger is a client of torch's own
+store.
 """
 
 import base64
@@ -49,13 +50,13 @@ MakeRun = Callable[..., AgentRun]
 
 @pytest.fixture
 def agent_run(tmp_path: Path) -> Iterator[MakeRun]:
-    """Makes toy runs; whatever they leave behind is ended with the test."""
+    """Factory of toy runs; processes that they leave behind are ended after the test."""
     with toy_runs(tmp_path / "runs") as make:
         yield make
 
 
 def listening(run: AgentRun) -> list[tuple[str, int]]:
-    """Places at which the agents of a run and all they started listen."""
+    """Addresses on which the agents of a run and all their descendants listen."""
     found = []
     for agent in run.agents:
         process = psutil.Process(agent.pid)
@@ -66,7 +67,7 @@ def listening(run: AgentRun) -> list[tuple[str, int]]:
 
 
 def stores_at(places: list[tuple[str, int]]) -> list[Any]:
-    """Clients of torch's stores; a port without a store blocks one forever, in a thread that is left behind."""
+    """Clients of torch's stores; a port without a store blocks a client forever, in a thread that is left behind."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     found: list[Any] = []
@@ -87,7 +88,7 @@ def stores_at(places: list[tuple[str, int]]) -> list[Any]:
 
 
 class Bomb:
-    """Object that leaves a file when it is unpickled."""
+    """Object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -107,8 +108,8 @@ def test_a_run_on_one_node_listens_on_loopback_only_and_has_no_store_there(agent
     until(lambda: (run.run_dir.root / "met").exists() or run.agents[0].poll() is not None)
     places = listening(run)
     assert [place for place in places if place[0] != "127.0.0.1"] == []
-    # What is left are the sockets of gloo. They accept no orders and list no keys.
-    assert places, "the negative control: gloo does listen, so that something is seen here"
+    # The sockets of gloo remain. They accept no orders and list no keys.
+    assert places, "negative control: gloo does listen, so the search can find sockets"
     assert stores_at(places) == []
     (run.run_dir.root / "go").touch()
     assert run.finish()[0] == 0, run.printed(0)
@@ -116,7 +117,7 @@ def test_a_run_on_one_node_listens_on_loopback_only_and_has_no_store_there(agent
 
 
 def test_files_of_workers_on_a_node_lie_where_no_other_user_reaches_them(tmp_path: Path) -> None:
-    """A worker's outcome, say, would otherwise be whatever another user has laid there before."""
+    """Otherwise, another user could plant a file there that would be read as, say, a worker's outcome."""
     script = (
         "import os, stat, sys, tempfile\n"
         "tempfile.tempdir = sys.argv[1]\n"
@@ -133,7 +134,7 @@ def test_files_of_workers_on_a_node_lie_where_no_other_user_reaches_them(tmp_pat
     usual.chmod(0o777)
     assert folder() == usual
     assert stat.S_IMODE(usual.stat().st_mode) == 0o700
-    # Another user was there first: with a link to a folder of theirs, or with a folder of their own.
+    # Another user was there first, with a link to their own folder, or with a folder of their own.
     usual.rmdir()
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -153,7 +154,7 @@ def test_files_of_workers_on_a_node_lie_where_no_other_user_reaches_them(tmp_pat
 
 
 def store_of(run: AgentRun) -> Any:
-    """The store of the agents, as a stranger finds it."""
+    """The store of the agents, as a stranger can reach it."""
     ports = candidate_ports(job_marker(run.run_dir.run_id, run.attempt))
     (port,) = until(lambda: [port for host, port in listening(run) if port in ports])
     (store,) = stores_at([("127.0.0.1", port)])
@@ -161,7 +162,8 @@ def store_of(run: AgentRun) -> Any:
 
 
 def forge(store: Any, run: AgentRun, bomb: Path) -> None:
-    """Messages that a stranger can think of: ends, bad hardware, kills; plain, and signed with a key that is none."""
+    """Write the messages that a stranger can think of: ends, bad hardware, kills; plain, and signed with a made-up
+    key."""
     over = AgreedStep(action="end", state=AttemptState.FAILED, message="forged", kind=FailureKind.NODE_UNFIT)
     groups = {Role.TRAINER: GroupOrders(kill=0)}
     orders = Orders(over=over, cancel="forged", groups=groups, stop="forged").model_dump_json()
@@ -181,12 +183,12 @@ def forge(store: Any, run: AgentRun, bomb: Path) -> None:
     store.set("pulse/1", b"\xff\x00 no text")
     planted = base64.b64encode(pickle.dumps(Bomb(bomb)))
     for restart in range(4):
-        # Where torch's dynamic rendezvous keeps its state, which it unpickles.
+        # Torch's dynamic rendezvous keeps its state here, and unpickles it.
         store.set(f"torch.rendezvous.{run.run_dir.run_id}.{run.attempt}.{restart}", planted)
 
 
 def refusals(run: AgentRun) -> list[str]:
-    """Nodes whose agents said that they refused a message."""
+    """Nodes whose agents reported that they refused a message."""
     found = [event for restart in run.dir.restarts() for event in run.events(restart.restart, "peer")]
     return [event.node for event in found if event.data.get("refused")]
 
@@ -195,13 +197,13 @@ def test_forged_orders_and_a_planted_pickle_change_nothing(agent_run: MakeRun, t
     run = agent_run(num_nodes=2, train={"num_steps": 70}, supervise={"floor_s": 30.0, "max_restarts": 3})
     run.start_all(2)
     store, bomb = store_of(run), tmp_path / "exploded"
-    assert {place for place, _ in listening(run)} == {"127.0.0.1"}, "the address of the allocation, nothing else"
+    assert {place for place, _ in listening(run)} == {"127.0.0.1"}, "the address of the allocation, and no other"
     assert stat.S_IMODE(run.dir.key.stat().st_mode) == 0o600
     until(lambda: len(run.pids(0)) == 4 and run.reached(0, 2))
     keys = store.list_keys()
-    assert "orders" in keys, "the stranger does see and reach the store"
+    assert "orders" in keys, "the stranger can see and reach the store"
     forge(store, run, bomb)
-    # A start of the workers under the eyes of the stranger, with all its agreements.
+    # A start of the workers, with all its agreements, while the stranger can observe it.
     os.kill(run.pids(0)[0], signal.SIGKILL)
     until(lambda: run.restart(0).incident(1).exists())
     forge(store, run, bomb)
@@ -214,12 +216,12 @@ def test_forged_orders_and_a_planted_pickle_change_nothing(agent_run: MakeRun, t
     assert (outcome.state, outcome.num_restarts, outcome.last_step) == (AttemptState.COMPLETED, 1, 70)
     assert run.incident(0).failure_kind is FailureKind.WORKER_KILLED
     assert not bomb.exists()
-    assert sorted(refusals(run)) == ["node1", "node2"], "each of them says so once"
+    assert sorted(refusals(run)) == ["node1", "node2"], "each agent reports it once"
     assert "was rejected: " in run.printed(0)
 
 
-def test_who_believes_everything_obeys_the_stranger(agent_run: MakeRun, tmp_path: Path) -> None:
-    """Negative control: the same orders, and agents that do not verify what they read."""
+def test_agents_that_verify_nothing_obey_the_stranger(agent_run: MakeRun, tmp_path: Path) -> None:
+    """Negative control: the same orders, and agents that do not verify the messages."""
     run = agent_run(num_nodes=2, train={"num_steps": 5000}, supervise={"agent_floor_s": 3.0})
     run.program = ("-c", CREDULOUS)
     run.start_all(2)
@@ -229,15 +231,15 @@ def test_who_believes_everything_obeys_the_stranger(agent_run: MakeRun, tmp_path
     forge(store, run, tmp_path / "exploded")
     assert run.finish_all() == [1, 1]
     assert run.outcome().state is AttemptState.FAILED
-    assert ": forged" in run.printed(0) + run.printed(1), "an agent says so of its end"
+    assert ": forged" in run.printed(0) + run.printed(1), "an agent reports its end"
     assert not any(map(is_alive, workers.values()))
 
 
 def test_no_state_of_a_run_is_read_with_pickle() -> None:
-    """In the code that reads what others can write; ``torch.load`` reads weights only.
+    """The rule applies to code that reads files that others can write; ``torch.load`` reads only weights.
 
-    The process of reward functions runs the user's code anyhow, and reads from a socket that only its trainer has the
-    other end of. The trainer never unpickles what comes back.
+    The process of reward functions runs the user's code anyway, and reads from a socket whose other end only its
+    trainer has. The trainer never unpickles the answers.
     """
     root = Path(__file__).parents[2] / "rlhf_core"
     spoken_to = root / "training" / "rewards" / "worker.py"

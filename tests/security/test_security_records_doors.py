@@ -1,4 +1,4 @@
-"""Names that users and files give: ids of runs, configs, files of a checkpoint, jobs, and a history on a full disk."""
+"""Names from users and files: ids of runs, configs, files of a checkpoint, jobs; and a history on a full disk."""
 
 import os
 import shutil
@@ -86,7 +86,7 @@ def test_what_is_no_id_opens_nothing(tmp_path: Path, text: str) -> None:
 
 
 def planted(folder: Path, name: str = ID) -> RunDir:
-    """Run directory made by another user, outside of the runs of this site."""
+    """Run directory made by another user, outside the runs of this site."""
     folder.mkdir()
     run_dir = make_run(folder / "theirs")
     target = folder / name
@@ -246,7 +246,7 @@ def test_too_many_steps_name_the_setting_and_what_it_takes() -> None:
         config.load("quickstart", ["loops.main.num_steps=99999999999999999999"])
 
 
-def test_folders_that_are_called_in_no_utf_8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_whose_names_are_not_utf_8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
     folder.mkdir()
     with pytest.raises(BadConfig, match="expected a UTF-8 path"):
@@ -260,7 +260,7 @@ def test_folders_that_are_called_in_no_utf_8(tmp_path: Path, monkeypatch: pytest
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Files that a manifest names, jobs that a submission names
+# File names in manifests, job ids in submissions
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "model/../../x", "", "a\x00b", "x" * 5_000, ".."])
@@ -347,9 +347,9 @@ def test_a_history_is_whole_or_not_there_on_a_nearly_full_disk(small_disk: Path)
     file, filler = small_disk / "history.db", small_disk / "filler"
     url = f"sqlite:///{file}"
     whole = refused = 0
-    said: list[str] = []
+    messages: list[str] = []
     published: list[int] = []
-    # If nothing looked at what SQLite left (`database.require_whole`), four of these would publish a broken file.
+    # Without the check of what SQLite left (`database.require_whole`), four of these would publish a broken file.
     for left_kib in range(60, 1_100, 75):
         filler.write_bytes(b"")
         room = os.statvfs(small_disk)
@@ -359,7 +359,7 @@ def test_a_history_is_whole_or_not_there_on_a_nearly_full_disk(small_disk: Path)
                 assert store.run_ids() == []
         except DatabaseUnavailable as error:
             refused += 1
-            said.append(str(error))
+            messages.append(str(error))
             published += [left_kib] * file.exists()
         else:
             whole += 1
@@ -369,7 +369,7 @@ def test_a_history_is_whole_or_not_there_on_a_nearly_full_disk(small_disk: Path)
             path.unlink()
     assert published == []
     assert min(whole, refused) >= 3, (whole, refused)
-    assert all("disk is full" in text or "cannot be created" in text for text in said), said
+    assert all("disk is full" in text or "cannot be created" in text for text in messages), messages
 
 
 def _require_whole(file: Path) -> None:
@@ -380,7 +380,7 @@ def _require_whole(file: Path) -> None:
 
 
 def test_an_unwhole_history_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also without a message about the full disk: the log of SQLite is copied when the last connection closes."""
+    """Also without an error about the full disk: SQLite copies its log when the last connection closes."""
     file = tmp_path / "history.db"
     real = migrate._migrate
 

@@ -30,7 +30,7 @@ from rlhf_core.watchdog.ingest import glance, rebuild, sync
 
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Interrupt a longer wait: opening a FIFO waits forever."""
+    """Interrupt a wait that takes longer: opening a FIFO waits forever."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"still waiting after {seconds} s")
@@ -124,9 +124,9 @@ def test_fifos_in_every_place_stop_neither_their_run_nor_the_others(tmp_path: Pa
     assert report.failed == {}
     assert {run["state"] for run in queries.list_runs(store)} == {"completed"}
     assert queries.curve(store, healthy.run_id, ["time/step_s"])["time/step_s"]
-    told = [event for event in queries.events(store, hostile.run_id) if event["kind"] == "set_aside"]
-    assert {event["source"] for event in told} >= {"attempts/2/outcome.json", "evaluations/after-greedy.json"}
-    assert "it is no AttemptOutcome" in " ".join(event["message"] for event in told)
+    set_aside = [event for event in queries.events(store, hostile.run_id) if event["kind"] == "set_aside"]
+    assert {event["source"] for event in set_aside} >= {"attempts/2/outcome.json", "evaluations/after-greedy.json"}
+    assert "it is no AttemptOutcome" in " ".join(event["message"] for event in set_aside)
 
 
 def test_a_journal_that_is_a_fifo_fails_its_run_alone(tmp_path: Path, store: HistoryStore) -> None:
@@ -142,7 +142,7 @@ def test_a_journal_that_is_a_fifo_fails_its_run_alone(tmp_path: Path, store: His
     assert set(report.runs) == {healthy.run_id} | ({hostile.run_id} - set(report.failed))
 
 
-def test_a_spec_that_is_a_fifo_or_endless_is_said_to_be_damaged(tmp_path: Path) -> None:
+def test_a_spec_that_is_a_fifo_or_endless_is_reported_as_damaged(tmp_path: Path) -> None:
     run = RunFiles(tmp_path / "runs")
     run.dir.spec.unlink()
     os.mkfifo(run.dir.spec)
@@ -169,12 +169,12 @@ def test_500_mb_without_a_newline_are_skipped_in_bounded_memory(tmp_path: Path, 
     run.metrics(1, 0, 1, 10)
     path = run.dir.attempt(1).restart(0).metrics
     os.truncate(path, 500 << 20)
-    sync(run.dir, store)  # what it imports is no memory of the reader's
+    sync(run.dir, store)  # its imports are no memory of the reader
     os.truncate(path, 501 << 20)
     tracemalloc.start()
     try:
         report = sync(run.dir, store)
-        assert report.skipped == [], "it was said before"
+        assert report.skipped == [], "it was reported before"
         assert list(read_blocks(path))
         progress = AttemptProgress(run.dir.attempt(1))
         (run.dir.attempt(1).restart(0).root / "agents").mkdir(exist_ok=True)
@@ -184,13 +184,13 @@ def test_500_mb_without_a_newline_are_skipped_in_bounded_memory(tmp_path: Path, 
         tracemalloc.stop()
     assert peak < 64 << 20
     assert progress.step == 1
-    (told,) = [event for event in queries.events(store, run.run_id) if event["kind"] == "set_aside"]
-    assert f"longer than {reading.MAX_LINE_BYTES} bytes" in told["message"]
+    (set_aside,) = [event for event in queries.events(store, run.run_id) if event["kind"] == "set_aside"]
+    assert f"longer than {reading.MAX_LINE_BYTES} bytes" in set_aside["message"]
     with path.open("ab") as file:
         file.write(b"\n" + GOOD % 2)
     sync(run.dir, store)
     progress.update()
-    assert queries.curve(store, run.run_id, ["a"]) == {"a": [(2, 1.0)]}, "what follows it is read"
+    assert queries.curve(store, run.run_id, ["a"]) == {"a": [(2, 1.0)]}, "the following line is read"
     assert progress.step == 2
 
 
@@ -256,16 +256,16 @@ def test_a_journal_without_an_end_is_damaged_and_is_mended_in_bounded_memory(tmp
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Other files than before
+# Replaced files
 
 
 def test_a_journal_that_was_replaced_is_noticed(tmp_path: Path, store: HistoryStore) -> None:
-    """Also where all its lines can be read, and none begins in the middle of the one before."""
+    """This holds even if all its lines can be read, and none begins in the middle of the one before."""
     run = synced(whole_run(tmp_path / "runs"), store)
     content = run.dir.control.read_bytes()
     run.dir.control.unlink()
     run.dir.control.write_bytes(content)
-    assert sync(run.dir, store).batches == 0, "a copy that was put back"
+    assert sync(run.dir, store).batches == 0, "a copy was put back"
     run.dir.control.write_bytes(content.replace(b'"token":1', b'"token":2'))
     with pytest.raises(JournalDamaged, match="rlhf db rebuild"):
         sync(run.dir, store)
@@ -274,7 +274,7 @@ def test_a_journal_that_was_replaced_is_noticed(tmp_path: Path, store: HistorySt
 
 
 def test_a_copy_of_a_run_directory_does_not_hold_the_reader(tmp_path: Path, store: HistoryStore) -> None:
-    """Its spec is that of the run it was copied from: rows of neither could be claimed, and the reader would restart
+    """Its spec is that of the original run: the rows of neither could be claimed, and the reader would restart
     forever."""
     runs = tmp_path / "runs"
     run = whole_run(runs)

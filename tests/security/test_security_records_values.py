@@ -50,7 +50,7 @@ RAW = (b"1e400", b"NaN", b'"\\ud800"', b"9" * 5_000, b"[" * 300 + b"]" * 300)
 
 
 def _leaves(value: Any, at_path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Places of all values in a document, inner ones too."""
+    """Paths of all values in a document, including nested ones."""
     if at_path:
         yield at_path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -59,7 +59,7 @@ def _leaves(value: Any, at_path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ..
 
 
 def mutants(content: bytes) -> Iterator[bytes]:
-    """A JSON document with each of its values replaced by each hostile one, and with hostile names of keys."""
+    """A JSON document with each of its values replaced by each hostile value, and with hostile keys."""
     whole = json.loads(content)
     for path in _leaves(whole):
         for hostile in (*HOSTILE, *RAW):
@@ -80,7 +80,7 @@ def mutants(content: bytes) -> Iterator[bytes]:
 
 
 def _hostile_run(runs: Path) -> RunFiles:
-    """A whole run beside whose files lie all mutants of them."""
+    """A whole run with all mutants of its files beside them."""
     found = whole_run(runs, "evil")
     first = found.dir.attempt(1).restart(1)
     appended = [found.dir.attempt(1).restart(0).metrics, first.events("n1"), first.telemetry("n2")]
@@ -130,7 +130,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[HistorySto
 
 
 def _with_numbers_alike(row: tuple[Any, ...]) -> tuple[Any, ...]:
-    """PostgreSQL writes 1e20 in JSON as an integer."""
+    """The row with all JSON numbers written as floats: PostgreSQL writes 1e20 in JSON as an integer."""
     return tuple(
         (name, json.dumps(json.loads(text, parse_int=float), sort_keys=True) if text[:1] in "[{" else text)
         for name, text in row
@@ -147,9 +147,9 @@ def test_every_hostile_value_is_stored_or_set_aside_alike_on_both_databases(
     assert report.failed == {}
     (evil,) = [run_id for run_id in report.runs if run_id.startswith("evil")]
     assert report.runs[evil].num_skipped > 1_000
-    assert sync(RunDir.of(hostile_runs, evil), store).batches == 0, "nothing is left to be tried again"
-    told = [event for event in queries.events(store, evil) if event["kind"] == "set_aside"]
-    assert {"metrics.jsonl", "events-n1.jsonl", "telemetry-n2.jsonl"} <= {Path(one["source"]).name for one in told}
+    assert sync(RunDir.of(hostile_runs, evil), store).batches == 0, "nothing is left to be retried"
+    set_aside = [event for event in queries.events(store, evil) if event["kind"] == "set_aside"]
+    assert {"metrics.jsonl", "events-n1.jsonl", "telemetry-n2.jsonl"} <= {Path(one["source"]).name for one in set_aside}
     assert {run["state"] for run in queries.list_runs(store)} == {"completed"}
     queries.show_run(store, evil)
     for view in ("run_goodput", "run_curve", "node_health", "node_figures", "node_imbalance", "run_step_time"):
@@ -167,7 +167,7 @@ def test_every_hostile_value_is_stored_or_set_aside_alike_on_both_databases(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is written once: the spec and the journal
+# Files that are written once: the spec and the journal
 
 
 TEXTS = (
@@ -184,8 +184,8 @@ TEXTS = (
 
 
 def test_texts_of_any_length_and_character_keep_no_run_out_of_the_history(store: HistoryStore, tmp_path: Path) -> None:
-    """Owner, tags, config source, overrides, who promoted, which controller: from a form, an environment variable, a
-    path."""
+    """Texts of owner, tags, config source, overrides, promoter and controller, from a form, an environment variable or
+    a path."""
     runs = tmp_path / "runs"
     for number, text in enumerate(TEXTS):
         files = RunFiles(runs, created=number)
@@ -240,8 +240,8 @@ def test_texts_of_any_length_and_character_keep_no_run_out_of_the_history(store:
 
 
 def test_no_field_of_a_record_is_without_bounds() -> None:
-    """Every number, time and text of what is stored has a type of ``schemas/base.py``; the others are in JSON columns
-    or in no column."""
+    """Every number, time and text that is stored has a type of ``schemas/base.py``; the others are in JSON columns or
+    in no column."""
     free = {"SampleLine", "Inventory", "EvaluationSample.prompt", "EvaluationSample.completion"}
     free |= {
         "EvaluationSample.answer",
@@ -267,7 +267,7 @@ def test_no_field_of_a_record_is_without_bounds() -> None:
 
 
 def _has_a_plain_part(annotation: Any) -> bool:
-    """Also in a union or a tuple. Tables are in JSON columns."""
+    """True if a type contains an unbounded one, also within a union or a tuple. Tables are in JSON columns."""
     if get_origin(annotation) in (Annotated, Literal, dict):
         return False
     return annotation in (int, str, datetime) or any(map(_has_a_plain_part, get_args(annotation)))
@@ -340,7 +340,7 @@ def begun(scheduler: FakeScheduler) -> RunDir:
 
 
 def poison(run_dir: RunDir) -> None:
-    """Lines that parse and cannot be stored, in the middle of those of the run."""
+    """Insert lines that parse and cannot be stored into the middle of the run's own lines."""
     path = run_dir.attempt(1).restart(0).metrics
     with path.open("ab") as file:
         file.write(b"\n".join(LINES) + b"\n")
@@ -360,15 +360,15 @@ def test_hostile_lines_stop_neither_their_run_nor_any_command(
     poison(hostile)
     site = load_site()
     with HistoryStore(site.database_url) as store:
-        said: list[str] = []
-        ingester = Ingester(site, store, said.append)
+        messages: list[str] = []
+        ingester = Ingester(site, store, messages.append)
         assert ingester.ingest() == 2
-        assert (ingester.ingest(), said) == (0, [])
+        assert (ingester.ingest(), messages) == (0, [])
         for run_dir, last in ((hostile, 2), (healthy, 1)):
             assert queries.show_run(store, run_dir.run_id)["metrics"]["train/loss"]["step"] == last
-        told = [one for one in queries.events(store, hostile.run_id) if one["kind"] == "set_aside"]
-    assert sorted(Path(one["source"]).name for one in told) == ["events-n9.jsonl", "metrics.jsonl"]
-    assert "5 lines were left out, the first at byte" in told[1]["message"] + told[0]["message"]
+        set_aside = [one for one in queries.events(store, hostile.run_id) if one["kind"] == "set_aside"]
+    assert sorted(Path(one["source"]).name for one in set_aside) == ["events-n9.jsonl", "metrics.jsonl"]
+    assert "5 lines were left out, the first at byte" in set_aside[1]["message"] + set_aside[0]["message"]
     for run_dir in (hostile, healthy):
         rlhf("show", run_dir.run_id)
     rlhf("db", "rebuild")
@@ -382,7 +382,7 @@ def test_hostile_lines_stop_neither_their_run_nor_any_command(
 
 
 def test_without_bounds_such_a_line_ends_its_reader(scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: the former behaviour, with a schema that takes any number and a store without a safety net."""
+    """Control: the former behaviour, with a schema that accepts any number and a store without a safety net."""
     hostile = begun(scheduler)
     with HistoryStore(load_site().database_url) as store:
         monkeypatch.setattr(reports.MetricsLine, "model_validate_json", _boundless)
@@ -396,7 +396,7 @@ def _boundless(text: bytes) -> Any:
 
 
 def test_what_slips_through_fails_its_run_alone(scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The net below the schemas: one that forgets a bound must not cost all other runs their reader."""
+    """The safety net below the schemas: a schema without a bound must not cost all other runs their reader."""
     hostile, healthy = begun(scheduler), begun(scheduler)
     site = load_site()
     with HistoryStore(site.database_url) as store:

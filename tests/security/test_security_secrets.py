@@ -1,4 +1,4 @@
-"""Secrets in the environment of a node, in exceptions and in logs: none of them in a file or on a page."""
+"""Secrets in the environment of a node, in exceptions and in logs: none of them reaches a file or a page."""
 
 import argparse
 import json
@@ -64,7 +64,7 @@ def test_what_a_node_says_holds_no_secret_under_any_of_these_names(
     path = run_dir.attempt(1).node_facts("n1")
     shown = json.loads(path.read_text())["variables"]
     assert [name for name in NAMES if CANARY in shown[name]] == []
-    assert shown["NCCL_DEBUG"] == "INFO", "the control"
+    assert shown["NCCL_DEBUG"] == "INFO", "control"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert [file for file in run_dir.root.rglob("*") if file.is_file() and CANARY.encode() in file.read_bytes()] == []
 
@@ -92,7 +92,7 @@ def test_secrets_of_the_control_plane_are_never_a_jobs(name: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What user code says when it fails
+# Errors of user code
 
 SAID = f"login failed: postgresql://anna:{CANARY}@db/x, api_key={CANARY}, Authorization: Bearer {CANARY}, hf_{CANARY}"
 
@@ -141,7 +141,7 @@ def test_the_message_of_an_incident_holds_no_secret() -> None:
     ["a-", "a.", "eyJ-", "http://", "a@", "http://a@", "token ", "-----BEGIN PRIVATE KEY-----", "x.webhook.office.com"],
 )
 def test_no_line_of_a_log_takes_long_to_mask(line: str) -> None:
-    """Within the end of a log that is looked at. It was once the square of its length: minutes."""
+    """The test reads the end of a log. The time used to grow with the square of its length: minutes."""
     began = time.process_time()
     masked((line * 40_000)[: 32 << 10])
     assert time.process_time() - began < 3.0

@@ -1,4 +1,4 @@
-"""Attacks on the Prefect server of a site: as another user, without the password, from a page in a browser."""
+"""Attacks on the Prefect server of a site: as another user, without the password, and from a page in a browser."""
 
 import contextlib
 import http.client
@@ -28,7 +28,7 @@ BROWSER = browser()
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A site whose server runs; nothing but its port is set."""
+    """A site with a running server and default settings, apart from the port."""
     with Site(tmp_path_factory.mktemp("site")).running(services=False) as site:
         site.serve("server")
         yield site
@@ -45,7 +45,7 @@ def paused(site: Site) -> str:
 
 
 def deployment(site: Site) -> dict[str, Any]:
-    """A deployment whose flow runs would run a program of its sender's."""
+    """A deployment whose flow runs would run a program chosen by the sender."""
     _, flow = site.ask("/flows/", {"name": "evil"})
     return {"name": "evil", "flow_id": flow["id"], "pull_steps": [], "entrypoint": "evil.py:run"}
 
@@ -67,14 +67,14 @@ def test_another_user_of_the_machine_changes_nothing_and_reads_nothing(site: Sit
     for auth in ("", "rlhf:guessed", "rlhf:"):
         found = as_stranger(lambda auth=auth: [site.ask(*question, auth=auth)[0] for question in questions])
         assert found == [401] * len(questions)
-    assert as_stranger(lambda: site.ask("/health", auth="")) == [200, True], "that it is there may be seen"
+    assert as_stranger(lambda: site.ask("/health", auth="")) == [200, True], "its existence may be visible"
     assert as_stranger(lambda: (site.home / "prefect" / "auth").read_text()) == "PermissionError"
     assert site.flow_state(paused) == "Paused"
     assert site.ask("/deployments/filter", {})[1] == []
 
 
 def test_with_the_password_the_same_is_done(site: Site, paused: str) -> None:
-    """Negative control of the test before: nothing but the password was lacking."""
+    """Negative control of the test above: only the password was missing."""
     assert site.ask(f"/flow_runs/{paused}/resume", {})[0] == 201
     status, made = site.ask("/deployments/", deployment(site))
     assert status == 201
@@ -88,7 +88,7 @@ def test_a_websocket_without_the_password_is_closed(site: Site, path: str) -> No
 
 
 def websocket(site: Site, path: str, password: str) -> str:
-    """The answer of a websocket to a password."""
+    """Answer of a websocket to a password."""
     url = f"ws://127.0.0.1:{site.port}/api/{path}"
     try:
         with websockets.sync.client.connect(url, subprotocols=["prefect"]) as connection:  # type: ignore[list-item]
@@ -117,7 +117,7 @@ def test_the_password_is_no_word_of_a_command_line_nor_of_a_log(site: Site) -> N
 
 
 def asked(site: Site, method: str = "GET", path: str = "/api/health", body: str = "", **headers: str) -> int:
-    """Status of a question with headers of one's own, the password among them."""
+    """Status of a request with custom headers, including the password."""
     connection = http.client.HTTPConnection("127.0.0.1", site.port, timeout=20)
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     connection.request(method, path, body or None, {**authorization(site.password), **named})
@@ -147,7 +147,7 @@ def websocket_named(site: Site, host: str, origin: str = "") -> int:
 
 
 def test_names_of_loopback_are_served(site: Site) -> None:
-    """Negative control of the test before."""
+    """Negative control of the test above."""
     for host in ("127.0.0.1", f"localhost:{site.port}", "LOCALHOST", "[::1]:9"):
         assert asked(site, path="/", host=host) == 200
         assert websocket_named(site, host) == 101
@@ -169,7 +169,7 @@ def test_what_a_page_of_another_origin_sends_is_refused(site: Site) -> None:
 
 
 def test_what_writes_needs_a_token_beside_the_password(site: Site) -> None:
-    """Else a page that has come by the password in some other way could write without reading."""
+    """Otherwise, a page that has obtained the password in some other way could write without reading."""
     assert asked(site, "POST", "/api/flows/", '{"name": "tokenless"}', content_type="application/json") == 403
     assert "tokenless" not in flows(site)
 
@@ -202,8 +202,8 @@ async function attack() {{
 
 @pytest.mark.skipif(BROWSER is None, reason="needs a browser: chromium is not installed")
 def test_a_page_on_another_port_can_neither_write_nor_read(site: Site) -> None:
-    """Even one that knows the password, in the browser of a signed-in user, with a name that it has made its
-    own."""
+    """This holds even for a page that knows the password, in the browser of a signed-in user, under a name that it
+    controls."""
     from playwright.sync_api import sync_playwright
 
     header = authorization(site.password)["authorization"]
@@ -244,7 +244,7 @@ OWN_PAGE = """async header => {
 
 
 def sent(site: Site, num_mb: int, *, chunked: bool, auth: str = "") -> int:
-    """Status of a request with a long body, which is sent for as long as the server takes it."""
+    """Status of a request with a long body, which is sent as long as the server accepts it."""
     with socket.create_connection(("127.0.0.1", site.port), timeout=60) as connection:
         length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {num_mb * MB}"
         lines = ["POST /api/flows/ HTTP/1.1", f"Host: 127.0.0.1:{site.port}", "Content-Type: application/json", length]
@@ -261,7 +261,7 @@ def sent(site: Site, num_mb: int, *, chunked: bool, auth: str = "") -> int:
 
 
 def grown_mb(site: Site, work: Callable[[], None]) -> float:
-    """Return the largest growth of the server's memory meanwhile, in MB."""
+    """Largest growth of the server's memory during the requests, in MB."""
     (process,) = [one for one in site.processes() if "serve" in one.cmdline()]
     before, over = process.memory_info().rss, threading.Event()
     seen = [before]
@@ -281,7 +281,7 @@ def grown_mb(site: Site, work: Callable[[], None]) -> float:
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_without_the_password_costs_no_memory(site: Site, chunked: bool) -> None:
     statuses: list[int] = []
-    sent(site, 1, chunked=chunked)  # what is made once for every sender
+    sent(site, 1, chunked=chunked)  # created once for all senders
     grown = grown_mb(site, lambda: statuses.append(sent(site, 50, chunked=chunked)))
     assert statuses == [401]
     assert grown < 8, f"{grown:.1f} MB for 50 MB"
@@ -294,7 +294,7 @@ def test_a_body_over_the_limit_is_refused_with_the_password_too(site: Site, chun
     grown = grown_mb(site, lambda: statuses.append(sent(site, 4 * num_mb, chunked=chunked, auth=site.password)))
     assert statuses == [413]
     assert grown < 2.5 * num_mb, f"{grown:.1f} MB"
-    assert sent(site, num_mb, chunked=chunked, auth=site.password) == 403, "negative control: it lacks but the token"
+    assert sent(site, num_mb, chunked=chunked, auth=site.password) == 403, "negative control: only the token is missing"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ def test_a_body_over_the_limit_is_refused_with_the_password_too(site: Site, chun
 
 
 def command_lines_below() -> list[str]:
-    """Command lines of the living processes that this one has started; what other tests have left may be dead."""
+    """Command lines of the running processes started by this one; leftovers of other tests may be dead."""
     lines = []
     for one in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -318,8 +318,8 @@ def test_the_temporary_server_of_a_run_has_a_password_that_is_never_shown(
     from prefect.settings import PREFECT_API_AUTH_STRING
 
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
-    said: list[str] = []
-    with temporary_server.prefect_server(tmp_path, said.append) as url:
+    printed: list[str] = []
+    with temporary_server.prefect_server(tmp_path, printed.append) as url:
         port = int(url.rpartition(":")[2].partition("/")[0])
         stranger = Site(tmp_path, port)
         for path, content in (("/flows/", {"name": "stranger"}), ("/flow_runs/filter", {})):
@@ -327,9 +327,9 @@ def test_the_temporary_server_of_a_run_has_a_password_that_is_never_shown(
         assert asked(stranger, host="evil.example") == 400
         password = PREFECT_API_AUTH_STRING.value()
         assert password
-        assert password not in "".join(said)
+        assert password not in "".join(printed)
         lines = command_lines_below()
-        assert lines, "the server at least"
+        assert lines, "at least the server"
         assert not any(password in line for line in lines)
         with get_client(sync_client=True) as client:
             client.create_flow_from_name("own")

@@ -1,4 +1,4 @@
-"""Attacks on a site that need no server: locks held by another user, planted modules, unowned names."""
+"""Attacks on a site that need no server: locks held by another user, planted modules, unauthenticated names."""
 
 import ast
 import asyncio
@@ -69,7 +69,7 @@ def test_another_user_cannot_hold_the_locks_of_the_services(home: Path) -> None:
     old.mkdir(mode=0o755)
     for name in ("up", "server", "worker"):
         (old / f"{name}.lock").touch(0o644)
-    assert as_stranger(lambda: hold(old / "up.lock")) == "held", "negative control: that is how it was"
+    assert as_stranger(lambda: hold(old / "up.lock")) == "held", "negative control: the former behaviour"
     with alone(home, wait=False) as is_alone, holding(home, "server") as beat:
         assert is_alone
         beat()
@@ -82,7 +82,7 @@ def test_another_user_cannot_hold_the_locks_of_the_services(home: Path) -> None:
 
 @needs_root
 def test_another_user_cannot_call_supervisord(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """He would start programs by it, as the user of the services."""
+    """Otherwise, supervisord would start programs for them as the user of the services."""
     monkeypatch.setattr(supervisord, "_command", lambda *_: "sleep 60")
     manager = Supervisord(home)
     manager.configure([Program("worker", 10, 1)], 5.0)
@@ -92,7 +92,7 @@ def test_another_user_cannot_call_supervisord(home: Path, monkeypatch: pytest.Mo
         assert reach(socket_file) == "reached", "negative control"
         assert as_stranger(lambda: reach(socket_file)) == "PermissionError"
         (home / "services").chmod(0o755)
-        assert as_stranger(lambda: reach(socket_file)) == "PermissionError", "its own mode is a second wall"
+        assert as_stranger(lambda: reach(socket_file)) == "PermissionError", "its own mode is a second barrier"
         (home / "services").chmod(0o700)
     finally:
         manager.shut_down(20)
@@ -153,14 +153,14 @@ def test_a_server_of_an_earlier_version_that_asks_for_no_password_is_no_server(h
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Modules that lie where a program begins
+# Modules in the start folder of a program
 
 
 PLANTED = "import pathlib; pathlib.Path(__file__).with_name('it-ran').touch(); raise SystemExit('planted')"
 
 
 def ran(folder: Path, command: list[str], planted: str) -> bool:
-    """True if a module that was planted into the folder that a command begins in is executed by it."""
+    """True if a command executes a module that was planted into its start folder."""
     (folder / f"{planted}.py").write_text(PLANTED)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "PYTHON"))}
     environment |= {"PREFECT_HOME": str(folder / "prefect"), "PYTHONPATH": str(ROOT)}
@@ -169,7 +169,7 @@ def ran(folder: Path, command: list[str], planted: str) -> bool:
 
 
 def flow_run_command(folder: Path) -> list[str]:
-    """The command with which the worker of a site starts a flow run; its log is left out."""
+    """Command with which the worker of a site starts a flow run, without its log."""
     site = load_site({"RLHF_HOME": str(folder / "home")})
     (site.home / "logs").mkdir(parents=True)
     return shlex.split(work_pool._job_template(site)["variables"]["properties"]["command"]["default"])
@@ -190,7 +190,7 @@ def test_a_planted_module_does_not_run_in_a_job(tmp_path: Path) -> None:
 
 
 def test_every_module_that_is_started_imports_nothing_from_where_it_begins() -> None:
-    """All commands of ours with `-m`: a new one must say `-P` too, or `-I`, which older interpreters know."""
+    """All our commands with `-m` are checked: a new one must also use `-P`, or `-I`, which older interpreters know."""
     found = []
     for path in (path for name in ("flows", "rlhf_core") for path in (ROOT / name).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -228,11 +228,11 @@ def test_a_name_from_a_form_is_marked_whatever_it_says() -> None:
     assert attributed("anna", "") == "anna", "a record of rlhf-flows 0.1"
     forged = f"Head of Safety (root, uid 0){' ' * 300}"
     assert attributed(forged, "anna, uid 1000").endswith("… (anna, uid 1000)")
-    assert len(attributed(forged, "anna, uid 1000")) < LABEL_CHARACTERS, "or the record would cut it off"
+    assert len(attributed(forged, "anna, uid 1000")) < LABEL_CHARACTERS, "otherwise the record would cut it off"
 
 
 @pytest.mark.parametrize("flow_run", ["", "0b5ad1e8-9f6c-4a53-8f0a-000000000000"])
-def test_who_asked_for_a_run_stands_with_its_user_in_all_books(
+def test_the_requester_of_a_run_is_recorded_everywhere_with_its_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flow_run: str
 ) -> None:
     monkeypatch.setenv("RLHF_HOME", str(tmp_path))
@@ -252,9 +252,9 @@ def test_who_asked_for_a_run_stands_with_its_user_in_all_books(
         sync(run_dir, store)
         with store.reading() as connection:
             books = connection.exec_driver_sql("SELECT owner, owner_account FROM runs").one()
-            (told,) = connection.exec_driver_sql("SELECT message FROM events").one()
+            (message,) = connection.exec_driver_sql("SELECT message FROM events").one()
     assert tuple(books) == ("Head of Safety", behind)
-    assert told.startswith(f"{shown} requested")
+    assert message.startswith(f"{shown} requested")
     assert execute(["show", run_dir.run_id]) == 0
     assert shown in capsys.readouterr().out
 
@@ -289,15 +289,15 @@ def test_an_approval_at_the_command_line_names_its_user(tmp_path: Path, monkeypa
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The guards by themselves: what they let through, and that it would have arrived without them
+# The guards by themselves: accepted and refused requests
 
 
 Answer = tuple[int, int]
-"""Status, and number of bytes that the guarded application has read."""
+"""Status, and number of bytes that the guarded application read."""
 
 
 def answered(guard: Any, *, method: str = "POST", kind: str = "http", body: int = 0, **headers: str) -> Answer:
-    """The answer to a question with so many bytes of body."""
+    """Answer to a request with this many bytes of body."""
     read, status = 0, 0
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
@@ -396,7 +396,7 @@ def test_a_site_knows_its_own_names(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
     monkeypatch.setattr(server.socket, "gethostname", lambda: "Login1")
     monkeypatch.setattr(server.socket, "getfqdn", lambda: "login1.example.com")
-    assert not names().serves("login1"), "on loopback it is not called so"
+    assert not names().serves("login1"), "on loopback it has another name"
     assert all(
         names(host="0.0.0.0").serves(name) for name in ("login1:4200", "login1.example.com", "10.1.2.3", "[::1]")
     )

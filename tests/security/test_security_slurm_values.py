@@ -1,4 +1,4 @@
-"""Values of ``[slurm]``, names of nodes and paths of runs in a batch script, which bash really runs."""
+"""Values of ``[slurm]``, names of nodes and paths of runs in a batch script that bash really runs."""
 
 import itertools
 import json
@@ -46,7 +46,7 @@ case "$*" in ping) echo "Slurmctld(primary) at here is UP";; *hostnames*) echo n
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in which sbatch runs the script that it is given, as a node would."""
+    """A folder in which sbatch runs its script as a node would."""
     (tmp_path / "bin").mkdir()
     for name, text in (("sbatch", SBATCH), ("srun", SRUN), ("scontrol", SCONTROL)):
         program = tmp_path / "bin" / name
@@ -73,14 +73,14 @@ def planted(folder: Path) -> list[Path]:
 
 
 def directives(script: str) -> dict[str, str]:
-    """As sbatch reads them: up to the first line that is a command (sbatch(1))."""
+    """Directives as sbatch reads them: up to the first line that is a command (sbatch(1))."""
     head = itertools.takewhile(lambda line: not line or line.startswith("#"), script.split("\n"))
     found = [shlex.split(line.removeprefix("#SBATCH "))[0] for line in head if line.startswith("#SBATCH")]
     return dict(one.removeprefix("--").partition("=")[::2] for one in found)
 
 
 def test_every_value_stays_a_value_when_bash_runs_the_script(cluster: Path) -> None:
-    """One line each: quotes, substitutions, separators. Every value comes out unchanged."""
+    """Quotes, substitutions and separators, in one line each: every value comes out unchanged."""
     for text in LINES:
         slurm = SlurmSpec(
             **dict.fromkeys(OPTIONS, text),
@@ -95,8 +95,8 @@ def test_every_value_stays_a_value_when_bash_runs_the_script(cluster: Path) -> N
         assert not (cluster / "failed").exists(), (cluster / "output").read_text()
         script = (cluster / "script").read_text()
         assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
-        said = directives(script)
-        assert [said[name] for name in ("partition", "account", "constraint", "mail-user")] == [text] * 4
+        options = directives(script)
+        assert [options[name] for name in ("partition", "account", "constraint", "mail-user")] == [text] * 4
         words, environment = json.loads((cluster / "srun.json").read_text())
         assert words[-3:] == [sys.executable, text, f"a\n{text}"]
         assert f"--container-image={text}" in words
@@ -107,7 +107,7 @@ def test_every_value_stays_a_value_when_bash_runs_the_script(cluster: Path) -> N
 def test_control_characters_are_refused_by_name(name: str) -> None:
     for text in BREAKS:
         if name == "setup" and not re.search(r"[\x00\r\x1b]", text):
-            continue  # shell code of the user's own, which may have several lines
+            continue  # shell code of the user, which may have several lines
         values = {"container_kind": "pyxis", "container_image": "x"} if name.startswith("container") else {}
         value = [f"--option={text}" if name == "extra" else text] if name in LISTS else text
         with pytest.raises(ValidationError) as refused:
@@ -140,7 +140,7 @@ def test_the_message_says_what_to_change() -> None:
 
 
 def test_what_no_schema_has_seen_is_refused_where_the_script_is_made(cluster: Path) -> None:
-    """Another writer's files, a path with a line break: the last door."""
+    """The last check covers values that no schema has validated: files of another writer, a path with a line break."""
     text = "x\ntouch PLANTED\n"
     for name in OPTIONS:
         slurm = SlurmSpec.model_construct(**{**SlurmSpec().__dict__, name: text})
@@ -155,7 +155,7 @@ def test_what_no_schema_has_seen_is_refused_where_the_script_is_made(cluster: Pa
 
 
 def test_a_node_that_cannot_be_called_so_is_not_excluded(cluster: Path) -> None:
-    """Names of suspects come out of files that a job's processes write."""
+    """Names of suspects come from files that a job's processes write."""
     excluded = ("n1", "n2\ntouch PLANTED", "$(touch PLANTED)", "n[3-4]")
     asked = request(cluster, SlurmSpec())
     asked = replace(asked, placement=asked.placement.model_copy(update={"excluded_nodes": excluded}))
@@ -175,7 +175,7 @@ def test_a_secret_with_shell_in_it_reaches_the_job_as_it_is(cluster: Path, monke
 
 
 def test_without_the_refusal_a_line_break_runs_a_command(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: quotes alone are not enough, and this cluster runs what stands in a script."""
+    """Control: quotes alone are not enough, and this cluster runs the commands of a script."""
     monkeypatch.setattr("rlhf_core.scheduler.slurm.one_line", lambda name, value: value)
     assert one_line("x", "y") == "y"
     slurm = SlurmSpec.model_construct(**{**SlurmSpec().__dict__, "partition": "x\ntouch PLANTED\n"})

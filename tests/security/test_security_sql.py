@@ -1,4 +1,4 @@
-"""SQL queries that never end, or whose answers are too large: refused with a message, on SQLite too."""
+"""SQL queries that never end, or whose results are too large: refused with a message, on SQLite too."""
 
 import itertools
 import json
@@ -56,7 +56,7 @@ def test_a_question_without_an_end_is_given_up(store: HistoryStore, text: str, m
         BadInput, match=r"took longer than 0.3 s of the database's time and was stopped: select fewer runs"
     ):
         queries.run_sql(store, text, limit=10)
-    assert queries.run_sql(store, "SELECT 1").rows == [[1]], "the control: the next one is answered"
+    assert queries.run_sql(store, "SELECT 1").rows == [[1]], "control: the next query is answered"
 
 
 INTERRUPTED = """
@@ -105,9 +105,9 @@ def test_a_blob_of_400_mb_is_an_error_in_words(store: HistoryStore, capsys: pyte
     for text in ("SELECT zeroblob(400000000)", "SELECT hex(zeroblob(60000000))", "SELECT x'00', zeroblob(400000000)"):
         assert execute(["sql", text]) == 2
         assert execute(["sql", text, "--json"]) == 2
-        said = capsys.readouterr().err
-        assert "larger than 64 MiB, the limit of `rlhf sql`: omit its column" in said
-        assert "bug" not in said
+        output = capsys.readouterr().err
+        assert "larger than 64 MiB, the limit of `rlhf sql`: omit its column" in output
+        assert "bug" not in output
 
 
 def test_a_stored_value_that_is_too_large_leaves_the_other_columns(
@@ -147,14 +147,14 @@ def test_an_answer_that_memory_would_not_hold_is_refused(store: HistoryStore, mo
 
 
 def test_rows_are_read_as_they_are_asked_for(store: HistoryStore, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first rows of an endless answer come at once."""
+    """The first rows of an endless result arrive at once."""
     with queries.stream_sql(store, ENDLESS.format("x, x * x")) as answer:
         assert answer.columns == ["x", "x * x"]
         assert list(itertools.islice(answer.rows, 3)) == [[1, 1], [2, 4], [3, 9]]
     assert execute(["sql", ENDLESS.format("x"), "--json", "--limit", "3"]) == 0
-    said = capsys.readouterr()
-    assert json.loads(said.out) == [{"x": 1}, {"x": 2}, {"x": 3}]
-    assert "only the first 3 rows" in said.err
+    output = capsys.readouterr()
+    assert json.loads(output.out) == [{"x": 1}, {"x": 2}, {"x": 3}]
+    assert "only the first 3 rows" in output.err
 
 
 def test_the_time_of_the_reader_does_not_count(store: HistoryStore) -> None:
@@ -180,10 +180,10 @@ def test_an_answer_that_breaks_off_is_no_whole_list(
 ) -> None:
     monkeypatch.setattr(read_only, "QUERY_TIMEOUT_S", 0.2)
     assert execute(["sql", ENDLESS.format("x"), "--json"]) == 2
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     with pytest.raises(json.JSONDecodeError):
-        json.loads(said.out)
-    assert "took longer" in said.err
+        json.loads(output.out)
+    assert "took longer" in output.err
 
 
 def test_reading_a_part_ends_the_query(store: HistoryStore) -> None:

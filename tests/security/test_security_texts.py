@@ -1,4 +1,4 @@
-"""Texts that others wrote, on pages, in terminals, spreadsheets and model cards: shown, and acted upon by none."""
+"""Texts of others on pages, in terminals, spreadsheets and model cards: they are shown, and never acted upon."""
 
 import contextlib
 import csv
@@ -62,7 +62,7 @@ ALLOWED_BY_SCHEMAS = tuple(text for text in hostile.ALL if not re.search(r"[\ud8
 
 
 def shape(text: str) -> list[str]:
-    """A text as a renderer sees it: its blocks, and within them everything but plain text."""
+    """Structure of a text as a renderer sees it: its blocks, and everything in them except plain text."""
     found = []
     for token in RENDERER.parse(text):
         found.append(f"{token.type} {token.tag}")
@@ -95,7 +95,7 @@ def test_a_reader_of_markdown_reads_what_was_written() -> None:
 
 
 def test_a_bare_address_is_no_link_either() -> None:
-    """Prefect's UI and GitHub make links of those; the renderer here does not."""
+    """Prefect's UI and GitHub turn such addresses into links; the renderer here does not."""
     for text in hostile.ALL:
         assert not re.search(r"(?<!\\):(?=//)|www(?<!\\)\.|[\w.](?<!\\)@\w", markdown(text)), text
 
@@ -137,7 +137,7 @@ def test_a_quote_stays_one_quote() -> None:
 
 
 def hostile_run(runs: Path, texts: tuple[str, ...]) -> RunDir:
-    """A run in which a model, its rewards and its nodes write these texts wherever they can."""
+    """A run whose model, rewards and nodes write these texts wherever they can."""
     run_dir = make_run(runs)
     agent = FakeAgent(run_dir)
     agent.whole_run()
@@ -164,7 +164,7 @@ def decision(text: str) -> Decision:
 
 
 def pages(run_dir: RunDir) -> dict[str, str]:
-    """Every page that Prefect shows of it."""
+    """All pages that Prefect shows of the run."""
     timeline, summary = read_timeline(run_dir), summarise(run_dir)
     message = timeline.incidents[0].incident.message
     reason = "\n".join(summary.accuracy[0].after.samples[0].prompt if summary.accuracy[0].after else "")
@@ -214,14 +214,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, s
 
 
 def test_the_shapes_differ_where_a_text_is_not_escaped() -> None:
-    """The control: each kind of attack is one for this renderer, written as it was once."""
+    """Control: each kind of attack works on this renderer if it is written without escaping."""
     once = ["fine\r\r# Verified", "[click](http://evil.example)", "<b>x</b>", "![](http://e)"]
     for text in once:
         page = f"> {text.replace('|', chr(92) + '|').replace(chr(10), ' ')}\n> more `code`"
         assert shape(page) != shape("> x\n> more `code`"), text
 
 
-def test_a_model_card_says_what_was_said(tmp_path: Path) -> None:
+def test_a_model_card_shows_the_texts_unchanged(tmp_path: Path) -> None:
     def card(text: str, many: tuple[str, ...]) -> str:
         origin = ModelProvenance.model_construct(
             run_id="small-20260301-120000-aaaaaa",
@@ -254,7 +254,7 @@ def test_a_model_card_says_what_was_said(tmp_path: Path) -> None:
     plain = blocks(card("x", ("x",)))
     for text in hostile.ALL:
         written = card(text, (text,))
-        written.encode()  # halves of characters would not be
+        written.encode()  # halves of surrogate pairs would not be
         front = yaml.safe_load(written.split("---\n")[1])
         assert front["tags"][2:] == [storable(text)]
         assert front.get("base_model", "") == storable(text)
@@ -267,12 +267,12 @@ def test_a_model_card_says_what_was_said(tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def said(capsys: pytest.CaptureFixture[str]) -> Iterator[list[str]]:
+def captured(capsys: pytest.CaptureFixture[str]) -> Iterator[list[str]]:
     capsys.readouterr()
     found: list[str] = []
     yield found
-    heard = capsys.readouterr()
-    found.append(heard.out + heard.err)
+    streams = capsys.readouterr()
+    found.append(streams.out + streams.err)
 
 
 WAYS: dict[str, Callable[[str], object]] = {
@@ -292,7 +292,7 @@ def test_nothing_that_is_printed_acts_upon_the_terminal(
     way: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with said(capsys) as found:
+    with captured(capsys) as found:
         for text in hostile.ALL:
             WAYS[way](text)
     assert not ACTS.search(found[0])
@@ -312,7 +312,7 @@ def test_terminal_keeps_every_word_and_every_line() -> None:
 
 @pytest.fixture(scope="module")
 def attacked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A site with one ended run whose files hold every hostile text; its home, and the id of the run."""
+    """A site with one ended run whose files hold all hostile texts: its home, and the id of the run."""
     home = tmp_path_factory.mktemp("site") / "home"
     site = load_site({"RLHF_HOME": str(home)})
     run = whole_run(site.runs_dir)
@@ -352,7 +352,7 @@ def test_commands_show_a_hostile_run_and_act_upon_nothing(
     home, run_id = attacked
     monkeypatch.setenv("RLHF_HOME", str(home))
     line = words.split("|") if "|" in words else words.format(run_id).split(" ")
-    with said(capsys) as found:
+    with captured(capsys) as found:
         execute(line)
     assert not ACTS.search(found[0])
     assert "Traceback" not in found[0]
@@ -406,4 +406,4 @@ def test_an_exported_table_begins_no_formula(
 def test_yaml_carries_every_text() -> None:
     for text in hostile.ALL:
         assert yaml.safe_load(f"key: {yaml_scalar(text)}") == {"key": storable(text)}, text
-    assert yaml.safe_load(json.dumps("\U0001f600")) != "\U0001f600", "the control: JSON is not enough"
+    assert yaml.safe_load(json.dumps("\U0001f600")) != "\U0001f600", "control: JSON is not enough"

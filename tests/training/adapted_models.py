@@ -13,10 +13,10 @@ LORA = {"rank": 4, "alpha": 12.0}
 
 
 def adapted(folder: Path, seed: int, size: float = 0.3, dtype: str = "float32") -> PreTrainedModel:
-    """The model of a folder with an adapter, as a trainer has it.
+    """The model in a folder with an adapter, in the form in which a trainer holds it.
 
     Args:
-        size: of the values of its second matrices; 0 adds nothing.
+        size: scale of the values of its second matrices; 0 adds nothing.
     """
     model = load_causal_lm(folder, dtype)
     add_adapter(model, LoraSpec.model_validate(LORA), seed)

@@ -1,5 +1,5 @@
-"""Shared by the tests of training: property tests have no deadline, because the first call of a tokenizer or model is
-slow."""
+"""Fixtures shared by the training tests. Property tests have no deadline, because the first call of a tokenizer or
+model is slow."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,13 +19,13 @@ settings.load_profile("training")
 
 @pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder for the runs of a module."""
+    """Folder for the runs of a test module."""
     return tmp_path_factory.mktemp(request.module.__name__)
 
 
 @pytest.fixture(scope="module")
 def ranks() -> "Iterator[Ranks]":
-    """A process group of this process alone."""
+    """A process group that consists of this process alone."""
     import torch
 
     from rlhf_core.training.distributed import Ranks
@@ -39,7 +39,7 @@ def ranks() -> "Iterator[Ranks]":
 
 @pytest.fixture(scope="module")
 def shared_group(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[EngineGroup]":
-    """Two engines for the tests of a module."""
+    """Two engines shared by the tests of a module."""
     from engine_groups import engine_group
 
     with engine_group(tmp_path_factory.mktemp("run"), 2, remote={"answer_timeout_s": 2.0}) as made:
@@ -48,6 +48,6 @@ def shared_group(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[EngineGr
 
 @pytest.fixture
 def group(shared_group: "EngineGroup") -> "EngineGroup":
-    """The engines of the module, all of which live; a test may end them."""
+    """The engines of the module, all running; a test may kill them."""
     shared_group.start_missing()
     return shared_group

@@ -1,4 +1,4 @@
-"""Losses of objectives on tensors written out, for tests."""
+"""Losses of objectives on explicit tensors, for tests."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from rlhf_core.training.algorithms.objective import MicroBatch, PolicyOutput, St
 
 
 def settings_of(name: str, settings: Mapping[str, Any]) -> Any:
-    """Settings of an algorithm, some of them given."""
+    """Settings of an algorithm, with some of them overridden."""
     return specs()[name].model_validate({"name": name, **settings})
 
 
@@ -32,7 +32,7 @@ def policy_loss_of(
 
     Args:
         advantages: ``[B, T]`` or ``[B, 1]``.
-        sums: figures of the whole update; those of a single sequence with a single token where they are left out.
+        sums: statistics of the whole update; by default those of a single sequence with a single token.
     """
     batch = MicroBatch(
         mask,

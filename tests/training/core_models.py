@@ -1,4 +1,4 @@
-"""Small models and data that the tests of the training core share."""
+"""Small models and data shared by the tests of the training core."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -37,12 +37,12 @@ OTHER_FAMILIES: dict[str, dict[str, JsonValue]] = {
 
 
 def char_tokenizer() -> PreTrainedTokenizerBase:
-    """128 tokens."""
+    """Character tokenizer with 128 tokens."""
     return build_tokenizer("char", [], 0)
 
 
 def tiny_model(config: dict[str, JsonValue] = QWEN, seed: int = 0) -> PreTrainedModel:
-    """Random weights over the characters."""
+    """A model with random weights over the character tokenizer."""
     return build_causal_lm(config, char_tokenizer(), seed)
 
 
@@ -52,7 +52,7 @@ def sample(
     seeds: Sequence[Sequence[int]],
     **settings: Any,
 ) -> list[list[Completion]]:
-    """Generate with settings that suit a test."""
+    """Generate with settings that suit tests."""
     settings = {"max_new_tokens": 12, "temperature": 1.0, "batch_size": 64, "beat": lambda: None} | settings
     return generate(model, char_tokenizer(), prompts, seeds, **settings)
 

@@ -1,4 +1,4 @@
-"""Real rollout engines in processes of their own, and a trainer rank that uses them. Helpers, not fixtures."""
+"""Real rollout engines in separate processes, and a trainer rank that uses them. Helpers, not fixtures."""
 
 import errno
 import os
@@ -36,41 +36,41 @@ from rlhf_core.weight_sync.receiver import Receiver
 
 TIMEOUT_S = 120.0
 START_TIMEOUT_S = 400.0
-"""Limit of the start of engines: two processes of vLLM took over two minutes beside other tests on two cores."""
+"""Time limit for the start of engines: two vLLM processes took over two minutes beside other tests on two cores."""
 STAND_IN = (sys.executable, str(Path(__file__).with_name("sglang_stand_in.py")))
-"""Program in the place of SGLang's server."""
+"""Program in place of SGLang's server."""
 PATHS = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 
 def no_beat() -> None:
-    """A beat that goes nowhere."""
+    """Heartbeat that is discarded."""
 
 
 @dataclass(frozen=True)
 class Gate:
-    """A file that an engine obeys."""
+    """A file that holds an engine at a certain place."""
 
     path: Path
 
     def close(self) -> "Gate":
-        """Have the engine wait when it comes here."""
+        """Make the engine wait when it reaches this place."""
         self.reached.unlink(missing_ok=True)
         self.path.touch()
         return self
 
     def open(self) -> None:
-        """Have it go on."""
+        """Let the engine continue."""
         self.path.unlink(missing_ok=True)
 
     @property
     def reached(self) -> Path:
-        """File that is there once the engine waits."""
+        """File that exists once the engine is waiting."""
         return self.path.with_name(f"{self.path.name}.reached")
 
 
 @dataclass
 class EngineGroup:
-    """The engines of one run, each in a process that was forked; their restarts are the test's to make."""
+    """The engines of one run, each in a forked process; the test has to restart them."""
 
     root: Path
     spec: dict[str, Any]
@@ -79,11 +79,11 @@ class EngineGroup:
 
     @property
     def num(self) -> int:
-        """Engines of the run."""
+        """Number of engines of the run."""
         return int(self.spec["rollout"]["engines"])
 
     def start(self, rank: int) -> int:
-        """Start an engine, again where it was started before; its process id."""
+        """Start or restart an engine; return its process id."""
         self.processes[rank] = fork_server().Process(
             target=_engine, args=(str(self.root), self.spec, rank, self.generation)
         )
@@ -96,38 +96,38 @@ class EngineGroup:
         os.kill(self.processes[rank].pid, number)
 
     def start_missing(self) -> None:
-        """Start the engines that do not live."""
+        """Start the engines that are not running."""
         for rank, process in self.processes.items():
             if not process.is_alive():
                 self.start(rank)
 
     def kill(self, rank: int) -> None:
-        """Kill an engine, and wait until it is gone."""
+        """Kill an engine, and wait until it has exited."""
         self.signal(rank, signal.SIGKILL)
         self.processes[rank].join()
 
     def restart(self, rank: int) -> None:
-        """Kill an engine, start it again, and wait until it has registered."""
+        """Kill an engine, restart it, and wait until it has registered."""
         before = self.address(rank)
         self.kill(rank)
         self.start(rank)
         until(lambda: self.address(rank) != before)
 
     def gate(self, place: str, rank: int) -> "Gate":
-        """A place at which an engine waits until the gate is opened: ``decode``, ``load`` or ``receive``.
+        """Gate for a place at which an engine waits until the gate is opened: ``decode``, ``load`` or ``receive``.
 
-        ``skip``, ``other-base`` and ``no-room`` are none: the engine leaves weights out, has damaged the base model of
-        its adapter, or has no memory for weights, for as long as it is there. ``skip-part`` has the second process of a
-        split engine leave them out.
+        ``skip``, ``other-base`` and ``no-room`` are not gates but faults, which last as long as the file exists: the
+        engine leaves weights out, has damaged the base model of its adapter, or has no memory for weights.
+        ``skip-part`` makes the second process of a split engine leave them out.
         """
         return Gate(self.root / f"{place}-{rank}")
 
     def address(self, rank: int) -> EngineAddress | None:
-        """Place at which an engine has registered."""
+        """Address under which an engine has registered."""
         return read_model(RunDir(self.root).attempt(1).engine(rank), EngineAddress)
 
     def trainer(self, restart: int = 0, num_engines: int = 0, **sync: Any) -> RemoteEngines:
-        """The engines, or the first of them, as a trainer that is alone uses them; ``sync`` is ``rollout.sync``."""
+        """Client of a single-rank trainer, for all engines or the first ``num_engines``; ``sync``: ``rollout.sync``."""
         rollout = {**self.spec["rollout"], "engines": num_engines or self.num, "sync": sync}
         context = make_context(str(self.root), {**self.spec, "rollout": rollout}, 0, 1, restart=restart)
         context = replace(context, memory=self.root / "memory")
@@ -143,7 +143,7 @@ class EngineGroup:
 def engine_group(
     root: Path, num: int, config: dict[str, Any] = QWEN, model: dict[str, Any] | None = None, **rollout: Any
 ) -> Iterator[EngineGroup]:
-    """Start a group of engines of a tiny model; they are ended with the block.
+    """Start a group of engines of a tiny model; they are stopped at the end of the block.
 
     Args:
         model: further settings of the model.
@@ -186,7 +186,7 @@ def _engine(root: str, spec: dict[str, Any], rank: int, generation: int) -> None
 
 
 def _obey_files(root: Path, rank: int) -> None:
-    """Have an engine wait, or leave something out, for as long as a file says so: see :meth:`EngineGroup.gate`."""
+    """Make an engine wait, or leave something out, as long as a file says so: see :meth:`EngineGroup.gate`."""
 
     def pass_gate(place: str) -> None:
         gate = root / f"{place}-{rank}"

@@ -1,4 +1,4 @@
-"""Short real runs, healthy ones and ones that learn nothing, judged as they go: for the tests and the benchmark."""
+"""Short real runs, some healthy and some that learn nothing, judged while they run: for the tests and the benchmark."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ WARM = {"num_steps": 40, "batch_size": 32, "learning_rate": 1e-2, "warmup_steps"
 
 
 def base_spec() -> dict[str, Any]:
-    """Sorting three digits: right about half of the time after the warm start, then 60 steps of GRPO."""
+    """Sorting three digits: about half of the answers are right after the warm start, then 60 steps of GRPO follow."""
     return {
         "name": "health",
         "seed": 0,
@@ -59,7 +59,7 @@ def base_spec() -> dict[str, Any]:
         "evaluate": {"num_prompts": 16},
         "checkpoint": {"every_num_steps": 50},
         # A quarter of the default: so few completions are sampled here that the default would excuse everything.
-        # And what would merely warn ends the run: a healthy one has no warning either.
+        # Findings that would otherwise only warn end the run: a healthy run has no warnings either.
         "health": {"min_completions": 1024, "actions": dict.fromkeys(("clipped", "train_gap", "kl", "length"), "stop")},
     }
 
@@ -74,26 +74,26 @@ def from_minus_one(*, completions: list[str], answer: list[str], **columns: Any)
 
 
 def nothing_is_right(*, completions: list[str], **columns: Any) -> list[float]:
-    """A reward function that never finds the answer."""
+    """Reward function that never finds the right answer."""
     return [0.0 for _ in completions]
 
 
 def by_length(*, completions: list[str], **columns: Any) -> list[float]:
-    """One tenth for every digit."""
+    """Reward of one tenth per digit."""
     return [sum(character.isdigit() for character in made) / 10 for made in completions]
 
 
 def dense(*, completions: list[str], answer: list[str], **columns: Any) -> list[float]:
-    """Share of right characters."""
+    """Share of correct characters."""
     return share_right(completions=completions, answer=answer)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What goes wrong
+# Faults
 
 
 def rank_seeds(ranks: tuple[int, ...] = ()) -> Callable[[int], AbstractContextManager[Any]]:
-    """Sampling seeds made from a rank, as in ms-swift #3745: on all ranks, or on some."""
+    """Sampling seeds derived from the rank, as in ms-swift #3745, on all or on some ranks."""
 
     def broken(rank: int) -> AbstractContextManager[Any]:
         if ranks and rank not in ranks:
@@ -104,12 +104,12 @@ def rank_seeds(ranks: tuple[int, ...] = ()) -> Callable[[int], AbstractContextMa
 
 
 SeedFormula = Callable[[int, int, int, str, int], int]
-"""Rank, run seed, step, prompt and sample index to the seed of a completion."""
+"""Function of rank, run seed, step, prompt and sample index that returns the seed of a completion."""
 
 
 def swift_seed(tensor_parallel: int, has_local_rank: bool = True) -> SeedFormula:
-    """Formula of ms-swift as of #3745: the rank by the size of a tensor-parallel group, with one more for each request
-    of that group; where LOCAL_RANK was lost all ranks of a node are one. Nothing of it moves with the step."""
+    """Formula of ms-swift as of #3745: the rank divided by the size of a tensor-parallel group, plus one for each
+    request of that group; without LOCAL_RANK, all ranks of a node count as one. Nothing in it changes with the step."""
 
     def formula(rank: int, run_seed: int, step: int, uid: str, index: int) -> int:
         return (rank if has_local_rank else rank // 4) // tensor_parallel + index % tensor_parallel
@@ -118,7 +118,7 @@ def swift_seed(tensor_parallel: int, has_local_rank: bool = True) -> SeedFormula
 
 
 def verl_seed(num_replicas: int) -> SeedFormula:
-    """Formula of verl under ``full_determinism``: every request has the seed of the replica that it is sent to."""
+    """Formula of verl under ``full_determinism``: every request gets the seed of the replica that serves it."""
 
     def formula(rank: int, run_seed: int, step: int, uid: str, index: int) -> int:
         replica = int.from_bytes(blake2b(f"{step} {uid} {index}".encode(), digest_size=4).digest(), "big")
@@ -128,13 +128,13 @@ def verl_seed(num_replicas: int) -> SeedFormula:
 
 
 def slime_seed(rank: int, run_seed: int, step: int, uid: str, index: int) -> int:
-    """Formula of slime's deterministic mode: the seed of the run and the sample's index, for every prompt and step."""
+    """Formula of slime's deterministic mode: the run's seed plus the sample's index, for every prompt and step."""
     return run_seed + index
 
 
 @dataclass(frozen=True)
 class SeedCase:
-    """A formula of seeds, and the kinds of repetition that it makes."""
+    """A formula for seeds, and the kinds of repetition that it causes."""
 
     formula: SeedFormula
     kinds: set[str]
@@ -153,7 +153,7 @@ SEED_FORMULAS: dict[str, SeedCase] = {
 
 
 def seeded_by(formula: SeedFormula) -> Callable[[int], AbstractContextManager[Any]]:
-    """Sampling seeds by a formula of another framework."""
+    """Sampling seeds from the formula of another framework."""
 
     def broken(rank: int) -> AbstractContextManager[Any]:
         return mock.patch("rlhf_core.training.trainers.sampling.sample_seed", functools.partial(formula, rank))
@@ -163,7 +163,7 @@ def seeded_by(formula: SeedFormula) -> Callable[[int], AbstractContextManager[An
 
 @contextmanager
 def same_prompts_everywhere(rank: int) -> Iterator[None]:
-    """Every rank takes rank 0's part of the batch, and with it rank 0's seeds."""
+    """Give every rank the batch part of rank 0, and with it the seeds of rank 0."""
     from rlhf_core.training.distributed import Ranks
 
     real = Ranks.deal
@@ -177,7 +177,7 @@ def same_prompts_everywhere(rank: int) -> Iterator[None]:
 
 @contextmanager
 def stuck_data(rank: int) -> Iterator[None]:
-    """The same prompts and the same seeds at every step of GRPO."""
+    """Use the same prompts and the same seeds at every step of GRPO."""
     from rlhf_core.training.rollouts.seeds import sample_seed
     from rlhf_core.training.trainers.context import TrainingContext
 
@@ -185,7 +185,7 @@ def stuck_data(rank: int) -> Iterator[None]:
 
     def take(self: TrainingContext, count: int) -> Any:
         taken = real(self, count)
-        if count == base_spec()["grpo"]["prompts_per_step"]:  # the warm start goes on as usual
+        if count == base_spec()["grpo"]["prompts_per_step"]:  # the warm start is unaffected
             self.position -= count
         return taken
 
@@ -200,7 +200,7 @@ def stuck_data(rank: int) -> Iterator[None]:
 
 @contextmanager
 def detached_loss(rank: int) -> Iterator[None]:
-    """A loss that does not reach the weights."""
+    """Detach the loss from the weights."""
     from rlhf_core.training.algorithms.policy_gradient import PolicyGradient
 
     real = PolicyGradient.loss
@@ -215,7 +215,7 @@ def detached_loss(rank: int) -> Iterator[None]:
 
 @contextmanager
 def frozen_weights(rank: int) -> Iterator[None]:
-    """An optimizer whose update never reaches the weights."""
+    """Break the optimizer, so that its updates never reach the weights."""
     from rlhf_core.training.trainers.engine import Engine
 
     real = Engine.step
@@ -228,19 +228,19 @@ def frozen_weights(rank: int) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The runs
+# Runs
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run, and what must become of it."""
+    """One run and its expected outcome."""
 
     settings: dict[str, Any]
     broken: Callable[[int], AbstractContextManager[Any]] = lambda rank: nullcontext()
     rule: str = ""
-    """Rule that must end it; empty for a healthy run."""
+    """Rule that must end the run; empty for a healthy run."""
     words: str = ""
-    """Words that the message must have."""
+    """Words that the message must contain."""
 
 
 HEALTHY: dict[str, Case] = {
@@ -299,21 +299,21 @@ DEGENERATE: dict[str, Case] = {
     "loss without a gradient": Case({}, detached_loss, "frozen", "the gradient is exactly 0"),
     "weights that do not change": Case({}, frozen_weights, "frozen", "no weight changes"),
 }
-"""Each must be ended, by its rule."""
+"""Broken runs: each must be ended by its rule."""
 
 CASES = HEALTHY | DEGENERATE
 
 
 GROUPS = ((8, 8), (16, 4), (4, 16))
-"""Prompts of a step and samples of each."""
+"""Prompts of a step, and samples of each."""
 FROM_NOTHING = ("sft", "reward_model")
 """Algorithms that need no warm start, or cannot have one."""
 REWARDS = ("rlhf_core.training.rewards:exact_match", "health_runs:dense", "health_runs:from_minus_one")
 
 
 def healthy_of(algorithm: str, number: int) -> Case:
-    """One of any number of healthy runs of an algorithm: another seed, learning rate, warm start, temperature, reward
-    and shape of the batch each time."""
+    """One of arbitrarily many healthy runs of an algorithm: each has its own seed, learning rate, warm start,
+    temperature, reward and batch shape."""
     traits = specs()[algorithm]
     prompts, samples = GROUPS[number % 3]
     settings: dict[str, Any] = {
@@ -334,7 +334,8 @@ def healthy_of(algorithm: str, number: int) -> Case:
 
 
 def with_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """The base with a case's settings: whole or part of a section, one dotted field, or the main algorithm."""
+    """The base spec with the settings of a case: a whole section, part of one, one dotted field, or the main
+    algorithm."""
     spec = base_spec()
     settings = dict(settings)
     if main := settings.pop("main", None):
@@ -351,13 +352,13 @@ def with_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def case_of(name: str) -> Case:
-    """A case by its name, or by ``<algorithm> <number>``."""
+    """The case with a name, or with ``<algorithm> <number>``."""
     algorithm, _, number = name.partition(" ")
     return CASES[name] if name in CASES else healthy_of(algorithm, int(number))
 
 
 def make_runs(rank: int, num_ranks: int, folder: str, names: list[str]) -> dict[str, Any]:
-    """Make some of the runs, one after the other in one process group; each rank is a node of its own.
+    """Make some of the runs one after another in one process group; each rank counts as a separate node.
 
     Returns:
         By name: ``done`` or the error, and the mean reward of the first and the last five steps.
@@ -398,11 +399,11 @@ def make_runs(rank: int, num_ranks: int, folder: str, names: list[str]) -> dict[
 
 
 def judged(folder: Path, name: str) -> Path:
-    """File with what the judge saw of a run."""
+    """File with the observations of a run that the judge received."""
     return folder / f"{name.replace(' ', '-')}.jsonl"
 
 
 def lines(folder: Path, name: str) -> list[dict[str, Any]]:
-    """The metrics of a run."""
+    """Metrics of a run, line by line."""
     path = next(folder.glob(f"{name.replace(' ', '-')}/attempts/1/restarts/0/metrics.jsonl"))
     return [json.loads(line) for line in path.read_text().splitlines()]

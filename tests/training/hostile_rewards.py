@@ -1,4 +1,4 @@
-"""Reward functions that do harm where a completion is ``bad``, each in its way; the others are right."""
+"""Reward functions that misbehave when a completion is ``bad``, each in a different way; other answers are correct."""
 
 import ctypes
 import json
@@ -18,12 +18,12 @@ def _do_for_bad(harm: Callable[[], object], completions: list[str]) -> list[floa
 
 
 def well(*, completions: list[str], **columns: Any) -> list[float]:
-    """Does no harm."""
+    """Behave correctly."""
     return [1.0 for _ in completions]
 
 
 def endless(*, completions: list[str], **columns: Any) -> list[float]:
-    """Never returns."""
+    """Never return."""
 
     def loop() -> None:
         while True:
@@ -33,7 +33,7 @@ def endless(*, completions: list[str], **columns: Any) -> list[float]:
 
 
 def forking(*, completions: list[str], **columns: Any) -> list[float]:
-    """Starts a process that leaves its session, and never returns."""
+    """Start a process that leaves its session, and never return."""
 
     def fork() -> None:
         if os.fork() == 0:
@@ -45,7 +45,7 @@ def forking(*, completions: list[str], **columns: Any) -> list[float]:
 
 
 def orphaning(*, completions: list[str], **columns: Any) -> list[float]:
-    """Ends its process and leaves another one behind."""
+    """Exit and leave a child process behind."""
 
     def leave() -> None:
         subprocess.Popen(["sleep", "600"], start_new_session=True)
@@ -55,59 +55,59 @@ def orphaning(*, completions: list[str], **columns: Any) -> list[float]:
 
 
 def exiting(*, completions: list[str], **columns: Any) -> list[float]:
-    """Ends its process."""
+    """Exit."""
     return _do_for_bad(lambda: os._exit(3), completions)
 
 
 def crashing(*, completions: list[str], **columns: Any) -> list[float]:
-    """Reads where there is no memory."""
+    """Read from unmapped memory."""
     return _do_for_bad(lambda: ctypes.string_at(0), completions)
 
 
 def killed(*, completions: list[str], **columns: Any) -> list[float]:
-    """Ends as if the kernel had no memory left for it."""
+    """End as if killed by the kernel for lack of memory."""
     return _do_for_bad(lambda: os.kill(os.getpid(), 9), completions)
 
 
 def leaving(*, completions: list[str], **columns: Any) -> list[float]:
-    """Asks the interpreter to end."""
+    """Ask the interpreter to exit."""
     return _do_for_bad(lambda: sys.exit(5), completions)
 
 
 def greedy(*, completions: list[str], **columns: Any) -> list[float]:
-    """Asks for more memory than there is."""
+    """Ask for more memory than there is."""
     return _do_for_bad(lambda: bytearray(1 << 60), completions)
 
 
 def raising(*, completions: list[str], **columns: Any) -> list[float]:
-    """Raises."""
+    """Raise an exception."""
     return _do_for_bad(lambda: {}["level"], completions)
 
 
 def closing(*, completions: list[str], **columns: Any) -> list[float]:
-    """Closes what it has not opened."""
+    """Close file descriptors that it did not open."""
     return _do_for_bad(lambda: os.closerange(3, 256), completions)
 
 
 def not_a_number(*, completions: list[str], **columns: Any) -> list[float]:
-    """Returns no number for some."""
+    """Return a value that is not a number for some completions."""
     return [float("nan") if text == "bad" else 1.0 for text in completions]
 
 
 def printing(*, completions: list[str], **columns: Any) -> list[float]:
-    """Writes to standard output what looks like an answer."""
+    """Write text to standard output that looks like an answer."""
     print(json.dumps({"values": [5.0] * len(completions)}))
     os.write(1, b"\x00\x00\x00\x00\x00\x00\x00\x02{}")
     return [1.0 for _ in completions]
 
 
 def returning_twice(*, completions: list[str], **columns: Any) -> list[float]:
-    """Forks, and returns in both processes."""
+    """Fork, and return in both processes."""
     return [2.0 if os.fork() == 0 else 1.0 for _ in completions[:1]] * len(completions)
 
 
 def noisy(*, completions: list[str], **columns: Any) -> list[float]:
-    """Draws from two global generators, one of which it imports late."""
+    """Draw from two global generators, one of which is imported late."""
     import random
 
     import numpy as np
@@ -116,12 +116,12 @@ def noisy(*, completions: list[str], **columns: Any) -> list[float]:
 
 
 def not_by_one(*, completions: list[str], **columns: Any) -> list[float]:
-    """Fails for many completions, and for none alone."""
+    """Fail for several completions together, but for no single one."""
     if len(completions) > 4:
         raise ValueError("too many at once")
     return [1.0 for _ in completions]
 
 
 def failing_on_rank_1(*, completions: list[str], **columns: Any) -> list[float | None]:
-    """Returns nothing for the first completion of rank 1."""
+    """Return nothing for the first completion of rank 1."""
     return [None if os.environ["RANK"] == "1" and index == 0 else len(text) for index, text in enumerate(completions)]

@@ -1,9 +1,9 @@
-"""Starts trainer ranks as plain processes, without an agent: what the tests of distributed code run in.
+"""Starts trainer ranks as plain processes, without an agent: the environment of the tests of distributed code.
 
-A *scenario* is a function in a test module, called in every rank as ``scenario(rank, num_ranks, **arguments)``; what it
-returns (JSON) or raises comes back per rank. Ranks are forked from one process that has imported torch and transformers
-(``multiprocessing``'s fork server): these imports are most of what a short scenario costs. A rank that needs a command
-in front of its own is a program of its own, this file.
+A *scenario* is a function in a test module that is called in every rank as ``scenario(rank, num_ranks, **arguments)``;
+its result (JSON) or its exception is returned per rank. Ranks are forked from one process that has imported torch and
+transformers (``multiprocessing``'s fork server), because these imports are most of the cost of a short scenario. A rank
+that needs a command in front of its own runs as a separate program: this file.
 """
 
 import importlib
@@ -40,13 +40,13 @@ TINY_MODEL = {
 
 @dataclass(frozen=True)
 class RankResult:
-    """How one rank ended."""
+    """Outcome of one rank."""
 
     exit_code: int
     value: Any
-    """What the scenario returned."""
+    """Return value of the scenario."""
     error: str
-    """``Class: message`` of what it raised."""
+    """Raised error as ``Class: message``."""
     output: str
 
 
@@ -87,7 +87,7 @@ def launch(
 
 
 Started = tuple[Callable[[float], int], Callable[[], None]]
-"""Waits for so many seconds and gives the exit code; kills."""
+"""A function that waits this many seconds and returns the exit code, and a function that kills the rank."""
 
 
 def _started(prefix: tuple[str, ...], words: tuple[str, ...], environment: dict[str, str], output: Path) -> Started:
@@ -99,7 +99,7 @@ def _started(prefix: tuple[str, ...], words: tuple[str, ...], environment: dict[
 
 
 def _forked(words: tuple[str, ...], environment: dict[str, str], output: Path) -> Started:
-    from fork_server import fork_server  # a rank that is a program of its own does not have its folder
+    from fork_server import fork_server  # a rank that runs as a separate program does not have its folder
 
     process = fork_server().Process(target=_rank, args=(words, environment, output))
     process.start()
@@ -114,7 +114,7 @@ def _forked(words: tuple[str, ...], environment: dict[str, str], output: Path) -
 
 
 def _rank(words: tuple[str, ...], environment: dict[str, str], output: Path) -> None:
-    """A rank in a process that was forked: with streams, variables and import paths as a program would have them."""
+    """Run one rank in a forked process, with the streams, variables and import paths of a separate program."""
     with output.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -125,7 +125,7 @@ def _rank(words: tuple[str, ...], environment: dict[str, str], output: Path) -> 
 
 
 def values(results: list[RankResult]) -> list[Any]:
-    """What the ranks returned; fails with their output when one of them did not end well."""
+    """Results that the ranks returned; fails with the output of a rank that did not end well."""
     for rank, result in enumerate(results):
         assert result.exit_code == 0, f"rank {rank} ended with {result.exit_code}: {result.error}\n{result.output}"
     return [result.value for result in results]
@@ -146,11 +146,11 @@ def _free_port() -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What scenarios need
+# Helpers of scenarios
 
 
 def tiny_spec(**sections: dict[str, Any]) -> dict[str, Any]:
-    """A whole run of seconds: 2 warm-start steps and 4 of GRPO on sorting 3 digits."""
+    """A whole run that takes seconds: 2 warm-start steps and 4 of GRPO on sorting 3 digits."""
     spec: dict[str, Any] = {
         "name": "tiny",
         "seed": 3,
@@ -163,7 +163,7 @@ def tiny_spec(**sections: dict[str, Any]) -> dict[str, Any]:
         "train": {"num_steps": 4, "learning_rate": 3e-3, "micro_batch_size": 5, "log_samples_every": 2},
         "grpo": {"prompts_per_step": 4, "samples_per_prompt": 4, "measure_kl": True},
         "rollout": {"max_new_tokens": 5},
-        # In the rank's own process, from whose generators it draws.
+        # In the rank's own process, because the function draws from that process's generators.
         "reward": {"functions": ["rank_launcher:noisy_reward"], "timeout_s": 0},
         "evaluate": {"num_prompts": 0, "keep_samples": 3, "samples_per_prompt": 2},
         "checkpoint": {"every_num_steps": 2, "keep_last": 2},
@@ -174,7 +174,7 @@ def tiny_spec(**sections: dict[str, Any]) -> dict[str, Any]:
 
 
 def noisy_reward(*, completions: list[str], answer: list[str], **columns: Any) -> list[float]:
-    """Share of right characters, plus noise from all three global random number generators."""
+    """Share of correct characters, plus noise from all three global random number generators."""
     import random
 
     import numpy as np
@@ -185,7 +185,7 @@ def noisy_reward(*, completions: list[str], answer: list[str], **columns: Any) -
 
 
 def share_right(*, completions: list[str], answer: list[str], **columns: Any) -> list[float]:
-    """Share of right characters."""
+    """Share of correct characters."""
     pairs = zip(completions, answer, strict=True)
     return [sum(a == b for a, b in zip(found, expected, strict=False)) / len(expected) for found, expected in pairs]
 
@@ -199,7 +199,7 @@ def make_context(
     reporter: Any = None,
     **placement: Any,
 ) -> Any:
-    """A worker's context without an agent."""
+    """Context of a worker that has no agent."""
     from rlhf_core.run_dir.run import RunDir
     from rlhf_core.schemas.attempts import Role
     from rlhf_core.schemas.resources import Placement
@@ -232,7 +232,7 @@ def make_context(
 
 @dataclass
 class TrainingGroup:
-    """A process group in which a scenario makes runs of seconds, one after the other."""
+    """A process group in which a scenario makes short runs one after another."""
 
     folder: str
     """Parent of the run directories."""
@@ -247,7 +247,7 @@ class TrainingGroup:
         *,
         damaged: frozenset[str] = frozenset(),
     ) -> str:
-        """One start of a run; its result, or ``Class: message`` of what it raised."""
+        """Start a run once; return its result, or the raised error as ``Class: message``."""
         from rlhf_core.training.trainers import run as run_module
 
         ranks = self.ranks
@@ -275,7 +275,7 @@ class TrainingGroup:
 
 @contextmanager
 def training_group(rank: int, num_ranks: int, folder: str, spec: dict[str, Any]) -> Iterator[TrainingGroup]:
-    """The group of all ranks of a scenario."""
+    """Process group of all ranks of a scenario."""
     from rlhf_core.training.distributed import init_process_group, leave_process_group
 
     ranks = init_process_group(make_context(folder, spec, rank, num_ranks))
@@ -284,21 +284,21 @@ def training_group(rank: int, num_ranks: int, folder: str, spec: dict[str, Any])
 
 
 def flip_last_bit(path: Path) -> None:
-    """Damage a file."""
+    """Flip the last bit of a file."""
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
 
 
 def whole_role(rank: int, num_ranks: int, run_dir: str, spec: dict[str, Any], restart: int = 0) -> str:
-    """Scenario: the role trainer as an agent starts it."""
+    """Scenario: the trainer role, as an agent starts it."""
     from rlhf_core.training.trainers.run import run_trainer
 
     return str(run_trainer(make_context(run_dir, spec, rank, num_ranks, restart)))
 
 
 def main(target: str, arguments: str, result: str) -> int:
-    """One rank; returns its exit code."""
+    """Run one rank; return its exit code."""
     module, _, name = target.partition(":")
     try:
         value = getattr(importlib.import_module(module), name)(
@@ -313,7 +313,7 @@ def main(target: str, arguments: str, result: str) -> int:
 
 
 def _end(code: int) -> NoReturn:
-    """End as a worker does: the interpreter's own tear-down may abort or wait on threads of the group."""
+    """End as a worker does: the interpreter's own shutdown may abort, or wait for threads of the process group."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,8 +1,8 @@
-"""Stand-in for SGLang's server: endpoints, fields and forms of version 0.5.23, over transformers.
+"""Stand-in for SGLang's server, based on transformers: endpoints, fields and formats of version 0.5.23.
 
     python sglang_stand_in.py --config FILE
 
-It refuses options, requests and keys that SGLang would refuse, as far as they are used here.
+It refuses the options, requests and keys that SGLang would refuse, as far as the tests use them.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ PARAMETERS = {"temperature", "max_new_tokens", "sampling_seed", "stop_token_ids"
 
 
 class StandIn:
-    """The model, one request at a time."""
+    """The model, which serves one request at a time."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         folder = Path(options["model-path"])
@@ -49,7 +49,7 @@ class StandIn:
         self._keys = itertools.count()
 
     def application(self) -> Starlette:
-        """The endpoints."""
+        """HTTP application with the endpoints."""
         return Starlette(
             routes=[
                 Route("/health", self.health),
@@ -123,7 +123,7 @@ class StandIn:
 
 
 def main() -> None:
-    """Serve until the process is ended."""
+    """Serve until the process is terminated."""
     options = json.loads(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
     if unknown := set(options) - OPTIONS:
         raise SystemExit(f"unknown options: {sorted(unknown)}")

@@ -1,4 +1,4 @@
-"""Kills in the middle of a save, and restarts from the memory of the nodes: two ranks, each on a node of its own."""
+"""Kills in the middle of a save, and restarts from the nodes' memory: two ranks, each on its own node."""
 
 import dataclasses
 import os
@@ -26,7 +26,7 @@ from rlhf_core.training.checkpoints.memory.copies import MemoryPart, newest_in_m
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
 
 MOMENTS = {"copy": 2, "write": 4, "complete": 4}
-"""Moment of the save of step 4 at which a rank is killed, and the step that the run goes on from."""
+"""Moment of the save of step 4 at which a rank is killed, and the step from which the run resumes."""
 
 
 def context_of(rank: int, num_ranks: int, folder: str, name: str, restart: int = 0) -> Any:
@@ -35,7 +35,7 @@ def context_of(rank: int, num_ranks: int, folder: str, name: str, restart: int =
 
 
 def kill_at(moment: str, rank: int, memory: Path) -> None:
-    """Have this rank kill itself in the second save: while it copies, before it writes, or before COMPLETE."""
+    """Make this rank kill itself in the second save: while it copies, before it writes, or before COMPLETE."""
     from rlhf_core.run_dir import checkpoint as checkpoint_dir
     from rlhf_core.training.checkpoints import background_save, tensor_files
 
@@ -64,7 +64,7 @@ def kill_at(moment: str, rank: int, memory: Path) -> None:
 
 
 def end_after(path: Path) -> None:
-    """End this rank as its agent would, once another one was killed."""
+    """End this rank as its agent would after another rank was killed."""
     while not path.exists():
         time.sleep(0.01)
     os._exit(1)
@@ -79,7 +79,7 @@ def killed(rank: int, num_ranks: int, folder: str, moment: str) -> None:
 
 
 def resumed(rank: int, num_ranks: int, folder: str) -> dict[str, str]:
-    """All runs that were killed, one with a damaged copy, one with a stale copy, and the one that never was."""
+    """Scenario: all killed runs, one with a damaged copy, one with a stale copy, and one that was never killed."""
     from rlhf_core.training.distributed import init_process_group, leave_process_group
     from rlhf_core.training.trainers.run import train_run
 
@@ -93,7 +93,7 @@ def resumed(rank: int, num_ranks: int, folder: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs that were killed, and resumed."""
+    """Folder of the runs that were killed and resumed."""
     folder = tmp_path_factory.mktemp("memory")
     for moment in MOMENTS:
         ended = launch(killed, 2, folder / f"{moment}-launch", folder=str(folder), moment=moment)
@@ -108,7 +108,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("moment", "step"), MOMENTS.items())
 def test_killed_in_a_save_and_resumed_is_the_same_as_straight(folder: Path, moment: str, step: int) -> None:
-    """Bitwise, from the newest step that all ranks have in memory: also one that never came to the disk."""
+    """The result is bitwise equal, from the newest step that all ranks have in memory, even if it never reached the
+    disk."""
     after = told(folder, moment, restart=1)
     assert min(after) == step + 1 if step < 4 else after == {}
     straight = told(folder, "straight")
@@ -124,7 +125,7 @@ def test_killed_in_a_save_and_resumed_is_the_same_as_straight(folder: Path, mome
 
 
 def test_a_damaged_copy_is_refused_and_the_files_are_used(folder: Path) -> None:
-    """The control: the same copy, undamaged, was gone on from in the test above."""
+    """Negative control: the test above resumes from the same copy, undamaged."""
     (event,) = events(folder, "damaged")
     assert event.message == (
         "resuming from files: the copy of step 4 in memory is damaged: "
@@ -140,7 +141,7 @@ def events(folder: Path, name: str) -> list[AgentEvent]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which copy counts
+# Choice of the copy
 
 
 def part(rank: int, step: int = 4, save: str = "a", num_ranks: int = 2, spec_hash: str = "spec") -> MemoryPart:

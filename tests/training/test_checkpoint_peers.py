@@ -1,7 +1,7 @@
-"""Restarts after the memory of a node was lost, from the copy on its peer: two ranks, each on a node of its own.
+"""Restarts from the copy on a peer after the memory of a node was lost: two ranks, each on its own node.
 
-Supervised training of four steps that saves at 2 and 4. Rank 0 holds back ``COMPLETE`` of step 4, so that only memory
-has it; a rank is killed at a moment of the transfer of step 4, and the memory of its node is lost.
+Supervised training of four steps that saves at 2 and 4. Rank 0 withholds ``COMPLETE`` of step 4, so that only memory
+holds that step; a rank is killed at some point of the transfer of step 4, and the memory of its node is lost.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ def context_of(rank: int, num_ranks: int, folder: str, name: str, restart: int =
 
 
 def kill_at(moment: str, rank: int, memory: Path) -> None:
-    """Have a rank be killed in the transfer of the second save, and the other one be ended as its agent would."""
+    """Have one rank killed in the transfer of the second save, and the other one ended as its agent would end it."""
     from rlhf_core.run_dir import checkpoint as checkpoint_dir
     from rlhf_core.training.checkpoints.memory import copies as memory_copies
     from rlhf_core.training.checkpoints.memory import peer_copies, peer_transfer
@@ -114,7 +114,7 @@ def killed(rank: int, num_ranks: int, folder: str, moment: str) -> None:
 
 
 def resumed(rank: int, num_ranks: int, folder: str) -> dict[str, str]:
-    """The run that never was killed, those that were, and the next attempts of one of them."""
+    """Scenario: the run that was never killed, those that were, and the next attempts of one of them."""
     from rlhf_core.training.checkpoints.memory import nodes as node_memory
     from rlhf_core.training.distributed import init_process_group, leave_process_group
     from rlhf_core.training.trainers.run import train_run
@@ -136,19 +136,19 @@ def resumed(rank: int, num_ranks: int, folder: str) -> dict[str, str]:
 
 
 def is_missing(memory: Any, place: str, name: str, expected: Any) -> str:
-    """In place of the checksum, in the negative control."""
+    """Replacement for the checksum in the negative control."""
     return "" if (memory._folder / place / name).exists() else "cannot be read: No such file"
 
 
 def receive_unchecked(pieces: Any, path: Path, expected: Any) -> None:
-    """Likewise."""
+    """Replacement for the receiver in the negative control, without checks."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"".join(map(bytes, pieces)))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs that were killed, whose copies were lost or damaged, and resumed."""
+    """Folder of runs that were killed, lost or damaged their copies, and resumed."""
     folder = tmp_path_factory.mktemp("peers")
     for moment in MOMENTS:
         ended = launch(killed, 2, folder / f"{moment}-launch", folder=str(folder), moment=moment)
@@ -165,7 +165,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def spoil(name: str, memory: Path) -> None:
-    """Lose the memory of a node, or damage what is in it."""
+    """Erase the memory of a node, or damage its contents."""
     lost = {"rank 0 lost": "node-0", "damaged": ""}.get(name, "node-1")
     if lost:
         shutil.rmtree(memory / lost)
@@ -182,9 +182,9 @@ def spoil(name: str, memory: Path) -> None:
 
 @pytest.mark.parametrize("name", WHENCE)
 def test_a_run_that_lost_the_memory_of_a_node_goes_on_as_if_nothing_had_happened(folder: Path, name: str) -> None:
-    """Bitwise, from the peer where its copy counts, otherwise from the files, with the reason.
+    """The result is bitwise equal, from the peer's copy if it is valid, otherwise from the files, with the reason.
 
-    The control has its checksums turned off: it goes on from a damaged copy, and ends with another state.
+    The control runs without checksums: it resumes from a damaged copy, and ends in a different state.
     """
     (event,) = events(folder, name, 1, 1)
     assert event.startswith(f"resuming from {WHENCE[name]}"), event
@@ -194,7 +194,7 @@ def test_a_run_that_lost_the_memory_of_a_node_goes_on_as_if_nothing_had_happened
 
 
 def test_the_next_attempt_goes_on_from_memory_only_where_it_has_what_the_controller_chose(folder: Path) -> None:
-    """Its checksums are those of the checkpoint on the disk; a run that was sent back to step 2 starts there."""
+    """The checksums must be those of the checkpoint on disk; a run that was sent back to step 2 starts there."""
     assert events(folder, "kept", 2, 0) == ["resuming from the copy of step 4 in the memory of the nodes"]
     assert events(folder, "kept", 3, 0) == [
         "resuming from files: the copy in memory is of step 4 of attempt 1, not of the checkpoint to resume from"

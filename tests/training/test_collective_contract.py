@@ -1,7 +1,7 @@
-"""The contract of collectives: nothing whose shape or order depends on a rank's own rows goes into one.
+"""The contract of collectives: no collective may have a shape or an order that depends on a rank's own rows.
 
 TRL's CPO, ORPO and SimPO gathered the raw logits of a batch for a metric (huggingface/trl#2474): ranks whose longest
-rows differed brought tensors of different shapes, and training hung (#3068). Two gloo processes show it in miniature.
+rows differed contributed tensors of different shapes, and training hung (#3068). Two gloo processes reproduce it.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ def logits_of(rank: int) -> Any:
 
 
 def gather_raw_logits(rank: int, num_ranks: int) -> float:
-    """The statement of TRL before #3069: gather the logits of all ranks, and take their mean."""
+    """Gather the logits of all ranks and take their mean, as TRL did before #3069."""
     from datetime import timedelta
 
     import torch
@@ -44,14 +44,15 @@ def gather_raw_logits(rank: int, num_ranks: int) -> float:
 
 
 def test_negative_control_ranks_that_gather_raw_logits_do_not_come_through(tmp_path: Path) -> None:
-    """Gloo aborts one rank or runs into its time limit; NCCL, which checks no sizes, hangs."""
+    """Gloo aborts one rank or reaches its timeout; NCCL, which checks no sizes, hangs."""
     results = launch(gather_raw_logits, 2, tmp_path, timeout_s=60)
     assert any(result.exit_code != 0 for result in results)
     assert len([result for result in results if result.value is not None]) < 2
 
 
 def keep_the_contract(rank: int, num_ranks: int, run_dir: str) -> dict[str, Any]:
-    """The same figure as a sum and a count; and two metric collectives in another order on each rank."""
+    """Compute the same figure as a sum and a count, and issue two metric collectives in a different order on each
+    rank."""
     import torch
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import PrefixStore
@@ -99,7 +100,7 @@ def test_the_same_figure_as_sum_and_count_is_exact_for_rows_of_any_length(result
     means = [float(logits.mean(-1)[mask].mean()) for logits, mask in parts]
     for result in results:
         assert result["mean"] == pytest.approx(sum(tokens) / len(tokens), rel=1e-6)
-    assert abs(sum(means) / 2 - sum(tokens) / len(tokens)) > 1e-4, "the mean of means is another figure"
+    assert abs(sum(means) / 2 - sum(tokens) / len(tokens)) > 1e-4, "the mean of means is a different figure"
 
 
 def test_collectives_in_another_order_are_named_on_every_rank(results: list[dict[str, Any]]) -> None:

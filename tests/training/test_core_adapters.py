@@ -1,4 +1,4 @@
-"""Adapters in one process: their layers, their reference, their files, and the model that they are merged into."""
+"""Adapters in one process: their layers, reference, files, and the merged model."""
 
 import shutil
 from pathlib import Path
@@ -34,7 +34,7 @@ IDS = torch.arange(3, 19)[None]
 
 
 def stirred(model: Any) -> Any:
-    """The same with trained weights that are not 0."""
+    """The model with trained adapter weights that are not 0."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -58,7 +58,8 @@ def adapted(folder: Path, lora: LoraSpec = LORA) -> Any:
 @pytest.mark.parametrize("config", [QWEN, *OTHER_FAMILIES.values()], ids=["qwen3", *OTHER_FAMILIES])
 @pytest.mark.parametrize("rslora", [False, True])
 def test_the_merged_model_computes_what_the_adapter_does(tmp_path: Path, config: Any, rslora: bool) -> None:
-    """In float32, through peft's own reader as well; tied embeddings stay those of the base model."""
+    """The merged model agrees in float32, also when peft's own reader loads it; tied embeddings stay those of the base
+    model."""
     folder = base(tmp_path / "base", config)
     model = stirred(adapted(folder, LORA.model_copy(update={"rslora": rslora})))
     save_adapter(model, tmp_path / "adapter", folder, is_first=True, beat=lambda: None)
@@ -76,7 +77,7 @@ def test_the_merged_model_computes_what_the_adapter_does(tmp_path: Path, config:
 
 
 def test_the_reference_is_a_second_model_to_the_last_bit(tmp_path: Path) -> None:
-    """Of the base model and of an earlier adapter; and training goes on as if it had not been called."""
+    """The reference is that of the base model or of an earlier adapter; calling it does not disturb training."""
     folder = base(tmp_path / "base")
     model = stirred(adapted(folder))
     save_adapter(model, tmp_path / "earlier", folder, is_first=True, beat=lambda: None)
@@ -86,7 +87,7 @@ def test_the_reference_is_a_second_model_to_the_last_bit(tmp_path: Path) -> None
     before, _ = policy(IDS)
     for source, second in ((None, PolicyModel(load_causal_lm(folder, "float32"))), (tmp_path / "earlier", earlier)):
         reference = AdapterReference(policy, policy.causal_lm, source)
-        assert torch.equal(policy(IDS)[0], before), "the trained adapter stays the active one"
+        assert torch.equal(policy(IDS)[0], before), "the trained adapter stays active"
         assert torch.equal(reference(IDS)[0], second(IDS)[0])
         assert not torch.equal(second(IDS)[0], before)
         after, _ = policy(IDS)
@@ -116,7 +117,7 @@ def test_a_reward_model_takes_over_an_adapter_and_keeps_its_head(tmp_path: Path)
         torch.testing.assert_close(merged, RewardModel(ranker)(IDS), rtol=1e-5, atol=1e-5)
 
 
-def test_targets_that_match_nothing_are_named_with_those_that_there_are() -> None:
+def test_targets_that_match_nothing_are_named_with_the_existing_ones() -> None:
     for name in ("q_porj", "lm_head", "embed_tokens"):
         with pytest.raises(BadConfig, match=f'found "{name}" .* down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj'):
             add_adapter(tiny_model(), LoraSpec(target_modules=("v_proj", name)), seed=0)
@@ -150,7 +151,7 @@ def test_an_adapter_of_other_layers_or_another_base_is_refused(tmp_path: Path) -
         require_base(tmp_path / "adapter", other)
     shutil.copy(tmp_path / "adapter" / BASE_RECORD, tmp_path / "kept")
     (tmp_path / "adapter" / BASE_RECORD).unlink()
-    require_base(tmp_path / "adapter", other)  # of another program: nothing is known
+    require_base(tmp_path / "adapter", other)  # written by another program: nothing is known
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Losses as mathematics: formulas, invariance over every way of cutting up a batch, agreement of the statistics."""
+"""Losses as mathematics: formulas, invariance under every split of the batch, and agreement of the statistics."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -61,7 +61,7 @@ def test_the_batch_deviation_can_be_summed_up_over_ranks(values: list[float]) ->
 
 
 def one_token(ratio: float, advantage: float, **options: float) -> tuple[float, float]:
-    """Loss and its gradient with respect to the log-probability, for one token of that ratio."""
+    """Loss and its gradient with respect to the log-probability, for a single token with this ratio."""
     logprob = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
     loss, _ = policy_loss_of(
         "grpo",
@@ -80,8 +80,8 @@ def one_token(ratio: float, advantage: float, **options: float) -> tuple[float, 
     [
         (1.0, 2.0, (-2.0, -2.0)),
         (1.1, 2.0, (-2.2, -2.2)),
-        (1.5, 2.0, (-2.56, 0.0)),  # above 1 + clip_high and to be raised: the clip takes the gradient away
-        (1.5, -2.0, (3.0, 3.0)),  # above and to be lowered: it does not
+        (1.5, 2.0, (-2.56, 0.0)),  # above 1 + clip_high and to be raised: the clip removes the gradient
+        (1.5, -2.0, (3.0, 3.0)),  # above 1 + clip_high and to be lowered: it does not
         (0.5, 2.0, (-1.0, -1.0)),
         (0.5, -2.0, (1.8, 0.0)),  # below 1 - clip_low and to be lowered
     ],
@@ -133,7 +133,7 @@ def test_masked_positions_may_hold_anything() -> None:
 @given(st.lists(st.floats(-20, 0), min_size=1, max_size=20), st.floats(-3, 3))
 def test_estimators_of_the_divergence(values: list[float], shift: float) -> None:
     logprobs = torch.tensor([values], dtype=torch.float64)
-    assert (k3(logprobs, logprobs + shift) >= -1e-15).all(), "but for rounding"
+    assert (k3(logprobs, logprobs + shift) >= -1e-15).all(), "up to rounding"
     assert (k2(logprobs, logprobs + shift) >= 0).all()
     torch.testing.assert_close(k1(logprobs, logprobs + shift), torch.full_like(logprobs, -shift), atol=1e-9, rtol=0)
     for estimator in (k1, k2, k3):
@@ -150,17 +150,17 @@ def test_k1_and_k3_estimate_the_divergence_without_bias() -> None:
         torch.testing.assert_close((policy.exp() * estimator(policy, reference)).sum(), exact)
 
 
-# --- one batch, cut up in every way ---
+# --- one batch, split in every way ---
 
 LENGTHS = [1, 5, 3, 9, 2, 7, 4, 6]
 """Completion tokens of eight sequences."""
 
 LossOfPart = Callable[[Tensor, list[int], Aggregation], tuple[Tensor, Stats]]
-"""(log-probabilities of some sequences, which, aggregation) -> loss."""
+"""Function (log-probabilities of some sequences, which, aggregation) -> loss."""
 
 
 class ToyModel(nn.Module):
-    """Plain torch: log-probabilities of fixed tokens."""
+    """Plain torch module that computes the log-probabilities of fixed tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ SUMS = StepSums(sum(LENGTHS), len(LENGTHS), max_new_tokens=MAX_NEW_TOKENS)
 
 
 def part_of(name: str, **settings: Any) -> LossOfPart:
-    """Ours: divided by what belongs to the whole step."""
+    """Our loss of a micro-batch, divided by the normaliser of the whole step."""
 
     def loss(logprobs: Tensor, which: list[int], aggregation: Aggregation) -> tuple[Tensor, Stats]:
         noise = NOISE[which, : logprobs.shape[1]]
@@ -205,7 +205,7 @@ def part_of(name: str, **settings: Any) -> LossOfPart:
 
 
 def value_part(values: Tensor, which: list[int], aggregation: Aggregation) -> tuple[Tensor, Stats]:
-    """The value model of PPO, its outputs in the place of log-probabilities."""
+    """Loss of PPO's value model, with its outputs in place of log-probabilities."""
     noise = NOISE[which, : values.shape[1]]
     mask = MASK[which, : values.shape[1]]
     targets = ADVANTAGES[which][:, None] + noise
@@ -217,7 +217,8 @@ def sft_part(logprobs: Tensor, which: list[int], aggregation: Aggregation) -> tu
 
 
 def mean_per_micro_batch(logprobs: Tensor, which: list[int], aggregation: Aggregation) -> tuple[Tensor, Stats]:
-    """The widespread mistake: each micro-batch divided by its own tokens, then averaged over as many micro-batches."""
+    """The common mistake: each micro-batch is divided by its own tokens, and the results are averaged over
+    micro-batches."""
     mask = MASK[which, : logprobs.shape[1]]
     loss = summed(-logprobs * ADVANTAGES[which][:, None], mask, "token_mean") / mask.sum()
     return loss * len(which) / len(LENGTHS), {"loss/policy": masked_stat(-logprobs, mask)}
@@ -234,7 +235,7 @@ def step_gradient(
     loss_of_part: LossOfPart, micro_batches: list[list[int]], aggregation: Aggregation
 ) -> tuple[Tensor, dict[str, float]]:
     """Gradient of the whole step as one vector, and the reduced statistics. Each micro-batch is padded to its own
-    longest."""
+    longest sequence."""
     model = ToyModel()
     totals: dict[str, list[float]] = {}
     for which in micro_batches:
@@ -255,7 +256,7 @@ FACTORISATIONS = [
 
 
 def losses_to_cut_up() -> dict[str, LossOfPart]:
-    """Every algorithm that samples, with a penalty, and the correction of tokens and of completions."""
+    """All algorithms that sample, with a penalty, and with the correction per token and per completion."""
     found: dict[str, LossOfPart] = {"sft": sft_part, "value model": value_part}
     for name, spec in specs().items():
         if spec.samples:

@@ -1,4 +1,4 @@
-"""The look at the data: what real tokenizers and files do, through the command that preflight starts."""
+"""Content checks of the data, run through the command that preflight starts on real tokenizers and files."""
 
 import json
 import os
@@ -32,7 +32,7 @@ MISTRAL = (
 
 
 def asked(spec: RunSpec, tmp_path: Path, code: str = "") -> ContentReport:
-    """What the command answers."""
+    """Answer of the command."""
     (tmp_path / "spec.json").write_text(spec.model_dump_json())
     (tmp_path / "my_data.py").write_text(code)
     command = [sys.executable, "-m", "rlhf_core.worker", "check-content", "--spec", str(tmp_path / "spec.json")]
@@ -87,7 +87,7 @@ def test_a_generator_that_breaks_is_a_sentence(tmp_path: Path) -> None:
     assert (report.tokenizer, report.rewards) == (None, ())
 
 
-def test_a_reward_function_that_hangs_does_not_keep_the_rest_from_being_looked_at(
+def test_a_reward_function_that_hangs_does_not_prevent_the_other_checks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = "def kills(**columns):\n    import os\n    os._exit(9)\n"

@@ -122,7 +122,7 @@ def test_nothing_left_is_an_error(load: Callable[..., Any]) -> None:
         load("1\n2\n", malformed_rows="drop")
 
 
-def test_a_template_with_an_unknown_column_names_those_there_are(load: Callable[..., Any]) -> None:
+def test_a_template_with_an_unknown_column_names_the_known_ones(load: Callable[..., Any]) -> None:
     with pytest.raises(BadData, match=r'rows\.jsonl:1: no column "problem" .*it has: question, answer'):
         load(GOOD, prompt_template="{problem}")
 
@@ -214,7 +214,7 @@ def test_rows_of_a_step_have_uids_of_their_own(num_rows: int, start: int, count:
         for index, number in zip(indices, occurrences_before(indices), strict=True)
     ]
     assert len(set(uids)) == count
-    assert {f"{index}-0" for index in indices} <= set(uids), "seeds of rows that do not recur stay as they are"
+    assert {f"{index}-0" for index in indices} <= set(uids), "seeds of rows that do not recur stay the same"
 
 
 # --- tokens ---

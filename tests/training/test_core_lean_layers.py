@@ -1,4 +1,4 @@
-"""Lean layers: the numbers of transformers' own, with less kept for the backward pass."""
+"""Lean layers: the same numbers as transformers' own layers, with fewer tensors kept for the backward pass."""
 
 import copy
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def mean_logit(model: PreTrainedModel) -> Tensor:
 
 
 def pair(config: dict[str, JsonValue] = QWEN) -> tuple[PreTrainedModel, PreTrainedModel, int]:
-    """A model as it is, a copy with lean layers, and the number of those."""
+    """A model as it is, a copy with lean layers, and the number of replaced layers."""
     usual = tiny_model(config)
     torch.manual_seed(1)
     with torch.no_grad():
@@ -49,7 +49,7 @@ def mlp_of(model: PreTrainedModel) -> Any:
 
 
 def product_lives(mlp: Any, hidden: Tensor) -> tuple[bool, Tensor]:
-    """True if the input of ``down_proj`` is kept after the forward pass; and the output."""
+    """True if the input of ``down_proj`` is kept after the forward pass; and the output of the MLP."""
     seen: list[StorageWeakRef] = []
     handle = mlp.down_proj.register_forward_pre_hook(
         lambda _, inputs: seen.append(StorageWeakRef(inputs[0].untyped_storage()))
@@ -83,7 +83,7 @@ def test_derivatives_are_those_of_finite_differences() -> None:
 
 
 def test_a_wrong_derivative_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control of the test above: the derivative without the term through the root mean square."""
+    """Negative control of the test above: the derivative lacks the term through the root mean square."""
 
     def without(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         _, weight, scale = ctx.saved_tensors
@@ -156,7 +156,7 @@ def test_an_adapter_learns_the_same() -> None:
 
 
 class ShiftedRMSNorm(nn.Module):
-    """RMSNorm of Gemma, whose weights are differences to 1."""
+    """RMSNorm of Gemma, whose weights are offsets from 1."""
 
     variance_epsilon = 1e-6
 
@@ -170,7 +170,7 @@ class ShiftedRMSNorm(nn.Module):
 
 def test_layers_of_another_form_stay_as_they_are() -> None:
     gelu = tiny_model({**OTHER_FAMILIES["llama"], "hidden_act": "gelu"})
-    assert use_lean_layers(gelu) == 5, "the norms alone"
+    assert use_lean_layers(gelu) == 5, "only the norms"
     assert use_lean_layers(nn.Sequential(ShiftedRMSNorm())) == 0
 
 

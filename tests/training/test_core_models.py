@@ -1,4 +1,4 @@
-"""Models: built the same every time, refused with a reason, and never a logit more in memory than allowed."""
+"""Models: reproducible initialization, refusals with a reason, and no more logits in memory than allowed."""
 
 import json
 from pathlib import Path
@@ -86,7 +86,7 @@ def test_the_initial_model_is_built_once_and_loads_alike(tmp_path: Path) -> None
 
 
 def test_a_model_with_a_temperature_and_without_sampling_is_saved(tmp_path: Path) -> None:
-    """As in the first release of Llama 2; transformers reads such settings, and refuses to write them."""
+    """Llama 2 was first released with such settings; transformers reads them, but refuses to write them."""
     tiny_model().save_pretrained(tmp_path / "released")
     settings = tmp_path / "released" / "generation_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "temperature": 0.9, "top_p": 0.6}))
@@ -165,7 +165,7 @@ def policy(config: dict[str, JsonValue], chunk_elements: int = 1 << 26) -> Polic
 
 
 def plain_logprobs(model: PolicyModel, temperature: float) -> tuple[Tensor, Tensor]:
-    """The same by the whole logits, as in any textbook."""
+    """The same log-probabilities from the full logits, as in any textbook."""
     logits = model.causal_lm(BATCH.input_ids).logits[:, :-1] / temperature
     logprobs = torch.log_softmax(logits, -1)
     entropy = -(logprobs.exp() * logprobs).sum(-1)

@@ -1,4 +1,4 @@
-"""Packed passes: every needed token once, and the same states as padded ones."""
+"""Packed passes: every needed token occurs once, and the states equal those of padded passes."""
 
 import dataclasses
 from unittest import mock
@@ -23,7 +23,7 @@ TOKENS = st.lists(st.integers(1, 3), min_size=1, max_size=5)
 
 
 def used(packed: Packing) -> list[tuple[int, ...]]:
-    """The tokens before and at each place of the row."""
+    """The tokens before and at each position of the row."""
     prefixes: list[tuple[int, ...]] = []
     for token, position in zip(packed.tokens[0].tolist(), packed.positions[0].tolist(), strict=True):
         prefixes.append((*prefixes[-1][:position], token) if position else (token,))
@@ -41,7 +41,7 @@ def test_each_token_is_found_with_what_is_before_it(sequences: list[tuple[list[i
     batch = collate([prompt for prompt, _ in sequences], [completion for _, completion in sequences], pad_id=0)
     packed = pack(batch.input_ids, batch.target_mask)
     prefixes = used(packed)
-    assert len(set(prefixes)) == len(prefixes), "no prefix comes twice"
+    assert len(set(prefixes)) == len(prefixes), "no prefix occurs twice"
     for index, (prompt, completion) in enumerate(sequences):
         whole = [*prompt, *completion]
         for at in range(len(whole) - 1):
@@ -68,7 +68,7 @@ def largest_difference(model: PreTrainedModel, batch: SequenceBatch = GROUP) -> 
 
 
 def test_negative_control_sequences_that_see_each_other_are_caught() -> None:
-    """One row under plain causal attention, as packing without blocks would have it."""
+    """One row under plain causal attention, as if packing had no blocks."""
 
     def one_row(*arguments: torch.Tensor) -> Packing:
         packed = pack(*arguments)
@@ -81,7 +81,7 @@ def test_negative_control_sequences_that_see_each_other_are_caught() -> None:
     with mock.patch.object(packing, "pack", one_row):
         assert largest_difference(model) > 1e-3
         fresh = tiny_model().double()
-        assert not can_pack(fresh), "and the probe sees it"
+        assert not can_pack(fresh), "the probe detects it"
         assert fresh.config._attn_implementation == "sdpa"
 
 

@@ -1,4 +1,4 @@
-"""Micro-batches by length."""
+"""Micro-batches formed by length."""
 
 import random
 from itertools import chain, product
@@ -33,12 +33,12 @@ def test_every_sequence_is_in_one_micro_batch_within_its_bounds(
     cut = micro_batches(lengths, max_sequences, max_tokens)
     assert sorted(chain.from_iterable(cut)) == list(range(len(lengths)))
     assert all(fits(lengths, part, max_sequences, max_tokens) for part in cut)
-    assert [lengths[index] for index in chain.from_iterable(cut)] == sorted(lengths), "like lengths go together"
+    assert [lengths[index] for index in chain.from_iterable(cut)] == sorted(lengths), "similar lengths go together"
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(1, 4), st.integers(5, 25))
 def test_no_division_has_fewer_micro_batches(lengths: list[int], max_sequences: int, max_tokens: int) -> None:
-    """Of contiguous divisions of the sorted lengths, which hold a best one."""
+    """The optimum is taken over contiguous divisions of the sorted lengths, which include an optimal one."""
     order = sorted(range(len(lengths)), key=lambda index: lengths[index])
     fewest = len(lengths)
     for cuts in product((False, True), repeat=len(order) - 1):
@@ -55,14 +55,14 @@ def test_packed_micro_batches_keep_the_order_within_their_bounds(
     lengths: list[int], max_sequences: int, max_tokens: int
 ) -> None:
     cut = micro_batches(lengths, max_sequences, max_tokens, packed=True)
-    assert list(chain.from_iterable(cut)) == list(range(len(lengths))), "what begins alike stays together"
+    assert list(chain.from_iterable(cut)) == list(range(len(lengths))), "sequences with a common prefix stay together"
     totals = [sum(lengths[index] for index in part) for part in cut]
     for part, total in zip(cut, totals, strict=True):
         assert len(part) <= max_sequences
         assert not max_tokens or total <= max_tokens or len(part) == 1
     for part, later, total in zip(cut, cut[1:], totals, strict=False):
         is_full = len(part) == max_sequences or 0 < max_tokens < total + lengths[later[0]]
-        assert is_full, "none is cut before it has to be"
+        assert is_full, "none is closed before it has to be"
 
 
 def test_a_budget_of_tokens_pads_less_than_a_number_of_sequences() -> None:
@@ -70,7 +70,7 @@ def test_a_budget_of_tokens_pads_less_than_a_number_of_sequences() -> None:
     by_tokens = micro_batches(lengths, 64, 2048)
     in_order = [list(range(start, start + 8)) for start in range(0, 64, 8)]
     assert padding_share(lengths, by_tokens) == 0
-    assert padding_share(lengths, in_order) > 0.35, "negative control: as they come"
+    assert padding_share(lengths, in_order) > 0.35, "negative control: in the given order"
 
 
 @given(st.integers(1, 5).flatmap(lambda parts: st.tuples(st.just(parts), st.lists(st.integers(0, 99), max_size=8))))
@@ -91,4 +91,4 @@ def test_parts_dealt_by_weight_are_closer_than_contiguous_ones() -> None:
         contiguous = [list(range(start, start + 8)) for start in range(0, 64, 8)]
         for name, parts in (("balanced", balanced(weights, 8)), ("contiguous", contiguous)):
             spreads[name].append(max(sum(weights[index] for index in part) for part in parts) * 8 / sum(weights))
-    assert median(spreads["balanced"]) < 1.1 < 1.4 < median(spreads["contiguous"]), "the negative control: as they come"
+    assert median(spreads["balanced"]) < 1.1 < 1.4 < median(spreads["contiguous"]), "negative control: given order"

@@ -1,4 +1,4 @@
-"""Common ground of algorithms that sample: correction, estimators, whitening, mini-batches, choice of groups."""
+"""Parts shared by the algorithms that sample: correction, estimators, whitening, mini-batches, and choice of groups."""
 
 import math
 from collections import Counter
@@ -36,7 +36,7 @@ TOKENS, SEQUENCES = 6, 3
 
 
 def random(seed: int, scale: float = 0.5) -> Tensor:
-    """``[3, 3]`` log-probabilities; what lies outside the mask must not matter."""
+    """``[3, 3]`` log-probabilities; values outside the mask must not matter."""
     generator = torch.Generator().manual_seed(seed)
     return torch.where(MASK, -1 + scale * torch.randn(3, 3, generator=generator, dtype=torch.float64), 7.0)
 
@@ -45,11 +45,11 @@ def sampled(rewards: Tensor, **scores: Tensor) -> SampledBatch:
     return SampledBatch(rewards, MASK, torch.tensor([True, False, True]), MASK, **scores)
 
 
-# --- correction of what sampler and trainer do not agree on ---
+# --- correction of the mismatch between sampler and trainer ---
 
 
 def test_weights_by_hand() -> None:
-    """exp of the differences 1, 0.5 and -0.2: of tokens, and of the whole completion."""
+    """exp of the differences 1, 0.5 and -0.2, for single tokens and for the whole completion."""
     old = torch.zeros(1, 4)
     sampler = torch.tensor([[-1.0, -0.5, 0.2, 9.0]])
     mask = torch.tensor([[True, True, True, False]])
@@ -64,7 +64,7 @@ def test_weights_by_hand() -> None:
     assert weights("sequence_mask", 3.0) == [0.0]
     assert weights("sequence_mask", 4.0) == pytest.approx([whole])
     unnamed = mismatch_weights(old, torch.full((1, 4), math.nan), mask, "token_mask", 2.0)
-    assert unnamed.tolist() == [[1.0] * 4], "a token whose probability the sampler did not tell"
+    assert unnamed.tolist() == [[1.0] * 4], "a token for which the sampler reported no probability"
 
 
 @pytest.mark.parametrize("correction", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
@@ -112,7 +112,7 @@ def test_ratios_of_whole_sequences() -> None:
 
 @pytest.mark.parametrize("advantage", [0.5, 0.0])
 def test_a_clipped_ratio_that_would_overflow_has_no_gradient(advantage: float) -> None:
-    """A drift of 0.011 a token, over 8,192 tokens of one completion: e to the power of 90."""
+    """Drift of 0.011 per token over the 8,192 tokens of one completion: e to the power of 90."""
     logprobs = torch.full((1, 8192), -0.5, requires_grad=True)
     mask = torch.ones(1, 8192, dtype=torch.bool)
     ratio = sequence_ratio(logprobs, logprobs.detach() - 0.011, mask)
@@ -139,7 +139,7 @@ def test_the_penalty_is_taken_off_each_token_and_the_reward_is_at_the_last(estim
 
 
 def test_returns_and_advantages_by_their_definitions() -> None:
-    """Sums over all later tokens, written out (arXiv 1506.02438, eq. 11 to 16)."""
+    """Explicit sums over all later tokens (arXiv 1506.02438, eq. 11 to 16)."""
     discount, gae_lambda = 0.9, 0.8
     rewards = torch.where(MASK, random(3), 0.0)
     values = random(4)
@@ -190,13 +190,13 @@ def test_the_division_does_not_depend_on_the_ranks(num_ranks: int, num_minibatch
     size = 24
 
     def parts(number: int) -> list[set[int]]:
-        """Places of each part, put together from what each rank works out for itself."""
+        """Positions of each part, assembled from the results that each rank computes by itself."""
         share = size // num_ranks
         found: list[set[int]] = [set() for _ in range(num_minibatches)]
         for rank in range(num_ranks):
             places = range(rank * share, (rank + 1) * share)
             own = divide(places, num_minibatches, "seed", number)
-            assert max(map(len, own)) - min(map(len, own)) <= 2, "a rank has a like share of every part"
+            assert max(map(len, own)) - min(map(len, own)) <= 2, "every rank has an equal share of each part"
             for part, indices in zip(found, own, strict=True):
                 part.update(places[index] for index in indices)
         return found
@@ -206,7 +206,7 @@ def test_the_division_does_not_depend_on_the_ranks(num_ranks: int, num_minibatch
     assert Counter(place for part in whole for place in part) == dict.fromkeys(range(size), 1)
     assert max(map(len, whole)) - min(map(len, whole)) <= 1
     if num_minibatches > 1:
-        assert parts(1) != whole, "each pass divides anew"
+        assert parts(1) != whole, "each pass divides the rows anew"
 
 
 # --- choice of groups (DAPO) ---
@@ -217,10 +217,11 @@ def test_the_choice_of_groups_does_not_depend_on_the_ranks(rounds: list[list[boo
     wanted = 12
 
     def chosen(num_ranks: int) -> dict[int, tuple[int, int]]:
-        """Place to round and row of what was chosen."""
+        """Round and row of the group chosen for each position."""
         share = wanted // num_ranks
         flags = [
-            [[float(flag) for flag in told[r * share : (r + 1) * share]] for r in range(num_ranks)] for told in rounds
+            [[float(flag) for flag in round_flags[r * share : (r + 1) * share]] for r in range(num_ranks)]
+            for round_flags in rounds
         ]
         found: dict[int, tuple[int, int]] = {}
         for rank in range(num_ranks):
@@ -233,12 +234,14 @@ def test_the_choice_of_groups_does_not_depend_on_the_ranks(rounds: list[list[boo
     one = chosen(1)
     assert one == chosen(2) == chosen(3)
     assert sorted(one) == list(range(wanted)), "always a full batch"
-    informative = [(number, row) for number, told in enumerate(rounds) for row, flag in enumerate(told) if flag]
-    assert set(informative[:wanted]) <= set(one.values()), "the first ones with something to compare are in it"
+    informative = [
+        (number, row) for number, round_flags in enumerate(rounds) for row, flag in enumerate(round_flags) if flag
+    ]
+    assert set(informative[:wanted]) <= set(one.values()), "the first groups with differing rewards are chosen"
     assert [one[place] for place in range(wanted)] == sorted(one.values())
 
 
-# --- each algorithm by its paper's formula ---
+# --- every algorithm against the formula of its paper ---
 
 
 def token_loss_of(name: str, gain: Tensor, **settings: Any) -> Tensor:
@@ -255,7 +258,7 @@ GAIN = torch.tensor([[1.0], [-2.0], [0.5]], dtype=torch.float64)
 
 @pytest.mark.parametrize("name", [name for name, spec in specs().items() if spec.samples])
 def test_gradients_by_hand(name: str) -> None:
-    """d loss / d log policy(t), token by token, as the papers have it."""
+    """d loss / d log policy(t), token by token, as in the papers."""
     settings = {"clip_low": 0.3, "clip_high": 0.4} if name != "cispo" else {"clip_high": 0.4}
     ratios = torch.exp(random(0) - random(1))
     expected = torch.zeros(3, 3, dtype=torch.float64)
@@ -271,7 +274,7 @@ def test_gradients_by_hand(name: str) -> None:
             weight = min(ratio, 1.4) if name == "cispo" else 0.0 if is_clipped else ratio
             divisor = {"gspo": SEQUENCES * length, "rloo": SEQUENCES, "dr_grpo": SEQUENCES * 5}.get(name, TOKENS)
             expected[row, t] = -weight * advantage / divisor
-    assert clipped, "the clip has something to do"
+    assert clipped, "the clip takes effect"
     torch.testing.assert_close(token_loss_of(name, GAIN, **settings), expected)
 
 
@@ -279,7 +282,7 @@ REWARDS = torch.tensor([[1.0], [2.0], [4.0]]).view(1, 3)
 
 
 def advantages_of(name: str, **settings: Any) -> Tensor:
-    """Of one group of three completions, without whitening; one value for each token."""
+    """Advantages of one group of three completions, without whitening; one value per token."""
     logprobs, reference = random(0), random(1)
     batch = sampled(REWARDS, logprobs=logprobs, ref_logprobs=reference, values=random(2))
     objective, spec = ALGORITHMS[name], settings_of(name, settings)
@@ -317,7 +320,8 @@ def test_advantages_by_hand() -> None:
 
 
 def test_the_value_model_learns_by_the_larger_of_two_losses() -> None:
-    """Clipped at 0.2 from the old value: no gradient where it has gone past it towards the return."""
+    """The loss is clipped at 0.2 from the old value: no gradient once the value has moved past it towards the
+    return."""
     old, returns = torch.zeros(1, 4), torch.tensor([[1.0, 1.0, -1.0, 0.0]])
     values = torch.tensor([[0.1, 0.5, 0.5, 9.0]], requires_grad=True)
     mask = torch.tensor([[True, True, True, False]])

@@ -1,4 +1,4 @@
-"""Reward functions in a process of their own: what would hang or kill a trainer costs one answer, and is named."""
+"""Reward functions in a separate process: a call that would hang or kill a trainer costs one answer, and is named."""
 
 import os
 import subprocess
@@ -38,7 +38,7 @@ def scorer(*functions: str, **reward: Any) -> Iterator[RewardScorer]:
 
 
 def left_behind() -> list[str]:
-    """Living processes that reward functions of this process have started."""
+    """Running processes that were started by reward functions of this process."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -80,7 +80,7 @@ def test_harm_is_an_error_that_names_function_and_completion(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["endless", "orphaning", "raising", "not_a_number"])
-def test_harm_is_counted_as_zero_and_told_once_where_that_is_asked_for(name: str) -> None:
+def test_harm_is_counted_as_zero_and_reported_once_if_requested(name: str) -> None:
     with scorer("well", name, on_failure="zero", weights=[1.0, 2.0]) as one:
         first = one.score(rows(3), ["good", "bad", "good"], 1, lambda: None)
         second = one.score(rows(3), ["bad", "good", "good"], 2, lambda: None)
@@ -112,7 +112,7 @@ def test_too_much_of_it_stops_all_the_same() -> None:
         one.score(rows(4), ["bad", "good", "bad", "bad"], 1, lambda: None)
 
 
-def test_what_fails_for_many_and_for_none_alone_is_said_to() -> None:
+def test_a_failure_for_many_and_for_none_alone_is_reported_as_such() -> None:
     with scorer("not_by_one", on_failure="zero") as one:
         found = one.score(rows(8), ["good"] * 8, 1, lambda: None)
     assert found.total == [1.0] * 8
@@ -142,7 +142,7 @@ def test_rewards_are_summed_with_weights_and_kept_apart(timeout_s: float) -> Non
 
 def test_a_function_that_draws_at_random_draws_the_same_when_a_step_is_made_again() -> None:
     drawn = []
-    for steps in ((1, 2), (2,)):  # the second is a start from a checkpoint after step 1
+    for steps in ((1, 2), (2,)):  # the second run starts from a checkpoint after step 1
         with scorer("noisy", timeout_s=30.0) as one:
             drawn.append([one.score(rows(2), ["a", "b"], step, lambda: None).total for step in steps])
     assert drawn[0][1] == drawn[1][0]
@@ -171,13 +171,13 @@ def test_a_function_that_cannot_be_imported_is_named(
 
 
 def test_the_process_of_the_functions_imports_nothing_heavy() -> None:
-    told = subprocess.run(
+    imported = subprocess.run(
         [sys.executable, "-c", "import sys, rlhf_core.training.rewards.worker; print(*sys.modules)"],
         capture_output=True,
         text=True,
         check=True,
     ).stdout.split()
-    assert not {"torch", "numpy", "pydantic", "transformers", "psutil"} & set(told)
+    assert not {"torch", "numpy", "pydantic", "transformers", "psutil"} & set(imported)
 
 
 IN_PROCESS = """

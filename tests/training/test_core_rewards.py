@@ -1,4 +1,4 @@
-"""Rewards: the right answer counts, whatever else a completion holds; a broken function is named."""
+"""Rewards: the correct answer counts, whatever else a completion contains; a broken function is named."""
 
 import sys
 import textwrap

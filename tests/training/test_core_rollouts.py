@@ -1,4 +1,4 @@
-"""Sampling: what one sequence gets does not depend on the others, and is what training believes it is."""
+"""Sampling: a sequence does not depend on the others in its batch, and training sees what was actually sampled."""
 
 from collections.abc import Callable, Iterator
 
@@ -33,7 +33,7 @@ def tokens_of(made: list[list[Completion]]) -> list[list[list[int]]]:
 
 
 def depends_on_neighbours(model: PreTrainedModel) -> bool:
-    """Whether a completion changes with the batch size, the order of the prompts, or the company it is in."""
+    """True if a completion changes with the batch size, the order of the prompts, or the other prompts in the batch."""
     together = tokens_of(sample(model, PROMPTS, SEEDS))
     in_small_batches = tokens_of(sample(model, PROMPTS, SEEDS, batch_size=3))
     backwards = tokens_of(sample(model, PROMPTS[::-1], SEEDS[::-1]))[::-1]
@@ -65,7 +65,7 @@ def test_reproducible_and_diverse_at_once(model: PreTrainedModel) -> None:
     first, second = tokens_of(sample(model, PROMPTS, SEEDS)), tokens_of(sample(model, PROMPTS, SEEDS))
     assert first == second
     assert all(len({tuple(tokens) for tokens in group}) == len(group) for group in first)
-    assert first[0] != first[4]  # the same prompt twice in the data has other seeds
+    assert first[0] != first[4]  # the same prompt, occurring twice in the data, has different seeds
 
 
 @pytest.mark.parametrize("config", [QWEN, *OTHER_FAMILIES.values()], ids=["qwen3", *OTHER_FAMILIES])
@@ -115,7 +115,7 @@ def test_a_completion_ends_with_its_first_end_token(model: PreTrainedModel) -> N
 
 @pytest.fixture
 def ends_at_once(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Every token is an end token."""
+    """Make every token an end token."""
     before = model.generation_config.eos_token_id
     model.generation_config.eos_token_id = list(range(model.config.vocab_size))
     yield model

@@ -1,4 +1,4 @@
-"""Seeds of completions: reproducible and diverse, on every layout of the cluster."""
+"""Seeds of completions: reproducible and diverse on every layout of the cluster."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from rlhf_core.training.rollouts.seeds import sample_seed, uniforms
 pytestmark = pytest.mark.training
 
 SeedFormula = Callable[["Where", int, int, str, int], int]
-"""(where, step, index of the prompt in the local batch, prompt uid, sample index) -> seed."""
+"""Function (where, step, index of the prompt in the local batch, prompt uid, sample index) -> seed."""
 
 UIDS = [f"{number:016x}-0" for number in range(4)] + ["0000000000000000-1"]
 STEPS = (1, 2)
@@ -29,26 +29,26 @@ class Where:
 
 
 def content_addressed(where: Where, step: int, local_index: int, uid: str, sample_index: int) -> int:
-    """Ours."""
+    """Our formula."""
     return sample_seed(7, step, uid, sample_index)
 
 
 def ms_swift_3745(where: Where, step: int, local_index: int, uid: str, sample_index: int) -> int:
-    """The formula behind ms-swift #3745: the engine's rank, plus the prompt's index in its request; the step was meant
-    to be added and was not."""
+    """The formula behind ms-swift #3745: the engine's rank plus the prompt's index in its request; the step should have
+    been added and was not."""
     return where.rank // where.tensor_parallel + local_index
 
 
 def disjoint_ranges(where: Where, step: int, local_index: int, uid: str, sample_index: int) -> int:
-    """The later ms-swift formula: a range of seeds per engine."""
+    """The later formula of ms-swift: a range of seeds per engine."""
     return len(UIDS) * (where.rank // where.tensor_parallel) + local_index
 
 
 def seeds_of(
     formula: SeedFormula, num_engines: int, tensor_parallel: int, num_samples: int
 ) -> dict[tuple[int, str, int], set[int]]:
-    """Which seeds the processes of a layout give to each (step, prompt, sample). Prompts are dealt to the engines in
-    turn; every rank of an engine computes the seeds of all that the engine samples."""
+    """Seeds that the processes of a layout assign to each (step, prompt, sample). Prompts are dealt to the engines in
+    turn; every rank of an engine computes the seeds of everything that the engine samples."""
     seeds: dict[tuple[int, str, int], set[int]] = {}
     for rank in range(num_engines * tensor_parallel):
         local_uids = UIDS[rank // tensor_parallel :: num_engines]
@@ -61,7 +61,7 @@ def seeds_of(
 
 
 def faults(formula: SeedFormula, num_engines: int, tensor_parallel: int, num_samples: int) -> set[str]:
-    """What is wrong with a formula on a layout."""
+    """Faults of a formula on a layout."""
     seeds = seeds_of(formula, num_engines, tensor_parallel, num_samples)
     alone = seeds_of(formula, 1, 1, num_samples)
     found = set()
@@ -107,7 +107,7 @@ def test_seeds_never_change_between_versions() -> None:
 
 
 def splitmix64(seed: int, position: int) -> float:
-    """The published generator in plain Python."""
+    """Published generator in plain Python."""
     bits = (1 << 64) - 1
     state = (seed + 0x9E3779B97F4A7C15 * (position + 1)) & bits
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & bits

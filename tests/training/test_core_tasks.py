@@ -1,4 +1,4 @@
-"""The generated task, and what the training package may import."""
+"""The generated task, and the permitted imports of the training package."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Tokenizers built here: loss-free where they promise it, the same every time, and with a text for every number."""
+"""Tokenizers built here: lossless where they promise it, reproducible, and with a text for every number."""
 
 import string
 from pathlib import Path

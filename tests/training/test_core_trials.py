@@ -1,4 +1,5 @@
-"""Reward functions on trial: whatever they do, the answer is a sentence, in time, and nothing is left running."""
+"""Trials of reward functions: whatever they do, the answer is a sentence, arrives in time, and nothing keeps
+running."""
 
 import os
 from pathlib import Path
@@ -111,7 +112,7 @@ def test_a_constant_one() -> None:
     ],
 )
 def test_a_function_that_misbehaves_is_a_sentence(name: str, problem: TrialProblem, says: str) -> None:
-    trial_s = 1.0 if problem is TrialProblem.TIMEOUT else 60.0  # a busy machine takes its time for the others
+    trial_s = 1.0 if problem is TrialProblem.TIMEOUT else 60.0  # on a busy machine, the other functions need their time
     (trial,) = try_rewards([f"tried_rewards:{name}"], ROWS, trial_s=trial_s, memory_bytes=512 << 20)
     assert (trial.problem, says in trial.message) == (problem, True), trial
 

@@ -1,4 +1,4 @@
-"""Dealing prompts to engines: balanced, bounded, and each answered exactly once whatever is lost on the way."""
+"""Dealing prompts to engines: balanced, bounded, and answered exactly once whatever is lost on the way."""
 
 import random
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.training
 
 
 def tasks(*lengths: int, samples: int = 2) -> list[PromptTask]:
-    """Prompts of these lengths."""
+    """Prompts with these lengths."""
     return [PromptTask(index, [1] * length, list(range(samples))) for index, length in enumerate(lengths)]
 
 
@@ -34,7 +34,7 @@ def test_ranks_begin_with_different_engines() -> None:
 
 
 def test_an_engine_is_asked_for_a_window_at_a_time() -> None:
-    """With the exception: a prompt that is larger than the window goes to an engine without work."""
+    """The exception: a prompt larger than the window goes to an idle engine."""
     dispatcher = Dispatcher(tasks(4, 3, 2, 1), max_new_tokens=1, window=4)
     assert indices(dispatcher.assign([0])) == {0: [0, 1]}
     assert dispatcher.assign([0]) == {}
@@ -59,30 +59,30 @@ def test_a_late_answer_and_one_with_other_weights_are_refused_and_counted() -> N
     dispatcher.refuse(0, 0, 2)
     assert not dispatcher.is_done
     dispatcher.assign([1])
-    assert not dispatcher.answer(0, 0, made(0, by=0)), "it comes from the engine that lost the prompt"
+    assert not dispatcher.answer(0, 0, made(0, by=0)), "it came from the engine that lost the prompt"
     assert dispatcher.answer(1, 0, made(0, by=1))
-    assert not dispatcher.answer(1, 0, made(0, by=1)), "it comes a second time"
+    assert not dispatcher.answer(1, 0, made(0, by=1)), "it is a duplicate"
     assert dispatcher.results() == [made(0, by=1)]
     assert dispatcher.counts() == {"rollout/moved_prompts": 1, "rollout/refused_completions": 4}
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_prompt_is_answered_once_whatever_is_lost(seed: int) -> None:
-    """With the control: to take every answer that comes counts some twice."""
+    """Negative control: accepting every answer would count some of them twice."""
     chance = random.Random(seed)
     dispatcher = Dispatcher(tasks(*(chance.randint(1, 50) for _ in range(30))), max_new_tokens=4, window=8)
     sent: list[tuple[int, int]] = []
-    taken, came = [], []
+    taken, accepted = [], []
     while not dispatcher.is_done:
         for engine, own in dispatcher.assign(chance.sample(range(3), 2)).items():
             sent += [(engine, task.index) for task in own]
-        engine, index = chance.choice(sent)  # answers may come late, and twice
+        engine, index = chance.choice(sent)  # answers may arrive late, and twice
         if chance.random() < 0.3:
             dispatcher.give_back(engine)
             continue
-        came.append(index)
+        accepted.append(index)
         if dispatcher.answer(engine, index, made(index)):
             taken.append(index)
     assert sorted(taken) == list(range(30))
     assert [one[0].token_ids[0] for one in dispatcher.results()] == list(range(30))
-    assert sorted(came) != list(range(30)), "to take all that comes would be wrong"
+    assert sorted(accepted) != list(range(30)), "accepting every answer would be wrong"

@@ -1,4 +1,4 @@
-"""Server of an engine, in this process and over real HTTP."""
+"""The server of an engine, in this process and over real HTTP."""
 
 import threading
 from collections.abc import Callable
@@ -29,7 +29,7 @@ RECEIPT = Receipt(receiver="engine-0", version=7, digest="", bytes_received=0, w
 
 
 class SlowReceiver(Receiver):
-    """A receiver that takes a version once it is released; meanwhile it may show progress."""
+    """A receiver that accepts a version once it is released; until then it may report progress."""
 
     def __init__(self, shows_progress: bool) -> None:
         super().__init__("engine-0")
@@ -37,7 +37,7 @@ class SlowReceiver(Receiver):
         self._shows_progress = shows_progress
 
     def receive(self, offer: Offer, beat: Callable[[], None]) -> Staged:
-        """Wait in place of receiving."""
+        """Wait instead of receiving."""
         while not self.released.wait(0.01):
             if self._shows_progress:
                 beat()
@@ -56,7 +56,7 @@ def served(receiver: Receiver) -> EngineServer:
 
 
 def offered(server: EngineServer, receiver: SlowReceiver, limits: int) -> bytes:
-    """Answer of an engine to an offer; the receiver is released after so many times the limit."""
+    """Answer of an engine to an offer; the receiver is released after this multiple of the limit."""
     release = threading.Timer(limits * LIMIT_S, receiver.released.set)
     release.start()
     url = f"http://127.0.0.1:{server.port}/weights/receive"
@@ -66,14 +66,14 @@ def offered(server: EngineServer, receiver: SlowReceiver, limits: int) -> bytes:
 
 
 def test_an_engine_whose_transfer_hangs_refuses_the_version_and_ends() -> None:
-    """A file system or a GPU that does not return is behind no limit of the transfer itself."""
+    """A file system or a GPU that does not return is not covered by any limit of the transfer itself."""
     receiver = SlowReceiver(shows_progress=False)
     with served(receiver) as server:
         assert server.is_alive
         refusal = EngineRefusal.model_validate_json(offered(server, receiver, limits=20))
         assert refusal.peer == "engine-0"
         assert "has made no progress with version 7" in refusal.error
-        assert not server.is_alive, "the agent restarts the engine once it ends"
+        assert not server.is_alive, "the agent restarts the engine once it has exited"
         receiver.released.set()
 
 

@@ -1,4 +1,5 @@
-"""The library of the links from trainers to engines: by what the nodes have, or as it is asked for."""
+"""Choice of the communication library for the links from trainers to engines: by the nodes' hardware, or as
+requested."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Parts of checkpoints on their way to another node: strangers, damage, silence and want of room."""
+"""Transfers of checkpoint parts to another node: strangers, damage, silence and lack of space."""
 
 import contextlib
 import hashlib
@@ -43,13 +43,13 @@ Listen = Callable[[bytes], PartReceiver]
 
 @pytest.fixture
 def lines() -> list[str]:
-    """Lines of the log of the receiver."""
+    """Lines of the receiver's log."""
     return []
 
 
 @pytest.fixture
 def listen(tmp_path: Path, lines: list[str]) -> Iterator[Listen]:
-    """Receivers in a folder of the test."""
+    """Start receivers in a folder of the test."""
     with contextlib.ExitStack() as stack:
 
         def start(key: bytes = KEY) -> PartReceiver:
@@ -61,7 +61,7 @@ def listen(tmp_path: Path, lines: list[str]) -> Iterator[Listen]:
 
 
 def test_a_part_arrives_and_counts(listen: Listen, tmp_path: Path) -> None:
-    """Also one that comes again: the one before counts no more while it is on its way."""
+    """A part that is sent again replaces the earlier one, which is invalid as soon as the transfer begins."""
     receiver = listen(KEY)
     for step in (4, 6):
         send_part(receiver.address, KEY, part_of(CONTENT, step), CONTENT)
@@ -73,12 +73,12 @@ def test_a_part_arrives_and_counts(listen: Listen, tmp_path: Path) -> None:
 
 
 def test_a_sender_without_the_key_leaves_nothing(listen: Listen, tmp_path: Path, lines: list[str]) -> None:
-    """It does not believe the receiver either: to a stranger that listens no part is sent."""
+    """The sender does not trust the receiver either: a stranger that listens is sent no part."""
     receiver = listen(KEY)
     with pytest.raises(PeerRefused, match="is not a rank of this attempt"):
         send_part(receiver.address, OTHER_KEY, part_of(CONTENT), CONTENT)
     assert not (tmp_path / "peer").exists()
-    send_part(receiver.address, KEY, part_of(CONTENT), CONTENT)  # the control, after the stranger
+    send_part(receiver.address, KEY, part_of(CONTENT), CONTENT)  # control: a legitimate sender after the stranger
     assert parts_here(tmp_path)
     assert lines == []
 
@@ -86,7 +86,7 @@ def test_a_sender_without_the_key_leaves_nothing(listen: Listen, tmp_path: Path,
 def test_a_sender_that_believes_every_receiver_is_still_not_believed(
     listen: Listen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stranger skips what would stop an honest sender: the receiver has to refuse it by itself."""
+    """The stranger skips the check that would stop an honest sender: the receiver has to refuse it by itself."""
     receiver = listen(KEY)
     forged = part_of(CONTENT).model_dump_json().encode()
     for length, text in ((len(forged), forged + bytes(32)), (1 << 40, b"")):
@@ -94,7 +94,7 @@ def test_a_sender_that_believes_every_receiver_is_still_not_believed(
             stranger.sendall(bytes(32))
             assert len(peer_transfer._received(stranger, 64)) == 64
             stranger.sendall(length.to_bytes(8, "big") + text)
-            assert stranger.recv(1) == b"", "the receiver ends the connection"
+            assert stranger.recv(1) == b"", "the receiver closes the connection"
     assert not (tmp_path / "peer").exists()
 
 
@@ -102,7 +102,7 @@ def test_a_sender_that_believes_every_receiver_is_still_not_believed(
 def test_a_part_that_does_not_come_whole_does_not_count(
     listen: Listen, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    """Nor does the part before it, whose files are gone by then; the receiver stays at work."""
+    """The previous part is invalid too, because its files are gone by then; the receiver keeps working."""
     receiver = listen(KEY)
     send_part(receiver.address, KEY, part_of(CONTENT, 2), CONTENT)
     (name, right), _ = CONTENT.items()
@@ -111,10 +111,10 @@ def test_a_part_that_does_not_come_whole_does_not_count(
         if fault == "no room":
             patch.setattr(peer_transfer, "free_memory", lambda folder: 1000)
         if fault == "torn":
-            patch.setattr(peer_transfer, "_receive_line", lambda connection: "")  # its process ends, and the connection
+            patch.setattr(peer_transfer, "_receive_line", lambda connection: "")  # process and connection end
         with contextlib.nullcontext() if fault == "torn" else pytest.raises(PeerRefused):
             send_part(receiver.address, KEY, part_of(CONTENT), {**sent, "empty": b""})
-        # The next transfer begins when the receiver has ended this one.
+        # The next transfer begins once the receiver has ended this one.
         with pytest.raises(PeerRefused, match="is not a rank"):
             send_part(receiver.address, OTHER_KEY, part_of(CONTENT), CONTENT)
     assert parts_here(tmp_path) == []

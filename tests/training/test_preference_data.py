@@ -1,4 +1,4 @@
-"""Pairs of completions: as texts and as conversations, with what is wrong with them named."""
+"""Pairs of completions, as texts and as conversations; errors in them are named."""
 
 import json
 import re
@@ -31,7 +31,7 @@ GOOD = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
 ASKED = [{"role": "user", "content": "1+1?"}]
 
 
-def said(text: str) -> list[dict[str, str]]:
+def answer_turn(text: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": text}]
 
 
@@ -75,10 +75,10 @@ BAD_ROWS = [
     ({"chosen": ""}, "the chosen completion is empty"),
     ({"rejected": ""}, "the rejected completion is empty"),
     ({"rejected": None}, 'column "rejected" is null'),
-    ({"prompt": ASKED, "chosen": said("2"), "rejected": said("2")}, "are the same"),
+    ({"prompt": ASKED, "chosen": answer_turn("2"), "rejected": answer_turn("2")}, "are the same"),
     ({"prompt": ASKED, "chosen": [{"role": "assistant"}]}, 'chosen: expected messages with text as "content"'),
     ({"prompt": ["1+1?"]}, 'prompt: expected messages with a "role"'),
-    ({"chosen": said("2")}, "expected a list of messages as prompt as well"),
+    ({"chosen": answer_turn("2")}, "expected a list of messages as prompt as well"),
     ({"margin": "much"}, 'expected a number in column "margin"'),
 ]
 
@@ -100,7 +100,7 @@ def test_preflight_counts_pairs_that_teach_nothing(tmp_path: Path) -> None:
     found = scan(path, spec_of(train="x").data, kinds=frozenset({"pair"}))
     assert [problem.line for problem in found.malformed] == [4, 5]
     assert (found.num_duplicates, found.duplicates) == (1, (3,))
-    assert not found.num_contradictions, "several pairs of one prompt are no contradiction"
+    assert not found.num_contradictions, "several pairs with one prompt are no contradiction"
 
 
 def test_completions_end_once_and_only_they_are_learned() -> None:
@@ -112,12 +112,12 @@ def test_completions_end_once_and_only_they_are_learned() -> None:
     assert [len(tokens) for tokens in examples[0].completions] == [2, 2], "the end token is not added twice"
     batch, made = make_batch(examples, DPO, tokenizer.pad_token_id)
     learned = [tokenizer.decode(batch.input_ids[at, 1:][made.mask[at]]) for at in range(4)]
-    assert learned == [f"{text}<|im_end|>" for text in ("2", "12", "3", "4")], "all chosen ones, then all rejected ones"
+    assert learned == [f"{text}<|im_end|>" for text in ("2", "12", "3", "4")], "all chosen, then all rejected"
 
 
 @pytest.mark.parametrize("form", ["explicit", "implicit", "text"])
 def test_conversations_go_through_the_chat_template(tmp_path: Path, form: str) -> None:
-    explicit = {"prompt": ASKED, "chosen": said("2"), "rejected": said("3")}
+    explicit = {"prompt": ASKED, "chosen": answer_turn("2"), "rejected": answer_turn("3")}
     forms = {
         "explicit": explicit,
         "implicit": {name: [*ASKED, *explicit[name]] for name in ("chosen", "rejected")},
@@ -127,20 +127,20 @@ def test_conversations_go_through_the_chat_template(tmp_path: Path, form: str) -
     assert rows[0].prompt == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
     assert (rows[0].chosen, rows[0].rejected) == ("2<|im_end|>\n", "3<|im_end|>\n")
     tokenizer = char_tokenizer()
-    whole = tokenizer.apply_chat_template([*ASKED, *said("2")], tokenize=False)
-    assert tokenizer.decode([*example.prompt, *example.completions[0]]) == whole, "no end token beside the template's"
+    whole = tokenizer.apply_chat_template([*ASKED, *answer_turn("2")], tokenize=False)
+    assert tokenizer.decode([*example.prompt, *example.completions[0]]) == whole, "no end token besides the template's"
 
 
 def test_an_implicit_prompt_of_text_is_what_both_begin_with(tmp_path: Path) -> None:
     (row,) = load(tmp_path, {"chosen": "Human: hi Assistant: yes", "rejected": "Human: hi Assistant: no"})
     assert (row.prompt, row.chosen, row.rejected) == ("Human: hi Assistant:", " yes", " no")
-    assert common_beginning("ab", "abc") == 1, "something is left of both"
+    assert common_beginning("ab", "abc") == 1, "some of both completions is left"
     with pytest.raises(BadData, match="no common beginning"):
         load(tmp_path, {"chosen": "a", "rejected": "b"})
 
 
 def test_a_template_that_renders_the_prompt_otherwise_is_refused(tmp_path: Path) -> None:
-    rows = load(tmp_path, {"prompt": ASKED, "chosen": said("2"), "rejected": said("3")})
+    rows = load(tmp_path, {"prompt": ASKED, "chosen": answer_turn("2"), "rejected": answer_turn("3")})
     tokenizer = char_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}think{% endif %}"
@@ -163,14 +163,14 @@ def test_long_completions_are_left_out_or_refused() -> None:
 
 
 def test_parquet_and_csv_hold_pairs_too(tmp_path: Path) -> None:
-    chat = {"chosen": [*ASKED, *said("2")], "rejected": [*ASKED, *said("3")]}
+    chat = {"chosen": [*ASKED, *answer_turn("2")], "rejected": [*ASKED, *answer_turn("3")]}
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([chat]), tmp_path / "rows.parquet")
     (tmp_path / "rows.csv").write_text("prompt,chosen,rejected\n1=,1,2\n")
     (nested,), (flat,) = (
         load_data(spec_of(train=str(tmp_path / name)), "train")[0] for name in ("rows.parquet", "rows.csv")
     )
     assert nested.chat is not None
-    assert nested.chat.chosen == said("2")
+    assert nested.chat.chosen == answer_turn("2")
     assert (flat.prompt, flat.chosen, flat.rejected) == ("1=", "1", "2")
 
 
@@ -205,7 +205,7 @@ def test_labels_may_be_numbers_or_words(tmp_path: Path) -> None:
 
 
 def test_the_script_of_the_page_makes_pairs_of_judged_solutions(tmp_path: Path) -> None:
-    """Problems are divided, not pairs; a problem without a wrong solution makes none."""
+    """The split is by problem, not by pair; a problem without a wrong solution makes no pair."""
     page = (Path(__file__).parents[2] / "docs" / "preferences.md").read_text(encoding="utf-8")
     (script,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     (tmp_path / "pairs.py").write_text(script)

@@ -1,4 +1,4 @@
-"""Losses of what is learned from the rows of the data: their formulas, and the same gradient however a batch is cut."""
+"""Losses that learn from the rows of the data: their formulas, and the same gradient for every split of a batch."""
 
 import math
 import tempfile
@@ -83,14 +83,14 @@ CUTS: list[list[list[range]]] = [
 
 
 def ranker(seed: int = 1) -> PreTrainedModel:
-    """A reward model made of the tiny language model."""
+    """A reward model made from the tiny language model."""
     with tempfile.TemporaryDirectory() as folder:
         tiny_model(seed=1).save_pretrained(folder)
         return load_reward_model(Path(folder), "float32", seed, char_tokenizer().pad_token_id)
 
 
 class Trained:
-    """A policy and its reference in double precision."""
+    """A policy and its reference, in double precision."""
 
     def __init__(self) -> None:
         self.policy = PolicyModel(tiny_model(seed=1).double())
@@ -98,7 +98,7 @@ class Trained:
         self.reference = PolicyModel(tiny_model(seed=2).double()).requires_grad_(False)
 
     def gradient(self, algorithm: AlgorithmSpec, cut: Sequence[Sequence[range]], *, naive: bool = False) -> Tensor:
-        """Gradient of a step, summed over ranks and micro-batches; naively, the mean of their own means."""
+        """Gradient of a step, summed over ranks and micro-batches; with ``naive``, the mean of their own means."""
         rows, objective = examples(algorithm), ALGORITHMS[algorithm.name]
         reference = self.reference if algorithm.reference else None
         pad_id = char_tokenizer().pad_token_id
@@ -114,7 +114,7 @@ class Trained:
         return torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
 
     def sums(self, rows: Sequence[Example], parts: Sequence[Sequence[Example]], algorithm: AlgorithmSpec) -> StepSums:
-        """Figures of a step, measured in micro-batches."""
+        """Statistics of a step, measured in micro-batches."""
         num_tokens, num_sequences, num_chosen = step_sums(rows, algorithm)
         sums = StepSums(num_tokens, num_sequences, num_chosen_tokens=num_chosen)
         if not algorithm.mismatches:
@@ -127,7 +127,8 @@ class Trained:
             with torch.no_grad():
                 output = score_batch(self.policy, self.reference, batch, made, algorithm)
             total += float(ALGORITHMS[algorithm.name].measure(output, made, algorithm)["mismatched"])
-        # The tiny models differ by chance: with the opposite sign the divergence would be 0, and test nothing.
+        # The tiny models differ at random: with the opposite sign the divergence would be 0, and nothing would be
+        # tested.
         return replace(sums, measured={"mismatched": abs(total)})
 
 
@@ -199,7 +200,7 @@ def test_a_policy_that_is_its_reference_prefers_nothing() -> None:
     output, batch = output_of([[-1, -1], [-3, 0]], [[-1, -1], [-3, 0]])
     loss, stats = ALGORITHMS["dpo"].loss(output, batch, StepSums(3, 2), parsed({"name": "dpo"}))
     assert float(loss) == pytest.approx(math.log(2))
-    assert float(stats["accuracy"][0]) == 0, "as TRL counts"
+    assert float(stats["accuracy"][0]) == 0, "counted as in TRL"
 
 
 @pytest.mark.parametrize("settings", [{"label_smoothing": 0.1}, {"loss": "robust", "label_smoothing": 0.5}])
@@ -213,7 +214,7 @@ def test_smoothing_without_its_loss_has_no_meaning(settings: dict[str, Any]) -> 
 
 
 def loss_of(spec: dict[str, Any], prompts: int = 0) -> float:
-    """Loss of one pair: one token of prompt, a chosen completion of two tokens and a rejected one of one."""
+    """Loss of one pair: a prompt of one token, a chosen completion of two tokens and a rejected one of one."""
     keep = torch.tensor([[0, 1, 1], [0, 1, 0]], dtype=torch.bool)
     prompt_mask = torch.zeros_like(keep)
     prompt_mask[0, :prompts] = True
@@ -223,7 +224,7 @@ def loss_of(spec: dict[str, Any], prompts: int = 0) -> float:
     loss, stats = objective.loss(output, MicroBatch(keep, prompt_mask=prompt_mask), sums, parsed(spec))
     parts = next(definition.stats for definition in objective.metrics if definition.name == "train/loss")
     shown = sum(float(stats[name][0]) for name in parts) / float(stats[parts[0]][1])
-    assert shown == pytest.approx(float(loss), abs=1e-12), "the metric is the loss"
+    assert shown == pytest.approx(float(loss), abs=1e-12), "the metric equals the loss"
     return float(loss)
 
 
@@ -291,7 +292,7 @@ def test_rewards_are_those_that_transformers_gives(tmp_path: Path) -> None:
     expected = loaded(ids, attention_mask=(ids != 0).long()).logits.squeeze(-1)
     torch.testing.assert_close(RewardModel(model)(ids), expected)
     again = load_reward_model(tmp_path, "float32", 7, 0)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)), "not made anew"
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)), "not rebuilt"
 
 
 def test_the_head_of_a_reward_model_follows_from_the_seed() -> None:

@@ -1,4 +1,4 @@
-"""Runs that learn from pairs, on two real processes: resume is exact, what is frozen is found, pairs are ranked."""
+"""Runs that learn from pairs, on two real processes: resuming is exact, frozen weights are found, pairs are ranked."""
 
 import signal
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def pairs(split: str, seed: int, **arguments: Any) -> list[dict[str, str]]:
 
 
 def ragged(split: str, seed: int, **arguments: Any) -> list[dict[str, str]]:
-    """Pairs of many lengths."""
+    """Pairs of very different lengths."""
     return [
         {"prompt": "7" * (1 + i % 4) + ">", "chosen": "1" * (1 + i * 7 % 6), "rejected": "2" * (1 + i * 5 % 3)}
         for i in range(40)
@@ -39,7 +39,7 @@ def ragged(split: str, seed: int, **arguments: Any) -> list[dict[str, str]]:
 
 
 def spec_of(algorithm: dict[str, Any], warm: bool = False, zero_stage: int = 1, **sections: Any) -> dict[str, Any]:
-    """Six steps from pairs; with a warm start, two of supervised training before four."""
+    """Six steps on pairs; with a warm start, two of supervised training followed by four."""
     content = {name: value for name, value in tiny_spec(**sections).items() if name not in ("sft", "train", "grpo")}
     optimizer = {"learning_rate": 3e-3, **sections.get("optimizer", {})}
     content.pop("optimizer", None)
@@ -185,7 +185,7 @@ def test_what_learns_nothing_is_found(results: list[dict[str, Any]], folder: Pat
 
 def test_pairs_without_answers_are_ranked_alone(results: list[dict[str, Any]], folder: Path) -> None:
     before = report(folder, "straight", "before")
-    assert (before.value, before.num_prompts, before.metric) == (0.5, 11, "accuracy"), "its own reference"
+    assert (before.value, before.num_prompts, before.metric) == (0.5, 11, "accuracy"), "it is its own reference"
     assert not RunDir(folder / "straight").evaluation("before", "greedy").exists()
 
 
@@ -201,7 +201,7 @@ def test_held_out_pairs_are_ranked_before_and_after(results: list[dict[str, Any]
     last = told(folder, "warm")[6]["eval/preference"]
     assert last == pytest.approx(after.value), "training measures the same as the evaluator"
     for when in ("before", "after"):
-        assert report(folder, "warm", when, "greedy").metric == "exact_match", "pairs with answers are completed too"
+        assert report(folder, "warm", when, "greedy").metric == "exact_match", "pairs with answers are also completed"
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -210,7 +210,7 @@ def test_every_other_loss_learns_pairs(results: list[dict[str, Any]], folder: Pa
     lines = told(folder, name)
     assert lines[6]["train/loss"] < lines[1]["train/loss"]
     assert lines[6]["preference/margin"] > lines[1]["preference/margin"]
-    assert report(folder, name, "before").value != 0.5, "without a reference the model prefers something at once"
+    assert report(folder, name, "before").value != 0.5, "without a reference the model prefers one completion at once"
 
 
 def test_a_reward_model_is_made_of_the_warm_started_model(results: list[dict[str, Any]], folder: Path) -> None:
@@ -222,7 +222,7 @@ def test_a_reward_model_is_made_of_the_warm_started_model(results: list[dict[str
     model = AutoModelForSequenceClassification.from_pretrained(run_dir.checkpoint(6).model)
     assert model.config.architectures == ["Qwen3ForSequenceClassification"]
     assert report(folder, "ranker", "after").value == pytest.approx(told(folder, "ranker")[6]["eval/preference"])
-    assert not run_dir.evaluation("after", "greedy").exists(), "it writes no text"
+    assert not run_dir.evaluation("after", "greedy").exists(), "it generates no text"
 
 
 def test_a_reward_model_is_resumed_bitwise(results: list[dict[str, Any]], folder: Path) -> None:
@@ -247,12 +247,12 @@ def test_labelled_completions_are_learned_and_resumed_bitwise(results: list[dict
 
 
 def test_a_bound_of_tokens_changes_the_passes_and_not_the_training(results: list[dict[str, Any]], folder: Path) -> None:
-    """Ranks with different numbers of micro-batches go through the same passes: ZeRO 2 communicates in each. Rows that
-    are dealt by length would leave them as many."""
+    """Ranks with different numbers of micro-batches make equally many passes, because ZeRO 2 communicates in each. Rows
+    that are dealt by length would give all ranks the same number."""
     assert [result[f"bound {bound}"] for result in results for bound in (0, 40)] == ["done"] * 4
     first, second = ([len(parts) for parts in result["cut"]] for result in results)
     assert max(first) > 1
-    assert first != second, "the ranks have different numbers of micro-batches at times"
+    assert first != second, "the numbers of micro-batches differ between the ranks at times"
     whole, bounded = told(folder, "bound-0"), told(folder, "bound-40")
     for step, line in whole.items():
         for name in ("train/loss", "train/grad_norm", "train/num_tokens", "preference/margin"):

@@ -1,4 +1,4 @@
-"""A promoted model is one for the libraries that others use: it loads, says the same, and has a card they can read."""
+"""Promoted models work with the libraries of others: they load, give the same answers, and have a readable card."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -72,7 +72,7 @@ def origin(run_id: str, spec: RunSpec) -> ModelProvenance:
 
 
 def promoted(run_dir: RunDir, ranks: Ranks, target: Path) -> Any:
-    """Save a checkpoint as training does, and promote it; the model that was saved."""
+    """Save a checkpoint as training does, and promote it; return the saved model."""
     spec = RunSpec.model_validate(tiny_spec())
     tokenizer = build_tokenizer("char", [], 0)
     model = build_causal_lm(tiny_spec()["model"]["config"], tokenizer, 0)
@@ -84,7 +84,7 @@ def promoted(run_dir: RunDir, ranks: Ranks, target: Path) -> Any:
     return model
 
 
-def test_a_promoted_model_loads_and_says_what_the_checkpoint_said(tmp_path: Path, ranks: Ranks) -> None:
+def test_a_promoted_model_loads_and_answers_like_the_checkpoint(tmp_path: Path, ranks: Ranks) -> None:
     run_dir, target = RunDir(tmp_path / "run"), tmp_path / "models" / "run"
     run_dir.root.mkdir()
     trained = promoted(run_dir, ranks, target)

@@ -1,4 +1,4 @@
-"""Adapters in rollout engines of their own: each has read the base model itself, and is given the adapter alone."""
+"""Adapters in separate rollout engines: each engine has read the base model itself, and receives only the adapter."""
 
 import dataclasses
 import itertools
@@ -29,7 +29,7 @@ from rlhf_core.training.rollouts.weight_probe import TOLERANCE, probe_of
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end, pytest.mark.usefixtures("ranks")]
 
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0, batch_size=4)
-"""A prompt at a time: what is sampled together rounds differently."""
+"""One prompt at a time: prompts that are sampled together are rounded differently."""
 STARTS = itertools.count(1)
 
 
@@ -40,31 +40,32 @@ def shared_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineGro
 
 
 def trained(group: EngineGroup, seed: int, size: float = 0.3) -> PreTrainedModel:
-    """The base model of a group with an adapter."""
+    """The base model of a group, with an adapter."""
     return adapted(RunDir(group.root).initial_model, seed, size, group.spec["model"].get("dtype", "float32"))
 
 
 def follow(group: EngineGroup, remote: RemoteEngines, model: PreTrainedModel, version: int) -> list[list[list[int]]]:
-    """Give a version to engines, and hold them against the trainer's own model: tokens of the greedy completions."""
+    """Give engines a version and compare them with the trainer's own model; return the tokens of the greedy
+    completions."""
     peer = TransformersEngine(char_tokenizer())
     transfer = remote.load(model, version, no_beat)
     peer.load(model, version, no_beat)
     assert transfer is not None
     size = sum(one.nbytes for one in model.parameters() if one.requires_grad)
-    assert transfer.bytes < size + 64 * len(list(model.parameters())), "nothing but the adapter"
+    assert transfer.bytes < size + 64 * len(list(model.parameters())), "only the adapter"
     found, expected = (one.sample(PROMPTS, SEEDS, GREEDY, version, no_beat) for one in (remote, peer))
-    assert found == expected, "bit by bit: the engine has the trainer's base and adapter, and nothing is merged"
+    assert found == expected, "bit for bit: the engine has the trainer's base and adapter, and nothing is merged"
     return tokens_of(found)
 
 
 def test_every_version_is_that_of_the_trainer(group: EngineGroup) -> None:
-    """With tied weights, on two engines; a version that comes again after others computes what it did, bit by bit."""
+    """Tied weights on two engines; a version that is sent again after others gives the same results, bit for bit."""
     remote = group.trainer(restart=next(STARTS), num_engines=1)
     first, *others, again = (trained(group, seed) for seed in (1, 2, 3, 1))
     answers = [follow(group, remote, first, 0)]
     made = remote.sample(PROMPTS, SEEDS, GREEDY, 0, no_beat)
     answers += [follow(group, remote, model, version) for version, model in enumerate(others, 1)]
-    assert answers[0] != answers[1] != answers[2], "adapters that change nothing would show nothing"
+    assert answers[0] != answers[1] != answers[2], "adapters without effect would prove nothing"
     follow(group, remote, again, 3)
     anew = remote.sample(PROMPTS, SEEDS, GREEDY, 3, no_beat)
     assert [[dataclasses.replace(one, weight_version=0) for one in completions] for completions in anew] == made
@@ -74,7 +75,7 @@ def test_every_version_is_that_of_the_trainer(group: EngineGroup) -> None:
 
 
 def test_bfloat16_and_an_untied_head(tmp_path: Path) -> None:
-    """Updates far below the rounding of the weights, into which they are not merged."""
+    """Updates are far below the rounding error of the weights, and are not merged into them."""
     config = {**QWEN, "tie_word_embeddings": False}
     with engine_group(tmp_path, 1, config, model={"lora": LORA, "dtype": "bfloat16"}) as group:
         remote = group.trainer()
@@ -85,7 +86,7 @@ def test_bfloat16_and_an_untied_head(tmp_path: Path) -> None:
 def test_an_update_that_is_skipped_is_found_however_small_it_is(
     group: EngineGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the control: what the engine computes would not have shown it."""
+    """Negative control: the engine's outputs would not have shown it."""
     remote = group.trainer(restart=next(STARTS))
     before, after = (trained(group, 1, size) for size in (0.3, 0.300001))
     remote.load(before, 0, no_beat)
@@ -110,8 +111,8 @@ def test_an_update_that_is_skipped_is_found_however_small_it_is(
 def test_an_engine_with_another_base_model_does_not_serve(
     group: EngineGroup, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """One that has read other files, and one whose base is another than that of its files; an engine that is
-    restarted is given the adapter again."""
+    """One engine has read other files, and the base of another one differs from its files; an engine that is restarted
+    is given the adapter again."""
     remote = group.trainer(restart=next(STARTS))
     model = trained(group, 4)
     folder = RunDir(group.root).initial_model
@@ -145,9 +146,9 @@ def test_an_engine_with_another_base_model_does_not_serve(
 
 
 def run_of(stage: int, engines: int, base: str) -> dict[str, Any]:
-    """Three steps of GRPO after two of a warm start, with an adapter on the model in ``base``."""
+    """Three steps of GRPO after a warm start of two, with an adapter on the model in ``base``."""
     spec = spec_of("grpo", 3, kl_coefficient=0.1)
-    # A prompt at a time: what is sampled together differs by when it comes, and rounds differently.
+    # One prompt at a time: which sequences are sampled together depends on their arrival, and changes the rounding.
     rollout = {"engines": engines, "max_new_tokens": 5, "batch_size": 4}
     model = {"path": base, "lora": LORA}
     return {**spec, "model": model, "rollout": rollout, "trainer": {**spec["trainer"], "zero_stage": stage}}
@@ -172,7 +173,7 @@ def every_scenario(rank: int, num_ranks: int, folder: str, engines: str, base: s
 
 
 def test_grpo_trains_an_adapter_with_engines(group: EngineGroup, tmp_path: Path) -> None:
-    """Under ZeRO 3, with the metrics of a run that samples with the trainers' own model."""
+    """The run uses ZeRO 3, and has the metrics of a run that samples with the trainers' own model."""
     until(lambda: all(group.address(rank) for rank in range(group.num)))
     run_dir = RunDir(group.root)
     launched = launch(
@@ -192,6 +193,6 @@ def test_grpo_trains_an_adapter_with_engines(group: EngineGroup, tmp_path: Path)
             line.pop("rollout/sync_bytes", None)
             for name in ("rollout/moved_prompts", "rollout/refused_completions"):
                 assert not line.pop(name, 0)
-    assert runs["3 2"] == runs["3 0"], "completions of engines are those of the trainers' own model"
+    assert runs["3 2"] == runs["3 0"], "completions of engines equal those of the trainers' own model"
     digests = [line["rollout/completion_digest"] for step, line in runs["3 2"].items() if step > 2]
     assert len(set(digests)) > 1

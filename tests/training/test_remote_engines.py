@@ -1,4 +1,4 @@
-"""Rollout engines in processes of their own, over real HTTP: the completions of one engine in the trainer's process."""
+"""Rollout engines in separate processes, over real HTTP: their completions equal those of an engine in the trainer."""
 
 import contextlib
 import itertools
@@ -42,7 +42,7 @@ def tokens_of(made: Sequence[Sequence[Completion]]) -> list[list[list[int]]]:
 
 @pytest.fixture
 def trainer(group: EngineGroup) -> RemoteEngines:
-    """A trainer with version 1 in force on both engines."""
+    """A trainer whose version 1 is in force on both engines."""
     trainer = group.trainer(restart=next(STARTS))
     trainer.load(tiny_model(), 1, no_beat)
     return trainer
@@ -65,7 +65,7 @@ def is_diverse(made: Sequence[Sequence[Sequence[int]]]) -> bool:
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_every_version_is_that_of_the_trainer(group: EngineGroup, tied: bool, tmp_path: Path) -> None:
-    """Greedy completions, texts and log-probabilities are those of an engine in the trainer's process."""
+    """Greedy completions, texts and log-probabilities equal those of an engine in the trainer's process."""
     with contextlib.ExitStack() as stack:
         if not tied:
             group = stack.enter_context(engine_group(tmp_path, 1, {**QWEN, "tie_word_embeddings": False}))
@@ -85,7 +85,7 @@ def follows_the_trainer(group: EngineGroup, **sync: Any) -> None:
             assert made.logprobs == pytest.approx(right.logprobs, abs=1e-4)
             assert made.weight_version == version
         answers.append(tokens_of(found))
-    assert answers[0] != answers[1] != answers[2], "weights that change nothing would show nothing"
+    assert answers[0] != answers[1] != answers[2], "weights without effect would prove nothing"
 
 
 @pytest.mark.parametrize("transport", [Transport.SHARED_MEMORY, Transport.FILES])
@@ -94,7 +94,7 @@ def test_engines_follow_weights_that_come_another_way(group: EngineGroup, transp
 
 
 def test_engines_follow_deltas(group: EngineGroup) -> None:
-    """The whole weights, what has changed since, and the whole weights again for an engine that was restarted."""
+    """The whole weights, then deltas, and the whole weights again for an engine that was restarted."""
     remote, peer = group.trainer(restart=next(STARTS), delta=True), TransformersEngine(char_tokenizer())
     model = tiny_model()
     moved = []
@@ -116,7 +116,8 @@ def test_engines_follow_deltas(group: EngineGroup) -> None:
 
 
 def test_a_completion_follows_from_its_seed_on_any_number_of_engines(group: EngineGroup) -> None:
-    """Distinct and the same again, on one engine, on two, and after a restart; with the control, one seed for all."""
+    """Completions are distinct and reproducible on one engine, on two, and after a restart; the control has a single
+    seed."""
     expected = in_process()
     one, both = group.trainer(restart=next(STARTS), num_engines=1), group.trainer(restart=next(STARTS))
     for trainer in (one, both):
@@ -135,7 +136,7 @@ def test_a_completion_follows_from_its_seed_on_any_number_of_engines(group: Engi
 def test_prompts_of_an_engine_that_fails_in_mid_rollout_go_to_the_others(
     group: EngineGroup, trainer: RemoteEngines, number: int
 ) -> None:
-    """No completion is lost, none comes twice, and all are those of an undisturbed rollout."""
+    """No completion is lost, none occurs twice, and all equal those of an undisturbed rollout."""
     gate = group.gate("decode", 1).close()
     with ThreadPoolExecutor() as pool:
         made = pool.submit(trainer.sample, PROMPTS, SEEDS, DRAWN, 1, no_beat)
@@ -154,7 +155,7 @@ def test_prompts_of_an_engine_that_fails_in_mid_rollout_go_to_the_others(
 
 
 def test_an_engine_that_answers_and_makes_no_step_is_given_up(group: EngineGroup) -> None:
-    """It lives, and its server answers: only that nothing comes of it shows."""
+    """The process is alive and its server answers: only the lack of progress shows the fault."""
     group.spec["rollout"]["remote"]["stall_timeout_s"] = 1.0
     trainer = group.trainer(restart=next(STARTS))
     trainer.load(tiny_model(), 1, no_beat)
@@ -166,7 +167,7 @@ def test_an_engine_that_answers_and_makes_no_step_is_given_up(group: EngineGroup
 
 
 def test_a_rollout_waits_for_engines_that_are_restarted(group: EngineGroup, trainer: RemoteEngines) -> None:
-    """All are killed in the middle of it; the first that is back is given the weights, and finishes."""
+    """All engines are killed in mid-rollout; the first one to return is given the weights and finishes the rollout."""
     gates = [group.gate("decode", rank).close() for rank in range(2)]
     with ThreadPoolExecutor() as pool:
         made = pool.submit(trainer.sample, PROMPTS, SEEDS, DRAWN, 1, no_beat)
@@ -191,7 +192,7 @@ def test_without_an_engine_the_wait_comes_to_an_end(group: EngineGroup, trainer:
 
 
 def test_an_engine_that_skips_an_update_does_not_serve(group: EngineGroup, trainer: RemoteEngines) -> None:
-    """It says that it has taken the weights over; what it computes shows that it has not."""
+    """It acknowledges the weights; its outputs show that it has not loaded them."""
     skip = group.gate("skip", 1).close()
     trainer.load(tiny_model(seed=5), 2, no_beat)
     peer = TransformersEngine(char_tokenizer())
@@ -199,7 +200,7 @@ def test_an_engine_that_skips_an_update_does_not_serve(group: EngineGroup, train
     gate = group.gate("decode", 1).close()
     made = trainer.sample(PROMPTS, SEEDS, DRAWN, 2, no_beat)
     assert tokens_of(made) == tokens_of(peer.sample(PROMPTS, SEEDS, DRAWN, 2, no_beat))
-    assert not gate.reached.exists(), "the engine that skipped the update was asked for nothing"
+    assert not gate.reached.exists(), "the engine that skipped the update received no requests"
     gate.open()
     skip.open()
     group.processes[1].join()
@@ -209,7 +210,8 @@ def test_an_engine_that_skips_an_update_does_not_serve(group: EngineGroup, train
 def test_an_engine_that_skips_two_updates_in_a_row_ends_to_be_started_again(
     group: EngineGroup, trainer: RemoteEngines
 ) -> None:
-    """One is no reason, nor is another after a right one. A rollout, which offers it the weights again, counts too."""
+    """One skipped update is no reason, nor is another after a correct one. A rollout, which offers the weights again,
+    counts too."""
     skip = group.gate("skip", 1)
     for version, skips in ((2, True), (3, False), (4, True)):
         (skip.close if skips else skip.open)()
@@ -250,7 +252,8 @@ def test_a_run_ends_where_engines_skip_updates_after_a_new_start_as_well(
 def test_an_engine_that_fails_in_mid_sync_is_left_behind(
     group: EngineGroup, trainer: RemoteEngines, place: str, number: int
 ) -> None:
-    """Before or in its commit: the others have the new version, and it serves again once it was given it."""
+    """It fails before or during its commit: the others have the new version, and it serves again once it has received
+    it."""
     gate = group.gate(place, 1).close()
     with ThreadPoolExecutor() as pool:
         loaded = pool.submit(trainer.load, tiny_model(seed=5), 2, no_beat)
@@ -271,7 +274,8 @@ def test_an_engine_that_fails_in_mid_sync_is_left_behind(
 def test_an_engine_that_lives_and_cannot_take_weights_is_left_behind(
     group: EngineGroup, trainer: RemoteEngines, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It is named, the others have the new version, and a rollout does not wait for it again and again."""
+    """The engine is named, the others have the new version, and a rollout does not wait for the engine again and
+    again."""
     no_room = group.gate("no-room", 1).close()
     trainer.load(tiny_model(seed=5), 2, no_beat)
     assert [weights_of(group, rank) for rank in range(2)] == [2, 1]
@@ -283,9 +287,11 @@ def test_an_engine_that_lives_and_cannot_take_weights_is_left_behind(
     )
     for _ in range(3):
         assert tokens_of(trainer.sample(PROMPTS, SEEDS, DRAWN, 2, no_beat)) == expected
-    said = capfd.readouterr().out
-    assert "the engines did not receive the weights of step 2: engine-1: WeightSyncFailed: engine-1 has no room" in said
-    assert said.count("engine-1 came back and did not receive") == 1
+    printed = capfd.readouterr().out
+    assert (
+        "the engines did not receive the weights of step 2: engine-1: WeightSyncFailed: engine-1 has no room" in printed
+    )
+    assert printed.count("engine-1 came back and did not receive") == 1
     no_room.open()
     group.kill(1)
 
@@ -313,7 +319,7 @@ def test_a_sync_that_fails_leaves_the_old_version_in_force(
 
 
 def weights_of(group: EngineGroup, rank: int) -> int | None:
-    """Version that an engine has in force; None where it has none, or does not answer."""
+    """Version that an engine has in force; None if it has none, or does not answer."""
     address = group.address(rank)
     assert address is not None
     token = RunDir(group.root).attempt(1).engine_key.read_text()
@@ -328,15 +334,15 @@ def weights_of(group: EngineGroup, rank: int) -> int | None:
 
 
 def generation_of(group: EngineGroup, rank: int) -> int:
-    """Start of an engine that has registered last."""
+    """Number of the start that an engine registered last."""
     address = group.address(rank)
     assert address is not None
     return address.generation
 
 
 def test_ranks_share_the_engines(group: EngineGroup, tmp_path: Path) -> None:
-    """Two trainer ranks with prompts of their own, while an engine is killed under both of them and comes back, or both
-    are; a trainer that is restarted gives its own weights under the number of an older version."""
+    """Two trainer ranks with their own prompts: one engine is killed under both ranks and returns, or both engines are;
+    a restarted trainer sends its own weights under the number of an older version."""
     expected = in_process()
     for restart, killed in ((next(STARTS), [1]), (next(STARTS), [0, 1])):
         gate = group.gate("decode", 1).close()
@@ -361,7 +367,7 @@ def test_ranks_share_the_engines(group: EngineGroup, tmp_path: Path) -> None:
 
 
 def sample_on_rank(rank: int, num_ranks: int, root: str, spec: dict[str, Any], restart: int) -> list[list[list[int]]]:
-    """Scenario of one trainer rank: its part of the prompts."""
+    """Scenario of one trainer rank: sample its part of the prompts."""
     from rlhf_core.training.distributed import init_process_group, leave_process_group
 
     context = make_context(root, spec, rank, num_ranks, restart=restart)
@@ -374,8 +380,8 @@ def sample_on_rank(rank: int, num_ranks: int, root: str, spec: dict[str, Any], r
 
 
 def test_engines_follow_weights_that_are_split(group: EngineGroup, tmp_path: Path) -> None:
-    """ZeRO 3: all ranks gather what rank 0 sends, also in the sync in which an engine is killed; when it is back, it
-    waits for the next version. Completions are those of ranks without engines of their own."""
+    """ZeRO 3: all ranks gather the weights that rank 0 sends, also in the sync in which an engine is killed; once it is
+    back, it waits for the next version. Completions equal those of ranks without separate engines."""
     gate, go_on = group.gate("receive", 1).close(), tmp_path / "go-on"
     with ThreadPoolExecutor() as pool:
         made = pool.submit(
@@ -400,13 +406,13 @@ def test_engines_follow_weights_that_are_split(group: EngineGroup, tmp_path: Pat
     assert [weights_of(group, rank) for rank in range(2)] == [2, 2]
     for part in parts:
         assert part["engines"] == part["rank"]
-        assert part["engines"][0] != part["engines"][1], "weights that change nothing would show nothing"
+        assert part["engines"][0] != part["engines"][1], "weights without effect would prove nothing"
 
 
 def follow_split_weights(
     rank: int, num_ranks: int, root: str, spec: dict[str, Any], restart: int, go_on: str
 ) -> dict[str, list[list[list[list[int]]]]]:
-    """Scenario of one trainer rank: completions with two versions, by the engines and by the rank itself."""
+    """Scenario of one trainer rank: complete with two versions, by the engines and by the rank itself."""
     from rlhf_core.schemas.trainers import NativeTrainer
     from rlhf_core.training import distributed
     from rlhf_core.training.models import gathering
@@ -436,7 +442,7 @@ def follow_split_weights(
 
 
 def test_an_engine_answers_those_alone_that_know_the_token(group: EngineGroup, trainer: RemoteEngines) -> None:
-    """With the control, the right token. It stands in a file of the owner, and nowhere else."""
+    """Control: the right token is accepted. It is stored in a file of the owner, and nowhere else."""
     address = group.address(0)
     assert address is not None
     url = f"http://{address.host}:{address.port}/health"

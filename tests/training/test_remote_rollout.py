@@ -1,4 +1,4 @@
-"""One rollout over real engine servers whose sampler does as it is told: texts, errors, tails and losses."""
+"""One rollout over real engine servers with a scripted sampler: texts, errors, tails and losses."""
 
 import asyncio
 import threading
@@ -33,13 +33,13 @@ WEIGHTS = WeightsInForce(start=1, version=1)
 
 
 @dataclass
-class Told:
-    """A sampler that completes one prompt per step with a text made of the prompt's number."""
+class ScriptedSampler:
+    """A sampler that completes one prompt per step with a text made from the prompt's number."""
 
     text: Callable[[int], str] = str
     delay_s: float = 0.0
     refused: Collection[int] = ()
-    """Prompts that it does not accept."""
+    """Prompts that the sampler refuses."""
     num_waiting: int = 0
     exit_code: int | None = None
     pids: Sequence[int] = ()
@@ -80,7 +80,7 @@ class Told:
 
 
 @contextmanager
-def engine(rank: int, sampler: Told, weights: WeightsInForce = WEIGHTS) -> Iterator[EngineClient]:
+def engine(rank: int, sampler: ScriptedSampler, weights: WeightsInForce = WEIGHTS) -> Iterator[EngineClient]:
     """A real server and worker of an engine that has weights."""
     receiver = Receiver(f"engine-{rank}")
     worker = EngineWorker(rank, 0, sampler, receiver, NullReporter())
@@ -117,7 +117,7 @@ BREAKING = "a\u2028b\u2029c\u0085d\x0be\x1cf\r\ng"
 
 
 def test_a_completion_may_contain_any_line_separator() -> None:
-    with engine(0, Told(lambda number: BREAKING * 3000)) as client:
+    with engine(0, ScriptedSampler(lambda number: BREAKING * 3000)) as client:
         dispatcher, run = rollout([client], 5)
         asyncio.run(run.run())
     assert texts(dispatcher) == [BREAKING * 3000] * 5
@@ -125,14 +125,14 @@ def test_a_completion_may_contain_any_line_separator() -> None:
 
 
 def test_an_answer_that_is_not_valid_sends_the_prompt_to_others_and_the_engine_serves_on() -> None:
-    """The second time the answer is right: one unreadable line is no reason to give an engine up."""
+    """The second answer is correct: a single unreadable line is no reason to give up an engine."""
     real, lines = client_module._sampled, []
 
     def once(line: bytes, name: str) -> Any:
         lines.append(line)
         return real(line[:-1] if len(lines) == 1 else line, name)
 
-    with engine(0, Told()) as client, mock.patch.object(client_module, "_sampled", once):
+    with engine(0, ScriptedSampler()) as client, mock.patch.object(client_module, "_sampled", once):
         dispatcher, run = rollout([client], 3)
         asyncio.run(run.run())
     assert texts(dispatcher) == ["0", "1", "2"]
@@ -140,8 +140,8 @@ def test_an_answer_that_is_not_valid_sends_the_prompt_to_others_and_the_engine_s
 
 
 def test_a_prompt_that_no_engine_accepts_ends_the_rollout() -> None:
-    """The engine is alive meanwhile, and none of the other prompts of the request stays behind in it."""
-    sampler = Told(refused=[2])
+    """The engine stays alive, and none of the other prompts of the request remain queued in it."""
+    sampler = ScriptedSampler(refused=[2])
     with engine(0, sampler) as client:
         dispatcher, run = rollout([client], 4, start_timeout_s=60.0, stall_timeout_s=60.0)
         with pytest.raises(EnginesLost, match="was given up after 8 engines failed on it"):
@@ -152,7 +152,7 @@ def test_a_prompt_that_no_engine_accepts_ends_the_rollout() -> None:
 
 def test_a_rank_that_stays_for_others_has_the_beats_of_the_engines() -> None:
     beats = []
-    with engine(0, Told(delay_s=0.02)) as client:
+    with engine(0, ScriptedSampler(delay_s=0.02)) as client:
         others, long = rollout([client], 100)
         own, short = rollout([client], 1, beat=lambda: beats.append(own.is_done), may_leave=lambda: others.is_done)
         worker = threading.Thread(target=lambda: asyncio.run(long.run()))
@@ -161,28 +161,28 @@ def test_a_rank_that_stays_for_others_has_the_beats_of_the_engines() -> None:
         worker.join()
     assert own.is_done
     assert others.is_done
-    assert sum(beats) >= 3, "beats after its own completions were there"
+    assert sum(beats) >= 3, "beats after its own completions had arrived"
 
 
 @pytest.mark.parametrize("name", ["http_proxy", "all_proxy"])
 def test_engines_are_reached_whatever_proxy_there_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
-    with engine(0, Told()) as client:
+    with engine(0, ScriptedSampler()) as client:
         dispatcher, run = rollout([client], 2)
         asyncio.run(run.run())
     assert dispatcher.is_done
 
 
 def test_an_engine_that_was_slow_once_serves_again_in_the_same_rollout() -> None:
-    """Its requests are taken back, after which it has nothing to make progress with."""
+    """Its requests are withdrawn, after which it has nothing to make progress on."""
     slow = [3.0]
 
     def text(number: int) -> str:
         time.sleep(slow.pop() if slow else 0.0)
         return str(number)
 
-    with engine(0, Told(text)) as client:
+    with engine(0, ScriptedSampler(text)) as client:
         dispatcher, run = rollout([client], 3, stall_timeout_s=0.5, start_timeout_s=10.0)
         asyncio.run(run.run())
     assert texts(dispatcher) == ["0", "1", "2"]
@@ -190,21 +190,21 @@ def test_an_engine_that_was_slow_once_serves_again_in_the_same_rollout() -> None
 
 
 def test_an_engine_that_is_gone_does_not_keep_the_others_from_being_given_weights() -> None:
-    """One engine is back with other weights, which only a sync can mend; the address of one that is gone stays."""
+    """One engine has returned with other weights, which only a sync can fix; the address of a dead engine remains."""
     other = WeightsInForce(start=2, version=0)
-    with engine(0, Told()) as gone:
+    with engine(0, ScriptedSampler()) as gone:
         pass
-    with engine(1, Told(), other) as restarted:
+    with engine(1, ScriptedSampler(), other) as restarted:
         dispatcher, run = rollout([gone, restarted], 2, are_restored=False, start_timeout_s=30.0)
         began = time.monotonic()
         asyncio.run(run.run())
-        assert time.monotonic() - began > 1.0, "it has had its time to come back"
+        assert time.monotonic() - began > 1.0, "its time to return is over"
     assert dispatcher.num_missing == 2
 
 
 def test_addresses_are_not_read_for_every_prompt() -> None:
     reads = []
-    with engine(0, Told()) as client:
+    with engine(0, ScriptedSampler()) as client:
         dispatcher, run = rollout([client], 100)
         run._clients = lambda: reads.append(1) or [client]  # type: ignore[func-returns-value]
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Several trainer ranks that send the weights to real engines: completions are those of one sender, bit for bit."""
+"""Several trainer ranks that send weights to real engines: completions equal those with one sender, bit for bit."""
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
@@ -26,10 +26,10 @@ STARTS = itertools.count(1)
 def follow(
     rank: int, num_ranks: int, root: str, spec: dict[str, Any], restart: int, zero_stage: int, go_on: str, fails: bool
 ) -> dict[str, Any]:
-    """Scenario of one trainer rank: completions with three versions, and what it has sent.
+    """Scenario of one trainer rank: completions with three versions, and the transfers that it made.
 
     Args:
-        go_on: file that the last version waits for.
+        go_on: file whose existence lets the last version start.
         fails: rank 1 fails in the middle of its first share.
     """
     from rlhf_core.schemas.trainers import NativeTrainer
@@ -82,10 +82,10 @@ def follow(
 def follow_with(
     group: EngineGroup, folder: Path, senders: int, zero_stage: int, *, kill: bool = False, fails: bool = False
 ) -> list[Any]:
-    """Values that two ranks return; an engine is restarted before the last version.
+    """Results of two ranks; an engine is restarted before the last version.
 
     Args:
-        kill: an engine is killed in the middle of the first rollout too.
+        kill: also kill an engine in the middle of the first rollout.
     """
     spec = {**group.spec, "rollout": {**group.spec["rollout"], "sync": {"senders": senders}}}
     folder.mkdir()
@@ -111,17 +111,17 @@ def follow_with(
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_completions_are_those_of_one_sender(group: EngineGroup, tmp_path: Path, zero_stage: int) -> None:
-    """Also with an engine that is killed in the middle of a rollout, where rank 0 alone can give it the weights again,
-    and with one that is restarted between two versions."""
+    """Also with an engine that is killed in mid-rollout, to which only rank 0 can give the weights again, and with one
+    that is restarted between two versions."""
     one = follow_with(group, tmp_path / "one", 1, zero_stage)
     two = follow_with(group, tmp_path / "two", 2, zero_stage, kill=zero_stage == 1)
     assert [rank["made"] for rank in two] == [rank["made"] for rank in one]
-    assert one[0]["made"][0] != one[0]["made"][1] != one[0]["made"][2], "weights that change nothing show nothing"
+    assert one[0]["made"][0] != one[0]["made"][1] != one[0]["made"][2], "weights without effect would prove nothing"
     assert one[1]["sent"] == 0
     assert two[1]["sent"] > 0
     restored = [""] if zero_stage == 1 else []
     assert one[0]["tries"] == ["", "", "engine-0", ""]
-    assert two[0]["tries"] == ["", *restored, "", "engine-0", ""], "only the restarted engine costs a try"
+    assert two[0]["tries"] == ["", *restored, "", "engine-0", ""], "only the restarted engine costs an attempt"
     assert [weights_of(group, rank) for rank in range(2)] == [3, 3]
 
 

@@ -1,4 +1,4 @@
-"""Engines of SGLang, with a stand-in for its server: SGLang itself needs GPUs, and was not run."""
+"""SGLang engines, with a stand-in for the server: SGLang itself needs GPUs, and was not run."""
 
 import signal
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def test_completions_follow_from_their_seeds(group: EngineGroup) -> None:
 
 
 def test_an_engine_ends_with_its_server(group: EngineGroup) -> None:
-    """Its agent sees what has ended the server, and starts both anew."""
+    """Its agent sees why the server ended, and restarts both."""
     (server,) = psutil.Process(group.processes[0].pid).children()
     server.send_signal(signal.SIGKILL)
     until(lambda: not group.processes[0].is_alive())
@@ -73,7 +73,7 @@ def test_the_longest_sequence_is_not_cut_short(sampler: SglangSampler) -> None:
 
 
 def test_what_the_server_refuses_is_an_error(sampler: SglangSampler) -> None:
-    """Weights of another model, a request in a wrong form, a wrong key: never an empty completion."""
+    """Weights of another model, a malformed request, a wrong key: never an empty completion."""
     with pytest.raises(StaleWeights, match="nonsense"):
         sampler.load([("nonsense", torch.zeros(2))], no_beat)
     sampler.submit(SamplerRequest(1, PROMPTS[0], [1, 2], DRAWN))

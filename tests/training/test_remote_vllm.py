@@ -1,4 +1,4 @@
-"""vLLM as a rollout engine of its own: the numbers of transformers after every sync, reproducible and diverse."""
+"""vLLM as a separate rollout engine: the same numbers as transformers after every sync, reproducible and diverse."""
 
 import signal
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from rlhf_core.training.rollouts.remote import engine as remote_module
 from rlhf_core.training.rollouts.remote.engine import RemoteEngines
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 
-# Not with importorskip: every process of the tests imports this module, and vLLM takes seconds.
+# Not with importorskip: every test process imports this module, and vLLM takes seconds to import.
 pytestmark = [
     pytest.mark.training,
     pytest.mark.end_to_end,
@@ -34,7 +34,7 @@ DRAWN = Sampling(max_new_tokens=8, temperature=0.7, batch_size=5)
 
 
 def test_vllm_of_its_own_follows_the_trainer(tmp_path: Path) -> None:
-    """Tied weights: vLLM on CPU keeps a packed copy of the head, which its own reload leaves as it was."""
+    """Tied weights: vLLM on CPU keeps a packed copy of the head, which its own reload leaves unchanged."""
     config = {**QWEN, "head_dim": 32}
     with engine_group(tmp_path, 1, config, engine="vllm") as group:
         remote = group.trainer()
@@ -43,8 +43,9 @@ def test_vllm_of_its_own_follows_the_trainer(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_is_split_follows_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of its processes takes its part of every version; one that does not is caught, and one that dies ends it."""
-    monkeypatch.setattr(remote_module, "MAX_SYNCS", 1)  # after the second an engine ends
+    """Each of its processes receives its part of every version; one that skips it is caught, and one that dies ends the
+    engine."""
+    monkeypatch.setattr(remote_module, "MAX_SYNCS", 1)  # an engine ends after the second one
     config = {**QWEN, "head_dim": 32}
     with engine_group(tmp_path, 1, config, engine="vllm", vllm={"tensor_parallel": 2}) as group:
         remote = group.trainer()
@@ -60,21 +61,22 @@ def test_an_engine_that_is_split_follows_the_trainer(tmp_path: Path, monkeypatch
         maps = Path(f"/proc/{parts[0].pid}/maps").read_text().splitlines()
         shared = [line for line in maps if "/dev/shm/psm_" in line]
         assert shared
-        assert all(line.endswith("(deleted)") for line in shared), "it is given back however the engine ends"
-        parts[0].suspend()  # as one that waits for the other in a collective: vLLM's request to exit is not heard
+        assert all(line.endswith("(deleted)") for line in shared), "it is released however the engine ends"
+        # Like a process that waits for another one in a collective, it does not see vLLM's request to exit.
+        parts[0].suspend()
         parts[1].kill()
         group.processes[0].join(TIMEOUT_S)
-        assert group.processes[0].exitcode == -signal.SIGKILL, "the agent sees what has ended it"
+        assert group.processes[0].exitcode == -signal.SIGKILL, "the agent sees why the engine ended"
         assert "SIGKILL ended a sampling process of this engine" in group.output(0)
-        assert "still running after grace period" not in group.output(0), "vLLM does not have to wait for the other"
+        assert "still running after grace period" not in group.output(0), "vLLM need not wait for the other process"
         assert not psutil.wait_procs(parts, TIMEOUT_S)[1]
 
 
 def test_a_split_engine_that_is_killed_leaves_nothing_and_is_given_adapters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the adapter too each process holds its part, bit for bit."""
-    monkeypatch.setattr(remote_module, "MAX_SYNCS", 1)  # after the second an engine ends
+    """Each process also holds its part of the adapter, bit for bit."""
+    monkeypatch.setattr(remote_module, "MAX_SYNCS", 1)  # an engine ends after the second one
     config = {**QWEN, "head_dim": 32, "tie_word_embeddings": False}
     with engine_group(tmp_path, 1, config, {"lora": LORA}, engine="vllm", vllm={"tensor_parallel": 2}) as group:
         remote = group.trainer()
@@ -92,14 +94,14 @@ def test_a_split_engine_that_is_killed_leaves_nothing_and_is_given_adapters(
 
 
 def _parts(group: EngineGroup) -> list[psutil.Process]:
-    """The processes in which a split engine computes."""
+    """Processes in which a split engine computes."""
     found = [one for one in psutil.Process(group.processes[0].pid).children() if one.name().startswith("VLLM::Worker")]
     assert len(found) == 2
     return found
 
 
 def _assert_follows(remote: RemoteEngines, models: Sequence[Any]) -> None:
-    """Greedy completions and all log-probabilities are those of transformers, with each version."""
+    """Assert that greedy completions and all log-probabilities equal those of transformers, for each version."""
     peer = TransformersEngine(char_tokenizer())
     answers = []
     for version, model in enumerate(models):
@@ -111,7 +113,7 @@ def _assert_follows(remote: RemoteEngines, models: Sequence[Any]) -> None:
             assert made.logprobs == pytest.approx(right.logprobs, abs=1e-4)
             assert made.weight_version == version
         answers.append([group[0].text for group in found])
-    assert answers[0] != answers[1], "weights that change nothing would show nothing"
+    assert answers[0] != answers[1], "weights without effect would prove nothing"
 
 
 def _assert_reproducible_and_diverse(remote: RemoteEngines) -> None:

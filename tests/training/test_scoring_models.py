@@ -1,4 +1,5 @@
-"""Reward models that score completions: each score is that of the model alone, whatever the batch, padding or end."""
+"""Reward models that score completions: each score equals that of the sequence alone, in any batch, padding or
+ending."""
 
 import dataclasses
 import math
@@ -51,7 +52,7 @@ PADS = ("own", "end", "none")
 def make_reward_model(
     folder: Path, pad: str = "own", num_labels: int = 1, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> Path:
-    """A reward model of random weights, as Hugging Face saves them."""
+    """A reward model with random weights, as Hugging Face saves it."""
     tokenizer = tokenizer or char_tokenizer()
     if pad == "end":
         tokenizer.pad_token = tokenizer.eos_token
@@ -66,7 +67,7 @@ def make_reward_model(
 
 
 def ranks(num_ranks: int = 1, log: list[str] | None = None) -> Any:
-    """One rank of several that all find the same."""
+    """One of several ranks that all find the same."""
     return SimpleNamespace(
         device=torch.device("cpu"),
         log=(log if log is not None else []).append,
@@ -101,7 +102,7 @@ MADE = [
 
 @torch.no_grad()
 def alone(folder: Path, made: SampledText) -> float:
-    """Score of one sequence by the class of transformers itself, without any padding."""
+    """Score of one sequence from the class of transformers itself, without padding."""
     model: PreTrainedModel = AutoModelForSequenceClassification.from_pretrained(folder)
     tokenizer = char_tokenizer()
     ids = tokenizer.encode(made.row.prompt + made.text) + ([tokenizer.eos_token_id] if made.finished else [])
@@ -117,7 +118,7 @@ def test_every_score_is_that_of_the_sequence_alone(pad: str, tmp_path: Path) -> 
 
 
 def test_scores_at_the_last_place_of_a_padded_batch_are_caught(tmp_path: Path) -> None:
-    """Negative control of the test above: the score of a padding token is another one."""
+    """Negative control of the test above: the score at a padding token differs."""
     folder = make_reward_model(tmp_path / "model")
     with mock.patch("rlhf_core.training.models.reward_model._last_places", lambda ids, *_: torch.full((len(ids),), -1)):
         found = only(load(folder)).scores(MADE, lambda: None)
@@ -126,7 +127,7 @@ def test_scores_at_the_last_place_of_a_padded_batch_are_caught(tmp_path: Path) -
 
 
 def test_an_end_token_that_is_padding_is_scored_before_it(tmp_path: Path) -> None:
-    """As in training and in transformers: whether a completion has ended makes no difference to such a model."""
+    """As in training and in transformers, such a model gives the same score whether or not a completion has ended."""
     model = only(load(make_reward_model(tmp_path / "end", "end")))
     ended, cut = model.scores(
         [SampledText(row("1>"), "23", True), SampledText(row("1>"), "23", False)], lambda: None
@@ -151,7 +152,7 @@ def make_encoder(folder: Path, kind: str = "bert", positions: int = 64) -> PreTr
         pair="<|im_start|>:0 $A:0 <|im_end|>:0 $B:1 <|im_end|>:1",
         special_tokens=[("<|im_start|>", start), ("<|im_end|>", tokenizer.eos_token_id)],
     )
-    # RoBERTa has one segment only, and positions that begin after the padding's.
+    # RoBERTa has a single segment type, and its positions begin after that of the padding.
     arguments = {"type_vocab_size": 1, "max_position_embeddings": positions + pad + 1}
     if kind == "bert":
         tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
@@ -168,7 +169,7 @@ def make_encoder(folder: Path, kind: str = "bert", positions: int = 64) -> PreTr
 
 @torch.no_grad()
 def encoded_score(folder: Path, tokenizer: PreTrainedTokenizerBase, *texts: str) -> float:
-    """Score of a pair of texts, as transformers encodes it."""
+    """Score of a pair of texts as encoded by transformers."""
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     return float(model(**tokenizer(*texts, return_tensors="pt")).logits)
 
@@ -198,7 +199,7 @@ def test_negative_control_the_segments_of_an_encoder_matter(tmp_path: Path) -> N
 def test_an_encoder_loses_the_beginning_between_its_special_tokens(
     kind: str, prompt: str, text: str, kept: tuple[str, str], tmp_path: Path
 ) -> None:
-    """A model with 7 or 10 positions, 3 of them for special tokens; RoBERTa's table is longer, which is no use."""
+    """Models with 7 or 10 positions, 3 of them for special tokens; RoBERTa's table is longer, which does not help."""
     positions = 10 if kept[0] == "12>" else 8 if not kept[0] else 7
     tokenizer = make_encoder(tmp_path, kind, positions)
     found = only(load(tmp_path)).scores([SampledText(row(prompt), text, True)], lambda: None)
@@ -227,12 +228,12 @@ def test_a_conversation_is_read_as_it_was_in_training(tmp_path: Path) -> None:
     assert model._input(SampledText(asked, "2", True)).ids == trained
     cut = model._input(SampledText(asked, "2", False)).ids
     assert trained[: len(cut)] == cut
-    assert char_tokenizer().decode(trained[len(cut) :]) == "<|im_end|>\n", "what was cut off has not ended"
+    assert char_tokenizer().decode(trained[len(cut) :]) == "<|im_end|>\n", "a completion that was cut off has not ended"
 
 
 @pytest.mark.parametrize("text", ["i", "<", "m_end", " 2 ", ""])
 def test_a_truncated_completion_in_a_chat_template_has_no_end(text: str, tmp_path: Path) -> None:
-    """Also one that is part of the end token's own text, or that the template would strip."""
+    """Also a truncation within the text of the end token, or in text that the template would strip."""
     model = only(load(make_reward_model(tmp_path / "model"), template="chat"))
     cut = char_tokenizer().decode(model._input(SampledText(row("1+1>"), text, False)).ids)
     assert str(cut).endswith(f"<|im_start|>assistant\n{text}")
@@ -258,7 +259,7 @@ def test_a_longer_sequence_loses_its_beginning(tmp_path: Path) -> None:
     assert found.raw[0] == pytest.approx(short.raw[0], abs=1e-5)
 
 
-def test_another_tokenizer_is_told_of(tmp_path: Path) -> None:
+def test_another_tokenizer_is_reported(tmp_path: Path) -> None:
     log: list[str] = []
     load(make_reward_model(tmp_path / "same"), log=log)
     load(make_reward_model(tmp_path / "other", tokenizer=build_tokenizer("byte", [], 0)), log=log)
@@ -273,7 +274,7 @@ def language_model(folder: Path) -> None:
 
 
 def headless(folder: Path) -> None:
-    """A language model whose config says that it is a reward model: transformers draws its head by lot."""
+    """A language model whose config claims that it is a reward model: transformers initializes its head at random."""
     language_model(folder)
     config = (folder / "config.json").read_text()
     (folder / "config.json").write_text(config.replace("{", '{"id2label": {"0": "LABEL_0"},', 1))
@@ -308,7 +309,7 @@ def test_conversations_need_a_chat_template(tmp_path: Path) -> None:
 def test_other_weights_than_those_of_the_checkpoint_are_refused(tmp_path: Path) -> None:
     folder = make_reward_model(tmp_path / "model")
     before = load(folder).states["good"]
-    assert load(folder, before).states["good"] == before, "negative control: the same are taken"
+    assert load(folder, before).states["good"] == before, "negative control: the same files are accepted"
     flip_last_bit(folder / "model.safetensors")
     with pytest.raises(ResumeMismatch, match=r"reward.models.good: .* contains other files than those used"):
         load(folder, before)
@@ -326,7 +327,7 @@ def test_copies_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
 
 
 class Given:
-    """A model that gives what it is told to."""
+    """A model that returns the given scores."""
 
     def __init__(self, *scores: list[float]) -> None:
         self.name = "good"
@@ -337,7 +338,7 @@ class Given:
 
 
 def scored(settings: dict[str, Any], *scores: list[float], num_ranks: int = 1, **reward: Any) -> Any:
-    """Scorer of a run with one reward model beside a function that gives 0."""
+    """Scorer of a run with one reward model and a function that returns 0."""
     reward = {"functions": ["hostile_rewards:none"], "timeout_s": 0, **reward, "models": {"good": settings}}
     spec = RunSpec.model_validate(tiny_spec(reward={**reward, "functions": []}))
     scorer = RewardScorer(spec)
@@ -356,7 +357,7 @@ def test_running_moments_span_steps_and_ranks(num_ranks: int) -> None:
     scorer = scored({"path": "m", "normalise": "standardise", "weight": 2.0}, [1.0, 3.0], [5.0], num_ranks=num_ranks)
     first = totals(scorer, 2)
     assert first.total == pytest.approx([-2.0, 2.0])
-    assert first.by_function == {"good": [1.0, 3.0]}, "the metric is the score itself"
+    assert first.by_function == {"good": [1.0, 3.0]}, "the metric equals the score"
     second = totals(scorer, 1)
     everything = torch.tensor([1.0, 3.0, 5.0] * num_ranks, dtype=torch.float64)
     expected = 2.0 * (5.0 - everything.mean()) / everything.std(correction=0)
@@ -483,7 +484,7 @@ def test_a_resume_that_forgets_the_running_moments_is_caught(results: list[dict[
 
 @pytest.mark.end_to_end
 def test_running_moments_continue_from_one_loop_to_the_next(results: list[dict[str, Any]], folder: Path) -> None:
-    """A run resumed between its loops reads them from the checkpoint, one that was not interrupted keeps them."""
+    """A run resumed between its loops reads them from the checkpoint; an uninterrupted run keeps them."""
     assert [(result["twice"], result["twice again"]) for result in results] == [("done", "done")] * 2
     straight = told(folder, "twice")
     assert set(told(folder, "twice again", restart=1)) == {3, 4}

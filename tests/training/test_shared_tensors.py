@@ -1,4 +1,4 @@
-"""Tensors in memory that processes share: found where they lie, without a copy."""
+"""Tensors in memory shared between processes, found in place without a copy."""
 
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def test_of_several_rows_the_newest_is_mapped(tmp_path: Path) -> None:
     second = memory.allocate(16)
     second.fill_(7)
     assert mapped.tensor(place_of("a", second)).tolist() == [7] * 16
-    assert len(list(tmp_path.iterdir())) == 1, "memory of the row before is given back"
+    assert len(list(tmp_path.iterdir())) == 1, "memory of the previous row is released"
     with pytest.raises(FileNotFoundError):
         mapped.tensor(before)
 
@@ -71,7 +71,7 @@ def test_files_that_are_mapped_lose_their_names_and_keep_their_memory(tmp_path: 
     remove_mapped_files((str(tmp_path / "weights-"),))
 
 
-def test_memory_that_is_not_there_is_said_with_the_engine(tmp_path: Path) -> None:
+def test_missing_memory_is_reported_with_the_engine(tmp_path: Path) -> None:
     receiver = Receiver("engine-3", SharedMemory(tmp_path).allocate)
     with pytest.raises(WeightSyncFailed, match=r"engine-3 has no room for 1\.15e\+09 GB of weights"):
         receiver._take_row(2**60, lambda: None)

@@ -1,4 +1,4 @@
-"""A new algorithm takes one file with its loss and one entry with its settings; everything else follows."""
+"""A new algorithm takes one file with its loss and one entry with its settings; everything else follows from them."""
 
 import json
 import os
@@ -64,7 +64,7 @@ UNION = "Algorithm = Annotated["
 
 
 def use(folder: str) -> None:
-    """Ask for the toy algorithm in all ways that a user has, in the changed copy of the package."""
+    """Request the toy algorithm in all ways that a user can, in the changed copy of the package."""
     import torch.distributed as dist
     from rank_launcher import make_context, tiny_spec
 
@@ -89,7 +89,7 @@ def use(folder: str) -> None:
     result = train_run(context, init_process_group(context))
     dist.destroy_process_group()
     lines = list(read_models(RunDir(Path(folder) / "run").attempt(1).restart(0).metrics, MetricsLine))
-    told = {
+    report = {
         "help": help_of["loops.main.algorithm.scale"],
         "spec": spec.model_dump(mode="json")["loops"]["main"]["algorithm"],
         "reference": "reference model" in trainer_estimate(spec, shape).resident,
@@ -99,7 +99,7 @@ def use(folder: str) -> None:
         "reward": [line.metrics["reward/mean"] for line in lines if line.loop == "toy"],
         "clip": any("policy/clip_share" in line.metrics for line in lines),
     }
-    print(json.dumps(told))
+    print(json.dumps(report))
 
 
 def with_toy(folder: Path) -> None:
@@ -135,14 +135,14 @@ def test_a_new_algorithm_takes_one_file_and_one_entry(tmp_path: Path) -> None:
     with_toy(tmp_path)
     done = run(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    assert told["help"] == "Weight of the rewards. Only for `toy`."
-    assert told["spec"] == {"name": "toy", "prompts": 4, "scale": 3.0}
-    assert not told["reference"], "no trait asks for one"
-    assert told["result"] == "done"
-    assert told["loops"] == ["sft"] * 2 + ["toy"] * 3
-    assert told["gain"] == pytest.approx([3 * reward for reward in told["reward"]], rel=0.5)
-    assert not told["clip"], "metrics of another algorithm"
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert report["help"] == "Weight of the rewards. Only for `toy`."
+    assert report["spec"] == {"name": "toy", "prompts": 4, "scale": 3.0}
+    assert not report["reference"], "no trait asks for one"
+    assert report["result"] == "done"
+    assert report["loops"] == ["sft"] * 2 + ["toy"] * 3
+    assert report["gain"] == pytest.approx([3 * reward for reward in report["reward"]], rel=0.5)
+    assert not report["clip"], "metrics of another algorithm"
 
 
 def test_an_algorithm_without_its_file_is_no_algorithm(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""vLLM as the rollout engine of a trainer: the numbers of transformers after every change of weights."""
+"""vLLM as the rollout engine of a trainer: the same numbers as transformers after every change of weights."""
 
 import gc
 import os
@@ -27,7 +27,7 @@ from rlhf_core.training.rollouts.vllm.engine import VllmEngine
 from rlhf_core.training.trainers.run import run_trainer
 from rlhf_core.training.types import Completion
 
-# Not with importorskip: every process of the tests imports this module, and vLLM takes seconds.
+# Not with importorskip: every test process imports this module, and vLLM takes seconds to import.
 pytestmark = [
     pytest.mark.training,
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
@@ -40,12 +40,12 @@ DRAWN = Sampling(max_new_tokens=8, temperature=0.7, batch_size=64)
 
 
 def no_beat() -> None:
-    """A beat that goes nowhere."""
+    """Heartbeat that is discarded."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def process_group() -> Iterator[None]:
-    """Of one rank, which vLLM joins; variables that it leaves behind are those of no other test."""
+    """Process group of one rank, which vLLM joins; the variables that it leaves behind do not reach other tests."""
     variables = dict(os.environ)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     yield
@@ -68,7 +68,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 _STARTED: list[VllmEngine] = []
-"""An engine that nothing refers to ends the process group of all."""
+"""References to engines: an engine without a reference ends the process group of all of them."""
 
 
 def started(folder: Path, lora: LoraSpec | None = None) -> VllmEngine:
@@ -88,7 +88,7 @@ def started(folder: Path, lora: LoraSpec | None = None) -> VllmEngine:
 
 
 def model_of(kind: str, seed: int = 0) -> PreTrainedModel:
-    # vLLM's attention on CPU takes heads of 32 and more.
+    # vLLM's attention on CPU supports head sizes of 32 and above.
     return tiny_model({**QWEN, "head_dim": 32, "tie_word_embeddings": kind == "tied"}, seed)
 
 
@@ -101,7 +101,7 @@ def _token_ids(groups: Sequence[Sequence[Completion]]) -> list[list[int]]:
 
 
 def test_every_version_is_taken_over_whole(engine: VllmEngine) -> None:
-    """Greedy completions and all log-probabilities are those of transformers with the new weights."""
+    """Greedy completions and all log-probabilities equal those of transformers with the new weights."""
     peer = TransformersEngine(char_tokenizer())
     answers = []
     for version in range(3):
@@ -119,7 +119,7 @@ def test_every_version_is_taken_over_whole(engine: VllmEngine) -> None:
             assert made.logprobs == pytest.approx(right.logprobs, abs=1e-4)
             assert made.weight_version == version
         answers.append([made.text for made in found])
-    assert answers[0] != answers[1] != answers[2], "weights that change nothing would show nothing"
+    assert answers[0] != answers[1] != answers[2], "weights without effect would prove nothing"
 
 
 def test_a_completion_follows_from_its_seed_and_the_groups_are_diverse(engine: VllmEngine) -> None:
@@ -131,7 +131,7 @@ def test_a_completion_follows_from_its_seed_and_the_groups_are_diverse(engine: V
         [made.token_ids for made in group] for group in turned
     ]
     assert all(len({made.text for made in group}) == len(group) for group in first)
-    # At the sampling temperature, as the trainer takes them.
+    # At the sampling temperature, as the trainer records them.
     tokens = torch.tensor([[*PROMPTS[0], *first[0][0].token_ids]])
     with torch.no_grad():
         logprobs = (model(tokens).logits[0] / 0.7).log_softmax(-1)
@@ -140,7 +140,7 @@ def test_a_completion_follows_from_its_seed_and_the_groups_are_diverse(engine: V
 
 
 def test_prompts_that_are_longer_together_than_a_step_of_vllm(engine: VllmEngine) -> None:
-    """Sampled with seeds: vLLM would read a prompt in parts, which ends a request with a seed on CPU."""
+    """Sampling with seeds: vLLM would read a prompt in parts, which ends a request with a seed on CPU."""
     model = model_of(engine.kind)  # type: ignore[attr-defined]
     engine.load(model, 20, no_beat)
     budget = engine._llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
@@ -164,7 +164,7 @@ def test_another_version_than_the_one_in_force_is_not_sampled_with(engine: VllmE
 
 
 def broken_off(engine: VllmEngine, version: int, patch: pytest.MonkeyPatch) -> None:
-    """Give an engine a version that ends in the middle of a layer."""
+    """Give an engine a version that breaks off in the middle of a layer."""
     model = model_of(engine.kind, seed=3)  # type: ignore[attr-defined]
     part = "model.layers.0.self_attn.q_proj.weight"
 
@@ -192,7 +192,8 @@ def test_a_copy_that_is_broken_off_leaves_no_version_in_force(
 def test_the_version_after_a_copy_that_was_broken_off_is_whole(
     engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: vLLM counts what had come of a layer into the next update, and never takes another one."""
+    """Negative control: vLLM counts the received part of a layer towards the next update, and never accepts another
+    one."""
     model = model_of(engine.kind, seed=4)  # type: ignore[attr-defined]
     peer = TransformersEngine(char_tokenizer())
     broken_off(engine, 40, monkeypatch)
@@ -212,7 +213,7 @@ def test_the_version_after_a_copy_that_was_broken_off_is_whole(
 def test_a_tied_head_that_is_not_packed_anew_is_found_at_the_first_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: vLLM says nothing of it and samples with the head that it had."""
+    """Negative control: vLLM reports nothing, and samples with the old head."""
     from rlhf_core.training.rollouts.vllm import worker as vllm_worker
 
     model = model_of("tied")
@@ -226,7 +227,8 @@ def test_a_tied_head_that_is_not_packed_anew_is_found_at_the_first_version(
 
 
 def test_every_version_of_an_adapter_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone, beside the base model that vLLM has read; one that is skipped is found, however little it changes."""
+    """The adapter alone is sent, next to the base model that vLLM has read; a skipped one is found, however small its
+    effect."""
     model_of("tied").save_pretrained(tmp_path)
     engine, peer = started(tmp_path, LoraSpec.model_validate(LORA)), TransformersEngine(char_tokenizer())
     answers = []
@@ -241,7 +243,7 @@ def test_every_version_of_an_adapter_is_taken_over(tmp_path: Path, monkeypatch: 
             assert (made.token_ids, made.text, made.finished) == (right.token_ids, right.text, right.finished)
             assert made.logprobs == pytest.approx(right.logprobs, abs=1e-4)
         answers.append([made.text for made in found])
-    assert answers[0] != answers[1] != answers[2], "adapters that change nothing would show nothing"
+    assert answers[0] != answers[1] != answers[2], "adapters without effect would prove nothing"
     assert engine._adapter is not None
     with monkeypatch.context() as patch:
         patch.setattr(engine._adapter, "load", lambda *_: None)
@@ -258,7 +260,7 @@ def test_every_version_of_an_adapter_is_taken_over(tmp_path: Path, monkeypatch: 
 
 
 def trained(rank: int, num_ranks: int, run_dir: str, restart: int, killed: bool) -> str:
-    """GRPO with samples of vLLM; killed with SIGKILL in the update of step 5, or gone on with after that."""
+    """GRPO with samples from vLLM: killed with SIGKILL in the update of step 5, or resumed after that."""
     kill = Interrupting(Phase.TRAIN, 5, kill_once_saved(run_dir, 4)) if killed else None
     spec = tiny_spec(
         model={"config": {**TINY_MODEL, "head_dim": 32}, "tokenizer": "char"},
@@ -270,7 +272,8 @@ def trained(rank: int, num_ranks: int, run_dir: str, restart: int, killed: bool)
 
 @pytest.mark.end_to_end
 def test_a_killed_run_goes_on_bitwise(tmp_path: Path) -> None:
-    """Samples and weights are those of the run that was never killed: an engine that starts anew draws the same."""
+    """Samples and weights equal those of the run that was never killed: a newly started engine draws the same
+    samples."""
     starts = {"straight": [(0, False)], "killed": [(0, True), (1, False)]}
     for name, parts in starts.items():
         for restart, killed in parts:

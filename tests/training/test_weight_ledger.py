@@ -1,4 +1,4 @@
-"""The ledger of the weights that rollout engines were given: engines that take them over, in part or not at all."""
+"""The ledger of the weights given to rollout engines that load them wholly, partly or not at all."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.training]
 
 
 class OtherRanks:
-    """Rank 0 of several, whose others bring what is given here."""
+    """Rank 0 of several ranks; the contributions of the others are given."""
 
     is_first = True
 
@@ -31,7 +31,7 @@ class OtherRanks:
 
 
 class FakeEngine:
-    """Takes every version over, but for those that fail."""
+    """An engine that loads every version, except those that fail."""
 
     def __init__(self, transfer: WeightTransfer | None, fails_at: int = -1) -> None:
         self.version: int | None = None
@@ -58,7 +58,7 @@ class FakeEngine:
         self.version = None
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resources are held."""
 
 
 def recorded(path: Path, engine: FakeEngine, ranks: OtherRanks, num_engines: int) -> RecordedEngine:
@@ -86,7 +86,7 @@ def test_a_sync_is_written_before_and_after_over_all_ranks(tmp_path: Path) -> No
     load(engine, 3)  # in force
     assert len(lines(path)) == 2
     engine.sleep()
-    load(engine, 3)  # given back: copied again
+    load(engine, 3)  # released: copied again
     assert [line["number"] for line in lines(path)] == [0, 0, 1, 1]
 
 
@@ -95,7 +95,7 @@ def test_a_limit_that_one_sender_does_not_know_is_not_known(tmp_path: Path) -> N
     own = WeightTransfer("broadcast", 400, wire_s=0.5, apply_s=0.1, limit_gb_per_s=1.0)
     load(recorded(path, FakeEngine(own), OtherRanks([1, 600, 1.0, 0.2, 0.7, 0.0]), 2), 1)
     assert lines(path)[-1]["limit_gb_per_s"] is None
-    # A rank that sends nothing has no say.
+    # A rank that sends nothing has no influence.
     other = tmp_path / "other.jsonl"
     load(recorded(other, FakeEngine(own), OtherRanks([0, 0, 1.0, 0.0, 0.0, 0.0]), 1), 1)
     assert lines(other)[-1]["limit_gb_per_s"] == 1.0

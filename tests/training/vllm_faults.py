@@ -1,4 +1,4 @@
-"""vLLM's workers with faults that a test asks for."""
+"""vLLM workers with faults that a test requests."""
 
 import os
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ def _is_to_skip(rank: int) -> bool:
 
 
 class ObeyingWeights(StagedWeights):
-    """Leaves weights out in the second process of an engine for as long as a file says so."""
+    """Leaves weights out in the second process of an engine as long as a file says so."""
 
     def receive_weights(self, update_info: StagedPart) -> None:
-        """Copy a part of a version into the model, or not."""
+        """Copy a part of a version into the model, or skip it."""
         if not _is_to_skip(self.parallel_config.rank):
             super().receive_weights(update_info)
 
@@ -29,12 +29,12 @@ WeightTransferEngineFactory._registry[vllm_worker.__name__] = lambda: ObeyingWei
 
 
 class ObeyingExtension(WeightExtension):
-    """Has another adapter than it was given, for as long as a file says so."""
+    """Holds a different adapter from the one it was given, as long as a file says so."""
 
     rank: int
 
     def count_differing(self, adapter: AdapterInForce, tensors: Sequence[tuple[str, Tensor]]) -> int:
-        """Look at layers of which one has another adapter, by less than any token shows."""
+        """Examine layers, one of which has a different adapter, by less than any token would show."""
         if _is_to_skip(self.rank):
             modules = self.model_runner.lora_manager._adapter_manager.modules
             modules["model.layers.0.mlp.down_proj"].lora_b_stacked[0].add_(1e-6)

@@ -1,4 +1,4 @@
-"""Shared by the tests of weight sync."""
+"""Fixtures shared by the tests of weight sync."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from sync_processes import Fleet
 
 @pytest.fixture
 def fleet() -> Iterator[Fleet]:
-    """Engines, ended after the test."""
+    """Fleet of engines that are killed after the test."""
     fleet = Fleet()
     yield fleet
     fleet.end()

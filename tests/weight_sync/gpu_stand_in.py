@@ -1,4 +1,4 @@
-"""Main memory in place of a GPU, and gloo in place of NCCL, under links that know nothing of it."""
+"""Main memory in place of a GPU, and gloo in place of NCCL, for links that do not notice the difference."""
 
 import contextlib
 import os
@@ -19,49 +19,49 @@ class CpuForGpu:
     identity = ""
 
     def __init__(self) -> None:
-        """Be a GPU of this process alone."""
+        """Act as a GPU of this process alone."""
         self.identity = self.identity or f"cpu {id(self)} of process {os.getpid()}"
 
     def group(self, store: Store, rank: int, connect_timeout_s: float) -> "GlooForNccl":
-        """Connect; NCCL does it with the first message."""
+        """Connect at once; NCCL connects with the first message."""
         return GlooForNccl(ProcessGroupGloo(store, rank, 2, timedelta(seconds=connect_timeout_s)))
 
     def empty(self, size: int) -> Tensor:
-        """Memory with something in it."""
+        """Memory that is not zeroed."""
         return torch.full((size,), 7, dtype=torch.uint8)
 
     def staging(self, size: int) -> Tensor:
-        """Memory that has never seen a bucket."""
+        """Staging memory into which no bucket has been written."""
         return torch.full((size,), 9, dtype=torch.uint8)
 
     def copy_out(self, bucket: Tensor, staging: Tensor) -> None:
-        """Copy."""
+        """Copy the bytes."""
         staging.copy_(bucket)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """There are no streams."""
+        """Do nothing: there are no streams."""
         yield
 
 
 class GlooForNccl:
-    """A process group with NCCL's manners: it never ends a message by itself; an abort ends all of them."""
+    """A process group that behaves like NCCL: messages never end by themselves, and an abort ends all of them."""
 
     def __init__(self, group: Any) -> None:
-        """Of two."""
+        """Create a group of two processes."""
         self._group = group
         self._works: list[_Work] = []
 
     def send(self, tensors: list[Tensor], other: int, tag: int) -> "_Work":
-        """Begin to send."""
+        """Start to send."""
         return self._begin(self._group.send(tensors, other, tag))
 
     def recv(self, tensors: list[Tensor], other: int, tag: int) -> "_Work":
-        """Begin to receive."""
+        """Start to receive."""
         return self._begin(self._group.recv(tensors, other, tag))
 
     def abort(self) -> None:
-        """Complete all messages, without a word of what has not come."""
+        """Complete all messages, without any sign of what has not arrived."""
         for work in self._works:
             work.done.set()
 
@@ -77,13 +77,13 @@ class _Work:
         threading.Thread(target=self._wait, daemon=True).start()
 
     def _wait(self) -> None:
-        with contextlib.suppress(RuntimeError):  # of an end that is gone NCCL says nothing either
+        with contextlib.suppress(RuntimeError):  # NCCL reports nothing of a peer that is gone either
             self._work.wait(timedelta(hours=1))
             self.done.set()
 
     def is_completed(self) -> bool:
-        """True if it has been sent or has come, or was aborted."""
+        """True if the message has been sent, received or aborted."""
         return self.done.is_set()
 
     def wait(self) -> None:
-        """Raise nothing: an abort is no error to NCCL."""
+        """Raise nothing: to NCCL, an abort is no error."""

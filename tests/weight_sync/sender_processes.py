@@ -1,4 +1,4 @@
-"""Senders beside the first as processes of their own, with faults that tests put into them."""
+"""Senders beside the first one, in separate processes, with faults that tests inject."""
 
 import os
 import signal
@@ -27,10 +27,10 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class SenderFault:
-    """Fault of a sender while it sends its share of version 1."""
+    """Fault of a sender that occurs while it sends its share of version 1."""
 
     bucket: int
-    """Number of its buckets before."""
+    """Number of its buckets before the fault."""
     kind: str
     """``kill``, ``stop``, ``raise``, ``damage`` (a bit on the wire) or ``layout`` (weights of another model)."""
 
@@ -87,7 +87,7 @@ def _put_in(fault: SenderFault, weights: dict[str, Tensor]) -> dict[str, Tensor]
 
 @dataclass
 class Trainer:
-    """The senders of a trainer: the first one in this process, the others in processes of their own."""
+    """The senders of a trainer: the first one in this process, the others in separate processes."""
 
     num_senders: int
     faults: dict[int, SenderFault] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class Trainer:
     backend: LinkBackend = LinkBackend.GLOO
 
     def __post_init__(self) -> None:
-        """Start the others."""
+        """Start the other senders."""
         names = [f"trainer-{place}" for place in range(self.num_senders)]
         self._store = listen(HOST)
         group = SenderGroup(names, 0, self._store, timeout_s=self.timeout_s)
@@ -121,7 +121,7 @@ class Trainer:
         is_alone: bool = False,
         beat: Callable[[], None] = beat,
     ) -> WeightSyncReport:
-        """Bring the odd weights of a seed into force."""
+        """Bring the odd weights with this seed into force."""
         weights = odd_weights(seed)
         if not is_alone:
             for _, pipe in self.others:
@@ -131,14 +131,14 @@ class Trainer:
         )
 
     def read(self, place: int) -> list[str]:
-        """Names of the tensors that a sender has gone through in the last version."""
+        """Names of the tensors that a sender has read for the last version."""
         _, pipe = self.others[place - 1]
         assert pipe.poll(ANSWER_TIMEOUT_S)
         found: list[str] = pipe.recv()
         return found
 
     def end(self) -> None:
-        """End the others."""
+        """Stop the other senders."""
         for process, pipe in self.others:
             process.kill()
             process.join()

@@ -1,4 +1,4 @@
-"""Engines and trainers as processes of their own, with faults that tests put into them."""
+"""Engines and trainers in separate processes, with faults that tests inject."""
 
 import os
 import signal
@@ -21,31 +21,31 @@ from rlhf_core.weight_sync.layout import buckets_of, bytes_of, entries_of
 from rlhf_core.weight_sync.sender import Sender
 
 ANSWER_TIMEOUT_S = 120.0
-"""For a machine that is busy with other things; no test waits for it."""
+"""Timeout for a machine that is busy with other work; no test waits for it to expire."""
 
 
 @dataclass(frozen=True)
 class Faults:
-    """Faults of an engine, while it takes version 1."""
+    """Faults of an engine that occur while it receives version 1."""
 
     die_at_bucket: int | None = None
-    """SIGKILL to itself after so many buckets."""
+    """SIGKILL itself after this many buckets."""
     stop_at_bucket: int | None = None
-    """SIGSTOP to itself after so many buckets."""
+    """SIGSTOP itself after this many buckets."""
     die_before_commit: bool = False
-    """SIGKILL to itself when it is told to commit."""
+    """SIGKILL itself when told to commit."""
     die_after_receipt: bool = False
-    """SIGKILL to itself when it has answered the offer."""
+    """SIGKILL itself after answering the offer."""
     trusts_heads: bool = False
-    """Negative control: takes the sender's checksums for those of what has come."""
+    """Negative control: accepts the sender's checksums as those of the received bytes."""
     keeps_first_share_only: bool = False
-    """Negative control: receives the shares of all senders, and keeps that of the first."""
+    """Negative control: receives the shares of all senders, and keeps only the first one."""
     trusts_deltas: bool = False
-    """Negative control: applies a delta to any base, and believes its digest."""
+    """Negative control: applies a delta to any base, and trusts its digest."""
     leaves_on_gpu: bool = False
-    """Negative control: relays what comes to the GPU, and copies nothing of it to main memory."""
+    """Negative control: relays the bytes that arrive at the GPU, and copies none of them to main memory."""
     has_gpu: bool = False
-    """Has a GPU; otherwise a stand-in for one, where it is offered a link between GPUs."""
+    """Has a GPU; otherwise it has a stand-in for one, if it is offered a link between GPUs."""
 
 
 def digests(weights: Mapping[str, Tensor]) -> dict[str, str]:
@@ -155,7 +155,7 @@ def _trust_deltas() -> None:
 
 @dataclass
 class EngineProcess:
-    """Control channel to an engine in a process of its own."""
+    """Control channel to an engine in a separate process."""
 
     name: str
     faults: Faults = field(default_factory=Faults)
@@ -163,7 +163,7 @@ class EngineProcess:
     answer_timeout_s: float = ANSWER_TIMEOUT_S
 
     def __post_init__(self) -> None:
-        """Start it."""
+        """Start the process."""
         context = fork_server()
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(target=_engine, args=(self.name, self.faults, theirs), daemon=True)
@@ -178,7 +178,7 @@ class EngineProcess:
             raise ConnectionError(f"{self.name} has ended") from error
 
     def finish(self) -> Any:
-        """Answer to the command that was sent."""
+        """Wait for the answer to the command that was sent."""
         try:
             if not self._pipe.poll(self.answer_timeout_s):
                 raise TimeoutError(f"{self.name} does not answer")
@@ -213,13 +213,13 @@ class EngineProcess:
         return version, found
 
     def restart(self) -> None:
-        """Have a new process in its place, without its faults."""
+        """Replace the process with a new one without faults."""
         self.end()
         self.faults = Faults()
         self.__post_init__()
 
     def end(self) -> None:
-        """Kill it."""
+        """Kill the process."""
         self.process.kill()
         self.process.join()
         self._pipe.close()
@@ -227,24 +227,24 @@ class EngineProcess:
 
 @dataclass
 class Fleet:
-    """Engines of one test, ended with it."""
+    """Engines of one test, killed when it ends."""
 
     engines: list[EngineProcess] = field(default_factory=list)
 
     def start(self, number: int, faults: Mapping[int, Faults] | None = None) -> list[EngineProcess]:
-        """Start engines ``engine-1`` and so on; ``faults`` by that number."""
+        """Start engines ``engine-1`` and so on; ``faults`` maps their numbers to faults."""
         started = [EngineProcess(f"engine-{i}", (faults or {}).get(i, Faults())) for i in range(1, number + 1)]
         self.engines += started
         return started
 
     def end(self) -> None:
-        """End all of them."""
+        """Kill all engines."""
         for engine in self.engines:
             engine.end()
 
 
 def odd_weights(seed: int = 0) -> dict[str, Tensor]:
-    """Weights of every kind: bf16 and fp32, empty, scalar, larger than a bucket, not contiguous, of odd lengths."""
+    """Weights of every kind: bf16 and fp32, empty, scalar, larger than a bucket, non-contiguous, of odd lengths."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -265,12 +265,12 @@ def odd_weights(seed: int = 0) -> dict[str, Tensor]:
 
 
 def layout_of(weights: Mapping[str, Tensor], aliases: Mapping[str, str] | None = None) -> tuple[TensorEntry, ...]:
-    """Layout of tensors."""
+    """Layout of these tensors."""
     return entries_of({name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}, aliases)
 
 
 def streamed(weights: Mapping[str, Tensor], read: list[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Weights as a trainer gathers them, one at a time; ``read`` notes those that were taken."""
+    """Weights as a trainer gathers them, one at a time; ``read`` records the ones that were taken."""
     for name, tensor in weights.items():
         yield name, tensor
         if read is not None:
@@ -278,7 +278,7 @@ def streamed(weights: Mapping[str, Tensor], read: list[str] | None = None) -> It
 
 
 def beat() -> None:
-    """Nothing to beat for."""
+    """Heartbeat that is discarded."""
 
 
 def new_sender(
@@ -289,7 +289,7 @@ def new_sender(
     backend: LinkBackend = LinkBackend.GLOO,
     **settings: Any,
 ) -> Sender:
-    """Sender in this process; small buckets, so that there are many."""
+    """Sender in this process, with small buckets, so that there are many of them."""
     outgoing = way or broadcast.BroadcastOutgoing(
         "trainer", "127.0.0.1", stall_timeout_s=stall_timeout_s, backend=backend
     )

@@ -24,7 +24,7 @@ def sync(sender: Sender, fleet: Fleet, version: int, weights: dict[str, Tensor])
 
 
 def changed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Some elements of some tensors changed, all of another one, the rest as it was."""
+    """Weights with some elements of some tensors changed, and all elements of others."""
     new = {name: tensor.clone() for name, tensor in weights.items()}
     new["embed"][::200, 3] += 1
     new["large"][[0, 17, 59_999]] = -7.0
@@ -98,7 +98,7 @@ def test_a_delta_on_a_stale_base_is_refused_and_the_whole_weights_follow(fleet: 
     sender = new_sender(delta=DeltaEncoder())
     weights = odd_weights(0)
     sync(sender, fleet, 0, weights)
-    sync(new_sender(), fleet, 9, odd_weights(9))  # another trainer's: the base is gone
+    sync(new_sender(), fleet, 9, odd_weights(9))  # from another trainer: the base is gone
     sender.reset()
     new = changed(weights)
     with pytest.raises(WeightSyncFailed, match=r"engine-1 has version 9 .* as base, but the delta"):
@@ -142,7 +142,7 @@ def _manifest(entries: tuple[TensorEntry, ...]) -> Manifest:
 
 
 def _row(manifest: Manifest, weights: Iterable[tuple[str, Tensor]]) -> Tensor:
-    """Row of bytes of these weights."""
+    """Row of bytes that holds these weights."""
     buckets = packed(manifest, weights, WHOLE, lambda _: torch.empty(8192, dtype=torch.uint8))
     return torch.cat([bucket for _, bucket in buckets])
 
@@ -158,5 +158,5 @@ def test_an_aborted_delta_leaves_the_base_as_it_was(fleet: Fleet) -> None:
         sync(sender, fleet, 1, new)
     assert engines[0].in_force() == (0, digests(weights))
     fleet.engines.pop().end()
-    assert not sync(sender, fleet, 1, new).sent.is_delta, "after a failure nothing is taken for a base"
+    assert not sync(sender, fleet, 1, new).sent.is_delta, "after a failure nothing counts as a base"
     assert engines[0].in_force() == (1, digests(new))

@@ -1,4 +1,4 @@
-"""Links between GPUs: with gloo in place of NCCL on machines without, everything else as it runs on them."""
+"""Links between GPUs: without GPUs, gloo stands in for NCCL, and everything else is as it runs on GPUs."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ OVER_NCCL = {"backend": LinkBackend.NCCL}
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process; engines have one already."""
+    """Stand-in for the GPU in this process; engines have one already."""
     monkeypatch.setattr(gpu_links, "Gpu", CpuForGpu)
 
 
@@ -44,7 +44,7 @@ def living(engines: list[EngineProcess], lost: str) -> list[EngineProcess]:
 
 @pytest.mark.usefixtures("stand_in")
 def test_every_engine_has_the_weights_bit_by_bit(fleet: Fleet) -> None:
-    """And a version over other links has the same digest."""
+    """A version that is sent over other links has the same digest."""
     engines, sender = fleet.start(3), new_sender(**OVER_NCCL)
     for version in (0, 1, 4):
         weights = odd_weights(seed=version)
@@ -56,7 +56,7 @@ def test_every_engine_has_the_weights_bit_by_bit(fleet: Fleet) -> None:
 
 @pytest.mark.usefixtures("stand_in")
 def test_a_bucket_that_stays_on_the_gpu_is_caught(fleet: Fleet) -> None:
-    """Negative control: what is relayed is right, what is staged is not."""
+    """Negative control: the relayed data are right, the staged data are not."""
     engines, sender = fleet.start(2, {1: Faults(leaves_on_gpu=True)}), new_sender(**OVER_NCCL)
     with pytest.raises(WeightSyncFailed, match="bucket 0 of version 0 was damaged on the way from trainer"):
         sync(sender, engines, 0, OLD)
@@ -99,7 +99,7 @@ def test_a_version_that_is_given_up_leaves_no_message_waiting(fleet: Fleet) -> N
 
 @pytest.mark.usefixtures("stand_in")
 def test_where_no_version_goes_through_others_go_over_gloo(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If that was left to the sender; and not once a version has gone through."""
+    """Only if the choice was left to the sender, and not once a version has gone through."""
 
     def refuse() -> CpuForGpu:
         raise RuntimeError("NCCL error: unhandled system error")
@@ -127,7 +127,7 @@ def test_where_no_version_goes_through_others_go_over_gloo(fleet: Fleet, monkeyp
 
 
 def linked(stall_timeout_s: float = 60.0) -> tuple[GpuLink, GpuLink]:
-    """Both ends of a link: the source, and the other."""
+    """Both ends of a link: the source and the receiver."""
     store = HashStore()
     ends = [LinkEnd(is_source, "127.0.0.1", "peer", stall_timeout_s) for is_source in (True, False)]
     with ThreadPoolExecutor() as pool:
@@ -141,7 +141,7 @@ def row(value: int) -> Tensor:
 
 @pytest.mark.usefixtures("stand_in")
 def test_a_bucket_that_does_not_come_is_given_up_and_its_link_with_it() -> None:
-    """NCCL would wait for ever, and take the memory of the bucket with it."""
+    """NCCL would wait forever, and keep the memory of the bucket in use."""
     source, sink = linked(stall_timeout_s=0.2)
     first, second = sink.receive(row(0), BUCKET), sink.receive(row(0), BUCKET)
     with pytest.raises(WeightSyncFailed, match=r"peer did not send or receive for 0\.2 s"):
@@ -155,7 +155,7 @@ def test_a_bucket_that_does_not_come_is_given_up_and_its_link_with_it() -> None:
 
 @pytest.mark.usefixtures("stand_in")
 def test_what_an_abort_has_completed_has_not_arrived() -> None:
-    """Negative control: NCCL calls it a success."""
+    """Negative control: NCCL reports a success."""
     source, sink = linked()
     bucket = row(0)
     pending = sink.receive(bucket, BUCKET)
@@ -164,7 +164,7 @@ def test_what_an_abort_has_completed_has_not_arrived() -> None:
         pending.wait()
     sink.is_aborted = False
     pending.wait()
-    assert torch.equal(bucket, row(0)), "nothing has come"
+    assert torch.equal(bucket, row(0)), "nothing has arrived"
     source.close()
 
 
@@ -201,7 +201,8 @@ def test_a_process_without_a_gpu_says_so(fleet: Fleet) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("bucket", [None, 5])
 def test_over_nccl(fleet: Fleet, bucket: int | None) -> None:
-    """Not run yet. The sender has the first GPU, each engine one of the next; the last one dies at a bucket."""
+    """Not run yet. The sender has the first GPU, and each engine one of the following; the last engine dies at a
+    bucket."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     count = min(torch.cuda.device_count() - 1, 3)

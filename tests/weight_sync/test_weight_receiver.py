@@ -1,4 +1,4 @@
-"""Staging area of an engine, in this process."""
+"""The staging area of an engine, in this process."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +30,7 @@ def offer_of(transport: Transport, stall_timeout_s: float = 60.0) -> Offer:
 
 
 class Allocations:
-    """Memory of an engine, and the number of times that it was allocated."""
+    """Allocator of an engine that counts its calls."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -45,7 +45,7 @@ def refuse(*_: object) -> None:
 
 
 def test_memory_is_kept_where_no_link_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may take longer to allocate than a sender waits for a link: the next attempt then has it."""
+    """An allocation may take longer than a sender waits for a link: the memory is then ready for the next attempt."""
     allocate = Allocations()
     engine = Receiver("engine-1", allocate)
     monkeypatch.setattr(broadcast_incoming, "_connect", refuse)
@@ -67,7 +67,7 @@ def test_memory_that_a_link_may_still_write_to_is_not_used_again(monkeypatch: py
 
 
 class GatedIncoming:
-    """A way of weights that are all 1 in the first transfer, which waits, and all 2 in later ones."""
+    """A transport whose weights are all 1 in the first transfer, which waits, and all 2 in later ones."""
 
     def __init__(self) -> None:
         self.has_begun, self.may_end = threading.Event(), threading.Event()
@@ -88,11 +88,11 @@ class GatedIncoming:
         return [checksum(bucket) for bucket in buckets_of(offer.manifest, row)]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resources are held."""
 
 
 def test_a_transfer_that_ends_late_stages_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer has given it up, and may have a receipt for the same version from a later one."""
+    """The trainer has given it up, and may have a receipt for the same version from a later transfer."""
     way = GatedIncoming()
     monkeypatch.setitem(receiver._INCOMING, Transport.FILES, way)  # type: ignore[arg-type]  # makes itself
     engine = Receiver("engine-1")

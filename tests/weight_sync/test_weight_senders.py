@@ -1,4 +1,4 @@
-"""Several senders with a share each: what arrives, and what a loss on the way leaves in force."""
+"""Several senders with a share each: the weights that arrive, and those that remain in force after a loss."""
 
 from collections.abc import Iterator, Sequence
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.training
 
 @pytest.fixture
 def trainers() -> Iterator[list[Trainer]]:
-    """Trainers that a test has started, ended after it."""
+    """Trainers started by a test, and stopped after it."""
     started: list[Trainer] = []
     yield started
     for trainer in started:
@@ -31,7 +31,7 @@ def trainers() -> Iterator[list[Trainer]]:
 
 
 def have(engines: Sequence[EngineProcess], version: int, seed: int) -> bool:
-    """True if all have the odd weights of this seed in force, bit by bit."""
+    """True if all engines have the odd weights with this seed in force, bit for bit."""
     return all(engine.in_force() == (version, digests(odd_weights(seed))) for engine in engines)
 
 
@@ -61,7 +61,7 @@ def test_chains_begin_with_different_engines() -> None:
 
 
 def shares_of(manifest: Manifest, weights: dict[str, Tensor], senders: int) -> list[dict[int, Tensor]]:
-    """Buckets of every share by their index."""
+    """Buckets of each share, by their index."""
 
     def take(_: int) -> Tensor:
         return torch.full((manifest.bucket_bytes,), 99, dtype=torch.uint8)
@@ -72,7 +72,8 @@ def shares_of(manifest: Manifest, weights: dict[str, Tensor], senders: int) -> l
 @pytest.mark.parametrize("bucket_bytes", [64, 8192, 1 << 20])
 @pytest.mark.parametrize("senders", [1, 2, 3, 50])
 def test_every_bucket_belongs_to_one_share(senders: int, bucket_bytes: int) -> None:
-    """Weights of every kind, in many buckets and in one, the last of them ragged; the digest is that of one sender."""
+    """Weights of every kind, in many buckets and in one, with a ragged last bucket; the digest equals that of one
+    sender."""
     weights = odd_weights(3)
     layout = layout_of(weights, {"tied": "embed"})
     manifest = Manifest(version=0, tensors=layout, bucket_bytes=bucket_bytes)
@@ -93,7 +94,7 @@ def test_shares_are_equal_to_within_a_bucket() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What arrives
+# Arrival
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_every_engine_has_the_weights_bit_by_bit(
     backend: LinkBackend,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also with more senders than buckets, and from GPU to GPU; the digest is that of one sender."""
+    """Also with more senders than buckets, and from GPU to GPU; the digest equals that of one sender."""
     monkeypatch.setattr(gpu_links, "Gpu", CpuForGpu)
     trainers.append(Trainer(senders, bucket_bytes=bucket_bytes, backend=backend))
     engines = fleet.start(2)
@@ -135,7 +136,7 @@ def digest_of_one_sender(seed: int, bucket_bytes: int) -> str:
 def test_an_engine_that_comes_back_is_given_weights_by_the_first_sender_alone(
     fleet: Fleet, trainers: list[Trainer]
 ) -> None:
-    """The others make new links for the next version: the engine has none of theirs."""
+    """The other senders make new links for the next version, because the engine has none of theirs."""
     trainers.append(Trainer(2))
     engines = fleet.start(2)
     trainers[0].sync(engines, 0, seed=0)
@@ -146,7 +147,7 @@ def test_an_engine_that_comes_back_is_given_weights_by_the_first_sender_alone(
     assert have(engines, 1, seed=1)
 
 
-def test_without_a_look_at_who_takes_part_the_next_version_would_be_lost(
+def test_without_a_check_of_the_participants_the_next_version_would_be_lost(
     fleet: Fleet, trainers: list[Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control of the test above, with one engine: its name is the same before and after."""
@@ -191,7 +192,7 @@ def test_an_engine_that_dies_in_mid_transfer_leaves_the_old_version_everywhere(
     with pytest.raises(WeightSyncFailed) as failed:
         trainers[0].sync(engines, 1, seed=1)
     assert failed.value.peer == f"engine-{dead}"
-    assert trainers[0].read(1) == list(odd_weights()), "the other sender has gone through its weights to the end"
+    assert trainers[0].read(1) == list(odd_weights()), "the other sender has read its weights to the end"
     others = [engine for engine in engines if engine.name != failed.value.peer]
     assert have(others, 0, seed=0)
     trainers[0].sync(others, 1, seed=1)
@@ -217,7 +218,7 @@ def test_a_sender_that_fails_is_named_and_sends_the_next_version(
         trainers[0].sync(engines, 1, seed=1)
     assert failed.value.peer == "trainer-1"
     for place in (1, 2):
-        assert trainers[0].read(place) == list(odd_weights()), "all have gone through their weights to the end"
+        assert trainers[0].read(place) == list(odd_weights()), "all have read their weights to the end"
     assert have(engines, 0, seed=0)
 
 
@@ -225,7 +226,7 @@ def test_a_sender_that_fails_is_named_and_sends_the_next_version(
 def test_a_sender_that_is_lost_leaves_the_old_version_everywhere(
     fleet: Fleet, trainers: list[Trainer], kind: str
 ) -> None:
-    """The trainer is restarted then, as a whole, and goes on with the same engines."""
+    """The trainer is then restarted as a whole, and continues with the same engines."""
     trainers.append(Trainer(2, {1: SenderFault(4, kind)}, timeout_s=3.0))
     engines = fleet.start(2)
     trainers[0].sync(engines, 0, seed=0)
@@ -285,7 +286,7 @@ def test_a_failure_is_followed_to_the_sender_that_has_failed_itself(failures: di
 
 
 def test_an_engine_that_has_one_share_alone_has_another_digest(fleet: Fleet, trainers: list[Trainer]) -> None:
-    """Its first share is sound, and it says that it has the version; it is not brought into force anywhere."""
+    """Its first share is intact, and it reports that it has the version; the version comes into force nowhere."""
     trainers.append(Trainer(2))
     engines = fleet.start(2, {2: Faults(keeps_first_share_only=True)})
     with pytest.raises(WeightSyncFailed, match="engine-2 has staged version 0 with digest") as failed:

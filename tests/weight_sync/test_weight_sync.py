@@ -1,4 +1,4 @@
-"""Versions of weights over real processes: what arrives, and what a loss on the way leaves in force."""
+"""Versions of weights over real processes: the weights that arrive, and those that remain in force after a loss."""
 
 import os
 import signal
@@ -42,7 +42,7 @@ def living(engines: list[EngineProcess], lost: str) -> list[EngineProcess]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What arrives
+# Arrival
 
 
 def test_every_engine_has_the_weights_bit_by_bit(fleet: Fleet) -> None:
@@ -75,7 +75,7 @@ def test_an_engine_that_dies_in_mid_transfer_leaves_the_old_version_everywhere(f
     with pytest.raises(WeightSyncFailed, match=f"engine-{dead}") as failed:
         synchronize(sender, engines, 1, layout_of(NEW), streamed(NEW, read), beat)
     assert failed.value.peer == f"engine-{dead}"
-    assert read == list(NEW), "other ranks gather too, so the weights are gone through to the end"
+    assert read == list(NEW), "other ranks gather too, so the weights are read to the end"
     others = living(engines, failed.value.peer)
     assert [engine.in_force() for engine in others] == [(0, digests(OLD))] * 2
     sync(sender, others, 1, NEW)
@@ -181,7 +181,7 @@ def _trainer_that_dies(pipe: object) -> None:
 
 
 def _damage_one_bucket(monkeypatch: pytest.MonkeyPatch, tag: int, after: int) -> None:
-    """Flip a bit on the wire, in the sender's message number ``after`` of this tag."""
+    """Flip a bit on the wire in the sender's message number ``after`` with this tag."""
     send, sent = GlooLink.send, 0
 
     def damaged(self: GlooLink, message: Tensor, message_tag: int) -> Pending:
@@ -218,7 +218,7 @@ def test_without_checksums_a_damaged_bucket_comes_into_force(fleet: Fleet, monke
 
 
 def test_a_bucket_that_is_left_out_is_caught(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And so is one of another version: the head says which it is."""
+    """So is one of another version: its header names the version."""
     engines, sender = fleet.start(2), new_sender(stall_timeout_s=5.0)
     head = broadcast.head
     monkeypatch.setattr(broadcast, "head", lambda version, index, found: head(version, index + (index > 3), found))

@@ -1,4 +1,4 @@
-"""Ways beside the broadcast: the same versions, through shared memory and through files."""
+"""Transports besides the broadcast: the same versions through shared memory and through files."""
 
 import errno
 import os
@@ -36,7 +36,7 @@ WAYS: dict[str, Callable[[Path], Outgoing]] = {
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Outgoing]:
-    """One half of each way."""
+    """Sending end of each transport."""
     outgoing = WAYS[request.param](tmp_path)
     yield outgoing
     outgoing.close()
@@ -111,7 +111,7 @@ def test_a_trainer_that_dies_is_noticed_by_its_lock(fleet: Fleet, tmp_path: Path
 
 
 def test_an_engine_follows_a_trainer_to_its_new_file_and_a_longer_version(fleet: Fleet, tmp_path: Path) -> None:
-    """The mapping is kept from one version to the next; the one of a file that is gone must not be."""
+    """The mapping is kept from one version to the next; that of a deleted file must not be."""
     (engine,) = fleet.start(1)
     first = SharedMemoryOutgoing("trainer", folder=tmp_path)
     sync(new_sender(first), fleet, 0, OLD)
@@ -127,7 +127,7 @@ def test_an_engine_follows_a_trainer_to_its_new_file_and_a_longer_version(fleet:
 def test_a_version_that_memory_has_no_room_for_is_refused(
     fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before anything is written: a page that is missing then ends the trainer with SIGBUS."""
+    """The refusal comes before anything is written: later, a missing page would end the trainer with SIGBUS."""
     (engine,) = fleet.start(1)
     outgoing = SharedMemoryOutgoing("trainer", folder=tmp_path)
     sender = new_sender(outgoing)
@@ -175,7 +175,7 @@ def _second_trainer(folder: Path, pipe: Connection) -> None:
 
 
 def test_a_version_without_complete_is_not_read(fleet: Fleet, tmp_path: Path) -> None:
-    """Of files, ``COMPLETE`` is the last: without it a version may be half there."""
+    """``COMPLETE`` is the last file: without it a version may be incomplete."""
     (engine,) = fleet.start(1)
     sender = new_sender(FilesOutgoing("trainer", tmp_path, stall_timeout_s=1.0))
     (offer,) = sender.offer(1, layout_of(NEW), streamed(NEW), ["engine-1"], beat)
@@ -187,7 +187,7 @@ def test_a_version_without_complete_is_not_read(fleet: Fleet, tmp_path: Path) ->
 
 
 def test_a_file_that_is_renamed_meanwhile_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``COMPLETE`` is written under another name first: an engine that has just listed that name does not find it."""
+    """``COMPLETE`` is first written under another name: an engine that has just listed that name does not find it."""
     sender = new_sender(FilesOutgoing("trainer", tmp_path))
     (offer,) = sender.offer(1, layout_of(NEW), streamed(NEW), ["engine-1"], beat)
     folder = Path(offer.path)
@@ -207,7 +207,7 @@ def test_a_file_that_is_renamed_meanwhile_is_no_failure(tmp_path: Path, monkeypa
 
 
 def test_a_folder_that_cannot_be_made_fails_the_sync_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files that NFS keeps for a process that has them open leave the folder of an earlier attempt in place."""
+    """NFS keeps files that a process has open, so the folder of an earlier attempt stays in place."""
     sender = new_sender(FilesOutgoing("trainer", tmp_path))
     (tmp_path / "00000001").mkdir()
     monkeypatch.setattr(files.shutil, "rmtree", lambda *_, **__: None)

@@ -1,4 +1,4 @@
-"""Role of real ranks with torch: they meet, tell each other something, and stay until a file lets them go."""
+"""Role for real ranks with torch: they meet, exchange data, and stay until a file releases them."""
 
 import time
 
@@ -8,14 +8,18 @@ from rlhf_core.training.types import RoleResult, WorkerContext
 
 
 def train(context: WorkerContext) -> RoleResult:
-    """Exchange what a training run does: sums, values of all ranks, a text of the first."""
+    """Exchange the data of a training run: sums, values of all ranks, and a text of the first rank."""
     ranks = init_process_group(context)
-    told = ranks.gather({"rank": ranks.rank, "text": "é\u2028", "numbers": [0.1, float(ranks.rank)]})
-    assert [one["rank"] for one in told] == list(range(ranks.num_ranks))
-    assert told[-1] == {"rank": ranks.num_ranks - 1, "text": "é\u2028", "numbers": [0.1, float(ranks.num_ranks - 1)]}
+    gathered = ranks.gather({"rank": ranks.rank, "text": "é\u2028", "numbers": [0.1, float(ranks.rank)]})
+    assert [one["rank"] for one in gathered] == list(range(ranks.num_ranks))
+    assert gathered[-1] == {
+        "rank": ranks.num_ranks - 1,
+        "text": "é\u2028",
+        "numbers": [0.1, float(ranks.num_ranks - 1)],
+    }
     assert ranks.from_first(f"from {ranks.rank} é") == "from 0 é"
-    heard = ranks.tell("facts", {"rank": ranks.rank}, 5.0)
-    assert heard == {rank: {"rank": rank} for rank in range(ranks.num_ranks)}
+    facts = ranks.tell("facts", {"rank": ranks.rank}, 5.0)
+    assert facts == {rank: {"rank": rank} for rank in range(ranks.num_ranks)}
     if ranks.is_first:
         (context.run_dir.root / "met").write_text("")
     step = 0

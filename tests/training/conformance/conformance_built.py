@@ -1,4 +1,4 @@
-"""The comparisons for which there is something of ours. Apart from the cases, which TRL's side reads too."""
+"""Comparisons with TRL that our side implements, kept apart from the cases, which TRL's side reads too."""
 
 from collections.abc import Mapping
 
@@ -12,4 +12,4 @@ NOT_BUILT: Mapping[str, str] = {
 """Name of a case to the reason why there is nothing to compare yet."""
 
 BUILT = [case for case in CASES if case.name not in NOT_BUILT]
-"""All others."""
+"""Comparisons of all other cases."""

@@ -1,4 +1,4 @@
-"""The losses that are compared with TRL's: its class and options, and the settings of ours that they correspond to."""
+"""Losses that are compared with TRL's: the class and options in TRL, and the corresponding settings of ours."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,17 +19,17 @@ class Case:
 
     name: str
     trainer: str
-    """Class of TRL."""
+    """Trainer class of TRL."""
     options: Options
     """Options of its config that differ from their defaults."""
     algorithm: str
-    """Name of ours."""
+    """Name of our algorithm."""
     settings: Options = field(default_factory=dict)
-    """Settings of ours that differ from their defaults."""
+    """Our settings that differ from their defaults."""
     margins: bool = False
-    """The pairs say by how much the chosen completion is better."""
+    """The pairs state by how much the chosen completion is better."""
     sampler: bool = False
-    """Completions come from an engine that gives tokens other probabilities than the trainer does."""
+    """Completions come from an engine whose token probabilities differ from the trainer's."""
 
     @property
     def several_updates(self) -> bool:
@@ -214,4 +214,4 @@ CONTROLS: tuple[Control, ...] = (
     ("rloo, k1 penalty", {"kl_estimator": "k3"}),
     ("rloo, normalised advantages and k1 penalty", {"normalise_advantages": False}),
 )
-"""Cases with a setting of ours that is not the one of TRL: each must disagree."""
+"""Cases with a setting of ours that differs from TRL's: each must disagree."""

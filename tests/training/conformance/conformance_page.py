@@ -1,4 +1,4 @@
-"""``docs/conformance.md``: the losses next to those of TRL, from the figures of the comparison."""
+"""``docs/conformance.md``: our losses next to those of TRL, with the figures of the comparison."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from conformance_cases import CASES, CONTROLS, Case
 from conformance_run import TRL, difference, ours, theirs
 
 NEGLIGIBLE = 1e-12
-"""Differences below are rounding, and not the same on every machine."""
+"""Smaller differences are rounding errors, and vary between machines."""
 
 PAGE = """\
 <!-- Made by docs/generate.py (make docs). Change the code, not this page. -->
@@ -47,7 +47,7 @@ With one setting changed from TRL's, the same comparison must fail, and it does.
 
 
 def page() -> str:
-    """Text of the page; runs every comparison."""
+    """Text of the page; runs all comparisons."""
     by_name = {case.name: case for case in CASES}
     return PAGE.format(
         version=TRL["trl"],

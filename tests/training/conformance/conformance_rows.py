@@ -1,4 +1,4 @@
-"""Rows that every comparison uses: ragged lengths, and a group without any spread."""
+"""Rows that all comparisons use: ragged lengths, and a group whose rewards are all equal."""
 
 from typing import Any
 

@@ -1,4 +1,5 @@
-"""Our side of the comparison: the same tokens through the objectives, in micro-batches as the loops cut them."""
+"""Our side of the comparison: the same tokens through our objectives, in micro-batches split as the loops split
+them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ from rlhf_core.training.trainers.context import Totals
 
 FIXTURES = Path(__file__).parent / "fixtures"
 TRL: dict[str, Any] = json.loads((FIXTURES / "trl_1_16_0.json").read_text(encoding="utf-8"))
-"""Inputs and results of TRL by name of the case."""
+"""Inputs and results of TRL, by the name of the case."""
 
 ROWS_PER_MICRO_BATCH = 3
 
@@ -41,20 +42,20 @@ METRICS = {
 
 @dataclass(frozen=True)
 class Result:
-    """Answers of one project to one case."""
+    """Results of one project for one case."""
 
     loss: float
     gradient: Tensor
     """``[N]`` float64, all parameters in the order of their names."""
     advantages: Tensor | None = None
-    """``[B]`` float64, of an algorithm that samples."""
+    """``[B]`` float64, for an algorithm that samples."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """By the name that they have in TRL."""
+    """Metrics by their names in TRL."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest absolute differences between the two."""
+    """Largest absolute differences between two results."""
 
     loss: float
     gradient: float
@@ -62,12 +63,12 @@ class Difference:
 
     @property
     def largest(self) -> float:
-        """The largest of all."""
+        """Largest of all differences."""
         return max(self.loss, self.gradient, self.advantages or 0.0)
 
 
 def theirs(case: Case) -> Result:
-    """The recorded result of TRL."""
+    """Recorded result of TRL."""
     recorded = TRL["cases"][case.name]
     advantages = recorded["given"].get("advantages")
     return Result(
@@ -79,10 +80,10 @@ def theirs(case: Case) -> Result:
 
 
 def ours(case: Case, micro_batch: int = ROWS_PER_MICRO_BATCH, **changes: Any) -> Result:
-    """The result of our objective.
+    """Result of our objective.
 
     Args:
-        micro_batch: rows of a micro-batch.
+        micro_batch: rows per micro-batch.
         changes: settings that differ from those of the case, for a control.
     """
     spec = specs()[case.algorithm].model_validate({"name": case.algorithm, **case.settings, **changes})
@@ -105,7 +106,7 @@ def _gradients() -> dict[str, Tensor]:
 
 @cache
 def model(name: str) -> PolicyModel:
-    """The model with the weights of that name."""
+    """The model with the weights of this name."""
     causal_lm = OPTForCausalLM(config())
     fill(causal_lm, name)
     return PolicyModel(causal_lm)
@@ -113,7 +114,7 @@ def model(name: str) -> PolicyModel:
 
 @cache
 def reward_model() -> RewardModel:
-    """The model with one output and the weights of the policy."""
+    """A reward model with one output and the weights of the policy."""
     classifier = OPTForSequenceClassification(config(num_labels=1))
     fill(classifier, "policy")
     return RewardModel(classifier)
@@ -139,8 +140,8 @@ def _offline(spec: AlgorithmSpec, given: Mapping[str, Any], micro_batch: int) ->
 
 
 def _examples(spec: AlgorithmSpec, given: Mapping[str, Any]) -> list[Example]:
-    """Rows as the loop has them; of pairs, TRL has the rejected completions behind the chosen ones."""
-    if spec.ranks_completions:  # of which TRL has no prompts
+    """Rows as the loop holds them. TRL stacks pairs, with the rejected completions after the chosen ones."""
+    if spec.ranks_completions:  # for which TRL has no prompts
         whole = given["tokens"]
         given = {**given, "prompts": [one[:1] for one in whole], "completions": [one[1:] for one in whole]}
     prompts, completions = given["prompts"], given["completions"]
@@ -155,7 +156,7 @@ def _examples(spec: AlgorithmSpec, given: Mapping[str, Any]) -> list[Example]:
 
 @torch.no_grad()
 def _measured(spec: AlgorithmSpec, given: Mapping[str, Any], micro_batch: int) -> dict[str, float]:
-    """Figures of the whole batch, from the mismatched completions that TRL has made."""
+    """Statistics of the whole batch, measured on the mismatched completions that TRL built."""
     others = {name.removeprefix("mismatched_"): value for name, value in given.items() if name.startswith("mismatched")}
     examples = _examples(spec, others)
     found: dict[str, float] = {}
@@ -168,7 +169,7 @@ def _measured(spec: AlgorithmSpec, given: Mapping[str, Any], micro_batch: int) -
 
 
 def _sampled(case: Case, spec: AlgorithmSpec, given: Mapping[str, Any], micro_batch: int) -> Result:
-    """Groups of completions, in one update; of a policy that has moved since, where the case says so."""
+    """Groups of completions in one update; if the case says so, the policy has moved since they were sampled."""
     objective, policy = ALGORITHMS[spec.name], model("policy")
     policy.zero_grad()
     batch = _sampled_batch(case, spec, given)
@@ -205,7 +206,7 @@ def _sampled(case: Case, spec: AlgorithmSpec, given: Mapping[str, Any], micro_ba
 
 
 def _sampled_batch(case: Case, spec: AlgorithmSpec, given: Mapping[str, Any]) -> SampledBatch:
-    """The completions of the step, with the log-probabilities of the policy that sampled them and of the reference."""
+    """Completions of the step, with the log-probabilities of the sampling policy and of the reference."""
     prompts, completions = given["prompts"], given["completions"]
     mask = torch.arange(MAX_NEW_TOKENS) < torch.tensor([len(tokens) for tokens in completions])[:, None]
     finished = torch.tensor([tokens[-1] == EOS for tokens in completions])
@@ -227,7 +228,7 @@ def _sampled_batch(case: Case, spec: AlgorithmSpec, given: Mapping[str, Any]) ->
 
 
 def _rows(values: Any, mask: Tensor) -> Tensor:
-    """Values of the sampled tokens, those of one completion after the other, as ``[B, T]`` float64."""
+    """Concatenated values of the sampled tokens, completion by completion, as ``[B, T]`` float64."""
     flat = values.tolist() if isinstance(values, Tensor) else [value for row in values for value in row]
     rows = torch.zeros(mask.shape, dtype=torch.float64)
     rows[mask] = torch.tensor(flat, dtype=torch.float64)

@@ -1,14 +1,15 @@
-"""Write fixtures/: losses, gradients and advantages that TRL 1.16.0 computes, to which ours are compared.
+"""Write fixtures/: losses, gradients and advantages computed by TRL 1.16.0, with which ours are compared.
 
-Not run by the tests. To write the files anew, in an environment of its own (TRL pins other versions than ours):
+The tests do not run this script. To regenerate the files, use a separate environment (TRL pins other versions than
+ours):
 
     python -m venv trl-environment && trl-environment/bin/pip install torch trl==1.16.0
     trl-environment/bin/python tests/training/conformance/make_conformance_fixtures.py [name ...]
 
-Each trainer is constructed as a user does, and makes its own batch of the rows: tokenizer, templates, collator,
-advantages and loss are TRL's. Completions are given, and so are the log-probabilities of a sampler that is not the
-policy; vLLM itself is not started. TRL computes a few things in float32 whatever the model has; a copy of it is run in
-which these lines say float64 (:data:`FLOAT32`), and nothing else is changed.
+Each trainer is constructed as a user would construct it, and builds its own batch from the rows: tokenizer, templates,
+collator, advantages and loss are TRL's. Completions are given, and so are the log-probabilities of a sampler that
+differs from the policy; vLLM itself is not started. TRL computes a few things in float32 whatever the model's type; a
+copy of TRL is run in which these lines say float64 (:data:`FLOAT32`), and nothing else is changed.
 """
 
 import importlib.metadata
@@ -23,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Read when these libraries are imported.
+# These libraries read it when they are imported.
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 import torch
@@ -42,10 +43,10 @@ FLOAT32 = {
     "kernels/chunked_logprob.py": (("torch.float32", "torch.float64"), (".float()", ".double()")),
     "experimental/orpo/orpo_trainer.py": (("_logps.float()", "_logps.double()"),),
 }
-"""Files of TRL to what is replaced in them."""
+"""Files of TRL, mapped to the replacements in them."""
 
 METRICS = ("kl", "clip_ratio/low_mean", "clip_ratio/high_mean")
-"""Metrics that are recorded too, of trainers that sample."""
+"""Metrics that are also recorded, for trainers that sample."""
 
 Recorded = tuple[dict[str, Any], Tensor]
 """Inputs and results of a case, and the gradient."""
@@ -91,7 +92,7 @@ class Recorder:
         causal_lm(config(), "reference").save_pretrained(scratch / "reference")
 
     def record(self, case: Case) -> Recorded:
-        """Inputs, loss and gradient of one case."""
+        """Record the inputs, loss and gradient of one case."""
         ways: Mapping[str, Callable[[Case], Recorded]] = {
             "SFTTrainer": self.sft,
             "DPOTrainer": self.pairs,
@@ -108,7 +109,7 @@ class Recorder:
         """TRL's trainer for a case, at the beginning of a step.
 
         Args:
-            rows: the data, all of them one batch.
+            rows: the data, all in one batch.
             given: further arguments of the trainer.
         """
         home = self.trl
@@ -128,7 +129,7 @@ class Recorder:
             options |= {"num_generations": GROUP, "max_completion_length": MAX_NEW_TOKENS, "temperature": TEMPERATURE}
             options |= {"shuffle_dataset": False}
             given["reward_funcs"] = lambda completions, **_: [reward for group in REWARDS for reward in group]
-        # The folder that a policy says it comes from is where TRL loads the reference model from.
+        # TRL loads the reference model from the folder in the policy's ``_name_or_path``.
         model.config._name_or_path = str(self.scratch / "reference")
         made = getattr(home, case.trainer)(
             model=model,
@@ -150,13 +151,13 @@ class Recorder:
         return result(trainer, batch, sequences)
 
     def pairs(self, case: Case) -> Recorded:
-        """Pairs that are collated one under the other."""
+        """Pairs that are collated together, stacked in one batch."""
         trainer = self.trainer(case, PAIRS, causal_lm(config(), "policy"))
         batch = first_batch(trainer)
         return result(trainer, batch, split(batch["input_ids"], batch["attention_mask"], batch["completion_mask"]))
 
     def separate_pairs(self, case: Case) -> Recorded:
-        """Pairs whose completions are collated apart."""
+        """Pairs whose chosen and rejected completions are collated separately."""
         trainer = self.trainer(case, PAIRS, causal_lm(config(), "policy"))
         batch = first_batch(trainer)
         parts = [
@@ -166,7 +167,7 @@ class Recorder:
         return result(trainer, batch, {name: parts[0][name] + parts[1][name] for name in parts[0]})
 
     def reward_model(self, case: Case) -> Recorded:
-        """Pairs that a model with one output ranks; some with a margin."""
+        """Pairs that are ranked by a model with one output; some have a margin."""
         rows = [row if case.margins else {k: v for k, v in row.items() if k != "margin"} for row in PAIRS]
         model = OPTForSequenceClassification(config(num_labels=1))
         fill(model, "policy")
@@ -179,7 +180,7 @@ class Recorder:
         return result(trainer, batch, {"tokens": tokens, **margins})
 
     def kto(self, case: Case) -> Recorded:
-        """Completions with a label, and the mismatched completions that TRL estimates the divergence on."""
+        """Labelled completions, and the mismatched completions from which TRL estimates the divergence."""
         trainer = self.trainer(case, LABELLED, causal_lm(config(), "policy"))
         batch = first_batch(trainer)
         own = split(batch["input_ids"], batch["attention_mask"], batch["completion_mask"])
@@ -192,7 +193,7 @@ class Recorder:
         )
 
     def grpo(self, case: Case) -> Recorded:
-        """Groups of given completions, with the log-probabilities of their sampler."""
+        """Groups of given completions, with the log-probabilities of the sampler."""
         sampler = causal_lm(config(), "sampler")
 
         def roll_out(prompts: list[str], trainer: Any) -> dict[str, Any]:
@@ -207,7 +208,7 @@ class Recorder:
         begin = causal_lm(config(), "old" if case.several_updates else "policy")
         trainer = self.trainer(case, [{"prompt": prompt} for prompt in PROMPTS], begin, rollout_func=roll_out)
         trainer.use_vllm = case.sampler
-        trainer._last_loaded_step = trainer.state.global_step  # no engine to hand weights to
+        trainer._last_loaded_step = trainer.state.global_step  # there is no engine to send weights to
         batch = trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
         sampled = {"sampler_logprobs": real(batch["sampling_per_token_logps"], encoded_completions())}
         return self._sampled_result(trainer, batch, sampled if trainer.use_vllm else {})
@@ -221,7 +222,7 @@ class Recorder:
         return self._sampled_result(trainer, batch, {})
 
     def _sampled_result(self, trainer: Any, batch: dict[str, Any], sampled: dict[str, Any]) -> Recorded:
-        fill(trainer.model, "policy")  # the policy has moved, where it was another one before
+        fill(trainer.model, "policy")  # the policy has moved, if the case samples from an earlier one
         prompts = [
             ids[kept.bool()].tolist() for ids, kept in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)
         ]
@@ -234,7 +235,7 @@ class Recorder:
 
 
 def causal_lm(of: Any, name: str) -> PreTrainedModel:
-    """A language model with the weights of that name."""
+    """A language model with the weights of this name."""
     model = OPTForCausalLM(of)
     fill(model, name)
     return model
@@ -248,14 +249,14 @@ def encoded_completions() -> list[list[int]]:
 
 @torch.no_grad()
 def sampled_logprobs(model: PreTrainedModel, prompt: list[int], completion: list[int]) -> list[float]:
-    """Log-probabilities of a completion at the temperature of the sampling."""
+    """Log-probabilities of a completion at the sampling temperature."""
     logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
     picked = logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])
     return picked.squeeze(-1).tolist()
 
 
 def first_batch(trainer: Any) -> dict[str, Any]:
-    """The first batch of the trainer's own loader."""
+    """First batch from the trainer's own loader."""
     return trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
 
 
@@ -269,12 +270,12 @@ def split(input_ids: Tensor, attention_mask: Tensor, completion_mask: Tensor) ->
 
 
 def real(padded: Tensor, completions: list[list[int]]) -> list[list[float]]:
-    """Values of real tokens."""
+    """Values at the positions of real tokens."""
     return [values[: len(tokens)].tolist() for values, tokens in zip(padded, completions, strict=True)]
 
 
 def result(trainer: Any, batch: dict[str, Any], given: dict[str, Any]) -> Recorded:
-    """Loss and gradient of TRL for a batch."""
+    """Loss and gradient that TRL computes for a batch."""
     loss = trainer.compute_loss(trainer.model, batch)
     loss.backward()
     if loss.dtype != torch.float64:
@@ -283,7 +284,7 @@ def result(trainer: Any, batch: dict[str, Any], given: dict[str, Any]) -> Record
 
 
 def main(names: list[str]) -> None:
-    """Write the files, all cases or those of these names."""
+    """Write the files of all cases, or of the named ones."""
     torch.set_default_dtype(torch.float64)
     assert PAD == 0
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Losses, gradients and advantages against those of TRL 1.16.0, recorded by make_conformance_fixtures.py."""
+"""Agreement of losses, gradients and advantages with those of TRL 1.16.0, recorded by make_conformance_fixtures.py."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ def test_value_gradient_and_advantages_are_those_of_trl(case: Case) -> None:
 
     found, recorded = ours(case), theirs(case)
     assert difference(found, recorded).largest < TOLERANCE
-    assert float(recorded.gradient.abs().max()) > 1e-3, "a gradient of 0 would agree with much"
+    assert float(recorded.gradient.abs().max()) > 1e-3, "gradients of 0 would agree trivially"
     for name, value in recorded.metrics.items() if case.algorithm == "grpo" else ():
         if name in found.metrics:  # a reference is measured only where there is one
             assert found.metrics[name] == pytest.approx(value, abs=TOLERANCE), name
@@ -40,7 +40,7 @@ def test_negative_control_another_setting_disagrees(name: str, changes: dict[str
     assert difference(ours(BY_NAME[name], **changes), theirs(BY_NAME[name])).gradient > 1e-3
 
 
-def test_what_is_not_built_yet_stands_in_the_page_as_such() -> None:
+def test_the_page_marks_cases_that_are_not_built_yet() -> None:
     rows = {row.split(" | ")[0].removeprefix("| "): row for row in PAGE.read_text(encoding="utf-8").splitlines()}
     assert [name for name, reason in NOT_BUILT.items() if reason not in rows[name]] == []
     assert [case.name for case in BUILT if " yet" in rows[case.name]] == []
@@ -53,7 +53,7 @@ def test_the_recorded_cases_reach_what_is_hard() -> None:
     metrics = theirs(BY_NAME["grpo, dapo, several updates"]).metrics
     assert min(metrics["clip_ratio/low_mean"], metrics["clip_ratio/high_mean"]) > 0
     given = TRL["cases"]["grpo, dapo, several updates"]["given"]
-    assert given["advantages"][-4:] == [0, 0, 0, 0], "a group without spread"
+    assert given["advantages"][-4:] == [0, 0, 0, 0], "a group whose rewards are all equal"
     assert len({len(tokens) for tokens in given["completions"]}) > 3
     masked = TRL["cases"]["grpo, dapo, truncated completions masked"]["given"]
     assert 0 in masked["loss_tokens"]

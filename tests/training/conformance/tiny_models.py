@@ -1,8 +1,8 @@
-"""Models of some thousand weights that TRL's side and ours build alike, in float64.
+"""Models of a few thousand weights that TRL's side and ours build identically, in float64.
 
-An OPT, because nothing in it is rounded to float32 on the way (others do so in their norms, rotary embeddings or
-softmax) and its positions are counted over real tokens, so that padding on the left, as TRL has it, changes nothing.
-The weights follow from their names: numpy keeps the stream of ``RandomState`` the same for ever (NEP 19).
+The model is an OPT, because it rounds nothing to float32 on the way (others do in their norms, rotary embeddings or
+softmax) and counts its positions over real tokens, so that left padding, as in TRL, changes nothing. The weights follow
+from their names: numpy guarantees that the stream of ``RandomState`` never changes (NEP 19).
 """
 
 import zlib
@@ -23,7 +23,7 @@ DISTANCES: Mapping[str, float] = {"policy": 0.0, "old": 0.05, "reference": 0.1, 
 
 
 def config(**changes: Any) -> OPTConfig:
-    """Configuration of every model."""
+    """Configuration of all models."""
     return OPTConfig(
         vocab_size=len(VOCABULARY),
         hidden_size=8,
@@ -44,10 +44,10 @@ def config(**changes: Any) -> OPTConfig:
 
 @torch.no_grad()
 def fill(model: nn.Module, name: str) -> None:
-    """Give a model the weights of one of :data:`DISTANCES`, and float64.
+    """Give a model the weights of one of :data:`DISTANCES`, in float64.
 
     Args:
-        model: a causal language model, or one with a head of one output, made of :func:`config`.
+        model: a causal language model, or a model with a head of one output, built from :func:`config`.
     """
     model.double()
     for parameter_name, parameter in model.named_parameters():
@@ -55,7 +55,7 @@ def fill(model: nn.Module, name: str) -> None:
 
 
 def flat_gradient(model: nn.Module) -> Tensor:
-    """Gradients of all parameters ``[N]``, in the order of their names; 0 where there is none."""
+    """Gradients of all parameters ``[N]`` in the order of their names; 0 for parameters without a gradient."""
     named = sorted(model.named_parameters())
     parts = [torch.zeros_like(weights) if weights.grad is None else weights.grad for _, weights in named]
     return torch.cat([part.flatten() for part in parts]).double()
