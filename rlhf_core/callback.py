@@ -43,7 +43,7 @@ class SupervisionCallback(TrainerCallback):  # type: ignore[misc]  # mypy does n
             step: Optimizer steps done.
 
         Raises:
-            ValueError: there is no such phase.
+            ValueError: the phase is unknown.
         """
         number = PHASES.index(phase)
         if self._file is not None:
@@ -53,19 +53,19 @@ class SupervisionCallback(TrainerCallback):  # type: ignore[misc]  # mypy does n
             self._file.set(_words.BEATS, self._file.get(_words.BEATS) + 1)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """The loop begins."""
+        """Send a heartbeat: the training loop begins."""
         self.beat("train", state.global_step)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """An optimizer step begins."""
+        """Send a heartbeat: an optimizer step begins."""
         self.beat("train", state.global_step)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """One part of an accumulated step is done."""
+        """Send a heartbeat: one part of an accumulated step is done."""
         self.beat("train", state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> Any:
-        """An optimizer step is done: here all ranks agree on a save.
+        """Send a heartbeat after an optimizer step; here all ranks agree on a save.
 
         Raises:
             RuntimeError: the other ranks have saved at an earlier step, without this one.
@@ -94,28 +94,28 @@ class SupervisionCallback(TrainerCallback):  # type: ignore[misc]  # mypy does n
         if not self._store.check([_key(self._num_orders + 1)]):
             return
         self._num_orders += 1
-        wanted, stop = map(int, self._store.get(_key(self._num_orders)).split())
-        if wanted < step:
+        save_at, stop = map(int, self._store.get(_key(self._num_orders)).split())
+        if save_at < step:
             raise RuntimeError(
-                f"at step {step}, this rank was told to save at step {wanted}, expected to be told before: the other "
+                f"at step {step}, this rank was told to save at step {save_at}, expected to be told before: the other "
                 "ranks wait for it. Ranks must take their steps together"
             )
-        self._orders[wanted] = bool(stop)
+        self._orders[save_at] = bool(stop)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """An evaluation is done."""
+        """Send a heartbeat: an evaluation is done."""
         self.beat("evaluate", state.global_step)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """A batch of an evaluation is done."""
+        """Send a heartbeat: a batch of an evaluation is done."""
         self.beat("evaluate", state.global_step)
 
     def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """A checkpoint was written."""
+        """Send a heartbeat: a checkpoint was written."""
         self.beat("checkpoint", state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Metrics were logged."""
+        """Send a heartbeat: metrics were logged."""
         self.beat("train", state.global_step)
 
 
@@ -124,9 +124,9 @@ def _key(number: int) -> str:
 
 
 def _shared_store() -> Any:
-    """The store of the ranks' process group, and True on rank 0. A process without a group has a store of its own.
+    """Return the store of the ranks' process group, or a new one for a process without a group; and True on rank 0.
 
-    Through the store, an announcement reaches every rank before rank 0 goes on; a network file system may hide a new
+    Through the store, an announcement reaches every rank before rank 0 continues; a network file system may hide a new
     file for a minute.
     """
     import torch.distributed as dist

@@ -1,1 +1,1 @@
-"""The ``rlhf`` command. Modules here import nothing of weight before a command runs: ``--help`` answers at once."""
+"""The ``rlhf`` command. Modules here import heavy modules only when a command runs, so that ``--help`` stays fast."""

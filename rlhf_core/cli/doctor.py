@@ -1,4 +1,4 @@
-"""Properties and gaps of this machine, for ``rlhf doctor``."""
+"""Checks of this machine, for ``rlhf doctor``."""
 
 import importlib.util
 import os
@@ -29,7 +29,7 @@ class Item:
     ok: bool
     found: str
     advice: str = ""
-    """Advice if the item is not well."""
+    """Advice if the check failed."""
 
 
 def examine(site: Site, services: Mapping[str, str], server: str) -> list[Item]:
@@ -119,8 +119,8 @@ def _database(site: Site) -> Item:
             database.refuse_network_file_system(file)
             return f"{database.displayed(url)} on {_file_system(file)}: does not exist yet, the first run creates it"
         HistoryStore(site.database_url).close()
-        where = f" on {_file_system(file)}" if file is not None else ""
-        return f"{database.displayed(url)}{where}: reachable, and its schema is current"
+        location = f" on {_file_system(file)}" if file is not None else ""
+        return f"{database.displayed(url)}{location}: reachable, and its schema is current"
 
     return _tried("history", inspect)
 
@@ -171,14 +171,13 @@ def _prefect(server: str, services: Mapping[str, str]) -> Item:
 
 
 def _services(server: str, services: Mapping[str, str]) -> Item:
-    """Check that the services of a site are complete: with some missing, requested runs never start, without any
-    message."""
+    """Check that the services of a site are complete: if one is missing, requested runs silently never start."""
     found = ", ".join(f"{name} {state}" for name, state in services.items())
-    wanted = {name: state for name, state in services.items() if name != "server" or not server}
-    wrong = [name for name, state in wanted.items() if state not in ("running", "elsewhere")]
-    if len(wrong) == len(wanted):
+    required = {name: state for name, state in services.items() if name != "server" or not server}
+    stopped = [name for name, state in required.items() if state not in ("running", "elsewhere")]
+    if len(stopped) == len(required):
         return Item("services", True, "none on this machine; `rlhf up` starts server, worker and daemon")
-    return Item("services", not wrong, found, "rlhf up" if wrong else "")
+    return Item("services", not stopped, found, "rlhf up" if stopped else "")
 
 
 def _git() -> Item:

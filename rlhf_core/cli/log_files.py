@@ -1,4 +1,4 @@
-"""``rlhf logs``: finds the logs of workers and agents, prints their ends, and follows them."""
+"""``rlhf logs``: finds the logs of workers and agents, prints their last lines, and follows them."""
 
 import sys
 import time
@@ -18,12 +18,12 @@ from rlhf_core.text.escaping import terminal
 
 POLL_INTERVAL_S = 0.5
 TAIL_BYTES_PER_LINE = 400
-"""Bytes read from the end of a file for each line that is asked for."""
+"""Bytes read from the end of a file for each requested line."""
 
 
 @dataclass(frozen=True)
 class LogChoice:
-    """Choice of logs; None and empty for all, or for the newest."""
+    """Selection of logs: None or empty selects all roles and ranks, and the newest attempt and restart."""
 
     role: str = ""
     rank: int | None = None
@@ -33,17 +33,17 @@ class LogChoice:
 
 @dataclass(frozen=True)
 class LogFile:
-    """One log and what it is of."""
+    """One log, with a title that names its source."""
 
     path: Path
     title: str
 
 
 def find_logs(run_dir: RunDir, choice: LogChoice) -> list[LogFile]:
-    """The logs that are meant, in a fixed order.
+    """Find the selected logs, in a fixed order.
 
     Raises:
-        BadInput: there is no such attempt, restart, role or rank.
+        BadInput: the attempt, restart, role or rank does not exist.
     """
     attempt = _attempt(run_dir, choice.attempt)
     restart = _restart(attempt, choice)
@@ -58,7 +58,7 @@ def find_logs(run_dir: RunDir, choice: LogChoice) -> list[LogFile]:
 
 
 def print_logs(run_dir: RunDir, choice: LogChoice, num_lines: int) -> None:
-    """Print the end of each log that is meant."""
+    """Print the last lines of each selected log."""
     for log in find_logs(run_dir, choice):
         _print_title(log)
         sys.stdout.write(terminal(last_lines(log.path, num_lines)))
@@ -66,7 +66,7 @@ def print_logs(run_dir: RunDir, choice: LogChoice, num_lines: int) -> None:
 
 
 def follow_logs(run_dir: RunDir, choice: LogChoice, num_lines: int) -> None:
-    """Print the end of each log, then what is added, until the run ends. New restarts are followed as they begin."""
+    """Print the last lines of each log, then new lines until the run ends. New restarts are followed as they begin."""
     positions: dict[Path, int] = {}
     shown: Path | None = None
     while True:
@@ -91,7 +91,7 @@ def follow_logs(run_dir: RunDir, choice: LogChoice, num_lines: int) -> None:
 
 
 def last_lines(path: Path, num_lines: int) -> str:
-    """The end of a log; 0 lines for all of it."""
+    """Read the last lines of a log; 0 for all lines."""
     size = path.stat().st_size
     text = read_tail(path, size if num_lines == 0 else num_lines * TAIL_BYTES_PER_LINE)
     lines = text.splitlines(keepends=True)
@@ -111,7 +111,7 @@ def _attempt(run_dir: RunDir, number: int | None) -> AttemptDir:
 
 
 def _restart(attempt: AttemptDir, choice: LogChoice) -> RestartDir | None:
-    """The restart that was asked for; else the newest that has such logs: the evaluator's comes after the trainer's."""
+    """Find the requested restart; by default the newest with such logs, as the evaluator's follows the trainer's."""
     restarts = attempt.restarts()
     if choice.restart is None:
         fitting = [restart for restart in restarts if any(_worker_logs(restart, choice))]
@@ -128,10 +128,10 @@ def _worker_logs(restart: RestartDir, choice: LogChoice) -> Iterator[LogFile]:
 
 
 def _group_logs(attempt: AttemptDir, choice: LogChoice) -> Iterator[LogFile]:
-    """Logs of the groups that run beside the one whose restarts are counted: of all of their starts."""
+    """Find the logs of all starts of the groups other than the one with counted restarts."""
     groups = attempt.groups()
     restarts = attempt.restarts() if groups else []
-    ranks = {place: rank for restart in restarts for place, rank in _ranks(restart).items()}
+    ranks = {worker: rank for restart in restarts for worker, rank in _ranks(restart).items()}
     for group in groups:
         yield from _logs_in(group, ranks, choice, f"attempt {group.attempt} generation {group.restart}")
 
@@ -144,7 +144,7 @@ def _logs_in(
         node, _, local = rest.rpartition("-")
         if not local.isdigit() or (choice.role and role != choice.role):
             continue
-        # Before the agents have published the ranks there is one node to go by: local index is rank.
+        # Before the agents have published the ranks, assume a single node, where the local rank is the rank.
         rank = ranks.get((role, node, int(local)), int(local))
         if choice.rank is None or rank == choice.rank:
             yield LogFile(path, f"{role} rank {rank} on {node}, {start}")
@@ -171,11 +171,11 @@ def _agent_logs(attempt: AttemptDir) -> list[LogFile]:
 
 def _nothing(run_dir: RunDir, attempt: AttemptDir, restart: RestartDir | None, choice: LogChoice) -> str:
     names = sorted(path.name for path in restart.logs.glob("*.log")) if restart else []
-    asked = (
+    requested = (
         " ".join(filter(None, [choice.role, f"rank {choice.rank}" if choice.rank is not None else ""])) or "anything"
     )
-    there = ", ".join(names) or "no worker's log yet"
-    return f"no log of {asked} in attempt {attempt.number} of {run_dir.run_id}; available: {there}"
+    available = ", ".join(names) or "no worker's log yet"
+    return f"no log of {requested} in attempt {attempt.number} of {run_dir.run_id}; available: {available}"
 
 
 def _print_title(log: LogFile) -> None:

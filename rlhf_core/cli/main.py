@@ -1,4 +1,7 @@
-"""The ``rlhf`` command: registers the commands and turns errors into exit codes (0, 1, 2, 130; DESIGN section 8)."""
+"""The ``rlhf`` command: registers the commands and turns errors into exit codes.
+
+0: success, 1: failure, 2: bad input or a blocked run, 130: cancelled.
+"""
 
 import errno
 import os
@@ -140,13 +143,13 @@ def execute(arguments: Sequence[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader has closed the pipe: `rlhf sql ... | head`
+    except BrokenPipeError:  # the reader closed the pipe, as in `rlhf sql ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except Exception as error:  # noqa: BLE001 - the last resort: the user gets a sentence, the traceback goes to a file
-        if isinstance(error, OSError) and error.errno in _DISK_ERRORS:  # no bug, wherever it comes up
+    except Exception as error:  # noqa: BLE001 - last resort: the user gets a sentence, a file gets the traceback
+        if isinstance(error, OSError) and error.errno in _DISK_ERRORS:  # not a bug, wherever it is raised
             output.print_error(_explain_disk_error(error))
             return 1
         output.report_unexpected(error, Path(os.environ.get("RLHF_HOME") or "~/.rlhf").expanduser() / "logs")

@@ -1,4 +1,4 @@
-"""Printing for every command: tables for people, JSON for programs, errors for both.
+"""Output of every command: tables for users, JSON for programs, errors for both.
 
 Results go to standard output; notes, progress and errors go to standard error, so that ``rlhf ... --json | jq`` works.
 """
@@ -26,7 +26,7 @@ from rlhf_core.text.formatting import duration
 from rlhf_core.text.redaction import masked
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-"""The ``--json`` switch of every reading command."""
+"""Option ``--json`` of every command that reads."""
 
 STATE_STYLES: Mapping[str, str] = {
     "completed": "green",
@@ -49,19 +49,19 @@ _NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
 def output() -> Console:
-    """Standard output. Made anew at every call, because tests and pipes exchange the stream."""
+    """Console on standard output. Created at every call, because tests and pipes replace the stream."""
     return _console(sys.stdout)
 
 
 def errors() -> Console:
-    """Standard error."""
+    """Console on standard error."""
     return _console(sys.stderr)
 
 
 def _console(stream: Any) -> Console:
-    # In a pipe or a log file nothing is 80 columns wide: wrapped tables could not be read or searched there.
+    # A pipe or log file has no width, and 80 columns, the default, would wrap tables beyond reading or searching.
     width = None if stream.isatty() or "COLUMNS" in os.environ else 160
-    # Without emoji: `rewards:star: it raised ...` names a function.
+    # No emoji: in `rewards:star: it raised ...`, `:star:` is part of a function's name.
     return Console(file=stream, width=width, highlight=False, emoji=False, soft_wrap=False)
 
 
@@ -71,9 +71,9 @@ def print_json(value: object) -> None:
 
 
 def print_json_rows(rows: Iterable[object], limit: int | None = None) -> bool:
-    """Print values as a list in JSON, each as soon as it comes; True if there were more than the limit.
+    """Print values as a JSON list, each as soon as it is available; return True if there were more than the limit.
 
-    The text printed before ``rows`` raises is no whole list, so that a part is not taken for the whole answer.
+    If ``rows`` raises, the list stays open, so that a partial result cannot be mistaken for a complete one.
     """
     before = "["
     for number, row in enumerate(rows):
@@ -88,7 +88,7 @@ def print_json_rows(rows: Iterable[object], limit: int | None = None) -> bool:
 
 
 def jsonable(value: object) -> Any:
-    """The value in plain JSON types."""
+    """Convert a value to plain JSON types."""
     if isinstance(value, bool | int | str) or value is None:
         return value.value if isinstance(value, Enum) else value
     if isinstance(value, float):
@@ -107,13 +107,14 @@ def jsonable(value: object) -> Any:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "", width: int | None = None) -> Table:
-    """A table for people; cells are printed as they are, without markup. Columns of numbers are right-aligned.
+    """Build a table; cells are printed verbatim, without markup. Columns of numbers are right-aligned.
 
     Args:
-        width: columns of the terminal: sentences are then folded rather than names and figures, as far as that goes.
+        width: width of the terminal in characters. If given, sentences are folded rather than names and figures, where
+            possible.
     """
     content = [[_cell(value) for value in row] for row in rows]
-    found = Table(
+    built = Table(
         title=escape(terminal(title)) or None,
         title_justify="left",
         header_style="bold",
@@ -124,22 +125,22 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str =
     widths = None if width is None else _widths(columns, content, width)
     for index, name in enumerate(columns):
         numeric = bool(content) and all(_is_number(row[index]) for row in content)
-        found.add_column(
+        built.add_column(
             escape(terminal(name)),
             justify="right" if numeric else "left",
             overflow="fold",
             width=None if widths is None else widths[index],
         )
     for row in content:
-        found.add_row(*(_styled(text) for text in row))
-    return found
+        built.add_row(*(_styled(text) for text in row))
+    return built
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "", spare: str = "") -> None:
     """Print a table to standard output.
 
     Args:
-        spare: a column that is left out where the others would not fit beside it.
+        spare: name of the column to omit if the table is too wide.
     """
     content = [list(row) for row in rows]
     spared = set() if fits(columns, content) else {spare}
@@ -150,12 +151,12 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title:
 
 
 def fits(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> bool:
-    """True if a table has room on standard output without a name or a figure being folded."""
+    """True if a table fits on standard output without folding a name or a figure."""
     return _widths(columns, [[_cell(value) for value in row] for row in rows], output().width) is not None
 
 
 def print_records(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print rows one below the other, a line for each value: for what is too wide for a table."""
+    """Print rows one below the other, with one line per value, for data that is too wide for a table."""
     widest = max(map(len, columns))
     blocks = [
         "\n".join(f"{name:{widest}}  {_cell(value)}" for name, value in zip(columns, row, strict=True)) for row in rows
@@ -169,42 +170,42 @@ def print_text(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Say something in passing, on standard error."""
+    """Print a remark to standard error."""
     errors().print(terminal(text), markup=False, style="dim", soft_wrap=True)
 
 
 def warn(text: str) -> None:
-    """Say something that matters but does not end the command, on standard error."""
+    """Print a warning to standard error; the command continues."""
     errors().print(terminal(f"warning: {text}"), markup=False, style="yellow", soft_wrap=True)
 
 
 def print_error(error: RlhfError) -> None:
-    """Print an error that was raised on purpose: its message says all there is to say."""
+    """Print the message of an expected error, without a traceback."""
     console = errors()
     console.print("error: ", style="bold red", end="")
     console.print(terminal(str(error)), markup=False, soft_wrap=True)
 
 
 def report_unexpected(error: BaseException, folder: Path) -> None:
-    """Print one sentence about an unforeseen error, and keep its traceback in a file for a bug report."""
+    """Print one sentence about an unexpected error, and write its traceback to a file for a bug report."""
     text = storable(masked(f"{' '.join(sys.argv)}\n\n{''.join(traceback.format_exception(error))}"))
     name = f"error-{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}.log"
-    for wanted in (folder, None):
+    for candidate in (folder, None):
         try:
-            place = _private_place(wanted)
-            private_files.write_new(place / name, text)
+            target = _private_folder(candidate)
+            private_files.write_new(target / name, text)
         except OSError:
             continue
-        where = f"The traceback is in {place / name}; please report it as a bug."
+        location = f"The traceback is in {target / name}; please report it as a bug."
         break
     else:
-        where = f"Its traceback could not be stored:\n{text}"
+        location = f"Its traceback could not be stored:\n{text}"
     console = errors()
     console.print("unexpected error: ", style="bold red", end="")
-    console.print(terminal(f"{type(error).__name__}: {error}\n{where}"), markup=False, soft_wrap=True)
+    console.print(terminal(f"{type(error).__name__}: {error}\n{location}"), markup=False, soft_wrap=True)
 
 
-def _private_place(folder: Path | None) -> Path:
+def _private_folder(folder: Path | None) -> Path:
     if folder is None:
         return Path(tempfile.mkdtemp(prefix="rlhf-error-"))
     private_files.make_folder(folder)
@@ -212,7 +213,7 @@ def _private_place(folder: Path | None) -> Path:
 
 
 def open_page(path: Path) -> None:
-    """Open a page in a browser, and say so where there is none."""
+    """Open a page in a browser; warn if there is none."""
     import webbrowser
 
     if not webbrowser.open(path.as_uri()):
@@ -220,26 +221,26 @@ def open_page(path: Path) -> None:
 
 
 def seconds_text(seconds: float | None) -> str:
-    """A duration for people; ``-`` when not known."""
+    """Format a duration; ``-`` if unknown."""
     return "-" if seconds is None else duration(seconds)
 
 
 def state_text(state: str, regressed: Sequence[Mapping[str, Any]]) -> str:
-    """The state of a run, with what must not be missed beside it."""
+    """Format the state of a run, with a regression beside it."""
     from rlhf_core.schemas import regression
 
     return regression.state_text(state, map(regression.Regression.model_validate, regressed))
 
 
 def regression_text(regressed: Sequence[Mapping[str, Any]]) -> str:
-    """Held-out scores that fell, for people."""
+    """Format the held-out scores that decreased."""
     from rlhf_core.schemas import regression
 
     return regression.regression_text(map(regression.Regression.model_validate, regressed))
 
 
 def measured_text(measured: Mapping[str, Any] | None) -> str:
-    """An evaluation for people: its value with its interval, ``0.930 [0.880, 0.980]``; ``-`` where there is none."""
+    """Format the value of an evaluation with its interval: ``0.930 [0.880, 0.980]``; ``-`` if there is none."""
     if measured is None or measured["value"] is None:
         return "-"
     low, high = measured["ci_low"], measured["ci_high"]
@@ -248,29 +249,29 @@ def measured_text(measured: Mapping[str, Any] | None) -> str:
 
 
 _SHORT, _SHORT_FIGURE = 12, 20
-"""Cells that are no longer are not folded: states and names; durations, dates, values with their interval."""
+"""Lengths up to which cells are never folded: of states and names; of durations, dates and values with an interval."""
 
 _BETWEEN = 3
-"""Characters between two columns."""
+"""Number of characters between two columns."""
 
 
 def _widths(columns: Sequence[str], content: Sequence[Sequence[str]], width: int) -> list[int] | None:
-    """Widths of columns that fit together with only sentences folded; None where there are none."""
+    """Column widths at which the table fits and only sentences are folded; None if it cannot fit."""
     cells = [[name, *(row[index] for row in content)] for index, name in enumerate(columns)]
     whole = [max(map(len, column)) for column in cells]
     least = [max(map(_unfolded, column)) for column in cells]
-    room = width - _BETWEEN * (len(columns) - 1)
-    if sum(whole) <= room:
+    available = width - _BETWEEN * (len(columns) - 1)
+    if sum(whole) <= available:
         return whole
-    if sum(least) > room:
+    if sum(least) > available:
         return None
-    wishes = [most - few for most, few in zip(whole, least, strict=True)]
-    left = room - sum(least)
-    return [few + left * wish // sum(wishes) for few, wish in zip(least, wishes, strict=True)]
+    excess = [whole_width - least_width for whole_width, least_width in zip(whole, least, strict=True)]
+    remaining = available - sum(least)
+    return [least_width + remaining * more // sum(excess) for least_width, more in zip(least, excess, strict=True)]
 
 
 def _unfolded(text: str) -> int:
-    """Length of the longest part of a cell that is to stay in one line."""
+    """Length of the longest part of a cell that must not be folded."""
     short = _SHORT_FIGURE if any(map(str.isdigit, text)) else _SHORT
     return len(text) if len(text) <= short else max(map(len, text.split()), default=0)
 

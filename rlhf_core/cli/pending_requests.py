@@ -1,4 +1,4 @@
-"""Requests in Prefect that are not runs, as `rlhf runs` shows them, from the file that the site daemon writes."""
+"""Requests in Prefect that have not become runs, for `rlhf runs`, from the file that the site daemon writes."""
 
 from datetime import datetime
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def show(*, as_json: bool) -> None:
-    """Show the requests alone."""
+    """Show only the requests."""
     found = _read()
     if as_json:
         output.print_json([] if found is None else found.model_dump(mode="json")["requests"])

@@ -1,6 +1,6 @@
 """Progress of a run that this process drives: a live bar in a terminal, plain lines in a pipe or a log file.
 
-It also turns Ctrl-C into a question: training runs in sessions of its own and does not notice the key.
+Ctrl-C leads to a question: training runs in separate sessions, which the signal does not reach.
 """
 
 import signal
@@ -23,7 +23,7 @@ from rlhf_core.text.escaping import terminal
 from rlhf_core.watchdog.watcher import AttemptSnapshot
 
 LINE_EVERY_S = 5.0
-"""Least time between two plain lines, in seconds."""
+"""Minimum time between two plain lines, in seconds."""
 
 _SHOWN_EVENTS = frozenset(
     {"suspect", "incident", "decision", "checkpoint", "file", "killed", "command", "save_requested"}
@@ -37,7 +37,7 @@ class TerminalProgress:
     Args:
         spec: spec of the run.
         run_id: id of the run, for the messages.
-        confirm: asks a yes-or-no question at the terminal; None takes Ctrl-C for a yes.
+        confirm: asks a yes-or-no question at the terminal; None to cancel on Ctrl-C without asking.
     """
 
     def __init__(self, spec: RunSpec, run_id: str, confirm: Callable[[str], bool] | None = None) -> None:
@@ -77,21 +77,21 @@ class TerminalProgress:
             self._live.update(self._bar, total=spec.total_steps, completed=0)
 
     def stage_started(self, title: str) -> None:
-        """Show that a stage begins."""
+        """Show the start of a stage."""
         self._title = title
         if self._live is not None and self._bar is not None:
             self._live.update(self._bar, description=escape(terminal(title)), text="")
         else:
             self._line(title)
 
-    def polled(self, look: AttemptSnapshot) -> None:
+    def polled(self, snapshot: AttemptSnapshot) -> None:
         """Show the progress after a poll, and print its events."""
-        for event in look.events:
+        for event in snapshot.events:
             self._print_event(event)
-        self._print_history(look.history_behind)
-        text = terminal(progress_text(progress_of_poll(look, self._spec, self._timer)))
+        self._print_history(snapshot.history_behind)
+        text = terminal(progress_text(progress_of_poll(snapshot, self._spec, self._timer)))
         if self._live is not None and self._bar is not None:
-            self._live.update(self._bar, completed=look.step, text=escape(text))
+            self._live.update(self._bar, completed=snapshot.step, text=escape(text))
         elif time.monotonic() - self._last_line[1] >= LINE_EVERY_S and text != self._last_line[0]:
             self._line(f"{self._title}: {text}")
             self._last_line = (text, time.monotonic())
@@ -113,7 +113,7 @@ class TerminalProgress:
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
         self._interrupts += 1
         if self._interrupts > 1 or self._stopping:
-            # Once more, while the first is being answered or carried out: leave at once, with everything as it is.
+            # Pressed again while the first is being confirmed or carried out: exit at once and leave the run as it is.
             raise KeyboardInterrupt
 
     def _ask(self) -> bool:
@@ -145,14 +145,14 @@ class TerminalProgress:
 
 
 def ask_person(question: str) -> bool:
-    """Ask at the terminal; anything but yes is no."""
+    """Ask a question at the terminal; any answer but yes means no."""
     sys.stderr.write(f"{question} Otherwise it continues. [y/N] ")
     sys.stderr.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def person_at_terminal() -> Callable[[str], bool] | None:
-    """Function that asks at the terminal; None where there is none."""
+    """Return the function that asks at the terminal; None without a terminal."""
     return ask_person if sys.stdin.isatty() and sys.stderr.isatty() else None
 
 

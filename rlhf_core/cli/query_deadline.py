@@ -1,5 +1,8 @@
-"""Last resort to end ``rlhf sql``: SQLite can be interrupted between its instructions, but one instruction can take
-forever (``instr`` of two long texts). The database is only read, so the process may end at any moment."""
+"""Last resort to end ``rlhf sql``.
+
+SQLite can be interrupted between instructions, but one instruction can take forever (``instr`` of two long texts). The
+database is only read, so the process may end at any moment.
+"""
 
 import os
 import select
@@ -21,7 +24,7 @@ def enforce_deadline(clock: WorkClock) -> Iterator[None]:
     """End this process if the database does not stop after its time limit or after a Ctrl-C. Main thread only.
 
     Args:
-        clock: Clock of the statement.
+        clock: Measures the time of the statement.
     """
     signals, wakes = os.pipe()
     os.set_blocking(wakes, False)

@@ -1,4 +1,4 @@
-"""Plan and summary of a run, as the terminal and as JSON show them."""
+"""Plan and summary of a run, for the terminal and as JSON."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ def print_plan(spec: Any, site: "Site", as_json: bool) -> None:
         placement = plan(spec, inventory, attempt=1, slurm=slurm)
     except BadInput:
         predicted = [] if as_json else list(_predicted(predictions))
-        if predicted:  # what another cluster would have to have
+        if predicted:  # requirements for another cluster
             output.print_table((f"dry run of {spec.name}", ""), predicted)
         raise
     run_dir = RunDir(site.runs_dir / f"{spec.name}-<date>-<time>-<id>")
@@ -48,7 +48,7 @@ def print_plan(spec: Any, site: "Site", as_json: bool) -> None:
         return
     roles = ", then ".join(
         " beside ".join(
-            f"{group.role.value} with {group.workers_per_node} workers per node{_where(group, placement.num_nodes)}"
+            f"{group.role.value} with {group.workers_per_node} workers per node{_on_nodes(group, placement.num_nodes)}"
             for group in phase
         )
         for phase in placement.phases
@@ -70,8 +70,8 @@ def print_plan(spec: Any, site: "Site", as_json: bool) -> None:
     output.print_text("Nothing was started.")
 
 
-def _where(group: "GroupPlan", num_nodes: int) -> str:
-    """Nodes of a group that is not on all of them."""
+def _on_nodes(group: "GroupPlan", num_nodes: int) -> str:
+    """Describe the nodes of a group; empty if it is on all of them."""
     number = len(group.nodes)
     if number == num_nodes:
         return ""
@@ -79,7 +79,7 @@ def _where(group: "GroupPlan", num_nodes: int) -> str:
 
 
 def _predicted(predictions: "Predictions") -> Iterator[tuple[str, str]]:
-    """Rows of the plan with what is estimated, as far as the config tells."""
+    """Rows of the plan with estimates, as far as the config determines them."""
     memory, step = predictions.memory, predictions.step
     if memory is not None:
         parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in memory.largest[:4] if size > 2**30 / 20)
@@ -96,7 +96,7 @@ def _steps_of(spec: "RunSpec") -> list[str]:
 
 
 def print_summary(run_dir: "RunDir", as_json: bool) -> None:
-    """Print how a run went: gains, times, attempts."""
+    """Print the summary of a run: gains, times, attempts."""
     from rlhf_core.control.views.summary import summarise
 
     summary = summarise(run_dir)
@@ -135,7 +135,7 @@ def print_summary(run_dir: "RunDir", as_json: bool) -> None:
 
 
 def summary_json(summary: "Summary") -> dict[str, Any]:
-    """Summary as JSON."""
+    """Convert a summary to JSON."""
     return {
         "run_id": summary.run_id,
         "name": summary.stored.spec.name,

@@ -1,4 +1,4 @@
-"""Starter config of ``rlhf init``: a preset's values, and every other setting as a comment with its default."""
+"""Starter config of ``rlhf init``: a preset's values, and all other settings as comments with their defaults."""
 
 import textwrap
 import tomllib
@@ -36,28 +36,28 @@ def starter_config(preset: str, file_name: str) -> str:
     for field in describe_fields():
         section, _, _ = field.name.rpartition(".")
         if field.only_for and _choice(values, section) not in field.only_for:
-            continue  # would be refused beside the algorithm or trainer that is chosen
+            continue  # rejected with the chosen algorithm or trainer
         if section.startswith("loops.") and _choice(values, "trainer") == "command":
             continue
         sections.setdefault(section, []).append(field)
     meanings = describe_sections()
     parts = [HEAD.format(name=file_name), "\n".join(_fields(sections.pop(""), values))]
-    left_out = {name for name in optional_sections() if not _section(values, name)}
+    omitted = {name for name in optional_sections() if not _section(values, name)}
     for section, fields in sections.items():
-        sign = "# " if any(f"{section}.".startswith(f"{name}.") for name in left_out) else ""
-        parts.append(f"\n# {meanings[section]}\n{sign}[{section}]")
+        prefix = "# " if any(f"{section}.".startswith(f"{name}.") for name in omitted) else ""
+        parts.append(f"\n# {meanings[section]}\n{prefix}[{section}]")
         parts.append("\n".join(_fields(fields, _section(values, section))))
     return "\n".join(parts) + "\n"
 
 
 def _choice(values: Mapping[str, Any], section: str) -> str:
-    """Name of the algorithm or kind of the trainer that a section is about."""
+    """Name of the algorithm, or kind of the trainer, that a section configures."""
     found = _section(values, section)
     return str(found.get("kind", "native") if section == "trainer" else found.get("name", ""))
 
 
 def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The table of a dotted name; empty where there is none."""
+    """Return the table of a dotted name; empty if there is none."""
     for part in name.split("."):
         values = values.get(part, {})
     return values

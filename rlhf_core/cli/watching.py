@@ -1,6 +1,6 @@
-"""``rlhf watch``: a view of a run that is driven by another process, from its directory.
+"""``rlhf watch``: a view of a run that another process drives, from its run directory.
 
-The directory cannot tell that nothing drives the run any more; the history can.
+The directory does not show that a run has lost its controller; the history does.
 """
 
 import sys
@@ -31,10 +31,10 @@ Read = Callable[[], RunSnapshot]
 def watch_run(
     run_dir: RunDir, interval_s: float, store: HistoryStore | None = None, *, as_json: bool = False
 ) -> RunRecord:
-    """Show a run until it ends: redrawn in a terminal, else a line whenever something has changed. Writes nothing.
+    """Show a run until it ends: redrawn in a terminal, otherwise a line for every change. Writes nothing.
 
     Args:
-        store: the history, which is asked since when no controller drives the run; None to not ask.
+        store: history that is queried for the time since which no controller drives the run; None to omit that.
 
     Returns:
         The last reading of its journal.
@@ -57,7 +57,7 @@ def _undriven_since(store: HistoryStore, run_id: str) -> datetime | None:
     try:
         return undriven_since(store, [run_id]).get(run_id)
     except DatabaseUnavailable:
-        return None  # the directory shows all else
+        return None  # the directory has everything else
 
 
 def _watch_live(read: Read, console: Console, interval_s: float) -> RunRecord:
@@ -85,7 +85,7 @@ def _watch_in_lines(read: Read, interval_s: float, lines_of: Callable[[RunSnapsh
 
 
 class NewLines:
-    """Lines that one view adds to those before it: timeline entries and progress."""
+    """Selects the lines of a view that have not been printed yet: timeline entries and progress."""
 
     def __init__(self) -> None:
         self._printed: set[str] = set()
@@ -93,8 +93,8 @@ class NewLines:
         self._undriven = ""
 
     def __call__(self, view: RunSnapshot) -> list[str]:
-        """Lines that say something new."""
-        # By text, not by position: the beginning of a hang is known late, and stands before lines that were printed.
+        """Return the new lines."""
+        # By text, not by position: the start of a hang is known late, and precedes lines that were already printed.
         found = [line for line in timeline_lines(view) if line not in self._printed]
         self._printed.update(found)
         line = headline(view)
@@ -109,7 +109,7 @@ class NewLines:
 
 
 def timeline_lines(view: RunSnapshot) -> list[str]:
-    """Incidents, decisions and recoveries, oldest first."""
+    """Format incidents, decisions and recoveries, oldest first."""
     return [f"{entry.time:%H:%M:%S} {entry.text}" for entry in view.timeline.entries()]
 
 
@@ -121,7 +121,7 @@ def undriven_line(view: RunSnapshot) -> str:
 
 
 def headline(view: RunSnapshot) -> str:
-    """The run in one line."""
+    """Format the run as one line."""
     parts = [f"{view.stored.run_id} {state_text(view.record.state.value, view.regressed)}"]
     if view.progress.attempt:
         parts += [f"attempt {view.progress.attempt}", progress_text(view.progress)]
@@ -131,7 +131,7 @@ def headline(view: RunSnapshot) -> str:
 
 
 def json_lines(view: RunSnapshot) -> list[str]:
-    """The run in one line of JSON."""
+    """Format the run as one line of JSON."""
     progress, timeline = view.progress, timeline_lines(view)
     shown = {
         "run_id": view.stored.run_id,
@@ -152,7 +152,7 @@ def json_lines(view: RunSnapshot) -> list[str]:
 
 
 def draw(view: RunSnapshot) -> Group:
-    """The whole view."""
+    """Build the whole view."""
     style = output.STATE_STYLES.get(view.record.state.value, "")
     parts: list[object] = [Text(terminal(headline(view)), style=style)]
     if undriven := undriven_line(view):

@@ -90,10 +90,10 @@ def _warn_of_overrides(overrides: Sequence[str], given_as: str) -> None:
 
 
 def find(config: str | Path) -> Path:
-    """The file of a config argument: a path, or the name of a preset.
+    """Find the file of a config argument: a path, or the name of a preset.
 
     Raises:
-        BadConfig: there is neither.
+        BadConfig: it is neither an accessible file nor a preset.
     """
     path = Path(config)
     try:
@@ -115,7 +115,7 @@ def validate(
     Args:
         content: The config, with the overrides applied.
         source: Source of the config, for messages.
-        overrides: The overrides, which problems are attributed to.
+        overrides: The overrides, to attribute problems to them.
         given_as: Source of the overrides, for messages.
 
     Raises:
@@ -188,7 +188,7 @@ def _with_choices(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_order(overrides: Sequence[str]) -> list[str]:
-    """Overrides as given, after those that name an algorithm: a name discards the settings of another algorithm."""
+    """Order the overrides: first those that name an algorithm, because a name discards the settings of another one."""
     return sorted(overrides, key=lambda override: not _name_of(override).endswith(".algorithm.name"))
 
 

@@ -29,16 +29,16 @@ def setting_of(override: str) -> str:
 
 
 def problems_in_words(found: Mapping[str, Sequence[str]]) -> str:
-    """Problems with their places, one per line."""
+    """Format the problems by their source, one per line."""
     return "\n".join(
-        f"{count(len(problems), 'problem')} in {where}:\n" + "\n".join(f"  {problem}" for problem in problems)
-        for where, problems in found.items()
+        f"{count(len(problems), 'problem')} in {source}:\n" + "\n".join(f"  {problem}" for problem in problems)
+        for source, problems in found.items()
         if problems
     )
 
 
 def override_of(location: str, overrides: Sequence[str]) -> str:
-    """The override that a problem is about: the last one that set the place, or something in or around it."""
+    """Find the override that caused a problem: the last one that set this setting, its section, or a part of it."""
     for override in reversed(overrides):
         name = setting_of(override)
         if f"{name}.".startswith(f"{location}.") or location.startswith(f"{name}."):
@@ -47,14 +47,14 @@ def override_of(location: str, overrides: Sequence[str]) -> str:
 
 
 def explain_override(detail: Any, override: str) -> str:
-    """Message for a pydantic problem caused by an override ``name=value``."""
+    """Build the message for a pydantic problem caused by an override ``name=value``."""
     name = override.partition("=")[0].strip()
     if detail["type"] == "extra_forbidden":
         return f'unknown setting "{cut(name)}" ({cut(override.strip())}){_nearest_setting(current_name(name))}'
     found = detail.get("input")
     is_text = isinstance(found, str) and found == override.partition("=")[2].strip()
     unfinished = is_text and found[:1] in ("[", "{") and not detail["type"].startswith("string_")
-    # What is not valid TOML is taken as text, which needs no quotes then.
+    # A value that is not valid TOML is taken as text, which therefore needs no quotes.
     return explain(detail) + ("; it is not valid TOML, so it was read as text" if unfinished else "")
 
 
@@ -65,8 +65,8 @@ def _meanings() -> dict[str, str]:
 
 
 def _nearest_setting(name: str) -> str:
-    """The closest existing name, for one with errors in any of its parts."""
-    name = name[:SHOWN_CHARACTERS]  # no name is similar to a longer one, and comparing takes time
+    """Suggest the closest existing name for a name with errors in any of its parts."""
+    name = name[:SHOWN_CHARACTERS]  # no name is similar to a longer one, and a comparison takes time
     near = difflib.get_close_matches(name, list(_meanings()), n=1, cutoff=0.7)
     if near and near[0] != name and name.rpartition(".")[2] not in _OTHER_NAMES:
         return f'; did you mean "{near[0]}"?'
@@ -91,7 +91,7 @@ def location_of(detail: Any) -> str:
 
 
 def explain(detail: Any) -> str:
-    """Message for a pydantic problem."""
+    """Build the message for a pydantic problem."""
     location = location_of(detail)
     kind = detail["type"]
     found = detail.get("input")
@@ -134,7 +134,7 @@ _EXPECTED: Mapping[str, str] = {
     "too_short": "at least {min_length} entries",
     "tuple_type": "a list in square brackets",
 }
-"""Values that a setting takes, by the type of pydantic's problem, or by its beginning."""
+"""Values that a setting takes, by the type of pydantic's problem or a prefix of it."""
 
 
 def _expected(kind: str, detail: Any) -> str:
@@ -147,7 +147,7 @@ def _expected(kind: str, detail: Any) -> str:
 
 
 def flags_for_numbers(content: Any, validated: Any, place: str = "") -> Iterator[tuple[str, bool]]:
-    """Find values of a config that are true or false where a setting takes a number: pydantic takes them for 1 and 0.
+    """Find values that are true or false although the setting takes a number: pydantic reads them as 1 and 0.
 
     Args:
         content: the config, or a part of it.
@@ -177,13 +177,13 @@ def _explain_missing(location: str) -> str:
 
 
 def _listed(tags: str) -> str:
-    """Tags of a union as written by pydantic (``'a', 'b', 'c'``), as a readable alternative."""
+    """Format the tags of a union, which pydantic writes as ``'a', 'b', 'c'``, as a readable alternative."""
     *first, last = tags.split(", ")
     return f"{', '.join(first)} or {last}" if first else last
 
 
 def cut(text: str) -> str:
-    """A text of the user, shortened for display."""
+    """Shorten a text of the user for display."""
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
 

@@ -167,6 +167,6 @@ def _site_file(path: Path) -> dict[str, Any]:
         elif not isinstance(value, str):
             raise BadConfig(f"{path}: {key}: found {value!r}, expected text")
         elif value and (key in _PATHS or (key == "compute_python" and "/" in value)):
-            # Commands and services that start in other folders have to find the same place.
+            # Commands and services that start in other folders must find the same path.
             content[key] = str(path.parent / Path(value).expanduser())
     return content

@@ -64,7 +64,7 @@ def require_short_keys(text: str, source: str) -> None:
     """Refuse keys of very many parts: Python's parser takes time quadratic in their number.
 
     Raises:
-        BadConfig: there is one.
+        BadConfig: a key has too many parts.
     """
     for number, line in enumerate(_TOML_TEXT.sub("_", text).splitlines(), 1):
         if max(part.count(".") for part in _TOML_MARKS.split(line)) > _MAX_DEPTH:
@@ -107,10 +107,10 @@ def _unbounded(value: Any, depth: int, num_values: int) -> str:
 
 
 def shortened(found: Any) -> str:
-    """A found value for a message: as Python writes it, but shortened."""
+    """Format a value for a message: as Python writes it, but shortened."""
     return readable(repr(found))
 
 
 def readable(text: str) -> str:
-    """The beginning of a long text, with its length; a short text unchanged."""
+    """Return the beginning of a long text, with its length; return a short text unchanged."""
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}... ({len(text)} characters)"

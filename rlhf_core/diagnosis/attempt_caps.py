@@ -1,6 +1,6 @@
 """Caps on the total resources of all attempts of a run, independent of their progress. Pure.
 
-Counting restarts when the user starts or resumes the run, so resuming a run at its cap allows the same amount again. A
+The count is reset when the user starts or resumes the run, so resuming a run at its cap allows the same amount again. A
 cap on hours limits each attempt: its time limit is the remaining time, so that it saves and exits in time.
 """
 
@@ -12,7 +12,7 @@ from rlhf_core.text.formatting import count
 
 HOUR_S = 3600.0
 MARGIN_S = 60.0
-"""Slurm counts in minutes, so it may request the save up to a minute earlier."""
+"""Margin in seconds: Slurm counts in minutes, so it may request the save up to a minute early."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ SIGNAL_NAMES = {
     11: "SIGSEGV",
     15: "SIGTERM",
 }
-"""Linux signal numbers, without an import of the operating system's."""
+"""Names of the signals of Linux, by number, independent of the machine that reads them."""
 _SENT_FROM_OUTSIDE = {1, 2, 9, 15}
 
 SCHEDULER_STATES: dict[str, tuple[FailureKind, EvidencePart]] = {
@@ -56,9 +56,9 @@ class WorkerEnd:
     node: str
     local_rank: int
     exit_code: int | None
-    """Negative for the signal that ended it; None if it was still running when the agent acted."""
+    """Exit code, negative for a signal; None if it was still running when the agent acted."""
     ended_by_agent: bool = False
-    """True if the agent killed it, as all workers after a failure; not evidence by itself."""
+    """True if the agent killed it, as it kills all workers after a failure; not evidence by itself."""
     order: int = 0
     """Position in the order of ending, from 0."""
     outcome: WorkerOutcome | None = None
@@ -120,12 +120,12 @@ def classify(evidence: Evidence) -> Diagnosis:
     """Classify a failure: its kind, message and fingerprint."""
     if evidence.verdict is not None:
         return _hang(evidence.verdict, evidence.workers)
-    told = _from_scheduler(evidence.scheduler_state)
-    if told is not None and told.part is EvidencePart.ROOT:
-        return _diagnosis(told)
+    by_scheduler = _from_scheduler(evidence.scheduler_state)
+    if by_scheduler is not None and by_scheduler.part is EvidencePart.ROOT:
+        return _diagnosis(by_scheduler)
     findings = [finding for worker in evidence.workers for finding in _from_worker(worker, evidence.oom_kills)]
     findings += _from_agents(evidence) if not evidence.workers else []
-    findings += [told] if told is not None else []
+    findings += [by_scheduler] if by_scheduler is not None else []
     if not findings:
         return _diagnosis(_without_findings(evidence))
     best = min(findings, key=_rank_of_finding)
@@ -267,17 +267,17 @@ def _from_signal(worker: WorkerEnd, number: int, oom_kills: int) -> _Finding:
     return _from_log(worker, f"was ended by {signal}")
 
 
-def _from_log(worker: WorkerEnd, what: str) -> _Finding:
+def _from_log(worker: WorkerEnd, end: str) -> _Finding:
     match = log_diagnosis.find(worker.log_tail)
     if match is None:
         last = next((line.strip() for line in reversed(worker.log_tail.splitlines()) if line.strip()), "")
-        said = f"the last line of its log: {last[:300]}" if last else "its log is empty"
-        text = f"{_name(worker)} {what}; {said}"
-        return _Finding(FailureKind.UNKNOWN, EvidencePart.SYMPTOM, text, f"{what}|{last}", worker)
+        last_line = f"the last line of its log: {last[:300]}" if last else "its log is empty"
+        text = f"{_name(worker)} {end}; {last_line}"
+        return _Finding(FailureKind.UNKNOWN, EvidencePart.SYMPTOM, text, f"{end}|{last}", worker)
     # The last lines of this worker concern the worker itself, even if their kind is unknown.
     own = match.kind in (FailureKind.UNKNOWN, FailureKind.ENGINE)
     part = min(match.part, EvidencePart.SYMPTOM) if own else match.part
-    text = f"{_name(worker)} {what}: {match.line[:300]}"
+    text = f"{_name(worker)} {end}: {match.line[:300]}"
     return _Finding(match.kind, part, text, match.line, worker, is_undecided=True)
 
 

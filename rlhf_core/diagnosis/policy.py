@@ -177,7 +177,7 @@ def decide_next(
     changed = Choice(Action.NEW_ATTEMPT, 0.0, f"{kind}: {remedy}")
     if rule.attempts == REMEDY and rule.in_place != REMEDY:
         return changed
-    # If a restart in place would also do, only the budget ends it: a disk may damage every new checkpoint.
+    # Kinds that restarts in place also remedy end only with the budget: a disk may damage every new checkpoint.
     allowed = spec.max_attempts if rule.attempts == REMEDY else min(rule.attempts + 1, spec.max_attempts)
     if attempts_without_progress >= allowed:
         return Choice(
@@ -190,7 +190,7 @@ def decide_next(
         return changed
     if attempts_without_progress == 0:
         return Choice(Action.NEW_ATTEMPT, 0.0, f"{kind} after a new checkpoint: resuming from it")
-    # No wait for another node, because waiting improves nothing.
+    # The next attempt gets another node, so waiting improves nothing.
     waiting = 0.0 if kind is FailureKind.NODE_UNFIT else backoff_s(attempts_without_progress, spec, random)
     return Choice(
         Action.NEW_ATTEMPT,
@@ -293,7 +293,7 @@ def excluded_after(
         most: Maximum number of excluded nodes; the newest suspects remain.
         undecided: The kind rests on the text of a log alone.
     """
-    # A node that did not arrive is known. The text of a log names the node on which, for instance, a port was in use.
+    # The agents know which node did not arrive. A log only names the node on which, for instance, a port was in use.
     at_once = kind in EXCLUDED_AT_ONCE or (kind is FailureKind.RENDEZVOUS and not undecided)
     new = [node for node in suspects if at_once or (kind in SUSPICIOUS and strikes.get(node, 0) >= 2)]
     found = list(dict.fromkeys([*(node for node in already if node not in new), *new]))

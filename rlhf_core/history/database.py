@@ -213,10 +213,10 @@ def require_whole(file: Path, revision: str) -> None:
         (is_busy, _, _) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
     # Without the log and index files, as other processes will open it.
     with contextlib.closing(sqlite3.connect(f"{file.as_uri()}?immutable=1", uri=True)) as connection:
-        (said,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+        (integrity,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
         found = connection.execute("SELECT version_num FROM alembic_version").fetchall()
-    if is_busy or said != "ok" or found != [(revision,)]:
-        raise sqlite3.OperationalError(f"database or disk is full: the written data is incomplete ({said})")
+    if is_busy or integrity != "ok" or found != [(revision,)]:
+        raise sqlite3.OperationalError(f"database or disk is full: the written data is incomplete ({integrity})")
     with file.open("r+b") as opened:
         os.fsync(opened.fileno())
 
@@ -317,9 +317,9 @@ _SQLITE_WORDS = (
 
 
 def _explain(url: URL, error: BaseException) -> str:
-    said = " ".join(str(error).split())
+    message = " ".join(str(error).split())
     if sqlite_file(url) is not None:
-        for sign, words in _SQLITE_WORDS:
-            if sign in said:
-                return f"the history {displayed(url)} {words} (SQLite: {said})"
-    return f"the history {displayed(url)} refused: {said}"
+        for sign, explanation in _SQLITE_WORDS:
+            if sign in message:
+                return f"the history {displayed(url)} {explanation} (SQLite: {message})"
+    return f"the history {displayed(url)} refused: {message}"

@@ -49,7 +49,7 @@ _NOTHING = re.compile(r"(?:\s|;|--[^\n]*(?:\n|$)|/\*.*?\*/)*", re.DOTALL)
 
 
 def reader_script() -> str:
-    """Read the psql script that creates the reading role: from the installed package, or from ``infra`` of a checkout.
+    """Read the psql script that creates the reading role, from the installed package or from ``infra`` of a checkout.
 
     Raises:
         HistoryError: the installation lacks the file.

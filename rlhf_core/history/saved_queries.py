@@ -115,8 +115,8 @@ def find(name: str) -> SavedQuery:
     if name in known:
         return known[name]
     near = difflib.get_close_matches(name, known, 1)
-    meant = f"; did you mean {near[0]}?" if near else "."
-    raise BadInput(f"saved query {name!r} not found{meant} `rlhf sql --list` lists them.")
+    suggestion = f"; did you mean {near[0]}?" if near else "."
+    raise BadInput(f"saved query {name!r} not found{suggestion} `rlhf sql --list` lists them.")
 
 
 def is_name(text: str) -> bool:

@@ -80,7 +80,7 @@ class TrainerSide:
     folder: str = ""
     """Folder of its virtual environment; empty for the programs of the job's PATH."""
     problem: str = ""
-    """Reason why ``trainer.environment`` is no environment; empty if it is one."""
+    """Reason why ``trainer.environment`` is not an environment; empty if it is one."""
     unseen: str = ""
     """Reason why it can be inspected only on the nodes; empty if it was inspected here."""
     program: str = ""
@@ -88,7 +88,7 @@ class TrainerSide:
     python: str = ""
     """Its interpreter; empty if it has none or it was not found."""
     python_problem: str = ""
-    """Reason why that could not be queried; empty if it could."""
+    """Reason why the interpreter could not be queried; empty if it could."""
     version: tuple[int, ...] = ()
     """Its Python version."""
     packages: Mapping[str, str] = field(default_factory=dict)
@@ -206,7 +206,7 @@ class Baseline:
     """Median over the last completed runs of the same shape."""
     last_good: GoodRun | None = None
     known: bool = False
-    """True if the history responded; otherwise a missing good run means nothing."""
+    """True if the history responded; otherwise a missing good run is not evidence of anything."""
 
 
 NO_BASELINE = Baseline()

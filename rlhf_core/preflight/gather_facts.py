@@ -81,7 +81,7 @@ class Surroundings:
         return TrainerPlace(home, self.code_path, spec.slurm.over(self.site_slurm))
 
     def of_the_user(self, text: str) -> str:
-        """A message with the user's own files in place of their copies."""
+        """Replace the copies of the user's files in a message by the originals."""
         for source in self.code_sources:
             text = text.replace(str(self.code_path / source.name), str(source))
         return text
@@ -94,7 +94,7 @@ class Surroundings:
 def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Facts:
     """Gather everything the checks need. Takes seconds: the compute interpreter is started a few times."""
     compute = ask_compute_python(around.compute_python, tick)
-    # Without these our modules cannot be imported there; environment.packages reports it.
+    # Without these, our modules cannot be imported there, which environment.packages reports.
     usable = bool(compute.rlhf_flows) and "pydantic" in compute.packages
     imports = try_imports(spec, around, tick) if usable else {}
     native = spec.trainer.kind == "native"
@@ -253,9 +253,9 @@ def inspect_disk(runs_dir: Path) -> Disk:
     try:
         with tempfile.TemporaryDirectory(prefix=".rlhf-check-", dir=existing):
             pass
-        room = os.statvfs(existing)
+        statistics = os.statvfs(existing)
         # File systems that create inodes on demand (btrfs, many network ones) report a total of 0.
-        free_files = room.f_favail if room.f_files else None
+        free_files = statistics.f_favail if statistics.f_files else None
         return Disk(runs_dir, free_bytes=shutil.disk_usage(existing).free, free_files=free_files)
     except OSError as error:
         return Disk(runs_dir, problem=error.strerror or str(error))
@@ -266,7 +266,7 @@ def inspect_disk(runs_dir: Path) -> Disk:
 
 
 def inspect_model(model: ModelSpec) -> ModelFolder | None:
-    """``model.path``, if it is set."""
+    """Inspect ``model.path``; None if it is not set."""
     if not model.path:
         return None
     path = Path(model.path)
@@ -282,7 +282,7 @@ def inspect_model(model: ModelSpec) -> ModelFolder | None:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Files that transformers loads the weights from. Other formats of the same weights often lie beside them."""
+    """Find the files that transformers loads the weights from; the same weights may also be there in other formats."""
     index = _read_json(folder / "model.safetensors.index.json").get("weight_map")
     if isinstance(index, dict) and index:
         named = {folder / Path(str(name)).name for name in index.values()}
@@ -292,18 +292,18 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _matrices(files: Iterable[Path]) -> Iterator[str]:
     """Layers with a matrix, ``q_proj`` for instance, from the headers of safetensors files."""
-    for file in (one for one in files if one.suffix == ".safetensors"):
+    for file in (path for path in files if path.suffix == ".safetensors"):
         with contextlib.suppress(OSError, ValueError), file.open("rb") as content:
             size = int.from_bytes(content.read(8), "little")
             header = from_json(content.read(min(size, _MOST_HEADER_BYTES)))
-            for name, told in header.items():
+            for name, entry in header.items():
                 *layers, kind = name.split(".")
-                if layers and kind == "weight" and len(told["shape"]) == 2:
+                if layers and kind == "weight" and len(entry["shape"]) == 2:
                     yield layers[-1]
 
 
 def inspect_reward_model(text: str) -> RewardModelFolder:
-    """A reward model that scores completions, given as ``reward.models.<name>.path``."""
+    """Inspect a reward model that scores completions, given as ``reward.models.<name>.path``."""
     path = Path(text)
     if text.startswith(PROMOTED):
         return RewardModelFolder(path, problem=f"no run called {text.removeprefix(PROMOTED)} has promoted a model here")
@@ -370,7 +370,7 @@ def _lack_of_a_tokenizer(folder: Path) -> str:
 
 
 def inspect_checkpoint(checkpoint: CheckpointDir | None) -> CheckpointFacts | None:
-    """The checkpoint to resume from: its ranks, and files of a wrong size. The hashes are checked on loading."""
+    """Inspect the checkpoint to resume from: its ranks, and files of a wrong size. Hashes are checked on loading."""
     manifest = checkpoint.manifest() if checkpoint else None
     if checkpoint is None or manifest is None:
         return None

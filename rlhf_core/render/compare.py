@@ -15,7 +15,7 @@ from rlhf_core.schemas.migration import current_document
 Facts = dict[str, Any]
 
 MOST_RUNS = 7
-"""As many runs as there are colours that a reader can distinguish."""
+"""Maximum number of runs: as many as there are colours that a reader can distinguish."""
 
 KEY_METRICS = (
     "reward/mean",
@@ -55,7 +55,7 @@ def compare(store: HistoryStore, run_ids: Sequence[str], metrics: Sequence[str] 
     if len(run_ids) > MOST_RUNS:
         raise BadInput(f"found {len(run_ids)} runs; at most {MOST_RUNS} can be compared at a time")
     shown = [queries.show_run(store, run_id) for run_id in run_ids]
-    keys = _wanted(shown, metrics)
+    keys = _selected_metrics(shown, metrics)
     curves = [queries.curve(store, run_id, keys) for run_id in run_ids]
     return {
         "runs": [_run(label, facts) for label, facts in zip("ABCDEFG", shown, strict=False)],
@@ -68,13 +68,13 @@ def compare(store: HistoryStore, run_ids: Sequence[str], metrics: Sequence[str] 
     }
 
 
-def _wanted(shown: Sequence[Facts], metrics: Sequence[str]) -> list[str]:
+def _selected_metrics(shown: Sequence[Facts], metrics: Sequence[str]) -> list[str]:
     known = {key for facts in shown for key in facts["metric_keys"]}
     for key in metrics:
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
-            meant = f"; did you mean {near[0]}?" if near else f". They have: {', '.join(sorted(known)) or 'none'}."
-            raise BadInput(f"none of the runs has the metric {key!r}{meant}")
+            suggestion = f"; did you mean {near[0]}?" if near else f". They have: {', '.join(sorted(known)) or 'none'}."
+            raise BadInput(f"none of the runs has the metric {key!r}{suggestion}")
     return list(metrics) or [key for key in KEY_METRICS if key in known]
 
 

@@ -48,7 +48,7 @@ def write_comparison(compared: Facts, out: Path) -> Path:
 
 
 def page(compared: Facts, made_at: datetime) -> str:
-    """The whole document."""
+    """Build the whole document."""
     runs = compared["runs"]
     return document(
         "Comparison: " + ", ".join(run["run_id"] for run in runs),
@@ -68,19 +68,19 @@ def page(compared: Facts, made_at: datetime) -> str:
 
 
 def _lead(compared: Facts) -> str:
-    """The comparison in one sentence that claims no more than the intervals allow."""
-    said = []
+    """Summarise the comparison in a few sentences that claim no more than the intervals allow."""
+    sentences = []
     for evaluation in compared["evaluations"]:
         for run, of_run in zip(compared["runs"], evaluation["runs"], strict=True):
             if of_run["against_first"] is not None:
                 name = f"{evaluation['name']} {words(evaluation['metric'])}"
-                said.append(f"{run['label']}: {name} {_STANDING[of_run['against_first']]}.")
+                sentences.append(f"{run['label']}: {name} {_STANDING[of_run['against_first']]}.")
     differing = count(len(compared["config"]), "setting")
-    return " ".join([*said, f"{differing} {'differs' if len(compared['config']) == 1 else 'differ'}."])
+    return " ".join([*sentences, f"{differing} {'differs' if len(compared['config']) == 1 else 'differ'}."])
 
 
 def _label(index: int, label: str) -> Markup:
-    """A run's letter, in the colour of its curves."""
+    """Format a run's letter in the colour of its curves."""
     return tag("b", label, style=f"color: var(--series-{index % 7 + 1})")
 
 

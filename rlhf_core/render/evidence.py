@@ -74,14 +74,14 @@ def _files(folder: Path) -> list[Path]:
         return []
 
 
-def _first(files: Sequence[Path], what: str, suspects: set[str]) -> list[Path]:
-    """The files of one kind (``<kind>-<node>-<local rank>.txt``), those of the suspects first."""
-    named = (path for path in files if path.name.startswith(f"{what}-") and path.suffix == ".txt")
-    found = [path for path in named if _is_something(path)]  # ranks other than the first print nothing
-    return sorted(found, key=lambda path: path.stem.removeprefix(f"{what}-") not in suspects)
+def _first(files: Sequence[Path], kind: str, suspects: set[str]) -> list[Path]:
+    """Files of one kind (``<kind>-<node>-<local rank>.txt``), those of the suspects first."""
+    of_kind = (path for path in files if path.name.startswith(f"{kind}-") and path.suffix == ".txt")
+    found = [path for path in of_kind if _has_content(path)]  # ranks other than the first print nothing
+    return sorted(found, key=lambda path: path.stem.removeprefix(f"{kind}-") not in suspects)
 
 
-def _is_something(path: Path) -> bool:
+def _has_content(path: Path) -> bool:
     try:
         return path.stat().st_size > 0
     except OSError:
@@ -92,11 +92,11 @@ def _places(folder: Path, ranks: Sequence[int]) -> Iterator[str]:
     """``<node>-<local rank>`` of each of these ranks, as recorded by the agents."""
     for path in folder.glob("ranks-*.json"):
         try:
-            seen = _RANKS.validate_json(read_document(path))
+            ranks_of_node = _RANKS.validate_json(read_document(path))
         except (OSError, ValidationError):
             continue
         node = path.stem.removeprefix("ranks-")
-        yield from (f"{node}-{one.local_rank}" for one in seen if one.rank in ranks)
+        yield from (f"{node}-{one.local_rank}" for one in ranks_of_node if one.rank in ranks)
 
 
 def _head(path: Path) -> tuple[str, ...]:

@@ -150,9 +150,9 @@ def progress_markdown(progress: RunProgress, timeline: Timeline) -> str:
 
 def _rewind(progress: RunProgress, timeline: Timeline) -> str:
     """Explanation for a progress bar that moved back."""
-    why = f" after {timeline.incidents[-1].incident.failure_kind.value}" if timeline.incidents else ""
+    cause = f" after {timeline.incidents[-1].incident.failure_kind.value}" if timeline.incidents else ""
     reason = f": {markdown(timeline.decisions[-1].decision.reason)}" if timeline.decisions else ""
-    return f"Went back{why}: step {progress.furthest} was reached before, and is being made again{reason}"
+    return f"Went back{cause}: step {progress.furthest} was reached before, and is being made again{reason}"
 
 
 def _place(progress: RunProgress, timeline: Timeline) -> list[str]:

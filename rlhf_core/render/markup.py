@@ -19,7 +19,7 @@ class Markup(str):
 
 
 def markup(value: object) -> Markup:
-    """The value as HTML, escaped unless it is :class:`Markup`."""
+    """Convert a value to HTML, escaped unless it is :class:`Markup`."""
     return value if isinstance(value, Markup) else Markup(html.escape(str(value)))
 
 
@@ -29,8 +29,8 @@ def join(parts: Iterable[object], separator: str = "") -> Markup:
 
 
 def tag(name: str, *content: object, **attributes: object) -> Markup:
-    """An element. Attribute names lose a trailing ``_`` (``class_``), and other ``_`` become ``-``; an attribute that
-    is None or False is left out."""
+    """Build an element. Attribute names lose a trailing ``_`` (``class_``), and other ``_`` become ``-``; an attribute
+    that is None or False is left out."""
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{html.escape(str(value))}"'
         for key, value in attributes.items()
@@ -40,7 +40,7 @@ def tag(name: str, *content: object, **attributes: object) -> Markup:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, class_: str | None = None) -> Markup:
-    """A table that scrolls sideways on a narrow screen. Columns of numbers are right-aligned."""
+    """Build a table that scrolls sideways on a narrow screen. Columns of numbers are right-aligned."""
     numeric = [bool(rows) and all(_is_number(row[index]) for row in rows) for index in range(len(headers))]
     head = tag("tr", *(tag("th", header, class_=_numeric(is_)) for header, is_ in zip(headers, numeric, strict=True)))
     body = [
@@ -57,12 +57,12 @@ def facts(pairs: Iterable[tuple[str, object]]) -> Markup:
 
 
 def section(title: str, *content: object, note: object = "") -> Markup:
-    """A titled part of the page."""
+    """Build a titled part of the page."""
     return tag("section", tag("h2", title), tag("p", note, class_="note") if note else "", *content)
 
 
 def fold(summary: object, *content: object, is_open: bool = False) -> Markup:
-    """A collapsible part, closed unless ``is_open``."""
+    """Build a collapsible part, closed unless ``is_open``."""
     return tag("details", tag("summary", summary), *content, open="open" if is_open else None)
 
 

@@ -17,7 +17,7 @@ _SENTENCES = {
 
 
 def promotion(record: ReportData) -> Markup:
-    """The section; empty for a run without a promotion."""
+    """Build the section; empty for a run without a promotion."""
     if record.promotion:
         return section("Promotion", _standing(record, record.promotion), _history(record))
     stage = find_row(record.stages, name="promote")
@@ -28,14 +28,14 @@ def promotion(record: ReportData) -> Markup:
 
 def _standing(record: ReportData, promotion: Mapping[str, Any]) -> Markup:
     state = promotion["state"]
-    asked, moved = promotion["requested_at"], promotion["state_changed_at"]
+    requested, moved = promotion["requested_at"], promotion["state_changed_at"]
     return join(
         [
             tag("p", badge(state), f" The checkpoint of step {promotion['checkpoint_step']} {_SENTENCES[state]}."),
             facts(
                 [
                     ("decided by", promotion["decided_by"]),
-                    ("requested at", moment(asked)),
+                    ("requested at", moment(requested)),
                     (f"{state} at", moment(moved) if state != "waiting" else ""),
                     ("reason", promotion["reason"]),
                     ("model", code(promotion["path"]) if promotion["path"] else ""),
@@ -57,7 +57,7 @@ def _advice(record: ReportData, state: str) -> object:
 
 
 def _history(record: ReportData) -> Markup:
-    """All changes, shown only if there was more than one decision: a changed answer, or a new try."""
+    """List all changes if there was more than one decision: a changed answer, or another try."""
     moves = record.promotion_moves
     decided = [move for move in moves if move["state"] in ("approved", "refused", "expired", "failed")]
     if len(decided) < 2:

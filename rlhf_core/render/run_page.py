@@ -59,7 +59,7 @@ def write_report(store: HistoryStore, run_dir: RunDir, out: Path) -> Path:
 
 
 def page(record: ReportData) -> str:
-    """The whole document."""
+    """Build the whole document."""
     history, plotted = timeline_section(record), _plots(record)
     return document(
         f"{record.run['name']} · {record.run_id}",
@@ -68,14 +68,14 @@ def page(record: ReportData) -> str:
         promotion(record),
         _facts(record),
         *([history, plotted] if record.state == "failed" else [plotted, history]),
-        *_written(record),
+        *_completions(record),
         _settings(record),
         tag("footer", f"Made {moment(utc_now())} by rlhf-flows {__version__} from the history of {record.run_id}."),
     )
 
 
-def _written(record: ReportData) -> list[Markup]:
-    """The model's completions. An external trainer keeps those of its training to itself."""
+def _completions(record: ReportData) -> list[Markup]:
+    """Sections with completions of the model. Those that an external trainer samples in training are not available."""
     evaluated = section("What the model wrote", samples.evaluation_samples(record))
     if charts.is_elsewhere(record):
         return [evaluated] if record.tables else []
@@ -83,7 +83,7 @@ def _written(record: ReportData) -> list[Markup]:
 
 
 def document(title: str, *content: object) -> str:
-    """A page with a title, in the style of all reports."""
+    """Build a page with a title, in the style of all reports."""
     head = tag(
         "head",
         Markup('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
@@ -103,13 +103,13 @@ def _header(record: ReportData) -> Markup:
         "header",
         tag("p", code(record.run_id), class_="id"),
         tag("h1", record.run["name"], " ", badges(record.state, record.regressed)),
-        tag("p", _in_a_sentence(record), class_="lead"),
+        tag("p", _outcome(record), class_="lead"),
         *(tag("p", note, class_="note") for note in record.notes),
     )
 
 
-def _in_a_sentence(record: ReportData) -> Markup:
-    """The outcome of the run in one sentence."""
+def _outcome(record: ReportData) -> Markup:
+    """Describe the outcome of the run in one sentence."""
     took = duration(record.goodput.get("wall_s"))
     if record.state == "completed":
         return join([f"Completed in {took}.", *_changes(record)], " ")
@@ -121,7 +121,7 @@ def _in_a_sentence(record: ReportData) -> Markup:
 
 
 def _changes(record: ReportData) -> list[str]:
-    """Change of the held-out accuracy, with no more claimed than the intervals allow."""
+    """Describe the change of the held-out accuracy, claiming no more than the intervals allow."""
     sentences = []
     for name in EVALUATIONS:
         before, after = _pair(record, name)
@@ -220,7 +220,7 @@ def _facts(record: ReportData) -> Markup:
                 ("created", moment(run["created_at"])),
                 ("wall time", duration(record.goodput.get("wall_s"))),
                 ("by stage", _by_stage(record)),
-                *_asked_for(record),
+                *_requested(record),
                 (
                     "attempts",
                     f"{len(record.attempts)}, with {count(record.restarts_in_place(), 'restart')} in place"
@@ -251,14 +251,14 @@ def _by_stage(record: ReportData) -> str:
     return ", ".join(f"{name} {duration(value)}" for name, value in seconds.items())
 
 
-def _asked_for(record: ReportData) -> list[tuple[str, object]]:
+def _requested(record: ReportData) -> list[tuple[str, object]]:
     spec = record.spec
     if spec is None:
         return []
     steps = f"{count(spec.total_steps - spec.warm_start_steps, 'step')} of {spec.algorithm.upper()}"
     if spec.warm_start_steps:
         steps = f"{count(spec.warm_start_steps, 'warm-start step')}, then {steps}"
-    where = "CPU" if not spec.resources.gpus_per_node else count(spec.resources.gpus_per_node, "GPU") + " per node"
+    hardware = "CPU" if not spec.resources.gpus_per_node else count(spec.resources.gpus_per_node, "GPU") + " per node"
     built = f"{spec.model.config['model_type']} from random weights" if spec.model.config else "named by the trainer"
     model = spec.model.path or built
     if spec.model.tokenizer:
@@ -269,18 +269,18 @@ def _asked_for(record: ReportData) -> list[tuple[str, object]]:
         ("training", steps),
         ("model", model),
         ("data", spec.data.train or (code(spec.data.generator) if spec.data.generator else "named by the trainer")),
-        ("ranks", f"{spec.num_ranks} on {count(spec.num_trainer_nodes, 'node')}, {where}"),
-        *_engines_asked_for(spec),
+        ("ranks", f"{spec.num_ranks} on {count(spec.num_trainer_nodes, 'node')}, {hardware}"),
+        *_requested_engines(spec),
         ("seed", spec.seed),
     ]
 
 
-def _engines_asked_for(spec: RunSpec) -> list[tuple[str, object]]:
+def _requested_engines(spec: RunSpec) -> list[tuple[str, object]]:
     rollout = spec.rollout
     if not rollout.engines:
         return []
-    where = f"on {count(rollout.nodes, 'node')} of their own" if rollout.nodes else "beside the trainers"
-    return [("rollout engines", f"{rollout.engines} of {rollout.engine}, {where}")]
+    location = f"on {count(rollout.nodes, 'node')} of their own" if rollout.nodes else "beside the trainers"
+    return [("rollout engines", f"{rollout.engines} of {rollout.engine}, {location}")]
 
 
 def _plots(record: ReportData) -> Markup:

@@ -23,7 +23,7 @@ _GROUPS = {
     (True, True): "Right both times",
 }
 _CHANGES = {1: "Higher score after training", -1: "Lower score after training", 0: "Same score"}
-"""Groups for scores that are no shares, such as penalties and rewards of a model: no score is right or wrong then."""
+"""Groups for scores that are not shares, such as penalties and rewards of a model: no such score is right or wrong."""
 
 _Pair = tuple[EvaluationSample, EvaluationSample]
 
@@ -66,7 +66,7 @@ def _compared(name: str, before: Sequence[EvaluationSample], after: Sequence[Eva
 
 
 def _grouped(pairs: Sequence[_Pair], *, are_shares: bool) -> Iterator[tuple[str, list[_Pair]]]:
-    """The pairs by what training did to them, under the title of each group that has any."""
+    """Group the pairs by the effect of training; yield the title and pairs of each group that is not empty."""
     for key, title in (_GROUPS if are_shares else _CHANGES).items():
         members = [(was, new) for was, new in pairs if _group_of(was, new, are_shares=are_shares) == key]
         if members:
@@ -122,13 +122,13 @@ def _group(step: int, lines: Sequence[SampleLine]) -> Markup:
 
 
 def _group_title(step: int, group: Sequence[SampleLine], mean: float) -> str:
-    """One line about a group: step, size, diversity, reward."""
+    """Describe a group in one line: step, size, diversity, reward."""
     distinct = len({line.completion for line in group})
     return f"Step {step}: {count(len(group), 'completion')}, {distinct} distinct, mean reward {number(mean, 3)}"
 
 
 def _style(rows: Sequence[Sequence[object]]) -> str:
-    """Give columns of long text equal width."""
+    """Choose the style of a table: columns of long text get equal widths."""
     return "samples long" if any(len(str(cell)) > _SHORT for row in rows for cell in row) else "samples"
 
 
@@ -149,9 +149,9 @@ def _answer(sample: EvaluationSample, is_share: bool) -> Markup:
 
 
 def _text(text: str) -> Markup:
-    """A prompt or completion: line breaks kept, control characters made visible, long text cut, empty text labelled."""
+    """Format a prompt or completion: line breaks kept, control characters shown, long text cut, empty text labelled."""
     if not text:
         return tag("em", "empty")
     cut = text[:_LONGEST].translate(_CONTROL_PICTURES)
-    left = len(text) - len(cut)
-    return Markup(code(cut) + (tag("em", f" … {count(left, 'character')} more") if left else Markup("")))
+    num_omitted = len(text) - len(cut)
+    return Markup(code(cut) + (tag("em", f" … {count(num_omitted, 'character')} more") if num_omitted else Markup("")))

@@ -165,8 +165,15 @@ def _times(times: Mapping[str, Any], *, tells_times: bool) -> list[str]:
         for row in times.get("lost_time", ())
     ]
     syncs = weight_sync_text(times.get("weight_syncs") or {})
-    told = [f"| weight syncs | {markdown(syncs)} |"] if syncs else []
-    return ["| time | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows if value), *lost, *told, ""]
+    sync_rows = [f"| weight syncs | {markdown(syncs)} |"] if syncs else []
+    return [
+        "| time | |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in rows if value),
+        *lost,
+        *sync_rows,
+        "",
+    ]
 
 
 def _incidents_and_decisions(timeline: Timeline) -> list[str]:

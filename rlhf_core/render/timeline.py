@@ -199,13 +199,13 @@ def collective_text(incident: Incident) -> str:
 
 
 def _standstill(incident: Incident) -> TimelineEntry | None:
-    """The start of a hang. A worker that exits is detected at once and has no such entry."""
+    """Build the entry for the start of a hang. A worker that exits is detected at once and has no such entry."""
     if incident.failure_kind not in HANGS or incident.detected_after_s is None:
         return None
-    where = f" at step {incident.step}" if incident.step is not None else ""
+    at_step = f" at step {incident.step}" if incident.step is not None else ""
     phase = f", phase {incident.phase}" if incident.phase else ""
     suspects = suspects_text(incident) or "the ranks; no single one is to blame"
-    text = f"progress stopped{where}{phase}: last sign of life of {suspects}"
+    text = f"progress stopped{at_step}{phase}: last sign of life of {suspects}"
     if incident.collective:
         text += f"; the last collective that a rank entered is {collective_text(incident)}"
     text += f" (found {duration(incident.detected_after_s)} later)"
@@ -213,11 +213,11 @@ def _standstill(incident: Incident) -> TimelineEntry | None:
 
 
 def _recoveries(incidents: Sequence[Incident], first_steps: Sequence[FirstStep]) -> list[TimelineEntry]:
-    """The first step after each incident; for several incidents without a step in between, after the last one."""
+    """Build an entry for the first step after each incident; of several without a step in between, after the last."""
     last: dict[FirstStep, Incident] = {}
     for incident in sorted(incidents, key=lambda one: one.seen_at):
-        here = (incident.attempt, incident.restart)
-        later = [one for one in first_steps if (one.attempt, one.restart) > here and one.time > incident.seen_at]
+        start = (incident.attempt, incident.restart)
+        later = [one for one in first_steps if (one.attempt, one.restart) > start and one.time > incident.seen_at]
         if later:
             last[min(later, key=lambda one: (one.attempt, one.restart))] = incident
     return [

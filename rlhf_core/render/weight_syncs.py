@@ -17,12 +17,12 @@ def weight_sync_text(facts: Mapping[str, Any]) -> str:
     """
     if not facts:
         return ""
-    said = [f"{count(facts['num_versions'], 'version')} to {count(facts['engines'], 'engine')}"]
+    parts = [f"{count(facts['num_versions'], 'version')} to {count(facts['engines'], 'engine')}"]
     if facts["seconds"] is not None:
-        said.append(f"{' and '.join(facts['transports'])}, median {_seconds(facts)}")
-        said += [f"{facts['gb_per_s']:.3g} GB/s"] if facts["gb_per_s"] else []
-        said += [f"{facts['share_of_limit']:.0%} of the link"] if facts["share_of_limit"] is not None else []
-    return ", ".join([*said, _acknowledged(facts["unacknowledged"])])
+        parts.append(f"{' and '.join(facts['transports'])}, median {_seconds(facts)}")
+        parts += [f"{facts['gb_per_s']:.3g} GB/s"] if facts["gb_per_s"] else []
+        parts += [f"{facts['share_of_limit']:.0%} of the link"] if facts["share_of_limit"] is not None else []
+    return ", ".join([*parts, _acknowledged(facts["unacknowledged"])])
 
 
 def _seconds(facts: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """States of runs, stages and attempts with the legal transitions between them, and the roles of an attempt's workers.
 
-The tables at the end are the only definition. The store enforces them with ``UPDATE ... WHERE state IN (...)``. Without
-pydantic, whose import takes longer than all that a short process of a worker does.
+The tables at the end are the only definition. The store enforces them with ``UPDATE ... WHERE state IN (...)``. This
+module does not use pydantic, whose import takes longer than all other work of a short worker process.
 """
 
 from enum import StrEnum

@@ -97,8 +97,8 @@ class Schema(BaseModel):
 def field_docs(schema: type[BaseModel]) -> Mapping[str, str]:
     """The string under each field of a schema as one line, by the field's name; inherited fields included.
 
-    Read from the source when it is asked for, which help, documentation and forms do. pydantic can read it too
-    (``use_attribute_docstrings``), but then does so at every start, which took a third of the import of the schemas.
+    Read from the source on request, for help, documentation and forms. pydantic can read it too
+    (``use_attribute_docstrings``), but then does so at every start, which took a third of the time to import them.
     """
     found: dict[str, str] = {}
     for base in reversed(schema.__bases__):

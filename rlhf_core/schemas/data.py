@@ -1,4 +1,4 @@
-"""Settings of the data: where prompts and completions come from."""
+"""Settings of the data: the source of prompts and completions."""
 
 from typing import Literal, Self
 

@@ -29,7 +29,7 @@ class WeightsInForce(Schema):
 
 
 class EngineHealth(Schema):
-    """State of an engine, reported by a separate thread, also while it samples."""
+    """State of an engine, reported by a separate thread even while it samples."""
 
     rank: Int32
     generation: Int32

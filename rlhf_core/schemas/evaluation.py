@@ -31,7 +31,7 @@ class PromoteSpec(Schema):
     """Promotion of the best checkpoint to a model directory for others to use."""
 
     when: Literal["never", "approved", "always"] = "never"
-    """Condition: `never`; `approved`, where the run waits for approval after the evaluation (in Prefect, or with `rlhf
+    """Condition: `never`; `approved`, once a user approves it after the evaluation (in Prefect, or with `rlhf
     approve`); or `always`, without approval."""
     folder: str = ""
     """Folder of promoted models, each in `<folder>/<run id>`. Empty: `promoted` beside the run directories."""

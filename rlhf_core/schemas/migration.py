@@ -86,7 +86,7 @@ def current_document(document: Mapping[str, Any]) -> dict[str, Any]:
         now["trainer"] = dict(now["trainer"])
     _choose_algorithm(loops, found)
     for name, value in _flat(found):
-        if name != "train.algorithm" and not _meant_nothing(name, loops):
+        if name != "train.algorithm" and not _had_no_effect(name, loops):
             _put(now, current_name(name), value)
     return now
 
@@ -148,7 +148,7 @@ def _choose_algorithm(loops: dict[str, Any], found: Mapping[str, Any]) -> None:
             main["algorithm"]["batch_size"] = size
 
 
-def _meant_nothing(name: str, loops: Mapping[str, Any]) -> bool:
+def _had_no_effect(name: str, loops: Mapping[str, Any]) -> bool:
     """Return True for settings of GRPO beside another algorithm, which were allowed without effect."""
     main = loops["main"]
     algorithm = main.get("algorithm") if isinstance(main, Mapping) else None

@@ -37,16 +37,16 @@ class Inventory(Schema):
         return self.node_gpus.get(node, self.gpus_per_node)
 
     def nodes_for(self, slurm: SlurmSpec, gpus_per_node: int = 0) -> list[str]:
-        """Nodes that a job with these options may get one day: even those that are busy or out of service."""
-        # A partition that is not listed is hidden: which nodes it has is unknown.
+        """Nodes that a job with these options may get eventually, including those that are busy or out of service."""
+        # A partition that is not listed is hidden, and its nodes are unknown.
         listed = {partition for found in self.node_partitions.values() for partition in found}
-        wanted = listed & (slurm.partitions or {*self.default_partition.split(",")})
+        allowed = listed & (slurm.partitions or {*self.default_partition.split(",")})
         return [
             name
             for name in self.node_names
             if name not in slurm.exclude
             and self.gpus_of(name) >= gpus_per_node
-            and (not wanted or wanted & {*self.node_partitions.get(name, ())})
+            and (not allowed or allowed & {*self.node_partitions.get(name, ())})
         ]
 
 

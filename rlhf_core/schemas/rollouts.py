@@ -55,7 +55,7 @@ class VllmSettings(Schema):
     cpu_cache_gb: Positive = 1
     """Main memory for the KV cache of each engine on nodes without GPUs, in GiB."""
     prefix_caching: bool = True
-    """Compute what the prompts of a group have in common once."""
+    """Compute the common prefix of the prompts of a group only once."""
     enforce_eager: bool = False
     """Disable CUDA graphs: faster start and less memory, but slower sampling."""
     tensor_parallel: Positive = 1
@@ -69,7 +69,7 @@ class SglangSettings(Schema):
     gpu_memory_share: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Share of a GPU's memory for SGLang's weights and cache."""
     prefix_caching: bool = True
-    """Compute what the prompts of a group have in common once."""
+    """Compute the common prefix of the prompts of a group only once."""
 
 
 class RemoteSettings(Schema):

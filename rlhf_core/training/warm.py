@@ -17,7 +17,7 @@ NATIVE_MODULES = ("rlhf_core.training.trainers.run", "rlhf_core.training.evaluat
 """Modules of the native targets. Their own imports are loaded with them."""
 
 LATE_MODULES = ("transformers.modeling_layers", "transformers.models.auto.tokenization_auto")
-"""Modules that transformers imports with the first model and the first tokenizer, whichever they are."""
+"""Modules that transformers imports with the first model and the first tokenizer, whatever their type."""
 
 
 def import_libraries() -> None:
@@ -48,10 +48,10 @@ def _import(modules: Sequence[str]) -> None:
 
 @contextmanager
 def _fit_for_forks() -> Iterator[None]:
-    """Check that the imports inside have left everything to the processes that will be forked.
+    """Check that the imports in the block leave all initialisation to the processes that will be forked.
 
     Raises:
-        WorkerError: they have not.
+        WorkerError: they have initialised CUDA or a process group.
     """
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # otherwise querying GPUs would initialise the driver
     yield
@@ -67,8 +67,8 @@ def _initialised() -> dict[str, bool]:
 
 
 def _is_unfit_for_forks() -> bool:
-    """True if a forked process could not use CUDA. torch notes in the child that its parent touched the driver, also
-    where it does not call CUDA initialised."""
+    """True if a forked process could not use CUDA. torch records in the child that its parent touched the driver, even
+    if it does not report CUDA as initialised."""
     if not torch.backends.cuda.is_built():
         return False
     child = os.fork()

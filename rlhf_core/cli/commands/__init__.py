@@ -1,1 +1,1 @@
-"""Commands of ``rlhf``: one module per command, or per few that belong together. ``cli.main`` registers them."""
+"""Commands of ``rlhf``: one module per command or group of related commands, registered by ``cli.main``."""

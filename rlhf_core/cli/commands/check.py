@@ -1,4 +1,4 @@
-"""``rlhf init`` and ``check``: a config before its run.
+"""``rlhf init`` and ``check``: write a config, and check it before its run.
 
 Heavy modules are imported inside the functions, so that ``rlhf --help`` stays fast.
 """
@@ -33,7 +33,7 @@ class CommandWithSettings(TyperCommand):
     """Command whose help ends with every setting of a config."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Print the usual help, then the table. Computed only now: the settings come from the schemas."""
+        """Print the usual help, then the table of settings, whose schemas are imported only now."""
         super().format_help(ctx, formatter)
         from rlhf_core.config.fields import describe_fields
 
@@ -103,8 +103,8 @@ def _checks(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
     spec = for_site(resolve(config, overrides), site)
     scheduler = get_scheduler(site.scheduler)
     # User code is imported from a snapshot like the one the nodes would get.
-    there = tuple(path for path in spec.code.paths if Path(path).exists())
-    copied = spec.model_copy(update={"code": spec.code.model_copy(update={"paths": there})})
+    existing = tuple(path for path in spec.code.paths if Path(path).exists())
+    copied = spec.model_copy(update={"code": spec.code.model_copy(update={"paths": existing})})
     with tempfile.TemporaryDirectory() as folder:
         keep_code(Path(folder), copied, Path.cwd(), "")
         around = Surroundings(

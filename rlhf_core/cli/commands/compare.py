@@ -1,4 +1,4 @@
-"""``rlhf compare``: what differs between runs."""
+"""``rlhf compare``: differences between runs."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -147,15 +147,15 @@ def _print_metrics(compared: Facts) -> None:
 
 
 def sparklines(curves: Sequence[Sequence[tuple[int, float]]], width: int = _CURVE_WIDTH) -> list[str]:
-    """Each curve as a line of bars, all on the same two axes; blank before its first step and after its last."""
-    known = [finite(curve) for curve in curves]
-    points = [point for curve in known for point in curve]
+    """Draw each curve as a line of bars, all on the same axes; blank before its first step and after its last one."""
+    finite_curves = [finite(curve) for curve in curves]
+    points = [point for curve in finite_curves for point in curve]
     if not points:
         return [""] * len(curves)
     first, last = min(step for step, _ in points), max(step for step, _ in points)
     low, high = min(value for _, value in points), max(value for _, value in points)
     cells = min(width, last - first + 1)
-    return [_sparkline(curve, cells, (first, last), (low, high)) for curve in known]
+    return [_sparkline(curve, cells, (first, last), (low, high)) for curve in finite_curves]
 
 
 def _sparkline(

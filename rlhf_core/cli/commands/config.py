@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tomlkit import TOMLDocument
     from tomlkit.items import Table
 
-_MARK = "rlhf_loops_stand_here"
+_MARKER = "rlhf_loops_stand_here"
 _ORDER = (
     "loops.warm_start", "loops.warm_start.algorithm", "loops.warm_start.optimizer",
     "loops.main", "loops.main.algorithm", "loops.main.optimizer", "trainer",
@@ -23,7 +23,7 @@ _ORDER = (
 
 @dataclass
 class _Section:
-    """A section of the new form, as lines."""
+    """Lines of a section in the format of this version."""
 
     header_comment: str = ""
     before: list[str] = field(default_factory=list)
@@ -47,10 +47,10 @@ def migrate(
 
 
 def migrated_text(file: Path) -> str:
-    """A config in the form of this version.
+    """Translate a config into the format of this version.
 
     Raises:
-        BadConfig: the file cannot be used, or is written in a way that has to be rewritten by hand.
+        BadConfig: the file is invalid, or can only be rewritten by hand.
     """
     from tomlkit import parse
 
@@ -70,18 +70,18 @@ def migrated_text(file: Path) -> str:
     renamed = any(name in RENAMED for name in old)
     if renamed or "loops" in content or not all(_is_plain(text, name) for name in OLD_SECTIONS if name in content):
         raise BadConfig(f"{file} must be rewritten by hand:\n{by_hand}")
-    wanted = current_document(content)
-    meant = validate(wanted, str(file))
+    current = current_document(content)
+    expected = validate(current, str(file))
     document = parse(text)
-    block = _block(_sections(document, wanted))
+    block = _block(_sections(document, current))
     found = re.sub(
-        rf"(?m)^[ \t]*\[[^\n]*\n{_MARK} = (true|false)\n",
+        rf"(?m)^[ \t]*\[[^\n]*\n{_MARKER} = (true|false)\n",
         lambda mark: block if mark[1] == "true" else "",
         document.as_string(),
     )
     found = re.sub(r"\n{3,}", "\n\n", found).rstrip() + "\n"
     try:
-        same = validate(parse(found).unwrap(), str(file)) == meant
+        same = validate(parse(found).unwrap(), str(file)) == expected
     except (BadConfig, ValueError):
         same = False
     if not same:
@@ -90,14 +90,15 @@ def migrated_text(file: Path) -> str:
 
 
 def _is_plain(text: str, section: str) -> bool:
-    """True if a section has a header line of its own, and is no inline table."""
+    """True if a section has a header line of its own, that is, if it is not an inline table."""
     return re.search(rf"(?m)^\s*\[\s*{section}\s*\]", text) is not None
 
 
-def _sections(document: "TOMLDocument", wanted: dict[str, Any]) -> dict[str, _Section]:
-    """Take the old sections out of the document, and sort their settings into sections of the new form.
+def _sections(document: "TOMLDocument", current: dict[str, Any]) -> dict[str, _Section]:
+    """Remove the old sections from the document, and sort their settings into sections of the new format.
 
-    The first of them leaves a mark in its place. What stands under the last setting of one belongs to what follows it.
+    A marker takes the place of each old section. Lines below the last setting of a section belong to the section that
+    follows.
     """
     from tomlkit import parse
 
@@ -121,9 +122,9 @@ def _sections(document: "TOMLDocument", wanted: dict[str, Any]) -> dict[str, _Se
             found[section].lines[name] = [*_without_gaps(above), f"{name} = {item.as_string()}{comment}"]
             above = []
         last = order.index(old) == len(order) - 1 or order[order.index(old) + 1] not in OLD_SECTIONS
-        document[old] = _left_of(above if last else [], is_first=old == next(n for n in order if n in OLD_SECTIONS))
+        document[old] = _placeholder(above if last else [], is_first=old == next(n for n in order if n in OLD_SECTIONS))
         above = [] if last else _without_gaps(above)
-    _complete(found, wanted)
+    _complete(found, current)
     if "trainer" in document and found["trainer"].lines:
         trainer: Any = document["trainer"]
         for lines in found.pop("trainer").lines.values():
@@ -135,22 +136,22 @@ def _sections(document: "TOMLDocument", wanted: dict[str, Any]) -> dict[str, _Se
 _HEADERS = {"sft": "loops.warm_start", "train": "loops.main", "grpo": "loops.main.algorithm"}
 
 
-def _left_of(below: list[str], *, is_first: bool) -> "Table":
-    """The mark that stands for an old section, and the lines below its last setting."""
+def _placeholder(below: list[str], *, is_first: bool) -> "Table":
+    """Build the table that takes the place of an old section: a marker, and the lines below its last setting."""
     from tomlkit import comment, nl, table
 
-    left = table()
-    left[_MARK] = is_first
+    placeholder = table()
+    placeholder[_MARKER] = is_first
     for line in below:
-        left.add(comment(line.lstrip("# ")) if line.strip() else nl())
-    return left
+        placeholder.add(comment(line.lstrip("# ")) if line.strip() else nl())
+    return placeholder
 
 
-def _complete(found: dict[str, _Section], wanted: dict[str, Any]) -> None:
-    """Add what 0.1 had as defaults and this version wants to be said; drop what has no effect."""
+def _complete(found: dict[str, _Section], current: dict[str, Any]) -> None:
+    """Add the defaults of 0.1 that this version requires explicitly; drop settings without effect."""
     from rlhf_core.config.fields import to_toml
 
-    loops = wanted["loops"]
+    loops = current["loops"]
     if not loops.get("warm_start", {}).get("num_steps"):
         for name in [name for name in found if name.startswith("loops.warm_start")]:
             found[name] = _Section()

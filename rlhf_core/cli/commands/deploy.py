@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from rlhf_core.config.site import Site
 
 POLL_INTERVAL_S = 2.0
-"""Interval between two queries of the reason why a run has not begun."""
+"""Interval between two queries of the reason why a run has not begun, in seconds."""
 
 STUCK_S = 300.0
-"""Time that a program waits for a worker that could begin the run. At a terminal the user decides."""
+"""Time that a script waits for a worker that can begin the run, in seconds. At a terminal, the user decides."""
 
 TagOption = Annotated[
     list[str] | None,
@@ -122,13 +122,13 @@ def submit(
     site = site_in_prefect()
     from flows.deployments.registration import submit_config
 
-    asked = submit_config(config, site, overrides=set_ or (), tags=tag or (), owner=owner)
+    request = submit_config(config, site, overrides=set_ or (), tags=tag or (), owner=owner)
     if as_json:
-        output.print_json({"run_id": asked.run_id, "flow_run_id": asked.flow_run_id, "url": asked.url})
+        output.print_json({"run_id": request.run_id, "flow_run_id": request.flow_run_id, "url": request.url})
     else:
-        output.print_text(f"run {asked.run_id} is requested: {asked.url}")
+        output.print_text(f"run {request.run_id} is requested: {request.url}")
     if watch:
-        _watch(site, asked, begin_within_s, as_json)
+        _watch(site, request, begin_within_s, as_json)
 
 
 def _require_good_config(config: str, overrides: Sequence[str], *, or_deployment: bool = False) -> None:
@@ -136,7 +136,7 @@ def _require_good_config(config: str, overrides: Sequence[str], *, or_deployment
 
     Raises:
         BadConfig: the config or an override cannot be used.
-        BadInput: it is neither a file nor a preset, and no deployment can be called so.
+        BadInput: it is neither a file nor a preset, and not a valid name of a deployment.
     """
     from rlhf_core.config import loading as configs
     from rlhf_core.config.problems import expected_name, is_name
@@ -160,25 +160,25 @@ def site_in_prefect() -> "Site":
     return site
 
 
-def _watch(site: "Site", asked: "Submitted", begin_within_s: float | None, as_json: bool) -> None:
+def _watch(site: "Site", request: "Submitted", begin_within_s: float | None, as_json: bool) -> None:
     from rlhf_core.cli.watching import watch_run
     from rlhf_core.files.lookups import is_there
     from rlhf_core.run_dir.run import RunDir
 
-    run_dir = RunDir.of(site.runs_dir, asked.run_id)
-    _await_beginning(lambda: is_there(run_dir.spec), asked, begin_within_s)
+    run_dir = RunDir.of(site.runs_dir, request.run_id)
+    _await_beginning(lambda: is_there(run_dir.spec), request, begin_within_s)
     record = watch_run(run_dir, 2.0, as_json=as_json)
     if record.state is RunState.CANCELLED:
-        raise RunCancelled(f"run {asked.run_id} was cancelled: {record.cause}")
+        raise RunCancelled(f"run {request.run_id} was cancelled: {record.cause}")
     if record.state is not RunState.COMPLETED:
         raise RunFailed(
-            f"run {asked.run_id} {record.state.value}: {record.cause}. `rlhf show {asked.run_id}` has the details"
+            f"run {request.run_id} {record.state.value}: {record.cause}. `rlhf show {request.run_id}` has the details"
         )
 
 
 def _await_beginning(
     has_begun: Callable[[], bool],
-    asked: "Submitted",
+    request: "Submitted",
     begin_within_s: float | None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
@@ -186,28 +186,28 @@ def _await_beginning(
     """Wait until a worker has created the run, and report the reason for waiting.
 
     Raises:
-        RunNotBegun: that takes too long.
-        RunFailed, RunCancelled: there will be no run.
+        RunNotBegun: the run has not begun in time.
+        RunFailed, RunCancelled: the run will never begin.
     """
     from flows.queue import what_it_waits_for
     from rlhf_core.cli.progress import person_at_terminal
 
     timeout_s = STUCK_S if begin_within_s is None and person_at_terminal() is None else None
-    started, stuck_since, said = clock(), None, ""
+    started, stuck_since, reason = clock(), None, ""
     while not has_begun():
-        wait = what_it_waits_for(asked.flow_run_id)
+        wait = what_it_waits_for(request.flow_run_id)
         if has_begun():
-            return  # while Prefect was asked
-        if wait.words != said:
-            said = wait.words
-            (output.warn if wait.stuck else output.note)(f"run {asked.run_id} has not started: {said}")
+            return  # it began while Prefect was queried
+        if wait.words != reason:
+            reason = wait.words
+            (output.warn if wait.stuck else output.note)(f"run {request.run_id} has not started: {reason}")
         now = clock()
         stuck_since = (now if stuck_since is None else stuck_since) if wait.stuck else None
         late = begin_within_s is not None and now - started >= begin_within_s
         if late or (timeout_s is not None and stuck_since is not None and now - stuck_since >= timeout_s):
             raise RunNotBegun(
-                f"run {asked.run_id} has not started after {output.seconds_text(now - started)}: {said}. The request "
-                "remains, and the run starts when it can: do not request it again. Cancel on its page withdraws it: "
-                f"{asked.url}"
+                f"run {request.run_id} has not started after {output.seconds_text(now - started)}: {reason}. The "
+                "request remains, and the run starts when it can: do not request it again. Cancel on its page "
+                f"withdraws it: {request.url}"
             )
         sleep(POLL_INTERVAL_S)

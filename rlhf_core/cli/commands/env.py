@@ -39,12 +39,12 @@ def create(
     from rlhf_core.config.site import load_site
     from rlhf_core.machine import environments
 
-    wanted = environments.definition(name)
-    place = (folder or environments.default_folder(name, load_site().home)).expanduser().absolute()
-    made = environments.create(wanted, place, torch=torch, python=python, tell=_tell)
+    definition = environments.definition(name)
+    target = (folder or environments.default_folder(name, load_site().home)).expanduser().absolute()
+    made = environments.create(definition, target, torch=torch, python=python, tell=_print_progress)
     done = "already exists" if made.was_there else f"was built in {made.seconds:.0f} s"
-    use = name if folder is None else str(place)
-    output.print_text(f'{place} {done}. Use it with trainer.environment = "{use}".')
+    use = name if folder is None else str(target)
+    output.print_text(f'{target} {done}. Use it with trainer.environment = "{use}".')
 
 
 def list_(as_json: JsonOption = False) -> None:
@@ -55,9 +55,9 @@ def list_(as_json: JsonOption = False) -> None:
     home = load_site().home
     rows = []
     for name in names():
-        wanted = environments.definition(name)
-        found = environments.inspect(wanted, environments.default_folder(name, home))
-        rows.append({"name": name, "state": found.state, "folder": str(found.folder), "summary": wanted.summary})
+        definition = environments.definition(name)
+        found = environments.inspect(definition, environments.default_folder(name, home))
+        rows.append({"name": name, "state": found.state, "folder": str(found.folder), "summary": definition.summary})
     if as_json:
         output.print_json(rows)
     else:
@@ -69,18 +69,18 @@ def show(name: NameArgument, folder: FolderOption = None, as_json: JsonOption = 
     from rlhf_core.config.site import load_site
     from rlhf_core.machine import environments
 
-    wanted = environments.definition(name)
-    place = (folder or environments.default_folder(name, load_site().home)).expanduser().absolute()
-    found = environments.inspect(wanted, place)
+    definition = environments.definition(name)
+    target = (folder or environments.default_folder(name, load_site().home)).expanduser().absolute()
+    found = environments.inspect(definition, target)
     row = {
         "name": name,
-        "summary": wanted.summary,
-        "folder": str(place),
+        "summary": definition.summary,
+        "folder": str(target),
         "state": found.state,
         "python": found.python,
-        "torch": found.torch or wanted.torch,
-        "requirements": list(wanted.requirements),
-        "constraints": list(wanted.constraints),
+        "torch": found.torch or definition.torch,
+        "requirements": list(definition.requirements),
+        "constraints": list(definition.constraints),
     }
     if as_json:
         output.print_json(row)
@@ -89,6 +89,6 @@ def show(name: NameArgument, folder: FolderOption = None, as_json: JsonOption = 
         output.print_records(tuple(row), [cells])
 
 
-def _tell(line: str) -> None:
+def _print_progress(line: str) -> None:
     if _PROGRESS.match(line):
         output.note(line)

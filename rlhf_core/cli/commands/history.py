@@ -202,7 +202,7 @@ def catch_up(store: "HistoryStore", run_id: str) -> None:
 
 
 def _with_undriven(store: "HistoryStore", found: Sequence[Facts]) -> list[dict[str, Any]]:
-    """Add ``undriven_since`` to runs: the time since when no controller drives one that has not ended, else None."""
+    """Add ``undriven_since`` to runs: the time since which an active run has had no controller; otherwise None."""
     from rlhf_core.control.undriven import undriven_since
 
     since = undriven_since(store, [run["run_id"] for run in found if run["ended_at"] is None])
@@ -267,7 +267,7 @@ def _print_controllers(controllers: Sequence[Facts], *, is_driven: bool) -> None
         several = f", after {count(len(controllers) - 1, 'other')}" if len(controllers) > 1 else ""
         title = "Driven by" if is_driven else "Last driven by"
         output.print_text(f"{title}: {owner_text(controllers[-1]['controller'])}{several}")
-    # The newest controller with a page; one that only ended the run, for instance, has none.
+    # The newest controller with a page: one that only ended the run, for instance, has none.
     pages = [one["flow_run_url"] for one in controllers if one["flow_run_url"]]
     if pages:
         output.print_text(f"In Prefect: {pages[-1]}")
@@ -276,11 +276,11 @@ def _print_controllers(controllers: Sequence[Facts], *, is_driven: bool) -> None
 def _print_promotion(promotion: Facts) -> None:
     if not promotion:
         return
-    said = [f"Promotion: {promotion['state']}, checkpoint of step {promotion['checkpoint_step']}"]
-    said += [f"by {promotion['decided_by']}"] if promotion["decided_by"] else []
-    said += [promotion["path"]] if promotion["path"] else []
+    parts = [f"Promotion: {promotion['state']}, checkpoint of step {promotion['checkpoint_step']}"]
+    parts += [f"by {promotion['decided_by']}"] if promotion["decided_by"] else []
+    parts += [promotion["path"]] if promotion["path"] else []
     reason = f" ({promotion['reason']})" if promotion["reason"] else ""
-    output.print_text(", ".join(said) + reason)
+    output.print_text(", ".join(parts) + reason)
 
 
 def _print_stages(stages: Sequence[Facts]) -> None:

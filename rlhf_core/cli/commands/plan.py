@@ -57,7 +57,7 @@ def _plan(config: str, overrides: list[str]) -> "RunPlan":
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# For people
+# Tables
 
 
 def _print_plan(found: "RunPlan") -> None:
@@ -137,7 +137,7 @@ def _proposed(one: "Proposal") -> tuple[object, ...]:
 
 
 def _notes(found: "RunPlan") -> Iterator[str]:
-    """Sentences on what the figures rest on."""
+    """Sentences on the basis of the figures."""
     spec, measured = found.spec, found.measured
     if not found.memory:
         yield "The size of the model is unknown (no weights, and no dimensions in its config): nothing is predicted."
@@ -179,7 +179,7 @@ def _seconds(seconds: float | None) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# For programs
+# JSON
 
 
 def plan_json(found: "RunPlan") -> dict[str, Any]:

@@ -30,7 +30,7 @@ def approve(
     Works even after a refusal, after the deadline, or if the model could not be written; in these cases, this process
     writes it.
     """
-    _answer(run, "approved", by, reason, as_json)
+    _decide(run, "approved", by, reason, as_json)
 
 
 def refuse(
@@ -40,10 +40,10 @@ def refuse(
     as_json: JsonOption = False,
 ) -> None:
     """Refuse the promotion of the model of a completed run."""
-    _answer(run, "refused", by, reason, as_json)
+    _decide(run, "refused", by, reason, as_json)
 
 
-def _answer(run: str, verdict: "Verdict", by: str, reason: str, as_json: bool) -> None:
+def _decide(run: str, verdict: "Verdict", by: str, reason: str, as_json: bool) -> None:
     from rlhf_core.config.site import load_site
     from rlhf_core.control.approval import answer_promotion
     from rlhf_core.history.store import HistoryStore

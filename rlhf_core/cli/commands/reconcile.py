@@ -35,11 +35,11 @@ def reconcile(
         else:
             found = [(one.action, one.done, one.message) for one in reconcile_once(site, store, flow_runs)]
     if as_json:
-        output.print_json([{**_as_dict(action), "done": done, "said": said} for action, done, said in found])
+        output.print_json([{**_as_dict(action), "done": done, "said": result} for action, done, result in found])
     elif not found:
         output.print_text("Database, Prefect and scheduler agree.")
     else:
-        rows = [(one.run_id, one.kind.value.replace("_", " "), one.reason, said) for one, _, said in found]
+        rows = [(one.run_id, one.kind.value.replace("_", " "), one.reason, result) for one, _, result in found]
         output.print_table(("run", "action", "why", "result"), rows)
     if any(done is False for action, done, _ in found if action.kind is not ActionKind.NOTE):
         raise typer.Exit(1)

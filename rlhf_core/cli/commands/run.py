@@ -167,13 +167,13 @@ def _withdraw(site: "Site", text: str, reason: str) -> bool:
 
 
 def find_run(store: "HistoryStore | None", site: "Site", text: str) -> "RunDir":
-    """Find the directory of a run by the text that names it; a run that is not in the history yet is found on disk.
+    """Find the directory of a run by its id or name; a run that is not in the history yet is found on disk.
 
     Args:
-        store: the history; None if it cannot be used. Then a run is found by its id alone.
+        store: the history; None if it cannot be used, in which case only the id finds a run.
 
     Raises:
-        UnknownRun: there is none, or its directory is gone.
+        UnknownRun: the run does not exist, or its directory is gone.
     """
     from rlhf_core.history import queries
     from rlhf_core.run_dir.run import RunDir
@@ -220,7 +220,7 @@ def _drive(
     def waits(owner: str, seconds: float) -> None:
         output.note(f"{owner} Waiting for its renewal or expiry, {seconds:.0f} s at most ...")
 
-    # With Prefect the flow run of this process is known only later; it records itself in the journal.
+    # With Prefect, the flow run of this process starts only later and records itself in the journal.
     link = FlowRunLink() if no_prefect else None
     controlling = opened(
         run_dir, site, store, progress, resumed=resumed, flow_run=link, on_wait=waits, fail_if_held=True
@@ -240,7 +240,7 @@ def _drive(
 
 
 def _settle_code(controller: "Controller", *, take: bool) -> None:
-    """Take the user's present code, or say that the run uses its copy where they differ."""
+    """Copy the user's present code, or warn that the run uses an older copy if the two differ."""
     from rlhf_core.control.own_code import advise_about_code, take_code
 
     if take:

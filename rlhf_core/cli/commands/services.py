@@ -39,14 +39,14 @@ def up(
     from rlhf_core.config.site import load_site
     from rlhf_core.files import private as private_files
 
-    site, names = load_site(), _present_names(services or ())
+    site, names = load_site(), _current_names(services or ())
     if not status:
         private_files.make_folder(site.home)
         started = start(site, names, output.note)
         for one in started:
             output.note(f"{one.name}: {one.what} (process {one.pid})")
     if as_json:
-        output.print_json(_seen(site))
+        output.print_json(_status_rows(site))
     elif status:
         _print_status(site)
     if status:
@@ -85,7 +85,7 @@ def down(services: ServicesArgument = None) -> None:
     from rlhf_core.config.site import load_site
 
     site = load_site()
-    ended = stop(site, _present_names(services or ()), output.note)
+    ended = stop(site, _current_names(services or ()), output.note)
     output.print_text(f"ended: {', '.join(ended)}" if ended else "nothing was running")
     try:
         runs = _active_runs(site)
@@ -109,13 +109,13 @@ def serve(
     from rlhf_core.files import private as private_files
 
     site = load_site()
-    (name,) = wanted_services(site, _present_names((service,)))
+    (name,) = wanted_services(site, _current_names((service,)))
     private_files.make_folder(site.home)
     be(site, name)
 
 
-def _present_names(services: Sequence[str]) -> list[str]:
-    """Names of services as they are now; says so where an earlier one was given."""
+def _current_names(services: Sequence[str]) -> list[str]:
+    """Translate former names of services into current ones, with a note for each."""
     from rlhf_core.services.lifecycle import EARLIER_NAMES
 
     for name in services:
@@ -125,7 +125,7 @@ def _present_names(services: Sequence[str]) -> list[str]:
 
 
 def _active_runs(site: "Site") -> list[str]:
-    """Ids of the runs that have not ended, as the history knows them; empty where there is no history yet."""
+    """Ids of the runs that have not ended, according to the history; empty if there is no history yet."""
     from rlhf_core.history import database, migrate, queries
     from rlhf_core.history.store import HistoryStore
 
@@ -141,7 +141,7 @@ def _active_runs(site: "Site") -> list[str]:
         ]
 
 
-def _seen(site: "Site") -> list[dict[str, Any]]:
+def _status_rows(site: "Site") -> list[dict[str, Any]]:
     from flows.services import num_restarts, status
     from rlhf_core.services.presence import ServiceFiles
 
@@ -162,4 +162,4 @@ def _seen(site: "Site") -> list[dict[str, Any]]:
 
 def _print_status(site: "Site") -> None:
     columns = ("service", "state", "process", "since", "started by", "restarts (1 h)", "address", "log")
-    output.print_table(columns, [tuple(row.values()) for row in _seen(site)])
+    output.print_table(columns, [tuple(row.values()) for row in _status_rows(site)])

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rlhf_core.history.saved_queries import SavedQuery
 
 _TABLE_ROWS = 1000
-"""Rows of a table by default."""
+"""Maximum number of rows of a table by default."""
 
 
 def sql(
@@ -77,7 +77,7 @@ def sql(
         if show_it:
             output.print_text(saved_queries.statement(found, saved_queries.dialect_of(store)).rstrip())
             return
-        given = _named(values or [])
+        given = _parse_values(values or [])
         if as_json:
             with saved_queries.stream(store, found, given, clock) as streamed:
                 rows = (dict(zip(streamed.columns, row, strict=True)) for row in streamed.rows)
@@ -122,16 +122,16 @@ def _list_queries(as_json: bool) -> None:
     output.print_table(("query", "meaning", "arguments"), rows)
 
 
-def _named(values: Sequence[str]) -> dict[str, str]:
-    """Values by their names.
+def _parse_values(values: Sequence[str]) -> dict[str, str]:
+    """Parse values given as ``NAME=VALUE``.
 
     Raises:
-        BadInput: one has no name.
+        BadInput: a value has no name.
     """
-    named = {}
+    found = {}
     for given in values:
         name, separator, value = given.partition("=")
         if not separator or not name:
             raise BadInput(f"found {given!r}, expected NAME=VALUE, for instance days=7")
-        named[name] = value
-    return named
+        found[name] = value
+    return found

@@ -1,4 +1,4 @@
-"""``rlhf wrap``: from the launch line of a trainer to a config.
+"""``rlhf wrap``: make a config from the launch line of a trainer.
 
 Heavy modules are imported inside the functions, so that ``rlhf --help`` stays fast.
 """
@@ -105,7 +105,7 @@ def _wrapped(line: Sequence[str], options: "WrapOptions") -> "WrappedLine":
 
 
 def _active_environment() -> str:
-    """Virtual environment of the shell, absolute; empty without one, and for that of rlhf itself: jobs have it."""
+    """Absolute path of the active virtual environment; empty without one, or if it is that of rlhf, which jobs have."""
     found = os.environ.get("VIRTUAL_ENV", "")
     return "" if not found or Path(found).resolve() == Path(sys.prefix).resolve() else str(Path(found).absolute())
 

@@ -35,10 +35,10 @@ class Standstill:
     def __init__(self) -> None:
         self._looks: dict[Place, list[Inspection]] = {}
 
-    def add(self, looks: Collection[Inspection]) -> None:
+    def add(self, inspections: Collection[Inspection]) -> None:
         """Add one inspection of all workers."""
         new: dict[Place, list[Inspection]] = {}
-        for look in looks:
+        for look in inspections:
             before = self._looks.get(_place(look), [])
             same = bool(before) and not movement(before[-1], look)
             # If nothing has moved, the first and the last inspections suffice.
@@ -62,7 +62,7 @@ def movement(before: Inspection, after: Inspection) -> str:
     if before.status.sequence != after.status.sequence:
         return "a beat"
     if after.status.in_collective and after.status.collective_sequence is not None:
-        return ""  # it has answered a query about its collectives meanwhile, which takes processor time
+        return ""  # it has answered a query about its collectives meanwhile, which took processor time
     if before.main is Wait.STOPPED and after.main is Wait.STOPPED:
         return ""
     moved = {
@@ -86,13 +86,13 @@ def prove(still: Mapping[Place, Sequence[Inspection]], suspects: Collection[Susp
     """
     found = []
     for one in suspects:
-        looks = still.get((one.status.node, one.status.local_rank), ())
-        evidence = _evidence(looks, still, num_ranks) if _is_long(looks) else ""
+        inspections = still.get((one.status.node, one.status.local_rank), ())
+        evidence = _evidence(inspections, still, num_ranks) if _is_long(inspections) else ""
         if evidence:
             found.append(Suspect(one.status, one.limit_s, evidence))
     if found or len(suspects) < num_ranks or len(still) < num_ranks or not all(map(_is_long, still.values())):
         return found
-    verdict = disagreement([looks[-1].status for looks in still.values()])
+    verdict = disagreement([inspections[-1].status for inspections in still.values()])
     return [Suspect(one.status, one.limit_s, verdict.reason) for one in suspects] if verdict is not None else []
 
 
@@ -100,15 +100,17 @@ def is_promising(still: Mapping[Place, Sequence[Inspection]], suspects: Collecti
     """True if another inspection soon may complete a proof."""
     found = [still.get((one.status.node, one.status.local_rank), ()) for one in suspects]
     return any(
-        looks
-        and not _is_long(looks)
-        and (looks[-1].main is Wait.STOPPED or looks[-1].status.in_collective or _is_asleep(looks[-1]))
-        for looks in found
+        inspections
+        and not _is_long(inspections)
+        and (
+            inspections[-1].main is Wait.STOPPED or inspections[-1].status.in_collective or _is_asleep(inspections[-1])
+        )
+        for inspections in found
     )
 
 
 def confirm(proven: Collection[Suspect], ranks: Sequence[RankStatus]) -> list[Suspect]:
-    """The proven suspects that have not moved since, as just read; suspects without evidence are dropped."""
+    """Keep the proven suspects that a new reading shows unmoved; drop those without evidence."""
     found = []
     for one in proven:
         before = one.status
@@ -120,59 +122,59 @@ def confirm(proven: Collection[Suspect], ranks: Sequence[RankStatus]) -> list[Su
     return found
 
 
-def _is_long(looks: Sequence[Inspection]) -> bool:
-    return len(looks) >= MIN_LOOKS and looks[-1].at_s - looks[0].at_s >= SPAN_S
+def _is_long(inspections: Sequence[Inspection]) -> bool:
+    return len(inspections) >= MIN_LOOKS and inspections[-1].at_s - inspections[0].at_s >= SPAN_S
 
 
-def _evidence(looks: Sequence[Inspection], still: Mapping[Place, Sequence[Inspection]], num_ranks: int) -> str:
+def _evidence(inspections: Sequence[Inspection], still: Mapping[Place, Sequence[Inspection]], num_ranks: int) -> str:
     """Proof that a worker is blocked for good; empty if there is none."""
-    look, seconds = looks[-1], looks[-1].at_s - looks[0].at_s
-    over = f"in {len(looks)} inspections over {seconds:.1f} s"
-    if all(one.main is Wait.STOPPED for one in looks):
-        return f"{stop_of(look.status)} {over}"
-    newest = [one[-1] for one in still.values()]
-    if look.status.in_collective or not _is_waited_for(look, newest) or not all(map(_is_asleep, looks)):
+    newest, seconds = inspections[-1], inspections[-1].at_s - inspections[0].at_s
+    duration = f"in {len(inspections)} inspections over {seconds:.1f} s"
+    if all(one.main is Wait.STOPPED for one in inspections):
+        return f"{stop_of(newest.status)} {duration}"
+    others = [one[-1] for one in still.values()]
+    if newest.status.in_collective or not _is_waited_for(newest, others) or not all(map(_is_asleep, inspections)):
         return ""
     # Something that could not be read, or data in transit, may still wake it.
-    if len(newest) < num_ranks or any(one.problem or one.unsent_bytes for seen in still.values() for one in seen):
+    if len(others) < num_ranks or any(one.problem or one.unsent_bytes for kept in still.values() for one in kept):
         return ""
-    if look.awaited and not _is_closed(still):
+    if newest.awaited and not _is_closed(still):
         return ""
     return (
-        f"has not entered a collective that others wait in: it waits for {look.detail}, which nothing in the job can "
+        f"has not entered a collective that others wait in: it waits for {newest.detail}, which nothing in the job can "
         "end; processor, disk and network were idle "
-        f"{over}"
+        f"{duration}"
     )
 
 
-def _is_waited_for(look: Inspection, newest: Sequence[Inspection]) -> bool:
+def _is_waited_for(inspection: Inspection, newest: Sequence[Inspection]) -> bool:
     """Return True if peers wait in a collective that this worker has not entered, or if it has no peers."""
-    others = [one.status for one in newest if one is not look]
-    entered = look.status.collectives
+    others = [one.status for one in newest if one is not inspection]
+    entered = inspection.status.collectives
     return not others or any(one.in_collective and one.collectives > entered for one in others)
 
 
-def _is_asleep(look: Inspection) -> bool:
+def _is_asleep(inspection: Inspection) -> bool:
     """Return True if only a peer can wake any of its threads."""
-    if look.uses_gpu and look.gpu_percent != 0.0:
+    if inspection.uses_gpu and inspection.gpu_percent != 0.0:
         return False
-    return {look.main, *look.others} <= {Wait.LOCK, Wait.CONNECTION}
+    return {inspection.main, *inspection.others} <= {Wait.LOCK, Wait.CONNECTION}
 
 
 def _is_closed(still: Mapping[Place, Sequence[Inspection]]) -> bool:
     """Return True if nothing in the job can send any more: every worker is idle, inside a collective or asleep, and
     waits only for connections within the job."""
-    newest = [looks[-1] for looks in still.values()]
+    newest = [inspections[-1] for inspections in still.values()]
     job = {connection for one in newest for connection in one.connections}
     return all(map(_is_long, still.values())) and all(_can_only_wait(one) and set(one.awaited) <= job for one in newest)
 
 
-def _can_only_wait(look: Inspection) -> bool:
-    if not look.status.in_collective:
-        return _is_asleep(look)
-    # The main thread waits for its peers, in whatever way.
-    return set(look.others) <= {Wait.LOCK, Wait.CONNECTION, Wait.COLLECTIVE}
+def _can_only_wait(inspection: Inspection) -> bool:
+    if not inspection.status.in_collective:
+        return _is_asleep(inspection)
+    # The main thread waits for its peers inside the collective, whatever the kind of wait.
+    return set(inspection.others) <= {Wait.LOCK, Wait.CONNECTION, Wait.COLLECTIVE}
 
 
-def _place(look: Inspection) -> Place:
-    return look.status.node, look.status.local_rank
+def _place(inspection: Inspection) -> Place:
+    return inspection.status.node, inspection.status.local_rank

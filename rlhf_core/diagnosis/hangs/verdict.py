@@ -74,32 +74,34 @@ def _blame_proven(ranks: Sequence[RankStatus], proven: Mapping[int, str]) -> Ver
         return None
     if all(rank.in_collective and not rank.is_stopped for rank in still):
         return disagreement(ranks)
-    return Verdict(FailureKind.HANG, _numbers(still), "; ".join(_say([rank], proven[rank.rank]) for rank in still))
+    return Verdict(FailureKind.HANG, _numbers(still), "; ".join(_describe([rank], proven[rank.rank]) for rank in still))
 
 
 def _blame(ranks: Sequence[RankStatus], silent: Collection[int]) -> Verdict:
     stopped = [rank for rank in ranks if rank.is_stopped]
     if stopped:
-        return Verdict(FailureKind.HANG, _numbers(stopped), "; ".join(_say([rank], stop_of(rank)) for rank in stopped))
+        return Verdict(
+            FailureKind.HANG, _numbers(stopped), "; ".join(_describe([rank], stop_of(rank)) for rank in stopped)
+        )
     furthest = max(rank.collectives for rank in ranks)
     behind = [rank for rank in ranks if rank.collectives < furthest]
     if behind:
         inside = all(rank.in_collective for rank in behind)
         kind = FailureKind.COLLECTIVE_HANG if inside else FailureKind.HANG
         return Verdict(
-            kind, _numbers(behind), _say(behind, f"has not entered collective {furthest} that others wait in")
+            kind, _numbers(behind), _describe(behind, f"has not entered collective {furthest} that others wait in")
         )
     outside = [rank for rank in ranks if not rank.in_collective]
     if outside and len(outside) < len(ranks):
         what = f"is not in collective {furthest} that others wait in"
-        return Verdict(FailureKind.HANG, _numbers(outside), _say(outside, what))
+        return Verdict(FailureKind.HANG, _numbers(outside), _describe(outside, what))
     recorded = _blame_by_recorders(ranks)
     if recorded is not None:
         return recorded
     if outside:
         oldest = max(ranks, key=lambda rank: rank.age_s)
         still = [rank for rank in ranks if rank.rank in silent] or [oldest]
-        return Verdict(FailureKind.HANG, _numbers(still), _say(still, "is at a standstill outside any collective"))
+        return Verdict(FailureKind.HANG, _numbers(still), _describe(still, "is at a standstill outside any collective"))
     return Verdict(
         FailureKind.COLLECTIVE_HANG,
         (),
@@ -119,19 +121,19 @@ def _blame_by_recorders(ranks: Sequence[RankStatus]) -> Verdict | None:
         inside = all(rank.in_collective for rank in behind)
         kind = FailureKind.COLLECTIVE_HANG if inside else FailureKind.HANG
         what = f"has not entered collective number {furthest} of its process group that others are at"
-        return Verdict(kind, _numbers(behind), _say(behind, what))
+        return Verdict(kind, _numbers(behind), _describe(behind, what))
     if not all(rank.in_collective for rank in ranks):
         return None
-    brought = [_brought(rank) for rank in ranks]
-    counts = Counter(brought).most_common()
+    operations = [_operation(rank) for rank in ranks]
+    counts = Counter(operations).most_common()
     if len(counts) == 1:
         return None
     # If most agree, the others are responsible; otherwise it is unknown which are right.
     most = counts[0][0] if counts[0][1] > len(ranks) / 2 else None
-    odd = [rank for rank, what in zip(ranks, brought, strict=True) if most is not None and what != most]
-    listed = "; ".join(f"rank {rank.rank} {what}" for rank, what in zip(ranks, brought, strict=True))
+    deviating = [rank for rank, what in zip(ranks, operations, strict=True) if most is not None and what != most]
+    listed = "; ".join(f"rank {rank.rank} {what}" for rank, what in zip(ranks, operations, strict=True))
     reason = f"the ranks disagree about collective number {furthest}: {listed}"
-    return Verdict(FailureKind.COLLECTIVE_MISMATCH, _numbers(odd), reason)
+    return Verdict(FailureKind.COLLECTIVE_MISMATCH, _numbers(deviating), reason)
 
 
 _OF_ONE_SHAPE = ("all_reduce", "broadcast", "_all_gather_base", "_reduce_scatter_base", "gloo:all_gather")
@@ -139,7 +141,7 @@ _OF_ONE_SHAPE = ("all_reduce", "broadcast", "_all_gather_base", "_reduce_scatter
 with uneven shapes by broadcasts."""
 
 
-def _brought(rank: RankStatus) -> str:
+def _operation(rank: RankStatus) -> str:
     """The operation of a rank, with its shape if all ranks must have the same."""
     return f"{rank.collective} {rank.collective_shape}" if rank.collective.endswith(_OF_ONE_SHAPE) else rank.collective
 
@@ -148,7 +150,7 @@ def _numbers(ranks: Sequence[RankStatus]) -> tuple[int, ...]:
     return tuple(sorted(rank.rank for rank in ranks))
 
 
-def _say(ranks: Sequence[RankStatus], what: str) -> str:
+def _describe(ranks: Sequence[RankStatus], what: str) -> str:
     return "; ".join(
         f"rank {rank.rank} {what}, silent for {rank.age_s:.1f} s in phase {rank.phase} at step {rank.step}"
         + (", blocked in the kernel (state D)" if rank.process_state == "D" else "")

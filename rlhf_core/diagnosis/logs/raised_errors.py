@@ -73,16 +73,16 @@ def event_of(raised: Raised, following: Sequence[str] = (), tables: Tables = TAB
         following: Texts of the lines after it, because a long message may be wrapped.
         tables: Tables to use.
     """
-    said = _said(raised.line, tables)
-    if (said is None or said.kind is Kind.UNKNOWN) and following:
+    by_phrase = _by_phrase(raised.line, tables)
+    if (by_phrase is None or by_phrase.kind is Kind.UNKNOWN) and following:
         whole = replace(raised.line, text=" ".join([raised.line.text, *following]))
-        wrapped = _said(whole, tables)
-        said = wrapped if wrapped is not None and wrapped.part is not EvidencePart.TEARDOWN else said
-    event = _weighed(raised, said, tables)
+        wrapped = _by_phrase(whole, tables)
+        by_phrase = wrapped if wrapped is not None and wrapped.part is not EvidencePart.TEARDOWN else by_phrase
+    event = _decide(raised, by_phrase, tables)
     return replace(event, is_later=raised.is_later, line=raised.line.raw.strip(), number=raised.line.number)
 
 
-def _said(line: LogLine, tables: Tables) -> FailureEvent | None:
+def _by_phrase(line: LogLine, tables: Tables) -> FailureEvent | None:
     loud = replace(line, is_quiet=False) if line.is_quiet else line
     matched = signatures.match_line(loud, tables.signatures)
     if matched is None:
@@ -92,17 +92,21 @@ def _said(line: LogLine, tables: Tables) -> FailureEvent | None:
     )
 
 
-def _weighed(raised: Raised, said: FailureEvent | None, tables: Tables) -> FailureEvent:
-    if said is not None and said.part is EvidencePart.TEARDOWN:
-        return said
+def _decide(raised: Raised, by_phrase: FailureEvent | None, tables: Tables) -> FailureEvent:
+    if by_phrase is not None and by_phrase.part is EvidencePart.TEARDOWN:
+        return by_phrase
     if raised.error == "UnpicklingError" and any(_PARENT_DIED in frame.path for frame in raised.frames):
         return FailureEvent(Kind.UNKNOWN, EvidencePart.CASCADE, "", 0, "a child whose parent had died", is_end=True)
-    if raised.error in exceptions.WRAPPERS and (said is None or said.is_end):
+    if raised.error in exceptions.WRAPPERS and (by_phrase is None or by_phrase.is_end):
         return _of_wrapper(raised, tables)
     place = code_locations.location_of(raised, tables.places)
-    if place is not None and place.kind is Kind.REWARD_FUNCTION and (said is None or said.kind in _OF_THE_CODE):
+    if (
+        place is not None
+        and place.kind is Kind.REWARD_FUNCTION
+        and (by_phrase is None or by_phrase.kind in _OF_THE_CODE)
+    ):
         return FailureEvent(place.kind, EvidencePart.SYMPTOM, "", 0, place.example)
-    known = said or _of_class(raised, tables)
+    known = by_phrase or _of_class(raised, tables)
     if (known is None or known.kind in _CONNECTIONS) and _is_service(raised):
         refused = exceptions.of_status(raised.message)
         if refused is not None:

@@ -48,8 +48,8 @@ def find_error(error_type: str, message: str, traceback: str, tables: Tables = T
     chain = [raised for line in lines if isinstance(raised := reader.read(line), Raised)]
     frames = reader.last_frames or (chain[-1].frames if chain else ())
     name = error_type.removeprefix("builtins.")
-    said = LogLine(len(lines), f"{name.rpartition('.')[2]}: {message}", "", False, message)
-    own = event_of(Raised(name, "", message, frames, said, False), (), tables)
+    error_line = LogLine(len(lines), f"{name.rpartition('.')[2]}: {message}", "", False, message)
+    own = event_of(Raised(name, "", message, frames, error_line, False), (), tables)
     if own.kind is not Kind.UNKNOWN:
         return own
     return decide([*(event_of(raised, (), tables) for raised in chain), own]) or own
@@ -57,30 +57,30 @@ def find_error(error_type: str, message: str, traceback: str, tables: Tables = T
 
 def decide(found: Sequence[FailureEvent]) -> FailureEvent | None:
     """Choose the deciding event: roots before symptoms before cascades, then the first."""
-    telling = [event for event in found if event.part is not EvidencePart.TEARDOWN]
-    of_this_start = [event for event in telling if event.kind is not Kind.CONFIG or _STARTS_OVER not in event.line]
+    relevant = [event for event in found if event.part is not EvidencePart.TEARDOWN]
+    of_this_start = [event for event in relevant if event.kind is not Kind.CONFIG or _STARTS_OVER not in event.line]
     if any(event.part is not EvidencePart.CASCADE for event in of_this_start):
-        telling = of_this_start
-    telling = _around_cancellation(telling)
-    return min(telling, key=lambda event: (event.part, event.is_end, event.number), default=None)
+        relevant = of_this_start
+    relevant = _around_cancellation(relevant)
+    return min(relevant, key=lambda event: (event.part, event.is_end, event.number), default=None)
 
 
-def _around_cancellation(telling: list[FailureEvent]) -> list[FailureEvent]:
+def _around_cancellation(relevant: list[FailureEvent]) -> list[FailureEvent]:
     """Drop the events caused by a cancellation, or the cancellation if it caused none.
 
     It counts only if nothing failed before it, because Slurm prints it for every step that it ends, including failed
     ones. Then everything after it is its consequence, except for the reason given by the scheduler.
     """
-    cancelled = next((at for at, event in enumerate(telling) if event.kind is Kind.USER_CANCEL), None)
+    cancelled = next((position for position, event in enumerate(relevant) if event.kind is Kind.USER_CANCEL), None)
     if cancelled is None:
-        return telling
-    others = [event for event in telling if event.kind is not Kind.USER_CANCEL]
-    if telling[:cancelled]:
+        return relevant
+    others = [event for event in relevant if event.kind is not Kind.USER_CANCEL]
+    if relevant[:cancelled]:
         return others
-    if telling[cancelled].is_later:
+    if relevant[cancelled].is_later:
         # Interrupted during the handling of an error that is not in the log before: later events count.
-        return [event for event in others if event.part is not EvidencePart.CASCADE] or telling
-    return [event for event in telling if event.kind in _REASONS or (event.kind is Kind.HOST_OOM and event.node)]
+        return [event for event in others if event.part is not EvidencePart.CASCADE] or relevant
+    return [event for event in relevant if event.kind in _REASONS or (event.kind is Kind.HOST_OOM and event.node)]
 
 
 def events(text: str, tables: Tables = TABLES) -> list[FailureEvent]:
@@ -127,7 +127,7 @@ class _Reading:
         """Read one line."""
         if metric_lines.is_requeued(raw):
             self._requeued = True
-            self._forget_what_is_no_root()
+            self._keep_roots()
             return
         if self._is_progress(raw) or not (self.tracebacks.is_open or signatures.may_tell(raw)):
             return
@@ -180,7 +180,7 @@ class _Reading:
         if self._steps >= GOING_ON or metric_lines.is_end(raw):
             self.found.clear()
         else:
-            self._forget_what_is_no_root()
+            self._keep_roots()
             self.found = [event for event in self.found if event.kind not in _OF_THE_START]
         return True
 
@@ -191,7 +191,7 @@ class _Reading:
             self._moved += done > self._bars.get(total, done)
             self._bars[total] = done
         if self._moved >= GOING_ON:
-            self._forget_what_is_no_root()
+            self._keep_roots()
 
-    def _forget_what_is_no_root(self) -> None:
+    def _keep_roots(self) -> None:
         self.found = [event for event in self.found if event.part is EvidencePart.ROOT]

@@ -229,7 +229,7 @@ def _differing(
             id=check.id,
             status=status,
             found=f"{one.key} differs, and no value has a majority: "
-            + ", ".join(f"{_short(value)} on {listed(who, 4)}" for value, who in by_value(one.odd).items()),
+            + ", ".join(f"{_short(value)} on {listed(holders, 4)}" for value, holders in by_value(one.odd).items()),
             expected=f"the same {one.key} on all nodes",
             advice=advice,
         )
@@ -264,18 +264,18 @@ _CONTENT_ADVICE = (
 )
 
 
-def missing(known: Collection[str], plan: Plan) -> list[CheckResult]:
+def missing(reported: Collection[str], plan: Plan) -> list[CheckResult]:
     """Findings about planned nodes that have not reported."""
     return [
         blocked(
             MISSING,
-            f"{name} did not report; {len(known)} of {len(plan.names)} nodes did",
+            f"{name} did not report; {len(reported)} of {len(plan.names)} nodes did",
             "the agents of all nodes",
             f"read the job's log of {name}: its interpreter, container or shared folder may be missing",
             name,
         )
         for name in plan.names
-        if name not in known
+        if name not in reported
     ]
 
 
@@ -284,8 +284,8 @@ def _launch(facts: Mapping[int, NodeFacts], plan: Plan) -> list[CheckResult]:
     found = []
     num_ranks = (plan.num_trainer_nodes or len(plan.names)) * plan.ranks_per_node
     for one in contradictions(nodes, plan.names, plan.ranks_per_node, num_ranks):
-        say = blocked if one.is_grave else warning
-        found.append(say(LAUNCH, one.found, one.expected, one.advice, one.node))
+        report = blocked if one.is_grave else warning
+        found.append(report(LAUNCH, one.found, one.expected, one.advice, one.node))
     for name in MEETING:
         own = {one.node: {name: one.variables.get(name, ABSENT)} for one in facts.values()}
         found += _differing(LAUNCH, own, CheckStatus.BLOCKED, "set it to the same value on all nodes, or on none")
@@ -312,9 +312,9 @@ def _versions(facts: Mapping[int, NodeFacts]) -> list[CheckResult]:
     core: dict[str, dict[str, str]] = {}
     other: dict[str, dict[str, str]] = {}
     for one in facts.values():
-        ours = {name: (name, held) for name, held in one.versions.items()}
-        theirs = {f"trainer's {name}": (name, held) for name, held in one.trainer_versions.items()}
-        both = {**ours, **theirs}
+        own = {name: (name, held) for name, held in one.versions.items()}
+        of_trainer = {f"trainer's {name}": (name, held) for name, held in one.trainer_versions.items()}
+        both = {**own, **of_trainer}
         core[one.node] = {key: held for key, (name, held) in both.items() if _matches(name, CORE_PACKAGES)}
         other[one.node] = {key: held for key, (name, held) in both.items() if key not in core[one.node]}
     advice = "install the same environment on all nodes, preferably on a shared file system or in one image"
@@ -327,22 +327,22 @@ def _versions(facts: Mapping[int, NodeFacts]) -> list[CheckResult]:
 def _hardware(facts: Mapping[int, NodeFacts], plan: Plan) -> list[CheckResult]:
     found = []
     for one in facts.values():
-        there = int(one.hardware.get("gpus", "0"))
-        if there < plan.gpus_per_node:
+        num_gpus = int(one.hardware.get("gpus", "0"))
+        if num_gpus < plan.gpus_per_node:
             found.append(
                 blocked(
                     HARDWARE,
-                    f"{one.node} has {there} working GPUs",
+                    f"{one.node} has {num_gpus} working GPUs",
                     f"{plan.gpus_per_node}, as planned",
                     "ask the administrators; see `nvidia-smi -L` and the kernel log (Xid) on the node",
                     one.node,
                 )
             )
     short = {result.node for result in found}
-    rest = {one.node: one.hardware for one in facts.values() if one.node not in short}
+    complete = {one.node: one.hardware for one in facts.values() if one.node not in short}
     advice = "request one kind of node (slurm.constraint, slurm.gpu_type): the slowest sets the pace"
-    hard = {node: {key: value for key, value in own.items() if key == "gpu_types"} for node, own in rest.items()}
-    soft = {node: {key: value for key, value in own.items() if key != "gpu_types"} for node, own in rest.items()}
+    hard = {node: {key: value for key, value in own.items() if key == "gpu_types"} for node, own in complete.items()}
+    soft = {node: {key: value for key, value in own.items() if key != "gpu_types"} for node, own in complete.items()}
     found += _differing(HARDWARE, hard, CheckStatus.BLOCKED, advice)
     found += _differing(HARDWARE, soft, CheckStatus.WARNING, advice)
     return found

@@ -1,7 +1,7 @@
 """Diagnosis of an attempt whose agents did not all meet in time. Pure.
 
-The agents that came and waited are those that report it. So the report blames the nodes whose agents did not start; if
-all started, the nodes that did not connect to agent 0; and no node if it is unclear which side of a connection failed.
+The agents that started in time report the failure. They blame the nodes whose agents did not start; if all started, the
+nodes that did not connect to agent 0; and no node if it is unclear which side of a connection failed.
 """
 
 from collections.abc import Collection, Sequence
@@ -11,7 +11,7 @@ from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.text.formatting import listed
 
 MAX_NAMES = 6
-"""Names of nodes in a sentence."""
+"""Maximum number of nodes named in a sentence."""
 
 
 def absence(names: Sequence[str], started: Collection[str], waited_s: float) -> Diagnosis | None:
@@ -20,7 +20,7 @@ def absence(names: Sequence[str], started: Collection[str], waited_s: float) -> 
     Args:
         names: All nodes of the attempt.
         started: Those whose agents have started.
-        waited_s: Time that they had for it, in seconds.
+        waited_s: Time that the agents had to start, in seconds.
     """
     absent = [name for name in names if name not in started]
     if not absent:
@@ -37,12 +37,12 @@ def absence(names: Sequence[str], started: Collection[str], waited_s: float) -> 
 def disconnection(names: Sequence[str], joined: Collection[str], waited_s: float) -> Diagnosis:
     """Blame the nodes whose agents have started, but did not connect to agent 0.
 
-    If none of several did, agent 0 is the one that is cut off. Of two nodes, either may be.
+    If several agents should have connected and none did, agent 0 is cut off. Of two nodes, either may be.
 
     Args:
         names: All nodes of the attempt, that of agent 0 first.
         joined: Those whose agents have connected to agent 0.
-        waited_s: Time that they had for it, in seconds.
+        waited_s: Time that the agents had to connect, in seconds.
     """
     first, *others = names
     apart = [name for name in others if name not in joined]
@@ -61,7 +61,7 @@ def isolation(names: Sequence[str], own: str, problem: str) -> Diagnosis:
     Args:
         names: All nodes of the attempt, that of agent 0 first.
         own: Node of the agent.
-        problem: Result of its search.
+        problem: Result of its attempts to connect.
     """
     return _failure(f"The agents of {names[0]} and {own} both arrived, but did not connect: {problem}.", ())
 

@@ -65,18 +65,20 @@ def judge_speed(
     excluded = {result.node for result in devices if result.status is CheckStatus.BLOCKED}
     links = _links(speeds, floors, usual, excluded)
     # A dead link blocks the rendezvous of all ranks, which the finding about the link covers.
-    dead = any(result.status is CheckStatus.BLOCKED for result in links)
-    answers = [result for result in _answers(speeds) if result.node or not dead or result.status is CheckStatus.PASSED]
-    found = [*answers, *devices, *links]
-    troubled = {result.id for result in found}
+    is_broken = any(result.status is CheckStatus.BLOCKED for result in links)
+    completion = [
+        result for result in _completion(speeds) if result.node or not is_broken or result.status is CheckStatus.PASSED
+    ]
+    found = [*completion, *devices, *links]
+    reported = {result.id for result in found}
     if any(result.id == ANSWER.id and result.status is CheckStatus.PASSED for result in found) and len(speeds) > 1:
         found += [
-            passed(check, what)
-            for check, what in (
+            passed(check, result)
+            for check, result in (
                 (ALL_REDUCE, "every rank got the correct sum"),
                 (ALL_GATHER, "every rank got all parts"),
             )
-            if check.id not in troubled
+            if check.id not in reported
         ]
     return found
 
@@ -114,17 +116,17 @@ def edges(speeds: Mapping[int, NodeSpeed]) -> list[Edge]:
         for pair in one.pairs:
             by_ends.setdefault((min(index, pair.peer), max(index, pair.peer)), []).append(pair)
     found = []
-    for (low, high), said in sorted(by_ends.items()):
+    for (low, high), measured in sorted(by_ends.items()):
         if low in speeds and high in speeds:
-            problem = next((pair.problem for pair in said if pair.problem), "")
-            worst = 0.0 if problem else min(pair.gb_s for pair in said)
+            problem = next((pair.problem for pair in measured if pair.problem), "")
+            worst = 0.0 if problem else min(pair.gb_s for pair in measured)
             found.append(
-                Edge((speeds[low].node, speeds[high].node), worst, max(pair.latency_ms for pair in said), problem)
+                Edge((speeds[low].node, speeds[high].node), worst, max(pair.latency_ms for pair in measured), problem)
             )
     return found
 
 
-def _answers(speeds: Mapping[int, NodeSpeed]) -> list[CheckResult]:
+def _completion(speeds: Mapping[int, NodeSpeed]) -> list[CheckResult]:
     """Findings about ranks that did not finish. Those that stopped earliest are the cause; the others only waited for
     them."""
     places = {
@@ -275,14 +277,14 @@ def _blame_links(
                 node,
             )
         )
-    named = {result.node for result in found}
+    blamed = {result.node for result in found}
     for edge in slow:
-        # A node that computes slowly also sends slowly, and the job gets rid of both with it.
+        # A node that computes slowly also sends slowly; excluding it solves both.
         is_explained = not edge.problem and not set(edge.ends).isdisjoint(excluded)
-        if is_explained or not named.isdisjoint(edge.ends):
+        if is_explained or not blamed.isdisjoint(edge.ends):
             continue
-        both_well = all(end in cleared for end in edge.ends)
-        if both_well and edge.problem:
+        both_healthy = all(end in cleared for end in edge.ends)
+        if both_healthy and edge.problem:
             # Training needs the link unless one of the two nodes is excluded; it does not matter which.
             kept, left_out = edge.ends
             found.append(
@@ -295,15 +297,15 @@ def _blame_links(
                 )
             )
             continue
-        say = warning if both_well else blocked
-        where = "between" if both_well else "somewhere between"
+        report = warning if both_healthy else blocked
+        where = "between" if both_healthy else "somewhere between"
         found.append(
-            say(
+            report(
                 BANDWIDTH,
                 f"{edge.problem or _gb_s(edge.gb_s)} {where} {edge.ends[0]} and {edge.ends[1]}",
                 f"at least {_gb_s(floor)}",
                 "both are fast with other nodes: check the switches between them"
-                if both_well
+                if both_healthy
                 else "too few nodes to determine which of the two is slow: exclude one with slurm.exclude and "
                 "try again",
             )

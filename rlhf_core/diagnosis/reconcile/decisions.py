@@ -80,7 +80,7 @@ class ActionKind(StrEnum):
     TELL = "tell"
     """Publish to Prefect what its controller could no longer publish."""
     REMOVE_CHECKPOINT = "remove_checkpoint"
-    """Remove a checkpoint that the site's retention does not retain."""
+    """Remove a checkpoint that the retention rules of the site no longer keep."""
     REMOVE_PUT_ASIDE = "remove_put_aside"
     """Remove checkpoints that were put aside because they were damaged or discarded."""
     NOTE = "note"
@@ -135,21 +135,23 @@ def _about_run(run: RunFacts, flow_runs: Sequence[FlowRunFacts], world: World) -
             yield ReconcileAction(ActionKind.CLOSE_RUN, run.run_id, "the directory of this run is gone")
         return
     if run.recorded != run.state:
-        found = f"its state is {run.recorded or 'missing'} in the history, {run.state.value} in its journal"
-        yield ReconcileAction(ActionKind.INGEST, run.run_id, found)
+        difference = f"its state is {run.recorded or 'missing'} in the history, {run.state.value} in its journal"
+        yield ReconcileAction(ActionKind.INGEST, run.run_id, difference)
     if run.unpublished and run.holder is not LeaseState.LIVING and run.ended_s > PUBLISH_AFTER_S:
-        said = f"its controller ended before it had published {run.unpublished} of its events and pages to Prefect"
-        yield ReconcileAction(ActionKind.TELL, run.run_id, said)
+        reason = f"its controller ended before it had published {run.unpublished} of its events and pages to Prefect"
+        yield ReconcileAction(ActionKind.TELL, run.run_id, reason)
     newest = max(flow_runs, key=lambda one: one.created_at, default=None)
     if not run.wants_controller:
         return
-    asked = "" if run.ended else _cancellation(run, newest)
-    if asked:
-        yield ReconcileAction(ActionKind.CANCEL_RUN, run.run_id, asked, run.attempt)
+    cancellation = "" if run.ended else _cancellation(run, newest)
+    if cancellation:
+        yield ReconcileAction(ActionKind.CANCEL_RUN, run.run_id, cancellation, run.attempt)
     elif run.holder is LeaseState.LIVING:
         if newest is not None and newest.state in FLOW_ENDS and not run.ended:
-            said = f"its flow run is {newest.state.value.lower()} in Prefect, but its controller {run.owner} is running"
-            yield ReconcileAction(ActionKind.NOTE, run.run_id, said, flow_run_id=newest.flow_run_id)
+            reason = (
+                f"its flow run is {newest.state.value.lower()} in Prefect, but its controller {run.owner} is running"
+            )
+            yield ReconcileAction(ActionKind.NOTE, run.run_id, reason, flow_run_id=newest.flow_run_id)
     elif run.trial_of:
         parent = world.runs.get(run.trial_of)
         if (parent is None or parent.ended) and run.undriven_s > NEW_RUN_S:
@@ -161,26 +163,26 @@ def _about_run(run: RunFacts, flow_runs: Sequence[FlowRunFacts], world: World) -
 
 
 def _as_permitted(action: ReconcileAction, run: RunFacts) -> ReconcileAction:
-    """The action; only a note, if it would write the directory of another user."""
+    """Return the action, or only a note if the action would write to the directory of another user."""
     if not run.foreign_owner or action.kind not in (ActionKind.ADOPT, ActionKind.CANCEL_RUN):
         return action
-    found = (
+    advice = (
         f"it needs a controller, but only {run.foreign_owner} can write its directory: `rlhf resume` continues it, "
         "`rlhf cancel` ends it"
     )
-    return ReconcileAction(ActionKind.NOTE, run.run_id, found)
+    return ReconcileAction(ActionKind.NOTE, run.run_id, advice)
 
 
 def _cancellation(run: RunFacts, newest: FlowRunFacts | None) -> str:
-    """Reason why the reconciler is to end an active run; empty if it is not."""
+    """Reason why the reconciler must end an active run; empty if it must not."""
     if run.cancel_asked and run.holder is not LeaseState.LIVING:
         return run.cancel_asked  # a running controller reads the request itself
     if newest is None or newest.state not in (FlowState.CANCELLED, FlowState.CANCELLING):
         return ""
     if run.controller_started_at is not None and newest.created_at < run.controller_started_at > newest.changed_at:
         return ""  # the run has been resumed since
-    cared_for = newest.state is FlowState.CANCELLING and newest.process is not ProcessState.GONE
-    if cared_for and newest.state_s < (CANCEL_TIMEOUT_S if newest.attended else UNATTENDED_S):
+    is_being_cancelled = newest.state is FlowState.CANCELLING and newest.process is not ProcessState.GONE
+    if is_being_cancelled and newest.state_s < (CANCEL_TIMEOUT_S if newest.attended else UNATTENDED_S):
         return ""
     return f"its flow run was cancelled in Prefect ({THROUGH_PREFECT})"
 
@@ -227,22 +229,24 @@ _ENDS_AS = {
 
 
 def _about_flow_run(flow_run: FlowRunFacts, run: RunFacts | None, world: World) -> Iterator[ReconcileAction]:
-    if flow_run.is_lost or _asks_in_vain(flow_run, run):
-        state, why = _end_of(flow_run, run, world)
+    if flow_run.is_lost or _waits_needlessly(flow_run, run):
+        state, reason = _end_of(flow_run, run, world)
         yield ReconcileAction(
-            ActionKind.END_FLOW_RUN, flow_run.run_id, why, flow_run_id=flow_run.flow_run_id, flow_state=state
+            ActionKind.END_FLOW_RUN, flow_run.run_id, reason, flow_run_id=flow_run.flow_run_id, flow_state=state
         )
-    elif run is not None and _ended_unheard(flow_run, run):
-        why = f"its end was not reported to Prefect; its run is {run.state.value}"
+    elif run is not None and _ended_unreported(flow_run, run):
+        reason = f"its end was not reported to Prefect; its run is {run.state.value}"
         end = _ENDS_AS[run.state]
         yield ReconcileAction(
-            ActionKind.END_FLOW_RUN, flow_run.run_id, why, flow_run_id=flow_run.flow_run_id, flow_state=end
+            ActionKind.END_FLOW_RUN, flow_run.run_id, reason, flow_run_id=flow_run.flow_run_id, flow_state=end
         )
 
 
-def _ended_unheard(flow_run: FlowRunFacts, run: RunFacts) -> bool:
-    """Return True if it drove its run to the end, could not report that, and counts as crashed: Prefect's worker
-    reports a crash if the server was unreachable when the process ended."""
+def _ended_unreported(flow_run: FlowRunFacts, run: RunFacts) -> bool:
+    """Return True if it drove its run to the end, could not report that, and counts as crashed.
+
+    Prefect's worker reports a crash if the server was unreachable when the process ended.
+    """
     if flow_run.state is not FlowState.CRASHED or flow_run.process is ProcessState.ALIVE:
         return False
     return (
@@ -266,14 +270,14 @@ def _end_of(flow_run: FlowRunFacts, run: RunFacts | None, world: World) -> tuple
         return FlowState.CANCELLED, "it was cancelled and its process is gone"
     if run is None:
         return FlowState.CRASHED, "its process is gone, and it had not started a known run"
-    what = f"the promotion of run {run.run_id}" if run.promotion_due else f"run {run.run_id}"
+    subject = f"the promotion of run {run.run_id}" if run.promotion_due else f"run {run.run_id}"
     if run.holder is LeaseState.LIVING:
-        return FlowState.CRASHED, f"its process is gone; {what} continues under {run.owner}"
-    return FlowState.CRASHED, f"its process is gone; {what} gets another controller"
+        return FlowState.CRASHED, f"its process is gone; {subject} continues under {run.owner}"
+    return FlowState.CRASHED, f"its process is gone; {subject} gets another controller"
 
 
-def _asks_in_vain(flow_run: FlowRunFacts, run: RunFacts | None) -> bool:
-    """Return True if it is paused for a decision that was made elsewhere, and no other machine drives it."""
+def _waits_needlessly(flow_run: FlowRunFacts, run: RunFacts | None) -> bool:
+    """Return True if it is paused for a decision that has been made elsewhere, and no other machine drives it."""
     if flow_run.state is not FlowState.PAUSED or flow_run.process is ProcessState.ALIVE or flow_run.suspended:
         return False
     return run is not None and run.ended and not run.promotion_due and run.holder is not LeaseState.LIVING
@@ -317,15 +321,15 @@ def _about_job(job: JobFacts, run: RunFacts, jobs: Sequence[JobFacts]) -> Iterat
     recorded = run.jobs.get(job.attempt, "")
     is_second = recorded not in ("", job.job_id) and any(other.job_id == recorded for other in jobs)
     if run.missing_s > MISSING_S:
-        why = "the directory of its run is gone"
+        reason = "the directory of its run is gone"
     elif run.missing_s:
         return
     elif run.ended and run.ended_s > JOB_GRACE_S:
-        why = f"its run is {run.state.value}"
+        reason = f"its run is {run.state.value}"
     elif not run.ended and job.attempt < run.attempt:
-        why = f"attempt {job.attempt} was replaced by attempt {run.attempt}"
+        reason = f"attempt {job.attempt} was replaced by attempt {run.attempt}"
     elif not run.ended and is_second:
-        why = f"attempt {job.attempt} already has job {recorded}"
+        reason = f"attempt {job.attempt} already has job {recorded}"
     else:
         return
-    yield ReconcileAction(ActionKind.CANCEL_JOB, run.run_id, why, job.attempt, job.job_id)
+    yield ReconcileAction(ActionKind.CANCEL_JOB, run.run_id, reason, job.attempt, job.job_id)

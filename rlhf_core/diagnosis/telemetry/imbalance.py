@@ -171,8 +171,8 @@ class ImbalanceWatch:
         if sign.at_once:
             finding.text, finding.active, finding.for_good = sign.text, True, True
             return
-        speaks_against = not sign.stays if finding.active else sign.begins
-        finding.against = finding.against + 1 if speaks_against else 0
+        contradicts = not sign.stays if finding.active else sign.begins
+        finding.against = finding.against + 1 if contradicts else 0
         if finding.against >= IN_A_ROW:
             finding.active, finding.against = not finding.active, 0
             finding.text = sign.text

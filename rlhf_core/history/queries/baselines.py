@@ -24,7 +24,7 @@ from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.failures import Action
 
 _NEWEST_RUNS = 5
-"""Number of runs of a shape that say what is usual; earlier ones may have run with other code."""
+"""Number of runs of a shape that determine its usual values; earlier ones may have run with other code."""
 _MIN_PROBES, _MAX_PROBES = 3, 10
 
 

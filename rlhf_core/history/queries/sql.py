@@ -188,35 +188,35 @@ _NO_QUERY = re.compile(
 
 
 def _refusal(text: str, error: Exception) -> BadInput:
-    said = " ".join(str(error).split())
-    if any(sign in said for sign in _FORBIDDEN) or _NO_QUERY.search(said):
+    message = " ".join(str(error).split())
+    if any(sign in message for sign in _FORBIDDEN) or _NO_QUERY.search(message):
         return BadInput(
             f"refused: {text.strip()!r}. `rlhf sql` runs one read-only statement (SELECT) at a time. "
-            f"(The database reports: {said})"
+            f"(The database reports: {message})"
         )
-    if any(sign in said for sign in _TOO_LONG):
+    if any(sign in message for sign in _TOO_LONG):
         return BadInput(
             f"the query took longer than {read_only.QUERY_TIMEOUT_S:g} s of the database's time and was stopped: "
             f"select fewer runs, or give each join a condition"
         )
-    if "too big" in said:
+    if "too big" in message:
         return BadInput(
             f"a value of the query or of its result is larger than {sql_limits.MAX_VALUE_BYTES >> 20} MiB, the "
             "limit of `rlhf sql`: omit its "
             "column"
         )
-    if any(sign in said for sign in _NOT_THERE):
-        advice = renamed.advice(text, said)
+    if any(sign in message for sign in _NOT_THERE):
+        advice = renamed.advice(text, message)
         if advice:
-            return BadInput(f"{advice} (The database reports: {said})")
-        return BadInput(f"the query names a missing table or column: {said}. {_names(text, said)}")
-    return BadInput(f"the database rejected the query: {said}")
+            return BadInput(f"{advice} (The database reports: {message})")
+        return BadInput(f"the query names a missing table or column: {message}. {_names(text, message)}")
+    return BadInput(f"the database rejected the query: {message}")
 
 
-def _names(text: str, said: str) -> str:
+def _names(text: str, message: str) -> str:
     """List the columns of the tables in a statement that names a missing column; otherwise all tables."""
     known = {**metadata.tables, **ViewBase.metadata.tables}
     used = [name for name in dict.fromkeys(re.findall(r"\w+", text.lower())) if name in known]
-    if "column" not in said or not used:
+    if "column" not in message or not used:
         return f"Tables and views: {', '.join(sorted(known))}."
     return " ".join(f"Columns of {name}: {', '.join(known[name].columns.keys())}." for name in used)

@@ -92,12 +92,12 @@ def write_restarts(connection: Connection, run_id: str, batch: IngestBatch) -> N
             "attempt": attempt,
             "restart": restart,
             "role": roles.get((attempt, restart)),
-            "started_at": min(seen, default=None),
-            "ended_at": max(seen, default=None),
+            "started_at": min(observed, default=None),
+            "ended_at": max(observed, default=None),
             "first_step": min(steps.get((attempt, restart), ()), default=None),
             "last_step": max(steps.get((attempt, restart), ()), default=None),
         }
-        for (attempt, restart), seen in times.items()
+        for (attempt, restart), observed in times.items()
     ]
     if rows:
         connection.execute(_extending(connection.dialect.name), rows)

@@ -137,16 +137,16 @@ def _move_run(connection: Connection, run_id: str, event: RunMoved, time: dateti
 
 def _move_attempt(connection: Connection, run_id: str, event: AttemptMoved, time: datetime) -> None:
     sources = sorted(state.value for state in attempt_sources(event.state))
-    here = {"of_run": run_id, "of_attempt": event.attempt}
+    key = {"of_run": run_id, "of_attempt": event.attempt}
     change: Row = {"to_state": event.state.value, "cause": event.cause}
-    if event.state is not AttemptState.PLANNED:  # which no move leads to, and which has no time of its own
+    if event.state is not AttemptState.PLANNED:  # no move leads to it, and it sets no time
         change["at"] = time
     if event.failure_kind is not None:
         change["failure"] = event.failure_kind.value
     statement = _moving_attempt(event.state, event.failure_kind is not None)
-    moved = connection.execute(statement, {**here, "sources": sources, **change})
+    moved = connection.execute(statement, {**key, "sources": sources, **change})
     if moved.rowcount != 1:
-        present = connection.execute(select(ATTEMPTS.c.state).where(*_ATTEMPT), here).scalar_one_or_none()
+        present = connection.execute(select(ATTEMPTS.c.state).where(*_ATTEMPT), key).scalar_one_or_none()
         _refuse_move(f"attempt {event.attempt} of {run_id}", present, event.state.value, sources)
 
 
@@ -164,12 +164,12 @@ def _moving_attempt(state: AttemptState, has_kind: bool) -> Update:
     return update(ATTEMPTS).where(*_ATTEMPT, ATTEMPTS.c.state.in_(_SOURCES)).values(change)
 
 
-def _refuse_move(what: str, present: str | None, target: str, sources: Sequence[str]) -> None:
-    """Raise, unless the state is the current one: a killed controller may repeat a line after its restart."""
+def _refuse_move(subject: str, present: str | None, target: str, sources: Sequence[str]) -> None:
+    """Raise unless the target is the current state: a restarted controller may repeat a line."""
     if present == target:
         return
     raise IllegalMove(
-        f"{what} is {present or 'unknown'} and cannot become {target}; that is possible only from "
+        f"{subject} is {present or 'unknown'} and cannot become {target}; that is possible only from "
         f"{', '.join(sources) or 'no state'}. See its control.jsonl"
     )
 
@@ -207,12 +207,12 @@ def _start_stage(connection: Connection, run_id: str, event: StageStarted, time:
 
 
 def _end_stage(connection: Connection, run_id: str, event: StageEnded, time: datetime) -> None:
-    here = {"of_run": run_id, "of_stage": event.stage_index}
-    started_at = connection.execute(_STAGE_STARTED_AT, here).scalar_one_or_none()
+    key = {"of_run": run_id, "of_stage": event.stage_index}
+    started_at = connection.execute(_STAGE_STARTED_AT, key).scalar_one_or_none()
     if started_at is None:
         return  # its first line was torn; its end is still recorded as an event
     change = {"to_state": event.state.value, "at": time, "text": event.message}
-    connection.execute(_END_STAGE, {**here, **change, "lasted_s": (time - started_at).total_seconds()})
+    connection.execute(_END_STAGE, {**key, **change, "lasted_s": (time - started_at).total_seconds()})
 
 
 def _submit_attempt(connection: Connection, run_id: str, event: AttemptSubmitted, time: datetime) -> None:

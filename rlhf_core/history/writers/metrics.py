@@ -19,21 +19,21 @@ def write_metric_keys(connection: Connection, names: Iterable[str]) -> dict[str,
     Queried in every batch instead of cached: an id from a rolled-back transaction or a recreated database would
     silently store values under another name.
     """
-    wanted = sorted(set(names))
-    known = _metric_key_ids(connection, wanted)
-    new = [{"name": name} for name in wanted if name not in known]  # sorted, so that two controllers cannot deadlock
+    unique = sorted(set(names))
+    ids = _metric_key_ids(connection, unique)
+    new = [{"name": name} for name in unique if name not in ids]  # sorted, so that two controllers cannot deadlock
     if new:
         insert_or_keep(connection, KEYS, new)
-        known = _metric_key_ids(connection, wanted)
-    return known
+        ids = _metric_key_ids(connection, unique)
+    return ids
 
 
 def _metric_key_ids(connection: Connection, names: Sequence[str]) -> dict[str, int]:
-    known: dict[str, int] = {}
+    ids: dict[str, int] = {}
     for begin in range(0, len(names), CHUNK):
         part = select(KEYS.c.name, KEYS.c.key_id).where(KEYS.c.name.in_(names[begin : begin + CHUNK]))
-        known |= {row.name: row.key_id for row in connection.execute(part)}
-    return known
+        ids |= {row.name: row.key_id for row in connection.execute(part)}
+    return ids
 
 
 def write_metrics(

@@ -182,14 +182,14 @@ def output(facts: Facts) -> Iterator[Finding]:
             "a separate folder for each run",
             "set it to {run_dir}/trainer/output, or put {run_id} into it",
         )
-    told = arguments.text("output_dir", "output", "save_path")
-    if told is not None and told.rstrip("/") not in ("{output_dir}", folder.rstrip("/")):
+    passed_dir = arguments.text("output_dir", "output", "save_path")
+    if passed_dir is not None and passed_dir.rstrip("/") not in ("{output_dir}", folder.rstrip("/")):
         yield blocked(
-            f"the program writes to {told}, but trainer.output_dir is {folder}",
+            f"the program writes to {passed_dir}, but trainer.output_dir is {folder}",
             "one folder: checkpoints and logs are read from trainer.output_dir",
             "write --output_dir {output_dir}",
         )
-    elif told is None and not any("{output_dir}" in text for _, text in _texts(trainer)):
+    elif passed_dir is None and not any("{output_dir}" in text for _, text in _texts(trainer)):
         yield warning(
             "trainer.output_dir is not passed to the program",
             f"its checkpoints in {folder}",

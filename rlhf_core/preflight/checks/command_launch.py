@@ -110,14 +110,14 @@ def cpu(facts: Facts) -> Iterator[Finding]:
         return
     options = {**arguments.side.launcher_settings, **arguments.line.launcher_options}
     by_variable = arguments.variables.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
-    told = arguments.is_on("use_cpu") or by_variable or "cpu" in options or options.get("use_cpu") == "true"
-    if gpus and told:
+    uses_cpu = arguments.is_on("use_cpu") or by_variable or "cpu" in options or options.get("use_cpu") == "true"
+    if gpus and uses_cpu:
         yield warning(
             f"resources.gpus_per_node = {gpus}, but the program is set to use the CPU",
             "training on the requested GPUs",
             "remove --use_cpu and ACCELERATE_USE_CPU, or set resources.gpus_per_node=0",
         )
-    elif not gpus and not told and arguments.is_whole and not _is_ours(arguments):
+    elif not gpus and not uses_cpu and arguments.is_whole and not _is_ours(arguments):
         # A script may set it in its own code.
         report = blocked if arguments.is_known_program else warning
         yield report(

@@ -19,18 +19,18 @@ SAVE_STEPS = 500
 def steps(facts: Facts) -> Iterator[Finding]:
     """A program with a different number of steps counts as failed, or trains on after its run is complete."""
     arguments, planned = arguments_of(facts), facts.spec.total_steps
-    told = arguments.integer("max_steps", "max_train_steps", "num_steps", "train_steps")
+    passed_steps = arguments.integer("max_steps", "max_train_steps", "num_steps", "train_steps")
     epochs = arguments.text("num_train_epochs", "num_epochs", "epochs", "max_epochs")
-    if told is not None and told > 0:
-        if told == planned:
-            yield passed(f"{told} steps, as planned")
+    if passed_steps is not None and passed_steps > 0:
+        if passed_steps == planned:
+            yield passed(f"{passed_steps} steps, as planned")
         else:
             yield blocked(
-                f"the program is set to {told} steps, but trainer.num_steps is {planned}",
+                f"the program is set to {passed_steps} steps, but trainer.num_steps is {planned}",
                 "the same number",
                 "write {num_steps} into trainer.argv, for instance --max_steps {num_steps}",
             )
-    elif _is_told(facts, "num_steps"):
+    elif _is_passed(facts, "num_steps"):
         yield passed(f"the program is set to {planned} steps")
     elif arguments.trainer.framework == "openrlhf":
         yield skipped("OpenRLHF counts episodes and samples; the number of steps is not calculated here")
@@ -49,7 +49,7 @@ def steps(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _is_told(facts: Facts, name: str) -> bool:
+def _is_passed(facts: Facts, name: str) -> bool:
     trainer = command_trainer(facts.spec)
     return any(name in named_placeholders(text) for text in (*trainer.argv, *trainer.variables.values()))
 
@@ -205,12 +205,12 @@ def _silent(source: ProgressSource, facts: Facts, arguments: TrainerArguments) -
 
 
 def _no_tensorboard(arguments: TrainerArguments) -> str:
-    side, told = arguments.side, arguments.line.arguments.get("report_to")
-    named = " ".join(told) if told is not None else side.settings.get("report_to")
-    if named is None and arguments.is_whole and arguments.line.launcher == "swift":
-        named = "tensorboard"
-    if named is not None and not {"tensorboard", "all"} & set(named.replace(",", " ").split()):
-        return f"--report_to {named}"
+    side, report_to = arguments.side, arguments.line.arguments.get("report_to")
+    trackers = " ".join(report_to) if report_to is not None else side.settings.get("report_to")
+    if trackers is None and arguments.is_whole and arguments.line.launcher == "swift":
+        trackers = "tensorboard"
+    if trackers is not None and not {"tensorboard", "all"} & set(trackers.replace(",", " ").split()):
+        return f"--report_to {trackers}"
     if side.packages and not {"tensorboard", "tensorboardx"} & side.packages.keys():
         return "tensorboard is not installed there"
     return ""

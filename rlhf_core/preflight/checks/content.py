@@ -22,16 +22,16 @@ def columns(facts: Facts) -> Iterator[Finding]:
         if facts.content_problem:
             yield skipped(f"the data was not read: {facts.content_problem}")
         return
-    for look in report.splits:
-        if look.problem:
-            if not _is_judged_already(facts, look):
+    for split in report.splits:
+        if split.problem:
+            if not _is_judged_already(facts, split):
                 yield blocked(
-                    f"{_source(facts, look)} cannot be used: {look.problem}",
+                    f"{_source(facts, split)} cannot be used: {split.problem}",
                     "rows with the columns named in [data]",
-                    f"correct {_setting(facts, look)}, or the settings that name its columns",
+                    f"correct {_setting(facts, split)}, or the settings that name its columns",
                 )
         else:
-            yield passed(f"{_source(facts, look)}: columns {', '.join(look.columns)}")
+            yield passed(f"{_source(facts, split)}: columns {', '.join(split.columns)}")
     yield from _unsuitable_functions(report.rewards)
     yield from _repeated_rows(facts)
 
@@ -39,32 +39,32 @@ def columns(facts: Facts) -> Iterator[Finding]:
 @check("content.tokenizer", trainer="native")
 def tokenizer(facts: Facts) -> Iterator[Finding]:
     """A tokenizer that loses characters makes right answers impossible: the reward stays at zero for days."""
-    look = facts.content.tokenizer if facts.content else None
-    if look is None:
+    report = facts.content.tokenizer if facts.content else None
+    if report is None:
         return
-    if look.problem:
+    if report.problem:
         if not facts.tokenizer_problem:
             yield blocked(
-                f"the tokenizer cannot be used: {look.problem}", "a tokenizer that loads", "correct model.tokenizer"
+                f"the tokenizer cannot be used: {report.problem}", "a tokenizer that loads", "correct model.tokenizer"
             )
         return
-    if look.unknown_share > MANY_UNKNOWN:
+    if report.unknown_share > MANY_UNKNOWN:
         yield warning(
-            f"{look.unknown_share:.1%} of the tokens stand for characters that the tokenizer lacks",
+            f"{report.unknown_share:.1%} of the tokens stand for characters that the tokenizer lacks",
             "tokens for all characters in prompts and answers",
             'use another model.tokenizer ("byte" and "bpe" encode every text), or clean the data',
         )
-    if look.num_changed:
+    if report.num_changed:
         yield warning(
-            f"{look.num_changed} of {look.num_texts} texts are changed by encoding and decoding: {look.example}",
+            f"{report.num_changed} of {report.num_texts} texts are changed by encoding and decoding: {report.example}",
             "the same text again",
             "if rewards need exact answers, remove these characters from the data or use another model.tokenizer",
         )
     else:
-        yield passed(f"{look.num_texts} texts survive encoding and decoding unchanged")
-    if look.chat_problem:
+        yield passed(f"{report.num_texts} texts survive encoding and decoding unchanged")
+    if report.chat_problem:
         yield warning(
-            f"the chat template of the tokenizer {look.chat_problem}",
+            f"the chat template of the tokenizer {report.chat_problem}",
             "a template that renders a conversation and ends with the start of the model's turn",
             "correct chat_template in the folder of the tokenizer; it is saved with the model that is trained",
         )
@@ -177,14 +177,15 @@ def _unsuitable_functions(trials: tuple[RewardTrial, ...]) -> Iterator[Finding]:
             )
 
 
-def _long_completions(facts: Facts, look: SplitReport) -> Finding:
+def _long_completions(facts: Facts, split: SplitReport) -> Finding:
     data = facts.spec.data
     found = (
-        f"{look.num_long_completions} of {look.num_rows} rows of {_source(facts, look)} have a completion longer than "
-        f"data.max_completion_tokens = {data.max_completion_tokens} (the longest has {look.longest_completion} tokens)"
+        f"{split.num_long_completions} of {split.num_rows} rows of {_source(facts, split)} have a completion longer "
+        f"than data.max_completion_tokens = {data.max_completion_tokens} (the longest has {split.longest_completion} "
+        "tokens)"
     )
-    raising = f"set data.max_completion_tokens={look.longest_completion}, if the memory allows it"
-    if data.overlong_completions == "error" or look.num_long_completions + look.num_overlong == look.num_rows:
+    raising = f"set data.max_completion_tokens={split.longest_completion}, if the memory allows it"
+    if data.overlong_completions == "error" or split.num_long_completions + split.num_overlong == split.num_rows:
         return blocked(found, "completions that fit", f'{raising}, or data.overlong_completions="drop" if some fit')
     return warning(found, "few dropped rows", raising)
 
@@ -192,14 +193,14 @@ def _long_completions(facts: Facts, look: SplitReport) -> Finding:
 def _repeated_rows(facts: Facts) -> Iterator[Finding]:
     """Findings that the static checks report for files that they read themselves."""
     assert facts.content is not None
-    for look in facts.content.splits:
-        if look.num_duplicates and not _is_scanned(facts, look):
+    for split in facts.content.splits:
+        if split.num_duplicates and not _is_scanned(facts, split):
             yield warning(
-                f"{look.num_duplicates} of {look.num_rows} rows of {_source(facts, look)} repeat an earlier row",
+                f"{split.num_duplicates} of {split.num_rows} rows of {_source(facts, split)} repeat an earlier row",
                 "every row once",
                 "remove them, unless the extra weight is intended",
             )
-    unseen = any(not _is_scanned(facts, look) for look in facts.content.splits)
+    unseen = any(not _is_scanned(facts, split) for split in facts.content.splits)
     if facts.content.num_shared and unseen:
         yield warning(
             f"{facts.content.num_shared} held-out prompts are also in the training data",
@@ -218,9 +219,9 @@ def _failed(trial: RewardTrial) -> Finding:
             "a reward function that needs little memory",
             f"check which objects it keeps; if it loads a model of its own, set {off}",
         )
-    said = trial.message if trial.function in trial.message else f"{trial.function}: {trial.message}"
+    message = trial.message if trial.function in trial.message else f"{trial.function}: {trial.message}"
     return blocked(
-        f"tried on real rows, {said}",
+        f"tried on real rows, {message}",
         "one finite number for each completion, including empty and unusual ones",
         f"correct {trial.function}; if it needs something that only the nodes have, set {off}",
     )
@@ -233,7 +234,7 @@ def _slow(facts: Facts, trial: RewardTrial) -> Iterator[Finding]:
         return
     count = max(sampled) // spec.num_ranks
     seconds = trial.seconds / trial.num_completions * count
-    # In the trainer's process it has no separate limit and reports no progress.
+    # In the trainer's own process, it has no time limit of its own and reports no progress.
     setting = "reward.timeout_s" if spec.reward.timeout_s else "supervise.reward_floor_s"
     limit_s = spec.reward.timeout_s or spec.supervise.reward_floor_s
     if seconds > limit_s / 2:
@@ -244,29 +245,29 @@ def _slow(facts: Facts, trial: RewardTrial) -> Iterator[Finding]:
         )
 
 
-def _file(facts: Facts, look: SplitReport) -> DataFile | None:
-    return facts.train if look.split == "train" else facts.eval
+def _file(facts: Facts, split: SplitReport) -> DataFile | None:
+    return facts.train if split.split == "train" else facts.eval
 
 
-def _is_scanned(facts: Facts, look: SplitReport) -> bool:
-    file = _file(facts, look)
+def _is_scanned(facts: Facts, split: SplitReport) -> bool:
+    file = _file(facts, split)
     return file is not None and file.scanned
 
 
-def _is_judged_already(facts: Facts, look: SplitReport) -> bool:
+def _is_judged_already(facts: Facts, split: SplitReport) -> bool:
     """Return True if the control plane has read the file itself and reports its problems."""
-    file = _file(facts, look)
+    file = _file(facts, split)
     return file is not None and (file.scanned or bool(file.problem))
 
 
-def _num_rows(facts: Facts, look: SplitReport) -> int:
-    file = _file(facts, look)
-    return max(look.num_rows, 0 if file is None else file.num_rows)
+def _num_rows(facts: Facts, split: SplitReport) -> int:
+    file = _file(facts, split)
+    return max(split.num_rows, 0 if file is None else file.num_rows)
 
 
-def _setting(facts: Facts, look: SplitReport) -> str:
-    return "data.generator" if facts.spec.data.generator else f"data.{look.split}"
+def _setting(facts: Facts, split: SplitReport) -> str:
+    return "data.generator" if facts.spec.data.generator else f"data.{split.split}"
 
 
-def _source(facts: Facts, look: SplitReport) -> str:
-    return f"{look.split} of {facts.spec.data.generator}" if facts.spec.data.generator else f"data.{look.split}"
+def _source(facts: Facts, split: SplitReport) -> str:
+    return f"{split.split} of {facts.spec.data.generator}" if facts.spec.data.generator else f"data.{split.split}"

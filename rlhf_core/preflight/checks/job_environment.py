@@ -43,12 +43,12 @@ def launch(facts: Facts) -> Iterator[Finding]:
     """NNODES or NPROC_PER_NODE that contradict the plan make a launcher wait for ranks that do not exist."""
     resources = facts.spec.resources
     given = facts.slurm.environment
-    right = planned_numbers(resources.num_nodes, resources.ranks_per_node, facts.spec.num_ranks)
+    planned = planned_numbers(resources.num_nodes, resources.ranks_per_node, facts.spec.num_ranks)
     advice = "remove it from slurm.environment: rlhf-flows does not need it"
-    for name, values in right.items():
+    for name, values in planned.items():
         if name in given and given[name] not in values:
             yield blocked(f"slurm.environment.{name} = {given[name]}", f"{' or '.join(values)}, as planned", advice)
     for name in NODE_NUMBERS:
         if name in given and resources.num_nodes > 1:
-            said = f"slurm.environment.{name} = {given[name]} for all {resources.num_nodes} nodes"
-            yield blocked(said, "a different number for each node", advice)
+            found = f"slurm.environment.{name} = {given[name]} for all {resources.num_nodes} nodes"
+            yield blocked(found, "a different number for each node", advice)

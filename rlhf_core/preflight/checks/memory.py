@@ -69,11 +69,11 @@ def _is_blocked(found: Iterable[Finding]) -> bool:
 def _with_largest_gpus(facts: Facts) -> Facts:
     """Facts in which every type of GPU has its largest size."""
     kinds = {node: with_largest_size(kind) for node, kind in facts.inventory.node_gpu_types.items()}
-    asked = facts.slurm.gpu_type
+    gpu_type = facts.slurm.gpu_type
     return replace(
         facts,
         inventory=facts.inventory.model_copy(update={"node_gpu_types": kinds}),
-        spec=with_changes(facts.spec, {"slurm.gpu_type": with_largest_size(asked)}) if asked else facts.spec,
+        spec=with_changes(facts.spec, {"slurm.gpu_type": with_largest_size(gpu_type)}) if gpu_type else facts.spec,
     )
 
 

@@ -71,12 +71,12 @@ def length(facts: Facts) -> Iterator[Finding]:
 @check("model.lora", trainer="native")
 def lora(facts: Facts) -> Iterator[Finding]:
     """An adapter on layers that the model does not have ends every rank once the model is loaded."""
-    asked = facts.spec.model.lora
-    if asked is None:
+    adapter = facts.spec.model.lora
+    if adapter is None:
         return
-    wanted = () if asked.target_modules == (ALL_LINEAR,) else asked.target_modules
+    targets = () if adapter.target_modules == (ALL_LINEAR,) else adapter.target_modules
     known = sorted(name for name in _layers(facts) if not _NO_TARGET.search(name))
-    unknown = [name for name in wanted if name not in known]
+    unknown = [name for name in targets if name not in known]
     hidden = facts.model_config.get("hidden_size")
     if unknown and known:
         yield blocked(
@@ -84,9 +84,9 @@ def lora(facts: Facts) -> Iterator[Finding]:
             f"linear layers of the model: {', '.join(known)}",
             f'correct model.lora.target_modules, or set it to ["{ALL_LINEAR}"]',
         )
-    elif isinstance(hidden, int) and asked.rank > hidden:
+    elif isinstance(hidden, int) and adapter.rank > hidden:
         yield blocked(
-            f"model.lora.rank = {asked.rank}, but the model has a hidden size of {hidden}",
+            f"model.lora.rank = {adapter.rank}, but the model has a hidden size of {hidden}",
             "a rank far below the width of the layers, for instance 16",
             "lower model.lora.rank, or remove model.lora to train all weights",
         )
@@ -95,7 +95,7 @@ def lora(facts: Facts) -> Iterator[Finding]:
             "the layers of this model are known only to the trainer, which rejects names without a match when it starts"
         )
     else:
-        yield passed(f"rank {asked.rank} on {', '.join(wanted) or 'every linear layer'}")
+        yield passed(f"rank {adapter.rank} on {', '.join(targets) or 'every linear layer'}")
 
 
 _NO_TARGET = re.compile(r"embed|^(lm_head|wte|wpe|score)$")

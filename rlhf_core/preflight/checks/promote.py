@@ -29,14 +29,14 @@ def promote_metric(facts: Facts) -> Iterator[Finding]:
     if spec.promote.when == "never" or not made:
         return
     found = f'promote.metric = "{metric}"'
-    told = f"evaluations of this run: {', '.join(made)}"
+    available = f"evaluations of this run: {', '.join(made)}"
     if metric in made:
-        yield passed(f"{found}; {told}")
+        yield passed(f"{found}; {available}")
     elif metric != "preference" and spec.data_kinds == {"pair"} and not spec.main_loop.algorithm.ranks_completions:
         yield warning(
             f"{found}, but the held-out data are pairs, which are completed only if they have data.answer_column",
-            told,
+            available,
             f"set promote.metric={made[0]}, unless every held-out pair has an answer",
         )
     else:
-        yield blocked(found, told, f"set promote.metric={made[0]}, or promote.when=never")
+        yield blocked(found, available, f"set promote.metric={made[0]}, or promote.when=never")

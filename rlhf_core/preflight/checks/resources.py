@@ -11,41 +11,41 @@ from rlhf_core.scheduler.slurm_environment import OPTIONS_OF_THE_JOB
 from rlhf_core.text.formatting import listed
 
 SHORT_ATTEMPT_S = 300
-"""An attempt shorter than this is mostly start-up."""
+"""Duration in seconds below which an attempt is mostly start-up."""
 
 
 @check("resources.nodes")
 def nodes(facts: Facts) -> Iterator[Finding]:
     """Slurm refuses a job that requests more nodes than its partition has."""
-    asked, there = facts.spec.resources.num_nodes, len(_nodes(facts))
+    requested, available = facts.spec.resources.num_nodes, len(_nodes(facts))
     beside = facts.spec.rollout.nodes
-    fewer = [number for number in facts.spec.possible_nodes if number <= there]
-    if asked > there and fewer:
+    fewer = [number for number in facts.spec.possible_nodes if number <= available]
+    if requested > available and fewer:
         yield warning(
-            f"resources.num_nodes = {asked}, the scheduler has {there} for this job; resources.min_nodes allows "
-            f"{fewer[0]}",
-            f"{asked} nodes",
+            f"resources.num_nodes = {requested}, the scheduler has {available} for this job; resources.min_nodes "
+            f"allows {fewer[0]}",
+            f"{requested} nodes",
             f"it trains on {fewer[0]} with the same global batch but takes longer; set "
             f"resources.num_nodes={fewer[0]} if that is intended",
         )
-    elif facts.scheduler == "local" and asked > 1:
+    elif facts.scheduler == "local" and requested > 1:
         yield blocked(
-            f"resources.num_nodes = {asked} with the local scheduler",
+            f"resources.num_nodes = {requested} with the local scheduler",
             "one node: the local scheduler is this machine",
             "set resources.num_nodes=1 and resources.ranks_per_node to the number of ranks"
             + (", and rollout.nodes=0, so engines run beside them" if beside else ""),
         )
-    elif asked > there:
+    elif requested > available:
         yield blocked(
-            f"resources.num_nodes = {asked}, the scheduler has {there} nodes for this job",
-            f"at most {there} nodes",
-            f"set resources.num_nodes={max(there, 1)}"
+            f"resources.num_nodes = {requested}, the scheduler has {available} nodes for this job",
+            f"at most {available} nodes",
+            f"set resources.num_nodes={max(available, 1)}"
             + (f", and fewer in rollout.nodes ({beside})" if beside else "")
-            + (", or another slurm.partition" if there < len(facts.inventory.node_names) else ""),
+            + (", or another slurm.partition" if available < len(facts.inventory.node_names) else ""),
         )
     else:
         kinds = f": {facts.spec.num_trainer_nodes} for training, {beside} for rollout engines" if beside else ""
-        yield passed(f"{asked} of {there} nodes{kinds}")
+        yield passed(f"{requested} of {available} nodes{kinds}")
 
 
 @check("resources.slurm_options")
@@ -72,129 +72,129 @@ def min_nodes(facts: Facts) -> Iterator[Finding]:
     resources, possible = facts.spec.resources, facts.spec.possible_nodes
     if not resources.min_nodes:
         return
-    said = f"resources.min_nodes = {resources.min_nodes} of {resources.num_nodes}"
+    setting = f"resources.min_nodes = {resources.min_nodes} of {resources.num_nodes}"
     if facts.spec.trainer.kind == "command":
         yield blocked(
-            f'{said} with trainer.kind = "command"',
+            f'{setting} with trainer.kind = "command"',
             "the native trainer, which keeps the global batch on any number of nodes",
             "set resources.min_nodes=0; another program divides its batch by its own arguments",
         )
     elif len(possible) == 1 and resources.min_nodes < resources.num_nodes:
         rows = {name: loop.algorithm.rows_per_step for name, loop in facts.spec.loops.named.items()}
-        told = ", ".join(f"loops.{name} {count}" for name, count in rows.items())
+        rows_per_loop = ", ".join(f"loops.{name} {count}" for name, count in rows.items())
         beside = facts.spec.rollout.nodes
         of = f"for training, beside {beside} with engines, " if beside else ""
         yield blocked(
-            f"{said}, but the rows of a step ({told}) are divisible by no smaller number of nodes {of}x "
+            f"{setting}, but the rows of a step ({rows_per_loop}) are divisible by no smaller number of nodes {of}x "
             f"{resources.ranks_per_node} ranks",
             "a number of nodes below resources.num_nodes that divides the rows of every loop",
             "lower resources.min_nodes, or change the rows per step",
         )
     else:
         numbers = ", ".join(map(str, sorted(possible)))
-        yield passed(f"{said}: an attempt may have {numbers} nodes; the global batch stays the same")
+        yield passed(f"{setting}: an attempt may have {numbers} nodes; the global batch stays the same")
 
 
 @check("resources.gpus")
 def gpus(facts: Facts) -> Iterator[Finding]:
     """A job for GPUs that no node has waits forever; unused GPUs cost money; two ranks on one GPU run out of memory."""
     resources = facts.spec.resources
-    there = max(map(facts.inventory.gpus_of, _nodes(facts)), default=facts.inventory.gpus_per_node)
-    asked, ranks = resources.gpus_per_node, resources.ranks_per_node
+    available = max(map(facts.inventory.gpus_of, _nodes(facts)), default=facts.inventory.gpus_per_node)
+    requested, ranks = resources.gpus_per_node, resources.ranks_per_node
     rollout, engines = facts.spec.rollout, facts.spec.engines_beside_trainers
     users = ranks + engines * rollout.gpus_per_engine
     of_engines = facts.spec.engines_per_node * rollout.gpus_per_engine
-    if asked > there:
+    if requested > available:
         yield blocked(
-            f"resources.gpus_per_node = {asked}, the nodes have {there}",
-            f"at most {there} GPUs per node",
-            f"set resources.gpus_per_node={there}" + ("" if there else " to train on CPU"),
+            f"resources.gpus_per_node = {requested}, the nodes have {available}",
+            f"at most {available} GPUs per node",
+            f"set resources.gpus_per_node={available}" + ("" if available else " to train on CPU"),
         )
-    elif asked and ranks > asked:
+    elif requested and ranks > requested:
         yield blocked(
-            f"resources.ranks_per_node = {ranks} on {asked} GPUs per node",
+            f"resources.ranks_per_node = {ranks} on {requested} GPUs per node",
             "a GPU for every rank",
-            f"set resources.ranks_per_node={asked}",
+            f"set resources.ranks_per_node={requested}",
         )
-    elif asked > users:
+    elif requested > users:
         beside = f" and {engines} rollout engines" if engines else ""
         yield warning(
-            f"resources.gpus_per_node = {asked} for {ranks} ranks{beside} per node: {asked - users} GPUs idle",
+            f"resources.gpus_per_node = {requested} for {ranks} ranks{beside} per node: {requested - users} GPUs idle",
             "as many ranks as GPUs",
-            f"set resources.ranks_per_node={asked - users + ranks}, or resources.gpus_per_node={users}",
+            f"set resources.ranks_per_node={requested - users + ranks}, or resources.gpus_per_node={users}",
         )
-    elif rollout.nodes and 0 < of_engines < asked:
+    elif rollout.nodes and 0 < of_engines < requested:
         yield warning(
-            f"resources.gpus_per_node = {asked}, and engines on {of_engines} of them on each of rollout.nodes = "
-            f"{rollout.nodes}: {asked - of_engines} GPUs idle",
+            f"resources.gpus_per_node = {requested}, and engines on {of_engines} of them on each of rollout.nodes = "
+            f"{rollout.nodes}: {requested - of_engines} GPUs idle",
             "engines on all GPUs of their nodes",
-            f"set rollout.engines={asked // rollout.gpus_per_engine * rollout.nodes}, or rollout.nodes=0 to place them "
-            "beside the trainers",
+            f"set rollout.engines={requested // rollout.gpus_per_engine * rollout.nodes}, or rollout.nodes=0 to place "
+            "them beside the trainers",
         )
-    elif not asked and there:
+    elif not requested and available:
         yield warning(
-            f"resources.gpus_per_node = 0, but the nodes have {there} GPUs",
+            f"resources.gpus_per_node = 0, but the nodes have {available} GPUs",
             "training on the available GPUs",
-            f"set resources.gpus_per_node={there} and resources.ranks_per_node={there}, unless CPU is intended",
+            f"set resources.gpus_per_node={available} and resources.ranks_per_node={available}, unless CPU is intended",
         )
     else:
-        yield passed(f"{asked} GPUs per node for {ranks} ranks" if asked else "CPU, no GPU requested")
+        yield passed(f"{requested} GPUs per node for {ranks} ranks" if requested else "CPU, no GPU requested")
 
 
 @check("resources.uneven_gpus")
 def uneven_gpus(facts: Facts) -> Iterator[Finding]:
     """A node with a missing GPU makes the job wait forever, or every rank wait for that node."""
     resources, nodes = facts.spec.resources, _nodes(facts)
-    asked = resources.gpus_per_node
-    there = {node: count for node, count in facts.inventory.node_gpus.items() if node in nodes}
-    if not asked or asked > max(there.values(), default=0):
+    requested = resources.gpus_per_node
+    available = {node: count for node, count in facts.inventory.node_gpus.items() if node in nodes}
+    if not requested or requested > max(available.values(), default=0):
         return  # reported by resources.gpus
-    enough = [node for node, count in there.items() if count >= asked]
-    less = {node: count for node, count in there.items() if 0 < count < asked}
+    enough = [node for node, count in available.items() if count >= requested]
+    less = {node: count for node, count in available.items() if 0 < count < requested}
     if len(enough) < resources.num_nodes:
-        lacking = less or {node: count for node, count in there.items() if count < asked}
+        lacking = less or {node: count for node, count in available.items() if count < requested}
         fewer = f" or resources.gpus_per_node to {min(less.values())}" if less else ""
         yield blocked(
-            f"{resources.num_nodes} nodes with {asked} GPUs are requested, {_count(len(enough))} that many"
+            f"{resources.num_nodes} nodes with {requested} GPUs are requested, {_count(len(enough))} that many"
             + (f"; these have fewer: {_shown(lacking)}" if lacking else ""),
-            f"{resources.num_nodes} nodes with at least {asked} GPUs",
+            f"{resources.num_nodes} nodes with at least {requested} GPUs",
             f"lower resources.num_nodes to {len(enough)}{fewer}, or have the GPUs of these nodes checked",
         )
         return
-    odd = _odd_ones(there, facts.inventory.node_gpu_types)
-    if odd and any(count < asked for count in odd.values()):
+    deviating = _deviating_nodes(available, facts.inventory.node_gpu_types)
+    if deviating and any(count < requested for count in deviating.values()):
         yield warning(
-            f"{_shown(odd)}; the other nodes of the kind have more, and {asked} are requested",
+            f"{_shown(deviating)}; the other nodes of the kind have more, and {requested} are requested",
             "the same number of GPUs on every node of a kind",
             "the job will not run there; if a GPU dropped off its bus, have these nodes checked",
         )
-    elif odd:
-        usual = max(there.values())
+    elif deviating:
+        usual = max(available.values())
         yield warning(
-            f"{_shown(odd)}, the others {usual}: with resources.gpus_per_node = {asked} these have "
-            f"{usual - asked} idle",
+            f"{_shown(deviating)}, the others {usual}: with resources.gpus_per_node = {requested} these have "
+            f"{usual - requested} idle",
             "a number of GPUs that matches most nodes",
-            f"set slurm.exclude to {list(odd)} and resources.gpus_per_node={usual}",
+            f"set slurm.exclude to {list(deviating)} and resources.gpus_per_node={usual}",
         )
     else:
-        yield passed(f"{len(enough)} nodes have {asked} GPUs or more")
+        yield passed(f"{len(enough)} nodes have {requested} GPUs or more")
 
 
 @check("resources.cores")
 def cores(facts: Facts) -> Iterator[Finding]:
     """Ranks that share cores slow each other down, and every collective waits for the slowest."""
-    resources, there = facts.spec.resources, facts.inventory.cpus_per_node
-    asked = facts.spec.processes_per_node * resources.cpus_per_rank
+    resources, available = facts.spec.resources, facts.inventory.cpus_per_node
+    requested = facts.spec.processes_per_node * resources.cpus_per_rank
     of_engines = facts.spec.engines_per_node * facts.spec.rollout.gpus_per_engine
     word = "or" if facts.spec.rollout.nodes else "and"
     engines = f" {word} {of_engines} processes of engines" if of_engines else ""
     found = (
-        f"{resources.ranks_per_node} ranks{engines} x {resources.cpus_per_rank} cores = {asked} cores per node, "
-        f"{there} available"
+        f"{resources.ranks_per_node} ranks{engines} x {resources.cpus_per_rank} cores = {requested} cores per node, "
+        f"{available} available"
     )
-    if asked > there:
+    if requested > available:
         yield warning(
-            found, f"at most {there} cores per node", "lower resources.ranks_per_node or resources.cpus_per_rank"
+            found, f"at most {available} cores per node", "lower resources.ranks_per_node or resources.cpus_per_rank"
         )
     else:
         yield passed(found)
@@ -203,12 +203,12 @@ def cores(facts: Facts) -> Iterator[Finding]:
 @check("resources.memory")
 def memory(facts: Facts) -> Iterator[Finding]:
     """A job that requests more memory than any node has waits forever."""
-    asked, there = facts.spec.resources.memory_gb, facts.inventory.memory_gb
-    if there and asked > there:
+    requested, available = facts.spec.resources.memory_gb, facts.inventory.memory_gb
+    if available and requested > available:
         yield blocked(
-            f"resources.memory_gb = {asked:g}, the nodes have {there:.1f}",
-            f"at most {there:.1f} GiB",
-            f"set resources.memory_gb={int(there)}, or 0 to leave it to the scheduler",
+            f"resources.memory_gb = {requested:g}, the nodes have {available:.1f}",
+            f"at most {available:.1f} GiB",
+            f"set resources.memory_gb={int(available)}, or 0 to leave it to the scheduler",
         )
 
 
@@ -285,16 +285,16 @@ def _nodes(facts: Facts) -> list[str]:
     return facts.inventory.nodes_for(facts.slurm)
 
 
-def _odd_ones(gpus: Mapping[str, int], types: Mapping[str, str]) -> dict[str, int]:
+def _deviating_nodes(gpus: Mapping[str, int], types: Mapping[str, str]) -> dict[str, int]:
     """Nodes with fewer GPUs than most nodes of their kind."""
-    odd: dict[str, int] = {}
+    deviating: dict[str, int] = {}
     for kind in {types.get(node, "") for node in gpus}:
         counts = {node: count for node, count in gpus.items() if count and types.get(node, "") == kind}
         if counts:
             (usual, times), *_ = Counter(counts.values()).most_common(1)
             if times > 1:
-                odd |= {node: count for node, count in counts.items() if count < usual}
-    return odd
+                deviating |= {node: count for node, count in counts.items() if count < usual}
+    return deviating
 
 
 def _count(nodes: int) -> str:

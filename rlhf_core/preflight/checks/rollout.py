@@ -100,19 +100,19 @@ def sglang(facts: Facts) -> Iterator[Finding]:
 def engines(facts: Facts) -> Iterator[Finding]:
     """Engines without GPUs or without work would be noticed only when the trainers wait for them."""
     spec, resources = facts.spec, facts.spec.resources
-    asked, layout = spec.rollout.engines, spec.rollout.layout(resources.num_nodes)
-    if not asked:
+    num_engines, layout = spec.rollout.engines, spec.rollout.layout(resources.num_nodes)
+    if not num_engines:
         return
-    said = f"rollout.engines = {asked}"
+    setting = f"rollout.engines = {num_engines}"
     if spec.trainer.kind == "command":
         yield blocked(
-            f'{said} with trainer.kind = "command"',
+            f'{setting} with trainer.kind = "command"',
             "the native trainer: another program starts its own engines",
             "set rollout.engines=0",
         )
     elif not spec.any_loop_samples:
         yield blocked(
-            f"{said}, but no loop samples ({', '.join(loop.algorithm.name for loop in spec.loops.named.values())})",
+            f"{setting}, but no loop samples ({', '.join(loop.algorithm.name for loop in spec.loops.named.values())})",
             "an algorithm with completions to sample",
             "set rollout.engines=0: evaluations are sampled by the trainers themselves",
         )
@@ -121,7 +121,7 @@ def engines(facts: Facts) -> Iterator[Finding]:
     elif resources.gpus_per_node and spec.processes_per_node > resources.gpus_per_node:
         ranks = "" if spec.rollout.nodes else f"{resources.ranks_per_node} trainer ranks and "
         yield blocked(
-            f"{said}: {ranks}{layout.per_node} engines{_of_gpus(facts)} on {resources.gpus_per_node} GPUs of a node",
+            f"{setting}: {ranks}{layout.per_node} engines{_of_gpus(facts)} on {resources.gpus_per_node} GPUs of a node",
             "a GPU for every rank and every part of an engine",
             _room_for(facts),
         )
@@ -130,7 +130,7 @@ def engines(facts: Facts) -> Iterator[Finding]:
         trainers = f"{resources.ranks_per_node} trainer ranks"
         alone = f"alone there; {trainers} on each of {spec.num_trainer_nodes} others"
         beside = alone if spec.rollout.nodes else f"beside {trainers}"
-        yield passed(f"{asked} separate engines{_of_gpus(facts)}, {where}, {beside}")
+        yield passed(f"{num_engines} separate engines{_of_gpus(facts)}, {where}, {beside}")
 
 
 def _uneven(facts: Facts) -> Finding:
@@ -153,24 +153,24 @@ def max_staleness(facts: Facts) -> Iterator[Finding]:
     spec = facts.spec
     if not spec.rollout.max_staleness:
         return
-    said = f"rollout.max_staleness = {spec.rollout.max_staleness}"
+    setting = f"rollout.max_staleness = {spec.rollout.max_staleness}"
     loops = {name: loop.algorithm for name, loop in spec.loops.named.items()}
     sampling = {name: one for name, one in loops.items() if isinstance(one, PolicyGradientSpec)}
     uncorrected = [name for name, one in sampling.items() if one.correction == "none"]
     if not sampling:
         yield blocked(
-            f"{said}, but no loop samples", "an algorithm with completions to sample", "set rollout.max_staleness=0"
+            f"{setting}, but no loop samples", "an algorithm with completions to sample", "set rollout.max_staleness=0"
         )
     elif not spec.rollout.engines:
         yield blocked(
-            f"{said} and rollout.engines = 0",
+            f"{setting} and rollout.engines = 0",
             "separate engines: the trainers' own processes cannot sample while they train",
             "set rollout.engines, or rollout.max_staleness=0",
         )
     elif uncorrected:
         names = ", ".join(f"loops.{name}.algorithm.correction" for name in uncorrected)
         yield blocked(
-            f'{said} and {names} = "none"',
+            f'{setting} and {names} = "none"',
             "importance weights for the change of the policy since sampling",
             f"set {names} to token_truncate or sequence_mask, for instance",
         )
@@ -211,13 +211,13 @@ def sync(facts: Facts) -> Iterator[Finding]:
 
 
 def _backend(facts: Facts) -> str:
-    spec, asked = facts.spec, facts.spec.rollout.sync.backend
+    spec, backend = facts.spec, facts.spec.rollout.sync.backend
     if spec.rollout.sync.transport is not Transport.BROADCAST:
         return ""
     why_not = spec.why_not_nccl or ("deltas are in main memory" if spec.rollout.sync.delta else "")
-    if asked == "gloo" or (asked == "auto" and why_not):
+    if backend == "gloo" or (backend == "auto" and why_not):
         return f" over gloo ({why_not or 'as configured'})"
-    return f" over nccl{' where torch has it' if asked == 'auto' else ''} (not tested on GPUs yet)"
+    return f" over nccl{' where torch has it' if backend == 'auto' else ''} (not tested on GPUs yet)"
 
 
 def _of_gpus(facts: Facts) -> str:

@@ -36,7 +36,7 @@ GPU_MEMORY_GB: Mapping[str, tuple[int, ...]] = {
 """Memory of each type of GPU in GB, from the vendor's data sheet; several values for types with several sizes."""
 
 USABLE_SHARE = 0.93
-"""The rest is taken by the driver, error correction and fragmentation."""
+"""Usable share of a GPU's memory; the driver, error correction and fragmentation take the rest."""
 
 
 def gpu_memory_bytes(kind: str) -> int | None:

@@ -99,7 +99,7 @@ def trainer_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Est
             "gathered weights": weight_bytes(shape, dtype) if zero.stage == 3 else 0,
         },
     }
-    if spec.rollout.engines:  # they sample, and the trainer gathers weights for them bucket by bucket
+    if spec.rollout.engines:  # separate engines sample, and the trainer gathers the weights for them bucket by bucket
         del moments["sample"]
     if any(algorithm.reference for algorithm in algorithms):
         # With an adapter, the reference is the policy without it, or with a second, frozen one.

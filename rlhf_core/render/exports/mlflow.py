@@ -63,7 +63,7 @@ def to_mlflow(store: HistoryStore, run_ids: Sequence[str], out: str, *, artifact
         out = f"sqlite:///{file}"
     exported: list[str] = []
     try:
-        client, place = MlflowClient(tracking_uri=out), _place_of_artifacts(out)
+        client, place = MlflowClient(tracking_uri=out), _artifact_location(out)
         for run_id in run_ids:
             exported.append(_export(client, store, run_id, place, artifacts=artifacts))
     finally:
@@ -72,26 +72,26 @@ def to_mlflow(store: HistoryStore, run_ids: Sequence[str], out: str, *, artifact
     return exported
 
 
-def _place_of_artifacts(uri: str) -> str | None:
+def _artifact_location(uri: str) -> str | None:
     """Artifact location next to a SQLite file, because MLflow would use the current folder. None if a server
     decides."""
     path = uri.removeprefix("sqlite:///")
     return None if path == uri or not path else (Path(path).absolute().parent / "artifacts").as_uri()
 
 
-def _export(client: "MlflowClient", store: HistoryStore, run_id: str, place: str | None, *, artifacts: bool) -> str:
+def _export(client: "MlflowClient", store: HistoryStore, run_id: str, location: str | None, *, artifacts: bool) -> str:
     shown = queries.show_run(store, run_id)
-    experiment = _experiment(client, shown["run"]["name"], place)
-    there = _find(client, experiment, run_id)
-    known = _known_points(client, there) if there is not None else {}
-    if there is not None and _is_stale(known, _points(store, shown)):
+    experiment = _experiment(client, shown["run"]["name"], location)
+    run = _find(client, experiment, run_id)
+    known = _known_points(client, run) if run is not None else {}
+    if run is not None and _is_stale(known, _points(store, shown)):
         # Steps were repeated since the last export, and MLflow never overwrites a value.
-        client.delete_run(there.info.run_id)
-        there, known = None, {}
-    if there is None:
+        client.delete_run(run.info.run_id)
+        run, known = None, {}
+    if run is None:
         started = _milliseconds(shown["run"]["created_at"])
-        there = client.create_run(experiment, start_time=started, tags={RUN_TAG: run_id}, run_name=run_id)
-    target = str(there.info.run_id)
+        run = client.create_run(experiment, start_time=started, tags={RUN_TAG: run_id}, run_name=run_id)
+    target = str(run.info.run_id)
     _log_facts(client, target, shown)
     _log_points(client, target, known, _points(store, shown))
     if artifacts:
@@ -104,11 +104,11 @@ def _export(client: "MlflowClient", store: HistoryStore, run_id: str, place: str
     return target
 
 
-def _experiment(client: "MlflowClient", name: str, place: str | None) -> str:
+def _experiment(client: "MlflowClient", name: str, location: str | None) -> str:
     found = client.get_experiment_by_name(name)
     if found is not None:
         return str(found.experiment_id)
-    return str(client.create_experiment(name, artifact_location=f"{place}/{name}" if place else None))
+    return str(client.create_experiment(name, artifact_location=f"{location}/{name}" if location else None))
 
 
 def _find(client: "MlflowClient", experiment: str, run_id: str) -> "Run | None":
@@ -134,8 +134,8 @@ def _known_points(client: "MlflowClient", run: "Run") -> dict[str, set[tuple[int
 
 def _is_stale(known: Mapping[str, set[tuple[int, int]]], points: Iterator[CurvePoint]) -> bool:
     """True if MLflow has values that no longer count."""
-    num_still_true = sum(_identity(point) in known.get(clean_name(point.key), ()) for point in points)
-    return num_still_true < sum(map(len, known.values()))
+    num_valid = sum(_identity(point) in known.get(clean_name(point.key), ()) for point in points)
+    return num_valid < sum(map(len, known.values()))
 
 
 def _log_points(

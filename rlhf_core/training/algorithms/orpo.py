@@ -25,7 +25,8 @@ def log1mexp(values: Tensor) -> Tensor:
     """``log(1 - exp(x))`` for ``x <= 0`` without cancellation (Maechler 2012, doi 10.18637/jss.v000.i00, eq. 7).
 
     A probability that rounds to 1, whose odds are infinite, is replaced with the next smaller number, without a
-        gradient. Both branches are kept away from infinite gradients, which ``where`` would turn into NaN.
+    gradient. The inputs of both branches are clamped, because ``where`` would turn an infinite gradient of the unused
+    one into NaN.
     """
     below = values.clamp(max=-torch.finfo(values.dtype).eps)
     near_zero = below > -math.log(2)

@@ -66,7 +66,7 @@ class ProximalPolicyOptimisation(PolicyGradient):
         return Advantages(found, torch.where(batch.mask, found + batch.values.double(), 0.0))
 
     def whitens(self, spec: PpoSpec) -> Literal["no", "tokens", "sequences"]:
-        """Over tokens."""
+        """Whiten over tokens."""
         return "tokens"
 
 

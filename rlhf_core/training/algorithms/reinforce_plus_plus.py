@@ -22,7 +22,7 @@ class ReinforcePlusPlus(PolicyGradient):
         return Advantages(discounted_returns(token_rewards(batch.rewards.flatten(), batch, spec), spec.discount))
 
     def whitens(self, spec: ReinforcePlusPlusSpec) -> Literal["no", "tokens", "sequences"]:
-        """Over tokens."""
+        """Whiten over tokens."""
         return "tokens"
 
 

@@ -23,7 +23,7 @@ class ReinforcePlusPlusBaseline(PolicyGradient):
         return Advantages(per_token(group_advantages(batch.rewards, "none").flatten(), batch.mask))
 
     def whitens(self, spec: ReinforcePlusPlusBaselineSpec) -> Literal["no", "tokens", "sequences"]:
-        """Over tokens."""
+        """Whiten over tokens."""
         return "tokens"
 
 

@@ -36,7 +36,7 @@ class ReinforceLeaveOneOut(PolicyGradient):
         return Advantages(per_token(leave_one_out(batch.rewards - penalties).flatten(), batch.mask))
 
     def whitens(self, spec: RlooSpec) -> Literal["no", "tokens", "sequences"]:
-        """Over completions, if the settings enable it."""
+        """Whiten over completions, if the settings enable it."""
         return "sequences" if spec.normalise_advantages else "no"
 
     def ratio(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ of rewards within groups, repeated completions and seeds, the reward against its
 clipping, the distance of training from sampling and from the reference model, and rewards earned by length
 (``[health]`` has the windows and thresholds, each with its reason, and the action for a finding).
 
-Three things look like failures but are not, and no rule may mistake them for one:
+Three things look like failures but are not, and no rule may mistake them for failures:
 
 - A task that is *solved* has no spread, no gradient and hardly any entropy: its mean reward is the highest that any
   completion ever had.
@@ -29,7 +29,7 @@ from rlhf_core.training.health.state import Batch, HealthState, observe
 _ADVICE = "`rlhf report` shows curves and completions; health.off disables a rule that does not fit the task"
 
 
-_LEARNS_ON = frozenset[HealthRule]({"clipped", "train_gap", "kl", "length"})
+_UNINTENDED = frozenset[HealthRule]({"clipped", "train_gap", "kl", "length"})
 """Rules whose findings mean that training learns something unintended, not that it learns nothing."""
 
 
@@ -38,7 +38,7 @@ class HealthVerdict:
     """Consequence of the findings of one step."""
 
     warnings: tuple[tuple[HealthRule, str], ...] = ()
-    """Rule and messages of the warnings, which do not stop the run."""
+    """Rule and message of each warning; warnings do not stop the run."""
     ends_by: HealthRule | Literal[""] = ""
     """Rule that ends training at this step; empty if none does."""
     message: str = ""
@@ -79,10 +79,10 @@ class Judge:
         for finding in found:
             by_action[self._spec.action(finding.rule)].append(finding)
         warned = {key: last for key, last in self.state.warned if step - last <= self._spec.window_steps}
-        news = [finding for finding in by_action["warn"] if finding.key not in warned]
+        unreported = [finding for finding in by_action["warn"] if finding.key not in warned]
         warned |= {finding.key: step for finding in by_action["warn"]}
         self.state = self.state.model_copy(update={"warned": tuple(warned.items())})
-        warnings = tuple((finding.rule, f"{in_words([finding], step)}. Training continues.") for finding in news)
+        warnings = tuple((finding.rule, f"{in_words([finding], step)}. Training continues.") for finding in unreported)
         ending = by_action["stop"] + by_action["roll_back"]
         if not ending:
             return HealthVerdict(warnings)
@@ -93,6 +93,6 @@ def in_words(found: Sequence[HealthFinding], step: int) -> str:
     """Format findings as an error message, without its full stop."""
     since = min(finding.since_step for finding in found)
     also = f". Also: {'; '.join(finding.message for finding in found[1:])}" if len(found) > 1 else ""
-    learns_on = all(finding.rule in _LEARNS_ON for finding in found)
-    what = "Training goes wrong" if learns_on else "Training no longer learns"
-    return f"{what} at step {step}, since step {since} ({found[0].rule}): {found[0].message}{also}. {_ADVICE}"
+    is_unintended = all(finding.rule in _UNINTENDED for finding in found)
+    outcome = "Training goes wrong" if is_unintended else "Training no longer learns"
+    return f"{outcome} at step {step}, since step {since} ({found[0].rule}): {found[0].message}{also}. {_ADVICE}"

@@ -124,7 +124,7 @@ def _identical(state: HealthState, spec: HealthSpec, batch: Batch) -> list[Healt
     groups, ranks, steps = state.same_groups, state.same_ranks, state.same_steps
     seeds = _seeds(state, batch)
     whatever = ", and the same for every prompt" if groups.distinct == 1 else ""
-    told = (
+    repetitions = (
         (
             groups,
             len(groups.ranks),
@@ -134,7 +134,7 @@ def _identical(state: HealthState, spec: HealthSpec, batch: Batch) -> list[Healt
         (ranks, len(ranks.ranks), "across ranks", "ranks produce the same completions as other ranks"),
         (steps, len(steps.ranks), "across steps", "every step produces the same completions"),
     )
-    return [*(_repetition(*one, state, spec, batch) for one in told), *seeds]
+    return [*(_repetition(*one, state, spec, batch) for one in repetitions), *seeds]
 
 
 _SEEDS = (
@@ -271,7 +271,7 @@ def _kl(view: _View) -> HealthFinding | None:
         return None
     best = view.state.best
     if _has_gained(view.state, view.now) and best is not None and not _is_higher(best, view.now, SURE_GAIN):
-        return None  # it is at its best, wherever that is
+        return None  # the reward is at its best, however far the policy has moved
     return HealthFinding(
         "kl",
         view.state.recent[0].step,
@@ -285,10 +285,9 @@ def _length(view: _View) -> HealthFinding | None:
     """Find a reward that rises through length alone.
 
     Within a group the prompt is the same, so a reward that correlates with length there rewards length itself, and the
-        slope gives the reward per token. The finding requires that such a reward has risen, that completions have
-        become longer, and that the slope explains at least half of the rise. A policy that reasons longer and is right
-        more often has a far lower correlation: among its answers to one prompt, the long ones are not almost always
-        right.
+    slope gives the reward per token. The finding requires that such a reward has risen, that completions have become
+    longer, and that the slope explains at least half of the rise. A policy that reasons longer and is right more often
+    has a far lower correlation: its long answers to a prompt are not almost always the right ones.
     """
     state, spec = view.state, view.spec
     pairs = [

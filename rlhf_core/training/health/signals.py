@@ -40,8 +40,8 @@ def seed_repeats(seeds: Sequence[Sequence[int]]) -> tuple[int, int]:
         seeds: seeds by group.
 
     Returns:
-        The number of completions with the seed of an earlier one in their group, and of seeds in a group that an
-        earlier group also has, so that two prompts are sampled with the same noise.
+        Number of completions with the seed of an earlier one in their group, and number of seeds that a group shares
+        with an earlier group, so that two prompts are sampled with the same noise.
     """
     in_groups, across, used = 0, 0, set[int]()
     for group in seeds:

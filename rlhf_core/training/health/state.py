@@ -12,7 +12,7 @@ from rlhf_core.schemas.base import Schema
 from rlhf_core.schemas.health import HealthSpec
 
 NATS_PER_CHANCE = 25.0
-"""A sampled token with an entropy of h nats differs from another sample's with a chance of at least h / 25.
+"""A sampled token with an entropy of h nats differs from that of another sample with probability at least h / 25.
 
 By Fano's inequality h is at most e (1 + ln(1/e) + ln(V)) for a chance e and V tokens; with e no smaller than 1e-5 and
 a vocabulary of 160,000 the bracket is 25. So n repeated completions of s nats each have a chance of exp(-n s / 25)."""
@@ -108,7 +108,7 @@ class Level(Schema):
     since_step: int
     mean: float
     error: float
-    """Its standard error."""
+    """Standard error of that mean."""
 
 
 class HealthState(Schema):
@@ -121,11 +121,11 @@ class HealthState(Schema):
     num_steps: int = 0
     """Steps of the main algorithm so far."""
     last_step_sampled: int = 0
-    """The last of them."""
+    """Last step of the main algorithm."""
     top: float = -math.inf
     """Highest reward of any completion so far."""
     floor: float = math.inf
-    """Lowest."""
+    """Lowest reward of any completion so far."""
     first: Level | None = None
     """Reward of the first block of steps."""
     best: Level | None = None
@@ -135,9 +135,9 @@ class HealthState(Schema):
     first_length: float = 0.0
     """Mean length of a completion in the first block, in tokens."""
     spread_ended: int = 0
-    """Last step with any spread; 0 where there was none."""
+    """Last step with any spread; 0 if there was none."""
     first_step: int = 0
-    """First step of the main algorithm that was seen."""
+    """First observed step of the main algorithm."""
     frozen_since: int = 0
     """First of the current consecutive steps that changed nothing; 0 if the last one changed something."""
     frozen_why: str = ""
@@ -152,13 +152,13 @@ class HealthState(Schema):
     seeds_across_prompts: Repetition = Repetition()
     """Ranks that sample several prompts with the same seeds."""
     seeds_repeated: float = 0.0
-    """Share of the completions of such a rank that have the seed of another one, at most."""
+    """Largest share of such a rank's completions that repeat the seed of another completion."""
     same_seeds_since: int = 0
     """First of the current consecutive steps that all had the same seeds; 0 if the last one had others."""
     seed_digest: float | None = None
-    """Of the last step."""
+    """Digest of the sampling seeds of the last step."""
     fingerprints: tuple[float, ...] = ()
-    """Of the last step, by rank."""
+    """Hashes of the completions of the last step, by rank."""
     warned: tuple[tuple[str, int], ...] = ()
     """Findings already reported as warnings, with the last step that had them."""
 
@@ -191,7 +191,7 @@ def observe(
         peak_rate: highest learning rate of the loop; 0 judges every step as if it were trained at that rate.
     """
     has_spread = samples and _has_spread(batch, metrics)
-    # A loss of exactly 0 is one with a margin (hinge) that every pair has reached.
+    # A loss is exactly 0 only with a margin (hinge) that every pair has reached.
     has_signal = has_spread if samples else metrics.get("train/loss") != 0
     state = _observe_weights(state, step, metrics, has_signal=has_signal, peak_rate=peak_rate)
     if not samples:
@@ -225,7 +225,7 @@ def observe(
 
 
 def _has_spread(batch: Batch, metrics: Mapping[str, float]) -> bool:
-    """True if rewards differ that the algorithm compares: those of a group, or those of the whole step without groups.
+    """True if the rewards that the algorithm compares differ: within a group, or in the whole step without groups.
 
     Without groups, ``rollout/zero_std_groups`` compares the completions of each rank, of which there may be only one.
     """
@@ -238,15 +238,15 @@ def _observe_weights(
     state: HealthState, step: int, metrics: Mapping[str, float], *, has_signal: bool, peak_rate: float
 ) -> HealthState:
     """Update the consecutive steps that changed nothing. Equal rewards (no signal) are judged separately."""
-    why, rate = "", metrics["train/learning_rate"]
+    reason, rate = "", metrics["train/learning_rate"]
     if metrics["train/grad_norm"] == 0:
         if has_signal:
             # At a rate of 0, PPO trains its value model alone, which counts no tokens.
-            why = ALL_MASKED if rate > 0 and metrics.get("train/num_tokens") == 0 else NO_GRADIENT
+            reason = ALL_MASKED if rate > 0 and metrics.get("train/num_tokens") == 0 else NO_GRADIENT
     elif rate > 0 and rate >= LEAST_RATE_SHARE * peak_rate and metrics.get("train/changed_share", 1.0) == 0:
-        why = NO_CHANGE
-    since = (state.frozen_since or step) if why else 0
-    return state.model_copy(update={"frozen_since": since, "frozen_why": why, "last_step": step})
+        reason = NO_CHANGE
+    since = (state.frozen_since or step) if reason else 0
+    return state.model_copy(update={"frozen_since": since, "frozen_why": reason, "last_step": step})
 
 
 def _observe_blocks(state: HealthState, spec: HealthSpec, batch: Batch) -> HealthState:
@@ -286,7 +286,7 @@ def _observe_repetitions(
         update={
             "fingerprints": fingerprints,
             "same_groups": _repeated(state.same_groups, seen.step, same, nats * batch.repeats_per_rank, distinct),
-            # If two ranks are the same, only one of them is a surprise.
+            # Of two ranks with the same completions, only one is a surprise.
             "same_ranks": _repeated(
                 state.same_ranks, seen.step, twins, nats * batch.completions_per_rank / 2, distinct
             ),

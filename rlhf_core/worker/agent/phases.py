@@ -150,7 +150,7 @@ class Agent:
             self._fork_server.prepare()
         ending = self._meet() or (self._check_nodes() if probed else None)
         if not any(self._is_forked_here(plan) for phase in phases for plan in phase):
-            self._fork_server.close()  # it was for the probe
+            self._fork_server.close()  # only the probe needed it
         if ending is not None:
             return ending
         if phases and placement.gpus_per_node > 0:
@@ -163,36 +163,36 @@ class Agent:
         return Ending(AttemptState.COMPLETED, "every role succeeded", num_restarts=restarts)
 
     def _meet(self) -> Ending | None:
-        """Wait on agent 0 until every node's agent has joined; return an ending if one is not there in time."""
+        """On agent 0, wait until every node's agent has joined; return an ending if one does not join in time."""
         channel = self._channel
         if channel.nodes.num == 1:
             return None
         channel.send("hello", Ready())
         if not channel.leads:
             return None
-        look_at_s = 0.0
+        next_check_s = 0.0
 
-        def enough() -> bool:
-            nonlocal look_at_s
+        def have_all_joined() -> bool:
+            nonlocal next_check_s
             # The first state of each node also gives the first measurement of its clock.
-            came = channel.received("hello", Ready).keys() & channel.received("state", NodeState).keys()
-            if len(came) == channel.nodes.num or self._supervisor.asked.to_end:
+            joined = channel.received("hello", Ready).keys() & channel.received("state", NodeState).keys()
+            if len(joined) == channel.nodes.num or self._supervisor.asked.to_end:
                 return True
             now_s = time.monotonic()
-            if now_s < look_at_s:
+            if now_s < next_check_s:
                 return False
-            look_at_s = now_s + MISPLACED_INTERVAL_S
-            known = {channel.nodes.names[index] for index in came} | {
+            next_check_s = now_s + MISPLACED_INTERVAL_S
+            accounted_for = {channel.nodes.names[index] for index in joined} | {
                 one.node for one in node_facts.all_confused(self._job.attempt_dir)
             }
-            return known >= set(channel.nodes.names)
+            return accounted_for >= set(channel.nodes.names)
 
-        self._agreement.wait_until(enough, self._arrivals.limit_s)
-        if not enough() and self._arrivals.have_all_started():
-            self._agreement.wait_until(enough, CONNECT_S)
-        came = [name for index, name in enumerate(channel.nodes.names) if index in channel.received("hello", Ready)]
-        if len(came) < channel.nodes.num and not self._supervisor.asked.to_end:
-            step = self._without(came)
+        self._agreement.wait_until(have_all_joined, self._arrivals.limit_s)
+        if not have_all_joined() and self._arrivals.have_all_started():
+            self._agreement.wait_until(have_all_joined, CONNECT_S)
+        joined = [name for index, name in enumerate(channel.nodes.names) if index in channel.received("hello", Ready)]
+        if len(joined) < channel.nodes.num and not self._supervisor.asked.to_end:
+            step = self._without(joined)
             channel.publish("orders", Orders(over=step))
             return Ending.of(step)
         self._events.add(
@@ -200,13 +200,13 @@ class Agent:
         )
         return None
 
-    def _without(self, came: Sequence[str]) -> AgreedStep:
+    def _without(self, joined: Sequence[str]) -> AgreedStep:
         """End the attempt because only some of the agents have joined."""
-        if self._probe.without(came):
+        if self._probe.without(joined):
             return self._after_checks(last=True)
         self._report_checks()
         reason = "not retried in place, because the agents of the allocation did not all meet"
-        return self._fail(self._arrivals.failure(came), Choice(Action.NEW_ATTEMPT, 0.0, reason))
+        return self._fail(self._arrivals.failure(joined), Choice(Action.NEW_ATTEMPT, 0.0, reason))
 
     # -----------------------------------------------------------------------------------------------------------------
     # The probe
@@ -225,19 +225,19 @@ class Agent:
             probe.take_facts(facts, ahead_s, {asked.broken_node: asked.broken} if unread else {})
             return self._after_checks(last=not probe.measures)
 
-        def after_speeds(speeds: Mapping[int, NodeSpeed], look: int) -> AgreedStep:
+        def after_speeds(speeds: Mapping[int, NodeSpeed], number: int) -> AgreedStep:
             step = decisions.may_start()
             if step.action == "end":
                 return step
-            return AgreedStep(action="again") if probe.take_speeds(speeds, look) else self._after_checks(last=True)
+            return AgreedStep(action="again") if probe.take_speeds(speeds, number) else self._after_checks(last=True)
 
         step = self._agreement.complete(self._agreement.agree("facts", probe.facts(), NodeFacts, after_facts, FACTS_S))
-        for look in (1, 2):
+        for number in (1, 2):
             if probe.measures and step.action in ("start", "again"):
-                speed = probe.measure(look, self._fork_server, lambda: asked.to_end)
-                after = partial(after_speeds, look=look)
+                speed = probe.measure(number, self._fork_server, lambda: asked.to_end)
+                after = partial(after_speeds, number=number)
                 step = self._agreement.complete(
-                    self._agreement.agree(f"speed-{look}", speed, NodeSpeed, after, probe.timeout_s)
+                    self._agreement.agree(f"speed-{number}", speed, NodeSpeed, after, probe.timeout_s)
                 )
             if step.action != "again":
                 break
@@ -258,13 +258,13 @@ class Agent:
         self._events.add("probe", f"nodes checked in {report.seconds} s: {listed}", Role.PROBE)
 
     def _unfit(self, blocking: Sequence[CheckResult]) -> AgreedStep:
-        """The step that ends the attempt, naming the nodes to exclude if a node is to blame."""
+        """End the attempt because of these findings, with the nodes to exclude if nodes are to blame."""
         nodes = tuple(dict.fromkeys(one.node for one in blocking if one.node))
         kind = FailureKind.NODE_UNFIT if all(one.node for one in blocking) else FailureKind.CONFIG
         message = in_a_sentence(blocking)
-        what = f"{' '.join(sorted({one.id for one in blocking}))} {' '.join(nodes)}"
+        subject = f"{' '.join(sorted({one.id for one in blocking}))} {' '.join(nodes)}"
         blamed = nodes if kind is FailureKind.NODE_UNFIT else ()
-        diagnosis = Diagnosis(kind, message, fingerprint(kind, what), nodes=blamed)
+        diagnosis = Diagnosis(kind, message, fingerprint(kind, subject), nodes=blamed)
         return self._fail(diagnosis, self._decisions.budget.choose(diagnosis))
 
     def _fail(self, diagnosis: Diagnosis, choice: Choice) -> AgreedStep:
@@ -279,14 +279,14 @@ class Agent:
         os.environ.setdefault(BUFFER_VARIABLE, BUFFER_SIZE)
         os.environ[AGENT_VARIABLE] = str(os.getpid())
         os.environ.setdefault("OMP_NUM_THREADS", str(job.spec.resources.cpus_per_rank))
-        # NCCL's status service: nothing here queries it, while any user on the node could.
+        # NCCL's status service: rlhf-flows never queries it, but any user on the node could.
         os.environ.setdefault("NCCL_RAS_ENABLE", "0")
         interface = interface_of(job.nodes.address if job.nodes.num > 1 else LOOPBACK)
         if interface and job.nodes.num > 1:
-            # By default gloo uses the interface the hostname resolves to, which is the wrong one on many clusters.
+            # By default gloo uses the interface that the hostname resolves to, which is the wrong one on many clusters.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         elif interface:
-            # Regardless of the choice between nodes: ranks on a single node need no interface that others can reach.
+            # Overrides an interface chosen for several nodes: ranks on a single node need none that others can reach.
             os.environ["GLOO_SOCKET_IFNAME"] = interface
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 

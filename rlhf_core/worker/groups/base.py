@@ -20,8 +20,8 @@ from rlhf_core.worker.liveness.pause_clock import PauseClock
 
 ELASTIC_VARIABLES = {"TORCH_ELASTIC_WORKER_IDENTICAL": "1", "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT"}
 """Settings that torch elastic reads from the agent's environment. All nodes have the same number of workers, so ranks
-need not be exchanged through a store. The list of signals must not be empty; SIGQUIT is the one whose handler we can
-take back without a gap that matters."""
+need not be exchanged through a store. The list of signals must not be empty; SIGQUIT is the one whose handler the agent
+can reclaim without missing a signal that it needs."""
 
 PEER_TIMEOUT_S = 1.0
 """Time that a dead worker's peers have to report what they saw before they are killed, in seconds."""
@@ -113,8 +113,8 @@ class WorkerGroup(ABC):
     def start(self) -> None:
         """Start this node's workers.
 
-        StartAbandoned: the order to kill arrived before they were started.
-            StartAbandoned: the order to kill came before they were started.
+        Raises:
+            StartAbandoned: the order to kill arrived before they were started.
         """
 
     @abstractmethod
@@ -207,22 +207,22 @@ class WorkerGroup(ABC):
     def read(self, worker: Started) -> RankStatus:
         """A worker's status from its slot; until it takes its slot, it counts as in setup since its start."""
         slot = self.seat.slots.read(worker.local_rank)
-        known = slot.pid == worker.pid
-        beat_ns = slot.beat_ns if known else worker.started_ns
-        spoken_for = slot.speaks_for if known else ()
+        has_slot = slot.pid == worker.pid
+        beat_ns = slot.beat_ns if has_slot else worker.started_ns
+        spoken_for = slot.speaks_for if has_slot else ()
         return RankStatus(
             role=self.plan.role,
             node=self.seat.node,
             rank=worker.rank,
             local_rank=worker.local_rank,
             pid=worker.pid,
-            sequence=slot.sequence if known else 0,
-            collectives=slot.entered if known else 0,
-            in_collective=known and slot.entered > slot.left,
-            step=slot.step if known else 0,
-            phase=slot.phase if known else Phase.SETUP,
+            sequence=slot.sequence if has_slot else 0,
+            collectives=slot.entered if has_slot else 0,
+            in_collective=has_slot and slot.entered > slot.left,
+            step=slot.step if has_slot else 0,
+            phase=slot.phase if has_slot else Phase.SETUP,
             age_s=round(self.seat.clock.age_s(beat_ns / 1e9, time.monotonic()), 3),
             process_state=processes.process_state(worker.pid),
             speaks_for=tuple(SpokenFor(pid=pid, process_state=processes.process_state(pid)) for pid in spoken_for),
-            warm=known and slot.warm,
+            warm=has_slot and slot.warm,
         )

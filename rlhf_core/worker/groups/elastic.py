@@ -206,9 +206,9 @@ class _KnownNodes(RendezvousHandler):
         host, _, port = start.store.rpartition(":")
         # Without a store no native worker listens on MASTER_PORT, but a user's target may; DeepSpeed also puts the port
         # into the names of its shared memory.
-        at = (host, int(port)) if start.store else (LOOPBACK, unused_port(LOOPBACK))
-        place = RendezvousStoreInfo(*at)
-        return RendezvousInfo(HashStore(), self._node_index, self._num_nodes, place)
+        endpoint = (host, int(port)) if start.store else (LOOPBACK, unused_port(LOOPBACK))
+        addresses = RendezvousStoreInfo(*endpoint)
+        return RendezvousInfo(HashStore(), self._node_index, self._num_nodes, addresses)
 
     def is_closed(self) -> bool:
         return False
@@ -255,24 +255,24 @@ def _forked_by(server: ForkServer | None) -> Iterator[None]:
     if server is None:
         yield
         return
-    before = elastic_processes.get_subprocess_handler  # type: ignore[attr-defined]
+    original = elastic_processes.get_subprocess_handler  # type: ignore[attr-defined]
 
-    def handler(*arguments: Any, **named: Any) -> SubprocessHandler:
-        return _Forked(server, *arguments, **named)
+    def handler(*arguments: Any, **keywords: Any) -> SubprocessHandler:
+        return _Forked(server, *arguments, **keywords)
 
     elastic_processes.get_subprocess_handler = handler  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        elastic_processes.get_subprocess_handler = before  # type: ignore[attr-defined]
+        elastic_processes.get_subprocess_handler = original  # type: ignore[attr-defined]
 
 
 class _Forked(SubprocessHandler):
     """Elastic's handle of one worker, whose process may come from the fork server."""
 
-    def __init__(self, server: ForkServer, *arguments: Any, **named: Any) -> None:
+    def __init__(self, server: ForkServer, *arguments: Any, **keywords: Any) -> None:
         self._server = server
-        super().__init__(*arguments, **named)
+        super().__init__(*arguments, **keywords)
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> "subprocess.Popen[bytes]":
         forked = self._server.fork(arguments_of(args), env)

@@ -112,7 +112,7 @@ class _Server:
     """Time of the last of them."""
 
     def order(self, **content: object) -> None:
-        """Write an order.
+        """Send an order.
 
         Raises:
             OSError: it no longer reads.
@@ -181,13 +181,13 @@ class ForkServer:
         if server is None or server.has_imported():
             return False
         if server.process.poll() is not None:
-            self._turn_off(f"it ended with exit code {server.process.returncode} during its imports")
+            self._disable(f"it ended with exit code {server.process.returncode} during its imports")
         elif time.monotonic() - server.ordered_s > IMPORT_TIMEOUT_S:
-            self._turn_off(f"it did not finish its imports within {IMPORT_TIMEOUT_S:g} s")
+            self._disable(f"it did not finish its imports within {IMPORT_TIMEOUT_S:g} s")
         return self._server is not None
 
     def prepare(self, imports: str = WARM) -> None:
-        """Ensure that there is a usable server that has made these imports or makes them, starting one if necessary.
+        """Ensure that a usable server has made these imports or is making them; start one if necessary.
 
         Args:
             imports: Function that imports what the processes to fork need, as ``module:function``.
@@ -217,7 +217,7 @@ class ForkServer:
         self._checked_s = now_s
         free, total = self._memory()
         if free < SHORT_OF_MEMORY * total:
-            self._turn_off(f"memory is low ({free / 2**30:.1f} of {total / 2**30:.1f} GiB are free)")
+            self._disable(f"memory is low ({free / 2**30:.1f} of {total / 2**30:.1f} GiB are free)")
 
     def fork(self, arguments: Sequence[str], environment: Mapping[str, str]) -> ForkedWorker | None:
         """Fork a worker. Call :meth:`prepare` before the first fork of a start.
@@ -236,11 +236,11 @@ class ForkServer:
         if not problem:
             if not server.has_imported():
                 return None
-            answer = self._asked(server, arguments=list(arguments), environment=dict(environment))
-            if answer.isdigit():
-                self.started.add(int(answer))
-                return ForkedWorker(int(answer))
-            problem = answer or f"it did not respond within {ANSWER_TIMEOUT_S:g} s"
+            response = self._response(server, arguments=list(arguments), environment=dict(environment))
+            if response.isdigit():
+                self.started.add(int(response))
+                return ForkedWorker(int(response))
+            problem = response or f"it did not respond within {ANSWER_TIMEOUT_S:g} s"
         self._say(f"fork server {server.process.pid} is not used: {problem}")
         self._end()
         return None
@@ -269,7 +269,7 @@ class ForkServer:
         return f"it is in state {state}" if state in ("T", "t") else ""
 
     @staticmethod
-    def _asked(server: _Server, **order: object) -> str:
+    def _response(server: _Server, **order: object) -> str:
         try:
             server.order(**order)
         except OSError as error:
@@ -292,10 +292,10 @@ class ForkServer:
         self.started.add(process.pid)
         return _Server(process, order_in, answer_out, mark)
 
-    def _turn_off(self, why: str) -> None:
+    def _disable(self, reason: str) -> None:
         self._is_off = True
         self._end()
-        self._say(f"workers on this node start as new processes, without a fork server: {why}")
+        self._say(f"workers on this node start as new processes, without a fork server: {reason}")
 
     def _end(self) -> None:
         if self._server is not None:

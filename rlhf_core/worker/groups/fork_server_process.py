@@ -95,19 +95,19 @@ def _fork() -> int:
     if child:
         os.close(writer)
         os.waitpid(child, 0)
-        told = os.read(reader, 64)
+        pid = os.read(reader, 64)
         os.close(reader)
-        if not told:
+        if not pid:
             raise OSError("the forked process ended immediately")
-        return int(told)
+        return int(pid)
     os.close(reader)
-    between = os.getpid()
+    intermediate = os.getpid()
     try:
         if os.fork():
             os._exit(0)
     except OSError:
         os._exit(1)
-    while os.getppid() == between:
+    while os.getppid() == intermediate:
         time.sleep(ADOPTION_INTERVAL_S)
     os.setsid()
     os.write(writer, str(os.getpid()).encode())  # from now on the agent can kill it through its process group

@@ -61,7 +61,7 @@ class IndependentGroup(WorkerGroup):
         """Start all of this node's workers.
 
         Raises:
-            StartAbandoned: the order to kill came before they were started.
+            StartAbandoned: the order to kill arrived before they were started.
             OSError: a process cannot be started.
         """
         if self.killing:

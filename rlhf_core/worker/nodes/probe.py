@@ -39,7 +39,7 @@ POLL_INTERVAL_S = 0.05
 
 
 class Process(Protocol):
-    """Part of a ``subprocess.Popen`` that leads its own process group."""
+    """Subset of ``subprocess.Popen`` in use. The process leads its own process group."""
 
     pid: int
 
@@ -93,7 +93,7 @@ class Probe:
         self._environment = dict(os.environ)
         self._found: list[CheckResult] = []
         self._speeds: dict[int, NodeSpeed] = {}
-        self._first_look: dict[int, NodeSpeed] = {}
+        self._first_speeds: dict[int, NodeSpeed] = {}
 
     @property
     def measures(self) -> bool:
@@ -123,17 +123,17 @@ class Probe:
             write_model(self._folder.node_facts(own.node), own, FILE_MODE)
         return own
 
-    def measure(self, look: int, starter: Starter, is_over: Callable[[], bool]) -> NodeSpeed:
+    def measure(self, number: int, starter: Starter, is_over: Callable[[], bool]) -> NodeSpeed:
         """Measure this node, together with all others. Never takes longer than ``preflight.probe_s``.
 
         Args:
-            look: 1, or 2 for the second measurement.
+            number: 1, or 2 for the second measurement.
             starter: Starts the processes that measure.
-            is_over: Polled; returning True ends the measurement.
+            is_over: Polled during the measurement, which ends once it returns True.
         """
         deadline = time.monotonic() + self._place.spec.preflight.probe_s
 
-        def goes_on() -> bool:
+        def may_continue() -> bool:
             return time.monotonic() < deadline and not is_over()
 
         place = self._place
@@ -142,13 +142,13 @@ class Probe:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rlhf-probe-"))
             store = str(Path(folder) / "store") if place.nodes.num == 1 else place.endpoint
             outputs = [Path(folder) / f"{local}.jsonl" for local in range(ranks)]
-            while starter.is_importing and goes_on():
+            while starter.is_importing and may_continue():
                 time.sleep(POLL_INTERVAL_S)
             started = [
-                starter.start(self._command(local, look, store, output), os.environ)
+                starter.start(self._command(local, number, store, output), os.environ)
                 for local, output in enumerate(outputs)
             ]
-            while any(one.poll() is None for one in started) and goes_on():
+            while any(process.poll() is None for process in started) and may_continue():
                 time.sleep(POLL_INTERVAL_S)
             for process in started:
                 if process.poll() is None:
@@ -156,7 +156,7 @@ class Probe:
                 process.wait()
             return _digest(place.nodes.name, [_lines(output) for output in outputs])
 
-    def _command(self, local_rank: int, look: int, store: str, output: Path) -> Sequence[str]:
+    def _command(self, local_rank: int, number: int, store: str, output: Path) -> Sequence[str]:
         place = self._place
         timeout_s = place.spec.preflight.probe_s
         fields = {
@@ -165,7 +165,7 @@ class Probe:
             "local_rank": local_rank,
             "ranks_per_node": place.spec.resources.ranks_per_node,
             "store": store,
-            "prefix": f"probe-{look}",
+            "prefix": f"probe-{number}",
             "gpu": place.placement.gpus_per_node > 0,
             # Startup takes longest: all ranks import torch from one file system.
             "start_s": timeout_s / 2,
@@ -178,18 +178,18 @@ class Probe:
     # -----------------------------------------------------------------------------------------------------------------
     # On agent 0
 
-    def without(self, came: Collection[str]) -> bool:
+    def without(self, joined: Collection[str]) -> bool:
         """Record that the agents of some nodes did not join.
 
         Args:
-            came: Names of the nodes whose agents joined.
+            joined: Names of the nodes whose agents joined.
 
         Returns:
             True if a node reports that a contradictory environment keeps it from joining.
         """
         confused = node_facts.all_confused(self._folder)
         self._found += [complaint for one in confused for complaint in one.complaints]
-        self._found += node_checks.missing({*came, *(one.node for one in confused)}, self._plan)
+        self._found += node_checks.missing({*joined, *(one.node for one in confused)}, self._plan)
         return bool(confused)
 
     def take_facts(
@@ -200,7 +200,7 @@ class Probe:
         Args:
             facts: Facts by index in the allocation.
             ahead_s: Seconds by which this node's clock is ahead of each other node's.
-            broken: By node name, the reason why its agent cannot read its orders.
+            broken: Reason why the agent of a node cannot read its orders, by node name.
         """
         found = compare(facts, ahead_s, self._plan)
         # A node that joined but could not read its orders is not missing.
@@ -211,7 +211,7 @@ class Probe:
             blocked(node_checks.SHARED_FILES, problem, expected, advice, node) for node, problem in broken.items()
         ]
 
-    def take_speeds(self, speeds: Mapping[int, NodeSpeed], look: int) -> bool:
+    def take_speeds(self, speeds: Mapping[int, NodeSpeed], number: int) -> bool:
         """Judge the nodes' measurements; True if a second measurement is needed before reporting."""
         silent = {
             index: NodeSpeed(node=name, reached=("",), problems=("its agent did not report",))
@@ -219,12 +219,12 @@ class Probe:
             if index not in speeds
         }
         self._speeds = {**speeds, **silent}
-        if look == 1:
-            self._first_look = self._speeds
+        if number == 1:
+            self._first_speeds = self._speeds
         else:
-            self._speeds = {index: better(self._first_look[index], one) for index, one in self._speeds.items()}
+            self._speeds = {index: better(self._first_speeds[index], one) for index, one in self._speeds.items()}
         found = self._judge()
-        if look == 1 and needs_second_measurement(found):
+        if number == 1 and needs_second_measurement(found):
             return True
         self._found += found
         return False
@@ -246,14 +246,14 @@ class Probe:
         """The report with all findings."""
         return ProbeReport(
             attempt=self._place.attempt,
-            results=tuple(_without_those_turned_off(self._found, self._place.spec.preflight.off)),
+            results=tuple(_with_disabled_skipped(self._found, self._place.spec.preflight.off)),
             speeds=tuple(self._speeds[index] for index in sorted(self._speeds)),
             seconds=round(time.monotonic() - self._began_s, 2),
             made_at=utc_now(),
         )
 
 
-def _without_those_turned_off(results: Iterable[CheckResult], off: Mapping[str, str]) -> list[CheckResult]:
+def _with_disabled_skipped(results: Iterable[CheckResult], off: Mapping[str, str]) -> list[CheckResult]:
     """The findings, with those of disabled checks marked as skipped and annotated with the reason."""
     return [
         one.model_copy(
@@ -269,7 +269,7 @@ def _without_those_turned_off(results: Iterable[CheckResult], off: Mapping[str, 
 
 
 def in_a_sentence(results: Sequence[CheckResult]) -> str:
-    """A sentence on why the attempt cannot continue, from its blocking findings."""
+    """Summarise the blocking findings in a sentence: the reason why the attempt cannot continue."""
     shown = "; ".join(f"{one.found}, expected {one.expected}" for one in results[:3])
     more = f"; and {len(results) - 3} more" if len(results) > 3 else ""
     ids = ", ".join(dict.fromkeys(one.id for one in results))
@@ -281,11 +281,11 @@ def _sentence(text: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What the measuring processes said
+# Output of the measuring processes
 
 
 def _lines(output: Path) -> list[dict[str, Any]]:
-    """JSON lines of a process, none if it did not start; truncated lines and other programs' output are skipped."""
+    """JSON lines of a process; none if it did not start. Truncated lines and other programs' output are skipped."""
     found = []
     for line in output.read_bytes().splitlines() if output.exists() else ():
         with contextlib.suppress(ValueError):
@@ -295,9 +295,9 @@ def _lines(output: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _digest(node: str, said: Sequence[Sequence[Mapping[str, Any]]]) -> NodeSpeed:
+def _digest(node: str, outputs: Sequence[Sequence[Mapping[str, Any]]]) -> NodeSpeed:
     """One node's speed from its ranks' output: that of its slowest device, and the sum of its links."""
-    merged = [{key: value for line in lines for key, value in line.items()} for lines in said]
+    merged = [{key: value for line in lines for key, value in line.items()} for lines in outputs]
     speeds = {rank: float(one["tflops"]) for rank, one in enumerate(merged) if "tflops" in one}
     slowest = min(speeds, key=lambda rank: speeds[rank], default=0)
     return NodeSpeed(
@@ -306,24 +306,24 @@ def _digest(node: str, said: Sequence[Sequence[Mapping[str, Any]]]) -> NodeSpeed
         matmul_tflops=speeds.get(slowest, 0.0),
         slowest_rank=slowest,
         core_share=float(merged[slowest].get("core_share", 1.0)),
-        pairs=_pairs([[line["pair"] for line in lines if "pair" in line] for lines in said]),
-        reached=tuple(next((line["step"] for line in reversed(lines) if "step" in line), "") for lines in said),
+        pairs=_pairs([[line["pair"] for line in lines if "pair" in line] for lines in outputs]),
+        reached=tuple(next((line["step"] for line in reversed(lines) if "step" in line), "") for lines in outputs),
         problems=tuple(str(one.get("problem", "")) for one in merged),
     )
 
 
-def _pairs(said: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[PairSpeed, ...]:
+def _pairs(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[PairSpeed, ...]:
     """Speed per peer node: the better of each rank's measurements, combined over all ranks of the node."""
     found = []
-    for peer in sorted({int(pair["peer"]) for own in said for pair in own}):
-        tries = [[pair for pair in own if pair["peer"] == peer] for own in said]
-        well = [[pair for pair in own if "problem" not in pair] for own in tries]
-        problem = next((str(own[0]["problem"]) for own, good in zip(tries, well, strict=True) if own and not good), "")
+    for peer in sorted({int(pair["peer"]) for own in by_rank for pair in own}):
+        tries = [[pair for pair in own if pair["peer"] == peer] for own in by_rank]
+        good = [[pair for pair in own if "problem" not in pair] for own in tries]
+        problem = next((str(own[0]["problem"]) for own, ok in zip(tries, good, strict=True) if own and not ok), "")
         found.append(
             PairSpeed(
                 peer=peer,
-                gb_s=sum(max(pair["gb_s"] for pair in own) for own in well if own),
-                latency_ms=max((min(pair["latency_ms"] for pair in own) for own in well if own), default=0.0),
+                gb_s=sum(max(pair["gb_s"] for pair in own) for own in good if own),
+                latency_ms=max((min(pair["latency_ms"] for pair in own) for own in good if own), default=0.0),
                 problem=problem,
             )
         )
