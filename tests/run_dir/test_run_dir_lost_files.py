@@ -160,6 +160,6 @@ def test_events_tell_that_their_own_file_was_deleted(tmp_path: Path) -> None:
     place.events("n1").unlink()
     events.add("role_started", "role trainer starts")
     events.close()
-    events = read_models(place.events("n1"), AgentEvent)
-    assert [event.kind for event in events] == ["agent_started", "role_started", "file"]
-    assert "events-n1.jsonl was deleted during writing" in events[-1].message
+    recorded = read_models(place.events("n1"), AgentEvent)
+    assert [event.kind for event in recorded] == ["agent_started", "role_started", "file"]
+    assert "events-n1.jsonl was deleted during writing" in recorded[-1].message

@@ -180,9 +180,9 @@ def test_a_long_log_is_rotated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_former_name_of_a_service_is_accepted_and_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    assert service_commands._present_names(["keeper", "worker"]) == ["daemon", "worker"]
+    assert service_commands._current_names(["keeper", "worker"]) == ["daemon", "worker"]
     assert "the keeper is now called daemon" in capsys.readouterr().err
-    assert service_commands._present_names(["daemon"]) == ["daemon"]
+    assert service_commands._current_names(["daemon"]) == ["daemon"]
     assert capsys.readouterr().err == ""
 
 

@@ -104,8 +104,8 @@ def save_split_model(model: PreTrainedModel, folder: Path, is_first: bool, beat:
     """Write a model split over the ranks as a Hugging Face folder, one weights file at a time.
 
     Collective: every rank gathers, rank 0 writes and holds one file of ``SHARD_BYTES`` in main memory. A model whose
-        weights have other names on disk than in memory (experts stored individually) is held entirely in rank 0's main
-        memory.
+    weights have other names on disk than in memory (experts stored individually) is held entirely in rank 0's main
+    memory.
 
     Raises:
         OSError, SafetensorError: rank 0 could not write; raised after all ranks have iterated over all buckets.

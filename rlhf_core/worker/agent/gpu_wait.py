@@ -25,9 +25,9 @@ class GpuWait:
 
     def wait(self, without: Collection[int] = ()) -> Iterator[None]:
         """Wait for at most ``GPU_TIMEOUT_S``, then log an event naming the GPUs still in use. Yields between readings.
+
         If one cannot be read any more, for example because it has fallen off the bus, log an event and never wait
-            again: the
-        restarted workers report what is wrong with it.
+        again: the restarted workers report what is wrong with it.
 
         Args:
             without: GPUs used by workers of other groups, which keep running.
