@@ -340,10 +340,11 @@ def test_logs_of_one_rank_of_one_role(with_logs: RunDir, capsys: Printed) -> Non
 
 def test_logs_show_the_newest_start_and_the_agents(with_logs: RunDir, capsys: Printed) -> None:
     rlhf("logs", with_logs.run_id, "--tail", "0")
-    shown = capsys.readouterr().out
-    assert "evaluator 0 line 0\n" in shown
-    assert "agent says" in shown
-    assert "trainer" not in shown
+    printed = capsys.readouterr()
+    assert "evaluator 0 line 0\n" in printed.out
+    assert "agent says" in printed.out
+    assert "trainer" not in printed.out
+    assert printed.err == "Also here: --role trainer\n"
 
 
 @pytest.mark.parametrize(
