@@ -81,6 +81,11 @@ def test_a_starter_config_means_what_its_preset_means(preset: str, tmp_path: Pat
     assert f"rlhf run {path}" in capsys.readouterr().out
 
 
+def test_the_next_commands_can_be_pasted(tmp_path: Path, capsys: Printed) -> None:
+    rlhf("init", str(tmp_path / "my runs"))
+    assert f"rlhf run '{tmp_path}/my runs/quickstart.toml'" in capsys.readouterr().out
+
+
 def test_defaults_in_a_starter_config_are_the_defaults(tmp_path: Path) -> None:
     """Uncommenting the settings changes nothing, but for a section that is left out with its header."""
     rlhf("init", str(tmp_path))
