@@ -4,6 +4,7 @@ Registering again updates a deployment: its config, form and environment. Settin
 (schedules, limits, a pause) are kept, unless they are passed again.
 """
 
+import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import UUID
+from zoneinfo import available_timezones
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import DeploymentScheduleCreate, DeploymentUpdate
@@ -431,6 +433,13 @@ def _schedule(cron: str, timezone: str) -> CronSchedule | None:
         if timezone:
             raise BadInput("--timezone is about --cron, which is not given")
         return None
+    zones = available_timezones()  # empty where no time zones are installed
+    if timezone and zones and timezone not in zones:
+        near = difflib.get_close_matches(timezone, sorted(zones), n=1)
+        raise BadInput(
+            f"--timezone {timezone!r} is unknown. Expected a name of the IANA time zone database, for instance "
+            f"{near[0] if near else 'Europe/Berlin'}"
+        )
     try:
         return CronSchedule(cron=cron, timezone=timezone or "UTC")
     except ValidationError as error:

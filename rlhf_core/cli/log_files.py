@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhf_core.cli import output
 from rlhf_core.errors import BadInput
 from rlhf_core.files.appended import read_tail
 from rlhf_core.files.reading import UnfitFile, open_regular
@@ -63,6 +64,8 @@ def print_logs(run_dir: RunDir, choice: LogChoice, num_lines: int) -> None:
         _print_title(log)
         sys.stdout.write(terminal(last_lines(log.path, num_lines)))
     sys.stdout.flush()
+    if others := _other_roles(run_dir, choice):
+        output.note(f"Also here: {', '.join(f'--role {role}' for role in others)}")
 
 
 def follow_logs(run_dir: RunDir, choice: LogChoice, num_lines: int) -> None:
@@ -121,6 +124,20 @@ def _restart(attempt: AttemptDir, choice: LogChoice) -> RestartDir | None:
             return restart
     known = ", ".join(str(one.restart) for one in restarts) or "none"
     raise BadInput(f"attempt {attempt.number} has restarts {known}, not {choice.restart}")
+
+
+def _other_roles(run_dir: RunDir, choice: LogChoice) -> list[str]:
+    """Roles of which only earlier restarts of the attempt have logs; empty if a role or a restart was asked for."""
+    if choice.role or choice.restart is not None:
+        return []
+    attempt = _attempt(run_dir, choice.attempt)
+    newest = _restart(attempt, choice)
+    roles = {
+        restart.restart: {path.stem.partition("-")[0] for path in restart.logs.glob("*.log")}
+        for restart in attempt.restarts()
+    }
+    shown = roles[newest.restart] if newest is not None else set()
+    return sorted(set().union(*roles.values()) - shown)
 
 
 def _worker_logs(restart: RestartDir, choice: LogChoice) -> Iterator[LogFile]:

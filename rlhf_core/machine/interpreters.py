@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 ASK = """
-import importlib.machinery, importlib.metadata, json, re, sys
+import importlib.machinery, importlib.metadata, importlib.util, json, re, sys
 packages = {}
 for found in importlib.metadata.distributions():
     name = found.metadata["Name"]
@@ -26,10 +26,15 @@ try:
     ours = rlhf_core.__version__
 except ImportError:
     ours = ""
-print(json.dumps({"version": list(sys.version_info[:3]), "packages": packages, "modules": modules, "rlhf_flows": ours}))
+spec = importlib.util.find_spec("transformers")
+folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+print(json.dumps({
+    "version": list(sys.version_info[:3]), "packages": packages, "modules": modules, "rlhf_flows": ours,
+    "transformers": folders[0] if folders else "",
+}))
 """
-"""Program for ``python -c``: prints the version, the packages, and which of the modules named in its arguments exist.
-It imports only the top-level package rlhf_core, and runs on Python 3.8 and newer."""
+"""Program for ``python -c``: prints the version, the packages, which of the modules named in its arguments exist, and
+the folder of transformers. It imports only the top-level package rlhf_core, and runs on Python 3.8 and newer."""
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?t?$")
 _LONGEST_FIRST_LINE = 512

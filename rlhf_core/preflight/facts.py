@@ -71,6 +71,8 @@ class ComputeSide:
     """Distribution name (normalised) to version."""
     rlhf_flows: str = ""
     """Version of rlhf-flows there; empty when it cannot be imported."""
+    transformers: str = ""
+    """Folder of transformers there; empty when it is not installed."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,18 @@ class ModelFolder:
     matrices: frozenset[str] = frozenset()
     """Layers with a matrix, by the last part of their names, from the headers of its safetensors files; empty where
     there are none."""
+
+
+@dataclass(frozen=True)
+class ModelTypes:
+    """Models that the transformers of the compute interpreter can build, according to its files."""
+
+    names: frozenset[str] = frozenset()
+    """Values of ``model_type``; empty if they could not be read."""
+    config_class: str = ""
+    """Configuration class of the run's model type."""
+    arguments: frozenset[str] = frozenset()
+    """Its arguments; empty if they could not be read."""
 
 
 @dataclass(frozen=True)
@@ -236,6 +250,8 @@ class Facts:
     eval: DataFile | None = None
     model_config: Mapping[str, Any] = field(default_factory=dict)
     """Content of the model's ``config.json``, or ``model.config``."""
+    model_types: ModelTypes = ModelTypes()
+    """What ``model.config`` may contain; empty if there is none."""
     model_folder: ModelFolder | None = None
     """Set when ``model.path`` is."""
     reward_models: Mapping[str, RewardModelFolder] = field(default_factory=dict)

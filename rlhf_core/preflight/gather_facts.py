@@ -30,10 +30,12 @@ from rlhf_core.preflight.facts import (
     Disk,
     Facts,
     ModelFolder,
+    ModelTypes,
     Requirement,
     RewardModelFolder,
 )
 from rlhf_core.preflight.gather_trainer import TrainerPlace, inspect_trainer
+from rlhf_core.preflight.model_types import read_model_types
 from rlhf_core.preflight.plugins import load_plugins
 from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.scheduler.passed_environment import PassedEnvironment
@@ -116,6 +118,9 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
         train=_scan(spec, spec.data.train, tick, read_elsewhere=not native),
         eval=_scan(spec, spec.data.eval, tick),
         model_config=model_config(spec.model),
+        model_types=read_model_types(Path(compute.transformers), spec.model.config)
+        if compute.transformers and native
+        else ModelTypes(),
         model_folder=inspect_model(spec.model),
         reward_models={name: inspect_reward_model(one.path) for name, one in models.items()},
         tokenizer_problem=inspect_tokenizer(spec.model) if native else "",
@@ -164,6 +169,7 @@ def ask_compute_python(python: str, tick: Tick = lambda: None) -> ComputeSide:
         version=tuple(answer["version"]),
         packages=answer["packages"],
         rlhf_flows=answer["rlhf_flows"],
+        transformers=answer["transformers"],
     )
 
 

@@ -81,6 +81,11 @@ def test_a_starter_config_is_equivalent_to_its_preset(preset: str, tmp_path: Pat
     assert f"rlhf run {path}" in capsys.readouterr().out
 
 
+def test_the_next_commands_can_be_pasted(tmp_path: Path, capsys: Printed) -> None:
+    rlhf("init", str(tmp_path / "my runs"))
+    assert f"rlhf run '{tmp_path}/my runs/quickstart.toml'" in capsys.readouterr().out
+
+
 def test_defaults_in_a_starter_config_are_the_defaults(tmp_path: Path) -> None:
     """Uncommenting the settings changes nothing, except in a section that is left out with its header."""
     rlhf("init", str(tmp_path))
@@ -342,10 +347,11 @@ def test_logs_of_one_rank_of_one_role(with_logs: RunDir, capsys: Printed) -> Non
 
 def test_logs_show_the_newest_start_and_the_agents(with_logs: RunDir, capsys: Printed) -> None:
     rlhf("logs", with_logs.run_id, "--tail", "0")
-    shown = capsys.readouterr().out
-    assert "evaluator 0 line 0\n" in shown
-    assert "agent says" in shown
-    assert "trainer" not in shown
+    printed = capsys.readouterr()
+    assert "evaluator 0 line 0\n" in printed.out
+    assert "agent says" in printed.out
+    assert "trainer" not in printed.out
+    assert printed.err == "Also here: --role trainer\n"
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,8 @@ def test_changes_made_in_the_ui_are_kept(client: Any, site: Site) -> None:
     ("given", "said"),
     [
         ({"cron": "every night"}, "no schedule"),
-        ({"cron": "0 2 * * *", "timezone": "Mars/Base"}, "no schedule"),
+        ({"cron": "0 2 * * *", "timezone": "Mars/Base"}, "--timezone 'Mars/Base' is unknown"),
+        ({"cron": "0 2 * * *", "timezone": "Europe/Berln"}, "for instance Europe/Berlin"),
         ({"timezone": "UTC"}, "which is not given"),
         ({"priority": "urgent"}, f"one of {', '.join(QUEUES)}"),
         ({"name": "resume"}, "goes on with runs"),

@@ -182,6 +182,13 @@ def test_a_permanent_failure_stops_with_the_diagnosis(desk: Desk) -> None:
     assert shown["decisions"][-1]["action"] == "stop"
 
 
+def test_a_wrong_setting_needs_a_new_run(desk: Desk) -> None:
+    run_dir = desk.run()
+    fails_then_runs(desk, run_dir, FailureKind.CONFIG, failures=9)
+    with pytest.raises(RunFailed, match="keeps its settings; if one is wrong, start a new run: rlhf run"):
+        drive(desk.controller(run_dir))
+
+
 def test_the_budget_ends_without_progress(desk: Desk) -> None:
     run_dir = desk.run(make_spec(supervise={"max_attempts": 2}))
     fails_then_runs(desk, run_dir, FailureKind.NODE_LOST, failures=9)

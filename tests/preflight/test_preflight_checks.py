@@ -19,6 +19,7 @@ from rlhf_core.preflight.facts import (
     Facts,
     LineProblem,
     ModelFolder,
+    ModelTypes,
     Requirement,
     RewardModelFolder,
 )
@@ -82,6 +83,14 @@ def with_spec(**sections: Any) -> Facts:
     for name, value in sections.items():
         base[name] = {**base.get(name, {}), **value} if isinstance(value, dict) else value
     return healthy(spec=type(healthy().spec).model_validate(base))
+
+
+def with_model_config(**changes: Any) -> Facts:
+    """Healthy facts of a run with other arguments of the model, on transformers that was read."""
+    config = {**MODEL, **changes}
+    known = frozenset(MODEL) if config["model_type"] == "qwen3" else frozenset()
+    types = ModelTypes(frozenset({"llama", "qwen3"}), "Qwen3Config", known)
+    return replace(with_spec(model={"config": config}), model_types=types)
 
 
 def with_lora(**settings: Any) -> Facts:
@@ -321,6 +330,8 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("content.pipeline", WARNING, looked_at({"read_s": 700.0}), "supervise.setup_floor_s"),
     ("code.paths", BLOCKED, healthy(missing_code=("/d/lib.py",)), "/d/lib.py"),
     ("model.folder", BLOCKED, healthy(model_folder=ModelFolder(Path("/m"), problem="no config.json")), "config.json"),
+    ("model.config", BLOCKED, with_model_config(model_type="qwen33"), '5.19.0, for instance "qwen3"'),
+    ("model.config", WARNING, with_model_config(hiden_size=8), 'argument of Qwen3Config, for instance "hidden_size"'),
     ("model.tokenizer", BLOCKED, healthy(tokenizer_problem="there is no such folder"), "no such folder"),
     ("model.length", BLOCKED, healthy(model_config={**MODEL, "max_position_embeddings": 100}), "max_prompt_tokens=84"),
     ("model.lora", BLOCKED, with_lora(target_modules=["q_porj"]), "down_proj, gate_proj, k_proj, o_proj, q_proj"),

@@ -122,6 +122,13 @@ def not_by_one(*, completions: list[str], **columns: Any) -> list[float]:
     return [1.0 for _ in completions]
 
 
+def slow_for_many(*, completions: list[str], **columns: Any) -> list[float]:
+    """Does not respond in time for many completions."""
+    if len(completions) > 4:
+        time.sleep(600)
+    return [1.0 for _ in completions]
+
+
 def failing_on_rank_1(*, completions: list[str], **columns: Any) -> list[float | None]:
     """Return nothing for the first completion of rank 1."""
     return [None if os.environ["RANK"] == "1" and index == 0 else len(text) for index, text in enumerate(completions)]

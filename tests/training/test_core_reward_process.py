@@ -117,9 +117,17 @@ def test_a_failure_for_many_and_for_none_alone_is_reported_as_such() -> None:
         found = one.score(rows(8), ["good"] * 8, 1, lambda: None)
     assert found.total == [1.0] * 8
     assert "too many at once" in found.warnings[0]
-    assert "for none of them alone, so none counts as 0" in found.warnings[0]
+    assert "for none of them alone, so none counts as 0; call it with that many" in found.warnings[0]
+    assert "time" not in found.warnings[0]
     with scorer("not_by_one") as one, pytest.raises(RewardFailed, match="for 8 completions at once, but for none of"):
         one.score(rows(8), ["good"] * 8, 1, lambda: None)
+
+
+def test_what_is_too_slow_for_many_needs_more_time() -> None:
+    with scorer("slow_for_many", timeout_s=2.0, on_failure="zero") as one:
+        found = one.score(rows(8), ["good"] * 8, 1, lambda: None)
+    assert found.total == [1.0] * 8
+    assert "so none counts as 0; allow more time (reward.timeout_s)" in found.warnings[0]
 
 
 @pytest.mark.parametrize("name", ["printing", "returning_twice"])

@@ -3,6 +3,7 @@
 Heavy modules are imported inside the functions, so that ``rlhf --help`` stays fast.
 """
 
+import shlex
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,7 +65,8 @@ def init(
         raise BadInput(f"{target} already exists; choose another file or folder, or remove it first") from None
     except OSError as error:
         raise BadInput(f"cannot write {target}: {error.strerror}") from None
-    output.print_text(f"{target} written. Next: rlhf check {target}, then rlhf run {target}")
+    quoted = shlex.quote(str(target))
+    output.print_text(f"{target} written. Next: rlhf check {quoted}, then rlhf run {quoted}")
 
 
 def check(

@@ -4,6 +4,7 @@ Heavy modules are imported inside the functions, so that ``rlhf --help`` stays f
 """
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -156,4 +157,5 @@ def _print(found: "WrappedLine", file: Path) -> None:
             "and wrap again with --steps N."
         )
     else:
-        output.print_text(f"{file} written. Next: rlhf check {file}, then rlhf run {file}")
+        quoted = shlex.quote(str(file))
+        output.print_text(f"{file} written. Next: rlhf check {quoted}, then rlhf run {quoted}")

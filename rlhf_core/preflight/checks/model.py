@@ -1,5 +1,6 @@
 """The model: folder, lengths, and disk space of its checkpoints."""
 
+import difflib
 import re
 from collections.abc import Collection, Iterator
 
@@ -33,6 +34,34 @@ def folder(facts: Facts) -> Iterator[Finding]:
         )
     else:
         yield passed(f"{found.path}: {found.weight_bytes / 2**20:.0f} MiB of weights")
+
+
+@check("model.config", trainer="native")
+def model_config(facts: Facts) -> Iterator[Finding]:
+    """A misspelt model type or argument ends every rank when the model is built, after the queue."""
+    config, types = facts.spec.model.config, facts.model_types
+    if not config or not types.names:
+        return
+    model_type = str(config["model_type"])
+    if model_type not in types.names:
+        installed = f"transformers {facts.compute.packages.get('transformers', '')}".rstrip()
+        yield blocked(
+            f'model.config.model_type = "{model_type}"',
+            f"a model type of the installed {installed}{_nearest(model_type, types.names)}",
+            "correct model.config.model_type, or install a transformers that has this type",
+        )
+    for name in sorted(set(config) - types.arguments - {"model_type"} if types.arguments else ()):
+        # Only a warning: a model's source may take an argument in a way that is not seen in it.
+        yield warning(
+            f"model.config.{name}",
+            f"an argument of {types.config_class}{_nearest(name, types.arguments)}",
+            f"correct model.config.{name}, or remove it",
+        )
+
+
+def _nearest(name: str, known: Collection[str]) -> str:
+    found = difflib.get_close_matches(name, sorted(known), n=1)
+    return f', for instance "{found[0]}"' if found else ""
 
 
 @check("model.tokenizer", trainer="native")

@@ -29,6 +29,8 @@ POLL_INTERVAL_S = 0.2
 """Heartbeat interval while a function runs, in seconds."""
 LOAD_TIMEOUT_S = 600.0
 """Longest import of a reward function, in seconds: torch alone takes a minute from a cold file system."""
+NO_RESPONSE = "did not respond within"
+"""Start of the failure of a call that exceeded its time limit."""
 KILL_TIMEOUT_S = 10.0
 """Longest wait for processes started by a function to end, in seconds."""
 MARK_VARIABLE = "RLHF_REWARD_PROCESS"
@@ -201,7 +203,7 @@ class RewardProcess:
                 return self._died()
             if left <= 0:
                 self.close()
-                return f"did not respond within {timeout_s:.3g} s"
+                return f"{NO_RESPONSE} {timeout_s:.3g} s"
 
     def _died(self) -> str:
         assert self._process is not None

@@ -24,7 +24,7 @@ from rlhf_core.training.rewards.functions import (
     reward_names,
     shown,
 )
-from rlhf_core.training.rewards.process import RewardProcess
+from rlhf_core.training.rewards.process import NO_RESPONSE, RewardProcess
 from rlhf_core.training.rewards.scoring_models import ModelScores, SampledText, ScoringModels
 from rlhf_core.training.types import Row
 
@@ -274,7 +274,7 @@ class RewardScorer:
         if as_one is not None and stops:
             raise _error(
                 f"reward function {name} {as_one.failure} for {count} completions at once, but for none of them "
-                "alone; allow more time (reward.timeout_s), or use fewer completions per step",
+                f"alone; {_advice(as_one)}",
                 as_one,
             )
         return _FunctionScores(values, problems, as_one)
@@ -324,8 +324,7 @@ class RewardScorer:
         if not found.problems and found.as_one is not None:
             return (
                 f"On rank {self._rank}, reward function {name} {found.as_one.failure} for {len(completions)} "
-                "completions at once, but for none of them alone, so none counts as 0; allow more time "
-                "(reward.timeout_s), or use fewer completions per step."
+                f"completions at once, but for none of them alone, so none counts as 0; {_advice(found.as_one)}."
             )
         index, problem = next(iter(found.problems.items()))
         effect = (
@@ -359,6 +358,13 @@ def reward_scorer(spec: RunSpec, rank: int) -> Iterator[RewardScorer]:
         yield scorer
     finally:
         scorer.close()
+
+
+def _advice(as_one: RewardCall) -> str:
+    """What to do about a call that failed for many completions and for none alone."""
+    if as_one.failure.startswith(NO_RESPONSE):
+        return "allow more time (reward.timeout_s), or use fewer completions per step"
+    return "call it with that many to find the cause, or use fewer completions per step"
 
 
 def _error(message: str, call: RewardCall | None) -> RewardFailed:
