@@ -251,7 +251,7 @@ class Facts:
     model_config: Mapping[str, Any] = field(default_factory=dict)
     """Content of the model's ``config.json``, or ``model.config``."""
     model_types: ModelTypes = ModelTypes()
-    """What ``model.config`` may contain; empty if there is none."""
+    """Permitted content of ``model.config``; empty if it was not read."""
     model_folder: ModelFolder | None = None
     """Set when ``model.path`` is."""
     reward_models: Mapping[str, RewardModelFolder] = field(default_factory=dict)

@@ -361,7 +361,7 @@ def reward_scorer(spec: RunSpec, rank: int) -> Iterator[RewardScorer]:
 
 
 def _advice(as_one: RewardCall) -> str:
-    """What to do about a call that failed for many completions and for none alone."""
+    """Advice about a call that failed for many completions and for none alone."""
     if as_one.failure.startswith(NO_RESPONSE):
         return "allow more time (reward.timeout_s), or use fewer completions per step"
     return "call it with that many to find the cause, or use fewer completions per step"
