@@ -45,7 +45,7 @@ class Starter:
         self.commands: list[Sequence[str]] = []
         self.processes: list[subprocess.Popen[bytes]] = []
         self.has_waited = True
-        """Whether no process was started during the imports."""
+        """False once a process was started during the imports."""
 
     @property
     def is_importing(self) -> bool:
