@@ -24,6 +24,7 @@ from rlhf_core.worker.command import published
 from rlhf_core.worker.command.in_rank import rlhf_rank_file as words
 from rlhf_core.worker.command.job_record import JobRecord
 from rlhf_core.worker.command.launch import LaunchOrder, LaunchPlace
+from rlhf_core.worker.command.launcher_report import reported_exit_code
 from rlhf_core.worker.command.observation import Reading, Source, Watched
 from rlhf_core.worker.command.rank_output import RankOutput
 from rlhf_core.worker.command.rank_process import RankProcess, find_rank
@@ -42,6 +43,8 @@ CASCADE_TIMEOUT_S = 5.0
 failed first, and to see the checkpoint after which the program was stopped."""
 LAUNCHER_TIMEOUT_S = 0.5
 """Time that the launcher of a failed rank has to exit and print what it saw, in seconds."""
+BLAME_TIMEOUT_S = 1.0
+"""Time that the worker of a launcher waits, in seconds, for the worker of the rank that the launcher blames to end."""
 MAX_LAST_POLLS = 100
 LAST_POLL_STEP_S = 60.0
 STEPS_ALONE = 3
@@ -333,12 +336,29 @@ class Follower:
         return RoleResult.DONE
 
     def _exit_code(self) -> int:
+        self._look_up_code()
         launcher = self._child.poll() if self._child is not None else None
         of_rank = self._rank.code if self._rank is not None else None
         # The launcher's own exit code, if it has exited, says less than the signal that killed its rank.
         if launcher == 0 or (self._child is not None and (self._rank is None or not self._rank.has_failed)):
+            if launcher and of_rank == -signal.SIGTERM:
+                time.sleep(BLAME_TIMEOUT_S)  # the agent ends this worker as soon as that of the failed rank has ended
             return launcher or 0
         return of_rank or 0
+
+    def _look_up_code(self) -> None:
+        """Look up the rank's exit code in the launcher's log if the launcher reaped the rank first."""
+        if self._rank is None or not self._rank.has_ended or self._trainer.launch != "per_node":
+            return
+        log = self._context.restart_dir.log(self._context.role, self._context.node, 0)
+        deadline = time.monotonic() + CASCADE_TIMEOUT_S
+        # A launcher that exits with 0 reports no rank, and one that has exited reports no more.
+        while self._rank.code is None:
+            has_exited = self._child is not None and self._child.poll() is not None
+            self._rank.code = reported_exit_code(log, self._rank.pid)
+            if has_exited or time.monotonic() > deadline:
+                break
+            time.sleep(POLL_INTERVAL_S)
 
     def _has_stopped(self, code: int) -> bool:
         """True if the program was asked to stop and has saved its state, whatever it exited with then.

@@ -1,5 +1,6 @@
 """Programs of other projects under a real agent: followed, blamed, and restarted from their own checkpoints."""
 
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -215,11 +216,20 @@ def test_a_warning_of_health_leaves_the_run_going(agent_run: MakeRun) -> None:
     assert len(metrics(run)) == 40
 
 
-def test_ranks_that_torchrun_started_are_blamed_one_by_one(agent_run: MakeRun) -> None:
+def test_a_killed_rank_is_blamed_although_torchrun_reaped_it_first(agent_run: MakeRun) -> None:
+    """The rank's worker is stopped until then; it finds the signal in torchrun's log.
+
+    Without the log the worker took the rank for finished, and rank 0 was blamed for torchrun's exit code 1.
+    """
     run = agent_run(trainer=with_torchrun("2000", "0", "none"), supervise={"max_restarts": 0})
     run.start(native=True)
     rank = until(lambda: rank_of(run, 1))
+    worker = run.pids(0)[1]
+    os.kill(worker, signal.SIGSTOP)
     signal.pidfd_send_signal(rank, signal.SIGKILL)
+    (log_of_launcher,) = run.restart(0).logs.glob("*-0.log")
+    until(lambda: "exitcode: -9" in log_of_launcher.read_text())
+    os.kill(worker, signal.SIGCONT)
     run.finish()
     incident = run.incident(0)
     assert (incident.failure_kind, incident.suspect_ranks) == (FailureKind.WORKER_KILLED, (1,)), incident.message
@@ -274,8 +284,6 @@ def test_a_hang_that_only_collectives_show_is_found(
 
 def rank_of(run: AgentRun, local_rank: int) -> int | None:
     """A descriptor of the process of a rank; None while the process is not at work yet."""
-    import os
-
     import psutil
 
     from rlhf_core.worker.command.in_rank.rlhf_rank_file import PATH_VARIABLE
