@@ -13,7 +13,7 @@ from control_fakes import make_spec
 from rlhf_core.schemas.content import ContentReport
 from rlhf_core.schemas.model import BUILT_TOKENIZERS
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.training.data.loading import completion_tokens, prompt_tokens
+from rlhf_core.training.data.loading import completion_lengths, prompt_tokens
 from rlhf_core.training.data.tokenizer_cores import build_core
 from rlhf_core.training.data.tokenizers import build_tokenizer
 from rlhf_core.training.probes.content import CoreTokenizer, look_at_tokenizer
@@ -127,9 +127,9 @@ def test_without_transformers_the_answer_is_that_of_what_training_builds(kind: s
     core, whole = CoreTokenizer(build_core(kind, texts, 320)), build_tokenizer(kind, texts, 320)
     assert look_at_tokenizer(core, texts) == look_at_tokenizer(whole, texts)
     assert (look_at_tokenizer(core, texts).num_changed > 0) == (kind == "char")
-    for row in (Row(uid="", prompt=text, answer="", target=text, columns={}) for text in texts):
-        assert prompt_tokens(row, core) == prompt_tokens(row, whole)
-        assert completion_tokens(row.target, row, core) == completion_tokens(row.target, row, whole)
+    rows = [Row(uid="", prompt=text, answer="", target=text, columns={}) for text in texts]
+    assert prompt_tokens(rows, core) == prompt_tokens(rows, whole)
+    assert completion_lengths(rows, core) == completion_lengths(rows, whole)
 
 
 def test_messages_are_rendered_as_in_training(tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ def test_a_conversation_is_read_as_it_was_in_training(tmp_path: Path) -> None:
     chat = Conversation(turns, chosen=answer, rejected=answer)
     pair = rendered(row("", chat), char_tokenizer())
     (example,) = make_examples(
-        [pair], [prompt_tokens(pair, char_tokenizer())], char_tokenizer(), RewardModelSpec(name="reward_model")
+        [pair], prompt_tokens([pair], char_tokenizer()), char_tokenizer(), RewardModelSpec(name="reward_model")
     )
     asked = row("whatever the policy has read", Conversation(turns))
     trained = [*example.prompt, *example.completions[0]]

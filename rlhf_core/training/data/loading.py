@@ -214,6 +214,10 @@ def _permutation(num_rows: int, seed: int, epoch: int) -> "array[int]":
 # Tokens
 
 
+ENCODED_AT_ONCE = 1024
+"""Number of texts passed to a tokenizer at once: for short texts, the calls take longer than their tokenization."""
+
+
 def encode_prompts(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", data: DataSpec) -> EncodedPrompts:
     """Render rows and tokenize their prompts. Rows that are too long are dropped or refused, according to
     ``data.overlong_prompts`` and ``data.overlong_completions``.
@@ -225,13 +229,14 @@ def encode_prompts(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", da
         BadData: a row is too long and the policy is ``error``, a prompt has no tokens, its messages cannot be rendered,
             or no row is left.
     """
+    rows = [rendered(row, tokenizer) for row in rows]
+    completions = completion_lengths(rows, tokenizer) if data.max_completion_tokens else [[] for _ in rows]
     kept = EncodedPrompts([], [], 0)
     num_overlong = 0
-    for row in (rendered(row, tokenizer) for row in rows):
-        token_ids = prompt_tokens(row, tokenizer)
+    for row, token_ids, lengths in zip(rows, prompt_tokens(rows, tokenizer), completions, strict=True):
         if not token_ids:
             raise BadData(f"the prompt {row.prompt[:80]!r} has no tokens with this tokenizer")
-        problem = _too_long(row, token_ids, tokenizer, data)
+        problem = _too_long(row, len(token_ids), lengths, data)
         if not problem:
             kept.rows.append(row)
             kept.token_ids.append(token_ids)
@@ -254,19 +259,19 @@ class _LongText:
     policy: Literal["drop", "error"]
 
 
-def _too_long(
-    row: Row, prompt: Sequence[int], tokenizer: "PreTrainedTokenizerBase", data: DataSpec
-) -> _LongText | None:
-    if len(prompt) > data.max_prompt_tokens:
+def _too_long(row: Row, prompt_length: int, lengths: Sequence[int], data: DataSpec) -> _LongText | None:
+    """What is too long.
+
+    Args:
+        lengths: numbers of tokens of its completions; empty if they are not limited.
+    """
+    if prompt_length > data.max_prompt_tokens:
         text = (
-            f"the prompt {row.prompt[:80]!r}... has {len(prompt)} tokens, more than data.max_prompt_tokens = "
+            f"the prompt {row.prompt[:80]!r}... has {prompt_length} tokens, more than data.max_prompt_tokens = "
             f"{data.max_prompt_tokens}"
         )
         return _LongText(text, "overlong_prompts", data.overlong_prompts)
-    if not data.max_completion_tokens:
-        return None
-    for completion in completions_of(row):
-        length = len(completion_tokens(completion, row, tokenizer))
+    for completion, length in zip(completions_of(row), lengths, strict=False):
         if length > data.max_completion_tokens:
             text = (
                 f"the completion {completion[:80]!r}... has {length} tokens, more than data.max_completion_tokens = "
@@ -281,21 +286,50 @@ def completions_of(row: Row) -> list[str]:
     return [text for text in (row.target, row.chosen, row.rejected) if text]
 
 
-def prompt_tokens(row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Tokens of the prompt of a rendered row. An end token that the tokenizer appends is dropped, since a completion
+def prompt_tokens(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
+    """Tokens of the prompts of rendered rows. An end token that the tokenizer appends is dropped, since a completion
     follows."""
-    bos = tokenizer.bos_token
-    begins = row.chat is not None or bool(bos and row.prompt.startswith(str(bos)))
-    tokens: list[int] = tokenizer.encode(row.prompt, add_special_tokens=not begins)
-    if begins or len(tokens) < 2 or tokens[-1] != tokenizer.eos_token_id:
-        return tokens
-    own: list[int] = tokenizer.encode(row.prompt, add_special_tokens=False)
-    is_appended = tokens[len(tokens) - 1 - len(own) : -1] == own
-    return tokens[:-1] if is_appended else tokens
+    bos, end = tokenizer.bos_token, tokenizer.eos_token_id
+    begins = [row.chat is not None or bool(bos and row.prompt.startswith(str(bos))) for row in rows]
+    texts = [row.prompt for row in rows]
+    found: list[list[int]] = [[] for _ in rows]
+    for is_begun in (False, True):
+        indices = [index for index, begun in enumerate(begins) if begun is is_begun]
+        encoded = _encode([texts[index] for index in indices], tokenizer, add_special_tokens=not is_begun)
+        for index, tokens in zip(indices, encoded, strict=True):
+            found[index] = tokens
+    ended = [index for index, tokens in enumerate(found) if not begins[index] and len(tokens) > 1 and tokens[-1] == end]
+    bare = _encode([texts[index] for index in ended], tokenizer, add_special_tokens=False)
+    for index, own in zip(ended, bare, strict=True):
+        tokens = found[index]
+        if tokens[len(tokens) - 1 - len(own) : -1] == own:
+            found[index] = tokens[:-1]
+    return found
+
+
+def completion_lengths(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
+    """Numbers of tokens of the completions of rendered rows, end tokens included."""
+    texts = [(text, row) for row in rows for text in completions_of(row)]
+    encoded = _encode([text for text, _ in texts], tokenizer, add_special_tokens=False)
+    end = tokenizer.eos_token_id
+    lengths = iter([len(_ended(tokens, row, end)) for tokens, (_, row) in zip(encoded, texts, strict=True)])
+    return [[next(lengths) for _ in completions_of(row)] for row in rows]
 
 
 def completion_tokens(text: str, row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     """Tokens of a completion of a row, with the end token; for a conversation, the end token of the chat template."""
-    tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
-    ends = row.chat is not None or tokens[-1:] == [tokenizer.eos_token_id]
-    return tokens if ends else [*tokens, tokenizer.eos_token_id]
+    (tokens,) = _encode([text], tokenizer, add_special_tokens=False)
+    return _ended(tokens, row, tokenizer.eos_token_id)
+
+
+def _ended(tokens: list[int], row: Row, end: int) -> list[int]:
+    return tokens if row.chat is not None or tokens[-1:] == [end] else [*tokens, end]
+
+
+def _encode(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase", *, add_special_tokens: bool) -> list[list[int]]:
+    """Tokens of texts, in calls of at most ``ENCODED_AT_ONCE`` texts."""
+    found: list[list[int]] = []
+    for start in range(0, len(texts), ENCODED_AT_ONCE):
+        batch = list(texts[start : start + ENCODED_AT_ONCE])
+        found += tokenizer(batch, add_special_tokens=add_special_tokens, return_attention_mask=False)["input_ids"]
+    return found

@@ -135,7 +135,7 @@ class ScoringModel:
         scored = self._rendered(made)
         if self._decoder is None:
             return self._pair(scored)
-        tokens = prompt_tokens(scored, self._tokenizer)
+        (tokens,) = prompt_tokens([scored], self._tokenizer)
         if made.finished:
             tokens = [*tokens, *completion_tokens(scored.target, scored, self._tokenizer)]
         else:
