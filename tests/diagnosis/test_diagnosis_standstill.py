@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from made_reports import rank_status
 
 from rlhf_core.diagnosis.hangs.liveness import GapTracker, Suspect, judge, suspect
-from rlhf_core.diagnosis.hangs.standstill import MIN_LOOKS, SPAN_S, Standstill, confirm, is_promising, movement, prove
+from rlhf_core.diagnosis.hangs.standstill import (
+    MIN_INSPECTIONS,
+    SPAN_S,
+    Standstill,
+    confirm,
+    is_promising,
+    movement,
+    prove,
+)
 from rlhf_core.diagnosis.hangs.verdict import blame
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.inspections import Inspection, Wait
@@ -208,7 +216,7 @@ def test_a_node_that_gives_no_looks_keeps_the_long_floor_for_all_but_the_stopped
     assert prove(record(*looks).still, suspects_of(ranks), 3) != []
 
 
-@pytest.mark.parametrize(("num_looks", "step_s"), [(MIN_LOOKS - 1, SPAN_S), (MIN_LOOKS + 5, SPAN_S / 100)])
+@pytest.mark.parametrize(("num_looks", "step_s"), [(MIN_INSPECTIONS - 1, SPAN_S), (MIN_INSPECTIONS + 5, SPAN_S / 100)])
 def test_neither_few_looks_nor_looks_in_quick_succession_prove_anything(num_looks: int, step_s: float) -> None:
     ranks = [rank(0), rank(1, process_state="T")]
     looks = [[looked(ranks[1], step_s * number, Wait.STOPPED)] for number in range(num_looks)]

@@ -32,7 +32,7 @@ def looks(found: Anomalies, first: int, last: int, busy_on_node2: float) -> tupl
     present: tuple[str, ...] = ()
     for number in range(first, last):
         busy = {"node1": 20.0, "node2": busy_on_node2, "node3": 22.0}
-        present = found.look([reading(node, number, one) for node, one in busy.items()], number * PERIOD_S)
+        present = found.update([reading(node, number, one) for node, one in busy.items()], number * PERIOD_S)
     return present
 
 
@@ -67,7 +67,7 @@ def test_a_node_of_engines_is_no_outlier_among_trainers(
     found = Anomalies(events)
     for number in range(200):
         readings = [reading(f"node{one}", number, 20.0 + one, "trainer") for one in range(3)]
-        found.look([*readings, reading("node3", number, 95.0, work)], number * PERIOD_S)
+        found.update([*readings, reading("node3", number, 95.0, work)], number * PERIOD_S)
     assert bool(recorded_findings(path)) is stands_out
 
 
@@ -77,7 +77,7 @@ def test_an_unchanged_status_is_not_counted_again(log: tuple[EventLog, Path]) ->
     found = Anomalies(events)
     for number in range(200):
         readings = [reading("node1", number, 20.0), reading("node2", 7, 95.0), reading("node3", number, 22.0)]
-        assert found.look(readings, number * PERIOD_S) == ()
+        assert found.update(readings, number * PERIOD_S) == ()
 
 
 def test_a_restart_resets_the_findings_silently(log: tuple[EventLog, Path]) -> None:

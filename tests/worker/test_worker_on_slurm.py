@@ -51,8 +51,8 @@ if "agent" in sys.orig_argv:
         if os.environ["SLURMD_NODENAME"] == "node3":
             time.sleep(2.0)
             raise AttemptAborted(FailureKind.IMPORT_ERROR, "libcuda.so.1: file too short")
-        asked = self._supervisor.asked
-        self._agreement.wait_until(lambda: asked.to_end or bool(asked.stop), 300.0)
+        requests = self._supervisor.requests
+        self._agreement.wait_until(lambda: requests.to_end or bool(requests.stop), 300.0)
         return run_phase(self, number, phase)
 
     phases.Agent._run_phase = one_fails_the_others_are_at_it

@@ -181,7 +181,7 @@ def _agent_store(site: AgentSite, signer: MessageSigner | None, arrivals: Arriva
         if nodes.is_first:
             listen_at = nodes.listening_address
             if not listen_at:
-                site.events.say(
+                site.events.print_line(
                     f"{nodes.address} is on no interface that others can reach: stores listen on all of them"
                 )
             return host_agent_store(nodes.address, listen_at, signer)
@@ -243,7 +243,7 @@ def _finish(site: AgentSite, ending: Ending) -> int:
         )
         written = leader.finish(outcome)
         if not written:
-            site.events.say("failed to write the outcome")
+            site.events.print_line("failed to write the outcome")
     site.events.close()
     is_well = written and ending.state in _GOOD_ENDS
     if site.channel is not None:
