@@ -37,7 +37,7 @@ from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.reports import MetricsLine
-from rlhf_core.services.presence import look
+from rlhf_core.services.presence import service_status
 
 TIMEOUT_S = 250.0
 """Longest time for a command, and for an effect that is not measured: the machine may be busy with other tests."""
@@ -224,7 +224,7 @@ class Site:
 
     def pids(self) -> dict[str, int]:
         """Process ids of the running services: polled often, so read without starting a process."""
-        return {name: found.pid for name in SERVICES if (found := look(self.home, name)).pid}
+        return {name: found.pid for name in SERVICES if (found := service_status(self.home, name)).pid}
 
     def kill(self, *names: str) -> None:
         """Send SIGKILL to running services, and to all flow runs together with the worker."""

@@ -25,12 +25,12 @@ NO_PREFECT = "Run without Prefect: add --no-prefect."
 
 
 @contextmanager
-def prefect_server(home: Path, say: Callable[[str], None]) -> Iterator[str]:
+def prefect_server(home: Path, log: Callable[[str], None]) -> Iterator[str]:
     """Provide a server for the block: the configured one, or a temporary one. Yields its address.
 
     Args:
         home: folder of this user (``RLHF_HOME``); holds database and log of a temporary server.
-        say: called with progress messages.
+        log: called with progress messages.
 
     Raises:
         PrefectUnavailable: there is none, and none could be started.
@@ -42,7 +42,7 @@ def prefect_server(home: Path, say: Callable[[str], None]) -> Iterator[str]:
         _require_answer(configured)
         yield configured
         return
-    say(
+    log(
         "there is no Prefect server (`rlhf up` starts one): a temporary one is started for this run; "
         "--no-prefect runs without"
     )

@@ -13,7 +13,7 @@ from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir.run import RunDir, run_dirs
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.survival import Survived
-from rlhf_core.watchdog.ingest import glance, sync
+from rlhf_core.watchdog.ingest import files_digest, sync
 
 log = logging.getLogger("rlhf.daemon")
 
@@ -31,7 +31,7 @@ class Ingester:
 
     site: Site
     store: HistoryStore
-    say: Callable[[str], None] = log.warning
+    warn: Callable[[str], None] = log.warning
     _read: dict[str, int] = field(default_factory=dict)
     _problems: dict[str, str] = field(default_factory=dict)
     _sweep: list[str] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Ingester:
     def _sync(self, run_id: str) -> bool:
         with Survived() as found:  # a directory that breaks the reader must not keep the others from being read
             run_dir = RunDir.of(self.site.runs_dir, run_id)
-            seen = glance(run_dir)
+            seen = files_digest(run_dir)
             if seen is None or self._read.get(run_id) == seen:
                 return False
             sync(run_dir, self.store)
@@ -73,4 +73,4 @@ class Ingester:
         """Log each problem once, not every two seconds."""
         if self._problems.get(run_id) != problem:
             self._problems[run_id] = problem
-            self.say(f"{run_id}: {problem}" if run_id else problem)
+            self.warn(f"{run_id}: {problem}" if run_id else problem)

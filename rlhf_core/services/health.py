@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from rlhf_core.services.lifecycle import bring_back
-from rlhf_core.services.presence import OURS, ServiceState, ServiceStatus, look
+from rlhf_core.services.presence import OURS, ServiceState, ServiceStatus, service_status
 from rlhf_core.survival import Survived
 
 SILENCE_TIMEOUT_S = 90.0
@@ -58,7 +58,7 @@ class HealthCheck:
 
     def check(self) -> None:
         """Send SIGTERM to services that have been silent too long, and SIGKILL to those that do not end."""
-        found = [look(self._home, name) for name in self._stop_timeouts_s]
+        found = [service_status(self._home, name) for name in self._stop_timeouts_s]
         silent = [
             one
             for one in found

@@ -32,7 +32,7 @@ def test_an_environment_is_made_as_pinned_and_then_left_alone(tmp_path: Path, wh
     folder = tmp_path / "made" / "tiny"
     told: list[str] = []
     assert inspect(TINY, folder).state == "absent"
-    made = create(TINY, folder, tell=told.append)
+    made = create(TINY, folder, report_progress=told.append)
     assert not made.was_there
     assert (version_in(folder, "torch"), version_in(folder, "tinytrainer")) == ("1.0", "1.0"), "not the newest"
     assert any("tinytrainer" in line for line in told)

@@ -30,7 +30,7 @@ def cancelled(desk: Desk, run_dir: RunDir, **options: Any) -> tuple[Cancelled, l
         desk.site,
         desk.store,
         "enough",
-        say=said.append,
+        log=said.append,
         **{"clock": clock, "sleep": sleep, **options},
     )
     return found, said

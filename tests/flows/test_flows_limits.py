@@ -89,13 +89,13 @@ def test_a_waiting_run_can_be_cancelled(desk: Desk) -> None:
 @pytest.mark.usefixtures("limit")
 def test_a_run_waiting_for_approval_blocks_no_other_run(desk: Desk) -> None:
     first, second = a_session(desk), a_session(desk)
-    with run_slot(first) as give_back:
+    with run_slot(first) as release:
         assert active_slots() == 1
-        give_back()
+        release()
         assert active_slots() == 0
         with run_slot(second):
             assert active_slots() == 1
-            give_back()
+            release()
             assert active_slots() == 1, "it is given back once"
     assert desk.notes.sayings == []
 

@@ -279,7 +279,7 @@ def left_in_a_trial(site: Desk) -> tuple[RunDir, RunDir]:
 def test_without_a_controller_the_command_cancels_the_trial(site: Desk) -> None:
     run_dir, trial = left_in_a_trial(site)
     said: list[str] = []
-    found = cancel_run(run_dir, site.site, site.store, "enough", say=said.append)
+    found = cancel_run(run_dir, site.site, site.store, "enough", log=said.append)
     assert (found.state, found.job_ended) == (RunState.CANCELLED, True)
     assert read_record(trial).state is RunState.CANCELLED
     assert site.scheduler.jobs["101"].state is JobState.ENDED
@@ -289,7 +289,7 @@ def test_an_unresponsive_controller_does_not_keep_a_trial_alive(site: Desk) -> N
     run_dir, _ = left_in_a_trial(site)
     site.store.acquire_lease(run_dir.run_id, "b@elsewhere:1:1.00", 3600)
     clock = site.clock
-    found = cancel_run(run_dir, site.site, site.store, "enough", say=lambda text: None, clock=clock, sleep=clock.sleep)
+    found = cancel_run(run_dir, site.site, site.store, "enough", log=lambda text: None, clock=clock, sleep=clock.sleep)
     assert found.job_ended
     assert site.scheduler.cancelled == ["101"]
 

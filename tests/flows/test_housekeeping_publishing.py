@@ -70,7 +70,7 @@ def later(desk: Desk) -> Reconciler:
 
 
 def of_publishing(actions: list[ReconcileAction]) -> list[ReconcileAction]:
-    return [one for one in actions if one.kind is ActionKind.TELL]
+    return [one for one in actions if one.kind is ActionKind.PUBLISH]
 
 
 def is_known(run_dir: RunDir) -> bool:

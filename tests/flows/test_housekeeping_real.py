@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.end_to_end,
 ]
 
-LATE = (ActionKind.TELL, ActionKind.END_TASK_RUN)
+LATE = (ActionKind.PUBLISH, ActionKind.END_TASK_RUN)
 """Actions that only make Prefect show what has happened, also to the runs of earlier tests: they come at any time."""
 
 

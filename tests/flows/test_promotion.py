@@ -107,7 +107,7 @@ def when_asked(run_dir: RunDir, do: Callable[[], object]) -> Ask:
 
 
 def answer(desk: Desk, run_dir: RunDir, verdict: approval.Verdict, by: str, reason: str = "") -> approval.Answered:
-    return answer_promotion(run_dir, desk.site, desk.store, verdict, by, reason, say=desk.notes.log, timeout_s=20)
+    return answer_promotion(run_dir, desk.site, desk.store, verdict, by, reason, log=desk.notes.log, timeout_s=20)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -430,7 +430,7 @@ def test_killed_while_waiting_the_next_controller_waits_until_the_first_deadline
         controller.show_question = killed_here
         with pytest.raises(Killed):
             promotion.carry_out(controller)
-    assert deadlines[0] == deadlines[1] == standing(run_dir).asked_at + timedelta(hours=5)
+    assert deadlines[0] == deadlines[1] == standing(run_dir).requested_at + timedelta(hours=5)
     assert states(run_dir) == ["waiting"]
     answers(run_dir, "approved")  # no controller survives to see it
     drive(desk.controller(run_dir))

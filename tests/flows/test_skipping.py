@@ -101,7 +101,7 @@ def test_waiting_flow_runs_of_a_paused_schedule_or_a_busy_deployment_are_cancell
     assert state(client, waiting[paused])[0] in ("Scheduled", "Late"), "Prefect leaves what was due"
     for one in (busy, other):
         at_work(client, one)
-    found = schedules.call_off(RUN_FLOW, desk.site.runs_dir)
+    found = schedules.cancel_skipped(RUN_FLOW, desk.site.runs_dir)
     assert {one.flow_run_id for one in found} == {str(waiting[one].id) for one in (paused, busy)}
     name, said = state(client, waiting[paused])
     assert (name, "its schedule was paused" in said) == ("Cancelled", True)
@@ -110,7 +110,7 @@ def test_waiting_flow_runs_of_a_paused_schedule_or_a_busy_deployment_are_cancell
     for left in (waiting[other], waiting[idle], by_hand):
         assert state(client, left)[0] in ("Scheduled", "Late")
     until(lambda: events(real_prefect, paused) == [schedules.EVENT], "its event", interval_s=ASKING_INTERVAL_S)
-    assert schedules.call_off(RUN_FLOW, desk.site.runs_dir) == []
+    assert schedules.cancel_skipped(RUN_FLOW, desk.site.runs_dir) == []
 
 
 def test_a_scheduled_run_taken_by_a_worker_does_not_start_while_its_deployment_is_busy(

@@ -266,7 +266,9 @@ def test_unresponsive_services_are_replaced(site: Site, monkeypatch: pytest.Monk
     os.kill(before["server"], signal.SIGSTOP)
     monkeypatch.setattr(presence, "HEARTBEAT_TIMEOUT_S", 4.0)
     stopped = ("server", "worker")
-    until(lambda: {presence.look(site.home, name).state for name in stopped} == {presence.ServiceState.SILENT})
+    until(
+        lambda: {presence.service_status(site.home, name).state for name in stopped} == {presence.ServiceState.SILENT}
+    )
     said = site.python(SHORT_TIMEOUTS)
     assert "['replaced', 'replaced']" in said
     after = site.pids()
@@ -325,7 +327,11 @@ def test_dead_services_are_restarted(tmp_path: Path) -> None:
         for name in ("server", "worker"):
             os.kill(before[name], signal.SIGKILL)
         until(lambda: set(site.pids()) == set(SERVICES) and not set(site.pids().values()) & {before["server"]})
-        until(lambda: {presence.look(site.home, name).state for name in SERVICES} == {presence.ServiceState.RUNNING})
+        until(
+            lambda: (
+                {presence.service_status(site.home, name).state for name in SERVICES} == {presence.ServiceState.RUNNING}
+            )
+        )
         assert {one["state"] for one in site.status().values()} == {"running"}
         between = site.pids()
         assert between["daemon"] == before["daemon"]
@@ -338,7 +344,7 @@ def test_dead_services_are_restarted(tmp_path: Path) -> None:
         os.kill(between["daemon"], signal.SIGKILL)
         until(lambda: site.pids().get("daemon") not in (None, between["daemon"]))
         site.rlhf("down", "worker")
-        until(lambda: presence.look(site.home, "daemon").state is presence.ServiceState.RUNNING)
+        until(lambda: presence.service_status(site.home, "daemon").state is presence.ServiceState.RUNNING)
         status = site.status()
         assert (status["daemon"]["state"], status["worker"]["state"]) == ("running", "stopped")
     finally:

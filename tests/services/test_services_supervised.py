@@ -18,7 +18,7 @@ from process_tools import command_of, kill_all, processes_of, until
 from rlhf_core.errors import BadInput, ServiceFailed
 from rlhf_core.services import health, lifecycle, presence, supervisord
 from rlhf_core.services.lifecycle import Lifecycle, Service, bring_back
-from rlhf_core.services.presence import ServiceFiles, ServiceState, holding, look
+from rlhf_core.services.presence import ServiceFiles, ServiceState, holding, service_status
 from rlhf_core.services.processes import started_ticks
 from rlhf_core.services.supervisord import Supervisord
 from rlhf_core.worker.processes import process_state
@@ -43,7 +43,7 @@ class House:
         return {one.name: one.what for one in self.lifecycle.up(names or NAMES)}
 
     def pids(self) -> dict[str, int]:
-        found = [look(self.home, name) for name in NAMES]
+        found = [service_status(self.home, name) for name in NAMES]
         return {one.name: one.pid for one in found if one.state is ServiceState.RUNNING}
 
     def processes(self) -> list[psutil.Process]:
@@ -177,7 +177,7 @@ def test_killed_services_are_restarted_and_stopped_ones_are_not(house: House) ->
     house.lifecycle.down(["worker"])
     kill(after["daemon"])
     until(lambda: house.pids().get("daemon", after["daemon"]) != after["daemon"])
-    assert look(house.home, "worker").state is ServiceState.STOPPED
+    assert service_status(house.home, "worker").state is ServiceState.STOPPED
     assert house.up() == {"server": "was running", "worker": "started", "daemon": "was running"}
 
 
@@ -236,7 +236,7 @@ def test_services_of_the_previous_version_are_taken_over(house: House) -> None:
     environment = {**os.environ, "RLHF_HOME": str(house.home), "RLHF_STARTED_BY": "rlhf up"}
     earlier = [subprocess.Popen(program(name), env=environment) for name in ("server", "worker", "keeper")]
     wanted = house.home / "services" / "wanted.json"
-    until(lambda: look(house.home, "keeper").state is ServiceState.RUNNING and len(house.pids()) == 2)
+    until(lambda: service_status(house.home, "keeper").state is ServiceState.RUNNING and len(house.pids()) == 2)
     wanted.write_text('{"services": ["server", "worker", "keeper"]}')
     assert house.up() == dict.fromkeys(NAMES, "started")
     assert [process.wait() for process in earlier] == [-signal.SIGTERM] * 3
@@ -247,7 +247,7 @@ def test_services_of_the_previous_version_are_taken_over(house: House) -> None:
 def test_services_of_the_previous_version_are_stopped(house: House) -> None:
     environment = {**os.environ, "RLHF_HOME": str(house.home), "RLHF_STARTED_BY": "rlhf up"}
     earlier = [subprocess.Popen(program(name), env=environment) for name in ("server", "keeper")]
-    until(lambda: look(house.home, "keeper").state is ServiceState.RUNNING and house.pids())
+    until(lambda: service_status(house.home, "keeper").state is ServiceState.RUNNING and house.pids())
     assert house.lifecycle.down(["daemon"]) == ["keeper"]
     assert earlier[0].poll() is None, "it was not named"
     assert house.lifecycle.down(NAMES) == ["server"]
@@ -272,7 +272,7 @@ def test_a_service_that_is_silent_is_replaced_by_up(house: House, monkeypatch: p
     house.up()
     before = house.pids()
     os.kill(before["worker"], signal.SIGSTOP)
-    until(lambda: look(house.home, "worker").state is ServiceState.SILENT)
+    until(lambda: service_status(house.home, "worker").state is ServiceState.SILENT)
     assert house.up()["worker"] == "replaced"
     assert house.pids()["worker"] != before["worker"]
     assert not lives(before["worker"])
@@ -323,7 +323,7 @@ def test_a_service_that_is_silent_for_long_is_restarted(house: House, monkeypatc
     check = checks(house, clock)
     check.check()
     monkeypatch.setattr(presence, "HEARTBEAT_TIMEOUT_S", 3.0)
-    until(lambda: look(house.home, "daemon").state is ServiceState.SILENT)
+    until(lambda: service_status(house.home, "daemon").state is ServiceState.SILENT)
     check.check()
     clock[0] = health.SILENCE_TIMEOUT_S - 1
     check.check()

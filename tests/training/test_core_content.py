@@ -16,7 +16,7 @@ from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.data.loading import completion_tokens, prompt_tokens
 from rlhf_core.training.data.tokenizer_cores import build_core
 from rlhf_core.training.data.tokenizers import build_tokenizer
-from rlhf_core.training.probes.content import CoreTokenizer, look_at_tokenizer
+from rlhf_core.training.probes.content import CoreTokenizer, check_tokenizer
 from rlhf_core.training.types import Row
 
 ROOT = Path(__file__).parents[2]
@@ -110,14 +110,14 @@ def test_a_reward_function_that_hangs_does_not_prevent_the_other_checks(
 def test_chat_templates(template: str, says: str) -> None:
     tokenizer = build_tokenizer("byte", (), 0)
     tokenizer.chat_template = template
-    assert says in look_at_tokenizer(tokenizer, ["x"]).chat_problem
-    assert bool(says) == bool(look_at_tokenizer(tokenizer, ["x"]).chat_problem)
+    assert says in check_tokenizer(tokenizer, ["x"]).chat_problem
+    assert bool(says) == bool(check_tokenizer(tokenizer, ["x"]).chat_problem)
 
 
 def test_tokenizers_that_know_everything_change_nothing() -> None:
     texts = ["a  b\n\tc ", "é 中文 🎉", "<|im_end|>", ""]
     for kind in ("byte", "bpe"):
-        look = look_at_tokenizer(build_tokenizer(kind, texts, 512), texts)
+        look = check_tokenizer(build_tokenizer(kind, texts, 512), texts)
         assert (look.num_changed, look.unknown_share) == (0, 0.0)
 
 
@@ -125,8 +125,8 @@ def test_tokenizers_that_know_everything_change_nothing() -> None:
 def test_without_transformers_the_answer_is_that_of_what_training_builds(kind: str) -> None:
     texts = ["a  b\n\tc ", "é 中文 🎉", "é 中文 🎉", "<|im_end|>", "31>13<|pad|>", ""]
     core, whole = CoreTokenizer(build_core(kind, texts, 320)), build_tokenizer(kind, texts, 320)
-    assert look_at_tokenizer(core, texts) == look_at_tokenizer(whole, texts)
-    assert (look_at_tokenizer(core, texts).num_changed > 0) == (kind == "char")
+    assert check_tokenizer(core, texts) == check_tokenizer(whole, texts)
+    assert (check_tokenizer(core, texts).num_changed > 0) == (kind == "char")
     for row in (Row(uid="", prompt=text, answer="", target=text, columns={}) for text in texts):
         assert prompt_tokens(row, core) == prompt_tokens(row, whole)
         assert completion_tokens(row.target, row, core) == completion_tokens(row.target, row, whole)

@@ -86,7 +86,7 @@ def first_finding(steps: Any, spec: HealthSpec | None = None, batch: Batch = BAT
     """Step, rule and message of the first finding."""
     judge = Judge(spec or HealthSpec(), batch)
     for one in steps:
-        found = judge.look(**one)
+        found = judge.observe(**one)
         if found:
             return one["step"], found[0].rule, in_words(found, one["step"])
     return None
@@ -416,7 +416,7 @@ def seed_steps(formula: SeedFormula, num_steps: int) -> Iterator[dict[str, Any]]
 def test_seed_formulas_that_repeat_themselves_are_named_with_the_kind(name: str, kinds: set[str]) -> None:
     judge, told = Judge(HealthSpec(), BATCH), dict[str, str]()
     for one in seed_steps(SEED_FORMULAS[name].formula, 3):
-        told |= {finding.kind: finding.message for finding in judge.look(**one)}
+        told |= {finding.kind: finding.message for finding in judge.observe(**one)}
     assert set(told) == kinds
     if "seeds within groups" in kinds:
         assert "(all of node1)" in told["seeds within groups"]
@@ -425,7 +425,7 @@ def test_seed_formulas_that_repeat_themselves_are_named_with_the_kind(name: str,
 def test_seeds_that_follow_from_content_are_left_alone() -> None:
     judge = Judge(HealthSpec(), BATCH)
     for one in seed_steps(lambda rank, seed, step, uid, index: sample_seed(seed, step, uid, index), 5):
-        assert judge.look(**one) == []
+        assert judge.observe(**one) == []
 
 
 def test_a_rule_that_is_turned_off_finds_nothing() -> None:
@@ -441,7 +441,7 @@ def verdicts(steps: Any, spec: HealthSpec) -> list[tuple[int, HealthVerdict]]:
     """Verdicts that warn or end, up to the first that ends."""
     judge, told = Judge(spec, BATCH), []
     for one in steps:
-        verdict = judge.verdict(judge.look(**one), one["step"])
+        verdict = judge.verdict(judge.observe(**one), one["step"])
         if verdict.warnings or verdict.ends_by:
             told.append((one["step"], verdict))
         if verdict.ends_by:
@@ -486,11 +486,11 @@ def test_a_run_that_goes_on_is_judged_as_if_it_had_never_stopped(name: str) -> N
     straight = Judge(spec, QUICK)
     states = []
     for one in steps:
-        straight.look(**one)
+        straight.observe(**one)
         states.append(straight.state)
     for position in range(0, len(steps) - 1, 7):
         judge = Judge(spec, QUICK, HealthState.model_validate(states[position].model_dump()))
-        found = [judge.look(**one) for one in steps[position + 1 :]]
+        found = [judge.observe(**one) for one in steps[position + 1 :]]
         assert judge.state == straight.state
         assert found[-1]
         assert not any(found[:-1])
@@ -499,7 +499,7 @@ def test_a_run_that_goes_on_is_judged_as_if_it_had_never_stopped(name: str) -> N
 def test_without_its_state_a_run_that_goes_on_is_judged_late() -> None:
     """Negative control: a window of steps is forgotten."""
     steps = recorded("learning-rate-5")
-    found = [Judge(HealthSpec(min_completions=1024), QUICK).look(**one) for one in steps[-10:]]
+    found = [Judge(HealthSpec(min_completions=1024), QUICK).observe(**one) for one in steps[-10:]]
     assert not any(found)
 
 

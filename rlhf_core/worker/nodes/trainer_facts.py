@@ -15,7 +15,7 @@ from rlhf_core.diagnosis.nodes import checks as node_checks
 from rlhf_core.diagnosis.nodes.checks import blocked
 from rlhf_core.errors import BadConfig
 from rlhf_core.machine.environments import environment_folder
-from rlhf_core.machine.interpreters import ASK, interpreter_of
+from rlhf_core.machine.interpreters import LISTING_CODE, interpreter_of
 from rlhf_core.presets import drivers_folder
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.checks import CheckResult
@@ -94,7 +94,7 @@ def _versions(
     python = folder / "bin" / "python" if folder else interpreter_of(Path(where))
     if python is None:
         return {}
-    output = _answer([*_shell(trainer.setup), 'exec "$1" -c "$2"'], str(python), given, ASK).splitlines()
+    output = _answer([*_shell(trainer.setup), 'exec "$1" -c "$2"'], str(python), given, LISTING_CODE).splitlines()
     found = json.loads(output[-1]) if output else None
     if not isinstance(found, dict):
         raise ValueError(f"{python} did not list its packages")
