@@ -35,13 +35,15 @@ def test_this_interpreter_answers() -> None:
     assert "pydantic" in found.packages
 
 
-@pytest.mark.parametrize(("script", "says"), [("", "cannot be started"), ("exit 3", "exit code 3"), ("echo hm", "hm")])
-def test_a_program_that_is_no_interpreter_is_described(tmp_path: Path, script: str, says: str) -> None:
+@pytest.mark.parametrize(
+    ("script", "message"), [("", "cannot be started"), ("exit 3", "exit code 3"), ("echo hm", "hm")]
+)
+def test_a_program_that_is_no_interpreter_is_described(tmp_path: Path, script: str, message: str) -> None:
     path = tmp_path / "python"
     if script:
         path.write_text(f"#!/bin/sh\n{script} >&2\n")
         path.chmod(0o755)
-    assert says in gather_facts.inspect_compute_python(str(path)).problem
+    assert message in gather_facts.inspect_compute_python(str(path)).problem
 
 
 def test_a_module_that_never_imports_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,10 +156,10 @@ def test_models_and_tokenizers(tmp_path: Path) -> None:
     def path(folder: Path) -> ModelSpec:
         return ModelSpec(path=str(folder))
 
-    for folder, says in ((tmp_path / "none", "no such folder"), (empty, "no config.json")):
+    for folder, message in ((tmp_path / "none", "no such folder"), (empty, "no config.json")):
         found = gather_facts.inspect_model(path(folder))
         assert found is not None
-        assert says in found.problem
+        assert message in found.problem
     found = gather_facts.inspect_model(path(model))
     assert found is not None
     assert (found.problem, found.weight_bytes) == ("", 16 + len(header))
@@ -237,7 +239,7 @@ def test_everything_at_once(tmp_path: Path) -> None:
     assert facts.train is None
     assert facts.disk.problem == ""
     assert facts.content is not None
-    assert [look.problem for look in facts.content.splits] == ["", ""]
+    assert [inspection.problem for inspection in facts.content.splits] == ["", ""]
 
 
 def test_the_content_is_not_read_when_its_checks_are_off(tmp_path: Path) -> None:

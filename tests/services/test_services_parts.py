@@ -124,13 +124,13 @@ def test_a_service_lock_is_held_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_reading_the_state_blocks_no_start(tmp_path: Path) -> None:
     stop = threading.Event()
 
-    def looks() -> None:
+    def poll() -> None:
         while not stop.is_set():
             service_status(tmp_path, "worker")
 
     with holding(tmp_path, "worker"):
         pass
-    watcher = threading.Thread(target=looks)
+    watcher = threading.Thread(target=poll)
     watcher.start()
     try:
         for _ in range(50):
@@ -330,7 +330,7 @@ def test_the_address_of_an_unresponsive_server_is_reported(site: Site, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (["submit", "quickstart", "--set", "loops.main.num_stepz=3"], 2, 'did you mean "loops.main.num_steps"'),
         (["submit", "quickstart", "--set", "name=MyRun"], 2, 'for instance "myrun"'),
@@ -340,7 +340,7 @@ def test_the_address_of_an_unresponsive_server_is_reported(site: Site, monkeypat
     ],
 )
 def test_invalid_requests_are_refused_before_prefect_is_imported(
-    site: Site, arguments: list[str], code: int, said: str
+    site: Site, arguments: list[str], code: int, message: str
 ) -> None:
     """The import takes seconds of CPU time."""
     program = f"import sys; from rlhf_core.cli.main import execute; code = execute({arguments!r}); "
@@ -353,7 +353,7 @@ def test_invalid_requests_are_refused_before_prefect_is_imported(
         check=True,
     )
     assert found.stdout.split() == [str(code), "False"]
-    assert said in " ".join(found.stderr.split())
+    assert message in " ".join(found.stderr.split())
 
 
 def test_something_else_on_the_port_is_not_the_server_of_the_site(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,10 +34,10 @@ class House:
 
     def __init__(self, home: Path, interval_s: float = 0.1) -> None:
         self.home = home
-        self.said: list[str] = []
+        self.message: list[str] = []
         self.supervisord = Supervisord(home)
         services = [Service(name, 10 * number, stop_timeout_s=2) for number, name in enumerate(NAMES, start=1)]
-        self.lifecycle = Lifecycle(home, services, interval_s, self.said.append)
+        self.lifecycle = Lifecycle(home, services, interval_s, self.message.append)
 
     def up(self, *names: str) -> dict[str, str]:
         return {one.name: one.what for one in self.lifecycle.up(names or NAMES)}
@@ -124,11 +124,11 @@ def test_another_environment_is_named_but_not_shown(house: House, monkeypatch: p
     monkeypatch.setenv("RLHF_PREFECT_AUTH", "me:s3cret")
     house.up("server")
     house.up("server")
-    assert not [text for text in house.said if "environment" in text]
+    assert not [text for text in house.message if "environment" in text]
     monkeypatch.setenv("RLHF_PREFECT_AUTH", "me:an0ther")
     house.up("server")
-    assert "which differs in RLHF_PREFECT_AUTH; run `rlhf down`, then `rlhf up`" in house.said[-1]
-    assert not [text for text in house.said if "s3cret" in text or "an0ther" in text]
+    assert "which differs in RLHF_PREFECT_AUTH; run `rlhf down`, then `rlhf up`" in house.message[-1]
+    assert not [text for text in house.message if "s3cret" in text or "an0ther" in text]
     assert "s3cret" not in house.supervisord.config.read_text()
 
 
@@ -139,7 +139,7 @@ def test_two_at_once_start_one_of_each(house: House) -> None:
     for thread in both:
         thread.join()
     assert [house.num_of(name) for name in NAMES] == [1, 1, 1]
-    assert [house.said.count(f"starting the {name}") for name in NAMES] == [1, 1, 1]
+    assert [house.message.count(f"starting the {name}") for name in NAMES] == [1, 1, 1]
 
 
 def test_other_users_have_no_access_and_it_listens_on_no_port(house: House) -> None:
@@ -241,7 +241,7 @@ def test_services_of_the_previous_version_are_taken_over(house: House) -> None:
     assert house.up() == dict.fromkeys(NAMES, "started")
     assert [process.wait() for process in earlier] == [-signal.SIGTERM] * 3
     assert not wanted.exists()
-    assert house.said[0].startswith("ending the keeper (process ")
+    assert house.message[0].startswith("ending the keeper (process ")
 
 
 def test_services_of_the_previous_version_are_stopped(house: House) -> None:
@@ -262,7 +262,7 @@ def test_a_stopped_supervisord_is_replaced(house: House, monkeypatch: pytest.Mon
     until(lambda: process_state(old) == "T")
     assert set(house.up()) == set(NAMES)
     assert house.supervisord.pid() not in (0, old)
-    assert "supervisord does not respond and is replaced" in house.said
+    assert "supervisord does not respond and is replaced" in house.message
     assert [house.num_of(name) for name in NAMES] == [1, 1, 1]
 
 

@@ -189,27 +189,27 @@ class EngineProcess:
             raise answer
         return answer
 
-    def _ask(self, command: str, argument: Any = None) -> Any:
+    def _call(self, command: str, argument: Any = None) -> Any:
         self.begin(command, argument)
         return self.finish()
 
     def receive(self, offer: Offer) -> Receipt:
-        receipt: Receipt = self._ask("receive", offer.model_dump_json())
+        receipt: Receipt = self._call("receive", offer.model_dump_json())
         return receipt
 
     def is_ready(self, version: int) -> bool:
-        return bool(self._ask("is_ready", version))
+        return bool(self._call("is_ready", version))
 
     def commit(self, version: int) -> AppliedVersion:
-        applied: AppliedVersion = self._ask("commit", version)
+        applied: AppliedVersion = self._call("commit", version)
         return applied
 
     def abort(self, version: int) -> None:
-        self._ask("abort", version)
+        self._call("abort", version)
 
     def active_weights(self) -> tuple[int | None, dict[str, str]]:
         """Version in force, and the hash of every tensor that was loaded."""
-        version, found = self._ask("active_weights")
+        version, found = self._call("active_weights")
         return version, found
 
     def restart(self) -> None:

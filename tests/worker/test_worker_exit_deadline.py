@@ -35,19 +35,19 @@ AGENT = textwrap.dedent(
 
 @pytest.mark.parametrize("words", ["written", "stuck"])
 def test_an_agent_that_does_not_end_is_killed(tmp_path: Path, words: str) -> None:
-    said = tmp_path / "said"
-    command = [sys.executable, "-c", AGENT, str(said), "set", words]
+    output = tmp_path / "output"
+    command = [sys.executable, "-c", AGENT, str(output), "set", words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as agent:
         assert agent.stdout is not None
         child = int(agent.stdout.readline())
         assert agent.wait(60) == 1
     assert not is_alive(child)
-    assert said.read_text() == "it has not ended within 0.5 s"
+    assert output.read_text() == "it has not ended within 0.5 s"
 
 
 def test_without_a_deadline_it_waits_forever(tmp_path: Path) -> None:
     """Negative control."""
-    command = [sys.executable, "-c", AGENT, str(tmp_path / "said"), "unset", "written"]
+    command = [sys.executable, "-c", AGENT, str(tmp_path / "output"), "unset", "written"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as agent:
         assert agent.stdout is not None
         child = int(agent.stdout.readline())
