@@ -62,7 +62,7 @@ async def _work(site: Site, beat: Heartbeat) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     # Set on the instance: the worker looks up the functions of its two loops when it starts them.
     for name in ("get_and_submit_flow_runs", "sync_with_backend"):
-        setattr(worker, name, _forgiving(getattr(worker, name), stop))
+        setattr(worker, name, _outage_tolerant(getattr(worker, name), stop))
     working = asyncio.create_task(worker.start(printer=print_line))
     watching = asyncio.create_task(_watch_while_working(worker, beat))
     stopping = asyncio.create_task(stop.wait())
@@ -78,14 +78,14 @@ async def _work(site: Site, beat: Heartbeat) -> None:
         watching.result()  # a worker that cannot cancel anything is useless
 
 
-def _forgiving(work: Callable[[], Awaitable[Any]], stop: asyncio.Event) -> Callable[[], Awaitable[Any]]:
+def _outage_tolerant(work: Callable[[], Awaitable[Any]], stop: asyncio.Event) -> Callable[[], Awaitable[Any]]:
     """Wrap one of the worker's loops to survive a server outage; it does nothing once ``stop`` is set.
 
     Without this, Prefect's worker exits after some minutes without a server, and takes its flow runs with it.
     """
     import httpx
 
-    async def forgiving() -> Any:
+    async def tolerant() -> Any:
         if stop.is_set():
             return []
         try:
@@ -98,7 +98,7 @@ def _forgiving(work: Callable[[], Awaitable[Any]], stop: asyncio.Event) -> Calla
             print_line(f"the server has a problem, waiting for it: {error.response.status_code}")
         return []
 
-    return forgiving
+    return tolerant
 
 
 async def _watch_while_working(worker: "ProcessWorker", beat: Heartbeat) -> None:

@@ -228,10 +228,10 @@ def server_settings(site: Site) -> dict[str, str]:
         "PREFECT_SERVER_EVENTS_RETENTION_PERIOD": f"P{site.prefect.keep_days}D",
         "PREFECT__SERVER_FINAL": "1",
     }
-    return {**settings, **door(password(site))}
+    return {**settings, **access_settings(password(site))}
 
 
-def door(auth: str) -> dict[str, str]:
+def access_settings(auth: str) -> dict[str, str]:
     """Settings that make a server require a password, and a CSRF token for writes from a browser."""
     return {SERVER_AUTH: auth, "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true"}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from flows.server.guards import MAX_SOCKET_BYTES
 from flows.server.proxies import exemption
-from flows.server.settings import ANSWER_TIMEOUT_S, answers, answers_within, door, new_password
+from flows.server.settings import ANSWER_TIMEOUT_S, access_settings, answers, answers_within, new_password
 from rlhf_core.errors import PrefectUnavailable
 from rlhf_core.services.presence import private_folder
 from rlhf_core.services.processes import die_with_parent
@@ -139,7 +139,7 @@ def _command(port: int) -> list[str]:
 def _environment(folder: Path, auth: str) -> Mapping[str, str]:
     environment = {
         **os.environ,
-        **door(auth),
+        **access_settings(auth),
         "PREFECT_UI_ENABLED": "0",
         "PREFECT__SERVER_EPHEMERAL": "1",
         "PREFECT__SERVER_FINAL": "1",

@@ -41,7 +41,7 @@ class Ingester:
         try:
             found = open_runs.find(self.store, utc_now(), since=utc_now() - LINGER)
         except HistoryError as error:
-            self._complain("", str(error))
+            self._warn_once("", str(error))
             return 0
         self._problems.pop("", None)
         # The order is shuffled each time, so that under load no run always comes last.
@@ -66,10 +66,10 @@ class Ingester:
             self._read[run_id] = seen
             self._problems.pop(run_id, None)
             return True
-        self._complain(run_id, found.message)
+        self._warn_once(run_id, found.message)
         return False
 
-    def _complain(self, run_id: str, problem: str) -> None:
+    def _warn_once(self, run_id: str, problem: str) -> None:
         """Log each problem once, not every two seconds."""
         if self._problems.get(run_id) != problem:
             self._problems[run_id] = problem

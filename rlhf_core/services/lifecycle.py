@@ -252,7 +252,7 @@ class Lifecycle:
             self._supervisord.reload()
 
 
-def bring_back(home: Path, stop_timeouts_s: Mapping[str, float]) -> None:
+def restart_supervisord(home: Path, stop_timeouts_s: Mapping[str, float]) -> None:
     """Restart a killed supervisord with the programs it had; does nothing after ``rlhf down``.
 
     Args:

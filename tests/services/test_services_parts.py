@@ -404,7 +404,7 @@ def test_the_worker_tolerates_only_an_outage_of_the_server() -> None:
             stop = asyncio.Event()
             if stopped:
                 stop.set()
-            return await worker._forgiving(work, stop)()
+            return await worker._outage_tolerant(work, stop)()
 
         return asyncio.run(call())
 

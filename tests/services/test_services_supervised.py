@@ -17,7 +17,7 @@ from process_tools import command_of, kill_all, processes_of, until
 
 from rlhf_core.errors import BadInput, ServiceFailed
 from rlhf_core.services import health, lifecycle, presence, supervisord
-from rlhf_core.services.lifecycle import Lifecycle, Service, bring_back
+from rlhf_core.services.lifecycle import Lifecycle, Service, restart_supervisord
 from rlhf_core.services.presence import ServiceFiles, ServiceState, holding, service_status
 from rlhf_core.services.processes import started_ticks
 from rlhf_core.services.supervisord import Supervisord
@@ -210,7 +210,7 @@ def test_a_killed_supervisord_does_not_come_back_after_down(house: House) -> Non
     house.supervisord.configure([], 0.1)
     kill(house.supervisord.pid())
     until(lambda: not house.processes())
-    bring_back(house.home, dict.fromkeys(NAMES, 2.0))
+    restart_supervisord(house.home, dict.fromkeys(NAMES, 2.0))
     assert house.processes() == []
 
 

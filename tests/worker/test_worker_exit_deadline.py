@@ -16,13 +16,13 @@ AGENT = textwrap.dedent(
     from pathlib import Path
     from rlhf_core.worker.supervision.exit_deadline import ExitDeadline
 
-    def last_words(why):
+    def record_exit(why):
         Path(sys.argv[1]).write_text(why)
         if sys.argv[3] == "stuck":
             time.sleep(600)   # as on a file system that does not answer
 
     child = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    deadline = ExitDeadline(last_words)
+    deadline = ExitDeadline(record_exit)
     if sys.argv[2] == "set":
         deadline.set(60.0, "too late to matter")
         deadline.set(0.5, "it has not ended within 0.5 s")

@@ -62,16 +62,16 @@ def gather(run_dir: RunDir, spec: RunSpec, environment: Mapping[str, str] = os.e
         home = Path(environment.get("RLHF_HOME") or "~/.rlhf").expanduser()
         folder = environment_folder(trainer.environment, home) if trainer.environment else None
     except BadConfig as error:
-        return TrainerFacts(files=files, complaints=(_complaint(str(error)),))
+        return TrainerFacts(files=files, complaints=(_finding(str(error)),))
     program = next((line.argv[item.start] for item in line.items if item.role != "variable"), "")
     try:
         versions = _versions(trainer, program, folder, environment)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        return TrainerFacts(files=files, complaints=(_complaint(f"{program}: {error}"),))
+        return TrainerFacts(files=files, complaints=(_finding(f"{program}: {error}"),))
     return TrainerFacts(versions, files)
 
 
-def _complaint(found: str) -> CheckResult:
+def _finding(found: str) -> CheckResult:
     advice = "put the environment where every node can read it, or correct trainer.environment and trainer.setup"
     return blocked(node_checks.TRAINER, found, "the program of trainer.argv, ready to start", advice)
 
