@@ -36,16 +36,16 @@ _AT_MOST = 200
 class Cancellations:
     """Polls for cancellations and hands them to Prefect's runner, which ignores duplicates."""
 
-    def __init__(self, runner: Runner, say: Callable[[str], None]) -> None:
+    def __init__(self, runner: Runner, log: Callable[[str], None]) -> None:
         """Replace the runner's own cancellation observer, which gives up during an outage.
 
         Args:
             runner: The worker's runner, already started.
-            say: Called with a description of each failure.
+            log: Called with a description of each failure.
         """
         self._runner = runner
-        self._say = say
-        self._asked_at = time.monotonic()
+        self._log = log
+        self._polled_at = time.monotonic()
         self._reported = ""
         self._ending: dict[UUID, asyncio.Task[None]] = {}
         observer = runner._cancelling_observer
@@ -55,7 +55,7 @@ class Cancellations:
     @property
     def is_alive(self) -> bool:
         """True while the polling loop is running, even if the server is down."""
-        return time.monotonic() - self._asked_at < POLL_TIMEOUT_S
+        return time.monotonic() - self._polled_at < POLL_TIMEOUT_S
 
     async def watch(self) -> None:
         """Poll until cancelled."""
@@ -64,8 +64,8 @@ class Cancellations:
                 await self._poll()
                 self._reported = ""
             if failed.error is not None:
-                self._say_once(f"which flow runs to cancel is not known, asking again: {type(failed.error).__name__}")
-            self._asked_at = time.monotonic()
+                self._log_once(f"which flow runs to cancel is not known, asking again: {type(failed.error).__name__}")
+            self._polled_at = time.monotonic()
             await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _poll(self) -> None:
@@ -80,18 +80,18 @@ class Cancellations:
         for flow_run in found:
             self._ending[flow_run.id] = asyncio.create_task(self._end(flow_run))
 
-    def _say_once(self, text: str) -> None:
+    def _log_once(self, text: str) -> None:
         """Report a failure once per outage."""
         if text != self._reported:
             self._reported = text
-            self._say(text)
+            self._log(text)
 
     async def _end(self, flow_run: FlowRun) -> None:
         try:
             with Survived() as failed:  # the server may go down in between; the next poll picks up the rest
                 await self._runner._cancel_run(flow_run)
             if failed.error is not None:
-                self._say(f"flow run {flow_run.id} could not be cancelled, trying again: {failed.problem}")
+                self._log(f"flow run {flow_run.id} could not be cancelled, trying again: {failed.problem}")
         finally:
             del self._ending[flow_run.id]
 

@@ -31,5 +31,5 @@ def flow_runs_of(site: Site) -> PrefectFlowRuns | None:
 
 
 def _skip(site: Site) -> None:
-    for one in schedules.call_off(RUN_FLOW, site.runs_dir):
+    for one in schedules.cancel_skipped(RUN_FLOW, site.runs_dir):
         log.info("skipped the scheduled flow run %s (%s): %s", one.name, one.flow_run_id, one.why)

@@ -73,7 +73,7 @@ class Approval(RunInput):
 
 
 @contextmanager
-def asked_in_prefect(controller: Controller, question: Question) -> Iterator[None]:
+def shown_in_prefect(controller: Controller, question: Question) -> Iterator[None]:
     """Pause the flow run and show the form for the duration of the block. Outside a flow run this does nothing."""
     flow_run_id = runtime.flow_run.id
     if not flow_run_id:
@@ -91,7 +91,7 @@ class _GateThread:
     """Thread that handles the approval in Prefect."""
 
     def __init__(self, controller: Controller, question: Question, flow_run_id: UUID) -> None:
-        self._say = controller.observer.log
+        self._log = controller.observer.log
         self._question = question
         self._run_dir = question.run_dir
         self._flow_run_id = flow_run_id
@@ -127,7 +127,7 @@ class _GateThread:
             return True
         if not self._silent:
             self._silent = True
-            self._say(f"Prefect could not be asked for approval: {failed.problem}")
+            self._log(f"Prefect could not be asked for approval: {failed.problem}")
         return False
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class _GateThread:
             return
         first = read_answer(self._run_dir)
         if first is not None:
-            self._say(
+            self._log(
                 f"{form.by} has {form.as_answer().verdict} it in Prefect, but {first.by or 'the clock'} was first: "
                 f"{first.verdict}"
             )

@@ -49,7 +49,7 @@ def run_slot(controller: Controller) -> Iterator[Callable[[], None]]:
     slot = _RunSlot() if not completed and server_answers() else None
     with ExitStack() as stack:
         if slot is not None:
-            stack.callback(slot.give_back)
+            stack.callback(slot.release)
             _wait(controller, slot)
         yield stack.close
 
@@ -87,7 +87,7 @@ class _RunSlot:
         self._thread = threading.Thread(target=lambda: context.run(self._run), name="run-slot", daemon=True)
         self._thread.start()
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Release the slot."""
         self._released.set()
         self._thread.join(timeout=ANSWER_TIMEOUT_S)

@@ -58,7 +58,7 @@ class QueuePlace:
     """Concurrency limit of its deployment."""
 
 
-def what_it_waits_for(flow_run_id: str, now: datetime | None = None) -> QueueWait:
+def queue_wait(flow_run_id: str, now: datetime | None = None) -> QueueWait:
     """Ask Prefect why a flow run has not created its run yet.
 
     Raises:
@@ -94,10 +94,10 @@ def explain(flow_run: FlowRun, place: QueuePlace, now: datetime) -> QueueWait:
     due = state.state_details.scheduled_time or flow_run.expected_start_time or now
     if due > now + SOON:
         return QueueWait(f"it is scheduled for {due:%Y-%m-%d %H:%M:%S} UTC")
-    return _hindered(flow_run, place, now) or _full(flow_run, place) or _late(flow_run, place, due, now)
+    return _blocked(flow_run, place, now) or _full(flow_run, place) or _late(flow_run, place, due, now)
 
 
-def _hindered(flow_run: FlowRun, place: QueuePlace, now: datetime) -> QueueWait | None:
+def _blocked(flow_run: FlowRun, place: QueuePlace, now: datetime) -> QueueWait | None:
     """The reason why no worker could start it, if any."""
     name = flow_run.work_pool_name
     if place.pool is None:

@@ -153,12 +153,12 @@ def _new_flow_run() -> FlowRun:
         return client.read_flow_run(made.id)
 
 
-def _quietly(ask: Callable[[], FlowRun | None]) -> FlowRun | None:
+def _quietly(query: Callable[[], FlowRun | None]) -> FlowRun | None:
     """Prefect's answer; None if there is none, in which case the round goes ahead without a flow run."""
     if not server_answers():
         return None
     with Survived():  # the deployment may not be registered, for example; on any error the round goes ahead
-        return ask()
+        return query()
     return None
 
 

@@ -23,7 +23,7 @@ from flows.flow_runs import links
 from flows.flow_runs.ended import end_run, leave_run
 from flows.flow_runs.facts import RUN_FLOW
 from flows.form import Form, meanings, overrides_of, read_form
-from flows.gate import asked_in_prefect
+from flows.gate import shown_in_prefect
 from flows.limits import run_slot
 from flows.log_filter import leave_out
 from flows.publishing.publisher import published
@@ -48,8 +48,8 @@ def carry_out(controller: Controller) -> None:
     """Run the steps as task runs: preflight, allocate, train, evaluate; again after a failure that is retried. Raises
     what :func:`rlhf_core.control.steps.steps` raises."""
     tasks = TaskRunner(controller.observer.log)
-    with run_slot(controller) as give_back:
-        controller.show_question = _with_slot_released(controller, give_back)
+    with run_slot(controller) as release:
+        controller.show_question = _with_slot_released(controller, release)
         for step in steps(controller):
             tasks.run(step)
 
@@ -206,12 +206,12 @@ def _whole_run(controller: Controller) -> Step:
     return Step("run", controller.run_dir.run_id, work)
 
 
-def _with_slot_released(controller: Controller, give_back: Callable[[], None]) -> Callable[[Question], _Shown]:
-    def ask(question: Question) -> _Shown:
-        give_back()  # a run that waits for an approval must not block other runs
-        return asked_in_prefect(controller, question)
+def _with_slot_released(controller: Controller, release: Callable[[], None]) -> Callable[[Question], _Shown]:
+    def show(question: Question) -> _Shown:
+        release()  # a run that waits for an approval must not block other runs
+        return shown_in_prefect(controller, question)
 
-    return ask
+    return show
 
 
 def _finished(controller: Controller, whole: Step) -> State[None]:

@@ -87,7 +87,7 @@ def skipped_for(flow_run: FlowRun, runs_dir: Path) -> str:
     if not busy:
         return ""
     why = f"run {busy} of the same deployment still goes on"
-    tell(flow_run, why)
+    emit_skipped(flow_run, why)
     return why
 
 
@@ -112,7 +112,7 @@ def _goes_on(flow_run: FlowRun, runs_dir: Path) -> bool:
         return False
 
 
-def call_off(flow: str, runs_dir: Path) -> list[Skipped]:
+def cancel_skipped(flow: str, runs_dir: Path) -> list[Skipped]:
     """Cancel the due flow runs that must not start, and emit an event for each.
 
     Raises Prefect's own errors if the server does not answer.
@@ -123,12 +123,12 @@ def call_off(flow: str, runs_dir: Path) -> list[Skipped]:
             why = _why_not(client, flow_run, runs_dir)
             if why:
                 client.set_flow_run_state(flow_run.id, Cancelled(message=f"skipped: {why}"))
-                tell(flow_run, why)
+                emit_skipped(flow_run, why)
                 skipped.append(Skipped(str(flow_run.id), flow_run.name, why))
     return skipped
 
 
-def tell(flow_run: FlowRun, why: str) -> None:
+def emit_skipped(flow_run: FlowRun, why: str) -> None:
     """Emit a Prefect event, for automations, about a scheduled flow run that was skipped."""
     emit_event(
         EVENT,

@@ -7,18 +7,18 @@ from flows.deployments import work_pool
 from flows.server.settings import (
     ANSWER_TIMEOUT_S,
     answers_within,
-    asks_for_password,
     client_settings,
     configured_url,
     own_url,
     quiet_settings,
     require_free_port,
+    requires_password,
 )
 from flows.worker import FLOW_STOP_TIMEOUT_S, flow_processes
 from rlhf_core.config.site import Site
 from rlhf_core.errors import BadInput, PrefectUnavailable
-from rlhf_core.services.lifecycle import Lifecycle, Say, Service, StartedService
-from rlhf_core.services.presence import OURS, ServiceState, ServiceStatus, look
+from rlhf_core.services.lifecycle import Lifecycle, Log, Service, StartedService
+from rlhf_core.services.presence import OURS, ServiceState, ServiceStatus, service_status
 from rlhf_core.services.processes import terminate_all
 from rlhf_core.services.supervisord import Supervisord
 
@@ -51,7 +51,7 @@ def services_of(site: Site) -> tuple[Service, ...]:
     )
 
 
-def up(site: Site, names: Sequence[str] = (), say: Say = lambda text: None) -> list[StartedService]:
+def up(site: Site, names: Sequence[str] = (), log: Log = lambda text: None) -> list[StartedService]:
     """Start missing services, replace those that do not answer, and wait until each is ready.
 
     Raises:
@@ -59,21 +59,21 @@ def up(site: Site, names: Sequence[str] = (), say: Say = lambda text: None) -> l
         ServiceFailed: a service did not become ready; the message includes the end of its log.
         PrefectUnavailable: the worker's server is not one of the services started here, and does not answer.
     """
-    return _lifecycle(site, say).up(wanted_services(site, names))
+    return _lifecycle(site, log).up(wanted_services(site, names))
 
 
-def down(site: Site, names: Sequence[str] = (), say: Say = lambda text: None) -> list[str]:
+def down(site: Site, names: Sequence[str] = (), log: Log = lambda text: None) -> list[str]:
     """Stop services, the daemon first and the server last, and return their names. Jobs are left alone.
 
     Raises:
         BadInput: a service is managed by something other than ``rlhf up``, or runs on another machine.
     """
-    return _lifecycle(site, say).down(wanted_services(site, names) if names else SERVICES)
+    return _lifecycle(site, log).down(wanted_services(site, names) if names else SERVICES)
 
 
 def status(site: Site) -> list[ServiceStatus]:
     """State of each service."""
-    return [look(site.home, name) for name in SERVICES]
+    return [service_status(site.home, name) for name in SERVICES]
 
 
 def num_restarts(site: Site, name: str) -> int:
@@ -84,7 +84,7 @@ def num_restarts(site: Site, name: str) -> int:
 def down_ones(site: Site, names: Sequence[str] = ()) -> list[str]:
     """Wanted services (:func:`wanted_services`) that are not healthy, as far as this machine can tell."""
     well = (ServiceState.RUNNING, ServiceState.ELSEWHERE)
-    return [name for name in wanted_services(site, names) if look(site.home, name).state not in well]
+    return [name for name in wanted_services(site, names) if service_status(site.home, name).state not in well]
 
 
 def lacks_supervisord(site: Site) -> bool:
@@ -108,8 +108,8 @@ def wanted_services(site: Site, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in SERVICES if not (elsewhere and name == "server"))
 
 
-def _lifecycle(site: Site, say: Say) -> Lifecycle:
-    return Lifecycle(site.home, services_of(site), site.prefect.restart_s, say)
+def _lifecycle(site: Site, log: Log) -> Lifecycle:
+    return Lifecycle(site.home, services_of(site), site.prefect.restart_s, log)
 
 
 def _set_up(site: Site) -> None:
@@ -122,10 +122,10 @@ def _set_up(site: Site) -> None:
 def _server_is_well(site: Site) -> bool:
     if not answers_within(ANSWER_TIMEOUT_S, own_url(site)):
         return False
-    if not asks_for_password(own_url(site)):
+    if not requires_password(own_url(site)):
         raise BadInput(
-            f"the server (process {look(site.home, 'server').pid}) was started by an earlier version and asks for no "
-            f"password: `rlhf down`, then `rlhf up`; the jobs of runs go on meanwhile"
+            f"the server (process {service_status(site.home, 'server').pid}) was started by an earlier version and "
+            f"asks for no password: `rlhf down`, then `rlhf up`; the jobs of runs go on meanwhile"
         )
     return True
 

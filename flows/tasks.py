@@ -28,7 +28,7 @@ MAX_TITLE = 160
 class TaskRunner:
     """Runs steps as task runs with readable names, or without Prefect while the server is unreachable."""
 
-    say: Callable[[str], None]
+    log: Callable[[str], None]
     lost: bool = field(default=False, init=False)
 
     def run(self, step: Step) -> None:
@@ -41,14 +41,14 @@ class TaskRunner:
             as_task_run(step)
         if failed.error is not None:
             self.lost = True
-            without_prefect(step, failed, self.say)
+            without_prefect(step, failed, self.log)
 
 
-def without_prefect(step: Step, failed: Survived, say: Callable[[str], None]) -> None:
+def without_prefect(step: Step, failed: Survived, log: Callable[[str], None]) -> None:
     """Recover from a Prefect error: run the step if it has not started."""
     if step.error is not None:
         return
-    say(f"Prefect failed ({failed.problem}); the run goes on without it")
+    log(f"Prefect failed ({failed.problem}); the run goes on without it")
     if not step.begun:
         step.run()
 

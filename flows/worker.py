@@ -62,8 +62,8 @@ async def _work(site: Site, beat: Heartbeat) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     # Set on the instance: the worker looks up the functions of its two loops when it starts them.
     for name in ("get_and_submit_flow_runs", "sync_with_backend"):
-        setattr(worker, name, _forgiving(getattr(worker, name), stop))
-    working = asyncio.create_task(worker.start(printer=say))
+        setattr(worker, name, _outage_tolerant(getattr(worker, name), stop))
+    working = asyncio.create_task(worker.start(printer=print_line))
     watching = asyncio.create_task(_watch_while_working(worker, beat))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((working, watching, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -78,27 +78,27 @@ async def _work(site: Site, beat: Heartbeat) -> None:
         watching.result()  # a worker that cannot cancel anything is useless
 
 
-def _forgiving(work: Callable[[], Awaitable[Any]], stop: asyncio.Event) -> Callable[[], Awaitable[Any]]:
+def _outage_tolerant(work: Callable[[], Awaitable[Any]], stop: asyncio.Event) -> Callable[[], Awaitable[Any]]:
     """Wrap one of the worker's loops to survive a server outage; it does nothing once ``stop`` is set.
 
     Without this, Prefect's worker exits after some minutes without a server, and takes its flow runs with it.
     """
     import httpx
 
-    async def forgiving() -> Any:
+    async def tolerant() -> Any:
         if stop.is_set():
             return []
         try:
             return await work()
         except httpx.TransportError as error:
-            say(f"the server does not answer, waiting for it: {type(error).__name__}")
+            print_line(f"the server does not answer, waiting for it: {type(error).__name__}")
         except httpx.HTTPStatusError as error:
             if error.response.status_code < 500:
                 raise
-            say(f"the server has a problem, waiting for it: {error.response.status_code}")
+            print_line(f"the server has a problem, waiting for it: {error.response.status_code}")
         return []
 
-    return forgiving
+    return tolerant
 
 
 async def _watch_while_working(worker: "ProcessWorker", beat: Heartbeat) -> None:
@@ -107,7 +107,7 @@ async def _watch_while_working(worker: "ProcessWorker", beat: Heartbeat) -> None
 
     while not (worker.is_setup and getattr(worker, "_runner", None) and worker._runner.started):
         await asyncio.sleep(0.1)
-    cancellations = Cancellations(worker._runner, say)
+    cancellations = Cancellations(worker._runner, print_line)
     listening = asyncio.create_task(cancellations.watch())
     try:
         while not listening.done():
@@ -158,7 +158,7 @@ def _put_aside(log: Path) -> None:
         log.replace(log.with_suffix(".log.1"))
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line to the log. The pipe to supervisord may be broken, and the worker must still stop cleanly."""
     with contextlib.suppress(OSError):
         print(text, flush=True)

@@ -140,11 +140,11 @@ class RunFiles:
         The request, and the answers of the number of engines that ``acknowledged``.
         """
         file = self.dir.attempt(attempt).restart(restart).weight_syncs
-        asked = WeightSyncLine(number=number, time=at(seconds), version=number + 2, engines=2)
-        _append(file, asked)
+        requested = WeightSyncLine(number=number, time=at(seconds), version=number + 2, engines=2)
+        _append(file, requested)
         if "acknowledged" in more:
             answers = {"transport": "broadcast", "bytes": 2_000_000_000, "seconds": 0.5, "wire_s": 0.25, **more}
-            _append(file, asked.model_copy(update={"time": at(seconds + 0.5), **answers}))
+            _append(file, requested.model_copy(update={"time": at(seconds + 0.5), **answers}))
 
     def event(
         self,

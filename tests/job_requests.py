@@ -21,7 +21,7 @@ def job_request(
     run_id: str,
     num_ranks: int = 1,
     placed: dict[str, Any] | None = None,
-    **asked: Any,
+    **options: Any,
 ) -> JobRequest:
     """A job request with a time limit of a few minutes.
 
@@ -29,7 +29,7 @@ def job_request(
         command: the command that runs on each node.
         num_ranks: number of ranks on each node.
         placed: fields of the placement.
-        asked: other fields of the request.
+        options: other fields of the request.
     """
     given = {"attempt": 1, "num_nodes": 1, **(placed or {})}
     phases = in_order(GroupPlan.on_all_nodes(Role.TRAINER, num_ranks, given["num_nodes"]))
@@ -43,4 +43,4 @@ def job_request(
         time_limit_s=600,
         environment={},
     )
-    return replace(plain, **asked)
+    return replace(plain, **options)

@@ -37,7 +37,7 @@ from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.reports import MetricsLine
-from rlhf_core.services.presence import look
+from rlhf_core.services.presence import service_status
 
 TIMEOUT_S = 250.0
 """Longest time for a command, and for an effect that is not measured: the machine may be busy with other tests."""
@@ -184,8 +184,8 @@ class Site:
         process = self.start(*arguments, **more)
         stdout, stderr = process.communicate(timeout=timeout_s)
         if code is not None:
-            said = f"rlhf {arguments} -> {process.returncode}\n{stdout}\n{stderr}\n{self.logs()}"
-            assert process.returncode == code, said
+            message = f"rlhf {arguments} -> {process.returncode}\n{stdout}\n{stderr}\n{self.logs()}"
+            assert process.returncode == code, message
         return Finished(process.returncode, stdout, stderr)
 
     def python(self, code: str, **more: str) -> str:
@@ -224,7 +224,7 @@ class Site:
 
     def pids(self) -> dict[str, int]:
         """Process ids of the running services: polled often, so read without starting a process."""
-        return {name: found.pid for name in SERVICES if (found := look(self.home, name)).pid}
+        return {name: found.pid for name in SERVICES if (found := service_status(self.home, name)).pid}
 
     def kill(self, *names: str) -> None:
         """Send SIGKILL to running services, and to all flow runs together with the worker."""
@@ -300,8 +300,8 @@ class Site:
     def cancel(self, flow_run: str) -> None:
         """Cancel a flow run, as the button in the UI does."""
         asked = {"state": {"type": "CANCELLING", "name": "Cancelling"}, "force": False}
-        status, said = self.ask(f"/flow_runs/{flow_run}/set_state", asked)
-        assert status in (200, 201), said
+        status, message = self.ask(f"/flow_runs/{flow_run}/set_state", asked)
+        assert status in (200, 201), message
 
     def flow_state(self, flow_run: str) -> str:
         """Name of the state of a flow run, or the HTTP status if the answer has no state."""
@@ -352,10 +352,10 @@ class Site:
 
     def submit_at_once(self, number: int, preset: str, *overrides: str) -> list[RunDir]:
         """Request several runs at the same time."""
-        asking = [self.start("submit", preset, *small(*overrides), "--json") for _ in range(number)]
-        said = [process.communicate(timeout=TIMEOUT_S) for process in asking]
-        assert all(process.returncode == 0 for process in asking), f"{said}\n{self.logs()}"
-        found = [RunDir.of(self.home / "runs", json.loads(answer)["run_id"]) for answer, _ in said]
+        processes = [self.start("submit", preset, *small(*overrides), "--json") for _ in range(number)]
+        message = [process.communicate(timeout=TIMEOUT_S) for process in processes]
+        assert all(process.returncode == 0 for process in processes), f"{message}\n{self.logs()}"
+        found = [RunDir.of(self.home / "runs", json.loads(answer)["run_id"]) for answer, _ in message]
         for run_dir in found:
             until(lambda one=run_dir: state_of(one) is RunState.TRAINING or read_record(one).ended, "training")
             assert state_of(run_dir) is RunState.TRAINING, f"{read_record(run_dir)}\n{self.logs()}"

@@ -8,15 +8,15 @@ from rlhf_core.text.formatting import count, duration, listed, missing_steps
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "text"),
     [
         (0.04, "0.0 s"), (8.24, "8.2 s"), (9.94, "9.9 s"), (9.96, "10 s"), (59.4, "59 s"), (59.6, "1 min 00 s"),
         (185, "3 min 05 s"), (3599.4, "59 min 59 s"), (3599.7, "1 h 00 min"), (8040, "2 h 14 min"),
         (90 * 3600, "90 h 00 min"),
     ],
 )  # fmt: skip
-def test_durations_read_naturally(seconds: float, said: str) -> None:
-    assert duration(seconds) == said
+def test_durations_read_naturally(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
 
 
 def test_one_takes_the_singular() -> None:
@@ -24,7 +24,7 @@ def test_one_takes_the_singular() -> None:
 
 
 @pytest.mark.parametrize(
-    ("known", "total", "state", "said"),
+    ("known", "total", "state", "text"),
     [
         (range(1, 151), 150, "completed", ""),
         (range(1, 60), 150, "completed", "no metrics of 91 of 150 steps: 60-150"),
@@ -38,8 +38,8 @@ def test_one_takes_the_singular() -> None:
         ((1, 5), 150, "training", ""),
     ],
 )
-def test_steps_without_metrics_are_listed(known: Collection[int], total: int, state: str, said: str) -> None:
-    assert missing_steps(known, total, state) == said
+def test_steps_without_metrics_are_listed(known: Collection[int], total: int, state: str, text: str) -> None:
+    assert missing_steps(known, total, state) == text
 
 
 @pytest.mark.parametrize(("most", "text"), [(1, "a and 2 more"), (2, "a, b and 1 more"), (3, "a, b, c")])

@@ -48,7 +48,13 @@ ENTRYPOINT = "flows.run.rlhf_run"
 SCHEDULE = "rlhf-deploy"
 """Slug of the schedule set on the command line; schedules made in the UI have other slugs."""
 
-TOLD_SITE = ("RLHF_RUNS", "RLHF_SCHEDULER", "RLHF_COMPUTE_PYTHON", "RLHF_MAX_RESTARTS_PER_HOUR", "RLHF_JOB_SECRETS")
+PASSED_SITE_VARIABLES = (
+    "RLHF_RUNS",
+    "RLHF_SCHEDULER",
+    "RLHF_COMPUTE_PYTHON",
+    "RLHF_MAX_RESTARTS_PER_HOUR",
+    "RLHF_JOB_SECRETS",
+)
 """Site settings that are passed on to flow-run processes if they come from the environment. Settings that may hold a
 password are not among them, because Prefect would display them: those come from the worker's environment or from
 ``rlhf.toml``."""
@@ -305,7 +311,7 @@ def page(site: Site, kind: str, id: UUID) -> str:
 
 def environment(site: Site) -> dict[str, str]:
     """Site settings for flow-run processes, without any that may hold a password."""
-    passed = {name: os.environ[name] for name in TOLD_SITE if os.environ.get(name)}
+    passed = {name: os.environ[name] for name in PASSED_SITE_VARIABLES if os.environ.get(name)}
     database = os.environ.get("RLHF_DATABASE_URL", "")
     if database and not carries_secret(database):
         passed["RLHF_DATABASE_URL"] = database

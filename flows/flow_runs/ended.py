@@ -20,28 +20,28 @@ from rlhf_core.text.formatting import THROUGH_PREFECT
 
 def end_run(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
     """End the run, and its job, of a flow run that was cancelled in Prefect."""
-    say = flow_run_logger(flow_run, flow).info
+    log = flow_run_logger(flow_run, flow).info
     site = _site_of(flow_run)
     with HistoryStore(site.database_url) as store:
         run_dir = _run_of(flow_run, site, store)
         if run_dir is None:
-            say("this flow run had not made a run yet; there is nothing to end")
+            log("this flow run had not made a run yet; there is nothing to end")
             return
-        say(cancel_run(run_dir, site, store, f"cancelled in Prefect ({THROUGH_PREFECT})", say=say).message)
+        log(cancel_run(run_dir, site, store, f"cancelled in Prefect ({THROUGH_PREFECT})", log=log).message)
 
 
 def leave_run(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
     """Leave the job of a flow run whose process died: it keeps training, unless it was to be cancelled."""
-    say = flow_run_logger(flow_run, flow).info
+    log = flow_run_logger(flow_run, flow).info
     site = _site_of(flow_run)
     with HistoryStore(site.database_url) as store:
         run_dir = _run_of(flow_run, site, store)
         if run_dir is None:
             return
         if is_there(run_dir.cancel_request):
-            say(cancel_run(run_dir, site, store, "it was to be ended when its controller died", say=say).message)
+            log(cancel_run(run_dir, site, store, "it was to be ended when its controller died", log=log).message)
         else:
-            say(
+            log(
                 f"the controller of run {run_dir.run_id} died; what it has started goes on. Retry this flow run, or "
                 f"`rlhf resume {run_dir.run_id}`, to adopt it; `rlhf cancel {run_dir.run_id}` ends it"
             )

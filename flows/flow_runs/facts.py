@@ -35,7 +35,7 @@ from rlhf_core.launch.lease import Owner
 from rlhf_core.run_dir.journal import read_journal, valid_lines
 from rlhf_core.run_dir.run import RunDir, is_run_id
 from rlhf_core.schemas.journal import ControllerStarted
-from rlhf_core.services.presence import look
+from rlhf_core.services.presence import service_status
 
 RUN_FLOW = "rlhf-run"
 """Name of the flow of one run; deployments are called ``rlhf-run/<name>``."""
@@ -222,7 +222,7 @@ def _worker_is_visible(site: Site) -> bool:
 
     In a container of its own, it and its flow runs have process ids that mean nothing here.
     """
-    record = look(site.home, "worker").record
+    record = service_status(site.home, "worker").record
     return record is not None and record.is_alive
 
 

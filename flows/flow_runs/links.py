@@ -32,7 +32,7 @@ def of_this_process(site: Site) -> FlowRunLink:
     return FlowRunLink(str(flow_run.id), _page(site, str(flow_run.id)), flow_run.created, adopts)
 
 
-def label(link: FlowRunLink, run_dir: RunDir, say: Callable[[str], None]) -> None:
+def label(link: FlowRunLink, run_dir: RunDir, log: Callable[[str], None]) -> None:
     """Name the flow run after its run, and tag it with the run's id, owner and tags.
 
     This affects only the display: an unavailable server is reported, and the run continues.
@@ -40,7 +40,7 @@ def label(link: FlowRunLink, run_dir: RunDir, say: Callable[[str], None]) -> Non
     with Survived() as failed:  # whatever Prefect raises, run directory and history are complete
         _label(link, run_dir)
     if failed.error is not None:
-        say(f"Prefect could not be told: {failed.problem}")
+        log(f"Prefect could not be told: {failed.problem}")
 
 
 def _label(link: FlowRunLink, run_dir: RunDir) -> None:

@@ -77,20 +77,20 @@ def published(controller: Controller) -> Iterator[None]:
 class Publisher:
     """Thread that publishes a run and logs its news."""
 
-    def __init__(self, controller: Controller, flow_run: FlowRunRef, log: RunLog, say: Callable[[str], None]) -> None:
+    def __init__(self, controller: Controller, flow_run: FlowRunRef, log: RunLog, warn: Callable[[str], None]) -> None:
         """Set up the publication of a run. Call it in the flow run.
 
         Args:
             flow_run: flow run in whose name it is published.
             log: log of the flow run.
-            say: called once per outage of the server.
+            warn: called once per outage of the server.
         """
         self.title = ""
         """Current stage."""
         self.progress: RunProgress | None = None
         """Progress at the latest poll; None before the first."""
         self._run_dir, self._store = controller.run_dir, controller.store
-        self._flow_run, self._log, self._say = flow_run, log, say
+        self._flow_run, self._log, self._warn = flow_run, log, warn
         self._reader: RunReader | None = None
         self._logged = self._known_before()
         self._last: Publication | None = None
@@ -142,7 +142,7 @@ class Publisher:
         if not self._has_failed:
             self._has_failed = True
             with contextlib.suppress(Exception):
-                self._say(f"the run could not be published to Prefect: {failed.problem}")
+                self._warn(f"the run could not be published to Prefect: {failed.problem}")
         return False
 
     def _publish(self, *, last: bool) -> None:
@@ -207,14 +207,14 @@ class _PublishingObserver:
         self._publisher.wake()
         self._wrapped.stage_started(title)
 
-    def polled(self, look: AttemptSnapshot) -> None:
+    def polled(self, snapshot: AttemptSnapshot) -> None:
         """Store the progress of a poll, and log its events."""
-        progress = progress_of_poll(look, self._spec, self._timer)
+        progress = progress_of_poll(snapshot, self._spec, self._timer)
         self._publisher.progress = replace(progress, is_trial=self._spec != self._run_spec)
-        for event in look.events:
+        for event in snapshot.events:
             if event.kind in _LOGGED_EVENTS:
                 self._log.warning("%s", terminal(f"{event.node}: {event.message}"))
-        self._wrapped.polled(look)
+        self._wrapped.polled(snapshot)
 
     def log(self, text: str) -> None:
         """Log a message."""

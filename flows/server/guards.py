@@ -61,8 +61,8 @@ class Names:
             return False
         if f"{parts.scheme}://{parts.netloc.lower()}" in self.origins:
             return True
-        named, asked_port = _host_name(host), _port(host, _PORTS[parts.scheme])
-        return (_host_name(parts.netloc), port) == (named, asked_port)
+        named, own_port = _host_name(host), _port(host, _PORTS[parts.scheme])
+        return (_host_name(parts.netloc), port) == (named, own_port)
 
 
 class Known:

@@ -3,7 +3,7 @@
 from flows.server.settings import START_IT, connect, is_there, own_url
 from rlhf_core.config.site import Site
 from rlhf_core.errors import PrefectUnavailable
-from rlhf_core.services.presence import ServiceFiles, ServiceState, look
+from rlhf_core.services.presence import ServiceFiles, ServiceState, service_status
 from rlhf_core.services.supervisord import Supervisord
 
 
@@ -21,7 +21,7 @@ def require(site: Site) -> None:
             f"the Prefect server at {url} does not answer; PREFECT_API_URL names it, in the environment or in "
             f"Prefect's active profile. Start it, or unset PREFECT_API_URL and use the one of `rlhf up`"
         )
-    found = look(site.home, "server")
+    found = service_status(site.home, "server")
     if "server" not in Supervisord(site.home).programs() and found.state is ServiceState.STOPPED:
         raise PrefectUnavailable(f"no Prefect server is configured, and this site has none yet. {START_IT}")
     why = {

@@ -20,7 +20,7 @@ from rlhf_core.config.site import Site
 from rlhf_core.errors import BadInput
 from rlhf_core.files import private as private_files
 from rlhf_core.files.whole import create_once
-from rlhf_core.services.presence import ServiceState, look, private_folder
+from rlhf_core.services.presence import ServiceState, private_folder, service_status
 from rlhf_core.services.processes import wait_until
 
 ANSWER_TIMEOUT_S = 10.0
@@ -172,7 +172,9 @@ def connect(site: Site) -> str:
             os.environ.setdefault(CLIENT_AUTH, os.environ[AUTH_VARIABLE])
         os.environ.update(exemption(configured))
         return configured
-    if not configured and (look(site.home, "server").state is ServiceState.STOPPED or not answers(own_url(site))):
+    if not configured and (
+        service_status(site.home, "server").state is ServiceState.STOPPED or not answers(own_url(site))
+    ):
         return ""
     os.environ.update(client_settings(site, own_url(site)))
     return own_url(site)
@@ -226,10 +228,10 @@ def server_settings(site: Site) -> dict[str, str]:
         "PREFECT_SERVER_EVENTS_RETENTION_PERIOD": f"P{site.prefect.keep_days}D",
         "PREFECT__SERVER_FINAL": "1",
     }
-    return {**settings, **door(password(site))}
+    return {**settings, **access_settings(password(site))}
 
 
-def door(auth: str) -> dict[str, str]:
+def access_settings(auth: str) -> dict[str, str]:
     """Settings that make a server require a password, and a CSRF token for writes from a browser."""
     return {SERVER_AUTH: auth, "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true"}
 
@@ -305,7 +307,7 @@ def answers(url: str) -> bool:
         return False
 
 
-def asks_for_password(url: str) -> bool:
+def requires_password(url: str) -> bool:
     """False if the server at an API address answers without a password."""
     try:
         with opened(f"{url}/admin/version", ANSWER_TIMEOUT_S):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from flows.server.guards import MAX_SOCKET_BYTES
 from flows.server.proxies import exemption
-from flows.server.settings import ANSWER_TIMEOUT_S, answers, answers_within, door, new_password
+from flows.server.settings import ANSWER_TIMEOUT_S, access_settings, answers, answers_within, new_password
 from rlhf_core.errors import PrefectUnavailable
 from rlhf_core.services.presence import private_folder
 from rlhf_core.services.processes import die_with_parent
@@ -25,12 +25,12 @@ NO_PREFECT = "Run without Prefect: add --no-prefect."
 
 
 @contextmanager
-def prefect_server(home: Path, say: Callable[[str], None]) -> Iterator[str]:
+def prefect_server(home: Path, log: Callable[[str], None]) -> Iterator[str]:
     """Provide a server for the block: the configured one, or a temporary one. Yields its address.
 
     Args:
         home: folder of this user (``RLHF_HOME``); holds database and log of a temporary server.
-        say: called with progress messages.
+        log: called with progress messages.
 
     Raises:
         PrefectUnavailable: there is none, and none could be started.
@@ -42,7 +42,7 @@ def prefect_server(home: Path, say: Callable[[str], None]) -> Iterator[str]:
         _require_answer(configured)
         yield configured
         return
-    say(
+    log(
         "there is no Prefect server (`rlhf up` starts one): a temporary one is started for this run; "
         "--no-prefect runs without"
     )
@@ -139,7 +139,7 @@ def _command(port: int) -> list[str]:
 def _environment(folder: Path, auth: str) -> Mapping[str, str]:
     environment = {
         **os.environ,
-        **door(auth),
+        **access_settings(auth),
         "PREFECT_UI_ENABLED": "0",
         "PREFECT__SERVER_EPHEMERAL": "1",
         "PREFECT__SERVER_FINAL": "1",

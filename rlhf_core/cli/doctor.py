@@ -39,7 +39,7 @@ def examine(site: Site, services: Mapping[str, str], server: str) -> list[Item]:
         services: state of each service of the site on this machine.
         server: address of the Prefect server that this user has configured; empty if there is none.
     """
-    compute = gather_facts.ask_compute_python(site.compute_python)
+    compute = gather_facts.inspect_compute_python(site.compute_python)
     return [
         Item("rlhf-flows", True, f"{__version__} on Python {sys.version.split()[0]}"),
         _compute_python(compute),

@@ -104,7 +104,7 @@ class TerminalProgress:
         """True if Ctrl-C was pressed and confirmed."""
         if not self._interrupts or self._stopping:
             return self._stopping
-        self._stopping = self._confirm is None or self._ask()
+        self._stopping = self._confirm is None or self._confirm_cancellation()
         self._interrupts = 0
         return self._stopping
 
@@ -116,7 +116,7 @@ class TerminalProgress:
             # Pressed again while the first is being confirmed or carried out: exit at once and leave the run as it is.
             raise KeyboardInterrupt
 
-    def _ask(self) -> bool:
+    def _confirm_cancellation(self) -> bool:
         assert self._confirm is not None
         if self._live:
             self._live.stop()
@@ -144,16 +144,16 @@ class TerminalProgress:
         console.print(terminal(text), markup=False, highlight=False, soft_wrap=True)
 
 
-def ask_person(question: str) -> bool:
+def prompt_user(question: str) -> bool:
     """Ask a question at the terminal; any answer but yes means no."""
     sys.stderr.write(f"{question} Otherwise it continues. [y/N] ")
     sys.stderr.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def person_at_terminal() -> Callable[[str], bool] | None:
+def terminal_prompt() -> Callable[[str], bool] | None:
     """Return the function that asks at the terminal; None without a terminal."""
-    return ask_person if sys.stdin.isatty() and sys.stderr.isatty() else None
+    return prompt_user if sys.stdin.isatty() and sys.stderr.isatty() else None
 
 
 def _live_bar(console: Console) -> Progress:

@@ -44,7 +44,7 @@ def answer_promotion(
     by: str,
     reason: str = "",
     *,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     timeout_s: float = CONTROLLER_TIMEOUT_S,
 ) -> Answered:
     """Approve or refuse the promotion of a completed run.
@@ -71,7 +71,7 @@ def answer_promotion(
             with opened(run_dir, site, store, timeout_s=0) as controller:
                 settled = controller.journal.record.promotion
                 if not (given and settled is not None and _is_ours(settled, verdict, by)):
-                    say(f"no controller is running for {run_dir.run_id}; carrying out the answer from here")
+                    log(f"no controller is running for {run_dir.run_id}; carrying out the answer from here")
                     _act(controller, verdict, by, reason)
                 return _result(run_dir)  # the controller may already have acted on the answer
         except LeaseLost:

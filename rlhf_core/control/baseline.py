@@ -11,11 +11,11 @@ from rlhf_core.preflight.facts import NO_BASELINE, Baseline, GoodRun
 from rlhf_core.preflight.trial import read_basis
 from rlhf_core.schemas.run import RunSpec, shape_key
 
-Say = Callable[[str], None]
+Warn = Callable[[str], None]
 """Called with a message if the history is unreachable."""
 
 
-def read_baseline(store: HistoryStore, spec: RunSpec, say: Say, run_id: str = "") -> Baseline:
+def read_baseline(store: HistoryStore, spec: RunSpec, warn: Warn, run_id: str = "") -> Baseline:
     """The baseline of a run; empty if there are no earlier runs. Trials of the run itself do not count."""
     try:
         found = queries.last_good(store, spec.name, run_id)
@@ -25,20 +25,20 @@ def read_baseline(store: HistoryStore, spec: RunSpec, say: Say, run_id: str = ""
             known=True,
         )
     except HistoryError as error:
-        say(_without(error))
+        warn(_without(error))
         return NO_BASELINE
 
 
-def read_baseline_of_site(site: Site, spec: RunSpec, say: Say) -> Baseline:
+def read_baseline_of_site(site: Site, spec: RunSpec, warn: Warn) -> Baseline:
     """The baseline for `rlhf check`, which has no history open and must not create one."""
     try:
         file = database.sqlite_file(database.parse_url(site.database_url))
         if file is not None and migrate.is_new(file):
             return Baseline(known=True)
         with HistoryStore(site.database_url) as store:
-            return read_baseline(store, spec, say)
+            return read_baseline(store, spec, warn)
     except HistoryError as error:
-        say(_without(error))
+        warn(_without(error))
         return NO_BASELINE
 
 

@@ -98,7 +98,7 @@ def cancel_run(
     reason: str,
     *,
     save: bool = False,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     timeout_s: float = CONTROLLER_TIMEOUT_S,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
@@ -134,13 +134,13 @@ def cancel_run(
         if store is None:
             raise DatabaseUnavailable("the history cannot be used")
         with opened(run_dir, site, store, timeout_s=0) as controller:
-            say("no controller is running for it; ending it from here" + _time_given(save))
+            log("no controller is running for it; ending it from here" + _time_given(save))
             cancel(controller, reason, save=save)
         return _result(run_dir, site, f"run {run_id} is cancelled")
     except LeaseLost:
-        say(f"asking the controller of {run_id} to end it" + _time_given(save))
+        log(f"asking the controller of {run_id} to end it" + _time_given(save))
     except DatabaseUnavailable as error:
-        say(f"{error}. Asking the controller of {run_id}, if there is one, to end it" + _time_given(save))
+        log(f"{error}. Asking the controller of {run_id}, if there is one, to end it" + _time_given(save))
         timeout_s = 0.0 if _has_no_controller(run_dir) else timeout_s
     until = clock() + timeout_s + (SAVE_TIMEOUT_S if save and timeout_s else 0.0)
     while clock() < until:

@@ -13,7 +13,7 @@ from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir.run import RunDir, run_dirs
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.survival import Survived
-from rlhf_core.watchdog.ingest import glance, sync
+from rlhf_core.watchdog.ingest import files_digest, sync
 
 log = logging.getLogger("rlhf.daemon")
 
@@ -31,7 +31,7 @@ class Ingester:
 
     site: Site
     store: HistoryStore
-    say: Callable[[str], None] = log.warning
+    warn: Callable[[str], None] = log.warning
     _read: dict[str, int] = field(default_factory=dict)
     _problems: dict[str, str] = field(default_factory=dict)
     _sweep: list[str] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Ingester:
         try:
             found = open_runs.find(self.store, utc_now(), since=utc_now() - LINGER)
         except HistoryError as error:
-            self._complain("", str(error))
+            self._warn_once("", str(error))
             return 0
         self._problems.pop("", None)
         # The order is shuffled each time, so that under load no run always comes last.
@@ -59,18 +59,18 @@ class Ingester:
     def _sync(self, run_id: str) -> bool:
         with Survived() as found:  # a directory that breaks the reader must not keep the others from being read
             run_dir = RunDir.of(self.site.runs_dir, run_id)
-            seen = glance(run_dir)
+            seen = files_digest(run_dir)
             if seen is None or self._read.get(run_id) == seen:
                 return False
             sync(run_dir, self.store)
             self._read[run_id] = seen
             self._problems.pop(run_id, None)
             return True
-        self._complain(run_id, found.message)
+        self._warn_once(run_id, found.message)
         return False
 
-    def _complain(self, run_id: str, problem: str) -> None:
+    def _warn_once(self, run_id: str, problem: str) -> None:
         """Log each problem once, not every two seconds."""
         if self._problems.get(run_id) != problem:
             self._problems[run_id] = problem
-            self.say(f"{run_id}: {problem}" if run_id else problem)
+            self.warn(f"{run_id}: {problem}" if run_id else problem)

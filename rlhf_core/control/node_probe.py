@@ -34,12 +34,14 @@ MARGIN_S = 600
 """Added to the job's time limit on top of the measurements: interpreters start slowly on a cold file system."""
 
 
-def probe_nodes(spec: RunSpec, site: Site, scheduler: Scheduler, say: Callable[[str], None]) -> tuple[CheckResult, ...]:
+def probe_nodes(
+    spec: RunSpec, site: Site, scheduler: Scheduler, report_progress: Callable[[str], None]
+) -> tuple[CheckResult, ...]:
     """Check the nodes that a run would get. The directory of the probe is kept only if something was found.
 
     Args:
         spec: With absolute paths.
-        say: Called with progress messages.
+        report_progress: Called with progress messages.
 
     Raises:
         BadInput: the inventory has no room for the run.
@@ -56,20 +58,22 @@ def probe_nodes(spec: RunSpec, site: Site, scheduler: Scheduler, say: Callable[[
     limit_s = min(request.time_limit_s, round(spec.supervise.join_s + spec.preflight.probe_s) + MARGIN_S)
     submission = scheduler.submit(replace(request, time_limit_s=limit_s))
     try:
-        report = _await_report(attempt, submission, scheduler, say)
+        report = _await_report(attempt, submission, scheduler, report_progress)
     finally:
         gone = False
         with suppress(SchedulerError):  # report how the probe ended instead
             gone = scheduler.cancel(submission)
         if not gone:
-            say(f"job {submission.job_id} may still be running; the scheduler did not confirm that it ended")
-    say(f"nodes checked in {report.seconds:.1f} s")
-    _clean_up(run_dir, report, say)
+            report_progress(
+                f"job {submission.job_id} may still be running; the scheduler did not confirm that it ended"
+            )
+    report_progress(f"nodes checked in {report.seconds:.1f} s")
+    _clean_up(run_dir, report, report_progress)
     return report.results
 
 
 def _await_report(
-    attempt: AttemptDir, submission: Submission, scheduler: Scheduler, say: Callable[[str], None]
+    attempt: AttemptDir, submission: Submission, scheduler: Scheduler, report_progress: Callable[[str], None]
 ) -> ProbeReport:
     reported, ended_at_s = "", None
     while True:
@@ -88,7 +92,7 @@ def _await_report(
         now = _status_text(submission, status)
         if now != reported:
             reported = now
-            say(now)
+            report_progress(now)
         time.sleep(POLL_S)
 
 
@@ -110,8 +114,8 @@ def _status_text(submission: Submission, status: JobStatus) -> str:
     return f"{job}: {status.state.value}"
 
 
-def _clean_up(run_dir: RunDir, report: ProbeReport, say: Callable[[str], None]) -> None:
+def _clean_up(run_dir: RunDir, report: ProbeReport, report_progress: Callable[[str], None]) -> None:
     if all(result.status in (CheckStatus.PASSED, CheckStatus.SKIPPED) for result in report.results):
         remove_tree(run_dir.root)
     else:
-        say(f"the reports of the nodes are in {run_dir.attempt(1).probe}")
+        report_progress(f"the reports of the nodes are in {run_dir.attempt(1).probe}")

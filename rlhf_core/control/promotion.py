@@ -54,7 +54,7 @@ class Question:
     checkpoint_step: int
     target: Path
     """Folder that the model will be written to."""
-    asked_at: datetime
+    requested_at: datetime
     deadline: datetime
     reason: str
     """Reason for promoting it."""
@@ -231,8 +231,8 @@ def _question(controller: Controller, waiting: PromotionRecord) -> Question:
         controller.run_dir,
         waiting.checkpoint_step,
         promoted_folder(controller.run_dir, controller.spec.promote),
-        waiting.asked_at,
-        waiting.asked_at + timedelta(hours=controller.spec.promote.timeout_h),
+        waiting.requested_at,
+        waiting.requested_at + timedelta(hours=controller.spec.promote.timeout_h),
         waiting.reason,
     )
 

@@ -142,7 +142,7 @@ class Copy:
     """A snapshot as found on disk."""
 
     folder: Path
-    asked_at: datetime
+    requested_at: datetime
     """Time at which it was last deployed or submitted."""
 
     @property
@@ -180,7 +180,7 @@ def removable(found: Iterable[Copy], referred: Collection[tuple[str, str]], *, d
     if not days:
         return []
     latest = now - timedelta(days=days)
-    return [one for one in found if one.asked_at < latest and one.key not in referred]
+    return [one for one in found if one.requested_at < latest and one.key not in referred]
 
 
 def remove(copy: Copy) -> bool:
@@ -192,7 +192,7 @@ def remove(copy: Copy) -> bool:
     aside = copy.folder if copy.folder.suffix else copy.folder.with_suffix(".old")
     if aside != copy.folder:
         copy.folder.rename(aside)
-        if datetime.fromtimestamp(aside.stat().st_mtime, UTC) > copy.asked_at:
+        if datetime.fromtimestamp(aside.stat().st_mtime, UTC) > copy.requested_at:
             aside.rename(copy.folder)
             return False
     remove_tree(aside)

@@ -90,7 +90,7 @@ class PromotionRecord:
 
     state: PromotionState
     checkpoint_step: int
-    asked_at: datetime
+    requested_at: datetime
     """Time at which the promotion was requested; the approval deadline counts from here."""
     by: str = ""
     reason: str = ""
@@ -184,8 +184,8 @@ class RunRecord:
             case PromotionMoved(state=promotion_state, checkpoint_step=step, by=by, reason=reason, path=path):
                 before = self.promotion
                 is_new_request = before is None or promotion_state is PromotionState.WAITING
-                asked_at = line.time if is_new_request or before is None else before.asked_at
-                self.promotion = PromotionRecord(promotion_state, step, asked_at, by, reason, path)
+                requested_at = line.time if is_new_request or before is None else before.requested_at
+                self.promotion = PromotionRecord(promotion_state, step, requested_at, by, reason, path)
             case _:
                 pass
 

@@ -197,7 +197,7 @@ def create(
     torch: str = "",
     python: str = sys.executable,
     pip_arguments: Sequence[str] = (),
-    tell: Callable[[str], None] = lambda line: None,
+    report_progress: Callable[[str], None] = lambda line: None,
 ) -> Made:
     """Make an environment, or resume an unfinished one; does nothing if it is complete.
 
@@ -207,7 +207,7 @@ def create(
         torch: Requirement of torch; empty for the one in the definition.
         python: Interpreter to make it with.
         pip_arguments: Further arguments of ``pip install``.
-        tell: Called with each line of progress.
+        report_progress: Called with each line of progress.
 
     Raises:
         BadInput: the folder holds something else, or another process is making it.
@@ -222,9 +222,9 @@ def create(
         raise BadInput(f"{folder} is no virtual environment and not empty; give another --folder, or remove it first")
     with _locked(folder):
         (folder / STAMP).unlink(missing_ok=True)
-        tell(f"making {folder} with Python {version}")
-        _make_virtual(folder, python, tell)
-        _install(wanted, folder, torch, pip_arguments, tell)
+        report_progress(f"making {folder} with Python {version}")
+        _make_virtual(folder, python, report_progress)
+        _install(wanted, folder, torch, pip_arguments, report_progress)
         _check_versions(wanted, folder, torch)
         seconds = time.monotonic() - started
         _write_stamp(
@@ -288,19 +288,21 @@ def _python_version(python: str) -> str:
     return answer.stdout.strip()
 
 
-def _make_virtual(folder: Path, python: str, tell: Callable[[str], None]) -> None:
+def _make_virtual(folder: Path, python: str, report_progress: Callable[[str], None]) -> None:
     """Make a virtual environment, or resume one: pip, most of the work, is unpacked only if it is incomplete."""
     command = [python, "-I", "-m", "venv", str(folder)]
     if (folder / "pyvenv.cfg").exists():
-        _run([*command, "--without-pip"], tell, f"python -m venv {folder}")  # it may have been made for another Python
+        _run(
+            [*command, "--without-pip"], report_progress, f"python -m venv {folder}"
+        )  # it may have been made for another Python
         answer = subprocess.run([_interpreter(folder), "-I", "-c", _PIP_IS_COMPLETE], capture_output=True, check=False)
         if answer.returncode == 0:
             return
-    _run(command, tell, f"python -m venv {folder}")
+    _run(command, report_progress, f"python -m venv {folder}")
 
 
 def _install(
-    wanted: Definition, folder: Path, torch: str, pip_arguments: Sequence[str], tell: Callable[[str], None]
+    wanted: Definition, folder: Path, torch: str, pip_arguments: Sequence[str], report_progress: Callable[[str], None]
 ) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         constraints = Path(temporary) / "constraints.txt"
@@ -309,10 +311,10 @@ def _install(
             str(_interpreter(folder)), "-I", "-m", "pip", "install", "--no-input", "--disable-pip-version-check",
             "--progress-bar", "off", "--constraint", str(constraints), *pip_arguments, torch, *wanted.requirements,
         ]  # fmt: skip
-        _run(command, tell, f"pip install for {folder}")
+        _run(command, report_progress, f"pip install for {folder}")
 
 
-def _run(command: Sequence[str], tell: Callable[[str], None], shown: str) -> None:
+def _run(command: Sequence[str], report_progress: Callable[[str], None], shown: str) -> None:
     """Run a program, passing on its lines of output.
 
     Raises:
@@ -335,7 +337,7 @@ def _run(command: Sequence[str], tell: Callable[[str], None], shown: str) -> Non
             assert program.stdout is not None
             for line in program.stdout:
                 last.append(masked(line.rstrip()))
-                tell(last[-1])
+                report_progress(last[-1])
     except OSError as error:
         raise EnvironmentFailed(f"{shown}: cannot start {command[0]}: {error.strerror}") from None
     if program.returncode:

@@ -4,7 +4,7 @@ import re
 import shutil
 from pathlib import Path
 
-ASK = """
+LISTING_CODE = """
 import importlib.machinery, importlib.metadata, importlib.util, json, re, sys
 packages = {}
 for found in importlib.metadata.distributions():

@@ -18,8 +18,7 @@ from pydantic_core import from_json
 from rlhf_core import __version__
 from rlhf_core.files.fingerprints import fingerprint
 from rlhf_core.files.reading import read_document
-from rlhf_core.machine.interpreters import ASK
-from rlhf_core.preflight.ask_program import Tick, ask
+from rlhf_core.machine.interpreters import LISTING_CODE
 from rlhf_core.preflight.data_file import scan
 from rlhf_core.preflight.facts import (
     NO_BASELINE,
@@ -37,6 +36,7 @@ from rlhf_core.preflight.facts import (
 from rlhf_core.preflight.gather_trainer import TrainerPlace, inspect_trainer
 from rlhf_core.preflight.model_types import read_model_types
 from rlhf_core.preflight.plugins import load_plugins
+from rlhf_core.preflight.program_queries import Tick, query_program
 from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.scheduler.passed_environment import PassedEnvironment
 from rlhf_core.schemas.cluster import SlurmSpec
@@ -95,7 +95,7 @@ class Surroundings:
 
 def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Facts:
     """Gather everything the checks need. Takes seconds: the compute interpreter is started a few times."""
-    compute = ask_compute_python(around.compute_python, tick)
+    compute = inspect_compute_python(around.compute_python, tick)
     # Without these, our modules cannot be imported there, which environment.packages reports.
     usable = bool(compute.rlhf_flows) and "pydantic" in compute.packages
     imports = try_imports(spec, around, tick) if usable else {}
@@ -159,9 +159,9 @@ def _content(
 # The compute interpreter
 
 
-def ask_compute_python(python: str, tick: Tick = lambda: None) -> ComputeSide:
+def inspect_compute_python(python: str, tick: Tick = lambda: None) -> ComputeSide:
     """Version and packages of the interpreter that the nodes start. Imports none of them."""
-    answer = ask([python, "-c", ASK], tick)
+    answer = query_program([python, "-c", LISTING_CODE], tick)
     if isinstance(answer, str):
         return ComputeSide(python, problem=answer)
     return ComputeSide(
@@ -190,7 +190,7 @@ def try_imports(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) 
             "--path",
             str(around.code_path),
         ]
-        answer = ask(command, tick, around.passed(spec))
+        answer = query_program(command, tick, around.passed(spec))
         if isinstance(answer, str):
             found[name] = around.of_the_user(answer)
         else:
@@ -204,7 +204,7 @@ def inspect_content(spec: RunSpec, around: Surroundings, tick: Tick = lambda: No
         path = Path(folder) / "spec.json"
         path.write_text(spec.model_dump_json(), encoding="utf-8")
         command = [around.compute_python, "-P", "-m", "rlhf_core.worker", "check-content", "--spec", str(path)]
-        answer = ask([*command, "--path", str(around.code_path)], tick, around.passed(spec))
+        answer = query_program([*command, "--path", str(around.code_path)], tick, around.passed(spec))
     if isinstance(answer, str):
         return around.of_the_user(answer)
     report = ContentReport.model_validate(answer)

@@ -15,9 +15,9 @@ from pydantic_core import from_json
 from rlhf_core.errors import BadConfig
 from rlhf_core.files.reading import read_document
 from rlhf_core.machine.environments import environment_folder
-from rlhf_core.machine.interpreters import ASK, find_program, interpreter_of
-from rlhf_core.preflight.ask_program import Tick, ask
+from rlhf_core.machine.interpreters import LISTING_CODE, find_program, interpreter_of
 from rlhf_core.preflight.facts import TrainerSide
+from rlhf_core.preflight.program_queries import Tick, query_program
 from rlhf_core.presets import drivers_folder
 from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.command_trainer import CommandTrainer, fill
@@ -84,9 +84,9 @@ def _with_program(
     if python is None:
         return side
     # The ranks also have the user's code on their path.
-    code = f"import sys\nsys.path.insert(0, {str(place.code)!r})\n{ASK}"
+    code = f"import sys\nsys.path.insert(0, {str(place.code)!r})\n{LISTING_CODE}"
     modules = [line.program[0]] if line.is_module and line.program else []
-    answer = ask([str(python), "-c", code, *modules], tick)
+    answer = query_program([str(python), "-c", code, *modules], tick)
     if isinstance(answer, str):
         return replace(side, python_problem=answer)
     missing = tuple(name for name, found in answer["modules"].items() if not found)

@@ -51,7 +51,7 @@ class KnownBad:
     only_commands: bool = False
     """True if only external trainers can be affected."""
 
-    def is_in_force(self, spec: RunSpec) -> bool:
+    def applies_to(self, spec: RunSpec) -> bool:
         """Return True if the row applies to runs with this kind of trainer."""
         return spec.trainer.kind == "command" or not self.only_commands
 

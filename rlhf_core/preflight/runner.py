@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import rlhf_core.preflight.checks  # noqa: F401 - importing it registers the checks
 from rlhf_core.errors import PreflightBlocked
-from rlhf_core.preflight.ask_program import Tick
 from rlhf_core.preflight.gather_facts import Surroundings, gather
+from rlhf_core.preflight.program_queries import Tick
 from rlhf_core.preflight.registry import run_checks
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.run import RunSpec

@@ -222,8 +222,8 @@ def rungs(spec: RunSpec) -> tuple[Rung, ...]:
 
 def is_due(spec: RunSpec, results: Sequence[CheckResult]) -> bool:
     """Return True if the trials are to be run, according to the finding of the check ``trial.needed``."""
-    asks = any(result.id == "trial.needed" and result.status is CheckStatus.WARNING for result in results)
-    return asks and spec.preflight.trial == "run"
+    is_needed = any(result.id == "trial.needed" and result.status is CheckStatus.WARNING for result in results)
+    return is_needed and spec.preflight.trial == "run"
 
 
 def trial_spec(spec: RunSpec, rung: Rung) -> RunSpec:

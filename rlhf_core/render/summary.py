@@ -103,7 +103,7 @@ def summary_markdown(
         "",
         *([links, ""] if links else []),
         *(_promotion(timeline) if timeline is not None else []),
-        *_times(times or {}, tells_times=spec.trainer.kind == "native"),
+        *_times(times or {}, has_step_times=spec.trainer.kind == "native"),
         *(_incidents_and_decisions(timeline) if timeline is not None else []),
         "| stage | seconds |",
         "|---|---|",
@@ -146,10 +146,10 @@ def _promotion(timeline: Timeline) -> list[str]:
     return [" · ".join(part for part in parts if part), "", *advice]
 
 
-def _times(times: Mapping[str, Any], *, tells_times: bool) -> list[str]:
+def _times(times: Mapping[str, Any], *, has_step_times: bool) -> list[str]:
     goodput = times.get("goodput") or {}
     # Not every trainer logs step times; without them the share would be 0.
-    has_share = goodput.get("ettr") is not None and (tells_times or goodput["productive_s"])
+    has_share = goodput.get("ettr") is not None and (has_step_times or goodput["productive_s"])
     if not goodput.get("wall_s"):
         return []
     rows = [

@@ -55,7 +55,7 @@ class QueuedJob:
 class Listing:
     """One snapshot of the queue."""
 
-    asked_at: float
+    queried_at: float
     """Time before the query, in seconds since the epoch."""
     rows: Mapping[str, QueuedJob]
     """Jobs by job id."""
@@ -118,7 +118,7 @@ def listing(max_age_s: float = FRESH_S) -> Listing:
     with _locked(path) as held:
         # Without a lock (a read-only home, a suspended process that holds it), every process queries on its own.
         kept = _read(path) if held else None
-        if kept is not None and 0 <= time.time() - kept.asked_at < max_age_s:
+        if kept is not None and 0 <= time.time() - kept.queried_at < max_age_s:
             return kept
         fresh = _query()
         if held:
@@ -127,14 +127,14 @@ def listing(max_age_s: float = FRESH_S) -> Listing:
 
 
 def _query() -> Listing:
-    asked_at = time.time()
+    queried_at = time.time()
     try:
         require_controller()
         text = run("squeue", "--noheader", "--states=all", f"--user={os.getuid()}", f"--format={_FORMAT}")
     except SchedulerError as error:
-        return Listing(asked_at, {}, str(error))
+        return Listing(queried_at, {}, str(error))
     rows = [QueuedJob(*line.split("|", 5)) for line in text.splitlines() if line.count("|") >= 5]
-    return Listing(asked_at, {row.job_id: row for row in rows})
+    return Listing(queried_at, {row.job_id: row for row in rows})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def _read(path: Path) -> Listing | None:
 
 def _write(path: Path, listing: Listing) -> None:
     content = {
-        "asked_at": listing.asked_at,
+        "asked_at": listing.queried_at,
         "problem": listing.problem,
         "rows": [asdict(row) for row in listing.rows.values()],
     }

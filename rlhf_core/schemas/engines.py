@@ -18,7 +18,7 @@ class EngineAddress(Schema):
     """Port at which it listens."""
 
 
-class WeightsInForce(Schema):
+class WeightsId(Schema):
     """Identity of the weights that an engine samples with."""
 
     start: Int32
@@ -34,7 +34,7 @@ class EngineHealth(Schema):
     rank: Int32
     generation: Int32
     """Generation of its group."""
-    weights: WeightsInForce | None = None
+    weights: WeightsId | None = None
     """Weights that it samples with; None before the first, and while others are being applied."""
     progress: Int64
     """Number of decoding steps so far; constant while it samples nothing, for any reason."""
@@ -56,7 +56,7 @@ class PromptRequest(Schema):
 class SampleRequest(Schema):
     """Request to complete prompts."""
 
-    weights: WeightsInForce
+    weights: WeightsId
     """Weights to sample with; an engine with others rejects the request."""
     max_new_tokens: Positive
     temperature: NonNegativeFloat
@@ -74,7 +74,7 @@ class SampledCompletion(Schema):
     """True if the end token was sampled."""
     logprobs: tuple[Finite, ...]
     """Log-probability of each token at the sampling temperature."""
-    weights: WeightsInForce
+    weights: WeightsId
     """Weights that it was sampled with."""
 
 
@@ -89,7 +89,7 @@ class SampledPrompt(Schema):
 class CommitRequest(Schema):
     """Request to apply staged weights."""
 
-    weights: WeightsInForce
+    weights: WeightsId
     probe: tuple[NonNegative, ...]
     """Tokens whose log-probabilities verify the applied weights."""
 
@@ -97,7 +97,7 @@ class CommitRequest(Schema):
 class Committed(Schema):
     """Answer to a :class:`CommitRequest`."""
 
-    weights: WeightsInForce
+    weights: WeightsId
     apply_s: NonNegativeFloat
     """Seconds to load the staged tensors."""
     probe_logprobs: tuple[Finite, ...]
@@ -111,7 +111,7 @@ class Committed(Schema):
 class WeightsRefused(Schema):
     """Request not to serve with committed weights."""
 
-    weights: WeightsInForce
+    weights: WeightsId
     why: Message
     """Difference found by the trainer."""
 

@@ -46,8 +46,8 @@ def regressions(evaluations: Iterable[Mapping[str, Any]]) -> tuple[Regression, .
 
 def regression_text(found: Iterable[Regression]) -> str:
     """Describe the decreased scores, without a full stop; empty if there are none."""
-    said = [f"{one.name} {one.metric.replace('_', ' ')} {one.before:.3f} → {one.after:.3f}" for one in found]
-    return f"the model is worse than before training: held-out {', '.join(said)}" if said else ""
+    changes = [f"{one.name} {one.metric.replace('_', ' ')} {one.before:.3f} → {one.after:.3f}" for one in found]
+    return f"the model is worse than before training: held-out {', '.join(changes)}" if changes else ""
 
 
 def state_text(state: str, found: Iterable[Regression]) -> str:

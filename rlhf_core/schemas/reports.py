@@ -34,7 +34,7 @@ class Phase(StrEnum):
     EVALUATE = "evaluate"
 
 
-class SpokenFor(Schema):
+class RepresentedProcess(Schema):
     """A process represented by a worker's heartbeats, for instance a rank of a trainer that it has started."""
 
     pid: Int64
@@ -70,7 +70,7 @@ class RankStatus(Schema):
     """Seconds since its last heartbeat, by its node's monotonic clock."""
     process_state: Label
     """State letter from ``/proc/<pid>/stat``: R, S, D, T, Z; ``-`` if the process is gone."""
-    speaks_for: tuple[SpokenFor, ...] = ()
+    speaks_for: tuple[RepresentedProcess, ...] = ()
     """Other processes represented by its heartbeats."""
     warm: bool = False
     """True if it has completed its current phase before, so that compilation and so on are done."""

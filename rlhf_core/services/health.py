@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO
 
-from rlhf_core.services.lifecycle import bring_back
-from rlhf_core.services.presence import OURS, ServiceState, ServiceStatus, look
+from rlhf_core.services.lifecycle import restart_supervisord
+from rlhf_core.services.presence import OURS, ServiceState, ServiceStatus, service_status
 from rlhf_core.survival import Survived
 
 SILENCE_TIMEOUT_S = 90.0
@@ -58,7 +58,7 @@ class HealthCheck:
 
     def check(self) -> None:
         """Send SIGTERM to services that have been silent too long, and SIGKILL to those that do not end."""
-        found = [look(self._home, name) for name in self._stop_timeouts_s]
+        found = [service_status(self._home, name) for name in self._stop_timeouts_s]
         silent = [
             one
             for one in found
@@ -117,7 +117,7 @@ def main() -> None:
     stop_timeouts_s = {name: float(value) for name, _, value in (word.partition("=") for word in sys.argv[2:])}
     check = HealthCheck(home, stop_timeouts_s, float(sys.argv[1]))
     listen(sys.stdin, sys.stdout, check.check_if_due)
-    bring_back(home, stop_timeouts_s)
+    restart_supervisord(home, stop_timeouts_s)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from rlhf_core.errors import BadInput, ServiceFailed
 from rlhf_core.files.appended import read_tail
-from rlhf_core.services.presence import OURS, ServiceFiles, ServiceState, ServiceStatus, alone, look
+from rlhf_core.services.presence import OURS, ServiceFiles, ServiceState, ServiceStatus, alone, service_status
 from rlhf_core.services.processes import wait_until
 from rlhf_core.services.supervisord import Program, Supervisord
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 READY_TIMEOUT_S = 180.0
 """Time that a service has to become ready. The server's first start creates a database: 20 s, longer on a busy
@@ -68,19 +68,19 @@ class StartedService:
 class Lifecycle:
     """Starts and stops the services of a home folder on this machine."""
 
-    def __init__(self, home: Path, services: Sequence[Service], check_interval_s: float, say: Say) -> None:
+    def __init__(self, home: Path, services: Sequence[Service], check_interval_s: float, log: Log) -> None:
         """Describe the services.
 
         Args:
             home: Home folder.
             services: All services, in start order.
             check_interval_s: Seconds between two health checks; 0 disables automatic restarts.
-            say: Called with a message about each start and stop.
+            log: Called with a message about each start and stop.
         """
         self._home = home
         self._services = services
         self._check_interval_s = check_interval_s
-        self._say = say
+        self._log = log
         self._supervisord = Supervisord(home)
 
     def up(self, names: Sequence[str]) -> list[StartedService]:
@@ -94,10 +94,10 @@ class Lifecycle:
         environment = dict(os.environ)
         with alone(self._home):
             if self._supervisord.pid() and not self._supervisord.answers():
-                self._say("supervisord does not respond and is replaced")
+                self._log("supervisord does not respond and is replaced")
                 self._supervisord.shut_down(0)
             if foreign := self._supervisord.foreign_variables(environment):
-                self._say(
+                self._log(
                     "the services keep the environment of the `rlhf up` that started the first of them, which differs "
                     f"in {', '.join(foreign)}; run `rlhf down`, then `rlhf up` to update it"
                 )
@@ -119,7 +119,7 @@ class Lifecycle:
         """
         services = [one for one in reversed(self._services) if one.name in names]
         with alone(self._home):
-            found = {one.name: look(self._home, one.name) for one in services}
+            found = {one.name: service_status(self._home, one.name) for one in services}
             for status in found.values():
                 _require_ours(status)
             orphans = [] if self._supervisord.pid() else self._end_orphans(names)
@@ -145,15 +145,15 @@ class Lifecycle:
         replaced = found.state is not ServiceState.STOPPED
         if replaced:
             _require_ours(found)
-            self._say(f"the {service.name} (process {found.pid}) does not respond and is replaced")
+            self._log(f"the {service.name} (process {found.pid}) does not respond and is replaced")
             self._end(service, found)
-        self._say(f"starting the {service.name}")
+        self._log(f"starting the {service.name}")
         service.before_start()
         return StartedService(service.name, self._start(service, environment), "replaced" if replaced else "started")
 
     def _settled(self, name: str) -> ServiceStatus:
         """State of a service, once a starting one is ready or gone and a silent one has had time to answer."""
-        found = look(self._home, name)
+        found = service_status(self._home, name)
         if found.state is ServiceState.ELSEWHERE:
             _require_ours(found)
         if found.state is ServiceState.STOPPED:
@@ -164,10 +164,10 @@ class Lifecycle:
             wait_until(lambda: self._state(name) is not ServiceState.STARTING, READY_TIMEOUT_S)
         if self._state(name) is ServiceState.SILENT:
             wait_until(lambda: self._state(name) is ServiceState.RUNNING, ANSWER_TIMEOUT_S)
-        return look(self._home, name)
+        return service_status(self._home, name)
 
     def _state(self, name: str) -> ServiceState:
-        return look(self._home, name).state
+        return service_status(self._home, name).state
 
     def _is_coming(self, name: str) -> bool:
         """True if supervisord has just restarted its process and the service itself has not registered yet."""
@@ -204,7 +204,7 @@ class Lifecycle:
         deadline = time.monotonic() + READY_TIMEOUT_S
         first = 0
         while time.monotonic() < deadline:
-            found = look(self._home, name)
+            found = service_status(self._home, name)
             state, pid = self._supervisord.process(name)
             if found.state is ServiceState.RUNNING and found.pid == pid:
                 return pid
@@ -218,11 +218,11 @@ class Lifecycle:
         """Stop a service, whether supervisord runs it or its process is orphaned."""
         record = found.record if found.record is not None and found.record.is_alive else None
         if record is not None:
-            self._say(f"ending the {service.name} (process {found.pid})")
+            self._log(f"ending the {service.name} (process {found.pid})")
         if self._supervisord.answers() and self._is_coming(service.name):
             self._supervisord.stop_program(service.name, service.stop_timeout_s + ANSWER_TIMEOUT_S)
         if record is not None and record.end(service.stop_timeout_s):
-            self._say(f"the {service.name} did not end by itself and was killed")
+            self._log(f"the {service.name} did not end by itself and was killed")
 
     def _end_orphans(self, names: Sequence[str]) -> list[str]:
         """Stop services left by a supervisord that is gone, or by version 0.1. Return the names."""
@@ -233,9 +233,9 @@ class Lifecycle:
         for name in (*EARLIER_NAMES, *reversed(timeouts_s)):
             if EARLIER_NAMES.get(name, name) not in names:
                 continue
-            found = look(self._home, name)
+            found = service_status(self._home, name)
             if found.record is not None and found.record.started_by == OURS and found.record.is_alive:
-                self._say(f"ending the {name} (process {found.pid}), which has no supervisord")
+                self._log(f"ending the {name} (process {found.pid}), which has no supervisord")
                 found.record.end(timeouts_s[EARLIER_NAMES.get(name, name)])
                 ended.append(name)
         return ended
@@ -252,7 +252,7 @@ class Lifecycle:
             self._supervisord.reload()
 
 
-def bring_back(home: Path, stop_timeouts_s: Mapping[str, float]) -> None:
+def restart_supervisord(home: Path, stop_timeouts_s: Mapping[str, float]) -> None:
     """Restart a killed supervisord with the programs it had; does nothing after ``rlhf down``.
 
     Args:
@@ -265,7 +265,7 @@ def bring_back(home: Path, stop_timeouts_s: Mapping[str, float]) -> None:
         if not supervisord.programs() or supervisord.pid():
             return
         for name, timeout_s in reversed(list(stop_timeouts_s.items())):
-            found = look(home, name)
+            found = service_status(home, name)
             if found.record is not None and found.record.started_by == OURS:
                 found.record.end(timeout_s)
         ours = {name: value for name, value in os.environ.items() if not name.startswith("SUPERVISOR_")}

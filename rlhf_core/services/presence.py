@@ -118,7 +118,7 @@ class ServiceStatus:
         return self.record.pid if self.record else 0
 
 
-def look(home: Path, name: str) -> ServiceStatus:
+def service_status(home: Path, name: str) -> ServiceStatus:
     """Current state of a service."""
     files = ServiceFiles(home, name)
     if not _is_held(files.lock):

@@ -127,7 +127,7 @@ class Ranks:
         count = len(items)
         return items[count * self.rank // self.num_ranks : count * (self.rank + 1) // self.num_ranks]
 
-    def tell(self, topic: str, content: dict[str, Any], wait_s: float) -> dict[int, dict[str, Any]]:
+    def exchange(self, topic: str, content: dict[str, Any], wait_s: float) -> dict[int, dict[str, Any]]:
         """Exchange small values without a collective; works even when the ranks' collectives no longer match.
 
         Returns the values received within ``wait_s`` seconds; a rank that is busy elsewhere is missing.

@@ -254,7 +254,7 @@ def _hash(text: str, bits: int) -> int:
 def _explain(step: int, names: list[str], odd: list[int], steps_found: list[float], ranks: Ranks) -> str:
     """Report the odd ranks and the steps and metrics of all. Uses no collective: the ranks' collectives no longer
     match."""
-    received = ranks.tell("metrics-mismatch", {"step": step, "names": names}, _DIAGNOSIS_WAIT_S)
+    received = ranks.exchange("metrics-mismatch", {"step": step, "names": names}, _DIAGNOSIS_WAIT_S)
     missing = [rank for rank in range(ranks.num_ranks) if rank not in received]
     steps = {rank: content["step"] for rank, content in received.items()}
     names_of = {rank: tuple(content["names"]) for rank, content in received.items()}

@@ -32,7 +32,7 @@ class Reporter(Protocol):
     def collective(self) -> AbstractContextManager[None]:
         """Wrap a collective call: count it as entered and mark the rank as inside it."""
 
-    def speak_for(self, pids: Sequence[int]) -> None:
+    def represent(self, pids: Sequence[int]) -> None:
         """Declare the other processes of the node that the heartbeats cover: if one of them stalls, so does this
         worker."""
 
@@ -50,7 +50,7 @@ class NullReporter:
         """Wrap nothing."""
         return nullcontext()
 
-    def speak_for(self, pids: Sequence[int]) -> None:
+    def represent(self, pids: Sequence[int]) -> None:
         """Do nothing."""
 
     def request(self) -> Literal["", "save", "stop"]:

@@ -230,8 +230,8 @@ def _incident_of_lost_nodes(snapshot: AttemptSnapshot, lost: tuple[str, ...]) ->
     does."""
     names, cause = ", ".join(lost), snapshot.verdict.cause
     kind = snapshot.verdict.failure_kind or FailureKind.NODE_LOST
-    said_by_agents = bool(snapshot.verdict.nodes) and not snapshot.job.lost_nodes
-    message = f"{cause[:1].upper()}{cause[1:]}." if said_by_agents else f"{names} went out of service. {cause}"
+    is_from_agents = bool(snapshot.verdict.nodes) and not snapshot.job.lost_nodes
+    message = f"{cause[:1].upper()}{cause[1:]}." if is_from_agents else f"{names} went out of service. {cause}"
     return Incident(
         attempt=snapshot.attempt,
         restart=max(snapshot.restart, 0),

@@ -64,7 +64,7 @@ def sync(run_dir: RunDir, store: HistoryStore) -> SyncReport:
             return report
 
 
-def glance(run_dir: RunDir) -> int | None:
+def files_digest(run_dir: RunDir) -> int | None:
     """Digest of the state of the files that :func:`sync` reads; None if there is no directory.
 
     A reader of many runs compares it with the digest taken before its last read: if they are equal, there is nothing

@@ -40,7 +40,7 @@ OUTCOME_LEAD = timedelta(seconds=7.5)
 time after which an agent declares agent 0 lost, so node clocks may differ by as much."""
 
 _PAUSED = ("SUSPENDED", "STOPPED", "COMPLETING")
-_ASK_WHY = (
+_NEED_REASON = (
     FailureKind.AGENT_KILLED,
     FailureKind.COLLECTIVE_HANG,
     FailureKind.NETWORK,
@@ -311,8 +311,8 @@ def _with_scheduler_reason(job: JobStatus, outcome: AttemptOutcome, outcome_age_
     if outcome.state is AttemptState.PREEMPTED:
         kind = kind or FailureKind.PREEMPTION
     own = AttemptVerdict(outcome.state, outcome.message, kind)
-    asks = outcome.state is not AttemptState.COMPLETED and (bool(outcome.ended_by) or kind in _ASK_WHY)
-    if not asks or not job.scheduler_state:
+    needs_reason = outcome.state is not AttemptState.COMPLETED and (bool(outcome.ended_by) or kind in _NEED_REASON)
+    if not needs_reason or not job.scheduler_state:
         return own
     if job.state is not JobState.ENDED:
         waiting = AttemptVerdict(AttemptState.RUNNING, "its agents have ended; waiting for the scheduler's reason")

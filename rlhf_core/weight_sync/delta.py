@@ -142,10 +142,10 @@ class DeltaEncoder:
             beat()
         return parts
 
-    def settle(self, sent: SentVersion, in_force: Collection[str]) -> None:
+    def settle(self, sent: SentVersion, engines: Collection[str]) -> None:
         """Record on which engines the last version is active: they can receive a delta against it."""
         if self._layout is not None and sent.version == self._layout.version:
-            self._base = _Base(self._layout, sent.digest, frozenset(in_force))
+            self._base = _Base(self._layout, sent.digest, frozenset(engines))
 
 
 def row_digest(manifest: Manifest, row: Tensor, beat: Beat) -> str:

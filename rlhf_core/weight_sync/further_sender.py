@@ -40,15 +40,15 @@ class FurtherSender:
             self._group.cancel()
             go_through(source, beat)
             share = self._failed(failed)
-        self._group.tell_share(share)
+        self._group.report_share(share)
 
     def _send(self, source: Iterator[tuple[str, Tensor]], beat: Beat) -> SentShare:
-        announced = self._group.announced(beat)
+        announced = self._group.await_version(beat)
         if announced.is_new_session:
             self._outgoing.reset()
         manifest, share = announced.manifest, self._group.share
         offer = self._outgoing.offer(manifest, rotated(announced.receivers, share.place), share)
-        self._group.tell_chain(offer.chains[0])
+        self._group.send_chain(offer.chains[0])
         return send_share(self._outgoing, self._group, manifest, source, beat)
 
     def _failed(self, failed: Survived) -> SentShare:

@@ -89,7 +89,7 @@ class Sender:
             self._offered = manifest, source
             offer = self._outgoing.offer(manifest, receivers, self._group.share)
             announcement = Announcement(manifest=manifest, receivers=tuple(receivers), is_new_session=is_new_session)
-            chains = (*offer.chains, *self._group.tell_version(announcement, beat))
+            chains = (*offer.chains, *self._group.publish_version(announcement, beat))
             return offer.model_copy(update={"chains": chains}).for_all()
         except BaseException:
             self._group.cancel()
@@ -128,14 +128,14 @@ class Sender:
             wire_s=max(share.wire_s for share in self._shares),
         )
 
-    def settle(self, sent: SentVersion, in_force: Collection[str]) -> None:
+    def settle(self, sent: SentVersion, engines: Collection[str]) -> None:
         """Record on which engines a version is active: a later delta is against it.
 
         Without this call, the next version treats the last one as failed, and relies on nothing that engines have kept.
         """
         self._is_settled = True
         if self._delta is not None:
-            self._delta.settle(sent, in_force)
+            self._delta.settle(sent, engines)
 
     def reset(self) -> None:
         """Stop relying on what engines have kept: one was restarted."""

@@ -1,11 +1,11 @@
 """The trainer ranks that send weights, each its share, and the messages between them.
 
     first sender (sender.Sender)                              others (further_sender.FurtherSender)
-    tell_version(announcement)  --------------------------->  announced()
-         <---------------------------------------- chain ---  tell_chain(chain)
+    publish_version(announcement)  ------------------------>  await_version()
+         <---------------------------------------- chain ---  send_chain(chain)
                                                               ... both send their shares, each over its chain
     cancel()  <------------ at the first failure ---------->  cancel()
-         <----------------------------------- SentShare -----  tell_share(share)
+         <----------------------------------- SentShare -----  report_share(share)
 
 They communicate through a store that the first sender hosts. Nothing here is a collective: weights are gathered
 meanwhile.
@@ -76,7 +76,7 @@ class SenderGroup:
     # -----------------------------------------------------------------------------------------------------------------
     # The first sender
 
-    def tell_version(self, announcement: Announcement, beat: Beat) -> list[Chain]:
+    def publish_version(self, announcement: Announcement, beat: Beat) -> list[Chain]:
         """Have the other senders send their shares of a version; returns their chains.
 
         Raises:
@@ -106,7 +106,7 @@ class SenderGroup:
     # -----------------------------------------------------------------------------------------------------------------
     # The others
 
-    def announced(self, beat: Beat) -> Announcement:
+    def await_version(self, beat: Beat) -> Announcement:
         """Wait for the next version.
 
         Raises:
@@ -115,11 +115,11 @@ class SenderGroup:
         self._begin()
         return Announcement.model_validate_json(self._wait_for(self._key("announcement"), self.names[0], beat))
 
-    def tell_chain(self, chain: Chain) -> None:
+    def send_chain(self, chain: Chain) -> None:
         """Send the chain of this sender to the first one."""
         self._send(self._key(f"chain/{self.share.place}"), chain)
 
-    def tell_share(self, share: SentShare) -> None:
+    def report_share(self, share: SentShare) -> None:
         """Report the outcome of this sender's share to the first sender.
 
         Raises:

@@ -114,8 +114,8 @@ def _failure_of(failures: Mapping[str, Exception], senders: Collection[str]) -> 
     naming = [error for error in failures.values() if getattr(error, "peer", "") == name]
     own = failures.get(name)
     # A sender that was told to stop does not report what another process has found out about it.
-    is_told_to = isinstance(own, WeightSyncFailed) and own not in naming
-    main = own if own is not None and not (is_told_to and naming) else naming[0]
+    was_cancelled = isinstance(own, WeightSyncFailed) and own not in naming
+    main = own if own is not None and not (was_cancelled and naming) else naming[0]
     others = "; ".join(f"{process}: {error}" for process, error in failures.items() if error is not main)
     text = f"{main}" if isinstance(main, WeightSyncFailed) else f"{name} is lost: {main}"
     return WeightSyncFailed(f"{text}{f' ({others})' if others else ''}", name)

@@ -36,7 +36,7 @@ class EventLog:
     def add(self, kind: str, message: str, role: Role | None = None, **data: JsonValue) -> None:
         """Record and print one event."""
         event = self._event(kind, message, role, data)
-        self.say(f"restart {self._restart_dir.restart}: {message}")
+        self.print_line(f"restart {self._restart_dir.restart}: {message}")
         with self._lock:
             try:
                 if self._writer is None:
@@ -45,7 +45,7 @@ class EventLog:
                 while self._losses:
                     self._writer.write(self._event("file", self._losses.pop()))
             except OSError as error:
-                self.say(f"failed to write the event: {error}")
+                self.print_line(f"failed to write the event: {error}")
                 self._close()
 
     def _event(
@@ -54,7 +54,7 @@ class EventLog:
         values = {"kind": kind, "message": message, "role": role, "data": data or {}}
         return AgentEvent.model_validate({"time": utc_now(), "node": self._node, **values})
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print one line to standard output, which the scheduler keeps."""
         with contextlib.suppress(OSError, ValueError):
             print(f"{utc_now():%Y-%m-%d %H:%M:%S} {text}", flush=True)

@@ -85,7 +85,7 @@ def run_worker(arguments: WorkerArguments) -> NoReturn:
     outcome = _outcome(arguments, rank, beat, _run(arguments, run_dir, local_rank, rank, beat))
     _leave(outcome, folder.worker_outcome(arguments.role, arguments.node, local_rank), local_rank)
     if not outcome.ok:
-        _complain(outcome.traceback)
+        _write_error(outcome.traceback)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # a full disk, or a stream closed by the role
             stream.flush()
@@ -116,7 +116,7 @@ def write_output_to(path: Path, descriptors: Collection[int] = (1, 2)) -> None:
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as error:
         # Keep the agent's output: a full disk should be reported as such, not as a worker that cannot start.
-        _complain(f"{path} cannot be opened: {error}\n")
+        _write_error(f"{path} cannot be opened: {error}\n")
         return
     for descriptor in descriptors:
         os.dup2(log, descriptor)
@@ -136,7 +136,7 @@ def _leave(outcome: WorkerOutcome, path: Path, local_rank: int) -> None:
     try:
         write_model(path, outcome)
     except OSError as error:
-        _complain(f"{path} could not be written: {error}\n")
+        _write_error(f"{path} could not be written: {error}\n")
         slots = os.environ.get(SLOTS_VARIABLE)
         if slots:
             with contextlib.suppress(OSError):
@@ -217,7 +217,7 @@ def _outcome(
     )
 
 
-def _complain(text: str) -> None:
+def _write_error(text: str) -> None:
     """Write to the log immediately: the process may exit without the interpreter's teardown, which would flush."""
     # The log may be on a full disk.
     with contextlib.suppress(OSError):

@@ -109,15 +109,15 @@ def test_engines_among_the_trainers_are_noticed(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("rollout", "num_nodes", "says"),
+    ("rollout", "num_nodes", "message"),
     [
         ({"engines": 2, "nodes": 2}, 2, r"rollout.nodes = 2 and resources.num_nodes = 2, .* resources.num_nodes = 3"),
         ({"engines": 4, "nodes": 4}, 2, "no node would train"),
         ({"nodes": 1}, 2, "rollout.nodes = 1 and rollout.engines = 0: nothing would run there"),
     ],
 )
-def test_nodes_of_engines_that_cannot_be_are_refused(rollout: dict[str, int], num_nodes: int, says: str) -> None:
-    with pytest.raises(ValidationError, match=says):
+def test_nodes_of_engines_that_cannot_be_are_refused(rollout: dict[str, int], num_nodes: int, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         make_spec(rollout=rollout, resources={"num_nodes": num_nodes})
     assert make_spec(rollout={"engines": 2, "nodes": 1}, resources={"num_nodes": 2}).num_trainer_nodes == 1, "control"
 
@@ -145,26 +145,26 @@ def test_evaluators_have_the_engines_beside_them_that_they_would_have_to_start(
 
 
 @pytest.mark.parametrize(
-    ("engines", "resources", "says"),
+    ("engines", "resources", "message"),
     [
         (7, {"num_nodes": 2}, "cannot be spread evenly over 2 nodes"),
         (3, {"num_nodes": 1, "ranks_per_node": 6, "gpus_per_node": 8}, "6 trainer ranks and 3 rollout engines"),
     ],
 )
-def test_engines_that_do_not_fit_are_refused(engines: int, resources: dict[str, int], says: str) -> None:
+def test_engines_that_do_not_fit_are_refused(engines: int, resources: dict[str, int], message: str) -> None:
     inventory = FakeScheduler(nodes=("a", "b"), gpus_per_node=8).inventory()
-    with pytest.raises(BadInput, match=says):
+    with pytest.raises(BadInput, match=message):
         plan(make_spec(rollout={"engines": engines}, resources=resources), inventory, attempt=1)
 
 
 @pytest.mark.parametrize(
-    ("engines", "says"),
+    ("engines", "message"),
     [(3, "cannot be spread evenly over 2 nodes"), (20, "^10 rollout engines need 10 GPUs of a node, found 8")],
 )
-def test_engines_that_do_not_fit_their_own_nodes_are_refused(engines: int, says: str) -> None:
+def test_engines_that_do_not_fit_their_own_nodes_are_refused(engines: int, message: str) -> None:
     inventory = FakeScheduler(nodes=("a", "b", "c"), gpus_per_node=8).inventory()
     spec = make_spec(rollout={"engines": engines, "nodes": 2}, resources={"num_nodes": 3, "gpus_per_node": 8})
-    with pytest.raises(BadInput, match=says):
+    with pytest.raises(BadInput, match=message):
         plan(spec, inventory, attempt=1)
 
 
@@ -202,15 +202,15 @@ def test_a_later_attempt_names_its_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("resources", "inventory", "says"),
+    ("resources", "inventory", "message"),
     [
         ({"num_nodes": 3}, {"nodes": ("a", "b")}, "3 nodes requested, 2 available"),
         ({"gpus_per_node": 8}, {"gpus_per_node": 4}, "8 GPUs per node requested, 4 there"),
         ({"memory_gb": 64}, {"memory_gb": 32.0}, "64 GiB of memory per node requested, 32.0 there"),
     ],
 )
-def test_what_is_not_there_is_refused(resources: dict[str, float], inventory: dict[str, object], says: str) -> None:
-    with pytest.raises(BadInput, match=says):
+def test_what_is_not_there_is_refused(resources: dict[str, float], inventory: dict[str, object], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
         plan(make_spec(resources=resources), FakeScheduler(**inventory).inventory(), attempt=1)  # type: ignore[arg-type]
 
 

@@ -31,7 +31,7 @@ NAMES = {
     "announce": "publish",
     "asker": "client",
     "by_hand": "on request, once",
-    "desk": "site",
+    "desk": "harness",
     "endings": "exit reports",
     "farewell": "SHUTDOWN_TIMEOUT_S",
     "gives_way": "fail_if_held",

@@ -69,16 +69,16 @@ def main() -> None:
         with HistoryStore(url) as store:
             store.clear()
             took = seconds(lambda: sync(run.dir, store))
-            looks = []
+            updates = []
             for step in range(NUM_STEPS + 1, NUM_STEPS + 51):
                 run.metrics(1, 0, step, step, **{f"group/key_{key}": 0.5 for key in range(NUM_KEYS - 2)})
-                looks.append(seconds(lambda: sync(run.dir, store)))
+                updates.append(seconds(lambda: sync(run.dir, store)))
         bare = bare_sqlite(Path(folder) / "bare.db", rows)
         print(
             f"{store.url.get_backend_name()}: {rows} metric rows from files in {took:.2f} s = {rows / took:,.0f} rows/s"
         )
         print(f"bare sqlite3 executemany of ready rows: {bare:.2f} s; ingestion takes {took / bare:.1f} times as long")
-        print(f"one look with one new step ({NUM_KEYS} rows): median {sorted(looks)[25] * 1e3:.1f} ms")
+        print(f"one look with one new step ({NUM_KEYS} rows): median {sorted(updates)[25] * 1e3:.1f} ms")
 
 
 if __name__ == "__main__":

@@ -95,8 +95,10 @@ def start(run_dir: RunDir, *, supervised: bool) -> list["subprocess.Popen[bytes]
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(NUM_RANKS)}
-    by_hand = ["role", "trainer", *where, "--restart", "0", "--node", "by-hand"]
-    return [spawn(by_hand, {**plain, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(NUM_RANKS)]
+    standalone = ["role", "trainer", *where, "--restart", "0", "--node", "by-hand"]
+    return [
+        spawn(standalone, {**plain, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(NUM_RANKS)
+    ]
 
 
 def spawn(arguments: Sequence[str], environment: dict[str, str]) -> "subprocess.Popen[bytes]":
@@ -178,13 +180,13 @@ def measure_calls() -> dict[str, float]:
             telemetry.read([os.getpid()])
             rounds.append((time.process_time() - began_s) * 1e9)
         beat = measure("beat.beat(phase, 3)", names)
-        return {"beat": beat, "telemetry": statistics.median(rounds), "look": statistics.median(measure_looks())}
+        return {"beat": beat, "telemetry": statistics.median(rounds), "look": statistics.median(measure_inspections())}
     finally:
         telemetry.stop()
         slots.remove()
 
 
-def measure_looks() -> list[float]:
+def measure_inspections() -> list[float]:
     """Cost of looks at a process with as many threads as a rank has, in nanoseconds of processor time."""
     with subprocess.Popen([sys.executable, "-c", MANY_THREADS], stdout=subprocess.PIPE) as worker:
         assert worker.stdout is not None

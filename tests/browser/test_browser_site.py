@@ -123,10 +123,10 @@ def test_a_run_is_requested_with_changed_parameters_and_watched(
     pages.open_flow_run(page, site.url, flow_run)
     page.get_by_text("Completed", exact=True).first.wait_for()
     shoot("completed")
-    looks_at_its_pages(site, page, shoot, flow_run, run_id)
+    visits_its_pages(site, page, shoot, flow_run, run_id)
 
 
-def looks_at_its_pages(site: Site, page: Any, shoot: Shoot, flow_run: str, run_id: str) -> None:
+def visits_its_pages(site: Site, page: Any, shoot: Shoot, flow_run: str, run_id: str) -> None:
     """Check the pages of an ended run: 100 %, a visible picture, the checks, and the result."""
     key = run_id.replace("_", "-")
     _, progress = site.ask(f"/artifacts/rlhf-progress-{key}/latest")

@@ -85,7 +85,7 @@ def test_for_people(two: tuple[str, str], capsys: pytest.CaptureFixture[str]) ->
     assert execute(["compare", *two]) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 140
-    for said in (
+    for message in (
         *two,
         "worker killed x 1",
         "loops.warm_start.num_steps",
@@ -94,7 +94,7 @@ def test_for_people(two: tuple[str, str], capsys: pytest.CaptureFixture[str]) ->
         "▁",
         "train/loss",
     ):
-        assert said in text, said
+        assert message in text, message
 
 
 def test_the_first_run_is_the_reference_for_the_others(
@@ -111,7 +111,7 @@ def test_metrics_are_chosen(two: tuple[str, str], capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["last", "last"], "give two or more different runs"),
         (["last"], "give two or more different runs"),
@@ -124,10 +124,12 @@ def test_metrics_are_chosen(two: tuple[str, str], capsys: pytest.CaptureFixture[
         (["A", "B", "--html", "/dev/null/page.html"], "choose another file with --html"),
     ],
 )
-def test_bad_input(two: tuple[str, str], arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input(
+    two: tuple[str, str], arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     names = {"A": two[0], "B": two[1]}
     assert execute(["compare", *(names.get(word, word) for word in arguments)]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -255,8 +257,8 @@ def test_the_page_is_self_contained(two: tuple[str, str], tmp_path: Path, capsys
     reader.feed(page)
     assert reader.open == []
     assert [address for address in reader.addresses if not address.startswith("#")] == []
-    for said in (*two, "lower than A", "loops.warm_start.num_steps", "node lost × 1", "2 settings differ."):
-        assert said in page, said
+    for message in (*two, "lower than A", "loops.warm_start.num_steps", "node lost × 1", "2 settings differ."):
+        assert message in page, message
 
 
 def test_a_page_of_hostile_names(two: tuple[str, str], tmp_path: Path) -> None:

@@ -284,9 +284,9 @@ def test_artifacts_that_cannot_be_stored_are_reported_and_the_metrics_exported(
 ) -> None:
     (tmp_path / "artifacts").write_text("not a folder")
     assert execute(["export", "last", "--to", "mlflow", "--out", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert "the numbers of" in said
-    assert "--no-artifacts" in said
+    output = capsys.readouterr().err
+    assert "the numbers of" in output
+    assert "--no-artifacts" in output
     (found,) = _mlflow_runs(tmp_path)
     assert found.data.metrics["evaluation/after/greedy"] == 0.93
 
@@ -419,9 +419,9 @@ def test_a_missing_library_is_named_with_advice(
     for name in [package, *(one for one in sys.modules if one.startswith(f"{package}."))]:
         monkeypatch.setitem(sys.modules, name, None)
     assert execute(["export", "last", "--to", to, "--out", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().err
-    assert f"exporting to {to} needs the package {package}" in said
-    assert "pip install 'rlhf-flows[export]'" in said
+    output = capsys.readouterr().err
+    assert f"exporting to {to} needs the package {package}" in output
+    assert "pip install 'rlhf-flows[export]'" in output
     assert not (tmp_path / "out").exists()
 
 
@@ -487,8 +487,8 @@ def test_an_error_of_mlflow_on_a_full_disk_is_explained(
     monkeypatch.setattr("mlflow.MlflowClient", fail)
     monkeypatch.setattr(common.shutil, "disk_usage", lambda _path: SimpleNamespace(free=free))
     assert execute(["export", "last", "--to", "mlflow", "--out", str(tmp_path)]) == (1 if free else 2)
-    said = "unexpected error" if free else f"error: cannot write to {tmp_path}: its disk is full"
-    assert said in capsys.readouterr().err
+    output = "unexpected error" if free else f"error: cannot write to {tmp_path}: its disk is full"
+    assert output in capsys.readouterr().err
     assert not (tmp_path / "mlflow.db").exists()
 
 

@@ -114,15 +114,15 @@ def test_steps_without_metrics_are_listed_in_every_view(rlhf: Rlhf, runs: Path) 
     metrics.write_bytes(lines[0] + lines[4])
     with HistoryStore(load_site().database_url) as store:
         sync(run.dir, store)
-    said = "no metrics of 4 of 10 steps: 6-8, 10"
-    assert rlhf("runs").out.splitlines()[-1] == f"{run.run_id}: {said}"
-    assert f"The run left {said}." in rlhf("show").out
-    assert rlhf("runs", "--json").json()[0]["missing_steps"] == said
-    assert rlhf("show", "--json").json()["run"]["missing_steps"] == said
+    output = "no metrics of 4 of 10 steps: 6-8, 10"
+    assert rlhf("runs").out.splitlines()[-1] == f"{run.run_id}: {output}"
+    assert f"The run left {output}." in rlhf("show").out
+    assert rlhf("runs", "--json").json()[0]["missing_steps"] == output
+    assert rlhf("show", "--json").json()["run"]["missing_steps"] == output
     with HistoryStore(load_site().database_url) as store:
         from rlhf_core.render.gather import gather
 
-        assert any(said in note for note in gather(store, run.dir).notes)
+        assert any(output in note for note in gather(store, run.dir).notes)
 
 
 def test_steps_that_another_program_does_not_log_are_not_missing(rlhf: Rlhf, runs: Path) -> None:
@@ -273,9 +273,9 @@ def test_a_node_is_cleared_with_user_and_reason(rlhf: Rlhf, known: RunFiles, mon
     assert [one["node"] for one in before if one["excluded_until"]] == ["n2"]
     assert (rlhf("nodes", "--clear", "n2").code, rlhf("nodes", "--reason", "why").code) == (2, 2)
     assert rlhf("nodes", "--json").json() == before, "nothing was written"
-    said = rlhf("nodes", "--clear", "n2", "--reason", "new cable", "--by", "bea").out
-    assert "n2 is cleared (2 strikes, " in said
-    assert f"by bea ({account()}): new cable" in said
+    output = rlhf("nodes", "--clear", "n2", "--reason", "new cable", "--by", "bea").out
+    assert "n2 is cleared (2 strikes, " in output
+    assert f"by bea ({account()}): new cable" in output
     (node,) = [one for one in rlhf("nodes", "--json").json() if one["node"] == "n2"]
     assert (node["excluded_until"], node["num_strikes"], node["num_cleared"]) == (None, 0, 2)
     assert (node["cleared"]["by"], node["cleared"]["reason"]) == (f"bea ({account()})", "new cable")

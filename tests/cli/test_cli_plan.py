@@ -37,14 +37,14 @@ def test_a_folder_with_nothing_but_the_config_of_a_model_is_enough(plan: Plan, t
     """A plan can be made before many gigabytes of weights are downloaded."""
     _, built = plan("qwen2.5-7b-gsm8k")
     dense = dict(config.load("qwen2.5-7b-gsm8k").model.config)
-    told = []
+    estimates = []
     for stored in (dense, dense | {"num_experts": 64}):
         (tmp_path / "config.json").write_text(json.dumps(stored))
         _, given = plan("qwen2.5-7b-gsm8k", f"model.path={tmp_path}", "model.config={}", 'model.tokenizer=""')
-        told.append(given.get("memory"))
-    assert told[0] == built["memory"]
+        estimates.append(given.get("memory"))
+    assert estimates[0] == built["memory"]
     assert built["memory"]
-    assert not told[1], "its experts are not counted, so a number would be far too low"
+    assert not estimates[1], "its experts are not counted, so a number would be far too low"
 
 
 def run_of(

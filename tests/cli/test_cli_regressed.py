@@ -30,7 +30,7 @@ from rlhf_core.watchdog.ingest import sync
 pytestmark = pytest.mark.usefixtures("plots_drawn_once")
 
 FELL = {"name": "greedy", "metric": "exact_match", "before": 0.75, "after": 0.2}
-SAID = "held-out greedy exact match 0.750 → 0.200"
+REGRESSION = "held-out greedy exact match 0.750 → 0.200"
 
 
 @pytest.fixture
@@ -93,9 +93,9 @@ def test_in_the_list_of_runs(runs: tuple[RunFiles, RunFiles], capsys: pytest.Cap
 
 
 def test_in_the_view_of_one_run(runs: tuple[RunFiles, RunFiles], capsys: pytest.CaptureFixture[str]) -> None:
-    told = _text(capsys, "show", runs[1].run_id)
-    assert "completed, regressed" in told
-    assert f"Regressed: the model is worse than before training: {SAID}" in told
+    texts = _text(capsys, "show", runs[1].run_id)
+    assert "completed, regressed" in texts
+    assert f"Regressed: the model is worse than before training: {REGRESSION}" in texts
     assert json.loads(_text(capsys, "show", runs[1].run_id, "--json"))["regressed"] == [FELL]
     assert "egressed" not in _text(capsys, "show", runs[0].run_id)
 
@@ -130,18 +130,18 @@ def test_in_the_summary_of_a_run_and_in_prefect(runs: tuple[RunFiles, RunFiles])
     assert [summary_json(summary)["regressed"] for summary in (gained, fell)] == [[], [FELL]]
     page = summary_markdown(fell)
     assert f"# {runs[1].run_id}: completed, regressed" in page
-    assert f"> **Regressed**: the model is worse than before training: {SAID}" in page
+    assert f"> **Regressed**: the model is worse than before training: {REGRESSION}" in page
     assert "egressed" not in summary_markdown(gained)
 
 
 def test_in_the_approval_of_a_model(runs: tuple[RunFiles, RunFiles]) -> None:
-    told = ["\n".join(_results(summarise(run.dir))) for run in runs]
-    assert "egressed" not in told[0]
-    assert f"> **Regressed**: the model is worse than before training: {SAID}." in told[1]
+    texts = ["\n".join(_results(summarise(run.dir))) for run in runs]
+    assert "egressed" not in texts[0]
+    assert f"> **Regressed**: the model is worse than before training: {REGRESSION}." in texts[1]
 
 
 def test_in_the_model_card(runs: tuple[RunFiles, RunFiles]) -> None:
-    for run, said in zip(runs, (False, True), strict=True):
+    for run, is_shown in zip(runs, (False, True), strict=True):
         summary, stored = summarise(run.dir), run.dir.read_spec()
         reports = [report for row in summary.accuracy for report in (row.before, row.after) if report is not None]
         kept = {name: getattr(stored, name) for name in ("run_id", "owner", "tags", "created_at", "package_version")}
@@ -159,16 +159,16 @@ def test_in_the_model_card(runs: tuple[RunFiles, RunFiles]) -> None:
             evaluations=tuple(reports),
             spec={},
         )
-        assert ("**Regressed**: the model is worse" in model_card(origin, stored.spec)) is said
+        assert ("**Regressed**: the model is worse" in model_card(origin, stored.spec)) is is_shown
 
 
 def test_in_the_event_of_the_end(runs: tuple[RunFiles, RunFiles]) -> None:
-    told = []
+    texts = []
     for run in runs:
         news = events_of(read_timeline(run.dir), run.dir.read_spec(), FlowRunRef("", ""), now=at(60))
-        told += [one.payload["message"] for one in news if one.name == "rlhf.run.completed"]
-    assert told[0] == "exact match went from 0.75 to 0.93"
-    assert told[1].endswith(f"; the model is worse than before training: {SAID}")
+        texts += [one.payload["message"] for one in news if one.name == "rlhf.run.completed"]
+    assert texts[0] == "exact match went from 0.75 to 0.93"
+    assert texts[1].endswith(f"; the model is worse than before training: {REGRESSION}")
 
 
 def test_in_exports(runs: tuple[RunFiles, RunFiles]) -> None:
@@ -176,7 +176,7 @@ def test_in_exports(runs: tuple[RunFiles, RunFiles]) -> None:
         gained, fell = (queries.show_run(store, run.run_id) for run in runs)
     assert [mlflow.facts(shown)["regressed"] for shown in (gained, fell)] == [
         "",
-        f"the model is worse than before training: {SAID}",
+        f"the model is worse than before training: {REGRESSION}",
     ]
     assert ["regressed" in wandb.tags(shown) for shown in (gained, fell)] == [False, True]
 
@@ -184,7 +184,7 @@ def test_in_exports(runs: tuple[RunFiles, RunFiles]) -> None:
 @pytest.mark.parametrize("which", [0, 1])
 def test_in_the_end_of_the_flow_run(runs: tuple[RunFiles, RunFiles], which: int) -> None:
     """In the message of the flow run's state, of which Prefect shows one line in its lists."""
-    said = ended_well(runs[which].dir).message
-    assert said == f"run {runs[which].run_id} completed" + (
-        f"; the model is worse than before training: {SAID}" if which else ""
+    message = ended_well(runs[which].dir).message
+    assert message == f"run {runs[which].run_id} completed" + (
+        f"; the model is worse than before training: {REGRESSION}" if which else ""
     )

@@ -69,9 +69,9 @@ def test_resume_reports_that_the_run_uses_its_copy_of_changed_files(rewards: Pat
     run_dir = failed_run(rewards)
     assert f"rlhf resume {run_dir.run_id} --code" in capsys.readouterr().err, "the diagnosis"
     assert execute(["resume", "last", "--no-prefect"]) == 0
-    said = capsys.readouterr().err
-    assert "my_rewards.py changed since this run copied its code" in said
-    assert f"`rlhf resume {run_dir.run_id} --code`" in said
+    output = capsys.readouterr().err
+    assert "my_rewards.py changed since this run copied its code" in output
+    assert f"`rlhf resume {run_dir.run_id} --code`" in output
     assert used_code(run_dir) == BROKEN
 
 

@@ -272,11 +272,11 @@ def test_a_run_with_a_controller_is_refused_at_once(scheduler: FakeScheduler, ca
     finally:
         other.kill()
         other.wait()
-    said = capsys.readouterr().err
-    assert f"on {socket.gethostname()}, process {other.pid}, since 20" in said
-    assert "flow run https://prefect/runs/f" in said
-    assert f"`rlhf watch {run_dir.run_id}`" in said
-    assert f"`rlhf cancel {run_dir.run_id}`" in said
+    output = capsys.readouterr().err
+    assert f"on {socket.gethostname()}, process {other.pid}, since 20" in output
+    assert "flow run https://prefect/runs/f" in output
+    assert f"`rlhf watch {run_dir.run_id}`" in output
+    assert f"`rlhf cancel {run_dir.run_id}`" in output
     assert scheduler.submitted == []
     began = time.monotonic()
     rlhf("resume", run_dir.run_id, "--no-prefect")
@@ -355,16 +355,16 @@ def test_logs_show_the_newest_start_and_the_agents(with_logs: RunDir, capsys: Pr
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (("--attempt", "4"), "has attempts 1, not 4"),
         (("--restart", "7"), "has restarts 0, 1, not 7"),
         (("--rank", "9"), "no log of rank 9"),
     ],
 )
-def test_missing_logs(with_logs: RunDir, arguments: tuple[str, ...], says: str, capsys: Printed) -> None:
+def test_missing_logs(with_logs: RunDir, arguments: tuple[str, ...], message: str, capsys: Printed) -> None:
     rlhf("logs", with_logs.run_id, *arguments, expect=2)
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_following_prints_new_lines_until_the_run_ends(with_logs: RunDir, capsys: Printed) -> None:
@@ -398,7 +398,7 @@ def test_watch_prints_a_line_for_a_run_that_has_ended(scheduler: FakeScheduler, 
 
 
 @pytest.mark.parametrize(
-    ("state", "code", "says"),
+    ("state", "code", "message"),
     [
         (RunState.COMPLETED, 0, ""),
         (RunState.FAILED, 1, "failed: because"),
@@ -406,7 +406,7 @@ def test_watch_prints_a_line_for_a_run_that_has_ended(scheduler: FakeScheduler, 
     ],
 )
 def test_submitting_and_watching_reports_the_end(
-    state: RunState, code: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: Printed
+    state: RunState, code: int, message: str, monkeypatch: pytest.MonkeyPatch, capsys: Printed
 ) -> None:
     from flows.deployments.registration import Submitted
 
@@ -414,11 +414,11 @@ def test_submitting_and_watching_reports_the_end(
     journal = Journal(run_dir, 1)
     for step in (RunState.PREFLIGHT, RunState.QUEUED, RunState.TRAINING, RunState.EVALUATING, state):
         journal.move_run(step, "because")
-    asked = Submitted(run_dir.run_id, "00000000-0000-0000-0000-000000000000", "http://prefect")
+    submitted = Submitted(run_dir.run_id, "00000000-0000-0000-0000-000000000000", "http://prefect")
     monkeypatch.setattr("flows.server.required.require", lambda site: None)
-    monkeypatch.setattr("flows.deployments.registration.submit_config", lambda *given, **named: asked)
+    monkeypatch.setattr("flows.deployments.registration.submit_config", lambda *given, **named: submitted)
     rlhf("submit", "quickstart", "--watch", expect=code)
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_watch_as_json_is_one_line(scheduler: FakeScheduler, capsys: Printed) -> None:
@@ -456,7 +456,7 @@ def test_the_view_of_a_run_in_trouble_has_its_timeline(with_logs: RunDir) -> Non
 # progress
 
 
-def look(**changes: Any) -> AttemptSnapshot:
+def snapshot(**changes: Any) -> AttemptSnapshot:
     from rlhf_core.scheduler.base import JobState, JobStatus
     from rlhf_core.watchdog.watcher import AttemptVerdict
 
@@ -481,10 +481,10 @@ def look(**changes: Any) -> AttemptSnapshot:
 
 def test_progress_in_one_line() -> None:
     spec, timer = load("quickstart", ["loops.warm_start.num_steps=40", "loops.main.num_steps=80"]), StepTimer()
-    measured = {**look().metrics, "time/step_s": 2.0}
+    measured = {**snapshot().metrics, "time/step_s": 2.0}
 
     def text(**changes: Any) -> str:
-        return progress_text(progress_of_poll(look(**changes), spec, timer))
+        return progress_text(progress_of_poll(snapshot(**changes), spec, timer))
 
     assert text(metrics=measured) == "grpo step 60/120, reward 0.610, 5,021 tokens/s, 2 min 00 s left"
     supervised = {"loop": "sft", "step": 3, "metrics": {"train/loss": 1.5}, "restarts_made": 2}
@@ -499,10 +499,10 @@ class Terminal:
 
     def __init__(self, *answers: bool) -> None:
         self.answers = list(answers)
-        self.asked: list[str] = []
+        self.submitted: list[str] = []
 
     def __call__(self, question: str) -> bool:
-        self.asked.append(question)
+        self.submitted.append(question)
         return self.answers.pop(0)
 
 
@@ -512,11 +512,11 @@ def test_ctrl_c_asks_once_and_continues_after_a_no(capsys: Printed) -> None:
         assert not progress.stop_requested()
         os.kill(os.getpid(), signal.SIGINT)
         assert not progress.stop_requested()
-        assert len(person.asked) == 1
+        assert len(person.submitted) == 1
         os.kill(os.getpid(), signal.SIGINT)
         assert progress.stop_requested()
         assert progress.stop_requested(), "it is not asked again"
-        assert len(person.asked) == 2
+        assert len(person.submitted) == 2
 
 
 def test_a_second_ctrl_c_while_cancelling_exits_at_once() -> None:
@@ -531,10 +531,10 @@ def test_the_steps_shown_are_those_of_the_trial_while_it_is_made(capsys: Printed
     spec = load("quickstart")
     with TerminalProgress(spec, "the-run") as progress:
         progress.follow(load("quickstart", ["loops.warm_start.num_steps=1", "loops.main.num_steps=2"]))
-        progress.polled(look(step=2, loop="grpo"))
+        progress.polled(snapshot(step=2, loop="grpo"))
         progress.follow(spec)
         progress._last_line = ("", float("-inf"))
-        progress.polled(look(step=1, loop="grpo"))
+        progress.polled(snapshot(step=1, loop="grpo"))
     shown = capsys.readouterr().err
     assert "step 2/3" in shown
     assert f"step 1/{spec.total_steps}" in shown
@@ -543,7 +543,7 @@ def test_the_steps_shown_are_those_of_the_trial_while_it_is_made(capsys: Printed
 def test_a_late_history_is_reported_once_and_so_is_its_recovery(capsys: Printed) -> None:
     with TerminalProgress(load("quickstart"), "the-run") as progress:
         for behind in ("away", "away", ""):
-            progress.polled(look(history_behind=behind))
+            progress.polled(snapshot(history_behind=behind))
     shown = capsys.readouterr().err
     assert shown.count("history behind: away") == 1
     assert "up to date again" in shown

@@ -62,7 +62,7 @@ def test_a_shown_query_can_be_edited_and_run(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ([], "nothing to run"),
         (["godput"], "did you mean goodput?"),
@@ -70,6 +70,6 @@ def test_a_shown_query_can_be_edited_and_run(
         (["step-time", "run=nobody"], "the history has no run 'nobody'"),
     ],
 )
-def test_bad_input(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert execute(["sql", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

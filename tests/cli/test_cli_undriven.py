@@ -79,10 +79,10 @@ def test_a_run_without_a_controller_is_shown_as_such(capsys: Printed, monkeypatc
         assert json.loads(printed(capsys, "show", "--json"))["undriven_since"] is None
     advice = f"`rlhf resume {run_dir.run_id}` continues it"
     for command in ("runs", "show"):
-        said = printed(capsys, command)
-        assert "training, no controller" in said
-        assert "No controller has driven this run since 20" in said
-        assert advice in said
+        output = printed(capsys, command)
+        assert "training, no controller" in output
+        assert "No controller has driven this run since 20" in output
+        assert advice in output
     assert json.loads(printed(capsys, "show", "--json"))["undriven_since"] is not None
     assert [one["undriven_since"] is not None for one in json.loads(printed(capsys, "runs", "--json"))] == [True]
     assert watched(run_dir, capsys, monkeypatch).count(advice) == 1

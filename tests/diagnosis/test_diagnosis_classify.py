@@ -112,9 +112,9 @@ def test_errors_are_known_by_class_and_message(error_type: str, message: str, ki
 
 
 def test_training_that_learns_nothing_is_the_fault_of_no_rank() -> None:
-    said = "Training no longer learns at step 9, since step 2 (identical): all are the same on rank 1 (node2)"
-    found = classify(Evidence(workers=tuple(failed(rank, "rlhf_core.errors.DegenerateRl", said) for rank in (0, 1))))
-    assert (found.kind, found.message) == (FailureKind.DEGENERATE_RL, said)
+    message = "Training no longer learns at step 9, since step 2 (identical): all are the same on rank 1 (node2)"
+    found = classify(Evidence(workers=tuple(failed(rank, "rlhf_core.errors.DegenerateRl", message) for rank in (0, 1))))
+    assert (found.kind, found.message) == (FailureKind.DEGENERATE_RL, message)
     assert (found.ranks, found.nodes) == ((), ())
 
 

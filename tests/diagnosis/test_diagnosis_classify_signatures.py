@@ -14,7 +14,7 @@ from rlhf_core.diagnosis.logs.evidence_parts import EvidencePart
 from rlhf_core.diagnosis.logs.lines import read_line
 from rlhf_core.diagnosis.logs.search import find
 from rlhf_core.diagnosis.logs.signatures.row import Signature
-from rlhf_core.diagnosis.logs.signatures.table import SIGNATURES, match_line, may_tell
+from rlhf_core.diagnosis.logs.signatures.table import SIGNATURES, match_line, may_match
 from rlhf_core.schemas.failures import FailureKind
 
 NUMBERED = list(enumerate(SIGNATURES))
@@ -54,10 +54,10 @@ def test_every_kind_that_a_log_can_show_has_a_row() -> None:
 @pytest.mark.parametrize("row", SIGNATURES, ids=lambda row: row.example[:40])
 def test_no_pattern_is_skipped_by_the_prefilter(row: Signature) -> None:
     """Every match of a pattern must contain one of the words of the prefilter."""
-    assert may_tell(row.example)
+    assert may_match(row.example)
     for pattern in row.patterns:
         for text in _shortest(_parser.parse(pattern.pattern)):
-            assert row.after is not None or may_tell(text), text
+            assert row.after is not None or may_match(text), text
 
 
 def _shortest(parsed: Iterable[tuple[Any, Any]]) -> list[str]:

@@ -10,7 +10,7 @@ from made_reports import rank_status
 
 from rlhf_core.diagnosis.hangs.liveness import Condition, ConditionClock, GapTracker, judge
 from rlhf_core.schemas.attempts import Role
-from rlhf_core.schemas.reports import Phase, RankStatus, SpokenFor
+from rlhf_core.schemas.reports import Phase, RankStatus, RepresentedProcess
 from rlhf_core.schemas.supervision import SuperviseSpec
 
 FLOOR_S, SETUP_S, FACTOR = 10.0, 100.0, 5.0
@@ -250,7 +250,7 @@ def test_workers_that_do_not_wait_for_each_other_are_judged_one_by_one() -> None
 
 
 def test_a_worker_is_stopped_when_a_process_that_it_speaks_for_is() -> None:
-    spoken_for = tuple(SpokenFor(pid=pid, process_state=state) for pid, state in ((7, "S"), (8, "T")))
-    speaker = rank(0, 0.1).model_copy(update={"speaks_for": spoken_for})
+    represented = tuple(RepresentedProcess(pid=pid, process_state=state) for pid, state in ((7, "S"), (8, "T")))
+    speaker = rank(0, 0.1).model_copy(update={"speaks_for": represented})
     assert speaker.is_stopped
-    assert not speaker.model_copy(update={"speaks_for": spoken_for[:1]}).is_stopped
+    assert not speaker.model_copy(update={"speaks_for": represented[:1]}).is_stopped

@@ -46,7 +46,7 @@ def on_all(**variables: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("changed", "check", "status", "node", "says"),
+    ("changed", "check", "status", "node", "message"),
     [
         ({"n3": {"versions": {"torch": "2.12.0"}}}, "node.versions", BLOCKED, "n3", "torch = 2.12.0"),
         ({"n3": {"versions": {"vllm": "0.9"}}}, "node.versions", BLOCKED, "n3", "vllm = 0.9"),
@@ -67,14 +67,14 @@ def on_all(**variables: str) -> dict[str, dict[str, Any]]:
     ],
 )
 def test_the_odd_node_and_its_key_are_named(
-    changed: dict[str, Any], check: str, status: CheckStatus, node: str, says: str
+    changed: dict[str, Any], check: str, status: CheckStatus, node: str, message: str
 ) -> None:
     # A launcher's variable that is right elsewhere is compared with the other nodes.
     others = facts() if "NNODES" not in str(changed) else facts(**on_all(NNODES="4"))
     found = compare({**others, **{i: one for i, one in facts(**changed).items() if one.node in changed}}, {}, PLAN)
     assert troubles(found) == [(check, status.value, node)]
     (result,) = [one for one in found if one.id == check]
-    assert says in result.found
+    assert message in result.found
     assert result.expected
     assert result.advice
 
@@ -119,18 +119,18 @@ def test_fewer_gpus_than_planned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ahead", "node", "says"),
+    ("ahead", "node", "message"),
     [
         ({0: 0.0, 1: 0.01, 2: -100.0, 3: 0.0}, "n3", "100.0 s ahead"),
         ({0: 0.0, 1: 0.01, 2: 100.0, 3: 0.0}, "n3", "100.0 s behind"),
         ({0: 0.0, 1: 7.0, 2: 7.1, 3: 7.0}, "n1", "7.0 s ahead"),
     ],
 )
-def test_a_wrong_clock_is_that_of_the_odd_node(ahead: dict[int, float], node: str, says: str) -> None:
+def test_a_wrong_clock_is_that_of_the_odd_node(ahead: dict[int, float], node: str, message: str) -> None:
     """This holds even if it is the first node, which is the reference for all others."""
     (result,) = [one for one in compare(facts(), ahead, PLAN) if one.status is BLOCKED]
     assert (result.id, result.node) == ("node.clock", node)
-    assert says in result.found
+    assert message in result.found
 
 
 def test_variables_that_a_site_knows_to_differ_are_left_alone() -> None:

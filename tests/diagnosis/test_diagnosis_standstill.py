@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from made_reports import rank_status
 
 from rlhf_core.diagnosis.hangs.liveness import GapTracker, Suspect, judge, suspect
-from rlhf_core.diagnosis.hangs.standstill import MIN_LOOKS, SPAN_S, Standstill, confirm, is_promising, movement, prove
+from rlhf_core.diagnosis.hangs.standstill import (
+    MIN_INSPECTIONS,
+    SPAN_S,
+    Standstill,
+    confirm,
+    is_promising,
+    movement,
+    prove,
+)
 from rlhf_core.diagnosis.hangs.verdict import blame
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.inspections import Inspection, Wait
@@ -29,29 +37,29 @@ def rank(number: int, **changes: Any) -> RankStatus:
     return rank_status(number, **{**plain, "collectives": 41 if inside else 40, "in_collective": inside, **changes})
 
 
-def looked(status: RankStatus, at_s: float, main: Wait = Wait.LOCK, **changes: Any) -> Inspection:
+def inspected(status: RankStatus, at_s: float, main: Wait = Wait.LOCK, **changes: Any) -> Inspection:
     return Inspection.model_validate(
         {"status": status, "at_s": at_s, "main": main, "detail": "a lock of its own"} | changes
     )
 
 
-def record(*at_every_look: Sequence[Inspection]) -> Standstill:
+def record(*at_every_inspection: Sequence[Inspection]) -> Standstill:
     found = Standstill()
-    for looks in at_every_look:
-        found.add(looks)
+    for inspections in at_every_inspection:
+        found.add(inspections)
     return found
 
 
 def watch(
-    stuck: dict[str, Any], peer: dict[str, Any] | None = None, num_looks: int = 3, **status: Any
+    stuck: dict[str, Any], peer: dict[str, Any] | None = None, num_inspections: int = 3, **status: Any
 ) -> list[Suspect]:
     """Proof after observations two seconds apart of rank 1 and of its peer, which waits in a collective for it."""
     ranks = [rank(0, **(peer or {}).pop("status", {})), rank(1, **status)]
-    looks = [
-        [looked(ranks[0], 2.0 * number, Wait.TIME, **(peer or {})), looked(ranks[1], 2.0 * number, **stuck)]
-        for number in range(num_looks)
+    inspections = [
+        [inspected(ranks[0], 2.0 * number, Wait.TIME, **(peer or {})), inspected(ranks[1], 2.0 * number, **stuck)]
+        for number in range(num_inspections)
     ]
-    return prove(record(*looks).still, suspects_of(ranks), len(ranks))
+    return prove(record(*inspections).still, suspects_of(ranks), len(ranks))
 
 
 def tracker() -> GapTracker:
@@ -114,8 +122,8 @@ def test_a_deadlock_that_peers_wait_for_is_proven() -> None:
 
 def test_a_deadlocked_rank_without_peers_is_proven() -> None:
     alone = rank(1)
-    looks = [[looked(alone, 2.0 * number)] for number in range(3)]
-    assert prove(record(*looks).still, suspects_of([alone]), 1) != []
+    inspections = [[inspected(alone, 2.0 * number)] for number in range(3)]
+    assert prove(record(*inspections).still, suspects_of([alone]), 1) != []
 
 
 def test_waiting_for_a_peer_is_proven_where_nothing_in_the_job_can_send() -> None:
@@ -133,15 +141,15 @@ def test_ranks_that_disagree_are_proven() -> None:
         return rank(number, in_collective=True, **recorded)
 
     ranks = [inside(0, "Float [[17]]"), inside(1, "Float [[17]]"), inside(2, "Float [[9]]")]
-    looks = [[looked(one, 2.0 * number, io=number) for one in ranks] for number in range(3)]
-    found = prove(record(*looks).still, suspects_of(ranks), 3)
+    inspections = [[inspected(one, 2.0 * number, io=number) for one in ranks] for number in range(3)]
+    found = prove(record(*inspections).still, suspects_of(ranks), 3)
     assert [one.status.rank for one in found] == [0, 1, 2]
     verdict = blame(ranks, [], {one.status.rank: one.evidence for one in found})
     assert (verdict.kind, verdict.ranks) == (FailureKind.COLLECTIVE_MISMATCH, (2,))
     # The control: all ranks agree and wait for the network.
     same = [inside(number, "Float [[17]]") for number in range(3)]
-    looks = [[looked(one, 2.0 * number) for one in same] for number in range(3)]
-    assert prove(record(*looks).still, suspects_of(same), 3) == []
+    inspections = [[inspected(one, 2.0 * number) for one in same] for number in range(3)]
+    assert prove(record(*inspections).still, suspects_of(same), 3) == []
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -161,10 +169,11 @@ def test_a_worker_that_waits_for_time_or_for_the_outside_keeps_the_long_floor(wa
 )
 def test_whatever_moves_keeps_the_long_floor(grows: str) -> None:
     ranks = [rank(0), rank(1)]
-    looks = [
-        [looked(ranks[0], 2.0 * number), looked(ranks[1], 2.0 * number, **{grows: number})] for number in range(20)
+    inspections = [
+        [inspected(ranks[0], 2.0 * number), inspected(ranks[1], 2.0 * number, **{grows: number})]
+        for number in range(20)
     ]
-    assert prove(record(*looks).still, suspects_of(ranks), 2) == []
+    assert prove(record(*inspections).still, suspects_of(ranks), 2) == []
 
 
 @pytest.mark.parametrize(
@@ -188,31 +197,35 @@ def test_what_is_not_known_or_waited_for_keeps_the_long_floor(stuck: dict[str, A
 def test_what_was_on_its_way_at_the_first_look_counts_at_the_last(busy: dict[str, Any]) -> None:
     ranks = [rank(0), rank(1)]
     idle = {"uses_gpu": True, "gpu_percent": 0.0}
-    looks = [
+    inspections = [
         [
-            looked(ranks[0], 2.0 * number, Wait.TIME),
-            looked(ranks[1], 2.0 * number, **(idle | (busy if not number else {}))),
+            inspected(ranks[0], 2.0 * number, Wait.TIME),
+            inspected(ranks[1], 2.0 * number, **(idle | (busy if not number else {}))),
         ]
         for number in range(3)
     ]
-    assert prove(record(*looks).still, suspects_of(ranks), 2) == []
-    assert prove(record(*looks[1:], looks[2]).still, suspects_of(ranks), 2) == [], "two observations are too few"
+    assert prove(record(*inspections).still, suspects_of(ranks), 2) == []
+    assert prove(record(*inspections[1:], inspections[2]).still, suspects_of(ranks), 2) == [], (
+        "two observations are too few"
+    )
 
 
 def test_a_node_that_gives_no_looks_keeps_the_long_floor_for_all_but_the_stopped() -> None:
     ranks = [rank(0), rank(1), rank(2, in_collective=True)]
-    looks = [[looked(one, 2.0 * number, Wait.LOCK) for one in ranks[:2]] for number in range(3)]
-    assert prove(record(*looks).still, suspects_of(ranks), 3) == []
+    inspections = [[inspected(one, 2.0 * number, Wait.LOCK) for one in ranks[:2]] for number in range(3)]
+    assert prove(record(*inspections).still, suspects_of(ranks), 3) == []
     ranks[1] = rank(1, process_state="T")
-    looks = [[looked(ranks[1], 2.0 * number, Wait.STOPPED)] for number in range(3)]
-    assert prove(record(*looks).still, suspects_of(ranks), 3) != []
+    inspections = [[inspected(ranks[1], 2.0 * number, Wait.STOPPED)] for number in range(3)]
+    assert prove(record(*inspections).still, suspects_of(ranks), 3) != []
 
 
-@pytest.mark.parametrize(("num_looks", "step_s"), [(MIN_LOOKS - 1, SPAN_S), (MIN_LOOKS + 5, SPAN_S / 100)])
-def test_neither_few_looks_nor_looks_in_quick_succession_prove_anything(num_looks: int, step_s: float) -> None:
+@pytest.mark.parametrize(
+    ("num_inspections", "step_s"), [(MIN_INSPECTIONS - 1, SPAN_S), (MIN_INSPECTIONS + 5, SPAN_S / 100)]
+)
+def test_neither_few_looks_nor_looks_in_quick_succession_prove_anything(num_inspections: int, step_s: float) -> None:
     ranks = [rank(0), rank(1, process_state="T")]
-    looks = [[looked(ranks[1], step_s * number, Wait.STOPPED)] for number in range(num_looks)]
-    still = record(*looks).still
+    inspections = [[inspected(ranks[1], step_s * number, Wait.STOPPED)] for number in range(num_inspections)]
+    still = record(*inspections).still
     assert prove(still, suspects_of(ranks), 2) == []
     assert is_promising(still, suspects_of(ranks))
 
@@ -236,21 +249,21 @@ def test_blame_names_the_proven_rank_and_not_a_peer_that_is_late_too() -> None:
 
 
 WAITS = st.sampled_from(list(Wait))
-LOOKS = st.lists(
+INSPECTIONS = st.lists(
     st.tuples(WAITS, st.dictionaries(WAITS, st.just(1), max_size=3), st.integers(0, 1), st.booleans()),
     min_size=3,
     max_size=6,
 )
 
 
-@given(LOOKS)
-def test_nothing_is_proven_of_a_worker_that_moved_last_or_might_wake_up(looks: list[tuple[Any, ...]]) -> None:
+@given(INSPECTIONS)
+def test_nothing_is_proven_of_a_worker_that_moved_last_or_might_wake_up(inspections: list[tuple[Any, ...]]) -> None:
     ranks = [rank(0), rank(1)]
     recorded = [
-        looked(ranks[1], 2.0 * number, main, others=others, io=io, problem="unreadable" * hidden)
-        for number, (main, others, io, hidden) in enumerate(looks)
+        inspected(ranks[1], 2.0 * number, main, others=others, io=io, problem="unreadable" * hidden)
+        for number, (main, others, io, hidden) in enumerate(inspections)
     ]
-    standstill = record(*([looked(ranks[0], one.at_s), one] for one in recorded))
+    standstill = record(*([inspected(ranks[0], one.at_s), one] for one in recorded))
     if prove(standstill.still, suspects_of(ranks), 2):
         last = recorded[-3:]
         waits = {wait for one in last for wait in (one.main, *one.others)}

@@ -35,9 +35,9 @@ def test_a_config_that_cannot_work_ends_with_2(
     for name, value in site.environment().items():
         monkeypatch.setenv(name, value)
     assert main.execute(["run", site.config(), "--no-prefect", "--set", override]) == 2
-    said = capsys.readouterr()
-    assert answer in said.out + said.err
-    assert "Traceback" not in said.err
+    output = capsys.readouterr()
+    assert answer in output.out + output.err
+    assert "Traceback" not in output.err
 
 
 def test_a_malformed_line_is_named_by_file_and_number(site: Site) -> None:

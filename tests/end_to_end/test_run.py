@@ -134,9 +134,9 @@ def test_kill_one_rank_and_training_continues_by_itself(site: Site, undisturbed:
     assert incident["failure_kind"] == "worker_killed"
     (decision,) = shown["decisions"]
     assert decision["action"] == "restart_in_place"
-    said = "".join(path.read_text() for path in (run.attempt(1).root / "scheduler").glob("*.out"))
-    assert "attempt 1" in said
-    assert "fork server" not in said, "that of the first start has forked again"
+    output = "".join(path.read_text() for path in (run.attempt(1).root / "scheduler").glob("*.out"))
+    assert "attempt 1" in output
+    assert "fork server" not in output, "that of the first start has forked again"
     assert curve(site) == curve(undisturbed)
     assert final_weights(run) == final_weights(undisturbed.only_run())
 

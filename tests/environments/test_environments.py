@@ -30,12 +30,12 @@ def version_in(folder: Path, name: str) -> str:
 
 def test_an_environment_is_made_as_pinned_and_then_left_alone(tmp_path: Path, wheels: Path) -> None:
     folder = tmp_path / "made" / "tiny"
-    told: list[str] = []
+    messages: list[str] = []
     assert inspect(TINY, folder).state == "absent"
-    made = create(TINY, folder, tell=told.append)
+    made = create(TINY, folder, report_progress=messages.append)
     assert not made.was_there
     assert (version_in(folder, "torch"), version_in(folder, "tinytrainer")) == ("1.0", "1.0"), "not the newest"
-    assert any("tinytrainer" in line for line in told)
+    assert any("tinytrainer" in line for line in messages)
     found = inspect(TINY, folder)
     assert (found.state, found.torch, found.python) == ("ready", "torch==1.0", "{}.{}".format(*sys.version_info))
     for wheel in wheels.iterdir():
@@ -231,7 +231,7 @@ def test_env_create_ends_with_what_pip_said_last(
     """The wheels of the test have no trl."""
     begin(load_site().home / "environments" / "trl")
     assert main.execute(["env", "create", "trl"]) == 1
-    said = capsys.readouterr().err
-    assert re.search(r"pip install for .* ended with 1; its last lines:(.|\n)*torch==2.13.0", said)
+    output = capsys.readouterr().err
+    assert re.search(r"pip install for .* ended with 1; its last lines:(.|\n)*torch==2.13.0", output)
     assert main.execute(["env", "create", "nope"]) == 2
     assert "expected one of swift, trl" in capsys.readouterr().err

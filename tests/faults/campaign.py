@@ -58,7 +58,7 @@ from rlhf_core.run_dir.run import RunDir
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 START_S = 240.0
 """Longest time until the moment of a fault has come."""
-AGAIN_S = 240.0
+RECOVERY_TIMEOUT_S = 240.0
 """Longest time until training continues, or the run has ended."""
 LONGEST_RUN = SPACING * (CHAIN + 1)
 
@@ -171,7 +171,7 @@ class Campaign:
                 for number, fault in enumerate(scenario.faults):
                     truths.append(self._strike(place, fault, number))
                     self._settle(place, truths[-1])
-                site.wait_for(lambda: site.ended, "the end of the run", AGAIN_S)
+                site.wait_for(lambda: site.ended, "the end of the run", RECOVERY_TIMEOUT_S)
             except Stuck as stuck:
                 problem = str(stuck)
             return self._measure(scenario, place, truths, reference, problem)
@@ -202,7 +202,7 @@ class Campaign:
             made = [line for _, line in steps(place.run) if line.time.timestamp() > truth.time]
             return place.site.ended or max((line.step for line in made), default=0) >= truth.step + 2
 
-        place.site.wait_for(settled, "training to go on", AGAIN_S)
+        place.site.wait_for(settled, "training to go on", RECOVERY_TIMEOUT_S)
 
     def _measure(
         self, scenario: Scenario, place: Place, truths: list[Truth], reference: dict[str, str], problem: str

@@ -30,9 +30,9 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def left_behind(run_id: str, patience_s: float = 15.0) -> list[str]:
+def left_behind(run_id: str, timeout_s: float = 15.0) -> list[str]:
     """Processes of a run that still exist some time after its end."""
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     while found := list(_processes_of(run_id)):
         if time.monotonic() > deadline:
             return found

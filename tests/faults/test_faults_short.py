@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from campaign import AGAIN_S, START_S, Campaign
+from campaign import RECOVERY_TIMEOUT_S, START_S, Campaign
 from fault_cases import KINDS, SPACING, Expected, Fault, Scenario, on_one_node
 from fault_inject import Place, ask_to_save, kill_engine, node_down
 from fault_measure import Row, all_incidents, measure, same_parameters
@@ -122,11 +122,13 @@ def smaller(campaign: Campaign, reference: dict[str, str]) -> SmallerRun:
         begin(place, two_nodes("resources.min_nodes=1"))
         site.wait_for(lambda: last_step(place.run) > CHECKPOINT_EVERY, "a checkpoint", START_S)
         struck = node_down(place)
-        site.wait_for(lambda: len(steps_of(place.run, 2)) >= NUM_COMPARED, "an attempt on one node to train", AGAIN_S)
+        site.wait_for(
+            lambda: len(steps_of(place.run, 2)) >= NUM_COMPARED, "an attempt on one node to train", RECOVERY_TIMEOUT_S
+        )
         until_s, num_jobs = time.time(), cluster.num_jobs(place.run.run_id)
         cluster.back_in_service()
         ask_to_save(place)
-        site.wait_for(lambda: site.ended, "the end of the run", AGAIN_S)
+        site.wait_for(lambda: site.ended, "the end of the run", RECOVERY_TIMEOUT_S)
         attempts, state = place.run.attempts(), read_record(place.run).state.value
         fault = Fault(NODE_DOWN, EXPECTED[NODE_DOWN], struck.step, outside="node_down")
         lost = measure("fewer-nodes", 0, fault, struck, until_s, place.run, state, None, num_jobs)
@@ -180,13 +182,13 @@ def apart(campaign: Campaign, reference: dict[str, str]) -> EngineNodeRun:
         begin(place, scenario)
         site.wait_for(lambda: last_step(place.run) > CHECKPOINT_EVERY, "a checkpoint", START_S)
         kill_engine(place)
-        site.wait_for(lambda: last_step(place.run) > SPACING, "another checkpoint", AGAIN_S)
+        site.wait_for(lambda: last_step(place.run) > SPACING, "another checkpoint", RECOVERY_TIMEOUT_S)
         first = Seats.of(place)
         node = first.allocated[-1]
         cluster.kill_node(node, agent_pids(place.run)[node])
-        site.wait_for(lambda: steps_of(place.run, 2), "an attempt on another node to train", AGAIN_S)
+        site.wait_for(lambda: steps_of(place.run, 2), "an attempt on another node to train", RECOVERY_TIMEOUT_S)
         second = Seats.of(place)
-        site.wait_for(lambda: site.ended, "the end of the run", AGAIN_S)
+        site.wait_for(lambda: site.ended, "the end of the run", RECOVERY_TIMEOUT_S)
         return EngineNodeRun(place.run, [first, second], site.rlhf("show", place.run.run_id).stdout)
 
 

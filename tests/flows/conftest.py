@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from control_fakes import Clock, FakeScheduler
-from desk import Desk, Notes
 from folder_fixtures import for_folder
+from harness import ControllerHarness, Notes
 from sites import Site
 
 from rlhf_core.config.site import load_site
@@ -26,14 +26,14 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[CheckResult]:
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checks: list[CheckResult]) -> Iterator[Desk]:
+def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checks: list[CheckResult]) -> Iterator[ControllerHarness]:
     scheduler = FakeScheduler()
     monkeypatch.setattr("rlhf_core.control.controller.get_scheduler", lambda name: scheduler)
     monkeypatch.setattr("rlhf_core.control.cancel.get_scheduler", lambda name: scheduler)
     site = load_site({"RLHF_HOME": str(tmp_path / "site")})
     site.home.mkdir()
     with ExitStack() as stack, HistoryStore(site.database_url) as store:
-        yield Desk(site, scheduler, store, Clock(), Notes(), stack)
+        yield ControllerHarness(site, scheduler, store, Clock(), Notes(), stack)
 
 
 @pytest.fixture

@@ -29,8 +29,8 @@ class Impatient(Quiet):
 
     stop = False
 
-    def polled(self, look: AttemptSnapshot) -> None:
-        self.stop = look.role is not None
+    def polled(self, snapshot: AttemptSnapshot) -> None:
+        self.stop = snapshot.role is not None
 
     def stop_requested(self) -> bool:
         return self.stop

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from control_fakes import FakeAgent
-from desk import Desk
+from harness import ControllerHarness
 from kill_points import Killed
 
 from rlhf_core.control.attempts.jobs import CANCEL_TIMEOUT_S
@@ -22,18 +22,18 @@ from rlhf_core.schemas.attempts import AttemptState, RunState
 from rlhf_core.schemas.reports import AgentCommand
 
 
-def cancelled(desk: Desk, run_dir: RunDir, **options: Any) -> tuple[Cancelled, list[str]]:
-    said: list[str] = []
-    clock, sleep = desk.clock, desk.clock.sleep
+def cancelled(harness: ControllerHarness, run_dir: RunDir, **options: Any) -> tuple[Cancelled, list[str]]:
+    messages: list[str] = []
+    clock, sleep = harness.clock, harness.clock.sleep
     found = cancel_run(
         run_dir,
-        desk.site,
-        desk.store,
+        harness.site,
+        harness.store,
         "enough",
-        say=said.append,
+        log=messages.append,
         **{"clock": clock, "sleep": sleep, **options},
     )
-    return found, said
+    return found, messages
 
 
 @pytest.fixture
@@ -43,77 +43,77 @@ def follows_orders(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("follows_orders")
-def test_without_a_controller_the_command_cancels_the_run_itself(desk: Desk) -> None:
-    run_dir = desk.killed_in_training()
-    found, said = cancelled(desk, run_dir)
+def test_without_a_controller_the_command_cancels_the_run_itself(harness: ControllerHarness) -> None:
+    run_dir = harness.killed_in_training()
+    found, messages = cancelled(harness, run_dir)
     assert (found.state, found.job_ended) == (RunState.CANCELLED, True)
-    assert "from here" in said[0]
+    assert "from here" in messages[0]
     record = read_record(run_dir)
     assert record.attempts[1].state is AttemptState.CANCELLED
     assert record.cause == "enough"
-    assert desk.scheduler.cancelled == ["101"]
+    assert harness.scheduler.cancelled == ["101"]
     assert not run_dir.cancel_request.exists()
 
 
-def test_a_living_controller_is_asked(desk: Desk) -> None:
-    run_dir = desk.killed_in_training()
-    desk.store.acquire_lease(run_dir.run_id, "b@elsewhere:1:1.00", 3600)
-    asked = []
+def test_a_living_controller_is_asked(harness: ControllerHarness) -> None:
+    run_dir = harness.killed_in_training()
+    harness.store.acquire_lease(run_dir.run_id, "b@elsewhere:1:1.00", 3600)
+    requests = []
 
     def obeys(seconds: float) -> None:
         request = read_model(run_dir.cancel_request, AgentCommand)
-        asked.append(request)
+        requests.append(request)
         with run_dir.control.open("a") as journal:
             journal.write(
                 '{"sequence":90,"token":9,"time":"2026-01-01T00:00:00Z",'
                 '"event":{"kind":"run_moved","state":"cancelled","cause":"enough"}}\n'
             )
-        desk.scheduler.end_all()
+        harness.scheduler.end_all()
 
-    found, _ = cancelled(desk, run_dir, sleep=obeys)
-    assert asked[0].reason == "enough"
+    found, _ = cancelled(harness, run_dir, sleep=obeys)
+    assert requests[0].reason == "enough"
     assert found.state is RunState.CANCELLED
-    assert desk.scheduler.cancelled == [], "its controller did it"
+    assert harness.scheduler.cancelled == [], "its controller did it"
 
 
-def test_an_unresponsive_controller_does_not_keep_the_job_alive(desk: Desk) -> None:
-    run_dir = desk.killed_in_training()
-    desk.store.acquire_lease(run_dir.run_id, "b@elsewhere:1:1.00", 3600)
-    found, _ = cancelled(desk, run_dir)
-    assert desk.scheduler.cancelled == ["101"]
+def test_an_unresponsive_controller_does_not_keep_the_job_alive(harness: ControllerHarness) -> None:
+    run_dir = harness.killed_in_training()
+    harness.store.acquire_lease(run_dir.run_id, "b@elsewhere:1:1.00", 3600)
+    found, _ = cancelled(harness, run_dir)
+    assert harness.scheduler.cancelled == ["101"]
     assert found.job_ended
     assert "does not respond" in found.message
 
 
-def test_a_submitted_but_unrecorded_job_is_found(desk: Desk) -> None:
+def test_a_submitted_but_unrecorded_job_is_found(harness: ControllerHarness) -> None:
     """Its controller is frozen after the submission and keeps its lease."""
-    run_dir = desk.run()
+    run_dir = harness.run()
 
     def killed(request: object) -> None:
         raise Killed
 
-    desk.scheduler.on_submit = killed
+    harness.scheduler.on_submit = killed
     with pytest.raises(Killed):
-        drive(desk.controller(run_dir))
-    desk._stack.close()
+        drive(harness.controller(run_dir))
+    harness._stack.close()
     assert read_record(run_dir).attempts[1].submission is None
-    desk.store.acquire_lease(run_dir.run_id, "b@elsewhere:1:1.00", 3600)
-    desk.scheduler.stubborn = True
+    harness.store.acquire_lease(run_dir.run_id, "b@elsewhere:1:1.00", 3600)
+    harness.scheduler.stubborn = True
     with pytest.raises(SchedulerError, match="could not be ended"):
-        cancelled(desk, run_dir)
-    desk.scheduler.stubborn = False
-    found, _ = cancelled(desk, run_dir)
-    assert desk.scheduler.cancelled == ["101", "101"]
+        cancelled(harness, run_dir)
+    harness.scheduler.stubborn = False
+    found, _ = cancelled(harness, run_dir)
+    assert harness.scheduler.cancelled == ["101", "101"]
     assert found.job_ended
     assert "none of its jobs is running" in found.message
 
 
 @pytest.mark.usefixtures("follows_orders")
-def test_a_job_that_does_not_end_is_an_error(desk: Desk) -> None:
-    run_dir = desk.killed_in_training()
-    desk.scheduler.stubborn = True
+def test_a_job_that_does_not_end_is_an_error(harness: ControllerHarness) -> None:
+    run_dir = harness.killed_in_training()
+    harness.scheduler.stubborn = True
     with pytest.raises(SchedulerError, match="could not be ended"):
-        cancelled(desk, run_dir)
+        cancelled(harness, run_dir)
     assert read_record(run_dir).state is RunState.TRAINING, "it must not be called cancelled while its job runs"
 
 
@@ -121,49 +121,51 @@ def read_only(*_given: object, **_named: object) -> None:
     raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
 
-def test_a_job_is_ended_even_if_the_run_directory_is_read_only(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_dir = desk.killed_in_training()
+def test_a_job_is_ended_even_if_the_run_directory_is_read_only(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = harness.killed_in_training()
     monkeypatch.setattr("rlhf_core.control.cancel.write_model", read_only)
-    found, _ = cancelled(desk, run_dir)
-    assert desk.scheduler.cancelled == ["101"]
+    found, _ = cancelled(harness, run_dir)
+    assert harness.scheduler.cancelled == ["101"]
     assert (found.state, found.job_ended) == (RunState.TRAINING, True)
     assert f"{run_dir.root} cannot be written (Read-only file system)" in found.message
     assert f"mark the run with `rlhf cancel {run_dir.run_id}`" in found.message
 
 
-def test_an_ended_run_may_be_read_only(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_dir = desk.completed()
-    desk._stack.close()
-    desk.scheduler.end_all()
+def test_an_ended_run_may_be_read_only(harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = harness.completed()
+    harness._stack.close()
+    harness.scheduler.end_all()
     monkeypatch.setattr(Path, "unlink", read_only)
-    found, _ = cancelled(desk, run_dir)
+    found, _ = cancelled(harness, run_dir)
     assert "had already ended" in found.message
 
 
-def test_a_run_that_has_ended_is_left_alone(desk: Desk) -> None:
-    run_dir = desk.completed()
-    desk._stack.close()
-    desk.scheduler.end_all()
+def test_a_run_that_has_ended_is_left_alone(harness: ControllerHarness) -> None:
+    run_dir = harness.completed()
+    harness._stack.close()
+    harness.scheduler.end_all()
     before = run_dir.control.read_bytes()
-    found, _ = cancelled(desk, run_dir)
+    found, _ = cancelled(harness, run_dir)
     assert "had already ended" in found.message
     assert found.job_ended
     assert run_dir.control.read_bytes() == before
 
 
-def test_a_live_job_is_never_reported_as_gone(desk: Desk) -> None:
+def test_a_live_job_is_never_reported_as_gone(harness: ControllerHarness) -> None:
     """Negative control of the proof, which comes from the scheduler and not from the request itself."""
-    run_dir = desk.completed()
-    desk._stack.close()
-    found, _ = cancelled(desk, run_dir)
+    run_dir = harness.completed()
+    harness._stack.close()
+    found, _ = cancelled(harness, run_dir)
     assert not found.job_ended
     assert "may still be running" in found.message
 
 
 @pytest.mark.usefixtures("follows_orders")
 @pytest.mark.parametrize("save", [True, False])
-def test_a_checkpoint_is_written_first_on_request(desk: Desk, save: bool) -> None:
-    run_dir = desk.killed_in_training()
+def test_a_checkpoint_is_written_first_on_request(harness: ControllerHarness, save: bool) -> None:
+    run_dir = harness.killed_in_training()
     agent = FakeAgent(run_dir)
 
     def obeys() -> None:
@@ -172,19 +174,19 @@ def test_a_checkpoint_is_written_first_on_request(desk: Desk, save: bool) -> Non
             agent.checkpoint(5)
             agent.end(AttemptState.PREEMPTED)
 
-    desk.scheduler.on_status = obeys
-    found, _ = cancelled(desk, run_dir, save=save)
+    harness.scheduler.on_status = obeys
+    found, _ = cancelled(harness, run_dir, save=save)
     assert (found.state, found.job_ended) == (RunState.CANCELLED, True)
     assert [checkpoint.step for checkpoint in run_dir.checkpoints()] == ([5] if save else [])
     assert read_record(run_dir).attempts[1].state is AttemptState.CANCELLED
 
 
-def test_a_job_that_still_waits_for_nodes_has_nothing_to_save(desk: Desk) -> None:
+def test_a_job_that_still_waits_for_nodes_has_nothing_to_save(harness: ControllerHarness) -> None:
     """The cancellation must not wait for a checkpoint of such a job."""
-    run_dir = desk.killed_in_training()
-    desk.scheduler.jobs["101"].state = JobState.PENDING
-    began = desk.clock.now
-    session = desk.controller(run_dir)
+    run_dir = harness.killed_in_training()
+    harness.scheduler.jobs["101"].state = JobState.PENDING
+    began = harness.clock.now
+    session = harness.controller(run_dir)
     cancel(session, "enough", save=True)
-    assert desk.clock.now - began < 2 * CANCEL_TIMEOUT_S
+    assert harness.clock.now - began < 2 * CANCEL_TIMEOUT_S
     assert read_record(run_dir).state is RunState.CANCELLED

@@ -136,14 +136,14 @@ def test_changes_made_in_the_ui_are_kept(client: Any, site: Site) -> None:
     crons = {one.slug: one.schedule.cron for one in client.read_deployment_schedules(deployment_id)}
     assert crons == {SCHEDULE: "30 4 * * *", "by-hand": "0 9 * * *"}
     assert client.read_deployment(deployment_id).work_queue_name == "high"
-    for asked, skips in ((True, True), (None, True), (False, False), (None, False)):
-        register("quickstart", site, name="mine", skip_if_busy=asked, tags=["mine"])
+    for submitted, skips in ((True, True), (None, True), (False, False), (None, False)):
+        register("quickstart", site, name="mine", skip_if_busy=submitted, tags=["mine"])
         assert client.read_deployment(deployment_id).tags == ["rlhf", "mine", *([SKIP_IF_BUSY] if skips else [])]
 
 
 @pytest.mark.usefixtures("server", "pool")
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"cron": "every night"}, "no schedule"),
         ({"cron": "0 2 * * *", "timezone": "Mars/Base"}, "--timezone 'Mars/Base' is unknown"),
@@ -154,8 +154,8 @@ def test_changes_made_in_the_ui_are_kept(client: Any, site: Site) -> None:
         ({"name": "No Name"}, "give --name"),
     ],
 )
-def test_a_config_that_cannot_be_deployed_is_reported(site: Site, given: dict[str, Any], said: str) -> None:
-    with pytest.raises(BadInput, match=said):
+def test_a_config_that_cannot_be_deployed_is_reported(site: Site, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
         register("quickstart", site, **given)
 
 
@@ -190,9 +190,9 @@ def test_a_submission_uses_the_current_file_and_leaves_schedules_alone(
     monkeypatch.chdir(tmp_path)
     done = register("mine.toml", site)
     file.write_text(text.replace("num_steps = 100", "num_steps = 50"))
-    asked = submit_config("mine.toml", site, overrides=["rollout.temperature=0.5"], tags=["b"])
-    flow_run = client.read_flow_run(UUID(asked.flow_run_id))
-    assert flow_run.name == asked.run_id
+    submitted = submit_config("mine.toml", site, overrides=["rollout.temperature=0.5"], tags=["b"])
+    flow_run = client.read_flow_run(UUID(submitted.flow_run_id))
+    assert flow_run.name == submitted.run_id
     assert flow_run.parameters["steps"] == 50
     assert config.load(flow_run.parameters["config"]).loops.main.num_steps == 50
     assert client.read_deployment(UUID(done.id)).parameters["steps"] == 100
@@ -209,9 +209,9 @@ def test_the_commands_print_names_and_pages(
     assert execute(["deploy", "quickstart", "--name", "typed", "--cron", "0 2 * * *", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["deployment"] == "rlhf-run/typed"
     assert execute(["submit", "typed", "--set", "seed=3", "--json"]) == 0
-    asked = json.loads(capsys.readouterr().out)
-    assert asked["run_id"].startswith("quickstart-")
-    assert asked["flow_run_id"] in asked["url"]
+    submitted = json.loads(capsys.readouterr().out)
+    assert submitted["run_id"].startswith("quickstart-")
+    assert submitted["flow_run_id"] in submitted["url"]
     assert execute(["deploy", "quickstart", "--cron", "nightly"]) == 2
     assert "no schedule" in capsys.readouterr().err
 
@@ -281,8 +281,8 @@ def worker(real_prefect: sites.Site, pool: None, tmp_path_factory: pytest.TempPa
             process.wait()
 
 
-def training(site: Site, asked_run_id: str) -> RunDir:
-    run_dir = RunDir.of(site.runs_dir, asked_run_id)
+def training(site: Site, run_id: str) -> RunDir:
+    run_dir = RunDir.of(site.runs_dir, run_id)
     until(lambda: run_dir.spec.is_file() and read_record(run_dir).state is RunState.TRAINING)
     return run_dir
 
@@ -315,27 +315,31 @@ def test_a_cancellation_in_prefect_ends_the_job_and_a_killed_process_does_not(
 
     (site.home / "grader.py").write_text(GRADER.format(service=""))
     register("quickstart", site)
-    asked = submit("quickstart", site, overrides=LONG)
-    run_dir = training(site, asked.run_id)
+    submitted = submit("quickstart", site, overrides=LONG)
+    run_dir = training(site, submitted.run_id)
     with HistoryStore(site.database_url) as store:
-        assert run_of_flow_run(store, asked.flow_run_id) == run_dir.run_id
+        assert run_of_flow_run(store, submitted.flow_run_id) == run_dir.run_id
         (first,) = show_run(store, run_dir.run_id)["controllers"]
-        assert first["flow_run_url"] == asked.url == f"https://prefect.example.org/ui/runs/flow-run/{asked.flow_run_id}"
+        assert (
+            first["flow_run_url"]
+            == submitted.url
+            == f"https://prefect.example.org/ui/runs/flow-run/{submitted.flow_run_id}"
+        )
     controller = Owner.parse(first["controller"])
     assert controller is not None
     os.kill(controller.pid, signal.SIGKILL)
-    state_of(client, asked.flow_run_id, "Crashed")
+    state_of(client, submitted.flow_run_id, "Crashed")
     until(lambda: f"the controller of run {run_dir.run_id} died" in worker.read_text())
     (job,) = jobs_at_work(site, run_dir)
 
-    client.set_flow_run_state(UUID(asked.flow_run_id), AwaitingRetry(), force=True)
+    client.set_flow_run_state(UUID(submitted.flow_run_id), AwaitingRetry(), force=True)
     until(lambda: len(read_controllers(site, run_dir)) == 2, interval_s=ASKING_INTERVAL_S)
     assert jobs_at_work(site, run_dir) == [job], "adopted: not a second one"
     assert [path.name for path in site.runs_dir.iterdir()] == [run_dir.run_id], "not a second run"
-    state_of(client, asked.flow_run_id, "Running")
+    state_of(client, submitted.flow_run_id, "Running")
 
-    client.set_flow_run_state(UUID(asked.flow_run_id), Cancelling())
-    state_of(client, asked.flow_run_id, "Cancelled")
+    client.set_flow_run_state(UUID(submitted.flow_run_id), Cancelling())
+    state_of(client, submitted.flow_run_id, "Cancelled")
     assert jobs_at_work(site, run_dir) == []
     record = read_record(run_dir)
     assert (record.state, record.cause) == (RunState.CANCELLED, "cancelled in Prefect (through Prefect, unverified)")

@@ -90,7 +90,7 @@ def test_a_setting_that_is_given_twice_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"nodes": -1}, r"nodes \(resources.num_nodes\): found -1"),
         ({"seed": "abc"}, "seed"),
@@ -102,8 +102,8 @@ def test_a_setting_that_is_given_twice_is_refused(folder: Path) -> None:
         ({"unheard_of": 1}, "unheard_of"),
     ],
 )
-def test_invalid_values_are_refused_by_name(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(BadInput, match=said):
+def test_invalid_values_are_refused_by_name(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
         read_form({"config": "quickstart", **given})
 
 
@@ -137,14 +137,14 @@ def test_a_kept_config_does_not_change_with_the_file_and_the_code(folder: Path, 
 def test_code_named_by_an_override_is_kept_too(folder: Path, tmp_path: Path) -> None:
     """`rlhf submit FILE --set reward.functions=[...]` names a module that is not in the file."""
     (folder / "other_rewards.py").write_text("def score(**columns): return []")
-    asked = ['reward.functions=["other_rewards:score"]']
-    kept = keep(str(folder / "small.toml"), [], "small", tmp_path / "home", folder, further=asked)
+    overrides = ['reward.functions=["other_rewards:score"]']
+    kept = keep(str(folder / "small.toml"), [], "small", tmp_path / "home", folder, further=overrides)
     assert "other_rewards" not in kept.config.read_text(), "the override is the run's, and stands with the run"
     site = load_site({"RLHF_HOME": str(tmp_path / "home")})
-    run_dir = new_run(str(kept.config), asked, site)
+    run_dir = new_run(str(kept.config), overrides, site)
     assert (run_dir.code / "snapshot" / "other_rewards.py").is_file()
     without = keep(str(folder / "small.toml"), [], "small", tmp_path / "home", folder)
-    assert not (new_run(str(without.config), asked, site).code / "snapshot" / "other_rewards.py").exists()
+    assert not (new_run(str(without.config), overrides, site).code / "snapshot" / "other_rewards.py").exists()
 
 
 def test_an_equal_config_is_kept_once_and_a_changed_one_separately(folder: Path, tmp_path: Path) -> None:

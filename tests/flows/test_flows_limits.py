@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from uuid import UUID
 
 import pytest
-from desk import Desk
+from harness import ControllerHarness
 from sites import Site
 
 from flows import limits
@@ -31,10 +31,10 @@ def limit(server: Site) -> Iterator[UUID]:
         client.delete_global_concurrency_limit_by_name(LIMIT)
 
 
-def a_session(desk: Desk) -> Controller:
+def a_session(harness: ControllerHarness) -> Controller:
     from rlhf_core.control.controller import opened
 
-    return desk._stack.enter_context(opened(desk.run(), desk.site, desk.store, desk.notes, timeout_s=0))
+    return harness._stack.enter_context(opened(harness.run(), harness.site, harness.store, harness.notes, timeout_s=0))
 
 
 def active_slots() -> int:
@@ -45,9 +45,11 @@ def active_slots() -> int:
 
 
 @pytest.mark.usefixtures("limit")
-def test_the_second_run_waits_for_the_first_and_keeps_its_lease(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_run_waits_for_the_first_and_keeps_its_lease(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limits, "RETRY_INTERVAL_S", 0.1)
-    first, second = a_session(desk), a_session(desk)
+    first, second = a_session(harness), a_session(harness)
     waiting, entered = threading.Event(), threading.Event()
     checks: list[int] = []
     check = second.check
@@ -55,7 +57,7 @@ def test_the_second_run_waits_for_the_first_and_keeps_its_lease(desk: Desk, monk
     def counted() -> None:
         check()
         checks.append(1)
-        if desk.notes.sayings and len(checks) > 3:
+        if harness.notes.messages and len(checks) > 3:
             waiting.set()
 
     monkeypatch.setattr(second, "check", counted)
@@ -70,7 +72,7 @@ def test_the_second_run_waits_for_the_first_and_keeps_its_lease(desk: Desk, monk
         thread.start()
         assert waiting.wait(60)
         assert not entered.is_set()
-        assert "the limit rlhf-runs" in desk.notes.sayings[0]
+        assert "the limit rlhf-runs" in harness.notes.messages[0]
         kept = len(checks)
     assert entered.wait(60)
     thread.join(60)
@@ -79,48 +81,48 @@ def test_the_second_run_waits_for_the_first_and_keeps_its_lease(desk: Desk, monk
 
 
 @pytest.mark.usefixtures("limit")
-def test_a_waiting_run_can_be_cancelled(desk: Desk) -> None:
-    first, second = a_session(desk), a_session(desk)
+def test_a_waiting_run_can_be_cancelled(harness: ControllerHarness) -> None:
+    first, second = a_session(harness), a_session(harness)
     write_model(second.run_dir.cancel_request, AgentCommand(kind="cancel", reason="enough", time=utc_now()))
     with run_slot(first), run_slot(second):
         assert active_slots() == 1, "the steps that follow see the request at once"
 
 
 @pytest.mark.usefixtures("limit")
-def test_a_run_waiting_for_approval_blocks_no_other_run(desk: Desk) -> None:
-    first, second = a_session(desk), a_session(desk)
-    with run_slot(first) as give_back:
+def test_a_run_waiting_for_approval_blocks_no_other_run(harness: ControllerHarness) -> None:
+    first, second = a_session(harness), a_session(harness)
+    with run_slot(first) as release:
         assert active_slots() == 1
-        give_back()
+        release()
         assert active_slots() == 0
         with run_slot(second):
             assert active_slots() == 1
-            give_back()
+            release()
             assert active_slots() == 1, "it is given back once"
-    assert desk.notes.sayings == []
+    assert harness.notes.messages == []
 
 
 @pytest.mark.usefixtures("limit")
-def test_a_completed_run_takes_no_slot(desk: Desk) -> None:
-    run_dir = desk.good_run()
-    controller = desk.controller(run_dir)
+def test_a_completed_run_takes_no_slot(harness: ControllerHarness) -> None:
+    run_dir = harness.good_run()
+    controller = harness.controller(run_dir)
     drive(controller)
     with run_slot(controller):
         assert active_slots() == 0
 
 
 @pytest.mark.usefixtures("server")
-def test_without_the_limit_no_run_waits(desk: Desk) -> None:
-    first, second = a_session(desk), a_session(desk)
+def test_without_the_limit_no_run_waits(harness: ControllerHarness) -> None:
+    first, second = a_session(harness), a_session(harness)
     with run_slot(first), run_slot(second):
-        assert desk.notes.sayings == []
+        assert harness.notes.messages == []
 
 
 @pytest.mark.usefixtures("limit")
-def test_an_unresponsive_server_delays_no_run(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unresponsive_server_delays_no_run(harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     never = threading.Event()
     monkeypatch.setattr(limits, "ANSWER_TIMEOUT_S", 0.3)
     monkeypatch.setattr(limits, "_limit_is_there", never.wait)
-    with run_slot(a_session(desk)):
-        assert "goes on without it" in desk.notes.sayings[0]
+    with run_slot(a_session(harness)):
+        assert "goes on without it" in harness.notes.messages[0]
     never.set()

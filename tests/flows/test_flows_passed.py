@@ -2,7 +2,7 @@
 
 import pytest
 from control_fakes import FakeAgent, make_spec
-from desk import Desk
+from harness import ControllerHarness
 
 from rlhf_core.control.steps import drive
 from rlhf_core.errors import RunFailed
@@ -14,10 +14,10 @@ CANARY = "c4nary-that-is-handed-over"
 
 
 def test_an_attempt_without_its_secret_is_not_submitted_and_can_be_resumed(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", CANARY)
-    run_dir = desk.run(make_spec(slurm={"pass_environment": ["WANDB_API_KEY"]}))
+    run_dir = harness.run(make_spec(slurm={"pass_environment": ["WANDB_API_KEY"]}))
 
     def fail(agent: FakeAgent) -> None:
         agent.begin()
@@ -27,17 +27,17 @@ def test_an_attempt_without_its_secret_is_not_submitted_and_can_be_resumed(
         agent.end(AttemptState.FAILED, FailureKind.NODE_LOST)
         monkeypatch.delenv("WANDB_API_KEY")  # the process that drives the run from now on lacks the secret
 
-    desk.runs_well(run_dir, 1, fail)
+    harness.runs_well(run_dir, 1, fail)
     with pytest.raises(RunFailed, match="WANDB_API_KEY: named in") as error:
-        drive(desk.controller(run_dir))
-    assert str(desk.site.job_secrets) in str(error.value)
-    assert [one.placement.attempt for one in desk.scheduler.submitted] == [1]
+        drive(harness.controller(run_dir))
+    assert str(harness.site.job_secrets) in str(error.value)
+    assert [one.placement.attempt for one in harness.scheduler.submitted] == [1]
 
-    assert desk.site.job_secrets is not None
-    desk.site.job_secrets.touch(mode=0o600)
-    desk.site.job_secrets.write_text(f"WANDB_API_KEY={CANARY}\n")
-    drive(desk.controller(run_dir, resumed=True))
+    assert harness.site.job_secrets is not None
+    harness.site.job_secrets.touch(mode=0o600)
+    harness.site.job_secrets.write_text(f"WANDB_API_KEY={CANARY}\n")
+    drive(harness.controller(run_dir, resumed=True))
     assert read_record(run_dir).state is RunState.COMPLETED
-    assert desk.scheduler.submitted[-1].placement.resume_checkpoint == "step-000006"
-    kept = [path for path in desk.site.home.rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()]
-    assert kept == [desk.site.job_secrets]
+    assert harness.scheduler.submitted[-1].placement.resume_checkpoint == "step-000006"
+    kept = [path for path in harness.site.home.rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()]
+    assert kept == [harness.site.job_secrets]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from control_fakes import FakeAgent, make_spec
-from desk import Desk
+from harness import ControllerHarness
 from made_reports import decision_of
 from prefect.artifacts import Artifact
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName, LogFilter, LogFilterFlowRunId
@@ -57,31 +57,31 @@ class PrefectError(Exception):
 
 
 def test_finished_work_is_not_repeated_when_prefect_fails_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    done, said = [], []
+    done, messages = [], []
 
     def fails_afterwards(step: Step) -> None:
         step.run()
         raise PrefectError("gone")
 
     monkeypatch.setattr("flows.tasks.as_task_run", fails_afterwards)
-    TaskRunner(said.append).run(Step(StageName.TRAIN, "train attempt 1", lambda: done.append(1)))
+    TaskRunner(messages.append).run(Step(StageName.TRAIN, "train attempt 1", lambda: done.append(1)))
     assert done == [1]
-    assert "goes on without it" in said[0]
+    assert "goes on without it" in messages[0]
 
 
 def test_work_is_done_without_prefect_when_prefect_fails_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    done, asked, said = [], [], []
+    done, started, messages = [], [], []
 
     def fails_at_once(step: Step) -> None:
-        asked.append(step.title)
+        started.append(step.title)
         raise PrefectError("gone")
 
     monkeypatch.setattr("flows.tasks.as_task_run", fails_at_once)
-    tasks = TaskRunner(said.append)
+    tasks = TaskRunner(messages.append)
     tasks.run(Step(StageName.TRAIN, "train attempt 1", lambda: done.append(1)))
     tasks.run(Step(StageName.EVALUATE, "evaluate", lambda: done.append(2)))
     assert done == [1, 2]
-    assert asked == ["train attempt 1"], "a server that does not answer is not asked again"
+    assert started == ["train attempt 1"], "a server that does not answer is not asked again"
 
 
 def test_our_own_errors_pass_through_and_do_not_look_like_a_lost_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,9 +96,9 @@ def test_our_own_errors_pass_through_and_do_not_look_like_a_lost_server(monkeypa
     assert not tasks.lost
 
 
-def test_a_skipped_step_is_not_taken_for_done(desk: Desk) -> None:
+def test_a_skipped_step_is_not_taken_for_done(harness: ControllerHarness) -> None:
     """A loop that skips a step must not continue as if a stage had succeeded."""
-    pending = steps(desk.controller(desk.run()))
+    pending = steps(harness.controller(harness.run()))
     next(pending)
     with pytest.raises(RuntimeError, match="'preflight' was taken from the loop and not carried out"):
         next(pending)
@@ -131,8 +131,8 @@ def task_runs(flow_run: str) -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("server")
-def test_a_run_is_shown_in_prefect_stage_by_stage(desk: Desk) -> None:
-    run_dir = desk.completed(run_in_prefect)
+def test_a_run_is_shown_in_prefect_stage_by_stage(harness: ControllerHarness) -> None:
+    run_dir = harness.completed(run_in_prefect)
     assert read_record(run_dir).state is RunState.COMPLETED
     assert state_of(run_dir.run_id) == "Completed"
     artifact = Artifact.get(artifact_key(run_dir.run_id, "result"))
@@ -142,29 +142,31 @@ def test_a_run_is_shown_in_prefect_stage_by_stage(desk: Desk) -> None:
 
 
 @pytest.mark.usefixtures("server")
-def test_a_failed_run_raises_its_diagnosis_and_is_failed_in_prefect(desk: Desk) -> None:
-    run_dir = desk.run()
-    desk.attempts(run_dir, lambda agent: (agent.begin(), agent.end(AttemptState.FAILED, FailureKind.SHAPE)))
+def test_a_failed_run_raises_its_diagnosis_and_is_failed_in_prefect(harness: ControllerHarness) -> None:
+    run_dir = harness.run()
+    harness.attempts(run_dir, lambda agent: (agent.begin(), agent.end(AttemptState.FAILED, FailureKind.SHAPE)))
     with pytest.raises(RunFailed, match="shape"):
-        run_in_prefect(desk.controller(run_dir))
+        run_in_prefect(harness.controller(run_dir))
     assert state_of(run_dir.run_id) == "Failed"
 
 
 @pytest.mark.usefixtures("server")
-def test_a_cancelled_run_is_cancelled_in_prefect(desk: Desk) -> None:
-    run_dir = desk.run()
-    desk.trains_for_ever(run_dir)
-    desk.notes.stop = lambda: len(desk.notes.looks) > 2
+def test_a_cancelled_run_is_cancelled_in_prefect(harness: ControllerHarness) -> None:
+    run_dir = harness.run()
+    harness.trains_for_ever(run_dir)
+    harness.notes.stop = lambda: len(harness.notes.snapshots) > 2
     with pytest.raises(RunCancelled):
-        run_in_prefect(desk.controller(run_dir))
+        run_in_prefect(harness.controller(run_dir))
     assert state_of(run_dir.run_id) == "Cancelled"
 
 
 @pytest.mark.usefixtures("server")
-def test_a_server_that_is_lost_in_the_middle_does_not_stop_the_run(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_lost_in_the_middle_does_not_stop_the_run(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from flows import tasks
 
-    run_dir = desk.good_run()
+    run_dir = harness.good_run()
     as_task_run = tasks.as_task_run
 
     def lost_at_training(step: Step) -> None:
@@ -173,37 +175,41 @@ def test_a_server_that_is_lost_in_the_middle_does_not_stop_the_run(desk: Desk, m
         as_task_run(step)
 
     monkeypatch.setattr("flows.tasks.as_task_run", lost_at_training)
-    run_in_prefect(desk.controller(run_dir))
+    run_in_prefect(harness.controller(run_dir))
     assert read_record(run_dir).state is RunState.COMPLETED
-    assert any("goes on without it" in text for text in desk.notes.sayings)
+    assert any("goes on without it" in text for text in harness.notes.messages)
     seen = task_runs(run_dir.run_id)
     assert "train attempt 1" not in seen
     assert seen["evaluate"] == "Completed", "a server that is back is used again"
 
 
 @pytest.mark.usefixtures("server")
-def test_a_trial_is_a_task_run_with_its_own_name(desk: Desk, checks: list[CheckResult]) -> None:
+def test_a_trial_is_a_task_run_with_its_own_name(harness: ControllerHarness, checks: list[CheckResult]) -> None:
     checks.append(CheckResult(id="trial.needed", status=CheckStatus.WARNING, found="data changed"))
-    run_dir = desk.run(make_spec(preflight={"trial": "run"}))
-    desk.scheduler.on_submit = lambda request: FakeAgent(RunDir.of(desk.site.runs_dir, request.run_id)).whole_run()
-    run_in_prefect(desk.controller(run_dir))
+    run_dir = harness.run(make_spec(preflight={"trial": "run"}))
+    harness.scheduler.on_submit = lambda request: FakeAgent(
+        RunDir.of(harness.site.runs_dir, request.run_id)
+    ).whole_run()
+    run_in_prefect(harness.controller(run_dir))
     assert task_runs(run_dir.run_id)["trial on one node"] == "Completed"
     assert state_of(run_dir.run_id) == "Completed"
-    assert len(desk.scheduler.submitted) == 2
+    assert len(harness.scheduler.submitted) == 2
 
 
 @pytest.mark.usefixtures("server")
-def test_a_deployment_starts_a_run_from_its_parameters(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deployment_starts_a_run_from_its_parameters(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without an existing controller, as under a Prefect worker."""
-    monkeypatch.setenv("RLHF_HOME", str(desk.site.home))
+    monkeypatch.setenv("RLHF_HOME", str(harness.site.home))
 
     def whole(request: object) -> None:
-        (path,) = desk.site.runs_dir.iterdir()
+        (path,) = harness.site.runs_dir.iterdir()
         FakeAgent(RunDir(path)).whole_run()
 
-    desk.scheduler.on_submit = whole
+    harness.scheduler.on_submit = whole
     rlhf_run(config="quickstart", overrides="loops.main.num_steps=3\nloops.warm_start.num_steps=1")
-    (path,) = desk.site.runs_dir.iterdir()
+    (path,) = harness.site.runs_dir.iterdir()
     assert state_of(path.name) == "Completed"
 
 
@@ -244,7 +250,7 @@ def as_a_worker_does(given: dict[str, Any]) -> None:
 
 @pytest.mark.usefixtures("server")
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "expected"),
     [
         (
             {"config": "quickstart", "overrides": "loops.main.num_steps=banana"},
@@ -260,9 +266,9 @@ def as_a_worker_does(given: dict[str, Any]) -> None:
     ],
 )
 def test_wrong_input_is_reported_without_a_traceback(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], said: str
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], expected: str
 ) -> None:
-    monkeypatch.setenv("RLHF_HOME", str(desk.site.home))
+    monkeypatch.setenv("RLHF_HOME", str(harness.site.home))
     with logged() as read:
         with pytest.raises(FailedRun):
             as_a_worker_does(given)
@@ -270,11 +276,11 @@ def test_wrong_input_is_reported_without_a_traceback(
         time.sleep(4)  # log lines arrive in batches of 2 s, and Prefect's engine writes the last one
         _, _, log = read()
     assert name == "Failed"
-    assert said in message
+    assert expected in message
     assert "quickstart.toml" not in message, "the form is to blame"
-    assert message in log, "whole, not as one line with escapes"
+    assert expected in log, "whole, not as one line with escapes"
     assert "Traceback" not in log
-    assert not desk.site.runs_dir.exists() or not any(desk.site.runs_dir.iterdir())
+    assert not harness.site.runs_dir.exists() or not any(harness.site.runs_dir.iterdir())
 
 
 @pytest.mark.usefixtures("server")
@@ -288,26 +294,26 @@ def test_a_reconcile_flow_started_by_hand_refers_to_the_site_daemon() -> None:
 
 
 @pytest.mark.usefixtures("server")
-def test_a_failed_run_has_its_diagnosis_and_no_traceback_in_its_state(desk: Desk) -> None:
-    run_dir = desk.run()
-    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).incident(FailureKind.CONFIG)
-    desk.scheduler.on_status = desk.scheduler.end_all
+def test_a_failed_run_has_its_diagnosis_and_no_traceback_in_its_state(harness: ControllerHarness) -> None:
+    run_dir = harness.run()
+    harness.scheduler.on_submit = lambda request: FakeAgent(run_dir).incident(FailureKind.CONFIG)
+    harness.scheduler.on_status = harness.scheduler.end_all
     with logged() as read:
         with pytest.raises(RunFailed) as failed:
-            run_in_prefect(desk.controller(run_dir))
+            run_in_prefect(harness.controller(run_dir))
         name, message, log = read()
     assert (name, message) == ("Failed", str(failed.value))
     assert "Traceback" not in log
 
 
 @pytest.mark.usefixtures("server")
-def test_any_other_error_keeps_its_traceback(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_other_error_keeps_its_traceback(harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control of the previous test: such errors must be located in our program."""
 
     def breaks(*arguments: Any) -> None:
         raise RuntimeError("a mistake of ours")
 
-    monkeypatch.setenv("RLHF_HOME", str(desk.site.home))
+    monkeypatch.setenv("RLHF_HOME", str(harness.site.home))
     monkeypatch.setattr("flows.run.run_of_the_form", breaks)
     with logged() as read:
         with pytest.raises(RuntimeError, match="a mistake of ours"):
@@ -321,24 +327,24 @@ def test_any_other_error_keeps_its_traceback(desk: Desk, monkeypatch: pytest.Mon
 
 @pytest.mark.usefixtures("server")
 def test_a_blocked_run_of_a_terminal_raises_its_findings_and_fails_in_prefect(
-    desk: Desk, checks: list[CheckResult]
+    harness: ControllerHarness, checks: list[CheckResult]
 ) -> None:
     checks.append(CheckResult(id="b.check", status=CheckStatus.BLOCKED, found="no room", advice="make some"))
-    run_dir = desk.run()
+    run_dir = harness.run()
     with logged() as read:
         with pytest.raises(PreflightBlocked, match=r"b\.check"):
-            run_in_prefect(desk.controller(run_dir))
+            run_in_prefect(harness.controller(run_dir))
         name, message, log = read()
     assert (name, "b.check" in message) == ("Failed", True)
     assert "Traceback" not in log
-    assert not any("Prefect failed" in text for text in desk.notes.sayings)
+    assert not any("Prefect failed" in text for text in harness.notes.messages)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Failures, as shown in Prefect
 
 
-def fails_once(desk: Desk, run_dir: RunDir) -> None:
+def fails_once(harness: ControllerHarness, run_dir: RunDir) -> None:
     """The first attempt ends with an incident and evidence; the second one succeeds."""
 
     def fail(agent: FakeAgent) -> None:
@@ -349,7 +355,7 @@ def fails_once(desk: Desk, run_dir: RunDir) -> None:
         (folder / "stack-n1-1.txt").write_text("in all_reduce")
         agent.end(AttemptState.FAILED, FailureKind.NODE_LOST)
 
-    desk.runs_well(run_dir, 1, fail)
+    harness.runs_well(run_dir, 1, fail)
 
 
 def without_node3(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,11 +397,13 @@ def events_when_all_are_there(run_dir: RunDir, number: int) -> dict[str, dict[st
 
 
 @pytest.mark.usefixtures("server")
-def test_a_failure_and_its_recovery_are_shown_in_prefect(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_dir = desk.run(make_spec(supervise={"backoff_s": 40}))
-    fails_once(desk, run_dir)
+def test_a_failure_and_its_recovery_are_shown_in_prefect(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = harness.run(make_spec(supervise={"backoff_s": 40}))
+    fails_once(harness, run_dir)
     without_node3(monkeypatch)
-    run_in_prefect(desk.controller(run_dir))
+    run_in_prefect(harness.controller(run_dir))
     assert read_record(run_dir).state is RunState.COMPLETED
 
     runs = task_runs(run_dir.run_id)
@@ -432,17 +440,17 @@ def test_a_failure_and_its_recovery_are_shown_in_prefect(desk: Desk, monkeypatch
     assert any(one["prefect.resource.role"] == "flow-run" for one in incident["related"])
 
     # A later controller, in a flow run of its own, publishes nothing twice.
-    desk.scheduler.end_all()
-    run_in_prefect(desk.controller(run_dir, resumed=True))
+    harness.scheduler.end_all()
+    run_in_prefect(harness.controller(run_dir, resumed=True))
     emit_event("rlhf.test.after", {"prefect.resource.id": f"rlhf.run.{run_dir.run_id}"})
     number = 2 + len(moves) + 1
     assert "rlhf.test.after" in events_when_all_are_there(run_dir, number), "no more than before and this one"
 
 
 @pytest.mark.usefixtures("server")
-def test_a_run_without_incidents_has_no_artifact_and_no_events_of_them(desk: Desk) -> None:
+def test_a_run_without_incidents_has_no_artifact_and_no_events_of_them(harness: ControllerHarness) -> None:
     """Negative control of the previous test."""
-    run_dir = desk.completed(run_in_prefect)
+    run_dir = harness.completed(run_in_prefect)
     assert Artifact.get(artifact_key(run_dir.run_id, "incidents")) is None
     page = Artifact.get(artifact_key(run_dir.run_id, "checks"))
     assert page is not None
@@ -453,8 +461,8 @@ def test_a_run_without_incidents_has_no_artifact_and_no_events_of_them(desk: Des
 
 
 @pytest.mark.usefixtures("server", "drawn_curves")
-def test_progress_curves_and_result_are_pages_of_the_run(desk: Desk) -> None:
-    run_dir = desk.completed(run_in_prefect)
+def test_progress_curves_and_result_are_pages_of_the_run(harness: ControllerHarness) -> None:
+    run_dir = harness.completed(run_in_prefect)
     page, curves = (Artifact.get(artifact_key(run_dir.run_id, what)) for what in ("progress", "curves"))
     assert page is not None
     assert (page.type, page.data) == ("progress", 100.0)
@@ -473,9 +481,9 @@ def versions(run_dir: RunDir, what: str) -> list[Any]:
 
 
 @pytest.mark.usefixtures("server")
-def test_a_restart_in_place_is_a_task_run_and_the_log_has_it(desk: Desk) -> None:
+def test_a_restart_in_place_is_a_task_run_and_the_log_has_it(harness: ControllerHarness) -> None:
     """It happens in the middle of a stage, which continues and succeeds."""
-    run_dir = desk.run()
+    run_dir = harness.run()
 
     def restarts(request: JobRequest) -> None:
         agent = FakeAgent(run_dir)
@@ -487,20 +495,20 @@ def test_a_restart_in_place_is_a_task_run_and_the_log_has_it(desk: Desk) -> None
         write_model(run_dir.attempt(1).restart(0).decision(0), made)
         FakeAgent(run_dir, restart=1).whole_run()
 
-    desk.scheduler.on_submit = restarts
+    harness.scheduler.on_submit = restarts
     # Opened like `rlhf run` does: the journal records which flow run drives, and since when.
     with (
         temporary_settings({PREFECT_LOGGING_TO_API_ENABLED: True}),
-        opened(run_dir, desk.site, desk.store, desk.notes, flow_run=None) as controller,
+        opened(run_dir, harness.site, harness.store, harness.notes, flow_run=None) as controller,
     ):
-        controller.clock, controller.sleep = desk.clock, desk.clock.sleep
+        controller.clock, controller.sleep = harness.clock, harness.clock.sleep
         run_in_prefect(controller)
-    assert [text for text in desk.notes.sayings if "could not be published" in text] == []
+    assert [text for text in harness.notes.messages if "could not be published" in text] == []
     runs = task_runs(run_dir.run_id)
     assert runs["restart 1 in attempt 1 - it may go well {this} time"] == "Completed"
     assert runs["train attempt 1"] == "Completed"
     number = len(task_runs_of(run_dir.run_id))
-    publish_again(desk, run_dir)
+    publish_again(harness, run_dir)
     assert len(task_runs_of(run_dir.run_id)) == number, "publishing twice makes one task run"
     lines = log_of(run_dir.run_id, "run is completed")
     assert "begins: train attempt 1" in lines
@@ -510,10 +518,10 @@ def test_a_restart_in_place_is_a_task_run_and_the_log_has_it(desk: Desk) -> None
     assert [line.split()[2] for line in states] == ["preflight:", "queued:", "evaluating:", "completed:"]
 
 
-def publish_again(desk: Desk, run_dir: RunDir) -> None:
+def publish_again(harness: ControllerHarness, run_dir: RunDir) -> None:
     """Publish everything about a run, like the site daemon."""
     started = [line.event for line in read_timeline(run_dir).lines if isinstance(line.event, ControllerStarted)]
-    publication = artifacts.publication_of(run_dir, desk.store, FlowRunRef(started[-1].flow_run_id, run_dir.run_id))
+    publication = artifacts.publication_of(run_dir, harness.store, FlowRunRef(started[-1].flow_run_id, run_dir.run_id))
     assert len(publication.restarts) == 1
     artifacts.publish(publication)
 
@@ -534,42 +542,44 @@ def log_of(flow_run: str, last: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("server")
-def test_the_task_run_of_a_failed_stage_has_the_diagnosis(desk: Desk) -> None:
-    run_dir, message = desk.run(), "rank 1 brought 3 rows, rank 0 4"
-    desk.attempts(run_dir, lambda agent: (agent.begin(), agent.end(AttemptState.FAILED, FailureKind.SHAPE, message)))
+def test_the_task_run_of_a_failed_stage_has_the_diagnosis(harness: ControllerHarness) -> None:
+    run_dir, message = harness.run(), "rank 1 brought 3 rows, rank 0 4"
+    harness.attempts(run_dir, lambda agent: (agent.begin(), agent.end(AttemptState.FAILED, FailureKind.SHAPE, message)))
     with pytest.raises(RunFailed):
-        run_in_prefect(desk.controller(run_dir))
+        run_in_prefect(harness.controller(run_dir))
     messages = {one.name: one.state.message for one in task_runs_of(run_dir.run_id) if one.state is not None}
     assert messages["train attempt 1"] == message
 
 
 @pytest.mark.usefixtures("server")
-def test_files_that_the_publisher_cannot_read_do_not_stop_the_run(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_the_publisher_cannot_read_do_not_stop_the_run(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def unreadable(run_dir: RunDir) -> None:
         raise OSError("stale file handle")
 
     for reader in (publisher, progress):
         monkeypatch.setattr(reader, "read_timeline", unreadable)
     monkeypatch.setattr(publisher, "LAST_RETRY_INTERVAL_S", 0.05)
-    run_dir = desk.completed(run_in_prefect)
+    run_dir = harness.completed(run_in_prefect)
     assert state_of(run_dir.run_id) == "Completed"
-    assert any("stale file handle" in text for text in desk.notes.sayings)
+    assert any("stale file handle" in text for text in harness.notes.messages)
 
 
 @pytest.mark.usefixtures("server")
 def test_work_that_prefect_did_not_start_is_done_without_prefect(monkeypatch: pytest.MonkeyPatch) -> None:
     """If Prefect returns the state instead of raising, a task run that never began must not look like a started one."""
     monkeypatch.setattr("flows.tasks._task", lambda *arguments: lambda return_state: Crashed(message="no slot"))
-    done, said = [], []
-    TaskRunner(said.append).run(Step(StageName.TRAIN, "train attempt 1", lambda: done.append(1)))
+    done, messages = [], []
+    TaskRunner(messages.append).run(Step(StageName.TRAIN, "train attempt 1", lambda: done.append(1)))
     assert done == [1]
-    assert "no slot" in said[0]
+    assert "no slot" in messages[0]
 
 
 @pytest.mark.usefixtures("server")
-def test_existing_events_are_queried_from_the_server(desk: Desk) -> None:
+def test_existing_events_are_queried_from_the_server(harness: ControllerHarness) -> None:
     """It forgets within minutes that it has seen an event, and would trigger an automation again."""
-    run_dir = desk.completed()
+    run_dir = harness.completed()
     nobody = FlowRunRef("", "")
     found = events_of(read_timeline(run_dir), run_dir.read_spec(), nobody)
     with api_client() as client:
@@ -580,7 +590,9 @@ def test_existing_events_are_queried_from_the_server(desk: Desk) -> None:
 
 
 @pytest.mark.usefixtures("server")
-def test_a_part_refused_by_prefect_does_not_affect_the_others(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_refused_by_prefect_does_not_affect_the_others(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     upsert = artifacts._upsert
 
     def refuses(client: Any, publication: Any, artifact: artifacts.RunArtifact, newest: Any) -> list[str]:
@@ -591,21 +603,21 @@ def test_a_part_refused_by_prefect_does_not_affect_the_others(desk: Desk, monkey
     monkeypatch.setattr(artifacts, "_upsert", refuses)
     monkeypatch.setattr(publisher, "RETRY_INTERVAL_S", 0.05)
     monkeypatch.setattr(publisher, "LAST_RETRY_INTERVAL_S", 0.05)
-    run_dir = desk.completed(run_in_prefect)
+    run_dir = harness.completed(run_in_prefect)
     assert Artifact.get(artifact_key(run_dir.run_id, "checks")) is None
     assert Artifact.get(artifact_key(run_dir.run_id, "result")) is not None
     assert "rlhf.run.completed" in events_when_all_are_there(run_dir, 4)
 
 
 def test_a_server_that_accepts_connections_and_never_answers_changes_nothing(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publisher, "SHUTDOWN_TIMEOUT_S", 0.2)
-    plain = journal_of(desk, drive)
+    plain = journal_of(harness, drive)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         address = f"http://127.0.0.1:{mute.getsockname()[1]}/api"
         with temporary_settings({PREFECT_API_URL: address}):
-            assert journal_of(desk, drive_with_a_publisher) == plain
+            assert journal_of(harness, drive_with_a_publisher) == plain
 
 
 def drive_with_a_publisher(controller: Controller) -> None:
@@ -619,7 +631,7 @@ def drive_with_a_publisher(controller: Controller) -> None:
 
 @pytest.mark.usefixtures("server")
 def test_everything_missed_by_a_server_is_published_when_it_is_back(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries = []
     publish = publisher.publish
@@ -632,39 +644,39 @@ def test_everything_missed_by_a_server_is_published_when_it_is_back(
 
     monkeypatch.setattr(publisher, "RETRY_INTERVAL_S", 0.05)
     monkeypatch.setattr(publisher, "publish", away_twice)
-    run_dir = desk.run()
-    fails_once(desk, run_dir)
-    desk.scheduler.on_status = lambda: time.sleep(0.2)
-    run_in_prefect(desk.controller(run_dir))
+    run_dir = harness.run()
+    fails_once(harness, run_dir)
+    harness.scheduler.on_status = lambda: time.sleep(0.2)
+    run_in_prefect(harness.controller(run_dir))
     assert read_record(run_dir).state is RunState.COMPLETED
     assert Artifact.get(artifact_key(run_dir.run_id, "incidents")) is not None
-    said = [text for text in desk.notes.sayings if "could not be published" in text]
-    assert len(said) == 1, "once per outage"
+    messages = [text for text in harness.notes.messages if "could not be published" in text]
+    assert len(messages) == 1, "once per outage"
     assert {"rlhf.incident.node_lost", "rlhf.decision.new_attempt"} < set(events_when_all_are_there(run_dir, 6))
 
 
-def journal_of(desk: Desk, run: Callable[[Controller], None]) -> list[str]:
+def journal_of(harness: ControllerHarness, run: Callable[[Controller], None]) -> list[str]:
     """The journal of a run with a failure and a recovery, line by line."""
-    desk.scheduler.submitted.clear()
-    run_dir = desk.run()
-    fails_once(desk, run_dir)
-    run(desk.controller(run_dir))
+    harness.scheduler.submitted.clear()
+    run_dir = harness.run()
+    fails_once(harness, run_dir)
+    run(harness.controller(run_dir))
     assert read_record(run_dir).state is RunState.COMPLETED
     return [line.event.kind for line in read_models(run_dir.control, JournalLine)]
 
 
-def test_a_dead_server_changes_nothing(desk: Desk) -> None:
+def test_a_dead_server_changes_nothing(harness: ControllerHarness) -> None:
     """No process listens at the address: the run is the same, line by line, as without Prefect."""
-    plain = journal_of(desk, drive)
+    plain = journal_of(harness, drive)
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-        assert journal_of(desk, run_in_prefect) == plain
+        assert journal_of(harness, run_in_prefect) == plain
 
 
 @pytest.mark.usefixtures("server")
 def test_a_server_that_dies_or_never_answers_when_something_is_published_changes_nothing(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = journal_of(desk, drive)
+    plain = journal_of(harness, drive)
     tried: set[str] = set()
     never = threading.Event()
 
@@ -679,7 +691,7 @@ def test_a_server_that_dies_or_never_answers_when_something_is_published_changes
     monkeypatch.setattr(publisher, "SHUTDOWN_TIMEOUT_S", 0.2)
     for broken in (silent, dead):
         monkeypatch.setattr(artifacts, "_upsert", broken)
-        assert journal_of(desk, run_in_prefect) == plain, broken.__name__
+        assert journal_of(harness, run_in_prefect) == plain, broken.__name__
     never.set()
     assert tried == {"silent", "dead"}
 

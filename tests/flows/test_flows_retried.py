@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import pytest
 from control_fakes import FakeAgent
-from desk import Desk
+from harness import ControllerHarness
 from kill_points import Killed, Points
 
 from flows import run as flow_module
@@ -31,55 +31,55 @@ OVERRIDES = "loops.main.num_steps=8\nloops.warm_start.num_steps=2\nsupervise.bac
 
 
 @pytest.fixture
-def well(desk: Desk) -> Desk:
+def well(harness: ControllerHarness) -> ControllerHarness:
     """Every job succeeds; agents start when the job is queried."""
     accepted: list[JobRequest] = []
 
     def begin() -> None:
         while accepted:
             request = accepted.pop(0)
-            FakeAgent(RunDir.of(desk.site.runs_dir, request.run_id), request.placement.attempt).whole_run()
+            FakeAgent(RunDir.of(harness.site.runs_dir, request.run_id), request.placement.attempt).whole_run()
 
-    desk.scheduler.on_submit = accepted.append
-    desk.scheduler.on_status = begin
-    return desk
+    harness.scheduler.on_submit = accepted.append
+    harness.scheduler.on_status = begin
+    return harness
 
 
 def a_flow_run() -> FlowRunLink:
     return FlowRunLink(str(uuid4()), "http://ui/runs/flow-run/1", utc_now())
 
 
-def process(desk: Desk, link: FlowRunLink) -> RunDir:
+def process(harness: ControllerHarness, link: FlowRunLink) -> RunDir:
     """Do the work of a flow run's process, without Prefect around it."""
     form = read_form({"config": "quickstart", "overrides": OVERRIDES, "tags": "canary", "owner": "ann"})
-    run_dir, resumed = run_of_the_form(form, desk.site, link)
-    with opened(run_dir, desk.site, desk.store, resumed=resumed, flow_run=link, timeout_s=0) as controller:
-        controller.clock, controller.sleep = desk.clock, desk.clock.sleep
+    run_dir, resumed = run_of_the_form(form, harness.site, link)
+    with opened(run_dir, harness.site, harness.store, resumed=resumed, flow_run=link, timeout_s=0) as controller:
+        controller.clock, controller.sleep = harness.clock, harness.clock.sleep
         drive(controller)
     return run_dir
 
 
 @contextmanager
-def killed_at(desk: Desk, point: int | None) -> Iterator[Points]:
+def killed_at(harness: ControllerHarness, point: int | None) -> Iterator[Points]:
     points = Points(point)
-    with points.at_every_effect(desk.scheduler, start, prepare):
+    with points.at_every_effect(harness.scheduler, start, prepare):
         yield points
 
 
-def runs_of(desk: Desk) -> list[Path]:
-    return [path for path in desk.site.runs_dir.iterdir() if not path.name.startswith(".")]
+def runs_of(harness: ControllerHarness) -> list[Path]:
+    return [path for path in harness.site.runs_dir.iterdir() if not path.name.startswith(".")]
 
 
-def one_life(desk: Desk, link: FlowRunLink, point: int | None) -> int:
-    with killed_at(desk, point) as points:
+def one_life(harness: ControllerHarness, link: FlowRunLink, point: int | None) -> int:
+    with killed_at(harness, point) as points:
         try:
-            process(desk, link)
+            process(harness, link)
         except Killed:
             assert point is not None
     return points.passed
 
 
-def test_killed_around_every_effect_a_flow_run_makes_one_run_and_one_job(well: Desk) -> None:
+def test_killed_around_every_effect_a_flow_run_makes_one_run_and_one_job(well: ControllerHarness) -> None:
     """From before the creation of the run directory to after the last line of the journal."""
     points = one_life(well, a_flow_run(), None)
     assert points >= 20
@@ -96,7 +96,7 @@ def test_killed_around_every_effect_a_flow_run_makes_one_run_and_one_job(well: D
         assert run_of_flow_run(well.store, link.id) == run_dir.run_id, point
 
 
-def test_without_the_link_a_kill_gives_two_runs(well: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_link_a_kill_gives_two_runs(well: ControllerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the test above would detect it."""
     points = one_life(well, a_flow_run(), None)
     make = flow_module.new_run
@@ -109,34 +109,34 @@ def test_without_the_link_a_kill_gives_two_runs(well: Desk, monkeypatch: pytest.
     assert len(well.scheduler.submitted) == jobs + 2
 
 
-def test_a_retried_failed_run_continues_with_its_next_attempt(desk: Desk) -> None:
+def test_a_retried_failed_run_continues_with_its_next_attempt(harness: ControllerHarness) -> None:
     link = a_flow_run()
     broken = [True]
 
     def behave(request: JobRequest) -> None:
-        agent = FakeAgent(RunDir.of(desk.site.runs_dir, request.run_id), request.placement.attempt)
+        agent = FakeAgent(RunDir.of(harness.site.runs_dir, request.run_id), request.placement.attempt)
         if not broken:
             agent.whole_run()
             return
         agent.begin()
         agent.end(AttemptState.FAILED, FailureKind.SHAPE)
 
-    desk.scheduler.on_submit = behave
+    harness.scheduler.on_submit = behave
     with pytest.raises(RunFailed, match="shape"):
-        process(desk, link)
+        process(harness, link)
     broken.clear()
-    run_dir = process(desk, link)
-    assert runs_of(desk) == [run_dir.root]
-    assert [request.placement.attempt for request in desk.scheduler.submitted] == [1, 2]
+    run_dir = process(harness, link)
+    assert runs_of(harness) == [run_dir.root]
+    assert [request.placement.attempt for request in harness.scheduler.submitted] == [1, 2]
     record = read_record(run_dir)
     assert (record.state, record.first_attempt) == (RunState.COMPLETED, 2)
-    shown = show_run(desk.store, run_dir.run_id)
+    shown = show_run(harness.store, run_dir.run_id)
     assert [one["flow_run_id"] for one in shown["controllers"]] == [link.id, link.id]
     assert {one["flow_run_url"] for one in shown["controllers"]} == {link.url}
     assert (shown["run"]["owner"], shown["run"]["tags"]) == ("ann", ["canary"])
 
 
-def test_a_run_continued_by_its_id_has_both_flow_runs(well: Desk) -> None:
+def test_a_run_continued_by_its_id_has_both_flow_runs(well: ControllerHarness) -> None:
     first, second = a_flow_run(), a_flow_run()
     one_life(well, first, 12)
     run_dir = first.run_dir(well.site.runs_dir)
@@ -153,7 +153,7 @@ def test_a_run_continued_by_its_id_has_both_flow_runs(well: Desk) -> None:
     assert run_of_flow_run(well.store, "unknown") is None
 
 
-def test_an_adoption_by_the_reconciler_does_not_count_as_a_resume(well: Desk) -> None:
+def test_an_adoption_by_the_reconciler_does_not_count_as_a_resume(well: ControllerHarness) -> None:
     """Its retry budget continues, and a request to end it still counts.
 
     A user who presses Retry starts a new budget.
@@ -166,7 +166,7 @@ def test_an_adoption_by_the_reconciler_does_not_count_as_a_resume(well: Desk) ->
     assert run_of_the_form(form, well.site, replace(a_flow_run(), adopts=False)) == (run_dir, True)
 
 
-def test_a_controller_that_learns_its_flow_run_late_is_in_the_journal_once(well: Desk) -> None:
+def test_a_controller_that_learns_its_flow_run_late_is_in_the_journal_once(well: ControllerHarness) -> None:
     run_dir = well.run()
     link = replace(a_flow_run(), url="")
     with opened(run_dir, well.site, well.store, flow_run=None, timeout_s=0) as controller:

@@ -38,13 +38,13 @@ def children() -> list[psutil.Process]:
 def test_a_temporary_server_lives_as_long_as_the_block(tmp_path: Path) -> None:
     from prefect.settings import PREFECT_API_URL
 
-    before, said = children(), []
-    with temporary_server.prefect_server(tmp_path, said.append) as url:
+    before, messages = children(), []
+    with temporary_server.prefect_server(tmp_path, messages.append) as url:
         assert PREFECT_API_URL.value() == url
         (process,) = [one for one in children() if one not in before]
         assert os.getsid(process.pid) == process.pid, "a Ctrl-C must not reach it"
     assert not process.is_running()
-    assert "--no-prefect" in said[0]
+    assert "--no-prefect" in messages[0]
     assert not PREFECT_API_URL.value()
 
 

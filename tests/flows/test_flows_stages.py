@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 from control_fakes import FakeAgent, make_spec
-from desk import Desk, left_behind
+from harness import ControllerHarness, left_behind
 from kill_points import Killed
 
 from rlhf_core.control.controller import Controller
@@ -35,8 +35,8 @@ from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.watchdog.node_records import clear_node, node_standings
 
 
-def stages_of(desk: Desk, run_dir: RunDir) -> list[tuple[str, int, str]]:
-    shown = queries.show_run(desk.store, run_dir.run_id)
+def stages_of(harness: ControllerHarness, run_dir: RunDir) -> list[tuple[str, int, str]]:
+    shown = queries.show_run(harness.store, run_dir.run_id)
     return [(stage["name"], stage["attempt"], stage["state"]) for stage in shown["stages"]]
 
 
@@ -48,54 +48,54 @@ FOUR_STAGES = [
 ]
 
 
-def test_a_run_without_trouble_has_four_stages_and_one_attempt(desk: Desk) -> None:
-    run_dir = desk.completed()
-    assert stages_of(desk, run_dir) == FOUR_STAGES
-    shown = queries.show_run(desk.store, run_dir.run_id)
+def test_a_run_without_trouble_has_four_stages_and_one_attempt(harness: ControllerHarness) -> None:
+    run_dir = harness.completed()
+    assert stages_of(harness, run_dir) == FOUR_STAGES
+    shown = queries.show_run(harness.store, run_dir.run_id)
     assert shown["run"]["state"] == "completed"
     assert [attempt["state"] for attempt in shown["attempts"]] == ["completed"]
-    assert desk.notes.titles == ["preflight", "allocate attempt 1", "train attempt 1", "evaluate"]
-    assert len(desk.scheduler.submitted) == 1
+    assert harness.notes.titles == ["preflight", "allocate attempt 1", "train attempt 1", "evaluate"]
+    assert len(harness.scheduler.submitted) == 1
 
 
-def test_a_temporarily_refused_job_is_submitted_later(desk: Desk) -> None:
+def test_a_temporarily_refused_job_is_submitted_later(harness: ControllerHarness) -> None:
     """No attempt is spent on it. Control: a permanent refusal ends the run."""
-    run_dir = desk.good_run(make_spec(supervise={"backoff_s": 30}))
-    works, asked_at = desk.scheduler.on_submit, []
+    run_dir = harness.good_run(make_spec(supervise={"backoff_s": 30}))
+    works, submitted_at = harness.scheduler.on_submit, []
 
     def accept_the_third(request: JobRequest) -> None:
-        asked_at.append(desk.clock.now)
-        if len(asked_at) < 3:
-            desk.scheduler.jobs.clear()
+        submitted_at.append(harness.clock.now)
+        if len(submitted_at) < 3:
+            harness.scheduler.jobs.clear()
             raise SubmissionDeferred("Required partition not available")
         works(request)
 
-    desk.scheduler.on_submit = accept_the_third
-    drive(desk.controller(run_dir))
+    harness.scheduler.on_submit = accept_the_third
+    drive(harness.controller(run_dir))
     assert read_record(run_dir).state is RunState.COMPLETED
     assert list(read_record(run_dir).attempts) == [1]
-    first, second, third = asked_at
+    first, second, third = submitted_at
     assert 15 <= second - first <= 31
     assert 30 <= third - second <= 61
 
     def refuse(request: JobRequest) -> None:
-        desk.scheduler.jobs.clear()
+        harness.scheduler.jobs.clear()
         raise SubmissionFailed("Invalid qos")
 
-    desk.scheduler.on_submit = refuse
+    harness.scheduler.on_submit = refuse
     with pytest.raises(RunFailed, match="Invalid qos"):
-        drive(desk.controller(desk.run()))
+        drive(harness.controller(harness.run()))
 
 
-def test_stages_follow_the_agent(desk: Desk) -> None:
+def test_stages_follow_the_agent(harness: ControllerHarness) -> None:
     """The job waits for nodes, then trains, then evaluates: each is recorded when it happens."""
-    run_dir = desk.run()
-    desk.scheduler.first_state = JobState.PENDING
+    run_dir = harness.run()
+    harness.scheduler.first_state = JobState.PENDING
     agent, seen = FakeAgent(run_dir), []
 
     def meanwhile() -> None:
         seen.append(read_record(run_dir).state)
-        job = desk.scheduler.jobs["101"]
+        job = harness.scheduler.jobs["101"]
         match len(seen):
             case 3:
                 job.state = JobState.RUNNING
@@ -108,39 +108,45 @@ def test_stages_follow_the_agent(desk: Desk) -> None:
             case 9:
                 agent.end(AttemptState.COMPLETED)
 
-    desk.scheduler.on_status = meanwhile
-    drive(desk.controller(run_dir))
+    harness.scheduler.on_status = meanwhile
+    drive(harness.controller(run_dir))
     order = list(dict.fromkeys(seen))
     assert order == [RunState.QUEUED, RunState.TRAINING, RunState.EVALUATING]
-    assert stages_of(desk, run_dir) == FOUR_STAGES
-    assert max(look.step for look in desk.notes.looks) == 1
+    assert stages_of(harness, run_dir) == FOUR_STAGES
+    assert max(snapshot.step for snapshot in harness.notes.snapshots) == 1
 
 
-def test_a_blocking_check_starts_nothing(desk: Desk, checks: list[CheckResult]) -> None:
-    run_dir = desk.run()
+def test_a_blocking_check_starts_nothing(harness: ControllerHarness, checks: list[CheckResult]) -> None:
+    run_dir = harness.run()
     checks.append(
         CheckResult(id="b.check", status=CheckStatus.BLOCKED, found="7", expected="8", advice="make it eight")
     )
     with pytest.raises(PreflightBlocked, match=r"b\.check: found 7; expected 8. Make it eight."):
-        drive(desk.controller(run_dir))
-    assert desk.scheduler.submitted == []
+        drive(harness.controller(run_dir))
+    assert harness.scheduler.submitted == []
     assert read_record(run_dir).state is RunState.FAILED
-    assert stages_of(desk, run_dir) == [("preflight", 0, "failed")]
-    shown = queries.show_run(desk.store, run_dir.run_id)
+    assert stages_of(harness, run_dir) == [("preflight", 0, "failed")]
+    shown = queries.show_run(harness.store, run_dir.run_id)
     assert [check["status"] for check in shown["checks"]] == ["passed", "blocked"]
 
 
-def test_preflight_proceeds_without_an_unresponsive_history(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preflight_proceeds_without_an_unresponsive_history(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def away(store: object, shape: str) -> None:
         raise DatabaseUnavailable("the database is away")
 
     monkeypatch.setattr(queries, "seconds_per_step", away)
-    run_dir = desk.completed()
+    run_dir = harness.completed()
     assert read_record(run_dir).state is RunState.COMPLETED
-    assert any("skipping the comparison with earlier runs: the database is away" in text for text in desk.notes.sayings)
+    assert any(
+        "skipping the comparison with earlier runs: the database is away" in text for text in harness.notes.messages
+    )
 
 
-def fails_then_runs(desk: Desk, run_dir: RunDir, kind: FailureKind, *, failures: int, checkpoint: int = 0) -> None:
+def fails_then_runs(
+    harness: ControllerHarness, run_dir: RunDir, kind: FailureKind, *, failures: int, checkpoint: int = 0
+) -> None:
     """The first jobs fail, later ones succeed. With ``checkpoint``, a failing job leaves that checkpoint behind."""
 
     def fail(agent: FakeAgent) -> None:
@@ -151,53 +157,53 @@ def fails_then_runs(desk: Desk, run_dir: RunDir, kind: FailureKind, *, failures:
         agent.incident(kind, fingerprint="abc")
         agent.end(AttemptState.FAILED, kind)
 
-    desk.runs_well(run_dir, failures, fail)
+    harness.runs_well(run_dir, failures, fail)
 
 
-def test_a_transient_failure_gets_a_new_attempt_from_the_checkpoint(desk: Desk) -> None:
-    run_dir = desk.run()
-    fails_then_runs(desk, run_dir, FailureKind.NODE_LOST, failures=1, checkpoint=6)
-    drive(desk.controller(run_dir))
-    shown = queries.show_run(desk.store, run_dir.run_id)
+def test_a_transient_failure_gets_a_new_attempt_from_the_checkpoint(harness: ControllerHarness) -> None:
+    run_dir = harness.run()
+    fails_then_runs(harness, run_dir, FailureKind.NODE_LOST, failures=1, checkpoint=6)
+    drive(harness.controller(run_dir))
+    shown = queries.show_run(harness.store, run_dir.run_id)
     assert [attempt["state"] for attempt in shown["attempts"]] == ["failed", "completed"]
     assert [attempt["resumed_from_step"] for attempt in shown["attempts"]] == [0, 6]
     assert [decision["action"] for decision in shown["decisions"]] == ["new_attempt"]
-    assert desk.scheduler.submitted[1].placement.resume_checkpoint == "step-000006"
-    assert desk.scheduler.cancelled == ["101"], "the old job must be proven gone before the new one is submitted"
+    assert harness.scheduler.submitted[1].placement.resume_checkpoint == "step-000006"
+    assert harness.scheduler.cancelled == ["101"], "the old job must be proven gone before the new one is submitted"
 
 
-def test_a_permanent_failure_stops_with_the_diagnosis(desk: Desk) -> None:
-    run_dir = desk.run()
-    fails_then_runs(desk, run_dir, FailureKind.REWARD_FUNCTION, failures=9)
+def test_a_permanent_failure_stops_with_the_diagnosis(harness: ControllerHarness) -> None:
+    run_dir = harness.run()
+    fails_then_runs(harness, run_dir, FailureKind.REWARD_FUNCTION, failures=9)
     with pytest.raises(RunFailed) as caught:
-        drive(desk.controller(run_dir))
+        drive(harness.controller(run_dir))
     text = str(caught.value)
     assert "reward_function" in text
     assert "suspect ranks: 1 on n1" in text
     assert "attempts/1/restarts/0/incident" in text
     assert f"rlhf resume {run_dir.run_id}" in text
-    assert len(desk.scheduler.submitted) == 1
-    shown = queries.show_run(desk.store, run_dir.run_id)
+    assert len(harness.scheduler.submitted) == 1
+    shown = queries.show_run(harness.store, run_dir.run_id)
     assert shown["run"]["state"] == "failed"
     assert shown["decisions"][-1]["action"] == "stop"
 
 
-def test_a_wrong_setting_needs_a_new_run(desk: Desk) -> None:
-    run_dir = desk.run()
-    fails_then_runs(desk, run_dir, FailureKind.CONFIG, failures=9)
+def test_a_wrong_setting_needs_a_new_run(harness: ControllerHarness) -> None:
+    run_dir = harness.run()
+    fails_then_runs(harness, run_dir, FailureKind.CONFIG, failures=9)
     with pytest.raises(RunFailed, match="keeps its settings; if one is wrong, start a new run: rlhf run"):
-        drive(desk.controller(run_dir))
+        drive(harness.controller(run_dir))
 
 
-def test_the_budget_ends_without_progress(desk: Desk) -> None:
-    run_dir = desk.run(make_spec(supervise={"max_attempts": 2}))
-    fails_then_runs(desk, run_dir, FailureKind.NODE_LOST, failures=9)
+def test_the_budget_ends_without_progress(harness: ControllerHarness) -> None:
+    run_dir = harness.run(make_spec(supervise={"max_attempts": 2}))
+    fails_then_runs(harness, run_dir, FailureKind.NODE_LOST, failures=9)
     with pytest.raises(RunFailed, match="2 attempts without a new checkpoint"):
-        drive(desk.controller(run_dir))
-    assert len(desk.scheduler.submitted) == 2
+        drive(harness.controller(run_dir))
+    assert len(harness.scheduler.submitted) == 2
 
 
-def gets_further_each_time(desk: Desk, run_dir: RunDir, hours: float = 0.0) -> None:
+def gets_further_each_time(harness: ControllerHarness, run_dir: RunDir, hours: float = 0.0) -> None:
     """Attempts that each leave a checkpoint, and have held their allocation for the given time when they end."""
 
     def fail(agent: FakeAgent) -> None:
@@ -207,62 +213,62 @@ def gets_further_each_time(desk: Desk, run_dir: RunDir, hours: float = 0.0) -> N
         agent.checkpoint(agent.attempt)
         agent.end(AttemptState.FAILED, FailureKind.NODE_LOST)
 
-    desk.attempts(run_dir, fail)
+    harness.attempts(run_dir, fail)
 
 
-def test_the_cap_on_attempts_applies_even_with_progress(desk: Desk) -> None:
+def test_the_cap_on_attempts_applies_even_with_progress(harness: ControllerHarness) -> None:
     """`max_attempts` alone does not: see the next test. A user who resumes the run grants as many attempts again."""
-    run_dir = desk.run(make_spec(supervise={"max_attempts": 1, "max_total_attempts": 3}))
-    gets_further_each_time(desk, run_dir)
+    run_dir = harness.run(make_spec(supervise={"max_attempts": 1, "max_total_attempts": 3}))
+    gets_further_each_time(harness, run_dir)
     for allowed in (3, 6):
         with pytest.raises(RunFailed, match=r"not tried again: supervise\.max_total_attempts = 3: 3 attempts made"):
-            drive(desk.controller(run_dir, resumed=allowed > 3))
-        assert len(desk.scheduler.submitted) == allowed
-    assert queries.show_run(desk.store, run_dir.run_id)["decisions"][-1]["action"] == "stop"
+            drive(harness.controller(run_dir, resumed=allowed > 3))
+        assert len(harness.scheduler.submitted) == allowed
+    assert queries.show_run(harness.store, run_dir.run_id)["decisions"][-1]["action"] == "stop"
 
 
-def test_the_cap_on_hours_bounds_the_time_limit_and_then_the_attempts(desk: Desk) -> None:
-    run_dir = desk.run(
+def test_the_cap_on_hours_bounds_the_time_limit_and_then_the_attempts(harness: ControllerHarness) -> None:
+    run_dir = harness.run(
         make_spec(supervise={"max_node_hours": 5}, resources={"num_nodes": 2, "time_limit_s": 7000}),
     )
-    desk.scheduler.nodes = ("n1", "n2")
-    gets_further_each_time(desk, run_dir, hours=1.0)
+    harness.scheduler.nodes = ("n1", "n2")
+    gets_further_each_time(harness, run_dir, hours=1.0)
     words = (
         r"max_node_hours = 5: 6\.00 node-hours used in 3 attempts; the remaining time is too short to train and save"
     )
     with pytest.raises(RunFailed, match=words):
-        drive(desk.controller(run_dir))
-    limits = [request.time_limit_s for request in desk.scheduler.submitted]
+        drive(harness.controller(run_dir))
+    limits = [request.time_limit_s for request in harness.scheduler.submitted]
     assert limits[0] == 7000
     assert limits[1:] == [pytest.approx(5400, abs=60), pytest.approx(1800, abs=60)]
 
 
-def test_each_new_checkpoint_renews_the_budget(desk: Desk) -> None:
+def test_each_new_checkpoint_renews_the_budget(harness: ControllerHarness) -> None:
     """Negative control of the previous test: five failures are allowed when every attempt makes progress."""
-    run_dir = desk.run(make_spec(supervise={"max_attempts": 2}))
+    run_dir = harness.run(make_spec(supervise={"max_attempts": 2}))
 
     def fail(agent: FakeAgent) -> None:
         agent.begin()
         agent.checkpoint(agent.attempt)
         agent.end(AttemptState.FAILED, FailureKind.NODE_LOST)
 
-    desk.runs_well(run_dir, 5, fail)
-    drive(desk.controller(run_dir))
-    assert len(desk.scheduler.submitted) == 6
+    harness.runs_well(run_dir, 5, fail)
+    drive(harness.controller(run_dir))
+    assert len(harness.scheduler.submitted) == 6
 
 
-def test_the_back_off_is_observed(desk: Desk) -> None:
-    run_dir = desk.run(make_spec(supervise={"backoff_s": 40}))
-    fails_then_runs(desk, run_dir, FailureKind.NODE_LOST, failures=1)
-    drive(desk.controller(run_dir))
-    assert desk.clock.now >= 20
-    assert any("attempt 2 begins in" in text for text in desk.notes.sayings)
+def test_the_back_off_is_observed(harness: ControllerHarness) -> None:
+    run_dir = harness.run(make_spec(supervise={"backoff_s": 40}))
+    fails_then_runs(harness, run_dir, FailureKind.NODE_LOST, failures=1)
+    drive(harness.controller(run_dir))
+    assert harness.clock.now >= 20
+    assert any("attempt 2 begins in" in text for text in harness.notes.messages)
 
 
-def loses_node(desk: Desk, kind: FailureKind = FailureKind.NODE_LOST) -> RunDir:
+def loses_node(harness: ControllerHarness, kind: FailureKind = FailureKind.NODE_LOST) -> RunDir:
     """A run whose first attempt fails because of node n1 on Slurm; the next one succeeds."""
-    run_dir = desk.run()
-    desk.scheduler.name = "slurm"
+    run_dir = harness.run()
+    harness.scheduler.name = "slurm"
 
     def fail(agent: FakeAgent) -> None:
         agent.begin()
@@ -271,165 +277,167 @@ def loses_node(desk: Desk, kind: FailureKind = FailureKind.NODE_LOST) -> RunDir:
         agent.incident(kind)
         agent.end(AttemptState.FAILED, kind)
 
-    desk.runs_well(run_dir, 1, fail)
+    harness.runs_well(run_dir, 1, fail)
     return run_dir
 
 
-def test_a_lost_node_is_excluded_by_its_run_and_by_the_next(desk: Desk) -> None:
-    desk.scheduler.nodes = ("n1", "n2", "n3")
-    first = loses_node(desk)
-    drive(desk.controller(first))
-    assert [request.placement.excluded_nodes for request in desk.scheduler.submitted] == [(), ("n1",)]
-    desk.completed()
-    placement = desk.scheduler.submitted[-1].placement
+def test_a_lost_node_is_excluded_by_its_run_and_by_the_next(harness: ControllerHarness) -> None:
+    harness.scheduler.nodes = ("n1", "n2", "n3")
+    first = loses_node(harness)
+    drive(harness.controller(first))
+    assert [request.placement.excluded_nodes for request in harness.scheduler.submitted] == [(), ("n1",)]
+    harness.completed()
+    placement = harness.scheduler.submitted[-1].placement
     assert placement.excluded_nodes == ("n1",)
     assert placement.exclusion_reasons["n1"].startswith("strikes in all runs: 1, the last node_lost; until ")
 
 
-def test_a_node_that_was_cleared_is_used_again_until_it_fails_again(desk: Desk) -> None:
-    desk.scheduler.nodes = ("n1", "n2", "n3")
-    first = loses_node(desk)
-    drive(desk.controller(first))
-    clear_node(desk.store, desk.site.runs_dir, "n1", "bea", "new cable", utc_now())
-    desk.completed()
-    assert desk.scheduler.submitted[-1].placement.excluded_nodes == ()
-    third = loses_node(desk)
-    drive(desk.controller(third))
-    assert [request.placement.excluded_nodes for request in desk.scheduler.submitted[-2:]] == [(), ("n1",)]
-    desk.completed()
-    placement = desk.scheduler.submitted[-1].placement
+def test_a_node_that_was_cleared_is_used_again_until_it_fails_again(harness: ControllerHarness) -> None:
+    harness.scheduler.nodes = ("n1", "n2", "n3")
+    first = loses_node(harness)
+    drive(harness.controller(first))
+    clear_node(harness.store, harness.site.runs_dir, "n1", "bea", "new cable", utc_now())
+    harness.completed()
+    assert harness.scheduler.submitted[-1].placement.excluded_nodes == ()
+    third = loses_node(harness)
+    drive(harness.controller(third))
+    assert [request.placement.excluded_nodes for request in harness.scheduler.submitted[-2:]] == [(), ("n1",)]
+    harness.completed()
+    placement = harness.scheduler.submitted[-1].placement
     assert placement.exclusion_reasons["n1"].startswith("strikes in all runs: 1, the last node_lost; until ")
 
 
-def test_an_unfit_node_is_replaced_at_once(desk: Desk) -> None:
-    desk.scheduler.nodes = ("n1", "n2")
-    run_dir = loses_node(desk, FailureKind.NODE_UNFIT)
-    drive(desk.controller(run_dir))
-    assert [request.placement.excluded_nodes for request in desk.scheduler.submitted] == [(), ("n1",)]
-    shown = queries.show_run(desk.store, run_dir.run_id)
+def test_an_unfit_node_is_replaced_at_once(harness: ControllerHarness) -> None:
+    harness.scheduler.nodes = ("n1", "n2")
+    run_dir = loses_node(harness, FailureKind.NODE_UNFIT)
+    drive(harness.controller(run_dir))
+    assert [request.placement.excluded_nodes for request in harness.scheduler.submitted] == [(), ("n1",)]
+    shown = queries.show_run(harness.store, run_dir.run_id)
     assert shown["run"]["state"] == "completed"
     assert shown["decisions"][-1]["delay_s"] == 0
     (found,) = [check for check in shown["checks"] if check["attempt"] == 1]
     assert (found["id"], found["status"], found["node"]) == ("probe.matmul", "blocked", "n1")
-    assert [one.node for one in node_standings(desk.store, utc_now(), desk.site.runs_dir) if one.excluded_until] == [
-        "n1"
-    ]
+    assert [
+        one.node for one in node_standings(harness.store, utc_now(), harness.site.runs_dir) if one.excluded_until
+    ] == ["n1"]
 
 
-def test_an_unfit_node_without_a_replacement_ends_the_run(desk: Desk) -> None:
+def test_an_unfit_node_without_a_replacement_ends_the_run(harness: ControllerHarness) -> None:
     """Other suspect nodes are used again in this case; an unfit one would only be found unfit again."""
-    run_dir = loses_node(desk, FailureKind.NODE_UNFIT)
+    run_dir = loses_node(harness, FailureKind.NODE_UNFIT)
     with pytest.raises(PreflightBlocked, match="no other node can take the place of n1") as error:
-        drive(desk.controller(run_dir))
+        drive(harness.controller(run_dir))
     assert error.value.exit_code == 2
     assert read_record(run_dir).state is RunState.FAILED
-    assert len(desk.scheduler.submitted) == 1
+    assert len(harness.scheduler.submitted) == 1
 
 
-def test_a_suspect_node_is_used_when_there_are_too_few_nodes(desk: Desk) -> None:
-    run_dir = loses_node(desk)
-    drive(desk.controller(run_dir))
-    assert desk.scheduler.submitted[-1].placement.excluded_nodes == ()
-    assert any("not excluding n1, although suspect" in text for text in desk.notes.sayings)
+def test_a_suspect_node_is_used_when_there_are_too_few_nodes(harness: ControllerHarness) -> None:
+    run_dir = loses_node(harness)
+    drive(harness.controller(run_dir))
+    assert harness.scheduler.submitted[-1].placement.excluded_nodes == ()
+    assert any("not excluding n1, although suspect" in text for text in harness.notes.messages)
 
 
-def test_after_an_outage_attempts_above_the_cap_wait(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_an_outage_attempts_above_the_cap_wait(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the control: at the cap itself no attempt waits yet."""
-    run_dir = desk.run()
-    fails_then_runs(desk, run_dir, FailureKind.NODE_LOST, failures=1)
+    run_dir = harness.run()
+    fails_then_runs(harness, run_dir, FailureKind.NODE_LOST, failures=1)
     answers = iter([62, 61, 60])
     monkeypatch.setattr(queries, "restarts_since", lambda store, since: next(answers))
-    drive(desk.controller(run_dir))
-    waits = [text for text in desk.notes.sayings if text.startswith("attempt 2 waits")]
+    drive(harness.controller(run_dir))
+    waits = [text for text in harness.notes.messages if text.startswith("attempt 2 waits")]
     assert [text.split(": ")[1].split()[0] for text in waits] == ["62", "61"]
-    assert desk.clock.now >= 120
-    assert queries.show_run(desk.store, run_dir.run_id)["run"]["state"] == "completed"
+    assert harness.clock.now >= 120
+    assert queries.show_run(harness.store, run_dir.run_id)["run"]["state"] == "completed"
 
 
-def test_a_vanished_job_is_lost_and_retried(desk: Desk) -> None:
-    run_dir = desk.run()
-    desk.runs_well(run_dir, 1, lambda agent: (agent.begin(), desk.scheduler.end_all()))
-    drive(desk.controller(run_dir))
-    shown = queries.show_run(desk.store, run_dir.run_id)
+def test_a_vanished_job_is_lost_and_retried(harness: ControllerHarness) -> None:
+    run_dir = harness.run()
+    harness.runs_well(run_dir, 1, lambda agent: (agent.begin(), harness.scheduler.end_all()))
+    drive(harness.controller(run_dir))
+    shown = queries.show_run(harness.store, run_dir.run_id)
     assert [attempt["state"] for attempt in shown["attempts"]] == ["lost", "completed"]
     (incident,) = shown["incidents"]
     assert incident["failure_kind"] == "agent_killed"
     assert shown["decisions"][0]["action"] == "new_attempt"
 
 
-def test_an_old_job_that_does_not_end_stops_the_recovery(desk: Desk) -> None:
+def test_an_old_job_that_does_not_end_stops_the_recovery(harness: ControllerHarness) -> None:
     """Two concurrent attempts of one run would write the same checkpoints."""
-    run_dir = desk.run()
-    fails_then_runs(desk, run_dir, FailureKind.NODE_LOST, failures=1)
-    desk.scheduler.stubborn = True
+    run_dir = harness.run()
+    fails_then_runs(harness, run_dir, FailureKind.NODE_LOST, failures=1)
+    harness.scheduler.stubborn = True
     with pytest.raises(Exception, match="could not be ended"):
-        drive(desk.controller(run_dir))
-    assert len(desk.scheduler.submitted) == 1
+        drive(harness.controller(run_dir))
+    assert len(harness.scheduler.submitted) == 1
 
 
-def test_a_job_that_was_cancelled_from_outside_ends_the_run(desk: Desk) -> None:
-    run_dir = desk.run()
-    desk.attempts(run_dir, lambda agent: (agent.begin(), agent.end(AttemptState.CANCELLED, FailureKind.USER_CANCEL)))
+def test_a_job_that_was_cancelled_from_outside_ends_the_run(harness: ControllerHarness) -> None:
+    run_dir = harness.run()
+    harness.attempts(run_dir, lambda agent: (agent.begin(), agent.end(AttemptState.CANCELLED, FailureKind.USER_CANCEL)))
     with pytest.raises(RunCancelled):
-        drive(desk.controller(run_dir))
+        drive(harness.controller(run_dir))
     assert read_record(run_dir).state is RunState.CANCELLED
-    assert stages_of(desk, run_dir)[-1] == ("train", 1, "cancelled")
+    assert stages_of(harness, run_dir)[-1] == ("train", 1, "cancelled")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Interrupting
 
 
-def test_an_interrupted_run_is_cancelled_and_its_job_gone(desk: Desk) -> None:
-    run_dir = desk.run()
-    desk.trains_for_ever(run_dir)
-    desk.notes.stop = lambda: len(desk.notes.looks) > 3
+def test_an_interrupted_run_is_cancelled_and_its_job_gone(harness: ControllerHarness) -> None:
+    run_dir = harness.run()
+    harness.trains_for_ever(run_dir)
+    harness.notes.stop = lambda: len(harness.notes.snapshots) > 3
     with pytest.raises(RunCancelled, match="interrupted"):
-        drive(desk.controller(run_dir))
-    assert desk.scheduler.jobs["101"].state is JobState.ENDED
+        drive(harness.controller(run_dir))
+    assert harness.scheduler.jobs["101"].state is JobState.ENDED
     commands = list(run_dir.attempt(1).commands.glob("*.json"))
     assert [path.name for path in commands] == ["1.json"]
     assert AgentCommand.model_validate_json(commands[0].read_bytes()).kind == "cancel"
-    assert stages_of(desk, run_dir)[-1] == ("train", 1, "cancelled")
-    assert queries.show_run(desk.store, run_dir.run_id)["attempts"][0]["state"] == "cancelled"
+    assert stages_of(harness, run_dir)[-1] == ("train", 1, "cancelled")
+    assert queries.show_run(harness.store, run_dir.run_id)["attempts"][0]["state"] == "cancelled"
 
 
-def test_a_request_of_rlhf_cancel_is_obeyed_and_removed(desk: Desk) -> None:
-    run_dir = desk.run()
-    desk.trains_for_ever(run_dir)
+def test_a_request_of_rlhf_cancel_is_obeyed_and_removed(harness: ControllerHarness) -> None:
+    run_dir = harness.run()
+    harness.trains_for_ever(run_dir)
 
-    def ask() -> None:
+    def cancel() -> None:
         request = AgentCommand(kind="cancel", reason="enough of it", time=utc_now())
         write_model(run_dir.cancel_request, request)
 
-    desk.scheduler.on_status = ask
+    harness.scheduler.on_status = cancel
     with pytest.raises(RunCancelled, match="enough of it"):
-        drive(desk.controller(run_dir))
+        drive(harness.controller(run_dir))
     assert not run_dir.cancel_request.exists()
     assert read_record(run_dir).cause == "enough of it"
 
 
-def test_a_run_that_was_faster_than_its_cancellation_is_completed(desk: Desk) -> None:
-    run_dir = desk.run()
-    desk.trains_for_ever(run_dir)
-    desk.notes.stop = lambda: len(desk.notes.looks) > 3
-    desk.scheduler.on_status = lambda: (
+def test_a_run_that_was_faster_than_its_cancellation_is_completed(harness: ControllerHarness) -> None:
+    run_dir = harness.run()
+    harness.trains_for_ever(run_dir)
+    harness.notes.stop = lambda: len(harness.notes.snapshots) > 3
+    harness.scheduler.on_status = lambda: (
         FakeAgent(run_dir).end(AttemptState.COMPLETED) if run_dir.attempt(1).commands.is_dir() else None
     )
-    drive(desk.controller(run_dir))
+    drive(harness.controller(run_dir))
     assert read_record(run_dir).state is RunState.COMPLETED
 
 
-def test_a_cancelled_run_can_be_resumed(desk: Desk) -> None:
-    run_dir = desk.run()
-    desk.trains_for_ever(run_dir)
-    desk.notes.stop = lambda: True
+def test_a_cancelled_run_can_be_resumed(harness: ControllerHarness) -> None:
+    run_dir = harness.run()
+    harness.trains_for_ever(run_dir)
+    harness.notes.stop = lambda: True
     with pytest.raises(RunCancelled):
-        drive(desk.controller(run_dir))
-    desk.notes.stop = lambda: False
+        drive(harness.controller(run_dir))
+    harness.notes.stop = lambda: False
     write_model(run_dir.cancel_request, AgentCommand(kind="cancel", reason="old", time=utc_now()))
-    desk.runs_well(run_dir)
-    drive(desk.controller(run_dir, resumed=True))
+    harness.runs_well(run_dir)
+    drive(harness.controller(run_dir, resumed=True))
     assert read_record(run_dir).state is RunState.COMPLETED
 
 
@@ -452,126 +460,130 @@ def dies_at_line(journal: Journal, number: int, after: bool) -> None:
     journal.append = append  # type: ignore[method-assign, assignment]
 
 
-def story(run_dir: RunDir) -> list[str]:
+def events(run_dir: RunDir) -> list[str]:
     return [line.event.kind for line in read_models(run_dir.control, JournalLine)]
 
 
-def undisturbed_lines(desk: Desk) -> tuple[int, set[int]]:
+def undisturbed_lines(harness: ControllerHarness) -> tuple[int, set[int]]:
     """The number of lines of a whole run, and those before which a kill equals one after the previous line."""
-    run_dir = desk.run()
-    fails_then_runs(desk, run_dir, FailureKind.NODE_LOST, failures=1, checkpoint=6)
-    controller = desk.controller(run_dir)
+    run_dir = harness.run()
+    fails_then_runs(harness, run_dir, FailureKind.NODE_LOST, failures=1, checkpoint=6)
+    controller = harness.controller(run_dir)
     write, after, same = controller.journal.append, b"", set()
 
     def append(event: object) -> None:
         nonlocal after
-        if left_behind(desk) == after:
+        if left_behind(harness) == after:
             same.add(controller.journal.record.next_sequence)
         write(event)  # type: ignore[arg-type]
-        after = left_behind(desk)
+        after = left_behind(harness)
 
     controller.journal.append = append  # type: ignore[method-assign, assignment]
     drive(controller)
-    return len(story(run_dir)), same
+    return len(events(run_dir)), same
 
 
-def drive_through_one_kill(desk: Desk, run_dir: RunDir, prepare: Callable[[Controller], None]) -> None:
-    controller = desk.controller(run_dir)
+def drive_through_one_kill(harness: ControllerHarness, run_dir: RunDir, prepare: Callable[[Controller], None]) -> None:
+    controller = harness.controller(run_dir)
     prepare(controller)
     with pytest.raises(Killed):
         drive(controller)
-    drive(desk.controller(run_dir))
+    drive(harness.controller(run_dir))
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_killed_at_any_line_of_the_journal_the_next_controller_ends_the_same_way(desk: Desk, after: bool) -> None:
+def test_killed_at_any_line_of_the_journal_the_next_controller_ends_the_same_way(
+    harness: ControllerHarness, after: bool
+) -> None:
     """Every line of a run with a failure and a recovery is a failpoint, twice."""
     # The first line is written by the creator of the run, the second by the controller that holds it.
-    lines, same = undisturbed_lines(desk)
+    lines, same = undisturbed_lines(harness)
     numbers = [number for number in range(2, lines - after) if after or number not in same]
     assert len(numbers) >= (25 if after else 6)
     for number in numbers:
-        desk.scheduler.submitted.clear()
-        run_dir = desk.run()
-        fails_then_runs(desk, run_dir, FailureKind.NODE_LOST, failures=1, checkpoint=6)
+        harness.scheduler.submitted.clear()
+        run_dir = harness.run()
+        fails_then_runs(harness, run_dir, FailureKind.NODE_LOST, failures=1, checkpoint=6)
 
         def die(controller: Controller, number: int = number) -> None:
             dies_at_line(controller.journal, number, after)
 
-        drive_through_one_kill(desk, run_dir, die)
-        shown = queries.show_run(desk.store, run_dir.run_id)
+        drive_through_one_kill(harness, run_dir, die)
+        shown = queries.show_run(harness.store, run_dir.run_id)
         assert shown["run"]["state"] == "completed", number
         assert [attempt["state"] for attempt in shown["attempts"]] == ["failed", "completed"], number
-        assert [request.placement.attempt for request in desk.scheduler.submitted] == [1, 2], number
+        assert [request.placement.attempt for request in harness.scheduler.submitted] == [1, 2], number
         assert len(shown["decisions"]) == 1, number
-        kinds = story(run_dir)
+        kinds = events(run_dir)
         assert kinds.count("attempt_planned") == kinds.count("attempt_submitted") == 2, number
 
 
-def test_a_controller_started_after_the_end_adopts_the_outcome(desk: Desk) -> None:
+def test_a_controller_started_after_the_end_adopts_the_outcome(harness: ControllerHarness) -> None:
     """The first controller is killed while the job trains; the job has long ended when the next one starts."""
-    run_dir = desk.run()
-    desk.trains_for_ever(run_dir)
-    desk.scheduler.on_status = lambda: (_ for _ in ()).throw(Killed())
+    run_dir = harness.run()
+    harness.trains_for_ever(run_dir)
+    harness.scheduler.on_status = lambda: (_ for _ in ()).throw(Killed())
     with pytest.raises(Killed):
-        drive(desk.controller(run_dir))
-    desk.scheduler.on_status = lambda: None
+        drive(harness.controller(run_dir))
+    harness.scheduler.on_status = lambda: None
     FakeAgent(run_dir).whole_run()
-    desk.scheduler.end_all()
-    drive(desk.controller(run_dir))
+    harness.scheduler.end_all()
+    drive(harness.controller(run_dir))
     assert read_record(run_dir).state is RunState.COMPLETED
-    assert len(desk.scheduler.submitted) == 1
-    assert stages_of(desk, run_dir) == FOUR_STAGES
+    assert len(harness.scheduler.submitted) == 1
+    assert stages_of(harness, run_dir) == FOUR_STAGES
 
 
-def test_a_completed_run_is_left_alone(desk: Desk) -> None:
-    run_dir = desk.completed()
-    before = story(run_dir)
-    drive(desk.controller(run_dir, resumed=True))
-    assert story(run_dir) == [*before, "controller_started"]
-    assert len(desk.scheduler.submitted) == 1
+def test_a_completed_run_is_left_alone(harness: ControllerHarness) -> None:
+    run_dir = harness.completed()
+    before = events(run_dir)
+    drive(harness.controller(run_dir, resumed=True))
+    assert events(run_dir) == [*before, "controller_started"]
+    assert len(harness.scheduler.submitted) == 1
 
 
-def test_resuming_a_failed_run_checks_again_and_renews_the_budget(desk: Desk) -> None:
-    run_dir = desk.run(make_spec(supervise={"max_attempts": 1, "backoff_s": 500}))
-    fails_then_runs(desk, run_dir, FailureKind.NODE_LOST, failures=1)
+def test_resuming_a_failed_run_checks_again_and_renews_the_budget(harness: ControllerHarness) -> None:
+    run_dir = harness.run(make_spec(supervise={"max_attempts": 1, "backoff_s": 500}))
+    fails_then_runs(harness, run_dir, FailureKind.NODE_LOST, failures=1)
     with pytest.raises(RunFailed):
-        drive(desk.controller(run_dir))
-    drive(desk.controller(run_dir, resumed=True))
-    shown = queries.show_run(desk.store, run_dir.run_id)
+        drive(harness.controller(run_dir))
+    drive(harness.controller(run_dir, resumed=True))
+    shown = queries.show_run(harness.store, run_dir.run_id)
     assert shown["run"]["state"] == "completed"
     assert [stage["name"] for stage in shown["stages"]].count("preflight") == 2
-    assert desk.clock.now < 100, "a user's request does not wait for the back-off"
+    assert harness.clock.now < 100, "a user's request does not wait for the back-off"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Leases and databases
 
 
-def test_a_controller_that_lost_its_lease_writes_nothing_more(desk: Desk) -> None:
-    run_dir = desk.run()
-    desk.trains_for_ever(run_dir)
-    controller = desk.controller(run_dir)
+def test_a_controller_that_lost_its_lease_writes_nothing_more(harness: ControllerHarness) -> None:
+    run_dir = harness.run()
+    harness.trains_for_ever(run_dir)
+    controller = harness.controller(run_dir)
     sizes = []
 
     def taken_over() -> None:
-        if len(desk.notes.looks) == 3:
-            desk.store.acquire_lease(run_dir.run_id, "b@elsewhere:1:1.00", 60, takeover=lambda owner: True)
+        if len(harness.notes.snapshots) == 3:
+            harness.store.acquire_lease(run_dir.run_id, "b@elsewhere:1:1.00", 60, takeover=lambda owner: True)
             controller.lease._renewed = -1e9
             sizes.append(run_dir.control.stat().st_size)
 
-    desk.scheduler.on_status = taken_over
+    harness.scheduler.on_status = taken_over
     with pytest.raises(LeaseLost):
         drive(controller)
-    desk._stack.close()
+    harness._stack.close()
     assert sizes == [run_dir.control.stat().st_size]
     assert run_dir.control_reserve.exists(), "it belongs to the other controller now"
-    assert desk.scheduler.cancelled == []
+    assert harness.scheduler.cancelled == []
 
 
-def test_a_database_that_goes_away_changes_nothing_but_the_view(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_dir = desk.good_run()
-    controller = desk.controller(run_dir)
+def test_a_database_that_goes_away_changes_nothing_but_the_view(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = harness.good_run()
+    controller = harness.controller(run_dir)
     away = True
 
     def sync(directory: RunDir, store: object) -> None:
@@ -584,24 +596,24 @@ def test_a_database_that_goes_away_changes_nothing_but_the_view(desk: Desk, monk
     monkeypatch.setattr("rlhf_core.watchdog.watcher.sync", sync)
     drive(controller)
     assert read_record(run_dir).state is RunState.COMPLETED
-    assert {look.history_behind for look in desk.notes.looks} == {"it is away"}
+    assert {snapshot.history_behind for snapshot in harness.notes.snapshots} == {"it is away"}
     away = False
-    desk._stack.close()
-    assert queries.show_run(desk.store, run_dir.run_id)["run"]["state"] == "completed"
+    harness._stack.close()
+    assert queries.show_run(harness.store, run_dir.run_id)["run"]["state"] == "completed"
 
 
-def test_a_second_controller_is_refused_while_the_first_lives(desk: Desk) -> None:
-    run_dir = desk.run()
-    desk.store.acquire_lease(run_dir.run_id, "b@elsewhere:1:1.00", 60)
+def test_a_second_controller_is_refused_while_the_first_lives(harness: ControllerHarness) -> None:
+    run_dir = harness.run()
+    harness.store.acquire_lease(run_dir.run_id, "b@elsewhere:1:1.00", 60)
     with pytest.raises(LeaseLost, match="b on elsewhere, process 1"):
-        desk.controller(run_dir)
+        harness.controller(run_dir)
 
 
-def test_a_decision_is_recorded_before_it_is_carried_out(desk: Desk) -> None:
-    run_dir = desk.run()
-    fails_then_runs(desk, run_dir, FailureKind.NODE_LOST, failures=1)
-    drive(desk.controller(run_dir))
-    kinds = story(run_dir)
+def test_a_decision_is_recorded_before_it_is_carried_out(harness: ControllerHarness) -> None:
+    run_dir = harness.run()
+    fails_then_runs(harness, run_dir, FailureKind.NODE_LOST, failures=1)
+    drive(harness.controller(run_dir))
+    kinds = events(run_dir)
     second_plan = [index for index, kind in enumerate(kinds) if kind == "attempt_planned"][1]
     assert kinds.index("decision_made") < second_plan
     decision = read_record(run_dir).attempts[1].decision

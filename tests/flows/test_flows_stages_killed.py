@@ -11,7 +11,7 @@ from contextlib import nullcontext, suppress
 
 import pytest
 from control_fakes import FakeAgent, make_spec
-from desk import Desk, live, undisturbed
+from harness import ControllerHarness, live, undisturbed
 from kill_points import Killed, Points
 
 from rlhf_core.control import cancel
@@ -30,7 +30,7 @@ from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.journal import CancelStarted, ControlEvent
 
 
-def three_attempts(desk: Desk, run_dir: RunDir) -> None:
+def three_attempts(harness: ControllerHarness, run_dir: RunDir) -> None:
     """Three attempts: a NaN after two checkpoints, a lost node, and a success.
 
     Agents start when their job is queried, not when it is submitted: their claim would prevent a second job too, and
@@ -56,63 +56,63 @@ def three_attempts(desk: Desk, run_dir: RunDir) -> None:
         while accepted:
             behave(accepted.pop(0))
 
-    desk.scheduler.on_submit = accepted.append
-    desk.scheduler.on_status = begin
+    harness.scheduler.on_submit = accepted.append
+    harness.scheduler.on_status = begin
 
 
-def numbers(desk: Desk) -> list[int]:
-    return [request.placement.attempt for request in desk.scheduler.submitted]
+def numbers(harness: ControllerHarness) -> list[int]:
+    return [request.placement.attempt for request in harness.scheduler.submitted]
 
 
-def undisturbed_points(desk: Desk) -> Points:
+def undisturbed_points(harness: ControllerHarness) -> Points:
     # All these runs are in one history and come back almost at once: the site's cap would make them wait.
-    desk.site = dataclasses.replace(desk.site, max_restarts_per_hour=1_000_000)
-    run_dir = desk.run()
-    three_attempts(desk, run_dir)
-    points = undisturbed(desk, run_dir)
-    assert numbers(desk) == [1, 2, 3]
-    desk.scheduler.submitted.clear()
+    harness.site = dataclasses.replace(harness.site, max_restarts_per_hour=1_000_000)
+    run_dir = harness.run()
+    three_attempts(harness, run_dir)
+    points = undisturbed(harness, run_dir)
+    assert numbers(harness) == [1, 2, 3]
+    harness.scheduler.submitted.clear()
     return points
 
 
-def test_killed_around_every_effect_every_attempt_is_submitted_once(desk: Desk) -> None:
-    points = undisturbed_points(desk)
+def test_killed_around_every_effect_every_attempt_is_submitted_once(harness: ControllerHarness) -> None:
+    points = undisturbed_points(harness)
     assert points.passed >= 80, "lines, files, searches, submissions, ends of jobs, moved checkpoints"
     assert len(points.distinct) >= 40
     for point in points.distinct:
-        run_dir = desk.run()
-        three_attempts(desk, run_dir)
-        desk.scheduler.submitted.clear()
-        assert live(desk, run_dir, point) == point
-        live(desk, run_dir, None)
+        run_dir = harness.run()
+        three_attempts(harness, run_dir)
+        harness.scheduler.submitted.clear()
+        assert live(harness, run_dir, point) == point
+        live(harness, run_dir, None)
         record = read_record(run_dir)
         assert record.state is RunState.COMPLETED, point
-        assert numbers(desk) == [1, 2, 3], point
+        assert numbers(harness) == [1, 2, 3], point
         began_at = [attempt.placement.resumed_from_step for attempt in record.attempts.values()]
         assert began_at == [0, 4, 4], f"killed at point {point}: no attempt may continue from the abandoned branch"
         assert run_dir.newest_put_aside(1) == 6, point
 
 
-def test_without_the_search_a_kill_gives_two_jobs(desk: Desk) -> None:
+def test_without_the_search_a_kill_gives_two_jobs(harness: ControllerHarness) -> None:
     """Negative control: the test above would detect it."""
-    points = undisturbed_points(desk)
-    desk.scheduler.find = lambda run_id, attempt: None  # type: ignore[method-assign]
+    points = undisturbed_points(harness)
+    harness.scheduler.find = lambda run_id, attempt: None  # type: ignore[method-assign]
     for point in points.distinct:
-        run_dir = desk.run()
-        three_attempts(desk, run_dir)
-        desk.scheduler.submitted.clear()
-        live(desk, run_dir, point)
-        live(desk, run_dir, None)
-        if len(desk.scheduler.submitted) > 3:
+        run_dir = harness.run()
+        three_attempts(harness, run_dir)
+        harness.scheduler.submitted.clear()
+        live(harness, run_dir, point)
+        live(harness, run_dir, None)
+        if len(harness.scheduler.submitted) > 3:
             return
     pytest.fail("no point gave two jobs")
 
 
-def test_rewinding_is_allowed_again_after_progress(desk: Desk) -> None:
+def test_rewinding_is_allowed_again_after_progress(harness: ControllerHarness) -> None:
     """And the control: a second NaN before that ends the run."""
     for further, attempts in ((8, 3), (5, 2)):
-        desk.scheduler.submitted.clear()
-        run_dir = desk.run()
+        harness.scheduler.submitted.clear()
+        run_dir = harness.run()
 
         def fail(agent: FakeAgent, further: int = further) -> None:
             agent.begin()
@@ -121,28 +121,28 @@ def test_rewinding_is_allowed_again_after_progress(desk: Desk) -> None:
             agent.incident(FailureKind.NON_FINITE)
             agent.end(AttemptState.FAILED, FailureKind.NON_FINITE)
 
-        desk.runs_well(run_dir, 2, fail)
+        harness.runs_well(run_dir, 2, fail)
         with nullcontext() if attempts == 3 else pytest.raises(RunFailed, match="older checkpoint did not help"):
-            drive(desk.controller(run_dir))
-        assert len(desk.scheduler.submitted) == attempts
+            drive(harness.controller(run_dir))
+        assert len(harness.scheduler.submitted) == attempts
         assert read_record(run_dir).state is (RunState.COMPLETED if attempts == 3 else RunState.FAILED)
 
 
-def test_a_silent_job_is_ended_also_when_its_run_stops(desk: Desk) -> None:
+def test_a_silent_job_is_ended_also_when_its_run_stops(harness: ControllerHarness) -> None:
     """Otherwise `rlhf resume` would start a second job beside it."""
-    run_dir = desk.run(make_spec(supervise={"max_attempts": 1}))
-    desk.trains_for_ever(run_dir)
+    run_dir = harness.run(make_spec(supervise={"max_attempts": 1}))
+    harness.trains_for_ever(run_dir)
     with pytest.raises(RunFailed, match="have been silent for"):
-        drive(desk.controller(run_dir))
-    assert desk.scheduler.cancelled == ["101"]
-    assert desk.scheduler.jobs["101"].state is JobState.ENDED
+        drive(harness.controller(run_dir))
+    assert harness.scheduler.cancelled == ["101"]
+    assert harness.scheduler.jobs["101"].state is JobState.ENDED
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Killed while it cancels
 
 
-def cancelled_at(desk: Desk, run_dir: RunDir, kill_at: int | None) -> int:
+def cancelled_at(harness: ControllerHarness, run_dir: RunDir, kill_at: int | None) -> int:
     """A life that is asked to end its run as soon as the job runs; returns the number of kill points it passed."""
     attempt = FakeAgent(run_dir)
 
@@ -159,67 +159,69 @@ def cancelled_at(desk: Desk, run_dir: RunDir, kill_at: int | None) -> int:
 
         The signal that ends a job also announces a preemption.
         """
-        if end_was_ordered(desk, run_dir) and not run_dir.attempt(1).outcome.exists():
+        if end_was_ordered(harness, run_dir) and not run_dir.attempt(1).outcome.exists():
             attempt.end(AttemptState.FAILED, FailureKind.PREEMPTION)
 
-    desk.scheduler.on_submit, desk.scheduler.on_status = behave, obey
-    desk.scheduler.submitted.clear()
-    desk.scheduler.cancelled.clear()
-    desk.notes.looks.clear()
-    desk.notes.stop = lambda: len(desk.notes.looks) > 2
+    harness.scheduler.on_submit, harness.scheduler.on_status = behave, obey
+    harness.scheduler.submitted.clear()
+    harness.scheduler.cancelled.clear()
+    harness.notes.snapshots.clear()
+    harness.notes.stop = lambda: len(harness.notes.snapshots) > 2
     points = Points(kill_at)
-    controller = desk.controller(run_dir)
-    with points.at_every_effect(desk.scheduler, start, jobs), suppress(Killed, RunCancelled):
+    controller = harness.controller(run_dir)
+    with points.at_every_effect(harness.scheduler, start, jobs), suppress(Killed, RunCancelled):
         drive(controller)
-    desk.notes.stop = lambda: False
+    harness.notes.stop = lambda: False
     return points.passed
 
 
-def end_was_ordered(desk: Desk, run_dir: RunDir) -> bool:
+def end_was_ordered(harness: ControllerHarness, run_dir: RunDir) -> bool:
     """True if agents or scheduler were ordered to end the job."""
-    return bool(desk.scheduler.cancelled) or run_dir.attempt(1).commands.is_dir()
+    return bool(harness.scheduler.cancelled) or run_dir.attempt(1).commands.is_dir()
 
 
 @pytest.fixture
-def obedient(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> int:
+def obedient(harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch) -> int:
     """Make agents obey at once; the number of points that a cancelled life passes."""
     monkeypatch.setattr(cancel, "CANCEL_TIMEOUT_S", 0.0)
-    desk.site = dataclasses.replace(desk.site, max_restarts_per_hour=1_000_000)
-    run_dir = desk.run()
-    passed = cancelled_at(desk, run_dir, None)
+    harness.site = dataclasses.replace(harness.site, max_restarts_per_hour=1_000_000)
+    run_dir = harness.run()
+    passed = cancelled_at(harness, run_dir, None)
     assert read_record(run_dir).state is RunState.CANCELLED
     return passed
 
 
-def drive_again(desk: Desk, run_dir: RunDir) -> RunState:
+def drive_again(harness: ControllerHarness, run_dir: RunDir) -> RunState:
     """Run the next controller without a request to end or resume the run, unless the run has ended.
 
     Return its state.
     """
     if not read_record(run_dir).ended:
         with suppress(RunCancelled):
-            drive(desk.controller(run_dir))
+            drive(harness.controller(run_dir))
     return read_record(run_dir).state
 
 
-def test_killed_around_every_effect_of_cancelling_the_run_is_cancelled(desk: Desk, obedient: int) -> None:
+def test_killed_around_every_effect_of_cancelling_the_run_is_cancelled(
+    harness: ControllerHarness, obedient: int
+) -> None:
     intended, ordered = 0, 0
     for point in range(obedient):
-        run_dir = desk.run()
-        assert cancelled_at(desk, run_dir, point) == point
-        if read_record(run_dir).cancelling is None and not end_was_ordered(desk, run_dir):
+        run_dir = harness.run()
+        assert cancelled_at(harness, run_dir, point) == point
+        if read_record(run_dir).cancelling is None and not end_was_ordered(harness, run_dir):
             continue  # the run has not been cancelled yet, and continues
-        intended, ordered = intended + 1, ordered + end_was_ordered(desk, run_dir)
-        assert drive_again(desk, run_dir) is RunState.CANCELLED, (
+        intended, ordered = intended + 1, ordered + end_was_ordered(harness, run_dir)
+        assert drive_again(harness, run_dir) is RunState.CANCELLED, (
             f"killed at point {point}: what was cancelled came back"
         )
-        assert numbers(desk) == [1], point
+        assert numbers(harness) == [1], point
     assert ordered >= 8, "order, end of the job, states"
     assert intended > ordered, "and between the line and the order"
 
 
 def test_without_the_intent_a_kill_makes_a_cancelled_run_a_preempted_one(
-    desk: Desk, obedient: int, monkeypatch: pytest.MonkeyPatch
+    harness: ControllerHarness, obedient: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: the former order of the steps."""
     append = Journal.append
@@ -230,48 +232,48 @@ def test_without_the_intent_a_kill_makes_a_cancelled_run_a_preempted_one(
 
     monkeypatch.setattr(Journal, "append", append_later)
     for point in reversed(range(obedient)):
-        run_dir = desk.run()
-        cancelled_at(desk, run_dir, point)
-        if end_was_ordered(desk, run_dir) and drive_again(desk, run_dir) is RunState.COMPLETED:
-            assert numbers(desk) == [1, 2]
+        run_dir = harness.run()
+        cancelled_at(harness, run_dir, point)
+        if end_was_ordered(harness, run_dir) and drive_again(harness, run_dir) is RunState.COMPLETED:
+            assert numbers(harness) == [1, 2]
             return
     pytest.fail("no point brought a cancelled run back")
 
 
-def test_a_run_that_was_being_cancelled_can_be_resumed(desk: Desk, obedient: int) -> None:
+def test_a_run_that_was_being_cancelled_can_be_resumed(harness: ControllerHarness, obedient: int) -> None:
     """It is cancelled first, because its job may still be running."""
     for point in reversed(range(obedient)):
-        run_dir = desk.run()
-        cancelled_at(desk, run_dir, point)
+        run_dir = harness.run()
+        cancelled_at(harness, run_dir, point)
         if not read_record(run_dir).ended:
             break
-    drive(desk.controller(run_dir, resumed=True))
+    drive(harness.controller(run_dir, resumed=True))
     record = read_record(run_dir)
     assert record.state is RunState.COMPLETED
     assert record.attempts[1].state is AttemptState.CANCELLED
-    assert numbers(desk) == [1, 2]
+    assert numbers(harness) == [1, 2]
 
 
-def test_a_job_that_was_ended_without_its_controller_is_no_failure(desk: Desk) -> None:
+def test_a_job_that_was_ended_without_its_controller_is_no_failure(harness: ControllerHarness) -> None:
     """`rlhf cancel` of a run whose controller does not respond; it wakes up and finds its job gone."""
-    run_dir = desk.run()
+    run_dir = harness.run()
     agent = FakeAgent(run_dir)
 
     def ended() -> None:
-        if len(desk.notes.looks) == 2:
+        if len(harness.notes.snapshots) == 2:
             write_model(run_dir.cancel_request, order_to_end("enough", save=False))
             agent.end(AttemptState.FAILED, FailureKind.PREEMPTION)
-            desk.scheduler.end_all()
+            harness.scheduler.end_all()
 
     def begin(request: JobRequest) -> None:
         agent.begin()
         agent.role(Role.TRAINER)
 
-    desk.scheduler.on_submit, desk.scheduler.on_status = begin, ended
+    harness.scheduler.on_submit, harness.scheduler.on_status = begin, ended
     with pytest.raises(RunCancelled, match="enough"):
-        drive(desk.controller(run_dir))
+        drive(harness.controller(run_dir))
     assert read_record(run_dir).attempts[1].state is AttemptState.CANCELLED
-    assert numbers(desk) == [1]
+    assert numbers(harness) == [1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -289,42 +291,42 @@ def away(number: int) -> Callable[[], None]:
     return require
 
 
-def test_a_submission_waits_until_the_database_confirms_the_lease(desk: Desk) -> None:
-    run_dir = desk.good_run()
-    controller = desk.controller(run_dir)
+def test_a_submission_waits_until_the_database_confirms_the_lease(harness: ControllerHarness) -> None:
+    run_dir = harness.good_run()
+    controller = harness.controller(run_dir)
     controller.lease.require = away(3)  # type: ignore[method-assign]
-    before = desk.clock.now
+    before = harness.clock.now
     drive(controller)
     assert read_record(run_dir).state is RunState.COMPLETED
-    assert numbers(desk) == [1]
-    assert desk.clock.now >= before + 3 * LEASE_RETRY_INTERVAL_S
+    assert numbers(harness) == [1]
+    assert harness.clock.now >= before + 3 * LEASE_RETRY_INTERVAL_S
     waits = "waiting for the database to confirm that this controller still owns the run: no answer"
-    assert desk.notes.sayings.count(waits) == 1
+    assert harness.notes.messages.count(waits) == 1
 
 
-def test_a_cancellation_during_the_wait_is_obeyed_and_nothing_is_submitted(desk: Desk) -> None:
-    run_dir = desk.run()
-    controller = desk.controller(run_dir)
+def test_a_cancellation_during_the_wait_is_obeyed_and_nothing_is_submitted(harness: ControllerHarness) -> None:
+    run_dir = harness.run()
+    controller = harness.controller(run_dir)
     controller.lease.require = away(1_000_000)  # type: ignore[method-assign]
-    desk.notes.stop = lambda: "waiting for the database" in "".join(desk.notes.sayings)
+    harness.notes.stop = lambda: "waiting for the database" in "".join(harness.notes.messages)
     with pytest.raises(RunCancelled):
         drive(controller)
     assert read_record(run_dir).state is RunState.CANCELLED
-    assert numbers(desk) == []
+    assert numbers(harness) == []
 
 
-def test_a_user_can_end_the_job_without_the_database(desk: Desk, obedient: int) -> None:
-    run_dir = desk.run()
-    desk.notes.looks.clear()
-    desk.notes.stop = lambda: len(desk.notes.looks) > 2
+def test_a_user_can_end_the_job_without_the_database(harness: ControllerHarness, obedient: int) -> None:
+    run_dir = harness.run()
+    harness.notes.snapshots.clear()
+    harness.notes.stop = lambda: len(harness.notes.snapshots) > 2
 
     def begin(request: JobRequest) -> None:
         FakeAgent(run_dir).begin()
         FakeAgent(run_dir).role(Role.TRAINER)
         controller.lease.require = away(1_000_000)  # type: ignore[method-assign]
 
-    desk.scheduler.on_submit = begin
-    controller = desk.controller(run_dir)
+    harness.scheduler.on_submit = begin
+    controller = harness.controller(run_dir)
     with pytest.raises(RunCancelled):
         drive(controller)
-    assert desk.scheduler.jobs[desk.scheduler.cancelled[-1]].state is JobState.ENDED
+    assert harness.scheduler.jobs[harness.scheduler.cancelled[-1]].state is JobState.ENDED

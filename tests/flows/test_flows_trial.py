@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from control_fakes import FakeAgent, make_spec
-from desk import Desk, live, undisturbed
+from harness import ControllerHarness, live, undisturbed
 from kill_points import Killed
 
 from rlhf_core.control.cancel import cancel_run
@@ -33,12 +33,12 @@ CHANGED = CheckResult(id="trial.needed", status=CheckStatus.WARNING, found="data
 
 
 @pytest.fixture
-def site(desk: Desk, checks: list[CheckResult], monkeypatch: pytest.MonkeyPatch) -> Desk:
+def site(harness: ControllerHarness, checks: list[CheckResult], monkeypatch: pytest.MonkeyPatch) -> ControllerHarness:
     """A cluster of four nodes, on which something has changed since the last successful run."""
-    desk.scheduler.nodes = tuple(f"n{number}" for number in range(1, NUM_NODES + 1))
+    harness.scheduler.nodes = tuple(f"n{number}" for number in range(1, NUM_NODES + 1))
     checks.append(CHANGED)
     monkeypatch.setattr("rlhf_core.control.cancel.CANCEL_TIMEOUT_S", 0.0)
-    return desk
+    return harness
 
 
 def wanted(trial: str = "run", num_nodes: int = NUM_NODES, **sections: Any) -> RunSpec:
@@ -46,13 +46,13 @@ def wanted(trial: str = "run", num_nodes: int = NUM_NODES, **sections: Any) -> R
     return make_spec(resources=resources, preflight={"trial": trial}, train={"num_steps": 500}, **sections)
 
 
-def agent_of(desk: Desk, request: JobRequest) -> FakeAgent:
-    return FakeAgent(RunDir.of(desk.site.runs_dir, request.run_id), attempt=request.placement.attempt)
+def agent_of(harness: ControllerHarness, request: JobRequest) -> FakeAgent:
+    return FakeAgent(RunDir.of(harness.site.runs_dir, request.run_id), attempt=request.placement.attempt)
 
 
-def behaves(desk: Desk, act: Callable[[FakeAgent, int], None]) -> None:
+def behaves(harness: ControllerHarness, act: Callable[[FakeAgent, int], None]) -> None:
     """Define the behaviour of the agents of every job, given its number of nodes."""
-    desk.scheduler.on_submit = lambda request: act(agent_of(desk, request), request.placement.num_nodes)
+    harness.scheduler.on_submit = lambda request: act(agent_of(harness, request), request.placement.num_nodes)
 
 
 def goes_well(agent: FakeAgent, num_nodes: int) -> None:
@@ -77,12 +77,12 @@ def trains_for_ever(agent: FakeAgent, num_nodes: int) -> None:
     agent.role(Role.TRAINER)
 
 
-def sizes(desk: Desk) -> list[int]:
-    return [request.placement.num_nodes for request in desk.scheduler.submitted]
+def sizes(harness: ControllerHarness) -> list[int]:
+    return [request.placement.num_nodes for request in harness.scheduler.submitted]
 
 
-def verdicts(desk: Desk, run_dir: RunDir) -> dict[str, tuple[str, str]]:
-    checks = queries.show_run(desk.store, run_dir.run_id)["checks"]
+def verdicts(harness: ControllerHarness, run_dir: RunDir) -> dict[str, tuple[str, str]]:
+    checks = queries.show_run(harness.store, run_dir.run_id)["checks"]
     return {
         one["id"]: (one["status"], one["found"]) for one in checks if one["id"] in ("trial.one_node", "trial.all_nodes")
     }
@@ -92,7 +92,7 @@ def verdicts(desk: Desk, run_dir: RunDir) -> dict[str, tuple[str, str]]:
 # The ladder
 
 
-def test_a_run_is_tried_on_one_node_and_then_on_all_before_it_starts(site: Desk) -> None:
+def test_a_run_is_tried_on_one_node_and_then_on_all_before_it_starts(site: ControllerHarness) -> None:
     run_dir = site.run(wanted())
     behaves(site, goes_well)
     drive(site.controller(run_dir))
@@ -122,7 +122,7 @@ def test_a_run_is_tried_on_one_node_and_then_on_all_before_it_starts(site: Desk)
     assert site.notes.totals == [5, 502, 5, 502], "the steps shown are those of the trial, then again of the run"
 
 
-def test_each_trial_is_carried_out_under_its_own_name(site: Desk) -> None:
+def test_each_trial_is_carried_out_under_its_own_name(site: ControllerHarness) -> None:
     """Prefect shows a task run for each."""
     run_dir = site.run(wanted())
     behaves(site, goes_well)
@@ -139,7 +139,7 @@ def test_each_trial_is_carried_out_under_its_own_name(site: Desk) -> None:
     ]
 
 
-def test_one_node_is_tried_once(site: Desk) -> None:
+def test_one_node_is_tried_once(site: ControllerHarness) -> None:
     run_dir = site.run(wanted(num_nodes=1))
     behaves(site, goes_well)
     drive(site.controller(run_dir))
@@ -148,7 +148,7 @@ def test_one_node_is_tried_once(site: Desk) -> None:
 
 
 @pytest.mark.parametrize("trial", ["off", "propose"])
-def test_no_trial_is_made_unless_requested(site: Desk, trial: str) -> None:
+def test_no_trial_is_made_unless_requested(site: ControllerHarness, trial: str) -> None:
     run_dir = site.run(wanted(trial))
     behaves(site, goes_well)
     drive(site.controller(run_dir))
@@ -156,7 +156,7 @@ def test_no_trial_is_made_unless_requested(site: Desk, trial: str) -> None:
     assert trials_of(run_dir) == []
 
 
-def test_no_trial_is_made_if_nothing_has_changed(site: Desk, checks: list[CheckResult]) -> None:
+def test_no_trial_is_made_if_nothing_has_changed(site: ControllerHarness, checks: list[CheckResult]) -> None:
     checks.remove(CHANGED)
     run_dir = site.run(wanted())
     behaves(site, goes_well)
@@ -168,7 +168,7 @@ def test_no_trial_is_made_if_nothing_has_changed(site: Desk, checks: list[CheckR
 # A trial that fails
 
 
-def test_a_failed_trial_keeps_the_run_from_its_nodes(site: Desk) -> None:
+def test_a_failed_trial_keeps_the_run_from_its_nodes(site: ControllerHarness) -> None:
     run_dir = site.run(wanted())
     behaves(site, breaks)
     with pytest.raises(PreflightBlocked, match=r"trial\.one_node: found trial on one node failed") as caught:
@@ -182,7 +182,7 @@ def test_a_failed_trial_keeps_the_run_from_its_nodes(site: Desk) -> None:
     assert verdicts(site, run_dir)["trial.one_node"][0] == "blocked"
 
 
-def test_without_a_trial_the_same_config_wastes_all_nodes(site: Desk) -> None:
+def test_without_a_trial_the_same_config_wastes_all_nodes(site: ControllerHarness) -> None:
     """Negative control."""
     run_dir = site.run(wanted("off"))
     behaves(site, breaks)
@@ -191,7 +191,7 @@ def test_without_a_trial_the_same_config_wastes_all_nodes(site: Desk) -> None:
     assert sizes(site) == [NUM_NODES]
 
 
-def test_a_failure_only_on_several_nodes_is_found_by_the_second_trial(site: Desk) -> None:
+def test_a_failure_only_on_several_nodes_is_found_by_the_second_trial(site: ControllerHarness) -> None:
     run_dir = site.run(wanted())
     behaves(site, lambda agent, num_nodes: (goes_well if num_nodes == 1 else breaks)(agent, num_nodes))
     with pytest.raises(PreflightBlocked, match=r"trial\.all_nodes"):
@@ -200,7 +200,7 @@ def test_a_failure_only_on_several_nodes_is_found_by_the_second_trial(site: Desk
     assert [status for status, _ in verdicts(site, run_dir).values()] == ["passed", "blocked"]
 
 
-def test_a_trial_has_the_retries_of_any_run(site: Desk) -> None:
+def test_a_trial_has_the_retries_of_any_run(site: ControllerHarness) -> None:
     run_dir = site.run(wanted(num_nodes=1))
 
     def lost_once(agent: FakeAgent, num_nodes: int) -> None:
@@ -217,7 +217,7 @@ def test_a_trial_has_the_retries_of_any_run(site: Desk) -> None:
     assert "1 incident" in verdicts(site, run_dir)["trial.all_nodes"][1]
 
 
-def test_after_a_fix_the_run_is_resumed_with_its_trial(site: Desk) -> None:
+def test_after_a_fix_the_run_is_resumed_with_its_trial(site: ControllerHarness) -> None:
     run_dir = site.run(wanted())
     behaves(site, breaks)
     with pytest.raises(PreflightBlocked):
@@ -236,17 +236,17 @@ def test_after_a_fix_the_run_is_resumed_with_its_trial(site: Desk) -> None:
 
 
 @pytest.mark.parametrize("way", ["rlhf cancel", "rlhf cancel --save", "Ctrl-C"])
-def test_the_trial_is_cancelled_with_its_run(site: Desk, way: str) -> None:
+def test_the_trial_is_cancelled_with_its_run(site: ControllerHarness, way: str) -> None:
     run_dir = site.run(wanted())
     behaves(site, trains_for_ever)
 
-    def ask() -> None:
-        if len(site.notes.looks) == 3 and way != "Ctrl-C":
+    def cancel() -> None:
+        if len(site.notes.snapshots) == 3 and way != "Ctrl-C":
             kind = "stop_after_step" if "save" in way else "cancel"
             write_model(run_dir.cancel_request, AgentCommand(kind=kind, reason="enough", time=utc_now()))
 
-    site.scheduler.on_status = ask
-    site.notes.stop = lambda: way == "Ctrl-C" and len(site.notes.looks) >= 3
+    site.scheduler.on_status = cancel
+    site.notes.stop = lambda: way == "Ctrl-C" and len(site.notes.snapshots) >= 3
     with pytest.raises(RunCancelled, match=run_dir.run_id):
         drive(site.controller(run_dir))
     (trial,) = trials_of(run_dir)
@@ -257,13 +257,13 @@ def test_the_trial_is_cancelled_with_its_run(site: Desk, way: str) -> None:
     assert states == ["completed", "cancelled"]
 
 
-def left_in_a_trial(site: Desk) -> tuple[RunDir, RunDir]:
+def left_in_a_trial(site: ControllerHarness) -> tuple[RunDir, RunDir]:
     """A run whose controller was killed while its first trial was training."""
     run_dir = site.run(wanted())
     behaves(site, trains_for_ever)
 
     def killed() -> None:
-        if len(site.notes.looks) == 3:
+        if len(site.notes.snapshots) == 3:
             raise Killed
 
     site.scheduler.on_status = killed
@@ -276,34 +276,34 @@ def left_in_a_trial(site: Desk) -> tuple[RunDir, RunDir]:
     return run_dir, trial
 
 
-def test_without_a_controller_the_command_cancels_the_trial(site: Desk) -> None:
+def test_without_a_controller_the_command_cancels_the_trial(site: ControllerHarness) -> None:
     run_dir, trial = left_in_a_trial(site)
-    said: list[str] = []
-    found = cancel_run(run_dir, site.site, site.store, "enough", say=said.append)
+    messages: list[str] = []
+    found = cancel_run(run_dir, site.site, site.store, "enough", log=messages.append)
     assert (found.state, found.job_ended) == (RunState.CANCELLED, True)
     assert read_record(trial).state is RunState.CANCELLED
     assert site.scheduler.jobs["101"].state is JobState.ENDED
 
 
-def test_an_unresponsive_controller_does_not_keep_a_trial_alive(site: Desk) -> None:
+def test_an_unresponsive_controller_does_not_keep_a_trial_alive(site: ControllerHarness) -> None:
     run_dir, _ = left_in_a_trial(site)
     site.store.acquire_lease(run_dir.run_id, "b@elsewhere:1:1.00", 3600)
     clock = site.clock
-    found = cancel_run(run_dir, site.site, site.store, "enough", say=lambda text: None, clock=clock, sleep=clock.sleep)
+    found = cancel_run(run_dir, site.site, site.store, "enough", log=lambda text: None, clock=clock, sleep=clock.sleep)
     assert found.job_ended
     assert site.scheduler.cancelled == ["101"]
 
 
-def test_a_trial_that_is_cancelled_by_itself_blocks_its_run(site: Desk) -> None:
+def test_a_trial_that_is_cancelled_by_itself_blocks_its_run(site: ControllerHarness) -> None:
     run_dir = site.run(wanted())
     behaves(site, trains_for_ever)
 
-    def ask() -> None:
-        if len(site.notes.looks) == 3:
+    def cancel() -> None:
+        if len(site.notes.snapshots) == 3:
             (trial,) = trials_of(run_dir)
             write_model(trial.cancel_request, AgentCommand(kind="cancel", reason="not this one", time=utc_now()))
 
-    site.scheduler.on_status = ask
+    site.scheduler.on_status = cancel
     with pytest.raises(PreflightBlocked, match="was cancelled: not this one"):
         drive(site.controller(run_dir))
     assert read_record(run_dir).state is RunState.FAILED
@@ -313,7 +313,7 @@ def test_a_trial_that_is_cancelled_by_itself_blocks_its_run(site: Desk) -> None:
 # Controllers that are killed
 
 
-def test_a_running_trial_is_adopted(site: Desk) -> None:
+def test_a_running_trial_is_adopted(site: ControllerHarness) -> None:
     run_dir, trial = left_in_a_trial(site)
     goes_well(FakeAgent(trial), 1)
     behaves(site, goes_well)
@@ -322,7 +322,9 @@ def test_a_running_trial_is_adopted(site: Desk) -> None:
     assert read_record(run_dir).state is RunState.COMPLETED
 
 
-def test_a_run_that_is_blocked_later_leaves_no_trial_running(site: Desk, checks: list[CheckResult]) -> None:
+def test_a_run_that_is_blocked_later_leaves_no_trial_running(
+    site: ControllerHarness, checks: list[CheckResult]
+) -> None:
     run_dir, trial = left_in_a_trial(site)
     checks.append(CheckResult(id="b.check", status=CheckStatus.BLOCKED, found="7", expected="8", advice="eight"))
     with pytest.raises(PreflightBlocked, match=r"b\.check"):
@@ -331,13 +333,13 @@ def test_a_run_that_is_blocked_later_leaves_no_trial_running(site: Desk, checks:
     assert site.scheduler.jobs["101"].state is JobState.ENDED
 
 
-def test_a_controller_that_lost_the_run_leaves_its_trial_alone(site: Desk) -> None:
+def test_a_controller_that_lost_the_run_leaves_its_trial_alone(site: ControllerHarness) -> None:
     run_dir = site.run(wanted())
     behaves(site, trains_for_ever)
     controller = site.controller(run_dir)
 
     def taken_over() -> None:
-        if len(site.notes.looks) == 3:
+        if len(site.notes.snapshots) == 3:
             site.store.acquire_lease(run_dir.run_id, "b@elsewhere:1:1.00", 60, takeover=lambda owner: True)
             controller.lease._renewed = -1e9
 
@@ -350,7 +352,7 @@ def test_a_controller_that_lost_the_run_leaves_its_trial_alone(site: Desk) -> No
     assert site.scheduler.cancelled == []
 
 
-def begins_when_asked(site: Desk) -> None:
+def begins_on_request(site: ControllerHarness) -> None:
     """Make agents start when their job is queried, as in the test of a whole run that is killed."""
     accepted: list[JobRequest] = []
 
@@ -363,9 +365,9 @@ def begins_when_asked(site: Desk) -> None:
     site.scheduler.on_status = begin
 
 
-def test_killed_around_every_effect_every_trial_is_made_once(site: Desk) -> None:
+def test_killed_around_every_effect_every_trial_is_made_once(site: ControllerHarness) -> None:
     run_dir = site.run(wanted())
-    begins_when_asked(site)
+    begins_on_request(site)
     points = undisturbed(site, run_dir)
     assert points.passed >= 80, "lines, files, directories, searches, submissions"
     assert len(points.distinct) >= 60
@@ -373,7 +375,7 @@ def test_killed_around_every_effect_every_trial_is_made_once(site: Desk) -> None
         site.scheduler.submitted.clear()
         present = len(run_dirs(site.site.runs_dir))
         run_dir = site.run(wanted())
-        begins_when_asked(site)
+        begins_on_request(site)
         assert live(site, run_dir, point) == point
         live(site, run_dir, None)
         assert read_record(run_dir).state is RunState.COMPLETED, point
@@ -382,7 +384,9 @@ def test_killed_around_every_effect_every_trial_is_made_once(site: Desk) -> None
         assert [status for status, _ in verdicts(site, run_dir).values()] == ["passed"] * 2, point
 
 
-def test_a_trial_that_is_recorded_too_late_is_made_twice(site: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_that_is_recorded_too_late_is_made_twice(
+    site: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Negative control: the test above would detect it."""
 
     def too_late(controller: Controller, rung: Rung) -> RunDir:
@@ -396,11 +400,11 @@ def test_a_trial_that_is_recorded_too_late_is_made_twice(site: Desk, monkeypatch
 
     monkeypatch.setattr("rlhf_core.control.trials._create", too_late)
     run_dir = site.run(wanted())
-    begins_when_asked(site)
+    begins_on_request(site)
     for point in [point for point in undisturbed(site, run_dir).distinct if point < 20]:
         present = len(run_dirs(site.site.runs_dir))
         run_dir = site.run(wanted())
-        begins_when_asked(site)
+        begins_on_request(site)
         live(site, run_dir, point)
         live(site, run_dir, None)
         if len(run_dirs(site.site.runs_dir)) > present + 3:

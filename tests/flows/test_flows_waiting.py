@@ -15,7 +15,7 @@ import sites
 from control_fakes import Clock
 
 from flows.deployments.registration import Submitted, register, submit
-from flows.queue import what_it_waits_for
+from flows.queue import queue_wait
 from rlhf_core.cli.commands import deploy as deploy_commands
 from rlhf_core.cli.commands.deploy import STUCK_S, _await_beginning
 from rlhf_core.cli.main import execute
@@ -49,7 +49,7 @@ def site(client: Any) -> Site:
 
 
 @pytest.fixture
-def asked(site: Site) -> Submitted:
+def submitted(site: Site) -> Submitted:
     register("quickstart", site, limit=0)
     return submit("quickstart", site)
 
@@ -60,25 +60,25 @@ def send_heartbeat(client: Any, name: str = "worker-1") -> None:
     client.request("POST", "/work_pools/rlhf/workers/heartbeat", json=beat)
 
 
-def test_a_missing_worker_is_reported_with_advice(client: Any, asked: Submitted) -> None:
-    wait = what_it_waits_for(asked.flow_run_id)
+def test_a_missing_worker_is_reported_with_advice(client: Any, submitted: Submitted) -> None:
+    wait = queue_wait(submitted.flow_run_id)
     assert wait.stuck
     assert "no worker of the pool 'rlhf' is online" in wait.words
     assert "`rlhf up`" in wait.words
     send_heartbeat(client)
-    wait = what_it_waits_for(asked.flow_run_id)
+    wait = queue_wait(submitted.flow_run_id)
     assert not wait.stuck, "negative control: a live worker is no reason to act"
     assert "a worker is online (worker-1)" in wait.words
     later = datetime.now(UTC) + timedelta(seconds=30)
-    wait = what_it_waits_for(asked.flow_run_id, later)
+    wait = queue_wait(submitted.flow_run_id, later)
     assert (wait.stuck, "it is late" in wait.words) == (False, True)
     later = datetime.now(UTC) + timedelta(seconds=70)
-    wait = what_it_waits_for(asked.flow_run_id, later)
+    wait = queue_wait(submitted.flow_run_id, later)
     assert wait.stuck, "a worker that was killed is still online for Prefect"
     assert "the last one was heard at" in wait.words
 
 
-def test_waiting_for_a_free_slot_is_no_problem(client: Any, site: Site, asked: Submitted) -> None:
+def test_waiting_for_a_free_slot_is_no_problem(client: Any, site: Site, submitted: Submitted) -> None:
     from prefect.client.schemas.actions import WorkPoolUpdate
     from prefect.states import AwaitingConcurrencySlot, Pending, Running, Scheduled
 
@@ -87,60 +87,60 @@ def test_waiting_for_a_free_slot_is_no_problem(client: Any, site: Site, asked: S
     client.update_work_pool("rlhf", WorkPoolUpdate(concurrency_limit=1))
     client.set_flow_run_state(UUID(first.flow_run_id), Pending())
     client.set_flow_run_state(UUID(first.flow_run_id), Running())
-    wait = what_it_waits_for(asked.flow_run_id)
+    wait = queue_wait(submitted.flow_run_id)
     assert (wait.stuck, "1 of 1 places of the work pool 'rlhf' are taken" in wait.words) == (False, True), wait
-    assert "its process makes the run directory" in what_it_waits_for(first.flow_run_id).words
+    assert "its process makes the run directory" in queue_wait(first.flow_run_id).words
     client.update_work_pool("rlhf", WorkPoolUpdate(concurrency_limit=None))
 
     at = datetime.now(UTC) + timedelta(hours=2)
-    client.set_flow_run_state(UUID(asked.flow_run_id), Scheduled(scheduled_time=at), force=True)
-    assert what_it_waits_for(asked.flow_run_id).words == f"it is scheduled for {at:%Y-%m-%d %H:%M:%S} UTC"
+    client.set_flow_run_state(UUID(submitted.flow_run_id), Scheduled(scheduled_time=at), force=True)
+    assert queue_wait(submitted.flow_run_id).words == f"it is scheduled for {at:%Y-%m-%d %H:%M:%S} UTC"
 
     register("quickstart", site, limit=2)
-    client.set_flow_run_state(UUID(asked.flow_run_id), AwaitingConcurrencySlot(), force=True)
-    wait = what_it_waits_for(asked.flow_run_id)
+    client.set_flow_run_state(UUID(submitted.flow_run_id), AwaitingConcurrencySlot(), force=True)
+    wait = queue_wait(submitted.flow_run_id)
     assert (wait.stuck, "the limit of 2 on runs of its deployment" in wait.words) == (False, True), wait
 
 
-def test_a_paused_pool_or_queue_is_named(client: Any, asked: Submitted) -> None:
+def test_a_paused_pool_or_queue_is_named(client: Any, submitted: Submitted) -> None:
     from prefect.client.schemas.actions import WorkPoolUpdate
 
     send_heartbeat(client)
     queue = client.read_work_queue_by_name("default", work_pool_name="rlhf")
     client.update_work_queue(queue.id, is_paused=True)
-    wait = what_it_waits_for(asked.flow_run_id)
+    wait = queue_wait(submitted.flow_run_id)
     assert (wait.stuck, "the queue 'default' of the work pool 'rlhf' is paused" in wait.words) == (True, True), wait
     client.update_work_queue(queue.id, is_paused=False)
     client.update_work_pool("rlhf", WorkPoolUpdate(is_paused=True))
-    assert "the work pool 'rlhf' is paused" in what_it_waits_for(asked.flow_run_id).words
+    assert "the work pool 'rlhf' is paused" in queue_wait(submitted.flow_run_id).words
 
 
-def test_a_missing_pool_is_reported(client: Any, asked: Submitted) -> None:
+def test_a_missing_pool_is_reported(client: Any, submitted: Submitted) -> None:
     client.delete_work_pool("rlhf")
-    wait = what_it_waits_for(asked.flow_run_id)
+    wait = queue_wait(submitted.flow_run_id)
     assert (wait.stuck, "no work pool" in wait.words, "`rlhf up`" in wait.words) == (True, True, True), wait
 
 
-def test_a_run_that_will_never_start_is_not_awaited(client: Any, site: Site, asked: Submitted) -> None:
+def test_a_run_that_will_never_start_is_not_awaited(client: Any, site: Site, submitted: Submitted) -> None:
     from prefect.states import Cancelled, Failed
 
-    client.set_flow_run_state(UUID(asked.flow_run_id), Cancelled(message="not needed"), force=True)
+    client.set_flow_run_state(UUID(submitted.flow_run_id), Cancelled(message="not needed"), force=True)
     with pytest.raises(RunCancelled, match="not needed"):
-        what_it_waits_for(asked.flow_run_id)
+        queue_wait(submitted.flow_run_id)
     other = submit("quickstart", site)
     client.set_flow_run_state(UUID(other.flow_run_id), Failed(message="no such file"), force=True)
     with pytest.raises(RunFailed, match="no such file"):
-        what_it_waits_for(other.flow_run_id)
+        queue_wait(other.flow_run_id)
     client.delete_flow_run(UUID(other.flow_run_id))
     with pytest.raises(RunFailed, match="deleted in Prefect"):
-        what_it_waits_for(other.flow_run_id)
+        queue_wait(other.flow_run_id)
 
 
 def test_a_lost_server_is_reported() -> None:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-        wait = what_it_waits_for("5f0c3c1e-0000-4000-8000-000000000000")
+        wait = queue_wait("5f0c3c1e-0000-4000-8000-000000000000")
     assert (wait.stuck, "does not answer" in wait.words) == (True, True)
 
 
@@ -160,19 +160,19 @@ def test_the_command_reports_it_within_seconds_and_exits_on_request(site: Site, 
 
 
 def test_a_program_does_not_wait_forever_and_a_user_decides(
-    client: Any, asked: Submitted, monkeypatch: pytest.MonkeyPatch
+    client: Any, submitted: Submitted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interval_s = 60.0  # each poll sends a few requests to the server
     monkeypatch.setattr(deploy_commands, "POLL_INTERVAL_S", interval_s)
     slept = Clock()
     with pytest.raises(RunNotBegun, match="no worker"):
-        _await_beginning(lambda: False, asked, None, slept, slept.sleep)
+        _await_beginning(lambda: False, submitted, None, slept, slept.sleep)
     assert STUCK_S <= slept.now < STUCK_S + interval_s
 
-    monkeypatch.setattr("rlhf_core.cli.progress.person_at_terminal", lambda: lambda question: True)
+    monkeypatch.setattr("rlhf_core.cli.progress.terminal_prompt", lambda: lambda question: True)
     slept = Clock()
-    _await_beginning(lambda: slept.now > 3 * STUCK_S, asked, None, slept, slept.sleep)
-    monkeypatch.setattr("rlhf_core.cli.progress.person_at_terminal", lambda: None)
+    _await_beginning(lambda: slept.now > 3 * STUCK_S, submitted, None, slept, slept.sleep)
+    monkeypatch.setattr("rlhf_core.cli.progress.terminal_prompt", lambda: None)
 
     announced: list[float] = []
 
@@ -183,16 +183,16 @@ def test_a_program_does_not_wait_forever_and_a_user_decides(
         return slept.now > 3 * STUCK_S
 
     slept = Clock()  # negative control: a free slot is awaited for as long as it takes
-    _await_beginning(begins, asked, None, slept, slept.sleep)
+    _await_beginning(begins, submitted, None, slept, slept.sleep)
 
 
-def test_a_flow_run_that_has_not_started_is_withdrawn(client: Any, asked: Submitted, capsys: Printed) -> None:
-    assert execute(["cancel", asked.run_id, "--reason", "not needed"]) == 0
+def test_a_flow_run_that_has_not_started_is_withdrawn(client: Any, submitted: Submitted, capsys: Printed) -> None:
+    assert execute(["cancel", submitted.run_id, "--reason", "not needed"]) == 0
     assert "had not started" in capsys.readouterr().out
-    state = client.read_flow_run(UUID(asked.flow_run_id)).state
+    state = client.read_flow_run(UUID(submitted.flow_run_id)).state
     assert (state.type.value, state.message) == ("CANCELLED", f"not needed (by {account()})")
-    assert execute(["cancel", asked.run_id]) == 2, "once only"
-    assert f"no run '{asked.run_id}'" in capsys.readouterr().err
+    assert execute(["cancel", submitted.run_id]) == 2, "once only"
+    assert f"no run '{submitted.run_id}'" in capsys.readouterr().err
 
 
 def test_ctrl_c_leaves_the_run_submitted(client: Any, site: Site, real_prefect: sites.Site) -> None:

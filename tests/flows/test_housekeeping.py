@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from control_fakes import FakeAgent, FakeJob, make_run, make_spec
-from desk import Desk
+from harness import ControllerHarness
 
 from flows.reconcile import Turn
 from rlhf_core.control import adopt
@@ -58,22 +58,22 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def reconciler(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Reconciler:
-    monkeypatch.setattr("rlhf_core.control.reconcile.actions.get_scheduler", lambda name: desk.scheduler)
+def reconciler(harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch) -> Reconciler:
+    monkeypatch.setattr("rlhf_core.control.reconcile.actions.get_scheduler", lambda name: harness.scheduler)
     monkeypatch.setattr("rlhf_core.control.cancel.CANCEL_TIMEOUT_S", 0.0)
-    return Reconciler(desk.site, desk.store, flow_runs=None, clock=desk.clock)
+    return Reconciler(harness.site, harness.store, flow_runs=None, clock=harness.clock)
 
 
-def training(desk: Desk) -> RunDir:
+def training(harness: ControllerHarness) -> RunDir:
     """A run in training whose controller was killed: its lease names a dead process."""
-    run_dir = desk.killed_in_training()
-    desk.store.acquire_lease(run_dir.run_id, DEAD, 60)
+    run_dir = harness.killed_in_training()
+    harness.store.acquire_lease(run_dir.run_id, DEAD, 60)
     return run_dir
 
 
-def completed(desk: Desk) -> RunDir:
+def completed(harness: ControllerHarness) -> RunDir:
     """A completed run with checkpoints 4, 8 and 10."""
-    run_dir = desk.run()
+    run_dir = harness.run()
 
     def agents(request: object) -> None:
         agent = FakeAgent(run_dir)
@@ -81,9 +81,9 @@ def completed(desk: Desk) -> RunDir:
         agent.checkpoint(8)
         agent.whole_run()
 
-    desk.scheduler.on_submit = agents
-    drive(desk.controller(run_dir))
-    desk._stack.close()
+    harness.scheduler.on_submit = agents
+    drive(harness.controller(run_dir))
+    harness._stack.close()
     return run_dir
 
 
@@ -91,11 +91,11 @@ def kinds(actions: list[ReconcileAction]) -> list[ActionKind]:
     return [one.kind for one in actions]
 
 
-def recorded_actions(desk: Desk, run_dir: RunDir) -> list[tuple[str, str]]:
+def recorded_actions(harness: ControllerHarness, run_dir: RunDir) -> list[tuple[str, str]]:
     """Actions of the daemon recorded in the history."""
     return [
         (str(one["kind"]), str(one["message"]))
-        for one in queries.events(desk.store, run_dir.run_id)
+        for one in queries.events(harness.store, run_dir.run_id)
         if str(one["kind"]).startswith("reconcile_")
     ]
 
@@ -105,9 +105,9 @@ def one_round(reconciler: Reconciler) -> list[ActionResult]:
 
 
 def test_a_run_that_only_another_user_can_write_is_noted(
-    desk: Desk, reconciler: Reconciler, started: list[str], monkeypatch: pytest.MonkeyPatch
+    harness: ControllerHarness, reconciler: Reconciler, started: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_dir = training(desk)
+    run_dir = training(harness)
     with monkeypatch.context() as foreign:
         foreign.setattr(os, "geteuid", lambda: run_dir.root.stat().st_uid + 1)
         foreign.setattr(os, "access", lambda path, mode: False)
@@ -118,166 +118,178 @@ def test_a_run_that_only_another_user_can_write_is_noted(
     assert started == [run_dir.run_id], "control"
 
 
-def test_no_controller_takes_a_run_that_it_cannot_write(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_controller_takes_a_run_that_it_cannot_write(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The lease stays with the users who can write it."""
-    run_dir = training(desk)
+    run_dir = training(harness)
     with monkeypatch.context() as foreign:
         foreign.setattr(os, "access", lambda path, mode: False)
         with pytest.raises(RunDirError, match="cannot write it: only"):
-            desk.controller(run_dir)
-    holder = lease_holder(desk.store, run_dir.run_id)
+            harness.controller(run_dir)
+    holder = lease_holder(harness.store, run_dir.run_id)
     assert holder is not None
     assert holder.controller == DEAD
 
 
-def test_a_run_whose_controller_is_gone_is_adopted(desk: Desk, reconciler: Reconciler, started: list[str]) -> None:
-    run_dir = training(desk)
+def test_a_run_whose_controller_is_gone_is_adopted(
+    harness: ControllerHarness, reconciler: Reconciler, started: list[str]
+) -> None:
+    run_dir = training(harness)
     one_round(reconciler)
     assert started == [run_dir.run_id]
-    assert recorded_actions(desk, run_dir)[0][0] == "reconcile_adopt"
-    assert "is gone" in recorded_actions(desk, run_dir)[0][1]
+    assert recorded_actions(harness, run_dir)[0][0] == "reconcile_adopt"
+    assert "is gone" in recorded_actions(harness, run_dir)[0][1]
 
 
-def test_a_run_with_a_living_controller_is_left_alone(desk: Desk, reconciler: Reconciler, started: list[str]) -> None:
+def test_a_run_with_a_living_controller_is_left_alone(
+    harness: ControllerHarness, reconciler: Reconciler, started: list[str]
+) -> None:
     """Even if its lease has run out, as after a database outage."""
-    run_dir = training(desk)
-    desk.store.acquire_lease(run_dir.run_id, str(Owner.this_process()), -500, takeover=lambda owner: True)
+    run_dir = training(harness)
+    harness.store.acquire_lease(run_dir.run_id, str(Owner.this_process()), -500, takeover=lambda owner: True)
     assert one_round(reconciler) == []
     assert started == []
 
 
 def test_a_completed_run_without_a_controller_is_adopted_to_request_approval(
-    desk: Desk, reconciler: Reconciler, started: list[str]
+    harness: ControllerHarness, reconciler: Reconciler, started: list[str]
 ) -> None:
     """Its promotion is not in the history yet: only its spec shows that an approval is to be requested."""
-    run_dir = desk.good_run(make_spec(promote={"when": "approved"}))
+    run_dir = harness.good_run(make_spec(promote={"when": "approved"}))
 
-    for step in steps(desk.controller(run_dir)):
+    for step in steps(harness.controller(run_dir)):
         if step.name == StageName.PROMOTE:
             break  # the controller is killed here
         step.run()
-    desk._stack.close()
-    desk.store.acquire_lease(run_dir.run_id, DEAD, 60)
+    harness._stack.close()
+    harness.store.acquire_lease(run_dir.run_id, DEAD, 60)
     assert read_record(run_dir).promotion is None
     one_round(reconciler)
     assert started == [run_dir.run_id]
-    completed(desk)
+    completed(harness)
     one_round(reconciler)
     assert started == [run_dir.run_id] * 2, "a run without a request for approval gets none"
 
 
-def test_an_adopted_run_continues_with_its_job_and_ends(desk: Desk, reconciler: Reconciler) -> None:
-    run_dir = training(desk)
+def test_an_adopted_run_continues_with_its_job_and_ends(harness: ControllerHarness, reconciler: Reconciler) -> None:
+    run_dir = training(harness)
     FakeAgent(run_dir).whole_run()
-    drive(desk.controller(run_dir))
-    desk._stack.close()
+    drive(harness.controller(run_dir))
+    harness._stack.close()
     assert read_record(run_dir).state is RunState.COMPLETED
-    assert len(desk.scheduler.submitted) == 1
+    assert len(harness.scheduler.submitted) == 1
     assert reconciler.poll() == []
 
 
-def test_a_request_to_end_a_run_without_a_controller_is_carried_out(desk: Desk, reconciler: Reconciler) -> None:
-    run_dir = training(desk)
+def test_a_request_to_end_a_run_without_a_controller_is_carried_out(
+    harness: ControllerHarness, reconciler: Reconciler
+) -> None:
+    run_dir = training(harness)
     write_model(run_dir.cancel_request, AgentCommand(kind="cancel", reason="enough", time=utc_now()))
     (result,) = one_round(reconciler)
     assert result.done
     assert read_record(run_dir).state is RunState.CANCELLED
-    assert desk.scheduler.living() == []
+    assert harness.scheduler.living() == []
     assert one_round(reconciler) == []
 
 
-def test_the_job_of_a_run_that_has_ended_is_cancelled_after_a_while(desk: Desk, reconciler: Reconciler) -> None:
-    run_dir = completed(desk)
+def test_the_job_of_a_run_that_has_ended_is_cancelled_after_a_while(
+    harness: ControllerHarness, reconciler: Reconciler
+) -> None:
+    run_dir = completed(harness)
     assert reconciler.poll() == [], "its agents may take a moment to leave"
-    later = Reconciler(desk.site, desk.store, flow_runs=None, now=lambda: utc_now() + timedelta(seconds=90))
+    later = Reconciler(harness.site, harness.store, flow_runs=None, now=lambda: utc_now() + timedelta(seconds=90))
     (result,) = one_round(later)
     assert (result.action.kind, result.done) == (ActionKind.CANCEL_JOB, True)
-    assert desk.scheduler.cancelled == ["101"]
-    assert recorded_actions(desk, run_dir)[0][0] == "reconcile_cancel_job"
+    assert harness.scheduler.cancelled == ["101"]
+    assert recorded_actions(harness, run_dir)[0][0] == "reconcile_cancel_job"
     assert one_round(later) == []
 
 
-def test_jobs_of_other_sites_are_never_touched(desk: Desk, reconciler: Reconciler, tmp_path: Path) -> None:
+def test_jobs_of_other_sites_are_never_touched(
+    harness: ControllerHarness, reconciler: Reconciler, tmp_path: Path
+) -> None:
     """Neither those of a site with a history of its own, nor those of a site that shares this history."""
-    other = dataclasses.replace(desk.site, runs_dir=tmp_path / "others")
+    other = dataclasses.replace(harness.site, runs_dir=tmp_path / "others")
     sharing = make_run(other.runs_dir)
-    Ingester(other, desk.store).ingest()
-    assert sharing.run_id in desk.store.run_ids()
+    Ingester(other, harness.store).ingest()
+    assert sharing.run_id in harness.store.run_ids()
     journal = Journal(sharing, 1)
     journal.move_run(RunState.FAILED, "it failed")
     journal.close()
-    Ingester(other, desk.store).ingest()
+    Ingester(other, harness.store).ingest()
     for number, run_id in enumerate((sharing.run_id, "else-20260101-000000-aaaaaa", "not a run of ours")):
         submission = Submission(attempt=1, scheduler="local", job_id=str(900 + number), command=())
-        desk.scheduler.jobs[submission.job_id] = FakeJob(run_id, submission)
-    later = Reconciler(desk.site, desk.store, flow_runs=None, now=lambda: utc_now() + timedelta(hours=2))
+        harness.scheduler.jobs[submission.job_id] = FakeJob(run_id, submission)
+    later = Reconciler(harness.site, harness.store, flow_runs=None, now=lambda: utc_now() + timedelta(hours=2))
     assert one_round(later) == []
-    assert desk.scheduler.cancelled == []
-    (result,) = one_round(Reconciler(other, desk.store, flow_runs=None, now=lambda: utc_now() + timedelta(hours=2)))
+    assert harness.scheduler.cancelled == []
+    (result,) = one_round(Reconciler(other, harness.store, flow_runs=None, now=lambda: utc_now() + timedelta(hours=2)))
     assert result.action.job_id == "900", "the control: its own site would"
 
 
-def test_a_lost_folder_of_runs_is_not_taken_for_lost_runs(desk: Desk, reconciler: Reconciler) -> None:
-    run_dir = training(desk)
-    desk.site.runs_dir.rename(desk.site.home / "away")
+def test_a_lost_folder_of_runs_is_not_taken_for_lost_runs(harness: ControllerHarness, reconciler: Reconciler) -> None:
+    run_dir = training(harness)
+    harness.site.runs_dir.rename(harness.site.home / "away")
     assert reconciler.poll() == []
-    desk.clock.now += 3600
+    harness.clock.now += 3600
     assert reconciler.poll() == []
-    desk.site.runs_dir.mkdir()
+    harness.site.runs_dir.mkdir()
     for _ in range(2):
         assert reconciler.poll() == [], "the mount point of a file system that is away"
-        desk.clock.now += 3600
-    desk.site.runs_dir.rmdir()
-    (desk.site.home / "away").rename(desk.site.runs_dir)
+        harness.clock.now += 3600
+    harness.site.runs_dir.rmdir()
+    (harness.site.home / "away").rename(harness.site.runs_dir)
     (action,) = reconciler.poll()
     assert (action.kind, action.run_id) == (ActionKind.ADOPT, run_dir.run_id)
 
 
 def test_a_run_whose_directory_is_gone_is_closed_and_its_job_ended(
-    desk: Desk, reconciler: Reconciler, started: list[str]
+    harness: ControllerHarness, reconciler: Reconciler, started: list[str]
 ) -> None:
-    run_dir = training(desk)
+    run_dir = training(harness)
     assert kinds(reconciler.poll()) == [ActionKind.ADOPT]
-    aside = desk.site.home / "aside"
+    aside = harness.site.home / "aside"
     run_dir.root.rename(aside)
     for passed_s in (0, 599):
-        desk.clock.now += passed_s
+        harness.clock.now += passed_s
         assert reconciler.poll() == [], "it may come back"
-    desk.clock.now += 2
+    harness.clock.now += 2
     results = one_round(reconciler)
     assert [result.action.kind for result in results] == [ActionKind.CLOSE_RUN, ActionKind.CANCEL_JOB]
-    assert desk.scheduler.cancelled == ["101"]
-    shown = queries.show_run(desk.store, run_dir.run_id)
+    assert harness.scheduler.cancelled == ["101"]
+    shown = queries.show_run(harness.store, run_dir.run_id)
     assert (shown["run"]["state"], shown["attempts"][0]["state"]) == ("failed", "lost")
     assert shown["run"]["message"] == f"the run directory is gone: {run_dir.root}, and no controller was at work on it"
     assert shown["stages"][-1]["state"] == "failed"
     assert one_round(reconciler) == [], "once"
     # The directory was only moved: its own files are authoritative, and the run continues.
     aside.rename(run_dir.root)
-    Ingester(desk.site, desk.store).ingest()
-    assert queries.show_run(desk.store, run_dir.run_id)["run"]["state"] == "training"
+    Ingester(harness.site, harness.store).ingest()
+    assert queries.show_run(harness.store, run_dir.run_id)["run"]["state"] == "training"
     assert kinds(reconciler.poll()) == [ActionKind.ADOPT]
 
 
-def test_an_unresponsive_scheduler_causes_no_action(desk: Desk, reconciler: Reconciler) -> None:
+def test_an_unresponsive_scheduler_causes_no_action(harness: ControllerHarness, reconciler: Reconciler) -> None:
     from rlhf_core.errors import SchedulerError
 
-    completed(desk)
+    completed(harness)
 
     def silent() -> list[object]:
         raise SchedulerError("away")
 
-    desk.scheduler.living = silent  # type: ignore[method-assign,assignment]
-    later = Reconciler(desk.site, desk.store, flow_runs=None, now=lambda: utc_now() + timedelta(hours=2))
+    harness.scheduler.living = silent  # type: ignore[method-assign,assignment]
+    later = Reconciler(harness.site, harness.store, flow_runs=None, now=lambda: utc_now() + timedelta(hours=2))
     assert one_round(later) == []
 
 
-def test_a_daemon_that_was_replaced_while_suspended_does_nothing(desk: Desk) -> None:
+def test_a_daemon_that_was_replaced_while_suspended_does_nothing(harness: ControllerHarness) -> None:
     """It checks its lease before each action: its clock and its other thread may not have noticed the loss yet."""
-    name, owner = lease_name(desk.site), str(Owner.this_process())
-    lease = HeldLease(desk.store, name, owner, desk.store.acquire_lease(name, owner, 60))
+    name, owner = lease_name(harness.site), str(Owner.this_process())
+    lease = HeldLease(harness.store, name, owner, harness.store.acquire_lease(name, owner, 60))
     assert loop.is_held(lease)
-    desk.store.acquire_lease(name, "next@elsewhere:1:1.00", 60, takeover=lambda owner: True)
+    harness.store.acquire_lease(name, "next@elsewhere:1:1.00", 60, takeover=lambda owner: True)
     lease.keep()  # the control: the lease was just renewed, and the daemon has not noticed
     assert not loop.is_held(lease)
 
@@ -289,25 +301,27 @@ def damage_the_journal(run_dir: RunDir) -> None:
 
 @pytest.mark.parametrize("damage", [lambda run_dir: run_dir.spec.write_text("{"), damage_the_journal])
 def test_damaged_run_directories_do_not_affect_the_others(
-    desk: Desk, reconciler: Reconciler, started: list[str], damage: Callable[[RunDir], object]
+    harness: ControllerHarness, reconciler: Reconciler, started: list[str], damage: Callable[[RunDir], object]
 ) -> None:
-    damaged, run_dir = training(desk), training(desk)
+    damaged, run_dir = training(harness), training(harness)
     damage(damaged)
     one_round(reconciler)
     assert started == [run_dir.run_id]
-    assert desk.scheduler.cancelled == [], "the job of an unreadable run is left to the users"
+    assert harness.scheduler.cancelled == [], "the job of an unreadable run is left to the users"
 
 
-def test_a_damaged_journal_is_reported_once_and_the_other_runs_are_read(desk: Desk) -> None:
-    damaged, run_dir = training(desk), training(desk)
+def test_a_damaged_journal_is_reported_once_and_the_other_runs_are_read(harness: ControllerHarness) -> None:
+    damaged, run_dir = training(harness), training(harness)
     damage_the_journal(damaged)
     messages: list[str] = []
-    ingester = Ingester(desk.site, desk.store, messages.append)
+    ingester = Ingester(harness.site, harness.store, messages.append)
     for step in (3, 4):
         FakeAgent(run_dir).step(step)
         FakeAgent(damaged).step(step)
         ingester.ingest()
-        rows = queries.run_sql(desk.store, "SELECT run_id, max(step) FROM metrics GROUP BY run_id ORDER BY run_id").rows
+        rows = queries.run_sql(
+            harness.store, "SELECT run_id, max(step) FROM metrics GROUP BY run_id ORDER BY run_id"
+        ).rows
         assert rows == sorted([[run_dir.run_id, step], [damaged.run_id, step]])
     (complaint,) = messages
     assert f"{damaged.control}, line 2 cannot be read" in complaint
@@ -317,70 +331,70 @@ def test_a_damaged_journal_is_reported_once_and_the_other_runs_are_read(desk: De
 # Retention
 
 
-def with_retention(desk: Desk, days: int) -> Reconciler:
-    site = dataclasses.replace(desk.site, retention=RetentionSite(checkpoints_days=days))
-    return Reconciler(site, desk.store, flow_runs=None, now=lambda: utc_now() + timedelta(days=8))
+def with_retention(harness: ControllerHarness, days: int) -> Reconciler:
+    site = dataclasses.replace(harness.site, retention=RetentionSite(checkpoints_days=days))
+    return Reconciler(site, harness.store, flow_runs=None, now=lambda: utc_now() + timedelta(days=8))
 
 
 @pytest.mark.usefixtures("reconciler")
-def test_old_checkpoints_are_removed_and_the_history_remembers_them(desk: Desk) -> None:
-    run_dir = completed(desk)
-    desk.scheduler.end_all()
-    assert with_retention(desk, 0).poll(retention=True) == []
-    keeping = with_retention(desk, 7)
-    assert [one.step for one in keeping.poll(retention=True)] == [4, 8]
+def test_old_checkpoints_are_removed_and_the_history_remembers_them(harness: ControllerHarness) -> None:
+    run_dir = completed(harness)
+    harness.scheduler.end_all()
+    assert with_retention(harness, 0).poll(retention=True) == []
+    reconciler = with_retention(harness, 7)
+    assert [one.step for one in reconciler.poll(retention=True)] == [4, 8]
     assert [one.step for one in run_dir.checkpoints()] == [4, 8, 10], "looking removes nothing"
-    keeping.carry_out(keeping.poll(retention=True))
+    reconciler.carry_out(reconciler.poll(retention=True))
     assert [one.step for one in run_dir.checkpoints()] == [10]
-    rows = queries.run_sql(desk.store, "SELECT step, removed_at IS NOT NULL FROM checkpoints ORDER BY step").rows
+    rows = queries.run_sql(harness.store, "SELECT step, removed_at IS NOT NULL FROM checkpoints ORDER BY step").rows
     assert [list(map(int, row)) for row in rows] == [[4, 1], [8, 1], [10, 0]]
-    assert keeping.poll(retention=True) == []
+    assert reconciler.poll(retention=True) == []
 
 
 @pytest.mark.usefixtures("reconciler")
-def test_set_aside_checkpoints_are_removed_with_the_others(desk: Desk, tmp_path: Path) -> None:
-    run_dir = completed(desk)
-    desk.scheduler.end_all()
+def test_set_aside_checkpoints_are_removed_with_the_others(harness: ControllerHarness, tmp_path: Path) -> None:
+    run_dir = completed(harness)
+    harness.scheduler.end_all()
     run_dir.put_damaged_aside("step-000008", 1, 2)
     run_dir.put_aside_newer_than("step-000004", 1)
     (tmp_path / "elsewhere").mkdir()
     run_dir.damaged(1, 3).symlink_to(tmp_path / "elsewhere")
-    keeping = with_retention(desk, 9)
-    assert [one.folder for one in keeping.poll(retention=True) if one.folder] == [], "8 days old"
-    keeping = with_retention(desk, 7)
-    found = [one for one in keeping.poll(retention=True) if one.folder]
+    reconciler = with_retention(harness, 9)
+    assert [one.folder for one in reconciler.poll(retention=True) if one.folder] == [], "8 days old"
+    reconciler = with_retention(harness, 7)
+    found = [one for one in reconciler.poll(retention=True) if one.folder]
     assert [(one.kind, one.folder) for one in found] == [
         (ActionKind.REMOVE_PUT_ASIDE, "aside-1"),
         (ActionKind.REMOVE_PUT_ASIDE, "damaged-1.2"),
     ]
-    keeping.carry_out(found)
+    reconciler.carry_out(found)
     assert run_dir.put_aside_folders() == [run_dir.damaged(1, 3)], "a link is never followed"
 
 
 @pytest.mark.usefixtures("reconciler")
-def test_a_link_is_never_followed(desk: Desk, tmp_path: Path) -> None:
-    run_dir = completed(desk)
-    desk.scheduler.end_all()
+def test_a_link_is_never_followed(harness: ControllerHarness, tmp_path: Path) -> None:
+    run_dir = completed(harness)
+    harness.scheduler.end_all()
     elsewhere = tmp_path / "elsewhere"
     run_dir.checkpoint(4).root.rename(elsewhere)
     run_dir.checkpoint(4).root.symlink_to(elsewhere)
     (run_dir.checkpoint(8).root / "model").symlink_to(elsewhere)
-    keeping = with_retention(desk, 7)
-    keeping.carry_out(keeping.poll(retention=True))
+    reconciler = with_retention(harness, 7)
+    reconciler.carry_out(reconciler.poll(retention=True))
     assert not run_dir.checkpoint(8).root.exists()
     assert run_dir.checkpoint(4).root.is_symlink()
     assert (elsewhere / "COMPLETE").is_file()
 
 
 @pytest.mark.usefixtures("reconciler")
-def test_the_starting_point_of_an_active_run_is_kept(desk: Desk) -> None:
+def test_the_starting_point_of_an_active_run_is_kept(harness: ControllerHarness) -> None:
     from control_fakes import make_spec
 
-    run_dir = completed(desk)
-    desk.scheduler.end_all()
-    desk.run(make_spec(model={"path": str(run_dir.checkpoint(4).model), "config": {}, "tokenizer": ""}))
-    Ingester(desk.site, desk.store).ingest()
-    found = [one for one in with_retention(desk, 7).poll(retention=True) if one.kind is ActionKind.REMOVE_CHECKPOINT]
+    run_dir = completed(harness)
+    harness.scheduler.end_all()
+    harness.run(make_spec(model={"path": str(run_dir.checkpoint(4).model), "config": {}, "tokenizer": ""}))
+    Ingester(harness.site, harness.store).ingest()
+    found = [one for one in with_retention(harness, 7).poll(retention=True) if one.kind is ActionKind.REMOVE_CHECKPOINT]
     assert [one.step for one in found] == [8]
 
 
@@ -389,18 +403,18 @@ def test_the_starting_point_of_an_active_run_is_kept(desk: Desk) -> None:
 
 
 @pytest.mark.usefixtures("reconciler")
-def test_reconciling_by_hand_needs_an_idle_daemon(desk: Desk, started: list[str]) -> None:
-    run_dir = training(desk)
-    assert kinds(list(poll_once(desk.site, desk.store, None))) == [ActionKind.ADOPT]
+def test_reconciling_by_hand_needs_an_idle_daemon(harness: ControllerHarness, started: list[str]) -> None:
+    run_dir = training(harness)
+    assert kinds(list(poll_once(harness.site, harness.store, None))) == [ActionKind.ADOPT]
     assert started == []
-    token = desk.store.acquire_lease(lease_name(desk.site), "daemon@elsewhere:1:1.00", 60)
+    token = harness.store.acquire_lease(lease_name(harness.site), "daemon@elsewhere:1:1.00", 60)
     with pytest.raises(LeaseLost, match="daemon of this site is at work"):
-        reconcile_once(desk.site, desk.store, None)
+        reconcile_once(harness.site, harness.store, None)
     assert started == []
-    desk.store.release_lease(lease_name(desk.site), "daemon@elsewhere:1:1.00", token)
-    reconcile_once(desk.site, desk.store, None)
+    harness.store.release_lease(lease_name(harness.site), "daemon@elsewhere:1:1.00", token)
+    reconcile_once(harness.site, harness.store, None)
     assert started == [run_dir.run_id]
-    reconcile_once(desk.site, desk.store, None)  # the lease was given back
+    reconcile_once(harness.site, harness.store, None)  # the lease was given back
 
 
 def wait_for(condition: threading.Event) -> None:
@@ -426,7 +440,7 @@ def test_the_error_of_a_round_is_raised_again_for_later_callers() -> None:
     assert begun == [True]
 
 
-def test_of_two_daemons_one_acts_until_it_goes(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_daemons_one_acts_until_it_goes(harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     acting, acted = [], threading.Condition()
     stops = {name: threading.Event() for name in ("first", "second")}
     monkeypatch.setattr(loop, "RETRY_INTERVAL_S", 0.05)
@@ -443,7 +457,7 @@ def test_of_two_daemons_one_acts_until_it_goes(desk: Desk, monkeypatch: pytest.M
     monkeypatch.setattr(loop, "_act", act)
     threads = []
     for name, stop in stops.items():
-        threads.append(threading.Thread(target=loop.run, args=(desk.site, stop, None), name=name, daemon=True))
+        threads.append(threading.Thread(target=loop.run, args=(harness.site, stop, None), name=name, daemon=True))
         threads[-1].start()
         with acted:
             assert acted.wait_for(lambda: acting, timeout=60)
@@ -459,26 +473,26 @@ def test_of_two_daemons_one_acts_until_it_goes(desk: Desk, monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("reconciler")
 def test_the_daemon_reads_adopts_and_outlives_damage(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch, started: list[str]
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch, started: list[str]
 ) -> None:
-    orphan, damaged, unreadable = training(desk), training(desk), training(desk)
+    orphan, damaged, unreadable = training(harness), training(harness), training(harness)
     damaged.spec.write_text("{")
     damage_the_journal(unreadable)
-    fresh = desk.run()  # which the history does not know
-    desk.scheduler.jobs.clear()
+    fresh = harness.run()  # which the history does not know
+    harness.scheduler.jobs.clear()
     stop, done, read = threading.Event(), threading.Event(), threading.Event()
     monkeypatch.setattr(Ingester, "ingest", _then(Ingester.ingest, read))
     carry_out = _then(loop.plain_round, done)
-    thread = threading.Thread(target=loop.run, args=(desk.site, stop, None, carry_out), daemon=True)
+    thread = threading.Thread(target=loop.run, args=(harness.site, stop, None, carry_out), daemon=True)
     thread.start()
     wait_for(done)
     wait_for(read)
     stop.set()
     thread.join(60)
     assert started == [orphan.run_id]
-    assert fresh.run_id in desk.store.run_ids()
+    assert fresh.run_id in harness.store.run_ids()
     # The daemon released its lease: no other has to wait for it.
-    desk.store.acquire_lease(lease_name(desk.site), "next@elsewhere:1:1.00", 60)
+    harness.store.acquire_lease(lease_name(harness.site), "next@elsewhere:1:1.00", 60)
 
 
 def _then(work: object, done: threading.Event) -> object:
@@ -491,12 +505,12 @@ def _then(work: object, done: threading.Event) -> object:
     return both
 
 
-def test_the_ingester_skips_unchanged_runs(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_dir = training(desk)
-    ingester = Ingester(desk.site, desk.store)
+def test_the_ingester_skips_unchanged_runs(harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = training(harness)
+    ingester = Ingester(harness.site, harness.store)
     ingester.ingest()
     assert ingester.ingest() == 0
     FakeAgent(run_dir).step(3)
     assert ingester.ingest() == 1
-    assert queries.run_sql(desk.store, "SELECT max(step) FROM metrics").rows == [[3]]
+    assert queries.run_sql(harness.store, "SELECT max(step) FROM metrics").rows == [[3]]
     assert ingester.ingest() == 0

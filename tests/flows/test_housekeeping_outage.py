@@ -44,9 +44,9 @@ def test_the_daemon_survives_a_lost_database(
     monkeypatch.setattr("rlhf_core.control.reconcile.actions.get_scheduler", lambda name: FakeScheduler())
     site = load_site({"RLHF_HOME": str(tmp_path / "site"), "RLHF_DATABASE_URL": url})
     run_dir = make_run(site.runs_dir)
-    said: list[str] = []
+    messages: list[str] = []
     with HistoryStore(url) as store:
-        ingester, reconciler = Ingester(site, store, said.append), Reconciler(site, store, flow_runs=None)
+        ingester, reconciler = Ingester(site, store, messages.append), Reconciler(site, store, flow_runs=None)
         assert ingester.ingest() == 1
         assert reconciler.poll() == []
         allow(False)
@@ -57,7 +57,7 @@ def test_the_daemon_survives_a_lost_database(
                 reconciler.poll()
         finally:
             allow(True)
-        assert len(said) == 1, "once, not at every turn"
+        assert len(messages) == 1, "once, not at every turn"
         assert ingester.ingest() == 1
         assert queries.run_sql(store, "SELECT max(step) FROM metrics").rows == [[1]]
         assert reconciler.poll() == []

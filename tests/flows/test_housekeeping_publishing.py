@@ -7,7 +7,7 @@ from uuid import UUID
 
 import pytest
 from control_fakes import FakeAgent
-from desk import Desk
+from harness import ControllerHarness
 from prefect import task
 from prefect.artifacts import Artifact
 from prefect.automations import Automation
@@ -38,22 +38,24 @@ ARTIFACTS = ["progress", "checks", "result", "curves"]
 
 
 @pytest.fixture(autouse=True)
-def _server(real_prefect: Site, desk: Desk, blank_curves: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("rlhf_core.control.reconcile.actions.get_scheduler", lambda name: desk.scheduler)
+def _server(
+    real_prefect: Site, harness: ControllerHarness, blank_curves: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    monkeypatch.setattr("rlhf_core.control.reconcile.actions.get_scheduler", lambda name: harness.scheduler)
     with real_prefect.in_use():
         yield
 
 
-def completed(desk: Desk, *with_prefect: bool) -> RunDir:
+def completed(harness: ControllerHarness, *with_prefect: bool) -> RunDir:
     """A run whose controllers could not publish anything; each was a flow run or none."""
-    run_dir = desk.good_run()
-    session = desk.controller(run_dir)
+    run_dir = harness.good_run()
+    session = harness.controller(run_dir)
     for as_flow_run in with_prefect:
         flow_run_id = flow_run(run_dir.run_id) if as_flow_run else ""
         session.journal.append(ControllerStarted(controller="user@elsewhere:1:1.00", flow_run_id=flow_run_id))
     drive(session)
-    desk._stack.close()
-    desk.scheduler.end_all()
+    harness._stack.close()
+    harness.scheduler.end_all()
     return run_dir
 
 
@@ -63,14 +65,17 @@ def flow_run(name: str) -> str:
         return str(client.create_flow_run(rlhf_run, name=name, state=Running()).id)
 
 
-def later(desk: Desk) -> Reconciler:
+def later(harness: ControllerHarness) -> Reconciler:
     return Reconciler(
-        desk.site, desk.store, flow_runs=PrefectFlowRuns(desk.site), now=lambda: utc_now() + timedelta(seconds=90)
+        harness.site,
+        harness.store,
+        flow_runs=PrefectFlowRuns(harness.site),
+        now=lambda: utc_now() + timedelta(seconds=90),
     )
 
 
 def of_publishing(actions: list[ReconcileAction]) -> list[ReconcileAction]:
-    return [one for one in actions if one.kind is ActionKind.TELL]
+    return [one for one in actions if one.kind is ActionKind.PUBLISH]
 
 
 def is_known(run_dir: RunDir) -> bool:
@@ -80,48 +85,48 @@ def is_known(run_dir: RunDir) -> bool:
 
 
 @pytest.mark.usefixtures("drawn_curves")
-def test_the_daemon_publishes_missing_parts_once(desk: Desk) -> None:
-    run_dir = completed(desk, True)
-    daemon = later(desk)
+def test_the_daemon_publishes_missing_parts_once(harness: ControllerHarness) -> None:
+    run_dir = completed(harness, True)
+    daemon = later(harness)
     (deed,) = daemon.carry_out(of_publishing(daemon.poll()))
     assert deed.done
     assert deed.message == f"published: {', '.join([*EVENTS, *(f'artifact {name}' for name in ARTIFACTS)])}"
     assert of_publishing(daemon.poll()) == [], "also before the server lists it"
     until(lambda: is_known(run_dir), "the server has it all", interval_s=ASKING_INTERVAL_S)
-    assert of_publishing(later(desk).poll()) == [], "another daemon finds nothing to publish"
+    assert of_publishing(later(harness).poll()) == [], "another daemon finds nothing to publish"
 
 
-def test_the_end_under_a_controller_without_prefect_is_published_too(desk: Desk) -> None:
+def test_the_end_under_a_controller_without_prefect_is_published_too(harness: ControllerHarness) -> None:
     """Such a controller took over during an outage of the server, or `rlhf cancel` ended a run without a controller."""
-    completed(desk, True, False)
-    daemon = later(desk)
+    completed(harness, True, False)
+    daemon = later(harness)
     assert len(of_publishing(daemon.poll())) == 1
 
 
-def test_a_run_that_was_never_a_flow_run_is_not_published(desk: Desk) -> None:
-    completed(desk, False)
-    assert of_publishing(later(desk).poll()) == []
+def test_a_run_that_was_never_a_flow_run_is_not_published(harness: ControllerHarness) -> None:
+    completed(harness, False)
+    assert of_publishing(later(harness).poll()) == []
 
 
-def test_parts_published_in_time_are_not_published_again(desk: Desk) -> None:
-    run_dir = completed(desk, True)
-    publish_all(desk, run_dir)
-    assert of_publishing(later(desk).poll()) == []
+def test_parts_published_in_time_are_not_published_again(harness: ControllerHarness) -> None:
+    run_dir = completed(harness, True)
+    publish_all(harness, run_dir)
+    assert of_publishing(later(harness).poll()) == []
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Pages
 
 
-def publish_all(desk: Desk, run_dir: RunDir) -> None:
+def publish_all(harness: ControllerHarness, run_dir: RunDir) -> None:
     """Publish everything, as the run's controller would have done."""
-    publish(whole(desk, run_dir))
+    publish(whole(harness, run_dir))
     until(lambda: is_known(run_dir), "the server has it all", interval_s=ASKING_INTERVAL_S)
 
 
-def whole(desk: Desk, run_dir: RunDir) -> Publication:
+def whole(harness: ControllerHarness, run_dir: RunDir) -> Publication:
     """Everything about the run, in the name of its flow run."""
-    return publication_of(run_dir, desk.store, FlowRunRef(driving_flow_run(run_dir), run_dir.run_id))
+    return publication_of(run_dir, harness.store, FlowRunRef(driving_flow_run(run_dir), run_dir.run_id))
 
 
 def driving_flow_run(run_dir: RunDir) -> str:
@@ -144,13 +149,13 @@ def put(run_dir: RunDir, what: str, kind: str, data: str | float, description: s
         client.create_artifact(made)
 
 
-def test_artifacts_with_another_end_are_renewed_in_the_name_of_the_flow_run(desk: Desk) -> None:
+def test_artifacts_with_another_end_are_renewed_in_the_name_of_the_flow_run(harness: ControllerHarness) -> None:
     """The controller died during training; another one, without Prefect, finished the run."""
-    run_dir = completed(desk, True)
-    publish_all(desk, run_dir)
+    run_dir = completed(harness, True)
+    publish_all(harness, run_dir)
     put(run_dir, "result", "markdown", f"# {run_dir.run_id}: training\n", "training: attempt 1")
     put(run_dir, "progress", "progress", 40.0, "**step 4 of 10 (grpo), 40 %** · 3 min left")
-    daemon = later(desk)
+    daemon = later(harness)
     (deed,) = daemon.carry_out(of_publishing(daemon.poll()))
     assert deed.message == "published: artifact progress, artifact result"
     result, progress = page(run_dir, "result"), page(run_dir, "progress")
@@ -161,16 +166,16 @@ def test_artifacts_with_another_end_are_renewed_in_the_name_of_the_flow_run(desk
     assert result.description == "completed: attempt 1 completed"
     assert str(result.flow_run_id) == driving_flow_run(run_dir), "on the tab Artifacts of the run's own flow run"
     assert (progress.data, str(progress.description).partition(" ")[0]) == (100.0, "**completed**")
-    assert of_publishing(later(desk).poll()) == [], "another daemon finds nothing to renew"
+    assert of_publishing(later(harness).poll()) == [], "another daemon finds nothing to renew"
 
 
-def test_a_page_from_before_the_promotion_was_decided_is_renewed(desk: Desk) -> None:
-    run_dir = completed(desk, True)
-    publish_all(desk, run_dir)
-    journal = desk.controller(run_dir).journal
+def test_a_page_from_before_the_promotion_was_decided_is_renewed(harness: ControllerHarness) -> None:
+    run_dir = completed(harness, True)
+    publish_all(harness, run_dir)
+    journal = harness.controller(run_dir).journal
     journal.append(PromotionMoved(state=PromotionState.REFUSED, by="ada", reason="not yet", checkpoint_step=10))
-    desk._stack.close()
-    daemon = later(desk)
+    harness._stack.close()
+    daemon = later(harness)
     (deed,) = daemon.carry_out(of_publishing(daemon.poll()))
     assert deed.message == "published: rlhf.promotion.refused, artifact result"
     result = page(run_dir, "result")
@@ -178,12 +183,12 @@ def test_a_page_from_before_the_promotion_was_decided_is_renewed(desk: Desk) -> 
     assert "**Promotion: refused**, step 10 · by ada · not yet" in str(result.data)
 
 
-def test_an_incident_without_an_artifact_is_published(desk: Desk) -> None:
-    run_dir = completed(desk, True)
-    publish_all(desk, run_dir)
+def test_an_incident_without_an_artifact_is_published(harness: ControllerHarness) -> None:
+    run_dir = completed(harness, True)
+    publish_all(harness, run_dir)
     FakeAgent(run_dir).incident(FailureKind.NODE_LOST)
-    record(run_dir, desk.store)  # as the daemon does first: the result contains the lost time
-    daemon = later(desk)
+    record(run_dir, harness.store)  # as the daemon does first: the result contains the lost time
+    daemon = later(harness)
     (deed,) = daemon.carry_out(of_publishing(daemon.poll()))
     assert deed.message.startswith("published: rlhf.incident.node_lost, ")
     assert "artifact incidents" in deed.message
@@ -191,12 +196,12 @@ def test_an_incident_without_an_artifact_is_published(desk: Desk) -> None:
     assert found is not None
     assert "## node_lost" in str(found.data)
     until(lambda: is_known(run_dir), "the server has it all", interval_s=ASKING_INTERVAL_S)
-    assert of_publishing(later(desk).poll()) == []
+    assert of_publishing(later(harness).poll()) == []
 
 
-def test_nothing_is_shown_of_a_run_that_was_never_a_flow_run(desk: Desk) -> None:
-    run_dir = completed(desk, False)
-    one_round = later(desk)
+def test_nothing_is_shown_of_a_run_that_was_never_a_flow_run(harness: ControllerHarness) -> None:
+    run_dir = completed(harness, False)
+    one_round = later(harness)
     one_round.carry_out(one_round.poll())
     assert page(run_dir, "result") is None
 
@@ -231,15 +236,15 @@ def firings(automation_id: UUID) -> int:
     return sum(event["event"] == "prefect.automation.action.triggered" for event in found)
 
 
-def test_publishing_twice_publishes_once(desk: Desk) -> None:
+def test_publishing_twice_publishes_once(harness: ControllerHarness) -> None:
     """At once, before the server lists the first events, and again afterwards; automations are triggered once."""
-    run_dir = completed(desk, True)
+    run_dir = completed(harness, True)
     ends = Automation(
         name="ends",
         trigger=EventTrigger(expect={"rlhf.run.completed"}, posture=Posture.Reactive, threshold=1, within=timedelta(0)),
         actions=[DoNothing()],
     ).create()
-    publication = whole(desk, run_dir)
+    publication = whole(harness, run_dir)
     assert publish(publication) == [*EVENTS, *(f"artifact {name}" for name in ARTIFACTS)]
     publish(publication)
     until(lambda: is_known(run_dir), "the server has it all", interval_s=ASKING_INTERVAL_S)
@@ -258,24 +263,24 @@ def test_publishing_twice_publishes_once(desk: Desk) -> None:
     assert versions(run_dir) == {**dict.fromkeys(ARTIFACTS, 1), "incidents": 0}
 
 
-def test_changed_parts_are_published_again(desk: Desk) -> None:
+def test_changed_parts_are_published_again(harness: ControllerHarness) -> None:
     """Negative control of the previous test."""
-    run_dir = completed(desk, True)
-    publish_all(desk, run_dir)
+    run_dir = completed(harness, True)
+    publish_all(harness, run_dir)
     FakeAgent(run_dir).incident(FailureKind.NODE_LOST)
-    publish_all(desk, run_dir)
+    publish_all(harness, run_dir)
     assert versions(run_dir) == {"progress": 1, "curves": 1, "checks": 1, "result": 2, "incidents": 1}
     assert listed(run_dir, ["rlhf.incident.node_lost"]) == ["rlhf.incident.node_lost"]
 
 
-def test_a_deleted_progress_artifact_is_recreated(desk: Desk) -> None:
-    run_dir = completed(desk, True)
-    publish_all(desk, run_dir)
+def test_a_deleted_progress_artifact_is_recreated(harness: ControllerHarness) -> None:
+    run_dir = completed(harness, True)
+    publish_all(harness, run_dir)
     made = page(run_dir, "progress")
     assert made is not None
     with api_client() as client:
         client.delete_artifact(made.id)
-    assert publish(whole(desk, run_dir)) == ["artifact progress"]
+    assert publish(whole(harness, run_dir)) == ["artifact progress"]
     assert versions(run_dir)["progress"] == 1
 
 
@@ -288,9 +293,9 @@ def marker(run_dir: RunDir) -> dict[str, object]:
 # Ends that Prefect missed
 
 
-def test_a_crashed_flow_run_and_its_open_task_runs_get_the_end_of_the_run(desk: Desk) -> None:
+def test_a_crashed_flow_run_and_its_open_task_runs_get_the_end_of_the_run(harness: ControllerHarness) -> None:
     """The server was away when the run ended: the process could not report it, and the worker marked it as crashed."""
-    run_dir = completed(desk, True)
+    run_dir = completed(harness, True)
     flow_run_id = UUID(driving_flow_run(run_dir))
     with api_client() as client:
         open_ones = {
@@ -300,11 +305,11 @@ def test_a_crashed_flow_run_and_its_open_task_runs_get_the_end_of_the_run(desk: 
             for title in ("train attempt 1", "evaluate", "restart 1 in attempt 1")
         }
         client.set_flow_run_state(flow_run_id, Crashed(), force=True)
-        one = later(desk)
+        one = later(harness)
         of_ends = [ActionKind.END_FLOW_RUN, ActionKind.END_TASK_RUN]
         deeds = one.carry_out([action for action in one.poll() if action.kind in of_ends])
         assert [deed.done for deed in deeds] == [True] * 4
         assert client.read_flow_run(flow_run_id).state_name == "Completed"
         states = {title: client.read_task_run(id_).state_name for title, id_ in open_ones.items()}
     assert set(states.values()) == {"Completed"}
-    assert [action for action in later(desk).poll() if action.kind in of_ends] == []
+    assert [action for action in later(harness).poll() if action.kind in of_ends] == []

@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.end_to_end,
 ]
 
-LATE = (ActionKind.TELL, ActionKind.END_TASK_RUN)
+LATE = (ActionKind.PUBLISH, ActionKind.END_TASK_RUN)
 """Actions that only make Prefect show what has happened, also to the runs of earlier tests: they come at any time."""
 
 
@@ -197,8 +197,8 @@ def test_two_rounds_that_see_the_same_make_one_flow_run(
     run_dir = in_training(site, client)
     site.kill("worker")
     both = [Reconciler(load_site(), store, flow_runs=PrefectFlowRuns(load_site())) for _ in range(2)]
-    looks = [one.poll() for one in both]
-    for one, actions in zip(both, looks, strict=True):
+    snapshots = [one.poll() for one in both]
+    for one, actions in zip(both, snapshots, strict=True):
         one.carry_out(actions)
     assert flow_runs(client, run_dir) == [("Crashed", False), ("Scheduled", True)]
     assert rounds(site, store) == [], "the expected flow run is awaited"

@@ -13,7 +13,7 @@ from uuid import UUID
 
 import pytest
 from control_fakes import make_run, make_spec
-from desk import Desk
+from harness import ControllerHarness
 from history_tools import remove_run
 from sites import Site
 
@@ -50,9 +50,9 @@ def client(real_prefect: Site) -> Iterator[Any]:
         yield found
 
 
-def keep(desk: Desk, name: str, *overrides: str, days: float = DAYS + 1) -> Path:
+def keep(harness: ControllerHarness, name: str, *overrides: str, days: float = DAYS + 1) -> Path:
     """Keep a config as of the given number of days ago; returns its file."""
-    file = snapshots.keep("quickstart", overrides, name, desk.site.home, desk.site.home).config
+    file = snapshots.keep("quickstart", overrides, name, harness.site.home, harness.site.home).config
     age(file, days)
     return file
 
@@ -62,14 +62,14 @@ def age(file: Path, days: float) -> None:
     os.utime(file.parent, (then, then))
 
 
-def tidier(desk: Desk, days: int = DAYS) -> SnapshotCleanup:
-    site = dataclasses.replace(desk.site, retention=RetentionSite(deployments_days=days))
-    return SnapshotCleanup(site, desk.store, PrefectFlowRuns(site))
+def tidier(harness: ControllerHarness, days: int = DAYS) -> SnapshotCleanup:
+    site = dataclasses.replace(harness.site, retention=RetentionSite(deployments_days=days))
+    return SnapshotCleanup(site, harness.store, PrefectFlowRuns(site))
 
 
-def run_of(desk: Desk, file: Path, *states: RunState) -> RunDir:
+def run_of(harness: ControllerHarness, file: Path, *states: RunState) -> RunDir:
     """A run made from a kept config, in the last of the given states."""
-    run_dir = make_run(desk.site.runs_dir, make_spec())
+    run_dir = make_run(harness.site.runs_dir, make_spec())
     stored = read_model(run_dir.spec, StoredSpec)
     assert stored is not None
     write_model(run_dir.spec, stored.model_copy(update={"config_source": str(file)}))
@@ -87,20 +87,22 @@ COMPLETED = (RunState.PREFLIGHT, RunState.QUEUED, RunState.TRAINING, RunState.EV
 # Removed
 
 
-def test_old_unreferenced_configs_are_removed(client: Any, desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
-    old, other, young = keep(desk, "a"), keep(desk, "b", "seed=3"), keep(desk, "a", "seed=2", days=DAYS - 1)
-    run_of(desk, other, *COMPLETED)
+def test_old_unreferenced_configs_are_removed(
+    client: Any, harness: ControllerHarness, caplog: pytest.LogCaptureFixture
+) -> None:
+    old, other, young = keep(harness, "a"), keep(harness, "b", "seed=3"), keep(harness, "a", "seed=2", days=DAYS - 1)
+    run_of(harness, other, *COMPLETED)
     with caplog.at_level("INFO", logger="rlhf.daemon"):
-        assert tidier(desk).run() == [old.parent, other.parent]
+        assert tidier(harness).run() == [old.parent, other.parent]
     assert not old.parent.exists(), "the code as well"
     assert young.is_file()
     assert caplog.text.count("nothing refers to it") == 2
-    assert tidier(desk).run() == []
+    assert tidier(harness).run() == []
 
 
-def test_zero_days_keep_everything(client: Any, desk: Desk) -> None:
-    file = keep(desk, "a", days=10_000)
-    assert tidier(desk, days=0).run() == []
+def test_zero_days_keep_everything(client: Any, harness: ControllerHarness) -> None:
+    file = keep(harness, "a", days=10_000)
+    assert tidier(harness, days=0).run() == []
     assert file.is_file()
 
 
@@ -108,104 +110,114 @@ def test_zero_days_keep_everything(client: Any, desk: Desk) -> None:
 # Kept: each of these would be removed but for one condition
 
 
-def test_a_config_of_a_deployment_is_kept(client: Any, desk: Desk) -> None:
-    done = register("quickstart", desk.site, name="mine", overrides=["seed=5"], folder=desk.site.home)
+def test_a_config_of_a_deployment_is_kept(client: Any, harness: ControllerHarness) -> None:
+    done = register("quickstart", harness.site, name="mine", overrides=["seed=5"], folder=harness.site.home)
     deployment = client.read_deployment(UUID(done.id))
     file = Path(deployment.parameters["config"])
     age(file, DAYS + 1)
-    assert tidier(desk).run() == []
+    assert tidier(harness).run() == []
     client.delete_deployment(deployment.id)
-    assert tidier(desk).run() == [file.parent]
+    assert tidier(harness).run() == [file.parent]
 
 
 @pytest.mark.parametrize(("state", "stays"), [("Scheduled", True), ("Failed", True), ("Completed", False)])
-def test_a_config_of_a_flow_run_that_may_be_retried_is_kept(client: Any, desk: Desk, state: str, stays: bool) -> None:
+def test_a_config_of_a_flow_run_that_may_be_retried_is_kept(
+    client: Any, harness: ControllerHarness, state: str, stays: bool
+) -> None:
     from prefect import states
 
-    register("quickstart", desk.site, name="mine", folder=desk.site.home)
-    file = keep(desk, "mine", "seed=6")
-    asked = submit("mine", desk.site, config=str(file))
-    client.set_flow_run_state(UUID(asked.flow_run_id), getattr(states, state)(), force=True)
+    register("quickstart", harness.site, name="mine", folder=harness.site.home)
+    file = keep(harness, "mine", "seed=6")
+    submitted = submit("mine", harness.site, config=str(file))
+    client.set_flow_run_state(UUID(submitted.flow_run_id), getattr(states, state)(), force=True)
     age(file, DAYS + 1)
-    assert tidier(desk).run() == ([] if stays else [file.parent])
+    assert tidier(harness).run() == ([] if stays else [file.parent])
 
 
-def test_deployments_on_later_pages_are_found(client: Any, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deployments_on_later_pages_are_found(
+    client: Any, harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("flows.references._PAGE", 4)
     files = []
     for number in range(11):
-        register("quickstart", desk.site, name=f"d{number}", overrides=[f"seed={number}"], folder=desk.site.home)
-        files += desk.site.home.glob(f"deployments/d{number}/*/config.toml")
+        register("quickstart", harness.site, name=f"d{number}", overrides=[f"seed={number}"], folder=harness.site.home)
+        files += harness.site.home.glob(f"deployments/d{number}/*/config.toml")
     for file in files:
         age(file, DAYS + 1)
     assert len(files) == 11
-    assert tidier(desk).run() == []
+    assert tidier(harness).run() == []
 
 
 @pytest.mark.parametrize(
     "states", [(), (RunState.PREFLIGHT,), (RunState.PREFLIGHT, RunState.FAILED), (RunState.CANCELLED,)]
 )
-def test_a_config_of_a_resumable_run_is_kept(client: Any, desk: Desk, states: tuple[RunState, ...]) -> None:
+def test_a_config_of_a_resumable_run_is_kept(
+    client: Any, harness: ControllerHarness, states: tuple[RunState, ...]
+) -> None:
     """Also a run that the history does not know yet, and one outside of this site's folder of runs."""
-    file = keep(desk, "a")
-    run_dir = run_of(desk, file, *states)
-    assert tidier(desk).run() == [], "from its directory"
-    record(run_dir, desk.store)
-    shutil.move(run_dir.root, desk.site.home / "elsewhere")
-    assert tidier(desk).run() == [], "from the history"
-    remove_run(desk.store, run_dir.run_id)
-    assert tidier(desk).run() == [file.parent]
+    file = keep(harness, "a")
+    run_dir = run_of(harness, file, *states)
+    assert tidier(harness).run() == [], "from its directory"
+    record(run_dir, harness.store)
+    shutil.move(run_dir.root, harness.site.home / "elsewhere")
+    assert tidier(harness).run() == [], "from the history"
+    remove_run(harness.store, run_dir.run_id)
+    assert tidier(harness).run() == [file.parent]
 
 
-def test_without_an_answer_of_prefect_everything_is_kept(desk: Desk) -> None:
+def test_without_an_answer_of_prefect_everything_is_kept(harness: ControllerHarness) -> None:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    file = keep(desk, "a")
+    file = keep(harness, "a")
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-        assert tidier(desk).run() == []
+        assert tidier(harness).run() == []
     assert file.is_file()
 
 
-def test_a_new_request_resets_the_age(client: Any, desk: Desk) -> None:
-    file = keep(desk, "a")
-    again = snapshots.keep("quickstart", (), "a", desk.site.home, desk.site.home)
+def test_a_new_request_resets_the_age(client: Any, harness: ControllerHarness) -> None:
+    file = keep(harness, "a")
+    again = snapshots.keep("quickstart", (), "a", harness.site.home, harness.site.home)
     assert again.config == file
-    assert tidier(desk).run() == []
+    assert tidier(harness).run() == []
 
 
-def test_a_config_requested_during_its_removal_is_kept(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = keep(desk, "a")
-    (old,) = snapshots.copies(desk.site.home)
+def test_a_config_requested_during_its_removal_is_kept(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = keep(harness, "a")
+    (old,) = snapshots.copies(harness.site.home)
     os.utime(file.parent)  # a user submits it between the check and the removal
     assert not snapshots.remove(old)
     assert file.is_file()
 
 
-def test_an_interrupted_removal_is_finished(client: Any, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = keep(desk, "a")
+def test_an_interrupted_removal_is_finished(
+    client: Any, harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = keep(harness, "a")
 
     def die(path: Path) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(snapshots, "remove_tree", die)
     with pytest.raises(KeyboardInterrupt):
-        tidier(desk).run()
+        tidier(harness).run()
     monkeypatch.setattr(snapshots, "remove_tree", remove_tree)
     assert not file.exists()
-    assert tidier(desk).run() == [file.parent.with_suffix(".old")]
-    assert list((desk.site.home / "deployments" / "a").iterdir()) == []
+    assert tidier(harness).run() == [file.parent.with_suffix(".old")]
+    assert list((harness.site.home / "deployments" / "a").iterdir()) == []
 
 
-def test_the_daemon_removes_kept_configs(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_daemon_removes_kept_configs(harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     done, stop = threading.Event(), threading.Event()
 
     def tidy(self: SnapshotCleanup, may: Callable[[], bool]) -> list[Path]:
         done.set()
         return []
 
-    monkeypatch.setattr("rlhf_core.control.reconcile.actions.get_scheduler", lambda name: desk.scheduler)
+    monkeypatch.setattr("rlhf_core.control.reconcile.actions.get_scheduler", lambda name: harness.scheduler)
     monkeypatch.setattr(SnapshotCleanup, "run", tidy)
-    thread = threading.Thread(target=loop.run, args=(desk.site, stop, None), daemon=True)
+    thread = threading.Thread(target=loop.run, args=(harness.site, stop, None), daemon=True)
     thread.start()
     assert done.wait(60)
     stop.set()

@@ -5,7 +5,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from desk import Desk
+from harness import ControllerHarness
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from signing_in import page_of
@@ -18,13 +18,16 @@ from rlhf_core.control.controller import opened
 
 
 @pytest.fixture
-def run_id(desk: Desk, real_prefect: Site, monkeypatch: pytest.MonkeyPatch) -> str:
+def run_id(harness: ControllerHarness, real_prefect: Site, monkeypatch: pytest.MonkeyPatch) -> str:
     """A run that has completed as a flow run, on the site that `rlhf show` uses."""
-    monkeypatch.setenv("RLHF_HOME", str(desk.site.home))
-    run_dir = desk.good_run()
+    monkeypatch.setenv("RLHF_HOME", str(harness.site.home))
+    run_dir = harness.good_run()
     # Opened like `rlhf run` does: the flow run is recorded as driver in the journal.
-    with real_prefect.in_use(), opened(run_dir, desk.site, desk.store, desk.notes, flow_run=None) as controller:
-        controller.clock, controller.sleep = desk.clock, desk.clock.sleep
+    with (
+        real_prefect.in_use(),
+        opened(run_dir, harness.site, harness.store, harness.notes, flow_run=None) as controller,
+    ):
+        controller.clock, controller.sleep = harness.clock, harness.clock.sleep
         run_in_prefect(controller)
     return run_dir.run_id
 

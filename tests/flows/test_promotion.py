@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from control_fakes import FakeAgent, make_spec
-from desk import Ask, Desk, left_behind
+from harness import ControllerHarness, ShowQuestion, left_behind
 from kill_points import Killed, Points
 from made_reports import checkpoint_manifest
 
@@ -38,7 +38,7 @@ from rlhf_core.schemas.reports import EvaluationReport
 from rlhf_core.schemas.run import RunSpec
 
 
-def asked(**promote: Any) -> RunSpec:
+def needs_approval(**promote: Any) -> RunSpec:
     return make_spec(promote={"when": "approved", **promote})
 
 
@@ -52,21 +52,21 @@ def checkpoint_with_model(run_dir: RunDir, step: int = 10) -> None:
     write_model(checkpoint.complete, checkpoint_manifest(step, loop="grpo", loop_finished=True, files=checksums))
 
 
-def completes(desk: Desk, run_dir: RunDir) -> None:
+def completes(harness: ControllerHarness, run_dir: RunDir) -> None:
     """Make the next job of the run succeed."""
 
     def behave(request: object) -> None:
         FakeAgent(run_dir).whole_run()
         checkpoint_with_model(run_dir)
 
-    desk.scheduler.on_submit = behave
+    harness.scheduler.on_submit = behave
 
 
-def completed(desk: Desk, spec: RunSpec) -> RunDir:
+def completed(harness: ControllerHarness, spec: RunSpec) -> RunDir:
     """A completed run whose controller is about to request approval."""
-    run_dir = desk.run(spec)
-    completes(desk, run_dir)
-    controller = desk.controller(run_dir)
+    run_dir = harness.run(spec)
+    completes(harness, run_dir)
+    controller = harness.controller(run_dir)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(promotion, "due", lambda controller: False)
         drive(controller)
@@ -84,8 +84,8 @@ def standing(run_dir: RunDir) -> PromotionRecord:
     return found
 
 
-def stage_of(desk: Desk, run_dir: RunDir) -> tuple[str, str]:
-    (stage,) = [one for one in queries.show_run(desk.store, run_dir.run_id)["stages"] if one["name"] == "promote"]
+def stage_of(harness: ControllerHarness, run_dir: RunDir) -> tuple[str, str]:
+    (stage,) = [one for one in queries.show_run(harness.store, run_dir.run_id)["stages"] if one["name"] == "promote"]
     return stage["state"], stage["message"]
 
 
@@ -95,42 +95,46 @@ def answers(run_dir: RunDir, verdict: str, by: str = "ada", reason: str = "") ->
     )
 
 
-def when_asked(run_dir: RunDir, do: Callable[[], object]) -> Ask:
+def when_shown(run_dir: RunDir, do: Callable[[], object]) -> ShowQuestion:
     """Do something when the request for approval is seen."""
 
     @contextmanager
-    def ask(question: promotion.Question) -> Iterator[None]:
+    def show(question: promotion.Question) -> Iterator[None]:
         do()
         yield
 
-    return ask
+    return show
 
 
-def answer(desk: Desk, run_dir: RunDir, verdict: approval.Verdict, by: str, reason: str = "") -> approval.Answered:
-    return answer_promotion(run_dir, desk.site, desk.store, verdict, by, reason, say=desk.notes.log, timeout_s=20)
+def answer(
+    harness: ControllerHarness, run_dir: RunDir, verdict: approval.Verdict, by: str, reason: str = ""
+) -> approval.Answered:
+    return answer_promotion(
+        run_dir, harness.site, harness.store, verdict, by, reason, log=harness.notes.log, timeout_s=20
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The order
 
 
-def test_approval_is_requested_only_if_the_run_requires_it(desk: Desk) -> None:
-    run_dir = desk.run()
-    completes(desk, run_dir)
-    drive(desk.controller(run_dir))
+def test_approval_is_requested_only_if_the_run_requires_it(harness: ControllerHarness) -> None:
+    run_dir = harness.run()
+    completes(harness, run_dir)
+    drive(harness.controller(run_dir))
     assert read_record(run_dir).promotion is None
-    assert "promote" not in desk.notes.titles
+    assert "promote" not in harness.notes.titles
 
 
-def test_an_approved_model_is_written_whole_with_its_origin(desk: Desk) -> None:
-    run_dir = desk.run(asked())
-    completes(desk, run_dir)
-    drive(desk.controller(run_dir, ask=when_asked(run_dir, lambda: answers(run_dir, "approved", reason="good"))))
+def test_an_approved_model_is_written_whole_with_its_origin(harness: ControllerHarness) -> None:
+    run_dir = harness.run(needs_approval())
+    completes(harness, run_dir)
+    drive(harness.controller(run_dir, show=when_shown(run_dir, lambda: answers(run_dir, "approved", reason="good"))))
     record = read_record(run_dir)
     assert record.state is RunState.COMPLETED
     assert states(run_dir) == ["waiting", "approved", "promoted"]
     target = promoted_folder(run_dir, run_dir.read_spec().spec.promote)
-    assert target == desk.site.home / "promoted" / run_dir.run_id
+    assert target == harness.site.home / "promoted" / run_dir.run_id
     assert standing(run_dir).path == str(target)
     assert (target / "model.safetensors").read_text() == "weights of step 10"
     assert not (target / "a").exists(), "the trainer's state is not part of the model"
@@ -140,10 +144,10 @@ def test_an_approved_model_is_written_whole_with_its_origin(desk: Desk) -> None:
     assert (origin.run_id, origin.checkpoint_step, origin.approved_by) == (run_dir.run_id, 10, "ada")
     assert set(origin.files) == {"README.md", "config.json", "model.safetensors"}
     assert {path.name for path in target.iterdir()} == {*origin.files, "rlhf.json"}
-    state, said = stage_of(desk, run_dir)
+    state, message = stage_of(harness, run_dir)
     assert state == "completed"
-    assert said == f"step 10 was promoted to {target} by ada: good"
-    shown = queries.show_run(desk.store, run_dir.run_id)["promotion"]
+    assert message == f"step 10 was promoted to {target} by ada: good"
+    shown = queries.show_run(harness.store, run_dir.run_id)["promotion"]
     assert shown == {
         "state": "promoted",
         "checkpoint_step": 10,
@@ -155,66 +159,68 @@ def test_an_approved_model_is_written_whole_with_its_origin(desk: Desk) -> None:
     }
 
 
-def test_the_allocation_is_released_before_the_request_for_approval(desk: Desk) -> None:
-    run_dir = desk.run(asked())
-    completes(desk, run_dir)
+def test_the_allocation_is_released_before_the_request_for_approval(harness: ControllerHarness) -> None:
+    run_dir = harness.run(needs_approval())
+    completes(harness, run_dir)
     seen = []
 
-    def look() -> None:
-        seen.extend(job.state for job in desk.scheduler.jobs.values())
+    def refuse() -> None:
+        seen.extend(job.state for job in harness.scheduler.jobs.values())
         answers(run_dir, "refused")
 
-    drive(desk.controller(run_dir, ask=when_asked(run_dir, look)))
+    drive(harness.controller(run_dir, show=when_shown(run_dir, refuse)))
     assert seen == [JobState.ENDED]
 
 
-def test_always_promotes_without_approval(desk: Desk) -> None:
-    run_dir = desk.run(make_spec(promote={"when": "always"}))
-    completes(desk, run_dir)
-    drive(desk.controller(run_dir, ask=when_asked(run_dir, lambda: pytest.fail("asked"))))
+def test_always_promotes_without_approval(harness: ControllerHarness) -> None:
+    run_dir = harness.run(make_spec(promote={"when": "always"}))
+    completes(harness, run_dir)
+    drive(harness.controller(run_dir, show=when_shown(run_dir, lambda: pytest.fail("shown"))))
     assert states(run_dir) == ["approved", "promoted"]
     assert standing(run_dir).by == promotion.POLICY
 
 
-def test_a_refusal_writes_nothing_and_the_run_stays_completed(desk: Desk) -> None:
-    run_dir = desk.run(asked())
-    completes(desk, run_dir)
-    drive(desk.controller(run_dir, ask=when_asked(run_dir, lambda: answers(run_dir, "refused", reason="too terse"))))
+def test_a_refusal_writes_nothing_and_the_run_stays_completed(harness: ControllerHarness) -> None:
+    run_dir = harness.run(needs_approval())
+    completes(harness, run_dir)
+    drive(
+        harness.controller(run_dir, show=when_shown(run_dir, lambda: answers(run_dir, "refused", reason="too terse")))
+    )
     assert read_record(run_dir).state is RunState.COMPLETED
-    assert stage_of(desk, run_dir) == ("completed", "step 10 was refused by ada: too terse")
-    assert not (desk.site.home / "promoted").exists()
+    assert stage_of(harness, run_dir) == ("completed", "step 10 was refused by ada: too terse")
+    assert not (harness.site.home / "promoted").exists()
 
 
-def test_an_unanswered_request_expires_and_can_still_be_approved(desk: Desk) -> None:
-    run_dir = desk.run(asked(timeout_h=1e-9))
-    completes(desk, run_dir)
-    drive(desk.controller(run_dir))
+def test_an_unanswered_request_expires_and_can_still_be_approved(harness: ControllerHarness) -> None:
+    run_dir = harness.run(needs_approval(timeout_h=1e-9))
+    completes(harness, run_dir)
+    drive(harness.controller(run_dir))
     assert states(run_dir) == ["waiting", "expired"]
-    desk.controller(desk.run())  # releases the run
-    assert answer(desk, run_dir, "approved", "bea").state is PromotionState.PROMOTED
+    harness.controller(harness.run())  # releases the run
+    assert answer(harness, run_dir, "approved", "bea").state is PromotionState.PROMOTED
     assert states(run_dir) == ["waiting", "expired", "approved", "promoted"]
 
 
-def test_a_gain_that_is_too_small_requests_no_approval(desk: Desk) -> None:
-    run_dir = desk.run(asked(min_gain=0.71))
-    completes(desk, run_dir)
-    drive(desk.controller(run_dir, ask=when_asked(run_dir, lambda: pytest.fail("asked"))))
+def test_a_gain_that_is_too_small_requests_no_approval(harness: ControllerHarness) -> None:
+    run_dir = harness.run(needs_approval(min_gain=0.71))
+    completes(harness, run_dir)
+    drive(harness.controller(run_dir, show=when_shown(run_dir, lambda: pytest.fail("shown"))))
     assert states(run_dir) == []
-    state, said = stage_of(desk, run_dir)
-    assert (state, said.partition(";")[0]) == (
+    state, message = stage_of(harness, run_dir)
+    assert (state, message.partition(";")[0]) == (
         "completed",
         "not promoted: exact_match (greedy) 0.200 -> 0.900, gain +0.700",
     )
-    desk.controller(desk.run())
+    harness.controller(harness.run())
     with pytest.raises(BadInput, match=r"promote\.min_gain is 0\.71"):
-        answer(desk, run_dir, "approved", "bea")
+        answer(harness, run_dir, "approved", "bea")
 
 
-def test_a_sufficient_gain_requests_approval(desk: Desk) -> None:
+def test_a_sufficient_gain_requests_approval(harness: ControllerHarness) -> None:
     """Negative control of the previous test."""
-    run_dir = desk.run(asked(min_gain=0.69))
-    completes(desk, run_dir)
-    drive(desk.controller(run_dir, ask=when_asked(run_dir, lambda: answers(run_dir, "refused"))))
+    run_dir = harness.run(needs_approval(min_gain=0.69))
+    completes(harness, run_dir)
+    drive(harness.controller(run_dir, show=when_shown(run_dir, lambda: answers(run_dir, "refused"))))
     assert states(run_dir) == ["waiting", "refused"]
 
 
@@ -225,8 +231,8 @@ def report(run_dir: RunDir, file: str, **changes: Any) -> None:
     write_model(run_dir.evaluations_dir / file, known.model_copy(update=changes))
 
 
-def test_the_best_existing_evaluated_checkpoint_is_promoted(desk: Desk) -> None:
-    run_dir = completed(desk, asked())
+def test_the_best_existing_evaluated_checkpoint_is_promoted(harness: ControllerHarness) -> None:
+    run_dir = completed(harness, needs_approval())
     wanted = run_dir.read_spec().spec.promote
     for step, value in ((4, 0.95), (6, 0.93), (8, 0.93)):
         report(run_dir, f"after-greedy-{step}.json", checkpoint_step=step, value=value)
@@ -242,8 +248,8 @@ def test_the_best_existing_evaluated_checkpoint_is_promoted(desk: Desk) -> None:
     assert best.step == 4
 
 
-def test_without_an_evaluation_there_is_nothing_to_choose(desk: Desk) -> None:
-    run_dir = completed(desk, asked())
+def test_without_an_evaluation_there_is_nothing_to_choose(harness: ControllerHarness) -> None:
+    run_dir = completed(harness, needs_approval())
     wanted = run_dir.read_spec().spec.promote
     run_dir.evaluation("before", "greedy").unlink()
     assert "before training" in promote.choose(run_dir, wanted).reason
@@ -266,90 +272,92 @@ def threads_are_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("threads_are_processes")
-def test_of_many_concurrent_answers_one_counts_and_the_others_are_refused(desk: Desk) -> None:
-    run_dir = completed(desk, asked())
-    controller = desk.controller(run_dir)
-    told: dict[str, str] = {}
+def test_of_many_concurrent_answers_one_counts_and_the_others_are_refused(harness: ControllerHarness) -> None:
+    run_dir = completed(harness, needs_approval())
+    controller = harness.controller(run_dir)
+    outcomes: dict[str, str] = {}
 
-    def says(verdict: approval.Verdict, by: str) -> None:
+    def give_answer(verdict: approval.Verdict, by: str) -> None:
         try:
-            told[by] = answer(desk, run_dir, verdict, by).message
+            outcomes[by] = answer(harness, run_dir, verdict, by).message
         except BadInput as error:
-            told[by] = f"refused: {error}"
+            outcomes[by] = f"refused: {error}"
 
     people = [
-        threading.Thread(target=says, args=("approved" if number % 2 else "refused", f"person{number}"))
+        threading.Thread(target=give_answer, args=("approved" if number % 2 else "refused", f"person{number}"))
         for number in range(8)
     ]
 
     def all_answer() -> None:
         for person in people:
             person.start()
-        while len(told) < len(people) - 1 and any(person.is_alive() for person in people):
+        while len(outcomes) < len(people) - 1 and any(person.is_alive() for person in people):
             people[0].join(timeout=0.01)
 
-    controller.show_question = when_asked(run_dir, all_answer)
+    controller.show_question = when_shown(run_dir, all_answer)
     promotion.carry_out(controller)
     for person in people:
         person.join()
     assert len(states(run_dir)) == 2 + (standing(run_dir).state is PromotionState.PROMOTED)
     winner = standing(run_dir).by
-    losers = {by: text for by, text in told.items() if by != winner}
+    losers = {by: text for by, text in outcomes.items() if by != winner}
     assert len(losers) == 7
     assert {text.partition(" already ")[0] for text in losers.values()} == {f"refused: too late: {winner}"}
-    assert f"by {winner}" in told[winner]
+    assert f"by {winner}" in outcomes[winner]
 
 
 @pytest.mark.usefixtures("threads_are_processes")
-def test_of_two_concurrent_changes_of_mind_one_promotes_and_the_other_is_refused(desk: Desk) -> None:
-    run_dir = completed(desk, asked())
-    promotion.carry_out(desk.controller(run_dir, ask=when_asked(run_dir, lambda: answers(run_dir, "refused"))))
-    desk.controller(desk.run())
-    told: dict[str, str] = {}
+def test_of_two_concurrent_changes_of_mind_one_promotes_and_the_other_is_refused(harness: ControllerHarness) -> None:
+    run_dir = completed(harness, needs_approval())
+    promotion.carry_out(harness.controller(run_dir, show=when_shown(run_dir, lambda: answers(run_dir, "refused"))))
+    harness.controller(harness.run())
+    outcomes: dict[str, str] = {}
 
-    def says(by: str) -> None:
+    def give_answer(by: str) -> None:
         try:
-            told[by] = answer(desk, run_dir, "approved", by).state.value
+            outcomes[by] = answer(harness, run_dir, "approved", by).state.value
         except BadInput as error:
-            told[by] = str(error)
+            outcomes[by] = str(error)
 
-    people = [threading.Thread(target=says, args=(by,)) for by in ("bea", "cy")]
+    people = [threading.Thread(target=give_answer, args=(by,)) for by in ("bea", "cy")]
     for person in people:
         person.start()
     for person in people:
         person.join()
     winner = standing(run_dir).by
     (loser,) = {"bea", "cy"} - {winner}
-    assert told[winner] == "promoted"
-    assert f"by {winner}" in told[loser]
+    assert outcomes[winner] == "promoted"
+    assert f"by {winner}" in outcomes[loser]
     assert states(run_dir) == ["waiting", "refused", "approved", "promoted"]
 
 
-def test_if_answers_may_be_replaced_two_count(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_answers_may_be_replaced_two_count(harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the test above would detect it."""
 
     def replaced(path: Path, text: str) -> bool:
         write_text(path, text)
         return True
 
-    run_dir = completed(desk, asked())
+    run_dir = completed(harness, needs_approval())
     monkeypatch.setattr(promote, "create_once", replaced)
     assert answers(run_dir, "approved", by="ada")
     assert answers(run_dir, "refused", by="bea")
 
 
 @pytest.mark.parametrize("first", ["approved", "refused"])
-def test_without_a_controller_the_command_acts_on_the_answer(desk: Desk, first: approval.Verdict) -> None:
-    run_dir = completed(desk, asked())
-    controller = desk.controller(run_dir)
-    controller.show_question = when_asked(run_dir, killed)
+def test_without_a_controller_the_command_acts_on_the_answer(
+    harness: ControllerHarness, first: approval.Verdict
+) -> None:
+    run_dir = completed(harness, needs_approval())
+    controller = harness.controller(run_dir)
+    controller.show_question = when_shown(run_dir, killed)
     with pytest.raises(Killed):
         promotion.carry_out(controller)
     assert states(run_dir) == ["waiting"]
-    desk.controller(desk.run())
-    done = answer(desk, run_dir, first, "ada", "because")
+    harness.controller(harness.run())
+    done = answer(harness, run_dir, first, "ada", "because")
     assert done.state is (PromotionState.PROMOTED if first == "approved" else PromotionState.REFUSED)
-    assert stage_of(desk, run_dir)[0] == "completed"
+    assert stage_of(harness, run_dir)[0] == "completed"
 
 
 def killed() -> None:
@@ -357,52 +365,52 @@ def killed() -> None:
 
 
 def test_an_answer_that_the_controller_acted_on_at_once_is_no_error(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The controller may have finished and exited before the command checks whether one exists."""
-    run_dir = completed(desk, asked())
+    run_dir = completed(harness, needs_approval())
     with pytest.raises(Killed):
-        promotion.carry_out(desk.controller(run_dir, ask=when_asked(run_dir, killed)))
+        promotion.carry_out(harness.controller(run_dir, show=when_shown(run_dir, killed)))
     opened = approval.opened
 
     def quick(*arguments: Any, **options: Any) -> Any:
-        drive(desk.controller(run_dir))
-        desk.controller(desk.run())
+        drive(harness.controller(run_dir))
+        harness.controller(harness.run())
         return opened(*arguments, **options)
 
     monkeypatch.setattr(approval, "opened", quick)
-    assert answer(desk, run_dir, "approved", "ada").state is PromotionState.PROMOTED
+    assert answer(harness, run_dir, "approved", "ada").state is PromotionState.PROMOTED
     assert states(run_dir) == ["waiting", "approved", "promoted"]
 
 
-def test_a_refusal_can_be_revised_and_a_promotion_cannot(desk: Desk) -> None:
-    run_dir = completed(desk, asked())
-    promotion.carry_out(desk.controller(run_dir, ask=when_asked(run_dir, lambda: answers(run_dir, "refused"))))
-    desk.controller(desk.run())
+def test_a_refusal_can_be_revised_and_a_promotion_cannot(harness: ControllerHarness) -> None:
+    run_dir = completed(harness, needs_approval())
+    promotion.carry_out(harness.controller(run_dir, show=when_shown(run_dir, lambda: answers(run_dir, "refused"))))
+    harness.controller(harness.run())
     with pytest.raises(BadInput, match="too late: step 10 was refused by ada"):
-        answer(desk, run_dir, "refused", "bea")
-    assert answer(desk, run_dir, "approved", "bea").state is PromotionState.PROMOTED
+        answer(harness, run_dir, "refused", "bea")
+    assert answer(harness, run_dir, "approved", "bea").state is PromotionState.PROMOTED
     for verdict in ("approved", "refused"):
         with pytest.raises(BadInput, match="too late: step 10 was promoted to"):
-            answer(desk, run_dir, verdict, "cy")
+            answer(harness, run_dir, verdict, "cy")
 
 
-def test_without_a_request_a_run_can_be_approved_and_not_refused(desk: Desk) -> None:
-    run_dir = completed(desk, make_spec())
-    desk.controller(desk.run())
+def test_without_a_request_a_run_can_be_approved_and_not_refused(harness: ControllerHarness) -> None:
+    run_dir = completed(harness, make_spec())
+    harness.controller(harness.run())
     with pytest.raises(BadInput, match=r"no promotion of .* has been requested"):
-        answer(desk, run_dir, "refused", "ada")
-    assert answer(desk, run_dir, "approved", "ada").state is PromotionState.PROMOTED
+        answer(harness, run_dir, "refused", "ada")
+    assert answer(harness, run_dir, "approved", "ada").state is PromotionState.PROMOTED
 
 
-def test_a_run_that_is_not_completed_is_not_promoted(desk: Desk) -> None:
+def test_a_run_that_is_not_completed_is_not_promoted(harness: ControllerHarness) -> None:
     with pytest.raises(BadInput, match="only a completed run"):
-        answer(desk, desk.run(asked()), "approved", "ada")
+        answer(harness, harness.run(needs_approval()), "approved", "ada")
 
 
-def test_the_journal_refuses_transitions_that_the_table_lacks(desk: Desk) -> None:
-    run_dir = completed(desk, asked())
-    journal = desk.controller(run_dir).journal
+def test_the_journal_refuses_transitions_that_the_table_lacks(harness: ControllerHarness) -> None:
+    run_dir = completed(harness, needs_approval())
+    journal = harness.controller(run_dir).journal
     with pytest.raises(IllegalMove, match="not begun and cannot become promoted"):
         journal.move_promotion(PromotionMoved(state=PromotionState.PROMOTED, checkpoint_step=10))
     journal.move_promotion(PromotionMoved(state=PromotionState.WAITING, checkpoint_step=10))
@@ -414,8 +422,8 @@ def test_the_journal_refuses_transitions_that_the_table_lacks(desk: Desk) -> Non
 # Kills
 
 
-def test_killed_while_waiting_the_next_controller_waits_until_the_first_deadline(desk: Desk) -> None:
-    run_dir = completed(desk, asked(timeout_h=5))
+def test_killed_while_waiting_the_next_controller_waits_until_the_first_deadline(harness: ControllerHarness) -> None:
+    run_dir = completed(harness, needs_approval(timeout_h=5))
     deadlines = []
 
     @contextmanager
@@ -425,38 +433,40 @@ def test_killed_while_waiting_the_next_controller_waits_until_the_first_deadline
         yield
 
     for _ in range(2):
-        controller = desk.controller(run_dir)
+        controller = harness.controller(run_dir)
         assert promotion.due(controller)
         controller.show_question = killed_here
         with pytest.raises(Killed):
             promotion.carry_out(controller)
-    assert deadlines[0] == deadlines[1] == standing(run_dir).asked_at + timedelta(hours=5)
+    assert deadlines[0] == deadlines[1] == standing(run_dir).requested_at + timedelta(hours=5)
     assert states(run_dir) == ["waiting"]
     answers(run_dir, "approved")  # no controller survives to see it
-    drive(desk.controller(run_dir))
+    drive(harness.controller(run_dir))
     assert states(run_dir) == ["waiting", "approved", "promoted"]
-    assert len(desk.scheduler.submitted) == 1
+    assert len(harness.scheduler.submitted) == 1
 
 
-def test_killed_around_every_line_and_file_the_model_is_promoted_once(desk: Desk) -> None:
+def test_killed_around_every_line_and_file_the_model_is_promoted_once(harness: ControllerHarness) -> None:
     def live(run_dir: RunDir, kill_at: int | None) -> Points:
-        points = Points(kill_at, lambda: b"" if kill_at is not None else left_behind(desk))
-        controller = desk.controller(run_dir)
-        with points.at_every_effect(desk.scheduler), pytest.MonkeyPatch.context() as patch:
+        points = Points(kill_at, lambda: b"" if kill_at is not None else left_behind(harness))
+        controller = harness.controller(run_dir)
+        with points.at_every_effect(harness.scheduler), pytest.MonkeyPatch.context() as patch:
             patch.setattr(promote, "_copy", points.around(promote._copy))
             patch.setattr(promote, "create_once", points.around(promote.create_once))
             with suppress(Killed):
-                controller.show_question = when_asked(run_dir, lambda: answers(run_dir, "approved"))
+                controller.show_question = when_shown(run_dir, lambda: answers(run_dir, "approved"))
                 promotion.carry_out(controller)
         return points
 
-    points = live(completed(desk, asked()), None)
+    points = live(completed(harness, needs_approval()), None)
     assert points.passed >= 18, "six lines of the journal, two files, the answer, the rename"
     assert len(points.distinct) >= 12
     for point in points.distinct:
-        run_dir = completed(desk, asked())
+        run_dir = completed(harness, needs_approval())
         assert live(run_dir, point).passed == point
-        drive(desk.controller(run_dir, ask=when_asked(run_dir, lambda run_dir=run_dir: answers(run_dir, "approved"))))
+        drive(
+            harness.controller(run_dir, show=when_shown(run_dir, lambda run_dir=run_dir: answers(run_dir, "approved")))
+        )
         assert damage(promoted_folder(run_dir, run_dir.read_spec().spec.promote)) == [], point
         assert states(run_dir) == ["waiting", "approved", "promoted"], point
 
@@ -491,11 +501,11 @@ def write_and_die(run_dir: RunDir, target: Path, origin: ModelProvenance, die_at
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_kill_during_the_write_leaves_nothing_or_a_whole_model(desk: Desk, in_place: bool) -> None:
+def test_a_kill_during_the_write_leaves_nothing_or_a_whole_model(harness: ControllerHarness, in_place: bool) -> None:
     """And, as a control, a writer without the temporary name leaves partial models behind."""
-    run_dir = approved(desk)
+    run_dir = approved(harness)
     origin = promotion._provenance(
-        desk.controller(run_dir), PromotionRecord(PromotionState.APPROVED, 10, utc_now(), "ada")
+        harness.controller(run_dir), PromotionRecord(PromotionState.APPROVED, 10, utc_now(), "ada")
     )
     halves, point = 0, 0
     with pytest.MonkeyPatch.context() as patch:
@@ -503,7 +513,7 @@ def test_a_kill_during_the_write_leaves_nothing_or_a_whole_model(desk: Desk, in_
             patch.setattr(Path, "with_name", lambda path, name: path)
             patch.setattr(promote.shutil, "rmtree", lambda path, ignore_errors: None)
         while True:
-            target = desk.site.home / "models" / str(point) / run_dir.run_id
+            target = harness.site.home / "models" / str(point) / run_dir.run_id
             if not write_and_die(run_dir, target, origin, point):
                 break
             halves += target.exists() and damage(target) != []
@@ -516,31 +526,33 @@ def test_a_kill_during_the_write_leaves_nothing_or_a_whole_model(desk: Desk, in_
 # Errors of the target folder
 
 
-def approved(desk: Desk, **promote: Any) -> RunDir:
-    run_dir = completed(desk, make_spec(promote={"when": "always", **promote}))
-    desk.controller(run_dir)
+def approved(harness: ControllerHarness, **promote: Any) -> RunDir:
+    run_dir = completed(harness, make_spec(promote={"when": "always", **promote}))
+    harness.controller(run_dir)
     return run_dir
 
 
-def test_a_damaged_checkpoint_is_not_promoted(desk: Desk) -> None:
-    run_dir = approved(desk)
+def test_a_damaged_checkpoint_is_not_promoted(harness: ControllerHarness) -> None:
+    run_dir = approved(harness)
     weights = run_dir.checkpoint(10).model / "model.safetensors"
     good = weights.read_text()
     weights.write_text("weights of step 11")
-    drive(desk.controller(run_dir))
+    drive(harness.controller(run_dir))
     assert states(run_dir) == ["approved", "failed"]
     assert "model/model.safetensors has 18 bytes" in standing(run_dir).reason
-    assert list((desk.site.home / "promoted").iterdir()) == []
+    assert list((harness.site.home / "promoted").iterdir()) == []
     assert read_record(run_dir).state is RunState.COMPLETED
-    assert stage_of(desk, run_dir)[0] == "failed"
+    assert stage_of(harness, run_dir)[0] == "failed"
     weights.write_text(good)
-    desk.controller(desk.run())
-    assert answer(desk, run_dir, "approved", "ada").state is PromotionState.PROMOTED
+    harness.controller(harness.run())
+    assert answer(harness, run_dir, "approved", "ada").state is PromotionState.PROMOTED
 
 
-def test_without_the_comparison_a_damaged_checkpoint_would_pass(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_comparison_a_damaged_checkpoint_would_pass(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Negative control of the previous test."""
-    run_dir = approved(desk)
+    run_dir = approved(harness)
     (run_dir.checkpoint(10).model / "model.safetensors").write_text("weights of step 11")
     copy = promote._copy
     manifest = run_dir.checkpoint(10).manifest()
@@ -551,34 +563,36 @@ def test_without_the_comparison_a_damaged_checkpoint_would_pass(desk: Desk, monk
         return manifest.files[f"model/{source.name}"]
 
     monkeypatch.setattr(promote, "_copy", blind)
-    drive(desk.controller(run_dir))
+    drive(harness.controller(run_dir))
     assert states(run_dir)[-1] == "promoted"
     assert damage(promoted_folder(run_dir, run_dir.read_spec().spec.promote)) != []
 
 
-def test_something_else_at_the_target_is_not_touched(desk: Desk) -> None:
-    run_dir = approved(desk)
-    target = desk.site.home / "promoted" / run_dir.run_id
+def test_something_else_at_the_target_is_not_touched(harness: ControllerHarness) -> None:
+    run_dir = approved(harness)
+    target = harness.site.home / "promoted" / run_dir.run_id
     target.mkdir(parents=True)
     (target / "notes.txt").write_text("mine")
-    drive(desk.controller(run_dir))
+    drive(harness.controller(run_dir))
     assert standing(run_dir).state is PromotionState.FAILED
     assert f"{target} already exists" in standing(run_dir).reason
     assert [path.name for path in target.iterdir()] == ["notes.txt"]
 
 
-def test_a_full_disk_is_reported_and_the_promotion_can_be_retried(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_dir = approved(desk)
-    desk.controller(desk.run())
+def test_a_full_disk_is_reported_and_the_promotion_can_be_retried(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = approved(harness)
+    harness.controller(harness.run())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(promote, "write_text", full)
-        controller = desk.controller(run_dir)
+        controller = harness.controller(run_dir)
         with pytest.raises(PromotionFailed, match=r"the disk is full\. Nothing was left there"):
             promotion.carry_out(controller)
     assert standing(run_dir).state is PromotionState.FAILED
-    assert list((desk.site.home / "promoted").iterdir()) == []
-    desk.controller(desk.run())
-    done = answer(desk, run_dir, "approved", "ada")
+    assert list((harness.site.home / "promoted").iterdir()) == []
+    harness.controller(harness.run())
+    done = answer(harness, run_dir, "approved", "ada")
     assert done.path is not None
     assert damage(done.path) == []
 
@@ -587,10 +601,10 @@ def full(path: Path, text: str) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_a_folder_that_cannot_be_created_is_reported(desk: Desk) -> None:
-    (desk.site.home / "file").write_text("")
-    run_dir = approved(desk, folder=str(desk.site.home / "file" / "models"))
-    drive(desk.controller(run_dir))
+def test_a_folder_that_cannot_be_created_is_reported(harness: ControllerHarness) -> None:
+    (harness.site.home / "file").write_text("")
+    run_dir = approved(harness, folder=str(harness.site.home / "file" / "models"))
+    drive(harness.controller(run_dir))
     assert "Not a directory" in standing(run_dir).reason
 
 
@@ -598,9 +612,9 @@ def test_a_folder_that_cannot_be_created_is_reported(desk: Desk) -> None:
 # Texts
 
 
-def test_the_card_states_known_facts_and_leaves_the_rest_to_the_author(desk: Desk) -> None:
-    run_dir = approved(desk)
-    drive(desk.controller(run_dir))
+def test_the_card_states_known_facts_and_leaves_the_rest_to_the_author(harness: ControllerHarness) -> None:
+    run_dir = approved(harness)
+    drive(harness.controller(run_dir))
     card = Path(standing(run_dir).path, "README.md").read_text()
     _, front, body = card.split("---\n", 2)
     assert 'tags:\n- "rlhf"\n- "grpo"' in front
@@ -613,17 +627,17 @@ def test_the_card_states_known_facts_and_leaves_the_rest_to_the_author(desk: Des
     assert "slurm" not in origin["spec"]
 
 
-def test_the_request_contains_everything_needed_for_an_answer(desk: Desk) -> None:
-    run_dir = completed(desk, asked())
+def test_the_request_contains_everything_needed_for_an_answer(harness: ControllerHarness) -> None:
+    run_dir = completed(harness, needs_approval())
     shown = []
 
     @contextmanager
-    def ask(question: promotion.Question) -> Iterator[None]:
+    def show(question: promotion.Question) -> Iterator[None]:
         shown.append(question.text)
         answers(run_dir, "refused")
         yield
 
-    promotion.carry_out(desk.controller(run_dir, ask=ask))
+    promotion.carry_out(harness.controller(run_dir, show=show))
     (text,) = shown
     assert "| exact_match, greedy | 0.200 [0.100, 0.300] | 0.900 [0.800, 1.000] | +0.700 |" in text
     assert f"rlhf approve {run_dir.run_id}" in text

@@ -10,7 +10,7 @@ from uuid import UUID
 
 import pytest
 from control_fakes import make_spec
-from desk import Desk
+from harness import ControllerHarness
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
@@ -51,20 +51,20 @@ def paused(run_dir: RunDir) -> FlowRun | None:
     return found if found.state is not None and found.state.is_paused() else None
 
 
-def waiting_controller(desk: Desk, run_dir: RunDir) -> Controller:
+def waiting_controller(harness: ControllerHarness, run_dir: RunDir) -> Controller:
     """A controller with real time, because it waits for an answer."""
-    controller = desk.controller(run_dir)
+    controller = harness.controller(run_dir)
     controller.clock, controller.sleep, controller.poll_s = time.monotonic, time.sleep, 0.1
     return controller
 
 
 @contextmanager
-def waiting_run(desk: Desk, **promote: Any) -> Iterator[RunDir]:
+def waiting_run(harness: ControllerHarness, **promote: Any) -> Iterator[RunDir]:
     """A run whose flow run is paused; at the end of the block its controller must have finished by itself."""
-    run_dir = desk.run(make_spec(promote={"when": "approved", **promote}))
-    completes(desk, run_dir)
-    desk.scheduler.on_status = lambda: desk.scheduler.end_all() if read_record(run_dir).ended else None
-    controller = waiting_controller(desk, run_dir)
+    run_dir = harness.run(make_spec(promote={"when": "approved", **promote}))
+    completes(harness, run_dir)
+    harness.scheduler.on_status = lambda: harness.scheduler.end_all() if read_record(run_dir).ended else None
+    controller = waiting_controller(harness, run_dir)
     context = contextvars.copy_context()
     thread = threading.Thread(target=lambda: context.run(run_in_prefect, controller))
     thread.start()
@@ -96,8 +96,8 @@ def _is_in_view(field: Any) -> bool:
     return bool(box["y"] > 0 and box["y"] + box["height"] < 900)
 
 
-def test_a_user_approves_in_the_browser(desk: Desk, real_prefect: Site) -> None:
-    with waiting_run(desk) as run_dir, page_of(real_prefect, f"/runs/flow-run/{flow_run_of(run_dir).id}") as page:
+def test_a_user_approves_in_the_browser(harness: ControllerHarness, real_prefect: Site) -> None:
+    with waiting_run(harness) as run_dir, page_of(real_prefect, f"/runs/flow-run/{flow_run_of(run_dir).id}") as page:
         page.get_by_role("button", name="Resume").first.click()
         form = page.locator(".p-modal__card")
         form.get_by_text("+0.700", exact=True).wait_for()
@@ -115,9 +115,9 @@ def test_a_user_approves_in_the_browser(desk: Desk, real_prefect: Site) -> None:
     assert message.endswith("by Ada (through Prefect, unverified): good enough")
 
 
-def test_a_user_refuses_in_the_newer_ui(desk: Desk, real_prefect: Site) -> None:
+def test_a_user_refuses_in_the_newer_ui(harness: ControllerHarness, real_prefect: Site) -> None:
     """A switch that is left unchanged means a refusal."""
-    with waiting_run(desk) as run_dir, page_of(real_prefect, f"/v2/runs/flow-run/{flow_run_of(run_dir).id}") as page:
+    with waiting_run(harness) as run_dir, page_of(real_prefect, f"/v2/runs/flow-run/{flow_run_of(run_dir).id}") as page:
         page.locator("button[aria-haspopup=menu]").first.click()
         page.get_by_role("menuitem", name="Resume").click()
         form = page.get_by_role("dialog")
@@ -132,27 +132,27 @@ def test_a_user_refuses_in_the_newer_ui(desk: Desk, real_prefect: Site) -> None:
     assert read_record(run_dir).state is RunState.COMPLETED
 
 
-def test_an_answer_from_a_terminal_resumes_the_flow_run_by_itself(desk: Desk) -> None:
-    with waiting_run(desk) as run_dir:
+def test_an_answer_from_a_terminal_resumes_the_flow_run_by_itself(harness: ControllerHarness) -> None:
+    with waiting_run(harness) as run_dir:
         answers(run_dir, "approved", by="cy")
     assert standing(run_dir).state is PromotionState.PROMOTED
     assert message_of(run_dir)[0] == "Completed"
 
 
-def test_a_run_waiting_for_approval_frees_its_slot_for_others(desk: Desk) -> None:
+def test_a_run_waiting_for_approval_frees_its_slot_for_others(harness: ControllerHarness) -> None:
     limit = GlobalConcurrencyLimitCreate(name=LIMIT, limit=1)
     with get_client(sync_client=True) as client:
         client.create_global_concurrency_limit(limit)
         try:
-            with waiting_run(desk) as run_dir:
+            with waiting_run(harness) as run_dir:
                 assert client.read_global_concurrency_limit_by_name(LIMIT).active_slots == 0
                 answers(run_dir, "refused")
         finally:
             client.delete_global_concurrency_limit_by_name(LIMIT)
 
 
-def test_a_flow_run_that_is_resumed_without_the_form_asks_again(desk: Desk) -> None:
-    with waiting_run(desk) as run_dir:
+def test_a_flow_run_that_is_resumed_without_the_form_asks_again(harness: ControllerHarness) -> None:
+    with waiting_run(harness) as run_dir:
         first = flow_run_of(run_dir)
         with get_client(sync_client=True) as client:
             client.set_flow_run_state(first.id, Running(), force=True)
@@ -164,17 +164,17 @@ def test_a_flow_run_that_is_resumed_without_the_form_asks_again(desk: Desk) -> N
         answers(run_dir, "refused")
 
 
-def test_an_expired_request_ends_the_pause(desk: Desk) -> None:
-    with waiting_run(desk, timeout_h=6 / 3600) as run_dir:
+def test_an_expired_request_ends_the_pause(harness: ControllerHarness) -> None:
+    with waiting_run(harness, timeout_h=6 / 3600) as run_dir:
         pass
     assert states(run_dir) == ["waiting", "expired"]
     name, message = message_of(run_dir)
     assert (name, message.endswith("nobody answered in time")) == ("Completed", True)
 
 
-def test_an_answer_to_a_dead_controllers_form_counts(desk: Desk) -> None:
+def test_an_answer_to_a_dead_controllers_form_counts(harness: ControllerHarness) -> None:
     """The flow run stays paused when the controller is killed; the next controller reads the answer there."""
-    with waiting_run(desk) as run_dir, get_client(sync_client=True) as client:
+    with waiting_run(harness) as run_dir, get_client(sync_client=True) as client:
         # Like a second controller, in a flow run of its own.
         dead = flow_run_of(run_dir)
         form = {"approve": True, "by": "dee", "reason": "late"}
@@ -183,27 +183,29 @@ def test_an_answer_to_a_dead_controllers_form_counts(desk: Desk) -> None:
     assert standing(run_dir).by == f"dee ({THROUGH_PREFECT})"
 
 
-def test_a_form_without_a_reader_is_removed(desk: Desk) -> None:
-    with waiting_run(desk) as run_dir:
+def test_a_form_without_a_reader_is_removed(harness: ControllerHarness) -> None:
+    with waiting_run(harness) as run_dir:
         with get_client(sync_client=True) as client:
             gate._take_over(client, run_dir, UUID(int=0))
         assert message_of(run_dir)[0] == "Crashed", "it was not cancelled, and it has not completed"
         answers(run_dir, "refused")
 
 
-def test_an_unresponsive_server_does_not_hold_the_lease(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unresponsive_server_does_not_hold_the_lease(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prefect hangs for as long as the request is open; the controller sees the answer nevertheless."""
-    never, asked = threading.Event(), threading.Event()
+    never, is_pending = threading.Event(), threading.Event()
 
     def hangs() -> bool:
-        asked.set()
+        is_pending.set()
         never.wait()
         return False
 
-    run_dir = desk.run(make_spec(promote={"when": "approved"}))
-    completes(desk, run_dir)
-    desk.scheduler.on_status = lambda: desk.scheduler.end_all() if read_record(run_dir).ended else None
-    controller = waiting_controller(desk, run_dir)
+    run_dir = harness.run(make_spec(promote={"when": "approved"}))
+    completes(harness, run_dir)
+    harness.scheduler.on_status = lambda: harness.scheduler.end_all() if read_record(run_dir).ended else None
+    controller = waiting_controller(harness, run_dir)
     kept = []
     monkeypatch.setattr(controller.lease, "keep", lambda: kept.append(1))
     monkeypatch.setattr(gate, "server_answers", hangs)
@@ -211,7 +213,7 @@ def test_an_unresponsive_server_does_not_hold_the_lease(desk: Desk, monkeypatch:
     context = contextvars.copy_context()
     thread = threading.Thread(target=lambda: context.run(run_in_prefect, controller))
     thread.start()
-    assert asked.wait(TTL_S)
+    assert is_pending.wait(TTL_S)
     before = len(kept)
     until(lambda: len(kept) > before + 3)
     answers(run_dir, "refused")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from control_fakes import FakeAgent
-from desk import Desk
+from harness import ControllerHarness
 
 from flows.publishing.events import MAX_AGE, FlowRunRef, PrefectEvent, events_of
 from rlhf_core.control.steps import drive
@@ -25,16 +25,16 @@ def events(run_dir: RunDir, flow_run: FlowRunRef = FLOW_RUN) -> Sequence[Prefect
     return events_of(read_timeline(run_dir), run_dir.read_spec(), flow_run)
 
 
-def completed(desk: Desk) -> RunDir:
-    run_dir = desk.good_run()
-    session = desk.controller(run_dir)
+def completed(harness: ControllerHarness) -> RunDir:
+    run_dir = harness.good_run()
+    session = harness.controller(run_dir)
     session.journal.append(ControllerStarted(controller="me", flow_run_id="x", flow_run_url="http://ui/runs/x"))
     drive(session)
     return run_dir
 
 
-def test_every_state_of_a_run_is_an_event_with_text_only(desk: Desk) -> None:
-    run_dir = completed(desk)
+def test_every_state_of_a_run_is_an_event_with_text_only(harness: ControllerHarness) -> None:
+    run_dir = completed(harness)
     found = events(run_dir)
     assert [one.name for one in found] == [
         f"rlhf.run.{state}" for state in ("preflight", "queued", "evaluating", "completed")
@@ -51,8 +51,8 @@ def test_every_state_of_a_run_is_an_event_with_text_only(desk: Desk) -> None:
     assert all(isinstance(value, str) for one in found for value in one.payload.values())
 
 
-def test_the_event_of_a_promotion_has_its_step_and_its_decider(desk: Desk) -> None:
-    run_dir = completed(desk)
+def test_the_event_of_a_promotion_has_its_step_and_its_decider(harness: ControllerHarness) -> None:
+    run_dir = completed(harness)
     journal = Journal(run_dir, token=100)
     journal.append(PromotionMoved(state=PromotionState.WAITING, checkpoint_step=10, reason="gained 0.7"))
     journal.append(PromotionMoved(state=PromotionState.PROMOTED, checkpoint_step=10, by="ada", path="/models/a"))
@@ -63,16 +63,16 @@ def test_the_event_of_a_promotion_has_its_step_and_its_decider(desk: Desk) -> No
     assert promoted.payload["checkpoint_step"] == "10"
 
 
-def test_ids_do_not_depend_on_the_publisher(desk: Desk) -> None:
-    run_dir = completed(desk)
+def test_ids_do_not_depend_on_the_publisher(harness: ControllerHarness) -> None:
+    run_dir = completed(harness)
     FakeAgent(run_dir).incident(FailureKind.HANG)
     ids = [one.id for one in events(run_dir)]
     assert len(set(ids)) == len(ids) == 5
     assert [one.id for one in events(run_dir, ANOTHER)] == ids
 
 
-def test_lines_of_a_controller_that_lost_the_run_cause_no_event(desk: Desk) -> None:
-    run_dir = completed(desk)
+def test_lines_of_a_controller_that_lost_the_run_cause_no_event(harness: ControllerHarness) -> None:
+    run_dir = completed(harness)
     sequence = read_record(run_dir).next_sequence
     writer = LineWriter(run_dir.control)
     moved = RunMoved(state=RunState.FAILED, cause="this must not alert")
@@ -81,7 +81,7 @@ def test_lines_of_a_controller_that_lost_the_run_cause_no_event(desk: Desk) -> N
     assert events(run_dir)[-1].name == "rlhf.run.completed"
 
 
-def test_old_events_are_not_published(desk: Desk) -> None:
-    run_dir = completed(desk)
+def test_old_events_are_not_published(harness: ControllerHarness) -> None:
+    run_dir = completed(harness)
     later = utc_now() + MAX_AGE + timedelta(minutes=1)
     assert events_of(read_timeline(run_dir), run_dir.read_spec(), FLOW_RUN, later) == []

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from control_fakes import NODE, FakeAgent, make_run, make_spec
-from desk import Desk
+from harness import ControllerHarness
 
 from rlhf_core.control.steps import drive
 from rlhf_core.control.views.timeline import read_checks, read_timeline
@@ -83,22 +83,22 @@ def test_a_run_with_many_incidents_stays_readable(tmp_path: Path) -> None:
     assert len(text) < 50_000
 
 
-def test_incidents_of_a_trial_are_shown_with_its_run(desk: Desk, checks: list[CheckResult]) -> None:
+def test_incidents_of_a_trial_are_shown_with_its_run(harness: ControllerHarness, checks: list[CheckResult]) -> None:
     """A trial has no pages of its own."""
     checks.append(CheckResult(id="trial.needed", status=CheckStatus.WARNING, found="data changed"))
-    run_dir = desk.run(make_spec(preflight={"trial": "run"}))
+    run_dir = harness.run(make_spec(preflight={"trial": "run"}))
 
     def breaks(request: object) -> None:
-        (trial,) = [RunDir(path) for path in desk.site.runs_dir.iterdir() if path != run_dir.root]
+        (trial,) = [RunDir(path) for path in harness.site.runs_dir.iterdir() if path != run_dir.root]
         agent = FakeAgent(trial)
         agent.begin()
         agent.incident(FailureKind.SHAPE)
         agent.probe("node7")
         agent.end(AttemptState.FAILED, FailureKind.SHAPE)
 
-    desk.scheduler.on_submit = breaks
+    harness.scheduler.on_submit = breaks
     with pytest.raises(PreflightBlocked):
-        drive(desk.controller(run_dir))
+        drive(harness.controller(run_dir))
     (trial,) = read_record(run_dir).trials.values()
     text = incidents_markdown(read_timeline(run_dir))
     assert "## shape" in text

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from control_fakes import Clock, FakeAgent
-from desk import Desk
+from harness import ControllerHarness
 
 from flows.publishing import publisher
 from flows.publishing.artifacts import CURVES_INTERVAL_S, Publication
@@ -39,15 +39,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def at_work(desk: Desk, run_dir: RunDir) -> Publisher:
-    return Publisher(desk.controller(run_dir), FLOW_RUN, logging.getLogger("test"), pytest.fail)
+def at_work(harness: ControllerHarness, run_dir: RunDir) -> Publisher:
+    return Publisher(harness.controller(run_dir), FLOW_RUN, logging.getLogger("test"), pytest.fail)
 
 
 def test_the_picture_is_drawn_at_once_then_rarely_and_at_the_end(
-    desk: Desk, sent: list[list[str]], clock: Clock
+    harness: ControllerHarness, sent: list[list[str]], clock: Clock
 ) -> None:
-    run_dir = desk.run()
-    agent, made = FakeAgent(run_dir), at_work(desk, run_dir)
+    run_dir = harness.run()
+    agent, made = FakeAgent(run_dir), at_work(harness, run_dir)
     agent.begin()
     made._publish(last=False)
     assert sent.pop() == ["progress"], "no step yet"
@@ -67,11 +67,11 @@ def test_the_picture_is_drawn_at_once_then_rarely_and_at_the_end(
 
 
 def test_a_run_of_days_is_drawn_less_often(
-    desk: Desk, sent: list[list[str]], clock: Clock, monkeypatch: pytest.MonkeyPatch
+    harness: ControllerHarness, sent: list[list[str]], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fifty controllers share a machine, and in half a minute of three days nothing changes visibly."""
-    run_dir = desk.run()
-    agent, made = FakeAgent(run_dir), at_work(desk, run_dir)
+    run_dir = harness.run()
+    agent, made = FakeAgent(run_dir), at_work(harness, run_dir)
     monkeypatch.setattr(publisher, "utc_now", lambda: utc_now() + timedelta(days=3))
     agent.begin()
     agent.step(1)
@@ -84,9 +84,11 @@ def test_a_run_of_days_is_drawn_less_often(
         assert ("curves" in sent[-1]) is (names == ["curves"])
 
 
-def test_unchanged_artifacts_are_not_sent_again(desk: Desk, sent: list[list[str]], clock: Clock) -> None:
-    run_dir = desk.run()
-    made = at_work(desk, run_dir)
+def test_unchanged_artifacts_are_not_sent_again(
+    harness: ControllerHarness, sent: list[list[str]], clock: Clock
+) -> None:
+    run_dir = harness.run()
+    made = at_work(harness, run_dir)
     made._publish(last=False)
     made._publish(last=False)
     assert sent == [["progress"]]
@@ -96,11 +98,11 @@ def test_unchanged_artifacts_are_not_sent_again(desk: Desk, sent: list[list[str]
 
 
 def test_artifacts_refused_by_the_server_are_sent_again(
-    desk: Desk, sent: list[list[str]], clock: Clock, monkeypatch: pytest.MonkeyPatch
+    harness: ControllerHarness, sent: list[list[str]], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_dir = desk.run()
+    run_dir = harness.run()
     FakeAgent(run_dir).begin()
-    made = at_work(desk, run_dir)
+    made = at_work(harness, run_dir)
     with monkeypatch.context() as away:
         away.setattr(publisher, "server_answers", lambda: False)
         with pytest.raises(ConnectionError):

@@ -1,14 +1,14 @@
 """Summary of a run, made from its directory alone."""
 
-from desk import Desk
+from harness import ControllerHarness
 
 from rlhf_core.control.views.summary import summarise
 from rlhf_core.render.summary import interval, signed, summary_markdown
 from rlhf_core.schemas.attempts import RunState
 
 
-def test_a_completed_run_in_a_dozen_facts(desk: Desk) -> None:
-    run_dir = desk.completed()
+def test_a_completed_run_in_a_dozen_facts(harness: ControllerHarness) -> None:
+    run_dir = harness.completed()
     summary = summarise(run_dir)
     assert summary.state is RunState.COMPLETED
     assert (summary.steps, summary.num_attempts, summary.num_restarts) == (10, 1, 0)
@@ -22,8 +22,8 @@ def test_a_completed_run_in_a_dozen_facts(desk: Desk) -> None:
     assert str(run_dir.root) in text
 
 
-def test_steps_without_metrics_are_listed(desk: Desk) -> None:
-    run_dir = desk.completed()
+def test_steps_without_metrics_are_listed(harness: ControllerHarness) -> None:
+    run_dir = harness.completed()
     assert summarise(run_dir).missing_steps == ""
     metrics = run_dir.attempt(1).restart(0).metrics
     metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:4]))

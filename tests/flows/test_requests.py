@@ -6,7 +6,7 @@ import sys
 from datetime import timedelta
 
 import pytest
-from desk import Desk
+from harness import ControllerHarness
 from prefect.states import Failed, Running, Scheduled
 from sites import Site
 
@@ -19,11 +19,11 @@ from rlhf_core.schemas.base import utc_now
 
 
 def test_requests_that_wait_or_were_refused_are_listed_with_the_runs(
-    desk: Desk, real_prefect: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    harness: ControllerHarness, real_prefect: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("RLHF_HOME", str(desk.site.home))
+    monkeypatch.setenv("RLHF_HOME", str(harness.site.home))
     monkeypatch.setenv("COLUMNS", "200")  # wide enough that no expected text is wrapped
-    run_dir = desk.run()
+    run_dir = harness.run()
     flow = f"{RUN_FLOW}-of-this-test"
     assert execute(["runs", "--queued"]) == 0
     assert "Unknown: the site daemon" in capsys.readouterr().out
@@ -36,7 +36,7 @@ def test_requests_that_wait_or_were_refused_are_listed_with_the_runs(
         for one in (refused, with_run):
             client.set_flow_run_state(one.id, Failed(message="the form cannot be used:\n  nodes: found -1"), force=True)
         client.set_flow_run_state(resumes.id, Scheduled(scheduled_time=utc_now() + timedelta(hours=1)), force=True)
-        requests.keep(desk.site, desk.store, flow, utc_now())
+        requests.keep(harness.site, harness.store, flow, utc_now())
     program = "import sys; from rlhf_core.cli.main import execute; execute(['runs', '--queued', '--json']); "
     program += "print('prefect' in sys.modules, file=sys.stderr)"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -46,8 +46,8 @@ def test_requests_that_wait_or_were_refused_are_listed_with_the_runs(
     assert listed["waits"]["owner"] == "ada"
     assert str(waits.id) in listed["waits"]["url"]
     assert execute(["runs"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "Requests in Prefect that are not runs" in said
-    assert "nodes: found -1" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "Requests in Prefect that are not runs" in output
+    assert "nodes: found -1" in output
     assert execute(["runs", "--name", "other"]) == 0
     assert "Asked for" not in capsys.readouterr().out

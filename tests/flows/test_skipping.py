@@ -6,7 +6,7 @@ from pathlib import Path
 from uuid import UUID
 
 import pytest
-from desk import Desk
+from harness import ControllerHarness
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.objects import FlowRun
@@ -26,8 +26,8 @@ from rlhf_core.run_dir.run import RunDir
 
 
 @pytest.fixture(autouse=True)
-def _server(real_prefect: Site, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("RLHF_HOME", str(desk.site.home))
+def _server(real_prefect: Site, harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("RLHF_HOME", str(harness.site.home))
     with real_prefect.in_use():
         yield
 
@@ -88,11 +88,11 @@ def at_work(client: SyncPrefectClient, deployment: UUID, name: str = "") -> Flow
 
 
 def test_waiting_flow_runs_of_a_paused_schedule_or_a_busy_deployment_are_cancelled(
-    client: SyncPrefectClient, desk: Desk, real_prefect: Site
+    client: SyncPrefectClient, harness: ControllerHarness, real_prefect: Site
 ) -> None:
     paused, busy, other, idle = (deployed(client, name) for name in ("paused", "busy", "other", "idle"))
     waiting = {one: due(client, one) for one in (paused, busy, other, idle)}
-    by_hand = client.create_flow_run_from_deployment(paused)
+    manual = client.create_flow_run_from_deployment(paused)
     # The tag of the flow runs counts: Prefect copies it from the deployment when it schedules them.
     for one in (busy, idle):
         client.update_flow_run(waiting[one].id, tags=[*waiting[one].tags, schedules.SKIP_IF_BUSY])
@@ -101,25 +101,25 @@ def test_waiting_flow_runs_of_a_paused_schedule_or_a_busy_deployment_are_cancell
     assert state(client, waiting[paused])[0] in ("Scheduled", "Late"), "Prefect leaves what was due"
     for one in (busy, other):
         at_work(client, one)
-    found = schedules.call_off(RUN_FLOW, desk.site.runs_dir)
+    found = schedules.cancel_skipped(RUN_FLOW, harness.site.runs_dir)
     assert {one.flow_run_id for one in found} == {str(waiting[one].id) for one in (paused, busy)}
-    name, said = state(client, waiting[paused])
-    assert (name, "its schedule was paused" in said) == ("Cancelled", True)
-    name, said = state(client, waiting[busy])
-    assert (name, "of the same deployment still goes on" in said) == ("Cancelled", True)
-    for left in (waiting[other], waiting[idle], by_hand):
+    name, message = state(client, waiting[paused])
+    assert (name, "its schedule was paused" in message) == ("Cancelled", True)
+    name, message = state(client, waiting[busy])
+    assert (name, "of the same deployment still goes on" in message) == ("Cancelled", True)
+    for left in (waiting[other], waiting[idle], manual):
         assert state(client, left)[0] in ("Scheduled", "Late")
     until(lambda: events(real_prefect, paused) == [schedules.EVENT], "its event", interval_s=ASKING_INTERVAL_S)
-    assert schedules.call_off(RUN_FLOW, desk.site.runs_dir) == []
+    assert schedules.cancel_skipped(RUN_FLOW, harness.site.runs_dir) == []
 
 
 def test_a_scheduled_run_taken_by_a_worker_does_not_start_while_its_deployment_is_busy(
-    client: SyncPrefectClient, desk: Desk
+    client: SyncPrefectClient, harness: ControllerHarness
 ) -> None:
     deployment = deployed(client, "nightly", schedules.SKIP_IF_BUSY)
     waiting = due(client, deployment)
     assert schedules.SKIP_IF_BUSY in waiting.tags
-    run_dir = desk.run()
+    run_dir = harness.run()
     crashed = at_work(client, deployment, run_dir.run_id)
     client.set_flow_run_state(crashed.id, Crashed(), force=True)
     with pytest.raises(CancelledRun):
@@ -128,27 +128,27 @@ def test_a_scheduled_run_taken_by_a_worker_does_not_start_while_its_deployment_i
         "Cancelled",
         f"skipped: run {run_dir.run_id} of the same deployment still goes on",
     )
-    assert [one.name for one in desk.site.runs_dir.iterdir()] == [run_dir.run_id], "it made no run"
+    assert [one.name for one in harness.site.runs_dir.iterdir()] == [run_dir.run_id], "it made no run"
 
 
 def test_a_crashed_flow_run_keeps_its_deployment_busy_only_while_its_run_continues(
-    client: SyncPrefectClient, desk: Desk
+    client: SyncPrefectClient, harness: ControllerHarness
 ) -> None:
     deployment = deployed(client, "crashes")
-    asked = client.create_flow_run_from_deployment(deployment)
-    assert schedules.busy_with(client, asked, desk.site.runs_dir) == ""
+    flow_run = client.create_flow_run_from_deployment(deployment)
+    assert schedules.busy_with(client, flow_run, harness.site.runs_dir) == ""
     client.set_flow_run_state(at_work(client, deployment).id, Crashed(), force=True)
-    assert schedules.busy_with(client, asked, desk.site.runs_dir) == "", "it had made no run"
-    run_dir = desk.run()
+    assert schedules.busy_with(client, flow_run, harness.site.runs_dir) == "", "it had made no run"
+    run_dir = harness.run()
     client.set_flow_run_state(at_work(client, deployment, run_dir.run_id).id, Crashed(), force=True)
-    assert schedules.busy_with(client, asked, desk.site.runs_dir) == run_dir.run_id
-    assert RunDir.of(desk.site.runs_dir, run_dir.run_id).spec.is_file()
+    assert schedules.busy_with(client, flow_run, harness.site.runs_dir) == run_dir.run_id
+    assert RunDir.of(harness.site.runs_dir, run_dir.run_id).spec.is_file()
     run_dir.spec.unlink()
-    assert schedules.busy_with(client, asked, desk.site.runs_dir) == ""
+    assert schedules.busy_with(client, flow_run, harness.site.runs_dir) == ""
 
 
 def test_of_two_scheduled_runs_due_at_once_the_earlier_one_starts(
-    client: SyncPrefectClient, desk: Desk, tmp_path: Path
+    client: SyncPrefectClient, harness: ControllerHarness, tmp_path: Path
 ) -> None:
     deployment = deployed(client, "twice", schedules.SKIP_IF_BUSY)
 
@@ -159,8 +159,8 @@ def test_of_two_scheduled_runs_due_at_once_the_earlier_one_starts(
     for one in planned():
         client.set_flow_run_state(one.id, Running(), force=True)
     first, second, *_ = sorted(planned(), key=schedules._order)
-    assert schedules.busy_with(client, first, desk.site.runs_dir) == "", "the others will be skipped in its favour"
-    assert schedules.busy_with(client, second, desk.site.runs_dir) == first.name
+    assert schedules.busy_with(client, first, harness.site.runs_dir) == "", "the others will be skipped in its favour"
+    assert schedules.busy_with(client, second, harness.site.runs_dir) == first.name
     link = FlowRunLink(str(second.id), created=second.created)
-    new_run("quickstart", (), desk.site, folder=tmp_path, flow_run=link)
-    assert schedules.busy_with(client, first, desk.site.runs_dir) == second.name, "it has begun"
+    new_run("quickstart", (), harness.site, folder=tmp_path, flow_run=link)
+    assert schedules.busy_with(client, first, harness.site.runs_dir) == second.name, "it has begun"

@@ -98,7 +98,7 @@ def test_a_link_to_a_network_file_system_is_seen_through(mounted: Callable[[str]
 
 
 @pytest.mark.parametrize(
-    ("url", "says"),
+    ("url", "message"),
     [
         ("history.db", "expected a database URL"),
         ("mysql://host/db", "a mysql database"),
@@ -106,8 +106,8 @@ def test_a_link_to_a_network_file_system_is_seen_through(mounted: Callable[[str]
         ("sqlite:///:memory:", "in memory"),
     ],
 )
-def test_urls_that_are_not_supported(url: str, says: str) -> None:
-    with pytest.raises(BadConfig, match=f"RLHF_DATABASE_URL: found .*{says}"):
+def test_urls_that_are_not_supported(url: str, message: str) -> None:
+    with pytest.raises(BadConfig, match=f"RLHF_DATABASE_URL: found .*{message}"):
         HistoryStore(url)
 
 

@@ -58,14 +58,14 @@ def test_an_expired_lease_can_be_renewed_until_another_controller_takes_it(store
 
 def test_a_dead_owner_is_not_waited_for(store: HistoryStore) -> None:
     store.acquire_lease(RUN, "dead", 60)
-    asked = []
+    holders = []
 
     def is_dead(holder: str) -> bool:
-        asked.append(holder)
+        holders.append(holder)
         return True
 
     assert store.acquire_lease(RUN, "second", 60, takeover=is_dead) == 2
-    assert asked == ["dead"]
+    assert holders == ["dead"]
 
 
 def test_a_living_owner_is_respected(store: HistoryStore) -> None:

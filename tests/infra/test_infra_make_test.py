@@ -125,8 +125,8 @@ def test_tests_that_pass_on_a_rerun_are_named_and_too_many_fail_the_session(
     words = ("-n", "1", "--reruns", "1", RERUNS, "2")
     done = guarded(tmp_path, {"twice": TWICE.format(failing=failing)}, *words, conftest=BOTH)
     assert done.returncode == code, done.stdout
-    said = done.stdout.partition("tests that were run again")[2]
-    assert said.count("AssertionError: too early") == failing
+    output = done.stdout.partition("tests that were run again")[2]
+    assert output.count("AssertionError: too early") == failing
 
 
 def test_a_test_that_never_passes_fails(tmp_path: Path) -> None:

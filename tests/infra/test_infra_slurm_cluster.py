@@ -36,10 +36,10 @@ def test_jobs_run_on_all_nodes_with_gpus_and_nothing_is_left(folder: Path) -> No
     cluster = throwaway.Cluster(folder, nodes=3, gpus=2)
     cluster.up()
     try:
-        said = cluster.command(
+        output = cluster.command(
             "srun", "-N3", "--gpus-per-node=2", "sh", "-c", "echo $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES"
         )
-        assert sorted(said.splitlines()) == ["node1 0,1", "node2 0,1", "node3 0,1"]
+        assert sorted(output.splitlines()) == ["node1 0,1", "node2 0,1", "node3 0,1"]
         assert len(daemons(folder)) == 5
     finally:
         cluster.down()

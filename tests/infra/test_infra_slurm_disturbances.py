@@ -82,19 +82,19 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[throwaway.Clus
 
 def on_all(cluster: throwaway.Cluster, program: str, *options: str) -> dict[str, str]:
     """Output of a shell program on each node."""
-    said = cluster.command("srun", "-N4", *options, "sh", "-c", f'echo "$SLURMD_NODENAME" "$({program})"')
-    return {line.partition(" ")[0]: line.partition(" ")[2] for line in said.splitlines()}
+    output = cluster.command("srun", "-N4", *options, "sh", "-c", f'echo "$SLURMD_NODENAME" "$({program})"')
+    return {line.partition(" ")[0]: line.partition(" ")[2] for line in output.splitlines()}
 
 
 def python_on(cluster: throwaway.Cluster, node: str, program: str) -> list[float]:
-    said = cluster.command("srun", "-N1", f"--nodelist={node}", sys.executable, "-c", program)
-    return [float(word) for word in said.split()]
+    output = cluster.command("srun", "-N1", f"--nodelist={node}", sys.executable, "-c", program)
+    return [float(word) for word in output.split()]
 
 
 def transfer(cluster: throwaway.Cluster, one: str, other: str) -> list[float]:
     """Seconds to transfer 8 MB to the one node, and for the same amount back."""
-    said = cluster.command("srun", "-N2", f"--nodelist={one},{other}", sys.executable, "-c", TRANSFER)
-    return [float(word) for word in said.split()]
+    output = cluster.command("srun", "-N2", f"--nodelist={one},{other}", sys.executable, "-c", TRANSFER)
+    return [float(word) for word in output.split()]
 
 
 @needs_namespaces

@@ -55,26 +55,26 @@ def traces(folder: Path) -> list[str]:
 
 def addresses(cluster: throwaway.Cluster) -> dict[str, str]:
     """Node addresses, which the batch script of a run reads, too."""
-    said = cluster.command("scontrol", "--oneliner", "show", "node")
-    return dict(re.findall(r"NodeName=(\S+) .*NodeAddr=(\S+)", said))
+    output = cluster.command("scontrol", "--oneliner", "show", "node")
+    return dict(re.findall(r"NodeName=(\S+) .*NodeAddr=(\S+)", output))
 
 
 @needs_namespaces
 def test_each_node_has_its_own_address_and_host_name(cluster: throwaway.Cluster) -> None:
-    told = addresses(cluster)
-    assert sorted(told) == NODES
-    assert len(set(told.values())) == 4
-    said = cluster.command("srun", "-N4", "sh", "-c", "echo $SLURMD_NODENAME $(uname -n) $(ip -4 -o addr show eth0)")
-    for line in said.splitlines():
+    addresses_of_nodes = addresses(cluster)
+    assert sorted(addresses_of_nodes) == NODES
+    assert len(set(addresses_of_nodes.values())) == 4
+    output = cluster.command("srun", "-N4", "sh", "-c", "echo $SLURMD_NODENAME $(uname -n) $(ip -4 -o addr show eth0)")
+    for line in output.splitlines():
         name, host, *rest = line.split()
         assert host == name
-        assert any(word.startswith(told[name] + "/") for word in rest)
+        assert any(word.startswith(addresses_of_nodes[name] + "/") for word in rest)
 
 
 @needs_namespaces
 def test_programs_of_two_nodes_connect_on_any_port_by_name_and_loopback_is_up(cluster: throwaway.Cluster) -> None:
-    said = cluster.command("srun", "-N2", "--nodelist=node1,node2", sys.executable, "-c", GREET)
-    assert said == f"{addresses(cluster)['node2']} from node2"
+    output = cluster.command("srun", "-N2", "--nodelist=node1,node2", sys.executable, "-c", GREET)
+    assert output == f"{addresses(cluster)['node2']} from node2"
     assert "UP" in cluster.command("srun", "-N1", "ip", "link", "show", "lo")
 
 

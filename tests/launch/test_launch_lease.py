@@ -153,14 +153,19 @@ def elsewhere(store: HistoryStore, clock: Clock, renewed_at: float | None) -> Ca
 
 
 def test_fail_if_held_gives_up_after_one_renewal_from_another_host(store: HistoryStore) -> None:
-    clock, told = Clock(), []
+    clock, owners = Clock(), []
     sleep = elsewhere(store, clock, renewed_at=12)
     with pytest.raises(LeaseLost, match="driven by another controller: anna on elsewhere, process 1"):
         acquire(
-            store, RUN, on_wait=lambda owner, seconds: told.append(owner), clock=clock, sleep=sleep, fail_if_held=True
+            store,
+            RUN,
+            on_wait=lambda owner, seconds: owners.append(owner),
+            clock=clock,
+            sleep=sleep,
+            fail_if_held=True,
         )
     assert clock.now == 12
-    assert len(told) == 1
+    assert len(owners) == 1
 
 
 def test_a_lease_that_another_host_does_not_renew_is_awaited(store: HistoryStore) -> None:

@@ -394,8 +394,8 @@ def test_options_of_sbatch_have_their_slurm_meaning(options: str) -> None:
     settings_, reports = BY_SLURM[options]
     found = script(f"#SBATCH {options}\nsrun python t.py --max_steps 1\n")
     assert {name: setting(found, name) for name in settings_} == settings_
-    said = [part.what.removeprefix("#SBATCH ") for part in found.unread if part.what.startswith("#SBATCH")]
-    assert said == reports
+    unread = [part.what.removeprefix("#SBATCH ") for part in found.unread if part.what.startswith("#SBATCH")]
+    assert unread == reports
 
 
 def test_a_step_shares_the_nodes_and_the_memory_of_its_job() -> None:

@@ -538,12 +538,12 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("id", "status", "facts", "says"), BROKEN, ids=[f"{index}-{id}" for index, (id, *_) in enumerate(BROKEN)]
+    ("id", "status", "facts", "message"), BROKEN, ids=[f"{index}-{id}" for index, (id, *_) in enumerate(BROKEN)]
 )
-def test_a_broken_run_is_found(id: str, status: CheckStatus, facts: Facts, says: str) -> None:
+def test_a_broken_run_is_found(id: str, status: CheckStatus, facts: Facts, message: str) -> None:
     findings = [result for result in found(facts, id) if result.status is status]
     assert findings, f"{id} found nothing"
-    assert any(says in f"{one.found} {one.expected} {one.advice}" for one in findings), findings
+    assert any(message in f"{one.found} {one.expected} {one.advice}" for one in findings), findings
 
 
 def test_engines_have_a_place_beside_the_trainers() -> None:
@@ -584,10 +584,10 @@ def test_only_nodes_of_the_partition_count() -> None:
     facts = replace(with_spec(resources=resources), inventory=inventory.inventory(), scheduler="slurm")
     small = replace(facts, site_slurm=SlurmSpec(partition="small"))
     large = replace(facts, site_slurm=SlurmSpec(partition="large"))
-    for check, says in {"resources.nodes": "has 1 nodes", "resources.gpus": "the nodes have 4"}.items():
+    for check, message in {"resources.nodes": "has 1 nodes", "resources.gpus": "the nodes have 4"}.items():
         (result,) = found(small, check)
         assert result.status is CheckStatus.BLOCKED
-        assert says in result.found
+        assert message in result.found
         assert found(large, check)[0].status is CheckStatus.PASSED, check
     one_less = replace(large, site_slurm=SlurmSpec(partition="large", exclude=("c",)))
     assert found(one_less, "resources.uneven_gpus")[0].status is CheckStatus.BLOCKED
@@ -621,7 +621,7 @@ def test_engines_that_are_split_take_the_gpus_of_their_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sync", "gpus", "says"),
+    ("sync", "gpus", "message"),
     [
         ({}, 0, "by broadcast over gloo (the nodes have no GPUs)"),
         ({}, 4, "by broadcast over nccl where torch has it (not tested on GPUs yet)"),
@@ -631,11 +631,11 @@ def test_engines_that_are_split_take_the_gpus_of_their_parts() -> None:
         ({"transport": "files"}, 4, "by files"),
     ],
 )
-def test_the_transport_of_the_weights_is_reported(sync: dict[str, Any], gpus: int, says: str) -> None:
+def test_the_transport_of_the_weights_is_reported(sync: dict[str, Any], gpus: int, message: str) -> None:
     facts = with_spec(
         rollout={"engines": 2, "sync": sync}, resources={"gpus_per_node": gpus, "ranks_per_node": 2, "num_nodes": 1}
     )
-    assert [result.found for result in found(facts, "rollout.sync")] == [f"weights go to engines {says}"]
+    assert [result.found for result in found(facts, "rollout.sync")] == [f"weights go to engines {message}"]
 
 
 def test_samples_of_a_step_ahead_are_allowed_with_a_correction() -> None:

@@ -250,12 +250,12 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("id", "status", "facts", "says"), BROKEN, ids=[f"{index}-{id}" for index, (id, *_) in enumerate(BROKEN)]
+    ("id", "status", "facts", "message"), BROKEN, ids=[f"{index}-{id}" for index, (id, *_) in enumerate(BROKEN)]
 )
-def test_what_cannot_work_is_found(id: str, status: CheckStatus, facts: Facts, says: str) -> None:
+def test_what_cannot_work_is_found(id: str, status: CheckStatus, facts: Facts, message: str) -> None:
     findings = [result for result in found(facts, id) if result.status is status]
     assert findings, found(facts, id)
-    assert any(says in f"{one.found} {one.expected} {one.advice}" for one in findings), findings
+    assert any(message in f"{one.found} {one.expected} {one.advice}" for one in findings), findings
 
 
 def test_every_check_of_other_programs_has_a_run_that_fails_it() -> None:
@@ -295,13 +295,13 @@ def test_braces_that_are_no_placeholders_are_left_alone() -> None:
 def test_every_source_of_progress_says_what_it_sees_and_what_not() -> None:
     facts = command(stdout_patterns=("step (?P<step>\\d+)",))
     assert isinstance(facts.spec.trainer, CommandTrainer)
-    said = {one.found.partition(":")[0].partition(" ")[0]: one.found for one in found(facts, "command.progress")}
-    assert list(said) == [source.value for source in facts.spec.trainer.sources]
-    assert said.keys() == {source.value for source in ProgressSource}
+    messages = {one.found.partition(":")[0].partition(" ")[0]: one.found for one in found(facts, "command.progress")}
+    assert list(messages) == [source.value for source in facts.spec.trainer.sources]
+    assert messages.keys() == {source.value for source in ProgressSource}
     for source, sight in SIGHTS.items():
-        assert sight.sees in said[source]
-        assert sight.blind in said[source]
-        assert ("until another source reports" in said[source]) == (not sight.is_strong)
+        assert sight.sees in messages[source]
+        assert sight.blind in messages[source]
+        assert ("until another source reports" in messages[source]) == (not sight.is_strong)
 
 
 def test_a_callback_that_the_script_does_not_have_does_not_tell_the_rank() -> None:
@@ -329,8 +329,10 @@ TRL_HANG = {"trl": "0.16.1"}
 )
 def test_the_hangs_of_trl_are_known(trl: str, algorithm: str, statuses: list[CheckStatus]) -> None:
     facts = command(algorithm=algorithm, side={"packages": {**SIDE.packages, "trl": trl}})
-    said = [one.status for one in found(facts, "environment.versions") if "logits of different lengths" in one.found]
-    assert sorted(said) == sorted(statuses)
+    reported = [
+        one.status for one in found(facts, "environment.versions") if "logits of different lengths" in one.found
+    ]
+    assert sorted(reported) == sorted(statuses)
 
 
 def test_one_rank_cannot_hang_so() -> None:
@@ -353,9 +355,9 @@ def test_commands_of_trl_that_do_not_resume_are_known() -> None:
     nodes = "--num_machines 2 --num_processes 4 --machine_rank {node_rank} --main_process_ip {master_addr}"
     line = f"trl grpo {nodes} {STEPS}"
     old = {**SIDE.packages, "trl": "1.14.0"}
-    (said,) = unwanted(command(f"{line} {BATCH}", side={"packages": old}))
-    assert "restarts at step 0" in said.found
-    assert "is not affected" not in said.found
+    (finding,) = unwanted(command(f"{line} {BATCH}", side={"packages": old}))
+    assert "restarts at step 0" in finding.found
+    assert "is not affected" not in finding.found
     assert unwanted(command(side={"packages": old})) == [], "a user's own script may or may not pass it on"
     assert unwanted(swift(side={"packages": {**old, "trl": "0.29.1"}})) == [], "ms-swift pins it this way"
     assert unwanted(command(f"{line} {BATCH}", side={"packages": {**old, "trl": "1.14.1"}})) == []

@@ -26,7 +26,7 @@ def test_a_good_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         ('{"prompt": "3', "not valid JSON: the line ends at character 13, inside the text that begins at character 12"),
         ('{"prompt": ', "not valid JSON: the line ends at character 10, before its JSON value is complete"),
@@ -39,12 +39,12 @@ def test_a_good_file(tmp_path: Path) -> None:
         ("[" * 100_000, "nested too deeply"),
     ],
 )
-def test_a_bad_row_is_named_by_its_line(tmp_path: Path, line: str, says: str) -> None:
+def test_a_bad_row_is_named_by_its_line(tmp_path: Path, line: str, message: str) -> None:
     found = scan(write(tmp_path / "a.jsonl", GOOD, "", line, GOOD), DATA)
     assert found.num_malformed == 1
     (problem,) = found.malformed
     assert problem.line == 3, "empty lines count as lines"
-    assert says in problem.message
+    assert message in problem.message
 
 
 @pytest.mark.parametrize("name", ["rows", "rows.jsonl"])
@@ -103,13 +103,13 @@ def test_parquet_is_left_to_the_nodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [("missing.jsonl", "no such file"), ("a.txt", "expected one of .jsonl"), ("folder.jsonl", "found a folder")],
 )
-def test_files_that_cannot_be_read(tmp_path: Path, name: str, says: str) -> None:
+def test_files_that_cannot_be_read(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "a.txt").write_text("")
     (tmp_path / "folder.jsonl").mkdir()
-    assert says in scan(tmp_path / name, DATA).problem
+    assert message in scan(tmp_path / name, DATA).problem
 
 
 def test_scanning_can_be_stopped(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from control_fakes import FakeAgent, FakeScheduler, make_run, make_spec
 
 import rlhf_core.preflight.checks  # noqa: F401 - importing it registers the checks
-from rlhf_core.preflight import ask_program, gather_facts
+from rlhf_core.preflight import gather_facts, program_queries
 from rlhf_core.preflight.gather_facts import Surroundings
 from rlhf_core.preflight.registry import CHECKS
 from rlhf_core.preflight.size_estimates import decoder_parameters
@@ -29,24 +29,26 @@ def around(tmp_path: Path, python: str = sys.executable) -> Surroundings:
 
 
 def test_this_interpreter_answers() -> None:
-    found = gather_facts.ask_compute_python(sys.executable)
+    found = gather_facts.inspect_compute_python(sys.executable)
     assert found.problem == ""
     assert found.version == sys.version_info[:3]
     assert "pydantic" in found.packages
 
 
-@pytest.mark.parametrize(("script", "says"), [("", "cannot be started"), ("exit 3", "exit code 3"), ("echo hm", "hm")])
-def test_a_program_that_is_no_interpreter_is_described(tmp_path: Path, script: str, says: str) -> None:
+@pytest.mark.parametrize(
+    ("script", "message"), [("", "cannot be started"), ("exit 3", "exit code 3"), ("echo hm", "hm")]
+)
+def test_a_program_that_is_no_interpreter_is_described(tmp_path: Path, script: str, message: str) -> None:
     path = tmp_path / "python"
     if script:
         path.write_text(f"#!/bin/sh\n{script} >&2\n")
         path.chmod(0o755)
-    assert says in gather_facts.ask_compute_python(str(path)).problem
+    assert message in gather_facts.inspect_compute_python(str(path)).problem
 
 
 def test_a_module_that_never_imports_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ask_program, "IMPORT_TIMEOUT_S", 1.0)
-    answer = ask_program.ask(
+    monkeypatch.setattr(program_queries, "IMPORT_TIMEOUT_S", 1.0)
+    answer = program_queries.query_program(
         [sys.executable, "-c", "import time; print('{}', flush=True); time.sleep(60)"], lambda: None
     )
     assert isinstance(answer, str)
@@ -59,7 +61,7 @@ def test_what_is_tried_out_does_not_see_the_secrets_of_the_site(monkeypatch: pyt
     for name in (*PRIVATE_VARIABLES, *prefect, "RLHF_PLAIN"):
         monkeypatch.setenv(name, "canary")
     code = "import json, os; print(json.dumps({name: 1 for name, value in os.environ.items() if value == 'canary'}))"
-    assert ask_program.ask([sys.executable, "-c", code], lambda: None) == {"RLHF_PLAIN": 1}
+    assert program_queries.query_program([sys.executable, "-c", code], lambda: None) == {"RLHF_PLAIN": 1}
 
 
 def test_waiting_can_be_stopped_and_leaves_no_process(tmp_path: Path) -> None:
@@ -74,7 +76,7 @@ def test_waiting_can_be_stopped_and_leaves_no_process(tmp_path: Path) -> None:
 
     code = f"import os, pathlib, time; pathlib.Path({str(mark)!r}).write_text(str(os.getpid())); time.sleep(60)"
     with pytest.raises(Stop):
-        ask_program.ask([sys.executable, "-c", code], stop)
+        program_queries.query_program([sys.executable, "-c", code], stop)
     assert not Path(f"/proc/{mark.read_text()}").exists()
 
 
@@ -154,10 +156,10 @@ def test_models_and_tokenizers(tmp_path: Path) -> None:
     def path(folder: Path) -> ModelSpec:
         return ModelSpec(path=str(folder))
 
-    for folder, says in ((tmp_path / "none", "no such folder"), (empty, "no config.json")):
+    for folder, message in ((tmp_path / "none", "no such folder"), (empty, "no config.json")):
         found = gather_facts.inspect_model(path(folder))
         assert found is not None
-        assert says in found.problem
+        assert message in found.problem
     found = gather_facts.inspect_model(path(model))
     assert found is not None
     assert (found.problem, found.weight_bytes) == ("", 16 + len(header))
@@ -237,7 +239,7 @@ def test_everything_at_once(tmp_path: Path) -> None:
     assert facts.train is None
     assert facts.disk.problem == ""
     assert facts.content is not None
-    assert [look.problem for look in facts.content.splits] == ["", ""]
+    assert [inspection.problem for inspection in facts.content.splits] == ["", ""]
 
 
 def test_the_content_is_not_read_when_its_checks_are_off(tmp_path: Path) -> None:

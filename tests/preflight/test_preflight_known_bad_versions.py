@@ -99,9 +99,9 @@ def commands() -> list[tuple[RunSpec, Use]]:
 
 @pytest.mark.parametrize("row", KNOWN_BAD, ids=IDS)
 def test_a_row_concerns_a_run_that_can_be_asked_for(row: KnownBad) -> None:
-    met = [spec for spec in valid_specs() if row.is_in_force(spec) and row.concerns(spec)]
+    met = [spec for spec in valid_specs() if row.applies_to(spec) and row.concerns(spec)]
     assert bool(met) != row.only_commands, "a row that rlhf-flows itself can meet is not limited to other programs"
-    assert any(row.is_in_force(spec) and row.concerns(spec, use) for spec, use in commands())
+    assert any(row.applies_to(spec) and row.concerns(spec, use) for spec, use in commands())
 
 
 @pytest.mark.parametrize("row", OWN, ids=lambda row: IDS[KNOWN_BAD.index(row)])

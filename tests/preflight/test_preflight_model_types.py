@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config import loading as config
-from rlhf_core.preflight.gather_facts import ask_compute_python
+from rlhf_core.preflight.gather_facts import inspect_compute_python
 from rlhf_core.preflight.model_types import read_model_types
 from rlhf_core.presets import PRESETS
 
@@ -74,7 +74,7 @@ def test_an_unfamiliar_layout_has_no_types(package: Path) -> None:
 
 @pytest.mark.training
 def test_every_preset_names_what_the_installed_transformers_has() -> None:
-    package = Path(ask_compute_python(sys.executable).transformers)
+    package = Path(inspect_compute_python(sys.executable).transformers)
     specs = {name: config.load(name).model.config for name in PRESETS}
     for name, given in specs.items():
         if given:

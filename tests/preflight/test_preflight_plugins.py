@@ -77,7 +77,7 @@ def test_a_plugin_is_made_like_any_other_check(facts: Facts) -> None:
 
 
 @pytest.mark.parametrize(
-    ("id", "says"),
+    ("id", "message"),
     [
         ("site.leaves", "SystemExit: 3"),
         ("site.talks", "expected a Finding"),
@@ -85,9 +85,9 @@ def test_a_plugin_is_made_like_any_other_check(facts: Facts) -> None:
         ("site.no_module", "ModuleNotFoundError"),
     ],
 )
-def test_a_broken_plugin_is_a_warning_and_no_more(facts: Facts, id: str, says: str) -> None:
+def test_a_broken_plugin_is_a_warning_and_no_more(facts: Facts, id: str, message: str) -> None:
     result = only(facts, id)
-    assert (result.status, says in result.found) == (CheckStatus.WARNING, True), result
+    assert (result.status, message in result.found) == (CheckStatus.WARNING, True), result
     assert "\n" not in result.found
     assert id in result.advice
 

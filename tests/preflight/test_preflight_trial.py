@@ -35,7 +35,7 @@ def test_the_same_again_needs_no_trial() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "says"),
+    ("changed", "message"),
     [
         (with_spec(data={"train": "/d/other.jsonl"}), "data.train /d/train.jsonl -> /d/other.jsonl"),
         (with_spec(train={"algorithm": "sft"}, sft={"num_steps": 0}), "loops.main.algorithm.name grpo -> sft"),
@@ -55,11 +55,11 @@ def test_the_same_again_needs_no_trial() -> None:
     ],
     ids=range(12),
 )
-def test_changes_are_reported_with_old_and_new_value(changed: Facts, says: str) -> None:
+def test_changes_are_reported_with_old_and_new_value(changed: Facts, message: str) -> None:
     finding = needed(after(healthy(), changed))
     assert finding.status is CheckStatus.WARNING
     assert finding.found.startswith(f"changed since {RUN_ID}")
-    assert says in finding.found
+    assert message in finding.found
     assert "--set preflight.trial=run" in finding.advice
 
 
@@ -195,13 +195,13 @@ def test_batches_divide_over_the_ranks_of_every_rung(num_nodes: int, ranks_per_n
 
 
 def test_trials_are_due_when_the_check_says_so_and_the_config_wants_them() -> None:
-    says = CheckResult(id="trial.needed", status=CheckStatus.WARNING, found="data changed")
+    message = CheckResult(id="trial.needed", status=CheckStatus.WARNING, found="data changed")
     fine = CheckResult(id="trial.needed", status=CheckStatus.PASSED, found="nothing changed")
     wants = with_spec(preflight={"trial": "run"}).spec
-    assert is_due(wants, [says])
+    assert is_due(wants, [message])
     assert not is_due(wants, [fine])
     assert not is_due(wants, [])
-    assert not is_due(healthy().spec, [says])
+    assert not is_due(healthy().spec, [message])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -230,18 +230,18 @@ def test_a_trial_of_another_program_makes_fewer_steps_on_one_node() -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "says"),
+    ("facts", "message"),
     [
         (command(TORCHRUN.replace("{num_steps}", "100")), "lacks {num_steps}"),
         (command(output_dir="/scratch/out"), "/scratch/out is also that of the run"),
         (command(TORCHRUN.replace("{num_nodes}", "2")), "a fixed --nnodes"),
     ],
 )
-def test_a_trial_that_cannot_be_made_is_not_proposed(facts: Facts, says: str) -> None:
+def test_a_trial_that_cannot_be_made_is_not_proposed(facts: Facts, message: str) -> None:
     finding = needed(unknown_run(facts))
     assert finding.status is CheckStatus.SKIPPED
     assert "no trial can be made" in finding.found
-    assert says in finding.found
+    assert message in finding.found
     run = facts.spec.preflight.model_copy(update={"trial": "run"})
     assert not is_due(facts.spec.model_copy(update={"preflight": run}), [finding])
 

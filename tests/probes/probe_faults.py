@@ -276,8 +276,8 @@ class Seen:
         ]
 
     def _missing_of(self, case: Case) -> list[str]:
-        told = [one for one in self.troubles if (one.id, one.node) == (case.check, case.node)]
-        blocks = [one for one in told if one.status is CheckStatus.BLOCKED]
+        found = [one for one in self.troubles if (one.id, one.node) == (case.check, case.node)]
+        blocks = [one for one in found if one.status is CheckStatus.BLOCKED]
         if not blocks:
             return [f"not found; instead: {[(one.id, one.node, one.found) for one in self.troubles]}"]
         text = " ".join(f"{one.found} {one.expected}" for one in blocks)

@@ -62,7 +62,7 @@ class End:
     """Exit of one process."""
 
     code: int
-    said: str
+    output: str
 
 
 WORLDS: Mapping[str, Sequence[Mapping[str, str]]] = {
@@ -91,11 +91,11 @@ def ends() -> dict[str, list[End]]:
         nodes += [{"world": world, "MASTER_PORT": port, **node} for node in own]
     command = [sys.executable, "-c", TRAIN, json.dumps(nodes)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    told = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout
+    output = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout
     found: dict[str, list[End]] = {world: [] for world in WORLDS}
-    for line in told.splitlines():
-        world, code, said = json.loads(line)
-        found[world].append(End(code, said))
+    for line in output.splitlines():
+        world, code, text = json.loads(line)
+        found[world].append(End(code, text))
     return found
 
 
@@ -113,7 +113,7 @@ def test_different_nproc_never_forms_a_world(ends: dict[str, list[End]]) -> None
     own = ends["NPROC_PER_NODE differs"]
     assert len(own) == 3
     assert all(end.code != 0 for end in own), own
-    assert not any("world of 4" in end.said for end in own)
+    assert not any("world of 4" in end.output for end in own)
 
 
 def test_a_duplicate_node_rank_never_forms_a_world(ends: dict[str, list[End]]) -> None:

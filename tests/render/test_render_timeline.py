@@ -137,10 +137,10 @@ def test_watch_in_a_pipe_prints_each_entry_once(
     runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, as_json: bool
 ) -> None:
     run = hung_run(runs)
-    looks = iter(range(3))
+    polls = iter(range(3))
 
     def wait(_seconds: float) -> None:
-        if next(looks) == 1:
+        if next(polls) == 1:
             run.moved(RunState.FAILED, 60, "enough")
 
     monkeypatch.setattr(watching.time, "sleep", wait)

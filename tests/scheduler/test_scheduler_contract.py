@@ -235,9 +235,9 @@ def test_several_jobs_are_distinguished_in_one_answer(site: Site) -> None:
 
 def test_a_request_for_too_many_nodes_is_refused_or_waits(site: Site) -> None:
     """Both are correct, depending on the setup of Slurm; a job never runs on fewer nodes."""
-    asked = site.request(LONG, num_nodes=len(site.scheduler.inventory().node_names) + 1)
+    job_request = site.request(LONG, num_nodes=len(site.scheduler.inventory().node_names) + 1)
     try:
-        job = site.scheduler.submit(asked)
+        job = site.scheduler.submit(job_request)
     except SubmissionFailed:
         assert (site.found(), site.living()) == ("", [])
     else:

@@ -122,21 +122,25 @@ def test_prefect_settings_are_never_passed() -> None:
 # Both schedulers
 
 
-def passing(asked: JobRequest, names: tuple[str, ...] = ("WANDB_API_KEY",), file: Path | None = None) -> JobRequest:
-    changed = dict(asked.__dict__)
+def passing(
+    job_request: JobRequest, names: tuple[str, ...] = ("WANDB_API_KEY",), file: Path | None = None
+) -> JobRequest:
+    changed = dict(job_request.__dict__)
     return JobRequest(**{**changed, "passed": PassedEnvironment(names, file)})
 
 
 def test_a_local_job_gets_the_value_and_no_file_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     file = private_file(tmp_path, f"WANDB_API_KEY={CANARY}")
-    asked = make_request(tmp_path / "job")
-    asked = passing(JobRequest(**{**asked.__dict__, "command": (sys.executable, "-c", TELL + "input()")}), file=file)
+    job_request = make_request(tmp_path / "job")
+    job_request = passing(
+        JobRequest(**{**job_request.__dict__, "command": (sys.executable, "-c", TELL + "input()")}), file=file
+    )
     scheduler = LocalScheduler()
-    assert CANARY not in scheduler.script(asked)
-    assert 'WANDB_API_KEY="$WANDB_API_KEY"' in scheduler.script(asked)
-    assert CANARY not in repr(asked)
-    job = scheduler.submit(asked)
+    assert CANARY not in scheduler.script(job_request)
+    assert 'WANDB_API_KEY="$WANDB_API_KEY"' in scheduler.script(job_request)
+    assert CANARY not in repr(job_request)
+    job = scheduler.submit(job_request)
     seen: list[list[str]] = []
 
     def ended() -> bool:
@@ -144,7 +148,7 @@ def test_a_local_job_gets_the_value_and_no_file_of_it(tmp_path: Path, monkeypatc
         return scheduler.status([job])[job.job_id].state is JobState.ENDED
 
     until(ended)
-    (log,) = asked.scheduler_dir.glob("*_log.out")
+    (log,) = job_request.scheduler_dir.glob("*_log.out")
     assert log.read_text().startswith(f"passed {CANARY} WANDB_API_KEY ")
     log.unlink()
     assert not any(CANARY in word for line in seen for word in line)
@@ -157,13 +161,13 @@ def test_a_local_job_gets_the_value_and_no_file_of_it(tmp_path: Path, monkeypatc
 def test_no_job_is_submitted_without_the_value(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     slurm_stand_in(tmp_path, monkeypatch)
-    asked = passing(make_request(tmp_path / "job"), file=tmp_path / "job-secrets.env")
+    job_request = passing(make_request(tmp_path / "job"), file=tmp_path / "job-secrets.env")
     scheduler = LocalScheduler() if kind == "local" else SlurmScheduler()
     with pytest.raises(SubmissionFailed, match="WANDB_API_KEY: named in"):
-        scheduler.submit(asked)
+        scheduler.submit(job_request)
     assert not (tmp_path / "words").exists()
     monkeypatch.setenv("WANDB_API_KEY", CANARY)
-    assert scheduler.submit(asked).job_id, "the control"
+    assert scheduler.submit(job_request).job_id, "the control"
     assert (tmp_path / "words").exists() == (kind == "slurm"), "the control"
 
 
@@ -186,10 +190,12 @@ def test_sbatch_gets_the_value_in_its_environment_and_only_the_name_as_argument(
     monkeypatch.setenv("PREFECT_SERVER_DATABASE_PASSWORD", CANARY)
     if variable is not None:
         monkeypatch.setenv("SBATCH_EXPORT", variable)
-    asked = slurm_request(extra=extra)
-    asked = JobRequest(**{**asked.__dict__, "scheduler_dir": tmp_path / "scheduler", "command": (sys.executable,)})
-    asked = passing(asked)
-    SlurmScheduler().submit(asked)
+    job_request = slurm_request(extra=extra)
+    job_request = JobRequest(
+        **{**job_request.__dict__, "scheduler_dir": tmp_path / "scheduler", "command": (sys.executable,)}
+    )
+    job_request = passing(job_request)
+    SlurmScheduler().submit(job_request)
     words, environment = (tmp_path / "words").read_text(), (tmp_path / "environment").read_text().splitlines()
     assert f"WANDB_API_KEY={CANARY}" in environment
     assert [line for line in environment if CANARY in line] == [f"WANDB_API_KEY={CANARY}"], "and no secret of the site"

@@ -65,12 +65,12 @@ def test_every_node_knows_all_nodes_and_no_secrets(
     slurm: SlurmScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RLHF_DATABASE_URL", "postgresql://user:secret@host/db")
-    asked = request(tmp_path, 'echo "$SLURM_NODEID|$RLHF_NODES|$RLHF_JOB|$GREETING|$RLHF_DATABASE_URL|"', 3)
-    job = slurm.submit(asked)
+    job_request = request(tmp_path, 'echo "$SLURM_NODEID|$RLHF_NODES|$RLHF_JOB|$GREETING|$RLHF_DATABASE_URL|"', 3)
+    job = slurm.submit(job_request)
     until(lambda: ended(slurm, job))
     nodes = "node1=127.0.0.1,node2=127.0.0.1,node3=127.0.0.1"
-    said = sorted(line for line in output(asked).splitlines() if "|" in line)
-    assert said == [f"{index}|{nodes}|toy-1/1|hello 'you'||" for index in range(3)]
+    lines = sorted(line for line in output(job_request).splitlines() if "|" in line)
+    assert lines == [f"{index}|{nodes}|toy-1/1|hello 'you'||" for index in range(3)]
     end = status(slurm, job)
     assert (end.scheduler_state, end.nodes) == ("COMPLETED", ("node1", "node2", "node3"))
 
@@ -84,17 +84,19 @@ def test_a_secret_reaches_the_job_and_nothing_readable_by_others(
     if export:
         monkeypatch.setenv("SBATCH_EXPORT", export)
     # In two pieces, so that the command line does not contain it.
-    asked = request(tmp_path, 'test "$WANDB_API_KEY" = "$0$1" && echo "it got the value"; sleep 3', 2)
-    asked = replace(
-        asked, passed=PassedEnvironment(("WANDB_API_KEY",)), command=(*asked.command, canary[:4], canary[4:])
+    job_request = request(tmp_path, 'test "$WANDB_API_KEY" = "$0$1" && echo "it got the value"; sleep 3', 2)
+    job_request = replace(
+        job_request,
+        passed=PassedEnvironment(("WANDB_API_KEY",)),
+        command=(*job_request.command, canary[:4], canary[4:]),
     )
-    job = slurm.submit(asked)
+    job = slurm.submit(job_request)
     shown = [cluster.command("scontrol", "show", "job", job.job_id, "--details")]
-    shown += [cluster.command("scontrol", "write", "batch_script", job.job_id, "-"), slurm.script(asked)]
+    shown += [cluster.command("scontrol", "write", "batch_script", job.job_id, "-"), slurm.script(job_request)]
     lines = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
     kept = [path for path in cluster.folder.rglob("*") if path.is_file() and canary.encode() in path.read_bytes()]
     until(lambda: ended(slurm, job))
-    assert sorted(line for line in output(asked).splitlines() if "it got" in line) == ["it got the value"] * 2
+    assert sorted(line for line in output(job_request).splitlines() if "it got" in line) == ["it got the value"] * 2
     assert not any(canary in text for text in (*shown, *lines))
     assert "WANDB_API_KEY" in shown[1], "the control: this is the script"
     assert kept, "the control: Slurm's controller keeps the environment of a job"
@@ -141,8 +143,8 @@ def test_variables_of_the_users_shell_neither_change_a_job_nor_hide_it(
         monkeypatch.setenv(name, value)
     seen = tmp_path / "seen"  # the job waits for this file: on a busy machine it would otherwise end before the search
     shell = f'echo "$SLURM_NODEID|$RLHF_NODES|"; until [ -e {seen} ]; do sleep 0.1; done'
-    asked = request(tmp_path, shell, 2)
-    job = slurm.submit(replace(asked, memory_gb=0.25, time_limit_s=600))
+    job_request = request(tmp_path, shell, 2)
+    job = slurm.submit(replace(job_request, memory_gb=0.25, time_limit_s=600))
     assert slurm.inventory().node_names
     assert slurm.find("toy-1", 1) == job.model_copy(update={"command": ()})
     assert cluster.command("squeue", "--noheader").strip() == "", "the control"
@@ -151,15 +153,15 @@ def test_variables_of_the_users_shell_neither_change_a_job_nor_hide_it(
     assert "Requeue=0" in details
     seen.touch()
     until(lambda: ended(slurm, job))
-    assert status(slurm, job).scheduler_state == "COMPLETED", output(asked)
-    said = sorted(line for line in output(asked).splitlines() if "|" in line)
+    assert status(slurm, job).scheduler_state == "COMPLETED", output(job_request)
+    lines = sorted(line for line in output(job_request).splitlines() if "|" in line)
     # Any node: one that other tests used may still be completing.
     words = cluster.command("scontrol", "show", "job", job.job_id).split()
     (taken,) = [word.removeprefix("NodeList=") for word in words if word.startswith("NodeList=")]
     names = cluster.command("scontrol", "show", "hostnames", taken).split()
     nodes = ",".join(f"{name}=127.0.0.1" for name in names)
     assert len(names) == 2
-    assert said == [f"{index}|{nodes}|" for index in range(2)]
+    assert lines == [f"{index}|{nodes}|" for index in range(2)]
 
 
 ASKS = """
@@ -179,9 +181,9 @@ def test_a_job_runs_in_its_own_folder_whatever_it_was_submitted_from(
     gone = tmp_path / "temporary"
     gone.mkdir()
     monkeypatch.chdir(gone)
-    asked = request(tmp_path, "sleep 1; pwd -P", run_id="toy-cwd")
-    job = slurm.submit(asked)
+    job_request = request(tmp_path, "sleep 1; pwd -P", run_id="toy-cwd")
+    job = slurm.submit(job_request)
     monkeypatch.chdir(tmp_path)
     gone.rmdir()
     until(lambda: ended(slurm, job))
-    assert str(asked.scheduler_dir.resolve()) in output(asked)
+    assert str(job_request.scheduler_dir.resolve()) in output(job_request)

@@ -33,8 +33,8 @@ def request(gpus: int = 0, excluded: tuple[str, ...] = (), time_limit_s: int = 3
     )
 
 
-def script(**asked: object) -> str:
-    return SlurmScheduler().script(request(**asked))  # type: ignore[arg-type]
+def script(**job_request: object) -> str:
+    return SlurmScheduler().script(request(**job_request))  # type: ignore[arg-type]
 
 
 def test_the_plain_script_names_run_and_attempt_and_starts_one_agent_per_node() -> None:
@@ -181,7 +181,7 @@ POLICY = (
 
 
 @pytest.mark.parametrize(
-    ("said", "passes"),
+    ("message", "passes"),
     [
         ("Batch job submission failed: Required partition not available (inactive or drain)", True),
         (f"AssocMaxSubmitJobLimit {POLICY}", True),
@@ -196,22 +196,22 @@ POLICY = (
         ("Batch job submission failed: Invalid account or account/partition combination specified", False),
     ],
 )
-def test_temporary_refusals(said: str, passes: bool) -> None:
-    assert will_pass(said) is passes
+def test_temporary_refusals(message: str, passes: bool) -> None:
+    assert will_pass(message) is passes
 
 
-@pytest.mark.parametrize(("said", "error"), [(POLICY, SubmissionDeferred), ("Invalid qos", SubmissionFailed)])
+@pytest.mark.parametrize(("message", "error"), [(POLICY, SubmissionDeferred), ("Invalid qos", SubmissionFailed)])
 def test_temporary_and_permanent_refusals_are_distinguished(
-    said: str, error: type[SubmissionFailed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    message: str, error: type[SubmissionFailed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(executor: object, command: str) -> None:
-        raise FailedJobError(f"sbatch: error: {said}")
+        raise FailedJobError(f"sbatch: error: {message}")
 
     monkeypatch.setattr(slurm_queue, "require_controller", lambda: None)
     monkeypatch.setattr(slurm._SlurmExecutor, "_submit_command", refuse)
-    asked = replace(request(), scheduler_dir=tmp_path / "attempts" / "2" / "scheduler", command=(sys.executable,))
+    job_request = replace(request(), scheduler_dir=tmp_path / "attempts" / "2" / "scheduler", command=(sys.executable,))
     with pytest.raises(SubmissionFailed) as found:
-        SlurmScheduler().submit(asked)
+        SlurmScheduler().submit(job_request)
     assert type(found.value) is error
 
 
@@ -219,14 +219,14 @@ def test_a_stopped_process_blocks_no_other(tmp_path: Path, monkeypatch: pytest.M
     """The process was stopped during a query and keeps the lock."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(slurm_queue, "LOCK_S", 0.1, raising=False)
-    monkeypatch.setattr(slurm_queue, "_query", lambda: slurm_queue.Listing(1.0, {}, "asked"))
+    monkeypatch.setattr(slurm_queue, "_query", lambda: slurm_queue.Listing(1.0, {}, "queried"))
     with slurm_queue._locked(slurm_queue._cache_file()) as held:
         assert held
         answers: list[slurm_queue.Listing] = []
         other = threading.Thread(target=lambda: answers.append(slurm_queue.listing()), daemon=True)
         other.start()
         other.join(timeout=5)
-        assert [one.problem for one in answers] == ["asked"]
+        assert [one.problem for one in answers] == ["queried"]
         assert not slurm_queue._cache_file().exists(), "only the holder of the lock writes"
 
 

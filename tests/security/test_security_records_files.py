@@ -25,7 +25,7 @@ from rlhf_core.run_dir.checkpoint import checksum
 from rlhf_core.run_dir.journal import read_journal, remove_unfinished_line
 from rlhf_core.schemas.reports import AttemptOutcome, MetricsLine
 from rlhf_core.watchdog.evidence import AttemptProgress
-from rlhf_core.watchdog.ingest import glance, rebuild, sync
+from rlhf_core.watchdog.ingest import files_digest, rebuild, sync
 
 
 @contextlib.contextmanager
@@ -119,7 +119,7 @@ def test_fifos_in_every_place_stop_neither_their_run_nor_the_others(tmp_path: Pa
         report = rebuild(runs, store)
         progress = AttemptProgress(attempt)
         progress.update()
-        assert glance(hostile.dir) is not None
+        assert files_digest(hostile.dir) is not None
         assert hostile.dir.checkpoint(8).damage() == ["COMPLETE is unreadable: found a FIFO, expected a regular file"]
     assert report.failed == {}
     assert {run["state"] for run in queries.list_runs(store)} == {"completed"}
@@ -296,7 +296,7 @@ def test_names_that_are_no_utf_8_are_read(tmp_path: Path, store: HistoryStore, n
     (Path(os.fsdecode(folder)) / os.fsdecode(name)).write_bytes(content)
     Path(os.fsdecode(folder + b"/agents/\xff.json")).write_bytes(restart.agent_status("n1").read_bytes())
     Path(os.fsdecode(folder + b"/telemetry-\xff.jsonl")).write_bytes(restart.telemetry("n1").read_bytes())
-    assert glance(run.dir) is not None
+    assert files_digest(run.dir) is not None
     assert sync(run.dir, store).lines >= 2
     assert sync(run.dir, store).batches == 0
     assert rebuild(tmp_path / "runs", store).failed == {}

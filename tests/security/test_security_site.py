@@ -266,15 +266,15 @@ def grown_mb(site: Site, work: Callable[[], None]) -> float:
     before, over = process.memory_info().rss, threading.Event()
     seen = [before]
 
-    def look() -> None:
+    def poll() -> None:
         while not over.wait(0.01):
             seen.append(process.memory_info().rss)
 
-    looking = threading.Thread(target=look)
-    looking.start()
+    polling = threading.Thread(target=poll)
+    polling.start()
     work()
     over.set()
-    looking.join()
+    polling.join()
     return (max(seen) - before) / MB
 
 

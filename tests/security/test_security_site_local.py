@@ -36,7 +36,7 @@ from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import PromotionState
 from rlhf_core.schemas.base import LABEL_CHARACTERS
 from rlhf_core.services import supervisord
-from rlhf_core.services.presence import ServiceState, alone, holding, look
+from rlhf_core.services.presence import ServiceState, alone, holding, service_status
 from rlhf_core.services.supervisord import Program, Supervisord
 from rlhf_core.text.formatting import THROUGH_PREFECT, attributed
 from rlhf_core.watchdog.ingest import sync
@@ -75,7 +75,7 @@ def test_another_user_cannot_hold_the_locks_of_the_services(home: Path) -> None:
         beat()
         for name in ("up.lock", "server.lock", "worker.lock", "server.beat", "server.json"):
             assert as_stranger(lambda name=name: hold(old / name)) == "PermissionError"
-        assert look(home, "server").state is ServiceState.RUNNING
+        assert service_status(home, "server").state is ServiceState.RUNNING
     assert old.stat().st_mode & 0o777 == 0o700
     assert (old / "server.lock").stat().st_mode & 0o777 == 0o600
 

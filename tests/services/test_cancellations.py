@@ -42,10 +42,10 @@ class Runner:
 
 def test_cancellations_are_polled_until_they_are_received_and_executed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cancellations, "POLL_INTERVAL_S", 0.01)
-    runner, said = Runner(), []
+    runner, messages = Runner(), []
 
     async def watched() -> None:
-        one = Cancellations(runner, said.append)  # type: ignore[arg-type]
+        one = Cancellations(runner, messages.append)  # type: ignore[arg-type]
         watching = asyncio.create_task(one.watch())
         while runner._flow_run_process_map:
             assert not watching.done()
@@ -55,7 +55,7 @@ def test_cancellations_are_polled_until_they_are_received_and_executed(monkeypat
 
     asyncio.run(asyncio.wait_for(watched(), 60))
     assert runner.cancelled == [runner.flow_run.id] * 2, "a failed cancellation is retried"
-    assert len(said) == 2, "once per outage, not every three seconds"
+    assert len(messages) == 2, "once per outage, not every three seconds"
 
 
 def test_prefects_own_observer_gives_up() -> None:

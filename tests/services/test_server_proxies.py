@@ -69,7 +69,7 @@ def test_a_local_server_is_reached_directly(port: int) -> None:
         urllib.request.build_opener().open(f"{url}/health", timeout=2.0)
     assert server.answers(url)
     assert server.is_there(url)
-    assert not server.asks_for_password(url)
+    assert not server.requires_password(url)
 
 
 def test_a_remote_server_is_reached_through_the_proxy(port: int, environment: dict[str, str]) -> None:

@@ -32,9 +32,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     site.variables = {"PREFECT_RUNNER_POLL_FREQUENCY": "1", "http_proxy": "http://127.0.0.1:9"}
     with site.running(services=False):
         both = [site.start("up") for _ in range(2)]
-        said = [process.communicate(timeout=150) for process in both]
-        assert [process.returncode for process in both] == [0, 0], f"{said}\n{site.logs()}"
-        (site.home / "said").write_text("\n".join(text for pair in said for text in pair))
+        output = [process.communicate(timeout=150) for process in both]
+        assert [process.returncode for process in both] == [0, 0], f"{output}\n{site.logs()}"
+        (site.home / "output").write_text("\n".join(text for pair in output for text in pair))
         yield site
 
 
@@ -60,10 +60,10 @@ def start_flow(site: Site, folder: Path, name: str = "waits") -> str:
 
 
 def test_two_at_once_start_one_of_each(site: Site) -> None:
-    said = (site.home / "said").read_text()
+    output = (site.home / "output").read_text()
     for name in SERVICES:
-        assert said.count(f"starting the {name}") == 1
-        assert f"{name}: was running" in said, "the other one found it there"
+        assert output.count(f"starting the {name}") == 1
+        assert f"{name}: was running" in output, "the other one found it there"
     serving = site.commands()
     assert [sum(f"serve {name}" in line for line in serving) for name in SERVICES] == [1] * len(SERVICES)
     assert {one["state"] for name, one in site.status().items() if name in SERVICES} == {"running"}
@@ -90,9 +90,9 @@ def test_the_api_requires_the_password(site: Site) -> None:
     assert site.ask("/work_pools/rlhf", auth="")[0] == 401
     assert site.ask("/work_pools/rlhf", auth="rlhf:wrong")[0] == 401
     assert (site.home / "prefect" / "auth").stat().st_mode & 0o777 == 0o600
-    said = (site.home / "said").read_text()
-    assert "`rlhf password` prints it" in said
-    assert site.password not in said
+    output = (site.home / "output").read_text()
+    assert "`rlhf password` prints it" in output
+    assert site.password not in output
     assert site.rlhf("password").stdout.strip() == site.password
 
 
@@ -149,7 +149,7 @@ PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgG
 MARKDOWN = f"# Shown\n\n![inside](data:image/png;base64,{PIXEL})\n\n![outside](http://images.example.com/a.png)\n"
 
 
-def look_around(site: Site, outside: Outside, artifact: str, *, guarded: bool) -> tuple[list[int], str]:
+def visit_pages(site: Site, outside: Outside, artifact: str, *, guarded: bool) -> tuple[list[int], str]:
     """Visit pages of both UIs in a browser; returns the widths of the pictures in an artifact, and its text."""
     from playwright.sync_api import Route, sync_playwright
 
@@ -187,7 +187,7 @@ def look_around(site: Site, outside: Outside, artifact: str, *, guarded: bool) -
 def test_the_ui_works_and_no_request_leaves_the_machine(site: Site) -> None:
     made = site.ask("/artifacts/", {"key": "shown", "type": "markdown", "data": MARKDOWN})[1]
     outside = Outside()
-    widths, text = look_around(site, outside, made["id"], guarded=True)
+    widths, text = visit_pages(site, outside, made["id"], guarded=True)
     outside.close()
     assert widths == [1], "a picture that stands in the page is shown"
     assert "Shown" in text
@@ -199,7 +199,7 @@ def test_without_the_policy_requests_leave_the_machine(site: Site) -> None:
     """Negative control of the previous test."""
     made = site.ask("/artifacts/", {"key": "shown", "type": "markdown", "data": MARKDOWN})[1]
     outside = Outside()
-    look_around(site, outside, made["id"], guarded=False)
+    visit_pages(site, outside, made["id"], guarded=False)
     outside.close()
     assert any("images.example.com" in one for one in outside.asked)
     assert any("amplitude.com" in one for one in outside.asked)
@@ -266,9 +266,11 @@ def test_unresponsive_services_are_replaced(site: Site, monkeypatch: pytest.Monk
     os.kill(before["server"], signal.SIGSTOP)
     monkeypatch.setattr(presence, "HEARTBEAT_TIMEOUT_S", 4.0)
     stopped = ("server", "worker")
-    until(lambda: {presence.look(site.home, name).state for name in stopped} == {presence.ServiceState.SILENT})
-    said = site.python(SHORT_TIMEOUTS)
-    assert "['replaced', 'replaced']" in said
+    until(
+        lambda: {presence.service_status(site.home, name).state for name in stopped} == {presence.ServiceState.SILENT}
+    )
+    output = site.python(SHORT_TIMEOUTS)
+    assert "['replaced', 'replaced']" in output
     after = site.pids()
     assert {after["server"], after["worker"]}.isdisjoint(before.values())
     assert not any(psutil.pid_exists(before[name]) for name in ("server", "worker"))
@@ -325,7 +327,11 @@ def test_dead_services_are_restarted(tmp_path: Path) -> None:
         for name in ("server", "worker"):
             os.kill(before[name], signal.SIGKILL)
         until(lambda: set(site.pids()) == set(SERVICES) and not set(site.pids().values()) & {before["server"]})
-        until(lambda: {presence.look(site.home, name).state for name in SERVICES} == {presence.ServiceState.RUNNING})
+        until(
+            lambda: (
+                {presence.service_status(site.home, name).state for name in SERVICES} == {presence.ServiceState.RUNNING}
+            )
+        )
         assert {one["state"] for one in site.status().values()} == {"running"}
         between = site.pids()
         assert between["daemon"] == before["daemon"]
@@ -338,7 +344,7 @@ def test_dead_services_are_restarted(tmp_path: Path) -> None:
         os.kill(between["daemon"], signal.SIGKILL)
         until(lambda: site.pids().get("daemon") not in (None, between["daemon"]))
         site.rlhf("down", "worker")
-        until(lambda: presence.look(site.home, "daemon").state is presence.ServiceState.RUNNING)
+        until(lambda: presence.service_status(site.home, "daemon").state is presence.ServiceState.RUNNING)
         status = site.status()
         assert (status["daemon"]["state"], status["worker"]["state"]) == ("running", "stopped")
     finally:

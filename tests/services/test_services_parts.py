@@ -23,7 +23,7 @@ from rlhf_core.errors import BadInput, PrefectUnavailable
 from rlhf_core.files.whole import read_model, write_model
 from rlhf_core.schemas.site import is_private
 from rlhf_core.services import presence
-from rlhf_core.services.presence import ServiceFiles, ServiceRecord, ServiceState, holding, look
+from rlhf_core.services.presence import ServiceFiles, ServiceRecord, ServiceState, holding, service_status
 from rlhf_core.services.processes import started_ticks
 from rlhf_core.services.supervisord import Program, Supervisord
 
@@ -89,24 +89,26 @@ def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
 
 
 def test_the_states_of_a_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert look(tmp_path, "worker").state is ServiceState.STOPPED
+    assert service_status(tmp_path, "worker").state is ServiceState.STOPPED
     with holding(tmp_path, "worker") as beat:
-        assert look(tmp_path, "worker").state is ServiceState.STARTING
+        assert service_status(tmp_path, "worker").state is ServiceState.STARTING
         beat()
-        assert look(tmp_path, "worker").state is ServiceState.RUNNING
-        assert look(tmp_path, "worker").pid == os.getpid()
+        assert service_status(tmp_path, "worker").state is ServiceState.RUNNING
+        assert service_status(tmp_path, "worker").pid == os.getpid()
         monkeypatch.setattr(presence, "HEARTBEAT_TIMEOUT_S", -1.0)
-        assert look(tmp_path, "worker").state is ServiceState.SILENT
+        assert service_status(tmp_path, "worker").state is ServiceState.SILENT
         files = ServiceFiles(tmp_path, "worker")
         mine = read_model(files.record, ServiceRecord)
         assert mine is not None
         write_model(files.record, mine.model_copy(update={"host": "elsewhere"}))
-        assert look(tmp_path, "worker").state is ServiceState.ELSEWHERE
+        assert service_status(tmp_path, "worker").state is ServiceState.ELSEWHERE
         write_model(files.record, mine.model_copy(update={"started_ticks": 1}))
-        assert look(tmp_path, "worker").state is ServiceState.STARTING, "the record is of an earlier process"
-    assert look(tmp_path, "worker").state is ServiceState.STOPPED
+        assert service_status(tmp_path, "worker").state is ServiceState.STARTING, "the record is of an earlier process"
+    assert service_status(tmp_path, "worker").state is ServiceState.STOPPED
     with holding(tmp_path, "worker"):
-        assert look(tmp_path, "worker").state is ServiceState.STARTING, "the beat of an earlier process is no evidence"
+        assert service_status(tmp_path, "worker").state is ServiceState.STARTING, (
+            "the beat of an earlier process is no evidence"
+        )
 
 
 def test_a_service_lock_is_held_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,13 +124,13 @@ def test_a_service_lock_is_held_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_reading_the_state_blocks_no_start(tmp_path: Path) -> None:
     stop = threading.Event()
 
-    def looks() -> None:
+    def poll() -> None:
         while not stop.is_set():
-            look(tmp_path, "worker")
+            service_status(tmp_path, "worker")
 
     with holding(tmp_path, "worker"):
         pass
-    watcher = threading.Thread(target=looks)
+    watcher = threading.Thread(target=poll)
     watcher.start()
     try:
         for _ in range(50):
@@ -159,7 +161,7 @@ def test_a_worker_is_not_started_for_an_unresponsive_server(site: Site, monkeypa
     os.environ["PREFECT_API_URL"] = away
     with pytest.raises(PrefectUnavailable, match=rf"at {away} does not answer.*unset PREFECT_API_URL"):
         services.up(site)
-    assert look(site.home, "worker").state is ServiceState.STOPPED
+    assert service_status(site.home, "worker").state is ServiceState.STOPPED
 
 
 def test_a_long_log_is_rotated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,7 +330,7 @@ def test_the_address_of_an_unresponsive_server_is_reported(site: Site, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (["submit", "quickstart", "--set", "loops.main.num_stepz=3"], 2, 'did you mean "loops.main.num_steps"'),
         (["submit", "quickstart", "--set", "name=MyRun"], 2, 'for instance "myrun"'),
@@ -338,7 +340,7 @@ def test_the_address_of_an_unresponsive_server_is_reported(site: Site, monkeypat
     ],
 )
 def test_invalid_requests_are_refused_before_prefect_is_imported(
-    site: Site, arguments: list[str], code: int, said: str
+    site: Site, arguments: list[str], code: int, message: str
 ) -> None:
     """The import takes seconds of CPU time."""
     program = f"import sys; from rlhf_core.cli.main import execute; code = execute({arguments!r}); "
@@ -351,7 +353,7 @@ def test_invalid_requests_are_refused_before_prefect_is_imported(
         check=True,
     )
     assert found.stdout.split() == [str(code), "False"]
-    assert said in " ".join(found.stderr.split())
+    assert message in " ".join(found.stderr.split())
 
 
 def test_something_else_on_the_port_is_not_the_server_of_the_site(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,7 +404,7 @@ def test_the_worker_tolerates_only_an_outage_of_the_server() -> None:
             stop = asyncio.Event()
             if stopped:
                 stop.set()
-            return await worker._forgiving(work, stop)()
+            return await worker._outage_tolerant(work, stop)()
 
         return asyncio.run(call())
 
@@ -428,7 +430,7 @@ def test_the_beat_is_read_whole(tmp_path: Path) -> None:
 
         def reads() -> None:
             while not stop.is_set():
-                seen.add(look(tmp_path, "worker").state)
+                seen.add(service_status(tmp_path, "worker").state)
 
         reader = threading.Thread(target=reads)
         reader.start()

@@ -17,8 +17,8 @@ from process_tools import command_of, kill_all, processes_of, until
 
 from rlhf_core.errors import BadInput, ServiceFailed
 from rlhf_core.services import health, lifecycle, presence, supervisord
-from rlhf_core.services.lifecycle import Lifecycle, Service, bring_back
-from rlhf_core.services.presence import ServiceFiles, ServiceState, holding, look
+from rlhf_core.services.lifecycle import Lifecycle, Service, restart_supervisord
+from rlhf_core.services.presence import ServiceFiles, ServiceState, holding, service_status
 from rlhf_core.services.processes import started_ticks
 from rlhf_core.services.supervisord import Supervisord
 from rlhf_core.worker.processes import process_state
@@ -34,16 +34,16 @@ class House:
 
     def __init__(self, home: Path, interval_s: float = 0.1) -> None:
         self.home = home
-        self.said: list[str] = []
+        self.message: list[str] = []
         self.supervisord = Supervisord(home)
         services = [Service(name, 10 * number, stop_timeout_s=2) for number, name in enumerate(NAMES, start=1)]
-        self.lifecycle = Lifecycle(home, services, interval_s, self.said.append)
+        self.lifecycle = Lifecycle(home, services, interval_s, self.message.append)
 
     def up(self, *names: str) -> dict[str, str]:
         return {one.name: one.what for one in self.lifecycle.up(names or NAMES)}
 
     def pids(self) -> dict[str, int]:
-        found = [look(self.home, name) for name in NAMES]
+        found = [service_status(self.home, name) for name in NAMES]
         return {one.name: one.pid for one in found if one.state is ServiceState.RUNNING}
 
     def processes(self) -> list[psutil.Process]:
@@ -124,11 +124,11 @@ def test_another_environment_is_named_but_not_shown(house: House, monkeypatch: p
     monkeypatch.setenv("RLHF_PREFECT_AUTH", "me:s3cret")
     house.up("server")
     house.up("server")
-    assert not [text for text in house.said if "environment" in text]
+    assert not [text for text in house.message if "environment" in text]
     monkeypatch.setenv("RLHF_PREFECT_AUTH", "me:an0ther")
     house.up("server")
-    assert "which differs in RLHF_PREFECT_AUTH; run `rlhf down`, then `rlhf up`" in house.said[-1]
-    assert not [text for text in house.said if "s3cret" in text or "an0ther" in text]
+    assert "which differs in RLHF_PREFECT_AUTH; run `rlhf down`, then `rlhf up`" in house.message[-1]
+    assert not [text for text in house.message if "s3cret" in text or "an0ther" in text]
     assert "s3cret" not in house.supervisord.config.read_text()
 
 
@@ -139,7 +139,7 @@ def test_two_at_once_start_one_of_each(house: House) -> None:
     for thread in both:
         thread.join()
     assert [house.num_of(name) for name in NAMES] == [1, 1, 1]
-    assert [house.said.count(f"starting the {name}") for name in NAMES] == [1, 1, 1]
+    assert [house.message.count(f"starting the {name}") for name in NAMES] == [1, 1, 1]
 
 
 def test_other_users_have_no_access_and_it_listens_on_no_port(house: House) -> None:
@@ -177,7 +177,7 @@ def test_killed_services_are_restarted_and_stopped_ones_are_not(house: House) ->
     house.lifecycle.down(["worker"])
     kill(after["daemon"])
     until(lambda: house.pids().get("daemon", after["daemon"]) != after["daemon"])
-    assert look(house.home, "worker").state is ServiceState.STOPPED
+    assert service_status(house.home, "worker").state is ServiceState.STOPPED
     assert house.up() == {"server": "was running", "worker": "started", "daemon": "was running"}
 
 
@@ -210,7 +210,7 @@ def test_a_killed_supervisord_does_not_come_back_after_down(house: House) -> Non
     house.supervisord.configure([], 0.1)
     kill(house.supervisord.pid())
     until(lambda: not house.processes())
-    bring_back(house.home, dict.fromkeys(NAMES, 2.0))
+    restart_supervisord(house.home, dict.fromkeys(NAMES, 2.0))
     assert house.processes() == []
 
 
@@ -236,18 +236,18 @@ def test_services_of_the_previous_version_are_taken_over(house: House) -> None:
     environment = {**os.environ, "RLHF_HOME": str(house.home), "RLHF_STARTED_BY": "rlhf up"}
     earlier = [subprocess.Popen(program(name), env=environment) for name in ("server", "worker", "keeper")]
     wanted = house.home / "services" / "wanted.json"
-    until(lambda: look(house.home, "keeper").state is ServiceState.RUNNING and len(house.pids()) == 2)
+    until(lambda: service_status(house.home, "keeper").state is ServiceState.RUNNING and len(house.pids()) == 2)
     wanted.write_text('{"services": ["server", "worker", "keeper"]}')
     assert house.up() == dict.fromkeys(NAMES, "started")
     assert [process.wait() for process in earlier] == [-signal.SIGTERM] * 3
     assert not wanted.exists()
-    assert house.said[0].startswith("ending the keeper (process ")
+    assert house.message[0].startswith("ending the keeper (process ")
 
 
 def test_services_of_the_previous_version_are_stopped(house: House) -> None:
     environment = {**os.environ, "RLHF_HOME": str(house.home), "RLHF_STARTED_BY": "rlhf up"}
     earlier = [subprocess.Popen(program(name), env=environment) for name in ("server", "keeper")]
-    until(lambda: look(house.home, "keeper").state is ServiceState.RUNNING and house.pids())
+    until(lambda: service_status(house.home, "keeper").state is ServiceState.RUNNING and house.pids())
     assert house.lifecycle.down(["daemon"]) == ["keeper"]
     assert earlier[0].poll() is None, "it was not named"
     assert house.lifecycle.down(NAMES) == ["server"]
@@ -262,7 +262,7 @@ def test_a_stopped_supervisord_is_replaced(house: House, monkeypatch: pytest.Mon
     until(lambda: process_state(old) == "T")
     assert set(house.up()) == set(NAMES)
     assert house.supervisord.pid() not in (0, old)
-    assert "supervisord does not respond and is replaced" in house.said
+    assert "supervisord does not respond and is replaced" in house.message
     assert [house.num_of(name) for name in NAMES] == [1, 1, 1]
 
 
@@ -272,7 +272,7 @@ def test_a_service_that_is_silent_is_replaced_by_up(house: House, monkeypatch: p
     house.up()
     before = house.pids()
     os.kill(before["worker"], signal.SIGSTOP)
-    until(lambda: look(house.home, "worker").state is ServiceState.SILENT)
+    until(lambda: service_status(house.home, "worker").state is ServiceState.SILENT)
     assert house.up()["worker"] == "replaced"
     assert house.pids()["worker"] != before["worker"]
     assert not lives(before["worker"])
@@ -323,7 +323,7 @@ def test_a_service_that_is_silent_for_long_is_restarted(house: House, monkeypatc
     check = checks(house, clock)
     check.check()
     monkeypatch.setattr(presence, "HEARTBEAT_TIMEOUT_S", 3.0)
-    until(lambda: look(house.home, "daemon").state is ServiceState.SILENT)
+    until(lambda: service_status(house.home, "daemon").state is ServiceState.SILENT)
     check.check()
     clock[0] = health.SILENCE_TIMEOUT_S - 1
     check.check()

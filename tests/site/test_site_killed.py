@@ -53,8 +53,8 @@ def events(site: Site, run_dir: RunDir) -> list[str]:
 
 def test_ended_in_the_middle_of_training_and_started_again(site: Site) -> None:
     (run_dir,) = training(site)
-    said = site.rlhf("down").stdout
-    assert run_dir.run_id in said, "stopping a site reports the active runs"
+    output = site.rlhf("down").stdout
+    assert run_dir.run_id in output, "stopping a site reports the active runs"
     assert [len(site.jobs(run_dir.run_id)), site.status()["server"]["state"]] == [1, "stopped"]
     site.rlhf("up")
     until(lambda: site.flow_runs(run_dir) == [("Crashed", False), ("Running", True)])
@@ -83,9 +83,9 @@ def test_a_terminated_worker_and_a_killed_daemon_come_back_with_the_next_up(site
         "worker": "stopped",
         "daemon": "stopped",
     }
-    said = site.rlhf("up").stderr
-    assert "server: was running" in said
-    assert {"worker: started", "daemon: started"} <= {line.partition(" (")[0] for line in said.splitlines()}
+    output = site.rlhf("up").stderr
+    assert "server: was running" in output
+    assert {"worker: started", "daemon: started"} <= {line.partition(" (")[0] for line in output.splitlines()}
     until(lambda: site.flow_runs(run_dir) == [("Crashed", False), ("Running", True)])
     serving = site.commands()
     assert [sum(f"serve {name}" in line for line in serving) for name in SERVICES] == [1, 1, 1]
@@ -120,8 +120,8 @@ def test_an_outage_of_the_server_with_cancellations_before_and_meanwhile(site: S
     cancelled_before, cancelled_meanwhile, goes_on = training(site, 3)
     site.cancel(site.flow_run(cancelled_before))
     site.kill("server")
-    said = site.rlhf("cancel", cancelled_meanwhile.run_id).stdout
-    assert "none of its jobs is running" in said
+    output = site.rlhf("cancel", cancelled_meanwhile.run_id).stdout
+    assert "none of its jobs is running" in output
     go(goes_on)
     until(lambda: state_of(goes_on) is RunState.COMPLETED)
     site.rlhf("up")

@@ -47,8 +47,8 @@ def test_a_job_has_its_secret_and_no_remaining_file_has_one(site: Site, tmp_path
     until(lambda: (run_dir.root / "starts").exists())
     words = [" ".join(one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])]
     go(run_dir)
-    said = "".join(process.communicate(timeout=250))
-    assert process.returncode == 0, said
+    output = "".join(process.communicate(timeout=250))
+    assert process.returncode == 0, output
 
     # The job: the requested secret, and none of the site's.
     assert all(f"WANDB_API_KEY={CANARY}" in text for text in found)
@@ -57,7 +57,7 @@ def test_a_job_has_its_secret_and_no_remaining_file_has_one(site: Site, tmp_path
     # Run directory with spec, journal, placement and logs; the history; the output; every command line.
     for secret in (CANARY, OF_THE_SITE):
         assert files_with(secret, tmp_path) == []
-        assert secret not in said
+        assert secret not in output
         assert not any(secret in line for line in words)
 
     # The control: the named secret and the planted one are found where a secret would be.
@@ -73,9 +73,9 @@ def test_a_missing_secret_is_refused_and_a_planted_one_causes_a_warning(site: Si
     assert "chmod 600" in checked.stdout
     file.chmod(0o600)
     ended = site.rlhf("run", "quickstart", "--no-prefect", *small(PASSED, OPEN), code=2, WANDB_API_KEY="")
-    for said in (checked.stdout + checked.stderr, ended.stdout + ended.stderr):
-        assert CANARY not in said
-        assert PLANTED not in said
-        assert "slurm.environment.OPENAI_KEY looks like a secret" in " ".join(said.split())
+    for output in (checked.stdout + checked.stderr, ended.stdout + ended.stderr):
+        assert CANARY not in output
+        assert PLANTED not in output
+        assert "slurm.environment.OPENAI_KEY looks like a secret" in " ".join(output.split())
     assert "WANDB_API_KEY: named in slurm.pass_environment" in " ".join(ended.stderr.split())
     assert str(file) in "".join(ended.stderr.split())

@@ -48,7 +48,7 @@ def test_ranks_that_disagree_are_found_and_the_run_is_stopped(site: TrainerSite,
     off = {"preflight": {"off": {"environment.versions": "to see what becomes of it"}}}
     config = site.write(merged(settings, off), "off.toml")
     run = site.begin(config)
-    assert site.finish() == "failed", site.told()
+    assert site.finish() == "failed", site.described()
     found = all_incidents(run)
     print([(one.failure_kind.value, one.message) for one in found])
     assert {one.failure_kind for one in found} == {FailureKind.COLLECTIVE_MISMATCH}, found

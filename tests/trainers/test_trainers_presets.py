@@ -37,7 +37,7 @@ def test_it_is_trained_to_the_end_whatever_becomes_of_its_ranks(preset: str, sit
     site.goes_on(killed)
     stopped = site.strike_at(killed.step + EVERY + 2, signal.SIGSTOP, rank=0)
     site.goes_on(stopped)
-    assert site.finish() == "completed", site.told()
+    assert site.finish() == "completed", site.described()
     ended = time.time()
     assert_found(site, preset, killed, stopped, ended)
     assert_goes_on_where_it_was(run)

@@ -19,7 +19,7 @@ print(model.num_parameters(), AutoTokenizer.from_pretrained(sys.argv[1]).decode(
 def test_a_checkpoint_of_trl_is_promoted(site: TrainerSite, tiny: Tiny) -> None:
     config = merged(preset_run("trl-cpo", tiny, num_steps=8, every=4), {"promote": {"when": "always"}})
     run = site.begin(site.write(config))
-    assert site.finish() == "completed", site.told()
+    assert site.finish() == "completed", site.described()
     ((state, step, path),) = site.rows("SELECT state, checkpoint_step, path FROM promotions")
     assert (state, step) == ("promoted", 8)
     promoted = Path(path)

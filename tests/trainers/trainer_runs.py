@@ -158,7 +158,7 @@ class TrainerSite(DisturbedSite):
         """Send a signal to a rank of the trainer, now."""
         victim = next((one for one in self.ranks() if one.rank == rank), None)
         if victim is None:
-            raise Stuck(f"rank {rank} is gone, perhaps because training is over; {self.told()}")
+            raise Stuck(f"rank {rank} is gone, perhaps because training is over; {self.described()}")
         truth = Truth(time.time(), last_step(self.run), victim.rank, victim.node)
         os.kill(victim.pid, number)
         return truth
@@ -195,7 +195,7 @@ class TrainerSite(DisturbedSite):
         fault = Fault(row, expected, truth.step)
         return measure(row, 0, fault, truth, until, self.run, read_record(self.run).state.value, None, 1)
 
-    def told(self) -> str:
+    def described(self) -> str:
         """Everything that says what happened, for the message of an assertion."""
         assert self.run is not None
         logs = "\n".join(

@@ -367,7 +367,7 @@ def make_runs(rank: int, num_ranks: int, folder: str, names: list[str]) -> dict[
     from rlhf_core.training.health.judge import Judge
     from rlhf_core.training.trainers.run import train_run
 
-    def look(
+    def observe(
         self: Judge, step: int, samples: bool, metrics: dict[str, float], by_rank: dict[str, Any], peak_rate: float
     ) -> Any:
         if rank == 0:
@@ -379,7 +379,7 @@ def make_runs(rank: int, num_ranks: int, folder: str, names: list[str]) -> dict[
         return real(self, step, samples, metrics, by_rank, peak_rate)
 
     ranks = init_process_group(make_context(folder, with_settings({}), rank, num_ranks))
-    real = Judge.look
+    real = Judge.observe
     results: dict[str, Any] = {}
     for name in names:
         case = case_of(name)
@@ -387,7 +387,7 @@ def make_runs(rank: int, num_ranks: int, folder: str, names: list[str]) -> dict[
         context = dataclasses.replace(
             make_context(path, with_settings(case.settings), rank, num_ranks), node=f"node{rank}"
         )
-        with case.broken(rank), mock.patch.object(Judge, "look", look):
+        with case.broken(rank), mock.patch.object(Judge, "observe", observe):
             try:
                 result = str(train_run(context, dataclasses.replace(ranks, reporter=context.reporter)))
             except Exception as error:  # noqa: BLE001 - what a run raises is its result here

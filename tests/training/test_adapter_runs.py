@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 from rank_launcher import TrainingGroup, launch, make_context, tiny_spec, training_group, values
-from test_loop_runs import Interrupting, final_state, interrupt, told
+from test_loop_runs import Interrupting, final_state, interrupt, metrics_of
 from test_preference_runs import IPO, RANKER, WARM, spec_of
 from test_promoted_model import origin
 
@@ -141,7 +141,7 @@ def report(folder: Path, run: str, when: str, name: str) -> EvaluationReport:
 @pytest.mark.parametrize("name", RUNS)
 def test_every_loop_trains_an_adapter(results: list[dict[str, Any]], folder: Path, name: str) -> None:
     assert [result[name] for result in results] == ["done", "done"]
-    lines, last = told(folder, name), SHORTER.get(name, LAST)
+    lines, last = metrics_of(folder, name), SHORTER.get(name, LAST)
     assert set(lines) == {*range(1, last + 1)}
     assert all(line["train/grad_norm"] > 0 for line in lines.values())
     assert all(line["train/changed_share"] > 0 for line in lines.values()), "nothing is called frozen"
@@ -153,7 +153,9 @@ def test_every_loop_trains_an_adapter(results: list[dict[str, Any]], folder: Pat
 @pytest.mark.parametrize("name", RESUMED)
 def test_resume_is_bitwise(results: list[dict[str, Any]], folder: Path, name: str) -> None:
     assert [result[f"{name}-ended"] for result in results] == ["done", "done"]
-    assert told(folder, f"{name}-ended") | told(folder, f"{name}-ended", restart=1) == told(folder, name)
+    assert metrics_of(folder, f"{name}-ended") | metrics_of(folder, f"{name}-ended", restart=1) == metrics_of(
+        folder, name
+    )
     ended, straight = (final_state(folder, run, LAST) for run in (f"{name}-ended", name))
     for content in (ended, straight):
         content.pop("model/adapter_config.json")  # it names the base model's folder
@@ -163,12 +165,12 @@ def test_resume_is_bitwise(results: list[dict[str, Any]], folder: Path, name: st
 def test_a_resume_without_the_adapter_is_caught(results: list[dict[str, Any]], folder: Path) -> None:
     """Negative control of the test above."""
     assert [result["forgetful"] for result in results] == ["done", "done"]
-    assert told(folder, "forgetful", restart=1)[LAST] != told(folder, "stage-1")[LAST]
+    assert metrics_of(folder, "forgetful", restart=1)[LAST] != metrics_of(folder, "stage-1")[LAST]
 
 
 def test_an_evaluation_changes_nothing_of_a_training_with_dropout(results: list[dict[str, Any]], folder: Path) -> None:
     """It draws no random number. The control ranks with dropout: from its second step on it is another training."""
-    shares = {name: told(folder, name) for name in ("evaluated", "with-dropout", "not-evaluated")}
+    shares = {name: metrics_of(folder, name) for name in ("evaluated", "with-dropout", "not-evaluated")}
     assert all(
         line.pop("eval/preference") >= 0 for name in ("evaluated", "with-dropout") for line in shares[name].values()
     )
@@ -178,19 +180,19 @@ def test_an_evaluation_changes_nothing_of_a_training_with_dropout(results: list[
 
 
 def test_every_stage_of_zero_learns_the_same(results: list[dict[str, Any]], folder: Path) -> None:
-    straight = told(folder, "stage-1")
+    straight = metrics_of(folder, "stage-1")
     assert straight[1]["train/loss"] == pytest.approx(0.693147, abs=1e-5), "the reference is the base model"
     assert straight[LAST]["preference/margin"] > 0
     for stage in STAGES:
-        for number, line in told(folder, f"stage-{stage}").items():
+        for number, line in metrics_of(folder, f"stage-{stage}").items():
             assert line["train/loss"] == pytest.approx(straight[number]["train/loss"], rel=1e-3), (stage, number)
 
 
 def test_a_warm_started_adapter_is_its_own_reference(results: list[dict[str, Any]], folder: Path) -> None:
     """At its first step the policy is the reference, bit for bit; against the base model it would not be."""
-    assert told(folder, "warm")[2]["preference/margin"] == 0
-    assert told(folder, "warm")[SHORTER["warm"]]["preference/margin"] != 0
-    assert told(folder, "grpo")[2]["policy/kl"] == pytest.approx(0, abs=1e-6)
+    assert metrics_of(folder, "warm")[2]["preference/margin"] == 0
+    assert metrics_of(folder, "warm")[SHORTER["warm"]]["preference/margin"] != 0
+    assert metrics_of(folder, "grpo")[2]["policy/kl"] == pytest.approx(0, abs=1e-6)
 
 
 def test_an_adapter_on_another_base_model_is_refused(results: list[dict[str, Any]]) -> None:
@@ -201,8 +203,8 @@ def test_an_adapter_on_another_base_model_is_refused(results: list[dict[str, Any
 
 def test_one_rank_goes_on_with_what_two_began(alone: list[str], folder: Path) -> None:
     assert alone[0] == "done"
-    straight = told(folder, "stage-1")
-    for number, line in told(folder, "for-one", restart=1).items():
+    straight = metrics_of(folder, "stage-1")
+    for number, line in metrics_of(folder, "for-one", restart=1).items():
         for name in ("train/loss", "train/grad_norm"):
             assert line[name] == pytest.approx(straight[number][name], rel=2e-3, abs=2e-5), (number, name)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from rank_launcher import flip_last_bit, launch, make_context, tiny_spec, values
-from test_loop_runs import SUPERVISED, final_state, told
+from test_loop_runs import SUPERVISED, final_state, metrics_of
 
 from rlhf_core.files.appended import read_models
 from rlhf_core.run_dir.run import RunDir
@@ -110,10 +110,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_killed_in_a_save_and_resumed_is_the_same_as_straight(folder: Path, moment: str, step: int) -> None:
     """The result is bitwise equal, from the newest step that all ranks have in memory, even if it never reached the
     disk."""
-    after = told(folder, moment, restart=1)
+    after = metrics_of(folder, moment, restart=1)
     assert min(after) == step + 1 if step < 4 else after == {}
-    straight = told(folder, "straight")
-    assert told(folder, moment) | after == straight
+    straight = metrics_of(folder, "straight")
+    assert metrics_of(folder, moment) | after == straight
     assert final_state(folder, moment, 4) == final_state(folder, "straight", 4)
     (event,) = events(folder, moment)
     whence = (
@@ -131,7 +131,7 @@ def test_a_damaged_copy_is_refused_and_the_files_are_used(folder: Path) -> None:
         "resuming from files: the copy of step 4 in memory is damaged: "
         "trainer_state/rank-00001.safetensors does not match its checksum"
     )
-    assert min(told(folder, "damaged", restart=1)) == 3
+    assert min(metrics_of(folder, "damaged", restart=1)) == 3
     assert final_state(folder, "damaged", 4) == final_state(folder, "straight", 4)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from rank_launcher import flip_last_bit, launch, make_context, tiny_spec, values
 from test_checkpoint_memory import end_after
-from test_loop_runs import SUPERVISED, final_state, told
+from test_loop_runs import SUPERVISED, final_state, metrics_of
 
 from rlhf_core.files.appended import read_models
 from rlhf_core.run_dir.run import RunDir
@@ -188,7 +188,7 @@ def test_a_run_that_lost_the_memory_of_a_node_goes_on_as_if_nothing_had_happened
     """
     (event,) = events(folder, name, 1, 1)
     assert event.startswith(f"resuming from {WHENCE[name]}"), event
-    assert told(folder, name) | told(folder, name, restart=1) == told(folder, "straight")
+    assert metrics_of(folder, name) | metrics_of(folder, name, restart=1) == metrics_of(folder, "straight")
     is_same = final_state(folder, name, 4) == final_state(folder, "straight", 4)
     assert is_same is (name != "unchecked")
 

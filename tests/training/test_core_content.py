@@ -16,7 +16,7 @@ from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.data.loading import completion_lengths, prompt_tokens
 from rlhf_core.training.data.tokenizer_cores import build_core
 from rlhf_core.training.data.tokenizers import build_tokenizer
-from rlhf_core.training.probes.content import CoreTokenizer, look_at_tokenizer
+from rlhf_core.training.probes.content import CoreTokenizer, check_tokenizer
 from rlhf_core.training.types import Row
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ MISTRAL = (
 """A template that marks the end of the user's turn, and has no header for the answer."""
 
 
-def asked(spec: RunSpec, tmp_path: Path, code: str = "") -> ContentReport:
+def report_of(spec: RunSpec, tmp_path: Path, code: str = "") -> ContentReport:
     """Answer of the command."""
     (tmp_path / "spec.json").write_text(spec.model_dump_json())
     (tmp_path / "my_data.py").write_text(code)
@@ -55,7 +55,7 @@ def with_files(tmp_path: Path, rows: list[dict[str, Any]], held: list[dict[str, 
 
 
 def test_a_healthy_run(tmp_path: Path) -> None:
-    report = asked(make_spec(), tmp_path)
+    report = report_of(make_spec(), tmp_path)
     train, held = report.splits
     assert (train.problem, train.num_rows, train.is_whole) == ("", 2000, False)
     assert (held.num_rows, held.is_whole, held.columns) == (512, True, ("answer", "prompt"))
@@ -70,7 +70,7 @@ def test_a_healthy_run(tmp_path: Path) -> None:
 def test_long_rows_repeated_rows_and_unknown_characters(tmp_path: Path) -> None:
     rows = [{"prompt": "a" * n, "answer": "é"} for n in (3, 3, 30)]
     spec = with_files(tmp_path, rows, rows[:1], data={"max_prompt_tokens": 10})
-    report = asked(spec, tmp_path)
+    report = report_of(spec, tmp_path)
     train = report.splits[0]
     assert (train.num_overlong, train.longest_prompt, train.longest_kept, train.longest_taught) == (1, 30, 3, 5)
     assert (train.num_duplicates, report.num_shared) == (1, 1)
@@ -82,8 +82,8 @@ def test_long_rows_repeated_rows_and_unknown_characters(tmp_path: Path) -> None:
 
 def test_a_generator_that_breaks_is_a_sentence(tmp_path: Path) -> None:
     code = "def rows(split, seed):\n    print('hello')\n    raise KeyError('no such split')\n"
-    report = asked(make_spec(data={"generator": "my_data:rows"}), tmp_path, code)
-    assert [look.problem for look in report.splits] == ["KeyError: 'no such split'"] * 2
+    report = report_of(make_spec(data={"generator": "my_data:rows"}), tmp_path, code)
+    assert [split.problem for split in report.splits] == ["KeyError: 'no such split'"] * 2
     assert (report.tokenizer, report.rewards) == (None, ())
 
 
@@ -91,13 +91,13 @@ def test_a_reward_function_that_hangs_does_not_prevent_the_other_checks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = "def kills(**columns):\n    import os\n    os._exit(9)\n"
-    report = asked(make_spec(reward={"functions": ["my_data:kills"]}), tmp_path, code)
+    report = report_of(make_spec(reward={"functions": ["my_data:kills"]}), tmp_path, code)
     assert [trial.problem for trial in report.rewards] == ["died", ""]
     assert report.tokenizer is not None
 
 
 @pytest.mark.parametrize(
-    ("template", "says"),
+    ("template", "message"),
     [
         ("{{ nothing.here }}", "does not render"),
         ("{% for m in messages %}{{ m['content'] }}{% endfor %}", "no generation prompt"),
@@ -107,26 +107,26 @@ def test_a_reward_function_that_hangs_does_not_prevent_the_other_checks(
         (MISTRAL.replace("' '", "'<|assistant|>'"), "no generation prompt"),
     ],
 )
-def test_chat_templates(template: str, says: str) -> None:
+def test_chat_templates(template: str, message: str) -> None:
     tokenizer = build_tokenizer("byte", (), 0)
     tokenizer.chat_template = template
-    assert says in look_at_tokenizer(tokenizer, ["x"]).chat_problem
-    assert bool(says) == bool(look_at_tokenizer(tokenizer, ["x"]).chat_problem)
+    assert message in check_tokenizer(tokenizer, ["x"]).chat_problem
+    assert bool(message) == bool(check_tokenizer(tokenizer, ["x"]).chat_problem)
 
 
 def test_tokenizers_that_know_everything_change_nothing() -> None:
     texts = ["a  b\n\tc ", "é 中文 🎉", "<|im_end|>", ""]
     for kind in ("byte", "bpe"):
-        look = look_at_tokenizer(build_tokenizer(kind, texts, 512), texts)
-        assert (look.num_changed, look.unknown_share) == (0, 0.0)
+        report = check_tokenizer(build_tokenizer(kind, texts, 512), texts)
+        assert (report.num_changed, report.unknown_share) == (0, 0.0)
 
 
 @pytest.mark.parametrize("kind", BUILT_TOKENIZERS)
 def test_without_transformers_the_answer_is_that_of_what_training_builds(kind: str) -> None:
     texts = ["a  b\n\tc ", "é 中文 🎉", "é 中文 🎉", "<|im_end|>", "31>13<|pad|>", ""]
     core, whole = CoreTokenizer(build_core(kind, texts, 320)), build_tokenizer(kind, texts, 320)
-    assert look_at_tokenizer(core, texts) == look_at_tokenizer(whole, texts)
-    assert (look_at_tokenizer(core, texts).num_changed > 0) == (kind == "char")
+    assert check_tokenizer(core, texts) == check_tokenizer(whole, texts)
+    assert (check_tokenizer(core, texts).num_changed > 0) == (kind == "char")
     rows = [Row(uid="", prompt=text, answer="", target=text, columns={}) for text in texts]
     assert prompt_tokens(rows, core) == prompt_tokens(rows, whole)
     assert completion_lengths(rows, core) == completion_lengths(rows, whole)
@@ -134,7 +134,7 @@ def test_without_transformers_the_answer_is_that_of_what_training_builds(kind: s
 
 def test_messages_are_rendered_as_in_training(tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": text}], "answer": "ab"} for text in ("a", "bcd")]
-    report = asked(with_files(tmp_path, rows, rows[:1], data={"max_prompt_tokens": 60}), tmp_path)
+    report = report_of(with_files(tmp_path, rows, rows[:1], data={"max_prompt_tokens": 60}), tmp_path)
     assert report.tokenizer is not None
     assert (report.tokenizer.problem, report.tokenizer.chat_problem) == ("", "")
     begins = len("user\nassistant\n\n") + len(("<|im_start|>", "<|im_end|>", "<|im_start|>"))

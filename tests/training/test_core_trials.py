@@ -95,7 +95,7 @@ def test_a_constant_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "problem", "says"),
+    ("name", "problem", "message"),
     [
         ("short", TrialProblem.FAILED, "1 values for 20 completions"),
         ("not_finite", TrialProblem.FAILED, "nan"),
@@ -111,10 +111,10 @@ def test_a_constant_one() -> None:
         ("takes_little", TrialProblem.COLUMNS, "does not take prompt, answer; add **columns"),
     ],
 )
-def test_a_function_that_misbehaves_is_a_sentence(name: str, problem: TrialProblem, says: str) -> None:
+def test_a_function_that_misbehaves_is_a_sentence(name: str, problem: TrialProblem, message: str) -> None:
     trial_s = 1.0 if problem is TrialProblem.TIMEOUT else 60.0  # on a busy machine, the other functions need their time
     (trial,) = try_rewards([f"tried_rewards:{name}"], ROWS, trial_s=trial_s, memory_bytes=512 << 20)
-    assert (trial.problem, says in trial.message) == (problem, True), trial
+    assert (trial.problem, message in trial.message) == (problem, True), trial
 
 
 def test_nothing_is_left_running() -> None:

@@ -14,7 +14,7 @@ from engine_groups import EngineGroup, engine_group, no_beat
 from process_tools import until
 from rank_launcher import launch, make_context, tiny_spec, values
 from test_loop_online import spec_of
-from test_loop_runs import Interrupting, final_state, interrupt, told
+from test_loop_runs import Interrupting, final_state, interrupt, metrics_of
 from test_remote_engines import tokens_of
 
 from rlhf_core.files.appended import read_models
@@ -128,7 +128,7 @@ def results(folder: Path, engines: EngineGroup) -> list[dict[str, str]]:
 def metrics(folder: Path, name: str) -> dict[int, dict[str, float]]:
     """Metrics of all starts of a run, by step."""
     restarts = sorted((RunDir(folder / name).attempt(1).root / "restarts").iterdir())
-    return {step: found for start in restarts for step, found in told(folder, name, int(start.name)).items()}
+    return {step: found for start in restarts for step, found in metrics_of(folder, name, int(start.name)).items()}
 
 
 def versions(folder: Path, name: str) -> dict[int, set[int]]:

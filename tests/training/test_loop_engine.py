@@ -473,8 +473,8 @@ def test_no_rank_imports_mlflow_unasked(two_ranks: list[dict[str, Any]]) -> None
 def test_deepspeed_by_itself_imports_mlflow() -> None:
     """Negative control; in a process that nothing was imported into before."""
     command = [sys.executable, "-c", "import deepspeed, sys; print('mlflow' in sys.modules)"]
-    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert said.splitlines()[-1] == "True"
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert output.splitlines()[-1] == "True"
 
 
 def test_deepspeed_by_itself_would_compile(folder: Path) -> None:

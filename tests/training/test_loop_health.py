@@ -86,7 +86,7 @@ def first_finding(steps: Any, spec: HealthSpec | None = None, batch: Batch = BAT
     """Step, rule and message of the first finding."""
     judge = Judge(spec or HealthSpec(), batch)
     for one in steps:
-        found = judge.look(**one)
+        found = judge.observe(**one)
         if found:
             return one["step"], found[0].rule, in_words(found, one["step"])
     return None
@@ -414,18 +414,18 @@ def seed_steps(formula: SeedFormula, num_steps: int) -> Iterator[dict[str, Any]]
 
 @pytest.mark.parametrize(("name", "kinds"), [(name, case.kinds) for name, case in SEED_FORMULAS.items()])
 def test_seed_formulas_that_repeat_themselves_are_named_with_the_kind(name: str, kinds: set[str]) -> None:
-    judge, told = Judge(HealthSpec(), BATCH), dict[str, str]()
+    judge, warnings = Judge(HealthSpec(), BATCH), dict[str, str]()
     for one in seed_steps(SEED_FORMULAS[name].formula, 3):
-        told |= {finding.kind: finding.message for finding in judge.look(**one)}
-    assert set(told) == kinds
+        warnings |= {finding.kind: finding.message for finding in judge.observe(**one)}
+    assert set(warnings) == kinds
     if "seeds within groups" in kinds:
-        assert "(all of node1)" in told["seeds within groups"]
+        assert "(all of node1)" in warnings["seeds within groups"]
 
 
 def test_seeds_that_follow_from_content_are_left_alone() -> None:
     judge = Judge(HealthSpec(), BATCH)
     for one in seed_steps(lambda rank, seed, step, uid, index: sample_seed(seed, step, uid, index), 5):
-        assert judge.look(**one) == []
+        assert judge.observe(**one) == []
 
 
 def test_a_rule_that_is_turned_off_finds_nothing() -> None:
@@ -439,14 +439,14 @@ def test_a_rule_that_is_turned_off_finds_nothing() -> None:
 
 def verdicts(steps: Any, spec: HealthSpec) -> list[tuple[int, HealthVerdict]]:
     """Verdicts that warn or end, up to the first that ends."""
-    judge, told = Judge(spec, BATCH), []
+    judge, warnings = Judge(spec, BATCH), []
     for one in steps:
-        verdict = judge.verdict(judge.look(**one), one["step"])
+        verdict = judge.verdict(judge.observe(**one), one["step"])
         if verdict.warnings or verdict.ends_by:
-            told.append((one["step"], verdict))
+            warnings.append((one["step"], verdict))
         if verdict.ends_by:
             break
-    return told
+    return warnings
 
 
 def test_without_a_setting_a_finding_ends_the_training() -> None:
@@ -458,9 +458,9 @@ def test_without_a_setting_a_finding_ends_the_training() -> None:
 def test_a_warning_is_told_once_and_again_after_a_window_without_it() -> None:
     spec = HealthSpec(actions={"frozen": "warn"})
     frozen = {"changed_share": 0.0}
-    told = verdicts(curve((10, {}), (20, frozen), (5, {}), (20, frozen), (30, {}), (20, frozen)), spec)
-    assert [step for step, _ in told] == [15, 90]
-    ((rule, message),) = told[0][1].warnings
+    warnings = verdicts(curve((10, {}), (20, frozen), (5, {}), (20, frozen), (30, {}), (20, frozen)), spec)
+    assert [step for step, _ in warnings] == [15, 90]
+    ((rule, message),) = warnings[0][1].warnings
     assert rule == "frozen"
     assert message.endswith("Training continues.")
 
@@ -486,11 +486,11 @@ def test_a_run_that_goes_on_is_judged_as_if_it_had_never_stopped(name: str) -> N
     straight = Judge(spec, QUICK)
     states = []
     for one in steps:
-        straight.look(**one)
+        straight.observe(**one)
         states.append(straight.state)
     for position in range(0, len(steps) - 1, 7):
         judge = Judge(spec, QUICK, HealthState.model_validate(states[position].model_dump()))
-        found = [judge.look(**one) for one in steps[position + 1 :]]
+        found = [judge.observe(**one) for one in steps[position + 1 :]]
         assert judge.state == straight.state
         assert found[-1]
         assert not any(found[:-1])
@@ -499,7 +499,7 @@ def test_a_run_that_goes_on_is_judged_as_if_it_had_never_stopped(name: str) -> N
 def test_without_its_state_a_run_that_goes_on_is_judged_late() -> None:
     """Negative control: a window of steps is forgotten."""
     steps = recorded("learning-rate-5")
-    found = [Judge(HealthSpec(min_completions=1024), QUICK).look(**one) for one in steps[-10:]]
+    found = [Judge(HealthSpec(min_completions=1024), QUICK).observe(**one) for one in steps[-10:]]
     assert not any(found)
 
 
@@ -511,10 +511,10 @@ def test_without_its_state_a_run_that_goes_on_is_judged_late() -> None:
 @pytest.mark.end_to_end
 def test_two_real_ranks_end_a_degenerate_run_together_and_leave_a_healthy_one(tmp_path: Path) -> None:
     runs = ["seed 1", "seeds from ranks on one node", "weights that do not change"]
-    told = values(launch(make_runs, 2, tmp_path / "launch", timeout_s=600, folder=str(tmp_path / "runs"), names=runs))
-    assert told[0] == told[1], "all ranks say the same"
-    assert told[0]["seed 1"] == "done"
-    same, frozen = told[0]["seeds from ranks on one node"], told[0]["weights that do not change"]
+    found = values(launch(make_runs, 2, tmp_path / "launch", timeout_s=600, folder=str(tmp_path / "runs"), names=runs))
+    assert found[0] == found[1], "all ranks say the same"
+    assert found[0]["seed 1"] == "done"
+    same, frozen = found[0]["seeds from ranks on one node"], found[0]["weights that do not change"]
     assert same.startswith("DegenerateRl: Training no longer learns")
     assert "the seed of another one of their group on rank 1 (node1). " in same
     assert "since step 1 (frozen)" in frozen

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 from rank_launcher import launch, make_context, tiny_spec, values
-from test_loop_runs import Counting, final_state, killed_for_real, told
+from test_loop_runs import Counting, final_state, killed_for_real, metrics_of
 
 from rlhf_core.errors import DegenerateRl
 from rlhf_core.schemas.algorithms import specs
@@ -170,7 +170,7 @@ def test_no_pass_is_made_that_nothing_needs(two_ranks: list[dict[str, Any]]) -> 
 def test_one_rank_makes_the_same_first_step_as_two(
     one_rank: list[dict[str, Any]], two_ranks: list[dict[str, Any]], folder: Path, name: str
 ) -> None:
-    one, two = told(folder, f"1 {name}")[3], told(folder, f"2 {name}")[3]
+    one, two = metrics_of(folder, f"1 {name}")[3], metrics_of(folder, f"2 {name}")[3]
     assert one["rollout/completion_digest"] == two["rollout/completion_digest"]
     compared = [key for key in one if key.startswith(("train/", "policy/", "value/", "reward/"))]
     assert {"train/loss", "train/grad_norm", "train/changed_share"} <= set(compared)
@@ -182,7 +182,7 @@ def test_one_rank_makes_the_same_first_step_as_two(
 @pytest.mark.parametrize("name", SPLIT)
 def test_split_weights_make_the_same_first_step(two_ranks: list[dict[str, Any]], folder: Path, name: str) -> None:
     """ZeRO 3, with ranks whose micro-batches differ in number: it ends, and comes to the same figures."""
-    plain, split = told(folder, f"2 {name}")[3], told(folder, f"2 {name}, split")[3]
+    plain, split = metrics_of(folder, f"2 {name}")[3], metrics_of(folder, f"2 {name}, split")[3]
     assert split["rollout/completion_digest"] == plain["rollout/completion_digest"]
     for key in ("train/loss", "train/grad_norm", "train/num_tokens", "policy/kl", "value/loss"):
         if key in plain:
@@ -193,7 +193,7 @@ def test_a_row_that_recurs_in_a_step_is_sampled_with_other_seeds(
     two_ranks: list[dict[str, Any]], one_rank: list[dict[str, Any]], folder: Path
 ) -> None:
     assert [result["recurring"]["result"] for result in (*two_ranks, *one_rank)] == ["done"] * 3
-    one, two = told(folder, "1 recurring")[3], told(folder, "2 recurring")[3]
+    one, two = metrics_of(folder, "1 recurring")[3], metrics_of(folder, "2 recurring")[3]
     assert one["rollout/seed_digest"] == two["rollout/seed_digest"]
 
 
@@ -202,7 +202,7 @@ def test_negative_control_a_row_that_recurs_with_the_same_uid_ends_the_run(two_r
 
 
 def test_several_updates_learn_more_than_one(two_ranks: list[dict[str, Any]], folder: Path) -> None:
-    once, twice, several = (told(folder, f"2 {name}")[3] for name in ("on-policy", "two passes", "several"))
+    once, twice, several = (metrics_of(folder, f"2 {name}")[3] for name in ("on-policy", "two passes", "several"))
     assert once["policy/clip_share"] == 0
     assert twice["train/num_tokens"] == 2 * once["train/num_tokens"]
     assert several["policy/mismatch_weight"] == pytest.approx(1, abs=1e-3), "one and the same engine"
@@ -210,7 +210,7 @@ def test_several_updates_learn_more_than_one(two_ranks: list[dict[str, Any]], fo
 
 
 def test_the_critic_learns_alone_first(two_ranks: list[dict[str, Any]], folder: Path) -> None:
-    first, second = told(folder, "2 critic")[3], told(folder, "2 critic")[4]
+    first, second = metrics_of(folder, "2 critic")[3], metrics_of(folder, "2 critic")[4]
     assert (first["train/changed_share"], first["train/learning_rate"]) == (0, 0)
     assert first["policy/kl"] == 0
     assert first["value/grad_norm"] == first["train/grad_norm"] > 0
@@ -221,7 +221,7 @@ def test_the_critic_learns_alone_first(two_ranks: list[dict[str, Any]], folder: 
 
 
 def test_dynamic_sampling_takes_more_prompts(two_ranks: list[dict[str, Any]], folder: Path) -> None:
-    plain, dynamic = told(folder, "2 on-policy")[3], told(folder, "2 dynamic")[3]
+    plain, dynamic = metrics_of(folder, "2 on-policy")[3], metrics_of(folder, "2 dynamic")[3]
     assert 0 < plain["rollout/zero_std_groups"] < 1
     assert dynamic["rollout/completion_digest"] != plain["rollout/completion_digest"]
     assert math.isfinite(dynamic["train/loss"])
@@ -229,7 +229,7 @@ def test_dynamic_sampling_takes_more_prompts(two_ranks: list[dict[str, Any]], fo
 
 def test_a_step_may_have_nothing_to_train_on(two_ranks: list[dict[str, Any]], folder: Path) -> None:
     """Overlong filtering leaves out every completion where each is cut off."""
-    line = told(folder, "2 dapo")[3]
+    line = metrics_of(folder, "2 dapo")[3]
     assert line["rollout/truncated_share"] > 0.9
     assert (line["train/loss"], line["train/grad_norm"], line["train/num_tokens"]) == (0, 0, 0)
 
@@ -247,14 +247,14 @@ def killed_and_resumed(two_ranks: list[dict[str, Any]], folder: Path) -> None:
 @pytest.mark.parametrize("name", KILLED)
 def test_a_killed_run_goes_on_bitwise(killed_and_resumed: None, folder: Path, name: str) -> None:
     """Policy, value model, both optimizers, and the position in the data after as many rounds as it took."""
-    before, after = told(folder, f"killed {name}"), told(folder, f"killed {name}", 1)
+    before, after = metrics_of(folder, f"killed {name}"), metrics_of(folder, f"killed {name}", 1)
     assert (set(before), set(after)) == ({1, 2, 3, 4}, {5, 6})
-    assert before | after == told(folder, f"2 {name}")
+    assert before | after == metrics_of(folder, f"2 {name}")
     assert final_state(folder, f"killed {name}") == final_state(folder, f"2 {name}")
     assert any(path.startswith("critic/") for path in final_state(folder, f"2 {name}")) == (name == "critic")
 
 
 def test_a_resume_that_forgets_the_value_model_is_caught(killed_and_resumed: None, folder: Path) -> None:
     """Negative control of the test above."""
-    straight = told(folder, "2 critic")
-    assert any(line != straight[step] for step, line in told(folder, "killed forgetful", 1).items())
+    straight = metrics_of(folder, "2 critic")
+    assert any(line != straight[step] for step, line in metrics_of(folder, "killed forgetful", 1).items())

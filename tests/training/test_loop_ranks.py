@@ -73,7 +73,7 @@ def test_many_silent_ranks_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(distributed.time, "monotonic", lambda: store.now_s)
     monkeypatch.setattr(distributed.time, "sleep", store.pass_time)
     ranks = distributed.Ranks(5, 64, torch.device("cpu"), NullReporter(), store)
-    answers = ranks.tell("topic", {"step": 7}, wait_s=3.0)
+    answers = ranks.exchange("topic", {"step": 7}, wait_s=3.0)
     assert answers == {5: {"step": 7}}
     assert json.loads(store.get("topic/5")) == {"step": 7}
     assert store.now_s < 3.5, "one rank after the other it would be three minutes: taken for a hang"

@@ -51,7 +51,7 @@ def kill_once_saved(run_dir: str, step: int) -> Callable[[], None]:
     return kill
 
 
-class Asking(NullReporter):
+class RequestingReporter(NullReporter):
     """Asks for something from the reduction of one step on, until a checkpoint is begun."""
 
     def __init__(self, request: str, step: int) -> None:
@@ -145,10 +145,12 @@ def runs_of(group: TrainingGroup) -> dict[str, Any]:
         forget = {"health": HealthState()}
         results["without health"] = train("without-health", restart=1)
 
-    results["save"] = train("save", reporter=Asking("save", 3) if rank == 1 else None, checkpoint={"keep_last": 9})
-    results["stop"] = train("stop", reporter=Asking("stop", 3) if rank == 0 else None)
+    results["save"] = train(
+        "save", reporter=RequestingReporter("save", 3) if rank == 1 else None, checkpoint={"keep_last": 9}
+    )
+    results["stop"] = train("stop", reporter=RequestingReporter("stop", 3) if rank == 0 else None)
     results["after stop"] = train("stop", restart=1)
-    results["stop at the end"] = train("stop-late", reporter=Asking("stop", 6))
+    results["stop at the end"] = train("stop-late", reporter=RequestingReporter("stop", 6))
     results["finished already"] = train("straight", restart=1)
     copy("again", "longer")
     results["longer"] = train("longer", restart=1, train={"num_steps": 6})
@@ -245,7 +247,7 @@ def results(folder: Path) -> list[dict[str, Any]]:
     return values(launch(every_scenario, 2, folder / "launch", timeout_s=600, folder=str(folder)))
 
 
-def told(folder: Path, name: str, restart: int = 0) -> dict[int, dict[str, float]]:
+def metrics_of(folder: Path, name: str, restart: int = 0) -> dict[int, dict[str, float]]:
     """What depends on the spec alone, by step."""
     lines = read_models(RunDir(folder / name).attempt(1).restart(restart).metrics, MetricsLine)
     steps = [line.step for line in lines]
@@ -288,7 +290,11 @@ def test_killed_and_resumed_is_the_same_as_straight(
     for result in results:
         assert result[f"killed in {name}"].startswith("InterruptedError")
         assert result[f"resumed {name}"] == "done"
-    straight, before, after = told(folder, "straight"), told(folder, name), told(folder, name, restart=1)
+    straight, before, after = (
+        metrics_of(folder, "straight"),
+        metrics_of(folder, name),
+        metrics_of(folder, name, restart=1),
+    )
     assert set(straight) == {1, 2, 3, 4, 5, 6}
     assert set(after) == set(range(step + 1, 7)), "it goes on from the last complete checkpoint"
     assert before | after == straight
@@ -301,17 +307,17 @@ def test_resume_is_exact_in_every_stage_of_zero(results: list[dict[str, Any]], f
     """Bitwise, supervised and by GRPO; and every stage learns the same but for rounding."""
     runs = [(f"sft-{stage}", 4)] + ([(f"stage-{stage}", 6)] if stage != 1 else [])
     for name, last in runs:
-        before, after = told(folder, f"{name}-ended"), told(folder, f"{name}-ended", restart=1)
+        before, after = metrics_of(folder, f"{name}-ended"), metrics_of(folder, f"{name}-ended", restart=1)
         assert set(after) == {last - 1, last}
-        assert before | after == told(folder, name)
+        assert before | after == metrics_of(folder, name)
         assert final_state(folder, f"{name}-ended", last) == final_state(folder, name, last)
-    for number, line in told(folder, f"sft-{stage}").items():
-        assert line["train/loss"] == pytest.approx(told(folder, "sft-1")[number]["train/loss"], rel=1e-4)
+    for number, line in metrics_of(folder, f"sft-{stage}").items():
+        assert line["train/loss"] == pytest.approx(metrics_of(folder, "sft-1")[number]["train/loss"], rel=1e-4)
     if stage != 1:
         for number in (1, 2, 3):
-            line, other = told(folder, f"stage-{stage}")[number], told(folder, "straight")[number]
+            line, other = metrics_of(folder, f"stage-{stage}")[number], metrics_of(folder, "straight")[number]
             assert line["train/grad_norm"] == pytest.approx(other["train/grad_norm"], rel=1e-4), number
-        first, straight = told(folder, f"stage-{stage}")[3], told(folder, "straight")[3]
+        first, straight = metrics_of(folder, f"stage-{stage}")[3], metrics_of(folder, "straight")[3]
         assert first["rollout/completion_digest"] == straight["rollout/completion_digest"]
 
 
@@ -319,7 +325,7 @@ def test_resume_is_exact_in_every_stage_of_zero(results: list[dict[str, Any]], f
 def test_a_resume_that_forgets_something_is_caught(results: list[dict[str, Any]], folder: Path, part: str) -> None:
     """Negative control of the test above: it sees each part of the state."""
     assert [result[f"without {part}"] for result in results] == ["done", "done"]
-    straight, resumed = told(folder, "straight"), told(folder, f"without-{part}", restart=1)
+    straight, resumed = metrics_of(folder, "straight"), metrics_of(folder, f"without-{part}", restart=1)
     assert set(resumed) == {5, 6}
     assert any(resumed[number] != straight[number] for number in resumed)
     assert final_state(folder, f"without-{part}") != final_state(folder, "straight")
@@ -327,16 +333,18 @@ def test_a_resume_that_forgets_something_is_caught(results: list[dict[str, Any]]
 
 def test_a_resume_that_forgets_what_the_judge_knew_is_caught(results: list[dict[str, Any]], folder: Path) -> None:
     assert [result["without health"] for result in results] == ["done", "done"]
-    assert told(folder, "without-health", restart=1) == {step: told(folder, "straight")[step] for step in (5, 6)}
+    assert metrics_of(folder, "without-health", restart=1) == {
+        step: metrics_of(folder, "straight")[step] for step in (5, 6)
+    }
     assert final_state(folder, "without-health") != final_state(folder, "straight")
 
 
 def test_the_same_seed_gives_the_same_run(results: list[dict[str, Any]], folder: Path) -> None:
     assert results[0]["again"] == "done"
-    assert told(folder, "again") == told(folder, "straight")
+    assert metrics_of(folder, "again") == metrics_of(folder, "straight")
     assert final_state(folder, "again") == final_state(folder, "straight")
-    other = told(folder, "other-seed")
-    assert all(other[step] != told(folder, "straight")[step] for step in other)
+    other = metrics_of(folder, "other-seed")
+    assert all(other[step] != metrics_of(folder, "straight")[step] for step in other)
 
 
 def test_every_row_is_used_once_before_any_is_used_again(results: list[dict[str, Any]], folder: Path) -> None:
@@ -392,7 +400,7 @@ def test_metrics_have_their_names(results: list[dict[str, Any]], folder: Path) -
 
 def test_rewards_of_a_process_beside_the_rank_are_the_same(results: list[dict[str, Any]], folder: Path) -> None:
     assert [result["rewards beside"] for result in results] == ["done", "done"]
-    assert told(folder, "rewards-beside") == told(folder, "without-noise")
+    assert metrics_of(folder, "rewards-beside") == metrics_of(folder, "without-noise")
     assert final_state(folder, "rewards-beside") == final_state(folder, "without-noise")
 
 
@@ -438,26 +446,28 @@ def test_the_evaluation_before_is_made_once(results: list[dict[str, Any]], folde
 def test_save_and_go_on_happens_at_the_same_step_on_all_ranks(results: list[dict[str, Any]], folder: Path) -> None:
     assert [result["save"] for result in results] == ["done", "done"]
     assert [checkpoint.step for checkpoint in RunDir(folder / "save").checkpoints()] == [2, 3, 4, 6]
-    assert told(folder, "save") == told(folder, "straight"), "saving changes nothing"
+    assert metrics_of(folder, "save") == metrics_of(folder, "straight"), "saving changes nothing"
 
 
 def test_save_and_end_leaves_the_rest_to_later(results: list[dict[str, Any]], folder: Path) -> None:
     assert [result["stop"] for result in results] == ["stopped_early"] * 2
-    assert set(told(folder, "stop")) == {1, 2, 3}
+    assert set(metrics_of(folder, "stop")) == {1, 2, 3}
     assert [result["after stop"] for result in results] == ["done", "done"]
-    assert told(folder, "stop") | told(folder, "stop", restart=1) == told(folder, "straight")
+    assert metrics_of(folder, "stop") | metrics_of(folder, "stop", restart=1) == metrics_of(folder, "straight")
     assert final_state(folder, "stop") == final_state(folder, "straight")
     assert [result["stop at the end"] for result in results] == ["done", "done"], "nothing was left to stop"
 
 
 def test_a_finished_run_has_nothing_left_to_do(results: list[dict[str, Any]], folder: Path) -> None:
     assert [result["finished already"] for result in results] == ["done", "done"]
-    assert told(folder, "straight", restart=1) == {}
+    assert metrics_of(folder, "straight", restart=1) == {}
 
 
 def test_a_run_can_be_made_longer(results: list[dict[str, Any]], folder: Path) -> None:
     assert [result["longer"] for result in results] == ["done", "done"]
-    assert told(folder, "longer") | told(folder, "longer", restart=1) == told(folder, "straight-longer")
+    assert metrics_of(folder, "longer") | metrics_of(folder, "longer", restart=1) == metrics_of(
+        folder, "straight-longer"
+    )
     assert final_state(folder, "longer", 8) == final_state(folder, "straight-longer", 8)
 
 
@@ -467,7 +477,7 @@ def test_a_loss_that_is_not_finite_ends_all_ranks_after_it_was_written(
     for result in results:
         assert result["not finite"].startswith("NonFiniteLoss: train/")
         assert " at step 4;" in result["not finite"]
-    lines = told(folder, "not-finite")
+    lines = metrics_of(folder, "not-finite")
     assert not all(math.isfinite(lines[4][name]) for name in ("train/loss", "train/grad_norm"))
     assert [checkpoint.step for checkpoint in RunDir(folder / "not-finite").checkpoints()] == [2]
 
@@ -477,7 +487,7 @@ def test_a_disk_that_is_full_for_one_rank_is_full_for_all(results: list[dict[str
         assert result["full"].startswith("DiskFull: the disk became full while checkpoint 8 was written")
         assert "rank 1: OSError: [Errno 28] No space left on device" in result["full"]
     run_dir = RunDir(folder / "full")
-    assert max(told(folder, "full", restart=2)) in (9, 10), "at the next step, or with the next checkpoint"
+    assert max(metrics_of(folder, "full", restart=2)) in (9, 10), "at the next step, or with the next checkpoint"
     assert [checkpoint.step for checkpoint in run_dir.checkpoints()] == [2, 4, 6]
     for checkpoint in run_dir.checkpoints():
         checkpoint.verify()
@@ -490,15 +500,15 @@ def test_all_ranks_go_on_from_the_checkpoint_before_a_damaged_one(results: list[
         assert result["damaged"].startswith("CheckpointCorrupt: checkpoint ")
         assert "step-000006 is damaged: model/model.safetensors: found" in result["damaged"]
         assert result["after damage"] == "done"
-    after = told(folder, "damaged", restart=2)
+    after = metrics_of(folder, "damaged", restart=2)
     assert set(after) == {5, 6}
-    assert after == {step: told(folder, "straight")[step] for step in after}
+    assert after == {step: metrics_of(folder, "straight")[step] for step in after}
     assert final_state(folder, "damaged") == final_state(folder, "straight")
 
 
 def test_metrics_that_are_deleted_meanwhile_are_there_at_the_end(results: list[dict[str, Any]], folder: Path) -> None:
     assert [result["deleted"] for result in results] == ["done", "done"]
-    assert told(folder, "deleted") == told(folder, "straight")
+    assert metrics_of(folder, "deleted") == metrics_of(folder, "straight")
     restart = RunDir(folder / "deleted").attempt(1).restart(0)
     events = read_models(restart.worker_events("trainer", "here", 0), AgentEvent)
     assert [event.kind for event in events] == ["file"] * len(events)
@@ -511,7 +521,7 @@ def test_a_batch_that_does_not_divide_is_refused(results: list[dict[str, Any]]) 
 
 def test_supervised_training_can_be_the_main_algorithm(results: list[dict[str, Any]], folder: Path) -> None:
     assert [result["main is sft"] for result in results] == ["done", "done"]
-    losses = [line["train/loss"] for line in told(folder, "sft").values()]
+    losses = [line["train/loss"] for line in metrics_of(folder, "sft").values()]
     assert len(losses) == 4
     assert losses[-1] < losses[0] - 0.1
     report = RunDir(folder / "sft").evaluation("before", "greedy").read_text()
@@ -521,11 +531,11 @@ def test_supervised_training_can_be_the_main_algorithm(results: list[dict[str, A
 def test_evaluation_during_training_is_a_metric_and_changes_nothing(
     results: list[dict[str, Any]], folder: Path
 ) -> None:
-    lines = told(folder, "evaluating")
+    lines = metrics_of(folder, "evaluating")
     measured = {step: line.pop("eval/greedy") for step, line in lines.items() if "eval/greedy" in line}
     assert set(measured) == {3, 6}
     assert all(0 <= value <= 1 for value in measured.values())
-    assert lines == told(folder, "straight")
+    assert lines == metrics_of(folder, "straight")
 
 
 def test_all_ranks_beat_in_every_phase_and_count_the_same_collectives(results: list[dict[str, Any]]) -> None:
@@ -553,9 +563,9 @@ def test_a_rank_killed_for_real_and_the_run_resumed(
     ended = launch(killed_for_real, 2, folder / f"{name}-launch", **run)
     assert ended[1].exit_code == -signal.SIGKILL
     assert ended[0].exit_code == 1, "the other rank finds its peer gone"
-    assert set(told(folder, name)) == {1, 2, 3, 4}
+    assert set(metrics_of(folder, name)) == {1, 2, 3, 4}
     assert values(launch(whole_role, 2, folder / f"{name}-resumed", restart=1, **run)) == ["done", "done"]
-    assert told(folder, name) | told(folder, name, restart=1) == told(folder, straight)
+    assert metrics_of(folder, name) | metrics_of(folder, name, restart=1) == metrics_of(folder, straight)
     assert final_state(folder, name) == final_state(folder, straight)
 
 
@@ -566,7 +576,7 @@ def one_rank(results: list[dict[str, Any]], folder: Path) -> None:
 
 def test_one_rank_against_two(one_rank: None, folder: Path) -> None:
     """The same seeds at every step, completions at the first step of GRPO, gradients but for rounding."""
-    one, two = told(folder, "one"), told(folder, "straight")
+    one, two = metrics_of(folder, "one"), metrics_of(folder, "straight")
     assert set(one) == set(two)
     for step in (3, 4, 5, 6):
         assert one[step]["rollout/seed_digest"] == two[step]["rollout/seed_digest"]
@@ -578,7 +588,7 @@ def test_one_rank_against_two(one_rank: None, folder: Path) -> None:
 
 def test_group_and_batch_statistics_span_the_ranks(one_rank: None, folder: Path) -> None:
     """Advantages scaled by the standard deviation of the whole batch, loss averaged over all sequences of the step."""
-    one, two = told(folder, "one-without-noise"), told(folder, "without-noise")
+    one, two = metrics_of(folder, "one-without-noise"), metrics_of(folder, "without-noise")
     assert one[3]["reward/std"] > 0
     for name, value in one[3].items():
         assert two[3][name] == pytest.approx(value, rel=2e-5, abs=1e-6), name
@@ -598,7 +608,11 @@ def test_the_evaluator_measures_the_last_checkpoint(one_rank: None, folder: Path
 def test_one_rank_goes_on_with_what_two_began(one_rank: None, results: list[dict[str, Any]], folder: Path) -> None:
     """Checkpoint of two ranks under stage 3, the rest on one under stage 1: the same losses but for rounding."""
     assert all(result["for one rank"].startswith("InterruptedError") for result in results)
-    began, rest, straight = told(folder, "for-one"), told(folder, "for-one", restart=1), told(folder, "without-noise")
+    began, rest, straight = (
+        metrics_of(folder, "for-one"),
+        metrics_of(folder, "for-one", restart=1),
+        metrics_of(folder, "without-noise"),
+    )
     assert (set(began), set(rest)) == ({1, 2, 3, 4}, {5, 6})
     for number, line in (began | rest).items():
         for name in ("train/loss", "train/grad_norm", "train/num_tokens"):
@@ -609,11 +623,11 @@ def test_one_rank_goes_on_with_what_two_began(one_rank: None, results: list[dict
 
 
 def test_recomputing_activations_changes_nothing(results: list[dict[str, Any]], folder: Path) -> None:
-    assert told(folder, "recomputing") == told(folder, "straight")
+    assert metrics_of(folder, "recomputing") == metrics_of(folder, "straight")
 
 
 def test_a_penalty_on_divergence_acts(results: list[dict[str, Any]], folder: Path) -> None:
-    free, penalised = told(folder, "straight"), told(folder, "penalised")
+    free, penalised = metrics_of(folder, "straight"), metrics_of(folder, "penalised")
     assert penalised[3]["train/loss"] == pytest.approx(free[3]["train/loss"], abs=1e-6), "no divergence yet"
     assert penalised[4] != free[4]
     assert penalised[6]["policy/kl"] < free[6]["policy/kl"]

@@ -83,10 +83,10 @@ BAD_ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("changed", "says"), BAD_ROWS, ids=range(len(BAD_ROWS)))
-def test_a_pair_that_teaches_nothing_is_named_or_counted(tmp_path: Path, changed: dict[str, Any], says: str) -> None:
+@pytest.mark.parametrize(("changed", "message"), BAD_ROWS, ids=range(len(BAD_ROWS)))
+def test_a_pair_that_teaches_nothing_is_named_or_counted(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
     good = {**GOOD, "margin": 1}
-    with pytest.raises(BadData, match=r"rows\.jsonl:2: .*" + says):
+    with pytest.raises(BadData, match=r"rows\.jsonl:2: .*" + message):
         load(tmp_path, good, {**good, **changed}, margin_column="margin")
     spec = spec_of(train=str(tmp_path / "rows.jsonl"), margin_column="margin", malformed_rows="drop")
     rows, report = load_data(spec, "train")

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 from rank_launcher import launch, make_context, tiny_spec, training_group, values, whole_role
-from test_loop_runs import Interrupting, final_state, interrupt, killed_for_real, told
+from test_loop_runs import Interrupting, final_state, interrupt, killed_for_real, metrics_of
 
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.reports import EvaluationReport, Phase
@@ -135,7 +135,7 @@ def report(folder: Path, run: str, when: str, name: str = "preference") -> Evalu
 
 def test_pairs_are_learned(results: list[dict[str, Any]], folder: Path) -> None:
     assert [result["straight"] for result in results] == ["done", "done"]
-    lines = told(folder, "straight")
+    lines = metrics_of(folder, "straight")
     assert lines[1]["train/loss"] == pytest.approx(0.693147, abs=1e-5)
     assert lines[1]["preference/margin"] == pytest.approx(0, abs=1e-6)
     assert lines[6]["preference/margin"] > 0
@@ -152,10 +152,10 @@ def test_every_stage_of_zero_learns_the_same_and_resumes_bitwise(
 ) -> None:
     for result in results:
         assert (result[f"stage {stage}"], result[f"stage {stage} resumed"]) == ("done", "done")
-    ended, straight = f"stage-{stage}-ended", told(folder, f"stage-{stage}")
-    assert told(folder, ended) | told(folder, ended, restart=1) == straight
+    ended, straight = f"stage-{stage}-ended", metrics_of(folder, f"stage-{stage}")
+    assert metrics_of(folder, ended) | metrics_of(folder, ended, restart=1) == straight
     assert final_state(folder, ended) == final_state(folder, f"stage-{stage}")
-    for number, line in told(folder, "straight").items():
+    for number, line in metrics_of(folder, "straight").items():
         assert straight[number]["train/loss"] == pytest.approx(line["train/loss"], rel=1e-3), number
 
 
@@ -163,16 +163,16 @@ def test_a_rank_killed_for_real_and_the_run_resumed_bitwise(results: list[dict[s
     run: dict[str, Any] = {"run_dir": str(folder / "killed"), "spec": spec_of(DPO)}
     ended = launch(killed_for_real, 2, folder / "killed-launch", **run)
     assert ended[1].exit_code == -signal.SIGKILL
-    assert set(told(folder, "killed")) == {1, 2, 3, 4}
+    assert set(metrics_of(folder, "killed")) == {1, 2, 3, 4}
     assert values(launch(whole_role, 2, folder / "resumed-launch", restart=1, **run)) == ["done", "done"]
-    assert told(folder, "killed") | told(folder, "killed", restart=1) == told(folder, "straight")
+    assert metrics_of(folder, "killed") | metrics_of(folder, "killed", restart=1) == metrics_of(folder, "straight")
     assert final_state(folder, "killed") == final_state(folder, "straight")
 
 
 def test_one_rank_makes_the_steps_of_two(results: list[dict[str, Any]], folder: Path) -> None:
     run: dict[str, Any] = {"run_dir": str(folder / "one"), "spec": spec_of(DPO)}
     assert values(launch(whole_role, 1, folder / "one-launch", **run)) == ["done"]
-    one, two = told(folder, "one"), told(folder, "straight")
+    one, two = metrics_of(folder, "one"), metrics_of(folder, "straight")
     for name in ("train/loss", "train/grad_norm", "train/num_tokens", "preference/accuracy"):
         assert one[1][name] == pytest.approx(two[1][name], rel=1e-6), name
 
@@ -198,7 +198,7 @@ def test_held_out_pairs_are_ranked_before_and_after(results: list[dict[str, Any]
     assert after.ci_low <= after.value <= after.ci_high
     wrong = [sample for sample in after.samples if sample.completion != sample.answer]
     assert all(sample.score == 0 for sample in wrong)
-    last = told(folder, "warm")[6]["eval/preference"]
+    last = metrics_of(folder, "warm")[6]["eval/preference"]
     assert last == pytest.approx(after.value), "training measures the same as the evaluator"
     for when in ("before", "after"):
         assert report(folder, "warm", when, "greedy").metric == "exact_match", "pairs with answers are also completed"
@@ -207,7 +207,7 @@ def test_held_out_pairs_are_ranked_before_and_after(results: list[dict[str, Any]
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_other_loss_learns_pairs(results: list[dict[str, Any]], folder: Path, name: str) -> None:
     assert [result[name] for result in results] == ["done", "done"]
-    lines = told(folder, name)
+    lines = metrics_of(folder, name)
     assert lines[6]["train/loss"] < lines[1]["train/loss"]
     assert lines[6]["preference/margin"] > lines[1]["preference/margin"]
     assert report(folder, name, "before").value != 0.5, "without a reference the model prefers one completion at once"
@@ -221,20 +221,20 @@ def test_a_reward_model_is_made_of_the_warm_started_model(results: list[dict[str
     run_dir = RunDir(folder / "ranker")
     model = AutoModelForSequenceClassification.from_pretrained(run_dir.checkpoint(6).model)
     assert model.config.architectures == ["Qwen3ForSequenceClassification"]
-    assert report(folder, "ranker", "after").value == pytest.approx(told(folder, "ranker")[6]["eval/preference"])
+    assert report(folder, "ranker", "after").value == pytest.approx(metrics_of(folder, "ranker")[6]["eval/preference"])
     assert not run_dir.evaluation("after", "greedy").exists(), "it generates no text"
 
 
 def test_a_reward_model_is_resumed_bitwise(results: list[dict[str, Any]], folder: Path) -> None:
     assert results[0]["interrupted ranker"].startswith("InterruptedError")
     assert [result["resumed ranker"] for result in results] == ["done", "done"]
-    assert told(folder, "again") | told(folder, "again", restart=1) == told(folder, "ranker")
+    assert metrics_of(folder, "again") | metrics_of(folder, "again", restart=1) == metrics_of(folder, "ranker")
     assert final_state(folder, "again") == final_state(folder, "ranker")
 
 
 def test_labelled_completions_are_learned_and_resumed_bitwise(results: list[dict[str, Any]], folder: Path) -> None:
     assert [result["kto"] for result in results] == ["done", "done"]
-    lines = told(folder, "kto")
+    lines = metrics_of(folder, "kto")
     assert lines[1]["train/loss"] == pytest.approx(0.5, abs=1e-6), "the policy is its own reference"
     assert lines[6]["preference/chosen_reward"] > lines[6]["preference/rejected_reward"]
     assert 0 <= lines[6]["eval/preference"] <= 1
@@ -242,7 +242,7 @@ def test_labelled_completions_are_learned_and_resumed_bitwise(results: list[dict
     assert before.value == 0.5
     assert RunDir(folder / "kto").evaluation("before", "greedy").exists(), "the answer is not the completion"
     assert [result["resumed kto"] for result in results] == ["done", "done"]
-    assert told(folder, "kto-again") | told(folder, "kto-again", restart=1) == lines
+    assert metrics_of(folder, "kto-again") | metrics_of(folder, "kto-again", restart=1) == lines
     assert final_state(folder, "kto-again") == final_state(folder, "kto")
 
 
@@ -253,7 +253,7 @@ def test_a_bound_of_tokens_changes_the_passes_and_not_the_training(results: list
     first, second = ([len(parts) for parts in result["cut"]] for result in results)
     assert max(first) > 1
     assert first != second, "the numbers of micro-batches differ between the ranks at times"
-    whole, bounded = told(folder, "bound-0"), told(folder, "bound-40")
+    whole, bounded = metrics_of(folder, "bound-0"), metrics_of(folder, "bound-40")
     for step, line in whole.items():
         for name in ("train/loss", "train/grad_norm", "train/num_tokens", "preference/margin"):
             assert bounded[step][name] == pytest.approx(line[name], rel=1e-4, abs=1e-6), (step, name)

@@ -14,7 +14,7 @@ from engine_groups import EngineGroup, engine_group, no_beat
 from process_tools import until
 from rank_launcher import launch, make_context, tiny_spec, values
 from test_loop_online import spec_of
-from test_loop_runs import told
+from test_loop_runs import metrics_of
 from test_remote_engines import DRAWN, PROMPTS, SEEDS, tokens_of, weights_of
 from transformers import PreTrainedModel
 
@@ -186,7 +186,7 @@ def test_grpo_trains_an_adapter_with_engines(group: EngineGroup, tmp_path: Path)
         base=str(run_dir.initial_model),
     )
     assert values(launched) == [{"3 2": "done", "3 0": "done"}] * 2
-    runs = {name: told(tmp_path, name, restart) for restart, name in enumerate(("3 2", "3 0"), 100)}
+    runs = {name: metrics_of(tmp_path, name, restart) for restart, name in enumerate(("3 2", "3 0"), 100)}
     for found in runs.values():
         assert set(found) == set(range(1, 6))
         for line in found.values():

@@ -13,7 +13,7 @@ import pytest
 from process_tools import until
 
 from rlhf_core.errors import EnginesLost
-from rlhf_core.schemas.engines import EngineAddress, WeightsInForce
+from rlhf_core.schemas.engines import EngineAddress, WeightsId
 from rlhf_core.schemas.rollouts import RemoteSettings
 from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.remote import client as client_module
@@ -29,7 +29,7 @@ from rlhf_core.weight_sync.receiver import Receiver
 pytestmark = pytest.mark.training
 
 TOKEN = b"token"
-WEIGHTS = WeightsInForce(start=1, version=1)
+WEIGHTS = WeightsId(start=1, version=1)
 
 
 @dataclass
@@ -80,7 +80,7 @@ class ScriptedSampler:
 
 
 @contextmanager
-def engine(rank: int, sampler: ScriptedSampler, weights: WeightsInForce = WEIGHTS) -> Iterator[EngineClient]:
+def engine(rank: int, sampler: ScriptedSampler, weights: WeightsId = WEIGHTS) -> Iterator[EngineClient]:
     """A real server and worker of an engine that has weights."""
     receiver = Receiver(f"engine-{rank}")
     worker = EngineWorker(rank, 0, sampler, receiver, NullReporter())
@@ -191,7 +191,7 @@ def test_an_engine_that_was_slow_once_serves_again_in_the_same_rollout() -> None
 
 def test_an_engine_that_is_gone_does_not_keep_the_others_from_being_given_weights() -> None:
     """One engine has returned with other weights, which only a sync can fix; the address of a dead engine remains."""
-    other = WeightsInForce(start=2, version=0)
+    other = WeightsId(start=2, version=0)
     with engine(0, ScriptedSampler()) as gone:
         pass
     with engine(1, ScriptedSampler(), other) as restarted:

@@ -14,7 +14,7 @@ import torch
 from core_models import QWEN, char_tokenizer, tiny_model
 from pydantic import ValidationError
 from rank_launcher import TrainingGroup, flip_last_bit, launch, tiny_spec, training_group, values
-from test_loop_runs import Interrupting, final_state, interrupt, told
+from test_loop_runs import Interrupting, final_state, interrupt, metrics_of
 from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoConfig,
@@ -467,10 +467,10 @@ def results(folder: Path) -> list[dict[str, Any]]:
 def test_a_run_that_learns_from_reward_models_is_resumed_bitwise(results: list[dict[str, Any]], folder: Path) -> None:
     for result in results:
         assert (result["straight"], result["resumed"]) == ("done", "done")
-    straight = told(folder, "straight")
+    straight = metrics_of(folder, "straight")
     assert {"reward/good", "reward/other", "reward/noisy_reward"} <= straight[6].keys()
     assert straight[6]["reward/good"] == straight[6]["reward/other"]
-    assert told(folder, "ended") | told(folder, "ended", restart=1) == straight
+    assert metrics_of(folder, "ended") | metrics_of(folder, "ended", restart=1) == straight
     assert final_state(folder, "ended") == final_state(folder, "straight")
 
 
@@ -478,7 +478,7 @@ def test_a_run_that_learns_from_reward_models_is_resumed_bitwise(results: list[d
 def test_a_resume_that_forgets_the_running_moments_is_caught(results: list[dict[str, Any]], folder: Path) -> None:
     """Negative control of the test above."""
     assert [result["forgetful"] for result in results] == ["done", "done"]
-    again, straight = told(folder, "forgetful", restart=1), told(folder, "straight")
+    again, straight = metrics_of(folder, "forgetful", restart=1), metrics_of(folder, "straight")
     assert any(again[number] != straight[number] for number in again)
 
 
@@ -486,16 +486,16 @@ def test_a_resume_that_forgets_the_running_moments_is_caught(results: list[dict[
 def test_running_moments_continue_from_one_loop_to_the_next(results: list[dict[str, Any]], folder: Path) -> None:
     """A run resumed between its loops reads them from the checkpoint; an uninterrupted run keeps them."""
     assert [(result["twice"], result["twice again"]) for result in results] == [("done", "done")] * 2
-    straight = told(folder, "twice")
-    assert set(told(folder, "twice again", restart=1)) == {3, 4}
-    assert told(folder, "twice again") | told(folder, "twice again", restart=1) == straight
+    straight = metrics_of(folder, "twice")
+    assert set(metrics_of(folder, "twice again", restart=1)) == {3, 4}
+    assert metrics_of(folder, "twice again") | metrics_of(folder, "twice again", restart=1) == straight
     assert final_state(folder, "twice again", 4) == final_state(folder, "twice", 4)
 
 
 @pytest.mark.end_to_end
 def test_a_warm_start_that_samples_has_rewards_whatever_follows(results: list[dict[str, Any]], folder: Path) -> None:
     assert [result["warm"] for result in results] == ["done", "done"]
-    warm, twice = told(folder, "warm"), told(folder, "twice")
+    warm, twice = metrics_of(folder, "warm"), metrics_of(folder, "twice")
     rewards = [key for key in twice[1] if key.startswith("reward/")]
     assert {"reward/good", "reward/noisy_reward", "reward/std"} <= set(rewards)
     assert [warm[step][key] for step in (1, 2) for key in rewards] == [
@@ -512,5 +512,5 @@ def test_reward_models_that_were_changed_are_refused_by_all_ranks(results: list[
 @pytest.mark.end_to_end
 def test_split_weights_of_the_policy_leave_the_scores_as_they_are(results: list[dict[str, Any]], folder: Path) -> None:
     assert [result["stage 3"] for result in results] == ["done", "done"]
-    first, straight = told(folder, "stage-3")[3], told(folder, "straight")[3]
+    first, straight = metrics_of(folder, "stage-3")[3], metrics_of(folder, "straight")[3]
     assert first["reward/good"] == pytest.approx(straight["reward/good"], abs=1e-4)

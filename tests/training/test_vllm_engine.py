@@ -13,7 +13,7 @@ import torch.distributed as dist
 from adapted_models import LORA, adapted
 from core_models import QWEN, char_tokenizer, tiny_model
 from rank_launcher import TINY_MODEL, launch, make_context, tiny_spec
-from test_loop_runs import Interrupting, final_state, kill_once_saved, told
+from test_loop_runs import Interrupting, final_state, kill_once_saved, metrics_of
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import StaleWeights
@@ -287,8 +287,8 @@ def test_a_killed_run_goes_on_bitwise(tmp_path: Path) -> None:
                 killed=killed,
             )
             assert (ended.exit_code, ended.value) == ((-9, None) if killed else (0, "done")), ended
-    straight, again = told(tmp_path, "straight"), told(tmp_path, "killed", restart=1)
+    straight, again = metrics_of(tmp_path, "straight"), metrics_of(tmp_path, "killed", restart=1)
     assert min(again) == 5
-    assert told(tmp_path, "killed") | again == straight
+    assert metrics_of(tmp_path, "killed") | again == straight
     assert len({line["rollout/completion_digest"] for step, line in straight.items() if step > 2}) > 1
     assert final_state(tmp_path, "killed") == final_state(tmp_path, "straight")

@@ -78,8 +78,13 @@ def test_a_sync_is_written_before_and_after_over_all_ranks(tmp_path: Path) -> No
     own = WeightTransfer("broadcast", 400, wire_s=0.5, apply_s=0.1, limit_gb_per_s=1.0)
     engine = recorded(path, FakeEngine(own), OtherRanks([1, 600, 9.0, 0.25, 0.7, 2.0]), num_engines=2)
     load(engine, 3)
-    asked, answered = lines(path)
-    assert (asked["version"], asked["engines"], asked["acknowledged"], asked["seconds"]) == (3, 2, 0, None)
+    requested, answered = lines(path)
+    assert (requested["version"], requested["engines"], requested["acknowledged"], requested["seconds"]) == (
+        3,
+        2,
+        0,
+        None,
+    )
     expected = {"number": 0, "version": 3, "engines": 2, "acknowledged": 2, "transport": "broadcast", "bytes": 1000}
     expected |= {"seconds": 9.0, "wire_s": 0.5, "apply_s": 0.7, "limit_gb_per_s": 3.0}
     assert {name: answered[name] for name in expected} == expected

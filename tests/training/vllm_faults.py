@@ -8,7 +8,7 @@ from torch import Tensor
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
 from rlhf_core.training.rollouts.vllm import worker as vllm_worker
-from rlhf_core.training.rollouts.vllm.adapter import AdapterInForce
+from rlhf_core.training.rollouts.vllm.adapter import LoadedAdapter
 from rlhf_core.training.rollouts.vllm.worker import StagedPart, StagedWeights, WeightExtension
 
 
@@ -33,7 +33,7 @@ class ObeyingExtension(WeightExtension):
 
     rank: int
 
-    def count_differing(self, adapter: AdapterInForce, tensors: Sequence[tuple[str, Tensor]]) -> int:
+    def count_differing(self, adapter: LoadedAdapter, tensors: Sequence[tuple[str, Tensor]]) -> int:
         """Examine layers, one of which has a different adapter, by less than any token would show."""
         if _is_to_skip(self.rank):
             modules = self.model_runner.lora_manager._adapter_manager.modules

@@ -474,12 +474,12 @@ def test_nodes_show_their_newest_restart(store: HistoryStore, runs: Path) -> Non
 def test_events_of_version_0_1_are_still_read(store: HistoryStore, runs: Path, kind: str, skipped: int) -> None:
     """It compiled a DeepSpeed operation before it started workers."""
     run = whole_run(runs)
-    told = "compiled operations are there after 0.1 s"
+    message = "compiled operations are there after 0.1 s"
     line = {
         "time": at(100).isoformat(),
         "kind": kind,
         "node": "n1",
-        "message": told,
+        "message": message,
         "role": None,
         "data": {"ok": True},
     }

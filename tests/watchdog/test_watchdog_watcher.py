@@ -88,10 +88,10 @@ def test_silence_is_not_death(run_dir: RunDir) -> None:
     scheduler = Answers(JobState.RUNNING, JobState.UNKNOWN, SchedulerError("no answer"), JobState.UNKNOWN)
     one = watcher(run_dir, scheduler, clock)
     for _ in range(6):
-        look = one.poll()
-        assert look.verdict.state is AttemptState.RUNNING
+        snapshot = one.poll()
+        assert snapshot.verdict.state is AttemptState.RUNNING
         clock.now += 1000
-    assert "state unknown" in look.job.reason
+    assert "state unknown" in snapshot.job.reason
 
 
 def test_silence_taken_for_death_would_lose_a_living_job() -> None:
@@ -163,10 +163,10 @@ def test_when_all_others_have_lost_agent_0_its_node_is_lost(
         writer.close()
     one.poll()
     clock.now = LEADER_LOST_TIMEOUT_S + 1
-    look = one.poll()
-    assert look.verdict.state is expected
+    snapshot = one.poll()
+    assert snapshot.verdict.state is expected
     if expected is AttemptState.LOST:
-        failure = explain(run_dir, look, make_spec(), first_attempt=1)
+        failure = explain(run_dir, snapshot, make_spec(), first_attempt=1)
         assert failure.incident is not None
         assert (failure.kind, failure.incident.suspect_nodes) == (FailureKind.NODE_LOST, ("n1",))
         assert failure.decision.excluded_nodes == ("n1",)
@@ -199,11 +199,11 @@ def test_a_look_shows_role_step_phase_and_metrics(run_dir: RunDir) -> None:
     agent.role(Role.TRAINER)
     agent.step(1, **{"reward/mean": 0.25})
     agent.step(2)
-    look = one.poll()
-    assert (look.role, look.step, look.phase, look.loop) == (Role.TRAINER, 2, "train", "sft")
-    assert look.metrics == {"train/loss": 0.5, "reward/mean": 0.25}
-    assert [event.kind for event in look.events] == ["role_started"]
-    assert not look.evaluating
+    snapshot = one.poll()
+    assert (snapshot.role, snapshot.step, snapshot.phase, snapshot.loop) == (Role.TRAINER, 2, "train", "sft")
+    assert snapshot.metrics == {"train/loss": 0.5, "reward/mean": 0.25}
+    assert [event.kind for event in snapshot.events] == ["role_started"]
+    assert not snapshot.evaluating
 
 
 def test_a_first_poll_finds_training_behind_later_restarts(run_dir: RunDir) -> None:
@@ -214,8 +214,8 @@ def test_a_first_poll_finds_training_behind_later_restarts(run_dir: RunDir) -> N
         trainer.step(step)
     for restart in (1, 2):
         FakeAgent(run_dir, restart=restart).role(Role.EVALUATOR)
-    look = watcher(run_dir, Answers(JobState.RUNNING)).poll()
-    assert (look.step, look.metrics, look.restart) == (3, {"train/loss": 0.5}, 2)
+    snapshot = watcher(run_dir, Answers(JobState.RUNNING)).poll()
+    assert (snapshot.step, snapshot.metrics, snapshot.restart) == (3, {"train/loss": 0.5}, 2)
 
 
 def test_events_are_reported_once(run_dir: RunDir) -> None:
@@ -274,9 +274,9 @@ def test_an_unresponsive_history_is_only_late(run_dir: RunDir, monkeypatch: pyte
 
     monkeypatch.setattr("rlhf_core.watchdog.watcher.sync", sync)
     one = Watcher(run_dir, placed(run_dir), submission(), Answers(JobState.RUNNING), Away())  # type: ignore[arg-type]
-    look = one.poll()
-    assert look.history_behind == "no answer from the database"
-    assert look.verdict.state is AttemptState.RUNNING
+    snapshot = one.poll()
+    assert snapshot.history_behind == "no answer from the database"
+    assert snapshot.verdict.state is AttemptState.RUNNING
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -339,16 +339,16 @@ def test_out_of_memory_is_retried_with_less_memory_while_possible(run_dir: RunDi
     agent.begin()
     agent.incident(FailureKind.CUDA_OOM)
     agent.end(AttemptState.FAILED, FailureKind.CUDA_OOM, "rank 1 ran out of memory")
-    look = ended(run_dir)
-    decision = explain(run_dir, look, make_spec(train={"micro_batch_size": 4}), first_attempt=1).decision
+    snapshot = ended(run_dir)
+    decision = explain(run_dir, snapshot, make_spec(train={"micro_batch_size": 4}), first_attempt=1).decision
     assert decision.action is Action.NEW_ATTEMPT
     assert decision.config_diff == {"trainer.micro_batch_size": 2}
     assert "trainer.micro_batch_size = 2; the global batch is unchanged" in decision.reason
     smallest = {"micro_batch_size": 1, "gradient_checkpointing": True}
     nothing_left = make_spec(train=smallest, trainer={"zero_stage": 3}, rollout={"batch_size": 1})
-    assert explain(run_dir, look, nothing_left, first_attempt=1).decision.action is Action.STOP
+    assert explain(run_dir, snapshot, nothing_left, first_attempt=1).decision.action is Action.STOP
     off = make_spec(supervise={"oom_remediation": False})
-    assert explain(run_dir, look, off, first_attempt=1).decision.action is Action.STOP
+    assert explain(run_dir, snapshot, off, first_attempt=1).decision.action is Action.STOP
 
 
 def test_a_loss_that_is_not_finite_goes_back_one_checkpoint_and_only_once(run_dir: RunDir) -> None:
@@ -356,15 +356,17 @@ def test_a_loss_that_is_not_finite_goes_back_one_checkpoint_and_only_once(run_di
     agent.begin()
     agent.checkpoint(2)
     agent.end(AttemptState.FAILED, FailureKind.NON_FINITE, "loss is nan")
-    look = ended(run_dir)
-    assert explain(run_dir, look, make_spec(), first_attempt=1).decision.action is Action.STOP  # no older checkpoint
+    snapshot = ended(run_dir)
+    assert (
+        explain(run_dir, snapshot, make_spec(), first_attempt=1).decision.action is Action.STOP
+    )  # no older checkpoint
     agent.checkpoint(4)
-    decision = explain(run_dir, look, make_spec(), first_attempt=1).decision
+    decision = explain(run_dir, snapshot, make_spec(), first_attempt=1).decision
     assert (decision.action, decision.resume_checkpoint) == (Action.NEW_ATTEMPT, run_dir.checkpoint(2).root.name)
-    again = explain(run_dir, look, make_spec(), first_attempt=1, rolled_back=True).decision
+    again = explain(run_dir, snapshot, make_spec(), first_attempt=1, rolled_back=True).decision
     assert again.action is Action.STOP
     off = make_spec(supervise={"rollback_on_non_finite": False})
-    assert explain(run_dir, look, off, first_attempt=1).decision.action is Action.STOP
+    assert explain(run_dir, snapshot, off, first_attempt=1).decision.action is Action.STOP
 
 
 def test_training_that_learned_nothing_goes_back_to_before_the_window_and_only_once(run_dir: RunDir) -> None:
@@ -374,10 +376,10 @@ def test_training_that_learned_nothing_goes_back_to_before_the_window_and_only_o
         agent.checkpoint(step)
     agent.incident(FailureKind.DEGENERATE_RL)
     agent.end(AttemptState.FAILED, FailureKind.DEGENERATE_RL, "nothing is learned")
-    look, spec = ended(run_dir), make_spec(health={"window_steps": 2})
-    decision = explain(run_dir, look, spec, first_attempt=1).decision
+    snapshot, spec = ended(run_dir), make_spec(health={"window_steps": 2})
+    decision = explain(run_dir, snapshot, spec, first_attempt=1).decision
     assert (decision.action, decision.resume_checkpoint) == (Action.NEW_ATTEMPT, run_dir.checkpoint(1).root.name)
-    again = explain(run_dir, look, spec, first_attempt=1, rolled_back=True).decision
+    again = explain(run_dir, snapshot, spec, first_attempt=1, rolled_back=True).decision
     assert again.action is Action.STOP
     assert "change the reward or the config" in again.reason
 
@@ -389,11 +391,11 @@ def test_a_rule_of_health_may_stop_the_run_at_once(run_dir: RunDir) -> None:
         agent.checkpoint(step)
     agent.incident(FailureKind.DEGENERATE_RL, health_rule="frozen")
     agent.end(AttemptState.FAILED, FailureKind.DEGENERATE_RL, "nothing is learned")
-    look = ended(run_dir)
-    stops = explain(run_dir, look, make_spec(health={"actions": {"frozen": "stop"}}), first_attempt=1).decision
+    snapshot = ended(run_dir)
+    stops = explain(run_dir, snapshot, make_spec(health={"actions": {"frozen": "stop"}}), first_attempt=1).decision
     assert (stops.action, stops.resume_checkpoint) == (Action.STOP, "")
     assert stops.reason == 'health.actions.frozen is "stop": no older checkpoint is tried'
-    other = explain(run_dir, look, make_spec(health={"actions": {"no_spread": "stop"}}), first_attempt=1).decision
+    other = explain(run_dir, snapshot, make_spec(health={"actions": {"no_spread": "stop"}}), first_attempt=1).decision
     assert other.action is Action.NEW_ATTEMPT
 
 
@@ -446,8 +448,8 @@ def test_a_failed_job_was_not_preempted_and_srun_names_the_agent(run_dir: RunDir
         job = JobStatus(JobState.ENDED, f"Slurm says {word}", ("n1", "n2", "n3"), scheduler_state=word)
         scheduler = FakeScheduler()
         scheduler.status = lambda submissions, job=job: {one.job_id: job for one in submissions}  # type: ignore[method-assign,misc]
-        look = Watcher(run_dir, placed(run_dir), submission(), scheduler, None, Clock()).poll()
-        failure = explain(run_dir, look, make_spec(), first_attempt=1)
+        snapshot = Watcher(run_dir, placed(run_dir), submission(), scheduler, None, Clock()).poll()
+        failure = explain(run_dir, snapshot, make_spec(), first_attempt=1)
         assert failure.kind == kind
         assert (failure.incident.suspect_nodes if failure.incident else None) == suspects
         assert failure.decision.action is Action.NEW_ATTEMPT
@@ -480,13 +482,13 @@ def test_a_node_lost_by_slurm_is_blamed_even_if_it_is_back(run_dir: RunDir) -> N
     folder = run_dir.attempt(1).scheduler_dir
     folder.mkdir(parents=True)
     (folder / "7_0_log.out").write_text("srun: error: Node failure on node2\n")
-    look = ended(run_dir)
-    told = replace(
-        look,
+    snapshot = ended(run_dir)
+    reported = replace(
+        snapshot,
         job=JobStatus(JobState.ENDED, SLURM, scheduler_state="NODE_FAIL"),
         verdict=AttemptVerdict(AttemptState.FAILED, "saved", FailureKind.NODE_LOST),
     )
-    failure = explain(run_dir, told, make_spec(), first_attempt=1)
+    failure = explain(run_dir, reported, make_spec(), first_attempt=1)
     assert failure.found_here
     assert failure.incident is not None
     assert failure.incident.suspect_nodes == ("node2",)

@@ -26,7 +26,7 @@ from rlhf_core.watchdog.watcher import LEADER_LOST_TIMEOUT_S, AttemptSnapshot, W
 
 RUNNING = JobStatus(JobState.RUNNING, scheduler_state="RUNNING")
 SUSPENDED = JobStatus(JobState.RUNNING, scheduler_state="SUSPENDED")
-LOOK_EVERY_S = 10.0
+POLL_INTERVAL_S = 10.0
 
 
 class World:
@@ -47,14 +47,14 @@ class World:
             raise self.answer
         return {"101": self.answer}
 
-    def pass_by(self, seconds: float, every_s: float = LOOK_EVERY_S) -> AttemptSnapshot:
+    def pass_by(self, seconds: float, every_s: float = POLL_INTERVAL_S) -> AttemptSnapshot:
         """Poll repeatedly for a period; returns the last poll."""
         until = self.now + seconds
-        look = self.watcher.poll()
+        snapshot = self.watcher.poll()
         while self.now < until:
             self.now += every_s
-            look = self.watcher.poll()
-        return look
+            snapshot = self.watcher.poll()
+        return snapshot
 
 
 @pytest.fixture
@@ -67,9 +67,9 @@ def world(tmp_path: Path) -> World:
 
 def test_a_job_whose_agents_are_all_silent_is_abandoned(world: World) -> None:
     assert world.pass_by(SILENT_S).verdict.state is AttemptState.RUNNING
-    look = world.pass_by(LOOK_EVERY_S)
-    assert (look.verdict.state, look.verdict.failure_kind) == (AttemptState.LOST, FailureKind.AGENT_KILLED)
-    failure = explain(world.run_dir, look, make_spec(), first_attempt=1)
+    snapshot = world.pass_by(POLL_INTERVAL_S)
+    assert (snapshot.verdict.state, snapshot.verdict.failure_kind) == (AttemptState.LOST, FailureKind.AGENT_KILLED)
+    failure = explain(world.run_dir, snapshot, make_spec(), first_attempt=1)
     assert failure.decision.action is Action.NEW_ATTEMPT
     assert "have been silent for 130 s" in failure.message
     assert "ended without" not in failure.message, "they have not ended"
@@ -90,12 +90,12 @@ def test_agents_that_report_are_left_alone(world: World) -> None:
 def test_silence_counts_only_while_the_scheduler_says_that_the_job_runs(
     world: World, answer: JobStatus | Exception
 ) -> None:
-    world.pass_by(LOOK_EVERY_S)
+    world.pass_by(POLL_INTERVAL_S)
     world.answer = answer
     assert world.pass_by(10 * SILENT_S).verdict.state is not AttemptState.LOST
     world.answer = RUNNING
-    assert world.pass_by(SILENT_S - LOOK_EVERY_S).verdict.state is AttemptState.RUNNING, "counted from here"
-    assert world.pass_by(2 * LOOK_EVERY_S).verdict.state is AttemptState.LOST
+    assert world.pass_by(SILENT_S - POLL_INTERVAL_S).verdict.state is AttemptState.RUNNING, "counted from here"
+    assert world.pass_by(2 * POLL_INTERVAL_S).verdict.state is AttemptState.LOST
 
 
 def test_agents_that_have_not_started_are_awaited(tmp_path: Path) -> None:
@@ -103,25 +103,25 @@ def test_agents_that_have_not_started_are_awaited(tmp_path: Path) -> None:
 
 
 def test_a_controller_that_was_paused_blames_no_node(world: World) -> None:
-    look = world.pass_by(10 * SILENT_S, every_s=BLIND_S + 1)
-    assert look.verdict.state is AttemptState.RUNNING
+    snapshot = world.pass_by(10 * SILENT_S, every_s=BLIND_S + 1)
+    assert snapshot.verdict.state is AttemptState.RUNNING
 
 
 def test_a_full_disk_makes_agents_silent_but_not_dead(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evidence, "can_be_written", lambda attempt: False)
     assert world.pass_by(2 * SILENT_S).verdict.state is AttemptState.RUNNING
     monkeypatch.undo()
-    assert world.pass_by(LOOK_EVERY_S).verdict.state is AttemptState.LOST
+    assert world.pass_by(POLL_INTERVAL_S).verdict.state is AttemptState.LOST
     assert sorted(path.name for path in world.run_dir.attempt(1).root.glob(".can*")) == []
 
 
 def test_an_abandoned_job_stays_abandoned_but_an_outcome_counts(world: World) -> None:
     """Agents may wake up between finding and decision; the finding must not change before the decision."""
-    world.pass_by(SILENT_S + LOOK_EVERY_S)
+    world.pass_by(SILENT_S + POLL_INTERVAL_S)
     world.agent.status(sequence=2)
-    assert world.pass_by(LOOK_EVERY_S).verdict.state is AttemptState.LOST
+    assert world.pass_by(POLL_INTERVAL_S).verdict.state is AttemptState.LOST
     world.agent.end(AttemptState.COMPLETED)
-    assert world.pass_by(LOOK_EVERY_S).verdict.state is AttemptState.COMPLETED
+    assert world.pass_by(POLL_INTERVAL_S).verdict.state is AttemptState.COMPLETED
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class Pair:
                 numbers = {"attempt": 1, "restart": 0, "sequence": self._sequence, "node_index": index}
                 write_model(restart.agent_status(node), AgentStatus(node=node, role=Role.TRAINER, ranks=(), **numbers))
 
-    def say(self, node: str, message: str = "lost", **data: object) -> None:
+    def add_event(self, node: str, message: str = "lost", **data: object) -> None:
         writer = LineWriter(self.run_dir.attempt(1).restart(0).events(node))
         event = {"time": utc_now(), "kind": "peer", "node": node, "message": message, "data": data}
         writer.write(AgentEvent.model_validate(event))
@@ -160,12 +160,12 @@ class Pair:
 
     def pass_by(self, seconds: float, *publishing: str) -> AttemptSnapshot:
         until = self.now + seconds
-        look = self.watcher.poll()
+        snapshot = self.watcher.poll()
         while self.now < until:
-            self.now += LOOK_EVERY_S
+            self.now += POLL_INTERVAL_S
             self.publish(*publishing)
-            look = self.watcher.poll()
-        return look
+            snapshot = self.watcher.poll()
+        return snapshot
 
 
 @pytest.fixture
@@ -179,9 +179,9 @@ def pair(tmp_path: Path) -> Pair:
 def test_one_silent_agent_is_not_hidden_by_the_others(pair: Pair, silent: str) -> None:
     (other,) = {"n1", "n2"} - {silent}
     assert pair.pass_by(SILENT_S, other).verdict.state is AttemptState.RUNNING
-    look = pair.pass_by(2 * LOOK_EVERY_S, other)
-    assert (look.verdict.state, look.verdict.nodes) == (AttemptState.LOST, (silent,))
-    failure = explain(pair.run_dir, look, make_spec(), first_attempt=1)
+    snapshot = pair.pass_by(2 * POLL_INTERVAL_S, other)
+    assert (snapshot.verdict.state, snapshot.verdict.nodes) == (AttemptState.LOST, (silent,))
+    failure = explain(pair.run_dir, snapshot, make_spec(), first_attempt=1)
     assert (failure.kind, failure.decision.excluded_nodes) == (FailureKind.NODE_LOST, (silent,))
     assert f"the agents of {silent} have been silent for" in failure.message.lower()
 
@@ -191,17 +191,17 @@ def test_a_file_system_that_stalls_for_all_blames_no_node(pair: Pair) -> None:
     assert pair.pass_by(SILENT_S).verdict.state is AttemptState.RUNNING
     pair.publish("n1", "n2")
     assert pair.pass_by(SILENT_S).verdict.state is AttemptState.RUNNING
-    look = pair.pass_by(2 * LOOK_EVERY_S)
-    assert (look.verdict.failure_kind, look.verdict.nodes) == (FailureKind.AGENT_KILLED, ())
+    snapshot = pair.pass_by(2 * POLL_INTERVAL_S)
+    assert (snapshot.verdict.failure_kind, snapshot.verdict.nodes) == (FailureKind.AGENT_KILLED, ())
 
 
 def test_a_loss_reported_from_the_network_is_believed_at_once(pair: Pair) -> None:
     """Agent 0 is stopped: the other agent reports it within seconds."""
-    pair.say("n2", leader_lost=True)
+    pair.add_event("n2", leader_lost=True)
     assert pair.watcher.poll().verdict.state is AttemptState.RUNNING
     pair.now += LEADER_LOST_TIMEOUT_S + 1
-    look = pair.watcher.poll()
-    failure = explain(pair.run_dir, look, make_spec(), first_attempt=1)
+    snapshot = pair.watcher.poll()
+    failure = explain(pair.run_dir, snapshot, make_spec(), first_attempt=1)
     assert failure.incident is not None
     assert (failure.kind, failure.incident.suspect_nodes) == (FailureKind.NODE_LOST, ("n1",))
     assert failure.decision.action is Action.NEW_ATTEMPT
@@ -209,12 +209,12 @@ def test_a_loss_reported_from_the_network_is_believed_at_once(pair: Pair) -> Non
 
 def test_a_job_ended_by_slurm_after_the_loss_of_agent_0_has_a_lost_node(pair: Pair) -> None:
     """The other agent ends at once, and the job with it: it is over before the wait for an outcome ends."""
-    pair.say("n2", leader_lost=True)
+    pair.add_event("n2", leader_lost=True)
     pair.job = JobStatus(JobState.ENDED, nodes=("n1", "n2"), scheduler_state="FAILED")
     assert pair.watcher.poll().verdict.state is AttemptState.RUNNING
     pair.now += LEADER_LOST_TIMEOUT_S / 2
-    look = pair.watcher.poll()
-    assert (look.verdict.failure_kind, look.verdict.nodes) == (FailureKind.NODE_LOST, ("n1",))
+    snapshot = pair.watcher.poll()
+    assert (snapshot.verdict.failure_kind, snapshot.verdict.nodes) == (FailureKind.NODE_LOST, ("n1",))
 
 
 def outcome(seconds_ago: float, kind: FailureKind = FailureKind.PREEMPTION) -> AttemptOutcome:
@@ -224,23 +224,23 @@ def outcome(seconds_ago: float, kind: FailureKind = FailureKind.PREEMPTION) -> A
 
 def test_an_agent_0_that_wakes_up_does_not_explain_its_loss(pair: Pair) -> None:
     """Slurm wakes it to end the job, and that signal is all it knows about."""
-    pair.say("n2", leader_lost=True)
+    pair.add_event("n2", leader_lost=True)
     write_model(pair.run_dir.attempt(1).outcome, outcome(0.0))
-    look = pair.watcher.poll()
-    assert (look.verdict.failure_kind, look.verdict.nodes) == (FailureKind.NODE_LOST, ("n1",))
+    snapshot = pair.watcher.poll()
+    assert (snapshot.verdict.failure_kind, snapshot.verdict.nodes) == (FailureKind.NODE_LOST, ("n1",))
 
 
 def test_an_outcome_from_before_the_loss_of_agent_0_counts(pair: Pair) -> None:
     """Control: agent 0 had ended, and the other agent noticed late."""
-    pair.say("n2", leader_lost=True)
+    pair.add_event("n2", leader_lost=True)
     write_model(pair.run_dir.attempt(1).outcome, outcome(15.0, FailureKind.SHAPE))
     assert pair.watcher.poll().verdict.failure_kind is FailureKind.SHAPE
 
 
 def test_two_nodes_that_have_lost_each_other_are_both_suspect(pair: Pair) -> None:
     """Both were alive, and it is unknown whose link drops packets; a first strike excludes neither."""
-    pair.say("n2", leader_lost=True)
-    pair.say("n1", node_lost="n2")
+    pair.add_event("n2", leader_lost=True)
+    pair.add_event("n1", node_lost="n2")
     accused = {"failure_kind": FailureKind.NODE_LOST, "message": "n2 is not heard", "suspect_nodes": ("n2",)}
     incident = Incident(attempt=1, restart=0, seen_at=utc_now(), **accused)
     write_model(pair.run_dir.attempt(1).restart(0).incident(0), incident)
@@ -258,8 +258,8 @@ def test_two_nodes_that_have_lost_each_other_are_both_suspect(pair: Pair) -> Non
 
 def not_met(pair: Pair) -> None:
     """The agent of n2 reports that agent 0 did not connect, and exits; srun reports its exit."""
-    said = "The agent of n1 did not arrive within 600 s (supervise.join_s), those of n2 did."
-    pair.say("n2", not_met=said, blamed=["n1"])
+    message = "The agent of n1 did not arrive within 600 s (supervise.join_s), those of n2 did."
+    pair.add_event("n2", not_met=message, blamed=["n1"])
     log = pair.run_dir.attempt(1).scheduler_dir / "7_0_log.out"
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text("srun: error: n2: task 1: Exited with exit code 1\n")
@@ -279,8 +279,8 @@ def test_an_agent_0_that_starts_too_late_does_not_explain_its_absence(pair: Pair
     """Slurm ends it with the job, and that signal is all it knows about."""
     not_met(pair)
     write_model(pair.run_dir.attempt(1).outcome, outcome(-1.0))
-    look = pair.watcher.poll()
-    assert (look.verdict.failure_kind, look.verdict.nodes) == (FailureKind.RENDEZVOUS, ("n1",))
+    snapshot = pair.watcher.poll()
+    assert (snapshot.verdict.failure_kind, snapshot.verdict.nodes) == (FailureKind.RENDEZVOUS, ("n1",))
 
 
 def test_an_outcome_from_before_an_agent_left_counts(pair: Pair) -> None:
@@ -298,7 +298,7 @@ def test_a_job_that_its_user_cancels_while_agents_wait_is_cancelled(pair: Pair) 
 
 def test_agents_that_cannot_connect_blame_no_node(pair: Pair) -> None:
     """Not even the one whose exit the log names. Only the first report counts, because its agent ended the job."""
-    pair.say("n2", not_met="The agents of n1 and n2 both arrived, but did not connect: refused.", blamed=[])
+    pair.add_event("n2", not_met="The agents of n1 and n2 both arrived, but did not connect: refused.", blamed=[])
     not_met(pair)
     failure = explain(pair.run_dir, pair.watcher.poll(), make_spec(), first_attempt=1)
     assert failure.incident is not None

@@ -67,14 +67,14 @@ def _engine(name: str, faults: Faults, pipe: Connection) -> None:
     if faults.trusts_deltas:
         _trust_deltas()
     own = receiver.Receiver(name)
-    in_force: dict[str, str] = {}
+    active_weights: dict[str, str] = {}
     while True:
         try:
             command, argument = pipe.recv()
         except EOFError:
             return
         try:
-            answer = _answer(own, in_force, faults, command, argument)
+            answer = _answer(own, active_weights, faults, command, argument)
         except WeightSyncFailed as error:
             answer = error
         pipe.send(answer)
@@ -82,7 +82,7 @@ def _engine(name: str, faults: Faults, pipe: Connection) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _answer(own: receiver.Receiver, in_force: dict[str, str], faults: Faults, command: str, argument: Any) -> Any:
+def _answer(own: receiver.Receiver, active_weights: dict[str, str], faults: Faults, command: str, argument: Any) -> Any:
     if command == "receive":
         offer = Offer.model_validate_json(argument)
         return own.receive(offer, _beat_with(faults if offer.manifest.version == 1 else Faults())).receipt
@@ -92,11 +92,11 @@ def _answer(own: receiver.Receiver, in_force: dict[str, str], faults: Faults, co
         if faults.die_before_commit and argument == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         begin = time.perf_counter()
-        in_force |= digests(dict(own.commit(argument).tensors()))
+        active_weights |= digests(dict(own.commit(argument).tensors()))
         return AppliedVersion(receiver=own.name, version=argument, apply_s=time.perf_counter() - begin)
     if command == "abort":
         return own.abort(argument)
-    return own.version, dict(in_force)
+    return own.version, dict(active_weights)
 
 
 def _beat_with(faults: Faults) -> Callable[[], None]:
@@ -189,27 +189,27 @@ class EngineProcess:
             raise answer
         return answer
 
-    def _ask(self, command: str, argument: Any = None) -> Any:
+    def _call(self, command: str, argument: Any = None) -> Any:
         self.begin(command, argument)
         return self.finish()
 
     def receive(self, offer: Offer) -> Receipt:
-        receipt: Receipt = self._ask("receive", offer.model_dump_json())
+        receipt: Receipt = self._call("receive", offer.model_dump_json())
         return receipt
 
     def is_ready(self, version: int) -> bool:
-        return bool(self._ask("is_ready", version))
+        return bool(self._call("is_ready", version))
 
     def commit(self, version: int) -> AppliedVersion:
-        applied: AppliedVersion = self._ask("commit", version)
+        applied: AppliedVersion = self._call("commit", version)
         return applied
 
     def abort(self, version: int) -> None:
-        self._ask("abort", version)
+        self._call("abort", version)
 
-    def in_force(self) -> tuple[int | None, dict[str, str]]:
+    def active_weights(self) -> tuple[int | None, dict[str, str]]:
         """Version in force, and the hash of every tensor that was loaded."""
-        version, found = self._ask("in_force")
+        version, found = self._call("active_weights")
         return version, found
 
     def restart(self) -> None:

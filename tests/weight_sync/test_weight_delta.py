@@ -73,10 +73,10 @@ def test_engines_have_the_weights_bit_by_bit_after_deltas(fleet: Fleet) -> None:
         loaded |= digests(weights)
         assert report.sent.is_delta
         assert report.sent.bytes_sent < first.sent.bytes_sent / 10
-        assert [engine.in_force() for engine in fleet.engines] == [(version, loaded)] * 2
+        assert [engine.active_weights() for engine in fleet.engines] == [(version, loaded)] * 2
     unchanged = sync(sender, fleet, 3, weights)
     assert unchanged.sent.bytes_sent == 0
-    assert [engine.in_force() for engine in fleet.engines] == [(3, loaded)] * 2
+    assert [engine.active_weights() for engine in fleet.engines] == [(3, loaded)] * 2
 
 
 def test_whole_weights_are_sent_now_and_then_and_to_engines_without_a_base(fleet: Fleet) -> None:
@@ -103,9 +103,9 @@ def test_a_delta_on_a_stale_base_is_refused_and_the_whole_weights_follow(fleet: 
     new = changed(weights)
     with pytest.raises(WeightSyncFailed, match=r"engine-1 has version 9 .* as base, but the delta"):
         sync(sender, fleet, 1, new)
-    assert engine.in_force()[0] == 9
+    assert engine.active_weights()[0] == 9
     assert not sync(sender, fleet, 1, new).sent.is_delta
-    assert engine.in_force() == (1, digests(new))
+    assert engine.active_weights() == (1, digests(new))
 
 
 def test_without_a_base_and_a_digest_a_delta_gives_other_weights(fleet: Fleet) -> None:
@@ -118,7 +118,7 @@ def test_without_a_base_and_a_digest_a_delta_gives_other_weights(fleet: Fleet) -
     sender.reset()
     new = changed(weights)
     assert sync(sender, fleet, 1, new).sent.is_delta
-    version, found = engine.in_force()
+    version, found = engine.active_weights()
     assert version == 1
     assert found != digests(new)
 
@@ -156,7 +156,7 @@ def test_an_aborted_delta_leaves_the_base_as_it_was(fleet: Fleet) -> None:
     new = changed(weights)
     with pytest.raises(WeightSyncFailed, match="engine-2 was lost before the commit"):
         sync(sender, fleet, 1, new)
-    assert engines[0].in_force() == (0, digests(weights))
+    assert engines[0].active_weights() == (0, digests(weights))
     fleet.engines.pop().end()
     assert not sync(sender, fleet, 1, new).sent.is_delta, "after a failure nothing counts as a base"
-    assert engines[0].in_force() == (1, digests(new))
+    assert engines[0].active_weights() == (1, digests(new))

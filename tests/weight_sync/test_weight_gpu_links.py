@@ -49,7 +49,7 @@ def test_every_engine_has_the_weights_bit_by_bit(fleet: Fleet) -> None:
     for version in (0, 1, 4):
         weights = odd_weights(seed=version)
         report = sync(sender, engines, version, weights)
-        assert [engine.in_force() for engine in engines] == [(version, digests(weights))] * 3
+        assert [engine.active_weights() for engine in engines] == [(version, digests(weights))] * 3
     over_gloo = sync(new_sender(), engines, 4, weights)
     assert over_gloo.sent.digest == report.sent.digest
 
@@ -74,11 +74,11 @@ def test_an_engine_that_is_lost_in_mid_transfer_is_named(fleet: Fleet, lost: int
         sync(sender, engines, 1, NEW)
     assert failed.value.peer == f"engine-{lost}"
     others = living(engines, failed.value.peer)
-    assert [engine.in_force() for engine in others] == [(0, digests(OLD))] * 2
+    assert [engine.active_weights() for engine in others] == [(0, digests(OLD))] * 2
     sync(sender, others, 1, NEW)
     if fault == "stop_at_bucket":
         os.kill(engines[lost - 1].process.pid or 0, signal.SIGCONT)
-    assert [engine.in_force() for engine in others] == [(1, digests(NEW))] * 2
+    assert [engine.active_weights() for engine in others] == [(1, digests(NEW))] * 2
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -92,9 +92,9 @@ def test_a_version_that_is_given_up_leaves_no_message_waiting(fleet: Fleet) -> N
 
     with pytest.raises(RuntimeError, match="was not gathered"):
         synchronize(sender, engines, 1, layout_of(NEW), broken(), beat)
-    assert [engine.in_force() for engine in engines] == [(0, digests(OLD))] * 2
+    assert [engine.active_weights() for engine in engines] == [(0, digests(OLD))] * 2
     sync(sender, engines, 1, NEW)
-    assert [engine.in_force() for engine in engines] == [(1, digests(NEW))] * 2
+    assert [engine.active_weights() for engine in engines] == [(1, digests(NEW))] * 2
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -119,7 +119,7 @@ def test_where_no_version_goes_through_others_go_over_gloo(fleet: Fleet, monkeyp
                 sync(sender, engines, 1, NEW)
     assert [way.backend for way in ways] == [LinkBackend.NCCL, LinkBackend.GLOO, LinkBackend.NCCL]
     sync(unproven, engines, 1, NEW)
-    assert engines[0].in_force() == (1, digests(NEW))
+    assert engines[0].active_weights() == (1, digests(NEW))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -215,10 +215,10 @@ def test_over_nccl(fleet: Fleet, bucket: int | None) -> None:
         with pytest.raises(WeightSyncFailed) as failed:
             sync(sender, engines, 1, on_gpu)
         assert failed.value.peer == engines.pop().name
-        assert [engine.in_force() for engine in engines] == [(0, digests(OLD))] * len(engines)
+        assert [engine.active_weights() for engine in engines] == [(0, digests(OLD))] * len(engines)
     if engines:
         sync(sender, engines, 1, on_gpu)
-    assert [engine.in_force() for engine in engines] == [(1, digests(NEW))] * len(engines)
+    assert [engine.active_weights() for engine in engines] == [(1, digests(NEW))] * len(engines)
 
 
 @pytest.mark.gpu

@@ -32,7 +32,7 @@ def trainers() -> Iterator[list[Trainer]]:
 
 def have(engines: Sequence[EngineProcess], version: int, seed: int) -> bool:
     """True if all engines have the odd weights with this seed in force, bit for bit."""
-    return all(engine.in_force() == (version, digests(odd_weights(seed))) for engine in engines)
+    return all(engine.active_weights() == (version, digests(odd_weights(seed))) for engine in engines)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ def test_an_engine_that_has_one_share_alone_has_another_digest(fleet: Fleet, tra
     with pytest.raises(WeightSyncFailed, match="engine-2 has staged version 0 with digest") as failed:
         trainers[0].sync(engines, 0, seed=0)
     assert failed.value.peer == "engine-2"
-    assert [engine.in_force() for engine in engines] == [(None, {})] * 2
+    assert [engine.active_weights() for engine in engines] == [(None, {})] * 2
 
 
 def test_an_engine_that_is_offered_one_chain_alone_refuses_the_second_bucket(
@@ -308,7 +308,7 @@ def test_an_engine_that_is_offered_one_chain_alone_refuses_the_second_bucket(
     )
     with pytest.raises(WeightSyncFailed, match="trainer-0 has sent bucket 2 of version 0, expected bucket 1"):
         trainers[0].sync([engine], 0, seed=0)
-    assert engine.in_force() == (None, {})
+    assert engine.active_weights() == (None, {})
 
 
 def test_a_way_with_one_sender_refuses_a_share(fleet: Fleet) -> None:

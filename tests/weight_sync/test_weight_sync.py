@@ -50,7 +50,7 @@ def test_every_engine_has_the_weights_bit_by_bit(fleet: Fleet) -> None:
     for version in (0, 1, 4):
         weights = odd_weights(seed=version)
         report = sync(sender, engines, version, weights)
-        assert [engine.in_force() for engine in engines] == [(version, digests(weights))] * 3
+        assert [engine.active_weights() for engine in engines] == [(version, digests(weights))] * 3
         assert {receipt.digest for receipt in report.receipts} == {report.sent.digest}
         assert not report.lost
 
@@ -60,7 +60,7 @@ def test_an_engine_in_another_place_is_linked_anew(fleet: Fleet) -> None:
     sync(sender, engines, 0, OLD)
     sync(sender, [engines[2], engines[0]], 1, NEW)
     sync(sender, engines, 2, OLD)
-    assert [engine.in_force() for engine in engines] == [(2, digests(OLD))] * 3
+    assert [engine.active_weights() for engine in engines] == [(2, digests(OLD))] * 3
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -77,9 +77,9 @@ def test_an_engine_that_dies_in_mid_transfer_leaves_the_old_version_everywhere(f
     assert failed.value.peer == f"engine-{dead}"
     assert read == list(NEW), "other ranks gather too, so the weights are read to the end"
     others = living(engines, failed.value.peer)
-    assert [engine.in_force() for engine in others] == [(0, digests(OLD))] * 2
+    assert [engine.active_weights() for engine in others] == [(0, digests(OLD))] * 2
     sync(sender, others, 1, NEW)
-    assert [engine.in_force() for engine in others] == [(1, digests(NEW))] * 2
+    assert [engine.active_weights() for engine in others] == [(1, digests(NEW))] * 2
 
 
 def test_an_engine_that_stands_still_is_named_and_what_it_sends_later_harms_nothing(fleet: Fleet) -> None:
@@ -93,7 +93,7 @@ def test_an_engine_that_stands_still_is_named_and_what_it_sends_later_harms_noth
     others = living(engines, "engine-2")
     sync(sender, others, 1, NEW)
     os.kill(engines[1].process.pid or 0, signal.SIGCONT)
-    assert [engine.in_force() for engine in others] == [(1, digests(NEW))] * 2
+    assert [engine.active_weights() for engine in others] == [(1, digests(NEW))] * 2
 
 
 def test_an_engine_that_dies_after_its_receipt_leaves_the_old_version_everywhere(fleet: Fleet) -> None:
@@ -102,7 +102,7 @@ def test_an_engine_that_dies_after_its_receipt_leaves_the_old_version_everywhere
     with pytest.raises(WeightSyncFailed, match="before the commit") as failed:
         sync(sender, engines, 1, NEW)
     assert failed.value.peer == "engine-2"
-    assert [engine.in_force() for engine in living(engines, "engine-2")] == [(0, digests(OLD))] * 2
+    assert [engine.active_weights() for engine in living(engines, "engine-2")] == [(0, digests(OLD))] * 2
 
 
 def test_without_asking_once_more_half_the_engines_would_have_the_new_version(
@@ -114,7 +114,7 @@ def test_without_asking_once_more_half_the_engines_would_have_the_new_version(
     sync(sender, engines, 0, OLD)
     report = sync(sender, engines, 1, NEW)
     assert set(report.lost) == {"engine-2"}
-    assert [engine.in_force()[0] for engine in living(engines, "engine-2")] == [1, 1]
+    assert [engine.active_weights()[0] for engine in living(engines, "engine-2")] == [1, 1]
 
 
 def test_an_engine_that_dies_at_its_commit_is_lost_and_has_nothing_in_force(fleet: Fleet) -> None:
@@ -125,7 +125,7 @@ def test_an_engine_that_dies_at_its_commit_is_lost_and_has_nothing_in_force(flee
     assert {answer.receiver for answer in report.applied} == {"engine-1", "engine-3"}
     engines[1].restart()
     sync(sender, engines, 2, OLD)
-    assert [engine.in_force() for engine in engines] == [(2, digests(OLD))] * 3
+    assert [engine.active_weights() for engine in engines] == [(2, digests(OLD))] * 3
 
 
 def test_an_engine_that_was_restarted_says_so_at_once(fleet: Fleet) -> None:
@@ -135,7 +135,7 @@ def test_an_engine_that_was_restarted_says_so_at_once(fleet: Fleet) -> None:
     with pytest.raises(WeightSyncFailed, match="engine-2 has no links of this session"):
         sync(sender, engines, 1, NEW)
     sync(sender, engines, 1, NEW)
-    assert [engine.in_force() for engine in engines] == [(1, digests(NEW))] * 2
+    assert [engine.active_weights() for engine in engines] == [(1, digests(NEW))] * 2
 
 
 def test_a_sender_that_dies_in_mid_transfer_leaves_the_old_version_everywhere(fleet: Fleet) -> None:
@@ -154,10 +154,10 @@ def test_a_sender_that_dies_in_mid_transfer_leaves_the_old_version_everywhere(fl
             engine.finish()
         assert failed.value.peer == peer
     trainer.join()
-    assert [engine.in_force() for engine in engines] == [(0, digests(OLD))] * 2
+    assert [engine.active_weights() for engine in engines] == [(0, digests(OLD))] * 2
     sender.reset()
     sync(sender, engines, 1, NEW)
-    assert [engine.in_force() for engine in engines] == [(1, digests(NEW))] * 2
+    assert [engine.active_weights() for engine in engines] == [(1, digests(NEW))] * 2
 
 
 def _trainer_that_dies(pipe: object) -> None:
@@ -202,9 +202,9 @@ def test_a_damaged_bucket_is_caught(fleet: Fleet, monkeypatch: pytest.MonkeyPatc
     _damage_one_bucket(monkeypatch, tag=1, after=4)
     with pytest.raises(WeightSyncFailed, match="bucket 3 of version 1 was damaged on the way from trainer"):
         sync(sender, engines, 1, NEW)
-    assert [engine.in_force() for engine in engines] == [(0, digests(OLD))] * 2
+    assert [engine.active_weights() for engine in engines] == [(0, digests(OLD))] * 2
     sync(sender, engines, 1, NEW)
-    assert [engine.in_force() for engine in engines] == [(1, digests(NEW))] * 2
+    assert [engine.active_weights() for engine in engines] == [(1, digests(NEW))] * 2
 
 
 def test_without_checksums_a_damaged_bucket_comes_into_force(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +212,7 @@ def test_without_checksums_a_damaged_bucket_comes_into_force(fleet: Fleet, monke
     engines, sender = fleet.start(1, {1: Faults(trusts_heads=True)}), new_sender()
     _damage_one_bucket(monkeypatch, tag=1, after=4)
     sync(sender, engines, 1, NEW)
-    version, found = engines[0].in_force()
+    version, found = engines[0].active_weights()
     assert version == 1
     assert found != digests(NEW)
 
@@ -237,7 +237,7 @@ def test_an_engine_that_has_staged_other_weights_stops_the_commit(
     )
     with pytest.raises(WeightSyncFailed, match="engine-1 has staged version 1 with digest other"):
         sync(sender, engines, 1, NEW)
-    assert [engine.in_force() for engine in engines] == [(0, digests(OLD))] * 2
+    assert [engine.active_weights() for engine in engines] == [(0, digests(OLD))] * 2
 
 
 def test_an_engine_that_skipped_a_version_is_caught(fleet: Fleet) -> None:
@@ -245,7 +245,7 @@ def test_an_engine_that_skipped_a_version_is_caught(fleet: Fleet) -> None:
     sync(sender, [engine], 0, OLD)
     with pytest.raises(WeightSyncFailed, match="has none staged, expected version 1"):
         engine.commit(1)
-    assert engine.in_force() == (0, digests(OLD))
+    assert engine.active_weights() == (0, digests(OLD))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def test_weights_that_are_not_those_offered_are_refused(fleet: Fleet, change: ob
     with pytest.raises(WeightSyncFailed, match=message):
         synchronize(sender, engines, 1, layout_of(NEW), streamed(weights, read), beat)
     assert read == list(weights)
-    assert engines[0].in_force() == (None, {})
+    assert engines[0].active_weights() == (None, {})
 
 
 def test_an_error_of_gathering_is_raised_as_it_is_and_engines_give_up(fleet: Fleet) -> None:
@@ -281,9 +281,9 @@ def test_an_error_of_gathering_is_raised_as_it_is_and_engines_give_up(fleet: Fle
 
     with pytest.raises(ZeroDivisionError):
         synchronize(sender, engines, 1, layout_of(NEW), gathered(), beat)
-    assert [engine.in_force() for engine in engines] == [(0, digests(OLD))] * 2
+    assert [engine.active_weights() for engine in engines] == [(0, digests(OLD))] * 2
     sync(sender, engines, 1, NEW)
-    assert [engine.in_force() for engine in engines] == [(1, digests(NEW))] * 2
+    assert [engine.active_weights() for engine in engines] == [(1, digests(NEW))] * 2
 
 
 def test_tied_names_come_with_the_version() -> None:

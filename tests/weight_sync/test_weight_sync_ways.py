@@ -52,7 +52,7 @@ def test_every_engine_has_the_weights_bit_by_bit(fleet: Fleet, way: Outgoing) ->
     for version, is_delta in ((0, False), (1, True), (4, False)):
         weights = odd_weights(seed=version)
         assert sync(sender, fleet, version, weights).sent.is_delta is is_delta
-        assert [engine.in_force() for engine in fleet.engines] == [(version, digests(weights))] * 2
+        assert [engine.active_weights() for engine in fleet.engines] == [(version, digests(weights))] * 2
 
 
 def test_an_engine_that_dies_leaves_the_old_version_everywhere(fleet: Fleet, way: Outgoing) -> None:
@@ -62,10 +62,10 @@ def test_an_engine_that_dies_leaves_the_old_version_everywhere(fleet: Fleet, way
     with pytest.raises(WeightSyncFailed) as failed:
         sync(sender, fleet, 1, NEW)
     assert failed.value.peer == "engine-2"
-    assert engines[0].in_force() == (0, digests(OLD))
+    assert engines[0].active_weights() == (0, digests(OLD))
     engines[1].restart()
     sync(sender, fleet, 2, NEW)
-    assert [engine.in_force() for engine in engines] == [(2, digests(NEW))] * 2
+    assert [engine.active_weights() for engine in engines] == [(2, digests(NEW))] * 2
 
 
 def test_a_damaged_bucket_is_caught(fleet: Fleet, way: Outgoing, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_a_damaged_bucket_is_caught(fleet: Fleet, way: Outgoing, monkeypatch: py
     monkeypatch.setattr(module, "checksum", lambda data: real(data ^ 1))
     with pytest.raises(WeightSyncFailed, match="damaged"):
         sync(sender, fleet, 1, NEW)
-    assert [engine.in_force() for engine in engines] == [(0, digests(OLD))] * 2
+    assert [engine.active_weights() for engine in engines] == [(0, digests(OLD))] * 2
 
 
 def test_weights_that_are_not_those_offered_are_given_up(fleet: Fleet, way: Outgoing) -> None:
@@ -84,7 +84,7 @@ def test_weights_that_are_not_those_offered_are_given_up(fleet: Fleet, way: Outg
     wrong = {name: one for name, one in NEW.items() if name != "mask"}
     with pytest.raises(WeightSyncFailed, match="end before mask"):
         synchronize(sender, engines, 1, layout_of(NEW), streamed(wrong), beat)
-    assert engines[0].in_force() == (None, {})
+    assert engines[0].active_weights() == (None, {})
 
 
 def _trainer_that_dies(folder: Path, pipe: Connection) -> None:
@@ -106,7 +106,7 @@ def test_a_trainer_that_dies_is_noticed_by_its_lock(fleet: Fleet, tmp_path: Path
     trainer.join()
     successor = new_sender(SharedMemoryOutgoing("trainer", folder=tmp_path))
     sync(successor, fleet, 1, NEW)
-    assert engine.in_force() == (1, digests(NEW))
+    assert engine.active_weights() == (1, digests(NEW))
     successor.close()
 
 
@@ -120,7 +120,7 @@ def test_an_engine_follows_a_trainer_to_its_new_file_and_a_longer_version(fleet:
     sender, longer = new_sender(second), NEW | {"more": torch.arange(5_000)}
     for version, weights in ((1, NEW), (2, longer)):
         sync(sender, fleet, version, weights)
-        assert engine.in_force() == (version, digests(weights))
+        assert engine.active_weights() == (version, digests(weights))
     second.close()
 
 
@@ -140,7 +140,7 @@ def test_a_version_that_memory_has_no_room_for_is_refused(
         with pytest.raises(WeightSyncFailed, match=r"has no room for .* No space left on device"):
             sync(sender, fleet, 0, OLD)
     sync(sender, fleet, 1, NEW)
-    assert engine.in_force() == (1, digests(NEW))
+    assert engine.active_weights() == (1, digests(NEW))
     outgoing.close()
 
 

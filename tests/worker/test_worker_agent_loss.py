@@ -38,7 +38,7 @@ class Silences:
     def silence_s(self, index: int) -> float:
         return self.silent_s[index - 1]
 
-    def heard_at(self, index: int) -> float:
+    def received_at(self, index: int) -> float:
         return -self.silent_s[index - 1]
 
 

@@ -28,11 +28,11 @@ def reading(node: str, number: int, busy: float, work: str = "") -> NodeReading:
     return NodeReading(node, number, {"cpu_percent": busy}, (rank,), work)
 
 
-def looks(found: Anomalies, first: int, last: int, busy_on_node2: float) -> tuple[str, ...]:
+def update(found: Anomalies, first: int, last: int, busy_on_node2: float) -> tuple[str, ...]:
     present: tuple[str, ...] = ()
     for number in range(first, last):
         busy = {"node1": 20.0, "node2": busy_on_node2, "node3": 22.0}
-        present = found.look([reading(node, number, one) for node, one in busy.items()], number * PERIOD_S)
+        present = found.update([reading(node, number, one) for node, one in busy.items()], number * PERIOD_S)
     return present
 
 
@@ -44,17 +44,17 @@ def recorded_findings(path: Path) -> list[tuple[object, str]]:
 def test_the_start_and_the_end_of_a_finding_are_events(log: tuple[EventLog, Path]) -> None:
     events, path = log
     found = Anomalies(events)
-    (text,) = looks(found, 0, 200, 95.0)
+    (text,) = update(found, 0, 200, 95.0)
     assert "node2 is an outlier" in text
     assert recorded_findings(path) == [("begins", text)]
-    assert looks(found, 200, 400, 21.0) == ()
+    assert update(found, 200, 400, 21.0) == ()
     assert recorded_findings(path) == [("begins", text), ("ends", f"no longer: {text}")]
 
 
 def test_similar_nodes_cause_no_event(log: tuple[EventLog, Path]) -> None:
     """Negative control."""
     events, path = log
-    assert looks(Anomalies(events), 0, 200, 25.0) == ()
+    assert update(Anomalies(events), 0, 200, 25.0) == ()
     assert recorded_findings(path) == []
 
 
@@ -67,7 +67,7 @@ def test_a_node_of_engines_is_no_outlier_among_trainers(
     found = Anomalies(events)
     for number in range(200):
         readings = [reading(f"node{one}", number, 20.0 + one, "trainer") for one in range(3)]
-        found.look([*readings, reading("node3", number, 95.0, work)], number * PERIOD_S)
+        found.update([*readings, reading("node3", number, 95.0, work)], number * PERIOD_S)
     assert bool(recorded_findings(path)) is stands_out
 
 
@@ -77,13 +77,13 @@ def test_an_unchanged_status_is_not_counted_again(log: tuple[EventLog, Path]) ->
     found = Anomalies(events)
     for number in range(200):
         readings = [reading("node1", number, 20.0), reading("node2", 7, 95.0), reading("node3", number, 22.0)]
-        assert found.look(readings, number * PERIOD_S) == ()
+        assert found.update(readings, number * PERIOD_S) == ()
 
 
 def test_a_restart_resets_the_findings_silently(log: tuple[EventLog, Path]) -> None:
     events, path = log
     found = Anomalies(events)
-    looks(found, 0, 200, 95.0)
+    update(found, 0, 200, 95.0)
     found.begin_restart()
-    assert looks(found, 0, 5, 95.0) == ()
+    assert update(found, 0, 5, 95.0) == ()
     assert [what for what, _ in recorded_findings(path)] == ["begins"]

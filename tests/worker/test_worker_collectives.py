@@ -63,13 +63,13 @@ def test_real_ranks_report_the_collective_they_wait_in(
         until(lambda: all(slots.read(index).entered == 1 for index in range(2)))
         ranks = [_rank(index) for index in range(2)]
 
-        def ask() -> list[RankStatus]:
-            answers = read_answers(ranks, slots.path, slots.ask_for_collectives())
+        def statuses() -> list[RankStatus]:
+            answers = read_answers(ranks, slots.path, slots.request_collectives())
             return [with_collective(rank, answers.get(rank.local_rank, "{}")) for rank in ranks]
 
         # A rank marks itself as inside a collective just before it enters.
-        until(lambda: ask()[0].collective_sequence == 2)
-        verdict = blame(ask())
+        until(lambda: statuses()[0].collective_sequence == 2)
+        verdict = blame(statuses())
         assert (verdict.kind, verdict.ranks, verdict.collective_sequence) == (kind, to_blame, 2)
         assert "gloo:all_reduce" in verdict.reason
     finally:
@@ -84,7 +84,7 @@ def test_a_stopped_rank_is_not_awaited_and_late_answers_are_removed(
 ) -> None:
     monkeypatch.setattr("rlhf_core.worker.liveness.collectives.ANSWER_TIMEOUT_S", 1000.0)
     slots = SlotFile("collectives-stopped", 1, tmp_path.name, 1)
-    number = slots.ask_for_collectives()
+    number = slots.request_collectives()
     assert read_answers([_rank(0, process_state="T"), _rank(1, sequence=0)], slots.path, number) == {}
     late = answer_path(slots.path, 0, number)
     late.write_text("{}")

@@ -49,13 +49,15 @@ class Job:
         self.ranks = list(ranks)
         self.now_s = 100.0
 
-    def consider(self, *answering: int, **look: Any) -> list[Suspect]:
+    def consider(self, *answering: int, **changes: Any) -> list[Suspect]:
         """One round of agent 0, with the answers of some nodes to its current request."""
         order = self.suspicion.order
         states = [GroupState(role=Role.TRAINER, start=0, ranks=(one,)) for one in self.ranks]
         for index in answering:
-            looks = (Inspection(status=self.ranks[index], at_s=self.now_s, **look),)
-            states[index] = states[index].model_copy(update={"inspection_number": order.number, "inspections": looks})
+            inspections = (Inspection(status=self.ranks[index], at_s=self.now_s, **changes),)
+            states[index] = states[index].model_copy(
+                update={"inspection_number": order.number, "inspections": inspections}
+            )
         return self.suspicion.consider(self.ranks, states, self.now_s)
 
     def requested_after(self, seconds: float) -> bool:

@@ -16,13 +16,13 @@ AGENT = textwrap.dedent(
     from pathlib import Path
     from rlhf_core.worker.supervision.exit_deadline import ExitDeadline
 
-    def last_words(why):
+    def record_exit(why):
         Path(sys.argv[1]).write_text(why)
         if sys.argv[3] == "stuck":
             time.sleep(600)   # as on a file system that does not answer
 
     child = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    deadline = ExitDeadline(last_words)
+    deadline = ExitDeadline(record_exit)
     if sys.argv[2] == "set":
         deadline.set(60.0, "too late to matter")
         deadline.set(0.5, "it has not ended within 0.5 s")
@@ -35,19 +35,19 @@ AGENT = textwrap.dedent(
 
 @pytest.mark.parametrize("words", ["written", "stuck"])
 def test_an_agent_that_does_not_end_is_killed(tmp_path: Path, words: str) -> None:
-    said = tmp_path / "said"
-    command = [sys.executable, "-c", AGENT, str(said), "set", words]
+    output = tmp_path / "output"
+    command = [sys.executable, "-c", AGENT, str(output), "set", words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as agent:
         assert agent.stdout is not None
         child = int(agent.stdout.readline())
         assert agent.wait(60) == 1
     assert not is_alive(child)
-    assert said.read_text() == "it has not ended within 0.5 s"
+    assert output.read_text() == "it has not ended within 0.5 s"
 
 
 def test_without_a_deadline_it_waits_forever(tmp_path: Path) -> None:
     """Negative control."""
-    command = [sys.executable, "-c", AGENT, str(tmp_path / "said"), "unset", "written"]
+    command = [sys.executable, "-c", AGENT, str(tmp_path / "output"), "unset", "written"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as agent:
         assert agent.stdout is not None
         child = int(agent.stdout.readline())

@@ -53,14 +53,14 @@ def assert_training_was_untouched(run: AgentRun, num_ranks: int = 2) -> None:
 
 
 @pytest.mark.parametrize(
-    ("do", "kind", "said"),
+    ("do", "kind", "message"),
     [
         ("kill", FailureKind.WORKER_KILLED, "SIGKILL"),
         ("stop", FailureKind.HANG, "state T"),
         ("deadlock", FailureKind.HANG, "a lock of its own"),
     ],
 )
-def test_a_rollout_worker_is_restarted_alone(agent_run: MakeRun, do: str, kind: FailureKind, said: str) -> None:
+def test_a_rollout_worker_is_restarted_alone(agent_run: MakeRun, do: str, kind: FailureKind, message: str) -> None:
     run = agent_run(rollouts=2, train={"num_steps": STEPS}, supervise=SUPERVISE)
     run.script({"role": "rollout", "generation": 0, "rank": 1, "step": 20, "do": do})
     code, output = run.run_through()
@@ -68,7 +68,7 @@ def test_a_rollout_worker_is_restarted_alone(agent_run: MakeRun, do: str, kind: 
     assert_training_was_untouched(run)
     ((incident, decision),) = incidents(run)
     assert (incident.failure_kind, incident.role, incident.suspect_ranks) == (kind, Role.ROLLOUT, (1,))
-    assert said in incident.message
+    assert message in incident.message
     assert (incident.number, decision.action) == (1, Action.RESTART_WORKERS)
     (first, both), (second, again) = run.beside()
     assert (first, sorted(both), second, sorted(again)) == (0, [0, 1], 1, [1]), "rank 0 has stayed at work"

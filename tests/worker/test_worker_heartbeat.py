@@ -18,7 +18,7 @@ from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.resources import GroupPlan
 from rlhf_core.training.types import Reporter
 from rlhf_core.worker.groups.base import GroupSeat
-from rlhf_core.worker.liveness.heartbeat import MAX_SPOKEN_FOR, WARM_BEATS, Beat, SlotFile, memory_folder, slots_folder
+from rlhf_core.worker.liveness.heartbeat import MAX_REPRESENTED, WARM_BEATS, Beat, SlotFile, memory_folder, slots_folder
 from rlhf_core.worker.liveness.pause_clock import PauseClock
 
 
@@ -68,16 +68,16 @@ def test_a_collective_that_raises_has_been_left(slots: SlotFile) -> None:
 def test_save_is_requested_until_the_checkpoint_and_stop_forever(slots: SlotFile) -> None:
     beat, late = Beat(slots.path, 0, 0, 0), Beat(slots.path, 1, 1, 0)
     assert beat.request() == ""
-    slots.ask_to_save()
+    slots.request_save()
     assert [beat.request(), beat.request(), late.request()] == ["save", "save", "save"]
     beat.beat(Phase.CHECKPOINT, 5)
     assert beat.request() == ""
     # The other rank saves at the same step, so its request is met too, although it never saw it.
     late.beat(Phase.CHECKPOINT, 5)
     assert late.request() == ""
-    slots.ask_to_save()
+    slots.request_save()
     assert beat.request() == "save"
-    slots.ask_to_stop()
+    slots.request_stop()
     assert beat.request() == "stop"
     slots.clear()
     assert Beat(slots.path, 0, 0, 1).request() == "stop"
@@ -85,7 +85,7 @@ def test_save_is_requested_until_the_checkpoint_and_stop_forever(slots: SlotFile
 
 def test_a_restart_finds_no_worker_of_the_previous_one(slots: SlotFile) -> None:
     Beat(slots.path, 0, 4, 0).beat(Phase.TRAIN, 9)
-    slots.ask_to_save()
+    slots.request_save()
     slots.clear()
     assert slots.read(0).pid == 0
     assert Beat(slots.path, 0, 4, 1).request() == ""
@@ -260,14 +260,14 @@ def test_a_thread_that_beats_would_hide_an_endless_loop(
 def test_a_worker_names_the_processes_it_beats_for(slots: SlotFile) -> None:
     """With the controls: none before, none afterwards, and more than the slots hold are refused."""
     beat = Beat(slots.path, local_rank=1, rank=7, restart=3)
-    assert slots.read(1).speaks_for == ()
-    beat.speak_for(range(100, 100 + MAX_SPOKEN_FOR))
-    assert slots.read(1).speaks_for == (*range(100, 100 + MAX_SPOKEN_FOR),)
-    assert slots.read(0).speaks_for == (), "the next slot is another worker's"
-    beat.speak_for([])
-    assert slots.read(1).speaks_for == ()
-    with pytest.raises(ValueError, match=f"expected at most {MAX_SPOKEN_FOR}"):
-        beat.speak_for(range(MAX_SPOKEN_FOR + 1))
+    assert slots.read(1).represents == ()
+    beat.represent(range(100, 100 + MAX_REPRESENTED))
+    assert slots.read(1).represents == (*range(100, 100 + MAX_REPRESENTED),)
+    assert slots.read(0).represents == (), "the next slot is another worker's"
+    beat.represent([])
+    assert slots.read(1).represents == ()
+    with pytest.raises(ValueError, match=f"expected at most {MAX_REPRESENTED}"):
+        beat.represent(range(MAX_REPRESENTED + 1))
 
 
 def test_a_single_worker_can_be_reset(slots: SlotFile) -> None:

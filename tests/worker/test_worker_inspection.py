@@ -93,7 +93,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.wait()
 
 
-def look(*pids: int, in_collective: bool = False) -> list[Inspection]:
+def inspect(*pids: int, in_collective: bool = False) -> list[Inspection]:
     ranks = [
         rank_status(number, node="here", pid=pid, in_collective=in_collective, step=20, age_s=11.0)
         for number, pid in enumerate(pids)
@@ -101,16 +101,16 @@ def look(*pids: int, in_collective: bool = False) -> list[Inspection]:
     return inspect_workers(ranks, {})
 
 
-def look_until(pid: int, wait: Wait) -> Inspection:
+def inspect_until(pid: int, wait: Wait) -> Inspection:
     """The first inspection that finds a process in this wait twice.
 
     During startup, the process may briefly make the same call.
     """
 
     def settled() -> Inspection | None:
-        before = look(pid)[0]
+        before = inspect(pid)[0]
         time.sleep(0.3)
-        after = look(pid)[0]
+        after = inspect(pid)[0]
         rests = wait is Wait.RUNNING or before.switches == after.switches
         return after if rests and (before.main, after.main) == (wait, wait) else None
 
@@ -121,7 +121,7 @@ def look_until(pid: int, wait: Wait) -> Inspection:
 
 @pytest.mark.parametrize(("program", "wait"), WAITS)
 def test_the_kinds_of_waits_of_a_main_thread_are_distinguished(start: Start, program: str, wait: Wait) -> None:
-    found = look_until(start(program).pid, wait)
+    found = inspect_until(start(program).pid, wait)
     assert not found.problem
     assert found.detail
 
@@ -130,12 +130,12 @@ def test_a_deadlock_shows_no_activity_and_work_shows_some(start: Start) -> None:
     """With the controls: a computation, and a child that works while its parent waits."""
     stands, computes, has_child = start(DEADLOCK), start("while True: pass"), start(WORKING_CHILD)
     for process, wait in ((stands, Wait.LOCK), (computes, Wait.RUNNING), (has_child, Wait.OUTSIDE)):
-        look_until(process.pid, wait)
-    until(lambda: look(has_child.pid)[0].num_children == 1)
-    before = look(stands.pid, computes.pid, has_child.pid)
+        inspect_until(process.pid, wait)
+    until(lambda: inspect(has_child.pid)[0].num_children == 1)
+    before = inspect(stands.pid, computes.pid, has_child.pid)
 
     def moved() -> list[str]:
-        after = look(stands.pid, computes.pid, has_child.pid)
+        after = inspect(stands.pid, computes.pid, has_child.pid)
         return [movement(one, other) for one, other in zip(before, after, strict=True)]
 
     until(lambda: moved() == ["", "processor time", "processor time of child processes"])
@@ -144,16 +144,16 @@ def test_a_deadlock_shows_no_activity_and_work_shows_some(start: Start) -> None:
 def test_a_stopped_process_is_distinguished_from_a_debugged_one(start: Start) -> None:
     """A debugger releases the process again: gdb reads the symbols of torch for a minute."""
     process = start(DEADLOCK)
-    look_until(process.pid, Wait.LOCK)
+    inspect_until(process.pid, Wait.LOCK)
     ptrace = ctypes.CDLL(None, use_errno=True).ptrace
     attach, detach = 16, 17
     assert ptrace(attach, process.pid, 0, 0) == 0, os.strerror(ctypes.get_errno())
     os.waitpid(process.pid, os.WUNTRACED)
-    assert look(process.pid)[0].main is Wait.TRACED
+    assert inspect(process.pid)[0].main is Wait.TRACED
     assert ptrace(detach, process.pid, 0, 0) == 0
-    look_until(process.pid, Wait.LOCK)
+    inspect_until(process.pid, Wait.LOCK)
     process.send_signal(signal.SIGSTOP)
-    look_until(process.pid, Wait.STOPPED)
+    inspect_until(process.pid, Wait.STOPPED)
 
 
 @pytest.mark.parametrize(
@@ -163,44 +163,44 @@ def test_a_stopped_process_is_distinguished_from_a_debugged_one(start: Start) ->
 def test_a_thread_that_the_main_thread_waits_for_is_seen(start: Start, helper: str, wait: Wait) -> None:
     """The main thread waits for another thread of the process, which waits for a timer or an external event."""
     process = start(HELPED.format(helper.replace("read(0,", "read(__import__('os').pipe()[0],")))
-    until(lambda: wait in look(process.pid)[0].others)
-    assert look_until(process.pid, Wait.LOCK).others == {wait: 1}
+    until(lambda: wait in inspect(process.pid)[0].others)
+    assert inspect_until(process.pid, Wait.LOCK).others == {wait: 1}
 
 
 def test_a_lock_that_an_alarm_may_end_is_no_deadlock(start: Start) -> None:
     """Reward functions often use ``signal.alarm`` as a timeout; the blocked call itself shows no sign of it."""
-    assert look_until(start(DEADLOCK).pid, Wait.LOCK).others == {}
+    assert inspect_until(start(DEADLOCK).pid, Wait.LOCK).others == {}
     with_alarm = "import signal; signal.signal(signal.SIGALRM, lambda *_: None); signal.alarm(60); "
-    assert look_until(start(with_alarm + DEADLOCK).pid, Wait.LOCK).others == {Wait.TIME: 1}
+    assert inspect_until(start(with_alarm + DEADLOCK).pid, Wait.LOCK).others == {Wait.TIME: 1}
 
 
 def test_a_thread_that_answers_questions_about_collectives_is_left_out(start: Start) -> None:
     """With the control: without its name, it is a thread that never rests, and nothing can be proven."""
     named = start(POLLING_THREAD.format("processes.name_thread(collectives.THREAD_NAME)"))
-    found = look_until(named.pid, Wait.LOCK)
+    found = inspect_until(named.pid, Wait.LOCK)
     assert found.others == {}
     plain = start(POLLING_THREAD.format(""))
-    until(lambda: look(plain.pid)[0].others.get(Wait.TIME) == 1 and look(plain.pid)[0].main is Wait.LOCK)
-    before = look(plain.pid)[0]
-    until(lambda: movement(before, look(plain.pid)[0]) == "context switches")
+    until(lambda: inspect(plain.pid)[0].others.get(Wait.TIME) == 1 and inspect(plain.pid)[0].main is Wait.LOCK)
+    before = inspect(plain.pid)[0]
+    until(lambda: movement(before, inspect(plain.pid)[0]) == "context switches")
 
 
 def test_a_peer_and_a_service_are_distinguished_by_the_other_end_of_the_connection(start: Start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as service:
         port = service.getsockname()[1]
         client, patient = start(RECEIVE, port, 0), start(RECEIVE, port, 60)
-        found = look_until(client.pid, Wait.CONNECTION)
+        found = inspect_until(client.pid, Wait.CONNECTION)
         assert found.detail == f"data from 127.0.0.1:{port}"
         assert len(found.awaited) == 1
         assert found.awaited[0].startswith(f"127.0.0.1:{port}-127.0.0.1:")
-        assert look_until(patient.pid, Wait.OUTSIDE).awaited == (), "it polls, and may go on by itself"
+        assert inspect_until(patient.pid, Wait.OUTSIDE).awaited == (), "it polls, and may go on by itself"
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     server = start(PEER, port)
     until(lambda: _listens(port))
     client = start(RECEIVE, port, 0)
-    waits = look_until(client.pid, Wait.CONNECTION)
-    peer = look_until(server.pid, Wait.CONNECTION)
+    waits = inspect_until(client.pid, Wait.CONNECTION)
+    peer = inspect_until(server.pid, Wait.CONNECTION)
     assert set(waits.awaited) <= set(peer.connections)
     assert set(peer.awaited) <= set(waits.connections)
     assert not set(found.awaited) & set(peer.connections)
@@ -221,12 +221,12 @@ connection.sendall(bytes(64 << 20))
         process = start(program, service.getsockname()[1])
         connection, _ = service.accept()
         with connection:
-            until(lambda: look(process.pid)[0].unsent_bytes > 0)
+            until(lambda: inspect(process.pid)[0].unsent_bytes > 0)
 
 
 def test_a_worker_that_cannot_be_inspected_is_reported() -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
-    found = look(gone.pid)[0]
+    found = inspect(gone.pid)[0]
     assert "could not be inspected" in found.problem
     assert found.main is Wait.OUTSIDE, "and waits for nothing that proves anything"

@@ -74,7 +74,7 @@ def plug_in(folder: Path, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "id", "status", "says"),
+    ("code", "id", "status", "message"),
     [
         (
             "def look(): return [dict(id='', status='blocked', found='no licence', expected='one', advice='buy')]",
@@ -88,7 +88,7 @@ def plug_in(folder: Path, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_site_adds_its_own_checks_of_nodes(
-    code: str, id: str, status: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: str, id: str, status: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "site"
     folder.mkdir()
@@ -96,4 +96,4 @@ def test_a_site_adds_its_own_checks_of_nodes(
     facts = node_facts.gather(make_run(tmp_path / "runs"), 1, ALONE, make_spec(), gpus=0)
     (found,) = [one for one in facts.complaints if one.id in ("site.licence", "node.plugin")]
     assert (found.id, found.status.value, found.node) == (id, status, "n1")
-    assert says in found.found
+    assert message in found.found

@@ -51,8 +51,8 @@ if "agent" in sys.orig_argv:
         if os.environ["SLURMD_NODENAME"] == "node3":
             time.sleep(2.0)
             raise AttemptAborted(FailureKind.IMPORT_ERROR, "libcuda.so.1: file too short")
-        asked = self._supervisor.asked
-        self._agreement.wait_until(lambda: asked.to_end or bool(asked.stop), 300.0)
+        requests = self._supervisor.requests
+        self._agreement.wait_until(lambda: requests.to_end or bool(requests.stop), 300.0)
         return run_phase(self, number, phase)
 
     phases.Agent._run_phase = one_fails_the_others_are_at_it
@@ -151,8 +151,8 @@ def kill_agent(run: AgentRun, node: str) -> None:
 
 def test_an_agent_that_fails_to_start_is_no_preemption(agent_run: MakeRun, submit: Submit) -> None:
     run = agent_run(num_nodes=3)
-    look, failure = at_the_end(submit(run, ONE_CANNOT_START), run)
-    assert (look.verdict.state, failure.kind) == (AttemptState.FAILED, FailureKind.IMPORT_ERROR)
+    snapshot, failure = at_the_end(submit(run, ONE_CANNOT_START), run)
+    assert (snapshot.verdict.state, failure.kind) == (AttemptState.FAILED, FailureKind.IMPORT_ERROR)
     assert "node3: libcuda.so.1: file too short" in failure.message
     assert failure.decision.action is Action.STOP
 
@@ -160,10 +160,10 @@ def test_an_agent_that_fails_to_start_is_no_preemption(agent_run: MakeRun, submi
 def test_without_the_fix_it_would_be_taken_for_a_preemption(agent_run: MakeRun, submit: Submit) -> None:
     """Negative control. Slurm's state of the job at least keeps the kind correct; the reason is lost."""
     run = agent_run(num_nodes=3)
-    look, failure = at_the_end(submit(run, ONE_CANNOT_START + AS_IT_WAS), run)
-    assert look.outcome is not None
-    assert look.outcome.state is AttemptState.PREEMPTED
-    assert (look.verdict.state, failure.kind) == (AttemptState.FAILED, FailureKind.AGENT_KILLED)
+    snapshot, failure = at_the_end(submit(run, ONE_CANNOT_START + AS_IT_WAS), run)
+    assert snapshot.outcome is not None
+    assert snapshot.outcome.state is AttemptState.PREEMPTED
+    assert (snapshot.verdict.state, failure.kind) == (AttemptState.FAILED, FailureKind.AGENT_KILLED)
     assert failure.decision.action is Action.NEW_ATTEMPT
 
 
@@ -185,8 +185,8 @@ def test_a_killed_agent_is_no_preemption(agent_run: MakeRun, submit: Submit, whe
     watcher = submit(run, own.replace("2.0", "300.0"))
     until(lambda: run.events(0, "peer") if own else len(run.pids(0)) == 6 and run.reached(0, 3))
     kill_agent(run, "node3")
-    look, failure = at_the_end(watcher, run)
-    assert look.verdict.state is AttemptState.FAILED
+    snapshot, failure = at_the_end(watcher, run)
+    assert snapshot.verdict.state is AttemptState.FAILED
     assert failure.kind in (FailureKind.NODE_LOST, FailureKind.AGENT_KILLED)
     assert "node3" in failure.message
     assert failure.decision.action is Action.NEW_ATTEMPT
@@ -197,8 +197,8 @@ def test_a_real_preemption_is_recognised(agent_run: MakeRun, submit: Submit, clu
     watcher = submit(run)
     until(lambda: len(run.pids(0)) == 6 and run.reached(0, 3))
     cluster.command("sbatch", "--partition=first", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=true")
-    look, failure = at_the_end(watcher, run)
-    assert (look.verdict.state, failure.kind) == (AttemptState.PREEMPTED, FailureKind.PREEMPTION)
+    snapshot, failure = at_the_end(watcher, run)
+    assert (snapshot.verdict.state, failure.kind) == (AttemptState.PREEMPTED, FailureKind.PREEMPTION)
     assert run.run_dir.checkpoints()
 
 
@@ -324,12 +324,12 @@ def engine_of(run: AgentRun, rank: int) -> EngineAddress | None:
 def at_its_end(watcher: Watcher) -> AttemptSnapshot:
     """The ended attempt as the controller sees it."""
 
-    def look() -> AttemptSnapshot | None:
+    def snapshot() -> AttemptSnapshot | None:
         one = watcher.poll()
         time.sleep(0.5)
         return one if one.ended else None
 
-    last: AttemptSnapshot = until(look, timeout_s=240.0)
+    last: AttemptSnapshot = until(snapshot, timeout_s=240.0)
     return last
 
 

@@ -51,8 +51,8 @@ def test_the_others_end_when_agent_0_is_stopped_and_a_newer_attempt_is_left_alon
     for process in frozen:
         process.suspend()
     assert run.agents[1].wait(60) == 1
-    (said,) = [event for event in run.events(0, "peer") if event.data.get("leader_lost")]
-    assert (said.node, said.message) == ("node2", "agent 0 no longer responds; ending everything")
+    (loss,) = [event for event in run.events(0, "peer") if event.data.get("leader_lost")]
+    assert (loss.node, loss.message) == ("node2", "agent 0 no longer responds; ending everything")
     assert not any(is_alive(pid) for rank, pid in workers.items() if run.nodes(0)[rank] == "node2")
 
     # The controller has continued without it.

@@ -143,11 +143,11 @@ def test_signals_become_orders_while_the_main_thread_is_busy(
     supervisor.start()
     os.kill(os.getpid(), signal.SIGUSR2)
     os.kill(os.getpid(), signal.SIGTERM)
-    until(lambda: supervisor.asked.end, timeout_s=5.0)
+    until(lambda: supervisor.requests.end, timeout_s=5.0)
     supervisor.stop()
-    assert supervisor.asked.end == "SIGTERM"
-    assert "SIGUSR2" in supervisor.asked.stop
-    assert supervisor.asked.to_end
+    assert supervisor.requests.end == "SIGTERM"
+    assert "SIGUSR2" in supervisor.requests.stop
+    assert supervisor.requests.to_end
 
 
 @pytest.mark.parametrize("counts", [True, False], ids=["missing", "control: as its agent has said last"])

@@ -153,7 +153,7 @@ class Nvml:
         return self.answers[name] if callable(real) and not isinstance(real, type) else real
 
     @staticmethod
-    def _wait(events: list[int], patience_ms: int) -> SimpleNamespace:
+    def _wait(events: list[int], timeout_ms: int) -> SimpleNamespace:
         if not events:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_TIMEOUT)
         return SimpleNamespace(eventType=pynvml.nvmlEventTypeXidCriticalError, eventData=events.pop(0))
@@ -252,12 +252,12 @@ def test_without_a_driver_there_are_no_gpu_figures_and_one_message(monkeypatch: 
     driver = Nvml()
     driver.answers["nvmlInit"] = refuses(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
     monkeypatch.setitem(sys.modules, "pynvml", driver)
-    said: list[str] = []
-    reads = Telemetry(said.append)
+    messages: list[str] = []
+    reads = Telemetry(messages.append)
     try:
-        until(lambda: reads.read([]) and said)
+        until(lambda: reads.read([]) and messages)
         assert not any(name.startswith("gpu") for name in reads.read([]))
-        assert said == ["no GPU metrics: NVML: NVML Shared Library Not Found"]
+        assert messages == ["no GPU metrics: NVML: NVML Shared Library Not Found"]
     finally:
         reads.stop()
 

@@ -95,9 +95,9 @@ def test_an_unresponsive_file_system_blocks_no_thread(
     away = threading.Event()
     original = telemetry_series.LineWriter
 
-    def stuck(path: Path, say: Callable[[str], None]) -> telemetry_series.LineWriter:
+    def stuck(path: Path, log: Callable[[str], None]) -> telemetry_series.LineWriter:
         away.wait()
-        return original(path, say)
+        return original(path, log)
 
     monkeypatch.setattr(telemetry_series, "LineWriter", stuck)
     series = TelemetrySeries("n1", messages.append)

@@ -18,15 +18,15 @@ def test_each_rank_has_a_file_and_each_line_becomes_one_incident(tmp_path: Path)
     restart.root.mkdir(parents=True)
     warnings = TrainerWarnings(Leader(run_dir, 1), EventLog("node1", restart))
 
-    def tell(rank: int, kind: FailureKind, message: str) -> None:
+    def warn(rank: int, kind: FailureKind, message: str) -> None:
         warning = TrainerWarning(time=utc_now(), failure_kind=kind, message=message, step=7)
         with restart.warnings_of(rank).open("a") as file:
             file.write(f"{warning.model_dump_json()}\n")
 
-    tell(3, FailureKind.REWARD_FUNCTION, "rank 3 says so")
+    warn(3, FailureKind.REWARD_FUNCTION, "rank 3 says so")
     warnings.take(restart, now=True)
-    tell(0, FailureKind.DEGENERATE_RL, "rank 0 says so")
-    tell(3, FailureKind.REWARD_FUNCTION, "rank 3 says more")
+    warn(0, FailureKind.DEGENERATE_RL, "rank 0 says so")
+    warn(3, FailureKind.REWARD_FUNCTION, "rank 3 says more")
     warnings.take(restart, now=True)
     warnings.take(restart, now=True)
     found = [read_model(restart.incident(number), Incident) for number in (1, 2, 3, 4)]

@@ -66,10 +66,10 @@ def migrated_text(file: Path) -> str:
     text = file.read_text(encoding="utf-8")
     if not old:
         return text
-    by_hand = "\n".join(f"  write {current_name(name)} instead of {name}" for name in old)
+    manual = "\n".join(f"  write {current_name(name)} instead of {name}" for name in old)
     renamed = any(name in RENAMED for name in old)
     if renamed or "loops" in content or not all(_is_plain(text, name) for name in OLD_SECTIONS if name in content):
-        raise BadConfig(f"{file} must be rewritten by hand:\n{by_hand}")
+        raise BadConfig(f"{file} must be rewritten by hand:\n{manual}")
     current = current_document(content)
     expected = validate(current, str(file))
     document = parse(text)
@@ -85,7 +85,7 @@ def migrated_text(file: Path) -> str:
     except (BadConfig, ValueError):
         same = False
     if not same:
-        raise BadConfig(f"{file} must be rewritten by hand:\n{by_hand}")
+        raise BadConfig(f"{file} must be rewritten by hand:\n{manual}")
     return found
 
 

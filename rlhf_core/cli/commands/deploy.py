@@ -189,13 +189,13 @@ def _await_beginning(
         RunNotBegun: the run has not begun in time.
         RunFailed, RunCancelled: the run will never begin.
     """
-    from flows.queue import what_it_waits_for
-    from rlhf_core.cli.progress import person_at_terminal
+    from flows.queue import queue_wait
+    from rlhf_core.cli.progress import terminal_prompt
 
-    timeout_s = STUCK_S if begin_within_s is None and person_at_terminal() is None else None
+    timeout_s = STUCK_S if begin_within_s is None and terminal_prompt() is None else None
     started, stuck_since, reason = clock(), None, ""
     while not has_begun():
-        wait = what_it_waits_for(request.flow_run_id)
+        wait = queue_wait(request.flow_run_id)
         if has_begun():
             return  # it began while Prefect was queried
         if wait.words != reason:

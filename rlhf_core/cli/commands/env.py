@@ -41,7 +41,7 @@ def create(
 
     definition = environments.definition(name)
     target = (folder or environments.default_folder(name, load_site().home)).expanduser().absolute()
-    made = environments.create(definition, target, torch=torch, python=python, tell=_print_progress)
+    made = environments.create(definition, target, torch=torch, python=python, report_progress=_print_progress)
     done = "already exists" if made.was_there else f"was built in {made.seconds:.0f} s"
     use = name if folder is None else str(target)
     output.print_text(f'{target} {done}. Use it with trainer.environment = "{use}".')

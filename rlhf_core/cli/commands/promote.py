@@ -51,7 +51,7 @@ def _decide(run: str, verdict: "Verdict", by: str, reason: str, as_json: bool) -
     site = load_site()
     with HistoryStore(site.database_url) as store:
         run_dir = find_run(store, site, run)
-        answered = answer_promotion(run_dir, site, store, verdict, attributed_here(by), reason, say=output.note)
+        answered = answer_promotion(run_dir, site, store, verdict, attributed_here(by), reason, log=output.note)
     if answered.state is PromotionState.FAILED:
         raise PromotionFailed(answered.message)
     if as_json:

@@ -130,7 +130,7 @@ def cancel(
             run_id, outcome = run, missing or Cancelled(RunState.CANCELLED, True, not_begun)
         else:
             run_id = run_dir.run_id
-            outcome = cancel_run(run_dir, site, store, why, save=save, say=output.note)
+            outcome = cancel_run(run_dir, site, store, why, save=save, log=output.note)
     if as_json:
         output.print_json({"run_id": run_id, "state": outcome.state, "job_ended": outcome.job_ended})
     else:
@@ -212,10 +212,10 @@ def _drive(
     resumed: bool,
     code: bool = False,
 ) -> None:
-    from rlhf_core.cli.progress import TerminalProgress, person_at_terminal
+    from rlhf_core.cli.progress import TerminalProgress, terminal_prompt
     from rlhf_core.control.controller import FlowRunLink, opened
 
-    progress = TerminalProgress(run_dir.read_spec().spec, run_dir.run_id, person_at_terminal())
+    progress = TerminalProgress(run_dir.read_spec().spec, run_dir.run_id, terminal_prompt())
 
     def waits(owner: str, seconds: float) -> None:
         output.note(f"{owner} Waiting for its renewal or expiry, {seconds:.0f} s at most ...")

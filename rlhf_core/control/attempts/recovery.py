@@ -53,12 +53,12 @@ def conclude(controller: Controller, number: int) -> None:
             controller.record()
             raise RunCancelled(f"run {controller.run_dir.run_id} was cancelled: {snapshot.verdict.cause}")
         case _:
-            _raise_if_asked_to_end(controller)
+            _raise_if_cancelled(controller)
             _after_failure(controller, number, attempt, snapshot)
     controller.record()
 
 
-def _raise_if_asked_to_end(controller: Controller) -> None:
+def _raise_if_cancelled(controller: Controller) -> None:
     """Raise if the run is being cancelled: a job that was ended on request has not failed, whatever its agents and its
     scheduler report.
 

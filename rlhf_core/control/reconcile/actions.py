@@ -277,7 +277,7 @@ class Reconciler:
             case ActionKind.ADOPT:
                 return self._adopt(action)
             case ActionKind.CANCEL_RUN:
-                ended = cancel_run(self._run_dir(action), self._site, self._store, action.reason, say=log.info)
+                ended = cancel_run(self._run_dir(action), self._site, self._store, action.reason, log=log.info)
                 return ActionResult(action, ended.job_ended, ended.message)
             case ActionKind.CLOSE_RUN:
                 cause = f"the run directory is gone: {self._run_dir(action).root}, and no controller was at work on it"
@@ -292,7 +292,7 @@ class Reconciler:
                 assert action.flow_state is not None
                 self._prefect.end_task_run(action.task_run_id, action.flow_state, action.reason)
                 return ActionResult(action, True, f"it is {action.flow_state.value.capitalize()} now")
-            case ActionKind.TELL:
+            case ActionKind.PUBLISH:
                 return self._publish(action, self._run_dir(action))
             case ActionKind.REMOVE_CHECKPOINT:
                 remove_tree(self._run_dir(action).checkpoint(action.step).root)

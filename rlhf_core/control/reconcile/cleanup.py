@@ -136,7 +136,9 @@ class SnapshotCleanup:
                 break
             if snapshots.remove(copy):
                 removed.append(copy.folder)
-                log.info("removed %s: asked for last at %s, nothing refers to it", copy.folder, f"{copy.asked_at:%F}")
+                log.info(
+                    "removed %s: asked for last at %s, nothing refers to it", copy.folder, f"{copy.requested_at:%F}"
+                )
         return removed
 
     def _removable(self, referred: Collection[tuple[str, str]]) -> list[snapshots.Copy]:

@@ -14,14 +14,14 @@ from rlhf_core.schemas.stored_spec import StoredSpec
 
 
 def run_facts(
-    run_id: str, standing: OpenRun | None, written: RunRecord, cancel_asked: str, stored: StoredSpec, now: datetime
+    run_id: str, standing: OpenRun | None, written: RunRecord, cancel_requested: str, stored: StoredSpec, now: datetime
 ) -> RunFacts:
     """Combine the facts about a run.
 
     Args:
         standing: its rows in the history; None if there are none.
         written: the record of its journal.
-        cancel_asked: reason of a pending cancel request; empty if there is none.
+        cancel_requested: reason of a pending cancel request; empty if there is none.
     """
     submissions = {number: one.submission for number, one in written.attempts.items()}
     newest = standing.controllers[-1] if standing is not None and standing.controllers else None
@@ -42,7 +42,7 @@ def run_facts(
         attempt=max(written.attempts, default=0),
         jobs={number: one.job_id for number, one in submissions.items() if one is not None},
         ended_s=(now - ended_at).total_seconds() if ended_at is not None else 0.0,
-        cancel_asked=cancel_asked,
+        cancel_requested=cancel_requested,
         trial_of=stored.trial_of,
         promotion_due=is_due(stored, written),
     )

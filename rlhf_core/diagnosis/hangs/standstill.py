@@ -21,7 +21,7 @@ from rlhf_core.diagnosis.hangs.verdict import disagreement
 from rlhf_core.schemas.inspections import Inspection, Wait
 from rlhf_core.schemas.reports import RankStatus
 
-MIN_LOOKS = 3
+MIN_INSPECTIONS = 3
 SPAN_S = 4.0
 """Minimum time from the first inspection of a proof to the last, in seconds."""
 
@@ -33,26 +33,28 @@ class Standstill:
     """Inspections of each worker since it last moved."""
 
     def __init__(self) -> None:
-        self._looks: dict[Place, list[Inspection]] = {}
+        self._inspections: dict[Place, list[Inspection]] = {}
 
     def add(self, inspections: Collection[Inspection]) -> None:
         """Add one inspection of all workers."""
         new: dict[Place, list[Inspection]] = {}
-        for look in inspections:
-            before = self._looks.get(_place(look), [])
-            same = bool(before) and not movement(before[-1], look)
+        for inspection in inspections:
+            before = self._inspections.get(_place(inspection), [])
+            same = bool(before) and not movement(before[-1], inspection)
             # If nothing has moved, the first and the last inspections suffice.
-            new[_place(look)] = [*before[:1], *before[1:][-MIN_LOOKS:], look] if same else [look]
-        self._looks = new
+            new[_place(inspection)] = (
+                [*before[:1], *before[1:][-MIN_INSPECTIONS:], inspection] if same else [inspection]
+            )
+        self._inspections = new
 
     def clear(self) -> None:
         """Forget all inspections, because the watcher itself was paused or the workers were replaced."""
-        self._looks.clear()
+        self._inspections.clear()
 
     @property
     def still(self) -> dict[Place, Sequence[Inspection]]:
         """Inspections of each worker since it last moved, newest last."""
-        return dict(self._looks)
+        return dict(self._inspections)
 
 
 def movement(before: Inspection, after: Inspection) -> str:
@@ -123,7 +125,7 @@ def confirm(proven: Collection[Suspect], ranks: Sequence[RankStatus]) -> list[Su
 
 
 def _is_long(inspections: Sequence[Inspection]) -> bool:
-    return len(inspections) >= MIN_LOOKS and inspections[-1].at_s - inspections[0].at_s >= SPAN_S
+    return len(inspections) >= MIN_INSPECTIONS and inspections[-1].at_s - inspections[0].at_s >= SPAN_S
 
 
 def _evidence(inspections: Sequence[Inspection], still: Mapping[Place, Sequence[Inspection]], num_ranks: int) -> str:

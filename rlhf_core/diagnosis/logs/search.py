@@ -129,7 +129,7 @@ class _Reading:
             self._requeued = True
             self._keep_roots()
             return
-        if self._is_progress(raw) or not (self.tracebacks.is_open or signatures.may_tell(raw)):
+        if self._is_progress(raw) or not (self.tracebacks.is_open or signatures.may_match(raw)):
             return
         line = read_line(raw, number)
         read = self.tracebacks.read(line)

@@ -158,14 +158,14 @@ def _completion(speeds: Mapping[int, NodeSpeed]) -> list[CheckResult]:
         behind = [local for local in range(len(one.reached)) if places.get((one.node, local)) == least]
         if not behind:
             continue
-        said = next((one.problems[local] for local in behind if one.problems[local]), "no answer in time")
+        problem = next((one.problems[local] for local in behind if one.problems[local]), "no answer in time")
         following = STEPS[least + 1]
         reached = f"got no further than {STEPS[least]}" if least >= 0 else "did not start"
         ranks = ", ".join(map(str, behind))
         found.append(
             blocked(
                 ANSWER,
-                f"rank {ranks} of {one.node} {reached}: {said}",
+                f"rank {ranks} of {one.node} {reached}: {problem}",
                 f"{following} within preflight.probe_s",
                 "read logs/probe-*.log of the attempt's first restart; a firewall between the nodes, a wrong "
                 "network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) or a hung driver look like this",

@@ -77,7 +77,7 @@ class ActionKind(StrEnum):
     """Set the final state of a flow run without a process."""
     END_TASK_RUN = "end_task_run"
     """Set the final state of a task run whose flow run has ended."""
-    TELL = "tell"
+    PUBLISH = "tell"
     """Publish to Prefect what its controller could no longer publish."""
     REMOVE_CHECKPOINT = "remove_checkpoint"
     """Remove a checkpoint that the retention rules of the site no longer keep."""
@@ -139,9 +139,9 @@ def _about_run(run: RunFacts, flow_runs: Sequence[FlowRunFacts], world: World) -
         yield ReconcileAction(ActionKind.INGEST, run.run_id, difference)
     if run.unpublished and run.holder is not LeaseState.LIVING and run.ended_s > PUBLISH_AFTER_S:
         reason = f"its controller ended before it had published {run.unpublished} of its events and pages to Prefect"
-        yield ReconcileAction(ActionKind.TELL, run.run_id, reason)
+        yield ReconcileAction(ActionKind.PUBLISH, run.run_id, reason)
     newest = max(flow_runs, key=lambda one: one.created_at, default=None)
-    if not run.wants_controller:
+    if not run.needs_controller:
         return
     cancellation = "" if run.ended else _cancellation(run, newest)
     if cancellation:
@@ -175,8 +175,8 @@ def _as_permitted(action: ReconcileAction, run: RunFacts) -> ReconcileAction:
 
 def _cancellation(run: RunFacts, newest: FlowRunFacts | None) -> str:
     """Reason why the reconciler must end an active run; empty if it must not."""
-    if run.cancel_asked and run.holder is not LeaseState.LIVING:
-        return run.cancel_asked  # a running controller reads the request itself
+    if run.cancel_requested and run.holder is not LeaseState.LIVING:
+        return run.cancel_requested  # a running controller reads the request itself
     if newest is None or newest.state not in (FlowState.CANCELLED, FlowState.CANCELLING):
         return ""
     if run.controller_started_at is not None and newest.created_at < run.controller_started_at > newest.changed_at:

@@ -76,7 +76,7 @@ class RunFacts:
     """Scheduler's job id of each attempt, if the scheduler's answer is known."""
     ended_s: float = 0.0
     """Time since its end, in seconds."""
-    cancel_asked: str = ""
+    cancel_requested: str = ""
     """Reason given to `rlhf cancel`; empty if cancellation was not requested."""
     trial_of: str = ""
     """Run that it is a trial of; empty if it is not a trial."""
@@ -97,7 +97,7 @@ class RunFacts:
         return self.state in RUN_ENDS
 
     @property
-    def wants_controller(self) -> bool:
+    def needs_controller(self) -> bool:
         """True if it still needs a controller; a promotion may follow the end."""
         return not self.ended or self.promotion_due
 

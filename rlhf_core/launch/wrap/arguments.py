@@ -104,7 +104,7 @@ def _read_steps(draft: Draft, family: Family, steps: int | None) -> None:
             "wrap again with --steps N, or set trainer.num_steps: rows x epochs / rows per step",
         )
     elif epochs:
-        draft.said("epochs", epochs, _STAYS + ("; --max_steps has precedence" if family.has_trainer else ""))
+        draft.report("epochs", epochs, _STAYS + ("; --max_steps has precedence" if family.has_trainer else ""))
 
 
 def _read_output(draft: Draft, family: Family) -> None:
@@ -123,10 +123,10 @@ def _read_output(draft: Draft, family: Family) -> None:
     else:
         draft.missing("output folder", "pass {output_dir} to the program in trainer.argv, or set trainer.output_dir")
         return
-    draft.said("output folder", given or "its default", "trainer.output_dir, in the run directory")
+    draft.report("output folder", given or "its default", "trainer.output_dir, in the run directory")
     if family.name == "swift":
         draft.put("argument", ["add_version"], "false", "--add_version")
-        draft.said("--add_version", "true, its default", "false: all attempts share one folder of checkpoints")
+        draft.report("--add_version", "true, its default", "false: all attempts share one folder of checkpoints")
 
 
 def _read_checkpoints(draft: Draft, family: Family) -> None:
@@ -137,7 +137,7 @@ def _read_checkpoints(draft: Draft, family: Family) -> None:
     if family.has_trainer:
         if _value(draft, family, "save_strategy") not in (None, "steps"):
             draft.put("argument", ["save_strategy"], "steps", family.spelled("save_strategy"))
-            draft.said("--save_strategy", _value(draft, family, "save_strategy"), "number of steps of the run")
+            draft.report("--save_strategy", _value(draft, family, "save_strategy"), "number of steps of the run")
         draft.put("argument", ["save_steps"], "{checkpoint_every}", family.spelled("save_steps"))
     elif family.name == "openrlhf":
         option = family.either(draft, "save_steps", "ckpt.save_steps")
@@ -182,7 +182,7 @@ def _read_resume(draft: Draft, family: Family) -> None:
             "trainer.checkpoint_complete": ["*model_states.pt"],
             "trainer.resume": "in_place",
         }
-        draft.said("resume", option, 'trainer.resume = "in_place"')
+        draft.report("resume", option, 'trainer.resume = "in_place"')
         draft.missing("layout of the checkpoints", "compare trainer.checkpoint_name with those of earlier runs")
         return
     index = draft.find("argument", *_RESUME)
@@ -190,10 +190,10 @@ def _read_resume(draft: Draft, family: Family) -> None:
     if index is not None:
         value = draft.value_at(index)
         if "/" in value:
-            draft.said(f"--{name}", value, f"{_STAYS}: the first attempt starts from it")
+            draft.report(f"--{name}", value, f"{_STAYS}: the first attempt starts from it")
         else:
             draft.drop("argument", name)
-            draft.said(f"--{name}", value or "(flag)", "trainer.resume_argv, if there is a checkpoint")
+            draft.report(f"--{name}", value or "(flag)", "trainer.resume_argv, if there is a checkpoint")
     if family.has_trainer:
         spelling = family.spelled("resume_from_checkpoint")
         joined = spelling.endswith("=")
@@ -211,11 +211,11 @@ def _read_batch(draft: Draft) -> None:
     whole = draft.given("argument", *_WHOLE_BATCH)
     nodes, ranks = draft.settings.get("resources.num_nodes"), draft.settings.get("resources.ranks_per_node")
     if whole:
-        draft.said("batch", f"{whole} of all ranks" + (f", {one} at once on a rank" if one else ""), _STAYS)
+        draft.report("batch", f"{whole} of all ranks" + (f", {one} at once on a rank" if one else ""), _STAYS)
     elif number(one) and number(accumulated or "1") and isinstance(nodes, int) and isinstance(ranks, int):
         total = int(one or 1) * int(accumulated or 1) * nodes * ranks
         found = f"{total} = {one} on a rank x {accumulated or 1} accumulated x {nodes * ranks} ranks"
-        draft.said("batch", found, _STAYS)
+        draft.report("batch", found, _STAYS)
     elif one or accumulated:
         draft.missing(
             f"batch: {one} on a rank, {accumulated} accumulated", "write numbers into the launch line or trainer.argv"
@@ -236,7 +236,7 @@ def _read_model(draft: Draft) -> None:
         draft.replace(index, "{model}")
         draft.set("model.path", value, "model")
     elif value:
-        draft.said("model", value, f"{_STAYS}: found no folder of this name")
+        draft.report("model", value, f"{_STAYS}: found no folder of this name")
 
 
 def _read_others(draft: Draft) -> None:
@@ -253,7 +253,7 @@ def _read_others(draft: Draft) -> None:
         if index is not None and draft.value_at(index):
             item = draft.line.items[index]
             words = draft.line.argv[item.start : item.stop]
-            draft.said(what, draft.value_at(index) if item.is_joined else " ".join(words[1:]), _STAYS)
+            draft.report(what, draft.value_at(index) if item.is_joined else " ".join(words[1:]), _STAYS)
     if draft.given("argument", "report_to") == "none":
         draft.missing(
             "--report_to none: progress is only visible through checkpoints and outside observation of the ranks",
@@ -264,7 +264,7 @@ def _read_others(draft: Draft) -> None:
     ]
     for option in logs:
         draft.put("argument", [option], "{output_dir}/runs", "")
-        draft.said(f"--{option}", "folder of TensorBoard", "{output_dir}/runs, which is searched for progress")
+        draft.report(f"--{option}", "folder of TensorBoard", "{output_dir}/runs, which is searched for progress")
 
 
 def _own_placeholders(draft: Draft) -> None:
@@ -273,4 +273,4 @@ def _own_placeholders(draft: Draft) -> None:
         if draft.words[index] == draft.line.argv[item.start : item.stop]:
             for word in draft.words[index]:
                 for name in set(named_placeholders(word)) & PLACEHOLDERS.keys():
-                    draft.said(f"{{{name}}} in the line", word, f"filled with: {PLACEHOLDERS[name]}")
+                    draft.report(f"{{{name}}} in the line", word, f"filled with: {PLACEHOLDERS[name]}")

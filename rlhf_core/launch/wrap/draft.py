@@ -141,7 +141,7 @@ class Draft:
 
     # -- reporting
 
-    def said(self, what: str, found: object, place: str) -> None:
+    def report(self, what: str, found: object, place: str) -> None:
         """Report a part that was understood."""
         self.read.append(ReadPart(what, str(found), place))
 
@@ -153,7 +153,7 @@ class Draft:
     def set(self, name: str, value: JsonValue, what: str, found: object = None) -> None:
         """Set a setting to a value read from the line."""
         self.settings[name] = value
-        self.said(what, value if found is None else found, name)
+        self.report(what, value if found is None else found, name)
 
     # -- result
 
@@ -184,7 +184,7 @@ class Draft:
                 passed = self.settings.setdefault("slurm.pass_environment", [])
                 if isinstance(passed, list):
                     passed.append(name)
-                self.said(
+                self.report(
                     f"{name} (a secret)", "***", "slurm.pass_environment: taken from your environment at submission"
                 )
         for index, item in enumerate(self.line.items):

@@ -98,7 +98,7 @@ def _recognised(draft: Draft) -> Family:
     hints, common = _TRANSFORMERS & {*line.arguments}, _COMMON & {*line.arguments}
     is_one = len(hints) >= 2 or (len(hints) == 1 and len(common) >= 2)
     if is_one:
-        draft.said("transformers.Trainer", ", ".join(sorted(hints)[:3]), "its logs, checkpoints and way to resume")
+        draft.report("transformers.Trainer", ", ".join(sorted(hints)[:3]), "its logs, checkpoints and way to resume")
     return Family("transformers" if is_one else "script", _algorithm(draft))
 
 

@@ -46,7 +46,7 @@ def read_launcher(draft: Draft) -> None:
         )
         draft.settings["resources.ranks_per_node"] = 1 if one or not gpus else gpus
         if one:
-            draft.said("ranks on every node", "one process", "resources.ranks_per_node")
+            draft.report("ranks on every node", "one process", "resources.ranks_per_node")
         elif not any(part.what.startswith("ranks on every node") for part in draft.unread):
             draft.missing(
                 "ranks on every node",
@@ -70,12 +70,12 @@ def _read_variables(draft: Draft) -> None:
             draft.variables[name] = _BY_VARIABLES[name]
         elif name in _OF_RANKS:
             del draft.variables[name]
-            draft.said(name, value, "removed: set for every rank by the run")
+            draft.report(name, value, "removed: set for every rank by the run")
     devices = draft.variables.pop("CUDA_VISIBLE_DEVICES", None)
     if devices is not None:
         ids = [one for one in devices.split(",") if one.strip() not in ("", "-1")]
         if "$" in devices:
-            draft.said("CUDA_VISIBLE_DEVICES", devices, _GIVEN_BY_RUN)
+            draft.report("CUDA_VISIBLE_DEVICES", devices, _GIVEN_BY_RUN)
         else:
             draft.set("resources.gpus_per_node", len(ids), "GPUs (CUDA_VISIBLE_DEVICES)", devices)
 
@@ -104,13 +104,13 @@ def _torchrun(draft: Draft) -> None:
         "launcher_option", "standalone", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "local_addr"
     )
     if gone:
-        draft.said(
+        draft.report(
             "rendezvous", ", ".join(filter(None, gone)) or "--standalone", "--master_addr and --master_port of the run"
         )
     if any(count not in ("", "0") for count in draft.drop("launcher_option", "max_restarts")):
-        draft.said("--max_restarts", "of torchrun", "removed: supervise.max_restarts, from the newest checkpoint")
+        draft.report("--max_restarts", "of torchrun", "removed: supervise.max_restarts, from the newest checkpoint")
     if draft.drop("launcher_option", "redirects", "r"):
-        draft.said("--redirects", "of torchrun", "removed: the run keeps the output of the ranks")
+        draft.report("--redirects", "of torchrun", "removed: the run keeps the output of the ranks")
     _put(draft, _TORCHRUN)
 
 
@@ -122,7 +122,7 @@ def _ranks_or_gpus(draft: Draft, ranks: str | None) -> str | None:
 def _put(draft: Draft, options: tuple[tuple[tuple[str, ...], str], ...]) -> None:
     for names, value in options:
         draft.put("launcher_option", names, value, f"--{names[0]}=")
-    draft.said("meeting point and node ranks", "options of the launcher", "placeholders in trainer.argv")
+    draft.report("meeting point and node ranks", "options of the launcher", "placeholders in trainer.argv")
 
 
 def _accelerate(draft: Draft) -> None:
@@ -177,7 +177,7 @@ def _deepspeed(draft: Draft) -> None:
             draft.words[index] = ("-m",) if item.name == "module" else ("--no-python",)
         elif item.role == "launcher_option":
             draft.words[index] = ()
-    draft.said("deepspeed", "reaches nodes through ssh", "torchrun, which the agent of each node starts")
+    draft.report("deepspeed", "reaches nodes through ssh", "torchrun, which the agent of each node starts")
     draft.missing(
         "--local_rank: deepspeed gives it to the program, torchrun sets LOCAL_RANK instead",
         "nothing, if the program accepts both (deepspeed and transformers do)",
@@ -190,7 +190,7 @@ def _by_variables(draft: Draft) -> None:
     given = draft.given_variables
     _counts(draft, given.get("NNODES"), given.get("NPROC_PER_NODE"))
     draft.variables |= _BY_VARIABLES
-    draft.said("meeting point and node ranks", "NNODES, NODE_RANK and the like", "placeholders in trainer.variables")
+    draft.report("meeting point and node ranks", "NNODES, NODE_RANK and the like", "placeholders in trainer.variables")
 
 
 def _llamafactory(draft: Draft) -> None:
@@ -204,7 +204,7 @@ def _trl(draft: Draft) -> None:
     _accelerate_counts(draft, nodes, total)
     for names, value in _ACCELERATE:
         draft.put("argument", names, value, f"--{names[0]}")
-    draft.said("meeting point and node ranks", "options of accelerate", "placeholders in trainer.argv")
+    draft.report("meeting point and node ranks", "options of accelerate", "placeholders in trainer.argv")
 
 
 def _axolotl(draft: Draft) -> None:
@@ -214,7 +214,7 @@ def _axolotl(draft: Draft) -> None:
     for index in range(ends[0], len(draft.words)) if ends else ():
         draft.words[index] = ()
     draft.last_words += ["--launcher", "torchrun"]
-    draft.said("meeting point and node ranks", "options of torchrun", "placeholders in trainer.argv")
+    draft.report("meeting point and node ranks", "options of torchrun", "placeholders in trainer.argv")
 
 
 def axolotl_launcher_words() -> list[str]:

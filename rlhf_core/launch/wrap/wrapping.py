@@ -146,7 +146,7 @@ def _take_wrappers(draft: Draft) -> None:
         if item.role == "variable" or (item.role == "wrapper" and item.name in _DROPPED):
             draft.words[index] = ()
         elif item.role == "wrapper":
-            draft.said(item.name, " ".join(draft.words[index]), "stays before the launch line")
+            draft.report(item.name, " ".join(draft.words[index]), "stays before the launch line")
 
 
 def _read_places(draft: Draft, facts: ScriptFacts) -> None:
@@ -174,7 +174,7 @@ def _select_cpu(draft: Draft, family: Family) -> None:
     if not family.has_trainer or has_gpus or "ACCELERATE_USE_CPU" in draft.variables:
         return
     draft.variables["ACCELERATE_USE_CPU"] = "{use_cpu}"
-    draft.said("use of the CPU", "GPUs unknown", "ACCELERATE_USE_CPU in trainer.variables, false with GPUs")
+    draft.report("use of the CPU", "GPUs unknown", "ACCELERATE_USE_CPU in trainer.variables, false with GPUs")
 
 
 def _name(draft: Draft, family: Family, given: str) -> None:

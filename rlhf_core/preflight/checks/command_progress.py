@@ -8,7 +8,7 @@ from rlhf_core.preflight.registry import Finding, blocked, check, passed, skippe
 from rlhf_core.schemas.command_trainer import SIGHTS, ProgressSource, named_placeholders
 from rlhf_core.schemas.launch_values import command_trainer
 
-TELLS_THE_RANK = frozenset({ProgressSource.CALLBACK, ProgressSource.COLLECTIVES})
+PER_RANK_SOURCES = frozenset({ProgressSource.CALLBACK, ProgressSource.COLLECTIVES})
 """Strong sources that report the progress of each rank; the others report only that of the job."""
 
 SAVE_STEPS = 500
@@ -180,7 +180,7 @@ def progress(facts: Facts) -> Iterator[Finding]:
             "trainer_log, tensorboard, stdout, checkpoints or the callback",
             "add one to trainer.progress, for instance stdout with trainer.stdout_patterns",
         )
-    elif facts.spec.num_ranks > 1 and not TELLS_THE_RANK & set(strong):
+    elif facts.spec.num_ranks > 1 and not PER_RANK_SOURCES & set(strong):
         yield warning(
             f"{', '.join(strong)} see only the job as a whole: the rank that causes a hang stays unknown",
             "a source that sees each rank: collectives, or the callback",

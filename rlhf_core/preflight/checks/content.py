@@ -76,31 +76,32 @@ def lengths(facts: Facts) -> Iterator[Finding]:
     if facts.content is None:
         return
     data, limit = facts.spec.data, num_positions(facts.model_config)
-    for look in facts.content.splits:
-        if look.problem or not look.longest_prompt:
+    for report in facts.content.splits:
+        if report.problem or not report.longest_prompt:
             continue
-        source, share = _source(facts, look), look.num_overlong / look.num_rows
+        source, share = _source(facts, report), report.num_overlong / report.num_rows
         found = (
-            f"{look.num_overlong} of {look.num_rows} prompts of {source} are longer than data.max_prompt_tokens = "
-            f"{data.max_prompt_tokens} (the longest has {look.longest_prompt} tokens)"
+            f"{report.num_overlong} of {report.num_rows} prompts of {source} are longer than data.max_prompt_tokens = "
+            f"{data.max_prompt_tokens} (the longest has {report.longest_prompt} tokens)"
         )
-        raising = f"set data.max_prompt_tokens={look.longest_prompt}, if the model has that many positions"
+        raising = f"set data.max_prompt_tokens={report.longest_prompt}, if the model has that many positions"
         if share == 1 or (share and data.overlong_prompts == "error"):
             yield blocked(found, "prompts that fit", f'{raising}, or data.overlong_prompts="drop" if some fit')
         elif share > MANY_OVERLONG:
             yield warning(found, f"at most {MANY_OVERLONG:.0%} dropped", raising)
         else:
-            yield passed(f"{source}: the longest prompt has {look.longest_prompt} tokens, {share:.1%} are dropped")
-        if look.num_long_completions:
-            yield _long_completions(facts, look)
-        if look.num_empty:
+            yield passed(f"{source}: the longest prompt has {report.longest_prompt} tokens, {share:.1%} are dropped")
+        if report.num_long_completions:
+            yield _long_completions(facts, report)
+        if report.num_empty:
             yield blocked(
-                f"{look.num_empty} prompts of {source} have no token", "a token in every prompt", "remove these rows"
+                f"{report.num_empty} prompts of {source} have no token", "a token in every prompt", "remove these rows"
             )
         teaches = any(not loop.algorithm.samples for loop in facts.spec.loops.named.values())
-        if teaches and look.split == "train" and limit is not None and look.longest_taught > limit:
+        if teaches and report.split == "train" and limit is not None and report.longest_taught > limit:
             yield blocked(
-                f"a row of {source} has {look.longest_taught} tokens with its answer, the model has {limit} positions",
+                f"a row of {source} has {report.longest_taught} tokens with its answer, the model has {limit} "
+                "positions",
                 f"at most {limit} tokens in prompt and answer together",
                 "remove long answers, or lower data.max_prompt_tokens or data.max_completion_tokens",
             )
@@ -142,11 +143,11 @@ def pipeline(facts: Facts) -> Iterator[Finding]:
         return
     spec = facts.spec
     seconds = rows = 0.0
-    for look in facts.content.splits:
-        if not look.problem and look.num_rows:
-            total = _num_rows(facts, look)
+    for report in facts.content.splits:
+        if not report.problem and report.num_rows:
+            total = _num_rows(facts, report)
             rows += total
-            seconds += (look.read_s + look.encode_s) / look.num_rows * total
+            seconds += (report.read_s + report.encode_s) / report.num_rows * total
     if not rows:
         return
     consumed = spec.main_loop.algorithm.rows_per_step

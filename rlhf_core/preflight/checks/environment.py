@@ -94,9 +94,11 @@ def versions(facts: Facts) -> Iterator[Finding]:
     """Some versions are known to hang, to compute wrong numbers, or to be incompatible."""
     installed, use = facts.training_packages, _use(facts)
     python = facts.trainer.python if facts.trainer is not None else facts.compute.python
-    in_force = [row for row in KNOWN_BAD if row.is_in_force(facts.spec)]
+    applicable = [row for row in KNOWN_BAD if row.applies_to(facts.spec)]
     # Problems that affect only another project's commands are reported only for runs that use them.
-    found = [row for row in in_force if row.matches(installed) and (not row.launcher or row.concerns(facts.spec, use))]
+    found = [
+        row for row in applicable if row.matches(installed) and (not row.launcher or row.concerns(facts.spec, use))
+    ]
     for row in found:
         shown = " with ".join(f"{name} {installed[name]}" for name in row.packages)
         concerned = row.concerns(facts.spec, use)
@@ -108,7 +110,7 @@ def versions(facts: Facts) -> Iterator[Finding]:
             f"{python} -m pip install '{row.instead}'",
         )
     if installed and not found:
-        yield passed(f"none of {len(in_force)} known bad combinations is installed")
+        yield passed(f"none of {len(applicable)} known bad combinations is installed")
 
 
 def _use(facts: Facts) -> Use | None:

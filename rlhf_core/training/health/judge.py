@@ -54,7 +54,7 @@ class Judge:
         self._batch = batch
         self.state = state or HealthState()
 
-    def look(
+    def observe(
         self,
         step: int,
         samples: bool,

@@ -163,7 +163,7 @@ def _tokenizer(
             tokenizer = load_tokenizer(Path(kind or spec.model.path))
     except RlhfError as error:
         return None, TokenizerReport(problem=" ".join(str(error).split()))
-    return tokenizer, look_at_tokenizer(tokenizer, [text for of in rows.values() for row in of for text in _texts(row)])
+    return tokenizer, check_tokenizer(tokenizer, [text for of in rows.values() for row in of for text in _texts(row)])
 
 
 def _build_tokenizer(spec: RunSpec, rows: Mapping[str, Sequence[Row]]) -> "CoreTokenizer | PreTrainedTokenizerBase":
@@ -192,7 +192,7 @@ def _texts(row: Row) -> list[str]:
     return [row.prompt, *completions_of(row)]
 
 
-def look_at_tokenizer(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> TokenizerReport:
+def check_tokenizer(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> TokenizerReport:
     """Check a tokenizer: texts that do not survive a round trip, unknown tokens, and rendering of its chat template."""
     num_changed, example, num_tokens, num_unknown = 0, "", 0, 0
     for text, number in Counter(texts).items():  # answers are often equal

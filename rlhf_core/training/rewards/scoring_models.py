@@ -324,8 +324,8 @@ def load_scoring_model(
             output_loading_info=True,
         )
     except (OSError, ValueError) as error:
-        told = " ".join(str(error).split())[:400]
-        raise BadConfig(f"{setting}: {folder} has no sequence classifier for transformers: {told}") from error
+        reason = " ".join(str(error).split())[:400]
+        raise BadConfig(f"{setting}: {folder} has no sequence classifier for transformers: {reason}") from error
     missing = sorted(about["missing_keys"])
     if missing:
         raise BadConfig(
@@ -340,9 +340,9 @@ def _same_everywhere(name: str, settings: ScoringModelSpec, ranks: Ranks) -> str
     """Fingerprint of a model's folder, checked to be the same on every rank."""
     found = ranks.gather(fingerprint(Path(settings.path)))
     if len(set(found)) > 1:
-        told = ", ".join(f"rank {rank}: {one}" for rank, one in enumerate(found))
+        files = ", ".join(f"rank {rank}: {one}" for rank, one in enumerate(found))
         raise BadConfig(
-            f"reward.models.{name}: the ranks found different files in {settings.path} ({told}); put the model where "
+            f"reward.models.{name}: the ranks found different files in {settings.path} ({files}); put the model where "
             "all nodes can read it, or the same copy on each"
         )
     return found[0]

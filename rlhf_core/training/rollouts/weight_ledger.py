@@ -54,13 +54,13 @@ class RecordedEngine:
         """
         if self.version == version:
             return self._engine.load(model, version, beat)
-        asked = WeightSyncLine(number=self._number, time=utc_now(), version=version, engines=self._num_engines)
+        line = WeightSyncLine(number=self._number, time=utc_now(), version=version, engines=self._num_engines)
         self._number += 1
-        self._write(asked)
+        self._write(line)
         started = time.monotonic()
         transfer = self._engine.load(model, version, beat)
         answered = self._ranks.gather_numbers(_numbers(transfer, time.monotonic() - started))
-        self._write(asked.model_copy(update=_over_ranks(transfer, answered)))
+        self._write(line.model_copy(update=_over_ranks(transfer, answered)))
         return transfer
 
     def sample(

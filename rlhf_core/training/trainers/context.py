@@ -355,7 +355,7 @@ class TrainingContext:
         if reduced.save_failed:
             self._saving.finish()
         refuse_non_finite(step.number, reduced.values)
-        found = self._judge.look(
+        found = self._judge.observe(
             step.number,
             loop.algorithm.samples,
             reduced.values,

@@ -24,9 +24,9 @@ Result = TypeVar("Result")
 class Agreement:
     """One agent's side of the agreement protocol."""
 
-    def __init__(self, channel: AgentChannel, asked: ExternalRequests) -> None:
+    def __init__(self, channel: AgentChannel, requests: ExternalRequests) -> None:
         self._channel = channel
-        self._requests = asked
+        self._requests = requests
 
     def agree(
         self,

@@ -53,7 +53,7 @@ class AgentSite:
     events: EventLog
     channel: AgentChannel | None = None
 
-    def last_words(self, why: str) -> None:
+    def record_exit(self, why: str) -> None:
         """Record why this agent is being forced to exit. If agent 0 is lost, only the other agents can report it."""
         leader_lost = self.channel is not None and self.channel.is_lost
         self.events.add("agent_ended", why, state=AttemptState.FAILED, leader_lost=leader_lost)
@@ -96,7 +96,7 @@ def run_agent(run_dir: Path, attempt: int, targets: Mapping[Role, str], import_p
         site.channel = AgentChannel(nodes, store, signer)
         spec, placement = _read(directory, attempt, nodes)
         job = Job(directory, attempt, nodes, spec, placement, _targets(spec, targets), import_paths)
-        ending = Agent(job, inbox, leader, site.events, site.channel, ExitDeadline(site.last_words)).run()
+        ending = Agent(job, inbox, leader, site.events, site.channel, ExitDeadline(site.record_exit)).run()
     if isinstance(failed.error, AttemptAborted):
         ending = _report_broken(site, str(failed.error), failed.error.kind)
     elif failed.error is not None:
@@ -181,7 +181,7 @@ def _agent_store(site: AgentSite, signer: MessageSigner | None, arrivals: Arriva
         if nodes.is_first:
             listen_at = nodes.listening_address
             if not listen_at:
-                site.events.say(
+                site.events.print_line(
                     f"{nodes.address} is on no interface that others can reach: stores listen on all of them"
                 )
             return host_agent_store(nodes.address, listen_at, signer)
@@ -243,7 +243,7 @@ def _finish(site: AgentSite, ending: Ending) -> int:
         )
         written = leader.finish(outcome)
         if not written:
-            site.events.say("failed to write the outcome")
+            site.events.print_line("failed to write the outcome")
     site.events.close()
     is_well = written and ending.state in _GOOD_ENDS
     if site.channel is not None:

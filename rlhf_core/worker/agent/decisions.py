@@ -26,13 +26,13 @@ class GroupDecisions:
     """Agent 0's decisions; each is recorded before it is acted on."""
 
     def __init__(
-        self, job: Job, channel: AgentChannel, leader: Leader, events: EventLog, asked: ExternalRequests
+        self, job: Job, channel: AgentChannel, leader: Leader, events: EventLog, requests: ExternalRequests
     ) -> None:
         self._job = job
         self._channel = channel
         self._leader = leader
         self._events = events
-        self._requests = asked
+        self._requests = requests
         self._worker_budgets: dict[Role, RestartBudget] = {}
         self._worker_stores: dict[Role, object] = {}
         self.budget = RestartBudget(job.run_dir, job.spec.supervise)
@@ -65,7 +65,7 @@ class GroupDecisions:
 
     def may_start(self) -> AgreedStep:
         """The next start, or the end of the attempt if that was requested."""
-        step, requests = self.asked_to_end(), self._requests
+        step, requests = self.requested_end(), self._requests
         if step is None and requests.broken:
             # Takes precedence over a stop request: when one agent exits, Slurm ends the job with the same signal that
             # announces a preemption.
@@ -75,7 +75,7 @@ class GroupDecisions:
             step = self.end(AttemptState.PREEMPTED, f"ended between two starts of the workers: {requests.stop}")
         return step or AgreedStep(action="start")
 
-    def asked_to_end(self) -> AgreedStep | None:
+    def requested_end(self) -> AgreedStep | None:
         """The end of the attempt if the user or a signal requested it, otherwise None."""
         requests = self._requests
         if requests.cancel:
@@ -100,7 +100,7 @@ class GroupDecisions:
 
     def conclude(self, group: WorkerGroup, ends: Mapping[int, NodeEnd], restart_dir: RestartDir) -> AgreedStep:
         """The step to take, given how a group's workers exited on all nodes."""
-        step, requests = self.asked_to_end(), self._requests
+        step, requests = self.requested_end(), self._requests
         if step is not None:
             return step
         complete = len(ends) == self._job.nodes.num

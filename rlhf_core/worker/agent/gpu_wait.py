@@ -21,7 +21,7 @@ class GpuWait:
             self._before = self._memory.used_bytes()
         except OSError as error:
             self._memory = None
-            self._events.say(f"restarting without waiting for GPU memory: {error}")
+            self._events.print_line(f"restarting without waiting for GPU memory: {error}")
 
     def wait(self, without: Collection[int] = ()) -> Iterator[None]:
         """Wait for at most ``GPU_TIMEOUT_S``, then log an event naming the GPUs still in use. Yields between readings.
@@ -38,7 +38,7 @@ class GpuWait:
             full = yield from wait_until_free(self._memory.used_bytes, self._before, GPU_TIMEOUT_S, without)
         except OSError as error:
             self._memory = None
-            self._events.say(f"restarting without waiting for GPU memory: {error}")
+            self._events.print_line(f"restarting without waiting for GPU memory: {error}")
             return
         if full:
-            self._events.say(f"GPUs {full} still hold memory of ended processes after {GPU_TIMEOUT_S:.0f} s")
+            self._events.print_line(f"GPUs {full} still hold memory of ended processes after {GPU_TIMEOUT_S:.0f} s")

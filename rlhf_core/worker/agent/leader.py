@@ -149,7 +149,7 @@ class RestartBudget:
 
     def confirmed(self, diagnosis: Diagnosis) -> Diagnosis:
         """The diagnosis; made definite if its kind was restarted once, without progress, and has recurred."""
-        self._look_for_progress()
+        self._update_progress()
         return replace(diagnosis, is_undecided=diagnosis.is_undecided and diagnosis.kind not in self._to_confirm)
 
     def choose(self, diagnosis: Diagnosis, remedy: str = "") -> Choice:
@@ -158,7 +158,7 @@ class RestartBudget:
         Args:
             remedy: Change made for the next start; see :func:`decide_in_place`.
         """
-        self._look_for_progress()
+        self._update_progress()
         seen = diagnosis.fingerprint in self._fingerprints
         choice = decide_in_place(
             diagnosis.kind,
@@ -176,7 +176,7 @@ class RestartBudget:
             self.restarts += 1
         return choice
 
-    def _look_for_progress(self) -> None:
+    def _update_progress(self) -> None:
         step = self._newest_step()
         if step > self._checkpoint_step:
             self._checkpoint_step = step

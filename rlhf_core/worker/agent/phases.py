@@ -92,7 +92,7 @@ class Agent:
         self._probe = Probe(ProbePlace(job.run_dir, job.attempt, job.nodes, job.spec, job.placement, channel.endpoint))
         supervise = job.spec.supervise
         self._arrivals = Arrivals(job.nodes, job.attempt_dir, supervise.join_s)
-        self._fork_server = ForkServer(events.say)
+        self._fork_server = ForkServer(events.print_line)
         self._supervisor = Supervisor(
             channel,
             inbox,
@@ -105,8 +105,8 @@ class Agent:
             partial(job.run_dir.is_superseded, job.attempt),
             lambda: self._fork_server.started,
         )
-        self._agreement = Agreement(channel, self._supervisor.asked)
-        self._decisions = GroupDecisions(job, channel, leader, events, self._supervisor.asked)
+        self._agreement = Agreement(channel, self._supervisor.requests)
+        self._decisions = GroupDecisions(job, channel, leader, events, self._supervisor.requests)
         self._warnings = TrainerWarnings(leader, events) if channel.leads else None
 
     def run(self) -> Ending:
@@ -117,8 +117,8 @@ class Agent:
         """
         job = self._job
         processes.adopt_orphans()
-        for stranger in processes.end_older_attempts(job.run_dir.run_id, job.attempt):
-            self._events.say(f"ended a process left on this node by an older attempt: {stranger}")
+        for process in processes.end_older_attempts(job.run_dir.run_id, job.attempt):
+            self._events.print_line(f"ended a process left on this node by an older attempt: {process}")
         for role in dict.fromkeys(plan.role for plan in job.placement.groups):
             num_slots = max(plan.workers_per_node for plan in job.placement.groups if plan.role is role)
             self._slots[role] = SlotFile(job.run_dir.run_id, job.attempt, job.nodes.name, num_slots, role.value)
@@ -176,7 +176,7 @@ class Agent:
             nonlocal next_check_s
             # The first state of each node also gives the first measurement of its clock.
             joined = channel.received("hello", Ready).keys() & channel.received("state", NodeState).keys()
-            if len(joined) == channel.nodes.num or self._supervisor.asked.to_end:
+            if len(joined) == channel.nodes.num or self._supervisor.requests.to_end:
                 return True
             now_s = time.monotonic()
             if now_s < next_check_s:
@@ -191,7 +191,7 @@ class Agent:
         if not have_all_joined() and self._arrivals.have_all_started():
             self._agreement.wait_until(have_all_joined, CONNECT_S)
         joined = [name for index, name in enumerate(channel.nodes.names) if index in channel.received("hello", Ready)]
-        if len(joined) < channel.nodes.num and not self._supervisor.asked.to_end:
+        if len(joined) < channel.nodes.num and not self._supervisor.requests.to_end:
             step = self._without(joined)
             channel.publish("orders", Orders(over=step))
             return Ending.of(step)
@@ -213,16 +213,16 @@ class Agent:
 
     def _check_nodes(self) -> Ending | None:
         """Compare and measure the nodes; return an ending if one of them is unfit."""
-        probe, asked, decisions = self._probe, self._supervisor.asked, self._decisions
+        probe, requests, decisions = self._probe, self._supervisor.requests, self._decisions
 
         def after_facts(facts: Mapping[int, NodeFacts]) -> AgreedStep:
             # A node that cannot read its orders is a finding; it does not abort the attempt here.
-            unread = asked.broken_kind is FailureKind.CONFIG and asked.broken_node != ""
-            step = decisions.asked_to_end() if unread else decisions.may_start()
+            unread = requests.broken_kind is FailureKind.CONFIG and requests.broken_node != ""
+            step = decisions.requested_end() if unread else decisions.may_start()
             if step is not None and step.action == "end":
                 return step
             ahead_s = {index: self._channel.ahead_s(index) for index in facts}
-            probe.take_facts(facts, ahead_s, {asked.broken_node: asked.broken} if unread else {})
+            probe.take_facts(facts, ahead_s, {requests.broken_node: requests.broken} if unread else {})
             return self._after_checks(last=not probe.measures)
 
         def after_speeds(speeds: Mapping[int, NodeSpeed], number: int) -> AgreedStep:
@@ -234,7 +234,7 @@ class Agent:
         step = self._agreement.complete(self._agreement.agree("facts", probe.facts(), NodeFacts, after_facts, FACTS_S))
         for number in (1, 2):
             if probe.measures and step.action in ("start", "again"):
-                speed = probe.measure(number, self._fork_server, lambda: asked.to_end)
+                speed = probe.measure(number, self._fork_server, lambda: requests.to_end)
                 after = partial(after_speeds, number=number)
                 step = self._agreement.complete(
                     self._agreement.agree(f"speed-{number}", speed, NodeSpeed, after, probe.timeout_s)
@@ -303,7 +303,7 @@ class Agent:
         """Wait until the fork server is ready, if this group's workers are forked here."""
         if self._is_forked_here(plan):
             self._fork_server.prepare()
-            while self._fork_server.is_importing and not self._supervisor.asked.to_end:
+            while self._fork_server.is_importing and not self._supervisor.requests.to_end:
                 yield
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -494,7 +494,7 @@ class Agent:
         name, workers = ("", ()) if group is None else (group.role.value, group.workers.values())
         sessions = {worker.pid for worker in workers}
         for survivor in processes.end_descendants(group=name, sessions=sessions, spared=self._fork_server.pids):
-            self._events.say(f"process did not end: {survivor}")
+            self._events.print_line(f"process did not end: {survivor}")
 
     @property
     def _write(self) -> Write:

@@ -120,12 +120,12 @@ class AgentChannel:
 
     def silence_s(self, index: int) -> float:
         """Seconds since agent 0 last heard from a node, without this process's pauses; 0 before the first heartbeat."""
-        heard_at = self.heard_at(index)
-        if heard_at == float("-inf") or index == self.nodes.index:
+        received_at = self.received_at(index)
+        if received_at == float("-inf") or index == self.nodes.index:
             return 0.0
-        return self.clock.age_s(heard_at, time.monotonic())
+        return self.clock.age_s(received_at, time.monotonic())
 
-    def heard_at(self, index: int) -> float:
+    def received_at(self, index: int) -> float:
         """Monotonic time at which agent 0 received a node's last heartbeat; minus infinity before the first."""
         with self._lock:
             return max(self._changed_at.get(f"{topic}/{index}", float("-inf")) for topic in ("state", "pulse"))

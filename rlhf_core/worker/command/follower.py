@@ -224,7 +224,7 @@ class Follower:
             self._rank = RankProcess(pid)
             self._rank.watch()
             self._saves.rank = self._rank
-            self._beat.speak_for([pid])
+            self._beat.represent([pid])
 
     def _drain(self, now_s: float) -> None:
         """Read the program's last output. Sources poll at intervals, so the clock is moved forward."""
@@ -336,7 +336,7 @@ class Follower:
         return RoleResult.DONE
 
     def _exit_code(self) -> int:
-        self._look_up_code()
+        self._read_reported_code()
         launcher = self._child.poll() if self._child is not None else None
         of_rank = self._rank.code if self._rank is not None else None
         # The launcher's own exit code, if it has exited, says less than the signal that killed its rank.
@@ -346,7 +346,7 @@ class Follower:
             return launcher or 0
         return of_rank or 0
 
-    def _look_up_code(self) -> None:
+    def _read_reported_code(self) -> None:
         """Look up the rank's exit code in the launcher's log if the launcher reaped the rank first."""
         if self._rank is None or not self._rank.has_ended or self._trainer.launch != "per_node":
             return
@@ -368,7 +368,7 @@ class Follower:
         """
         is_killed_by_launcher = self._child is None and code == -signal.SIGTERM
         deadline = time.monotonic() + CASCADE_TIMEOUT_S
-        while is_killed_by_launcher or self._saves.is_asked_to_stop:
+        while is_killed_by_launcher or self._saves.is_stop_requested:
             if self._saves.is_stopping:
                 return True
             if time.monotonic() > deadline:

@@ -49,7 +49,7 @@ class JobRecord:
             metrics = [one.metrics for attempt in self._context.run_dir.attempts() for one in attempt.restarts()]
             self._metrics.recover(found, {line.step for path in metrics for line in read_models(path, MetricsLine)})
         except OSError as error:
-            self._say_once(f"could not search for metrics of steps before {published.name}: {error}")
+            self._print_once(f"could not search for metrics of steps before {published.name}: {error}")
 
     @property
     def newest_step(self) -> int:
@@ -66,11 +66,11 @@ class JobRecord:
         """
         for kind, one in readings:
             self._metrics.add(kind, one.metrics, now_s)
-            self._say_once(one.problem)
+            self._print_once(one.problem)
         try:
             lines = self._metrics.write(now_s, all_of_them=ended)
         except OSError as error:
-            self._say_once(f"failed to write metrics: {error}")
+            self._print_once(f"failed to write metrics: {error}")
             return
         for line in lines:
             for found in self._health.judge(line.step, line.metrics):
@@ -86,7 +86,7 @@ class JobRecord:
         if ended or now_s >= self._next_poll_s:
             self._next_poll_s = now_s + POLL_INTERVAL_S
             self._publisher.consider(now_s, ended=ended)
-            self._say_once(self._publisher.problem)
+            self._print_once(self._publisher.problem)
 
     def close(self, beat: Callable[[], None]) -> None:
         """Publish what the program has left and keep extra files, calling ``beat`` in the meantime."""
@@ -127,7 +127,7 @@ class JobRecord:
         while self._publisher.is_busy:
             beat()
             time.sleep(0.1)
-        self._say_once(self._publisher.problem)
+        self._print_once(self._publisher.problem)
 
     def _keep(self, path: Path) -> None:
         target = self._context.restart_dir.artifacts / path.relative_to(self._output_dir)
@@ -140,7 +140,7 @@ class JobRecord:
         with contextlib.suppress(OSError), self._context.restart_dir.warnings.open("a", encoding="utf-8") as file:
             file.write(f"{warning.model_dump_json()}\n")
 
-    def _say_once(self, problem: str) -> None:
+    def _print_once(self, problem: str) -> None:
         if problem and problem not in self._reported:
             self._reported.add(problem)
             print(problem, flush=True)

@@ -33,7 +33,7 @@ class SaveRequests:
         """Process id of the program, if this worker has started it."""
 
     @property
-    def is_asked_to_stop(self) -> bool:
+    def is_stop_requested(self) -> bool:
         """True once the program was asked to stop, whether or not it has saved its state."""
         return self._pending == "stop"
 
@@ -43,7 +43,7 @@ class SaveRequests:
 
         Checks again: a checkpoint is published some time after it was saved, and the program may have exited since.
         """
-        return self.is_asked_to_stop and self.newest_step > self._newest_before
+        return self.is_stop_requested and self.newest_step > self._newest_before
 
     @property
     def is_done(self) -> bool:

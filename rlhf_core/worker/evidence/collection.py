@@ -58,7 +58,7 @@ def collect(ranks: Sequence[RankStatus], logs: Mapping[int, Path], folder: Path,
         text, problem = _finish_py_spy(dumps[rank.local_rank], deadline)
         if problem:
             missing.append(f"no stack of rank {rank.rank} from py-spy: {problem}")
-            text = f"py-spy: {problem}\n{_ask_for_stack(rank)}\n"
+            text = f"py-spy: {problem}\n{_request_stack(rank)}\n"
         save(folder / f"stack-{node}-{rank.local_rank}.txt", text, missing)
     missing.extend(save_log_tails(logs, folder, node))
     return missing
@@ -134,7 +134,7 @@ def _finish_py_spy(dump: "subprocess.Popen[str] | str", deadline: float) -> tupl
     return (output, "") if dump.returncode == 0 else ("", output.strip() or f"exit code {dump.returncode}")
 
 
-def _ask_for_stack(rank: RankStatus) -> str:
+def _request_stack(rank: RankStatus) -> str:
     """Fall back to the worker's own fault handler, which writes into its log; the log is saved afterwards."""
     if rank.process_state in STOPPED_STATES:
         return "The process is stopped and cannot write its stack itself."

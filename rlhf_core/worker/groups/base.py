@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from rlhf_core.diagnosis.hangs.verdict import Verdict
 from rlhf_core.run_dir.attempt import RestartDir
 from rlhf_core.schemas.attempts import Role
-from rlhf_core.schemas.reports import Phase, RankStatus, SpokenFor
+from rlhf_core.schemas.reports import Phase, RankStatus, RepresentedProcess
 from rlhf_core.schemas.resources import GroupPlan
 from rlhf_core.worker import processes
 from rlhf_core.worker.liveness.heartbeat import SlotFile
@@ -209,7 +209,7 @@ class WorkerGroup(ABC):
         slot = self.seat.slots.read(worker.local_rank)
         has_slot = slot.pid == worker.pid
         beat_ns = slot.beat_ns if has_slot else worker.started_ns
-        spoken_for = slot.speaks_for if has_slot else ()
+        represented = slot.represents if has_slot else ()
         return RankStatus(
             role=self.plan.role,
             node=self.seat.node,
@@ -223,6 +223,8 @@ class WorkerGroup(ABC):
             phase=slot.phase if has_slot else Phase.SETUP,
             age_s=round(self.seat.clock.age_s(beat_ns / 1e9, time.monotonic()), 3),
             process_state=processes.process_state(worker.pid),
-            speaks_for=tuple(SpokenFor(pid=pid, process_state=processes.process_state(pid)) for pid in spoken_for),
+            speaks_for=tuple(
+                RepresentedProcess(pid=pid, process_state=processes.process_state(pid)) for pid in represented
+            ),
             warm=has_slot and slot.warm,
         )

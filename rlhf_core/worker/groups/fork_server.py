@@ -154,14 +154,14 @@ class ForkServer:
     """The fork server of one node. Use it only from the agent's main thread: a server dies with the thread that started
     it."""
 
-    def __init__(self, say: Callable[[str], None], memory: Callable[[], tuple[int, int]] = memory_bytes) -> None:
+    def __init__(self, log: Callable[[str], None], memory: Callable[[], tuple[int, int]] = memory_bytes) -> None:
         """Create the handle without starting a server.
 
         Args:
-            say: Receives sentences for the agent's log.
+            log: Receives sentences for the agent's log.
             memory: Returns the free and the total bytes available to this node's processes.
         """
-        self._say = say
+        self._log = log
         self._memory = memory
         self._server: _Server | None = None
         self._checked_s = -CHECK_INTERVAL_S
@@ -200,7 +200,7 @@ class ForkServer:
             if not problem and self._server.fingerprint != present:
                 problem = "environment or code has changed since it started"
             if problem:
-                self._say(f"fork server {self._server.process.pid} is not used: {problem}")
+                self._log(f"fork server {self._server.process.pid} is not used: {problem}")
                 self._end()
         if self._server is None:
             free, total = self._memory()
@@ -241,7 +241,7 @@ class ForkServer:
                 self.started.add(int(response))
                 return ForkedWorker(int(response))
             problem = response or f"it did not respond within {ANSWER_TIMEOUT_S:g} s"
-        self._say(f"fork server {server.process.pid} is not used: {problem}")
+        self._log(f"fork server {server.process.pid} is not used: {problem}")
         self._end()
         return None
 
@@ -295,7 +295,7 @@ class ForkServer:
     def _disable(self, reason: str) -> None:
         self._is_off = True
         self._end()
-        self._say(f"workers on this node start as new processes, without a fork server: {reason}")
+        self._log(f"workers on this node start as new processes, without a fork server: {reason}")
 
     def _end(self) -> None:
         if self._server is not None:

@@ -49,10 +49,10 @@ WARM_BEATS = 16
 
 # Word offsets in the header, and in a slot.
 _MAGIC_AT, _NUM_SLOTS_AT, _SAVE_AT, _STOP_AT, _QUESTIONS_AT = range(5)
-_PID, _RESTART, _RANK, _ENTERED, _LEFT, _SEQUENCE, _STEP, _PHASE, _BEAT_NS, _WARM, _NUM_SPOKEN_FOR = range(11)
-_SPOKEN_FOR = _NUM_SPOKEN_FOR + 1
+_PID, _RESTART, _RANK, _ENTERED, _LEFT, _SEQUENCE, _STEP, _PHASE, _BEAT_NS, _WARM, _NUM_REPRESENTED = range(11)
+_REPRESENTED = _NUM_REPRESENTED + 1
 
-MAX_SPOKEN_FOR = SLOT_WORDS - _SPOKEN_FOR
+MAX_REPRESENTED = SLOT_WORDS - _REPRESENTED
 """Maximum number of processes that one worker may represent."""
 
 # Looked up once: beats happen in the innermost loops.
@@ -82,7 +82,7 @@ class Slot:
     """Time of the last beat on the node's monotonic clock, in nanoseconds."""
     warm: bool
     """True if the worker has completed its current phase before."""
-    speaks_for: tuple[int, ...] = ()
+    represents: tuple[int, ...] = ()
     """Ids of the processes whose progress its beats represent."""
 
 
@@ -145,7 +145,7 @@ class SlotFile:
         first = HEADER_WORDS + local_rank * SLOT_WORDS
         words = self._words[first : first + SLOT_WORDS].tolist()
         pid, restart, rank, entered, left, sequence, step, phase, beat_ns, warm = words[: _WARM + 1]
-        spoken_for = words[_SPOKEN_FOR : _SPOKEN_FOR + words[_NUM_SPOKEN_FOR]]
+        represented = words[_REPRESENTED : _REPRESENTED + words[_NUM_REPRESENTED]]
         known = _PHASES[phase] if 0 <= phase < len(_PHASES) else Phase.SETUP
         return Slot(
             pid,
@@ -158,7 +158,7 @@ class SlotFile:
             known,
             beat_ns,
             bool(warm >> phase & 1),
-            tuple(spoken_for),
+            tuple(represented),
         )
 
     def clear_worker(self, local_rank: int) -> None:
@@ -167,15 +167,15 @@ class SlotFile:
         for place in range(first, first + SLOT_WORDS):
             self._words[place] = 0
 
-    def ask_to_save(self) -> None:
+    def request_save(self) -> None:
         """Ask every worker to save and continue."""
         self._words[_SAVE_AT] += 1
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         """Ask every worker to save and stop. Also applies to workers that start later."""
         self._words[_STOP_AT] = 1
 
-    def ask_for_collectives(self) -> int:
+    def request_collectives(self) -> int:
         """Ask every worker for its current collective; returns the number of the question."""
         self._words[_QUESTIONS_AT] += 1
         return self._words[_QUESTIONS_AT]
@@ -335,23 +335,23 @@ class Beat:
         """Context manager for every collective call: counts it and marks the rank as inside."""
         return self._collective
 
-    def speak_for(self, pids: Sequence[int]) -> None:
+    def represent(self, pids: Sequence[int]) -> None:
         """Set the processes whose progress these beats represent: processes on this node that do not beat themselves.
 
         Args:
             pids: Their process ids, without this worker's own; empty if there are none.
 
         Raises:
-            ValueError: there are more than ``MAX_SPOKEN_FOR``.
+            ValueError: there are more than ``MAX_REPRESENTED``.
         """
-        if len(pids) > MAX_SPOKEN_FOR:
-            raise ValueError(f"found {len(pids)} processes to report for, expected at most {MAX_SPOKEN_FOR}")
+        if len(pids) > MAX_REPRESENTED:
+            raise ValueError(f"found {len(pids)} processes to report for, expected at most {MAX_REPRESENTED}")
         first = self._first
         # The count is written last: a reader sees the old pids, none, or all of the new ones.
-        self._words[first + _NUM_SPOKEN_FOR] = 0
+        self._words[first + _NUM_REPRESENTED] = 0
         for place, pid in enumerate(pids):
-            self._words[first + _SPOKEN_FOR + place] = pid
-        self._words[first + _NUM_SPOKEN_FOR] = len(pids)
+            self._words[first + _REPRESENTED + place] = pid
+        self._words[first + _NUM_REPRESENTED] = len(pids)
 
     def request(self) -> Literal["", "save", "stop"]:
         """The agent's current request. ``save`` is returned until this worker enters the checkpoint phase."""

@@ -160,8 +160,8 @@ def _room(spec: RunSpec, gpus: int) -> Iterable[CheckResult]:
         if free_gb < least_gb:
             # Containers have little shared memory by default. NCCL fails with that; CPU-only ranks need some megabytes.
             enough = path == SHARED_MEMORY and not gpus and free_gb > CPU_SHARED_MEMORY_GB
-            say = warning if enough else blocked
-            yield say(
+            finding = warning if enough else blocked
+            yield finding(
                 node_checks.DISK,
                 f"{free_gb:.2f} GiB free in {path}",
                 f"at least {least_gb:g} GiB in the {what} (preflight.min_free_disk_gb)",
@@ -240,17 +240,17 @@ def _gpus() -> tuple[dict[str, str], dict[str, str], list[CheckResult]]:
         device, _, what = name.partition("_")
         entry = _GPU_FAULTS.get(what)
         if entry is not None and value:
-            say, text = entry
+            finding, text = entry
             advice = "do not use the node until the GPU is reset or replaced; `nvidia-smi -q` has the details"
             description = f"{device}: {text.format(value)}"
-            faults.append(say(node_checks.GPU_HEALTH, description, "a GPU without errors", advice))
+            faults.append(finding(node_checks.GPU_HEALTH, description, "a GPU without errors", advice))
     working = [name for index, name in enumerate(names) if f"gpu{index}" not in lost]
     types = ", ".join(sorted(set(working)))
     return {"gpus": str(len(working)), "gpu_types": types}, {"nvidia-driver": telemetry.driver()}, faults
 
 
-_Say = Callable[..., CheckResult]
-_GPU_FAULTS: Mapping[str, tuple[_Say, str]] = {
+_Finding = Callable[..., CheckResult]
+_GPU_FAULTS: Mapping[str, tuple[_Finding, str]] = {
     "ecc_uncorrected": (blocked, "{:.0f} uncorrected memory errors since its driver was loaded"),
     "xid": (blocked, "Xid {:.0f}"),
     "lost": (blocked, "has fallen off the bus"),

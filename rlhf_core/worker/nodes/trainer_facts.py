@@ -15,7 +15,7 @@ from rlhf_core.diagnosis.nodes import checks as node_checks
 from rlhf_core.diagnosis.nodes.checks import blocked
 from rlhf_core.errors import BadConfig
 from rlhf_core.machine.environments import environment_folder
-from rlhf_core.machine.interpreters import ASK, interpreter_of
+from rlhf_core.machine.interpreters import LISTING_CODE, interpreter_of
 from rlhf_core.presets import drivers_folder
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.checks import CheckResult
@@ -62,16 +62,16 @@ def gather(run_dir: RunDir, spec: RunSpec, environment: Mapping[str, str] = os.e
         home = Path(environment.get("RLHF_HOME") or "~/.rlhf").expanduser()
         folder = environment_folder(trainer.environment, home) if trainer.environment else None
     except BadConfig as error:
-        return TrainerFacts(files=files, complaints=(_complaint(str(error)),))
+        return TrainerFacts(files=files, complaints=(_finding(str(error)),))
     program = next((line.argv[item.start] for item in line.items if item.role != "variable"), "")
     try:
         versions = _versions(trainer, program, folder, environment)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        return TrainerFacts(files=files, complaints=(_complaint(f"{program}: {error}"),))
+        return TrainerFacts(files=files, complaints=(_finding(f"{program}: {error}"),))
     return TrainerFacts(versions, files)
 
 
-def _complaint(found: str) -> CheckResult:
+def _finding(found: str) -> CheckResult:
     advice = "put the environment where every node can read it, or correct trainer.environment and trainer.setup"
     return blocked(node_checks.TRAINER, found, "the program of trainer.argv, ready to start", advice)
 
@@ -94,7 +94,7 @@ def _versions(
     python = folder / "bin" / "python" if folder else interpreter_of(Path(where))
     if python is None:
         return {}
-    output = _answer([*_shell(trainer.setup), 'exec "$1" -c "$2"'], str(python), given, ASK).splitlines()
+    output = _answer([*_shell(trainer.setup), 'exec "$1" -c "$2"'], str(python), given, LISTING_CODE).splitlines()
     found = json.loads(output[-1]) if output else None
     if not isinstance(found, dict):
         raise ValueError(f"{python} did not list its packages")

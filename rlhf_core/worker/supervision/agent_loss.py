@@ -35,7 +35,7 @@ def find_loss(channel: AgentChannel, timeout_s: float) -> Loss | None:
     if not lost:
         return None
     own, names = channel.nodes.name, channel.nodes.names
-    pause_s = channel.clock.longest_pause_s(since_s=max(map(channel.heard_at, others)) - DELIVERY_TIMEOUT_S)
+    pause_s = channel.clock.longest_pause_s(since_s=max(map(channel.received_at, others)) - DELIVERY_TIMEOUT_S)
     if pause_s > GAVE_UP_S:
         return Loss(own, f"the agent of {own} was suspended for {pause_s:.0f} s and heard no other agent since")
     if len(others) > 1 and min(silent_s.values()) > timeout_s / 2:

@@ -57,7 +57,7 @@ class NodeInspections:
         """Add the answers to the previous inspection's question, so that no thread has to wait for answers."""
         path, question = self._slots.path, self._question
         answers = collectives.read_answers(ranks, path, question, timeout_s=0.0) if question else {}
-        self._question = self._slots.ask_for_collectives()
+        self._question = self._slots.request_collectives()
         return collectives.with_collectives(ranks, answers)
 
 
@@ -125,7 +125,7 @@ class EarlyHangCheck:
         answers = [state for state in states if state.inspection_number == self.order.number]
         if len(answers) < len(states) and now_s < self._requested_at_s + ANSWER_TIMEOUT_S:
             return []
-        self._standstill.add([look for state in answers for look in state.inspections])
+        self._standstill.add([inspection for state in answers for inspection in state.inspections])
         still = self._standstill.still
         self._next_at_s = now_s + (INSPECTION_INTERVAL_S if is_promising(still, suspects) else RETRY_INTERVAL_S)
         self.order = InspectionOrder()

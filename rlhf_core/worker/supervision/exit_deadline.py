@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from rlhf_core.worker import processes
 
-LAST_WORDS_S = 3.0
+RECORD_TIMEOUT_S = 3.0
 """Longest wait for the last event to be written, in seconds: a hung file system must not delay the exit."""
 KILL_TIMEOUT_S = 5.0
 """Longest wait for this process's descendants to die, in seconds."""
@@ -21,13 +21,13 @@ POLL_S = 0.2
 class ExitDeadline:
     """Kills this process and all its descendants at a given time, unless it has exited before."""
 
-    def __init__(self, last_words: Callable[[str], None]) -> None:
+    def __init__(self, record_exit: Callable[[str], None]) -> None:
         """Create it without a deadline.
 
         Args:
-            last_words: Records why the process is killed; may block.
+            record_exit: Records why the process is killed; may block.
         """
-        self._last_words = last_words
+        self._record_exit = record_exit
         self._lock = threading.Lock()
         self._at_s = float("inf")
         self._why = ""
@@ -52,8 +52,8 @@ class ExitDeadline:
     def _wait(self) -> None:
         while time.monotonic() < self._at_s:
             time.sleep(POLL_S)
-        words = threading.Thread(target=self._last_words, args=(self._why,), daemon=True)
-        words.start()
+        recorder = threading.Thread(target=self._record_exit, args=(self._why,), daemon=True)
+        recorder.start()
         processes.end_descendants(KILL_TIMEOUT_S)
-        words.join(LAST_WORDS_S)
+        recorder.join(RECORD_TIMEOUT_S)
         os._exit(1)

@@ -63,16 +63,16 @@ class SupervisedGroup:
             exits=tuple(self.exits.values()),
         )
 
-    def obey(self, orders: GroupOrders, node_index: int, say_killed: Callable[[str], object]) -> None:
+    def obey(self, orders: GroupOrders, node_index: int, log_killed: Callable[[str], object]) -> None:
         """Kill this node's workers as ordered by agent 0.
 
         Args:
-            say_killed: Receives a sentence when workers are killed.
+            log_killed: Receives a sentence when workers are killed.
         """
         group = self.group
         if not self.is_alone:
             if orders.kill == group.generation and not group.killing:
-                say_killed("agent 0 ends all workers")
+                log_killed("agent 0 ends all workers")
                 group.end()
             return
         pids = {one.pid for one in orders.end_workers if one.node_index == node_index}
@@ -95,7 +95,7 @@ class SupervisedGroup:
             Their statuses afterwards, with their reported collectives.
         """
         group, node = self.group, self.group.seat.node
-        question = group.seat.slots.ask_for_collectives()
+        question = group.seat.slots.request_collectives()
         chosen = frozenset(wanted)
         ranks = [rank for rank in group.living() if not chosen or rank.rank in chosen]
         missing: list[str] = []
@@ -111,7 +111,7 @@ class SupervisedGroup:
             path = group.folder(local_rank).evidence_dir / f"collectives-{node}-{local_rank}.json"
             evidence.save(path, content, missing)
         for problem in missing:
-            events.say(problem)
+            events.print_line(problem)
         again = [rank for rank in group.living() if not chosen or rank.rank in chosen]
         return tuple(collectives.with_collectives(again, answers))
 

@@ -130,7 +130,7 @@ class HangJudge:
             ranks += [rank for rank in found if not wanted or rank.rank in wanted]
             if index not in answers:
                 node = channel.nodes.names[index]
-                self._events.say(f"no evidence from {node} within {self._evidence_timeout_s:.0f} s")
+                self._events.print_line(f"no evidence from {node} within {self._evidence_timeout_s:.0f} s")
         return ranks
 
 

@@ -107,7 +107,7 @@ class Supervisor(threading.Thread):
         owned_elsewhere: Callable[[], Collection[int]] = tuple,
     ) -> None:
         super().__init__(name="supervisor", daemon=True)
-        self.asked = ExternalRequests()
+        self.requests = ExternalRequests()
         self.clock = channel.clock
         self._channel = channel
         self._node = channel.nodes.name
@@ -119,8 +119,8 @@ class Supervisor(threading.Thread):
         self._deadline = deadline
         self._is_superseded = is_superseded
         self._owned_elsewhere = owned_elsewhere
-        self._telemetry = Telemetry(events.say, telemetry_folder)
-        self._series = TelemetrySeries(self._node, events.say)
+        self._telemetry = Telemetry(events.print_line, telemetry_folder)
+        self._series = TelemetrySeries(self._node, events.print_line)
         self._anomalies = Anomalies(events)
         self._orders = OrderBook(channel)
         self._judge = HangJudge(channel, self._orders, tracker, events, timeouts.evidence_s)
@@ -160,10 +160,10 @@ class Supervisor(threading.Thread):
                 before = self._orders.current.groups[group.role]
                 self._orders.set_group(group.role, GroupOrders(collect=before.collect))
             self._groups[group.role] = supervised
-        if self.asked.to_end:
+        if self.requests.to_end:
             group.end()
-        elif self.asked.stop and not group.is_alone:
-            group.seat.slots.ask_to_stop()
+        elif self.requests.stop and not group.is_alone:
+            group.seat.slots.request_stop()
         return supervised
 
     def settle(self) -> None:
@@ -201,7 +201,7 @@ class Supervisor(threading.Thread):
             with Survived() as failed:  # one failed tick must not leave the workers unsupervised
                 self._tick()
             if failed.error is not None:
-                self._say_once(f"supervision stumbled: {failed.problem}")
+                self._print_once(f"supervision stumbled: {failed.problem}")
                 time.sleep(TICK_INTERVAL_S)
 
     def _stay_awake(self) -> None:
@@ -233,7 +233,7 @@ class Supervisor(threading.Thread):
                 self._lead()
             else:
                 self._follow()
-            if self.asked.to_end:
+            if self.requests.to_end:
                 self._end_in(END_TIMEOUT_S, "the agent was asked to end but has not")
             self._publish(state, now_s)
             self._reap(now_s)
@@ -242,7 +242,9 @@ class Supervisor(threading.Thread):
         """Handle a pause of this process (a suspended job, a frozen node), during which the run may have moved on."""
         if self._deadline is not None and self._is_superseded():
             self._deadline.leave_now()
-        self._events.say(f"this agent was suspended for {self.clock.pause_s:.0f} s; silence is measured from now on")
+        self._events.print_line(
+            f"this agent was suspended for {self.clock.pause_s:.0f} s; silence is measured from now on"
+        )
 
     def _end_in(self, seconds: float, why: str) -> None:
         """Set a deadline after which this agent is killed, in case its main thread is stuck in a call."""
@@ -260,7 +262,7 @@ class Supervisor(threading.Thread):
         return NodeState(
             wall_s=time.time(),
             groups=groups,
-            ended_by=self.asked.end,
+            ended_by=self.requests.end,
             published=self._published,
             telemetry=self._reading,
         )
@@ -271,7 +273,7 @@ class Supervisor(threading.Thread):
     def _take_signal(self, number: signal.Signals) -> None:
         if number == SAVING:
             self._order_stop(f"{number.name}: the time limit is near or Slurm is reclaiming the nodes")
-        elif number == signal.SIGTERM and "SLURM_JOB_ID" in os.environ and not self.asked.stop:
+        elif number == signal.SIGTERM and "SLURM_JOB_ID" in os.environ and not self.requests.stop:
             # Slurm announces preemption and scancel in this way; it kills by itself when the time is up.
             self._order_stop(f"{number.name}: Slurm is reclaiming the nodes or ending the job")
         elif number in ENDING:
@@ -282,27 +284,27 @@ class Supervisor(threading.Thread):
         self._events.add("command", f"order from the control plane: {command.kind}{why}", command=command.kind)
         match command.kind:
             case "cancel":
-                self.asked.cancel = command.reason or "the user cancelled the run"
+                self.requests.cancel = command.reason or "the user cancelled the run"
                 self._kill_workers()
-                self._orders.change(cancel=self.asked.cancel)
+                self._orders.change(cancel=self.requests.cancel)
             case "save":
-                self._ask_to_save()
+                self._request_save()
                 self._orders.change(saves=self._orders.current.saves + 1)
                 self._events.add("save_requested", "the workers were asked to save and continue")
             case "stop_after_step":
                 self._order_stop(command.reason or "the user asked to save and stop")
 
     def _order_end(self, name: str) -> None:
-        if not self.asked.end:
-            self.asked.end = name
+        if not self.requests.end:
+            self.requests.end = name
             self._events.add("killed", f"{name} received: ending everything", signal=name)
         self._kill_workers()
 
     def _order_stop(self, reason: str) -> None:
-        if not self.asked.stop:
-            self.asked.stop = reason
+        if not self.requests.stop:
+            self.requests.stop = reason
             for one in self._trained_groups():
-                one.group.seat.slots.ask_to_stop()
+                one.group.seat.slots.request_stop()
             self._events.add("save_requested", f"the workers were asked to save and end: {reason}")
             if self._channel.leads:
                 self._orders.change(stop=reason)
@@ -315,9 +317,9 @@ class Supervisor(threading.Thread):
         """Groups whose state is saved. Groups with individual restarts only serve these, until these have finished."""
         return [one for one in self._groups.values() if not one.is_alone]
 
-    def _ask_to_save(self) -> None:
+    def _request_save(self) -> None:
         for one in self._trained_groups():
-            one.group.seat.slots.ask_to_save()
+            one.group.seat.slots.request_save()
 
     # -----------------------------------------------------------------------------------------------------------------
     # On agent 0
@@ -334,7 +336,7 @@ class Supervisor(threading.Thread):
             one.observe(self._orders.still_wanted(role, found), self._tracker, now_s)
         for role, one in list(self._groups.items()):
             states_here = here[role]
-            if self.asked.to_end or any(state.failed for state in states_here.values()):
+            if self.requests.to_end or any(state.failed for state in states_here.values()):
                 self._end_all(one)
             elif len(states_here) == self._channel.nodes.num and all(state.started for state in states_here.values()):
                 conditions = {role: group.condition for role, group in self._groups.items()}
@@ -358,8 +360,8 @@ class Supervisor(threading.Thread):
         return min(LAST_STATE_TIMEOUT_S, self._timeouts.agent_s) if ending else self._timeouts.agent_s
 
     def _give_up(self, node: str, message: str, kind: FailureKind) -> None:
-        if not self.asked.broken:
-            self.asked.broken, self.asked.broken_kind, self.asked.broken_node = message, kind, node
+        if not self.requests.broken:
+            self.requests.broken, self.requests.broken_kind, self.requests.broken_node = message, kind, node
             self._events.add("peer", f"{message}; ending everything", node_lost=node)
             self._kill_workers()
 
@@ -371,7 +373,7 @@ class Supervisor(threading.Thread):
             return
         if one.failed_at_s is None:
             one.failed_at_s = now_s
-        timeout_s = 0.0 if self.asked.to_end or group.hang is not None else PEER_TIMEOUT_S
+        timeout_s = 0.0 if self.requests.to_end or group.hang is not None else PEER_TIMEOUT_S
         if now_s - one.failed_at_s >= timeout_s and self._orders.group(group.role).kill != group.generation:
             self._orders.change_group(group.role, kill=group.generation)
             group.end()
@@ -381,22 +383,22 @@ class Supervisor(threading.Thread):
 
     def _follow(self) -> None:
         orders = self._channel.published("orders", Orders)
-        if self._channel.is_lost and not self.asked.broken:
-            self.asked.broken = "agent 0 no longer responds"
+        if self._channel.is_lost and not self.requests.broken:
+            self.requests.broken = "agent 0 no longer responds"
             self._kill_workers()
             self._end_in(LEADER_LOST_TIMEOUT_S, "agent 0 is lost, but this agent has not ended")
             # The controller acts on this line, which saves it waiting for agent 0's files to go stale.
-            self._events.add("peer", f"{self.asked.broken}; ending everything", leader_lost=True)
+            self._events.add("peer", f"{self.requests.broken}; ending everything", leader_lost=True)
         if orders is None:
             return
         before = self._orders.take(orders)
-        if orders.cancel and not self.asked.cancel:
-            self.asked.cancel = orders.cancel
+        if orders.cancel and not self.requests.cancel:
+            self.requests.cancel = orders.cancel
             self._kill_workers()
         if orders.stop:
             self._order_stop(orders.stop)
         if orders.saves > before.saves:
-            self._ask_to_save()
+            self._request_save()
         if orders.over is not None:
             self._kill_workers()
         for role, one in list(self._groups.items()):
@@ -426,14 +428,14 @@ class Supervisor(threading.Thread):
             ranks=state.ranks,
             telemetry=state.telemetry,
             longest_gaps_s=self._tracker.all_longest_s,
-            findings=self._anomalies.look(self._readings(), now_s) if self._channel.leads else (),
+            findings=self._anomalies.update(self._readings(), now_s) if self._channel.leads else (),
         )
         try:
             write_model(restart_dir.agent_status(self._node), status)
             self._unwritten = ""
         except OSError as error:
             # Training does not depend on it, and the next attempt follows in two seconds.
-            self._say_once(f"failed to write the status: {error}")
+            self._print_once(f"failed to write the status: {error}")
 
     def _readings(self) -> Iterable[NodeReading]:
         for index, state in self._channel.received("state", NodeState).items():
@@ -452,7 +454,7 @@ class Supervisor(threading.Thread):
             # A young child may be a worker that is just being started; its group reaps it.
             processes.reap_orphans(owned | set(self._owned_elsewhere()), min_age_s=REAP_INTERVAL_S)
 
-    def _say_once(self, text: str) -> None:
+    def _print_once(self, text: str) -> None:
         if text != self._unwritten:
             self._unwritten = text
-            self._events.say(text)
+            self._events.print_line(text)

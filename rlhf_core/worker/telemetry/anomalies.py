@@ -36,7 +36,7 @@ class Anomalies:
         self._seen.clear()
         self._present = ()
 
-    def look(self, readings: Iterable[NodeReading], now_s: float) -> tuple[str, ...]:
+    def update(self, readings: Iterable[NodeReading], now_s: float) -> tuple[str, ...]:
         """Add new readings and return the current anomalies.
 
         Args:

@@ -34,14 +34,14 @@ class Telemetry:
     continue when a broken GPU blocks every call into its driver.
     """
 
-    def __init__(self, say: Callable[[str], None] = lambda text: None, folder: Path | None = None) -> None:
+    def __init__(self, log: Callable[[str], None] = lambda text: None, folder: Path | None = None) -> None:
         """Start measuring.
 
         Args:
-            say: Receives, once, the reason why there are no GPU metrics.
+            log: Receives, once, the reason why there are no GPU metrics.
             folder: Folder of the run directories, whose free space is measured.
         """
-        self._say = say
+        self._log = log
         self._processes: dict[int, psutil.Process] = {}
         self._counters = _counters()
         self._read_at_s = time.monotonic()
@@ -104,7 +104,7 @@ class Telemetry:
         figures, problem, age_s = self._slow.newest()
         if problem and not self._reported:
             self._reported = True
-            self._say(f"no GPU metrics: {problem}")
+            self._log(f"no GPU metrics: {problem}")
         return figures | ({"slow_reading_age_s": round(age_s, 1)} if age_s > STALE_S else {})
 
 

@@ -30,9 +30,9 @@ class TelemetrySeries:
     """Averages readings and appends the means. Used only by the supervising thread, which never blocks on it: a
     separate thread writes."""
 
-    def __init__(self, node: str, say: Callable[[str], None]) -> None:
+    def __init__(self, node: str, log: Callable[[str], None]) -> None:
         self._node = node
-        self._say = say
+        self._log = log
         self._place: RestartDir | None = None
         self._entered_at_s = 0.0
         self._began_at_s = 0.0
@@ -84,7 +84,7 @@ class TelemetrySeries:
                 if writer is None or item[0] != place:
                     _close(writer)
                     place, writer = item[0], None
-                    writer = LineWriter(place.telemetry(self._node), self._say)
+                    writer = LineWriter(place.telemetry(self._node), self._log)
                 writer.write(item[1])
                 unwritten = ""
             except OSError as error:
@@ -93,7 +93,7 @@ class TelemetrySeries:
                 writer = None
                 if str(error) != unwritten:
                     unwritten = str(error)
-                    self._say(f"failed to write telemetry: {error}")
+                    self._log(f"failed to write telemetry: {error}")
         _close(writer)
 
 

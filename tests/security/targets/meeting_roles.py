@@ -18,7 +18,7 @@ def train(context: WorkerContext) -> RoleResult:
         "numbers": [0.1, float(ranks.num_ranks - 1)],
     }
     assert ranks.from_first(f"from {ranks.rank} é") == "from 0 é"
-    facts = ranks.tell("facts", {"rank": ranks.rank}, 5.0)
+    facts = ranks.exchange("facts", {"rank": ranks.rank}, 5.0)
     assert facts == {rank: {"rank": rank} for rank in range(ranks.num_ranks)}
     if ranks.is_first:
         (context.run_dir.root / "met").write_text("")

@@ -85,7 +85,7 @@ def control(*, stop: bool = False) -> SimpleNamespace:
     return SimpleNamespace(should_save=False, should_training_stop=stop)
 
 
-def ask(tmp_path: Path, rank: int, *, stop: bool = False) -> None:
+def request(tmp_path: Path, rank: int, *, stop: bool = False) -> None:
     """Send a request, as the worker of that rank forwards it."""
     status = words.RankFile(words.rank_path(str(tmp_path / "ranks"), rank))
     status.set(words.STOP, int(stop))
@@ -105,27 +105,27 @@ def saves(one: Any, *steps: int) -> list[tuple[int, bool]]:
 def test_all_ranks_save_at_the_step_that_the_first_one_announces(ranks: Ranks, tmp_path: Path) -> None:
     """Neither the step durations nor the workers of the other ranks matter."""
     first, second = ranks(0), ranks(1)
-    ask(tmp_path, 0)
+    request(tmp_path, 0)
     assert saves(first, 7, 8, 9, 9, 10) == [(9, False)]
     assert saves(second, 7, 8, 9, 9, 10) == [(9, False)], "its own worker has sent nothing"
-    ask(tmp_path, 1, stop=True)
+    request(tmp_path, 1, stop=True)
     assert saves(second, 11, 12, 13) == [], "a rank does not save alone"
-    ask(tmp_path, 0, stop=True)
+    request(tmp_path, 0, stop=True)
     assert saves(first, 14, 15, 16) == saves(second, 14, 15, 16) == [(16, True)]
 
 
 def test_a_stop_follows_a_save_that_is_under_way(ranks: Ranks, tmp_path: Path) -> None:
     first, second = ranks(0), ranks(1)
-    ask(tmp_path, 0)
+    request(tmp_path, 0)
     found = saves(first, 7)
-    ask(tmp_path, 0, stop=True)
+    request(tmp_path, 0, stop=True)
     assert found + saves(first, 8, 9, 10) == saves(second, 7, 8, 9, 10) == [(9, False), (10, True)]
 
 
 def test_a_rank_that_receives_a_save_request_too_late_fails(ranks: Ranks, tmp_path: Path) -> None:
     """The others wait for the rank's part of the checkpoint."""
     first, second = ranks(0), ranks(1)
-    ask(tmp_path, 0)
+    request(tmp_path, 0)
     saves(first, 7)
     with pytest.raises(RuntimeError, match="at step 10, this rank was told to save at step 9"):
         saves(second, 10)

@@ -22,9 +22,9 @@ MakeRun = Callable[..., AgentRun]
 STEPS = 20
 
 
-def stranger(*options: str, steps: int = STEPS, **changed: Any) -> dict[str, Any]:
+def external_program(*options: str, steps: int = STEPS, **changed: Any) -> dict[str, Any]:
     """Settings of a trainer that is a script, started once for each rank."""
-    script = str(TARGETS / "stranger.py")
+    script = str(TARGETS / "external_program.py")
     return {
         "kind": "command",
         "argv": [sys.executable, script, "{output_dir}", "{num_steps}", *options],
@@ -41,7 +41,7 @@ def stranger(*options: str, steps: int = STEPS, **changed: Any) -> dict[str, Any
     }
 
 
-def with_torchrun(*options: str, script: str = "torch_stranger.py", **changed: Any) -> dict[str, Any]:
+def with_torchrun(*options: str, script: str = "torch_program.py", **changed: Any) -> dict[str, Any]:
     """Settings of a trainer that torchrun starts; the usual script prints nothing."""
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     place = ["--nnodes={num_nodes}", "--node-rank={node_rank}", "--nproc-per-node={ranks_per_node}"]
@@ -68,7 +68,7 @@ def saved(run: AgentRun) -> list[int]:
 
 
 def test_a_program_is_followed_to_its_end(agent_run: MakeRun) -> None:
-    run = agent_run(trainer=stranger("--daemon"), checkpoint={"every_num_steps": 5, "keep_last": 2})
+    run = agent_run(trainer=external_program("--daemon"), checkpoint={"every_num_steps": 5, "keep_last": 2})
     code, output = run.run_through(native=True)
     outcome = run.outcome()
     assert (code, outcome.state, outcome.last_step) == (0, AttemptState.COMPLETED, STEPS), output
@@ -86,7 +86,7 @@ def test_a_program_is_followed_to_its_end(agent_run: MakeRun) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "kind", "said"),
+    ("fault", "kind", "message"),
     [
         ("1:8:kill", FailureKind.WORKER_KILLED, "SIGKILL"),
         ("0:8:kill", FailureKind.WORKER_KILLED, "SIGKILL"),
@@ -95,19 +95,19 @@ def test_a_program_is_followed_to_its_end(agent_run: MakeRun) -> None:
     ],
 )
 def test_a_rank_that_fails_is_blamed_and_the_program_goes_on(
-    agent_run: MakeRun, fault: str, kind: FailureKind, said: str
+    agent_run: MakeRun, fault: str, kind: FailureKind, message: str
 ) -> None:
     supervise = {"floor_s": 3.0, "suspect_s": 1.0, "setup_floor_s": 20.0}
     # The ranks of this program do not wait for each other: the other must not have finished when the agent polls.
     # While one hangs, checkpoints of the other would count as progress of the job.
     steps, every = (120, "1000") if kind is FailureKind.HANG else (80, "5")
-    trainer = stranger("--fault", fault, "--every", every, steps=steps)
+    trainer = external_program("--fault", fault, "--every", every, steps=steps)
     run = agent_run(trainer=trainer, checkpoint={"every_num_steps": 5}, supervise=supervise)
     code, output = run.run_through(native=True)
     assert (code, run.outcome().state) == (0, AttemptState.COMPLETED), output
     incident = run.incident(0)
     assert (incident.failure_kind, incident.suspect_ranks) == (kind, (int(fault[0]),)), incident.message
-    assert said in incident.message
+    assert message in incident.message
     assert run.decision(0).action is Action.RESTART_IN_PLACE
     again = [line.step for line in read_models(run.restart(1).metrics, MetricsLine)]
     assert again[0] % 5 == 1, "from the beginning, or from the newest checkpoint that was published"
@@ -118,7 +118,7 @@ def test_a_rank_that_fails_is_blamed_and_the_program_goes_on(
 
 
 def test_a_program_that_ends_well_too_early_has_failed(agent_run: MakeRun) -> None:
-    run = agent_run(trainer=stranger("--fault", "0:8:leave"))
+    run = agent_run(trainer=external_program("--fault", "0:8:leave"))
     code, _ = run.run_through(native=True)
     incident = run.incident(0)
     assert (code, incident.failure_kind) == (1, FailureKind.INCOMPLETE)
@@ -129,7 +129,8 @@ def test_a_program_that_ends_well_too_early_has_failed(agent_run: MakeRun) -> No
 def test_a_program_that_starts_over_has_failed(agent_run: MakeRun) -> None:
     """verl #5725: a resume that silently starts at step 0 discards all training without an error."""
     run = agent_run(
-        trainer=stranger("--fault", "1:14:kill", "--forgets", "--pause", "0.3"), checkpoint={"every_num_steps": 5}
+        trainer=external_program("--fault", "1:14:kill", "--forgets", "--pause", "0.3"),
+        checkpoint={"every_num_steps": 5},
     )
     code, output = run.run_through(native=True)
     assert code == 1, output
@@ -143,7 +144,8 @@ def test_a_program_that_starts_over_has_failed(agent_run: MakeRun) -> None:
 def test_a_program_that_evaluates_before_it_resumes_has_not_started_over(agent_run: MakeRun) -> None:
     """``trainer.evaluate()`` before ``trainer.train(resume_from_checkpoint=...)`` logs step 0."""
     run = agent_run(
-        trainer=stranger("--fault", "1:14:kill", "--evaluates", "--pause", "0.3"), checkpoint={"every_num_steps": 5}
+        trainer=external_program("--fault", "1:14:kill", "--evaluates", "--pause", "0.3"),
+        checkpoint={"every_num_steps": 5},
     )
     code, output = run.run_through(native=True)
     assert (code, run.outcome().state, run.outcome().num_restarts) == (0, AttemptState.COMPLETED, 1), output
@@ -151,7 +153,7 @@ def test_a_program_that_evaluates_before_it_resumes_has_not_started_over(agent_r
 
 
 def test_a_program_that_is_not_there_is_named(agent_run: MakeRun) -> None:
-    run = agent_run(trainer=stranger() | {"argv": ["no-such-program"]})
+    run = agent_run(trainer=external_program() | {"argv": ["no-such-program"]})
     code, _ = run.run_through(native=True)
     incident = run.incident(0)
     assert (code, incident.failure_kind) == (1, FailureKind.CONFIG)
@@ -162,7 +164,7 @@ def test_a_program_that_is_not_there_is_named(agent_run: MakeRun) -> None:
 def test_a_program_is_asked_to_save_and_then_ended(agent_run: MakeRun, save_signal: str) -> None:
     """With a signal the program saves at once; without one, its next own checkpoint is awaited."""
     every = 1_000 if save_signal else 15
-    run = agent_run(trainer=stranger("--every", str(every), steps=2_000, save_signal=save_signal))
+    run = agent_run(trainer=external_program("--every", str(every), steps=2_000, save_signal=save_signal))
     run.start(native=True)
     until(lambda: run.reached(0, 3))
     run.order("stop_after_step")
@@ -175,7 +177,7 @@ def test_a_program_is_asked_to_save_and_then_ended(agent_run: MakeRun, save_sign
 
 def test_a_program_that_saves_and_exits_when_asked_is_preempted(agent_run: MakeRun) -> None:
     """The program exits before its last checkpoint is stable enough to be published, as with the callback."""
-    run = agent_run(trainer=stranger("--every", "1000", "--leaves", steps=2_000, save_signal="SIGUSR1"))
+    run = agent_run(trainer=external_program("--every", "1000", "--leaves", steps=2_000, save_signal="SIGUSR1"))
     run.start(native=True)
     until(lambda: run.reached(0, 3))
     run.order("stop_after_step")
@@ -188,7 +190,9 @@ def test_no_rank_of_torchrun_fails_when_the_program_is_ended_after_its_checkpoin
     """The ranks exit before all their workers have seen the checkpoint."""
     options = ["{output_dir}", "2000", "--every", "15"]
     patterns = [r"step (?P<step>\d+) loss (?P<loss>\S+)"]
-    run = agent_run(trainer=with_torchrun(*options, script="stranger.py", stdout_patterns=patterns, num_steps=2_000))
+    run = agent_run(
+        trainer=with_torchrun(*options, script="external_program.py", stdout_patterns=patterns, num_steps=2_000)
+    )
     run.start(native=True)
     until(lambda: run.reached(0, 3))
     run.order("stop_after_step")
@@ -198,7 +202,7 @@ def test_no_rank_of_torchrun_fails_when_the_program_is_ended_after_its_checkpoin
 
 
 def test_a_program_that_finishes_although_it_was_asked_to_stop_is_complete(agent_run: MakeRun) -> None:
-    run = agent_run(trainer=stranger("--every", "20", steps=20))
+    run = agent_run(trainer=external_program("--every", "20", steps=20))
     run.start(native=True)
     until(lambda: run.reached(0, 3))
     run.order("stop_after_step")
@@ -207,7 +211,7 @@ def test_a_program_that_finishes_although_it_was_asked_to_stop_is_complete(agent
 
 
 def test_a_warning_of_health_leaves_the_run_going(agent_run: MakeRun) -> None:
-    run = agent_run(trainer=stranger("--fault", "1:900:flat", steps=40), health={"window_steps": 10})
+    run = agent_run(trainer=external_program("--fault", "1:900:flat", steps=40), health={"window_steps": 10})
     code, output = run.run_through(native=True)
     assert (code, run.outcome().state, run.outcome().num_restarts) == (0, AttemptState.COMPLETED, 0), output
     incident, decision = run.incident(0), run.decision(0)
@@ -258,14 +262,14 @@ def test_a_program_that_destroys_its_group_at_the_end_has_not_trained_alone(agen
 
 
 @pytest.mark.parametrize(
-    ("kind", "failure", "said"),
+    ("kind", "failure", "message"),
     [
         ("disagree", FailureKind.COLLECTIVE_MISMATCH, "rank 0 gloo:barrier; rank 1 gloo:broadcast"),
         ("loop", FailureKind.HANG, "rank 1"),
     ],
 )
 def test_a_hang_that_only_collectives_show_is_found(
-    agent_run: MakeRun, kind: str, failure: FailureKind, said: str
+    agent_run: MakeRun, kind: str, failure: FailureKind, message: str
 ) -> None:
     """The program prints and saves nothing; only the flight recorder shows which rank is to blame.
 
@@ -279,7 +283,7 @@ def test_a_hang_that_only_collectives_show_is_found(
     run.finish()
     incident = run.incident(0)
     assert incident.failure_kind is failure, incident.message
-    assert said in incident.message
+    assert message in incident.message
 
 
 def rank_of(run: AgentRun, local_rank: int) -> int | None:
@@ -295,7 +299,7 @@ def rank_of(run: AgentRun, local_rank: int) -> int | None:
             continue
         is_of_run = run.run_dir.run_id in variables.get(PATH_VARIABLE, "")
         is_it = is_of_run and variables.get("LOCAL_RANK") == str(local_rank)
-        if is_it and "torch_stranger.py" in " ".join(process.cmdline()) and run.status(0) is not None:
+        if is_it and "torch_program.py" in " ".join(process.cmdline()) and run.status(0) is not None:
             status = run.status(0)
             assert status is not None
             if all(rank.speaks_for and rank.sequence > 2 for rank in status.ranks):

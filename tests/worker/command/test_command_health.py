@@ -80,8 +80,8 @@ def test_healthy_steps_warn_of_nothing() -> None:
 def test_a_warning_is_repeated_after_a_recovery() -> None:
     judge = MetricHealth(HealthSpec())
     bad = {**WELL, "train/loss": NAN}
-    told = [[one.rule for one in judge.judge(step, bad if step in (3, 4, 6) else WELL)] for step in range(1, 8)]
-    assert told == [[], [], ["non_finite"], [], [], ["non_finite"], []]
+    warnings = [[one.rule for one in judge.judge(step, bad if step in (3, 4, 6) else WELL)] for step in range(1, 8)]
+    assert warnings == [[], [], ["non_finite"], [], [], ["non_finite"], []]
 
 
 def test_a_good_step_in_between_restarts_the_count() -> None:
@@ -107,8 +107,8 @@ def test_lines_are_counted_in_optimizer_steps_and_at_least_three_of_them() -> No
 def test_a_step_in_parts_counts_once() -> None:
     """The log and TensorBoard report the same step."""
     judge = MetricHealth(HealthSpec())
-    told = [one for step in (10, 20) for _ in range(3) for one in judge.judge(step, {"train/grad_norm": 0.0})]
-    assert told == []
+    warnings = [one for step in (10, 20) for _ in range(3) for one in judge.judge(step, {"train/grad_norm": 0.0})]
+    assert warnings == []
     assert [one.rule for one in judge.judge(30, {"train/grad_norm": 0.0})] == ["frozen"]
 
 
@@ -140,9 +140,9 @@ def test_a_risen_reward_is_healthy_and_a_fallen_one_is_not() -> None:
 def test_missing_metrics_are_no_finding() -> None:
     """DPO and CPO log no groups, no lengths and no KL; an evaluation is logged in a line of its own."""
     judge = MetricHealth(HealthSpec())
-    told = [judge.judge(step, {"train/loss": 0.7, "preference/margin": 0.0}) for step in range(1, 100)]
-    told += [judge.judge(100, {"eval/loss": NAN})]
-    assert not any(told)
+    warnings = [judge.judge(step, {"train/loss": 0.7, "preference/margin": 0.0}) for step in range(1, 100)]
+    warnings += [judge.judge(100, {"eval/loss": NAN})]
+    assert not any(warnings)
 
 
 def test_a_restarted_program_is_judged_from_scratch() -> None:

@@ -215,7 +215,7 @@ def _do(what: str, context: WorkerContext) -> None:
             raise ValueError(f"something never seen before, number {context.restart}")
         case "child_stops":
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
-            context.reporter.speak_for([child.pid])  # type: ignore[attr-defined]
+            context.reporter.represent([child.pid])  # type: ignore[attr-defined]
             (context.run_dir.root / "child").write_text(str(child.pid), encoding="utf-8")
             child.send_signal(signal.SIGSTOP)
             child.wait()

@@ -63,7 +63,7 @@ _WORDS = (
 """Lower-case words; every matching line contains at least one, so most lines can be skipped."""
 
 
-def may_tell(text: str) -> bool:
+def may_match(text: str) -> bool:
     """Return True if a row may match the text. A cheap test, because logs have millions of lines."""
     small = text.lower()
     return any(word in small for word in _WORDS)

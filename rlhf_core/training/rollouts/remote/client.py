@@ -16,7 +16,7 @@ from rlhf_core.schemas.engines import (
     EngineRefusal,
     SampledPrompt,
     SampleRequest,
-    WeightsInForce,
+    WeightsId,
     WeightsRefused,
 )
 from rlhf_core.schemas.weight_sync import AppliedVersion, Offer, Receipt
@@ -102,9 +102,7 @@ class EngineClient:
     # -----------------------------------------------------------------------------------------------------------------
     # Weights
 
-    def control(
-        self, http: httpx.Client, weights: WeightsInForce, probe: WeightProbe, base: str
-    ) -> "HttpEngineControl":
+    def control(self, http: httpx.Client, weights: WeightsId, probe: WeightProbe, base: str) -> "HttpEngineControl":
         """Control channel for the sync of one version.
 
         Args:
@@ -147,7 +145,7 @@ class HttpEngineControl:
     """Control channel to one engine while a version is synced (``weight_sync.base.EngineControl``)."""
 
     def __init__(
-        self, client: EngineClient, http: httpx.Client, weights: WeightsInForce, probe: WeightProbe, base: str
+        self, client: EngineClient, http: httpx.Client, weights: WeightsId, probe: WeightProbe, base: str
     ) -> None:
         self._client = client
         self._http = http

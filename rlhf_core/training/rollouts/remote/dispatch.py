@@ -85,9 +85,9 @@ class Dispatcher:
     def refuse(self, engine: int, index: int, num_completions: int) -> None:
         """Refuse completions made with other weights; the prompt waits for an engine again."""
         self.num_refused += num_completions
-        self.give_back(engine, [index])
+        self.requeue(engine, [index])
 
-    def give_back(self, engine: int, indices: Collection[int] | None = None) -> None:
+    def requeue(self, engine: int, indices: Collection[int] | None = None) -> None:
         """Take prompts back from an engine that has not answered them.
 
         Args:

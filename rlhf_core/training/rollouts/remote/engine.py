@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.errors import EnginesLost, StaleWeights, WeightSyncFailed, WorkerError
 from rlhf_core.files.whole import read_model, shared_secret
-from rlhf_core.schemas.engines import EngineAddress, WeightsInForce
+from rlhf_core.schemas.engines import EngineAddress, WeightsId
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.checkpoints.soundness import initial_folder
 from rlhf_core.training.distributed import Ranks
@@ -207,7 +207,7 @@ class RemoteEngines:
     def _controlled(
         self, engines: Iterable[EngineClient], version: int
     ) -> Callable[[httpx.Client], list[HttpEngineControl]]:
-        weights, probe = WeightsInForce(start=self._start, version=version), self._probe
+        weights, probe = WeightsId(start=self._start, version=version), self._probe
         assert probe is not None
         return lambda http: [engine.control(http, weights, probe, self._base) for engine in engines]
 
@@ -268,7 +268,7 @@ class RemoteEngines:
         assert self.version is not None  # ensured by _dispatcher
         return RemoteRollout(
             dispatcher,
-            WeightsInForce(start=self._start, version=self.version),
+            WeightsId(start=self._start, version=self.version),
             sampling,
             self._spec.remote,
             self._clients,

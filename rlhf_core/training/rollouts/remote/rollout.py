@@ -16,7 +16,7 @@ from rlhf_core.schemas.engines import (
     SampledCompletion,
     SampledPrompt,
     SampleRequest,
-    WeightsInForce,
+    WeightsId,
 )
 from rlhf_core.schemas.rollouts import RemoteSettings
 from rlhf_core.training.rollouts.base import Sampling
@@ -45,7 +45,7 @@ class RemoteRollout:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        weights: WeightsInForce,
+        weights: WeightsId,
         sampling: Sampling,
         settings: RemoteSettings,
         clients: Callable[[], Collection[EngineClient]],
@@ -74,7 +74,7 @@ class RemoteRollout:
         self._are_restored = are_restored
         self._may_leave = may_leave
         self._ready: dict[int, EngineClient] = {}
-        self._asked: dict[int, set[asyncio.Task[None]]] = {}
+        self._requests: dict[int, set[asyncio.Task[None]]] = {}
         self._progress: dict[tuple[int, int], _Progress] = {}
         self._moves: dict[int, int] = {}
         self._last_loss = "no engine has registered"
@@ -116,10 +116,10 @@ class RemoteRollout:
                         await asyncio.wait_for(self._wake.wait(), POLL_S)
                     self._wake.clear()
                     _finished(watchers.values())
-                    for asked in self._asked.values():
-                        asked.difference_update(_finished(asked))
+                    for requests in self._requests.values():
+                        requests.difference_update(_finished(requests))
             finally:
-                await _cancel_all([*watchers.values(), *(task for tasks in self._asked.values() for task in tasks)])
+                await _cancel_all([*watchers.values(), *(task for tasks in self._requests.values() for task in tasks)])
                 self._dispatcher.recall()
 
     def _is_stranded(self, clients: Collection[EngineClient]) -> bool:
@@ -179,14 +179,14 @@ class RemoteRollout:
         """Mark an engine as lost: its prompts wait for another one."""
         self._last_loss = why
         lost = self._dispatcher.outstanding(rank)
-        for task in self._asked.pop(rank, ()):
+        for task in self._requests.pop(rank, ()):
             task.cancel()
         if self._ready.pop(rank, None) is None and not lost:
             return
         self._log(f"{why}; {len(lost)} of its prompts go to the others")
-        self._give_back(rank, lost)
+        self._requeue(rank, lost)
 
-    def _give_back(self, rank: int, prompts: Collection[int]) -> None:
+    def _requeue(self, rank: int, prompts: Collection[int]) -> None:
         for index in prompts:
             self._moves[index] = self._moves.get(index, 0) + 1
             if self._moves[index] > MAX_MOVES:
@@ -194,7 +194,7 @@ class RemoteRollout:
                     f"prompt {index} of this rank was given up after {MAX_MOVES} engines failed on it; the last "
                     f"failure: {self._last_loss}. See the logs of the group rollout"
                 )
-        self._dispatcher.give_back(rank, prompts)
+        self._dispatcher.requeue(rank, prompts)
         self._wake.set()
 
     def _require_an_engine(self) -> None:
@@ -212,8 +212,8 @@ class RemoteRollout:
 
     def _deal(self, http: httpx.AsyncClient) -> None:
         for rank, tasks in self._dispatcher.assign(self._ready).items():
-            asking = asyncio.create_task(self._request(http, self._ready[rank], tasks))
-            self._asked.setdefault(rank, set()).add(asking)
+            request = asyncio.create_task(self._request(http, self._ready[rank], tasks))
+            self._requests.setdefault(rank, set()).add(request)
 
     async def _request(self, http: httpx.AsyncClient, client: EngineClient, tasks: Collection[PromptTask]) -> None:
         rank = client.address.rank
@@ -236,7 +236,7 @@ class RemoteRollout:
             self._last_loss = str(error)
             self._log(f"{error}; {len(unanswered)} of its prompts go to the others")
             self._ready.pop(rank, None)
-            self._give_back(rank, unanswered & self._dispatcher.outstanding(rank))
+            self._requeue(rank, unanswered & self._dispatcher.outstanding(rank))
         finally:
             self._wake.set()
 

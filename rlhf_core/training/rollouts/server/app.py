@@ -5,7 +5,7 @@
     POST /weights/receive   Offer -> Receipt, once the weights are staged and verified
     GET  /weights/ready     ?version=: true if this version is staged
     POST /weights/commit    CommitRequest -> Committed
-    POST /weights/confirm   WeightsInForce: the probe matched, they become current
+    POST /weights/confirm   WeightsId: the probe matched, they become current
     POST /weights/refuse    WeightsRefused: the probe did not match; an engine refused repeatedly exits
     POST /weights/abort     version
 
@@ -38,7 +38,7 @@ from rlhf_core.schemas.engines import (
     EngineRefusal,
     SampledPrompt,
     SampleRequest,
-    WeightsInForce,
+    WeightsId,
     WeightsRefused,
 )
 from rlhf_core.schemas.weight_sync import Offer, Receipt
@@ -203,7 +203,7 @@ class _Handlers:
         return _with_keepalive(self._in_main_thread(partial(self._worker.commit, commit_request)))
 
     async def confirm(self, request: Request) -> Response:
-        weights = WeightsInForce.model_validate_json(await request.body())
+        weights = WeightsId.model_validate_json(await request.body())
         await self._in_main_thread(partial(self._worker.confirm, weights))
         return JSONResponse(None)
 

@@ -51,7 +51,7 @@ def run_engine(context: WorkerContext) -> RoleResult:
     tokenizer = load_tokenizer(tokenizer_folder(spec, folder))
     base = "" if spec.model.lora is None else base_digest(folder, partial(context.reporter.beat, Phase.SETUP, 0))
     sampler = _sampler(context, folder, tokenizer)
-    context.reporter.speak_for(sampler.pids)
+    context.reporter.represent(sampler.pids)
     receiver = _receiver(context)
     worker = EngineWorker(context.rank, generation, sampler, receiver, context.reporter, base)
     with EngineServer(worker, receiver, shared_secret(attempt.engine_key), context.listening_address) as server:

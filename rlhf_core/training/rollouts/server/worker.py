@@ -20,7 +20,7 @@ from rlhf_core.schemas.engines import (
     SampledCompletion,
     SampledPrompt,
     SampleRequest,
-    WeightsInForce,
+    WeightsId,
     WeightsRefused,
 )
 from rlhf_core.schemas.reports import Phase
@@ -86,8 +86,8 @@ class EngineWorker:
         self._wanted: dict[int, _PendingPrompt] = {}
         self._keys = itertools.count()
         self._progress = 0
-        self._weights: WeightsInForce | None = None
-        self._unconfirmed: WeightsInForce | None = None
+        self._weights: WeightsId | None = None
+        self._unconfirmed: WeightsId | None = None
         self._refusals: list[str] = []
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ class EngineWorker:
             num_differing=self._sampler.count_differing(staged.tensors()),
         )
 
-    def confirm(self, weights: WeightsInForce) -> None:
+    def confirm(self, weights: WeightsId) -> None:
         """Make the loaded weights current.
 
         Raises:
@@ -219,7 +219,7 @@ class EngineWorker:
         self._unconfirmed = None
         self._refusals.append(refusal.why)
 
-    def _require_unconfirmed(self, weights: WeightsInForce) -> None:
+    def _require_unconfirmed(self, weights: WeightsId) -> None:
         if weights != self._unconfirmed:
             raise StaleWeights(f"engine {self._rank} applied {_shown(self._unconfirmed)}, not {_shown(weights)}")
 
@@ -253,7 +253,7 @@ class EngineWorker:
         self._reporter.beat(phase, self._weights.version if self._weights is not None else 0)
 
 
-def _sampled(completion: Completion, weights: WeightsInForce) -> SampledCompletion:
+def _sampled(completion: Completion, weights: WeightsId) -> SampledCompletion:
     return SampledCompletion(
         token_ids=tuple(completion.token_ids),
         text=completion.text,
@@ -263,5 +263,5 @@ def _sampled(completion: Completion, weights: WeightsInForce) -> SampledCompleti
     )
 
 
-def _shown(weights: WeightsInForce | None) -> str:
+def _shown(weights: WeightsId | None) -> str:
     return "no weights" if weights is None else f"weights of step {weights.version} (start {weights.start})"

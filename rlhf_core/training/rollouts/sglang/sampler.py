@@ -91,13 +91,13 @@ class SglangSampler:
 
     def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-probability of every token but the first."""
-        asked = {
+        request = {
             "input_ids": list(tokens),
             "sampling_params": {"temperature": 0.0, "max_new_tokens": 1},
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        answer = self._http.post("/generate", json=asked)
+        answer = self._http.post("/generate", json=request)
         if answer.status_code != httpx.codes.OK:
             raise WorkerError(f"SGLang failed to score: {_error_of(answer)}")
         return [logprob for logprob, *_ in answer.json()["meta_info"]["input_token_logprobs"][1:]]
@@ -149,7 +149,7 @@ class SglangSampler:
 
     async def _last_chunk(self, prompt: Sequence[int], seed: int, sampling: Sampling) -> Mapping[str, Any]:
         """The complete response: each chunk contains all tokens so far."""
-        asked = {
+        request = {
             "input_ids": list(prompt),
             "sampling_params": {
                 "temperature": sampling.temperature,
@@ -162,7 +162,7 @@ class SglangSampler:
             "stream": True,
         }
         chunk: Mapping[str, Any] = {}
-        async with self._stream.stream("POST", "/generate", json=asked) as answer:
+        async with self._stream.stream("POST", "/generate", json=request) as answer:
             if answer.status_code != httpx.codes.OK:
                 await answer.aread()
                 raise WorkerError(_error_of(answer))

@@ -17,7 +17,7 @@ _A, _B = ".lora_A.", ".lora_B."
 
 
 @dataclass(frozen=True)
-class AdapterInForce:
+class LoadedAdapter:
     """The adapter in vLLM's layers."""
 
     number: int
@@ -45,9 +45,9 @@ class VllmAdapter:
         return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
 
     @property
-    def in_force(self) -> AdapterInForce:
+    def loaded(self) -> LoadedAdapter:
         """The adapter loaded last."""
-        return AdapterInForce(self._number, self._lora.rank, self._lora.scale)
+        return LoadedAdapter(self._number, self._lora.rank, self._lora.scale)
 
     def load(self, engine: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the previous version.
@@ -68,7 +68,7 @@ class VllmAdapter:
         self.request = request
 
 
-def count_differing(model_runner: Any, adapter: AdapterInForce, tensors: Iterable[tuple[str, Tensor]]) -> int:
+def count_differing(model_runner: Any, adapter: LoadedAdapter, tensors: Iterable[tuple[str, Tensor]]) -> int:
     """Number of tensors whose parts in the active layers differ in any bit, among the layers found by name.
 
     Args:

@@ -170,7 +170,7 @@ class VllmEngine:
         """Number of tensors of an adapter that differ in any bit from the active layers; 0 for full weights."""
         if self._adapter is None:
             return 0
-        held = self._adapter.in_force
+        held = self._adapter.loaded
         if self._is_split:
             places = [place_of(name, tensor) for name, tensor in tensors]
             return int(max(self._call("count_differing_shared", held, places)))

@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from rlhf_core.training.rollouts.shared_tensors import MappedRow, TensorPlace
-from rlhf_core.training.rollouts.vllm.adapter import AdapterInForce, count_differing
+from rlhf_core.training.rollouts.vllm.adapter import LoadedAdapter, count_differing
 
 
 @dataclass
@@ -99,11 +99,11 @@ class WeightExtension:
         """End an aborted update, for which vLLM has no call: the next one would be refused."""
         self._weight_update_active = False
 
-    def count_differing(self, adapter: AdapterInForce, tensors: Sequence[tuple[str, Tensor]]) -> int:
+    def count_differing(self, adapter: LoadedAdapter, tensors: Sequence[tuple[str, Tensor]]) -> int:
         """Number of tensors of an adapter whose parts in the active layers differ in any bit."""
         return count_differing(self.model_runner, adapter, tensors)
 
-    def count_differing_shared(self, adapter: AdapterInForce, places: Sequence[TensorPlace]) -> int:
+    def count_differing_shared(self, adapter: LoadedAdapter, places: Sequence[TensorPlace]) -> int:
         """The same with tensors in memory shared by another process."""
         row = MappedRow()
         return self.count_differing(adapter, [(place.name, row.tensor(place)) for place in places])

@@ -83,7 +83,7 @@ def _counts(recorder):  # type: ignore[no-untyped-def]
     return max(entered, 0), max(min(left, entered), 0)
 
 
-def _hand_on() -> None:
+def _load_hidden() -> None:
     """Load the ``sitecustomize`` hidden by this one."""
     elsewhere = [path for path in sys.path if os.path.abspath(path or ".") != _HERE]
     found = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
@@ -116,4 +116,4 @@ def _begin() -> None:
 
 
 _begin()
-_hand_on()
+_load_hidden()

@@ -19,7 +19,7 @@ Tick = Callable[[], None]
 """Called about every half second while waiting; may raise to stop."""
 
 
-def ask(command: Sequence[str], tick: Tick, passed: PassedEnvironment | None = None) -> dict[str, Any] | str:
+def query_program(command: Sequence[str], tick: Tick, passed: PassedEnvironment | None = None) -> dict[str, Any] | str:
     """Run a command and parse the last line of its output as a JSON object; return the error as a sentence if that
     fails.
 

@@ -1,4 +1,4 @@
-"""A test desk that starts the controllers of one site one after the other, without waiting."""
+"""A test harness that starts the controllers of one site one after the other, without waiting."""
 
 import hashlib
 import os
@@ -23,7 +23,7 @@ from rlhf_core.schemas.attempts import Role, RunState
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.watchdog.watcher import AttemptSnapshot
 
-Ask = Callable[[Question], AbstractContextManager[None]]
+ShowQuestion = Callable[[Question], AbstractContextManager[None]]
 """Shows the question about a promotion."""
 
 
@@ -32,8 +32,8 @@ class Notes:
     """An observer that records everything it is notified of."""
 
     titles: list[str] = field(default_factory=list)
-    sayings: list[str] = field(default_factory=list)
-    looks: list[AttemptSnapshot] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
+    snapshots: list[AttemptSnapshot] = field(default_factory=list)
     totals: list[int] = field(default_factory=list)
     stop: Callable[[], bool] = lambda: False
 
@@ -43,18 +43,18 @@ class Notes:
     def stage_started(self, title: str) -> None:
         self.titles.append(title)
 
-    def polled(self, look: AttemptSnapshot) -> None:
-        self.looks.append(look)
+    def polled(self, snapshot: AttemptSnapshot) -> None:
+        self.snapshots.append(snapshot)
 
     def log(self, text: str) -> None:
-        self.sayings.append(text)
+        self.messages.append(text)
 
     def stop_requested(self) -> bool:
         return self.stop()
 
 
 @dataclass
-class Desk:
+class ControllerHarness:
     """Starts the controllers of one site, one after the other."""
 
     site: Site
@@ -106,12 +106,12 @@ class Desk:
     def killed_in_training(self) -> RunDir:
         """A run in training whose controller was killed."""
         run_dir = self.run()
-        self.notes.looks.clear()
+        self.notes.snapshots.clear()
 
         def killed() -> None:
             FakeAgent(run_dir).begin()
             FakeAgent(run_dir).role(Role.TRAINER)
-            if len(self.notes.looks) == 2:
+            if len(self.notes.snapshots) == 2:
                 raise Killed
 
         self.scheduler.on_status = killed
@@ -122,7 +122,7 @@ class Desk:
         assert read_record(run_dir).state is RunState.TRAINING
         return run_dir
 
-    def controller(self, run_dir: RunDir, *, resumed: bool = False, ask: Ask | None = None) -> Controller:
+    def controller(self, run_dir: RunDir, *, resumed: bool = False, show: ShowQuestion | None = None) -> Controller:
         """A controller of a run; closed at the end of the test or by the next controller."""
         self._stack.close()
         controller = self._stack.enter_context(
@@ -130,22 +130,22 @@ class Desk:
         )
         controller.clock, controller.sleep = self.clock, self.clock.sleep
         controller.poll_s = 1.0
-        if ask is not None:
-            controller.show_question = ask
+        if show is not None:
+            controller.show_question = show
         return controller
 
 
-def live(site: Desk, run_dir: RunDir, kill_at: int | None) -> int:
+def live(site: ControllerHarness, run_dir: RunDir, kill_at: int | None) -> int:
     """Run one life of a controller; returns the number of kill points it passed."""
     return _lived(site, run_dir, Points(kill_at)).passed
 
 
-def undisturbed(site: Desk, run_dir: RunDir) -> Points:
+def undisturbed(site: ControllerHarness, run_dir: RunDir) -> Points:
     """Run a life without a kill; its distinct points are those at which to kill the others."""
     return _lived(site, run_dir, Points(None, lambda: left_behind(site)))
 
 
-def _lived(site: Desk, run_dir: RunDir, points: Points) -> Points:
+def _lived(site: ControllerHarness, run_dir: RunDir, points: Points) -> Points:
     controller = site.controller(run_dir)
     with points.at_every_effect(site.scheduler, start, prepare):
         try:
@@ -155,7 +155,7 @@ def _lived(site: Desk, run_dir: RunDir, points: Points) -> Points:
     return points
 
 
-def left_behind(site: Desk) -> bytes:
+def left_behind(site: ControllerHarness) -> bytes:
     """Digest of the state that the next controller finds after a kill right now: all files, and the jobs.
 
     The history is left out, because the next controller first updates it from those files.

@@ -1,6 +1,6 @@
 """A training script around a process group that prints nothing: its collectives are all there is to see.
 
-torch_stranger.py STEPS STEP_OF_FAULT KIND
+torch_program.py STEPS STEP_OF_FAULT KIND
 """
 
 import sys

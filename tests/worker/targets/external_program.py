@@ -1,6 +1,6 @@
 """A training script that knows nothing of this project and needs no torch: one process for each rank, started by hand.
 
-    stranger.py OUTPUT STEPS [--every N] [--resume CHECKPOINT] [--fault RANK:STEP:KIND] [--forgets] [--leaves]
+    external_program.py OUTPUT STEPS [--every N] [--resume CHECKPOINT] [--fault RANK:STEP:KIND] [--forgets] [--leaves]
         [--evaluates] [--daemon]
 
 The first rank prints its steps and saves. A fault strikes once: a file in the output folder remembers it.
@@ -36,12 +36,12 @@ if given.fault:
 wanted = False
 
 
-def ask(number: int, frame: object) -> None:
+def request_save(number: int, frame: object) -> None:
     global wanted
     wanted = True
 
 
-signal.signal(signal.SIGUSR1, ask)
+signal.signal(signal.SIGUSR1, request_save)
 
 
 def save(step: int) -> None:
