@@ -336,7 +336,7 @@ def _legend(axes: Axes) -> None:
     """Draw the legend in one row above the drawing, where it covers nothing: a power of ten, which matplotlib writes
     there, goes into the label of the axis."""
     formatter = axes.yaxis.get_major_formatter()
-    formatter.format_ticks(axes.yaxis.get_majorticklocs())
+    formatter.format_ticks(axes.yaxis.get_majorticklocs().tolist())
     if power := formatter.get_offset():
         axes.yaxis.get_offset_text().set_visible(False)
         axes.set_ylabel(f"{axes.get_ylabel()}, in {power}")
