@@ -5,6 +5,8 @@
 --     rlhf db reader | psql -d DATABASE                    prints this file, with the user of RLHF_DATABASE_URL as OWNER
 --     psql -d DATABASE -v owner=OWNER -f infra/reader.sql  the same from a checkout
 --     psql -d DATABASE -c '\password rlhf_reader'          for Grafana: a role without a password cannot log in
+--
+-- The schema is the one that contains the tables. If several do, -v schema=SCHEMA names the one of this history.
 
 \set ON_ERROR_STOP on
 
@@ -14,10 +16,24 @@ SELECT 'CREATE ROLE rlhf_reader LOGIN' WHERE NOT EXISTS (SELECT 1 FROM pg_roles 
 ALTER ROLE rlhf_reader SET default_transaction_read_only = on;
 ALTER ROLE rlhf_reader SET statement_timeout = '30s';
 
-GRANT USAGE ON SCHEMA public TO rlhf_reader;
-GRANT SELECT ON ALL TABLES IN SCHEMA public TO rlhf_reader;
+-- The tables are in the first schema of the owner's search_path, which need not be public.
+\if :{?schema}
+\else
+SELECT coalesce((
+    SELECT nspname
+      FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace
+     WHERE relname = 'alembic_version' AND relkind = 'r'
+       AND EXISTS (SELECT FROM pg_class AS runs WHERE runs.relnamespace = pg_namespace.oid AND runs.relname = 'runs')
+     ORDER BY pg_get_userbyid(relowner) = :'owner' DESC, nspname = 'public' DESC
+     LIMIT 1), 'public') AS schema \gset
+\endif
+
+GRANT USAGE ON SCHEMA :"schema" TO rlhf_reader;
+GRANT SELECT ON ALL TABLES IN SCHEMA :"schema" TO rlhf_reader;
+-- Grafana logs in as this role, whose own search_path does not contain another schema.
+ALTER ROLE rlhf_reader IN DATABASE :"DBNAME" SET search_path = :"schema";
 -- Makes tables of later migrations readable too.
-ALTER DEFAULT PRIVILEGES FOR ROLE :"owner" IN SCHEMA public GRANT SELECT ON TABLES TO rlhf_reader;
+ALTER DEFAULT PRIVILEGES FOR ROLE :"owner" IN SCHEMA :"schema" GRANT SELECT ON TABLES TO rlhf_reader;
 GRANT rlhf_reader TO :"owner";
 
 -- With this function a query could regain the owner's rights. The owner's own programs (pg_dump) need it.

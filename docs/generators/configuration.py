@@ -34,7 +34,7 @@ SITE = """
 
 The locations of things on a machine do not belong in the config of a run. Set them with environment variables, or in
 `rlhf.toml` in `RLHF_HOME` with the keys in the second column; environment variables take precedence. A relative path in
-that file starts at its folder. The tables of that file follow below.
+that file starts at its folder, also in `sqlite:///history.db`. The tables of that file follow below.
 """
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -157,9 +158,10 @@ def fits(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> bool:
 
 def print_records(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print rows one below the other, with one line per value, for data that is too wide for a table."""
-    widest = max(map(len, columns))
+    widest = max(map(cell_len, columns))
     blocks = [
-        "\n".join(f"{name:{widest}}  {_cell(value)}" for name, value in zip(columns, row, strict=True)) for row in rows
+        "\n".join(f"{set_cell_size(name, widest)}  {_cell(value)}" for name, value in zip(columns, row, strict=True))
+        for row in rows
     ]
     print_text("\n\n".join(blocks))
 
@@ -256,9 +258,12 @@ _BETWEEN = 3
 
 
 def _widths(columns: Sequence[str], content: Sequence[Sequence[str]], width: int) -> list[int] | None:
-    """Column widths at which the table fits and only sentences are folded; None if it cannot fit."""
+    """Column widths at which the table fits and only sentences are folded; None if it cannot fit.
+
+    Chinese, Japanese and Korean characters take two columns of a terminal each.
+    """
     cells = [[name, *(row[index] for row in content)] for index, name in enumerate(columns)]
-    whole = [max(map(len, column)) for column in cells]
+    whole = [max(map(cell_len, column)) for column in cells]
     least = [max(map(_unfolded, column)) for column in cells]
     available = width - _BETWEEN * (len(columns) - 1)
     if sum(whole) <= available:
@@ -271,9 +276,9 @@ def _widths(columns: Sequence[str], content: Sequence[Sequence[str]], width: int
 
 
 def _unfolded(text: str) -> int:
-    """Length of the longest part of a cell that must not be folded."""
+    """Width of the longest part of a cell that must not be folded."""
     short = _SHORT_FIGURE if any(map(str.isdigit, text)) else _SHORT
-    return len(text) if len(text) <= short else max(map(len, text.split()), default=0)
+    return cell_len(text) if cell_len(text) <= short else max(map(cell_len, text.split()), default=0)
 
 
 def _cell(value: object) -> str:

@@ -30,11 +30,13 @@ def print_plan(spec: Any, site: "Site", as_json: bool) -> None:
     predictions = predict(spec, slurm, inventory, model_config(spec.model), inspect_model(spec.model))
     try:
         placement = plan(spec, inventory, attempt=1, slurm=slurm)
-    except BadInput:
+    except BadInput as error:
         predicted = [] if as_json else list(_predicted(predictions))
         if predicted:  # requirements for another cluster
             output.print_table((f"dry run of {spec.name}", ""), predicted)
-        raise
+            output.print_text("")
+        elsewhere = ", or set RLHF_SCHEDULER=slurm to plan for your cluster" if scheduler.name == "local" else ""
+        raise BadInput(f"{error}; change [resources] to fit{elsewhere}") from None
     run_dir = RunDir(site.runs_dir / f"{spec.name}-<date>-<time>-<id>")
     request = job_request(run_dir, spec, placement, site.compute_python, site.slurm, site.job_secrets)
     if as_json:

@@ -23,6 +23,7 @@ from rlhf_core.config.problems import (
     override_of,
     problems_in_words,
     setting_of,
+    with_old_name,
 )
 from rlhf_core.config.toml_files import (
     MAX_CONFIG_BYTES,
@@ -65,7 +66,7 @@ def load(config: str | Path, overrides: Sequence[str] = (), given_as: str = "--s
     for override in _in_order(overrides):
         _apply(content, override, given_as)
     _warn_of_overrides(overrides, given_as)
-    return validate(content, str(path), overrides, given_as)
+    return validate(content, str(path), overrides, given_as, found)
 
 
 def _warn(where: str, names: Sequence[str], remedy: str) -> None:
@@ -108,7 +109,11 @@ def find(config: str | Path) -> Path:
 
 
 def validate(
-    content: Mapping[str, Any], source: str, overrides: Sequence[str] = (), given_as: str = "--set"
+    content: Mapping[str, Any],
+    source: str,
+    overrides: Sequence[str] = (),
+    given_as: str = "--set",
+    old_names: Sequence[str] = (),
 ) -> RunSpec:
     """Validate a parsed config.
 
@@ -117,6 +122,7 @@ def validate(
         source: Source of the config, for messages.
         overrides: The overrides, to attribute problems to them.
         given_as: Source of the overrides, for messages.
+        old_names: The settings that the source gives by their names in 0.1, which problems then name too.
 
     Raises:
         BadConfig: with the first 20 problems.
@@ -128,9 +134,11 @@ def validate(
     except ValidationError as error:
         details = error.errors(include_url=False)
     else:
-        for place, flag in flags_for_numbers(content, spec):
-            where = given_as if override_of(place, overrides) else source
-            found[where].append(f"{place}: found {str(flag).lower()}, expected a number")
+        for place, flag in flags_for_numbers(current_document(content), spec):
+            override = override_of(place, overrides)
+            problem = f"{place}: found {str(flag).lower()}, expected a number"
+            names = [_name_of(override)] if override else old_names
+            found[given_as if override else source].append(with_old_name(problem, place, names))
         if any(found.values()):
             raise BadConfig(problems_in_words(found))
         return spec
@@ -139,7 +147,7 @@ def validate(
         if override:
             found[given_as].append(explain_override(detail, override))
         else:
-            found[source].append(explain(detail))
+            found[source].append(with_old_name(explain(detail), location_of(detail), old_names))
     if len(details) > MAX_PROBLEMS:
         found[source].append(f"and {len(details) - MAX_PROBLEMS} more")
     raise BadConfig(problems_in_words(found))

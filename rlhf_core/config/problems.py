@@ -6,7 +6,7 @@ and importing those schemas would be a third of the work of a command like `rlhf
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlhf_core.config.toml_files import SHOWN_CHARACTERS, shortened
@@ -55,7 +55,26 @@ def explain_override(detail: Any, override: str) -> str:
     is_text = isinstance(found, str) and found == override.partition("=")[2].strip()
     unfinished = is_text and found[:1] in ("[", "{") and not detail["type"].startswith("string_")
     # A value that is not valid TOML is taken as text, which therefore needs no quotes.
-    return explain(detail) + ("; it is not valid TOML, so it was read as text" if unfinished else "")
+    return with_old_name(explain(detail), location_of(detail), [name]) + (
+        "; it is not valid TOML, so it was read as text" if unfinished else ""
+    )
+
+
+def with_old_name(problem: str, location: str, names: Iterable[str]) -> str:
+    """Add the name in 0.1 to a problem in a setting that the user gave by that name: they know no other one.
+
+    Args:
+        problem: the message.
+        location: dotted name of the setting, as the message contains it.
+        names: names of all settings as the user gave them.
+    """
+    for old in names:
+        now = current_name(old)
+        if now != old and f"{location}.".startswith(f"{now}."):
+            marked = next((shown for shown in (f'"{cut(location)}"', location) if shown in problem), "")
+            written = f"{marked} (written as {cut(old + location[len(now) :])})"
+            return problem.replace(marked, written, 1) if marked else problem
+    return problem
 
 
 def _meanings() -> dict[str, str]:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import difflib
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -64,6 +65,8 @@ SITE_KEYS = {
 }
 """Settings of ``rlhf.toml`` outside its tables, and the variable that overrides each."""
 _PATHS = ("runs", "job_secrets")
+_RELATIVE_SQLITE = re.compile(r"\Asqlite(?:\+\w+)?:///(?![/~]|:memory:|\Z)")
+"""Beginning of the URL of a SQLite file whose path is relative."""
 _SITE_TABLES = ("prefect", "notify", "retention", "slurm")
 _SECRETS = {
     "prefect": {"database_url": "RLHF_PREFECT_DATABASE_URL"},
@@ -89,12 +92,13 @@ def load_site(environ: Mapping[str, str] | None = None) -> Site:
     home = Path(environment.get("RLHF_HOME") or "~/.rlhf").expanduser().absolute()
     _close_home(home)
     settings = _site_file(home / "rlhf.toml")
+    sources = {key: f"{home / 'rlhf.toml'}: {key}" for key in settings}
     for key, variable in SITE_KEYS.items():
         if environment.get(variable):
-            settings[key] = environment[variable]
+            settings[key], sources[key] = environment[variable], variable
     scheduler = settings.get("scheduler", "local")
     if scheduler not in SCHEDULERS:
-        raise BadConfig(f"RLHF_SCHEDULER: found {scheduler!r}, expected one of {', '.join(SCHEDULERS)}")
+        raise BadConfig(f"{sources['scheduler']}: found {scheduler!r}, expected one of {', '.join(SCHEDULERS)}")
     runs_dir = Path(settings.get("runs") or home / "runs").expanduser().absolute()
     for variable, folder in (("RLHF_HOME", home), ("RLHF_RUNS", runs_dir)):
         if storable_text(str(folder)) != str(folder):
@@ -105,7 +109,7 @@ def load_site(environ: Mapping[str, str] | None = None) -> Site:
         database_url=settings.get("database_url") or f"sqlite:///{home / 'history.db'}",
         scheduler=scheduler,
         compute_python=_interpreter(settings.get("compute_python") or sys.executable),
-        max_restarts_per_hour=_whole_number("max_restarts_per_hour", settings.get("max_restarts_per_hour", "60")),
+        max_restarts_per_hour=_whole_number(sources, settings.get("max_restarts_per_hour", "60")),
         job_secrets=Path(settings.get("job_secrets") or home / "job-secrets.env").expanduser().absolute(),
         prefect=_site_table(PrefectSite, "prefect", home, settings, environment),
         notify=_site_table(NotifySite, "notify", home, settings, environment),
@@ -126,9 +130,9 @@ def _interpreter(text: str) -> str:
     return str(Path(text).expanduser().absolute()) if "/" in text else text
 
 
-def _whole_number(key: str, text: str) -> int:
+def _whole_number(sources: Mapping[str, str], text: str) -> int:
     if not text.isdigit() or int(text) == 0:
-        raise BadConfig(f"{SITE_KEYS[key]}: found {text!r}, expected a positive integer")
+        raise BadConfig(f"{sources['max_restarts_per_hour']}: found {text!r}, expected a positive integer")
     return int(text)
 
 
@@ -152,8 +156,8 @@ def _site_file(path: Path) -> dict[str, Any]:
         content = read_toml(path)
     except FileNotFoundError:
         return {}
-    except (OSError, BadConfig) as error:
-        raise BadConfig(f"cannot read the site settings {path}: {error}") from None
+    except OSError as error:
+        raise BadConfig(f"cannot read the site settings {path}: {error.strerror}") from None
     for key, value in list(content.items()):
         if key in _SITE_TABLES:
             continue
@@ -169,4 +173,6 @@ def _site_file(path: Path) -> dict[str, Any]:
         elif value and (key in _PATHS or (key == "compute_python" and "/" in value)):
             # Commands and services that start in other folders must find the same path.
             content[key] = str(path.parent / Path(value).expanduser())
+        elif key == "database_url":
+            content[key] = _RELATIVE_SQLITE.sub(lambda found: f"{found[0]}{path.parent}/", value)
     return content

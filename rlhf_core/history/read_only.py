@@ -92,6 +92,7 @@ def query_postgres(
     if is_privileged and not is_confined and not shipped:
         raise UnsafeDatabase(_refusal(url, has_reader=has_reader))
     if has_reader:
+        _keep_schemas(connection)
         connection.execute(f"SET LOCAL ROLE {READER_ROLE}")
     _limit_time(connection, clock)
     # Prepared, because the simple protocol would accept several statements: "SELECT 1; DROP TABLE runs".
@@ -108,6 +109,14 @@ def query_postgres(
         if not rows:
             return
         yield rows
+
+
+def _keep_schemas(connection: Any) -> None:
+    """Keep the schemas of the login for the transaction: "$user" in search_path means another one for another role."""
+    (schemas,) = connection.execute("SELECT current_schemas(false)::text[]").fetchone()
+    quoted = ", ".join('"{}"'.format(name.replace('"', '""')) for name in schemas)
+    if quoted:
+        connection.execute(f"SET LOCAL search_path TO {quoted}")
 
 
 def _limit_time(connection: Any, clock: WorkClock) -> None:

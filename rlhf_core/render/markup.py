@@ -1,12 +1,12 @@
 """HTML without a template language, which escapes all text not built here, and number formats for readers."""
 
-import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from rlhf_core.schemas.regression import REGRESSED
+from rlhf_core.text.escaping import page
 from rlhf_core.text.formatting import duration as plain_duration
 
 _HARD_SPACE = "\u00a0"
@@ -20,7 +20,7 @@ class Markup(str):
 
 def markup(value: object) -> Markup:
     """Convert a value to HTML, escaped unless it is :class:`Markup`."""
-    return value if isinstance(value, Markup) else Markup(html.escape(str(value)))
+    return value if isinstance(value, Markup) else Markup(page(str(value)))
 
 
 def join(parts: Iterable[object], separator: str = "") -> Markup:
@@ -32,7 +32,7 @@ def tag(name: str, *content: object, **attributes: object) -> Markup:
     """Build an element. Attribute names lose a trailing ``_`` (``class_``), and other ``_`` become ``-``; an attribute
     that is None or False is left out."""
     written = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{html.escape(str(value))}"'
+        f' {key.rstrip("_").replace("_", "-")}="{page(str(value))}"'
         for key, value in attributes.items()
         if value is not None and value is not False
     )

@@ -25,6 +25,9 @@ _AXIS_HEIGHT = 130.0
 _LINE = 10.5
 """Height of a line of text, in points of the page."""
 
+_MAX_LABELLED = 3
+"""Number of points at one step above which their values are not written: they would cover the lines."""
+
 MAX_BARS = 240
 """Number of bars above which neighbours are averaged: stacked parts are wider than points."""
 
@@ -120,8 +123,9 @@ def draw_lines(
     axes: Axes, series: Sequence[Series], marks: Marks, palette: Palette, *, smooth: bool, from_zero: bool
 ) -> None:
     """Draw curves into axes; see :func:`line_chart`."""
-    drawn = [(item.label, finite(item.curve)) for item in series]
-    for (label, curve), colour in zip(drawn, itertools.cycle(palette.series)):
+    drawn = [(item.label, finite(item.curve), item.colour) for item in series]
+    for (label, curve, own_colour), next_colour in zip(drawn, itertools.cycle(palette.series)):
+        colour = next_colour if own_colour is None else palette.series[own_colour % len(palette.series)]
         for part in _loops(curve, marks):
             window = smoothing_window(len(curve)) if smooth else 1
             if window > 1:
@@ -131,7 +135,7 @@ def draw_lines(
             axes.plot(*_columns(bold), color=colour, linewidth=1.6, marker=marker, markersize=4, label=label)
             label = ""  # the other loop belongs to the same series
     if from_zero:
-        axes.set_ylim(bottom=min(0.0, *(value for _, curve in drawn for _, value in curve)))
+        axes.set_ylim(bottom=min(0.0, *(value for _, curve, _ in drawn for _, value in curve)))
 
 
 def point_chart(series: Sequence[PointSeries], *, unit: str, marks: Marks, name: str, description: str) -> str:
@@ -168,9 +172,12 @@ def point_chart(series: Sequence[PointSeries], *, unit: str, marks: Marks, name:
             )
         ends = _score_axis(series)
         axes.set_ylim(*ends)
-        for step in {point.step for item in series for point in item.points}:
+        steps = {point.step for item in series for point in item.points}
+        for step in steps:
             _label_points(axes, step, series, marks, ends)
-        draw_steps(axes, (0, marks.last_step), marks, _CSS)
+        # The values of the first points are written left of them, where no line is.
+        needs_room = any(step < 0.2 * marks.last_step for step in steps)
+        draw_steps(axes, (-round(0.13 * marks.last_step) if needs_room else 0, marks.last_step), marks, _CSS)
         _legend(axes)
         return _svg(figure, name, description)
 
@@ -226,40 +233,50 @@ def _label_points(
 ) -> None:
     """Write the values at one step away from the lines: left of early points, above and below late ones."""
     early = step <= marks.last_step / 2
-    room_left = step > 0.2 * marks.last_step
     found = [
-        (point.value, colour)
+        (point, colour)
         for item, colour in zip(series, itertools.cycle(_SERIES))
         for point in item.points
         if point.step == step
     ]
-    found.sort(key=lambda entry: entry[0])
+    if len(found) > _MAX_LABELLED:
+        return
+    found.sort(key=lambda entry: entry[0].value)
     bottom, top = ends
-    offsets = label_offsets([(value - bottom) * _AXIS_HEIGHT / (top - bottom) for value, _ in found], beside=early)
-    for (value, colour), offset in zip(found, offsets, strict=True):
+    low, height, high = (
+        [(getattr(point, end) - bottom) * _AXIS_HEIGHT / (top - bottom) for point, _ in found]
+        for end in ("low", "value", "high")
+    )
+    offsets = label_offsets(height, beside=early, intervals=list(zip(low, high, strict=True)))
+    for (point, colour), offset in zip(found, offsets, strict=True):
         axes.annotate(
-            f"{value:.3f}",
-            (step, value),
-            xytext=(-9 if early and room_left else 9 if early else 3, offset),
+            f"{point.value:.3f}" if abs(point.value) < 100 else f"{point.value:.6g}",
+            (step, point.value),
+            xytext=(-9 if early else 3, offset),
             textcoords="offset points",
-            ha="left" if early and not room_left else "right",
+            ha="right",
             va="center",
             color=colour,
         )
 
 
-def label_offsets(heights: Sequence[float], *, beside: bool) -> list[float]:
+def label_offsets(
+    heights: Sequence[float], *, beside: bool, intervals: Sequence[tuple[float, float]] = ()
+) -> list[float]:
     """Offsets from the points at which their values are written, so that no two overlap.
 
     Args:
         heights: heights of the points above the axis, rising, in points of the page.
         beside: True if there is room beside the points; otherwise the highest value goes above its point, and the
             others below theirs if the axis leaves room.
+        intervals: lower and upper end of each point's interval, likewise; a value above or below it is outside.
     """
+    ends = intervals or [(height, height) for height in heights]
     placed: list[float] = []
-    for index, height in enumerate(heights):
-        above = index == len(heights) - 1 or height < _LINE + 4
-        wanted = height if beside else height + (_LINE if above else -_LINE)
+    for index, (height, (low, high)) in enumerate(zip(heights, ends, strict=True)):
+        below = min(height - _LINE, low - 0.7 * _LINE)
+        above = index == len(heights) - 1 or below < 4
+        wanted = height if beside else max(height + _LINE, high + 0.7 * _LINE) if above else below
         floor = placed[-1] + _LINE if placed else _LINE / 2
         placed.append(max(wanted, floor))
     return [place - height for place, height in zip(placed, heights, strict=True)]
@@ -316,7 +333,13 @@ def _within(steps: Iterable[int], low: int, high: int) -> list[int]:
 
 
 def _legend(axes: Axes) -> None:
-    """Draw the legend in one row above the drawing, where it covers nothing."""
+    """Draw the legend in one row above the drawing, where it covers nothing: a power of ten, which matplotlib writes
+    there, goes into the label of the axis."""
+    formatter = axes.yaxis.get_major_formatter()
+    formatter.format_ticks(axes.yaxis.get_majorticklocs().tolist())
+    if power := formatter.get_offset():
+        axes.yaxis.get_offset_text().set_visible(False)
+        axes.set_ylabel(f"{axes.get_ylabel()}, in {power}")
     labels = axes.get_legend_handles_labels()[1]
     narrow = len(labels) > 4
     axes.legend(

@@ -12,7 +12,6 @@ _PER_GROUP = 4
 _LONGEST = 600
 _SHORT = 100
 """Characters of a cell, markup included."""
-_CONTROL_PICTURES = {number: 0x2400 + number for number in range(32) if chr(number) not in "\n\t"}
 _STEPS_SHOWN = 3
 _GROUP_SHOWN = 8
 
@@ -149,9 +148,9 @@ def _answer(sample: EvaluationSample, is_share: bool) -> Markup:
 
 
 def _text(text: str) -> Markup:
-    """Format a prompt or completion: line breaks kept, control characters shown, long text cut, empty text labelled."""
+    """Format a prompt or completion: line breaks kept, long text cut, empty text labelled."""
     if not text:
         return tag("em", "empty")
-    cut = text[:_LONGEST].translate(_CONTROL_PICTURES)
+    cut = text[:_LONGEST]
     num_omitted = len(text) - len(cut)
     return Markup(code(cut) + (tag("em", f" … {count(num_omitted, 'character')} more") if num_omitted else Markup("")))

@@ -166,6 +166,8 @@ _PYTHON = re.compile(r"(?:python|pypy)[\d.]*(?:t|w)?(?:\.exe)?", re.ASCII)
 _CONFIG_OPTIONS = _words(
     "config config_file config_path deepspeed deepspeed_config ds_config deepspeed_config_file fsdp_config"
 )
+_FILES_OF_LAUNCHERS = _words("config_file deepspeed_config_file")
+"""Options of accelerate that name a file whatever its suffix. A program may use the same option for a name."""
 _CONFIG_SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 
 
@@ -335,6 +337,7 @@ class _LineReader:
         named = [value for name in sorted(_CONFIG_OPTIONS) for value in arguments.get(name, ())[:1]]
         named += [value for name, value in options.items() if name in _CONFIG_OPTIONS]
         files = [value for value in [*named, *positional] if value.lower().endswith(_CONFIG_SUFFIXES)]
+        files += [value for name, value in options.items() if name in _FILES_OF_LAUNCHERS and value]
         return LaunchLine(
             argv=self.argv,
             launcher=self.launcher,

@@ -5,6 +5,7 @@ in spreadsheets, all of which interpret some characters. Nothing is dropped: suc
 sequence in Python's notation (``\\x1b``, ``\\u202e``).
 """
 
+import html
 import json
 import re
 from typing import Any
@@ -45,6 +46,12 @@ def terminal(text: str) -> str:
     Line breaks and tabs stay; a lone carriage return becomes a line break, so that nothing is overwritten.
     """
     return _NUMBERED.sub(lambda found: found[0] if found[0] in "\n\t" else _number(found), _LINE_ENDS.sub("\n", text))
+
+
+def page(text: str) -> str:
+    """Escape a text for HTML: it contains no markup, and no character that a browser hides or that reorders the text
+    around it. Line breaks and tabs stay."""
+    return html.escape(terminal(text))
 
 
 def markdown(text: str) -> str:

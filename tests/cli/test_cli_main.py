@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
 from typer.main import get_command
 
 from rlhf_core import __version__
@@ -204,6 +205,21 @@ def test_durations_are_human_readable(seconds: float | None, text: str) -> None:
 
 
 RUNS = [("sort-20261120-090000-aaaaaa", "completed", "2026-11-20 09:00:00", "8 min 41 s", "all roles ended well")]
+
+
+def test_wide_characters_count_as_the_two_columns_that_they_take(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Chinese, Japanese and Korean text is not folded while there is room, and its columns are aligned."""
+    monkeypatch.setenv("COLUMNS", "60")
+    rows = [("数字排序的第一次运行", 1), ("run", 2)]
+    output.print_table(("name", "steps"), rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4, lines
+    assert len({cell_len(line[: line.index(mark)]) for line, mark in zip(lines, "┃╇││", strict=True)}) == 1
+    output.print_records(("名称", "of"), [("一", "two")])
+    first, second = capsys.readouterr().out.splitlines()
+    assert cell_len(first[: first.index("一")]) == cell_len(second[: second.index("two")])
 
 
 def test_names_and_figures_are_not_folded_where_sentences_can_be(

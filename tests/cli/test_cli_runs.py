@@ -195,6 +195,17 @@ def test_a_dry_run_starts_nothing(scheduler: FakeScheduler, capsys: Printed) -> 
     assert not load_site().home.exists()
 
 
+@pytest.mark.parametrize("name", ["local", "slurm"])
+def test_a_dry_run_without_room_says_what_to_do(
+    scheduler: FakeScheduler, capsys: Printed, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(scheduler, "name", name)
+    rlhf("run", "quickstart", "--dry-run", "--set", "resources.gpus_per_node=8", expect=2)
+    message = " ".join(capsys.readouterr().err.split())
+    assert "8 GPUs per node requested, 0 there; change [resources] to fit" in message
+    assert ("RLHF_SCHEDULER=slurm" in message) == (name == "local")
+
+
 def test_a_dry_run_shows_the_layout_of_the_nodes(
     scheduler: FakeScheduler, capsys: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:

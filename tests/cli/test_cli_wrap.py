@@ -140,3 +140,13 @@ def test_the_environment_of_the_shell_is_that_of_the_program(folder: Path, monke
     rlhf("-o", "own.toml", *LINE)
     trainers = [load(f"{name}.toml").trainer for name in ("its", "another", "own")]
     assert [one.environment for one in trainers if isinstance(one, CommandTrainer)] == [str(active), "", ""]
+
+
+def test_a_config_file_that_does_not_exist_is_reported_with_advice(folder: Path, capsys: Printed) -> None:
+    line = ["accelerate", "launch", "--config_file", "there.yaml", "train.py", "--max_steps", "5"]
+    rlhf("--json", "-o", "my.toml", *line)
+    unread = {part["what"]: part["advice"] for part in json.loads(capsys.readouterr().out)["unread"]}
+    assert "correct the path" in unread[f"there.yaml: there is no such file in {folder}"]
+    (folder / "there.yaml").write_text("num_processes: 2\n")
+    rlhf("-o", "other.toml", *line)
+    assert "no such file" not in capsys.readouterr().out

@@ -9,6 +9,7 @@ from rlhf_core.config import fields as config_fields
 from rlhf_core.config import loading as config
 from rlhf_core.config import site as site_config
 from rlhf_core.errors import BadConfig
+from rlhf_core.history.database import parse_url
 from rlhf_core.presets import PRESETS
 from rlhf_core.schemas.algorithms.policy_gradient import GrpoSpec
 from rlhf_core.schemas.algorithms.supervised import SftSpec
@@ -310,6 +311,54 @@ def test_paths_in_the_site_file_are_in_its_folder(tmp_path: Path) -> None:
     (tmp_path / "rlhf.toml").write_text('compute_python = "python3.11"\nruns = ""\n')
     site = site_config.load_site({"RLHF_HOME": str(tmp_path)})
     assert (site.compute_python, site.runs_dir) == ("python3.11", tmp_path / "runs")
+
+
+@pytest.mark.parametrize(
+    ("url", "file"),
+    [
+        ("sqlite:///ours.db", "{home}/ours.db"),
+        ("sqlite:///./a/ours.db", "{home}/a/ours.db"),
+        ("sqlite+pysqlite:///ours.db", "{home}/ours.db"),
+        ("sqlite:////var/ours.db", "/var/ours.db"),
+        ("sqlite:///~/ours.db", f"{Path.home()}/ours.db"),
+    ],
+)
+def test_a_relative_database_in_the_site_file_is_in_its_folder(tmp_path: Path, url: str, file: str) -> None:
+    (tmp_path / "rlhf.toml").write_text(f'database_url = "{url}"\n')
+    site = site_config.load_site({"RLHF_HOME": str(tmp_path)})
+    assert parse_url(site.database_url).database == file.format(home=tmp_path)
+
+
+@pytest.mark.parametrize("url", ["postgresql://user@host/ours", "sqlite:///:memory:", "sqlite://", "ours.db"])
+def test_other_databases_in_the_site_file_stay_as_they_are(tmp_path: Path, url: str) -> None:
+    (tmp_path / "rlhf.toml").write_text(f'database_url = "{url}"\n')
+    assert site_config.load_site({"RLHF_HOME": str(tmp_path)}).database_url == url
+
+
+def test_a_relative_database_in_the_environment_is_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    site = site_config.load_site({"RLHF_HOME": "/home-of-ours", "RLHF_DATABASE_URL": "sqlite:///ours.db"})
+    assert parse_url(site.database_url).database == str(tmp_path / "ours.db")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"runs = [", b"\xff", b"runs = 3", b"scheduler = 'pbs'", b"max_restarts_per_hour = 0", b"[slurm]\nx = 1"],
+)
+def test_a_problem_of_the_site_file_names_the_file_once(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "rlhf.toml").write_bytes(content)
+    with pytest.raises(BadConfig) as refused:
+        site_config.load_site({"RLHF_HOME": str(tmp_path)})
+    assert str(refused.value).count("rlhf.toml") == 1
+
+
+def test_a_folder_in_place_of_the_site_file_is_named_once(tmp_path: Path) -> None:
+    (tmp_path / "rlhf.toml").mkdir()
+    with pytest.raises(BadConfig) as refused:
+        site_config.load_site({"RLHF_HOME": str(tmp_path)})
+    assert str(refused.value).count("rlhf.toml") == 1
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,53 @@ def test_overrides_of_0_1_are_answered_with_the_same_warning() -> None:
     assert spec == config.load("quickstart", ["loops.main.num_steps=7", "loops.main.algorithm.clip_high=0.28"])
 
 
+WRONG_OLD = """\
+[sft]
+num_steps = "thirty"
+[train]
+learning_rates = 1
+max_grad_norm = true
+[grpo]
+samples_per_prompt = 0
+"""
+WRONG_BY_NAME = (
+    "loops.warm_start.num_steps (written as sft.num_steps): found 'thirty'",
+    'unknown key "loops.main.learning_rates" (written as train.learning_rates)',
+    "loops.main.algorithm.samples_per_prompt (written as grpo.samples_per_prompt): found 0",
+)
+
+
+def test_a_problem_names_the_setting_as_the_file_of_0_1_does(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old.write_text(OLD.partition("# First")[0] + WRONG_OLD)
+    with pytest.warns(OldSettings), pytest.raises(BadConfig) as refused:
+        config.load(old)
+    assert execute(["config", "migrate", str(old)]) == 2
+    for message in (str(refused.value), capsys.readouterr().err):
+        for problem in WRONG_BY_NAME:
+            assert problem in message
+
+
+def test_a_problem_in_a_flag_for_a_number_names_the_setting_of_0_1(old: Path) -> None:
+    old.write_text(OLD.replace("learning_rate = 2e-4", "max_grad_norm = true"))
+    with pytest.warns(OldSettings), pytest.raises(BadConfig, match=r"written as train\.max_grad_norm\): found true"):
+        config.load(old)
+
+
+@pytest.mark.parametrize("value", ["fast", "true"])
+def test_a_problem_in_an_override_names_the_setting_as_the_override_does(value: str) -> None:
+    with pytest.warns(OldSettings), pytest.raises(BadConfig) as refused:
+        config.load("quickstart", [f"train.learning_rate={value}"])
+    assert "loops.main.optimizer.learning_rate (written as train.learning_rate): found" in str(refused.value)
+
+
+def test_a_problem_in_a_setting_of_today_names_no_other(old: Path) -> None:
+    old.write_text(OLD.replace("temperature = 0.9", "temperature = -1"))
+    with pytest.warns(OldSettings), pytest.raises(BadConfig) as refused:
+        config.load(old)
+    assert "rollout.temperature: found -1" in str(refused.value)
+    assert "written as" not in str(refused.value)
+
+
 def test_what_is_written_today_is_read_without_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -148,10 +195,12 @@ def test_a_warm_start_can_be_added_by_an_old_override(old: Path) -> None:
     assert (found.num_steps, found.algorithm.rows_per_step) == (4, 128)
 
 
-def test_a_problem_is_explained_by_the_new_name(old: Path) -> None:
-    with pytest.raises(BadConfig, match=r"1 problem in --set:\n +loops.main.num_steps: found 'many'"):
+def test_a_problem_is_explained_by_the_new_name_beside_the_old_one(old: Path) -> None:
+    number = r"loops.main.num_steps \(written as train.num_steps\): found 'many'"
+    with pytest.raises(BadConfig, match=rf"1 problem in --set:\n +{number}"):
         load(old, "train.num_steps=many")
-    with pytest.raises(BadConfig, match=r"loops.main.algorithm.name: found 'ppp', expected 'sft', 'grpo'"):
+    choice = r"loops.main.algorithm.name \(written as train.algorithm\): found 'ppp', expected 'sft', 'grpo'"
+    with pytest.raises(BadConfig, match=choice):
         load(old, "train.algorithm=ppp")
 
 

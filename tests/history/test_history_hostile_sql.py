@@ -10,6 +10,7 @@ from pathlib import Path
 import psycopg
 import pytest
 from history_tools import dump, new_sqlite, postgres, whole_run
+from psycopg import sql
 
 from rlhf_core.errors import BadInput, UnsafeDatabase
 from rlhf_core.history import database, migrate, queries, read_only, saved_queries
@@ -241,6 +242,29 @@ def test_a_question_cannot_take_the_rights_of_the_owner_back(database_of_an_owne
             queries.run_sql(store, "SELECT set_config('role', 'none', true)")
         with pytest.raises(BadInput, match="permission denied for table pg_authid"):
             queries.run_sql(store, "SELECT rolpassword FROM pg_authid")
+
+
+@pytest.mark.parametrize("of_the_user", [True, False], ids=["schema of the user", "named schema"])
+def test_the_tables_may_be_in_another_schema_than_public(of_the_user: bool) -> None:
+    url, owner = postgres().empty_database(), "owner of its own"
+    schema = owner if of_the_user else 'the "history"'
+    quoted = sql.Identifier(schema)
+    with psycopg.connect(url, autocommit=True) as admin:
+        admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(owner)))
+        admin.execute(sql.SQL("CREATE SCHEMA {} AUTHORIZATION {}").format(quoted, sql.Identifier(owner)))
+        if not of_the_user:
+            admin.execute(sql.SQL("ALTER ROLE {} SET search_path = {}").format(sql.Identifier(owner), quoted))
+        try:
+            theirs = url.replace("//rlhf@", f"//{owner.replace(' ', '%20')}@")
+            migrate.upgrade(database.parse_url(theirs))
+            postgres().make_reader(url, owner)
+            with HistoryStore(theirs) as store:
+                assert queries.run_sql(store, "SELECT current_user, count(*) FROM runs").rows == [["rlhf_reader", 0]]
+            with psycopg.connect(url.replace("//rlhf@", "//rlhf_reader@")) as grafana:
+                assert grafana.execute("SELECT count(*) FROM runs").fetchone() == (0,)
+        finally:
+            for statement in ("REASSIGN OWNED BY {} TO rlhf", "DROP OWNED BY {}", "DROP ROLE {}"):
+                admin.execute(sql.SQL(statement).format(sql.Identifier(owner)))
 
 
 def test_a_question_has_a_time_limit(postgres_store: HistoryStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -253,6 +253,36 @@ def test_files_next_to_the_line_are_read() -> None:
     assert "the nodes of hosts" in [part.what for part in wrapped("deepspeed --hostfile hosts t.py").unread]
 
 
+@pytest.mark.parametrize(
+    ("line", "missing"),
+    [
+        ("accelerate launch --config_file a.yaml t.py", ["a.yaml: there is no such file in /home/u"]),
+        ("accelerate launch --config_file plain t.py", ["plain: there is no such file in /home/u"]),
+        (
+            "accelerate launch --use_deepspeed --deepspeed_config_file ds t.py",
+            ["ds: there is no such file in /home/u"],
+        ),
+        ("torchrun t.py --deepspeed /no/ds.json", ["/no/ds.json: there is no such file"]),
+        ("deepspeed t.py --deepspeed_config ds.json", ["ds.json: there is no such file in /home/u"]),
+        ("deepspeed --hostfile hosts t.py", ["the nodes of hosts: there is no such file"]),
+        ("swift sft --deepspeed zero2 --config $CONFIG.yaml", []),
+        ("accelerate launch --config_file there.yaml t.py --config there.yaml", []),
+    ],
+)
+def test_a_config_file_that_does_not_exist_is_reported(line: str, missing: list[str]) -> None:
+    places = WrapSurroundings("/home/u", exists=lambda path: "there" in path)
+    found = wrap_line(shlex.split(line), places, WrapOptions())
+    assert [part.what for part in found.unread if "no such file" in part.what] == missing
+
+
+def test_a_config_file_is_looked_for_where_the_script_goes() -> None:
+    places = WrapSurroundings("/home/u", exists=lambda path: path == "/data/a.yaml")
+    text = "cd {}\naccelerate launch --config_file a.yaml t.py\n"
+    found = {at: wrap_script(text.format(at), "s.sh", places, WrapOptions(), {}, ()) for at in ("/data", "/other")}
+    reported = {at: [part.what for part in one.unread if "no such file" in part.what] for at, one in found.items()}
+    assert reported == {"/data": [], "/other": ["a.yaml: there is no such file in /other"]}
+
+
 def test_a_model_folder_goes_into_the_config_and_a_name_of_a_hub_stays() -> None:
     found = wrapped("swift sft --model /m --max_steps 1", folders=("/m",))
     assert setting(found, "model.path") == "/m"

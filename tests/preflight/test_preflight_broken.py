@@ -6,6 +6,7 @@ loaded), and the expected message.
 import json
 import sys
 from dataclasses import replace
+from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rlhf_core.preflight import gather_facts
 from rlhf_core.preflight.data_file import scan
 from rlhf_core.preflight.facts import Disk, Facts
 from rlhf_core.preflight.gather_facts import Surroundings
+from rlhf_core.preflight.model_types import read_model_types
 from rlhf_core.preflight.registry import run_checks
 from rlhf_core.presets import PRESETS
 from rlhf_core.schemas.checks import CheckStatus
@@ -29,6 +31,7 @@ from rlhf_core.schemas.run import RunSpec
 
 FOLDER = Path(__file__).parent / "broken"
 CASES = sorted(FOLDER.glob("*.toml"))
+TRANSFORMERS = Path(str(util.find_spec("transformers").origin)).parent  # type: ignore[union-attr]  # it is installed
 UNWANTED = {CheckStatus.BLOCKED, CheckStatus.WARNING}
 
 
@@ -67,6 +70,7 @@ def facts_of(path: Path, spec: RunSpec) -> Facts:
         train=scan(Path(spec.data.train), spec.data),
         eval=scan(Path(spec.data.eval), spec.data),
         model_config=spec.model.config,
+        model_types=read_model_types(TRANSFORMERS, spec.model.config),
     )
 
 

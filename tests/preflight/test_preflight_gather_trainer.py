@@ -105,6 +105,8 @@ def test_scripts_and_configs_that_are_not_there_are_named(tmp_path: Path) -> Non
     (tmp_path / "train.py").touch()
     whole, there = str(tmp_path / "train.py"), str(tmp_path)
     assert inspected(tmp_path, ["torchrun", whole, "--deepspeed", "/no/ds.json"]).missing_files == ("/no/ds.json",)
+    line = ["accelerate", "launch", "--config_file", "/no/config", whole]
+    assert inspected(tmp_path, line).missing_files == ("/no/config",)
     assert inspected(tmp_path, ["torchrun", "train.py"]).missing_files == ("train.py",)
     assert inspected(tmp_path, ["torchrun", "train.py"], working_dir=there).missing_files == ()
     assert inspected(tmp_path, ["torchrun", "{code}/train.py"]).missing_files == (f"{tmp_path}/code/train.py",)

@@ -153,6 +153,56 @@ def test_values_written_beside_points_do_not_overlap(heights: tuple[float, ...],
     assert all(upper - lower >= 10 for lower, upper in itertools.pairwise(placed))
 
 
+def test_a_value_is_written_outside_the_interval_of_its_point() -> None:
+    offsets = plots.label_offsets((60.0, 62.0), beside=False, intervals=[(45.0, 75.0), (50.0, 80.0)])
+    assert 60 + offsets[0] <= 45 - 5, "half a line below it"
+    assert 62 + offsets[1] >= 80 + 5
+
+
+def _points(*values: float, steps: tuple[int, ...] = (0, 120), interval: float = 0.04) -> str:
+    series = [
+        PointSeries(chr(65 + index), tuple(Point(step, value, value - interval, value + interval) for step in steps))
+        for index, value in enumerate(values)
+    ]
+    return plots.point_chart(series, unit="score", marks=Marks(last_step=120), name="points", description="points")
+
+
+def _place(svg: str, shown: str) -> tuple[float, str]:
+    """Horizontal place of a text, and its alignment."""
+    for element in _parsed(svg).iter("text"):
+        if element.text == shown:
+            alignment = re.search(r"text-anchor: (\w+)", element.attrib["style"])
+            return float(element.attrib["x"]), alignment[1] if alignment else "start"
+    raise AssertionError(f"{shown} is not written in {_texts(svg)}")
+
+
+def test_the_value_of_the_first_step_is_written_left_of_its_point() -> None:
+    """The line to the next point is on its right, and the labels of the axis end left of it."""
+    svg = _points(0.5, steps=(0,))
+    value, alignment = _place(svg, "0.500")
+    step, _ = _place(svg, "0")
+    axis, _ = _place(svg, "1.00")
+    assert alignment == "end"
+    assert axis + 25 < value < step - 5
+
+
+def test_many_values_at_one_step_are_not_written_over_the_lines() -> None:
+    assert _texts(_points(0.51, 0.52, 0.53)).count("0.530") == 2
+    assert "0.530" not in _texts(_points(0.51, 0.52, 0.53, 0.54))
+
+
+def test_a_power_of_ten_is_not_written_under_the_legend() -> None:
+    texts = _texts(_points(-123456.0, interval=1000.0))
+    assert "score, in 1e5" in texts
+    assert "1e5" not in texts
+
+
+def test_a_curve_keeps_its_colour_if_another_one_is_missing() -> None:
+    svg = plots.line_chart([Series("C", CURVE, 2)], unit="mean", marks=MARKS, name="c", description="c")
+    assert "var(--series-3)" in svg
+    assert "var(--series-1)" not in svg
+
+
 def test_no_line_joins_the_two_loops() -> None:
     def lines(warm_start_steps: int) -> int:
         svg = _line(marks=Marks(last_step=120, warm_start_steps=warm_start_steps))

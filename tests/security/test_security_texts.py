@@ -30,6 +30,7 @@ from rlhf_core.files.whole import write_model
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.model_card import model_card
 from rlhf_core.render.markdown import checks_markdown, incidents_markdown, progress_markdown
+from rlhf_core.render.markup import markup, tag
 from rlhf_core.render.progress import RunProgress
 from rlhf_core.render.summary import summary_markdown
 from rlhf_core.render.timeline import decision_text
@@ -73,6 +74,13 @@ def shape(text: str) -> list[str]:
 def words(text: str) -> str:
     """The plain text of a rendered page."""
     return "".join(child.content for token in RENDERER.parse(text) for child in token.children or ())
+
+
+def test_no_text_contains_markup_or_hidden_characters_on_a_page() -> None:
+    for text in hostile.ALL:
+        for built in (markup(text), tag("p", text), tag("a", "x", title=text)):
+            assert not ACTS.search(built), text
+            assert built.count("<") == built.count("</") * 2, text
 
 
 PLACES = ("{}", "before {} after", "> {}", "- {}", "# {}", "**{}**", "| a | b |\n|---|---|\n| {} | x |\n| y | {} |")

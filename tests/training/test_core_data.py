@@ -94,6 +94,8 @@ BAD_LINES = {
     "[1, 2]": "expected a JSON object, found list",
     '{"answer": "2"}': r'no column "question" \(data.prompt_column\); it has: answer',
     '{"question": "1+1?", "answer": null}': 'column "answer" is null',
+    '{"question": "1+1?", "answer": NaN}': 'column "answer" is NaN',
+    '{"question": NaN, "answer": "2"}': 'column "prompt" is NaN',
     '{"question": "", "answer": "2"}': "the prompt is empty",
     r'{"question": "\ud800", "answer": "2"}': "a text holds half of a surrogate pair",
     "[" * 100_000: "JSON is nested too deeply",

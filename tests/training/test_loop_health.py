@@ -342,7 +342,30 @@ def test_a_reward_that_never_varies_is_said_to() -> None:
     found = first_finding(curve((60, GONE | {"max": 0.0})))
     assert found is not None
     assert found[1] == "no_spread"
-    assert "every completion so far was rewarded with 0, so the gradient is 0" in found[2]
+    assert "no prompt had completions with different rewards: every completion so far was rewarded with 0" in found[2]
+
+
+def test_equal_rewards_are_not_said_to_leave_no_gradient() -> None:
+    """A KL penalty still has one, as the gradient norm shows."""
+    found = first_finding(curve((60, GONE | {"max": 0.0, "grad_norm": 0.3})))
+    assert found is not None
+    assert "the rewards favour no completion over another" in found[2]
+    assert "gradient" not in found[2]
+
+
+def test_single_completions_with_equal_rewards_are_compared_by_step() -> None:
+    found = first_finding(curve((600, GONE | {"max": 0.0})), batch=Batch(8, 1, ("node1",) * 8))
+    assert found is not None
+    assert found[1] == "no_spread"
+    assert "no step had completions with different rewards" in found[2]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_divergence_that_is_no_number_is_called_not_finite(value: float) -> None:
+    found = first_finding(curve((40, {}), (60, {"kl": value})))
+    assert found is not None
+    assert found[1] == "kl"
+    assert f"the KL divergence from the reference model is not finite ({value})" in found[2]
 
 
 @pytest.mark.parametrize(

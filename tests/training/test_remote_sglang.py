@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 import torch
@@ -86,3 +87,23 @@ def test_what_the_server_refuses_is_an_error(sampler: SglangSampler) -> None:
     sampler._http.headers["Authorization"] = "Bearer wrong"
     with pytest.raises(WorkerError, match="401"):
         sampler.score(PROMPTS[0])
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "null"])
+def test_a_log_probability_that_is_not_finite_is_an_error(
+    sampler: SglangSampler, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    entries = f"[[null, 3, null], [-0.5, 4, null], [{value}, 7, null]]"
+    scored = f'{{"meta_info": {{"input_token_logprobs": {entries}}}}}'
+    answered = httpx.MockTransport(lambda request: httpx.Response(200, text=scored))
+    monkeypatch.setattr(sampler, "_http", httpx.Client(base_url="http://engine", transport=answered))
+    message = r"log-probability (nan|-inf|None) for token 7, number 2 of 2; expected a finite number"
+    with pytest.raises(WorkerError, match=message):
+        sampler.score(PROMPTS[0])
+
+    sampled = f'{{"finish_reason": {{"type": "stop"}}, "output_token_logprobs": [[-0.5, 4, null], [{value}, 7, null]]}}'
+    chunks = httpx.MockTransport(lambda request: httpx.Response(200, text=f'data: {{"meta_info": {sampled}}}\n\n'))
+    monkeypatch.setattr(sampler, "_stream", httpx.AsyncClient(base_url="http://engine", transport=chunks))
+    sampler.submit(SamplerRequest(1, PROMPTS[0], [1], DRAWN))
+    with pytest.raises(WorkerError, match=message):
+        until(lambda: sampler.step(no_beat))

@@ -71,7 +71,7 @@ def migrated_text(file: Path) -> str:
     if renamed or "loops" in content or not all(_is_plain(text, name) for name in OLD_SECTIONS if name in content):
         raise BadConfig(f"{file} must be rewritten by hand:\n{manual}")
     current = current_document(content)
-    expected = validate(current, str(file))
+    expected = validate(current, str(file), old_names=old)
     document = parse(text)
     block = _block(_sections(document, current))
     found = re.sub(

@@ -89,6 +89,7 @@ def _wrapped(line: Sequence[str], options: "WrapOptions") -> "WrappedLine":
         str(folder),
         _read_file,
         lambda path: Path(path).expanduser().is_dir(),
+        lambda path: Path(path).expanduser().exists(),
         active,
         lambda name: bool(active) and "/" not in name and (Path(active) / "bin" / name).is_file(),
     )

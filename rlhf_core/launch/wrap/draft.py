@@ -43,6 +43,8 @@ class WrapSurroundings:
     read_file: Callable[[str], str | None] = lambda path: None
     """Text of a small file, relative to the folder; None if there is none."""
     is_folder: Callable[[str], bool] = lambda path: False
+    exists: Callable[[str], bool] = lambda path: True
+    """True for a file or folder that exists, relative to the folder."""
     environment: str = ""
     """Virtual environment active in the user's shell, absolute; empty if there is none or it is rlhf's own."""
     has_program: Callable[[str], bool] = lambda name: False

@@ -162,7 +162,8 @@ def _deepspeed(draft: Draft) -> None:
         re.findall(r"^\s*[^#\s]\S*\s+slots=(\d+)", draft.around.read_file(hostfile) or "", re.M) if hostfile else []
     )
     if hostfile and not listed:
-        draft.missing(f"the nodes of {hostfile}", "set resources.num_nodes and resources.ranks_per_node")
+        absent = "" if draft.around.exists(hostfile) else ": there is no such file"
+        draft.missing(f"the nodes of {hostfile}{absent}", "set resources.num_nodes and resources.ranks_per_node")
     _counts(
         draft,
         nodes or str(len(hosts) or len(listed) or ""),

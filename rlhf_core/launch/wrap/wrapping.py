@@ -96,6 +96,7 @@ def _wrapped(facts: ScriptFacts, around: WrapSurroundings, options: WrapOptions,
         raise BadInput(f"found a launch line of {sum(map(len, line.argv))} characters, expected at most {MAX_LINE}")
     draft = Draft(line, around, variables=dict(facts.variables), unread=list(facts.unread))
     _read_job(draft, facts)
+    _missing_files(draft, facts)
     _take_wrappers(draft)
     read_launcher(draft)
     family = recognise(draft, options.framework)
@@ -126,6 +127,19 @@ def _read_job(draft: Draft, facts: ScriptFacts) -> None:
             read_slurm(draft, read_options(words), "srun")
         elif wrapper.name == "ray":
             _read_ray(draft, wrapper)
+
+
+def _missing_files(draft: Draft, facts: ScriptFacts) -> None:
+    """Report config files that do not exist: their settings are unknown, and the program would end at its start."""
+    for name in draft.line.config_files:
+        path = posixpath.join(facts.folder, name)
+        if not set("{$") & set(path) and not draft.around.exists(path):
+            draft.missing(
+                f"{name}: there is no such file in {facts.folder}"
+                if path != name
+                else f"{name}: there is no such file",
+                "correct the path in trainer.argv, or create the file and wrap the line again, which reads it",
+            )
 
 
 def _spelled(name: str, value: str) -> tuple[str, ...]:

@@ -49,8 +49,8 @@ class RowReader:
         made = [name for name in self._templates if name != "target" or "answer" in fields]
         completions = ("chosen", "rejected") if self._pairs else ()
         for name in ("answer", *completions, "prompt"):
-            if name in fields and fields[name] is None:
-                raise MalformedRow(f'column "{name}" is null')
+            if name in fields:
+                _require_value(name, fields[name])
         is_chat = any(isinstance(fields[name], list) for name in ("prompt", *completions))
         row = self._conversation(fields, columns) if is_chat else self._texts(fields, columns, made)
         if self._pairs:
@@ -87,8 +87,7 @@ class RowReader:
         for name in sorted(used):
             if name not in fields:
                 raise MalformedRow(f'no column "{name}" for a template of [data]; it has: {", ".join(columns)}')
-            if fields[name] is None:
-                raise MalformedRow(f'column "{name}" is null')
+            _require_value(name, fields[name])
         values = {name: str(value) for name, value in fields.items()}
         texts = {name: self._templates[name].format_map(values) for name in made}
         answer = values.get("answer", "")
@@ -173,6 +172,12 @@ def _split(chosen: JsonValue, rejected: JsonValue) -> dict[str, JsonValue]:
                 raise MalformedRow("no prompt, and the chosen and the rejected completion have no common beginning")
             return {"prompt": chosen[:length], "chosen": chosen[length:], "rejected": rejected[length:]}
     raise MalformedRow("no prompt, and completions that are neither both texts nor both lists of messages")
+
+
+def _require_value(name: str, value: JsonValue) -> None:
+    # Programs that write missing numbers as NaN are common; the text "nan" would be trained on.
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        raise MalformedRow(f'column "{name}" is {"null" if value is None else "NaN"}')
 
 
 def _digest(text: str) -> str:

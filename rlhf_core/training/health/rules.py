@@ -198,11 +198,14 @@ def _no_spread(view: _View) -> HealthFinding | None:
         return None
     before = f"{state.first.mean:.3g} over the first steps" if state.first and state.spread_ended else "never another"
     constant = f": every completion so far was rewarded with {state.top:.3g}" if state.top == state.floor else ""
+    compared = "prompt" if view.batch.samples_per_prompt > 1 else "step"
+    # A KL penalty and a value model have a gradient nevertheless, so nothing is said about the gradient.
     return HealthFinding(
         "no_spread",
         state.recent[-1].step - without + 1,
-        f"in {without} steps, {without * view.batch.num_completions} completions, no prompt had completions with "
-        f"different rewards{constant}, so the gradient is 0; the mean reward is {view.now.mean:.3g} ({before}). "
+        f"in {without} steps, {without * view.batch.num_completions} completions, no {compared} had completions with "
+        f"different rewards{constant}, so the rewards favour no completion over another; the mean "
+        f"reward is {view.now.mean:.3g} ({before}). "
         "Expected prompts that are solved some of the time: check that the reward function fits the completions, "
         "that the task is not too hard, and that the learning rate has not destroyed the model",
     )
@@ -272,10 +275,19 @@ def _kl(view: _View) -> HealthFinding | None:
     best = view.state.best
     if _has_gained(view.state, view.now) and best is not None and not _is_higher(best, view.now, SURE_GAIN):
         return None  # the reward is at its best, however far the policy has moved
+    last = divergences[-1]
+    if last is not None and not math.isfinite(last):
+        return HealthFinding(
+            "kl",
+            view.state.recent[0].step,
+            f"the KL divergence from the reference model is not finite ({last}), in none of {view.steps} within "
+            f"{view.spec.max_kl:g} (health.max_kl). Expected a number under 1: compare the log-probabilities of the "
+            "policy and of the reference model, and try float32 weights (model.dtype)",
+        )
     return HealthFinding(
         "kl",
         view.state.recent[0].step,
-        f"the policy is {divergences[-1]:.3g} nats per token from the reference model, and more than "
+        f"the policy is {last:.3g} nats per token from the reference model, and more than "
         f"{view.spec.max_kl:g} (health.max_kl) in all of {view.steps}, without a gain in reward. Expected under 1: "
         "try a higher loops.main.algorithm.kl_coefficient or a lower loops.main.optimizer.learning_rate",
     )

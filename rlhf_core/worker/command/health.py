@@ -270,6 +270,12 @@ def _kl(logged: _LoggedStep) -> str | None:
         return None
     if kl <= logged.spec.max_kl:
         return ""
+    if not math.isfinite(kl):
+        return (
+            f"found a KL divergence from the reference model that is not finite ({kl}), expected at most "
+            f"{logged.spec.max_kl:g} nats per token (health.max_kl): check that the log-probabilities of the policy "
+            "and of the reference model are finite, and that some completions are not masked"
+        )
     return (
         f"found a KL divergence from the reference model of {kl:.3g} nats per token, expected at most "
         f"{logged.spec.max_kl:g} (health.max_kl): resume from an older checkpoint with a lower learning rate or a "

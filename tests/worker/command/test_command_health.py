@@ -73,6 +73,13 @@ def test_each_rule_warns_once_after_its_steps(
     assert judged(after - 1, changes) == []
 
 
+@pytest.mark.parametrize(("value", "words"), [(NAN, "that is not finite (nan)"), (math.inf, "not finite (inf)")])
+def test_a_divergence_that_is_no_number_is_called_not_finite(value: float, words: str) -> None:
+    (found,) = judged(20, {"policy/kl": value})
+    assert words in found.message
+    assert "nan nats" not in found.message
+
+
 def test_healthy_steps_warn_of_nothing() -> None:
     assert judged(200, {}) == []
 

@@ -6,6 +6,7 @@ and device. It has only been run against a stand-in for SGLang (``server.py``).
 
 import asyncio
 import json
+import math
 import queue
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -90,7 +91,11 @@ class SglangSampler:
         return 0
 
     def score(self, tokens: Sequence[int]) -> list[float]:
-        """Log-probability of every token but the first."""
+        """Log-probability of every token but the first.
+
+        Raises:
+            WorkerError: the server refuses the request, or one is not finite.
+        """
         request = {
             "input_ids": list(tokens),
             "sampling_params": {"temperature": 0.0, "max_new_tokens": 1},
@@ -100,7 +105,7 @@ class SglangSampler:
         answer = self._http.post("/generate", json=request)
         if answer.status_code != httpx.codes.OK:
             raise WorkerError(f"SGLang failed to score: {_error_of(answer)}")
-        return [logprob for logprob, *_ in answer.json()["meta_info"]["input_token_logprobs"][1:]]
+        return _logprobs_of(answer.json()["meta_info"]["input_token_logprobs"][1:])
 
     def submit(self, request: SamplerRequest) -> None:
         """Accept a request."""
@@ -181,8 +186,23 @@ class SglangSampler:
         if reason not in ("stop", "length"):
             raise WorkerError(f"it was ended: {facts['finish_reason']}")
         made = facts["output_token_logprobs"]
-        tokens, logprobs = [token for _, token, *_ in made], [logprob for logprob, *_ in made]
-        return completion_of(self._tokenizer, tokens, reason == "stop", logprobs)
+        return completion_of(self._tokenizer, [token for _, token, *_ in made], reason == "stop", _logprobs_of(made))
+
+
+def _logprobs_of(tokens: Sequence[Sequence[Any]]) -> list[float]:
+    """Log-probabilities of the tokens of an answer, each at the beginning of its entry.
+
+    Raises:
+        WorkerError: one is not a finite number. JSON of Python may contain NaN, and other JSON has null in its place.
+    """
+    for place, (logprob, token, *_) in enumerate(tokens):
+        if not isinstance(logprob, int | float) or not math.isfinite(logprob):
+            raise WorkerError(
+                f"SGLang gave the log-probability {logprob} for token {token}, number {place + 1} of {len(tokens)}; "
+                'expected a finite number. The weights or the kernels overflow: try model.dtype = "float32", and '
+                "check the last checkpoint for weights that are not finite"
+            )
+    return [logprob for logprob, *_ in tokens]
 
 
 def _error_of(answer: httpx.Response) -> str:
