@@ -49,8 +49,8 @@ def serve(site: Site, beat: Heartbeat) -> None:
 def _use_temporary_folder(folder: Path) -> None:
     """Make a folder of the site's own that of the worker's temporary files.
 
-    Prefect's runner puts them into /tmp/runner_storage, which belongs to whoever started the first worker of the
-    machine, so nobody else could start one.
+    Prefect's runner puts them into /tmp/runner_storage, which belongs to the user of the first worker of the
+    machine, so other users could not start one.
     """
     private_files.make_folder(folder)
     for left in (folder / "runner_storage").glob("*"):  # by workers that were killed

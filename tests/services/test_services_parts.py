@@ -343,7 +343,7 @@ def test_the_address_of_an_unresponsive_server_is_reported(site: Site, monkeypat
 
 
 class _Guarded(http.server.BaseHTTPRequestHandler):
-    """A server of a site: everyone may ask for its health, and me:right for the rest."""
+    """A server of a site: health is public, the rest requires me:right."""
 
     def do_GET(self) -> None:
         right = f"Basic {base64.b64encode(b'me:right').decode()}"

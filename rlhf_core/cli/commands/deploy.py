@@ -121,7 +121,7 @@ def submit(
     """
     _require_good_config(config, set_ or (), or_deployment=True)
     site = site_in_prefect()
-    if Path(config).is_file():  # otherwise, whoever deployed it has stored it
+    if Path(config).is_file():  # otherwise, it was stored by the user who deployed it
         _warn_of_other_user(site)
     from flows.deployments.registration import submit_config
 
