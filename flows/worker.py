@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from flows.deployments import work_pool
 from flows.deployments.work_pool import flow_run_log
 from flows.server.settings import HOME_MARKER, answers
 from rlhf_core.config.site import Site
+from rlhf_core.files import private as private_files
 from rlhf_core.services.presence import HEARTBEAT_INTERVAL_S
 from rlhf_core.services.processes import terminate_all
 
@@ -38,9 +40,23 @@ MAX_LOG_BYTES = 20 << 20
 def serve(site: Site, beat: Heartbeat) -> None:
     """Run the worker until SIGTERM or SIGINT, with the server that ``PREFECT_API_URL`` names."""
     _put_aside(flow_run_log(site.home))
+    _use_temporary_folder(site.home / "prefect" / "temporary")
     _wait_for_server()
     work_pool.set_up(site)
     asyncio.run(_work(site, beat))
+
+
+def _use_temporary_folder(folder: Path) -> None:
+    """Make a folder of the site's own that of the worker's temporary files.
+
+    Prefect's runner puts them into /tmp/runner_storage, which belongs to the user of the first worker of the
+    machine, so other users could not start one.
+    """
+    private_files.make_folder(folder)
+    for left in (folder / "runner_storage").glob("*"):  # by workers that were killed
+        with contextlib.suppress(OSError):
+            left.rmdir()
+    tempfile.tempdir = str(folder)
 
 
 def _wait_for_server() -> None:

@@ -9,15 +9,17 @@ import ipaddress
 import os
 import socket
 import urllib.request
+from collections.abc import Mapping
 from functools import cache
 from http.client import HTTPResponse
+from types import MappingProxyType
 from typing import cast
 from urllib.parse import urlsplit
 
 import psutil
 
 
-def opened(url: str, timeout_s: float) -> HTTPResponse:
+def opened(url: str, timeout_s: float, headers: Mapping[str, str] = MappingProxyType({})) -> HTTPResponse:
     """Response to a GET request, without a proxy if the server is on this machine.
 
     Raises:
@@ -25,7 +27,8 @@ def opened(url: str, timeout_s: float) -> HTTPResponse:
         ValueError: the URL is invalid.
     """
     direct = [urllib.request.ProxyHandler({})] if is_here(url) else []
-    return cast(HTTPResponse, urllib.request.build_opener(*direct).open(url, timeout=timeout_s))
+    request = urllib.request.Request(url, headers=dict(headers))
+    return cast(HTTPResponse, urllib.request.build_opener(*direct).open(request, timeout=timeout_s))
 
 
 def exemption(url: str) -> dict[str, str]:

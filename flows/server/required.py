@@ -1,8 +1,11 @@
 """Check for a Prefect server in commands that need one, with advice if there is none. Imports no Prefect."""
 
-from flows.server.settings import START_IT, connect, is_there, own_url
+import contextlib
+
+from flows.server.settings import START_IT, connect, is_there, own_url, require_accepted_password
 from rlhf_core.config.site import Site
 from rlhf_core.errors import PrefectUnavailable
+from rlhf_core.files import private as private_files
 from rlhf_core.services.presence import ServiceFiles, ServiceState, service_status
 from rlhf_core.services.supervisord import Supervisord
 
@@ -11,10 +14,14 @@ def require(site: Site) -> None:
     """Connect this process to a server that answers (:func:`flows.server.settings.connect`).
 
     Raises:
-        PrefectUnavailable: there is none, or it does not answer; the message gives its expected address.
+        PrefectUnavailable: there is none, or it does not answer, or it does not accept the password; the message gives
+            its expected address.
     """
     url = connect(site)
     if url and is_there(url):
+        require_accepted_password(url)
+        with contextlib.suppress(OSError):  # Prefect makes its own folder there, but none above it, and warns
+            private_files.make_folder(site.home)
         return
     if url and url != own_url(site):
         raise PrefectUnavailable(

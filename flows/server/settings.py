@@ -1,6 +1,8 @@
 """The Prefect server of a site: its addresses, password and settings, and those of its clients."""
 
+import base64
 import contextlib
+import http
 import ipaddress
 import logging
 import os
@@ -17,7 +19,7 @@ import psutil
 from flows.server.guards import Names, names_of
 from flows.server.proxies import exemption, opened
 from rlhf_core.config.site import Site
-from rlhf_core.errors import BadInput
+from rlhf_core.errors import BadInput, PrefectUnavailable
 from rlhf_core.files import private as private_files
 from rlhf_core.files.whole import create_once
 from rlhf_core.services.presence import ServiceState, private_folder, service_status
@@ -112,7 +114,10 @@ def password(site: Site) -> str:
         try:
             create_once(path, f"{new_password()}\n", private_files.FILE_MODE)
         except OSError as error:
-            raise BadInput(f"cannot keep a password for the Prefect server in {path}: {error.strerror}") from None
+            raise BadInput(
+                f"cannot keep a password for the Prefect server in {path}: {error.strerror}. Make its folder writable, "
+                f"with room in it, or set {AUTH_VARIABLE}"
+            ) from None
     found = _private_text(path).strip()
     if not found:
         raise BadInput(f"{path} is empty, expected user:password; write one, or remove the file and one is made")
@@ -314,6 +319,33 @@ def requires_password(url: str) -> bool:
             return False
     except (OSError, ValueError):
         return True
+
+
+def require_accepted_password(url: str) -> None:
+    """Check that the server at an API address accepts the password of this process.
+
+    Other ways to identify oneself to a server, such as a key, are left to Prefect.
+
+    Raises:
+        PrefectUnavailable: it does not.
+    """
+    if any(_configured(setting, os.environ) for setting in ("PREFECT_API_KEY", "PREFECT_CLIENT_CUSTOM_HEADERS")):
+        return
+    given = _configured(CLIENT_AUTH, os.environ)
+    headers = {"Authorization": f"Basic {base64.b64encode(given.encode()).decode()}"} if given else {}
+    try:
+        with opened(f"{url}/admin/version", ANSWER_TIMEOUT_S, headers):
+            return
+    except urllib.error.HTTPError as error:
+        if error.code != http.HTTPStatus.UNAUTHORIZED:
+            return
+    except (OSError, ValueError):
+        return
+    found = f"does not accept the password in {CLIENT_AUTH}" if given else "requires a password"
+    raise PrefectUnavailable(
+        f"the Prefect server at {url} {found}: set {AUTH_VARIABLE} to what `rlhf password` prints for the user of its "
+        "services"
+    )
 
 
 def answers_within(seconds: float, url: str) -> bool:

@@ -13,7 +13,14 @@ from pathlib import Path
 
 from flows.server.guards import MAX_SOCKET_BYTES
 from flows.server.proxies import exemption
-from flows.server.settings import ANSWER_TIMEOUT_S, access_settings, answers, answers_within, new_password
+from flows.server.settings import (
+    ANSWER_TIMEOUT_S,
+    access_settings,
+    answers,
+    answers_within,
+    new_password,
+    require_accepted_password,
+)
 from rlhf_core.errors import PrefectUnavailable
 from rlhf_core.services.presence import private_folder
 from rlhf_core.services.processes import die_with_parent
@@ -71,6 +78,7 @@ def _send_what_is_queued() -> None:
 def _require_answer(url: str) -> None:
     if not answers_within(ANSWER_TIMEOUT_S, url):
         raise PrefectUnavailable(f"the Prefect server at {url} (PREFECT_API_URL) does not answer. {NO_PREFECT}")
+    require_accepted_password(url)
 
 
 @contextmanager

@@ -67,7 +67,8 @@ def _compute_python(compute: ComputeSide) -> Item:
 
 
 def _packages(compute: ComputeSide) -> Iterator[Item]:
-    advice = f"{compute.python} -m pip install 'rlhf-flows[training]'"
+    install = f"{compute.python} -m pip install 'rlhf-flows[training]'"
+    advice = f"{install}, or set RLHF_COMPUTE_PYTHON to an interpreter that has it"
     for name in sorted(NEEDED_ALWAYS):
         version = compute.packages.get(name, "")
         yield Item(name, bool(version), version or "not in the compute interpreter", "" if version else advice)
@@ -76,9 +77,8 @@ def _packages(compute: ComputeSide) -> Iterator[Item]:
 def _py_spy(compute: ComputeSide) -> Item:
     version = compute.packages.get("py-spy", "")
     if not version:
-        return Item(
-            "py-spy", False, "not installed: stacks of hung workers come from faulthandler only", "pip install py-spy"
-        )
+        found = "not in the compute interpreter: stacks of hung workers come from faulthandler only"
+        return Item("py-spy", False, found, f"{compute.python} -m pip install py-spy")
     scope = _read("/proc/sys/kernel/yama/ptrace_scope")
     if scope in ("2", "3") and os.geteuid() != 0:
         return Item("py-spy", False, f"{version}, but ptrace_scope is {scope}", "stacks come from faulthandler instead")
@@ -88,7 +88,8 @@ def _py_spy(compute: ComputeSide) -> Item:
 def _runs(site: Site) -> Item:
     disk = gather_facts.inspect_disk(site.runs_dir)
     if disk.problem:
-        return Item("run directories", False, f"{site.runs_dir}: {disk.problem}", "set RLHF_RUNS to a writable folder")
+        advice = "set RLHF_RUNS to a folder that you may write; `rlhf submit` needs none"
+        return Item("run directories", False, f"{site.runs_dir}: {disk.problem}", advice)
     found = f"{site.runs_dir}: {_file_system(site.runs_dir)}, {disk.free_bytes / 2**30:.1f} GiB free"
     if disk.free_bytes < LEAST_FREE_BYTES:
         return Item("run directories", False, found, "free some space, or set RLHF_RUNS to another file system")

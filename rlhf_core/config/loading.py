@@ -34,6 +34,7 @@ from rlhf_core.config.toml_files import (
     shortened,
 )
 from rlhf_core.errors import BadConfig
+from rlhf_core.machine.accounts import account
 from rlhf_core.presets import PRESETS, nearest_preset, preset_path
 from rlhf_core.schemas.algorithms import specs
 from rlhf_core.schemas.migration import OldSettings, current_document, current_name, old_settings
@@ -100,6 +101,11 @@ def find(config: str | Path) -> Path:
     try:
         if path.is_file():
             return path
+    except PermissionError as error:
+        raise BadConfig(
+            f"config file {shortened(str(config))} is not accessible to {account()}: {error.strerror}. A config that "
+            "another user has submitted or deployed must be deployed by the user of the worker"
+        ) from None
     except OSError as error:
         raise BadConfig(f"config file {shortened(str(config))} is not accessible: {error.strerror}") from None
     if str(config) in PRESETS:

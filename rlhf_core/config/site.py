@@ -156,6 +156,11 @@ def _site_file(path: Path) -> dict[str, Any]:
         content = read_toml(path)
     except FileNotFoundError:
         return {}
+    except PermissionError as error:
+        raise BadConfig(
+            f"cannot read the site settings {path}: {error.strerror}. Set RLHF_HOME to a folder of your own; that of "
+            "the services is theirs alone"
+        ) from None
     except OSError as error:
         raise BadConfig(f"cannot read the site settings {path}: {error.strerror}") from None
     for key, value in list(content.items()):

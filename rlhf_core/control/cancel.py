@@ -1,5 +1,6 @@
 """The cancellation of a run: by its controller, from another process, or after its directory is gone."""
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,6 +26,7 @@ from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import AttemptRecord, read_record
 from rlhf_core.launch.lease import known_dead, owner_text
+from rlhf_core.machine.accounts import account, user_name
 from rlhf_core.run_dir.journal import read_journal
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler import JobState, Scheduler, get_scheduler
@@ -117,6 +119,7 @@ def cancel_run(
     Raises:
         SchedulerError: part of the job is still running, or the scheduler does not answer about a job that was not
             recorded.
+        RunDirError: the run belongs to another user, who has not let this one write its directory.
     """
     run_id = run_dir.run_id
     try:
@@ -129,6 +132,7 @@ def cancel_run(
     try:
         write_model(run_dir.cancel_request, order_to_end(reason, save=save))
     except OSError as error:
+        _require_own(run_dir, error)
         return _ended_without_writing(run_dir, site, error)
     try:
         if store is None:
@@ -224,6 +228,20 @@ def _ended_without_journal(run_dir: RunDir, site: Site, reason: str, damage: Jou
     return Cancelled(
         None, True, f"none of the jobs of {run_dir.run_id} is running; the state of the run is unknown: {damage}"
     )
+
+
+def _require_own(run_dir: RunDir, error: OSError) -> None:
+    """Refuse to end a run of another user, whose jobs and controller this user cannot end either.
+
+    Raises:
+        RunDirError: it is one.
+    """
+    owner = run_dir.root.stat().st_uid
+    if isinstance(error, PermissionError) and owner != os.geteuid():
+        raise RunDirError(
+            f"{run_dir.root} belongs to {user_name(owner)}, and {account()} cannot write it: only {user_name(owner)} "
+            "can end this run. If it was requested in Prefect, cancel its flow run there"
+        ) from None
 
 
 def _ended_without_writing(run_dir: RunDir, site: Site, error: OSError) -> Cancelled:

@@ -193,12 +193,20 @@ def _make_whole(runs: Path, stored: StoredSpec, keep: Callable[[Path], object]) 
         raise RunDirError(
             f"the run directory {run_dir.root} already exists"
             if error.errno in (errno.EEXIST, errno.ENOTEMPTY)
-            else f"cannot make the run directory {run_dir.root}: {error.strerror}. Set RLHF_RUNS to a writable folder"
+            else f"cannot make the run directory {run_dir.root}: {error.strerror}. {_advice(error)}"
         ) from None
     except BaseException:
         remove_tree(unfinished.root)
         raise
     return run_dir
+
+
+def _advice(error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "Make room there, or set RLHF_RUNS to a folder on another file system"
+    if error.errno == errno.EACCES:
+        return "Set RLHF_RUNS to a folder that you may write, or let the worker of the site make it: `rlhf submit`"
+    return "Set RLHF_RUNS to a writable folder"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ definition.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -31,7 +32,9 @@ _FOLDERS = (_PACKAGE / "definitions", _PACKAGE.parent / "infra" / "environments"
 STAMP = "rlhf-environment.json"
 """File in an environment that records what it was made from; written once everything is installed."""
 _NUM_LINES_SHOWN = 15
+_DISK_FULL = os.strerror(errno.ENOSPC)
 _TORCH = re.compile(r"^torch\b", re.IGNORECASE)
+_VERSION = re.compile(r"\d+\.\d+")
 _PIP_IS_COMPLETE = """
 import importlib.metadata, sys
 names = ["pip"] if sys.version_info >= (3, 12) else ["pip", "setuptools"]
@@ -161,11 +164,11 @@ def environment_folder(name_or_folder: str, home: Path) -> Path:
     Raises:
         BadConfig: it does not exist, or was not finished.
     """
-    found = f"found trainer.environment = {name_or_folder!r}"
+    found = f"trainer.environment = {name_or_folder!r}"
     if "/" in name_or_folder or name_or_folder.startswith((".", "~")):
         folder = Path(name_or_folder).expanduser().absolute()
         if not _interpreter(folder).is_file():
-            raise BadConfig(f"{found} without bin/python in it, expected the folder of a virtual environment")
+            raise BadConfig(f"{found} without bin/python in it")
         return folder
     folder = default_folder(name_or_folder, home)
     stamped = _stamp(folder)
@@ -173,11 +176,10 @@ def environment_folder(name_or_folder: str, home: Path) -> Path:
         return folder
     if name_or_folder not in names():
         raise BadConfig(
-            f"{found}, and no {folder}; expected {', '.join(names())} (made by `rlhf env create`), or the path of a "
-            "virtual environment with a / in it"
+            f"{found}, and no {folder} (`rlhf env create` knows {', '.join(names())}; a path needs a / in it)"
         )
     state = "was not finished" if folder.exists() else "is not there"
-    raise BadConfig(f"{found}, and {folder} {state}; run `rlhf env create {name_or_folder}`")
+    raise BadConfig(f"{found}, and {folder} {state} (run `rlhf env create {name_or_folder}`)")
 
 
 def inspect(wanted: Definition, folder: Path) -> Found:
@@ -210,10 +212,12 @@ def create(
         report_progress: Called with each line of progress.
 
     Raises:
-        BadInput: the folder holds something else, or another process is making it.
+        BadInput: the folder holds something else, another process is making it, or ``torch`` or ``python`` is not one.
         EnvironmentFailed: it could not be made; a retry resumes from what is there.
     """
     torch = torch or wanted.torch
+    if not _TORCH.match(torch) and "/" not in torch:
+        raise BadInput(f"found --torch {torch}, expected a requirement such as {wanted.torch}")
     started = time.monotonic()
     version = _python_version(python)
     if inspect(wanted, folder).state == "ready" and _stamp(folder).get("hash") == wanted.content_hash(torch, version):
@@ -284,8 +288,12 @@ def _python_version(python: str) -> str:
     try:
         answer = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        raise BadInput(f"found --python {python}, which does not run: {error}") from None
-    return answer.stdout.strip()
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise BadInput(f"found --python {python}, which does not run: {reason}") from None
+    version = answer.stdout.strip()
+    if not _VERSION.fullmatch(version):
+        raise BadInput(f"found --python {python}, which is no Python interpreter")
+    return version
 
 
 def _make_virtual(folder: Path, python: str, report_progress: Callable[[str], None]) -> None:
@@ -342,9 +350,10 @@ def _run(command: Sequence[str], report_progress: Callable[[str], None], shown: 
         raise EnvironmentFailed(f"{shown}: cannot start {command[0]}: {error.strerror}") from None
     if program.returncode:
         output = "\n".join(f"  {line}" for line in last)
+        remedy = "Make room there, or give another --folder. " if any(_DISK_FULL in line for line in last) else ""
         raise EnvironmentFailed(
-            f"{shown} ended with {program.returncode}; its last lines:\n{output}\nThe next `rlhf env create` goes on "
-            "with what is there"
+            f"{shown} ended with {program.returncode}; its last lines:\n{output}\n{remedy}The next `rlhf env create` "
+            "goes on with what is there"
         )
 
 

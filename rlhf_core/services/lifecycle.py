@@ -1,8 +1,11 @@
 """``rlhf up`` and ``rlhf down``: start missing services, replace silent ones, and stop them."""
 
+import contextlib
+import errno
 import os
+import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -23,6 +26,8 @@ ANSWER_TIMEOUT_S = 10.0
 LAST_MOMENT_S = 1.0
 """Time for which the socket of a killed process may still answer after its pipes are closed."""
 POLL_INTERVAL_S = 0.2
+FULL_BYTES = 50 << 20
+"""Free space below which a service that ends probably lacked room: the first start of a server writes 35 MB."""
 
 EARLIER_NAMES = {"keeper": "daemon"}
 """Names of services in version 0.1, with their current names."""
@@ -88,11 +93,12 @@ class Lifecycle:
 
         Raises:
             BadInput: a service runs on another machine, or its ``before_start`` raised it.
-            ServiceFailed: a service did not become ready; the message includes the end of its log.
+            ServiceFailed: a service did not become ready, and the message includes the end of its log; or the disk of
+                the home folder is full.
         """
         # Copied before this command silences itself, which would leave the services' logs empty.
         environment = dict(os.environ)
-        with alone(self._home):
+        with _naming_a_full_disk(self._home), alone(self._home):
             if self._supervisord.pid() and not self._supervisord.answers():
                 self._log("supervisord does not respond and is replaced")
                 self._supervisord.shut_down(0)
@@ -197,7 +203,9 @@ class Lifecycle:
             self._configure(others)
             self._forget()
         output = read_tail(log, min(4000, max(0, log.stat().st_size - begin))).strip() if log.is_file() else ""
-        raise ServiceFailed(f"the {service.name} {how}; its log is {log}:\n{output or '(it is empty)'}")
+        raise ServiceFailed(
+            f"the {service.name} {how}; {_room(self._home)}its log is {log}:\n{output or '(it is empty)'}"
+        )
 
     def _wait_until_ready(self, name: str) -> int:
         """The service's process once it is ready; 0 if it ended first or was not ready in time."""
@@ -286,6 +294,31 @@ def _require_ours(status: ServiceStatus) -> None:
             f"the {status.name} (process {status.pid}) is managed by {status.record.started_by}: end it there, for "
             f"instance with `systemctl stop rlhf-{status.name}`"
         )
+
+
+@contextlib.contextmanager
+def _naming_a_full_disk(home: Path) -> Iterator[None]:
+    """Name the home folder if its disk is full: the error of a write names no file.
+
+    Raises:
+        ServiceFailed: it is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ServiceFailed(
+            f"cannot write in RLHF_HOME, {home}: {error.strerror}. Make room there, then run `rlhf up` again"
+        ) from None
+
+
+def _room(home: Path) -> str:
+    """Advice for a service that ended on a disk that is nearly full; empty if there is room."""
+    free = shutil.disk_usage(home).free
+    if free >= FULL_BYTES:
+        return ""
+    return f"RLHF_HOME, {home}, has {free / 2**20:.1f} MiB free: make room there, then run `rlhf up` again; "
 
 
 def _in_words(end: str) -> str:

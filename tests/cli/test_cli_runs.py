@@ -35,6 +35,7 @@ from rlhf_core.schemas.attempts import AttemptState, Role, RunState
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.journal import ControllerStarted
+from rlhf_core.services.presence import holding
 from rlhf_core.watchdog.watcher import AttemptSnapshot
 
 Printed = pytest.CaptureFixture[str]
@@ -432,6 +433,30 @@ def test_submitting_and_watching_reports_the_end(
     assert message in capsys.readouterr().err
 
 
+def test_a_config_that_the_worker_of_another_user_cannot_read_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Printed
+) -> None:
+    from flows.deployments.registration import Submitted
+
+    monkeypatch.setattr("flows.server.required.require", lambda site: None)
+    asked = Submitted("small-20260101-000000-abcdef", "00000000-0000-0000-0000-000000000000", "http://prefect")
+    monkeypatch.setattr("flows.deployments.registration.submit_config", lambda *given, **named: asked)
+    config = tmp_path / "my.toml"
+    rlhf("init", str(config))
+    rlhf("submit", str(config))
+    assert "another user" not in capsys.readouterr().err, "the server is that of this user"
+    monkeypatch.setenv("PREFECT_API_URL", "http://prefect.example.com/api")
+    rlhf("submit", "quickstart")
+    assert "another user" not in capsys.readouterr().err, "a deployment is stored where its worker reads it"
+    rlhf("submit", str(config))
+    assert "prefect.example.com/api belongs to another user, it cannot start the run" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    with holding(load_site().home, "worker"):
+        rlhf("submit", str(config))
+    assert "another user" not in capsys.readouterr().err, "the worker is that of this user"
+
+
 def test_watch_as_json_is_one_line(scheduler: FakeScheduler, capsys: Printed) -> None:
     rlhf("run", "quickstart", "--no-prefect")
     capsys.readouterr()
@@ -571,6 +596,8 @@ def test_doctor_reports_present_and_missing_parts(capsys: Printed, monkeypatch: 
     items = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
     assert items["compute interpreter"]["ok"] is False
     assert items["torch"]["ok"] is False
+    assert "or set RLHF_COMPUTE_PYTHON" in items["torch"]["advice"]
+    assert items["py-spy"]["advice"] == "/nowhere/python -m pip install py-spy", "not into the control plane"
     assert items["Prefect"]["ok"] is True
     assert items["history"]["ok"] is True
     assert "`rlhf up` starts" in items["Prefect"]["found"]

@@ -1,5 +1,7 @@
 """Config files, overrides and site settings: accepted input, and the messages about mistakes."""
 
+import errno
+import os
 import sys
 from pathlib import Path
 
@@ -368,6 +370,26 @@ def test_a_folder_in_place_of_the_site_file_is_named_once(tmp_path: Path) -> Non
 def test_a_wrong_site_file_is_refused(tmp_path: Path, content: str, answer: str) -> None:
     (tmp_path / "rlhf.toml").write_text(content)
     with pytest.raises(BadConfig, match=answer):
+        site_config.load_site({"RLHF_HOME": str(tmp_path)})
+
+
+def test_a_config_of_another_user_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "is_file", refused)
+    with pytest.raises(BadConfig, match=r"not accessible to .* denied\. .* deployed by the user of the worker"):
+        config.find("/home/anna/.rlhf/deployments/x/config.toml")
+
+
+def test_a_home_folder_of_another_user_is_refused_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(site_config, "read_toml", refused)
+    with pytest.raises(BadConfig, match=r"rlhf\.toml: Permission denied\. Set RLHF_HOME to a folder of your own"):
         site_config.load_site({"RLHF_HOME": str(tmp_path)})
 
 

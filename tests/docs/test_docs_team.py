@@ -57,7 +57,12 @@ def test_the_page_is_followed(cluster: Cluster, tmp_path: Path) -> None:
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
     }
     script = "\n".join(commands())
-    places = {"/var/lib/rlhf": home, "/shared/rlhf/runs": runs, "/opt/rlhf-flows": PAGE.parents[1]}
+    places = {
+        "/var/lib/rlhf": home,
+        "/shared/rlhf/runs": runs,
+        "/opt/rlhf-flows": PAGE.parents[1],
+        "/shared/envs/rlhf/bin/python": sys.executable,
+    }
     for written, here in places.items():
         assert written in script, "the page has changed"
         script = script.replace(written, str(here))

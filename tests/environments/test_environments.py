@@ -166,12 +166,12 @@ def test_an_environment_is_found_by_name_and_by_folder(tmp_path: Path, monkeypat
 
 
 def test_an_environment_that_cannot_be_used_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(BadConfig, match=r"swift is not there; run `rlhf env create swift`"):
+    with pytest.raises(BadConfig, match=r"^trainer\.environment .*swift is not there \(run `rlhf env create swift`\)"):
         environment_folder("swift", tmp_path)
     bare(tmp_path / "environments" / "swift")
-    with pytest.raises(BadConfig, match=r"swift was not finished; run `rlhf env create swift`"):
+    with pytest.raises(BadConfig, match=r"swift was not finished \(run `rlhf env create swift`\)"):
         environment_folder("swift", tmp_path)
-    with pytest.raises(BadConfig, match=r"expected swift, trl \(made by"):
+    with pytest.raises(BadConfig, match=r"`rlhf env create` knows swift, trl"):
         environment_folder("swfit", tmp_path)
     with pytest.raises(BadConfig, match="without bin/python in it"):
         environment_folder(str(tmp_path), tmp_path)
@@ -195,6 +195,31 @@ def test_a_definition_pins_all_that_it_wants(name: str) -> None:
 def test_the_definitions_have_the_versions_that_the_presets_are_for() -> None:
     assert {"ms-swift==4.6.0", "trl==0.29.1", "msgspec"} <= set(environments.definition("swift").requirements)
     assert "trl==1.16.0" in environments.definition("trl").requirements
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"torch": "2.12.1"}, "found --torch 2.12.1, expected a requirement such as torch==1.0"),
+        ({"torch": "torchvision==1.0"}, "found --torch torchvision==1.0, expected"),
+        ({"python": "/nowhere/python"}, "/nowhere/python, which does not run: No such file or directory"),
+        ({"python": "true"}, "found --python true, which is no Python interpreter"),
+    ],
+)
+def test_a_wrong_torch_or_interpreter_is_refused_before_anything_is_made(
+    tmp_path: Path, arguments: dict[str, str], says: str
+) -> None:
+    with pytest.raises(BadInput, match=re.escape(says)):
+        create(TINY, tmp_path / "tiny", **arguments)  # type: ignore[arg-type] # one of two options
+    assert not (tmp_path / "tiny").exists()
+
+
+def test_an_environment_for_which_there_is_no_room_is_advised_to_go_elsewhere(tmp_path: Path, begin: Begin) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\n[ $# = 2 ] && echo 3.11 || { echo 'No space left on device' >&2; exit 1; }\n")
+    program.chmod(0o755)
+    with pytest.raises(EnvironmentFailed, match=r"\nMake room there, or give another --folder\."):
+        create(TINY, tmp_path / "tiny", python=str(program))
 
 
 def test_a_damaged_definition_is_named(tmp_path: Path) -> None:

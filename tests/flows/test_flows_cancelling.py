@@ -13,7 +13,7 @@ from kill_points import Killed
 from rlhf_core.control.attempts.jobs import CANCEL_TIMEOUT_S
 from rlhf_core.control.cancel import Cancelled, cancel, cancel_run
 from rlhf_core.control.steps import drive
-from rlhf_core.errors import SchedulerError
+from rlhf_core.errors import RunDirError, SchedulerError
 from rlhf_core.files.whole import read_model
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir.run import RunDir
@@ -131,6 +131,22 @@ def test_a_job_is_ended_even_if_the_run_directory_is_read_only(
     assert (found.state, found.job_ended) == (RunState.TRAINING, True)
     assert f"{run_dir.root} cannot be written (Read-only file system)" in found.message
     assert f"mark the run with `rlhf cancel {run_dir.run_id}`" in found.message
+
+
+def test_a_run_of_another_user_is_left_to_that_user(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, this said that the scheduler had ended the job."""
+    run_dir = harness.killed_in_training()
+
+    def refused(*_given: object, **_named: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("rlhf_core.control.cancel.write_model", refused)
+    monkeypatch.setattr("rlhf_core.control.cancel.os.geteuid", lambda: run_dir.root.stat().st_uid + 1)
+    with pytest.raises(RunDirError, match=rf"{run_dir.root} belongs to .* can end this run\. If it was requested in"):
+        cancelled(harness, run_dir)
+    assert harness.scheduler.cancelled == []
 
 
 def test_an_ended_run_may_be_read_only(harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """The directory of a new run: complete or absent, with the code of its request."""
 
+import errno
+import os
 import subprocess
 from pathlib import Path
 
@@ -8,6 +10,7 @@ from control_fakes import make_spec
 
 from rlhf_core.errors import BadConfig, RunDirError
 from rlhf_core.files.appended import read_models
+from rlhf_core.launch import prepare as launch_prepare
 from rlhf_core.launch.prepare import (
     absolute_paths,
     git_revision,
@@ -120,6 +123,20 @@ def test_an_unwritable_folder_is_named(tmp_path: Path, folder: Path) -> None:
     blocked.write_text("")
     with pytest.raises(RunDirError, match="RLHF_RUNS"):
         prepare(make_spec(), blocked, config_source="a.toml", folder=folder)
+
+
+@pytest.mark.parametrize(
+    ("code", "says"), [(errno.ENOSPC, "Make room there"), (errno.EACCES, "`rlhf submit`"), (errno.EROFS, "writable")]
+)
+def test_a_run_directory_that_cannot_be_made_is_reported_with_a_remedy(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, code: int, says: str
+) -> None:
+    def refused(*arguments: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(launch_prepare, "write_model", refused)
+    with pytest.raises(RunDirError, match=f"{os.strerror(code)}. .*{says}"):
+        prepare(make_spec(), tmp_path / "runs", config_source="a.toml", folder=folder)
 
 
 def test_an_unfinished_directory_is_no_run(tmp_path: Path) -> None:

@@ -1,10 +1,14 @@
 """Parts of the services: the process that is signalled, the source of the password, the server that is used."""
 
 import asyncio
+import base64
+import errno
+import http.server
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +19,7 @@ from typing import Any
 import pytest
 
 from flows import services, worker
-from flows.server import required
+from flows.server import required, temporary
 from flows.server import settings as server
 from rlhf_core.cli.commands import services as service_commands
 from rlhf_core.config.site import Site, load_site
@@ -213,6 +217,17 @@ def test_the_exit_code_of_the_status_shows_whether_a_service_is_down(site: Site)
 # Password
 
 
+def test_a_password_that_cannot_be_stored_is_reported_with_a_remedy(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(server, "create_once", full)
+    with pytest.raises(BadInput, match=r"No space left on device\. Make its folder writable, with room in it, or set"):
+        server.password(site)
+
+
 def test_the_source_of_the_password(site: Site) -> None:
     public = open_to_others(site)
     made = server.password(site)
@@ -327,6 +342,59 @@ def test_the_address_of_an_unresponsive_server_is_reported(site: Site, monkeypat
     os.environ["PREFECT_API_URL"] = "http://prefect.example.com/api"
     with pytest.raises(PrefectUnavailable, match=r"at http://prefect.example.com/api does not answer"):
         required.require(site)
+
+
+class _Guarded(http.server.BaseHTTPRequestHandler):
+    """A server of a site: health is public, the rest requires me:right."""
+
+    def do_GET(self) -> None:
+        right = f"Basic {base64.b64encode(b'me:right').decode()}"
+        allowed = self.path == "/api/health" or self.headers["Authorization"] == right
+        self.send_response(200 if allowed else 401)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+@pytest.fixture
+def guarded() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Guarded) as listening:
+        thread = threading.Thread(target=listening.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.server_port}/api"
+        listening.shutdown()
+        thread.join()
+
+
+def test_a_server_that_refuses_the_password_is_reported_with_the_variable_to_set(site: Site, guarded: str) -> None:
+    """A member of a team has the address of its server, but not yet the password."""
+    os.environ["PREFECT_API_URL"] = guarded
+    with pytest.raises(PrefectUnavailable, match=rf"{guarded} requires a password: set RLHF_PREFECT_AUTH to what"):
+        required.require(site)
+    os.environ["PREFECT_API_AUTH_STRING"] = "me:wrong"
+    with pytest.raises(PrefectUnavailable, match="does not accept the password in PREFECT_API_AUTH_STRING"):
+        required.require(site)
+    with pytest.raises(PrefectUnavailable, match="does not accept the password"):
+        temporary._require_answer(guarded)
+    os.environ["PREFECT_API_KEY"] = "another way in"
+    required.require(site)
+    del os.environ["PREFECT_API_KEY"], os.environ["PREFECT_API_AUTH_STRING"]
+    os.environ["RLHF_PREFECT_AUTH"] = "me:right"
+    required.require(site)
+    assert site.home.is_dir(), "Prefect warns if it cannot make a folder in it"
+
+
+def test_the_temporary_files_of_a_worker_are_in_the_home_folder(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In /tmp, those of the first user who starts a worker would keep all others from it."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(worker, "_wait_for_server", lambda: None)
+    monkeypatch.setattr(worker.work_pool, "set_up", lambda site: None)
+    monkeypatch.setattr(worker, "_work", lambda site, beat: asyncio.sleep(0))
+    left = site.home / "prefect" / "temporary" / "runner_storage" / "of a killed worker"
+    left.mkdir(parents=True)
+    worker.serve(site, lambda: None)
+    assert Path(tempfile.gettempdir()).is_relative_to(site.home)
+    assert not left.exists()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Services under a real supervisord: killed, stopped, orphaned, of an earlier version. They only hold locks."""
 
+import errno
 import io
 import os
 import shlex
@@ -285,6 +286,28 @@ def test_a_service_that_does_not_start_is_an_error_with_its_log_and_is_removed(h
         house.up()
     assert house.processes() == []
     assert house.supervisord.programs() == ()
+
+
+def test_a_service_that_ends_on_a_full_disk_is_reported_with_the_room_there(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house.home.mkdir()
+    (house.home / "fails").touch()
+    monkeypatch.setattr(lifecycle, "FULL_BYTES", 1 << 62)
+    with pytest.raises(ServiceFailed, match=r"exit code 1; RLHF_HOME, .*MiB free: make room there, then run `rlhf up`"):
+        house.up("server")
+
+
+def test_a_full_disk_is_named_though_the_error_of_a_write_names_no_file(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(house.supervisord, "configure", full)
+    monkeypatch.setattr(house.lifecycle, "_supervisord", house.supervisord)
+    with pytest.raises(ServiceFailed, match=f"cannot write in RLHF_HOME, {house.home}: No space left on device. Make"):
+        house.up("server")
 
 
 def test_a_service_that_does_not_start_does_not_affect_the_others(house: House) -> None:

@@ -66,6 +66,7 @@ def deploy(
     """
     _require_good_config(config, set_ or ())
     site = site_in_prefect()
+    _warn_of_other_user(site)
     from flows.deployments.registration import register
 
     done = register(
@@ -120,6 +121,8 @@ def submit(
     """
     _require_good_config(config, set_ or (), or_deployment=True)
     site = site_in_prefect()
+    if Path(config).is_file():  # otherwise, it was stored by the user who deployed it
+        _warn_of_other_user(site)
     from flows.deployments.registration import submit_config
 
     request = submit_config(config, site, overrides=set_ or (), tags=tag or (), owner=owner)
@@ -148,6 +151,21 @@ def _require_good_config(config: str, overrides: Sequence[str], *, or_deployment
     if not is_name(config.removeprefix("rlhf-run/")):
         expected = expected_name(Path(config).stem)
         raise BadInput(f"found {config!r}: there is no such file, and as a deployment name {expected}")
+
+
+def _warn_of_other_user(site: "Site") -> None:
+    """Warn that a config is about to be stored where only this user can read it, if the worker is not this user's."""
+    from flows.server.settings import configured_url, own_url
+    from rlhf_core.machine.accounts import account
+    from rlhf_core.services.presence import ServiceState, service_status
+
+    url = configured_url()
+    if url not in ("", own_url(site)) and service_status(site.home, "worker").state is ServiceState.STOPPED:
+        output.warn(
+            f"the config is stored in {site.home / 'deployments'}, which only {account()} can read, and RLHF_HOME has "
+            f"no worker: if the worker of {url} belongs to another user, it cannot start the run. Ask that user to "
+            "deploy the config, or start it yourself with `rlhf run`"
+        )
 
 
 def site_in_prefect() -> "Site":

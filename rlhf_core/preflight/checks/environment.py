@@ -82,7 +82,8 @@ def packages(facts: Facts) -> Iterator[Finding]:
         yield report(
             f"{requirement.name} {installed or 'is missing'} in {compute.python}",
             f"{requirement.name}{requirement.accepts}",
-            f"{compute.python} -m pip install 'rlhf-flows[training]'",
+            f"{compute.python} -m pip install 'rlhf-flows[training]', or set RLHF_COMPUTE_PYTHON to an interpreter "
+            "that has it",
         )
     if not wrong:
         shown = [f"{name} {compute.packages[name]}" for name in sorted(needed) if name in compute.packages]
