@@ -260,7 +260,7 @@ class _LongText:
 
 
 def _too_long(row: Row, prompt_length: int, lengths: Sequence[int], data: DataSpec) -> _LongText | None:
-    """What is too long.
+    """First text of a row that is too long; None if all fit.
 
     Args:
         lengths: numbers of tokens of its completions; empty if they are not limited.
