@@ -97,8 +97,8 @@ contracts: $(VENV)/.test-ready
 pytest: $(VENV)/.test-ready
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --reruns 1 --most-reruns 3 --durations 25 $(if $(filter any,$(SKIPS)),,--only-allowed-skips) tests
 
-# Whole sites in a browser, the page for team leads followed word by word, everything killed and started again: one after
-# the other, since each is a cluster, a server and several runs. About half an hour.
+# Whole sites in a browser, the tour and the page for team leads followed word by word, unfit nodes replaced, everything
+# killed and started again: one after the other, since each is a cluster, a server and several runs. About half an hour.
 test-site: $(VENV)/.test-ready
 	$(BIN)/python -m pytest -m site tests
 

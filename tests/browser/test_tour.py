@@ -140,6 +140,7 @@ def test_every_browser_step_has_its_place_on_the_page() -> None:
     assert [sum(words in block for block in blocks()) for words in BEFORE] == [1] * len(BEFORE)
 
 
+@pytest.mark.site
 def test_the_page_is_followed(folder: Path, fresh_page: Any, tmp_path: Path) -> None:
     site = Site(folder / "site", max_runs=12, makes_database=True)
     site.write_settings()  # only for the port: other tests may run on this machine

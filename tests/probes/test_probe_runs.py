@@ -13,6 +13,7 @@ import pytest
 from slurm_cluster import WHY_NO_NAMESPACES, Cluster
 
 pytestmark = [
+    pytest.mark.site,
     pytest.mark.skipif(bool(WHY_NO_NAMESPACES), reason=WHY_NO_NAMESPACES),
     pytest.mark.end_to_end,
     pytest.mark.training,

@@ -20,6 +20,7 @@ from slurm_cluster import WHY_NOT, Cluster, missing_programs
 from rlhf_core.schemas.site import is_private
 
 pytestmark = [
+    pytest.mark.site,
     pytest.mark.end_to_end,
     pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT),
 ]
