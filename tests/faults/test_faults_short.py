@@ -1,4 +1,4 @@
-"""Every mechanism of recovery once, on a real Slurm: five runs, one of them undisturbed. `make faults` covers all
+"""Every mechanism of recovery once, on a real Slurm: four runs, one of them undisturbed. `make faults` covers all
 faults.
 
 Without Slurm, the tests run on the local scheduler with one node, without the faults that need a cluster.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 from campaign import RECOVERY_TIMEOUT_S, START_S, Campaign
 from fault_cases import KINDS, SPACING, Expected, Fault, Scenario, on_one_node
-from fault_inject import Place, ask_to_save, kill_engine, node_down
+from fault_inject import Place, ask_to_save, kill_engine, node_down, scancel
 from fault_measure import Row, all_incidents, measure, same_parameters
 from fault_runs import CHECKPOINT_EVERY, DisturbedSite, agent_pids, engines, events, steps, workers
 from fault_services import Cluster
@@ -41,7 +41,7 @@ GOES_ON = (
     ("USR2: save and end", "ask_to_save"),
     ("flow process kill -9", "kill_flow"),
 )
-CANCELLED = (("scancel from outside", "scancel"),)
+CANCELLED = "scancel from outside"
 NODE_DOWN = "node down (scontrol)"
 
 
@@ -87,16 +87,9 @@ def goes_on(campaign: Campaign, reference: dict[str, str]) -> dict[str, Row]:
     return {row.row: row for row in campaign.disturb(scenario, reference)}
 
 
-@pytest.fixture(scope="module")
-def cancelled(campaign: Campaign, reference: dict[str, str]) -> dict[str, Row]:
-    if campaign.cluster is None:
-        pytest.skip(WHY_NOT)
-    return {row.row: row for row in campaign.disturb(chain("cancelled", CANCELLED, UNPROBED), reference)}
-
-
 @dataclass(frozen=True)
 class SmallerRun:
-    """A run on two nodes that continued with one, and later with two again."""
+    """A run on two nodes that continued with one, later with two again, and was then cancelled."""
 
     placements: list[Placement]
     """Placements of its attempts."""
@@ -104,15 +97,16 @@ class SmallerRun:
     """Steps of its attempts."""
     shown: str
     """Text of `rlhf show`."""
-    state: str
     lost: Row
     """Row of the node that is lost during training."""
+    cancelled: Row
+    """Row of the job that is cancelled during training."""
 
 
 @pytest.fixture(scope="module")
 def smaller(campaign: Campaign, reference: dict[str, str]) -> SmallerRun:
     """The spare nodes are down from the beginning, and another one goes down during training; then all return, and the
-    run is asked to save and end, as before a time limit."""
+    run is asked to save and end, as before a time limit. Its next job is cancelled."""
     if campaign.cluster is None:
         pytest.skip(WHY_NOT)
     with campaign.site(two_nodes("resources.min_nodes=1")) as place:
@@ -128,16 +122,21 @@ def smaller(campaign: Campaign, reference: dict[str, str]) -> SmallerRun:
         until_s, num_jobs = time.time(), cluster.num_jobs(place.run.run_id)
         cluster.back_in_service()
         ask_to_save(place)
+        site.wait_for(lambda: steps_of(place.run, 3), "an attempt on two nodes to train", RECOVERY_TIMEOUT_S)
+        ended = scancel(place)
         site.wait_for(lambda: site.ended, "the end of the run", RECOVERY_TIMEOUT_S)
         attempts, state = place.run.attempts(), read_record(place.run).state.value
         fault = Fault(NODE_DOWN, EXPECTED[NODE_DOWN], struck.step, outside="node_down")
         lost = measure("fewer-nodes", 0, fault, struck, until_s, place.run, state, None, num_jobs)
+        fault = Fault(CANCELLED, EXPECTED[CANCELLED], ended.step, outside="scancel")
+        num_jobs = cluster.num_jobs(place.run.run_id)
+        cancelled = measure("fewer-nodes", 1, fault, ended, time.time(), place.run, state, None, num_jobs)
         return SmallerRun(
             [found for one in attempts if (found := read_model(one.placement, Placement)) is not None],
             [steps_of(place.run, one.number) for one in attempts],
             site.rlhf("show", place.run.run_id).stdout,
-            state,
             lost,
+            cancelled,
         )
 
 
@@ -271,13 +270,14 @@ def test_a_lost_node_is_left_out_of_the_new_attempt(smaller: SmallerRun) -> None
     assert check({smaller.lost.row: smaller.lost}, NODE_DOWN).action == "new_attempt"
 
 
-def test_a_cancelled_job_is_not_started_again(cancelled: dict[str, Row]) -> None:
-    assert check(cancelled, "scancel from outside").state in ("failed", "cancelled")
+def test_a_cancelled_job_is_not_started_again(smaller: SmallerRun) -> None:
+    row = check({smaller.cancelled.row: smaller.cancelled}, CANCELLED)
+    assert row.state in ("failed", "cancelled")
+    assert (row.action, row.submitted_twice) == ("stop", 0)
 
 
 def test_a_run_goes_on_with_fewer_nodes_and_with_all_of_them_when_they_are_back(smaller: SmallerRun) -> None:
     assert [placement.num_nodes for placement in smaller.placements] == [2, 1, 2]
-    assert smaller.state == "completed"
     reason = smaller.placements[1].size_reason
     assert "the cluster cannot give 2 nodes" in reason
     assert "continuing with 1, at least resources.min_nodes = 1; the global batch is unchanged" in reason
