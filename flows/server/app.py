@@ -61,9 +61,12 @@ BUSY_TIMEOUT_S = 20.0
 RETRY_INTERVAL_S = 0.1
 """Pause before each retry."""
 
-RETRYING_LOGGERS = ("docket.dependencies", "prefect.server.utilities.worker_channel")
-"""Loggers of components that retry after a busy SQLite: services, and workers, which reconnect and use REST
-meanwhile."""
+SERVER_LOGGER = "prefect.server"
+RETRYING_LOGGERS = ("docket.dependencies", "prefect.server.utilities.worker_channel", SERVER_LOGGER)
+"""Loggers of components that retry after a busy SQLite: services, workers, which reconnect and use REST meanwhile, and
+the rules of states, which pass the error on to a request or a service."""
+STATE_RULES = "rules"
+"""Module of the rules of states. Other modules with the same logger do not retry."""
 
 _WRITING_PATH = "/csrf-token"
 """Path suffix of a GET request that writes: each client gets a token that the server stores."""
@@ -248,7 +251,8 @@ def is_news(record: logging.LogRecord) -> bool:
     Prefect filters these from its other logs itself. With a polling worker they would be most of this one.
     """
     error = record.exc_info[1] if record.exc_info else None
-    return "database is locked" not in str(error)
+    is_retried = record.name != SERVER_LOGGER or record.module == STATE_RULES
+    return not is_retried or "database is locked" not in str(error)
 
 
 async def shipped_view(view: str) -> dict[str, Any]:

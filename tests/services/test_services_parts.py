@@ -513,18 +513,24 @@ def test_the_beat_is_read_whole(tmp_path: Path) -> None:
 def test_only_retries_of_a_busy_sqlite_are_not_logged() -> None:
     import logging
 
+    from prefect.server.models import block_registration
+    from prefect.server.orchestration import rules
     from prefect.server.utilities import worker_channel
 
-    from flows.server.app import RETRYING_LOGGERS, is_news
+    from flows.server.app import RETRYING_LOGGERS, SERVER_LOGGER, is_news
 
-    def line(error: Exception | None) -> logging.LogRecord:
+    def line(error: Exception | None, logger: str = "docket", file: str = "") -> logging.LogRecord:
         info = (type(error), error, None) if error else None
-        return logging.LogRecord("docket", logging.ERROR, "", 1, "again", (), info)
+        return logging.LogRecord(logger, logging.ERROR, file, 1, "again", (), info)
 
-    assert not is_news(line(OSError("(sqlite3.OperationalError) database is locked")))
+    locked = OSError("(sqlite3.OperationalError) database is locked")
+    assert not is_news(line(locked))
     assert is_news(line(OSError("database disk image is malformed")))
     assert is_news(line(None))
     assert worker_channel.logger.name in RETRYING_LOGGERS
+    assert not is_news(line(locked, rules.logger.name, rules.__file__))
+    assert is_news(line(locked, block_registration.logger.name, block_registration.__file__)), "it does not retry"
+    assert {rules.logger.name, block_registration.logger.name} == {SERVER_LOGGER}
 
 
 @pytest.mark.parametrize(("kind", "changed"), [("text/html; charset=utf-8", True), ("application/json", False)])
