@@ -3,10 +3,13 @@
 import contextlib
 import ctypes
 import os
+import resource
 import signal
+import sys
 import time
 from collections.abc import Collection
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
@@ -64,6 +67,24 @@ def peek_exit(pid: int) -> int | None:
     if found is None:
         return None
     return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
+def exit_as(code: int) -> NoReturn:
+    """Exit with the exit code or signal of another process, so that the agent and the diagnosis see the real cause.
+
+    Args:
+        code: Exit code, negative for a signal.
+    """
+    sys.stdout.flush()
+    if code < 0:
+        number = signal.Signals(-code)
+        if number is not signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        # A core dump of this process would be useless.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.kill(os.getpid(), number)
+        time.sleep(1.0)
+    os._exit(code if 0 < code < 256 else 1)
 
 
 def kill_group(pid: int) -> None:

@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from rlhf_core.worker.command import published
 from rlhf_core.worker.command.in_rank import rlhf_rank_file as words
 from rlhf_core.worker.command.job_record import JobRecord
 from rlhf_core.worker.command.launch import LaunchOrder, LaunchPlace
-from rlhf_core.worker.command.launcher_report import reported_exit_code
+from rlhf_core.worker.command.launcher_report import await_exit_code
 from rlhf_core.worker.command.observation import Reading, Source, Watched
 from rlhf_core.worker.command.rank_output import RankOutput
 from rlhf_core.worker.command.rank_process import RankProcess, find_rank
@@ -324,7 +323,7 @@ class Follower:
             if self._has_stopped(code):
                 is_last = self._saves.newest_step >= self._trainer.num_steps
                 return RoleResult.DONE if is_last else RoleResult.STOPPED_EARLY
-            _end_as(code)
+            processes.exit_as(code)
         if self._context.rank != 0:
             return RoleResult.DONE  # rank 0 judges a program that exited cleanly: it has the steps and checkpoints
         self._record.close(lambda: self._beat.beat(self._phase, self._step))
@@ -347,18 +346,14 @@ class Follower:
         return of_rank or 0
 
     def _read_reported_code(self) -> None:
-        """Look up the rank's exit code in the launcher's log if the launcher reaped the rank first."""
-        if self._rank is None or not self._rank.has_ended or self._trainer.launch != "per_node":
-            return
-        log = self._context.restart_dir.log(self._context.role, self._context.node, 0)
-        deadline = time.monotonic() + CASCADE_TIMEOUT_S
-        # A launcher that exits with 0 reports no rank, and one that has exited reports no more.
-        while self._rank.code is None:
-            has_exited = self._child is not None and self._child.poll() is not None
-            self._rank.code = reported_exit_code(log, self._rank.pid)
-            if has_exited or time.monotonic() > deadline:
-                break
-            time.sleep(POLL_INTERVAL_S)
+        """Read the rank's exit code from the launcher's log if the launcher reaped the rank first."""
+        rank = self._rank
+        if rank is not None and rank.has_ended and rank.code is None and self._trainer.launch == "per_node":
+            log = self._context.restart_dir.log(self._context.role, self._context.node, 0)
+            rank.code = await_exit_code(log, rank.pid, CASCADE_TIMEOUT_S, self._has_launcher_exited)
+
+    def _has_launcher_exited(self) -> bool:
+        return self._child is not None and self._child.poll() is not None
 
     def _has_stopped(self, code: int) -> bool:
         """True if the program was asked to stop and has saved its state, whatever it exited with then.
@@ -396,19 +391,3 @@ class Follower:
 
     def _last_step(self) -> int:
         return max(self._step, self._record.newest_step)
-
-
-def _end_as(code: int) -> None:
-    """Exit with the program's exit code or signal, so that the agent and the diagnosis see the real cause."""
-    sys.stdout.flush()
-    if code < 0:
-        number = signal.Signals(-code)
-        if number is not signal.SIGKILL:
-            signal.signal(number, signal.SIG_DFL)
-        # A core dump of the worker would be useless.
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        os.kill(os.getpid(), number)
-        time.sleep(1.0)
-    os._exit(code if 0 < code < 256 else 1)

@@ -5,12 +5,32 @@ before such a poll is reaped before its worker can read the exit code; the launc
 """
 
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from rlhf_core.files.appended import read_tail
 
 TAIL_BYTES = 256 << 10
 """Part of the log that is searched, in bytes: the launcher writes these lines last."""
+POLL_INTERVAL_S = 0.1
+
+
+def await_exit_code(log: Path, pid: int, timeout_s: float, has_launcher_exited: Callable[[], bool]) -> int | None:
+    """Exit code of a rank once its launcher has logged it; None if the launcher exits without doing so.
+
+    The launcher first ends its other ranks, so the line comes some time after the exit.
+
+    Args:
+        timeout_s: Longest wait, in seconds: of a rank that exited with 0 the launcher logs nothing.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        is_last = has_launcher_exited() or time.monotonic() > deadline
+        code = reported_exit_code(log, pid)
+        if code is not None or is_last:
+            return code
+        time.sleep(POLL_INTERVAL_S)
 
 
 def reported_exit_code(log: Path, pid: int) -> int | None:

@@ -1,10 +1,12 @@
 """Exit codes of ranks, read from logs that torchrun 2.13 wrote."""
 
+import itertools
 from pathlib import Path
 
 import pytest
 
-from rlhf_core.worker.command.launcher_report import TAIL_BYTES, reported_exit_code
+from rlhf_core.worker.command import launcher_report
+from rlhf_core.worker.command.launcher_report import TAIL_BYTES, await_exit_code, reported_exit_code
 
 FIRST_FAILURE = """\
 W1126 03:11:05.730000 4700 elastic/multiprocessing/api.py:1028] Sending process 4710 closing signal SIGTERM
@@ -57,3 +59,27 @@ def test_the_exit_code_is_that_of_the_rank(tmp_path: Path, log: str, pid: int, c
 
 def test_a_log_that_does_not_exist_reports_nothing(tmp_path: Path) -> None:
     assert reported_exit_code(tmp_path / "none.log", 4711) is None
+
+
+def test_a_line_that_comes_later_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher first ends its other ranks."""
+    path = tmp_path / "trainer-0.log"
+    path.touch()
+    waits = itertools.count(1)
+
+    def sleep(_seconds: float) -> None:
+        if next(waits) == 3:
+            path.write_text(FIRST_FAILURE)
+
+    monkeypatch.setattr(launcher_report.time, "sleep", sleep)
+    assert await_exit_code(path, 4711, 60.0, lambda: False) == -9
+    assert next(waits) == 4
+
+
+def test_a_launcher_that_has_exited_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "trainer-0.log"
+    path.write_text(FIRST_FAILURE)
+    monkeypatch.setattr(launcher_report.time, "sleep", lambda _seconds: pytest.fail("waited"))
+    assert await_exit_code(path, 4711, 60.0, lambda: True) == -9, "its log is read once more"
+    assert await_exit_code(path, 4710, 60.0, lambda: True) is None
+    assert await_exit_code(path, 4710, 0.0, lambda: False) is None, "nor is one that logs nothing"
