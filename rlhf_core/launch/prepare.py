@@ -12,7 +12,7 @@ import rlhf_core
 from rlhf_core import __version__
 from rlhf_core.errors import BadConfig, RunDirError
 from rlhf_core.files import private as private_files
-from rlhf_core.files.whole import remove_tree, write_model, write_text
+from rlhf_core.files.whole import is_disk_full, remove_tree, write_model, write_text
 from rlhf_core.launch.journal import Journal
 from rlhf_core.machine.accounts import account, user_name
 from rlhf_core.run_dir.run import RunDir, new_run_id
@@ -202,7 +202,7 @@ def _make_whole(runs: Path, stored: StoredSpec, keep: Callable[[Path], object]) 
 
 
 def _advice(error: OSError) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if is_disk_full(error):
         return "Make room there, or set RLHF_RUNS to a folder on another file system"
     if error.errno == errno.EACCES:
         return "Set RLHF_RUNS to a folder that you may write, or let the worker of the site make it: `rlhf submit`"

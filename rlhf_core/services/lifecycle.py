@@ -1,7 +1,6 @@
 """``rlhf up`` and ``rlhf down``: start missing services, replace silent ones, and stop them."""
 
 import contextlib
-import errno
 import os
 import shutil
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from rlhf_core.errors import BadInput, ServiceFailed
 from rlhf_core.files.appended import read_tail
+from rlhf_core.files.whole import is_disk_full
 from rlhf_core.services.presence import OURS, ServiceFiles, ServiceState, ServiceStatus, alone, service_status
 from rlhf_core.services.processes import wait_until
 from rlhf_core.services.supervisord import Program, Supervisord
@@ -306,7 +306,7 @@ def _naming_a_full_disk(home: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if not is_disk_full(error):
             raise
         raise ServiceFailed(
             f"cannot write in RLHF_HOME, {home}: {error.strerror}. Make room there, then run `rlhf up` again"
