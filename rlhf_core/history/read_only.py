@@ -113,10 +113,12 @@ def query_postgres(
 
 def _keep_schemas(connection: Any) -> None:
     """Keep the schemas of the login for the transaction: "$user" in search_path means another one for another role."""
-    (schemas,) = connection.execute("SELECT current_schemas(false)::text[]").fetchone()
-    quoted = ", ".join('"{}"'.format(name.replace('"', '""')) for name in schemas)
-    if quoted:
-        connection.execute(f"SET LOCAL search_path TO {quoted}")
+    (schemas,) = connection.execute(
+        "SELECT string_agg(quote_ident(name), ', ' ORDER BY place) "
+        "FROM unnest(current_schemas(false)) WITH ORDINALITY AS found(name, place)"
+    ).fetchone()
+    if schemas:
+        connection.execute(f"SET LOCAL search_path TO {schemas}")
 
 
 def _limit_time(connection: Any, clock: WorkClock) -> None:
