@@ -300,9 +300,8 @@ def _make_virtual(folder: Path, python: str, report_progress: Callable[[str], No
     """Make a virtual environment, or resume one: pip, most of the work, is unpacked only if it is incomplete."""
     command = [python, "-I", "-m", "venv", str(folder)]
     if (folder / "pyvenv.cfg").exists():
-        _run(
-            [*command, "--without-pip"], report_progress, f"python -m venv {folder}"
-        )  # it may have been made for another Python
+        # It may have been made for another Python.
+        _run([*command, "--without-pip"], report_progress, f"python -m venv {folder}")
         answer = subprocess.run([_interpreter(folder), "-I", "-c", _PIP_IS_COMPLETE], capture_output=True, check=False)
         if answer.returncode == 0:
             return
