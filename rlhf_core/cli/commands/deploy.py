@@ -61,13 +61,14 @@ def deploy(
 ) -> None:
     """Deploy a config to Prefect, with a form in the UI; deploy it again to update it.
 
-    Stores the config as it is now, with the code that it needs, so later edits do not change scheduled runs. Schedules
-    and limits set in the UI stay, unless you give them here.
+    Stores the config as it is now, with the code that it needs, so later edits do not change scheduled runs. Schedules,
+    limits and tags stay, unless you give them here. Updating the deployment of another user makes you its owner.
     """
     _require_good_config(config, set_ or ())
     site = site_in_prefect()
     _warn_of_other_user(site)
     from flows.deployments.registration import register
+    from rlhf_core.machine.accounts import user_name
 
     done = register(
         config,
@@ -82,6 +83,12 @@ def deploy(
         owner=owner,
         overrides=set_ or (),
     )
+    owner = owner or user_name()
+    if done.earlier_owner not in ("", owner):
+        output.warn(
+            f"{done.name} was a deployment of {done.earlier_owner}: it now has this config, and its runs belong to "
+            f"{owner}"
+        )
     if as_json:
         output.print_json({"deployment": done.name, "id": done.id, "url": done.url})
     else:
@@ -124,8 +131,9 @@ def submit(
     if Path(config).is_file():  # otherwise, it was stored by the user who deployed it
         _warn_of_other_user(site)
     from flows.deployments.registration import submit_config
+    from rlhf_core.machine.accounts import user_name
 
-    request = submit_config(config, site, overrides=set_ or (), tags=tag or (), owner=owner)
+    request = submit_config(config, site, overrides=set_ or (), tags=tag or (), owner=owner or user_name())
     if as_json:
         output.print_json({"run_id": request.run_id, "flow_run_id": request.flow_run_id, "url": request.url})
     else:
