@@ -84,8 +84,7 @@ def explain(flow_run: FlowRun, place: QueuePlace, now: datetime) -> QueueWait:
     """Explain why a flow run that has not ended has not created its run. Pure."""
     state = flow_run.state
     if state is None or state.type is not StateType.SCHEDULED:
-        name = state.name if state is not None else "unknown"
-        return QueueWait(f"a worker has taken it ({name}); its process makes the run directory next")
+        return _taken(state.name or "" if state is not None else "unknown", flow_run, place, now)
     if state.name == _SLOT:
         limit = f" of {place.limit}" if place.limit is not None else ""
         return QueueWait(
@@ -95,6 +94,19 @@ def explain(flow_run: FlowRun, place: QueuePlace, now: datetime) -> QueueWait:
     if due > now + SOON:
         return QueueWait(f"it is scheduled for {due:%Y-%m-%d %H:%M:%S} UTC")
     return _blocked(flow_run, place, now) or _full(flow_run, place) or _late(flow_run, place, due, now)
+
+
+def _taken(state: str, flow_run: FlowRun, place: QueuePlace, now: datetime) -> QueueWait:
+    """The reason why a flow run that a worker has taken has made no run. The worker may be gone together with its
+    process; nothing ends it in Prefect before a worker is back."""
+    if any(is_alive(worker, now) for worker in place.workers):
+        return QueueWait(f"a worker has taken it ({state}); its process makes the run directory next")
+    return QueueWait(
+        f"a worker has taken it ({state}), but no worker of the pool {flow_run.work_pool_name!r} is online now"
+        f"{_last_online(place)}. `rlhf up` on the machine of the site starts one; if the process of the run is gone, "
+        "its flow run counts as crashed then: Retry on its page starts it again",
+        stuck=True,
+    )
 
 
 def _blocked(flow_run: FlowRun, place: QueuePlace, now: datetime) -> QueueWait | None:
@@ -114,13 +126,16 @@ def _blocked(flow_run: FlowRun, place: QueuePlace, now: datetime) -> QueueWait |
         )
     if any(is_alive(worker, now) for worker in place.workers):
         return None
-    last_heartbeat = max((one.last_heartbeat_time for one in place.workers if one.last_heartbeat_time), default=None)
-    last = "" if last_heartbeat is None else f"; the last one was heard at {last_heartbeat:%Y-%m-%d %H:%M:%S} UTC"
     return QueueWait(
-        f"no worker of the pool {name!r} is online{last}. `rlhf up` on the machine of the site starts one; the run "
-        f"stays asked for until then",
+        f"no worker of the pool {name!r} is online{_last_online(place)}. `rlhf up` on the machine of the site starts "
+        "one; the run stays asked for until then",
         stuck=True,
     )
+
+
+def _last_online(place: QueuePlace) -> str:
+    last_heartbeat = max((one.last_heartbeat_time for one in place.workers if one.last_heartbeat_time), default=None)
+    return "" if last_heartbeat is None else f"; the last one was heard at {last_heartbeat:%Y-%m-%d %H:%M:%S} UTC"
 
 
 def is_alive(worker: Worker, now: datetime) -> bool:

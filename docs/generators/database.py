@@ -86,7 +86,8 @@ QUESTIONS: Mapping[str, str] = {
     "What went wrong in the newest runs, and what was done about it?": """
         SELECT i.run_id, i.seen_at, i.failure_kind, i.phase, i.step, i.suspect_nodes, i.message, d.action, d.reason
         FROM incidents i
-        LEFT JOIN decisions d ON d.run_id = i.run_id AND d.decision_id = i.incident_id
+        LEFT JOIN decisions d ON d.run_id = i.run_id AND (d.decision_id = i.incident_id
+            OR (i.found_by = 'controller' AND d.decided_by = 'controller' AND d.attempt = i.attempt))
         ORDER BY i.seen_at DESC
         LIMIT 20""",
     "How long did recovery take, from an incident to the next step?": """

@@ -35,7 +35,7 @@ from rlhf_core.config import loading as configs
 from rlhf_core.config.problems import is_name
 from rlhf_core.config.site import Site
 from rlhf_core.control.controller import FlowRunLink
-from rlhf_core.control.snapshots import keep
+from rlhf_core.control.snapshots import keep, key_of
 from rlhf_core.errors import BadInput, PrefectUnavailable
 from rlhf_core.files import private as private_files
 from rlhf_core.machine.accounts import user_name
@@ -69,6 +69,8 @@ class Registered:
     id: str
     url: str
     """Its page."""
+    earlier_owner: str = ""
+    """Owner of its runs until now; empty for a new deployment."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def register(
         limit: number of its runs that may be driven at the same time; others wait. 0 for no limit, None for no change.
         priority: ``high``, ``default`` or ``low``; None for no change.
         skip_if_busy: skip scheduled times at which its last run is still running; None for no change.
-        tags: labels to find its runs by.
+        tags: labels to find its runs by; empty for no change.
         owner: the requesting user. Default: the user of this process.
         overrides: settings to change, each as ``section.field=value``.
         folder: base of relative paths. Default: the current folder.
@@ -132,22 +134,25 @@ def register(
         BadInput: the schedule, the name or the priority is invalid, or there is no work pool.
         PrefectUnavailable: no server answers.
     """
-    wanted = _wanted(
-        config,
-        site,
-        name=name,
-        schedule=_schedule(cron, timezone),
-        limit=limit,
-        priority=priority,
-        skip_if_busy=skip_if_busy,
-        tags=tags,
-        owner=owner,
-        overrides=overrides,
-        folder=folder,
-    )
+    name = name or configs.load(config, overrides).name
+    schedule = _schedule(cron, timezone)
     with _client() as client:
         _require_pool(client, site)
-        deployment = _put(client, site, wanted, _present(client, [wanted.name]).get(wanted.name))
+        present = _present(client, [name]).get(name)
+        wanted = _wanted(
+            config,
+            site,
+            name=name,
+            schedule=schedule,
+            limit=limit,
+            priority=priority,
+            skip_if_busy=skip_if_busy,
+            tags=tags or (read_form(present.parameters).tags if present is not None else ()),
+            owner=owner,
+            overrides=overrides,
+            folder=folder,
+        )
+        deployment = _put(client, site, wanted, present)
         if wanted.schedule is not None:
             _set_schedule(client, UUID(deployment.id), wanted.schedule)
     return deployment
@@ -203,7 +208,8 @@ def _wanted(
 
 
 def register_presets(site: Site) -> list[Registered]:
-    """Register every preset and :data:`RESUME_DEPLOYMENT`, as ``rlhf up`` does.
+    """Register every preset and :data:`RESUME_DEPLOYMENT`, as ``rlhf up`` does. A config that a user has deployed under
+    the name of a preset stays.
 
     Raises:
         BadInput: there is no work pool.
@@ -222,7 +228,14 @@ def register_presets(site: Site) -> list[Registered]:
     with _client() as client:
         _require_pool(client, site)
         present = _present(client, [one.name for one in wanted])
-        return [_put(client, site, one, present.get(one.name)) for one in wanted]
+        return [
+            _put(client, site, one, present.get(one.name)) for one in wanted if not _is_stored(present.get(one.name))
+        ]
+
+
+def _is_stored(present: DeploymentResponse | None) -> bool:
+    """True for a deployment of a stored config, which is not a preset as it comes with the program."""
+    return present is not None and key_of(str(present.parameters.get("config") or "")) is not None
 
 
 def submit(
@@ -362,7 +375,10 @@ def _put(client: SyncPrefectClient, site: Site, wanted: _Wanted, present: Deploy
         deployment_id = present.id
         _update(client, site, wanted, present)
     return Registered(
-        f"{RUN_FLOW}/{wanted.name}", str(deployment_id), page(site, "deployments/deployment", deployment_id)
+        f"{RUN_FLOW}/{wanted.name}",
+        str(deployment_id),
+        page(site, "deployments/deployment", deployment_id),
+        str(present.parameters.get("owner") or "") if present is not None else "",
     )
 
 

@@ -1,8 +1,9 @@
 """Check for a Prefect server in commands that need one, with advice if there is none. Imports no Prefect."""
 
 import contextlib
+import os
 
-from flows.server.settings import START_IT, connect, is_there, own_url, require_accepted_password
+from flows.server.settings import START_IT, accepts_password, client_settings, connect, own_url
 from rlhf_core.config.site import Site
 from rlhf_core.errors import PrefectUnavailable
 from rlhf_core.files import private as private_files
@@ -18,8 +19,7 @@ def require(site: Site) -> None:
             its expected address.
     """
     url = connect(site)
-    if url and is_there(url):
-        require_accepted_password(url)
+    if url and accepts_password(url):
         with contextlib.suppress(OSError):  # Prefect makes its own folder there, but none above it, and warns
             private_files.make_folder(site.home)
         return
@@ -28,9 +28,9 @@ def require(site: Site) -> None:
             f"the Prefect server at {url} does not answer; PREFECT_API_URL names it, in the environment or in "
             f"Prefect's active profile. Start it, or unset PREFECT_API_URL and use the one of `rlhf up`"
         )
-    found = service_status(site.home, "server")
-    if "server" not in Supervisord(site.home).programs() and found.state is ServiceState.STOPPED:
+    if not _has_server(site):
         raise PrefectUnavailable(f"no Prefect server is configured, and this site has none yet. {START_IT}")
+    found = service_status(site.home, "server")
     why = {
         ServiceState.STOPPED: "its process is gone",
         ServiceState.STARTING: f"process {found.pid} is starting" if found.pid else "it is starting",
@@ -39,3 +39,22 @@ def require(site: Site) -> None:
         f"the Prefect server of this site does not answer at {own_url(site)}: {why}. `rlhf up` starts it again; "
         f"`rlhf up --status` says how the services stand; its log is {ServiceFiles(site.home, 'server').log}"
     )
+
+
+def connect_if_any(site: Site) -> None:
+    """Connect this process to the server of a site, which may be down; for a site without one, do nothing.
+
+    Raises:
+        PrefectUnavailable: it does not accept the password.
+    """
+    url = connect(site)
+    if url:
+        accepts_password(url)
+    elif _has_server(site):
+        os.environ.update(client_settings(site, own_url(site)))
+
+
+def _has_server(site: Site) -> bool:
+    """True if `rlhf up` manages a server for a site, or one is running."""
+    managed = "server" in Supervisord(site.home).programs()
+    return managed or service_status(site.home, "server").state is not ServiceState.STOPPED

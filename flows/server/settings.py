@@ -314,38 +314,41 @@ def answers(url: str) -> bool:
 
 def requires_password(url: str) -> bool:
     """False if the server at an API address answers without a password."""
-    try:
-        with opened(f"{url}/admin/version", ANSWER_TIMEOUT_S):
-            return False
-    except (OSError, ValueError):
-        return True
+    return _status_of_version(url) != http.HTTPStatus.OK
 
 
-def require_accepted_password(url: str) -> None:
-    """Check that the server at an API address accepts the password of this process.
+def accepts_password(url: str) -> bool:
+    """True if anything answers at an API address, and does not reject the password of this process.
 
     Other ways to identify oneself to a server, such as a key, are left to Prefect.
 
     Raises:
-        PrefectUnavailable: it does not.
+        PrefectUnavailable: it rejects the password.
     """
-    if any(_configured(setting, os.environ) for setting in ("PREFECT_API_KEY", "PREFECT_CLIENT_CUSTOM_HEADERS")):
-        return
     given = _configured(CLIENT_AUTH, os.environ)
-    headers = {"Authorization": f"Basic {base64.b64encode(given.encode()).decode()}"} if given else {}
-    try:
-        with opened(f"{url}/admin/version", ANSWER_TIMEOUT_S, headers):
-            return
-    except urllib.error.HTTPError as error:
-        if error.code != http.HTTPStatus.UNAUTHORIZED:
-            return
-    except (OSError, ValueError):
-        return
+    status = _status_of_version(url, given)
+    has_other = any(
+        _configured(setting, os.environ) for setting in ("PREFECT_API_KEY", "PREFECT_CLIENT_CUSTOM_HEADERS")
+    )
+    if status != http.HTTPStatus.UNAUTHORIZED or has_other:
+        return status is not None
     found = f"does not accept the password in {CLIENT_AUTH}" if given else "requires a password"
     raise PrefectUnavailable(
         f"the Prefect server at {url} {found}: set {AUTH_VARIABLE} to what `rlhf password` prints for the user of its "
         "services"
     )
+
+
+def _status_of_version(url: str, auth: str = "") -> int | None:
+    """HTTP status with which a server answers a question that may require a password; None without an answer."""
+    headers = {"Authorization": f"Basic {base64.b64encode(auth.encode()).decode()}"} if auth else {}
+    try:
+        with opened(f"{url}/admin/version", ANSWER_TIMEOUT_S, headers) as response:
+            return response.status
+    except urllib.error.HTTPError as error:
+        return error.code
+    except (OSError, ValueError):
+        return None
 
 
 def answers_within(seconds: float, url: str) -> bool:

@@ -15,11 +15,11 @@ from flows.server.guards import MAX_SOCKET_BYTES
 from flows.server.proxies import exemption
 from flows.server.settings import (
     ANSWER_TIMEOUT_S,
+    accepts_password,
     access_settings,
     answers,
     answers_within,
     new_password,
-    require_accepted_password,
 )
 from rlhf_core.errors import PrefectUnavailable
 from rlhf_core.services.presence import private_folder
@@ -78,7 +78,7 @@ def _send_what_is_queued() -> None:
 def _require_answer(url: str) -> None:
     if not answers_within(ANSWER_TIMEOUT_S, url):
         raise PrefectUnavailable(f"the Prefect server at {url} (PREFECT_API_URL) does not answer. {NO_PREFECT}")
-    require_accepted_password(url)
+    accepts_password(url)
 
 
 @contextmanager

@@ -82,15 +82,20 @@ def cancel(controller: Controller, reason: str, *, save: bool = False) -> None:
             controller.sleep(0.2)
         end_job(controller, submission, wait_for_database=False)
         if controller.watcher(number).poll().verdict.state is AttemptState.COMPLETED:
+            _end_stage(controller, StageState.COMPLETED)
             conclude(controller, number)  # it completed before the order arrived
             return
         journal.move_attempt(number, AttemptState.CANCELLED, reason, FailureKind.USER_CANCEL)
-    stage = journal.record.open_stage()
-    if stage is not None:
-        journal.end_stage(stage.index, StageState.CANCELLED, reason)
+    _end_stage(controller, StageState.CANCELLED, reason)
     journal.move_run(RunState.CANCELLED, reason)
     controller.run_dir.cancel_request.unlink(missing_ok=True)
     controller.record()
+
+
+def _end_stage(controller: Controller, state: StageState, message: str = "") -> None:
+    stage = controller.journal.record.open_stage()
+    if stage is not None:
+        controller.journal.end_stage(stage.index, state, message)
 
 
 def cancel_run(
@@ -140,7 +145,9 @@ def cancel_run(
         with opened(run_dir, site, store, timeout_s=0) as controller:
             log("no controller is running for it; ending it from here" + _time_given(save))
             cancel(controller, reason, save=save)
-        return _result(run_dir, site, f"run {run_id} is cancelled")
+            completed = controller.journal.record.state is RunState.COMPLETED
+        done = "had completed before its job was told to end" if completed else "is cancelled"
+        return _result(run_dir, site, f"run {run_id} {done}")
     except LeaseLost:
         log(f"asking the controller of {run_id} to end it" + _time_given(save))
     except DatabaseUnavailable as error:

@@ -8,6 +8,7 @@ from control_fakes import make_run
 
 from rlhf_core.cli import main
 from rlhf_core.config.site import load_site
+from rlhf_core.control.reconcile.loop import lease_name
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal
 from rlhf_core.launch.lease import Owner
@@ -49,6 +50,17 @@ def test_it_is_done_once(orphan: RunDir, capsys: pytest.CaptureFixture[str]) -> 
     assert "cancelled" in capsys.readouterr().out
     assert main.execute(["reconcile"]) == 0
     assert "agree" in capsys.readouterr().out
+
+
+def test_the_daemon_at_work_is_named(orphan: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before, the message had the internal name of its lease, as that of a run."""
+    site = load_site()
+    with HistoryStore(site.database_url) as store:
+        store.acquire_lease(lease_name(site), "ann@elsewhere:71:1767225600.00", 60)
+    assert main.execute(["reconcile"]) == 1
+    told = capsys.readouterr().err
+    assert "the daemon of this site (ann on elsewhere, process 71, since 2026-01-01 00:00 UTC) reconciles every" in told
+    assert "keeper" not in told
 
 
 def test_a_site_without_runs_is_consistent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

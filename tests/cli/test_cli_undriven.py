@@ -13,10 +13,13 @@ import psutil
 import pytest
 from control_fakes import make_run
 
+from flows.deployments.registration import Submitted
 from rlhf_core.cli import watching
+from rlhf_core.cli.commands import deploy
 from rlhf_core.cli.main import execute
 from rlhf_core.config.site import load_site
 from rlhf_core.control.undriven import undriven_since
+from rlhf_core.errors import RunFailed
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal
 from rlhf_core.launch.lease import TTL_S, Owner
@@ -59,8 +62,8 @@ def printed(capsys: Printed, *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def watched(run_dir: RunDir, capsys: Printed, monkeypatch: pytest.MonkeyPatch, *options: str) -> str:
-    """Output of ``rlhf watch`` up to the failure of the run."""
+def fails_soon(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the run fail between the first two looks of a command at it."""
 
     def fail(_seconds: float) -> None:
         journal = Journal(run_dir, 9)
@@ -68,6 +71,11 @@ def watched(run_dir: RunDir, capsys: Printed, monkeypatch: pytest.MonkeyPatch, *
         journal.close()
 
     monkeypatch.setattr(watching.time, "sleep", fail)
+
+
+def watched(run_dir: RunDir, capsys: Printed, monkeypatch: pytest.MonkeyPatch, *options: str) -> str:
+    """Output of ``rlhf watch`` up to the failure of the run."""
+    fails_soon(run_dir, monkeypatch)
     return printed(capsys, "watch", run_dir.run_id, *options)
 
 
@@ -106,3 +114,27 @@ def test_a_run_between_two_controllers_is_given_time() -> None:
             assert undriven_since(store, [run_dir.run_id]) == {}
         with HistoryStore(url, now=lambda: utc_now() + timedelta(seconds=60)) as store:
             assert [*undriven_since(store, [run_dir.run_id])] == [run_dir.run_id]
+
+
+def test_a_submitted_run_that_loses_its_controller_is_shown_as_such(
+    capsys: Printed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, ``rlhf submit --watch`` showed its last state for as long as nothing drove it."""
+    with controller() as owner:
+        run_dir = driven_by(owner, load_site().runs_dir)
+    fails_soon(run_dir, monkeypatch)
+    with pytest.raises(RunFailed):
+        deploy._watch(load_site(), Submitted(run_dir.run_id, "", ""), None, as_json=False)
+    assert f"`rlhf resume {run_dir.run_id}` continues it" in capsys.readouterr().out
+
+
+def test_a_submitted_run_is_watched_without_its_history(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    with controller() as owner:
+        run_dir = driven_by(owner, load_site().runs_dir)
+    monkeypatch.setenv("RLHF_DATABASE_URL", f"sqlite:///{run_dir.root}")
+    fails_soon(run_dir, monkeypatch)
+    with pytest.raises(RunFailed):
+        deploy._watch(load_site(), Submitted(run_dir.run_id, "", ""), None, as_json=False)
+    told = capsys.readouterr()
+    assert "is a folder, expected a file" in told.err
+    assert "training" in told.out

@@ -6,12 +6,15 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from history_tools import RunFiles, whole_run
+from history_tools import RunFiles, at, whole_run
+from made_reports import decision_of
 
 from rlhf_core.history.queries import run_sql
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import VIEWS, metadata
 from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.failures import Action, DecidedBy, FailureKind
+from rlhf_core.schemas.journal import DecisionMade, IncidentFound
 from rlhf_core.watchdog.ingest import sync
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -51,6 +54,22 @@ def test_the_answers_are_the_right_ones(filled: HistoryStore) -> None:
     assert [(row[1], round(row[5], 2)) for row in gains] == [("sampled", 0.5), ("greedy", 0.18)]
     lost = answers["What did each kind of failure cost?"]
     assert {row[0]: row[1] for row in lost} == {"worker_killed": 1, "node_lost": 1}
+
+
+def test_the_decision_about_an_incident_of_the_controller_is_shown(store: HistoryStore, runs: Path) -> None:
+    run = RunFiles(runs).created()
+    run.planned(1, 0)
+    incident = run.incident(1, 0, FailureKind.WORKER_KILLED, 20)
+    run.decision(1, 0, Action.NEW_ATTEMPT, 20)
+    lost = incident.model_copy(update={"failure_kind": FailureKind.NODE_LOST, "seen_at": at(21)})
+    run.journal(IncidentFound(incident=lost), 21)
+    run.journal(DecisionMade(decision=decision_of(Action.STOP, decided_by=DecidedBy.CONTROLLER)), 22)
+    sync(run.dir, store)
+    sql = statements()["What went wrong in the newest runs, and what was done about it?"]
+    assert [(row[2], row[7]) for row in run_sql(store, sql).rows] == [
+        ("node_lost", "stop"),
+        ("worker_killed", "new_attempt"),
+    ]
 
 
 def test_a_statement_that_does_not_fit_the_tables_is_seen(filled: HistoryStore) -> None:

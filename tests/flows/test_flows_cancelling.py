@@ -18,7 +18,7 @@ from rlhf_core.files.whole import read_model
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState
-from rlhf_core.schemas.attempts import AttemptState, RunState
+from rlhf_core.schemas.attempts import AttemptState, RunState, StageState
 from rlhf_core.schemas.reports import AgentCommand
 
 
@@ -167,6 +167,17 @@ def test_a_run_that_has_ended_is_left_alone(harness: ControllerHarness) -> None:
     assert "had already ended" in found.message
     assert found.job_ended
     assert run_dir.control.read_bytes() == before
+
+
+@pytest.mark.usefixtures("follows_orders")
+def test_a_run_whose_job_completed_first_is_completed(harness: ControllerHarness) -> None:
+    """Before, its stage was left running, and the command called the run cancelled."""
+    run_dir = harness.killed_in_training()
+    FakeAgent(run_dir).whole_run()
+    found, _ = cancelled(harness, run_dir)
+    assert (found.state, found.job_ended) == (RunState.COMPLETED, True)
+    assert "had completed before its job was told to end (completed)" in found.message
+    assert {stage.state for stage in read_record(run_dir).stages} == {StageState.COMPLETED}
 
 
 def test_a_live_job_is_never_reported_as_gone(harness: ControllerHarness) -> None:

@@ -28,6 +28,7 @@ from rlhf_core.history.queries.controllers import run_of_flow_run
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import read_record
 from rlhf_core.launch.lease import Owner
+from rlhf_core.machine.accounts import user_name
 from rlhf_core.presets import PRESETS, preset_path
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import RunState
@@ -139,6 +140,51 @@ def test_changes_made_in_the_ui_are_kept(client: Any, site: Site) -> None:
     for submitted, skips in ((True, True), (None, True), (False, False), (None, False)):
         register("quickstart", site, name="mine", skip_if_busy=submitted, tags=["mine"])
         assert client.read_deployment(deployment_id).tags == ["rlhf", "mine", *([SKIP_IF_BUSY] if skips else [])]
+
+
+def test_a_deployment_keeps_its_tags_and_tells_a_new_owner_about_the_earlier_one(
+    client: Any, site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before, the tags were dropped, and nothing was said."""
+    arguments = ["deploy", "quickstart", "--name", "ours"]
+    assert execute([*arguments, "--tag", "nightly", "--owner", "ann"]) == 0
+    assert "was a deployment of" not in capsys.readouterr().err, "negative control: it is new"
+    assert execute([*arguments, "--owner", "ben"]) == 0
+    told = capsys.readouterr().err
+    assert "rlhf-run/ours was a deployment of ann: it now has this config, and its runs belong to ben" in told
+    found = client.read_deployment_by_name("rlhf-run/ours")
+    assert (found.parameters["tags"], found.tags) == ("nightly", ["rlhf", "nightly"])
+    assert found.parameter_openapi_schema["properties"]["tags"]["default"] == "nightly"
+    assert execute([*arguments, "--tag", "weekly", "--owner", "ben"]) == 0
+    assert "was a deployment of" not in capsys.readouterr().err
+    assert client.read_deployment_by_name("rlhf-run/ours").tags == ["rlhf", "weekly"]
+
+
+def test_the_next_start_of_a_worker_keeps_a_config_deployed_under_the_name_of_a_preset(client: Any, site: Site) -> None:
+    """Before, the preset replaced it, and its scheduled runs had other settings from then on."""
+
+    def steps() -> int:
+        return int(client.read_deployment_by_name("rlhf-run/quickstart").parameters["steps"])
+
+    register_presets(site)
+    preset = steps()
+    register("quickstart", site, overrides=["loops.main.num_steps=7"])
+    register_presets(site)
+    assert steps() == 7 != preset
+    register("quickstart", site)
+    assert steps() == preset, "this brings the preset back"
+
+
+def test_a_run_belongs_to_the_user_who_submits_it(client: Any, site: Site) -> None:
+    """Before, it belonged to the user of the deployment: for a preset, to the user of the services."""
+    register("quickstart", site, name="shared", owner="ann")
+    assert execute(["submit", "shared"]) == 0
+    (flow_run,) = (one for one in client.read_flow_runs() if str(one.deployment_id) == deployment_id(client, "shared"))
+    assert flow_run.parameters["owner"] == user_name()
+
+
+def deployment_id(client: Any, name: str) -> str:
+    return str(client.read_deployment_by_name(f"rlhf-run/{name}").id)
 
 
 @pytest.mark.usefixtures("server", "pool")

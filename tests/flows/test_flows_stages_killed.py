@@ -15,7 +15,7 @@ from harness import ControllerHarness, live, undisturbed
 from kill_points import Killed, Points
 
 from rlhf_core.control import cancel
-from rlhf_core.control.attempts import jobs
+from rlhf_core.control.attempts import jobs, recovery
 from rlhf_core.control.attempts.jobs import order_to_end
 from rlhf_core.control.controller import LEASE_RETRY_INTERVAL_S
 from rlhf_core.control.steps import drive
@@ -330,3 +330,36 @@ def test_a_user_can_end_the_job_without_the_database(harness: ControllerHarness,
     with pytest.raises(RunCancelled):
         drive(controller)
     assert harness.scheduler.jobs[harness.scheduler.cancelled[-1]].state is JobState.ENDED
+
+
+def test_a_controller_that_takes_over_waits_for_the_end_before_it_decides(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, it decided about an attempt that it had not seen end, as an unknown failure, again and again in a loop
+    without a pause."""
+    run_dir = harness.run()
+    polls: list[int] = []
+
+    def ends() -> None:
+        polls.append(1)
+        assert len(polls) < 200, "it polls without waiting"
+        if len(harness.notes.snapshots) == 2:
+            harness.scheduler.jobs["101"].state = JobState.ENDED
+
+    def killed(*_given: object, **_named: object) -> None:
+        raise Killed
+
+    harness.runs_well(run_dir, 1, lambda agent: (agent.begin(), agent.role(Role.TRAINER)))
+    harness.scheduler.on_status = ends
+    with monkeypatch.context() as patched:
+        patched.setattr(recovery, "explain", killed)
+        with pytest.raises(Killed):
+            drive(harness.controller(run_dir))
+    harness.notes.messages.clear()
+    drive(harness.controller(run_dir))
+    record = read_record(run_dir)
+    assert (record.attempts[1].state, record.attempts[1].failure_kind) == (AttemptState.LOST, FailureKind.AGENT_KILLED)
+    assert [message for message in harness.notes.messages if "attempt 1 ended" in message] == [
+        "attempt 1 ended: agent_killed. attempt without a new checkpoint 1 of 3 allowed for agent_killed"
+    ]
+    assert record.state is RunState.COMPLETED

@@ -102,6 +102,19 @@ def test_waiting_for_a_free_slot_is_no_problem(client: Any, site: Site, submitte
     assert (wait.stuck, "the limit of 2 on runs of its deployment" in wait.words) == (False, True), wait
 
 
+def test_a_worker_that_is_gone_may_have_taken_the_process_with_it(client: Any, submitted: Submitted) -> None:
+    """Before, a script waited for its run directory forever."""
+    from prefect.states import Pending, Running
+
+    send_heartbeat(client)
+    client.set_flow_run_state(UUID(submitted.flow_run_id), Pending())
+    client.set_flow_run_state(UUID(submitted.flow_run_id), Running())
+    assert not queue_wait(submitted.flow_run_id).stuck, "negative control"
+    wait = queue_wait(submitted.flow_run_id, datetime.now(UTC) + timedelta(seconds=70))
+    assert wait.stuck
+    assert "a worker has taken it (Running), but no worker of the pool 'rlhf' is online now; the last" in wait.words
+
+
 def test_a_paused_pool_or_queue_is_named(client: Any, submitted: Submitted) -> None:
     from prefect.client.schemas.actions import WorkPoolUpdate
 

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 from history_tools import RunFiles, at, dump, new_sqlite, postgres, synced, whole_run
+from made_reports import decision_of
 
 from rlhf_core.errors import BadInput, UnknownRun
 from rlhf_core.history import queries, saved_queries
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.attempts import AttemptState, RunState
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
-from rlhf_core.schemas.failures import Action, FailureKind
-from rlhf_core.schemas.journal import ChecksMade, IncidentFound
+from rlhf_core.schemas.failures import Action, DecidedBy, FailureKind
+from rlhf_core.schemas.journal import AttemptMoved, ChecksMade, DecisionMade, IncidentFound
 from rlhf_core.schemas.run import RunSpec, shape_key
 from rlhf_core.watchdog.ingest import sync
 
@@ -367,6 +368,44 @@ def test_an_incident_that_agents_and_controller_have_found_counts_once(
         assert queries.run_sql(store, question).rows == [[expected]], question
     found = saved_queries.run(store, saved_queries.find("failures-by-kind"), {"days": "36500"})
     assert [row[1] for row in found.rows] == [strikes]
+
+
+@pytest.fixture
+def stopped(store: HistoryStore, runs: Path) -> RunFiles:
+    """A run whose agents asked for a new attempt twice: the controller granted one with another setting, then stopped
+    the run, because it had found a lost node."""
+    run = RunFiles(runs).created()
+    for attempt, seconds, kind in ((1, 0, FailureKind.CUDA_OOM), (2, 50, FailureKind.NODE_LOST)):
+        run.planned(attempt, seconds)
+        run.metrics(attempt, 0, attempt, seconds + 10)
+        incident = run.incident(attempt, 0, FailureKind.CUDA_OOM, seconds + 20)
+        run.decision(attempt, 0, Action.NEW_ATTEMPT, seconds + 20)
+        about = {"decided_by": DecidedBy.CONTROLLER, "decided_at": at(seconds + 21)}
+        if kind is FailureKind.NODE_LOST:
+            incident = incident.model_copy(update={"failure_kind": kind, "seen_at": at(seconds + 21)})
+            run.journal(IncidentFound(incident=incident), seconds + 21)
+            decision = decision_of(Action.STOP, attempt, **about)
+        else:
+            decision = decision_of(Action.NEW_ATTEMPT, attempt, config_diff={"seed": 8}, **about)
+        run.journal(DecisionMade(decision=decision), seconds + 21)
+        failed = AttemptMoved(attempt=attempt, state=AttemptState.FAILED, cause="it failed", failure_kind=kind)
+        run.journal(failed, seconds + 22)
+    sync(run.dir, store)
+    return run
+
+
+def test_a_new_attempt_counts_once_although_its_agents_asked_for_it(store: HistoryStore, stopped: RunFiles) -> None:
+    assert queries.restarts_since(store, at(0)) == 1
+
+
+def test_a_changed_setting_names_the_failure_of_its_attempt(store: HistoryStore, stopped: RunFiles) -> None:
+    found = saved_queries.run(store, saved_queries.find("remedies"), {"days": "36500"})
+    assert [row[2:6] for row in found.rows] == [[1, "cuda_oom", "seed", "8"]]
+
+
+def test_a_failure_counts_as_stopped_if_the_controller_stopped_its_run(store: HistoryStore, stopped: RunFiles) -> None:
+    found = saved_queries.run(store, saved_queries.find("failures-by-kind"), {"days": "36500"})
+    assert [row[:4] for row in found.rows] == [["cuda_oom", 1, 1, 0], ["node_lost", 1, 1, 1]]
 
 
 def test_restarts_of_all_runs_are_counted_from_a_time_on(store: HistoryStore, runs: Path) -> None:

@@ -112,10 +112,11 @@ def test_failures_by_kind(history: History) -> None:
     history.incident("b", 700, "hang")
     history.incident("b", 600, "cuda_oom", incident_id="1.1", restart=1)
     history.incident("b", 40 * DAY, "network", incident_id="1.2", restart=2)
-    history.add("decisions", run_id="b", decision_id="1.0", attempt=1, action="stop")
-    history.add("decisions", run_id="a", decision_id="1.0", attempt=1, action="restart_in_place")
+    history.add("decisions", run_id="b", decision_id="1.0", attempt=1, action="restart_in_place")
+    history.add("decisions", run_id="b", decision_id="control-9", attempt=1, action="stop", decided_by="controller")
+    history.add("decisions", run_id="a", decision_id="1.0", attempt=1, action="stop", decided_by="agent")
     counted = ("failure_kind", "num_incidents", "num_runs", "num_stopped")
-    assert pick(history.ask("failures-by-kind"), *counted) == [("hang", 3, 2, 1), ("cuda_oom", 1, 1, 0)]
+    assert pick(history.ask("failures-by-kind"), *counted) == [("hang", 3, 2, 0), ("cuda_oom", 1, 1, 1)]
     assert len(history.ask("failures-by-kind", days="50")) == 3
 
 
@@ -210,10 +211,10 @@ def test_same_root_cause(history: History) -> None:
 
 def test_remedies(history: History) -> None:
     history.run("a")
-    history.incident("a", 900, "cuda_oom")
+    history.add("attempts", run_id="a", number=2, failure_kind="cuda_oom")
     changed = {"train.micro_batch_size": 2, "train.checkpointing": True, "rollout": {"engine": "slow"}}
-    history.add("decisions", run_id="a", decision_id="1.0", attempt=1, action="new_attempt", config_diff=changed)
-    history.add("decisions", run_id="a", decision_id="1.1", attempt=1, action="restart_in_place", config_diff={})
+    history.add("decisions", run_id="a", decision_id="control-9", attempt=2, action="new_attempt", config_diff=changed)
+    history.add("decisions", run_id="a", decision_id="2.1", attempt=2, action="restart_in_place", config_diff={})
     columns = ("run_id", "failure_kind", "setting", "new_value", "action", "run_state")
     common = ("new_attempt", "completed")
     assert pick(history.ask("remedies"), *columns) == [
@@ -317,6 +318,8 @@ def test_training_that_learned_nothing_is_a_collapse_of_the_reward(history: Hist
     found = {"run_id": "a", "attempt": 1, "restart": 0, "step": 4, "seen_at": 500}
     history.add("incidents", **found, incident_id="1", failure_kind="degenerate_rl", message="gone")
     history.add("incidents", **found, incident_id="2", failure_kind="hang")
+    history.add("incidents", **found, incident_id="3", failure_kind="degenerate_rl", message="a warning")
+    history.add("decisions", run_id="a", decision_id="3", attempt=1, action="continue")
     for step, value in enumerate((0.5, 0.75, 0.25, 0.0), start=1):
         history.metric("a", "reward/mean", step, 900, value)
     columns = ("run_id", "attempt", "restart", "step", "reward_before", "reward_after", "why")

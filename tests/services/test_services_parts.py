@@ -330,7 +330,7 @@ def test_without_any_server_there_is_none(site: Site) -> None:
 
 def test_the_address_of_an_unresponsive_server_is_reported(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "answers", lambda url: False)
-    monkeypatch.setattr(required, "is_there", lambda url: False)
+    monkeypatch.setattr(required, "accepts_password", lambda url: False)
     with pytest.raises(PrefectUnavailable, match="no Prefect server is configured, and this site has none yet"):
         required.require(site)
     Supervisord(site.home).configure([Program("server", 10, 15)], 5.0)

@@ -5,6 +5,7 @@ Heavy modules are imported inside the functions, so that ``rlhf --help`` stays f
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,12 +14,13 @@ import typer
 from rlhf_core.cli import output
 from rlhf_core.cli.commands.check import ConfigArgument, SetOption
 from rlhf_core.cli.output import JsonOption
-from rlhf_core.errors import BadInput, RunCancelled, RunFailed, RunNotBegun
+from rlhf_core.errors import BadInput, HistoryError, RunCancelled, RunFailed, RunNotBegun
 from rlhf_core.schemas.attempts import RunState
 
 if TYPE_CHECKING:
     from flows.deployments.registration import Submitted
     from rlhf_core.config.site import Site
+    from rlhf_core.history.store import HistoryStore
 
 POLL_INTERVAL_S = 2.0
 """Interval between two queries of the reason why a run has not begun, in seconds."""
@@ -61,13 +63,14 @@ def deploy(
 ) -> None:
     """Deploy a config to Prefect, with a form in the UI; deploy it again to update it.
 
-    Stores the config as it is now, with the code that it needs, so later edits do not change scheduled runs. Schedules
-    and limits set in the UI stay, unless you give them here.
+    Stores the config as it is now, with the code that it needs, so later edits do not change scheduled runs. Schedules,
+    limits and tags stay, unless you give them here. Updating the deployment of another user makes you its owner.
     """
     _require_good_config(config, set_ or ())
     site = site_in_prefect()
     _warn_of_other_user(site)
     from flows.deployments.registration import register
+    from rlhf_core.machine.accounts import user_name
 
     done = register(
         config,
@@ -82,6 +85,12 @@ def deploy(
         owner=owner,
         overrides=set_ or (),
     )
+    owner = owner or user_name()
+    if done.earlier_owner not in ("", owner):
+        output.warn(
+            f"{done.name} was a deployment of {done.earlier_owner}: it now has this config, and its runs belong to "
+            f"{owner}"
+        )
     if as_json:
         output.print_json({"deployment": done.name, "id": done.id, "url": done.url})
     else:
@@ -124,8 +133,9 @@ def submit(
     if Path(config).is_file():  # otherwise, it was stored by the user who deployed it
         _warn_of_other_user(site)
     from flows.deployments.registration import submit_config
+    from rlhf_core.machine.accounts import user_name
 
-    request = submit_config(config, site, overrides=set_ or (), tags=tag or (), owner=owner)
+    request = submit_config(config, site, overrides=set_ or (), tags=tag or (), owner=owner or user_name())
     if as_json:
         output.print_json({"run_id": request.run_id, "flow_run_id": request.flow_run_id, "url": request.url})
     else:
@@ -185,13 +195,25 @@ def _watch(site: "Site", request: "Submitted", begin_within_s: float | None, as_
 
     run_dir = RunDir.of(site.runs_dir, request.run_id)
     _await_beginning(lambda: is_there(run_dir.spec), request, begin_within_s)
-    record = watch_run(run_dir, 2.0, as_json=as_json)
+    with _history(site) as store:
+        record = watch_run(run_dir, 2.0, store, as_json=as_json)
     if record.state is RunState.CANCELLED:
         raise RunCancelled(f"run {request.run_id} was cancelled: {record.cause}")
     if record.state is not RunState.COMPLETED:
         raise RunFailed(
             f"run {request.run_id} {record.state.value}: {record.cause}. `rlhf show {request.run_id}` has the details"
         )
+
+
+def _history(site: "Site") -> "AbstractContextManager[HistoryStore | None]":
+    """Open the history; None, with a warning, if it cannot be used: a run can be watched without it."""
+    from rlhf_core.history.store import HistoryStore
+
+    try:
+        return HistoryStore(site.database_url)
+    except HistoryError as error:
+        output.warn(f"{error} If the run loses its controller, this command cannot see that")
+        return nullcontext()
 
 
 def _await_beginning(

@@ -12,7 +12,7 @@ from rlhf_core.cli.output import JsonOption
 from rlhf_core.diagnosis.reconcile.decisions import ActionKind, ReconcileAction
 
 if TYPE_CHECKING:
-    from rlhf_core.diagnosis.reconcile.decisions import ReconcileAction
+    from flows.flow_runs.facts import PrefectFlowRuns
 
 
 def reconcile(
@@ -21,12 +21,15 @@ def reconcile(
 ) -> None:
     """Compare the database, Prefect and the scheduler once and repair differences, as the site daemon does
     continuously. Exit code 1 if an action failed."""
-    from flows.daemon import flow_runs_of
+    from flows.server.required import connect_if_any
     from rlhf_core.config.site import load_site
     from rlhf_core.control.reconcile.once import poll_once, reconcile_once
     from rlhf_core.history.store import HistoryStore
 
     site = load_site()
+    connect_if_any(site)
+    from flows.daemon import flow_runs_of  # imports Prefect, which reads its settings then
+
     flow_runs = flow_runs_of(site)
     found: list[tuple[ReconcileAction, bool | None, str]]
     with HistoryStore(site.database_url) as store:
@@ -37,7 +40,7 @@ def reconcile(
     if as_json:
         output.print_json([{**_as_dict(action), "done": done, "said": result} for action, done, result in found])
     elif not found:
-        output.print_text("Database, Prefect and scheduler agree.")
+        output.print_text(_agreement(flow_runs))
     else:
         rows = [(one.run_id, one.kind.value.replace("_", " "), one.reason, result) for one, _, result in found]
         output.print_table(("run", "action", "why", "result"), rows)
@@ -45,7 +48,15 @@ def reconcile(
         raise typer.Exit(1)
 
 
-def _as_dict(action: "ReconcileAction") -> dict[str, object]:
+def _agreement(flow_runs: "PrefectFlowRuns | None") -> str:
+    if flow_runs is None:
+        return "Database and scheduler agree; there is no Prefect server."
+    if not flow_runs.answers():
+        return "Database and scheduler agree; the Prefect server does not answer."
+    return "Database, Prefect and scheduler agree."
+
+
+def _as_dict(action: ReconcileAction) -> dict[str, object]:
     return {
         "action": action.kind,
         "run_id": action.run_id,

@@ -8,8 +8,9 @@ from rlhf_core.control.reconcile.flow_runs import FlowRuns
 from rlhf_core.control.reconcile.loop import TTL_S, lease_name
 from rlhf_core.diagnosis.reconcile.decisions import ReconcileAction
 from rlhf_core.errors import LeaseLost
+from rlhf_core.history.queries.controllers import lease_holder
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.launch.lease import HeldLease, Owner, known_dead
+from rlhf_core.launch.lease import HeldLease, Owner, known_dead, owner_text
 
 
 def poll_once(site: Site, store: HistoryStore, flow_runs: FlowRuns | None) -> Sequence[ReconcileAction]:
@@ -31,16 +32,16 @@ def reconcile_once(site: Site, store: HistoryStore, flow_runs: FlowRuns | None) 
     name, owner = lease_name(site), str(Owner.this_process())
     try:
         token = store.acquire_lease(name, owner, TTL_S, takeover=known_dead)
-    except LeaseLost as error:
-        raise LeaseLost(
-            f"the daemon of this site is at work and reconciles every {site.prefect.reconcile_s:g} s by itself; "
-            f"--dry-run shows what it finds ({error})"
-        ) from None
+    except LeaseLost:
+        raise _daemon_at_work(site, store) from None
     lease = HeldLease(store, name, owner, token)
     lease.start()
 
     def may() -> bool:
-        lease.require()
+        try:
+            lease.require()
+        except LeaseLost:
+            raise _daemon_at_work(site, store) from None
         return True
 
     try:
@@ -48,3 +49,12 @@ def reconcile_once(site: Site, store: HistoryStore, flow_runs: FlowRuns | None) 
         return reconciler.carry_out(reconciler.poll(retention=True), may)
     finally:
         lease.release()
+
+
+def _daemon_at_work(site: Site, store: HistoryStore) -> LeaseLost:
+    holder = lease_holder(store, lease_name(site))
+    daemon = f" ({owner_text(holder.controller)})" if holder is not None else ""
+    return LeaseLost(
+        f"the daemon of this site{daemon} reconciles every {site.prefect.reconcile_s:g} s by itself; --dry-run shows "
+        "what it finds"
+    )

@@ -21,7 +21,7 @@ from rlhf_core.history.tables.sqlalchemy_core import (
 )
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.checks import CheckStatus
-from rlhf_core.schemas.failures import Action
+from rlhf_core.schemas.failures import Action, DecidedBy
 
 _NEWEST_RUNS = 5
 """Number of runs of a shape that determine its usual values; earlier ones may have run with other code."""
@@ -45,9 +45,16 @@ def node_strikes(store: HistoryStore, since: datetime) -> list[tuple[str, str, d
 
 
 def restarts_since(store: HistoryStore, since: datetime) -> int:
-    """Count the decisions for restarts in place and new attempts, over all runs."""
-    again = (Action.RESTART_IN_PLACE.value, Action.NEW_ATTEMPT.value)
-    query = select(func.count()).where(DECISIONS.c.decided_at >= since, DECISIONS.c.action.in_(again))
+    """Count the decisions for restarts in place and new attempts, over all runs.
+
+    Agents decide about restarts in place. A new attempt, for which they can only ask, counts if its controller decided
+    for it.
+    """
+    is_restart = DECISIONS.c.action == Action.RESTART_IN_PLACE.value
+    is_attempt = (DECISIONS.c.action == Action.NEW_ATTEMPT.value) & (
+        DECISIONS.c.decided_by == DecidedBy.CONTROLLER.value
+    )
+    query = select(func.count()).where(DECISIONS.c.decided_at >= since, is_restart | is_attempt)
     with store.reading() as connection:
         return int(connection.execute(query).scalar_one())
 

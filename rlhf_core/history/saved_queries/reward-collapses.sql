@@ -32,6 +32,7 @@ ended AS (
                AND m.step > i.step - CAST(:steps AS integer)) AS reward_after,
            i.message AS why
     FROM incidents i
+    JOIN interruptions e ON e.run_id = i.run_id AND e.incident_id = i.incident_id
     WHERE i.failure_kind = 'degenerate_rl' AND i.seen_at >= @days_ago(:days)
 ),
 found AS (

@@ -65,7 +65,8 @@ class Decision(Base):
     run_id: Mapped[str] = run_key()
     """Run."""
     decision_id: Mapped[str] = mapped_column(primary_key=True)
-    """``incidents.incident_id`` of the incident."""
+    """Of agents: ``incidents.incident_id`` of the incident. Of the controller: the position of its journal line; it
+    decides once about each failed attempt."""
     attempt: Mapped[int]
     """Attempt, from 1."""
     restart: Mapped[int]
