@@ -172,13 +172,16 @@ def _diagnosis(finding: _Finding) -> Diagnosis:
 
 
 def _hang(verdict: Verdict, workers: Sequence[WorkerEnd]) -> Diagnosis:
-    nodes = tuple(sorted({worker.node for worker in workers if worker.rank in verdict.ranks}))
+    nodes = {worker.node for worker in workers if worker.rank in verdict.ranks}
+    others = {worker.node for worker in workers} - nodes
+    if len(nodes) > 1 and not others:
+        nodes = set()  # whatever stopped the ranks of every node, such as a file system, is not the fault of a node
     return Diagnosis(
         kind=verdict.kind,
         message=f"The workers hung: {verdict.reason}.",
         fingerprint=fingerprint(verdict.kind, verdict.reason),
         ranks=verdict.ranks,
-        nodes=nodes,
+        nodes=tuple(sorted(nodes)),
     )
 
 

@@ -74,6 +74,18 @@ def test_a_verdict_decides() -> None:
     assert (diagnosis.kind, diagnosis.ranks, diagnosis.nodes) == (FailureKind.HANG, (1,), ("here",))
 
 
+def test_a_hang_of_ranks_on_all_nodes_blames_none_of_them() -> None:
+    """Otherwise two stalls of a file system would have every node of the site excluded."""
+    workers = tuple(WorkerEnd(rank, f"n{rank // 2}", rank % 2, -9, ended_by_agent=True) for rank in range(6))
+
+    def nodes(*ranks: int) -> tuple[str, ...]:
+        return classify(Evidence(workers, Verdict(FailureKind.HANG, ranks, "silent"))).nodes
+
+    assert nodes(*range(6)) == ()
+    assert nodes(0, 2, 4) == ()
+    assert nodes(0, 2) == ("n0", "n1")
+
+
 @pytest.mark.parametrize(
     ("error_type", "message", "kind"),
     [
