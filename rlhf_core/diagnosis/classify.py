@@ -123,7 +123,8 @@ def classify(evidence: Evidence) -> Diagnosis:
     by_scheduler = _from_scheduler(evidence.scheduler_state)
     if by_scheduler is not None and by_scheduler.part is EvidencePart.ROOT:
         return _diagnosis(by_scheduler)
-    findings = [finding for worker in evidence.workers for finding in _from_worker(worker, evidence.oom_kills)]
+    known = log_diagnosis.KnownLines()
+    findings = [finding for worker in evidence.workers for finding in _from_worker(worker, evidence.oom_kills, known)]
     findings += _from_agents(evidence) if not evidence.workers else []
     findings += [by_scheduler] if by_scheduler is not None else []
     if not findings:
@@ -226,15 +227,15 @@ def _without_findings(evidence: Evidence) -> _Finding:
 # One worker
 
 
-def _from_worker(worker: WorkerEnd, oom_kills: int) -> list[_Finding]:
+def _from_worker(worker: WorkerEnd, oom_kills: int, known: log_diagnosis.KnownLines) -> list[_Finding]:
     outcome = worker.outcome
     if outcome is not None and not outcome.ok:
         return [_from_outcome(worker, outcome)]
     if worker.ended_by_agent or worker.exit_code is None or (outcome is not None and worker.exit_code == 0):
         return []
     if worker.exit_code < 0:
-        return [_from_signal(worker, -worker.exit_code, oom_kills)]
-    return [_from_log(worker, f"ended with exit code {worker.exit_code} and wrote no outcome")]
+        return [_from_signal(worker, -worker.exit_code, oom_kills, known)]
+    return [_from_log(worker, f"ended with exit code {worker.exit_code} and wrote no outcome", known)]
 
 
 def _from_outcome(worker: WorkerEnd, outcome: WorkerOutcome) -> _Finding:
@@ -259,7 +260,7 @@ def _kind_of_error(outcome: WorkerOutcome) -> tuple[FailureKind, EvidencePart]:
     return UNEXPLAINED.get(outcome.error_type, (FailureKind.UNKNOWN, EvidencePart.SYMPTOM))
 
 
-def _from_signal(worker: WorkerEnd, number: int, oom_kills: int) -> _Finding:
+def _from_signal(worker: WorkerEnd, number: int, oom_kills: int, known: log_diagnosis.KnownLines) -> _Finding:
     signal = SIGNAL_NAMES.get(number, f"signal {number}")
     if number == 9 and oom_kills > 0:
         text = f"{_name(worker)} was killed by the kernel: the node, or the job's memory limit, ran out of main memory."
@@ -267,11 +268,11 @@ def _from_signal(worker: WorkerEnd, number: int, oom_kills: int) -> _Finding:
     if number in _SENT_FROM_OUTSIDE:
         text = f"{_name(worker)} was ended by {signal}; no cause was found in the job."
         return _Finding(FailureKind.WORKER_KILLED, EvidencePart.ROOT, text, signal, worker)
-    return _from_log(worker, f"was ended by {signal}")
+    return _from_log(worker, f"was ended by {signal}", known)
 
 
-def _from_log(worker: WorkerEnd, end: str) -> _Finding:
-    match = log_diagnosis.find(worker.log_tail)
+def _from_log(worker: WorkerEnd, end: str, known: log_diagnosis.KnownLines) -> _Finding:
+    match = log_diagnosis.find(worker.log_tail, known=known)
     if match is None:
         last = next((line.strip() for line in reversed(worker.log_tail.splitlines()) if line.strip()), "")
         last_line = f"the last line of its log: {last[:300]}" if last else "its log is empty"

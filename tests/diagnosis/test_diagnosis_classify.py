@@ -5,6 +5,7 @@ import pytest
 from rlhf_core.diagnosis.classify import ERRORS, Evidence, WorkerEnd, classify, fingerprint
 from rlhf_core.diagnosis.hangs.verdict import Verdict
 from rlhf_core.diagnosis.logs.search import find
+from rlhf_core.diagnosis.logs.signatures import table as signatures
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import FailureKind
@@ -231,6 +232,18 @@ def test_the_state_of_the_job_decides_before_its_log_but_a_cancellation_does_not
 def test_what_a_worker_printed_last_is_its_own_and_no_echo() -> None:
     log = "AttributeError: 'X' object has no attribute 'y'"
     assert kind_of(cascade(0), ended(1, 1, order=1, log=log)) is FailureKind.UNKNOWN
+
+
+def test_lines_that_all_ranks_print_are_matched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank has a log of its own, and reading hundreds of them one by one would delay the restart by minutes."""
+    matched: list[str] = []
+    match_line = signatures.match_line
+    monkeypatch.setattr(
+        signatures, "match_line", lambda line, *table: matched.append(line.text) or match_line(line, *table)
+    )
+    log = "[rank{0}]: NCCL error in frame #3 (0x7f{0:010x})\n[rank{0}]: Watchdog caught collective operation timeout\n"
+    assert kind_of(*(ended(n, -6, order=n, log=log.format(n)) for n in range(64))) is FailureKind.COLLECTIVE_HANG
+    assert len(matched) == 2
 
 
 def test_the_agents_output_speaks_where_there_were_no_workers() -> None:
