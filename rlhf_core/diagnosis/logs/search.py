@@ -135,9 +135,12 @@ class _Reading:
         self._bars: dict[int, int] = {}
         self._moved = 0
         self._requeued = False
+        self._in_table = False
 
     def take(self, number: int, raw: str, lines: Sequence[str]) -> None:
         """Read one line."""
+        if self._is_in_table(raw):
+            return
         if metric_lines.is_requeued(raw):
             self._requeued = True
             self._keep_roots()
@@ -158,6 +161,15 @@ class _Reading:
         self._steps = 0 if event.part is EvidencePart.ROOT else self._steps
         self._moved = 0
         self.found.append(event)
+
+    def _is_in_table(self, raw: str) -> bool:
+        """Return True for a row of a table that Rich has drawn, as TRL does for completions: these contain any errors.
+        A box around a traceback has neither the edge nor the rules of a table."""
+        if "┏" in raw or "├" in raw:
+            self._in_table = True
+        elif "└" in raw or "╭" in raw or "╰" in raw:
+            self._in_table = False
+        return self._in_table and "│" in raw
 
     def _of_error(self, raised: Raised, following: tuple[str, ...]) -> FailureEvent:
         # All ranks print the same error: it is classified once.
