@@ -183,6 +183,8 @@ class Follower:
             trainer=self._trainer,
             output_dir=place.output_dir,
             started_at_s=time.time(),
+            # Rank 0 writes it after the earlier program has ended and before this one is started.
+            files_since_s=self._context.restart_dir.launch_order.stat().st_mtime,
             first_step=self._first_step,
             logs=[self._context.restart_dir.log(self._context.role, self._context.node, self._context.local_rank)],
             pids=lambda: self._rank.pids() if self._rank is not None else [],
