@@ -355,7 +355,8 @@ class Follower:
             rank.code = await_exit_code(log, rank.pid, CASCADE_TIMEOUT_S, self._has_launcher_exited)
 
     def _has_launcher_exited(self) -> bool:
-        return self._child is not None and self._child.poll() is not None
+        has_child_exited = self._child is not None and self._child.poll() is not None
+        return has_child_exited or (self._rank is not None and self._rank.has_launcher_exited)
 
     def _has_stopped(self, code: int) -> bool:
         """True if the program was asked to stop and has saved its state, whatever it exited with then.
