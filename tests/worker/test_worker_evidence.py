@@ -73,6 +73,23 @@ def test_without_py_spy_the_worker_writes_its_own_stack(
     assert "holds_the_interpreter" in (tmp_path / "incident" / "log-here-0.txt").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("still_process", ["stops_itself"], indirect=True)
+def test_a_py_spy_that_cannot_be_killed_is_left_behind(
+    still_process: tuple[RankStatus, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a hung file system it stays in the kernel; here its child keeps the pipe open. Otherwise the test hangs."""
+    program = tmp_path / "py-spy"
+    program.write_text(f"#!/bin/sh\nsleep 1000 &\necho $! > {tmp_path}/child\nwait\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(evidence, "find_py_spy", lambda: str(program))
+    monkeypatch.setattr(evidence, "STACK_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(evidence, "KILL_TIMEOUT_S", 0.1)
+    rank, log = still_process
+    missing = evidence.collect([rank], {0: log}, tmp_path / "incident", "here")
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+    assert "no answer within" in missing[0]
+
+
 @pytest.mark.parametrize("still_process", ["endless_loop"], indirect=True)
 def test_unavailable_evidence_is_reported_without_an_error(
     still_process: tuple[RankStatus, Path], tmp_path: Path
