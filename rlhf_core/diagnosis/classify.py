@@ -65,6 +65,8 @@ class WorkerEnd:
     """Outcome that the worker wrote itself; None if it could not."""
     log_tail: str = ""
     """The last lines of its log."""
+    oom_kills: int = 0
+    """Number of processes that the kernel's OOM killer ended on its node while it ran."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,6 @@ class Evidence:
     none."""
     agent_log: str = ""
     """Last lines of the output of the agents and the scheduler's own steps."""
-    oom_kills: int = 0
-    """Number of processes that the kernel's OOM killer ended while the workers ran."""
     agent_vanished: bool = False
     """True if the job is gone and its agent left no outcome."""
 
@@ -124,7 +124,7 @@ def classify(evidence: Evidence) -> Diagnosis:
     if by_scheduler is not None and by_scheduler.part is EvidencePart.ROOT:
         return _diagnosis(by_scheduler)
     known = log_diagnosis.KnownLines()
-    findings = [finding for worker in evidence.workers for finding in _from_worker(worker, evidence.oom_kills, known)]
+    findings = [finding for worker in evidence.workers for finding in _from_worker(worker, known)]
     findings += _from_agents(evidence) if not evidence.workers else []
     findings += [by_scheduler] if by_scheduler is not None else []
     if not findings:
@@ -227,14 +227,14 @@ def _without_findings(evidence: Evidence) -> _Finding:
 # One worker
 
 
-def _from_worker(worker: WorkerEnd, oom_kills: int, known: log_diagnosis.KnownLines) -> list[_Finding]:
+def _from_worker(worker: WorkerEnd, known: log_diagnosis.KnownLines) -> list[_Finding]:
     outcome = worker.outcome
     if outcome is not None and not outcome.ok:
         return [_from_outcome(worker, outcome)]
     if worker.ended_by_agent or worker.exit_code is None or (outcome is not None and worker.exit_code == 0):
         return []
     if worker.exit_code < 0:
-        return [_from_signal(worker, -worker.exit_code, oom_kills, known)]
+        return [_from_signal(worker, -worker.exit_code, known)]
     return [_from_log(worker, f"ended with exit code {worker.exit_code} and wrote no outcome", known)]
 
 
@@ -260,9 +260,9 @@ def _kind_of_error(outcome: WorkerOutcome) -> tuple[FailureKind, EvidencePart]:
     return UNEXPLAINED.get(outcome.error_type, (FailureKind.UNKNOWN, EvidencePart.SYMPTOM))
 
 
-def _from_signal(worker: WorkerEnd, number: int, oom_kills: int, known: log_diagnosis.KnownLines) -> _Finding:
+def _from_signal(worker: WorkerEnd, number: int, known: log_diagnosis.KnownLines) -> _Finding:
     signal = SIGNAL_NAMES.get(number, f"signal {number}")
-    if number == 9 and oom_kills > 0:
+    if number == 9 and worker.oom_kills > 0:
         text = f"{_name(worker)} was killed by the kernel: the node, or the job's memory limit, ran out of main memory."
         return _Finding(FailureKind.HOST_OOM, EvidencePart.ROOT, text, "oom kill", worker)
     if number in _SENT_FROM_OUTSIDE:

@@ -1,5 +1,7 @@
 """Classification of traces: the root decides, wherever it stands among its consequences."""
 
+from dataclasses import replace
+
 import pytest
 
 from rlhf_core.diagnosis.classify import ERRORS, Evidence, WorkerEnd, classify, fingerprint
@@ -65,8 +67,9 @@ def test_what_the_agent_killed_says_nothing() -> None:
 
 
 def test_a_kill_while_the_kernel_was_out_of_memory_is_explained_by_it() -> None:
-    assert kind_of(ended(0, -9), cascade(1, 1), oom_kills=1) is FailureKind.HOST_OOM
-    assert kind_of(ended(0, -15), oom_kills=1) is FailureKind.WORKER_KILLED
+    killed, terminated = (replace(ended(0, code), oom_kills=1) for code in (-9, -15))
+    assert kind_of(killed, cascade(1, 1)) is FailureKind.HOST_OOM
+    assert kind_of(terminated) is FailureKind.WORKER_KILLED
 
 
 def test_a_verdict_decides() -> None:
