@@ -122,7 +122,7 @@ for kinds of evidence rather than for known lines ([decision
 
 1. **Lines.** Prefixes added by launchers, Ray, engines, containers, the kernel and quotations are removed; the process
    that printed the line is remembered. Lines logged at warning level or below are not evidence, except for those of the
-   scheduler.
+   scheduler. The rows of a table of completions, as TRL prints it, are skipped.
 2. **Errors.** The lines of a traceback are joined per process, with its frames. An error is classified by its message,
    if that names a cause; otherwise by its class, its error number, or its location in the code, in this order. An error
    of a service outside the job (a hub, a tracker) is `unknown`, unless its status is a permanent refusal. A class that

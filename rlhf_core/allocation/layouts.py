@@ -115,16 +115,20 @@ def layouts(cluster: Cluster, most: int = 0) -> Iterator[Layout]:
 
 
 def _uneven_batch(layout: Layout, cluster: Cluster) -> Iterator[Problem]:
+    training = cluster.trainer_nodes(layout)
+    most = training * cluster.gpus_per_node
     for loop, rows in cluster.rows.items():
         if rows % layout.trainers:
-            divisors = [count for count in range(1, rows + 1) if rows % count == 0]
-            below = max(count for count in divisors if count <= layout.trainers)
-            above = min((count for count in divisors if count > layout.trainers), default=below)
-            yield Problem(
-                f"{rows} rows of a step of loops.{loop} for {layout.trainers} trainers",
-                f"a number of trainers that divides them, such as {below} or {above}: otherwise ranks wait for the "
-                "fullest one",
-            )
+            possible = range(training, (min(rows, most) if most else rows) + 1, training)
+            fitting = [count for count in possible if rows % count == 0]
+            closest = sorted(sorted(fitting, key=lambda count: abs(count - layout.trainers))[:2])
+            expected = f"a multiple of {layout.trainers} rows: no number of trainers on these nodes divides {rows}"
+            if closest:
+                expected = (
+                    f"a number of trainers that divides them, such as {' or '.join(map(str, closest))}: otherwise "
+                    "ranks wait for the fullest one"
+                )
+            yield Problem(f"{rows} rows of a step of loops.{loop} for {layout.trainers} trainers", expected)
 
 
 def _uneven_nodes(layout: Layout, cluster: Cluster) -> Iterator[Problem]:

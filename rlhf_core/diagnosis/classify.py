@@ -65,6 +65,8 @@ class WorkerEnd:
     """Outcome that the worker wrote itself; None if it could not."""
     log_tail: str = ""
     """The last lines of its log."""
+    oom_kills: int = 0
+    """Number of processes that the kernel's OOM killer ended on its node while it ran."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,6 @@ class Evidence:
     none."""
     agent_log: str = ""
     """Last lines of the output of the agents and the scheduler's own steps."""
-    oom_kills: int = 0
-    """Number of processes that the kernel's OOM killer ended while the workers ran."""
     agent_vanished: bool = False
     """True if the job is gone and its agent left no outcome."""
 
@@ -123,7 +123,8 @@ def classify(evidence: Evidence) -> Diagnosis:
     by_scheduler = _from_scheduler(evidence.scheduler_state)
     if by_scheduler is not None and by_scheduler.part is EvidencePart.ROOT:
         return _diagnosis(by_scheduler)
-    findings = [finding for worker in evidence.workers for finding in _from_worker(worker, evidence.oom_kills)]
+    known = log_diagnosis.KnownLines()
+    findings = [finding for worker in evidence.workers for finding in _from_worker(worker, known)]
     findings += _from_agents(evidence) if not evidence.workers else []
     findings += [by_scheduler] if by_scheduler is not None else []
     if not findings:
@@ -172,13 +173,16 @@ def _diagnosis(finding: _Finding) -> Diagnosis:
 
 
 def _hang(verdict: Verdict, workers: Sequence[WorkerEnd]) -> Diagnosis:
-    nodes = tuple(sorted({worker.node for worker in workers if worker.rank in verdict.ranks}))
+    nodes = {worker.node for worker in workers if worker.rank in verdict.ranks}
+    others = {worker.node for worker in workers} - nodes
+    if len(nodes) > 1 and not others:
+        nodes = set()  # whatever stopped the ranks of every node, such as a file system, is not the fault of a node
     return Diagnosis(
         kind=verdict.kind,
         message=f"The workers hung: {verdict.reason}.",
         fingerprint=fingerprint(verdict.kind, verdict.reason),
         ranks=verdict.ranks,
-        nodes=nodes,
+        nodes=tuple(sorted(nodes)),
     )
 
 
@@ -223,15 +227,15 @@ def _without_findings(evidence: Evidence) -> _Finding:
 # One worker
 
 
-def _from_worker(worker: WorkerEnd, oom_kills: int) -> list[_Finding]:
+def _from_worker(worker: WorkerEnd, known: log_diagnosis.KnownLines) -> list[_Finding]:
     outcome = worker.outcome
     if outcome is not None and not outcome.ok:
         return [_from_outcome(worker, outcome)]
     if worker.ended_by_agent or worker.exit_code is None or (outcome is not None and worker.exit_code == 0):
         return []
     if worker.exit_code < 0:
-        return [_from_signal(worker, -worker.exit_code, oom_kills)]
-    return [_from_log(worker, f"ended with exit code {worker.exit_code} and wrote no outcome")]
+        return [_from_signal(worker, -worker.exit_code, known)]
+    return [_from_log(worker, f"ended with exit code {worker.exit_code} and wrote no outcome", known)]
 
 
 def _from_outcome(worker: WorkerEnd, outcome: WorkerOutcome) -> _Finding:
@@ -256,19 +260,19 @@ def _kind_of_error(outcome: WorkerOutcome) -> tuple[FailureKind, EvidencePart]:
     return UNEXPLAINED.get(outcome.error_type, (FailureKind.UNKNOWN, EvidencePart.SYMPTOM))
 
 
-def _from_signal(worker: WorkerEnd, number: int, oom_kills: int) -> _Finding:
+def _from_signal(worker: WorkerEnd, number: int, known: log_diagnosis.KnownLines) -> _Finding:
     signal = SIGNAL_NAMES.get(number, f"signal {number}")
-    if number == 9 and oom_kills > 0:
+    if number == 9 and worker.oom_kills > 0:
         text = f"{_name(worker)} was killed by the kernel: the node, or the job's memory limit, ran out of main memory."
         return _Finding(FailureKind.HOST_OOM, EvidencePart.ROOT, text, "oom kill", worker)
     if number in _SENT_FROM_OUTSIDE:
         text = f"{_name(worker)} was ended by {signal}; no cause was found in the job."
         return _Finding(FailureKind.WORKER_KILLED, EvidencePart.ROOT, text, signal, worker)
-    return _from_log(worker, f"was ended by {signal}")
+    return _from_log(worker, f"was ended by {signal}", known)
 
 
-def _from_log(worker: WorkerEnd, end: str) -> _Finding:
-    match = log_diagnosis.find(worker.log_tail)
+def _from_log(worker: WorkerEnd, end: str, known: log_diagnosis.KnownLines) -> _Finding:
+    match = log_diagnosis.find(worker.log_tail, known=known)
     if match is None:
         last = next((line.strip() for line in reversed(worker.log_tail.splitlines()) if line.strip()), "")
         last_line = f"the last line of its log: {last[:300]}" if last else "its log is empty"

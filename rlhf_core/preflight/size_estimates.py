@@ -18,6 +18,8 @@ _FILES_PER_RANK = 3
 """Log, stack, flight record."""
 _FILES_PER_NODE = 12
 """State, events and telemetry of the agent, and its evidence."""
+_TIED_FAMILIES = ("gemma", "cohere")
+"""Types of models whose output layer is the embedding unless the config says otherwise."""
 _SMALL_VOCABULARIES = {"char": 128, "byte": 260}
 
 
@@ -135,5 +137,6 @@ def decoder_parameters(config: Mapping[str, Any]) -> int | None:
     kv_heads = int(config.get("num_key_value_heads") or num_heads)
     attention = 2 * hidden * num_heads * head_dim + 2 * hidden * kv_heads * head_dim
     per_layer = attention + 3 * hidden * feed_forward + 2 * hidden
-    embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    is_tied = config.get("tie_word_embeddings", str(config.get("model_type", "")).startswith(_TIED_FAMILIES))
+    embeddings = vocabulary * hidden * (1 if is_tied else 2)
     return layers * per_layer + embeddings + hidden

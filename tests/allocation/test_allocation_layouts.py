@@ -40,6 +40,19 @@ def test_a_layout_that_does_not_divide_is_refused_with_the_reason(
     assert reason in "; ".join(problem.found for problem in problems(layout, cluster))
 
 
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (1024, "such as 256 or 512: otherwise"),
+        (64, "such as 64: otherwise"),
+        (1000, "a multiple of 448 rows: no number of trainers on these nodes divides 1000"),
+    ],
+)
+def test_a_number_of_trainers_that_these_nodes_cannot_have_is_not_advised(rows: int, expected: str) -> None:
+    (refused,) = problems(Layout(448), Cluster(64, 8, {"main": rows}))
+    assert expected in refused.expected
+
+
 def test_seven_trainers_against_eight_engines_are_replaced_by_the_nearest_that_divide() -> None:
     """The layout of ms-swift #3186 and #3477: one node with 7 trainers, the others with 8."""
     cluster = Cluster(1, 16, {"main": 56})

@@ -1,10 +1,13 @@
 """Classification of traces: the root decides, wherever it stands among its consequences."""
 
+from dataclasses import replace
+
 import pytest
 
 from rlhf_core.diagnosis.classify import ERRORS, Evidence, WorkerEnd, classify, fingerprint
 from rlhf_core.diagnosis.hangs.verdict import Verdict
 from rlhf_core.diagnosis.logs.search import find
+from rlhf_core.diagnosis.logs.signatures import table as signatures
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import FailureKind
@@ -64,14 +67,27 @@ def test_what_the_agent_killed_says_nothing() -> None:
 
 
 def test_a_kill_while_the_kernel_was_out_of_memory_is_explained_by_it() -> None:
-    assert kind_of(ended(0, -9), cascade(1, 1), oom_kills=1) is FailureKind.HOST_OOM
-    assert kind_of(ended(0, -15), oom_kills=1) is FailureKind.WORKER_KILLED
+    killed, terminated = (replace(ended(0, code), oom_kills=1) for code in (-9, -15))
+    assert kind_of(killed, cascade(1, 1)) is FailureKind.HOST_OOM
+    assert kind_of(terminated) is FailureKind.WORKER_KILLED
 
 
 def test_a_verdict_decides() -> None:
     verdict = Verdict(FailureKind.HANG, (1,), "rank 1 was stopped")
     diagnosis = classify(Evidence(workers=(ended(0, -9, by_agent=True), ended(1, -9, by_agent=True)), verdict=verdict))
     assert (diagnosis.kind, diagnosis.ranks, diagnosis.nodes) == (FailureKind.HANG, (1,), ("here",))
+
+
+def test_a_hang_of_ranks_on_all_nodes_blames_none_of_them() -> None:
+    """Otherwise two stalls of a file system would have every node of the site excluded."""
+    workers = tuple(WorkerEnd(rank, f"n{rank // 2}", rank % 2, -9, ended_by_agent=True) for rank in range(6))
+
+    def nodes(*ranks: int) -> tuple[str, ...]:
+        return classify(Evidence(workers, Verdict(FailureKind.HANG, ranks, "silent"))).nodes
+
+    assert nodes(*range(6)) == ()
+    assert nodes(0, 2, 4) == ()
+    assert nodes(0, 2) == ("n0", "n1")
 
 
 @pytest.mark.parametrize(
@@ -219,6 +235,18 @@ def test_the_state_of_the_job_decides_before_its_log_but_a_cancellation_does_not
 def test_what_a_worker_printed_last_is_its_own_and_no_echo() -> None:
     log = "AttributeError: 'X' object has no attribute 'y'"
     assert kind_of(cascade(0), ended(1, 1, order=1, log=log)) is FailureKind.UNKNOWN
+
+
+def test_lines_that_all_ranks_print_are_matched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank has a log of its own, and reading hundreds of them one by one would delay the restart by minutes."""
+    matched: list[str] = []
+    match_line = signatures.match_line
+    monkeypatch.setattr(
+        signatures, "match_line", lambda line, *table: matched.append(line.text) or match_line(line, *table)
+    )
+    log = "[rank{0}]: NCCL error in frame #3 (0x7f{0:010x})\n[rank{0}]: Watchdog caught collective operation timeout\n"
+    assert kind_of(*(ended(n, -6, order=n, log=log.format(n)) for n in range(64))) is FailureKind.COLLECTIVE_HANG
+    assert len(matched) == 2
 
 
 def test_the_agents_output_speaks_where_there_were_no_workers() -> None:

@@ -2,7 +2,12 @@
 reworded from public issues; the id of each case names its source.
 """
 
+import io
+
 import pytest
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
 
 from rlhf_core.diagnosis.classify import read_log
 from rlhf_core.diagnosis.logs import search
@@ -183,11 +188,69 @@ def test_an_excerpt_is_read_by_its_kind_of_evidence(case: str) -> None:
         "initializing process group with backend nccl\n",
         "PermissionError is raised by open(); except ImportError: pass\n",
         "RuntimeError: Event loop is closed - harmless at shutdown\n",
+        "Use keyboard interrupt to stop training gracefully\n",
+        "Prompt: The project DEADLINE is Friday\n",
+        "What is a kernel panic?\n",
+        "NCCL timeout set to 1800 seconds\nNCCL timeout: 1800\nrendezvous timeout: 900\n",
+        "`flash-attention` not found, consider installing for better performance: No module named 'flash_attn'.\n",
+        "df: /root/.triton/autotune: No such file or directory\n",
+        "bash: module: command not found\n",
+        "No such file or directory: 'last_checkpoint', starting from scratch\n",
+        "Filtered 12 prompts that are too long\n",
         "0 errors, 0 warnings\nmean squared error: 0.231\nerror_on_mismatch: False nccl_timeout: 600\n",
     ],
 )
 def test_what_only_sounds_like_a_failure_is_none(log: str) -> None:
     assert read_log(log) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        ("Keyboard interrupt received, exiting", Kind.USER_CANCEL),
+        ("Detected KeyboardInterrupt, attempting graceful shutdown", Kind.USER_CANCEL),
+        ("n3 kernel: Kernel panic - not syncing: Fatal machine check", Kind.NODE_LOST),
+        ("JobState=DEADLINE", Kind.TIME_LIMIT),
+        ("[rank3] NCCL timeout in all_reduce", Kind.COLLECTIVE_HANG),
+        ("NCCL watchdog timeout on rank 3", Kind.COLLECTIVE_HANG),
+        ("rendezvous timed out after 900 s", Kind.RENDEZVOUS),
+        ("bash: python: command not found", Kind.IMPORT_ERROR),
+        ("The prompt of 9000 tokens is longer than the maximum model length of 8192", Kind.DATA),
+    ],
+)
+def test_what_sounds_alike_is_still_a_failure(line: str, kind: Kind) -> None:
+    diagnosis = read_log(line)
+    assert diagnosis is not None
+    assert diagnosis.kind is kind
+
+
+def completions() -> str:
+    """A table of completions as TRL prints it."""
+    table = Table("Prompt", "Completion", "reward", expand=True)
+    for _ in range(2):
+        table.add_row("How do I fix it?\nModuleNotFoundError: No module named 'x'", "CUDA error: out of memory", "0.00")
+        table.add_section()
+    console = Console(file=io.StringIO(), width=100)
+    console.print(Panel(table, expand=False, title="Step 3"))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_errors_in_a_table_of_completions_are_none_and_those_after_it_are() -> None:
+    assert "ModuleNotFoundError" in completions()
+    assert read_log(completions()) is None
+    boxed = "╭─ Traceback (most recent call last) ─╮\n│ /app/train.py:18 in main │\n╰──────────╯\n"
+    for log in (f"{boxed}OSError: [Errno 28] No space left on device", "torch.OutOfMemoryError: CUDA out of memory"):
+        diagnosis = read_log(completions() + log)
+        assert diagnosis is not None
+        assert diagnosis.kind is (Kind.DISK_FULL if boxed in log else Kind.CUDA_OOM)
+
+
+def test_advice_about_the_keyboard_does_not_hide_what_follows() -> None:
+    log = "To stop, use a keyboard interrupt.\nRuntimeError: CUDA error: out of memory\n"
+    diagnosis = read_log(log)
+    assert diagnosis is not None
+    assert diagnosis.kind is Kind.CUDA_OOM
 
 
 def test_bars_that_go_on_show_that_an_error_was_survived_and_one_printed_again_does_not() -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_reports import rank_status
 
+from rlhf_core.diagnosis.hangs import standstill
 from rlhf_core.diagnosis.hangs.liveness import GapTracker, Suspect, judge, suspect
 from rlhf_core.diagnosis.hangs.standstill import (
     MIN_INSPECTIONS,
@@ -217,6 +218,21 @@ def test_a_node_that_gives_no_looks_keeps_the_long_floor_for_all_but_the_stopped
     ranks[1] = rank(1, process_state="T")
     inspections = [[inspected(ranks[1], 2.0 * number, Wait.STOPPED)] for number in range(3)]
     assert prove(record(*inspections).still, suspects_of(ranks), 3) != []
+
+
+def test_the_connections_of_all_workers_are_compared_once_for_all_suspects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For every suspect, 512 ranks with hundreds of connections each would keep agent 0 from its work."""
+    calls: list[int] = []
+    is_closed = standstill._is_closed
+    monkeypatch.setattr(standstill, "_is_closed", lambda still: calls.append(len(still)) or is_closed(still))
+    ranks = [rank(0), *(rank(number) for number in range(1, 9))]
+    link = {"main": Wait.CONNECTION, "awaited": ("a:1-b:2",), "connections": ("a:1-b:2",)}
+    inspections = [
+        [inspected(one, 2.0 * number, **(link if one.rank else {"main": Wait.COLLECTIVE})) for one in ranks]
+        for number in range(3)
+    ]
+    assert len(prove(record(*inspections).still, suspects_of(ranks), len(ranks))) == 8
+    assert calls == [9]
 
 
 @pytest.mark.parametrize(

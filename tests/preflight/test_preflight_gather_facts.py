@@ -233,6 +233,23 @@ def test_the_size_of_a_known_model_is_about_right() -> None:
     assert decoder_parameters({"hidden_size": 8}) is None
 
 
+def test_a_family_that_ties_its_output_layer_without_saying_so_is_not_counted_twice() -> None:
+    """Gemma-2B has 2,506,172,416 parameters; its config.json does not name tie_word_embeddings."""
+    config = {
+        "model_type": "gemma",
+        "hidden_size": 2048,
+        "intermediate_size": 16384,
+        "num_hidden_layers": 18,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "vocab_size": 256000,
+    }
+    found = decoder_parameters(config)
+    assert found == 2_506_172_416
+    assert decoder_parameters({**config, "tie_word_embeddings": False}) == found + 256000 * 2048
+
+
 def test_everything_at_once(tmp_path: Path) -> None:
     facts = gather_facts.gather(RunSpec.model_validate(make_spec().model_dump()), around(tmp_path))
     assert facts.compute.problem == ""

@@ -81,6 +81,8 @@ def only(facts: Facts, id: str = "memory.trainer") -> CheckResult:
         ("b200", 180),
         ("gb200", 186),
         ("NVIDIA GeForce RTX 4090", 24),
+        ("NVIDIA RTX A6000", 48),
+        ("rtx_a5000", 24),
     ],
 )
 def test_memory_of_gpus(kind: str, size: int) -> None:
@@ -201,6 +203,38 @@ def test_an_adapter_has_an_optimizer_of_its_own_and_no_second_model() -> None:
     assert parts["weights"] == pytest.approx(all_weights["weights"], rel=0.01)
     assert parts["gradients"] < 0.01 * all_weights["gradients"]
     assert parts["optimizer (ZeRO 1 over 8 ranks)"] < 0.01 * all_weights["optimizer (ZeRO 1 over 8 ranks)"]
+
+
+def test_the_snapshot_of_an_adapter_needs_no_memory() -> None:
+    """Adapters are written without one, as they are small."""
+    memory_gb = {"memory_gb": 64.0}
+    assert only(big(resources=memory_gb), "memory.snapshot").status is CheckStatus.WARNING
+    facts = big(resources=memory_gb)
+    adapter = facts.spec.model.model_copy(update={"lora": LoraSpec(rank=16)})
+    assert found(replace(facts, spec=facts.spec.model_copy(update={"model": adapter})), "memory.snapshot") == []
+
+
+@pytest.mark.parametrize(
+    ("config", "width"),
+    [
+        ({"intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2}, 28672),  # Mixtral-8x7B
+        ({"intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts_per_tok": 8}, 6144),  # Qwen3-30B-A3B
+        (
+            {
+                "intermediate_size": 18944,
+                "moe_intermediate_size": 2560,
+                "num_experts_per_tok": 8,
+                "shared_expert_intermediate_size": 20480,
+            },
+            40960,  # Qwen2-57B-A14B
+        ),
+        ({"intermediate_size": 14336}, 14336),
+    ],
+)
+def test_a_token_passes_through_several_experts(config: dict[str, int], width: int) -> None:
+    mixture = memory.shape_of({**QWEN3_8B, **config}, 46_702_792_704, 0)
+    assert mixture is not None
+    assert mixture.feed_forward == width
 
 
 def test_completions_of_the_data_are_as_long_as_they_may_be() -> None:

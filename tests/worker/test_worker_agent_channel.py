@@ -10,7 +10,7 @@ import pytest
 from process_tools import until
 
 from rlhf_core.run_dir.run import new_run_id
-from rlhf_core.schemas.agent_messages import AgreedStep, Ready
+from rlhf_core.schemas.agent_messages import AgreedStep, NodeState, Ready
 from rlhf_core.worker.channel import messages
 from rlhf_core.worker.channel import store as agent_store
 from rlhf_core.worker.channel.messages import AgentChannel
@@ -37,6 +37,16 @@ SECRET = b"0" * 64
 
 def signer(marker: str, index: int = 0, secret: bytes = SECRET) -> MessageSigner:
     return MessageSigner(secret, marker, index)
+
+
+def test_the_offset_of_a_clock_follows_it(marker: str) -> None:
+    """Clocks drift, and a wrong one is set: exits are ordered by the offset of today."""
+    channel = AgentChannel(Nodes(("a",), ("127.0.0.1",), 0), MemoryAgentStore())
+    for behind_s in (0.0, 120.0, 60.0):
+        for _ in range(messages.NUM_DIFFERENCES):
+            channel.send("state", NodeState(wall_s=time.time() - behind_s))
+            channel._measure_clock("state/0")
+        assert channel.ahead_s(0) == pytest.approx(behind_s, abs=1.0)
 
 
 def asleep(seconds: float) -> bool:

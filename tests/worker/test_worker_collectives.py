@@ -18,7 +18,7 @@ from rlhf_core.schemas.reports import RankStatus
 from rlhf_core.worker.command import in_rank
 from rlhf_core.worker.liveness import collectives
 from rlhf_core.worker.liveness.collectives import BUFFER_VARIABLE, answer_path, read_answers, with_collective
-from rlhf_core.worker.liveness.heartbeat import SlotFile
+from rlhf_core.worker.liveness.heartbeat import Beat, SlotFile
 
 PROGRAM = """
 import sys
@@ -90,6 +90,23 @@ def test_a_stopped_rank_is_not_awaited_and_late_answers_are_removed(
     late.write_text("{}")
     slots.remove()
     assert not late.exists()
+
+
+def test_an_answer_that_was_not_read_makes_room_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = SlotFile("collectives-unread", 1, tmp_path.name, 1)
+    monkeypatch.setattr(collectives, "INSPECTION_INTERVAL_S", 0.01)
+    monkeypatch.setattr(collectives, "_source", [lambda: "{}"])
+    monkeypatch.setattr(collectives.processes, "name_thread", lambda name: None)
+    try:
+        collectives.answer_in_background(Beat(slots.path, 0, 0, 0), slots.path, 0)
+        for _ in range(3):
+            number = slots.request_collectives()
+            until(answer_path(slots.path, 0, number).exists)
+        assert [path.name for path in slots.path.parent.glob(f"{slots.path.name}.*.json")] == [
+            answer_path(slots.path, 0, number).name
+        ]
+    finally:
+        slots.remove()
 
 
 def _entry(**changes: object) -> dict[str, object]:

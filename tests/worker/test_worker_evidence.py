@@ -11,9 +11,12 @@ import pytest
 from made_reports import rank_status
 from process_tools import until
 
+from rlhf_core.schemas.agent_messages import NodeEnd, WorkerReport
+from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import Phase, RankStatus
 from rlhf_core.worker import processes
 from rlhf_core.worker.evidence import collection as evidence
+from rlhf_core.worker.evidence.exit_reports import NodeReport, explain
 
 PRELUDE = """
 import ctypes, faulthandler, os, signal, sys
@@ -73,6 +76,23 @@ def test_without_py_spy_the_worker_writes_its_own_stack(
     assert "holds_the_interpreter" in (tmp_path / "incident" / "log-here-0.txt").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("still_process", ["stops_itself"], indirect=True)
+def test_a_py_spy_that_cannot_be_killed_is_left_behind(
+    still_process: tuple[RankStatus, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a hung file system it stays in the kernel; here its child keeps the pipe open. Otherwise the test hangs."""
+    program = tmp_path / "py-spy"
+    program.write_text(f"#!/bin/sh\nsleep 1000 &\necho $! > {tmp_path}/child\nwait\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(evidence, "find_py_spy", lambda: str(program))
+    monkeypatch.setattr(evidence, "STACK_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(evidence, "KILL_TIMEOUT_S", 0.1)
+    rank, log = still_process
+    missing = evidence.collect([rank], {0: log}, tmp_path / "incident", "here")
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+    assert "no answer within" in missing[0]
+
+
 @pytest.mark.parametrize("still_process", ["endless_loop"], indirect=True)
 def test_unavailable_evidence_is_reported_without_an_error(
     still_process: tuple[RankStatus, Path], tmp_path: Path
@@ -84,3 +104,13 @@ def test_unavailable_evidence_is_reported_without_an_error(
     missing = evidence.collect([rank], {0: log}, tmp_path / "file" / "incident", "here")
     assert any("py-spy" in line for line in missing)
     assert any("could not be written" in line for line in missing)
+
+
+@pytest.mark.parametrize(("node", "kind"), [("a", FailureKind.HOST_OOM), ("b", FailureKind.WORKER_KILLED)])
+def test_the_memory_of_another_node_explains_no_kill(node: str, kind: FailureKind) -> None:
+    killed = WorkerReport(rank=0, local_rank=0, code=-9, by_agent=False, ended_s=1.0)
+    ended = WorkerReport(rank=1, local_rank=0, code=-9, by_agent=True, ended_s=2.0)
+    ends = {"a": NodeEnd(num_workers=1, workers=(killed,)), "b": NodeEnd(num_workers=1, workers=(ended,))}
+    ends[node] = ends[node].model_copy(update={"oom_kills": 1})
+    diagnosis = explain([NodeReport(name, end) for name, end in ends.items()], None).diagnosis
+    assert (diagnosis.kind, diagnosis.nodes) == (kind, ("a",))

@@ -15,6 +15,7 @@ lock with a timeout, a sleep, a pipe, a child process, state D: all of these may
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from rlhf_core.diagnosis.hangs.liveness import Suspect, stop_of
 from rlhf_core.diagnosis.hangs.verdict import disagreement
@@ -87,9 +88,10 @@ def prove(still: Mapping[Place, Sequence[Inspection]], suspects: Collection[Susp
         num_ranks: Number of all workers; if some could not be inspected, only a stopped process is proof.
     """
     found = []
+    job = _Job.of(still)
     for one in suspects:
         inspections = still.get((one.status.node, one.status.local_rank), ())
-        evidence = _evidence(inspections, still, num_ranks) if _is_long(inspections) else ""
+        evidence = _evidence(inspections, job, num_ranks) if _is_long(inspections) else ""
         if evidence:
             found.append(Suspect(one.status, one.limit_s, evidence))
     if found or len(suspects) < num_ranks or len(still) < num_ranks or not all(map(_is_long, still.values())):
@@ -128,19 +130,35 @@ def _is_long(inspections: Sequence[Inspection]) -> bool:
     return len(inspections) >= MIN_INSPECTIONS and inspections[-1].at_s - inspections[0].at_s >= SPAN_S
 
 
-def _evidence(inspections: Sequence[Inspection], still: Mapping[Place, Sequence[Inspection]], num_ranks: int) -> str:
+@dataclass(frozen=True)
+class _Job:
+    """Findings about all workers, made once: each of hundreds of suspects is judged by them."""
+
+    newest: Sequence[Inspection]
+    """Newest inspection of each worker."""
+    is_quiet: bool
+    """True if everything could be read in every inspection, and no data was in transit."""
+    is_closed: bool
+    """True if nothing in the job can send any more."""
+
+    @classmethod
+    def of(cls, still: Mapping[Place, Sequence[Inspection]]) -> "_Job":
+        is_quiet = not any(one.problem or one.unsent_bytes for kept in still.values() for one in kept)
+        return cls([kept[-1] for kept in still.values()], is_quiet, _is_closed(still))
+
+
+def _evidence(inspections: Sequence[Inspection], job: _Job, num_ranks: int) -> str:
     """Proof that a worker is blocked for good; empty if there is none."""
     newest, seconds = inspections[-1], inspections[-1].at_s - inspections[0].at_s
     duration = f"in {len(inspections)} inspections over {seconds:.1f} s"
     if all(one.main is Wait.STOPPED for one in inspections):
         return f"{stop_of(newest.status)} {duration}"
-    others = [one[-1] for one in still.values()]
-    if newest.status.in_collective or not _is_waited_for(newest, others) or not all(map(_is_asleep, inspections)):
+    if newest.status.in_collective or not _is_waited_for(newest, job.newest) or not all(map(_is_asleep, inspections)):
         return ""
     # Something that could not be read, or data in transit, may still wake it.
-    if len(others) < num_ranks or any(one.problem or one.unsent_bytes for kept in still.values() for one in kept):
+    if len(job.newest) < num_ranks or not job.is_quiet:
         return ""
-    if newest.awaited and not _is_closed(still):
+    if newest.awaited and not job.is_closed:
         return ""
     return (
         f"has not entered a collective that others wait in: it waits for {newest.detail}, which nothing in the job can "

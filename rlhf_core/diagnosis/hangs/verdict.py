@@ -12,6 +12,11 @@ from types import MappingProxyType
 from rlhf_core.diagnosis.hangs.liveness import stop_of
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import RankStatus
+from rlhf_core.text.formatting import listed
+
+MAX_DESCRIBED = 8
+"""Maximum number of ranks described in a sentence: it is printed, stored and shown on pages, and may concern hundreds
+of ranks."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +42,14 @@ def blame(
 
     0. If there are ranks with a proven standstill, only they are responsible.
     1. A process that was stopped (state T) cannot do anything.
-    2. A rank that has entered fewer collectives than the others keeps them waiting.
+    2. The ranks that have entered the fewest collectives keep the others waiting. If most ranks still wait in a
+       collective that a few have left, as the root of a broadcast does early, no single rank is responsible.
     3. A rank outside while others wait inside a collective keeps them waiting.
     4. No rank is in a collective: each silent rank is at a standstill by itself.
     5. All are in the same collective: the network, or ranks that disagree about it; no single rank is responsible.
 
-    Before rules 4 and 5, the flight recorders are compared if all ranks have one: a rank with a lower collective number
-    is responsible, and ranks with different operations or shapes for the same number disagree, which is a bug in the
-    code.
+    Before rules 4 and 5, the flight recorders are compared if all ranks have one: rule 2 applies to their collective
+    numbers, and ranks with different operations or shapes for the same number disagree, which is a bug in the code.
 
     Args:
         ranks: All running workers of the role; at least one.
@@ -74,23 +79,23 @@ def _blame_proven(ranks: Sequence[RankStatus], proven: Mapping[int, str]) -> Ver
         return None
     if all(rank.in_collective and not rank.is_stopped for rank in still):
         return disagreement(ranks)
-    return Verdict(FailureKind.HANG, _numbers(still), "; ".join(_describe([rank], proven[rank.rank]) for rank in still))
+    described = [_describe([rank], proven[rank.rank]) for rank in still]
+    return Verdict(FailureKind.HANG, _numbers(still), listed(described, MAX_DESCRIBED, "; "))
 
 
 def _blame(ranks: Sequence[RankStatus], silent: Collection[int]) -> Verdict:
     stopped = [rank for rank in ranks if rank.is_stopped]
     if stopped:
-        return Verdict(
-            FailureKind.HANG, _numbers(stopped), "; ".join(_describe([rank], stop_of(rank)) for rank in stopped)
-        )
+        described = [_describe([rank], stop_of(rank)) for rank in stopped]
+        return Verdict(FailureKind.HANG, _numbers(stopped), listed(described, MAX_DESCRIBED, "; "))
     furthest = max(rank.collectives for rank in ranks)
-    behind = [rank for rank in ranks if rank.collectives < furthest]
-    if behind:
-        inside = all(rank.in_collective for rank in behind)
-        kind = FailureKind.COLLECTIVE_HANG if inside else FailureKind.HANG
-        return Verdict(
-            kind, _numbers(behind), _describe(behind, f"has not entered collective {furthest} that others wait in")
-        )
+    behind = _blame_behind(
+        ranks,
+        [rank.collectives for rank in ranks],
+        f"has not entered collective {furthest} that others wait in",
+    )
+    if behind is not None:
+        return behind
     outside = [rank for rank in ranks if not rank.in_collective]
     if outside and len(outside) < len(ranks):
         what = f"is not in collective {furthest} that others wait in"
@@ -110,29 +115,50 @@ def _blame(ranks: Sequence[RankStatus], silent: Collection[int]) -> Verdict:
     )
 
 
+def _blame_behind(ranks: Sequence[RankStatus], numbers: Sequence[int], what: str) -> Verdict | None:
+    """Verdict on the ranks that have entered the fewest collectives; None if all have entered as many.
+
+    Ranks between them and the furthest wait for them too: only the last ones are responsible.
+    """
+    fewest = min(numbers)
+    behind = [rank for rank, number in zip(ranks, numbers, strict=True) if number == fewest]
+    if len(behind) == len(ranks):
+        return None
+    inside = all(rank.in_collective for rank in behind)
+    if inside and len(behind) > len(ranks) / 2:
+        return Verdict(
+            FailureKind.COLLECTIVE_HANG,
+            (),
+            f"{len(behind)} of {len(ranks)} ranks wait in collective {fewest}, which the others have left: the "
+            "network, or ranks that disagree about it; no single rank is responsible",
+        )
+    kind = FailureKind.COLLECTIVE_HANG if inside else FailureKind.HANG
+    return Verdict(kind, _numbers(behind), _describe(behind, what))
+
+
 def _blame_by_recorders(ranks: Sequence[RankStatus]) -> Verdict | None:
     """Verdict from the flight recorders of all ranks; None if one is missing or they agree."""
     numbers = [rank.collective_sequence for rank in ranks if rank.collective_sequence is not None]
     if len(numbers) < len(ranks):
         return None
     furthest = max(numbers)
-    behind = [rank for rank, number in zip(ranks, numbers, strict=True) if number < furthest]
-    if behind:
-        inside = all(rank.in_collective for rank in behind)
-        kind = FailureKind.COLLECTIVE_HANG if inside else FailureKind.HANG
-        what = f"has not entered collective number {furthest} of its process group that others are at"
-        return Verdict(kind, _numbers(behind), _describe(behind, what))
+    what = f"has not entered collective number {furthest} of its process group that others are at"
+    behind = _blame_behind(ranks, numbers, what)
+    if behind is not None:
+        return behind
     if not all(rank.in_collective for rank in ranks):
         return None
     operations = [_operation(rank) for rank in ranks]
-    counts = Counter(operations).most_common()
+    counts = Counter(operations)
     if len(counts) == 1:
         return None
     # If most agree, the others are responsible; otherwise it is unknown which are right.
-    most = counts[0][0] if counts[0][1] > len(ranks) / 2 else None
+    ((common, number),) = counts.most_common(1)
+    most = common if number > len(ranks) / 2 else None
     deviating = [rank for rank, what in zip(ranks, operations, strict=True) if most is not None and what != most]
-    listed = "; ".join(f"rank {rank.rank} {what}" for rank, what in zip(ranks, operations, strict=True))
-    reason = f"the ranks disagree about collective number {furthest}: {listed}"
+    rarest_first = sorted(zip(ranks, operations, strict=True), key=lambda pair: counts[pair[1]])
+    described = listed([f"rank {rank.rank} {what}" for rank, what in rarest_first], MAX_DESCRIBED, "; ")
+    reason = f"the ranks disagree about collective number {furthest}: {described}"
     return Verdict(FailureKind.COLLECTIVE_MISMATCH, _numbers(deviating), reason)
 
 
@@ -151,8 +177,9 @@ def _numbers(ranks: Sequence[RankStatus]) -> tuple[int, ...]:
 
 
 def _describe(ranks: Sequence[RankStatus], what: str) -> str:
-    return "; ".join(
+    described = [
         f"rank {rank.rank} {what}, silent for {rank.age_s:.1f} s in phase {rank.phase} at step {rank.step}"
         + (", blocked in the kernel (state D)" if rank.process_state == "D" else "")
         for rank in sorted(ranks, key=lambda rank: rank.rank)
-    )
+    ]
+    return listed(described, MAX_DESCRIBED, "; ")

@@ -8,8 +8,9 @@ the failure. Their order decides: an event after which training continued has no
 cancellation are its consequences, and of several roots the first counts.
 """
 
+import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from rlhf_core.diagnosis.logs import metric_lines
 from rlhf_core.diagnosis.logs.evidence_parts import EvidencePart
@@ -30,12 +31,17 @@ _STARTS_OVER = ": error: "
 """Part of a command's message about wrong arguments; the rest of the file belongs to another start."""
 _OF_THE_START = frozenset({Kind.RENDEZVOUS})
 """Kinds that prevent every step: the first step proves that they were survived."""
+_ADDRESS = re.compile(r"\b0x[0-9a-f]{8,16}\b")
 _REASONS = frozenset({Kind.PREEMPTION, Kind.TIME_LIMIT, Kind.NODE_LOST, Kind.USER_CANCEL})
 
 
-def find(text: str, tables: Tables = TABLES) -> FailureEvent | None:
-    """Find the event that decides the classification of a log; None if it shows no failure."""
-    return decide(events(text, tables))
+def find(text: str, tables: Tables = TABLES, known: "KnownLines | None" = None) -> FailureEvent | None:
+    """Find the event that decides the classification of a log; None if it shows no failure.
+
+    Args:
+        known: Lines of other logs, read with the same tables.
+    """
+    return decide(events(text, tables, known))
 
 
 def find_error(error_type: str, message: str, traceback: str, tables: Tables = TABLES) -> FailureEvent:
@@ -83,12 +89,12 @@ def _around_cancellation(relevant: list[FailureEvent]) -> list[FailureEvent]:
     return [event for event in relevant if event.kind in _REASONS or (event.kind is Kind.HOST_OOM and event.node)]
 
 
-def events(text: str, tables: Tables = TABLES) -> list[FailureEvent]:
+def events(text: str, tables: Tables = TABLES, known: "KnownLines | None" = None) -> list[FailureEvent]:
     """List the events of failures in a log that were not survived, in order."""
     if len(text) > HEAD + TAIL:
         text = f"{text[:HEAD]}\n{text[-TAIL:]}"
     lines = text.splitlines()
-    reading = _Reading(tables)
+    reading = _Reading(tables, KnownLines() if known is None else known)
     for number, raw in enumerate(lines):
         reading.take(number, raw, lines)
     found = reading.found
@@ -107,24 +113,34 @@ def events(text: str, tables: Tables = TABLES) -> list[FailureEvent]:
     return found
 
 
+@dataclass
+class KnownLines:
+    """Lines and errors that were matched before. Hundreds of ranks print the same ones, each into its own log."""
+
+    matched: dict[tuple[str, bool], Matched | None] = field(default_factory=dict)
+    weighed: dict[tuple[str, tuple[Frame, ...], tuple[str, ...], str], FailureEvent] = field(default_factory=dict)
+
+
 class _Reading:
     """State of the reader of one log."""
 
-    def __init__(self, tables: Tables) -> None:
+    def __init__(self, tables: Tables, known: KnownLines) -> None:
         """Start without events."""
         self.found: list[FailureEvent] = []
         self.metrics: list[str] = []
         self.tracebacks = TracebackReader()
         self._tables = tables
-        self._matched: dict[tuple[str, bool], Matched | None] = {}
-        self._weighed: dict[tuple[str, tuple[Frame, ...], tuple[str, ...], str], FailureEvent] = {}
+        self._known = known
         self._steps = 0
         self._bars: dict[int, int] = {}
         self._moved = 0
         self._requeued = False
+        self._in_table = False
 
     def take(self, number: int, raw: str, lines: Sequence[str]) -> None:
         """Read one line."""
+        if self._is_in_table(raw):
+            return
         if metric_lines.is_requeued(raw):
             self._requeued = True
             self._keep_roots()
@@ -146,20 +162,32 @@ class _Reading:
         self._moved = 0
         self.found.append(event)
 
+    def _is_in_table(self, raw: str) -> bool:
+        """Return True for a row of a table that Rich has drawn, as TRL does for completions: these contain any errors.
+        A box around a traceback has neither the edge nor the rules of a table."""
+        if "┏" in raw or "├" in raw:
+            self._in_table = True
+        elif "└" in raw or "╭" in raw or "╰" in raw:
+            self._in_table = False
+        return self._in_table and "│" in raw
+
     def _of_error(self, raised: Raised, following: tuple[str, ...]) -> FailureEvent:
         # All ranks print the same error: it is classified once.
         key = (raised.line.text, raised.frames, following, raised.line.process)
-        if key not in self._weighed:
-            self._weighed[key] = event_of(raised, following, self._tables)
+        weighed = self._known.weighed
+        if key not in weighed:
+            weighed[key] = event_of(raised, following, self._tables)
         at = raised.line
-        return replace(self._weighed[key], line=at.raw.strip(), number=at.number, is_later=raised.is_later)
+        return replace(weighed[key], line=at.raw.strip(), number=at.number, is_later=raised.is_later)
 
     def _of_phrase(self, line: LogLine) -> FailureEvent | None:
         # Every rank prints the same line, often repeatedly: it is matched once.
+        # Addresses differ from process to process, and no phrase contains one.
+        line = replace(line, text=_ADDRESS.sub("0x0", line.text)) if "0x" in line.text else line
         key = (line.text, line.is_quiet)
-        if key not in self._matched:
-            self._matched[key] = signatures.match_line(line, self._tables.signatures)
-        matched = self._matched[key]
+        if key not in self._known.matched:
+            self._known.matched[key] = signatures.match_line(line, self._tables.signatures)
+        matched = self._known.matched[key]
         if matched is None:
             return None
         row = matched.row

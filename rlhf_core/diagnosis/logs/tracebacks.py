@@ -94,11 +94,12 @@ class TracebackReader:
     def __init__(self) -> None:
         """Start without an open block."""
         self._blocks: dict[str, _Block] = {}
+        self._open: set[str] = set()
 
     @property
     def is_open(self) -> bool:
         """True if a traceback has started and its error has not been read; at the end of a log, it is truncated."""
-        return any(block.is_open for block in self._blocks.values())
+        return bool(self._open)
 
     @property
     def last_frames(self) -> tuple[Frame, ...]:
@@ -109,6 +110,12 @@ class TracebackReader:
         """Return the error that ends a block in this line or is named in it; otherwise True if the line is part of a
         block."""
         block = self._blocks.setdefault(line.process, _Block())
+        read = self._read(block, line)
+        # Kept apart, because a log may name thousands of processes.
+        (self._open.add if block.is_open else self._open.discard)(line.process)
+        return read
+
+    def _read(self, block: _Block, line: LogLine) -> "Raised | bool":
         frame = _frame(block.wrapped + line.text.strip() if block.wrapped else line.text)
         block.wrapped = ""
         if frame is not None:

@@ -232,10 +232,10 @@ def peer_copy(facts: Facts) -> Iterator[Finding]:
 
 def _snapshot_and_room(facts: Facts) -> tuple[int, float] | None:
     """Bytes of a node's snapshots, and of its main memory beside its ranks; None if they are unknown, or if checkpoints
-    are written without snapshots."""
+    are written without snapshots, as those of an adapter are."""
     spec, shape, resources = facts.spec, _shape(facts), facts.spec.resources
     node = (resources.memory_gb or facts.inventory.memory_gb or 0) * GIB
-    if shape is None or not node or not spec.checkpoint.background:
+    if shape is None or not node or not spec.checkpoint.background or spec.model.lora is not None:
         return None
     held = CPU_BASE_BYTES + sum(main_memory_bytes(shape, spec.model.dtype, zero_of(spec)).values())
     if not resources.gpus_per_node:

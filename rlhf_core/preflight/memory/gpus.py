@@ -62,7 +62,7 @@ def _sizes_gb(kind: str) -> tuple[int, ...]:
     if part is not None:
         return (int(part[1]),)
     for name in sorted(GPU_MEMORY_GB, key=len, reverse=True):
-        if re.search(rf"(?<![a-z0-9]){name}(?![0-9])", text):
+        if re.search(rf"(?<![a-z0-9])(?:rtx)?{name}(?![0-9])", text):
             sizes = GPU_MEMORY_GB[name]
             return tuple(size for size in sizes if re.search(rf"(?<!\d){size}(?!\d)", text)) or sizes
     return ()

@@ -22,6 +22,7 @@ class Shape:
     keys: int
     """Key-value heads x size of a head."""
     feed_forward: int
+    """Width of the feed-forward layer that a token passes through: in a mixture of experts, of all its experts."""
     vocabulary: int
     is_lean: bool = False
     """True if training replaces its norms and feed-forward layers (``training/models/lean_layers.py``)."""
@@ -49,7 +50,7 @@ def shape_of(config: Mapping[str, Any], parameters: int | None, vocabulary: int)
     """
     try:
         hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
-        heads, feed_forward = int(config["num_attention_heads"]), int(config["intermediate_size"])
+        heads, feed_forward = int(config["num_attention_heads"]), _feed_forward(config)
     except (KeyError, TypeError, ValueError):
         return None
     if parameters is None or heads < 1:
@@ -59,6 +60,15 @@ def shape_of(config: Mapping[str, Any], parameters: int | None, vocabulary: int)
     size = int(config.get("vocab_size") or vocabulary)
     is_lean = str(config.get("model_type")) in _LEAN_FAMILIES and config.get("hidden_act", "silu") == "silu"
     return Shape(parameters, hidden, layers, heads * head_dim, kv_heads * head_dim, feed_forward, size, is_lean)
+
+
+def _feed_forward(config: Mapping[str, Any]) -> int:
+    experts, width = int(config.get("num_experts_per_tok") or 0), int(config["intermediate_size"])
+    if not experts:
+        return width
+    width = int(config.get("moe_intermediate_size") or width)
+    shared = config.get("shared_expert_intermediate_size") or width * int(config.get("n_shared_experts") or 0)
+    return experts * width + int(shared)
 
 
 def trained_shape(shape: Shape, lora: LoraSpec | None) -> Shape:

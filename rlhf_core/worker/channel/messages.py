@@ -6,6 +6,7 @@ while it waits for another. A single agent uses the same channel and receives it
 
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -31,6 +32,9 @@ RESEND_INTERVAL_S, MAX_RESEND_INTERVAL_S = 1.0, 60.0
 """First delay before a message is resent, which doubles each time, and its upper limit, in seconds."""
 NUM_RESENT = 16
 """Number of most recent messages to resend: no agent waits for older ones."""
+
+NUM_DIFFERENCES = 64
+"""Number of recent states whose times are compared with this node's clock: those of about a quarter of a minute."""
 
 Message = TypeVar("Message", bound=Schema)
 
@@ -76,7 +80,7 @@ class AgentChannel:
         self._has_refused = False
         self._messages: dict[str, Schema] = {}
         self._changed_at: dict[str, float] = {}
-        self._offsets: dict[int, float] = {}
+        self._differences: dict[int, deque[float]] = {}
         self._answered_at = time.monotonic()
         self.clock = PauseClock()
         self._pulse_at = 0.0
@@ -132,7 +136,8 @@ class AgentChannel:
 
     def ahead_s(self, index: int) -> float:
         """Seconds by which this node's clock is ahead of another's; accurate to about a tenth of a second."""
-        return self._offsets.get(index, 0.0)
+        with self._lock:
+            return min(self._differences.get(index, ()), default=0.0)
 
     @property
     def is_lost(self) -> bool:
@@ -281,9 +286,11 @@ class AgentChannel:
         return int(index) if self.leads and index.isdecimal() else 0
 
     def _measure_clock(self, key: str) -> None:
-        """Update the clock offset: the smallest difference seen belongs to the fastest message."""
+        """Record a clock difference: the smallest of the last ones belongs to the fastest message. Older ones do not
+        count, because clocks drift and are set."""
         topic, _, index = key.partition("/")
         state = self._get(key, NodeState) if topic == "state" else None
         if state is not None:
-            difference = time.time() - state.wall_s
-            self._offsets[int(index)] = min(difference, self._offsets.get(int(index), difference))
+            with self._lock:
+                recent = self._differences.setdefault(int(index), deque(maxlen=NUM_DIFFERENCES))
+                recent.append(time.time() - state.wall_s)

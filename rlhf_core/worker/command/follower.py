@@ -183,6 +183,8 @@ class Follower:
             trainer=self._trainer,
             output_dir=place.output_dir,
             started_at_s=time.time(),
+            # Rank 0 writes it after the earlier program has ended and before this one is started.
+            files_since_s=self._context.restart_dir.launch_order.stat().st_mtime,
             first_step=self._first_step,
             logs=[self._context.restart_dir.log(self._context.role, self._context.node, self._context.local_rank)],
             pids=lambda: self._rank.pids() if self._rank is not None else [],
@@ -353,7 +355,8 @@ class Follower:
             rank.code = await_exit_code(log, rank.pid, CASCADE_TIMEOUT_S, self._has_launcher_exited)
 
     def _has_launcher_exited(self) -> bool:
-        return self._child is not None and self._child.poll() is not None
+        has_child_exited = self._child is not None and self._child.poll() is not None
+        return has_child_exited or (self._rank is not None and self._rank.has_launcher_exited)
 
     def _has_stopped(self, code: int) -> bool:
         """True if the program was asked to stop and has saved its state, whatever it exited with then.

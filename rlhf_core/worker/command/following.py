@@ -38,7 +38,7 @@ def is_of_this_start(path: Path, watched: Watched) -> bool:
     Raises:
         OSError: the file does not exist.
     """
-    return path.stat().st_mtime >= watched.started_at_s
+    return path.stat().st_mtime >= watched.files_since_s
 
 
 class FollowedLines:

@@ -22,7 +22,7 @@ def await_exit_code(log: Path, pid: int, timeout_s: float, has_launcher_exited: 
     The launcher first ends its other ranks, so the line comes some time after the exit.
 
     Args:
-        timeout_s: Longest wait, in seconds: of a rank that exited with 0 the launcher logs nothing.
+        timeout_s: Longest wait, in seconds: the launcher logs nothing of a rank that exited with 0, and may outlive it.
     """
     deadline = time.monotonic() + timeout_s
     while True:

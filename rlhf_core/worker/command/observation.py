@@ -42,7 +42,10 @@ class Watched:
     output_dir: Path
     """Folder for the program's own files; may not exist yet."""
     started_at_s: float
-    """Time of its start in seconds since the epoch: files that existed before count as read."""
+    """Time of its start in seconds since the epoch."""
+    files_since_s: float
+    """The same by the clock of the file server, which may be minutes ahead or behind: files that were not changed since
+    count as read."""
     first_step: int = 0
     """Step of the checkpoint that it resumes from; 0 if it starts from the beginning."""
     logs: Sequence[Path] = ()

@@ -40,6 +40,7 @@ class RankProcess:
         """
         self.pid = pid
         self._descriptor = os.pidfd_open(pid)
+        self._launcher = _descriptor_of_parent(pid)
         self._early_code: int | None = None
         self.has_ended = False
         self.code: int | None = None
@@ -70,6 +71,11 @@ class RankProcess:
             self.has_ended, self.code = True, self._early_code if code is None else code
         return self.has_ended
 
+    @property
+    def has_launcher_exited(self) -> bool:
+        """True once the process that started it, which collects its exit code, has exited; False if it is unknown."""
+        return self._launcher is not None and bool(select.select([self._launcher], [], [], 0.0)[0])
+
     def pids(self) -> list[int]:
         """The process and its descendants."""
         try:
@@ -85,7 +91,16 @@ class RankProcess:
 
     def close(self) -> None:
         """Stop following."""
-        os.close(self._descriptor)
+        for descriptor in (self._descriptor, self._launcher):
+            if descriptor is not None:
+                os.close(descriptor)
+
+
+def _descriptor_of_parent(pid: int) -> int | None:
+    """A descriptor that becomes readable when the parent of a process exits; None if it has exited already."""
+    with contextlib.suppress(psutil.Error, ProcessLookupError):
+        return os.pidfd_open(psutil.Process(pid).ppid())
+    return None
 
 
 def _exit_code(pid: int) -> int | None:

@@ -22,6 +22,7 @@ from rlhf_core.text.redaction import masked
 from rlhf_core.worker.worker_process import STACK_SIGNAL
 
 STACK_TIMEOUT_S = 5.0
+KILL_TIMEOUT_S = 1.0
 LOG_TAIL_BYTES = 32 << 10
 
 _RANKS = TypeAdapter(tuple[RankStatus, ...])
@@ -129,7 +130,8 @@ def _finish_py_spy(dump: "subprocess.Popen[str] | str", deadline: float) -> tupl
         output, _ = dump.communicate(timeout=max(0.1, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         dump.kill()
-        dump.communicate()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it is in the kernel, reading from a hung file system
+            dump.communicate(timeout=KILL_TIMEOUT_S)
         return "", f"no answer within {STACK_TIMEOUT_S:.0f} s"
     return (output, "") if dump.returncode == 0 else ("", output.strip() or f"exit code {dump.returncode}")
 

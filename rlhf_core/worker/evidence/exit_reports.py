@@ -151,7 +151,6 @@ def explain(reports: Iterable[NodeReport], hang: Hang | None) -> Failure:
             workers=tuple(_worker_end(one, worker, order) for order, (one, worker) in enumerate(ends)),
             verdict=hang.verdict if hang is not None else None,
             agent_log="\n".join(one.end.problem for one in reports if one.end.problem),
-            oom_kills=sum(one.end.oom_kills for one in reports),
         )
     )
     if hang is not None:
@@ -188,6 +187,7 @@ def _worker_end(one: NodeReport, worker: WorkerReport, order: int) -> WorkerEnd:
         order=order,
         outcome=worker.outcome,
         log_tail=worker.log_tail,
+        oom_kills=one.end.oom_kills,
     )
 
 

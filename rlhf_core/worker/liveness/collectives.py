@@ -56,6 +56,9 @@ def _answer(beat: Beat, slots: Path, local_rank: int) -> None:
         number = beat.questions()
         if number == answered:
             continue
+        # The agent reads an answer before it asks again, or never: in memory, they would add up over a long run.
+        with contextlib.suppress(OSError):
+            answer_path(slots, local_rank, answered).unlink()
         answered = number
         path = answer_path(slots, local_rank, number)
         with contextlib.suppress(OSError, RuntimeError):

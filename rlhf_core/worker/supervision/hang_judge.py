@@ -5,10 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rlhf_core.diagnosis.hangs.liveness import Condition, GapTracker, Suspect, describe, judge
 from rlhf_core.diagnosis.hangs.standstill import confirm
-from rlhf_core.diagnosis.hangs.verdict import blame
+from rlhf_core.diagnosis.hangs.verdict import MAX_DESCRIBED, blame
 from rlhf_core.schemas.agent_messages import Collected, GroupState, NodeState, WorkerEndOrder
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.reports import RankStatus
+from rlhf_core.text.formatting import listed
 from rlhf_core.worker.channel.messages import AgentChannel
 from rlhf_core.worker.channel.order_book import OrderBook
 from rlhf_core.worker.event_log import EventLog
@@ -67,7 +68,7 @@ class HangJudge:
         The first kill spoils the evidence.
         """
         group = one.group
-        self._events.add("suspect", "; ".join(map(describe, suspects)), group.role)
+        self._events.add("suspect", listed([*map(describe, suspects)], MAX_DESCRIBED, "; "), group.role)
         wanted = tuple(suspect.status.rank for suspect in suspects) if one.is_alone else ()
         number = self._orders.group(group.role).collect + 1
         self._orders.change_group(group.role, collect=number, collect_ranks=wanted)

@@ -45,6 +45,22 @@ def test_the_exit_code_of_a_process_reaped_earlier_is_unknown() -> None:
     rank.close()
 
 
+def test_the_exit_of_the_launcher_of_a_rank_is_seen(tmp_path: Path) -> None:
+    """By a worker that did not start the launcher: of a rank that exits with 0, the launcher logs nothing."""
+    command = [sys.executable, "-c", PARENT, sys.executable, "-c", "input()"]
+    parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert parent.stdout is not None
+        rank = RankProcess(int(parent.stdout.readline()))
+        assert not rank.has_launcher_exited
+        parent.kill()
+        until(lambda: rank.has_launcher_exited)
+        assert not rank.poll()
+        rank.close()
+    finally:
+        parent.communicate()
+
+
 def test_the_exit_code_of_a_watched_rank_is_read_before_its_launcher_reaps_it() -> None:
     """The launcher reaps the rank soon, and the worker polls later, as a worker does that reads large logs."""
     collects = PARENT.replace("time.sleep(60)", "child.poll() or time.sleep(1.2); child.wait(); time.sleep(60)")

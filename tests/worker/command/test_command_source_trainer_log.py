@@ -62,6 +62,17 @@ def test_existing_lines_are_no_progress(tmp_path: Path) -> None:
     assert (after.moved, after.metrics) == (True, [StepFigures(2, {"loss": 0.2, "reward": 1.0})])
 
 
+def test_old_lines_of_a_file_server_with_an_early_clock_are_no_progress(tmp_path: Path) -> None:
+    """By this node's clock they were written after the start; their steps would say that the trainer started over."""
+    log = tmp_path / "logging.jsonl"
+    append(log, line(1) + line(2))
+    make_old(log, -100.0)
+    polls = Polls(TrainerLog(watched(tmp_path, first_step=10, ahead_s=110.0)))
+    assert (polls.poll().moved, polls.poll().step) == (False, None)
+    append(log, line(11))
+    assert polls.poll().step == 11
+
+
 def test_a_torn_last_line_waits_for_its_end(tmp_path: Path) -> None:
     polls = Polls(TrainerLog(watched(tmp_path)))
     append(tmp_path / "logging.jsonl", line(1) + line(2)[:20])

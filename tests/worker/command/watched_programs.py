@@ -74,14 +74,15 @@ def watched(
     folder: Path,
     *,
     started_at_s: float | None = None,
+    ahead_s: float = 0.0,
     first_step: int = 0,
     logs: Sequence[Path] = (),
     pids: Sequence[int] = (),
     **changes: Any,
 ) -> Watched:
-    """A program with this output folder; started shortly before by default."""
+    """A program with this output folder; started shortly before by default, on a file server whose clock is ahead."""
     at_s = time.time() - 1 if started_at_s is None else started_at_s
-    return Watched(trainer(**changes), folder, at_s, first_step, logs, lambda: pids)
+    return Watched(trainer(**changes), folder, at_s, at_s + ahead_s, first_step, logs, lambda: pids)
 
 
 class Polls:

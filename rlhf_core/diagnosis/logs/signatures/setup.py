@@ -169,7 +169,8 @@ DATA: tuple[Signature, ...] = (
         r"Caught (?:Index|Key|Value|Type|Attribute|Assertion)Error in DataLoader worker",
         r"index out of range in self|Invalid key: \d+ is out of bounds|Token id \d+ is out of vocabulary",
         r"(?<!estimated )maximum (?:context|model) length (?:is|of) \d+",
-        r"(?:prompt|input|sequence|Prompt)s? .{0,60}(?:is|are) (?:too long|longer than)",
+        r"^(?!.{0,200}(?i:filter|dropp|truncat)).{0,200}(?:prompt|input|sequence|Prompt)s? .{0,60}(?:is|are) "
+        r"(?:too long|longer than)",
         r"exceeds (?:the )?(?:model's )?(?:maximum|max) (?:model |context |prompt |sequence )?(?:length|len)",
         r"KeyError: '(?:prompts?|messages|conversations?|text|input_ids|labels?|chosen|rejected|question|answer|instr"
         r"uction|input|output|completion|content|role|images?|data_source|ground_truth|solution)'",

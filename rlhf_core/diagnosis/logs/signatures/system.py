@@ -21,7 +21,7 @@ SCHEDULER: tuple[Signature, ...] = (
         r"NodeNotReady|NodeLost\b|NodeShutdown|TaintManagerEviction",
         r"because its node has died|[Tt]he (?:actor's )?node .{0,80}(?:was terminated unexpectedly|has died|is dead)",
         r"missing too many heartbeats|[Nn]ode \S+ (?:is|was) (?:down|lost|unreachable|not responding)",
-        r"(?i:kernel panic|host (?:was )?rebooted unexpectedly)",
+        r"Kernel panic - |(?i:host (?:was )?rebooted unexpectedly)",
     ),
     row(Kind.NODE_LOST, ROOT, "srun: error: Node failure on n3", rf"[Nn]ode failure on {_NODE}"),
     row(
@@ -54,7 +54,7 @@ SCHEDULER: tuple[Signature, ...] = (
         r"DUE TO TIME ?LIMIT",
         r"exceeded (?:its|the|their) (?:time|walltime|wall-clock|wall clock) ?limit|walltime \d+ exceeded",
         r"(?:^|\s|=)TIMEOUT(?:\s+\d|\s*$)",
-        r"\bDEADLINE\b(?!_)",
+        r"(?:^|\s|=)DEADLINE(?:\s+\d|\s*$)",
         r"job killed: walltime|DeadlineExceeded",
         r"TERM_RUNLIMIT",
     ),
@@ -73,7 +73,10 @@ SCHEDULER: tuple[Signature, ...] = (
         r"(?:signals?\W{0,3})?SIG(?:INT|HUP)\b))",
         r"return code = -2\b",
         r"(?i:\b(?:interrupted|aborted|cancell?ed|stopped|killed) (?:by|from) (?:the )?(?:user|keyboard|operator))",
-        r"(?i:program interrupted|keyboard ?interrupt\b|\^C(?:\s|$)|\bscancel(?:led)?\b.{0,30}\bby (?:me|us|hand)\b)",
+        r"(?i:program interrupted|\^C(?:\s|$)|\bscancel(?:led)?\b.{0,30}\bby (?:me|us|hand)\b)",
+        # Not advice such as "use keyboard interrupt to stop", after which every failure would be its consequence.
+        r"(?i:(?:^|(?:got|received|caught|detected|by) (?:an? )?)keyboard ?interrupt\b|"
+        r"\bkeyboard ?interrupt (?:was )?(?:received|caught|detected))",
         r"srun: (?:interrupt|forcing job termination)|sending Ctrl-C",
     ),
 )
@@ -109,6 +112,8 @@ NOISE: tuple[Signature, ...] = (
         TEARDOWN,
         "FlashAttention is not there (ImportError: No module named 'flash_attn'), falling back to sdpa",
         r"(?i:fall(?:ing|s)? ?back to|\bskipp(?:ing|ed) (?:it|this|the|iter|step|batch|sample)|(?:is|are) optional)",
+        r"(?i:\b(?:not|install\w*)\b.{0,80}\bfor (?:better|the best|faster|improved|optimal) (?:performance|speed))",
+        r"(?i:\b(?:not|no such)\b.{0,200}\bstart(?:ing|s)? (?:from scratch|fresh))",
         r"(?i:can be (?:safely )?ignored|safe(?:ly)? (?:to )?ignored?\b|^Exception ignored|\bharmless\b|\bcosmetic\b)",
         r"(?i:\b(?:this|that|which|it) is (?:normal|expected|benign)\b|\bnot an error\b|\bbenign\b)",
         r"(?i:\b(?:training|run|job) (?:continued|continues|went on|recovered|survived)\b)",
@@ -122,6 +127,8 @@ NOISE: tuple[Signature, ...] = (
         r"Unable to register \w+ factory|Failed to (?:open|load) libibverbs|No plugin found \(libnccl",
         r"misc/ibvwrap\.cc|ras/client_support\.cc|Token indices sequence length is longer",
         r"Failed to import from \S+ with",
+        # Called in passing by DeepSpeed and by shell profiles.
+        r"^(?:df|ls|rm|tput): .{0,200}(?:No such file|denied|cannot)|\bmodule: command not found$",
     ),
     row(
         Kind.UNKNOWN,
@@ -138,10 +145,9 @@ MACHINE: tuple[Signature, ...] = (
         Kind.HOST_OOM,
         ROOT,
         "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks have been OOM Killed.",
-        r"oom[-_]kill",
-        r"OOM[ -]?[Kk]illed",
+        r"oom[-_]kill|OOM[ -]?[Kk]illed",
         r"Out of memory: Kill(?:ed)? process|[Cc]group out of memory|Memory cgroup out of memory",
-        r"oom_reaper|invoked oom-killer|\boom-kill\b",
+        r"oom_reaper",
         r"\bOUT_OF_ME(?:MORY\b|\+)",
         r"Killed signal terminated program",
         r"(?i:\b(?:host|system|cpu|node|main) (?:ram|memory) (?:is )?(?:exhausted|full|ran out))",
@@ -236,9 +242,8 @@ MACHINE: tuple[Signature, ...] = (
         r"(?i:error in the Fabric Manager|NVSwitch.{0,40}(?:fatal|error))",
         r"(?i:NVLink.{0,30}(?:fatal|link (?:is )?down|failure))",
         r"(?i:system not yet initialized|hardware (?:error|exception|failure)|HW Exception by GPU)",
-        r"(?i:HSA_STATUS_ERROR_EXCEPTION)",
         r"(?i:gpu (?:core |memory )?(?:dump|hang) (?:detected|error)|GPU Hang\b|aicore (?:error|exception))",
-        r"(?i:heartbeat lost.{0,30}device)",
+        r"(?i:HSA_STATUS_ERROR_EXCEPTION|heartbeat lost.{0,30}device)",
     ),
     row(
         Kind.GPU_HARDWARE,
@@ -297,9 +302,7 @@ MACHINE: tuple[Signature, ...] = (
         "OSError: [Errno 116] Stale file handle: 'cache.arrow'",
         r"[Ss]tale (?:NFS )?file handle|[Rr]ead-only file ?system|\bEROFS\b|\bESTALE\b",
         r"[Tt]ransport endpoint|Input/output error|Remote I/O error|Bad message|Structure needs cleaning",
-        r"Too many open files",
-        r"No locks available|Resource temporarily unavailable: '|Directory not empty",
-        r"Cannot send after transport endpoint",
+        r"Too many open files|No locks available|Resource temporarily unavailable: '|Directory not empty",
     ),
     row(
         Kind.FILE_SYSTEM,

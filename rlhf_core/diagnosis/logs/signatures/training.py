@@ -64,7 +64,7 @@ COLLECTIVES: tuple[Signature, ...] = (
         r"[Nn]ot all ranks (?:are )?join|collective (?:operation )?time-?d?[ -]?out",
         r"[Ll]ast enqueued (?:NCCL )?work: \d+|failure detected by watchdog at work sequence id",
         r"(?i:\b(?:hccl|rccl|oneccl|ucc)\b.{0,80}\btimed? ?-?out)",
-        r"(?i:nccl (?:watchdog )?time-?out|nccl watchdog (?:fired|killed))",
+        r"(?i:nccl (?:watchdog )?time-?out(?!\W{0,3}(?:is |was )?(?:set\b|\d))|nccl watchdog (?:fired|killed))",
     ),
     row(
         Kind.COLLECTIVE_HANG,
@@ -99,7 +99,7 @@ FINDING_EACH_OTHER: tuple[Signature, ...] = (
         r"connectFullMesh failed|client socket has (?:timed out|failed to connect)",
         r"wait timeout after \d+ms, keys|waiting for (?:clients|workers)\. |connect\(\) timed out|clients joined",
         r"store[- ]based barrier|Timed out initializing|Error: Socket Timeout|connection to the C10d store has failed",
-        r"[Rr]endezvous\b.{0,60}(?:timed? ?out|closed|failed)|[Tt]ime-?d? ?out\b.{0,60}\brendezvous",
+        r"[Rr]endezvous\b.{0,60}(?:timed? ?out(?!\W{0,3}\d)|closed|failed)|[Tt]ime-?d? ?out\b.{0,60}\brendezvous",
         r"bootstrap\.cc.{0,80}(?:failed|error|timeout)",
         r"Timed out (?:after \d+ seconds )?waiting for .{0,40}(?:ranks|nodes|clients)",
         r"Only \d+/\d+ (?:nodes|ranks|workers)|failed to (?:recv|connect).{0,40}(?:TCPStore|store)",

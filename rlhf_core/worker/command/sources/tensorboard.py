@@ -60,7 +60,7 @@ class TensorBoard:
                 self._next_search_s = now_s + SEARCH_S
                 problem = self._search()
             for file in self._files.values():
-                figures += file.new_scalars(self._watched.started_at_s)
+                figures += file.new_scalars(self._watched)
                 problem = problem or file.problem
         except ImportError as error:
             problem = (
@@ -116,7 +116,7 @@ class _EventFile:
         self.problem = ""
         """Sentence on a damaged record: nothing after it can be read."""
 
-    def new_scalars(self, started_at_s: float) -> list[StepFigures]:
+    def new_scalars(self, watched: Watched) -> list[StepFigures]:
         """Scalars found since the last call that were written after the start.
 
         Raises:
@@ -128,8 +128,8 @@ class _EventFile:
         except FileNotFoundError:
             return []
         mark = (found.st_mtime_ns, found.st_size)
-        # Allow a minute before the start for clock skew: each record carries the time at which it was written.
-        if mark == self._mark or found.st_mtime < started_at_s - 60:
+        # Allow a minute before the start for another file server: each record carries the time at which it was written.
+        if mark == self._mark or found.st_mtime < watched.files_since_s - 60:
             return []
         if found.st_size < self._offset and mark[0] > self._mark[0]:
             self._offset, self.problem = 0, ""
@@ -138,7 +138,7 @@ class _EventFile:
         with open_regular(self._path) as file:
             for record in self._records(file, found.st_size):
                 self._offset = record.end
-                figures += _scalars(record.content, started_at_s)
+                figures += _scalars(record.content, watched.started_at_s)
                 if self._offset > end:
                     return figures
         self._mark = mark
