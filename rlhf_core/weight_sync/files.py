@@ -85,7 +85,8 @@ class FilesOutgoing:
             shards.write()
             write_text(path / COMPLETE, json.dumps([one.hex() for one in found]))
         except BaseException as error:
-            (path / ABANDONED).touch()
+            with contextlib.suppress(OSError):  # without it, engines wait for stall_timeout_s
+                (path / ABANDONED).touch()
             if isinstance(error, OSError | SafetensorError):
                 raise WeightSyncFailed(f"{path} cannot be written: {error}", self.name) from error
             raise
