@@ -165,9 +165,6 @@ class FilesIncoming:
             raise WeightSyncFailed(f"version {offer.manifest.version} in {path} is {what}; send it again", offer.sender)
         return found
 
-    def close(self) -> None:
-        """Do nothing: nothing is held between versions."""
-
 
 def _sizes(folder: Path) -> dict[str, int]:
     """Sizes of the files in a folder, without those that the trainer renames or removes in the meantime."""
