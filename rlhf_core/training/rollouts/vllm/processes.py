@@ -56,10 +56,11 @@ class EngineProcesses:
 
 @contextlib.contextmanager
 def starting_in(scratch: Path) -> Iterator[None]:
-    """Start the processes of an engine without files that would stay in the folder for temporary files.
+    """Start the processes of an engine without files that would stay in the folder for temporary files if it is killed
+    (vLLM 0.32).
 
-    vLLM (0.32) never removes the file through which they find each other, which is in ``scratch`` instead, and a killed
-    engine would leave their sockets, whose folder is removed once they are connected.
+    The file through which they find each other is in ``scratch`` instead. The folder of their sockets is removed once
+    they are connected.
     """
     from vllm.v1.executor import multiproc_executor
 
