@@ -90,9 +90,6 @@ class Incoming(Protocol):
             WeightSyncFailed: a bucket did not arrive, or is damaged. The row may still be written to afterwards.
         """
 
-    def close(self) -> None:
-        """Release its resources."""
-
 
 class StagedVersion(Protocol):
     """A version in an engine's staging area, verified."""

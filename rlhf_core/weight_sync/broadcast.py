@@ -107,29 +107,35 @@ class BroadcastOutgoing:
         return checksums
 
     def _send_linked(self, manifest: Manifest, weights: Weights, beat: Beat) -> list[bytes]:
-        if self._link is None:
-            first = self._receivers[0]
-            end = LinkEnd(True, self._address, first, self._timeout_s)
-            self._link = connect(self.backend, self._store, link_key(self._session, first), end)
-            self._await_chain(beat)
-        self._reserve(self._link, min(manifest.bucket_bytes, manifest.total_bytes))
         try:
-            return self._send_over(self._link, manifest, weights, beat)
+            link = self._link or self._make_link(beat)
+            self._reserve(link, min(manifest.bucket_bytes, manifest.total_bytes))
+            return self._send_over(link, manifest, weights, beat)
         except BaseException:
             self._abandon(manifest)
             raise
+
+    def _make_link(self, beat: Beat) -> Link:
+        first = self._receivers[0]
+        end = LinkEnd(True, self._address, first, self._timeout_s, self._require_wanted)
+        self._link = connect(self.backend, self._store, link_key(self._session, first), end)
+        self._await_chain(beat)
+        return self._link
 
     def _await_chain(self, beat: Beat) -> None:
         """Wait until every engine has its links, so that a loss from now on is seen as a closed connection."""
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
         for name in self._receivers:
             while not self._store.check([linked_key(self._session, name)]):
-                if self._cancelled.is_set() or time.monotonic() > deadline:
-                    self._link = None
-                    reason = "an engine has failed" if self._cancelled.is_set() else f"{name} did not make links"
-                    raise WeightSyncFailed(f"sending was given up: {reason}", "" if self._cancelled.is_set() else name)
+                self._require_wanted()
+                if time.monotonic() > deadline:
+                    raise WeightSyncFailed(f"{name} did not make links within {CONNECT_TIMEOUT_S:g} s", name)
                 beat()
                 time.sleep(POLL_INTERVAL_S)
+
+    def _require_wanted(self) -> None:
+        if self._cancelled.is_set():
+            raise WeightSyncFailed("sending was cancelled: an engine has failed")
 
     def _send_over(self, link: Link, manifest: Manifest, weights: Weights, beat: Beat) -> list[bytes]:
         found = []
@@ -143,8 +149,7 @@ class BroadcastOutgoing:
         return found
 
     def _take(self, index: int) -> Tensor:
-        if self._cancelled.is_set():
-            raise WeightSyncFailed("sending was cancelled: an engine has failed")
+        self._require_wanted()
         buffer = self._buffer_of(index)
         buffer.wait()
         return buffer.memory
@@ -162,6 +167,7 @@ class BroadcastOutgoing:
 
     def _abandon(self, manifest: Manifest) -> None:
         """Notify the engines, if possible, and make new links for the next version."""
+        self._store.set(abandoned_key(self._session), "")  # for engines that are still making links
         link, self._link = self._link, None
         if link is not None:
             link.post(head(manifest.version, ABANDONED, bytes(16)), HEAD)
@@ -169,7 +175,7 @@ class BroadcastOutgoing:
         self._buffers = []  # gloo may still read them
 
     def cancel(self) -> None:
-        """Have :meth:`send` fail at its next bucket."""
+        """Have :meth:`send` fail at its next bucket, or while it makes links."""
         self._cancelled.set()
 
     def reset(self) -> None:
@@ -226,3 +232,8 @@ def link_key(session: str, receiver: str) -> str:
 def linked_key(session: str, receiver: str) -> str:
     """Key that an engine sets in the sender's store when it has its links."""
     return f"{session}/linked/{receiver}"
+
+
+def abandoned_key(session: str) -> str:
+    """Key that the sender sets in its store when it gives up a version."""
+    return f"{session}/abandoned"

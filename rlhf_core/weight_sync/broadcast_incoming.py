@@ -19,7 +19,7 @@ from torch import Tensor
 from rlhf_core.errors import WeightSyncFailed
 from rlhf_core.schemas.weight_sync import Chain, Manifest, Offer
 from rlhf_core.weight_sync.base import Beat
-from rlhf_core.weight_sync.broadcast import ABANDONED, HEAD_BYTES, head, link_key, linked_key
+from rlhf_core.weight_sync.broadcast import ABANDONED, HEAD_BYTES, abandoned_key, head, link_key, linked_key
 from rlhf_core.weight_sync.gpu import Gpu
 from rlhf_core.weight_sync.gpu_links import connect
 from rlhf_core.weight_sync.layout import Share, buckets_of, checksum, merged
@@ -260,8 +260,12 @@ def _connect(offer: Offer, chain: Chain) -> tuple[Link, Link | None]:
     store = reach(chain.address, chain.port, chain.sender)
     own = own_address(chain.address)
 
+    def require_wanted() -> None:
+        if store.check([abandoned_key(chain.session)]):
+            raise WeightSyncFailed(f"{chain.sender} gave up version {offer.manifest.version}", chain.sender)
+
     def link(receiver: str, is_source: bool, peer: str) -> Link:
-        end = LinkEnd(is_source, own, peer, offer.stall_timeout_s)
+        end = LinkEnd(is_source, own, peer, offer.stall_timeout_s, require_wanted)
         return connect(chain.backend, store, link_key(chain.session, receiver), end)
 
     successor = chain.after(offer.receiver)

@@ -142,6 +142,10 @@ class DeltaEncoder:
             beat()
         return parts
 
+    def forget(self) -> None:
+        """Send the whole weights next."""
+        self._base = None
+
     def settle(self, sent: SentVersion, engines: Collection[str]) -> None:
         """Record on which engines the last version is active: they can receive a delta against it."""
         if self._layout is not None and sent.version == self._layout.version:

@@ -85,7 +85,8 @@ class FilesOutgoing:
             shards.write()
             write_text(path / COMPLETE, json.dumps([one.hex() for one in found]))
         except BaseException as error:
-            (path / ABANDONED).touch()
+            with contextlib.suppress(OSError):  # without it, engines wait for stall_timeout_s
+                (path / ABANDONED).touch()
             if isinstance(error, OSError | SafetensorError):
                 raise WeightSyncFailed(f"{path} cannot be written: {error}", self.name) from error
             raise
@@ -163,9 +164,6 @@ class FilesIncoming:
             what = f"without {next(iter(targets))}" if targets else "damaged"
             raise WeightSyncFailed(f"version {offer.manifest.version} in {path} is {what}; send it again", offer.sender)
         return found
-
-    def close(self) -> None:
-        """Do nothing: nothing is held between versions."""
 
 
 def _sizes(folder: Path) -> dict[str, int]:

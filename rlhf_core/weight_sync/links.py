@@ -6,6 +6,7 @@ the chain, and leaves the other links intact after a failure.
 
 import contextlib
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +23,7 @@ HEAD, BUCKET = 0, 1
 """Tags of messages."""
 CONNECT_TIMEOUT_S = 20.0
 """Longest wait for the other end of a link to appear."""
+POLL_INTERVAL_S = 0.01
 _GLOO_TIMEOUT_S = 2.0
 """Gloo waits five times as long for a connection. Messages have timeouts of their own."""
 _LAST_MESSAGE_TIMEOUT_S = 2.0
@@ -50,6 +52,8 @@ class LinkEnd:
     """Name of the process at the other end, for messages."""
     stall_timeout_s: float
     """Longest wait for one message."""
+    require_wanted: Callable[[], None] = lambda: None
+    """Called while the other end is waited for; raises WeightSyncFailed once the version is given up."""
 
 
 class Link(Protocol):
@@ -89,7 +93,7 @@ class GlooLink:
             key: name of the link, the same at both ends and used once.
 
         Raises:
-            WeightSyncFailed: it did not connect.
+            WeightSyncFailed: it did not connect, or the version was given up.
         """
         self._peer = peer = end.peer
         self._timeout = timedelta(seconds=end.stall_timeout_s)
@@ -102,7 +106,7 @@ class GlooLink:
         place = PrefixStore(key, store)
         try:
             place.set(f"here/{1 - self._other}", "")
-            place.wait([f"here/{self._other}"], timedelta(seconds=CONNECT_TIMEOUT_S))
+            _await_other_end(place, f"here/{self._other}", end)
             self._group: Any = gloo(place, 1 - self._other, 2, options)
         except RuntimeError as error:
             raise WeightSyncFailed(f"failed to make a link with {peer}: {first_line(error)}", peer) from error
@@ -141,6 +145,16 @@ class _PendingWork:
             self._work.wait(self._timeout)
         except RuntimeError as error:
             raise _lost(self._peer, error, self._timeout) from error
+
+
+def _await_other_end(place: Store, key: str, end: LinkEnd) -> None:
+    deadline = time.monotonic() + CONNECT_TIMEOUT_S
+    while not place.check([key]):
+        end.require_wanted()
+        if time.monotonic() > deadline:
+            text = f"failed to make a link with {end.peer}: it did not connect within {CONNECT_TIMEOUT_S:g} s"
+            raise WeightSyncFailed(text, end.peer)
+        time.sleep(POLL_INTERVAL_S)
 
 
 def numeric(address: str) -> str:

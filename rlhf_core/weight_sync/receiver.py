@@ -134,12 +134,6 @@ class Receiver:
         if self.is_ready(version):
             self._drop()
 
-    def close(self) -> None:
-        """Release memory and links."""
-        for incoming in self._incoming.values():
-            incoming.close()
-        self._incoming, self._row, self._base, self._staged = {}, None, None, None
-
     def _receive_delta(self, offer: Offer, begin: float, beat: Beat) -> Staged:
         manifest, base, row = offer.manifest, self._base, self._row
         found = None if base is None else (base.receipt.version, base.receipt.digest)

@@ -68,7 +68,7 @@ class Sender:
             weights: iterated to the end even after a failure, because gathering may be collective: by :meth:`send`, or
                 here if the layout of the transfer depends on them (a delta).
             receivers: names of the engines.
-            is_alone: True if the other senders are busy and take no part.
+            is_alone: True for engines that have come back, while the other senders are busy: they take no part.
 
         Raises:
             WeightSyncFailed: another sender does not respond; ``peer`` is its name.
@@ -85,6 +85,8 @@ class Sender:
         self._is_settled, self._taking_part = False, taking_part
         try:
             if self._delta is not None:
+                if is_alone:  # for an engine that has come back, without a base
+                    self._delta.forget()
                 manifest, source = self._delta.encode(manifest, source, receivers, beat)
             self._offered = manifest, source
             offer = self._outgoing.offer(manifest, receivers, self._group.share)

@@ -228,10 +228,6 @@ class SharedMemoryIncoming:
                 raise WeightSyncFailed(f"{offer.sender} wrote nothing for {offer.stall_timeout_s:g} s", offer.sender)
             time.sleep(POLL_INTERVAL_S)
 
-    def close(self) -> None:
-        """Unmap the memory."""
-        self._mapping = _Mapping()
-
 
 def _lock_path(path: Path) -> Path:
     # A separate file: a process loses its locks on a file when it closes any descriptor of it, and a mapping has one.

@@ -37,13 +37,16 @@ from rlhf_core.weight_sync.receiver import Receiver
 TIMEOUT_S = 120.0
 START_TIMEOUT_S = 400.0
 """Time limit for the start of engines: two vLLM processes took over two minutes beside other tests on two cores."""
-STAND_IN = (sys.executable, str(Path(__file__).with_name("sglang_stand_in.py")))
-"""Program in place of SGLang's server."""
 PATHS = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 
 def no_beat() -> None:
     """Heartbeat that is discarded."""
+
+
+def sglang_stand_in() -> tuple[str, ...]:
+    """Program in place of SGLang's server, for this process to start."""
+    return sys.executable, str(Path(__file__).with_name("sglang_stand_in.py")), str(os.getpid())
 
 
 @dataclass(frozen=True)
@@ -195,7 +198,7 @@ def _obey_files(root: Path, rank: int) -> None:
         while gate.exists():
             time.sleep(0.01)
 
-    sglang_server.PROGRAM = STAND_IN
+    sglang_server.PROGRAM = sglang_stand_in()
     vllm_engine.EXTENSION = "vllm_faults.ObeyingExtension"
     os.environ["SKIP_PART"] = str(root / f"skip-part-{rank}")
     progressed, load = EngineWorker._progressed, TransformersSampler.load

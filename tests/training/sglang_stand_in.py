@@ -1,8 +1,9 @@
 """Stand-in for SGLang's server, based on transformers: endpoints, fields and formats of version 0.5.23.
 
-    python sglang_stand_in.py --config FILE
+    python sglang_stand_in.py PARENT --config FILE
 
-It refuses the options, requests and keys that SGLang would refuse, as far as the tests use them.
+It ends with the process PARENT that has started it: the agent ends SGLang's server, and tests have no agent. It refuses
+the options, requests and keys that SGLang would refuse, as far as the tests use them.
 """
 
 import asyncio
@@ -26,6 +27,7 @@ from transformers import AutoTokenizer
 from rlhf_core.errors import StaleWeights
 from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.samplers import SamplerRequest, TransformersSampler
+from rlhf_core.worker.processes import die_with_parent
 
 OPTIONS = {
     "model-path", "load-format", "skip-tokenizer-init", "dtype", "context-length", "mem-fraction-static",
@@ -123,7 +125,8 @@ class StandIn:
 
 
 def main() -> None:
-    """Serve until the process is terminated."""
+    """Serve until the process is terminated, or its parent has ended."""
+    die_with_parent(int(sys.argv[1]))
     options = json.loads(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
     if unknown := set(options) - OPTIONS:
         raise SystemExit(f"unknown options: {sorted(unknown)}")

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 from core_models import char_tokenizer, tiny_model
-from engine_groups import STAND_IN, EngineGroup, engine_group, no_beat
+from engine_groups import EngineGroup, engine_group, no_beat, sglang_stand_in
 from process_tools import until
 from test_remote_engines import DRAWN, PROMPTS, SEEDS, STARTS, follows_the_trainer, is_diverse, tokens_of
 
@@ -55,7 +55,7 @@ def test_an_engine_ends_with_its_server(group: EngineGroup) -> None:
 @pytest.fixture
 def sampler(group: EngineGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SglangSampler]:
     """A sampler in this process."""
-    monkeypatch.setattr(sglang_server, "PROGRAM", STAND_IN)
+    monkeypatch.setattr(sglang_server, "PROGRAM", sglang_stand_in())
     folder = RunDir(group.root).initial_model
     before = set(psutil.Process().children())
     server = SglangServer(folder, SglangSettings(), dtype="float32", max_tokens=64, seed=0, scratch=tmp_path)

@@ -1,6 +1,7 @@
 """vLLM as a separate rollout engine: the same numbers as transformers after every sync, reproducible and diverse."""
 
 import signal
+import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -75,7 +76,8 @@ def test_an_engine_that_is_split_follows_the_trainer(tmp_path: Path, monkeypatch
 def test_a_split_engine_that_is_killed_leaves_nothing_and_is_given_adapters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each process also holds its part of the adapter, bit for bit."""
+    """Each process also holds its part of the adapter, bit for bit. What vLLM would leave in the folder for temporary
+    files has lost its name once the engine serves, or is in the engine's own folder, which its next start removes."""
     monkeypatch.setattr(remote_module, "MAX_SYNCS", 1)  # an engine ends after the second one
     config = {**QWEN, "head_dim": 32, "tie_word_embeddings": False}
     with engine_group(tmp_path, 1, config, {"lora": LORA}, engine="vllm", vllm={"tensor_parallel": 2}) as group:
@@ -89,6 +91,13 @@ def test_a_split_engine_that_is_killed_leaves_nothing_and_is_given_adapters(
         remote.load(models[2], 2, no_beat)
 
         parts = _parts(group)
+        assert list((tmp_path / "memory" / "engine-0").glob("vllm_dist_*")), "the file in which they have met"
+        processes = [psutil.Process(group.processes[0].pid), *parts]
+        sockets = {Path(one.laddr) for process in processes for one in process.net_connections("unix") if one.laddr}
+        assert sockets
+        assert not [path for path in sockets if path.is_socket()]
+        time.sleep(2.0)  # after one second without a call, vLLM's processes wait at such a socket
+        remote.sample(PROMPTS, SEEDS, GREEDY, 2, no_beat)
         group.kill(0)
         assert not psutil.wait_procs(parts, TIMEOUT_S)[1]
 

@@ -32,6 +32,8 @@ class Faults:
     """SIGKILL itself after this many buckets."""
     stop_at_bucket: int | None = None
     """SIGSTOP itself after this many buckets."""
+    refuses: bool = False
+    """Refuses the version at once, before it makes links."""
     die_before_commit: bool = False
     """SIGKILL itself when told to commit."""
     die_after_receipt: bool = False
@@ -85,6 +87,8 @@ def _engine(name: str, faults: Faults, pipe: Connection) -> None:
 def _answer(own: receiver.Receiver, active_weights: dict[str, str], faults: Faults, command: str, argument: Any) -> Any:
     if command == "receive":
         offer = Offer.model_validate_json(argument)
+        if faults.refuses and offer.manifest.version == 1:
+            raise WeightSyncFailed(f"{own.name} has no room", own.name)
         return own.receive(offer, _beat_with(faults if offer.manifest.version == 1 else Faults())).receipt
     if command == "is_ready":
         return own.is_ready(argument)

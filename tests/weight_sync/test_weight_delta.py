@@ -93,6 +93,23 @@ def test_whole_weights_are_sent_now_and_then_and_to_engines_without_a_base(fleet
     assert not sync(sender, fleet, 5, changed(weights)).sent.is_delta
 
 
+def test_an_engine_that_comes_back_is_sent_the_whole_weights(fleet: Fleet) -> None:
+    """At once: a delta against its own version would be refused, and the next try comes only later."""
+    engines = fleet.start(2)
+    sender = new_sender(delta=DeltaEncoder())
+    weights = odd_weights(0)
+    sync(sender, fleet, 0, weights)
+    engines[1].restart()
+    report = synchronize(sender, engines[1:], 0, layout_of(weights), streamed(weights), beat, is_alone=True)
+    assert not report.sent.is_delta
+    assert engines[1].active_weights() == (0, digests(weights))
+    kinds = []
+    for version in (1, 2):
+        weights = changed(weights)
+        kinds.append(sync(sender, fleet, version, weights).sent.is_delta)
+    assert kinds == [False, True]
+
+
 def test_a_delta_on_a_stale_base_is_refused_and_the_whole_weights_follow(fleet: Fleet) -> None:
     (engine,) = fleet.start(1)
     sender = new_sender(delta=DeltaEncoder())

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -24,7 +25,7 @@ from rlhf_core.errors import WeightSyncFailed
 from rlhf_core.schemas.weight_sync import Manifest, WeightSyncReport
 from rlhf_core.weight_sync import broadcast
 from rlhf_core.weight_sync.layout import aliases_of, tied_names
-from rlhf_core.weight_sync.links import GlooLink, Pending
+from rlhf_core.weight_sync.links import CONNECT_TIMEOUT_S, GlooLink, Pending
 from rlhf_core.weight_sync.sender import Sender
 from rlhf_core.weight_sync.session import culprit, synchronize
 
@@ -126,6 +127,20 @@ def test_an_engine_that_dies_at_its_commit_is_lost_and_has_nothing_in_force(flee
     engines[1].restart()
     sync(sender, engines, 2, OLD)
     assert [engine.active_weights() for engine in engines] == [(2, digests(OLD))] * 3
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_an_engine_that_refuses_before_there_are_links_is_not_waited_for(fleet: Fleet, number: int) -> None:
+    """Neither the sender nor an engine beside it waits for its link."""
+    engines, sender = fleet.start(3, {number: Faults(refuses=True)}), new_sender()
+    began = time.monotonic()
+    with pytest.raises(WeightSyncFailed, match=f"engine-{number} has no room") as failed:
+        sync(sender, engines, 1, NEW)
+    assert time.monotonic() - began < CONNECT_TIMEOUT_S
+    assert failed.value.peer == f"engine-{number}"
+    others = living(engines, failed.value.peer)
+    sync(sender, others, 1, NEW)
+    assert [engine.active_weights() for engine in others] == [(1, digests(NEW))] * 2
 
 
 def test_an_engine_that_was_restarted_says_so_at_once(fleet: Fleet) -> None:

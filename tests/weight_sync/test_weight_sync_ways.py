@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -204,6 +205,20 @@ def test_a_file_that_is_renamed_meanwhile_is_no_failure(tmp_path: Path, monkeypa
     monkeypatch.setattr(Path, "iterdir", list_and_complete)
     staged = Receiver("engine-1").receive(offer, beat)
     assert digests(dict(staged.tensors())) == digests(NEW)
+
+
+def test_a_folder_that_is_gone_fails_the_sync_alone(tmp_path: Path) -> None:
+    """Not even the mark that the version is abandoned can be written; the error is the one before that."""
+    sender = new_sender(FilesOutgoing("trainer", tmp_path))
+
+    def lost() -> Iterator[tuple[str, Tensor]]:
+        yield from streamed(OLD)
+        shutil.rmtree(tmp_path / "00000001")
+
+    sender.offer(1, layout_of(OLD), lost(), ["engine-1"], beat)
+    with pytest.raises(WeightSyncFailed, match=r"00000001 cannot be written: .*No such file") as failed:
+        sender.send(beat)
+    assert failed.value.peer == "trainer"
 
 
 def test_a_folder_that_cannot_be_made_fails_the_sync_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

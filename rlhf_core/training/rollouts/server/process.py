@@ -50,9 +50,10 @@ def run_engine(context: WorkerContext) -> RoleResult:
     folder = _model_folder(context)
     tokenizer = load_tokenizer(tokenizer_folder(spec, folder))
     base = "" if spec.model.lora is None else base_digest(folder, partial(context.reporter.beat, Phase.SETUP, 0))
-    sampler = _sampler(context, folder, tokenizer)
+    scratch = _scratch(context)
+    sampler = _sampler(context, folder, tokenizer, scratch)
     context.reporter.represent(sampler.pids)
-    receiver = _receiver(context)
+    receiver = _receiver(context, scratch)
     worker = EngineWorker(context.rank, generation, sampler, receiver, context.reporter, base)
     with EngineServer(worker, receiver, shared_secret(attempt.engine_key), context.listening_address) as server:
         address = EngineAddress(
@@ -87,14 +88,15 @@ def _model_folder(context: WorkerContext) -> Path:
     return folder
 
 
-def _sampler(context: WorkerContext, folder: Path, tokenizer: PreTrainedTokenizerBase) -> Sampler:
+def _sampler(context: WorkerContext, folder: Path, tokenizer: PreTrainedTokenizerBase, scratch: Path | None) -> Sampler:
     spec, on_gpu = context.spec, context.spec.resources.gpus_per_node > 0
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")  # the agent makes one GPU visible to it
     if spec.rollout.engine == "transformers":
         make_deterministic(device)
         return TransformersSampler(folder, tokenizer, spec.model.dtype, device, spec.model.lora)
     if spec.rollout.engine == "sglang":
-        return _sglang(context, folder, tokenizer)
+        assert scratch is not None  # see _scratch
+        return _sglang(context, folder, tokenizer, scratch)
     # Only this engine needs vLLM.
     from rlhf_core.training.rollouts.vllm.sampler import VllmSampler
 
@@ -109,19 +111,25 @@ def _sampler(context: WorkerContext, folder: Path, tokenizer: PreTrainedTokenize
         max_tokens=spec.data.max_prompt_tokens + spec.rollout.max_new_tokens,
         on_gpu=on_gpu,
         lora=spec.model.lora,
+        scratch=scratch,
     )
 
 
-def _receiver(context: WorkerContext) -> Receiver:
+def _receiver(context: WorkerContext, scratch: Path | None) -> Receiver:
     """Staging area in memory of this process, or in memory shared by the processes of a split engine."""
     name = engine_name(context.rank)
     if context.spec.rollout.gpus_per_engine == 1:
         return Receiver(name)
-    return Receiver(name, SharedMemory(_scratch(context)).allocate)
+    assert scratch is not None  # see _scratch
+    return Receiver(name, SharedMemory(scratch).allocate)
 
 
-def _scratch(context: WorkerContext) -> Path:
-    """Create a scratch folder, in main memory if the agent provides some; an earlier one of this engine is removed."""
+def _scratch(context: WorkerContext) -> Path | None:
+    """Create a scratch folder for an engine of several processes, in main memory if the agent provides some; an earlier
+    one of this engine is removed. None for an engine of one process."""
+    rollout = context.spec.rollout
+    if rollout.engine != "sglang" and rollout.gpus_per_engine == 1:
+        return None
     if context.memory is None:
         return Path(tempfile.mkdtemp(prefix="rlhf-engine-"))
     folder = context.memory / f"engine-{context.rank}"
@@ -130,8 +138,8 @@ def _scratch(context: WorkerContext) -> Path:
     return folder
 
 
-def _sglang(context: WorkerContext, folder: Path, tokenizer: PreTrainedTokenizerBase) -> Sampler:
-    spec, scratch = context.spec, _scratch(context)
+def _sglang(context: WorkerContext, folder: Path, tokenizer: PreTrainedTokenizerBase, scratch: Path) -> Sampler:
+    spec = context.spec
     server = SglangServer(
         folder,
         spec.rollout.sglang,

@@ -69,7 +69,8 @@ class VllmAdapter:
 
 
 def count_differing(model_runner: Any, adapter: LoadedAdapter, tensors: Iterable[tuple[str, Tensor]]) -> int:
-    """Number of tensors whose parts in the active layers differ in any bit, among the layers found by name.
+    """Number of tensors whose parts in the active layers differ in any bit, or that have no layer: vLLM only logs which
+    layers it cannot adapt.
 
     Args:
         model_runner: model runner of vLLM's worker.
@@ -80,18 +81,19 @@ def count_differing(model_runner: Any, adapter: LoadedAdapter, tensors: Iterable
     manager = model_runner.lora_manager._adapter_manager
     place = manager.lora_index_to_id.index(adapter.number)
     given = {_layer(name) + kind: one for name, one in tensors for kind in _kind(name)}
-    number = 0
+    number, unused = 0, set(given)
     for name, layer in manager.modules.items():
         if not isinstance(layer, BaseLinearLayerWithLoRA):
             continue
         parts = manager.packed_modules.get(name, [name])
+        unused -= {part + kind for part in parts for kind in (_A, _B)}
         a = _own(layer, layer.slice_lora_a, [given.get(part + _A) for part in parts])
         b = _own(layer, layer.slice_lora_b, [given.get(part + _B) for part in parts])
         held_a = [one[place, 0, : adapter.rank] for one in layer.lora_a_stacked]
         held_b = [one[place, 0, :, : adapter.rank] for one in layer.lora_b_stacked]
         kept_b = [one * adapter.scale if one is not None else None for one in b]  # vLLM stores B times the scale
         number += sum(map(_differs, [*a, *kept_b], [*held_a, *held_b]))
-    return number
+    return number + len(unused)
 
 
 def _own(layer: Any, part_of: Callable[[Any], Any], whole: Sequence[Tensor | None]) -> Sequence[Tensor | None]:

@@ -33,7 +33,7 @@ from rlhf_core.training.rollouts.base import Sampling, WeightTransfer, completio
 from rlhf_core.training.rollouts.engine_adapter import given_weights
 from rlhf_core.training.rollouts.shared_tensors import buckets_of_places, place_of, remove_mapped_files
 from rlhf_core.training.rollouts.vllm.adapter import VllmAdapter, use_products
-from rlhf_core.training.rollouts.vllm.processes import EngineProcesses
+from rlhf_core.training.rollouts.vllm.processes import EngineProcesses, starting_in
 from rlhf_core.training.rollouts.weight_probe import probe_of, require_same
 from rlhf_core.training.types import Completion
 
@@ -63,6 +63,7 @@ class VllmEngine:
         variables: Mapping[str, str],
         lora: LoraSpec | None = None,
         tensor_parallel: int = 1,
+        scratch: Path | None = None,
     ) -> None:
         """Start an engine without a version. Collective: all ranks of the process group start theirs together.
 
@@ -73,6 +74,7 @@ class VllmEngine:
             lora: adapter that versions consist of; None for full weights.
             tensor_parallel: number of computing processes, each with its own GPU. Above 1 they are children of this
                 process, which then has no process group, and weights must be in shared memory.
+            scratch: folder used only by this engine, for one of several processes.
         """
         self._tokenizer = tokenizer
         self._dtype = dtype
@@ -97,7 +99,8 @@ class VllmEngine:
             options["enable_chunked_prefill"] = False
         # A process that does not compute stays off the GPUs: otherwise vLLM spawns its workers instead of forking them.
         device = torch.device("cuda" if on_gpu and not self._is_split else "cpu")
-        with _kept_threads(), kept_random_state(device):
+        starting = contextlib.nullcontext() if scratch is None else starting_in(scratch)
+        with _kept_threads(), kept_random_state(device), starting:
             # Only runs with this engine need it, and the import takes seconds.
             from vllm import LLM
 

@@ -1,9 +1,16 @@
 """Worker processes of a split vLLM engine; none of them is useful without the others."""
 
+import contextlib
+import os
+import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
+from uuid import uuid4
+
+_SOCKETS = "VLLM_RPC_BASE_PATH"
 
 
 class EngineProcesses:
@@ -45,3 +52,21 @@ class EngineProcesses:
         if not self._is_closing:
             for one in self._processes:
                 one.kill()
+
+
+@contextlib.contextmanager
+def starting_in(scratch: Path) -> Iterator[None]:
+    """Start the processes of an engine without files that would stay in the folder for temporary files if it is killed
+    (vLLM 0.32).
+
+    The file through which they find each other is in ``scratch`` instead. The folder of their sockets is removed once
+    they are connected.
+    """
+    from vllm.v1.executor import multiproc_executor
+
+    multiproc_executor.get_file_store_init_method = lambda: f"file://{scratch}/vllm_dist_{uuid4().hex}"
+    # Not in scratch as well: the path of a socket has at most 107 characters.
+    with tempfile.TemporaryDirectory(prefix="vllm-", dir=os.environ.get(_SOCKETS)) as sockets:
+        os.environ[_SOCKETS] = sockets
+        yield
+    del os.environ[_SOCKETS]

@@ -26,6 +26,7 @@ class VllmSampler:
         max_tokens: int,
         on_gpu: bool,
         lora: LoraSpec | None,
+        scratch: Path | None = None,
     ) -> None:
         """Start vLLM without a version. Requires the process group of this process, unless the engine is split
         (``VllmSettings.tensor_parallel``).
@@ -43,6 +44,7 @@ class VllmSampler:
             variables=variables,
             lora=lora,
             tensor_parallel=settings.tensor_parallel,
+            scratch=scratch,
         )
         self._open = OpenPrompts()
 
