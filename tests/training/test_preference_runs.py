@@ -1,6 +1,7 @@
 """Runs that learn from pairs, on two real processes: resuming is exact, frozen weights are found, pairs are ranked."""
 
 import signal
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -257,3 +258,36 @@ def test_a_bound_of_tokens_changes_the_passes_and_not_the_training(results: list
     for step, line in whole.items():
         for name in ("train/loss", "train/grad_norm", "train/num_tokens", "preference/margin"):
             assert bounded[step][name] == pytest.approx(line[name], rel=1e-4, abs=1e-6), (step, name)
+
+
+def language_model_in_each_loop(rank: int, num_ranks: int, folder: str) -> dict[str, bool]:
+    """Scenario: a reward model after a warm start. Whether the language model has weights when a loop begins."""
+    from rlhf_core.training.distributed import init_process_group, leave_process_group
+    from rlhf_core.training.trainers import offline
+    from rlhf_core.training.trainers import run as run_module
+
+    context = make_context(f"{folder}/language-model", spec_of(RANKER, warm=True, data=WARM["data"]), rank, num_ranks)
+    ranks = init_process_group(context)
+    models: list[Callable[[], Any]] = []
+    found: dict[str, bool] = {}
+    real_load, real_train = run_module._load, offline.train
+
+    def load(*given: Any) -> Any:
+        model = real_load(*given)
+        models.append(weakref.ref(model))
+        return model
+
+    def train(training: Any, loop: Any, *rest: Any) -> bool:
+        living = [model for one in models if (model := one()) is not None]
+        found[loop.algorithm.name] = any(not weight.is_meta for model in living for weight in model.parameters())
+        return real_train(training, loop, *rest)
+
+    with mock.patch.object(run_module, "_load", load), mock.patch.object(offline, "train", train):
+        run_module.train_run(context, ranks)
+    leave_process_group(ranks)
+    return found
+
+
+def test_a_reward_model_is_trained_without_the_language_model_beside_it(folder: Path) -> None:
+    found = values(launch(language_model_in_each_loop, 1, folder / "language-model-launch", folder=str(folder)))
+    assert found == [{"sft": True, "reward_model": False}]
