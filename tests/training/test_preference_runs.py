@@ -39,6 +39,12 @@ def ragged(split: str, seed: int, **arguments: Any) -> list[dict[str, str]]:
     ]
 
 
+def as_they_come(weights: list[int], num_parts: int) -> list[list[int]]:
+    """Deal rows without regard to their length."""
+    size = len(weights) // num_parts
+    return [list(range(part * size, (part + 1) * size)) for part in range(num_parts)]
+
+
 def spec_of(algorithm: dict[str, Any], warm: bool = False, zero_stage: int = 1, **sections: Any) -> dict[str, Any]:
     """Six steps on pairs; with a warm start, two of supervised training followed by four."""
     content = {name: value for name, value in tiny_spec(**sections).items() if name not in ("sft", "train", "grpo")}
@@ -95,10 +101,6 @@ def runs_of(train: Callable[..., str]) -> dict[str, Any]:
     def noted(*given: Any, **options: Any) -> Any:
         results["cut"].append(real_cut(*given, **options))
         return results["cut"][-1]
-
-    def as_they_come(weights: list[int], num_parts: int) -> list[list[int]]:
-        size = len(weights) // num_parts
-        return [list(range(part * size, (part + 1) * size)) for part in range(num_parts)]
 
     with mock.patch.object(offline, "_cut", noted), mock.patch.object(trainers_context, "balanced", as_they_come):
         for bound in (0, 40):
@@ -291,3 +293,30 @@ def language_model_in_each_loop(rank: int, num_ranks: int, folder: str) -> dict[
 def test_a_reward_model_is_trained_without_the_language_model_beside_it(folder: Path) -> None:
     found = values(launch(language_model_in_each_loop, 1, folder / "language-model-launch", folder=str(folder)))
     assert found == [{"sft": True, "reward_model": False}]
+
+
+def in_chunks_of_seven_tokens(rank: int, num_ranks: int, folder: str) -> list[str]:
+    """Scenario: rows of very different lengths, whose logits take different numbers of chunks on the two ranks."""
+    from rlhf_core.training.models.causal_lm import PolicyModel
+    from rlhf_core.training.trainers import context as trainers_context
+
+    specs = {
+        stage: spec_of(DPO, zero_stage=stage, data={"generator": "test_preference_runs:ragged"}) for stage in (1, 3)
+    }
+    chunked = mock.patch.object(PolicyModel.__init__, "__defaults__", (7 * 128,))
+    with (
+        chunked,
+        mock.patch.object(trainers_context, "balanced", as_they_come),
+        training_group(rank, num_ranks, folder, spec_of(DPO)) as group,
+    ):
+        return [group.train(f"chunks-{stage}", spec) for stage, spec in specs.items()]
+
+
+def test_ranks_with_different_numbers_of_chunks_of_logits_gather_as_often(folder: Path) -> None:
+    """With a vocabulary of 150,000, a chunk is 440 tokens. Under ZeRO 3, each gathers the output layer on all ranks."""
+    launched = launch(in_chunks_of_seven_tokens, 2, folder / "chunks-launch", folder=str(folder))
+    assert values(launched) == [["done", "done"]] * 2
+    split = metrics_of(folder, "chunks-3")
+    for step, line in metrics_of(folder, "chunks-1").items():
+        for name in ("train/loss", "train/grad_norm"):
+            assert split[step][name] == pytest.approx(line[name], rel=1e-4, abs=1e-6), (step, name)
