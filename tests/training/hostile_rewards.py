@@ -94,6 +94,11 @@ def not_a_number(*, completions: list[str], **columns: Any) -> list[float]:
     return [float("nan") if text == "bad" else 1.0 for text in completions]
 
 
+def too_large(*, completions: list[str], **columns: Any) -> list[float]:
+    """Return an integer that no float can hold for some completions."""
+    return [10**400 if text == "bad" else 1.0 for text in completions]
+
+
 def printing(*, completions: list[str], **columns: Any) -> list[float]:
     """Write text to standard output that looks like an answer."""
     print(json.dumps({"values": [5.0] * len(completions)}))

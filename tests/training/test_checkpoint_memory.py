@@ -30,8 +30,10 @@ MOMENTS = {"copy": 2, "write": 4, "complete": 4}
 
 
 def context_of(rank: int, num_ranks: int, folder: str, name: str, restart: int = 0) -> Any:
-    context = make_context(f"{folder}/{name}", tiny_spec(**SUPERVISED), rank, num_ranks, restart)
-    return dataclasses.replace(context, node=f"node-{rank}", memory=Path(folder) / f"{name}-memory" / f"node-{rank}")
+    spec = tiny_spec(**{**SUPERVISED, "train": {**SUPERVISED["train"], "num_steps": 6 if name == "longer" else 4}})
+    context = make_context(f"{folder}/{name}", spec, rank, num_ranks, restart)
+    memory = Path(folder) / f"{name}-memory" / f"node-{rank}"
+    return dataclasses.replace(context, node=f"node-{rank}", local_rank=0, memory=memory)
 
 
 def kill_at(moment: str, rank: int, memory: Path) -> None:
@@ -85,7 +87,7 @@ def resumed(rank: int, num_ranks: int, folder: str) -> dict[str, str]:
 
     ranks = init_process_group(context_of(rank, num_ranks, folder, "straight"))
     results = {"straight": str(train_run(context_of(rank, num_ranks, folder, "straight"), ranks))}
-    for name in (*MOMENTS, "damaged"):
+    for name in (*MOMENTS, "damaged", "longer"):
         results[name] = str(train_run(context_of(rank, num_ranks, folder, name, restart=1), ranks))
     leave_process_group(ranks)
     return results
@@ -100,9 +102,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert -signal.SIGKILL in [result.exit_code for result in ended], ended
     for part in ("", "-memory"):
         shutil.copytree(folder / f"write{part}", folder / f"damaged{part}")
+        shutil.copytree(folder / f"write{part}", folder / f"longer{part}")
     flip_last_bit(folder / "damaged-memory" / "node-1" / "trainer_state" / "rank-00001.safetensors")
     for result in values(launch(resumed, 2, folder / "resumed", folder=str(folder))):
-        assert result == dict.fromkeys(["straight", *MOMENTS, "damaged"], "done")
+        assert result == dict.fromkeys(["straight", *MOMENTS, "damaged", "longer"], "done")
     return folder
 
 
@@ -133,6 +136,19 @@ def test_a_damaged_copy_is_refused_and_the_files_are_used(folder: Path) -> None:
     )
     assert min(metrics_of(folder, "damaged", restart=1)) == 3
     assert final_state(folder, "damaged", 4) == final_state(folder, "straight", 4)
+
+
+def test_a_node_keeps_the_weights_that_a_restart_brought_only_until_the_next_save(folder: Path) -> None:
+    (event,) = events(folder, "longer")
+    assert event.message.startswith("resuming from the copy of step 4 in the memory")
+    memory = folder / "longer-memory"
+    assert (memory / "node-0" / "model" / "model.safetensors").exists()
+    left = {path.relative_to(memory / "node-1").as_posix() for path in (memory / "node-1").rglob("*") if path.is_file()}
+    assert left == {
+        "parts/rank-00001.json",
+        "trainer_state/rank-00001.safetensors",
+        "trainer_state/settings.json",
+    }
 
 
 def events(folder: Path, name: str) -> list[AgentEvent]:

@@ -276,3 +276,24 @@ def test_an_end_token_that_the_tokenizer_appends_does_not_end_a_prompt() -> None
     bare = tokenizer.encode("ab", add_special_tokens=False)
     rows = [Row(prompt, prompt, "", "", {}) for prompt in ("ab", "ab<|im_end|>")]
     assert encode_prompts(rows, tokenizer, spec_of(train="x").data).token_ids == [bare, [*bare, end]]
+
+
+@pytest.mark.training
+def test_a_completion_begins_as_it_goes_on_after_its_prompt() -> None:
+    """Tokenizers such as those of Llama 2 and the first Mistrals put a space in front of every text."""
+    from tokenizers import Tokenizer, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    from rlhf_core.training.data.loading import completion_lengths, completion_tokens
+
+    vocab = ["<unk>", "</s>", "\n", "▁", "▁▁", "a", "▁a", "b"]
+    merges = [("▁", "▁"), ("▁", "a")]
+    core = Tokenizer(models.BPE({token: id for id, token in enumerate(vocab)}, merges, unk_token="<unk>"))
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", unk_token="<unk>")
+    for text in (" ab", "ab", "  a", "\na", ""):
+        row = Row("u", "b", "", text, {})
+        joint = tokenizer.encode(row.prompt + text, add_special_tokens=False)
+        prompt = tokenizer.encode(row.prompt, add_special_tokens=False)
+        assert [*prompt, *completion_tokens(text, row, tokenizer)] == [*joint, tokenizer.eos_token_id]
+        assert completion_lengths([row], tokenizer) == ([[len(joint) - len(prompt) + 1]] if text else [[]])

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from rlhf_core.training.models import lean_layers
 from rlhf_core.training.models.causal_lm import PolicyModel
 from rlhf_core.training.models.lean_layers import keep_products, use_lean_layers
+from rlhf_core.training.trainers.ppo import ValueModel
 
 pytestmark = pytest.mark.training
 
@@ -139,6 +140,20 @@ def test_gradients_with_checkpointing_are_the_same() -> None:
     found = gradients(lean, lambda: mean_logit(lean))
     for name, gradient in wanted.items():
         assert (found[name] - gradient).abs().max() <= 2e-5 * gradient.abs().max(), name
+
+
+@pytest.mark.parametrize("wrapper", [PolicyModel, ValueModel])
+def test_checkpointing_keeps_no_gate(wrapper: type[PolicyModel | ValueModel]) -> None:
+    """The gates are the largest activations: kept for a product, they would undo most of the checkpointing."""
+    _, lean, _ = pair()
+    mlp, seen = mlp_of(lean), list[StorageWeakRef]()
+    mlp.gate_proj.register_forward_hook(lambda *found: seen.append(StorageWeakRef(found[2].untyped_storage())))
+    model = wrapper(lean).train()
+    model.enable_gradient_checkpointing()
+    seen.clear()
+    output = model(IDS, target_mask=torch.ones_like(IDS[:, 1:], dtype=torch.bool))
+    assert [gate.expired() for gate in seen] == [True]
+    del output
 
 
 def test_an_adapter_learns_the_same() -> None:

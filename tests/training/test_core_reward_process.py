@@ -1,5 +1,6 @@
 """Reward functions in a separate process: a call that would hang or kill a trainer costs one answer, and is named."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -135,6 +136,22 @@ def test_what_disturbs_the_connection_elsewhere_is_an_answer_as_any_other(name: 
     with scorer(name) as one:
         for step in (1, 2, 3):
             assert one.score(rows(3), ["a", "\ud800", "c" * 300_000], step, lambda: None).total == [1.0, 1.0, 1.0]
+
+
+def test_a_process_with_many_open_files_is_served() -> None:
+    """A trainer of many ranks has a connection to each; the process of a function that was ended is started again."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(1100):
+            stack.callback(os.close, os.dup(0))
+        with scorer("well", timeout_s=30.0) as one:
+            assert one.score(rows(2), ["a", "b"], 1, lambda: None).total == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 30.0])
+def test_a_number_too_large_for_a_reward_is_a_failure_of_the_function(timeout_s: float) -> None:
+    with scorer("too_large", timeout_s=timeout_s, on_failure="zero") as one:
+        found = one.score(rows(3), ["good", "bad", "good"], 1, lambda: None)
+    assert (found.total, found.num_failed) == ([1.0, 0.0, 1.0], 1)
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, 30.0])

@@ -644,6 +644,18 @@ def test_another_number_of_ranks_takes_all_shares_and_forgets_what_single_ranks_
     assert new.random is None, "no such rank has drawn yet"
 
 
+def test_a_loaded_state_keeps_no_file_mapped(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
+    """A mapped file takes its disk or memory until the process ends, even once the checkpoint is removed."""
+    saved = save_whole(writer(run_dir, ranks), progress(4), model, ENGINE_STATE)
+    state = load_trainer_state(saved, ranks)
+    share = next(iter(state.engine))  # an engine stops reading once it has everything
+    assert str(saved.trainer_state) in Path("/proc/self/maps").read_text(), "tensors are mapped while they are used"
+    del share
+    assert str(saved.trainer_state) not in Path("/proc/self/maps").read_text()
+    assert state.random is not None
+    restore_random_state(state.random, ranks.device)
+
+
 def test_a_state_file_cannot_run_code(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
     """One of an earlier version, either: those were pickled."""
     saved = save_whole(writer(run_dir, ranks), progress(4), model, ENGINE_STATE)

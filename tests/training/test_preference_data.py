@@ -153,6 +153,24 @@ def test_a_template_that_renders_the_prompt_otherwise_is_refused(tmp_path: Path)
         encode_prompts(rows, tokenizer, data)
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "dpo"])
+def test_an_answer_that_is_only_compared_is_not_rendered(tmp_path: Path, algorithm: str) -> None:
+    """The templates of DeepSeek-R1-Distill and QwQ begin a turn with ``<think>``, but leave it out of past turns."""
+    path = tmp_path / "rows.jsonl"
+    pair = {"chosen": "think2", "rejected": "think3"} if algorithm == "dpo" else {}
+    path.write_text(json.dumps({"prompt": ASKED, "answer": "2", **pair}) + "\n")
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}think{% endif %}"
+    )
+    (row,) = encode_prompts(
+        load_data(spec_of(algorithm, train=str(path)), "train")[0], tokenizer, spec_of(train="x").data
+    ).rows
+    assert (row.prompt, row.answer, row.chosen) == ("1+1?think", "2", pair.get("chosen", "")[5:])
+    with pytest.raises(BadData, match="but differently before the target completion"):
+        encode_prompts(load_data(spec_of("sft", train=str(path)), "train")[0], tokenizer, spec_of(train="x").data)
+
+
 def test_long_completions_are_left_out_or_refused() -> None:
     rows = [Row("a", "1=", "", "", {}, "2", "3"), Row("b", "1=", "", "", {}, "2", "3333")]
     kept = encode_prompts(rows, char_tokenizer(), spec_of(train="x", max_completion_tokens=4).data)

@@ -1,6 +1,7 @@
 """Runs that learn from pairs, on two real processes: resuming is exact, frozen weights are found, pairs are ranked."""
 
 import signal
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,12 @@ def ragged(split: str, seed: int, **arguments: Any) -> list[dict[str, str]]:
         {"prompt": "7" * (1 + i % 4) + ">", "chosen": "1" * (1 + i * 7 % 6), "rejected": "2" * (1 + i * 5 % 3)}
         for i in range(40)
     ]
+
+
+def as_they_come(weights: list[int], num_parts: int) -> list[list[int]]:
+    """Deal rows without regard to their length."""
+    size = len(weights) // num_parts
+    return [list(range(part * size, (part + 1) * size)) for part in range(num_parts)]
 
 
 def spec_of(algorithm: dict[str, Any], warm: bool = False, zero_stage: int = 1, **sections: Any) -> dict[str, Any]:
@@ -94,10 +101,6 @@ def runs_of(train: Callable[..., str]) -> dict[str, Any]:
     def noted(*given: Any, **options: Any) -> Any:
         results["cut"].append(real_cut(*given, **options))
         return results["cut"][-1]
-
-    def as_they_come(weights: list[int], num_parts: int) -> list[list[int]]:
-        size = len(weights) // num_parts
-        return [list(range(part * size, (part + 1) * size)) for part in range(num_parts)]
 
     with mock.patch.object(offline, "_cut", noted), mock.patch.object(trainers_context, "balanced", as_they_come):
         for bound in (0, 40):
@@ -257,3 +260,63 @@ def test_a_bound_of_tokens_changes_the_passes_and_not_the_training(results: list
     for step, line in whole.items():
         for name in ("train/loss", "train/grad_norm", "train/num_tokens", "preference/margin"):
             assert bounded[step][name] == pytest.approx(line[name], rel=1e-4, abs=1e-6), (step, name)
+
+
+def language_model_in_each_loop(rank: int, num_ranks: int, folder: str) -> dict[str, bool]:
+    """Scenario: a reward model after a warm start. Whether the language model has weights when a loop begins."""
+    from rlhf_core.training.distributed import init_process_group, leave_process_group
+    from rlhf_core.training.trainers import offline
+    from rlhf_core.training.trainers import run as run_module
+
+    context = make_context(f"{folder}/language-model", spec_of(RANKER, warm=True, data=WARM["data"]), rank, num_ranks)
+    ranks = init_process_group(context)
+    models: list[Callable[[], Any]] = []
+    found: dict[str, bool] = {}
+    real_load, real_train = run_module._load, offline.train
+
+    def load(*given: Any) -> Any:
+        model = real_load(*given)
+        models.append(weakref.ref(model))
+        return model
+
+    def train(training: Any, loop: Any, *rest: Any) -> bool:
+        living = [model for one in models if (model := one()) is not None]
+        found[loop.algorithm.name] = any(not weight.is_meta for model in living for weight in model.parameters())
+        return real_train(training, loop, *rest)
+
+    with mock.patch.object(run_module, "_load", load), mock.patch.object(offline, "train", train):
+        run_module.train_run(context, ranks)
+    leave_process_group(ranks)
+    return found
+
+
+def test_a_reward_model_is_trained_without_the_language_model_beside_it(folder: Path) -> None:
+    found = values(launch(language_model_in_each_loop, 1, folder / "language-model-launch", folder=str(folder)))
+    assert found == [{"sft": True, "reward_model": False}]
+
+
+def in_chunks_of_seven_tokens(rank: int, num_ranks: int, folder: str) -> list[str]:
+    """Scenario: rows of very different lengths, whose logits take different numbers of chunks on the two ranks."""
+    from rlhf_core.training.models.causal_lm import PolicyModel
+    from rlhf_core.training.trainers import context as trainers_context
+
+    specs = {
+        stage: spec_of(DPO, zero_stage=stage, data={"generator": "test_preference_runs:ragged"}) for stage in (1, 3)
+    }
+    chunked = mock.patch.object(PolicyModel.__init__, "__defaults__", (7 * 128,))
+    with (
+        chunked,
+        mock.patch.object(trainers_context, "balanced", as_they_come),
+        training_group(rank, num_ranks, folder, spec_of(DPO)) as group,
+    ):
+        return [group.train(f"chunks-{stage}", spec) for stage, spec in specs.items()]
+
+
+def test_ranks_with_different_numbers_of_chunks_of_logits_gather_as_often(folder: Path) -> None:
+    """With a vocabulary of 150,000, a chunk is 440 tokens. Under ZeRO 3, each gathers the output layer on all ranks."""
+    launched = launch(in_chunks_of_seven_tokens, 2, folder / "chunks-launch", folder=str(folder))
+    assert values(launched) == [["done", "done"]] * 2
+    split = metrics_of(folder, "chunks-3")
+    for step, line in metrics_of(folder, "chunks-1").items():
+        for name in ("train/loss", "train/grad_norm"):
+            assert split[step][name] == pytest.approx(line[name], rel=1e-4, abs=1e-6), (step, name)

@@ -1,6 +1,7 @@
 """State of a trainer rank in a checkpoint: progress of training, optimizer share, random number generators."""
 
 import contextlib
+import copy
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -66,19 +67,17 @@ def load_trainer_state(checkpoint: CheckpointDir, ranks: Ranks) -> TrainerState:
     progress = Progress.model_validate(state["progress"])
     if num_saved != ranks.num_ranks:
         progress = progress.model_copy(update={"health": progress.health.of_other_ranks()})
-    others = [rank for rank in range(num_saved) if rank != own]
-    random = state["random"] if ranks.rank < num_saved else None
-    critic = _shares(checkpoint, state, others, "critic") if "critic" in state else None
-    in_flight = _shares(checkpoint, state, others, "in_flight") if "in_flight" in state else ()
-    return TrainerState(progress, _shares(checkpoint, state, others, "engine"), random, critic, in_flight)
+    order = [own, *(rank for rank in range(num_saved) if rank != own)]
+    # Copied: any tensor of a file keeps all of it mapped, which takes its disk or memory until the process ends.
+    random = copy.deepcopy(state["random"]) if ranks.rank < num_saved else None
+    critic = _shares(checkpoint, order, "critic") if "critic" in state else None
+    in_flight = _shares(checkpoint, order, "in_flight") if "in_flight" in state else ()
+    return TrainerState(progress, _shares(checkpoint, order, "engine"), random, critic, in_flight)
 
 
-def _shares(
-    checkpoint: CheckpointDir, own: dict[str, Any], others: Sequence[int], part: str
-) -> Iterator[dict[str, Any]]:
-    """Yield the ranks' shares of one part of the state, this rank's first; each is read only when needed."""
-    yield own[part]
-    for rank in others:
+def _shares(checkpoint: CheckpointDir, ranks: Sequence[int], part: str) -> Iterator[dict[str, Any]]:
+    """Yield the shares of ranks of one part of the state; each is read only when needed, and not kept here."""
+    for rank in ranks:
         yield _read_state(checkpoint, rank)[part]
 
 

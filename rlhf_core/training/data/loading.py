@@ -310,7 +310,7 @@ def prompt_tokens(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase") -> 
 def completion_lengths(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
     """Numbers of tokens of the completions of rendered rows, end tokens included."""
     texts = [(text, row) for row in rows for text in completions_of(row)]
-    encoded = _encode([text for text, _ in texts], tokenizer, add_special_tokens=False)
+    encoded = continued_tokens([text for text, _ in texts], tokenizer)
     end = tokenizer.eos_token_id
     lengths = iter([len(_ended(tokens, row, end)) for tokens, (_, row) in zip(encoded, texts, strict=True)])
     return [[next(lengths) for _ in completions_of(row)] for row in rows]
@@ -318,8 +318,28 @@ def completion_lengths(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase"
 
 def completion_tokens(text: str, row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     """Tokens of a completion of a row, with the end token; for a conversation, the end token of the chat template."""
-    (tokens,) = _encode([text], tokenizer, add_special_tokens=False)
+    (tokens,) = continued_tokens([text], tokenizer)
     return _ended(tokens, row, tokenizer.eos_token_id)
+
+
+def continued_tokens(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
+    """Tokens of texts that continue another one, without the space that some tokenizers put in front of every text."""
+    found = _encode(texts, tokenizer, add_special_tokens=False)
+    if not _puts_space_in_front(tokenizer):
+        return found
+    (before,) = _encode(["\n"], tokenizer, add_special_tokens=False)
+    after = _encode([f"\n{text}" for text in texts], tokenizer, add_special_tokens=False)
+    return [
+        tokens[len(before) :] if tokens[: len(before)] == before else alone
+        for tokens, alone in zip(after, found, strict=True)
+    ]
+
+
+@lru_cache(maxsize=4)
+def _puts_space_in_front(tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """True if a text has other tokens alone than after a line break, as with SentencePiece in Llama 2."""
+    before, alone, after = _encode(["\n", "a", "\na"], tokenizer, add_special_tokens=False)
+    return after != before + alone
 
 
 def _ended(tokens: list[int], row: Row, end: int) -> list[int]:

@@ -29,6 +29,8 @@ class RowReader:
         self._pairs = "pair" in spec.data_kinds
         self._needs_answer = "answer" in spec.data_kinds
         self._labels = "label" in spec.data_kinds
+        algorithms = [loop.algorithm for loop in spec.loops.named.values()]
+        self._teaches_answers = any(not (algorithm.samples or algorithm.pairs) for algorithm in algorithms)
         self._seen: Counter[str] = Counter()
         self._templates = {"prompt": data.prompt_template, "target": data.completion_template}
         if self._pairs:
@@ -117,11 +119,15 @@ class RowReader:
         for name, messages in (("prompt", fields["prompt"]), *completions.items()):
             if (messages or name == "prompt") and (problem := messages_problem(list(messages))):  # type: ignore[arg-type]
                 raise MalformedRow(f"{name}: {problem}")
-        chat = Conversation(prompt=turns(fields["prompt"]), **completions)
         prompt = json.dumps(fields["prompt"], ensure_ascii=False)
-        target = str(chat.target[-1]["content"]) if chat.target else ""
-        answer = fields.get("answer")
         _check_text(prompt + json.dumps([list(messages) for messages in completions.values()], ensure_ascii=False))
+        target = str(completions["target"][-1]["content"]) if completions["target"] else ""
+        if not self._teaches_answers:
+            # An answer that is only compared is not rendered: templates of reasoning models begin the turn of the model
+            # otherwise than they render a past one.
+            completions["target"] = []
+        chat = Conversation(prompt=turns(fields["prompt"]), **completions)
+        answer = fields.get("answer")
         return Row(
             _digest(prompt),
             prompt,

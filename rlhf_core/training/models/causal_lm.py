@@ -31,7 +31,7 @@ from rlhf_core.schemas.trainers import LOGIT_CHUNK_ELEMENTS
 from rlhf_core.training.data.tokenizer_cores import VOCAB_MULTIPLE
 from rlhf_core.training.data.tokenizers import build_tokenizer, load_tokenizer
 from rlhf_core.training.models.adapters import base_of, is_adapter, merged
-from rlhf_core.training.models.gathering import whole_shape
+from rlhf_core.training.models.gathering import most_on_any_rank, whole_shape
 from rlhf_core.training.models.lean_layers import keep_products, use_lean_layers
 from rlhf_core.training.models.packing import can_pack, hidden_of_targets
 from rlhf_core.training.models.token_logprobs import token_logprobs
@@ -353,11 +353,13 @@ class PolicyModel(nn.Module):
         """``hidden [N, H]``, ``labels [N]`` -> log-probability and entropy, ``[N]`` each, chunk by chunk."""
         head = self.causal_lm.get_output_embeddings()
         chunk = max(1, self.chunk_elements // whole_shape(head.weight)[0])
-        if hidden.shape[0] <= chunk:
+        num_chunks = most_on_any_rank(-(-hidden.shape[0] // chunk), head, hidden.device)
+        if num_chunks <= 1:
             return _score_chunk(hidden, labels, head, temperature)
+        bounds = [chunk * number for number in range(1, num_chunks)]
         parts = [
             checkpoint(_score_chunk, hidden_part, labels_part, head, temperature, use_reentrant=False)
-            for hidden_part, labels_part in zip(hidden.split(chunk), labels.split(chunk), strict=True)
+            for hidden_part, labels_part in zip(hidden.tensor_split(bounds), labels.tensor_split(bounds), strict=True)
         ]
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 

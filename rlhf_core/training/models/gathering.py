@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Size, Tensor, dtype, nn
 from transformers import PreTrainedModel
@@ -35,6 +36,16 @@ def whole_shape(parameter: Tensor) -> Size:
     """Shape of the full parameter."""
     shape: Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
+
+
+def most_on_any_rank(number: int, module: nn.Module, device: torch.device) -> int:
+    """Largest number of calls of a split module that any rank has to make: each call gathers its weights, so all ranks
+    have to make as many. Collective if the module is split; otherwise the number itself."""
+    if not is_split(module):
+        return number
+    most = torch.tensor(number, device=device)
+    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+    return int(most)
 
 
 def own_part(parameter: Tensor) -> Tensor:

@@ -161,10 +161,9 @@ def call_reward(function: RewardFunction, arguments: Mapping[str, Sequence[Any]]
         arguments: as built by :func:`reward_arguments`.
     """
     try:
-        returned = function(**arguments)
+        return _checked(function(**arguments), arguments["completions"])
     except Exception as error:  # noqa: BLE001 - user code may raise anything; the run must say whose code it was
         return RewardCall(failure=_error_text(error), error=error)
-    return _checked(returned, arguments["completions"])
 
 
 def reward_arguments(rows: Sequence["Row"], completions: Sequence[str]) -> dict[str, list[Any]]:

@@ -190,13 +190,13 @@ class RewardProcess:
         """Wait until the connection is ready; return the reason if it never will be."""
         assert self._connection is not None
         assert self._process is not None
-        mine = [self._connection]
+        poll = select.poll()  # select.select takes no descriptor above 1023
+        poll.register(self._connection, select.POLLOUT if for_writing else select.POLLIN)
         while True:
             beat()
             left = deadline - time.monotonic()
             wait_s = max(0.0, min(POLL_INTERVAL_S, left))
-            readable, writable, _ = select.select([] if for_writing else mine, mine if for_writing else [], [], wait_s)
-            if readable or writable:
+            if poll.poll(1000 * wait_s):
                 return ""
             # A process forked by it may keep the connection open after it has exited.
             if self._process.poll() is not None:

@@ -23,7 +23,7 @@ from rlhf_core.errors import BadConfig, ResumeMismatch
 from rlhf_core.files.fingerprints import fingerprint
 from rlhf_core.schemas.scoring_models import ScoringModelSpec, ScoringModelState
 from rlhf_core.training.data.chat import rendered
-from rlhf_core.training.data.loading import completion_tokens, prompt_tokens
+from rlhf_core.training.data.loading import completion_tokens, continued_tokens, prompt_tokens
 from rlhf_core.training.data.tokenizers import load_tokenizer
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.models.causal_lm import dropout_free_config
@@ -140,7 +140,7 @@ class ScoringModel:
             tokens = [*tokens, *completion_tokens(scored.target, scored, self._tokenizer)]
         else:
             # A truncated completion gets no end token.
-            tokens = [*tokens, *self._tokenizer.encode(scored.target, add_special_tokens=False)]
+            tokens = [*tokens, *continued_tokens([scored.target], self._tokenizer)[0]]
         is_cut = bool(self._max_tokens) and len(tokens) > self._max_tokens
         return _Input(tokens[-self._max_tokens :] if is_cut else tokens, [], is_cut)
 

@@ -120,6 +120,7 @@ def _train_loops(
             continue
         if loop.algorithm.ranks_completions and not is_reward_model(model):
             source = reference_folder(context, ranks, loop.first_step - 1, initial)
+            model.to("meta")  # frees its weights: the callers still refer to it
             model = _load_reward_model(source, initial, spec, ranks, training.tokenizer)
         if loop.last_step == spec.total_steps:
             _evaluate_before(context, training, model)

@@ -126,4 +126,4 @@ class Saving:
 def _memory_of(context: WorkerContext, ranks: Ranks) -> MemoryCopy | None:
     if context.memory is None or context.spec.checkpoint.memory == "off":
         return None
-    return MemoryCopy(context.memory, ranks.rank, context.attempt)
+    return MemoryCopy(context.memory, ranks.rank, context.attempt, is_first_here=context.local_rank == 0)

@@ -12,6 +12,7 @@ ranks until the node's agent ends. A copy that a kill left half overwritten has 
 
 import functools
 import hmac
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,15 +57,25 @@ class MemoryPart(Schema):
 class MemoryCopy:
     """In-memory copy of one rank's part, on its node."""
 
-    def __init__(self, folder: Path, rank: int, attempt: int) -> None:
+    def __init__(self, folder: Path, rank: int, attempt: int, *, is_first_here: bool = False) -> None:
+        """Write nothing yet.
+
+        Args:
+            is_first_here: the rank is the first one of its node.
+        """
         self.folder = folder
         self.attempt = attempt
         self._part = _part_file(folder, rank)
+        # Weights belong to rank 0: to another node, only a restart brings them.
+        self._brought = ("model", "critic") if is_first_here and rank > 0 else ()
 
     def invalidate(self) -> None:
-        """Invalidate the copy before its files change."""
+        """Invalidate the copy before its files change, and remove weights that a restart brought: all ranks have loaded
+        them."""
         self._part.unlink(missing_ok=True)
         (self.folder / "COMPLETE").unlink(missing_ok=True)
+        for name in self._brought:
+            shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def keep(self, part: MemoryPart, content: Content) -> None:
         """Complete and publish the copy, whose large files are already in place.
