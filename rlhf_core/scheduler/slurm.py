@@ -242,6 +242,10 @@ def _parameters(request: JobRequest) -> dict[str, object]:
     if slurm.reservation:
         further["reservation"] = slurm.reservation
     further |= dict(_further_options(slurm.extra))
+    excluded = [*placement.excluded_nodes, *slurm.exclude]
+    if is_node_name(str(further.get("exclude", "/"))):  # otherwise the name of a file with nodes
+        # One option instead of two, of which Slurm would only take the last.
+        excluded.append(str(further.pop("exclude")))
     further = {name: _one_line(name, value) for name, value in further.items()}
     gpus = f"{slurm.gpu_type}:{placement.gpus_per_node}" if slurm.gpu_type else placement.gpus_per_node
     parameters = {
@@ -260,7 +264,7 @@ def _parameters(request: JobRequest) -> dict[str, object]:
         "qos": slurm.qos or None,
         "constraint": slurm.constraint or None,
         "gres": slurm.gres or None,
-        "exclude": ",".join(dict.fromkeys(filter(is_node_name, (*placement.excluded_nodes, *slurm.exclude)))) or None,
+        "exclude": ",".join(dict.fromkeys(filter(is_node_name, excluded))) or None,
         "stderr_to_stdout": True,
         "setup": [*_exports(request), *_require_passed(request), *_NODES_LINES, *slurm.setup],
         "srun_args": _srun_arguments(request),

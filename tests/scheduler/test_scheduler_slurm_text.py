@@ -101,6 +101,14 @@ def test_a_script_with_all_options() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in text  # Slurm assigns them
 
 
+def test_nodes_of_an_own_option_are_excluded_beside_those_at_fault() -> None:
+    """Slurm takes only the last of two such options."""
+    text = script(excluded=("node3",), exclude=("node9",), extra=("--exclude=node[1,5],node9",))
+    assert "#SBATCH --exclude='node3,node9,node[1,5],node9'\n" in text
+    assert text.count("--exclude") == 1
+    assert "#SBATCH --exclude=/etc/bad_nodes\n" in script(excluded=("node3",), extra=("--exclude=/etc/bad_nodes",))
+
+
 def test_the_signal_to_save_is_never_in_the_first_half_of_the_job() -> None:
     assert "--signal=USR2@60\n" in script(time_limit_s=120)
 
