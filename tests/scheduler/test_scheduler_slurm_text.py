@@ -1,5 +1,6 @@
 """Options passed to Slurm, and the parsing of its output, without a cluster."""
 
+import os
 import sys
 import threading
 from dataclasses import replace
@@ -221,6 +222,37 @@ def test_temporary_and_permanent_refusals_are_distinguished(
     with pytest.raises(SubmissionFailed) as found:
         SlurmScheduler().submit(job_request)
     assert type(found.value) is error
+
+
+def stand_ins(folder: Path, monkeypatch: pytest.MonkeyPatch, **programs: str) -> None:
+    """Replace programs of Slurm with shell scripts."""
+    (folder / "bin").mkdir()
+    for name, text in {"scontrol": "echo 'Slurmctld(primary) at here is UP'", **programs}.items():
+        program = folder / "bin" / name
+        program.write_text(f"#!/bin/bash\n{text}\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+
+
+@pytest.mark.parametrize("answer", ["kill -9 $$", "exit 1", "echo 'accepted as 7'"])
+def test_an_unclear_end_of_sbatch_is_no_refusal(answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job may have been accepted: the next controller looks for it before it submits another one."""
+    stand_ins(tmp_path, monkeypatch, sbatch=answer)
+    job_request = replace(request(), scheduler_dir=tmp_path / "attempts" / "2" / "scheduler", command=(sys.executable,))
+    with pytest.raises(SchedulerError, match="did not confirm") as found:
+        SlurmScheduler().submit(job_request)
+    assert type(found.value) is SchedulerError
+
+
+def test_an_accepted_job_is_not_lost_when_its_script_cannot_be_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a disk without room for another name, or a file server that fails."""
+    folder = tmp_path / "attempts" / "2" / "scheduler"
+    stand_ins(tmp_path, monkeypatch, sbatch=f"mv {folder} {folder}.gone; echo Submitted batch job 7")
+    job_request = replace(request(), scheduler_dir=folder, command=(sys.executable,))
+    assert SlurmScheduler().submit(job_request).job_id == "7"
 
 
 def test_a_stopped_process_blocks_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
