@@ -255,6 +255,14 @@ def test_an_accepted_job_is_not_lost_when_its_script_cannot_be_renamed(
     assert SlurmScheduler().submit(job_request).job_id == "7"
 
 
+def test_the_comment_of_another_job_may_have_any_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = r"printf '7|RUNNING|None|n1|N/A|caf\xe9\n8|RUNNING|None|n2|N/A|toy-1/2\n'"
+    stand_ins(tmp_path, monkeypatch, squeue=rows)
+    found = SlurmScheduler().find("toy-1", 2)
+    assert found is not None
+    assert found.job_id == "8"
+
+
 def test_a_stopped_process_blocks_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process was stopped during a query and keeps the lock."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
