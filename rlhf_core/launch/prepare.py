@@ -14,7 +14,7 @@ from rlhf_core.errors import BadConfig, RunDirError
 from rlhf_core.files import private as private_files
 from rlhf_core.files.whole import is_disk_full, remove_tree, write_model, write_text
 from rlhf_core.launch.journal import Journal
-from rlhf_core.machine.accounts import account, user_name
+from rlhf_core.machine.accounts import account, expanded, user_name
 from rlhf_core.run_dir.run import RunDir, new_run_id
 from rlhf_core.schemas.base import label_problem, storable_text, utc_now
 from rlhf_core.schemas.command_trainer import CommandTrainer, named_placeholders
@@ -39,11 +39,12 @@ def absolute_paths(spec: RunSpec, folder: Path) -> RunSpec:
     """The spec with its paths made absolute, relative to ``folder``: workers and a later `rlhf resume` start elsewhere.
 
     Raises:
-        BadConfig: the name of the folder is not valid UTF-8, and the spec would contain it.
+        BadConfig: the name of the folder is not valid UTF-8, and the spec would contain it, or a path names a user who
+            does not exist.
     """
 
     def absolute(text: str) -> str:
-        path = str(Path(os.path.normpath(folder / Path(text).expanduser()))) if text else text
+        path = str(Path(os.path.normpath(folder / expanded(text)))) if text else text
         if storable_text(path) != path:
             raise BadConfig(f"found the path {path!r}, expected a UTF-8 path; rename the folder or use an absolute one")
         return path

@@ -429,3 +429,26 @@ def test_settings_of_an_algorithm_are_checked_though_the_config_names_it(overrid
     config.check_overrides(["loops.main.algorithm.clip_low=0.1", "loops.warm_start.algorithm.batch_size=4"])
     with pytest.raises(BadConfig, match="1 problem in --set"):
         config.check_overrides(["loops.main.num_steps=3", override])
+
+
+@pytest.mark.parametrize("setting", ["RLHF_HOME", "RLHF_RUNS", "RLHF_COMPUTE_PYTHON", "RLHF_JOB_SECRETS"])
+def test_the_home_of_nobody_is_named(setting: str, tmp_path: Path) -> None:
+    with pytest.raises(BadConfig, match="~no-such-user/x, but there is no user no-such-user; give"):
+        site_config.load_site({"RLHF_HOME": str(tmp_path), setting: "~no-such-user/x"})
+
+
+def test_a_user_without_a_home_folder_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs as a user without a name."""
+
+    def unknown(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", unknown)
+    with pytest.raises(BadConfig, match=r"~/\.rlhf, but .*, has no home folder; set HOME, or give"):
+        site_config.load_site({})
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "²", "1.5"])
+def test_the_limit_of_restarts_is_a_positive_integer(text: str, tmp_path: Path) -> None:
+    with pytest.raises(BadConfig, match="expected a positive integer"):
+        site_config.load_site({"RLHF_HOME": str(tmp_path), "RLHF_MAX_RESTARTS_PER_HOUR": text})
