@@ -118,6 +118,8 @@ def test_an_unknown_key_is_answered_with_the_nearest_right_one(minimal: Path, ov
         ("resources=3", "resources: found 3, expected a table of settings"),
         ("trainer.zero_stage=7", "trainer.zero_stage: found 7, expected 0, 1, 2 or 3"),
         ("reward.functions=a:b", "reward.functions: found 'a:b', expected a list in square brackets"),
+        ("slurm.account=12", "found 12, expected text; as text it needs quotes: 'slurm.account=\"12\"'"),
+        ("slurm.environment.A=1", "expected text; as text it needs quotes: 'slurm.environment.A=\"1\"'"),
         ('reward.functions=["a:b"', "a list in square brackets; it is not valid TOML, so it was read as text"),
     ],
 )
