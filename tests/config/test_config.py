@@ -3,6 +3,7 @@
 import errno
 import os
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -454,3 +455,9 @@ def test_a_user_without_a_home_folder_is_told_what_to_set(monkeypatch: pytest.Mo
 def test_the_limit_of_restarts_is_a_positive_integer(text: str, tmp_path: Path) -> None:
     with pytest.raises(BadConfig, match="expected a positive integer"):
         site_config.load_site({"RLHF_HOME": str(tmp_path), "RLHF_MAX_RESTARTS_PER_HOUR": text})
+
+
+def test_any_text_can_be_written_as_toml() -> None:
+    """A setting with a carriage return, as of a form in a browser, would be read as text with quotes and escapes."""
+    text = "".join(map(chr, range(256)))
+    assert tomllib.loads(f"value = {config_fields.to_toml(text)}")["value"] == text
