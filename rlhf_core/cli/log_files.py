@@ -69,12 +69,19 @@ def print_logs(run_dir: RunDir, choice: LogChoice, num_lines: int) -> None:
 
 
 def follow_logs(run_dir: RunDir, choice: LogChoice, num_lines: int) -> None:
-    """Print the last lines of each log, then new lines until the run ends. New restarts are followed as they begin."""
+    """Print the last lines of each log, then new lines until the run ends. New restarts and attempts are followed as
+    they begin."""
     positions: dict[Path, int] = {}
     shown: Path | None = None
+    logs: list[LogFile] = []
     while True:
         ended = read_record(run_dir).ended
-        for log in find_logs(run_dir, choice):
+        try:
+            logs = find_logs(run_dir, choice)
+        except BadInput:
+            if not logs:  # otherwise a new attempt waits for nodes, and has no logs yet
+                raise
+        for log in logs:
             size = log.path.stat().st_size
             if log.path not in positions:
                 text = last_lines(log.path, num_lines)

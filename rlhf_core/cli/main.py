@@ -3,6 +3,7 @@
 0: success, 1: failure, 2: bad input or a blocked run, 130: cancelled.
 """
 
+import contextlib
 import errno
 import os
 import sys
@@ -31,8 +32,9 @@ from rlhf_core.cli.commands import run as run_commands
 from rlhf_core.cli.commands import services as service_commands
 from rlhf_core.cli.commands import sql as sql_command
 from rlhf_core.cli.commands import wrap as wrap_command
-from rlhf_core.errors import RlhfError
+from rlhf_core.errors import BadConfig, RlhfError
 from rlhf_core.garbage import collect_rarely
+from rlhf_core.machine.accounts import expanded
 from rlhf_core.schemas.migration import OldSettings
 
 app = typer.Typer(
@@ -134,6 +136,12 @@ def _explain_disk_error(error: OSError) -> RlhfError:
     return RlhfError(f"cannot write {place} ({error.strerror}). {remedy}, then try again; `rlhf doctor` may tell more")
 
 
+def _log_folder() -> Path | None:
+    with contextlib.suppress(BadConfig):
+        return expanded(os.environ.get("RLHF_HOME") or "~/.rlhf") / "logs"
+    return None
+
+
 def execute(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code. Everything is printed; nothing is raised."""
     try:
@@ -152,7 +160,7 @@ def execute(arguments: Sequence[str]) -> int:
         if isinstance(error, OSError) and error.errno in _DISK_ERRORS:  # not a bug, wherever it is raised
             output.print_error(_explain_disk_error(error))
             return 1
-        output.report_unexpected(error, Path(os.environ.get("RLHF_HOME") or "~/.rlhf").expanduser() / "logs")
+        output.report_unexpected(error, _log_folder())
         return 1
     return 0
 

@@ -188,8 +188,12 @@ def print_error(error: RlhfError) -> None:
     console.print(terminal(str(error)), markup=False, soft_wrap=True)
 
 
-def report_unexpected(error: BaseException, folder: Path) -> None:
-    """Print one sentence about an unexpected error, and write its traceback to a file for a bug report."""
+def report_unexpected(error: BaseException, folder: Path | None) -> None:
+    """Print one sentence about an unexpected error, and write its traceback to a file for a bug report.
+
+    Args:
+        folder: Folder for the file; None for a temporary one.
+    """
     text = storable(masked(f"{' '.join(sys.argv)}\n\n{''.join(traceback.format_exception(error))}"))
     name = f"error-{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}.log"
     for candidate in (folder, None):

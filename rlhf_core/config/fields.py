@@ -68,12 +68,17 @@ def optional_sections() -> set[str]:
     return set(_optional_sections(RunSpec, ""))
 
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+"""Characters that TOML strings only contain escaped."""
+
+
 def to_toml(value: Any) -> str:
     """A setting's value as TOML. Tables are written inline."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
         escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
+        escaped = _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", escaped)
         return f'"{escaped}"'
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{to_toml_key(key)} = {to_toml(item)}" for key, item in value.items()) + "}"

@@ -55,9 +55,12 @@ def explain_override(detail: Any, override: str) -> str:
     is_text = isinstance(found, str) and found == override.partition("=")[2].strip()
     unfinished = is_text and found[:1] in ("[", "{") and not detail["type"].startswith("string_")
     # A value that is not valid TOML is taken as text, which therefore needs no quotes.
-    return with_old_name(explain(detail), location_of(detail), [name]) + (
-        "; it is not valid TOML, so it was read as text" if unfinished else ""
-    )
+    advice = "; it is not valid TOML, so it was read as text" if unfinished else ""
+    is_value = not isinstance(found, list | dict) and location_of(detail) == setting_of(override)
+    if detail["type"] == "string_type" and is_value:
+        # With the outer quotes: a shell would remove the inner ones.
+        advice = f"; as text it needs quotes: '{cut(name)}=\"{cut(override.partition('=')[2].strip())}\"'"
+    return with_old_name(explain(detail), location_of(detail), [name]) + advice
 
 
 def with_old_name(problem: str, location: str, names: Iterable[str]) -> str:

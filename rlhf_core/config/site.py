@@ -17,6 +17,7 @@ from rlhf_core.config.problems import explain
 from rlhf_core.config.toml_files import read_toml
 from rlhf_core.errors import BadConfig
 from rlhf_core.files import private as private_files
+from rlhf_core.machine.accounts import expanded
 from rlhf_core.schemas.base import Schema, storable_text
 from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.site import NotifySite, PrefectSite, RetentionSite
@@ -86,10 +87,10 @@ def load_site(environ: Mapping[str, str] | None = None) -> Site:
     """Site settings from the environment and ``$RLHF_HOME/rlhf.toml``; an existing home folder is made private.
 
     Raises:
-        BadConfig: an unknown key or an invalid value in ``rlhf.toml``.
+        BadConfig: an unknown key or an invalid value in ``rlhf.toml``, or no home folder for a path with ``~``.
     """
     environment = os.environ if environ is None else environ
-    home = Path(environment.get("RLHF_HOME") or "~/.rlhf").expanduser().absolute()
+    home = expanded(environment.get("RLHF_HOME") or "~/.rlhf").absolute()
     _close_home(home)
     settings = _site_file(home / "rlhf.toml")
     sources = {key: f"{home / 'rlhf.toml'}: {key}" for key in settings}
@@ -99,7 +100,7 @@ def load_site(environ: Mapping[str, str] | None = None) -> Site:
     scheduler = settings.get("scheduler", "local")
     if scheduler not in SCHEDULERS:
         raise BadConfig(f"{sources['scheduler']}: found {scheduler!r}, expected one of {', '.join(SCHEDULERS)}")
-    runs_dir = Path(settings.get("runs") or home / "runs").expanduser().absolute()
+    runs_dir = expanded(settings.get("runs") or str(home / "runs")).absolute()
     for variable, folder in (("RLHF_HOME", home), ("RLHF_RUNS", runs_dir)):
         if storable_text(str(folder)) != str(folder):
             raise BadConfig(f"{variable}: found {str(folder)!r}, expected a UTF-8 path, as records contain it")
@@ -110,7 +111,7 @@ def load_site(environ: Mapping[str, str] | None = None) -> Site:
         scheduler=scheduler,
         compute_python=_interpreter(settings.get("compute_python") or sys.executable),
         max_restarts_per_hour=_whole_number(sources, settings.get("max_restarts_per_hour", "60")),
-        job_secrets=Path(settings.get("job_secrets") or home / "job-secrets.env").expanduser().absolute(),
+        job_secrets=expanded(settings.get("job_secrets") or str(home / "job-secrets.env")).absolute(),
         prefect=_site_table(PrefectSite, "prefect", home, settings, environment),
         notify=_site_table(NotifySite, "notify", home, settings, environment),
         retention=_site_table(RetentionSite, "retention", home, settings, environment),
@@ -127,11 +128,11 @@ def _close_home(home: Path) -> None:
 
 def _interpreter(text: str) -> str:
     """Resolve a path against the current folder, because jobs run elsewhere. A bare name is looked up on the nodes."""
-    return str(Path(text).expanduser().absolute()) if "/" in text else text
+    return str(expanded(text).absolute()) if "/" in text else text
 
 
 def _whole_number(sources: Mapping[str, str], text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
+    if not (text.isascii() and text.isdigit()) or int(text) == 0:
         raise BadConfig(f"{sources['max_restarts_per_hour']}: found {text!r}, expected a positive integer")
     return int(text)
 
@@ -177,7 +178,7 @@ def _site_file(path: Path) -> dict[str, Any]:
             raise BadConfig(f"{path}: {key}: found {value!r}, expected text")
         elif value and (key in _PATHS or (key == "compute_python" and "/" in value)):
             # Commands and services that start in other folders must find the same path.
-            content[key] = str(path.parent / Path(value).expanduser())
+            content[key] = str(path.parent / expanded(value))
         elif key == "database_url":
             content[key] = _RELATIVE_SQLITE.sub(lambda found: f"{found[0]}{path.parent}/", value)
     return content

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlhf_core.errors import BadInput
 from rlhf_core.files.whole import remove_tree
-from rlhf_core.launch.prepare import NOT_CODE, code_sources, git_revision, keep_code
+from rlhf_core.launch.prepare import code_sources, git_revision, keep_code, not_code
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.stored_spec import StoredSpec
 
@@ -68,7 +68,7 @@ def _files(root: Path) -> Iterator[tuple[str, Path]]:
     if root.is_file():
         yield root.name, root
     for folder, folders, names in os.walk(root, followlinks=True):  # as in the copy
-        left_out = NOT_CODE(folder, [*folders, *names])
+        left_out = not_code(folder, [*folders, *names])
         folders[:] = [name for name in folders if name not in left_out]
         for name in names:
             if name not in left_out:

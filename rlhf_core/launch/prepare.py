@@ -14,7 +14,7 @@ from rlhf_core.errors import BadConfig, RunDirError
 from rlhf_core.files import private as private_files
 from rlhf_core.files.whole import is_disk_full, remove_tree, write_model, write_text
 from rlhf_core.launch.journal import Journal
-from rlhf_core.machine.accounts import account, user_name
+from rlhf_core.machine.accounts import account, expanded, user_name
 from rlhf_core.run_dir.run import RunDir, new_run_id
 from rlhf_core.schemas.base import label_problem, storable_text, utc_now
 from rlhf_core.schemas.command_trainer import CommandTrainer, named_placeholders
@@ -29,21 +29,21 @@ from rlhf_core.text.formatting import THROUGH_PREFECT
 DIFF_LIMIT_BYTES = 4 << 20
 """Size at which a diff is cut; a cut diff says so."""
 
-NOT_CODE = shutil.ignore_patterns(
+_NOT_CODE = shutil.ignore_patterns(
     "__pycache__", "*.pyc", ".git", ".venv", ".mypy_cache", ".ruff_cache", ".pytest_cache"
 )
-"""Files and folders that are no part of the user's code, as an ``ignore`` of :func:`shutil.copytree`."""
 
 
 def absolute_paths(spec: RunSpec, folder: Path) -> RunSpec:
     """The spec with its paths made absolute, relative to ``folder``: workers and a later `rlhf resume` start elsewhere.
 
     Raises:
-        BadConfig: the name of the folder is not valid UTF-8, and the spec would contain it.
+        BadConfig: the name of the folder is not valid UTF-8, and the spec would contain it, or a path names a user who
+            does not exist.
     """
 
     def absolute(text: str) -> str:
-        path = str(Path(os.path.normpath(folder / Path(text).expanduser()))) if text else text
+        path = str(Path(os.path.normpath(folder / expanded(text)))) if text else text
         if storable_text(path) != path:
             raise BadConfig(f"found the path {path!r}, expected a UTF-8 path; rename the folder or use an absolute one")
         return path
@@ -161,7 +161,7 @@ def prepare_trial(main: RunDir, run_id: str, spec: RunSpec) -> RunDir:
     )
     # A controller killed earlier may have left a folder of this name too.
     remove_tree(_unfinished(runs, run_id).root)
-    return _make_whole(runs, stored, lambda code: shutil.copytree(main.code, code, ignore=NOT_CODE))
+    return _make_whole(runs, stored, lambda code: shutil.copytree(main.code, code, ignore=not_code))
 
 
 def _unfinished(runs: Path, run_id: str) -> RunDir:
@@ -217,7 +217,7 @@ def keep_code(target: Path, spec: RunSpec, folder: Path, revision: str) -> None:
     """Save the code for later attempts: git revision and diff for the record, a snapshot for the workers.
 
     Raises:
-        BadConfig: something in ``code.paths`` does not exist.
+        BadConfig: something in ``code.paths`` does not exist, or part of the code cannot be copied.
     """
     target.mkdir(parents=True, exist_ok=True)
     write_text(target / "revision.txt", f"{revision or 'not a git repository'}\n")
@@ -227,6 +227,15 @@ def keep_code(target: Path, spec: RunSpec, folder: Path, revision: str) -> None:
     snapshot.mkdir()
     for path in code_sources(spec, folder):
         _copy(path, snapshot / path.name)
+
+
+def not_code(folder: str, names: Sequence[str]) -> set[str]:
+    """Names in a folder that are no part of the user's code, as an ``ignore`` of :func:`shutil.copytree`.
+
+    Among them are links to nothing, by which an editor locks a file, and sockets and FIFOs, which cannot be copied.
+    """
+    paths = (Path(folder, name) for name in names)
+    return {*_NOT_CODE(folder, [*names]), *(path.name for path in paths if not path.is_file() and not path.is_dir())}
 
 
 def code_sources(spec: RunSpec, folder: Path) -> list[Path]:
@@ -284,7 +293,11 @@ def _git(folder: Path, *arguments: str) -> str:
 
 def _copy(source: Path, target: Path) -> None:
     if source.is_dir():
-        shutil.copytree(source, target, ignore=NOT_CODE)
+        try:
+            shutil.copytree(source, target, ignore=not_code)
+        except shutil.Error as error:
+            place, _, why = error.args[0][0]
+            raise BadConfig(f"cannot copy {place} with the code of the run: {why}. Correct or remove it") from None
     elif source.is_file():
         shutil.copy2(source, target)
     else:

@@ -7,7 +7,9 @@ marked as not verified.
 
 import os
 import pwd
+from pathlib import Path
 
+from rlhf_core.errors import BadConfig
 from rlhf_core.text.formatting import attributed
 
 
@@ -24,6 +26,20 @@ def user_name(uid: int | None = None) -> str:
 def account() -> str:
     """User of this process as the kernel reports it, for example ``anna, uid 1000``."""
     return f"{user_name()}, uid {os.getuid()}"
+
+
+def expanded(text: str) -> Path:
+    """The path, with ``~`` and ``~user`` at its beginning replaced by the home folder.
+
+    Raises:
+        BadConfig: there is no such user, or this one has no home folder (containers).
+    """
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        name = text.partition("/")[0][1:]
+        why = f"there is no user {name}; " if name else f"{account()}, has no home folder; set HOME, or "
+        raise BadConfig(f"found the path {text}, but {why}give an absolute path") from None
 
 
 def attributed_here(name: str = "") -> str:

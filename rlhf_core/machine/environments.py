@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_core.errors import BadConfig, BadInput, EnvironmentFailed
+from rlhf_core.machine.accounts import expanded
 from rlhf_core.text.redaction import masked
 
 _PACKAGE = Path(__file__).parents[1]
@@ -166,7 +167,7 @@ def environment_folder(name_or_folder: str, home: Path) -> Path:
     """
     found = f"trainer.environment = {name_or_folder!r}"
     if "/" in name_or_folder or name_or_folder.startswith((".", "~")):
-        folder = Path(name_or_folder).expanduser().absolute()
+        folder = expanded(name_or_folder).absolute()
         if not _interpreter(folder).is_file():
             raise BadConfig(f"{found} without bin/python in it")
         return folder

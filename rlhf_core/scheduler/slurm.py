@@ -112,8 +112,12 @@ class SlurmScheduler:
         executor = _SlurmExecutor(request)
         try:
             job = executor._submit_command(executor._submitit_command_str)
-        except (FailedJobError, FailedSubmissionError) as error:
+        except FailedSubmissionError as error:  # sbatch succeeded: there is a job, whose number is unknown
+            raise SchedulerError(f"Slurm did not confirm the job: {str(error).splitlines()[0]}") from error
+        except FailedJobError as error:
             answer = refusal(str(error))
+            if not answer:  # a refusal has a reason
+                raise SchedulerError("Slurm did not confirm the job: sbatch was killed, or failed silently") from error
             if is_no_answer(answer):
                 raise SchedulerError(f"Slurm did not confirm the job: {answer}") from error
             if will_pass(answer):
@@ -225,7 +229,9 @@ class _SlurmExecutor(SlurmExecutor):  # type: ignore[misc]
         output = CommandFunction(words, verbose=False, env=environment | secrets)()
         job_id = self._get_job_id_from_submission_command(output)
         job: SlurmJob[object] = SlurmJob(folder=self.folder, job_id=job_id, tasks=[0])
-        job.paths.move_temporary_file(script, "submission_file", keep_as_symlink=True)
+        # The job is accepted, and Slurm has its own copy of the script: no error may hide its number from here on.
+        with contextlib.suppress(OSError):
+            job.paths.move_temporary_file(script, "submission_file", keep_as_symlink=True)
         return job
 
     @classmethod
@@ -242,6 +248,10 @@ def _parameters(request: JobRequest) -> dict[str, object]:
     if slurm.reservation:
         further["reservation"] = slurm.reservation
     further |= dict(_further_options(slurm.extra))
+    excluded = [*placement.excluded_nodes, *slurm.exclude]
+    if is_node_name(str(further.get("exclude", "/"))):  # otherwise the name of a file with nodes
+        # One option instead of two, of which Slurm would only take the last.
+        excluded.append(str(further.pop("exclude")))
     further = {name: _one_line(name, value) for name, value in further.items()}
     gpus = f"{slurm.gpu_type}:{placement.gpus_per_node}" if slurm.gpu_type else placement.gpus_per_node
     parameters = {
@@ -260,7 +270,7 @@ def _parameters(request: JobRequest) -> dict[str, object]:
         "qos": slurm.qos or None,
         "constraint": slurm.constraint or None,
         "gres": slurm.gres or None,
-        "exclude": ",".join(dict.fromkeys(filter(is_node_name, (*placement.excluded_nodes, *slurm.exclude)))) or None,
+        "exclude": ",".join(dict.fromkeys(filter(is_node_name, excluded))) or None,
         "stderr_to_stdout": True,
         "setup": [*_exports(request), *_require_passed(request), *_NODES_LINES, *slurm.setup],
         "srun_args": _srun_arguments(request),

@@ -74,7 +74,10 @@ def run(*words: str, seconds: float = COMMAND_S) -> str:
     """
     try:
         environment = for_queries(os.environ)
-        done = subprocess.run(words, capture_output=True, text=True, timeout=seconds, check=False, env=environment)
+        # Comments of this user's other jobs, and messages in the language of the site, may not be UTF-8.
+        done = subprocess.run(
+            words, capture_output=True, text=True, errors="replace", timeout=seconds, check=False, env=environment
+        )
     except FileNotFoundError:
         message = f"{words[0]} is not installed; RLHF_SCHEDULER=slurm cannot work on this machine, use local"
         raise SchedulerError(message) from None

@@ -11,6 +11,8 @@ _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _BRACED = re.compile(r"([A-Za-z_]\w*|[0-9@*])(?::?[-=](.*))?", re.ASCII | re.DOTALL)
 _OPERATOR = re.compile(r"&&|\|\||\|&|;;|&>>|&>|>>|<<<|<<-|<<|>&|<&|>\||[|&;><()\n]")
 _EXPR = re.compile(r"\s*expr\s+(.*)", re.DOTALL)
+_ESCAPED = re.compile(r"\$'(?:\\.|[^'\\])*'", re.DOTALL)
+_ESCAPES = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
 _FOLDER_OF_SCRIPT = re.compile(
     r"\$\(\s*dirname\s+(['\"]?)(?:\$0|\$\{0\}|\$BASH_SOURCE|\$\{BASH_SOURCE(?:\[0\])?\})\1\s*\)"
 )
@@ -171,6 +173,15 @@ class ShellLexer:
         if end:
             raise UnclosedShell(f'the quote "{end}" is not closed')
 
+    def default(self, *, in_quotes: bool) -> Iterator[ShellPiece]:
+        """Yield the parts of the word after ``:-``. The shell removes quotes in it; between double quotes, only double
+        ones."""
+        if in_quotes:
+            yield from (piece for piece in self.quoted("") if piece.source != '"')
+            return
+        while self.at < len(self.text):
+            yield from self._pieces(self.text[self.at])
+
     def _expansion(self, quoted: bool) -> ShellPiece:
         start, text = self.at, self.text
         if text.startswith("$((", start):
@@ -200,7 +211,10 @@ class ShellLexer:
         if re.compile(r"[0-9@*]", re.ASCII).match(text, start + 1):
             source = self._advance(start + 2)
             return ShellPiece("variable", source[1], source, quoted)
-        if re.compile(r"[#?$!'-]").match(text, start + 1):
+        if not quoted and (found := _ESCAPED.match(text, start)):
+            self._advance(found.end())
+            return _unescaped(found[0])
+        if re.compile(r"[#?$!-]").match(text, start + 1):
             self._advance(start + 2)
             return ShellPiece("unread", text[start : start + 2], text[start : start + 2], quoted)
         self.at += 1
@@ -221,3 +235,11 @@ class ShellLexer:
             if depth == 0:
                 return at
         raise UnclosedShell(f"the bracket {opening} is not closed")
+
+
+def _unescaped(source: str) -> ShellPiece:
+    """A text in ``$'...'``; one with escape sequences other than the usual ones stays as written."""
+    if set(re.findall(r"\\(.)", source, re.DOTALL)) - _ESCAPES.keys():
+        return ShellPiece("unread", source, source, quoted=True)
+    text = re.sub(r"\\(.)", lambda found: _ESCAPES[found[1]], source[2:-1])
+    return ShellPiece("text", text, source, quoted=True)

@@ -152,7 +152,7 @@ class _Reader:
                 home = self.known.get("HOME", _Value("~", ("~",)))
                 unread += home.unread
                 text = home.text + text[1:]
-            if piece.kind == "variable" and not piece.quoted:
+            if self._is_split(piece):
                 first, *others = _split(value)
                 if others:
                     if begun or first:
@@ -181,17 +181,25 @@ class _Reader:
             self.budget -= len(self.known[piece.text].text) if piece.text in self.known else 0
             if self.budget < 0:
                 return _Value(piece.source, (piece.source,))
-            if piece.text in self.known and (piece.default is None or self.known[piece.text].text):
-                return self.known[piece.text]
             # A default applies if the script sets no value: the user's environment is not read.
-            if piece.default is not None:
-                return self.assigned(ShellLexer(piece.default).quoted(""))
+            if piece.default is not None and self._is_default(piece):
+                return self.assigned(ShellLexer(piece.default).default(in_quotes=piece.quoted))
+            if piece.text in self.known:
+                return self.known[piece.text]
         if piece.kind == "arithmetic":
             filled = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda name: self._number(name[1]), piece.text)
             number = _calculated(filled.replace("\\*", "*"))
             if number is not None:
                 return _Value(str(number))
         return _Value(piece.source, (piece.source,))
+
+    def _is_default(self, piece: ShellPiece) -> bool:
+        return piece.default is not None and (piece.text not in self.known or not self.known[piece.text].text)
+
+    def _is_split(self, piece: ShellPiece) -> bool:
+        """True if spaces in the value of a part separate words."""
+        in_quotes = piece.quoted or (self._is_default(piece) and piece.source.endswith(('"}', "'}")))
+        return piece.kind == "variable" and not in_quotes
 
     def _number(self, name: str) -> str:
         found = self.known[name].text if name in self.known else ""

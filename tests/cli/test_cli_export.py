@@ -291,6 +291,14 @@ def test_artifacts_that_cannot_be_stored_are_reported_and_the_metrics_exported(
     assert found.data.metrics["evaluation/after/greedy"] == 0.93
 
 
+@pytest.mark.usefixtures("mlflow_database")
+def test_a_deleted_experiment_is_reported(run: RunFiles, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    client = _mlflow(tmp_path)
+    client.delete_experiment(client.create_experiment("sort"))
+    assert execute(["export", "last", "--to", "mlflow", "--out", str(tmp_path), "--no-artifacts"]) == 2
+    assert "a deleted experiment can be restored" in capsys.readouterr().err
+
+
 def _run_of(num_steps: int) -> RunFiles:
     """A run that has made some steps and has not ended."""
     site = load_site()

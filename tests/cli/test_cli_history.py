@@ -293,6 +293,15 @@ def test_sql_as_text_and_json(rlhf: Rlhf, known: RunFiles) -> None:
     assert "completed" in rlhf("sql", question).out
 
 
+def test_sql_refuses_json_with_two_columns_of_one_name(rlhf: Rlhf, known: RunFiles) -> None:
+    """The state of the attempt would replace that of the run. Control: a table shows both."""
+    question = "SELECT runs.state, attempts.state FROM runs JOIN attempts USING (run_id)"
+    refused = rlhf("sql", question, "--json")
+    assert (refused.code, refused.out) == (2, "")
+    assert "several columns named state" in refused.err
+    assert "completed" in rlhf("sql", question).out
+
+
 def test_sql_reports_further_rows(rlhf: Rlhf, known: RunFiles) -> None:
     limited = rlhf("sql", "SELECT step FROM run_curve", "--limit", "3", "--json")
     assert len(limited.json()) == 3

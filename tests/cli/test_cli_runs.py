@@ -379,6 +379,26 @@ def test_missing_logs(with_logs: RunDir, arguments: tuple[str, ...], message: st
     assert message in capsys.readouterr().err
 
 
+def test_following_goes_on_while_a_new_attempt_has_no_logs(with_logs: RunDir, capsys: Printed) -> None:
+    rounds = []
+
+    def meanwhile(seconds: float) -> None:
+        rounds.append(seconds)
+        folder = with_logs.attempt(2).restart(0)
+        if len(rounds) == 1:
+            with_logs.attempt(2).root.mkdir(parents=True)
+        elif len(rounds) == 2:
+            folder.logs.mkdir(parents=True)
+            folder.log("trainer", "n1", 0).write_text("second attempt\n")
+        else:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(log_files.time, "sleep", meanwhile)
+        rlhf("logs", with_logs.run_id, "--follow", "--rank", "0", "--tail", "1", expect=130)
+    assert "second attempt\n" in capsys.readouterr().out
+
+
 def test_following_prints_new_lines_until_the_run_ends(with_logs: RunDir, capsys: Printed) -> None:
     path = with_logs.attempt(1).restart(1).log("evaluator", "n1", 0)
     rounds = []

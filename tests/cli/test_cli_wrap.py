@@ -150,3 +150,8 @@ def test_a_config_file_that_does_not_exist_is_reported_with_advice(folder: Path,
     (folder / "there.yaml").write_text("num_processes: 2\n")
     rlhf("-o", "other.toml", *line)
     assert "no such file" not in capsys.readouterr().out
+
+
+def test_a_file_of_nobody_is_missing(capsys: Printed) -> None:
+    rlhf("-o", "my.toml", "--", *LINE, "--deepspeed", "~no-such-user/zero.json")
+    assert "~no-such-user/zero.json: there is no such file" in capsys.readouterr().out

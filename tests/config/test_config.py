@@ -3,6 +3,7 @@
 import errno
 import os
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,8 @@ def test_an_unknown_key_is_answered_with_the_nearest_right_one(minimal: Path, ov
         ("resources=3", "resources: found 3, expected a table of settings"),
         ("trainer.zero_stage=7", "trainer.zero_stage: found 7, expected 0, 1, 2 or 3"),
         ("reward.functions=a:b", "reward.functions: found 'a:b', expected a list in square brackets"),
+        ("slurm.account=12", "found 12, expected text; as text it needs quotes: 'slurm.account=\"12\"'"),
+        ("slurm.environment.A=1", "expected text; as text it needs quotes: 'slurm.environment.A=\"1\"'"),
         ('reward.functions=["a:b"', "a list in square brackets; it is not valid TOML, so it was read as text"),
     ],
 )
@@ -429,3 +432,32 @@ def test_settings_of_an_algorithm_are_checked_though_the_config_names_it(overrid
     config.check_overrides(["loops.main.algorithm.clip_low=0.1", "loops.warm_start.algorithm.batch_size=4"])
     with pytest.raises(BadConfig, match="1 problem in --set"):
         config.check_overrides(["loops.main.num_steps=3", override])
+
+
+@pytest.mark.parametrize("setting", ["RLHF_HOME", "RLHF_RUNS", "RLHF_COMPUTE_PYTHON", "RLHF_JOB_SECRETS"])
+def test_the_home_of_nobody_is_named(setting: str, tmp_path: Path) -> None:
+    with pytest.raises(BadConfig, match="~no-such-user/x, but there is no user no-such-user; give"):
+        site_config.load_site({"RLHF_HOME": str(tmp_path), setting: "~no-such-user/x"})
+
+
+def test_a_user_without_a_home_folder_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs as a user without a name."""
+
+    def unknown(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", unknown)
+    with pytest.raises(BadConfig, match=r"~/\.rlhf, but .*, has no home folder; set HOME, or give"):
+        site_config.load_site({})
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "²", "1.5"])
+def test_the_limit_of_restarts_is_a_positive_integer(text: str, tmp_path: Path) -> None:
+    with pytest.raises(BadConfig, match="expected a positive integer"):
+        site_config.load_site({"RLHF_HOME": str(tmp_path), "RLHF_MAX_RESTARTS_PER_HOUR": text})
+
+
+def test_any_text_can_be_written_as_toml() -> None:
+    """A setting with a carriage return, as of a form in a browser, would be read as text with quotes and escapes."""
+    text = "".join(map(chr, range(256)))
+    assert tomllib.loads(f"value = {config_fields.to_toml(text)}")["value"] == text

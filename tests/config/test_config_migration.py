@@ -318,3 +318,13 @@ def test_lines_and_manifests_of_0_1_are_read() -> None:
     read = CheckpointManifest.model_validate({**manifest, "time": moment})
     assert (read.loop, read.loop_finished) == ("grpo", True)
     assert CheckpointManifest.model_validate_json(read.model_dump_json()) == read
+
+
+def test_a_rewritten_file_keeps_its_mode_and_its_links(old: Path, tmp_path: Path) -> None:
+    old.chmod(0o600)
+    link = tmp_path / "link.toml"
+    link.symlink_to(old.name)
+    assert execute(["config", "migrate", str(link)]) == 0
+    assert link.is_symlink()
+    assert "[loops.main]" in old.read_text()
+    assert old.stat().st_mode & 0o777 == 0o600

@@ -1,10 +1,13 @@
 """Changes to the user's code since it was copied into a run directory."""
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 from control_fakes import make_spec
 
+from rlhf_core.errors import BadConfig
 from rlhf_core.launch.code_changes import changed_code, copy_code_again
 from rlhf_core.launch.prepare import prepare
 from rlhf_core.run_dir.run import RunDir
@@ -43,3 +46,24 @@ def test_the_newest_copy_counts(package: Path, tmp_path: Path) -> None:
         assert changed_code(run, run.read_spec()) == []
         assert run.code == run.root / f"code-{copy}"
     assert (run.root / "code-2" / "snapshot" / "lib" / "edited.py").read_text() == "# edited for 2\n"
+
+
+def test_what_cannot_be_copied_is_no_code(package: Path, tmp_path: Path) -> None:
+    """An editor locks a file by a link to nothing beside it, and a FIFO would block the copy."""
+    (package / ".#edited.py").symlink_to("anna@host.4711:1764140000")
+    os.mkfifo(package / "pipe")
+    (package / "linked.py").symlink_to("same.py")
+    run = run_with(package, tmp_path / "runs")
+    copied = {path.name for path in (run.code / "snapshot" / "lib").iterdir()}
+    assert copied == {"same.py", "edited.py", "removed.py", "linked.py"}
+    assert changed_code(run, run.read_spec()) == []
+
+
+def test_code_that_cannot_be_copied_is_named(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(source: Path, *given: object, **options: object) -> None:
+        raise shutil.Error([(f"{source}/edited.py", "x", "[Errno 13] Permission denied")])
+
+    monkeypatch.setattr(shutil, "copytree", fail)
+    with pytest.raises(BadConfig, match=r"cannot copy .*edited.py with the code of the run: .*Permission denied"):
+        run_with(package, tmp_path / "runs")
+    assert list((tmp_path / "runs").iterdir()) == []

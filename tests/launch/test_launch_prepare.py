@@ -180,3 +180,9 @@ def test_the_revision_of_the_program_is_that_of_its_checkout(tmp_path: Path) -> 
     (installed / "__init__.py").write_text("")
     assert git_revision(installed) != ""
     assert program_revision(installed) == ""
+
+
+def test_a_path_of_nobody_is_named(tmp_path: Path) -> None:
+    spec = make_spec(promote={"folder": "~no-such-user/models"})
+    with pytest.raises(BadConfig, match="~no-such-user/models, but there is no user"):
+        absolute_paths(spec, tmp_path)

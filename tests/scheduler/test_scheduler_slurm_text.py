@@ -1,5 +1,6 @@
 """Options passed to Slurm, and the parsing of its output, without a cluster."""
 
+import os
 import sys
 import threading
 from dataclasses import replace
@@ -99,6 +100,14 @@ def test_a_script_with_all_options() -> None:
     assert "module load cuda" in text
     assert "export NCCL_DEBUG=WARN" in text
     assert "CUDA_VISIBLE_DEVICES" not in text  # Slurm assigns them
+
+
+def test_nodes_of_an_own_option_are_excluded_beside_those_at_fault() -> None:
+    """Slurm takes only the last of two such options."""
+    text = script(excluded=("node3",), exclude=("node9",), extra=("--exclude=node[1,5],node9",))
+    assert "#SBATCH --exclude='node3,node9,node[1,5],node9'\n" in text
+    assert text.count("--exclude") == 1
+    assert "#SBATCH --exclude=/etc/bad_nodes\n" in script(excluded=("node3",), extra=("--exclude=/etc/bad_nodes",))
 
 
 def test_the_signal_to_save_is_never_in_the_first_half_of_the_job() -> None:
@@ -213,6 +222,45 @@ def test_temporary_and_permanent_refusals_are_distinguished(
     with pytest.raises(SubmissionFailed) as found:
         SlurmScheduler().submit(job_request)
     assert type(found.value) is error
+
+
+def stand_ins(folder: Path, monkeypatch: pytest.MonkeyPatch, **programs: str) -> None:
+    """Replace programs of Slurm with shell scripts."""
+    (folder / "bin").mkdir()
+    for name, text in {"scontrol": "echo 'Slurmctld(primary) at here is UP'", **programs}.items():
+        program = folder / "bin" / name
+        program.write_text(f"#!/bin/bash\n{text}\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+
+
+@pytest.mark.parametrize("answer", ["kill -9 $$", "exit 1", "echo 'accepted as 7'"])
+def test_an_unclear_end_of_sbatch_is_no_refusal(answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job may have been accepted: the next controller looks for it before it submits another one."""
+    stand_ins(tmp_path, monkeypatch, sbatch=answer)
+    job_request = replace(request(), scheduler_dir=tmp_path / "attempts" / "2" / "scheduler", command=(sys.executable,))
+    with pytest.raises(SchedulerError, match="did not confirm") as found:
+        SlurmScheduler().submit(job_request)
+    assert type(found.value) is SchedulerError
+
+
+def test_an_accepted_job_is_not_lost_when_its_script_cannot_be_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a disk without room for another name, or a file server that fails."""
+    folder = tmp_path / "attempts" / "2" / "scheduler"
+    stand_ins(tmp_path, monkeypatch, sbatch=f"mv {folder} {folder}.gone; echo Submitted batch job 7")
+    job_request = replace(request(), scheduler_dir=folder, command=(sys.executable,))
+    assert SlurmScheduler().submit(job_request).job_id == "7"
+
+
+def test_the_comment_of_another_job_may_have_any_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = r"printf '7|RUNNING|None|n1|N/A|caf\xe9\n8|RUNNING|None|n2|N/A|toy-1/2\n'"
+    stand_ins(tmp_path, monkeypatch, squeue=rows)
+    found = SlurmScheduler().find("toy-1", 2)
+    assert found is not None
+    assert found.job_id == "8"
 
 
 def test_a_stopped_process_blocks_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

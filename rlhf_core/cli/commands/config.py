@@ -1,6 +1,7 @@
 """Commands about config files: ``rlhf config migrate``."""
 
 import re
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -42,7 +43,8 @@ def migrate(
     if after == file.read_text(encoding="utf-8"):
         output.print_text(f"{file} already has the format of this version.")
         return
-    write_text(file, after)
+    place = file.resolve()  # a link to the config stays one
+    write_text(place, after, stat.S_IMODE(place.stat().st_mode))
     output.print_text(f"{file} was rewritten; its meaning is unchanged.")
 
 

@@ -80,6 +80,7 @@ def sql(
         given = _parse_values(values or [])
         if as_json:
             with saved_queries.stream(store, found, given, clock) as streamed:
+                _require_distinct(streamed.columns)
                 rows = (dict(zip(streamed.columns, row, strict=True)) for row in streamed.rows)
                 more = output.print_json_rows(rows, limit)
         else:
@@ -89,6 +90,20 @@ def sql(
             _print_result(result, found, given)
     if more:
         output.warn(f"only the first {limit} rows are shown; use --limit for more")
+
+
+def _require_distinct(columns: Sequence[str]) -> None:
+    """Refuse columns of one name, as of a join: an object of JSON keeps only the last of them.
+
+    Raises:
+        BadInput: two columns have the same name.
+    """
+    twice = [name for name in dict.fromkeys(columns) if columns.count(name) > 1]
+    if twice:
+        raise BadInput(
+            f"found several columns named {', '.join(twice)}, of which JSON would keep only the last; give them names "
+            f"of their own with AS, for instance runs.{twice[0]} AS run_{twice[0]}"
+        )
 
 
 def _print_result(result: "SqlResult", query: "SavedQuery", given: Mapping[str, str]) -> None:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from rlhf_core.cli import output
-from rlhf_core.errors import BadInput
+from rlhf_core.errors import BadConfig, BadInput
 from rlhf_core.files.reading import read_document
+from rlhf_core.machine.accounts import expanded
 from rlhf_core.shell.lexer import FOLDER_OF_SCRIPT
 
 if TYPE_CHECKING:
@@ -88,8 +89,8 @@ def _wrapped(line: Sequence[str], options: "WrapOptions") -> "WrappedLine":
     around = WrapSurroundings(
         str(folder),
         _read_file,
-        lambda path: Path(path).expanduser().is_dir(),
-        lambda path: Path(path).expanduser().exists(),
+        lambda path: _place(path).is_dir(),
+        lambda path: _place(path).exists(),
         active,
         lambda name: bool(active) and "/" not in name and (Path(active) / "bin" / name).is_file(),
     )
@@ -112,6 +113,13 @@ def _active_environment() -> str:
     return "" if not found or Path(found).resolve() == Path(sys.prefix).resolve() else str(Path(found).absolute())
 
 
+def _place(path: str) -> Path:
+    try:
+        return expanded(path)
+    except BadConfig:
+        return Path(path)  # the home of a user of another machine: there is no such file here
+
+
 def _read_script(path: str) -> str:
     try:
         return _read_text(path)
@@ -129,7 +137,7 @@ def _read_file(path: str) -> str | None:
 
 
 def _read_text(path: str) -> str:
-    text = read_document(Path(path).expanduser(), _MAX_FILE, follow_link=True).decode("utf-8")
+    text = read_document(_place(path), _MAX_FILE, follow_link=True).decode("utf-8")
     if "\0" in text:
         raise ValueError("found a null character")
     return text

@@ -9,6 +9,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_core.errors import BadInput
 from rlhf_core.history import queries
 from rlhf_core.history.queries.exports import CurvePoint, curve_points
 from rlhf_core.history.store import HistoryStore
@@ -21,6 +22,7 @@ from rlhf_core.render.exports.common import (
 )
 from rlhf_core.render.exports.mlflow_artifacts import log_artifacts
 from rlhf_core.schemas.regression import Regression, regression_text
+from rlhf_core.text.redaction import masked
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -49,10 +51,11 @@ def to_mlflow(store: HistoryStore, run_ids: Sequence[str], out: str, *, artifact
         The MLflow run id for each run.
 
     Raises:
-        BadInput: MLflow is missing, or the artifacts cannot be stored.
+        BadInput: MLflow is missing, does not respond or refuses, or the artifacts cannot be stored.
     """
     require("mlflow", "mlflow")
     from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
 
     new: Path | None = None
     if "://" not in out:
@@ -66,6 +69,11 @@ def to_mlflow(store: HistoryStore, run_ids: Sequence[str], out: str, *, artifact
         client, place = MlflowClient(tracking_uri=out), _artifact_location(out)
         for run_id in run_ids:
             exported.append(_export(client, store, run_id, place, artifacts=artifacts))
+    except MlflowException as error:
+        raise BadInput(
+            f"MLflow at {masked(out)} does not take the export: {masked(str(error)).rstrip('.')}. Correct that (a "
+            "deleted experiment can be restored), or choose another place with --out"
+        ) from error
     finally:
         if new is not None and not exported:
             new.unlink(missing_ok=True)
