@@ -43,6 +43,5 @@ def test_training_that_learns_nothing_goes_back_once_and_stops_with_the_finding(
     assert {path.name for path in aside.iterdir()} >= {"step-000015"}
 
     rows = site.rlhf("sql", "reward-collapses", "--json").json()
-    collapses = [row for row in rows if "no longer learns" in row["why"]]
-    assert [(row["attempt"], row["step"]) for row in collapses] == [(2, found_at), (1, found_at)]
-    assert len(rows) == 4, "warnings of health are there as well"
+    assert all("no longer learns" in row["why"] for row in rows), "a warning ends no training"
+    assert [(row["attempt"], row["step"]) for row in rows] == [(2, found_at), (1, found_at)]
