@@ -299,7 +299,7 @@ def test_of_many_logits_one_chunk_of_the_trainer_is_there_at_once(monkeypatch: p
         rows.append(len(hidden))
         return hidden[:, 0], hidden[:, 0]
 
-    head = SimpleNamespace(weight=torch.empty(shape().vocabulary, 0))
+    head = torch.nn.Linear(1, shape().vocabulary, bias=False, device="meta")
     trainer = SimpleNamespace(causal_lm=SimpleNamespace(get_output_embeddings=lambda: head))
     trainer.chunk_elements = inspect.signature(models.PolicyModel).parameters["chunk_elements"].default
     monkeypatch.setattr(models, "_score_chunk", counted)
