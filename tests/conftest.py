@@ -115,8 +115,13 @@ def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect-home"))
 
 
+LONGEST = "test_worker_on_slurm.py"
+"""Test file that takes minutes, most of them waiting. By its name it would come last, and run alone at the end."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests, with a reason, on machines without a GPU."""
+    """Begin with the longest file, and skip GPU tests, with a reason, on machines without a GPU."""
+    items.sort(key=lambda item: item.path.name != LONGEST)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and not _cuda_available():
         for item in gpu_items:
