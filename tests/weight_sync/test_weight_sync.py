@@ -177,18 +177,20 @@ def test_a_sender_that_dies_in_mid_transfer_leaves_the_old_version_everywhere(fl
 
 def _trainer_that_dies(pipe: object) -> None:
     sender = new_sender(stall_timeout_s=15.0)
-    sent = 0
+    send, sent = GlooLink.send, 0
 
-    def die_at_fifth() -> None:
+    def die_at_fourth_bucket(self: GlooLink, message: Tensor, tag: int) -> Pending:
         nonlocal sent
-        sent += 1
-        if sent == 5:
+        sent += tag == 1
+        if sent == 4:
             os.kill(os.getpid(), signal.SIGKILL)
+        return send(self, message, tag)
 
+    GlooLink.send = die_at_fourth_bucket  # type: ignore[method-assign]
     offers = sender.offer(1, layout_of(NEW), streamed(NEW), ["engine-1", "engine-2"], beat)
     pipe.send([offer.model_dump_json() for offer in offers])  # type: ignore[attr-defined]
     pipe.recv()  # type: ignore[attr-defined]
-    sender.send(die_at_fifth)
+    sender.send(beat)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
