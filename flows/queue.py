@@ -99,7 +99,7 @@ def explain(flow_run: FlowRun, place: QueuePlace, now: datetime) -> QueueWait:
 def _taken(state: str, flow_run: FlowRun, place: QueuePlace, now: datetime) -> QueueWait:
     """The reason why a flow run that a worker has taken has made no run. The worker may be gone together with its
     process; nothing ends it in Prefect before a worker is back."""
-    if any(is_alive(worker, now) for worker in place.workers):
+    if _has_worker(place, now):
         return QueueWait(f"a worker has taken it ({state}); its process makes the run directory next")
     return QueueWait(
         f"a worker has taken it ({state}), but no worker of the pool {flow_run.work_pool_name!r} is online now"
@@ -124,13 +124,17 @@ def _blocked(flow_run: FlowRun, place: QueuePlace, now: datetime) -> QueueWait |
             f"the queue {place.queue.name!r} of the work pool {name!r} is paused in Prefect: resume it on its page",
             stuck=True,
         )
-    if any(is_alive(worker, now) for worker in place.workers):
+    if _has_worker(place, now):
         return None
     return QueueWait(
         f"no worker of the pool {name!r} is online{_last_online(place)}. `rlhf up` on the machine of the site starts "
         "one; the run stays asked for until then",
         stuck=True,
     )
+
+
+def _has_worker(place: QueuePlace, now: datetime) -> bool:
+    return any(is_alive(worker, now) for worker in place.workers)
 
 
 def _last_online(place: QueuePlace) -> str:
