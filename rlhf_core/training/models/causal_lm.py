@@ -32,7 +32,7 @@ from rlhf_core.training.data.tokenizer_cores import VOCAB_MULTIPLE
 from rlhf_core.training.data.tokenizers import build_tokenizer, load_tokenizer
 from rlhf_core.training.models.adapters import base_of, is_adapter, merged
 from rlhf_core.training.models.gathering import most_on_any_rank, whole_shape
-from rlhf_core.training.models.lean_layers import keep_products, use_lean_layers
+from rlhf_core.training.models.lean_layers import use_gradient_checkpointing, use_lean_layers
 from rlhf_core.training.models.packing import can_pack, hidden_of_targets
 from rlhf_core.training.models.token_logprobs import token_logprobs
 from rlhf_core.training.types import Row
@@ -338,8 +338,7 @@ class PolicyModel(nn.Module):
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute activations in the backward pass instead of keeping them."""
-        keep_products(self.causal_lm)
-        self.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        use_gradient_checkpointing(self.causal_lm)
 
     def _hidden_states(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
         arguments: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}

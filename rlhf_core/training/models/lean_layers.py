@@ -40,6 +40,12 @@ def keep_products(model: nn.Module) -> None:
             module.forward.recomputes = False
 
 
+def use_gradient_checkpointing(model: Any) -> None:
+    """Recompute the activations of a transformers model in the backward pass instead of keeping them."""
+    keep_products(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
 def _replace(module: Any) -> bool:
     if "forward" in vars(module):
         return False

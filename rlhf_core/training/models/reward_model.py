@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from rlhf_core.errors import BadConfig
 from rlhf_core.training.models.adapters import base_of, is_adapter, merged
 from rlhf_core.training.models.causal_lm import dropout_free_config
-from rlhf_core.training.models.lean_layers import keep_products, use_lean_layers
+from rlhf_core.training.models.lean_layers import use_gradient_checkpointing, use_lean_layers
 
 
 def load_reward_model(folder: Path, dtype: str, seed: int, pad_id: int, base: Path | None = None) -> PreTrainedModel:
@@ -77,8 +77,7 @@ class RewardModel(nn.Module):
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute activations in the backward pass instead of keeping them."""
-        keep_products(self.classifier)
-        self.classifier.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        use_gradient_checkpointing(self.classifier)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Compute the reward of each sequence at its last non-padding token, as transformers does.

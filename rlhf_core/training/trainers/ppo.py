@@ -21,7 +21,7 @@ from rlhf_core.training.algorithms.ppo import value_loss
 from rlhf_core.training.data.batches import SequenceBatch
 from rlhf_core.training.models.adapters import add_adapter
 from rlhf_core.training.models.gathering import save_weights
-from rlhf_core.training.models.lean_layers import keep_products
+from rlhf_core.training.models.lean_layers import use_gradient_checkpointing
 from rlhf_core.training.models.packing import can_pack, hidden_of_targets
 from rlhf_core.training.trainers.context import Loop
 from rlhf_core.training.trainers.engine import Engine, learning_rate
@@ -64,9 +64,7 @@ class ValueModel(nn.Module):
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute activations in the backward pass instead of keeping them."""
-        keep_products(self.layers)
-        enable: Callable[..., None] = self.layers.gradient_checkpointing_enable  # type: ignore[assignment]
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        use_gradient_checkpointing(self.layers)
 
 
 class Critic:
