@@ -16,21 +16,26 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
+from control_fakes import make_run
 from history_template import sqlite_template
 from made_reports import checkpoint_manifest, decision_of, evaluation_report, incident_of, rank_status, stored_spec
 from sqlalchemy import Engine, create_engine, text
 
+from rlhf_core.config.site import Site
 from rlhf_core.files.appended import LineWriter
 from rlhf_core.files.whole import write_model
 from rlhf_core.history import migrate
 from rlhf_core.history.database import parse_url
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import metadata
+from rlhf_core.launch.journal import Journal
+from rlhf_core.launch.lease import Owner
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import AttemptState, Role, RunState, StageName, StageState
 from rlhf_core.schemas.checkpoint_files import FileChecksum
@@ -386,6 +391,21 @@ def dump(store: HistoryStore) -> dict[str, list[tuple[Any, ...]]]:
 
 def _stable(value: Any) -> str:
     return json.dumps(value, sort_keys=True) if isinstance(value, dict | list) else repr(value)
+
+
+GONE = str(Owner.this_process()).rpartition(":")[0] + ":1.00"
+"""This process as if it had been started long ago: its number was given to another one since."""
+
+
+def orphaned_run(site: Site) -> RunDir:
+    """A run whose controller is dead."""
+    run_dir = make_run(site.runs_dir)
+    with closing(Journal(run_dir, 1)) as journal:
+        journal.move_run(RunState.PREFLIGHT, "started")
+    with HistoryStore(site.database_url) as store:
+        store.acquire_lease(run_dir.run_id, GONE, 60)
+        sync(run_dir, store)
+    return run_dir
 
 
 def remove_run(store: HistoryStore, run_id: str) -> None:

@@ -4,34 +4,21 @@ import json
 from pathlib import Path
 
 import pytest
-from control_fakes import make_run
+from history_tools import orphaned_run
 
 from rlhf_core.cli import main
 from rlhf_core.config.site import load_site
 from rlhf_core.control.reconcile.loop import lease_name
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.launch.journal import Journal
-from rlhf_core.launch.lease import Owner
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.schemas.attempts import RunState
-from rlhf_core.watchdog.ingest import sync
-
-GONE = str(Owner.this_process()).rpartition(":")[0] + ":1.00"
-"""This process as if it had been started long ago: its number was given to another one since."""
 
 
 @pytest.fixture
 def orphan() -> RunDir:
     """Run without a controller for which a cancellation was requested."""
     site = load_site()
-    run_dir = make_run(site.runs_dir)
     site.home.mkdir(parents=True, exist_ok=True)
-    journal = Journal(run_dir, 1)
-    journal.move_run(RunState.PREFLIGHT, "started")
-    journal.close()
-    with HistoryStore(site.database_url) as store:
-        store.acquire_lease(run_dir.run_id, GONE, 60)
-        sync(run_dir, store)
+    run_dir = orphaned_run(site)
     run_dir.cancel_request.write_text('{"kind": "cancel", "reason": "enough", "time": "2026-01-01T00:00:00Z"}')
     return run_dir
 

@@ -1,19 +1,11 @@
 """``rlhf reconcile`` in a terminal: it asks the Prefect server of its site."""
 
-from control_fakes import make_run
+from history_tools import orphaned_run
 from sites import Site
 
 from flows.flow_runs.facts import RUN_FLOW
 from rlhf_core.config.site import load_site
-from rlhf_core.history.store import HistoryStore
-from rlhf_core.launch.journal import Journal
-from rlhf_core.launch.lease import Owner
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.schemas.attempts import RunState
-from rlhf_core.watchdog.ingest import sync
-
-GONE = str(Owner.this_process()).rpartition(":")[0] + ":1.00"
-"""This process as if it had been started long ago: its number was given to another one since."""
 
 
 def orphan(site: Site) -> RunDir:
@@ -23,14 +15,7 @@ def orphan(site: Site) -> RunDir:
 
     from flows.server.clients import api_client
 
-    settings = load_site({"RLHF_HOME": str(site.home)})
-    run_dir = make_run(settings.runs_dir)
-    journal = Journal(run_dir, 1)
-    journal.move_run(RunState.PREFLIGHT, "started")
-    journal.close()
-    with HistoryStore(settings.database_url) as store:
-        store.acquire_lease(run_dir.run_id, GONE, 60)
-        sync(run_dir, store)
+    run_dir = orphaned_run(load_site({"RLHF_HOME": str(site.home)}))
     with api_client() as client:
         client.create_flow_run(flow(lambda: None, name=RUN_FLOW), name=run_dir.run_id, state=Scheduled())
     return run_dir
