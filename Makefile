@@ -11,8 +11,8 @@ PEERS  := .venv-peers
 RLHF_TRAINER_ENVIRONMENTS ?= $(CURDIR)/.trainers
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
-# Python compiles what it imports, a fifth of what is installed; to compile the rest would take a minute.
-INSTALL := $(PIP) install --no-compile -c constraints.txt
+# Compiles nothing: Python compiles what it imports, a fifth of what is installed; to compile the rest would take a minute.
+INSTALL := $(BIN)/python infra/install_packages.py -c constraints.txt
 # vLLM's build for CPU asks for them, but those are for CUDA, and it cannot be imported with them.
 NOT_FOR_CPU := torchvision torchaudio torchcodec
 
