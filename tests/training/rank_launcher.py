@@ -173,6 +173,15 @@ def tiny_spec(**sections: dict[str, Any]) -> dict[str, Any]:
     return spec
 
 
+DATED_TEMPLATE = "{{ strftime_now('%d %b %Y') }}|{% for m in messages %}{{ m['content'] }}|{% endfor %}"
+"""Chat template that writes the date into every prompt, as those of Llama 3.1 and 3.2 do."""
+
+
+def conversations(split: str, seed: int) -> list[dict[str, Any]]:
+    """Rows whose prompts are messages."""
+    return [{"prompt": [{"role": "user", "content": f"{digit}{seed}"}], "answer": str(digit)} for digit in range(8)]
+
+
 def noisy_reward(*, completions: list[str], answer: list[str], **columns: Any) -> list[float]:
     """Share of correct characters, plus noise from all three global random number generators."""
     import random

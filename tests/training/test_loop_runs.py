@@ -12,7 +12,16 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from rank_launcher import TrainingGroup, launch, make_context, tiny_spec, training_group, values, whole_role
+from rank_launcher import (
+    DATED_TEMPLATE,
+    TrainingGroup,
+    launch,
+    make_context,
+    tiny_spec,
+    training_group,
+    values,
+    whole_role,
+)
 
 from rlhf_core.files.appended import read_models
 from rlhf_core.run_dir.run import RunDir
@@ -191,6 +200,20 @@ def runs_of(group: TrainingGroup) -> dict[str, Any]:
     results["rewards beside"] = train("rewards-beside", **beside)
     failing = {"functions": ["hostile_rewards:failing_on_rank_1"], "timeout_s": 60, "on_failure": "zero"}
     results["failing rewards"] = train("failing-rewards", reward=failing)
+    load_tokenizer = run_module.load_tokenizer
+
+    def dated(path: Path) -> Any:
+        tokenizer = load_tokenizer(path)
+        tokenizer.chat_template = DATED_TEMPLATE
+        return tokenizer
+
+    with mock.patch.object(run_module, "load_tokenizer", dated):
+        results["dated"] = train(
+            "dated",
+            data={"generator": "rank_launcher:conversations", "generator_args": {}},
+            sft={"num_steps": 0},
+            train={"num_steps": 1, "log_samples_every": 1},
+        )
     runs_of_every_stage(train, results)
     return results
 
@@ -422,6 +445,15 @@ def test_checkpoints_are_where_they_should_be(results: list[dict[str, Any]], fol
         (4, "grpo", False),
         (6, "grpo", True),
     ]
+
+
+def test_a_template_with_a_date_writes_that_of_the_request(results: list[dict[str, Any]], folder: Path) -> None:
+    assert [result["dated"] for result in results] == ["done", "done"]
+    run_dir = RunDir(folder / "dated")
+    report = EvaluationReport.model_validate_json(run_dir.evaluation("before", "greedy").read_bytes())
+    sampled = read_models(run_dir.attempt(1).restart(0).samples, SampleLine)
+    prompts = [sample.prompt for sample in [*report.samples, *sampled]]
+    assert {prompt[:12] for prompt in prompts} == {"01 Jan 2026|"}, "which is when make_context says it was requested"
 
 
 def test_the_evaluation_before_is_made_once(results: list[dict[str, Any]], folder: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from core_models import char_tokenizer
+from rank_launcher import DATED_TEMPLATE
 
 from rlhf_core.errors import BadData
 from rlhf_core.preflight.data_file import scan
@@ -129,6 +131,17 @@ def test_conversations_go_through_the_chat_template(tmp_path: Path, form: str) -
     tokenizer = char_tokenizer()
     whole = tokenizer.apply_chat_template([*ASKED, *answer_turn("2")], tokenize=False)
     assert tokenizer.decode([*example.prompt, *example.completions[0]]) == whole, "no end token besides the template's"
+
+
+def test_a_template_that_writes_the_date_is_given_a_fixed_one(tmp_path: Path) -> None:
+    rows = load(tmp_path, {"prompt": ASKED, "chosen": answer_turn("2"), "rejected": answer_turn("3")})
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = DATED_TEMPLATE
+    data, day = spec_of(train="x").data, datetime(2026, 1, 31, 23, 59, tzinfo=UTC)
+    (row,) = encode_prompts(rows, tokenizer, data, day).rows
+    assert (row.prompt, row.chosen) == ("31 Jan 2026|1+1?|", "2|")
+    (row,) = encode_prompts(rows, tokenizer, data).rows
+    assert not row.prompt.startswith("31 Jan 2026"), "without one, the template asks the clock"
 
 
 def test_an_implicit_prompt_of_text_is_what_both_begin_with(tmp_path: Path) -> None:

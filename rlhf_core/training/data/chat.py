@@ -7,6 +7,7 @@ of both completions, in turns (or characters).
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from pydantic import JsonValue
@@ -49,11 +50,16 @@ def common_beginning(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
     return max(0, length - 1 if length and chosen[length - 1] == " " else length)
 
 
-def rendered(row: Row, tokenizer: "PreTrainedTokenizerBase") -> Row:
+def rendered(row: Row, tokenizer: "PreTrainedTokenizerBase", now: datetime | None = None) -> Row:
     """Render the messages of a row with the chat template; a row without messages stays unchanged.
 
     The prompt ends with the beginning of the model's turn, as it does when completions are sampled, and a completion is
     the text that the template adds for its messages.
+
+    Args:
+        now: time given to templates that write the date into prompts, as those of Llama 3.1 and 3.2; None for the
+            clock. A run gives the time of its request: prompts would differ between ranks that start around midnight,
+            and after a resume on another day.
 
     Raises:
         BadData: the tokenizer has no chat template, rendering fails, or the prompt renders differently when a
@@ -62,13 +68,13 @@ def rendered(row: Row, tokenizer: "PreTrainedTokenizerBase") -> Row:
     chat = row.chat
     if chat is None:
         return row
-    prompt = _apply(tokenizer, chat.prompt, add_generation_prompt=True)
+    prompt = _apply(tokenizer, chat.prompt, now, add_generation_prompt=True)
     texts: dict[str, Any] = {}
     for name in ("target", "chosen", "rejected"):
         completion: Messages = getattr(chat, name)
         if not completion:
             continue
-        whole = _apply(tokenizer, [*chat.prompt, *completion], add_generation_prompt=False)
+        whole = _apply(tokenizer, [*chat.prompt, *completion], now, add_generation_prompt=False)
         if not whole.startswith(prompt):
             raise BadData(
                 f"the chat template renders a prompt as {prompt[-60:]!r}, but differently before the {name} completion "
@@ -79,7 +85,9 @@ def rendered(row: Row, tokenizer: "PreTrainedTokenizerBase") -> Row:
     return dataclasses.replace(row, prompt=prompt, **texts)
 
 
-def _apply(tokenizer: "PreTrainedTokenizerBase", messages: Messages, *, add_generation_prompt: bool) -> str:
+def _apply(
+    tokenizer: "PreTrainedTokenizerBase", messages: Messages, now: datetime | None, *, add_generation_prompt: bool
+) -> str:
     if not tokenizer.chat_template:
         raise BadData(
             "found a prompt of messages, and a tokenizer without a chat template; use text, or set model.tokenizer to "
@@ -87,8 +95,11 @@ def _apply(tokenizer: "PreTrainedTokenizerBase", messages: Messages, *, add_gene
         )
     text: Any = ""
     conversation: Any = [dict(message) for message in messages]
+    clock: Any = {} if now is None else {"strftime_now": now.strftime}  # transformers' name, in place of its own
     with Survived() as failed:  # a template is code and may raise anything
-        text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=add_generation_prompt)
+        text = tokenizer.apply_chat_template(
+            conversation, tokenize=False, add_generation_prompt=add_generation_prompt, **clock
+        )
     if failed.error is not None:
         raise BadData(f"the chat template of the tokenizer does not render: {' '.join(failed.problem.split())}")
     return str(text)

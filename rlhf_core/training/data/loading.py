@@ -12,6 +12,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -218,18 +219,23 @@ ENCODED_AT_ONCE = 1024
 """Number of texts passed to a tokenizer at once: for short texts, the calls take longer than their tokenization."""
 
 
-def encode_prompts(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", data: DataSpec) -> EncodedPrompts:
+def encode_prompts(
+    rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", data: DataSpec, now: datetime | None = None
+) -> EncodedPrompts:
     """Render rows and tokenize their prompts. Rows that are too long are dropped or refused, according to
     ``data.overlong_prompts`` and ``data.overlong_completions``.
 
     A tokenizer that prepends a token (``<s>``) does so unless the prompt already begins with it or is a conversation,
     where the chat template decides.
 
+    Args:
+        now: time given to chat templates that write the date into prompts; None for the clock.
+
     Raises:
         BadData: a row is too long and the policy is ``error``, a prompt has no tokens, its messages cannot be rendered,
             or no row is left.
     """
-    rows = [rendered(row, tokenizer) for row in rows]
+    rows = [rendered(row, tokenizer, now) for row in rows]
     completions = completion_lengths(rows, tokenizer) if data.max_completion_tokens else [[] for _ in rows]
     kept = EncodedPrompts([], [], 0)
     num_overlong = 0

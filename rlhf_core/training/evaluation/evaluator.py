@@ -5,6 +5,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -242,16 +243,18 @@ def load_evaluator(
     start: Callable[[], RolloutEngine],
     *,
     trains_on_samples: bool,
+    now: datetime | None = None,
 ) -> Evaluator:
     """Read the held-out data; the first ``evaluate.num_prompts`` rows whose prompts fit are used. Collective.
 
     Args:
         start: starts the rollout engine of the run; called only if something is sampled.
         trains_on_samples: whether training samples even if no evaluation does.
+        now: time given to chat templates that write the date into prompts; None for the clock.
     """
     rows = load_rows(spec, "eval")
     limit = spec.evaluate.num_prompts or len(rows)
-    encoded = encode_prompts(rows, tokenizer, spec.data)
+    encoded = encode_prompts(rows, tokenizer, spec.data, now)
     data = EncodedPrompts(encoded.rows[:limit], encoded.token_ids[:limit], encoded.num_overlong)
     if "label" in spec.data_kinds and len({row.desirable for row in data.rows}) < 2:
         raise BadData(
@@ -306,7 +309,8 @@ def run_evaluator(context: WorkerContext) -> RoleResult:
     with reward_scorer(spec, ranks.rank) as scorer:
         folder = (base or base_of(checkpoint.model)) if is_adapter(checkpoint.model) else checkpoint.model
         start = functools.partial(start_engine, context, ranks, tokenizer, folder)
-        evaluator = load_evaluator(spec, ranks, tokenizer, scorer, start, trains_on_samples=False)
+        now = context.stored.created_at
+        evaluator = load_evaluator(spec, ranks, tokenizer, scorer, start, trains_on_samples=False, now=now)
         _evaluate_start(context, ranks, evaluator)
         reports = evaluator.run(
             model,

@@ -12,6 +12,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,13 +71,19 @@ class ScoringModel:
     """A reward model with its tokenizer."""
 
     def __init__(
-        self, name: str, settings: ScoringModelSpec, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+        self,
+        name: str,
+        settings: ScoringModelSpec,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        now: datetime | None = None,
     ) -> None:
         """Combine model and tokenizer.
 
         Args:
             name: name of the model in the run.
             model: model with one output; its weights are frozen.
+            now: time given to chat templates that write the date into prompts; None for the clock.
 
         Raises:
             BadConfig: ``max_tokens`` is more than the number of the model's positions.
@@ -87,6 +94,7 @@ class ScoringModel:
         # Decoders are scored at one token by their head; other models (encoders) by their own forward pass.
         self._decoder = RewardModel(model) if is_reward_model(model) else None
         self._tokenizer = tokenizer
+        self._now = now
         self._arguments = inspect.signature(model.forward).parameters
         self._max_tokens = _max_tokens(name, settings, model)
         if self._decoder is None:
@@ -167,7 +175,7 @@ class ScoringModel:
         # The end of a truncated completion is marked, to leave out what the template writes after it.
         content = made.text if made.finished else made.text + _CUT
         chat = Conversation(messages, target=({"role": "assistant", "content": content},))
-        whole = rendered(dataclasses.replace(row, chat=chat), self._tokenizer)
+        whole = rendered(dataclasses.replace(row, chat=chat), self._tokenizer, self._now)
         before, mark, _ = whole.target.rpartition(_CUT)
         return dataclasses.replace(whole, target=before) if mark and not made.finished else whole
 
@@ -258,6 +266,7 @@ def load_scoring_models(
     beat: Callable[[], None],
     *,
     has_conversations: bool = False,
+    now: datetime | None = None,
 ) -> ScoringModels:
     """Load the reward models of a run, and check them against a checkpoint. Collective.
 
@@ -265,6 +274,7 @@ def load_scoring_models(
         policy_tokenizer: the policy's tokenizer; a model with a different one is logged.
         before: states from the checkpoint being resumed from; empty for a fresh start.
         has_conversations: True if rows are conversations, which a chat template has to render.
+        now: time given to chat templates that write the date into prompts; None for the clock.
 
     Raises:
         BadConfig: a folder holds no reward model, the nodes hold different ones, or a required chat template is
@@ -288,7 +298,7 @@ def load_scoring_models(
                 f"reward.models.{name}: found conversations to score, but no chat template in {one.path}; expected "
                 f'the one used to train the model, or template = "text"'
             )
-        models.append(ScoringModel(name, one, model, tokenizer))
+        models.append(ScoringModel(name, one, model, tokenizer, now))
         anew = "" if _is_same(tokenizer, policy_tokenizer) else "; its tokenizer differs from the policy's"
         ranks.log(
             f"reward model {name}: {type(model).__name__} of {one.path}, fingerprint {found}, {one.dtype} on "

@@ -84,7 +84,7 @@ def _train_run(context: WorkerContext, ranks: Ranks, scorer: RewardScorer) -> Ro
 
     tokenizer = load_tokenizer(tokenizer_folder(spec, initial))
     model = _model_to_train(context, ranks, tokenizer, initial, checkpoint, step)
-    data = encode_prompts(rows, tokenizer, spec.data)
+    data = encode_prompts(rows, tokenizer, spec.data, context.stored.created_at)
     _log_start(ranks, report, data.num_overlong, checkpoint)
     context.reporter.beat(Phase.SETUP, step)
     evaluator = load_evaluator(
@@ -94,6 +94,7 @@ def _train_run(context: WorkerContext, ranks: Ranks, scorer: RewardScorer) -> Ro
         scorer,
         functools.partial(start_engine, context, ranks, tokenizer, initial),
         trains_on_samples=spec.any_loop_samples,
+        now=context.stored.created_at,
     )
     context.reporter.beat(Phase.SETUP, step)
     training = TrainingContext(context, ranks, tokenizer, report, data, evaluator, state.progress if state else None)
@@ -148,7 +149,7 @@ def _train_loop(
         reference = _reference(context, ranks, loop, initial, policy)
         # Loaded once: running statistics of their scores continue from one loop to the next.
         if loop.algorithm.samples and spec.reward.models and not training.scorer.uses_models:
-            training.scorer.use(_scoring_models(training, state))
+            training.scorer.use(_scoring_models(context, training, state))
         engine = Engine(policy, loop.spec.optimizer, spec.model.dtype, ranks, spec.native_trainer)
     if state and state.progress.step >= loop.first_step:
         engine.load_state(state.engine)
@@ -194,7 +195,7 @@ def _reference(
     return reference
 
 
-def _scoring_models(training: TrainingContext, state: TrainerState | None) -> ScoringModels:
+def _scoring_models(context: WorkerContext, training: TrainingContext, state: TrainerState | None) -> ScoringModels:
     """Load the reward models that score completions, next to the policy on every rank."""
     return load_scoring_models(
         training.spec.reward.models,
@@ -203,6 +204,7 @@ def _scoring_models(training: TrainingContext, state: TrainerState | None) -> Sc
         state.progress.reward_models if state else {},
         training.beating(Phase.SETUP),
         has_conversations=training.has_conversations,
+        now=context.stored.created_at,
     )
 
 
