@@ -1,9 +1,9 @@
 #!/bin/sh
 # Ensures one group of system packages: installs them with apt if this user is root, otherwise lists what is missing.
-# usage: system_packages.sh python|compiler|postgresql|slurm|browser PYTHON
+# usage: system_packages.sh python|compiler|postgresql|slurm|browser [PYTHON]
 set -eu
 group=$1
-python=$2
+python=${2:-}
 
 install() {  # install "what it is for" package...
     purpose=$1

@@ -2,9 +2,10 @@
 ``-x url=...`` or RLHF_DATABASE_URL."""
 
 import os
+import sqlite3
 
 from alembic import context
-from sqlalchemy import URL, Connection, create_engine, make_url
+from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
 
 from rlhf_core.history.tables import metadata
 
@@ -20,6 +21,19 @@ def _run(connection: Connection) -> None:
         context.run_migrations()
 
 
+def _begin_transactions(engine: Engine) -> None:
+    """Include changes of the schema in transactions. The sqlite3 module begins one only at the first change of a row,
+    and a migration that fails would leave what it has done until then."""
+
+    @event.listens_for(engine, "connect")
+    def _connect(connection: sqlite3.Connection, _record: object) -> None:
+        connection.isolation_level = None
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
 def _url() -> URL:
     text = context.get_x_argument(as_dictionary=True).get("url") or os.environ.get("RLHF_DATABASE_URL")
     if not text:
@@ -29,12 +43,19 @@ def _url() -> URL:
 
 
 def _run_from_command_line() -> None:
+    url = _url()
     if context.is_offline_mode():
-        context.configure(url=_url(), target_metadata=metadata, literal_binds=True)
+        if url.get_backend_name() == "sqlite":
+            raise SystemExit(
+                "no SQL for SQLite, whose tables are recreated from what is in the database; leave out --sql"
+            )
+        context.configure(url=url, target_metadata=metadata, literal_binds=True)
         with context.begin_transaction():
             context.run_migrations()
         return
-    engine = create_engine(_url())
+    engine = create_engine(url)
+    if url.get_backend_name() == "sqlite":
+        _begin_transactions(engine)
     with engine.begin() as connection:
         _run(connection)
     engine.dispose()

@@ -134,7 +134,8 @@ class Cluster:
         namespaces: Give every node its own network, address, host name and control group; requires root.
 
     Raises:
-        ClusterError: a program is missing, or the folder's path is too long for a unix socket.
+        ClusterError: a program is missing, the folder's path is too long for a unix socket, or another user can change
+            what is in the folder.
     """
 
     def __init__(
@@ -151,6 +152,7 @@ class Cluster:
         forget_s: int = 300,
         namespaces: bool = False,
     ) -> None:
+        _require_own(Path(folder))
         self.folder = Path(folder).resolve()
         if len(str(self.folder)) > LONGEST_FOLDER:
             raise ClusterError(
@@ -406,6 +408,8 @@ class Cluster:
     # Files and processes
 
     def _write(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _require_own(self.folder)
         for path in (
             "run",
             "log",
@@ -531,6 +535,24 @@ class Cluster:
 def missing_programs() -> list[str]:
     """Programs of Slurm and munge that are missing on this machine."""
     return [program for program in PROGRAMS if program_path(program) is None]
+
+
+def _require_own(folder: Path) -> None:
+    """Refuse a folder whose content another user could provide: /tmp/slurm may exist already, and a link in it would
+    have this user, often root, overwrite files elsewhere.
+
+    Raises:
+        ClusterError: it is a link or a folder of another user, or every user may write to it.
+    """
+    for found in (folder.lstat, folder.stat) if os.path.lexists(folder) else ():
+        try:
+            owner, mode = found().st_uid, found().st_mode
+        except OSError as error:
+            raise ClusterError(f"cannot use {folder}: {error.strerror}") from None
+        if owner != os.geteuid():
+            raise ClusterError(f"found {folder} of user {owner}, expected a folder of user {os.geteuid()}, or none")
+        if not stat.S_ISLNK(mode) and mode & 0o002:
+            raise ClusterError(f"found {folder}, to which every user may write; choose another one, or chmod o-w it")
 
 
 def _nodes_of(conf: Path) -> list[str]:

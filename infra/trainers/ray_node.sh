@@ -23,7 +23,9 @@ if [ "$node_rank" -eq 0 ]; then
   ray start --head --block --disable-usage-stats --node-ip-address="$address" --port="$port" --num-gpus="$gpus" &
   node=$!
   export RAY_ADDRESS=$address:$port
-  until [ "$(ray list nodes --filter state=ALIVE --format json 2>/dev/null | grep -c '"node_id"')" -ge "$num_nodes" ]; do
+  # Ray prints all nodes in one line, and at most 100 of them unless told otherwise.
+  alive() { ray list nodes --filter state=ALIVE --limit 10000 --format json 2>/dev/null | grep -o '"node_id"' | wc -l; }
+  until [ "$(alive)" -ge "$num_nodes" ]; do
     kill -0 "$node" 2>/dev/null || { echo "ray's head has ended before $num_nodes nodes were there" >&2; exit 1; }
     sleep 2
   done

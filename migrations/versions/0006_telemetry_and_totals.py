@@ -234,7 +234,7 @@ UNFOLLOW = {
 def make_metrics_again(references: str) -> None:
     """Recreate the table, with or without the references, and the views that read it, unchanged."""
     master = "SELECT name, sql FROM sqlite_master WHERE type = 'view'"
-    made = [] if op.get_context().as_sql else op.get_bind().exec_driver_sql(master).all()
+    made = op.get_bind().exec_driver_sql(master).all()
     for name, _ in made:
         op.execute(f"DROP VIEW {name}")
     op.execute("ALTER TABLE metrics RENAME TO old_metrics")

@@ -17,6 +17,7 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
 
 from rlhf_core.errors import BadConfig, DatabaseUnavailable, HistoryError, UnsafeDatabase
+from rlhf_core.text.redaction import masked
 
 BUSY_TIMEOUT_S = 30.0
 """Time that a writer waits for other writers on SQLite."""
@@ -123,7 +124,13 @@ def parse_url(text: str) -> URL:
     try:
         url = make_url(text)
     except ArgumentError:
-        raise BadConfig(f"RLHF_DATABASE_URL: found {text!r}, expected a database URL. {_ADVICE}") from None
+        found = "a text with an @, which may contain a password and is not shown" if "@" in text else repr(masked(text))
+        raise BadConfig(f"RLHF_DATABASE_URL: found {found}, expected a database URL. {_ADVICE}") from None
+    except ValueError:
+        raise BadConfig(
+            "RLHF_DATABASE_URL: found a port that is not a number. In a user name and a password, write @ as %40, : as "
+            f"%3A, / as %2F and % as %25. {_ADVICE}"
+        ) from None
     backend = url.get_backend_name()
     if backend in ("postgres", "postgresql"):
         return url.set(drivername="postgresql+psycopg")
@@ -293,9 +300,10 @@ def unusable(url: URL, why: str) -> DatabaseUnavailable:
 
 
 def displayed(url: URL) -> str:
-    """Format a database for messages: the file, or the URL without its password."""
+    """Format a database for messages: the file, or the URL without its password, which may also be in the query, or, if
+    it contains an @, in the host."""
     file = sqlite_file(url)
-    return str(file) if file is not None else url.render_as_string(hide_password=True)
+    return str(file) if file is not None else masked(url.render_as_string(hide_password=True))
 
 
 _SQLITE_WORDS = (

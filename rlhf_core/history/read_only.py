@@ -12,6 +12,7 @@ from sqlalchemy import URL
 from rlhf_core.errors import HistoryError, UnsafeDatabase
 from rlhf_core.history.database import displayed
 from rlhf_core.history.sql_limits import WorkClock
+from rlhf_core.text.redaction import is_secret_name
 
 READER_ROLE = "rlhf_reader"
 """The PostgreSQL role that runs the SQL of users, if it exists (``infra/reader.sql`` creates it)."""
@@ -132,7 +133,9 @@ def _refusal(url: URL, *, has_reader: bool) -> str:
         if has_reader
         else f"the role {READER_ROLE}, which can only read, is missing in this database"
     )
-    address = url.set(drivername="postgresql", password=None).render_as_string()
+    # Without a password, for which psql asks. URL.set() would keep it.
+    query = {name: value for name, value in url.query.items() if not is_secret_name(name)}
+    address = URL.create("postgresql", url.username, None, url.host, url.port, url.database, query).render_as_string()
     return (
         f"refused: {url.username or 'the user'} of {displayed(url)} is a superuser or has similar rights, and a "
         f"statement with those rights can end sessions, read files and change settings; {lacking}. Create the "

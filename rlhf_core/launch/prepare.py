@@ -269,8 +269,12 @@ def program_revision(package: Path = Path(rlhf_core.__file__).parent) -> str:
 
 
 def git_diff(folder: Path) -> str:
-    """Uncommitted changes of tracked files, cut at :data:`DIFF_LIMIT_BYTES`."""
-    diff = _git(folder, "diff", "HEAD")
+    """Uncommitted changes of tracked files, cut at :data:`DIFF_LIMIT_BYTES`.
+
+    A patch that `git apply` accepts, whatever the user's settings: another program for differences, colours, prefixes.
+    """
+    plain = ("--no-ext-diff", "--no-textconv", "--no-color", "--src-prefix=a/", "--dst-prefix=b/")
+    diff = _git(folder, "-c", "diff.relative=false", "diff", *plain, "HEAD")
     if len(diff) <= DIFF_LIMIT_BYTES:
         return diff
     return diff[:DIFF_LIMIT_BYTES] + f"\n(truncated: the full diff has {len(diff)} characters)\n"

@@ -29,8 +29,9 @@ _NO_SECRET_ENDS = _words("DIR DIRECTORY FILE ID NAME PATH SOCK SOCKET TYPE")
 """Suffixes of names that only refer to a secret: ``HF_TOKEN_PATH``, ``SSH_AUTH_SOCK``."""
 _NOT_MEANT = frozenset({"PWD", "OLDPWD"})
 
-_REFERENCE = re.compile(r"(?:[/~.${<].*)?", re.DOTALL)
-"""Values that only refer to a secret: paths, other variables, placeholders in a template."""
+_REFERENCE = re.compile(r"[/~.${<]")
+"""The beginning of a value that only refers to a secret: a path, another variable, a placeholder in a template."""
+_QUOTES = ("'", '"')
 _SWITCH = re.compile(r"[+-]?[\d.]*|true|false|yes|no|on|off|none|null|auto|default", re.IGNORECASE)
 """Values that are not secret unless the name is that of a password."""
 
@@ -60,11 +61,10 @@ _HEADER = re.compile(
     r"(\bBearer\s+|\bAuthorization[\"']?\s*[:=]\s*[\"']?(?:(?:Basic|Bearer|Token)\s+)?)[\w.~+/=-]{8,}", re.IGNORECASE
 )
 _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
-_ASSIGNMENT = re.compile(
-    r"""(?<![\w.])(?<![\w.]-)(?P<name>[A-Za-z_][\w.-]*+)(?:\s?=\s?|["']\s*:\s*(?=["']))(?P<value>"[^"]*"|'[^']*'|[^\s,;&]+)"""
-)
-"""``name=value``, and ``"name": "value"``. A name must begin at a word boundary: otherwise the time would grow
-quadratically with the length of a line."""
+_ASSIGNED_NAME = re.compile(r"""(?<![\w.])(?<![\w.]-)(?P<name>[A-Za-z_][\w.-]*+)(?:\s?=\s?|["']\s*:\s*(?=["']))""")
+"""The beginning of ``name=value``, or of ``"name": "value"``. A name must begin at a word boundary: otherwise the time
+would grow quadratically with the length of a line."""
+_ASSIGNED_VALUE = re.compile(r""""[^"]*"|'[^']*'|[^\s,;&]+""")
 
 NAMED_BY_USERS = ("slurm.environment", "data.generator_args")
 """Tables whose keys are names of variables and arguments. Those of a model configuration are not: ``eos_token``."""
@@ -90,7 +90,7 @@ def masked(value: str) -> str:
     value = _WEBHOOK.sub(rf"\1{MASK}", value)
     value = _HEADER.sub(rf"\1{MASK}", value)
     value = _TOKEN.sub(MASK, value)
-    return _ASSIGNMENT.sub(_without_value, value)
+    return _without_assigned(value)
 
 
 def _without_user_info(match: "re.Match[str]") -> str:
@@ -103,11 +103,28 @@ def _without_user_info(match: "re.Match[str]") -> str:
     return match[0]
 
 
-def _without_value(match: "re.Match[str]") -> str:
-    name, value = match["name"], match["value"].strip("\"'")
-    if not _is_named_secret(name, value) or MASK in value:
-        return match[0]
-    return match[0].replace(match["value"], MASK)
+def _without_assigned(text: str) -> str:
+    """Replace the values of secret names. The values of other names may contain such assignments: they are read too."""
+    parts, kept_from, position = [], 0, 0
+    while found := _ASSIGNED_NAME.search(text, position):
+        position = found.end()
+        # Nothing is read that is not masked or skipped afterwards, or the time would grow quadratically.
+        if not is_secret_name(found["name"]) or _REFERENCE.match(text, position + text.startswith(_QUOTES, position)):
+            continue
+        value = _ASSIGNED_VALUE.match(text, position)
+        if value is None:
+            continue
+        position = value.end()
+        if _is_named_secret(found["name"], value[0].strip("\"'")) and MASK not in value[0]:
+            parts += [text[kept_from : value.start()], MASK]
+            kept_from = position
+    return "".join([*parts, text[kept_from:]])
+
+
+def _is_named_secret(name: str, value: str) -> bool:
+    if not value or not is_secret_name(name) or _REFERENCE.match(value):
+        return False
+    return "PASS" in name.upper() or not _SWITCH.fullmatch(value)
 
 
 def secrets_in(name: str, value: object) -> Iterator[str]:
@@ -131,12 +148,6 @@ def secrets_in(name: str, value: object) -> Iterator[str]:
 def _is_secret_setting(name: str, value: str) -> bool:
     section, _, leaf = name.rpartition(".")
     return section in NAMED_BY_USERS and _is_named_secret(leaf, value)
-
-
-def _is_named_secret(name: str, value: str) -> bool:
-    if not is_secret_name(name) or _REFERENCE.fullmatch(value):
-        return False
-    return "PASS" in name.upper() or not _SWITCH.fullmatch(value)
 
 
 def keyed_hash(value: str, key: bytes) -> str:

@@ -163,12 +163,27 @@ def numeric(address: str) -> str:
 
 
 def listen(address: str) -> TCPStore:
-    """Open the store through which links are negotiated, on a free port.
+    """Open the store through which links are negotiated, on a free port of one address. torch's default is all
+    interfaces.
 
     Args:
         address: own address, at which the other processes connect to this one.
     """
-    return TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_TIMEOUT_S))
+    family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+    try:
+        listener = socket.create_server((address, 0), family=family)
+    except OSError:  # it is on no interface of this host; the agents' stores listen on all of them then, too
+        listener = socket.create_server(("", 0), family=family)
+    with listener:
+        port = listener.getsockname()[1]
+        return TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
+            master_listen_fd=listener.detach(),
+        )
 
 
 def reach(address: str, port: int, owner: str) -> TCPStore:

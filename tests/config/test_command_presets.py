@@ -203,7 +203,7 @@ case "$1 $*" in
   *--head*) trap 'rm -f "$RAY_LOG.head"; exit 0' TERM; touch "$RAY_LOG.head"; while :; do sleep 0.1; done ;;
   "start "*) touch "$RAY_LOG.node"; trap 'exit 0' TERM; while :; do sleep 0.1; done ;;
   "health-check "*) test -e "$RAY_LOG.head" ;;
-  "list "*) printf '"node_id"\\n'; test -e "$RAY_LOG.node" && printf '"node_id"\\n' ;;
+  "list "*) printf '[{"node_id": "a"}'; test -e "$RAY_LOG.node" && printf ', {"node_id": "b"}'; printf ']\\n' ;;
 esac
 """
 

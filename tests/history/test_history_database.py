@@ -116,6 +116,27 @@ def test_every_way_to_say_postgresql(scheme: str) -> None:
     assert database.parse_url(f"{scheme}://u:p@h/d").drivername == "postgresql+psycopg"
 
 
+@pytest.mark.parametrize(
+    "url", ["postgresql://anna:s3@cret:5432x@host/db", "postgresql:/anna:s3cret@host/db", "anna:s3cret@host/db"]
+)
+def test_an_invalid_url_is_refused_without_its_password(url: str) -> None:
+    with pytest.raises(BadConfig, match=r"^RLHF_DATABASE_URL: found ") as refusal:
+        HistoryStore(url)
+    assert not any(part in str(refusal.value) for part in ("s3", "cret", "5432x"))
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("postgresql://anna:s3cret@host/db", "postgresql+psycopg://anna:***@host/db"),
+        ("postgresql://anna:s3@cret@host/db", "postgresql+psycopg://***@host/db"),
+        ("postgresql://anna@host/db?password=s3cret&a=1", "postgresql+psycopg://anna@host/db?a=1&password=***"),
+    ],
+)
+def test_a_database_is_shown_without_its_password(url: str, shown: str) -> None:
+    assert database.displayed(database.parse_url(url)) == shown
+
+
 def test_a_file_that_is_no_database(tmp_path: Path) -> None:
     file = tmp_path / "history.db"
     file.write_text("my shopping list, which is longer than the header of a database file would be " * 9)

@@ -164,6 +164,14 @@ def test_without_the_reading_role_a_superuser_is_refused_and_told_what_to_do(
         assert queries.run_sql(store, "SELECT current_user").rows == [["rlhf_reader"]]
 
 
+def test_the_advice_to_make_the_role_lets_psql_ask_for_the_password(bare_superuser: str) -> None:
+    url = bare_superuser.replace("//rlhf@", "//rlhf:s3cret@") + ("&" if "?" in bare_superuser else "?")
+    with HistoryStore(f"{url}sslpassword=s3cret") as store, pytest.raises(UnsafeDatabase) as refused:
+        queries.run_sql(store, "SELECT 1")
+    assert "s3cret" not in str(refused.value)
+    assert "| psql postgresql://rlhf@" in str(refused.value).replace("'", "")
+
+
 @pytest.mark.parametrize(
     "weakened",
     [

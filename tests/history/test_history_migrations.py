@@ -1,8 +1,10 @@
 """The migrations create the declared tables on both databases, and do nothing automatically on PostgreSQL."""
 
+import contextlib
 import json
 import os
 import runpy
+import sqlite3
 import subprocess
 import sys
 from argparse import Namespace
@@ -168,6 +170,22 @@ def test_alembic_works_from_the_checkout(tmp_path: Path) -> None:
     with database.writing_engine(database.parse_url(url)).begin() as connection:
         assert sa.inspect(connection).get_table_names() == ["alembic_version"]
         assert sa.inspect(connection).get_view_names() == []
+
+
+def test_alembic_leaves_nothing_of_a_migration_that_fails(tmp_path: Path) -> None:
+    """Like `rlhf db upgrade`: neither the tables that it has created nor the views that it has dropped."""
+    url = f"sqlite:///{tmp_path}/history.db"
+    upgrade(url, "0005")
+    write(url, "CREATE TABLE old_metrics (a)")  # a name that 0006 needs
+
+    def schema() -> list[str]:
+        with contextlib.closing(sqlite3.connect(tmp_path / "history.db")) as connection:
+            return [sql for (sql,) in connection.execute("SELECT sql FROM sqlite_master ORDER BY name, sql")]
+
+    before = schema()
+    with pytest.raises(sa.exc.OperationalError, match="old_metrics"):
+        upgrade(url, "head")
+    assert schema() == before
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -364,3 +382,5 @@ def test_alembic_prints_the_sql(tmp_path: Path) -> None:
     sql = alembic("upgrade", "head", "--sql", url="postgresql://host/database")
     assert "CREATE VIEW run_curve" in sql
     assert "JSONB" in sql
+    with pytest.raises(SystemExit, match="no SQL for SQLite"):
+        command.upgrade(_config(f"sqlite:///{tmp_path}/history.db"), "head", sql=True)

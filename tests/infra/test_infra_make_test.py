@@ -134,3 +134,10 @@ def test_a_test_that_never_passes_fails(tmp_path: Path) -> None:
     done = guarded(tmp_path, {"never": "def test_one(): assert False\n"}, *words, conftest=BOTH)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
     assert "1 failed" in done.stdout
+
+
+def test_a_machine_without_python_is_told_which_one_it_needs() -> None:
+    """`make PYTHON=` calls the script with one word, and so does the advice of infra/slurm/cluster.py."""
+    script = REPOSITORY / "infra" / "system_packages.sh"
+    done = subprocess.run(["sh", str(script), "python"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "no python3 on PATH: Python 3.11 or newer is needed\n")

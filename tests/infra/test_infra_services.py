@@ -66,6 +66,13 @@ def test_the_containers_are_the_services_and_a_database(compose: dict[str, Any])
         assert set(one.get("depends_on", {})) <= set(found)
 
 
+def test_the_database_is_healthy_only_once_others_can_reach_it(compose: dict[str, Any]) -> None:
+    """The image creates the databases on a server that listens on no address, and then starts the one that stays."""
+    program, *options = compose["services"]["database"]["healthcheck"]["test"][1:]
+    assert program == "pg_isready"
+    assert options[options.index("-h") + 1] == "127.0.0.1"
+
+
 def test_the_settings_of_the_containers_are_valid(compose: dict[str, Any], tmp_path: Path) -> None:
     values = {"RLHF_RUNS": "/shared/runs", "RLHF_DATABASE_PASSWORD": "s3cret", "RLHF_PREFECT_AUTH": "me:s3cret"}
 

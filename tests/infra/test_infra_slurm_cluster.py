@@ -46,6 +46,28 @@ def test_jobs_run_on_all_nodes_with_gpus_and_nothing_is_left(folder: Path) -> No
     assert daemons(folder) == []
 
 
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_folder_that_another_user_has_made_is_refused(
+    folder: Path, is_link: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link in it, such as ``etc`` to ``/etc``, would have root overwrite ``/etc/hosts``."""
+    taken = folder / "slurm"
+    if is_link:
+        taken.symlink_to(folder)
+    else:
+        taken.mkdir()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(throwaway.ClusterError, match=f"of user {os.getuid()}, expected a folder of user"):
+        throwaway.Cluster(taken)
+
+
+def test_a_folder_that_every_user_may_write_to_is_refused(folder: Path) -> None:
+    folder.chmod(0o777)
+    with pytest.raises(throwaway.ClusterError, match="every user may write"):
+        throwaway.Cluster(folder)
+    folder.chmod(0o700)
+
+
 @needs_slurm
 def test_a_cluster_that_is_up_is_left_alone(folder: Path) -> None:
     cluster = throwaway.Cluster(folder, nodes=1)

@@ -89,6 +89,23 @@ def test_uncommitted_changes_are_kept_as_a_diff(tmp_path: Path, folder: Path) ->
     assert "+    return [1.0]" in (run.code / "diff.patch").read_text()
 
 
+@pytest.mark.parametrize("setting", ["diff.external=echo", "color.ui=always", "diff.noprefix=true"])
+def test_the_diff_is_a_patch_whatever_the_settings_of_the_user(
+    tmp_path: Path, folder: Path, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = folder / "my_rewards.py"
+    before, after = code.read_text(), "def score(**columns):\n    return [1.0]\n"
+    code.write_text(after)
+    name, _, value = setting.partition("=")
+    monkeypatch.setenv("GIT_CONFIG_COUNT", "1")
+    monkeypatch.setenv("GIT_CONFIG_KEY_0", name)
+    monkeypatch.setenv("GIT_CONFIG_VALUE_0", value)
+    run = prepare(make_spec(), tmp_path / "runs", config_source="a.toml", folder=folder)
+    code.write_text(before)
+    subprocess.run(["git", "-C", folder, "apply", "-p1", run.code / "diff.patch"], check=True)
+    assert code.read_text() == after
+
+
 def test_outside_a_repository_there_is_no_revision(tmp_path: Path) -> None:
     run = prepare(make_spec(), tmp_path / "runs", config_source="a.toml", folder=tmp_path)
     assert run.read_spec().code_revision == ""

@@ -30,6 +30,7 @@ from rlhf_core.schemas.agent_messages import AgreedStep, GroupOrders, NodeState,
 from rlhf_core.schemas.attempts import AttemptState, Role
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.resources import job_marker
+from rlhf_core.weight_sync.links import answers, listen, reach
 from rlhf_core.worker.channel.signing import MessageSigner
 from rlhf_core.worker.channel.store import candidate_ports
 
@@ -114,6 +115,14 @@ def test_a_run_on_one_node_listens_on_loopback_only_and_has_no_store_there(agent
     (run.run_dir.root / "go").touch()
     assert run.finish()[0] == 0, run.printed(0)
     assert run.outcome().state is AttemptState.COMPLETED
+
+
+def test_the_store_for_weights_listens_only_at_the_address_of_its_node() -> None:
+    """By default, torch's store is reachable on all interfaces, and lets every client read, overwrite and delete."""
+    store = listen("127.0.0.1")
+    places = psutil.Process().net_connections(kind="inet")
+    assert {place.laddr.ip for place in places if place.laddr and place.laddr.port == store.port} == {"127.0.0.1"}
+    assert answers(reach("127.0.0.1", store.port, "the trainer"))
 
 
 def test_files_of_workers_on_a_node_lie_where_no_other_user_reaches_them(tmp_path: Path) -> None:
