@@ -15,7 +15,7 @@ from rlhf_core.cli.commands.check import ConfigArgument, SetOption
 from rlhf_core.cli.commands.history import RunArgument
 from rlhf_core.cli.output import JsonOption
 from rlhf_core.cli.run_output import print_plan, print_summary
-from rlhf_core.errors import HistoryError, UnknownRun
+from rlhf_core.errors import HistoryError, SchedulerError, UnknownRun
 from rlhf_core.machine.accounts import account
 from rlhf_core.schemas.attempts import RunState
 
@@ -235,6 +235,12 @@ def _drive(
                 output.note(
                     f"stopped watching; the job of {run_dir.run_id} continues. `rlhf resume {run_dir.run_id}` adopts "
                     f"it, `rlhf cancel {run_dir.run_id}` ends it"
+                )
+                raise
+            except SchedulerError:
+                output.note(
+                    f"run {run_dir.run_id} stays as it is: `rlhf resume {run_dir.run_id}` continues it once the "
+                    f"scheduler responds, `rlhf cancel {run_dir.run_id}` ends it"
                 )
                 raise
 
