@@ -292,7 +292,7 @@ def watch(
 
 def logs(
     run: RunArgument = "last",
-    role: Annotated[str, typer.Option(help="Only this role: trainer, evaluator, or agent.")] = "",
+    role: Annotated[str, typer.Option(help="Only this role: trainer, evaluator, rollout, or agent.")] = "",
     rank: Annotated[int | None, typer.Option(min=0, help="Only this rank.")] = None,
     attempt: Annotated[int | None, typer.Option(min=1, help="Attempt; default: the newest.")] = None,
     restart: Annotated[int | None, typer.Option(min=0, help="Restart; default: the newest.")] = None,
