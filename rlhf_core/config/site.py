@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from rlhf_core.config.problems import explain
-from rlhf_core.config.toml_files import read_toml
+from rlhf_core.config.problems import cut, explain
+from rlhf_core.config.toml_files import SHOWN_CHARACTERS, read_toml
 from rlhf_core.errors import BadConfig
 from rlhf_core.files import private as private_files
 from rlhf_core.machine.accounts import expanded
@@ -148,8 +148,21 @@ def _site_table(
     try:
         return schema.model_validate({**table, **secrets} if isinstance(table, dict) else table)
     except ValidationError as error:
-        problems = [explain({**detail, "loc": (name, *detail["loc"])}) for detail in error.errors()]
+        problems = [_explain_in_table(schema, name, detail) for detail in error.errors()]
     raise BadConfig(f"{home / 'rlhf.toml'}:\n" + "\n".join(f"  {problem}" for problem in problems))
+
+
+def _explain_in_table(schema: type[Schema], name: str, detail: Any) -> str:
+    location = detail["loc"]
+    if detail["type"] == "extra_forbidden" and len(location) == 1:  # explain() knows the settings of a run only
+        key = str(location[0])
+        return f'unknown key "{cut(f"{name}.{key}")}"; {_hint(key, list(schema.model_fields), f"{name}.")}'
+    return explain({**detail, "loc": (name, *location)})
+
+
+def _hint(key: str, keys: list[str], section: str = "") -> str:
+    near = difflib.get_close_matches(key[:SHOWN_CHARACTERS], keys, n=1)
+    return f'did you mean "{section}{near[0]}"?' if near else f"the keys are {', '.join(keys)}"
 
 
 def _site_file(path: Path) -> dict[str, Any]:
@@ -168,10 +181,7 @@ def _site_file(path: Path) -> dict[str, Any]:
         if key in _SITE_TABLES:
             continue
         if key not in SITE_KEYS:
-            keys = [*SITE_KEYS, *_SITE_TABLES]
-            near = difflib.get_close_matches(key, keys, n=1)
-            hint = f'did you mean "{near[0]}"?' if near else f"the keys are {', '.join(keys)}"
-            raise BadConfig(f'{path}: unknown key "{key}"; {hint}')
+            raise BadConfig(f'{path}: unknown key "{key}"; {_hint(key, [*SITE_KEYS, *_SITE_TABLES])}')
         if key == "max_restarts_per_hour" and isinstance(value, int):
             content[key] = str(value)
         elif not isinstance(value, str):

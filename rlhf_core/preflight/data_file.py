@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.files.data_rows import KINDS, READERS, Malformed, label_of, pair_problem
+from rlhf_core.files.reading import open_regular
 from rlhf_core.preflight.facts import DataFile, LineProblem
 from rlhf_core.preflight.templates import named_columns
 from rlhf_core.schemas.data import DataKind, DataSpec
@@ -39,7 +40,7 @@ def scan(
     if suffix not in KINDS:
         return DataFile(path, problem=f'found a file ending in "{path.suffix}", expected one of {", ".join(KINDS)}')
     try:
-        with path.open("rb") as file:
+        with open_regular(path, follow_link=True) as file:  # opening a FIFO would block
             start = file.read(4)
     except FileNotFoundError:
         return DataFile(path, problem="there is no such file")

@@ -22,6 +22,7 @@ from rlhf_core.config.fields import describe_fields
 from rlhf_core.config.loading import load
 from rlhf_core.config.site import load_site
 from rlhf_core.control.views.progress import RunReader, StepTimer, progress_of_poll
+from rlhf_core.errors import SchedulerError
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal, read_record
 from rlhf_core.launch.lease import Owner
@@ -256,6 +257,25 @@ def test_a_failed_run_exits_with_1_and_the_diagnosis(scheduler: FakeScheduler, c
     printed = capsys.readouterr().err
     assert "failed in attempt 1: data" in printed
     assert "Traceback" not in printed
+
+
+def test_a_run_without_an_answer_of_the_scheduler_says_what_to_do(
+    scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, capsys: Printed
+) -> None:
+    def silent(_: FakeScheduler) -> None:
+        raise SchedulerError("Slurm's controller does not respond: no configuration")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FakeScheduler, "inventory", silent)
+        rlhf("run", "quickstart", "--no-prefect", expect=1)
+    run_dir = newest_run()
+    printed = capsys.readouterr().err
+    assert "controller does not respond: no configuration" in printed
+    assert f"`rlhf resume {run_dir.run_id}` continues it" in printed
+    assert f"`rlhf cancel {run_dir.run_id}` ends it" in printed
+    rlhf("resume", run_dir.run_id, "--no-prefect")
+    assert read_record(run_dir).state is RunState.COMPLETED
+    assert len(scheduler.submitted) == 1
 
 
 def test_a_completed_run_is_not_resumed(scheduler: FakeScheduler, capsys: Printed) -> None:

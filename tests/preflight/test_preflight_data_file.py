@@ -1,6 +1,7 @@
 """Reading data files without the training libraries: the same verdicts as on the nodes, with line numbers."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,14 @@ def test_files_that_cannot_be_read(tmp_path: Path, name: str, message: str) -> N
     (tmp_path / "a.txt").write_text("")
     (tmp_path / "folder.jsonl").mkdir()
     assert message in scan(tmp_path / name, DATA).problem
+
+
+def test_a_fifo_is_refused_without_waiting_for_a_writer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    assert scan(tmp_path / "pipe.jsonl", DATA).problem == "found a FIFO, expected a regular file"
+    write(tmp_path / "file.jsonl", GOOD)
+    (tmp_path / "link.jsonl").symlink_to("file.jsonl")
+    assert scan(tmp_path / "link.jsonl", DATA).num_rows == 1, "negative control"
 
 
 def test_scanning_can_be_stopped(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from rlhf_core.cli.commands.check import ConfigArgument, SetOption
 from rlhf_core.cli.commands.history import RunArgument
 from rlhf_core.cli.output import JsonOption
 from rlhf_core.cli.run_output import print_plan, print_summary
-from rlhf_core.errors import HistoryError, UnknownRun
+from rlhf_core.errors import HistoryError, SchedulerError, UnknownRun
 from rlhf_core.machine.accounts import account
 from rlhf_core.schemas.attempts import RunState
 
@@ -237,6 +237,12 @@ def _drive(
                     f"it, `rlhf cancel {run_dir.run_id}` ends it"
                 )
                 raise
+            except SchedulerError:
+                output.note(
+                    f"run {run_dir.run_id} stays as it is: `rlhf resume {run_dir.run_id}` continues it once the "
+                    f"scheduler responds, `rlhf cancel {run_dir.run_id}` ends it"
+                )
+                raise
 
 
 def _settle_code(controller: "Controller", *, take: bool) -> None:
@@ -286,7 +292,7 @@ def watch(
 
 def logs(
     run: RunArgument = "last",
-    role: Annotated[str, typer.Option(help="Only this role: trainer, evaluator, or agent.")] = "",
+    role: Annotated[str, typer.Option(help="Only this role: trainer, evaluator, rollout, or agent.")] = "",
     rank: Annotated[int | None, typer.Option(min=0, help="Only this rank.")] = None,
     attempt: Annotated[int | None, typer.Option(min=1, help="Attempt; default: the newest.")] = None,
     restart: Annotated[int | None, typer.Option(min=0, help="Restart; default: the newest.")] = None,
