@@ -3,6 +3,9 @@
 Results go to standard output; notes, progress and errors go to standard error, so that ``rlhf ... --json | jq`` works.
 """
 
+import codecs
+import io
+import json
 import math
 import os
 import sys
@@ -47,6 +50,20 @@ STATE_STYLES: Mapping[str, str] = {
 """Colours of states, the same in every table."""
 
 _NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+
+
+def escape_unprintable() -> None:
+    """Escape characters that the encoding of standard output lacks, as of completions on a terminal without UTF-8,
+    instead of raising. The escape sequence is that of JSON, so JSON remains the same data."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        codecs.register_error("rlhf-escape", _escaped)
+        sys.stdout.reconfigure(errors="rlhf-escape")
+
+
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
 
 
 def output() -> Console:
