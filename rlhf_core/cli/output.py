@@ -26,7 +26,7 @@ from rich.table import Table
 from rlhf_core.errors import RlhfError
 from rlhf_core.files import private as private_files
 from rlhf_core.text.escaping import json_text, storable, terminal
-from rlhf_core.text.formatting import duration
+from rlhf_core.text.formatting import duration, figure
 from rlhf_core.text.redaction import masked
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -308,7 +308,7 @@ def _cell(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return figure(value)
     if isinstance(value, datetime):
         return f"{value:%Y-%m-%d %H:%M:%S}"
     if isinstance(value, Enum):
