@@ -167,8 +167,8 @@ def _late(flow_run: FlowRun, place: QueuePlace, due: datetime, now: datetime) ->
     if now - due < PROMPT:
         return QueueWait(f"it is with the work pool {flow_run.work_pool_name!r}, and a worker is online ({online})")
     return QueueWait(
-        f"it is late: due at {due:%H:%M:%S} UTC, and no worker has taken it, though {online} is online. The log of the "
-        f"worker says more (logs/worker.log of RLHF_HOME on its machine)"
+        f"it is late: due at {due:%Y-%m-%d %H:%M:%S} UTC, and no worker has taken it, though {online} is online. The "
+        f"log of the worker says more (logs/worker.log of RLHF_HOME on its machine)"
     )
 
 

@@ -39,10 +39,9 @@ SKIP_IF_BUSY = "rlhf-skip-if-busy"
 
 EVENT = "rlhf.schedule.skipped"
 
-_AT_WORK = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING, StateType.CRASHED]
-_NEWEST = 20
-"""Number of recent flow runs of a deployment to check for one that is still running."""
+_AT_WORK = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
 _AT_MOST = 200
+"""Flow runs per query: the server's own limit."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +67,27 @@ def busy_with(client: SyncPrefectClient, flow_run: FlowRun, runs_dir: Path) -> s
     """
     if flow_run.deployment_id is None:
         return ""
-    others = client.read_flow_runs(
-        deployment_filter=DeploymentFilter(id=DeploymentFilterId(any_=[flow_run.deployment_id])),
-        flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_AT_WORK))),
-        sort=FlowRunSort.EXPECTED_START_TIME_DESC,
-        limit=_NEWEST,
-    )
-    return next((one.name for one in others if one.id != flow_run.id and _precedes(one, flow_run, runs_dir)), "")
+    for states in (_AT_WORK, [StateType.CRASHED]):  # a crashed one costs a look at its run
+        for other in _flow_runs(client, flow_run.deployment_id, states):
+            if other.id != flow_run.id and _precedes(other, flow_run, runs_dir):
+                return other.name
+    return ""
+
+
+def _flow_runs(client: SyncPrefectClient, deployment: UUID, states: list[StateType]) -> Iterator[FlowRun]:
+    """All flow runs of a deployment in some states, the newest first."""
+    page: list[FlowRun] = []
+    number = 0
+    while not number or len(page) == _AT_MOST:
+        page = client.read_flow_runs(
+            deployment_filter=DeploymentFilter(id=DeploymentFilterId(any_=[deployment])),
+            flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=states))),
+            sort=FlowRunSort.EXPECTED_START_TIME_DESC,
+            limit=_AT_MOST,
+            offset=number * _AT_MOST,
+        )
+        number += 1
+        yield from page
 
 
 def skipped_for(flow_run: FlowRun, runs_dir: Path) -> str:

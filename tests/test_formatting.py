@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 import pytest
 
-from rlhf_core.text.formatting import count, duration, listed, missing_steps
+from rlhf_core.text.formatting import count, duration, figure, listed, missing_steps
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,19 @@ from rlhf_core.text.formatting import count, duration, listed, missing_steps
 )  # fmt: skip
 def test_durations_read_naturally(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0123456, "0.01235"), (123.456, "123.5"), (9999.6, "10000"), (123456.7, "123457"), (-86400.5, "-86400"),
+        (2.0**40, "1099511627776"), (1e20, "1e+20"), (1e-7, "1e-07"), (0.0, "0"),
+        (float("inf"), "inf"), (float("nan"), "nan"),
+    ],
+)  # fmt: skip
+def test_large_figures_keep_their_digits(value: float, text: str) -> None:
+    """Tokens per second, seconds of a day and bytes were written as powers of ten."""
+    assert figure(value) == text
 
 
 def test_one_takes_the_singular() -> None:

@@ -40,6 +40,7 @@ from rlhf_core.errors import BadInput, PrefectUnavailable
 from rlhf_core.files import private as private_files
 from rlhf_core.machine.accounts import user_name
 from rlhf_core.presets import PRESETS
+from rlhf_core.schemas.run import RunSpec
 from rlhf_core.text.redaction import carries_secret
 
 ENTRYPOINT = "flows.run.rlhf_run"
@@ -134,13 +135,16 @@ def register(
         BadInput: the schedule, the name or the priority is invalid, or there is no work pool.
         PrefectUnavailable: no server answers.
     """
-    name = name or configs.load(config, overrides).name
+    spec = configs.load(config, overrides)
+    name = name or spec.name
+    _require_valid(name, limit, priority)
     schedule = _schedule(cron, timezone)
     with _client() as client:
         _require_pool(client, site)
         present = _present(client, [name]).get(name)
         wanted = _wanted(
             config,
+            spec,
             site,
             name=name,
             schedule=schedule,
@@ -158,11 +162,24 @@ def register(
     return deployment
 
 
+def _require_valid(name: str, limit: int | None, priority: str | None) -> None:
+    if priority is not None and priority not in QUEUES:
+        raise BadInput(f"--priority: found {priority!r}, expected one of {', '.join(QUEUES)}")
+    if limit is not None and limit < 0:
+        raise BadInput(f"--limit: found {limit}, expected a number of runs, or 0 for no limit")
+    if name == RESUME or not is_name(name):
+        raise BadInput(
+            f"a deployment cannot be called {name!r}: expected lower-case letters, digits, - and _, and not "
+            f"{RESUME!r}, which goes on with runs; give --name"
+        )
+
+
 def _wanted(
     config: str,
+    spec: RunSpec,
     site: Site,
     *,
-    name: str = "",
+    name: str,
     schedule: CronSchedule | None = None,
     limit: int | None = None,
     priority: str | None = None,
@@ -173,17 +190,6 @@ def _wanted(
     folder: Path | None = None,
 ) -> _Wanted:
     """Build the deployment of a config from the arguments of :func:`register`."""
-    if priority is not None and priority not in QUEUES:
-        raise BadInput(f"--priority: found {priority!r}, expected one of {', '.join(QUEUES)}")
-    if limit is not None and limit < 0:
-        raise BadInput(f"--limit: found {limit}, expected a number of runs, or 0 for no limit")
-    spec = configs.load(config, overrides)
-    name = name or spec.name
-    if name == RESUME or not is_name(name):
-        raise BadInput(
-            f"a deployment cannot be called {name!r}: expected lower-case letters, digits, - and _, and not "
-            f"{RESUME!r}, which goes on with runs; give --name"
-        )
     # A preset comes with the program; a file, or a changed preset, is stored.
     is_preset = config in PRESETS and not overrides and not Path(config).is_file()
     source = config if is_preset else str(keep(config, overrides, name, site.home, folder or Path.cwd()).config)
@@ -224,7 +230,8 @@ def register_presets(site: Site) -> list[Registered]:
         tags=["rlhf"],
         priority=None,
     )
-    wanted = [*(_wanted(preset, site) for preset in PRESETS), resume]
+    specs = {preset: configs.load(preset) for preset in PRESETS}
+    wanted = [*(_wanted(preset, spec, site, name=spec.name) for preset, spec in specs.items()), resume]
     with _client() as client:
         _require_pool(client, site)
         present = _present(client, [one.name for one in wanted])

@@ -26,6 +26,7 @@ COLUMNS = (
 TABLE, CONSTRAINTS = ("kept_goodput", "goodput_cache"), ("pk_{}", "fk_{}_run_id")
 EVENTS = ("keeper_", "reconcile_")
 """Prefixes of the kinds of events that the site daemon writes."""
+PUBLISHED = ("reconcile_tell", "reconcile_publish")
 
 
 def upgrade() -> None:
@@ -33,9 +34,11 @@ def upgrade() -> None:
         op.execute(f"ALTER TABLE {table} RENAME COLUMN {before} TO {after}")
     rename_table(*TABLE)
     rename_events(*EVENTS)
+    rename_events(*PUBLISHED)
 
 
 def downgrade() -> None:
+    rename_events(*reversed(PUBLISHED))
     rename_events(*reversed(EVENTS))
     rename_table(*reversed(TABLE))
     for table, before, after in reversed(COLUMNS):

@@ -1,5 +1,6 @@
 """``rlhf logs``: finds the logs of workers and agents, prints their last lines, and follows them."""
 
+import codecs
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -8,8 +9,7 @@ from pathlib import Path
 
 from rlhf_core.cli import output
 from rlhf_core.errors import BadInput
-from rlhf_core.files.appended import read_tail
-from rlhf_core.files.reading import UnfitFile, open_regular
+from rlhf_core.files.reading import open_regular
 from rlhf_core.files.whole import read_model
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir.attempt import AttemptDir, RestartDir
@@ -19,7 +19,7 @@ from rlhf_core.text.escaping import terminal
 
 POLL_INTERVAL_S = 0.5
 TAIL_BYTES_PER_LINE = 400
-"""Bytes read from the end of a file for each requested line."""
+"""Bytes read from the end of a file for each requested line; more if its lines are longer."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ def find_logs(run_dir: RunDir, choice: LogChoice) -> list[LogFile]:
 
 def print_logs(run_dir: RunDir, choice: LogChoice, num_lines: int) -> None:
     """Print the last lines of each selected log."""
+    printer = _Printer()
     for log in find_logs(run_dir, choice):
-        _print_title(log)
-        sys.stdout.write(terminal(last_lines(log.path, num_lines)))
-    sys.stdout.flush()
+        printer.print(log, last_lines(log.path, num_lines))
     if others := _other_roles(run_dir, choice):
+        printer.end_line()
         output.note(f"Also here: {', '.join(f'--role {role}' for role in others)}")
 
 
@@ -72,7 +72,7 @@ def follow_logs(run_dir: RunDir, choice: LogChoice, num_lines: int) -> None:
     """Print the last lines of each log, then new lines until the run ends. New restarts and attempts are followed as
     they begin."""
     positions: dict[Path, int] = {}
-    shown: Path | None = None
+    printer = _Printer()
     logs: list[LogFile] = []
     while True:
         ended = read_record(run_dir).ended
@@ -84,17 +84,11 @@ def follow_logs(run_dir: RunDir, choice: LogChoice, num_lines: int) -> None:
         for log in logs:
             size = log.path.stat().st_size
             if log.path not in positions:
-                text = last_lines(log.path, num_lines)
-                positions[log.path] = size
+                text, positions[log.path] = _tail(log.path, num_lines, size)
             else:
-                text = _read_from(log.path, positions[log.path], size)
-                positions[log.path] = size
+                text, positions[log.path] = _read(log.path, positions[log.path], size)
             if text:
-                if shown != log.path:
-                    _print_title(log)
-                    shown = log.path
-                sys.stdout.write(terminal(text))
-        sys.stdout.flush()
+                printer.print(log, text)
         if ended:
             return
         time.sleep(POLL_INTERVAL_S)
@@ -102,10 +96,37 @@ def follow_logs(run_dir: RunDir, choice: LogChoice, num_lines: int) -> None:
 
 def last_lines(path: Path, num_lines: int) -> str:
     """Read the last lines of a log; 0 for all lines."""
-    size = path.stat().st_size
-    text = read_tail(path, size if num_lines == 0 else num_lines * TAIL_BYTES_PER_LINE)
-    lines = text.splitlines(keepends=True)
-    return "".join(lines if num_lines == 0 else lines[-num_lines:])
+    return _tail(path, num_lines, path.stat().st_size)[0]
+
+
+class _Printer:
+    """Prints parts of logs below the title of their log, which begins a line even if the text before does not end one:
+    a worker may have been killed in the middle of a line."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._at_line_start = True
+
+    def print(self, log: LogFile, text: str) -> None:
+        """Print a part of a log; its title is printed if the last part was of another log."""
+        if log.path != self._path:
+            self.end_line()
+            self._write(f"==> {log.title} ({log.path})\n")
+            self._path = log.path
+        self._write(text)
+        sys.stdout.flush()
+
+    def end_line(self) -> None:
+        """End an unfinished line."""
+        if not self._at_line_start:
+            self._write("\n")
+            sys.stdout.flush()
+
+    def _write(self, text: str) -> None:
+        if text:
+            shown = terminal(text)
+            sys.stdout.write(shown)
+            self._at_line_start = shown.endswith("\n")
 
 
 def _attempt(run_dir: RunDir, number: int | None) -> AttemptDir:
@@ -202,14 +223,32 @@ def _nothing(run_dir: RunDir, attempt: AttemptDir, restart: RestartDir | None, c
     return f"no log of {requested} in attempt {attempt.number} of {run_dir.run_id}; available: {available}"
 
 
-def _print_title(log: LogFile) -> None:
-    sys.stdout.write(terminal(f"==> {log.title} ({log.path})\n"))
+def _tail(path: Path, num_lines: int, end: int) -> tuple[str, int]:
+    """Read the last lines of a file before a position, 0 for all; see :func:`_read`."""
+    length = num_lines * TAIL_BYTES_PER_LINE or end
+    while True:
+        text, read_to = _read(path, max(0, end - length), end)
+        lines = text.splitlines(keepends=True)
+        # More lines than asked for: the first one may begin in the middle.
+        if length >= end or len(lines) > num_lines:
+            return "".join(lines[-num_lines:]), read_to
+        length *= 4
 
 
-def _read_from(path: Path, start: int, end: int) -> str:
+def _read(path: Path, start: int, end: int) -> tuple[str, int]:
+    """Read a part of a file, up to its last whole character: the rest of another one may not be written yet.
+
+    Returns:
+        The text, and the position at which it ends.
+    """
+    if end <= start:  # nothing new, or truncated
+        return "", end
     try:
         with open_regular(path) as file:
             file.seek(start)
-            return file.read(max(end - start, 0)).decode("utf-8", errors="replace")
-    except UnfitFile:
-        return ""
+            content = file.read(end - start)
+    except OSError:
+        return "", end
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    text = decoder.decode(content)
+    return text, end - len(decoder.getstate()[0])

@@ -169,6 +169,7 @@ def main() -> None:
     """Entry point of the ``rlhf`` command."""
     collect_rarely()
     warnings.formatwarning = _format_warning
+    output.escape_unprintable()
     sys.exit(execute(sys.argv[1:]))
 
 

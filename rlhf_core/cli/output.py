@@ -3,6 +3,9 @@
 Results go to standard output; notes, progress and errors go to standard error, so that ``rlhf ... --json | jq`` works.
 """
 
+import codecs
+import io
+import json
 import math
 import os
 import sys
@@ -23,7 +26,7 @@ from rich.table import Table
 from rlhf_core.errors import RlhfError
 from rlhf_core.files import private as private_files
 from rlhf_core.text.escaping import json_text, storable, terminal
-from rlhf_core.text.formatting import duration
+from rlhf_core.text.formatting import duration, figure
 from rlhf_core.text.redaction import masked
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -47,6 +50,20 @@ STATE_STYLES: Mapping[str, str] = {
 """Colours of states, the same in every table."""
 
 _NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+
+
+def escape_unprintable() -> None:
+    """Escape characters that the encoding of standard output lacks, as of completions on a terminal without UTF-8,
+    instead of raising. The escape sequence is that of JSON, so JSON remains the same data."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        codecs.register_error("rlhf-escape", _escaped)
+        sys.stdout.reconfigure(errors="rlhf-escape")
+
+
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
 
 
 def output() -> Console:
@@ -291,7 +308,7 @@ def _cell(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return figure(value)
     if isinstance(value, datetime):
         return f"{value:%Y-%m-%d %H:%M:%S}"
     if isinstance(value, Enum):

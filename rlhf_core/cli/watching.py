@@ -110,7 +110,7 @@ class NewLines:
 
 def timeline_lines(view: RunSnapshot) -> list[str]:
     """Format incidents, decisions and recoveries, oldest first."""
-    return [f"{entry.time:%H:%M:%S} {entry.text}" for entry in view.timeline.entries()]
+    return [f"{entry.time:%Y-%m-%d %H:%M:%S} {entry.text}" for entry in view.timeline.entries()]
 
 
 def undriven_line(view: RunSnapshot) -> str:

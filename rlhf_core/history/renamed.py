@@ -77,5 +77,5 @@ def refuse_old_values(text: str) -> None:
     """
     found = _OLD_EVENTS.search(text)
     if found is not None and re.search(r"\bevents\b", text, re.IGNORECASE):
-        now = found[0].replace("keeper", "reconcile", 1)
+        now = found[0].replace("keeper", "reconcile", 1).replace("_tell", "_publish")
         raise BadInput(f"events of kind {found[0]} are called {now} since schema 0009: write {now} instead.")

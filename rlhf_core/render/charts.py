@@ -25,27 +25,23 @@ def learning_plots(record: ReportData) -> Markup:
     """Accuracy, reward and training-health metrics."""
     if not is_elsewhere(record):
         return _plots(record, [_accuracy(record), *(_line_plot(record, plot) for plot in LEARNING)])
-    made = [(plot.title, *_line_plot(record, plot)) for plot in LEARNING_ELSEWHERE]
-    absent = ", ".join(title for title, figure, _ in made if not figure)
-    return _plots(record, [_accuracy(record), *_drawn(made), (None, f"Not logged by the trainer: {absent}.")])
+    logged = [plot for plot in LEARNING_ELSEWHERE if any(record.curves.get(key) for key, _ in plot.keys)]
+    absent = ", ".join(plot.title for plot in LEARNING_ELSEWHERE if plot not in logged)
+    made = [_accuracy(record), *(_line_plot(record, plot) for plot in logged)]
+    return _plots(record, [*made, *([(None, f"Not logged by the trainer: {absent}.")] if absent else [])])
 
 
 def speed_plots(record: ReportData) -> Markup:
     """Time per phase and throughput."""
-    made = [("", *_phase_times(record)), *(("", *_line_plot(record, plot)) for plot in SPEED)]
-    if is_elsewhere(record) and not any(figure for _, figure, _ in made):
+    made = [_phase_times(record), *(_line_plot(record, plot) for plot in SPEED)]
+    if is_elsewhere(record) and not any(figure for figure, _ in made):
         return tag("p", "The trainer logged neither times of its steps nor throughput.", class_="note")
-    shown = _drawn(made) if is_elsewhere(record) else [(figure, sentence) for _, figure, sentence in made]
-    return _plots(record, shown)
+    return _plots(record, [(figure, sentence) for figure, sentence in made if figure or not is_elsewhere(record)])
 
 
 def is_elsewhere(record: ReportData) -> bool:
     """True if an external trainer ran the training."""
     return record.spec is not None and record.spec.trainer.kind == "command"
-
-
-def _drawn(made: Sequence[tuple[str, Markup | None, str]]) -> list[tuple[Markup | None, str]]:
-    return [(figure, sentence) for _, figure, sentence in made if figure]
 
 
 def marks_of(record: ReportData) -> Marks:
@@ -65,13 +61,11 @@ def marks_of(record: ReportData) -> Marks:
 
 def _line_plot(record: ReportData, plot: LinePlot) -> tuple[Markup | None, str]:
     """The figure, or None with the sentence that explains why there is none."""
-    series = []
-    for key, label in plot.keys:
-        curve = finite(_of_stage(record, record.curves.get(key, ()), plot.stage))
-        if curve:
-            series.append(Series(label, curve))
+    found = [(label, _of_stage(record, record.curves.get(key, ()), plot.stage)) for key, label in plot.keys]
+    series = [Series(label, curve) for label, whole in found if (curve := finite(whole))]
     if not series:
-        return None, f"{plot.title}: {plot.if_missing}."
+        why = _not_finite(max(len(whole) for _, whole in found)) or plot.if_missing
+        return None, f"{plot.title}: {why}."
     window = max(smoothing_window(len(item.curve)) for item in series) if plot.smooth else 1
     caption = plot.explanation
     if window > 1:
@@ -87,6 +81,14 @@ def _line_plot(record: ReportData, plot: LinePlot) -> tuple[Markup | None, str]:
         span=(series[0].curve[0][0], series[0].curve[-1][0]) if plot.stage else None,
     )
     return figure(plot.title, svg, caption), ""
+
+
+def _not_finite(num_values: int) -> str:
+    """The reason why measured values cannot be drawn; empty if there are none."""
+    if not num_values:
+        return ""
+    values = "its only value is" if num_values == 1 else f"all its {num_values:,} values are"
+    return f"{values} not finite (NaN or infinite)"
 
 
 def _of_stage(record: ReportData, curve: Curve, stage: str) -> Curve:
@@ -123,7 +125,8 @@ def _accuracy(record: ReportData) -> tuple[Markup | None, str]:
         if points:
             series.append(PointSeries(name, points, between))
     if not series:
-        return None, f"{title}: no evaluation was made."
+        why = "no evaluation has a finite score and interval" if record.evaluations else "no evaluation was made"
+        return None, f"{title}: {why}."
     level = record.spec.evaluate.confidence if record.spec else None
     caption = "Bars: confidence interval" + (f" of {level:.0%}." if level else ".")
     if any(item.between for item in series):
@@ -147,7 +150,7 @@ def _phase_times(record: ReportData) -> tuple[Markup | None, str]:
         if any(value > 0 for _, value in curve)
     ]
     if not series:
-        return None, f"{title}: no step was made."
+        return None, f"{title}: {'no time was logged' if record.curves else 'no step was made'}."
     totals = {item.label: sum(value for _, value in item.curve) for item in series}
     whole = sum(totals.values())
     caption = "Of all: " + ", ".join(f"{label} {_percent(part / whole)}" for label, part in totals.items()) + "."

@@ -3,11 +3,12 @@
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -27,6 +28,7 @@ from rlhf_core.schemas.reports import EvaluationSample, SampleLine
 from rlhf_core.schemas.run import RunSpec
 
 Rows = Sequence[Mapping[str, Any]]
+Found = TypeVar("Found")
 
 MAX_WITH_EVIDENCE = 20
 """Number of newest incidents whose stacks and logs are included in the report."""
@@ -110,7 +112,8 @@ class ReportData:
 
 
 def gather(store: HistoryStore, run_dir: RunDir) -> ReportData:
-    """Read a run. Without its directory, the report lacks training samples and model size, and says so.
+    """Read a run. Without its directory, the report lacks training samples and model size, and says so. The same holds
+    for files that cannot be read: a run directory may belong to another user.
 
     Raises:
         UnknownRun: the history does not have the run.
@@ -152,13 +155,22 @@ def gather(store: HistoryStore, run_dir: RunDir) -> ReportData:
             for row in shown["evaluations"]
         },
         evidence=_evidence(run_dir, timeline),
-        samples=_training_samples(run_dir),
-        num_parameters=_num_parameters(run_dir),
+        samples=_readable(lambda: _training_samples(run_dir), [], "Samples of training are", notes),
+        num_parameters=_readable(lambda: _num_parameters(run_dir), None, "The model's size is", notes),
         notes=notes,
         probes=_probes(store, run_id),
         promotion=shown["promotion"],
-        promotion_moves=_promotion_moves(run_dir),
+        promotion_moves=_readable(lambda: _promotion_moves(run_dir), [], "Changes of the promotion are", notes),
     )
+
+
+def _readable(read: Callable[[], Found], missing: Found, name: str, notes: list[str]) -> Found:
+    """Read a part of the run directory; if that fails, add a note and return the value for a missing part."""
+    try:
+        return read()
+    except OSError as error:
+        notes.append(f"{name} left out: {error}.")
+        return missing
 
 
 def find_row(rows: Iterable[Mapping[str, Any]], **wanted: object) -> Mapping[str, Any] | None:
@@ -214,13 +226,18 @@ def _num_parameters(run_dir: RunDir) -> int | None:
     for folder in folders:
         files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
         if files:
-            return sum(_count_elements(file) for file in files)
+            with suppress(struct.error, ValueError, LookupError, TypeError, AttributeError):  # damaged: look further
+                return sum(_count_elements(file) for file in files)
     return None
+
+
+_MAX_HEADER_BYTES = 100_000_000
+"""Limit of the format; the length in a damaged file may be anything."""
 
 
 def _count_elements(path: Path) -> int:
     """Number of elements in a safetensors file, whose first 8 bytes give the length of the JSON header that follows."""
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
+        header = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
     return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")

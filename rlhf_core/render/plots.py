@@ -158,9 +158,10 @@ def point_chart(series: Sequence[PointSeries], *, unit: str, marks: Marks, name:
             axes.errorbar(
                 xs,
                 [point.value for point in item.points],
+                # Not below zero: rounding may leave the value of equal scores just outside its interval.
                 yerr=[
-                    [point.value - point.low for point in item.points],
-                    [point.high - point.value for point in item.points],
+                    [max(0.0, point.value - point.low) for point in item.points],
+                    [max(0.0, point.high - point.value) for point in item.points],
                 ],
                 color=colour,
                 fmt="o",

@@ -189,6 +189,9 @@ def _incidents_and_decisions(timeline: Timeline) -> list[str]:
     return [
         "| at (UTC) | attempt | incident | message, decision |",
         "|---|---|---|---|",
-        *(f"| {at:%H:%M:%S} | {number} | {kind} | {markdown(text)} |" for at, number, kind, text in sorted(found)),
+        *(
+            f"| {at:%Y-%m-%d %H:%M:%S} | {number} | {kind} | {markdown(text)} |"
+            for at, number, kind, text in sorted(found)
+        ),
         "",
     ]

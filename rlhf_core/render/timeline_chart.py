@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from rlhf_core.render.gather import ReportData
-from rlhf_core.render.markup import Markup, as_time, clock, duration, tag
+from rlhf_core.render.markup import Markup, as_time, clock, duration, moment, tag
 
 _TICKS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
 _MAX_TICKS = 6
@@ -37,15 +37,15 @@ def timeline_chart(record: ReportData) -> Markup | None:
     moments = _moments(record)
     if not spans:
         return None
-    start = min([span.start for span in spans] + [moment.time for moment in moments])
-    end = max([span.end for span in spans] + [moment.time for moment in moments])
+    start = min([span.start for span in spans] + [one.time for one in moments])
+    end = max([span.end for span in spans] + [one.time for one in moments])
     length_s = max((end - start).total_seconds(), 1e-3)
 
     def place(time: datetime) -> float:
         return 100 * (time - start).total_seconds() / length_s
 
     rows = []
-    for name in dict.fromkeys([span.row for span in spans] + [moment.row for moment in moments]):
+    for name in dict.fromkeys([span.row for span in spans] + [one.row for one in moments]):
         bars = [
             tag(
                 "i",
@@ -57,9 +57,9 @@ def timeline_chart(record: ReportData) -> Markup | None:
             if span.row == name
         ]
         signs = [
-            tag("i", class_=f"sign {moment.kind}", style=f"left:{place(moment.time):.3f}%", title=moment.text)
-            for moment in moments
-            if moment.row == name
+            tag("i", class_=f"sign {one.kind}", style=f"left:{place(one.time):.3f}%", title=one.text)
+            for one in moments
+            if one.row == name
         ]
         rows.append(tag("div", tag("span", name), tag("div", *bars, *signs, class_="track"), class_="row"))
     ticks = [
@@ -70,7 +70,7 @@ def timeline_chart(record: ReportData) -> Markup | None:
     return tag(
         "div",
         *rows,
-        tag("p", f"From {clock(start)} to {clock(end)} UTC; the axis shows the time since the start.", class_="note"),
+        tag("p", f"From {moment(start)} to {moment(end)}; the axis shows the time since the start.", class_="note"),
         class_="timeline",
     )
 

@@ -6,6 +6,8 @@ from itertools import groupby
 _SHOWN = 5
 """Largest number of step ranges that are listed."""
 
+_LARGEST_WHOLE = 1e15
+"""Number from which on powers of ten are written."""
 
 THROUGH_PREFECT = "through Prefect, unverified"
 """Account of a name that was entered in a form of Prefect, or sent to its API."""
@@ -21,6 +23,13 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def figure(value: float, digits: int = 4) -> str:
+    """Format a number to some significant digits, a large one to the nearest whole number: ``0.01235``, ``123457``,
+    ``1e+20``."""
+    text = f"{value:.{digits}g}"
+    return f"{value:.0f}" if "e+" in text and abs(value) < _LARGEST_WHOLE else text
 
 
 def count(number: int, noun: str) -> str:

@@ -1,11 +1,13 @@
 """The command line as a whole: help, versions, exit codes, and unexpected errors."""
 
 import errno
+import io
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +179,27 @@ def test_json_has_no_non_standard_values(capsys: pytest.CaptureFixture[str]) -> 
 def test_foreign_objects_in_json_are_refused() -> None:
     with pytest.raises(TypeError, match="found a object"):
         output.print_json({"a": object()})
+
+
+def test_characters_that_a_terminal_lacks_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prints(arguments: Sequence[str]) -> int:
+        output.print_json({"completion": "é 日 🙂"})
+        output.print_table(("curve",), [("▁▇",)])
+        return 0
+
+    printed = io.BytesIO()
+    monkeypatch.setattr(main, "execute", prints)
+    monkeypatch.setattr(main, "collect_rarely", lambda: None)
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="latin-1"))
+    with pytest.raises(SystemExit, match="0"):
+        main.main()
+    sys.stdout.flush()
+    text = printed.getvalue().decode("latin-1")
+    shown, _, table = text.partition("}\n")
+    assert json.loads(f"{shown}}}") == {"completion": "é 日 🙂"}
+    assert "é" in shown
+    assert "\\u2581\\u2587" in table
 
 
 def test_tables_print_markup_literally(capsys: pytest.CaptureFixture[str]) -> None:

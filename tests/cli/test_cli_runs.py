@@ -386,6 +386,24 @@ def test_logs_show_the_newest_start_and_the_agents(with_logs: RunDir, capsys: Pr
     assert printed.err == "Also here: --role trainer\n"
 
 
+def test_the_last_lines_of_a_log_are_whole_however_long_they_are(with_logs: RunDir, capsys: Printed) -> None:
+    error = f"RuntimeError: {'x' * 3000}\n"
+    path = with_logs.attempt(1).restart(1).log("evaluator", "n1", 0)
+    with path.open("a") as file:
+        file.write(error)
+    for num_lines, expected in ((1, error), (2, f"evaluator 0 line 99\n{error}")):
+        assert log_files.last_lines(path, num_lines) == expected
+    assert log_files.last_lines(path, 1000) == log_files.last_lines(path, 0) == path.read_text()
+
+
+def test_the_title_of_a_log_begins_a_line(with_logs: RunDir, capsys: Printed) -> None:
+    path = with_logs.attempt(1).restart(1).log("evaluator", "n1", 0)
+    with path.open("a") as file:
+        file.write("killed in the middle of")
+    rlhf("logs", with_logs.run_id, "--role", "evaluator", "--tail", "1")
+    assert "killed in the middle of\n==> evaluator rank 1" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -439,6 +457,46 @@ def test_following_prints_new_lines_until_the_run_ends(with_logs: RunDir, capsys
         rlhf("logs", with_logs.run_id, "--follow", "--rank", "0", "--tail", "1")
     shown = capsys.readouterr().out
     assert shown.count("added 1\n") == shown.count("added 2\n") == 1
+
+
+def test_following_waits_for_the_rest_of_a_character(with_logs: RunDir, capsys: Printed) -> None:
+    path = with_logs.attempt(1).restart(1).log("evaluator", "n1", 0)
+    parts = [b"caf\xc3", b"\xa9 \xe6\x97", b"\xa5\n"]
+
+    def meanwhile(seconds: float) -> None:
+        if not parts:
+            raise KeyboardInterrupt
+        with path.open("ab") as file:
+            file.write(parts.pop(0))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(log_files.time, "sleep", meanwhile)
+        rlhf("logs", with_logs.run_id, "--follow", "--rank", "0", "--tail", "1", expect=130)
+    assert capsys.readouterr().out.endswith("evaluator 0 line 99\ncafé 日\n")
+
+
+def test_following_prints_lines_written_during_a_reading_once(with_logs: RunDir, capsys: Printed) -> None:
+    path = with_logs.attempt(1).restart(1).log("evaluator", "n1", 0)
+    rounds = []
+    really_open = os.open
+
+    def opened(opened_path: str | Path, *more: Any, **options: Any) -> int:
+        if Path(opened_path) == path and not rounds:
+            rounds.append("opened")
+            with path.open("a") as file:
+                file.write("written meanwhile\n")
+        return really_open(opened_path, *more, **options)
+
+    def meanwhile(seconds: float) -> None:
+        rounds.append("slept")
+        if len(rounds) == 4:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", opened)
+        patch.setattr(log_files.time, "sleep", meanwhile)
+        rlhf("logs", with_logs.run_id, "--follow", "--rank", "0", "--tail", "2", expect=130)
+    assert capsys.readouterr().out.count("written meanwhile\n") == 1
 
 
 def test_watch_prints_a_line_for_a_run_that_has_ended(scheduler: FakeScheduler, capsys: Printed) -> None:

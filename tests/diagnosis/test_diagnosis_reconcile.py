@@ -76,7 +76,7 @@ def decided(run: RunFacts | None = RUN, *flow_runs: FlowRunFacts, **world: Any) 
         (replace(RUN, cancel_requested="enough"), ["cancel_run"]),
         (replace(DRIVEN, cancel_requested="enough"), []),
         (replace(ENDED, promotion_due=True), ["adopt"]),
-        (replace(ENDED, unpublished=2), ["tell"]),
+        (replace(ENDED, unpublished=2), ["publish"]),
         (replace(ENDED, unpublished=2, ended_s=29.0), []),
         (replace(ENDED, unpublished=2, holder=LeaseState.LIVING), []),
         (replace(RUN, missing_s=1.0), []),

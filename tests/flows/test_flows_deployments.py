@@ -187,7 +187,6 @@ def deployment_id(client: Any, name: str) -> str:
     return str(client.read_deployment_by_name(f"rlhf-run/{name}").id)
 
 
-@pytest.mark.usefixtures("server", "pool")
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -196,11 +195,15 @@ def deployment_id(client: Any, name: str) -> str:
         ({"cron": "0 2 * * *", "timezone": "Europe/Berln"}, "for instance Europe/Berlin"),
         ({"timezone": "UTC"}, "which is not given"),
         ({"priority": "urgent"}, f"one of {', '.join(QUEUES)}"),
+        ({"limit": -1}, "a number of runs, or 0 for no limit"),
         ({"name": "resume"}, "goes on with runs"),
         ({"name": "No Name"}, "give --name"),
     ],
 )
-def test_a_config_that_cannot_be_deployed_is_reported(site: Site, given: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_deployed_is_reported_without_a_server(
+    site: Site, given: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flows.deployments.registration.server_answers", lambda: False)
     with pytest.raises(BadInput, match=message):
         register("quickstart", site, **given)
 

@@ -13,7 +13,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.exceptions import CancelledRun
 from prefect.flow_engine import run_flow
-from prefect.states import Crashed, Running
+from prefect.states import Completed, Crashed, Running
 from process_tools import ASKING_INTERVAL_S, until
 from sites import Site
 
@@ -144,6 +144,21 @@ def test_a_crashed_flow_run_keeps_its_deployment_busy_only_while_its_run_continu
     assert schedules.busy_with(client, flow_run, harness.site.runs_dir) == run_dir.run_id
     assert RunDir.of(harness.site.runs_dir, run_dir.run_id).spec.is_file()
     run_dir.spec.unlink()
+    assert schedules.busy_with(client, flow_run, harness.site.runs_dir) == ""
+
+
+@pytest.mark.parametrize("page_size", [200, 10])
+def test_a_run_is_found_behind_any_number_of_newer_flow_runs(
+    page_size: int, client: SyncPrefectClient, harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedules, "_AT_MOST", page_size)
+    deployment = deployed(client, f"many-{page_size}")
+    flow_run = client.create_flow_run_from_deployment(deployment)
+    busy = at_work(client, deployment)
+    for _ in range(21):
+        client.set_flow_run_state(client.create_flow_run_from_deployment(deployment).id, Crashed(), force=True)
+    assert schedules.busy_with(client, flow_run, harness.site.runs_dir) == busy.name
+    client.set_flow_run_state(busy.id, Completed(), force=True)
     assert schedules.busy_with(client, flow_run, harness.site.runs_dir) == ""
 
 

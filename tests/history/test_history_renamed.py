@@ -1,10 +1,16 @@
 """Saved SQL with a name from before a migration gets an error with the new one, on both databases."""
 
+from pathlib import Path
+
 import pytest
+from history_tools import at, whole_run
 
 from rlhf_core.errors import BadInput
+from rlhf_core.files.appended import LineWriter
 from rlhf_core.history.queries import run_sql
 from rlhf_core.history.store import HistoryStore
+from rlhf_core.schemas.reports import ReconcileNote
+from rlhf_core.watchdog.ingest import sync
 
 OLD = {
     "SELECT c.stage FROM checkpoints c": "checkpoints.stage is called loop since schema 0009: write loop instead",
@@ -15,6 +21,7 @@ OLD = {
     "SELECT p.moved_at - p.asked_at FROM promotions p": r"write (state_changed_at|requested_at) instead",
     "SELECT * FROM kept_goodput": "kept_goodput is called goodput_cache since schema 0009: write goodput_cache instead",
     "SELECT time FROM events WHERE kind = 'keeper_adopt'": "write 'reconcile_adopt' instead",
+    "SELECT time FROM events WHERE kind = 'keeper_tell'": "write 'reconcile_publish' instead",
     "SELECT time FROM events WHERE kind LIKE 'keeper%'": "write 'reconcile%' instead",
 }
 
@@ -53,3 +60,14 @@ def test_any_other_unknown_name_gets_the_list_of_tables(store: HistoryStore, sta
 def test_the_word_alone_is_no_old_name(store: HistoryStore) -> None:
     assert run_sql(store, "SELECT message FROM runs WHERE message = 'keeper_adopt'").rows == []
     assert run_sql(store, "SELECT position FROM events").rows == []
+
+
+def test_notes_of_an_earlier_version_get_the_present_word(store: HistoryStore, runs: Path) -> None:
+    run_dir = whole_run(runs).dir
+    writer = LineWriter(run_dir.housekeeping)
+    for kind in ("tell", "publish", "adopt"):
+        writer.write(ReconcileNote(time=at(60), kind=kind, message="done"))
+    writer.close()
+    sync(run_dir, store)
+    found = run_sql(store, "SELECT kind, count(*) FROM events WHERE kind LIKE 'reconcile%' GROUP BY kind ORDER BY kind")
+    assert found.rows == [["reconcile_adopt", 1], ["reconcile_publish", 2]]

@@ -17,6 +17,7 @@ from rlhf_core.render import charts, line_plots, run_page
 from rlhf_core.render.config_text import as_toml
 from rlhf_core.render.gather import ReportData
 from rlhf_core.render.markup import Markup, duration, number, table, tag
+from rlhf_core.render.series import Curve
 from rlhf_core.schemas.reports import EvaluationSample
 from rlhf_core.schemas.run import RunSpec
 
@@ -207,14 +208,30 @@ def test_returns_to_a_checkpoint_are_marked() -> None:
 
 def test_numbers_that_are_not_finite_do_not_break_the_page() -> None:
     curves = {**records.curves(), "train/loss": [(1, math.nan), (2, math.inf), (3, -math.inf)]}
+    curves["train/grad_norm"] = [(1, math.nan)]
     text = _text(records.learned(curves=curves))
     assert "NaN" in text
-    assert "Loss of the supervised steps: the run made no supervised step." in text
+    assert "Loss of the supervised steps: all its 3 values are not finite (NaN or infinite)." in text
+    assert "Gradient norm: its only value is not finite (NaN or infinite)." in text
+    assert "Loss of the policy steps: the run made no step of reinforcement learning." in text, "control"
+
+
+def test_what_another_program_logs_is_not_called_missing_because_it_is_not_finite() -> None:
+    spec = config.load("trl-cpo", OTHER_PROGRAM)
+    curves: dict[str, Curve] = {"train/loss": [(1, math.nan), (2, math.nan)]}
+    text = _text(records.learned(spec=spec, curves=curves, samples=()))
+    assert "Loss: all its 2 values are not finite (NaN or infinite)." in text
+    absent = text.partition("Not logged by the trainer: ")[2].partition(".")[0]
+    assert "Reward" in absent
+    assert "Loss" not in absent.split(", ")
+    every = {key: [(1, 1.0), (2, 2.0)] for plot in line_plots.LEARNING_ELSEWHERE for key, _ in plot.keys}
+    assert "Not logged by the trainer" not in _text(records.learned(spec=spec, curves=every, samples=()))
 
 
 def test_an_evaluation_that_is_not_finite_does_not_break_the_page() -> None:
     rows = [{**row, "value": None, "ci_low": None, "ci_high": None} for row in records.learned().evaluations]
-    assert "Held-out scores: no evaluation was made." in _text(records.learned(evaluations=rows))
+    assert "Held-out scores: no evaluation has a finite score and interval." in _text(records.learned(evaluations=rows))
+    assert "Held-out scores: no evaluation was made." in _text(records.learned(evaluations=[], tables={})), "control"
 
 
 def test_a_run_that_goes_on_says_that_it_does() -> None:

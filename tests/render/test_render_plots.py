@@ -100,6 +100,13 @@ def test_values_with_their_intervals_are_written_out() -> None:
     assert {"0.762", "0.941", "greedy"} <= set(_texts(svg))
 
 
+def test_a_value_rounded_to_outside_its_interval_is_drawn() -> None:
+    """Records of earlier versions: the value of equal scores was a sum, and its interval was around their mean."""
+    points = (Point(40, sum([0.1] * 512) / 512, 0.1, 0.1), Point(120, 0.1, 0.10000000000000002, 0.2))
+    svg = plots.point_chart([PointSeries("greedy", points)], unit="score", marks=MARKS, name="p", description="")
+    assert "0.100" in _texts(svg)
+
+
 def test_scores_below_zero_are_on_the_axis() -> None:
     points = (Point(40, -0.3, -0.35, -0.25), Point(120, -0.1, -0.15, -0.05))
     svg = plots.point_chart([PointSeries("greedy", points)], unit="penalty", marks=MARKS, name="p", description="")

@@ -4,13 +4,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import records
 from history_tools import RunFiles, at, database_url, runs, store
 
 from rlhf_core.cli import watching
+from rlhf_core.control.views.progress import RunReader
+from rlhf_core.control.views.summary import summarise
 from rlhf_core.control.views.timeline import read_timeline
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
+from rlhf_core.render.summary import summary_markdown
 from rlhf_core.render.timeline import FirstStep, Timeline, TimelineIncident, incident_text, timeline_from_rows
+from rlhf_core.render.timeline_chart import timeline_chart
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.failures import Action, FailureKind, Incident
@@ -130,6 +135,16 @@ def test_each_incident_of_a_restart_has_its_own_decision_and_only_the_last_a_rec
     for one in (outlived, killed):
         answers_now = read_timeline(run.dir).decisions_on(TimelineIncident(run.dir, one))
         assert Action.STOP in [made.action for made in answers_now]
+
+
+def test_times_have_dates_because_runs_take_days(runs: Path) -> None:
+    run = hung_run(runs)
+    page = summary_markdown(summarise(run.dir), read_timeline(run.dir))
+    assert f"| {at(17):%Y-%m-%d} 12:00:17 | 1 | collective_hang |" in page
+    shown = watching.timeline_lines(RunReader(run.dir).read())
+    assert shown[0].startswith(f"{at(12):%Y-%m-%d} 12:00:12 progress stopped")
+    chart = str(timeline_chart(records.learned()))
+    assert "From 2026-11-20 14:03:07 UTC to 2026-11-20 14:06:19 UTC" in chart
 
 
 @pytest.mark.parametrize("as_json", [False, True])

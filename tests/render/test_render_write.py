@@ -1,5 +1,6 @@
 """Reports of real histories: through the store, the run directory and the command line."""
 
+import errno
 import json
 import os
 import struct
@@ -208,6 +209,34 @@ def test_parameters_are_counted_from_the_headers_of_the_weights(site: site_confi
     (run_dir.initial_model / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(68))
     with HistoryStore(site.database_url) as store:
         assert gather(store, run_dir).num_parameters == 17
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff" * 20, struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 9) + b'{"a": {}}']
+)
+def test_damaged_weights_have_no_size(site: site_config.Site, run_dir: RunDir, content: bytes) -> None:
+    _ingest(site, run_dir)
+    run_dir.initial_model.mkdir()
+    (run_dir.initial_model / "model.safetensors").write_bytes(content)
+    with HistoryStore(site.database_url) as store:
+        assert gather(store, run_dir).num_parameters is None
+
+
+def test_files_of_another_user_are_left_out_with_a_note(
+    site: site_config.Site, run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the command answered that the report itself cannot be written."""
+
+    def refused(path: Path, schema: object) -> list[object]:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    _ingest(site, run_dir)
+    (run_dir.initial_model / "model.safetensors").mkdir(parents=True)  # opening it is refused, too
+    monkeypatch.setattr("rlhf_core.render.gather.read_models", refused)
+    assert execute(["report", "last", "--output", str(tmp_path / "report.html")]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "Samples of training are left out: [Errno 13] Permission denied" in page
+    assert "The model&#x27;s size is left out: [Errno 21] Is a directory" in page
 
 
 # ---------------------------------------------------------------------------------------------------------------------

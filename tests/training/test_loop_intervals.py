@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.training.evaluation.intervals import effective_samples, mean_interval, student_quantile, wilson_interval
+from rlhf_core.training.evaluation.intervals import (
+    effective_samples,
+    mean_interval,
+    mean_score,
+    student_quantile,
+    wilson_interval,
+)
 
 
 def test_wilson_agrees_with_published_values() -> None:
@@ -74,6 +80,15 @@ def test_the_interval_holds_the_mean_and_stays_between_0_and_1(scores: list[list
     mean = statistics.fmean(value for samples in scores for value in samples)
     assert 0 <= low <= mean + 1e-12
     assert mean - 1e-12 <= high <= 1
+
+
+@pytest.mark.parametrize("score", [0.1, -1.6, 1 / 3])
+@pytest.mark.parametrize("samples_per_prompt", [1, 3])
+def test_the_mean_of_equal_scores_is_in_its_interval(score: float, samples_per_prompt: int) -> None:
+    """Such an interval has no width, and a plain sum of 512 tenths is not 51.2."""
+    scores = [[score] * samples_per_prompt] * 512
+    low, high = mean_interval(scores, 0.95)
+    assert low <= mean_score(scores) <= high
 
 
 def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:

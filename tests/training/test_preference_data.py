@@ -65,6 +65,18 @@ def test_pairs_need_no_answer_and_have_columns_and_templates(tmp_path: Path) -> 
     assert (with_answer.answer, with_answer.target) == ("2", "2")
 
 
+@pytest.mark.parametrize("missing", [None, float("nan")])
+@pytest.mark.parametrize("prompt", ["1+1=", ASKED])
+def test_pairs_may_have_a_column_of_answers_with_gaps(tmp_path: Path, missing: Any, prompt: Any) -> None:
+    pair = GOOD if isinstance(prompt, str) else {"chosen": answer_turn("2"), "rejected": answer_turn("3")}
+    rows = load(tmp_path, {**pair, "prompt": prompt, "answer": missing}, {**pair, "prompt": prompt, "answer": "2"})
+    assert [(row.answer, row.chosen) for row in rows] == [("", "2"), ("2", "2")]
+    path = tmp_path / "rows.jsonl"
+    assert scan(path, spec_of(train=str(path)).data, kinds=frozenset({"pair"})).num_malformed == 0, "preflight agrees"
+    with pytest.raises(BadData, match=r'column "answer" is (null|NaN)'):
+        load_data(spec_of("sft", train=str(path)), "train")
+
+
 def test_an_algorithm_without_pairs_reads_as_before(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "1+1=", "answer": "2", "chosen": None}) + "\n")

@@ -10,6 +10,7 @@ from rlhf_core.cli import output
 from rlhf_core.cli.commands.history import catch_up, open_history
 from rlhf_core.errors import BadInput
 from rlhf_core.render.series import finite
+from rlhf_core.text.formatting import figure
 
 Facts = Mapping[str, Any]
 
@@ -138,7 +139,7 @@ def _print_metrics(compared: Facts) -> None:
         lines = sparklines(compared["curves"][metric["key"]])
         for run, line, value in zip(compared["runs"], lines, metric["values"], strict=True):
             step = metric["step"] if metric["step"] is not None else "last"
-            rows.append((metric["key"], run["label"], line, "" if value is None else f"{value:.5g}", step))
+            rows.append((metric["key"], run["label"], line, "" if value is None else figure(value, 5), step))
         if metric["note"]:
             rows.append(("", "", metric["note"], "", ""))
     if rows:

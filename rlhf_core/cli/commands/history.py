@@ -15,7 +15,7 @@ from rlhf_core.errors import BadInput, RlhfError
 from rlhf_core.machine.accounts import attributed_here
 from rlhf_core.render.weight_syncs import weight_sync_text
 from rlhf_core.schemas.attempts import RunState
-from rlhf_core.text.formatting import attributed, count
+from rlhf_core.text.formatting import attributed, count, figure
 
 if TYPE_CHECKING:
     from rlhf_core.history.store import HistoryStore
@@ -400,7 +400,7 @@ def _print_section(title: str, columns: Sequence[str], rows: Sequence[Sequence[o
 
 
 def _number(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:.5g}"
+    return value if isinstance(value, str) else figure(value, 5)
 
 
 def _moment(iso: str) -> str:

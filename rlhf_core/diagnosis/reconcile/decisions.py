@@ -77,7 +77,7 @@ class ActionKind(StrEnum):
     """Set the final state of a flow run without a process."""
     END_TASK_RUN = "end_task_run"
     """Set the final state of a task run whose flow run has ended."""
-    PUBLISH = "tell"
+    PUBLISH = "publish"
     """Publish to Prefect what its controller could no longer publish."""
     REMOVE_CHECKPOINT = "remove_checkpoint"
     """Remove a checkpoint that the retention rules of the site no longer keep."""

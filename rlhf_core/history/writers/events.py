@@ -54,6 +54,10 @@ def write_events(connection: Connection, run_id: str, entries: Sequence[EventEnt
     insert_or_keep(connection, EVENTS, rows)
 
 
+_RENAMED_NOTES = {"tell": "publish"}
+"""Kinds of notes that earlier versions wrote, with their present names."""
+
+
 def write_notes(connection: Connection, run_id: str, source: str, notes: Sequence[tuple[int, ReconcileNote]]) -> None:
     """Write the notes of the site daemon."""
     rows = [
@@ -62,7 +66,7 @@ def write_notes(connection: Connection, run_id: str, source: str, notes: Sequenc
             source,
             position,
             note.time,
-            f"reconcile_{note.kind}",
+            f"reconcile_{_RENAMED_NOTES.get(note.kind, note.kind)}",
             note.message,
             attempt=note.attempt,
             data=dict(note.data),

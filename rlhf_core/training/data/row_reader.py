@@ -71,9 +71,10 @@ class RowReader:
             names |= {"chosen": data.chosen_column, "rejected": data.rejected_column}
         fields = dict(columns)
         for alias, column in names.items():
-            if column in columns:
+            is_optional = alias == "answer" and not self._needs_answer
+            if column in columns and not (is_optional and _is_missing(columns[column])):
                 fields[alias] = columns[column]
-            elif alias == "answer" and not self._needs_answer:
+            elif is_optional:
                 fields.pop(alias, None)
             elif alias != "prompt" or not self._pairs:
                 raise MalformedRow(
@@ -180,9 +181,13 @@ def _split(chosen: JsonValue, rejected: JsonValue) -> dict[str, JsonValue]:
     raise MalformedRow("no prompt, and completions that are neither both texts nor both lists of messages")
 
 
-def _require_value(name: str, value: JsonValue) -> None:
+def _is_missing(value: JsonValue) -> bool:
     # Programs that write missing numbers as NaN are common; the text "nan" would be trained on.
-    if value is None or (isinstance(value, float) and math.isnan(value)):
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _require_value(name: str, value: JsonValue) -> None:
+    if _is_missing(value):
         raise MalformedRow(f'column "{name}" is {"null" if value is None else "NaN"}')
 
 

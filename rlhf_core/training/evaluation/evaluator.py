@@ -28,7 +28,7 @@ from rlhf_core.training.data.examples import Scorer
 from rlhf_core.training.data.loading import EncodedPrompts, encode_prompts, load_rows
 from rlhf_core.training.data.tokenizers import load_tokenizer
 from rlhf_core.training.distributed import Ranks, init_process_group, leave_process_group
-from rlhf_core.training.evaluation.intervals import mean_interval
+from rlhf_core.training.evaluation.intervals import mean_interval, mean_score
 from rlhf_core.training.evaluation.ranking import desirable_sample, pair_sample, rate_rows
 from rlhf_core.training.models.adapters import base_of, is_adapter
 from rlhf_core.training.models.causal_lm import PolicyModel, in_evaluation_mode, load_causal_lm
@@ -142,7 +142,7 @@ class Evaluator:
             name=name,
             when=when,
             metric=PREFERENCE_METRIC if name == "preference" else self.spec.evaluate.scorer.partition(":")[2],
-            value=sum(value for samples in all_scores for value in samples) / num_samples,
+            value=mean_score(all_scores),
             ci_low=low,
             ci_high=high,
             num_prompts=len(all_scores),

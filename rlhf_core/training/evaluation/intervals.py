@@ -8,6 +8,14 @@ from collections.abc import Sequence
 from statistics import NormalDist, fmean, variance
 
 
+def mean_score(scores: Sequence[Sequence[float]]) -> float:
+    """Mean over all samples of prompts with equally many of them.
+
+    The centre of :func:`mean_interval`: a sum in another order may be rounded to a value outside a narrow interval.
+    """
+    return fmean(map(fmean, scores))
+
+
 def mean_interval(scores: Sequence[Sequence[float]], confidence: float) -> tuple[float, float]:
     """Interval of the mean over all samples.
 
