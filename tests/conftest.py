@@ -11,6 +11,7 @@ import prefect_template
 import pytest
 import rerun_guard
 import skip_guard
+from hypothesis import settings
 
 # Each test process imports the modules of all tests. The collector would scan them repeatedly for nothing.
 gc.disable()
@@ -47,6 +48,10 @@ os.environ.update(
 # Tests kill processes, never the machine: written data survives without waiting for the disk. A test that kills a
 # controller around each of its effects spent a quarter of its time on this. Programs that tests start do wait.
 os.fsync = lambda fd: None
+
+# An example of a property test may be the first use of a library, or find the machine busy.
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
 
 SITE_VARIABLES = (
     *("RLHF_RUNS", "RLHF_DATABASE_URL", "RLHF_SCHEDULER", "RLHF_COMPUTE_PYTHON", "RLHF_PREFECT_AUTH"),

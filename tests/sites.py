@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import signing_in
-from prefect_template import give_prefect_database
+from prefect_template import REGISTERED, give_prefect_database
 from process_tools import (
     ASKING_INTERVAL_S,
     Finished,
@@ -66,7 +66,7 @@ class Site:
     restart_s: float = 0.0
     """Restart delay of dead services; 0 leaves them dead, for tests of that."""
     makes_database: bool = False
-    """True to have its server make its database as for a new user, which takes long; else it finds an empty one."""
+    """True to have its server make its database as for a new user, which takes long; else it is given a copy."""
     settings: str = ""
     """Further lines under [prefect]."""
     variables: dict[str, str] = field(default_factory=dict)
@@ -142,6 +142,8 @@ class Site:
             "COLUMNS": "160",
             "OMP_NUM_THREADS": "1",
         }
+        if not self.makes_database:
+            own |= REGISTERED
         if self.cluster is not None:
             own |= {**self.cluster.environment, "RLHF_SCHEDULER": "slurm"}
         if self.pretended:
@@ -191,7 +193,7 @@ class Site:
     def python(self, code: str, **more: str) -> str:
         """Run a program of this site and return its output."""
         process = self.spawn([sys.executable, "-c", code], **more)
-        stdout, stderr = process.communicate(timeout=100)
+        stdout, stderr = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 0, stderr
         return stdout.strip()
 

@@ -2,7 +2,15 @@
 
 from datetime import UTC, datetime, timedelta
 
-from rlhf_core.diagnosis.nodes.strikes import BROKEN_FOR, HALF_LIFE, REMEMBERED, SUSPECT_FOR, Strike, standings
+from rlhf_core.diagnosis.nodes.strikes import (
+    BROKEN_FOR,
+    HALF_LIFE,
+    REMEMBERED,
+    SUSPECT_FOR,
+    SUSPECT_SCORE,
+    Strike,
+    standings,
+)
 from rlhf_core.schemas.failures import FailureKind
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
@@ -34,6 +42,13 @@ def test_a_lost_node_is_left_alone_for_a_day_at_the_first_strike() -> None:
     assert one.excluded_until == NOW - timedelta(hours=1) + BROKEN_FOR
     (over,) = standings([strike("n1", FailureKind.NODE_LOST, BROKEN_FOR)], NOW)
     assert over.excluded_until is None
+
+
+def test_of_two_reasons_to_exclude_a_node_the_longer_one_holds() -> None:
+    """Strikes for hangs after its loss must not return the node early."""
+    (one,) = standings([strike("n1", FailureKind.NODE_LOST, timedelta(hours=1)), strike("n1")], NOW)
+    assert one.score > SUSPECT_SCORE
+    assert one.excluded_until == NOW - timedelta(hours=1) + BROKEN_FOR
 
 
 def test_the_worst_comes_first_and_the_old_is_forgotten() -> None:

@@ -182,6 +182,15 @@ def test_the_back_off_doubles_up_to_its_longest() -> None:
     assert backoff_s(3, SPEC.model_copy(update={"backoff_s": 0.0}), 0.7) == 0.0
 
 
+def test_a_new_attempt_waits_unless_the_last_one_made_progress_or_it_gets_another_node() -> None:
+    for fruitless in (1, 2):
+        waits = decide_next(FailureKind.HANG, fruitless, False, SPEC, 0.5)
+        assert (waits.action, waits.delay_s) == (Action.NEW_ATTEMPT, backoff_s(fruitless, SPEC, 0.5))
+        assert f"attempt without a new checkpoint {fruitless} of 3" in waits.reason
+    assert decide_next(FailureKind.HANG, 0, False, SPEC, 0.5).delay_s == 0.0
+    assert decide_next(FailureKind.NODE_UNFIT, 1, False, SPEC, 0.5).delay_s == 0.0
+
+
 @given(
     st.sampled_from(list(FailureKind)),
     st.integers(0, 10_000),

@@ -3,7 +3,7 @@
 import pytest
 from test_diagnosis_liveness import rank
 
-from rlhf_core.diagnosis.hangs.verdict import blame
+from rlhf_core.diagnosis.hangs.verdict import blame, disagreement
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import Phase, RankStatus
 
@@ -55,7 +55,9 @@ def test_of_ranks_behind_only_the_last_are_blamed() -> None:
     verdict = blame(ranks)
     assert (verdict.kind, verdict.ranks) == (FailureKind.HANG, (1,))
     numbered = [one.model_copy(update={"collective_sequence": one.collectives, "collectives": 0}) for one in ranks]
-    assert blame([one.model_copy(update={"in_collective": True}) for one in numbered]).ranks == (1,)
+    verdict = blame([one.model_copy(update={"in_collective": True}) for one in numbered])
+    assert verdict.ranks == (1,)
+    assert "has not entered collective number 41 of its process group" in verdict.reason
 
 
 def test_a_root_that_has_left_a_broadcast_early_makes_no_culprits_of_all_others() -> None:
@@ -82,3 +84,46 @@ def test_of_hundreds_of_ranks_the_one_that_disagrees_is_listed() -> None:
     assert (verdict.kind, verdict.ranks) == (FailureKind.COLLECTIVE_MISMATCH, (300,))
     assert "rank 300 gloo:broadcast" in verdict.reason
     assert len(verdict.reason) < 2000
+
+
+def test_ranks_behind_are_blamed_unless_most_of_all_ranks_wait_inside() -> None:
+    ahead = [rank(0, 12.0, inside=True, collectives=41), rank(1, 12.0, inside=True, collectives=41)]
+    half = [rank(2, 12.0, inside=True, collectives=40), rank(3, 12.0, inside=True, collectives=40)]
+    verdict = blame([*ahead, *half])
+    assert (verdict.kind, verdict.ranks) == (FailureKind.COLLECTIVE_HANG, (2, 3))
+    verdict = blame([*ahead, *half, rank(4, 12.0, collectives=40)])
+    assert (verdict.kind, verdict.ranks) == (FailureKind.HANG, (2, 3, 4)), "rank 4 waits for nothing"
+
+
+def recorded(number: int, collective: str, sequence: int = 7, *, inside: bool = True) -> RankStatus:
+    """A rank whose flight recorder has this as its last collective."""
+    changes = {"collective": collective, "collective_sequence": sequence}
+    return rank(number, 12.0, inside=inside).model_copy(update=changes)
+
+
+def test_of_two_halves_that_disagree_neither_is_blamed() -> None:
+    verdict = blame([recorded(n, "gloo:broadcast" if n < 2 else "gloo:all_reduce") for n in range(4)])
+    assert (verdict.kind, verdict.ranks) == (FailureKind.COLLECTIVE_MISMATCH, ())
+    assert "rank 0 gloo:broadcast" in verdict.reason
+    assert "rank 3 gloo:all_reduce" in verdict.reason
+
+
+def test_ranks_outside_disagree_about_nothing() -> None:
+    """Their recorders have the last collective that each has left."""
+    ranks = [recorded(n, "gloo:broadcast" if n else "gloo:all_reduce", inside=False) for n in range(2)]
+    assert disagreement(ranks) is None
+    assert blame(ranks, [1]).kind is FailureKind.HANG
+    waiting = [one.model_copy(update={"in_collective": True}) for one in ranks]
+    found = disagreement(waiting)
+    assert found is not None
+    assert found.kind is FailureKind.COLLECTIVE_MISMATCH
+    assert disagreement([waiting[0], waiting[0]]) is None
+
+
+def test_the_collective_that_others_wait_in_is_part_of_the_verdict() -> None:
+    verdict = blame([recorded(0, "gloo:broadcast", 7), recorded(1, "gloo:all_reduce", 8), rank(2, 12.0, state="T")])
+    assert (verdict.ranks, verdict.collective, verdict.collective_sequence) == ((2,), "gloo:all_reduce", 8)
+    assert verdict.reason.endswith("the last collective that was entered is gloo:all_reduce, number 8")
+    assert blame([rank(0, 12.0), rank(1, 12.0, state="T")]).collective == "", "no rank has a record"
+    alone = blame([recorded(0, "gloo:all_reduce", inside=False)], [0])
+    assert (alone.ranks, alone.collective) == ((0,), ""), "no other rank waits for it"

@@ -73,7 +73,6 @@ class Postgres:
         ]
         subprocess.run(command, check=True, capture_output=True, cwd=folder, **self._identity)
         self._process: subprocess.Popen[Any] | None = None
-        give_prefect_database(folder)
         self.start()
 
     @property
@@ -131,7 +130,7 @@ class PrefectServer:
     """A Prefect server, on a fixed port."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True)
+        give_prefect_database(folder)
         self._folder = folder
         self._port = free_port()
         self._process: subprocess.Popen[bytes] | None = None

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -219,13 +220,17 @@ def test_a_deployment_starts_a_run_from_its_parameters(
 
 @contextmanager
 def logged() -> Iterator[Callable[[], tuple[str, str, str]]]:
-    """Name and message of the state, and the log, of the newest due flow run, as the server has them."""
+    """Name and message of the state, and the log, of the newest flow run that was due in the block, as the server has
+    them. Other tests leave some that are due tomorrow."""
+    begun = datetime.now(UTC)
 
     def read() -> tuple[str, str, str]:
         for _ in range(200):  # log lines arrive in batches, a few seconds late
+            due = {"after_": begun, "before_": datetime.now(UTC)}
+            wanted = {"state": {"type": {"not_any_": ["SCHEDULED"]}}, "expected_start_time": due}
             with api_client() as client:
                 (newest,) = client.read_flow_runs(
-                    flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"not_any_": ["SCHEDULED"]}}}),
+                    flow_run_filter=FlowRunFilter.model_validate(wanted),
                     sort=FlowRunSort.EXPECTED_START_TIME_DESC,
                     limit=1,
                 )

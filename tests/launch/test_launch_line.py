@@ -118,7 +118,7 @@ PIECES = st.sampled_from(
 
 
 @given(st.lists(PIECES | st.text(max_size=6), max_size=14))
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 def test_any_words_are_parsed_and_each_belongs_to_one_part(argv: list[str]) -> None:
     found = read_launch_line(argv)
     assert words(found) == argv

@@ -140,20 +140,20 @@ def test_sbatch_lines() -> None:
 
 
 @given(st.text(alphabet="ab01 \n\t$(){}[]'\"`\\<>|&;#=+-@*!~:/%", max_size=60))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_it_never_raises(text: str) -> None:
     script = read_shell(text)
     assert all(command.argv for command in script.commands if command.argv)
 
 
 @given(st.text(max_size=60), st.lists(st.text(max_size=9), max_size=4))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_it_never_raises_on_any_text(text: str, arguments: list[str]) -> None:
     read_shell(text, {"HOME": "/h", "PWD": "/p"}, arguments)
 
 
 @given(st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=6))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_quoted_words_come_back_as_they_are(words: list[str]) -> None:
     import shlex
 

@@ -540,7 +540,7 @@ LAUNCHES = st.sampled_from(
 
 
 @given(LAUNCHES, st.lists(WORDS | st.text(max_size=5), max_size=12))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_unknown_arguments_are_passed_through_unchanged(launch: list[str], words: list[str]) -> None:
     """The line started by a run has the original program and arguments, apart from replaced ones."""
     argv = [*launch, *words]

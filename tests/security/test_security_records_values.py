@@ -274,7 +274,7 @@ def _has_a_plain_part(annotation: Any) -> bool:
 
 
 @given(st.text(max_size=600), st.integers(), st.datetimes() | st.floats())
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_its_schema_takes_a_line_can_be_stored(
     tmp_path_factory: pytest.TempPathFactory, text: str, number: int, moment: Any
 ) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import psutil
 import pytest
 from process_tools import ASKING_INTERVAL_S, until
 from signing_in import PAGE_TIMEOUT_MS, browser
-from sites import Site
+from sites import TIMEOUT_S, Site
 
 from flows.services import SERVICES
 from rlhf_core.services import presence
@@ -32,7 +33,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     site.variables = {"PREFECT_RUNNER_POLL_FREQUENCY": "1", "http_proxy": "http://127.0.0.1:9"}
     with site.running(services=False):
         both = [site.start("up") for _ in range(2)]
-        output = [process.communicate(timeout=150) for process in both]
+        output = [process.communicate(timeout=TIMEOUT_S) for process in both]
         assert [process.returncode for process in both] == [0, 0], f"{output}\n{site.logs()}"
         (site.home / "output").write_text("\n".join(text for pair in output for text in pair))
         yield site
@@ -217,7 +218,7 @@ def test_a_stopped_worker_lets_its_flow_runs_clean_up(site: Site, tmp_path: Path
     assert (tmp_path / "a" / "let go").exists(), "its lease would be given back here"
     assert not (tmp_path / "a" / "done").exists()
     assert until(lambda: site.flow_state(run) == "Crashed", interval_s=ASKING_INTERVAL_S), "the server was told"
-    site.rlhf("up")
+    site.rlhf("up", "worker")
 
 
 def test_a_flow_run_outlives_a_killed_worker_and_down_ends_it(site: Site, tmp_path: Path) -> None:
@@ -229,7 +230,7 @@ def test_a_flow_run_outlives_a_killed_worker_and_down_ends_it(site: Site, tmp_pa
     assert site.flow_state(is_ended) == "Running"
     site.rlhf("down", "worker")
     assert (tmp_path / "b" / "let go").exists()
-    site.rlhf("up")
+    site.rlhf("up", "worker")
 
 
 def test_an_outage_of_the_server_ends_neither_worker_nor_flow_runs(site: Site, tmp_path: Path) -> None:
@@ -276,25 +277,46 @@ def test_unresponsive_services_are_replaced(site: Site, monkeypatch: pytest.Monk
     assert not any(psutil.pid_exists(before[name]) for name in ("server", "worker"))
 
 
-def test_after_a_kill_of_everything_all_services_are_back_without_leftovers(site: Site) -> None:
-    before = site.pids()
-    long_ago = (datetime.now(UTC) - timedelta(days=40)).strftime("%Y-%m-%d %H:%M:%S.%f")
-    runs = site.ask("/flow_runs/filter", {})[1]
-    old, young = [one["id"] for one in runs if one["state"]["type"] in ("COMPLETED", "CRASHED")][:2]
-    for pid in before.values():
-        os.kill(pid, signal.SIGKILL)
-    until(lambda: not any(psutil.pid_exists(pid) for pid in before.values()))
+@dataclass(frozen=True)
+class Killed:
+    """The site before and after a kill of everything."""
+
+    pids: dict[str, int]
+    """The services before."""
+    states: set[str]
+    """States of the services after the kill."""
+    old: str
+    """Flow run that ended 40 days ago."""
+    young: str
+    """Flow run that ended 20 days ago."""
+
+
+@pytest.fixture(scope="module")
+def killed(site: Site) -> Killed:
+    """The site started again after a kill of everything."""
+    pids = site.pids()
+    _, flow = site.ask("/flows/", {"name": "ended"})
+    ended = {"flow_id": flow["id"], "state": {"type": "COMPLETED"}}
+    old, young = (str(site.ask("/flow_runs/", ended)[1]["id"]) for _ in range(2))
+    site.kill_all()
     with sqlite3.connect(site.home / "prefect" / "prefect.db") as database:
-        database.execute("UPDATE flow_run SET end_time = ? WHERE id = ?", (long_ago, old))
+        for run, days in ((old, 40), (young, 20)):
+            ended_at = (datetime.now(UTC) - timedelta(days=days)).strftime("%Y-%m-%d %H:%M:%S.%f")
+            database.execute("UPDATE flow_run SET end_time = ? WHERE id = ?", (ended_at, run))
     database.close()
-    assert {one["state"] for one in site.status().values()} == {"stopped"}
+    states = {str(one["state"]) for one in site.status().values()}
     site.rlhf("up")
+    return Killed(pids, states, old, young)
+
+
+def test_after_a_kill_of_everything_all_services_are_back_without_leftovers(site: Site, killed: Killed) -> None:
+    assert killed.states == {"stopped"}
     assert set(site.pids()) == set(SERVICES)
-    assert set(site.pids().values()).isdisjoint(before.values())
-    assert until(lambda: site.flow_state(old) == "404", interval_s=ASKING_INTERVAL_S), (
+    assert set(site.pids().values()).isdisjoint(killed.pids.values())
+    assert until(lambda: site.flow_state(killed.old) == "404", interval_s=ASKING_INTERVAL_S), (
         "Prefect keeps what has ended for 30 days"
     )
-    assert site.flow_state(young) != "404"
+    assert site.flow_state(killed.young) == "Completed"
 
 
 def test_the_password_is_nowhere_and_down_leaves_nothing_behind(site: Site) -> None:
@@ -388,7 +410,7 @@ def test_a_service_run_by_another_supervisor_is_not_stopped(tmp_path: Path) -> N
         assert process.poll() is None
     finally:
         process.terminate()
-        process.communicate(timeout=20)
+        process.communicate(timeout=TIMEOUT_S)
 
 
 def test_help_needs_no_prefect() -> None:

@@ -1,20 +1,15 @@
-"""Fixtures shared by the training tests. Property tests have no deadline, because the first call of a tokenizer or
-model is slow."""
+"""Fixtures shared by the training tests."""
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
 
 if TYPE_CHECKING:
     from engine_groups import EngineGroup
 
     from rlhf_core.training.distributed import Ranks
-
-settings.register_profile("training", deadline=None)
-settings.load_profile("training")
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,7 @@ def test_each_token_is_found_with_what_is_before_it(sequences: list[tuple[list[i
 
 
 @pytest.mark.parametrize("config", [QWEN, *OTHER_FAMILIES.values()], ids=["qwen3", *OTHER_FAMILIES])
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(data=st.data())
 def test_states_are_those_of_padded_sequences(config: dict[str, JsonValue], data: st.DataObject) -> None:
     model = tiny_model(config).double()

@@ -6,11 +6,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from fork_server import fork_server
 from rank_launcher import tiny_spec
 
 from rlhf_core.errors import BadConfig, RewardFailed
@@ -205,31 +207,26 @@ def test_the_process_of_the_functions_imports_nothing_heavy() -> None:
     assert not {"torch", "numpy", "pydantic", "transformers", "psutil"} & set(imported)
 
 
-IN_PROCESS = """
-import sys
-sys.path[:0] = {paths!r}
-from test_core_reward_process import rows, spec
-from rlhf_core.training.rewards.scoring import RewardScorer
-print("called", flush=True)
-RewardScorer(spec({name!r}, timeout_s=0)).score(rows(1), ["bad"], 1, lambda: None)
-"""
+def score_in_this_process(name: str, called: Event) -> None:
+    """Call a reward function as a rank without a separate process would."""
+    scorer = RewardScorer(spec(name, timeout_s=0))
+    called.set()
+    scorer.score(rows(1), ["bad"], 1, lambda: None)
 
 
 @pytest.mark.parametrize(("name", "code"), [("exiting", 3), ("crashing", -11), ("leaving", 5), ("endless", None)])
 def test_negative_control_in_the_process_of_a_rank_it_does_take_the_rank_along(name: str, code: int | None) -> None:
-    source = IN_PROCESS.format(paths=sys.path, name=name)
-    rank = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    assert rank.stdout is not None
-    assert rank.stdout.readline() == b"called\n"
+    context = fork_server()
+    called = context.Event()
+    rank = context.Process(target=score_in_this_process, args=(name, called))
+    rank.start()
     try:
-        if code is not None:
-            assert rank.wait(60) == code
-        else:
-            with pytest.raises(subprocess.TimeoutExpired):
-                rank.wait(2)
+        assert called.wait(100)
+        rank.join(2 if code is None else 60)
+        assert rank.exitcode == code
     finally:
         rank.kill()
-        rank.communicate()
+        rank.join()
 
 
 def test_the_process_ends_with_a_rank_that_is_killed() -> None:

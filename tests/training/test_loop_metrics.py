@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rank_launcher import launch, make_context, tiny_spec, values
 
@@ -136,7 +136,6 @@ def test_a_rank_in_another_collective_of_equal_shape_is_named(results: list[dict
     assert "not in the metric collective but in another one: ranks [1]" in results[0]["another collective"]
 
 
-@settings(deadline=None)  # the first example imports torch
 @given(st.lists(st.integers(0, 3) | st.integers(0, (1 << 40) - 1), min_size=1, max_size=6))
 def test_the_verdict_is_exact_for_any_number_of_ranks(fingerprints: list[int]) -> None:
     from rlhf_core.training.metrics import odd_ranks

@@ -37,6 +37,7 @@ class FakeEngine:
         self.version: int | None = None
         self.transfer = transfer
         self.fails_at = fails_at
+        self.is_closed = False
 
     def load(self, model: PreTrainedModel, version: int, beat: Callable[[], None]) -> WeightTransfer | None:
         if version == self.fails_at:
@@ -58,7 +59,7 @@ class FakeEngine:
         self.version = None
 
     def close(self) -> None:
-        """Do nothing: no resources are held."""
+        self.is_closed = True
 
 
 def recorded(path: Path, engine: FakeEngine, ranks: OtherRanks, num_engines: int) -> RecordedEngine:
@@ -121,3 +122,10 @@ def test_a_sync_that_breaks_off_stays_unacknowledged(tmp_path: Path) -> None:
         load(engine, 2)
     *_, last = lines(path)
     assert (last["version"], last["engines"], last["acknowledged"], last["seconds"]) == (2, 1, 0, None)
+
+
+def test_the_engine_is_closed_with_its_ledger(tmp_path: Path) -> None:
+    """Otherwise the processes of an engine outlive the loop."""
+    engine = FakeEngine(None)
+    recorded(tmp_path / "weight-syncs.jsonl", engine, OtherRanks(), 1).close()
+    assert engine.is_closed

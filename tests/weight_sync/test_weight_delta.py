@@ -33,7 +33,7 @@ def changed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return new
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.integers(1, 300_000),
     st.lists(st.integers(0, 299_999), max_size=8),
