@@ -250,8 +250,10 @@ def test_a_micro_batch_without_targets_has_zero_gradients() -> None:
     assert all(not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
 
 
-def test_a_model_that_caps_its_logits_is_refused() -> None:
-    capped: dict[str, JsonValue] = {**QWEN, "model_type": "gemma2", "final_logit_softcapping": 0.5}
+@pytest.mark.parametrize("cap", [0.5, 30.0])
+def test_a_model_that_caps_its_logits_is_refused(cap: float) -> None:
+    """Gemma 2 has a cap of 30, which the logits of random weights are far from."""
+    capped: dict[str, JsonValue] = {**QWEN, "model_type": "gemma2", "final_logit_softcapping": cap}
     with pytest.raises(BadConfig, match="does more to its logits"):
         PolicyModel(tiny_model(capped))
 
