@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from rlhf_core.errors import BadConfig
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.training.data.batches import collate
 from rlhf_core.training.data.tokenizers import load_tokenizer
+from rlhf_core.training.models import token_logprobs
 from rlhf_core.training.models.causal_lm import (
     PolicyModel,
     build_causal_lm,
@@ -213,6 +215,22 @@ def test_logits_never_exist_for_the_whole_batch() -> None:
 
 def test_negative_control_unchunked_logits_are_caught() -> None:
     assert most_logits_at_once(chunk_elements=1 << 26) == int(BATCH.target_mask.sum()) * 128 > 3 * 128
+
+
+def test_the_entropy_is_not_computed_again_in_the_backward_pass() -> None:
+    """Each chunk of logits is computed twice, but a metric needs no gradient."""
+    model, parts = policy(QWEN, chunk_elements=3 * 128), []
+    real = token_logprobs._entropy
+
+    def counted(logprobs: Tensor) -> Tensor:
+        parts.append(len(logprobs))
+        return real(logprobs)
+
+    with mock.patch.object(token_logprobs, "_entropy", counted):
+        logprobs, _ = model(BATCH.input_ids, target_mask=BATCH.target_mask)
+        logprobs.sum().backward()
+    assert len(parts) > 1
+    assert sum(parts) == int(BATCH.target_mask.sum())
 
 
 def test_left_padding_with_a_mask_gives_the_same_logprobs() -> None:
