@@ -294,8 +294,9 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
         self.chunk_elements = chunk_elements
-        self._check_head()
-        self.packs = can_pack(causal_lm)
+        with in_evaluation_mode(causal_lm):  # the dropout of an adapter differs from pass to pass
+            self._check_head()
+            self.packs = can_pack(causal_lm)
         """True if no padding goes through the layers; otherwise micro-batches of similar lengths are worthwhile."""
 
     def forward(
