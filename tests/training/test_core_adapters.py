@@ -55,6 +55,14 @@ def adapted(folder: Path, lora: LoraSpec = LORA) -> Any:
     return model
 
 
+def test_an_adapter_with_dropout_that_was_trained_before_is_taken_up(tmp_path: Path) -> None:
+    """A resumed run, or its second loop: the checks of the model compare passes, which dropout would make differ."""
+    model = stirred(adapted(base(tmp_path), LoraSpec(rank=4, alpha=8, dropout=0.5))).train()
+    policy = PolicyModel(model)
+    assert policy.packs, "as at the start of the run"
+    assert all(module.training for module in model.modules()), "the mode of training remains"
+
+
 @pytest.mark.parametrize("config", [QWEN, *OTHER_FAMILIES.values()], ids=["qwen3", *OTHER_FAMILIES])
 @pytest.mark.parametrize("rslora", [False, True])
 def test_the_merged_model_computes_what_the_adapter_does(tmp_path: Path, config: Any, rslora: bool) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from rlhf_core.errors import BadConfig
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.training.data.batches import collate
 from rlhf_core.training.data.tokenizers import load_tokenizer
+from rlhf_core.training.models import token_logprobs
 from rlhf_core.training.models.causal_lm import (
     PolicyModel,
     build_causal_lm,
@@ -215,6 +217,22 @@ def test_negative_control_unchunked_logits_are_caught() -> None:
     assert most_logits_at_once(chunk_elements=1 << 26) == int(BATCH.target_mask.sum()) * 128 > 3 * 128
 
 
+def test_the_entropy_is_not_computed_again_in_the_backward_pass() -> None:
+    """Each chunk of logits is computed twice, but a metric needs no gradient."""
+    model, parts = policy(QWEN, chunk_elements=3 * 128), []
+    real = token_logprobs._entropy
+
+    def counted(logprobs: Tensor) -> Tensor:
+        parts.append(len(logprobs))
+        return real(logprobs)
+
+    with mock.patch.object(token_logprobs, "_entropy", counted):
+        logprobs, _ = model(BATCH.input_ids, target_mask=BATCH.target_mask)
+        logprobs.sum().backward()
+    assert len(parts) > 1
+    assert sum(parts) == int(BATCH.target_mask.sum())
+
+
 def test_left_padding_with_a_mask_gives_the_same_logprobs() -> None:
     model = policy(QWEN)
     expected, _ = model(torch.tensor([[20, 21, 22, 23]]))
@@ -250,8 +268,10 @@ def test_a_micro_batch_without_targets_has_zero_gradients() -> None:
     assert all(not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
 
 
-def test_a_model_that_caps_its_logits_is_refused() -> None:
-    capped: dict[str, JsonValue] = {**QWEN, "model_type": "gemma2", "final_logit_softcapping": 0.5}
+@pytest.mark.parametrize("cap", [0.5, 30.0])
+def test_a_model_that_caps_its_logits_is_refused(cap: float) -> None:
+    """Gemma 2 has a cap of 30, which the logits of random weights are far from."""
+    capped: dict[str, JsonValue] = {**QWEN, "model_type": "gemma2", "final_logit_softcapping": cap}
     with pytest.raises(BadConfig, match="does more to its logits"):
         PolicyModel(tiny_model(capped))
 

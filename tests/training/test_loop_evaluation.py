@@ -5,11 +5,12 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_launcher import TINY_MODEL, launch, make_context, tiny_spec, values
+from rank_launcher import TINY_MODEL, launch, make_context, tiny_spec, training_group, values
 from test_preference_runs import spec_of
 
 from rlhf_core.errors import RewardFailed, WorkerError
@@ -60,6 +61,49 @@ def on_ranks(rank: int, num_ranks: int, run_dir: str) -> list[Any]:
 
     ranks = init_process_group(make_context(run_dir, tiny_spec(), rank, num_ranks))
     return [report.model_dump(mode="json") for report in evaluate(ranks)]
+
+
+def awake_in_training(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
+    """A supervised run that is evaluated before it and after each of its steps.
+
+    Returns:
+        Its result, the number of times that the engine was given weights, and for each backward pass if it was awake.
+    """
+    from rlhf_core.training.trainers.engine import Engine
+
+    calls, passes, is_awake = [], [], [False]
+    load, backward = TransformersEngine.load, Engine.backward
+
+    def wake(engine: TransformersEngine, *arguments: Any) -> None:
+        calls.append("load")
+        is_awake[0] = True
+        load(engine, *arguments)
+
+    def sleep(engine: TransformersEngine) -> None:
+        is_awake[0], engine.version = False, None
+
+    def train(engine: Engine, loss: Any) -> None:
+        passes.append(is_awake[0])
+        backward(engine, loss)
+
+    spec = {key: value for key, value in tiny_spec().items() if key not in ("sft", "train", "grpo")}
+    spec["loops"] = {"main": {"num_steps": 2, "algorithm": {"name": "sft"}, "optimizer": {"learning_rate": 1e-3}}}
+    spec["evaluate"] = {**spec["evaluate"], "num_prompts": 2, "every_num_steps": 1}
+    with (
+        mock.patch.multiple(TransformersEngine, load=wake, sleep=sleep),
+        mock.patch.object(Engine, "backward", train),
+        training_group(rank, num_ranks, folder, spec) as group,
+    ):
+        return {"result": group.train("evaluated", spec), "loads": len(calls), "passes": passes}
+
+
+@pytest.mark.end_to_end
+def test_an_engine_sleeps_while_data_is_trained_on(tmp_path: Path) -> None:
+    """vLLM takes a share of the GPU while it is awake; the memory model counts on its sleep."""
+    (found,) = values(launch(awake_in_training, 1, tmp_path / "launch", folder=str(tmp_path)))
+    assert (found["result"], found["loads"]) == ("done", 4), "greedy and sampled before, greedy after each step"
+    assert found["passes"]
+    assert not any(found["passes"])
 
 
 def without_time(report: EvaluationReport | dict[str, Any]) -> dict[str, Any]:

@@ -11,10 +11,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from rank_launcher import launch, make_context, tiny_spec, values
+from rank_launcher import launch, make_context, tiny_spec, training_group, values
 from test_loop_runs import Counting, final_state, killed_for_real, metrics_of
 
 from rlhf_core.errors import DegenerateRl
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.algorithms import specs
 
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
@@ -55,6 +56,10 @@ SPLIT = ("several", "critic", "dynamic")
 """Runs that are made with split weights too: passes of every model are collectives then."""
 RUNS |= {f"{name}, split": split(RUNS[name]) for name in SPLIT}
 KILLED = ("critic", "dynamic")
+TWO_CRITICS = spec_of("ppo")
+"""A warm start with a value model, which ends with it: the main loop trains another one."""
+TWO_CRITICS["loops"]["warm_start"] = TWO_CRITICS["loops"]["main"]
+TWO_CRITICS["reward"] = {"functions": ["rank_launcher:noisy_reward"], "timeout_s": 0}  # never 0 throughout
 RECURRING = spec_of("grpo", 3)
 RECURRING["data"] = {**RECURRING["data"], "generator_args": {"num_digits": 3, "num_train": 1, "num_eval": 10}}
 """Each step takes its only row four times."""
@@ -118,6 +123,15 @@ def resumed(rank: int, num_ranks: int, folder: str) -> list[str]:
             results.append(str(run_module.train_run(context, ranks)))
     leave_process_group(ranks)
     return results
+
+
+def resumed_between_loops(rank: int, num_ranks: int, folder: str) -> list[str]:
+    """The run with two value models, and a copy of it that goes on from the checkpoint at the end of its warm start."""
+    with training_group(rank, num_ranks, folder, TWO_CRITICS) as group:
+        results = [group.train("two critics", TWO_CRITICS)]
+        group.copy("two critics", "two critics, resumed")
+        shutil.rmtree(RunDir(Path(folder) / "two critics, resumed").checkpoint(4).root)
+        return [*results, group.train("two critics, resumed", TWO_CRITICS, restart=1)]
 
 
 @pytest.fixture(scope="module")
@@ -252,6 +266,17 @@ def test_a_killed_run_goes_on_bitwise(killed_and_resumed: None, folder: Path, na
     assert before | after == metrics_of(folder, f"2 {name}")
     assert final_state(folder, f"killed {name}") == final_state(folder, f"2 {name}")
     assert any(path.startswith("critic/") for path in final_state(folder, f"2 {name}")) == (name == "critic")
+
+
+def test_a_value_model_of_the_warm_start_does_not_go_on_in_the_main_loop(folder: Path) -> None:
+    """A run that resumes between the two loops begins the second one with a new value model, as one that goes on."""
+    from safetensors.torch import load_file
+
+    (results,) = values(launch(resumed_between_loops, 1, folder / "launch-between", folder=str(folder)))
+    assert results == ["done", "done"]
+    learned = load_file(RunDir(folder / "two critics").checkpoint(2).critic / "model.safetensors")
+    assert learned["head.weight"].any(), "the value model of the warm start is not a new one"
+    assert final_state(folder, "two critics, resumed", 4) == final_state(folder, "two critics", 4)
 
 
 def test_a_resume_that_forgets_the_value_model_is_caught(killed_and_resumed: None, folder: Path) -> None:

@@ -30,19 +30,20 @@ def token_logprobs(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         ``[N]`` log-probabilities of the labels, and ``[N]`` entropies in nats, which have no gradient.
     """
     picked: Tensor
-    entropy: Tensor
-    picked, entropy = _TokenLogprobs.apply(logits, labels)
-    return picked, entropy
+    logprobs: Tensor
+    picked, logprobs = _TokenLogprobs.apply(logits, labels)
+    # Last: recomputing activations ends with the last tensor that the backward pass needs.
+    return picked, _entropy(logprobs)
 
 
 class _TokenLogprobs(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         logprobs = torch.log_softmax(logits, dim=-1)
-        entropy = _entropy(logprobs)
         ctx.save_for_backward(logprobs, labels)
-        ctx.mark_non_differentiable(entropy)
-        return logprobs.gather(-1, labels[:, None]).squeeze(-1), entropy
+        ctx.mark_non_differentiable(logprobs)
+        ctx.set_materialize_grads(False)  # else the backward pass gets zeros of the size of the logits for them
+        return logprobs.gather(-1, labels[:, None]).squeeze(-1), logprobs
 
     @staticmethod
     @once_differentiable
@@ -52,6 +53,7 @@ class _TokenLogprobs(Function):
         return logprobs.exp().mul_(-grad).scatter_add_(-1, labels[:, None], grad), None
 
 
+@torch.no_grad()
 def _entropy(logprobs: Tensor) -> Tensor:
     """``[N, V]`` -> ``[N]``, a few rows at a time; a token with probability 0 adds nothing."""
     lowest = torch.finfo(logprobs.dtype).min

@@ -46,6 +46,8 @@ def train(
     for number in training.steps_left(loop):
         step = training.begin_step(number)
         training.beat(Phase.TRAIN)
+        if training.rollouts.version is not None:  # an evaluation has woken the engine, whose memory training needs
+            training.rollouts.sleep()
         before = training.rows_before(algorithm.rows_per_step) if algorithm.mismatches else []
         rows, prompts = training.take_rows(algorithm.rows_per_step, by_length=True)
         examples = make_examples(rows, prompts, training.tokenizer, algorithm)

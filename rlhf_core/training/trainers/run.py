@@ -140,8 +140,10 @@ def _train_loop(
 ) -> bool:
     """Run one loop with its own optimizer; True if it stopped early because an agent requested it."""
     spec, ranks = training.spec, training.ranks
+    # A checkpoint of an earlier loop has optimizers, and maybe a value model, that ended with that loop.
+    begun = state if state and state.progress.step >= loop.first_step else None
     with kept_random_state(ranks.device):
-        critic = _critic(context, ranks, loop, initial, state)
+        critic = _critic(context, ranks, loop, initial, begun)
         policy = RewardModel(model) if loop.algorithm.ranks_completions else PolicyModel(model)
         policy.train()
         if spec.native_trainer.gradient_checkpointing:
@@ -151,10 +153,10 @@ def _train_loop(
         if loop.algorithm.samples and spec.reward.models and not training.scorer.uses_models:
             training.scorer.use(_scoring_models(context, training, state))
         engine = Engine(policy, loop.spec.optimizer, spec.model.dtype, ranks, spec.native_trainer)
-    if state and state.progress.step >= loop.first_step:
-        engine.load_state(state.engine)
-        if critic and state.critic:
-            critic.engine.load_state(state.critic)
+    if begun:
+        engine.load_state(begun.engine)
+        if critic and begun.critic:
+            critic.engine.load_state(begun.critic)
     if state and state.random is not None and state.progress.step == training.steps_done:
         # Until here, this process drew from generators that it seeded itself; from here on, those of the run continue.
         restore_random_state(state.random, ranks.device)
@@ -211,7 +213,11 @@ def _scoring_models(context: WorkerContext, training: TrainingContext, state: Tr
 def _critic(
     context: WorkerContext, ranks: Ranks, loop: Loop, initial: Path, state: TrainerState | None
 ) -> Critic | None:
-    """Load the value model from the checkpoint, or build it from the policy's weights at the beginning of the loop."""
+    """Load the value model from the checkpoint, or build it from the policy's weights at the beginning of the loop.
+
+    Args:
+        state: state of a checkpoint of this loop; None if the loop begins.
+    """
     spec, algorithm = context.spec, loop.algorithm
     if not isinstance(algorithm, PpoSpec):
         return None
