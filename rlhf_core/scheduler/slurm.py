@@ -75,7 +75,9 @@ class SlurmScheduler:
         if not listed:
             raise SchedulerError("sinfo lists no nodes")
         rows = {row[0]: row for row in listed}  # a node is listed once per partition
-        partitions = {name: tuple(row[5].rstrip("*") for row in listed if row[0] == name) for name in rows}
+        partitions: dict[str, tuple[str, ...]] = {}
+        for name, *_, partition in listed:
+            partitions[name] = (*partitions.get(name, ()), partition.rstrip("*"))
         return Inventory(
             node_names=tuple(rows),
             cpus_per_node=max(leading_number(row[1]) for row in rows.values()),
