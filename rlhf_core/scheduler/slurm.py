@@ -75,7 +75,9 @@ class SlurmScheduler:
         if not listed:
             raise SchedulerError("sinfo lists no nodes")
         rows = {row[0]: row for row in listed}  # a node is listed once per partition
-        partitions = {name: tuple(row[5].rstrip("*") for row in listed if row[0] == name) for name in rows}
+        partitions: dict[str, tuple[str, ...]] = {}
+        for name, *_, partition in listed:
+            partitions[name] = (*partitions.get(name, ()), partition.rstrip("*"))
         return Inventory(
             node_names=tuple(rows),
             cpus_per_node=max(leading_number(row[1]) for row in rows.values()),
@@ -132,10 +134,7 @@ class SlurmScheduler:
         found = slurm_queue.listing()
         if found.problem:
             return {one.job_id: JobStatus(JobState.UNKNOWN, found.problem) for one in submissions}
-        return {
-            one.job_id: status_of(found.rows[one.job_id]) if one.job_id in found.rows else query_job(one.job_id)
-            for one in submissions
-        }
+        return {one.job_id: _status_in(found, one) for one in submissions}
 
     def find(self, run_id: str, attempt: int) -> Submission | None:
         """Find the active job of an attempt by its comment; the first of several.
@@ -181,8 +180,7 @@ class SlurmScheduler:
         while True:
             found = slurm_queue.listing(max_age_s=0.0)
             if not found.problem:
-                row = found.rows.get(job_id)
-                status = status_of(row) if row is not None else query_job(job_id)
+                status = _status_in(found, submission)
                 if status.state is JobState.ENDED or only_the_lost_remain(status):
                     return True
                 if not killed and time.monotonic() - began > KILL_AFTER_S:
@@ -248,10 +246,7 @@ def _parameters(request: JobRequest) -> dict[str, object]:
     if slurm.reservation:
         further["reservation"] = slurm.reservation
     further |= dict(_further_options(slurm.extra))
-    excluded = [*placement.excluded_nodes, *slurm.exclude]
-    if is_node_name(str(further.get("exclude", "/"))):  # otherwise the name of a file with nodes
-        # One option instead of two, of which Slurm would only take the last.
-        excluded.append(str(further.pop("exclude")))
+    further.pop("exclude", None)
     further = {name: _one_line(name, value) for name, value in further.items()}
     gpus = f"{slurm.gpu_type}:{placement.gpus_per_node}" if slurm.gpu_type else placement.gpus_per_node
     parameters = {
@@ -270,7 +265,7 @@ def _parameters(request: JobRequest) -> dict[str, object]:
         "qos": slurm.qos or None,
         "constraint": slurm.constraint or None,
         "gres": slurm.gres or None,
-        "exclude": ",".join(dict.fromkeys(filter(is_node_name, excluded))) or None,
+        "exclude": ",".join(_excluded_nodes(request)) or None,
         "stderr_to_stdout": True,
         "setup": [*_exports(request), *_require_passed(request), *_NODES_LINES, *slurm.setup],
         "srun_args": _srun_arguments(request),
@@ -278,6 +273,36 @@ def _parameters(request: JobRequest) -> dict[str, object]:
     }
     given = {name: _one_line(name, value) for name, value in parameters.items() if value is not None}
     return {**given, "wckey": None}  # submitit would set its own name, which clusters that check wckeys reject
+
+
+def _excluded_nodes(request: JobRequest) -> Sequence[str]:
+    """Nodes to exclude, those of options in ``slurm.extra`` included: of several options, Slurm would only take the
+    last.
+
+    Raises:
+        SubmissionFailed: an option names a file that cannot be read, or something other than nodes.
+    """
+    named = [*request.placement.excluded_nodes, *request.slurm.exclude]
+    for name, value in _further_options(request.slurm.extra):
+        if name == "exclude":
+            named += _nodes_in_file(Path(str(value))) if "/" in str(value) else [_node_names(str(value), "--exclude")]
+    return list(dict.fromkeys(filter(is_node_name, named)))
+
+
+def _nodes_in_file(path: Path) -> list[str]:
+    """Nodes that a file lists, as sbatch reads it: one or several in a line, with comments."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise SubmissionFailed(f"slurm.extra: --exclude: cannot read {path}: {error.strerror}") from None
+    words = [word for line in text.splitlines() for word in line.partition("#")[0].split()]
+    return [_node_names(word.strip(","), str(path)) for word in words]
+
+
+def _node_names(text: str, where: str) -> str:
+    if not is_node_name(text):
+        raise SubmissionFailed(f"slurm.extra: {where}: found {text!r}, expected names of nodes such as node[1-3],node7")
+    return text
 
 
 def _one_line(name: str, value: object) -> object:
@@ -327,6 +352,12 @@ def _further_options(options: Sequence[str]) -> Iterator[tuple[str, object]]:
     for option in options:
         name, equals, value = option.removeprefix("--").partition("=")
         yield name, value if equals else True
+
+
+def _status_in(found: slurm_queue.Listing, submission: Submission) -> JobStatus:
+    """State of a job by a listing of the queue; one that is too new for it, or forgotten, is asked for by itself."""
+    row = found.rows.get(submission.job_id)
+    return query_job(submission) if row is None else status_of(row, submission.marker)
 
 
 def _submission(run_id: str, attempt: int, job_id: str, command: tuple[str, ...]) -> Submission:

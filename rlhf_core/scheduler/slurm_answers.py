@@ -9,6 +9,7 @@ from rlhf_core.errors import SchedulerError
 from rlhf_core.scheduler import slurm_queue
 from rlhf_core.scheduler.base import JobState, JobStatus
 from rlhf_core.scheduler.slurm_queue import QueuedJob
+from rlhf_core.schemas.resources import Submission, parse_job_marker
 
 _WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD"})
 _AT_WORK = frozenset({"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"})
@@ -34,8 +35,15 @@ def has_ended(row: QueuedJob) -> bool:
     return row.state.split()[0] in _ENDED
 
 
-def status_of(row: QueuedJob) -> JobStatus:
-    """Translate a row of the queue into a job status."""
+def status_of(row: QueuedJob, marker: str = "") -> JobStatus:
+    """Translate a row of the queue into a job status.
+
+    Args:
+        marker: Comment of the job that is meant. Slurm gives numbers again, for instance after a new installation: a
+            job with the marker of another attempt must be neither waited for nor cancelled.
+    """
+    if marker and row.comment != marker and parse_job_marker(row.comment) is not None:
+        return JobStatus(JobState.ENDED, f"Slurm has given the number of the job again, to {row.comment}")
     word = row.state.split()[0]
     if word in _ENDED:
         why = f" ({row.reason})" if row.reason not in ("None", "") else ""
@@ -54,8 +62,9 @@ def status_of(row: QueuedJob) -> JobStatus:
     return JobStatus(JobState.UNKNOWN, f"Slurm says {word}", scheduler_state=word)
 
 
-def query_job(job_id: str) -> JobStatus:
+def query_job(submission: Submission) -> JobStatus:
     """Query a job that is missing from the cached queue because it is too new or Slurm has forgotten it."""
+    job_id = submission.job_id
     try:
         text = slurm_queue.run("scontrol", "--oneliner", "show", "job", slurm_queue.require_job_id(job_id))
     except SchedulerError as error:
@@ -65,7 +74,8 @@ def query_job(job_id: str) -> JobStatus:
     fields = dict(re.findall(r"(\w+)=(\S*)", text))
     nodes = fields.get("NodeList", "").replace("(null)", "")
     start = fields.get("StartTime", "N/A").replace("Unknown", "N/A")
-    return status_of(QueuedJob(job_id, fields.get("JobState", "?"), fields.get("Reason", ""), nodes, start, ""))
+    state, reason, comment = fields.get("JobState", "?"), fields.get("Reason", ""), fields.get("Comment", "")
+    return status_of(QueuedJob(job_id, state, reason, nodes, start, comment), submission.marker)
 
 
 def _from_accounting(job_id: str) -> JobStatus:

@@ -6,7 +6,7 @@ from pydantic import model_validator
 
 from rlhf_core.schemas.base import NonNegative, NonNegativeFloat, Positive, Schema
 from rlhf_core.schemas.site import is_private
-from rlhf_core.schemas.slurm_values import Lines, NodeName, OneLine, SbatchOption, VariableName
+from rlhf_core.schemas.slurm_values import Lines, NodeName, OneLine, SbatchOption, VariableName, is_named
 
 
 class ResourceSpec(Schema):
@@ -85,6 +85,12 @@ class SlurmSpec(Schema):
         prefix = "--partition="  # in extra, it overrides the setting
         in_extra = [option.removeprefix(prefix) for option in self.extra if option.startswith(prefix)]
         return frozenset(filter(None, [self.partition, *in_extra][-1].split(",")))
+
+    def excludes(self, node: str) -> bool:
+        """True if the job never gets a node, by name or by Slurm's short form; files of ``--exclude`` are not read."""
+        options = [option.removeprefix("--").partition("=") for option in self.extra]
+        in_extra = [value for name, _, value in options if name == "exclude" and "/" not in value]
+        return is_named(node, (*self.exclude, *in_extra))
 
     def over(self, site: "SlurmSpec") -> "SlurmSpec":
         """Return these settings, with the site's for all that are not set here; lists and variables are combined."""

@@ -44,7 +44,7 @@ class Inventory(Schema):
         return [
             name
             for name in self.node_names
-            if name not in slurm.exclude
+            if not slurm.excludes(name)
             and self.gpus_of(name) >= gpus_per_node
             and (not allowed or allowed & {*self.node_partitions.get(name, ())})
         ]

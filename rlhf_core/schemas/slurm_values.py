@@ -1,6 +1,8 @@
 """Types of the values of ``[slurm]``, which are used in batch scripts and options of sbatch."""
 
+import functools
 import re
+from collections.abc import Iterable
 from typing import Annotated
 
 from pydantic import AfterValidator
@@ -31,6 +33,38 @@ def _matching(pattern: re.Pattern[str], expected: str) -> AfterValidator:
         return text
 
     return AfterValidator(check)
+
+
+def is_named(name: str, texts: Iterable[str]) -> bool:
+    """Return True if a node is one of those that these texts name, as names or in Slurm's short form."""
+    return any(_is_in(name, pattern, ranges) for text in texts for pattern, ranges in _parsed(text))
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed(text: str) -> tuple[tuple[re.Pattern[str], tuple[str, ...]], ...]:
+    """A pattern for each item of a list, with the ranges of its numbers: those of ``rack[1-2]node[01-16]`` are ``1-2``
+    and ``01-16``."""
+    parsed = []
+    for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
+        literal_or_ranges = re.split(r"\[([^\[\]]*)\]", item)
+        pattern = r"(\d+)".join(map(re.escape, literal_or_ranges[::2]))
+        parsed.append((re.compile(pattern, re.ASCII), tuple(literal_or_ranges[1::2])))
+    return tuple(parsed)
+
+
+def _is_in(name: str, pattern: re.Pattern[str], ranges: tuple[str, ...]) -> bool:
+    found = pattern.fullmatch(name)
+    return found is not None and all(map(_contains, ranges, found.groups()))
+
+
+def _contains(ranges: str, number: str) -> bool:
+    """True if ``1-3,7`` contains a number; with as many digits as a range has that begins with zeros."""
+    bounds = [(low, high or low) for low, _, high in (one.partition("-") for one in ranges.split(","))]
+    return any(
+        int(low) <= int(number) <= int(high) and len(number) == max(len(low), len(str(int(number))))
+        for low, high in bounds
+        if low.isdecimal() and high.isdecimal()
+    )
 
 
 OneLine = Annotated[str, _without(CONTROL, "one line without control characters")]

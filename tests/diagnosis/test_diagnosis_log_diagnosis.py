@@ -261,6 +261,39 @@ def test_bars_that_go_on_show_that_an_error_was_survived_and_one_printed_again_d
     assert read_log(bar.format(10) + error + bar.format(10) * 3) is not None
 
 
+@pytest.mark.parametrize(
+    "prefix", ["", "[rank3]: ", "[default3]:", "(Worker pid=7) ", " 3: ", "trainer-1  | ", "2026-09-22T06:50:07.81Z "]
+)
+def test_steps_after_an_error_show_that_it_was_survived_whatever_the_prefix(prefix: str) -> None:
+    error = trace(("proj/train.py", "ping", "send()"), error="ConnectionResetError: [Errno 104] reset by peer")
+    step = "{'loss': 0.5, 'grad_norm': 1.2, 'learning_rate': 1e-05}\n"
+
+    def kind(log: str) -> Kind | None:
+        found = read_log("".join(f"{prefix}{line}" for line in log.splitlines(keepends=True)))
+        return found.kind if found is not None else None
+
+    assert kind(error) is Kind.NETWORK
+    assert kind(error + step * 3) is None
+    assert kind(error + "***** predict metrics *****\n") is None
+
+
+@pytest.mark.parametrize("prefix", ["12: ", "[rank3]: ", "(WorkerDict pid=7, ip=10.0.0.3) ", "trainer-1  | "])
+def test_the_label_of_an_engine_counts_behind_that_of_a_launcher(prefix: str) -> None:
+    error = trace(
+        ("proj/run.py", "step", "go()"), error="RuntimeError: it went wrong", prefix="(EngineCore_DP0 pid=42) "
+    )
+    found = read_log("".join(f"{prefix}{line}" for line in error.splitlines(keepends=True)))
+    assert found is not None
+    assert found.kind is Kind.ENGINE
+
+
+def test_numbers_of_tasks_that_srun_pads_are_prefixes() -> None:
+    """``srun --label`` pads them to the width of the largest."""
+    found = read_log(trace(("proj/train.py", "main", "train()"), error="KeyboardInterrupt", prefix=" 3: "))
+    assert found is not None
+    assert found.kind is Kind.USER_CANCEL
+
+
 def test_the_tracebacks_of_ranks_that_print_at_once_are_kept_apart() -> None:
     """The negative control: without their labels, the frame of one would explain the error of the other."""
     one = trace(("rewards/maths.py", "score", "x()"), error="KeyError: 7", prefix="[rank0]: ").splitlines()

@@ -18,6 +18,8 @@ from rlhf_core.scheduler.slurm_answers import gpu_type, is_no_answer, num_gpus, 
 from rlhf_core.scheduler.slurm_environment import for_submission
 from rlhf_core.scheduler.slurm_queue import QueuedJob
 from rlhf_core.schemas.cluster import SlurmSpec
+from rlhf_core.schemas.resources import Inventory, Submission
+from rlhf_core.schemas.slurm_values import is_named
 
 
 def request(gpus: int = 0, excluded: tuple[str, ...] = (), time_limit_s: int = 3600, **slurm: object) -> JobRequest:
@@ -107,7 +109,62 @@ def test_nodes_of_an_own_option_are_excluded_beside_those_at_fault() -> None:
     text = script(excluded=("node3",), exclude=("node9",), extra=("--exclude=node[1,5],node9",))
     assert "#SBATCH --exclude='node3,node9,node[1,5],node9'\n" in text
     assert text.count("--exclude") == 1
-    assert "#SBATCH --exclude=/etc/bad_nodes\n" in script(excluded=("node3",), extra=("--exclude=/etc/bad_nodes",))
+    of_site_and_run = script(excluded=("node3",), extra=("--exclude=node1", "--exclude=node5"))
+    assert "#SBATCH --exclude=node3,node1,node5\n" in of_site_and_run
+
+
+def test_nodes_of_a_file_are_excluded_beside_those_at_fault(tmp_path: Path) -> None:
+    listed = tmp_path / "bad_nodes"
+    listed.write_text("# slow since May\nnode[1-2],node7\n\nnode9 # disk\n")
+    text = script(excluded=("node3",), extra=(f"--exclude={listed}",))
+    assert "#SBATCH --exclude='node3,node[1-2],node7,node9'\n" in text
+    assert text.count("--exclude") == 1
+    listed.write_text("node1; rm -rf /\n")
+    with pytest.raises(SubmissionFailed, match=r"bad_nodes: found 'node1;', expected names of nodes"):
+        script(extra=(f"--exclude={listed}",))
+    with pytest.raises(SubmissionFailed, match="cannot read /etc/no_such_file: No such file"):
+        script(extra=("--exclude=/etc/no_such_file",))
+
+
+@pytest.mark.parametrize(
+    ("text", "named", "others"),
+    [
+        ("node7", "node7", "node70 node07"),
+        ("node[1-3,7]", "node1 node3 node7", "node4 node01 node"),
+        ("node[08-11]", "node08 node11", "node8 node12"),
+        ("a1,rack[1-2]n[01-16]", "a1 rack2n16", "rack3n01 rack1n1"),
+        ("node[1-", "", "node1"),
+    ],
+)
+def test_names_of_nodes_in_short_form(text: str, named: str, others: str) -> None:
+    assert [name for name in (*named.split(), *others.split()) if is_named(name, [text])] == named.split()
+
+
+def test_nodes_excluded_in_short_form_do_not_count_as_available() -> None:
+    names = tuple(f"node{number}" for number in range(1, 6))
+    inventory = Inventory(node_names=names, cpus_per_node=1, memory_gb=1, gpus_per_node=0)
+    slurm = SlurmSpec(exclude=("node[1-2]",), extra=("--exclude=node5", "--exclude=/etc/bad_nodes"))
+    assert inventory.nodes_for(slurm) == ["node3", "node4"]
+
+
+def test_a_job_number_that_slurm_gave_again_is_not_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a new installation, numbers begin at 1 again: the job of another run is neither awaited nor cancelled."""
+    commands = []
+    again = QueuedJob("7", "RUNNING", "None", "node1", "N/A", "toy-2/1")
+    forgotten = QueuedJob("9", "RUNNING", "None", "node1", "N/A", "somebody's")
+
+    def run(*words: str, **_: object) -> str:
+        commands.append(words[0])
+        return "JobId=8 JobState=RUNNING Reason=None NodeList=node1 Comment=toy-2/2\n"
+
+    monkeypatch.setattr(slurm_queue, "listing", lambda **_: slurm_queue.Listing(0.0, {"7": again, "9": forgotten}))
+    monkeypatch.setattr(slurm_queue, "run", run)
+    jobs = [Submission(attempt=1, scheduler="slurm", job_id=job_id, command=(), marker="toy-1/1") for job_id in "789"]
+    found = SlurmScheduler().status(jobs)
+    assert [found[job.job_id].state for job in jobs] == [JobState.ENDED, JobState.ENDED, JobState.RUNNING]
+    assert found["7"].reason == "Slurm has given the number of the job again, to toy-2/1"
+    assert all(SlurmScheduler().cancel(job) for job in jobs[:2])
+    assert "scancel" not in commands
 
 
 def test_the_signal_to_save_is_never_in_the_first_half_of_the_job() -> None:
@@ -175,7 +232,9 @@ def test_cancellations_by_the_administrator_and_by_the_user_are_distinguished(
     monkeypatch.setattr(slurm_queue, "run", answer)
     monkeypatch.setattr(slurm_answers.os, "getuid", lambda: user)
     assert status_of(QueuedJob("7", "CANCELLED", "None", "node1", "N/A", "toy-1/2")).scheduler_state == expected
-    assert query_job("7").scheduler_state == (expected if accounted else "")
+    assert query_job(Submission(attempt=2, scheduler="slurm", job_id="7", command=())).scheduler_state == (
+        expected if accounted else ""
+    )
 
 
 def test_a_submission_takes_only_defaults_from_variables() -> None:

@@ -17,7 +17,7 @@ _PROCESS = re.compile(
     r"\((?P<ray>[A-Z_a-z][^()=]{0,60}? ?pid=\d+[^()]{0,80})\) ?"  # Ray, and engines that follow its form
     r"|\[(?P<rank>(?:rank|default|[\w.-]{1,40}:)?\d{1,5})\]:? ?(?!loss)"  # torchrun; "[12, 100] loss" is a step
     r"|\[(?P<mpi>\d+,\d+)\]<std(?:out|err)>:? ?"
-    r"|(?P<srun>\d{1,5}): "
+    r"| {0,3}(?P<srun>\d{1,5}): "  # padded to the width of the largest; quoted code is indented by four
     r"|(?P<compose>[a-z][\w.-]{0,40}?)[ ]{1,20}\| "
     r"|\((?P<raylet>raylet|autoscaler|gcs_server)[^()]{0,60}\) ?"
 )
@@ -56,7 +56,7 @@ class LogLine:
     text: str
     """Text without its prefix; leading blanks mark the lines that a traceback quotes."""
     process: str
-    """Label of the process that printed it; empty if there is none."""
+    """Labels of the process that printed it, outermost first; empty if there are none."""
     is_quiet: bool
     """True if it was logged as a warning or below, which is not a failure by itself."""
     raw: str
@@ -80,7 +80,7 @@ def read_line(raw: str, number: int = 0) -> LogLine:
         is_quiet = is_quiet or (_QUIET.match(text) is not None and _NCCL_WARNING.search(text, 0, 200) is None)
         label = _PROCESS.match(text)
         if label is not None:
-            process = process or next(part for part in label.groups() if part)
+            process = f"{process} {next(part for part in label.groups() if part)}".lstrip()
             text = text[label.end() :]
             continue
         found = _WHEN.match(text) or _LOUD.match(text)

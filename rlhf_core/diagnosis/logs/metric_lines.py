@@ -11,7 +11,7 @@ _STEP = re.compile(
 )
 _FINISHED = re.compile(
     r"(?i)'train_runtime'|\btraining (is |has )?(been )?(done|finished|complete|completed)\b|\bwas successful\b|"
-    r"\bsuccessfully (finished|completed)|^\*{3,} \w+ metrics \*{3,}|"
+    r"\bsuccessfully (finished|completed)|(?:^|[\s:|\]])\*{3,} \w+ metrics \*{3,}|"
     r"^Job '\S+' succeeded|^Process finished with exit code 0\b|\bState: COMPLETED \(exit code 0\)|"
     r"\bEnd time of running main"
 )

@@ -121,6 +121,11 @@ class KnownLines:
     weighed: dict[tuple[str, tuple[Frame, ...], tuple[str, ...], str], FailureEvent] = field(default_factory=dict)
 
 
+def _is_progress_with_prefix(raw: str) -> bool:
+    """True for a completed step whose form is known by the start of its line, after the prefix of a launcher."""
+    return "loss" in raw and metric_lines.is_progress(read_line(raw).text)
+
+
 class _Reading:
     """State of the reader of one log."""
 
@@ -202,7 +207,7 @@ class _Reading:
         if bar is not None:
             self._advance(*bar)
             return False
-        if not metric_lines.is_progress(raw):
+        if not (metric_lines.is_progress(raw) or _is_progress_with_prefix(raw)):
             return False
         self._steps += 1
         if self._steps >= GOING_ON or metric_lines.is_end(raw):

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from rlhf_core.diagnosis.telemetry.outliers import GPUS, NODES, STAYS_AT, Comparison, Mean, Sign, deviation
+from rlhf_core.diagnosis.telemetry.outliers import GPUS, NODES, STAYS_AT, Comparison, Mean, Sign, Values, deviation
 
 WINDOW_S = 180.0
 """Window over which a figure is averaged."""
@@ -189,10 +189,11 @@ class ImbalanceWatch:
             means = _means(units, index)
             if len(means) < MIN_UNITS:
                 continue
-            found = {}
-            for unit, mean in means.items():
-                others = [other.value for key, other in means.items() if key != unit]
-                found[f"{kind} {unit} {comparison.name}"] = deviation(unit, comparison, mean, others)
+            every = Values(mean.value for mean in means.values())
+            found = {
+                f"{kind} {unit} {comparison.name}": deviation(unit, comparison, mean, every)
+                for unit, mean in means.items()
+            }
             # If half of the units differ from the other half, they do different work and there is no outlier.
             if sum(sign.begins for sign in found.values()) * 2 < len(found):
                 signs |= found

@@ -1,7 +1,7 @@
 """Figures that are about equal on all nodes and GPUs of a healthy job, and deviations from them."""
 
-import statistics
-from collections.abc import Callable, Mapping
+import bisect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 MAD_FACTOR = 5.0
@@ -130,17 +130,47 @@ class Sign:
     """True for a yes-or-no fact: it begins with the first judgement and never ends."""
 
 
-def deviation(unit: str, comparison: Comparison, mean: Mean, others: list[float]) -> Sign:
+class Values:
+    """Values of one figure of all units, sorted once: thousands of GPUs are each compared with all others."""
+
+    def __init__(self, values: Iterable[float]) -> None:
+        self._sorted = sorted(values)
+        self._distances: dict[float, list[float]] = {}
+
+    @property
+    def num_others(self) -> int:
+        """Number of units that one of them is compared with."""
+        return len(self._sorted) - 1
+
+    def others(self, value: float) -> tuple[float, float]:
+        """Return the median of all other values, and their median absolute deviation from it."""
+        middle = _median_without(self._sorted, value)
+        if middle not in self._distances:  # at most three medians differ
+            self._distances[middle] = sorted(abs(one - middle) for one in self._sorted)
+        return middle, _median_without(self._distances[middle], abs(value - middle))
+
+
+def _median_without(ordered: Sequence[float], value: float) -> float:
+    """Median of sorted numbers without one of them."""
+    left_out = bisect.bisect_left(ordered, value)
+    half, is_odd = divmod(len(ordered) - 1, 2)
+    low, high = (ordered[at + (at >= left_out)] for at in (half - 1 + is_odd, half))
+    return (low + high) / 2
+
+
+def deviation(unit: str, comparison: Comparison, mean: Mean, values: Values) -> Sign:
     """Deviation of one unit from the median of the others, if it exceeds floor, share, spread and its own noise."""
-    middle = statistics.median(others)
-    spread = MAD_TO_SIGMA * statistics.median(abs(other - middle) for other in others)
+    middle, spread = values.others(mean.value)
     limit = max(
-        comparison.floor, comparison.share * abs(middle), MAD_FACTOR * spread, NOISE_FACTOR * mean.standard_error
+        comparison.floor,
+        comparison.share * abs(middle),
+        MAD_FACTOR * MAD_TO_SIGMA * spread,
+        NOISE_FACTOR * mean.standard_error,
     )
     off = abs(mean.value - middle)
     text = (
         f"{unit} is an outlier: its {comparison.name} is {mean.value:.0f} {comparison.unit}, the median of the other "
-        f"{len(others)} is {middle:.0f} {comparison.unit} (differences up to {limit:.0f} {comparison.unit} are usual). "
-        f"{comparison.advice}"
+        f"{values.num_others} is {middle:.0f} {comparison.unit} (differences up to {limit:.0f} {comparison.unit} are "
+        f"usual). {comparison.advice}"
     )
     return Sign(text, begins=off > limit, stays=off > STAYS_AT * limit)
