@@ -293,7 +293,7 @@ class Killed:
 
 @pytest.fixture(scope="module")
 def killed(site: Site) -> Killed:
-    """The site started again after a kill of everything."""
+    """The site started again after a kill of everything; from now on, dead services are restarted."""
     pids = site.pids()
     _, flow = site.ask("/flows/", {"name": "ended"})
     ended = {"flow_id": flow["id"], "state": {"type": "COMPLETED"}}
@@ -305,6 +305,8 @@ def killed(site: Site) -> Killed:
             database.execute("UPDATE flow_run SET end_time = ? WHERE id = ?", (ended_at, run))
     database.close()
     states = {str(one["state"]) for one in site.status().values()}
+    site.restart_s = 0.5
+    site.write_settings()
     site.rlhf("up")
     return Killed(pids, states, old, young)
 
@@ -317,6 +319,34 @@ def test_after_a_kill_of_everything_all_services_are_back_without_leftovers(site
         "Prefect keeps what has ended for 30 days"
     )
     assert site.flow_state(killed.young) == "Completed"
+
+
+@pytest.mark.usefixtures("killed")
+def test_dead_services_are_restarted(site: Site) -> None:
+    """Even if the server starts slowly; but services stopped by `rlhf down` stay down."""
+    before, earlier = site.pids(), site.status()
+    for name in ("server", "worker"):
+        os.kill(before[name], signal.SIGKILL)
+    until(lambda: set(site.pids()) == set(SERVICES) and not set(site.pids().values()) & {before["server"]})
+    until(
+        lambda: {presence.service_status(site.home, name).state for name in SERVICES} == {presence.ServiceState.RUNNING}
+    )
+    status = site.status()
+    assert {one["state"] for one in status.values()} == {"running"}
+    between = site.pids()
+    assert between["daemon"] == before["daemon"]
+    assert {between["server"], between["worker"]}.isdisjoint(before.values())
+    restarts = [status[name]["restarts"] - earlier[name]["restarts"] for name in SERVICES]
+    assert restarts[0] >= 1, site.logs()
+    assert restarts[1] >= 1, site.logs()
+    assert restarts[2] == 0, site.logs()
+    os.kill(between["daemon"], signal.SIGKILL)
+    until(lambda: site.pids().get("daemon") not in (None, between["daemon"]))
+    site.rlhf("down", "worker")
+    until(lambda: presence.service_status(site.home, "daemon").state is presence.ServiceState.RUNNING)
+    status = site.status()
+    assert (status["daemon"]["state"], status["worker"]["state"]) == ("running", "stopped")
+    site.rlhf("up", "worker")
 
 
 def test_the_password_is_nowhere_and_down_leaves_nothing_behind(site: Site) -> None:
@@ -337,44 +367,6 @@ def test_the_password_is_nowhere_and_down_leaves_nothing_behind(site: Site) -> N
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Without a server
-
-
-def test_dead_services_are_restarted(tmp_path: Path) -> None:
-    """Even if the server starts slowly; but services stopped by `rlhf down` stay down."""
-    site = Site(tmp_path / "site", restart_s=0.5)
-    site.write_settings()
-    site.rlhf("up")
-    try:
-        before = site.pids()
-        for name in ("server", "worker"):
-            os.kill(before[name], signal.SIGKILL)
-        until(lambda: set(site.pids()) == set(SERVICES) and not set(site.pids().values()) & {before["server"]})
-        until(
-            lambda: (
-                {presence.service_status(site.home, name).state for name in SERVICES} == {presence.ServiceState.RUNNING}
-            )
-        )
-        assert {one["state"] for one in site.status().values()} == {"running"}
-        between = site.pids()
-        assert between["daemon"] == before["daemon"]
-        assert {between["server"], between["worker"]}.isdisjoint(before.values())
-        status = site.status()
-        restarts = [status[name]["restarts"] for name in SERVICES]
-        assert restarts[0] >= 1, site.logs()
-        assert restarts[1] >= 1, site.logs()
-        assert restarts[2] == 0, site.logs()
-        os.kill(between["daemon"], signal.SIGKILL)
-        until(lambda: site.pids().get("daemon") not in (None, between["daemon"]))
-        site.rlhf("down", "worker")
-        until(lambda: presence.service_status(site.home, "daemon").state is presence.ServiceState.RUNNING)
-        status = site.status()
-        assert (status["daemon"]["state"], status["worker"]["state"]) == ("running", "stopped")
-    finally:
-        site.rlhf("down")
-        left = site.processes()
-        for process in left:
-            process.kill()
-    assert left == []
 
 
 def test_a_used_port_is_named_with_its_owner(tmp_path: Path) -> None:
