@@ -452,7 +452,7 @@ def test_a_template_with_a_date_writes_that_of_the_request(results: list[dict[st
     run_dir = RunDir(folder / "dated")
     report = EvaluationReport.model_validate_json(run_dir.evaluation("before", "greedy").read_bytes())
     sampled = read_models(run_dir.attempt(1).restart(0).samples, SampleLine)
-    prompts = [sample.prompt for sample in [*report.samples, *sampled]]
+    prompts = [*(sample.prompt for sample in report.samples), *(sample.prompt for sample in sampled)]
     assert {prompt[:12] for prompt in prompts} == {"01 Jan 2026|"}, "which is when make_context says it was requested"
 
 
