@@ -1,14 +1,11 @@
 """Configs that Prefect refers to: the snapshot of a deployment or an unfinished flow run must not be removed."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterator
 
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType
 from prefect.client.schemas.objects import StateType
 
-from flows.server.clients import api_client
-
-_Row = TypeVar("_Row")
+from flows.server.clients import api_client, rows_of_pages
 
 _PAGE = 200
 """Prefect's page size."""
@@ -22,21 +19,13 @@ def configs() -> Iterator[str]:
     restartable = [one for one in StateType if one is not StateType.COMPLETED]
     open_ones = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=restartable)))
     with api_client() as client:
-        for page in _overlapping(lambda offset: client.read_deployments(limit=_PAGE, offset=offset)):
-            yield from (str(one.parameters.get("config") or "") for one in page)
-        for runs in _overlapping(
-            lambda offset: client.read_flow_runs(flow_run_filter=open_ones, limit=_PAGE, offset=offset)
-        ):
-            yield from (str(one.parameters.get("config") or "") for one in runs)
-
-
-def _overlapping(read: Callable[[int], Sequence[_Row]]) -> Iterator[Sequence[_Row]]:
-    """Pages that overlap by half: a flow run that ends during the read shifts all later ones, and none may be
-    missed."""
-    offset = 0
-    while True:
-        page = read(offset)
-        yield page
-        if len(page) < _PAGE:
-            return
-        offset += _PAGE // 2
+        # Pages overlap by half: a flow run that ends during the read shifts all later ones, and none may be missed.
+        deployments = rows_of_pages(
+            lambda offset: client.read_deployments(limit=_PAGE, offset=offset), _PAGE, _PAGE // 2
+        )
+        flow_runs = rows_of_pages(
+            lambda offset: client.read_flow_runs(flow_run_filter=open_ones, limit=_PAGE, offset=offset),
+            _PAGE,
+            _PAGE // 2,
+        )
+        yield from (str(one.parameters.get("config") or "") for rows in (deployments, flow_runs) for one in rows)

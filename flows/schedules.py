@@ -28,7 +28,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled
 
 from flows.publishing.events import flow_run_resource
-from flows.server.clients import api_client
+from flows.server.clients import api_client, rows_of_pages
 from rlhf_core.control.controller import FlowRunLink
 from rlhf_core.errors import RlhfError
 from rlhf_core.launch.journal import read_record
@@ -76,18 +76,16 @@ def busy_with(client: SyncPrefectClient, flow_run: FlowRun, runs_dir: Path) -> s
 
 def _flow_runs(client: SyncPrefectClient, deployment: UUID, states: list[StateType]) -> Iterator[FlowRun]:
     """All flow runs of a deployment in some states, the newest first."""
-    page: list[FlowRun] = []
-    number = 0
-    while not number or len(page) == _AT_MOST:
-        page = client.read_flow_runs(
+    return rows_of_pages(
+        lambda offset: client.read_flow_runs(
             deployment_filter=DeploymentFilter(id=DeploymentFilterId(any_=[deployment])),
             flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=states))),
             sort=FlowRunSort.EXPECTED_START_TIME_DESC,
             limit=_AT_MOST,
-            offset=number * _AT_MOST,
-        )
-        number += 1
-        yield from page
+            offset=offset,
+        ),
+        _AT_MOST,
+    )
 
 
 def skipped_for(flow_run: FlowRun, runs_dir: Path) -> str:

@@ -25,7 +25,7 @@ from flows import references
 from flows.flow_runs import task_runs
 from flows.publishing.artifacts import Publication, publication_of, publish, unpublished_parts
 from flows.publishing.events import FlowRunRef
-from flows.server.clients import api_client
+from flows.server.clients import api_client, rows_of_pages
 from flows.server.settings import server_answers
 from rlhf_core.config.site import Site
 from rlhf_core.control.reconcile.flow_runs import FlowRunSnapshot, NotRegistered, RunsOfFlowRuns
@@ -247,13 +247,9 @@ def _flow_run_processes() -> Iterator[tuple[str, bool]]:
 
 def _pages(client: SyncPrefectClient, which: FlowRunFilter) -> Iterator[FlowRun]:
     flow = FlowFilter(name=FlowFilterName(any_=[RUN_FLOW]))
-    offset = 0
-    while True:
-        page = client.read_flow_runs(flow_filter=flow, flow_run_filter=which, limit=_PAGE, offset=offset)
-        yield from page
-        if len(page) < _PAGE:
-            return
-        offset += _PAGE
+    return rows_of_pages(
+        lambda offset: client.read_flow_runs(flow_filter=flow, flow_run_filter=which, limit=_PAGE, offset=offset), _PAGE
+    )
 
 
 def _chunks(ids: Sequence[str]) -> Iterator[list[str]]:
