@@ -354,23 +354,21 @@ def test_renamed_tables_columns_and_events_keep_their_rows_both_ways(empty_url: 
     assert read(empty_url) == before
 
 
-def test_publishing_has_its_own_word(empty_url: str) -> None:
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param("keeper_tell", "reconcile_publish", id="publishing has its own word"),
+        pytest.param("keepers", "keepers", id="an underscore in LIKE stands for any character: others stay"),
+    ],
+)
+def test_only_the_kinds_of_the_site_daemon_are_renamed(empty_url: str, before: str, after: str) -> None:
     upgrade(empty_url, "0008")
     fill(empty_url)
-    write(empty_url, "UPDATE events SET kind = 'keeper_tell'")
+    write(empty_url, f"UPDATE events SET kind = '{before}'")
     upgrade(empty_url, "0009")
-    assert read(empty_url)["events"]["kind"] == "reconcile_publish"
+    assert read(empty_url)["events"]["kind"] == after
     downgrade(empty_url, "0008")
-    assert read(empty_url)["events"]["kind"] == "keeper_tell"
-
-
-def test_only_the_kinds_of_the_site_daemon_are_renamed(empty_url: str) -> None:
-    """An underscore in LIKE stands for any character: the kinds of other events must stay."""
-    upgrade(empty_url, "0008")
-    fill(empty_url)
-    write(empty_url, "UPDATE events SET kind = 'keepers'")
-    upgrade(empty_url, "0009")
-    assert read(empty_url)["events"]["kind"] == "keepers"
+    assert read(empty_url)["events"]["kind"] == before
 
 
 def test_the_advice_on_old_names_is_that_of_the_migration() -> None:
