@@ -283,9 +283,8 @@ def _excluded_nodes(request: JobRequest) -> Sequence[str]:
         SubmissionFailed: an option names a file that cannot be read, or something other than nodes.
     """
     named = [*request.placement.excluded_nodes, *request.slurm.exclude]
-    for name, value in _further_options(request.slurm.extra):
-        if name == "exclude":
-            named += _nodes_in_file(Path(str(value))) if "/" in str(value) else [_node_names(str(value), "--exclude")]
+    for value in request.slurm.in_extra("exclude"):
+        named += _nodes_in_file(Path(value)) if "/" in value else [_node_names(value, "--exclude")]
     return list(dict.fromkeys(filter(is_node_name, named)))
 
 

@@ -82,15 +82,17 @@ class SlurmSpec(Schema):
     @property
     def partitions(self) -> frozenset[str]:
         """Partitions that the job may run in; empty for the cluster's default."""
-        prefix = "--partition="  # in extra, it overrides the setting
-        in_extra = [option.removeprefix(prefix) for option in self.extra if option.startswith(prefix)]
-        return frozenset(filter(None, [self.partition, *in_extra][-1].split(",")))
+        # In extra, it overrides the setting.
+        return frozenset(filter(None, [self.partition, *self.in_extra("partition")][-1].split(",")))
 
     def excludes(self, node: str) -> bool:
         """True if the job never gets a node, by name or by Slurm's short form; files of ``--exclude`` are not read."""
-        options = [option.removeprefix("--").partition("=") for option in self.extra]
-        in_extra = [value for name, _, value in options if name == "exclude" and "/" not in value]
-        return is_named(node, (*self.exclude, *in_extra))
+        return is_named(node, [*self.exclude, *(value for value in self.in_extra("exclude") if "/" not in value)])
+
+    def in_extra(self, option: str) -> list[str]:
+        """Values of an option of sbatch in ``extra``, in their order; the name may stand there without its dashes."""
+        options = [one.removeprefix("--").partition("=") for one in self.extra]
+        return [value for name, _, value in options if name == option]
 
     def over(self, site: "SlurmSpec") -> "SlurmSpec":
         """Return these settings, with the site's for all that are not set here; lists and variables are combined."""

@@ -147,6 +147,11 @@ def test_nodes_excluded_in_short_form_do_not_count_as_available() -> None:
     assert inventory.nodes_for(slurm) == ["node3", "node4"]
 
 
+@pytest.mark.parametrize("option", ["--partition=large", "partition=large"])
+def test_a_partition_among_further_options_counts(option: str) -> None:
+    assert SlurmSpec(partition="small", extra=(option,)).partitions == {"large"}
+
+
 def test_a_job_number_that_slurm_gave_again_is_not_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a new installation, numbers begin at 1 again: the job of another run is neither awaited nor cancelled."""
     commands = []
