@@ -157,7 +157,7 @@ class FakeScheduler:
             one.job_id: JobStatus(known.get(one.job_id, JobState.ENDED), nodes=self.nodes[:1]) for one in submissions
         }
 
-    def find(self, run_id: str, attempt: int) -> Submission | None:
+    def find(self, run_id: str, attempt: int, cluster: str = "") -> Submission | None:
         for job in self.jobs.values():
             if (job.run_id, job.submission.attempt) == (run_id, attempt) and job.state is not JobState.ENDED:
                 return job.submission

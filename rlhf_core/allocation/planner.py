@@ -51,6 +51,7 @@ def plan(
     return Placement(
         attempt=attempt,
         num_nodes=spec.resources.num_nodes,
+        cluster=inventory.cluster,
         size_reason=size_reason,
         phases=_phases(spec),
         gpus_per_node=spec.resources.gpus_per_node,

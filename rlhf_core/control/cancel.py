@@ -34,7 +34,7 @@ from rlhf_core.schemas.attempts import AttemptState, RunState, StageState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.journal import CancelStarted, ControllerStarted
-from rlhf_core.schemas.resources import Submission
+from rlhf_core.schemas.resources import Placement, Submission
 from rlhf_core.watchdog.missing_run import close_missing
 from rlhf_core.watchdog.watcher import record
 
@@ -75,7 +75,9 @@ def cancel(controller: Controller, reason: str, *, save: bool = False) -> None:
         save = save and controller.watcher(number).poll().verdict.state is AttemptState.RUNNING
         controller.observer.log(f"{'saving, then ' if save else ''}cancelling attempt {number}")
         give_order(controller.run_dir, number, order_to_end(reason, save=save))
-        submission = attempt.submission or controller.scheduler.find(controller.run_dir.run_id, number)
+        submission = attempt.submission or controller.scheduler.find(
+            controller.run_dir.run_id, number, attempt.placement.cluster
+        )
         deadline = controller.clock() + (SAVE_TIMEOUT_S if save else CANCEL_TIMEOUT_S)
         while submission is not None and not controller.watcher(number).poll().ended and controller.clock() < deadline:
             controller.lease.keep()
@@ -229,7 +231,10 @@ def _ended_without_journal(run_dir: RunDir, site: Site, reason: str, damage: Jou
         write_model(run_dir.cancel_request, order_to_end(reason, save=False))
     scheduler = get_scheduler(site.scheduler)
     for attempt in run_dir.attempts():
-        submission = read_model(attempt.submission, Submission) or scheduler.find(run_dir.run_id, attempt.number)
+        placement, submission = read_model(attempt.placement, Placement), read_model(attempt.submission, Submission)
+        if submission is None:
+            cluster = placement.cluster if placement is not None else ""
+            submission = scheduler.find(run_dir.run_id, attempt.number, cluster)
         if submission is not None:
             _end(scheduler, submission)
     return Cancelled(
@@ -290,7 +295,7 @@ def _submission_of(run_dir: RunDir, attempt: AttemptRecord, scheduler: Scheduler
     """
     if attempt.submission is not None or attempt.ended:
         return attempt.submission
-    return scheduler.find(run_dir.run_id, attempt.placement.attempt)
+    return scheduler.find(run_dir.run_id, attempt.placement.attempt, attempt.placement.cluster)
 
 
 def _end(scheduler: Scheduler, submission: Submission) -> None:

@@ -67,7 +67,8 @@ def _end_job(controller: Controller) -> str:
     submission = attempt.submission
     try:
         if submission is None:
-            submission = controller.scheduler.find(controller.run_dir.run_id, attempt.placement.attempt)
+            placement = attempt.placement
+            submission = controller.scheduler.find(controller.run_dir.run_id, placement.attempt, placement.cluster)
         if submission is None:
             return "No job of it is at work"
         if controller.scheduler.cancel(submission):

@@ -96,7 +96,8 @@ def submit_once(
 
     Raises:
         SubmissionFailed: the scheduler did not accept it.
-        SchedulerError: it did not answer. Nothing is submitted, because the job may already exist.
+        SchedulerError: it did not answer, or this host belongs to another cluster than the one the attempt was planned
+            for. Nothing is submitted, because the job may already exist.
         LeaseLost: another controller has the run. Nothing was submitted and nothing written.
     """
     number = request.placement.attempt
@@ -104,7 +105,7 @@ def submit_once(
     submission = read_model(attempt_dir.submission, Submission)
     if submission is None:
         # Order matters: look for an accepted job whose answer was lost before submitting a new one.
-        submission = scheduler.find(request.run_id, number)
+        submission = scheduler.find(request.run_id, number, request.placement.cluster)
         if submission is None and is_there(attempt_dir.claim):
             journal.move_attempt(number, AttemptState.SUBMITTED, "its job was never recorded and no longer exists")
             return None

@@ -110,12 +110,15 @@ class Scheduler(Protocol):
     def status(self, submissions: Sequence[Submission]) -> dict[str, JobStatus]:
         """Query the state of several jobs at once, by job id."""
 
-    def find(self, run_id: str, attempt: int) -> Submission | None:
+    def find(self, run_id: str, attempt: int, cluster: str = "") -> Submission | None:
         """Find the active job of an attempt whose submission was not recorded, in order to adopt it; of several, the
         first one submitted. None if there is none or it has ended: schedulers may forget ended jobs.
 
+        Args:
+            cluster: Slurm cluster that the attempt was planned for; empty if unknown, and for the local scheduler.
+
         Raises:
-            SchedulerError: it does not answer; the job may exist.
+            SchedulerError: it does not answer, or this host belongs to another cluster; the job may exist.
         """
 
     def living(self) -> Sequence[LivingJob]:
@@ -132,5 +135,5 @@ class Scheduler(Protocol):
         Safe to call for a job that has ended or is pending.
 
         Raises:
-            SchedulerError: it does not answer; the job may still be running.
+            SchedulerError: it does not answer, or this host belongs to another cluster; the job may still be running.
         """

@@ -105,7 +105,7 @@ class LocalScheduler:
         """Return the state of jobs, by job id. A job whose controller and agent are gone has ended."""
         return {submission.job_id: _status(submission) for submission in submissions}
 
-    def find(self, run_id: str, attempt: int) -> Submission | None:
+    def find(self, run_id: str, attempt: int, cluster: str = "") -> Submission | None:
         """Find the active job of an attempt by the marker of its processes; the first of several."""
         return next(iter(_jobs(run_id, attempt)), None)
 

@@ -25,6 +25,7 @@ from rlhf_core.scheduler.job_environment import job_environment
 from rlhf_core.scheduler.passed_environment import without_private
 from rlhf_core.scheduler.script_quoting import command_line, exported, is_node_name, one_line
 from rlhf_core.scheduler.slurm_answers import (
+    another_cluster,
     gpu_type,
     has_ended,
     is_no_answer,
@@ -90,6 +91,7 @@ class SlurmScheduler:
             # sbatch uses the variable if the job names no partition.
             default_partition=os.environ.get("SBATCH_PARTITION")
             or next((row[5].rstrip("*") for row in listed if row[5].endswith("*")), ""),
+            cluster=slurm_queue.cluster_name(),
         )
 
     def script(self, request: JobRequest) -> str:
@@ -136,12 +138,13 @@ class SlurmScheduler:
             return {one.job_id: JobStatus(JobState.UNKNOWN, found.problem) for one in submissions}
         return {one.job_id: _status_in(found, one) for one in submissions}
 
-    def find(self, run_id: str, attempt: int) -> Submission | None:
+    def find(self, run_id: str, attempt: int, cluster: str = "") -> Submission | None:
         """Find the active job of an attempt by its comment; the first of several.
 
         Raises:
-            SchedulerError: Slurm does not answer.
+            SchedulerError: Slurm does not answer, or is another cluster than the one the attempt was planned for.
         """
+        _require_cluster(cluster)
         found = slurm_queue.listing(max_age_s=0.0)
         if found.problem:
             raise SchedulerError(found.problem)
@@ -172,9 +175,11 @@ class SlurmScheduler:
         then and have ended their own processes, and the next agent ends those that a killed agent left behind.
 
         Raises:
-            SchedulerError: the controller did not answer in that time, or the submission is not a Slurm job.
+            SchedulerError: the controller did not answer in that time, or the submission is not a Slurm job or one of
+                another cluster.
         """
         job_id = slurm_queue.require_job_id(submission.job_id)
+        _require_cluster(submission.cluster)
         began = time.monotonic()
         killed = False
         while True:
@@ -356,9 +361,27 @@ def _further_options(options: Sequence[str]) -> Iterator[tuple[str, object]]:
 def _status_in(found: slurm_queue.Listing, submission: Submission) -> JobStatus:
     """State of a job by a listing of the queue; one that is too new for it, or forgotten, is asked for by itself."""
     row = found.rows.get(submission.job_id)
+    if row is None or row.comment != submission.marker:
+        # Another cluster does not know the job, or has a different one with its number.
+        problem = another_cluster(submission.cluster)
+        if problem:
+            return JobStatus(JobState.UNKNOWN, problem)
     return query_job(submission) if row is None else status_of(row, submission.marker)
 
 
 def _submission(run_id: str, attempt: int, job_id: str, command: tuple[str, ...]) -> Submission:
     marker = job_marker(run_id, attempt)
-    return Submission(attempt=attempt, scheduler="slurm", job_id=job_id, command=command, marker=marker)
+    return Submission(
+        attempt=attempt,
+        scheduler="slurm",
+        job_id=job_id,
+        command=command,
+        marker=marker,
+        cluster=slurm_queue.cluster_name(),
+    )
+
+
+def _require_cluster(name: str) -> None:
+    problem = another_cluster(name)
+    if problem:
+        raise SchedulerError(problem)

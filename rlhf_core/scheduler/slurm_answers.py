@@ -62,6 +62,16 @@ def status_of(row: QueuedJob, marker: str = "") -> JobStatus:
     return JobStatus(JobState.UNKNOWN, f"Slurm says {word}", scheduler_state=word)
 
 
+def another_cluster(name: str) -> str:
+    """Describe the problem if this host's Slurm may be another cluster than the one of that name; empty if it is not,
+    or if ``name`` is empty. That a cluster does not know a job of another one says nothing about the job."""
+    here = slurm_queue.cluster_name() if name else ""
+    if here == name:
+        return ""
+    found = f"this host belongs to the cluster {here}" if here else "the name of this host's cluster could not be read"
+    return f"the job belongs to the Slurm cluster {name}, but {found}"
+
+
 def query_job(submission: Submission) -> JobStatus:
     """Query a job that is missing from the cached queue because it is too new or Slurm has forgotten it."""
     job_id = submission.job_id

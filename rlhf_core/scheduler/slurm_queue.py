@@ -8,6 +8,7 @@ the controller is down, while every other command would hang until its timeout.
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -114,6 +115,28 @@ def require_controller() -> None:
         raise SchedulerError(f"Slurm's controller does not respond: {answer.strip()}")
 
 
+def cluster_name() -> str:
+    """Return the name of the cluster that Slurm's commands reach from here; empty if they do not tell it."""
+    try:
+        return _cluster_name(_cluster_settings())
+    except SchedulerError:
+        return ""
+
+
+@functools.lru_cache(maxsize=8)
+def _cluster_name(settings: tuple[str, ...]) -> str:
+    """Name of the cluster with these settings. Raises an error where there is none, so that it is asked for again."""
+    found = re.search(r"^ClusterName\s*=\s*(\S+)", run("scontrol", "show", "config"), re.MULTILINE)
+    if found is None:
+        raise SchedulerError("scontrol show config: found no ClusterName")
+    return found[1]
+
+
+def _cluster_settings() -> tuple[str, ...]:
+    """Variables that decide which cluster Slurm's commands reach."""
+    return tuple(os.environ.get(name, "") for name in ("SLURM_CONF", "SLURM_CLUSTERS"))
+
+
 def listing(max_age_s: float = FRESH_S) -> Listing:
     """Return the queue, at most ``max_age_s`` old. Failed queries are cached too, so an outage causes no extra
     queries."""
@@ -147,8 +170,7 @@ def _query() -> Listing:
 def _cache_file() -> Path:
     """Path of the cache: one per user, cluster and host, as two clusters may share the home folders."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlhf"
-    settings = (os.environ.get(name, "") for name in ("SLURM_CONF", "SLURM_CLUSTERS"))
-    place = "\n".join([socket.gethostname(), *settings])
+    place = "\n".join([socket.gethostname(), *_cluster_settings()])
     return folder / f"squeue-{hashlib.sha256(place.encode()).hexdigest()[:12]}.json"
 
 

@@ -31,6 +31,8 @@ class Inventory(Schema):
     """Partitions of each node; empty if the scheduler has none."""
     default_partition: str = ""
     """Default partition of jobs; empty if the scheduler has none."""
+    cluster: str = ""
+    """Name of the Slurm cluster; empty if unknown, and for the local scheduler."""
 
     def gpus_of(self, node: str) -> int:
         """GPUs of a node, which may differ from those of most."""
@@ -97,6 +99,8 @@ class Placement(Schema):
     """Number of the attempt, from 1."""
     num_nodes: Int32
     """Nodes of the allocation."""
+    cluster: Label = ""
+    """Slurm cluster that the attempt is planned for; empty if unknown, and for the local scheduler."""
     size_reason: Message = ""
     """Reason why there are fewer than requested; empty if there are not."""
     phases: Phases
@@ -164,6 +168,8 @@ class Submission(Schema):
     """Command line that the scheduler starts on every node."""
     host: Label = ""
     """Host that submitted the job."""
+    cluster: Label = ""
+    """Slurm cluster of the job; empty if unknown, and for the local scheduler."""
     process_started: Finite = 0.0
     """Only for the local scheduler: start time of the job's process in seconds since the epoch, to detect a reused
     process id."""

@@ -71,7 +71,7 @@ def test_without_the_search_some_point_gives_two_jobs(tmp_path: Path) -> None:
     submitted = set()
     for point in range(num_points(tmp_path / "plain")):
         run_dir, scheduler = make_run(tmp_path / f"run-{point}"), FakeScheduler()
-        scheduler.find = lambda run_id, attempt: None  # type: ignore[method-assign]
+        scheduler.find = lambda run_id, attempt, cluster="": None  # type: ignore[method-assign]
         live(run_dir, scheduler, 1, point)
         live(run_dir, scheduler, 2, None)
         submitted.add(len(scheduler.submitted))

@@ -96,7 +96,7 @@ def test_killed_around_every_effect_every_attempt_is_submitted_once(harness: Con
 def test_without_the_search_a_kill_gives_two_jobs(harness: ControllerHarness) -> None:
     """Negative control: the test above would detect it."""
     points = undisturbed_points(harness)
-    harness.scheduler.find = lambda run_id, attempt: None  # type: ignore[method-assign]
+    harness.scheduler.find = lambda run_id, attempt, cluster="": None  # type: ignore[method-assign]
     for point in points.distinct:
         run_dir = harness.run()
         three_attempts(harness, run_dir)

@@ -104,7 +104,7 @@ def test_a_scheduler_that_cannot_find_its_jobs_gets_a_second_one(
     """Negative control: without the search, the same kill results in two jobs of one attempt."""
     scheduler = FakeScheduler()
     request = killed_after_submission(run_dir, scheduler, monkeypatch)
-    scheduler.find = lambda run_id, attempt: None  # type: ignore[method-assign]
+    scheduler.find = lambda run_id, attempt, cluster="": None  # type: ignore[method-assign]
     submit_once(run_dir, request, scheduler, Journal(run_dir, token=2))
     assert len(scheduler.submitted) == 2
 

@@ -110,6 +110,47 @@ def test_a_forgotten_job_has_ended(tmp_path: Path, scheduler: SlurmScheduler, mo
     assert state(scheduler, gone) is JobState.UNKNOWN
 
 
+def test_a_job_of_another_cluster_is_unknown_and_neither_cancelled_nor_submitted_again(
+    tmp_path: Path, cluster: Cluster, scheduler: SlurmScheduler
+) -> None:
+    """A controller that continues a run on a host of another cluster.
+
+    Control: without the recorded name, the job counts as ended and is submitted a second time.
+    """
+    here = scheduler.inventory().cluster
+    assert here == cluster.command("scontrol", "show", "config").partition("ClusterName")[2].split()[1]
+    gone = Submission(attempt=1, scheduler="slurm", job_id="999999999", command=(), marker="x/1", cluster="east")
+    status = scheduler.status([gone])[gone.job_id]
+    expected = f"the job belongs to the Slurm cluster east, but this host belongs to the cluster {here}"
+    assert (status.state, status.reason) == (JobState.UNKNOWN, expected)
+    assert state(scheduler, gone.model_copy(update={"cluster": here})) is JobState.ENDED
+
+    # A job here with the number of one there is neither taken for it nor cancelled.
+    ours = scheduler.submit(make_request(tmp_path, "sleep 300"))
+    assert ours.cluster == here
+    theirs = gone.model_copy(update={"job_id": ours.job_id})
+    until(lambda: state(scheduler, ours) is JobState.RUNNING)
+    assert state(scheduler, theirs) is JobState.UNKNOWN
+    with pytest.raises(SchedulerError, match=expected):
+        scheduler.cancel(theirs)
+    assert state(scheduler, ours) is JobState.RUNNING
+
+    request = make_request(tmp_path, "sleep 300", attempt=2, cluster="east")
+    run_dir = RunDir.of(tmp_path / "runs", request.run_id)
+    run_dir.root.mkdir(parents=True, exist_ok=True)
+    journal = Journal(run_dir, token=1)
+    record_plan(run_dir, request.placement, journal)
+    with pytest.raises(SchedulerError, match=expected):
+        submit_once(run_dir, request, scheduler, journal)
+    assert jobs_of(cluster, tmp_path) == [ours.job_id]
+    unnamed = make_request(tmp_path, "sleep 300", attempt=2)
+    second = submit_once(run_dir, unnamed, scheduler, journal)
+    assert second is not None
+    assert sorted(jobs_of(cluster, tmp_path)) == sorted([ours.job_id, second.job_id])
+    assert scheduler.cancel(ours)
+    assert scheduler.cancel(second)
+
+
 def test_without_slurmctld_jobs_are_unknown_and_nothing_is_submitted(
     tmp_path: Path, cluster: Cluster, scheduler: SlurmScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
