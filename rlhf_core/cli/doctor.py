@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -101,7 +102,7 @@ def _private(site: Site) -> Item:
     secrets = ("environment", "job-secrets.env", "prefect/auth", "prefect", "prefect/prefect.db", "history.db")
     found = [path for path in (site.home, *(site.home / name for name in secrets)) if private_files.is_open(path)]
     if found:
-        listed = " ".join(map(str, found))
+        listed = shlex.join(map(str, found))
         return Item("private files", False, f"other users have access to {listed}", f"chmod go= {listed}")
     shared = "its group can read the runs" if private_files.is_for_group(site.runs_dir) else "runs are private too"
     return Item("private files", True, f"{site.home} is private to its owner; {shared}")

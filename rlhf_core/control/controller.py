@@ -414,5 +414,7 @@ def close(controller: Controller) -> None:
                 f"the history is out of date: {problem.rstrip('.')}. Nothing is lost; "
                 f"`rlhf db rebuild` restores it from the run directories"
             )
-    controller.lease.release()
-    controller.journal.close(lease_lost=lost)
+    try:
+        controller.journal.close(lease_lost=lost)  # before another controller has the run, and a reserve of its own
+    finally:
+        controller.lease.release()

@@ -123,11 +123,18 @@ def only_the_lost_remain(status: JobStatus) -> bool:
 
 
 def _down(nodes: str) -> tuple[str, ...]:
-    """List the nodes of a job that are currently out of service."""
+    """List the nodes of a job that are currently out of service.
+
+    A drained node counts only if no other is: an administrator may have drained it while the job ran, but Slurm also
+    says ``drain`` of a node that was drained and went down.
+    """
     with contextlib.suppress(SchedulerError):
         text = slurm_queue.run("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %t")
         rows = [line.split() for line in text.splitlines()]
-        return tuple(dict.fromkeys(row[0] for row in rows if re.match(r"down|drain|fail|unk|.*\*$", row[1])))
+        for pattern in (r"down|fail|unk|.*\*$", r"drain"):
+            found = tuple(dict.fromkeys(row[0] for row in rows if re.match(pattern, row[1])))
+            if found:
+                return found
     return ()
 
 

@@ -26,8 +26,16 @@ SILENCE_TIMEOUT_S = 90.0
 longer because healthy services go silent on a machine that is busy or was suspended."""
 
 
+START_TIMEOUT_S = 600.0
+"""Time without a first heartbeat after which the health check ends a service. A server may have to migrate its database
+before it sends one."""
+
+
+_TIMEOUTS_S = {ServiceState.SILENT: SILENCE_TIMEOUT_S, ServiceState.STARTING: START_TIMEOUT_S}
+
+
 class HealthCheck:
-    """Ends services that have gone silent."""
+    """Ends services that have gone silent, or never become ready."""
 
     def __init__(
         self,
@@ -48,7 +56,7 @@ class HealthCheck:
         self._interval_s = interval_s
         self._clock = clock
         self._checked_at = float("-inf")
-        self._silent_since: dict[tuple[str, int], float] = {}
+        self._silent_since: dict[tuple[str, int, ServiceState], float] = {}
 
     def check_if_due(self) -> None:
         """Run the check, unless the last one was less than an interval ago."""
@@ -62,21 +70,22 @@ class HealthCheck:
         silent = [
             one
             for one in found
-            if one.state is ServiceState.SILENT and one.record is not None and one.record.started_by == OURS
+            if one.state in _TIMEOUTS_S and one.record is not None and one.record.started_by == OURS
         ]
         now = self._clock()
         self._silent_since = {self._key(one): self._silent_since.get(self._key(one), now) for one in silent}
         for one in silent:
-            excess_s = now - self._silent_since[self._key(one)] - SILENCE_TIMEOUT_S
+            excess_s = now - self._silent_since[self._key(one)] - _TIMEOUTS_S[one.state]
             if excess_s >= 0:
                 self._end(one, kill=excess_s >= self._stop_timeouts_s[one.name])
 
-    def _key(self, status: ServiceStatus) -> tuple[str, int]:
-        return status.name, status.pid
+    def _key(self, status: ServiceStatus) -> tuple[str, int, ServiceState]:
+        return status.name, status.pid, status.state
 
     def _end(self, status: ServiceStatus, *, kill: bool) -> None:
         how = "killed" if kill else "ended"
-        _log(f"the {status.name} (process {status.pid}) has sent no heartbeat for {SILENCE_TIMEOUT_S:g} s and is {how}")
+        timeout_s = _TIMEOUTS_S[status.state]
+        _log(f"the {status.name} (process {status.pid}) has sent no heartbeat for {timeout_s:g} s and is {how}")
         if status.record is not None and status.record.is_alive:
             os.kill(status.pid, signal.SIGKILL if kill else signal.SIGTERM)
             os.kill(status.pid, signal.SIGCONT)  # a stopped process receives no other signal

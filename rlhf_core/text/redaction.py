@@ -58,12 +58,29 @@ _WEBHOOK = re.compile(
 )
 _WEB = frozenset({"http", "https", "ws", "wss", "ftp", "ftps"})
 _HEADER = re.compile(
-    r"(\bBearer\s+|\bAuthorization[\"']?\s*[:=]\s*[\"']?(?:(?:Basic|Bearer|Token)\s+)?)[\w.~+/=-]{8,}", re.IGNORECASE
+    r"(\bBearer\s+|\bAuthorization[\"']?\s*[:=]\s*[\"']?(?:(?:Basic|Bearer|Token)\s+)?"
+    r"|\bX-(?:[A-Za-z]+-){0,4}(?:Key|Token|Secret)[\"']?\s*[:=]\s*[\"']?)[\w.~+/=-]{8,}",
+    re.IGNORECASE,
 )
 _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
 _ASSIGNED_NAME = re.compile(r"""(?<![\w.])(?<![\w.]-)(?P<name>[A-Za-z_][\w.-]*+)(?:\s?=\s?|["']\s*:\s*(?=["']))""")
 """The beginning of ``name=value``, or of ``"name": "value"``. A name must begin at a word boundary: otherwise the time
 would grow quadratically with the length of a line."""
+_OPTION = re.compile(
+    r"""(?<![\w-])--(?P<name>[A-Za-z][\w-]*+)(?:["']?,)?\s++(?P<value>"[^"\n]*"|'[^'\n]*'|[^\s"',\]-][^\s"',\]]*)"""
+)
+"""``--name value``, also as two items of a list."""
+_YAML_LINE = re.compile(
+    r"""^[ \t]*+(?:-\ )?(?P<name>[\w.-]++):[ \t]++(?P<value>"[^"\n]*"|'[^'\n]*'|[^\s"']\S*)(?=\s*(?:\#|$))""",
+    re.MULTILINE,
+)
+"""A line ``name: value`` and nothing else."""
+_UNMISTAKABLE = re.compile(
+    r"(?:^token|(?:^|[_.-])(?:pass(?:word|wd|phrase)|secret|credentials?|api[_-]?key"
+    r"|(?:access|account|admin|api|auth|bearer|hf|hub|huggingface|refresh|session|private|secret|wandb)[_-](?:key|token)))$",
+    re.IGNORECASE,
+)
+"""Names that hold a secret in text too, where ``eos_token`` and ``key`` are other things."""
 _ASSIGNED_VALUE = re.compile(r""""[^"]*"|'[^']*'|[^\s,;&]+""")
 
 NAMED_BY_USERS = ("slurm.environment", "data.generator_args")
@@ -90,7 +107,22 @@ def masked(value: str) -> str:
     value = _WEBHOOK.sub(rf"\1{MASK}", value)
     value = _HEADER.sub(rf"\1{MASK}", value)
     value = _TOKEN.sub(MASK, value)
+    for form in (_OPTION, _YAML_LINE):
+        value = form.sub(_without_value, value)
     return _without_assigned(value)
+
+
+def _without_value(match: "re.Match[str]") -> str:
+    if not _is_secret_option(match["name"], match["value"]):
+        return match[0]
+    return match[0].removesuffix(match["value"]) + MASK
+
+
+def _is_secret_option(name: str, value: str) -> bool:
+    value = value.strip("\"'")
+    is_placeholder = value.replace("_", "-").upper() == name.replace("_", "-").upper()  # in the help of a program
+    is_value = not value.startswith("-") and value != MASK and not is_placeholder
+    return is_value and _UNMISTAKABLE.search(name) is not None and _is_named_secret(name, value)
 
 
 def _without_user_info(match: "re.Match[str]") -> str:
@@ -139,8 +171,13 @@ def secrets_in(name: str, value: object) -> Iterator[str]:
         for key, item in value.items():
             yield from secrets_in(f"{name}.{key}", item)
     elif isinstance(value, list | tuple):
+        option = ""
         for index, item in enumerate(value):
-            yield from secrets_in(f"{name}[{index}]" if isinstance(item, str) else name, item)
+            if not isinstance(item, str):
+                yield from secrets_in(name, item)
+            elif carries_secret(item) or _is_secret_option(option, item):
+                yield f"{name}[{index}]"
+            option = item[2:] if isinstance(item, str) and item.startswith("--") else ""
     elif isinstance(value, str) and (carries_secret(value) or _is_secret_setting(name, value)):
         yield name
 

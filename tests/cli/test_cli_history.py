@@ -72,6 +72,16 @@ def test_runs_of_a_new_site(rlhf: Rlhf) -> None:
     assert rlhf("runs", "--state", "failed").out == "No such runs.\n"
 
 
+def test_a_cut_list_says_so(rlhf: Rlhf, runs: Path) -> None:
+    for index in range(3):
+        run = RunFiles(runs, tail=f"aaaaa{index}").created()
+        with HistoryStore(load_site().database_url) as store:
+            sync(run.dir, store)
+    assert rlhf("runs", "--limit", "2").out.endswith("These are the newest 2; --limit 4 lists more.\n")
+    assert "newest" not in rlhf("runs", "--limit", "3").out
+    assert len(rlhf("runs", "--limit", "2", "--json").json()) == 2
+
+
 def test_the_days_before_a_resume_do_not_count_as_run_time(rlhf: Rlhf, runs: Path) -> None:
     run = RunFiles(runs).created()
     for state, seconds in ((RunState.PREFLIGHT, 1), (RunState.FAILED, 10), (RunState.PREFLIGHT, 172_810)):

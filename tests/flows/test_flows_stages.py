@@ -579,6 +579,26 @@ def test_a_controller_that_lost_its_lease_writes_nothing_more(harness: Controlle
     assert harness.scheduler.cancelled == []
 
 
+def test_the_reserve_is_freed_before_another_controller_can_have_the_run(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Afterwards it is the other controller's."""
+    run_dir = harness.good_run()
+    controller = harness.controller(run_dir)
+    drive(controller)
+    assert run_dir.control_reserve.exists()
+    seen: list[bool] = []
+    release = controller.lease.release
+
+    def released() -> None:
+        seen.append(run_dir.control_reserve.exists())
+        release()
+
+    monkeypatch.setattr(controller.lease, "release", released)
+    harness._stack.close()
+    assert seen == [False]
+
+
 def test_a_database_that_goes_away_changes_nothing_but_the_view(
     harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:

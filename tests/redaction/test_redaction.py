@@ -40,6 +40,17 @@ SECRET_VALUES = {
     "url=https://api.example/v1?api_key=hunter2&limit=3": "url=https://api.example/v1?api_key=***&limit=3",
     'level=error msg="no login: password=hunter2 user=a"': 'level=error msg="no login: password=*** user=a"',
     "token=$TOKEN?password=hunter2": "token=$TOKEN?password=***",
+    "train.py --wandb-key hunter2 --steps 3": "train.py --wandb-key *** --steps 3",
+    "login --token hunter2": "login --token ***",
+    "psql --password 'hunter2 x' -h db": "psql --password *** -h db",
+    "['train.py', '--api-key', 'hunter2', '-v']": "['train.py', '--api-key', ***, '-v']",
+    'args: ["--api_key", "hunter2"]': 'args: ["--api_key", ***]',
+    "db:\n  user: anna\n  password: hunter2  # of the team\n  port: 1": (
+        "db:\n  user: anna\n  password: ***  # of the team\n  port: 1"
+    ),
+    "- hf_token: 'hunter2'": "- hf_token: ***",
+    "X-Api-Key: hunter2hunter2": "X-Api-Key: ***",
+    "{'x-amz-security-token': 'hunter2hunter2'}": "{'x-amz-security-token': '***'}",
     f"hf_{CANARY}": "***",
     f"sk-proj-{CANARY}": "***",
     f"ghp_{CANARY}": "***",
@@ -60,6 +71,12 @@ PLAIN_VALUES = (
     "export HF_TOKEN=$(cat ~/.token)",
     "token=/home/anna/.token",
     "max_tokens=512",
+    "--eos-token </s> --max-tokens 512 --pad-token pad",
+    "--password --user anna",
+    "--password $PASSWORD --api-key /run/secrets/key",
+    "usage: login [--token TOKEN] [--api-key API_KEY]",
+    "eos_token: end\nkey: value\npad-token: <s>",
+    "Error in password: it is too short",
     "Basic arithmetic, step by step",
     "sk-learn",
     "module load cuda",
@@ -90,7 +107,9 @@ def test_a_plain_value_is_shown_as_it_is(value: str) -> None:
     assert not carries_secret(value)
 
 
-@pytest.mark.parametrize("part", ["a=", "token=/", 'x="key=/'])
+@pytest.mark.parametrize(
+    "part", ["a=", "token=/", 'x="key=/', "--token ", "--token '", "--token  ", "password: ", "x-key-", "\ntoken:  "]
+)
 def test_a_long_line_of_assignments_takes_no_time(part: str) -> None:
     began = time.process_time()
     masked(part * (1 << 16))
@@ -104,6 +123,18 @@ def test_where_secrets_stand_in_nested_settings() -> None:
             "setup": ["module load cuda", "export WANDB_API_KEY=hunter2"],
         },
         "model": {"config": {"eos_token": "<eos>", "bos_token": "begin", "vocab": {"token": "x"}}},
+        "trainer": {
+            "command": [
+                "train.py",
+                "--wandb-key",
+                "hunter2",
+                "--eos-token",
+                "end",
+                "--token=hunter2",
+                "--password",
+                "-v",
+            ]
+        },
         "data": {"generator_args": {"token": "hunter2", "tokens": 3}, "prompt_template": "Key: {key}"},
     }
     found = [place for section, value in spec.items() for place in secrets_in(section, value)]
@@ -111,6 +142,8 @@ def test_where_secrets_stand_in_nested_settings() -> None:
         "slurm.environment.OPENAI_KEY",
         "slurm.environment.DB",
         "slurm.setup[1]",
+        "trainer.command[2]",
+        "trainer.command[5]",
         "data.generator_args.token",
     ]
 

@@ -242,6 +242,22 @@ def test_cancellations_by_the_administrator_and_by_the_user_are_distinguished(
     )
 
 
+@pytest.mark.parametrize(
+    ("rows", "lost"),
+    [
+        ("node1 mix\nnode2 down\nnode3 drng\nnode4 drain", ("node2",)),
+        ("node1 mix\nnode2 drain*\nnode3 drain", ("node2",)),
+        ("node1 idle\nnode2 drain", ("node2",)),
+        ("node1 alloc*\nnode2 down*", ("node1", "node2")),
+    ],
+)
+def test_a_node_that_an_administrator_drains_is_not_the_one_that_failed(
+    rows: str, lost: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm_queue, "run", lambda *words: rows if words[0] == "sinfo" else "node1\nnode2")
+    assert status_of(QueuedJob("7", "NODE_FAIL", "None", "node[1-4]", "N/A", "toy-1/2")).lost_nodes == lost
+
+
 def test_a_submission_takes_only_defaults_from_variables() -> None:
     kept = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf", "SBATCH_ACCOUNT": "nlp", "SBATCH_EXPORT": "NONE"}
     ignored = {"SLURM_JOB_ID": "1", "SLURM_MEM_PER_CPU": "64", "SBATCH_TIMELIMIT": "1", "SBATCH_PARTITION": "debug"}

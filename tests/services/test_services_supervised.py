@@ -372,6 +372,24 @@ def test_a_silent_service_that_ignores_signals_is_killed(house: House, monkeypat
         assert deaf.wait() == -signal.SIGKILL
 
 
+def test_a_service_that_hangs_before_its_first_heartbeat_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_STARTED_BY", "rlhf up")
+    signals: list[int] = []
+    monkeypatch.setattr(health.os, "kill", lambda _, number: signals.append(number))
+    clock = [0.0]
+    check = checks(House(tmp_path), clock)
+    with holding(tmp_path, "server"):
+        assert service_status(tmp_path, "server").state is ServiceState.STARTING
+        for clock[0] in (0.0, health.START_TIMEOUT_S - 1):
+            check.check()
+        assert signals == [], "it may migrate a large database"
+        for clock[0] in (health.START_TIMEOUT_S, health.START_TIMEOUT_S + 2.0):
+            check.check()
+    assert signals == [signal.SIGTERM, signal.SIGCONT, signal.SIGKILL, signal.SIGCONT]
+
+
 def test_a_silent_service_of_systemd_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLHF_STARTED_BY", "systemd")
     monkeypatch.setattr(health.os, "kill", lambda *_: pytest.fail("it is signalled"))

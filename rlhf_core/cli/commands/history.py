@@ -52,9 +52,8 @@ def runs(
 
     with open_history() as store:
         wanted = state.value if state else None
-        found = _with_undriven(
-            store, queries.list_runs(store, wanted, name, limit, trials=trials, tag=tag, owner=owner)
-        )
+        listed = queries.list_runs(store, wanted, name, limit + 1, trials=trials, tag=tag, owner=owner)
+        found = _with_undriven(store, listed[:limit])
     if as_json:
         output.print_json(found)
         return
@@ -63,6 +62,8 @@ def runs(
         output.print_text("No runs yet." if is_whole else "No such runs.")
     else:
         _print_runs(found, trials=trials)
+        if len(listed) > limit:
+            output.print_text(f"These are the newest {limit}; --limit {2 * limit} lists more.")
     if is_whole:
         pending_requests.show_below_runs()
 
