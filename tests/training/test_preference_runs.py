@@ -295,10 +295,25 @@ def test_a_reward_model_is_trained_without_the_language_model_beside_it(folder: 
     assert found == [{"sft": True, "reward_model": False}]
 
 
-def in_chunks_of_seven_tokens(rank: int, num_ranks: int, folder: str) -> list[str]:
-    """Scenario: rows of very different lengths, whose logits take different numbers of chunks on the two ranks."""
+def in_chunks_of_seven_tokens(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
+    """Scenario: rows of very different lengths, whose logits take different numbers of chunks on the two ranks.
+
+    Returns:
+        How the trainings ended, and for each pass of the split model the chunks that this rank needs and makes.
+    """
+    from rlhf_core.training.models import causal_lm
     from rlhf_core.training.models.causal_lm import PolicyModel
+    from rlhf_core.training.models.gathering import is_split
     from rlhf_core.training.trainers import context as trainers_context
+
+    agree = causal_lm.most_on_any_rank
+    chunks: list[tuple[int, int]] = []
+
+    def noted(number: int, head: Any, device: Any) -> int:
+        most = agree(number, head, device)
+        if is_split(head):  # the reference model of the first passes is whole on every rank
+            chunks.append((number, most))
+        return most
 
     specs = {
         stage: spec_of(DPO, zero_stage=stage, data={"generator": "test_preference_runs:ragged"}) for stage in (1, 3)
@@ -307,15 +322,23 @@ def in_chunks_of_seven_tokens(rank: int, num_ranks: int, folder: str) -> list[st
     with (
         chunked,
         mock.patch.object(trainers_context, "balanced", as_they_come),
+        mock.patch.object(causal_lm, "most_on_any_rank", noted),
         training_group(rank, num_ranks, folder, spec_of(DPO)) as group,
     ):
-        return [group.train(f"chunks-{stage}", spec) for stage, spec in specs.items()]
+        return {
+            "ended": [group.train(f"chunks-{stage}", spec) for stage, spec in specs.items()],
+            "chunks": chunks,
+        }
 
 
 def test_ranks_with_different_numbers_of_chunks_of_logits_gather_as_often(folder: Path) -> None:
     """With a vocabulary of 150,000, a chunk is 440 tokens. Under ZeRO 3, each gathers the output layer on all ranks."""
     launched = launch(in_chunks_of_seven_tokens, 2, folder / "chunks-launch", folder=str(folder))
-    assert values(launched) == [["done", "done"]] * 2
+    first, second = values(launched)
+    assert first["ended"] == second["ended"] == ["done", "done"]
+    passes = list(zip(first["chunks"], second["chunks"], strict=True))
+    assert all(made == most == max(needed, other) for (needed, made), (other, most) in passes)
+    assert any(needed != other for (needed, _), (other, _) in passes), "control: by themselves they would differ"
     split = metrics_of(folder, "chunks-3")
     for step, line in metrics_of(folder, "chunks-1").items():
         for name in ("train/loss", "train/grad_norm"):
