@@ -387,6 +387,13 @@ def test_the_program_of_a_worker_is_no_library_that_is_imported() -> None:
         ("RuntimeError: HIP error: unspecified launch failure", Kind.ILLEGAL_ACCESS),
         ("RuntimeError: CUDA error: all devices are busy or unavailable", Kind.UNKNOWN),
         ("n1:9:9 [0] include/shm.h:48 NCCL WARN Error while creating shared memory segment nccl-shm-7", Kind.HOST_OOM),
+        ("n1:9:9 [0] misc/alloc.cc:9 NCCL WARN Cuda failure 2 'out of memory'", Kind.CUDA_OOM),
+        ("AssertionError: only support equal chunk. Got size of DataProto 15 and chunk 8.", Kind.CONFIG),
+        (
+            "huggingface_hub.errors.LocalEntryNotFoundError: Cannot find the requested files in the disk cache and "
+            "outgoing traffic has been disabled.",
+            Kind.CONFIG,
+        ),
         ("[ERROR] HCCL: notify wait timeout, a rank is missing", Kind.COLLECTIVE_HANG),
         ("Exception: Capture failed", Kind.UNKNOWN),
         ("RuntimeError: Expected target size [4, 100], got [4, 99]", Kind.SHAPE),

@@ -194,7 +194,8 @@ _WRONG = "|".join(
         r"requires? (?:--|the\b|an?\b|\w+ strategy)|is required\b",
         r"please (?:set|specify|provide|use|make sure|pass|choose)|undefined (?:data ?set|model|template)",
         r"(?:is|was) not (?:set|specified|provided|defined) in|not found in|smaller than|is larger than",
-        r"greater than|(?:is|are) not divisible|must (?:evenly )?divide|only supported (?:with|on|for|by|in)\b",
+        r"greater than|(?:is|are) not divisible|must (?:evenly )?divide|only support equal chunk",
+        r"only supported (?:with|on|for|by|in)\b",
     )
 )
 """Libraries' words for unsuitable settings, after the error class."""
@@ -234,7 +235,7 @@ SETTINGS: tuple[Signature, ...] = (
         r"(?:job submission failed|Unable to allocate resources): (?:Invalid|Requested|.{0,100} limit)",
         r"Batch job submission failed",
         r"api_key not configured|is not a local folder and is not a valid model|Unauthorized for url",
-        r"401 Client Error|gated repo",
+        r"401 Client Error|gated repo|outgoing traffic has been disabled",
         r"does not appear to have a file named|Bfloat16 is only supported on GPUs",
         r"Total available GPUs .{0,60}less than|Error no file named",
         r"(?:The number of required|Ray does not have enough|more (?:CPUs|GPUs) than|No available node types can"

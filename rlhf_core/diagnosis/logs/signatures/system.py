@@ -188,8 +188,8 @@ MACHINE: tuple[Signature, ...] = (
         Kind.CUDA_OOM,
         ROOT,
         "RuntimeError: CUDA error: out of memory",
-        r"(?i:\b(?:CUDA|HIP|NPU|XPU|GPU|NCCL|NVML|cuBLAS)( driver)?( error| failure)?:? '?(?:device )?(?:ran )?out"
-        r" of memory)",
+        r"(?i:\b(?:CUDA|HIP|NPU|XPU|GPU|NCCL|NVML|cuBLAS)( driver)?( error| failure)?(?: \d+)?:?"
+        r" '?(?:device )?(?:ran )?out of memory)",
         r"(?i:RESOURCE_EXHAUSTED|(?:^|[\s`])(?:\w+\.)*\w*Error: .{0,200}\bout of memory)",
         r"Triton Error.{0,60}out of memory|torch(?:\.cuda)?\.OutOfMemoryError",
         r"Tried to allocate [\d.]+ \w?i?B",
