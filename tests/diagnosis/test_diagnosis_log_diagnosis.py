@@ -389,6 +389,18 @@ def test_the_program_of_a_worker_is_no_library_that_is_imported() -> None:
         ("n1:9:9 [0] include/shm.h:48 NCCL WARN Error while creating shared memory segment nccl-shm-7", Kind.HOST_OOM),
         ("n1:9:9 [0] misc/alloc.cc:9 NCCL WARN Cuda failure 2 'out of memory'", Kind.CUDA_OOM),
         ("AssertionError: only support equal chunk. Got size of DataProto 15 and chunk 8.", Kind.CONFIG),
+        ("RuntimeError: FlashAttention only support fp16 and bf16 data type", Kind.CONFIG),
+        ("RuntimeError: element 0 of tensors does not require grad and does not have a grad_fn", Kind.CONFIG),
+        ("RuntimeError: your module has parameters that were not used in producing loss.", Kind.CONFIG),
+        ("ValueError: Reward function 'length' returned 8 rewards, expected 16", Kind.REWARD_FUNCTION),
+        ("RuntimeError: [device.cc:84] ifa != nullptr. Unable to find interface for: [0.0.0.16]", Kind.RENDEZVOUS),
+        (
+            "FileNotFoundError: [Errno 2] No such file or directory: '/c/global_step9/mp_rank_00_model_states.pt'",
+            Kind.CHECKPOINT_CORRUPT,
+        ),
+        ("FileNotFoundError: [Errno 2] No such file or directory: '/models/x/model.safetensors'", Kind.CONFIG),
+        ("AssertionError: Error in memory profiling. Initial free memory 70.1 GiB, current 75.0 GiB.", Kind.ENGINE),
+        ("mpirun noticed that process rank 3 with PID 0 on node n3 exited on signal 9 (Killed).", Kind.UNKNOWN),
         (
             "huggingface_hub.errors.LocalEntryNotFoundError: Cannot find the requested files in the disk cache and "
             "outgoing traffic has been disabled.",

@@ -28,6 +28,7 @@ ENGINES: tuple[Signature, ...] = (
         r"[Ee]ngine (?:process|loop) (?:failed|died|crashed|is dead)",
         r"Background loop (?:has errored|is not running)|VllmWorker\w{0,20} (?:rank=\d+ )?pid[ =]\d+ died",
         r"WorkerProc (?:hit an exception|initialization failed)|RPC call to \w+ timed out|sample_tokens timed out",
+        r"Error in memory profiling\. Initial free memory",
         r"Server error '5\d\d .{0,200}(?:generate|completions|/v1/|weights|communicator)",
         r"(?i:(?:vllm|sglang|rollout|inference|generation|lmdeploy) (?:server|engine|worker)s? .{0,60}"
         r"(?:died|crashed|exited|not (?:up|ready|reachable|responding|healthy)|dead\b|failed to start|"
@@ -194,8 +195,9 @@ _WRONG = "|".join(
         r"requires? (?:--|the\b|an?\b|\w+ strategy)|is required\b",
         r"please (?:set|specify|provide|use|make sure|pass|choose)|undefined (?:data ?set|model|template)",
         r"(?:is|was) not (?:set|specified|provided|defined) in|not found in|smaller than|is larger than",
-        r"greater than|(?:is|are) not divisible|must (?:evenly )?divide|only support equal chunk",
-        r"only supported (?:with|on|for|by|in)\b",
+        r"greater than|(?:is|are) not divisible|must (?:evenly )?divide|only supports? \w",
+        r"only supported (?:with|on|for|by|in)\b|does not require grad and does not have a grad_fn",
+        r"has parameters that were not used in producing loss",
     )
 )
 """Libraries' words for unsuitable settings, after the error class."""

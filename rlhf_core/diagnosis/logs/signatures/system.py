@@ -394,7 +394,8 @@ ENDS: tuple[Signature, ...] = (
         r"FAILED \(non-zero exit code|[Ss]ee (?:the )?stack ?trace.{0,40}root cause|Failed core proc",
         r"died unexpectedly|unexpectedly exits|exits? unexpectedly|The actor (?:is|died)",
         r"(?:CUDA|HIP|NPU|ROCm|XLA|cuBLAS|cuDNN) error: ",
-        r"Abort\(\d+\)|MPI_ABORT|SIGSEGV|SIGABRT|SIGBUS|double free or corruption|stack smashing|corrupted size vs",
+        r"Abort\(\d+\)|MPI_ABORT|mpi(?:run|exec) noticed that process rank",
+        r"SIGSEGV|SIGABRT|SIGBUS|double free or corruption|stack smashing|corrupted size vs",
     ),
 )
 """Rows that only report that something ended; a log does not show the sender of a SIGKILL."""

@@ -29,6 +29,8 @@ CHECKPOINTS: tuple[Signature, ...] = (
         r"Missing key in checkpoint|[Ss]ize mismatch between saved|KeyError: '?MetadataIndex",
         r"loaded state dict (?:contains a parameter group|has a different number)",
         r"(?:is|are) missing from (?:the )?checkpoint",
+        r"No such file or directory: '[^']{0,300}(?:mp_rank_\d|zero_pp_rank_|optim_states|\.distcp)",
+        r"No such file or directory: '[^']{0,300}(?:rng_state|trainer_state)",
     ),
     row(
         Kind.CHECKPOINT_CORRUPT,
@@ -90,7 +92,8 @@ FINDING_EACH_OTHER: tuple[Signature, ...] = (
         ROOT,
         "socket.gaierror: [Errno -2] Name or service not known",
         r"Name or service not known|[Nn]ame resolution|getaddrinfo failed",
-        r"nodename nor servname|No address associated|[Cc]ould not resolve (?:host|hostname)",
+        r"Unable to find interface for|nodename nor servname|No address associated",
+        r"[Cc]ould not resolve (?:host|hostname)",
     ),
     row(
         Kind.RENDEZVOUS,
@@ -175,7 +178,8 @@ USER_CODE: tuple[Signature, ...] = (
         r"(?:reward_?f\w+|compute_score)\(\) (?:missing|takes|got) ",
         r"(?i:reward[ _](?:function|fn|func|manager|worker|computation|loop)s?\b.{0,100}(?:not"
         r" implemented|failed|raised|error|crash|exception|timed out))",
-        r"(?i:reward[ _](?:function|fn|func)s?\b.{0,60}(?:returned (?:None|nothing|wrong)|(?:must|did not) return))",
+        r"(?i:reward[ _](?:function|fn|func)s?\b.{0,60}(?:(?:must|did not) return|returned (?:None|nothing|wrong"
+        r"|\d+ rewards)))",
         r"(?i:(?:error|exception|failed|failure) (?:in|while|during|when|computing|calling) (?:the )?(?:\w+ )?"
         r"(?:reward|compute_score|verifier))",
         r"(?i:(?:reward|compute_score|verifier)\w*\W{1,3}.{0,60}(?:Error|Exception):)",
