@@ -28,7 +28,7 @@ ENGINES: tuple[Signature, ...] = (
         r"[Ee]ngine (?:process|loop) (?:failed|died|crashed|is dead)",
         r"Background loop (?:has errored|is not running)|VllmWorker\w{0,20} (?:rank=\d+ )?pid[ =]\d+ died",
         r"WorkerProc (?:hit an exception|initialization failed)|RPC call to \w+ timed out|sample_tokens timed out",
-        r"Error in memory profiling\. Initial free memory",
+        r"Error in memory profiling\. Initial free memory|vLLM server can't be reached at",
         r"Server error '5\d\d .{0,200}(?:generate|completions|/v1/|weights|communicator)",
         r"(?i:(?:vllm|sglang|rollout|inference|generation|lmdeploy) (?:server|engine|worker)s? .{0,60}"
         r"(?:died|crashed|exited|not (?:up|ready|reachable|responding|healthy)|dead\b|failed to start|"
@@ -101,6 +101,7 @@ PACKAGES: tuple[Signature, ...] = (
         r"(?:partially initialized )?module '[^']{1,100}' has no attribute",
         r"'\w+(?:Config|Model|ForCausalLM|ForConditionalGeneration|Tokenizer(?:Fast)?|Processor|Trainer|Cache|LLM|Engine)'"
         r" object has no attribute",
+        r"does not exist or is not currently imported|Version mismatch: The cluster was started with",
         r"type object '\w+' has no attribute|does not recognize this architecture|Tried to instantiate class '_\w+",
         r"[Mm]odel architectures? \[.{1,100}\] (?:are|is) not supported|'_OpNamespace' '\w+' object has no attribute",
     ),
@@ -125,7 +126,7 @@ PACKAGES: tuple[Signature, ...] = (
         ROOT,
         "MissingCUDAException: CUDA_HOME does not exist, unable to compile CUDA op(s)",
         r"CUDA_HOME (?:does not exist|environment variable is not set)|Error building extension",
-        r"Failed to find C compiler",
+        r"Failed to find C compiler|Ninja is required|Unable to JIT load the",
         r"No such file or directory: '(?:ninja|nvcc|gcc|g\+\+|cc|c\+\+|cmake|git|hipcc)\'|ninja: build stopped",
         r"nvcc fatal",
         r"(?i:(?:is|are) (?:required|not installed)\b.{0,200}\bpip install)|ptxas (?:fatal|exited|error)",
@@ -197,7 +198,7 @@ _WRONG = "|".join(
         r"(?:is|was) not (?:set|specified|provided|defined) in|not found in|smaller than|is larger than",
         r"greater than|(?:is|are) not divisible|must (?:evenly )?divide|only supports? \w",
         r"only supported (?:with|on|for|by|in)\b|does not require grad and does not have a grad_fn",
-        r"has parameters that were not used in producing loss",
+        r"has parameters that were not used in producing loss|(?:must|should) equal\b",
     )
 )
 """Libraries' words for unsuitable settings, after the error class."""
@@ -236,8 +237,11 @@ SETTINGS: tuple[Signature, ...] = (
         r"invalid device ordinal|Duplicate GPU detected|: --\S+: command not found|ncclInvalidUsage",
         r"(?:job submission failed|Unable to allocate resources): (?:Invalid|Requested|.{0,100} limit)",
         r"Batch job submission failed",
+        r"Unable to create step for job \d+: (?:More|Requested|Invalid|Memory required)",
+        r"pyxis: .{0,80}\[ERROR\] (?:mount: .{0,200}does not exist|.{0,400}returned error code: 40[134])",
+        r"could not open image \S",
         r"api_key not configured|is not a local folder and is not a valid model|Unauthorized for url",
-        r"401 Client Error|gated repo|outgoing traffic has been disabled",
+        r"Error: remaining_argv: |401 Client Error|gated repo|outgoing traffic has been disabled",
         r"does not appear to have a file named|Bfloat16 is only supported on GPUs",
         r"Total available GPUs .{0,60}less than|Error no file named",
         r"(?:The number of required|Ray does not have enough|more (?:CPUs|GPUs) than|No available node types can"

@@ -29,6 +29,7 @@ SCHEDULER: tuple[Signature, ...] = (
         ROOT,
         "srun: error: Task launch for StepId=7.0 failed on node n3: Communication connection failure",
         rf"Task launch for \S+ failed on node {_NODE}",
+        rf"error: Node {_NODE}: (?:Prolog|Epilog) failed|Unable to confirm allocation .{{0,60}}Prolog error",
     ),
     row(
         Kind.NODE_LOST,
@@ -263,7 +264,7 @@ MACHINE: tuple[Signature, ...] = (
         r"unspecified launch failure|invalid program counter|cudaErrorIllegalAddress|cudaErrorLaunchFailure",
         r"CUDA_ERROR_(?:ILLEGAL_ADDRESS|ILLEGAL_INSTRUCTION|LAUNCH_FAILED|MISALIGNED_ADDRESS|ASSERT)",
         r"Memory access fault by GPU|HSA_STATUS_ERROR_MEMORY_APERTURE_VIOLATION|MMU fault",
-        r"aborting with error : HSA_STATUS",
+        r"aborting with error : HSA_STATUS|the launch timed out and was terminated",
     ),
     row(
         Kind.ILLEGAL_ACCESS,

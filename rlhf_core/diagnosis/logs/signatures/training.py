@@ -28,7 +28,7 @@ CHECKPOINTS: tuple[Signature, ...] = (
         r"(?:Missing|Unexpected) key\(s\) in state_dict|doesn't match the (?:model|optimizer) state",
         r"Missing key in checkpoint|[Ss]ize mismatch between saved|KeyError: '?MetadataIndex",
         r"loaded state dict (?:contains a parameter group|has a different number)",
-        r"(?:is|are) missing from (?:the )?checkpoint",
+        r"(?:is|are) missing from (?:the )?checkpoint|checkpoint being loaded used a DP world size",
         r"No such file or directory: '[^']{0,300}(?:mp_rank_\d|zero_pp_rank_|optim_states|\.distcp)",
         r"No such file or directory: '[^']{0,300}(?:rng_state|trainer_state)",
     ),
