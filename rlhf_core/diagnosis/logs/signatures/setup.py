@@ -191,7 +191,7 @@ _WRONG = "|".join(
         r"can ?not be (?:both|used|combined|set|specified|enabled|greater|None)|mutually exclusive",
         r"is not a valid|not a valid|cannot use|can't use",
         r"invalid (?:value|choice|option|argument|config|combination|\w+ (?:name|type))",
-        r"unknown (?:model|optimizer|scheduler|option|argument|config|\w+ type)",
+        r"unknown (?:keys?|model|optimizer|scheduler|option|argument|config|\w+ type)",
         r"unrecognized (?:model|configuration|argument|keys?)|could not find|couldn't find|mismatch",
         r"requires? (?:--|the\b|an?\b|\w+ strategy)|is required\b",
         r"please (?:set|specify|provide|use|make sure|pass|choose)|undefined (?:data ?set|model|template)",
@@ -239,7 +239,8 @@ SETTINGS: tuple[Signature, ...] = (
         r"Batch job submission failed",
         r"Unable to create step for job \d+: (?:More|Requested|Invalid|Memory required)",
         r"pyxis: .{0,80}\[ERROR\] (?:mount: .{0,200}does not exist|.{0,400}returned error code: 40[134])",
-        r"could not open image \S",
+        r"could not open image \S|error: Batch script contains DOS|Hostfile is not formatted correctly",
+        r"Error: No slot '\S+' specified on host",
         r"api_key not configured|is not a local folder and is not a valid model|Unauthorized for url",
         r"Error: remaining_argv: |401 Client Error|gated repo|outgoing traffic has been disabled",
         r"does not appear to have a file named|Bfloat16 is only supported on GPUs",
@@ -251,6 +252,9 @@ SETTINGS: tuple[Signature, ...] = (
         Kind.CONFIG,
         SYMPTOM,
         "FileNotFoundError: [Errno 2] No such file or directory: 'model.conf'",
+        # A symptom too: shell profiles load modules in passing, and jobs may run without them.
+        r"module\(s\) are unknown|Unable to locate a modulefile|Could not find conda environment",
+        r"CondaError: Run 'conda",
         r"No such file or directory|Permission denied|execve\(\): \S+|can't open file '|Operation not permitted",
     ),
 )

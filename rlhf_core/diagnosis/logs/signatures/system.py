@@ -251,7 +251,7 @@ MACHINE: tuple[Signature, ...] = (
         SYMPTOM,
         "RuntimeError: No CUDA GPUs are available",
         r"No CUDA GPUs are available|No devices were found|Found no NVIDIA driver",
-        r"no CUDA-capable device|Failed to initialize NVML|NVML Shared Library Not Found",
+        r"CUDA unknown error - |no CUDA-capable device|Failed to initialize NVML|NVML Shared Library Not Found",
     ),
     # Failed kernels. A symptom, because broken hardware causes them too and is reported in another line.
     row(
@@ -330,6 +330,8 @@ MACHINE: tuple[Signature, ...] = (
         SYMPTOM,
         "PermissionError: [Errno 13] Permission denied: '/shared/hub/.locks/models--google--gemma'",
         r"Permission denied: '[^']{0,200}(?:\.cache|/cache|_cache|/\.locks|/tmp/|\.lock\b)",
+        r"No such file or directory: '[^']{0,300}(?:\.triton/|torchinductor_)",
+        r"Error: .{0,20}No usable temporary directory",
     ),
 )
 """Memory, GPUs, kernels, disks and files."""
@@ -395,7 +397,7 @@ ENDS: tuple[Signature, ...] = (
         r"FAILED \(non-zero exit code|[Ss]ee (?:the )?stack ?trace.{0,40}root cause|Failed core proc",
         r"died unexpectedly|unexpectedly exits|exits? unexpectedly|The actor (?:is|died)",
         r"(?:CUDA|HIP|NPU|ROCm|XLA|cuBLAS|cuDNN) error: ",
-        r"Abort\(\d+\)|MPI_ABORT|mpi(?:run|exec) noticed that process rank",
+        r"Abort\(\d+\)|MPI_ABORT|PMIX ERROR|mpi(?:run|exec) noticed that process rank",
         r"SIGSEGV|SIGABRT|SIGBUS|double free or corruption|stack smashing|corrupted size vs",
     ),
 )

@@ -86,6 +86,7 @@ FINDING_EACH_OTHER: tuple[Signature, ...] = (
         "zmq.error.ZMQError: Address already in use (addr='tcp://127.0.0.1:29236')",
         r"EADDRINUSE|[Aa]ddress already in use|failed to listen on any local network address",
         r"Cannot assign requested address|[Pp]ort \d+ (?:is|was) (?:already )?(?:in use|used|occupied|taken|bound)",
+        r"on port `?\d+`?, but another process is utilizing it",
     ),
     row(
         Kind.RENDEZVOUS,
@@ -107,6 +108,7 @@ FINDING_EACH_OTHER: tuple[Signature, ...] = (
         r"Timed out (?:after \d+ seconds )?waiting for .{0,40}(?:ranks|nodes|clients)",
         r"Only \d+/\d+ (?:nodes|ranks|workers)|failed to (?:recv|connect).{0,40}(?:TCPStore|store)",
         r"(?i:could not connect to (?:the )?ray|ray client connection timeout)",
+        r"unable to reliably start one or more daemons|Host key verification failed",
         r"Connection to .{0,60}GCS.{0,40}(?:failed|timed out)|Failed to connect to GCS",
     ),
 )
