@@ -29,6 +29,7 @@ from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
 from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.types import WorkerContext
+from rlhf_core.worker.command.checkpoint_trackers import correct_trackers, remove_emptied
 from rlhf_core.worker.command.found_checkpoints import (
     CheckpointContent,
     FoundCheckpoint,
@@ -89,20 +90,22 @@ def restore(checkpoint: CheckpointDir | None, trainer: CommandTrainer, output_di
     """Bring the output folder into line with the checkpoint that the program resumes from.
 
     Checkpoints of later steps are moved aside: they belong to an abandoned branch or are incomplete. With
-    ``resume = "in_place"`` the checkpoint itself is put back where the program looks for it.
+    ``resume = "in_place"`` the checkpoint itself is put back where the program looks for it, and tracker files name it.
 
     Args:
         aside: Folder to which later checkpoints are moved.
     """
     step = checkpoint.step if checkpoint is not None else 0
-    for found in find_checkpoints(trainer, output_dir):
-        if found.step > step:
-            target = aside / found.path.relative_to(output_dir)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            remove_tree(target)
-            found.path.rename(target)
-    if checkpoint is not None and trainer.resume == "in_place":
-        name = own_name(checkpoint.root)
+    later = [found for found in find_checkpoints(trainer, output_dir) if found.step > step]
+    name = own_name(checkpoint.root) if checkpoint is not None and trainer.resume == "in_place" else ""
+    correct_trackers(output_dir, later, FoundCheckpoint(step, output_dir / name, complete=True) if name else None)
+    for found in later:
+        target = aside / found.path.relative_to(output_dir)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        remove_tree(target)
+        shutil.move(found.path, target)  # it may have to be copied: the output folder may be on another file system
+    remove_emptied(output_dir, later)
+    if checkpoint is not None and name:
         remove_tree(output_dir / name)
         _link_tree(checkpoint.root / name, output_dir / name)
 
