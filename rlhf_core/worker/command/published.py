@@ -218,7 +218,9 @@ def publish(context: WorkerContext, trainer: CommandTrainer, output_dir: Path, f
     remove_tree(partial.root)
     name = found.path.relative_to(output_dir).as_posix()
     try:
-        _link_tree(found.path, partial.root / name)
+        num_files = _link_tree(found.path, partial.root / name)
+        if num_files < found.num_files:
+            raise FileNotFoundError(errno.ENOENT, f"{num_files} of {found.num_files} files left: it is being removed")
         _link_model(partial.root / name, partial.model)
         (partial.root / OWN_NAME).write_text(name + "\n", encoding="utf-8")
         files = _checksums(partial.root)
@@ -242,12 +244,13 @@ def publish(context: WorkerContext, trainer: CommandTrainer, output_dir: Path, f
     run_dir.remove_checkpoints_but(kept_steps(steps, found.step, context.spec))
 
 
-def _link_tree(source: Path, target: Path) -> None:
-    """Hard-link all files of a checkpoint, which may be a folder or a single file."""
+def _link_tree(source: Path, target: Path) -> int:
+    """Hard-link all files of a checkpoint, which may be a folder or a single file, and return the number found."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_file():
         _link(source.resolve(), target)
-        return
+        return 1
+    num_found = 0
     target.mkdir(exist_ok=True)
     for path in sorted(source.rglob("*")):
         place = target / path.relative_to(source)
@@ -256,6 +259,10 @@ def _link_tree(source: Path, target: Path) -> None:
         elif path.is_file():
             place.parent.mkdir(parents=True, exist_ok=True)
             _link(path.resolve(), place)
+            num_found += 1
+        elif os.path.lexists(path) and not path.is_dir():
+            num_found += 1  # a link to nothing, for instance
+    return num_found
 
 
 def _link(source: Path, target: Path) -> None:

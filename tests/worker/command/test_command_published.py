@@ -15,7 +15,7 @@ from rlhf_core.files.whole import write_model
 from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.training.types import WorkerContext
 from rlhf_core.worker.command import published
-from rlhf_core.worker.command.found_checkpoints import FoundCheckpoint
+from rlhf_core.worker.command.found_checkpoints import FoundCheckpoint, find_checkpoints
 from rlhf_core.worker.command.launch import resume_folder
 
 
@@ -276,3 +276,18 @@ def test_a_single_file_is_put_back_without_a_remainder(tmp_path: Path) -> None:
     published.publish(context, trainer_of(context), output_dir(context), FoundCheckpoint(10, file, complete=True))
     restore(context, context.run_dir.checkpoint(10), resume="in_place")
     assert [path.name for path in output_dir(context).iterdir()] == ["state-10.pt"]
+
+
+def test_a_checkpoint_that_the_program_is_removing_is_not_published_in_part(tmp_path: Path) -> None:
+    """It was complete when it was found, but earlier ones had to be published first."""
+    context = context_of(tmp_path)
+    folder = save(context, 40).path
+    (folder / "link").symlink_to("nowhere")
+    (found,) = find_checkpoints(trainer_of(context), output_dir(context), has_ended=True)
+    published.publish(context, trainer_of(context), output_dir(context), found)
+    assert context.run_dir.checkpoint(40).damage() == []
+    (folder / "optimizer.pt").unlink()
+    with pytest.raises(FileNotFoundError, match="5 of 6 files left"):
+        published.publish(context, trainer_of(context), output_dir(context), found)
+    assert (context.run_dir.checkpoint(40).root / "checkpoint-40" / "optimizer.pt").exists()
+    assert list(context.run_dir.checkpoints_dir.glob(".*")) == []
