@@ -58,7 +58,7 @@ class LaunchPlace:
     @property
     def output_dir(self) -> Path:
         """Folder for the program's own files."""
-        return Path(fill(self.trainer.output_dir, self.values))
+        return Path(self.values["output_dir"])
 
     @property
     def working_dir(self) -> Path:
@@ -90,7 +90,9 @@ class LaunchPlace:
             "drivers": drivers_folder(),
         }
         values = {**values_of_spec(spec), **{name: str(value) for name, value in found.items()}}
-        return {**values, "output_dir": fill(self.trainer.output_dir, values)}
+        started_in = Path(fill(self.trainer.working_dir, values) or context.run_dir.root)
+        # A relative one is meant as the program takes it; this process is in another folder.
+        return {**values, "output_dir": str(started_in / fill(self.trainer.output_dir, values))}
 
     def arguments(self) -> list[str]:
         """The launch line, including the arguments that resume from a checkpoint."""

@@ -26,6 +26,15 @@ def test_a_line_is_filled_for_its_node(tmp_path: Path) -> None:
     assert line == ["torchrun", "--nnodes=2", "--node-rank=1", "--nproc=2", '{"a": {x}}']
 
 
+def test_a_relative_output_folder_is_in_the_folder_that_the_program_starts_in(tmp_path: Path) -> None:
+    context = context_of(
+        tmp_path, argv=["run", "{output_dir}"], working_dir="/home/u", output_dir="out/{run_id}", launch="per_rank"
+    )
+    folder = f"/home/u/out/{context.run_dir.run_id}"
+    assert place_of(context).arguments() == ["run", folder]
+    assert str(place_of(context).output_dir) == folder
+
+
 def test_shell_lines_come_before_it_in_the_same_shell(tmp_path: Path) -> None:
     line = place_of(context_of(tmp_path, argv=["run", "a b"], setup=["module load cuda"])).arguments()
     assert line[:2] == ["bash", "-c"]
