@@ -436,6 +436,13 @@ def test_a_step_shares_the_nodes_and_the_memory_of_its_job() -> None:
     assert setting(found, "slurm.extra") is None
 
 
+def test_options_of_srun_without_a_value_do_not_swallow_the_launcher() -> None:
+    found = script("srun -K -l -u torchrun --nproc_per_node 8 t.py --max_steps 1\n")
+    assert found.argv[:3] == ("torchrun", "--nproc_per_node", "{ranks_per_node}")
+    assert setting(found, "resources.ranks_per_node") == 8
+    assert [part.what for part in found.unread if "srun" in part.what] == []
+
+
 def test_the_number_of_nodes_is_derived_from_the_tasks() -> None:
     found = script("#SBATCH --ntasks=16 --ntasks-per-node=8\npython t.py --max_steps 1 --ranks $((SLURM_NNODES * 8))\n")
     assert found.argv[-2:] == ("--ranks", "16")
