@@ -313,6 +313,27 @@ def test_secrets_are_in_no_config() -> None:
     assert sum("it contains a secret" in part.what for part in found.unread) == 2
 
 
+def test_a_flag_gets_no_value() -> None:
+    found = wrapped("python t.py --save --steps 5 --save_every --lr 1")
+    assert found.argv == ("python", "t.py", "--save", "--steps", "{num_steps}", "--save_every", "--lr", "1")
+    assert {"output folder", "checkpoints"} <= {part.what for part in found.unread}
+
+
+def test_options_with_similar_names_are_not_all_replaced() -> None:
+    """A folder of checkpoints may be that of the model to start from, and some steps those of a sampler."""
+    found = wrapped("python t.py --num_steps 30 --max_train_steps 500 --checkpoint_dir models/m --out_dir out")
+    assert found.num_steps == 500
+    assert found.argv[2:] == (
+        "--num_steps", "30", "--max_train_steps", "{num_steps}", "--checkpoint_dir", "models/m",
+        "--out_dir", "{output_dir}",
+    )  # fmt: skip
+    unchanged = {part.what for part in found.unread if "unchanged" in part.what}
+    assert unchanged == {
+        "--num_steps 30: unchanged, --max_train_steps is {num_steps}",
+        "--checkpoint_dir models/m: unchanged, --out_dir is {output_dir}",
+    }
+
+
 def test_placeholders_of_the_user_are_kept_and_shown() -> None:
     found = wrapped("python t.py --out {output_dir} --json '{\"a\": 1}' --x {thing}")
     assert found.argv[3] == "{output_dir}"
