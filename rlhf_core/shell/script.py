@@ -248,6 +248,8 @@ class _Reader:
         if tokens[0].plain in _DECLARING:
             self._declare(list(tokens))
             return
+        if tokens[0].plain == "unset":
+            self._unset(list(tokens))
         if tokens[0].plain == "shift" and not self.depth:
             self.set_arguments(self.arguments[1:])
         filled = [word for token in tokens for word in self.expand(token.pieces)]
@@ -283,8 +285,19 @@ class _Reader:
         rest = (replace(first, text=found[3], source=found[3]), *token.pieces[1:])
         return found[1], self.assigned(rest), found[2] == "+="
 
+    def _unset(self, tokens: list[ShellToken]) -> None:
+        if any(token.plain == "-f" for token in tokens):
+            return  # functions
+        for token in tokens[1:]:
+            self.assign(token.plain, _Value(""), token.line)
+            if not self.depth and not self.after_or:
+                self.exported.discard(token.plain)
+
     def _declare(self, tokens: list[ShellToken]) -> None:
         exports = tokens[0].plain == "export" or any(token.plain == "-x" for token in tokens)
+        if tokens[0].plain == "export" and any(token.plain == "-n" for token in tokens):
+            self.exported -= {token.plain for token in tokens}
+            return
         for token in tokens[1:]:
             found = self._assignment(token)
             if found:

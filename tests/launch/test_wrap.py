@@ -394,6 +394,19 @@ def test_a_conda_environment_is_found_by_name(lines: str, environment: str) -> N
     assert not any("conda" in part.what for part in found.unread)
 
 
+def test_an_environment_that_is_activated_in_a_branch_is_named() -> None:
+    found = script(
+        "if [ -d /a ]; then\n source /a/bin/activate\n module load x\nelse\n source /b/bin/activate\nfi\n"
+        "torchrun t.py --max_steps 1"
+    )
+    assert setting(found, "trainer.environment") == "/b"
+    assert [part.what for part in found.unread if "inside a branch" in part.what] == [
+        "line 2 is inside a branch: source /a/bin/activate",
+        "line 3 is inside a branch: module load x",
+        "line 5 is inside a branch: source /b/bin/activate",
+    ]
+
+
 def test_a_line_composed_by_a_script_for_slurm() -> None:
     found = script(
         "#SBATCH --nodes=4\n#SBATCH --gres=gpu:2 --ntasks-per-node=1\nexport GPUS=2\n"
