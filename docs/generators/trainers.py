@@ -211,6 +211,7 @@ activity, and counts as complete when it exits with code 0. The run then shows n
 
 `trainer.stdout_patterns` holds regular expressions. `(?P<step>...)` is the step; every other named group is a metric.
 Write them in single quotes in TOML to preserve the backslashes. Progress bars work too: a carriage return ends a line.
+Colours are ignored, and a number may have separators (`1,024`) or end in a punctuation mark (`0.5,`).
 
 ### The flight recorder in your ranks
 
