@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -104,6 +105,16 @@ class LaunchPlace:
             return filled
         lines = [fill(line, values) for line in self.trainer.setup]
         return ["bash", "-c", "\n".join(["set -e", *lines, 'exec "$@"']), "setup", *filled]
+
+    def program(self, search: str | None) -> str | None:
+        """Path of the program that the launch line starts; None if there is none.
+
+        Args:
+            search: Value of PATH.
+        """
+        first = self.arguments()[0]
+        # One with a slash is relative to the folder that it starts in, and this process is in another.
+        return shutil.which(str(self.working_dir / first) if "/" in first else first, path=search)
 
     def environment(self, status: str, base: Mapping[str, str], folder: Path | None, logs: Path) -> dict[str, str]:
         """The program's environment variables.

@@ -35,6 +35,18 @@ def test_a_relative_output_folder_is_in_the_folder_that_the_program_starts_in(tm
     assert str(place_of(context).output_dir) == folder
 
 
+def test_a_program_with_a_relative_path_is_in_the_folder_that_it_starts_in(tmp_path: Path) -> None:
+    """The worker itself is in the folder of its job."""
+    script = tmp_path / "code" / "run.sh"
+    script.parent.mkdir()
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o755)
+    place = place_of(context_of(tmp_path, argv=["./run.sh"], working_dir=str(script.parent)))
+    assert place.program("/usr/bin") == str(script)
+    assert place_of(context_of(tmp_path, argv=["./run.sh"])).program(str(script.parent)) is None
+    assert place_of(context_of(tmp_path, argv=["run.sh"])).program(str(script.parent)) == str(script)
+
+
 def test_shell_lines_come_before_it_in_the_same_shell(tmp_path: Path) -> None:
     line = place_of(context_of(tmp_path, argv=["run", "a b"], setup=["module load cuda"])).arguments()
     assert line[:2] == ["bash", "-c"]
