@@ -1,6 +1,7 @@
 """Launch line of an external trainer: arguments, environment and folders, filled in from its place in the job."""
 
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ IN_RANK = Path(__file__).parent / "in_rank"
 
 _OF_ELASTIC = ("TORCHELASTIC_", "GROUP_", "ROLE_", "PET_")
 _OF_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=", re.ASCII)
 _OF_WORKER = ("RLHF_SLOTS",)
 """Worker variables that the program must not see: it would use the worker's slot as its own."""
 
@@ -101,6 +103,8 @@ class LaunchPlace:
         resumes = self.order.checkpoint and self.trainer.resume == "argument"
         line = [*self.trainer.argv, *(self.trainer.resume_argv if resumes else ())]
         filled = [fill(item, values) for item in line]
+        if _ASSIGNMENT.match(filled[0]):  # as a shell reads it
+            filled.insert(0, "env")
         if not self.trainer.setup:
             return filled
         lines = [fill(line, values) for line in self.trainer.setup]

@@ -1,5 +1,6 @@
 """Launch lines and environments of other programs, filled in from the rank and node of a worker."""
 
+import subprocess
 from pathlib import Path
 
 from program_contexts import context_of, trainer_of
@@ -45,6 +46,17 @@ def test_a_program_with_a_relative_path_is_in_the_folder_that_it_starts_in(tmp_p
     assert place.program("/usr/bin") == str(script)
     assert place_of(context_of(tmp_path, argv=["./run.sh"])).program(str(script.parent)) is None
     assert place_of(context_of(tmp_path, argv=["run.sh"])).program(str(script.parent)) == str(script)
+
+
+def test_variables_may_come_before_the_program(tmp_path: Path) -> None:
+    """As preflight reads them."""
+    argv = ["A=1", "RANKS={ranks_per_node}", "sh", "-c", "echo $A $RANKS"]
+    for setup in ([], ["B=2"]):
+        place = place_of(context_of(tmp_path, argv=argv, setup=setup))
+        program = place.program("/usr/bin:/bin")
+        assert program is not None
+        done = subprocess.run([program, *place.arguments()[1:]], capture_output=True, text=True, check=True)
+        assert done.stdout == "1 2\n"
 
 
 def test_shell_lines_come_before_it_in_the_same_shell(tmp_path: Path) -> None:
