@@ -84,6 +84,9 @@ def test_words(text: str, argv: list[str]) -> None:
         ("x ~/data", "~"),
         ("if true; then A=1; fi\nx $A", "$A (assigned in a branch, line 1)"),
         ("for A in 1 2; do x $A; done", "$A (assigned in a branch, line 1)"),
+        ('A=1\n[ "$1" = big ] && A=2\nx $A', "$A (assigned in a branch, line 2)"),
+        ("[[ -n $B && -n $C ]] && A=2\nx $A", "$A (assigned in a branch, line 1)"),
+        ("y ||\n A=2\nx $A", "$A (assigned in a branch, line 2)"),
     ],
 )
 def test_values_known_only_to_a_shell_are_named_and_kept(text: str, unread: str) -> None:
@@ -120,6 +123,7 @@ def test_folders() -> None:
 def test_branches_loops_and_functions_are_named() -> None:
     script = read_shell("f() {\n a\n}\nif b; then\n c\nfi\nd || e\ng | h\n")
     sure = {command.argv[0]: not command.is_conditional for command in script.commands}
+    assert read_shell("cd y &&\n export A=1 && x $A").commands[-1].argv == ("x", "1")
     assert sure == {"a": False, "b": False, "c": False, "d": True, "e": False, "g": True, "h": True}
     assert script.unread == ("function in line 1", "{ in line 1", "if in line 4")
 
