@@ -305,8 +305,8 @@ from it, as `trainer.resume` says:
 
 Checkpoints of later steps, including incomplete ones, are first moved out of the output folder, so that the program
 cannot pick one of them up. Files that name the newest checkpoint (`latest` of DeepSpeed,
-`latest_checkpointed_iteration.txt` of Megatron and verl) are corrected: they name the checkpoint that is put back, or
-are removed with the one that they name.
+`latest_checkpointed_iteration.txt` of Megatron and verl, symbolic links) are corrected: they name the checkpoint that
+is put back, or are removed with the one that they name.
 
 ### Saving on request
 

@@ -1,10 +1,11 @@
 """Tracker files of training programs: each names the checkpoint to resume from, in the folder of the checkpoints.
 
 DeepSpeed, and OpenRLHF with it, writes the name of the checkpoint's folder into ``latest``; Megatron and verl write the
-step into ``latest_checkpointed_iteration.txt``. A program that finds a name there but no such checkpoint ends with an
-error.
+step into ``latest_checkpointed_iteration.txt``; others have a symbolic link to the checkpoint. A program that finds a
+name there but no such checkpoint ends with an error.
 """
 
+import contextlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -37,6 +38,9 @@ def correct_trackers(output_dir: Path, leaving: Sequence[FoundCheckpoint], resum
         name, step = (_name_in(folder, resumed), str(resumed.step)) if resumed is not None and is_here else ("", "")
         _correct(folder / OF_NAMES, names, name)
         _correct(folder / OF_STEPS, {str(one.step) for one in leaving}, step)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            for link in [path for path in folder.iterdir() if path.is_symlink()]:
+                _correct_link(link, names, name)
 
 
 def remove_emptied(output_dir: Path, left: Iterable[FoundCheckpoint]) -> None:
@@ -69,6 +73,15 @@ def _correct(tracker: Path, leaving: set[str], resumed: str) -> None:
         write_text(tracker, resumed)
     elif not resumed and named in leaving:
         tracker.unlink()
+
+
+def _correct_link(link: Path, leaving: set[str], resumed: str) -> None:
+    target = link.readlink()
+    if target.name not in leaving or target.parent not in (Path(), link.parent):
+        return
+    link.unlink()
+    if resumed:
+        link.symlink_to(target.with_name(resumed))
 
 
 def _form(name: str) -> str:

@@ -258,6 +258,22 @@ def test_trackers_name_the_restored_checkpoint(
     assert (output_dir(context) / tracker).read_text() == after
 
 
+@pytest.mark.parametrize(("resume", "left"), [("in_place", {"last": "step-10", "all": "step-10"}), ("argument", {})])
+def test_links_to_a_checkpoint_that_leaves_are_corrected(tmp_path: Path, resume: str, left: dict[str, str]) -> None:
+    context = context_of(tmp_path, checkpoint_name="step-{step}")
+    folder = output_dir(context)
+    published.publish(context, trainer_of(context), folder, save(context, 10, "step-{step}"))
+    save(context, 20, "step-{step}")
+    (folder / "last").symlink_to("step-20")
+    (folder / "all").symlink_to(folder / "step-20")
+    (folder / "first").symlink_to("step-10")
+    restore(context, context.run_dir.checkpoint(10), resume=resume)
+    assert {path.name: path.readlink().name for path in folder.iterdir() if path.is_symlink()} == {
+        "first": "step-10",
+        **left,
+    }
+
+
 def test_without_a_checkpoint_neither_a_tracker_nor_an_empty_folder_is_left(tmp_path: Path) -> None:
     """OpenRLHF resumes if ckpt/_actor exists, and fails if it finds no checkpoint in it."""
     name = "ckpt/_actor/global_step{step}"
