@@ -211,6 +211,7 @@ activity, and counts as complete when it exits with code 0. The run then shows n
 
 `trainer.stdout_patterns` holds regular expressions. `(?P<step>...)` is the step; every other named group is a metric.
 Write them in single quotes in TOML to preserve the backslashes. Progress bars work too: a carriage return ends a line.
+Colours are ignored, and a number may have separators (`1,024`) or end in a punctuation mark (`0.5,`).
 
 ### The flight recorder in your ranks
 
@@ -303,7 +304,9 @@ from it, as `trainer.resume` says:
 | `none` | the program starts from the beginning |
 
 Checkpoints of later steps, including incomplete ones, are first moved out of the output folder, so that the program
-cannot pick one of them up.
+cannot pick one of them up. Files that name the newest checkpoint (`latest` of DeepSpeed,
+`latest_checkpointed_iteration.txt` of Megatron and verl, symbolic links) are corrected: they name the checkpoint that
+is put back, or are removed with the one that they name.
 
 ### Saving on request
 

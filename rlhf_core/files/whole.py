@@ -168,8 +168,11 @@ class Reserve:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder so that a reader never finds it partly removed under its own name."""
+    """Remove a folder so that a reader never finds it partly removed under its own name; or a single file."""
     if not path.exists():
+        return
+    if not path.is_dir() or path.is_symlink():
+        path.unlink()
         return
     doomed = path.with_name(f".{path.name}.{secrets.token_hex(4)}.gone")
     path.rename(doomed)

@@ -65,11 +65,16 @@ def inspect_trainer(spec: RunSpec, place: TrainerPlace, tick: Tick = lambda: Non
         folder = str(environment_folder(trainer.environment, place.home)) if trainer.environment else ""
     except BadConfig as error:
         return replace(side, problem=str(error))
-    return _with_program(replace(side, folder=folder), trainer, line, place, tick)
+    return _with_program(replace(side, folder=folder), trainer, line, place, tick, working_dir)
 
 
 def _with_program(
-    side: TrainerSide, trainer: CommandTrainer, line: LaunchLine, place: TrainerPlace, tick: Tick
+    side: TrainerSide,
+    trainer: CommandTrainer,
+    line: LaunchLine,
+    place: TrainerPlace,
+    tick: Tick,
+    working_dir: Path | None,
 ) -> TrainerSide:
     setup = [*trainer.setup, *place.slurm.setup]
     if not side.folder and setup:
@@ -78,6 +83,8 @@ def _with_program(
     if "{" in first:
         return replace(side, unseen=f"{first} is filled in only when the run starts")
     search = trainer.variables.get("PATH") or place.variables.get("PATH") or os.defpath
+    if "/" in first and working_dir is not None:
+        first = str(working_dir / first)
     program = find_program(first, side.folder, search) if first else None
     python = Path(side.folder, "bin", "python") if side.folder else interpreter_of(program) if program else None
     side = replace(side, program=str(program or ""), python=str(python or ""))

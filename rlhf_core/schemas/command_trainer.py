@@ -161,7 +161,7 @@ class CommandTrainer(Schema):
     working_dir: OneLine = ""
     """Folder to start it in; empty for the one where `rlhf run` was called."""
     output_dir: OneLine = "{run_dir}/trainer/output"
-    """Folder of its files, including its checkpoints and logs."""
+    """Folder of its files, including its checkpoints and logs; a relative one is in `trainer.working_dir`."""
     checkpoint_name: OneLine = "checkpoint-{step}"
     """Path of a checkpoint in the output folder, with `{step}` for the number; `*` stands for any name."""
     checkpoint_complete: tuple[OneLine, ...] = ("trainer_state.json",)

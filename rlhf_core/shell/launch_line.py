@@ -92,18 +92,40 @@ _FLAGS: Mapping[str, frozenset[str]] = {
         "h help"
     ),
     "python": _words("m u O OO B E I s S v q b d i P x"),
-    "mpirun": _words("allow_run_as_root bind_to_none oversubscribe tag_output v q nooversubscribe"),
+    "mpirun": _words(
+        "allow_run_as_root bind_to_none oversubscribe tag_output v q nooversubscribe report_bindings display_map"
+        " display_allocation use_hwthread_cpus timestamp_output nolocal"
+    ),
     "srun": _words(
         "exclusive overlap overcommit O l label u unbuffered E preserve_env k no_kill v verbose Q quiet s oversubscribe"
-        " pty export_all contiguous container_mount_home no_container_mount_home container_writable"
+        " pty export_all contiguous container_mount_home no_container_mount_home container_writable K kill_on_bad_exit"
+        " I immediate X disable_status Z no_allocate H hold exact multi_prog nice propagate quit_on_interrupt"
+        " spread_job use_min_nodes container_remap_root no_container_remap_root container_entrypoint"
+        " no_container_entrypoint container_readonly"
     ),
     "env": _words("i ignore_environment 0 null v debug"),
-    "uv": _words("no_sync frozen isolated no_project q quiet v verbose active locked offline"),
+    "exec": _words("c l"),
+    "time": _words("p portability v verbose q quiet a append"),
+    "setsid": _words("c ctty f fork w wait"),
+    "numactl": _words("l localalloc a all b balancing"),
+    "sudo": _words("E preserve_env H set_home n non_interactive S stdin b background P preserve_groups"),
+    "uv": _words(
+        """no_sync frozen isolated no_project q quiet v verbose active locked offline all_extras dev no_dev only_dev
+        all_groups no_default_groups no_editable exact no_env_file all_packages s script m module no_config no_index
+        U upgrade reinstall refresh compile_bytecode no_build_isolation no_build no_binary n no_cache managed_python
+        no_managed_python no_python_downloads native_tls no_progress no_sources"""
+    ),
     "conda": _words("no_capture_output live_stream v"),
+    "pixi": _words("frozen locked no_install clean_env skip_deps as_is q quiet v verbose"),
     "ray": _words("no_wait verbose no_format"),
-    "container": _words("nv rocm cleanenv e c contain C containall writable_tmpfs no_home"),
+    "container": _words(
+        "nv nvccli rocm cleanenv e c contain C containall writable_tmpfs w writable no_home f fakeroot u userns no_eval"
+        " compat"
+    ),
 }
-"""Options without a value; all other options of these programs take one."""
+"""Options without a value, or with one only in the same word; all other options of these programs take one."""
+_PAIRED = _words("mca gmca omca pmca")
+"""Options of mpirun that take two values."""
 
 _WRAPPERS: Mapping[str, tuple[str, ...]] = {
     "env": (),
@@ -259,18 +281,19 @@ class _LineReader:
         self.at = stop
 
     def _options(self, flags: frozenset[str], role: Role) -> None:
-        """Take options up to the first other word, or to the option that introduces a module or code."""
+        """Take options up to the first other word."""
         while self.at < len(self.argv) and self.argv[self.at].startswith("-") and self.argv[self.at] not in ("-", "--"):
             word = self.argv[self.at]
             name, is_joined = normalized(word), "=" in word
             is_group = self.launcher == "python" and set(name) <= flags
-            # -N2, but not -np of mpirun
-            holds_value = role == "wrapper" and len(word) > 2 and word[1] != "-"
+            # -N2, but not -np of mpirun; -Wignore of Python
+            is_short = role == "wrapper" or (self.launcher == "python" and word[1] in "WX")
+            holds_value = is_short and len(word) > 2 and word[1] != "-"
             alone = is_joined or holds_value or is_group or name in flags
-            self._take(role, 1 if alone else 2, name, is_joined=is_joined)
+            is_paired = self.launcher == "mpirun" and name in _PAIRED
+            self._take(role, 1 if alone else 3 if is_paired else 2, name, is_joined=is_joined)
             if name in ("m", "module") or (is_group and "m" in name):
                 self.is_module = role == "launcher_option"
-                return
 
     def _python(self) -> None:
         first = len(self.items)

@@ -198,6 +198,8 @@ class ShellLexer:
             return ShellPiece("arithmetic" if found else "unread", found[1] if found else source, source, quoted)
         if text[start] == "`":
             source = self._advance(self._find("`", start + 1) + 1)
+            if source[1:].lstrip().startswith("#"):  # a comment between the lines of a long command
+                return ShellPiece("text", "", source, quoted)
             return ShellPiece("unread", source, source, quoted)
         if text.startswith("${", start):
             source = self._advance(self._closing(start + 1, "{", "}"))

@@ -45,7 +45,7 @@ class ShellCommand:
     """Number of its first line, from 1."""
     in_background: bool = False
     is_conditional: bool = False
-    """True in a branch, a loop or a function, or after ``||``: it may or may not run."""
+    """True in a branch, a loop or a function, after ``||``, or after a test and ``&&``: it may or may not run."""
     unread: tuple[str, ...] = ()
     """Expansions in its words and variables that stay as written, for instance ``$(hostname)``."""
 
@@ -124,7 +124,8 @@ class _Reader:
     budget: int = _MAX_FILLED
     """Number of characters that may still be expanded."""
     depth: int = 0
-    after_or: bool = False
+    is_guarded: bool = False
+    """True if the command before decides whether the next one runs."""
     commands: list[ShellCommand] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -207,7 +208,7 @@ class _Reader:
 
     def assign(self, name: str, value: _Value, line: int, *, adds: bool = False) -> None:
         """Set a variable; if set in a branch, its value is unknown afterwards."""
-        if self.depth or self.after_or:
+        if self.depth or self.is_guarded:
             value = _Value(f"${name}", (f"${name} (assigned in a branch, line {line})",))
         elif adds and name in self.known:
             before = self.known[name]
@@ -248,6 +249,8 @@ class _Reader:
         if tokens[0].plain in _DECLARING:
             self._declare(list(tokens))
             return
+        if tokens[0].plain == "unset":
+            self._unset(list(tokens))
         if tokens[0].plain == "shift" and not self.depth:
             self.set_arguments(self.arguments[1:])
         filled = [word for token in tokens for word in self.expand(token.pieces)]
@@ -263,14 +266,14 @@ class _Reader:
                 variables={name: value.text for name, value in given.items()},
                 line=line,
                 in_background=end == "&",
-                is_conditional=self.depth > 0 or self.after_or,
+                is_conditional=self.depth > 0 or self.is_guarded,
                 unread=tuple(dict.fromkeys(text for value in [*filled, *given.values()] for text in value.unread)),
             )
         )
 
     def _change_folder(self, words: list[_Value]) -> None:
         before = self.known.pop("PWD", None)
-        if before and len(words) > 1 and not words[1].unread and not self.depth and not self.after_or:
+        if before and len(words) > 1 and not words[1].unread and not self.depth and not self.is_guarded:
             self.known["PWD"] = _Value(posixpath.normpath(posixpath.join(before.text, words[1].text)))
 
     def _assignment(self, token: ShellToken) -> tuple[str, _Value, bool] | None:
@@ -283,8 +286,19 @@ class _Reader:
         rest = (replace(first, text=found[3], source=found[3]), *token.pieces[1:])
         return found[1], self.assigned(rest), found[2] == "+="
 
+    def _unset(self, tokens: list[ShellToken]) -> None:
+        if any(token.plain == "-f" for token in tokens):
+            return  # functions
+        for token in tokens[1:]:
+            self.assign(token.plain, _Value(""), token.line)
+            if not self.depth and not self.is_guarded:
+                self.exported.discard(token.plain)
+
     def _declare(self, tokens: list[ShellToken]) -> None:
         exports = tokens[0].plain == "export" or any(token.plain == "-x" for token in tokens)
+        if tokens[0].plain == "export" and any(token.plain == "-n" for token in tokens):
+            self.exported -= {token.plain for token in tokens}
+            return
         for token in tokens[1:]:
             found = self._assignment(token)
             if found:
@@ -292,6 +306,12 @@ class _Reader:
             name = found[0] if found else token.plain
             if exports and _NAME.fullmatch(name) and len(self.exported) < _MAX_EXPORTED:
                 self.exported.add(name)
+
+
+def _guards(tokens: Sequence[ShellToken], end: str) -> bool:
+    """True if the next command depends on the result of this one. Others than tests usually succeed."""
+    is_test = bool(tokens) and (tokens[0].plain in ("[", "[[", "test") or tokens[-1].plain in ("]", "]]"))
+    return end == "||" or (end == "&&" and is_test)
 
 
 def read_shell(text: str, known: Mapping[str, str] | None = None, arguments: Sequence[str] = ()) -> ShellScript:
@@ -328,7 +348,8 @@ def read_shell(text: str, known: Mapping[str, str] | None = None, arguments: Seq
                     reader.here_document(tokens, here)
                 reader.command(tokens, token.operator)
                 here = None
-                reader.after_or = token.operator == "||"
+                if tokens or token.operator != "\n":  # a command may go on in the line after || or &&
+                    reader.is_guarded = _guards(tokens, token.operator)
                 tokens, drops_next = [], False
         reader.command(tokens, "")
     except UnclosedShell as error:

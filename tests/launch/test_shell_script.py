@@ -54,6 +54,8 @@ def test_a_script_in_the_style_of_ms_swift() -> None:
         ('x --j "{\\"a\\": \\$b}"', ["x", "--j", '{"a": $b}']),
         ("x a\\\nb c\\\n d", ["x", "ab", "c", "d"]),
         ("x # comment\n", ["x"]),
+        ('x --a 1 \\\n `# comment` \\\n --b "`#`"', ["x", "--a", "1", "--b", ""]),
+        ("A=1\nunset -v A B\nx [$A] ${A:-2}", ["x", "[]", "2"]),
         ("x a#b", ["x", "a#b"]),
         ("A=x\nA+=y\n$A z", ["xy", "z"]),
         ("x > log 2>&1 < in", ["x"]),
@@ -82,6 +84,9 @@ def test_words(text: str, argv: list[str]) -> None:
         ("x ~/data", "~"),
         ("if true; then A=1; fi\nx $A", "$A (assigned in a branch, line 1)"),
         ("for A in 1 2; do x $A; done", "$A (assigned in a branch, line 1)"),
+        ('A=1\n[ "$1" = big ] && A=2\nx $A', "$A (assigned in a branch, line 2)"),
+        ("[[ -n $B && -n $C ]] && A=2\nx $A", "$A (assigned in a branch, line 1)"),
+        ("y ||\n A=2\nx $A", "$A (assigned in a branch, line 2)"),
     ],
 )
 def test_values_known_only_to_a_shell_are_named_and_kept(text: str, unread: str) -> None:
@@ -93,6 +98,13 @@ def test_values_known_only_to_a_shell_are_named_and_kept(text: str, unread: str)
 def test_variables_are_the_exported_ones() -> None:
     found = read_shell("A=1\nexport B=2\nexport A\nC=3\nD=4 x").commands[-1]
     assert found.variables == {"A": "1", "B": "2", "D": "4"}
+
+
+def test_variables_that_are_unset_are_not_exported() -> None:
+    """Proxies for a download before the training, for instance."""
+    found = read_shell("export A=1 B=2 C=3 D=4\nunset A\nexport -n B\nunset -f C\nif x; then unset D; fi\nx")
+    assert found.commands[-1].variables == {"C": "3", "D": "$D"}
+    assert found.commands[-1].unread == ("$D (assigned in a branch, line 5)",)
 
 
 def test_arguments_of_the_script() -> None:
@@ -111,6 +123,7 @@ def test_folders() -> None:
 def test_branches_loops_and_functions_are_named() -> None:
     script = read_shell("f() {\n a\n}\nif b; then\n c\nfi\nd || e\ng | h\n")
     sure = {command.argv[0]: not command.is_conditional for command in script.commands}
+    assert read_shell("cd y &&\n export A=1 && x $A").commands[-1].argv == ("x", "1")
     assert sure == {"a": False, "b": False, "c": False, "d": True, "e": False, "g": True, "h": True}
     assert script.unread == ("function in line 1", "{ in line 1", "if in line 4")
 

@@ -313,6 +313,27 @@ def test_secrets_are_in_no_config() -> None:
     assert sum("it contains a secret" in part.what for part in found.unread) == 2
 
 
+def test_a_flag_gets_no_value() -> None:
+    found = wrapped("python t.py --save --steps 5 --save_every --lr 1")
+    assert found.argv == ("python", "t.py", "--save", "--steps", "{num_steps}", "--save_every", "--lr", "1")
+    assert {"output folder", "checkpoints"} <= {part.what for part in found.unread}
+
+
+def test_options_with_similar_names_are_not_all_replaced() -> None:
+    """A folder of checkpoints may be that of the model to start from, and some steps those of a sampler."""
+    found = wrapped("python t.py --num_steps 30 --max_train_steps 500 --checkpoint_dir models/m --out_dir out")
+    assert found.num_steps == 500
+    assert found.argv[2:] == (
+        "--num_steps", "30", "--max_train_steps", "{num_steps}", "--checkpoint_dir", "models/m",
+        "--out_dir", "{output_dir}",
+    )  # fmt: skip
+    unchanged = {part.what for part in found.unread if "unchanged" in part.what}
+    assert unchanged == {
+        "--num_steps 30: unchanged, --max_train_steps is {num_steps}",
+        "--checkpoint_dir models/m: unchanged, --out_dir is {output_dir}",
+    }
+
+
 def test_placeholders_of_the_user_are_kept_and_shown() -> None:
     found = wrapped("python t.py --out {output_dir} --json '{\"a\": 1}' --x {thing}")
     assert found.argv[3] == "{output_dir}"
@@ -371,6 +392,19 @@ def test_a_conda_environment_is_found_by_name(lines: str, environment: str) -> N
     found = script(f"{lines}\ntorchrun train.py --max_steps 5\n")
     assert setting(found, "trainer.environment") == environment
     assert not any("conda" in part.what for part in found.unread)
+
+
+def test_an_environment_that_is_activated_in_a_branch_is_named() -> None:
+    found = script(
+        "if [ -d /a ]; then\n source /a/bin/activate\n module load x\nelse\n source /b/bin/activate\nfi\n"
+        "torchrun t.py --max_steps 1"
+    )
+    assert setting(found, "trainer.environment") == "/b"
+    assert [part.what for part in found.unread if "inside a branch" in part.what] == [
+        "line 2 is inside a branch: source /a/bin/activate",
+        "line 3 is inside a branch: module load x",
+        "line 5 is inside a branch: source /b/bin/activate",
+    ]
 
 
 def test_a_line_composed_by_a_script_for_slurm() -> None:
@@ -434,6 +468,13 @@ def test_a_step_shares_the_nodes_and_the_memory_of_its_job() -> None:
         "gpus_per_node": 8, "memory_gb": 64.0, "num_nodes": 2, "ranks_per_node": 8,
     }  # fmt: skip
     assert setting(found, "slurm.extra") is None
+
+
+def test_options_of_srun_without_a_value_do_not_swallow_the_launcher() -> None:
+    found = script("srun -K -l -u torchrun --nproc_per_node 8 t.py --max_steps 1\n")
+    assert found.argv[:3] == ("torchrun", "--nproc_per_node", "{ranks_per_node}")
+    assert setting(found, "resources.ranks_per_node") == 8
+    assert [part.what for part in found.unread if "srun" in part.what] == []
 
 
 def test_the_number_of_nodes_is_derived_from_the_tasks() -> None:

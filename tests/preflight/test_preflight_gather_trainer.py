@@ -89,6 +89,11 @@ def test_without_an_environment_the_programs_of_the_path_count(
     assert inspected(tmp_path, ["no-such-program"]).program == ""
 
 
+def test_a_program_with_a_relative_path_is_in_the_working_folder(tmp_path: Path, venv: Path) -> None:
+    side = inspected(tmp_path, ["venv/bin/swift", "rlhf"], working_dir=str(tmp_path))
+    assert (side.program, side.python) == (str(venv / "bin" / "swift"), str(venv / "bin" / "python"))
+
+
 def test_what_only_the_nodes_see_is_not_judged_here(tmp_path: Path) -> None:
     assert "module load swift" in inspected(tmp_path, ["swift"], setup=("module load swift",)).unseen
     container = SlurmSpec(container_kind="pyxis", container_image="swift.sqsh")

@@ -60,6 +60,15 @@ def troubles(facts: dict[int, NodeFacts]) -> list[tuple[str, str]]:
     return [(one.id, one.node) for one in found if one.status is CheckStatus.BLOCKED]
 
 
+def test_a_program_and_setup_with_relative_paths_are_in_the_working_folder(run_dir: RunDir, tmp_path: Path) -> None:
+    make_environment(tmp_path / "code" / "venv", "1.16.0")
+    (tmp_path / "code" / "env.sh").write_text("PATH=$PWD/venv/bin:$PATH\n")
+    for argv, setup in ((["venv/bin/trl", "grpo"], []), (["trl", "grpo"], ["source ./env.sh"])):
+        facts = on_nodes(run_dir, spec_of(argv, working_dir=str(tmp_path / "code"), setup=setup))
+        assert facts[0].trainer_versions["trl"] == "1.16.0"
+        assert troubles(facts) == []
+
+
 def test_nodes_with_the_same_environment_agree(run_dir: RunDir, tmp_path: Path) -> None:
     """Negative control of this file."""
     spec = spec_of(["trl", "grpo"], environment=str(make_environment(tmp_path / "venv", "1.16.0")))

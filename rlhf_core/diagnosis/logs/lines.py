@@ -12,7 +12,8 @@ LONGEST_LINE = 4000
 """Maximum number of characters read from a line: the important part is at its start, and long lines would slow the
 parser down."""
 
-_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]{0,200}\x07")
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]{0,200}\x07")
+"""Escape sequences of terminals, for colours for instance."""
 _PROCESS = re.compile(
     r"\((?P<ray>[A-Z_a-z][^()=]{0,60}? ?pid=\d+[^()]{0,80})\) ?"  # Ray, and engines that follow its form
     r"|\[(?P<rank>(?:rank|default|[\w.-]{1,40}:)?\d{1,5})\]:? ?(?!loss)"  # torchrun; "[12, 100] loss" is a step
@@ -74,7 +75,7 @@ def read_line(raw: str, number: int = 0) -> LogLine:
     """Split a line into process, level and text."""
     text = raw[:LONGEST_LINE].rstrip()
     if "\x1b" in text:
-        text = _ANSI.sub("", text)
+        text = ANSI.sub("", text)
     process, is_quiet = "", False
     for _ in range(_MOST_PREFIXES):
         is_quiet = is_quiet or (_QUIET.match(text) is not None and _NCCL_WARNING.search(text, 0, 200) is None)

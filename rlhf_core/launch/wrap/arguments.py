@@ -1,6 +1,8 @@
 """The program's options for steps, batch, output folder, checkpoints, seed, model and resume: read, or replaced by
 placeholders."""
 
+from collections.abc import Sequence
+
 from rlhf_core.launch.wrap.draft import Draft, number
 from rlhf_core.launch.wrap.frameworks import Family
 from rlhf_core.schemas.command_trainer import PLACEHOLDERS, named_placeholders
@@ -78,8 +80,27 @@ def read_arguments(draft: Draft, family: Family, steps: int | None) -> None:
 
 
 def _value(draft: Draft, family: Family, *names: str) -> str | None:
-    found = draft.given("argument", *names)
-    return draft.in_files(*names) if found is None and family.style != "hydra" else found
+    name = _name_with_value(draft, names)
+    if name is not None:
+        return draft.given("argument", name)
+    return draft.in_files(*names) if family.style != "hydra" else None
+
+
+def _name_with_value(draft: Draft, names: Sequence[str]) -> str | None:
+    """First of these options that the line has with a value; a flag of the same name means something else."""
+    return next((name for name in names if draft.given("argument", name)), None)
+
+
+def _put_in_first(draft: Draft, names: Sequence[str], value: str) -> bool:
+    """Give the first of these options a value, and report the others; False if the line has none of them."""
+    first = _name_with_value(draft, names)
+    if first is None:
+        return False
+    for name in names:
+        if name != first and (given := draft.given("argument", name)):
+            draft.missing(f"--{name} {given}: unchanged, --{first} is {value}", f"write {value} if it means the same")
+    draft.put("argument", [first], value, "")
+    return True
 
 
 def _read_steps(draft: Draft, family: Family, steps: int | None) -> None:
@@ -89,9 +110,7 @@ def _read_steps(draft: Draft, family: Family, steps: int | None) -> None:
         draft.set("trainer.num_steps", found, "optimizer steps", f"{found} (--steps)" if steps else found)
     if family.has_trainer:
         draft.put("argument", ["max_steps"], "{num_steps}", family.spelled("max_steps"))
-    elif draft.find("argument", *STEPS) is not None:
-        draft.put("argument", STEPS, "{num_steps}", "")
-    elif found is not None:
+    elif not _put_in_first(draft, STEPS, "{num_steps}") and found is not None:
         draft.missing(
             "the option that sets the number of steps of the program",
             "make sure that it runs trainer.num_steps steps: ending earlier counts as a failure",
@@ -118,9 +137,7 @@ def _read_output(draft: Draft, family: Family) -> None:
         draft.put("argument", [states.lstrip("-")], "{output_dir}/checkpoints", states)
     elif family.has_trainer:
         draft.put("argument", ["output_dir"], "{output_dir}", family.spelled("output_dir"))
-    elif draft.find("argument", *_OUTPUT) is not None:
-        draft.put("argument", _OUTPUT, "{output_dir}", "")
-    else:
+    elif not _put_in_first(draft, _OUTPUT, "{output_dir}"):
         draft.missing("output folder", "pass {output_dir} to the program in trainer.argv, or set trainer.output_dir")
         return
     draft.report("output folder", given or "its default", "trainer.output_dir, in the run directory")
@@ -142,9 +159,7 @@ def _read_checkpoints(draft: Draft, family: Family) -> None:
     elif family.name == "openrlhf":
         option = family.either(draft, "save_steps", "ckpt.save_steps")
         draft.put("argument", [option.lstrip("-")], "{checkpoint_every}", option)
-    elif draft.find("argument", *_SAVE_EVERY) is not None:
-        draft.put("argument", _SAVE_EVERY, "{checkpoint_every}", "")
-    else:
+    elif not _put_in_first(draft, _SAVE_EVERY, "{checkpoint_every}"):
         draft.settings["checkpoint.every_num_steps"] = every or _default_every(draft)
         draft.missing("checkpoints", "pass {checkpoint_every} to the program, and set trainer.checkpoint_name")
         return
@@ -156,8 +171,7 @@ def _read_checkpoints(draft: Draft, family: Family) -> None:
             f"set checkpoint.every_num_steps, currently {chosen}: a failure loses the steps since the last checkpoint",
         )
     keep = number(_value(draft, family, *_KEEP))
-    if keep is not None and draft.find("argument", *_KEEP) is not None:
-        draft.put("argument", _KEEP, "{keep_last}", "")
+    if keep is not None and _put_in_first(draft, _KEEP, "{keep_last}"):
         draft.set("checkpoint.keep_last", keep, "checkpoints kept")
     if draft.given("argument", "save_only_model") in ("true", "True", ""):
         draft.missing(

@@ -20,7 +20,8 @@ from rlhf_core.text.formatting import count
 _SHORT = {
     "N": "nodes", "n": "ntasks", "p": "partition", "A": "account", "t": "time", "c": "cpus_per_task", "G": "gpus",
     "J": "job_name", "q": "qos", "C": "constraint", "x": "exclude", "w": "nodelist", "o": "output", "e": "error",
-    "D": "chdir", "i": "input",
+    "D": "chdir", "i": "input", "K": "kill_on_bad_exit", "l": "label", "u": "unbuffered", "O": "overcommit",
+    "E": "preserve_env", "Q": "quiet", "v": "verbose",
 }  # fmt: skip
 _NAMED = {
     "partition": "slurm.partition",
@@ -33,6 +34,7 @@ _OF_RUN = frozenset((
     "output", "error", "open_mode", "mail_type", "mail_user", "requeue", "no_requeue", "signal", "wait",
     "kill_on_bad_exit", "label", "unbuffered", "export", "jobid", "job_id", "overcommit", "overlap", "mpi",
     "cpu_bind", "input", "ntasks", "nodes", "get_user_env", "exclusive_user", "parsable",
+    "preserve_env", "quiet", "verbose", "pty",
 ))  # fmt: skip
 """Options without a counterpart: a run has its own log files, notifications, retries and signals."""
 _MEMORY = {"": 1 / 1024, "M": 1 / 1024, "G": 1, "T": 1024, "K": 1 / 1024**2}

@@ -6,7 +6,6 @@ restart) is the same as for a native worker. The program's output goes to the wo
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -161,11 +160,10 @@ class Follower:
         place, arguments = self._place, self._place.arguments()
         folder = Path(self._trainer.environment) if self._trainer.environment else None
         environment = place.environment(self._prefix, os.environ, folder, self._logs)
-        program = shutil.which(arguments[0], path=environment.get("PATH"))
+        program = place.program(environment.get("PATH"))
         if program is None:
-            raise BadInput(
-                f"found no program {arguments[0]} in {environment.get('PATH')}; set trainer.environment or its path"
-            )
+            where = place.working_dir if "/" in arguments[0] else environment.get("PATH")
+            raise BadInput(f"found no program {arguments[0]} in {where}; set trainer.environment or its path")
         self._logs.mkdir(parents=True, exist_ok=True)
         print(f"starting: {place.shown()}", flush=True)
         self._child = subprocess.Popen(

@@ -13,6 +13,9 @@ from rlhf_core.worker.command.observation import StepFigures, Watched
 VERSION_FOLDER = re.compile(r"v\d+-.+")
 """Folder that ms-swift creates in the output folder for every start: ``v0-20261122-170333`` (``--add_version``)."""
 
+_AFTER_NUMBER = ",;:.|)]}"
+_IN_THOUSANDS = re.compile(r"[+-]?\d{1,3}(,\d{3})+(?![\d,])")
+
 
 def output_folders(output_dir: Path) -> list[Path]:
     """The output folder and its version folders, if they exist.
@@ -78,7 +81,7 @@ class FollowedLines:
 
 
 def numbers_of(values: Mapping[str, object], leave_out: Iterable[str] = ()) -> dict[str, float]:
-    """The values that are numbers, including infinities, NaN and numbers written as text."""
+    """The values that are numbers, including infinities, NaN and numbers written as text, such as ``1,024.5;``."""
     left_out = set(leave_out)
     found = {}
     for name, value in values.items():
@@ -91,6 +94,9 @@ def numbers_of(values: Mapping[str, object], leave_out: Iterable[str] = ()) -> d
 def _number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
+    if isinstance(value, str):
+        value = value.strip().rstrip(_AFTER_NUMBER)
+        value = value.replace(",", "") if _IN_THOUSANDS.match(value) else value
     try:
         return float(value)
     except (ValueError, OverflowError):

@@ -33,6 +33,8 @@ class FoundCheckpoint:
     """True if it has all its files and none is still being written."""
     lacks: tuple[str, ...] = ()
     """Patterns of ``trainer.checkpoint_complete`` that match no file."""
+    num_files: int = 0
+    """Number of files that were in it."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ def find_checkpoints(trainer: CommandTrainer, output_dir: Path, *, has_ended: bo
     for step, path in checkpoint_folders(trainer, output_dir):
         content, lacks = _inspect(trainer, step, path)
         is_quiet = has_ended or time.time() - content.changed_ns / 1e9 >= QUIET_S
-        found.append((content.changed_ns, FoundCheckpoint(step, path, not lacks and is_quiet, lacks)))
+        one = FoundCheckpoint(step, path, not lacks and is_quiet, lacks, content.num_files)
+        found.append((content.changed_ns, one))
     return _in_order(found)
 
 
@@ -111,7 +114,8 @@ class WatchedCheckpoints:
             reading = last if last is not None and is_settled else self._reading(step, path, now_s)
             readings[path] = reading
             is_complete = reading.is_complete(now_s) or (has_ended and not reading.lacks)
-            found.append((reading.content.changed_ns, FoundCheckpoint(step, path, is_complete, reading.lacks)))
+            one = FoundCheckpoint(step, path, is_complete, reading.lacks, reading.content.num_files)
+            found.append((reading.content.changed_ns, one))
         self._read = readings
         return _in_order(found)
 

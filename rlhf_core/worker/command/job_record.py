@@ -67,11 +67,11 @@ class JobRecord:
         for kind, one in readings:
             self._metrics.add(kind, one.metrics, now_s)
             self._print_once(one.problem)
+        lines: list[MetricsLine] = []
         try:
             lines = self._metrics.write(now_s, all_of_them=ended)
         except OSError as error:
             self._print_once(f"failed to write metrics: {error}")
-            return
         for line in lines:
             for found in self._health.judge(line.step, line.metrics):
                 self._warn(

@@ -1,7 +1,9 @@
 """Launch line of an external trainer: arguments, environment and folders, filled in from its place in the job."""
 
 import os
+import re
 import shlex
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +24,7 @@ IN_RANK = Path(__file__).parent / "in_rank"
 
 _OF_ELASTIC = ("TORCHELASTIC_", "GROUP_", "ROLE_", "PET_")
 _OF_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=", re.ASCII)
 _OF_WORKER = ("RLHF_SLOTS",)
 """Worker variables that the program must not see: it would use the worker's slot as its own."""
 
@@ -58,7 +61,7 @@ class LaunchPlace:
     @property
     def output_dir(self) -> Path:
         """Folder for the program's own files."""
-        return Path(fill(self.trainer.output_dir, self.values))
+        return Path(self.values["output_dir"])
 
     @property
     def working_dir(self) -> Path:
@@ -90,7 +93,9 @@ class LaunchPlace:
             "drivers": drivers_folder(),
         }
         values = {**values_of_spec(spec), **{name: str(value) for name, value in found.items()}}
-        return {**values, "output_dir": fill(self.trainer.output_dir, values)}
+        started_in = Path(fill(self.trainer.working_dir, values) or context.run_dir.root)
+        # A relative one is meant as the program takes it; this process is in another folder.
+        return {**values, "output_dir": str(started_in / fill(self.trainer.output_dir, values))}
 
     def arguments(self) -> list[str]:
         """The launch line, including the arguments that resume from a checkpoint."""
@@ -98,10 +103,22 @@ class LaunchPlace:
         resumes = self.order.checkpoint and self.trainer.resume == "argument"
         line = [*self.trainer.argv, *(self.trainer.resume_argv if resumes else ())]
         filled = [fill(item, values) for item in line]
+        if _ASSIGNMENT.match(filled[0]):  # as a shell reads it
+            filled.insert(0, "env")
         if not self.trainer.setup:
             return filled
         lines = [fill(line, values) for line in self.trainer.setup]
         return ["bash", "-c", "\n".join(["set -e", *lines, 'exec "$@"']), "setup", *filled]
+
+    def program(self, search: str | None) -> str | None:
+        """Path of the program that the launch line starts; None if there is none.
+
+        Args:
+            search: Value of PATH.
+        """
+        first = self.arguments()[0]
+        # One with a slash is relative to the folder that it starts in, and this process is in another.
+        return shutil.which(str(self.working_dir / first) if "/" in first else first, path=search)
 
     def environment(self, status: str, base: Mapping[str, str], folder: Path | None, logs: Path) -> dict[str, str]:
         """The program's environment variables.

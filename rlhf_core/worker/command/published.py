@@ -29,6 +29,7 @@ from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
 from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.types import WorkerContext
+from rlhf_core.worker.command.checkpoint_trackers import correct_trackers, remove_emptied
 from rlhf_core.worker.command.found_checkpoints import (
     CheckpointContent,
     FoundCheckpoint,
@@ -89,20 +90,22 @@ def restore(checkpoint: CheckpointDir | None, trainer: CommandTrainer, output_di
     """Bring the output folder into line with the checkpoint that the program resumes from.
 
     Checkpoints of later steps are moved aside: they belong to an abandoned branch or are incomplete. With
-    ``resume = "in_place"`` the checkpoint itself is put back where the program looks for it.
+    ``resume = "in_place"`` the checkpoint itself is put back where the program looks for it, and tracker files name it.
 
     Args:
         aside: Folder to which later checkpoints are moved.
     """
     step = checkpoint.step if checkpoint is not None else 0
-    for found in find_checkpoints(trainer, output_dir):
-        if found.step > step:
-            target = aside / found.path.relative_to(output_dir)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            remove_tree(target)
-            found.path.rename(target)
-    if checkpoint is not None and trainer.resume == "in_place":
-        name = own_name(checkpoint.root)
+    later = [found for found in find_checkpoints(trainer, output_dir) if found.step > step]
+    name = own_name(checkpoint.root) if checkpoint is not None and trainer.resume == "in_place" else ""
+    correct_trackers(output_dir, later, FoundCheckpoint(step, output_dir / name, complete=True) if name else None)
+    for found in later:
+        target = aside / found.path.relative_to(output_dir)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        remove_tree(target)
+        shutil.move(found.path, target)  # it may have to be copied: the output folder may be on another file system
+    remove_emptied(output_dir, later)
+    if checkpoint is not None and name:
         remove_tree(output_dir / name)
         _link_tree(checkpoint.root / name, output_dir / name)
 
@@ -215,7 +218,9 @@ def publish(context: WorkerContext, trainer: CommandTrainer, output_dir: Path, f
     remove_tree(partial.root)
     name = found.path.relative_to(output_dir).as_posix()
     try:
-        _link_tree(found.path, partial.root / name)
+        num_files = _link_tree(found.path, partial.root / name)
+        if num_files < found.num_files:
+            raise FileNotFoundError(errno.ENOENT, f"{num_files} of {found.num_files} files left: it is being removed")
         _link_model(partial.root / name, partial.model)
         (partial.root / OWN_NAME).write_text(name + "\n", encoding="utf-8")
         files = _checksums(partial.root)
@@ -239,12 +244,13 @@ def publish(context: WorkerContext, trainer: CommandTrainer, output_dir: Path, f
     run_dir.remove_checkpoints_but(kept_steps(steps, found.step, context.spec))
 
 
-def _link_tree(source: Path, target: Path) -> None:
-    """Hard-link all files of a checkpoint, which may be a folder or a single file."""
+def _link_tree(source: Path, target: Path) -> int:
+    """Hard-link all files of a checkpoint, which may be a folder or a single file, and return the number found."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_file():
         _link(source.resolve(), target)
-        return
+        return 1
+    num_found = 0
     target.mkdir(exist_ok=True)
     for path in sorted(source.rglob("*")):
         place = target / path.relative_to(source)
@@ -253,6 +259,10 @@ def _link_tree(source: Path, target: Path) -> None:
         elif path.is_file():
             place.parent.mkdir(parents=True, exist_ok=True)
             _link(path.resolve(), place)
+            num_found += 1
+        elif os.path.lexists(path) and not path.is_dir():
+            num_found += 1  # a link to nothing, for instance
+    return num_found
 
 
 def _link(source: Path, target: Path) -> None:

@@ -65,7 +65,8 @@ def gather(run_dir: RunDir, spec: RunSpec, environment: Mapping[str, str] = os.e
         return TrainerFacts(files=files, complaints=(_finding(str(error)),))
     program = next((line.argv[item.start] for item in line.items if item.role != "variable"), "")
     try:
-        versions = _versions(trainer, program, folder, environment)
+        started_in = Path(working_dir) if working_dir else run_dir.root
+        versions = _versions(trainer, program, folder, environment, started_in)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return TrainerFacts(files=files, complaints=(_finding(f"{program}: {error}"),))
     return TrainerFacts(versions, files)
@@ -77,9 +78,12 @@ def _finding(found: str) -> CheckResult:
 
 
 def _versions(
-    trainer: CommandTrainer, program: str, folder: Path | None, environment: Mapping[str, str]
+    trainer: CommandTrainer, program: str, folder: Path | None, environment: Mapping[str, str], started_in: Path
 ) -> dict[str, str]:
     """Versions of packages in the interpreter that would run a program; empty if it is not a Python program.
+
+    Args:
+        started_in: Folder that it starts in; the run may have to create it.
 
     Raises:
         ValueError: the program is not found, or its interpreter does not answer.
@@ -88,13 +92,14 @@ def _versions(
     """
     search = trainer.variables.get("PATH") or environment.get("PATH", os.defpath)
     given = {**environment, "PATH": f"{folder}/bin:{search}" if folder else search}
-    where = _answer([*_shell(trainer.setup), 'command -v "$1"'], program, given).strip()
+    shell = _shell(trainer.setup)
+    where = _answer([*shell, 'command -v "$1"'], program, given, started_in).strip()
     if not where:
         raise ValueError("not found on the PATH of the job")
-    python = folder / "bin" / "python" if folder else interpreter_of(Path(where))
+    python = folder / "bin" / "python" if folder else interpreter_of(started_in / where)
     if python is None:
         return {}
-    output = _answer([*_shell(trainer.setup), 'exec "$1" -c "$2"'], str(python), given, LISTING_CODE).splitlines()
+    output = _answer([*shell, 'exec "$1" -c "$2"'], str(python), given, started_in, LISTING_CODE).splitlines()
     found = json.loads(output[-1]) if output else None
     if not isinstance(found, dict):
         raise ValueError(f"{python} did not list its packages")
@@ -106,10 +111,15 @@ def _shell(setup: Sequence[str]) -> list[str]:
     return ["{", *setup, ":", "} >/dev/null"]
 
 
-def _answer(lines: Sequence[str], first: str, environment: Mapping[str, str], *more: str) -> str:
-    command = ["bash", "-c", "\n".join(lines), "rlhf-flows", first, *more]
+def _answer(lines: Sequence[str], first: str, environment: Mapping[str, str], started_in: Path, *more: str) -> str:
     result = subprocess.run(
-        command, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, timeout=ANSWER_S, check=False
+        ["bash", "-c", "\n".join(lines), "rlhf-flows", first, *more],
+        cwd=started_in if started_in.is_dir() else None,
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=ANSWER_S,
+        check=False,
     )
     return result.stdout.decode(errors="replace")
 

@@ -148,6 +148,19 @@ def test_the_last_checkpoint_is_published_when_the_disk_responds_again(
     assert [one.step for one in run_dir.checkpoints()] == [8, 20]
 
 
+def test_the_last_checkpoint_is_published_when_metrics_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(file: StepMetricsFile, now_s: float, *, all_of_them: bool) -> list[MetricsLine]:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(StepMetricsFile, "write", fail)
+    record, run_dir = closed_record(tmp_path, last_step=20)
+    record.close(lambda: None)
+    assert [one.step for one in run_dir.checkpoints()] == [8, 20]
+    assert "failed to write metrics: [Errno 122] Disk quota exceeded" in capsys.readouterr().out
+
+
 def test_a_model_older_than_the_training_is_an_incident(tmp_path: Path) -> None:
     record, run_dir = closed_record(tmp_path, last_step=16)
     record.close(lambda: None)

@@ -1,5 +1,6 @@
 """Launch lines and environments of other programs, filled in from the rank and node of a worker."""
 
+import subprocess
 from pathlib import Path
 
 from program_contexts import context_of, trainer_of
@@ -24,6 +25,38 @@ def test_a_line_is_filled_for_its_node(tmp_path: Path) -> None:
     argv = ["torchrun", "--nnodes={num_nodes}", "--node-rank={node_rank}", "--nproc={ranks_per_node}", '{"a": {x}}']
     line = place_of(context_of(tmp_path, rank=2, num_nodes=2, argv=argv)).arguments()
     assert line == ["torchrun", "--nnodes=2", "--node-rank=1", "--nproc=2", '{"a": {x}}']
+
+
+def test_a_relative_output_folder_is_in_the_folder_that_the_program_starts_in(tmp_path: Path) -> None:
+    context = context_of(
+        tmp_path, argv=["run", "{output_dir}"], working_dir="/home/u", output_dir="out/{run_id}", launch="per_rank"
+    )
+    folder = f"/home/u/out/{context.run_dir.run_id}"
+    assert place_of(context).arguments() == ["run", folder]
+    assert str(place_of(context).output_dir) == folder
+
+
+def test_a_program_with_a_relative_path_is_in_the_folder_that_it_starts_in(tmp_path: Path) -> None:
+    """The worker itself is in the folder of its job."""
+    script = tmp_path / "code" / "run.sh"
+    script.parent.mkdir()
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o755)
+    place = place_of(context_of(tmp_path, argv=["./run.sh"], working_dir=str(script.parent)))
+    assert place.program("/usr/bin") == str(script)
+    assert place_of(context_of(tmp_path, argv=["./run.sh"])).program(str(script.parent)) is None
+    assert place_of(context_of(tmp_path, argv=["run.sh"])).program(str(script.parent)) == str(script)
+
+
+def test_variables_may_come_before_the_program(tmp_path: Path) -> None:
+    """As preflight reads them."""
+    argv = ["A=1", "RANKS={ranks_per_node}", "sh", "-c", "echo $A $RANKS"]
+    for setup in ([], ["B=2"]):
+        place = place_of(context_of(tmp_path, argv=argv, setup=setup))
+        program = place.program("/usr/bin:/bin")
+        assert program is not None
+        done = subprocess.run([program, *place.arguments()[1:]], capture_output=True, text=True, check=True)
+        assert done.stdout == "1 2\n"
 
 
 def test_shell_lines_come_before_it_in_the_same_shell(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from rlhf_core.files.whole import write_model
 from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.training.types import WorkerContext
 from rlhf_core.worker.command import published
-from rlhf_core.worker.command.found_checkpoints import FoundCheckpoint
+from rlhf_core.worker.command.found_checkpoints import FoundCheckpoint, find_checkpoints
 from rlhf_core.worker.command.launch import resume_folder
 
 
@@ -215,3 +215,95 @@ def test_a_checkpoint_that_the_program_is_removing_is_not_published_again(tmp_pa
     checkpoint = context.run_dir.checkpoint(40)
     assert (checkpoint.root / "checkpoint-40" / "optimizer.pt").exists()
     assert checkpoint.damage() == []
+
+
+def restore(context: WorkerContext, checkpoint: CheckpointDir | None, **trainer: str) -> None:
+    aside = context.restart_dir.checkpoints_aside
+    published.restore(checkpoint, trainer_of(context).model_copy(update=trainer), output_dir(context), aside)
+
+
+def test_later_checkpoints_are_moved_to_another_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: object, target: object) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    context = context_of(tmp_path)
+    save(context, 20)
+    for function in ("rename", "replace"):
+        monkeypatch.setattr(os, function, refuse)
+    restore(context, None)
+    assert list(output_dir(context).iterdir()) == []
+    moved = context.restart_dir.checkpoints_aside / "checkpoint-20" / "config.json"
+    assert moved.read_text() == "config.json of 20"
+
+
+@pytest.mark.parametrize(
+    ("name", "tracker", "before", "after"),
+    [
+        ("ckpt/_actor/global_step{step}", "ckpt/_actor/latest", "global_step20", "global_step10"),
+        ("ckpt/_actor/global_step{step}", "ckpt/_actor/latest", "global_step0", "global_step10"),
+        ("global_step_{step}", "latest_checkpointed_iteration.txt", "20", "10"),
+        ("global_step_{step}/actor", "latest_checkpointed_iteration.txt", "20\n", "10"),
+        ("step-{step}", "latest", "best model: 20", "best model: 20"),
+    ],
+)
+def test_trackers_name_the_restored_checkpoint(
+    tmp_path: Path, name: str, tracker: str, before: str, after: str
+) -> None:
+    """DeepSpeed, Megatron and verl resume from the checkpoint that their tracker names, and fail if it is gone."""
+    context = context_of(tmp_path, checkpoint_name=name)
+    published.publish(context, trainer_of(context), output_dir(context), save(context, 10, name))
+    save(context, 20, name)
+    (output_dir(context) / tracker).write_text(before)
+    restore(context, context.run_dir.checkpoint(10), resume="in_place")
+    assert (output_dir(context) / tracker).read_text() == after
+
+
+@pytest.mark.parametrize(("resume", "left"), [("in_place", {"last": "step-10", "all": "step-10"}), ("argument", {})])
+def test_links_to_a_checkpoint_that_leaves_are_corrected(tmp_path: Path, resume: str, left: dict[str, str]) -> None:
+    context = context_of(tmp_path, checkpoint_name="step-{step}")
+    folder = output_dir(context)
+    published.publish(context, trainer_of(context), folder, save(context, 10, "step-{step}"))
+    save(context, 20, "step-{step}")
+    (folder / "last").symlink_to("step-20")
+    (folder / "all").symlink_to(folder / "step-20")
+    (folder / "first").symlink_to("step-10")
+    restore(context, context.run_dir.checkpoint(10), resume=resume)
+    assert {path.name: path.readlink().name for path in folder.iterdir() if path.is_symlink()} == {
+        "first": "step-10",
+        **left,
+    }
+
+
+def test_without_a_checkpoint_neither_a_tracker_nor_an_empty_folder_is_left(tmp_path: Path) -> None:
+    """OpenRLHF resumes if ckpt/_actor exists, and fails if it finds no checkpoint in it."""
+    name = "ckpt/_actor/global_step{step}"
+    context = context_of(tmp_path, checkpoint_name=name)
+    save(context, 20, name)
+    (output_dir(context) / "ckpt" / "_actor" / "latest").write_text("global_step20")
+    restore(context, None)
+    assert list(output_dir(context).iterdir()) == []
+
+
+def test_a_single_file_is_put_back_without_a_remainder(tmp_path: Path) -> None:
+    context = context_of(tmp_path, checkpoint_name="state-{step}.pt", checkpoint_complete=[])
+    output_dir(context).mkdir(parents=True)
+    file = output_dir(context) / "state-10.pt"
+    file.write_text("state")
+    published.publish(context, trainer_of(context), output_dir(context), FoundCheckpoint(10, file, complete=True))
+    restore(context, context.run_dir.checkpoint(10), resume="in_place")
+    assert [path.name for path in output_dir(context).iterdir()] == ["state-10.pt"]
+
+
+def test_a_checkpoint_that_the_program_is_removing_is_not_published_in_part(tmp_path: Path) -> None:
+    """It was complete when it was found, but earlier ones had to be published first."""
+    context = context_of(tmp_path)
+    folder = save(context, 40).path
+    (folder / "link").symlink_to("nowhere")
+    (found,) = find_checkpoints(trainer_of(context), output_dir(context), has_ended=True)
+    published.publish(context, trainer_of(context), output_dir(context), found)
+    assert context.run_dir.checkpoint(40).damage() == []
+    (folder / "optimizer.pt").unlink()
+    with pytest.raises(FileNotFoundError, match="5 of 6 files left"):
+        published.publish(context, trainer_of(context), output_dir(context), found)
+    assert (context.run_dir.checkpoint(40).root / "checkpoint-40" / "optimizer.pt").exists()
+    assert list(context.run_dir.checkpoints_dir.glob(".*")) == []

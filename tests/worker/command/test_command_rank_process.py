@@ -113,10 +113,29 @@ def test_a_process_that_a_rank_starts_is_not_taken_for_it(tmp_path: Path, monkey
     monkeypatch.setenv(PATH_VARIABLE, prefix)
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert own_file() is not None
+    assert rank_of_a_child() == 0
+    assert find_rank(status, prefix, 0) == os.getpid()
+
+
+def test_a_helper_that_ran_before_the_program_is_not_taken_for_the_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With launch = "per_rank", trainer.setup and a script run `python -c ...` with the variables of the rank."""
+    prefix = str(tmp_path / "ranks")
+    status = RankFile(rank_path(prefix, 0), create=True)
+    monkeypatch.setenv(PATH_VARIABLE, prefix)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    helper, program = rank_of_a_child(), rank_of_a_child()
+    assert helper != program
+    assert find_rank(status, prefix, 0) == program
+
+
+def rank_of_a_child() -> int:
+    """Process id of a new process if it is taken for the rank, otherwise 0."""
     program = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import rlhf_rank_file as words; print(words.own_file() is None)"
+        "import os, sys; sys.path.insert(0, sys.argv[1]); import rlhf_rank_file as words; "
+        "print(os.getpid() if words.own_file() else 0)"
     )
     in_rank = Path(__file__).parents[3] / "rlhf_core" / "worker" / "command" / "in_rank"
-    child = subprocess.run([sys.executable, "-c", program, str(in_rank)], capture_output=True, text=True, check=True)
-    assert child.stdout.strip() == "True"
-    assert find_rank(status, prefix, 0) == os.getpid()
+    command = [sys.executable, "-c", program, str(in_rank)]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

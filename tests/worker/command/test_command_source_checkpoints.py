@@ -46,6 +46,19 @@ def test_a_removed_checkpoint_is_no_progress(tmp_path: Path) -> None:
     assert (found.moved, found.step) == (False, 8)
 
 
+def test_an_earlier_checkpoint_that_is_removed_in_parts_is_no_step(tmp_path: Path) -> None:
+    """Some programs keep only the weights of older checkpoints, and large files take seconds to remove."""
+    for name in ("model.safetensors", "optimizer.pt", "trainer_state.json"):
+        append(tmp_path / "checkpoint-4" / name, "x")
+    polls = Polls(Checkpoints(watched(tmp_path, first_step=8)))
+    polls.polls(2, wait_s=0)
+    for name in ("optimizer.pt", "model.safetensors"):
+        (tmp_path / "checkpoint-4" / name).unlink()
+        assert [(one.moved, one.step) for one in polls.polls(4, wait_s=0)] == [(False, None)] * 4
+    append(tmp_path / "checkpoint-4" / "model.safetensors", "the program has started over")
+    assert [one.step for one in polls.polls(3, wait_s=0)][-1] == 4
+
+
 def test_a_step_below_earlier_ones_reveals_a_trainer_that_started_over(tmp_path: Path) -> None:
     polls = Polls(Checkpoints(watched(tmp_path, first_step=100)))
     append(tmp_path / "checkpoint-4" / "trainer_state.json", "{}")

@@ -27,6 +27,23 @@ def test_groups_give_the_step_and_metrics(tmp_path: Path) -> None:
     assert not polls.poll().moved
 
 
+def test_numbers_are_read_as_people_print_them(tmp_path: Path) -> None:
+    polls = stdout(tmp_path, r"step (?P<step>\S+) loss (?P<loss>\S+)(?: tokens (?P<tokens>\S+))?")
+    append(tmp_path / "log", "step 1,000: loss 0.5, tokens 1,234,567.5;\nstep 1,001: loss 1,23 tokens 7.\n")
+    found = polls.poll()
+    assert (found.moved, found.step) == (True, 1001)
+    assert found.metrics == [
+        StepFigures(1000, {"loss": 0.5, "tokens": 1_234_567.5}),
+        StepFigures(1001, {"tokens": 7.0}),
+    ]
+
+
+def test_colours_are_no_part_of_a_line(tmp_path: Path) -> None:
+    polls = stdout(tmp_path)
+    append(tmp_path / "log", "\x1b[36m(Task pid=7)\x1b[0m \x1b[1mstep 3\x1b[0m loss \x1b[32m0.5\x1b[0m\n")
+    assert polls.poll().metrics == [StepFigures(3, {"loss": 0.5})]
+
+
 def test_a_step_that_is_printed_again_shows_no_progress(tmp_path: Path) -> None:
     """tqdm redraws its bar with a longer time if it was not updated for a while."""
     polls = stdout(tmp_path, BAR)

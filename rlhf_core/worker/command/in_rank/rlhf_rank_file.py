@@ -79,10 +79,23 @@ def own_file() -> "RankFile | None":
         found = RankFile(rank_path(prefix, int(local_rank)))
     except (OSError, ValueError):
         return None
-    # Processes started by a rank inherit its environment; the first process to get here is the rank.
-    if found.get(PID) == 0:
+    # Processes started by a rank inherit its environment; the first process to get here is the rank. If it has ended,
+    # it was a helper, such as a check of the environment by the script that starts the program.
+    if not _is_there(found.get(PID)):
         found.set(PID, os.getpid())
     return found if found.get(PID) == os.getpid() else None
+
+
+def _is_there(pid: int) -> bool:
+    if pid == 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass  # it belongs to another user
+    return True
 
 
 def now_ns() -> int:

@@ -44,8 +44,9 @@ class Checkpoints:
         except OSError as error:
             return Reading(step=self._step, problem=_error_text(error))
         contents = {one.path: self._checkpoints.content(one.path) for one in found}
-        # A checkpoint that existed before counts once the program writes into it.
-        self._old = {path: content for path, content in self._old.items() if contents.get(path) == content}
+        # A checkpoint that existed before counts once the program writes into it, but not while it is removed.
+        old = [path for path, before in self._old.items() if _is_as_before(before, contents.get(path))]
+        self._old = {path: contents.get(path) for path in old}
         new = [one for one in found if one.path not in self._old]
         grown = [one for one in new if contents[one.path] != self._contents.get(one.path)]
         complete = {one.path for one in new if one.complete}
@@ -54,6 +55,10 @@ class Checkpoints:
         self._contents, self._complete = contents, complete
         is_written = any(one.path not in complete for one in grown)
         return Reading(moved, self._step, Phase.CHECKPOINT if is_written else None, problem=self._problem)
+
+
+def _is_as_before(before: CheckpointContent | None, now: CheckpointContent | None) -> bool:
+    return now == before or (now is not None and before is not None and now.num_files < before.num_files)
 
 
 def _error_text(error: OSError) -> str:

@@ -7,6 +7,7 @@ output that the program buffers, as Python does unless PYTHONUNBUFFERED is set.
 import re
 from pathlib import Path
 
+from rlhf_core.diagnosis.logs.lines import ANSI
 from rlhf_core.files.reading import UnfitFile, open_regular
 from rlhf_core.schemas.command_trainer import ProgressSource
 from rlhf_core.worker.command.following import by_step, is_of_this_start, numbers_of
@@ -53,6 +54,7 @@ class Stdout:
 
     def _take(self, line: str, figures: list[StepFigures]) -> bool:
         moved = False
+        line = ANSI.sub("", line)
         for pattern in self._patterns:
             found = pattern.search(line)
             if found is None:
