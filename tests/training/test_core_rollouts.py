@@ -1,6 +1,8 @@
 """Sampling: a sequence does not depend on the others in its batch, and training sees what was actually sampled."""
 
+import math
 from collections.abc import Callable, Iterator
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -8,11 +10,14 @@ from core_models import OTHER_FAMILIES, QWEN, char_tokenizer, sample, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rlhf_core.errors import NonFiniteLoss
 from rlhf_core.training.data.batches import collate
 from rlhf_core.training.models.causal_lm import PolicyModel
 from rlhf_core.training.rollouts import transformers_engine
 from rlhf_core.training.rollouts.base import draw_tokens
 from rlhf_core.training.rollouts.seeds import sample_seed, uniforms
+from rlhf_core.training.rollouts.weight_probe import probe_of
+from rlhf_core.training.trainers.context import TrainingContext, TrainingStep
 from rlhf_core.training.types import Completion
 
 pytestmark = pytest.mark.training
@@ -166,6 +171,28 @@ def test_what_cannot_be_sampled_is_refused(model: PreTrainedModel) -> None:
         sample(model, [[]], [[1]])
     with pytest.raises(ValueError, match="found 1 lists of seeds for 2 prompts"):
         sample(model, [[1], [2]], [[1]])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_weights_that_are_not_finite_are_named_as_such(temperature: float) -> None:
+    """Not by an index out of bounds, by completions of the first token, or by engines that compute something else."""
+    broken = tiny_model()
+    with torch.no_grad():
+        broken.get_input_embeddings().weight[20] = math.nan
+    with pytest.raises(NonFiniteLoss, match="log-probability nan to a token"):
+        sample(broken, PROMPTS, SEEDS, temperature=temperature)
+    with pytest.raises(NonFiniteLoss, match="log-probability nan to a token"):
+        probe_of(broken, 32, "float32")
+
+
+@pytest.mark.parametrize("norms", [[0.5], [0.5, math.nan], [math.inf]])
+def test_a_policy_after_a_gradient_that_is_not_finite_is_not_evaluated(norms: list[float]) -> None:
+    """Engines would refuse its weights, and end the run before the metrics of the step are written."""
+    evaluated = Mock(names=("greedy",), greedy_score=Mock(return_value=(1.0, 1)))
+    training = Mock(spec=TrainingContext, evaluator=evaluated, is_evaluated=lambda number: True)
+    step = TrainingStep(4, Mock(), grad_norms=norms)
+    TrainingContext._evaluate(training, step, Mock())
+    assert evaluated.greedy_score.called == (norms == [0.5])
 
 
 def test_draws_follow_the_distribution() -> None:

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 
 from rlhf_core.training.models.gathering import whole_model
 from rlhf_core.training.rollouts.base import Sampling, completion_of, draw_tokens, require_prompts, require_version
+from rlhf_core.training.rollouts.weight_probe import require_finite
 from rlhf_core.training.types import Completion
 
 _KEEP_SHARE = 0.75
@@ -98,6 +99,7 @@ def generate(
 
     Raises:
         ValueError: a prompt is empty, or the number of lists of seeds is not the number of prompts.
+        NonFiniteLoss: a log-probability of a sampled token is not finite.
     """
     require_prompts(prompts, seeds)
     end_ids = end_token_ids(model, tokenizer)
@@ -112,6 +114,8 @@ def generate(
                     made[slot.prompt, slot.sample] = completion
     finally:
         model.train(was_training)
+    # Not before all ranks have left whole_model, which is collective.
+    require_finite(logprob for completion in made.values() for logprob in completion.logprobs)
     return [[made[i, j] for j in range(len(prompt_seeds))] for i, prompt_seeds in enumerate(seeds)]
 
 
