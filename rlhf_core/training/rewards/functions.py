@@ -12,7 +12,6 @@ import math
 import re
 import traceback
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -129,13 +128,6 @@ def load_reward(path: str) -> RewardFunction:
     if not callable(function):
         raise BadConfig(f"reward function {path}: {module_name} has no function {name}")
     return function  # type: ignore[no-any-return]
-
-
-def reward_names(paths: Sequence[str]) -> dict[str, str]:
-    """Metric names of reward functions, mapped to their paths: the function's name, or the full path if two share
-    it."""
-    repeated = Counter(path.partition(":")[2] for path in paths)
-    return {(path if repeated[name] > 1 else name): path for path, name in ((p, p.partition(":")[2]) for p in paths)}
 
 
 @dataclass(frozen=True)
