@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from core_models import OTHER_FAMILIES, QWEN, char_tokenizer, sample, tiny_model
+from pydantic import JsonValue
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -24,6 +25,15 @@ pytestmark = pytest.mark.training
 
 PROMPTS = [[20, 30, 40], [50], [21, 22, 23, 24, 25, 26, 27], [60, 61], [20, 30, 40]]
 SEEDS = [[sample_seed(0, 1, f"prompt-{i}", j) for j in range(4)] for i in range(len(PROMPTS))]
+
+HYBRID: dict[str, JsonValue] = {
+    **QWEN,
+    "model_type": "qwen3_next",
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_experts": 0,
+    **{f"linear_num_{kind}_heads": 2 for kind in ("key", "value")},
+    **{f"linear_{kind}_head_dim": 8 for kind in ("key", "value")},
+}
 
 DrawTokens = Callable[[Tensor, Tensor, int, float], tuple[Tensor, Tensor]]
 
@@ -48,6 +58,11 @@ def depends_on_neighbours(model: PreTrainedModel) -> bool:
 
 def test_a_completion_depends_on_weights_prompt_and_seed_alone(model: PreTrainedModel) -> None:
     assert not depends_on_neighbours(model)
+
+
+def test_recurrent_states_follow_their_completions() -> None:
+    """As those of Qwen3-Next and Qwen3.5, which have layers of linear attention among others."""
+    assert not depends_on_neighbours(tiny_model(HYBRID))
 
 
 def test_negative_control_one_random_stream_for_the_batch_is_caught(
@@ -92,7 +107,7 @@ def test_greedy_agrees_with_transformers_own_generate(config: dict[str, object])
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-@pytest.mark.parametrize("config", [QWEN, *OTHER_FAMILIES.values()], ids=["qwen3", *OTHER_FAMILIES])
+@pytest.mark.parametrize("config", [QWEN, HYBRID, *OTHER_FAMILIES.values()], ids=["qwen3", "hybrid", *OTHER_FAMILIES])
 def test_logprobs_are_those_of_the_training_pass(config: dict[str, object], temperature: float) -> None:
     model = tiny_model(config)  # type: ignore[arg-type]
     made = sample(model, PROMPTS, SEEDS, temperature=temperature)

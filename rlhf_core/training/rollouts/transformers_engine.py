@@ -170,7 +170,7 @@ def _decode_batch(
             break
         if num_going <= _KEEP_SHARE * len(rows):
             kept = going.nonzero().squeeze(-1)
-            cache.batch_select_indices(kept)
+            cache.reorder_cache(kept)  # selects rows of recurrent states too, unlike batch_select_indices
             rows, seeds, drawn, going = rows[kept], seeds[kept], drawn[kept], going[kept]
             mask = None if mask is None else mask[kept]
         if mask is not None:
@@ -199,7 +199,7 @@ def _prefill(
         mask = (torch.arange(width, device=device) >= first[:, None]).long()
     logits, cache = _forward(model, input_ids, mask, None)
     repeated = torch.tensor([row_of[slot.prompt] for slot in slots], device=device)
-    cache.batch_select_indices(repeated)
+    cache.reorder_cache(repeated)
     return logits[repeated], cache, None if mask is None else mask[repeated]
 
 
