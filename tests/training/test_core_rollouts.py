@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -13,11 +14,13 @@ from transformers import PreTrainedModel
 
 from rlhf_core.errors import NonFiniteLoss
 from rlhf_core.training.data.batches import collate
-from rlhf_core.training.models.causal_lm import PolicyModel
+from rlhf_core.training.models.causal_lm import PolicyModel, load_causal_lm
 from rlhf_core.training.rollouts import transformers_engine
 from rlhf_core.training.rollouts.base import draw_tokens
+from rlhf_core.training.rollouts.engine_adapter import count_differing, given_shapes, given_weights, taken_weights
+from rlhf_core.training.rollouts.samplers import TransformersSampler
 from rlhf_core.training.rollouts.seeds import sample_seed, uniforms
-from rlhf_core.training.rollouts.weight_probe import probe_of
+from rlhf_core.training.rollouts.weight_probe import probe_logprobs, probe_of
 from rlhf_core.training.trainers.context import TrainingContext, TrainingStep
 from rlhf_core.training.types import Completion
 
@@ -33,6 +36,20 @@ HYBRID: dict[str, JsonValue] = {
     "num_experts": 0,
     **{f"linear_num_{kind}_heads": 2 for kind in ("key", "value")},
     **{f"linear_{kind}_head_dim": 8 for kind in ("key", "value")},
+}
+
+ROUTED: dict[str, JsonValue] = {
+    **{name: value for name, value in QWEN.items() if name != "head_dim"},
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 2,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    **{f"{kind}_lora_rank": 8 for kind in ("q", "kv")},
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
 }
 
 DrawTokens = Callable[[Tensor, Tensor, int, float], tuple[Tensor, Tensor]]
@@ -208,6 +225,23 @@ def test_a_policy_after_a_gradient_that_is_not_finite_is_not_evaluated(norms: li
     step = TrainingStep(4, Mock(), grad_norms=norms)
     TrainingContext._evaluate(training, step, Mock())
     assert evaluated.greedy_score.called == (norms == [0.5])
+
+
+def test_an_engine_has_weights_in_the_number_format_of_the_trainer(tmp_path: Path) -> None:
+    """Rounded to bfloat16, the biases of a router would send some tokens to other experts than in training."""
+    tiny_model(ROUTED).save_pretrained(tmp_path)
+    trainer = load_causal_lm(tmp_path, "bfloat16")
+    biases = {name: bias.normal_() for name, bias in trainer.named_buffers() if name.endswith("correction_bias")}
+    assert {bias.dtype for bias in biases.values()} == {torch.float32}
+    engine = TransformersSampler(tmp_path, char_tokenizer(), "bfloat16", torch.device("cpu"))
+    for _ in range(2):
+        engine.load(given_weights(trainer, lambda: None), lambda: None)
+    held = taken_weights(engine._model)
+    assert given_shapes(engine._model) == given_shapes(trainer)
+    assert count_differing(given_weights(trainer, lambda: None), held) == 0
+    tokens = list(range(1, 17))
+    with torch.no_grad():
+        assert engine.score(tokens) == probe_logprobs(trainer(torch.tensor([tokens])).logits[0], tokens)
 
 
 def test_draws_follow_the_distribution() -> None:
