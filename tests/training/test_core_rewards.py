@@ -189,6 +189,9 @@ def test_a_function_is_given_columns_of_equal_length_and_the_answer_as_text() ->
     [
         (None, "f returned None; expected a list of 3 numbers"),
         (1.0, "f returned 1.0; expected a list of 3 numbers"),
+        ({0: 0.5, 1: 0.2, 2: 1.0}, r"f returned \{0: 0.5, .*; expected a list of 3 numbers"),
+        ({0.5, 0.2, 1.0}, r"f returned \{.*; expected a list of 3 numbers"),
+        ("101", "f returned '101'; expected a list of 3 numbers"),
         ([1, 2], "f returned 2 values for 3 completions"),
         ([1, float("nan"), 2], r"f returned nan for completion 1 \('x'\); expected a finite number"),
         ([1, 2, float("inf")], "f returned inf for completion 2"),

@@ -12,7 +12,7 @@ import math
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -201,8 +201,11 @@ def _checked(returned: object, completions: Sequence[str]) -> RewardCall:
     """Check for one finite float per completion; any other result becomes a problem or failure."""
     expected = f"expected a list of {len(completions)} numbers"
     try:
-        values = list(returned)  # type: ignore[call-overload]
+        # A set is in any order, and a list of a mapping has its keys.
+        values = None if isinstance(returned, Set | Mapping | str) else list(returned)  # type: ignore[call-overload]
     except TypeError:
+        values = None
+    if values is None:
         return RewardCall(failure=f"returned {shown(returned)}; {expected}")
     if len(values) != len(completions):
         return RewardCall(failure=f"returned {len(values)} values for {len(completions)} completions; {expected}")
