@@ -16,7 +16,7 @@ from rlhf_core.weight_sync.base import Beat
 from rlhf_core.weight_sync.delta import DeltaEncoder
 from rlhf_core.weight_sync.files import FilesOutgoing
 from rlhf_core.weight_sync.layout import buckets_of, checksum
-from rlhf_core.weight_sync.receiver import Receiver
+from rlhf_core.weight_sync.receiver import Receiver, Staged
 from rlhf_core.weight_sync.sender import Sender
 
 pytestmark = pytest.mark.training
@@ -116,7 +116,7 @@ def test_a_transfer_that_ends_late_stages_nothing(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_values_that_a_delta_replaced_are_not_kept_after_its_commit(tmp_path: Path) -> None:
-    """Where most elements change, they are a second copy of the weights."""
+    """They are a second copy of the weights if most elements change."""
     engine = Receiver("engine-1")
     sender = Sender(FilesOutgoing("trainer", tmp_path), delta=DeltaEncoder())
     for version in range(2):
@@ -127,5 +127,6 @@ def test_the_values_that_a_delta_replaced_are_not_kept_after_its_commit(tmp_path
         engine.commit(version)
         sender.settle(sender.sent(), ["engine-1"])
     assert offer.manifest.is_delta
+    assert isinstance(staged, Staged)
     staged.undo()
     assert dict(staged.tensors())["weight"].tolist() == [1.0] * 64
