@@ -31,7 +31,7 @@
         ├── RewardFailed            a reward function raised or returned something that is not a reward
         ├── DiskFull                no room for a checkpoint; older checkpoints are untouched
         ├── FileSystemStalled       the file system accepts no more of a checkpoint saved in the background
-        ├── NonFiniteLoss           loss or gradient norm is NaN or infinite
+        ├── NonFiniteLoss           loss, gradient norm or log-probability is NaN or infinite
         ├── DegenerateRl            training has stopped learning: no gradient, identical completions, or a lost reward
         ├── StaleWeights            a rollout engine has another version of the weights than the requested one
         ├── WeightSyncFailed        a version of the weights was not committed; the previous one stays active
@@ -209,7 +209,7 @@ class FileSystemStalled(WorkerError):
 
 
 class NonFiniteLoss(WorkerError):
-    """The loss or the gradient norm is NaN or infinite."""
+    """The loss, the gradient norm or a log-probability of the policy is NaN or infinite."""
 
 
 class DegenerateRl(WorkerError):

@@ -41,7 +41,7 @@ class FailureKind(StrEnum):
     HOST_OOM = "host_oom"
     """The operating system or the scheduler killed a process for using too much main memory."""
     NON_FINITE = "non_finite"
-    """Loss or gradient norm became NaN or infinite."""
+    """Loss, gradient norm or a log-probability of the policy became NaN or infinite."""
     DEGENERATE_RL = "degenerate_rl"
     """Training no longer learns anything: no gradient, identical completions."""
     DISK_FULL = "disk_full"

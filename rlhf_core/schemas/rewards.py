@@ -4,10 +4,10 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from rlhf_core.schemas.base import ImportPath, NonNegativeFloat, Schema, Share
+from rlhf_core.schemas.base import Finite, ImportPath, NonNegativeFloat, Schema, Share
 from rlhf_core.schemas.scoring_models import ModelName, ScoringModelSpec
 
-_REWARD_METRICS = frozenset(
+REWARD_METRICS = frozenset(
     {"mean", "std", "max", "min", "failed_share", "cut_share", "length_correlation", "length_slope"}
 )
 """Metrics of all rewards together."""
@@ -19,7 +19,7 @@ class RewardSpec(Schema):
     functions: tuple[ImportPath, ...] = ("rlhf_core.training.rewards:exact_match",)
     """Reward functions as `module:function`; called as `function(prompts=, completions=, **columns)`, each returning
     one number per completion. They count alongside `reward.models`; give an empty list to use only reward models."""
-    weights: tuple[float, ...] = ()
+    weights: tuple[Finite, ...] = ()
     """Weight of each function in the sum; empty for 1 each. A function with weight 0 is only measured."""
     models: dict[ModelName, ScoringModelSpec] = {}
     """Reward models by name, each a table `[reward.models.<name>]` with the settings below."""
@@ -50,7 +50,7 @@ class RewardSpec(Schema):
 
     @model_validator(mode="after")
     def _metrics_have_one_meaning(self) -> Self:
-        taken = _REWARD_METRICS | {function.partition(":")[2] for function in self.functions}
+        taken = REWARD_METRICS | {function.partition(":")[2] for function in self.functions}
         for name in self.models:
             if name in taken:
                 raise ValueError(

@@ -17,18 +17,28 @@ from rlhf_core.weight_sync.layout import aliases_of, digest_of, tensors_of
 from rlhf_core.weight_sync.shared_memory import SharedMemoryIncoming
 
 
+def _nothing() -> None:
+    """Undo nothing."""
+
+
 class Staged:
     """A version in staging; see :class:`rlhf_core.weight_sync.base.StagedVersion`."""
 
-    def __init__(
-        self, receipt: Receipt, layout: Manifest, row: Tensor, undo: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, receipt: Receipt, layout: Manifest, row: Tensor, undo: Callable[[], None] = _nothing) -> None:
         """Args:
         layout: manifest of the whole weights in ``row``.
         undo: restores the previous version in ``row``, if this one arrived as a delta.
         """
-        self.receipt, self.layout, self.undo = receipt, layout, undo
-        self._row = row
+        self.receipt, self.layout = receipt, layout
+        self._row, self._undo = row, undo
+
+    def undo(self) -> None:
+        """Restore the previous version, unless this one is kept."""
+        self._undo()
+
+    def keep(self) -> None:
+        """Release the values that a delta has replaced: up to a second copy of the weights."""
+        self._undo = _nothing
 
     @property
     def aliases(self) -> Mapping[str, str]:
@@ -127,6 +137,7 @@ class Receiver:
             found = "none" if self._staged is None else f"version {self._staged.receipt.version}"
             raise WeightSyncFailed(f"{self.name} has {found} staged, expected version {version}", self.name)
         self._base, self._staged, self.version = self._staged, None, version
+        self._base.keep()
         return self._base
 
     def abort(self, version: int) -> None:

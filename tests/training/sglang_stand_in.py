@@ -106,7 +106,9 @@ class StandIn:
             request = SamplerRequest(next(self._keys), prompt, [parameters.get("sampling_seed", 0)], sampling)
             self._sampler.submit(request)
             ((_, (made,)),) = self._sampler.step(lambda: None)
-        ended = {"type": "stop", "matched": made.token_ids[-1]} if made.finished else None
+        # As SGLang, which compares the length first.
+        is_longest = len(made.token_ids) == sampling.max_new_tokens
+        ended = {"type": "stop", "matched": made.token_ids[-1]} if made.finished and not is_longest else None
         facts = {
             "id": "0",
             "finish_reason": ended or {"type": "length", "length": len(made.token_ids)},

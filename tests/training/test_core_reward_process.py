@@ -1,6 +1,7 @@
 """Reward functions in a separate process: a call that would hang or kill a trainer costs one answer, and is named."""
 
 import contextlib
+import math
 import os
 import subprocess
 import sys
@@ -13,13 +14,14 @@ from typing import Any
 import psutil
 import pytest
 from fork_server import fork_server
+from pydantic import ValidationError
 from rank_launcher import tiny_spec
 
 from rlhf_core.errors import BadConfig, RewardFailed
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.rewards.functions import reward_arguments
 from rlhf_core.training.rewards.process import MARK_VARIABLE, RewardProcess
-from rlhf_core.training.rewards.scoring import RewardScorer, reward_scorer
+from rlhf_core.training.rewards.scoring import RewardScorer, reward_names, reward_scorer
 from rlhf_core.training.types import Row
 
 WELL = "hostile_rewards:well"
@@ -165,6 +167,25 @@ def test_rewards_are_summed_with_weights_and_kept_apart(timeout_s: float) -> Non
     assert found.total == [1.5, -0.5, 1.5]
     assert found.by_function == {"exact_match": [1.0, 0.0, 1.0], "well": [1.0, 1.0, 1.0]}
     assert (found.num_failed, found.warnings) == (0, [])
+
+
+def test_a_function_has_its_path_as_its_name_where_its_own_means_something_else() -> None:
+    """The metric reward/mean of a function `mean` replaced the mean of the rewards, which health rules read."""
+    assert list(reward_names(["a:exact_match"])) == ["exact_match"]
+    assert list(reward_names(["a:exact_match", "b:exact_match"])) == ["a:exact_match", "b:exact_match"]
+    assert list(reward_names(["a:mean", "a:max", "a:length"])) == ["a:mean", "a:max", "length"]
+
+
+def test_a_function_that_is_listed_twice_counts_twice_and_the_others_keep_their_weights() -> None:
+    with scorer("well", "well", "raising", weights=[1.0, 1.0, 0.5], timeout_s=0) as one:
+        found = one.score(rows(2), ["good", "good"], 1, lambda: None)
+    assert found.by_function == {"well": [1.0, 1.0], "raising": [1.0, 1.0]}
+    assert found.total == [2.5, 2.5]
+
+
+def test_a_weight_that_is_not_finite_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"reward\.weights\.0\n  Input should be a finite number"):
+        spec("well", weights=[math.nan])
 
 
 def test_a_function_that_draws_at_random_draws_the_same_when_a_step_is_made_again() -> None:

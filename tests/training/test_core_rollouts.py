@@ -1,24 +1,56 @@
 """Sampling: a sequence does not depend on the others in its batch, and training sees what was actually sampled."""
 
+import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from core_models import OTHER_FAMILIES, QWEN, char_tokenizer, sample, tiny_model
+from pydantic import JsonValue
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rlhf_core.errors import NonFiniteLoss
 from rlhf_core.training.data.batches import collate
-from rlhf_core.training.models.causal_lm import PolicyModel
+from rlhf_core.training.models.causal_lm import PolicyModel, load_causal_lm
 from rlhf_core.training.rollouts import transformers_engine
 from rlhf_core.training.rollouts.base import draw_tokens
+from rlhf_core.training.rollouts.engine_adapter import count_differing, given_shapes, given_weights, taken_weights
+from rlhf_core.training.rollouts.samplers import TransformersSampler
 from rlhf_core.training.rollouts.seeds import sample_seed, uniforms
+from rlhf_core.training.rollouts.weight_probe import probe_logprobs, probe_of
+from rlhf_core.training.trainers.context import TrainingContext, TrainingStep
 from rlhf_core.training.types import Completion
 
 pytestmark = pytest.mark.training
 
 PROMPTS = [[20, 30, 40], [50], [21, 22, 23, 24, 25, 26, 27], [60, 61], [20, 30, 40]]
 SEEDS = [[sample_seed(0, 1, f"prompt-{i}", j) for j in range(4)] for i in range(len(PROMPTS))]
+
+HYBRID: dict[str, JsonValue] = {
+    **QWEN,
+    "model_type": "qwen3_next",
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_experts": 0,
+    **{f"linear_num_{kind}_heads": 2 for kind in ("key", "value")},
+    **{f"linear_{kind}_head_dim": 8 for kind in ("key", "value")},
+}
+
+ROUTED: dict[str, JsonValue] = {
+    **{name: value for name, value in QWEN.items() if name != "head_dim"},
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 2,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    **{f"{kind}_lora_rank": 8 for kind in ("q", "kv")},
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
+}
 
 DrawTokens = Callable[[Tensor, Tensor, int, float], tuple[Tensor, Tensor]]
 
@@ -43,6 +75,11 @@ def depends_on_neighbours(model: PreTrainedModel) -> bool:
 
 def test_a_completion_depends_on_weights_prompt_and_seed_alone(model: PreTrainedModel) -> None:
     assert not depends_on_neighbours(model)
+
+
+def test_recurrent_states_follow_their_completions() -> None:
+    """As those of Qwen3-Next and Qwen3.5, which have layers of linear attention among others."""
+    assert not depends_on_neighbours(tiny_model(HYBRID))
 
 
 def test_negative_control_one_random_stream_for_the_batch_is_caught(
@@ -87,7 +124,7 @@ def test_greedy_agrees_with_transformers_own_generate(config: dict[str, object])
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-@pytest.mark.parametrize("config", [QWEN, *OTHER_FAMILIES.values()], ids=["qwen3", *OTHER_FAMILIES])
+@pytest.mark.parametrize("config", [QWEN, HYBRID, *OTHER_FAMILIES.values()], ids=["qwen3", "hybrid", *OTHER_FAMILIES])
 def test_logprobs_are_those_of_the_training_pass(config: dict[str, object], temperature: float) -> None:
     model = tiny_model(config)  # type: ignore[arg-type]
     made = sample(model, PROMPTS, SEEDS, temperature=temperature)
@@ -166,6 +203,45 @@ def test_what_cannot_be_sampled_is_refused(model: PreTrainedModel) -> None:
         sample(model, [[]], [[1]])
     with pytest.raises(ValueError, match="found 1 lists of seeds for 2 prompts"):
         sample(model, [[1], [2]], [[1]])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_weights_that_are_not_finite_are_named_as_such(temperature: float) -> None:
+    """Not by an index out of bounds, by completions of the first token, or by engines that compute something else."""
+    broken = tiny_model()
+    with torch.no_grad():
+        broken.get_input_embeddings().weight[20] = math.nan
+    with pytest.raises(NonFiniteLoss, match="log-probability nan to a token"):
+        sample(broken, PROMPTS, SEEDS, temperature=temperature)
+    with pytest.raises(NonFiniteLoss, match="log-probability nan to a token"):
+        probe_of(broken, 32, "float32")
+
+
+@pytest.mark.parametrize("norms", [[0.5], [0.5, math.nan], [math.inf]])
+def test_a_policy_after_a_gradient_that_is_not_finite_is_not_evaluated(norms: list[float]) -> None:
+    """Engines would refuse its weights, and end the run before the metrics of the step are written."""
+    evaluated = Mock(names=("greedy",), greedy_score=Mock(return_value=(1.0, 1)))
+    training = Mock(spec=TrainingContext, evaluator=evaluated, is_evaluated=lambda number: True)
+    step = TrainingStep(4, Mock(), grad_norms=norms)
+    TrainingContext._evaluate(training, step, Mock())
+    assert evaluated.greedy_score.called == (norms == [0.5])
+
+
+def test_an_engine_has_weights_in_the_number_format_of_the_trainer(tmp_path: Path) -> None:
+    """Rounded to bfloat16, the biases of a router would send some tokens to other experts than in training."""
+    tiny_model(ROUTED).save_pretrained(tmp_path)
+    trainer = load_causal_lm(tmp_path, "bfloat16")
+    biases = {name: bias.normal_() for name, bias in trainer.named_buffers() if name.endswith("correction_bias")}
+    assert {bias.dtype for bias in biases.values()} == {torch.float32}
+    engine = TransformersSampler(tmp_path, char_tokenizer(), "bfloat16", torch.device("cpu"))
+    for _ in range(2):
+        engine.load(given_weights(trainer, lambda: None), lambda: None)
+    held = taken_weights(engine._model)
+    assert given_shapes(engine._model) == given_shapes(trainer)
+    assert count_differing(given_weights(trainer, lambda: None), held) == 0
+    tokens = list(range(1, 17))
+    with torch.no_grad():
+        assert engine.score(tokens) == probe_logprobs(trainer(torch.tensor([tokens])).logits[0], tokens)
 
 
 def test_draws_follow_the_distribution() -> None:

@@ -19,7 +19,7 @@ from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.remote import client as client_module
 from rlhf_core.training.rollouts.remote.client import EngineClient
 from rlhf_core.training.rollouts.remote.dispatch import Dispatcher, PromptTask
-from rlhf_core.training.rollouts.remote.rollout import RemoteRollout
+from rlhf_core.training.rollouts.remote.rollout import POLL_S, RemoteRollout, check_interval_s
 from rlhf_core.training.rollouts.samplers import SamplerRequest
 from rlhf_core.training.rollouts.server.app import EngineServer
 from rlhf_core.training.rollouts.server.worker import EngineWorker
@@ -100,6 +100,7 @@ def engine(rank: int, sampler: ScriptedSampler, weights: WeightsId = WEIGHTS) ->
 def rollout(clients: Sequence[EngineClient], num_prompts: int, **settings: Any) -> tuple[Dispatcher, RemoteRollout]:
     """A rollout of some prompts, numbered from 0, with 2 samples each."""
     ways: dict[str, Any] = {"beat": lambda: None, "restore": None, "are_restored": True, "may_leave": lambda: True}
+    ways["interval_s"] = POLL_S
     ways |= {name: settings.pop(name) for name in tuple(settings) if name in ways}
     remote = RemoteSettings(**{"stall_timeout_s": 1.0, "start_timeout_s": 3.0, **settings})
     tasks = [PromptTask(index, [index], [1, 2]) for index in range(num_prompts)]
@@ -211,3 +212,23 @@ def test_addresses_are_not_read_for_every_prompt() -> None:
         asyncio.run(run.run())
         assert len(reads) <= (time.monotonic() - began) / 0.2 + 1
     assert dispatcher.is_done
+
+
+def test_checks_of_engines_take_a_small_part_of_a_core() -> None:
+    """An engine could answer 2,000 a second and do nothing else, but five from each of 512 ranks are more."""
+    assert check_interval_s(8, 16) == POLL_S
+    for num_engines, num_ranks in ((64, 512), (512, 64), (1, 4096)):
+        interval_s = check_interval_s(num_engines, num_ranks)
+        assert num_engines / interval_s * 2e-3 <= 0.2
+        assert num_ranks / interval_s * 0.5e-3 <= 0.2
+
+
+def test_engines_are_checked_at_the_interval() -> None:
+    checks = []
+    with engine(0, ScriptedSampler(delay_s=0.05)) as client:
+        dispatcher, run = rollout([client], 20, interval_s=30.0)
+        health = client.health
+        with mock.patch.object(client, "health", lambda http: checks.append(1) or health(http)):
+            asyncio.run(run.run())
+    assert dispatcher.is_done
+    assert len(checks) == 1

@@ -4,6 +4,8 @@ import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import psutil
@@ -19,9 +21,11 @@ from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.rollouts import SglangSettings
 from rlhf_core.training.rollouts.samplers import SamplerRequest
 from rlhf_core.training.rollouts.sglang import server as sglang_server
-from rlhf_core.training.rollouts.sglang.sampler import SglangSampler
+from rlhf_core.training.rollouts.sglang.sampler import SglangSampler, answered_completion
 from rlhf_core.training.rollouts.sglang.server import SglangServer
 from rlhf_core.training.types import Completion
+
+END = char_tokenizer().eos_token_id
 
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end, pytest.mark.usefixtures("ranks")]
 
@@ -107,3 +111,27 @@ def test_a_log_probability_that_is_not_finite_is_an_error(
     sampler.submit(SamplerRequest(1, PROMPTS[0], [1], DRAWN))
     with pytest.raises(WorkerError, match=message):
         until(lambda: sampler.step(no_beat))
+
+
+@pytest.mark.parametrize(
+    ("last", "reason", "finished"), [(END, "length", True), (END, "stop", True), (7, "length", False)]
+)
+def test_an_end_token_in_the_last_place_ends_the_completion(last: int, reason: str, finished: bool) -> None:
+    """SGLang calls it "length", as if the completion were truncated there."""
+    made = {"finish_reason": {"type": reason}, "output_token_logprobs": [[-0.5, 30, None], [-0.1, last, None]]}
+    completion = answered_completion({"meta_info": made}, char_tokenizer(), [END])
+    assert (completion.token_ids, completion.finished) == ([30, last], finished)
+    assert completion.text == char_tokenizer().decode([30] if finished else [30, last])
+
+
+def test_an_answer_that_ends_early_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, its prompt was waited for until the trainers took the engine for stalled."""
+    (tmp_path / "model").mkdir()
+    server: Any = SimpleNamespace(url="http://engine", headers={}, exit_code=None)
+    sampler = SglangSampler(server, tmp_path / "model", char_tokenizer(), tmp_path / "weights")
+    begun = '{"meta_info": {"finish_reason": null, "output_token_logprobs": [[-0.5, 4, null]]}}'
+    chunks = httpx.MockTransport(lambda request: httpx.Response(200, text=f"data: {begun}\n\n"))
+    monkeypatch.setattr(sampler, "_stream", httpx.AsyncClient(base_url="http://engine", transport=chunks))
+    sampler.submit(SamplerRequest(1, PROMPTS[0], [1], DRAWN))
+    with pytest.raises(WorkerError, match="SGLang failed to complete a prompt"):
+        until(lambda: sampler.step(no_beat), timeout_s=10.0)

@@ -12,8 +12,7 @@ import math
 import re
 import traceback
 import warnings
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -131,13 +130,6 @@ def load_reward(path: str) -> RewardFunction:
     return function  # type: ignore[no-any-return]
 
 
-def reward_names(paths: Sequence[str]) -> dict[str, str]:
-    """Metric names of reward functions, mapped to their paths: the function's name, or the full path if two share
-    it."""
-    repeated = Counter(path.partition(":")[2] for path in paths)
-    return {(path if repeated[name] > 1 else name): path for path, name in ((p, p.partition(":")[2]) for p in paths)}
-
-
 @dataclass(frozen=True)
 class RewardCall:
     """Result of one call of a reward function."""
@@ -209,8 +201,11 @@ def _checked(returned: object, completions: Sequence[str]) -> RewardCall:
     """Check for one finite float per completion; any other result becomes a problem or failure."""
     expected = f"expected a list of {len(completions)} numbers"
     try:
-        values = list(returned)  # type: ignore[call-overload]
+        # A set is in any order, and a list of a mapping has its keys.
+        values = None if isinstance(returned, Set | Mapping | str) else list(returned)  # type: ignore[call-overload]
     except TypeError:
+        values = None
+    if values is None:
         return RewardCall(failure=f"returned {shown(returned)}; {expected}")
     if len(values) != len(completions):
         return RewardCall(failure=f"returned {len(values)} values for {len(completions)} completions; {expected}")

@@ -7,13 +7,15 @@ more.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NoReturn
 
 from rlhf_core.errors import RewardFailed
+from rlhf_core.schemas.rewards import REWARD_METRICS, RewardSpec
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.scoring_models import ScoringModelState
 from rlhf_core.training.rewards.functions import (
@@ -21,7 +23,6 @@ from rlhf_core.training.rewards.functions import (
     call_reward,
     load_reward,
     reward_arguments,
-    reward_names,
     shown,
 )
 from rlhf_core.training.rewards.process import NO_RESPONSE, RewardProcess
@@ -91,6 +92,23 @@ def _weighted_sum(terms: Sequence[_Term], index: int) -> float:
     return sum((term.weight * term.values[index] for term in counted), 0.0)
 
 
+def reward_names(paths: Sequence[str]) -> dict[str, str]:
+    """Metric names of reward functions, mapped to their paths: the function's name, or the full path if two share it or
+    if it is the name of a metric of all rewards, such as ``mean``."""
+    repeated = Counter(path.partition(":")[2] for path in dict.fromkeys(paths))
+    taken = REWARD_METRICS | {name for name, count in repeated.items() if count > 1}
+    return {(path if name in taken else name): path for path, name in ((p, p.partition(":")[2]) for p in paths)}
+
+
+def _weights(reward: RewardSpec, functions: Mapping[str, str]) -> dict[str, float]:
+    """Weights of functions and models by name. A function that is listed twice counts twice."""
+    of_paths = dict.fromkeys(reward.functions, 0.0)
+    for path, weight in zip(reward.functions, reward.weights or (1.0,) * len(reward.functions), strict=True):
+        of_paths[path] += weight
+    of_models = {name: model.weight for name, model in reward.models.items()}
+    return {**{name: of_paths[path] for name, path in functions.items()}, **of_models}
+
+
 class RewardScorer:
     """Scores completions by the reward functions of a run, and by the scorer of its evaluations."""
 
@@ -104,9 +122,7 @@ class RewardScorer:
         self._reward = spec.reward
         self._rank = rank
         self._functions = reward_names(spec.reward.functions) if spec.any_loop_samples else {}
-        of_functions = spec.reward.weights or (1.0,) * len(self._functions)
-        of_models = {name: model.weight for name, model in spec.reward.models.items()}
-        self._weights = {**dict(zip(self._functions, of_functions, strict=False)), **of_models}
+        self._weights = _weights(spec.reward, self._functions)
         self._evaluation = reward_names([spec.evaluate.scorer])
         paths = [*self._functions.values(), *self._evaluation.values()]
         self._process = RewardProcess(paths) if spec.reward.timeout_s else None

@@ -205,7 +205,8 @@ def draw_tokens(logits: Tensor, seeds: Tensor, position: int, temperature: float
         temperature: 0 takes the most likely token.
 
     Returns:
-        Tokens ``[B]`` int64 and their log-probabilities ``[B]`` float32 at ``temperature`` (at 1 for temperature 0).
+        Tokens ``[B]`` int64 and their log-probabilities ``[B]`` float32 at ``temperature`` (at 1 for temperature 0). A
+        row of logits with NaN gives some token, with a log-probability of NaN.
     """
     logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
     tokens = logprobs.argmax(-1) if temperature == 0 else _invert_cdf(logprobs, uniforms(seeds, position))
@@ -219,4 +220,5 @@ def _invert_cdf(logprobs: Tensor, noise: Tensor) -> Tensor:
     for part, part_noise in zip(logprobs.split(rows), noise.split(rows), strict=True):
         cdf = part.double().exp().cumsum(-1)
         drawn.append(torch.searchsorted(cdf, part_noise[:, None] * cdf[:, -1:], right=True).squeeze(-1))
-    return torch.cat(drawn)
+    # Past the end where the distribution is NaN, and an index there would end a process on a GPU without a reason.
+    return torch.cat(drawn).clamp(max=logprobs.shape[1] - 1)

@@ -129,6 +129,9 @@ class TransformersSampler:
             if place is None or place.shape != tensor.shape:
                 found = "no weight of that name" if place is None else f"one of shape {tuple(place.shape)}"
                 raise StaleWeights(f"weight {name} of shape {tuple(tensor.shape)} received, expected {found}")
+            if place.dtype != tensor.dtype:
+                # A loaded model keeps some weights in float32, such as biases of routers; one built at random does not.
+                place.data = torch.empty_like(place, dtype=tensor.dtype)
             place.copy_(tensor)
             missing.discard(name)
             beat()

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 
 from rlhf_core.training.models.gathering import whole_model
 from rlhf_core.training.rollouts.base import Sampling, completion_of, draw_tokens, require_prompts, require_version
+from rlhf_core.training.rollouts.weight_probe import require_finite
 from rlhf_core.training.types import Completion
 
 _KEEP_SHARE = 0.75
@@ -98,6 +99,7 @@ def generate(
 
     Raises:
         ValueError: a prompt is empty, or the number of lists of seeds is not the number of prompts.
+        NonFiniteLoss: a log-probability of a sampled token is not finite.
     """
     require_prompts(prompts, seeds)
     end_ids = end_token_ids(model, tokenizer)
@@ -112,6 +114,8 @@ def generate(
                     made[slot.prompt, slot.sample] = completion
     finally:
         model.train(was_training)
+    # Not before all ranks have left whole_model, which is collective.
+    require_finite(logprob for completion in made.values() for logprob in completion.logprobs)
     return [[made[i, j] for j in range(len(prompt_seeds))] for i, prompt_seeds in enumerate(seeds)]
 
 
@@ -166,7 +170,7 @@ def _decode_batch(
             break
         if num_going <= _KEEP_SHARE * len(rows):
             kept = going.nonzero().squeeze(-1)
-            cache.batch_select_indices(kept)
+            cache.reorder_cache(kept)  # selects rows of recurrent states too, unlike batch_select_indices
             rows, seeds, drawn, going = rows[kept], seeds[kept], drawn[kept], going[kept]
             mask = None if mask is None else mask[kept]
         if mask is not None:
@@ -195,7 +199,7 @@ def _prefill(
         mask = (torch.arange(width, device=device) >= first[:, None]).long()
     logits, cache = _forward(model, input_ids, mask, None)
     repeated = torch.tensor([row_of[slot.prompt] for slot in slots], device=device)
-    cache.batch_select_indices(repeated)
+    cache.reorder_cache(repeated)
     return logits[repeated], cache, None if mask is None else mask[repeated]
 
 

@@ -1,13 +1,14 @@
 """Probe of an engine's weights: log-probabilities of a few tokens, compared with those of the trainer."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from pydantic import BaseModel
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core.errors import StaleWeights
+from rlhf_core.errors import NonFiniteLoss, StaleWeights
 from rlhf_core.training.models.gathering import whole_model
 
 TOLERANCE: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 0.25}
@@ -33,6 +34,9 @@ def probe_of(model: PreTrainedModel, max_tokens: int, dtype: str) -> WeightProbe
     Args:
         max_tokens: longest sequence of the engine.
         dtype: number format of the weights.
+
+    Raises:
+        NonFiniteLoss: a log-probability is not finite, so nothing can be sampled with these weights.
     """
     tokens = [position % model.config.vocab_size for position in range(1, min(PROBE_TOKENS, max_tokens - 1) + 1)]
     was_training = model.training
@@ -42,7 +46,23 @@ def probe_of(model: PreTrainedModel, max_tokens: int, dtype: str) -> WeightProbe
             logits = model(torch.tensor([tokens], device=model.device)).logits[0]
     finally:
         model.train(was_training)
-    return WeightProbe(tokens=tuple(tokens), logprobs=tuple(probe_logprobs(logits, tokens)), tolerance=TOLERANCE[dtype])
+    logprobs = probe_logprobs(logits, tokens)
+    require_finite(logprobs)
+    return WeightProbe(tokens=tuple(tokens), logprobs=tuple(logprobs), tolerance=TOLERANCE[dtype])
+
+
+def require_finite(logprobs: Iterable[float]) -> None:
+    """Refuse weights whose log-probabilities are NaN or infinite.
+
+    Raises:
+        NonFiniteLoss: one is.
+    """
+    for logprob in logprobs:
+        if not math.isfinite(logprob):
+            raise NonFiniteLoss(
+                f"the policy gives the log-probability {logprob} to a token: its weights are not finite, or they "
+                'overflow. Try model.dtype = "float32", and check the weights of the model folder or last checkpoint'
+            )
 
 
 def probe_logprobs(logits: Tensor, tokens: Sequence[int]) -> list[float]:

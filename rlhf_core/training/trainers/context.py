@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -420,7 +421,10 @@ class TrainingContext:
         write_event(self._context, "file", what)
 
     def _evaluate(self, step: TrainingStep, model: PreTrainedModel) -> None:
-        if self.is_evaluated(step.number) and "greedy" in self.evaluator.names:
+        # After a gradient that is not finite, neither are the weights: engines would refuse them, which would end the
+        # run before the metrics of the step are written.
+        is_sound = all(map(math.isfinite, step.grad_norms))
+        if is_sound and self.is_evaluated(step.number) and "greedy" in self.evaluator.names:
             with step.watch.part("evaluate"):
                 step.metrics.mean(
                     "eval/greedy", *self.evaluator.greedy_score(model, step.number, self.beating(Phase.EVALUATE))

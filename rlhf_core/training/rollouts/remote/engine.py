@@ -27,7 +27,7 @@ from rlhf_core.training.rollouts.engine_adapter import base_digest
 from rlhf_core.training.rollouts.remote.background import RolloutAhead
 from rlhf_core.training.rollouts.remote.client import EngineClient, EngineUnusable, HttpEngineControl
 from rlhf_core.training.rollouts.remote.dispatch import Dispatcher, PromptTask
-from rlhf_core.training.rollouts.remote.rollout import RemoteRollout
+from rlhf_core.training.rollouts.remote.rollout import RemoteRollout, check_interval_s
 from rlhf_core.training.rollouts.remote.weights import FurtherPublisher, WeightPublisher, gather_along, join_senders
 from rlhf_core.training.rollouts.weight_probe import WeightProbe, probe_of
 from rlhf_core.training.types import Completion, WorkerContext
@@ -277,6 +277,7 @@ class RemoteEngines:
             restore=restore,
             are_restored=are_restored,
             may_leave=may_leave,
+            interval_s=check_interval_s(self._spec.engines, self._ranks.num_ranks),
         )
 
     def _finish(self, dispatcher: Dispatcher, sampling: Sampling, beat: Callable[[], None]) -> list[list[Completion]]:

@@ -25,9 +25,19 @@ from rlhf_core.training.rollouts.remote.dispatch import Dispatcher, PromptTask
 from rlhf_core.training.types import Completion
 
 POLL_S = 0.2
-"""Interval of the engines' health checks, in seconds."""
+"""Shortest interval of the health checks of an engine, in seconds."""
+CHECKS_PER_S = 100
+"""Most health checks that a rank makes per second: one takes 2 ms of its CPU."""
+ANSWERS_PER_S = 400
+"""Most health checks that an engine answers per second: one takes 0.5 ms of its CPU."""
 MAX_MOVES = 8
 """Number of engines that may fail on one prompt before the rollout gives up."""
+
+
+def check_interval_s(num_engines: int, num_ranks: int) -> float:
+    """Interval at which a rank checks each engine, in seconds: at most a fifth of a core is spent on it, in the rank
+    and in the engine. Hundreds of ranks would otherwise keep an engine from sampling, and time out."""
+    return max(POLL_S, num_engines / CHECKS_PER_S, num_ranks / ANSWERS_PER_S)
 
 
 @dataclass
@@ -55,6 +65,7 @@ class RemoteRollout:
         restore: Callable[[EngineClient], None] | None,
         are_restored: bool,
         may_leave: Callable[[], bool],
+        interval_s: float = POLL_S,
     ) -> None:
         """Args:
         clients: returns the currently registered engines.
@@ -62,6 +73,7 @@ class RemoteRollout:
         restore: sends the weights to an engine that came back; None if this rank cannot.
         are_restored: True if some rank sends the weights to such engines during the rollout; False if none can.
         may_leave: called once all prompts are answered; False while other ranks may need this one.
+        interval_s: interval of the health checks of an engine, from :func:`check_interval_s`.
         """
         self._dispatcher = dispatcher
         self._weights = weights
@@ -73,6 +85,7 @@ class RemoteRollout:
         self._restore = restore
         self._are_restored = are_restored
         self._may_leave = may_leave
+        self._interval_s = interval_s
         self._ready: dict[int, EngineClient] = {}
         self._requests: dict[int, set[asyncio.Task[None]]] = {}
         self._progress: dict[tuple[int, int], _Progress] = {}
@@ -102,7 +115,7 @@ class RemoteRollout:
         async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None), trust_env=False) as http:
             try:
                 while not (self._dispatcher.is_done and self._may_leave()):
-                    if time.monotonic() - read_at_s >= POLL_S:
+                    if time.monotonic() - read_at_s >= self._interval_s:
                         clients, read_at_s = self._clients(), time.monotonic()
                     if self._is_stopped or self._is_stranded(clients):
                         break
@@ -143,11 +156,11 @@ class RemoteRollout:
             except EngineUnusable as error:
                 self._unresponsive_since_s.setdefault(_start_of(client), time.monotonic())
                 self._lose(rank, str(error))
-                await asyncio.sleep(POLL_S)
+                await asyncio.sleep(self._interval_s)
                 return
             self._unresponsive_since_s.pop(_start_of(client), None)
             self._judge(client, health)
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(self._interval_s)
 
     def _judge(self, client: EngineClient, health: EngineHealth) -> None:
         rank, now_s = client.address.rank, time.monotonic()

@@ -147,9 +147,10 @@ class SglangSampler:
 
     async def _request(self, key: int, place: int, prompt: Sequence[int], seed: int, sampling: Sampling) -> None:
         try:
-            made: Completion | Exception = self._completion(await self._last_chunk(prompt, seed, sampling))
-        except (httpx.HTTPError, WorkerError, ValueError, KeyError) as error:
-            made = error
+            answer = await self._last_chunk(prompt, seed, sampling)
+            made: Completion | Exception = answered_completion(answer, self._tokenizer, self._end_ids)
+        except (httpx.HTTPError, WorkerError, ValueError, LookupError, TypeError) as error:
+            made = error  # also for an answer of another form: without it, the prompt would be waited for
         self._made.put((key, place, made))
 
     async def _last_chunk(self, prompt: Sequence[int], seed: int, sampling: Sampling) -> Mapping[str, Any]:
@@ -180,13 +181,24 @@ class SglangSampler:
             raise WorkerError(str(chunk.get("error", "a response without tokens")))
         return chunk
 
-    def _completion(self, answer: Mapping[str, Any]) -> Completion:
-        facts = answer["meta_info"]
-        reason = facts["finish_reason"]["type"]
-        if reason not in ("stop", "length"):
-            raise WorkerError(f"it was ended: {facts['finish_reason']}")
-        made = facts["output_token_logprobs"]
-        return completion_of(self._tokenizer, [token for _, token, *_ in made], reason == "stop", _logprobs_of(made))
+
+def answered_completion(
+    answer: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]
+) -> Completion:
+    """Completion in a complete response of the server.
+
+    Raises:
+        WorkerError: the server did not finish it, or gave a log-probability that is not finite.
+    """
+    facts = answer["meta_info"]
+    reason = facts["finish_reason"]["type"]
+    if reason not in ("stop", "length"):
+        raise WorkerError(f"it was ended: {facts['finish_reason']}")
+    made = facts["output_token_logprobs"]
+    tokens = [token for _, token, *_ in made]
+    # SGLang compares the length first: an end token in the last place is "length".
+    finished = reason == "stop" or tokens[-1] in end_ids
+    return completion_of(tokenizer, tokens, finished, _logprobs_of(made))
 
 
 def _logprobs_of(tokens: Sequence[Sequence[Any]]) -> list[float]:
