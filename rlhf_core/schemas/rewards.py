@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from rlhf_core.schemas.base import ImportPath, NonNegativeFloat, Schema, Share
+from rlhf_core.schemas.base import Finite, ImportPath, NonNegativeFloat, Schema, Share
 from rlhf_core.schemas.scoring_models import ModelName, ScoringModelSpec
 
 _REWARD_METRICS = frozenset(
@@ -19,7 +19,7 @@ class RewardSpec(Schema):
     functions: tuple[ImportPath, ...] = ("rlhf_core.training.rewards:exact_match",)
     """Reward functions as `module:function`; called as `function(prompts=, completions=, **columns)`, each returning
     one number per completion. They count alongside `reward.models`; give an empty list to use only reward models."""
-    weights: tuple[float, ...] = ()
+    weights: tuple[Finite, ...] = ()
     """Weight of each function in the sum; empty for 1 each. A function with weight 0 is only measured."""
     models: dict[ModelName, ScoringModelSpec] = {}
     """Reward models by name, each a table `[reward.models.<name>]` with the settings below."""
