@@ -229,12 +229,12 @@ def test_remedies(history: History) -> None:
 
 
 def test_best_checkpoint(history: History) -> None:
-    for run_id, name in (("a", "sort"), ("b", "other")):
-        history.run(run_id, name=name)
+    for run_id, name, trial_of in (("a", "sort", ""), ("b", "other", ""), ("a-trial", "sort", "a")):
+        history.run(run_id, name=name, trial_of=trial_of)
         for step, removed in ((5, None), (10, None), (15, 50)):
             path = f"checkpoints/step-{step:06d}"
             history.add("checkpoints", run_id=run_id, step=step, path=path, removed_at=removed)
-    for run_id, step, value in (("a", 10, 0.8), ("b", 10, 0.7)):
+    for run_id, step, value in (("a", 10, 0.8), ("b", 10, 0.7), ("a-trial", 5, 1.0)):
         history.add(
             "evaluations", run_id=run_id, when_made="after", name="greedy", value=value, checkpoint_step=step,
             ci_low=value - 0.1, ci_high=value + 0.1, metric="exact_match",
