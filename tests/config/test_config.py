@@ -371,7 +371,13 @@ def test_a_folder_in_place_of_the_site_file_is_named_once(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("content", "answer"),
-    [("schedular = 'x'", 'did you mean "scheduler"'), ("runs = 3", "expected text"), ("scheduler = 'pbs'", "'pbs'")],
+    [
+        ("schedular = 'x'", 'did you mean "scheduler"'),
+        ("runs = 3", "expected text"),
+        ("scheduler = 'pbs'", "'pbs'"),
+        ("[retention]\ncheckpoints_days = true", "retention.checkpoints_days: found true, expected a number"),
+        ("[prefect]\nrestart_s = false", "prefect.restart_s: found false, expected a number"),
+    ],
 )
 def test_a_wrong_site_file_is_refused(tmp_path: Path, content: str, answer: str) -> None:
     (tmp_path / "rlhf.toml").write_text(content)
