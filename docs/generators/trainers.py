@@ -262,9 +262,10 @@ the same for every trainer in `rlhf compare`, `rlhf sql` and the dashboards. A m
 "train/noise" = ""
 ```
 
-Goodput and the time lost to incidents are computed from the seconds of each step, `time/step_s`. For a program that
-reports none, such as the script above, goodput is 0, and everything after the first failure counts as lost. If yours
-prints them, name the group `step_time`: `(?P<step_time>\\S+)`.
+Goodput and the time lost to incidents are computed from the seconds of a step, `time/step_s`; steps between two logged
+ones count as much as these. For a program that reports none, such as the script above, the time from the first to the
+last metric of each start of the workers counts, including its pauses. If yours prints them, name the group `step_time`:
+`(?P<step_time>\\S+)`.
 
 `[health]` checks the metrics during training. It reports a loss or gradients that are not finite, gradients of exactly
 0, rewards that do not vary, a batch in which every completion is truncated, and a KL divergence above `health.max_kl`.

@@ -245,7 +245,7 @@ def _nearest(location: str) -> str:
     if leaf in _OTHER_NAMES:
         return f'; the name here is "{_OTHER_NAMES[leaf]}"'
     if location in names:
-        return "; it is a setting of another algorithm"
+        return f"; it is a setting of another {'trainer' if parents == ['trainer'] else 'algorithm'}"
     # A valid name in the wrong section: loops.main.learning_rate for loops.main.optimizer.learning_rate.
     elsewhere = [name for name in names if name.split(".")[-1] == leaf]
     elsewhere = [name for name in elsewhere if name.split(".")[: len(parents)] == parents] or elsewhere

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from rlhf_core.config.problems import cut, explain
+from rlhf_core.config.problems import cut, explain, flags_for_numbers
 from rlhf_core.config.toml_files import SHOWN_CHARACTERS, read_toml
 from rlhf_core.errors import BadConfig
 from rlhf_core.files import private as private_files
@@ -145,10 +145,16 @@ def _site_table(
     secrets = {
         field: environment[variable] for field, variable in _SECRETS.get(name, {}).items() if variable in environment
     }
+    given = {**table, **secrets} if isinstance(table, dict) else table
     try:
-        return schema.model_validate({**table, **secrets} if isinstance(table, dict) else table)
+        found = schema.model_validate(given)
     except ValidationError as error:
         problems = [_explain_in_table(schema, name, detail) for detail in error.errors()]
+    else:
+        flags = flags_for_numbers(given, found, name)
+        problems = [f"{place}: found {str(flag).lower()}, expected a number" for place, flag in flags]
+        if not problems:
+            return found
     raise BadConfig(f"{home / 'rlhf.toml'}:\n" + "\n".join(f"  {problem}" for problem in problems))
 
 

@@ -196,11 +196,18 @@ def _proposals(
     found = []
     for layout in layouts(cluster):
         processes = layout.trainers + layout.engines * layout.tensor_parallel
-        for engine in _engines(layout) if processes == cluster.num_gpus else ():
+        usable = processes == cluster.num_gpus and _suits(spec, layout)
+        for engine in _engines(layout) if usable else ():
             proposal = _proposal(spec, shape, layout, engine, kind, gpu, scale)
             found += [proposal] if proposal is not None else []
     narrow = [one for one in found if one.layout.tensor_parallel == 1]
     return sorted(narrow or found, key=lambda one: one.step.seconds)[:NUM_PROPOSED]
+
+
+def _suits(spec: RunSpec, layout: Layout) -> bool:
+    """False for engines that nothing would sample with, and for sampling a step ahead without engines: preflight
+    blocks both."""
+    return spec.any_loop_samples if layout.engines else not spec.rollout.max_staleness
 
 
 def _engines(layout: Layout) -> tuple[str, ...]:

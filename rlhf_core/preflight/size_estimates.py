@@ -24,7 +24,8 @@ _SMALL_VOCABULARIES = {"char": 128, "byte": 260}
 
 
 def checkpoint_bytes(facts: Facts) -> int | None:
-    """Size of one checkpoint: the trained weights, and AdamW's fp32 master copy and two moments. None if unknown.
+    """Size of one checkpoint: the weights of each trained model, and AdamW's fp32 master copy and two moments. None if
+    unknown.
 
     For an external trainer of all weights, a lower bound: the weights and two moments in their format. None if its
     arguments select an adapter.
@@ -40,7 +41,13 @@ def checkpoint_bytes(facts: Facts) -> int | None:
         if shape is None:
             return None
         parameters = trained_shape(shape, facts.spec.model.lora).parameters
-    return parameters * (_BYTES[facts.spec.model.dtype] + 3 * 4)
+    return parameters * (_BYTES[facts.spec.model.dtype] + 3 * 4) * trained_models(facts.spec)
+
+
+def trained_models(spec: RunSpec) -> int:
+    """Number of models that a checkpoint holds: the policy, and the value model of an algorithm with a critic, which is
+    as large."""
+    return 2 if any(loop.algorithm.critic for loop in spec.loops.named.values()) else 1
 
 
 def merged_bytes(facts: Facts) -> int:
@@ -55,7 +62,7 @@ def checkpoint_files(facts: Facts) -> int:
     """Files and folders of one checkpoint: a state per rank, the shards of the weights, and metadata."""
     weights = (num_parameters(facts) or 0) * _BYTES[facts.spec.model.dtype]
     shards = max(1, math.ceil(weights / _SHARD_BYTES))
-    return facts.spec.num_ranks + shards + _FILES_BESIDES
+    return facts.spec.num_ranks + shards * trained_models(facts.spec) + _FILES_BESIDES
 
 
 def checkpoints_kept(spec: RunSpec) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from rlhf_core.preflight.facts import DataFile, Facts, GoodRun
+from rlhf_core.schemas.algorithms.policy_gradient import PpoSpec
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.command_trainer import named_placeholders
 from rlhf_core.schemas.launch_values import command_trainer
@@ -251,16 +252,29 @@ def trial_spec(spec: RunSpec, rung: Rung) -> RunSpec:
         num_steps = min(spec.total_steps, steps)
         return with_changes(spec, {**changes, "trainer.num_steps": num_steps, "checkpoint.every_num_steps": num_steps})
     of_loops = {name: min(loop.num_steps, steps) for name, loop in spec.loops.named.items()}
+    num_ranks = (rung.num_nodes - rung.engine_nodes) * spec.resources.ranks_per_node
     return with_changes(
         spec,
         {
             **changes,
             **{f"loops.{name}.num_steps": number for name, number in of_loops.items()},
+            **_shorter_warmups(spec, of_loops),
+            "rollout.sync.senders": min(spec.rollout.sync.senders, num_ranks),
             # Intermediate evaluations may fail too, so one is made.
             "evaluate.every_num_steps": min(evaluate.every_num_steps, of_loops["main"]),
             "checkpoint.every_num_steps": sum(of_loops.values()),
         },
     )
+
+
+def _shorter_warmups(spec: RunSpec, of_loops: Mapping[str, int]) -> dict[str, JsonValue]:
+    """Let the policy learn too, if its steps begin only after those of a trial."""
+    algorithms = {name: loop.algorithm for name, loop in spec.loops.named.items()}
+    return {
+        f"loops.{name}.algorithm.critic_warmup_steps": min(one.critic_warmup_steps, of_loops[name] - 1)
+        for name, one in algorithms.items()
+        if isinstance(one, PpoSpec)
+    }
 
 
 def _engines(spec: RunSpec, rung: Rung) -> int:

@@ -27,7 +27,7 @@ class SuperviseSpec(Schema):
     """Wait before the second attempt, in seconds; doubled for each further one, up to `supervise.max_backoff_s`."""
     max_backoff_s: NonNegativeFloat = 600.0
     """Longest wait before a new attempt, in seconds."""
-    gap_factor: Annotated[float, Field(ge=1)] = 5.0
+    gap_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 5.0
     """Multiple of the longest gap seen in the same phase after which a worker without a heartbeat counts as hung,
     unless the floor is longer."""
     suspect_s: PositiveFloat = 10.0

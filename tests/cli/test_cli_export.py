@@ -21,12 +21,14 @@ from history_tools import RunFiles, at, postgres, whole_run
 from rlhf_core.cli.main import execute
 from rlhf_core.config.loading import load
 from rlhf_core.config.site import load_site
+from rlhf_core.files.whole import write_model
 from rlhf_core.history.queries import evaluation_samples
 from rlhf_core.history.queries.exports import curve_points, reading_tables
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.exports import common
 from rlhf_core.schemas.attempts import PromotionState, RunState
 from rlhf_core.schemas.journal import PromotionMoved
+from rlhf_core.schemas.stored_spec import StoredSpec
 from rlhf_core.watchdog.ingest import sync
 
 pytestmark = pytest.mark.usefixtures("plots_drawn_once")
@@ -342,6 +344,20 @@ def test_repeated_steps_replace_those_in_mlflow(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("mlflow_database")
+def test_metrics_with_unusual_names_reach_mlflow_without_mixing(tmp_path: Path) -> None:
+    """External trainers name their metrics themselves, also in ways that MLflow refuses."""
+    run = _run_of(0)
+    names = ["/loss", "loss/", "trainer//loss", "trainer/./x", "../x", "gap [0]", "gap (0)", "gap _0_", "é" * 400]
+    run.metrics(1, 0, 1, 10, **{name: float(index) for index, name in enumerate(names)})
+    for _ in range(2):
+        export("mlflow", tmp_path, run.run_id, "--no-artifacts")
+    (found,) = _mlflow_runs(tmp_path)
+    values = [value for name, value in found.data.metrics.items() if name not in ("train/loss", "time/step_s")]
+    assert sorted(values) == [float(index) for index in range(len(names))]
+    assert (found.data.metrics["gap _0_"], found.data.metrics["loss/_"]) == (7.0, 1.0)
+
+
+@pytest.mark.usefixtures("mlflow_database")
 def test_a_tracking_uri(run: RunFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -393,6 +409,16 @@ def test_wandb(run: RunFiles, tmp_path: Path) -> None:
         step: at(ends).timestamp() for step, ends in ENDS.items()
     }
     assert [row["evaluation/after/greedy"] for row in history if "evaluation/after/greedy" in row] == [0.93]
+
+
+def test_tags_longer_than_those_of_wandb_are_truncated(run: RunFiles, tmp_path: Path) -> None:
+    stored = StoredSpec.model_validate_json(run.dir.spec.read_bytes())
+    write_model(run.dir.spec, stored.model_copy(update={"tags": ("long " * 20, "nightly")}))
+    export("wandb", tmp_path)
+    (folder,) = tmp_path.glob("wandb/offline-run-*")
+    records = _wandb_records(folder / f"run-{run.run_id}.wandb")
+    (about,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+    assert list(about.tags) == [f"{'long ' * 12}lon…", "nightly", "grpo", "completed"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

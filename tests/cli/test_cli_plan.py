@@ -133,6 +133,20 @@ def test_engines_of_several_gpus_are_planned(plan: Plan) -> None:
     assert "40 attention heads over 3 GPUs of an engine" in str(uneven["problems"])
 
 
+def test_layouts_that_preflight_would_block_are_not_proposed(plan: Plan) -> None:
+    """Engines without a loop that samples, and sampling a step ahead without engines."""
+    kinds = {}
+    for name, *settings in (
+        ("as it is",),
+        ("pairs", 'loops.main.algorithm.name="dpo"'),
+        ("ahead", "rollout.engines=4", "resources.ranks_per_node=4", "rollout.max_staleness=1",
+         "loops.main.algorithm.correction=token_truncate", "rollout.engine=vllm"),
+    ):  # fmt: skip
+        _, found = plan("qwen2.5-7b-gsm8k", "slurm.gpu_type=h100", *settings)
+        kinds[name] = {bool(one["engines"]) for one in found["proposals"]}
+    assert kinds == {"as it is": {False, True}, "pairs": {False}, "ahead": {True}}
+
+
 def test_a_run_on_cpu_has_predicted_memory_and_no_predicted_step(plan: Plan) -> None:
     code, found = plan("quickstart")
     assert (code, found["step_s"], found["proposals"]) == (0, None, [])

@@ -68,8 +68,14 @@ def test_a_shown_query_can_be_edited_and_run(
         (["godput"], "did you mean goodput?"),
         (["goodput", "3"], "found '3', expected NAME=VALUE"),
         (["step-time", "run=nobody"], "the history has no run 'nobody'"),
+        (["SELECT '\udcff'"], "the query has a NUL character or bytes that are not UTF-8"),
+        (["SELECT :x", "x=\udcff"], "the value of x has a NUL character or bytes that are not UTF-8"),
+        (["-"], "standard input is not utf-8 text: invalid start byte at byte 8"),
     ],
 )
-def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"SELECT '\xff'"), "utf-8"))
     assert execute(["sql", *arguments]) == 2
     assert message in capsys.readouterr().err

@@ -83,6 +83,7 @@ def test_an_override_below_a_value_is_refused(minimal: Path) -> None:
         ("loops.main.num_stepps=1", 'did you mean "loops.main.num_steps"?'),
         ("loops.main.samples_per_prompt=4", 'did you mean "loops.main.algorithm.samples_per_prompt"?'),
         ("loops.main.algorithm.batch_size=4", "it is a setting of another algorithm"),
+        ('trainer.argv=["python"]', "it is a setting of another trainer"),
         ("train.num_stepps=1", 'did you mean "loops.main.num_steps"?'),
         ("loops.main.lr=1", 'the name here is "loops.main.optimizer.learning_rate"'),
         ("lops.main.num_steps=1", 'did you mean "loops.main.num_steps"?'),
@@ -109,6 +110,8 @@ def test_an_unknown_key_is_answered_with_the_nearest_right_one(minimal: Path, ov
         ("data.generator=abc", 'expected "module:function"'),
         ("data.train=x.jsonl", "either the generator or the files"),
         ("model.path=/some/where", "found both of model.path and model.config"),
+        ("reward.weights=[nan]", "reward.weights.0: found nan, expected a finite number"),
+        ("supervise.gap_factor=inf", "supervise.gap_factor: found inf, expected a finite number"),
         ("reward.weights=[1.0, 2.0]", "found 2 reward.weights for 1 reward.functions"),
         ("loops.main.algorithm.samples_per_prompt=1", "loops.main.algorithm.samples_per_prompt: found 1"),
         ("name=Has Spaces", "name: found 'Has Spaces'"),
@@ -368,7 +371,13 @@ def test_a_folder_in_place_of_the_site_file_is_named_once(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("content", "answer"),
-    [("schedular = 'x'", 'did you mean "scheduler"'), ("runs = 3", "expected text"), ("scheduler = 'pbs'", "'pbs'")],
+    [
+        ("schedular = 'x'", 'did you mean "scheduler"'),
+        ("runs = 3", "expected text"),
+        ("scheduler = 'pbs'", "'pbs'"),
+        ("[retention]\ncheckpoints_days = true", "retention.checkpoints_days: found true, expected a number"),
+        ("[prefect]\nrestart_s = false", "prefect.restart_s: found false, expected a number"),
+    ],
 )
 def test_a_wrong_site_file_is_refused(tmp_path: Path, content: str, answer: str) -> None:
     (tmp_path / "rlhf.toml").write_text(content)

@@ -229,12 +229,12 @@ def test_remedies(history: History) -> None:
 
 
 def test_best_checkpoint(history: History) -> None:
-    for run_id, name in (("a", "sort"), ("b", "other")):
-        history.run(run_id, name=name)
+    for run_id, name, trial_of in (("a", "sort", ""), ("b", "other", ""), ("a-trial", "sort", "a")):
+        history.run(run_id, name=name, trial_of=trial_of)
         for step, removed in ((5, None), (10, None), (15, 50)):
             path = f"checkpoints/step-{step:06d}"
             history.add("checkpoints", run_id=run_id, step=step, path=path, removed_at=removed)
-    for run_id, step, value in (("a", 10, 0.8), ("b", 10, 0.7)):
+    for run_id, step, value in (("a", 10, 0.8), ("b", 10, 0.7), ("a-trial", 5, 1.0)):
         history.add(
             "evaluations", run_id=run_id, when_made="after", name="greedy", value=value, checkpoint_step=step,
             ci_low=value - 0.1, ci_high=value + 0.1, metric="exact_match",
@@ -279,13 +279,19 @@ def test_step_time(history: History) -> None:
         history.metric("a", "time/train_s", step, 500, 3.0)
         history.metric("a", "time/checkpoint_s", step, 500, 2.0)
     history.metric("a", "speed/tokens_per_s", 1, 500, 99.0)
+    for name, seconds in (("weight_sync", 1.0), ("weight_wire", 0.5), ("checkpoint_write", 20.0), ("run", 90.0)):
+        history.metric("a", f"time/{name}_s", 2, 500, seconds)
     columns = ("part", "num_steps", "mean_s", "longest_s", "total_s", "share")
     assert pick(history.ask("step-time"), *columns) == [
+        ("time/run_s", 1, 90.0, 90.0, 90.0, 3.75),
         ("time/step_s", 2, 12.0, 14.0, 24.0, 1.0),
+        ("time/checkpoint_write_s", 1, 20.0, 20.0, 20.0, 0.8333),
         ("time/rollout_s", 2, 6.0, 6.0, 12.0, 0.5),
-        ("other", 2, 3.0, 5.0, 6.0, 0.25),
         ("time/train_s", 2, 3.0, 3.0, 6.0, 0.25),
+        ("other", 2, 2.5, 4.0, 5.0, 0.2083),
         ("time/checkpoint_s", 2, 2.0, 2.0, 4.0, 0.1667),
+        ("time/weight_sync_s", 1, 1.0, 1.0, 1.0, 0.04167),
+        ("time/weight_wire_s", 1, 0.5, 0.5, 0.5, 0.02083),
     ]
 
 

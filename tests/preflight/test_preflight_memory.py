@@ -13,9 +13,11 @@ from test_preflight_checks import found, healthy, with_spec
 from rlhf_core.preflight import memory
 from rlhf_core.preflight.facts import Facts, RewardModelFolder
 from rlhf_core.preflight.memory import GIB, Shape
+from rlhf_core.preflight.size_estimates import checkpoint_bytes
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.cluster import ResourceSpec, SlurmSpec
 from rlhf_core.schemas.model import LoraSpec
+from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.trainers import LIVE_ELEMENTS, REDUCE_BUCKET_ELEMENTS
 
 QWEN3_8B = {
@@ -462,6 +464,19 @@ def test_the_evaluator_counts_the_reference_that_pairs_are_ranked_against() -> N
 
     assert weights("dpo") == 2 * weights("grpo")
     assert weights("simpo") == weights("grpo"), "without a reference there is no second model"
+
+
+def test_the_value_model_is_counted_in_a_checkpoint_on_the_disk() -> None:
+    """Its weights and optimizer are written as well: a disk with room for the policy's part alone fills up."""
+    plain = big()
+    one = checkpoint_bytes(plain)
+    assert one is not None
+    loops = plain.spec.model_dump()["loops"]
+    loops["main"]["algorithm"] = {"name": "ppo"}
+    spec = RunSpec.model_validate({**plain.spec.model_dump(), "loops": loops})
+    facts = replace(plain, spec=spec, disk=replace(plain.disk, free_bytes=int(1.5 * one)))
+    assert checkpoint_bytes(facts) == 2 * one
+    assert only(facts, "disk.space").status is CheckStatus.BLOCKED
 
 
 def test_a_merged_model_is_counted_among_what_fills_the_disk() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_preflight_checks import found, healthy, with_spec
+from test_preflight_checks import found, healthy, with_algorithm, with_spec
 from test_preflight_command import SIDE, TORCHRUN, command
 
 from rlhf_core.preflight.facts import Baseline, Facts, GoodRun
@@ -13,6 +13,7 @@ from rlhf_core.preflight.registry import run_checks
 from rlhf_core.preflight.trial import Rung, basis_of, basis_text, changes_since, is_due, read_basis, rungs, trial_spec
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.launch_values import filled_argv
+from rlhf_core.schemas.run import with_changes
 
 RUN_ID = "small-20260301-120000-aaaaaa"
 
@@ -192,6 +193,27 @@ def test_batches_divide_over_the_ranks_of_every_rung(num_nodes: int, ranks_per_n
         results = run_checks(healthy(spec=trial_spec(spec, rung)))
         divided = [one for one in results if one.id in ("batch.prompts_divide_ranks", "batch.rows_divide_ranks")]
         assert [one.status for one in divided] == [CheckStatus.PASSED] * 2
+
+
+def test_settings_for_more_steps_or_ranks_than_those_of_a_trial_do_not_block_it() -> None:
+    """A warm-up of the value model that is longer than the trial, and more senders than one node has ranks."""
+    spec = with_algorithm(name="ppo", critic_warmup_steps=20).spec
+    spec = with_changes(
+        spec,
+        {
+            "loops.main.num_steps": 200,
+            "resources.num_nodes": 4,
+            "rollout.engines": 4,
+            "rollout.sync.senders": spec.resources.ranks_per_node * 4,
+        },
+    )
+    named = ("algorithm.critic_warmup", "rollout.sync")
+    for rung, senders in zip(rungs(spec), (1, 4), strict=True):
+        small = trial_spec(spec, rung)
+        assert small.rollout.sync.senders == spec.resources.ranks_per_node * senders
+        assert small.model_dump()["loops"]["main"]["algorithm"]["critic_warmup_steps"] == 2, "of three steps"
+        results = [one for one in run_checks(healthy(spec=small)) if one.id in named]
+        assert [one.status for one in results] == [CheckStatus.PASSED], results
 
 
 def test_trials_are_due_when_the_check_says_so_and_the_config_wants_them() -> None:

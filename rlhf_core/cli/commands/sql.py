@@ -70,7 +70,7 @@ def sql(
         return
     if not query:
         raise BadInput("nothing to run: pass a statement or the name of a saved query (`rlhf sql --list`)")
-    text = sys.stdin.read() if query == "-" else query
+    text = _read_statement() if query == "-" else query
     found = saved_queries.find(text) if saved_queries.is_name(text) else saved_queries.parse(text)
     clock = WorkClock(read_only.QUERY_TIMEOUT_S)
     with open_history() as store, enforce_deadline(clock):
@@ -90,6 +90,18 @@ def sql(
             _print_result(result, found, given)
     if more:
         output.warn(f"only the first {limit} rows are shown; use --limit for more")
+
+
+def _read_statement() -> str:
+    """Read a statement from standard input.
+
+    Raises:
+        BadInput: it is not text.
+    """
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise BadInput(f"standard input is not {error.encoding} text: {error.reason} at byte {error.start}") from None
 
 
 def _require_distinct(columns: Sequence[str]) -> None:

@@ -133,14 +133,16 @@ def _attempts(connection: Connection, run_id: str) -> list[Facts]:
 
 
 def _restarts(connection: Connection, run_id: str) -> list[Facts]:
-    """Read the restarts, with ``first_step_at``, the end of the first step; null if there is none."""
+    """Read the restarts, with ``first_step_at``, the end of the first step; null if there is none. For a trainer that
+    reports no step times, it is the time of the first metric."""
     first = (
         select(METRICS.c.attempt, METRICS.c.restart, func.min(METRICS.c.time).label("first_step_at"))
-        .join(KEYS, KEYS.c.key_id == METRICS.c.key_id)
-        .where(METRICS.c.run_id == run_id, KEYS.c.name == STEP_SECONDS)
+        .where(METRICS.c.run_id == run_id)
         .group_by(METRICS.c.attempt, METRICS.c.restart)
     )
-    done = {(row.attempt, row.restart): plain_value(row.first_step_at) for row in connection.execute(first)}
+    timed = first.join(KEYS, KEYS.c.key_id == METRICS.c.key_id).where(KEYS.c.name == STEP_SECONDS)
+    found = connection.execute(timed).all() or connection.execute(first).all()
+    done = {(row.attempt, row.restart): plain_value(row.first_step_at) for row in found}
     rows = parts(connection, RESTARTS, run_id, "attempt", "restart")
     return [{**row, "first_step_at": done.get((row["attempt"], row["restart"]))} for row in rows]
 

@@ -13,6 +13,7 @@ from rlhf_core.history.sql_limits import WorkClock
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import metadata
 from rlhf_core.history.tables.views import ViewBase
+from rlhf_core.schemas.base import storable_text
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,11 @@ def stream_sql(
 
     Raises:
         BadInput: the text is not SQL, would change something, names a missing table or column, has too large a value,
-            or takes too long.
+            or takes too long; or it or a value is not text that a database accepts.
         UnsafeDatabase: PostgreSQL, as configured, could not prevent changes.
         DatabaseUnavailable: the database does not respond.
     """
+    _require_text(text, values or {})
     renamed.refuse_old_values(text)
     clock = clock or WorkClock(read_only.QUERY_TIMEOUT_S)
     with store.reading() as connection:
@@ -117,6 +119,17 @@ def stream_sql(
                 driver.set_authorizer(None)  # SQLAlchemy ends the transaction
             else:
                 driver.rollback()  # before 16, a read-only transaction may make large objects
+
+
+def _require_text(text: str, values: Mapping[str, Any]) -> None:
+    """Refuse a statement or value with invalid Unicode, as of bytes that are not UTF-8, or a NUL character.
+
+    Raises:
+        BadInput: names the place.
+    """
+    for place, given in (("the query", text), *((f"the value of {name}", value) for name, value in values.items())):
+        if isinstance(given, str) and storable_text(given) != given:
+            raise BadInput(f"{place} has a NUL character or bytes that are not UTF-8; expected text")
 
 
 def _sqlite_rows(

@@ -1,8 +1,8 @@
 /*
 Best evaluated checkpoints
 
-Only checkpoints that still exist. A checkpoint may appear twice: measured during training, and by the evaluation stage,
-which also gives a confidence interval.
+Only checkpoints that still exist, without those of trials, which measure a few prompts. A checkpoint may appear twice:
+measured during training, and by the evaluation stage, which also gives a confidence interval.
 
 evaluation (text) = greedy: evaluation
 name (text) = '': only runs of this name
@@ -12,7 +12,7 @@ WITH present AS (
     SELECT c.run_id, c.step, c.path
     FROM checkpoints c
     JOIN runs r ON r.run_id = c.run_id
-    WHERE c.removed_at IS NULL AND (CAST(:name AS text) = '' OR r.name = :name)
+    WHERE c.removed_at IS NULL AND r.trial_of = '' AND (CAST(:name AS text) = '' OR r.name = :name)
 ),
 scores AS (
     SELECT p.run_id, p.step, p.path, e.value, e.ci_low, e.ci_high, e.metric, e.when_made AS measured

@@ -77,9 +77,10 @@ class RunGoodput(ViewBase):
     queue_s: Mapped[float]
     """From submission to start, over all attempts."""
     productive_s: Mapped[float]
-    """``time/step_s`` of valid steps."""
+    """``time/step_s`` of valid steps. If an external trainer logs only some steps, their mean counts for all; if it
+    reports no step times, the time from the first to the last metric of each restart counts."""
     repeated_s: Mapped[float]
-    """``time/step_s`` of repeated steps."""
+    """The same of repeated steps."""
     lost_s: Mapped[float]
     """Time lost to incidents, as in ``run_lost_time``."""
     ettr: Mapped[float | None]
@@ -161,9 +162,9 @@ class IncidentLostTime(ViewBase):
     downtime_s: Mapped[float]
     """From the last step finished before the incident to the start of the first step of a later restart, including the
     wait for a new attempt, but no ``undriven_times``; or to the next interruption or the end of the run, whichever came
-    first."""
+    first. Without step times, to the first metric of a later restart."""
     repeated_s: Mapped[float]
-    """``time/step_s`` of the steps of its restart that were repeated later."""
+    """Time of the steps of its restart that were repeated later, as in ``run_goodput``."""
     lost_s: Mapped[float]
     """downtime_s + repeated_s."""
 

@@ -36,7 +36,12 @@ from rlhf_core.preflight.memory import (
 )
 from rlhf_core.preflight.predictions import gpu_kinds
 from rlhf_core.preflight.registry import CheckFunction, Finding, blocked, check, passed, skipped, warning
-from rlhf_core.preflight.size_estimates import num_parameters, stored_parameters, vocabulary_size
+from rlhf_core.preflight.size_estimates import (
+    num_parameters,
+    stored_parameters,
+    trained_models,
+    vocabulary_size,
+)
 from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.run import RunSpec, with_changes
 
@@ -247,8 +252,7 @@ def _snapshot_bytes(spec: RunSpec, shape: Shape) -> int:
     """AdamW's float32 weights and moments of a node's ranks, 12 bytes per parameter over all ranks, and the model
     weights that rank 0 saves; twice as much with a critic, which is as large as the policy."""
     states = 12 * shape.parameters * spec.resources.ranks_per_node // spec.num_ranks
-    critic = any(loop.algorithm.critic for loop in spec.loops.named.values())
-    return (states + weight_bytes(shape, spec.model.dtype)) * (2 if critic else 1)
+    return (states + weight_bytes(shape, spec.model.dtype)) * trained_models(spec)
 
 
 def _gpu(facts: Facts) -> int | None:

@@ -3,7 +3,6 @@
 import heapq
 import importlib
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -88,8 +87,3 @@ def all_points(store: HistoryStore, shown: Mapping[str, Any]) -> Iterator[CurveP
     """Effective metrics and evaluations of a run, by step."""
     curve = curve_points(store, shown["run"]["run_id"], by_step=True)
     return heapq.merge(curve, evaluation_points(shown), key=lambda point: point.step)
-
-
-def clean_name(text: str) -> str:
-    """Replace the characters that some tracker does not accept in names."""
-    return re.sub(r"[^\w\-./ ]", "_", text)

@@ -1,9 +1,12 @@
 """Export to MLflow: parameters, metrics with steps and times, tags, evaluations, artifacts. A repeated export adds the
 new data."""
 
+import hashlib
 import math
+import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import chain, islice
 from pathlib import Path
@@ -14,12 +17,7 @@ from rlhf_core.history import queries
 from rlhf_core.history.queries.exports import CurvePoint, curve_points
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.config_text import flat, setting_text
-from rlhf_core.render.exports.common import (
-    clean_name,
-    evaluation_points,
-    make_folder,
-    require,
-)
+from rlhf_core.render.exports.common import evaluation_points, make_folder, require
 from rlhf_core.render.exports.mlflow_artifacts import log_artifacts
 from rlhf_core.schemas.regression import Regression, regression_text
 from rlhf_core.text.redaction import masked
@@ -34,6 +32,7 @@ RUN_TAG = "rlhf.run_id"
 _MOST_METRICS = 1000
 _MOST_PARAMS = 100
 _LONGEST_PARAM = 6000
+_LONGEST_NAME = 250
 
 _STATUS = {"completed": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
 
@@ -91,8 +90,9 @@ def _export(client: "MlflowClient", store: HistoryStore, run_id: str, location: 
     shown = queries.show_run(store, run_id)
     experiment = _experiment(client, shown["run"]["name"], location)
     run = _find(client, experiment, run_id)
+    names = accepted_names([*shown["metric_keys"], *(point.key for point in evaluation_points(shown))])
     known = _known_points(client, run) if run is not None else {}
-    if run is not None and _is_stale(known, _points(store, shown)):
+    if run is not None and _is_stale(known, names, _points(store, shown)):
         # Steps were repeated since the last export, and MLflow never overwrites a value.
         client.delete_run(run.info.run_id)
         run, known = None, {}
@@ -101,7 +101,7 @@ def _export(client: "MlflowClient", store: HistoryStore, run_id: str, location: 
         run = client.create_run(experiment, start_time=started, tags={RUN_TAG: run_id}, run_name=run_id)
     target = str(run.info.run_id)
     _log_facts(client, target, shown)
-    _log_points(client, target, known, _points(store, shown))
+    _log_points(client, target, known, names, _points(store, shown))
     if artifacts:
         log_artifacts(client, target, store, shown)
     status = _STATUS.get(shown["run"]["state"])
@@ -125,6 +125,28 @@ def _find(client: "MlflowClient", experiment: str, run_id: str) -> "Run | None":
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Names
+
+
+def accepted_names(names: Iterable[str]) -> dict[str, str]:
+    """Names of metrics or parameters as MLflow accepts them; distinct names stay distinct."""
+    clean = {name: _clean_name(name) for name in names}
+    times = Counter(clean.values())
+    return {
+        name: found
+        if len(found) <= _LONGEST_NAME and (found == name or times[found] == 1)
+        else f"{found[: _LONGEST_NAME - 9]}_{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"
+        for name, found in clean.items()
+    }
+
+
+def _clean_name(text: str) -> str:
+    """Replace the characters that MLflow refuses in names, and the parts that would not stay in a path."""
+    parts = re.sub(r"[^\w\-./ ]", "_", text).split("/")
+    return "/".join(re.sub(r"^\.+", lambda dots: "_" * len(dots[0]), part) or "_" for part in parts)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Numbers
 
 
@@ -140,21 +162,27 @@ def _known_points(client: "MlflowClient", run: "Run") -> dict[str, set[tuple[int
     }
 
 
-def _is_stale(known: Mapping[str, set[tuple[int, int]]], points: Iterator[CurvePoint]) -> bool:
+def _is_stale(
+    known: Mapping[str, set[tuple[int, int]]], names: Mapping[str, str], points: Iterator[CurvePoint]
+) -> bool:
     """True if MLflow has values that no longer count."""
-    num_valid = sum(_identity(point) in known.get(clean_name(point.key), ()) for point in points)
+    num_valid = sum(_identity(point) in known.get(names[point.key], ()) for point in points)
     return num_valid < sum(map(len, known.values()))
 
 
 def _log_points(
-    client: "MlflowClient", target: str, known: Mapping[str, set[tuple[int, int]]], points: Iterator[CurvePoint]
+    client: "MlflowClient",
+    target: str,
+    known: Mapping[str, set[tuple[int, int]]],
+    names: Mapping[str, str],
+    points: Iterator[CurvePoint],
 ) -> None:
     from mlflow.entities import Metric
 
     new = (
-        Metric(clean_name(point.key), _storable(point.value), _identity(point)[1], point.step)
+        Metric(names[point.key], _storable(point.value), _identity(point)[1], point.step)
         for point in points
-        if _identity(point) not in known.get(clean_name(point.key), ())
+        if _identity(point) not in known.get(names[point.key], ())
     )
     while batch := list(islice(new, _MOST_METRICS)):
         client.log_batch(target, metrics=batch)
@@ -177,9 +205,9 @@ def _log_facts(client: "MlflowClient", target: str, shown: Mapping[str, Any]) ->
     from mlflow.entities import Param, RunTag
 
     run = shown["run"]
-    params = [
-        Param(clean_name(name), setting_text(value)[:_LONGEST_PARAM]) for name, value in flat(run["spec"]).items()
-    ]
+    settings = flat(run["spec"])
+    names = accepted_names(settings)
+    params = [Param(names[name], setting_text(value)[:_LONGEST_PARAM]) for name, value in settings.items()]
     for start in range(0, len(params), _MOST_PARAMS):
         client.log_batch(target, params=params[start : start + _MOST_PARAMS])
     tags = [RunTag(f"rlhf.{name}", str(value)) for name, value in facts(shown).items() if value not in (None, "")]

@@ -13,7 +13,10 @@ from rlhf_core.files.whole import remove_tree
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.exports.common import all_points, make_folder, require
+from rlhf_core.schemas.base import storable_text
 from rlhf_core.schemas.regression import REGRESSED
+
+_LONGEST_TAG = 64
 
 
 def to_wandb(store: HistoryStore, run_ids: Sequence[str], out: Path) -> list[Path]:
@@ -84,11 +87,11 @@ def _written(shown: dict[str, Any], store: HistoryStore, folder: Path) -> Path:
 
 
 def tags(shown: Mapping[str, Any]) -> list[str]:
-    """Tags of the exported run: its own, its algorithm, its state, and ``regressed`` if a held-out score dropped."""
+    """Tags of the exported run: its own, its algorithm, its state, and ``regressed`` if a held-out score dropped.
+    Longer ones than wandb accepts are truncated."""
     run = shown["run"]
-    return list(
-        dict.fromkeys([*run["tags"], run["algorithm"], run["state"], *([REGRESSED] if shown["regressed"] else [])])
-    )
+    found = [*run["tags"], run["algorithm"], run["state"], *([REGRESSED] if shown["regressed"] else [])]
+    return list(dict.fromkeys(storable_text(tag, _LONGEST_TAG) for tag in found if tag))
 
 
 def _summary(shown: dict[str, Any]) -> dict[str, Any]:
