@@ -46,6 +46,14 @@ def carry_out(controller: Controller, rung: Rung, drive: Callable[[Controller], 
     began = controller.clock()
     trial = _create(controller, rung)
     failure = "" if read_record(trial).state is RunState.COMPLETED else _run_to_end(controller, rung, trial, drive)
+    shortage = _shortage_of_memory(trial) if failure and rung.num_nodes < controller.spec.resources.num_nodes else ""
+    if shortage:
+        return CheckResult(
+            id=rung.check_id,
+            status=CheckStatus.SKIPPED,
+            found=f"not possible on {rung.nodes}: {shortage}",
+            seconds=controller.clock() - began,
+        )
     if failure:
         return CheckResult(
             id=rung.check_id,
@@ -110,6 +118,13 @@ def _run_to_end(controller: Controller, rung: Rung, trial: RunDir, drive: Callab
     finally:
         observer.follow(controller.spec)
     return ""
+
+
+def _shortage_of_memory(trial: RunDir) -> str:
+    """Finding that blocked a trial if nothing but memory did: a model that is split over all nodes need not fit fewer.
+    Otherwise empty."""
+    blocked = [one for one in read_record(trial).checks if one.status is CheckStatus.BLOCKED]
+    return "; ".join(one.found for one in blocked) if all(one.id.startswith("memory.") for one in blocked) else ""
 
 
 def _share_clock(inner: Controller, controller: Controller) -> None:

@@ -8,6 +8,7 @@ from control_fakes import FakeAgent, make_spec
 from harness import ControllerHarness, live, undisturbed
 from kill_points import Killed
 
+from rlhf_core.control import stages
 from rlhf_core.control.cancel import cancel_run
 from rlhf_core.control.controller import Controller
 from rlhf_core.control.steps import drive, steps
@@ -120,6 +121,32 @@ def test_a_run_is_tried_on_one_node_and_then_on_all_before_it_starts(site: Contr
     assert [run["run_id"] for run in queries.list_runs(site.store)] == [run_dir.run_id]
     assert "trial on all 4 nodes: train attempt 1" in site.notes.titles
     assert site.notes.totals == [5, 502, 5, 502], "the steps shown are those of the trial, then again of the run"
+
+
+@pytest.mark.parametrize(
+    ("problem", "is_skipped"), [("memory.trainer", True), ("disk.space", False)], ids=["memory", "control: disk"]
+)
+def test_a_model_that_needs_the_memory_of_all_nodes_is_only_tried_on_all(
+    site: ControllerHarness, monkeypatch: pytest.MonkeyPatch, problem: str, is_skipped: bool
+) -> None:
+    made = stages.make_checks
+
+    def checked(spec: RunSpec, *arguments: Any, **options: Any) -> list[CheckResult]:
+        results = made(spec, *arguments, **options)
+        lacks = CheckResult(id=problem, status=CheckStatus.BLOCKED, found="80 GiB", expected="less")
+        return [*results, lacks] if spec.resources.num_nodes == 1 else results
+
+    monkeypatch.setattr(stages, "make_checks", checked)
+    run_dir = site.run(wanted())
+    behaves(site, goes_well)
+    if not is_skipped:
+        with pytest.raises(PreflightBlocked, match="trial on one node failed"):
+            drive(site.controller(run_dir))
+        return
+    drive(site.controller(run_dir))
+    assert sizes(site) == [NUM_NODES, NUM_NODES]
+    assert verdicts(site, run_dir)["trial.one_node"] == ("skipped", "not possible on one node: 80 GiB")
+    assert verdicts(site, run_dir)["trial.all_nodes"][0] == "passed"
 
 
 def test_each_trial_is_carried_out_under_its_own_name(site: ControllerHarness) -> None:
