@@ -30,7 +30,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         OSError: it does not exist or cannot be read.
     """
     try:
-        text = read_document(path, MAX_CONFIG_BYTES, follow_link=True).decode("utf-8")
+        # Some editors begin files with a byte order mark, which tomllib does not accept.
+        text = read_document(path, MAX_CONFIG_BYTES, follow_link=True).decode("utf-8-sig")
         require_short_keys(text, str(path))
         content = tomllib.loads(text)
     except UnfitFile as error:

@@ -179,6 +179,12 @@ def test_a_broken_file_is_named(tmp_path: Path, content: bytes, answer: str) -> 
     assert "broken.toml" in str(caught.value)
 
 
+def test_a_byte_order_mark_is_passed_over(minimal: Path) -> None:
+    expected = config.load(minimal)
+    minimal.write_bytes(b"\xef\xbb\xbf" + minimal.read_bytes())
+    assert config.load(minimal) == expected
+
+
 def test_an_open_bracket_is_named_where_it_stands(tmp_path: Path) -> None:
     """The parser reports the line after it."""
     path = tmp_path / "broken.toml"
