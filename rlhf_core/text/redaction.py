@@ -173,10 +173,11 @@ def secrets_in(name: str, value: object) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         option = ""
         for index, item in enumerate(value):
-            if not isinstance(item, str):
-                yield from secrets_in(name, item)
-            elif carries_secret(item) or _is_secret_option(option, item):
-                yield f"{name}[{index}]"
+            place = f"{name}[{index}]" if isinstance(item, str) else name
+            if isinstance(item, str) and _is_secret_option(option, item):
+                yield place
+            else:
+                yield from secrets_in(place, item)
             option = item[2:] if isinstance(item, str) and item.startswith("--") else ""
     elif isinstance(value, str) and (carries_secret(value) or _is_secret_setting(name, value)):
         yield name

@@ -135,7 +135,10 @@ def test_where_secrets_stand_in_nested_settings() -> None:
                 "-v",
             ]
         },
-        "data": {"generator_args": {"token": "hunter2", "tokens": 3}, "prompt_template": "Key: {key}"},
+        "data": {
+            "generator_args": {"token": "hunter2", "tokens": 3, "api_key": ["hunter2"]},
+            "prompt_template": "Key: {key}",
+        },
     }
     found = [place for section, value in spec.items() for place in secrets_in(section, value)]
     assert found == [
@@ -145,6 +148,7 @@ def test_where_secrets_stand_in_nested_settings() -> None:
         "trainer.command[2]",
         "trainer.command[5]",
         "data.generator_args.token",
+        "data.generator_args.api_key[0]",
     ]
 
 
