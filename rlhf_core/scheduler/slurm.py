@@ -114,6 +114,7 @@ class SlurmScheduler:
             )
         request.scheduler_dir.mkdir(parents=True, exist_ok=True)
         executor = _SlurmExecutor(request)
+        cluster = slurm_queue.cluster_name()  # not asked for between the acceptance of the job and its record
         try:
             job = executor._submit_command(executor._submitit_command_str)
         except FailedSubmissionError as error:  # sbatch succeeded: there is a job, whose number is unknown
@@ -129,7 +130,7 @@ class SlurmScheduler:
             raise SubmissionFailed(f"Slurm refused the job: {answer}") from error
         except OSError as error:
             raise SubmissionFailed(f"failed to submit the job: {error}") from error
-        return _submission(request.run_id, request.placement.attempt, job.job_id, request.command)
+        return _submission(request.run_id, request.placement.attempt, job.job_id, request.command, cluster)
 
     def status(self, submissions: Sequence[Submission]) -> dict[str, JobStatus]:
         """Query the state of jobs, by job id, with one query for all jobs of this user."""
@@ -151,7 +152,9 @@ class SlurmScheduler:
         marker = job_marker(run_id, attempt)
         matching = [row for row in found.rows.values() if row.comment == marker and not has_ended(row)]
         first = min(matching, key=lambda row: leading_number(row.job_id), default=None)
-        return _submission(run_id, attempt, first.job_id, ()) if first is not None else None
+        if first is None:
+            return None
+        return _submission(run_id, attempt, first.job_id, (), slurm_queue.cluster_name())
 
     def living(self) -> Sequence[LivingJob]:
         """List this user's jobs whose comment names an attempt, with one query.
@@ -163,8 +166,11 @@ class SlurmScheduler:
         if found.problem:
             raise SchedulerError(found.problem)
         marked = [(parse_job_marker(row.comment), row.job_id) for row in found.rows.values() if not has_ended(row)]
+        cluster = slurm_queue.cluster_name()
         return [
-            LivingJob(marker[0], _submission(*marker, job_id, ())) for marker, job_id in marked if marker is not None
+            LivingJob(marker[0], _submission(*marker, job_id, (), cluster))
+            for marker, job_id in marked
+            if marker is not None
         ]
 
     def cancel(self, submission: Submission) -> bool:
@@ -369,15 +375,10 @@ def _status_in(found: slurm_queue.Listing, submission: Submission) -> JobStatus:
     return query_job(submission) if row is None else status_of(row, submission.marker)
 
 
-def _submission(run_id: str, attempt: int, job_id: str, command: tuple[str, ...]) -> Submission:
+def _submission(run_id: str, attempt: int, job_id: str, command: tuple[str, ...], cluster: str) -> Submission:
     marker = job_marker(run_id, attempt)
     return Submission(
-        attempt=attempt,
-        scheduler="slurm",
-        job_id=job_id,
-        command=command,
-        marker=marker,
-        cluster=slurm_queue.cluster_name(),
+        attempt=attempt, scheduler="slurm", job_id=job_id, command=command, marker=marker, cluster=cluster
     )
 
 
