@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_core.config.site import Site
-from rlhf_core.control.attempts.jobs import CANCEL_TIMEOUT_S, SAVE_TIMEOUT_S, end_job, give_order, order_to_end
+from rlhf_core.control.attempts.jobs import (
+    CANCEL_TIMEOUT_S,
+    SAVE_TIMEOUT_S,
+    end_job,
+    give_order,
+    order_to_end,
+    submission_of,
+)
 from rlhf_core.control.attempts.recovery import conclude
 from rlhf_core.control.controller import Controller, opened
 from rlhf_core.control.trials import cancel_trials
@@ -24,7 +31,7 @@ from rlhf_core.errors import (
 from rlhf_core.files.whole import read_model, write_model
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.launch.journal import AttemptRecord, read_record
+from rlhf_core.launch.journal import read_record
 from rlhf_core.launch.lease import known_dead, owner_text
 from rlhf_core.machine.accounts import account, user_name
 from rlhf_core.run_dir.journal import read_journal
@@ -75,9 +82,7 @@ def cancel(controller: Controller, reason: str, *, save: bool = False) -> None:
         save = save and controller.watcher(number).poll().verdict.state is AttemptState.RUNNING
         controller.observer.log(f"{'saving, then ' if save else ''}cancelling attempt {number}")
         give_order(controller.run_dir, number, order_to_end(reason, save=save))
-        submission = attempt.submission or controller.scheduler.find(
-            controller.run_dir.run_id, number, attempt.placement.cluster
-        )
+        submission = submission_of(controller.scheduler, controller.run_dir.run_id, attempt)
         deadline = controller.clock() + (SAVE_TIMEOUT_S if save else CANCEL_TIMEOUT_S)
         while submission is not None and not controller.watcher(number).poll().ended and controller.clock() < deadline:
             controller.lease.keep()
@@ -282,20 +287,9 @@ def _end_last_job(run_dir: RunDir, site: Site) -> None:
     scheduler = get_scheduler(site.scheduler)
     for concerned in (run_dir, *trials_of(run_dir)):
         attempt = read_record(concerned).last_attempt
-        submission = _submission_of(concerned, attempt, scheduler) if attempt is not None else None
+        submission = submission_of(scheduler, concerned.run_id, attempt) if attempt is not None else None
         if submission is not None:
             _end(scheduler, submission)
-
-
-def _submission_of(run_dir: RunDir, attempt: AttemptRecord, scheduler: Scheduler) -> Submission | None:
-    """Job of an attempt. The scheduler is asked for one that a controller submitted but has not recorded yet.
-
-    Raises:
-        SchedulerError: it does not answer.
-    """
-    if attempt.submission is not None or attempt.ended:
-        return attempt.submission
-    return scheduler.find(run_dir.run_id, attempt.placement.attempt, attempt.placement.cluster)
 
 
 def _end(scheduler: Scheduler, submission: Submission) -> None:
@@ -320,7 +314,7 @@ def _result(run_dir: RunDir, site: Site, message: str) -> Cancelled:
             run_dir.cancel_request.unlink(missing_ok=True)
     scheduler = get_scheduler(site.scheduler)
     found = [
-        _submission_of(concerned, attempt, scheduler)
+        submission_of(scheduler, concerned.run_id, attempt)
         for concerned in (run_dir, *trials_of(run_dir))
         for attempt in read_record(concerned).attempts.values()
     ]

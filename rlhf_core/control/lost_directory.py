@@ -3,6 +3,7 @@ history."""
 
 from contextlib import suppress
 
+from rlhf_core.control.attempts.jobs import submission_of
 from rlhf_core.control.controller import Controller
 from rlhf_core.errors import HistoryError, RlhfError, RunDirGone, SchedulerError
 from rlhf_core.files.whole import remove_tree
@@ -66,9 +67,7 @@ def _end_job(controller: Controller) -> str:
         return "No job of it is at work"
     submission = attempt.submission
     try:
-        if submission is None:
-            placement = attempt.placement
-            submission = controller.scheduler.find(controller.run_dir.run_id, placement.attempt, placement.cluster)
+        submission = submission_of(controller.scheduler, controller.run_dir.run_id, attempt)
         if submission is None:
             return "No job of it is at work"
         if controller.scheduler.cancel(submission):

@@ -6,8 +6,9 @@ from rlhf_core.control.controller import Controller
 from rlhf_core.errors import DatabaseUnavailable, SchedulerError
 from rlhf_core.files.lookups import paths_in
 from rlhf_core.files.whole import write_model
+from rlhf_core.launch.journal import AttemptRecord
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.scheduler.base import JobState
+from rlhf_core.scheduler.base import JobState, Scheduler
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.resources import Submission
@@ -32,6 +33,17 @@ def give_order(run_dir: RunDir, number: int, command: AgentCommand) -> None:
     folder = run_dir.attempt(number).commands
     taken = [int(path.stem) for path in paths_in(folder, "*.json") if path.stem.isdigit()]
     write_model(folder / f"{max(taken, default=0) + 1}.json", command)
+
+
+def submission_of(scheduler: Scheduler, run_id: str, attempt: AttemptRecord) -> Submission | None:
+    """Job of an attempt. The scheduler is asked for one that a controller submitted but has not recorded yet.
+
+    Raises:
+        SchedulerError: it does not answer, or this host belongs to another cluster.
+    """
+    if attempt.submission is not None or attempt.ended:
+        return attempt.submission
+    return scheduler.find(run_id, attempt.placement.attempt, attempt.placement.cluster)
 
 
 def end_job(controller: Controller, submission: Submission | None, *, wait_for_database: bool = True) -> None:
