@@ -24,13 +24,9 @@ from rlhf_core.survival import Survived
 SILENCE_TIMEOUT_S = 90.0
 """Silence after which the health check ends a service. `rlhf up` waits less, because its user is present; this limit is
 longer because healthy services go silent on a machine that is busy or was suspended."""
-
-
 START_TIMEOUT_S = 600.0
 """Time without a first heartbeat after which the health check ends a service. A server may have to migrate its database
 before it sends one."""
-
-
 _TIMEOUTS_S = {ServiceState.SILENT: SILENCE_TIMEOUT_S, ServiceState.STARTING: START_TIMEOUT_S}
 
 

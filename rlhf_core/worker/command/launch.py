@@ -66,7 +66,10 @@ class LaunchPlace:
     @property
     def working_dir(self) -> Path:
         """Working directory of the program."""
-        return Path(fill(self.trainer.working_dir, self.values) or self.context.run_dir.root)
+        return self._working_dir(self.values)
+
+    def _working_dir(self, values: dict[str, str]) -> Path:
+        return Path(fill(self.trainer.working_dir, values) or self.context.run_dir.root)
 
     @cached_property
     def values(self) -> dict[str, str]:
@@ -93,9 +96,8 @@ class LaunchPlace:
             "drivers": drivers_folder(),
         }
         values = {**values_of_spec(spec), **{name: str(value) for name, value in found.items()}}
-        started_in = Path(fill(self.trainer.working_dir, values) or context.run_dir.root)
         # A relative one is meant as the program takes it; this process is in another folder.
-        return {**values, "output_dir": str(started_in / fill(self.trainer.output_dir, values))}
+        return {**values, "output_dir": str(self._working_dir(values) / fill(self.trainer.output_dir, values))}
 
     def arguments(self) -> list[str]:
         """The launch line, including the arguments that resume from a checkpoint."""
