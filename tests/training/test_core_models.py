@@ -276,6 +276,24 @@ def test_a_model_that_caps_its_logits_is_refused(cap: float) -> None:
         PolicyModel(tiny_model(capped))
 
 
+def test_a_model_without_a_part_before_its_output_layer_is_refused() -> None:
+    llama4 = tiny_model(
+        {
+            "model_type": "llama4_text",
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "intermediate_size_mlp": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "num_local_experts": 2,
+            "head_dim": 16,
+        }
+    )
+    with pytest.raises(BadConfig, match=r"Llama4ForCausalLM does not say which.*base_model_prefix"):
+        PolicyModel(llama4)
+
+
 def test_collate_marks_what_is_to_be_predicted() -> None:
     batch = collate([[1, 2, 3], [4]], [[5], [6, 7]], pad_id=9)
     assert batch.input_ids.tolist() == [[1, 2, 3, 5], [4, 6, 7, 9]]

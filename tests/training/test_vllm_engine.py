@@ -1,17 +1,20 @@
 """vLLM as the rollout engine of a trainer: the same numbers as transformers after every change of weights."""
 
+import contextlib
 import gc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from adapted_models import LORA, adapted
 from core_models import QWEN, char_tokenizer, tiny_model
+from pydantic import JsonValue
 from rank_launcher import TINY_MODEL, launch, make_context, tiny_spec
 from test_loop_runs import Interrupting, final_state, kill_once_saved, metrics_of
 from transformers import PreTrainedModel
@@ -22,6 +25,7 @@ from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.rollouts import VllmSettings
 from rlhf_core.training.models import gathering
 from rlhf_core.training.rollouts.base import Sampling
+from rlhf_core.training.rollouts.checkpoint_layout import CheckpointLayout
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 from rlhf_core.training.rollouts.vllm.engine import VllmEngine
 from rlhf_core.training.trainers.run import run_trainer
@@ -210,6 +214,24 @@ def test_the_version_after_a_copy_that_was_broken_off_is_whole(
     engine.load(model, 44, no_beat)
 
 
+def test_the_version_after_one_that_could_not_be_finished_is_whole(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(engine.kind, seed=5)  # type: ignore[attr-defined]
+
+    def broken(layout: CheckpointLayout) -> None:
+        raise RuntimeError("the last layer is not whole")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointLayout, "rest", broken)
+        with pytest.raises(RuntimeError, match="the last layer is not whole"):
+            engine.load(model, 50, no_beat)
+    with pytest.raises(StaleWeights, match="no step"):
+        engine.sample(PROMPTS, SEEDS, GREEDY, 50, no_beat)
+    engine.load(model, 51, no_beat)
+    engine._verify(model)
+
+
 def test_a_tied_head_that_is_not_packed_anew_is_found_at_the_first_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,6 +246,83 @@ def test_a_tied_head_that_is_not_packed_anew_is_found_at_the_first_version(
         broken.load(model, 0, no_beat)
     assert broken.version is None
     broken.close()
+
+
+MIXTURE: Mapping[str, JsonValue] = {
+    "model_type": "mixtral",
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "initializer_range": 0.2,
+    "max_position_embeddings": 128,
+}
+"""A mixture of experts, held by transformers otherwise than in files, and packed by vLLM on CPU."""
+GPT_NEOX: Mapping[str, JsonValue] = {
+    "model_type": "gpt_neox",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "initializer_range": 0.2,
+    "max_position_embeddings": 128,
+}
+"""A model that vLLM computes with transformers' classes."""
+
+
+def assert_both_versions_are_taken_over(engine: VllmEngine, config: Mapping[str, JsonValue]) -> None:
+    peer = TransformersEngine(char_tokenizer())
+    for version in range(2):
+        model = tiny_model({**config}, seed=version)
+        engine.load(model, version, no_beat)
+        peer.load(model, version, no_beat)
+        found, expected = (flat(one.sample(PROMPTS, SEEDS, GREEDY, version, no_beat)) for one in (engine, peer))
+        for made, right in zip(found, expected, strict=True):
+            assert made.token_ids == right.token_ids
+            assert made.logprobs == pytest.approx(right.logprobs, abs=1e-4)
+
+
+def mixture_reloaded(rank: int, num_ranks: int, folder: str) -> str:
+    """Two versions as they should be, and one without the mend."""
+    from rlhf_core.training.rollouts.vllm import worker as vllm_worker
+
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks, store=dist.HashStore())
+    engine = started(Path(folder))
+    assert_both_versions_are_taken_over(engine, MIXTURE)
+    model = tiny_model({**MIXTURE}, seed=2)
+    engine._is_verified = False
+    unpacked = mock.patch.object(vllm_worker, "_packed_experts", contextlib.nullcontext)
+    with unpacked, pytest.raises(StaleWeights) as refused:
+        engine.load(model, 2, no_beat)
+    return str(refused.value)
+
+
+def test_the_experts_of_a_mixture_are_taken_over(tmp_path: Path) -> None:
+    """Negative control: without the mend, vLLM on CPU reads experts in another order than they are packed in. In a
+    process of its own, because vLLM cannot start a mixture after another model."""
+    tiny_model({**MIXTURE}).save_pretrained(tmp_path / "model")
+    (ended,) = launch(mixture_reloaded, 1, tmp_path / "logs", 300, folder=str(tmp_path / "model"))
+    assert ended.value is not None, ended
+    assert "different log-probabilities" in ended.value
+
+
+def test_models_beside_vllm_are_constructed_and_called_as_without_it(tmp_path: Path) -> None:
+    """vLLM changes the classes of transformers that it uses itself."""
+    before = tiny_model({**GPT_NEOX})
+    tokens = torch.tensor([PROMPTS[2]])
+    expected = before(tokens).logits
+    before.save_pretrained(tmp_path)
+    engine = started(tmp_path)
+    calls = []
+    for model in (before, tiny_model({**GPT_NEOX})):
+        model.base_model.register_forward_hook(lambda *_: calls.append(1))
+        assert torch.equal(model(tokens).logits, expected)
+    assert len(calls) == 2, "DeepSpeed gathers weights in such hooks"
+    assert_both_versions_are_taken_over(engine, GPT_NEOX)
+    engine.close()
 
 
 def test_every_version_of_an_adapter_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -367,6 +367,11 @@ class PolicyModel(nn.Module):
     def _check_head(self) -> None:
         """Reject models that scale or cap their logits after the head: training and sampling must use the same
         logits."""
+        if self.causal_lm.base_model is self.causal_lm:
+            raise BadConfig(
+                f"{type(self.causal_lm).__name__} does not say which of its parts comes before its output layer "
+                "(base_model_prefix); this trainer cannot train it"
+            )
         device = self.causal_lm.device
         probe = torch.arange(1, 5, device=device)[None]
         head = self.causal_lm.get_output_embeddings()

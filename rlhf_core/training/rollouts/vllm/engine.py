@@ -34,6 +34,7 @@ from rlhf_core.training.rollouts.engine_adapter import given_weights
 from rlhf_core.training.rollouts.shared_tensors import buckets_of_places, place_of, remove_mapped_files
 from rlhf_core.training.rollouts.vllm.adapter import VllmAdapter, use_products
 from rlhf_core.training.rollouts.vllm.processes import EngineProcesses, starting_in
+from rlhf_core.training.rollouts.vllm.transformers_classes import kept_classes
 from rlhf_core.training.rollouts.weight_probe import probe_of, require_same
 from rlhf_core.training.types import Completion
 
@@ -100,7 +101,7 @@ class VllmEngine:
         # A process that does not compute stays off the GPUs: otherwise vLLM spawns its workers instead of forking them.
         device = torch.device("cuda" if on_gpu and not self._is_split else "cpu")
         starting = contextlib.nullcontext() if scratch is None else starting_in(scratch)
-        with _kept_threads(), kept_random_state(device), starting:
+        with _kept_threads(), kept_random_state(device), kept_classes(), starting:
             # Only runs with this engine need it, and the import takes seconds.
             from vllm import LLM
 
@@ -294,13 +295,13 @@ class VllmEngine:
                     self._call("update_weights", {"places": places})
             else:
                 self._call("update_weights", {"tensors": tensors})
+            self._call("finish_weight_update")
         except BaseException:
             self._call("give_up_weight_update")
             raise
         finally:
             for _ in tensors:  # the other ranks are gathering, so this one iterates to the end too
                 pass
-        self._call("finish_weight_update")
 
     def _call(self, method: str, *arguments: object) -> list[Any]:
         """Call a method of vLLM's worker, or of its extension, in each computing process; returns the results."""

@@ -8,8 +8,10 @@ over a network.
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransfe
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from rlhf_core.training.rollouts.checkpoint_layout import CheckpointLayout
 from rlhf_core.training.rollouts.shared_tensors import MappedRow, TensorPlace
 from rlhf_core.training.rollouts.vllm.adapter import LoadedAdapter, count_differing
 
@@ -43,6 +46,8 @@ class StagedWeights(WeightTransferEngine):
         """Start without a version. Arguments are vLLM's."""
         super().__init__(*arguments)
         self._row = MappedRow()
+        with set_current_vllm_config(self.vllm_config):  # vLLM changes the classes of some models, which read it
+            self._layout = CheckpointLayout(Path(self.model_config.model))
         self._is_begun = False
 
     def init_transfer_engine(self, init_info: Any) -> None:
@@ -53,6 +58,7 @@ class StagedWeights(WeightTransferEngine):
         if self._is_begun:
             # vLLM would count layer parts of an aborted update as parts of this one, and consider the layer complete
             # too early.
+            self._layout.reset()
             self.finish_weight_update()
         with self._loading():
             initialize_layerwise_reload(self.model)
@@ -60,17 +66,18 @@ class StagedWeights(WeightTransferEngine):
 
     def receive_weights(self, update_info: StagedPart) -> None:
         """Copy a part of a version into the model."""
+        placed = ((place.name, self._row.tensor(place)) for place in update_info.places)
         with self._loading():
-            self.model.load_weights(update_info.tensors)
-            self.model.load_weights((place.name, self._row.tensor(place)) for place in update_info.places)
+            self.model.load_weights(self._layout.convert(itertools.chain(update_info.tensors, placed)))
 
     def finish_weight_update(self) -> None:
         """Finish the update of the model."""
-        self._is_begun = False
         with self._loading():
+            self.model.load_weights(self._layout.rest())
             finalize_layerwise_reload(self.model, self.model_config)
             if self.device.type == "cpu":
                 _pack_tied_head(self.model)
+        self._is_begun = False
 
     def shutdown(self) -> None:
         """Do nothing: there is nothing to release."""
@@ -82,7 +89,8 @@ class StagedWeights(WeightTransferEngine):
 
     @contextlib.contextmanager
     def _loading(self) -> Iterator[None]:
-        with torch.no_grad(), set_current_vllm_config(self.vllm_config):
+        packing = _packed_experts(self.model) if self.device.type == "cpu" else contextlib.nullcontext()
+        with torch.no_grad(), set_current_vllm_config(self.vllm_config), packing:
             yield
 
 
@@ -107,6 +115,22 @@ class WeightExtension:
         """The same with tensors in memory shared by another process."""
         row = MappedRow()
         return self.count_differing(adapter, [(place.name, row.tensor(place)) for place in places])
+
+
+@contextlib.contextmanager
+def _packed_experts(model: nn.Module) -> Iterator[None]:
+    """Have vLLM pack the experts that are loaded within the block for its kernels on CPU. By itself, it packs only
+    those of the first weights (0.32)."""
+    methods: list[Any] = [getattr(layer, "quant_method", None) for layer in model.modules()]
+    kernels = [(one, one.moe_kernel) for one in methods if getattr(one, "moe_kernel", None) is not None]
+    for method, _ in kernels:
+        method.moe_kernel = None  # as before the first weights
+    try:
+        yield
+    finally:
+        for method, kernel in kernels:
+            if method.moe_kernel is None:
+                method.moe_kernel = kernel
 
 
 def _pack_tied_head(model: nn.Module) -> None:
