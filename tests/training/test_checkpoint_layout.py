@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.training.models.causal_lm import build_causal_lm
 from rlhf_core.training.models.gathering import named_weights
-from rlhf_core.training.rollouts.checkpoint_layout import CheckpointLayout, in_checkpoint_layout
+from rlhf_core.training.rollouts.checkpoint_layout import CheckpointLayout
 
 pytestmark = pytest.mark.training
 
@@ -56,7 +56,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def test_the_weights_of_a_version_are_those_of_its_files(saved: tuple[str, PreTrainedModel, Path]) -> None:
     kind, model, folder = saved
     files = load_file(folder / "model.safetensors")
-    assert_same(dict(in_checkpoint_layout(folder, weights(model))), files)
+    assert_same(dict(CheckpointLayout(folder).whole(weights(model))), files)
     assert (dict(weights(model)).keys() != files.keys()) == (kind in OTHERWISE), "the conversion would prove nothing"
 
 

@@ -126,7 +126,7 @@ def test_an_end_token_in_the_last_place_ends_the_completion(last: int, reason: s
 
 def test_an_answer_that_ends_early_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, its prompt was waited for until the trainers took the engine for stalled."""
-    (tmp_path / "model").mkdir()
+    tiny_model().config.save_pretrained(tmp_path / "model")
     server: Any = SimpleNamespace(url="http://engine", headers={}, exit_code=None)
     sampler = SglangSampler(server, tmp_path / "model", char_tokenizer(), tmp_path / "weights")
     begun = '{"meta_info": {"finish_reason": null, "output_token_logprobs": [[-0.5, 4, null]]}}'

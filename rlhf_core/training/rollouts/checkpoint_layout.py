@@ -56,16 +56,15 @@ class CheckpointLayout:
         held, self._held = self._held, {}
         yield from revert_weight_conversion(self._model, held).items()
 
+    def whole(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Convert all weights of a version that arrives in one part."""
+        self.reset()
+        yield from self.convert(tensors)
+        yield from self.rest()
+
     def reset(self) -> None:
         """Drop what is left of a version that did not arrive whole."""
         self._held = {}
-
-
-def in_checkpoint_layout(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Convert all weights of a version; see :class:`CheckpointLayout`."""
-    layout = CheckpointLayout(folder)
-    yield from layout.convert(tensors)
-    yield from layout.rest()
 
 
 def _without_weights(folder: Path) -> PreTrainedModel:

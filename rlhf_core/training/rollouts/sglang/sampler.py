@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.errors import StaleWeights, WorkerError
 from rlhf_core.training.rollouts.base import Sampling, completion_of
-from rlhf_core.training.rollouts.checkpoint_layout import in_checkpoint_layout
+from rlhf_core.training.rollouts.checkpoint_layout import CheckpointLayout
 from rlhf_core.training.rollouts.response_lines import response_lines
 from rlhf_core.training.rollouts.samplers import OpenPrompts, SamplerRequest
 from rlhf_core.training.rollouts.sglang.server import SglangServer
@@ -46,6 +46,7 @@ class SglangSampler:
         """
         self._server, self._tokenizer, self._weights = server, tokenizer, weights
         self._end_ids = end_ids_of(folder, tokenizer)
+        self._layout = CheckpointLayout(folder)
         shutil.rmtree(weights, ignore_errors=True)
         without_weights = shutil.ignore_patterns("*.safetensors*", "*.bin*")
         shutil.copytree(folder, weights, ignore=without_weights)
@@ -78,8 +79,7 @@ class SglangSampler:
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], beat: Callable[[], None]) -> None:
         """Load all weights; see ``samplers.Sampler``."""
-        whole = dict(in_checkpoint_layout(self._weights, tensors))
-        save_file(whole, self._weights / "model.safetensors", {"format": "pt"})
+        save_file(dict(self._layout.whole(tensors)), self._weights / "model.safetensors", {"format": "pt"})
         beat()
         answer = self._http.post(
             "/update_weights_from_disk", json={"model_path": str(self._weights), "flush_cache": True}
