@@ -187,8 +187,11 @@ def test_without_an_engine_the_wait_comes_to_an_end(group: EngineGroup, trainer:
         group.kill(rank)
     with pytest.raises(EnginesLost, match=r"no rollout engine has served.*start_timeout_s = 1"):
         trainer.sample(PROMPTS, SEEDS, DRAWN, 1, no_beat)
+    beats: list[float] = []
     with pytest.raises(EnginesLost, match=r"no rollout engine responded.*engine-0 does not respond"):
-        trainer.load(tiny_model(seed=2), 2, no_beat)
+        trainer.load(tiny_model(seed=2), 2, lambda: beats.append(time.monotonic()))
+    # Otherwise the agent would judge this wait as silence in the phase before, such as the training step.
+    assert time.monotonic() - beats[0] >= 1.0
 
 
 def test_an_engine_that_skips_an_update_does_not_serve(group: EngineGroup, trainer: RemoteEngines) -> None:

@@ -90,6 +90,7 @@ class RemoteEngines:
         """
         if self.version == version:
             return None
+        beat()  # its phase tells the agent that silence from here on may be a wait for engines
         if self.ahead.is_begun:
             self.ahead.wait(beat)
             self._ranks.barrier()  # engines with the next version would refuse another rank's prompts
