@@ -13,7 +13,7 @@ import pytest
 from process_tools import until
 
 from rlhf_core.errors import EnginesLost
-from rlhf_core.schemas.engines import EngineAddress, WeightsId
+from rlhf_core.schemas.engines import EngineAddress, EngineHealth, WeightsId
 from rlhf_core.schemas.rollouts import RemoteSettings
 from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.remote import client as client_module
@@ -149,6 +149,19 @@ def test_a_prompt_that_no_engine_accepts_ends_the_rollout() -> None:
             asyncio.run(run.run())
         until(lambda: not sampler.waiting)
     assert not dispatcher.is_done
+
+
+def test_an_engine_that_begins_to_serve_is_a_beat() -> None:
+    """Otherwise the ranks that waited while another one sent it the weights would be taken for hung soon after."""
+    beats: list[int] = []
+    client = EngineClient(EngineAddress(rank=0, generation=1, node="n", host="127.0.0.1", port=1), TOKEN, 5.0)
+    _, run = rollout([client], 1, beat=lambda: beats.append(1))
+    health = EngineHealth(rank=0, generation=1, weights=None, progress=7, num_waiting=0)
+    run._judge(client, health)
+    assert not beats
+    for _ in range(3):
+        run._judge(client, health.model_copy(update={"weights": WEIGHTS}))
+    assert len(beats) == 1
 
 
 def test_a_rank_that_stays_for_others_has_the_beats_of_the_engines() -> None:

@@ -69,7 +69,7 @@ class RemoteRollout:
     ) -> None:
         """Args:
         clients: returns the currently registered engines.
-        beat: called whenever an engine makes progress.
+        beat: called whenever an engine makes progress or begins to serve.
         restore: sends the weights to an engine that came back; None if this rank cannot.
         are_restored: True if some rank sends the weights to such engines during the rollout; False if none can.
         may_leave: called once all prompts are answered; False while other ranks may need this one.
@@ -176,7 +176,8 @@ class RemoteRollout:
         if seen is None or health.progress != seen.count:
             self._progress[start] = _Progress(health.progress, now_s)
             # A rank that has all of its completions may have to stay for the others, whose prompts the engines work on.
-            if busy or self._dispatcher.is_done:
+            # One that waited for an engine begins another wait once the engine has its weights.
+            if busy or self._dispatcher.is_done or rank not in self._ready:
                 self._beat()
         elif not busy and not (seen.is_stalled and health.num_waiting):
             seen.at_s, seen.is_stalled = now_s, False
