@@ -18,7 +18,9 @@ SPLIT = (
     "rollout.vllm.tensor_parallel=2",
     "model.config.num_key_value_heads=2",
     "model.config.head_dim=32",  # the minimum for vLLM's attention on CPU
-    "supervise.rollout_floor_s=10",  # seven processes share the cores of one machine
+    # Seven processes share the cores of one machine.
+    "supervise.rollout_floor_s=10",
+    "supervise.setup_floor_s=180",
 )
 _SLURM = frozenset({"slurm"})
 _ALONE = frozenset({"restart_workers"})
