@@ -179,6 +179,22 @@ def test_a_rollout_waits_for_engines_that_are_restarted(group: EngineGroup, trai
         assert tokens_of(made.result()) == in_process()
 
 
+def test_the_only_engine_is_given_weights_at_once_when_it_comes_back(
+    group: EngineGroup, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Before, the links to its earlier start were tried first, and the next try came only ``sync_timeout_s`` later."""
+    trainer = group.trainer(restart=next(STARTS), num_engines=1, delta=True)
+    for version in (0, 1):
+        trainer.load(tiny_model(seed=1 - version), version, no_beat)
+    group.restart(0)
+    assert tokens_of(trainer.sample(PROMPTS, SEEDS, DRAWN, 1, no_beat)) == in_process()
+    group.restart(0)
+    trainer.load(tiny_model(seed=2), 2, no_beat)
+    printed = capfd.readouterr().out
+    assert printed.count("engine-0 came back and has the weights of step 1") == 1
+    assert "did not receive" not in printed
+
+
 def test_without_an_engine_the_wait_comes_to_an_end(group: EngineGroup, trainer: RemoteEngines) -> None:
     trainer._spec = trainer._spec.model_copy(
         update={"remote": trainer._spec.remote.model_copy(update={"start_timeout_s": 1.0})}

@@ -7,6 +7,7 @@ import httpx
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import StaleWeights, WeightSyncFailed
+from rlhf_core.schemas.engines import EngineAddress
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.weight_sync import LinkBackend, Transport, WeightSyncReport
 from rlhf_core.training.distributed import Ranks
@@ -41,10 +42,11 @@ class WeightPublisher:
             WeightSyncFailed: the transport is not available.
         """
         settings = context.spec.rollout.sync
-        delta = DeltaEncoder(settings.full_every) if settings.delta else None
+        self._delta = DeltaEncoder(settings.full_every) if settings.delta else None
         self._outgoing = _outgoing(context)
-        self._sender = Sender(self._outgoing, delta=delta, group=group)
+        self._sender = Sender(self._outgoing, delta=self._delta, group=group)
         self._transport = settings.transport
+        self._engines: list[EngineAddress] = []
 
     @property
     def way(self) -> str:
@@ -74,6 +76,13 @@ class WeightPublisher:
         tensors = entries_of(given_shapes(model), None if has_adapter(model) else tied_names(model))
         with httpx.Client(limits=httpx.Limits(max_connections=None), trust_env=False) as http:
             engines = controls(http)
+            addresses = [engine.address for engine in engines]
+            if addresses != self._engines:
+                # A restarted engine has the same name, but no links and no earlier version.
+                self._sender.reset()
+                if self._delta is not None:
+                    self._delta.forget()
+            self._engines = addresses
             report = synchronize(
                 self._sender, engines, version, tensors, given_weights(model, beat), beat, is_alone=is_alone
             )
