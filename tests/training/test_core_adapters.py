@@ -11,9 +11,10 @@ peft = pytest.importorskip("peft")
 
 from core_models import OTHER_FAMILIES, QWEN, char_tokenizer, tiny_model  # noqa: E402
 from pydantic import ValidationError  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 from rlhf_core.errors import BadConfig, ResumeMismatch  # noqa: E402
-from rlhf_core.run_dir.checkpoint import BASE_RECORD  # noqa: E402
+from rlhf_core.run_dir.checkpoint import ADAPTER_WEIGHTS, BASE_RECORD  # noqa: E402
 from rlhf_core.schemas.model import LoraSpec  # noqa: E402
 from rlhf_core.schemas.run import RunSpec  # noqa: E402
 from rlhf_core.training.models.adapters import (  # noqa: E402
@@ -82,6 +83,17 @@ def test_the_merged_model_computes_what_the_adapter_does(tmp_path: Path, config:
         assert not torch.allclose(load_causal_lm(folder, "float32")(IDS).logits, expected, atol=1e-2)
     untouched = tiny_model(config).get_input_embeddings().weight
     assert torch.equal(merged.get_input_embeddings().weight, untouched)
+
+
+def test_an_adapter_whose_weights_match_no_layer_is_not_merged_away(tmp_path: Path) -> None:
+    """peft only warns, and the result would be the base model."""
+    folder = base(tmp_path / "base")
+    save_adapter(stirred(adapted(folder)), tmp_path / "adapter", folder, is_first=True, beat=lambda: None)
+    file = tmp_path / "adapter" / ADAPTER_WEIGHTS
+    renamed = {name.replace(".layers.", ".text.layers."): tensor for name, tensor in load_file(file).items()}
+    save_file(renamed, file, metadata={"format": "pt"})
+    with pytest.raises(BadConfig, match=r"other names than the layers of Qwen3ForCausalLM .*q_proj\.lora_A"):
+        load_causal_lm(tmp_path / "adapter", "float32")
 
 
 def test_the_reference_is_a_second_model_to_the_last_bit(tmp_path: Path) -> None:

@@ -246,9 +246,9 @@ def _model_to_train(
 ) -> PreTrainedModel:
     """Load the initial model or that of the checkpoint; a loop that trains a reward model loads a reward model."""
     spec = context.spec
-    current = next((loop for loop in loops(spec) if loop.first_step <= step <= loop.last_step), None)
+    current = next((loop for loop in loops(spec) if loop.first_step <= max(1, step) <= loop.last_step), None)
     folder = checkpoint.model if checkpoint else initial
-    if checkpoint is not None and current is not None and current.algorithm.ranks_completions:
+    if current is not None and current.algorithm.ranks_completions:
         return _load_reward_model(folder, initial, spec, ranks, tokenizer)
     if spec.model.lora is None:
         return _load(folder, spec, ranks)
