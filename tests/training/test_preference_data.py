@@ -156,6 +156,42 @@ def test_a_template_that_writes_the_date_is_given_a_fixed_one(tmp_path: Path) ->
     assert not row.prompt.startswith("31 Jan 2026"), "without one, the template asks the clock"
 
 
+def test_fields_that_are_null_are_not_there(tmp_path: Path) -> None:
+    """Parquet gives every message the fields of all others; Llama 3.1 asks whether a message has tool calls."""
+    empty = {"name": None, "tool_calls": None}
+    chosen, rejected = ([{**answer_turn(text)[0], **empty}] for text in "23")
+    rows = load(tmp_path, {"prompt": [{**ASKED[0], **empty}], "chosen": chosen, "rejected": rejected})
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if 'tool_calls' in m %}{{ m.tool_calls | length }}{% endif %}"
+        "{{ m['content'] }}|{% endfor %}"
+    )
+    (row,) = encode_prompts(rows, tokenizer, spec_of(train="x").data).rows
+    assert (row.prompt, row.chosen, row.rejected) == ("1+1?|", "2|", "3|")
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "kto"])
+def test_an_answer_without_text_is_a_turn_that_ends_at_once(tmp_path: Path, algorithm: str) -> None:
+    path, tokenizer = tmp_path / "rows.jsonl", char_tokenizer()
+    spec = spec_of(algorithm, train=str(path))
+    for prompt in (ASKED, "1+1?"):
+        path.write_text(json.dumps({"prompt": prompt, "answer": "", "label": False}) + "\n")
+        encoded = encode_prompts(load_data(spec, "train")[0], tokenizer, spec.data)
+        (example,) = make_examples(encoded.rows, encoded.token_ids, tokenizer, spec.main_loop.algorithm)
+        assert example.completions[0][:1] == [tokenizer.eos_token_id]
+    path.write_text(json.dumps({"prompt": ASKED, "answer": [], "label": False}) + "\n")
+    with pytest.raises(BadData, match="target: expected a list of messages"):
+        load_data(spec, "train")
+
+
+def test_a_prompt_that_begins_the_turn_of_the_model_ends_within_it(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": [*ASKED, *answer_turn("1+1=")], "answer": "2"}) + "\n")
+    spec = spec_of("grpo", train=str(path))
+    (row,) = encode_prompts(load_data(spec, "train")[0], char_tokenizer(), spec.data).rows
+    assert row.prompt == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n1+1="
+
+
 def test_an_implicit_prompt_of_text_is_what_both_begin_with(tmp_path: Path) -> None:
     (row,) = load(tmp_path, {"chosen": "Human: hi Assistant: yes", "rejected": "Human: hi Assistant: no"})
     assert (row.prompt, row.chosen, row.rejected) == ("Human: hi Assistant:", " yes", " no")

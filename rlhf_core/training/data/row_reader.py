@@ -116,9 +116,11 @@ class RowReader:
             value = fields.get(column) if name == "target" or self._pairs else None
             if value is not None and not isinstance(value, list):
                 value = self._templates[name].format_map({key: str(other) for key, other in fields.items()})
-            completions[name] = turns(value) if value else []
+            # An answer without text is a turn that ends at once; a pair with such a completion is refused.
+            completions[name] = turns(value) if value or (name == "target" and value == "") else []
+        needed = ("prompt", "target") if self._teaches_answers else ("prompt",)
         for name, messages in (("prompt", fields["prompt"]), *completions.items()):
-            if (messages or name == "prompt") and (problem := messages_problem(list(messages))):  # type: ignore[arg-type]
+            if (messages or name in needed) and (problem := messages_problem(list(messages))):  # type: ignore[arg-type]
                 raise MalformedRow(f"{name}: {problem}")
         prompt = json.dumps(fields["prompt"], ensure_ascii=False)
         _check_text(prompt + json.dumps([list(messages) for messages in completions.values()], ensure_ascii=False))
