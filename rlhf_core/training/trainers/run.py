@@ -323,4 +323,4 @@ def _seed_everything(seed: int, rank: int) -> None:
     """Seed the global random number generators, which only external code uses (reward functions, for instance)."""
     random.seed(f"{seed} {rank}")
     np.random.seed((seed * 1_000_003 + rank) % (1 << 32))
-    torch.manual_seed(seed * 1_000_003 + rank)
+    torch.manual_seed((seed * 1_000_003 + rank) % (1 << 64))  # it takes no larger ones
