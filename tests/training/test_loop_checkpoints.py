@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -280,6 +281,16 @@ def test_memory_of_a_snapshot_is_used_again(run_dir: RunDir, ranks: Ranks, model
     assert saver._buffers._buffers == before
     assert all(saver._buffers[name] is memory for name, memory in before.items())
     verify_checkpoint(run_dir.checkpoint(6), spec_with(), ranks)
+
+
+def test_a_save_leaves_no_list_of_its_files_in_the_store(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
+    """The store is the agent's memory, and lists of hundreds of ranks would add up over thousands of checkpoints."""
+    store = Mock(wraps=ranks.store)
+    save_whole(writer(run_dir, dataclasses.replace(ranks, store=store)), progress(4), model, ENGINE_STATE)
+    left = {call.args[0]: call.args[1] for call in store.set.call_args_list}
+    for call in store.delete_key.call_args_list:
+        del left[call.args[0]]
+    assert 0 < sum(map(len, left.values())) < 100, left
 
 
 def test_without_room_in_memory_the_step_waits_for_the_disk(
