@@ -26,6 +26,7 @@ from rlhf_core.files.whole import write_model
 from rlhf_core.run_dir import checkpoint as checkpoint_dir
 from rlhf_core.run_dir.checkpoint import CheckpointDir, checksum
 from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.resources import Placement
 from rlhf_core.schemas.run import RunSpec
 
@@ -485,6 +486,14 @@ def test_a_damaged_checkpoint_is_refused(run_dir: RunDir, ranks: Ranks, model: A
     weights.write_bytes(data)
     with pytest.raises(CheckpointCorrupt, match=r"model/model\.safetensors: found \d+ bytes with sha256"):
         verify_checkpoint(saved, spec_with(), ranks)
+
+
+def test_every_file_that_is_verified_is_a_sign_of_life(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
+    saved = save_whole(writer(run_dir, ranks), progress(4), model, ENGINE_STATE)
+    manifest, reporter = saved.manifest(), Mock(wraps=ranks.reporter)
+    assert manifest is not None
+    verify_checkpoint(saved, spec_with(), dataclasses.replace(ranks, reporter=reporter))
+    assert reporter.beat.call_args_list == [((Phase.SETUP, 4),)] * len(manifest.files)
 
 
 def flip_a_byte(path: Path, where: int = -1) -> None:

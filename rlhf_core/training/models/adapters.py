@@ -305,10 +305,13 @@ def _checksum(path: Path, size: int, modified_ns: int) -> FileChecksum:
     return checksum(path)
 
 
-def require_base(folder: Path, base: Path) -> None:
+def require_base(folder: Path, base: Path, beat: Callable[[], None] = lambda: None) -> None:
     """Refuse an adapter whose base model is not the one it was trained on: their sum would be meaningless.
 
     An adapter without such a record, written by another program, is accepted.
+
+    Args:
+        beat: called after every file of the base model.
 
     Raises:
         ResumeMismatch: a file of the base model differs.
@@ -316,7 +319,7 @@ def require_base(folder: Path, base: Path) -> None:
     record = read_model(folder / BASE_RECORD, BaseModelRecord)
     if record is None:
         return
-    present = base_files(base)
+    present = base_files(base, beat)
     differing = sorted(
         name for name in record.files.keys() | present.keys() if record.files.get(name) != present.get(name)
     )
