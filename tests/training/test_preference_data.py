@@ -209,6 +209,9 @@ def test_a_template_that_renders_the_prompt_otherwise_is_refused(tmp_path: Path)
     data = spec_of(train="x").data
     with pytest.raises(BadData, match="but differently before the chosen completion"):
         encode_prompts(rows, tokenizer, data)
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(BadData, match=r"the conversation that ends with '1\+1\?': .*roles must alternate"):
+        encode_prompts(rows, tokenizer, data)
     tokenizer.chat_template = None
     with pytest.raises(BadData, match="a tokenizer without a chat template"):
         encode_prompts(rows, tokenizer, data)

@@ -106,5 +106,8 @@ def _apply(tokenizer: "PreTrainedTokenizerBase", messages: Messages, now: dateti
     with Survived() as failed:  # a template is code and may raise anything
         text = tokenizer.apply_chat_template(conversation, tokenize=False, **end, **clock)
     if failed.error is not None:
-        raise BadData(f"the chat template of the tokenizer does not render: {' '.join(failed.problem.split())}")
+        raise BadData(
+            f"the chat template of the tokenizer does not render the conversation that ends with "
+            f"{messages[-1].get('content')!r:.80}: {' '.join(failed.problem.split())}"
+        )
     return str(text)
