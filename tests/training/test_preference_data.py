@@ -109,7 +109,8 @@ def test_a_pair_that_teaches_nothing_is_named_or_counted(tmp_path: Path, changed
 
 def test_preflight_counts_pairs_that_teach_nothing(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    rows = [GOOD, {**GOOD, "rejected": "4"}, GOOD, {**GOOD, "rejected": "2"}, {**GOOD, "chosen": ""}]
+    pairs: list[dict[str, Any]] = [{"rejected": "4"}, {}, {"rejected": "2"}, {"chosen": ""}, {"chosen": 0}]
+    rows = [{**GOOD, **changed} for changed in ({}, *pairs)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = scan(path, spec_of(train="x").data, kinds=frozenset({"pair"}))
     assert [problem.line for problem in found.malformed] == [4, 5]
@@ -129,7 +130,7 @@ def test_completions_end_once_and_only_they_are_learned() -> None:
     assert learned == [f"{text}<|im_end|>" for text in ("2", "12", "3", "4")], "all chosen, then all rejected"
 
 
-@pytest.mark.parametrize("form", ["explicit", "implicit", "text"])
+@pytest.mark.parametrize("form", ["explicit", "implicit", "beside its text", "text"])
 def test_conversations_go_through_the_chat_template(tmp_path: Path, form: str) -> None:
     explicit = {"prompt": ASKED, "chosen": answer_turn("2"), "rejected": answer_turn("3")}
     forms = {
@@ -137,6 +138,7 @@ def test_conversations_go_through_the_chat_template(tmp_path: Path, form: str) -
         "implicit": {name: [*ASKED, *explicit[name]] for name in ("chosen", "rejected")},
         "text": {"prompt": ASKED, "chosen": "2", "rejected": "3"},
     }
+    forms["beside its text"] = {"prompt": "1+1?", **forms["implicit"]}
     rows, (example,) = sequences(load(tmp_path, forms[form]))
     assert rows[0].prompt == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
     assert (rows[0].chosen, rows[0].rejected) == ("2<|im_end|>\n", "3<|im_end|>\n")
