@@ -80,7 +80,7 @@ class RowReader:
                 raise MalformedRow(
                     f'no column "{column}" (data.{alias}_column); it has: {", ".join(columns) or "none"}'
                 )
-        if self._pairs and data.prompt_column not in columns:
+        if self._pairs and (data.prompt_column not in columns or _contain_prompt(fields)):
             fields |= _split(fields["chosen"], fields["rejected"])
         return fields
 
@@ -181,6 +181,14 @@ def _split(chosen: JsonValue, rejected: JsonValue) -> dict[str, JsonValue]:
                 raise MalformedRow("no prompt, and the chosen and the rejected completion have no common beginning")
             return {"prompt": chosen[:length], "chosen": chosen[length:], "rejected": rejected[length:]}
     raise MalformedRow("no prompt, and completions that are neither both texts nor both lists of messages")
+
+
+def _contain_prompt(fields: Mapping[str, JsonValue]) -> bool:
+    """True for completions that are whole conversations beside the text of their prompt, as in UltraFeedback."""
+    prompt, chosen, rejected = (fields[name] for name in ("prompt", "chosen", "rejected"))
+    if not (isinstance(prompt, str) and isinstance(chosen, list) and isinstance(rejected, list)):
+        return False
+    return common_beginning(chosen, rejected) > 0
 
 
 def _is_missing(value: JsonValue) -> bool:
