@@ -187,11 +187,16 @@ def test_an_answer_without_text_is_a_turn_that_ends_at_once(tmp_path: Path, algo
 
 
 def test_a_prompt_that_begins_the_turn_of_the_model_ends_within_it(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"prompt": [*ASKED, *answer_turn("1+1=")], "answer": "2"}) + "\n")
-    spec = spec_of("grpo", train=str(path))
-    (row,) = encode_prompts(load_data(spec, "train")[0], char_tokenizer(), spec.data).rows
-    assert row.prompt == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n1+1="
+    """Its completions go on with that turn, in sampling as in training: they would end it at once otherwise."""
+    path, begun = tmp_path / "rows.jsonl", [*ASKED, *answer_turn("1+1=")]
+    expected = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n1+1="
+    for algorithm in ("grpo", "sft"):
+        path.write_text(json.dumps({"prompt": begun, "answer": "2"}) + "\n")
+        spec = spec_of(algorithm, train=str(path))
+        (row,) = encode_prompts(load_data(spec, "train")[0], char_tokenizer(), spec.data).rows
+        assert (row.prompt, row.target) == (expected, "2" if algorithm == "grpo" else "2<|im_end|>\n")
+    (row,), _ = sequences(load(tmp_path, {"prompt": begun, "chosen": answer_turn("2"), "rejected": "3"}))
+    assert (row.prompt, row.chosen, row.rejected) == (expected, "2<|im_end|>\n", "3<|im_end|>\n")
 
 
 def test_an_implicit_prompt_of_text_is_what_both_begin_with(tmp_path: Path) -> None:

@@ -62,7 +62,8 @@ def rendered(row: Row, tokenizer: "PreTrainedTokenizerBase", now: datetime | Non
     """Render the messages of a row with the chat template; a row without messages stays unchanged.
 
     The prompt ends with the beginning of the model's turn, as it does when completions are sampled, and a completion is
-    the text that the template adds for its messages. A prompt that ends with a turn of the model ends within it.
+    the text that the template adds for its messages. A prompt that ends with a turn of the model ends within it, and
+    the completion goes on with it.
 
     Args:
         now: time given to templates that write the date into prompts, as those of Llama 3.1 and 3.2; None for the
@@ -83,7 +84,7 @@ def rendered(row: Row, tokenizer: "PreTrainedTokenizerBase", now: datetime | Non
         completion: Messages = getattr(chat, name)
         if not completion:
             continue
-        whole = _apply(tokenizer, [*chat.prompt, *completion], now)
+        whole = _apply(tokenizer, _continued(chat.prompt, completion), now)
         if not whole.startswith(prompt):
             raise BadData(
                 f"the chat template renders a prompt as {prompt[-60:]!r}, but differently before the {name} completion "
@@ -92,6 +93,14 @@ def rendered(row: Row, tokenizer: "PreTrainedTokenizerBase", now: datetime | Non
             )
         texts[name] = whole[len(prompt) :]
     return dataclasses.replace(row, prompt=prompt, **texts)
+
+
+def _continued(prompt: Messages, completion: Messages) -> Messages:
+    """Messages of a prompt and its completion."""
+    begun, (first, *others) = prompt[-1], completion
+    if not begun.get("role") == first.get("role") == "assistant":
+        return [*prompt, *completion]
+    return [*prompt[:-1], {**begun, "content": f"{begun['content']}{first['content']}"}, *others]
 
 
 def _apply(tokenizer: "PreTrainedTokenizerBase", messages: Messages, now: datetime | None, **end: bool) -> str:
