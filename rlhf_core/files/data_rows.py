@@ -8,7 +8,7 @@ import csv
 import json
 import string
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,7 +113,7 @@ KINDS = (*READERS, ".parquet")
 def pair_problem(chosen: object, rejected: object) -> str:
     """Problem of a pair of completions; empty if the pair is usable for training."""
     for name, value in (("chosen", chosen), ("rejected", rejected)):
-        if not value:
+        if isinstance(value, Sized) and not value:  # the number 0 is a completion
             return f"the {name} completion is empty"
     return "the chosen and the rejected completion are the same" if chosen == rejected else ""
 

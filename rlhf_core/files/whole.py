@@ -144,6 +144,20 @@ def is_disk_full(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
+_NO_SPACE = re.compile(r"No space left on device|Disk quota exceeded|os error (28|122)\b")
+
+
+def comes_from_full_disk(error: BaseException | None) -> bool:
+    """Return True if a full disk is the cause: torch and safetensors hide the system's error inside their own."""
+    while error is not None:
+        if isinstance(error, OSError) and is_disk_full(error):
+            return True
+        if _NO_SPACE.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 @dataclass(frozen=True)
 class Reserve:
     """A few blocks held back, so that the end of a run can be recorded on a disk that the run has filled."""

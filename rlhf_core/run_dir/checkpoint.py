@@ -1,6 +1,7 @@
 """Folder of one checkpoint: paths, manifest and checksums."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,8 +64,12 @@ class CheckpointDir:
         self.root.rename(final.root)
         bring_to_disk(final.root.parent)
 
-    def damage(self) -> list[str]:
-        """Problems of the files, by size and hash; empty for an intact checkpoint. Reads every byte."""
+    def damage(self, beat: Callable[[], None] = lambda: None) -> list[str]:
+        """Problems of the files, by size and hash; empty for an intact checkpoint. Reads every byte.
+
+        Args:
+            beat: called after every file.
+        """
         manifest = self.manifest()
         if manifest is None:
             return [f"{self.complete.name} is {self._fault_of_manifest()}"]
@@ -74,11 +79,16 @@ class CheckpointDir:
             # Read once more before giving up a checkpoint: the failure of a disk or a network may be temporary.
             if fault and (fault := self._fault_of(name, expected)):
                 problems.append(fault)
+            beat()
         return problems
 
-    def verify(self) -> None:
-        """Raise :class:`CheckpointCorrupt` unless every file matches ``COMPLETE``."""
-        problems = self.damage()
+    def verify(self, beat: Callable[[], None] = lambda: None) -> None:
+        """Raise :class:`CheckpointCorrupt` unless every file matches ``COMPLETE``.
+
+        Args:
+            beat: called after every file.
+        """
+        problems = self.damage(beat)
         if problems:
             raise CheckpointCorrupt(f"checkpoint {self.root} is damaged: {'; '.join(problems)}", self.root.name)
 

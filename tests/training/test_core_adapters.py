@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -11,9 +12,12 @@ peft = pytest.importorskip("peft")
 
 from core_models import OTHER_FAMILIES, QWEN, char_tokenizer, tiny_model  # noqa: E402
 from pydantic import ValidationError  # noqa: E402
+from safetensors import SafetensorError  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
-from rlhf_core.errors import BadConfig, ResumeMismatch  # noqa: E402
-from rlhf_core.run_dir.checkpoint import BASE_RECORD  # noqa: E402
+from rlhf_core.errors import BadConfig, DiskFull, ResumeMismatch, WorkerError  # noqa: E402
+from rlhf_core.run_dir.checkpoint import ADAPTER_WEIGHTS, BASE_RECORD  # noqa: E402
+from rlhf_core.run_dir.run import RunDir  # noqa: E402
 from rlhf_core.schemas.model import LoraSpec  # noqa: E402
 from rlhf_core.schemas.run import RunSpec  # noqa: E402
 from rlhf_core.training.models.adapters import (  # noqa: E402
@@ -25,6 +29,7 @@ from rlhf_core.training.models.adapters import (  # noqa: E402
     save_adapter,
 )
 from rlhf_core.training.models.causal_lm import PolicyModel, load_causal_lm  # noqa: E402
+from rlhf_core.training.models.merged import write_merged  # noqa: E402
 from rlhf_core.training.models.reward_model import RewardModel, load_reward_model  # noqa: E402
 
 pytestmark = pytest.mark.training
@@ -82,6 +87,35 @@ def test_the_merged_model_computes_what_the_adapter_does(tmp_path: Path, config:
         assert not torch.allclose(load_causal_lm(folder, "float32")(IDS).logits, expected, atol=1e-2)
     untouched = tiny_model(config).get_input_embeddings().weight
     assert torch.equal(merged.get_input_embeddings().weight, untouched)
+
+
+def test_an_adapter_whose_weights_match_no_layer_is_not_merged_away(tmp_path: Path) -> None:
+    """peft only warns, and the result would be the base model."""
+    folder = base(tmp_path / "base")
+    save_adapter(stirred(adapted(folder)), tmp_path / "adapter", folder, is_first=True, beat=lambda: None)
+    file = tmp_path / "adapter" / ADAPTER_WEIGHTS
+    renamed = {name.replace(".layers.", ".text.layers."): tensor for name, tensor in load_file(file).items()}
+    save_file(renamed, file, metadata={"format": "pt"})
+    with pytest.raises(BadConfig, match=r"other names than the layers of Qwen3ForCausalLM .*q_proj\.lora_A"):
+        load_causal_lm(tmp_path / "adapter", "float32")
+
+
+@pytest.mark.parametrize(
+    ("problem", "expected"),
+    [("No space left on device (os error 28)", DiskFull), ("File too large (os error 27)", WorkerError)],
+)
+def test_weights_that_find_no_room_leave_no_merged_model(
+    tmp_path: Path, problem: str, expected: type[WorkerError]
+) -> None:
+    """safetensors raises an error of its own, which is not of the system."""
+    folder, run_dir = base(tmp_path / "base"), RunDir(tmp_path / "run")
+    save_adapter(adapted(folder), tmp_path / "adapter", folder, is_first=True, beat=lambda: None)
+    checkpoint = Mock(step=4, model=tmp_path / "adapter")
+    model = Mock(save_pretrained=Mock(side_effect=SafetensorError(f"Error while serializing: I/O error: {problem}")))
+    with pytest.raises(WorkerError) as raised:
+        write_merged(run_dir, checkpoint, model, char_tokenizer(), lambda: None)
+    assert type(raised.value) is expected
+    assert list(run_dir.merged(4).root.parent.iterdir()) == []
 
 
 def test_the_reference_is_a_second_model_to_the_last_bit(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from control_fakes import make_spec
 
-from rlhf_core.schemas.content import ContentReport
+from rlhf_core.schemas.content import ContentReport, TrialProblem
 from rlhf_core.schemas.model import BUILT_TOKENIZERS
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.data.loading import completion_lengths, prompt_tokens
@@ -31,14 +31,18 @@ MISTRAL = (
 """A template that marks the end of the user's turn, and has no header for the answer."""
 
 
-def report_of(spec: RunSpec, tmp_path: Path, code: str = "") -> ContentReport:
+LOGIN_NODE = ("bash", "-c", 'ulimit -t 20 -d 3145728; exec "$@"', "bash")
+"""Start of a command that may take 20 s of CPU time and 3 GiB of memory."""
+
+
+def report_of(spec: RunSpec, tmp_path: Path, code: str = "", before: tuple[str, ...] = ()) -> ContentReport:
     """Answer of the command."""
     (tmp_path / "spec.json").write_text(spec.model_dump_json())
     (tmp_path / "my_data.py").write_text(code)
     command = [sys.executable, "-m", "rlhf_core.worker", "check-content", "--spec", str(tmp_path / "spec.json")]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [*command, "--path", str(tmp_path)], capture_output=True, text=True, env=environment, check=True
+        [*before, *command, "--path", str(tmp_path)], capture_output=True, text=True, env=environment, check=True
     )
     (line,) = done.stdout.splitlines()
     return ContentReport.model_validate_json(line)
@@ -65,6 +69,12 @@ def test_a_healthy_run(tmp_path: Path) -> None:
     (trial,) = report.rewards
     assert (trial.num_distinct, trial.right, trial.wrong) == (2, 1.0, 0.0)
     assert report.num_shared == 0
+
+
+def test_limits_of_a_login_node_stay(tmp_path: Path) -> None:
+    report = report_of(make_spec(), tmp_path, before=LOGIN_NODE)
+    assert [(split.problem, split.num_rows) for split in report.splits][:1] == [("", 2000)]
+    assert [trial.problem for trial in report.rewards] == [TrialProblem.NONE] * len(report.rewards)
 
 
 def test_long_rows_repeated_rows_and_unknown_characters(tmp_path: Path) -> None:

@@ -8,11 +8,13 @@ import pytest
 import torch
 from core_models import OTHER_FAMILIES, QWEN, char_tokenizer, run_spec, tiny_model
 from pydantic import JsonValue
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlhf_core.errors import BadConfig
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.training.data.batches import collate
+from rlhf_core.training.data.loading import EncodedPrompts
 from rlhf_core.training.data.tokenizers import load_tokenizer
 from rlhf_core.training.models import token_logprobs
 from rlhf_core.training.models.causal_lm import (
@@ -23,6 +25,8 @@ from rlhf_core.training.models.causal_lm import (
     tokenizer_folder,
 )
 from rlhf_core.training.models.gathering import write_model_texts
+from rlhf_core.training.models.reward_model import load_reward_model
+from rlhf_core.training.trainers.run import require_embeddings
 from rlhf_core.training.types import Row
 
 pytestmark = pytest.mark.training
@@ -110,6 +114,31 @@ def test_generation_settings_that_cannot_be_saved_are_refused_at_the_start(tmp_p
         match=r"generation_config\.json contains settings .*early_stopping",
     ):
         load_causal_lm(tmp_path, "float32")
+
+
+def test_weights_that_are_missing_are_not_random(tmp_path: Path) -> None:
+    tiny_model(OTHER_FAMILIES["llama"]).save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    weights = load_file(file)
+    save_file({f"module.{name}": tensor for name, tensor in weights.items()}, file, metadata={"format": "pt"})
+    with pytest.raises(BadConfig, match=r"all weights of LlamaForCausalLM.* no lm_head\.weight, .* and \d+ more"):
+        load_causal_lm(tmp_path / "model", "float32")
+    with pytest.raises(BadConfig, match=r"all weights of LlamaForSequenceClassification.* no model\.embed_tokens"):
+        load_reward_model(tmp_path / "model", "float32", seed=0, pad_id=0)
+    weights["lm_head.weight"] = weights["lm_head.weight"][:100].clone()
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(BadConfig, match=r"lm_head\.weight of shape \[100, 32\] instead of \[128, 32\]"):
+        load_causal_lm(tmp_path / "model", "float32")
+
+
+def test_a_tokenizer_of_another_model_is_refused() -> None:
+    model, tokenizer = tiny_model(), char_tokenizer()
+    tokenizer.add_tokens(["<tool>"])
+    data = EncodedPrompts(ROWS, [[5, 6], [7]], 0)
+    require_embeddings(model, tokenizer, data)  # a token that does not occur
+    data.token_ids[1].append(128)
+    with pytest.raises(BadConfig, match=r"found token 128 \('<tool>'\) .* embeddings for 128 tokens only"):
+        require_embeddings(model, tokenizer, data)
 
 
 def test_an_interrupted_build_leaves_nothing_that_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

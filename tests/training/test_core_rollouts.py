@@ -1,5 +1,6 @@
 """Sampling: a sequence does not depend on the others in its batch, and training sees what was actually sampled."""
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from rlhf_core.training.rollouts.base import draw_tokens
 from rlhf_core.training.rollouts.engine_adapter import count_differing, given_shapes, given_weights, taken_weights
 from rlhf_core.training.rollouts.samplers import TransformersSampler
 from rlhf_core.training.rollouts.seeds import sample_seed, uniforms
+from rlhf_core.training.rollouts.vllm.engine import end_ids_of
 from rlhf_core.training.rollouts.weight_probe import probe_logprobs, probe_of
 from rlhf_core.training.trainers.context import TrainingContext, TrainingStep
 from rlhf_core.training.types import Completion
@@ -148,6 +150,20 @@ def test_a_completion_ends_with_its_first_end_token(model: PreTrainedModel) -> N
         assert completion.finished or len(completion.token_ids) == 100
         visible = completion.token_ids[:-1] if completion.finished else completion.token_ids
         assert tokenizer.encode(completion.text) == visible
+
+
+@pytest.mark.parametrize("has_settings", [True, False])
+def test_all_engines_end_completions_at_the_same_tokens(tmp_path: Path, has_settings: bool) -> None:
+    """Engines that read the folder of a model, and those that are given the model."""
+    model, tokenizer = tiny_model(), char_tokenizer()
+    model.generation_config.eos_token_id = [5, 6]
+    model.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**model.config.to_dict(), "eos_token_id": [7, 8]}))
+    if not has_settings:
+        (tmp_path / "generation_config.json").unlink()
+    ends = end_ids_of(tmp_path, tokenizer)
+    assert ends == sorted({tokenizer.eos_token_id, *([5, 6] if has_settings else [7, 8])})
+    assert set(ends) == transformers_engine.end_token_ids(load_causal_lm(tmp_path, "float32"), tokenizer)
 
 
 @pytest.fixture

@@ -9,7 +9,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from rlhf_core.training.checkpoints.state import kept_random_state
 from rlhf_core.training.rollouts.seeds import sample_seed, uniforms
+from rlhf_core.training.trainers.run import _seed_everything
 
 pytestmark = pytest.mark.training
 
@@ -129,3 +131,9 @@ def test_uniforms_are_uniform_over_neighbouring_seeds_and_positions() -> None:
         distance = float((values.sort().values - ranks).abs().max())
         assert distance < 1.95 / len(values) ** 0.5  # Kolmogorov-Smirnov, 0.1 %
         assert abs(float(torch.corrcoef(torch.stack([values[:-1], values[1:]]))[0, 1])) < 4 / len(values) ** 0.5
+
+
+def test_every_seed_that_a_run_accepts_seeds_all_generators() -> None:
+    with kept_random_state(torch.device("cpu")):
+        for seed in (0, 1_764_000_000_000_000_000, 2**63 - 1):  # the second: a time in nanoseconds
+            _seed_everything(seed, rank=511)

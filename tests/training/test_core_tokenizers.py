@@ -1,5 +1,6 @@
 """Tokenizers built here: lossless where they promise it, reproducible, and with a text for every number."""
 
+import json
 import string
 from pathlib import Path
 
@@ -91,6 +92,12 @@ def test_what_makes_no_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadConfig, match="is not a folder"):
         load_tokenizer(tmp_path / "gone")
     with pytest.raises(BadConfig, match="contains no tokenizer"):
+        load_tokenizer(tmp_path)
+    build_tokenizer("byte", [], 0).save_pretrained(tmp_path)
+    core = json.loads((tmp_path / "tokenizer.json").read_text())
+    core["model"]["type"] = "of a newer version"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(core))
+    with pytest.raises(BadConfig, match=r"that transformers can load: Exception: .*variant"):
         load_tokenizer(tmp_path)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from rlhf_core.files.whole import write_model
 from rlhf_core.run_dir import checkpoint as checkpoint_dir
 from rlhf_core.run_dir.checkpoint import CheckpointDir, checksum
 from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.resources import Placement
 from rlhf_core.schemas.run import RunSpec
 
@@ -282,6 +284,16 @@ def test_memory_of_a_snapshot_is_used_again(run_dir: RunDir, ranks: Ranks, model
     verify_checkpoint(run_dir.checkpoint(6), spec_with(), ranks)
 
 
+def test_a_save_leaves_no_list_of_its_files_in_the_store(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
+    """The store is the agent's memory, and lists of hundreds of ranks would add up over thousands of checkpoints."""
+    store = Mock(wraps=ranks.store)
+    save_whole(writer(run_dir, dataclasses.replace(ranks, store=store)), progress(4), model, ENGINE_STATE)
+    left = {call.args[0]: call.args[1] for call in store.set.call_args_list}
+    for call in store.delete_key.call_args_list:
+        del left[call.args[0]]
+    assert 0 < sum(map(len, left.values())) < 100, left
+
+
 def test_without_room_in_memory_the_step_waits_for_the_disk(
     run_dir: RunDir, ranks: Ranks, model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -474,6 +486,14 @@ def test_a_damaged_checkpoint_is_refused(run_dir: RunDir, ranks: Ranks, model: A
     weights.write_bytes(data)
     with pytest.raises(CheckpointCorrupt, match=r"model/model\.safetensors: found \d+ bytes with sha256"):
         verify_checkpoint(saved, spec_with(), ranks)
+
+
+def test_every_file_that_is_verified_is_a_sign_of_life(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
+    saved = save_whole(writer(run_dir, ranks), progress(4), model, ENGINE_STATE)
+    manifest, reporter = saved.manifest(), Mock(wraps=ranks.reporter)
+    assert manifest is not None
+    verify_checkpoint(saved, spec_with(), dataclasses.replace(ranks, reporter=reporter))
+    assert reporter.beat.call_args_list == [((Phase.SETUP, 4),)] * len(manifest.files)
 
 
 def flip_a_byte(path: Path, where: int = -1) -> None:

@@ -109,7 +109,8 @@ def test_a_pair_that_teaches_nothing_is_named_or_counted(tmp_path: Path, changed
 
 def test_preflight_counts_pairs_that_teach_nothing(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    rows = [GOOD, {**GOOD, "rejected": "4"}, GOOD, {**GOOD, "rejected": "2"}, {**GOOD, "chosen": ""}]
+    pairs: list[dict[str, Any]] = [{"rejected": "4"}, {}, {"rejected": "2"}, {"chosen": ""}, {"chosen": 0}]
+    rows = [{**GOOD, **changed} for changed in ({}, *pairs)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = scan(path, spec_of(train="x").data, kinds=frozenset({"pair"}))
     assert [problem.line for problem in found.malformed] == [4, 5]
@@ -129,7 +130,7 @@ def test_completions_end_once_and_only_they_are_learned() -> None:
     assert learned == [f"{text}<|im_end|>" for text in ("2", "12", "3", "4")], "all chosen, then all rejected"
 
 
-@pytest.mark.parametrize("form", ["explicit", "implicit", "text"])
+@pytest.mark.parametrize("form", ["explicit", "implicit", "beside its text", "text"])
 def test_conversations_go_through_the_chat_template(tmp_path: Path, form: str) -> None:
     explicit = {"prompt": ASKED, "chosen": answer_turn("2"), "rejected": answer_turn("3")}
     forms = {
@@ -137,6 +138,7 @@ def test_conversations_go_through_the_chat_template(tmp_path: Path, form: str) -
         "implicit": {name: [*ASKED, *explicit[name]] for name in ("chosen", "rejected")},
         "text": {"prompt": ASKED, "chosen": "2", "rejected": "3"},
     }
+    forms["beside its text"] = {"prompt": "1+1?", **forms["implicit"]}
     rows, (example,) = sequences(load(tmp_path, forms[form]))
     assert rows[0].prompt == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
     assert (rows[0].chosen, rows[0].rejected) == ("2<|im_end|>\n", "3<|im_end|>\n")
@@ -156,6 +158,47 @@ def test_a_template_that_writes_the_date_is_given_a_fixed_one(tmp_path: Path) ->
     assert not row.prompt.startswith("31 Jan 2026"), "without one, the template asks the clock"
 
 
+def test_fields_that_are_null_are_not_there(tmp_path: Path) -> None:
+    """Parquet gives every message the fields of all others; Llama 3.1 asks whether a message has tool calls."""
+    empty = {"name": None, "tool_calls": None}
+    chosen, rejected = ([{**answer_turn(text)[0], **empty}] for text in "23")
+    rows = load(tmp_path, {"prompt": [{**ASKED[0], **empty}], "chosen": chosen, "rejected": rejected})
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if 'tool_calls' in m %}{{ m.tool_calls | length }}{% endif %}"
+        "{{ m['content'] }}|{% endfor %}"
+    )
+    (row,) = encode_prompts(rows, tokenizer, spec_of(train="x").data).rows
+    assert (row.prompt, row.chosen, row.rejected) == ("1+1?|", "2|", "3|")
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "kto"])
+def test_an_answer_without_text_is_a_turn_that_ends_at_once(tmp_path: Path, algorithm: str) -> None:
+    path, tokenizer = tmp_path / "rows.jsonl", char_tokenizer()
+    spec = spec_of(algorithm, train=str(path))
+    for prompt in (ASKED, "1+1?"):
+        path.write_text(json.dumps({"prompt": prompt, "answer": "", "label": False}) + "\n")
+        encoded = encode_prompts(load_data(spec, "train")[0], tokenizer, spec.data)
+        (example,) = make_examples(encoded.rows, encoded.token_ids, tokenizer, spec.main_loop.algorithm)
+        assert example.completions[0][:1] == [tokenizer.eos_token_id]
+    path.write_text(json.dumps({"prompt": ASKED, "answer": [], "label": False}) + "\n")
+    with pytest.raises(BadData, match="target: expected a list of messages"):
+        load_data(spec, "train")
+
+
+def test_a_prompt_that_begins_the_turn_of_the_model_ends_within_it(tmp_path: Path) -> None:
+    """Its completions go on with that turn, in sampling as in training: they would end it at once otherwise."""
+    path, begun = tmp_path / "rows.jsonl", [*ASKED, *answer_turn("1+1=")]
+    expected = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n1+1="
+    for algorithm in ("grpo", "sft"):
+        path.write_text(json.dumps({"prompt": begun, "answer": "2"}) + "\n")
+        spec = spec_of(algorithm, train=str(path))
+        (row,) = encode_prompts(load_data(spec, "train")[0], char_tokenizer(), spec.data).rows
+        assert (row.prompt, row.target) == (expected, "2" if algorithm == "grpo" else "2<|im_end|>\n")
+    (row,), _ = sequences(load(tmp_path, {"prompt": begun, "chosen": answer_turn("2"), "rejected": "3"}))
+    assert (row.prompt, row.chosen, row.rejected) == (expected, "2<|im_end|>\n", "3<|im_end|>\n")
+
+
 def test_an_implicit_prompt_of_text_is_what_both_begin_with(tmp_path: Path) -> None:
     (row,) = load(tmp_path, {"chosen": "Human: hi Assistant: yes", "rejected": "Human: hi Assistant: no"})
     assert (row.prompt, row.chosen, row.rejected) == ("Human: hi Assistant:", " yes", " no")
@@ -172,6 +215,9 @@ def test_a_template_that_renders_the_prompt_otherwise_is_refused(tmp_path: Path)
     )
     data = spec_of(train="x").data
     with pytest.raises(BadData, match="but differently before the chosen completion"):
+        encode_prompts(rows, tokenizer, data)
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(BadData, match=r"the conversation that ends with '1\+1\?': .*roles must alternate"):
         encode_prompts(rows, tokenizer, data)
     tokenizer.chat_template = None
     with pytest.raises(BadData, match="a tokenizer without a chat template"):

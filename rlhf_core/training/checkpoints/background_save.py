@@ -20,9 +20,9 @@ from typing import Any
 from torch.distributed.distributed_c10d import Store
 
 from rlhf_core.files.reading import bring_to_disk
+from rlhf_core.files.whole import comes_from_full_disk
 from rlhf_core.schemas.checkpoint_files import FileChecksum
 from rlhf_core.survival import Survived
-from rlhf_core.training.checkpoints.saving import comes_from_full_disk
 from rlhf_core.training.checkpoints.tensor_files import chunks
 
 FIRST_POLL_S, LONGEST_POLL_S = 0.02, 0.5

@@ -10,11 +10,11 @@ from typing import TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.files.reading import bring_to_disk
-from rlhf_core.files.whole import remove_tree
+from rlhf_core.files.whole import comes_from_full_disk, remove_tree
 from rlhf_core.run_dir.checkpoint import CheckpointDir, checksum
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
 from rlhf_core.survival import Survived
-from rlhf_core.training.checkpoints.saving import CheckpointPart, CheckpointPublication, comes_from_full_disk
+from rlhf_core.training.checkpoints.saving import CheckpointPart, CheckpointPublication
 from rlhf_core.training.checkpoints.soundness import settings_file
 from rlhf_core.training.checkpoints.state import state_file
 from rlhf_core.training.checkpoints.tensor_files import flattened, write_tensors

@@ -1,7 +1,6 @@
 """Common parts of all ways of saving a checkpoint: one rank's content, publication, errors."""
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,6 @@ from transformers import PreTrainedModel
 from rlhf_core.diagnosis.retention import kept_steps
 from rlhf_core.errors import DiskFull, WorkerError
 from rlhf_core.files.reading import bring_to_disk
-from rlhf_core.files.whole import is_disk_full
 from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.base import utc_now
@@ -21,8 +19,6 @@ from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.checkpoints.soundness import spec_hash, training_part
 from rlhf_core.training.checkpoints.state import Progress
-
-_NO_SPACE = re.compile(r"No space left on device|Disk quota exceeded|os error (28|122)\b")
 
 
 class SavedModel(Protocol):
@@ -119,14 +115,3 @@ class CheckpointPublication:
                 f"({problem}). Older checkpoints are untouched; make room, then resume the run"
             )
         return WorkerError(f"checkpoint {step} could not be written: {problem}")
-
-
-def comes_from_full_disk(error: BaseException | None) -> bool:
-    """Return True if a full disk is the cause: torch and safetensors hide the system's error inside their own."""
-    while error is not None:
-        if isinstance(error, OSError) and is_disk_full(error):
-            return True
-        if _NO_SPACE.search(str(error)):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

@@ -14,6 +14,7 @@ from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest
 from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.migration import current_settings
+from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.text.formatting import listed
 from rlhf_core.training.distributed import Ranks
@@ -78,7 +79,12 @@ def verify_checkpoint(checkpoint: CheckpointDir, spec: RunSpec, ranks: Ranks, ba
         CheckpointCorrupt: the checkpoint is damaged.
         ResumeMismatch: it was written with another spec or base model.
     """
-    agree(ranks, lambda: _require_sound(checkpoint, spec, base))
+
+    def beat() -> None:
+        # The state of a large model is a terabyte: reading it takes longer than a silence that counts as a hang.
+        ranks.reporter.beat(Phase.SETUP, checkpoint.step)
+
+    agree(ranks, lambda: _require_sound(checkpoint, spec, base, beat))
 
 
 def initial_folder(spec: RunSpec, run_dir: RunDir) -> Path:
@@ -137,8 +143,10 @@ def agree(ranks: Ranks, find: Callable[[], CheckpointDir | None]) -> int | None:
     return int(answer["step"]) if answer["step"] else None
 
 
-def _require_sound(checkpoint: CheckpointDir, spec: RunSpec, base: Path | None) -> CheckpointDir:
-    checkpoint.verify()
+def _require_sound(
+    checkpoint: CheckpointDir, spec: RunSpec, base: Path | None, beat: Callable[[], None]
+) -> CheckpointDir:
+    checkpoint.verify(beat)
     manifest = checkpoint.manifest()
     if manifest is None:
         raise CheckpointCorrupt(f"checkpoint {checkpoint.root} disappeared while it was read", checkpoint.root.name)
@@ -151,7 +159,7 @@ def _require_sound(checkpoint: CheckpointDir, spec: RunSpec, base: Path | None) 
             "with the same settings, or start a new run"
         )
     if base is not None and is_adapter(checkpoint.model):
-        require_base(checkpoint.model, base)
+        require_base(checkpoint.model, base, beat)
     return checkpoint
 
 

@@ -18,6 +18,7 @@ checkpoint is complete.
 """
 
 import contextlib
+import dataclasses
 import math
 import secrets
 import shutil
@@ -302,7 +303,8 @@ class CheckpointWriter:
             self._ranks.store.set(f"{key}/{self._ranks.rank}", own.to_json())
             if self._ranks.is_first:
                 verdict = self._verdict_of_all(part, key)
-                self._ranks.store.set(f"{key}/verdict", verdict.to_json())
+                # Without the files, which no other rank needs: the store keeps it until the end of the job.
+                self._ranks.store.set(f"{key}/verdict", dataclasses.replace(verdict, files={}).to_json())
                 return verdict
             return Report.from_json(self._wait_for(f"{key}/verdict"))
         except Exception as error:  # noqa: BLE001 - torch's store, hosted by the agent, is gone: the step must learn of it

@@ -33,9 +33,17 @@ def messages_problem(value: JsonValue) -> str:
 
 
 def turns(completion: JsonValue) -> Messages:
-    """A completion as messages: a text is one turn of the model."""
+    """A completion as messages: a text is one turn of the model.
+
+    Fields that are null are left out, as in TRL: Parquet gives every message the fields of all others, and templates
+    ask whether a message has one (``'tool_calls' in message`` in Llama 3.1).
+    """
     if isinstance(completion, list):
-        return [message for message in completion if isinstance(message, Mapping)]
+        return [
+            {name: value for name, value in message.items() if value is not None}
+            for message in completion
+            if isinstance(message, Mapping)
+        ]
     return [{"role": "assistant", "content": completion}]
 
 
@@ -54,7 +62,8 @@ def rendered(row: Row, tokenizer: "PreTrainedTokenizerBase", now: datetime | Non
     """Render the messages of a row with the chat template; a row without messages stays unchanged.
 
     The prompt ends with the beginning of the model's turn, as it does when completions are sampled, and a completion is
-    the text that the template adds for its messages.
+    the text that the template adds for its messages. A prompt that ends with a turn of the model ends within it, and
+    the completion goes on with it.
 
     Args:
         now: time given to templates that write the date into prompts, as those of Llama 3.1 and 3.2; None for the
@@ -68,13 +77,14 @@ def rendered(row: Row, tokenizer: "PreTrainedTokenizerBase", now: datetime | Non
     chat = row.chat
     if chat is None:
         return row
-    prompt = _apply(tokenizer, chat.prompt, now, add_generation_prompt=True)
+    is_begun = chat.prompt[-1].get("role") == "assistant"
+    prompt = _apply(tokenizer, chat.prompt, now, add_generation_prompt=not is_begun, continue_final_message=is_begun)
     texts: dict[str, Any] = {}
     for name in ("target", "chosen", "rejected"):
         completion: Messages = getattr(chat, name)
         if not completion:
             continue
-        whole = _apply(tokenizer, [*chat.prompt, *completion], now, add_generation_prompt=False)
+        whole = _apply(tokenizer, _continued(chat.prompt, completion), now)
         if not whole.startswith(prompt):
             raise BadData(
                 f"the chat template renders a prompt as {prompt[-60:]!r}, but differently before the {name} completion "
@@ -85,9 +95,15 @@ def rendered(row: Row, tokenizer: "PreTrainedTokenizerBase", now: datetime | Non
     return dataclasses.replace(row, prompt=prompt, **texts)
 
 
-def _apply(
-    tokenizer: "PreTrainedTokenizerBase", messages: Messages, now: datetime | None, *, add_generation_prompt: bool
-) -> str:
+def _continued(prompt: Messages, completion: Messages) -> Messages:
+    """Messages of a prompt and its completion."""
+    begun, (first, *others) = prompt[-1], completion
+    if not begun.get("role") == first.get("role") == "assistant":
+        return [*prompt, *completion]
+    return [*prompt[:-1], {**begun, "content": f"{begun['content']}{first['content']}"}, *others]
+
+
+def _apply(tokenizer: "PreTrainedTokenizerBase", messages: Messages, now: datetime | None, **end: bool) -> str:
     if not tokenizer.chat_template:
         raise BadData(
             "found a prompt of messages, and a tokenizer without a chat template; use text, or set model.tokenizer to "
@@ -97,9 +113,10 @@ def _apply(
     conversation: Any = [dict(message) for message in messages]
     clock: Any = {} if now is None else {"strftime_now": now.strftime}  # transformers' name, in place of its own
     with Survived() as failed:  # a template is code and may raise anything
-        text = tokenizer.apply_chat_template(
-            conversation, tokenize=False, add_generation_prompt=add_generation_prompt, **clock
-        )
+        text = tokenizer.apply_chat_template(conversation, tokenize=False, **end, **clock)
     if failed.error is not None:
-        raise BadData(f"the chat template of the tokenizer does not render: {' '.join(failed.problem.split())}")
+        raise BadData(
+            f"the chat template of the tokenizer does not render the conversation that ends with "
+            f"{messages[-1].get('content')!r:.80}: {' '.join(failed.problem.split())}"
+        )
     return str(text)

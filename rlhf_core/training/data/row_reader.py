@@ -80,7 +80,7 @@ class RowReader:
                 raise MalformedRow(
                     f'no column "{column}" (data.{alias}_column); it has: {", ".join(columns) or "none"}'
                 )
-        if self._pairs and data.prompt_column not in columns:
+        if self._pairs and (data.prompt_column not in columns or _contain_prompt(fields)):
             fields |= _split(fields["chosen"], fields["rejected"])
         return fields
 
@@ -116,9 +116,11 @@ class RowReader:
             value = fields.get(column) if name == "target" or self._pairs else None
             if value is not None and not isinstance(value, list):
                 value = self._templates[name].format_map({key: str(other) for key, other in fields.items()})
-            completions[name] = turns(value) if value else []
+            # An answer without text is a turn that ends at once; a pair with such a completion is refused.
+            completions[name] = turns(value) if value or (name == "target" and value == "") else []
+        needed = ("prompt", "target") if self._teaches_answers else ("prompt",)
         for name, messages in (("prompt", fields["prompt"]), *completions.items()):
-            if (messages or name == "prompt") and (problem := messages_problem(list(messages))):  # type: ignore[arg-type]
+            if (messages or name in needed) and (problem := messages_problem(list(messages))):  # type: ignore[arg-type]
                 raise MalformedRow(f"{name}: {problem}")
         prompt = json.dumps(fields["prompt"], ensure_ascii=False)
         _check_text(prompt + json.dumps([list(messages) for messages in completions.values()], ensure_ascii=False))
@@ -179,6 +181,14 @@ def _split(chosen: JsonValue, rejected: JsonValue) -> dict[str, JsonValue]:
                 raise MalformedRow("no prompt, and the chosen and the rejected completion have no common beginning")
             return {"prompt": chosen[:length], "chosen": chosen[length:], "rejected": rejected[length:]}
     raise MalformedRow("no prompt, and completions that are neither both texts nor both lists of messages")
+
+
+def _contain_prompt(fields: Mapping[str, JsonValue]) -> bool:
+    """True for completions that are whole conversations beside the text of their prompt, as in UltraFeedback."""
+    prompt, chosen, rejected = (fields[name] for name in ("prompt", "chosen", "rejected"))
+    if not (isinstance(prompt, str) and isinstance(chosen, list) and isinstance(rejected, list)):
+        return False
+    return common_beginning(chosen, rejected) > 0
 
 
 def _is_missing(value: JsonValue) -> bool:

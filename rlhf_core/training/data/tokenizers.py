@@ -54,10 +54,9 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise BadConfig(
-            f"{path} contains no tokenizer that transformers can load: {str(error).splitlines()[0]}"
-        ) from error
+    except Exception as error:  # many types; that of a file of a newer tokenizers is Exception itself
+        found = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        raise BadConfig(f"{path} contains no tokenizer that transformers can load: {found}") from error
     if tokenizer.eos_token_id is None:
         raise BadConfig(f"the tokenizer in {path} has no end token (eos_token); completions would never end")
     if tokenizer.pad_token_id is None:

@@ -9,6 +9,7 @@ in place: a model with an adapter is the same transformers model, for sampling, 
 import contextlib
 import functools
 import json
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,6 @@ def add_reference(model: nn.Module, folder: Path) -> None:
 
 
 def _inject(model: nn.Module, config: Any, name: str, seed: int) -> None:
-    import warnings
-
     before = {id(parameter) for parameter in model.parameters()}
     dtype = next(model.parameters()).dtype
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -270,9 +269,19 @@ def merged(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """Merge the adapter of ``folder`` into the weights of a base model: ``W + alpha / r * B A``.
 
     Raises:
-        BadConfig: peft is missing.
+        BadConfig: peft is missing, or the adapter lacks weights for layers that its settings name.
     """
-    model: PreTrainedModel = _peft().PeftModel.from_pretrained(base, str(folder)).merge_and_unload()
+    peft = _peft()
+    with warnings.catch_warnings():
+        # Without its weights an adapter changes nothing, and peft only warns.
+        warnings.filterwarnings("error", ".*missing adapter keys", UserWarning)
+        try:
+            model: PreTrainedModel = peft.PeftModel.from_pretrained(base, str(folder)).merge_and_unload()
+        except UserWarning as error:
+            raise BadConfig(
+                f"the weights of the adapter in {folder} have other names than the layers of {type(base).__name__} "
+                f"that its {ADAPTER_CONFIG} names, so they would change nothing: {' '.join(str(error).split())[:300]}"
+            ) from error
     return model
 
 
@@ -296,10 +305,13 @@ def _checksum(path: Path, size: int, modified_ns: int) -> FileChecksum:
     return checksum(path)
 
 
-def require_base(folder: Path, base: Path) -> None:
+def require_base(folder: Path, base: Path, beat: Callable[[], None] = lambda: None) -> None:
     """Refuse an adapter whose base model is not the one it was trained on: their sum would be meaningless.
 
     An adapter without such a record, written by another program, is accepted.
+
+    Args:
+        beat: called after every file of the base model.
 
     Raises:
         ResumeMismatch: a file of the base model differs.
@@ -307,7 +319,7 @@ def require_base(folder: Path, base: Path) -> None:
     record = read_model(folder / BASE_RECORD, BaseModelRecord)
     if record is None:
         return
-    present = base_files(base)
+    present = base_files(base, beat)
     differing = sorted(
         name for name in record.files.keys() | present.keys() if record.files.get(name) != present.get(name)
     )

@@ -33,6 +33,7 @@ from rlhf_core.training.data.tokenizers import build_tokenizer, load_tokenizer
 from rlhf_core.training.models.adapters import base_of, is_adapter, merged
 from rlhf_core.training.models.gathering import most_on_any_rank, whole_shape
 from rlhf_core.training.models.lean_layers import use_gradient_checkpointing, use_lean_layers
+from rlhf_core.training.models.loaded_weights import REPORTED_LOADING, require_weights
 from rlhf_core.training.models.packing import can_pack, hidden_of_targets
 from rlhf_core.training.models.token_logprobs import token_logprobs
 from rlhf_core.training.types import Row
@@ -144,20 +145,22 @@ def load_causal_lm(path: Path, dtype: str, base: Path | None = None) -> PreTrain
         base: folder of an adapter's base model, if it is not the one recorded in the adapter.
 
     Raises:
-        BadConfig: the folder does not exist or holds no model.
+        BadConfig: the folder does not exist, or holds no model or not all of its weights.
     """
     folder = _existing_folder(path, "model.path")
     if is_adapter(folder):
         return merged(load_causal_lm(base or base_of(folder), dtype), folder)
+    model: PreTrainedModel
     try:
         config = dropout_free_config(folder)
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            str(folder), config=config, dtype=getattr(torch, dtype), local_files_only=True
+        model, about = AutoModelForCausalLM.from_pretrained(
+            str(folder), config=config, dtype=getattr(torch, dtype), **REPORTED_LOADING
         )
     except (OSError, ValueError) as error:
         raise BadConfig(
             f"{folder} holds no causal language model that transformers can load: {_first_lines(error)}"
         ) from error
+    require_weights(folder, model, about)
     _make_savable(model.generation_config, folder)
     use_lean_layers(model)
     return model

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.errors import DiskFull, WorkerError
 from rlhf_core.files.reading import bring_to_disk
-from rlhf_core.files.whole import is_disk_full, remove_tree, write_model
+from rlhf_core.files.whole import comes_from_full_disk, remove_tree, write_model
 from rlhf_core.run_dir.checkpoint import ADAPTER_OF_MERGED, ADAPTER_WEIGHTS, BASE_RECORD, CheckpointDir, checksum
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.training.models.adapters import ADAPTER_CONFIG
@@ -45,9 +45,9 @@ def write_merged(
         remove_tree(final.root)
         partial.root.rename(final.root)
         bring_to_disk(final.root.parent)
-    except OSError as error:
+    except Exception as error:  # safetensors and tokenizers have their own
         remove_tree(partial.root)
-        if is_disk_full(error):
+        if comes_from_full_disk(error):
             raise DiskFull(
                 f"no room for the merged model of checkpoint {checkpoint.step} in {final.root.parent}; make room, then "
                 f"resume the run: the evaluation is made again, and the model written"

@@ -111,8 +111,9 @@ def can_pack(model: PreTrainedModel) -> bool:
     are not packed.
     """
     config: Any = model.config
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"} or getattr(config, "sliding_window", None):
+    layers: Any = config.get_text_config()  # models that also read images keep it apart
+    kinds = set(getattr(layers, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"} or getattr(layers, "sliding_window", None):
         return False
     if config._attn_implementation == ATTENTION:
         return True

@@ -11,6 +11,7 @@ from rlhf_core.errors import BadConfig
 from rlhf_core.training.models.adapters import base_of, is_adapter, merged
 from rlhf_core.training.models.causal_lm import dropout_free_config
 from rlhf_core.training.models.lean_layers import use_gradient_checkpointing, use_lean_layers
+from rlhf_core.training.models.loaded_weights import REPORTED_LOADING, require_weights
 
 
 def load_reward_model(folder: Path, dtype: str, seed: int, pad_id: int, base: Path | None = None) -> PreTrainedModel:
@@ -25,18 +26,19 @@ def load_reward_model(folder: Path, dtype: str, seed: int, pad_id: int, base: Pa
         base: folder of an adapter's base model, if it is not the one recorded in the adapter.
 
     Raises:
-        BadConfig: the folder holds no model, or its architecture has no such head.
+        BadConfig: the folder holds no model or not all weights of its decoder, or its architecture has no such head.
     """
     if is_adapter(folder):
         return merged(load_reward_model(base or base_of(folder), dtype, seed, pad_id), folder)
+    model: PreTrainedModel
     try:
         config = dropout_free_config(folder)
         config.num_labels = 1
         config.pad_token_id = pad_id
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model: PreTrainedModel = AutoModelForSequenceClassification.from_pretrained(
-                str(folder), config=config, dtype=getattr(torch, dtype), local_files_only=True
+            model, about = AutoModelForSequenceClassification.from_pretrained(
+                str(folder), config=config, dtype=getattr(torch, dtype), **REPORTED_LOADING
             )
     except (OSError, ValueError) as error:
         found = " ".join(str(error).split())[:400]
@@ -44,6 +46,7 @@ def load_reward_model(folder: Path, dtype: str, seed: int, pad_id: int, base: Pa
             f"{folder} holds no model that transformers can give a head with one output: {found}"
         ) from error
     RewardModel(model)
+    require_weights(folder, model, about, new="score.")
     use_lean_layers(model)
     return model
 

@@ -20,7 +20,7 @@ from rlhf_core.schemas.run import RunSpec
 from rlhf_core.survival import Survived
 from rlhf_core.training.data.chat import rendered
 from rlhf_core.training.data.loading import Split, completion_lengths, completions_of, load_data, prompt_tokens
-from rlhf_core.training.probes.reward_functions import try_rewards
+from rlhf_core.training.probes.reward_functions import set_limit, try_rewards
 from rlhf_core.training.types import Row
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def check_content(spec_path: Path) -> ContentReport:
     Args:
         spec_path: a ``RunSpec`` as JSON, with absolute paths.
     """
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    set_limit(resource.RLIMIT_DATA, MEMORY_BYTES)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     spec = RunSpec.model_validate_json(spec_path.read_bytes())
     split_reports, rows = _read(spec)

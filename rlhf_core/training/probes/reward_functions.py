@@ -143,7 +143,7 @@ def _child(path: str, rows: Sequence[Row], writing: int, timeout_s: float, memor
         os.dup2(2, 1)  # its output must not get into the response
         # A fallback above the deadline, in case no process is left to end this one.
         cpu_s = int(timeout_s * (os.cpu_count() or 1)) + 1
-        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+        set_limit(resource.RLIMIT_CPU, cpu_s)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         trial = _try_function(path, rows, lambda: _limit_memory(memory_bytes))
         os.write(writing, json.dumps(trial.model_dump(mode="json")).encode() + b"\n")
@@ -157,7 +157,15 @@ def _limit_memory(memory_bytes: int) -> None:
     """Limit writable memory, not the address space: CUDA reserves many times what it ever uses."""
     status = Path("/proc/self/status").read_text()
     now = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData:"))
-    resource.setrlimit(resource.RLIMIT_DATA, (now + memory_bytes, now + memory_bytes))
+    set_limit(resource.RLIMIT_DATA, now + memory_bytes)
+
+
+def set_limit(kind: int, value: int) -> None:
+    """Limit a resource of this process (``resource.RLIMIT_...``). A lower limit of the machine stays: login nodes often
+    limit CPU time, and only root may raise it."""
+    _, most = resource.getrlimit(kind)
+    value = value if most == resource.RLIM_INFINITY else min(value, most)
+    resource.setrlimit(kind, (value, value))
 
 
 def _try_function(path: str, rows: Sequence[Row], limit: Callable[[], None]) -> RewardTrial:

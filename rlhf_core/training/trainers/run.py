@@ -3,6 +3,7 @@
 import functools
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from rlhf_core.training.checkpoints.state import (
     restore_random_state,
 )
 from rlhf_core.training.data.examples import Scorer
-from rlhf_core.training.data.loading import DataReport, encode_prompts, load_data
+from rlhf_core.training.data.loading import DataReport, EncodedPrompts, encode_prompts, load_data
 from rlhf_core.training.data.tokenizers import load_tokenizer
 from rlhf_core.training.distributed import Ranks, init_process_group, leave_process_group
 from rlhf_core.training.evaluation.evaluator import are_written, load_evaluator, write_reports
@@ -85,6 +86,7 @@ def _train_run(context: WorkerContext, ranks: Ranks, scorer: RewardScorer) -> Ro
     tokenizer = load_tokenizer(tokenizer_folder(spec, initial))
     model = _model_to_train(context, ranks, tokenizer, initial, checkpoint, step)
     data = encode_prompts(rows, tokenizer, spec.data, context.stored.created_at)
+    require_embeddings(model, tokenizer, data)
     _log_start(ranks, report, data.num_overlong, checkpoint)
     context.reporter.beat(Phase.SETUP, step)
     evaluator = load_evaluator(
@@ -246,9 +248,9 @@ def _model_to_train(
 ) -> PreTrainedModel:
     """Load the initial model or that of the checkpoint; a loop that trains a reward model loads a reward model."""
     spec = context.spec
-    current = next((loop for loop in loops(spec) if loop.first_step <= step <= loop.last_step), None)
+    current = next((loop for loop in loops(spec) if loop.first_step <= max(1, step) <= loop.last_step), None)
     folder = checkpoint.model if checkpoint else initial
-    if checkpoint is not None and current is not None and current.algorithm.ranks_completions:
+    if current is not None and current.algorithm.ranks_completions:
         return _load_reward_model(folder, initial, spec, ranks, tokenizer)
     if spec.model.lora is None:
         return _load(folder, spec, ranks)
@@ -309,6 +311,24 @@ def _resume_point(context: WorkerContext, ranks: Ranks, initial: Path) -> Checkp
     return checkpoint
 
 
+def require_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: EncodedPrompts) -> None:
+    """Refuse a tokenizer that is not the model's: a token without an embedding fails in the middle of a pass, on a GPU
+    as an assertion of a kernel. Tokens that never occur may be beyond the vocabulary, as one of Gemma 3 is.
+
+    Raises:
+        BadConfig: the end token or a token of a prompt has no embedding.
+    """
+    embeddings: Any = model.get_input_embeddings()
+    size = int(embeddings.weight.shape[0])
+    largest = max([tokenizer.eos_token_id, *map(max, data.token_ids)])
+    if largest >= size:
+        raise BadConfig(
+            f"found token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}) of the tokenizer in the prompts or "
+            f"at the end of completions, but {type(model).__name__} has embeddings for {size} tokens only: set "
+            "model.tokenizer to the tokenizer of this model, or resize the embeddings of the model"
+        )
+
+
 def _log_start(ranks: Ranks, report: DataReport, num_overlong: int, checkpoint: CheckpointDir | None) -> None:
     ranks.log(
         f"training data: {report.num_rows - num_overlong} rows of {report.source}; skipped: {num_overlong} whose "
@@ -323,4 +343,4 @@ def _seed_everything(seed: int, rank: int) -> None:
     """Seed the global random number generators, which only external code uses (reward functions, for instance)."""
     random.seed(f"{seed} {rank}")
     np.random.seed((seed * 1_000_003 + rank) % (1 << 32))
-    torch.manual_seed(seed * 1_000_003 + rank)
+    torch.manual_seed((seed * 1_000_003 + rank) % (1 << 64))  # it takes no larger ones

@@ -124,6 +124,7 @@ class Follower:
             order = read_model(path, LaunchOrder)
             if order is not None:
                 return order
+            self._context.reporter.beat(Phase.SETUP, 0)  # rank 0 may read a checkpoint for longer than the floor
             time.sleep(POLL_INTERVAL_S)  # if rank 0 fails, or the agent kills all workers, that is handled elsewhere
 
     def _choose(self, path: Path) -> LaunchOrder:

@@ -12,6 +12,7 @@ Checkpoints that the program later deletes by its own rules are kept here by the
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -27,6 +28,7 @@ from rlhf_core.run_dir.checkpoint import CheckpointDir, checksum
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
 from rlhf_core.schemas.command_trainer import CommandTrainer
+from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.types import WorkerContext
 from rlhf_core.worker.command.checkpoint_trackers import correct_trackers, remove_emptied
@@ -82,7 +84,7 @@ def resume_point(context: WorkerContext) -> CheckpointDir | None:
     else:
         chosen = None
     if chosen is not None:
-        chosen.verify()
+        chosen.verify(functools.partial(context.reporter.beat, Phase.SETUP, chosen.step))
     return chosen
 
 

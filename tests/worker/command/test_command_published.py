@@ -5,6 +5,7 @@ import errno
 import os
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from process_tools import until
@@ -13,10 +14,12 @@ from program_contexts import context_of, trainer_of
 from rlhf_core.errors import CheckpointCorrupt, TrainerIncomplete, WorkerError
 from rlhf_core.files.whole import write_model
 from rlhf_core.run_dir.checkpoint import CheckpointDir
+from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.types import WorkerContext
 from rlhf_core.worker.command import published
+from rlhf_core.worker.command.follower import Follower
 from rlhf_core.worker.command.found_checkpoints import FoundCheckpoint, find_checkpoints
-from rlhf_core.worker.command.launch import resume_folder
+from rlhf_core.worker.command.launch import LaunchOrder, resume_folder
 
 
 def save(context: WorkerContext, step: int, name: str = "checkpoint-{step}") -> FoundCheckpoint:
@@ -100,6 +103,21 @@ def test_a_restart_resumes_from_the_newest_and_refuses_a_damaged_one(tmp_path: P
     chosen = published.resume_point(without)
     assert chosen is not None
     assert chosen.step == 10
+
+
+def test_ranks_beat_while_rank_0_verifies_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reporter = Mock()
+    context = dataclasses.replace(context_of(tmp_path, restart=1), reporter=reporter)
+    manifest = publish(context, 10).manifest()
+    assert manifest is not None
+    published.resume_point(context)
+    assert reporter.beat.call_args_list == [((Phase.SETUP, 10),)] * len(manifest.files)
+    reporter.reset_mock()
+    waiting = dataclasses.replace(context, rank=1)
+    order = LaunchOrder(address="127.0.0.1", port=1, checkpoint="step-000010")
+    monkeypatch.setattr(time, "sleep", lambda _: write_model(waiting.restart_dir.launch_order, order))
+    assert Follower._agree(Mock(_context=waiting)) == order
+    assert reporter.beat.call_args_list == [((Phase.SETUP, 0),)]
 
 
 def test_an_attempt_resumes_from_the_checkpoint_in_its_placement(tmp_path: Path) -> None:

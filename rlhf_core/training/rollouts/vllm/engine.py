@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from rlhf_core.errors import StaleWeights
@@ -331,10 +331,15 @@ class VllmEngine:
 
 
 def end_ids_of(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens that end a completion: the tokenizer's, and those in the generation settings of the model."""
-    named: object = None
+    """Tokens that end a completion: the tokenizer's, and those in the generation settings of the model.
+
+    A model without such settings has those of its configuration, as in transformers.
+    """
     if (folder / GENERATION_CONFIG_NAME).is_file():
-        named = GenerationConfig.from_pretrained(str(folder), local_files_only=True).eos_token_id
+        settings = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
+    else:
+        settings = GenerationConfig.from_model_config(AutoConfig.from_pretrained(str(folder), local_files_only=True))
+    named: object = settings.eos_token_id
     listed = named if isinstance(named, list) else [named]
     return sorted({token for token in (tokenizer.eos_token_id, *listed) if token is not None})
 
