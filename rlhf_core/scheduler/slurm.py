@@ -71,7 +71,8 @@ class SlurmScheduler:
             SchedulerError: Slurm does not answer.
         """
         slurm_queue.require_controller()
-        text = slurm_queue.run("sinfo", "--noheader", "--Node", "--format=%N|%c|%m|%G|%T|%P")
+        # --all: a job may name a hidden partition, whose nodes may be in no other.
+        text = slurm_queue.run("sinfo", "--all", "--noheader", "--Node", "--format=%N|%c|%m|%G|%T|%P")
         listed = [row for line in text.splitlines() if len(row := line.split("|")) == 6]
         if not listed:
             raise SchedulerError("sinfo lists no nodes")

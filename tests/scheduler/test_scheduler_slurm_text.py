@@ -14,7 +14,16 @@ from rlhf_core.errors import SchedulerError, SubmissionDeferred, SubmissionFaile
 from rlhf_core.scheduler import get_scheduler, slurm, slurm_answers, slurm_queue
 from rlhf_core.scheduler.base import JobRequest, JobState
 from rlhf_core.scheduler.slurm import SlurmScheduler
-from rlhf_core.scheduler.slurm_answers import gpu_type, is_no_answer, num_gpus, query_job, refusal, status_of, will_pass
+from rlhf_core.scheduler.slurm_answers import (
+    gpu_type,
+    is_no_answer,
+    num_gpus,
+    query_job,
+    refusal,
+    status_of,
+    takes_no_job,
+    will_pass,
+)
 from rlhf_core.scheduler.slurm_environment import for_submission
 from rlhf_core.scheduler.slurm_queue import QueuedJob
 from rlhf_core.schemas.cluster import SlurmSpec
@@ -249,6 +258,7 @@ def test_cancellations_by_the_administrator_and_by_the_user_are_distinguished(
         ("node1 mix\nnode2 drain*\nnode3 drain", ("node2",)),
         ("node1 idle\nnode2 drain", ("node2",)),
         ("node1 alloc*\nnode2 down*", ("node1", "node2")),
+        ("node1 inval\nnode2 drain", ("node1",)),
     ],
 )
 def test_a_node_that_an_administrator_drains_is_not_the_one_that_failed(
@@ -343,6 +353,21 @@ def test_the_comment_of_another_job_may_have_any_encoding(tmp_path: Path, monkey
     assert found.job_id == "8"
 
 
+def test_jobs_and_nodes_of_a_hidden_partition_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Slurm answers users: without --all, it leaves out partitions with Hidden=YES, and their jobs."""
+    hidden = """[[ " $* " == *" --all "* ]] && echo '{}' || true"""
+    stand_ins(
+        tmp_path,
+        monkeypatch,
+        squeue=hidden.format("8|RUNNING|None|n2|N/A|toy-1/2"),
+        sinfo="echo 'n1|8|64000|(null)|idle|cpu*'; " + hidden.format("n2|8|64000|gpu:8|idle|scavenger"),
+    )
+    found = SlurmScheduler().find("toy-1", 2)
+    assert found is not None, "the job would be submitted a second time"
+    assert [one.run_id for one in SlurmScheduler().living()] == ["toy-1"]
+    assert SlurmScheduler().inventory().nodes_for(SlurmSpec(partition="scavenger"), 8) == ["n2"]
+
+
 def test_a_stopped_process_blocks_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process was stopped during a query and keeps the lock."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -366,6 +391,14 @@ def test_the_default_partition_is_that_of_a_submission(monkeypatch: pytest.Monke
     monkeypatch.setenv("SBATCH_PARTITION", "gpu")
     assert SlurmScheduler().inventory().nodes_for(SlurmSpec()) == ["b"]
     assert SlurmScheduler().inventory().nodes_for(SlurmSpec(partition="cpu")) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("state", "is_out"),
+    [("inval", True), ("drained", True), ("idle*", True), ("idle~", False), ("mixed", False), ("planned", False)],
+)
+def test_nodes_that_take_no_jobs(state: str, is_out: bool) -> None:
+    assert takes_no_job(state) is is_out
 
 
 def test_the_reason_and_the_expected_start_of_a_waiting_job() -> None:
