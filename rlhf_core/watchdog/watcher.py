@@ -171,6 +171,9 @@ class Watcher:
         if status is None or status.state is JobState.UNKNOWN:
             reason = status.reason if status else "the scheduler did not list the job"
             return replace(self._last_job, reason=f"state unknown: {reason}")
+        if status.scheduler_state == "COMPLETING":
+            # Slurm then names only the nodes that are not done yet, the first of which need not be that of agent 0.
+            status = replace(status, nodes=self._last_job.nodes)
         self._last_job = status
         return status
 
