@@ -123,7 +123,11 @@ class Watcher:
 
     def poll(self) -> AttemptSnapshot:
         """Poll scheduler and files, and update the history. Does not raise if the scheduler or database is
-        unavailable."""
+        unavailable.
+
+        Raises:
+            OSError: the file system of the run directory does not respond.
+        """
         job = self._job()
         # Read the outcome after the job's state, so that an attempt that ends in between does not count as lost.
         self._progress.update()
