@@ -42,6 +42,8 @@ from rlhf_core.schemas.resources import Inventory, Submission, job_marker, parse
 
 CANCEL_S = 90.0
 """Time that a cancelled job has to disappear; Slurm's own KillWait is 30 s by default."""
+COMPLETING_S = 300.0
+"""The same once Slurm is completing it, which needs no further order: the epilog of a site may take minutes."""
 KILL_AFTER_S = 15.0
 """Time after which Slurm is ordered to kill the job."""
 
@@ -178,8 +180,9 @@ class SlurmScheduler:
         """Cancel the job and wait until it has left the queue; by then its processes have ended, even those that ignore
         SIGTERM.
 
-        Takes up to ``CANCEL_S`` seconds. Nodes that do not answer are not waited for: agents there have lost agent 0 by
-        then and have ended their own processes, and the next agent ends those that a killed agent left behind.
+        Takes up to ``CANCEL_S`` seconds, or ``COMPLETING_S`` if Slurm is completing it by then. Nodes that do not
+        answer are not waited for: agents there have lost agent 0 by then and have ended their own processes, and the
+        next agent ends those that a killed agent left behind.
 
         Raises:
             SchedulerError: the controller did not answer in that time, or the submission is not a Slurm job or one of
@@ -188,13 +191,14 @@ class SlurmScheduler:
         job_id = slurm_queue.require_job_id(submission.job_id)
         _require_cluster(submission.cluster)
         began = time.monotonic()
-        killed = False
+        killed, limit_s = False, CANCEL_S
         while True:
             found = slurm_queue.listing(max_age_s=0.0)
             if not found.problem:
                 status = _status_in(found, submission)
                 if status.state is JobState.ENDED or only_the_lost_remain(status):
                     return True
+                limit_s = COMPLETING_S if status.scheduler_state == "COMPLETING" else CANCEL_S
                 if not killed and time.monotonic() - began > KILL_AFTER_S:
                     killed = True
                     for words in (("--full", job_id), (f"{job_id}.0",)):
@@ -203,11 +207,11 @@ class SlurmScheduler:
                 elif not killed:
                     with contextlib.suppress(SchedulerError):
                         slurm_queue.run("scancel", job_id)
-            if time.monotonic() - began > CANCEL_S:
+            if time.monotonic() - began > limit_s:
                 if found.problem:
                     raise SchedulerError(f"the state of job {job_id} is unknown: {found.problem}")
                 return False
-            time.sleep(0.5)
+            time.sleep(slurm_queue.FRESH_S if killed else 0.5)
 
 
 class _SlurmExecutor(SlurmExecutor):  # type: ignore[misc]

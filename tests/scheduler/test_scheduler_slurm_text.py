@@ -5,8 +5,10 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from control_fakes import Clock
 from job_requests import job_request
 from submitit.core.utils import FailedJobError
 
@@ -179,6 +181,24 @@ def test_a_job_number_that_slurm_gave_again_is_not_the_job(monkeypatch: pytest.M
     assert found["7"].reason == "Slurm has given the number of the job again, to toy-2/1"
     assert all(SlurmScheduler().cancel(job) for job in jobs[:2])
     assert "scancel" not in commands
+
+
+@pytest.mark.parametrize(("state", "ends_after_s", "is_gone"), [("COMPLETING", 240, True), ("RUNNING", 240, False)])
+def test_a_job_that_slurm_completes_is_given_the_time_of_an_epilog(
+    state: str, ends_after_s: float, is_gone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control: one that keeps running for as long although it was told to end."""
+    clock = Clock()
+
+    def listing(**_: object) -> slurm_queue.Listing:
+        word = state if clock.now < ends_after_s else "COMPLETED"
+        return slurm_queue.Listing(0.0, {"7": QueuedJob("7", word, "None", "node1", "N/A", "toy-1/1")})
+
+    monkeypatch.setattr(slurm_queue, "listing", listing)
+    monkeypatch.setattr(slurm_queue, "run", lambda *words, **_: "node1 mix" if words[0] == "sinfo" else "")
+    monkeypatch.setattr(slurm, "time", SimpleNamespace(monotonic=clock, sleep=clock.sleep))
+    job = Submission(attempt=1, scheduler="slurm", job_id="7", command=(), marker="toy-1/1")
+    assert SlurmScheduler().cancel(job) is is_gone
 
 
 def test_the_signal_to_save_is_never_in_the_first_half_of_the_job() -> None:
