@@ -189,6 +189,7 @@ _FOR_NOW = (
     "job submit limit",
     "temporarily unable to accept job",
     "Resource temporarily unavailable",  # the same, by errno
+    "I/O error writing script/environment to file",  # the disk of slurmctld is full
 )
 """Refusals that end when an administrator or other jobs of the user do something."""
 _OF_THE_JOB = re.compile(r"Per(Job|Node)|MaxWall|TimeLimit|NotSatisfied|MinNode|MinCpu", re.IGNORECASE)

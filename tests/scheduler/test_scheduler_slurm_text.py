@@ -307,6 +307,7 @@ POLICY = (
         (f"QOSMaxSubmitJobPerUserLimit {POLICY}", True),
         (POLICY, True),
         ("Batch job submission failed: Resource temporarily unavailable", True),
+        ("Batch job submission failed: I/O error writing script/environment to file", True),
         (f"QOSMaxNodePerJobLimit {POLICY}", False),
         (f"AssocMaxWallDurationPerJobLimit {POLICY}", False),
         (f"QOSMinCpuNotSatisfied {POLICY}", False),
