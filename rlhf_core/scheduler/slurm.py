@@ -160,7 +160,8 @@ class SlurmScheduler:
         return _submission(run_id, attempt, first.job_id, (), slurm_queue.cluster_name())
 
     def living(self) -> Sequence[LivingJob]:
-        """List this user's jobs whose comment names an attempt, with one query.
+        """List this user's jobs whose comment names an attempt, with one query; without those that Slurm is completing,
+        which no order can end any sooner.
 
         Raises:
             SchedulerError: Slurm does not answer.
@@ -168,7 +169,8 @@ class SlurmScheduler:
         found = slurm_queue.listing()
         if found.problem:
             raise SchedulerError(found.problem)
-        marked = [(parse_job_marker(row.comment), row.job_id) for row in found.rows.values() if not has_ended(row)]
+        rows = [row for row in found.rows.values() if not has_ended(row) and row.state != "COMPLETING"]
+        marked = [(parse_job_marker(row.comment), row.job_id) for row in rows]
         cluster = slurm_queue.cluster_name()
         return [
             LivingJob(marker[0], _submission(*marker, job_id, (), cluster))

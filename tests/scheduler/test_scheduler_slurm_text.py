@@ -201,6 +201,15 @@ def test_a_job_that_slurm_completes_is_given_the_time_of_an_epilog(
     assert SlurmScheduler().cancel(job) is is_gone
 
 
+def test_a_job_that_slurm_completes_needs_no_order_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reconciler would wait for it in every round, and note that it could not be ended."""
+    states = {"7": "RUNNING", "8": "COMPLETING", "9": "COMPLETED"}
+    rows = {job_id: QueuedJob(job_id, state, "None", "n1", "N/A", "toy-1/1") for job_id, state in states.items()}
+    monkeypatch.setattr(slurm_queue, "listing", lambda **_: slurm_queue.Listing(0.0, rows))
+    monkeypatch.setattr(slurm_queue, "cluster_name", lambda: "throwaway")
+    assert [one.submission.job_id for one in SlurmScheduler().living()] == ["7"]
+
+
 def test_the_signal_to_save_is_never_in_the_first_half_of_the_job() -> None:
     assert "--signal=USR2@60\n" in script(time_limit_s=120)
 
