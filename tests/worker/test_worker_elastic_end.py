@@ -33,7 +33,7 @@ def workers() -> Iterator[dict[int, SimpleNamespace]]:
 def test_a_worker_that_is_blocked_in_the_kernel_is_left_behind(
     workers: dict[int, SimpleNamespace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Versions of torch before 2.13 wait for every worker that is left to them, without a limit."""
+    """Older versions of torch wait for every worker that is left to them, without a limit."""
     blocked = workers[1].proc.pid
     kill = processes.kill_group
     monkeypatch.setattr(elastic, "kill_group", lambda pid: kill(pid) if pid != blocked else None, raising=False)

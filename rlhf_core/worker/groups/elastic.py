@@ -249,7 +249,7 @@ class _Elastic(LocalElasticAgent):
             try:
                 handler.proc.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                del handlers[local_rank]  # before 2.13, torch would wait for it without a limit
+                del handlers[local_rank]  # older versions of torch would wait for it without a limit
         self._shutdown(signal.SIGKILL, CLOSE_TIMEOUT_S)
 
     def _start_workers(self, worker_group: TorchGroup) -> dict[int, object]:
