@@ -93,6 +93,9 @@ def cancel(controller: Controller, reason: str, *, save: bool = False) -> None:
             conclude(controller, number)  # it completed before the order arrived
             return
         journal.move_attempt(number, AttemptState.CANCELLED, reason, FailureKind.USER_CANCEL)
+    elif attempt is not None and attempt.state is AttemptState.LOST:
+        # Given up while its job may still have been running, and its controller may not have ended that.
+        end_job(controller, attempt.submission, wait_for_database=False)
     _end_stage(controller, StageState.CANCELLED, reason)
     journal.move_run(RunState.CANCELLED, reason)
     controller.run_dir.cancel_request.unlink(missing_ok=True)

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from hashlib import blake2b
@@ -30,7 +30,7 @@ from rlhf_core.schemas.journal import ControllerStarted
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.stored_spec import StoredSpec
-from rlhf_core.watchdog.missing_run import Presence
+from rlhf_core.watchdog.missing_run import AWAY_S, Presence
 from rlhf_core.watchdog.watcher import AttemptSnapshot, Watcher, record
 
 if TYPE_CHECKING:
@@ -181,9 +181,10 @@ class Controller:
         self.lacks_directory()
         if self.observer.stop_requested():
             raise CancelRequested(f"interrupted at the terminal (by {account()})")
-        request = read_model(self.run_dir.cancel_request, AgentCommand)
-        if request is not None:
-            raise CancelRequested(request.reason or "rlhf cancel", save=request.kind == "stop_after_step")
+        with suppress(OSError):  # read again at the next check; lacks_directory() counts how long this lasts
+            request = read_model(self.run_dir.cancel_request, AgentCommand)
+            if request is not None:
+                raise CancelRequested(request.reason or "rlhf cancel", save=request.kind == "stop_after_step")
 
     def require_lease(self) -> None:
         """Confirm with the database that this controller still owns the run, before the scheduler is asked to act.
@@ -246,6 +247,27 @@ class Controller:
             )
             self._watched = number
         return self._watcher
+
+    def poll(self, number: int) -> AttemptSnapshot:
+        """Poll an attempt. Waits while its files cannot be read, and raises the errors of :meth:`wait`.
+
+        Raises:
+            RunDirError: they could not be read for too long.
+        """
+        failing_since: float | None = None
+        while True:
+            try:
+                return self.watcher(number).poll()
+            except OSError as error:
+                problem = f"{error.filename or self.run_dir.root} could not be read ({error.strerror})"
+            now = self.clock()
+            if failing_since is None:
+                failing_since = now
+                if not self.lacks_directory():  # otherwise, that has told the user
+                    self.observer.log(f"{problem}; making no decisions until it can be read")
+            elif now - failing_since > AWAY_S:
+                raise self.presence.unreadable(problem, now - failing_since)
+            self.wait(self.poll_s)
 
     def record_controller(self, flow_run: FlowRunLink) -> None:
         """Record, once, the controller and flow run that drive the run, so that each can be found from the other.

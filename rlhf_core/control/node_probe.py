@@ -52,7 +52,8 @@ def probe_nodes(
     attempt = run_dir.attempt(1)
     resources = spec.resources
     probe = GroupPlan.on_all_nodes(Role.PROBE, resources.ranks_per_node, resources.num_nodes, resources.gpus_per_node)
-    placement = plan(spec, scheduler.inventory(), attempt=1).model_copy(update={"phases": in_order(probe)})
+    placement = plan(spec, scheduler.inventory(), attempt=1, slurm=spec.slurm.over(site.slurm))
+    placement = placement.model_copy(update={"phases": in_order(probe)})
     write_model(attempt.placement, placement)
     request = job_request(run_dir, spec, placement, site.compute_python, site.slurm, site.job_secrets)
     limit_s = min(request.time_limit_s, round(spec.supervise.join_s + spec.preflight.probe_s) + MARGIN_S)

@@ -7,6 +7,7 @@ from `rlhf approve` on another machine, or from the deadline, nor how many answe
 
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -216,7 +217,7 @@ def _wait_for_answer(controller: Controller) -> None:
         f"waits for approval until {question.deadline:%Y-%m-%d %H:%M} UTC: {waiting.reason}. {how_to_answer(run_id)}"
     )
     with controller.show_question(question):
-        while (answer := read_answer(controller.run_dir)) is None:
+        while (answer := _answer(controller)) is None:
             if utc_now() >= question.deadline:
                 # Through the same file, so that an answer that arrives at this moment and the expiry cannot both count.
                 give_answer(controller.run_dir, PromotionAnswer(verdict="expired", time=utc_now()))
@@ -224,6 +225,13 @@ def _wait_for_answer(controller: Controller) -> None:
                 controller.wait(controller.poll_s)
         _move(controller, PromotionState(answer.verdict), by=answer.by, reason=answer.reason)
         controller.record()
+
+
+def _answer(controller: Controller) -> PromotionAnswer | None:
+    """The answer, if there is one. None also while its file system does not respond: the wait counts how long."""
+    with suppress(OSError):
+        return read_answer(controller.run_dir)
+    return None
 
 
 def _question(controller: Controller, waiting: PromotionRecord) -> Question:

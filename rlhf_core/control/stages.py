@@ -177,9 +177,9 @@ def _submit_when_accepted(controller: Controller, request: JobRequest) -> None:
 
 def _watch_until(controller: Controller, number: int, enough: Callable[[AttemptSnapshot], bool]) -> AttemptSnapshot:
     """Poll until the attempt has ended or ``enough`` returns True, and update states meanwhile."""
-    journal, watcher = controller.journal, controller.watcher(number)
+    journal = controller.journal
     while True:
-        snapshot = watcher.poll()
+        snapshot = controller.poll(number)
         if (
             snapshot.verdict.state is AttemptState.RUNNING
             and journal.record.attempts[number].state is AttemptState.SUBMITTED

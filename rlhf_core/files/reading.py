@@ -70,11 +70,21 @@ def read_document(path: Path, limit_bytes: int = MAX_DOCUMENT_BYTES, *, follow_l
         UnfitFile: it is larger, or not a regular file.
         OSError: it does not exist or cannot be read.
     """
-    with open_regular(path, follow_link=follow_link) as file:
-        content = file.read(limit_bytes + 1)
+    try:
+        content = _read(path, limit_bytes + 1, follow_link=follow_link)
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+        # On NFS, a file that another node replaces between its opening and its reading is gone: read the new one.
+        content = _read(path, limit_bytes + 1, follow_link=follow_link)
     if len(content) > limit_bytes:
         raise UnfitFile(errno.EFBIG, f"found more than {limit_bytes} bytes, expected at most that", str(path))
     return content
+
+
+def _read(path: Path, num_bytes: int, *, follow_link: bool) -> bytes:
+    with open_regular(path, follow_link=follow_link) as file:
+        return file.read(num_bytes)
 
 
 def bring_to_disk(path: Path) -> None:

@@ -42,6 +42,8 @@ from rlhf_core.schemas.resources import Inventory, Submission, job_marker, parse
 
 CANCEL_S = 90.0
 """Time that a cancelled job has to disappear; Slurm's own KillWait is 30 s by default."""
+COMPLETING_S = 300.0
+"""The same once Slurm is completing it, which needs no further order: the epilog of a site may take minutes."""
 KILL_AFTER_S = 15.0
 """Time after which Slurm is ordered to kill the job."""
 
@@ -71,7 +73,8 @@ class SlurmScheduler:
             SchedulerError: Slurm does not answer.
         """
         slurm_queue.require_controller()
-        text = slurm_queue.run("sinfo", "--noheader", "--Node", "--format=%N|%c|%m|%G|%T|%P")
+        # --all: a job may name a hidden partition, whose nodes may be in no other.
+        text = slurm_queue.run("sinfo", "--all", "--noheader", "--Node", "--format=%N|%c|%m|%G|%T|%P")
         listed = [row for line in text.splitlines() if len(row := line.split("|")) == 6]
         if not listed:
             raise SchedulerError("sinfo lists no nodes")
@@ -157,7 +160,8 @@ class SlurmScheduler:
         return _submission(run_id, attempt, first.job_id, (), slurm_queue.cluster_name())
 
     def living(self) -> Sequence[LivingJob]:
-        """List this user's jobs whose comment names an attempt, with one query.
+        """List this user's jobs whose comment names an attempt, with one query; without those that Slurm is completing,
+        which no order can end any sooner.
 
         Raises:
             SchedulerError: Slurm does not answer.
@@ -165,7 +169,8 @@ class SlurmScheduler:
         found = slurm_queue.listing()
         if found.problem:
             raise SchedulerError(found.problem)
-        marked = [(parse_job_marker(row.comment), row.job_id) for row in found.rows.values() if not has_ended(row)]
+        rows = [row for row in found.rows.values() if not has_ended(row) and row.state != "COMPLETING"]
+        marked = [(parse_job_marker(row.comment), row.job_id) for row in rows]
         cluster = slurm_queue.cluster_name()
         return [
             LivingJob(marker[0], _submission(*marker, job_id, (), cluster))
@@ -177,8 +182,9 @@ class SlurmScheduler:
         """Cancel the job and wait until it has left the queue; by then its processes have ended, even those that ignore
         SIGTERM.
 
-        Takes up to ``CANCEL_S`` seconds. Nodes that do not answer are not waited for: agents there have lost agent 0 by
-        then and have ended their own processes, and the next agent ends those that a killed agent left behind.
+        Takes up to ``CANCEL_S`` seconds, or ``COMPLETING_S`` if Slurm is completing it by then. Nodes that do not
+        answer are not waited for: agents there have lost agent 0 by then and have ended their own processes, and the
+        next agent ends those that a killed agent left behind.
 
         Raises:
             SchedulerError: the controller did not answer in that time, or the submission is not a Slurm job or one of
@@ -187,13 +193,14 @@ class SlurmScheduler:
         job_id = slurm_queue.require_job_id(submission.job_id)
         _require_cluster(submission.cluster)
         began = time.monotonic()
-        killed = False
+        killed, limit_s = False, CANCEL_S
         while True:
             found = slurm_queue.listing(max_age_s=0.0)
             if not found.problem:
                 status = _status_in(found, submission)
                 if status.state is JobState.ENDED or only_the_lost_remain(status):
                     return True
+                limit_s = COMPLETING_S if status.scheduler_state == "COMPLETING" else CANCEL_S
                 if not killed and time.monotonic() - began > KILL_AFTER_S:
                     killed = True
                     for words in (("--full", job_id), (f"{job_id}.0",)):
@@ -202,11 +209,11 @@ class SlurmScheduler:
                 elif not killed:
                     with contextlib.suppress(SchedulerError):
                         slurm_queue.run("scancel", job_id)
-            if time.monotonic() - began > CANCEL_S:
+            if time.monotonic() - began > limit_s:
                 if found.problem:
                     raise SchedulerError(f"the state of job {job_id} is unknown: {found.problem}")
                 return False
-            time.sleep(0.5)
+            time.sleep(slurm_queue.FRESH_S if killed else 0.5)
 
 
 class _SlurmExecutor(SlurmExecutor):  # type: ignore[misc]

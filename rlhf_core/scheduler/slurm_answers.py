@@ -131,7 +131,7 @@ def _down(nodes: str) -> tuple[str, ...]:
     with contextlib.suppress(SchedulerError):
         text = slurm_queue.run("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %t")
         rows = [line.split() for line in text.splitlines()]
-        for pattern in (r"down|fail|unk|.*\*$", r"drain"):
+        for pattern in (r"down|fail|unk|inval|.*\*$", r"drain"):
             found = tuple(dict.fromkeys(row[0] for row in rows if re.match(pattern, row[1])))
             if found:
                 return found
@@ -189,6 +189,7 @@ _FOR_NOW = (
     "job submit limit",
     "temporarily unable to accept job",
     "Resource temporarily unavailable",  # the same, by errno
+    "I/O error writing script/environment to file",  # the disk of slurmctld is full
 )
 """Refusals that end when an administrator or other jobs of the user do something."""
 _OF_THE_JOB = re.compile(r"Per(Job|Node)|MaxWall|TimeLimit|NotSatisfied|MinNode|MinCpu", re.IGNORECASE)
@@ -203,6 +204,8 @@ def will_pass(text: str) -> bool:
 def takes_no_job(state: str) -> bool:
     """True for a node state, in ``sinfo``'s spelling, in which the node gets no jobs until an administrator acts.
 
-    A star marks a node that does not answer. A busy node, or one powered down to save energy, takes jobs.
+    A star marks a node that does not answer, and ``inval`` one that has less than its configuration says, for instance
+    a GPU less. A busy node, or one powered down to save energy, takes jobs.
     """
-    return state.endswith("*") or state.startswith(("down", "drain", "fail", "error", "maint", "unknown", "future"))
+    out = ("down", "drain", "fail", "error", "maint", "inval", "unknown", "future")
+    return state.endswith("*") or state.startswith(out)

@@ -156,7 +156,8 @@ def _query() -> Listing:
     queried_at = time.time()
     try:
         require_controller()
-        text = run("squeue", "--noheader", "--states=all", f"--user={os.getuid()}", f"--format={_FORMAT}")
+        # --all: without it, Slurm leaves out the jobs in hidden partitions, also for the user who owns them.
+        text = run("squeue", "--all", "--noheader", "--states=all", f"--user={os.getuid()}", f"--format={_FORMAT}")
     except SchedulerError as error:
         return Listing(queried_at, {}, str(error))
     rows = [QueuedJob(*line.split("|", 5)) for line in text.splitlines() if line.count("|") >= 5]

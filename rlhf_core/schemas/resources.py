@@ -40,7 +40,7 @@ class Inventory(Schema):
 
     def nodes_for(self, slurm: SlurmSpec, gpus_per_node: int = 0) -> list[str]:
         """Nodes that a job with these options may get eventually, including those that are busy or out of service."""
-        # A partition that is not listed is hidden, and its nodes are unknown.
+        # Of a partition that the scheduler does not list, the nodes are unknown.
         listed = {partition for found in self.node_partitions.values() for partition in found}
         allowed = listed & (slurm.partitions or {*self.default_partition.split(",")})
         return [

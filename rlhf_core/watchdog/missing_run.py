@@ -85,11 +85,15 @@ class Presence:
             self.is_gone = True
             raise RunDirGone(f"{problem} for {passed_s:.0f} s, although {self._run_dir.root.parent} exists")
         if kind == "away" and passed_s > AWAY_S:
-            raise RunDirError(
-                f"{problem} for {passed_s:.0f} s. The run is unchanged: repair the file system, then `rlhf resume "
-                f"{self._run_dir.run_id}`"
-            )
+            raise self.unreadable(problem, passed_s)
         return problem
+
+    def unreadable(self, problem: str, seconds: float) -> RunDirError:
+        """The error that ends a controller whose file system has been unreachable for so many seconds."""
+        return RunDirError(
+            f"{problem} for {seconds:.0f} s. The run is unchanged: repair the file system, then `rlhf resume "
+            f"{self._run_dir.run_id}`"
+        )
 
     def _check(self, attempt: int) -> tuple[str, str]:
         run_dir = self._run_dir

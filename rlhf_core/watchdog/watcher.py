@@ -27,10 +27,10 @@ COMPLETED_OUTCOME_TIMEOUT_S = 30.0
 """The same for a job that the scheduler reports as completed: an outcome must exist."""
 SCHEDULER_REASON_TIMEOUT_S = 15.0
 """Time that the scheduler has to give its reason for ending a job whose agents had time to save."""
-COMPLETING_TIMEOUT_S = 120.0
-"""The same if a signal ended the agents and Slurm reports COMPLETING: Slurm gives the reason once the last process is
-gone, which ``KillWait`` (30 s by default), an epilog or a busy node delays. A new attempt before that could restart a
-job that its user has cancelled."""
+COMPLETING_TIMEOUT_S = 300.0
+"""The same if a signal ended the agents, or had them save and end, and Slurm reports COMPLETING: Slurm gives the reason
+once the last process is gone, which ``KillWait`` (30 s by default), an epilog or a busy node delays. A new attempt, for
+which the job must be gone anyway, could otherwise restart a job that its user has cancelled."""
 
 LEADER_LOST_TIMEOUT_S = 8.0
 """Time in which an outcome, or agent 0's report against another node, may still appear after all other agents have lost
@@ -123,7 +123,11 @@ class Watcher:
 
     def poll(self) -> AttemptSnapshot:
         """Poll scheduler and files, and update the history. Does not raise if the scheduler or database is
-        unavailable."""
+        unavailable.
+
+        Raises:
+            OSError: the file system of the run directory does not respond.
+        """
         job = self._job()
         # Read the outcome after the job's state, so that an attempt that ends in between does not count as lost.
         self._progress.update()
@@ -171,6 +175,9 @@ class Watcher:
         if status is None or status.state is JobState.UNKNOWN:
             reason = status.reason if status else "the scheduler did not list the job"
             return replace(self._last_job, reason=f"state unknown: {reason}")
+        if status.scheduler_state == "COMPLETING":
+            # Slurm then names only the nodes that are not done yet, the first of which need not be that of agent 0.
+            status = replace(status, nodes=self._last_job.nodes)
         self._last_job = status
         return status
 
@@ -316,8 +323,10 @@ def _with_scheduler_reason(job: JobStatus, outcome: AttemptOutcome, outcome_age_
         return own
     if job.state is not JobState.ENDED:
         waiting = AttemptVerdict(AttemptState.RUNNING, "its agents have ended; waiting for the scheduler's reason")
-        was_ended = bool(outcome.ended_by) and job.scheduler_state == "COMPLETING"
-        return waiting if outcome_age_s < (COMPLETING_TIMEOUT_S if was_ended else SCHEDULER_REASON_TIMEOUT_S) else own
+        was_ended = bool(outcome.ended_by) or outcome.state is AttemptState.PREEMPTED
+        is_told_later = was_ended and job.scheduler_state == "COMPLETING"
+        limit_s = COMPLETING_TIMEOUT_S if is_told_later else SCHEDULER_REASON_TIMEOUT_S
+        return waiting if outcome_age_s < limit_s else own
     if job.scheduler_state == "CANCELLED":
         return AttemptVerdict(AttemptState.CANCELLED, _CANCELLED, FailureKind.USER_CANCEL)
     if job.scheduler_state == "FAILED" and outcome.state is AttemptState.PREEMPTED:

@@ -55,6 +55,24 @@ def test_without_a_controller_the_command_cancels_the_run_itself(harness: Contro
     assert not run_dir.cancel_request.exists()
 
 
+def test_the_job_of_an_attempt_that_was_given_up_is_ended(harness: ControllerHarness) -> None:
+    """Its agents were silent, and its controller could not end the job, or was killed before."""
+    run_dir = harness.run()
+    harness.trains_for_ever(run_dir)
+    harness.scheduler.stubborn = True
+    with pytest.raises(SchedulerError, match="could not be ended"):
+        drive(harness.controller(run_dir))
+    harness._stack.close()
+    assert read_record(run_dir).attempts[1].state is AttemptState.LOST
+    with pytest.raises(SchedulerError, match="could not be ended"):
+        cancelled(harness, run_dir)
+    assert read_record(run_dir).state is not RunState.CANCELLED, "the next `rlhf cancel` tries again"
+    harness.scheduler.stubborn = False
+    found, _ = cancelled(harness, run_dir)
+    assert (found.state, found.job_ended) == (RunState.CANCELLED, True)
+    assert harness.scheduler.jobs["101"].state is JobState.ENDED
+
+
 def test_a_living_controller_is_asked(harness: ControllerHarness) -> None:
     run_dir = harness.killed_in_training()
     harness.store.acquire_lease(run_dir.run_id, "b@elsewhere:1:1.00", 3600)

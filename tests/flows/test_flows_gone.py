@@ -1,8 +1,11 @@
 """Removal or move of the run directory while its controller is at work, and conditions that only look like it."""
 
+import errno
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from control_fakes import FakeAgent
@@ -152,6 +155,44 @@ def test_an_unmounted_file_system_is_awaited_and_closes_no_run(harness: Controll
     assert harness.clock.now - began > AWAY_S, "it ends, but not soon"
     assert harness.scheduler.cancelled == []
     assert queries.show_run(harness.store, run_dir.run_id)["run"]["state"] == "training"
+
+
+@pytest.mark.parametrize("part", ["", "outcome.json"], ids=["everything", "one file"])
+@pytest.mark.parametrize("for_ever", [False, True])
+def test_a_file_system_that_fails_is_awaited(
+    harness: ControllerHarness, part: str, for_ever: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An NFS mount with the option ``soft`` answers with errors while its server is away."""
+    fails_until = 0.0
+
+    def failing(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any, *arguments: Any, **options: Any) -> Any:
+            text = str(path)
+            if harness.clock.now < fails_until and text.startswith(str(run_dir.root)) and text.endswith(part):
+                raise OSError(errno.EIO, "Input/output error", text)
+            return function(path, *arguments, **options)
+
+        return call
+
+    def happens(poll: int) -> None:
+        nonlocal fails_until
+        if poll == 5:
+            FakeAgent(run_dir).role(Role.EVALUATOR)
+            FakeAgent(run_dir).end(AttemptState.COMPLETED)
+            fails_until = harness.clock.now + (2 * AWAY_S if for_ever else 60)
+            for name in ("open", "stat", "scandir", "listdir"):
+                monkeypatch.setattr(os, name, failing(getattr(os, name)))
+
+    run_dir = trains(harness, happens)
+    controller = harness.controller(run_dir)
+    if for_ever:
+        with pytest.raises(RunDirError, match=r"could not be read \(Input/output error\) for 60. s. The run is un"):
+            drive(controller)
+        return
+    drive(controller)
+    assert read_record(run_dir).state is RunState.COMPLETED
+    (said,) = [text for text in harness.notes.messages if "making no decisions until" in text]
+    assert "could not be read (Input/output error)" in said
 
 
 def test_with_its_cluster_gone_too_the_controller_ends_and_names_the_job(

@@ -1,6 +1,7 @@
 """Promotion without Prefect: answers in every order and after every kill, and the files written."""
 
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -189,6 +190,25 @@ def test_a_refusal_writes_nothing_and_the_run_stays_completed(harness: Controlle
     assert read_record(run_dir).state is RunState.COMPLETED
     assert stage_of(harness, run_dir) == ("completed", "step 10 was refused by ada: too terse")
     assert not (harness.site.home / "promoted").exists()
+
+
+def test_an_answer_is_read_once_the_file_system_responds(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The question may be open for days, and is looked at every second."""
+    run_dir = completed(harness, needs_approval())
+    assert answers(run_dir, "refused", "grace", "too slow")
+    errors = [OSError(errno.EIO, "Input/output error"), OSError(errno.ESTALE, "Stale file handle")]
+    read = promote.read_answer
+
+    def read_answer(concerned: RunDir) -> PromotionAnswer | None:
+        if errors:
+            raise errors.pop()
+        return read(concerned)
+
+    monkeypatch.setattr(promotion, "read_answer", read_answer)
+    drive(harness.controller(run_dir))
+    assert (standing(run_dir).state, errors) == (PromotionState.REFUSED, [])
 
 
 def test_an_unanswered_request_expires_and_can_still_be_approved(harness: ControllerHarness) -> None:

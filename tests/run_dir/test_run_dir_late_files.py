@@ -1,5 +1,6 @@
 """Files that another node creates after a failed lookup, on a file system that caches the failure."""
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from rlhf_core.config.site import Site
 from rlhf_core.control import node_probe
 from rlhf_core.control.attempts.jobs import give_order, order_to_end
 from rlhf_core.control.node_probe import PROBES, probe_nodes
+from rlhf_core.files import reading
 from rlhf_core.files.appended import FilePosition, read_on
 from rlhf_core.files.lookups import is_there, paths_in
 from rlhf_core.files.whole import read_model, write_model
@@ -165,6 +167,29 @@ def test_what_appears_on_another_node_is_seen_at_the_next_poll(run_dir: RunDir, 
     with nfs.elsewhere():
         create(run_dir)
     assert poll()
+
+
+@pytest.mark.parametrize(("errors", "is_read"), [((errno.ESTALE,), True), ((errno.EIO,), False)])
+def test_a_file_replaced_by_another_node_while_it_is_read_is_read_again(
+    run_dir: RunDir, errors: tuple[int, ...], is_read: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An NFS server has nothing left of the file that was opened; control: another error is reported."""
+    left = list(errors)
+    opened = reading.open_regular
+
+    def open_stale(path: Path, **options: Any) -> Any:
+        file = opened(path, **options)
+        if left:
+            file.close()
+            raise OSError(left.pop(), "so says the server", str(path))
+        return file
+
+    monkeypatch.setattr(reading, "open_regular", open_stale)
+    if is_read:
+        assert read_model(run_dir.attempt(1).placement, Placement) is not None
+    else:
+        with pytest.raises(OSError, match="so says the server"):
+            read_model(run_dir.attempt(1).placement, Placement)
 
 
 def test_a_run_directory_that_comes_back_is_not_gone(tmp_path: Path, run_dir: RunDir, nfs: NfsClient) -> None:

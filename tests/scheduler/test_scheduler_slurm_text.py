@@ -5,8 +5,10 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from control_fakes import Clock
 from job_requests import job_request
 from submitit.core.utils import FailedJobError
 
@@ -14,7 +16,16 @@ from rlhf_core.errors import SchedulerError, SubmissionDeferred, SubmissionFaile
 from rlhf_core.scheduler import get_scheduler, slurm, slurm_answers, slurm_queue
 from rlhf_core.scheduler.base import JobRequest, JobState
 from rlhf_core.scheduler.slurm import SlurmScheduler
-from rlhf_core.scheduler.slurm_answers import gpu_type, is_no_answer, num_gpus, query_job, refusal, status_of, will_pass
+from rlhf_core.scheduler.slurm_answers import (
+    gpu_type,
+    is_no_answer,
+    num_gpus,
+    query_job,
+    refusal,
+    status_of,
+    takes_no_job,
+    will_pass,
+)
 from rlhf_core.scheduler.slurm_environment import for_submission
 from rlhf_core.scheduler.slurm_queue import QueuedJob
 from rlhf_core.schemas.cluster import SlurmSpec
@@ -172,6 +183,33 @@ def test_a_job_number_that_slurm_gave_again_is_not_the_job(monkeypatch: pytest.M
     assert "scancel" not in commands
 
 
+@pytest.mark.parametrize(("state", "ends_after_s", "is_gone"), [("COMPLETING", 240, True), ("RUNNING", 240, False)])
+def test_a_job_that_slurm_completes_is_given_the_time_of_an_epilog(
+    state: str, ends_after_s: float, is_gone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control: one that keeps running for as long although it was told to end."""
+    clock = Clock()
+
+    def listing(**_: object) -> slurm_queue.Listing:
+        word = state if clock.now < ends_after_s else "COMPLETED"
+        return slurm_queue.Listing(0.0, {"7": QueuedJob("7", word, "None", "node1", "N/A", "toy-1/1")})
+
+    monkeypatch.setattr(slurm_queue, "listing", listing)
+    monkeypatch.setattr(slurm_queue, "run", lambda *words, **_: "node1 mix" if words[0] == "sinfo" else "")
+    monkeypatch.setattr(slurm, "time", SimpleNamespace(monotonic=clock, sleep=clock.sleep))
+    job = Submission(attempt=1, scheduler="slurm", job_id="7", command=(), marker="toy-1/1")
+    assert SlurmScheduler().cancel(job) is is_gone
+
+
+def test_a_job_that_slurm_completes_needs_no_order_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reconciler would wait for it in every round, and note that it could not be ended."""
+    states = {"7": "RUNNING", "8": "COMPLETING", "9": "COMPLETED"}
+    rows = {job_id: QueuedJob(job_id, state, "None", "n1", "N/A", "toy-1/1") for job_id, state in states.items()}
+    monkeypatch.setattr(slurm_queue, "listing", lambda **_: slurm_queue.Listing(0.0, rows))
+    monkeypatch.setattr(slurm_queue, "cluster_name", lambda: "throwaway")
+    assert [one.submission.job_id for one in SlurmScheduler().living()] == ["7"]
+
+
 def test_the_signal_to_save_is_never_in_the_first_half_of_the_job() -> None:
     assert "--signal=USR2@60\n" in script(time_limit_s=120)
 
@@ -249,6 +287,7 @@ def test_cancellations_by_the_administrator_and_by_the_user_are_distinguished(
         ("node1 mix\nnode2 drain*\nnode3 drain", ("node2",)),
         ("node1 idle\nnode2 drain", ("node2",)),
         ("node1 alloc*\nnode2 down*", ("node1", "node2")),
+        ("node1 inval\nnode2 drain", ("node1",)),
     ],
 )
 def test_a_node_that_an_administrator_drains_is_not_the_one_that_failed(
@@ -277,6 +316,7 @@ POLICY = (
         (f"QOSMaxSubmitJobPerUserLimit {POLICY}", True),
         (POLICY, True),
         ("Batch job submission failed: Resource temporarily unavailable", True),
+        ("Batch job submission failed: I/O error writing script/environment to file", True),
         (f"QOSMaxNodePerJobLimit {POLICY}", False),
         (f"AssocMaxWallDurationPerJobLimit {POLICY}", False),
         (f"QOSMinCpuNotSatisfied {POLICY}", False),
@@ -343,6 +383,21 @@ def test_the_comment_of_another_job_may_have_any_encoding(tmp_path: Path, monkey
     assert found.job_id == "8"
 
 
+def test_jobs_and_nodes_of_a_hidden_partition_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Slurm answers users: without --all, it leaves out partitions with Hidden=YES, and their jobs."""
+    hidden = """[[ " $* " == *" --all "* ]] && echo '{}' || true"""
+    stand_ins(
+        tmp_path,
+        monkeypatch,
+        squeue=hidden.format("8|RUNNING|None|n2|N/A|toy-1/2"),
+        sinfo="echo 'n1|8|64000|(null)|idle|cpu*'; " + hidden.format("n2|8|64000|gpu:8|idle|scavenger"),
+    )
+    found = SlurmScheduler().find("toy-1", 2)
+    assert found is not None, "the job would be submitted a second time"
+    assert [one.run_id for one in SlurmScheduler().living()] == ["toy-1"]
+    assert SlurmScheduler().inventory().nodes_for(SlurmSpec(partition="scavenger"), 8) == ["n2"]
+
+
 def test_a_stopped_process_blocks_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process was stopped during a query and keeps the lock."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -366,6 +421,14 @@ def test_the_default_partition_is_that_of_a_submission(monkeypatch: pytest.Monke
     monkeypatch.setenv("SBATCH_PARTITION", "gpu")
     assert SlurmScheduler().inventory().nodes_for(SlurmSpec()) == ["b"]
     assert SlurmScheduler().inventory().nodes_for(SlurmSpec(partition="cpu")) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("state", "is_out"),
+    [("inval", True), ("drained", True), ("idle*", True), ("idle~", False), ("mixed", False), ("planned", False)],
+)
+def test_nodes_that_take_no_jobs(state: str, is_out: bool) -> None:
+    assert takes_no_job(state) is is_out
 
 
 def test_the_reason_and_the_expected_start_of_a_waiting_job() -> None:

@@ -457,13 +457,17 @@ def test_a_failed_job_was_not_preempted_and_srun_names_the_agent(run_dir: RunDir
 
 def test_the_reason_of_the_scheduler_is_awaited_but_not_forever() -> None:
     outcome = AttemptOutcome(attempt=1, state=AttemptState.PREEMPTED, message="saved", time=utc_now())
+    failed = outcome.model_copy(update={"state": AttemptState.FAILED, "failure_kind": FailureKind.NETWORK})
     running = JobStatus(JobState.RUNNING, scheduler_state="COMPLETING")
-    assert judge(running, outcome, 0.0, SCHEDULER_REASON_TIMEOUT_S - 0.1).state is AttemptState.RUNNING
-    assert judge(running, outcome, 0.0, SCHEDULER_REASON_TIMEOUT_S).state is AttemptState.PREEMPTED
-    # If a signal has ended the agents, a user may have cancelled the job: that must be known first.
-    signalled = outcome.model_copy(update={"ended_by": "SIGTERM"})
-    assert judge(running, signalled, 0.0, SCHEDULER_REASON_TIMEOUT_S).state is AttemptState.RUNNING
-    assert judge(running, signalled, 0.0, COMPLETING_TIMEOUT_S).state is AttemptState.PREEMPTED
+    assert judge(running, failed, 0.0, SCHEDULER_REASON_TIMEOUT_S - 0.1).state is AttemptState.RUNNING
+    assert judge(running, failed, 0.0, SCHEDULER_REASON_TIMEOUT_S).state is AttemptState.FAILED
+    # If a signal has ended the agents, or had them save, a user may have cancelled the job: that must be known first.
+    for signalled in (outcome, failed.model_copy(update={"ended_by": "SIGTERM"})):
+        assert judge(running, signalled, 0.0, COMPLETING_TIMEOUT_S - 0.1).state is AttemptState.RUNNING
+        assert judge(running, signalled, 0.0, COMPLETING_TIMEOUT_S).state is signalled.state
+    assert judge(replace(running, scheduler_state="RUNNING"), outcome, 0.0, SCHEDULER_REASON_TIMEOUT_S).state is (
+        AttemptState.PREEMPTED
+    )
     # A scheduler that reports no reason (the local one) is not awaited.
     assert judge(JobStatus(JobState.RUNNING), outcome, 0.0, 0.0).state is AttemptState.PREEMPTED
 

@@ -1,5 +1,6 @@
 """The second net: a running job whose agents are all silent, and conditions that only look like it."""
 
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -213,6 +214,21 @@ def test_a_job_ended_by_slurm_after_the_loss_of_agent_0_has_a_lost_node(pair: Pa
     pair.job = JobStatus(JobState.ENDED, nodes=("n1", "n2"), scheduler_state="FAILED")
     assert pair.watcher.poll().verdict.state is AttemptState.RUNNING
     pair.now += LEADER_LOST_TIMEOUT_S / 2
+    snapshot = pair.watcher.poll()
+    assert (snapshot.verdict.failure_kind, snapshot.verdict.nodes) == (FailureKind.NODE_LOST, ("n1",))
+
+
+def test_the_nodes_of_a_completing_job_are_those_it_had(tmp_path: Path) -> None:
+    """Slurm names those that are not done yet: the first of them is not that of agent 0, and the last one is alone."""
+    pair = Pair(tmp_path)
+    pair.job = replace(pair.job, nodes=("n1", "n2", "n3"))
+    pair.watcher.poll()
+    for node in ("n2", "n3"):
+        pair.add_event(node, leader_lost=True)
+    for left in (("n2", "n3"), ("n3",)):
+        pair.job = JobStatus(JobState.RUNNING, nodes=left, scheduler_state="COMPLETING")
+        pair.watcher.poll()
+        pair.now += LEADER_LOST_TIMEOUT_S / 2 + 1
     snapshot = pair.watcher.poll()
     assert (snapshot.verdict.failure_kind, snapshot.verdict.nodes) == (FailureKind.NODE_LOST, ("n1",))
 

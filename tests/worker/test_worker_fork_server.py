@@ -244,6 +244,29 @@ def test_a_server_that_does_not_answer_is_ended(
     assert not Path(f"/proc/{pid}").exists()
 
 
+def test_a_server_that_is_blocked_in_the_kernel_is_left_behind(
+    server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a hung file system: it does not end when it is killed."""
+    pid = ready(server)
+    assert server._server is not None
+    wait = server._server.process.wait
+
+    def wait_in_time(timeout: float | None = None) -> int:
+        assert timeout is not None
+        return wait(timeout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server._server.process, "wait", wait_in_time)
+        patch.setattr(processes, "kill_group", lambda pid: None)
+        patch.setattr(fork_server, "KILL_TIMEOUT_S", 0.0, raising=False)
+        server.close()
+    assert server.pids == frozenset()
+    processes.kill_group(pid)
+    until(lambda: processes.process_state(pid) == "Z")
+    processes.reap_orphans(server.started - {pid})
+
+
 def test_exit_codes_of_workers_are_left_to_their_owner(server: ForkServer, tmp_path: Path) -> None:
     """The thread that reaps orphans leaves workers alone and reaps everything else."""
     pid = ready(server)

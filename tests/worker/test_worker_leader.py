@@ -1,7 +1,9 @@
 """Agent 0: one owner per attempt, orders in sequence, a budget renewed by progress, and an outcome in any case."""
 
+import errno
 import os
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from agent_runs import make_spec
@@ -15,6 +17,7 @@ from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.reports import AgentCommand, AttemptOutcome, MetricsLine
+from rlhf_core.worker.agent import leader as leader_module
 from rlhf_core.worker.agent.leader import Leader, RestartBudget
 
 KILLED = Diagnosis(FailureKind.WORKER_KILLED, "killed", "f1")
@@ -128,6 +131,29 @@ def test_an_outcome_is_written_once(run_dir: RunDir) -> None:
 def _fill(folder: Path) -> None:
     with pytest.raises(OSError, match="No space left"):
         (folder / "filler").write_bytes(bytes(1 << 20))
+
+
+def test_an_outcome_is_written_once_the_file_system_responds(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an NFS mount with the option ``soft``, whose server is away for a moment."""
+    leader = Leader(run_dir, 1)
+    assert leader.claim() == ""
+    num_errors = 0
+
+    def fails(*arguments: object, **options: object) -> NoReturn:
+        nonlocal num_errors
+        num_errors += 1
+        if num_errors == 8:
+            away.undo()
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as away:
+        away.setattr(leader_module.time, "sleep", lambda seconds: None)
+        for name in ("open", "stat", "scandir", "listdir"):
+            away.setattr(os, name, fails)
+        assert leader.last_step() == 0
+        assert not leader.write(run_dir.attempt(1).outcome, _outcome())
+        assert leader.finish(_outcome())
+    assert read_model(run_dir.attempt(1).outcome, AttemptOutcome) is not None
 
 
 @pytest.mark.parametrize("reserved", [True, False])

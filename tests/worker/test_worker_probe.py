@@ -19,6 +19,7 @@ from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.resources import Placement
 from rlhf_core.worker import processes
 from rlhf_core.worker.groups.fork_server import ForkServer
+from rlhf_core.worker.nodes import probe as probe_module
 from rlhf_core.worker.nodes.membership import Nodes
 from rlhf_core.worker.nodes.probe import Probe, ProbePlace
 from rlhf_core.worker.roles import WARM_PROBE
@@ -94,6 +95,29 @@ def test_a_measurement_ends_in_time(tmp_path: Path, importing_s: float, is_over:
     assert speed.reached == ("", "")
     assert [process.returncode for process in starter.processes] == [-signal.SIGKILL] * NUM_RANKS
     assert starter.has_waited == (importing_s == 0)
+
+
+class Blocked(subprocess.Popen[bytes]):
+    """A process that must not be waited for without a limit."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        assert timeout is not None
+        return super().wait(timeout)
+
+
+def test_a_rank_that_is_blocked_in_the_kernel_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the driver of a broken GPU: it does not end when it is killed."""
+    _, probe = make_probe(tmp_path, probe_s=0.2)
+    starter = Starter("import time; time.sleep(600)")
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", Blocked)
+        patch.setattr(probe_module, "KILL_TIMEOUT_S", 0.0, raising=False)
+        patch.setattr(processes, "kill_group", lambda pid: None)
+        assert probe.measure(1, starter, never).reached == ("", "")
+    assert [process.poll() for process in starter.processes] == [None] * NUM_RANKS
+    for process in starter.processes:
+        process.kill()
+        process.wait(60)
 
 
 def test_forked_ranks_measure_like_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """The supervising thread keeps working on a full disk, after an error, and over a pause of its own."""
 
+import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -28,6 +30,7 @@ from rlhf_core.worker.liveness.heartbeat import SlotFile
 from rlhf_core.worker.nodes.membership import Nodes
 from rlhf_core.worker.signals import SignalInbox
 from rlhf_core.worker.supervision import supervisor as supervisor_module
+from rlhf_core.worker.supervision.exit_deadline import ExitDeadline
 from rlhf_core.worker.supervision.supervisor import Supervisor
 
 ALONE = AgentChannel(Nodes(("here",), ("127.0.0.1",), 0), MemoryAgentStore())
@@ -89,6 +92,42 @@ def test_a_hang_is_found_although_nothing_can_be_written(
     assert watch.hang.verdict.kind is FailureKind.HANG
     assert watch.exits[0].by_agent
     assert silent_worker.wait() == -signal.SIGKILL
+
+
+def test_a_woken_agent_asks_until_it_knows_whether_the_run_went_on_without_it(
+    tmp_path: Path, inbox: SignalInbox
+) -> None:
+    """The file system of a node that was frozen responds only after a while."""
+    answers: list[bool | OSError] = [OSError(errno.EIO, "Input/output error"), True]
+    left: list[str] = []
+
+    def is_superseded() -> bool:
+        answer = answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    deadline = ExitDeadline(lambda why: None)
+    deadline.leave_now = lambda: left.append("left")  # type: ignore[method-assign]
+    channel = AgentChannel(Nodes(("here",), ("127.0.0.1",), 0), MemoryAgentStore())
+    restart_dir = AttemptDir(tmp_path, 1).restart(0)
+    supervisor = Supervisor(
+        channel,
+        inbox,
+        GapTracker(5.0, 60.0, 60.0),
+        EventLog("here", restart_dir),
+        list,
+        deadline=deadline,
+        is_superseded=is_superseded,
+    )
+    supervisor.enter(Role.TRAINER, restart_dir)
+    supervisor._num_pauses = -1  # a pause that it has not noticed yet
+    for _ in range(3):
+        with contextlib.suppress(OSError):
+            supervisor._tick()
+    supervisor._series.stop(time.monotonic())
+    supervisor._telemetry.stop()
+    assert (left, answers) == (["left"], [])
 
 
 def test_one_error_does_not_end_supervision(

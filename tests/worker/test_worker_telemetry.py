@@ -119,6 +119,15 @@ def test_hidden_disks_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(name.startswith("disk") for name in telemetry._counters())
 
 
+def test_what_a_container_hides_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As sandboxes do that show only a part of /proc, and no /sys/block."""
+    monkeypatch.setattr(telemetry, "INFINIBAND", tmp_path)
+    monkeypatch.setattr(telemetry.psutil, "PROCFS_PATH", str(tmp_path))
+    exists = os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda path: path != "/sys/block" and exists(path))
+    assert telemetry._counters() == {}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # GPUs
 

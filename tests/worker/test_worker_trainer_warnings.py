@@ -1,8 +1,14 @@
 """Warnings of trainer ranks become incidents that do not stop the run, one per warning, from whichever rank."""
 
+import errno
+import os
 from pathlib import Path
+from typing import NoReturn
+
+import pytest
 
 from rlhf_core.files.whole import read_model
+from rlhf_core.run_dir.attempt import RestartDir
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Action, Decision, FailureKind, Incident
@@ -12,21 +18,22 @@ from rlhf_core.worker.agent.trainer_warnings import TrainerWarnings
 from rlhf_core.worker.event_log import EventLog
 
 
+def warn(restart: RestartDir, rank: int, kind: FailureKind, message: str) -> None:
+    warning = TrainerWarning(time=utc_now(), failure_kind=kind, message=message, step=7)
+    with restart.warnings_of(rank).open("a") as file:
+        file.write(f"{warning.model_dump_json()}\n")
+
+
 def test_each_rank_has_a_file_and_each_line_becomes_one_incident(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "toy-20260101-000000-abcdef")
     restart = run_dir.attempt(1).restart(0)
     restart.root.mkdir(parents=True)
     warnings = TrainerWarnings(Leader(run_dir, 1), EventLog("node1", restart))
 
-    def warn(rank: int, kind: FailureKind, message: str) -> None:
-        warning = TrainerWarning(time=utc_now(), failure_kind=kind, message=message, step=7)
-        with restart.warnings_of(rank).open("a") as file:
-            file.write(f"{warning.model_dump_json()}\n")
-
-    warn(3, FailureKind.REWARD_FUNCTION, "rank 3 says so")
+    warn(restart, 3, FailureKind.REWARD_FUNCTION, "rank 3 says so")
     warnings.take(restart, now=True)
-    warn(0, FailureKind.DEGENERATE_RL, "rank 0 says so")
-    warn(3, FailureKind.REWARD_FUNCTION, "rank 3 says more")
+    warn(restart, 0, FailureKind.DEGENERATE_RL, "rank 0 says so")
+    warn(restart, 3, FailureKind.REWARD_FUNCTION, "rank 3 says more")
     warnings.take(restart, now=True)
     warnings.take(restart, now=True)
     found = [read_model(restart.incident(number), Incident) for number in (1, 2, 3, 4)]
@@ -37,3 +44,25 @@ def test_each_rank_has_a_file_and_each_line_becomes_one_incident(tmp_path: Path)
     }
     decisions = [read_model(restart.decision(number), Decision) for number in (1, 2, 3)]
     assert [one.action for one in decisions if one is not None] == [Action.CONTINUE] * 3
+
+
+@pytest.mark.parametrize("function", ["listdir", "open"])
+def test_a_file_system_that_fails_ends_no_worker(
+    tmp_path: Path, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The warnings are read in the loop that waits for the workers, whose errors end them."""
+    run_dir = RunDir(tmp_path / "toy-20260101-000000-abcdef")
+    restart = run_dir.attempt(1).restart(0)
+    restart.root.mkdir(parents=True)
+    warnings = TrainerWarnings(Leader(run_dir, 1), EventLog("node1", restart))
+    warn(restart, 0, FailureKind.DEGENERATE_RL, "rank 0 says so")
+
+    def fails(*arguments: object, **options: object) -> NoReturn:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as away:
+        away.setattr(os, function, fails)
+        warnings.take(restart, now=True)
+    warnings.take(restart, now=True)
+    warnings.take(restart, now=True)
+    assert len(restart.incident_files()) == 1

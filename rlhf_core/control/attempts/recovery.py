@@ -72,14 +72,14 @@ def _raise_if_cancelled(controller: Controller) -> None:
 
 
 def _final_snapshot(controller: Controller, number: int, attempt: AttemptRecord) -> AttemptSnapshot:
-    snapshot = controller.watcher(number).poll()
+    snapshot = controller.poll(number)
     if attempt.ended:
         # As it was concluded. The job may have been cancelled since, but that is not what ended the attempt.
         return replace(snapshot, verdict=AttemptVerdict(attempt.state, attempt.cause, attempt.failure_kind))
     # A controller that takes over has seen the end only now: the outcome or the scheduler's reason may still appear.
     while not snapshot.ended:
         controller.wait(controller.poll_s)
-        snapshot = controller.watcher(number).poll()
+        snapshot = controller.poll(number)
     return snapshot
 
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from rlhf_core.diagnosis.classify import Diagnosis
 from rlhf_core.diagnosis.policy import Choice, decide_in_place
 from rlhf_core.files.appended import parse_lines, read_blocks
-from rlhf_core.files.lookups import paths_in
+from rlhf_core.files.lookups import is_there, paths_in
 from rlhf_core.files.whole import Reserve, claim, is_disk_full, read_model, write_model
 from rlhf_core.run_dir.attempt import AttemptDir, RestartDir
 from rlhf_core.run_dir.run import RunDir
@@ -62,10 +62,10 @@ class Leader:
 
         Writes nothing if the run has moved on to another attempt while this agent was suspended.
         """
-        if self._run_dir.is_superseded(self._dir.number):
-            return False
         for _ in range(2):
             try:
+                if self._run_dir.is_superseded(self._dir.number):
+                    return False
                 write_model(path, model)
                 return True
             except OSError as error:
@@ -108,23 +108,36 @@ class Leader:
     def finish(self, outcome: AttemptOutcome) -> bool:
         """Write the outcome, once and last; False if that fails."""
         deadline = time.monotonic() + OUTCOME_TIMEOUT_S
-        while not self._dir.outcome.exists():
+        while not self._is_finished():
             if self.write(self._dir.outcome, outcome):
                 break
-            if time.monotonic() > deadline or self._run_dir.is_superseded(self._dir.number):
+            if time.monotonic() > deadline or self._is_superseded():
                 return False
             time.sleep(0.5)
         self.reserve.free()
         return True
 
+    def _is_finished(self) -> bool:
+        """True if the outcome is there; False also while the file system does not respond."""
+        with contextlib.suppress(OSError):
+            return is_there(self._dir.outcome)
+        return False
+
+    def _is_superseded(self) -> bool:
+        """True if the run has moved on to another attempt; False also while the file system does not respond."""
+        with contextlib.suppress(OSError):
+            return self._run_dir.is_superseded(self._dir.number)
+        return False
+
     def last_step(self) -> int:
-        """Last step in any ``metrics.jsonl`` of this attempt; 0 if there is none."""
-        for restart_dir in reversed(self._dir.restarts()):
-            last = 0
-            for lines, _ in read_blocks(restart_dir.metrics):
-                last = max([last, *(line.step for line in parse_lines(lines[-50:], MetricsLine))])
-            if last:
-                return last
+        """Last step in any ``metrics.jsonl`` of this attempt; 0 if there is none, or if none can be read."""
+        with contextlib.suppress(OSError):
+            for restart_dir in reversed(self._dir.restarts()):
+                last = 0
+                for lines, _ in read_blocks(restart_dir.metrics):
+                    last = max([last, *(line.step for line in parse_lines(lines[-50:], MetricsLine))])
+                if last:
+                    return last
         return 0
 
 

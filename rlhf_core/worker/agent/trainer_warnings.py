@@ -1,5 +1,6 @@
 """Trainer warnings as incidents that do not stop the run; agent 0 reads them from the files of its ranks."""
 
+import contextlib
 import time
 from pathlib import Path
 
@@ -29,7 +30,7 @@ class TrainerWarnings:
         self._next_poll_s = 0.0
 
     def take(self, restart_dir: RestartDir, *, now: bool = False) -> None:
-        """Record new warnings.
+        """Record new warnings. While the file system does not respond, they wait: training does not depend on them.
 
         Args:
             restart_dir: The current restart of the attempt.
@@ -39,11 +40,12 @@ class TrainerWarnings:
         if now_s < self._next_poll_s and not now:
             return
         self._next_poll_s = now_s + POLL_INTERVAL_S
-        for path in restart_dir.all_warnings():
-            found = read_models(path, TrainerWarning)
-            for warning in found[self._num_taken.get(path, 0) :]:
-                self._record(restart_dir, warning)
-            self._num_taken[path] = len(found)
+        with contextlib.suppress(OSError):
+            for path in restart_dir.all_warnings():
+                found = read_models(path, TrainerWarning)
+                for warning in found[self._num_taken.get(path, 0) :]:
+                    self._record(restart_dir, warning)
+                self._num_taken[path] = len(found)
 
     def _record(self, restart_dir: RestartDir, warning: TrainerWarning) -> None:
         kind = warning.failure_kind

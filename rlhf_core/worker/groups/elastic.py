@@ -42,7 +42,7 @@ from rlhf_core.worker.groups.base import (
 from rlhf_core.worker.groups.fork_server import ForkServer, arguments_of
 from rlhf_core.worker.groups.gpus import visible_gpus
 from rlhf_core.worker.nodes.membership import unused_port
-from rlhf_core.worker.processes import GROUP_VARIABLE
+from rlhf_core.worker.processes import GROUP_VARIABLE, kill_group
 from rlhf_core.worker.signals import SAVING, SignalInbox, held_back
 from rlhf_core.worker.worker_process import SLOTS_VARIABLE
 
@@ -239,7 +239,17 @@ class _Elastic(LocalElasticAgent):
         return {worker.local_rank: (worker.global_rank, worker.id) for worker in self._worker_group.workers}
 
     def close(self) -> None:
-        """Reap the processes, killing those still running."""
+        """Reap the processes, killing those still running. Those that are blocked in the kernel are left behind."""
+        handlers = getattr(self._pcontext, "subprocess_handlers", {})
+        for handler in handlers.values():
+            if handler.proc.poll() is None:
+                kill_group(handler.proc.pid)
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        for local_rank, handler in list(handlers.items()):
+            try:
+                handler.proc.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                del handlers[local_rank]  # older versions of torch would wait for it without a limit
         self._shutdown(signal.SIGKILL, CLOSE_TIMEOUT_S)
 
     def _start_workers(self, worker_group: TorchGroup) -> dict[int, object]:

@@ -41,6 +41,9 @@ IMPORT_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 10.0
 """Time a server has to confirm a fork, in seconds: it takes 0.1 s, longer on a busy node."""
 
+KILL_TIMEOUT_S = 5.0
+"""Longest wait for a killed server to exit, in seconds."""
+
 SERVER_BYTES = 1 << 30
 """Generous estimate of a server's memory: 0.45 GiB measured with CPU-only torch; CUDA builds are larger."""
 
@@ -144,7 +147,8 @@ class _Server:
     def end(self) -> None:
         """Kill and reap it."""
         processes.kill_group(self.process.pid)
-        self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # blocked in the kernel, as by a hung file system
+            self.process.wait(KILL_TIMEOUT_S)
         for descriptor in (self.orders, self.answers):
             with contextlib.suppress(OSError):
                 os.close(descriptor)

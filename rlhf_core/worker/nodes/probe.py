@@ -8,6 +8,7 @@ node ends the attempt, which records the node's name so that the next attempt ex
 import contextlib
 import json
 import os
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -35,6 +36,8 @@ FACTS_S = 60.0
 """Time that a node has to gather its facts, in seconds."""
 GRACE_S = 15.0
 """Time that agent 0 waits for measurements beyond the nodes' own limit, in seconds."""
+KILL_TIMEOUT_S = 5.0
+"""Longest wait for killed processes to exit, in seconds."""
 POLL_INTERVAL_S = 0.05
 
 
@@ -46,8 +49,12 @@ class Process(Protocol):
     def poll(self) -> int | None:
         """Its exit code; None while it is alive."""
 
-    def wait(self) -> int:
-        """Wait for it to exit."""
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for it to exit.
+
+        Raises:
+            subprocess.TimeoutExpired: it is still alive.
+        """
 
 
 class Starter(Protocol):
@@ -124,7 +131,7 @@ class Probe:
         return own
 
     def measure(self, number: int, starter: Starter, is_over: Callable[[], bool]) -> NodeSpeed:
-        """Measure this node, together with all others. Never takes longer than ``preflight.probe_s``.
+        """Measure this node, together with all others, in ``preflight.probe_s`` or little more.
 
         Args:
             number: 1, or 2 for the second measurement.
@@ -153,7 +160,11 @@ class Probe:
             for process in started:
                 if process.poll() is None:
                     processes.kill_group(process.pid)
-                process.wait()
+            deadline = time.monotonic() + KILL_TIMEOUT_S
+            for process in started:
+                # One that is blocked in the kernel, as by a broken driver, does not end when it is killed.
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
             return _digest(place.nodes.name, [_lines(output) for output in outputs])
 
     def _command(self, local_rank: int, number: int, store: str, output: Path) -> Sequence[str]:

@@ -5,6 +5,7 @@ to a failure. On agent 0 the supervising thread watches the workers of all nodes
 several times a second and follow its orders.
 """
 
+import contextlib
 import os
 import signal
 import threading
@@ -135,6 +136,7 @@ class Supervisor(threading.Thread):
         self._reap_at_s = 0.0
         self._unwritten = ""
         self._num_pauses = 0
+        self._may_be_superseded = False
 
     # -----------------------------------------------------------------------------------------------------------------
     # Called by the main thread
@@ -225,6 +227,8 @@ class Supervisor(threading.Thread):
                 self._wake_up()
                 for one in self._groups.values():
                     one.hang_check.clear()
+            if self._may_be_superseded:
+                self._leave_if_superseded()
             state = self._state(now_s)
             self._channel.send("state", state)
             if refusal := self._channel.new_refusal():
@@ -240,11 +244,16 @@ class Supervisor(threading.Thread):
 
     def _wake_up(self) -> None:
         """Handle a pause of this process (a suspended job, a frozen node), during which the run may have moved on."""
-        if self._deadline is not None and self._is_superseded():
-            self._deadline.leave_now()
+        self._may_be_superseded = True
         self._events.print_line(
             f"this agent was suspended for {self.clock.pause_s:.0f} s; silence is measured from now on"
         )
+
+    def _leave_if_superseded(self) -> None:
+        with contextlib.suppress(OSError):  # after a pause, the file system may not respond yet: looked up again
+            if self._deadline is not None and self._is_superseded():
+                self._deadline.leave_now()
+            self._may_be_superseded = False
 
     def _end_in(self, seconds: float, why: str) -> None:
         """Set a deadline after which this agent is killed, in case its main thread is stuck in a call."""

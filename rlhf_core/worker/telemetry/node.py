@@ -21,6 +21,8 @@ PERIOD_S = 2.0
 STALE_S = 15.0
 """Age beyond which a GPU or disk reading shows that the driver or the file system is hung, in seconds."""
 
+_HIDDEN = (OSError, NotImplementedError, ValueError)
+"""Errors of psutil where a file of ``/proc`` is missing, as in some containers, or has another form."""
 LOOPBACK = "lo"
 INFINIBAND = Path("/sys/class/infiniband")
 _INFINIBAND_WORD = 4
@@ -158,19 +160,29 @@ class _SlowReader:
 
 def _counters() -> dict[str, int]:
     """Cumulative byte counts, by the name of the rate derived from them."""
-    interfaces = psutil.net_io_counters(pernic=True)
-    outer = [counts for name, counts in interfaces.items() if name != LOOPBACK]
-    found = {
-        "network_received_mb_per_s": sum(counts.bytes_recv for counts in outer),
-        "network_sent_mb_per_s": sum(counts.bytes_sent for counts in outer),
-    }
-    if LOOPBACK in interfaces:
-        found["loopback_mb_per_s"] = interfaces[LOOPBACK].bytes_sent
-    # None if a container hides the disks.
-    disk = psutil.disk_io_counters()
-    if disk is not None:
-        found |= {"disk_read_mb_per_s": disk.read_bytes, "disk_write_mb_per_s": disk.write_bytes}
-    return found | _infiniband()
+    return _network() | _disks() | _infiniband()
+
+
+def _network() -> dict[str, int]:
+    """Byte counts of the network interfaces; empty if a container hides them."""
+    with contextlib.suppress(*_HIDDEN):
+        interfaces = psutil.net_io_counters(pernic=True)
+        outer = [counts for name, counts in interfaces.items() if name != LOOPBACK]
+        found = {
+            "network_received_mb_per_s": sum(counts.bytes_recv for counts in outer),
+            "network_sent_mb_per_s": sum(counts.bytes_sent for counts in outer),
+        }
+        return found | ({"loopback_mb_per_s": interfaces[LOOPBACK].bytes_sent} if LOOPBACK in interfaces else {})
+    return {}
+
+
+def _disks() -> dict[str, int]:
+    """Byte counts of the disks; empty if a container hides them."""
+    with contextlib.suppress(*_HIDDEN):
+        disk = psutil.disk_io_counters()
+        if disk is not None:
+            return {"disk_read_mb_per_s": disk.read_bytes, "disk_write_mb_per_s": disk.write_bytes}
+    return {}
 
 
 def _infiniband() -> dict[str, int]:
