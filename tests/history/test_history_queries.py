@@ -76,6 +76,16 @@ def test_a_trial_is_listed_when_asked_for_and_meant_by_its_id_only(
     assert queries.resolve_run(store, trial.run_id) == trial.run_id
 
 
+def test_a_prefix_means_a_run_rather_than_its_trials(store: HistoryStore, runs: Path) -> None:
+    run = RunFiles(runs, "sort", "aaaaaa", 0).created()
+    trial = RunFiles(runs, "sort", "bbbbbb", 0, trial_of=run.run_id).created()
+    for one in (run, trial):
+        sync(one.dir, store)
+    shared = run.run_id.removesuffix("aaaaaa")
+    assert queries.resolve_run(store, shared) == run.run_id
+    assert queries.resolve_run(store, trial.run_id[:-1]) == trial.run_id
+
+
 def test_a_beginning_that_fits_several(store: HistoryStore, three: dict[str, str]) -> None:
     with pytest.raises(UnknownRun, match=f"matches several runs: {three['new']}, {three['old']}"):
         queries.resolve_run(store, "sor")

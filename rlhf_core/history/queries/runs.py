@@ -153,7 +153,7 @@ def regressed_scores(evaluations: Iterable[Facts]) -> list[Facts]:
 
 def resolve_run(store: HistoryStore, text: str) -> str:
     """Find a run by its id, ``last`` for the newest, a name for the newest of that name, or a unique prefix of an id. A
-    trial is found only by its id.
+    trial is found only by its id, or by a prefix of it with which no other run begins.
 
     Raises:
         UnknownRun: no run or several runs match.
@@ -169,8 +169,11 @@ def resolve_run(store: HistoryStore, text: str) -> str:
             found = connection.execute(query).scalar()
             if found is not None:
                 return str(found)
+        fitting: list[str] = []
         beginning = select(RUNS.c.run_id).where(RUNS.c.run_id.startswith(text, autoescape=True))
-        fitting = list(connection.execute(beginning.order_by(*newest_first).limit(6)).scalars()) if text else []
+        # Trials have the names of their runs, so most prefixes of a run fit its trials too.
+        for query in (beginning.where(RUNS.c.trial_of == ""), beginning) if text else ():
+            fitting = fitting or list(connection.execute(query.order_by(*newest_first).limit(6)).scalars())
     if len(fitting) == 1:
         return str(fitting[0])
     if fitting:
