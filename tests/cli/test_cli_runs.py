@@ -36,8 +36,9 @@ from rlhf_core.schemas.attempts import AttemptState, Role, RunState
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.journal import ControllerStarted
+from rlhf_core.schemas.resources import Placement
 from rlhf_core.services.presence import holding
-from rlhf_core.watchdog.watcher import AttemptSnapshot
+from rlhf_core.watchdog.watcher import AttemptSnapshot, Watcher
 
 Printed = pytest.CaptureFixture[str]
 
@@ -584,6 +585,29 @@ def test_the_view_of_a_run_in_trouble_has_its_timeline(with_logs: RunDir) -> Non
     console = Console(width=100, record=True)
     console.print(watching.draw(view))
     assert "evaluator" in console.export_text()
+
+
+def test_steps_before_a_restart_are_not_shown_as_its_progress() -> None:
+    run_dir = make_run(load_site().runs_dir)
+    reader, agent, spec = RunReader(run_dir), FakeAgent(run_dir), run_dir.read_spec().spec
+    placement = Placement(attempt=1, num_nodes=1, phases=())
+    watcher = Watcher(run_dir, placement, None, FakeScheduler(), None)  # type: ignore[arg-type]
+
+    def texts() -> set[str]:
+        seen = reader.read().progress, progress_of_poll(watcher.poll(), spec, StepTimer())
+        return {progress_text(progress) for progress in seen}
+
+    agent.role(Role.TRAINER)
+    agent.step(8)
+    assert texts() == {f"grpo step 8/{spec.total_steps}, loss 0.500"}
+    agent.restart = 1
+    agent.role(Role.TRAINER)
+    assert texts() == {"trainer: train"}
+    agent.step(7)
+    assert texts() == {f"grpo step 7/{spec.total_steps}, loss 0.500"}
+    agent.restart = 2
+    agent.role(Role.EVALUATOR)
+    assert texts() == {"evaluating"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
