@@ -4,11 +4,14 @@ Registering again updates a deployment: its config, form and environment. Settin
 (schedules, limits, a pause) are kept, unless they are passed again.
 """
 
+import asyncio
+import contextlib
 import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -48,6 +51,8 @@ ENTRYPOINT = "flows.run.rlhf_run"
 
 SCHEDULE = "rlhf-deploy"
 """Slug of the schedule set on the command line; schedules made in the UI have other slugs."""
+
+_CRON_FIELDS = 5
 
 PASSED_SITE_VARIABLES = (
     "RLHF_RUNS",
@@ -457,6 +462,15 @@ def _set_schedule(client: SyncPrefectClient, deployment_id: UUID, schedule: Cron
     client.create_deployment_schedules(deployment_id, [DeploymentScheduleCreate(schedule=schedule, slug=SCHEDULE)])
 
 
+def _next_date(schedule: CronSchedule) -> datetime | None:
+    """Next time of a schedule; None if it has none, as on February 30: Prefect would accept it and start nothing."""
+    from prefect.server.schemas.schedules import CronSchedule as ServerSchedule
+
+    with contextlib.suppress(ValueError):
+        return next(iter(asyncio.run(ServerSchedule(**schedule.model_dump()).get_dates(1))), None)
+    return None
+
+
 def _schedule(cron: str, timezone: str) -> CronSchedule | None:
     if not cron:
         if timezone:
@@ -470,7 +484,13 @@ def _schedule(cron: str, timezone: str) -> CronSchedule | None:
             f"{near[0] if near else 'Europe/Berlin'}"
         )
     try:
-        return CronSchedule(cron=cron, timezone=timezone or "UTC")
+        schedule = CronSchedule(cron=cron, timezone=timezone or "UTC")
+        if (num_fields := len(cron.split())) > _CRON_FIELDS:  # Prefect takes the sixth for seconds
+            cause = f"it has {num_fields} fields"
+        elif _next_date(schedule) is not None:
+            return schedule
+        else:
+            cause = "no date fits it"
     except ValidationError as error:
         cause = "; ".join(detail["msg"].removeprefix("Value error, ") for detail in error.errors())
     raise BadInput(
