@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import pytest
 from control_fakes import FakeAgent, FakeScheduler, make_run, only_scheduler
+from made_reports import rank_status
+from rich.console import Console
 
 from rlhf_core.cli import doctor, log_files, main, watching
 from rlhf_core.cli.progress import TerminalProgress
@@ -580,11 +582,25 @@ def test_the_view_of_a_run_in_trouble_has_its_timeline(with_logs: RunDir) -> Non
     assert "attempt 1, evaluating" in watching.headline(view)
     assert view.progress.metrics["reward/mean"] == 0.5
     assert [rank.rank for rank in view.ranks] == [0, 1]
-    from rich.console import Console
-
     console = Console(width=100, record=True)
     console.print(watching.draw(view))
     assert "evaluator" in console.export_text()
+
+
+def test_many_ranks_leave_room_for_the_rest_of_the_view(with_logs: RunDir) -> None:
+    FakeAgent(with_logs).step(3, **{"reward/mean": 0.5})
+    for restart in range(watching.MAX_ENTRIES + 1):
+        FakeAgent(with_logs, restart=restart).incident(FailureKind.WORKER_KILLED)
+    view = RunReader(with_logs).read()
+    ranks = [rank_status(number, node="n1", age_s=90.0 if number == 300 else 0.1) for number in range(512)]
+    console = Console(width=200, record=True)
+    console.print(watching.draw(replace(view, ranks=ranks)))
+    shown = console.export_text()
+    assert "90.0 s ago" in shown
+    assert "500 more, with a later beat" in shown
+    assert shown.count("│ n1   │ train │") == watching.MAX_RANKS
+    assert shown.count("it was worker_killed") == watching.MAX_ENTRIES
+    assert "reward/mean" in shown
 
 
 def test_steps_before_a_restart_are_not_shown_as_its_progress() -> None:
