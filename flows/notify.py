@@ -4,6 +4,7 @@ Controllers emit the events (``rlhf.run.failed``, ``rlhf.incident.node_lost``, `
 Prefect server sends the messages. The address may contain a secret, so it is stored only in a Prefect block, encrypted.
 """
 
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -199,12 +200,13 @@ def _remove_block(client: SyncPrefectClient) -> None:
 
 
 def _require_address(url: str) -> None:
-    parts = urlsplit(url)
-    if url and (parts.scheme not in ("http", "https") or not parts.hostname):
-        raise BadConfig(
-            "notify.webhook_url (RLHF_NOTIFY_WEBHOOK_URL) is no address that a message can be posted to; expected "
-            "https://..."
-        )
+    with contextlib.suppress(ValueError):  # a bracket that is not closed, for example
+        parts = urlsplit(url)
+        if not url or (parts.scheme in ("http", "https") and parts.hostname):
+            return
+    raise BadConfig(
+        "notify.webhook_url (RLHF_NOTIFY_WEBHOOK_URL) is no address that a message can be posted to; expected https://..."
+    )
 
 
 def _without_secret(text: object, url: str) -> str:
