@@ -20,7 +20,7 @@ from prefect.events.schemas.automations import AutomationCore, EventTrigger, Pos
 from prefect.exceptions import ObjectNotFound
 from pydantic import SecretStr
 
-from flows.server.clients import api_client
+from flows.server.clients import api_client, commanding_client
 from flows.server.settings import server_answers
 from rlhf_core.config.site import Site
 from rlhf_core.errors import BadConfig, PrefectUnavailable
@@ -107,7 +107,7 @@ def send_test(site: Site) -> str:
     payload = {"message": "if you can read this, it arrives", "state": TEST}
     emit_event(_TEST_EVENT, {"prefect.resource.id": "rlhf.notify"}, payload=payload, id=event_id)
     until = time.monotonic() + TEST_TIMEOUT_S
-    with api_client() as client:
+    with commanding_client() as client:
         while (outcome := _outcome(client, event_id)) is None:
             if time.monotonic() > until:
                 raise PrefectUnavailable(

@@ -32,7 +32,7 @@ from flows.deployments.work_pool import QUEUES
 from flows.flow_runs.facts import RESUME, RESUME_DEPLOYMENT, RUN_FLOW
 from flows.form import Form, overrides_of, prefilled, read_form, without_setting
 from flows.schedules import SKIP_IF_BUSY
-from flows.server.clients import api_client
+from flows.server.clients import commanding_client
 from flows.server.settings import START_IT, server_answers
 from rlhf_core.config import loading as configs
 from rlhf_core.config.problems import is_name
@@ -352,11 +352,11 @@ def _client() -> Iterator[SyncPrefectClient]:
     """A client of the configured server.
 
     Raises:
-        PrefectUnavailable: there is none, or it does not answer.
+        PrefectUnavailable: there is none, or it does not answer, or only with errors.
     """
     if not server_answers():
         raise PrefectUnavailable(f"the Prefect server at {PREFECT_API_URL.value()} does not answer. {START_IT}")
-    with api_client() as client:
+    with commanding_client() as client:
         yield client
 
 
