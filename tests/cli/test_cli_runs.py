@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -89,6 +90,8 @@ def test_a_starter_config_is_equivalent_to_its_preset(preset: str, tmp_path: Pat
 def test_the_next_commands_can_be_pasted(tmp_path: Path, capsys: Printed) -> None:
     rlhf("init", str(tmp_path / "my runs"))
     assert f"rlhf run '{tmp_path}/my runs/quickstart.toml'" in capsys.readouterr().out
+    quoted = shlex.quote(str(tmp_path / "my runs" / "quickstart.toml"))
+    assert f"#   rlhf run {quoted} " in (tmp_path / "my runs" / "quickstart.toml").read_text()
 
 
 def test_defaults_in_a_starter_config_are_the_defaults(tmp_path: Path) -> None:
