@@ -4,6 +4,7 @@ Controllers emit the events (``rlhf.run.failed``, ``rlhf.incident.node_lost``, `
 Prefect server sends the messages. The address may contain a secret, so it is stored only in a Prefect block, encrypted.
 """
 
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from prefect.events.schemas.automations import AutomationCore, EventTrigger, Pos
 from prefect.exceptions import ObjectNotFound
 from pydantic import SecretStr
 
-from flows.server.clients import api_client
+from flows.server.clients import api_client, commanding_client
 from flows.server.settings import server_answers
 from rlhf_core.config.site import Site
 from rlhf_core.errors import BadConfig, PrefectUnavailable
@@ -106,7 +107,7 @@ def send_test(site: Site) -> str:
     payload = {"message": "if you can read this, it arrives", "state": TEST}
     emit_event(_TEST_EVENT, {"prefect.resource.id": "rlhf.notify"}, payload=payload, id=event_id)
     until = time.monotonic() + TEST_TIMEOUT_S
-    with api_client() as client:
+    with commanding_client() as client:
         while (outcome := _outcome(client, event_id)) is None:
             if time.monotonic() > until:
                 raise PrefectUnavailable(
@@ -199,12 +200,13 @@ def _remove_block(client: SyncPrefectClient) -> None:
 
 
 def _require_address(url: str) -> None:
-    parts = urlsplit(url)
-    if url and (parts.scheme not in ("http", "https") or not parts.hostname):
-        raise BadConfig(
-            "notify.webhook_url (RLHF_NOTIFY_WEBHOOK_URL) is no address that a message can be posted to; expected "
-            "https://..."
-        )
+    with contextlib.suppress(ValueError):  # a bracket that is not closed, for example
+        parts = urlsplit(url)
+        if not url or (parts.scheme in ("http", "https") and parts.hostname):
+            return
+    raise BadConfig(
+        "notify.webhook_url (RLHF_NOTIFY_WEBHOOK_URL) is no address that a message can be posted to; expected https://..."
+    )
 
 
 def _without_secret(text: object, url: str) -> str:

@@ -20,9 +20,9 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelled, Cancelling
 
-from flows.server.clients import api_client
+from flows.server.clients import commanding_client
 from flows.server.settings import server_answers
-from rlhf_core.errors import RunCancelled, RunFailed
+from rlhf_core.errors import PrefectUnavailable, RunCancelled, RunFailed
 
 SOON = timedelta(seconds=5)
 """A flow run due within this time counts as due: workers look a few seconds ahead."""
@@ -71,13 +71,17 @@ def queue_wait(flow_run_id: str, now: datetime | None = None) -> QueueWait:
             f"does. `rlhf up` starts the server of this machine again",
             stuck=True,
         )
-    with api_client() as client:
-        try:
-            flow_run = client.read_flow_run(UUID(flow_run_id))
-        except ObjectNotFound:
-            raise RunFailed("its flow run was deleted in Prefect before the run began: there will be no run") from None
-        _require_open(flow_run)
-        return explain(flow_run, _place(client, flow_run), now or datetime.now(UTC))
+    try:
+        with commanding_client() as client:
+            try:
+                flow_run = client.read_flow_run(UUID(flow_run_id))
+            except ObjectNotFound:
+                why = "its flow run was deleted in Prefect before the run began: there will be no run"
+                raise RunFailed(why) from None
+            _require_open(flow_run)
+            return explain(flow_run, _place(client, flow_run), now or datetime.now(UTC))
+    except PrefectUnavailable as error:
+        return QueueWait(str(error), stuck=True)
 
 
 def explain(flow_run: FlowRun, place: QueuePlace, now: datetime) -> QueueWait:
@@ -208,10 +212,13 @@ def withdraw(run_id: str, reason: str) -> bool:
     """Cancel the flow run that would create a run; False if Prefect has none that has not started.
 
     If a worker has just picked it up, that worker cancels it and ends the process.
+
+    Raises:
+        PrefectUnavailable: the server fails.
     """
     waiting = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED, StateType.PENDING]))
     waiting_run = FlowRunFilter(name=FlowRunFilterName(any_=[run_id]), state=waiting)
-    with api_client() as client:
+    with commanding_client() as client:
         found = client.read_flow_runs(flow_run_filter=waiting_run)
         for flow_run in found:
             taken = flow_run.state is not None and flow_run.state.type is StateType.PENDING

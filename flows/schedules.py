@@ -152,15 +152,23 @@ def emit_skipped(flow_run: FlowRun, why: str) -> None:
     )
 
 
-def _due(client: SyncPrefectClient, flow: str) -> Iterator[FlowRun]:
+def _due(client: SyncPrefectClient, flow: str) -> list[FlowRun]:
+    """All that schedules have planned and that are due; read as a whole, because cancelling some moves the pages."""
     waiting = FlowRunFilter(
         state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])),
         next_scheduled_start_time=FlowRunFilterNextScheduledStartTime(before_=datetime.now(UTC)),
     )
-    found = client.read_flow_runs(
-        flow_filter=FlowFilter(name=FlowFilterName(any_=[flow])), flow_run_filter=waiting, limit=_AT_MOST
+    found = rows_of_pages(
+        lambda offset: client.read_flow_runs(
+            flow_filter=FlowFilter(name=FlowFilterName(any_=[flow])),
+            flow_run_filter=waiting,
+            sort=FlowRunSort.EXPECTED_START_TIME_ASC,
+            limit=_AT_MOST,
+            offset=offset,
+        ),
+        _AT_MOST,
     )
-    return (one for one in found if one.auto_scheduled and one.run_count == 0)
+    return [one for one in found if one.auto_scheduled and one.run_count == 0]
 
 
 def _why_not(client: SyncPrefectClient, flow_run: FlowRun, runs_dir: Path) -> str:

@@ -42,7 +42,7 @@ def serve(site: Site, beat: Heartbeat) -> None:
     _put_aside(flow_run_log(site.home))
     _use_temporary_folder(site.home / "prefect" / "temporary")
     _wait_for_server()
-    work_pool.set_up(site)
+    work_pool.set_up(site, warn=print_line)
     asyncio.run(_work(site, beat))
 
 

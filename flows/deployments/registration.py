@@ -4,11 +4,14 @@ Registering again updates a deployment: its config, form and environment. Settin
 (schedules, limits, a pause) are kept, unless they are passed again.
 """
 
+import asyncio
+import contextlib
 import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -29,7 +32,7 @@ from flows.deployments.work_pool import QUEUES
 from flows.flow_runs.facts import RESUME, RESUME_DEPLOYMENT, RUN_FLOW
 from flows.form import Form, overrides_of, prefilled, read_form, without_setting
 from flows.schedules import SKIP_IF_BUSY
-from flows.server.clients import api_client
+from flows.server.clients import commanding_client
 from flows.server.settings import START_IT, server_answers
 from rlhf_core.config import loading as configs
 from rlhf_core.config.problems import is_name
@@ -48,6 +51,8 @@ ENTRYPOINT = "flows.run.rlhf_run"
 
 SCHEDULE = "rlhf-deploy"
 """Slug of the schedule set on the command line; schedules made in the UI have other slugs."""
+
+_CRON_FIELDS = 5
 
 PASSED_SITE_VARIABLES = (
     "RLHF_RUNS",
@@ -347,11 +352,11 @@ def _client() -> Iterator[SyncPrefectClient]:
     """A client of the configured server.
 
     Raises:
-        PrefectUnavailable: there is none, or it does not answer.
+        PrefectUnavailable: there is none, or it does not answer, or only with errors.
     """
     if not server_answers():
         raise PrefectUnavailable(f"the Prefect server at {PREFECT_API_URL.value()} does not answer. {START_IT}")
-    with api_client() as client:
+    with commanding_client() as client:
         yield client
 
 
@@ -457,6 +462,15 @@ def _set_schedule(client: SyncPrefectClient, deployment_id: UUID, schedule: Cron
     client.create_deployment_schedules(deployment_id, [DeploymentScheduleCreate(schedule=schedule, slug=SCHEDULE)])
 
 
+def _next_date(schedule: CronSchedule) -> datetime | None:
+    """Next time of a schedule; None if it has none, as on February 30: Prefect would accept it and start nothing."""
+    from prefect.server.schemas.schedules import CronSchedule as ServerSchedule
+
+    with contextlib.suppress(ValueError):
+        return next(iter(asyncio.run(ServerSchedule(**schedule.model_dump()).get_dates(1))), None)
+    return None
+
+
 def _schedule(cron: str, timezone: str) -> CronSchedule | None:
     if not cron:
         if timezone:
@@ -470,7 +484,13 @@ def _schedule(cron: str, timezone: str) -> CronSchedule | None:
             f"{near[0] if near else 'Europe/Berlin'}"
         )
     try:
-        return CronSchedule(cron=cron, timezone=timezone or "UTC")
+        schedule = CronSchedule(cron=cron, timezone=timezone or "UTC")
+        if (num_fields := len(cron.split())) > _CRON_FIELDS:  # Prefect takes the sixth for seconds
+            cause = f"it has {num_fields} fields"
+        elif _next_date(schedule) is not None:
+            return schedule
+        else:
+            cause = "no date fits it"
     except ValidationError as error:
         cause = "; ".join(detail["msg"].removeprefix("Value error, ") for detail in error.errors())
     raise BadInput(

@@ -13,7 +13,7 @@ from prefect.client.schemas.filters import (
     FlowFilter,
     FlowFilterName,
     FlowRunFilter,
-    FlowRunFilterExpectedStartTime,
+    FlowRunFilterEndTime,
     FlowRunFilterState,
     FlowRunFilterStateType,
 )
@@ -30,7 +30,7 @@ from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.site import Request, Requests, requests_file
 
 RECENT = timedelta(days=1)
-"""Time for which a refused request is shown."""
+"""Time for which a refused request is shown, from its end."""
 
 _WAITING = [StateType.SCHEDULED, StateType.PENDING]
 _REFUSED = [StateType.FAILED, StateType.CANCELLED, StateType.CRASHED]
@@ -52,9 +52,12 @@ def keep(site: Site, store: HistoryStore, flow: str, now: datetime) -> Requests:
         HistoryError: the history does not answer; Prefect's own errors if the server does not.
     """
     with api_client() as client:
-        waiting = [one for one in _newest(client, flow, _WAITING) if not (one.auto_scheduled and _is_ahead(one, now))]
-        since = FlowRunFilterExpectedStartTime(after_=now - RECENT)
-        refused = _newest(client, flow, _REFUSED, since)
+        # The earliest first, because the times that schedules have planned may be more than are read.
+        early = _flow_runs(client, flow, _WAITING, FlowRunSort.EXPECTED_START_TIME_ASC)
+        waiting = [one for one in reversed(early) if not (one.auto_scheduled and _is_ahead(one, now))]
+        # By their end, because a request may have waited for days.
+        recent = FlowRunFilterEndTime(after_=now - RECENT)
+        refused = _flow_runs(client, flow, _REFUSED, FlowRunSort.END_TIME_DESC, recent)
         driven = open_runs.runs_of_flow_runs(store, {str(one.id) for one in refused})
         without_run = [
             one for one in refused if str(one.id) not in driven and RunDir.find(site.runs_dir, one.name) is None
@@ -66,14 +69,20 @@ def keep(site: Site, store: HistoryStore, flow: str, now: datetime) -> Requests:
     return requests
 
 
-def _newest(
-    client: SyncPrefectClient, flow: str, types: list[StateType], since: FlowRunFilterExpectedStartTime | None = None
+def _flow_runs(
+    client: SyncPrefectClient,
+    flow: str,
+    types: list[StateType],
+    order: FlowRunSort,
+    ended: FlowRunFilterEndTime | None = None,
 ) -> list[FlowRun]:
-    state = FlowRunFilterState(type=FlowRunFilterStateType(any_=types))
+    """The first flow runs in an order."""
     return client.read_flow_runs(
         flow_filter=FlowFilter(name=FlowFilterName(any_=[flow])),
-        flow_run_filter=FlowRunFilter(state=state, expected_start_time=since),
-        sort=FlowRunSort.EXPECTED_START_TIME_DESC,
+        flow_run_filter=FlowRunFilter(
+            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=types)), end_time=ended
+        ),
+        sort=order,
         limit=_AT_MOST,
     )
 

@@ -3,11 +3,12 @@
 import contextlib
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.site import Site
-from rlhf_core.errors import BadInput
+from rlhf_core.errors import BadInput, RlhfError
 
 QUEUES = ("high", "default", "low")
 """The queues of the work pool, in order of priority."""
@@ -18,10 +19,14 @@ def flow_run_log(home: Path) -> Path:
     return home / "logs" / "flow-runs.log"
 
 
-def set_up(site: Site) -> None:
+def set_up(site: Site, warn: Callable[[str], None] | None = None) -> None:
     """Create the work pool and the other objects on the site's server. Idempotent; changed settings are applied.
 
     The process must be connected to the server (:func:`flows.server.settings.connect`) before Prefect is imported.
+
+    Args:
+        site: The site.
+        warn: Called if the notifications cannot be set up, which runs do not depend on. Default: raise the error.
     """
     from flows import notify, reconcile
     from flows.deployments import registration
@@ -29,7 +34,12 @@ def set_up(site: Site) -> None:
     _set_up_pool(site)
     registration.register_presets(site)
     reconcile.register(site)
-    notify.register(site)
+    try:
+        notify.register(site)
+    except RlhfError as error:
+        if warn is None:
+            raise
+        warn(str(error))
 
 
 def _set_up_pool(site: Site) -> None:

@@ -10,6 +10,7 @@ import base64
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 from uuid import UUID
@@ -36,6 +37,7 @@ from rlhf_core.render.progress import RunProgress
 from rlhf_core.render.summary import summary_markdown
 from rlhf_core.render.timeline import Timeline, TimelineDecision
 from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Action
 from rlhf_core.survival import Survived
 from rlhf_core.text.escaping import markdown
@@ -45,6 +47,9 @@ CURVES_INTERVAL_S = 30.0
 
 CURVES_AGE_SHARE = 0.02
 """Share of a run's age to wait before its next image: the older the run, the less half a minute changes."""
+
+LATE_EVIDENCE = timedelta(minutes=2)
+"""Time after an incident in which files of its evidence may still appear."""
 
 MAX_PICTURE_BYTES = 150_000
 """Size above which images are not published: the server stores them in its database."""
@@ -230,6 +235,7 @@ def publication_from(
     *,
     draws: bool = True,
     last: bool = False,
+    page_of: Callable[[Timeline], RunArtifact] | None = None,
 ) -> Publication:
     """Build the publication of a run from a snapshot.
 
@@ -238,12 +244,13 @@ def publication_from(
         draws: False to leave out the expensive image of the curves.
         last: True if the controller is about to release the run; a result page is then published even before the run
             has ended.
+        page_of: builds the page of the incidents, such as :class:`IncidentPage`. Default: from the evidence.
     """
     timeline = snapshot.timeline
     progress = progress or snapshot.progress
     artifacts = [RunArtifact("progress", "progress", progress_markdown(progress, timeline), progress.percent)]
     if timeline.incidents:
-        artifacts.append(_incidents(timeline))
+        artifacts.append((page_of or _incidents)(timeline))
     checks = read_checks(timeline.run_dir)
     if checks:
         counts = Counter(result.status.value for _, result in checks)
@@ -285,6 +292,22 @@ def _restart_task(made: TimelineDecision) -> RestartTask:
         f"{prefix}restart {decision.restart + 1} in attempt {decision.attempt} - {decision.reason}",
         decision.reason,
     )
+
+
+class IncidentPage:
+    """Page of the incidents of one run, built again only after news: the evidence of hundreds of ranks is thousands of
+    files, on a file system that all nodes share."""
+
+    def __init__(self) -> None:
+        self._built: tuple[object, RunArtifact] | None = None
+
+    def __call__(self, timeline: Timeline) -> RunArtifact:
+        """Return the page, which must have an incident."""
+        seen = (timeline.incidents, timeline.decisions, timeline.ended)
+        is_new = utc_now() - timeline.incidents[-1].incident.seen_at < LATE_EVIDENCE
+        if self._built is None or is_new or self._built[0] != seen:
+            self._built = seen, _incidents(timeline)
+        return self._built[1]
 
 
 def _incidents(timeline: Timeline) -> RunArtifact:

@@ -18,6 +18,7 @@ from prefect import get_run_logger, runtime
 from flows.publishing.artifacts import (
     CURVES_AGE_SHARE,
     CURVES_INTERVAL_S,
+    IncidentPage,
     Publication,
     publication_from,
     publish,
@@ -98,6 +99,7 @@ class Publisher:
         self._seen: tuple[Timeline, bool] | None = None
         """Timeline of the last publication, and True if it was this controller's last one."""
         self._drawn_at = float("-inf")
+        self._incident_page = IncidentPage()
         self._wake, self._stop = threading.Event(), threading.Event()
         self._publishes_rest = True
         self._has_failed = False
@@ -154,7 +156,9 @@ class Publisher:
             return  # the wait for an approval may take days
         draws = last or snapshot.timeline.ended or time.monotonic() - self._drawn_at >= _drawing_interval_s(snapshot)
         progress = self._progress(snapshot)
-        publication = publication_from(snapshot, self._store, self._flow_run, progress, draws=draws, last=last)
+        publication = publication_from(
+            snapshot, self._store, self._flow_run, progress, draws=draws, last=last, page_of=self._incident_page
+        )
         news = publication if self._last is None else without(publication, self._last)
         if news:
             # Prefect's own client would retry for a minute.

@@ -2,13 +2,16 @@
 
 import ssl
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import TypeVar
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.context import SyncClientContext
-from prefect.settings import PREFECT_API_SSL_CERT_FILE, PREFECT_API_TLS_INSECURE_SKIP_VERIFY
+from prefect.settings import PREFECT_API_SSL_CERT_FILE, PREFECT_API_TLS_INSECURE_SKIP_VERIFY, PREFECT_API_URL
+
+from rlhf_core.errors import PrefectUnavailable
 
 _Row = TypeVar("_Row")
 
@@ -23,6 +26,32 @@ def api_client() -> SyncPrefectClient:
         return get_client(sync_client=True)
     trust = _trusting(PREFECT_API_SSL_CERT_FILE.value())
     return get_client(httpx_settings={"verify": trust}, sync_client=True)
+
+
+@contextmanager
+def commanding_client() -> Iterator[SyncPrefectClient]:
+    """Client for the commands of users, who need one sentence if the server fails: it may be starting, or without its
+    database.
+
+    Raises:
+        PrefectUnavailable: the server does not answer, or answers with an error of its own.
+    """
+    try:
+        with api_client() as client:
+            yield client
+    except httpx.HTTPStatusError as error:
+        if not error.response.is_server_error:
+            raise
+        raise _unavailable(f"answers with HTTP status {error.response.status_code}") from error
+    except httpx.TransportError as error:
+        raise _unavailable(f"does not answer ({type(error).__name__})") from error
+
+
+def _unavailable(found: str) -> PrefectUnavailable:
+    return PrefectUnavailable(
+        f"the Prefect server at {PREFECT_API_URL.value()} {found}. Its log says more (logs/server.log of RLHF_HOME on "
+        "its machine); try again"
+    )
 
 
 @cache

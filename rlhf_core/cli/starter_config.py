@@ -28,6 +28,10 @@ HEAD = """\
 def starter_config(preset: str, file_name: str) -> str:
     """Render a commented config with the values of a preset. It is equivalent to the preset.
 
+    Args:
+        preset: Name of the preset.
+        file_name: The config's file, as a shell takes it.
+
     Raises:
         BadConfig: the preset is not part of this installation.
     """

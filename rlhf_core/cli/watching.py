@@ -24,6 +24,11 @@ from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.regression import state_text
 from rlhf_core.text.escaping import json_text, terminal
 
+MAX_RANKS = 12
+"""Number of ranks shown in a terminal, those with the oldest beats: what is below its last line cannot be seen."""
+MAX_ENTRIES = 8
+"""Number of entries of the timeline shown in a terminal, the newest ones."""
+
 Read = Callable[[], RunSnapshot]
 """Reads the present state of the run."""
 
@@ -164,6 +169,7 @@ def draw(view: RunSnapshot) -> Group:
     if stages:
         parts.append(output.table(("stage", "attempt", "state", "took"), stages))
     if view.ranks and not view.record.ended:
+        silent = sorted(view.ranks, key=lambda rank: rank.age_s, reverse=True)[:MAX_RANKS]
         rows = [
             (
                 rank.role.value,
@@ -175,13 +181,18 @@ def draw(view: RunSnapshot) -> Group:
                 rank.process_state,
             )
             for rank in view.ranks
+            if rank in silent
         ]
         parts.append(output.table(("role", "rank", "node", "phase", "step", "last beat", "process"), rows))
+        if len(view.ranks) > MAX_RANKS:
+            parts.append(Text(f"{len(view.ranks) - MAX_RANKS} more, with a later beat", style="dim"))
     metrics = view.progress.metrics
     shown = [(key, format(metrics[key], form)) for key, _, form in METRICS if key in metrics]
     if shown:
         parts.append(output.table(("metric", "latest"), shown))
-    parts += [Text(terminal(line), style="yellow") for line in timeline_lines(view)]
+    # The last view stays in the terminal, which then scrolls.
+    lines = timeline_lines(view)[0 if view.record.ended else -MAX_ENTRIES :]
+    parts += [Text(terminal(line), style="yellow") for line in lines]
     return Group(*parts)  # type: ignore[arg-type]
 
 

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from rlhf_core.config.problems import cut, explain, flags_for_numbers
-from rlhf_core.config.toml_files import SHOWN_CHARACTERS, read_toml
+from rlhf_core.config.problems import MAX_PROBLEMS, cut, explain, flags_for_numbers
+from rlhf_core.config.toml_files import SHOWN_CHARACTERS, read_toml, shortened
 from rlhf_core.errors import BadConfig
 from rlhf_core.files import private as private_files
 from rlhf_core.machine.accounts import expanded
@@ -183,18 +183,24 @@ def _site_file(path: Path) -> dict[str, Any]:
         ) from None
     except OSError as error:
         raise BadConfig(f"cannot read the site settings {path}: {error.strerror}") from None
+    problems: list[str] = []
     for key, value in list(content.items()):
         if key in _SITE_TABLES:
             continue
+        if len(problems) == MAX_PROBLEMS:
+            problems.append("the rest of the file was not checked")
+            break
         if key not in SITE_KEYS:
-            raise BadConfig(f'{path}: unknown key "{key}"; {_hint(key, [*SITE_KEYS, *_SITE_TABLES])}')
-        if key == "max_restarts_per_hour" and isinstance(value, int):
+            problems.append(f'unknown key "{cut(key)}"; {_hint(key, [*SITE_KEYS, *_SITE_TABLES])}')
+        elif key == "max_restarts_per_hour" and isinstance(value, int):
             content[key] = str(value)
         elif not isinstance(value, str):
-            raise BadConfig(f"{path}: {key}: found {value!r}, expected text")
+            problems.append(f"{key}: found {shortened(value)}, expected text")
         elif value and (key in _PATHS or (key == "compute_python" and "/" in value)):
             # Commands and services that start in other folders must find the same path.
             content[key] = str(path.parent / expanded(value))
         elif key == "database_url":
             content[key] = _RELATIVE_SQLITE.sub(lambda found: f"{found[0]}{path.parent}/", value)
+    if problems:
+        raise BadConfig(f"{path}:\n" + "\n".join(f"  {problem}" for problem in problems))
     return content

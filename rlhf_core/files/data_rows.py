@@ -47,6 +47,8 @@ def _parse_line(line: bytes) -> Mapping[str, JsonValue] | Malformed:
         return Malformed(f"not UTF-8 at byte {error.start + 1} of the line")
     except json.JSONDecodeError as error:
         return Malformed(f"not valid JSON: {_json_problem(error)}")
+    except ValueError:  # Python's own limit; nothing else is refused
+        return Malformed(f"found an integer of more than {sys.get_int_max_str_digits()} digits; write it as text")
     except RecursionError:
         return Malformed("JSON is nested too deeply")
     if not isinstance(content, dict):

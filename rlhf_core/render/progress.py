@@ -32,7 +32,7 @@ class RunProgress:
     role: Role | None = None
     phase: str = ""
     loop: str = ""
-    """Loop that made the last step; empty before the first step."""
+    """Loop that made the last step; of an active run, empty before the first step of this start."""
     step: int = 0
     furthest: int = 0
     """Highest step reached by any attempt."""

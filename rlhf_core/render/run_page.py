@@ -141,10 +141,13 @@ def _changes(record: ReportData) -> list[str]:
 
 
 def _diagnosis(record: ReportData) -> str:
-    if record.timeline.incidents:
+    message = str(record.run["message"])
+    attempt: Mapping[str, Any] = record.attempts[-1] if record.attempts else {}
+    # A run that is resumed may fail before its next attempt, and not for the reason of its last incident.
+    if record.timeline.incidents and message in (attempt.get("message"), attempt.get("failure_kind")):
         last = record.timeline.incidents[-1].incident
         return f"{words(last.failure_kind.value)}. {last.message}"
-    return str(record.run["message"])
+    return message
 
 
 def _pair(record: ReportData, name: str) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:

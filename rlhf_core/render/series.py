@@ -11,6 +11,9 @@ Curve = Sequence[tuple[int, float]]
 MAX_POINTS = 600
 """Number of points above which a curve is averaged in equal stretches: more are not visible at this size."""
 
+LARGEST = 1e300
+"""Largest magnitude that is drawn: beyond it, ends and ticks of an axis exceed the largest number."""
+
 
 @dataclass(frozen=True)
 class Series:
@@ -62,8 +65,13 @@ class PointSeries:
 
 
 def finite(curve: Curve) -> list[tuple[int, float]]:
-    """The points that can be drawn."""
+    """The points that are neither NaN nor infinite."""
     return [(step, value) for step, value in curve if math.isfinite(value)]
+
+
+def drawable(curve: Curve) -> list[tuple[int, float]]:
+    """The points that can be drawn: the finite ones, with values beyond :data:`LARGEST` moved there."""
+    return [(step, max(-LARGEST, min(value, LARGEST))) for step, value in finite(curve)]
 
 
 def thin(curve: Curve, max_points: int = MAX_POINTS) -> list[tuple[float, float]]:
@@ -81,11 +89,20 @@ def thin(curve: Curve, max_points: int = MAX_POINTS) -> list[tuple[float, float]
 def rolling_mean(curve: Curve, window: int) -> list[tuple[int, float]]:
     """Mean over ``window`` neighbouring points around each one; near the ends, over the available ones."""
     half = window // 2
-    sums = [0.0, *itertools.accumulate(value for _, value in curve)]
+    values = [value for _, value in curve]
+    # Sums within blocks of the window's length, of which a window touches two at most. In differences of sums over the
+    # whole curve, all points after a huge value would lose their digits.
+    blocks = [values[start : start + window] for start in range(0, len(values), window)]
+    from_start = [total for block in blocks for total in itertools.accumulate(block)]
+    to_end = [total for block in blocks for total in [*itertools.accumulate(reversed(block))][::-1]]
     smooth = []
     for index, (step, _) in enumerate(curve):
-        low, high = max(0, index - half), min(len(curve), index + half + 1)
-        smooth.append((step, (sums[high] - sums[low]) / (high - low)))
+        first, last = max(0, index - half), min(len(curve), index + half + 1) - 1
+        if first // window != last // window:
+            total = to_end[first] + from_start[last]
+        else:
+            total = from_start[last] if first % window == 0 else to_end[first]
+        smooth.append((step, total / (last + 1 - first)))
     return smooth
 
 

@@ -15,10 +15,13 @@ from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import RUN_ENDS, RunState
 from rlhf_core.schemas.failures import Decision, FailureKind, Incident
 from rlhf_core.schemas.journal import ControllerStarted, JournalLine, PromotionMoved
-from rlhf_core.text.formatting import duration, place_text
+from rlhf_core.text.formatting import duration, listed, place_text
 
 HANGS = frozenset({FailureKind.HANG, FailureKind.COLLECTIVE_HANG, FailureKind.COLLECTIVE_MISMATCH})
 """Failure kinds detected by silence: the workers are still alive, and their last heartbeat counts."""
+
+MAX_SUSPECTS = 8
+"""Number of suspect ranks, and of suspect nodes, that a sentence lists: after a stall of a file system, all may be."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,11 @@ def incident_text(incident: Incident) -> str:
         place_text(incident.attempt, incident.restart),
         f"step {incident.step}" if incident.step is not None else "",
         incident.phase,
-        ", ".join([f"rank {rank}" for rank in incident.suspect_ranks] + list(incident.suspect_nodes)),
+        ", ".join(
+            listed(names, MAX_SUSPECTS)
+            for names in ([f"rank {rank}" for rank in incident.suspect_ranks], incident.suspect_nodes)
+            if names
+        ),
     )
     kind = incident.failure_kind.value.replace("_", " ")
     text = f"{kind} ({'; '.join(part for part in circumstances if part)}): {incident.message}"
@@ -187,8 +194,8 @@ def decision_text(decision: Decision) -> str:
 def suspects_text(incident: Incident) -> str:
     """Format the suspects: ``ranks 1, 3 on node n2``; empty if there are none."""
     ranks, nodes = incident.suspect_ranks, incident.suspect_nodes
-    of_ranks = f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}" if ranks else ""
-    of_nodes = f"node{'' if len(nodes) == 1 else 's'} {', '.join(nodes)}" if nodes else ""
+    of_ranks = f"rank{'' if len(ranks) == 1 else 's'} {listed([*map(str, ranks)], MAX_SUSPECTS)}" if ranks else ""
+    of_nodes = f"node{'' if len(nodes) == 1 else 's'} {listed(nodes, MAX_SUSPECTS)}" if nodes else ""
     return " on ".join(text for text in (of_ranks, of_nodes) if text)
 
 

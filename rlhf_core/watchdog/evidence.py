@@ -80,7 +80,14 @@ class AttemptProgress:
     """Earliest report that the agents have not met."""
     published: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Restart and sequence number of each agent's latest status, by node: its sign of life."""
+    _stepped_in: int = -1
+    """Restart that made the last step."""
     _places: dict[Path, FilePosition] = field(default_factory=dict)
+
+    @property
+    def is_restarting(self) -> bool:
+        """True if the workers were started again and have not made a step since."""
+        return bool(self.loop) and not self.evaluating and self._stepped_in < self.restart
 
     def update(self) -> None:
         """Read the new lines and statuses."""
@@ -101,6 +108,7 @@ class AttemptProgress:
         for line in parse_lines(self._new_lines(restart.metrics), MetricsLine):
             self.metrics.update(line.metrics)
             self.step, self.loop = line.step, line.loop
+            self._stepped_in = restart.restart
 
     def _read_events(self, restart: RestartDir) -> None:
         for path in restart.event_files():

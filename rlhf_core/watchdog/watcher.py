@@ -74,6 +74,7 @@ class AttemptSnapshot:
     step: int
     phase: str
     loop: str
+    """Loop that made the last step; empty before the first step of this start."""
     metrics: Mapping[str, float]
     evaluating: bool
     events: Sequence[AgentEvent]
@@ -151,7 +152,7 @@ class Watcher:
             restarts_made=progress.restarts_made,
             step=progress.step,
             phase=progress.phase,
-            loop=progress.loop,
+            loop="" if progress.is_restarting else progress.loop,
             metrics=dict(progress.metrics),
             evaluating=progress.evaluating,
             events=tuple(progress.events),

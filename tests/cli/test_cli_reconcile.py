@@ -9,8 +9,11 @@ from history_tools import orphaned_run
 from rlhf_core.cli import main
 from rlhf_core.config.site import load_site
 from rlhf_core.control.reconcile.loop import lease_name
+from rlhf_core.errors import SchedulerError
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir.run import RunDir
+from rlhf_core.scheduler.base import LivingJob
+from rlhf_core.scheduler.local import LocalScheduler
 
 
 @pytest.fixture
@@ -48,6 +51,19 @@ def test_the_daemon_at_work_is_named(orphan: RunDir, capsys: pytest.CaptureFixtu
     told = capsys.readouterr().err
     assert "the daemon of this site (ann on elsewhere, process 71, since 2026-01-01 00:00 UTC) reconciles every" in told
     assert "keeper" not in told
+
+
+def test_unknown_is_not_agreement(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def down(_self: object) -> list[LivingJob]:
+        raise SchedulerError("slurmctld does not respond")
+
+    load_site().home.mkdir(parents=True)
+    monkeypatch.setattr(LocalScheduler, "living", down)
+    for options in ([], ["--dry-run"]):
+        assert main.execute(["reconcile", *options]) == 0
+        shown = capsys.readouterr()
+        assert "slurmctld does not respond" in shown.err
+        assert shown.out == "Nothing to do, as far as could be seen.\n"
 
 
 def test_a_site_without_runs_is_consistent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -15,6 +16,8 @@ from typing import Any
 import psutil
 import pytest
 from control_fakes import FakeAgent, FakeScheduler, make_run, only_scheduler
+from made_reports import rank_status
+from rich.console import Console
 
 from rlhf_core.cli import doctor, log_files, main, watching
 from rlhf_core.cli.progress import TerminalProgress
@@ -36,8 +39,9 @@ from rlhf_core.schemas.attempts import AttemptState, Role, RunState
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.journal import ControllerStarted
+from rlhf_core.schemas.resources import Placement
 from rlhf_core.services.presence import holding
-from rlhf_core.watchdog.watcher import AttemptSnapshot
+from rlhf_core.watchdog.watcher import AttemptSnapshot, Watcher
 
 Printed = pytest.CaptureFixture[str]
 
@@ -86,6 +90,8 @@ def test_a_starter_config_is_equivalent_to_its_preset(preset: str, tmp_path: Pat
 def test_the_next_commands_can_be_pasted(tmp_path: Path, capsys: Printed) -> None:
     rlhf("init", str(tmp_path / "my runs"))
     assert f"rlhf run '{tmp_path}/my runs/quickstart.toml'" in capsys.readouterr().out
+    quoted = shlex.quote(str(tmp_path / "my runs" / "quickstart.toml"))
+    assert f"#   rlhf run {quoted} " in (tmp_path / "my runs" / "quickstart.toml").read_text()
 
 
 def test_defaults_in_a_starter_config_are_the_defaults(tmp_path: Path) -> None:
@@ -579,11 +585,48 @@ def test_the_view_of_a_run_in_trouble_has_its_timeline(with_logs: RunDir) -> Non
     assert "attempt 1, evaluating" in watching.headline(view)
     assert view.progress.metrics["reward/mean"] == 0.5
     assert [rank.rank for rank in view.ranks] == [0, 1]
-    from rich.console import Console
-
     console = Console(width=100, record=True)
     console.print(watching.draw(view))
     assert "evaluator" in console.export_text()
+
+
+def test_many_ranks_leave_room_for_the_rest_of_the_view(with_logs: RunDir) -> None:
+    FakeAgent(with_logs).step(3, **{"reward/mean": 0.5})
+    for restart in range(watching.MAX_ENTRIES + 1):
+        FakeAgent(with_logs, restart=restart).incident(FailureKind.WORKER_KILLED)
+    view = RunReader(with_logs).read()
+    ranks = [rank_status(number, node="n1", age_s=90.0 if number == 300 else 0.1) for number in range(512)]
+    console = Console(width=200, record=True)
+    console.print(watching.draw(replace(view, ranks=ranks)))
+    shown = console.export_text()
+    assert "90.0 s ago" in shown
+    assert "500 more, with a later beat" in shown
+    assert shown.count("│ n1   │ train │") == watching.MAX_RANKS
+    assert shown.count("it was worker_killed") == watching.MAX_ENTRIES
+    assert "reward/mean" in shown
+
+
+def test_steps_before_a_restart_are_not_shown_as_its_progress() -> None:
+    run_dir = make_run(load_site().runs_dir)
+    reader, agent, spec = RunReader(run_dir), FakeAgent(run_dir), run_dir.read_spec().spec
+    placement = Placement(attempt=1, num_nodes=1, phases=())
+    watcher = Watcher(run_dir, placement, None, FakeScheduler(), None)  # type: ignore[arg-type]
+
+    def texts() -> set[str]:
+        seen = reader.read().progress, progress_of_poll(watcher.poll(), spec, StepTimer())
+        return {progress_text(progress) for progress in seen}
+
+    agent.role(Role.TRAINER)
+    agent.step(8)
+    assert texts() == {f"grpo step 8/{spec.total_steps}, loss 0.500"}
+    agent.restart = 1
+    agent.role(Role.TRAINER)
+    assert texts() == {"trainer: train"}
+    agent.step(7)
+    assert texts() == {f"grpo step 7/{spec.total_steps}, loss 0.500"}
+    agent.restart = 2
+    agent.role(Role.EVALUATOR)
+    assert texts() == {"evaluating"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

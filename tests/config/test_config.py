@@ -391,6 +391,18 @@ def test_a_wrong_site_file_is_refused(tmp_path: Path, content: str, answer: str)
         site_config.load_site({"RLHF_HOME": str(tmp_path)})
 
 
+def test_all_problems_of_a_site_file_are_named_at_once(tmp_path: Path) -> None:
+    (tmp_path / "rlhf.toml").write_text("schedular = 'slurm'\nrun = '/shared'\ncompute_python = 3\n")
+    with pytest.raises(BadConfig) as refused:
+        site_config.load_site({"RLHF_HOME": str(tmp_path)})
+    assert str(refused.value).splitlines() == [
+        f"{tmp_path / 'rlhf.toml'}:",
+        '  unknown key "schedular"; did you mean "scheduler"?',
+        '  unknown key "run"; did you mean "runs"?',
+        "  compute_python: found 3, expected text",
+    ]
+
+
 def test_a_config_of_another_user_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(path: Path) -> bool:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))

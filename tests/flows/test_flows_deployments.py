@@ -191,6 +191,8 @@ def deployment_id(client: Any, name: str) -> str:
     ("given", "message"),
     [
         ({"cron": "every night"}, "no schedule"),
+        ({"cron": "0 0 2 * * *"}, "is no schedule: it has 6 fields. Expected minute, hour"),
+        ({"cron": "0 2 30 2 *"}, "is no schedule: no date fits it"),
         ({"cron": "0 2 * * *", "timezone": "Mars/Base"}, "--timezone 'Mars/Base' is unknown"),
         ({"cron": "0 2 * * *", "timezone": "Europe/Berln"}, "for instance Europe/Berlin"),
         ({"timezone": "UTC"}, "which is not given"),

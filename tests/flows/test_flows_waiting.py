@@ -4,9 +4,11 @@ import contextlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from uuid import UUID
 
@@ -159,6 +161,45 @@ def test_a_lost_server_is_reported() -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The command
+
+
+@pytest.fixture
+def failing_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A server that lives but has lost its database: it answers everything but questions about its health with 500."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path.endswith(("/health", "/version")) else 500)
+            self.send_header("Content-Length", "4")
+            self.end_headers()
+            self.wfile.write(b"null")
+
+        do_POST = do_GET
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Print nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/api"
+    monkeypatch.setenv("PREFECT_API_URL", url)
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    with temporary_settings({PREFECT_API_URL: url}):
+        yield
+    server.shutdown()
+
+
+@pytest.mark.usefixtures("failing_server")
+def test_a_server_that_fails_is_named_in_one_sentence(capsys: Printed) -> None:
+    wait = queue_wait("5f0c3c1e-0000-4000-8000-000000000000")
+    assert wait.stuck
+    assert "answers with HTTP status 500" in wait.words
+    for command in ("deploy", "submit"):
+        assert execute([command, "quickstart"]) == 1
+        told = capsys.readouterr().err
+        assert "answers with HTTP status 500. Its log says more" in " ".join(told.split())
+        assert "unexpected error" not in told
 
 
 def test_the_command_reports_it_within_seconds_and_exits_on_request(site: Site, capsys: Printed) -> None:

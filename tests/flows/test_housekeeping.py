@@ -405,16 +405,16 @@ def test_the_starting_point_of_an_active_run_is_kept(harness: ControllerHarness)
 @pytest.mark.usefixtures("reconciler")
 def test_reconciling_by_hand_needs_an_idle_daemon(harness: ControllerHarness, started: list[str]) -> None:
     run_dir = training(harness)
-    assert kinds(list(poll_once(harness.site, harness.store, None))) == [ActionKind.ADOPT]
+    assert kinds(list(poll_once(harness.site, harness.store, None, print))) == [ActionKind.ADOPT]
     assert started == []
     token = harness.store.acquire_lease(lease_name(harness.site), "daemon@elsewhere:1:1.00", 60)
     with pytest.raises(LeaseLost, match=r"daemon of this site \(daemon on elsewhere, .* reconciles every"):
-        reconcile_once(harness.site, harness.store, None)
+        reconcile_once(harness.site, harness.store, None, print)
     assert started == []
     harness.store.release_lease(lease_name(harness.site), "daemon@elsewhere:1:1.00", token)
-    reconcile_once(harness.site, harness.store, None)
+    reconcile_once(harness.site, harness.store, None, print)
     assert started == [run_dir.run_id]
-    reconcile_once(harness.site, harness.store, None)  # the lease was given back
+    reconcile_once(harness.site, harness.store, None, print)  # the lease was given back
 
 
 def wait_for(condition: threading.Event) -> None:

@@ -12,7 +12,8 @@ import pytest
 import sites
 from prefect.events import emit_event
 
-from flows import notify
+from flows import notify, reconcile
+from flows.deployments import registration, work_pool
 from flows.notify import PREFIX, register, send_test
 from flows.server.clients import api_client
 from rlhf_core.config.site import Site, load_site
@@ -173,7 +174,7 @@ def test_the_secret_is_nowhere_in_plain_text(
     assert any(notify.BLOCK.encode() in path.read_bytes() for path in files), "negative control: it would be found"
 
 
-@pytest.mark.parametrize("address", ["hooks.example.org/x", "ftp://example.org", "https:///x"])
+@pytest.mark.parametrize("address", ["hooks.example.org/x", "ftp://example.org", "https:///x", "https://["])
 def test_an_invalid_address_is_refused(site_of: Callable[..., Site], address: str) -> None:
     with pytest.raises(BadConfig, match="RLHF_NOTIFY_WEBHOOK_URL") as error:
         register(site_of(address, "failed"))
@@ -183,3 +184,17 @@ def test_an_invalid_address_is_refused(site_of: Callable[..., Site], address: st
 def test_a_site_without_notifications_cannot_be_tested(site_of: Callable[..., Site]) -> None:
     with pytest.raises(BadConfig, match=r"notify\.webhook_url is empty"):
         send_test(site_of(""))
+
+
+def test_a_worker_starts_without_its_notifications(
+    site_of: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a wrong address would keep all runs from starting, and those that wait for adoption."""
+    for module, name in ((work_pool, "_set_up_pool"), (registration, "register_presets"), (reconcile, "register")):
+        monkeypatch.setattr(module, name, lambda site: None)
+    site, warnings = site_of("hooks.example.org/x", "failed"), list[str]()
+    work_pool.set_up(site, warn=warnings.append)
+    assert len(warnings) == 1
+    assert "RLHF_NOTIFY_WEBHOOK_URL" in warnings[0]
+    with pytest.raises(BadConfig):
+        work_pool.set_up(site)

@@ -1,18 +1,21 @@
 """The page of incidents: the essential evidence, bounded in size, including trials."""
 
 import json
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from control_fakes import NODE, FakeAgent, make_run, make_spec
 from harness import ControllerHarness
 
+from flows.publishing import artifacts
 from rlhf_core.control.steps import drive
 from rlhf_core.control.views.timeline import read_checks, read_timeline
 from rlhf_core.errors import PreflightBlocked
 from rlhf_core.launch.journal import read_record
 from rlhf_core.render.evidence import LOG_LINES, STACK_LINES
 from rlhf_core.render.markdown import MAX_INCIDENTS, incidents_markdown
+from rlhf_core.render.timeline import Timeline
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
@@ -39,6 +42,23 @@ def hung(tmp_path: Path) -> RunDir:
 def test_the_stack_of_the_suspect_comes_first(hung: RunDir) -> None:
     text = incidents_markdown(read_timeline(hung))
     assert text.index("the culprit sleeps") < text.index("waits in all_reduce")
+
+
+def test_the_page_is_built_again_only_after_news(hung: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The evidence of hundreds of ranks is thousands of files, and a run is published every five seconds."""
+    built: list[str] = []
+
+    def build(timeline: Timeline, links: str) -> str:
+        built.append(f"page {len(built) + 1}")
+        return built[-1]
+
+    monkeypatch.setattr(artifacts, "incidents_markdown", build)
+    page = artifacts.IncidentPage()
+    assert [page(read_timeline(hung)).data for _ in range(2)] == ["page 1", "page 2"], "evidence may still appear"
+    monkeypatch.setattr(artifacts, "LATE_EVIDENCE", timedelta(0))
+    assert [page(read_timeline(hung)).data for _ in range(2)] == ["page 2", "page 2"]
+    FakeAgent(hung, restart=1).incident(FailureKind.WORKER_KILLED)
+    assert page(read_timeline(hung)).data == "page 3"
 
 
 def test_evidence_is_short_and_refers_to_the_rest(hung: RunDir) -> None:

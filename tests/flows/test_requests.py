@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import uuid
 from datetime import timedelta
 
 import pytest
@@ -51,3 +52,24 @@ def test_requests_that_wait_or_were_refused_are_listed_with_the_runs(
     assert "nodes: found -1" in output
     assert execute(["runs", "--name", "other"]) == 0
     assert "Asked for" not in capsys.readouterr().out
+
+
+def test_a_request_is_listed_before_planned_ones_and_for_a_day_after_its_end(
+    harness: ControllerHarness, real_prefect: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flow, now = f"{RUN_FLOW}-waiting-long", utc_now()
+    monkeypatch.setattr(requests, "_AT_MOST", 1)
+    with real_prefect.in_use(), api_client() as client:
+        renamed = rlhf_run.with_options(name=flow)
+
+        def asked_for(name: str, days: int) -> uuid.UUID:
+            state = Scheduled(scheduled_time=now + timedelta(days=days))
+            return client.create_flow_run(renamed, name=name, state=state).id
+
+        asked_for("due", -3)
+        asked_for("planned", 1)
+        client.set_flow_run_state(asked_for("refused", -3), Failed(message="no such config"), force=True)
+        found = requests.keep(harness.site, harness.store, flow, now).requests
+        assert [one.run_id for one in found] == ["due", "refused"]
+        later = requests.keep(harness.site, harness.store, flow, now + timedelta(days=2)).requests
+        assert [one.run_id for one in later] == ["due"]

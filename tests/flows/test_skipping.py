@@ -88,8 +88,9 @@ def at_work(client: SyncPrefectClient, deployment: UUID, name: str = "") -> Flow
 
 
 def test_waiting_flow_runs_of_a_paused_schedule_or_a_busy_deployment_are_cancelled(
-    client: SyncPrefectClient, harness: ControllerHarness, real_prefect: Site
+    client: SyncPrefectClient, harness: ControllerHarness, real_prefect: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(schedules, "_AT_MOST", 2)
     paused, busy, other, idle = (deployed(client, name) for name in ("paused", "busy", "other", "idle"))
     waiting = {one: due(client, one) for one in (paused, busy, other, idle)}
     manual = client.create_flow_run_from_deployment(paused)

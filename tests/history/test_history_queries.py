@@ -12,12 +12,14 @@ from made_reports import decision_of
 from rlhf_core.errors import BadInput, UnknownRun
 from rlhf_core.history import queries, saved_queries
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.schemas.attempts import AttemptState, RunState
+from rlhf_core.schemas.attempts import AttemptState, RunState, StageName
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import Action, DecidedBy, FailureKind
-from rlhf_core.schemas.journal import AttemptMoved, ChecksMade, DecisionMade, IncidentFound
+from rlhf_core.schemas.journal import AttemptMoved, ChecksMade, DecisionMade, IncidentFound, StageStarted
 from rlhf_core.schemas.run import RunSpec, shape_key
 from rlhf_core.watchdog.ingest import sync
+
+DAY = 86_400
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Selection of runs
@@ -76,6 +78,16 @@ def test_a_trial_is_listed_when_asked_for_and_meant_by_its_id_only(
     assert queries.resolve_run(store, trial.run_id) == trial.run_id
 
 
+def test_a_prefix_means_a_run_rather_than_its_trials(store: HistoryStore, runs: Path) -> None:
+    run = RunFiles(runs, "sort", "aaaaaa", 0).created()
+    trial = RunFiles(runs, "sort", "bbbbbb", 0, trial_of=run.run_id).created()
+    for one in (run, trial):
+        sync(one.dir, store)
+    shared = run.run_id.removesuffix("aaaaaa")
+    assert queries.resolve_run(store, shared) == run.run_id
+    assert queries.resolve_run(store, trial.run_id[:-1]) == trial.run_id
+
+
 def test_a_beginning_that_fits_several(store: HistoryStore, three: dict[str, str]) -> None:
     with pytest.raises(UnknownRun, match=f"matches several runs: {three['new']}, {three['old']}"):
         queries.resolve_run(store, "sor")
@@ -127,6 +139,25 @@ def test_show_has_the_promised_shape(store: HistoryStore, runs: Path) -> None:
     assert {"run_id", "name", "state", "created_at", "owner", "num_attempts", "seed", "spec", "run_dir", "message"} <= (
         shown["run"].keys()
     )
+
+
+@pytest.mark.parametrize(("lease_until", "lasts_until"), [(None, 5), (3, 5), (100, 100), (20 * DAY, 10 * DAY)])
+def test_an_active_run_and_its_stage_last_as_long_as_it_has_a_controller(
+    database_url: str, runs: Path, lease_until: int | None, lasts_until: int
+) -> None:
+    """A job in a queue writes nothing for days, nor does a run whose controller died."""
+    run = RunFiles(runs, created=0).created()
+    run.moved(RunState.PREFLIGHT, 2)
+    run.journal(StageStarted(stage_index=0, name=StageName.ALLOCATE, attempt=1), 3)
+    run.moved(RunState.QUEUED, 5)
+    with HistoryStore(database_url) as store:
+        store.time = lambda connection: at(10 * DAY)  # type: ignore[method-assign]
+        synced(run, store)
+        if lease_until is not None:
+            store.acquire_lease(run.run_id, "anna@vm:1:1", lease_until - 10 * DAY)
+        shown = queries.show_run(store, run.run_id)
+        assert [one["seconds"] for one in (*queries.list_runs(store), shown["run"])] == [lasts_until] * 2
+        assert [stage["seconds"] for stage in shown["stages"]] == [lasts_until - 3]
 
 
 def test_show_tells_what_happened(store: HistoryStore, runs: Path) -> None:

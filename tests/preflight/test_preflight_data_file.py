@@ -38,6 +38,7 @@ def test_a_good_file(tmp_path: Path) -> None:
         ('{"prompt": "3>"}', 'no column "answer"'),
         ('{"prompt": "\\ud800", "answer": "3"}', "surrogate"),
         ("[" * 100_000, "nested too deeply"),
+        ('{"prompt": "3", "answer": ' + "9" * 5_000 + "}", "an integer of more than 4300 digits; write it as text"),
     ],
 )
 def test_a_bad_row_is_named_by_its_line(tmp_path: Path, line: str, message: str) -> None:

@@ -126,6 +126,14 @@ def test_a_failed_run_begins_with_its_diagnosis_and_what_happened() -> None:
     assert text.index("Timeline") < text.index("Gradient norm")
 
 
+def test_a_resumed_run_that_fails_before_an_attempt_begins_with_its_own_reason() -> None:
+    failed = records.failed()
+    run = {**failed.run, "message": "preflight: data.paths: rows.jsonl is gone"}
+    text = _text(records.failed(run=run))
+    assert "Failed after 40 s: preflight: data.paths: rows.jsonl is gone" in text
+    assert "disk full" in text, "its incident is still shown"
+
+
 def test_a_blocked_run_shows_the_finding() -> None:
     text = _text(records.blocked())
     assert "33 prompts per step for 2 ranks" in text

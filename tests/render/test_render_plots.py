@@ -42,6 +42,25 @@ def test_rolling_mean_is_the_mean_of_the_neighbours() -> None:
     assert plots.rolling_mean(curve, 1) == curve
 
 
+def test_a_huge_value_changes_no_mean_but_those_of_its_neighbours() -> None:
+    curve = [(step, 1e20 if step == 10 else 0.5) for step in range(1, 61)]
+    means = plots.rolling_mean(curve, 9)
+    assert [value for step, value in means if abs(step - 10) > 4] == [0.5] * 51
+    assert {value for step, value in means if abs(step - 10) <= 4} == {1e20 / 9}
+    for window in (3, 5, 61, 99):
+        for num_points in range(1, 14):
+            part = [(step, float(step * step)) for step in range(num_points)]
+            around = ([v for s, v in part if abs(s - step) <= window // 2] for step in range(num_points))
+            assert [value for _, value in plots.rolling_mean(part, window)] == [
+                sum(near) / len(near) for near in around
+            ]
+
+
+@pytest.mark.parametrize("curve", [[(1, 1.7e308)], [(1, 1e308), (2, -1e308)], [(1, 5e-324)]])
+def test_values_at_the_ends_of_the_numbers_are_drawn(curve: plots.Curve) -> None:
+    assert "<path" in _line(curve)
+
+
 @pytest.mark.parametrize(("num_points", "window"), [(1, 1), (29, 1), (30, 5), (80, 5), (120, 9), (600, 41)])
 def test_smoothing_window_is_odd_and_grows(num_points: int, window: int) -> None:
     assert plots.smoothing_window(num_points) == window

@@ -14,7 +14,14 @@ from rlhf_core.control.views.timeline import read_timeline
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.summary import summary_markdown
-from rlhf_core.render.timeline import FirstStep, Timeline, TimelineIncident, incident_text, timeline_from_rows
+from rlhf_core.render.timeline import (
+    FirstStep,
+    Timeline,
+    TimelineIncident,
+    incident_text,
+    suspects_text,
+    timeline_from_rows,
+)
 from rlhf_core.render.timeline_chart import timeline_chart
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import RunState
@@ -68,6 +75,17 @@ ENTRIES = [
     (17.5, "-> restart in place (by the agent): one restart is left."),
     (23.0, "training went on: step 3 is done in attempt 1 after restart 1, 6.0 s after this was found"),
 ]
+
+
+def test_a_sentence_lists_the_first_of_many_suspects(runs: Path) -> None:
+    """A stall of the file system may leave every rank of every node outside of any collective."""
+    suspects = {"suspect_ranks": tuple(range(512)), "suspect_nodes": tuple(f"n{number}" for number in range(64))}
+    incident = RunFiles(runs).created().incident(1, 0, FailureKind.HANG, 17, detected_after_s=5.0, **suspects)
+    assert incident_text(incident).startswith("hang (attempt 1; step 4; rollout; rank 0, rank 1,")
+    assert "rank 6, rank 7 and 504 more, n0, n1, n2, n3, n4, n5, n6, n7 and 56 more): " in incident_text(incident)
+    assert suspects_text(incident) == (
+        "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 504 more on nodes n0, n1, n2, n3, n4, n5, n6, n7 and 56 more"
+    )
 
 
 def test_a_hang_from_the_history(store: HistoryStore, runs: Path) -> None:

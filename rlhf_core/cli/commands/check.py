@@ -56,7 +56,8 @@ def init(
     from rlhf_core.files.whole import write_for_user
 
     target = place if place.suffix == ".toml" and not place.is_dir() else place / f"{preset}.toml"
-    text = starter_config(preset, str(target))
+    quoted = shlex.quote(str(target))
+    text = starter_config(preset, quoted)
     try:
         write_for_user(target, text)
     except FileExistsError:
@@ -65,7 +66,6 @@ def init(
         raise BadInput(f"{target} already exists; choose another file or folder, or remove it first") from None
     except OSError as error:
         raise BadInput(f"cannot write {target}: {error.strerror}") from None
-    quoted = shlex.quote(str(target))
     output.print_text(f"{target} written. Next: rlhf check {quoted}, then rlhf run {quoted}")
 
 

@@ -32,15 +32,21 @@ def reconcile(
 
     flow_runs = flow_runs_of(site)
     found: list[tuple[ReconcileAction, bool | None, str]]
+    problems: list[str] = []
     with HistoryStore(site.database_url) as store:
         if dry_run:
-            found = [(action, None, "would be done") for action in poll_once(site, store, flow_runs)]
+            found = [(action, None, "would be done") for action in poll_once(site, store, flow_runs, problems.append)]
         else:
-            found = [(one.action, one.done, one.message) for one in reconcile_once(site, store, flow_runs)]
+            done_now = reconcile_once(site, store, flow_runs, problems.append)
+            found = [(one.action, one.done, one.message) for one in done_now]
+    noted = tuple(action.reason for action, _, _ in found if action.kind is ActionKind.NOTE)
+    for problem in problems:
+        if not problem.endswith(noted):  # the table has those
+            output.warn(problem)
     if as_json:
         output.print_json([{**_as_dict(action), "done": done, "said": result} for action, done, result in found])
     elif not found:
-        output.print_text(_agreement(flow_runs))
+        output.print_text("Nothing to do, as far as could be seen." if problems else _agreement(flow_runs))
     else:
         rows = [(one.run_id, one.kind.value.replace("_", " "), one.reason, result) for one, _, result in found]
         output.print_table(("run", "action", "why", "result"), rows)

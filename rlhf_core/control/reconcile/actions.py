@@ -72,18 +72,21 @@ class Reconciler:
         flow_runs: FlowRuns | None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = utc_now,
+        warn: Callable[[str], None] = lambda text: log.warning("%s", text),
     ) -> None:
         """Create a reconciler that remembers nothing yet.
 
         Args:
             flow_runs: those of the site's Prefect server, which may be unavailable at present; None if the site has
                 none.
+            warn: called with each problem that leaves something unknown, once.
         """
         self._site = site
         self._store = store
         self._flow_runs = flow_runs
         self._clock = clock
         self._now = now
+        self._warn = warn
         self._scheduler = get_scheduler(site.scheduler)
         self._missing_since: dict[str, float] = {}
         self._runs_with_runs: tuple[int, int] | None = None
@@ -378,7 +381,7 @@ class Reconciler:
     def _note_once(self, run_id: str, about: str, text: str) -> None:
         if (run_id, about, text) not in self._noted:
             self._noted.add((run_id, about, text))
-            log.warning("%s", f"{run_id}: {text}" if run_id else text)
+            self._warn(f"{run_id}: {text}" if run_id else text)
 
 
 def _end_of(run_dir: RunDir, written: RunRecord) -> tuple[str, str, str]:

@@ -1,6 +1,6 @@
 """One round of the reconciler on request, next to the daemon of the site or without one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rlhf_core.config.site import Site
 from rlhf_core.control.reconcile.actions import ActionResult, Reconciler
@@ -12,17 +12,20 @@ from rlhf_core.history.queries.controllers import lease_holder
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.lease import HeldLease, Owner, known_dead, owner_text
 
+Warn = Callable[[str], None]
+"""Called with each problem that leaves something unknown."""
 
-def poll_once(site: Site, store: HistoryStore, flow_runs: FlowRuns | None) -> Sequence[ReconcileAction]:
+
+def poll_once(site: Site, store: HistoryStore, flow_runs: FlowRuns | None, warn: Warn) -> Sequence[ReconcileAction]:
     """The actions that a round would carry out.
 
     Raises:
         HistoryError: the history does not answer.
     """
-    return Reconciler(site, store, flow_runs=flow_runs).poll(retention=True)
+    return Reconciler(site, store, flow_runs=flow_runs, warn=warn).poll(retention=True)
 
 
-def reconcile_once(site: Site, store: HistoryStore, flow_runs: FlowRuns | None) -> Sequence[ActionResult]:
+def reconcile_once(site: Site, store: HistoryStore, flow_runs: FlowRuns | None, warn: Warn) -> Sequence[ActionResult]:
     """Carry out a round.
 
     Raises:
@@ -45,7 +48,7 @@ def reconcile_once(site: Site, store: HistoryStore, flow_runs: FlowRuns | None) 
         return True
 
     try:
-        reconciler = Reconciler(site, store, flow_runs=flow_runs)
+        reconciler = Reconciler(site, store, flow_runs=flow_runs, warn=warn)
         return reconciler.carry_out(reconciler.poll(retention=True), may)
     finally:
         lease.release()

@@ -117,6 +117,8 @@ class RunReader:
         )
         if state in RUN_ENDS:
             return found
+        if newest.is_restarting:
+            return replace(found, loop="")
         place = (newest.attempt.number, newest.restart, newest.step)
         return _with_times(found, self.stored.spec, self._timer.update(place, newest.loop, newest.metrics))
 

@@ -1,5 +1,6 @@
 """Details of one run."""
 
+from datetime import datetime
 from typing import Any
 
 from sqlalchemy import Connection, func, literal, select
@@ -7,7 +8,13 @@ from sqlalchemy import Connection, func, literal, select
 from rlhf_core.errors import UnknownRun
 from rlhf_core.history.queries.metrics import STEP_SECONDS, newest_metrics
 from rlhf_core.history.queries.plain import Facts, parts, plain, plain_value, without_run
-from rlhf_core.history.queries.runs import driven_seconds, missing_steps_of, regressed_scores, undriven_seconds
+from rlhf_core.history.queries.runs import (
+    driven_seconds,
+    lasted_until,
+    missing_steps_of,
+    regressed_scores,
+    undriven_seconds,
+)
 from rlhf_core.history.queries.weight_syncs import weight_sync_facts
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables.sqlalchemy_core import (
@@ -22,6 +29,7 @@ from rlhf_core.history.tables.sqlalchemy_core import (
     GOODPUT_CACHE,
     INCIDENTS,
     KEYS,
+    LEASES,
     LOST_TIME,
     METRICS,
     NODES,
@@ -32,7 +40,6 @@ from rlhf_core.history.tables.sqlalchemy_core import (
     STAGES,
 )
 from rlhf_core.schemas.attempts import ATTEMPT_ENDS
-from rlhf_core.schemas.base import utc_now
 
 _ENDED_ATTEMPTS = frozenset(state.value for state in ATTEMPT_ENDS)
 
@@ -52,7 +59,8 @@ def show_run(store: HistoryStore, run_id: str) -> Facts:
         UnknownRun: the run does not exist.
     """
     with store.reading() as connection:
-        run = connection.execute(select(RUNS).where(RUNS.c.run_id == run_id)).one_or_none()
+        with_lease = select(RUNS, LEASES.c.expires_at).outerjoin(LEASES, LEASES.c.run_id == RUNS.c.run_id)
+        run = connection.execute(with_lease.where(RUNS.c.run_id == run_id)).one_or_none()
         if run is None:
             raise UnknownRun(f"the history has no run {run_id!r}. `rlhf runs` lists them.")
         attempts = _attempts(connection, run_id)
@@ -60,10 +68,11 @@ def show_run(store: HistoryStore, run_id: str) -> Facts:
         incidents = parts(connection, INCIDENTS, run_id, "seen_at", "incident_id")
         evaluations = _evaluations(connection, run_id)
         undriven_s = connection.execute(select(undriven_seconds(literal(run_id)))).scalar() or 0.0
-        times = {"seconds": driven_seconds(run, undriven_s), "undriven_s": undriven_s}
+        until = lasted_until(run, store.time(connection))
+        times = {"seconds": driven_seconds(run, until, undriven_s), "undriven_s": undriven_s}
         return {
             "run": {**_run(run, len(attempts)), "missing_steps": missing_steps_of(connection, run), **times},
-            "stages": _stages(connection, run_id),
+            "stages": _stages(connection, run_id, until),
             "checks": _checks(connection, run_id),
             "attempts": attempts,
             "controllers": parts(connection, CONTROLLERS, run_id, "position"),
@@ -84,16 +93,17 @@ def show_run(store: HistoryStore, run_id: str) -> Facts:
 
 def _run(row: Any, num_attempts: int) -> Facts:
     facts = plain(row._mapping)
-    for internal in ("journal_token", "ingest_stamp"):
+    for internal in ("journal_token", "ingest_stamp", "expires_at"):
         del facts[internal]
     return {**facts, "num_attempts": num_attempts}
 
 
-def _stages(connection: Connection, run_id: str) -> list[Facts]:
+def _stages(connection: Connection, run_id: str, until: datetime) -> list[Facts]:
+    """Read the stages of a run; one that has not ended lasts as long as the run."""
     rows = connection.execute(select(STAGES).where(STAGES.c.run_id == run_id).order_by(STAGES.c.stage_index)).all()
     found = []
     for row in rows:
-        seconds = row.seconds if row.seconds is not None else (utc_now() - row.started_at).total_seconds()
+        seconds = row.seconds if row.seconds is not None else max((until - row.started_at).total_seconds(), 0.0)
         found.append({**without_run(row), "seconds": seconds})
     return found
 

@@ -1,6 +1,7 @@
 """Reads of the list of runs."""
 
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, ScalarSelect, Subquery, func, select, true
@@ -9,7 +10,17 @@ from rlhf_core.errors import UnknownRun
 from rlhf_core.history.queries.metrics import STEP_SECONDS
 from rlhf_core.history.queries.plain import Facts, plain
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.history.tables.sqlalchemy_core import ATTEMPTS, EVALUATIONS, KEYS, LATEST, METRICS, RUNS, TAGS, UNDRIVEN
+from rlhf_core.history.tables.sqlalchemy_core import (
+    ATTEMPTS,
+    EVALUATIONS,
+    KEYS,
+    LATEST,
+    LEASES,
+    METRICS,
+    RUNS,
+    TAGS,
+    UNDRIVEN,
+)
 from rlhf_core.schemas.attempts import RUN_ENDS
 from rlhf_core.schemas.regression import regressions
 from rlhf_core.text.formatting import missing_steps
@@ -38,9 +49,9 @@ def list_runs(
     Returns:
         For each: ``run_id, name, state, created_at, num_attempts, owner, tags, ended_at, seconds, undriven_s,
         last_step, total_steps, missing_steps, message, trial_of, regressed``. ``seconds`` is the time from the request
-        to the end, or to the newest ingested line, without the ``undriven_s`` in which nothing drove the run;
-        ``missing_steps`` lists the steps without metrics of an ended run; ``regressed`` has the held-out scores that
-        decreased (``name, metric, before, after``).
+        to :func:`lasted_until`, without the ``undriven_s`` in which nothing drove the run; ``missing_steps`` lists the
+        steps without metrics of an ended run; ``regressed`` has the held-out scores that decreased (``name, metric,
+        before, after``).
     """
     # First the ids, from narrow indexes, then counts only for those.
     newest_first = (RUNS.c.created_at.desc(), RUNS.c.run_id.desc())
@@ -70,6 +81,7 @@ def list_runs(
             RUNS.c.tags,
             RUNS.c.ended_at,
             RUNS.c.progress_at,
+            LEASES.c.expires_at,
             last_step.label("last_step"),
             RUNS.c.total_steps,
             RUNS.c.message,
@@ -77,10 +89,12 @@ def list_runs(
             undriven_s.label("undriven_s"),
         )
         .join(chosen, chosen.c.run_id == RUNS.c.run_id)
+        .outerjoin(LEASES, LEASES.c.run_id == RUNS.c.run_id)
         .order_by(*newest_first)
     )
     with store.reading() as connection:
         rows = connection.execute(query).all()
+        now = store.time(connection)
         whole = _with_every_step(connection, chosen)
         missing = {row.run_id: missing_steps_of(connection, row) for row in rows if row.run_id not in whole}
         measured = connection.execute(
@@ -89,7 +103,10 @@ def list_runs(
     evaluations: dict[str, list[Facts]] = {}
     for row in measured:
         evaluations.setdefault(row.run_id, []).append({**row._mapping, "when": row.when_made})
-    return [_listed_run(row, missing.get(row.run_id, ""), evaluations.get(row.run_id, ())) for row in rows]
+    return [
+        _listed_run(row, lasted_until(row, now), missing.get(row.run_id, ""), evaluations.get(row.run_id, ()))
+        for row in rows
+    ]
 
 
 def _step_times() -> ColumnElement[bool]:
@@ -134,15 +151,28 @@ def undriven_seconds(run_id: ColumnElement[str]) -> ScalarSelect[float]:
     return select(func.sum(UNDRIVEN.c.seconds)).where(UNDRIVEN.c.run_id == run_id).scalar_subquery()
 
 
-def driven_seconds(run: Any, undriven_s: float) -> float:
-    """Time from the request of a run to its end, or to its newest ingested line, without the undriven time."""
-    return float(((run.ended_at or run.progress_at) - run.created_at).total_seconds() - undriven_s)
+def lasted_until(row: Any, now: datetime) -> datetime:
+    """End of a run. One that has not ended lasts until now while a controller renews its lease, although a job in a
+    queue writes nothing; otherwise until the lease expired, or the newest ingested line if that is later.
+
+    Args:
+        row: columns of the run, with ``expires_at`` of its lease; None without one.
+        now: time by the clock for leases.
+    """
+    progress_at: datetime = row.progress_at
+    return row.ended_at or max(progress_at, min(now, row.expires_at or progress_at))
 
 
-def _listed_run(row: Any, missing: str, evaluations: Sequence[Facts]) -> Facts:
+def driven_seconds(run: Any, until: datetime, undriven_s: float) -> float:
+    """Time from the request of a run to its end, without the undriven time."""
+    return float((until - run.created_at).total_seconds() - undriven_s)
+
+
+def _listed_run(row: Any, until: datetime, missing: str, evaluations: Sequence[Facts]) -> Facts:
     facts = {**row._mapping, "missing_steps": missing}
-    del facts["progress_at"]
-    facts["seconds"] = driven_seconds(row, row.undriven_s)
+    for internal in ("progress_at", "expires_at"):
+        del facts[internal]
+    facts["seconds"] = driven_seconds(row, until, row.undriven_s)
     return {**plain(facts), "regressed": regressed_scores(evaluations)}
 
 
@@ -153,7 +183,7 @@ def regressed_scores(evaluations: Iterable[Facts]) -> list[Facts]:
 
 def resolve_run(store: HistoryStore, text: str) -> str:
     """Find a run by its id, ``last`` for the newest, a name for the newest of that name, or a unique prefix of an id. A
-    trial is found only by its id.
+    trial is found only by its id, or by a prefix of it with which no other run begins.
 
     Raises:
         UnknownRun: no run or several runs match.
@@ -169,8 +199,11 @@ def resolve_run(store: HistoryStore, text: str) -> str:
             found = connection.execute(query).scalar()
             if found is not None:
                 return str(found)
+        fitting: list[str] = []
         beginning = select(RUNS.c.run_id).where(RUNS.c.run_id.startswith(text, autoescape=True))
-        fitting = list(connection.execute(beginning.order_by(*newest_first).limit(6)).scalars()) if text else []
+        # Trials have the names of their runs, so most prefixes of a run fit its trials too.
+        for query in (beginning.where(RUNS.c.trial_of == ""), beginning) if text else ():
+            fitting = fitting or list(connection.execute(query.order_by(*newest_first).limit(6)).scalars())
     if len(fitting) == 1:
         return str(fitting[0])
     if fitting:
