@@ -388,7 +388,7 @@ def test_the_temporary_files_of_a_worker_are_in_the_home_folder(site: Site, monk
     """In /tmp, those of the first user who starts a worker would keep all others from it."""
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(worker, "_wait_for_server", lambda: None)
-    monkeypatch.setattr(worker.work_pool, "set_up", lambda site: None)
+    monkeypatch.setattr(worker.work_pool, "set_up", lambda site, warn: None)
     monkeypatch.setattr(worker, "_work", lambda site, beat: asyncio.sleep(0))
     left = site.home / "prefect" / "temporary" / "runner_storage" / "of a killed worker"
     left.mkdir(parents=True)
