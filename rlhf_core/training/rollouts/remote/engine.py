@@ -101,7 +101,7 @@ class RemoteEngines:
         blamed = Counter[str]()
         for _ in range(MAX_SYNCS):
             live_engines = self._live_engines(beat)
-            # The first failure may be due to a link to an earlier start of the engine; links are then made anew.
+            # The first failure of an engine may be due to its restart at that moment; links are then made anew.
             others = [engine for engine in live_engines if blamed[engine.name] < 2]
             problem, transfer = self._send(others or live_engines, model, version, beat)
             if problem is None:
