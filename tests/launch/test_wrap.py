@@ -2,6 +2,7 @@
 
 import shlex
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rlhf_core.launch.wrap.draft import Draft, WrapSurroundings
 from rlhf_core.launch.wrap.slurm_options import slurm_seconds
 from rlhf_core.launch.wrap.wrapping import WrapOptions, WrappedLine, wrap_line, wrap_script
 from rlhf_core.schemas.command_trainer import PLACEHOLDERS, CommandTrainer, fill
-from rlhf_core.shell.launch_line import read_launch_line
+from rlhf_core.shell.launch_line import LaunchItem, read_launch_line
 
 VALUES = {name: f"<{name}>" for name in PLACEHOLDERS}
 MEETING = {
@@ -585,13 +586,28 @@ LAUNCHES = st.sampled_from(
 def test_unknown_arguments_are_passed_through_unchanged(launch: list[str], words: list[str]) -> None:
     """The line started by a run has the original program and arguments, apart from replaced ones."""
     argv = [*launch, *words]
+    items = read_launch_line(argv).items
     # Words after the value of a removed option belong to the program and are kept.
-    assume(all(item.stop - item.start <= 2 for item in read_launch_line(argv).items if item.name in REPLACED))
+    assume(all(item.stop - item.start <= 2 for item in items if item.name in REPLACED))
+    # So are those before and after it, which then look like an option and its value.
+    left = [item for item in items if item.name not in REPLACED]
+    assume(not any(before.stop < after.start and may_join(argv, before, after) for before, after in pairwise(left)))
     try:
         found = wrap_line(argv, around(), WrapOptions(steps=9))
     except RlhfError:
         return
     require_same_arguments(argv, found)
+
+
+def may_join(argv: list[str], option: LaunchItem, word: LaunchItem) -> bool:
+    """True for an option without a value, and an argument without dashes."""
+    return option.stop == option.start + 1 and not argv[word.start].startswith("-")
+
+
+def test_words_around_a_removed_option_are_kept() -> None:
+    words = ["--lr", "--resume_from_checkpoint", "", "a.b=c"]
+    found = wrap_line(["torchrun", "--nproc_per_node", "2", "t.py", *words], around(), WrapOptions(steps=9))
+    assert found.argv[-2:] == ("--lr", "a.b=c")
 
 
 def require_same_arguments(argv: list[str], found: WrappedLine) -> None:
