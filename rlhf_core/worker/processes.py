@@ -5,11 +5,12 @@ import ctypes
 import os
 import resource
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Collection
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import psutil
 
@@ -91,6 +92,42 @@ def kill_group(pid: int) -> None:
     """Send SIGKILL to a process group; each worker leads its own. A no-op if it is gone."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
+
+
+class Child(Protocol):
+    """Subset of ``subprocess.Popen`` in use. The process leads its own process group."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it is alive."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for it to exit.
+
+        Raises:
+            subprocess.TimeoutExpired: it is still alive.
+        """
+
+
+def kill_and_reap(children: Collection[Child], timeout_s: float) -> list[int]:
+    """Kill the process groups of the children that are still running, and reap all children.
+
+    Returns:
+        Process ids of those that have not exited in time: one that is blocked in the kernel, as by a hung file system
+        or a broken driver, does not end when it is killed.
+    """
+    for child in children:
+        if child.poll() is None:
+            kill_group(child.pid)
+    deadline = time.monotonic() + timeout_s
+    left = []
+    for child in children:
+        try:
+            child.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            left.append(child.pid)
+    return left
 
 
 GROUP_VARIABLE = "RLHF_GROUP"

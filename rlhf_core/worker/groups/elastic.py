@@ -42,7 +42,7 @@ from rlhf_core.worker.groups.base import (
 from rlhf_core.worker.groups.fork_server import ForkServer, arguments_of
 from rlhf_core.worker.groups.gpus import visible_gpus
 from rlhf_core.worker.nodes.membership import unused_port
-from rlhf_core.worker.processes import GROUP_VARIABLE, kill_group
+from rlhf_core.worker.processes import GROUP_VARIABLE, kill_and_reap
 from rlhf_core.worker.signals import SAVING, SignalInbox, held_back
 from rlhf_core.worker.worker_process import SLOTS_VARIABLE
 
@@ -241,14 +241,9 @@ class _Elastic(LocalElasticAgent):
     def close(self) -> None:
         """Reap the processes, killing those still running. Those that are blocked in the kernel are left behind."""
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
-        for handler in handlers.values():
-            if handler.proc.poll() is None:
-                kill_group(handler.proc.pid)
-        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        left = kill_and_reap([handler.proc for handler in handlers.values()], CLOSE_TIMEOUT_S)
         for local_rank, handler in list(handlers.items()):
-            try:
-                handler.proc.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+            if handler.proc.pid in left:
                 del handlers[local_rank]  # older versions of torch would wait for it without a limit
         self._shutdown(signal.SIGKILL, CLOSE_TIMEOUT_S)
 

@@ -146,9 +146,7 @@ class _Server:
 
     def end(self) -> None:
         """Kill and reap it."""
-        processes.kill_group(self.process.pid)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # blocked in the kernel, as by a hung file system
-            self.process.wait(KILL_TIMEOUT_S)
+        processes.kill_and_reap([self.process], KILL_TIMEOUT_S)
         for descriptor in (self.orders, self.answers):
             with contextlib.suppress(OSError):
                 os.close(descriptor)

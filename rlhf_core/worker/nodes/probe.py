@@ -8,7 +8,6 @@ node ends the attempt, which records the node's name so that the next attempt ex
 import contextlib
 import json
 import os
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -41,22 +40,6 @@ KILL_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 0.05
 
 
-class Process(Protocol):
-    """Subset of ``subprocess.Popen`` in use. The process leads its own process group."""
-
-    pid: int
-
-    def poll(self) -> int | None:
-        """Its exit code; None while it is alive."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for it to exit.
-
-        Raises:
-            subprocess.TimeoutExpired: it is still alive.
-        """
-
-
 class Starter(Protocol):
     """Starts processes of this package."""
 
@@ -64,7 +47,7 @@ class Starter(Protocol):
     def is_importing(self) -> bool:
         """True while it is worth waiting before the next start."""
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> Process:
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> processes.Child:
         """Start a process with these interpreter arguments and this environment."""
 
 
@@ -157,14 +140,7 @@ class Probe:
             ]
             while any(process.poll() is None for process in started) and may_continue():
                 time.sleep(POLL_INTERVAL_S)
-            for process in started:
-                if process.poll() is None:
-                    processes.kill_group(process.pid)
-            deadline = time.monotonic() + KILL_TIMEOUT_S
-            for process in started:
-                # One that is blocked in the kernel, as by a broken driver, does not end when it is killed.
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(max(0.0, deadline - time.monotonic()))
+            processes.kill_and_reap(started, KILL_TIMEOUT_S)
             return _digest(place.nodes.name, [_lines(output) for output in outputs])
 
     def _command(self, local_rank: int, number: int, store: str, output: Path) -> Sequence[str]:
