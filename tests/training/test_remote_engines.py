@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
@@ -193,6 +194,20 @@ def test_the_only_engine_is_given_weights_at_once_when_it_comes_back(
     printed = capfd.readouterr().out
     assert printed.count("engine-0 came back and has the weights of step 1") == 1
     assert "did not receive" not in printed
+
+
+def test_the_loss_of_an_engine_costs_the_others_no_delta(group: EngineGroup) -> None:
+    """Negative control of the test above: their links and earlier version are relied on as long as they live."""
+    trainer = group.trainer(restart=next(STARTS), delta=True)
+    model = tiny_model()
+    trainer.load(model, 0, no_beat)
+    group.kill(1)
+    assert trainer._sync is not None
+    with mock.patch.object(trainer._sync._sender, "reset") as reset:
+        transfer = trainer.load(model, 1, no_beat)
+    assert transfer is not None
+    assert transfer.bytes < sum(weight.nbytes for weight in model.parameters()) / 10
+    reset.assert_not_called()
 
 
 def test_without_an_engine_the_wait_comes_to_an_end(group: EngineGroup, trainer: RemoteEngines) -> None:

@@ -46,7 +46,7 @@ class WeightPublisher:
         self._outgoing = _outgoing(context)
         self._sender = Sender(self._outgoing, delta=self._delta, group=group)
         self._transport = settings.transport
-        self._engines: list[EngineAddress] = []
+        self._addresses: dict[str, EngineAddress] = {}
 
     @property
     def way(self) -> str:
@@ -76,13 +76,13 @@ class WeightPublisher:
         tensors = entries_of(given_shapes(model), None if has_adapter(model) else tied_names(model))
         with httpx.Client(limits=httpx.Limits(max_connections=None), trust_env=False) as http:
             engines = controls(http)
-            addresses = [engine.address for engine in engines]
-            if addresses != self._engines:
+            addresses = {engine.name: engine.address for engine in engines}
+            if any(self._addresses.get(name, address) != address for name, address in addresses.items()):
                 # A restarted engine has the same name, but no links and no earlier version.
                 self._sender.reset()
                 if self._delta is not None:
                     self._delta.forget()
-            self._engines = addresses
+            self._addresses |= addresses
             report = synchronize(
                 self._sender, engines, version, tensors, given_weights(model, beat), beat, is_alone=is_alone
             )
