@@ -127,6 +127,7 @@ def with_split_engines(number: int, width: int, **resources: Any) -> Facts:
     return with_packages({"vllm": "0.32.0"}, rollout=split, model={"config": MODEL}, resources=resources)
 
 
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 GPT2 = ModelFolder(Path("/m"), weight_bytes=4000, matrices=frozenset({"c_attn", "wte", "lm_head"}))
 
 
@@ -337,6 +338,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("model.lora", BLOCKED, with_lora(target_modules=["q_porj"]), "down_proj, gate_proj, k_proj, o_proj, q_proj"),
     ("model.lora", BLOCKED, with_lora(rank=65), "far below the width"),
     ("model.lora", BLOCKED, replace(with_lora(target_modules=["lm_head"]), model_folder=GPT2), "model: c_attn"),
+    ("model.quantized", BLOCKED, healthy(model_config={**MODEL, "quantization_config": MXFP4}), "method mxfp4"),
     ("model.heads", BLOCKED, healthy(model_config={**MODEL, "num_key_value_heads": 3}), "multiple"),
     ("model.heads", BLOCKED, healthy(model_config={**MODEL, "hidden_size": 65}), "head_dim"),
     ("rollout.vllm", BLOCKED, with_vllm({}), "rlhf-flows[training,vllm]"),

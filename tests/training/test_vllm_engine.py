@@ -3,7 +3,7 @@
 import contextlib
 import gc
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -273,10 +273,38 @@ GPT_NEOX: Mapping[str, JsonValue] = {
 """A model that vLLM computes with transformers' classes."""
 
 
+GPT_OSS: Mapping[str, JsonValue] = {
+    "model_type": "gpt_oss",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "initializer_range": 0.2,
+    "max_position_embeddings": 128,
+}
+"""A mixture whose experts and sinks vLLM's loader copies past its interface for updates."""
+
+
+def scattered(config: Mapping[str, JsonValue], seed: int) -> PreTrainedModel:
+    """A model without a parameter at its usual start: zero for biases and one for norms would hide lost ones."""
+    model = tiny_model({**config}, seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
 def assert_both_versions_are_taken_over(engine: VllmEngine, config: Mapping[str, JsonValue]) -> None:
     peer = TransformersEngine(char_tokenizer())
     for version in range(2):
-        model = tiny_model({**config}, seed=version)
+        model = scattered(config, version)
         engine.load(model, version, no_beat)
         peer.load(model, version, no_beat)
         found, expected = (flat(one.sample(PROMPTS, SEEDS, GREEDY, version, no_beat)) for one in (engine, peer))
@@ -285,26 +313,35 @@ def assert_both_versions_are_taken_over(engine: VllmEngine, config: Mapping[str,
             assert made.logprobs == pytest.approx(right.logprobs, abs=1e-4)
 
 
-def mixture_reloaded(rank: int, num_ranks: int, folder: str) -> str:
+MENDS: Mapping[str, tuple[str, Callable[..., object]]] = {
+    # Without it, vLLM on CPU reads experts in another order than they are packed in.
+    "mixtral": ("_packed_experts", contextlib.nullcontext),
+    # Without it, experts and sinks keep the values of the version before.
+    "gpt_oss": ("through_weight_loaders", lambda model, tensors: tensors),
+}
+"""What our part of vLLM's worker does about a kind of mixture, and something that does nothing in its place."""
+
+
+def mixture_reloaded(rank: int, num_ranks: int, folder: str, config: dict[str, JsonValue]) -> str:
     """Two versions as they should be, and one without the mend."""
     from rlhf_core.training.rollouts.vllm import worker as vllm_worker
 
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks, store=dist.HashStore())
     engine = started(Path(folder))
-    assert_both_versions_are_taken_over(engine, MIXTURE)
-    model = tiny_model({**MIXTURE}, seed=2)
+    assert_both_versions_are_taken_over(engine, config)
     engine._is_verified = False
-    unpacked = mock.patch.object(vllm_worker, "_packed_experts", contextlib.nullcontext)
-    with unpacked, pytest.raises(StaleWeights) as refused:
-        engine.load(model, 2, no_beat)
+    without = mock.patch.object(vllm_worker, *MENDS[str(config["model_type"])])
+    with without, pytest.raises(StaleWeights) as refused:
+        engine.load(scattered(config, 2), 2, no_beat)
     return str(refused.value)
 
 
-def test_the_experts_of_a_mixture_are_taken_over(tmp_path: Path) -> None:
-    """Negative control: without the mend, vLLM on CPU reads experts in another order than they are packed in. In a
-    process of its own, because vLLM cannot start a mixture after another model."""
-    tiny_model({**MIXTURE}).save_pretrained(tmp_path / "model")
-    (ended,) = launch(mixture_reloaded, 1, tmp_path / "logs", 300, folder=str(tmp_path / "model"))
+@pytest.mark.parametrize("config", [MIXTURE, GPT_OSS], ids=["mixtral", "gpt_oss"])
+def test_the_experts_of_a_mixture_are_taken_over(tmp_path: Path, config: dict[str, JsonValue]) -> None:
+    """Negative control: without its mend, the version is refused. In a process of its own, because vLLM cannot start a
+    mixture after another model."""
+    tiny_model({**config}).save_pretrained(tmp_path / "model")
+    (ended,) = launch(mixture_reloaded, 1, tmp_path / "logs", 300, folder=str(tmp_path / "model"), config={**config})
     assert ended.value is not None, ended
     assert "different log-probabilities" in ended.value
 

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.memory import shape_of
@@ -62,6 +62,20 @@ def model_config(facts: Facts) -> Iterator[Finding]:
 def _nearest(name: str, known: Collection[str]) -> str:
     found = difflib.get_close_matches(name, sorted(known), n=1)
     return f', for instance "{found[0]}"' if found else ""
+
+
+@check("model.quantized", trainer="native")
+def quantized(facts: Facts) -> Iterator[Finding]:
+    """Quantized weights cannot be trained: an optimizer's steps are smaller than the distance between their values."""
+    settings = facts.model_config.get("quantization_config")
+    if settings:
+        kind = settings.get("quant_method", "unknown") if isinstance(settings, Mapping) else "unknown"
+        yield blocked(
+            f"the weights are quantized: quantization_config of the model's config names the method {kind}",
+            "weights in bfloat16, float16 or float32",
+            "use the model its authors published without quantization, or save a dequantized copy without "
+            "quantization_config, and set model.path to it",
+        )
 
 
 @check("model.tokenizer", trainer="native")

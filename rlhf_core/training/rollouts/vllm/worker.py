@@ -24,6 +24,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from rlhf_core.training.rollouts.checkpoint_layout import CheckpointLayout
 from rlhf_core.training.rollouts.shared_tensors import MappedRow, TensorPlace
 from rlhf_core.training.rollouts.vllm.adapter import LoadedAdapter, count_differing
+from rlhf_core.training.rollouts.vllm.gpt_oss import through_weight_loaders
 
 
 @dataclass
@@ -68,12 +69,12 @@ class StagedWeights(WeightTransferEngine):
         """Copy a part of a version into the model."""
         placed = ((place.name, self._row.tensor(place)) for place in update_info.places)
         with self._loading():
-            self.model.load_weights(self._layout.convert(itertools.chain(update_info.tensors, placed)))
+            self._load(self._layout.convert(itertools.chain(update_info.tensors, placed)))
 
     def finish_weight_update(self) -> None:
         """Finish the update of the model."""
         with self._loading():
-            self.model.load_weights(self._layout.rest())
+            self._load(self._layout.rest())
             finalize_layerwise_reload(self.model, self.model_config)
             if self.device.type == "cpu":
                 _pack_tied_head(self.model)
@@ -86,6 +87,11 @@ class StagedWeights(WeightTransferEngine):
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
         """Return no sender; vLLM up to 0.27 asks for one."""
         raise NotImplementedError("weights are staged by rlhf_core.weight_sync")
+
+    def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        if self.model_config.hf_config.model_type == "gpt_oss":
+            tensors = through_weight_loaders(self.model, tensors)
+        self.model.load_weights(tensors)
 
     @contextlib.contextmanager
     def _loading(self) -> Iterator[None]:
