@@ -65,6 +65,10 @@ class SplitReport(Schema):
     """Time to tokenize their prompts."""
     num_overlong: int = 0
     """Rows whose prompt is longer than ``data.max_prompt_tokens``."""
+    num_unrendered: int = 0
+    """Conversations that the chat template does not render."""
+    unrendered: str = ""
+    """Problem of the first of them, with file and line."""
     num_empty: int = 0
     """Rows whose prompt has no token."""
     longest_prompt: int = 0

@@ -54,7 +54,7 @@ class DataSpec(Schema):
     overlong_completions: Literal["drop", "error"] = "drop"
     """Treatment of rows with longer completions: drop the row (counted and reported), or stop."""
     malformed_rows: Literal["error", "drop"] = "error"
-    """Treatment of invalid lines: stop with the file and line number, or drop them (counted and reported)."""
+    """Treatment of invalid rows: stop with the file and line number, or drop them (counted and reported)."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

@@ -158,6 +158,8 @@ class Conversation:
     """The better completion of a pair."""
     rejected: Messages = ()
     """The worse one."""
+    place: str = ""
+    """File and line of the row, for error messages."""
 
 
 @dataclass(frozen=True)

@@ -246,6 +246,7 @@ def lasts(seconds_per_step: float, **resources: Any) -> Facts:
 
 
 BLOCKED, WARNING, SKIPPED = CheckStatus.BLOCKED, CheckStatus.WARNING, CheckStatus.SKIPPED
+UNRENDERED = {"num_unrendered": 3, "unrendered": "a.jsonl: line 7: roles must alternate"}
 BAD_LINES = (LineProblem(41, "not valid JSON"),)
 
 BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
@@ -321,6 +322,14 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ),
     ("content.lengths", BLOCKED, looked_at({"num_empty": 2}), "2 prompts"),
     ("content.lengths", BLOCKED, looked_at({"longest_taught": 1025}), "1025 tokens"),
+    ("content.conversations", BLOCKED, looked_at(UNRENDERED), "malformed_rows="),
+    (
+        "content.conversations",
+        WARNING,
+        looked_at(UNRENDERED, data={"malformed_rows": "drop"}),
+        "line 7: roles must alternate",
+    ),
+    ("content.conversations", BLOCKED, looked_at({**UNRENDERED, "num_unrendered": 100}), "another chat template"),
     ("content.rewards", WARNING, looked_at(trial={"num_distinct": 1, "right": 0.0}), "nothing is learned"),
     ("content.rewards", WARNING, looked_at(trial={"right": 0.0, "wrong": 1.0}), "a higher reward"),
     ("content.rewards", WARNING, looked_at(trial={"seconds": 100.0}), "reward.timeout_s"),

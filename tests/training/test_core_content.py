@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from control_fakes import make_spec
+from core_models import char_tokenizer
 
 from rlhf_core.schemas.content import ContentReport, TrialProblem
 from rlhf_core.schemas.model import BUILT_TOKENIZERS
@@ -149,3 +150,22 @@ def test_messages_are_rendered_as_in_training(tmp_path: Path) -> None:
     assert (report.tokenizer.problem, report.tokenizer.chat_problem) == ("", "")
     begins = len("user\nassistant\n\n") + len(("<|im_start|>", "<|im_end|>", "<|im_start|>"))
     assert report.splits[0].longest_prompt == begins + len("bcd")
+
+
+def test_conversations_that_the_template_refuses_are_counted(tmp_path: Path) -> None:
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages | length > 3 %}{{ raise_exception('too many turns') }}{% endif %}"
+        "{% for m in messages %}{{ m['content'] }}|{% endfor %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    rows = [{"prompt": [{"role": "user", "content": "ab"}] * times, "answer": "ab"} for times in (1, 4, 2, 4)]
+    spec = with_files(tmp_path, rows, rows[:1], model={"tokenizer": str(tmp_path / "tokenizer")})
+    report = report_of(spec, tmp_path)
+    assert report.tokenizer is not None
+    assert report.tokenizer.problem == ""
+    train, held = report.splits
+    assert (train.num_unrendered, held.num_unrendered) == (2, 0)
+    assert f"{tmp_path / 'train.jsonl'}:2: " in train.unrendered
+    assert "too many turns" in train.unrendered
+    assert train.longest_prompt == len("ab|ab|"), "the others are measured"

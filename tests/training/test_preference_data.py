@@ -224,6 +224,26 @@ def test_a_template_that_renders_the_prompt_otherwise_is_refused(tmp_path: Path)
         encode_prompts(rows, tokenizer, data)
 
 
+def test_conversations_that_the_template_refuses_are_named_or_dropped(tmp_path: Path) -> None:
+    """As those of Llama 2, Mistral and Gemma refuse two turns of the user in a row."""
+    path, tokenizer = tmp_path / "rows.jsonl", char_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{{ m['content'] }}|{% endfor %}"
+    )
+    good, bad = ({"prompt": ASKED * times, "answer": "2"} for times in (1, 2))
+    path.write_text("".join(json.dumps(row) + "\n" for row in (good, bad, good, bad)))
+    strict, dropping = (spec_of("sft", train=str(path), malformed_rows=policy) for policy in ("error", "drop"))
+    with pytest.raises(BadData, match=r"rows\.jsonl:2: the chat template .*roles must .*malformed_rows"):
+        encode_prompts(load_data(strict, "train")[0], tokenizer, strict.data)
+    kept = encode_prompts(load_data(dropping, "train")[0], tokenizer, dropping.data)
+    assert ([row.prompt for row in kept.rows], kept.num_malformed) == (["1+1?|", "1+1?|"], 2)
+    assert f"{path}:2: the chat template" in kept.first_problem
+    path.write_text(json.dumps(bad))
+    with pytest.raises(BadData, match=r"all 1 rows are malformed; the first: .*rows.jsonl:1: .*roles must alternate"):
+        encode_prompts(load_data(dropping, "train")[0], tokenizer, dropping.data)
+
+
 @pytest.mark.parametrize("algorithm", ["grpo", "dpo"])
 def test_an_answer_that_is_only_compared_is_not_rendered(tmp_path: Path, algorithm: str) -> None:
     """The templates of DeepSeek-R1-Distill and QwQ begin a turn with ``<think>``, but leave it out of past turns."""

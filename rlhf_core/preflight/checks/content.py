@@ -70,6 +70,22 @@ def tokenizer(facts: Facts) -> Iterator[Finding]:
         )
 
 
+@check("content.conversations", trainer="native")
+def conversations(facts: Facts) -> Iterator[Finding]:
+    """A conversation that the chat template refuses, with two user turns in a row for example, ends every rank."""
+    for report in facts.content.splits if facts.content else ():
+        if not report.num_unrendered:
+            continue
+        source, expected = _source(facts, report), "conversations that the chat template renders"
+        found = f"{report.num_unrendered} of {report.num_rows} rows of {source} cannot be rendered: {report.unrendered}"
+        if report.num_unrendered == report.num_rows:
+            yield blocked(found, expected, "use another chat template, or correct the data")
+        elif facts.spec.data.malformed_rows == "drop":
+            yield warning(found, expected, 'they are dropped, because data.malformed_rows is "drop"')
+        else:
+            yield blocked(found, expected, 'correct them, or drop them with data.malformed_rows="drop"')
+
+
 @check("content.lengths", trainer="native")
 def lengths(facts: Facts) -> Iterator[Finding]:
     """Silently dropped prompts change the task; texts beyond the model's positions crash it mid-run."""

@@ -58,6 +58,32 @@ def common_beginning(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
     return max(0, length - 1 if length and chosen[length - 1] == " " else length)
 
 
+class UnrenderedConversation(BadData):
+    """The chat template does not render a conversation in a way that can be trained on; it may render others."""
+
+
+def render_rows(
+    rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", now: datetime | None = None
+) -> tuple[list[Row], list[str]]:
+    """Render the messages of rows; see :func:`rendered`.
+
+    Returns:
+        The rendered rows, and the problems of those that are left out, with file and line.
+
+    Raises:
+        BadData: the tokenizer has no chat template.
+    """
+    found: list[Row] = []
+    problems: list[str] = []
+    for row in rows:
+        try:
+            found.append(rendered(row, tokenizer, now))
+        except UnrenderedConversation as error:
+            place = row.chat.place if row.chat else ""
+            problems.append(f"{place}: {error}" if place else str(error))
+    return found, problems
+
+
 def rendered(row: Row, tokenizer: "PreTrainedTokenizerBase", now: datetime | None = None) -> Row:
     """Render the messages of a row with the chat template; a row without messages stays unchanged.
 
@@ -71,8 +97,9 @@ def rendered(row: Row, tokenizer: "PreTrainedTokenizerBase", now: datetime | Non
             and after a resume on another day.
 
     Raises:
-        BadData: the tokenizer has no chat template, rendering fails, or the prompt renders differently when a
-            completion follows: the model would be trained on a different prompt than it later receives.
+        BadData: the tokenizer has no chat template.
+        UnrenderedConversation: rendering fails, or the prompt renders differently when a completion follows: the model
+            would be trained on a different prompt than it later receives.
     """
     chat = row.chat
     if chat is None:
@@ -86,7 +113,7 @@ def rendered(row: Row, tokenizer: "PreTrainedTokenizerBase", now: datetime | Non
             continue
         whole = _apply(tokenizer, _continued(chat.prompt, completion), now)
         if not whole.startswith(prompt):
-            raise BadData(
+            raise UnrenderedConversation(
                 f"the chat template renders a prompt as {prompt[-60:]!r}, but differently before the {name} completion "
                 f"({whole[max(0, len(prompt) - 60) : len(prompt) + 20]!r}); use a chat template that renders it "
                 "identically"
@@ -115,7 +142,7 @@ def _apply(tokenizer: "PreTrainedTokenizerBase", messages: Messages, now: dateti
     with Survived() as failed:  # a template is code and may raise anything
         text = tokenizer.apply_chat_template(conversation, tokenize=False, **end, **clock)
     if failed.error is not None:
-        raise BadData(
+        raise UnrenderedConversation(
             f"the chat template of the tokenizer does not render the conversation that ends with "
             f"{messages[-1].get('content')!r:.80}: {' '.join(failed.problem.split())}"
         )

@@ -23,7 +23,7 @@ from rlhf_core.errors import BadConfig, BadData
 from rlhf_core.files.data_rows import KINDS, READERS, FileRow, Malformed, place
 from rlhf_core.schemas.data import DataSpec
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.training.data.chat import rendered
+from rlhf_core.training.data.chat import render_rows
 from rlhf_core.training.data.row_reader import MalformedRow, RowReader
 from rlhf_core.training.types import Row
 
@@ -56,6 +56,10 @@ class EncodedPrompts:
     num_overlong: int
     """Rows dropped because their prompt is longer than ``data.max_prompt_tokens``, or a completion longer than
     ``data.max_completion_tokens``."""
+    num_malformed: int = 0
+    """Conversations dropped because the chat template does not render them (``data.malformed_rows = "drop"``)."""
+    first_problem: str = ""
+    """Problem of the first of them, with file and line."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -93,15 +97,22 @@ def load_data(spec: RunSpec, split: Split, limit: int | None = None) -> tuple[li
                 if content.ends_file:
                     raise BadData(f"{where}: {content.problem}")
                 raise MalformedRow(content.problem)
-            rows.append(reader.row(content))
+            rows.append(reader.row(content, where))
         except MalformedRow as error:
             if data.malformed_rows == "error":
-                raise BadData(f'{where}: {error} (data.malformed_rows = "drop" skips such rows)') from None
+                raise BadData(f"{where}: {error} {_DROP}") from None
             problems.append(f"{where}: {error}")
     if not rows:
-        found = f"all {len(problems)} rows are malformed; the first: {problems[0]}" if problems else "it has no rows"
+        found = _all_malformed(problems) if problems else "it has no rows"
         raise BadData(f"{source}: {found}")
     return rows, DataReport(source, len(rows), len(problems), problems[0] if problems else "")
+
+
+_DROP = '(data.malformed_rows = "drop" skips such rows)'
+
+
+def _all_malformed(problems: Sequence[str]) -> str:
+    return f"all {len(problems)} rows are malformed; the first: {problems[0]}"
 
 
 def _source(data: DataSpec, split: Split) -> str:
@@ -232,12 +243,17 @@ def encode_prompts(
         now: time given to chat templates that write the date into prompts; None for the clock.
 
     Raises:
-        BadData: a row is too long and the policy is ``error``, a prompt has no tokens, its messages cannot be rendered,
-            or no row is left.
+        BadData: a row is too long or cannot be rendered and the policy is ``error``, a prompt has no tokens, or no row
+            is left.
     """
-    rows = [rendered(row, tokenizer, now) for row in rows]
+    given = len(rows)
+    rows, problems = render_rows(rows, tokenizer, now)
+    if problems and data.malformed_rows == "error":
+        raise BadData(f"{problems[0]} {_DROP}")
+    if given and not rows:
+        raise BadData(_all_malformed(problems))
     completions = completion_lengths(rows, tokenizer) if data.max_completion_tokens else [[] for _ in rows]
-    kept = EncodedPrompts([], [], 0)
+    kept = EncodedPrompts([], [], 0, len(problems), problems[0] if problems else "")
     num_overlong = 0
     for row, token_ids, lengths in zip(rows, prompt_tokens(rows, tokenizer), completions, strict=True):
         if not token_ids:

@@ -41,8 +41,11 @@ class RowReader:
             for name, template in self._templates.items()
         }
 
-    def row(self, columns: Mapping[str, JsonValue]) -> Row:
+    def row(self, columns: Mapping[str, JsonValue], place: str = "") -> Row:
         """Make one row.
+
+        Args:
+            place: file and line, for errors that appear only when the tokenizer renders the row.
 
         Raises:
             MalformedRow: the row is not valid.
@@ -54,7 +57,7 @@ class RowReader:
             if name in fields:
                 _require_value(name, fields[name])
         is_chat = any(isinstance(fields[name], list) for name in ("prompt", *completions))
-        row = self._conversation(fields, columns) if is_chat else self._texts(fields, columns, made)
+        row = self._conversation(fields, columns, place) if is_chat else self._texts(fields, columns, made)
         if self._pairs:
             pair = (row.chat.chosen, row.chat.rejected) if row.chat else (row.chosen, row.rejected)
             if problem := pair_problem(*pair):
@@ -107,7 +110,7 @@ class RowReader:
             rejected=texts.get("rejected", ""),
         )
 
-    def _conversation(self, fields: Mapping[str, JsonValue], columns: Mapping[str, JsonValue]) -> Row:
+    def _conversation(self, fields: Mapping[str, JsonValue], columns: Mapping[str, JsonValue], place: str) -> Row:
         """Make a row of messages. Templates apply to text only; the tokenizer's chat template renders messages."""
         if not isinstance(fields["prompt"], list):
             raise MalformedRow(f"expected a list of messages as prompt as well, found {fields['prompt']!r:.60}")
@@ -129,7 +132,7 @@ class RowReader:
             # An answer that is only compared is not rendered: templates of reasoning models begin the turn of the model
             # otherwise than they render a past one.
             completions["target"] = []
-        chat = Conversation(prompt=turns(fields["prompt"]), **completions)
+        chat = Conversation(prompt=turns(fields["prompt"]), **completions, place=place)
         answer = fields.get("answer")
         return Row(
             _digest(prompt),

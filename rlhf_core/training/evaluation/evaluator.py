@@ -1,6 +1,7 @@
 """Evaluation of a model on held-out data: greedy and sampled completions and the ranking of pairs, each with a
 confidence interval and a table of samples."""
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -255,7 +256,7 @@ def load_evaluator(
     rows = load_rows(spec, "eval")
     limit = spec.evaluate.num_prompts or len(rows)
     encoded = encode_prompts(rows, tokenizer, spec.data, now)
-    data = EncodedPrompts(encoded.rows[:limit], encoded.token_ids[:limit], encoded.num_overlong)
+    data = dataclasses.replace(encoded, rows=encoded.rows[:limit], token_ids=encoded.token_ids[:limit])
     if "label" in spec.data_kinds and len({row.desirable for row in data.rows}) < 2:
         raise BadData(
             f"found held-out rows of one label only (data.{spec.data.label_column} of {len(data.rows)} rows), expected "

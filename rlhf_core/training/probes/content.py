@@ -18,7 +18,7 @@ from rlhf_core.schemas.content import ContentReport, SplitReport, TokenizerRepor
 from rlhf_core.schemas.model import BUILT_TOKENIZERS
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.survival import Survived
-from rlhf_core.training.data.chat import rendered
+from rlhf_core.training.data.chat import render_rows
 from rlhf_core.training.data.loading import Split, completion_lengths, completions_of, load_data, prompt_tokens
 from rlhf_core.training.probes.reward_functions import set_limit, try_rewards
 from rlhf_core.training.types import Row
@@ -93,8 +93,9 @@ def check_content(spec_path: Path) -> ContentReport:
     prompts = {split: {row.prompt for row in of} for split, of in rows.items()}
     shared = len(prompts["train"] & prompts.get("eval", set()))
     tokenizer, tokenizer_report = _tokenizer(spec, rows)
-    if tokenizer is not None and tokenizer_report.problem == "":
-        rows, tokenizer_report = _rendered(rows, tokenizer, tokenizer_report)
+    if tokenizer is not None and not tokenizer_report.problem:
+        split_reports, rows, problem = _rendered(split_reports, rows, tokenizer)
+        tokenizer_report = tokenizer_report.model_copy(update={"problem": problem})
     if tokenizer is not None and not tokenizer_report.problem:
         split_reports = {
             split: _with_lengths(one, rows.get(split, []), tokenizer, spec) for split, one in split_reports.items()
@@ -179,13 +180,19 @@ def _build_tokenizer(spec: RunSpec, rows: Mapping[str, Sequence[Row]]) -> "CoreT
 
 
 def _rendered(
-    rows: Mapping[str, Sequence[Row]], tokenizer: "PreTrainedTokenizerBase", tokenizer_report: TokenizerReport
-) -> tuple[dict[str, list[Row]], TokenizerReport]:
-    """Rows of messages rendered to text by the tokenizer, or the reason why it cannot."""
-    try:
-        return {split: [rendered(row, tokenizer) for row in of] for split, of in rows.items()}, tokenizer_report
-    except RlhfError as error:
-        return {}, tokenizer_report.model_copy(update={"problem": " ".join(str(error).split())})
+    split_reports: Mapping[str, SplitReport], rows: Mapping[str, Sequence[Row]], tokenizer: "PreTrainedTokenizerBase"
+) -> tuple[dict[str, SplitReport], dict[str, list[Row]], str]:
+    """Rows of messages rendered to text by the tokenizer, or the reason why it renders none."""
+    reports, texts = dict(split_reports), {}
+    for split, of in rows.items():
+        try:
+            texts[split], problems = render_rows(of, tokenizer)
+        except RlhfError as error:
+            return dict(split_reports), {}, " ".join(str(error).split())
+        if problems:
+            update = {"num_unrendered": len(problems), "unrendered": " ".join(problems[0].split())}
+            reports[split] = reports[split].model_copy(update=update)
+    return reports, texts, ""
 
 
 def _texts(row: Row) -> list[str]:

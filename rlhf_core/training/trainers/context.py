@@ -152,7 +152,7 @@ class TrainingContext:
         self._data_counts = {
             "data/num_rows": len(data.rows),
             "data/num_overlong": data.num_overlong,
-            "data/num_malformed": report.num_malformed,
+            "data/num_malformed": report.num_malformed + data.num_malformed,
         }
         self._reporter = context.reporter
         self.steps_done = progress.step if progress else 0

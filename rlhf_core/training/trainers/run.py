@@ -87,7 +87,7 @@ def _train_run(context: WorkerContext, ranks: Ranks, scorer: RewardScorer) -> Ro
     model = _model_to_train(context, ranks, tokenizer, initial, checkpoint, step)
     data = encode_prompts(rows, tokenizer, spec.data, context.stored.created_at)
     require_embeddings(model, tokenizer, data)
-    _log_start(ranks, report, data.num_overlong, checkpoint)
+    _log_start(ranks, report, data, checkpoint)
     context.reporter.beat(Phase.SETUP, step)
     evaluator = load_evaluator(
         spec,
@@ -329,13 +329,13 @@ def require_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
         )
 
 
-def _log_start(ranks: Ranks, report: DataReport, num_overlong: int, checkpoint: CheckpointDir | None) -> None:
+def _log_start(ranks: Ranks, report: DataReport, data: EncodedPrompts, checkpoint: CheckpointDir | None) -> None:
     ranks.log(
-        f"training data: {report.num_rows - num_overlong} rows of {report.source}; skipped: {num_overlong} whose "
-        f"prompt is too long, {report.num_malformed} malformed"
+        f"training data: {len(data.rows)} rows of {report.source}; skipped: {data.num_overlong} that are too long, "
+        f"{report.num_malformed + data.num_malformed} malformed"
     )
-    if report.first_problem:
-        ranks.log(f"the first malformed row: {report.first_problem}")
+    if problem := report.first_problem or data.first_problem:
+        ranks.log(f"the first malformed row: {problem}")
     ranks.log(f"resuming from {checkpoint.root.name}" if checkpoint else "starting from the beginning")
 
 

@@ -8,6 +8,7 @@ and passes those to the weight loaders.
 
 import re
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import Tensor, nn
 from vllm.distributed import get_tensor_model_parallel_rank
@@ -36,6 +37,6 @@ def through_weight_loaders(model: nn.Module, tensors: Iterable[tuple[str, Tensor
 
 def _load_sinks(attention: nn.Module, sinks: Tensor) -> None:
     """Load the sinks of the heads that this process computes."""
-    parameter = attention.get_parameter("sinks")
+    parameter: Any = attention.get_parameter("sinks")
     num_heads = len(parameter)
     parameter.weight_loader(parameter, sinks.narrow(0, get_tensor_model_parallel_rank() * num_heads, num_heads))
