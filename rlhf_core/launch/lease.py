@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 
 import psutil
 
@@ -34,20 +35,24 @@ def seconds_since_boot() -> float:
 
 @dataclass(frozen=True)
 class Owner:
-    """A controller process, written into the lease as ``user@host:pid:start time``."""
+    """A controller process, written into the lease as ``user@host:pid:start time/start mark``."""
 
     user: str
     host: str
     pid: int
     started: float
+    """Start time by the clock, in seconds since the epoch."""
+    mark: str = ""
+    """:func:`start_mark` of the process; empty for leases of 0.1, and where there is none."""
 
     def __str__(self) -> str:
-        return f"{self.user}@{self.host}:{self.pid}:{self.started:.2f}"
+        return f"{self.user}@{self.host}:{self.pid}:{self.started:.2f}" + (f"/{self.mark}" if self.mark else "")
 
     @classmethod
     def this_process(cls) -> "Owner":
         """The calling process."""
-        return cls(user_name(), socket.gethostname(), os.getpid(), psutil.Process().create_time())
+        pid = os.getpid()
+        return cls(user_name(), socket.gethostname(), pid, psutil.Process().create_time(), start_mark(pid))
 
     @classmethod
     def parse(cls, text: str) -> "Owner | None":
@@ -55,7 +60,8 @@ class Owner:
         try:
             user_and_host, pid, started = text.rsplit(":", 2)
             user, host = user_and_host.split("@", 1)
-            return cls(user, host, int(pid), float(started))
+            started, _, mark = started.partition("/")
+            return cls(user, host, int(pid), float(started), mark)
         except ValueError:
             return None
 
@@ -69,11 +75,30 @@ class Owner:
             return False
         try:
             process = psutil.Process(self.pid)
-            # Start times are derived from the boot time, which clock corrections shift slightly.
-            same = abs(process.create_time() - self.started) < 2.0
+            mark = start_mark(self.pid)
+            # Times by the clock are derived from the boot time, which corrections of the clock shift.
+            same = mark == self.mark if mark and self.mark else abs(process.create_time() - self.started) < 2.0
             return not same or process.status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return not _is_there(self.pid)
+
+
+def start_mark(pid: int) -> str:
+    """The boot of this machine and the kernel's tick at which a process started, ``1b2c3d4e.52175``.
+
+    Unlike a start time, it stays the same when the clock is set, by NTP or after a virtual machine was suspended. Empty
+    where /proc does not show it.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return f"{boot[:8]}.{fields[_START_TICK]}"
+    except (OSError, ValueError, IndexError):
+        return ""
+
+
+_START_TICK = 19
+"""Index of ``starttime`` after the name of the program (proc_pid_stat(5), field 22)."""
 
 
 def _is_there(pid: int) -> bool:
