@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from rank_launcher import TINY_MODEL, launch, make_context, tiny_spec, values
@@ -99,6 +100,9 @@ def every_scenario(rank: int, num_ranks: int, run_dir: str, micro_batch_sizes: l
     for loss in losses(naive, 1, part, 4):
         naive._engine.backward(loss)
     results["naive norm"] = naive.step(0.0)
+    with mock.patch("rlhf_core.training.trainers.engine.return_free_memory") as returned:
+        one_step(naive, 1, 4)
+    results["returns of free memory"] = returned.call_count
     naive.close()
 
     # Two steps, state into a new engine over the same weights, third step; and the same without the state.
@@ -369,6 +373,14 @@ def test_without_compensation_the_gradient_would_be_halved(
     """Negative control: DeepSpeed averages over the ranks, and a loss that is normalised already shrinks with them."""
     assert two_ranks[0]["naive norm"] == pytest.approx(two_ranks[0]["norms 4"][0] / 2, rel=1e-6)
     assert one_rank[0]["naive norm"] == pytest.approx(one_rank[0]["norms 4"][0], rel=1e-6)
+
+
+def test_free_memory_is_returned_around_every_pass_on_cpu(
+    one_rank: list[dict[str, Any]], two_ranks: list[dict[str, Any]]
+) -> None:
+    for num_ranks, ranks in ((1, one_rank), (2, two_ranks)):
+        num_micro_batches = math.ceil(12 / num_ranks / 4)
+        assert all(results["returns of free memory"] == 2 * num_micro_batches + 1 for results in ranks)
 
 
 def test_state_goes_through_a_file_and_back_bitwise(

@@ -29,6 +29,7 @@ from rlhf_core.schemas.loops import OptimizerSpec
 from rlhf_core.schemas.trainers import LIVE_ELEMENTS, REDUCE_BUCKET_ELEMENTS, NativeTrainer
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.models.gathering import is_split, note_hooks, own_part, unsplit, whole_shape
+from rlhf_core.training.trainers.free_memory import return_free_memory
 from rlhf_core.training.trainers.shares import adamw, load_shares, pieces, saved_share
 
 _SAMPLED_ENTRIES = 64
@@ -101,6 +102,7 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass of the policy."""
+        self._return_free_memory()
         return self._engine(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> None:
@@ -109,6 +111,7 @@ class Engine:
         Args:
             loss: scalar; this micro-batch's part of the globally normalised loss.
         """
+        self._return_free_memory()
         # DeepSpeed averages over the ranks, but the parts have to be summed.
         self._engine.backward(loss * self._ranks.num_ranks)
 
@@ -118,6 +121,7 @@ class Engine:
         Returns:
             Global norm of the gradient before clipping. If it is not finite, the weights must no longer be used.
         """
+        self._return_free_memory()
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
         if self._stage >= 2:
@@ -130,6 +134,11 @@ class Engine:
         with self._ranks.collective():
             self._engine.step()
         return norm if self._stage == 0 else float(self._engine.get_global_grad_norm())
+
+    def _return_free_memory(self) -> None:
+        """Keep the activations of one pass on CPU from adding to what is left of those of the pass before."""
+        if self._ranks.device.type == "cpu":
+            return_free_memory()
 
     def _clip(self) -> float:
         """Clip in stage 0, where DeepSpeed clips without reporting the norm."""
