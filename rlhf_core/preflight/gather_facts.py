@@ -45,7 +45,14 @@ from rlhf_core.schemas.resources import Inventory
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.scoring_models import PROMOTED
 
-CONTENT_CHECKS = ("content.columns", "content.tokenizer", "content.lengths", "content.rewards", "content.pipeline")
+CONTENT_CHECKS = (
+    "content.columns",
+    "content.tokenizer",
+    "content.conversations",
+    "content.lengths",
+    "content.rewards",
+    "content.pipeline",
+)
 """Checks that share one reading of the data, which takes seconds."""
 
 
