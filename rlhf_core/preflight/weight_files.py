@@ -31,7 +31,7 @@ class Weights:
     num_bytes: int = 0
     """Size of their files."""
     matrices: frozenset[str] = frozenset()
-    """Layers with a matrix, by the last part of their names."""
+    """Layers with a matrix, by the last part of their names, without those of experts."""
 
 
 def inspect_weights(folder: Path) -> Weights:
@@ -93,6 +93,9 @@ def _inspect(file: Path) -> Weights:
 
 
 def _layer(name: str, shape: Sequence[int]) -> str:
-    """Name of the layer that a matrix belongs to, ``q_proj`` for instance; empty if it is not that of a layer."""
+    """Name of the layer that a matrix belongs to, ``q_proj`` for instance; empty if it is not that of a layer.
+
+    The experts of a layer, each with its own matrices in the file, are one tensor in transformers, not linear layers.
+    """
     *layers, kind = name.split(".")
-    return layers[-1] if layers and kind == "weight" and len(shape) == 2 else ""
+    return layers[-1] if layers and kind == "weight" and len(shape) == 2 and "experts" not in layers else ""

@@ -216,6 +216,13 @@ def test_weights_that_lie_twice_in_a_folder_are_counted_once(tmp_path: Path) -> 
     assert weights() == (single, {"q_proj"}), "transformers looks for it first"
 
 
+def test_experts_are_no_layers_that_could_have_an_adapter(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    names = ("mlp.experts.0.gate_proj.weight", "mlp.shared_experts.up_proj.weight", "self_attn.q_proj.weight")
+    safetensors(tmp_path / "model.safetensors", {f"model.layers.0.{name}": [2, 2] for name in names})
+    assert inspected(tmp_path).matrices == {"q_proj", "up_proj"}
+
+
 def test_a_model_whose_download_was_interrupted_is_refused(tmp_path: Path) -> None:
     sharded(tmp_path, SHARDS)
     last = tmp_path / SHARDS[1]
