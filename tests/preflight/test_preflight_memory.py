@@ -558,6 +558,23 @@ def test_a_type_of_several_sizes_blocks_only_if_the_largest_is_too_small(id: str
     assert only(offered, id).advice == in_doubt.advice, "the nodes report the type"
 
 
+@pytest.mark.parametrize(
+    "selection",
+    [{"constraint": "h200"}, {"gres": "gpu:h200:8"}, {"extra": ("--nodelist=b",)}, {"reservation": "large"}],
+)
+def test_gpus_that_slurm_selects_are_in_doubt(selection: dict[str, Any]) -> None:
+    """Only Slurm knows which of the two kinds of node these options select."""
+    scheduler = FakeScheduler(nodes=("a", "b"), gpus_per_node=8, node_gpu_types={"a": "l4", "b": "h200"})
+    facts = replace(big(kind=""), inventory=scheduler.inventory())
+    assert only(facts).status is CheckStatus.BLOCKED, "control"
+    selected = only(replace(facts, site_slurm=SlurmSpec(**selection)))
+    assert selected.status is CheckStatus.WARNING
+    assert "slurm.gpu_type to a larger type that the nodes have: h200" in selected.advice
+    scheduler = FakeScheduler(nodes=("a", "b"), gpus_per_node=8, node_gpu_types={"a": "l4", "b": "l40s"})
+    smaller = replace(facts, inventory=scheduler.inventory(), site_slurm=SlurmSpec(**selection))
+    assert only(smaller).status is CheckStatus.BLOCKED, "it fits into none of them"
+
+
 def test_only_gpus_of_the_partition_count() -> None:
     """The default partition has small ones, and a node with too few large ones."""
     kinds = {"a": "l4", "b": "h200", "c": "h200"}

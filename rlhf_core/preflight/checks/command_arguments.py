@@ -152,7 +152,9 @@ def _vllm_memory(facts: Facts, arguments: TrainerArguments, mode: str) -> Iterat
 def _gpu_bytes(facts: Facts) -> int | None:
     kinds = gpu_kinds(facts.spec.resources, facts.slurm, facts.inventory)
     known = [size for kind in kinds if (size := gpu_memory_bytes(with_largest_size(kind))) is not None]
-    return min(known) if known else None
+    if not known:
+        return None
+    return max(known) if facts.slurm.selects_nodes else min(known)
 
 
 def _least_training_bytes(facts: Facts, arguments: TrainerArguments) -> int | None:

@@ -52,7 +52,7 @@ TIGHT = 0.9
 
 
 def _in_doubt_the_largest(judge: CheckFunction) -> CheckFunction:
-    """Make a check block a type of GPU with several sizes only if the largest is too small; otherwise it warns."""
+    """Make a check block GPUs of unknown size only if the largest is too small; otherwise it warns."""
 
     @functools.wraps(judge)
     def judge_both(facts: Facts) -> Iterator[Finding]:
@@ -72,14 +72,15 @@ def _is_blocked(found: Iterable[Finding]) -> bool:
 
 
 def _with_largest_gpus(facts: Facts) -> Facts:
-    """Facts in which every type of GPU has its largest size."""
+    """Facts in which every type of GPU has its largest size; of several types, only the largest is left if the job
+    selects its nodes in a way that cannot be evaluated here, such as by a feature."""
     kinds = {node: with_largest_size(kind) for node, kind in facts.inventory.node_gpu_types.items()}
-    gpu_type = facts.slurm.gpu_type
-    return replace(
-        facts,
-        inventory=facts.inventory.model_copy(update={"node_gpu_types": kinds}),
-        spec=with_changes(facts.spec, {"slurm.gpu_type": with_largest_size(gpu_type)}) if gpu_type else facts.spec,
-    )
+    larger = replace(facts, inventory=facts.inventory.model_copy(update={"node_gpu_types": kinds}))
+    gpu_type = with_largest_size(facts.slurm.gpu_type)
+    if not gpu_type and facts.slurm.selects_nodes:
+        possible = gpu_kinds(facts.spec.resources, facts.slurm, larger.inventory)
+        gpu_type = max(sorted(possible), key=lambda kind: gpu_memory_bytes(kind) or 0, default="")
+    return replace(larger, spec=with_changes(facts.spec, {"slurm.gpu_type": gpu_type})) if gpu_type else larger
 
 
 @check("memory.trainer", trainer="native")
