@@ -133,6 +133,12 @@ GOOD = {
     ),
     "resumed": replace(command(), resume=CheckpointFacts("step-000020", 20, num_ranks=4), stored_version="0.1.0"),
     "vLLM": on_gpus(f"{TORCHRUN} --use_vllm true --vllm_mode colocate --vllm_gpu_memory_utilization 0.3", GIB),
+    "vLLM beside an optimizer in 8 bit": on_gpus(
+        f"{TORCHRUN} --use_vllm true --vllm_mode colocate --vllm_gpu_memory_utilization 0.3 --optim adamw_8bit", 4 * GIB
+    ),
+    "vLLM beside float32 weights that are loaded in bfloat16": on_gpus(
+        f"{TORCHRUN} --use_vllm true --vllm_mode colocate --vllm_gpu_memory_utilization 0.3 --dtype bfloat16", 4 * GIB
+    ),
 }
 
 
@@ -388,5 +394,8 @@ def test_the_room_for_checkpoints_is_estimated_where_all_weights_are_trained() -
     model = ModelFolder(Path("/m"), weight_bytes=GIB)
     full = replace(command(), disk=disk, model_folder=model)
     assert [one.id for one in unwanted(full)] == ["disk.space"]
+    for option in ("--save_only_model true", "--optim adafactor"):
+        (kept,) = found(replace(full, spec=command(f"{TORCHRUN} {option}").spec), "disk.space")
+        assert "a checkpoint takes about 1 GiB" in kept.found, option
     adapters = replace(command(f"{TORCHRUN} --use_peft"), disk=disk, model_folder=model)
     assert [one.status for one in found(adapters, "disk.space")] == [SKIPPED]
