@@ -575,6 +575,13 @@ def test_gpus_that_slurm_selects_are_in_doubt(selection: dict[str, Any]) -> None
     assert only(smaller).status is CheckStatus.BLOCKED, "it fits into none of them"
 
 
+def test_the_advice_for_an_evaluator_is_a_setting_only_if_one_helps() -> None:
+    """The weights of Qwen3-8B alone, 15 GiB, do not fit into 15 GiB; with the cache, they do not fit into 22 GiB."""
+    assert "an evaluator holds whole models" in only(big("t4"), "memory.evaluator").advice
+    many = big("l4", evaluate={"num_prompts": 1024}, rollout={"batch_size": 128})
+    assert only(many, "memory.evaluator").advice == "lower rollout.batch_size"
+
+
 def test_only_gpus_of_the_partition_count() -> None:
     """The default partition has small ones, and a node with too few large ones."""
     kinds = {"a": "l4", "b": "h200", "c": "h200"}

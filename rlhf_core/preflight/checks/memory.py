@@ -131,9 +131,14 @@ def evaluator(facts: Facts) -> Iterator[Finding]:
     if shape is None or isinstance(room, str):
         return  # reported by memory.trainer
     estimate = evaluator_estimate(facts.spec, shape, _gpu(facts))
-    vllm = facts.spec.starts_vllm_in_evaluators
-    setting = "rollout.vllm.gpu_memory_share" if facts.spec.resources.gpus_per_node else "rollout.vllm.cpu_cache_gb"
-    yield _finding(facts, "an evaluator", estimate, room, f"lower {setting if vllm else 'rollout.batch_size'}")
+    vllm, on_gpu = facts.spec.starts_vllm_in_evaluators, bool(facts.spec.resources.gpus_per_node)
+    if on_gpu and estimate.resident_bytes > TIGHT * room:
+        advice = "use GPUs with more memory or a smaller model: an evaluator holds whole models on its GPU"
+    elif vllm:
+        advice = f"lower {'rollout.vllm.gpu_memory_share' if on_gpu else 'rollout.vllm.cpu_cache_gb'}"
+    else:
+        advice = "lower rollout.batch_size"
+    yield _finding(facts, "an evaluator", estimate, room, advice)
 
 
 @check("memory.rollout", trainer="native")
