@@ -783,6 +783,13 @@ def test_a_reward_that_is_only_measured_needs_another_that_counts() -> None:
     assert found(measured, "reward.weights") == []
 
 
+@pytest.mark.parametrize(("facts", "status"), [(healthy(), CheckStatus.WARNING), (with_lora(), CheckStatus.BLOCKED)])
+def test_peft_is_needed_only_for_an_adapter(facts: Facts, status: CheckStatus) -> None:
+    lacking = replace(facts, requirements=(*facts.requirements, Requirement("peft", ">=0.17")))
+    (result,) = found(lacking, "environment.packages")
+    assert (result.status, result.found) == (status, "peft is missing in /opt/python")
+
+
 def test_a_warm_start_that_samples_needs_rewards_too() -> None:
     loops = healthy().spec.loops.model_dump()
     sft = {**loops["main"], "algorithm": {"name": "sft", "batch_size": 8}}
