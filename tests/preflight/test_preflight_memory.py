@@ -10,6 +10,7 @@ import pytest
 from control_fakes import FakeScheduler
 from test_preflight_checks import found, healthy, with_spec
 
+from rlhf_core.control import run_plan
 from rlhf_core.preflight import memory
 from rlhf_core.preflight.facts import Facts, RewardModelFolder
 from rlhf_core.preflight.memory import GIB, Shape
@@ -580,6 +581,15 @@ def test_the_advice_for_an_evaluator_is_a_setting_only_if_one_helps() -> None:
     assert "an evaluator holds whole models" in only(big("t4"), "memory.evaluator").advice
     many = big("l4", evaluate={"num_prompts": 1024}, rollout={"batch_size": 128})
     assert only(many, "memory.evaluator").advice == "lower rollout.batch_size"
+
+
+@pytest.mark.parametrize(("share", "status"), [(0.85, CheckStatus.PASSED), (0.95, CheckStatus.WARNING)])
+def test_an_engine_may_take_the_share_that_rlhf_plan_proposes(share: float, status: CheckStatus) -> None:
+    assert run_plan.OWN_SHARE == 0.85
+    engines = {"engine": "vllm", "engines": 4, "vllm": {"gpu_memory_share": share}}
+    resources = {"gpus_per_node": 8, "ranks_per_node": 4}
+    of_engine, of_cache = found(big(rollout=engines, resources=resources), "memory.rollout")
+    assert (of_engine.status, of_cache.status) == (status, CheckStatus.PASSED)
 
 
 def test_only_gpus_of_the_partition_count() -> None:

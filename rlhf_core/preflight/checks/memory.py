@@ -150,7 +150,10 @@ def rollout(facts: Facts) -> Iterator[Finding]:
         return  # reported by memory.trainer
     if spec.rollout.engines and spec.resources.gpus_per_node:
         setting = "rollout.batch_size" if spec.rollout.engine == "transformers" else "rollout.vllm.gpu_memory_share"
-        yield _finding(facts, "a rollout engine", engine_estimate(spec, shape, room), room, f"lower {setting}")
+        # vLLM measures what it needs and stays within its share: nothing is left uncounted.
+        tight = 1.0 if spec.rollout.engine == "vllm" else TIGHT
+        estimate = engine_estimate(spec, shape, room)
+        yield _finding(facts, "a rollout engine", estimate, room, f"lower {setting}", tight)
     elif spec.rollout.nodes:
         yield _finding(
             facts, "a rollout engine", engine_estimate(spec, shape), _engine_room(facts), "lower rollout.engines"
@@ -310,15 +313,15 @@ def _engine_room(facts: Facts) -> int:
     return int(node * GIB / max(1, facts.spec.engines_per_node))
 
 
-def _finding(facts: Facts, role: str, estimate: Estimate, room: int, advice: str) -> Finding:
+def _finding(facts: Facts, role: str, estimate: Estimate, room: int, advice: str, tight: float = TIGHT) -> Finding:
     parts = ", ".join(f"{name} {_gib(size)}" for name, size in estimate.largest[:4] if size > GIB / 20)
     peak, where = estimate.peak_bytes, "GPU" if facts.spec.resources.gpus_per_node else "rank of a node"
     advice += _larger_gpus(facts, room)
     found = f"{role} rank takes about {_gib(peak)} GiB (estimate: {parts}), a {where} has {_gib(room)} GiB"
     if estimate.resident_bytes > room or peak > SURELY_TOO_MUCH * room:
         return blocked(found, f"at most {_gib(room)} GiB per rank: this is {_gib(peak - room)} GiB too much", advice)
-    if peak > TIGHT * room:
-        return warning(found, f"at most {_gib(TIGHT * room)} GiB, to leave room for memory that is not counted", advice)
+    if peak > tight * room:
+        return warning(found, f"at most {_gib(tight * room)} GiB, to leave room for memory that is not counted", advice)
     return passed(found)
 
 
