@@ -322,8 +322,13 @@ def _lack_of_a_reward_model(path: Path, config: Mapping[str, Any]) -> str:
 
 
 def model_config(model: ModelSpec) -> Mapping[str, Any]:
-    """The model's configuration, from the spec or its folder; empty when it cannot be read."""
-    return read_object(Path(model.path) / "config.json") if model.path else model.config
+    """The model's configuration, from the spec or its folder; empty when it cannot be read.
+
+    A model that also reads images has the dimensions of its language model in a table of their own; they are added.
+    """
+    config = read_object(Path(model.path) / "config.json") if model.path else model.config
+    of_text = config.get("text_config")
+    return {**of_text, **config} if isinstance(of_text, Mapping) else config
 
 
 def inspect_tokenizer(model: ModelSpec) -> str:

@@ -14,8 +14,9 @@ import rlhf_core.preflight.checks  # noqa: F401 - importing it registers the che
 from rlhf_core.preflight import gather_facts, program_queries
 from rlhf_core.preflight.facts import ModelFolder
 from rlhf_core.preflight.gather_facts import Surroundings
+from rlhf_core.preflight.memory import shape_of
 from rlhf_core.preflight.registry import CHECKS
-from rlhf_core.preflight.size_estimates import decoder_parameters
+from rlhf_core.preflight.size_estimates import decoder_parameters, num_positions
 from rlhf_core.schemas.model import ModelSpec
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.site import PRIVATE_VARIABLES
@@ -194,6 +195,19 @@ def sharded(folder: Path, names: Sequence[str]) -> int:
     weights = {f"a.{number}.weight": name for number, name in enumerate(names)}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {**weights, "b": names[-1]}}))
     return sum(safetensors(folder / name, {weight: [2, 2]}) for weight, name in weights.items())
+
+
+def test_the_dimensions_of_a_model_that_reads_images_are_those_of_its_language_model(tmp_path: Path) -> None:
+    """As in Gemma 3 27B, abridged."""
+    of_text = {"model_type": "gemma3_text", "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "max_position_embeddings": 131072}
+    content = {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": of_text | heads, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    config = gather_facts.model_config(ModelSpec(path=str(tmp_path)))
+    assert config["model_type"] == "gemma3"
+    shape = shape_of(config, 27_432_406_640, 262_208)
+    assert shape is not None
+    assert (shape.layers, shape.keys, num_positions(config)) == (62, 2048, 131072)
 
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
