@@ -383,6 +383,36 @@ def test_training_data_of_another_program_need_not_have_our_columns() -> None:
     assert [one.id for one in unwanted(replace(facts, train=torn))] == ["data.lines"]
 
 
+@pytest.mark.parametrize(
+    ("line", "ranks", "gpus", "started", "advice"),
+    [
+        ("torchrun --nproc_per_node gpu", 4, 8, "one process per GPU (resources.gpus_per_node = 8)", "per_node=8"),
+        (
+            "torchrun --nproc_per_node gpu",
+            4,
+            0,
+            "one process per GPU (resources.gpus_per_node = 0)",
+            "into trainer.argv",
+        ),
+        (
+            "accelerate launch --num_machines 2 --num_processes 3",
+            2,
+            2,
+            "starts 3/2 processes on a node",
+            "into trainer.argv",
+        ),
+    ],
+)
+def test_the_advice_on_the_number_of_ranks_is_a_number(
+    line: str, ranks: int, gpus: int, started: str, advice: str
+) -> None:
+    resources = {"resources": {"ranks_per_node": ranks, "gpus_per_node": gpus}}
+    (result,) = found(command(f"{line} /d/train.py {STEPS}", sections=resources), "command.ranks")
+    assert result.status is BLOCKED
+    assert started in result.found
+    assert result.advice.endswith(advice)
+
+
 def test_a_checkpoint_of_another_number_of_ranks_is_a_warning_there() -> None:
     facts = replace(command(), resume=CheckpointFacts("step-000020", 20, num_ranks=8))
     (result,) = unwanted(facts)
