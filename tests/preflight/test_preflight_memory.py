@@ -592,6 +592,17 @@ def test_an_engine_may_take_the_share_that_rlhf_plan_proposes(share: float, stat
     assert (of_engine.status, of_cache.status) == (status, CheckStatus.PASSED)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "samples"), [("reward_model", False), ("kto", False), ("simpo", True), ("sft", True)]
+)
+def test_whole_weights_and_a_cache_are_counted_only_where_something_is_sampled(algorithm: str, samples: bool) -> None:
+    """Held-out pairs (SimPO) may have answers; a reward model completes nothing, and a label tells no right answer."""
+    loop = {"num_steps": 1, "algorithm": {"name": algorithm, "batch_size": 32}, "optimizer": {"learning_rate": 1e-4}}
+    facts = with_spec(loops={"main": loop, "warm_start": None}, trainer={"kind": "native", "zero_stage": 3})
+    assert ("sample" in memory.trainer_estimate(facts.spec, shape()).moments) is samples
+    assert ("sample" in memory.evaluator_estimate(facts.spec, shape()).moments) is samples
+
+
 def test_only_gpus_of_the_partition_count() -> None:
     """The default partition has small ones, and a node with too few large ones."""
     kinds = {"a": "l4", "b": "h200", "c": "h200"}
