@@ -120,6 +120,7 @@ GOOD = {
         "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint {master_addr}:{master_port} "
         f"/d/train.py {STEPS} {BATCH}"
     ),
+    "a share of the steps": command(TORCHRUN.replace("{checkpoint_every}", "0.2")),
     "swift": swift(),
     "swift with folders of versions": swift(
         SWIFT.replace("--add_version false", ""), checkpoint_name="*/checkpoint-{step}"
