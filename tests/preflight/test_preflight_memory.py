@@ -583,6 +583,15 @@ def test_the_advice_for_an_evaluator_is_a_setting_only_if_one_helps() -> None:
     assert only(many, "memory.evaluator").advice == "lower rollout.batch_size"
 
 
+def test_main_memory_is_that_of_the_nodes_with_gpus() -> None:
+    """A node without GPUs has 4 TiB, the one with GPUs 128 GiB; the optimizer of Qwen3-8B takes 183 GiB."""
+    facts = big(resources={"gpus_per_node": 8, "ranks_per_node": 8}, trainer={"kind": "native", "offload": "optimizer"})
+    inventory = FakeScheduler(nodes=("a", "b"), gpus_per_node=8, node_gpus={"a": 0, "b": 8}, memory_gb=4096).inventory()
+    assert only(replace(facts, inventory=inventory), "memory.offload").status is CheckStatus.PASSED, "control"
+    known = inventory.model_copy(update={"node_memory_gb": {"a": 4096.0, "b": 128.0}})
+    assert only(replace(facts, inventory=known), "memory.offload").status is CheckStatus.BLOCKED
+
+
 @pytest.mark.parametrize(("share", "status"), [(0.85, CheckStatus.PASSED), (0.95, CheckStatus.WARNING)])
 def test_an_engine_may_take_the_share_that_rlhf_plan_proposes(share: float, status: CheckStatus) -> None:
     assert run_plan.OWN_SHARE == 0.85

@@ -191,7 +191,7 @@ def offload(facts: Facts) -> Iterator[Finding]:
     if shape is not None:
         offloaded |= main_memory_bytes(shape, spec.model.dtype, zero_of(spec), spec.model.lora)
         offloaded |= waiting_base_bytes(spec, shape)
-    node = resources.memory_gb or facts.inventory.memory_gb
+    node = _node_memory_gb(facts)
     if not offloaded or not resources.gpus_per_node or not node:
         return
     needed = resources.ranks_per_node * (sum(offloaded.values()) + CPU_BASE_BYTES)
@@ -248,7 +248,7 @@ def _snapshot_and_room(facts: Facts) -> tuple[int, float] | None:
     """Bytes of a node's snapshots, and of its main memory beside its ranks; None if they are unknown, or if checkpoints
     are written without snapshots, as those of an adapter are."""
     spec, shape, resources = facts.spec, _shape(facts), facts.spec.resources
-    node = (resources.memory_gb or facts.inventory.memory_gb or 0) * GIB
+    node = _node_memory_gb(facts) * GIB
     if shape is None or not node or not spec.checkpoint.background or spec.model.lora is not None:
         return None
     held = CPU_BASE_BYTES + sum(main_memory_bytes(shape, spec.model.dtype, zero_of(spec)).values())
@@ -288,7 +288,7 @@ def _room(facts: Facts) -> int | str:
     subtracted."""
     resources, inventory = facts.spec.resources, facts.inventory
     if not resources.gpus_per_node:
-        node = resources.memory_gb or inventory.memory_gb
+        node = _node_memory_gb(facts)
         if not node:
             return "the memory of the nodes is unknown"
         return int(max(0, node * GIB - _engine_bytes(facts)) / resources.ranks_per_node)
@@ -301,6 +301,12 @@ def _room(facts: Facts) -> int | str:
     return min(known) if known else f"the memory of {', '.join(sorted(sizes))} is not in the table of GPUs"
 
 
+def _node_memory_gb(facts: Facts) -> float:
+    """Main memory of a node of the job in GiB; 0 if unknown."""
+    resources = facts.spec.resources
+    return resources.memory_gb or facts.inventory.memory_for(facts.slurm, resources.gpus_per_node)
+
+
 def _engine_bytes(facts: Facts) -> int:
     """Main memory of the rollout engines beside the ranks of a node; 0 if the config does not define it."""
     shape, number = _shape(facts), facts.spec.engines_beside_trainers
@@ -309,7 +315,7 @@ def _engine_bytes(facts: Facts) -> int:
 
 def _engine_room(facts: Facts) -> int:
     """Main memory per engine on a node that runs only engines; 0 if the memory of the nodes is unknown."""
-    node = facts.spec.resources.memory_gb or facts.inventory.memory_gb or 0
+    node = _node_memory_gb(facts)
     return int(node * GIB / max(1, facts.spec.engines_per_node))
 
 
