@@ -132,7 +132,8 @@ The model assumes the longest prompts and completions that the config allows. Of
 memory of a node (`memory.offload`). The estimate is compared with the memory of the GPU, from `slurm.gpu_type` or the
 smallest of the nodes that the job may get (by partition, `slurm.exclude` and number of GPUs); on CPU, with the memory
 of the node divided by its ranks. If the name of a type leaves open which of several sizes it is (`a100`), a run that
-fits only into the largest gets a warning.
+fits only into the largest gets a warning, as does one whose nodes Slurm selects by `slurm.constraint`, for instance,
+and that fits only into the largest type among them.
 
 Before lean layers ([0045](decisions/0045-lean-layers.md)), for one rank of a float32 model with 34 million parameters
 (8 layers, hidden size 512, 32 sequences of 256 tokens at once) on CPU, the estimate was 6.2 GiB, and the peak in a run
@@ -159,13 +160,16 @@ layers keep fewer activations ([adapters.md](adapters.md)).
 
 `rlhf run CONFIG --dry-run` prints the memory of a rank and, for GPUs with known rates, the seconds per step of the main
 loop. `resources.duration` relies on this prediction until there are earlier runs of the same shape. The model
-(`rlhf_core/preflight/step_time.py`) is simple. For `P` weights and `T` tokens of a rank in a step, with every sequence
-as long as the config allows, it assumes:
+(`rlhf_core/preflight/step_time.py`) is simple. For `P` weights that a token passes through (of a mixture of experts,
+only those of the experts in use) and `T` tokens of a rank in a step, with every sequence as long as the config allows,
+it assumes:
 
 - Training: `6PT` operations (`4PT` with an adapter), `2PT` more with gradient checkpointing, and `2PT` for a reference,
-  at 0.4 of the GPU's dense bfloat16 rate.
-- Sampling: `2P` operations for each prompt token at that rate. For each position of a batch, reading the weights and
-  the cache at 0.6 of the memory's rate, or 0.8 ms per layer to launch the kernels, whichever takes longer.
+  at 0.4 of the GPU's dense bfloat16 rate. Attention to `n` tokens counts as `layers x query width x n` more weights,
+  which an adapter does not spare.
+- Sampling: `2P` operations for each prompt token at that rate, and those of attention. For each position of a batch,
+  reading all weights and the cache at 0.6 of the memory's rate, or 0.8 ms per layer to launch the kernels, whichever
+  takes longer.
 - Communication: gradients in float32, and under ZeRO 3 also the weights for each pass, at 200 GB/s within a node and
   25 GB/s between nodes.
 

@@ -127,6 +127,7 @@ def shortages(
         having = f" with {resources.gpus_per_node} GPUs" if resources.gpus_per_node else ""
         without = f" without the excluded {', '.join(excluded_nodes)}" if excluded_nodes else ""
         found.append(f"{resources.num_nodes} nodes requested, {len(usable)} available{within}{having}{without}")
-    if inventory.memory_gb and resources.memory_gb > inventory.memory_gb:
-        found.append(f"{resources.memory_gb:g} GiB of memory per node requested, {inventory.memory_gb:.1f} there")
+    memory_gb = inventory.memory_for(slurm, resources.gpus_per_node)
+    if memory_gb and resources.memory_gb > memory_gb:
+        found.append(f"{resources.memory_gb:g} GiB of memory per node requested, {memory_gb:.1f} there")
     return found

@@ -49,6 +49,8 @@ def override_of(location: str, overrides: Sequence[str]) -> str:
 def explain_override(detail: Any, override: str) -> str:
     """Build the message for a pydantic problem caused by an override ``name=value``."""
     name = override.partition("=")[0].strip()
+    if location_of(detail).startswith(f"{setting_of(override)}."):  # of a table that is the override's value
+        return with_old_name(explain(detail), location_of(detail), [name])
     if detail["type"] == "extra_forbidden":
         return f'unknown setting "{cut(name)}" ({cut(override.strip())}){_nearest_setting(current_name(name))}'
     found = detail.get("input")
@@ -89,6 +91,8 @@ def _meanings() -> dict[str, str]:
 def _nearest_setting(name: str) -> str:
     """Suggest the closest existing name for a name with errors in any of its parts."""
     name = name[:SHOWN_CHARACTERS]  # no name is similar to a longer one, and a comparison takes time
+    if _settings_of_entry(name.split(".")[:-1]):
+        return _nearest(name)
     near = difflib.get_close_matches(name, list(_meanings()), n=1, cutoff=0.7)
     if near and near[0] != name and name.rpartition(".")[2] not in _OTHER_NAMES:
         return f'; did you mean "{near[0]}"?'
@@ -188,10 +192,20 @@ def flags_for_numbers(content: Any, validated: Any, place: str = "") -> Iterator
             yield from flags_for_numbers(value, inner, place)
 
 
+def _settings_of_entry(parents: Sequence[str]) -> dict[str, str]:
+    """Settings of an entry that the user named, such as ``reward.models.good``, and their meanings; empty for other
+    tables."""
+    from rlhf_core.config.fields import describe_named_tables
+
+    _, fields = describe_named_tables().get(".".join([*parents[:-1], "<name>"]), ("", []))
+    return {field.name: field.meaning for field in fields}
+
+
 def _explain_missing(location: str) -> str:
     from rlhf_core.config.fields import describe_fields
 
-    meaning = _meanings().get(location, "")
+    *parents, leaf = location.split(".")
+    meaning = _meanings().get(location) or _settings_of_entry(parents).get(leaf)
     if meaning:
         return f'missing key "{location}": {meaning}'
     inner = [field.name for field in describe_fields() if field.required and field.name.startswith(f"{location}.")]
@@ -242,6 +256,8 @@ _OTHER_NAMES = {
 def _nearest(location: str) -> str:
     names = list(_meanings())
     *parents, leaf = location[:SHOWN_CHARACTERS].split(".")
+    if known := _settings_of_entry(parents):
+        return f"; [{'.'.join(parents)}] has {', '.join(known)}"
     if leaf in _OTHER_NAMES:
         return f'; the name here is "{_OTHER_NAMES[leaf]}"'
     if location in names:

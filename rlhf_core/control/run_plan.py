@@ -117,7 +117,7 @@ def plan_run(
         problems=refused,
         nearest=found,
         memory=_memory(spec, shape, gpu),
-        limit=gpu if spec.resources.gpus_per_node else _main_memory(spec, inventory),
+        limit=gpu if spec.resources.gpus_per_node else _main_memory(spec, slurm, inventory),
         gpu_kind=kind,
         step=step,
         proposals=_proposals(spec, shape, cluster, kind, gpu, scale) if kind and gpu else [],
@@ -163,8 +163,8 @@ def _gpu_bytes(spec: RunSpec, kinds: Collection[str]) -> int | None:
     return min((size for size in sizes if size is not None), default=None)
 
 
-def _main_memory(spec: RunSpec, inventory: Inventory) -> int | None:
-    node = spec.resources.memory_gb or inventory.memory_gb
+def _main_memory(spec: RunSpec, slurm: SlurmSpec, inventory: Inventory) -> int | None:
+    node = spec.resources.memory_gb or inventory.memory_for(slurm)
     processes = max(spec.resources.ranks_per_node + spec.engines_beside_trainers, spec.engines_per_node)
     return int(node * GIB / processes) if node else None
 

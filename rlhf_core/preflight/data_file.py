@@ -116,8 +116,11 @@ class _Scan:
         if self._labels and label_of(row[data.label_column]) is None:
             self._label_problems.add(line, f'expected true or false in column "{data.label_column}"')
             return
-        # In a pair without a prompt column, both completions contain the prompt.
-        prompt = str(row.get(data.prompt_column) or (row[data.chosen_column] if self._pairs else ""))
+        given = row.get(data.prompt_column)
+        if given in (None, "", []):
+            # In a pair without a prompt column, both completions contain the prompt.
+            given = row[data.chosen_column] if self._pairs else ""
+        prompt = str(given)
         learned = [str(row[data.answer_column])] if self._answers_needed else []
         if self._pairs:
             pair = row[data.chosen_column], row[data.rejected_column]

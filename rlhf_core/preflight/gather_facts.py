@@ -1,23 +1,20 @@
 """Collection of the facts: thin functions that read files, query the scheduler and start one subprocess per query."""
 
-import contextlib
 import hashlib
 import importlib.metadata
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement as PackageRequirement
-from pydantic_core import from_json
 
 from rlhf_core import __version__
 from rlhf_core.files.fingerprints import fingerprint
-from rlhf_core.files.reading import read_document
 from rlhf_core.machine.interpreters import LISTING_CODE
 from rlhf_core.preflight.data_file import scan
 from rlhf_core.preflight.facts import (
@@ -37,6 +34,7 @@ from rlhf_core.preflight.gather_trainer import TrainerPlace, inspect_trainer
 from rlhf_core.preflight.model_types import read_model_types
 from rlhf_core.preflight.plugins import load_plugins
 from rlhf_core.preflight.program_queries import Tick, query_program
+from rlhf_core.preflight.weight_files import inspect_weights, read_object
 from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.scheduler.passed_environment import PassedEnvironment
 from rlhf_core.schemas.cluster import SlurmSpec
@@ -47,7 +45,14 @@ from rlhf_core.schemas.resources import Inventory
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.scoring_models import PROMOTED
 
-CONTENT_CHECKS = ("content.columns", "content.tokenizer", "content.lengths", "content.rewards", "content.pipeline")
+CONTENT_CHECKS = (
+    "content.columns",
+    "content.tokenizer",
+    "content.conversations",
+    "content.lengths",
+    "content.rewards",
+    "content.pipeline",
+)
 """Checks that share one reading of the data, which takes seconds."""
 
 
@@ -280,32 +285,8 @@ def inspect_model(model: ModelSpec) -> ModelFolder | None:
         return ModelFolder(path, problem="it is a file" if path.exists() else "there is no such folder")
     if not (path / "config.json").is_file():
         return ModelFolder(path, problem="it has no config.json")
-    weights = _weight_files(path)
-    if not weights:
-        return ModelFolder(path, problem="it has no weights (model*.safetensors)")
-    size = sum(file.stat().st_size for file in weights)
-    return ModelFolder(path, weight_bytes=size, matrices=frozenset(_matrices(weights)))
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """Find the files that transformers loads the weights from; the same weights may also be there in other formats."""
-    index = _read_json(folder / "model.safetensors.index.json").get("weight_map")
-    if isinstance(index, dict) and index:
-        named = {folder / Path(str(name)).name for name in index.values()}
-        return sorted(file for file in named if file.is_file())
-    return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-
-
-def _matrices(files: Iterable[Path]) -> Iterator[str]:
-    """Layers with a matrix, ``q_proj`` for instance, from the headers of safetensors files."""
-    for file in (path for path in files if path.suffix == ".safetensors"):
-        with contextlib.suppress(OSError, ValueError), file.open("rb") as content:
-            size = int.from_bytes(content.read(8), "little")
-            header = from_json(content.read(min(size, _MOST_HEADER_BYTES)))
-            for name, entry in header.items():
-                *layers, kind = name.split(".")
-                if layers and kind == "weight" and len(entry["shape"]) == 2:
-                    yield layers[-1]
+    weights = inspect_weights(path)
+    return ModelFolder(path, problem=weights.problem, weight_bytes=weights.num_bytes, matrices=weights.matrices)
 
 
 def inspect_reward_model(text: str) -> RewardModelFolder:
@@ -314,8 +295,8 @@ def inspect_reward_model(text: str) -> RewardModelFolder:
     if text.startswith(PROMOTED):
         return RewardModelFolder(path, problem=f"no run called {text.removeprefix(PROMOTED)} has promoted a model here")
     found = inspect_model(ModelSpec(path=text))
-    config = _read_json(path / "config.json")
-    tokenizer = _read_json(path / "tokenizer_config.json")
+    config = read_object(path / "config.json")
+    tokenizer = read_object(path / "tokenizer_config.json")
     return RewardModelFolder(
         path,
         problem=(found.problem if found is not None else "") or _lack_of_a_reward_model(path, config),
@@ -341,21 +322,13 @@ def _lack_of_a_reward_model(path: Path, config: Mapping[str, Any]) -> str:
 
 
 def model_config(model: ModelSpec) -> Mapping[str, Any]:
-    """The model's configuration, from the spec or its folder; empty when it cannot be read."""
-    return _read_json(Path(model.path) / "config.json") if model.path else model.config
+    """The model's configuration, from the spec or its folder; empty when it cannot be read.
 
-
-_MOST_HEADER_BYTES = 100_000_000
-"""Largest header of a safetensors file that the format allows."""
-
-
-def _read_json(path: Path) -> Mapping[str, Any]:
-    """A JSON object from a file; empty if there is none."""
-    try:
-        content = from_json(read_document(path, follow_link=True))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    A model that also reads images has the dimensions of its language model in a table of their own; they are added.
+    """
+    config = read_object(Path(model.path) / "config.json") if model.path else model.config
+    of_text = config.get("text_config")
+    return {**of_text, **config} if isinstance(of_text, Mapping) else config
 
 
 def inspect_tokenizer(model: ModelSpec) -> str:
@@ -389,5 +362,5 @@ def inspect_checkpoint(checkpoint: CheckpointDir | None) -> CheckpointFacts | No
             continue
         if size != expected.bytes:
             problems.append(f"{name}: found {size} bytes, expected {expected.bytes}")
-    settings = current_settings(_read_json(checkpoint.trainer_state / "settings.json"))
+    settings = current_settings(read_object(checkpoint.trainer_state / "settings.json"))
     return CheckpointFacts(checkpoint.root.name, checkpoint.step, manifest.num_ranks, tuple(problems), settings)

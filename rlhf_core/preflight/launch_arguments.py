@@ -12,6 +12,8 @@ _TRUE = frozenset({"", "true", "1", "yes", "y", "on", "t"})
 _FALSE = frozenset({"false", "0", "no", "n", "off", "f", "none"})
 TRANSFORMERS = frozenset({"transformers", "swift", "trl"})
 """Frameworks whose arguments are those of ``transformers.TrainingArguments``."""
+_WHOLE_MOMENTS = frozenset({"adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_hf"})
+"""Values of ``--optim`` with two moments in the format of the weights; others quantize, factorize or omit them."""
 
 
 @dataclass(frozen=True)
@@ -85,3 +87,8 @@ def trains_all_weights(arguments: TrainerArguments) -> bool:
     default = "lora" if arguments.line.launcher == "swift" else "full"
     tuner = arguments.text("tuner_type", "train_type", "sft_type", "finetuning_type") or default
     return tuner == "full" and not arguments.is_on("use_peft") and not arguments.is_given("lora_rank", "load_in_4bit")
+
+
+def copies_in_optimizer(arguments: TrainerArguments) -> int:
+    """Copies of the weights that the optimizer holds, at least."""
+    return 2 if (arguments.text("optim") or "adamw_torch") in _WHOLE_MOMENTS else 0

@@ -80,7 +80,7 @@ def _accelerate(options: Mapping[str, str]) -> LaunchShape:
     per_node = total
     if total is not None and total.isdigit() and nodes.isdigit() and int(nodes):
         share, rest = divmod(int(total), int(nodes))
-        per_node = str(share) if not rest else f"{total} over {nodes} nodes"
+        per_node = str(share) if not rest else f"{total}/{nodes}"
     return LaunchShape(nodes, per_node, options.get("machine_rank"), options.get("main_process_ip"), remedy=ACCELERATE)
 
 

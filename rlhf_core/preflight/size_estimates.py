@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_core.preflight.facts import Facts, ModelFolder
-from rlhf_core.preflight.launch_arguments import arguments_of, trains_all_weights
+from rlhf_core.preflight.launch_arguments import arguments_of, copies_in_optimizer, trains_all_weights
 from rlhf_core.preflight.memory import shape_of, trained_shape
 from rlhf_core.schemas.run import RunSpec
 
@@ -27,12 +27,15 @@ def checkpoint_bytes(facts: Facts) -> int | None:
     """Size of one checkpoint: the weights of each trained model, and AdamW's fp32 master copy and two moments. None if
     unknown.
 
-    For an external trainer of all weights, a lower bound: the weights and two moments in their format. None if its
-    arguments select an adapter.
+    For an external trainer of all weights, a lower bound: the weights, and in their format the moments that its
+    arguments keep. None if they select an adapter.
     """
     if facts.spec.trainer.kind == "command":
         weights = facts.model_folder.weight_bytes if facts.model_folder is not None else 0
-        return 3 * weights if weights and trains_all_weights(arguments_of(facts)) else None
+        arguments = arguments_of(facts)
+        if not weights or not trains_all_weights(arguments):
+            return None
+        return weights * (1 if arguments.is_on("save_only_model") else 1 + copies_in_optimizer(arguments))
     parameters = num_parameters(facts)
     if parameters is None:
         return None

@@ -1,10 +1,11 @@
 """Seconds of a training step on GPUs, from the run's config and the model's dimensions. Pure functions.
 
-A forward pass takes 2 floating-point operations per weight and token, a backward pass 4 (Kaplan et al. 2020, arXiv
-2001.08361, sec. 2.1), 2 of them for weight gradients, which an adapter does not need; recomputed activations add a
-forward pass. A sampled token reads all weights and the cache of its batch, or waits for the kernel launches of each
-layer. Every sequence is assumed to be as long as the config allows, so a real step is usually shorter. The rates are
-not our measurements: they are the vendors' figures, scaled by assumed shares.
+A forward pass takes 2 floating-point operations per token and weight that the token passes through, and attention to a
+sequence of ``n`` tokens ``2 n`` per layer and width of its queries; a backward pass takes twice as many (Kaplan et al.
+2020, arXiv 2001.08361, sec. 2.1). An adapter does not need half of those per weight, which are for weight gradients;
+recomputed activations add a forward pass. A sampled token reads all weights and the cache of its batch, or waits for
+the kernel launches of each layer. Every sequence is assumed to be as long as the config allows, so a real step is
+usually shorter. The rates are not our measurements: they are the figures of the vendors, scaled by assumed shares.
 """
 
 import re
@@ -117,11 +118,20 @@ def _matmul_rate(spec: RunSpec, rates: GpuRates) -> float:
 
 def _training_operations(spec: RunSpec, shape: Shape, algorithm: AlgorithmSpec) -> float:
     """Operations per token of one step: forward, backward, and recomputation if configured."""
-    backward = 4 if spec.model.lora is None else 2
-    again = 2 if spec.native_trainer.gradient_checkpointing else 0
+    forward = _forward_operations(shape, longest_sequence(spec))
+    backward = 2 * forward
+    if spec.model.lora is not None:
+        backward -= 2 * shape.active
+    again = forward if spec.native_trainer.gradient_checkpointing else 0
     num_passes, _ = algorithm.passes
-    trained = (2 + backward + again) * num_passes * (2 if algorithm.critic else 1)
-    return float((trained + (2 if algorithm.reference else 0)) * shape.parameters)
+    trained = (forward + backward + again) * num_passes * (2 if algorithm.critic else 1)
+    return float(trained + (forward if algorithm.reference else 0))
+
+
+def _forward_operations(shape: Shape, length: int) -> int:
+    """Operations per token of a sequence: with each weight of the layers and experts that it passes through, and with
+    the keys and values of half of the sequence, on average."""
+    return 2 * (shape.active + shape.layers * shape.query * length)
 
 
 def _communicated_bytes(spec: RunSpec, shape: Shape, tokens: float) -> float:
@@ -155,5 +165,5 @@ def _sampling_s(spec: RunSpec, shape: Shape, rates: GpuRates, sequences: float) 
     sums = 2 * shape.layers * ALL_REDUCE_S if width > 1 else 0.0
     token = max((weight_bytes(part, spec.model.dtype) + cache) / memory, launch) + sums
     prompts = sequences / spec.main_loop.algorithm.group * spec.data.max_prompt_tokens
-    reading = 2 * part.parameters * prompts / _matmul_rate(spec, rates)
+    reading = _forward_operations(part, spec.data.max_prompt_tokens) * prompts / _matmul_rate(spec, rates)
     return reading + sequences / batch * spec.rollout.max_new_tokens * token

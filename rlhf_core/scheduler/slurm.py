@@ -82,12 +82,15 @@ class SlurmScheduler:
         partitions: dict[str, tuple[str, ...]] = {}
         for name, *_, partition in listed:
             partitions[name] = (*partitions.get(name, ()), partition.rstrip("*"))
+        # Slurm gives 1 MB to nodes whose memory is not configured.
+        memory_gb = {name: size / 1024 for name, row in rows.items() if (size := leading_number(row[2])) > 1}
         return Inventory(
             node_names=tuple(rows),
             cpus_per_node=max(leading_number(row[1]) for row in rows.values()),
-            memory_gb=max(leading_number(row[2]) for row in rows.values()) / 1024,
+            memory_gb=max(memory_gb.values(), default=0.0),
             gpus_per_node=max(num_gpus(row[3]) for row in rows.values()),
             node_gpus={name: num_gpus(row[3]) for name, row in rows.items()},
+            node_memory_gb=memory_gb,
             node_gpu_types={name: kind for name, row in rows.items() if (kind := gpu_type(row[3]))},
             out_of_service={name: row[4] for name, row in rows.items() if takes_no_job(row[4])},
             node_partitions=partitions,

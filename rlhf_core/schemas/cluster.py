@@ -85,6 +85,21 @@ class SlurmSpec(Schema):
         # In extra, it overrides the setting.
         return frozenset(filter(None, [self.partition, *self.in_extra("partition")][-1].split(",")))
 
+    @property
+    def selects_nodes(self) -> bool:
+        """True if the job may get only some nodes of its partitions, by something that only Slurm evaluates."""
+        options = (
+            "constraint",
+            "gpus",
+            "gpus-per-node",
+            "gpus-per-task",
+            "gres",
+            "nodefile",
+            "nodelist",
+            "reservation",
+        )
+        return bool(self.constraint or self.gres or self.reservation or any(map(self.in_extra, options)))
+
     def excludes(self, node: str) -> bool:
         """True if the job never gets a node, by name or by Slurm's short form; files of ``--exclude`` are not read."""
         return is_named(node, [*self.exclude, *(value for value in self.in_extra("exclude") if "/" not in value)])

@@ -18,13 +18,15 @@ class Inventory(Schema):
     cpus_per_node: int
     """Processor cores of the smallest node."""
     memory_gb: float
-    """Main memory of the smallest node, in GiB."""
+    """Main memory of the largest node, in GiB; 0 if unknown."""
     gpus_per_node: int
     """GPUs of the smallest node."""
     node_gpus: dict[str, int] = {}
     """GPUs of each node; empty if the scheduler does not distinguish them."""
     node_gpu_types: dict[str, str] = {}
     """Type of GPU of each node, as named by the scheduler, for instance ``h100``; only nodes with a known type."""
+    node_memory_gb: dict[str, float] = {}
+    """Main memory of each node, in GiB; only nodes whose memory is known."""
     out_of_service: dict[str, str] = {}
     """Unavailable nodes with their state in the scheduler, for instance ``drained``."""
     node_partitions: dict[str, tuple[str, ...]] = {}
@@ -37,6 +39,11 @@ class Inventory(Schema):
     def gpus_of(self, node: str) -> int:
         """GPUs of a node, which may differ from those of most."""
         return self.node_gpus.get(node, self.gpus_per_node)
+
+    def memory_for(self, slurm: SlurmSpec, gpus_per_node: int = 0) -> float:
+        """Main memory of the largest node that a job with these options may get, in GiB; 0 if unknown."""
+        of_nodes = (self.node_memory_gb.get(name, 0.0) for name in self.nodes_for(slurm, gpus_per_node))
+        return max(of_nodes, default=0.0) or self.memory_gb
 
     def nodes_for(self, slurm: SlurmSpec, gpus_per_node: int = 0) -> list[str]:
         """Nodes that a job with these options may get eventually, including those that are busy or out of service."""

@@ -90,6 +90,13 @@ def test_an_override_below_a_value_is_refused(minimal: Path) -> None:
         ("seeed=1", 'did you mean "seed"?'),
         ("name=MyRun", 'starting with a letter or digit, for instance "myrun"'),
         ("loops.main.zzz=1", "[loops.main] has num_steps"),
+        ("model.lora={r=16}", 'unknown key "model.lora.r"; [model.lora] has rank'),
+        ("reward.models.good.batch=3", "[reward.models.good] has path, weight, dtype, device, batch_size"),
+        (
+            "reward.models.good={batch=3}",
+            'unknown key "reward.models.good.batch"; [reward.models.good] has path, weight',
+        ),
+        ("reward.models.good.weight=3", 'missing key "reward.models.good.path": Folder of a Hugging Face'),
         ("zzz=1", "the sections are"),
     ],
 )

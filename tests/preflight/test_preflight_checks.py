@@ -783,6 +783,13 @@ def test_a_reward_that_is_only_measured_needs_another_that_counts() -> None:
     assert found(measured, "reward.weights") == []
 
 
+@pytest.mark.parametrize(("facts", "status"), [(healthy(), CheckStatus.WARNING), (with_lora(), CheckStatus.BLOCKED)])
+def test_peft_is_needed_only_for_an_adapter(facts: Facts, status: CheckStatus) -> None:
+    lacking = replace(facts, requirements=(*facts.requirements, Requirement("peft", ">=0.17")))
+    (result,) = found(lacking, "environment.packages")
+    assert (result.status, result.found) == (status, "peft is missing in /opt/python")
+
+
 def test_a_warm_start_that_samples_needs_rewards_too() -> None:
     loops = healthy().spec.loops.model_dump()
     sft = {**loops["main"], "algorithm": {"name": "sft", "batch_size": 8}}
@@ -794,7 +801,7 @@ def test_a_warm_start_that_samples_needs_rewards_too() -> None:
 def make_model(folder: Path, architecture: str, **config: Any) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"architectures": [architecture], **config}))
-    (folder / "model.safetensors").write_bytes(b"1234")
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (folder / "tokenizer.json").write_text("{}")
     (folder / "chat_template.jinja").write_text("")
     return folder
@@ -803,7 +810,7 @@ def make_model(folder: Path, architecture: str, **config: Any) -> Path:
 def test_the_folder_of_a_reward_model_is_inspected_without_its_libraries(tmp_path: Path) -> None:
     one = {"id2label": {"0": "LABEL_0"}}
     well = inspect_reward_model(str(make_model(tmp_path / "well", "Qwen3ForSequenceClassification", **one)))
-    assert (well.problem, well.weight_bytes, well.has_chat_template) == ("", 4, True)
+    assert (well.problem, well.weight_bytes, well.has_chat_template) == ("", 10, True)
     assert len(well.fingerprint) == 16
     causal = inspect_reward_model(str(make_model(tmp_path / "causal", "Qwen3ForCausalLM", **one)))
     assert causal.problem == "it is a Qwen3ForCausalLM, which has no sequence classification head"

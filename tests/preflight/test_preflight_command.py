@@ -120,6 +120,7 @@ GOOD = {
         "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint {master_addr}:{master_port} "
         f"/d/train.py {STEPS} {BATCH}"
     ),
+    "a share of the steps": command(TORCHRUN.replace("{checkpoint_every}", "0.2")),
     "swift": swift(),
     "swift with folders of versions": swift(
         SWIFT.replace("--add_version false", ""), checkpoint_name="*/checkpoint-{step}"
@@ -133,6 +134,12 @@ GOOD = {
     ),
     "resumed": replace(command(), resume=CheckpointFacts("step-000020", 20, num_ranks=4), stored_version="0.1.0"),
     "vLLM": on_gpus(f"{TORCHRUN} --use_vllm true --vllm_mode colocate --vllm_gpu_memory_utilization 0.3", GIB),
+    "vLLM beside an optimizer in 8 bit": on_gpus(
+        f"{TORCHRUN} --use_vllm true --vllm_mode colocate --vllm_gpu_memory_utilization 0.3 --optim adamw_8bit", 4 * GIB
+    ),
+    "vLLM beside float32 weights that are loaded in bfloat16": on_gpus(
+        f"{TORCHRUN} --use_vllm true --vllm_mode colocate --vllm_gpu_memory_utilization 0.3 --dtype bfloat16", 4 * GIB
+    ),
 }
 
 
@@ -377,6 +384,36 @@ def test_training_data_of_another_program_need_not_have_our_columns() -> None:
     assert [one.id for one in unwanted(replace(facts, train=torn))] == ["data.lines"]
 
 
+@pytest.mark.parametrize(
+    ("line", "ranks", "gpus", "started", "advice"),
+    [
+        ("torchrun --nproc_per_node gpu", 4, 8, "one process per GPU (resources.gpus_per_node = 8)", "per_node=8"),
+        (
+            "torchrun --nproc_per_node gpu",
+            4,
+            0,
+            "one process per GPU (resources.gpus_per_node = 0)",
+            "into trainer.argv",
+        ),
+        (
+            "accelerate launch --num_machines 2 --num_processes 3",
+            2,
+            2,
+            "starts 3/2 processes on a node",
+            "into trainer.argv",
+        ),
+    ],
+)
+def test_the_advice_on_the_number_of_ranks_is_a_number(
+    line: str, ranks: int, gpus: int, started: str, advice: str
+) -> None:
+    resources = {"resources": {"ranks_per_node": ranks, "gpus_per_node": gpus}}
+    (result,) = found(command(f"{line} /d/train.py {STEPS}", sections=resources), "command.ranks")
+    assert result.status is BLOCKED
+    assert started in result.found
+    assert result.advice.endswith(advice)
+
+
 def test_a_checkpoint_of_another_number_of_ranks_is_a_warning_there() -> None:
     facts = replace(command(), resume=CheckpointFacts("step-000020", 20, num_ranks=8))
     (result,) = unwanted(facts)
@@ -388,5 +425,8 @@ def test_the_room_for_checkpoints_is_estimated_where_all_weights_are_trained() -
     model = ModelFolder(Path("/m"), weight_bytes=GIB)
     full = replace(command(), disk=disk, model_folder=model)
     assert [one.id for one in unwanted(full)] == ["disk.space"]
+    for option in ("--save_only_model true", "--optim adafactor"):
+        (kept,) = found(replace(full, spec=command(f"{TORCHRUN} {option}").spec), "disk.space")
+        assert "a checkpoint takes about 1 GiB" in kept.found, option
     adapters = replace(command(f"{TORCHRUN} --use_peft"), disk=disk, model_folder=model)
     assert [one.status for one in found(adapters, "disk.space")] == [SKIPPED]

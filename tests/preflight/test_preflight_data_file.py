@@ -81,6 +81,11 @@ def test_empty_prompts_and_answers_are_counted(tmp_path: Path) -> None:
     assert (found.empty_prompts, found.empty_answers) == ((2,), (3,))
 
 
+def test_the_number_0_is_a_prompt(tmp_path: Path) -> None:
+    found = scan(write(tmp_path / "a.jsonl", {"prompt": 0, "answer": 0}, {"prompt": [], "answer": ""}), DATA)
+    assert (found.empty_prompts, found.empty_answers) == ((2,), (2,))
+
+
 def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode() + b"\n")

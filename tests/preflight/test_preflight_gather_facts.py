@@ -1,7 +1,9 @@
 """Gathering facts on this machine: bounded subprocesses, folders, requirements."""
 
 import json
+import math
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +12,11 @@ from control_fakes import FakeAgent, FakeScheduler, make_run, make_spec
 
 import rlhf_core.preflight.checks  # noqa: F401 - importing it registers the checks
 from rlhf_core.preflight import gather_facts, program_queries
+from rlhf_core.preflight.facts import ModelFolder
 from rlhf_core.preflight.gather_facts import Surroundings
+from rlhf_core.preflight.memory import shape_of
 from rlhf_core.preflight.registry import CHECKS
-from rlhf_core.preflight.size_estimates import decoder_parameters
+from rlhf_core.preflight.size_estimates import decoder_parameters, num_positions
 from rlhf_core.schemas.model import ModelSpec
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.site import PRIVATE_VARIABLES
@@ -148,9 +152,9 @@ def test_models_and_tokenizers(tmp_path: Path) -> None:
     empty.mkdir()
     model.mkdir()
     (model / "config.json").write_text('{"hidden_size": 8}')
-    header = b'{"a.q_proj.weight":{"shape":[2,2]},"a.norm.weight":{"shape":[2]},"a.q_proj.bias":{"shape":[2]}}'
-    (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    (model / "model-torn.safetensors").write_bytes(b"12345678")
+    size = safetensors(
+        model / "model.safetensors", {"a.q_proj.weight": [2, 2], "a.norm.weight": [2], "a.q_proj.bias": [2]}
+    )
     (model / "tokenizer.json").write_text("{}")
 
     def path(folder: Path) -> ModelSpec:
@@ -162,7 +166,7 @@ def test_models_and_tokenizers(tmp_path: Path) -> None:
         assert message in found.problem
     found = gather_facts.inspect_model(path(model))
     assert found is not None
-    assert (found.problem, found.weight_bytes) == ("", 16 + len(header))
+    assert (found.problem, found.weight_bytes) == ("", size)
     assert found.matrices == {"q_proj"}
     assert gather_facts.model_config(path(model)) == {"hidden_size": 8}
     assert gather_facts.inspect_tokenizer(path(model)) == ""
@@ -170,30 +174,88 @@ def test_models_and_tokenizers(tmp_path: Path) -> None:
     assert gather_facts.inspect_model(make_spec().model) is None
 
 
-def safetensors(path: Path, layer: str) -> int:
-    """Write a file with one matrix; return its size."""
-    header = json.dumps({f"a.{layer}.weight": {"shape": [2, 2]}}).encode()
-    return path.write_bytes(len(header).to_bytes(8, "little") + header)
+def safetensors(path: Path, tensors: Mapping[str, Sequence[int]]) -> int:
+    """Write a file with tensors of these shapes in float32; return its size."""
+    header, end = {}, 0
+    for name, shape in tensors.items():
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end := end + 4 * math.prod(shape)]}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    return path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(end))
+
+
+def inspected(folder: Path) -> ModelFolder:
+    found = gather_facts.inspect_model(ModelSpec(path=str(folder)))
+    assert found is not None
+    return found
+
+
+def sharded(folder: Path, names: Sequence[str]) -> int:
+    """Write a model of one matrix in each of these files, with their index; return the size of the weights."""
+    (folder / "config.json").write_text("{}")
+    weights = {f"a.{number}.weight": name for number, name in enumerate(names)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {**weights, "b": names[-1]}}))
+    return sum(safetensors(folder / name, {weight: [2, 2]}) for weight, name in weights.items())
+
+
+def test_the_dimensions_of_a_model_that_reads_images_are_those_of_its_language_model(tmp_path: Path) -> None:
+    """As in Gemma 3 27B, abridged."""
+    of_text = {"model_type": "gemma3_text", "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "max_position_embeddings": 131072}
+    content = {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": of_text | heads, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    config = gather_facts.model_config(ModelSpec(path=str(tmp_path)))
+    assert config["model_type"] == "gemma3"
+    shape = shape_of(config, 27_432_406_640, 262_208)
+    assert shape is not None
+    assert (shape.layers, shape.keys, num_positions(config)) == (62, 2048, 131072)
+
+
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 
 def test_weights_that_lie_twice_in_a_folder_are_counted_once(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
 
     def weights() -> tuple[int, frozenset[str]]:
-        found = gather_facts.inspect_model(ModelSpec(path=str(tmp_path)))
-        assert found is not None
+        found = inspected(tmp_path)
         return found.weight_bytes, found.matrices
 
     in_bins = sum((tmp_path / f"pytorch_model-{part}.bin").write_bytes(b"weights") for part in (1, 2))
     (tmp_path / "training_args.bin").write_bytes(b"no weights")
     assert weights() == (in_bins, frozenset())
-    single = safetensors(tmp_path / "model.safetensors", "q_proj")
-    safetensors(tmp_path / "consolidated.safetensors", "wq")
-    assert weights() == (single, {"q_proj"})
-    names = {"k": "model-00001-of-00002.safetensors", "v": "model-00002-of-00002.safetensors"}
-    sharded = sum(safetensors(tmp_path / name, layer) for layer, name in names.items())
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names | {"o": names["v"]}}))
-    assert weights() == (sharded, {"k", "v"})
+    in_shards = sharded(tmp_path, SHARDS)
+    safetensors(tmp_path / "consolidated.safetensors", {"a.wq.weight": [2, 2]})
+    assert weights() == (in_shards, {"0", "1"})
+    single = safetensors(tmp_path / "model.safetensors", {"a.q_proj.weight": [2, 2]})
+    assert weights() == (single, {"q_proj"}), "transformers looks for it first"
+
+
+def test_experts_are_no_layers_that_could_have_an_adapter(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    names = ("mlp.experts.0.gate_proj.weight", "mlp.shared_experts.up_proj.weight", "self_attn.q_proj.weight")
+    safetensors(tmp_path / "model.safetensors", {f"model.layers.0.{name}": [2, 2] for name in names})
+    assert inspected(tmp_path).matrices == {"q_proj", "up_proj"}
+
+
+def test_a_model_whose_download_was_interrupted_is_refused(tmp_path: Path) -> None:
+    sharded(tmp_path, SHARDS)
+    last = tmp_path / SHARDS[1]
+    assert inspected(tmp_path).problem == ""
+    whole = last.read_bytes()
+
+    def problem() -> str:
+        return inspected(tmp_path).problem.removeprefix("1 of its 2 weight files cannot be loaded: ")
+
+    last.write_bytes(whole[:-1])
+    assert problem() == f"{last.name} has {len(whole) - 1} of {len(whole)} bytes"
+    last.write_bytes(whole[:20])
+    assert problem() == f"{last.name} is cut off or no safetensors file (20 bytes)"
+    last.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4932307584\n")
+    assert "is a pointer of Git LFS" in problem()
+    last.unlink()
+    assert problem() == f"{last.name} is missing"
+    last.symlink_to(tmp_path / "blobs" / "4d7a")
+    assert problem() == f"{last.name} is missing", "as in a cache whose blobs were removed"
 
 
 def test_a_checkpoint_with_a_missing_file_is_seen(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from control_fakes import FakeScheduler
 from test_preflight_checks import found, healthy, with_spec
 
+from rlhf_core.control import run_plan
 from rlhf_core.preflight import memory
 from rlhf_core.preflight.facts import Facts, RewardModelFolder
 from rlhf_core.preflight.memory import GIB, Shape
@@ -556,6 +557,59 @@ def test_a_type_of_several_sizes_blocks_only_if_the_largest_is_too_small(id: str
     assert only(big("v100")).status is CheckStatus.BLOCKED, "control: the trainer does not fit into 32 GB either"
     offered = replace(big(""), inventory=FakeScheduler(gpus_per_node=8, node_gpu_types={"n1": kind}).inventory())
     assert only(offered, id).advice == in_doubt.advice, "the nodes report the type"
+
+
+@pytest.mark.parametrize(
+    "selection",
+    [{"constraint": "h200"}, {"gres": "gpu:h200:8"}, {"extra": ("--nodelist=b",)}, {"reservation": "large"}],
+)
+def test_gpus_that_slurm_selects_are_in_doubt(selection: dict[str, Any]) -> None:
+    """Only Slurm knows which of the two kinds of node these options select."""
+    scheduler = FakeScheduler(nodes=("a", "b"), gpus_per_node=8, node_gpu_types={"a": "l4", "b": "h200"})
+    facts = replace(big(kind=""), inventory=scheduler.inventory())
+    assert only(facts).status is CheckStatus.BLOCKED, "control"
+    selected = only(replace(facts, site_slurm=SlurmSpec(**selection)))
+    assert selected.status is CheckStatus.WARNING
+    assert "slurm.gpu_type to a larger type that the nodes have: h200" in selected.advice
+    scheduler = FakeScheduler(nodes=("a", "b"), gpus_per_node=8, node_gpu_types={"a": "l4", "b": "l40s"})
+    smaller = replace(facts, inventory=scheduler.inventory(), site_slurm=SlurmSpec(**selection))
+    assert only(smaller).status is CheckStatus.BLOCKED, "it fits into none of them"
+
+
+def test_the_advice_for_an_evaluator_is_a_setting_only_if_one_helps() -> None:
+    """The weights of Qwen3-8B alone, 15 GiB, do not fit into 15 GiB; with the cache, they do not fit into 22 GiB."""
+    assert "an evaluator holds whole models" in only(big("t4"), "memory.evaluator").advice
+    many = big("l4", evaluate={"num_prompts": 1024}, rollout={"batch_size": 128})
+    assert only(many, "memory.evaluator").advice == "lower rollout.batch_size"
+
+
+def test_main_memory_is_that_of_the_nodes_with_gpus() -> None:
+    """A node without GPUs has 4 TiB, the one with GPUs 128 GiB; the optimizer of Qwen3-8B takes 183 GiB."""
+    facts = big(resources={"gpus_per_node": 8, "ranks_per_node": 8}, trainer={"kind": "native", "offload": "optimizer"})
+    inventory = FakeScheduler(nodes=("a", "b"), gpus_per_node=8, node_gpus={"a": 0, "b": 8}, memory_gb=4096).inventory()
+    assert only(replace(facts, inventory=inventory), "memory.offload").status is CheckStatus.PASSED, "control"
+    known = inventory.model_copy(update={"node_memory_gb": {"a": 4096.0, "b": 128.0}})
+    assert only(replace(facts, inventory=known), "memory.offload").status is CheckStatus.BLOCKED
+
+
+@pytest.mark.parametrize(("share", "status"), [(0.85, CheckStatus.PASSED), (0.95, CheckStatus.WARNING)])
+def test_an_engine_may_take_the_share_that_rlhf_plan_proposes(share: float, status: CheckStatus) -> None:
+    assert run_plan.OWN_SHARE == 0.85
+    engines = {"engine": "vllm", "engines": 4, "vllm": {"gpu_memory_share": share}}
+    resources = {"gpus_per_node": 8, "ranks_per_node": 4}
+    of_engine, of_cache = found(big(rollout=engines, resources=resources), "memory.rollout")
+    assert (of_engine.status, of_cache.status) == (status, CheckStatus.PASSED)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "samples"), [("reward_model", False), ("kto", False), ("simpo", True), ("sft", True)]
+)
+def test_whole_weights_and_a_cache_are_counted_only_where_something_is_sampled(algorithm: str, samples: bool) -> None:
+    """Held-out pairs (SimPO) may have answers; a reward model completes nothing, and a label tells no right answer."""
+    loop = {"num_steps": 1, "algorithm": {"name": algorithm, "batch_size": 32}, "optimizer": {"learning_rate": 1e-4}}
+    facts = with_spec(loops={"main": loop, "warm_start": None}, trainer={"kind": "native", "zero_stage": 3})
+    assert ("sample" in memory.trainer_estimate(facts.spec, shape()).moments) is samples
+    assert ("sample" in memory.evaluator_estimate(facts.spec, shape()).moments) is samples
 
 
 def test_only_gpus_of_the_partition_count() -> None:

@@ -413,6 +413,22 @@ def test_a_stopped_process_blocks_no_other(tmp_path: Path, monkeypatch: pytest.M
         assert not slurm_queue._cache_file().exists(), "only the holder of the lock writes"
 
 
+def test_memory_is_that_of_nodes_that_a_job_may_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = "a|8|4096000|(null)|idle|cpu*\nb|8|1024000|gpu:h100:8|idle|gpu\nc|8|512000|gpu:h100:8|idle|gpu\n"
+    monkeypatch.setattr(slurm_queue, "run", lambda *words, **_: rows if words[0] == "sinfo" else "Slurmctld(a) is UP")
+    inventory = SlurmScheduler().inventory()
+    assert inventory.memory_gb == inventory.memory_for(SlurmSpec()) == 4000
+    assert inventory.memory_for(SlurmSpec(partition="gpu"), 8) == 1000
+    assert inventory.memory_for(SlurmSpec(partition="gpu", exclude=("b",)), 8) == 500
+
+
+def test_memory_that_is_not_configured_in_slurm_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = "a|8|1|gpu:8|idle|all*\n"
+    monkeypatch.setattr(slurm_queue, "run", lambda *words, **_: rows if words[0] == "sinfo" else "Slurmctld(a) is UP")
+    inventory = SlurmScheduler().inventory()
+    assert inventory.memory_gb == inventory.memory_for(SlurmSpec(), 8) == 0
+
+
 def test_the_default_partition_is_that_of_a_submission(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = "a|8|64000|(null)|idle|cpu*\nb|8|64000|gpu:h100:8|idle|gpu\n"
     monkeypatch.setattr(slurm_queue, "run", lambda *words, **_: rows if words[0] == "sinfo" else "Slurmctld(a) is UP")

@@ -5,10 +5,20 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlhf_core.preflight.facts import Facts
-from rlhf_core.preflight.launch_arguments import TRANSFORMERS, TrainerArguments, arguments_of, trains_all_weights
+from rlhf_core.preflight.launch_arguments import (
+    TRANSFORMERS,
+    TrainerArguments,
+    arguments_of,
+    copies_in_optimizer,
+    trains_all_weights,
+)
 from rlhf_core.preflight.memory import GIB, gpu_memory_bytes, with_largest_size
 from rlhf_core.preflight.predictions import gpu_kinds
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
+from rlhf_core.preflight.size_estimates import stored_parameters
+
+_HALF = frozenset({"bfloat16", "float16"})
+"""Values of ``--dtype`` with 2 bytes per weight."""
 
 GROUPS_OF = frozenset({"grpo", "gspo", "dapo", "rloo", "dr-grpo"})
 """Algorithms that compare several completions of one prompt."""
@@ -152,18 +162,23 @@ def _vllm_memory(facts: Facts, arguments: TrainerArguments, mode: str) -> Iterat
 def _gpu_bytes(facts: Facts) -> int | None:
     kinds = gpu_kinds(facts.spec.resources, facts.slurm, facts.inventory)
     known = [size for kind in kinds if (size := gpu_memory_bytes(with_largest_size(kind))) is not None]
-    return min(known) if known else None
+    if not known:
+        return None
+    return max(known) if facts.slurm.selects_nodes else min(known)
 
 
 def _least_training_bytes(facts: Facts, arguments: TrainerArguments) -> int | None:
-    """Lower bound of the training state on a GPU: weights, gradients and two moments, in the format of the stored
-    weights. None if adapters are trained or the state is split over the ranks.
+    """Lower bound of the training state on a GPU: weights, gradients and the optimizer's copies, in the format of the
+    stored weights or a shorter one that is requested. None if adapters are trained or ranks share the state.
     """
     folder = facts.model_folder
     split = arguments.is_given("deepspeed", "fsdp") or arguments.line.launcher in ("deepspeed", "accelerate")
     if folder is None or not folder.weight_bytes or split or not trains_all_weights(arguments):
         return None
-    return 4 * folder.weight_bytes
+    weights = folder.weight_bytes
+    if arguments.text("dtype", "torch_dtype") in _HALF:
+        weights = min(weights, 2 * (stored_parameters(facts.model_config, weights) or 0))
+    return (2 + copies_in_optimizer(arguments)) * weights
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -72,6 +72,7 @@ def ranks(facts: Facts) -> Iterator[Finding]:
     """If the number of processes differs from the planned ranks, they wait forever or leave GPUs idle."""
     trainer, arguments = command_trainer(facts.spec), arguments_of(facts)
     planned, launcher = facts.spec.resources.ranks_per_node, arguments.line.launcher
+    gpus = facts.spec.resources.gpus_per_node
     if trainer.launch == "per_rank":
         if launcher in _OWN_LAUNCHERS:
             yield blocked(
@@ -90,15 +91,19 @@ def ranks(facts: Facts) -> Iterator[Finding]:
         )
     elif per_node in (str(planned), FROM_ENVIRONMENT):
         yield passed(f"{planned} processes per node, as planned")
-    elif per_node in ("gpu", "auto") and facts.spec.resources.gpus_per_node == planned:
+    elif per_node in ("gpu", "auto") and gpus == planned:
         yield passed(f"one process per GPU: {planned} per node")
     else:
+        per_gpu = per_node in ("gpu", "auto")
+        started = f"one process per GPU (resources.gpus_per_node = {gpus})" if per_gpu else f"{per_node} processes"
+        number = str(gpus or "") if per_gpu else per_node
         # A script may start its other processes itself; a launcher starts as many as its options say.
         report = warning if launcher == "python" else blocked
         yield report(
-            f"{launcher} starts {per_node} processes on a node, resources.ranks_per_node is {planned}",
+            f"{launcher} starts {started} on a node, resources.ranks_per_node is {planned}",
             "the same number",
-            f"write {{ranks_per_node}} into trainer.argv, or set resources.ranks_per_node={per_node}",
+            "write {ranks_per_node} into trainer.argv"
+            + (f", or set resources.ranks_per_node={number}" if number.isdigit() else ""),
         )
 
 

@@ -1,5 +1,6 @@
 """Steps, checkpoints and progress of an external trainer."""
 
+import math
 from collections.abc import Iterator
 
 from rlhf_core.preflight.facts import Facts
@@ -62,6 +63,8 @@ def saving(facts: Facts) -> Iterator[Finding]:
         return
     strategy = arguments.text("save_strategy") or "steps"
     save_steps = arguments.number("save_steps")
+    if save_steps is not None and 0 < save_steps < 1:
+        save_steps = math.ceil(facts.spec.total_steps * save_steps)  # transformers takes it for a share of all steps
     advice = "add --save_strategy steps --save_steps {checkpoint_every}"
     if strategy != "steps":
         yield (blocked if strategy == "no" else warning)(

@@ -124,7 +124,7 @@ def _use(facts: Facts) -> Use | None:
 
 def _needed(facts: Facts) -> frozenset[str]:
     if facts.spec.trainer.kind == "native":
-        return NEEDED_ALWAYS
+        return NEEDED_ALWAYS if facts.spec.model.lora is None else NEEDED_ALWAYS | {"peft"}
     return NEEDED_TO_SUPERVISE | NEEDED_TO_EVALUATE if facts.spec.is_evaluated else NEEDED_TO_SUPERVISE
 
 

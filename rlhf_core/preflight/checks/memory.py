@@ -52,7 +52,7 @@ TIGHT = 0.9
 
 
 def _in_doubt_the_largest(judge: CheckFunction) -> CheckFunction:
-    """Make a check block a type of GPU with several sizes only if the largest is too small; otherwise it warns."""
+    """Make a check block GPUs of unknown size only if the largest is too small; otherwise it warns."""
 
     @functools.wraps(judge)
     def judge_both(facts: Facts) -> Iterator[Finding]:
@@ -72,14 +72,15 @@ def _is_blocked(found: Iterable[Finding]) -> bool:
 
 
 def _with_largest_gpus(facts: Facts) -> Facts:
-    """Facts in which every type of GPU has its largest size."""
+    """Facts in which every type of GPU has its largest size; of several types, only the largest is left if the job
+    selects its nodes in a way that cannot be evaluated here, such as by a feature."""
     kinds = {node: with_largest_size(kind) for node, kind in facts.inventory.node_gpu_types.items()}
-    gpu_type = facts.slurm.gpu_type
-    return replace(
-        facts,
-        inventory=facts.inventory.model_copy(update={"node_gpu_types": kinds}),
-        spec=with_changes(facts.spec, {"slurm.gpu_type": with_largest_size(gpu_type)}) if gpu_type else facts.spec,
-    )
+    larger = replace(facts, inventory=facts.inventory.model_copy(update={"node_gpu_types": kinds}))
+    gpu_type = with_largest_size(facts.slurm.gpu_type)
+    if not gpu_type and facts.slurm.selects_nodes:
+        possible = gpu_kinds(facts.spec.resources, facts.slurm, larger.inventory)
+        gpu_type = max(sorted(possible), key=lambda kind: gpu_memory_bytes(kind) or 0, default="")
+    return replace(larger, spec=with_changes(facts.spec, {"slurm.gpu_type": gpu_type})) if gpu_type else larger
 
 
 @check("memory.trainer", trainer="native")
@@ -130,9 +131,14 @@ def evaluator(facts: Facts) -> Iterator[Finding]:
     if shape is None or isinstance(room, str):
         return  # reported by memory.trainer
     estimate = evaluator_estimate(facts.spec, shape, _gpu(facts))
-    vllm = facts.spec.starts_vllm_in_evaluators
-    setting = "rollout.vllm.gpu_memory_share" if facts.spec.resources.gpus_per_node else "rollout.vllm.cpu_cache_gb"
-    yield _finding(facts, "an evaluator", estimate, room, f"lower {setting if vllm else 'rollout.batch_size'}")
+    vllm, on_gpu = facts.spec.starts_vllm_in_evaluators, bool(facts.spec.resources.gpus_per_node)
+    if on_gpu and estimate.resident_bytes > TIGHT * room:
+        advice = "use GPUs with more memory or a smaller model: an evaluator holds whole models on its GPU"
+    elif vllm:
+        advice = f"lower {'rollout.vllm.gpu_memory_share' if on_gpu else 'rollout.vllm.cpu_cache_gb'}"
+    else:
+        advice = "lower rollout.batch_size"
+    yield _finding(facts, "an evaluator", estimate, room, advice)
 
 
 @check("memory.rollout", trainer="native")
@@ -144,7 +150,10 @@ def rollout(facts: Facts) -> Iterator[Finding]:
         return  # reported by memory.trainer
     if spec.rollout.engines and spec.resources.gpus_per_node:
         setting = "rollout.batch_size" if spec.rollout.engine == "transformers" else "rollout.vllm.gpu_memory_share"
-        yield _finding(facts, "a rollout engine", engine_estimate(spec, shape, room), room, f"lower {setting}")
+        # vLLM measures what it needs and stays within its share: nothing is left uncounted.
+        tight = 1.0 if spec.rollout.engine == "vllm" else TIGHT
+        estimate = engine_estimate(spec, shape, room)
+        yield _finding(facts, "a rollout engine", estimate, room, f"lower {setting}", tight)
     elif spec.rollout.nodes:
         yield _finding(
             facts, "a rollout engine", engine_estimate(spec, shape), _engine_room(facts), "lower rollout.engines"
@@ -182,7 +191,7 @@ def offload(facts: Facts) -> Iterator[Finding]:
     if shape is not None:
         offloaded |= main_memory_bytes(shape, spec.model.dtype, zero_of(spec), spec.model.lora)
         offloaded |= waiting_base_bytes(spec, shape)
-    node = resources.memory_gb or facts.inventory.memory_gb
+    node = _node_memory_gb(facts)
     if not offloaded or not resources.gpus_per_node or not node:
         return
     needed = resources.ranks_per_node * (sum(offloaded.values()) + CPU_BASE_BYTES)
@@ -239,7 +248,7 @@ def _snapshot_and_room(facts: Facts) -> tuple[int, float] | None:
     """Bytes of a node's snapshots, and of its main memory beside its ranks; None if they are unknown, or if checkpoints
     are written without snapshots, as those of an adapter are."""
     spec, shape, resources = facts.spec, _shape(facts), facts.spec.resources
-    node = (resources.memory_gb or facts.inventory.memory_gb or 0) * GIB
+    node = _node_memory_gb(facts) * GIB
     if shape is None or not node or not spec.checkpoint.background or spec.model.lora is not None:
         return None
     held = CPU_BASE_BYTES + sum(main_memory_bytes(shape, spec.model.dtype, zero_of(spec)).values())
@@ -279,7 +288,7 @@ def _room(facts: Facts) -> int | str:
     subtracted."""
     resources, inventory = facts.spec.resources, facts.inventory
     if not resources.gpus_per_node:
-        node = resources.memory_gb or inventory.memory_gb
+        node = _node_memory_gb(facts)
         if not node:
             return "the memory of the nodes is unknown"
         return int(max(0, node * GIB - _engine_bytes(facts)) / resources.ranks_per_node)
@@ -292,6 +301,12 @@ def _room(facts: Facts) -> int | str:
     return min(known) if known else f"the memory of {', '.join(sorted(sizes))} is not in the table of GPUs"
 
 
+def _node_memory_gb(facts: Facts) -> float:
+    """Main memory of a node of the job in GiB; 0 if unknown."""
+    resources = facts.spec.resources
+    return resources.memory_gb or facts.inventory.memory_for(facts.slurm, resources.gpus_per_node)
+
+
 def _engine_bytes(facts: Facts) -> int:
     """Main memory of the rollout engines beside the ranks of a node; 0 if the config does not define it."""
     shape, number = _shape(facts), facts.spec.engines_beside_trainers
@@ -300,19 +315,19 @@ def _engine_bytes(facts: Facts) -> int:
 
 def _engine_room(facts: Facts) -> int:
     """Main memory per engine on a node that runs only engines; 0 if the memory of the nodes is unknown."""
-    node = facts.spec.resources.memory_gb or facts.inventory.memory_gb or 0
+    node = _node_memory_gb(facts)
     return int(node * GIB / max(1, facts.spec.engines_per_node))
 
 
-def _finding(facts: Facts, role: str, estimate: Estimate, room: int, advice: str) -> Finding:
+def _finding(facts: Facts, role: str, estimate: Estimate, room: int, advice: str, tight: float = TIGHT) -> Finding:
     parts = ", ".join(f"{name} {_gib(size)}" for name, size in estimate.largest[:4] if size > GIB / 20)
     peak, where = estimate.peak_bytes, "GPU" if facts.spec.resources.gpus_per_node else "rank of a node"
     advice += _larger_gpus(facts, room)
     found = f"{role} rank takes about {_gib(peak)} GiB (estimate: {parts}), a {where} has {_gib(room)} GiB"
     if estimate.resident_bytes > room or peak > SURELY_TOO_MUCH * room:
         return blocked(found, f"at most {_gib(room)} GiB per rank: this is {_gib(peak - room)} GiB too much", advice)
-    if peak > TIGHT * room:
-        return warning(found, f"at most {_gib(TIGHT * room)} GiB, to leave room for memory that is not counted", advice)
+    if peak > tight * room:
+        return warning(found, f"at most {_gib(tight * room)} GiB, to leave room for memory that is not counted", advice)
     return passed(found)
 
 

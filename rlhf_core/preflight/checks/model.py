@@ -22,15 +22,15 @@ from rlhf_core.schemas.model import ALL_LINEAR
 
 @check("model.folder")
 def folder(facts: Facts) -> Iterator[Finding]:
-    """A folder without config.json is not a model, but only the nodes would find out."""
+    """A folder without config.json, or with part of the weights, is no model, but only the nodes would find out."""
     found = facts.model_folder
     if found is None:
         return
     if found.problem:
         yield blocked(
             f"model.path = {found.path}: {found.problem}",
-            "a folder with config.json and safetensors weights",
-            "correct model.path; on a cluster it must be on a file system that the nodes see",
+            "a folder with config.json and all safetensors weights",
+            "correct model.path, or finish the download; on a cluster it must be on a file system that the nodes see",
         )
     else:
         yield passed(f"{found.path}: {found.weight_bytes / 2**20:.0f} MiB of weights")

@@ -203,7 +203,8 @@ def cores(facts: Facts) -> Iterator[Finding]:
 @check("resources.memory")
 def memory(facts: Facts) -> Iterator[Finding]:
     """A job that requests more memory than any node has waits forever."""
-    requested, available = facts.spec.resources.memory_gb, facts.inventory.memory_gb
+    requested = facts.spec.resources.memory_gb
+    available = facts.inventory.memory_for(facts.slurm, facts.spec.resources.gpus_per_node)
     if available and requested > available:
         yield blocked(
             f"resources.memory_gb = {requested:g}, the nodes have {available:.1f}",

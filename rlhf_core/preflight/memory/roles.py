@@ -76,7 +76,7 @@ def trainer_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Est
         "libraries": GPU_BASE_BYTES if on_gpu else CPU_BASE_BYTES,
         # Without GPUs there is only main memory.
         **({} if on_gpu else main_memory_bytes(shape, dtype, zero, lora)),
-        **({} if spec.rollout.engines else vllm_resident(spec, shape)),
+        **({} if spec.rollout.engines or not _may_sample(spec) else vllm_resident(spec, shape)),
     }
     algorithms = [loop.algorithm for loop in spec.loops.named.values()]
     sequences = max(algorithm.sequences_per_step for algorithm in algorithms) // spec.num_ranks
@@ -99,7 +99,8 @@ def trainer_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Est
             "gathered weights": weight_bytes(shape, dtype) if zero.stage == 3 else 0,
         },
     }
-    if spec.rollout.engines:  # separate engines sample, and the trainer gathers the weights for them bucket by bucket
+    # Separate engines get the weights bucket by bucket.
+    if spec.rollout.engines or not _may_sample(spec):
         del moments["sample"]
     if any(algorithm.reference for algorithm in algorithms):
         # With an adapter, the reference is the policy without it, or with a second, frozen one.
@@ -189,13 +190,15 @@ def evaluator_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> E
     resident = {
         "weights": weights,
         "libraries": GPU_BASE_BYTES if spec.resources.gpus_per_node else CPU_BASE_BYTES,
-        **(vllm_resident(spec, shape) if spec.starts_vllm_in_evaluators else {}),
+        **(vllm_resident(spec, shape) if spec.starts_vllm_in_evaluators and _may_sample(spec) else {}),
     }
     if algorithm.reference and (algorithm.pairs or algorithm.labelled):
         resident["reference model"] = weights
     if spec.evaluates_with_engines:
         if not spec.resources.gpus_per_node:
             resident["weights to send"] = _weights_to_send(spec, shape)
+        return Estimate(resident, {})
+    if not _may_sample(spec):
         return Estimate(resident, {})
     sequences, vllm = _sequences_of_an_evaluation(spec), spec.starts_vllm_in_evaluators
     return Estimate(resident, {"sample": _sampling(spec, shape, sequences, gpu, with_vllm=vllm)})
@@ -238,6 +241,13 @@ def _sampling(spec: RunSpec, shape: Shape, sequences: int, gpu: int | None, *, w
         "KV cache": cache_bytes(shape, spec.model.dtype, batch, length),
         "sampling": sampling_bytes(shape, spec.model.dtype, batch),
     }
+
+
+def _may_sample(spec: RunSpec) -> bool:
+    """False if neither training nor evaluation samples. Held-out pairs are completed if they have answers, which only
+    the data tells."""
+    may_have_answers = spec.has_references or spec.data_kinds == {"pair"}
+    return spec.any_loop_samples or (may_have_answers and not spec.makes_reward_model)
 
 
 def _sequences_of_an_evaluation(spec: RunSpec) -> int:

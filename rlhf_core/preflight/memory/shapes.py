@@ -9,6 +9,9 @@ from rlhf_core.schemas.model import ALL_LINEAR, LoraSpec
 _LEAN_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Types of models whose norms and feed-forward layers are replaced in training; others may be as well."""
 
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of experts in the configs of different families."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -26,6 +29,13 @@ class Shape:
     vocabulary: int
     is_lean: bool = False
     """True if training replaces its norms and feed-forward layers (``training/models/lean_layers.py``)."""
+    idle: int = 0
+    """Parameters of the experts that a token does not pass through."""
+
+    @property
+    def active(self) -> int:
+        """Parameters that a token passes through."""
+        return max(0, self.parameters - self.idle)
 
     @property
     def linear_layers(self) -> Mapping[str, int]:
@@ -51,6 +61,7 @@ def shape_of(config: Mapping[str, Any], parameters: int | None, vocabulary: int)
     try:
         hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
         heads, feed_forward = int(config["num_attention_heads"]), _feed_forward(config)
+        idle = _idle_parameters(config, hidden, layers)
     except (KeyError, TypeError, ValueError):
         return None
     if parameters is None or heads < 1:
@@ -59,16 +70,33 @@ def shape_of(config: Mapping[str, Any], parameters: int | None, vocabulary: int)
     kv_heads = int(config.get("num_key_value_heads") or heads)
     size = int(config.get("vocab_size") or vocabulary)
     is_lean = str(config.get("model_type")) in _LEAN_FAMILIES and config.get("hidden_act", "silu") == "silu"
-    return Shape(parameters, hidden, layers, heads * head_dim, kv_heads * head_dim, feed_forward, size, is_lean)
+    return Shape(parameters, hidden, layers, heads * head_dim, kv_heads * head_dim, feed_forward, size, is_lean, idle)
 
 
 def _feed_forward(config: Mapping[str, Any]) -> int:
     experts, width = int(config.get("num_experts_per_tok") or 0), int(config["intermediate_size"])
     if not experts:
         return width
-    width = int(config.get("moe_intermediate_size") or width)
+    width = _expert_width(config)
     shared = config.get("shared_expert_intermediate_size") or width * int(config.get("n_shared_experts") or 0)
     return experts * width + int(shared)
+
+
+def _expert_width(config: Mapping[str, Any]) -> int:
+    return int(config.get("moe_intermediate_size") or config["intermediate_size"])
+
+
+def _idle_parameters(config: Mapping[str, Any], hidden: int, layers: int) -> int:
+    """Parameters of the gated experts that a token does not pass through; 0 without experts, or if their number is
+    unknown."""
+    used = int(config.get("num_experts_per_tok") or 0)
+    number = next((int(config[name]) for name in _NUM_EXPERTS if config.get(name)), 0)
+    if not used or number <= used:
+        return 0
+    # Some families have dense layers: the first ones, named ones, or all but every n-th.
+    with_experts = layers - int(config.get("first_k_dense_replace") or 0) - len(config.get("mlp_only_layers") or ())
+    with_experts //= int(config.get("decoder_sparse_step") or 1)
+    return max(0, with_experts) * (number - used) * 3 * hidden * _expert_width(config)
 
 
 def trained_shape(shape: Shape, lora: LoraSpec | None) -> Shape:
@@ -94,6 +122,7 @@ def part_of(shape: Shape, width: int) -> Shape:
     return replace(
         shape,
         parameters=shape.parameters // width,
+        idle=shape.idle // width,
         query=shape.query // width,
         keys=-(-shape.keys // width),
         feed_forward=shape.feed_forward // width,
