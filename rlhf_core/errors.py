@@ -4,6 +4,7 @@
     ├── BadInput (2)                the user's input cannot work; nothing was started
     │   ├── BadConfig               a config file, an override or a site setting is wrong
     │   ├── BadData                 a data file is missing or malformed; names file and line
+    │   │   └── UnrenderedChat      the chat template does not render a conversation; it may render others
     │   ├── PreflightBlocked        a blocking check failed
     │   └── UnknownRun              no run of that id or name in the history
     ├── HistoryError                the database cannot be used
@@ -83,6 +84,10 @@ class BadConfig(BadInput):
 
 class BadData(BadInput):
     """A data file is missing, unreadable or malformed. The message names file and line."""
+
+
+class UnrenderedChat(BadData):
+    """The chat template does not render a conversation in a way that can be trained on; it may render others."""
 
 
 class PreflightBlocked(BadInput):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import JsonValue
 
-from rlhf_core.errors import BadData
+from rlhf_core.errors import BadData, UnrenderedChat
 from rlhf_core.survival import Survived
 from rlhf_core.training.types import Messages, Row
 
@@ -58,10 +58,6 @@ def common_beginning(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
     return max(0, length - 1 if length and chosen[length - 1] == " " else length)
 
 
-class UnrenderedConversation(BadData):
-    """The chat template does not render a conversation in a way that can be trained on; it may render others."""
-
-
 def render_rows(
     rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", now: datetime | None = None
 ) -> tuple[list[Row], list[str]]:
@@ -78,7 +74,7 @@ def render_rows(
     for row in rows:
         try:
             found.append(rendered(row, tokenizer, now))
-        except UnrenderedConversation as error:
+        except UnrenderedChat as error:
             place = row.chat.place if row.chat else ""
             problems.append(f"{place}: {error}" if place else str(error))
     return found, problems
@@ -98,7 +94,7 @@ def rendered(row: Row, tokenizer: "PreTrainedTokenizerBase", now: datetime | Non
 
     Raises:
         BadData: the tokenizer has no chat template.
-        UnrenderedConversation: rendering fails, or the prompt renders differently when a completion follows: the model
+        UnrenderedChat: rendering fails, or the prompt renders differently when a completion follows: the model
             would be trained on a different prompt than it later receives.
     """
     chat = row.chat
@@ -113,7 +109,7 @@ def rendered(row: Row, tokenizer: "PreTrainedTokenizerBase", now: datetime | Non
             continue
         whole = _apply(tokenizer, _continued(chat.prompt, completion), now)
         if not whole.startswith(prompt):
-            raise UnrenderedConversation(
+            raise UnrenderedChat(
                 f"the chat template renders a prompt as {prompt[-60:]!r}, but differently before the {name} completion "
                 f"({whole[max(0, len(prompt) - 60) : len(prompt) + 20]!r}); use a chat template that renders it "
                 "identically"
@@ -142,7 +138,7 @@ def _apply(tokenizer: "PreTrainedTokenizerBase", messages: Messages, now: dateti
     with Survived() as failed:  # a template is code and may raise anything
         text = tokenizer.apply_chat_template(conversation, tokenize=False, **end, **clock)
     if failed.error is not None:
-        raise UnrenderedConversation(
+        raise UnrenderedChat(
             f"the chat template of the tokenizer does not render the conversation that ends with "
             f"{messages[-1].get('content')!r:.80}: {' '.join(failed.problem.split())}"
         )
