@@ -86,7 +86,7 @@ def _run(label: str, facts: Facts) -> Facts:
         "label": label,
         **{name: run[name] for name in kept},
         "regressed": facts["regressed"],
-        "last_step": max((metric["step"] for metric in facts["metrics"].values()), default=0),
+        "last_step": queries.last_step(facts["metrics"]),
         "warm_start_steps": warm_start_steps(run),
         **{name: goodput.get(name) for name in times},
         "num_incidents": len(facts["incidents"]),
