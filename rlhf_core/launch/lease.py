@@ -34,28 +34,34 @@ def seconds_since_boot() -> float:
 
 @dataclass(frozen=True)
 class Owner:
-    """A controller process, written into the lease as ``user@host:pid:start time``."""
+    """A controller process, written into the lease as ``user@host:pid:start time/seconds from boot to start``."""
 
     user: str
     host: str
     pid: int
     started: float
+    since_boot_s: float | None = None
+    """Start of the process, in seconds after that of its machine, which do not change if the clock is set; None in
+    leases of earlier versions."""
 
     def __str__(self) -> str:
-        return f"{self.user}@{self.host}:{self.pid}:{self.started:.2f}"
+        text = f"{self.user}@{self.host}:{self.pid}:{self.started:.2f}"
+        return text if self.since_boot_s is None else f"{text}/{self.since_boot_s:.2f}"
 
     @classmethod
     def this_process(cls) -> "Owner":
         """The calling process."""
-        return cls(user_name(), socket.gethostname(), os.getpid(), psutil.Process().create_time())
+        started = psutil.Process().create_time()
+        return cls(user_name(), socket.gethostname(), os.getpid(), started, started - psutil.boot_time())
 
     @classmethod
     def parse(cls, text: str) -> "Owner | None":
         """Parse the text of a lease; None if it has another form."""
         try:
-            user_and_host, pid, started = text.rsplit(":", 2)
+            user_and_host, pid, times = text.rsplit(":", 2)
             user, host = user_and_host.split("@", 1)
-            return cls(user, host, int(pid), float(started))
+            started, _, since_boot = times.partition("/")
+            return cls(user, host, int(pid), float(started), float(since_boot) if since_boot else None)
         except ValueError:
             return None
 
@@ -69,11 +75,17 @@ class Owner:
             return False
         try:
             process = psutil.Process(self.pid)
-            # Start times are derived from the boot time, which clock corrections shift slightly.
-            same = abs(process.create_time() - self.started) < 2.0
-            return not same or process.status() == psutil.STATUS_ZOMBIE
+            return not self._started_as(process) or process.status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return not _is_there(self.pid)
+
+    def _started_as(self, process: psutil.Process) -> bool:
+        """True if a process with this number is this one: it started at the same time."""
+        started = process.create_time()
+        # Derived from the boot time, which moves with the clock if that is set, and slightly with its corrections.
+        if abs(started - self.started) < 2.0:
+            return True
+        return self.since_boot_s is not None and abs(started - psutil.boot_time() - self.since_boot_s) < 0.02
 
 
 def _is_there(pid: int) -> bool:

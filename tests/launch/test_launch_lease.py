@@ -28,7 +28,10 @@ RUN = "small-20260101-000000-abcdef"
 
 def test_an_owner_survives_serialization() -> None:
     owner = Owner.this_process()
-    assert Owner.parse(str(owner)) == Owner(owner.user, owner.host, owner.pid, round(owner.started, 2))
+    assert owner.since_boot_s is not None
+    times = round(owner.started, 2), round(owner.since_boot_s, 2)
+    assert Owner.parse(str(owner)) == Owner(owner.user, owner.host, owner.pid, *times)
+    assert Owner.parse("anna@vm:8575:1.00") == Owner("anna", "vm", 8575, 1.0), "of an earlier version"
     assert Owner.parse("somebody else") is None
 
 
@@ -61,6 +64,18 @@ def test_an_invisible_process_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_reused_process_id_is_not_taken_for_the_owner() -> None:
     here = Owner.this_process()
     assert known_dead(str(Owner(here.user, here.host, os.getpid(), here.started - 3600)))
+
+
+@pytest.mark.parametrize("step_s", [-3600.0, 5.0, 86400.0])
+def test_a_live_process_is_not_dead_after_the_clock_was_set(monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
+    """Control: a process that has its number since the clock was set is another one."""
+    owner, boot_time = Owner.this_process(), psutil.boot_time()
+    assert owner.since_boot_s is not None
+    earlier = replace(owner, since_boot_s=owner.since_boot_s - 10)
+    monkeypatch.setattr("psutil._psplatform.boot_time", lambda: boot_time + step_s)
+    assert psutil.Process().create_time() == pytest.approx(owner.started + step_s, abs=0.01)
+    assert not known_dead(str(owner))
+    assert known_dead(str(earlier))
 
 
 def test_nothing_is_known_about_other_hosts() -> None:
