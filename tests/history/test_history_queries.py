@@ -13,6 +13,7 @@ from rlhf_core.errors import BadInput, UnknownRun
 from rlhf_core.history import queries, saved_queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.compare import compare
+from rlhf_core.render.exports.mlflow import facts
 from rlhf_core.schemas.attempts import AttemptState, RunState, StageName
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import Action, DecidedBy, FailureKind
@@ -419,6 +420,9 @@ def test_an_incident_that_agents_and_controller_have_found_counts_once(
         assert queries.run_sql(store, question).rows == [[expected]], question
     found = saved_queries.run(store, saved_queries.find("failures-by-kind"), {"days": "36500"})
     assert [row[1] for row in found.rows] == [strikes]
+    other = synced(RunFiles(runs, tail="bbbbbb").created(), store)
+    assert [found["num_incidents"] for found in compare(store, (run.run_id, other.run_id))["runs"]] == [strikes, 0]
+    assert facts(queries.show_run(store, run.run_id))["num_incidents"] == strikes
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from rlhf_core.history.queries.baselines import (
     seconds_per_step,
     usual_speeds,
 )
-from rlhf_core.history.queries.details import evaluation_samples, events, show_run
+from rlhf_core.history.queries.details import counted_incidents, evaluation_samples, events, show_run
 from rlhf_core.history.queries.measured import measured_shape
 from rlhf_core.history.queries.metrics import STEP_SECONDS, curve, last_step, latest_metrics, telemetry
 from rlhf_core.history.queries.plain import Facts
@@ -26,6 +26,7 @@ __all__ = [
     "Facts",
     "SqlResult",
     "SqlStream",
+    "counted_incidents",
     "curve",
     "evaluation_samples",
     "events",
