@@ -12,7 +12,7 @@ import rlhf_core
 from rlhf_core import __version__
 from rlhf_core.errors import BadConfig, RunDirError
 from rlhf_core.files import private as private_files
-from rlhf_core.files.whole import is_disk_full, remove_tree, write_model, write_text
+from rlhf_core.files.whole import comes_from_full_disk, is_disk_full, remove_tree, write_model, write_text
 from rlhf_core.launch.journal import Journal
 from rlhf_core.machine.accounts import account, expanded, user_name
 from rlhf_core.run_dir.run import RunDir, new_run_id
@@ -161,7 +161,7 @@ def prepare_trial(main: RunDir, run_id: str, spec: RunSpec) -> RunDir:
     )
     # A controller killed earlier may have left a folder of this name too.
     remove_tree(_unfinished(runs, run_id).root)
-    return _make_whole(runs, stored, lambda code: shutil.copytree(main.code, code, ignore=not_code))
+    return _make_whole(runs, stored, lambda code: _copy_folder(main.code, code))
 
 
 def _unfinished(runs: Path, run_id: str) -> RunDir:
@@ -297,12 +297,18 @@ def _git(folder: Path, *arguments: str) -> str:
 
 def _copy(source: Path, target: Path) -> None:
     if source.is_dir():
-        try:
-            shutil.copytree(source, target, ignore=not_code)
-        except shutil.Error as error:
-            place, _, why = error.args[0][0]
-            raise BadConfig(f"cannot copy {place} with the code of the run: {why}. Correct or remove it") from None
+        _copy_folder(source, target)
     elif source.is_file():
         shutil.copy2(source, target)
     else:
         raise BadConfig(f"code.paths names {source}, which does not exist; remove it or correct the path")
+
+
+def _copy_folder(source: Path, target: Path) -> None:
+    try:
+        shutil.copytree(source, target, ignore=not_code)
+    except shutil.Error as error:
+        place, _, why = error.args[0][0]
+        if comes_from_full_disk(error):  # no file is to blame
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), place) from None
+        raise BadConfig(f"cannot copy {place} with the code of the run: {why}. Correct or remove it") from None

@@ -79,18 +79,18 @@ def _selected_metrics(shown: Sequence[Facts], metrics: Sequence[str]) -> list[st
 
 
 def _run(label: str, facts: Facts) -> Facts:
-    run, goodput = facts["run"], facts["goodput"]
+    run, goodput, incidents = facts["run"], facts["goodput"], queries.counted_incidents(facts)
     kept = ("run_id", "name", "state", "algorithm", "created_at", "total_steps", "num_attempts", "seed")
     times = ("wall_s", "queue_s", "productive_s", "repeated_s", "lost_s", "ettr")
     return {
         "label": label,
         **{name: run[name] for name in kept},
         "regressed": facts["regressed"],
-        "last_step": max((metric["step"] for metric in facts["metrics"].values()), default=0),
+        "last_step": queries.last_step(facts["metrics"]),
         "warm_start_steps": warm_start_steps(run),
         **{name: goodput.get(name) for name in times},
-        "num_incidents": len(facts["incidents"]),
-        "incidents": dict(Counter(incident["failure_kind"] for incident in facts["incidents"])),
+        "num_incidents": len(incidents),
+        "incidents": dict(Counter(incident["failure_kind"] for incident in incidents)),
     }
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from rlhf_core.errors import JournalDamaged
 from rlhf_core.files.appended import read_models
 from rlhf_core.history import queries, saved_queries
 from rlhf_core.history.store import HistoryStore
@@ -168,7 +169,7 @@ def _readable(read: Callable[[], Found], missing: Found, name: str, notes: list[
     """Read a part of the run directory; if that fails, add a note and return the value for a missing part."""
     try:
         return read()
-    except OSError as error:
+    except (OSError, JournalDamaged) as error:
         notes.append(f"{name} left out: {error}.")
         return missing
 

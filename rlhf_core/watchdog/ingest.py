@@ -92,7 +92,8 @@ def _file_marks(folder: str | Path, depth: int) -> Iterator[tuple[str, int, int]
                 if entry.is_dir(follow_symlinks=depth == 0):
                     yield from _file_marks(entry.path, depth + 1)
                 else:
-                    status = entry.stat()
+                    # Of a link itself: one to nothing would end the folder's list here.
+                    status = entry.stat(follow_symlinks=False)
                     yield entry.path, status.st_size, status.st_mtime_ns
     except (FileNotFoundError, NotADirectoryError):
         return  # removed in the meantime: the next digest differs

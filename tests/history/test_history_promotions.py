@@ -8,7 +8,7 @@ from control_fakes import make_run
 from rlhf_core.errors import IllegalMove
 from rlhf_core.history.queries import show_run
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.launch.journal import Journal
+from rlhf_core.launch.journal import Journal, read_record
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import PromotionState
 from rlhf_core.schemas.journal import PromotionMoved
@@ -35,6 +35,18 @@ def test_the_state_of_a_promotion_is_a_row(store: HistoryStore, runs: Path) -> N
     none = make_run(runs)
     sync(none, store)
     assert show_run(store, none.run_id)["promotion"] == {}
+
+
+def test_a_promotion_that_is_requested_again_has_the_time_of_that_request(store: HistoryStore, runs: Path) -> None:
+    run_dir = make_run(runs)
+    moved(run_dir, "waiting", "expired", "waiting")
+    sync(run_dir, store)
+    found, record = show_run(store, run_dir.run_id)["promotion"], read_record(run_dir).promotion
+    assert record is not None
+    assert found["requested_at"] == found["state_changed_at"] == record.requested_at.isoformat()
+    moved(run_dir, "approved")
+    sync(run_dir, store)
+    assert show_run(store, run_dir.run_id)["promotion"]["requested_at"] == record.requested_at.isoformat()
 
 
 def test_an_illegal_change_of_state_is_refused(store: HistoryStore, runs: Path) -> None:

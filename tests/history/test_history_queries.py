@@ -12,6 +12,8 @@ from made_reports import decision_of
 from rlhf_core.errors import BadInput, UnknownRun
 from rlhf_core.history import queries, saved_queries
 from rlhf_core.history.store import HistoryStore
+from rlhf_core.render.compare import compare
+from rlhf_core.render.exports.mlflow import facts
 from rlhf_core.schemas.attempts import AttemptState, RunState, StageName
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import Action, DecidedBy, FailureKind
@@ -285,6 +287,25 @@ def test_after_a_rewind_the_steps_that_were_undone_are_gone(store: HistoryStore,
     assert steps == [1, 2, 3]
 
 
+def test_the_last_step_after_a_rewind_is_one_that_counts(store: HistoryStore, runs: Path) -> None:
+    """The held-out score of step 6, which is not measured at every step, is the newest of its name."""
+    run = RunFiles(runs).created()
+    for step in range(1, 7):
+        run.metrics(1, 0, step, step, **({"eval/greedy": 0.9} if step == 6 else {}))
+    run.metrics(2, 0, 3, 20)
+    run.metrics(2, 1, 4, 30)
+    other = RunFiles(runs, tail="bbbbbb").created()
+    sync(run.dir, store)
+    sync(other.dir, store)
+    assert {found["run_id"]: found["last_step"] for found in queries.list_runs(store)} == {
+        run.run_id: 4,
+        other.run_id: None,
+    }
+    ids = (run.run_id, other.run_id)
+    assert [queries.last_step(queries.latest_metrics(store, run_id)) for run_id in ids] == [4, 0]
+    assert [found["last_step"] for found in compare(store, ids)["runs"]] == [4, 0]
+
+
 def test_a_restart_that_made_no_step_undoes_nothing(store: HistoryStore, runs: Path) -> None:
     run = RunFiles(runs).created()
     run.metrics(1, 0, 1, 1)
@@ -399,6 +420,9 @@ def test_an_incident_that_agents_and_controller_have_found_counts_once(
         assert queries.run_sql(store, question).rows == [[expected]], question
     found = saved_queries.run(store, saved_queries.find("failures-by-kind"), {"days": "36500"})
     assert [row[1] for row in found.rows] == [strikes]
+    other = synced(RunFiles(runs, tail="bbbbbb").created(), store)
+    assert [found["num_incidents"] for found in compare(store, (run.run_id, other.run_id))["runs"]] == [strikes, 0]
+    assert facts(queries.show_run(store, run.run_id))["num_incidents"] == strikes
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -154,6 +155,22 @@ def test_a_run_directory_that_cannot_be_made_is_reported_with_a_remedy(
     monkeypatch.setattr(launch_prepare, "write_model", refused)
     with pytest.raises(RunDirError, match=f"{os.strerror(code)}. .*{says}"):
         prepare(make_spec(), tmp_path / "runs", config_source="a.toml", folder=folder)
+
+
+def test_a_disk_that_fills_up_with_code_is_reported_as_such(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    spec = make_spec(code={"paths": [str(folder)]})
+    main = prepare(spec, tmp_path / "runs", config_source="a.toml", folder=folder)
+    monkeypatch.setattr(shutil, "copyfile", refused)
+    with pytest.raises(RunDirError, match=r"No space left on device\. Make room there"):
+        prepare(spec, tmp_path / "runs", config_source="a.toml", folder=folder)
+    with pytest.raises(RunDirError, match=r"No space left on device\. Make room there"):
+        prepare_trial(main, new_run_id(spec.name), spec)
+    assert list((tmp_path / "runs").iterdir()) == [main.root]
 
 
 def test_an_unfinished_directory_is_no_run(tmp_path: Path) -> None:

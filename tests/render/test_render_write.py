@@ -211,6 +211,19 @@ def test_parameters_are_counted_from_the_headers_of_the_weights(site: site_confi
         assert gather(store, run_dir).num_parameters == 17
 
 
+def test_a_damaged_journal_costs_the_report_only_what_is_read_from_it(
+    site: site_config.Site, run_dir: RunDir, tmp_path: Path
+) -> None:
+    _ingest(site, run_dir)
+    with run_dir.control.open("a") as journal:
+        journal.write("damaged\n")
+    with HistoryStore(site.database_url) as store:
+        page = write_report(store, run_dir, tmp_path / "report.html").read_text()
+    assert "Held-out greedy exact match rose from 0.750 to 0.930." in page
+    assert "Changes of the promotion are left out: " in page
+    assert f"{run_dir.control}, line " in page
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"\xff" * 20, struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 9) + b'{"a": {}}']
 )

@@ -19,7 +19,7 @@ from rlhf_core.schemas.journal import AttemptMoved, AttemptSubmitted, DecisionMa
 from rlhf_core.schemas.resources import Submission
 from rlhf_core.watchdog import ingest_reader
 from rlhf_core.watchdog.evidence import ending_incidents
-from rlhf_core.watchdog.ingest import rebuild, sync
+from rlhf_core.watchdog.ingest import files_digest, rebuild, sync
 from rlhf_core.watchdog.ingest_reader import BLOCK_BYTES, IngestReader, SkippedLine, SyncReport
 
 
@@ -543,6 +543,16 @@ def test_a_replaced_file_is_read_from_its_beginning(store: HistoryStore, runs: P
     run.event(1, 0, "agent_started", 200)
     sync(run.dir, store)
     assert ask(store, count) == [[after + 1]]
+
+
+def test_links_to_nothing_hide_no_news(runs: Path) -> None:
+    """They are listed before the journal in some order of the folder, whichever it is."""
+    run = whole_run(runs)
+    for number in range(50):
+        (run.dir.root / f"link-{number}").symlink_to("removed")
+    before = files_digest(run.dir)
+    run.moved(RunState.QUEUED, 100)
+    assert files_digest(run.dir) != before
 
 
 def test_a_restored_file_adds_no_duplicate_rows(store: HistoryStore, runs: Path) -> None:

@@ -226,8 +226,10 @@ def _undriven_text(run: Facts, since: datetime) -> str:
 
 
 def _print_head(shown: Facts) -> None:
+    from rlhf_core.history import queries
+
     run = shown["run"]
-    step = max((metric["step"] for metric in shown["metrics"].values()), default=0)
+    step = queries.last_step(shown["metrics"])
     output.print_table(
         ("run", "state", "took", "step"),
         [

@@ -1,5 +1,6 @@
 """Details of one run."""
 
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -40,6 +41,7 @@ from rlhf_core.history.tables.sqlalchemy_core import (
     STAGES,
 )
 from rlhf_core.schemas.attempts import ATTEMPT_ENDS
+from rlhf_core.schemas.failures import Action
 
 _ENDED_ATTEMPTS = frozenset(state.value for state in ATTEMPT_ENDS)
 
@@ -89,6 +91,23 @@ def show_run(store: HistoryStore, run_id: str) -> Facts:
             "weight_syncs": weight_sync_facts(connection, run_id, is_active=run.ended_at is None),
             "lost_time": parts(connection, LOST_TIME, run_id, "failure_kind") if incidents else [],
         }
+
+
+def counted_incidents(shown: Mapping[str, Any]) -> list[Facts]:
+    """Incidents of a run, each once: without those that view ``duplicate_incidents`` has.
+
+    Args:
+        shown: the run, as :func:`show_run` returns it.
+    """
+    places = {(one["attempt"], one["restart"]) for one in shown["incidents"] if one["found_by"] == "controller"}
+    survived = {one["decision_id"] for one in shown["decisions"] if Action(one["action"]).leaves_running}
+    return [
+        one
+        for one in shown["incidents"]
+        if one["found_by"] == "controller"
+        or (one["attempt"], one["restart"]) not in places
+        or one["incident_id"] in survived
+    ]
 
 
 def _run(row: Any, num_attempts: int) -> Facts:

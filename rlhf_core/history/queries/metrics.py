@@ -1,6 +1,6 @@
 """Reads of metrics and telemetry."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from sqlalchemy import Connection, select
 
@@ -36,6 +36,15 @@ def newest_metrics(connection: Connection, run_id: str) -> dict[str, Facts]:
         }
         for row in rows
     }
+
+
+def last_step(metrics: Mapping[str, Facts]) -> int:
+    """The last optimizer step of a run, by its newest metrics (:func:`latest_metrics`); 0 without any.
+
+    That of the newest start of the workers: after a rewind, a rarely logged metric still has its value of a later step.
+    """
+    newest = max(((one["attempt"], one["restart"], one["step"]) for one in metrics.values()), default=(0, 0, 0))
+    return int(newest[-1])
 
 
 def curve(store: HistoryStore, run_id: str, keys: Iterable[str] | None = None) -> dict[str, list[tuple[int, float]]]:

@@ -68,7 +68,9 @@ def list_runs(
         wanted = wanted.where(RUNS.c.trial_of == "")
     chosen = wanted.subquery()
     num_attempts = select(func.count()).where(ATTEMPTS.c.run_id == RUNS.c.run_id).scalar_subquery()
-    last_step = select(func.max(LATEST.c.step)).where(LATEST.c.run_id == RUNS.c.run_id).scalar_subquery()
+    # After a rewind, a rarely logged metric still has its value of a later step, which no longer counts.
+    newest = (LATEST.c.attempt.desc(), LATEST.c.restart.desc(), LATEST.c.step.desc())
+    last_step = select(LATEST.c.step).where(LATEST.c.run_id == RUNS.c.run_id).order_by(*newest).limit(1)
     undriven_s = func.coalesce(undriven_seconds(RUNS.c.run_id), 0.0)
     query = (
         select(
@@ -82,7 +84,7 @@ def list_runs(
             RUNS.c.ended_at,
             RUNS.c.progress_at,
             LEASES.c.expires_at,
-            last_step.label("last_step"),
+            last_step.scalar_subquery().label("last_step"),
             RUNS.c.total_steps,
             RUNS.c.message,
             RUNS.c.trial_of,

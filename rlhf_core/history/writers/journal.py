@@ -190,7 +190,8 @@ def _move_promotion(connection: Connection, run_id: str, event: PromotionMoved, 
         "requested_at": time,
         "state_changed_at": time,
     }
-    insert_or_replace(connection, PROMOTIONS, [row], keep=["requested_at"])
+    is_request = event.state is PromotionState.WAITING
+    insert_or_replace(connection, PROMOTIONS, [row], keep=[] if is_request else ["requested_at"])
 
 
 def _start_stage(connection: Connection, run_id: str, event: StageStarted, time: datetime) -> None:

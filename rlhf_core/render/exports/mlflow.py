@@ -222,7 +222,7 @@ def facts(shown: Mapping[str, Any]) -> dict[str, Any]:
         "regressed": regression_text(map(Regression.model_validate, shown["regressed"])),
         "tags": ", ".join(run["tags"]),
         "num_attempts": len(shown["attempts"]),
-        "num_incidents": len(shown["incidents"]),
+        "num_incidents": len(queries.counted_incidents(shown)),
     }
     return found | {f"goodput.{name}": shown["goodput"].get(name) for name in ("ettr", "wall_s", "lost_s")}
 

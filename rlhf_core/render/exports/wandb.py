@@ -99,5 +99,5 @@ def _summary(shown: dict[str, Any]) -> dict[str, Any]:
     return {
         **{name: value for name, value in known.items() if value is not None},
         "num_attempts": len(shown["attempts"]),
-        "num_incidents": len(shown["incidents"]),
+        "num_incidents": len(queries.counted_incidents(shown)),
     }
