@@ -61,6 +61,23 @@ def test_cascades_alone_blame_no_rank() -> None:
     assert (diagnosis.kind, diagnosis.ranks) == (FailureKind.NETWORK, ())
 
 
+@pytest.mark.parametrize(
+    ("log", "kind", "blamed"),
+    [
+        ("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)", FailureKind.COLLECTIVE_HANG, ((), ())),
+        ("Timed out after 901 seconds waiting for clients. 1/2 clients joined.", FailureKind.RENDEZVOUS, ((), ())),
+        # The negative control: a port is in use on the node of the rank that says so.
+        ("zmq.error.ZMQError: Address already in use", FailureKind.RENDEZVOUS, ((0,), ("here",))),
+    ],
+)
+def test_a_rank_that_waited_in_vain_is_not_to_blame(
+    log: str, kind: FailureKind, blamed: tuple[tuple[int, ...], tuple[str, ...]]
+) -> None:
+    """Two such time-outs would have the node of a healthy rank excluded."""
+    diagnosis = classify(Evidence(workers=(ended(0, -6, log=log), ended(1, -9, by_agent=True, order=1))))
+    assert (diagnosis.kind, (diagnosis.ranks, diagnosis.nodes)) == (kind, blamed)
+
+
 def test_what_the_agent_killed_says_nothing() -> None:
     assert kind_of(failed(0, "builtins.KeyError", "'x'"), ended(1, -9, by_agent=True, order=1)) is FailureKind.UNKNOWN
     assert kind_of(ended(0, -9, by_agent=True), ended(1, None, by_agent=True)) is FailureKind.UNKNOWN
