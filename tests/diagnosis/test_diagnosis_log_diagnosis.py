@@ -537,3 +537,34 @@ def test_of_a_huge_log_the_beginning_and_the_end_are_read(monkeypatch: pytest.Mo
 def test_no_line_slows_the_reader_down(line: str) -> None:
     """Only the start of a line is read; otherwise the test would hang."""
     assert find(line) is None
+
+
+_AT_EXIT = trace(
+    (f"{SITE}/vllm/entrypoints/llm.py", "__del__", "import os"),
+    error="ImportError: sys.meta_path is None, Python is likely shutting down",
+)
+
+
+@pytest.mark.parametrize(
+    "first", ["Exception ignored in: <function LLM.__del__ at 0x7f2a>", "Error in atexit._run_exitfuncs:"]
+)
+def test_an_error_that_python_ignores_is_no_cause(first: str) -> None:
+    """Interpreters that shut down print such errors after the real one."""
+    ignored = f"{first}\n{_AT_EXIT}"
+    later = "\nDuring handling of the above exception, another exception occurred:\n\n"
+    timeout = "[rank0]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\n"
+    found = read_log(timeout + ignored)
+    assert found is not None
+    assert found.kind is Kind.COLLECTIVE_HANG
+    assert read_log(ignored + later + _AT_EXIT) is None
+    assert read_log(f"{first}\n") is None
+    # The next one ends the program, also if the ignored one is cut off, or was not printed at all.
+    lines = ignored.splitlines(keepends=True)
+    for before in (ignored, "".join(lines[:-1]), f"{first}\nerror: no details\n"):
+        found = read_log(before + _AT_EXIT)
+        assert found is not None
+        assert found.kind is Kind.IMPORT_ERROR
+    # What the machine lacks counts wherever it is noticed.
+    found = read_log(f"{first}\nOSError: [Errno 28] No space left on device\n")
+    assert found is not None
+    assert found.kind is Kind.DISK_FULL

@@ -31,6 +31,8 @@ _STARTS_OVER = ": error: "
 """Part of a command's message about wrong arguments; the rest of the file belongs to another start."""
 _OF_THE_START = frozenset({Kind.RENDEZVOUS})
 """Kinds that prevent every step: the first step proves that they were survived."""
+_OF_THE_MACHINE = frozenset({Kind.DISK_FULL, Kind.HOST_OOM, Kind.CUDA_OOM, Kind.GPU_HARDWARE, Kind.ILLEGAL_ACCESS})
+"""Kinds that also count in an error that Python ignored: the machine failed, wherever the program noticed it."""
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{8,16}\b")
 _REASONS = frozenset({Kind.PREEMPTION, Kind.TIME_LIMIT, Kind.NODE_LOST, Kind.USER_CANCEL})
 
@@ -98,7 +100,7 @@ def events(text: str, tables: Tables = TABLES, known: "KnownLines | None" = None
     for number, raw in enumerate(lines):
         reading.take(number, raw, lines)
     found = reading.found
-    if not found and reading.tracebacks.is_open:
+    if not found and reading.tracebacks.is_cut_off:
         at = len(lines) - 1
         found.append(
             FailureEvent(
@@ -162,6 +164,8 @@ class _Reading:
         else:
             event = None if read else self._of_phrase(line)
         if event is None or (self._requeued and _BY_REQUEUE in event.line):
+            return
+        if isinstance(read, Raised) and read.is_ignored and event.kind not in _OF_THE_MACHINE:
             return
         self._steps = 0 if event.part is EvidencePart.ROOT else self._steps
         self._moved = 0
