@@ -568,3 +568,25 @@ def test_an_error_that_python_ignores_is_no_cause(first: str) -> None:
     found = read_log(f"{first}\nOSError: [Errno 28] No space left on device\n")
     assert found is not None
     assert found.kind is Kind.DISK_FULL
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "libibverbs: Warning: couldn't load driver 'libhfi1verbs-rdmav34.so': libhfi1verbs-rdmav34.so: cannot open "
+        "shared object file: No such file or directory",
+        "ERROR: ld.so: object 'libtcmalloc.so.4' from LD_PRELOAD cannot be preloaded (cannot open shared object file): "
+        "ignored.",
+        "[n1:3311] mca_base_component_repository_open: unable to open mca_btl_openib: librdmacm.so.1: cannot open "
+        "shared object file: No such file or directory (ignored)",
+        "/usr/bin/ld: cannot find -laio: No such file or directory",
+        "bash: line 1: ulimit: max locked memory: cannot modify limit: Operation not permitted",
+        "cat: /sys/class/infiniband/mlx5_0/ports/1/rate: No such file or directory",
+    ],
+)
+def test_what_a_node_lacks_at_the_start_does_not_hide_a_later_failure(line: str) -> None:
+    """Ranks other than the first print no steps that would prove that it was survived."""
+    found = read_log(f"{line}\n[rank3]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\n")
+    assert found is not None
+    assert found.kind is Kind.COLLECTIVE_HANG
+    assert read_log(line) is None

@@ -128,8 +128,12 @@ NOISE: tuple[Signature, ...] = (
         r"Unable to register \w+ factory|Failed to (?:open|load) libibverbs|No plugin found \(libnccl",
         r"misc/ibvwrap\.cc|ras/client_support\.cc|Token indices sequence length is longer",
         r"Failed to import from \S+ with",
-        # Called in passing by DeepSpeed and by shell profiles.
-        r"^(?:df|ls|rm|tput): .{0,200}(?:No such file|denied|cannot)|\bmodule: command not found$",
+        # Drivers and libraries that a container or a node lacks and the program can do without.
+        r"^libibverbs: Warning: |from LD_PRELOAD cannot be preloaded|component_repository_open: unable to open",
+        r"\bld: cannot find -l(?:aio|cufile)\b",
+        # Called in passing by DeepSpeed, by launch scripts and by shell profiles.
+        r"^(?:cat|df|find|grep|ls|rm|tput): .{0,200}(?:No such file|denied|cannot)|\bmodule: command not found$",
+        r"\bulimit: .{0,80}cannot modify limit",
     ),
     row(
         Kind.UNKNOWN,
