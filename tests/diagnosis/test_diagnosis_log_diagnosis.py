@@ -590,3 +590,14 @@ def test_what_a_node_lacks_at_the_start_does_not_hide_a_later_failure(line: str)
     assert found is not None
     assert found.kind is Kind.COLLECTIVE_HANG
     assert read_log(line) is None
+
+
+def test_a_checkpoint_that_torch_refuses_to_unpickle_is_not_damaged() -> None:
+    frame = ("transformers/trainer.py", "_load_rng_state", "checkpoint_rng_state = torch.load(rng_file)")
+    error = "_pickle.UnpicklingError: Weights only load failed. "
+    refused = "This file can still be loaded, to do so you have two options, \x1b[1mdo those steps only if you trust it"
+    found, damaged = read_log(trace(frame, error=error + refused)), read_log(trace(frame, error=error + "In PyTorch"))
+    assert found is not None
+    assert found.kind is Kind.IMPORT_ERROR
+    assert damaged is not None
+    assert damaged.kind is Kind.CHECKPOINT_CORRUPT
