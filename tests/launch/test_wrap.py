@@ -314,6 +314,11 @@ def test_secrets_are_in_no_config() -> None:
     assert sum("it contains a secret" in part.what for part in found.unread) == 2
 
 
+def test_options_that_name_a_column_or_a_special_token_are_no_secrets() -> None:
+    line = "python t.py --input_key question --label_key answer --eos_token EOS"
+    assert " ".join(wrapped(line).argv).startswith(line)
+
+
 def test_a_flag_gets_no_value() -> None:
     found = wrapped("python t.py --save --steps 5 --save_every --lr 1")
     assert found.argv == ("python", "t.py", "--save", "--steps", "{num_steps}", "--save_every", "--lr", "1")
