@@ -383,6 +383,12 @@ def test_a_script_becomes_a_config() -> None:
     assert not any("SLURM" in what or "scontrol" in what for what in missing)
 
 
+def test_a_limit_that_must_not_be_raised_does_not_end_the_run_either() -> None:
+    """The setup of a run ends with the first error, the script does not."""
+    found = script("ulimit -l unlimited || true\nmodule load cuda\ntorchrun train.py --max_steps 5\n")
+    assert setting(found, "trainer.setup") == ["ulimit -l unlimited || true", "module load cuda"]
+
+
 @pytest.mark.parametrize(
     ("lines", "environment"),
     [

@@ -138,6 +138,9 @@ def _apply(facts: ScriptFacts, command: ShellCommand, name: str, words: Sequence
             facts.unread.append(
                 UnreadPart(f"line {command.line}: source {words[1]}", "add what it does to trainer.setup or variables")
             )
+    elif name == "ulimit":
+        # Setup ends with the first error. The script goes on if the job must not raise the limit.
+        facts.setup.append(f"{' '.join(words)} || true")
     elif name in _SETUP:
         facts.setup.append(" ".join(words))
     elif name in ("conda", "mamba") and words[1:2] == ("activate",) and facts.conda and not command.unread:
