@@ -601,3 +601,32 @@ def test_a_checkpoint_that_torch_refuses_to_unpickle_is_not_damaged() -> None:
     assert found.kind is Kind.IMPORT_ERROR
     assert damaged is not None
     assert damaged.kind is Kind.CHECKPOINT_CORRUPT
+
+
+@pytest.mark.parametrize(
+    ("frame", "error", "kind"),
+    [
+        (
+            ("torch/distributed/checkpoint/filesystem.py", "write_data", "stream.write(data)"),
+            "OSError: [Errno 28] No space left on device",
+            Kind.DISK_FULL,
+        ),
+        (
+            (
+                "torch/distributed/checkpoint/default_planner.py",
+                "create_default_local_load_plan",
+                "raise RuntimeError(",
+            ),
+            "RuntimeError: Missing key in checkpoint state_dict: lm_head.weight.",
+            Kind.CHECKPOINT_CORRUPT,
+        ),
+    ],
+)
+def test_an_error_of_distributed_checkpoints_has_the_cause_of_its_ranks(
+    frame: tuple[str, str, str], error: str, kind: Kind
+) -> None:
+    outer = "torch.distributed.checkpoint.api.CheckpointException: CheckpointException ranks:dict_keys([3])"
+    inner = trace(frame, error=error).replace("last):", "last): (RANK 3)", 1)
+    found = read_log(trace(("train.py", "main", "dcp.save(state)"), error=outer) + inner)
+    assert found is not None
+    assert (found.kind, found.message) == (kind, f"The log says: {error}")
