@@ -630,3 +630,12 @@ def test_an_error_of_distributed_checkpoints_has_the_cause_of_its_ranks(
     found = read_log(trace(("train.py", "main", "dcp.save(state)"), error=outer) + inner)
     assert found is not None
     assert (found.kind, found.message) == (kind, f"The log says: {error}")
+
+
+@pytest.mark.parametrize("error", ["3: initialization error", "803: system has unsupported display driver", "999: x"])
+def test_a_node_where_cuda_does_not_start_is_at_fault(error: str) -> None:
+    """Other nodes may work: the run must not stop, and a retry must not come back to this one."""
+    said = "Did you run some cuda functions before calling NumCudaDevices() that might have already set an error?"
+    found = read_log(f"RuntimeError: Unexpected error from cudaGetDeviceCount(). {said} Error {error}\n")
+    assert found is not None
+    assert found.kind is Kind.GPU_HARDWARE
