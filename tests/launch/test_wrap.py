@@ -319,6 +319,11 @@ def test_options_that_name_a_column_or_a_special_token_are_no_secrets() -> None:
     assert " ".join(wrapped(line).argv).startswith(line)
 
 
+@pytest.mark.parametrize("launcher", ["torchrun --nproc_per_node 2", "deepspeed --num_gpus 2", "accelerate launch"])
+def test_a_mark_before_the_program_does_not_hide_the_options_of_the_launcher(launcher: str) -> None:
+    assert wrapped(f"{launcher} -- t.py --steps 5").argv == wrapped(f"{launcher} t.py --steps 5").argv
+
+
 def test_a_flag_gets_no_value() -> None:
     found = wrapped("python t.py --save --steps 5 --save_every --lr 1")
     assert found.argv == ("python", "t.py", "--save", "--steps", "{num_steps}", "--save_every", "--lr", "1")
