@@ -388,6 +388,22 @@ def test_a_script_becomes_a_config() -> None:
     assert not any("SLURM" in what or "scontrol" in what for what in missing)
 
 
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("srun hostname\npython t.py", "t.py"),
+        ("srun torchrun --nproc_per_node 8 t.py\nsrun rm -rf /tmp/cache", "t.py"),
+        ("srun --overlap -w $head ray start --head --block &\npython t.py", "t.py"),
+        ("srun ./prepare.sh\ntorchrun --nproc_per_node 8 t.py\nsrun ./cleanup.sh", "t.py"),
+        # The negative controls: an own program in srun may train.
+        ("python download.py\nsrun ./train --steps 5", "./train"),
+        ("srun nvidia-smi\nsrun run.sh", "run.sh"),
+    ],
+)
+def test_steps_of_srun_that_prepare_or_clean_nodes_do_not_train(text: str, program: str) -> None:
+    assert program in script(text).argv
+
+
 def test_a_limit_that_must_not_be_raised_does_not_end_the_run_either() -> None:
     """The setup of a run ends with the first error, the script does not."""
     found = script("ulimit -l unlimited || true\nmodule load cuda\ntorchrun train.py --max_steps 5\n")
