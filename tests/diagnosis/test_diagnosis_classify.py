@@ -62,6 +62,21 @@ def test_cascades_alone_blame_no_rank() -> None:
 
 
 @pytest.mark.parametrize(
+    "line",
+    [
+        "socketProgress: Connection closed by remote peer n2<51224>",
+        "socketProgressOpt: Call to recv from 10.0.0.5<35421> failed : Connection reset by peer",
+    ],
+)
+def test_what_nccl_says_about_a_dead_peer_does_not_blame_the_rank_that_says_it(line: str) -> None:
+    log = f"ncclRemoteError: A call failed possibly due to a network error.\nLast error:\n{line}\n"
+    crashed = ended(1, -11, order=1, log="Fatal Python error: Segmentation fault\n")
+    diagnosis = classify(Evidence(workers=(ended(0, -6, log=log), crashed, ended(2, -6, order=2, log=log))))
+    assert (diagnosis.kind, diagnosis.ranks) == (FailureKind.UNKNOWN, (1,))
+    assert kind_of(ended(0, -6, log=log)) is FailureKind.NETWORK
+
+
+@pytest.mark.parametrize(
     ("log", "kind", "blamed"),
     [
         ("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)", FailureKind.COLLECTIVE_HANG, ((), ())),

@@ -357,7 +357,8 @@ NETWORK: tuple[Signature, ...] = (
         "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.",
         r"NCCL WARN .{0,200}[Cc]onnect to \S+ (?:failed|returned)|ncclSystemError|unhandled system error",
         r"No route to host|Network is (?:unreachable|down)|[Ss]ocket (?:recv|send|poll)\w* failed",
-        r"socketProgress|Call to (?:recv|send|connect) .{0,60}failed",
+        r"(?:socketProgress|Call to (?:recv|send|connect) .{0,60}failed)"
+        r"(?!.{0,80}(?:Connection (?:closed|refused|reset)|Broken pipe))",
         r"ncclUnhandledCudaError|unhandled cuda error",
         r"\buc[pst]_\w+ failed|\bUCX +ERROR\b",
         r"HCCL.{0,60}(?:error|fail)|hcom_\w+ failed",
