@@ -465,6 +465,7 @@ BY_SLURM: dict[str, tuple[dict[str, Any], list[str]]] = {
     "--mem=lots --mem-per-cpu=4G --mem-per-gpu=0": (
         {"resources.memory_gb": None, "slurm.extra": None}, ["--mem=lots", "--mem-per-cpu=4G", "--mem-per-gpu=0"],
     ),
+    "--nodes=2 --tasks-per-node=8": ({"resources.num_nodes": 2, "resources.ranks_per_node": 8}, []),
     "--ntasks=16 --ntasks-per-node=8": ({"resources.num_nodes": 2, "resources.ranks_per_node": 8}, []),
     "--ntasks=12 --ntasks-per-node=8": (
         {"resources.num_nodes": 2, "resources.ranks_per_node": 8}, ["--ntasks=12 with 2 nodes, 8 on each"],
