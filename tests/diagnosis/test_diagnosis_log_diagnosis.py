@@ -214,6 +214,8 @@ def test_what_only_sounds_like_a_failure_is_none(log: str) -> None:
         ("[rank3] NCCL timeout in all_reduce", Kind.COLLECTIVE_HANG),
         ("NCCL watchdog timeout on rank 3", Kind.COLLECTIVE_HANG),
         ("rendezvous timed out after 900 s", Kind.RENDEZVOUS),
+        ("RuntimeError: Unable to find address for: eth0", Kind.RENDEZVOUS),
+        ("n1:7:7 [0] NCCL WARN Bootstrap : no socket interface found", Kind.RENDEZVOUS),
         ("bash: python: command not found", Kind.IMPORT_ERROR),
         ("The prompt of 9000 tokens is longer than the maximum model length of 8192", Kind.DATA),
     ],
