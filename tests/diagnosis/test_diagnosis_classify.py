@@ -281,6 +281,20 @@ def test_lines_that_all_ranks_print_are_matched_once(monkeypatch: pytest.MonkeyP
     assert len(matched) == 2
 
 
+def test_what_nccl_logs_at_every_start_is_not_matched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No two of these lines are equal, so they would be matched one by one, on 512 ranks for 20 s of CPU time."""
+    matched: list[str] = []
+    match_line = signatures.match_line
+    monkeypatch.setattr(
+        signatures, "match_line", lambda line, *table: matched.append(line.text) or match_line(line, *table)
+    )
+    line = "n{0}:7{0}:8{0} [0] NCCL INFO Channel 00/0 : {0}[0] -> 1[1] via P2P/CUMEM/read\n"
+    torn = "n0:7:8 [0] NCCL INFO ChannelRuntimeError: CUDA error: out of memory\n"
+    assert kind_of(*(ended(n, -6, order=n, log=line.format(n)) for n in range(3))) is FailureKind.UNKNOWN
+    assert matched == []
+    assert find(f'Traceback (most recent call last):\n  File "t.py", line 1, in f\n{torn}') is not None
+
+
 def test_the_agents_output_speaks_where_there_were_no_workers() -> None:
     log = "Traceback (most recent call last):\nModuleNotFoundError: No module named 'torch'\n"
     assert classify(Evidence(agent_log=log, agent_vanished=True)).kind is FailureKind.IMPORT_ERROR

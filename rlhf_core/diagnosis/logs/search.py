@@ -128,6 +128,12 @@ def _is_progress_with_prefix(raw: str) -> bool:
     return "loss" in raw and metric_lines.is_progress(read_line(raw).text)
 
 
+def _is_chatter(raw: str) -> bool:
+    """True for a line of NCCL that is neither a warning nor torn by an error. With ``NCCL_DEBUG=INFO``, hundreds of
+    ranks print hundreds each, no two of them equal."""
+    return "NCCL INFO" in raw and "Error" not in raw and "Traceback" not in raw
+
+
 class _Reading:
     """State of the reader of one log."""
 
@@ -146,7 +152,7 @@ class _Reading:
 
     def take(self, number: int, raw: str, lines: Sequence[str]) -> None:
         """Read one line."""
-        if self._is_in_table(raw):
+        if _is_chatter(raw) or self._is_in_table(raw):
             return
         if metric_lines.is_requeued(raw):
             self._requeued = True
