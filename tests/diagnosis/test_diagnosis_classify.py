@@ -61,6 +61,38 @@ def test_cascades_alone_blame_no_rank() -> None:
     assert (diagnosis.kind, diagnosis.ranks) == (FailureKind.NETWORK, ())
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "socketProgress: Connection closed by remote peer n2<51224>",
+        "socketProgressOpt: Call to recv from 10.0.0.5<35421> failed : Connection reset by peer",
+    ],
+)
+def test_what_nccl_says_about_a_dead_peer_does_not_blame_the_rank_that_says_it(line: str) -> None:
+    log = f"ncclRemoteError: A call failed possibly due to a network error.\nLast error:\n{line}\n"
+    crashed = ended(1, -11, order=1, log="Fatal Python error: Segmentation fault\n")
+    diagnosis = classify(Evidence(workers=(ended(0, -6, log=log), crashed, ended(2, -6, order=2, log=log))))
+    assert (diagnosis.kind, diagnosis.ranks) == (FailureKind.UNKNOWN, (1,))
+    assert kind_of(ended(0, -6, log=log)) is FailureKind.NETWORK
+
+
+@pytest.mark.parametrize(
+    ("log", "kind", "blamed"),
+    [
+        ("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)", FailureKind.COLLECTIVE_HANG, ((), ())),
+        ("Timed out after 901 seconds waiting for clients. 1/2 clients joined.", FailureKind.RENDEZVOUS, ((), ())),
+        # The negative control: a port is in use on the node of the rank that says so.
+        ("zmq.error.ZMQError: Address already in use", FailureKind.RENDEZVOUS, ((0,), ("here",))),
+    ],
+)
+def test_a_rank_that_waited_in_vain_is_not_to_blame(
+    log: str, kind: FailureKind, blamed: tuple[tuple[int, ...], tuple[str, ...]]
+) -> None:
+    """Two such time-outs would have the node of a healthy rank excluded."""
+    diagnosis = classify(Evidence(workers=(ended(0, -6, log=log), ended(1, -9, by_agent=True, order=1))))
+    assert (diagnosis.kind, (diagnosis.ranks, diagnosis.nodes)) == (kind, blamed)
+
+
 def test_what_the_agent_killed_says_nothing() -> None:
     assert kind_of(failed(0, "builtins.KeyError", "'x'"), ended(1, -9, by_agent=True, order=1)) is FailureKind.UNKNOWN
     assert kind_of(ended(0, -9, by_agent=True), ended(1, None, by_agent=True)) is FailureKind.UNKNOWN
@@ -247,6 +279,20 @@ def test_lines_that_all_ranks_print_are_matched_once(monkeypatch: pytest.MonkeyP
     log = "[rank{0}]: NCCL error in frame #3 (0x7f{0:010x})\n[rank{0}]: Watchdog caught collective operation timeout\n"
     assert kind_of(*(ended(n, -6, order=n, log=log.format(n)) for n in range(64))) is FailureKind.COLLECTIVE_HANG
     assert len(matched) == 2
+
+
+def test_what_nccl_logs_at_every_start_is_not_matched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No two of these lines are equal, so they would be matched one by one, on 512 ranks for 20 s of CPU time."""
+    matched: list[str] = []
+    match_line = signatures.match_line
+    monkeypatch.setattr(
+        signatures, "match_line", lambda line, *table: matched.append(line.text) or match_line(line, *table)
+    )
+    line = "n{0}:7{0}:8{0} [0] NCCL INFO Channel 00/0 : {0}[0] -> 1[1] via P2P/CUMEM/read\n"
+    torn = "n0:7:8 [0] NCCL INFO ChannelRuntimeError: CUDA error: out of memory\n"
+    assert kind_of(*(ended(n, -6, order=n, log=line.format(n)) for n in range(3))) is FailureKind.UNKNOWN
+    assert matched == []
+    assert find(f'Traceback (most recent call last):\n  File "t.py", line 1, in f\n{torn}') is not None
 
 
 def test_the_agents_output_speaks_where_there_were_no_workers() -> None:

@@ -193,6 +193,8 @@ def test_scary_words_alone_are_no_failure(log: str) -> None:
         (STEPS + "RuntimeError: CUDA out of memory.\nstep 6 loss 1.0\n", FailureKind.CUDA_OOM),
         ("step 1 loss 2.0 grad_norm: nan\nstep 2 loss 1.9 grad_norm: nan\n", FailureKind.NON_FINITE),
         ("step 1 loss 2.0\nstep 2 loss nan\n", FailureKind.NON_FINITE),
+        ("{'loss': 'nan', 'grad_norm': 'nan', 'learning_rate': '1e-06'}\n" * 2, FailureKind.NON_FINITE),
+        ("step:3 - actor/pg_loss:np.float64(nan) - actor/grad_norm:np.float64(nan)\n" * 2, FailureKind.NON_FINITE),
         ("Traceback (most recent call last):\n  File 'a.py', line 3\n", FailureKind.UNKNOWN),
         ("ECC Errors: Volatile SRAM Uncorrectable : 5\n", FailureKind.GPU_HARDWARE),
     ],

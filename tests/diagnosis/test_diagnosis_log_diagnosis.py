@@ -214,6 +214,8 @@ def test_what_only_sounds_like_a_failure_is_none(log: str) -> None:
         ("[rank3] NCCL timeout in all_reduce", Kind.COLLECTIVE_HANG),
         ("NCCL watchdog timeout on rank 3", Kind.COLLECTIVE_HANG),
         ("rendezvous timed out after 900 s", Kind.RENDEZVOUS),
+        ("RuntimeError: Unable to find address for: eth0", Kind.RENDEZVOUS),
+        ("n1:7:7 [0] NCCL WARN Bootstrap : no socket interface found", Kind.RENDEZVOUS),
         ("bash: python: command not found", Kind.IMPORT_ERROR),
         ("The prompt of 9000 tokens is longer than the maximum model length of 8192", Kind.DATA),
     ],
@@ -537,3 +539,105 @@ def test_of_a_huge_log_the_beginning_and_the_end_are_read(monkeypatch: pytest.Mo
 def test_no_line_slows_the_reader_down(line: str) -> None:
     """Only the start of a line is read; otherwise the test would hang."""
     assert find(line) is None
+
+
+_AT_EXIT = trace(
+    (f"{SITE}/vllm/entrypoints/llm.py", "__del__", "import os"),
+    error="ImportError: sys.meta_path is None, Python is likely shutting down",
+)
+
+
+@pytest.mark.parametrize(
+    "first", ["Exception ignored in: <function LLM.__del__ at 0x7f2a>", "Error in atexit._run_exitfuncs:"]
+)
+def test_an_error_that_python_ignores_is_no_cause(first: str) -> None:
+    """Interpreters that shut down print such errors after the real one."""
+    ignored = f"{first}\n{_AT_EXIT}"
+    later = "\nDuring handling of the above exception, another exception occurred:\n\n"
+    timeout = "[rank0]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\n"
+    found = read_log(timeout + ignored)
+    assert found is not None
+    assert found.kind is Kind.COLLECTIVE_HANG
+    assert read_log(ignored + later + _AT_EXIT) is None
+    assert read_log(f"{first}\n") is None
+    # The next one ends the program, also if the ignored one is cut off, or was not printed at all.
+    lines = ignored.splitlines(keepends=True)
+    for before in (ignored, "".join(lines[:-1]), f"{first}\nerror: no details\n"):
+        found = read_log(before + _AT_EXIT)
+        assert found is not None
+        assert found.kind is Kind.IMPORT_ERROR
+    # What the machine lacks counts wherever it is noticed.
+    found = read_log(f"{first}\nOSError: [Errno 28] No space left on device\n")
+    assert found is not None
+    assert found.kind is Kind.DISK_FULL
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "libibverbs: Warning: couldn't load driver 'libhfi1verbs-rdmav34.so': libhfi1verbs-rdmav34.so: cannot open "
+        "shared object file: No such file or directory",
+        "ERROR: ld.so: object 'libtcmalloc.so.4' from LD_PRELOAD cannot be preloaded (cannot open shared object file): "
+        "ignored.",
+        "[n1:3311] mca_base_component_repository_open: unable to open mca_btl_openib: librdmacm.so.1: cannot open "
+        "shared object file: No such file or directory (ignored)",
+        "/usr/bin/ld: cannot find -laio: No such file or directory",
+        "bash: line 1: ulimit: max locked memory: cannot modify limit: Operation not permitted",
+        "cat: /sys/class/infiniband/mlx5_0/ports/1/rate: No such file or directory",
+    ],
+)
+def test_what_a_node_lacks_at_the_start_does_not_hide_a_later_failure(line: str) -> None:
+    """Ranks other than the first print no steps that would prove that it was survived."""
+    found = read_log(f"{line}\n[rank3]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\n")
+    assert found is not None
+    assert found.kind is Kind.COLLECTIVE_HANG
+    assert read_log(line) is None
+
+
+def test_a_checkpoint_that_torch_refuses_to_unpickle_is_not_damaged() -> None:
+    frame = ("transformers/trainer.py", "_load_rng_state", "checkpoint_rng_state = torch.load(rng_file)")
+    error = "_pickle.UnpicklingError: Weights only load failed. "
+    refused = "This file can still be loaded, to do so you have two options, \x1b[1mdo those steps only if you trust it"
+    found, damaged = read_log(trace(frame, error=error + refused)), read_log(trace(frame, error=error + "In PyTorch"))
+    assert found is not None
+    assert found.kind is Kind.IMPORT_ERROR
+    assert damaged is not None
+    assert damaged.kind is Kind.CHECKPOINT_CORRUPT
+
+
+@pytest.mark.parametrize(
+    ("frame", "error", "kind"),
+    [
+        (
+            ("torch/distributed/checkpoint/filesystem.py", "write_data", "stream.write(data)"),
+            "OSError: [Errno 28] No space left on device",
+            Kind.DISK_FULL,
+        ),
+        (
+            (
+                "torch/distributed/checkpoint/default_planner.py",
+                "create_default_local_load_plan",
+                "raise RuntimeError(",
+            ),
+            "RuntimeError: Missing key in checkpoint state_dict: lm_head.weight.",
+            Kind.CHECKPOINT_CORRUPT,
+        ),
+    ],
+)
+def test_an_error_of_distributed_checkpoints_has_the_cause_of_its_ranks(
+    frame: tuple[str, str, str], error: str, kind: Kind
+) -> None:
+    outer = "torch.distributed.checkpoint.api.CheckpointException: CheckpointException ranks:dict_keys([3])"
+    inner = trace(frame, error=error).replace("last):", "last): (RANK 3)", 1)
+    found = read_log(trace(("train.py", "main", "dcp.save(state)"), error=outer) + inner)
+    assert found is not None
+    assert (found.kind, found.message) == (kind, f"The log says: {error}")
+
+
+@pytest.mark.parametrize("error", ["3: initialization error", "803: system has unsupported display driver", "999: x"])
+def test_a_node_where_cuda_does_not_start_is_at_fault(error: str) -> None:
+    """Other nodes may work: the run must not stop, and a retry must not come back to this one."""
+    said = "Did you run some cuda functions before calling NumCudaDevices() that might have already set an error?"
+    found = read_log(f"RuntimeError: Unexpected error from cudaGetDeviceCount(). {said} Error {error}\n")
+    assert found is not None
+    assert found.kind is Kind.GPU_HARDWARE

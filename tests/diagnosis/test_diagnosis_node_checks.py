@@ -139,6 +139,14 @@ def test_variables_that_a_site_knows_to_differ_are_left_alone() -> None:
     assert troubles(compare(changed, {}, Plan(NAMES, 8, per_node_variables=("NCCL_CROSS*",)))) == []
 
 
+def test_variables_with_the_address_or_a_folder_of_each_node_differ() -> None:
+    """vLLM wants its own address on each node, and Triton a cache that is not shared."""
+    own = {
+        name: {"variables": {"VLLM_HOST_IP": f"10.0.0.{name}", "TRITON_CACHE_DIR": f"/tmp/{name}"}} for name in NAMES
+    }
+    assert troubles(compare(facts(**own), {}, PLAN)) == []
+
+
 def test_a_key_that_a_node_lacks_is_absent_there() -> None:
     (found,) = differences({"a": {"x": "1"}, "b": {"x": "1"}, "c": {}})
     assert (found.key, found.usual, found.odd, found.num_usual) == ("x", "1", {"c": "absent"}, 2)

@@ -314,6 +314,16 @@ def test_secrets_are_in_no_config() -> None:
     assert sum("it contains a secret" in part.what for part in found.unread) == 2
 
 
+def test_options_that_name_a_column_or_a_special_token_are_no_secrets() -> None:
+    line = "python t.py --input_key question --label_key answer --eos_token EOS"
+    assert " ".join(wrapped(line).argv).startswith(line)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun --nproc_per_node 2", "deepspeed --num_gpus 2", "accelerate launch"])
+def test_a_mark_before_the_program_does_not_hide_the_options_of_the_launcher(launcher: str) -> None:
+    assert wrapped(f"{launcher} -- t.py --steps 5").argv == wrapped(f"{launcher} t.py --steps 5").argv
+
+
 def test_a_flag_gets_no_value() -> None:
     found = wrapped("python t.py --save --steps 5 --save_every --lr 1")
     assert found.argv == ("python", "t.py", "--save", "--steps", "{num_steps}", "--save_every", "--lr", "1")
@@ -379,6 +389,28 @@ def test_a_script_becomes_a_config() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("srun hostname\npython t.py", "t.py"),
+        ("srun torchrun --nproc_per_node 8 t.py\nsrun rm -rf /tmp/cache", "t.py"),
+        ("srun --overlap -w $head ray start --head --block &\npython t.py", "t.py"),
+        ("srun ./prepare.sh\ntorchrun --nproc_per_node 8 t.py\nsrun ./cleanup.sh", "t.py"),
+        # The negative controls: an own program in srun may train.
+        ("python download.py\nsrun ./train --steps 5", "./train"),
+        ("srun nvidia-smi\nsrun run.sh", "run.sh"),
+    ],
+)
+def test_steps_of_srun_that_prepare_or_clean_nodes_do_not_train(text: str, program: str) -> None:
+    assert program in script(text).argv
+
+
+def test_a_limit_that_must_not_be_raised_does_not_end_the_run_either() -> None:
+    """The setup of a run ends with the first error, the script does not."""
+    found = script("ulimit -l unlimited || true\nmodule load cuda\ntorchrun train.py --max_steps 5\n")
+    assert setting(found, "trainer.setup") == ["ulimit -l unlimited || true", "module load cuda"]
+
+
+@pytest.mark.parametrize(
     ("lines", "environment"),
     [
         ("source /opt/conda/bin/activate", "/opt/conda"),
@@ -433,6 +465,7 @@ BY_SLURM: dict[str, tuple[dict[str, Any], list[str]]] = {
     "--mem=lots --mem-per-cpu=4G --mem-per-gpu=0": (
         {"resources.memory_gb": None, "slurm.extra": None}, ["--mem=lots", "--mem-per-cpu=4G", "--mem-per-gpu=0"],
     ),
+    "--nodes=2 --tasks-per-node=8": ({"resources.num_nodes": 2, "resources.ranks_per_node": 8}, []),
     "--ntasks=16 --ntasks-per-node=8": ({"resources.num_nodes": 2, "resources.ranks_per_node": 8}, []),
     "--ntasks=12 --ntasks-per-node=8": (
         {"resources.num_nodes": 2, "resources.ranks_per_node": 8}, ["--ntasks=12 with 2 nodes, 8 on each"],

@@ -72,7 +72,7 @@ CLASSES: dict[str, Meaning] = {
     **_all(
         Kind.CHECKPOINT_CORRUPT,
         EvidencePart.ROOT,
-        "UnpicklingError SafetensorError CheckpointException CheckpointingException",
+        "UnpicklingError SafetensorError CheckpointingException",
     ),
     # Numbers.
     **_all(Kind.NON_FINITE, EvidencePart.ROOT, "FloatingPointError NonFiniteLossError NanLossDuringTrainingError"),
@@ -108,7 +108,7 @@ WRAPPERS = frozenset((
     "ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "CalledProcessError", "SignalException",
     "BrokenProcessPool", "RemoteTraceback", "InstantiationException", "SystemExit", "ExceptionGroup",
     "TimeoutExpired", "RayError", "LocalRayletDiedError", "OwnerDiedError", "TaskCancelledError",
-    "UserCodeException",
+    "UserCodeException", "CheckpointException",
 ))
 # fmt: on
 """Classes that wrap another error; the inner error decides, wherever it was printed."""

@@ -22,8 +22,9 @@ _ANY_BAR = re.compile(r"\d+%\|")
 
 _NORM_OR_LOSS = re.compile(
     r"(?i)\b(?P<name>(?:\w+[_ ])?loss(?: \d+(?=:))?|grad(?:ient)?[_ ]norm)['\"]?\s*[:= ]\s*"
-    r"(?P<value>[-+]?(\d[\w.+-]*|nan\b|inf\b))"
+    r"(?:['\"]|np\.float\d+\()?(?P<value>[-+]?(\d[\w.+-]*|nan\b|inf\b))"
 )
+"""Transformers 5 quotes its values, and NumPy 2 shows their types."""
 _SCALE = re.compile(r"(?i)\bloss[_ ]scale['\"]?\s*[:=]\s*(?P<value>[\d.]+)")
 NON_FINITE_LINES = 2
 """Number of consecutive non-finite gradient norms: mixed precision occasionally produces a single one."""

@@ -31,6 +31,8 @@ _STARTS_OVER = ": error: "
 """Part of a command's message about wrong arguments; the rest of the file belongs to another start."""
 _OF_THE_START = frozenset({Kind.RENDEZVOUS})
 """Kinds that prevent every step: the first step proves that they were survived."""
+_OF_THE_MACHINE = frozenset({Kind.DISK_FULL, Kind.HOST_OOM, Kind.CUDA_OOM, Kind.GPU_HARDWARE, Kind.ILLEGAL_ACCESS})
+"""Kinds that also count in an error that Python ignored: the machine failed, wherever the program noticed it."""
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{8,16}\b")
 _REASONS = frozenset({Kind.PREEMPTION, Kind.TIME_LIMIT, Kind.NODE_LOST, Kind.USER_CANCEL})
 
@@ -98,7 +100,7 @@ def events(text: str, tables: Tables = TABLES, known: "KnownLines | None" = None
     for number, raw in enumerate(lines):
         reading.take(number, raw, lines)
     found = reading.found
-    if not found and reading.tracebacks.is_open:
+    if not found and reading.tracebacks.is_cut_off:
         at = len(lines) - 1
         found.append(
             FailureEvent(
@@ -126,6 +128,12 @@ def _is_progress_with_prefix(raw: str) -> bool:
     return "loss" in raw and metric_lines.is_progress(read_line(raw).text)
 
 
+def _is_chatter(raw: str) -> bool:
+    """True for a line of NCCL that is neither a warning nor torn by an error. With ``NCCL_DEBUG=INFO``, hundreds of
+    ranks print hundreds each, no two of them equal."""
+    return "NCCL INFO" in raw and "Error" not in raw and "Traceback" not in raw
+
+
 class _Reading:
     """State of the reader of one log."""
 
@@ -144,7 +152,7 @@ class _Reading:
 
     def take(self, number: int, raw: str, lines: Sequence[str]) -> None:
         """Read one line."""
-        if self._is_in_table(raw):
+        if _is_chatter(raw) or self._is_in_table(raw):
             return
         if metric_lines.is_requeued(raw):
             self._requeued = True
@@ -162,6 +170,8 @@ class _Reading:
         else:
             event = None if read else self._of_phrase(line)
         if event is None or (self._requeued and _BY_REQUEUE in event.line):
+            return
+        if isinstance(read, Raised) and read.is_ignored and event.kind not in _OF_THE_MACHINE:
             return
         self._steps = 0 if event.part is EvidencePart.ROOT else self._steps
         self._moved = 0

@@ -20,6 +20,8 @@ _IN_A_BOX = re.compile(r"^\s*(?:\([^)]{1,100}\) ?|\[\w+\]:? ?)?[│╰❱]")
 _MARKED = re.compile(r"❱ *\d+ [ │]*(?P<code>\S.*?)[ │]*$")
 """The line of code of a frame in a box of Rich."""
 _DURING = re.compile(r"^(?:During handling of the above exception|The above exception was the direct cause)")
+_IGNORED = re.compile(r"^(?:Exception ignored |Error in atexit\._run_exitfuncs:)")
+"""Announcement of an error that Python prints without ending the program."""
 _CLASS = (
     r"(?P<name>(?:[A-Za-z_]\w{0,60}\.){1,8}[A-Za-z_]\w{0,80}|[A-Z_]\w{0,80}|gaierror|timeout)(?P<inner>\(\w{1,80}\))?"
 )
@@ -63,6 +65,8 @@ class Raised:
     line: LogLine
     is_later: bool
     """True if it was raised during the handling of another error."""
+    is_ignored: bool = False
+    """True if Python printed it without ending the program, as it does for errors in ``__del__``."""
 
     @property
     def error(self) -> str:
@@ -78,6 +82,9 @@ class _Block:
     code_expected: bool = False
     is_open: bool = False
     is_later: bool = False
+    is_ignored: bool = False
+    was_ignored: bool = False
+    """True if the last error was ignored, and with it those raised during its handling."""
     wrapped: str = ""
     """Start of a frame that did not fit into a line of its box."""
     others: int = 0
@@ -98,8 +105,13 @@ class TracebackReader:
 
     @property
     def is_open(self) -> bool:
-        """True if a traceback has started and its error has not been read; at the end of a log, it is truncated."""
+        """True if a traceback has started and its error has not been read."""
         return bool(self._open)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """True if, at the end of a log, a traceback is truncated whose error is not ignored."""
+        return any(not self._blocks[process].is_ignored for process in self._open)
 
     @property
     def last_frames(self) -> tuple[Frame, ...]:
@@ -127,6 +139,7 @@ class TracebackReader:
             return True
         header = _HEADER.search(line.text)
         if header is not None and (header.start() == 0 or line.text.endswith("last):")):
+            block.is_ignored = block.is_ignored and not block.frames
             block.frames.clear()
             block.is_open, block.code_expected, block.others = True, False, 0
             # Text before it, such as "Scheduler hit an exception:", counts as a separate line.
@@ -142,11 +155,18 @@ class TracebackReader:
             return True
         if _DURING.match(line.text):
             block.is_later = True
+            block.is_ignored = block.was_ignored
+            return True
+        if _IGNORED.match(line.text) is not None:
+            block.frames.clear()
+            block.is_open, block.is_ignored, block.others = True, True, 0
             return True
         raised = self._error(block, line)
+        if raised is None and block.is_ignored and not block.frames:
+            block.is_open = block.is_ignored = False  # neither a traceback nor an error follows
         block.others += 1
         if block.others > CUT_OFF:
-            block.is_open = False
+            block.is_open = block.is_ignored = False
         return raised or False
 
     @staticmethod
@@ -164,7 +184,8 @@ class TracebackReader:
             return None
         message = (found["message"] or "").strip()
         inner = (found["inner"] or "").strip("()")
-        raised = Raised(found["name"], inner, message, tuple(block.frames), line, block.is_later)
-        block.is_open = block.is_later = False
+        raised = Raised(found["name"], inner, message, tuple(block.frames), line, block.is_later, block.is_ignored)
+        block.was_ignored = block.is_ignored
+        block.is_open = block.is_later = block.is_ignored = False
         block.frames = []
         return raised

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from pydantic import JsonValue
 
 from rlhf_core.shell.launch_line import LaunchLine, Role
-from rlhf_core.text.redaction import carries_secret, is_secret_name, secrets_in
+from rlhf_core.text.redaction import carries_secret, secrets_in
 
 _FLAT = re.compile(
     r"^([A-Za-z_]\w*)[ \t]*:[ \t]*(?:\"([^\"\n]*)\"|'([^'\n]*)'|([^#\n]*?))[ \t]*(?:#.*)?$", re.MULTILINE
@@ -191,11 +191,8 @@ class Draft:
                 )
         for index, item in enumerate(self.line.items):
             value = " ".join(self.words[index][1:]) if not item.is_joined else self.value_at(index)
-            named = (
-                item.role == "argument"
-                and is_secret_name(item.name)
-                and any(secrets_in(f"slurm.environment.{item.name}", value))
-            )
+            # Names of arguments are read as in trainer.argv: `--input_key` names a column, unlike a variable INPUT_KEY.
+            named = item.role == "argument" and any(secrets_in("trainer.argv", [f"--{item.name}", value]))
             if self.words[index] and (named or carries_secret(value)):
                 self.words[index] = ()
                 self.missing(

@@ -34,6 +34,9 @@ _GIVEN_BY_RUN = "set by the run for every node"
 def read_launcher(draft: Draft) -> None:
     """Read nodes, ranks and GPUs from launcher options and variables, and replace them with placeholders."""
     _read_variables(draft)
+    for index, item in enumerate(draft.line.items):
+        if item.role == "launcher" and draft.words[index] == ("--",):
+            draft.words[index] = ()  # options follow the launcher's own, and the program needs no mark
     _LAUNCHERS[draft.line.launcher](draft)
     nodes, ranks = draft.settings.get("resources.num_nodes"), draft.settings.get("resources.ranks_per_node")
     if nodes is None:
@@ -173,7 +176,7 @@ def _deepspeed(draft: Draft) -> None:
         draft.settings.setdefault("resources.gpus_per_node", draft.settings["resources.ranks_per_node"])
     for index, item in enumerate(draft.line.items):
         if item.role == "launcher":
-            draft.words[index] = ("torchrun",) if item.start < item.stop else ()
+            draft.words[index] = ("torchrun",) if draft.words[index] else ()
         elif item.role == "launcher_option" and item.name in ("module", "no_python"):
             draft.words[index] = ("-m",) if item.name == "module" else ("--no-python",)
         elif item.role == "launcher_option":

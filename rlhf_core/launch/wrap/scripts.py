@@ -23,6 +23,8 @@ _SILENT = frozenset((
     "pwd", "shopt", "tee", "return", "break", "continue", "read", "kill", "cp", "chmod",
 ))  # fmt: skip
 """Commands without effect on the training."""
+_HELPERS = frozenset(["ray", "tar", "unzip", "rsync", "mv", "ln", "find", "pip", "git"])
+"""Commands that prepare the nodes, or run beside the training."""
 _MAX_REPORTED = 40
 _SETUP = frozenset(["module", "ml", "ulimit"])
 _ACTIVATING = ("/bin/activate", "/etc/profile.d/conda.sh", "/etc/profile.d/mamba.sh")
@@ -93,16 +95,19 @@ def _known_to_job(sbatch: tuple[str, ...]) -> dict[str, str]:
 def _rank(command: ShellCommand) -> int:
     """Score for how likely a command is the training; 0 if it is not."""
     line = read_launch_line(command.argv)
-    if line.launcher == "" and not _inner(line):
-        is_script = bool(line.program) and line.program[0].endswith((".sh", ".slurm", ".sbatch"))
-        return int(bool(line.wrappers) and not is_script and line.program != ())
     if _inner(line):
-        return 2
+        return 3
+    if line.launcher in ("", "srun") and not any(item.role == "launcher" for item in line.items):
+        # Neither a launcher nor Python: `srun` also runs what prepares and cleans the nodes.
+        if not line.wrappers or not line.program or line.program[0] in _SILENT | _HELPERS:
+            return 0
+        is_script = line.program[0].endswith((".sh", ".slurm", ".sbatch"))
+        return 2 if line.launcher == "srun" else int(not is_script)
     if set(line.program[1:]) & _NOT_TRAINING or not line.program:
         return 0
     if line.launcher == "python":
         return 0 if line.program[0] in ("pip", "setup.py") or "c" in line.launcher_options else 1
-    return 2
+    return 3
 
 
 def _inner(line: LaunchLine) -> str:
@@ -138,6 +143,9 @@ def _apply(facts: ScriptFacts, command: ShellCommand, name: str, words: Sequence
             facts.unread.append(
                 UnreadPart(f"line {command.line}: source {words[1]}", "add what it does to trainer.setup or variables")
             )
+    elif name == "ulimit":
+        # Setup ends with the first error. The script goes on if the job must not raise the limit.
+        facts.setup.append(f"{' '.join(words)} || true")
     elif name in _SETUP:
         facts.setup.append(" ".join(words))
     elif name in ("conda", "mamba") and words[1:2] == ("activate",) and facts.conda and not command.unread:

@@ -21,8 +21,9 @@ _SHORT = {
     "N": "nodes", "n": "ntasks", "p": "partition", "A": "account", "t": "time", "c": "cpus_per_task", "G": "gpus",
     "J": "job_name", "q": "qos", "C": "constraint", "x": "exclude", "w": "nodelist", "o": "output", "e": "error",
     "D": "chdir", "i": "input", "K": "kill_on_bad_exit", "l": "label", "u": "unbuffered", "O": "overcommit",
-    "E": "preserve_env", "Q": "quiet", "v": "verbose",
+    "E": "preserve_env", "Q": "quiet", "v": "verbose", "tasks_per_node": "ntasks_per_node",
 }  # fmt: skip
+"""Other names of options."""
 _NAMED = {
     "partition": "slurm.partition",
     "account": "slurm.account",

@@ -69,6 +69,17 @@ def test_scalars_of_torch_come_by_step(tmp_path: Path) -> None:
     assert not polls.poll().moved
 
 
+def test_scalars_by_samples_are_progress_and_no_steps(tmp_path: Path) -> None:
+    """Megatron and DeepSpeed write them among others: a number of samples would end every run."""
+    source = TensorBoard(watched(tmp_path))
+    write(tmp_path, event(3, loss=1.5), event(1536, **{"lm loss vs samples": 1.5}))
+    reading = source.poll(0)
+    assert (reading.step, reading.metrics) == (3, [StepFigures(3, {"loss": 1.5})])
+    write(tmp_path, event(2048, **{"Train/Samples/lr": 1e-6}))
+    reading = source.poll(10)
+    assert (reading.moved, reading.step, reading.metrics) == (True, 3, [])
+
+
 def test_a_torn_last_record_waits_for_its_end(tmp_path: Path) -> None:
     whole = write(tmp_path / "made", event(1, loss=1.0), event(2, loss=2.0)).read_bytes()
     (tmp_path / "run").mkdir()

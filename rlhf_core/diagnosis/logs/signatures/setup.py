@@ -93,6 +93,8 @@ PACKAGES: tuple[Signature, ...] = (
         "TypeError: Trainer.__init__() got an unexpected keyword argument 'tokenizer'",
         r"\w\(\) got an unexpected keyword argument|got multiple values for (?:keyword )?argument",
         r"takes (?:from )?\d+(?: to \d+)? positional arguments? but \d+ (?:was|were) given",
+        # torch.load since 2.6: the file is whole.
+        r"Weights only load failed\. This file can still be loaded|require users to upgrade torch",
     ),
     row(
         Kind.IMPORT_ERROR,

@@ -128,8 +128,12 @@ NOISE: tuple[Signature, ...] = (
         r"Unable to register \w+ factory|Failed to (?:open|load) libibverbs|No plugin found \(libnccl",
         r"misc/ibvwrap\.cc|ras/client_support\.cc|Token indices sequence length is longer",
         r"Failed to import from \S+ with",
-        # Called in passing by DeepSpeed and by shell profiles.
-        r"^(?:df|ls|rm|tput): .{0,200}(?:No such file|denied|cannot)|\bmodule: command not found$",
+        # Drivers and libraries that a container or a node lacks and the program can do without.
+        r"^libibverbs: Warning: |from LD_PRELOAD cannot be preloaded|component_repository_open: unable to open",
+        r"\bld: cannot find -l(?:aio|cufile)\b",
+        # Called in passing by DeepSpeed, by launch scripts and by shell profiles.
+        r"^(?:cat|df|find|grep|ls|rm|tput): .{0,200}(?:No such file|denied|cannot)|\bmodule: command not found$",
+        r"\bulimit: .{0,80}cannot modify limit",
     ),
     row(
         Kind.UNKNOWN,
@@ -252,6 +256,7 @@ MACHINE: tuple[Signature, ...] = (
         "RuntimeError: No CUDA GPUs are available",
         r"No CUDA GPUs are available|No devices were found|Found no NVIDIA driver",
         r"CUDA unknown error - |no CUDA-capable device|Failed to initialize NVML|NVML Shared Library Not Found",
+        r"CUDA driver initialization failed|cudaGetDeviceCount\(\).{0,150}Error (?:3|803|999):",
     ),
     # Failed kernels. A symptom, because broken hardware causes them too and is reported in another line.
     row(
@@ -352,7 +357,8 @@ NETWORK: tuple[Signature, ...] = (
         "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.",
         r"NCCL WARN .{0,200}[Cc]onnect to \S+ (?:failed|returned)|ncclSystemError|unhandled system error",
         r"No route to host|Network is (?:unreachable|down)|[Ss]ocket (?:recv|send|poll)\w* failed",
-        r"socketProgress|Call to (?:recv|send|connect) .{0,60}failed",
+        r"(?:socketProgress|Call to (?:recv|send|connect) .{0,60}failed)"
+        r"(?!.{0,80}(?:Connection (?:closed|refused|reset)|Broken pipe))",
         r"ncclUnhandledCudaError|unhandled cuda error",
         r"\buc[pst]_\w+ failed|\bUCX +ERROR\b",
         r"HCCL.{0,60}(?:error|fail)|hcom_\w+ failed",

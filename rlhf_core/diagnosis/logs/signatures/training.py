@@ -93,7 +93,8 @@ FINDING_EACH_OTHER: tuple[Signature, ...] = (
         ROOT,
         "socket.gaierror: [Errno -2] Name or service not known",
         r"Name or service not known|[Nn]ame resolution|getaddrinfo failed",
-        r"Unable to find interface for|nodename nor servname|No address associated",
+        r"Unable to find (?:address|interface) for|no socket interface found|nodename nor servname",
+        r"No address associated",
         r"[Cc]ould not resolve (?:host|hostname)",
     ),
     row(

@@ -32,6 +32,8 @@ MAX_RECORD_BYTES = 256 << 10
 MAX_BYTES_PER_POLL = 1 << 20
 """Maximum read per poll, to keep it short; the rest follows at the next one."""
 _NAME = re.compile(r"events\.out\.tfevents\..+")
+_BY_SAMPLES = re.compile(r".+ vs samples|Train/Samples/.+")
+"""Scalars of Megatron and DeepSpeed that are written at a number of samples instead of a step."""
 _HEADER, _FOOTER = 12, 4
 _CHECKED_LENGTH = struct.Struct("<QI")
 _DT_FLOAT, _DT_DOUBLE = 1, 2
@@ -54,13 +56,13 @@ class TensorBoard:
         if now_s < self._next_poll_s:
             return Reading(step=self._step)
         self._next_poll_s = now_s + POLL_S
-        problem, figures = "", []
+        problem, found = "", list[StepFigures | None]()
         try:
             if now_s >= self._next_search_s:
                 self._next_search_s = now_s + SEARCH_S
                 problem = self._search()
             for file in self._files.values():
-                figures += file.new_scalars(self._watched)
+                found += file.new_scalars(self._watched)
                 problem = problem or file.problem
         except ImportError as error:
             problem = (
@@ -69,9 +71,10 @@ class TensorBoard:
             )
         except OSError as error:
             problem = f"TensorBoard's event files cannot be read: {error}; expected files that the job can read"
+        figures = [one for one in found if one is not None]
         if figures:
             self._step = figures[-1].step
-        return Reading(bool(figures), self._step, metrics=by_step(figures), problem=problem)
+        return Reading(bool(found), self._step, metrics=by_step(figures), problem=problem)
 
     def _search(self) -> str:
         """Find new files; returns a sentence if there were more folders than could be searched."""
@@ -116,8 +119,8 @@ class _EventFile:
         self.problem = ""
         """Sentence on a damaged record: nothing after it can be read."""
 
-    def new_scalars(self, watched: Watched) -> list[StepFigures]:
-        """Scalars found since the last call that were written after the start.
+    def new_scalars(self, watched: Watched) -> list[StepFigures | None]:
+        """Scalars found since the last call that were written after the start; None in place of those of no step.
 
         Raises:
             OSError: the file exists but cannot be read.
@@ -134,7 +137,7 @@ class _EventFile:
         if found.st_size < self._offset and mark[0] > self._mark[0]:
             self._offset, self.problem = 0, ""
         end = self._offset + MAX_BYTES_PER_POLL
-        figures: list[StepFigures] = []
+        figures: list[StepFigures | None] = []
         with open_regular(self._path) as file:
             for record in self._records(file, found.st_size):
                 self._offset = record.end
@@ -167,7 +170,7 @@ class _EventFile:
             offset = end
 
 
-def _scalars(content: bytes, started_at_s: float) -> Iterator[StepFigures]:
+def _scalars(content: bytes, started_at_s: float) -> Iterator[StepFigures | None]:
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event
 
@@ -179,8 +182,9 @@ def _scalars(content: bytes, started_at_s: float) -> Iterator[StepFigures]:
     if event.wall_time < started_at_s:
         return
     values = {value.tag: number for value in event.summary.value if (number := _number(value)) is not None}
+    of_step = {tag: number for tag, number in values.items() if _BY_SAMPLES.fullmatch(tag) is None}
     if values:
-        yield StepFigures(int(event.step), values)
+        yield StepFigures(int(event.step), of_step) if of_step else None
 
 
 def _number(value: Any) -> float | None:
