@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 
 import psutil
 
@@ -17,6 +16,7 @@ from rlhf_core.errors import DatabaseUnavailable, LeaseLost
 from rlhf_core.history.queries.controllers import LeaseHolder, lease_holder
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.machine.accounts import user_name
+from rlhf_core.machine.process_identity import boot_id, started_ticks
 
 TTL_S = 60.0
 """Time after which a lease expires unless renewed. It is renewed four times in that period."""
@@ -84,21 +84,13 @@ class Owner:
 
 
 def start_mark(pid: int) -> str:
-    """The boot of this machine and the kernel's tick at which a process started, ``1b2c3d4e.52175``.
-
-    Unlike a start time, it stays the same when the clock is set, by NTP or after a virtual machine was suspended. Empty
-    where /proc does not show it.
-    """
+    """The boot of this machine and the kernel's tick at which a process started, ``1b2c3d4e.52175``. Empty where /proc
+    does not show them."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return f"{boot[:8]}.{fields[_START_TICK]}"
-    except (OSError, ValueError, IndexError):
+        ticks = started_ticks(pid)
+        return "" if ticks is None else f"{boot_id()[:8]}.{ticks}"
+    except OSError:
         return ""
-
-
-_START_TICK = 19
-"""Index of ``starttime`` after the name of the program (proc_pid_stat(5), field 22)."""
 
 
 def _is_there(pid: int) -> bool:

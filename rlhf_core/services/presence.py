@@ -22,8 +22,9 @@ from typing import BinaryIO
 from rlhf_core.errors import BadInput
 from rlhf_core.files import private as private_files
 from rlhf_core.files.whole import read_model, write_model
+from rlhf_core.machine.process_identity import boot_id, started_ticks
 from rlhf_core.schemas.base import Schema, utc_now
-from rlhf_core.services.processes import started_ticks, terminate, wait_until
+from rlhf_core.services.processes import terminate, wait_until
 
 STARTED_BY = "RLHF_STARTED_BY"
 """Environment variable that names the supervisor of a service: ``rlhf up``, or a name set by a unit or container."""
@@ -68,7 +69,7 @@ class ServiceRecord(Schema):
     @property
     def is_alive(self) -> bool:
         """True if the process is alive, on this machine."""
-        here = self.host == socket.gethostname() and self.boot_id == _boot_id()
+        here = self.host == socket.gethostname() and self.boot_id == boot_id()
         return here and started_ticks(self.pid) == self.started_ticks
 
     def end(self, timeout_s: float) -> bool:
@@ -216,16 +217,12 @@ def _this_process(address: str) -> ServiceRecord:
     return ServiceRecord(
         pid=os.getpid(),
         started_ticks=ticks,
-        boot_id=_boot_id(),
+        boot_id=boot_id(),
         host=socket.gethostname(),
         since=utc_now(),
         started_by=os.environ.get(STARTED_BY, "hand"),
         address=address,
     )
-
-
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 def _is_held(lock: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Processes of this user: identity and orderly termination."""
+"""Orderly termination of processes of this user."""
 
 import contextlib
 import ctypes
@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import psutil
 
@@ -14,18 +13,6 @@ POLL_INTERVAL_S = 0.05
 
 KILL_TIMEOUT_S = 10.0
 """Time that a process has to be gone after SIGKILL: the kernel first removes it from a core and reclaims its memory."""
-
-
-def started_ticks(pid: int) -> int | None:
-    """Start time of a process in clock ticks since boot (proc(5), field 22); None if it is gone.
-
-    Together with the boot id it distinguishes a process from a later one with the same pid.
-    """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def terminate(pid: int, is_alive: Callable[[], bool], timeout_s: float) -> bool:

@@ -31,8 +31,9 @@ from rlhf_core.errors import ServiceFailed
 from rlhf_core.files import private as private_files
 from rlhf_core.files.appended import read_tail
 from rlhf_core.files.whole import write_text
+from rlhf_core.machine.process_identity import started_ticks
 from rlhf_core.services.presence import OURS, STARTED_BY, private_folder
-from rlhf_core.services.processes import started_ticks, terminate, wait_until
+from rlhf_core.services.processes import terminate, wait_until
 
 ANSWER_TIMEOUT_S = 10.0
 """Time that supervisord has to answer a call. No call takes long."""

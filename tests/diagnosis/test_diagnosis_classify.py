@@ -269,25 +269,26 @@ def test_what_a_worker_printed_last_is_its_own_and_no_echo() -> None:
     assert kind_of(cascade(0), ended(1, 1, order=1, log=log)) is FailureKind.UNKNOWN
 
 
-def test_lines_that_all_ranks_print_are_matched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank has a log of its own, and reading hundreds of them one by one would delay the restart by minutes."""
-    matched: list[str] = []
+@pytest.fixture
+def matched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Texts of the lines that are matched with the signatures."""
+    texts: list[str] = []
     match_line = signatures.match_line
     monkeypatch.setattr(
-        signatures, "match_line", lambda line, *table: matched.append(line.text) or match_line(line, *table)
+        signatures, "match_line", lambda line, *table: texts.append(line.text) or match_line(line, *table)
     )
+    return texts
+
+
+def test_lines_that_all_ranks_print_are_matched_once(matched: list[str]) -> None:
+    """Each rank has a log of its own, and reading hundreds of them one by one would delay the restart by minutes."""
     log = "[rank{0}]: NCCL error in frame #3 (0x7f{0:010x})\n[rank{0}]: Watchdog caught collective operation timeout\n"
     assert kind_of(*(ended(n, -6, order=n, log=log.format(n)) for n in range(64))) is FailureKind.COLLECTIVE_HANG
     assert len(matched) == 2
 
 
-def test_what_nccl_logs_at_every_start_is_not_matched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nccl_logs_at_every_start_is_not_matched(matched: list[str]) -> None:
     """No two of these lines are equal, so they would be matched one by one, on 512 ranks for 20 s of CPU time."""
-    matched: list[str] = []
-    match_line = signatures.match_line
-    monkeypatch.setattr(
-        signatures, "match_line", lambda line, *table: matched.append(line.text) or match_line(line, *table)
-    )
     line = "n{0}:7{0}:8{0} [0] NCCL INFO Channel 00/0 : {0}[0] -> 1[1] via P2P/CUMEM/read\n"
     torn = "n0:7:8 [0] NCCL INFO ChannelRuntimeError: CUDA error: out of memory\n"
     assert kind_of(*(ended(n, -6, order=n, log=line.format(n)) for n in range(3))) is FailureKind.UNKNOWN

@@ -25,10 +25,10 @@ from rlhf_core.cli.commands import services as service_commands
 from rlhf_core.config.site import Site, load_site
 from rlhf_core.errors import BadInput, PrefectUnavailable
 from rlhf_core.files.whole import read_model, write_model
+from rlhf_core.machine.process_identity import started_ticks
 from rlhf_core.schemas.site import is_private
 from rlhf_core.services import presence
 from rlhf_core.services.presence import ServiceFiles, ServiceRecord, ServiceState, holding, service_status
-from rlhf_core.services.processes import started_ticks
 from rlhf_core.services.supervisord import Program, Supervisord
 
 

@@ -17,10 +17,10 @@ import pytest
 from process_tools import command_of, kill_all, processes_of, until
 
 from rlhf_core.errors import BadInput, ServiceFailed
+from rlhf_core.machine.process_identity import started_ticks
 from rlhf_core.services import health, lifecycle, presence, supervisord
 from rlhf_core.services.lifecycle import Lifecycle, Service, restart_supervisord
 from rlhf_core.services.presence import ServiceFiles, ServiceState, holding, service_status
-from rlhf_core.services.processes import started_ticks
 from rlhf_core.services.supervisord import Supervisord
 from rlhf_core.worker.processes import process_state
 

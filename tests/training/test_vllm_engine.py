@@ -319,7 +319,7 @@ MENDS: Mapping[str, tuple[str, Callable[..., object]]] = {
     # Without it, experts and sinks keep the values of the version before.
     "gpt_oss": ("through_weight_loaders", lambda model, tensors: tensors),
 }
-"""What our part of vLLM's worker does about a kind of mixture, and something that does nothing in its place."""
+"""The mend in our part of vLLM's worker for a kind of mixture, and something that does nothing in its place."""
 
 
 def mixture_reloaded(rank: int, num_ranks: int, folder: str, config: dict[str, JsonValue]) -> str:
