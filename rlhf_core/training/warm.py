@@ -67,9 +67,9 @@ def _initialised() -> dict[str, bool]:
 
 
 def _is_unfit_for_forks() -> bool:
-    """True if a forked process could not use CUDA. torch records in the child that its parent touched the driver, even
-    if it does not report CUDA as initialised."""
-    if not torch.backends.cuda.is_built():
+    """True if a forked process could not use the GPUs. torch records in the child that its parent touched the driver,
+    even if it does not report CUDA as initialised."""
+    if not torch.backends.cuda.is_built() or torch.cuda.device_count() == 0:
         return False
     child = os.fork()
     if child == 0:

@@ -244,8 +244,8 @@ class _Elastic(LocalElasticAgent):
         left = kill_and_reap([handler.proc for handler in handlers.values()], CLOSE_TIMEOUT_S)
         for local_rank, handler in list(handlers.items()):
             if handler.proc.pid in left:
-                del handlers[local_rank]  # older versions of torch would wait for it without a limit
-        self._shutdown(signal.SIGKILL, CLOSE_TIMEOUT_S)
+                del handlers[local_rank]  # elastic would wait for it, before torch 2.13 without a limit
+        self._shutdown(signal.SIGKILL)
 
     def _start_workers(self, worker_group: TorchGroup) -> dict[int, object]:
         if self._is_ending():
