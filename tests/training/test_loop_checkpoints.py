@@ -93,6 +93,24 @@ def content(checkpoint: CheckpointDir) -> dict[str, bytes]:
 # Saving
 
 
+def test_memory_is_unpinned_before_it_is_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found on a GPU: the second run in a process wrote checkpoints of zeros, because its memory was where that of the
+    first one had been, which still counted as pinned."""
+    driver = Mock()
+    driver.cuMemHostRegister_v2.return_value = 0
+    monkeypatch.setattr(host_buffers, "_driver", lambda: driver)
+    buffers = host_buffers.HostBuffers(None, torch.device("cuda"))
+    assert buffers.reserve({"first": 4096, "second": 4096})
+    view = torch.frombuffer(buffers["first"], dtype=torch.uint8)
+    first, second = (call.args[0] for call in driver.cuMemHostRegister_v2.call_args_list)
+    assert buffers.num_missing({"first": 4096}) == 0, "it releases the second"
+    assert [call.args for call in driver.cuMemHostUnregister.call_args_list] == [(second,)]
+    del buffers
+    assert driver.cuMemHostUnregister.call_count == 1, "a tensor is there still"
+    del view
+    assert [call.args for call in driver.cuMemHostUnregister.call_args_list] == [(second,), (first,)]
+
+
 def test_a_checkpoint_is_a_model_folder_and_a_state(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
     saved = save_whole(writer(run_dir, ranks), progress(4), model, ENGINE_STATE)
     verify_checkpoint(saved, spec_with(), ranks)

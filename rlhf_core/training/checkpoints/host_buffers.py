@@ -31,10 +31,9 @@ class HostBuffers:
         """
         self.folder = folder
         self._pins = device.type == "cuda"
-        self._pinned: set[str] = set()
-        self._buffers: dict[str, mmap.mmap] = {}
+        self._buffers: dict[str, HostMemory] = {}
 
-    def __getitem__(self, name: str) -> mmap.mmap:
+    def __getitem__(self, name: str) -> "HostMemory":
         """Return the memory that :meth:`reserve` allocated for a file."""
         return self._buffers[name]
 
@@ -66,25 +65,48 @@ class HostBuffers:
     def _missing(self, sizes: Mapping[str, int]) -> dict[str, int]:
         return {name: size for name, size in sizes.items() if name not in self._buffers}
 
-    def _take(self, name: str, size: int) -> mmap.mmap:
+    def _take(self, name: str, size: int) -> "HostMemory":
         if self.folder is None:
-            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory = HostMemory(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
             memory = _mapped_file(self.folder / name, size)
-        if self._pins and _pin(memory):
-            self._pinned.add(name)
+        if self._pins:
+            memory.pin()
         return memory
 
     def _release(self, name: str) -> None:
-        memory = self._buffers.pop(name)
-        if name in self._pinned:
-            self._pinned.remove(name)
-            _unpin(memory)
+        self._buffers.pop(name).unpin()
         if self.folder is not None:
             (self.folder / name).unlink(missing_ok=True)
 
 
-def _mapped_file(path: Path, size: int) -> mmap.mmap:
+class HostMemory(mmap.mmap):
+    """Mapped main memory that can be pinned.
+
+    It is unpinned before it is unmapped. Otherwise a later mapping at the same address would count as pinned, and a GPU
+    would copy into the pages of this one: the later mapping would stay empty, without an error.
+    """
+
+    _pinned_at: int | None = None
+
+    def pin(self) -> None:
+        """Let a GPU copy into the memory directly. Memory that cannot be pinned is only slower."""
+        driver, address = _driver(), ctypes.addressof(ctypes.c_char.from_buffer(self))
+        if driver is not None and driver.cuMemHostRegister_v2(address, len(self), 0) == 0:
+            self._pinned_at = address
+
+    def unpin(self) -> None:
+        """Undo :meth:`pin`, if it had an effect."""
+        address, self._pinned_at = self._pinned_at, None
+        driver = _driver()
+        if address is not None and driver is not None:
+            driver.cuMemHostUnregister(address)
+
+    def __del__(self) -> None:
+        self.unpin()
+
+
+def _mapped_file(path: Path, size: int) -> HostMemory:
     """Create and map a new file in memory, with all pages allocated: writing to an unavailable page would kill the
     process.
 
@@ -97,16 +119,12 @@ def _mapped_file(path: Path, size: int) -> mmap.mmap:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, FILE_MODE)
     try:
         os.posix_fallocate(descriptor, 0, size)
-        return mmap.mmap(descriptor, size)
+        return HostMemory(descriptor, size)
     except OSError:
         path.unlink(missing_ok=True)
         raise
     finally:
         os.close(descriptor)
-
-
-def _address(memory: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 @functools.cache
@@ -123,18 +141,6 @@ def _driver() -> ctypes.CDLL | None:
     driver.cuMemHostRegister_v2.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
     driver.cuMemHostUnregister.argtypes = (ctypes.c_void_p,)
     return driver
-
-
-def _pin(memory: mmap.mmap) -> bool:
-    """Pin the memory so that a GPU copies into it directly; False if it cannot be pinned, which is only slower."""
-    driver = _driver()
-    return driver is not None and driver.cuMemHostRegister_v2(_address(memory), len(memory), 0) == 0
-
-
-def _unpin(memory: mmap.mmap) -> None:
-    driver = _driver()
-    assert driver is not None, "pinned by it"
-    driver.cuMemHostUnregister(_address(memory))
 
 
 def free_memory(folder: Path | None = None) -> int:
