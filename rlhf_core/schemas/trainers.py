@@ -39,6 +39,9 @@ class NativeTrainer(Schema):
     lengths, many short or few long sequences then share a pass (set `micro_batch_size` high); 0 for no limit."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
+    deterministic: bool = False
+    """Give the same bits in every run on GPUs too, also across a resume. Attention then takes about twice as long, and
+    models with an operation that has no such version cannot be trained. On CPU, bits are always the same."""
     log_samples_every: NonNegative = 10
     """Interval, in steps of a loop that samples, at which one group of completions is kept in `samples.jsonl` for
     inspection; 0 for never."""

@@ -22,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from rlhf_core.errors import WorkerError
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.supervision import SuperviseSpec
+from rlhf_core.schemas.trainers import NativeTrainer
 from rlhf_core.training.types import Reporter, WorkerContext
 
 Item = TypeVar("Item")
@@ -177,7 +178,7 @@ def init_process_group(context: WorkerContext) -> Ranks:
     spec = context.spec
     device = _device(spec.resources.gpus_per_node, context.local_rank)
     torch.set_num_threads(spec.resources.cpus_per_rank)
-    make_deterministic(device)
+    make_deterministic(device, on_gpus=isinstance(spec.trainer, NativeTrainer) and spec.trainer.deterministic)
     timeout = collective_timeout(spec.supervise)
     with context.reporter.collective():
         store, rank, num_ranks = _rendezvous(context, timeout)
@@ -217,13 +218,18 @@ def collective_timeout(supervise: SuperviseSpec) -> timedelta:
     return timedelta(seconds=supervise.gap_factor * longest_floor_s + _EVIDENCE_S)
 
 
-def make_deterministic(device: torch.device) -> None:
+def make_deterministic(device: torch.device, *, on_gpus: bool) -> None:
     """Make the same inputs give the same bits in every run, given the same kind of machine and number of threads.
 
-    On CUDA this is best effort: an operation without a deterministic version warns instead of failing the run.
+    On a GPU this costs time, so it has to be asked for: the backward pass of attention in bfloat16 then takes twice as
+    long or more (docs/decisions/0049). Without it, that pass adds up its parts in any order.
+
+    Args:
+        on_gpus: also on GPUs. An operation without a deterministic version then raises RuntimeError when it is called.
     """
+    is_gpu = device.type == "cuda"
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=device.type == "cuda")
+    torch.use_deterministic_algorithms(on_gpus or not is_gpu)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time, changes nothing
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.benchmark = False

@@ -1,7 +1,8 @@
 """The GPU of this process, for links over NCCL (on AMD: RCCL, under the same name). Contains all uses of CUDA for
 links.
 
-Not run on GPUs yet: the tests replace it with a stand-in that has the same methods, in main memory and over gloo.
+Not run on two GPUs yet: the tests replace it with a stand-in that has the same methods, in main memory and over gloo.
+Only copies to main memory have run on a GPU.
 """
 
 import contextlib

@@ -4,7 +4,7 @@
     make bench-train TRAIN="--small"            smoke test: small models and few steps, a minute or two
     make bench-train TRAIN="--only ragged --repeats 5"
 
-    python tests/benchmarks/bench_train.py [--small] [--only WORD] [--repeats 3] [--threads 2] [--trl PYTHON]
+    python tests/benchmarks/bench_train.py [--small | --gpu] [--only WORD] [--repeats 3] [--threads 2] [--trl PYTHON]
 
 Each run is a separate process, ours and TRL's in turn, and ratios are taken pair by pair: they hold when the speed of
 the machine drifts. With other work on the machine, the processor time of a step says more than the clock. Completions
@@ -12,6 +12,9 @@ are given to both, and the training phase is the step without rollout and reward
 compared. Peak memory is the process's own (VmHWM), less that of its imports. The floor is 6 P T floating-point
 operations (P weights, T tokens without padding) at the rate at which this machine multiplies matrices of 1,024 by 1,024
 in float32 with as many threads.
+
+On a GPU (``--gpu``), both train in bfloat16 with float32 master weights. Peak memory is then what was allocated there,
+and the rate is that of matrices of 8,192 by 8,192 in bfloat16.
 """
 
 import argparse
@@ -61,6 +64,20 @@ FIFTY_MILLION = {
 }
 """A third of the weights is the embedding of 32,000 words, which is also the output layer."""
 
+HALF_BILLION = {
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 32_768,
+    "tie_word_embeddings": True,
+}
+"""The shape of Qwen2.5-0.5B."""
+
 _QUICK = Load("quickstart model, equal lengths", QUICKSTART, 32, 16, 16, 64, False, 128)
 _FIFTY = Load("50 M weights, equal lengths", FIFTY_MILLION, 2, 8, 32, 128, False, 8, steps=2)
 _LONG = replace(_FIFTY, name="50 M weights, long", prompts=1, samples=2, longest=2048, micro_batch=2)
@@ -83,6 +100,13 @@ SMALL_LOADS = (
     replace(_SMALL, name="small, long", prompts=1, samples=4, longest=2048, micro_batch=2),
 )
 
+_HALF = Load("0.5 B weights, equal lengths", HALF_BILLION, 8, 8, 128, 512, False, 16, steps=6, on_gpu=True)
+GPU_LOADS = (
+    _HALF,
+    replace(_HALF, name="0.5 B weights, ragged lengths", ragged=True, longest=2048),
+    replace(_HALF, name="0.5 B weights, long", prompts=1, samples=4, longest=8192, micro_batch=2),
+)
+
 TARGETS = {"equal": ("tokens/s", 1.3), "ragged": ("tokens/s", 2.0), "long": ("peak memory", 0.7)}
 """Word in the name of a comparison, mapped to the figure with a target and the target ratio of ours to TRL's."""
 
@@ -103,7 +127,8 @@ def prepare(load: Load, folder: Path) -> int:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token=SPECIAL[PAD], eos_token=SPECIAL[EOS])
     torch.manual_seed(0)
     config = AutoConfig.for_model(**load.model, pad_token_id=PAD, bos_token_id=EOS, eos_token_id=EOS)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.device("cuda" if load.on_gpu else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     return sum(weights.numel() for weights in model.parameters())
@@ -132,15 +157,17 @@ def run(python: str, program: str, folder: Path, threads: int) -> Run:
     return found
 
 
-def flops_per_s(threads: int) -> float:
+def flops_per_s(threads: int, on_gpu: bool) -> float:
     """Floating-point operations per second of matrix products: the best of several, since nothing can be faster."""
     torch.set_num_threads(threads)
-    size = 1024
-    one, other = torch.randn(size, size), torch.randn(size, size)
+    size = 8192 if on_gpu else 1024
+    kind: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16} if on_gpu else {}
+    one, other = torch.randn(size, size, **kind), torch.randn(size, size, **kind)
     seconds = []
     for _ in range(20):
+        train_load.finished(None)
         started = time.monotonic()
-        one @ other
+        train_load.finished(one @ other)
         seconds.append(time.monotonic() - started)
     return 2 * size**3 / min(seconds)
 
@@ -212,6 +239,7 @@ def main() -> int:
     """Run all comparisons and print them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--gpu", action="store_true", help="the comparisons on a GPU instead of those on CPU")
     parser.add_argument("--only", default="", help="comparisons whose name has this word")
     parser.add_argument("--repeats", type=int, default=0, help="pairs of runs; 3, or 1 where nothing is compared")
     parser.add_argument("--threads", type=int, default=2)
@@ -219,9 +247,10 @@ def main() -> int:
     asked = parser.parse_args()
     repeats = asked.repeats or (3 if asked.trl else 1)
     disable_progress_bar()
-    rate = flops_per_s(asked.threads)
-    print(f"{asked.threads} threads, matrix products at {rate / 1e9:.0f} Gflop/s, {repeats} pairs")
-    for load in SMALL_LOADS if asked.small else LOADS:
+    rate = flops_per_s(asked.threads, asked.gpu)
+    device = torch.cuda.get_device_name() if asked.gpu else f"{asked.threads} threads"
+    print(f"{device}, matrix products at {rate / 1e9:.0f} Gflop/s, {repeats} pairs")
+    for load in GPU_LOADS if asked.gpu else SMALL_LOADS if asked.small else LOADS:
         if asked.only not in load.name:
             continue
         pairs = []

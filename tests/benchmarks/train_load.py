@@ -1,4 +1,4 @@
-"""Work that ``bench_train.py`` gives to both trainers, as a folder of files. Imports neither torch nor a trainer.
+"""Work that ``bench_train.py`` gives to both trainers, as a folder of files. Imports no trainer.
 
 ``load.json`` has the settings and the given completions, ``rows.jsonl`` the prompts, ``model/`` a model with random
 weights and its tokenizer: one token per word, ``w17`` for number 17.
@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 SPECIAL = ("<pad>", "<eos>")
 PAD, EOS = 0, 1
@@ -38,6 +40,8 @@ class Load:
     generate: bool = False
     """Completions are sampled by the trainer's own generator, all to the maximum length; otherwise they are given."""
     gradient_checkpointing: bool = False
+    on_gpu: bool = False
+    """On the first GPU, in bfloat16 with float32 master weights; otherwise on CPU in float32."""
 
     def lengths(self) -> list[int]:
         """Number of tokens of every completion of a step."""
@@ -94,6 +98,20 @@ def memory_mib() -> dict[str, float]:
     """Resident memory of this process in MiB: current and peak."""
     fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     return {name: int(fields[key].split()[0]) / 1024 for name, key in (("now", "VmRSS"), ("peak", "VmHWM"))}
+
+
+def peak_memory(before_mib: float, on_gpu: bool) -> dict[str, float]:
+    """Peak memory in MiB, of this process or of what it allocated on the GPU, and what the imports took of it."""
+    if on_gpu:
+        return {"before_mib": 0.0, "peak_mib": torch.cuda.max_memory_allocated() / 2**20}
+    return {"before_mib": before_mib, "peak_mib": memory_mib()["peak"]}
+
+
+def finished(result: Any) -> Any:
+    """Wait until the GPU has done what was asked of it, so that the time of a part is its own."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return result
 
 
 def _words(draw: random.Random, count: int, vocabulary: int) -> list[int]:

@@ -5,6 +5,7 @@
 Prints one JSON object, as ``train_trl.py`` does.
 """
 
+import contextlib
 import json
 import sys
 import time
@@ -34,11 +35,11 @@ def settings(load: dict[str, Any], folder: Path, threads: int) -> dict[str, Any]
     rows = str(folder / "rows.jsonl")
     return {
         "name": "bench",
-        "model": {"path": str(folder / "model")},
+        "model": {"path": str(folder / "model"), "dtype": "bfloat16" if load["on_gpu"] else "float32"},
         "data": {"train": rows, "eval": rows, "max_prompt_tokens": load["prompt_tokens"]},
         "loops": {
             "main": {
-                "num_steps": load["steps"],
+                "num_steps": load["steps"] + load["on_gpu"],
                 "algorithm": {
                     "name": "grpo",
                     "prompts_per_step": load["prompts"],
@@ -51,7 +52,8 @@ def settings(load: dict[str, Any], folder: Path, threads: int) -> dict[str, Any]
         "trainer": {
             "micro_batch_size": load["micro_batch"],
             "gradient_checkpointing": load["gradient_checkpointing"],
-            "zero_stage": 0,  # there is one rank, so nothing to split; TRL splits nothing either
+            # There is one rank, so nothing to split; TRL splits nothing either. Stage 0 has no float32 master weights.
+            "zero_stage": 1 if load["on_gpu"] else 0,
             "log_samples_every": 0,
         },
         "rollout": {"max_new_tokens": load["longest"], "batch_size": load["prompts"] * load["samples"]},
@@ -59,8 +61,12 @@ def settings(load: dict[str, Any], folder: Path, threads: int) -> dict[str, Any]
         "evaluate": {"num_prompts": 0},
         "health": {"off": {"identical": "the completions of a benchmark are given, and the same at every step"}},
         "checkpoint": {"every_num_steps": load["steps"]},
-        "resources": {"ranks_per_node": 1, "cpus_per_rank": threads},
+        "resources": {"ranks_per_node": 1, "cpus_per_rank": threads, "gpus_per_node": int(load["on_gpu"])},
     }
+
+
+class Measured(Exception):
+    """Ends a run on a GPU in the step after the last one that counts: to save gigabytes takes longer than to train."""
 
 
 def rewards(*, completions: list[str], **_: Any) -> list[float]:
@@ -99,12 +105,14 @@ def main(folder: Path, threads: int) -> None:
     Engine.__call__ = timed("forward", parts, Engine.__call__)
     Engine.backward = timed("backward", parts, Engine.backward)
     stamps: list[tuple[float, float, dict[str, float]]] = []
-    trainers_context.reduce_metrics = stamped(stamps, parts, trainers_context.reduce_metrics)
+    most = load["steps"] if load["on_gpu"] else None
+    trainers_context.reduce_metrics = stamped(stamps, parts, trainers_context.reduce_metrics, most)
     context = make_context(str(folder / "run"), settings(load, folder, threads), 0, 1)
     ranks = init_process_group(context)
-    load_deepspeed(on_cpu=True)
+    load_deepspeed(on_cpu=not load["on_gpu"])
     before = train_load.memory_mib()["now"]
-    train_run(context, ranks)
+    with contextlib.suppress(Measured):
+        train_run(context, ranks)
     lines = read_models(context.restart_dir.metrics, MetricsLine)
     steps = [
         {
@@ -117,16 +125,20 @@ def main(folder: Path, threads: int) -> None:
         for (earlier, later), line in zip(pairwise(stamps), lines[1:], strict=True)
     ]
     first = {"step": lines[0].metrics["time/step_s"]}
-    peak = train_load.memory_mib()["peak"]
-    print(json.dumps({"steps": [first, *steps], "before_mib": before, "peak_mib": peak}))
+    print(json.dumps({"steps": [first, *steps], **train_load.peak_memory(before, load["on_gpu"])}))
 
 
 def stamped(
-    stamps: list[tuple[float, float, dict[str, float]]], parts: dict[str, float], function: Callable[..., Any]
+    stamps: list[tuple[float, float, dict[str, float]]],
+    parts: dict[str, float],
+    function: Callable[..., Any],
+    most: int | None,
 ) -> Callable[..., Any]:
-    """Record the wall time, the processor time and the parts so far after each call of a function."""
+    """Record the wall time, the processor time and the parts so far after each of the first calls of a function."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if len(stamps) == most:
+            raise Measured
         answer = function(*args, **kwargs)
         stamps.append((time.monotonic(), time.process_time(), dict(parts)))
         parts.clear()
@@ -141,7 +153,7 @@ def timed(name: str, parts: dict[str, float], function: Callable[..., Any]) -> C
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         started = time.monotonic()
         try:
-            return function(*args, **kwargs)
+            return train_load.finished(function(*args, **kwargs))
         finally:
             parts[name] += time.monotonic() - started
 

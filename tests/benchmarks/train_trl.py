@@ -42,7 +42,7 @@ class Clock(TrainerCallback):
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             started = time.monotonic()
             try:
-                return function(*args, **kwargs)
+                return train_load.finished(function(*args, **kwargs))
             finally:
                 self.parts[name] += time.monotonic() - started
 
@@ -78,8 +78,8 @@ def main(folder: Path, threads: int) -> None:
     sequences = load["prompts"] * load["samples"]
     options: dict[str, Any] = {
         "output_dir": str(folder / "trl"),
-        "use_cpu": True,
-        "bf16": False,
+        "use_cpu": not load["on_gpu"],
+        "bf16": load["on_gpu"],
         "report_to": "none",
         "save_strategy": "no",
         "disable_tqdm": True,
@@ -113,7 +113,7 @@ def main(folder: Path, threads: int) -> None:
     trainer.accelerator.backward = clock.timed("backward", trainer.accelerator.backward)
     clock.begin()
     trainer.train()
-    print(json.dumps({"steps": clock.steps, "before_mib": before, "peak_mib": train_load.memory_mib()["peak"]}))
+    print(json.dumps({"steps": clock.steps, **train_load.peak_memory(before, load["on_gpu"])}))
 
 
 if __name__ == "__main__":

@@ -223,7 +223,6 @@ def test_over_nccl(fleet: Fleet, bucket: int | None) -> None:
 
 @pytest.mark.gpu
 def test_bytes_of_a_gpu_come_to_main_memory() -> None:
-    """Not run yet."""
     gpu = Gpu()
     with gpu.aside():
         bucket, staging = gpu.empty(1 << 20), gpu.staging(1 << 20)

@@ -43,6 +43,7 @@ def _without_changeable_settings(part: dict[str, Any]) -> dict[str, Any]:
         "micro_batch_size",
         "micro_batch_tokens",
         "gradient_checkpointing",
+        "deterministic",
         "log_samples_every",
     ):
         part["trainer"].pop(name, None)

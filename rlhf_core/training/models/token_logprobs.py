@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-_ENTROPY_ELEMENTS = 1 << 20
-"""Number of probabilities that exist at once for the entropy: 4 MiB in float32."""
+_ENTROPY_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}
+"""Number of probabilities that exist at once for the entropy: 4 MiB in float32, which a processor's cache holds. A GPU
+would wait for the launches of so many small operations."""
 
 
 def token_logprobs(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,5 +58,5 @@ class _TokenLogprobs(Function):
 def _entropy(logprobs: Tensor) -> Tensor:
     """``[N, V]`` -> ``[N]``, a few rows at a time; a token with probability 0 adds nothing."""
     lowest = torch.finfo(logprobs.dtype).min
-    rows = max(1, _ENTROPY_ELEMENTS // logprobs.shape[-1])
+    rows = max(1, _ENTROPY_ELEMENTS[logprobs.device.type] // logprobs.shape[-1])
     return torch.cat([-part.exp().mul_(part.clamp(min=lowest)).sum(-1) for part in logprobs.split(rows)])

@@ -227,6 +227,12 @@ SETTINGS: tuple[Signature, ...] = (
     row(
         Kind.CONFIG,
         ROOT,
+        "RuntimeError: histc_cuda does not have a deterministic implementation, but you set 'torch.use_determ",
+        r"does not have a deterministic implementation, but you set",
+    ),
+    row(
+        Kind.CONFIG,
+        ROOT,
         "ValueError: FSDP2 is not compatible with save_only_model=True",
         rf"(?i:{_WRONG})",
         after=_GENERAL,

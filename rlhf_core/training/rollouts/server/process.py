@@ -92,7 +92,7 @@ def _sampler(context: WorkerContext, folder: Path, tokenizer: PreTrainedTokenize
     spec, on_gpu = context.spec, context.spec.resources.gpus_per_node > 0
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")  # the agent makes one GPU visible to it
     if spec.rollout.engine == "transformers":
-        make_deterministic(device)
+        make_deterministic(device, on_gpus=False)  # nothing is differentiated here
         return TransformersSampler(folder, tokenizer, spec.model.dtype, device, spec.model.lora)
     if spec.rollout.engine == "sglang":
         assert scratch is not None  # see _scratch
