@@ -434,6 +434,9 @@ def test_a_server_whose_imports_counted_gpus_through_the_driver_is_refused(monke
     monkeypatch.setattr(warm.torch.backends.cuda, "is_built", lambda: True)
     warm.import_libraries()
     monkeypatch.setattr(warm.torch.cuda, "_is_in_bad_fork", lambda: True)
+    monkeypatch.setattr(warm.torch.cuda, "device_count", lambda: 0)
+    warm.import_libraries()  # a build of torch for CUDA, on a node without GPUs
+    monkeypatch.setattr(warm.torch.cuda, "device_count", lambda: 1)
     with pytest.raises(WorkerError, match="initialized CUDA's driver"):
         warm.import_libraries()
 
