@@ -31,18 +31,20 @@ class GpuRates:
 
     matmul: float
     """Operations per second of dense matrix products in bfloat16."""
+    float32: float
+    """The same in float32: TF32 is off (``training/distributed.py``)."""
     memory: float
     """Bytes per second from its memory."""
 
 
 RATES: Mapping[str, GpuRates] = {
-    "h200": GpuRates(989e12, 4.8e12),
-    "h100": GpuRates(989e12, 3.35e12),
-    "h800": GpuRates(989e12, 3.35e12),
-    "h20": GpuRates(148e12, 4.0e12),
-    "a100": GpuRates(312e12, 2.0e12),
-    "a800": GpuRates(312e12, 2.0e12),
-    "l40s": GpuRates(362e12, 0.86e12),
+    "h200": GpuRates(989e12, 67e12, 4.8e12),
+    "h100": GpuRates(989e12, 67e12, 3.35e12),
+    "h800": GpuRates(989e12, 67e12, 3.35e12),
+    "h20": GpuRates(148e12, 44e12, 4.0e12),
+    "a100": GpuRates(312e12, 19.5e12, 2.0e12),
+    "a800": GpuRates(312e12, 19.5e12, 2.0e12),
+    "l40s": GpuRates(362e12, 91.6e12, 0.86e12),
 }
 """Rates of GPUs by their data sheets (NVIDIA), without sparsity."""
 
@@ -57,8 +59,6 @@ LINK_BYTES = {"node": 200e9, "network": 25e9}
 half its rate."""
 ALL_REDUCE_S = 20e-6
 """Seconds of a sum of small vectors over the GPUs of a split engine: two in each layer of a token. Assumed."""
-_LOW_PRECISION = 2
-"""A matrix product in float32 takes about twice as long, as TF32."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def step_time(spec: RunSpec, shape: Shape, kind: str) -> StepTime | None:
 
 
 def _matmul_rate(spec: RunSpec, rates: GpuRates) -> float:
-    return MATMUL_SHARE * rates.matmul / (1 if spec.model.dtype == "bfloat16" else _LOW_PRECISION)
+    return MATMUL_SHARE * (rates.matmul if spec.model.dtype == "bfloat16" else rates.float32)
 
 
 def _training_operations(spec: RunSpec, shape: Shape, algorithm: AlgorithmSpec) -> float:

@@ -163,7 +163,7 @@ def test_a_healthy_run_has_no_finding() -> None:
 
 
 def test_a_healthy_run_on_gpus_has_no_finding() -> None:
-    facts = with_spec(resources={"gpus_per_node": 2})
+    facts = with_spec(resources={"gpus_per_node": 2}, model={"dtype": "bfloat16"})
     inventory = FakeScheduler(gpus_per_node=2, node_gpus={"n1": 2}, node_gpu_types={"n1": "NVIDIA L4"}).inventory()
     facts = replace(facts, inventory=inventory)
     assert [result for result in run_checks(facts) if result.status is not CheckStatus.PASSED] == []
@@ -348,6 +348,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("model.lora", BLOCKED, with_lora(rank=65), "far below the width"),
     ("model.lora", BLOCKED, replace(with_lora(target_modules=["lm_head"]), model_folder=GPT2), "model: c_attn"),
     ("model.quantized", BLOCKED, healthy(model_config={**MODEL, "quantization_config": MXFP4}), "method mxfp4"),
+    ("model.dtype", WARNING, with_spec(resources={"gpus_per_node": 8}), 'model.dtype = "bfloat16"'),
     ("model.heads", BLOCKED, healthy(model_config={**MODEL, "num_key_value_heads": 3}), "multiple"),
     ("model.heads", BLOCKED, healthy(model_config={**MODEL, "hidden_size": 65}), "head_dim"),
     ("rollout.vllm", BLOCKED, with_vllm({}), "rlhf-flows[training,vllm]"),
