@@ -7,7 +7,7 @@ used for it, duration of queries over many runs, and delay of the history when m
     make bench-history HISTORY="--full --into FILE"     finished parts go into FILE; a restart continues from there
 
     python tests/benchmarks/bench_history.py [--quick | --full] [--database sqlite|postgresql]
-        [--part ingest|memory|questions|daemon ...] [--into FILE] [--mlflow PYTHON]
+        [--part ingest|memory|questions|incidents|daemon ...] [--into FILE] [--mlflow PYTHON]
 
 Without ``--mlflow``, the interpreter of an environment with MLflow, nothing is compared. PostgreSQL is a throw-away
 server, without fsync, for both. Query times cover opening the history and asking once, in a process that has asked
@@ -33,10 +33,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import history_load
+from alembic import command
+from alembic.config import Config
 from bench_ingest import NUM_KEYS, long_run, seconds
 from history_tools import T0, RunFiles, new_sqlite, postgres
 
-from rlhf_core.history import queries, saved_queries
+from rlhf_core.history import migrate, queries, saved_queries
 from rlhf_core.history.batch import IngestBatch
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.compare import compare
@@ -52,6 +54,9 @@ LIMIT_MS = 100.0
 
 SAVED_LIMIT_MS = 1000.0
 """Limit for 95 of 100 saved queries: they cover all runs of a month or a quarter."""
+
+INCIDENTS_LIMIT_S = 2.0
+"""Limit for a saved query about 20,000 incidents."""
 
 Lines = Iterator[str]
 
@@ -163,8 +168,8 @@ def ingest_by_mlflow(kind: str, folder: Path, mlflow: str, number: int) -> dict[
     """MLflow's report of writing the same rows into an empty database."""
     url = f"sqlite:///{folder}/mlflow-{number}.db" if kind == "sqlite" else postgres().empty_database()
     peer = Path(__file__).with_name("mlflow_ingest.py")
-    command = [mlflow, str(peer), url.replace("postgresql:", "postgresql+psycopg:"), str(NUM_STEPS), str(NUM_KEYS)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    arguments = [mlflow, str(peer), url.replace("postgresql:", "postgresql+psycopg:"), str(NUM_STEPS), str(NUM_KEYS)]
+    done = subprocess.run(arguments, capture_output=True, text=True)
     if done.returncode != 0:
         raise SystemExit(f"MLflow's half of the comparison failed:\n{done.stderr}")
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -177,8 +182,8 @@ def bench_memory(kind: str, folder: Path, size: Size, mlflow: str | None) -> Lin
         run = metrics_file(folder / f"runs-{megabytes}", megabytes)
         with new_history(kind, folder) as store:
             url = store.url.render_as_string(hide_password=False)
-        command = [sys.executable, __file__, "--swallow", url, str(run)]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        arguments = [sys.executable, __file__, "--swallow", url, str(run)]
+        done = subprocess.run(arguments, check=True, capture_output=True, text=True)
         yield f"memory: a file of {megabytes} MB: {done.stdout.strip()}"
 
 
@@ -279,7 +284,7 @@ def saved_question(
     question: saved_queries.SavedQuery, ids: Sequence[str], chance: random.Random
 ) -> Callable[[HistoryStore], object]:
     """A saved query with its defaults, as if today were the day of the newest run; runs are chosen at random."""
-    age_days = (datetime.now(UTC) - T0).days - history_load.DAYS
+    age_days = (datetime.now(UTC) - T0).days - history_load.FULL.days
 
     def value(argument: saved_queries.Argument) -> str | None:
         if argument.type == "run":
@@ -315,6 +320,43 @@ def asked(url: str, ask: Callable[[HistoryStore], object]) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Many incidents
+
+
+def bench_incidents(kind: str, folder: Path, size: Size, mlflow: str | None) -> Lines:
+    """Times of the saved queries about the cost of incidents, two of every run, and with the views of schema 0014."""
+    scale = history_load.Scale(size.scale.num_runs, days=28, num_incidents=2, broken_every=1)
+    days = {"days": str((datetime.now(UTC) - T0).days + 1)}
+    with new_history(kind, folder) as store:
+        history_load.load(store, scale)
+        url = store.url.render_as_string(hide_password=False)
+    yield f"incidents: {scale.num_runs:,} runs, {2 * scale.num_runs:,} incidents in the period"
+    took: dict[str, list[float]] = {}
+    try:
+        for revision in ("head", "0014"):
+            if revision == "0014":
+                command.downgrade(alembic_config(url), revision)
+            with HistoryStore(url, check_schema=False) as store:
+                for name in ("recovery-times", "time-lost", "nodes-by-cost"):
+                    query = saved_queries.find(name)
+                    took.setdefault(name, []).append(
+                        seconds(lambda query=query, store=store: saved_queries.run(store, query, days))  # type: ignore[misc]
+                    )
+    finally:
+        command.upgrade(alembic_config(url), "head")
+    for name, (now, before) in took.items():
+        verdict = "" if now <= INCIDENTS_LIMIT_S else f"   MORE THAN {INCIDENTS_LIMIT_S:.0f} s"
+        yield f"  {name:38} {now:6.2f} s   views of 0014: {before:6.2f} s   ratio: {before / now:.1f}{verdict}"
+
+
+def alembic_config(url: str) -> Config:
+    """Alembic's settings for a database."""
+    config = Config(cmd_opts=argparse.Namespace(x=[f"url={url}"]))
+    config.set_main_option("script_location", str(migrate.SCRIPTS))
+    return config
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Many runs at once
 
 
@@ -322,8 +364,8 @@ def bench_daemon(kind: str, folder: Path, size: Size, mlflow: str | None) -> Lin
     """Delay of one daemon (``bench_daemon.py``)."""
     url = new_sqlite(folder) if kind == "sqlite" else postgres().migrated_database()
     program = Path(__file__).with_name("bench_daemon.py")
-    command = [sys.executable, str(program), url, "--runs", str(size.num_runs), "--seconds", str(size.seconds)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    arguments = [sys.executable, str(program), url, "--runs", str(size.num_runs), "--seconds", str(size.seconds)]
+    done = subprocess.run(arguments, check=True, capture_output=True, text=True)
     yield from (f"daemon: {line}" for line in done.stdout.splitlines())
 
 
@@ -331,6 +373,7 @@ PARTS: Mapping[str, Callable[[str, Path, Size, str | None], Lines]] = {
     "ingest": bench_ingest,
     "memory": bench_memory,
     "questions": bench_questions,
+    "incidents": bench_incidents,
     "daemon": bench_daemon,
 }
 """Parts of the benchmark: database, a folder for files, sizes, and the interpreter with MLflow -> lines."""

@@ -21,8 +21,6 @@ DENSE_KEYS = (
 """Metrics of every step."""
 KEYS = (*DENSE_KEYS, "eval/greedy")
 """The last one is measured at every tenth step only."""
-DAYS = 100
-"""Number of days over which the runs are spread."""
 STEPS = 46
 """Steps of a run; every hundredth run has ten times as many. Together 1,000 rows per run."""
 
@@ -32,6 +30,12 @@ class Scale:
     """Sizes of the synthetic history."""
 
     num_runs: int
+    days: int = 100
+    """Number of days over which the runs are spread."""
+    num_incidents: int = 1
+    """Incidents of each run that had any, two at most."""
+    broken_every: int = 10
+    """One of this many runs had incidents."""
 
 
 QUICK = Scale(200)
@@ -40,9 +44,8 @@ FULL = Scale(10_000)
 
 
 def load(store: HistoryStore, scale: Scale) -> None:
-    """Fill an empty history. Runs are spread over 100 days; one in ten had an incident and went back five steps; one in
-    50 is a trial of the run before it; each was probed, evaluated twice and has two checkpoints; the newest 20 are
-    active."""
+    """Fill an empty history. After each incident, a run went back five steps; one in 50 is a trial of the run before
+    it; each was probed, evaluated twice and has two checkpoints; the newest 20 are active."""
     spec = RunSpec(
         name="bench",
         model=ModelSpec(config={"model_type": "qwen3"}, tokenizer="char"),
@@ -51,7 +54,7 @@ def load(store: HistoryStore, scale: Scale) -> None:
     ).model_dump(mode="json")
     rows: dict[str, list[dict[str, Any]]] = {}
     for number in range(scale.num_runs):
-        for table, made in _run(number, scale.num_runs, spec).items():
+        for table, made in _run(number, scale, spec).items():
             rows.setdefault(table, []).extend(made)
     with store.writing() as connection:
         connection.execute(insert(metadata.tables["metric_keys"]), [{"name": name} for name in KEYS])
@@ -91,15 +94,14 @@ def compare_goodput(store: HistoryStore) -> None:
     assert kept == true, "goodput that was kept is not what the view says"
 
 
-def _identity(number: int, num_runs: int) -> tuple[str, datetime]:
-    created = T0 + timedelta(days=DAYS * number / num_runs)
+def _identity(number: int, scale: Scale) -> tuple[str, datetime]:
+    created = T0 + timedelta(days=scale.days * number / scale.num_runs)
     return f"name-{number % 20}-{created:%Y%m%d-%H%M%S}-{number:06x}", created
 
 
-def _run(number: int, num_runs: int, spec: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    run_id, created = _identity(number, num_runs)
-    at_work = number >= num_runs - 20
-    broken = number % 10 == 0
+def _run(number: int, scale: Scale, spec: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    run_id, created = _identity(number, scale)
+    at_work = number >= scale.num_runs - 20
     num_steps = STEPS * (10 if number % 100 == 7 else 1)
     ended = created + timedelta(seconds=60 + 2 * num_steps + 60)
     state = "training" if at_work else "failed" if number % 8 == 5 else "completed"
@@ -107,7 +109,7 @@ def _run(number: int, num_runs: int, spec: dict[str, Any]) -> dict[str, list[dic
         "run_id": run_id, "name": f"name-{number % 20}", "state": state, "message": "", "owner": f"owner-{number % 10}",
         "seed": number, "algorithm": "grpo", "total_steps": num_steps, "config_source": "bench.toml", "overrides": [],
         "spec": spec, "shape": "", "tags": [f"tag-{number % 50}"], "package_version": "0",
-        "trial_of": _identity(number - 1, num_runs)[0] if number % 50 == 49 else "",
+        "trial_of": _identity(number - 1, scale)[0] if number % 50 == 49 else "",
         "code_revision": "", "run_dir": f"/gone/{run_id}", "created_at": created, "started_at": created,
         "ended_at": None if at_work else ended, "progress_at": ended, "journal_token": 1, "ingest_stamp": number + 1,
     }  # fmt: skip
@@ -119,7 +121,7 @@ def _run(number: int, num_runs: int, spec: dict[str, Any]) -> dict[str, list[dic
     restarts = [
         {"run_id": run_id, "attempt": 1, "restart": 0, "started_at": created, "first_step": 1, "last_step": num_steps}
     ]
-    made = {
+    made: dict[str, list[dict[str, Any]]] = {
         "runs": [run],
         "run_tags": [{"run_id": run_id, "tag": f"tag-{number % 50}"}],
         "attempts": [attempt],
@@ -130,9 +132,12 @@ def _run(number: int, num_runs: int, spec: dict[str, Any]) -> dict[str, list[dic
             for index, name in enumerate(("preflight", "allocate", "train", "evaluate"))
         ],
         "events": [
-            {"run_id": run_id, "source": "control.jsonl", "position": 100 * index, "time": created, "kind": "run_moved",
+            {"run_id": run_id, "source": "control.jsonl", "position": 100 * index, "time": created, "kind": kind,
              "node": "", "state": moved, "message": "", "data": {}}
-            for index, moved in enumerate(("preflight", "queued", "training", *(() if at_work else (state,))))
+            for index, (kind, moved) in enumerate(
+                [("controller_started", None), ("run_moved", "preflight"), ("run_moved", "queued"),
+                 ("run_moved", "training"), *(() if at_work else (("run_moved", state),))]
+            )
         ],
         "attempt_nodes": [
             {"run_id": run_id, "attempt": 1, "node": f"node{(number + index) % 64}", "node_index": index, "restart": 0,
@@ -163,27 +168,28 @@ def _run(number: int, num_runs: int, spec: dict[str, Any]) -> dict[str, list[dic
             for when, step, value in (("before", 0, 0.3), ("after", num_steps, 0.4 + math.sin(number) / 3))
         ],
     }  # fmt: skip
-    if broken:
-        middle = num_steps // 2
-        seen_at = created + timedelta(seconds=60 + 2 * middle + 5)
-        restarts[0]["last_step"] = middle
-        restarts.append({**restarts[0], "restart": 1, "first_step": middle - 4, "last_step": num_steps})
-        made["incidents"] = [
-            {"run_id": run_id, "incident_id": "1.0", "attempt": 1, "restart": 0, "found_by": "agent",
-             "failure_kind": "hang" if number % 20 else "worker_killed", "phase": "train", "step": middle,
+    for incident in range(scale.num_incidents if number % scale.broken_every == 0 else 0):
+        step = num_steps * (incident + 1) // (scale.num_incidents + 1)
+        seen_at = created + timedelta(seconds=60 + 2 * step + 30 * incident + 5)
+        restarts[-1]["last_step"] = step
+        restarts.append({**restarts[-1], "restart": incident + 1, "first_step": step - 4, "last_step": num_steps})
+        about = {"run_id": run_id, "attempt": 1}
+        made.setdefault("incidents", []).append(
+            {**about, "incident_id": f"1.{incident}", "restart": incident, "found_by": "agent",
+             "failure_kind": "hang" if number % 20 else "worker_killed", "phase": "train", "step": step,
              "suspect_ranks": [1], "suspect_nodes": ["node1"], "detected_after_s": 5.0,
              "seen_at": seen_at, "fingerprint": f"fault-{number % 7}", "evidence_dir": "",
              "message": "it hung", "collective": ""}
-        ]  # fmt: skip
-        made["decisions"] = [
-            {"run_id": run_id, "decision_id": "1.0", "attempt": 1, "restart": 0, "action": "restart_in_place",
+        )  # fmt: skip
+        made.setdefault("decisions", []).append(
+            {**about, "decision_id": f"1.{incident}", "restart": incident, "action": "restart_in_place",
              "reason": "", "decided_by": "agent", "decided_at": seen_at, "delay_s": 0.0, "excluded_nodes": [],
              "config_diff": {"train": {"micro_batch_size": 4}} if number % 3 == 0 else {}, "resume_checkpoint": ""}
-        ]  # fmt: skip
-        made["node_strikes"] = [
-            {"run_id": run_id, "incident_id": "1.0", "node": f"node{number % 64}", "attempt": 1,
-             "failure_kind": "hang", "struck_at": seen_at}
-        ]  # fmt: skip
+        )  # fmt: skip
+        made.setdefault("node_strikes", []).append(
+            {**about, "incident_id": f"1.{incident}", "node": f"node{number % 64}", "failure_kind": "hang",
+             "struck_at": seen_at}
+        )  # fmt: skip
     return made
 
 

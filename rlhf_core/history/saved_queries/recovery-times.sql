@@ -8,7 +8,7 @@ days (number) = 30: length of the period
 */
 WITH ranked AS (
     SELECT failure_kind, recovery_s, COUNT(recovery_s) OVER (PARTITION BY failure_kind) AS num,
-           ROW_NUMBER() OVER (PARTITION BY failure_kind ORDER BY recovery_s IS NULL, recovery_s) AS nth
+           ROW_NUMBER() OVER (PARTITION BY failure_kind ORDER BY recovery_s NULLS LAST) AS nth
     FROM run_recoveries
     WHERE seen_at >= @days_ago(:days)
 )

@@ -1,0 +1,179 @@
+"""Lost time and recoveries in random histories: as computed here, and as answered by the views of schema 0014."""
+
+import random
+from datetime import datetime
+from typing import Any
+
+import pytest
+from history_tools import at
+from sqlalchemy import insert
+from test_history_migrations import downgrade, upgrade
+from test_history_views import ask
+
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.history.tables import metadata
+
+Row = dict[str, Any]
+Rows = dict[str, list[Row]]
+
+LOST = "SELECT run_id, incident_id, failure_kind, downtime_s, repeated_s, lost_s FROM incident_lost_time ORDER BY 1, 2"
+RECOVERED = "SELECT * FROM run_recoveries ORDER BY run_id, incident_id"
+UNDRIVEN = "SELECT run_id, began_at, ended_at, seconds FROM undriven_times ORDER BY 1, 2, 3"
+
+STEP_SECONDS, LOSS = 1, 2
+"""Ids of the names of metrics."""
+
+
+def made_run(number: int, chance: random.Random) -> Rows:
+    """Rows of a run with up to three attempts, some without steps, and up to six incidents at any time: before the
+    first step, at the same time as another one, twice in a restart, at the end, found twice, or survived. Native and
+    external, with and without step times; over, resumed after the end or the death of a controller, and active."""
+    run_id = f"run-{number:03d}"
+    about = {"run_id": run_id}
+    external, timed, over = chance.random() < 0.4, chance.random() < 0.7, chance.random() < 0.7
+    rows: Rows = {name: [] for name in ("runs", "attempts", "restarts", "metrics", "incidents", "decisions", "events")}
+    clock, step = 10.0, 0
+    for attempt in range(1, chance.randint(1, 3) + 1):
+        planned_at = at(clock) if chance.random() < 0.9 else None
+        rows["attempts"].append(
+            {**about, "number": attempt, "state": "running", "message": "", "scheduler": "slurm", "num_nodes": 2,
+             "resume_checkpoint": "", "resumed_from_step": 0, "planned_at": planned_at, "submitted_at": planned_at}
+        )  # fmt: skip
+        for restart in range(chance.randint(1, 3)):
+            step = max(0, step - chance.randint(0, 3))
+            first, num_steps = step + 1, chance.choice((0, 1, 4))
+            for _ in range(num_steps):
+                step += 1
+                clock += chance.randint(1, 900) / 100
+                finite = chance.random() < 0.9
+                line = {**about, "step": step, "attempt": attempt, "restart": restart, "time": at(clock)}
+                value = chance.randint(1, 40) / 8 if finite else None
+                values = {LOSS: 1.0, **({STEP_SECONDS: value} if timed and chance.random() < 0.9 else {})}
+                rows["metrics"] += [
+                    {**line, "key_id": key, "value": value, "non_finite": None if value is not None else "NaN"}
+                    for key, value in values.items()
+                ]
+            rows["restarts"].append(
+                {**about, "attempt": attempt, "restart": restart, "first_step": first if num_steps else None,
+                 "last_step": step if num_steps else None}
+            )  # fmt: skip
+            clock += chance.randint(0, 4)
+            for found in range(chance.randint(0, 2)):
+                incident_id = f"{attempt}.{restart}.{found}"
+                rows["incidents"].append(
+                    {**about, "incident_id": incident_id, "attempt": attempt, "restart": restart,
+                     "found_by": chance.choice(("agent", "agent", "controller")), "failure_kind": "hang", "phase": "",
+                     "suspect_ranks": [], "suspect_nodes": [], "fingerprint": "", "evidence_dir": "", "message": "",
+                     "collective": "", "seen_at": at(max(0.0, clock - chance.choice((0, 0, 3, 20))))}
+                )  # fmt: skip
+                if chance.random() < 0.5:
+                    rows["decisions"].append(
+                        {**about, "decision_id": incident_id, "attempt": attempt, "restart": restart, "reason": "",
+                         "action": chance.choice(("continue", "restart_workers", "restart_in_place")), "delay_s": 0.0,
+                         "decided_by": "agent", "decided_at": at(clock), "excluded_nodes": [], "config_diff": {},
+                         "resume_checkpoint": ""}
+                    )  # fmt: skip
+            clock += chance.randint(1, 30)
+        rows["attempts"][-1]["started_at"] = planned_at
+        moves = [("controller_started", None), ("run_moved", "training")]
+        if chance.random() < 0.4:
+            moves += [("run_moved", "failed"), ("run_moved", "queued")]
+        for kind, state in moves:
+            rows["events"].append(
+                {**about, "source": "control.jsonl", "position": len(rows["events"]), "time": at(clock), "kind": kind,
+                 "node": "", "state": state, "message": "", "data": {}}
+            )  # fmt: skip
+            clock += chance.choice((0, 1, 50))
+    trainer = {"kind": "command" if external else "native"}
+    ended_at = at(clock) if over else None
+    rows["runs"].append(
+        {**about, "name": "sort", "state": "failed" if over else "training", "message": "", "owner": "anna", "seed": 1,
+         "algorithm": "grpo", "total_steps": 9, "config_source": "", "overrides": [], "spec": {"trainer": trainer},
+         "shape": "", "tags": [], "package_version": "0", "trial_of": "", "code_revision": "", "run_dir": "/gone",
+         "created_at": at(0), "started_at": at(0), "ended_at": ended_at, "progress_at": at(clock - 1),
+         "journal_token": 1, "ingest_stamp": 1}
+    )  # fmt: skip
+    return rows
+
+
+def fill(store: HistoryStore, runs: list[Rows]) -> None:
+    """Insert the rows of all runs."""
+    with store.writing() as connection:
+        names = [{"key_id": STEP_SECONDS, "name": "time/step_s"}, {"key_id": LOSS, "name": "train/loss"}]
+        connection.execute(insert(metadata.tables["metric_keys"]), names)
+        for name in runs[0]:
+            made = [row for rows in runs for row in rows[name]]
+            connection.execute(insert(metadata.tables[name]), made)
+
+
+def same(found: list[list[object]], expected: list[list[object]]) -> bool:
+    """Compare rows; numbers to a millisecond, because times on SQLite are no more exact."""
+    return len(found) == len(expected) and all(
+        one == pytest.approx(other, abs=1e-3) if isinstance(other, float) else one == other
+        for row, other_row in zip(found, expected, strict=True)
+        for one, other in zip(row, other_row, strict=True)
+    )
+
+
+def interruptions(rows: Rows) -> list[Row]:
+    """Incidents that ended all workers, each once, in the order of their detection."""
+    survived = {one["decision_id"] for one in rows["decisions"] if one["action"] in ("continue", "restart_workers")}
+    by_controller = {place(one) for one in rows["incidents"] if one["found_by"] == "controller"}
+    found = [
+        one
+        for one in rows["incidents"]
+        if one["incident_id"] not in survived and (one["found_by"] == "controller" or place(one) not in by_controller)
+    ]
+    return sorted(found, key=lambda one: (one["seen_at"], one["incident_id"]))
+
+
+def place(row: Row) -> tuple[int, int]:
+    """Attempt and restart."""
+    return row["attempt"], row["restart"]
+
+
+def seconds(begin: datetime, end: datetime) -> float:
+    """Seconds between two times."""
+    return (end - begin).total_seconds()
+
+
+def recoveries(rows: Rows, undriven: list[tuple[datetime, datetime]]) -> list[list[object]]:
+    """Incident, recovery and catching up, as in the view ``run_recoveries``."""
+    steps = [row for row in rows["metrics"] if row["key_id"] == STEP_SECONDS] or rows["metrics"]
+    answers = []
+    for one in interruptions(rows):
+        later = [row for row in steps if place(row) > place(one)]
+        highest = max((row["step"] for row in steps if place(row) <= place(one)), default=0)
+        passed: list[object] = []
+        for candidates in (later, [row for row in later if row["step"] > highest]):
+            reached = min((row["time"] for row in candidates), default=None)
+            rest = sum(
+                seconds(*span) for span in undriven if reached and one["seen_at"] <= span[0] and span[1] <= reached
+            )
+            passed.append(seconds(one["seen_at"], reached) - rest if reached else None)
+        answers.append([one["run_id"], one["incident_id"], *passed])
+    return answers
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_views_of_incidents_answer_as_before_and_as_computed_here(
+    store: HistoryStore, database_url: str, seed: int
+) -> None:
+    chance = random.Random(seed)
+    runs = [made_run(number, chance) for number in range(60)]
+    fill(store, runs)
+    found = [ask(store, question) for question in (LOST, RECOVERED, UNDRIVEN)]
+    assert all(len(answer) > 20 for answer in found), "the history has what is compared"
+    downgrade(database_url, "0014")
+    before = [ask(store, question) for question in (LOST, RECOVERED, UNDRIVEN)]
+    upgrade(database_url, "head")
+    for new, old in zip(found, before, strict=True):
+        assert same(new, old)
+    undriven: dict[object, list[tuple[datetime, datetime]]] = {}
+    for run_id, began_at, ended_at, _ in ask(store, UNDRIVEN):
+        times = tuple(datetime.fromisoformat(str(one)) for one in (began_at, ended_at))
+        begin, end = (one if one.tzinfo else one.replace(tzinfo=at(0).tzinfo) for one in times)
+        undriven.setdefault(run_id, []).append((begin, end))
+    expected = [one for rows in runs for one in recoveries(rows, undriven.get(rows["runs"][0]["run_id"], []))]
+    answers = ask(store, "SELECT run_id, incident_id, recovery_s, caught_up_s FROM run_recoveries")
+    assert same(sorted(answers, key=lambda row: row[:2]), sorted(expected, key=lambda row: row[:2]))  # type: ignore[arg-type, return-value]
