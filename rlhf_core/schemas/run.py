@@ -310,6 +310,7 @@ def shape_key(spec: RunSpec) -> str:
             "trainer": _SHAPING,
             "resources": {"num_nodes", "ranks_per_node", "gpus_per_node"},
         },
+        warnings=False,  # before 2.13, pydantic takes a trainer whose settings are left out for one of another kind
     )
     part["algorithm"] = [spec.algorithm]
     if spec.loops.main is not None:
