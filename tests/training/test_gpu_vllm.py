@@ -163,6 +163,7 @@ def run_spec(**sections: Any) -> dict[str, Any]:
         model={"config": {**TINY_MODEL, "head_dim": 64}, "tokenizer": "char", "dtype": "bfloat16"},
         rollout={"engine": "vllm", "max_new_tokens": 5, "vllm": {"gpu_memory_share": SHARE, "enforce_eager": True}},
         evaluate={"num_prompts": 4, "samples_per_prompt": 1},
+        trainer={"deterministic": True},
         **sections,
     )
 
