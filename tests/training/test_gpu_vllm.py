@@ -14,6 +14,7 @@ from adapted_models import LORA, adapted
 from core_models import QWEN, char_tokenizer, tiny_model
 from rank_launcher import TINY_MODEL, launch, tiny_spec, training_group, values
 from test_loop_runs import Interrupting, final_state, interrupt, metrics_of
+from test_vllm_engine import DRAWN, PROMPTS, SEEDS, no_beat
 from transformers import PreTrainedModel
 
 from rlhf_core.schemas.model import LoraSpec
@@ -29,19 +30,12 @@ pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 
-PROMPTS = [[40, 41, 42], [50], [60, 61, 62, 63, 64]]
-SEEDS = [[100 * prompt + sample for sample in range(4)] for prompt in range(3)]
 GREEDY = Sampling(max_new_tokens=8, temperature=0.0, batch_size=64)
-DRAWN = Sampling(max_new_tokens=8, temperature=0.7, batch_size=64)
 SHARE = 0.1
 """Share of the GPU's memory for an engine."""
 CLOSE = {"float32": 1e-3, "bfloat16": 0.15}
 """Largest difference of a log-probability by number format."""
 ON_GPU: dict[str, Any] = {"resources": {"gpus_per_node": 1}}
-
-
-def no_beat() -> None:
-    """Heartbeat that is discarded."""
 
 
 def model_of(kind: str, dtype: str, seed: int = 0) -> PreTrainedModel:
