@@ -150,7 +150,7 @@ def test_every_version_of_an_adapter_is_taken_over(tmp_path: Path) -> None:
 # Runs
 
 
-def run_spec(**sections: Any) -> dict[str, Any]:
+def run_spec() -> dict[str, Any]:
     """GRPO with samples from vLLM in the trainer's process."""
     return tiny_spec(
         **ON_GPU,
@@ -158,7 +158,6 @@ def run_spec(**sections: Any) -> dict[str, Any]:
         rollout={"engine": "vllm", "max_new_tokens": 5, "vllm": {"gpu_memory_share": SHARE, "enforce_eager": True}},
         evaluate={"num_prompts": 4, "samples_per_prompt": 1},
         trainer={"deterministic": True},
-        **sections,
     )
 
 
