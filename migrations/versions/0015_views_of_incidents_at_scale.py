@@ -29,7 +29,7 @@ FIRST, TELEMETRY, UNDRIVEN, EXTERNAL = (
 seconds, replace_views = TELEMETRY["seconds"], TELEMETRY["replace_views"]
 ENDED, SUPERSEDED = TELEMETRY["ENDED"], FIRST["SUPERSEDED"]
 
-KEY = "(SELECT key_id FROM metric_keys WHERE name = 'time/step_s')"
+KEY = f"({FIRST['STEP_SECONDS']})"
 TIMED = f"m.key_id = {KEY}"
 UNTIMED = f"NOT EXISTS (SELECT 1 FROM metrics x WHERE x.run_id = i.run_id AND x.key_id = {KEY})"
 """Condition for all metrics of a run that reports no step times."""
@@ -41,7 +41,6 @@ LATER_INCIDENT = "(b.seen_at > i.seen_at OR (b.seen_at = i.seen_at AND b.inciden
 OF_RESTART = "m.run_id = i.run_id AND m.attempt = i.attempt AND m.restart = i.restart"
 REWOUND = f"(SELECT MIN(r.first_step) FROM restarts r WHERE r.run_id = i.run_id AND {LATER.format('r')})"
 """The step from which on the steps of the restart of an incident were made again."""
-
 
 KIND_OF_TRAINER = {
     "sqlite": "json_extract(n.spec, '$.trainer.kind')",
