@@ -27,14 +27,14 @@ def read_model_types(package: Path, config: Mapping[str, Any]) -> ModelTypes:
         trees = [_parse(path) for path in sorted((package / "models" / "auto").glob("*_auto.py"))]
         trees += [_parse(path) for path in (package / "models" / "auto").glob("auto_mappings.py")]
         classes = dict(pair for tree in trees for pair in _pairs(tree, "CONFIG_MAPPING_NAMES"))
-        rooms = dict(pair for tree in trees for pair in _pairs(tree, "SPECIAL_MODEL_TYPE_TO_MODULE_NAME"))
+        packages = dict(pair for tree in trees for pair in _pairs(tree, "SPECIAL_MODEL_TYPE_TO_MODULE_NAME"))
     except (OSError, SyntaxError, ValueError):
         return ModelTypes()
     model_type = str(config["model_type"])
     if model_type not in classes:
         return ModelTypes(frozenset(classes))
-    room = rooms.get(model_type, model_type).replace("-", "_")
-    file = package / "models" / room / f"configuration_{room}.py"
+    name = packages.get(model_type, model_type).replace("-", "_")
+    file = package / "models" / name / f"configuration_{name}.py"
     try:
         # The trainer accepts rope_theta for every model: transformers moves it into rope_parameters.
         arguments = frozenset({"rope_theta", *_arguments(file, classes[model_type])})

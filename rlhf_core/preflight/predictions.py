@@ -43,8 +43,8 @@ def predict(
     if shape is None:
         return Predictions()
     kinds = gpu_kinds(spec.resources, slurm, inventory)
-    rooms = [room for kind in kinds if (room := gpu_memory_bytes(kind)) is not None]
-    gpu = min(rooms, default=None) if spec.resources.gpus_per_node else None
+    memories = [memory for kind in kinds if (memory := gpu_memory_bytes(kind)) is not None]
+    gpu = min(memories, default=None) if spec.resources.gpus_per_node else None
     times = [found for kind in kinds if (found := step_time(spec, shape, kind)) is not None]
     return Predictions(trainer_estimate(spec, shape, gpu), max(times, key=lambda found: found.seconds, default=None))
 

@@ -32,7 +32,7 @@ def _wrong(file: str, line: str, *breaks: str) -> WrongImport:
     return WrongImport(file, line, frozenset(breaks))
 
 
-TORCH, TOWER = "torch-lives-in-the-compute-tower", "compute-is-started-by-name"
+TORCH, PLANE = "torch-lives-in-the-compute-plane", "compute-is-started-by-name"
 PREFECT, FLOWS = "prefect-lives-in-flows", "flows-serve-the-command-line"
 CYCLES = "no-cycles"
 
@@ -47,13 +47,13 @@ WRONG_IMPORTS: dict[str, WrongImport] = {
     ),
     "cli reaches torch": _wrong("rlhf_core/cli/main.py", "import torch", TORCH),
     "preflight loads a tokenizer": _wrong("rlhf_core/preflight/__init__.py", "import tokenizers", TORCH),
-    "cli reaches training": _wrong("rlhf_core/cli/main.py", "from rlhf_core.training import types", TOWER),
-    "flow reaches training": _wrong("flows/run.py", "import rlhf_core.training", TOWER),
-    "flow reaches the worker": _wrong("flows/run.py", "import rlhf_core.worker", TOWER, "floors"),
+    "cli reaches training": _wrong("rlhf_core/cli/main.py", "from rlhf_core.training import types", PLANE),
+    "flow reaches training": _wrong("flows/run.py", "import rlhf_core.training", PLANE),
+    "flow reaches the worker": _wrong("flows/run.py", "import rlhf_core.worker", PLANE, "layers"),
     "preflight asks weight sync": _wrong(
-        "rlhf_core/preflight/facts.py", "from rlhf_core.weight_sync import base", TOWER
+        "rlhf_core/preflight/facts.py", "from rlhf_core.weight_sync import base", PLANE
     ),
-    "the callback reaches training": _wrong("rlhf_core/callback.py", "from rlhf_core.training import types", TOWER),
+    "the callback reaches training": _wrong("rlhf_core/callback.py", "from rlhf_core.training import types", PLANE),
     "prefect in a report": _wrong("rlhf_core/render/run_page.py", "import prefect", PREFECT),
     "prefect in the watchdog, which the steps use": _wrong("rlhf_core/watchdog/watcher.py", "import prefect", PREFECT),
     "prefect in the order of the steps": _wrong("rlhf_core/control/steps.py", "import prefect", PREFECT),
@@ -72,47 +72,47 @@ WRONG_IMPORTS: dict[str, WrongImport] = {
     "alembic in cli": _wrong("rlhf_core/cli/main.py", "from alembic import command", "sqlalchemy-lives-in-history"),
     "submitit in launch": _wrong("rlhf_core/launch/start.py", "import submitit", "submitit-lives-in-scheduler"),
     "preflight imports its sibling launch": _wrong(
-        "rlhf_core/preflight/__init__.py", "from rlhf_core.launch import start", "floors"
+        "rlhf_core/preflight/__init__.py", "from rlhf_core.launch import start", "layers"
     ),
     "history imports its sibling scheduler": _wrong(
-        "rlhf_core/history/store.py", "from rlhf_core import scheduler", "floors"
+        "rlhf_core/history/store.py", "from rlhf_core import scheduler", "layers"
     ),
-    "errors climb a floor": _wrong("rlhf_core/errors.py", "from rlhf_core.schemas import checks", "floors"),
+    "errors climb a floor": _wrong("rlhf_core/errors.py", "from rlhf_core.schemas import checks", "layers"),
     "a schema climbs a floor": _wrong(
-        "rlhf_core/schemas/checks.py", "from rlhf_core.run_dir import run", "floors", CYCLES
+        "rlhf_core/schemas/checks.py", "from rlhf_core.run_dir import run", "layers", CYCLES
     ),
     "a stage reaches up to a command": _wrong(
-        "rlhf_core/control/stages.py", "from rlhf_core.cli import output", "floors", CYCLES
+        "rlhf_core/control/stages.py", "from rlhf_core.cli import output", "layers", CYCLES
     ),
     "weight sync climbs to its trainers": _wrong(
-        "rlhf_core/weight_sync/base.py", "from rlhf_core.training.models import gathering", "floors", CYCLES
+        "rlhf_core/weight_sync/base.py", "from rlhf_core.training.models import gathering", "layers", CYCLES
     ),
-    "a room that has no floor": _wrong("rlhf_core/foo.py", '"""Not placed on a floor."""', "floors"),
+    "a room that has no floor": _wrong("rlhf_core/foo.py", '"""Not placed on a floor."""', "layers"),
     "a room of training that has no place": _wrong(
-        "rlhf_core/training/foo.py", '"""Not placed among the rooms."""', "rooms-of-training"
+        "rlhf_core/training/foo.py", '"""Not placed among the layers."""', "layers-of-training"
     ),
     "a room of the worker that has no place": _wrong(
-        "rlhf_core/worker/foo.py", '"""Not placed among the rooms."""', "rooms-of-worker"
+        "rlhf_core/worker/foo.py", '"""Not placed among the layers."""', "layers-of-worker"
     ),
     "data reaches the model": _wrong(
         "rlhf_core/training/data/loading.py",
         "from rlhf_core.training.models import packing",
-        "rooms-of-training",
+        "layers-of-training",
         CYCLES,
     ),
     "a data module reaches deepspeed through the engine": _wrong(
         "rlhf_core/training/data/loading.py",
         "from rlhf_core.training.trainers import engine",
-        "rooms-of-training",
+        "layers-of-training",
         CYCLES,
     ),
     "a beat asks the agent": _wrong(
-        "rlhf_core/worker/liveness/heartbeat.py", "from rlhf_core.worker.agent import job", "rooms-of-worker", CYCLES
+        "rlhf_core/worker/liveness/heartbeat.py", "from rlhf_core.worker.agent import job", "layers-of-worker", CYCLES
     ),
-    "two modules of a room import each other": _wrong(
+    "two modules of a package import each other": _wrong(
         "rlhf_core/render/series.py", "from rlhf_core.render import plots", CYCLES
     ),
-    "two rooms of flows import each other": _wrong(
+    "two packages of flows import each other": _wrong(
         "flows/server/settings.py", "from flows.deployments import work_pool", CYCLES
     ),
     "training imports history": _wrong(
@@ -227,13 +227,13 @@ def _declared(*extras: str) -> set[str]:
     return names.union(*(PARTS.get(name, set()) for name in names))
 
 
-COMPUTE_TOWER = ("rlhf_core.training", "rlhf_core.weight_sync", "rlhf_core.worker")
+COMPUTE_PLANE = ("rlhf_core.training", "rlhf_core.weight_sync", "rlhf_core.worker")
 
 
 EXPORTS = "rlhf_core.render.exports"
 """Module that imports its libraries when they are needed, and explains how to install a missing one."""
 
-NOT_CONTROL_PLANE = (*COMPUTE_TOWER, "rlhf_core.callback", EXPORTS)
+NOT_CONTROL_PLANE = (*COMPUTE_PLANE, "rlhf_core.callback", EXPORTS)
 
 
 def test_schemas_stand_on_pydantic_alone(graph: grimp.ImportGraph) -> None:
@@ -251,8 +251,8 @@ def test_the_exports_import_only_what_their_extra_declares(graph: grimp.ImportGr
     assert {library: by for library, by in libraries.items() if library not in _declared("export")} == {}
 
 
-def test_the_compute_tower_imports_only_what_the_training_extra_declares(graph: grimp.ImportGraph) -> None:
-    libraries = _libraries_of(graph, *COMPUTE_TOWER)
+def test_the_compute_plane_imports_only_what_the_training_extra_declares(graph: grimp.ImportGraph) -> None:
+    libraries = _libraries_of(graph, *COMPUTE_PLANE)
     known = _declared("training") | {"rlhf_rank_file"}  # lies beside its importer, on the path of other programs
     further = {library: by for library, by in libraries.items() if library not in known}
     assert {library: by.rpartition(".")[0] for library, by in further.items()} == {

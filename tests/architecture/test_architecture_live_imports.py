@@ -1,4 +1,4 @@
-"""The two towers, live: each one imports in a fresh interpreter in which the other's libraries cannot be imported."""
+"""The two planes, live: each one imports in a fresh interpreter in which the other's libraries cannot be imported."""
 
 import json
 import subprocess
@@ -49,8 +49,8 @@ def _import_all(packages: list[str], left_out: list[str], blocked: tuple[str, ..
 
 
 def test_the_control_plane_imports_without_torch() -> None:
-    other_tower = ["rlhf_core.training", "rlhf_core.weight_sync", "rlhf_core.worker"]
-    left_out = [*other_tower, "rlhf_core.callback"]  # the last one is for other trainers
+    other_plane = ["rlhf_core.training", "rlhf_core.weight_sync", "rlhf_core.worker"]
+    left_out = [*other_plane, "rlhf_core.callback"]  # the last one is for other trainers
     done = _import_all(["rlhf_core", "flows"], left_out, TORCH_AND_KIN)
     assert done.returncode == 0, done.stderr
     imported = set(json.loads(done.stdout.splitlines()[-1]))
@@ -58,7 +58,7 @@ def test_the_control_plane_imports_without_torch() -> None:
 
 
 @pytest.mark.training
-def test_the_compute_tower_imports_without_the_control_libraries() -> None:
+def test_the_compute_plane_imports_without_the_control_libraries() -> None:
     # Loaded by the ranks of other programs, and by vLLM.
     left_out = ["rlhf_core.worker.command.in_rank", "rlhf_core.training.rollouts.vllm.worker"]
     done = _import_all(["rlhf_core.training", "rlhf_core.weight_sync", "rlhf_core.worker"], left_out, CONTROL_LIBRARIES)
