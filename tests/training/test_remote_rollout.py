@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import httpx
 import pytest
 from process_tools import until
 
@@ -214,6 +215,35 @@ def test_an_engine_that_is_gone_does_not_keep_the_others_from_being_given_weight
         asyncio.run(run.run())
         assert time.monotonic() - began > 1.0, "its time to return is over"
     assert dispatcher.num_missing == 2
+
+
+def test_engines_share_the_prompts_whichever_responds_first() -> None:
+    """A window that has room for all of them is no reason to send them to one engine."""
+    samplers = [ScriptedSampler(), ScriptedSampler()]
+    with engine(0, samplers[0]) as quick, engine(1, samplers[1]) as slow:
+        health = slow.health
+
+        async def later(http: httpx.AsyncClient) -> EngineHealth:
+            await asyncio.sleep(0.1)
+            return await health(http)
+
+        dispatcher, run = rollout([quick, slow], 4)
+        with mock.patch.object(slow, "health", later):
+            asyncio.run(run.run())
+    assert dispatcher.is_done
+    assert [sampler.num_made for sampler in samplers] == [2, 2]
+
+
+def test_an_engine_that_does_not_respond_delays_no_prompt_for_long() -> None:
+    async def never(http: httpx.AsyncClient) -> EngineHealth:
+        await asyncio.sleep(60)
+        raise AssertionError("the rollout waited for it")
+
+    with engine(0, ScriptedSampler()) as client, engine(1, ScriptedSampler()) as hung:
+        dispatcher, run = rollout([client, hung], 4)
+        with mock.patch.object(hung, "health", never):
+            asyncio.run(run.run())
+    assert dispatcher.is_done
 
 
 def test_addresses_are_not_read_for_every_prompt() -> None:

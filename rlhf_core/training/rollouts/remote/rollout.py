@@ -30,6 +30,8 @@ CHECKS_PER_S = 100
 """Most health checks that a rank makes per second: one takes 2 ms of its CPU."""
 ANSWERS_PER_S = 400
 """Most health checks that an engine answers per second: one takes 0.5 ms of its CPU."""
+FIRST_CHECKS_S = 1.0
+"""Longest time for which a rollout waits to hear from every engine before it sends its first prompts, in seconds."""
 MAX_MOVES = 8
 """Number of engines that may fail on one prompt before the rollout gives up."""
 
@@ -93,6 +95,7 @@ class RemoteRollout:
         self._last_loss = "no engine has registered"
         self._none_since_s = time.monotonic()
         self._others: set[tuple[int, int]] = set()
+        self._checked: set[tuple[int, int]] = set()
         self._unresponsive_since_s: dict[tuple[int, int], float] = {}
         self._is_stopped = False
         self._wake = asyncio.Event()
@@ -110,7 +113,7 @@ class RemoteRollout:
         """
         watchers: dict[int, asyncio.Task[None]] = {}
         clients: Collection[EngineClient] = ()
-        read_at_s = -math.inf
+        read_at_s, begun_s = -math.inf, time.monotonic()
         # Engines are in the allocation: a proxy from the environment must not be used, nor see the token.
         async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None), trust_env=False) as http:
             try:
@@ -123,7 +126,9 @@ class RemoteRollout:
                         rank = client.address.rank
                         if rank not in watchers or watchers[rank].done():
                             watchers[rank] = asyncio.create_task(self._watch(http, client))
-                    self._deal(http)
+                    # Else the first engine to respond gets the longest prompts, and all of them if its window has room.
+                    if self._checked.issuperset(map(_start_of, clients)) or time.monotonic() - begun_s > FIRST_CHECKS_S:
+                        self._deal(http)
                     self._require_an_engine()
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._wake.wait(), POLL_S)
@@ -156,10 +161,13 @@ class RemoteRollout:
             except EngineUnusable as error:
                 self._unresponsive_since_s.setdefault(_start_of(client), time.monotonic())
                 self._lose(rank, str(error))
+                self._checked.add(_start_of(client))
+                self._wake.set()
                 await asyncio.sleep(self._interval_s)
                 return
             self._unresponsive_since_s.pop(_start_of(client), None)
             self._judge(client, health)
+            self._checked.add(_start_of(client))
             await asyncio.sleep(self._interval_s)
 
     def _judge(self, client: EngineClient, health: EngineHealth) -> None:
