@@ -196,6 +196,15 @@ def on_gpus(gpus: dict[str, int], **asked: Any) -> Facts:
     return replace(facts, inventory=scheduler.inventory(), scheduler="slurm")
 
 
+def among_larger_nodes(**resources: Any) -> Facts:
+    """A run in a partition whose nodes have 8 cores, on a cluster that also has a node with 256."""
+    partitions = {"a": ("small",), "b": ("large",)}
+    scheduler = FakeScheduler(nodes=("a", "b"), cpus_per_node=256, node_partitions=partitions)
+    inventory = scheduler.inventory().model_copy(update={"node_cpus": {"a": 8, "b": 256}})
+    facts = with_spec(resources=resources, slurm={"partition": "small"})
+    return replace(facts, inventory=inventory, scheduler="slurm")
+
+
 def resumed(step: int = 10, **settings: Any) -> Facts:
     """Facts of a resumed run."""
     return healthy(resume=CheckpointFacts("step-000010", step, num_ranks=2, settings=settings))
@@ -506,6 +515,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         "no copy on another node",
     ),
     ("resources.cores", WARNING, with_spec(resources={"cpus_per_rank": 5}), "10 cores per node, 8 available"),
+    ("resources.cores", WARNING, among_larger_nodes(cpus_per_rank=5), "10 cores per node, 8 available"),
     ("resources.memory", BLOCKED, with_spec(resources={"memory_gb": 64}), "resources.memory_gb=32"),
     ("resources.time_limit", WARNING, with_spec(resources={"time_limit_s": 60}), "at least 300 s"),
     ("resources.time_limit", WARNING, with_spec(resources={"time_limit_s": 400}, supervise={"floor_s": 900}), "hang"),
