@@ -710,6 +710,15 @@ def test_findings_of_the_control_plane_itself_are_reported_once() -> None:
     assert found(looked_at({"num_duplicates": 3}), "content.columns")[0].status is CheckStatus.PASSED
 
 
+def test_time_to_read_the_data_is_a_lower_limit_where_not_all_rows_are_known() -> None:
+    """A file that preflight has scanned is counted; a generator is asked for its first rows only."""
+    assert "about 50 s at every start; " in found(looked_at({"read_s": 50.0}), "content.pipeline")[0].found
+    counted = replace(looked_at({"read_s": 50.0, "is_whole": False}), train=DataFile(Path("a.jsonl"), num_rows=200))
+    assert "about 100 s at every start; " in found(counted, "content.pipeline")[0].found
+    lower = "at least 50 s at every start (there are more rows than the 100 read here); "
+    assert lower in found(generated(read_s=50.0, is_whole=False), "content.pipeline")[0].found
+
+
 def test_gpu_ranks_need_a_gpu_each() -> None:
     inventory = FakeScheduler(gpus_per_node=4).inventory()
     shared = replace(with_spec(resources={"gpus_per_node": 1}), inventory=inventory)
