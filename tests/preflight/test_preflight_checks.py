@@ -755,12 +755,18 @@ def test_rows_that_are_left_out_on_purpose_only_warn() -> None:
         assert [one.status for one in found(facts, id) if one.status is not CheckStatus.PASSED] == [WARNING]
 
 
-def test_dropping_every_row_still_blocks() -> None:
-    facts = replace(
-        train_file(malformed=BAD_LINES, num_malformed=1, num_rows=0),
-        spec=with_spec(data={"malformed_rows": "drop"}).spec,
-    )
-    assert found(facts, "data.lines")[0].status is BLOCKED
+@pytest.mark.parametrize(
+    ("id", "changes"),
+    [
+        ("data.lines", {"malformed": BAD_LINES, "num_malformed": 1, "num_rows": 0}),
+        ("data.empty_prompts", {"empty_prompts": (3,), "num_empty_prompts": 100}),
+    ],
+)
+def test_dropping_every_row_still_blocks(id: str, changes: dict[str, Any]) -> None:
+    facts = replace(train_file(**changes), spec=with_spec(data={"malformed_rows": "drop"}).spec)
+    (result,) = (one for one in found(facts, id) if one.status is not CheckStatus.PASSED)
+    assert result.status is BLOCKED
+    assert result.advice.endswith("there is no other row"), "not to drop them, which is set already"
 
 
 def test_an_empty_prompt_inside_a_template_is_no_empty_prompt() -> None:

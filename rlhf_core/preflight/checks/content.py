@@ -4,7 +4,7 @@
 from collections.abc import Iterator
 
 from rlhf_core.preflight.facts import DataFile, Facts
-from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
+from rlhf_core.preflight.registry import Finding, bad_rows, blocked, check, passed, skipped, warning
 from rlhf_core.preflight.size_estimates import num_positions
 from rlhf_core.schemas.content import RewardTrial, SplitReport, TrialProblem
 
@@ -80,10 +80,8 @@ def conversations(facts: Facts) -> Iterator[Finding]:
         found = f"{report.num_unrendered} of {report.num_rows} rows of {source} cannot be rendered: {report.unrendered}"
         if report.num_unrendered == report.num_rows:
             yield blocked(found, expected, "use another chat template, or correct the data")
-        elif facts.spec.data.malformed_rows == "drop":
-            yield warning(found, expected, 'they are dropped, because data.malformed_rows is "drop"')
         else:
-            yield blocked(found, expected, 'correct them, or drop them with data.malformed_rows="drop"')
+            yield bad_rows(found, expected, "correct them", dropped=facts.spec.data.malformed_rows == "drop")
 
 
 @check("content.lengths", trainer="native")
