@@ -653,6 +653,14 @@ def test_whole_weights_and_a_cache_are_counted_only_where_something_is_sampled(a
     assert ("sample" in memory.evaluator_estimate(facts.spec, shape()).moments) is samples
 
 
+@pytest.mark.parametrize(("algorithm", "findings"), [("grpo", 1), ("sft", 1), ("reward_model", 0), ("kto", 0)])
+def test_vllm_needs_no_room_for_its_cache_where_it_is_not_started(algorithm: str, findings: int) -> None:
+    facts = big(rollout={"engine": "vllm", "vllm": {"gpu_memory_share": 0.1}})
+    changes = {"loops.main.algorithm": {"name": algorithm}, "loops.warm_start": None}
+    facts = replace(facts, spec=with_changes(facts.spec, changes))
+    assert [one.status for one in found(facts, "memory.rollout")] == [CheckStatus.BLOCKED] * findings
+
+
 @pytest.mark.parametrize("source", ["file", "content"])
 def test_pairs_without_answers_need_no_memory_to_sample(source: str) -> None:
     facts = big(rollout={"batch_size": 1024, "max_new_tokens": 32_000}, evaluate={"num_prompts": 8192})

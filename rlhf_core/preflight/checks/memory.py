@@ -158,7 +158,9 @@ def rollout(facts: Facts) -> Iterator[Finding]:
         yield _finding(
             facts, "a rollout engine", engine_estimate(spec, shape), _engine_room(facts), "lower rollout.engines"
         )
-    if spec.rollout.engine == "vllm":
+    # Where nothing is sampled, vLLM is not started.
+    samples = spec.any_loop_samples or spec.completes_held_out(pairs_have_answers=_may_have_answers(facts))
+    if spec.rollout.engine == "vllm" and samples:
         yield _cache_finding(spec, part_of(shape, spec.rollout.gpus_per_engine), room)
 
 
