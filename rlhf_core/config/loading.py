@@ -64,6 +64,7 @@ def load(config: str | Path, overrides: Sequence[str] = (), given_as: str = "--s
             raise BadConfig(f"{path} holds settings of rlhf-flows 0.1 beside [loops]:\n{_translations(found)}")
         _warn(f"{path}", found, f"`rlhf config migrate {path}` rewrites the file")
         content = current_document(content)
+    _require_one_form(overrides, given_as)
     for override in _in_order(overrides):
         _apply(content, override, given_as)
     _warn_of_overrides(overrides, given_as)
@@ -166,6 +167,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
         BadConfig: with the first 20 problems. Problems that depend on the config are not detected.
     """
     content: dict[str, Any] = {}
+    _require_one_form(overrides, "--set")
     for override in _in_order(overrides):
         _apply(content, override, "--set")
     require_bounded(content, "--set")
@@ -204,6 +206,18 @@ def _with_choices(content: dict[str, Any]) -> dict[str, Any]:
 def _in_order(overrides: Sequence[str]) -> list[str]:
     """Order the overrides: first those that name an algorithm, because a name discards the settings of another one."""
     return sorted(overrides, key=lambda override: not _name_of(override).endswith(".algorithm.name"))
+
+
+def _require_one_form(overrides: Sequence[str], given_as: str) -> None:
+    """Refuse an algorithm by its name of 0.1 beside settings of the algorithm by their names of today. The name of 0.1
+    is translated last, and would discard them."""
+    names = [_name_of(override) for override in overrides]
+    discarded = [name for name in names if f"{name}.".startswith("loops.main.algorithm.")]
+    if "train.algorithm" in names and discarded:
+        raise BadConfig(
+            f"{given_as}: found train.algorithm, a name of rlhf-flows 0.1, which would discard "
+            f"{', '.join(map(cut, discarded))}; write loops.main.algorithm.name instead"
+        )
 
 
 def _name_of(override: str) -> str:

@@ -8,6 +8,7 @@ import csv
 import json
 import string
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,10 @@ def _read_csv(path: Path) -> Iterator[FileRow]:
         reader = csv.reader((line.decode() for line in _without_mark(file)), strict=True)
         try:
             header = next(reader, [])
+            if repeated := [name for name, times in Counter(header).items() if name and times > 1]:
+                problem = f"found the column {repeated[0]!r} more than once: rename or remove all but one of them"
+                yield reader.line_num, Malformed(problem, ends_file=True)
+                return
             for cells in reader:
                 if cells and len(cells) == len(header):
                     yield reader.line_num, dict(zip(header, cells, strict=True))

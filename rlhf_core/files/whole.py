@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -17,6 +18,12 @@ from rlhf_core.files.reading import UnfitFile, read_document
 
 Model = TypeVar("Model", bound=BaseModel)
 
+
+NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
+"""Errors of file systems that cannot make a hard link, or not this one."""
+
+PLACED_S = 5.0
+"""Time after which the creator of an empty file has been killed before it gave the file its content."""
 
 _USUAL_MODE = 0o666
 SECRET_BYTES = 32
@@ -94,12 +101,47 @@ def create_once(path: Path, text: str, mode: int = _USUAL_MODE) -> bool:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         _write_new(temporary, text, mode)
-        path.hardlink_to(temporary)
+        place_once(temporary, path)
     except FileExistsError:
         return False
     finally:
         temporary.unlink(missing_ok=True)
     return True
+
+
+def place_once(made: Path, path: Path) -> None:
+    """Give a whole file its name, which it must be the first to have.
+
+    On a file system without hard links, the name is first taken by an empty file, which a rename replaces at once.
+
+    Args:
+        made: the file, in the folder of ``path`` and not empty; the caller removes what is left of it.
+
+    Raises:
+        FileExistsError: another process was first.
+        OSError: the file system is full, read-only or gone.
+    """
+    try:
+        path.hardlink_to(made)
+    except OSError as error:
+        if error.errno not in NO_LINK:
+            raise
+        try:
+            path.touch(exist_ok=False)
+        except FileExistsError:
+            if not _stays_empty(path):
+                raise
+        made.replace(path)
+
+
+def _stays_empty(path: Path) -> bool:
+    """True if a file is still empty after a time in which its creator, if alive, would have replaced it."""
+    deadline = time.monotonic() + PLACED_S
+    while path.stat().st_size == 0:
+        if time.monotonic() > deadline:
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def write_for_user(path: Path, text: str) -> None:

@@ -12,6 +12,7 @@ import rlhf_core
 from rlhf_core.errors import HistoryError, SchemaOutOfDate
 from rlhf_core.files import private as private_files
 from rlhf_core.files.reading import bring_to_disk
+from rlhf_core.files.whole import place_once
 from rlhf_core.history import database
 from rlhf_core.history.tables import SCHEMA_REVISION
 
@@ -98,11 +99,9 @@ def _create(url: URL, file: Path) -> None:
 
 def _put_in_place(unfinished: Path, file: Path) -> None:
     try:
-        os.link(unfinished, file)
+        place_once(unfinished, file)
     except FileExistsError:
         return
-    except OSError:  # a file system without links
-        unfinished.rename(file)
     bring_to_disk(file.parent)
 
 

@@ -51,6 +51,8 @@ def scan(
         return DataFile(path, problem=problem, scanned=False)
     found = _PromptScan(data) if read_elsewhere else _Scan(data, kinds)
     for count, (line, row) in enumerate(READERS[suffix](path)):
+        if isinstance(row, Malformed) and row.ends_file:
+            return DataFile(path, problem=f"line {line}: {row.problem}")
         found.add(line, row)
         if count % 4096 == 0:
             tick()

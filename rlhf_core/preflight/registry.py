@@ -162,3 +162,18 @@ def warning(found: str, expected: str, advice: str) -> Finding:
 def blocked(found: str, expected: str, advice: str) -> Finding:
     """Report a problem that prevents the run."""
     return Finding(CheckStatus.BLOCKED, found, expected, advice)
+
+
+def bad_rows(found: str, expected: str, remedy: str, *, dropped: bool, leave_others: bool = True) -> Finding:
+    """Report rows that are dropped or prevent the run.
+
+    Args:
+        remedy: what the user can do with the rows themselves.
+        dropped: True if ``data.malformed_rows`` is ``drop``.
+        leave_others: False if there is no other row.
+    """
+    if not leave_others:
+        return blocked(found, expected, f"{remedy}: there is no other row")
+    if dropped:
+        return warning(found, expected, 'they are dropped, because data.malformed_rows is "drop"')
+    return blocked(found, expected, f'{remedy}, or drop them with data.malformed_rows="drop"')

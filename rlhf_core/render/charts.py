@@ -6,7 +6,7 @@ from rlhf_core.render import plots
 from rlhf_core.render.gather import ReportData
 from rlhf_core.render.line_plots import LEARNING, LEARNING_ELSEWHERE, SPEED, LinePlot
 from rlhf_core.render.markup import Markup, figure, join, number, tag, words
-from rlhf_core.render.series import Curve, Marks, Point, PointSeries, Series, finite, smoothing_window
+from rlhf_core.render.series import Curve, Marks, PointSeries, Series, drawable_point, finite, smoothing_window
 from rlhf_core.schemas.reports import EVALUATIONS
 
 EVALUATION_CURVES = {"greedy": "eval/greedy", "preference": "eval/preference"}
@@ -117,7 +117,7 @@ def _accuracy(record: ReportData) -> tuple[Markup | None, str]:
             key=lambda row: (row["checkpoint_step"], row["when"] != "before"),
         )
         points = tuple(
-            Point(row["checkpoint_step"], row["value"], row["ci_low"], row["ci_high"])
+            drawable_point(row["checkpoint_step"], row["value"], row["ci_low"], row["ci_high"])
             for row in rows
             if None not in (row["value"], row["ci_low"], row["ci_high"])
         )

@@ -71,7 +71,16 @@ def finite(curve: Curve) -> list[tuple[int, float]]:
 
 def drawable(curve: Curve) -> list[tuple[int, float]]:
     """The points that can be drawn: the finite ones, with values beyond :data:`LARGEST` moved there."""
-    return [(step, max(-LARGEST, min(value, LARGEST))) for step, value in finite(curve)]
+    return [(step, _limited(value)) for step, value in finite(curve)]
+
+
+def drawable_point(step: int, value: float, low: float, high: float) -> Point:
+    """A point of finite numbers that can be drawn, likewise."""
+    return Point(step, _limited(value), _limited(low), _limited(high))
+
+
+def _limited(value: float) -> float:
+    return max(-LARGEST, min(value, LARGEST))
 
 
 def thin(curve: Curve, max_points: int = MAX_POINTS) -> list[tuple[float, float]]:

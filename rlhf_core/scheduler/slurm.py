@@ -90,6 +90,7 @@ class SlurmScheduler:
             memory_gb=max(memory_gb.values(), default=0.0),
             gpus_per_node=max(num_gpus(row[3]) for row in rows.values()),
             node_gpus={name: num_gpus(row[3]) for name, row in rows.items()},
+            node_cpus={name: leading_number(row[1]) for name, row in rows.items()},
             node_memory_gb=memory_gb,
             node_gpu_types={name: kind for name, row in rows.items() if (kind := gpu_type(row[3]))},
             out_of_service={name: row[4] for name, row in rows.items() if takes_no_job(row[4])},

@@ -149,10 +149,11 @@ def _choose_algorithm(loops: dict[str, Any], found: Mapping[str, Any]) -> None:
 
 
 def _had_no_effect(name: str, loops: Mapping[str, Any]) -> bool:
-    """Return True for settings of GRPO beside another algorithm, which were allowed without effect."""
+    """Return True for settings of GRPO beside supervised training, the only other algorithm of 0.1, which allowed them
+    without effect."""
     main = loops["main"]
     algorithm = main.get("algorithm") if isinstance(main, Mapping) else None
-    return name.startswith("grpo.") and isinstance(algorithm, Mapping) and algorithm.get("name") != "grpo"
+    return name.startswith("grpo.") and isinstance(algorithm, Mapping) and algorithm.get("name") == "sft"
 
 
 def _put(document: dict[str, Any], name: str, value: Any) -> None:

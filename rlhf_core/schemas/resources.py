@@ -16,15 +16,17 @@ class Inventory(Schema):
     node_names: tuple[str, ...]
     """Names of the available nodes."""
     cpus_per_node: int
-    """Processor cores of the smallest node."""
+    """Processor cores of the largest node."""
     memory_gb: float
     """Main memory of the largest node, in GiB; 0 if unknown."""
     gpus_per_node: int
-    """GPUs of the smallest node."""
+    """GPUs of the node with most."""
     node_gpus: dict[str, int] = {}
     """GPUs of each node; empty if the scheduler does not distinguish them."""
     node_gpu_types: dict[str, str] = {}
     """Type of GPU of each node, as named by the scheduler, for instance ``h100``; only nodes with a known type."""
+    node_cpus: dict[str, int] = {}
+    """Processor cores of each node; empty if the scheduler does not distinguish them."""
     node_memory_gb: dict[str, float] = {}
     """Main memory of each node, in GiB; only nodes whose memory is known."""
     out_of_service: dict[str, str] = {}
@@ -39,6 +41,11 @@ class Inventory(Schema):
     def gpus_of(self, node: str) -> int:
         """GPUs of a node, which may differ from those of most."""
         return self.node_gpus.get(node, self.gpus_per_node)
+
+    def cpus_for(self, slurm: SlurmSpec, gpus_per_node: int = 0) -> int:
+        """Processor cores of the largest node that a job with these options may get."""
+        of_nodes = (self.node_cpus.get(name, 0) for name in self.nodes_for(slurm, gpus_per_node))
+        return max(of_nodes, default=0) or self.cpus_per_node
 
     def memory_for(self, slurm: SlurmSpec, gpus_per_node: int = 0) -> float:
         """Main memory of the largest node that a job with these options may get, in GiB; 0 if unknown."""

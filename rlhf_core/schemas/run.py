@@ -266,9 +266,19 @@ class RunSpec(Schema):
     @property
     def evaluations(self) -> tuple[EvaluationName, ...]:
         """Evaluations that are always made; completions of held-out pairs are also scored if they have answers."""
-        kinds, completes = self.data_kinds, self.has_references and not self.makes_reward_model
+        completes = self.completes_held_out(pairs_have_answers=False)
         made: tuple[EvaluationName, ...] = ("greedy", "sampled") if completes else ()
-        return (*made, "preference") if kinds & {"pair", "label"} else made
+        return (*made, "preference") if self.data_kinds & {"pair", "label"} else made
+
+    def completes_held_out(self, *, pairs_have_answers: bool) -> bool:
+        """True if completions of held-out prompts are sampled and scored.
+
+        Args:
+            pairs_have_answers: all held-out rows have ``data.answer_column``, which only the data tells; counts if they
+                are needed as pairs only.
+        """
+        answered = pairs_have_answers if self.data_kinds == {"pair"} else self.has_references
+        return answered and not self.makes_reward_model
 
     @property
     def has_references(self) -> bool:

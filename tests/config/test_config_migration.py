@@ -183,6 +183,23 @@ def test_old_overrides_do_what_the_new_ones_do(old: Path, overrides: list[str], 
     assert load(rewritten(old), *overrides) == wanted, "on a file of today"
 
 
+def test_old_settings_of_an_algorithm_count_beside_the_new_name_of_another(old: Path) -> None:
+    another = "loops.main.algorithm.name=dr_grpo"
+    found = load(old, another, "grpo.samples_per_prompt=4").loops.main.algorithm
+    assert found == load(old, another, "loops.main.algorithm.samples_per_prompt=4").loops.main.algorithm
+    with pytest.raises(BadConfig, match=r'"grpo\.samples_per_prompt" .*; it is a setting of another algorithm'):
+        load(old, "loops.main.algorithm.name=kto", "grpo.samples_per_prompt=4")
+
+
+def test_an_old_name_of_an_algorithm_beside_its_new_settings_is_refused(old: Path) -> None:
+    overrides = ["loops.main.algorithm.batch_size=4", "train.algorithm=sft"]
+    refusal = r"--set: found train\.algorithm, .* discard loops\.main\.algorithm\.batch_size; write loops\."
+    with pytest.raises(BadConfig, match=refusal):
+        load(old, *overrides)
+    with pytest.raises(BadConfig, match=refusal):
+        config.check_overrides(overrides)
+
+
 def test_new_overrides_win_over_an_old_file(old: Path) -> None:
     assert load(old, "loops.main.num_steps=3").loops.main.num_steps == 3
 

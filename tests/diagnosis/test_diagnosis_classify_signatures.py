@@ -179,6 +179,11 @@ STEPS = "".join(f"step {step} loss {2 - step / 10}\n" for step in range(6))
         "json.decoder.JSONDecodeError: Expecting value: line 1 (this line is left out)\n" + STEPS,
         "RuntimeError: CUDA out of memory, once more with half the batch\n{'train_runtime': 12.5}\n",
         "ECC Errors: Volatile SRAM Uncorrectable : 0\n",
+        "Uncorrectable memory error count: 0\nno uncorrectable memory errors found\n",
+        "failed to set the governor: Function not implemented\n",
+        "exited with code 0 after 137 steps\n",
+        "git not found, no revision is recorded\n",
+        "bash: conda: command not found\n" + STEPS,
         "number of nan iterations: 0 | NCCL_TIMEOUT=1800 | on_error: stop\n",
     ],
 )
@@ -197,6 +202,13 @@ def test_scary_words_alone_are_no_failure(log: str) -> None:
         ("step:3 - actor/pg_loss:np.float64(nan) - actor/grad_norm:np.float64(nan)\n" * 2, FailureKind.NON_FINITE),
         ("Traceback (most recent call last):\n  File 'a.py', line 3\n", FailureKind.UNKNOWN),
         ("ECC Errors: Volatile SRAM Uncorrectable : 5\n", FailureKind.GPU_HARDWARE),
+        ("EDAC MC0: UNCORRECTABLE MEMORY ERROR on CPU 0, DIMM A1\n", FailureKind.GPU_HARDWARE),
+        ("flock: 9: Function not implemented\n", FailureKind.FILE_SYSTEM),
+        ("Container killed on request. Exit code is 137\n", FailureKind.UNKNOWN),
+        ("State: Exited (137) 3 seconds ago\n", FailureKind.UNKNOWN),
+        ("job.sh: 12: git: not found\n", FailureKind.CONFIG),
+        ("bash: conda: command not found\n", FailureKind.CONFIG),
+        ("bash: conda: command not found\nRuntimeError: CUDA error: out of memory\n", FailureKind.CUDA_OOM),
     ],
 )
 def test_the_same_words_where_they_end_it_are_a_failure(log: str, kind: FailureKind) -> None:

@@ -10,6 +10,7 @@ from sqlalchemy import insert
 from test_history_migrations import downgrade, upgrade
 from test_history_views import ask
 
+from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import metadata
 
@@ -177,3 +178,19 @@ def test_views_of_incidents_answer_as_before_and_as_computed_here(
     expected = [one for rows in runs for one in recoveries(rows, undriven.get(rows["runs"][0]["run_id"], []))]
     answers = ask(store, "SELECT run_id, incident_id, recovery_s, caught_up_s FROM run_recoveries")
     assert same(sorted(answers, key=lambda row: row[:2]), sorted(expected, key=lambda row: row[:2]))  # type: ignore[arg-type, return-value]
+
+
+def test_a_run_counts_its_incidents_as_the_view_does(store: HistoryStore) -> None:
+    chance = random.Random(7)
+    fill(store, [made_run(number, chance) for number in range(60)])
+    duplicates, incidents = (
+        {str(row[0]) for row in ask(store, f"SELECT run_id || incident_id FROM {table}")}
+        for table in ("duplicate_incidents", "incidents")
+    )
+    counted = {
+        f"{run_id}{one['incident_id']}"
+        for run_id in store.run_ids()
+        for one in queries.counted_incidents(queries.show_run(store, run_id))
+    }
+    assert duplicates
+    assert counted == incidents - duplicates

@@ -395,9 +395,14 @@ def test_a_script_becomes_a_config() -> None:
         ("srun torchrun --nproc_per_node 8 t.py\nsrun rm -rf /tmp/cache", "t.py"),
         ("srun --overlap -w $head ray start --head --block &\npython t.py", "t.py"),
         ("srun ./prepare.sh\ntorchrun --nproc_per_node 8 t.py\nsrun ./cleanup.sh", "t.py"),
+        ("srun bash setup.sh\npython t.py", "t.py"),
+        ("python t.py\nsrun --ntasks-per-node=1 ./clean_nodes.sh", "t.py"),
         # The negative controls: an own program in srun may train.
         ("python download.py\nsrun ./train --steps 5", "./train"),
         ("srun nvidia-smi\nsrun run.sh", "run.sh"),
+        ("python download.py\nsrun bash train.sh", "train.sh"),
+        ("python download.py\nsrun bash setup_and_train.sh\npython report.py", "setup_and_train.sh"),
+        ("srun bash setup.sh", "setup.sh"),
     ],
 )
 def test_steps_of_srun_that_prepare_or_clean_nodes_do_not_train(text: str, program: str) -> None:

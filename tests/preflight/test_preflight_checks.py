@@ -196,6 +196,15 @@ def on_gpus(gpus: dict[str, int], **asked: Any) -> Facts:
     return replace(facts, inventory=scheduler.inventory(), scheduler="slurm")
 
 
+def among_larger_nodes(**resources: Any) -> Facts:
+    """A run in a partition whose nodes have 8 cores, on a cluster that also has a node with 256."""
+    partitions = {"a": ("small",), "b": ("large",)}
+    scheduler = FakeScheduler(nodes=("a", "b"), cpus_per_node=256, node_partitions=partitions)
+    inventory = scheduler.inventory().model_copy(update={"node_cpus": {"a": 8, "b": 256}})
+    facts = with_spec(resources=resources, slurm={"partition": "small"})
+    return replace(facts, inventory=inventory, scheduler="slurm")
+
+
 def resumed(step: int = 10, **settings: Any) -> Facts:
     """Facts of a resumed run."""
     return healthy(resume=CheckpointFacts("step-000010", step, num_ranks=2, settings=settings))
@@ -506,6 +515,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         "no copy on another node",
     ),
     ("resources.cores", WARNING, with_spec(resources={"cpus_per_rank": 5}), "10 cores per node, 8 available"),
+    ("resources.cores", WARNING, among_larger_nodes(cpus_per_rank=5), "10 cores per node, 8 available"),
     ("resources.memory", BLOCKED, with_spec(resources={"memory_gb": 64}), "resources.memory_gb=32"),
     ("resources.time_limit", WARNING, with_spec(resources={"time_limit_s": 60}), "at least 300 s"),
     ("resources.time_limit", WARNING, with_spec(resources={"time_limit_s": 400}, supervise={"floor_s": 900}), "hang"),
@@ -700,6 +710,15 @@ def test_findings_of_the_control_plane_itself_are_reported_once() -> None:
     assert found(looked_at({"num_duplicates": 3}), "content.columns")[0].status is CheckStatus.PASSED
 
 
+def test_time_to_read_the_data_is_a_lower_limit_where_not_all_rows_are_known() -> None:
+    """A file that preflight has scanned is counted; a generator is asked for its first rows only."""
+    assert "about 50 s at every start; " in found(looked_at({"read_s": 50.0}), "content.pipeline")[0].found
+    counted = replace(looked_at({"read_s": 50.0, "is_whole": False}), train=DataFile(Path("a.jsonl"), num_rows=200))
+    assert "about 100 s at every start; " in found(counted, "content.pipeline")[0].found
+    lower = "at least 50 s at every start (there are more rows than the 100 read here); "
+    assert lower in found(generated(read_s=50.0, is_whole=False), "content.pipeline")[0].found
+
+
 def test_gpu_ranks_need_a_gpu_each() -> None:
     inventory = FakeScheduler(gpus_per_node=4).inventory()
     shared = replace(with_spec(resources={"gpus_per_node": 1}), inventory=inventory)
@@ -736,12 +755,18 @@ def test_rows_that_are_left_out_on_purpose_only_warn() -> None:
         assert [one.status for one in found(facts, id) if one.status is not CheckStatus.PASSED] == [WARNING]
 
 
-def test_dropping_every_row_still_blocks() -> None:
-    facts = replace(
-        train_file(malformed=BAD_LINES, num_malformed=1, num_rows=0),
-        spec=with_spec(data={"malformed_rows": "drop"}).spec,
-    )
-    assert found(facts, "data.lines")[0].status is BLOCKED
+@pytest.mark.parametrize(
+    ("id", "changes"),
+    [
+        ("data.lines", {"malformed": BAD_LINES, "num_malformed": 1, "num_rows": 0}),
+        ("data.empty_prompts", {"empty_prompts": (3,), "num_empty_prompts": 100}),
+    ],
+)
+def test_dropping_every_row_still_blocks(id: str, changes: dict[str, Any]) -> None:
+    facts = replace(train_file(**changes), spec=with_spec(data={"malformed_rows": "drop"}).spec)
+    (result,) = (one for one in found(facts, id) if one.status is not CheckStatus.PASSED)
+    assert result.status is BLOCKED
+    assert result.advice.endswith("there is no other row"), "not to drop them, which is set already"
 
 
 def test_an_empty_prompt_inside_a_template_is_no_empty_prompt() -> None:

@@ -101,6 +101,29 @@ def test_csv_rows_have_their_line(tmp_path: Path) -> None:
     assert (problem.line, problem.message) == (5, "found 1 values for 2 columns")
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            "prompt,answer,answer\n1>,1,2\n",
+            "line 1: found the column 'answer' more than once: rename or remove all but",
+        ),
+        ('prompt,answer\n1>,1\n"2"3,3\n', "line 3: not valid CSV: "),
+    ],
+)
+def test_csv_that_ends_every_rank_cannot_be_read(tmp_path: Path, text: str, problem: str) -> None:
+    """Not a malformed row, which could be dropped: what follows is lost."""
+    path = tmp_path / "a.csv"
+    path.write_text(text)
+    assert scan(path, DATA).problem.startswith(problem)
+
+
+def test_columns_without_a_name_may_be_many_in_csv(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("prompt,answer,,\n1>,1,,\n")
+    assert (scan(path, DATA).problem, scan(path, DATA).num_rows) == ("", 1)
+
+
 def test_parquet_is_left_to_the_nodes(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     path.write_bytes(b"PAR1 and so on")

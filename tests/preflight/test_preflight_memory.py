@@ -12,13 +12,14 @@ from test_preflight_checks import found, healthy, with_spec
 
 from rlhf_core.control import run_plan
 from rlhf_core.preflight import memory
-from rlhf_core.preflight.facts import Facts, RewardModelFolder
+from rlhf_core.preflight.facts import DataFile, Facts, RewardModelFolder
 from rlhf_core.preflight.memory import GIB, Shape
 from rlhf_core.preflight.size_estimates import checkpoint_bytes
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.cluster import ResourceSpec, SlurmSpec
+from rlhf_core.schemas.content import ContentReport, SplitReport
 from rlhf_core.schemas.model import LoraSpec
-from rlhf_core.schemas.run import RunSpec
+from rlhf_core.schemas.run import RunSpec, with_changes
 from rlhf_core.schemas.trainers import LIVE_ELEMENTS, REDUCE_BUCKET_ELEMENTS
 
 QWEN3_8B = {
@@ -101,6 +102,45 @@ def test_a_cache_is_as_large_as_published() -> None:
     """Qwen3-8B: 144 KiB per token in 16 bit."""
     one = memory.cache_bytes(shape(), "bfloat16", 1, 1)
     assert one * 36 // 37 == 144 * 1024, "except for the layer that is copied while it grows"
+
+
+def test_multi_head_latent_attention_caches_its_latent_alone() -> None:
+    """DeepSeek-V3 (arXiv 2412.19437, table 1 of arXiv 2505.09343): 70 KB per token in 16 bit, on every GPU of an
+    engine."""
+    config = {
+        **QWEN3_8B, "model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, "head_dim": 64,
+        "num_attention_heads": 128, "num_key_value_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128, "v_head_dim": 128,
+    }  # fmt: skip
+    found = memory.shape_of(config, 671_000_000_000, 0)
+    assert found is not None
+    assert memory.token_cache_bytes(found, "bfloat16") == 61 * 576 * 2 == 70_272
+    assert memory.token_cache_bytes(memory.part_of(found, 8), "bfloat16") == 70_272
+    assert memory.cache_bytes(found, "bfloat16", 3, 10) == 3 * 10 * 62 * 576 * 2
+    assert found.query == 128 * 192
+
+
+SLIDING = {"sliding_window": 100}
+
+
+@pytest.mark.parametrize(
+    ("settings", "windowed"),
+    [
+        ({"layer_types": ["sliding_attention", "full_attention"] * 18}, 18),
+        ({"sliding_window_pattern": 6}, 30),
+        ({"model_type": "mistral"}, 36),
+        ({"model_type": "qwen2", "use_sliding_window": False, "layer_types": ["full_attention"] * 36}, 0),
+        ({}, 0),
+        ({"model_type": "mistral", "sliding_window": None}, 0),
+    ],
+)
+def test_a_layer_with_a_sliding_window_keeps_no_more_tokens(settings: dict[str, Any], windowed: int) -> None:
+    found = memory.shape_of({**QWEN3_8B, **SLIDING, **settings}, 8_190_000_000, 0)
+    assert found is not None
+    token = 2 * 8 * 128 * 2
+    largest = 1000 if windowed < 36 else 100
+    assert memory.cache_bytes(found, "bfloat16", 1, 1000) == token * ((36 - windowed) * 1000 + windowed * 100 + largest)
+    assert memory.cache_bytes(found, "bfloat16", 1, 50) == token * 37 * 50, "shorter than the window"
 
 
 def test_states_are_those_of_zero_1() -> None:
@@ -195,7 +235,8 @@ def test_a_reference_model_is_counted_when_there_is_one() -> None:
 
 def test_an_adapter_has_an_optimizer_of_its_own_and_no_second_model() -> None:
     """Trained parameters as peft counts them for Qwen2.5-7B with rank 16 on all linear layers: 40,370,176."""
-    whole, lora = big(train={"algorithm": "dpo"}), LoraSpec()
+    whole, lora = big(), LoraSpec()
+    whole = replace(whole, spec=with_changes(whole.spec, {"loops.main.algorithm": {"name": "dpo"}}))
     config = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
     seven = memory.shape_of({**config, "num_key_value_heads": 4}, 7_615_616_512, 152064)
     assert seven is not None
@@ -610,6 +651,34 @@ def test_whole_weights_and_a_cache_are_counted_only_where_something_is_sampled(a
     facts = with_spec(loops={"main": loop, "warm_start": None}, trainer={"kind": "native", "zero_stage": 3})
     assert ("sample" in memory.trainer_estimate(facts.spec, shape()).moments) is samples
     assert ("sample" in memory.evaluator_estimate(facts.spec, shape()).moments) is samples
+
+
+@pytest.mark.parametrize(("algorithm", "findings"), [("grpo", 1), ("sft", 1), ("reward_model", 0), ("kto", 0)])
+def test_vllm_needs_no_room_for_its_cache_where_it_is_not_started(algorithm: str, findings: int) -> None:
+    facts = big(rollout={"engine": "vllm", "vllm": {"gpu_memory_share": 0.1}})
+    changes = {"loops.main.algorithm": {"name": algorithm}, "loops.warm_start": None}
+    facts = replace(facts, spec=with_changes(facts.spec, changes))
+    assert [one.status for one in found(facts, "memory.rollout")] == [CheckStatus.BLOCKED] * findings
+
+
+@pytest.mark.parametrize("source", ["file", "content"])
+def test_pairs_without_answers_need_no_memory_to_sample(source: str) -> None:
+    facts = big(rollout={"batch_size": 1024, "max_new_tokens": 32_000}, evaluate={"num_prompts": 8192})
+    cpo = {"loops.main.algorithm": {"name": "cpo", "batch_size": 32}, "loops.warm_start": None}
+    facts = replace(facts, spec=with_changes(facts.spec, cpo))
+    columns = {"prompt", "chosen", "rejected"}
+
+    def with_columns(*more: str) -> Facts:
+        if source == "file":
+            return replace(facts, eval=DataFile(Path("eval.jsonl"), columns=frozenset({*columns, *more})))
+        split = SplitReport(split="eval", num_rows=100, columns=(*columns, *more))
+        parquet = DataFile(Path("eval.parquet"), scanned=False)
+        return replace(facts, eval=parquet, content=ContentReport(splits=(split,)))
+
+    for check in ("memory.trainer", "memory.evaluator"):
+        assert "KV cache" not in only(with_columns(), check).found
+        assert "KV cache" in only(with_columns("answer"), check).found
+    assert "KV cache" in only(replace(facts, eval=None), "memory.trainer").found, "unknown"
 
 
 def test_only_gpus_of_the_partition_count() -> None:

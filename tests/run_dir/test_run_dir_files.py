@@ -1,12 +1,16 @@
 """Reading and writing the files of a run: torn lines, whole files, ends of logs, the newest checkpoint."""
 
+import errno
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from made_reports import checkpoint_manifest
 
+from rlhf_core.files import whole
 from rlhf_core.files.appended import LineWriter, read_blocks, read_lines, read_models, read_tail
-from rlhf_core.files.whole import RESERVE_BYTES, Reserve, claim, write_for_user, write_model
+from rlhf_core.files.whole import RESERVE_BYTES, Reserve, claim, create_once, write_for_user, write_model
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import MetricsLine
@@ -66,6 +70,50 @@ def test_one_line_that_is_longer_than_the_end_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "progress.log"
     path.write_text("x" * 100)
     assert read_tail(path, 10) == "x" * 10
+
+
+@pytest.mark.parametrize("error", [None, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_is_created_once_with_and_without_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int | None
+) -> None:
+    if error is not None:
+        monkeypatch.setattr(Path, "hardlink_to", _refused(error))
+    path = tmp_path / "secret"
+    assert create_once(path, "first", 0o600)
+    assert not create_once(path, "second", 0o600)
+    assert (path.read_text(), path.stat().st_mode & 0o777) == ("first", 0o600)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_without_hard_links_a_file_without_content_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its creator has taken the name and not yet given it its content, or was killed before it did."""
+    monkeypatch.setattr(Path, "hardlink_to", _refused(errno.EPERM))
+    path = tmp_path / "secret"
+    path.touch()
+    monkeypatch.setattr(whole.time, "sleep", lambda _: path.write_text("first"))
+    assert not create_once(path, "second")
+    assert path.read_text() == "first"
+    path.write_text("")
+    monkeypatch.setattr(whole, "PLACED_S", 0.0)
+    monkeypatch.setattr(whole.time, "sleep", lambda _: None)
+    assert create_once(path, "second")
+    assert path.read_text() == "second"
+
+
+def test_other_errors_of_a_link_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "hardlink_to", _refused(errno.ENOSPC))
+    with pytest.raises(OSError, match="No space left"):
+        create_once(tmp_path / "secret", "first")
+    assert list(tmp_path.iterdir()) == []
+
+
+def _refused(number: int) -> Callable[[Path, Path], None]:
+    def hardlink_to(path: Path, target: Path) -> None:
+        raise OSError(number, os.strerror(number), str(path), None, str(target))
+
+    return hardlink_to
 
 
 def test_only_one_can_claim(tmp_path: Path) -> None:

@@ -422,6 +422,15 @@ def test_memory_is_that_of_nodes_that_a_job_may_get(monkeypatch: pytest.MonkeyPa
     assert inventory.memory_for(SlurmSpec(partition="gpu", exclude=("b",)), 8) == 500
 
 
+def test_cores_are_those_of_nodes_that_a_job_may_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = "a|256|1024|(null)|idle|gpu\nb|64|1024|gpu:h100:8|idle|gpu*\nc|32|1024|gpu:h100:8|idle|gpu\n"
+    monkeypatch.setattr(slurm_queue, "run", lambda *words, **_: rows if words[0] == "sinfo" else "Slurmctld(a) is UP")
+    inventory = SlurmScheduler().inventory()
+    assert inventory.cpus_per_node == inventory.cpus_for(SlurmSpec()) == 256
+    assert inventory.cpus_for(SlurmSpec(), 8) == 64
+    assert inventory.cpus_for(SlurmSpec(exclude=("b",)), 8) == 32
+
+
 def test_memory_that_is_not_configured_in_slurm_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = "a|8|1|gpu:8|idle|all*\n"
     monkeypatch.setattr(slurm_queue, "run", lambda *words, **_: rows if words[0] == "sinfo" else "Slurmctld(a) is UP")

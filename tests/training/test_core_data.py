@@ -161,6 +161,8 @@ def test_csv_stays_text(load: Callable[..., Any]) -> None:
         load("question,answer\na,b\nc\n", name="rows.csv")
     with pytest.raises(BadData, match=r"rows\.csv:2: not valid CSV"):
         load('question,answer\n"a"b,c\n', name="rows.csv")
+    with pytest.raises(BadData, match=r"rows\.csv:1: found the column 'answer' more than once"):
+        load("question,answer,answer\na,b,c\n", name="rows.csv", malformed_rows="drop")
     with pytest.raises(BadData, match=r"rows\.csv:3: not UTF-8 at byte 3 of the line"):
         load(b"question,answer\na,b\nc,\xff\n", name="rows.csv")
 

@@ -125,6 +125,8 @@ _ERRNO = re.compile(r"\[Errno (-?\d+)\]|\berrno: (-?\d+)|\(os error (\d+)\)|\bco
 _NUMBERS: tuple[tuple[Kind, EvidencePart, tuple[int, ...]], ...] = (
     (Kind.DISK_FULL, EvidencePart.ROOT, (28, 122)),
     (Kind.FILE_SYSTEM, EvidencePart.ROOT, (5, 11, 17, 23, 24, 30, 37, 39, 70, 107, 108, 116, 117, 121)),
+    # A file system without locks (Lustre), or no shared memory for those of multiprocessing.
+    (Kind.FILE_SYSTEM, EvidencePart.SYMPTOM, (38,)),
     (Kind.HOST_OOM, EvidencePart.ROOT, (12,)),
     (Kind.RENDEZVOUS, EvidencePart.ROOT, (98, 99, -2, -3, -5)),
     (Kind.NETWORK, EvidencePart.SYMPTOM, (100, 101, 110, 113)),

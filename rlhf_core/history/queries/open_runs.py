@@ -4,11 +4,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from sqlalchemy import ColumnElement, func, or_, select
+from sqlalchemy import ColumnElement, func, or_, select, union_all
 
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.history.tables.sqlalchemy_core import CHECKPOINTS, CONTROLLERS, LEASES, PROMOTIONS, RUNS
-from rlhf_core.schemas.attempts import PromotionState, RunState
+from rlhf_core.history.tables.sqlalchemy_core import CHECKPOINTS, CONTROLLERS, EVENTS, LEASES, PROMOTIONS, RUNS
+from rlhf_core.schemas.attempts import RUN_ENDS, PromotionState, RunState
 
 _CHUNK = 500
 """Number of ids in a statement, because SQLite limits the number of parameters."""
@@ -50,10 +50,16 @@ def find(
 ) -> dict[str, OpenRun]:
     """Find the runs that have not ended, wait for a promotion, ended after ``since``, or are named; by id."""
     waiting = [PromotionState.WAITING.value, PromotionState.APPROVED.value]
-    wanted: list[ColumnElement[bool]] = [RUNS.c.ended_at.is_(None), PROMOTIONS.c.state.in_(waiting)]
+    open_states = [state.value for state in RunState if state not in RUN_ENDS]
+    # Each by an index: the daemon asks every two seconds, and a history may have 100,000 runs.
+    wanted = [
+        select(RUNS.c.run_id).where(RUNS.c.state.in_(open_states)),
+        select(PROMOTIONS.c.run_id).where(PROMOTIONS.c.state.in_(waiting)),
+    ]
     if since is not None:
-        wanted.append(RUNS.c.ended_at >= since)
-    found = _find(store, now, or_(*wanted))
+        is_end = EVENTS.c.kind == "run_moved", EVENTS.c.state.in_([state.value for state in RUN_ENDS])
+        wanted.append(select(EVENTS.c.run_id).where(*is_end, EVENTS.c.time >= since))
+    found = _find(store, now, RUNS.c.run_id.in_(union_all(*wanted)))
     return found | named(store, now, set(run_ids) - found.keys())
 
 
@@ -89,14 +95,15 @@ def _find(store: HistoryStore, now: datetime, which: ColumnElement[bool]) -> dic
         newest = select(CONTROLLERS.c.run_id, func.max(CONTROLLERS.c.position).label("last")).group_by(
             CONTROLLERS.c.run_id
         )
-        last = newest.subquery()
         ids = [row.run_id for row in rows]
         for start in range(0, len(ids), _CHUNK):
+            among = ids[start : start + _CHUNK]
+            last = newest.where(CONTROLLERS.c.run_id.in_(among)).subquery()
             found = connection.execute(
                 select(CONTROLLERS)
                 .join(last, last.c.run_id == CONTROLLERS.c.run_id)
                 .where(
-                    CONTROLLERS.c.run_id.in_(ids[start : start + _CHUNK]),
+                    CONTROLLERS.c.run_id.in_(among),
                     or_(
                         CONTROLLERS.c.started_at > now - timedelta(hours=1),
                         CONTROLLERS.c.position == last.c.last,

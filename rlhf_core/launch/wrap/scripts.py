@@ -1,6 +1,7 @@
 """Shell scripts: the command that trains, and the effect of the other commands on a run."""
 
 import posixpath
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -25,6 +26,13 @@ _SILENT = frozenset((
 """Commands without effect on the training."""
 _HELPERS = frozenset(["ray", "tar", "unzip", "rsync", "mv", "ln", "find", "pip", "git"])
 """Commands that prepare the nodes, or run beside the training."""
+_SCRIPTS = (".sh", ".slurm", ".sbatch")
+"""Endings of shell scripts."""
+_PREPARES = re.compile(
+    r"(?i:(?:^|[\W_])(?:set_?up|install|prep(?:are|ro\w+)?|init|bootstrap|download|stage|copy|clean(?:_?up)?|prolog(?:ue)?"
+    r"|epilog(?:ue)?|env)(?:$|[\W_]))"
+)
+"""Names of scripts that prepare or clean the nodes."""
 _MAX_REPORTED = 40
 _SETUP = frozenset(["module", "ml", "ulimit"])
 _ACTIVATING = ("/bin/activate", "/etc/profile.d/conda.sh", "/etc/profile.d/mamba.sh")
@@ -96,18 +104,27 @@ def _rank(command: ShellCommand) -> int:
     """Score for how likely a command is the training; 0 if it is not."""
     line = read_launch_line(command.argv)
     if _inner(line):
-        return 3
+        return 4
     if line.launcher in ("", "srun") and not any(item.role == "launcher" for item in line.items):
         # Neither a launcher nor Python: `srun` also runs what prepares and cleans the nodes.
         if not line.wrappers or not line.program or line.program[0] in _SILENT | _HELPERS:
             return 0
-        is_script = line.program[0].endswith((".sh", ".slurm", ".sbatch"))
-        return 2 if line.launcher == "srun" else int(not is_script)
+        if line.launcher == "srun":
+            return 1 if _prepares(line) else 3
+        return 0 if line.program[0].endswith(_SCRIPTS) else 2
     if set(line.program[1:]) & _NOT_TRAINING or not line.program:
         return 0
     if line.launcher == "python":
-        return 0 if line.program[0] in ("pip", "setup.py") or "c" in line.launcher_options else 1
-    return 3
+        return 0 if line.program[0] in ("pip", "setup.py") or "c" in line.launcher_options else 2
+    return 4
+
+
+def _prepares(line: LaunchLine) -> bool:
+    """True if a line starts a shell script whose name says that it prepares or cleans the nodes."""
+    in_shell = PurePosixPath(line.program[0]).name in _SHELLS
+    script = (line.positional or ("",))[0] if in_shell else line.program[0]
+    name = PurePosixPath(script).name
+    return name.endswith(_SCRIPTS) and "train" not in name and _PREPARES.search(name) is not None
 
 
 def _inner(line: LaunchLine) -> str:

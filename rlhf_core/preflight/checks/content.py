@@ -4,7 +4,7 @@
 from collections.abc import Iterator
 
 from rlhf_core.preflight.facts import DataFile, Facts
-from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
+from rlhf_core.preflight.registry import Finding, bad_rows, blocked, check, passed, skipped, warning
 from rlhf_core.preflight.size_estimates import num_positions
 from rlhf_core.schemas.content import RewardTrial, SplitReport, TrialProblem
 
@@ -80,10 +80,8 @@ def conversations(facts: Facts) -> Iterator[Finding]:
         found = f"{report.num_unrendered} of {report.num_rows} rows of {source} cannot be rendered: {report.unrendered}"
         if report.num_unrendered == report.num_rows:
             yield blocked(found, expected, "use another chat template, or correct the data")
-        elif facts.spec.data.malformed_rows == "drop":
-            yield warning(found, expected, 'they are dropped, because data.malformed_rows is "drop"')
         else:
-            yield blocked(found, expected, 'correct them, or drop them with data.malformed_rows="drop"')
+            yield bad_rows(found, expected, "correct them", dropped=facts.spec.data.malformed_rows == "drop")
 
 
 @check("content.lengths", trainer="native")
@@ -159,18 +157,21 @@ def pipeline(facts: Facts) -> Iterator[Finding]:
         return
     spec = facts.spec
     seconds = rows = 0.0
+    unseen = False
     for report in facts.content.splits:
         if not report.problem and report.num_rows:
             total = _num_rows(facts, report)
+            unseen |= total == report.num_rows and not report.is_whole
             rows += total
             seconds += (report.read_s + report.encode_s) / report.num_rows * total
     if not rows:
         return
     consumed = spec.main_loop.algorithm.rows_per_step
     rate = rows / max(seconds, 1e-6)
-    found = (
-        f"{rate:.0f} rows/s are read and tokenized, about {seconds:.0f} s at every start; a step uses {consumed} rows"
-    )
+    # Of a generator or a Parquet file, only the first rows are read here, and not all are counted.
+    duration = f"at least {seconds:.0f} s" if unseen else f"about {seconds:.0f} s"
+    more = f" (there are more rows than the {rows:.0f} read here)" if unseen else ""
+    found = f"{rate:.0f} rows/s are read and tokenized, {duration} at every start{more}; a step uses {consumed} rows"
     if seconds > spec.supervise.setup_floor_s / 2:
         yield warning(
             found,

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from rlhf_core.files.data_rows import template_columns
 from rlhf_core.preflight.facts import DataFile, Facts
-from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
+from rlhf_core.preflight.registry import Finding, bad_rows, blocked, check, passed, skipped, warning
 from rlhf_core.preflight.templates import named_columns, templates_of
 
 
@@ -43,10 +43,9 @@ def lines(facts: Facts) -> Iterator[Finding]:
         found = f"{file.num_malformed} malformed: {shown}" + (f"; and {more} more" if more else "")
         if _is_read_elsewhere(facts, name):
             yield blocked(found, "well-formed rows", "correct them: data.malformed_rows has no effect on this trainer")
-        elif facts.spec.data.malformed_rows == "drop" and file.num_rows:
-            yield warning(found, "well-formed rows", 'they are dropped, because data.malformed_rows is "drop"')
         else:
-            yield blocked(found, "well-formed rows", 'correct them, or drop them with data.malformed_rows="drop"')
+            dropped = facts.spec.data.malformed_rows == "drop"
+            yield bad_rows(found, "well-formed rows", "correct them", dropped=dropped, leave_others=file.num_rows > 0)
 
 
 @check("data.rows")
@@ -102,11 +101,13 @@ def empty_prompts(facts: Facts) -> Iterator[Finding]:
             yield warning(
                 found, "text in every prompt", "remove these rows: their prompts are only the text of the template"
             )
-        elif data.malformed_rows == "drop":
-            yield warning(found, "text in every prompt", 'they are dropped, because data.malformed_rows is "drop"')
         else:
-            yield blocked(
-                found, "text in every prompt", 'remove these rows, or drop them with data.malformed_rows="drop"'
+            yield bad_rows(
+                found,
+                "text in every prompt",
+                "remove these rows",
+                dropped=data.malformed_rows == "drop",
+                leave_others=file.num_rows > file.num_empty_prompts,
             )
 
 

@@ -92,7 +92,7 @@ def trainer(facts: Facts) -> Iterator[Finding]:
         yield skipped(room if isinstance(room, str) else "the model's config lacks its dimensions")
         return
     scorers = _reward_models(facts)
-    estimate = with_reward_models(trainer_estimate(facts.spec, shape, _gpu(facts)), facts.spec, scorers)
+    estimate = with_reward_models(_trainer_estimate(facts, facts.spec, shape), facts.spec, scorers)
     left = room - sum(reward_model_bytes(facts.spec, scorers, in_main_memory=False).values())
     yield _finding(facts, "a trainer", estimate, room, _advice(facts, shape, estimate, left))
 
@@ -109,7 +109,7 @@ def min_nodes(facts: Facts) -> Iterator[Finding]:
     fits: list[int] = []
     for number in fewer:
         smaller = with_changes(facts.spec, {"resources.num_nodes": number, "resources.min_nodes": 0})
-        estimate = with_reward_models(trainer_estimate(smaller, shape, _gpu(facts)), smaller, scorers)
+        estimate = with_reward_models(_trainer_estimate(facts, smaller, shape), smaller, scorers)
         if estimate.resident_bytes > room or estimate.peak_bytes > SURELY_TOO_MUCH * room:
             least = min(fits, default=facts.spec.resources.num_nodes)
             yield blocked(
@@ -130,7 +130,7 @@ def evaluator(facts: Facts) -> Iterator[Finding]:
     shape, room = _shape(facts), _room(facts)
     if shape is None or isinstance(room, str):
         return  # reported by memory.trainer
-    estimate = evaluator_estimate(facts.spec, shape, _gpu(facts))
+    estimate = evaluator_estimate(facts.spec, shape, _gpu(facts), pairs_have_answers=_may_have_answers(facts))
     vllm, on_gpu = facts.spec.starts_vllm_in_evaluators, bool(facts.spec.resources.gpus_per_node)
     if on_gpu and estimate.resident_bytes > TIGHT * room:
         advice = "use GPUs with more memory or a smaller model: an evaluator holds whole models on its GPU"
@@ -158,7 +158,9 @@ def rollout(facts: Facts) -> Iterator[Finding]:
         yield _finding(
             facts, "a rollout engine", engine_estimate(spec, shape), _engine_room(facts), "lower rollout.engines"
         )
-    if spec.rollout.engine == "vllm":
+    # Where nothing is sampled, vLLM is not started.
+    samples = spec.any_loop_samples or spec.completes_held_out(pairs_have_answers=_may_have_answers(facts))
+    if spec.rollout.engine == "vllm" and samples:
         yield _cache_finding(spec, part_of(shape, spec.rollout.gpus_per_engine), room)
 
 
@@ -253,7 +255,7 @@ def _snapshot_and_room(facts: Facts) -> tuple[int, float] | None:
         return None
     held = CPU_BASE_BYTES + sum(main_memory_bytes(shape, spec.model.dtype, zero_of(spec)).values())
     if not resources.gpus_per_node:
-        held = trainer_estimate(spec, shape).peak_bytes
+        held = _trainer_estimate(facts, spec, shape).peak_bytes
     return _snapshot_bytes(spec, shape), max(0, node - resources.ranks_per_node * held - _engine_bytes(facts))
 
 
@@ -262,6 +264,19 @@ def _snapshot_bytes(spec: RunSpec, shape: Shape) -> int:
     weights that rank 0 saves; twice as much with a critic, which is as large as the policy."""
     states = 12 * shape.parameters * spec.resources.ranks_per_node // spec.num_ranks
     return (states + weight_bytes(shape, spec.model.dtype)) * trained_models(spec)
+
+
+def _trainer_estimate(facts: Facts, spec: RunSpec, shape: Shape) -> Estimate:
+    return trainer_estimate(spec, shape, _gpu(facts), pairs_have_answers=_may_have_answers(facts))
+
+
+def _may_have_answers(facts: Facts) -> bool:
+    """False if the held-out rows are known to have no column of answers."""
+    column, file = facts.spec.data.answer_column, facts.eval
+    if file is not None and file.scanned and not file.problem:
+        return column in file.columns
+    splits = facts.content.splits if facts.content is not None else ()
+    return all(column in one.columns for one in splits if one.split == "eval" and not one.problem)
 
 
 def _gpu(facts: Facts) -> int | None:
@@ -341,7 +356,9 @@ def _larger_gpus(facts: Facts, room: int) -> str:
 def _advice(facts: Facts, shape: Shape, estimate: Estimate, room: int) -> str:
     changes = [
         f"{_set(change)} ({_gib(peak)} GiB)"
-        for change, peak in remedies(facts.spec, shape, int(TIGHT * room), _gpu(facts))
+        for change, peak in remedies(
+            facts.spec, shape, int(TIGHT * room), _gpu(facts), pairs_have_answers=_may_have_answers(facts)
+        )
     ]
     if changes:
         return "set " + ", or ".join(changes[:3])

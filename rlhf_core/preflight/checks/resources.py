@@ -183,7 +183,8 @@ def uneven_gpus(facts: Facts) -> Iterator[Finding]:
 @check("resources.cores")
 def cores(facts: Facts) -> Iterator[Finding]:
     """Ranks that share cores slow each other down, and every collective waits for the slowest."""
-    resources, available = facts.spec.resources, facts.inventory.cpus_per_node
+    resources = facts.spec.resources
+    available = facts.inventory.cpus_for(facts.slurm, resources.gpus_per_node)
     requested = facts.spec.processes_per_node * resources.cpus_per_rank
     of_engines = facts.spec.engines_per_node * facts.spec.rollout.gpus_per_engine
     word = "or" if facts.spec.rollout.nodes else "and"

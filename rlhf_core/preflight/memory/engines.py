@@ -43,8 +43,9 @@ def waiting_base_bytes(spec: RunSpec, shape: Shape) -> dict[str, int]:
 
 
 def token_cache_bytes(shape: Shape, dtype: str) -> int:
-    """KV cache of one token: layers x (keys + values) x bytes."""
-    return shape.layers * 2 * shape.keys * BYTES[dtype]
+    """KV cache of one token: layers x (keys + values) x bytes. Sliding windows are not counted: of a layer with one,
+    vLLM reserves the tokens of a whole step."""
+    return shape.layers * shape.cached * BYTES[dtype]
 
 
 def vllm_share_bytes(spec: RunSpec, gpu: int) -> int:

@@ -141,9 +141,13 @@ def logit_bytes(shape: Shape, tokens: int) -> int:
 
 
 def cache_bytes(shape: Shape, dtype: str, sequences: int, length: int) -> int:
-    """KV cache: sequences x length x layers x (keys + values) x bytes; one layer exists twice while it grows."""
-    layer = sequences * length * 2 * shape.keys * BYTES[dtype]
-    return layer * (shape.layers + 1)
+    """KV cache: sequences x tokens x layers x (keys + values) x bytes; one layer exists twice while it grows.
+
+    A layer with a sliding window keeps only the tokens of its window, as transformers' cache does.
+    """
+    whole, kept = shape.layers - shape.windowed, min(length, shape.window)
+    tokens = whole * length + shape.windowed * kept + (length if whole else kept)
+    return sequences * tokens * shape.cached * BYTES[dtype]
 
 
 def sampling_bytes(shape: Shape, dtype: str, sequences: int) -> int:

@@ -1,6 +1,6 @@
 """Changes of settings that make a trainer rank fit."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from pydantic import JsonValue
 
@@ -10,14 +10,21 @@ from rlhf_core.preflight.memory.shapes import Shape
 from rlhf_core.schemas.run import RunSpec, with_changes
 
 
-def remedies(spec: RunSpec, shape: Shape, room: int, gpu: int | None = None) -> list[tuple[dict[str, JsonValue], int]]:
+def remedies(
+    spec: RunSpec, shape: Shape, room: int, gpu: int | None = None, *, pairs_have_answers: bool = True
+) -> list[tuple[dict[str, JsonValue], int]]:
     """Changes of settings that make a trainer rank fit into ``room`` bytes, each with the new peak.
 
     Single changes if one suffices, otherwise combinations. Only the number format affects the training result.
 
     Args:
         gpu: usable memory of the GPU in bytes; vLLM takes a share of it.
+        pairs_have_answers: as in :func:`trainer_estimate`.
     """
+
+    def peak_of(changed: RunSpec) -> int:
+        return trainer_estimate(changed, shape, gpu, pairs_have_answers=pairs_have_answers).peak_bytes
+
     trainer = spec.native_trainer
     setting = "micro_batch_tokens" if trainer.micro_batch_tokens else "micro_batch_size"
     micro: list[dict[str, JsonValue]] = [{f"trainer.{setting}": n} for n in _halves(getattr(trainer, setting))]
@@ -35,17 +42,17 @@ def remedies(spec: RunSpec, shape: Shape, room: int, gpu: int | None = None) -> 
         [[smallest]],
         [[{**smallest, **change} for change in offloaded]],
     ):
-        found = [fitting for ladder in ladders if (fitting := _first_that_fits(spec, shape, room, gpu, ladder))]
+        found = [fitting for ladder in ladders if (fitting := _first_that_fits(spec, ladder, room, peak_of))]
         if found:
             return found
     return []
 
 
 def _first_that_fits(
-    spec: RunSpec, shape: Shape, room: int, gpu: int | None, changes: Sequence[dict[str, JsonValue]]
+    spec: RunSpec, changes: Sequence[dict[str, JsonValue]], room: int, peak_of: Callable[[RunSpec], int]
 ) -> tuple[dict[str, JsonValue], int] | None:
     for change in changes:
-        peak = trainer_estimate(with_changes(spec, change), shape, gpu).peak_bytes
+        peak = peak_of(with_changes(spec, change))
         if peak <= room:
             return change, peak
     return None

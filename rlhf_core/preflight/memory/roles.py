@@ -56,15 +56,21 @@ class Estimate:
         return max(self.moments.values(), key=lambda parts: sum(parts.values()), default={})
 
 
-def trainer_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Estimate:
+def trainer_estimate(
+    spec: RunSpec, shape: Shape, gpu: int | None = None, *, pairs_have_answers: bool = True
+) -> Estimate:
     """Memory of one trainer rank, which samples and trains in turn while the optimizer stays in place.
 
     Args:
         gpu: usable memory of the GPU in bytes, of which vLLM takes a share; None if unknown or without a GPU.
+        pairs_have_answers: held-out pairs may have answers, and are then completed in evaluations; counts if the run
+            trains on nothing but pairs.
     """
     dtype, on_gpu = spec.model.dtype, bool(spec.resources.gpus_per_node)
     zero = zero_of(spec)
     lora = spec.model.lora
+    # Separate engines get the weights bucket by bucket.
+    samples_itself = not spec.rollout.engines and _samples(spec, pairs_have_answers)
     trained = trained_shape(shape, lora)
     adapter = own_weight_bytes(trained, dtype, zero) if lora is not None else 0
     optimizer = f"optimizer (ZeRO {zero.stage} over {zero.num_ranks} ranks)"
@@ -76,7 +82,7 @@ def trainer_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Est
         "libraries": GPU_BASE_BYTES if on_gpu else CPU_BASE_BYTES,
         # Without GPUs there is only main memory.
         **({} if on_gpu else main_memory_bytes(shape, dtype, zero, lora)),
-        **({} if spec.rollout.engines or not _may_sample(spec) else vllm_resident(spec, shape)),
+        **(vllm_resident(spec, shape) if samples_itself else {}),
     }
     algorithms = [loop.algorithm for loop in spec.loops.named.values()]
     sequences = max(algorithm.sequences_per_step for algorithm in algorithms) // spec.num_ranks
@@ -99,8 +105,7 @@ def trainer_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Est
             "gathered weights": weight_bytes(shape, dtype) if zero.stage == 3 else 0,
         },
     }
-    # Separate engines get the weights bucket by bucket.
-    if spec.rollout.engines or not _may_sample(spec):
+    if not samples_itself:
         del moments["sample"]
     if any(algorithm.reference for algorithm in algorithms):
         # With an adapter, the reference is the policy without it, or with a second, frozen one.
@@ -179,18 +184,22 @@ def zero_of(spec: RunSpec) -> Zero:
     return Zero(trainer.zero_stage, trainer.offload, spec.num_ranks)
 
 
-def evaluator_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Estimate:
+def evaluator_estimate(
+    spec: RunSpec, shape: Shape, gpu: int | None = None, *, pairs_have_answers: bool = True
+) -> Estimate:
     """Memory of one evaluator rank: the weights, those of the reference if pairs are ranked against it, and sampling.
 
     Args:
         gpu: as in :func:`trainer_estimate`.
+        pairs_have_answers: likewise.
     """
+    samples = _samples(spec, pairs_have_answers)
     algorithm = spec.main_loop.algorithm
     weights = weight_bytes(shape, spec.model.dtype)
     resident = {
         "weights": weights,
         "libraries": GPU_BASE_BYTES if spec.resources.gpus_per_node else CPU_BASE_BYTES,
-        **(vllm_resident(spec, shape) if spec.starts_vllm_in_evaluators and _may_sample(spec) else {}),
+        **(vllm_resident(spec, shape) if spec.starts_vllm_in_evaluators and samples else {}),
     }
     if algorithm.reference and (algorithm.pairs or algorithm.labelled):
         resident["reference model"] = weights
@@ -198,7 +207,7 @@ def evaluator_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> E
         if not spec.resources.gpus_per_node:
             resident["weights to send"] = _weights_to_send(spec, shape)
         return Estimate(resident, {})
-    if not _may_sample(spec):
+    if not samples:
         return Estimate(resident, {})
     sequences, vllm = _sequences_of_an_evaluation(spec), spec.starts_vllm_in_evaluators
     return Estimate(resident, {"sample": _sampling(spec, shape, sequences, gpu, with_vllm=vllm)})
@@ -243,11 +252,9 @@ def _sampling(spec: RunSpec, shape: Shape, sequences: int, gpu: int | None, *, w
     }
 
 
-def _may_sample(spec: RunSpec) -> bool:
-    """False if neither training nor evaluation samples. Held-out pairs are completed if they have answers, which only
-    the data tells."""
-    may_have_answers = spec.has_references or spec.data_kinds == {"pair"}
-    return spec.any_loop_samples or (may_have_answers and not spec.makes_reward_model)
+def _samples(spec: RunSpec, pairs_have_answers: bool) -> bool:
+    """False if neither training nor evaluation samples."""
+    return spec.any_loop_samples or spec.completes_held_out(pairs_have_answers=pairs_have_answers)
 
 
 def _sequences_of_an_evaluation(spec: RunSpec) -> int:

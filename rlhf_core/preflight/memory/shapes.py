@@ -1,6 +1,6 @@
 """Dimensions that determine the size of a model and of its trained part."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,6 +8,9 @@ from rlhf_core.schemas.model import ALL_LINEAR, LoraSpec
 
 _LEAN_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Types of models whose norms and feed-forward layers are replaced in training; others may be as well."""
+
+_WINDOWED_FAMILIES = frozenset({"mistral", "mixtral", "phi3"})
+"""Types of models in which all layers have the sliding window, if there is one."""
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of the number of experts in the configs of different families."""
@@ -31,6 +34,17 @@ class Shape:
     """True if training replaces its norms and feed-forward layers (``training/models/lean_layers.py``)."""
     idle: int = 0
     """Parameters of the experts that a token does not pass through."""
+    latent: int = 0
+    """Elements that multi-head latent attention caches per token and layer; 0 if keys and values are cached."""
+    window: int = 0
+    """Tokens that a layer with a sliding window attends to."""
+    windowed: int = 0
+    """Number of layers with a sliding window."""
+
+    @property
+    def cached(self) -> int:
+        """Elements in the KV cache of one layer per token."""
+        return self.latent or 2 * self.keys
 
     @property
     def active(self) -> int:
@@ -62,15 +76,51 @@ def shape_of(config: Mapping[str, Any], parameters: int | None, vocabulary: int)
         hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
         heads, feed_forward = int(config["num_attention_heads"]), _feed_forward(config)
         idle = _idle_parameters(config, hidden, layers)
+        latent, latent_head = _latent_attention(config)
     except (KeyError, TypeError, ValueError):
         return None
     if parameters is None or heads < 1:
         return None
-    head_dim = int(config.get("head_dim") or hidden // heads)
+    head_dim = latent_head or int(config.get("head_dim") or hidden // heads)
     kv_heads = int(config.get("num_key_value_heads") or heads)
     size = int(config.get("vocab_size") or vocabulary)
     is_lean = str(config.get("model_type")) in _LEAN_FAMILIES and config.get("hidden_act", "silu") == "silu"
-    return Shape(parameters, hidden, layers, heads * head_dim, kv_heads * head_dim, feed_forward, size, is_lean, idle)
+    window, windowed = _sliding_window(config, layers)
+    return Shape(
+        parameters,
+        hidden,
+        layers,
+        heads * head_dim,
+        kv_heads * head_dim,
+        feed_forward,
+        size,
+        is_lean,
+        idle,
+        latent,
+        window,
+        windowed,
+    )
+
+
+def _latent_attention(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Elements that multi-head latent attention caches per token and layer (DeepSeek-V2, arXiv 2405.04434, sec. 2.1),
+    and the size of a head of its queries and keys; 0 and 0 for other attention."""
+    rank, rotated = int(config.get("kv_lora_rank") or 0), int(config.get("qk_rope_head_dim") or 0)
+    return (rank + rotated, int(config.get("qk_nope_head_dim") or 0) + rotated) if rank else (0, 0)
+
+
+def _sliding_window(config: Mapping[str, Any], layers: int) -> tuple[int, int]:
+    """Tokens of a sliding window, and the number of layers that have it; 0 and 0 unless the config tells both."""
+    window, kinds = int(config.get("sliding_window") or 0), config.get("layer_types")
+    if not window or config.get("use_sliding_window") is False:
+        return 0, 0
+    if isinstance(kinds, Sequence):
+        windowed = sum(kind == "sliding_attention" for kind in kinds)
+    elif pattern := int(config.get("sliding_window_pattern") or 0):
+        windowed = layers - layers // pattern
+    else:
+        windowed = layers if config.get("model_type") in _WINDOWED_FAMILIES else 0
+    return (window, windowed) if windowed else (0, 0)
 
 
 def _feed_forward(config: Mapping[str, Any]) -> int:

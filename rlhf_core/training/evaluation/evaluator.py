@@ -231,9 +231,7 @@ class Evaluator:
 def completes(spec: RunSpec, data: EncodedPrompts) -> bool:
     """True if completions of held-out prompts are sampled and scored."""
     column = spec.data.answer_column
-    only_pairs = spec.data_kinds == {"pair"}
-    answered = all(column in row.columns for row in data.rows) if only_pairs else spec.has_references
-    return answered and not spec.makes_reward_model
+    return spec.completes_held_out(pairs_have_answers=all(column in row.columns for row in data.rows))
 
 
 def load_evaluator(

@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath
 from rlhf_core.diagnosis.retention import kept_steps
 from rlhf_core.errors import CheckpointCorrupt, TrainerIncomplete, WorkerError
 from rlhf_core.files.reading import bring_to_disk
-from rlhf_core.files.whole import remove_tree
+from rlhf_core.files.whole import NO_LINK, remove_tree
 from rlhf_core.run_dir.checkpoint import CheckpointDir, checksum
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
@@ -40,7 +40,6 @@ from rlhf_core.worker.command.found_checkpoints import (
 )
 from rlhf_core.worker.command.launch import OWN_NAME, own_name
 
-_NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
 MODEL_FILES = (
     "*.safetensors",
     "*.json",
@@ -271,7 +270,7 @@ def _link(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError as error:
-        if error.errno not in _NO_LINK:
+        if error.errno not in NO_LINK:
             raise
         shutil.copy2(source, target)
 

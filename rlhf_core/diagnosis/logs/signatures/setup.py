@@ -133,7 +133,7 @@ PACKAGES: tuple[Signature, ...] = (
         r"nvcc fatal",
         r"(?i:(?:is|are) (?:required|not installed)\b.{0,200}\bpip install)|ptxas (?:fatal|exited|error)",
         r"PassManager::run failed",
-        r"requires? .{0,200}\b(?:to be|is not) installed|\b(?<!-)[\w.]+: command not found$",
+        r"requires? .{0,200}\b(?:to be|is not) installed|\b(?<!-)(?!(?:git|conda|mamba): )[\w.]+: command not found$",
         r"(?:please|try) (?:pip )?install\b|(?:Please|need to) upgrade\b",
         r"\w+[<>=]=[\d.]+\S* is required|[Ii]ncompatible version",
         r"FlashAttention2? .{0,80}(?:not installed|cannot be used)",
@@ -260,9 +260,11 @@ SETTINGS: tuple[Signature, ...] = (
         Kind.CONFIG,
         SYMPTOM,
         "FileNotFoundError: [Errno 2] No such file or directory: 'model.conf'",
-        # A symptom too: shell profiles load modules in passing, and jobs may run without them.
+        # A symptom too: shell profiles load modules and conda in passing, scripts name a revision of git, and libraries
+        # ask programs through sh. Jobs may run without them.
         r"module\(s\) are unknown|Unable to locate a modulefile|Could not find conda environment",
-        r"CondaError: Run 'conda",
+        r"CondaError: Run 'conda|\b(?:git|conda|mamba): command not found$",
+        r"^(?:[\w./-]*/)?(?:sh|[\w-]+\.sh): (?:\d+: )?[\w.]+: not found$",
         r"No such file or directory|Permission denied|execve\(\): \S+|can't open file '|Operation not permitted",
     ),
 )

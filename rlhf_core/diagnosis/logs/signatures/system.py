@@ -221,6 +221,7 @@ MACHINE: tuple[Signature, ...] = (
         "RuntimeError: CUDA error: uncorrectable ECC error encountered",
         r"(?i:uncorrectable (?:NVLink|ECC)|ECCUncorrectable|NvlinkUncorrectable|double[- ]bit ECC error)",
         r"(?i:ECC error encountered|(?:volatile|aggregate) uncorr\w* ecc|cudaErrorHardwareStackError)",
+        r"(?i:(?<!\bno )uncorrectable memory errors?\b(?!(?: count| detected| found| total)?\W{1,3}(?:0|none)\b))",
         r"(?i:\bDBE\b.{0,40}\b(?:error|ECC)|(?:remapped|retired) (?:rows?|pages?).{0,20}(?:fail|pending: yes))",
     ),
     row(
@@ -337,6 +338,7 @@ MACHINE: tuple[Signature, ...] = (
         r"Permission denied: '[^']{0,200}(?:\.cache|/cache|_cache|/\.locks|/tmp/|\.lock\b)",
         r"No such file or directory: '[^']{0,300}(?:\.triton/|torchinductor_)",
         r"Error: .{0,20}No usable temporary directory",
+        r"(?i:\bf?lock(?:ing|s|ed)?\b.{0,120}Function not implemented)",
     ),
 )
 """Memory, GPUs, kernels, disks and files."""
@@ -395,6 +397,7 @@ ENDS: tuple[Signature, ...] = (
         CASCADE,
         "/var/spool/slurmd/job7/slurm_script: line 46: 2113061 Killed                  python3 train.py",
         r"^Killed$|line \d+: +\d+ Killed\b|exit ?code\s*:? \(?(?:-9|137)\b|return code = -9\b",
+        r"(?i:\bexit(?:ed)?(?: with)? (?:code|status)(?: is)? 137\b|\bexited \(137\)|\bexit_?code=137\b)",
         r"Signal 9 \(SIGKILL\)|died with <Signals.SIGKILL",
         r"Segmentation fault|core dumped|exit ?code\s*:? (?!-?0|-9\b|-15\b|-2\b)-?\d+",
         r"\bCheck failed: ",
