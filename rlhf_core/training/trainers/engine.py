@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_core.errors import BadConfig, ResumeMismatch
+from rlhf_core.machine.variables import with_variables
 from rlhf_core.schemas.loops import OptimizerSpec
 from rlhf_core.schemas.trainers import LIVE_ELEMENTS, REDUCE_BUCKET_ELEMENTS, NativeTrainer
 from rlhf_core.training.distributed import Ranks
@@ -287,16 +288,8 @@ def _quick_and_quiet() -> Iterator[None]:
     DeepSpeed imports an optimizer that we do not use and that is decorated with ``torch.compile``. This alone would
     load torch's entire compiler, which takes more than a second at every start and restart.
     """
-    before = os.environ.get("TORCHDYNAMO_DISABLE")
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        if before is None:
-            del os.environ["TORCHDYNAMO_DISABLE"]
-        else:
-            os.environ["TORCHDYNAMO_DISABLE"] = before
+    with with_variables({"TORCHDYNAMO_DISABLE": "1"}), contextlib.redirect_stdout(io.StringIO()):
+        yield
 
 
 def _parameter_groups(policy: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
