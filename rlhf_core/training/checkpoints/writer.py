@@ -18,7 +18,6 @@ checkpoint is complete.
 """
 
 import contextlib
-import dataclasses
 import math
 import secrets
 import shutil
@@ -300,15 +299,15 @@ class CheckpointWriter:
         )
         save.is_written()
         try:
-            self._ranks.store.set(f"{key}/{self._ranks.rank}", own.to_json())
+            self._ranks.store.set(f"{key}/{self._ranks.rank}", own.model_dump_json())
             if self._ranks.is_first:
                 verdict = self._verdict_of_all(part, key)
                 # Without the files, which no other rank needs: the store keeps it until the end of the job.
-                self._ranks.store.set(f"{key}/verdict", dataclasses.replace(verdict, files={}).to_json())
+                self._ranks.store.set(f"{key}/verdict", verdict.model_dump_json(exclude={"files"}))
                 return verdict
-            return Report.from_json(self._wait_for(f"{key}/verdict"))
+            return Report.model_validate_json(self._wait_for(f"{key}/verdict"))
         except Exception as error:  # noqa: BLE001 - torch's store, hosted by the agent, is gone: the step must learn of it
-            return Report({}, f"rank {self._ranks.rank} no longer received messages from the others: {error}")
+            return Report(problem=f"rank {self._ranks.rank} no longer received messages from the others: {error}")
 
     def _wait_for(self, key: str) -> bytes:
         """Wait as long as a collective would: longer than the agent takes to detect a rank that never arrives."""
@@ -343,7 +342,7 @@ class CheckpointWriter:
 
     def _verdict_of_all(self, part: CheckpointPart, key: str) -> Report:
         names = [f"{key}/{rank}" for rank in range(self._ranks.num_ranks)]
-        verdict = combined([Report.from_json(self._wait_for(name)) for name in names])
+        verdict = combined([Report.model_validate_json(self._wait_for(name)) for name in names])
         for name in names:
             self._ranks.store.delete_key(name)
         if not verdict.problem:
