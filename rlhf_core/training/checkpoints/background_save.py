@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field
 from torch.distributed.distributed_c10d import Store
@@ -129,7 +128,7 @@ def checksums_of(content: Content, advance: Callable[[], None]) -> dict[str, Fil
     found = {}
     for name, data in content.items():
         digest = hashlib.sha256()
-        for piece in _pieces(data):
+        for piece in chunks(data):
             digest.update(piece)
             advance()
         found[name] = FileChecksum(bytes=len(data), sha256=digest.hexdigest())
@@ -147,7 +146,7 @@ def write_files(root: Path, content: Content, advance: Callable[[], None]) -> No
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
             num_unsynced = 0
-            for piece in _pieces(data):
+            for piece in chunks(data):
                 file.write(piece)
                 num_unsynced += len(piece)
                 if num_unsynced >= SYNC_BYTES:
@@ -173,10 +172,6 @@ def awaited(store: Store, key: str, timeout_s: float) -> bytes:
         time.sleep(interval_s)
         interval_s = min(2 * interval_s, LONGEST_POLL_S)
     return bytes(store.get(key))
-
-
-def _pieces(data: mmap.mmap | bytes) -> Any:
-    return (data,) if isinstance(data, bytes) else chunks(data, len(data))
 
 
 def write_content(
