@@ -25,7 +25,6 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.errors import DiskFull, FileSystemStalled
@@ -51,6 +50,7 @@ from rlhf_core.training.checkpoints.saving import CheckpointPart, CheckpointPubl
 from rlhf_core.training.checkpoints.snapshot import Snapshot, can_be_snapshot, model_texts, tokenizer_texts
 from rlhf_core.training.checkpoints.soundness import initial_folder, settings_file, spec_hash
 from rlhf_core.training.checkpoints.state import Progress, random_state, state_file
+from rlhf_core.training.checkpoints.tensor_files import flattened
 from rlhf_core.training.distributed import Ranks, collective_timeout
 from rlhf_core.training.models.adapters import has_adapter
 from rlhf_core.training.models.gathering import whole_bytes
@@ -244,7 +244,7 @@ class CheckpointWriter:
 
     def _has_room(self, part: CheckpointPart, *, has_snapshot: bool) -> bool:
         """True if there is room on the disk and, for the snapshots of all ranks, in memory."""
-        needed = _tensor_bytes(part.state) + SMALL_FILES_BYTES
+        needed = sum(tensor.nbytes for tensor in flattened(part.state)[0].values()) + SMALL_FILES_BYTES
         if self._ranks.is_first:
             needed += sum(whole_bytes(model) + SMALL_FILES_BYTES for model in part.weights.values())
         free = shutil.disk_usage(self._run_dir.root).free if self._ranks.is_first else 0
@@ -351,16 +351,6 @@ class CheckpointWriter:
             with contextlib.suppress(OSError):
                 remove_tree(part.partial.root)
         return verdict
-
-
-def _tensor_bytes(content: Any) -> int:
-    if isinstance(content, torch.Tensor):
-        return content.numel() * content.element_size()
-    if isinstance(content, dict):
-        return sum(_tensor_bytes(value) for value in content.values())
-    if isinstance(content, list | tuple):
-        return sum(_tensor_bytes(value) for value in content)
-    return 0
 
 
 def _readable(num_bytes: float) -> str:
