@@ -175,7 +175,7 @@ class TrainingContext:
         Raises:
             DiskFull, WorkerError: the checkpoint could not be written; raised by every rank.
         """
-        self._saving.close()
+        self._saving.writer.close()
         self.rollouts.close()
         for file in (self._metrics_file, self._samples_file):
             if file is not None:
@@ -183,7 +183,7 @@ class TrainingContext:
 
     def leave(self) -> None:
         """Let a checkpoint in progress finish, if it can, after an error that ends this process."""
-        self._saving.leave()
+        self._saving.writer.leave()
 
     def _sync_files(self) -> None:
         for file in (self._metrics_file, self._samples_file):
@@ -354,7 +354,7 @@ class TrainingContext:
             )
         self.ranks.log(summary(step.number, self.spec.total_steps, loop.algorithm.name, reduced.values))
         if reduced.save_failed:
-            self._saving.finish()
+            self._saving.writer.finish()
         refuse_non_finite(step.number, reduced.values)
         found = self._judge.observe(
             step.number,
