@@ -22,7 +22,7 @@ from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.rewards import process as process_module
 from rlhf_core.training.rewards.functions import reward_arguments
 from rlhf_core.training.rewards.process import MARK_VARIABLE, RewardProcess
-from rlhf_core.training.rewards.scoring import RewardScorer, reward_names, reward_scorer
+from rlhf_core.training.rewards.scoring import RewardScorer, reward_names
 from rlhf_core.training.types import Row
 
 WELL = "hostile_rewards:well"
@@ -39,7 +39,7 @@ def spec(*functions: str, **reward: Any) -> RunSpec:
 
 @contextmanager
 def scorer(*functions: str, **reward: Any) -> Iterator[RewardScorer]:
-    with reward_scorer(spec(*functions, **{"timeout_s": 1.0, **reward}), rank=1) as one:
+    with contextlib.closing(RewardScorer(spec(*functions, **{"timeout_s": 1.0, **reward}), rank=1)) as one:
         yield one
 
 

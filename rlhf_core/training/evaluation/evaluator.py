@@ -1,6 +1,7 @@
 """Evaluation of a model on held-out data: greedy and sampled completions and the ranking of pairs, each with a
 confidence interval and a table of samples."""
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -35,7 +36,7 @@ from rlhf_core.training.models.adapters import base_of, is_adapter
 from rlhf_core.training.models.causal_lm import PolicyModel, in_evaluation_mode, load_causal_lm
 from rlhf_core.training.models.merged import write_merged
 from rlhf_core.training.models.reward_model import RewardModel, load_reward_model
-from rlhf_core.training.rewards.scoring import RewardScorer, reward_scorer
+from rlhf_core.training.rewards.scoring import RewardScorer
 from rlhf_core.training.rollouts.base import RolloutEngine, Sampling
 from rlhf_core.training.rollouts.seeds import sample_seed
 from rlhf_core.training.rollouts.start import start_engine
@@ -307,22 +308,16 @@ def run_evaluator(context: WorkerContext) -> RoleResult:
     else:
         model = load_causal_lm(checkpoint.model, spec.model.dtype, base)
     model.to(ranks.device)
-    with reward_scorer(spec, ranks.rank) as scorer:
+    beat = functools.partial(reporter.beat, Phase.EVALUATE, checkpoint.step)
+    with contextlib.closing(RewardScorer(spec, ranks.rank)) as scorer:
         folder = (base or base_of(checkpoint.model)) if is_adapter(checkpoint.model) else checkpoint.model
         start = functools.partial(start_engine, context, ranks, tokenizer, folder)
         now = context.stored.created_at
         evaluator = load_evaluator(spec, ranks, tokenizer, scorer, start, trains_on_samples=False, now=now)
         _evaluate_start(context, ranks, evaluator)
-        reports = evaluator.run(
-            model,
-            "after",
-            checkpoint.step,
-            functools.partial(reporter.beat, Phase.EVALUATE, checkpoint.step),
-            _reference(context, ranks, evaluator),
-        )
+        reports = evaluator.run(model, "after", checkpoint.step, beat, _reference(context, ranks, evaluator))
     evaluator.rollouts.close()
     if ranks.is_first and base is not None and is_adapter(checkpoint.model) and spec.promote.when != "never":
-        beat = functools.partial(reporter.beat, Phase.EVALUATE, checkpoint.step)
         write_merged(context.run_dir, checkpoint, model, tokenizer, beat)
     write_reports(context.run_dir, reports, ranks)
     leave_process_group(ranks)

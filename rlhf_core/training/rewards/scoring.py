@@ -8,8 +8,7 @@ more.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NoReturn
@@ -67,7 +66,7 @@ class _FunctionScores:
     """Rewards of one function, and its failures."""
 
     values: list[float]
-    problems: dict[int, RewardCall | str]
+    problems: dict[int, RewardCall]
     """Reason for a missing reward, by index."""
     as_one: RewardCall | None
     """Failure of the call for all completions at once."""
@@ -186,9 +185,9 @@ class RewardScorer:
         by_function: dict[str, list[float]] = {}
         terms: list[_Term] = []
         warnings: list[str] = []
-        seed = self._seed(step, sampling_round)
+        seed, allowed = self._seed(step, sampling_round), self._num_allowed(len(completions))
         for name, path in self._functions.items():
-            found = self._function_scores(name, path, rows, completions, seed, beat, self._reward.on_failure == "stop")
+            found = self._function_scores(name, path, rows, completions, seed, beat, allowed)
             by_function[name] = found.values
             terms.append(_Term(self._weights[name], found.values, found.problems.keys()))
             if (found.problems or found.as_one) and name not in self._reported:
@@ -215,21 +214,24 @@ class RewardScorer:
 
     def _unusable(
         self, name: str, scores: ModelScores, rows: Sequence[Row], completions: Sequence[str]
-    ) -> dict[int, RewardCall | str]:
+    ) -> dict[int, RewardCall]:
         """Completions whose score is not a finite number, with that score."""
-        problems: dict[int, RewardCall | str] = {
-            index: f"gives {value}" for index, value in enumerate(scores.raw) if not math.isfinite(value)
-        }
-        allowed = 0.0 if self._reward.on_failure == "stop" else max(1.0, self._reward.max_failed_share * len(rows))
+        gives = {index: f"gives {value}" for index, value in enumerate(scores.raw) if not math.isfinite(value)}
+        problems = {index: RewardCall(failure=text) for index, text in gives.items()}
+        allowed = self._num_allowed(len(rows))
         if len(problems) > allowed:
             self._refuse(name, problems, allowed, rows, completions)
         return problems
+
+    def _num_allowed(self, count: int) -> float:
+        """Number of completions, out of ``count``, for which a function or model may fail."""
+        return 0.0 if self._reward.on_failure == "stop" else max(1.0, self._reward.max_failed_share * count)
 
     def _warnings_of_model(
         self,
         name: str,
         scores: ModelScores,
-        problems: dict[int, RewardCall | str],
+        problems: dict[int, RewardCall],
         rows: Sequence[Row],
         completions: Sequence[str],
     ) -> list[str]:
@@ -252,7 +254,7 @@ class RewardScorer:
             RewardFailed: the scorer failed.
         """
         ((name, path),) = self._evaluation.items()
-        return self._function_scores(name, path, rows, completions, self._seed(0, 0), beat, stops=True).values
+        return self._function_scores(name, path, rows, completions, self._seed(0, 0), beat, allowed=0.0).values
 
     def _function_scores(
         self,
@@ -262,19 +264,17 @@ class RewardScorer:
         completions: Sequence[str],
         seed: int,
         beat: Callable[[], None],
-        stops: bool,
+        allowed: float,
     ) -> _FunctionScores:
         count = len(completions)
-        allowed = 0.0 if stops else max(1.0, self._reward.max_failed_share * count)
         values = [0.0] * count
-        problems: dict[int, RewardCall | str] = {}
+        problems: dict[int, RewardCall] = {}
         as_one: RewardCall | None = None
         pending = [(0, count)]
         while pending:
             first, end = pending.pop()
-            called = self._call(
-                path, rows[first:end], completions[first:end], seed, beat, (end - first) / max(count, 1)
-            )
+            share = (end - first) / max(count, 1)
+            called = self._call(path, rows[first:end], completions[first:end], seed, beat, share)
             if called.failure and end - first > 1:
                 as_one = as_one or called
                 middle = (first + end) // 2
@@ -284,10 +284,10 @@ class RewardScorer:
                 problems[first] = called
             else:
                 values[first:end] = called.values
-                problems |= {first + index: problem for index, problem in called.problems.items()}
+                problems |= {first + index: RewardCall(failure=text) for index, text in called.problems.items()}
             if len(problems) > allowed:
                 self._refuse(name, problems, allowed, rows, completions)
-        if as_one is not None and stops:
+        if as_one is not None and not allowed:
             raise _error(
                 f"reward function {name} {as_one.failure} for {count} completions at once, but for none of them "
                 f"alone; {_advice(as_one)}",
@@ -321,7 +321,7 @@ class RewardScorer:
     def _refuse(
         self,
         name: str,
-        problems: dict[int, RewardCall | str],
+        problems: dict[int, RewardCall],
         allowed: float,
         rows: Sequence[Row],
         completions: Sequence[str],
@@ -334,7 +334,7 @@ class RewardScorer:
             else f"It has failed for {len(problems)} of {len(completions)} completions, more than "
             f"reward.max_failed_share = {self._reward.max_failed_share:g}"
         )
-        raise _error(f"{sentence}. {advice}", problem if isinstance(problem, RewardCall) else None)
+        raise _error(f"{sentence}. {advice}", problem)
 
     def _warning(self, name: str, found: _FunctionScores, rows: Sequence[Row], completions: Sequence[str]) -> str:
         if not found.problems and found.as_one is not None:
@@ -354,26 +354,15 @@ class RewardScorer:
         )
 
     def _sentence(
-        self, name: str, index: int, problem: RewardCall | str, rows: Sequence[Row], completions: Sequence[str]
+        self, name: str, index: int, problem: RewardCall, rows: Sequence[Row], completions: Sequence[str]
     ) -> str:
-        what = problem if isinstance(problem, str) else problem.failure
         source = "model" if name in self._reward.models else "function"
         has_limit = self._process is not None and source == "function"
         limit = f" within reward.timeout_s = {self._reward.timeout_s:g} s" if has_limit else ""
         return (
-            f"reward {source} {name} {what} for completion {index} ({shown(completions[index])}, prompt "
+            f"reward {source} {name} {problem.failure} for completion {index} ({shown(completions[index])}, prompt "
             f"{rows[index].uid}); expected a finite number{limit}"
         )
-
-
-@contextmanager
-def reward_scorer(spec: RunSpec, rank: int) -> Iterator[RewardScorer]:
-    """Create a scorer whose process ends with the block."""
-    scorer = RewardScorer(spec, rank)
-    try:
-        yield scorer
-    finally:
-        scorer.close()
 
 
 def _advice(as_one: RewardCall) -> str:
@@ -383,10 +372,9 @@ def _advice(as_one: RewardCall) -> str:
     return "call it with that many to find the cause, or use fewer completions per step"
 
 
-def _error(message: str, call: RewardCall | None) -> RewardFailed:
+def _error(message: str, call: RewardCall) -> RewardFailed:
     error = RewardFailed(message)
-    if call is not None:
-        error.__cause__ = call.error
-        if call.trace:
-            error.add_note(call.trace)
+    error.__cause__ = call.error
+    if call.trace:
+        error.add_note(call.trace)
     return error

@@ -1,5 +1,6 @@
 """Role ``trainer``: a complete training run, from the initial model to the last checkpoint."""
 
+import contextlib
 import functools
 import random
 from pathlib import Path
@@ -39,7 +40,7 @@ from rlhf_core.training.models.adapters import (
 )
 from rlhf_core.training.models.causal_lm import PolicyModel, load_causal_lm, prepare_initial_model, tokenizer_folder
 from rlhf_core.training.models.reward_model import RewardModel, is_reward_model, load_reward_model
-from rlhf_core.training.rewards.scoring import RewardScorer, reward_scorer
+from rlhf_core.training.rewards.scoring import RewardScorer
 from rlhf_core.training.rewards.scoring_models import ScoringModels, load_scoring_models
 from rlhf_core.training.rollouts.start import start_engine
 from rlhf_core.training.trainers import offline, online
@@ -68,7 +69,7 @@ def run_trainer(context: WorkerContext) -> RoleResult:
 def train_run(context: WorkerContext, ranks: Ranks) -> RoleResult:
     """Run :func:`run_trainer` within an existing process group."""
     # Started first: its process imports the reward functions while the model loads.
-    with reward_scorer(context.spec, ranks.rank) as scorer:
+    with contextlib.closing(RewardScorer(context.spec, ranks.rank)) as scorer:
         return _train_run(context, ranks, scorer)
 
 
