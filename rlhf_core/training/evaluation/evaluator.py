@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
@@ -24,14 +25,15 @@ from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.reports import EvaluationName, EvaluationReport, EvaluationSample, Phase
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.training.algorithms import ALGORITHMS
 from rlhf_core.training.checkpoints.resume import newest_checkpoint
 from rlhf_core.training.checkpoints.soundness import agree, initial_folder, reference_folder, verify_checkpoint
-from rlhf_core.training.data.examples import Scorer
+from rlhf_core.training.data.examples import Scorer, make_batch, make_examples, score_batch
 from rlhf_core.training.data.loading import EncodedPrompts, encode_prompts, load_rows
 from rlhf_core.training.data.tokenizers import load_tokenizer
 from rlhf_core.training.distributed import Ranks, init_process_group, leave_process_group
 from rlhf_core.training.evaluation.intervals import mean_interval, mean_score
-from rlhf_core.training.evaluation.ranking import desirable_sample, pair_sample, rate_rows
+from rlhf_core.training.evaluation.ranking import desirable_sample, pair_sample
 from rlhf_core.training.models.adapters import base_of, is_adapter
 from rlhf_core.training.models.causal_lm import PolicyModel, in_evaluation_mode, load_causal_lm
 from rlhf_core.training.models.merged import write_merged
@@ -168,28 +170,39 @@ class Evaluator:
         self, policy: PolicyModel | RewardModel, reference: Scorer | None, beat: Callable[[], None]
     ) -> list[EvaluationSample]:
         """This rank's pairs, or desirable completions among all undesirable ones, with their scores."""
-        algorithm = self.spec.main_loop.algorithm
-        rows, prompts = self.ranks.deal(self.data.rows), self.ranks.deal(self.data.token_ids)
-        at_once = max(1, self.spec.native_trainer.micro_batch_size // 2)
-        with in_evaluation_mode(policy):
-            rated = rate_rows(
-                policy,
-                reference,
-                # A rank whose share is empty rates the first row and discards the result.
-                rows or self.data.rows[:1],
-                prompts or self.data.token_ids[:1],
-                algorithm=algorithm,
-                tokenizer=self.tokenizer,
-                device=self.ranks.device,
-                rows_at_once=at_once,
-                num_passes=-(-len(self.data.rows) // (self.ranks.num_ranks * at_once)),
-                beat=beat,
-            )[: len(rows)]
-        if algorithm.pairs:
+        rated = self._rated(policy, reference, beat)
+        if self.spec.main_loop.algorithm.pairs:
             return [pair_sample(row, *rewards) for row, rewards in rated]
         own = [reward for row, (reward,) in rated if not row.desirable]
         undesirable = [reward for part in self.ranks.gather(own) for reward in part]
         return [desirable_sample(row, reward, undesirable) for row, (reward,) in rated if row.desirable]
+
+    @torch.no_grad()
+    def _rated(
+        self, policy: PolicyModel | RewardModel, reference: Scorer | None, beat: Callable[[], None]
+    ) -> list[tuple[Row, list[float]]]:
+        """This rank's rows, each with the rewards that the main algorithm assigns to its completions.
+
+        All ranks make the same number of passes, whatever their share of the rows: if the weights are split over the
+        ranks, each pass is a collective. Passes without rows left repeat the last one, and their results are dropped.
+        """
+        algorithm = self.spec.main_loop.algorithm
+        rows, prompts = self.ranks.deal(self.data.rows), self.ranks.deal(self.data.token_ids)
+        examples = make_examples(
+            rows or self.data.rows[:1], prompts or self.data.token_ids[:1], self.tokenizer, algorithm
+        )
+        at_once = max(1, self.spec.native_trainer.micro_batch_size // 2)
+        num_passes = -(-len(self.data.rows) // (self.ranks.num_ranks * at_once))
+        rewards: list[list[float]] = []
+        with in_evaluation_mode(policy):
+            for start in range(0, num_passes * at_once, at_once):
+                beat()
+                part = examples[start : start + at_once] or examples[-1:]
+                batch, sequences = make_batch(part, algorithm, self.tokenizer.pad_token_id, self.ranks.device)
+                output = score_batch(policy, reference, batch, sequences, algorithm)
+                found = ALGORITHMS[algorithm.name].rewards(output, sequences, algorithm)
+                rewards += found.reshape(-1, len(part)).T.tolist()
+        return list(zip(rows, rewards, strict=False))
 
     def _samples(
         self, model: PreTrainedModel, step: int, how: How, beat: Callable[[], None]
