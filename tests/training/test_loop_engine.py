@@ -165,6 +165,7 @@ def every_zero_stage(ranks: Any, folder: Path, part: slice) -> dict[str, dict[st
 
     from rlhf_core.schemas.trainers import NativeTrainer
     from rlhf_core.training.models.gathering import gathered_weights, is_split
+    from rlhf_core.training.models.lean_layers import use_gradient_checkpointing
     from rlhf_core.training.trainers.engine import Engine, learning_rate
 
     spec = OptimizerSpec.model_validate(OPTIMIZER)
@@ -172,7 +173,7 @@ def every_zero_stage(ranks: Any, folder: Path, part: slice) -> dict[str, dict[st
     for name, (stage, offload, dtype, micro_batch_size) in STAGES.items():
         policy = tiny_policy(dtype)
         if offload != "none":
-            policy.enable_gradient_checkpointing()
+            use_gradient_checkpointing(policy.causal_lm)
         engine = Engine(policy, spec, dtype, ranks, NativeTrainer(zero_stage=stage, offload=offload))
         norms, shares = [], []
         for step in range(1, STEPS + 1):
