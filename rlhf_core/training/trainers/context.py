@@ -296,11 +296,6 @@ class TrainingContext:
         self._step = number
         return TrainingStep(number, StepMetrics(number, self.ranks))
 
-    def update(self, step: TrainingStep, loop: Loop, engine: Engine, policy: nn.Module, num_tokens: int) -> None:
-        """Make and measure the only update of a step: :meth:`apply` and :meth:`measure_updates`."""
-        self.apply(step, loop, engine, num_tokens)
-        self.measure_updates(step, engine, policy)
-
     def apply(self, step: TrainingStep, loop: Loop, engine: Engine, num_tokens: int) -> None:
         """Update the weights with the gradients accumulated in the engine.
 

@@ -68,16 +68,11 @@ class Critic:
         Args:
             engine: created from ``model`` and :func:`critic_optimizer`.
         """
-        self._model = model
+        self.model = model
         self.engine = engine
         self._loop = loop
         self._algorithm = algorithm
         self._spec = critic_optimizer(loop.spec.optimizer, algorithm)
-
-    @property
-    def model(self) -> ValueModel:
-        """Value model itself."""
-        return self._model
 
     def learns_alone(self, step: int) -> bool:
         """True in the first steps of the loop, which leave the policy unchanged."""
@@ -110,7 +105,7 @@ class Critic:
 
     def save(self, folder: Path, is_first: bool, beat: Callable[[], None]) -> list[Path]:
         """Write the weights on rank 0; returns the files it wrote. Collective."""
-        save_weights(self._model, folder / WEIGHTS, is_first, beat)
+        save_weights(self.model, folder / WEIGHTS, is_first, beat)
         return [folder / WEIGHTS] if is_first else []
 
     def state(self) -> dict[str, Any]:
