@@ -16,7 +16,7 @@ A transport is a pair of :class:`Outgoing` and :class:`Incoming`, in files of it
 of a trainer may send, each its share of the buckets (``sender_group``); the first of them drives the exchange.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -97,10 +97,6 @@ class StagedVersion(Protocol):
     @property
     def receipt(self) -> Receipt:
         """Answer to the offer."""
-
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        """Names of tied tensors, each with the name that it is tied to."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Names and whole tensors in main memory, aliases left out.

@@ -94,26 +94,18 @@ class BroadcastOutgoing:
     def send(self, manifest: Manifest, weights: Weights, beat: Beat) -> list[bytes]:
         """Send the offered share; see :class:`rlhf_core.weight_sync.base.Outgoing`."""
         try:
-            checksums = self._send_linked(manifest, weights, beat)
-        except Exception as error:
-            if self._fallback not in (None, self.backend):
-                print(
-                    f"{self.name} cannot send over {self.backend}: {error}; falling back to {self._fallback}",
-                    flush=True,
-                )
+            link = self._link or self._make_link(beat)
+            self._reserve(link, min(manifest.bucket_bytes, manifest.total_bytes))
+            checksums = self._send_over(link, manifest, weights, beat)
+        except BaseException as error:
+            self._abandon(manifest)
+            if isinstance(error, Exception) and self._fallback not in (None, self.backend):
+                text = f"{self.name} cannot send over {self.backend}: {error}; falling back to {self._fallback}"
+                print(text, flush=True)
                 self.backend = self._fallback
             raise
         self._fallback = None
         return checksums
-
-    def _send_linked(self, manifest: Manifest, weights: Weights, beat: Beat) -> list[bytes]:
-        try:
-            link = self._link or self._make_link(beat)
-            self._reserve(link, min(manifest.bucket_bytes, manifest.total_bytes))
-            return self._send_over(link, manifest, weights, beat)
-        except BaseException:
-            self._abandon(manifest)
-            raise
 
     def _make_link(self, beat: Beat) -> Link:
         first = self._receivers[0]
@@ -168,11 +160,9 @@ class BroadcastOutgoing:
     def _abandon(self, manifest: Manifest) -> None:
         """Notify the engines, if possible, and make new links for the next version."""
         self._store.set(abandoned_key(self._session), "")  # for engines that are still making links
-        link, self._link = self._link, None
-        if link is not None:
-            link.post(head(manifest.version, ABANDONED, bytes(16)), HEAD)
-            link.close()
-        self._buffers = []  # gloo may still read them
+        if self._link is not None:
+            self._link.post(head(manifest.version, ABANDONED, bytes(16)), HEAD)
+        self.close()  # with new buffers as well: gloo may still read these
 
     def cancel(self) -> None:
         """Have :meth:`send` fail at its next bucket, or while it makes links."""

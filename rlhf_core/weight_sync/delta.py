@@ -29,8 +29,6 @@ from rlhf_core.weight_sync.layout import (
 
 GAPS, VALUES = "#gaps", "#values"
 """Suffixes of the two parts of a sparse tensor."""
-FULL_EVERY = 50
-"""Number of versions after which the whole weights are sent again, even if a delta is possible."""
 
 _LARGEST_GAP = 1 << 16
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -76,7 +74,7 @@ class _Base:
 class DeltaEncoder:
     """The sender's copy of the last version, in main memory, and the changes since."""
 
-    def __init__(self, full_every: int = FULL_EVERY) -> None:
+    def __init__(self, full_every: int) -> None:
         """Start without a copy.
 
         Args:

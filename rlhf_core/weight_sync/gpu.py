@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
+from rlhf_core.machine.variables import with_variables
+
 _FOREVER = timedelta(days=1)
 """Message timeout of torch's watchdog, which would end the process; messages have timeouts of their own."""
 _NO_HANDLING = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
@@ -57,7 +59,7 @@ class Gpu:
         options._timeout = _FOREVER
         options.config.blocking = 0  # so that connecting can time out or be aborted
         os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(int(connect_timeout_s)))
-        with _MAKING, _variables(_NO_HANDLING):
+        with _MAKING, with_variables(_NO_HANDLING):
             return dist.ProcessGroupNCCL(store, rank, 2, options)
 
     def empty(self, size: int) -> Tensor:
@@ -78,17 +80,3 @@ class Gpu:
         """Run this thread's GPU work on a separate stream, so that it does not wait for computations."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             yield
-
-
-@contextlib.contextmanager
-def _variables(values: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

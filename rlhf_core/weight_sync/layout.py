@@ -188,11 +188,6 @@ def tensors_of(manifest: Manifest, row: Tensor) -> dict[str, Tensor]:
     return found
 
 
-def aliases_of(manifest: Manifest) -> dict[str, str]:
-    """Names of tied tensors, each with the name that it is tied to."""
-    return {entry.name: entry.alias_of for entry in manifest.tensors if entry.alias_of}
-
-
 def checksum(data: Tensor) -> bytes:
     """Checksum of bytes in main memory (XXH3, 128 bits: 10 GB/s per core, where SHA-256 reaches 1 GB/s).
 

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from rlhf_core.weight_sync.base import Beat, Incoming, StagedVersion
 from rlhf_core.weight_sync.broadcast_incoming import BroadcastIncoming
 from rlhf_core.weight_sync.delta import apply_delta, row_digest
 from rlhf_core.weight_sync.files import FilesIncoming
-from rlhf_core.weight_sync.layout import aliases_of, digest_of, tensors_of
+from rlhf_core.weight_sync.layout import digest_of, tensors_of
 from rlhf_core.weight_sync.shared_memory import SharedMemoryIncoming
 
 
@@ -39,11 +39,6 @@ class Staged:
     def keep(self) -> None:
         """Release the values that a delta has replaced: up to a second copy of the weights."""
         self._undo = _nothing
-
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        """Names of tied tensors, each with the name that it is tied to."""
-        return aliases_of(self.layout)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Names and whole tensors, also of a version that arrived as a delta."""

@@ -44,7 +44,7 @@ def synchronize(
             report = _transfer(sender, engines, offers, pool, beat)
             _require_ready(engines, version, pool, beat)
         except BaseException:
-            _abort(engines, version, pool, beat)
+            _outcomes(engines, lambda engine: engine.abort(version), pool, beat)  # whatever those say that are lost
             raise
         applied, lost = _outcomes(engines, lambda engine: engine.commit(version), pool, beat)
     report = report.model_copy(
@@ -127,11 +127,6 @@ def _require_ready(engines: Sequence[EngineControl], version: int, pool: ThreadP
         if not answers.get(engine.name, False):
             reason = failures.get(engine.name, f"it no longer has version {version} staged")
             raise WeightSyncFailed(f"{engine.name} was lost before the commit: {reason}", engine.name)
-
-
-def _abort(engines: Sequence[EngineControl], version: int, pool: ThreadPoolExecutor, beat: Beat) -> None:
-    """Have all engines drop the version, except those that are lost."""
-    _outcomes(engines, lambda engine: engine.abort(version), pool, beat)
 
 
 def _outcomes(

@@ -165,8 +165,7 @@ class SharedMemoryOutgoing:
     def close(self) -> None:
         """Remove the file; its memory is freed when the last engine unmaps it."""
         self._area, self._mapping = None, _Mapping()
-        with contextlib.suppress(FileNotFoundError):
-            self._path.unlink()
+        self._path.unlink(missing_ok=True)
         os.close(self._file)
         os.close(self._lock)  # its file stays: a lock on a removed file would not exclude a successor
 

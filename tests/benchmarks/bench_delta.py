@@ -77,7 +77,7 @@ def measure(rate: float, steps: int, hidden: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     entries = entries_of({name: (tensor.dtype, tensor.shape) for name, tensor in weights_of(model)})
     whole = Manifest(version=0, tensors=entries, bucket_bytes=bucket_bytes_for(entries))
-    encoder = DeltaEncoder()
+    encoder = DeltaEncoder(full_every=50)
     _, weights = encoder.encode(whole, weights_of(model), ["engine"], lambda: None)
     buckets = packed(whole, weights, WHOLE, lambda _: torch.empty(whole.bucket_bytes, dtype=torch.uint8))
     row = torch.cat([bucket for _, bucket in buckets])

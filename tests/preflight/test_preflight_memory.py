@@ -544,7 +544,7 @@ def test_activations_are_what_torch_keeps(checkpointing: bool, lora: LoraSpec | 
     from rlhf_core.training.data.tokenizers import build_tokenizer
     from rlhf_core.training.models.adapters import add_adapter
     from rlhf_core.training.models.causal_lm import PolicyModel, build_causal_lm
-    from rlhf_core.training.models.lean_layers import use_lean_layers
+    from rlhf_core.training.models.lean_layers import use_gradient_checkpointing, use_lean_layers
 
     config = {
         "model_type": "qwen3",
@@ -562,7 +562,7 @@ def test_activations_are_what_torch_keeps(checkpointing: bool, lora: LoraSpec | 
         add_adapter(causal_lm, lora, seed=0)
     model = PolicyModel(causal_lm).train()
     if checkpointing:
-        model.enable_gradient_checkpointing()
+        use_gradient_checkpointing(causal_lm)
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -573,7 +573,7 @@ def test_activations_are_what_torch_keeps(checkpointing: bool, lora: LoraSpec | 
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        hidden = model._hidden_states(torch.randint(0, 100, (4, 200)), None)
+        hidden = causal_lm.base_model(input_ids=torch.randint(0, 100, (4, 200)), use_cache=False).last_hidden_state
     shape = memory.shape_of(config, 0, 128)
     assert shape is not None
     trained = sum(parameter.numel() for parameter in causal_lm.parameters() if parameter.requires_grad)

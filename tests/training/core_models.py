@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.data.tokenizers import build_tokenizer
 from rlhf_core.training.models.causal_lm import build_causal_lm
+from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.transformers_engine import generate
 from rlhf_core.training.types import Completion
 
@@ -53,8 +54,9 @@ def sample(
     **settings: Any,
 ) -> list[list[Completion]]:
     """Generate with settings that suit tests."""
-    settings = {"max_new_tokens": 12, "temperature": 1.0, "batch_size": 64, "beat": lambda: None} | settings
-    return generate(model, char_tokenizer(), prompts, seeds, **settings)
+    beat = settings.pop("beat", lambda: None)
+    sampling = Sampling(**{"max_new_tokens": 12, "temperature": 1.0, "batch_size": 64} | settings)
+    return generate(model, char_tokenizer(), prompts, seeds, sampling, beat)
 
 
 def run_spec(**sections: dict[str, Any]) -> RunSpec:

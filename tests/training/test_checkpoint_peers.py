@@ -75,15 +75,15 @@ def kill_at(moment: str, rank: int, memory: Path) -> None:
             time.sleep(0.01)  # until this rank is ended
         plain_write(path, model)
 
-    def half(data: Any) -> Iterator[bytes]:
+    def half(data: Any, chunk_bytes: int) -> Iterator[bytes]:
         yield bytes(data[: len(data) // 2])
         die()
 
     def send(address: Any, key: bytes, part: MemoryPart, content: Any) -> None:
         if part.step == 4 and moment == "announced":
-            peer_transfer._pieces = lambda data: die()  # type: ignore[assignment,return-value,func-returns-value]
+            peer_transfer.chunks = lambda data, size: die()  # type: ignore[assignment,return-value,func-returns-value]
         if part.step == 4 and moment == "half sent":
-            peer_transfer._pieces = half  # type: ignore[assignment]
+            peer_transfer.chunks = half  # type: ignore[assignment]
         plain_send(address, key, part, content)
         if part.step == 4 and moment == "kept":
             while not any(found.rank == 0 and found.step == 4 for found in parts_here(memory)):

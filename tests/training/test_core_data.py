@@ -55,7 +55,7 @@ def test_rows_are_filled_templates(load: Callable[..., Any]) -> None:
     assert row.prompt == "Q: How {many}? (True)\nA:"
     assert (row.answer, row.target) == ("12", " 12 {end}")
     assert row.columns == {"question": "How {many}?", "answer": 12, "hint": True, "source": {"a": None}}
-    assert (report.num_rows, report.num_malformed) == (1, 0)
+    assert report.num_malformed == 0
 
 
 def test_prompt_and_answer_name_the_chosen_columns(load: Callable[..., Any]) -> None:
@@ -183,7 +183,7 @@ def test_generators(monkeypatch: pytest.MonkeyPatch) -> None:
     sort = "rlhf_core.training.tasks:sort_digits"
     rows, report = load_data(spec_of(generator=sort, generator_args={"num_eval": 3}), "eval")
     assert [row.columns for row in rows] == sort_digits("eval", 0, num_eval=3)
-    assert report == DataReport(sort, 3, 0)
+    assert report == DataReport(sort, 0)
     for broken in ("rlhf_core.training.tasks:gone", "no_such_module:f"):
         with pytest.raises(BadConfig, match="does not import"):
             load_rows(spec_of(generator=broken), "train")

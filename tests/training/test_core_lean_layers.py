@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.training.models import lean_layers
 from rlhf_core.training.models.causal_lm import PolicyModel
-from rlhf_core.training.models.lean_layers import keep_products, use_lean_layers
+from rlhf_core.training.models.lean_layers import keep_products, use_gradient_checkpointing, use_lean_layers
 from rlhf_core.training.trainers.ppo import ValueModel
 
 pytestmark = pytest.mark.training
@@ -134,8 +134,7 @@ def test_a_gate_that_is_modified_before_the_backward_pass_is_an_error(monkeypatc
 def test_gradients_with_checkpointing_are_the_same() -> None:
     usual, lean, _ = pair()
     wanted = gradients(usual, lambda: mean_logit(usual))
-    policy = PolicyModel(lean)
-    policy.enable_gradient_checkpointing()
+    use_gradient_checkpointing(lean)
     lean.train()
     found = gradients(lean, lambda: mean_logit(lean))
     for name, gradient in wanted.items():
@@ -149,7 +148,7 @@ def test_checkpointing_keeps_no_gate(wrapper: type[PolicyModel | ValueModel]) ->
     mlp, seen = mlp_of(lean), list[StorageWeakRef]()
     mlp.gate_proj.register_forward_hook(lambda *found: seen.append(StorageWeakRef(found[2].untyped_storage())))
     model = wrapper(lean).train()
-    model.enable_gradient_checkpointing()
+    use_gradient_checkpointing(lean)
     seen.clear()
     output = model(IDS, target_mask=torch.ones_like(IDS[:, 1:], dtype=torch.bool))
     assert [gate.expired() for gate in seen] == [True]

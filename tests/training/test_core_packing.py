@@ -62,7 +62,7 @@ def test_states_are_those_of_padded_sequences(config: dict[str, JsonValue], data
 @torch.no_grad()
 def largest_difference(model: PreTrainedModel, batch: SequenceBatch = GROUP) -> float:
     body = model.base_model
-    found = hidden_of_targets(body, batch.input_ids, batch.target_mask)
+    found = hidden_of_targets(body, batch.input_ids, batch.target_mask, packed=True)
     expected = body(input_ids=batch.input_ids, use_cache=False).last_hidden_state[:, :-1][batch.target_mask]
     return float((found - expected).abs().max())
 

@@ -42,7 +42,7 @@ def random(seed: int, scale: float = 0.5) -> Tensor:
 
 
 def sampled(rewards: Tensor, **scores: Tensor) -> SampledBatch:
-    return SampledBatch(rewards, MASK, torch.tensor([True, False, True]), MASK, **scores)
+    return SampledBatch(rewards, MASK, MASK, **scores)
 
 
 # --- correction of the mismatch between sampler and trainer ---

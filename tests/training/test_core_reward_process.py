@@ -19,9 +19,10 @@ from rank_launcher import tiny_spec
 
 from rlhf_core.errors import BadConfig, RewardFailed
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.training.rewards import process as process_module
 from rlhf_core.training.rewards.functions import reward_arguments
 from rlhf_core.training.rewards.process import MARK_VARIABLE, RewardProcess
-from rlhf_core.training.rewards.scoring import RewardScorer, reward_names, reward_scorer
+from rlhf_core.training.rewards.scoring import RewardScorer, reward_names
 from rlhf_core.training.types import Row
 
 WELL = "hostile_rewards:well"
@@ -38,7 +39,7 @@ def spec(*functions: str, **reward: Any) -> RunSpec:
 
 @contextmanager
 def scorer(*functions: str, **reward: Any) -> Iterator[RewardScorer]:
-    with reward_scorer(spec(*functions, **{"timeout_s": 1.0, **reward}), rank=1) as one:
+    with contextlib.closing(RewardScorer(spec(*functions, **{"timeout_s": 1.0, **reward}), rank=1)) as one:
         yield one
 
 
@@ -211,7 +212,8 @@ def test_a_function_that_cannot_be_imported_is_named(
 ) -> None:
     (tmp_path / "broken_rewards.py").write_text(f"{source}\n")
     monkeypatch.syspath_prepend(tmp_path)
-    process = RewardProcess([WELL, "broken_rewards:score"], load_timeout_s=1.0)
+    monkeypatch.setattr(process_module, "LOAD_TIMEOUT_S", 1.0)
+    process = RewardProcess([WELL, "broken_rewards:score"])
     with pytest.raises(BadConfig, match=message) as raised:
         process.call(WELL, reward_arguments(rows(1), ["a"]), 0, 5.0, lambda: None)
     process.close()

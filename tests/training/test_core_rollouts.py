@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from rlhf_core.errors import NonFiniteLoss
 from rlhf_core.training.data.batches import collate
 from rlhf_core.training.models.causal_lm import PolicyModel, load_causal_lm
+from rlhf_core.training.models.lean_layers import use_gradient_checkpointing
 from rlhf_core.training.rollouts import transformers_engine
 from rlhf_core.training.rollouts.base import draw_tokens
 from rlhf_core.training.rollouts.engine_adapter import count_differing, given_shapes, given_weights, taken_weights
@@ -203,7 +204,7 @@ def test_prompts_are_read_once_and_ended_sequences_leave(model: PreTrainedModel)
 def test_the_model_is_left_as_it_was_also_under_gradient_checkpointing(model: PreTrainedModel) -> None:
     expected = tokens_of(sample(model, PROMPTS, SEEDS))
     policy = PolicyModel(tiny_model())
-    policy.enable_gradient_checkpointing()
+    use_gradient_checkpointing(policy.causal_lm)
     policy.train()
     beats: list[int] = []
     made = sample(policy.causal_lm, PROMPTS, SEEDS, beat=lambda: beats.append(1))

@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from rlhf_core.schemas.content import TrialProblem
+from rlhf_core.training.probes import reward_functions
 from rlhf_core.training.probes.reward_functions import completions_for, try_rewards
 from rlhf_core.training.types import Row
 
@@ -111,21 +112,28 @@ def test_a_constant_one() -> None:
         ("takes_little", TrialProblem.COLUMNS, "does not take prompt, answer; add **columns"),
     ],
 )
-def test_a_function_that_misbehaves_is_a_sentence(name: str, problem: TrialProblem, message: str) -> None:
+def test_a_function_that_misbehaves_is_a_sentence(
+    name: str, problem: TrialProblem, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trial_s = 1.0 if problem is TrialProblem.TIMEOUT else 60.0  # on a busy machine, the other functions need their time
-    (trial,) = try_rewards([f"tried_rewards:{name}"], ROWS, trial_s=trial_s, memory_bytes=512 << 20)
+    monkeypatch.setattr(reward_functions, "TRIAL_S", trial_s)
+    monkeypatch.setattr(reward_functions, "MEMORY_BYTES", 512 << 20)
+    (trial,) = try_rewards([f"tried_rewards:{name}"], ROWS)
     assert (trial.problem, message in trial.message) == (problem, True), trial
 
 
-def test_nothing_is_left_running() -> None:
-    try_rewards(["tried_rewards:leaves_a_child"], ROWS, trial_s=1.0)
+def test_nothing_is_left_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward_functions, "TRIAL_S", 1.0)
+    try_rewards(["tried_rewards:leaves_a_child"], ROWS)
     mine = [
         one.info["cmdline"] for one in psutil.process_iter(["cmdline", "uids"]) if one.info["uids"].real == os.getuid()
     ]
     assert ["sleep", "987"] not in mine
 
 
-def test_all_functions_together_have_a_deadline() -> None:
+def test_all_functions_together_have_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward_functions, "TRIAL_S", 1.0)
+    monkeypatch.setattr(reward_functions, "ALL_TRIALS_S", 1.2)
     names = ["tried_rewards:sleeps", "tried_rewards:sleeps", "tried_rewards:good"]
-    trials = try_rewards(names, ROWS, trial_s=1.0, all_s=1.2)
+    trials = try_rewards(names, ROWS)
     assert [one.problem for one in trials][::2] == [TrialProblem.TIMEOUT, TrialProblem.NOT_TRIED]

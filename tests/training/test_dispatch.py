@@ -48,7 +48,7 @@ def test_what_a_lost_engine_has_not_answered_goes_to_the_others() -> None:
     dispatcher.assign([0, 1])
     (kept, *lost) = sorted(dispatcher.outstanding(0))
     dispatcher.answer(0, kept, made(kept))
-    dispatcher.requeue(0)
+    dispatcher.requeue(0, dispatcher.outstanding(0))
     assert sorted(indices(dispatcher.assign([1]))[1]) == lost
     assert dispatcher.num_moved == len(lost)
 
@@ -78,7 +78,7 @@ def test_every_prompt_is_answered_once_whatever_is_lost(seed: int) -> None:
             sent += [(engine, task.index) for task in own]
         engine, index = chance.choice(sent)  # answers may arrive late, and twice
         if chance.random() < 0.3:
-            dispatcher.requeue(engine)
+            dispatcher.requeue(engine, dispatcher.outstanding(engine))
             continue
         accepted.append(index)
         if dispatcher.answer(engine, index, made(index)):

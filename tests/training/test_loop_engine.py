@@ -165,6 +165,7 @@ def every_zero_stage(ranks: Any, folder: Path, part: slice) -> dict[str, dict[st
 
     from rlhf_core.schemas.trainers import NativeTrainer
     from rlhf_core.training.models.gathering import gathered_weights, is_split
+    from rlhf_core.training.models.lean_layers import use_gradient_checkpointing
     from rlhf_core.training.trainers.engine import Engine, learning_rate
 
     spec = OptimizerSpec.model_validate(OPTIMIZER)
@@ -172,7 +173,7 @@ def every_zero_stage(ranks: Any, folder: Path, part: slice) -> dict[str, dict[st
     for name, (stage, offload, dtype, micro_batch_size) in STAGES.items():
         policy = tiny_policy(dtype)
         if offload != "none":
-            policy.enable_gradient_checkpointing()
+            use_gradient_checkpointing(policy.causal_lm)
         engine = Engine(policy, spec, dtype, ranks, NativeTrainer(zero_stage=stage, offload=offload))
         norms, shares = [], []
         for step in range(1, STEPS + 1):
@@ -249,6 +250,7 @@ def sample_under_stage_3(rank: int, num_ranks: int, run_dir: str, naive: bool) -
     from rlhf_core.training import distributed
     from rlhf_core.training.data.tokenizers import build_tokenizer
     from rlhf_core.training.rollouts import transformers_engine
+    from rlhf_core.training.rollouts.base import Sampling
     from rlhf_core.training.trainers.engine import Engine, split_frozen
 
     distributed.collective_timeout = lambda supervise: timedelta(seconds=4 if naive else 60)
@@ -262,10 +264,8 @@ def sample_under_stage_3(rank: int, num_ranks: int, run_dir: str, naive: bool) -
             build_tokenizer("char", [], 0),
             [[5, 6, 7], [8, 9]] if rank == 0 else [],
             [[1], [2]] if rank == 0 else [],
-            max_new_tokens=4 + 8 * rank,
-            temperature=0.0,
-            batch_size=1,
-            beat=lambda: None,
+            Sampling(max_new_tokens=4 + 8 * rank, temperature=0.0, batch_size=1),
+            lambda: None,
         )
         return [group[0].token_ids for group in made]
 

@@ -272,7 +272,7 @@ def language_model_in_each_loop(rank: int, num_ranks: int, folder: str) -> dict[
     ranks = init_process_group(context)
     models: list[Callable[[], Any]] = []
     found: dict[str, bool] = {}
-    real_load, real_train = run_module._load, offline.train
+    real_load, real_train = run_module.load_causal_lm, offline.train
 
     def load(*given: Any) -> Any:
         model = real_load(*given)
@@ -284,7 +284,7 @@ def language_model_in_each_loop(rank: int, num_ranks: int, folder: str) -> dict[
         found[loop.algorithm.name] = any(not weight.is_meta for model in living for weight in model.parameters())
         return real_train(training, loop, *rest)
 
-    with mock.patch.object(run_module, "_load", load), mock.patch.object(offline, "train", train):
+    with mock.patch.object(run_module, "load_causal_lm", load), mock.patch.object(offline, "train", train):
         run_module.train_run(context, ranks)
     leave_process_group(ranks)
     return found

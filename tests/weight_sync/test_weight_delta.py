@@ -63,7 +63,7 @@ def test_elements_are_compared_by_their_bits() -> None:
 
 def test_engines_have_the_weights_bit_by_bit_after_deltas(fleet: Fleet) -> None:
     fleet.start(2)
-    sender = new_sender(delta=DeltaEncoder())
+    sender = new_sender(delta=DeltaEncoder(full_every=50))
     weights = odd_weights(0)
     first = sync(sender, fleet, 0, weights)
     loaded = digests(weights)
@@ -96,7 +96,7 @@ def test_whole_weights_are_sent_now_and_then_and_to_engines_without_a_base(fleet
 def test_an_engine_that_comes_back_is_sent_the_whole_weights(fleet: Fleet) -> None:
     """At once: a delta against its own version would be refused, and the next try comes only later."""
     engines = fleet.start(2)
-    sender = new_sender(delta=DeltaEncoder())
+    sender = new_sender(delta=DeltaEncoder(full_every=50))
     weights = odd_weights(0)
     sync(sender, fleet, 0, weights)
     engines[1].restart()
@@ -112,7 +112,7 @@ def test_an_engine_that_comes_back_is_sent_the_whole_weights(fleet: Fleet) -> No
 
 def test_a_delta_on_a_stale_base_is_refused_and_the_whole_weights_follow(fleet: Fleet) -> None:
     (engine,) = fleet.start(1)
-    sender = new_sender(delta=DeltaEncoder())
+    sender = new_sender(delta=DeltaEncoder(full_every=50))
     weights = odd_weights(0)
     sync(sender, fleet, 0, weights)
     sync(new_sender(), fleet, 9, odd_weights(9))  # from another trainer: the base is gone
@@ -128,7 +128,7 @@ def test_a_delta_on_a_stale_base_is_refused_and_the_whole_weights_follow(fleet: 
 def test_without_a_base_and_a_digest_a_delta_gives_other_weights(fleet: Fleet) -> None:
     """Negative control of the test above."""
     (engine,) = fleet.start(1, {1: Faults(trusts_deltas=True)})
-    sender = new_sender(delta=DeltaEncoder())
+    sender = new_sender(delta=DeltaEncoder(full_every=50))
     weights = odd_weights(0)
     sync(sender, fleet, 0, weights)
     sync(new_sender(), fleet, 9, odd_weights(9))
@@ -143,7 +143,7 @@ def test_without_a_base_and_a_digest_a_delta_gives_other_weights(fleet: Fleet) -
 def test_a_delta_with_a_wrong_result_is_undone() -> None:
     old = odd_weights(0)
     whole = _manifest(layout_of(old))
-    encoder = DeltaEncoder()
+    encoder = DeltaEncoder(full_every=50)
     base_row = _row(whole, encoder.encode(whole, streamed(old), ["engine"], beat)[1])
     base_digest = row_digest(whole, base_row, beat)
     encoder.settle(SentVersion(version=0, digest=base_digest, bytes_sent=0, is_delta=False, wire_s=0), ["engine"])
@@ -166,7 +166,7 @@ def _row(manifest: Manifest, weights: Iterable[tuple[str, Tensor]]) -> Tensor:
 
 def test_an_aborted_delta_leaves_the_base_as_it_was(fleet: Fleet) -> None:
     engines = fleet.start(2, {2: Faults(die_after_receipt=True)})
-    encoder = DeltaEncoder()
+    encoder = DeltaEncoder(full_every=50)
     sender = new_sender(delta=encoder)
     weights = odd_weights(0)
     sync(sender, fleet, 0, weights)

@@ -118,7 +118,7 @@ def test_a_transfer_that_ends_late_stages_nothing(monkeypatch: pytest.MonkeyPatc
 def test_the_values_that_a_delta_replaced_are_not_kept_after_its_commit(tmp_path: Path) -> None:
     """They are a second copy of the weights if most elements change."""
     engine = Receiver("engine-1")
-    sender = Sender(FilesOutgoing("trainer", tmp_path), delta=DeltaEncoder())
+    sender = Sender(FilesOutgoing("trainer", tmp_path), delta=DeltaEncoder(full_every=50))
     for version in range(2):
         weights = {"weight": torch.full((64,), float(version))}
         (offer,) = sender.offer(version, layout_of(weights), weights.items(), ["engine-1"], beat)

@@ -22,9 +22,9 @@ from sync_processes import (
 from torch import Tensor
 
 from rlhf_core.errors import WeightSyncFailed
-from rlhf_core.schemas.weight_sync import Manifest, WeightSyncReport
+from rlhf_core.schemas.weight_sync import WeightSyncReport
 from rlhf_core.weight_sync import broadcast
-from rlhf_core.weight_sync.layout import aliases_of, tied_names
+from rlhf_core.weight_sync.layout import tied_names
 from rlhf_core.weight_sync.links import CONNECT_TIMEOUT_S, GlooLink, Pending
 from rlhf_core.weight_sync.sender import Sender
 from rlhf_core.weight_sync.session import culprit, synchronize
@@ -310,7 +310,7 @@ def test_tied_names_come_with_the_version() -> None:
     assert tied == {"head.weight": "embed.weight"}
     layout = layout_of({"embed.weight": layer.weight}, tied)
     assert [entry.num_bytes for entry in layout] == [24, 0]
-    assert aliases_of(Manifest(version=0, tensors=layout, bucket_bytes=64)) == tied
+    assert {entry.name: entry.alias_of for entry in layout if entry.alias_of} == tied
 
 
 @pytest.mark.parametrize(

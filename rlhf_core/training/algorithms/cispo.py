@@ -25,7 +25,6 @@ class ClippedImportanceSampling(GroupRelativePolicyOptimisation):
         gain = advantages.to(logprobs.dtype)
         clipped = ((ratio > 1 + spec.clip_high) & (gain > 0)).double()
         stats: Stats = {
-            "policy/ratio": masked_stat(ratio, mask),
             "policy/clip_low_share": masked_stat(clipped * 0, mask),
             "policy/clip_high_share": masked_stat(clipped, mask),
         }

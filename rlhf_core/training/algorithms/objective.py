@@ -9,6 +9,9 @@ from torch import Tensor
 
 from rlhf_core.training.algorithms.aggregation import Stats
 
+Whitening = Literal["no", "tokens", "sequences"]
+"""Unit of advantages over which they are whitened."""
+
 
 @dataclass(frozen=True)
 class MetricDef:
@@ -39,7 +42,6 @@ class StepSums:
     """Longest completion that may be sampled."""
     measured: Mapping[str, float] = field(default_factory=dict)
     """Sums of the results of :meth:`Objective.measure` over the whole batch."""
-
     num_chosen_tokens: float = 0.0
     """Number of tokens of the chosen completions of all pairs, including their prompts if the prompt is scored."""
 
@@ -96,8 +98,6 @@ class SampledBatch:
     """``[P, G]`` float64, prompts by samples."""
     mask: Tensor
     """``[B, T]`` bool, true for sampled tokens."""
-    finished: Tensor
-    """``[B]`` bool: true if the completion ended by itself instead of being truncated at the maximum length."""
     trained: Tensor
     """``[B, T]`` bool, true for sampled tokens that count in the loss."""
     logprobs: Tensor | None = None
@@ -139,7 +139,7 @@ class Objective(Protocol):
         """
         return Advantages(per_token(batch.rewards.flatten(), batch.mask))
 
-    def whitens(self, spec: Any) -> Literal["no", "tokens", "sequences"]:
+    def whitens(self, spec: Any) -> Whitening:
         """Unit over which the advantages of all ranks are whitened to mean 0 and standard deviation 1."""
         return "no"
 

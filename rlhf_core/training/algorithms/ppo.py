@@ -10,15 +10,13 @@ the value model, with value ``v_t``, old value ``v'_t`` and return ``R_t = A_t +
 Both are means over all tokens of the update.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from rlhf_core.schemas.algorithms.policy_gradient import PpoSpec
 from rlhf_core.training.algorithms.advantages import generalised_advantages, token_rewards
 from rlhf_core.training.algorithms.aggregation import Stats, masked_stat, summed
-from rlhf_core.training.algorithms.objective import Advantages, MetricDef, SampledBatch, StepSums
+from rlhf_core.training.algorithms.objective import Advantages, MetricDef, SampledBatch, StepSums, Whitening
 from rlhf_core.training.algorithms.policy_gradient import POLICY_METRICS, PolicyGradient
 
 
@@ -65,7 +63,7 @@ class ProximalPolicyOptimisation(PolicyGradient):
         found = generalised_advantages(rewards, batch.values, batch.mask, spec.discount, spec.gae_lambda)
         return Advantages(found, torch.where(batch.mask, found + batch.values.double(), 0.0))
 
-    def whitens(self, spec: PpoSpec) -> Literal["no", "tokens", "sequences"]:
+    def whitens(self, spec: PpoSpec) -> Whitening:
         """Whiten over tokens."""
         return "tokens"
 

@@ -6,11 +6,9 @@ whitened to mean 0 and variance 1 over all tokens of the step, on all ranks, wit
 over all tokens. As in OpenRLHF with ``advantage_estimator reinforce``.
 """
 
-from typing import Literal
-
 from rlhf_core.schemas.algorithms.policy_gradient import ReinforcePlusPlusSpec
 from rlhf_core.training.algorithms.advantages import discounted_returns, token_rewards
-from rlhf_core.training.algorithms.objective import Advantages, SampledBatch, StepSums
+from rlhf_core.training.algorithms.objective import Advantages, SampledBatch, StepSums, Whitening
 from rlhf_core.training.algorithms.policy_gradient import PolicyGradient
 
 
@@ -21,7 +19,7 @@ class ReinforcePlusPlus(PolicyGradient):
         """See :func:`advantages.discounted_returns`."""
         return Advantages(discounted_returns(token_rewards(batch.rewards.flatten(), batch, spec), spec.discount))
 
-    def whitens(self, spec: ReinforcePlusPlusSpec) -> Literal["no", "tokens", "sequences"]:
+    def whitens(self, spec: ReinforcePlusPlusSpec) -> Whitening:
         """Whiten over tokens."""
         return "tokens"
 

@@ -7,11 +7,9 @@ the mean over all tokens, and the penalty in the loss (k2). As in OpenRLHF with 
 reinforce_baseline``.
 """
 
-from typing import Literal
-
 from rlhf_core.schemas.algorithms.policy_gradient import ReinforcePlusPlusBaselineSpec
 from rlhf_core.training.algorithms.grpo import group_advantages
-from rlhf_core.training.algorithms.objective import Advantages, SampledBatch, StepSums, per_token
+from rlhf_core.training.algorithms.objective import Advantages, SampledBatch, StepSums, Whitening, per_token
 from rlhf_core.training.algorithms.policy_gradient import PolicyGradient
 
 
@@ -22,7 +20,7 @@ class ReinforcePlusPlusBaseline(PolicyGradient):
         """See :func:`grpo.group_advantages`."""
         return Advantages(per_token(group_advantages(batch.rewards, "none").flatten(), batch.mask))
 
-    def whitens(self, spec: ReinforcePlusPlusBaselineSpec) -> Literal["no", "tokens", "sequences"]:
+    def whitens(self, spec: ReinforcePlusPlusBaselineSpec) -> Whitening:
         """Whiten over tokens."""
         return "tokens"
 

@@ -9,14 +9,14 @@ For each prompt G completions are sampled. With the penalty of the whole complet
 where ``rho_i`` is the ratio of the probabilities of the whole completion. As in TRL 1.16.0.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
 from rlhf_core.schemas.algorithms.policy_gradient import RlooSpec
 from rlhf_core.training.algorithms.advantages import kl_penalties
 from rlhf_core.training.algorithms.aggregation import Aggregation
-from rlhf_core.training.algorithms.objective import Advantages, SampledBatch, StepSums, per_token
+from rlhf_core.training.algorithms.objective import Advantages, SampledBatch, StepSums, Whitening, per_token
 from rlhf_core.training.algorithms.policy_gradient import PolicyGradient
 from rlhf_core.training.algorithms.surrogate import sequence_ratio
 
@@ -35,7 +35,7 @@ class ReinforceLeaveOneOut(PolicyGradient):
         penalties = kl_penalties(batch, spec).sum(-1).view_as(batch.rewards)
         return Advantages(per_token(leave_one_out(batch.rewards - penalties).flatten(), batch.mask))
 
-    def whitens(self, spec: RlooSpec) -> Literal["no", "tokens", "sequences"]:
+    def whitens(self, spec: RlooSpec) -> Whitening:
         """Whiten over completions, if the settings enable it."""
         return "sequences" if spec.normalise_advantages else "no"
 

@@ -58,13 +58,12 @@ def clipped_surrogate(
         clip_high: the ratio counts up to ``1 + clip_high``.
 
     Returns:
-        ``[B, T]`` losses, and ``policy/ratio``, ``policy/clip_low_share`` and ``policy/clip_high_share`` (tokens whose
-        gradient the clip removed).
+        ``[B, T]`` losses, and ``policy/clip_low_share`` and ``policy/clip_high_share`` (tokens whose gradient the clip
+        removed).
     """
     gain = advantages.to(ratio.dtype)
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     stats: Stats = {
-        "policy/ratio": masked_stat(ratio, mask),
         "policy/clip_low_share": masked_stat(((ratio < 1 - clip_low) & (gain < 0)).double(), mask),
         "policy/clip_high_share": masked_stat(((ratio > 1 + clip_high) & (gain > 0)).double(), mask),
     }

@@ -6,21 +6,20 @@ checksums of each rank's files, and rank 0's verdict.
 """
 
 import hashlib
-import json
 import mmap
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from pydantic import Field
 from torch.distributed.distributed_c10d import Store
 
 from rlhf_core.files.reading import bring_to_disk
 from rlhf_core.files.whole import comes_from_full_disk
+from rlhf_core.schemas.base import Message, Schema
 from rlhf_core.schemas.checkpoint_files import FileChecksum
 from rlhf_core.survival import Survived
 from rlhf_core.training.checkpoints.tensor_files import chunks
@@ -36,26 +35,13 @@ Content = Mapping[str, mmap.mmap | bytes]
 """File contents by path in the checkpoint."""
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(Schema):
     """Outcome of one rank's part."""
 
-    files: dict[str, FileChecksum]
-    problem: str = ""
+    files: dict[str, FileChecksum] = Field(default_factory=dict)
+    problem: Message = ""
     """Failure message; empty if there was none."""
     is_disk_full: bool = False
-
-    def to_json(self) -> str:
-        """Serialise for the store."""
-        files = {name: found.model_dump() for name, found in self.files.items()}
-        return json.dumps({"files": files, "problem": self.problem, "is_disk_full": self.is_disk_full})
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> "Report":
-        """Parse the result of :meth:`to_json`."""
-        content: dict[str, Any] = json.loads(text)
-        files = {name: FileChecksum.model_validate(found) for name, found in content["files"].items()}
-        return cls(files, content["problem"], content["is_disk_full"])
 
 
 class BackgroundSave:
@@ -142,7 +128,7 @@ def checksums_of(content: Content, advance: Callable[[], None]) -> dict[str, Fil
     found = {}
     for name, data in content.items():
         digest = hashlib.sha256()
-        for piece in _pieces(data):
+        for piece in chunks(data):
             digest.update(piece)
             advance()
         found[name] = FileChecksum(bytes=len(data), sha256=digest.hexdigest())
@@ -160,7 +146,7 @@ def write_files(root: Path, content: Content, advance: Callable[[], None]) -> No
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
             num_unsynced = 0
-            for piece in _pieces(data):
+            for piece in chunks(data):
                 file.write(piece)
                 num_unsynced += len(piece)
                 if num_unsynced >= SYNC_BYTES:
@@ -188,10 +174,6 @@ def awaited(store: Store, key: str, timeout_s: float) -> bytes:
     return bytes(store.get(key))
 
 
-def _pieces(data: mmap.mmap | bytes) -> Any:
-    return (data,) if isinstance(data, bytes) else chunks(data, len(data))
-
-
 def write_content(
     root: Path, content: Content, advance: Callable[[], None], keep: Callable[[dict[str, FileChecksum]], None]
 ) -> dict[str, FileChecksum]:
@@ -205,12 +187,12 @@ def write_content(
 def reported(work: Callable[[], dict[str, FileChecksum]]) -> Report:
     """Run a function that returns checksums of files, and report its outcome."""
     with Survived() as outcome:  # any error must reach the step and the other ranks
-        return Report(work())
-    return Report({}, outcome.problem, comes_from_full_disk(outcome.error))
+        return Report(files=work())
+    return Report(problem=outcome.problem, is_disk_full=comes_from_full_disk(outcome.error))
 
 
 def combined(reports: Sequence[Report]) -> Report:
     """Combine the outcomes of all ranks."""
     problems = [f"rank {rank}: {one.problem}" for rank, one in enumerate(reports) if one.problem]
     files = {name: found for one in reports for name, found in one.files.items()}
-    return Report(files, "; ".join(problems), any(one.is_disk_full for one in reports))
+    return Report(files=files, problem="; ".join(problems), is_disk_full=any(one.is_disk_full for one in reports))

@@ -1,7 +1,7 @@
 """Snapshot of a rank's part of a checkpoint: its final files in main memory, made with one copy of each tensor."""
 
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,8 @@ class Snapshot:
         self._finish_copies()
 
     def _fill_weights(self, folder: str, model: nn.Module, images: Mapping[str, TensorImage]) -> None:
-        places = {name: image for file in _files(folder, model) for name, image in _places(file, images)}
+        files = _files(folder, model)
+        places = {name: images[path] for path, names in files.items() for name in names if path in images}
         for bucket in gathered_weights(model):
             if not self._ranks.is_first:
                 continue  # this rank only takes part in the gathering for rank 0
@@ -89,23 +90,17 @@ class Snapshot:
             torch.cuda.synchronize(self._ranks.device)
 
 
-def _files(folder: str, model: nn.Module) -> Iterable[tuple[str, list[str]]]:
-    """Path in the checkpoint and names of the weights for each weights file."""
+def _files(folder: str, model: nn.Module) -> dict[str, list[str]]:
+    """Names of the weights by their file's path in the checkpoint."""
     if isinstance(model, PreTrainedModel):
-        return [(f"{folder}/{file}", names) for file, names in weight_files(model).items()]
-    return [(f"{folder}/{SAFE_WEIGHTS_NAME}", list(weight_shapes(model)))]
-
-
-def _places(file: tuple[str, list[str]], images: Mapping[str, TensorImage]) -> Iterable[tuple[str, TensorImage]]:
-    path, names = file
-    return [(name, images[path]) for name in names] if path in images else []
+        return {f"{folder}/{file}": names for file, names in weight_files(model).items()}
+    return {f"{folder}/{SAFE_WEIGHTS_NAME}": list(weight_shapes(model))}
 
 
 def _weight_layouts(folder: str, model: nn.Module) -> dict[str, TensorLayout]:
     shapes = weight_shapes(model)
-    return {
-        path: lay_out({name: shapes[name] for name in names}, WEIGHTS_METADATA) for path, names in _files(folder, model)
-    }
+    files = _files(folder, model)
+    return {path: lay_out({name: shapes[name] for name in names}, WEIGHTS_METADATA) for path, names in files.items()}
 
 
 def model_texts(model: PreTrainedModel) -> dict[str, bytes]:

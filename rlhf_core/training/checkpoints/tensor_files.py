@@ -98,7 +98,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     Raises:
         OSError: the file cannot be written.
     """
-    layout = lay_out({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, metadata)
+    layout = lay_out(shapes_of(tensors), metadata)
     with path.open("wb") as file:
         file.write(layout.header)
         for name in layout.places:
@@ -162,9 +162,9 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, Siz
     return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
 
 
-def chunks(memory: mmap.mmap, num_bytes: int, chunk_bytes: int = 16 << 20) -> Iterator[memoryview]:
+def chunks(memory: mmap.mmap | bytes, chunk_bytes: int = 16 << 20) -> Iterator[memoryview]:
     """Yield the chunks of a file in memory, without copying."""
     with memoryview(memory) as view:
-        for begin in range(0, num_bytes, chunk_bytes):
-            with view[begin : min(begin + chunk_bytes, num_bytes)] as piece:
+        for begin in range(0, len(view), chunk_bytes):
+            with view[begin : begin + chunk_bytes] as piece:
                 yield piece

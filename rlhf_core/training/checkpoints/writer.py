@@ -18,7 +18,6 @@ checkpoint is complete.
 """
 
 import contextlib
-import dataclasses
 import math
 import secrets
 import shutil
@@ -26,7 +25,6 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.errors import DiskFull, FileSystemStalled
@@ -52,6 +50,7 @@ from rlhf_core.training.checkpoints.saving import CheckpointPart, CheckpointPubl
 from rlhf_core.training.checkpoints.snapshot import Snapshot, can_be_snapshot, model_texts, tokenizer_texts
 from rlhf_core.training.checkpoints.soundness import initial_folder, settings_file, spec_hash
 from rlhf_core.training.checkpoints.state import Progress, random_state, state_file
+from rlhf_core.training.checkpoints.tensor_files import flattened
 from rlhf_core.training.distributed import Ranks, collective_timeout
 from rlhf_core.training.models.adapters import has_adapter
 from rlhf_core.training.models.gathering import whole_bytes
@@ -245,7 +244,7 @@ class CheckpointWriter:
 
     def _has_room(self, part: CheckpointPart, *, has_snapshot: bool) -> bool:
         """True if there is room on the disk and, for the snapshots of all ranks, in memory."""
-        needed = _tensor_bytes(part.state) + SMALL_FILES_BYTES
+        needed = sum(tensor.nbytes for tensor in flattened(part.state)[0].values()) + SMALL_FILES_BYTES
         if self._ranks.is_first:
             needed += sum(whole_bytes(model) + SMALL_FILES_BYTES for model in part.weights.values())
         free = shutil.disk_usage(self._run_dir.root).free if self._ranks.is_first else 0
@@ -300,15 +299,15 @@ class CheckpointWriter:
         )
         save.is_written()
         try:
-            self._ranks.store.set(f"{key}/{self._ranks.rank}", own.to_json())
+            self._ranks.store.set(f"{key}/{self._ranks.rank}", own.model_dump_json())
             if self._ranks.is_first:
                 verdict = self._verdict_of_all(part, key)
                 # Without the files, which no other rank needs: the store keeps it until the end of the job.
-                self._ranks.store.set(f"{key}/verdict", dataclasses.replace(verdict, files={}).to_json())
+                self._ranks.store.set(f"{key}/verdict", verdict.model_dump_json(exclude={"files"}))
                 return verdict
-            return Report.from_json(self._wait_for(f"{key}/verdict"))
+            return Report.model_validate_json(self._wait_for(f"{key}/verdict"))
         except Exception as error:  # noqa: BLE001 - torch's store, hosted by the agent, is gone: the step must learn of it
-            return Report({}, f"rank {self._ranks.rank} no longer received messages from the others: {error}")
+            return Report(problem=f"rank {self._ranks.rank} no longer received messages from the others: {error}")
 
     def _wait_for(self, key: str) -> bytes:
         """Wait as long as a collective would: longer than the agent takes to detect a rank that never arrives."""
@@ -343,7 +342,7 @@ class CheckpointWriter:
 
     def _verdict_of_all(self, part: CheckpointPart, key: str) -> Report:
         names = [f"{key}/{rank}" for rank in range(self._ranks.num_ranks)]
-        verdict = combined([Report.from_json(self._wait_for(name)) for name in names])
+        verdict = combined([Report.model_validate_json(self._wait_for(name)) for name in names])
         for name in names:
             self._ranks.store.delete_key(name)
         if not verdict.problem:
@@ -352,16 +351,6 @@ class CheckpointWriter:
             with contextlib.suppress(OSError):
                 remove_tree(part.partial.root)
         return verdict
-
-
-def _tensor_bytes(content: Any) -> int:
-    if isinstance(content, torch.Tensor):
-        return content.numel() * content.element_size()
-    if isinstance(content, dict):
-        return sum(_tensor_bytes(value) for value in content.values())
-    if isinstance(content, list | tuple):
-        return sum(_tensor_bytes(value) for value in content)
-    return 0
 
 
 def _readable(num_bytes: float) -> str:

@@ -37,11 +37,6 @@ class Example:
         return sum(map(len, self.completions))
 
     @property
-    def num_chosen_tokens(self) -> int:
-        """Number of tokens of the first completion."""
-        return len(self.completions[0])
-
-    @property
     def length(self) -> int:
         """Number of tokens of the longest sequence, prompt included."""
         return len(self.prompt) + max(map(len, self.completions))
@@ -99,7 +94,7 @@ def mismatched(examples: Sequence[Example], before: Sequence[Row], tokenizer: Pr
 
 def step_sums(examples: Sequence[Example], algorithm: AlgorithmSpec) -> list[float]:
     """Figures of ``StepSums`` that add up over ranks: tokens, sequences, and tokens of the chosen completions."""
-    chosen = sum(example.num_chosen_tokens for example in examples)
+    chosen = sum(len(example.completions[0]) for example in examples)
     if algorithm.scores_prompt:
         chosen += sum(len(example.prompt) - 1 for example in examples)
     sequences = sum(len(example.completions) for example in examples)

@@ -39,8 +39,6 @@ class DataReport:
 
     source: str
     """The file or generator."""
-    num_rows: int
-    """Rows ready for use."""
     num_malformed: int
     """Number of invalid rows dropped (``data.malformed_rows = "drop"``)."""
     first_problem: str = ""
@@ -105,7 +103,7 @@ def load_data(spec: RunSpec, split: Split, limit: int | None = None) -> tuple[li
     if not rows:
         found = _all_malformed(problems) if problems else "it has no rows"
         raise BadData(f"{source}: {found}")
-    return rows, DataReport(source, len(rows), len(problems), problems[0] if problems else "")
+    return rows, DataReport(source, len(problems), problems[0] if problems else "")
 
 
 _DROP = '(data.malformed_rows = "drop" skips such rows)'
@@ -258,14 +256,11 @@ def encode_prompts(
     for row, token_ids, lengths in zip(rows, prompt_tokens(rows, tokenizer), completions, strict=True):
         if not token_ids:
             raise BadData(f"the prompt {row.prompt[:80]!r} has no tokens with this tokenizer")
-        problem = _too_long(row, len(token_ids), lengths, data)
-        if not problem:
+        if _is_dropped(row, len(token_ids), lengths, data):
+            num_overlong += 1
+        else:
             kept.rows.append(row)
             kept.token_ids.append(token_ids)
-        elif problem.policy == "error":
-            raise BadData(f'{problem.text}; raise it, or skip such rows with data.{problem.setting} = "drop"')
-        else:
-            num_overlong += 1
     if rows and not kept.rows:
         raise BadData(
             f"all {len(rows)} prompts are longer than data.max_prompt_tokens = {data.max_prompt_tokens}, or their "
@@ -274,33 +269,29 @@ def encode_prompts(
     return dataclasses.replace(kept, num_overlong=num_overlong)
 
 
-@dataclass(frozen=True)
-class _LongText:
-    text: str
-    setting: str
-    policy: Literal["drop", "error"]
-
-
-def _too_long(row: Row, prompt_length: int, lengths: Sequence[int], data: DataSpec) -> _LongText | None:
-    """First text of a row that is too long; None if all fit.
+def _is_dropped(row: Row, prompt_length: int, lengths: Sequence[int], data: DataSpec) -> bool:
+    """True if a text of a row is too long, and such rows are dropped.
 
     Args:
         lengths: numbers of tokens of its completions; empty if they are not limited.
+
+    Raises:
+        BadData: a text is too long, and such rows are refused.
     """
-    if prompt_length > data.max_prompt_tokens:
-        text = (
-            f"the prompt {row.prompt[:80]!r}... has {prompt_length} tokens, more than data.max_prompt_tokens = "
-            f"{data.max_prompt_tokens}"
-        )
-        return _LongText(text, "overlong_prompts", data.overlong_prompts)
-    for completion, length in zip(completions_of(row), lengths, strict=False):
-        if length > data.max_completion_tokens:
-            text = (
-                f"the completion {completion[:80]!r}... has {length} tokens, more than data.max_completion_tokens = "
-                f"{data.max_completion_tokens}"
-            )
-            return _LongText(text, "overlong_completions", data.overlong_completions)
-    return None
+    prompt = ("prompt", row.prompt, prompt_length, data.max_prompt_tokens, data.overlong_prompts)
+    completions = [
+        ("completion", text, length, data.max_completion_tokens, data.overlong_completions)
+        for text, length in zip(completions_of(row), lengths, strict=False)
+    ]
+    for kind, text, length, most, policy in (prompt, *completions):
+        if length > most:
+            if policy == "error":
+                raise BadData(
+                    f"the {kind} {text[:80]!r}... has {length} tokens, more than data.max_{kind}_tokens = {most}; "
+                    f'raise it, or skip such rows with data.overlong_{kind}s = "drop"'
+                )
+            return True
+    return False
 
 
 def completions_of(row: Row) -> list[str]:

@@ -1,6 +1,7 @@
 """Evaluation of a model on held-out data: greedy and sampled completions and the ranking of pairs, each with a
 confidence interval and a table of samples."""
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -10,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
@@ -23,19 +25,20 @@ from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.reports import EvaluationName, EvaluationReport, EvaluationSample, Phase
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.training.algorithms import ALGORITHMS
 from rlhf_core.training.checkpoints.resume import newest_checkpoint
 from rlhf_core.training.checkpoints.soundness import agree, initial_folder, reference_folder, verify_checkpoint
-from rlhf_core.training.data.examples import Scorer
+from rlhf_core.training.data.examples import Scorer, make_batch, make_examples, score_batch
 from rlhf_core.training.data.loading import EncodedPrompts, encode_prompts, load_rows
 from rlhf_core.training.data.tokenizers import load_tokenizer
 from rlhf_core.training.distributed import Ranks, init_process_group, leave_process_group
 from rlhf_core.training.evaluation.intervals import mean_interval, mean_score
-from rlhf_core.training.evaluation.ranking import desirable_sample, pair_sample, rate_rows
+from rlhf_core.training.evaluation.ranking import desirable_sample, pair_sample
 from rlhf_core.training.models.adapters import base_of, is_adapter
 from rlhf_core.training.models.causal_lm import PolicyModel, in_evaluation_mode, load_causal_lm
 from rlhf_core.training.models.merged import write_merged
 from rlhf_core.training.models.reward_model import RewardModel, load_reward_model
-from rlhf_core.training.rewards.scoring import RewardScorer, reward_scorer
+from rlhf_core.training.rewards.scoring import RewardScorer
 from rlhf_core.training.rollouts.base import RolloutEngine, Sampling
 from rlhf_core.training.rollouts.seeds import sample_seed
 from rlhf_core.training.rollouts.start import start_engine
@@ -167,28 +170,39 @@ class Evaluator:
         self, policy: PolicyModel | RewardModel, reference: Scorer | None, beat: Callable[[], None]
     ) -> list[EvaluationSample]:
         """This rank's pairs, or desirable completions among all undesirable ones, with their scores."""
-        algorithm = self.spec.main_loop.algorithm
-        rows, prompts = self.ranks.deal(self.data.rows), self.ranks.deal(self.data.token_ids)
-        at_once = max(1, self.spec.native_trainer.micro_batch_size // 2)
-        with in_evaluation_mode(policy):
-            rated = rate_rows(
-                policy,
-                reference,
-                # A rank whose share is empty rates the first row and discards the result.
-                rows or self.data.rows[:1],
-                prompts or self.data.token_ids[:1],
-                algorithm=algorithm,
-                tokenizer=self.tokenizer,
-                device=self.ranks.device,
-                rows_at_once=at_once,
-                num_passes=-(-len(self.data.rows) // (self.ranks.num_ranks * at_once)),
-                beat=beat,
-            )[: len(rows)]
-        if algorithm.pairs:
+        rated = self._rated(policy, reference, beat)
+        if self.spec.main_loop.algorithm.pairs:
             return [pair_sample(row, *rewards) for row, rewards in rated]
         own = [reward for row, (reward,) in rated if not row.desirable]
         undesirable = [reward for part in self.ranks.gather(own) for reward in part]
         return [desirable_sample(row, reward, undesirable) for row, (reward,) in rated if row.desirable]
+
+    @torch.no_grad()
+    def _rated(
+        self, policy: PolicyModel | RewardModel, reference: Scorer | None, beat: Callable[[], None]
+    ) -> list[tuple[Row, list[float]]]:
+        """This rank's rows, each with the rewards that the main algorithm assigns to its completions.
+
+        All ranks make the same number of passes, whatever their share of the rows: if the weights are split over the
+        ranks, each pass is a collective. Passes without rows left repeat the last one, and their results are dropped.
+        """
+        algorithm = self.spec.main_loop.algorithm
+        rows, prompts = self.ranks.deal(self.data.rows), self.ranks.deal(self.data.token_ids)
+        examples = make_examples(
+            rows or self.data.rows[:1], prompts or self.data.token_ids[:1], self.tokenizer, algorithm
+        )
+        at_once = max(1, self.spec.native_trainer.micro_batch_size // 2)
+        num_passes = -(-len(self.data.rows) // (self.ranks.num_ranks * at_once))
+        rewards: list[list[float]] = []
+        with in_evaluation_mode(policy):
+            for start in range(0, num_passes * at_once, at_once):
+                beat()
+                part = examples[start : start + at_once] or examples[-1:]
+                batch, sequences = make_batch(part, algorithm, self.tokenizer.pad_token_id, self.ranks.device)
+                output = score_batch(policy, reference, batch, sequences, algorithm)
+                found = ALGORITHMS[algorithm.name].rewards(output, sequences, algorithm)
+                rewards += found.reshape(-1, len(part)).T.tolist()
+        return list(zip(rows, rewards, strict=False))
 
     def _samples(
         self, model: PreTrainedModel, step: int, how: How, beat: Callable[[], None]
@@ -305,22 +319,16 @@ def run_evaluator(context: WorkerContext) -> RoleResult:
     else:
         model = load_causal_lm(checkpoint.model, spec.model.dtype, base)
     model.to(ranks.device)
-    with reward_scorer(spec, ranks.rank) as scorer:
+    beat = functools.partial(reporter.beat, Phase.EVALUATE, checkpoint.step)
+    with contextlib.closing(RewardScorer(spec, ranks.rank)) as scorer:
         folder = (base or base_of(checkpoint.model)) if is_adapter(checkpoint.model) else checkpoint.model
         start = functools.partial(start_engine, context, ranks, tokenizer, folder)
         now = context.stored.created_at
         evaluator = load_evaluator(spec, ranks, tokenizer, scorer, start, trains_on_samples=False, now=now)
         _evaluate_start(context, ranks, evaluator)
-        reports = evaluator.run(
-            model,
-            "after",
-            checkpoint.step,
-            functools.partial(reporter.beat, Phase.EVALUATE, checkpoint.step),
-            _reference(context, ranks, evaluator),
-        )
+        reports = evaluator.run(model, "after", checkpoint.step, beat, _reference(context, ranks, evaluator))
     evaluator.rollouts.close()
     if ranks.is_first and base is not None and is_adapter(checkpoint.model) and spec.promote.when != "never":
-        beat = functools.partial(reporter.beat, Phase.EVALUATE, checkpoint.step)
         write_merged(context.run_dir, checkpoint, model, tokenizer, beat)
     write_reports(context.run_dir, reports, ranks)
     leave_process_group(ranks)

@@ -209,7 +209,7 @@ def observe(
         train_gap=metrics.get("rollout/train_gap"),
         clipped=metrics.get("policy/clip_share"),
     )
-    state = _observe_repetitions(state, batch, seen, metrics["rollout/length_mean"], by_rank)
+    state = _observe_repetitions(state, batch, seen, by_rank)
     state = _observe_seeds(state, batch, step, metrics.get("rollout/seed_digest"), by_rank)
     state = state.model_copy(
         update={
@@ -270,7 +270,7 @@ def _observe_blocks(state: HealthState, spec: HealthSpec, batch: Batch) -> Healt
 
 
 def _observe_repetitions(
-    state: HealthState, batch: Batch, seen: Seen, length: float, by_rank: Mapping[str, Sequence[float]]
+    state: HealthState, batch: Batch, seen: Seen, by_rank: Mapping[str, Sequence[float]]
 ) -> HealthState:
     fingerprints = tuple(by_rank[FINGERPRINT])
     same = [rank for rank, share in enumerate(by_rank[SAME_GROUPS]) if share == 1]
@@ -280,7 +280,7 @@ def _observe_repetitions(
         for rank, (mark, before) in enumerate(zip(fingerprints, state.fingerprints, strict=False))
         if mark == before
     ]
-    nats = max(0.0, seen.entropy) * length / NATS_PER_CHANCE
+    nats = max(0.0, seen.entropy) * seen.length / NATS_PER_CHANCE
     distinct = by_rank[NUM_DISTINCT]
     return state.model_copy(
         update={

@@ -6,11 +6,10 @@ factor is ``alpha / sqrt(r)``. ``B`` is 0 at first, so that training starts from
 in place: a model with an adapter is the same transformers model, for sampling, scoring and ZeRO alike.
 """
 
-import contextlib
 import functools
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -156,18 +155,13 @@ class AdapterReference:
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass of the reference, without gradient."""
-        with self._switched():
-            return self._policy(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def _switched(self) -> Iterator[None]:
         for layer in self._layers:
             if self._has_adapter:
                 layer.set_adapter(_REFERENCE, inference_mode=True)
             else:
                 layer.enable_adapters(False)
         try:
-            yield
+            return self._policy(*args, **kwargs)
         finally:
             self._switch_back()
 

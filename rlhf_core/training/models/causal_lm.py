@@ -3,9 +3,8 @@
 import contextlib
 import difflib
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from pydantic import JsonValue
@@ -32,21 +31,11 @@ from rlhf_core.training.data.tokenizer_cores import VOCAB_MULTIPLE
 from rlhf_core.training.data.tokenizers import build_tokenizer, load_tokenizer
 from rlhf_core.training.models.adapters import base_of, is_adapter, merged
 from rlhf_core.training.models.gathering import most_on_any_rank, whole_shape
-from rlhf_core.training.models.lean_layers import use_gradient_checkpointing, use_lean_layers
+from rlhf_core.training.models.lean_layers import use_lean_layers
 from rlhf_core.training.models.loaded_weights import REPORTED_LOADING, require_weights
 from rlhf_core.training.models.packing import can_pack, hidden_of_targets
 from rlhf_core.training.models.token_logprobs import token_logprobs
 from rlhf_core.training.types import Row
-
-__all__ = [
-    "PolicyModel",
-    "build_causal_lm",
-    "load_causal_lm",
-    "load_tokenizer",
-    "prepare_initial_model",
-    "tokenizer_folder",
-]
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Building and loading
@@ -260,10 +249,6 @@ def _without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
 # Training
 
 
-class _Head(Protocol):
-    def __call__(self, hidden: Tensor) -> Tensor: ...
-
-
 @contextlib.contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Turn off dropout within the block, so that the model draws no random numbers; then restore the mode of each
@@ -305,16 +290,13 @@ class PolicyModel(nn.Module):
     def forward(
         self,
         input_ids: Tensor,
-        attention_mask: Tensor | None = None,
         target_mask: Tensor | None = None,
         temperature: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
         """Compute the log-probability of each token given the preceding ones.
 
         Args:
-            input_ids: ``[B, T]`` int64.
-            attention_mask: ``[B, T]``, 1 for real tokens; positions are counted over them. Not needed (and slower)
-                when padding is on the right only.
+            input_ids: ``[B, T]`` int64, padded on the right.
             target_mask: ``[B, T-1]`` bool: predictions to compute, all if omitted. Only their logits are computed.
             temperature: divisor of the logits.
 
@@ -326,10 +308,7 @@ class PolicyModel(nn.Module):
         labels = input_ids[:, 1:]
         if target_mask is None:
             target_mask = torch.ones_like(labels, dtype=torch.bool)
-        if self.packs and attention_mask is None:
-            hidden = hidden_of_targets(self.causal_lm.base_model, input_ids, target_mask)
-        else:
-            hidden = self._hidden_states(input_ids, attention_mask)[:, :-1][target_mask]
+        hidden = hidden_of_targets(self.causal_lm.base_model, input_ids, target_mask, packed=self.packs)
         picked, entropy = self._score(hidden, labels[target_mask], temperature)
         where = target_mask.nonzero(as_tuple=True)
         blank = picked.new_zeros(labels.shape)
@@ -339,18 +318,6 @@ class PolicyModel(nn.Module):
     def pretrained(self) -> PreTrainedModel:
         """The underlying model, which is saved."""
         return self.causal_lm
-
-    def enable_gradient_checkpointing(self) -> None:
-        """Recompute activations in the backward pass instead of keeping them."""
-        use_gradient_checkpointing(self.causal_lm)
-
-    def _hidden_states(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-        arguments: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
-        if attention_mask is not None:
-            arguments["attention_mask"] = attention_mask
-            arguments["position_ids"] = (attention_mask.cumsum(-1) - 1).clamp(min=0)
-        hidden: Tensor = self.causal_lm.base_model(**arguments).last_hidden_state
-        return hidden
 
     def _score(self, hidden: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """``hidden [N, H]``, ``labels [N]`` -> log-probability and entropy, ``[N]`` each, chunk by chunk."""
@@ -378,7 +345,7 @@ class PolicyModel(nn.Module):
         device = self.causal_lm.device
         probe = torch.arange(1, 5, device=device)[None]
         head = self.causal_lm.get_output_embeddings()
-        ours = head(self._hidden_states(probe, None))
+        ours = head(self.causal_lm.base_model(input_ids=probe, use_cache=False).last_hidden_state)
         # A cap shows only in large logits, which new weights do not have yet.
         for factor in (1.0, 1e4):
             with _multiplied(head, factor):
@@ -400,7 +367,9 @@ def _multiplied(layer: nn.Module, factor: float) -> Iterator[None]:
         handle.remove()
 
 
-def _score_chunk(hidden: Tensor, labels: Tensor, head: _Head, temperature: float) -> tuple[Tensor, Tensor]:
+def _score_chunk(
+    hidden: Tensor, labels: Tensor, head: Callable[[Tensor], Tensor], temperature: float
+) -> tuple[Tensor, Tensor]:
     logits = head(hidden)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return token_logprobs(logits if temperature == 1 else logits.div_(temperature), labels)

@@ -13,9 +13,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.errors import DiskFull, WorkerError
 from rlhf_core.files.reading import bring_to_disk
-from rlhf_core.files.whole import comes_from_full_disk, remove_tree, write_model
+from rlhf_core.files.whole import comes_from_full_disk, remove_tree
 from rlhf_core.run_dir.checkpoint import ADAPTER_OF_MERGED, ADAPTER_WEIGHTS, BASE_RECORD, CheckpointDir, checksum
 from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.checkpoint_files import CheckpointManifest
 from rlhf_core.training.models.adapters import ADAPTER_CONFIG
 from rlhf_core.training.models.gathering import SHARD_BYTES
 
@@ -41,10 +42,7 @@ def write_merged(
     partial = CheckpointDir(final.root.with_name(f".{final.root.name}.partial"), checkpoint.step)
     remove_tree(partial.root)
     try:
-        _write(partial, checkpoint, model, tokenizer, beat)
-        remove_tree(final.root)
-        partial.root.rename(final.root)
-        bring_to_disk(final.root.parent)
+        partial.put_in_place(final, _written(partial, checkpoint, model, tokenizer, beat))
     except Exception as error:  # safetensors and tokenizers have their own
         remove_tree(partial.root)
         if comes_from_full_disk(error):
@@ -56,13 +54,14 @@ def write_merged(
     return final
 
 
-def _write(
+def _written(
     partial: CheckpointDir,
     checkpoint: CheckpointDir,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     beat: Callable[[], None],
-) -> None:
+) -> CheckpointManifest:
+    """Write the files of a merged model; returns its manifest."""
     manifest = checkpoint.manifest()
     assert manifest is not None  # verified before it was loaded
     adapter = partial.model / ADAPTER_OF_MERGED
@@ -78,5 +77,4 @@ def _write(
         beat()
     for folder in (adapter, partial.model):
         bring_to_disk(folder)
-    write_model(partial.complete, manifest.model_copy(update={"files": files}))
-    bring_to_disk(partial.root)
+    return manifest.model_copy(update={"files": files})

@@ -88,13 +88,18 @@ def pack(input_ids: Tensor, target_mask: Tensor) -> Packing:
     )
 
 
-def hidden_of_targets(body: nn.Module, input_ids: Tensor, target_mask: Tensor) -> Tensor:
+def hidden_of_targets(body: nn.Module, input_ids: Tensor, target_mask: Tensor, *, packed: bool) -> Tensor:
     """Last hidden states ``[N, H]`` that predict the tokens selected by ``target_mask``, row by row.
 
-    Args: as for :func:`pack`. ``body`` belongs to a model for which :func:`can_pack` is true.
+    Args: as for :func:`pack`.
+        packed: ``body`` belongs to a model for which :func:`can_pack` is true.
     """
+    hidden: Tensor
+    if not packed:
+        hidden = body(input_ids=input_ids, use_cache=False).last_hidden_state
+        return hidden[:, :-1][target_mask]
     packing = pack(input_ids, target_mask)
-    hidden: Tensor = body(
+    hidden = body(
         input_ids=packing.tokens,
         position_ids=packing.positions,
         attention_mask=torch.zeros(_IGNORED, device=input_ids.device),
@@ -134,8 +139,8 @@ def _agrees(body: nn.Module, device: torch.device) -> bool:
     """Compare packed and padded states of sequences with the hard cases of packing: a shared prefix and padding."""
     ids = torch.tensor([[1, 2, 3, 4, 5, 0], [1, 2, 3, 5, 0, 0], [3, 2, 1, 0, 0, 0]], device=device)
     mask = torch.arange(5, device=device) < torch.tensor([[4], [3], [2]], device=device)
-    padded = body(input_ids=ids, use_cache=False).last_hidden_state[:, :-1][mask]
-    return torch.allclose(hidden_of_targets(body, ids, mask), padded, rtol=1e-2, atol=1e-2 * float(padded.abs().max()))
+    padded, found = (hidden_of_targets(body, ids, mask, packed=packed) for packed in (False, True))
+    return torch.allclose(found, padded, rtol=1e-2, atol=1e-2 * float(padded.abs().max()))
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:

@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from rlhf_core.errors import BadConfig
 from rlhf_core.training.models.adapters import base_of, is_adapter, merged
 from rlhf_core.training.models.causal_lm import dropout_free_config
-from rlhf_core.training.models.lean_layers import use_gradient_checkpointing, use_lean_layers
+from rlhf_core.training.models.lean_layers import use_lean_layers
 from rlhf_core.training.models.loaded_weights import REPORTED_LOADING, require_weights
 
 
@@ -77,10 +77,6 @@ class RewardModel(nn.Module):
     def pretrained(self) -> PreTrainedModel:
         """The underlying model, which is saved."""
         return self.classifier
-
-    def enable_gradient_checkpointing(self) -> None:
-        """Recompute activations in the backward pass instead of keeping them."""
-        use_gradient_checkpointing(self.classifier)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Compute the reward of each sequence at its last non-padding token, as transformers does.

@@ -7,14 +7,13 @@ it only until a deadline. Does not import torch; the process must not have start
 import contextlib
 import ctypes
 import inspect
-import json
 import os
 import resource
 import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,32 +37,22 @@ NONSENSE = ("", "I do not know.")
 """Completions that are right for no row; empty ones occur in every training."""
 
 
-def try_rewards(
-    functions: Sequence[str],
-    rows: Sequence[Row],
-    *,
-    trial_s: float = TRIAL_S,
-    all_s: float = ALL_TRIALS_S,
-    memory_bytes: int = MEMORY_BYTES,
-) -> list[RewardTrial]:
+def try_rewards(functions: Sequence[str], rows: Sequence[Row]) -> list[RewardTrial]:
     """Try functions one after the other.
 
     Args:
         functions: ``module:function`` of each; importable here.
         rows: real rows; a few of them are used.
-        trial_s: longest time for one function, in seconds.
-        all_s: longest time for all functions, in seconds.
-        memory_bytes: memory limit of a function.
     """
-    deadline = time.monotonic() + all_s
+    deadline = time.monotonic() + ALL_TRIALS_S
     trials = []
     for path in functions:
-        remaining_s = min(trial_s, deadline - time.monotonic())
+        remaining_s = min(TRIAL_S, deadline - time.monotonic())
         if remaining_s <= 0:
-            message = f"the previous functions took {all_s:g} s"
+            message = f"the previous functions took {ALL_TRIALS_S:g} s"
             trials.append(RewardTrial(function=path, problem=TrialProblem.NOT_TRIED, message=message))
         else:
-            trials.append(_try_in_fork(path, rows, remaining_s, memory_bytes))
+            trials.append(_try_in_fork(path, rows, remaining_s))
     return trials
 
 
@@ -83,12 +72,12 @@ def completions_for(rows: Sequence[Row]) -> tuple[list[Row], list[str], list[boo
     return [row for row, _, _ in made], [text for _, text, _ in made], [right for _, _, right in made]
 
 
-def _try_in_fork(path: str, rows: Sequence[Row], timeout_s: float, memory_bytes: int) -> RewardTrial:
+def _try_in_fork(path: str, rows: Sequence[Row], timeout_s: float) -> RewardTrial:
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(reading)
-        _child(path, rows, writing, timeout_s, memory_bytes)
+        _child(path, rows, writing, timeout_s)
     os.close(writing)
     try:
         response = _read_line(reading, time.monotonic() + timeout_s)
@@ -103,9 +92,8 @@ def _try_in_fork(path: str, rows: Sequence[Row], timeout_s: float, memory_bytes:
         message = f"no response within {timeout_s:.0f} s"
         return RewardTrial(function=path, problem=TrialProblem.TIMEOUT, message=message)
     if not response:
-        return RewardTrial(
-            function=path, problem=TrialProblem.DIED, message=_exit_message(os.waitstatus_to_exitcode(status))
-        )
+        message = _exit_message(os.waitstatus_to_exitcode(status))
+        return RewardTrial(function=path, problem=TrialProblem.DIED, message=message)
     return RewardTrial.model_validate_json(response)
 
 
@@ -134,7 +122,7 @@ def _exit_message(code: int) -> str:
     return f"its process ended with exit code {code}"
 
 
-def _child(path: str, rows: Sequence[Row], writing: int, timeout_s: float, memory_bytes: int) -> None:
+def _child(path: str, rows: Sequence[Row], writing: int, timeout_s: float) -> None:
     """Run the trial in the forked child. Never returns."""
     code = 1
     try:
@@ -142,22 +130,20 @@ def _child(path: str, rows: Sequence[Row], writing: int, timeout_s: float, memor
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the limits below are too long for an orphan
         os.dup2(2, 1)  # its output must not get into the response
         # A fallback above the deadline, in case no process is left to end this one.
-        cpu_s = int(timeout_s * (os.cpu_count() or 1)) + 1
-        set_limit(resource.RLIMIT_CPU, cpu_s)
+        set_limit(resource.RLIMIT_CPU, int(timeout_s * (os.cpu_count() or 1)) + 1)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        trial = _try_function(path, rows, lambda: _limit_memory(memory_bytes))
-        os.write(writing, json.dumps(trial.model_dump(mode="json")).encode() + b"\n")
+        os.write(writing, _try_function(path, rows).model_dump_json().encode() + b"\n")
         code = 0
     finally:
         sys.stderr.flush()
         os._exit(code)
 
 
-def _limit_memory(memory_bytes: int) -> None:
+def _limit_memory() -> None:
     """Limit writable memory, not the address space: CUDA reserves many times what it ever uses."""
     status = Path("/proc/self/status").read_text()
     now = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData:"))
-    set_limit(resource.RLIMIT_DATA, now + memory_bytes)
+    set_limit(resource.RLIMIT_DATA, now + MEMORY_BYTES)
 
 
 def set_limit(kind: int, value: int) -> None:
@@ -168,12 +154,11 @@ def set_limit(kind: int, value: int) -> None:
     resource.setrlimit(kind, (value, value))
 
 
-def _try_function(path: str, rows: Sequence[Row], limit: Callable[[], None]) -> RewardTrial:
+def _try_function(path: str, rows: Sequence[Row]) -> RewardTrial:
     try:
         function = load_reward(path)
-        limit()
-        problem = _wrong_columns(function, rows)
-        if problem:
+        _limit_memory()
+        if problem := _wrong_columns(function, rows):
             return RewardTrial(function=path, problem=TrialProblem.COLUMNS, message=problem)
         return _call_twice(path, function, rows)
     except (BadConfig, RewardFailed) as error:

@@ -42,19 +42,21 @@ _START = (
 )
 
 
+class _NoAnswer(Exception):
+    """The process does not answer, and has been ended; the message is the reason, as the end of a sentence."""
+
+
 class RewardProcess:
     """Calls reward functions in a separate process. Main thread only: the process dies with the thread that started
     it."""
 
-    def __init__(self, paths: Sequence[str], load_timeout_s: float = LOAD_TIMEOUT_S) -> None:
+    def __init__(self, paths: Sequence[str]) -> None:
         """Start the process, which imports the functions while the caller continues.
 
         Args:
             paths: ``module:function`` of each function that may be called.
-            load_timeout_s: longest import of one of them, in seconds.
         """
         self._paths = tuple(dict.fromkeys(paths))
-        self._load_timeout_s = load_timeout_s
         self._connection: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._mark = ""
@@ -87,9 +89,10 @@ class RewardProcess:
             BadConfig: the function cannot be imported.
         """
         self.await_loaded(beat)
-        answer = self._exchange(CallRequest(path, arguments, seed), timeout_s, beat)
-        if isinstance(answer, str):
-            return RewardCall(failure=answer)
+        try:
+            answer = self._exchange(CallRequest(path, arguments, seed), timeout_s, beat)
+        except _NoAnswer as failure:
+            return RewardCall(failure=str(failure))
         problems = {int(index): problem for index, problem in answer.get("problems", {}).items()}
         return RewardCall(answer.get("values", []), problems, answer.get("failure", ""), trace=answer.get("trace", ""))
 
@@ -103,9 +106,11 @@ class RewardProcess:
             self._start()
         while self._unread:
             path = self._unread[0]
-            answer = self._receive(time.monotonic() + self._load_timeout_s, self._load_timeout_s, beat)
-            if isinstance(answer, str):
-                raise BadConfig(f"reward function {path}: its import {answer}; check what its module does on import")
+            try:
+                answer = self._receive(time.monotonic() + LOAD_TIMEOUT_S, LOAD_TIMEOUT_S, beat)
+            except _NoAnswer as reason:
+                text = f"reward function {path}: its import {reason}; check what its module does on import"
+                raise BadConfig(text) from None
             if unloadable := answer.get("unloadable"):
                 raise BadConfig(unloadable)
             if failure := answer.get("failure"):
@@ -139,55 +144,52 @@ class RewardProcess:
         for path in self._paths:  # a few hundred bytes, which fit into any socket buffer
             own.sendall(_packed(CallRequest(path)))
 
-    def _exchange(self, request: CallRequest, timeout_s: float, beat: Callable[[], None]) -> dict[str, Any] | str:
-        """Send a request and return the answer, or the reason for having none, in which case the process has been
-        ended."""
+    def _exchange(self, request: CallRequest, timeout_s: float, beat: Callable[[], None]) -> dict[str, Any]:
+        """Send a request and return the answer.
+
+        Raises:
+            _NoAnswer: there is none; as in the methods below.
+        """
         assert self._connection is not None
         deadline, left = time.monotonic() + timeout_s, memoryview(_packed(request))
         while left:
-            if failure := self._wait(deadline, timeout_s, beat, for_writing=True):
-                return failure
+            self._wait(deadline, timeout_s, beat, for_writing=True)
             try:
                 left = left[self._connection.send(left) :]
             except BlockingIOError:
                 continue
             except OSError:
-                return self._died()
+                raise self._died() from None
         return self._receive(deadline, timeout_s, beat)
 
-    def _receive(self, deadline: float, timeout_s: float, beat: Callable[[], None]) -> dict[str, Any] | str:
+    def _receive(self, deadline: float, timeout_s: float, beat: Callable[[], None]) -> dict[str, Any]:
         header = self._read(HEADER.size, deadline, timeout_s, beat)
-        if isinstance(header, str):
-            return header
         body = self._read(HEADER.unpack(header)[0], deadline, timeout_s, beat)
-        if isinstance(body, str):
-            return body
         try:
             answer: dict[str, Any] = json.loads(body)
         except ValueError:
             self.close()
-            return "wrote to the connection of its process"
+            raise _NoAnswer("wrote to the connection of its process") from None
         return answer
 
-    def _read(self, count: int, deadline: float, timeout_s: float, beat: Callable[[], None]) -> bytes | str:
+    def _read(self, count: int, deadline: float, timeout_s: float, beat: Callable[[], None]) -> bytes:
         assert self._connection is not None
         found = bytearray()
         while len(found) < count:
-            if failure := self._wait(deadline, timeout_s, beat):
-                return failure
+            self._wait(deadline, timeout_s, beat)
             try:
                 part = self._connection.recv(count - len(found))
             except BlockingIOError:
                 continue
             except OSError:
-                return self._died()
+                part = b""
             if not part:
-                return self._died()
+                raise self._died()
             found += part
         return bytes(found)
 
-    def _wait(self, deadline: float, timeout_s: float, beat: Callable[[], None], *, for_writing: bool = False) -> str:
-        """Wait until the connection is ready; return the reason if it never will be."""
+    def _wait(self, deadline: float, timeout_s: float, beat: Callable[[], None], *, for_writing: bool = False) -> None:
+        """Wait until the connection is ready."""
         assert self._connection is not None
         assert self._process is not None
         poll = select.poll()  # select.select takes no descriptor above 1023
@@ -197,26 +199,27 @@ class RewardProcess:
             left = deadline - time.monotonic()
             wait_s = max(0.0, min(POLL_INTERVAL_S, left))
             if poll.poll(1000 * wait_s):
-                return ""
+                return
             # A process forked by it may keep the connection open after it has exited.
             if self._process.poll() is not None:
-                return self._died()
+                raise self._died()
             if left <= 0:
                 self.close()
-                return f"{NO_RESPONSE} {timeout_s:.3g} s"
+                raise _NoAnswer(f"{NO_RESPONSE} {timeout_s:.3g} s")
 
-    def _died(self) -> str:
+    def _died(self) -> _NoAnswer:
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):  # it closed its end, but is alive
             self._process.wait(POLL_INTERVAL_S)
         code = self._process.returncode
         self.close()
         if code is None:
-            return "closed the connection of its process"
+            return _NoAnswer("closed the connection of its process")
         if code >= 0:
-            return f"ended its process with exit code {code}"
+            return _NoAnswer(f"ended its process with exit code {code}")
         name = signal.Signals(-code).name
-        return f"had its process ended by {name}" + (", most likely for memory" if name == "SIGKILL" else "")
+        likely = ", most likely for memory" if name == "SIGKILL" else ""
+        return _NoAnswer(f"had its process ended by {name}{likely}")
 
 
 def _packed(request: CallRequest) -> bytes:

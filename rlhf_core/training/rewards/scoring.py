@@ -8,8 +8,7 @@ more.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NoReturn
@@ -63,11 +62,24 @@ class Scores:
 
 
 @dataclass(frozen=True)
+class _Completions:
+    """Completions to score."""
+
+    rows: Sequence[Row]
+    """Row of each."""
+    texts: Sequence[str]
+
+    def part(self, first: int, end: int) -> "_Completions":
+        """Return some of them."""
+        return _Completions(self.rows[first:end], self.texts[first:end])
+
+
+@dataclass(frozen=True)
 class _FunctionScores:
     """Rewards of one function, and its failures."""
 
     values: list[float]
-    problems: dict[int, RewardCall | str]
+    problems: dict[int, RewardCall]
     """Reason for a missing reward, by index."""
     as_one: RewardCall | None
     """Failure of the call for all completions at once."""
@@ -186,58 +198,55 @@ class RewardScorer:
         by_function: dict[str, list[float]] = {}
         terms: list[_Term] = []
         warnings: list[str] = []
-        seed = self._seed(step, sampling_round)
+        made = _Completions(rows, completions)
+        seed, allowed = self._seed(step, sampling_round), self._num_allowed(len(completions))
         for name, path in self._functions.items():
-            found = self._function_scores(name, path, rows, completions, seed, beat, self._reward.on_failure == "stop")
+            found = self._function_scores(name, path, made, seed, beat, allowed)
             by_function[name] = found.values
             terms.append(_Term(self._weights[name], found.values, found.problems.keys()))
             if (found.problems or found.as_one) and name not in self._reported:
                 self._reported.add(name)
-                warnings.append(self._warning(name, found, rows, completions))
-        for name, scores in self._scores_by_models(rows, completions, finished, beat).items():
-            problems = self._unusable(name, scores, rows, completions)
+                warnings.append(self._warning(name, found, made))
+        for name, scores in self._scores_by_models(made, finished, beat).items():
+            problems = self._unusable(name, scores, made)
             by_function[name] = [0.0 if index in problems else value for index, value in enumerate(scores.raw)]
             terms.append(_Term(self._weights[name], scores.counted, problems.keys()))
             if (problems or scores.num_cut) and name not in self._reported:
                 self._reported.add(name)
-                warnings += self._warnings_of_model(name, scores, problems, rows, completions)
+                warnings += self._warnings_of_model(name, scores, problems, made)
         total = [_weighted_sum(terms, index) for index in range(len(completions))]
         num_failed = len({index for term in terms for index in term.failed})
         return Scores(total, by_function, num_failed, warnings)
 
     def _scores_by_models(
-        self, rows: Sequence[Row], completions: Sequence[str], finished: Sequence[bool], beat: Callable[[], None]
+        self, made: _Completions, finished: Sequence[bool], beat: Callable[[], None]
     ) -> dict[str, ModelScores]:
         if self._models is None:
             return {}
-        ended = finished or [True] * len(completions)
-        return self._models.score([SampledText(*one) for one in zip(rows, completions, ended, strict=True)], beat)
+        ended = finished or [True] * len(made.texts)
+        return self._models.score([SampledText(*one) for one in zip(made.rows, made.texts, ended, strict=True)], beat)
 
-    def _unusable(
-        self, name: str, scores: ModelScores, rows: Sequence[Row], completions: Sequence[str]
-    ) -> dict[int, RewardCall | str]:
+    def _unusable(self, name: str, scores: ModelScores, made: _Completions) -> dict[int, RewardCall]:
         """Completions whose score is not a finite number, with that score."""
-        problems: dict[int, RewardCall | str] = {
-            index: f"gives {value}" for index, value in enumerate(scores.raw) if not math.isfinite(value)
-        }
-        allowed = 0.0 if self._reward.on_failure == "stop" else max(1.0, self._reward.max_failed_share * len(rows))
+        gives = {index: f"gives {value}" for index, value in enumerate(scores.raw) if not math.isfinite(value)}
+        problems = {index: RewardCall(failure=text) for index, text in gives.items()}
+        allowed = self._num_allowed(len(made.texts))
         if len(problems) > allowed:
-            self._refuse(name, problems, allowed, rows, completions)
+            self._refuse(name, problems, allowed, made)
         return problems
 
+    def _num_allowed(self, count: int) -> float:
+        """Number of completions, out of ``count``, for which a function or model may fail."""
+        return 0.0 if self._reward.on_failure == "stop" else max(1.0, self._reward.max_failed_share * count)
+
     def _warnings_of_model(
-        self,
-        name: str,
-        scores: ModelScores,
-        problems: dict[int, RewardCall | str],
-        rows: Sequence[Row],
-        completions: Sequence[str],
+        self, name: str, scores: ModelScores, problems: dict[int, RewardCall], made: _Completions
     ) -> list[str]:
-        warnings = [self._warning(name, _FunctionScores([], problems, None), rows, completions)] if problems else []
+        warnings = [self._warning(name, _FunctionScores([], problems, None), made)] if problems else []
         if scores.num_cut:
             warnings.append(
-                f"On rank {self._rank}, {scores.num_cut} of {len(rows)} completions with their prompts exceed the "
-                f"limit of reward model {name}: their beginnings are cut off (reward.models.{name}.max_tokens)."
+                f"On rank {self._rank}, {scores.num_cut} of {len(made.texts)} completions with their prompts exceed "
+                f"the limit of reward model {name}: their beginnings are cut off (reward.models.{name}.max_tokens)."
             )
         return warnings
 
@@ -252,29 +261,21 @@ class RewardScorer:
             RewardFailed: the scorer failed.
         """
         ((name, path),) = self._evaluation.items()
-        return self._function_scores(name, path, rows, completions, self._seed(0, 0), beat, stops=True).values
+        made = _Completions(rows, completions)
+        return self._function_scores(name, path, made, self._seed(0, 0), beat, allowed=0.0).values
 
     def _function_scores(
-        self,
-        name: str,
-        path: str,
-        rows: Sequence[Row],
-        completions: Sequence[str],
-        seed: int,
-        beat: Callable[[], None],
-        stops: bool,
+        self, name: str, path: str, made: _Completions, seed: int, beat: Callable[[], None], allowed: float
     ) -> _FunctionScores:
-        count = len(completions)
-        allowed = 0.0 if stops else max(1.0, self._reward.max_failed_share * count)
+        count = len(made.texts)
         values = [0.0] * count
-        problems: dict[int, RewardCall | str] = {}
+        problems: dict[int, RewardCall] = {}
         as_one: RewardCall | None = None
         pending = [(0, count)]
         while pending:
             first, end = pending.pop()
-            called = self._call(
-                path, rows[first:end], completions[first:end], seed, beat, (end - first) / max(count, 1)
-            )
+            share = (end - first) / max(count, 1)
+            called = self._call(path, made.part(first, end), seed, beat, share)
             if called.failure and end - first > 1:
                 as_one = as_one or called
                 middle = (first + end) // 2
@@ -284,10 +285,10 @@ class RewardScorer:
                 problems[first] = called
             else:
                 values[first:end] = called.values
-                problems |= {first + index: problem for index, problem in called.problems.items()}
+                problems |= {first + index: RewardCall(failure=text) for index, text in called.problems.items()}
             if len(problems) > allowed:
-                self._refuse(name, problems, allowed, rows, completions)
-        if as_one is not None and stops:
+                self._refuse(name, problems, allowed, made)
+        if as_one is not None and not allowed:
             raise _error(
                 f"reward function {name} {as_one.failure} for {count} completions at once, but for none of them "
                 f"alone; {_advice(as_one)}",
@@ -295,17 +296,9 @@ class RewardScorer:
             )
         return _FunctionScores(values, problems, as_one)
 
-    def _call(
-        self,
-        path: str,
-        rows: Sequence[Row],
-        completions: Sequence[str],
-        seed: int,
-        beat: Callable[[], None],
-        share: float,
-    ) -> RewardCall:
+    def _call(self, path: str, made: _Completions, seed: int, beat: Callable[[], None], share: float) -> RewardCall:
         beat()
-        arguments = reward_arguments(rows, completions)
+        arguments = reward_arguments(made.rows, made.texts)
         if self._process is None:
             called = call_reward(load_reward(path), arguments)
         else:
@@ -318,28 +311,21 @@ class RewardScorer:
         text = f"{self._spec.seed}|{step}|{sampling_round}|{self._rank}"
         return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
-    def _refuse(
-        self,
-        name: str,
-        problems: dict[int, RewardCall | str],
-        allowed: float,
-        rows: Sequence[Row],
-        completions: Sequence[str],
-    ) -> NoReturn:
+    def _refuse(self, name: str, problems: dict[int, RewardCall], allowed: float, made: _Completions) -> NoReturn:
         index, problem = next(iter(problems.items()))
-        sentence = self._sentence(name, index, problem, rows, completions)
+        sentence = self._sentence(name, index, problem, made)
         advice = (
             'Call it with this completion alone to find the cause; reward.on_failure = "zero" counts it as 0'
             if not allowed
-            else f"It has failed for {len(problems)} of {len(completions)} completions, more than "
+            else f"It has failed for {len(problems)} of {len(made.texts)} completions, more than "
             f"reward.max_failed_share = {self._reward.max_failed_share:g}"
         )
-        raise _error(f"{sentence}. {advice}", problem if isinstance(problem, RewardCall) else None)
+        raise _error(f"{sentence}. {advice}", problem)
 
-    def _warning(self, name: str, found: _FunctionScores, rows: Sequence[Row], completions: Sequence[str]) -> str:
+    def _warning(self, name: str, found: _FunctionScores, made: _Completions) -> str:
         if not found.problems and found.as_one is not None:
             return (
-                f"On rank {self._rank}, reward function {name} {found.as_one.failure} for {len(completions)} "
+                f"On rank {self._rank}, reward function {name} {found.as_one.failure} for {len(made.texts)} "
                 f"completions at once, but for none of them alone, so none counts as 0; {_advice(found.as_one)}."
             )
         index, problem = next(iter(found.problems.items()))
@@ -349,31 +335,18 @@ class RewardScorer:
             else "Its weight is 0, so the rewards are not affected"
         )
         return (
-            f"On rank {self._rank}, {self._sentence(name, index, problem, rows, completions)}. {effect}; "
+            f"On rank {self._rank}, {self._sentence(name, index, problem, made)}. {effect}; "
             "reward/failed_share is the share of such completions."
         )
 
-    def _sentence(
-        self, name: str, index: int, problem: RewardCall | str, rows: Sequence[Row], completions: Sequence[str]
-    ) -> str:
-        what = problem if isinstance(problem, str) else problem.failure
+    def _sentence(self, name: str, index: int, problem: RewardCall, made: _Completions) -> str:
         source = "model" if name in self._reward.models else "function"
         has_limit = self._process is not None and source == "function"
         limit = f" within reward.timeout_s = {self._reward.timeout_s:g} s" if has_limit else ""
         return (
-            f"reward {source} {name} {what} for completion {index} ({shown(completions[index])}, prompt "
-            f"{rows[index].uid}); expected a finite number{limit}"
+            f"reward {source} {name} {problem.failure} for completion {index} ({shown(made.texts[index])}, prompt "
+            f"{made.rows[index].uid}); expected a finite number{limit}"
         )
-
-
-@contextmanager
-def reward_scorer(spec: RunSpec, rank: int) -> Iterator[RewardScorer]:
-    """Create a scorer whose process ends with the block."""
-    scorer = RewardScorer(spec, rank)
-    try:
-        yield scorer
-    finally:
-        scorer.close()
 
 
 def _advice(as_one: RewardCall) -> str:
@@ -383,10 +356,9 @@ def _advice(as_one: RewardCall) -> str:
     return "call it with that many to find the cause, or use fewer completions per step"
 
 
-def _error(message: str, call: RewardCall | None) -> RewardFailed:
+def _error(message: str, call: RewardCall) -> RewardFailed:
     error = RewardFailed(message)
-    if call is not None:
-        error.__cause__ = call.error
-        if call.trace:
-            error.add_note(call.trace)
+    error.__cause__ = call.error
+    if call.trace:
+        error.add_note(call.trace)
     return error

@@ -40,8 +40,6 @@ class WeightTransfer:
     """Seconds that engines took to load the weights."""
     acknowledged: int = 1
     """Number of engines that have confirmed the version to this rank."""
-    limit_gb_per_s: float | None = None
-    """Bandwidth limit of this rank's link; None if unknown."""
 
 
 class Ahead(Protocol):

@@ -156,17 +156,8 @@ class TransformersSampler:
         batch = self._next_batch()
         if not batch:
             return []
-        sampling = batch[0].sampling
-        made = generate(
-            self._model,
-            self._tokenizer,
-            [request.prompt for request in batch],
-            [request.seeds for request in batch],
-            max_new_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature,
-            batch_size=sampling.batch_size,
-            beat=beat,
-        )
+        prompts, seeds = [request.prompt for request in batch], [request.seeds for request in batch]
+        made = generate(self._model, self._tokenizer, prompts, seeds, batch[0].sampling, beat)
         self.cancel([request.key for request in batch])
         return [(request.key, completions) for request, completions in zip(batch, made, strict=True)]
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
+from rlhf_core.training.models.causal_lm import in_evaluation_mode
 from rlhf_core.training.models.gathering import whole_model
 from rlhf_core.training.rollouts.base import Sampling, completion_of, draw_tokens, require_prompts, require_version
 from rlhf_core.training.rollouts.weight_probe import require_finite
@@ -56,16 +57,7 @@ class TransformersEngine:
         """Sample completions; see :class:`rlhf_core.training.rollouts.base.RolloutEngine`."""
         require_version(self.version, version)
         assert self._model is not None
-        groups = generate(
-            self._model,
-            self._tokenizer,
-            prompts,
-            seeds,
-            max_new_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature,
-            batch_size=sampling.batch_size,
-            beat=beat,
-        )
+        groups = generate(self._model, self._tokenizer, prompts, seeds, sampling, beat)
         return [[replace(completion, weight_version=version) for completion in group] for group in groups]
 
     def take_counts(self) -> Mapping[str, float]:
@@ -86,13 +78,10 @@ def generate(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
     seeds: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    temperature: float,
-    batch_size: int,
+    sampling: Sampling,
     beat: Callable[[], None],
 ) -> list[list[Completion]]:
-    """Sample ``len(seeds[i])`` completions of ``prompts[i]``, ``batch_size`` sequences at once.
+    """Sample ``len(seeds[i])`` completions of ``prompts[i]``.
 
     If ZeRO 3 has split the model, every rank holds the full weights meanwhile. The call is then collective at its
     beginning and end, so every rank must make the same number of calls, even without prompts.
@@ -104,16 +93,12 @@ def generate(
     require_prompts(prompts, seeds)
     end_ids = end_token_ids(model, tokenizer)
     made: dict[tuple[int, int], Completion] = {}
-    was_training = model.training
-    model.eval()  # in training mode, gradient checkpointing turns the KV cache off
-    try:
-        with whole_model(model):
-            for slots in _batches(prompts, seeds, batch_size):
-                decoded = _decode_batch(model, prompts, slots, end_ids, max_new_tokens, temperature, beat)
-                for slot, completion in zip(slots, _completions(tokenizer, *decoded, end_ids), strict=True):
-                    made[slot.prompt, slot.sample] = completion
-    finally:
-        model.train(was_training)
+    # In training mode, gradient checkpointing turns the KV cache off.
+    with in_evaluation_mode(model), whole_model(model):
+        for slots in _batches(prompts, seeds, sampling.batch_size):
+            decoded = _decode_batch(model, prompts, slots, end_ids, sampling, beat)
+            for slot, completion in zip(slots, _completions(tokenizer, *decoded, end_ids), strict=True):
+                made[slot.prompt, slot.sample] = completion
     # Not before all ranks have left whole_model, which is collective.
     require_finite(logprob for completion in made.values() for logprob in completion.logprobs)
     return [[made[i, j] for j in range(len(prompt_seeds))] for i, prompt_seeds in enumerate(seeds)]
@@ -145,13 +130,12 @@ def _decode_batch(
     prompts: Sequence[Sequence[int]],
     slots: Sequence[_Slot],
     end_ids: frozenset[int],
-    max_new_tokens: int,
-    temperature: float,
+    sampling: Sampling,
     beat: Callable[[], None],
 ) -> tuple[Tensor, Tensor]:
     """Tokens and log-probabilities of ``B`` completions, ``[B, max_new_tokens]`` each; values after an end token are
     meaningless."""
-    device = model.device
+    device, max_new_tokens = model.device, sampling.max_new_tokens
     logits, cache, mask = _prefill(model, prompts, slots, device)
     ends = torch.tensor(sorted(end_ids), device=device)
     seeds = torch.tensor([slot.seed for slot in slots], dtype=torch.int64, device=device)
@@ -160,7 +144,7 @@ def _decode_batch(
     rows = torch.arange(len(slots), device=device)  # completion in each row of the batch
     going = torch.ones(len(slots), dtype=torch.bool, device=device)
     for position in range(max_new_tokens):
-        drawn, drawn_logprobs = draw_tokens(logits, seeds, position, temperature)
+        drawn, drawn_logprobs = draw_tokens(logits, seeds, position, sampling.temperature)
         tokens[rows, position] = drawn
         logprobs[rows, position] = drawn_logprobs
         beat()

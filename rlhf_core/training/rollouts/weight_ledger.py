@@ -59,8 +59,9 @@ class RecordedEngine:
         self._write(line)
         started = time.monotonic()
         transfer = self._engine.load(model, version, beat)
-        answered = self._ranks.gather_numbers(_numbers(transfer, time.monotonic() - started))
-        self._write(line.model_copy(update=_over_ranks(transfer, answered)))
+        own = transfer or _NOTHING
+        numbers = [own.acknowledged, own.bytes, time.monotonic() - started, own.wire_s, own.apply_s]
+        self._write(line.model_copy(update=_over_ranks(own.transport, self._ranks.gather_numbers(numbers))))
         return transfer
 
     def sample(
@@ -93,25 +94,19 @@ class RecordedEngine:
             self._file.write(line)
 
 
-def _numbers(transfer: WeightTransfer | None, seconds: float) -> list[float]:
-    """Figures of one rank; all zeros for a rank that sends nothing and has no engine. A limit of 0 means unknown."""
-    if transfer is None:
-        return [0, 0, seconds, 0.0, 0.0, 0.0]
-    limit = transfer.limit_gb_per_s or 0.0
-    return [transfer.acknowledged, transfer.bytes, seconds, transfer.wire_s, transfer.apply_s, limit]
+_NOTHING = WeightTransfer("", 0, wire_s=0.0, apply_s=0.0, acknowledged=0)
+"""Transfer of a rank that sends nothing and has no engine."""
 
 
-def _over_ranks(transfer: WeightTransfer | None, answered: Sequence[Sequence[float]]) -> dict[str, object]:
-    """Combine the ranks' figures: engines, bytes and link limits are summed; for seconds, the slowest rank counts."""
-    acknowledged, sizes, seconds, wire_s, apply_s, limits = zip(*answered, strict=True)
-    senders = [limit for limit, size in zip(limits, sizes, strict=True) if size]
+def _over_ranks(transport: str, answered: Sequence[Sequence[float]]) -> dict[str, object]:
+    """Combine the ranks' figures: engines and bytes are summed; for seconds, the slowest rank counts."""
+    acknowledged, sizes, seconds, wire_s, apply_s = zip(*answered, strict=True)
     return {
         "time": utc_now(),
         "acknowledged": int(sum(acknowledged)),
-        "transport": transfer.transport if transfer is not None else "",
+        "transport": transport,
         "bytes": int(sum(sizes)),
         "seconds": max(seconds),
         "wire_s": max(wire_s),
         "apply_s": max(apply_s),
-        "limit_gb_per_s": sum(senders) if senders and all(senders) else None,
     }

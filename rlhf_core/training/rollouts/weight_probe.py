@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import NonFiniteLoss, StaleWeights
+from rlhf_core.training.models.causal_lm import in_evaluation_mode
 from rlhf_core.training.models.gathering import whole_model
 
 TOLERANCE: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 0.25}
@@ -39,13 +40,8 @@ def probe_of(model: PreTrainedModel, max_tokens: int, dtype: str) -> WeightProbe
         NonFiniteLoss: a log-probability is not finite, so nothing can be sampled with these weights.
     """
     tokens = [position % model.config.vocab_size for position in range(1, min(PROBE_TOKENS, max_tokens - 1) + 1)]
-    was_training = model.training
-    model.eval()
-    try:
-        with whole_model(model), torch.no_grad():
-            logits = model(torch.tensor([tokens], device=model.device)).logits[0]
-    finally:
-        model.train(was_training)
+    with in_evaluation_mode(model), whole_model(model), torch.no_grad():
+        logits = model(torch.tensor([tokens], device=model.device)).logits[0]
     logprobs = probe_logprobs(logits, tokens)
     require_finite(logprobs)
     return WeightProbe(tokens=tuple(tokens), logprobs=tuple(logprobs), tolerance=TOLERANCE[dtype])

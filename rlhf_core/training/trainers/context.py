@@ -175,7 +175,7 @@ class TrainingContext:
         Raises:
             DiskFull, WorkerError: the checkpoint could not be written; raised by every rank.
         """
-        self._saving.close()
+        self._saving.writer.close()
         self.rollouts.close()
         for file in (self._metrics_file, self._samples_file):
             if file is not None:
@@ -183,7 +183,7 @@ class TrainingContext:
 
     def leave(self) -> None:
         """Let a checkpoint in progress finish, if it can, after an error that ends this process."""
-        self._saving.leave()
+        self._saving.writer.leave()
 
     def _sync_files(self) -> None:
         for file in (self._metrics_file, self._samples_file):
@@ -296,11 +296,6 @@ class TrainingContext:
         self._step = number
         return TrainingStep(number, StepMetrics(number, self.ranks))
 
-    def update(self, step: TrainingStep, loop: Loop, engine: Engine, policy: nn.Module, num_tokens: int) -> None:
-        """Make and measure the only update of a step: :meth:`apply` and :meth:`measure_updates`."""
-        self.apply(step, loop, engine, num_tokens)
-        self.measure_updates(step, engine, policy)
-
     def apply(self, step: TrainingStep, loop: Loop, engine: Engine, num_tokens: int) -> None:
         """Update the weights with the gradients accumulated in the engine.
 
@@ -354,7 +349,7 @@ class TrainingContext:
             )
         self.ranks.log(summary(step.number, self.spec.total_steps, loop.algorithm.name, reduced.values))
         if reduced.save_failed:
-            self._saving.finish()
+            self._saving.writer.finish()
         refuse_non_finite(step.number, reduced.values)
         found = self._judge.observe(
             step.number,

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_core.errors import BadConfig, ResumeMismatch
+from rlhf_core.machine.variables import with_variables
 from rlhf_core.schemas.loops import OptimizerSpec
 from rlhf_core.schemas.trainers import LIVE_ELEMENTS, REDUCE_BUCKET_ELEMENTS, NativeTrainer
 from rlhf_core.training.distributed import Ranks
@@ -124,16 +125,13 @@ class Engine:
         self._return_free_memory()
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
-        if self._stage >= 2:
+        if self._stage < 2:
             with self._ranks.collective():
-                self._engine.step()
-            return float(self._engine.get_global_grad_norm())
-        with self._ranks.collective():
-            self._engine.allreduce_gradients()
-        norm = self._clip() if self._stage == 0 else 0.0
+                self._engine.allreduce_gradients()
+        clipped = self._clip() if self._stage == 0 else None
         with self._ranks.collective():
             self._engine.step()
-        return norm if self._stage == 0 else float(self._engine.get_global_grad_norm())
+        return float(self._engine.get_global_grad_norm()) if clipped is None else clipped
 
     def _return_free_memory(self) -> None:
         """Keep the activations of one pass on CPU from adding to what is left of those of the pass before."""
@@ -256,11 +254,8 @@ def _sample_of(policy: nn.Module) -> Tensor:
     """Evenly spaced entries of every trained tensor, ``[tensors, 64]``; cheap for any size of model."""
     with torch.no_grad():
         flat = [own_part(parameter) for parameter in policy.parameters() if parameter.requires_grad]
-        return torch.stack([values[_spread(len(values), values.device)] for values in flat])
-
-
-def _spread(size: int, device: torch.device) -> Tensor:
-    return torch.arange(_SAMPLED_ENTRIES, device=device) * size // _SAMPLED_ENTRIES
+        places = torch.arange(_SAMPLED_ENTRIES, device=flat[0].device)
+        return torch.stack([values[places * len(values) // _SAMPLED_ENTRIES] for values in flat])
 
 
 @contextlib.contextmanager
@@ -287,16 +282,8 @@ def _quick_and_quiet() -> Iterator[None]:
     DeepSpeed imports an optimizer that we do not use and that is decorated with ``torch.compile``. This alone would
     load torch's entire compiler, which takes more than a second at every start and restart.
     """
-    before = os.environ.get("TORCHDYNAMO_DISABLE")
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        if before is None:
-            del os.environ["TORCHDYNAMO_DISABLE"]
-        else:
-            os.environ["TORCHDYNAMO_DISABLE"] = before
+    with with_variables({"TORCHDYNAMO_DISABLE": "1"}), contextlib.redirect_stdout(io.StringIO()):
+        yield
 
 
 def _parameter_groups(policy: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -305,13 +292,9 @@ def _parameter_groups(policy: nn.Module, weight_decay: float) -> list[dict[str, 
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     if weight_decay == 0:
         return [{"params": trained}]
-    groups = [
-        {
-            "params": [parameter for parameter in trained if len(whole_shape(parameter)) >= 2],
-            "weight_decay": weight_decay,
-        },
-        {"params": [parameter for parameter in trained if len(whole_shape(parameter)) < 2], "weight_decay": 0.0},
-    ]
+    matrices = [parameter for parameter in trained if len(whole_shape(parameter)) >= 2]
+    others = [parameter for parameter in trained if len(whole_shape(parameter)) < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 

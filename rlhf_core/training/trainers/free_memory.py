@@ -33,12 +33,7 @@ def return_free_memory() -> bool:
     return bool(_LIBC.malloc_trim(0))
 
 
-def _found_mallinfo2() -> Callable[[], _MallocInfo] | None:
-    function = getattr(_LIBC, "mallinfo2", None)
-    if function is not None:
-        function.restype = _MallocInfo
-    return function
-
-
 _LIBC = ctypes.CDLL(None)
-_mallinfo2 = _found_mallinfo2()
+_mallinfo2: Callable[[], _MallocInfo] | None = getattr(_LIBC, "mallinfo2", None)
+if _mallinfo2 is not None:
+    _mallinfo2.restype = _MallocInfo  # type: ignore[attr-defined]

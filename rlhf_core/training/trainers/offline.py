@@ -60,7 +60,8 @@ def train(
                 measured = _measure(training, loop, policy, reference, others, other_parts)
                 sums = replace(sums, measured=measured)
             totals = _accumulate(training, loop, engine, reference, examples, parts, sums)
-            training.update(step, loop, engine, policy, own_tokens)
+            training.apply(step, loop, engine, own_tokens)
+            training.measure_updates(step, engine, policy)
 
         step.add(objective.metrics, totals)
         step.metrics.total("speed/tokens_per_s", own_tokens / step.watch.seconds())

@@ -21,7 +21,6 @@ from rlhf_core.training.algorithms.ppo import value_loss
 from rlhf_core.training.data.batches import SequenceBatch
 from rlhf_core.training.models.adapters import add_adapter
 from rlhf_core.training.models.gathering import save_weights
-from rlhf_core.training.models.lean_layers import use_gradient_checkpointing
 from rlhf_core.training.models.packing import can_pack, hidden_of_targets
 from rlhf_core.training.trainers.context import Loop
 from rlhf_core.training.trainers.engine import Engine, learning_rate
@@ -54,17 +53,10 @@ class ValueModel(nn.Module):
             ``[B, T-1]`` float32 (float64 for a float64 model), 0 where ``target_mask`` is false: position ``t`` holds
             the value of the state in which token ``t+1`` is chosen.
         """
-        if self._packs:
-            hidden = hidden_of_targets(self.layers, input_ids, target_mask)
-        else:
-            hidden = self.layers(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1][target_mask]
+        hidden = hidden_of_targets(self.layers, input_ids, target_mask, packed=self._packs)
         values: Tensor = self.head(hidden).squeeze(-1)
         values = values.to(torch.promote_types(values.dtype, torch.float32))
         return values.new_zeros(target_mask.shape).index_put(target_mask.nonzero(as_tuple=True), values)
-
-    def enable_gradient_checkpointing(self) -> None:
-        """Recompute activations in the backward pass instead of keeping them."""
-        use_gradient_checkpointing(self.layers)
 
 
 class Critic:
@@ -76,16 +68,11 @@ class Critic:
         Args:
             engine: created from ``model`` and :func:`critic_optimizer`.
         """
-        self._model = model
+        self.model = model
         self.engine = engine
         self._loop = loop
         self._algorithm = algorithm
         self._spec = critic_optimizer(loop.spec.optimizer, algorithm)
-
-    @property
-    def model(self) -> ValueModel:
-        """Value model itself."""
-        return self._model
 
     def learns_alone(self, step: int) -> bool:
         """True in the first steps of the loop, which leave the policy unchanged."""
@@ -118,7 +105,7 @@ class Critic:
 
     def save(self, folder: Path, is_first: bool, beat: Callable[[], None]) -> list[Path]:
         """Write the weights on rank 0; returns the files it wrote. Collective."""
-        save_weights(self._model, folder / WEIGHTS, is_first, beat)
+        save_weights(self.model, folder / WEIGHTS, is_first, beat)
         return [folder / WEIGHTS] if is_first else []
 
     def state(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Role ``trainer``: a complete training run, from the initial model to the last checkpoint."""
 
+import contextlib
 import functools
 import random
 from pathlib import Path
@@ -13,8 +14,8 @@ from transformers.utils.logging import disable_progress_bar
 from rlhf_core.errors import BadConfig
 from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.schemas.algorithms.policy_gradient import PpoSpec
+from rlhf_core.schemas.model import LoraSpec
 from rlhf_core.schemas.reports import Phase
-from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.checkpoints.memory.resume import memory_checkpoint
 from rlhf_core.training.checkpoints.resume import resume_point
 from rlhf_core.training.checkpoints.soundness import agree, reference_folder, verify_checkpoint
@@ -38,8 +39,9 @@ from rlhf_core.training.models.adapters import (
     load_adapter,
 )
 from rlhf_core.training.models.causal_lm import PolicyModel, load_causal_lm, prepare_initial_model, tokenizer_folder
+from rlhf_core.training.models.lean_layers import use_gradient_checkpointing
 from rlhf_core.training.models.reward_model import RewardModel, is_reward_model, load_reward_model
-from rlhf_core.training.rewards.scoring import RewardScorer, reward_scorer
+from rlhf_core.training.rewards.scoring import RewardScorer
 from rlhf_core.training.rewards.scoring_models import ScoringModels, load_scoring_models
 from rlhf_core.training.rollouts.start import start_engine
 from rlhf_core.training.trainers import offline, online
@@ -68,7 +70,7 @@ def run_trainer(context: WorkerContext) -> RoleResult:
 def train_run(context: WorkerContext, ranks: Ranks) -> RoleResult:
     """Run :func:`run_trainer` within an existing process group."""
     # Started first: its process imports the reward functions while the model loads.
-    with reward_scorer(context.spec, ranks.rank) as scorer:
+    with contextlib.closing(RewardScorer(context.spec, ranks.rank)) as scorer:
         return _train_run(context, ranks, scorer)
 
 
@@ -84,7 +86,8 @@ def _train_run(context: WorkerContext, ranks: Ranks, scorer: RewardScorer) -> Ro
     context.reporter.beat(Phase.SETUP, step)
 
     tokenizer = load_tokenizer(tokenizer_folder(spec, initial))
-    model = _model_to_train(context, ranks, tokenizer, initial, checkpoint, step)
+    models = _Models(context, ranks, tokenizer, initial)
+    model = models.to_train(checkpoint, step)
     data = encode_prompts(rows, tokenizer, spec.data, context.stored.created_at)
     require_embeddings(model, tokenizer, data)
     _log_start(ranks, report, data, checkpoint)
@@ -101,7 +104,7 @@ def _train_run(context: WorkerContext, ranks: Ranks, scorer: RewardScorer) -> Ro
     context.reporter.beat(Phase.SETUP, step)
     training = TrainingContext(context, ranks, tokenizer, report, data, evaluator, state.progress if state else None)
     try:
-        result = _train_loops(context, training, model, initial, state)
+        result = _train_loops(training, models, model, state)
         training.close()
     except BaseException:
         training.leave()
@@ -110,50 +113,41 @@ def _train_run(context: WorkerContext, ranks: Ranks, scorer: RewardScorer) -> Ro
 
 
 def _train_loops(
-    context: WorkerContext,
-    training: TrainingContext,
-    model: PreTrainedModel,
-    initial: Path,
-    state: TrainerState | None,
+    training: TrainingContext, models: "_Models", model: PreTrainedModel, state: TrainerState | None
 ) -> RoleResult:
     """Run all unfinished loops, one after the other."""
-    spec, ranks = training.spec, training.ranks
+    spec = training.spec
     for loop in loops(spec):
         if not training.steps_left(loop):
             continue
         if loop.algorithm.ranks_completions and not is_reward_model(model):
-            source = reference_folder(context, ranks, loop.first_step - 1, initial)
+            source = models.before(loop)
             model.to("meta")  # frees its weights: the callers still refer to it
-            model = _load_reward_model(source, initial, spec, ranks, training.tokenizer)
+            model = models.reward_model(source)
         if loop.last_step == spec.total_steps:
-            _evaluate_before(context, training, model)
-        if _train_loop(context, training, loop, model, initial, state):
+            _evaluate_before(models.context, training, model)
+        if _train_loop(training, models, loop, model, state):
             return RoleResult.STOPPED_EARLY if training.steps_done < spec.total_steps else RoleResult.DONE
     return RoleResult.DONE
 
 
 def _train_loop(
-    context: WorkerContext,
-    training: TrainingContext,
-    loop: Loop,
-    model: PreTrainedModel,
-    initial: Path,
-    state: TrainerState | None,
+    training: TrainingContext, models: "_Models", loop: Loop, model: PreTrainedModel, state: TrainerState | None
 ) -> bool:
     """Run one loop with its own optimizer; True if it stopped early because an agent requested it."""
     spec, ranks = training.spec, training.ranks
     # A checkpoint of an earlier loop has optimizers, and maybe a value model, that ended with that loop.
     begun = state if state and state.progress.step >= loop.first_step else None
     with kept_random_state(ranks.device):
-        critic = _critic(context, ranks, loop, initial, begun)
+        critic = models.critic(loop, begun)
         policy = RewardModel(model) if loop.algorithm.ranks_completions else PolicyModel(model)
         policy.train()
         if spec.native_trainer.gradient_checkpointing:
-            policy.enable_gradient_checkpointing()
-        reference = _reference(context, ranks, loop, initial, policy)
+            use_gradient_checkpointing(model)
+        reference = models.reference(loop, policy)
         # Loaded once: running statistics of their scores continue from one loop to the next.
         if loop.algorithm.samples and spec.reward.models and not training.scorer.uses_models:
-            training.scorer.use(_scoring_models(context, training, state))
+            training.scorer.use(_scoring_models(models.context, training, state))
         engine = Engine(policy, loop.spec.optimizer, spec.model.dtype, ranks, spec.native_trainer)
     if begun:
         engine.load_state(begun.engine)
@@ -185,20 +179,6 @@ def _evaluate_before(context: WorkerContext, training: TrainingContext, model: P
     write_reports(context.run_dir, reports, ranks)
 
 
-def _reference(
-    context: WorkerContext, ranks: Ranks, loop: Loop, initial: Path, policy: PolicyModel | RewardModel
-) -> Scorer | None:
-    """The policy as it was at the start of the loop, if the algorithm needs it."""
-    if not loop.algorithm.reference:
-        return None
-    source = reference_folder(context, ranks, loop.first_step - 1, initial)
-    if has_adapter(policy.pretrained):
-        return AdapterReference(policy, policy.pretrained, source if is_adapter(source) else None)
-    reference = PolicyModel(_load(source, context.spec, ranks)).requires_grad_(False).eval()
-    split_frozen(reference, context.spec.model.dtype, ranks, context.spec.native_trainer)
-    return reference
-
-
 def _scoring_models(context: WorkerContext, training: TrainingContext, state: TrainerState | None) -> ScoringModels:
     """Load the reward models that score completions, next to the policy on every rank."""
     return load_scoring_models(
@@ -212,76 +192,85 @@ def _scoring_models(context: WorkerContext, training: TrainingContext, state: Tr
     )
 
 
-def _critic(
-    context: WorkerContext, ranks: Ranks, loop: Loop, initial: Path, state: TrainerState | None
-) -> Critic | None:
-    """Load the value model from the checkpoint, or build it from the policy's weights at the beginning of the loop.
+class _Models:
+    """The models of a run, loaded onto the device of a rank."""
 
-    Args:
-        state: state of a checkpoint of this loop; None if the loop begins.
-    """
-    spec, algorithm = context.spec, loop.algorithm
-    if not isinstance(algorithm, PpoSpec):
-        return None
-    lora = spec.model.lora
-    saved = context.run_dir.checkpoint(state.progress.step) if state and state.critic else None
-    # An adapter is saved without its base weights, which are those that the loop began with.
-    as_saved = saved is not None and lora is None
-    source = saved.model if saved and as_saved else reference_folder(context, ranks, loop.first_step - 1, initial)
-    model = load_value_model(_load(source, spec, ranks, initial), saved.critic if saved else None, lora, spec.seed)
-    model.to(ranks.device)
-    model.train()
-    if spec.native_trainer.gradient_checkpointing:
-        model.enable_gradient_checkpointing()
-    optimizer = critic_optimizer(loop.spec.optimizer, algorithm)
-    engine = Engine(model, optimizer, spec.model.dtype, ranks, spec.native_trainer)
-    return Critic(model, engine, loop, algorithm)
+    def __init__(self, context: WorkerContext, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, initial: Path) -> None:
+        """Args:
+        initial: folder of the model that the run began with.
+        """
+        self.context, self._spec = context, context.spec
+        self._ranks, self._tokenizer, self._initial = ranks, tokenizer, initial
 
+    def to_train(self, checkpoint: CheckpointDir | None, step: int) -> PreTrainedModel:
+        """Load the initial model or that of the checkpoint; a loop that trains a reward model loads a reward model."""
+        current = next((loop for loop in loops(self._spec) if loop.first_step <= max(1, step) <= loop.last_step), None)
+        folder = checkpoint.model if checkpoint else self._initial
+        if current is not None and current.algorithm.ranks_completions:
+            return self.reward_model(folder)
+        if self._spec.model.lora is None:
+            return self._causal_lm(folder)
+        return self._with_adapter(self._causal_lm(self._initial), self._spec.model.lora, folder)
 
-def _model_to_train(
-    context: WorkerContext,
-    ranks: Ranks,
-    tokenizer: PreTrainedTokenizerBase,
-    initial: Path,
-    checkpoint: CheckpointDir | None,
-    step: int,
-) -> PreTrainedModel:
-    """Load the initial model or that of the checkpoint; a loop that trains a reward model loads a reward model."""
-    spec = context.spec
-    current = next((loop for loop in loops(spec) if loop.first_step <= max(1, step) <= loop.last_step), None)
-    folder = checkpoint.model if checkpoint else initial
-    if current is not None and current.algorithm.ranks_completions:
-        return _load_reward_model(folder, initial, spec, ranks, tokenizer)
-    if spec.model.lora is None:
-        return _load(folder, spec, ranks)
-    return _with_adapter(_load(initial, spec, ranks), folder, spec, ranks)
+    def reward_model(self, folder: Path) -> PreTrainedModel:
+        """Load a reward model, or a language model with a new head for rewards."""
+        spec = self._spec.model
+        whole = folder if spec.lora is None else self._initial
+        model = load_reward_model(whole, spec.dtype, self._spec.seed, self._tokenizer.pad_token_id)
+        if spec.lora is not None:
+            return self._with_adapter(model, spec.lora, folder)
+        model.to(self._ranks.device)
+        return model
 
+    def before(self, loop: Loop) -> Path:
+        """Folder of the model that a loop began with. Collective."""
+        return reference_folder(self.context, self._ranks, loop.first_step - 1, self._initial)
 
-def _load_reward_model(
-    folder: Path, initial: Path, spec: RunSpec, ranks: Ranks, tokenizer: PreTrainedTokenizerBase
-) -> PreTrainedModel:
-    whole = folder if spec.model.lora is None else initial
-    model = load_reward_model(whole, spec.model.dtype, spec.seed, tokenizer.pad_token_id)
-    if spec.model.lora is not None:
-        return _with_adapter(model, folder, spec, ranks)
-    model.to(ranks.device)
-    return model
+    def reference(self, loop: Loop, policy: PolicyModel | RewardModel) -> Scorer | None:
+        """The policy as it was at the start of the loop, if the algorithm needs it."""
+        if not loop.algorithm.reference:
+            return None
+        source = self.before(loop)
+        if has_adapter(policy.pretrained):
+            return AdapterReference(policy, policy.pretrained, source if is_adapter(source) else None)
+        reference = PolicyModel(self._causal_lm(source)).requires_grad_(False).eval()
+        split_frozen(reference, self._spec.model.dtype, self._ranks, self._spec.native_trainer)
+        return reference
 
+    def critic(self, loop: Loop, state: TrainerState | None) -> Critic | None:
+        """Load the value model from the checkpoint, or build it from the policy's weights at the beginning of the loop.
 
-def _with_adapter(model: PreTrainedModel, folder: Path, spec: RunSpec, ranks: Ranks) -> PreTrainedModel:
-    """Put an adapter into a base model: a new one, or the one in ``folder``."""
-    assert spec.model.lora is not None  # checked by the callers
-    add_adapter(model, spec.model.lora, spec.seed)
-    if is_adapter(folder):
-        load_adapter(model, folder)
-    model.to(ranks.device)
-    return model
+        Args:
+            state: state of a checkpoint of this loop; None if the loop begins.
+        """
+        spec, algorithm, lora = self._spec, loop.algorithm, self._spec.model.lora
+        if not isinstance(algorithm, PpoSpec):
+            return None
+        saved = self.context.run_dir.checkpoint(state.progress.step) if state and state.critic else None
+        # An adapter is saved without its base weights, which are those that the loop began with.
+        source = saved.model if saved is not None and lora is None else self.before(loop)
+        base = self._causal_lm(source, self._initial)
+        model = load_value_model(base, saved.critic if saved else None, lora, spec.seed)
+        model.to(self._ranks.device)
+        model.train()
+        if spec.native_trainer.gradient_checkpointing:
+            use_gradient_checkpointing(model.layers)
+        optimizer = critic_optimizer(loop.spec.optimizer, algorithm)
+        engine = Engine(model, optimizer, spec.model.dtype, self._ranks, spec.native_trainer)
+        return Critic(model, engine, loop, algorithm)
 
+    def _causal_lm(self, folder: Path, base: Path | None = None) -> PreTrainedModel:
+        model = load_causal_lm(folder, self._spec.model.dtype, base)
+        model.to(self._ranks.device)
+        return model
 
-def _load(folder: Path, spec: RunSpec, ranks: Ranks, base: Path | None = None) -> PreTrainedModel:
-    model = load_causal_lm(folder, spec.model.dtype, base)
-    model.to(ranks.device)
-    return model
+    def _with_adapter(self, model: PreTrainedModel, lora: LoraSpec, folder: Path) -> PreTrainedModel:
+        """Put an adapter into a base model: a new one, or the one in ``folder``."""
+        add_adapter(model, lora, self._spec.seed)
+        if is_adapter(folder):
+            load_adapter(model, folder)
+        model.to(self._ranks.device)
+        return model
 
 
 def _initial_model(context: WorkerContext, ranks: Ranks, rows: list[Row]) -> Path:

@@ -87,7 +87,7 @@ class Rollout:
             [prompt for prompt in self.prompts for _ in range(size)],
             self.flat,
             [place * size + index for place in places for index in range(size)],
-            SampledBatch(self.rewards, mask, finished, trained),
+            SampledBatch(self.rewards, mask, trained),
         )
 
 

@@ -41,7 +41,7 @@ class Saving:
         self._sync_files = sync_files
         self._waited_s = 0.0
         self._wait_s = 0.0
-        self._writer = CheckpointWriter(
+        self.writer = CheckpointWriter(
             context.run_dir,
             context.spec,
             tokenizer,
@@ -58,7 +58,7 @@ class Saving:
         Raises:
             FileSystemStalled: writing a checkpoint makes no progress.
         """
-        return "failed" if self._writer.has_failed() else self._reporter.request()
+        return "failed" if self.writer.has_failed() else self._reporter.request()
 
     def times(self) -> dict[str, float]:
         """Seconds accumulated since the last call: total waiting time of steps, waiting for the previous checkpoint,
@@ -66,7 +66,7 @@ class Saving:
         found = {
             "checkpoint": self._waited_s,
             "checkpoint_wait": self._wait_s,
-            "checkpoint_write": self._writer.take_write_s(),
+            "checkpoint_write": self.writer.take_write_s(),
         }
         self._waited_s = self._wait_s = 0.0
         return found
@@ -91,36 +91,16 @@ class Saving:
             DiskFull, WorkerError: this checkpoint or the previous one cannot be written; raised by every rank.
         """
         started = time.monotonic()
-        self.finish()
+        self.writer.finish()
         self._wait_s = time.monotonic() - started
         self._beat(Phase.CHECKPOINT)
         self._sync_files()
-        saved = self._writer.begin(progress, model, engine.state(), critic, in_flight)
+        saved = self.writer.begin(progress, model, engine.state(), critic, in_flight)
         if is_last:
-            self.finish()
+            self.writer.finish()
         self._waited_s = time.monotonic() - started
-        how = "saving" if self._writer.is_writing else "saved"
+        how = "saving" if self.writer.is_writing else "saved"
         self._ranks.log(f"{how} {saved.root.name}: training waited {self._waited_s:.2f} s")
-
-    def finish(self) -> None:
-        """Wait for the checkpoint in progress, if any.
-
-        Raises:
-            DiskFull, WorkerError: the checkpoint could not be written; raised by every rank.
-        """
-        self._writer.finish()
-
-    def close(self) -> None:
-        """Wait as :meth:`finish` does, then close the writer, at the end of all loops.
-
-        Raises:
-            DiskFull, WorkerError: as in :meth:`finish`.
-        """
-        self._writer.close()
-
-    def leave(self) -> None:
-        """Let a checkpoint in progress finish, if it can, after an error that ends this process."""
-        self._writer.leave()
 
 
 def _memory_of(context: WorkerContext, ranks: Ranks) -> MemoryCopy | None:

@@ -220,7 +220,6 @@ def _sampled_batch(case: Case, spec: AlgorithmSpec, given: Mapping[str, Any]) ->
     return SampledBatch(
         torch.tensor(given["rewards"], dtype=torch.float64),
         mask,
-        finished,
         mask & finished[:, None] if spec.masks_truncated else mask,
         logprobs,
         ref_logprobs if spec.reference else None,

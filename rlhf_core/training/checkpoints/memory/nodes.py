@@ -107,17 +107,14 @@ class NodeMemory:
         """Broadcast a file over the group of all ranks; return the problem with it here."""
         source = self._folder / place / name if self._ranks.rank == owner else None
         pieces = self._broadcast(source, expected.bytes, owner)
-        if not (receives and self._is_first_here):
-            for _ in pieces:
-                pass  # this rank participates for the others' sake
-            return ""
         problem = ""
-        try:
-            receive_file(pieces, self._folder / name, expected)
-        except (OSError, PeerRefused) as error:
-            problem = str(error)
+        if receives and self._is_first_here:
+            try:
+                receive_file(pieces, self._folder / name, expected)
+            except (OSError, PeerRefused) as error:
+                problem = str(error)
         for _ in pieces:
-            pass  # the others continue, so this rank must too
+            pass  # all ranks take part to the end, whatever they do with the file
         return problem
 
     def _broadcast(self, source: Path | None, num_bytes: int, owner: int) -> Iterator[memoryview]:

@@ -14,7 +14,6 @@ part. The JSON text holds the checksums of the files, so these are authenticated
 import contextlib
 import hashlib
 import hmac
-import mmap
 import secrets
 import socket
 import threading
@@ -63,7 +62,7 @@ def send_part(address: tuple[str, int], key: bytes, part: MemoryPart, content: C
         connection.sendall(len(text).to_bytes(_LENGTH_BYTES, "big") + text + _code(key, b"sender", nonces + text))
         _require_empty(_receive_line(connection))
         for name in part.files:
-            for piece in _pieces(content[name]):
+            for piece in chunks(content[name], _CHUNK_BYTES):
                 connection.sendall(piece)
         _require_empty(_receive_line(connection))
 
@@ -192,10 +191,6 @@ def _stream(connection: socket.socket, num_bytes: int) -> Iterable[memoryview]:
             raise ConnectionError(f"the connection ended {left} bytes before the end of a file")
         left -= count
         yield buffer[:count]
-
-
-def _pieces(data: mmap.mmap | bytes) -> Iterable[bytes | memoryview]:
-    return (data,) if isinstance(data, bytes) else chunks(data, len(data), _CHUNK_BYTES)
 
 
 def _received(connection: socket.socket, num_bytes: int, until_s: float | None = None) -> bytes:

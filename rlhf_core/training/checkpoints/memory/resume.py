@@ -32,9 +32,7 @@ def memory_checkpoint(context: WorkerContext, ranks: Ranks, on_disk: int | None)
     """
     if not _may_have_copies(context, on_disk):
         return None
-    without = ranks.sum([float(context.memory is None)])[
-        0
-    ]  # over all ranks: otherwise a single node would wait for the others
+    (without,) = ranks.sum([float(context.memory is None)])  # all ranks: a single node would wait for the others
     if without or context.memory is None:
         return None
 
@@ -141,6 +139,5 @@ def _mapped(source: CheckpointDir, name: str) -> Iterator[mmap.mmap | bytes]:
 def _log_and_record(context: WorkerContext, ranks: Ranks, message: str) -> None:
     """Write a log line and an event, once for all ranks."""
     ranks.log(message)
-    if not ranks.is_first:
-        return
-    write_event(context, "checkpoint", message)
+    if ranks.is_first:
+        write_event(context, "checkpoint", message)

@@ -38,22 +38,13 @@ class RolloutAhead:
     def begin(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]], sampling: Sampling, version: int
     ) -> None:
-        """Begin to sample.
-
-        Raises:
-            StaleWeights: another version is current.
-            ValueError: as in :func:`rlhf_core.training.rollouts.base.require_prompts`.
-        """
+        """Begin to sample; see ``base.Ahead``."""
         dispatcher = self._dispatcher(prompts, seeds, sampling, version)
         background = BackgroundRollout(lambda advance: self._rollout(dispatcher, sampling, advance))
         self._begun = dispatcher, sampling, background
 
     def wait(self, beat: Callable[[], None]) -> None:
-        """Wait until every prompt that can be answered has been.
-
-        Raises:
-            EnginesLost: no engine serves requests, and none recovered in time.
-        """
+        """Wait until every prompt that can be answered has been; see ``base.Ahead``."""
         if self._begun is not None:
             self._begun[2].wait(beat)
 
@@ -67,11 +58,7 @@ class RolloutAhead:
         return {} if self._begun is None else self._begun[0].made
 
     def collect(self, beat: Callable[[], None]) -> list[list[Completion]]:
-        """Wait, then sample the rest with the version now current. Collective.
-
-        Raises:
-            EnginesLost: as in :meth:`wait`.
-        """
+        """Wait, then sample the rest with the version now current. Collective."""
         assert self._begun is not None  # begun before
         self.wait(beat)
         dispatcher, sampling, _ = self._begun

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import httpx
 from pydantic import BaseModel
@@ -61,9 +61,16 @@ class EngineClient:
         """
         try:
             response = await http.get(f"{self._url}/health", headers=self._headers, timeout=self._timeout)
+            if response.status_code != httpx.codes.OK:
+                raise EngineUnusable(f"{self.name} refuses: {_error_of(response)}")
+            health = EngineHealth.model_validate_json(response.content)
         except (httpx.HTTPError, OSError) as error:
             raise EngineUnusable(f"{self.name} does not respond: {_shown(error)}") from error
-        return self._checked(response)
+        except ValueError as error:
+            raise EngineUnusable(f"{self.name} sent an answer that is not valid: {_shown(error)}") from error
+        if (health.rank, health.generation) != (self.address.rank, self.address.generation):
+            raise EngineUnusable(f"start {health.generation} of engine {health.rank} responds instead of {self.name}")
+        return health
 
     async def sample(self, http: httpx.AsyncClient, request: SampleRequest) -> AsyncIterator[SampledPrompt]:
         """Yield completions of prompts, each as soon as it is ready.
@@ -88,51 +95,19 @@ class EngineClient:
         except ValueError as error:
             raise EngineUnusable(f"{self.name} sent an answer that is not valid: {_shown(error)}") from error
 
-    def _checked(self, response: httpx.Response) -> EngineHealth:
-        if response.status_code != httpx.codes.OK:
-            raise EngineUnusable(f"{self.name} refuses: {_error_of(response)}")
-        try:
-            health = EngineHealth.model_validate_json(response.content)
-        except ValueError as error:
-            raise EngineUnusable(f"{self.name} sent an answer that is not valid: {_shown(error)}") from error
-        if (health.rank, health.generation) != (self.address.rank, self.address.generation):
-            raise EngineUnusable(f"start {health.generation} of engine {health.rank} responds instead of {self.name}")
-        return health
-
     # -----------------------------------------------------------------------------------------------------------------
     # Weights
 
-    def control(self, http: httpx.Client, weights: WeightsId, probe: WeightProbe, base: str) -> "HttpEngineControl":
-        """Control channel for the sync of one version.
-
-        Args:
-            base: digest of the adapter's base model; empty for full weights.
-        """
-        return HttpEngineControl(self, http, weights, probe, base)
-
-    def post(self, http: httpx.Client, path: str, body: str) -> str:
-        """Send a request that may take a while, during which the engine sends heartbeats.
+    def request(self, http: httpx.Client, method: str, path: str, body: str | None = None) -> str:
+        """Send a request; while a slow one is processed, the engine sends heartbeats.
 
         Raises:
             OSError: the engine is gone or does not respond.
             WeightSyncFailed: it refuses the request.
         """
-        url, headers = f"{self._url}{path}", {**self._headers, **JSON}
-        return self._send(lambda: http.post(url, content=body, headers=headers, timeout=self._timeout))
-
-    def get(self, http: httpx.Client, path: str) -> str:
-        """Send a request that is answered immediately.
-
-        Raises:
-            OSError: the engine is gone or does not respond.
-            WeightSyncFailed: it refuses the request.
-        """
-        url = f"{self._url}{path}"
-        return self._send(lambda: http.get(url, headers=self._headers, timeout=self._timeout))
-
-    def _send(self, request: Callable[[], httpx.Response]) -> str:
+        url, headers = f"{self._url}{path}", self._headers if body is None else {**self._headers, **JSON}
         try:
-            response = request()
+            response = http.request(method, url, content=body, headers=headers, timeout=self._timeout)
         except httpx.HTTPError as error:
             raise ConnectionError(f"{self.name} does not respond: {_shown(error)}") from error
         refusal = _refusal_of(response)
@@ -147,6 +122,9 @@ class HttpEngineControl:
     def __init__(
         self, client: EngineClient, http: httpx.Client, weights: WeightsId, probe: WeightProbe, base: str
     ) -> None:
+        """Args:
+        base: digest of the adapter's base model; empty for full weights.
+        """
         self._client = client
         self._http = http
         self._weights = weights
@@ -171,7 +149,7 @@ class HttpEngineControl:
 
     def is_ready(self, version: int) -> bool:
         """True if the engine is alive and has this version staged."""
-        return bool(json.loads(self._client.get(self._http, f"/weights/ready?version={version}")))
+        return bool(json.loads(self._client.request(self._http, "GET", f"/weights/ready?version={version}")))
 
     def commit(self, version: int) -> AppliedVersion:
         """Have the engine load the staged weights, and let it serve once its outputs match them.
@@ -213,10 +191,10 @@ class HttpEngineControl:
 
     def abort(self, version: int) -> None:
         """Have the engine drop its staged weights."""
-        self._client.post(self._http, "/weights/abort", str(version))
+        self._client.request(self._http, "POST", "/weights/abort", str(version))
 
     def _post(self, path: str, message: BaseModel) -> str:
-        return self._client.post(self._http, path, message.model_dump_json())
+        return self._client.request(self._http, "POST", path, message.model_dump_json())
 
 
 def _sampled(line: bytes, name: str) -> SampledPrompt:

@@ -87,14 +87,10 @@ class Dispatcher:
         self.num_refused += num_completions
         self.requeue(engine, [index])
 
-    def requeue(self, engine: int, indices: Collection[int] | None = None) -> None:
-        """Take prompts back from an engine that has not answered them.
-
-        Args:
-            indices: the prompts; None for all that are assigned to it.
-        """
+    def requeue(self, engine: int, indices: Collection[int]) -> None:
+        """Take prompts back from an engine that has not answered them."""
         own = self._outstanding.get(engine, set())
-        back = own & set(own if indices is None else indices)
+        back = own & set(indices)
         own -= back
         self.num_moved += len(back)
         self._enqueue(back)

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 import httpx
 from transformers import PreTrainedModel
@@ -28,9 +29,12 @@ from rlhf_core.training.rollouts.remote.background import RolloutAhead
 from rlhf_core.training.rollouts.remote.client import EngineClient, EngineUnusable, HttpEngineControl
 from rlhf_core.training.rollouts.remote.dispatch import Dispatcher, PromptTask
 from rlhf_core.training.rollouts.remote.rollout import RemoteRollout, check_interval_s
-from rlhf_core.training.rollouts.remote.weights import FurtherPublisher, WeightPublisher, gather_along, join_senders
+from rlhf_core.training.rollouts.remote.weights import WeightPublisher, give_along, join_senders, outgoing_of
 from rlhf_core.training.rollouts.weight_probe import WeightProbe, probe_of
 from rlhf_core.training.types import Completion, WorkerContext
+from rlhf_core.weight_sync.further_sender import FurtherSender
+
+Answer = TypeVar("Answer")
 
 MAX_SYNCS = 3
 """Number of attempts to send a version: an engine may be lost in each."""
@@ -60,7 +64,7 @@ class RemoteEngines:
         self._token = shared_secret(self._attempt.engine_key)
         group = join_senders(context, ranks)
         self._sync = WeightPublisher(context, group) if ranks.is_first else None
-        self._share = FurtherPublisher(context, group) if group is not None and not ranks.is_first else None
+        self._share = FurtherSender(outgoing_of(context), group) if group and not ranks.is_first else None
         self._base = ""
         if ranks.is_first and spec.model.lora is not None:
             # Computed now, while the files are the ones that the trainers read.
@@ -121,31 +125,26 @@ class RemoteEngines:
         The transfer is None on other ranks, and if there was a problem.
         """
         sync = self._sync
-        if self._share is not None:
-            self._share.send(model, beat)
-        elif sync is None:
-            gather_along(model, beat)
-        transfer: WeightTransfer | None = None
+        if sync is None:
+            give_along(model, self._share, beat)
 
-        def send() -> None:
-            nonlocal transfer
+        def send() -> WeightTransfer:
             assert sync is not None  # only rank 0 calls it
             report = sync.send(self._controlled(engines, version), model, version, beat)
-            transfer = WeightTransfer(
+            self._counts["time/weight_wire_s"] += report.wire_s
+            self._counts["time/weight_apply_s"] += report.apply_s
+            self._counts["rollout/sync_bytes"] += report.sent.bytes_sent
+            for name, why in report.lost.items():
+                self._ranks.log(f"{name} does not serve at step {version}: {why}")
+            return WeightTransfer(
                 sync.way,
                 report.sent.bytes_sent,
                 wire_s=report.wire_s,
                 apply_s=report.apply_s,
                 acknowledged=len(report.applied),
             )
-            self._count("time/weight_wire_s", transfer.wire_s)
-            self._count("time/weight_apply_s", transfer.apply_s)
-            self._count("rollout/sync_bytes", transfer.bytes)
-            for name, why in report.lost.items():
-                self._ranks.log(f"{name} does not serve at step {version}: {why}")
 
-        problem = self._from_first(send)
-        return problem, transfer
+        return self._from_first(send)
 
     def _live_engines(self, beat: Callable[[], None]) -> list[EngineClient]:
         """Engines that respond to rank 0, on rank 0. Waits for all engines the first time, later for at least one.
@@ -154,15 +153,10 @@ class RemoteEngines:
         Raises:
             EnginesLost: no engine responds in time.
         """
-        found: list[EngineClient] = []
-
-        def find() -> None:
-            found.extend(asyncio.run(self._wait_for_engines(beat)))
-
-        problem = self._from_first(find)
+        problem, found = self._from_first(lambda: asyncio.run(self._wait_for_engines(beat)))
         if problem is not None:
             raise problem
-        return found
+        return found or []
 
     async def _wait_for_engines(self, beat: Callable[[], None]) -> list[EngineClient]:
         loop = asyncio.get_running_loop()
@@ -210,7 +204,7 @@ class RemoteEngines:
     ) -> Callable[[httpx.Client], list[HttpEngineControl]]:
         weights, probe = WeightsId(start=self._start, version=version), self._probe
         assert probe is not None
-        return lambda http: [engine.control(http, weights, probe, self._base) for engine in engines]
+        return lambda http: [HttpEngineControl(engine, http, weights, probe, self._base) for engine in engines]
 
     # -----------------------------------------------------------------------------------------------------------------
     # Sampling
@@ -314,7 +308,7 @@ class RemoteEngines:
 
     def _results(self, dispatcher: Dispatcher) -> list[list[Completion]]:
         for name, count in dispatcher.counts().items():
-            self._count(name, count)
+            self._counts[name] += count
         return dispatcher.results()
 
     def _is_answered(self, dispatcher: Dispatcher) -> bool:
@@ -328,9 +322,6 @@ class RemoteEngines:
         """Number of prompts sent again, number of completions refused, and metrics of syncs, since the last call."""
         counts, self._counts = self._counts, dict.fromkeys(COUNTS, 0.0)
         return counts
-
-    def _count(self, name: str, value: float) -> None:
-        self._counts[name] += value
 
     def _exit_barrier(self) -> Callable[[], bool]:
         """Hold rank 0 until all ranks have their completions: only it can send weights to an engine that comes back."""
@@ -366,15 +357,16 @@ class RemoteEngines:
         timeout_s = self._spec.remote.answer_timeout_s
         return [EngineClient(address, self._token, timeout_s) for address in found if address is not None]
 
-    def _from_first(self, act: Callable[[], object]) -> WorkerError | None:
-        """Run a function on rank 0 and return its problem on all ranks; None if there was none. Collective."""
+    def _from_first(self, act: Callable[[], Answer]) -> tuple[WorkerError | None, Answer | None]:
+        """Run a function on rank 0; return its problem on all ranks, and its result on rank 0. Collective."""
         problem = ""
+        answer: Answer | None = None
         if self._ranks.is_first:
             try:
-                act()
+                answer = act()
             except (EnginesLost, StaleWeights, WeightSyncFailed) as error:
                 problem = json.dumps([type(error).__name__, str(error), getattr(error, "peer", "")])
-        return _problem(self._ranks.from_first(problem))
+        return _problem(self._ranks.from_first(problem)), answer
 
 
 def _problem(text: str) -> WorkerError | None:

@@ -5,7 +5,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import httpx
 
@@ -240,13 +240,7 @@ class RemoteRollout:
     async def _request(self, http: httpx.AsyncClient, client: EngineClient, tasks: Collection[PromptTask]) -> None:
         rank = client.address.rank
         prompts = tuple(PromptRequest(index=t.index, prompt=tuple(t.prompt), seeds=tuple(t.seeds)) for t in tasks)
-        request = SampleRequest(
-            weights=self._weights,
-            max_new_tokens=self._sampling.max_new_tokens,
-            temperature=self._sampling.temperature,
-            batch_size=self._sampling.batch_size,
-            prompts=prompts,
-        )
+        request = SampleRequest(weights=self._weights, prompts=prompts, **asdict(self._sampling))
         unanswered = {task.index for task in tasks}
         try:
             async for made in client.sample(http, request):

@@ -43,7 +43,7 @@ class WeightPublisher:
         """
         settings = context.spec.rollout.sync
         self._delta = DeltaEncoder(settings.full_every) if settings.delta else None
-        self._outgoing = _outgoing(context)
+        self._outgoing = outgoing_of(context)
         self._sender = Sender(self._outgoing, delta=self._delta, group=group)
         self._transport = settings.transport
         self._addresses: dict[str, EngineAddress] = {}
@@ -64,7 +64,7 @@ class WeightPublisher:
         is_alone: bool = False,
     ) -> WeightSyncReport:
         """Load the weights of ``model``, or its adapter if it has one, into engines. Meanwhile the other ranks must
-        call :meth:`FurtherPublisher.send` or :func:`gather_along`, unless ``is_alone`` is set.
+        call :func:`give_along`, unless ``is_alone`` is set.
 
         Returns:
             Report on the sync. It names engines lost at their commit; at least one engine was not.
@@ -90,26 +90,6 @@ class WeightPublisher:
             kind = StaleWeights if any(engine.is_stale for engine in engines) else WeightSyncFailed
             raise kind("; ".join(report.lost.values()))
         return report
-
-    def close(self) -> None:
-        """Release the resources of the sender."""
-        self._sender.close()
-
-
-class FurtherPublisher:
-    """Sends its share of every version; for the trainer ranks that send beside rank 0."""
-
-    def __init__(self, context: WorkerContext, group: SenderGroup) -> None:
-        """Listen for the engines."""
-        self._sender = FurtherSender(_outgoing(context), group)
-
-    def send(self, model: PreTrainedModel, beat: Beat) -> None:
-        """Send this rank's share of the weights of ``model``. A failure is reported to rank 0, which decides.
-
-        Raises:
-            WeightSyncFailed: rank 0 is gone.
-        """
-        self._sender.send(given_weights(model, beat), beat)
 
     def close(self) -> None:
         """Release the resources of the sender."""
@@ -142,7 +122,12 @@ def _name(rank: int) -> str:
     return f"trainer-{rank}"
 
 
-def _outgoing(context: WorkerContext) -> Outgoing:
+def outgoing_of(context: WorkerContext) -> Outgoing:
+    """Transport of this rank's weights (``rollout.sync.transport``); begins to listen for the engines.
+
+    Raises:
+        WeightSyncFailed: the transport is not available.
+    """
     name, timeout_s = _name(context.rank), context.spec.rollout.remote.sync_timeout_s
     match context.spec.rollout.sync.transport:
         case Transport.FILES:
@@ -175,7 +160,14 @@ def link_backend(spec: RunSpec) -> LinkBackend:
     return LinkBackend.NCCL if is_there else LinkBackend.GLOO
 
 
-def gather_along(model: PreTrainedModel, beat: Beat) -> None:
-    """Take part in the gathering of weights that other ranks send."""
-    for _ in given_weights(model, beat):
+def give_along(model: PreTrainedModel, sender: FurtherSender | None, beat: Beat) -> None:
+    """Take part in the gathering of weights that rank 0 sends, and send this rank's share if it has a sender.
+
+    Raises:
+        WeightSyncFailed: there is a sender, and rank 0 is gone.
+    """
+    weights = given_weights(model, beat)
+    if sender is not None:
+        sender.send(weights, beat)
+    for _ in weights:
         pass

@@ -32,7 +32,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rlhf_core.errors import StaleWeights, WeightSyncFailed, WorkerError
+from rlhf_core.errors import WeightSyncFailed, WorkerError
 from rlhf_core.schemas.engines import (
     CommitRequest,
     EngineRefusal,
@@ -132,7 +132,6 @@ def _application(handlers: "_Handlers") -> Starlette:
             Route("/weights/abort", handlers.abort, methods=["POST"]),
         ],
         exception_handlers={
-            StaleWeights: _handler(409),
             WorkerError: _handler(409),
             ValidationError: _handler(422),
             OSError: _handler(503),
@@ -181,15 +180,21 @@ class _Handlers:
         Raises:
             WeightSyncFailed: it is not staged, or the transfer hangs without reaching its own timeout.
         """
-        progress = _TransferProgress()
+        progress_at_s = time.monotonic()
+
+        def note_progress() -> None:
+            nonlocal progress_at_s
+            progress_at_s = time.monotonic()
+
         # In its own thread, because it waits for the weights while the engine keeps sampling.
-        receiving = asyncio.ensure_future(asyncio.to_thread(self._receiver.receive, offer, progress.note))
+        receiving = asyncio.ensure_future(asyncio.to_thread(self._receiver.receive, offer, note_progress))
         while not (await asyncio.wait([receiving], timeout=ALIVE_INTERVAL_S))[0]:
-            if progress.silent_s > _stall_limit_s(offer):
+            silent_s = time.monotonic() - progress_at_s
+            if silent_s > _stall_limit_s(offer):
                 self.is_stuck = True
                 raise WeightSyncFailed(
                     f"{offer.receiver} has made no progress with version {offer.manifest.version} for "
-                    f"{progress.silent_s:.0f} s and exits for a restart. See its log for errors of its GPU or file "
+                    f"{silent_s:.0f} s and exits for a restart. See its log for errors of its GPU or file "
                     "system; raise rollout.remote.sync_timeout_s if it works, but slowly",
                     offer.receiver,
                 )
@@ -218,22 +223,6 @@ class _Handlers:
 
     async def _in_main_thread(self, function: Callable[[], Answer]) -> Answer:
         return await asyncio.wrap_future(self._worker.call(function))
-
-
-class _TransferProgress:
-    """Time of the last progress of a transfer."""
-
-    def __init__(self) -> None:
-        self._at_s = time.monotonic()
-
-    def note(self) -> None:
-        """Record progress, from any thread."""
-        self._at_s = time.monotonic()
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since the last progress."""
-        return time.monotonic() - self._at_s
 
 
 def _stall_limit_s(offer: Offer) -> float:

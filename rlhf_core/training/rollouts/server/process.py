@@ -98,21 +98,25 @@ def _sampler(context: WorkerContext, folder: Path, tokenizer: PreTrainedTokenize
         assert scratch is not None  # see _scratch
         return _sglang(context, folder, tokenizer, scratch)
     # Only this engine needs vLLM.
+    from rlhf_core.training.rollouts.vllm.engine import VllmEngine
     from rlhf_core.training.rollouts.vllm.sampler import VllmSampler
 
     if spec.rollout.gpus_per_engine == 1:
         # vLLM uses an existing process group, and otherwise opens a port for one.
         dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
-    return VllmSampler(
+    engine = VllmEngine(
         folder,
         tokenizer,
         spec.rollout.vllm,
         dtype=spec.model.dtype,
         max_tokens=spec.data.max_prompt_tokens + spec.rollout.max_new_tokens,
         on_gpu=on_gpu,
+        variables={"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
         lora=spec.model.lora,
+        tensor_parallel=spec.rollout.vllm.tensor_parallel,
         scratch=scratch,
     )
+    return VllmSampler(engine)
 
 
 def _receiver(context: WorkerContext, scratch: Path | None) -> Receiver:

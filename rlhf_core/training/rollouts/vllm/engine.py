@@ -137,10 +137,15 @@ class VllmEngine:
         if self.version == version:
             return None
         self.version = None
-        started = time.monotonic()
-        # Copies: vLLM keeps tensors until their layer is complete, which may be in a later bucket.
-        counted = _Counted((name, tensor.clone()) for name, tensor in given_weights(model, beat))
-        given = counted if self._adapter is None else list(counted)
+        started, num_bytes = time.monotonic(), 0
+
+        def copies() -> Iterator[tuple[str, Tensor]]:
+            nonlocal num_bytes
+            for name, tensor in given_weights(model, beat):
+                num_bytes += tensor.nbytes
+                yield name, tensor.clone()  # vLLM keeps it until its layer is complete, which may be in a later bucket
+
+        given = copies() if self._adapter is None else list(copies())
         self.load_tensors(iter(given))
         apply_s = time.monotonic() - started
         if self._adapter is not None and (number := self.count_differing(given)):
@@ -149,7 +154,7 @@ class VllmEngine:
             self._verify(model)
         self._is_verified = True
         self.version = version
-        return WeightTransfer("in_process", counted.bytes, wire_s=0.0, apply_s=apply_s)
+        return WeightTransfer("in_process", num_bytes, wire_s=0.0, apply_s=apply_s)
 
     def load_tensors(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Copy weights into vLLM, and drop the prefixes cached under older ones.
@@ -358,22 +363,6 @@ def _environment(settings: VllmSettings, on_gpu: bool) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer uses the threads too
         "TORCH_COMPILE_DISABLE": "1",  # half a minute of compilation for kernels that eager mode does not use
     }
-
-
-class _Counted:
-    """The same tensors, each with the sum of the bytes so far."""
-
-    def __init__(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        self._tensors = tensors
-        self.bytes = 0
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return self
-
-    def __next__(self) -> tuple[str, Tensor]:
-        name, tensor = next(self._tensors)
-        self.bytes += tensor.nbytes
-        return name, tensor
 
 
 @contextlib.contextmanager

@@ -10,6 +10,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from uuid import uuid4
 
+from rlhf_core.machine.variables import with_variables
+
 _SOCKETS = "VLLM_RPC_BASE_PATH"
 
 
@@ -66,7 +68,6 @@ def starting_in(scratch: Path) -> Iterator[None]:
 
     multiproc_executor.get_file_store_init_method = lambda: f"file://{scratch}/vllm_dist_{uuid4().hex}"
     # Not in scratch as well: the path of a socket has at most 107 characters.
-    with tempfile.TemporaryDirectory(prefix="vllm-", dir=os.environ.get(_SOCKETS)) as sockets:
-        os.environ[_SOCKETS] = sockets
+    sockets = tempfile.TemporaryDirectory(prefix="vllm-", dir=os.environ.get(_SOCKETS))
+    with sockets, with_variables({_SOCKETS: sockets.name}):
         yield
-    del os.environ[_SOCKETS]

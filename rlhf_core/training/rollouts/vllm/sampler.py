@@ -1,13 +1,9 @@
 """vLLM in an engine's process, where requests join and leave the batch at every decoding step."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from pathlib import Path
 
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.schemas.model import LoraSpec
-from rlhf_core.schemas.rollouts import VllmSettings
 from rlhf_core.training.rollouts.samplers import OpenPrompts, SamplerRequest
 from rlhf_core.training.rollouts.vllm.engine import VllmEngine
 from rlhf_core.training.types import Completion
@@ -16,36 +12,8 @@ from rlhf_core.training.types import Completion
 class VllmSampler:
     """One vLLM engine, with GPUs of its own or on CPU; see ``samplers.Sampler``."""
 
-    def __init__(
-        self,
-        folder: Path,
-        tokenizer: PreTrainedTokenizerBase,
-        settings: VllmSettings,
-        *,
-        dtype: str,
-        max_tokens: int,
-        on_gpu: bool,
-        lora: LoraSpec | None,
-        scratch: Path | None = None,
-    ) -> None:
-        """Start vLLM without a version. Requires the process group of this process, unless the engine is split
-        (``VllmSettings.tensor_parallel``).
-
-        Args: as :class:`VllmEngine`.
-        """
-        variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        self._engine = VllmEngine(
-            folder,
-            tokenizer,
-            settings,
-            dtype=dtype,
-            max_tokens=max_tokens,
-            on_gpu=on_gpu,
-            variables=variables,
-            lora=lora,
-            tensor_parallel=settings.tensor_parallel,
-            scratch=scratch,
-        )
+    def __init__(self, engine: VllmEngine) -> None:
+        self._engine = engine
         self._open = OpenPrompts()
 
     @property
