@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,11 +53,6 @@ class LaunchPlace:
         return next(plan for plan in self.context.placement.groups if plan.role is self.context.role).workers_per_node
 
     @property
-    def node_rank(self) -> int:
-        """Index of this node among the trainer's nodes, from 0."""
-        return self.context.rank // self.ranks_per_node
-
-    @property
     def output_dir(self) -> Path:
         """Folder for the program's own files."""
         return Path(self.values["output_dir"])
@@ -78,7 +72,7 @@ class LaunchPlace:
         code = context.run_dir.code / "snapshot"
         found: dict[str, object] = {
             "num_nodes": context.num_ranks // self.ranks_per_node,
-            "node_rank": self.node_rank,
+            "node_rank": context.rank // self.ranks_per_node,
             "ranks_per_node": self.ranks_per_node,
             "num_ranks": context.num_ranks,
             "rank": context.rank,
@@ -164,10 +158,6 @@ class LaunchPlace:
             found["PATH"] = os.pathsep.join([str(folder / "bin"), found.get("PATH", os.defpath)])
         paths = [str(IN_RANK), found.get("PYTHONPATH", "")]
         return found | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-
-    def shown(self) -> str:
-        """The launch line in shell syntax, for logs."""
-        return shlex.join(self.arguments())
 
 
 def resume_folder(context: WorkerContext, trainer: CommandTrainer, checkpoint: str) -> Path | None:
