@@ -10,7 +10,6 @@ from rlhf_core.schemas.failures import Action
 from rlhf_core.worker import processes
 from rlhf_core.worker.agent.agreement import Agreement
 from rlhf_core.worker.agent.decisions import GroupDecisions
-from rlhf_core.worker.agent.job import Ending
 from rlhf_core.worker.channel.messages import AgentChannel
 from rlhf_core.worker.evidence import exit_reports
 from rlhf_core.worker.evidence.exit_reports import NodeReport, Write
@@ -57,7 +56,7 @@ class IndependentRun:
         self._restart_dir = restart_dir
         self._seen: set[tuple[int, int, int]] = set()
 
-    def run(self, *, serves_others: bool) -> Generator[None, None, Ending | None]:
+    def run(self, *, serves_others: bool) -> Generator[None, None, AgreedStep | None]:
         """Start the workers and restart those that fail; yields while there is nothing to do.
 
         Args:
@@ -76,7 +75,7 @@ class IndependentRun:
                 self._restart_ordered(supervised)
                 step = self._decide(supervised, serves_others=serves_others)
                 if step is not None and step.action == "end":
-                    return Ending.of(step)
+                    return step
                 if step is not None:
                     self._decisions.take_generations(step)
                 if self.is_closing or step is not None:
