@@ -36,7 +36,7 @@ from rlhf_core.worker.agent.decisions import GroupDecisions
 from rlhf_core.worker.agent.gpu_wait import GpuWait
 from rlhf_core.worker.agent.independent_run import IndependentRun
 from rlhf_core.worker.agent.job import Job
-from rlhf_core.worker.agent.leader import Leader, record_decision, record_incident
+from rlhf_core.worker.agent.leader import Leader
 from rlhf_core.worker.agent.trainer_warnings import TrainerWarnings
 from rlhf_core.worker.channel.messages import AgentChannel
 from rlhf_core.worker.channel.store import LOOPBACK
@@ -268,8 +268,9 @@ class Agent:
 
     def _fail(self, diagnosis: Diagnosis, choice: Choice) -> AgreedStep:
         """Record a failure before the workers start, and end the attempt."""
-        number = record_incident(self._leader, self._events, self._restart_dir, Failure(diagnosis, "", None, None))
-        record_decision(self._leader, self._events, self._restart_dir, choice, number)
+        leader, failure = self._leader, Failure(diagnosis, "", None, None)
+        number = leader.record_incident(self._events, self._restart_dir, failure)
+        leader.record_decision(self._events, self._restart_dir, choice, number)
         return self._decisions.end(AttemptState.FAILED, diagnosis.message, diagnosis.kind)
 
     def _set_environment(self) -> None:
