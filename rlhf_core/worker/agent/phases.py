@@ -358,7 +358,6 @@ class Agent:
             self._seat(plan),
             job.attempt_dir,
             command,
-            job.placement.gpus_per_node,
             self._fork_server if self._is_forked(plan) else None,
         )
         return IndependentRun(
@@ -433,21 +432,13 @@ class Agent:
         command = job.worker_command(plan, self._restart, beside, file, self._decisions.damaged.names)
         name = f"{job.run_dir.run_id}.{job.attempt}.{generation}" + ("" if is_main else f".{plan.role}")
         start = ElasticStart(name, store, command, folder)
-        gpus = job.placement.gpus_per_node
-        return ElasticGroup(
-            plan,
-            generation,
-            seat,
-            start,
-            self._inbox,
-            gpus,
-            exit_reports.has_reported,
-            self._fork_server if self._is_forked(plan) else None,
-        )
+        fork_server = self._fork_server if self._is_forked(plan) else None
+        return ElasticGroup(plan, generation, seat, start, self._inbox, fork_server)
 
     def _seat(self, plan: GroupPlan) -> GroupSeat:
-        nodes = self._job.nodes
-        return GroupSeat(nodes.name, self._job.position(plan), self._slots[plan.role], self._supervisor.clock)
+        job, slots = self._job, self._slots[plan.role]
+        gpus = job.placement.gpus_per_node
+        return GroupSeat(job.nodes.name, job.position(plan), slots, self._supervisor.clock, gpus)
 
     def _enter_restart(self, role: Role) -> None:
         """Advance to the next restart unless the current one is still unused; restarts count across all phases."""
