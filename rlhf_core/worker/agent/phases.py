@@ -55,7 +55,7 @@ from rlhf_core.worker.nodes.probe import FACTS_S, Probe, ProbePlace, in_a_senten
 from rlhf_core.worker.roles import TARGETS, WARM_PROBE
 from rlhf_core.worker.signals import SignalInbox
 from rlhf_core.worker.supervision.exit_deadline import ExitDeadline
-from rlhf_core.worker.supervision.supervisor import PeerTimeouts, Supervisor
+from rlhf_core.worker.supervision.supervisor import Supervisor
 from rlhf_core.worker.worker_process import AGENT_VARIABLE
 
 MISPLACED_INTERVAL_S = 1.0
@@ -99,7 +99,7 @@ class Agent:
             GapTracker.of(supervise, job.placement.longest_gaps_s),
             events,
             leader.new_commands if channel.leads else list,
-            PeerTimeouts(supervise.evidence_s, supervise.agent_floor_s),
+            supervise,
             job.run_dir.root,
             deadline,
             partial(job.run_dir.is_superseded, job.attempt),

@@ -29,10 +29,10 @@ ANSWER_TIMEOUT_S = 5.0
 class NodeInspections:
     """One node's inspections of its workers, made when agent 0 requests them."""
 
-    def __init__(self, slots: SlotFile, plan: GroupPlan | None = None) -> None:
+    def __init__(self, slots: SlotFile, plan: GroupPlan) -> None:
         """Args:
         slots: Slots of the group.
-        plan: Workers and GPUs of the group; None if worker ``i`` has GPU ``i``.
+        plan: Workers and GPUs of the group.
         """
         self._slots = slots
         self._plan = plan
@@ -61,15 +61,13 @@ class NodeInspections:
         return collectives.with_collectives(ranks, answers)
 
 
-def _gpu_percents(
-    ranks: Sequence[RankStatus], telemetry: Mapping[str, float], plan: GroupPlan | None
-) -> dict[int, float]:
+def _gpu_percents(ranks: Sequence[RankStatus], telemetry: Mapping[str, float], plan: GroupPlan) -> dict[int, float]:
     """Utilisation of each worker's GPU, or of its busiest one; empty if the newest reading is stale."""
     if "slow_reading_age_s" in telemetry:
         return {}
     found = {}
     for local_rank in (rank.local_rank for rank in ranks):
-        own = (local_rank,) if plan is None else gpus_of(plan, local_rank)
+        own = gpus_of(plan, local_rank)
         percents = [telemetry[name] for gpu in own if (name := f"gpu{gpu}_util_percent") in telemetry]
         if percents:
             found[local_rank] = max(percents)
