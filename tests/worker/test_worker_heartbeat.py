@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from given_process import GivenProcess
 
-from rlhf_core.diagnosis.hangs.liveness import GapTracker, judge
+from rlhf_core.diagnosis.hangs.liveness import GapTracker, overdue
 from rlhf_core.run_dir.run import new_run_id
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.reports import Phase
@@ -252,7 +252,7 @@ def test_a_thread_that_beats_would_hide_an_endless_loop(
     until = time.monotonic() + 2 * limit_s
     while time.monotonic() < until:
         pass  # the endless loop
-    suspects = judge(watch.living(), GapTracker(5.0, limit_s, limit_s))
+    suspects = overdue(watch.living(), GapTracker(5.0, limit_s, limit_s).limit_s)
     over.set()
     assert bool(suspects) is not beats_from_thread
 

@@ -13,7 +13,7 @@ import pytest
 from given_process import GivenProcess
 from process_tools import until
 
-from rlhf_core.diagnosis.hangs.liveness import GapTracker, judge
+from rlhf_core.diagnosis.hangs.liveness import GapTracker, overdue
 from rlhf_core.run_dir.attempt import AttemptDir
 from rlhf_core.run_dir.run import new_run_id
 from rlhf_core.schemas.agent_messages import GroupState, NodeState
@@ -228,7 +228,7 @@ def test_an_engine_with_a_silent_agent_is_blamed_for_waiting_trainers(
     until(lambda: leader.silence_s(1) > 3.5)
     watcher._lead()
     trainer = rank_of(Role.TRAINER, Phase.WEIGHT_SYNC, "here", age_s=6.0)
-    blamed = judge([trainer], tracker, {Role.ROLLOUT: supervised.condition})
+    blamed = overdue([trainer], tracker.limit_s, {Role.ROLLOUT: supervised.condition})
     leader.close()
     assert [one.status.rank for one in blamed] == ([] if counts else [0])
 

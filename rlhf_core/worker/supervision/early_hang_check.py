@@ -7,7 +7,7 @@ Agent 0 requests inspections, all agents inspect their workers, and agent 0 judg
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from rlhf_core.diagnosis.hangs.liveness import Conditions, GapTracker, Suspect, suspect
+from rlhf_core.diagnosis.hangs.liveness import Conditions, GapTracker, Suspect, overdue
 from rlhf_core.diagnosis.hangs.standstill import Standstill, is_promising, prove
 from rlhf_core.schemas.agent_messages import GroupState, InspectionOrder
 from rlhf_core.schemas.inspections import Inspection
@@ -111,7 +111,7 @@ class EarlyHangCheck:
             now_s: The monotonic time.
             waits_for: Condition of the other groups.
         """
-        suspects = suspect(ranks, self._tracker, waits_for, alone=self._alone)
+        suspects = overdue(ranks, self._tracker.suspicion_s, waits_for, alone=self._alone)
         if not suspects:
             if self.order.number or self._next_at_s:
                 self.clear()
