@@ -51,7 +51,7 @@ from rlhf_core.worker.liveness.collectives import BUFFER_SIZE, BUFFER_VARIABLE
 from rlhf_core.worker.liveness.heartbeat import SlotFile
 from rlhf_core.worker.nodes import facts as node_facts
 from rlhf_core.worker.nodes.membership import interface_of
-from rlhf_core.worker.nodes.probe import FACTS_S, Probe, ProbePlace, in_a_sentence
+from rlhf_core.worker.nodes.probe import FACTS_S, Probe, in_a_sentence
 from rlhf_core.worker.roles import TARGETS, WARM_PROBE
 from rlhf_core.worker.signals import SignalInbox
 from rlhf_core.worker.supervision.exit_deadline import ExitDeadline
@@ -89,7 +89,7 @@ class Agent:
         self._gpus: GpuWait | None = None
         self._slots: dict[Role, SlotFile] = {}
         self._group_events = GroupEvents(events)
-        self._probe = Probe(ProbePlace(job.run_dir, job.attempt, job.nodes, job.spec, job.placement, channel.endpoint))
+        self._probe = Probe(job.run_dir, job.attempt, job.nodes, job.spec, job.placement, channel.endpoint)
         supervise = job.spec.supervise
         self._arrivals = Arrivals(job.nodes, job.attempt_dir, supervise.join_s)
         self._fork_server = ForkServer(events.print_line)
