@@ -20,6 +20,8 @@ from rlhf_core.worker.liveness.collectives import BUFFER_SIZE, BUFFER_VARIABLE
 
 IN_RANK = Path(__file__).parent / "in_rank"
 """Folder put on the program's PYTHONPATH."""
+OWN_NAME = "published.txt"
+"""File in a published checkpoint that holds the path of the program's own folder below its output folder."""
 
 _OF_ELASTIC = ("TORCHELASTIC_", "GROUP_", "ROLE_", "PET_")
 _OF_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -180,7 +182,3 @@ def resume_folder(context: WorkerContext, trainer: CommandTrainer, checkpoint: s
 def own_name(published: Path) -> str:
     """Path, inside a published checkpoint, of the folder that the program wrote; read from ``published.txt``."""
     return (published / OWN_NAME).read_text(encoding="utf-8").strip()
-
-
-OWN_NAME = "published.txt"
-"""File in a published checkpoint that holds the path of the program's own folder below its output folder."""
