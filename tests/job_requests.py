@@ -41,6 +41,5 @@ def job_request(
         cpus_per_node=1,
         memory_gb=0.0,
         time_limit_s=600,
-        environment={},
     )
     return replace(plain, **options)

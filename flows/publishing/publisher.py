@@ -189,7 +189,7 @@ class Publisher:
         self._logged = frozenset(lines)
 
 
-class _PublishingObserver:
+class _PublishingObserver(Observer):
     """Forwards everything to the wrapped observer, logs messages, and keeps the publisher current."""
 
     def __init__(self, wrapped: Observer, publisher: Publisher, spec: RunSpec, log: RunLog) -> None:

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rlhf_core.cli import output
+from rlhf_core.control.controller import Observer
 from rlhf_core.control.views.progress import StepTimer, progress_of_poll
 from rlhf_core.render.progress import progress_text
 from rlhf_core.schemas.reports import AgentEvent
@@ -31,7 +32,7 @@ _SHOWN_EVENTS = frozenset(
 """Events of the agents that are printed as they happen."""
 
 
-class TerminalProgress:
+class TerminalProgress(Observer):
     """The observer of ``rlhf run`` and ``rlhf resume``. Use it in a ``with``.
 
     Args:

@@ -38,7 +38,7 @@ def print_plan(spec: Any, site: "Site", as_json: bool) -> None:
         elsewhere = ", or set RLHF_SCHEDULER=slurm to plan for your cluster" if scheduler.name == "local" else ""
         raise BadInput(f"{error}; change [resources] to fit{elsewhere}") from None
     run_dir = RunDir(site.runs_dir / f"{spec.name}-<date>-<time>-<id>")
-    request = job_request(run_dir, spec, placement, site.compute_python, site.slurm, site.job_secrets)
+    request = job_request(run_dir, spec, placement, site)
     if as_json:
         shown = {"spec": spec, "placement": placement, "command": request.command, "run_dir": run_dir.root}
         shown["predictions"] = {

@@ -23,7 +23,7 @@ Verdict = Literal["approved", "refused"]
 CONTROLLER_TIMEOUT_S = 60.0
 """Time to wait for a live controller to act on an answer, before reporting only that the answer was recorded."""
 
-_WANTED = {"approved": (PromotionState.PROMOTED,), "refused": (PromotionState.REFUSED,)}
+_WANTED = {"approved": PromotionState.PROMOTED, "refused": PromotionState.REFUSED}
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,8 @@ def _require_open(run_dir: RunDir, verdict: Verdict) -> None:
         choice = choose(run_dir, spec.promote)
         if choice.checkpoint is None:
             raise BadInput(f"{run_id} cannot be promoted to {promoted_folder(run_dir, spec.promote)}: {choice.reason}")
-    if state is PromotionState.PROMOTED or (verdict, state) in {
-        ("refused", PromotionState.REFUSED),
-        ("refused", PromotionState.APPROVED),
-    }:
+    is_settled = verdict == "refused" and state in (PromotionState.REFUSED, PromotionState.APPROVED)
+    if state is PromotionState.PROMOTED or is_settled:
         raise BadInput(f"too late: {describe(record.promotion)}")
 
 
@@ -140,7 +138,7 @@ def _require_ours(run_dir: RunDir, settled: PromotionRecord, verdict: Verdict, b
 
 
 def _is_ours(settled: PromotionRecord, verdict: Verdict, by: str) -> bool:
-    return not settled.open and settled.state in _WANTED[verdict] and settled.by == by
+    return not settled.open and settled.state is _WANTED[verdict] and settled.by == by
 
 
 def _result(run_dir: RunDir) -> Answered:

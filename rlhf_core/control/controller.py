@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from rlhf_core.config import loading as config
 from rlhf_core.config.site import Site
@@ -40,8 +40,8 @@ LEASE_RETRY_INTERVAL_S = 2.0
 """Pause before asking an unresponsive database for the lease again."""
 
 
-class Observer(Protocol):
-    """Receiver of the events and findings of a controller, such as the progress display."""
+class Observer:
+    """Receiver of the events and findings of a controller, such as the progress display. This one ignores them."""
 
     def follow(self, spec: RunSpec) -> None:
         """Switch to a run with this spec: a trial, or back to the run itself."""
@@ -57,25 +57,6 @@ class Observer(Protocol):
 
     def stop_requested(self) -> bool:
         """True if the user has asked to end the run (Ctrl-C)."""
-
-
-class Quiet:
-    """Observer that ignores everything."""
-
-    def follow(self, spec: RunSpec) -> None:
-        """Not shown."""
-
-    def stage_started(self, title: str) -> None:
-        """Not shown."""
-
-    def polled(self, snapshot: AttemptSnapshot) -> None:
-        """Not shown."""
-
-    def log(self, text: str) -> None:
-        """Not shown."""
-
-    def stop_requested(self) -> bool:
-        """Never."""
         return False
 
 
@@ -137,7 +118,7 @@ class Controller:
     store: HistoryStore
     journal: Journal
     lease: HeldLease
-    observer: Observer = field(default_factory=Quiet)
+    observer: Observer = field(default_factory=Observer)
     resumed_at: int = 0
     """Newest attempt when the user resumed the run; 0 for a new run. The retry budget counts from here, and the next
     attempt starts without a back-off."""
@@ -398,7 +379,7 @@ def opened(
         store=store,
         journal=journal,
         lease=lease,
-        observer=observer or Quiet(),
+        observer=observer or Observer(),
         resumed_at=max(journal.record.attempts, default=0) if resumed else 0,
         resumed=resumed,
     )

@@ -55,7 +55,7 @@ def probe_nodes(
     placement = plan(spec, scheduler.inventory(), attempt=1, slurm=spec.slurm.over(site.slurm))
     placement = placement.model_copy(update={"phases": in_order(probe)})
     write_model(attempt.placement, placement)
-    request = job_request(run_dir, spec, placement, site.compute_python, site.slurm, site.job_secrets)
+    request = job_request(run_dir, spec, placement, site)
     limit_s = min(request.time_limit_s, round(spec.supervise.join_s + spec.preflight.probe_s) + MARGIN_S)
     submission = scheduler.submit(replace(request, time_limit_s=limit_s))
     try:

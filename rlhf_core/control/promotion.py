@@ -103,13 +103,8 @@ class Question:
 # The step
 
 
-def due(controller: Controller) -> bool:
-    """True if a controller of this run still has to start its promotion, wait for the answer, or write the model."""
-    return is_due(controller.stored, controller.journal.record)
-
-
 def is_due(stored: StoredSpec, record: RunRecord) -> bool:
-    """The same for a process that holds no lease and only needs to know whether a controller is needed."""
+    """True if a controller of this run still has to start its promotion, wait for the answer, or write the model."""
     if stored.trial_of or record.state is not RunState.COMPLETED:
         return False
     if record.promotion is not None:

@@ -142,16 +142,12 @@ def title_of(controller: Controller, name: StageName, number: int) -> str:
 def _submit(controller: Controller, number: int) -> None:
     journal = controller.journal
     placement = journal.record.attempts[number].placement
-    site = controller.site
     first = max(journal.record.first_attempt, controller.resumed_at)
     used = used_so_far(controller, first)
     limit_s = attempt_caps.time_limit_s(controller.spec, used, placement.num_nodes)
-    request = job_request(
-        controller.run_dir, controller.spec, placement, site.compute_python, site.slurm, site.job_secrets
-    )
-    request = replace(request, time_limit_s=limit_s)
+    request = job_request(controller.run_dir, controller.spec, placement, controller.site)
     try:
-        _submit_when_accepted(controller, request)
+        _submit_when_accepted(controller, replace(request, time_limit_s=limit_s))
     except SubmissionFailed as error:
         verdict = AttemptVerdict(AttemptState.FAILED, str(error), FailureKind.CONFIG)
         journal.move_attempt(number, verdict.state, verdict.cause, verdict.failure_kind)

@@ -132,7 +132,7 @@ def _steps(controller: Controller) -> Iterator[Step]:
         with suppress(StageFailed):
             yield from _attempt(controller, number)
         conclude(controller, number)
-    if promotion.due(controller):
+    if promotion.is_due(controller.stored, journal.record):
         release(controller)
         try:
             yield from _carried_out(StageName.PROMOTE, "promote", partial(promotion.carry_out, controller))

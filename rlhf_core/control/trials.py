@@ -7,7 +7,7 @@ call this module). The observer of the run also observes its trial, and ends bot
 from collections.abc import Callable
 from statistics import median
 
-from rlhf_core.control.controller import CancelRequested, Controller, opened
+from rlhf_core.control.controller import CancelRequested, Controller, Observer, opened
 from rlhf_core.control.views.summary import summarise
 from rlhf_core.control.views.timeline import trials_of
 from rlhf_core.errors import BadInput, LeaseLost, RunCancelled, RunFailed, SchedulerError
@@ -152,7 +152,7 @@ def _success(rung: Rung, trial: RunDir) -> str:
     return f"{trial.run_id}: {summary.steps} steps on {nodes}{pace}{incidents}"
 
 
-class _TrialObserver:
+class _TrialObserver(Observer):
     """Passes the messages of a trial to the observer of its run, and checks the run whenever the trial is checked."""
 
     def __init__(self, controller: Controller, title: str) -> None:

@@ -192,8 +192,7 @@ def _hang(verdict: Verdict, workers: Sequence[WorkerEnd]) -> Diagnosis:
 def _from_scheduler(state: str) -> _Finding | None:
     """Finding from the state of the job. FAILED and COMPLETED are not in the table, because other evidence explains
     them."""
-    word = re.match(r"[A-Z_]*", state.strip().upper())
-    known = SCHEDULER_STATES.get(word.group()) if word is not None else None
+    known = SCHEDULER_STATES.get(re.split(r"[^A-Z_]", state.strip().upper(), maxsplit=1)[0])
     if known is None:
         return None
     kind, part = known

@@ -1,8 +1,8 @@
 """Submission of an attempt exactly once, even if the controller dies between submitting and recording it."""
 
 from collections.abc import Callable
-from pathlib import Path
 
+from rlhf_core.config.site import Site
 from rlhf_core.files.lookups import is_there
 from rlhf_core.files.whole import read_model, write_model
 from rlhf_core.launch.journal import Journal
@@ -10,7 +10,6 @@ from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobRequest, Scheduler
 from rlhf_core.scheduler.passed_environment import PassedEnvironment
 from rlhf_core.schemas.attempts import AttemptState
-from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.journal import AttemptPlanned, AttemptSubmitted
 from rlhf_core.schemas.resources import Placement, Submission
 from rlhf_core.schemas.run import RunSpec
@@ -21,46 +20,24 @@ def agent_command(run_dir: RunDir, attempt: int, compute_python: str) -> tuple[s
 
     The agent imports nothing from its working folder, which is often the folder of all runs.
     """
-    return (
-        compute_python,
-        "-P",
-        "-m",
-        "rlhf_core.worker",
-        "agent",
-        "--run-dir",
-        str(run_dir.root),
-        "--attempt",
-        str(attempt),
-    )
+    agent = ("-P", "-m", "rlhf_core.worker", "agent")
+    return (compute_python, *agent, "--run-dir", str(run_dir.root), "--attempt", str(attempt))
 
 
-def job_request(
-    run_dir: RunDir,
-    spec: RunSpec,
-    placement: Placement,
-    compute_python: str,
-    site: SlurmSpec | None = None,
-    job_secrets: Path | None = None,
-) -> JobRequest:
-    """Build the job request of one attempt.
-
-    Args:
-        site: the site's default Slurm options, which the run may override.
-        job_secrets: file with values for ``slurm.pass_environment``.
-    """
+def job_request(run_dir: RunDir, spec: RunSpec, placement: Placement, site: Site) -> JobRequest:
+    """Build the job request of one attempt. The run may override the site's Slurm options."""
     resources = spec.resources
-    slurm = spec.slurm.over(site or SlurmSpec())
+    slurm = spec.slurm.over(site.slurm)
     return JobRequest(
         run_id=run_dir.run_id,
         placement=placement,
         scheduler_dir=run_dir.attempt(placement.attempt).scheduler_dir,
-        command=agent_command(run_dir, placement.attempt, compute_python),
+        command=agent_command(run_dir, placement.attempt, site.compute_python),
         cpus_per_node=spec.processes_per_node * resources.cpus_per_rank,
         memory_gb=resources.memory_gb,
         time_limit_s=resources.time_limit_s,
         slurm=slurm,
-        passed=PassedEnvironment(slurm.pass_environment, job_secrets),
-        environment={},  # the agent sets threads, ports and devices of its workers
+        passed=PassedEnvironment(slurm.pass_environment, site.job_secrets),
     )
 
 

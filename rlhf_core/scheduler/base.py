@@ -3,7 +3,7 @@
 A missing answer does not mean that a job ended: its state is then ``UNKNOWN``, and the caller keeps the last known one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -63,8 +63,6 @@ class JobRequest:
     """Main memory per node in GiB; 0 leaves it to the scheduler."""
     time_limit_s: int
     """Time limit of the job, in seconds."""
-    environment: Mapping[str, str]
-    """Variables added to the environment of the job."""
     slurm: SlurmSpec = field(default_factory=SlurmSpec)
     """Additional options for Slurm; other schedulers ignore them."""
     passed: PassedEnvironment = field(default_factory=PassedEnvironment)

@@ -13,8 +13,7 @@ def job_environment(request: JobRequest) -> dict[str, str]:
 
     Without GPUs, CUDA devices are hidden, so that a CPU run does not initialise, or fill, a GPU it has not requested.
     """
-    variables = dict(request.environment)
-    variables[JOB_VARIABLE] = job_marker(request.run_id, request.placement.attempt)
+    variables = {JOB_VARIABLE: job_marker(request.run_id, request.placement.attempt)}
     if request.passed.names:
         variables[PASSED_VARIABLE] = ",".join(request.passed.names)
     if request.placement.gpus_per_node == 0:

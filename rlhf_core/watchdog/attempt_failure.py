@@ -59,18 +59,9 @@ def explain(
     """
     attempt = run_dir.attempt(snapshot.attempt)
     found = evidence.ending_incidents(attempt)
-    own = None
-    if snapshot.verdict.state is AttemptState.LOST and snapshot.verdict.failure_kind is FailureKind.RENDEZVOUS:
-        own = _incident_of_absent_nodes(run_dir, snapshot)
-    elif snapshot.verdict.state is AttemptState.LOST and snapshot.verdict.nodes:
-        own = _incident_of_lost_nodes(
-            snapshot, snapshot.job.lost_nodes or snapshot.verdict.nodes
-        )  # Slurm detects it much later
-    elif snapshot.verdict.state is AttemptState.LOST or _lacks_an_agent(snapshot):
-        own = _incident_of_a_lost_job(run_dir, snapshot)
-    elif snapshot.verdict.failure_kind is FailureKind.NODE_LOST and (lost := _lost_nodes(run_dir, snapshot)):
-        own = _incident_of_lost_nodes(snapshot, lost)
+    own = _own_incident(run_dir, snapshot)
     incident = own or (found[-1] if found else None)
+    undecided = incident is not None and incident.is_undecided
     kind = own.failure_kind if own else snapshot.verdict.failure_kind or FailureKind.UNKNOWN
     past = evidence.read_earlier_attempts(
         run_dir, snapshot.attempt, first_attempt, incident.fingerprint if incident else ""
@@ -85,7 +76,7 @@ def explain(
         spec.supervise,
         chance(),
         remedy.what,
-        undecided=incident is not None and incident.is_undecided,
+        undecided=undecided,
     )
     excluded = excluded_after(
         kind,
@@ -93,7 +84,7 @@ def explain(
         evidence.strikes(run_dir, own),
         placement.excluded_nodes if placement is not None else (),
         spec.supervise.max_excluded_nodes,
-        undecided=incident is not None and incident.is_undecided,
+        undecided=undecided,
     )
     return AttemptFailure(
         kind=kind,
@@ -156,6 +147,21 @@ def _remedy(
     if kind is FailureKind.CHECKPOINT_CORRUPT and (whole := run_dir.checkpoint_before(damaged)):
         return _Remedy(f"{damaged} is set aside; resuming from {whole.root.name}")
     return _Remedy()
+
+
+def _own_incident(run_dir: RunDir, snapshot: AttemptSnapshot) -> Incident | None:
+    """Return the incident that only the controller can know of, if any."""
+    verdict = snapshot.verdict
+    is_lost = verdict.state is AttemptState.LOST
+    if is_lost and verdict.failure_kind is FailureKind.RENDEZVOUS:
+        return _incident_of_absent_nodes(run_dir, snapshot)
+    if is_lost and verdict.nodes:  # Slurm detects it much later
+        return _incident_of_lost_nodes(snapshot, snapshot.job.lost_nodes or verdict.nodes)
+    if is_lost or _lacks_an_agent(snapshot):
+        return _incident_of_a_lost_job(run_dir, snapshot)
+    if verdict.failure_kind is FailureKind.NODE_LOST and (lost := _lost_nodes(run_dir, snapshot)):
+        return _incident_of_lost_nodes(snapshot, lost)
+    return None
 
 
 def _lacks_an_agent(snapshot: AttemptSnapshot) -> bool:

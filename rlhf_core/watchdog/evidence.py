@@ -149,11 +149,6 @@ class AttemptProgress:
             found.extend(lines)
 
 
-def read_outcome(attempt: AttemptDir) -> AttemptOutcome | None:
-    """Read the outcome of the attempt; None until its agent has written it."""
-    return read_model(attempt.outcome, AttemptOutcome)
-
-
 def incidents(attempt: AttemptDir) -> list[Incident]:
     """Incidents recorded by the agents of an attempt, oldest first."""
     paths = (path for restart in attempt.restarts() for path in restart.incident_files())
@@ -220,7 +215,7 @@ def allocated_s(attempt: AttemptDir, until: datetime) -> float:
         return 0.0  # it never got an allocation
     if begun.tzinfo is None:
         return 0.0  # not written by an agent
-    outcome = read_outcome(attempt)
+    outcome = read_model(attempt.outcome, AttemptOutcome)
     return max(0.0, ((outcome.time if outcome is not None else until) - begun).total_seconds())
 
 

@@ -10,6 +10,7 @@ from datetime import timedelta
 
 from rlhf_core.diagnosis.classify import SCHEDULER_STATES
 from rlhf_core.errors import HistoryError, JournalDamaged, SchedulerError
+from rlhf_core.files.whole import read_model
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState, JobStatus, Scheduler
@@ -120,7 +121,6 @@ class Watcher:
         self._answered = False
         self._given_up: Silence | None = None
         self._silences = SilenceClock(clock())
-        self.history_behind = ""
 
     def poll(self) -> AttemptSnapshot:
         """Poll scheduler and files, and update the history. Does not raise if the scheduler or database is
@@ -132,7 +132,7 @@ class Watcher:
         job = self._job()
         # Read the outcome after the job's state, so that an attempt that ends in between does not count as lost.
         self._progress.update()
-        outcome = evidence.read_outcome(self._attempt)
+        outcome = read_model(self._attempt.outcome, AttemptOutcome)
         verdict = judge(
             job,
             outcome,
@@ -141,7 +141,6 @@ class Watcher:
             self._silent(job),
             self._deserted(job, outcome) or self._not_met(outcome),
         )
-        self.record()
         progress = self._progress
         return AttemptSnapshot(
             attempt=self._attempt.number,
@@ -157,12 +156,8 @@ class Watcher:
             evaluating=progress.evaluating,
             events=tuple(progress.events),
             outcome=outcome,
-            history_behind=self.history_behind,
+            history_behind=record(self._run_dir, self._store),
         )
-
-    def record(self) -> None:
-        """Update the history from the run directory; a database that does not answer is tolerated."""
-        self.history_behind = record(self._run_dir, self._store)
 
     def _job(self) -> JobStatus:
         """The job's state; if the scheduler does not know it, the last known one."""

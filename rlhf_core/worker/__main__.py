@@ -15,7 +15,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import cast
 
@@ -26,15 +26,7 @@ from rlhf_core.schemas.attempts import Role
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
     parsed = _parser().parse_args(arguments)
-    commands: dict[str, Callable[[argparse.Namespace], int]] = {
-        "agent": _agent,
-        "role": _role,
-        "fork-server": _fork_server,
-        "check-import": _check_import,
-        "probe": _probe,
-        "check-content": _check_content,
-    }
-    return commands[parsed.command](parsed)
+    return cast("int", parsed.run(parsed))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -42,6 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     agent = commands.add_parser("agent", help="start, supervise and end the workers of an attempt on this node")
+    agent.set_defaults(run=_agent)
     _add_attempt(agent)
     agent.add_argument(
         "--target",
@@ -54,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     agent.add_argument("--path", type=Path, action="append", default=[], help="folder to import targets from")
 
     role = commands.add_parser("role", help="one worker; started by an agent")
+    role.set_defaults(run=_role)
     role.add_argument("role", type=Role, choices=list(Role))
     _add_attempt(role)
     role.add_argument("--restart", type=int, required=True, help="number of the restart, from 0")
@@ -61,23 +55,35 @@ def _parser() -> argparse.ArgumentParser:
     role.add_argument("--node", required=True, help="name of this node")
     role.add_argument("--store", type=Path, help="rendezvous file of the ranks if all are on this node")
     role.add_argument("--target", help="module:function to run instead of the native training code")
-    role.add_argument("--path", type=Path, action="append", default=[], help="folder to import the target from")
+    role.add_argument(
+        "--path",
+        type=Path,
+        action="append",
+        default=[],
+        dest="import_paths",
+        metavar="PATH",
+        help="folder to import the target from",
+    )
     role.add_argument("--damaged", action="append", default=[], help="checkpoint to ignore")
 
     server = commands.add_parser("fork-server", help="import the modules of a worker and fork workers; for agents")
+    server.set_defaults(run=_fork_server)
     server.add_argument("orders", type=int, help="file descriptor from which orders are read")
     server.add_argument("answers", type=int, help="file descriptor to which answers are written")
     server.add_argument("room", help="maximum number of characters in the command line of a worker")
 
     check = commands.add_parser("check-import", help="check the import of a module:function; one JSON line")
+    check.set_defaults(run=_check_import)
     check.add_argument("target", metavar="MODULE:FUNCTION")
     check.add_argument("--path", type=Path, action="append", default=[], help="folder to import from")
 
     probe = commands.add_parser("probe", help="measure this node together with all others; started by an agent")
+    probe.set_defaults(run=_probe)
     probe.add_argument("place", type=json.loads, help="state of this process as a JSON object")
     probe.add_argument("--output", type=Path, required=True, help="file for the measurements, one JSON line per step")
     probe.add_argument("--log", type=Path, required=True, help="file to which messages are appended")
     content = commands.add_parser("check-content", help="inspect rows, tokenizer and rewards of a spec; one JSON line")
+    content.set_defaults(run=_check_content)
     content.add_argument("--spec", type=Path, required=True, help="the spec as JSON, with absolute paths")
     content.add_argument("--path", type=Path, action="append", default=[], help="folder to import functions from")
     return parser
@@ -108,20 +114,7 @@ def _agent(parsed: argparse.Namespace) -> int:
 def _role(parsed: argparse.Namespace) -> int:
     from rlhf_core.worker.worker_process import WorkerArguments, run_worker
 
-    return run_worker(
-        WorkerArguments(
-            role=parsed.role,
-            run_dir=parsed.run_dir,
-            attempt=parsed.attempt,
-            restart=parsed.restart,
-            generation=parsed.generation,
-            node=parsed.node,
-            store=parsed.store,
-            target=parsed.target,
-            import_paths=tuple(parsed.path),
-            damaged=tuple(parsed.damaged),
-        )
-    )
+    return run_worker(WorkerArguments(**{one.name: getattr(parsed, one.name) for one in fields(WorkerArguments)}))
 
 
 def _fork_server(parsed: argparse.Namespace) -> int:

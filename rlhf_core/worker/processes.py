@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -154,7 +155,10 @@ def end_descendants(
         Processes that could not be killed in time (blocked in the kernel), as ``pid (command)``; normally empty.
     """
     deadline = time.monotonic() + timeout_s
-    while descendants := [one for one in _living_descendants() if _is_meant(one, group, sessions, spared)]:
+    own = psutil.Process()
+    while descendants := [
+        one for one in own.children(recursive=True) if one.pid not in spared and _is_meant(one, group, sessions)
+    ]:
         if time.monotonic() > deadline:
             return [_describe(process) for process in descendants]
         for process in descendants:
@@ -182,20 +186,6 @@ def end_older_attempts(run_id: str, attempt: int) -> list[str]:
     return found
 
 
-def _session_of(process: psutil.Process) -> int:
-    try:
-        return os.getsid(process.pid)
-    except ProcessLookupError:
-        return 0
-
-
-def _group_of(process: psutil.Process) -> str:
-    try:
-        return process.environ().get(GROUP_VARIABLE, "")
-    except psutil.Error:
-        return ""
-
-
 def reap_orphans(owned: Collection[int], min_age_s: float = 0.0) -> None:
     """Reap adopted children that have exited.
 
@@ -210,19 +200,12 @@ def reap_orphans(owned: Collection[int], min_age_s: float = 0.0) -> None:
                 os.waitpid(process.pid, os.WNOHANG)
 
 
-def _is_meant(process: psutil.Process, group: str, sessions: Collection[int], spared: Collection[int]) -> bool:
-    if process.pid in spared:
-        return False
-    return not group or _group_of(process) == group or _session_of(process) in sessions
-
-
-def _living_descendants() -> list[psutil.Process]:
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+def _is_meant(process: psutil.Process, group: str, sessions: Collection[int]) -> bool:
+    """True for a living process of a group, or of any if none is given."""
+    with contextlib.suppress(psutil.Error, ProcessLookupError):
+        if process.status() != psutil.STATUS_ZOMBIE:
+            return not group or os.getsid(process.pid) in sessions or process.environ().get(GROUP_VARIABLE) == group
+    return False
 
 
 def _describe(process: psutil.Process) -> str:
@@ -234,8 +217,9 @@ def _describe(process: psutil.Process) -> str:
 
 def oom_kills() -> int:
     """Number of OOM kills: in this cgroup if it counts them, otherwise on the node."""
-    for path, key in ((control_group() / "memory.events", "oom_kill"), (Path("/proc/vmstat"), "oom_kill")):
-        with contextlib.suppress(OSError, KeyError, ValueError):
-            pairs = (line.split() for line in path.read_text().splitlines())
-            return int({pair[0]: pair[1] for pair in pairs if len(pair) == 2}[key])
+    for path in (control_group() / "memory.events", Path("/proc/vmstat")):
+        with contextlib.suppress(OSError):
+            found = re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE)
+            if found is not None:
+                return int(found[1])
     return 0

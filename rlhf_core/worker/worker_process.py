@@ -79,9 +79,10 @@ def run_worker(arguments: WorkerArguments) -> NoReturn:
     faulthandler.enable(all_threads=True)
     faulthandler.register(STACK_SIGNAL, all_threads=True)
 
-    beat = _take_slot(local_rank, rank, arguments.restart)
-    if beat is not None:
-        answer_in_background(beat, Path(os.environ[SLOTS_VARIABLE]), local_rank)
+    beat = None
+    if slots := os.environ.get(SLOTS_VARIABLE):  # not set for a worker started by hand
+        beat = Beat(Path(slots), local_rank)
+        answer_in_background(beat, Path(slots), local_rank)
     outcome = _outcome(arguments, rank, beat, _run(arguments, run_dir, local_rank, rank, beat))
     _leave(outcome, folder.worker_outcome(arguments.role, arguments.node, local_rank), local_rank)
     if not outcome.ok:
@@ -141,12 +142,6 @@ def _leave(outcome: WorkerOutcome, path: Path, local_rank: int) -> None:
         if slots:
             with contextlib.suppress(OSError):
                 write_model(spare_outcome(Path(slots), local_rank), outcome)
-
-
-def _take_slot(local_rank: int, rank: int, restart: int) -> Beat | None:
-    """Take the slot that the agent watches; None for a worker started by hand."""
-    path = os.environ.get(SLOTS_VARIABLE)
-    return Beat(Path(path), local_rank, rank, restart) if path else None
 
 
 def _run(

@@ -26,7 +26,7 @@ def main() -> int:
     """Print one line per operation; the beat determines the exit code."""
     slots = SlotFile("bench-20260101-000000-abcdef", 1, "here", 1)
     try:
-        beat = Beat(slots.path, 0, 0, 0)
+        beat = Beat(slots.path, 0)
         names: dict[str, object] = {"beat": beat, "slots": slots, "phase": Phase.TRAIN}
         costs = {
             "beat": measure("beat.beat(phase, 3)", names),

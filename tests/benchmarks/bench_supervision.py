@@ -171,9 +171,9 @@ def end(process: "subprocess.Popen[bytes]") -> None:
 def measure_calls() -> dict[str, float]:
     """Cost of a beat and of one reading of telemetry, in nanoseconds."""
     slots = SlotFile("bench-20260101-000000-abcdef", 1, "here", 1)
-    telemetry = Telemetry()
+    telemetry = Telemetry(print, Path("/"))
     try:
-        names: dict[str, object] = {"beat": Beat(slots.path, 0, 0, 0), "phase": Phase.TRAIN}
+        names: dict[str, object] = {"beat": Beat(slots.path, 0), "phase": Phase.TRAIN}
         rounds = []
         for _ in range(20):
             began_s = time.process_time()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_reports import rank_status
 
-from rlhf_core.diagnosis.hangs.liveness import Condition, ConditionClock, GapTracker, judge
+from rlhf_core.diagnosis.hangs.liveness import Condition, ConditionClock, GapTracker, overdue
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.reports import Phase, RankStatus, RepresentedProcess
 from rlhf_core.schemas.supervision import SuperviseSpec
@@ -41,7 +41,7 @@ def make_tracker() -> GapTracker:
 
 
 def suspects(ranks: Sequence[RankStatus], tracker: GapTracker | None = None) -> list[int]:
-    return [suspect.status.rank for suspect in judge(ranks, tracker or make_tracker())]
+    return [suspect.status.rank for suspect in overdue(ranks, (tracker or make_tracker()).limit_s)]
 
 
 def test_a_phase_may_have_a_floor_of_its_own() -> None:
@@ -189,7 +189,7 @@ def test_a_trainer_waits_for_rollout_workers_that_are_at_fault(phase: Phase) -> 
     silent = [rank(0, 2 * FLOOR_S, phase=phase), rank(1, 2 * FLOOR_S, phase=phase, inside=True)]
 
     def found(condition: Condition, ranks: Sequence[RankStatus] = silent) -> list[int]:
-        return [one.status.rank for one in judge(ranks, make_tracker(), {Role.ROLLOUT: condition})]
+        return [one.status.rank for one in overdue(ranks, make_tracker().limit_s, {Role.ROLLOUT: condition})]
 
     assert found(AT_FAULT) == []
     assert found(WELL) == [0]
@@ -201,7 +201,7 @@ def test_a_trainer_has_its_whole_limit_once_the_rollout_workers_are_well_again()
     waiting = [rank(0, 10 * FLOOR_S, phase=Phase.ROLLOUT)]
     for well_for_s, hung in ((FLOOR_S - 1, []), (FLOOR_S + 1, [0])):
         conditions = {Role.ROLLOUT: Condition(is_at_fault=False, well_for_s=well_for_s)}
-        assert [one.status.rank for one in judge(waiting, make_tracker(), conditions)] == hung
+        assert [one.status.rank for one in overdue(waiting, make_tracker().limit_s, conditions)] == hung
 
 
 @pytest.mark.parametrize("at_fault", [True, False])
@@ -245,8 +245,8 @@ def test_a_group_is_at_fault_when_a_worker_cannot_serve(
 def test_workers_that_do_not_wait_for_each_other_are_judged_one_by_one() -> None:
     """Control: ranks with common collectives are not hung while one of them works."""
     ranks = [rank(0, 2 * FLOOR_S, inside=True), rank(1, 0.1)]
-    assert [one.status.rank for one in judge(ranks, make_tracker(), alone=True)] == [0]
-    assert judge(ranks, make_tracker()) == []
+    assert [one.status.rank for one in overdue(ranks, make_tracker().limit_s, alone=True)] == [0]
+    assert overdue(ranks, make_tracker().limit_s) == []
 
 
 def test_a_worker_is_stopped_when_a_process_that_it_speaks_for_is() -> None:

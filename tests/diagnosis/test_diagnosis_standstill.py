@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from made_reports import rank_status
 
 from rlhf_core.diagnosis.hangs import standstill
-from rlhf_core.diagnosis.hangs.liveness import GapTracker, Suspect, judge, suspect
+from rlhf_core.diagnosis.hangs.liveness import GapTracker, Suspect, overdue
 from rlhf_core.diagnosis.hangs.standstill import (
     MIN_INSPECTIONS,
     SPAN_S,
@@ -69,7 +69,7 @@ def tracker() -> GapTracker:
 
 
 def suspects_of(ranks: Sequence[RankStatus]) -> list[Suspect]:
-    return suspect(ranks, tracker())
+    return overdue(ranks, tracker().suspicion_s)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -79,24 +79,24 @@ def suspects_of(ranks: Sequence[RankStatus]) -> list[Suspect]:
 def test_at_default_settings_a_silence_of_eleven_seconds_is_worth_a_look_and_no_more() -> None:
     ranks = [rank(0), rank(1)]
     assert [one.status.rank for one in suspects_of(ranks)] == [1]
-    assert judge(ranks, tracker()) == []
+    assert overdue(ranks, tracker().limit_s) == []
     assert suspects_of([rank(0), rank(1, age_s=9.0)]) == []
 
 
 def test_the_long_floors_alone_find_nothing_within_thirty_seconds() -> None:
     """Control with the former rule: not even a stopped process is found."""
     ranks = [rank(0, age_s=30.0), rank(1, age_s=30.0, process_state="T")]
-    assert judge(ranks, tracker()) == []
-    assert judge([rank(0, age_s=121.0), rank(1, age_s=121.0, process_state="T")], tracker()) != []
+    assert overdue(ranks, tracker().limit_s) == []
+    assert overdue([rank(0, age_s=121.0), rank(1, age_s=121.0, process_state="T")], tracker().limit_s) != []
 
 
 def test_a_silence_that_is_usual_is_not_suspect_unless_the_process_is_stopped() -> None:
     slow = tracker()
     for sequence, age_s in ((1, 40.0), (2, 0.1)):
         slow.observe([rank(1, phase=Phase.ROLLOUT, sequence=sequence, age_s=age_s)])
-    assert suspect([rank(1, phase=Phase.ROLLOUT, age_s=39.0)], slow) == []
-    assert suspect([rank(1, phase=Phase.ROLLOUT, age_s=41.0)], slow) != []
-    assert suspect([rank(1, phase=Phase.ROLLOUT, process_state="T")], slow) != []
+    assert overdue([rank(1, phase=Phase.ROLLOUT, age_s=39.0)], slow.suspicion_s) == []
+    assert overdue([rank(1, phase=Phase.ROLLOUT, age_s=41.0)], slow.suspicion_s) != []
+    assert overdue([rank(1, phase=Phase.ROLLOUT, process_state="T")], slow.suspicion_s) != []
 
 
 @pytest.mark.parametrize("status", [{"phase": Phase.SETUP}, {"warm": False}])

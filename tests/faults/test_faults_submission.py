@@ -12,6 +12,7 @@ from control_fakes import FakeScheduler, make_run, make_spec
 from kill_points import Killed, Points
 
 from rlhf_core.allocation.planner import plan
+from rlhf_core.config.site import load_site
 from rlhf_core.launch import start
 from rlhf_core.launch.journal import Journal
 from rlhf_core.run_dir.run import RunDir
@@ -30,7 +31,7 @@ def live(run_dir: RunDir, scheduler: FakeScheduler, token: int, kill_at: int | N
         journal = Journal(run_dir, token)
         try:
             placement = start.record_plan(run_dir, plan(make_spec(), scheduler.inventory(), attempt=1), journal)
-            request = start.job_request(run_dir, make_spec(), placement, "/opt/python")
+            request = start.job_request(run_dir, make_spec(), placement, load_site())
             start.submit_once(run_dir, request, scheduler, journal)
         except Killed:
             return None

@@ -11,7 +11,7 @@ from control_fakes import Clock, FakeAgent, FakeScheduler, make_run
 from kill_points import Killed, Points
 
 from rlhf_core.config.site import Site
-from rlhf_core.control.controller import Controller, opened
+from rlhf_core.control.controller import Controller, Observer, opened
 from rlhf_core.control.promotion import Question
 from rlhf_core.control.steps import drive
 from rlhf_core.history.store import HistoryStore
@@ -28,7 +28,7 @@ ShowQuestion = Callable[[Question], AbstractContextManager[None]]
 
 
 @dataclass
-class Notes:
+class Notes(Observer):
     """An observer that records everything it is notified of."""
 
     titles: list[str] = field(default_factory=list)

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf_core.config.site import load_site
 from rlhf_core.control import cancel
-from rlhf_core.control.controller import Controller, Quiet, opened
+from rlhf_core.control.controller import Controller, Observer, opened
 from rlhf_core.control.steps import drive
 from rlhf_core.errors import RlhfError
 from rlhf_core.history.store import HistoryStore
@@ -24,7 +24,7 @@ from rlhf_core.schemas.journal import CancelStarted
 from rlhf_core.watchdog.watcher import AttemptSnapshot
 
 
-class Impatient(Quiet):
+class Impatient(Observer):
     """A user who presses Ctrl-C as soon as the job runs."""
 
     stop = False
@@ -62,7 +62,7 @@ def as_it_was() -> None:
 
 def main(run_id: str, point: str, lease_s: float) -> int:
     site = load_site()
-    observer = Quiet()
+    observer = Observer()
     if point == "suspended before it submits":
         LocalScheduler.find = then(LocalScheduler.find, signal.SIGSTOP)  # type: ignore[method-assign]
     if point == "killed when the scheduler was asked to cancel":

@@ -69,7 +69,7 @@ def completed(harness: ControllerHarness, spec: RunSpec) -> RunDir:
     completes(harness, run_dir)
     controller = harness.controller(run_dir)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(promotion, "due", lambda controller: False)
+        patch.setattr(promotion, "is_due", lambda stored, record: False)
         drive(controller)
     return run_dir
 
@@ -454,7 +454,7 @@ def test_killed_while_waiting_the_next_controller_waits_until_the_first_deadline
 
     for _ in range(2):
         controller = harness.controller(run_dir)
-        assert promotion.due(controller)
+        assert promotion.is_due(controller.stored, controller.journal.record)
         controller.show_question = killed_here
         with pytest.raises(Killed):
             promotion.carry_out(controller)

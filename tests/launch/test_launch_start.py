@@ -7,6 +7,7 @@ from control_fakes import FakeAgent, FakeScheduler, make_run, make_spec
 from kill_points import Killed
 
 from rlhf_core.allocation.planner import plan
+from rlhf_core.config.site import load_site
 from rlhf_core.files.whole import read_model
 from rlhf_core.launch.journal import Journal
 from rlhf_core.launch.start import agent_command, job_request, record_plan, submit_once
@@ -23,7 +24,7 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 def planned(run_dir: RunDir, journal: Journal, scheduler: FakeScheduler) -> JobRequest:
     placement = record_plan(run_dir, plan(make_spec(), scheduler.inventory(), attempt=1), journal)
-    return job_request(run_dir, make_spec(), placement, "/opt/python")
+    return job_request(run_dir, make_spec(), placement, load_site())
 
 
 def test_the_interface_to_agents_is_a_command_line(run_dir: RunDir) -> None:

@@ -50,7 +50,6 @@ def make_request(folder: Path, *ways: str, time_limit_s: int = 600, nodes: int =
         run_id=run_id_of(folder),
         placed={"attempt": attempt, "num_nodes": nodes},
         time_limit_s=time_limit_s,
-        environment={"EXTRA": "1"},
     )
 
 

@@ -46,7 +46,6 @@ def make_request(folder: Path, shell: str, slurm: SlurmSpec | None = None, **pla
         run_id=run_dir.run_id,
         placed=placed,
         time_limit_s=3600,
-        environment={"EXTRA": "a b"},
         slurm=slurm or SlurmSpec(),
     )
 
@@ -58,7 +57,7 @@ def state(scheduler: SlurmScheduler, submission: Submission) -> JobState:
 def test_agents_get_their_node_and_all_addresses(tmp_path: Path, scheduler: SlurmScheduler) -> None:
     """The excluded node is left out, and addresses are numeric: node names need not resolve."""
     shell = f'echo "$RLHF_NODES $EXTRA $MORE $RLHF_JOB $CUDA_VISIBLE_DEVICES" > {tmp_path}/$SLURM_NODEID'
-    slurm = SlurmSpec(environment={"MORE": "c"}, setup=("export CHECKED=1",))
+    slurm = SlurmSpec(environment={"EXTRA": "a b", "MORE": "c"}, setup=("export CHECKED=1",))
     request = make_request(tmp_path, shell, slurm, num_nodes=2, gpus_per_node=2, excluded_nodes=("node1",))
     submission = scheduler.submit(request)
     until(lambda: state(scheduler, submission) is JobState.ENDED)

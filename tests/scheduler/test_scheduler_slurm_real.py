@@ -36,8 +36,7 @@ def request(folder: Path, shell: str, num_nodes: int = 1, run_id: str = "toy-1",
         *("/bin/sh", "-c", shell),
         run_id=run_id,
         placed={"num_nodes": num_nodes},
-        environment={"GREETING": "hello 'you'"},
-        slurm=SlurmSpec.model_validate(slurm),
+        slurm=SlurmSpec.model_validate({"environment": {"GREETING": "hello 'you'"}, **slurm}),
     )
 
 

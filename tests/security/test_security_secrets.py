@@ -21,7 +21,7 @@ from rlhf_core.text.redaction import masked
 from rlhf_core.worker import worker_process
 from rlhf_core.worker.evidence.collection import save_log_tails
 from rlhf_core.worker.nodes.membership import Nodes
-from rlhf_core.worker.nodes.probe import Probe, ProbePlace
+from rlhf_core.worker.nodes.probe import Probe
 
 CANARY = "c4nary7Zq9Lw2Xv8Tb3Rn5"
 
@@ -52,14 +52,7 @@ def test_what_a_node_says_holds_no_secret_under_any_of_these_names(
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     run_dir = make_run(tmp_path / "runs")
     Probe(
-        ProbePlace(
-            run_dir,
-            1,
-            Nodes(("n1",), ("127.0.0.1",), 0),
-            make_spec(),
-            Placement(attempt=1, num_nodes=1, phases=()),
-            "",
-        )
+        run_dir, 1, Nodes(("n1",), ("127.0.0.1",), 0), make_spec(), Placement(attempt=1, num_nodes=1, phases=()), ""
     ).facts()
     path = run_dir.attempt(1).node_facts("n1")
     shown = json.loads(path.read_text())["variables"]

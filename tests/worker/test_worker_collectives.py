@@ -27,7 +27,7 @@ import torch, torch.distributed as dist
 from rlhf_core.worker.liveness.collectives import answer_in_background
 from rlhf_core.worker.liveness.heartbeat import Beat
 slots, store, rank, fault = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
-beat = Beat(slots, rank, rank, 0)
+beat = Beat(slots, rank)
 answer_in_background(beat, slots, rank)
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 dist.all_reduce(torch.ones(4))
@@ -98,7 +98,7 @@ def test_an_answer_that_was_not_read_makes_room_for_the_next(tmp_path: Path, mon
     monkeypatch.setattr(collectives, "_source", [lambda: "{}"])
     monkeypatch.setattr(collectives.processes, "name_thread", lambda name: None)
     try:
-        collectives.answer_in_background(Beat(slots.path, 0, 0, 0), slots.path, 0)
+        collectives.answer_in_background(Beat(slots.path, 0), slots.path, 0)
         for _ in range(3):
             number = slots.request_collectives()
             until(answer_path(slots.path, 0, number).exists)

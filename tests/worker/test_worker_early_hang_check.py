@@ -136,7 +136,7 @@ def slots() -> Iterator[SlotFile]:
 
 
 def test_a_node_inspects_once_per_order_and_keeps_nothing(slots: SlotFile) -> None:
-    node, ranks = NodeInspections(slots), [rank(0, 11.0)]
+    node, ranks = NodeInspections(slots, GroupPlan.on_all_nodes(Role.TRAINER, 1, 1, 1)), [rank(0, 11.0)]
     node.answer(InspectionOrder(), ranks, {})
     assert node.inspections == ()
     node.answer(InspectionOrder(number=1), ranks, {"gpu0_util_percent": 3.0})

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from given_process import GivenProcess
 
-from rlhf_core.diagnosis.hangs.liveness import GapTracker, judge
+from rlhf_core.diagnosis.hangs.liveness import GapTracker, overdue
 from rlhf_core.run_dir.run import new_run_id
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.reports import Phase
@@ -30,12 +30,12 @@ def slots() -> Iterator[SlotFile]:
 
 
 def test_the_agent_reads_what_the_worker_wrote(slots: SlotFile) -> None:
-    reporter: Reporter = Beat(slots.path, local_rank=1, rank=7, restart=3)
+    reporter: Reporter = Beat(slots.path, local_rank=1)
     reporter.beat(Phase.ROLLOUT, 12)
     with reporter.collective():
         inside = slots.read(1)
     after = slots.read(1)
-    assert (inside.pid, inside.restart, inside.rank) == (os.getpid(), 3, 7)
+    assert inside.pid == os.getpid()
     assert (inside.step, inside.phase, inside.entered, inside.left) == (12, Phase.ROLLOUT, 1, 0)
     assert (after.entered, after.left) == (1, 1)
     assert after.sequence > inside.sequence > 0
@@ -45,7 +45,7 @@ def test_the_agent_reads_what_the_worker_wrote(slots: SlotFile) -> None:
 
 def test_a_phase_is_warm_once_it_was_left_or_after_some_beats(slots: SlotFile) -> None:
     """Even if a visit was short, or the agent did not read in the meantime."""
-    beat = Beat(slots.path, 0, 0, 0)
+    beat = Beat(slots.path, 0)
     warm = []
     for phase in (Phase.ROLLOUT, Phase.CHECKPOINT, Phase.ROLLOUT, Phase.TRAIN, Phase.CHECKPOINT):
         beat.beat(phase, 1)
@@ -59,14 +59,14 @@ def test_a_phase_is_warm_once_it_was_left_or_after_some_beats(slots: SlotFile) -
 
 
 def test_a_collective_that_raises_has_been_left(slots: SlotFile) -> None:
-    beat = Beat(slots.path, 0, 0, 0)
+    beat = Beat(slots.path, 0)
     with pytest.raises(RuntimeError, match="reset"), beat.collective():
         raise RuntimeError("Connection reset by peer")
     assert slots.read(0).left == 1
 
 
 def test_save_is_requested_until_the_checkpoint_and_stop_forever(slots: SlotFile) -> None:
-    beat, late = Beat(slots.path, 0, 0, 0), Beat(slots.path, 1, 1, 0)
+    beat, late = Beat(slots.path, 0), Beat(slots.path, 1)
     assert beat.request() == ""
     slots.request_save()
     assert [beat.request(), beat.request(), late.request()] == ["save", "save", "save"]
@@ -80,21 +80,21 @@ def test_save_is_requested_until_the_checkpoint_and_stop_forever(slots: SlotFile
     slots.request_stop()
     assert beat.request() == "stop"
     slots.clear()
-    assert Beat(slots.path, 0, 0, 1).request() == "stop"
+    assert Beat(slots.path, 0).request() == "stop"
 
 
 def test_a_restart_finds_no_worker_of_the_previous_one(slots: SlotFile) -> None:
-    Beat(slots.path, 0, 4, 0).beat(Phase.TRAIN, 9)
+    Beat(slots.path, 0).beat(Phase.TRAIN, 9)
     slots.request_save()
     slots.clear()
     assert slots.read(0).pid == 0
-    assert Beat(slots.path, 0, 4, 1).request() == ""
+    assert Beat(slots.path, 0).request() == ""
 
 
 def test_another_process_beats_into_the_same_slot(slots: SlotFile) -> None:
     code = (
         "import sys; from pathlib import Path; from rlhf_core.worker.liveness.heartbeat import Beat, Phase\n"
-        "Beat(Path(sys.argv[1]), 1, 1, 0).beat(Phase.REWARD, 3)"
+        "Beat(Path(sys.argv[1]), 1).beat(Phase.REWARD, 3)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(slots.path)], cwd=Path(__file__).parents[2])
     assert process.wait(timeout=30) == 0
@@ -105,7 +105,7 @@ WRITER = """
 import struct, sys, time
 from pathlib import Path
 from rlhf_core.worker.liveness.heartbeat import HEADER_WORDS, WORD_BYTES, Beat, Phase
-beat = Beat(Path(sys.argv[1]), 0, 0, 0)
+beat = Beat(Path(sys.argv[1]), 0)
 print("ready", flush=True)
 if sys.argv[2] == "words":
     while True:
@@ -208,13 +208,13 @@ def test_a_foreign_file_is_refused(tmp_path: Path, slots: SlotFile) -> None:
     foreign = tmp_path / "foreign"
     foreign.write_bytes(bytes(1024))
     with pytest.raises(ValueError, match="not a slot file"):
-        Beat(foreign, 0, 0, 0)
+        Beat(foreign, 0)
     with pytest.raises(ValueError, match="with slot 2"):
-        Beat(slots.path, 2, 0, 0)
+        Beat(slots.path, 2)
 
 
 def test_a_helper_thread_must_not_beat(slots: SlotFile) -> None:
-    beat = Beat(slots.path, 0, 0, 0)
+    beat = Beat(slots.path, 0)
     errors: list[str] = []
 
     def run() -> None:
@@ -235,7 +235,7 @@ def test_a_thread_that_beats_would_hide_an_endless_loop(
 ) -> None:
     """Negative control: if threads may beat, the agent does not notice that the main thread is in an endless loop."""
     limit_s = 0.3
-    beat = Beat(slots.path, 0, 0, 0)
+    beat = Beat(slots.path, 0)
     over = threading.Event()
 
     def keep_beating() -> None:
@@ -252,14 +252,14 @@ def test_a_thread_that_beats_would_hide_an_endless_loop(
     until = time.monotonic() + 2 * limit_s
     while time.monotonic() < until:
         pass  # the endless loop
-    suspects = judge(watch.living(), GapTracker(5.0, limit_s, limit_s))
+    suspects = overdue(watch.living(), GapTracker(5.0, limit_s, limit_s).limit_s)
     over.set()
     assert bool(suspects) is not beats_from_thread
 
 
 def test_a_worker_names_the_processes_it_beats_for(slots: SlotFile) -> None:
     """With the controls: none before, none afterwards, and more than the slots hold are refused."""
-    beat = Beat(slots.path, local_rank=1, rank=7, restart=3)
+    beat = Beat(slots.path, local_rank=1)
     assert slots.read(1).represents == ()
     beat.represent(range(100, 100 + MAX_REPRESENTED))
     assert slots.read(1).represents == (*range(100, 100 + MAX_REPRESENTED),)
@@ -272,7 +272,7 @@ def test_a_worker_names_the_processes_it_beats_for(slots: SlotFile) -> None:
 
 def test_a_single_worker_can_be_reset(slots: SlotFile) -> None:
     for local_rank in (0, 1):
-        Beat(slots.path, local_rank, rank=local_rank, restart=0).beat(Phase.TRAIN, 5)
+        Beat(slots.path, local_rank).beat(Phase.TRAIN, 5)
     slots.clear_worker(1)
     assert (slots.read(0).step, slots.read(1).pid, slots.read(1).step) == (5, 0, 0)
 

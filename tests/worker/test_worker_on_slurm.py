@@ -113,6 +113,11 @@ def submit(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         command += ["--attempt", "1", "--path", str(TARGETS)]
         if not native:
             command += ["--target", "trainer=fake_roles:train", "--target", "rollout=fake_roles:serve"]
+        environment = {
+            "PYTHONPATH": f"{tmp_path / 'own'}{os.pathsep}{REPOSITORY}",
+            "TOY_GO": str(run.run_dir.root / "go"),
+            "HF_HUB_OFFLINE": "1",
+        }
         request = JobRequest(
             run_id=run.run_dir.run_id,
             placement=placement,
@@ -121,12 +126,7 @@ def submit(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
             cpus_per_node=1,
             memory_gb=0,
             time_limit_s=600,
-            environment={
-                "PYTHONPATH": f"{tmp_path / 'own'}{os.pathsep}{REPOSITORY}",
-                "TOY_GO": str(run.run_dir.root / "go"),
-                "HF_HUB_OFFLINE": "1",
-            },
-            slurm=SlurmSpec(),
+            slurm=SlurmSpec(environment=environment),
         )
         scheduler = SlurmScheduler()
         return Watcher(run.run_dir, placement, scheduler.submit(request), scheduler, None)

@@ -21,7 +21,7 @@ from rlhf_core.worker import processes
 from rlhf_core.worker.groups.fork_server import ForkServer
 from rlhf_core.worker.nodes import probe as probe_module
 from rlhf_core.worker.nodes.membership import Nodes
-from rlhf_core.worker.nodes.probe import Probe, ProbePlace
+from rlhf_core.worker.nodes.probe import Probe
 from rlhf_core.worker.roles import WARM_PROBE
 from rlhf_core.worker.worker_process import AGENT_VARIABLE
 
@@ -34,7 +34,7 @@ def make_probe(folder: Path, probe_s: float = 60.0) -> tuple[RunDir, Probe]:
     spec = make_spec(preflight={"probe_s": probe_s}, resources={"ranks_per_node": NUM_RANKS})
     write_model(run_dir.spec, stored_spec(run_dir.run_id, spec))
     placement = Placement(attempt=1, num_nodes=1, phases=())
-    return run_dir, Probe(ProbePlace(run_dir, 1, Nodes(("n1",), ("127.0.0.1",), 0), spec, placement, ""))
+    return run_dir, Probe(run_dir, 1, Nodes(("n1",), ("127.0.0.1",), 0), spec, placement, "")
 
 
 class Starter:

@@ -11,7 +11,7 @@ from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.resources import PASSED_VARIABLE, Placement
 from rlhf_core.worker.nodes import facts as node_facts
 from rlhf_core.worker.nodes.membership import Nodes
-from rlhf_core.worker.nodes.probe import Probe, ProbePlace
+from rlhf_core.worker.nodes.probe import Probe
 from rlhf_core.worker.nodes.shown_variables import HIDDEN, attempt_key, shown, shown_variables
 
 KEY = b"key of the attempt"
@@ -89,7 +89,7 @@ def test_the_report_of_a_node_is_readable_only_by_the_owner_of_the_run(
     monkeypatch.setenv("NCCL_NOTE", "in the open")
     run_dir = make_run(tmp_path / "runs")
     placement = Placement(attempt=1, num_nodes=1, phases=())
-    Probe(ProbePlace(run_dir, 1, Nodes(("n1",), ("127.0.0.1",), 0), make_spec(), placement, "")).facts()
+    Probe(run_dir, 1, Nodes(("n1",), ("127.0.0.1",), 0), make_spec(), placement, "").facts()
     path = run_dir.attempt(1).node_facts("n1")
     assert path.stat().st_mode & 0o777 == 0o600
     assert run_dir.spec.stat().st_mode & 0o044, "the control: others may read what is written as usual"

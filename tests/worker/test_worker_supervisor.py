@@ -6,14 +6,14 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from given_process import GivenProcess
 from process_tools import until
 
-from rlhf_core.diagnosis.hangs.liveness import GapTracker, judge
+from rlhf_core.diagnosis.hangs.liveness import GapTracker, overdue
 from rlhf_core.run_dir.attempt import AttemptDir
 from rlhf_core.run_dir.run import new_run_id
 from rlhf_core.schemas.agent_messages import GroupState, NodeState
@@ -21,6 +21,7 @@ from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import AgentCommand, Phase, RankStatus
 from rlhf_core.schemas.resources import GroupPlan
+from rlhf_core.schemas.supervision import SuperviseSpec
 from rlhf_core.worker.channel.messages import AgentChannel
 from rlhf_core.worker.channel.signing import MessageSigner
 from rlhf_core.worker.channel.store import MemoryAgentStore
@@ -62,10 +63,31 @@ def silent_worker() -> Iterator["subprocess.Popen[bytes]"]:
     process.wait()
 
 
-def _supervise(folder: Path, slots: SlotFile, inbox: SignalInbox, limit_s: float) -> Supervisor:
+class NoDeadline(ExitDeadline):
+    """Never ends the process of the tests."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda why: None)
+        self.has_left = False
+
+    def set(self, seconds: float, why: str) -> None:
+        pass
+
+    def leave_now(self) -> None:
+        self.has_left = True
+
+
+def _supervise(
+    folder: Path,
+    inbox: SignalInbox,
+    tracker: GapTracker,
+    channel: AgentChannel = ALONE,
+    deadline: ExitDeadline | None = None,
+    is_superseded: Callable[[], bool] = lambda: False,
+) -> Supervisor:
     restart_dir = AttemptDir(folder, 1).restart(0)
-    tracker = GapTracker(5.0, limit_s, limit_s)
-    supervisor = Supervisor(ALONE, inbox, tracker, EventLog("here", restart_dir), list)
+    events, spec, deadline = EventLog("here", restart_dir), SuperviseSpec(), deadline or NoDeadline()
+    supervisor = Supervisor(channel, inbox, tracker, events, list, spec, folder, deadline, is_superseded, tuple)
     supervisor.enter(Role.TRAINER, restart_dir)
     return supervisor
 
@@ -83,7 +105,7 @@ def test_a_hang_is_found_although_nothing_can_be_written(
 ) -> None:
     folder = tmp_path / "no-folder"
     folder.write_text("every write below this path fails", encoding="utf-8")
-    supervisor = _supervise(folder, slots, inbox, 0.5)
+    supervisor = _supervise(folder, inbox, GapTracker(5.0, 0.5, 0.5))
     watch = _watch(supervisor, folder, slots, silent_worker.pid)
     supervisor.start()
     until(lambda: watch.poll() or watch.exits, timeout_s=10.0)
@@ -99,7 +121,6 @@ def test_a_woken_agent_asks_until_it_knows_whether_the_run_went_on_without_it(
 ) -> None:
     """The file system of a node that was frozen responds only after a while."""
     answers: list[bool | OSError] = [OSError(errno.EIO, "Input/output error"), True]
-    left: list[str] = []
 
     def is_superseded() -> bool:
         answer = answers.pop(0)
@@ -107,33 +128,23 @@ def test_a_woken_agent_asks_until_it_knows_whether_the_run_went_on_without_it(
             raise answer
         return answer
 
-    deadline = ExitDeadline(lambda why: None)
-    deadline.leave_now = lambda: left.append("left")  # type: ignore[method-assign]
+    deadline = NoDeadline()
     channel = AgentChannel(Nodes(("here",), ("127.0.0.1",), 0), MemoryAgentStore())
-    restart_dir = AttemptDir(tmp_path, 1).restart(0)
-    supervisor = Supervisor(
-        channel,
-        inbox,
-        GapTracker(5.0, 60.0, 60.0),
-        EventLog("here", restart_dir),
-        list,
-        deadline=deadline,
-        is_superseded=is_superseded,
-    )
-    supervisor.enter(Role.TRAINER, restart_dir)
+    tracker = GapTracker(5.0, 60.0, 60.0)
+    supervisor = _supervise(tmp_path, inbox, tracker, channel, deadline, is_superseded)
     supervisor._num_pauses = -1  # a pause that it has not noticed yet
     for _ in range(3):
         with contextlib.suppress(OSError):
             supervisor._tick()
     supervisor._series.stop(time.monotonic())
     supervisor._telemetry.stop()
-    assert (left, answers) == (["left"], [])
+    assert (deadline.has_left, answers) == (True, [])
 
 
 def test_one_error_does_not_end_supervision(
     tmp_path: Path, slots: SlotFile, inbox: SignalInbox, silent_worker: "subprocess.Popen[bytes]"
 ) -> None:
-    supervisor = _supervise(tmp_path, slots, inbox, 0.5)
+    supervisor = _supervise(tmp_path, inbox, GapTracker(5.0, 0.5, 0.5))
     calls: list[int] = []
 
     def stumble() -> list[AgentCommand]:
@@ -158,7 +169,7 @@ def test_a_worker_that_resumes_while_evidence_is_collected_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Suspect, collect evidence, read again: the second reading decides."""
-    supervisor = _supervise(tmp_path, slots, inbox, 0.5)
+    supervisor = _supervise(tmp_path, inbox, GapTracker(5.0, 0.5, 0.5))
     watch = _watch(supervisor, tmp_path, slots, silent_worker.pid)
 
     def collect(*_: object) -> list[str]:
@@ -178,7 +189,7 @@ def test_a_worker_that_resumes_while_evidence_is_collected_is_left_alone(
 def test_signals_become_orders_while_the_main_thread_is_busy(
     tmp_path: Path, slots: SlotFile, inbox: SignalInbox
 ) -> None:
-    supervisor = _supervise(tmp_path, slots, inbox, 60.0)
+    supervisor = _supervise(tmp_path, inbox, GapTracker(5.0, 60.0, 60.0))
     supervisor.start()
     os.kill(os.getpid(), signal.SIGUSR2)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -205,7 +216,7 @@ def test_an_engine_with_a_silent_agent_is_blamed_for_waiting_trainers(
         for index in range(2)
     )
     restart_dir, tracker = AttemptDir(tmp_path, 1).restart(0), GapTracker(5.0, 5.0, 5.0)
-    watcher = Supervisor(leader, inbox, tracker, EventLog("here", restart_dir), list)
+    watcher = _supervise(tmp_path, inbox, tracker, leader)
     plan = GroupPlan(role=Role.ROLLOUT, nodes=(1,), workers_per_node=1, restart="alone")
     supervised = watcher.supervise(GivenProcess(plan, 0, restart_dir, GroupSeat("here", -1, slots, leader.clock)), 0)
     engine = rank_of(Role.ROLLOUT, Phase.ROLLOUT, "there", age_s=0.1)
@@ -217,7 +228,7 @@ def test_an_engine_with_a_silent_agent_is_blamed_for_waiting_trainers(
     until(lambda: leader.silence_s(1) > 3.5)
     watcher._lead()
     trainer = rank_of(Role.TRAINER, Phase.WEIGHT_SYNC, "here", age_s=6.0)
-    blamed = judge([trainer], tracker, {Role.ROLLOUT: supervised.condition})
+    blamed = overdue([trainer], tracker.limit_s, {Role.ROLLOUT: supervised.condition})
     leader.close()
     assert [one.status.rank for one in blamed] == ([] if counts else [0])
 

@@ -27,7 +27,7 @@ GIB = 2**30
 
 @pytest.fixture
 def reader() -> Iterator[Telemetry]:
-    found = Telemetry()
+    found = Telemetry(print, Path("/"))
     yield found
     found.stop()
 
@@ -59,7 +59,7 @@ def test_a_worker_that_has_ended_counts_nothing(reader: Telemetry) -> None:
 def test_the_processor_use_of_workers_excludes_the_rest_of_the_machine(reader: Telemetry) -> None:
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     idle = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    quiet = Telemetry()
+    quiet = Telemetry(print, Path("/"))
     try:
         reader.read([busy.pid])
         quiet.read([idle.pid])
@@ -81,7 +81,7 @@ def at_rates(monkeypatch: pytest.MonkeyPatch, before: dict[str, Any], after: dic
     clock = [100.0]
     monkeypatch.setattr(telemetry.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(telemetry.psutil, "net_io_counters", lambda pernic: before)
-    found = Telemetry()
+    found = Telemetry(print, Path("/"))
     clock[0] += 2.0
     monkeypatch.setattr(telemetry.psutil, "net_io_counters", lambda pernic: after)
     return found._rates()
@@ -262,7 +262,7 @@ def test_without_a_driver_there_are_no_gpu_figures_and_one_message(monkeypatch: 
     driver.answers["nvmlInit"] = refuses(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
     monkeypatch.setitem(sys.modules, "pynvml", driver)
     messages: list[str] = []
-    reads = Telemetry(messages.append)
+    reads = Telemetry(messages.append, Path("/"))
     try:
         until(lambda: reads.read([]) and messages)
         assert not any(name.startswith("gpu") for name in reads.read([]))
@@ -282,7 +282,7 @@ def test_a_hanging_driver_does_not_block_supervision(nvml: Nvml, monkeypatch: py
     freed = threading.Event()
     monkeypatch.setattr(telemetry, "STALE_S", 0.2)
     nvml.answers["nvmlDeviceGetPowerUsage"] = lambda handle: freed.wait() and 512_500
-    reads = Telemetry()
+    reads = Telemetry(print, Path("/"))
     try:
         assert "cpu_percent" in reads.read([])
         assert until(lambda: reads.read([]).get("slow_reading_age_s", 0.0) > 0.2)

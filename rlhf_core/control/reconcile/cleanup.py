@@ -143,9 +143,7 @@ class SnapshotCleanup:
 
     def _removable(self, referred: Collection[tuple[str, str]]) -> list[snapshots.Copy]:
         days = self._site.retention.deployments_days
-        return (
-            snapshots.removable(snapshots.copies(self._site.home), referred, days=days, now=utc_now()) if days else []
-        )
+        return snapshots.removable(snapshots.copies(self._site.home), referred, days=days, now=utc_now())
 
     def _referred_by_runs(self) -> Iterator[tuple[str, str]]:
         """Snapshots that runs refer to which may be resumed. The history also knows runs in other folders of this site;

@@ -56,6 +56,18 @@ def lease_name(site: Site) -> str:
     return f"site:keeper:{site.runs_dir}"
 
 
+def take_lease(site: Site, store: HistoryStore) -> HeldLease:
+    """Take the daemon's lease, and renew it from now on.
+
+    Raises:
+        LeaseLost, HistoryError: another process holds it, or the history does not answer.
+    """
+    name, owner = lease_name(site), str(Owner.this_process())
+    lease = HeldLease(store, name, owner, store.acquire_lease(name, owner, TTL_S, takeover=known_dead))
+    lease.start()
+    return lease
+
+
 def run(
     site: Site,
     stop: threading.Event,
@@ -115,14 +127,11 @@ def _history(site: Site, stop: threading.Event) -> Iterator[HistoryStore | None]
 
 def _lease(site: Site, store: HistoryStore, stop: threading.Event) -> HeldLease | None:
     """Acquire the daemon's lease as soon as it is free; None if the daemon is stopped before."""
-    name, owner = lease_name(site), str(Owner.this_process())
     logged = ""
     while not stop.is_set():
         try:
-            token = store.acquire_lease(name, owner, TTL_S, takeover=known_dead)
+            lease = take_lease(site, store)
             log.info("this process looks after %s", site.runs_dir)
-            lease = HeldLease(store, name, owner, token)
-            lease.start()
             return lease
         except LeaseLost:
             why = "another daemon is at work; waiting for its lease"

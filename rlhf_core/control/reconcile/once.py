@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from rlhf_core.config.site import Site
 from rlhf_core.control.reconcile.actions import ActionResult, Reconciler
 from rlhf_core.control.reconcile.flow_runs import FlowRuns
-from rlhf_core.control.reconcile.loop import TTL_S, lease_name
+from rlhf_core.control.reconcile.loop import lease_name, take_lease
 from rlhf_core.diagnosis.reconcile.decisions import ReconcileAction
 from rlhf_core.errors import LeaseLost
 from rlhf_core.history.queries.controllers import lease_holder
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.launch.lease import HeldLease, Owner, known_dead, owner_text
+from rlhf_core.launch.lease import owner_text
 
 Warn = Callable[[str], None]
 """Called with each problem that leaves something unknown."""
@@ -32,13 +32,10 @@ def reconcile_once(site: Site, store: HistoryStore, flow_runs: FlowRuns | None, 
         LeaseLost: the daemon of the site is running and reconciles by itself, or has started meanwhile.
         HistoryError: the history does not answer.
     """
-    name, owner = lease_name(site), str(Owner.this_process())
     try:
-        token = store.acquire_lease(name, owner, TTL_S, takeover=known_dead)
+        lease = take_lease(site, store)
     except LeaseLost:
         raise _daemon_at_work(site, store) from None
-    lease = HeldLease(store, name, owner, token)
-    lease.start()
 
     def may() -> bool:
         try:

@@ -2,8 +2,8 @@
 
 A worker hangs when it has been silent for longer than ``max(floor, factor x longest silence that ended well)`` in its
 phase. The rule limits the gap between two beats, not the length of a phase: long phases also send beats. Long before
-that, a worker is inspected (:func:`suspect`), and a proven standstill is acted upon at once (``standstill.py``). Three
-exceptions prevent false alarms:
+that, a worker is inspected (:meth:`GapTracker.suspicion_s`), and a proven standstill is acted upon at once
+(``standstill.py``). Three exceptions prevent false alarms:
 
 - a worker that waits inside a collective is not judged while a peer that it may wait for is within its own limit: a
   trainer that waits for a slow rollout is not hung;
@@ -191,9 +191,16 @@ def _place(rank: RankStatus) -> Place:
     return rank.role, rank.node, rank.local_rank
 
 
-def judge(
+def _waits_for_fault(rank: RankStatus, limit_s: float, waits_for: Conditions) -> bool:
+    """True if its silence may be caused by a group that it waits for and that is, or was just now, at fault."""
+    awaited = WAITS_FOR.get(rank.role, {}).get(rank.phase)
+    condition = waits_for.get(awaited) if awaited is not None else None
+    return condition is not None and (condition.is_at_fault or condition.well_for_s < limit_s)
+
+
+def overdue(
     ranks: Sequence[RankStatus],
-    tracker: GapTracker,
+    limit_s: Callable[[RankStatus], float],
     waits_for: Conditions = MappingProxyType({}),
     *,
     alone: bool = False,
@@ -202,40 +209,14 @@ def judge(
 
     Args:
         ranks: All running workers of the group, as just read; ``observe`` was called with them before.
-        tracker: Thresholds and learned silences.
+        limit_s: Silence allowed to a worker, in seconds: ``GapTracker.limit_s`` for those that hang,
+            ``GapTracker.suspicion_s`` for those to be inspected.
         waits_for: Groups beside it. While one is at fault, a worker that waits for it is not hung; afterwards, its
             whole limit starts again.
         alone: True if the workers do not wait for each other, so each is judged separately.
     """
-    return _silent(ranks, tracker.limit_s, waits_for, alone=alone)
-
-
-def suspect(
-    ranks: Sequence[RankStatus],
-    tracker: GapTracker,
-    waits_for: Conditions = MappingProxyType({}),
-    *,
-    alone: bool = False,
-) -> list[Suspect]:
-    """Workers that have been silent for longer than usual: they are inspected, not ended.
-
-    Args: as for :func:`judge`.
-    """
-    return _silent(ranks, tracker.suspicion_s, waits_for, alone=alone)
-
-
-def _waits_for_fault(rank: RankStatus, limit_s: float, waits_for: Conditions) -> bool:
-    """True if its silence may be caused by a group that it waits for and that is, or was just now, at fault."""
-    awaited = WAITS_FOR.get(rank.role, {}).get(rank.phase)
-    condition = waits_for.get(awaited) if awaited is not None else None
-    return condition is not None and (condition.is_at_fault or condition.well_for_s < limit_s)
-
-
-def _silent(
-    ranks: Sequence[RankStatus], limit_s: Callable[[RankStatus], float], waits_for: Conditions, *, alone: bool = False
-) -> list[Suspect]:
     if alone:
-        return [one for rank in ranks for one in _silent([rank], limit_s, waits_for)]
+        return [one for rank in ranks for one in overdue([rank], limit_s, waits_for)]
     limits_s = [(rank, limit_s(rank)) for rank in ranks]
     silent = [
         Suspect(rank, allowed_s)

@@ -24,48 +24,16 @@ ENGINES = frozenset({"vllm", "sglang", "lmdeploy", "tensorrt_llm", "vllm_ascend"
 """Packages that generate text in a separate process."""
 ENGINE_PROCESSES = re.compile(r"EngineCore|[Vv]llm|vLLM|SGLang|sglang|Worker_[DTP]P\d")
 """Labels of processes of an engine."""
-SERVICES = frozenset(
-    {
-        "wandb",
-        "swanlab",
-        "mlflow",
-        "comet_ml",
-        "neptune",
-        "clearml",
-        "openai",
-        "anthropic",
-        "huggingface_hub",
-        "modelscope",
-    }
-    | {
-        "urllib3",
-        "requests",
-        "httpx",
-        "httpcore",
-        "aiohttp",
-        "botocore",
-        "boto3",
-        "s3transfer",
-        "gcsfs",
-        "fsspec",
-        "urllib",
-    }
-)
+SERVICES = frozenset((
+    "wandb", "swanlab", "mlflow", "comet_ml", "neptune", "clearml", "openai", "anthropic", "huggingface_hub",
+    "modelscope", "urllib3", "requests", "httpx", "httpcore", "aiohttp", "botocore", "boto3", "s3transfer", "gcsfs",
+    "fsspec", "urllib",
+))  # fmt: skip
 """Packages that connect to services outside the job."""
-CACHES = frozenset(
-    {
-        "huggingface_hub",
-        "transformers",
-        "datasets",
-        "torch",
-        "triton",
-        "filelock",
-        "modelscope",
-        "diskcache",
-        "matplotlib",
-    }
-    | {"vllm", "sglang", "flashinfer", "fsspec", "wandb", "jieba", "nltk", "numba", "joblib", "hydra", "ray"}
-)
+CACHES = frozenset((
+    "huggingface_hub", "transformers", "datasets", "torch", "triton", "filelock", "modelscope", "diskcache",
+    "matplotlib", "vllm", "sglang", "flashinfer", "fsspec", "wandb", "jieba", "nltk", "numba", "joblib", "hydra", "ray",
+))  # fmt: skip
 """Packages with their own cache folders, often shared with other users."""
 
 

@@ -6,7 +6,7 @@ deviating node and the difference.
 """
 
 import fnmatch
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from rlhf_core.diagnosis.nodes.differences import ABSENT, by_value, differences
@@ -239,6 +239,18 @@ def _differing(
     return results
 
 
+def _by_severity(
+    check: NodeCheck, values: Mapping[str, Mapping[str, str]], is_grave: Callable[[str], bool], advice: str
+) -> list[CheckResult]:
+    """Block nodes that differ in grave keys, and warn about differences in all others."""
+    grave = {node: {key: held for key, held in own.items() if is_grave(key)} for node, own in values.items()}
+    other = {node: {key: held for key, held in own.items() if not is_grave(key)} for node, own in values.items()}
+    return [
+        *_differing(check, grave, CheckStatus.BLOCKED, advice),
+        *_differing(check, other, CheckStatus.WARNING, advice),
+    ]
+
+
 def _listed(pairs: Iterable[tuple[str, str]]) -> str:
     return ", ".join(f"{key} {value}" if value == ABSENT else f"{key} = {_short(value)}" for key, value in pairs)
 
@@ -294,34 +306,24 @@ def _launch(facts: Mapping[int, NodeFacts], plan: Plan) -> list[CheckResult]:
 
 def _variables(facts: Mapping[int, NodeFacts], plan: Plan) -> list[CheckResult]:
     skipped = (*PER_NODE, *LAUNCHING, *plan.per_node_variables)
-    hard: dict[str, dict[str, str]] = {}
-    soft: dict[str, dict[str, str]] = {}
-    for one in facts.values():
-        own = {name: value for name, value in one.variables.items() if not _matches(name, skipped)}
-        strict = {name for name in own if _matches(name, MUST_AGREE) and not _matches(name, MAY_DIFFER)}
-        hard[one.node] = {name: own[name] for name in strict}
-        soft[one.node] = {name: own[name] for name in own if name not in strict}
+    values = {
+        one.node: {name: value for name, value in one.variables.items() if not _matches(name, skipped)}
+        for one in facts.values()
+    }
     advice = "set it to the same value on all nodes (slurm.environment), or add it to preflight.per_node_variables"
-    return [
-        *_differing(VARIABLES, hard, CheckStatus.BLOCKED, advice),
-        *_differing(VARIABLES, soft, CheckStatus.WARNING, advice),
-    ]
+    return _by_severity(
+        VARIABLES, values, lambda name: _matches(name, MUST_AGREE) and not _matches(name, MAY_DIFFER), advice
+    )
 
 
 def _versions(facts: Mapping[int, NodeFacts]) -> list[CheckResult]:
-    core: dict[str, dict[str, str]] = {}
-    other: dict[str, dict[str, str]] = {}
-    for one in facts.values():
-        own = {name: (name, held) for name, held in one.versions.items()}
-        of_trainer = {f"trainer's {name}": (name, held) for name, held in one.trainer_versions.items()}
-        both = {**own, **of_trainer}
-        core[one.node] = {key: held for key, (name, held) in both.items() if _matches(name, CORE_PACKAGES)}
-        other[one.node] = {key: held for key, (name, held) in both.items() if key not in core[one.node]}
+    of_trainer = "trainer's "
+    values = {
+        one.node: {**one.versions, **{f"{of_trainer}{name}": held for name, held in one.trainer_versions.items()}}
+        for one in facts.values()
+    }
     advice = "install the same environment on all nodes, preferably on a shared file system or in one image"
-    return [
-        *_differing(VERSIONS, core, CheckStatus.BLOCKED, advice),
-        *_differing(VERSIONS, other, CheckStatus.WARNING, advice),
-    ]
+    return _by_severity(VERSIONS, values, lambda key: _matches(key.removeprefix(of_trainer), CORE_PACKAGES), advice)
 
 
 def _hardware(facts: Mapping[int, NodeFacts], plan: Plan) -> list[CheckResult]:
@@ -341,11 +343,7 @@ def _hardware(facts: Mapping[int, NodeFacts], plan: Plan) -> list[CheckResult]:
     short = {result.node for result in found}
     complete = {one.node: one.hardware for one in facts.values() if one.node not in short}
     advice = "request one kind of node (slurm.constraint, slurm.gpu_type): the slowest sets the pace"
-    hard = {node: {key: value for key, value in own.items() if key == "gpu_types"} for node, own in complete.items()}
-    soft = {node: {key: value for key, value in own.items() if key != "gpu_types"} for node, own in complete.items()}
-    found += _differing(HARDWARE, hard, CheckStatus.BLOCKED, advice)
-    found += _differing(HARDWARE, soft, CheckStatus.WARNING, advice)
-    return found
+    return found + _by_severity(HARDWARE, complete, lambda key: key == "gpu_types", advice)
 
 
 def _clocks(facts: Mapping[int, NodeFacts], ahead_s: Mapping[int, float], plan: Plan) -> list[CheckResult]:

@@ -25,13 +25,9 @@ _SAVE_EVERY = (
     "trainer.save_freq", "ckpt.save_steps",
 )  # fmt: skip
 _KEEP = (
-    "save_total_limit",
-    "max_ckpt_num",
-    "keep_last",
-    "checkpoints_total_limit",
-    "trainer.max_actor_ckpt_to_keep",
+    "save_total_limit", "max_ckpt_num", "keep_last", "checkpoints_total_limit", "trainer.max_actor_ckpt_to_keep",
     "ckpt.max_num",
-)
+)  # fmt: skip
 _MODEL = (
     "model", "model_name_or_path", "model_id_or_path", "model_path", "pretrain", "base_model", "model_name",
     "actor_rollout_ref.model.path", "actor.model_name_or_path", "model.model_name_or_path",
@@ -42,21 +38,12 @@ _DATA = (
 )  # fmt: skip
 _RESUME = ("resume_from_checkpoint", "resume", "resume_from", "load_checkpoint", "trainer.resume_mode", "init_from")
 _RATE = (
-    "learning_rate",
-    "lr",
-    "actor_learning_rate",
-    "actor_rollout_ref.actor.optim.lr",
-    "optimizer.lr",
-    "adam.lr",
+    "learning_rate", "lr", "actor_learning_rate", "actor_rollout_ref.actor.optim.lr", "optimizer.lr", "adam.lr",
     "actor.adam.lr",
-)
+)  # fmt: skip
 _PER_DEVICE = (
-    "per_device_train_batch_size",
-    "micro_train_batch_size",
-    "micro_batch_size",
-    "batch_size",
-    "train.micro_batch_size",
-)
+    "per_device_train_batch_size", "micro_train_batch_size", "micro_batch_size", "batch_size", "train.micro_batch_size",
+)  # fmt: skip
 _ACCUMULATED = ("gradient_accumulation_steps", "grad_accum_steps", "accumulation_steps")
 _WHOLE_BATCH = ("train_batch_size", "global_batch_size", "data.train_batch_size", "train.batch_size")
 _STAYS = "stays in the launch line"

@@ -1,9 +1,8 @@
 """Draft of a config: the launch line with the replacements so far, the settings read from it, and the missing parts."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 
 from pydantic import JsonValue
 
@@ -79,11 +78,12 @@ class Draft:
 
     def find(self, role: Role, *names: str) -> int | None:
         """Index of the last remaining item with one of these names."""
-        for index in reversed(range(len(self.line.items))):
-            item = self.line.items[index]
-            if item.role == role and item.name in names and self.words[index]:
-                return index
-        return None
+        return max(self._remaining(role, names), default=None)
+
+    def _remaining(self, role: Role, names: Collection[str]) -> list[int]:
+        """Indices of the remaining items with one of these names."""
+        items = enumerate(self.line.items)
+        return [index for index, item in items if item.role == role and item.name in names and self.words[index]]
 
     def value_at(self, index: int) -> str:
         """Value of an option as given; empty for a flag."""
@@ -117,12 +117,10 @@ class Draft:
 
     def drop(self, role: Role, *names: str) -> list[str]:
         """Remove every option with these names, and return their values."""
-        found = []
-        for index, item in enumerate(self.line.items):
-            if item.role == role and item.name in names and self.words[index]:
-                found.append(self.value_at(index))
-                self.words[index] = () if item.is_joined else self.words[index][2:]
-        return found
+        found = self._remaining(role, names)
+        for index in found:
+            self.words[index] = () if self.line.items[index].is_joined else self.words[index][2:]
+        return [self.value_at(index) for index in found]
 
     def put(self, role: Role, names: Sequence[str], value: str, spelling: str) -> None:
         """Give every option with these names a value; if there is none, add one in the given spelling.
@@ -130,11 +128,7 @@ class Draft:
         Args:
             spelling: ``--name`` for two words, ``name=`` for one; empty to add none.
         """
-        found = [
-            index
-            for index, item in enumerate(self.line.items)
-            if item.role == role and item.name in names and self.words[index]
-        ]
+        found = self._remaining(role, names)
         for index in found:
             self.replace(index, value)
         if not found and spelling:
@@ -214,8 +208,3 @@ def _pairs(words: Sequence[str]) -> Iterator[tuple[str, ...]]:
 def number(text: str | None) -> int | None:
     """Parse a positive whole number; None for anything else."""
     return int(text) if text and re.fullmatch(r"[1-9]\d{0,8}", text, re.ASCII) else None
-
-
-def file_name(path: str) -> str:
-    """Last part of a path, without its extension."""
-    return PurePosixPath(path).stem

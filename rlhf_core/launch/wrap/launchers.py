@@ -6,20 +6,20 @@ from collections.abc import Callable, Mapping
 from rlhf_core.launch.wrap.draft import Draft, number
 from rlhf_core.shell.launch_line import Launcher
 
-_TORCHRUN = (
-    (("nnodes",), "{num_nodes}"),
-    (("nproc_per_node",), "{ranks_per_node}"),
-    (("node_rank",), "{node_rank}"),
-    (("master_addr",), "{master_addr}"),
-    (("master_port",), "{master_port}"),
-)
-_ACCELERATE = (
-    (("num_machines",), "{num_nodes}"),
-    (("num_processes",), "{num_ranks}"),
-    (("machine_rank",), "{node_rank}"),
-    (("main_process_ip",), "{master_addr}"),
-    (("main_process_port",), "{master_port}"),
-)
+_TORCHRUN = {
+    "nnodes": "{num_nodes}",
+    "nproc_per_node": "{ranks_per_node}",
+    "node_rank": "{node_rank}",
+    "master_addr": "{master_addr}",
+    "master_port": "{master_port}",
+}
+_ACCELERATE = {
+    "num_machines": "{num_nodes}",
+    "num_processes": "{num_ranks}",
+    "machine_rank": "{node_rank}",
+    "main_process_ip": "{master_addr}",
+    "main_process_port": "{master_port}",
+}
 _BY_VARIABLES = {
     "NNODES": "{num_nodes}",
     "NODE_RANK": "{node_rank}",
@@ -122,9 +122,9 @@ def _ranks_or_gpus(draft: Draft, ranks: str | None) -> str | None:
     return str(gpus) if ranks in ("gpu", "auto") and gpus else ranks
 
 
-def _put(draft: Draft, options: tuple[tuple[tuple[str, ...], str], ...]) -> None:
-    for names, value in options:
-        draft.put("launcher_option", names, value, f"--{names[0]}=")
+def _put(draft: Draft, options: Mapping[str, str]) -> None:
+    for name, value in options.items():
+        draft.put("launcher_option", [name], value, f"--{name}=")
     draft.report("meeting point and node ranks", "options of the launcher", "placeholders in trainer.argv")
 
 
@@ -186,8 +186,7 @@ def _deepspeed(draft: Draft) -> None:
         "--local_rank: deepspeed gives it to the program, torchrun sets LOCAL_RANK instead",
         "nothing, if the program accepts both (deepspeed and transformers do)",
     )
-    for names, value in _TORCHRUN:
-        draft.launcher_words.append(f"--{names[0]}={value}")
+    draft.launcher_words += [f"--{name}={value}" for name, value in _TORCHRUN.items()]
 
 
 def _by_variables(draft: Draft) -> None:
@@ -206,8 +205,8 @@ def _trl(draft: Draft) -> None:
     nodes = draft.given("argument", "num_machines") or draft.in_files("num_machines")
     total = draft.given("argument", "num_processes") or draft.in_files("num_processes")
     _accelerate_counts(draft, nodes, total)
-    for names, value in _ACCELERATE:
-        draft.put("argument", names, value, f"--{names[0]}")
+    for name, value in _ACCELERATE.items():
+        draft.put("argument", [name], value, f"--{name}")
     draft.report("meeting point and node ranks", "options of accelerate", "placeholders in trainer.argv")
 
 
@@ -223,7 +222,7 @@ def _axolotl(draft: Draft) -> None:
 
 def axolotl_launcher_words() -> list[str]:
     """Options of torchrun in axolotl's form, after everything else."""
-    return ["--", *(f"--{names[0]}={value}" for names, value in _TORCHRUN)]
+    return ["--", *(f"--{name}={value}" for name, value in _TORCHRUN.items())]
 
 
 def _per_rank(draft: Draft) -> None:

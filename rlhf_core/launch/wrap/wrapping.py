@@ -14,7 +14,7 @@ from rlhf_core.config.toml_files import MAX_CONFIG_BYTES
 from rlhf_core.errors import BadInput
 from rlhf_core.launch.wrap.arguments import read_arguments
 from rlhf_core.launch.wrap.config_text import config_text, shown_line
-from rlhf_core.launch.wrap.draft import Draft, ReadPart, UnreadPart, WrapSurroundings, file_name
+from rlhf_core.launch.wrap.draft import Draft, ReadPart, UnreadPart, WrapSurroundings
 from rlhf_core.launch.wrap.frameworks import Family, FrameworkName, recognise
 from rlhf_core.launch.wrap.launchers import axolotl_launcher_words, read_launcher
 from rlhf_core.launch.wrap.scripts import ScriptFacts, read_script
@@ -198,13 +198,14 @@ def _name(draft: Draft, family: Family, given: str) -> None:
         "argument", "run_name", "exp_name", "experiment_name", "wandb_run_name", "trainer.experiment_name"
     )
     of_job = draft.settings.get("name")
-    program = " ".join(draft.line.program) if len(draft.line.program) > 1 else file_name(draft.line.program[0])
+    program = draft.line.program
+    called = " ".join(program) if len(program) > 1 else PurePosixPath(program[0]).stem
     model = draft.given("argument", "model", "model_name_or_path", "pretrain") or ""
     candidates = [
         given,
         run_name or "",
         str(of_job or ""),
-        f"{program} {family.algorithm} {PurePosixPath(model).name}",
+        f"{called} {family.algorithm} {PurePosixPath(model).name}",
         "wrapped",
     ]
     for text in candidates:

@@ -25,7 +25,7 @@ from rlhf_core.schemas.resources import Placement, job_marker
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.survival import Survived
 from rlhf_core.worker.agent.arrivals import AgentsMissing, Arrivals, longest_wait_s
-from rlhf_core.worker.agent.job import AttemptAborted, Ending, Job
+from rlhf_core.worker.agent.job import AttemptAborted, Job
 from rlhf_core.worker.agent.leader import OUTCOME_TIMEOUT_S, Leader
 from rlhf_core.worker.agent.phases import Agent, try_to_write
 from rlhf_core.worker.channel.messages import AgentChannel
@@ -53,10 +53,10 @@ class AgentSite:
     events: EventLog
     channel: AgentChannel | None = None
 
-    def record_exit(self, why: str) -> None:
-        """Record why this agent is being forced to exit. If agent 0 is lost, only the other agents can report it."""
+    def record_exit(self, why: str, state: AttemptState = AttemptState.FAILED) -> None:
+        """Record why this agent exits. A lost agent 0 has left no outcome, so only the other agents can report it."""
         leader_lost = self.channel is not None and self.channel.is_lost
-        self.events.add("agent_ended", why, state=AttemptState.FAILED, leader_lost=leader_lost)
+        self.events.add("agent_ended", why, state=state, leader_lost=leader_lost)
 
 
 def run_agent(run_dir: Path, attempt: int, targets: Mapping[Role, str], import_paths: Sequence[Path]) -> int:
@@ -211,23 +211,20 @@ def _read(run_dir: RunDir, attempt: int, nodes: Nodes) -> tuple[RunSpec, Placeme
     return spec, placement
 
 
-def _report_broken(site: AgentSite, message: str, kind: FailureKind) -> Ending:
+def _report_broken(site: AgentSite, message: str, kind: FailureKind) -> AgreedStep:
     """Stop the other agents too: agent 0 announces the end, any other agent reports its failure."""
     channel = site.channel
+    over = AgreedStep(action="end", state=AttemptState.FAILED, message=message, kind=kind)
     if channel is not None and channel.leads:
-        over = AgreedStep(action="end", state=AttemptState.FAILED, message=message, kind=kind)
         channel.publish("orders", Orders(over=over))
     elif channel is not None:
         problem = f"{site.nodes.name}: {message}"
         channel.send("state", NodeState(wall_s=time.time(), broken=problem, broken_kind=kind))
-    return Ending(AttemptState.FAILED, message, kind)
+    return over
 
 
-def _finish(site: AgentSite, ending: Ending) -> int:
-    message = f"attempt {site.attempt} is {ending.state}: {ending.message}"
-    # A lost agent 0 has left no outcome, so only the other agents can report it.
-    leader_lost = site.channel is not None and site.channel.is_lost
-    site.events.add("agent_ended", message, state=ending.state, leader_lost=leader_lost)
+def _finish(site: AgentSite, ending: AgreedStep) -> int:
+    site.record_exit(f"attempt {site.attempt} is {ending.state}: {ending.message}", ending.state)
     written = True
     if site.nodes.is_first:
         leader = site.leader
@@ -248,8 +245,7 @@ def _finish(site: AgentSite, ending: Ending) -> int:
     is_well = written and ending.state in _GOOD_ENDS
     if site.channel is not None:
         if not is_well and site.channel.leads:
-            over = AgreedStep(action="end", state=ending.state, message=ending.message, kind=ending.kind)
-            site.channel.publish("orders", Orders(over=over))
+            site.channel.publish("orders", Orders(over=ending))
         elif not is_well:
             _await_outcome(site.channel)
         site.channel.close()

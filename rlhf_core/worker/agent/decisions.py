@@ -12,7 +12,7 @@ from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.resources import GroupPlan
 from rlhf_core.worker.agent.damaged_checkpoints import DamagedCheckpoints
 from rlhf_core.worker.agent.job import Job
-from rlhf_core.worker.agent.leader import Leader, RestartBudget, record_decision, record_incident
+from rlhf_core.worker.agent.leader import Leader, RestartBudget
 from rlhf_core.worker.channel.messages import AgentChannel
 from rlhf_core.worker.channel.store import host_worker_store
 from rlhf_core.worker.event_log import EventLog
@@ -46,10 +46,8 @@ class GroupDecisions:
 
     def end(self, state: AttemptState, message: str, kind: FailureKind | None = None, ended_by: str = "") -> AgreedStep:
         """The end of the attempt."""
-        restarts = self.budget.restarts
-        return AgreedStep(
-            action="end", state=state, message=message, kind=kind, ended_by=ended_by, num_restarts=restarts
-        )
+        num = self.budget.restarts
+        return AgreedStep(action="end", state=state, message=message, kind=kind, ended_by=ended_by, num_restarts=num)
 
     def begin_start(self, plan: GroupPlan) -> AgreedStep:
         """Open a new store for one start of the workers: an older store holds addresses of dead processes.
@@ -136,13 +134,13 @@ class GroupDecisions:
         role, requests = group.role, self._requests
         failure = replace(failure, diagnosis=self.budget.confirmed(failure.diagnosis))
         evidence_dir = group.folder(0).evidence_dir
-        number = record_incident(self._leader, self._events, restart_dir, failure, role, evidence_dir)
+        number = self._leader.record_incident(self._events, restart_dir, failure, role, evidence_dir)
         choice = self.budget.choose(failure.diagnosis, self.damaged.remedy(failure))
         choice = self.damaged.choice_for(role, failure, choice)
         if requests.stop and choice.action is Action.RESTART_IN_PLACE:
             reason = f"not restarted in place, because the attempt is ending: {requests.stop}"
             choice = Choice(Action.NEW_ATTEMPT, 0.0, reason)
-        record_decision(self._leader, self._events, restart_dir, choice, number)
+        self._leader.record_decision(self._events, restart_dir, choice, number)
         if failure.damaged_checkpoint and choice.action is not Action.STOP:
             self.damaged.put_aside(failure, restart_dir, self._events)
         return choice
@@ -169,7 +167,7 @@ class GroupDecisions:
         budget = self._worker_budgets.setdefault(role, RestartBudget(self._job.run_dir, spec))
         diagnosis = budget.confirmed(failure.diagnosis)
         failure = replace(failure, diagnosis=diagnosis)
-        number = record_incident(self._leader, self._events, restart_dir, failure, role, folder.evidence_dir)
+        number = self._leader.record_incident(self._events, restart_dir, failure, role, folder.evidence_dir)
         if is_needed:
             choice = budget.choose(diagnosis)
         else:
@@ -177,5 +175,5 @@ class GroupDecisions:
         if choice.action is Action.RESTART_IN_PLACE:
             reason = f"{choice.reason}: only the failed worker restarts, all others continue"
             choice = Choice(Action.RESTART_WORKERS, 0.0, reason)
-        record_decision(self._leader, self._events, restart_dir, choice, number)
+        self._leader.record_decision(self._events, restart_dir, choice, number)
         return choice

@@ -10,14 +10,13 @@ from rlhf_core.schemas.failures import Action
 from rlhf_core.worker import processes
 from rlhf_core.worker.agent.agreement import Agreement
 from rlhf_core.worker.agent.decisions import GroupDecisions
-from rlhf_core.worker.agent.job import Ending
 from rlhf_core.worker.channel.messages import AgentChannel
 from rlhf_core.worker.evidence import exit_reports
 from rlhf_core.worker.evidence.exit_reports import NodeReport, Write
 from rlhf_core.worker.groups.base import Exit, StartAbandoned, Started
 from rlhf_core.worker.groups.events import GroupEvents
 from rlhf_core.worker.groups.independent import IndependentGroup
-from rlhf_core.worker.supervision.group import SupervisedGroup
+from rlhf_core.worker.supervision.group import SupervisedGroup, states_of
 from rlhf_core.worker.supervision.supervisor import Supervisor
 
 END_TIMEOUT_S = 10.0
@@ -57,7 +56,7 @@ class IndependentRun:
         self._restart_dir = restart_dir
         self._seen: set[tuple[int, int, int]] = set()
 
-    def run(self, *, serves_others: bool) -> Generator[None, None, Ending | None]:
+    def run(self, *, serves_others: bool) -> Generator[None, None, AgreedStep | None]:
         """Start the workers and restart those that fail; yields while there is nothing to do.
 
         Args:
@@ -76,7 +75,7 @@ class IndependentRun:
                 self._restart_ordered(supervised)
                 step = self._decide(supervised, serves_others=serves_others)
                 if step is not None and step.action == "end":
-                    return Ending.of(step)
+                    return step
                 if step is not None:
                     self._decisions.take_generations(step)
                 if self.is_closing or step is not None:
@@ -99,8 +98,7 @@ class IndependentRun:
             self._events.started(self._group.role, list(self._group.workers.values()), self._group.generation)
 
     def _report_exits(self, supervised: SupervisedGroup) -> None:
-        group = self._group
-        for worker, end in group.poll():
+        for worker, end in self._group.poll():
             self._report_exit(supervised, worker, end)
 
     def _report_exit(self, supervised: SupervisedGroup, worker: Started, end: Exit) -> None:
@@ -115,7 +113,7 @@ class IndependentRun:
         supervised.exits = {**supervised.exits, local_rank: one}
 
     def _restart_ordered(self, supervised: SupervisedGroup) -> None:
-        orders = self._supervisor.orders_for(self._group.role)
+        orders = self._supervisor.orders.group(self._group.role)
         for local_rank, generation in supervised.starts_here(orders, self._channel.nodes.index):
             started = self._group.restart(local_rank, generation)
             supervised.exits = {index: one for index, one in supervised.exits.items() if index != local_rank}
@@ -156,14 +154,8 @@ class IndependentRun:
 
     def _decide_about_exits(self, supervised: SupervisedGroup) -> AgreedStep | None:
         """Decide about workers that exited since the last call; returns the end of the attempt if one forces it."""
-        for index, state in self._channel.received("state", NodeState).items():
-            exits = [
-                one
-                for group in state.groups
-                if group.role is self._group.role and group.start == self._phase
-                for one in group.exits
-            ]
-            for one in exits:
+        for index, state in states_of(supervised, self._channel.received("state", NodeState)).items():
+            for one in state.exits:
                 (worker,) = one.end.workers
                 key = (index, worker.local_rank, one.generation)
                 if key in self._seen:
@@ -191,7 +183,7 @@ class IndependentRun:
         if choice.action is Action.RESTART_WORKERS:
             generation = self._decisions.next_generation(role)
             start = WorkerStartOrder(node_index=index, local_rank=worker.local_rank, generation=generation)
-            self._supervisor.start_worker(role, start)
+            self._supervisor.orders.start_worker(role, start)
         if choice.action.leaves_running:
             return None
         message = f"{failure.diagnosis.message} ({choice.reason})"

@@ -1,4 +1,4 @@
-"""One agent's share of an attempt, and how the attempt ends."""
+"""One agent's share of an attempt."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,8 +6,7 @@ from pathlib import Path
 
 from rlhf_core.run_dir.attempt import AttemptDir
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.schemas.agent_messages import AgreedStep
-from rlhf_core.schemas.attempts import AttemptState, Role
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.resources import GroupPlan, Placement
 from rlhf_core.schemas.run import RunSpec
@@ -64,22 +63,6 @@ class Job:
         for name in damaged:
             command += ["--damaged", name]
         return tuple(command)
-
-
-@dataclass(frozen=True)
-class Ending:
-    """The end of the attempt, from which its outcome is made."""
-
-    state: AttemptState
-    message: str
-    kind: FailureKind | None = None
-    ended_by: str = ""
-    num_restarts: int = 0
-
-    @classmethod
-    def of(cls, step: AgreedStep) -> "Ending":
-        """The end that a step orders."""
-        return cls(step.state, step.message, step.kind, step.ended_by, step.num_restarts)
 
 
 class AttemptAborted(Exception):

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import socket
 import time
 from dataclasses import replace
@@ -28,8 +27,6 @@ from rlhf_core.worker.evidence.exit_reports import Failure
 
 OUTCOME_TIMEOUT_S = 30.0
 """Time during which a failed write of the outcome is retried, in seconds."""
-
-_COMMAND_NAME = re.compile(r"^(\d+)\.json$")
 
 
 class Leader:
@@ -74,33 +71,88 @@ class Leader:
                 self.reserve.free()
         return False
 
-    def relative(self, path: Path) -> str:
-        """A path relative to the run directory, as its files name it."""
-        return str(path.relative_to(self._run_dir.root))
-
-    def next_incident_number(self) -> int:
-        """Number of the attempt's next incident, from 1."""
-        self._num_incidents += 1
-        return self._num_incidents
-
     # -----------------------------------------------------------------------------------------------------------------
     # Orders from the control plane
 
     def new_commands(self) -> list[AgentCommand]:
         """Orders that were not returned before, in order of their number."""
         try:
-            names = [path.name for path in paths_in(self._dir.commands)]
+            paths = paths_in(self._dir.commands, "*.json")
         except OSError:
             return []
-        numbers = sorted(int(match[1]) for match in map(_COMMAND_NAME.match, names) if match)
         found = []
-        for number in numbers:
+        for number in sorted(int(path.stem) for path in paths if path.stem.isdecimal()):
             if number not in self._obeyed:
                 command = read_model(self._dir.commands / f"{number}.json", AgentCommand)
                 if command is not None:
                     self._obeyed.add(number)
                     found.append(command)
         return found
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Failures
+
+    def record_incident(
+        self,
+        events: EventLog,
+        restart_dir: RestartDir,
+        failure: Failure,
+        role: Role | None = None,
+        evidence_dir: Path | None = None,
+    ) -> int:
+        """Record an incident; call this before deciding anything about it.
+
+        Args:
+            restart_dir: The restart in which it happened.
+            failure: The diagnosed failure.
+            role: Role of the group it happened in; None if it concerns a node.
+            evidence_dir: Folder of its evidence. Default: the restart's.
+
+        Returns:
+            Its number in the attempt.
+        """
+        diagnosis, number = failure.diagnosis, self._num_incidents + 1
+        self._num_incidents = number
+        incident = Incident(
+            attempt=restart_dir.attempt,
+            restart=restart_dir.restart,
+            number=number,
+            role=role,
+            failure_kind=diagnosis.kind,
+            message=diagnosis.message,
+            phase=failure.phase,
+            step=failure.step,
+            suspect_ranks=diagnosis.ranks,
+            suspect_nodes=diagnosis.nodes,
+            detected_after_s=failure.detected_after_s,
+            collective=failure.collective,
+            collective_sequence=failure.collective_sequence,
+            damaged_checkpoint=failure.damaged_checkpoint,
+            health_rule=failure.health_rule,
+            is_undecided=diagnosis.is_undecided,
+            seen_at=utc_now(),
+            fingerprint=diagnosis.fingerprint,
+            evidence_dir=str((evidence_dir or restart_dir.evidence_dir).relative_to(self._run_dir.root)),
+        )
+        self.write(restart_dir.incident(number), incident)
+        message = f"incident ({diagnosis.kind}): {diagnosis.message}"
+        events.add("incident", message, role, failure_kind=diagnosis.kind, number=number)
+        return number
+
+    def record_decision(self, events: EventLog, restart_dir: RestartDir, choice: Choice, number: int) -> None:
+        """Record the decision about an incident; call this before acting on it."""
+        decision = Decision(
+            attempt=restart_dir.attempt,
+            restart=restart_dir.restart,
+            number=number,
+            action=choice.action,
+            reason=choice.reason,
+            decided_by=DecidedBy.AGENT,
+            decided_at=utc_now(),
+            delay_s=choice.delay_s,
+        )
+        self.write(restart_dir.decision(number), decision)
+        events.add("decision", f"decision: {choice.reason}", action=choice.action, number=number)
 
     # -----------------------------------------------------------------------------------------------------------------
     # The end
@@ -198,67 +250,3 @@ class RestartBudget:
     def _newest_step(self) -> int:
         newest = self._run_dir.newest_checkpoint()
         return newest.step if newest else -1
-
-
-def record_incident(
-    leader: Leader,
-    events: EventLog,
-    restart_dir: RestartDir,
-    failure: Failure,
-    role: Role | None = None,
-    evidence_dir: Path | None = None,
-) -> int:
-    """Record an incident; call this before deciding anything about it.
-
-    Args:
-        restart_dir: The restart in which it happened.
-        failure: The diagnosed failure.
-        role: Role of the group it happened in; None if it concerns a node.
-        evidence_dir: Folder of its evidence. Default: the restart's.
-
-    Returns:
-        Its number in the attempt.
-    """
-    diagnosis = failure.diagnosis
-    number = leader.next_incident_number()
-    incident = Incident(
-        attempt=restart_dir.attempt,
-        restart=restart_dir.restart,
-        number=number,
-        role=role,
-        failure_kind=diagnosis.kind,
-        message=diagnosis.message,
-        phase=failure.phase,
-        step=failure.step,
-        suspect_ranks=diagnosis.ranks,
-        suspect_nodes=diagnosis.nodes,
-        detected_after_s=failure.detected_after_s,
-        collective=failure.collective,
-        collective_sequence=failure.collective_sequence,
-        damaged_checkpoint=failure.damaged_checkpoint,
-        health_rule=failure.health_rule,
-        is_undecided=diagnosis.is_undecided,
-        seen_at=utc_now(),
-        fingerprint=diagnosis.fingerprint,
-        evidence_dir=leader.relative(evidence_dir or restart_dir.evidence_dir),
-    )
-    leader.write(restart_dir.incident(number), incident)
-    message = f"incident ({diagnosis.kind}): {diagnosis.message}"
-    events.add("incident", message, role, failure_kind=diagnosis.kind, number=number)
-    return number
-
-
-def record_decision(leader: Leader, events: EventLog, restart_dir: RestartDir, choice: Choice, number: int) -> None:
-    """Record the decision about an incident; call this before acting on it."""
-    decision = Decision(
-        attempt=restart_dir.attempt,
-        restart=restart_dir.restart,
-        number=number,
-        action=choice.action,
-        reason=choice.reason,
-        decided_by=DecidedBy.AGENT,
-        decided_at=utc_now(),
-        delay_s=choice.delay_s,
-    )
-    leader.write(restart_dir.decision(number), decision)
-    events.add("decision", f"decision: {choice.reason}", action=choice.action, number=number)

@@ -35,8 +35,8 @@ from rlhf_core.worker.agent.arrivals import CONNECT_S, Arrivals
 from rlhf_core.worker.agent.decisions import GroupDecisions
 from rlhf_core.worker.agent.gpu_wait import GpuWait
 from rlhf_core.worker.agent.independent_run import IndependentRun
-from rlhf_core.worker.agent.job import Ending, Job
-from rlhf_core.worker.agent.leader import Leader, record_decision, record_incident
+from rlhf_core.worker.agent.job import Job
+from rlhf_core.worker.agent.leader import Leader
 from rlhf_core.worker.agent.trainer_warnings import TrainerWarnings
 from rlhf_core.worker.channel.messages import AgentChannel
 from rlhf_core.worker.channel.store import LOOPBACK
@@ -51,11 +51,11 @@ from rlhf_core.worker.liveness.collectives import BUFFER_SIZE, BUFFER_VARIABLE
 from rlhf_core.worker.liveness.heartbeat import SlotFile
 from rlhf_core.worker.nodes import facts as node_facts
 from rlhf_core.worker.nodes.membership import interface_of
-from rlhf_core.worker.nodes.probe import FACTS_S, Probe, ProbePlace, in_a_sentence
+from rlhf_core.worker.nodes.probe import FACTS_S, Probe, in_a_sentence
 from rlhf_core.worker.roles import TARGETS, WARM_PROBE
 from rlhf_core.worker.signals import SignalInbox
 from rlhf_core.worker.supervision.exit_deadline import ExitDeadline
-from rlhf_core.worker.supervision.supervisor import PeerTimeouts, Supervisor
+from rlhf_core.worker.supervision.supervisor import Supervisor
 from rlhf_core.worker.worker_process import AGENT_VARIABLE
 
 MISPLACED_INTERVAL_S = 1.0
@@ -89,7 +89,7 @@ class Agent:
         self._gpus: GpuWait | None = None
         self._slots: dict[Role, SlotFile] = {}
         self._group_events = GroupEvents(events)
-        self._probe = Probe(ProbePlace(job.run_dir, job.attempt, job.nodes, job.spec, job.placement, channel.endpoint))
+        self._probe = Probe(job.run_dir, job.attempt, job.nodes, job.spec, job.placement, channel.endpoint)
         supervise = job.spec.supervise
         self._arrivals = Arrivals(job.nodes, job.attempt_dir, supervise.join_s)
         self._fork_server = ForkServer(events.print_line)
@@ -99,7 +99,7 @@ class Agent:
             GapTracker.of(supervise, job.placement.longest_gaps_s),
             events,
             leader.new_commands if channel.leads else list,
-            PeerTimeouts(supervise.evidence_s, supervise.agent_floor_s),
+            supervise,
             job.run_dir.root,
             deadline,
             partial(job.run_dir.is_superseded, job.attempt),
@@ -109,8 +109,8 @@ class Agent:
         self._decisions = GroupDecisions(job, channel, leader, events, self._supervisor.requests)
         self._warnings = TrainerWarnings(leader, events) if channel.leads else None
 
-    def run(self) -> Ending:
-        """Run all phases in order; no process it started outlives the call, whatever happens.
+    def run(self) -> AgreedStep:
+        """Run all phases in order, and return the end of the attempt. No process it started outlives the call.
 
         Raises:
             AttemptAborted: something failed before the workers could be started.
@@ -137,7 +137,7 @@ class Agent:
             for slots in self._slots.values():
                 slots.remove(keep_memory=leaves_copies)
 
-    def _run_all(self) -> Ending:
+    def _run_all(self) -> AgreedStep:
         placement = self._job.placement
         phases = [phase for phase in placement.phases if phase[0].role is not Role.PROBE]
         self._set_environment()
@@ -159,11 +159,10 @@ class Agent:
             ending = self._run_phase(number, phase)
             if ending is not None:
                 return ending
-        restarts = self._decisions.budget.restarts
-        return Ending(AttemptState.COMPLETED, "every role succeeded", num_restarts=restarts)
+        return self._decisions.end(AttemptState.COMPLETED, "every role succeeded")
 
-    def _meet(self) -> Ending | None:
-        """On agent 0, wait until every node's agent has joined; return an ending if one does not join in time."""
+    def _meet(self) -> AgreedStep | None:
+        """On agent 0, wait until every node's agent has joined; return the end if one does not join in time."""
         channel = self._channel
         if channel.nodes.num == 1:
             return None
@@ -194,7 +193,7 @@ class Agent:
         if len(joined) < channel.nodes.num and not self._supervisor.requests.to_end:
             step = self._without(joined)
             channel.publish("orders", Orders(over=step))
-            return Ending.of(step)
+            return step
         self._events.add(
             "peer", f"the agents of all {channel.nodes.num} nodes have joined: {', '.join(channel.nodes.names)}"
         )
@@ -211,8 +210,8 @@ class Agent:
     # -----------------------------------------------------------------------------------------------------------------
     # The probe
 
-    def _check_nodes(self) -> Ending | None:
-        """Compare and measure the nodes; return an ending if one of them is unfit."""
+    def _check_nodes(self) -> AgreedStep | None:
+        """Compare and measure the nodes; return the end if one of them is unfit."""
         probe, requests, decisions = self._probe, self._supervisor.requests, self._decisions
 
         def after_facts(facts: Mapping[int, NodeFacts]) -> AgreedStep:
@@ -241,7 +240,7 @@ class Agent:
                 )
             if step.action != "again":
                 break
-        return Ending.of(step) if step.action == "end" else None
+        return step if step.action == "end" else None
 
     def _after_checks(self, *, last: bool) -> AgreedStep:
         """Decide on the findings so far; they are recorded once they end the attempt or are complete."""
@@ -269,8 +268,9 @@ class Agent:
 
     def _fail(self, diagnosis: Diagnosis, choice: Choice) -> AgreedStep:
         """Record a failure before the workers start, and end the attempt."""
-        number = record_incident(self._leader, self._events, self._restart_dir, Failure(diagnosis, "", None, None))
-        record_decision(self._leader, self._events, self._restart_dir, choice, number)
+        leader, failure = self._leader, Failure(diagnosis, "", None, None)
+        number = leader.record_incident(self._events, self._restart_dir, failure)
+        leader.record_decision(self._events, self._restart_dir, choice, number)
         return self._decisions.end(AttemptState.FAILED, diagnosis.message, diagnosis.kind)
 
     def _set_environment(self) -> None:
@@ -309,7 +309,7 @@ class Agent:
     # -----------------------------------------------------------------------------------------------------------------
     # Phases and restarts
 
-    def _run_phase(self, number: int, phase: Sequence[GroupPlan]) -> Ending | None:
+    def _run_phase(self, number: int, phase: Sequence[GroupPlan]) -> AgreedStep | None:
         """Run the groups of one phase concurrently, until they succeed (None) or the attempt ends.
 
         The restarts of the attempt are those of the first group that restarts as a whole. The phase is over once all
@@ -333,7 +333,7 @@ class Agent:
                         next(run)
                     except StopIteration as end:
                         if end.value is not None:
-                            ending: Ending = end.value
+                            ending: AgreedStep = end.value
                             return ending
                         del runs[role]
                         is_closing = bool(together) and not any(plan.role in runs for plan in together)
@@ -358,7 +358,6 @@ class Agent:
             self._seat(plan),
             job.attempt_dir,
             command,
-            job.placement.gpus_per_node,
             self._fork_server if self._is_forked(plan) else None,
         )
         return IndependentRun(
@@ -375,14 +374,14 @@ class Agent:
 
     def _run_alone(
         self, plan: GroupPlan, run: IndependentRun, *, serves_others: bool
-    ) -> Generator[None, None, Ending | None]:
+    ) -> Generator[None, None, AgreedStep | None]:
         """Run a group whose workers restart individually; see :meth:`IndependentRun.run`."""
         yield from self._imported(plan)
         return (yield from run.run(serves_others=serves_others))
 
     def _run_together(
         self, plan: GroupPlan, phase: Sequence[GroupPlan], *, is_main: bool
-    ) -> Generator[None, None, Ending | None]:
+    ) -> Generator[None, None, AgreedStep | None]:
         """Run a group that restarts as a whole, until it succeeds (None) or the attempt ends."""
         job = self._job
         generation = self._restart if is_main else self._decisions.next_generation(plan.role)
@@ -408,7 +407,7 @@ class Agent:
                 self._decisions.take_generations(step)
                 return None
             if step.action == "end":
-                return Ending.of(step)
+                return step
             self._decisions.damaged.names = list(step.damaged)
             if is_main:
                 self._enter_restart(plan.role)
@@ -433,21 +432,13 @@ class Agent:
         command = job.worker_command(plan, self._restart, beside, file, self._decisions.damaged.names)
         name = f"{job.run_dir.run_id}.{job.attempt}.{generation}" + ("" if is_main else f".{plan.role}")
         start = ElasticStart(name, store, command, folder)
-        gpus = job.placement.gpus_per_node
-        return ElasticGroup(
-            plan,
-            generation,
-            seat,
-            start,
-            self._inbox,
-            gpus,
-            exit_reports.has_reported,
-            self._fork_server if self._is_forked(plan) else None,
-        )
+        fork_server = self._fork_server if self._is_forked(plan) else None
+        return ElasticGroup(plan, generation, seat, start, self._inbox, fork_server)
 
     def _seat(self, plan: GroupPlan) -> GroupSeat:
-        nodes = self._job.nodes
-        return GroupSeat(nodes.name, self._job.position(plan), self._slots[plan.role], self._supervisor.clock)
+        job, slots = self._job, self._slots[plan.role]
+        gpus = job.placement.gpus_per_node
+        return GroupSeat(job.nodes.name, job.position(plan), slots, self._supervisor.clock, gpus)
 
     def _enter_restart(self, role: Role) -> None:
         """Advance to the next restart unless the current one is still unused; restarts count across all phases."""

@@ -11,7 +11,7 @@ from rlhf_core.run_dir.attempt import RestartDir
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.reports import Phase, TrainerWarning
-from rlhf_core.worker.agent.leader import Leader, record_decision, record_incident
+from rlhf_core.worker.agent.leader import Leader
 from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.evidence.exit_reports import Failure
 
@@ -52,5 +52,5 @@ class TrainerWarnings:
         diagnosis = Diagnosis(kind, warning.message, fingerprint(kind, warning.message))
         phase = Phase.REWARD if kind is FailureKind.REWARD_FUNCTION else Phase.TRAIN
         failure = Failure(diagnosis, phase, warning.step, None, health_rule=warning.health_rule)
-        number = record_incident(self._leader, self._events, restart_dir, failure, Role.TRAINER)
-        record_decision(self._leader, self._events, restart_dir, Choice(Action.CONTINUE, 0.0, REASON), number)
+        number = self._leader.record_incident(self._events, restart_dir, failure, Role.TRAINER)
+        self._leader.record_decision(self._events, restart_dir, Choice(Action.CONTINUE, 0.0, REASON), number)

@@ -77,7 +77,6 @@ class AgentChannel:
         self._seen: dict[str, str] = {}
         self._refused: dict[str, str] = {}
         self._refusal = ""
-        self._has_refused = False
         self._messages: dict[str, Schema] = {}
         self._changed_at: dict[str, float] = {}
         self._differences: dict[int, deque[float]] = {}
@@ -268,14 +267,13 @@ class AgentChannel:
         try:
             text = self._signer.verify(key, self._sender(key), message)
         except MessageRefused as why:
-            self._refused[key] = message
-            if not self._has_refused:
-                self._has_refused = True
+            if not self._refused:
                 with self._lock:
                     self._refusal = (
                         f"a message in the store of the agents, under {key!r}, was rejected: {why}. Another program "
                         "may have written it. Further such messages are rejected silently"
                     )
+            self._refused[key] = message
             return None
         self._seen[key] = message
         return text

@@ -14,7 +14,7 @@ class OrderBook:
 
     def __init__(self, channel: AgentChannel) -> None:
         self._channel = channel
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.current = Orders()
         """The newest orders."""
 
@@ -41,29 +41,24 @@ class OrderBook:
     def set_group(self, role: Role, orders: GroupOrders) -> None:
         """Replace the orders about a group; agent 0 publishes them."""
         with self._lock:
-            self._set_group(role, orders)
+            self.current = self.current.model_copy(update={"groups": {**self.current.groups, role: orders}})
+            if self._channel.leads:
+                self._channel.publish("orders", self.current)
 
     def change_group(self, role: Role, **changes: object) -> None:
         """Change some of the orders about a group."""
         with self._lock:
-            self._set_group(role, self.group(role).model_copy(update=changes))
+            self.set_group(role, self.group(role).model_copy(update=changes))
 
     def start_worker(self, role: Role, start: WorkerStartOrder) -> None:
         """Order the start of a single worker."""
         with self._lock:
-            before = self.group(role)
-            self._set_group(role, before.model_copy(update={"start_workers": (*before.start_workers, start)}))
+            self.change_group(role, start_workers=(*self.group(role).start_workers, start))
 
     def end_worker(self, role: Role, end: WorkerEndOrder) -> None:
         """Order the end of a single worker."""
         with self._lock:
-            before = self.group(role)
-            self._set_group(role, before.model_copy(update={"end_workers": (*before.end_workers, end)}))
-
-    def _set_group(self, role: Role, orders: GroupOrders) -> None:
-        self.current = self.current.model_copy(update={"groups": {**self.current.groups, role: orders}})
-        if self._channel.leads:
-            self._channel.publish("orders", self.current)
+            self.change_group(role, end_workers=(*self.group(role).end_workers, end))
 
     def still_wanted(self, role: Role, states: Iterable[GroupState]) -> list[RankStatus]:
         """The living workers of a group on all nodes, except those being killed individually."""

@@ -12,14 +12,16 @@ from pathlib import Path
 
 from rlhf_core.files.reading import UnfitFile, read_document
 from rlhf_core.files.whole import write_text
-from rlhf_core.worker.command.found_checkpoints import FoundCheckpoint
 
 OF_NAMES = "latest"
 OF_STEPS = "latest_checkpointed_iteration.txt"
 _MAX_BYTES = 4096
 
+Place = tuple[int, Path]
+"""Step and path of a checkpoint."""
 
-def correct_trackers(output_dir: Path, leaving: Sequence[FoundCheckpoint], resumed: FoundCheckpoint | None) -> None:
+
+def correct_trackers(output_dir: Path, leaving: Sequence[Place], resumed: Place | None) -> None:
     """Let trackers name the checkpoint that the program resumes from; remove those that name one that leaves.
 
     Call it before the checkpoints are moved: if this process is killed in between, the next one repeats both.
@@ -32,21 +34,21 @@ def correct_trackers(output_dir: Path, leaving: Sequence[FoundCheckpoint], resum
         OSError: a tracker cannot be read or written.
     """
     every = [*leaving, *([resumed] if resumed is not None else [])]
-    for folder in {folder for one in every for folder in _folders_of(one.path, output_dir)}:
-        names = {_name_in(folder, one) for one in leaving if folder in one.path.parents}
-        is_here = resumed is not None and folder in resumed.path.parents
-        name, step = (_name_in(folder, resumed), str(resumed.step)) if resumed is not None and is_here else ("", "")
+    for folder in {folder for _, path in every for folder in _folders_of(path, output_dir)}:
+        names = {_name_in(folder, path) for _, path in leaving if folder in path.parents}
+        is_here = resumed is not None and folder in resumed[1].parents
+        name, step = (_name_in(folder, resumed[1]), str(resumed[0])) if resumed is not None and is_here else ("", "")
         _correct(folder / OF_NAMES, names, name)
-        _correct(folder / OF_STEPS, {str(one.step) for one in leaving}, step)
+        _correct(folder / OF_STEPS, {str(number) for number, _ in leaving}, step)
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             for link in [path for path in folder.iterdir() if path.is_symlink()]:
                 _correct_link(link, names, name)
 
 
-def remove_emptied(output_dir: Path, left: Iterable[FoundCheckpoint]) -> None:
+def remove_emptied(output_dir: Path, left: Iterable[Place]) -> None:
     """Remove folders that are empty since their checkpoints have left: OpenRLHF insists on resuming if its folder
     exists."""
-    for folder in sorted({folder for one in left for folder in _folders_of(one.path, output_dir)}, reverse=True):
+    for folder in sorted({folder for _, path in left for folder in _folders_of(path, output_dir)}, reverse=True):
         if folder != output_dir and not any(folder.iterdir()):
             folder.rmdir()
 
@@ -59,8 +61,8 @@ def _folders_of(path: Path, output_dir: Path) -> Iterator[Path]:
             return
 
 
-def _name_in(folder: Path, one: FoundCheckpoint) -> str:
-    return one.path.relative_to(folder).parts[0]
+def _name_in(folder: Path, path: Path) -> str:
+    return path.relative_to(folder).parts[0]
 
 
 def _correct(tracker: Path, leaving: set[str], resumed: str) -> None:

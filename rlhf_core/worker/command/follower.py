@@ -6,6 +6,7 @@ restart) is the same as for a native worker. The program's output goes to the wo
 
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import time
@@ -99,10 +100,6 @@ class Follower:
     def _logs(self) -> Path:
         return self._context.restart_dir.rank_output / self._context.node
 
-    @property
-    def _launches(self) -> bool:
-        return self._trainer.launch == "per_rank" or self._context.local_rank == 0
-
     def run(self) -> RoleResult:
         """Follow the program until it exits."""
         with self._launched():
@@ -145,7 +142,7 @@ class Follower:
     @contextlib.contextmanager
     def _launched(self) -> Iterator[None]:
         """Start the program if this worker is the one that does, and leave no process of it behind."""
-        if self._launches:
+        if self._trainer.launch == "per_rank" or self._context.local_rank == 0:
             self._start()
         try:
             yield
@@ -166,7 +163,7 @@ class Follower:
             where = place.working_dir if "/" in arguments[0] else environment.get("PATH")
             raise BadInput(f"found no program {arguments[0]} in {where}; set trainer.environment or its path")
         self._logs.mkdir(parents=True, exist_ok=True)
-        print(f"starting: {place.shown()}", flush=True)
+        print(f"starting: {shlex.join(arguments)}", flush=True)
         self._child = subprocess.Popen(
             [program, *arguments[1:]],
             env=environment,

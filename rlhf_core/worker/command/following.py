@@ -3,7 +3,7 @@
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rlhf_core.files.appended import FilePosition, read_on
@@ -105,11 +105,7 @@ def _number(value: object) -> float | None:
 
 def by_step(figures: Iterable[StepFigures]) -> list[StepFigures]:
     """Merge figures of the same step, in order of first appearance; later values win."""
-    return [StepFigures(step, values) for step, values in _merged(figures)]
-
-
-def _merged(figures: Iterable[StepFigures]) -> Iterator[tuple[int, dict[str, float]]]:
     merged: dict[int, dict[str, float]] = {}
     for one in figures:
         merged.setdefault(one.step, {}).update(one.values)
-    yield from merged.items()
+    return [StepFigures(step, values) for step, values in merged.items()]

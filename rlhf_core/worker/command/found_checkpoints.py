@@ -6,7 +6,6 @@ has changed for some seconds: with many ranks, the last file that one rank write
 
 import os
 import re
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -47,28 +46,6 @@ class CheckpointContent:
     """Last modification of any file or folder in it, in nanoseconds since the epoch, by the file system's clock."""
 
 
-def find_checkpoints(trainer: CommandTrainer, output_dir: Path, *, has_ended: bool = False) -> list[FoundCheckpoint]:
-    """List checkpoints once. While the program runs, prefer :class:`WatchedCheckpoints`, which needs no shared clock.
-
-    Args:
-        has_ended: The program has exited, so nothing more is written.
-
-    Returns:
-        All checkpoints in the output folder and in ms-swift's version folders, by step; among those with the same step
-        the most recently changed comes last.
-
-    Raises:
-        OSError: a folder cannot be read.
-    """
-    found = []
-    for step, path in checkpoint_folders(trainer, output_dir):
-        content, lacks = _inspect(trainer, step, path)
-        is_quiet = has_ended or time.time() - content.changed_ns / 1e9 >= QUIET_S
-        one = FoundCheckpoint(step, path, not lacks and is_quiet, lacks, content.num_files)
-        found.append((content.changed_ns, one))
-    return _in_order(found)
-
-
 @dataclass(frozen=True)
 class _LastReading:
     """Result of one reading of a checkpoint; times are in seconds of the monotonic clock."""
@@ -96,11 +73,15 @@ class WatchedCheckpoints:
         self._read: dict[Path, _LastReading] = {}
 
     def find(self, now_s: float, *, has_ended: bool = False) -> list[FoundCheckpoint]:
-        """List checkpoints again; like :func:`find_checkpoints`, but comparing two readings.
+        """List the checkpoints again.
 
         Args:
             now_s: Monotonic time in seconds.
             has_ended: The program has exited, so nothing more is written.
+
+        Returns:
+            All checkpoints in the output folder and in ms-swift's version folders, by step; among those with the same
+            step the most recently changed comes last.
 
         Raises:
             OSError: a folder cannot be read.
@@ -117,7 +98,7 @@ class WatchedCheckpoints:
             one = FoundCheckpoint(step, path, is_complete, reading.lacks, reading.content.num_files)
             found.append((reading.content.changed_ns, one))
         self._read = readings
-        return _in_order(found)
+        return [one for _, one in sorted(found, key=lambda each: (each[1].step, each[0], each[1].path))]
 
     def content(self, path: Path) -> CheckpointContent | None:
         """Content of a checkpoint at the last listing; None if it did not exist."""
@@ -130,10 +111,6 @@ class WatchedCheckpoints:
         return _LastReading(content, lacks, since_s, now_s)
 
 
-def _in_order(found: list[tuple[int, FoundCheckpoint]]) -> list[FoundCheckpoint]:
-    return [one for _, one in sorted(found, key=lambda each: (each[1].step, each[0], each[1].path))]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -143,12 +120,13 @@ def checkpoint_folders(trainer: CommandTrainer, output_dir: Path) -> Iterator[tu
     Raises:
         OSError: a folder cannot be read.
     """
-    parts = [_expression(part) for part in Path(trainer.checkpoint_name).parts]
+    parts = [name_pattern(part) for part in Path(trainer.checkpoint_name).parts]
     for folder in output_folders(output_dir):
         yield from _matching(folder, parts, None)
 
 
-def _expression(part: str) -> re.Pattern[str]:
+def name_pattern(part: str) -> re.Pattern[str]:
+    """Pattern of the names that one part of ``trainer.checkpoint_name`` stands for."""
     text = re.escape(part).replace(re.escape("*"), ".*")
     # If a name contains the step twice, both numbers must be equal.
     text = text.replace(re.escape(STEP_FIELD), r"(?P<step>\d+)", 1).replace(re.escape(STEP_FIELD), "(?P=step)")

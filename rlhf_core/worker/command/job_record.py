@@ -74,15 +74,7 @@ class JobRecord:
             self._print_once(f"failed to write metrics: {error}")
         for line in lines:
             for found in self._health.judge(line.step, line.metrics):
-                self._warn(
-                    TrainerWarning(
-                        time=utc_now(),
-                        failure_kind=found.kind,
-                        message=f"{found.message}.",
-                        step=found.step,
-                        health_rule=found.rule,
-                    )
-                )
+                self._warn(found.kind, f"{found.message}.", found.step, found.rule)
         if ended or now_s >= self._next_poll_s:
             self._next_poll_s = now_s + POLL_INTERVAL_S
             self._publisher.consider(now_s, ended=ended)
@@ -113,15 +105,11 @@ class JobRecord:
         self._publisher.require_newest()
         step, wanted = self.newest_step, self._trainer.num_steps
         if 0 < step < wanted:
-            self._warn(
-                TrainerWarning(
-                    time=utc_now(),
-                    failure_kind=FailureKind.INCOMPLETE,
-                    message=f"The last checkpoint is of step {step}, but training ended at step {wanted}: the model of "
-                    f"step {step} is evaluated and promoted. Have the trainer save at its end.",
-                    step=wanted,
-                )
+            message = (
+                f"The last checkpoint is of step {step}, but training ended at step {wanted}: the model of step {step} "
+                "is evaluated and promoted. Have the trainer save at its end."
             )
+            self._warn(FailureKind.INCOMPLETE, message, wanted)
 
     def _await_publisher(self, beat: Callable[[], None]) -> None:
         while self._publisher.is_busy:
@@ -136,7 +124,8 @@ class JobRecord:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(path, target)
 
-    def _warn(self, warning: TrainerWarning) -> None:
+    def _warn(self, kind: FailureKind, message: str, step: int, rule: str = "") -> None:
+        warning = TrainerWarning(time=utc_now(), failure_kind=kind, message=message, step=step, health_rule=rule)
         with contextlib.suppress(OSError), self._context.restart_dir.warnings.open("a", encoding="utf-8") as file:
             file.write(f"{warning.model_dump_json()}\n")
 

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +20,8 @@ from rlhf_core.worker.liveness.collectives import BUFFER_SIZE, BUFFER_VARIABLE
 
 IN_RANK = Path(__file__).parent / "in_rank"
 """Folder put on the program's PYTHONPATH."""
+OWN_NAME = "published.txt"
+"""File in a published checkpoint that holds the path of the program's own folder below its output folder."""
 
 _OF_ELASTIC = ("TORCHELASTIC_", "GROUP_", "ROLE_", "PET_")
 _OF_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -54,11 +55,6 @@ class LaunchPlace:
         return next(plan for plan in self.context.placement.groups if plan.role is self.context.role).workers_per_node
 
     @property
-    def node_rank(self) -> int:
-        """Index of this node among the trainer's nodes, from 0."""
-        return self.context.rank // self.ranks_per_node
-
-    @property
     def output_dir(self) -> Path:
         """Folder for the program's own files."""
         return Path(self.values["output_dir"])
@@ -78,7 +74,7 @@ class LaunchPlace:
         code = context.run_dir.code / "snapshot"
         found: dict[str, object] = {
             "num_nodes": context.num_ranks // self.ranks_per_node,
-            "node_rank": self.node_rank,
+            "node_rank": context.rank // self.ranks_per_node,
             "ranks_per_node": self.ranks_per_node,
             "num_ranks": context.num_ranks,
             "rank": context.rank,
@@ -165,10 +161,6 @@ class LaunchPlace:
         paths = [str(IN_RANK), found.get("PYTHONPATH", "")]
         return found | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
-    def shown(self) -> str:
-        """The launch line in shell syntax, for logs."""
-        return shlex.join(self.arguments())
-
 
 def resume_folder(context: WorkerContext, trainer: CommandTrainer, checkpoint: str) -> Path | None:
     """Folder of the program's own checkpoint inside a published one; None if there is no checkpoint.
@@ -190,7 +182,3 @@ def resume_folder(context: WorkerContext, trainer: CommandTrainer, checkpoint: s
 def own_name(published: Path) -> str:
     """Path, inside a published checkpoint, of the folder that the program wrote; read from ``published.txt``."""
     return (published / OWN_NAME).read_text(encoding="utf-8").strip()
-
-
-OWN_NAME = "published.txt"
-"""File in a published checkpoint that holds the path of the program's own folder below its output folder."""

@@ -6,7 +6,8 @@ on any of them. A comment marks each row where a trainer's metric differs from t
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from itertools import chain, islice
 
 from rlhf_core.schemas.command_trainer import CommandTrainer
 
@@ -132,7 +133,7 @@ class MetricNames:
                 group = name.partition("/")[0]
                 legal = legal_name(f"{group if group in MACHINE_GROUPS else OWN_GROUP}/{_short(raw)}")
             (own if legal.startswith(f"{OWN_GROUP}/") else found).setdefault(legal, values[raw])
-        return dict(_first(found, own))
+        return dict(islice(chain(found.items(), own.items()), MAX_NAMES))
 
     def _precedence(self, raw: str) -> tuple[bool, int]:
         return raw not in self._given and _short(raw) not in self._given, self._rank.get(_short(raw), len(self._rank))
@@ -142,15 +143,7 @@ class MetricNames:
         for name in (raw, short):
             if name in self._given:
                 return self._given[name]
-        return self._known.get(short) or ("" if short in self._known else _by_form(short))
-
-
-def _first(*parts: Mapping[str, float]) -> Iterator[tuple[str, float]]:
-    num_left = MAX_NAMES
-    for part in parts:
-        taken = list(part.items())[:num_left]
-        num_left -= len(taken)
-        yield from taken
+        return self._known[short] if short in self._known else _by_form(short)
 
 
 def _short(raw: str) -> str:

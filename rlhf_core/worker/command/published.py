@@ -36,7 +36,7 @@ from rlhf_core.worker.command.found_checkpoints import (
     CheckpointContent,
     FoundCheckpoint,
     WatchedCheckpoints,
-    find_checkpoints,
+    checkpoint_folders,
 )
 from rlhf_core.worker.command.launch import OWN_NAME, own_name
 
@@ -97,14 +97,14 @@ def restore(checkpoint: CheckpointDir | None, trainer: CommandTrainer, output_di
         aside: Folder to which later checkpoints are moved.
     """
     step = checkpoint.step if checkpoint is not None else 0
-    later = [found for found in find_checkpoints(trainer, output_dir) if found.step > step]
+    later = [(number, path) for number, path in checkpoint_folders(trainer, output_dir) if number > step]
     name = own_name(checkpoint.root) if checkpoint is not None and trainer.resume == "in_place" else ""
-    correct_trackers(output_dir, later, FoundCheckpoint(step, output_dir / name, complete=True) if name else None)
-    for found in later:
-        target = aside / found.path.relative_to(output_dir)
+    correct_trackers(output_dir, later, (step, output_dir / name) if name else None)
+    for _, path in later:
+        target = aside / path.relative_to(output_dir)
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_tree(target)
-        shutil.move(found.path, target)  # it may have to be copied: the output folder may be on another file system
+        shutil.move(path, target)  # it may have to be copied: the output folder may be on another file system
     remove_emptied(output_dir, later)
     if checkpoint is not None and name:
         remove_tree(output_dir / name)

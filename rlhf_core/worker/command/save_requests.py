@@ -14,6 +14,8 @@ from rlhf_core.worker.command.in_rank import rlhf_rank_file as words
 from rlhf_core.worker.command.rank_process import RankProcess
 
 POLL_INTERVAL_S = 1.0
+END_TIMEOUT_S = 20.0
+"""Time a program has to exit after SIGTERM once its state is saved, in seconds."""
 
 
 class SaveRequests:
@@ -93,7 +95,3 @@ class SaveRequests:
         if not process.poll(END_TIMEOUT_S):
             process.send(signal.SIGKILL)
         process.close()
-
-
-END_TIMEOUT_S = 20.0
-"""Time a program has to exit after SIGTERM once its state is saved, in seconds."""

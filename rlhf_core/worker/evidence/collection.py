@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from rlhf_core.files.appended import read_tail
 from rlhf_core.files.whole import write_text
-from rlhf_core.schemas.reports import STOPPED_STATES, RankStatus
+from rlhf_core.schemas.reports import STOPPED_STATES, RankStatus, RepresentedProcess
 from rlhf_core.text.redaction import masked
 from rlhf_core.worker.worker_process import STACK_SIGNAL
 
@@ -42,25 +42,21 @@ def collect(ranks: Sequence[RankStatus], logs: Mapping[int, Path], folder: Path,
     """
     missing: list[str] = []
     save(folder / f"ranks-{node}.json", _RANKS.dump_json(tuple(ranks), indent=2).decode(), missing)
-    dumps = {rank.local_rank: _start_py_spy(rank.pid, rank.process_state) for rank in ranks}
-    others = [(rank, one) for rank in ranks for one in rank.speaks_for]
-    other_dumps = {one.pid: _start_py_spy(one.pid, one.process_state) for _, one in others}
-    for rank in ranks:
-        save(folder / f"process-{node}-{rank.local_rank}.txt", _process_facts(rank.pid), missing)
-    for rank, one in others:
-        save(folder / f"process-{node}-{rank.local_rank}-pid{one.pid}.txt", _process_facts(one.pid), missing)
+    found: list[tuple[RankStatus, RankStatus | RepresentedProcess, str]] = [
+        (rank, one, f"{node}-{rank.local_rank}-pid{one.pid}") for rank in ranks for one in rank.speaks_for
+    ]
+    found += [(rank, rank, f"{node}-{rank.local_rank}") for rank in ranks]
+    dumps = [_start_py_spy(one.pid, one.process_state) for _, one, _ in found]
+    for _, one, name in found:
+        save(folder / f"process-{name}.txt", _process_facts(one.pid), missing)
     deadline = time.monotonic() + STACK_TIMEOUT_S
-    for rank, one in others:
-        text, problem = _finish_py_spy(other_dumps[one.pid], deadline)
+    for (rank, one, name), dump in zip(found, dumps, strict=True):
+        text, problem = _finish_py_spy(dump, deadline)
         if problem:
-            missing.append(f"no stack of process {one.pid}, which reports as rank {rank.rank}, from py-spy: {problem}")
-        save(folder / f"stack-{node}-{rank.local_rank}-pid{one.pid}.txt", text or f"py-spy: {problem}\n", missing)
-    for rank in ranks:
-        text, problem = _finish_py_spy(dumps[rank.local_rank], deadline)
-        if problem:
-            missing.append(f"no stack of rank {rank.rank} from py-spy: {problem}")
-            text = f"py-spy: {problem}\n{_request_stack(rank)}\n"
-        save(folder / f"stack-{node}-{rank.local_rank}.txt", text, missing)
+            whose = f"rank {rank.rank}" if one is rank else f"process {one.pid}, which reports as rank {rank.rank},"
+            missing.append(f"no stack of {whose} from py-spy: {problem}")
+            text = f"py-spy: {problem}\n" + (f"{_request_stack(rank)}\n" if one is rank else "")
+        save(folder / f"stack-{name}.txt", text, missing)
     missing.extend(save_log_tails(logs, folder, node))
     return missing
 

@@ -59,11 +59,6 @@ class NodeReport:
 # On every node
 
 
-def has_reported(group: WorkerGroup, local_rank: int) -> bool:
-    """True if a worker has written its outcome."""
-    return _outcome_path(group, local_rank).exists() or spare_outcome(group.seat.slots.path, local_rank).exists()
-
-
 def report(group: WorkerGroup, problem: str, write: Write, workers: Iterable[int] | None = None) -> NodeEnd:
     """Report how workers of this node exited. Their log tails are saved unless all succeeded.
 
@@ -92,8 +87,7 @@ def read_outcomes(group: WorkerGroup, write: Write, workers: Iterable[int]) -> O
     """Read the workers' own outcomes; ``write`` out those left on the node because the disk was full."""
     found = {}
     for index in workers:
-        path = _outcome_path(group, index)
-        spare = spare_outcome(group.seat.slots.path, index)
+        path, spare = group.outcome_path(index), spare_outcome(group.seat.slots.path, index)
         outcome = read_model(path, WorkerOutcome)
         if outcome is None:
             outcome = read_model(spare, WorkerOutcome)
@@ -103,10 +97,6 @@ def read_outcomes(group: WorkerGroup, write: Write, workers: Iterable[int]) -> O
         if outcome is not None:
             found[index] = outcome
     return found
-
-
-def _outcome_path(group: WorkerGroup, local_rank: int) -> Path:
-    return group.folder(local_rank).worker_outcome(group.role, group.seat.node, local_rank)
 
 
 def _report_worker(group: WorkerGroup, worker: Started, outcomes: Outcomes) -> WorkerReport:
@@ -156,25 +146,16 @@ def explain(reports: Iterable[NodeReport], hang: Hang | None) -> Failure:
     if hang is not None:
         return _located_hang(diagnosis, hang)
     failure = _located(diagnosis, [worker for _, worker in ends])
+    # All ranks name the same checkpoint, and reach the same finding.
+    outcomes = [worker.outcome for _, worker in ends if worker.outcome is not None]
     if diagnosis.kind is FailureKind.CHECKPOINT_CORRUPT:
         # Neither the rank that read the checkpoint first nor its node is to blame.
         blameless = replace(diagnosis, ranks=(), nodes=())
-        return replace(failure, diagnosis=blameless, damaged_checkpoint=_damaged_checkpoint(ends))
+        damaged = next((one.damaged_checkpoint for one in outcomes if one.damaged_checkpoint), "")
+        return replace(failure, diagnosis=blameless, damaged_checkpoint=damaged)
     if diagnosis.kind is FailureKind.DEGENERATE_RL:
-        return replace(failure, health_rule=_health_rule(ends))
+        return replace(failure, health_rule=next((one.health_rule for one in outcomes if one.health_rule), ""))
     return failure
-
-
-def _health_rule(ends: Iterable[tuple[NodeReport, WorkerReport]]) -> str:
-    """The health rule that the ranks report; all ranks reach the same finding."""
-    rules = (worker.outcome.health_rule for _, worker in ends if worker.outcome is not None)
-    return next((rule for rule in rules if rule), "")
-
-
-def _damaged_checkpoint(ends: Iterable[tuple[NodeReport, WorkerReport]]) -> str:
-    """The damaged checkpoint that the ranks report, if any; all of them name the same one."""
-    names = (worker.outcome.damaged_checkpoint for _, worker in ends if worker.outcome is not None)
-    return next((name for name in names if name), "")
 
 
 def _worker_end(one: NodeReport, worker: WorkerReport, order: int) -> WorkerEnd:

@@ -8,6 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rlhf_core.diagnosis.hangs.verdict import Verdict
 from rlhf_core.run_dir.attempt import RestartDir
@@ -17,6 +18,7 @@ from rlhf_core.schemas.resources import GroupPlan
 from rlhf_core.worker import processes
 from rlhf_core.worker.liveness.heartbeat import SlotFile
 from rlhf_core.worker.liveness.pause_clock import PauseClock
+from rlhf_core.worker.worker_process import spare_outcome
 
 ELASTIC_VARIABLES = {"TORCH_ELASTIC_WORKER_IDENTICAL": "1", "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT"}
 """Settings that torch elastic reads from the agent's environment. All nodes have the same number of workers, so ranks
@@ -78,6 +80,8 @@ class GroupSeat:
     """Position of the node among the group's nodes, from 0; -1 if it is not one of them and has no workers."""
     slots: SlotFile
     clock: PauseClock
+    num_gpus: int = 0
+    """Number of GPUs allocated on the node."""
 
 
 class WorkerGroup(ABC):
@@ -123,7 +127,17 @@ class WorkerGroup(ABC):
 
     def poll(self) -> Sequence[tuple[Started, Exit]]:
         """Record workers that exited since the last call, in the order observed."""
-        return self._note_exits()
+        with self._lock:
+            found = []
+            for local_rank, worker in self.workers.items():
+                code = None if local_rank in self.exits else processes.peek_exit(worker.pid)
+                if code is not None:
+                    by_agent = code == -9 and (self.killing or local_rank in self._ended)
+                    one = Exit(code, self._num_exits, by_agent, time.time(), self.read(worker))
+                    self._num_exits += 1
+                    self.exits[local_rank] = one
+                    found.append((worker, one))
+            return found
 
     def living(self) -> Sequence[RankStatus]:
         """Current statuses of the running workers, read from their slots; empty before they are started."""
@@ -159,19 +173,6 @@ class WorkerGroup(ABC):
         if self.killing:
             self.end()
 
-    def _note_exits(self) -> list[tuple[Started, Exit]]:
-        with self._lock:
-            found = []
-            for local_rank, worker in self.workers.items():
-                code = None if local_rank in self.exits else processes.peek_exit(worker.pid)
-                if code is not None:
-                    by_agent = code == -9 and (self.killing or local_rank in self._ended)
-                    one = Exit(code, self._num_exits, by_agent, time.time(), self.read(worker))
-                    self._num_exits += 1
-                    self.exits[local_rank] = one
-                    found.append((worker, one))
-            return found
-
     # -----------------------------------------------------------------------------------------------------------------
     # State
 
@@ -199,6 +200,15 @@ class WorkerGroup(ABC):
     def is_over(self) -> bool:
         """True if there is nothing left to wait for."""
         return self.all_ended
+
+    def outcome_path(self, local_rank: int) -> Path:
+        """File with a worker's own outcome."""
+        return self.folder(local_rank).worker_outcome(self.role, self.seat.node, local_rank)
+
+    def has_reported(self, local_rank: int) -> bool:
+        """True if a worker has written its outcome."""
+        spare = spare_outcome(self.seat.slots.path, local_rank)
+        return self.outcome_path(local_rank).exists() or spare.exists()
 
     def rank(self, local_rank: int) -> int:
         """Rank of a worker in its group."""

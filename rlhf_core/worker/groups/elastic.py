@@ -84,23 +84,17 @@ class ElasticGroup(WorkerGroup):
         seat: GroupSeat,
         start: ElasticStart,
         inbox: SignalInbox,
-        gpus_per_node: int,
-        has_reported: Callable[[WorkerGroup, int], bool],
         fork_server: ForkServer | None = None,
     ) -> None:
         """Args:
         start: Rendezvous and command of the start.
         inbox: Reclaims the signal handler that elastic installs.
-        gpus_per_node: Number of GPUs allocated on this node.
-        has_reported: True for a worker that has written its outcome and need not be waited for.
         fork_server: Forks the workers, if given.
         """
         super().__init__(plan, generation, seat)
         self._fork_server = fork_server
         self._start = start
         self._inbox = inbox
-        self._gpus_per_node = gpus_per_node
-        self._has_reported = has_reported
         self._elastic: _Elastic | None = None
         self._failed_at_s: float | None = None
         self._ended_at_s: float | None = None
@@ -133,7 +127,7 @@ class ElasticGroup(WorkerGroup):
         started_ns = time.monotonic_ns()
         # Workers inherit this process's environment through elastic, and only this thread starts workers.
         own = {SLOTS_VARIABLE: str(self.seat.slots.path), GROUP_VARIABLE: self.role.value}
-        environment = {**own, **visible_gpus(self.plan, self._gpus_per_node)}
+        environment = {**own, **visible_gpus(self.plan, self.seat.num_gpus)}
         with _environment(environment), _forked_by(self._fork_server):
             started = self._elastic.launch()
         self._inbox.install()
@@ -142,13 +136,13 @@ class ElasticGroup(WorkerGroup):
     def poll(self) -> Sequence[tuple[Started, Exit]]:
         """Record exited workers. Once one has failed, its peers are killed too, after ``PEER_TIMEOUT_S`` to report what
         they saw."""
-        found = self._note_exits()
+        found = super().poll()
         if self._fork_server is not None:
             self._fork_server.watch_memory()
         now_s = time.monotonic()
         if self.failed and not self.all_ended:
             self._failed_at_s = now_s if self._failed_at_s is None else self._failed_at_s
-            reported = all(map(self._is_done, self.workers.values()))
+            reported = all(local_rank in self.exits or self.has_reported(local_rank) for local_rank in self.workers)
             if self._ended_at_s is None and (reported or now_s - self._failed_at_s > PEER_TIMEOUT_S):
                 self._ended_at_s = now_s
                 self.end()
@@ -166,9 +160,6 @@ class ElasticGroup(WorkerGroup):
             if not self.all_ended:
                 self.end()
             self._elastic.close()
-
-    def _is_done(self, worker: Started) -> bool:
-        return worker.local_rank in self.exits or self._has_reported(self, worker.local_rank)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,6 @@
 """Events for starts and exits of workers."""
 
 from collections.abc import Sequence
-from functools import partial
 
 from pydantic import JsonValue
 
@@ -23,13 +22,14 @@ class GroupEvents:
             generation: Start number of the group; None for the group whose restarts are counted.
         """
         listed = ", ".join(f"rank {worker.rank} = pid {worker.pid}" for worker in workers)
-        ranks: dict[str, JsonValue] = {str(worker.local_rank): worker.rank for worker in workers}
-        pids: dict[str, JsonValue] = {str(worker.local_rank): worker.pid for worker in workers}
-        if generation is None:
-            self._events.add("workers_started", f"workers started: {listed}", role, ranks=ranks, pids=pids)
-        else:
-            message = f"workers of {role} started, generation {generation}: {listed}"
-            self._events.add("workers_started", message, role, ranks=ranks, pids=pids, generation=generation)
+        data: dict[str, JsonValue] = {
+            "ranks": {str(worker.local_rank): worker.rank for worker in workers},
+            "pids": {str(worker.local_rank): worker.pid for worker in workers},
+        }
+        what = "workers started"
+        if generation is not None:
+            what, data["generation"] = f"workers of {role} started, generation {generation}", generation
+        self._events.add("workers_started", f"{what}: {listed}", role, **data)
 
     def exited(self, role: Role, worker: Started, end: Exit, generation: int | None = None) -> None:
         """Log an exit; for ``generation`` see :meth:`started`."""
@@ -37,7 +37,7 @@ class GroupEvents:
         by_agent = ", ended by the agent" if end.by_agent else ""
         of_role = "" if generation is None else f" of {role}"
         message = f"rank {worker.rank}{of_role} ended with {how}{by_agent}"
-        of_start: dict[str, JsonValue] = {} if generation is None else {"generation": generation}
-        own_role = None if generation is None else role
-        add = partial(self._events.add, "worker_exited", message, own_role, **of_start)
-        add(rank=worker.rank, pid=worker.pid, code=end.code)
+        data: dict[str, JsonValue] = {"rank": worker.rank, "pid": worker.pid, "code": end.code}
+        if generation is not None:
+            data["generation"] = generation
+        self._events.add("worker_exited", message, None if generation is None else role, **data)

@@ -203,7 +203,7 @@ class ForkServer:
                 problem = "environment or code has changed since it started"
             if problem:
                 self._log(f"fork server {self._server.process.pid} is not used: {problem}")
-                self._end()
+                self.close()
         if self._server is None:
             free, total = self._memory()
             if free - SERVER_BYTES < SHORT_OF_MEMORY * total:
@@ -244,7 +244,7 @@ class ForkServer:
                 return ForkedWorker(int(response))
             problem = response or f"it did not respond within {ANSWER_TIMEOUT_S:g} s"
         self._log(f"fork server {server.process.pid} is not used: {problem}")
-        self._end()
+        self.close()
         return None
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> "ForkedWorker | subprocess.Popen[bytes]":
@@ -261,7 +261,9 @@ class ForkServer:
 
     def close(self) -> None:
         """Kill the server; workers keep running."""
-        self._end()
+        if self._server is not None:
+            self._server.end()
+            self._server = None
 
     @staticmethod
     def _problem(server: _Server) -> str:
@@ -296,13 +298,8 @@ class ForkServer:
 
     def _disable(self, reason: str) -> None:
         self._is_off = True
-        self._end()
+        self.close()
         self._log(f"workers on this node start as new processes, without a fork server: {reason}")
-
-    def _end(self) -> None:
-        if self._server is not None:
-            self._server.end()
-            self._server = None
 
 
 def start_new(command: Sequence[str], environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":

@@ -26,14 +26,12 @@ class IndependentGroup(WorkerGroup):
         seat: GroupSeat,
         attempt: AttemptDir,
         command: Callable[[int], Sequence[str]],
-        gpus_per_node: int,
         fork_server: ForkServer | None = None,
     ) -> None:
         """Args:
         generation: Number of the first start.
         attempt: Folder of the attempt.
         command: Returns the interpreter arguments for a generation.
-        gpus_per_node: Number of GPUs allocated on this node.
         fork_server: Forks the workers, if given.
         """
         super().__init__(plan, generation, seat)
@@ -41,7 +39,6 @@ class IndependentGroup(WorkerGroup):
         """Current generation of each worker, by local rank."""
         self._attempt = attempt
         self._command = command
-        self._gpus_per_node = gpus_per_node
         self._fork_server = fork_server
         self._processes: dict[int, subprocess.Popen[bytes] | ForkedWorker] = {}
 
@@ -96,7 +93,7 @@ class IndependentGroup(WorkerGroup):
 
     def poll(self) -> Sequence[tuple[Started, Exit]]:
         """Record exited workers and reap them."""
-        found = self._note_exits()
+        found = super().poll()
         for worker, _ in found:
             # The exit code is known already; this only reaps the process.
             self._processes[worker.local_rank].wait(REAP_TIMEOUT_S)
@@ -110,7 +107,7 @@ class IndependentGroup(WorkerGroup):
             "WORLD_SIZE": str(self.plan.num_workers),
             SLOTS_VARIABLE: str(self.seat.slots.path),
             GROUP_VARIABLE: self.marker(local_rank),
-            **visible_gpus(self.plan, self._gpus_per_node, local_rank),
+            **visible_gpus(self.plan, self.seat.num_gpus, local_rank),
         }
         started_ns = time.monotonic_ns()
         start = start_new if self._fork_server is None else self._fork_server.start

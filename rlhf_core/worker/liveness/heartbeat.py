@@ -9,8 +9,8 @@ cannot get lost: it exists before the worker starts, cannot kill a worker that h
 is read where the worker can act on it, between two steps rather than in the middle of a C++ call.
 
 Layout, 64-bit integers in native byte order: a header of 8 (``MAGIC``, slots, save requests, stop, questions), then 32
-per local rank (pid, restart, rank, collectives entered, left, sequence, step, phase, monotonic nanoseconds, warm
-phases, number of represented processes, their pids). Each is written by a single 8-byte store, so a reader sees either
+per local rank (pid, collectives entered, left, sequence, step, phase, monotonic nanoseconds, warm phases, number of
+represented processes, their pids). Each is written by a single 8-byte store, so a reader sees either
 the old value or the new one.
 ``struct.pack_into`` is unsuitable: it zeroes its target first, so a worker preempted in between would look as if it had
 been silent since boot. ``multiprocessing.shared_memory`` is unsuitable too: on Python 3.11 the first worker to exit
@@ -21,6 +21,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -34,7 +35,7 @@ from typing import Literal
 from rlhf_core.files.private import FILE_MODE, own_folder
 from rlhf_core.schemas.reports import Phase
 
-MAGIC = 0x726C68665F763032
+MAGIC = 0x726C68665F763033
 HEADER_WORDS = 8
 SLOT_WORDS = 32
 WORD_BYTES = 8
@@ -49,7 +50,7 @@ WARM_BEATS = 16
 
 # Word offsets in the header, and in a slot.
 _MAGIC_AT, _NUM_SLOTS_AT, _SAVE_AT, _STOP_AT, _QUESTIONS_AT = range(5)
-_PID, _RESTART, _RANK, _ENTERED, _LEFT, _SEQUENCE, _STEP, _PHASE, _BEAT_NS, _WARM, _NUM_REPRESENTED = range(11)
+_PID, _ENTERED, _LEFT, _SEQUENCE, _STEP, _PHASE, _BEAT_NS, _WARM, _NUM_REPRESENTED = range(9)
 _REPRESENTED = _NUM_REPRESENTED + 1
 
 MAX_REPRESENTED = SLOT_WORDS - _REPRESENTED
@@ -69,8 +70,6 @@ class Slot:
     """The last values of one worker. The slot is free if ``pid`` is 0."""
 
     pid: int
-    restart: int
-    rank: int
     entered: int
     """Collectives entered so far."""
     left: int
@@ -136,30 +135,18 @@ class SlotFile:
 
     def clear(self) -> None:
         """Clear the previous restart's workers and all requests to them except a stop."""
-        for place in range(HEADER_WORDS, HEADER_WORDS + self.num_slots * SLOT_WORDS):
-            self._words[place] = 0
+        for local_rank in range(self.num_slots):
+            self.clear_worker(local_rank)
         self._words[_SAVE_AT] = 0
 
     def read(self, local_rank: int) -> Slot:
         """Read one slot. Its worker may be writing meanwhile: no number is torn, but some may be one beat newer."""
         first = HEADER_WORDS + local_rank * SLOT_WORDS
         words = self._words[first : first + SLOT_WORDS].tolist()
-        pid, restart, rank, entered, left, sequence, step, phase, beat_ns, warm = words[: _WARM + 1]
-        represented = words[_REPRESENTED : _REPRESENTED + words[_NUM_REPRESENTED]]
+        pid, entered, left, sequence, step, phase, beat_ns, warm = words[: _WARM + 1]
+        represented = tuple(words[_REPRESENTED : _REPRESENTED + words[_NUM_REPRESENTED]])
         known = _PHASES[phase] if 0 <= phase < len(_PHASES) else Phase.SETUP
-        return Slot(
-            pid,
-            restart,
-            rank,
-            entered,
-            left,
-            sequence,
-            step,
-            known,
-            beat_ns,
-            bool(warm >> phase & 1),
-            tuple(represented),
-        )
+        return Slot(pid, entered, left, sequence, step, known, beat_ns, bool(warm >> phase & 1), represented)
 
     def clear_worker(self, local_rank: int) -> None:
         """Clear one worker's slot before its individual restart."""
@@ -240,11 +227,8 @@ def _remove(path: Path, *, keep_memory: bool = False) -> None:
 
 
 def _slot_files(folder: Path, run_id: str, node: str) -> Iterator[Path]:
-    prefix, suffix = f"rlhf-{run_id}-", f"-{node}.slots"
-    for path in folder.iterdir():
-        middle = path.name.removeprefix(prefix).removesuffix(suffix)
-        if path.name == f"{prefix}{middle}{suffix}" and middle.isdigit():
-            yield path
+    name = re.compile(rf"rlhf-{re.escape(run_id)}-\d+-{re.escape(node)}{re.escape(_SUFFIX)}")
+    return (path for path in folder.iterdir() if name.fullmatch(path.name))
 
 
 def _words(descriptor: int, size: int) -> "memoryview[int]":
@@ -269,7 +253,7 @@ class _Collective:
 class Beat:
     """The worker's side; the ``Reporter`` passed to training."""
 
-    def __init__(self, path: Path, local_rank: int, rank: int, restart: int) -> None:
+    def __init__(self, path: Path, local_rank: int) -> None:
         """Take the slot of ``local_rank``.
 
         Raises:
@@ -303,8 +287,6 @@ class Beat:
         self._step_at, self._phase_at, self._warm_at = first + _STEP, first + _PHASE, first + _WARM
         for place in range(first, first + SLOT_WORDS):
             self._words[place] = 0
-        self._words[first + _RESTART] = restart
-        self._words[first + _RANK] = rank
         self.beat(Phase.SETUP, 0)
         # Written last: the process id marks the slot as taken and its content as valid.
         self._words[first + _PID] = os.getpid()

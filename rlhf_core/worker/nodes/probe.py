@@ -11,7 +11,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,32 +50,30 @@ class Starter(Protocol):
         """Start a process with these interpreter arguments and this environment."""
 
 
-@dataclass(frozen=True)
-class ProbePlace:
-    """Location and parameters of a probe."""
-
-    run_dir: RunDir
-    attempt: int
-    nodes: Nodes
-    spec: RunSpec
-    placement: Placement
-    endpoint: str
-    """``host:port`` of the agents' store; unused on a single node."""
-
-
 class Probe:
-    """One node's part in the probe of an attempt; on agent 0 also the evaluation of all nodes."""
+    """One node's part in the probe of an attempt; on agent 0 also the evaluation of all nodes.
 
-    def __init__(self, place: ProbePlace) -> None:
-        self._place = place
-        self._folder = place.run_dir.attempt(place.attempt)
+    Args:
+        endpoint: ``host:port`` of the agents' store; unused on a single node.
+    """
+
+    def __init__(
+        self, run_dir: RunDir, attempt: int, nodes: Nodes, spec: RunSpec, placement: Placement, endpoint: str
+    ) -> None:
+        self._run_dir = run_dir
+        self._attempt = attempt
+        self._nodes = nodes
+        self._spec = spec
+        self._placement = placement
+        self._endpoint = endpoint
+        self._folder = run_dir.attempt(attempt)
         self._plan = Plan(
-            names=place.nodes.names,
-            ranks_per_node=place.spec.resources.ranks_per_node,
-            gpus_per_node=place.placement.gpus_per_node,
-            per_node_variables=place.spec.preflight.per_node_variables,
-            max_clock_offset_s=place.spec.preflight.max_clock_offset_s,
-            num_trainer_nodes=place.placement.num_nodes - place.spec.rollout.nodes,
+            names=nodes.names,
+            ranks_per_node=spec.resources.ranks_per_node,
+            gpus_per_node=placement.gpus_per_node,
+            per_node_variables=spec.preflight.per_node_variables,
+            max_clock_offset_s=spec.preflight.max_clock_offset_s,
+            num_trainer_nodes=placement.num_nodes - spec.rollout.nodes,
         )
         self._began_s = time.monotonic()
         # The original environment: variables that an agent sets for its workers depend on the node and may differ.
@@ -88,27 +85,20 @@ class Probe:
     @property
     def measures(self) -> bool:
         """True if there is something to measure: links between nodes, or GPUs."""
-        return self._place.nodes.num > 1 or self._place.placement.gpus_per_node > 0
+        return self._nodes.num > 1 or self._plan.gpus_per_node > 0
 
     @property
     def timeout_s(self) -> float:
         """Time that agent 0 waits for the nodes' measurements, in seconds."""
-        return self._place.spec.preflight.probe_s + GRACE_S
+        return self._spec.preflight.probe_s + GRACE_S
 
     # -----------------------------------------------------------------------------------------------------------------
     # On every node
 
     def facts(self) -> NodeFacts:
         """Gather this node's facts and write them to the run directory if possible."""
-        place = self._place
-        own = node_facts.gather(
-            place.run_dir,
-            place.attempt,
-            place.nodes,
-            place.spec,
-            place.placement.gpus_per_node,
-            self._environment,
-        )
+        gpus = self._plan.gpus_per_node
+        own = node_facts.gather(self._run_dir, self._attempt, self._nodes, self._spec, gpus, self._environment)
         with contextlib.suppress(OSError):
             write_model(self._folder.node_facts(own.node), own, FILE_MODE)
         return own
@@ -121,17 +111,14 @@ class Probe:
             starter: Starts the processes that measure.
             is_over: Polled during the measurement, which ends once it returns True.
         """
-        deadline = time.monotonic() + self._place.spec.preflight.probe_s
+        deadline = time.monotonic() + self._spec.preflight.probe_s
 
         def may_continue() -> bool:
             return time.monotonic() < deadline and not is_over()
 
-        place = self._place
-        ranks = place.spec.resources.ranks_per_node
-        with contextlib.ExitStack() as stack:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rlhf-probe-"))
-            store = str(Path(folder) / "store") if place.nodes.num == 1 else place.endpoint
-            outputs = [Path(folder) / f"{local}.jsonl" for local in range(ranks)]
+        with tempfile.TemporaryDirectory(prefix="rlhf-probe-") as folder:
+            store = str(Path(folder) / "store") if self._nodes.num == 1 else self._endpoint
+            outputs = [Path(folder) / f"{local}.jsonl" for local in range(self._plan.ranks_per_node)]
             while starter.is_importing and may_continue():
                 time.sleep(POLL_INTERVAL_S)
             started = [
@@ -141,24 +128,23 @@ class Probe:
             while any(process.poll() is None for process in started) and may_continue():
                 time.sleep(POLL_INTERVAL_S)
             processes.kill_and_reap(started, KILL_TIMEOUT_S)
-            return _digest(place.nodes.name, [_lines(output) for output in outputs])
+            return _digest(self._nodes.name, [_lines(output) for output in outputs])
 
     def _command(self, local_rank: int, number: int, store: str, output: Path) -> Sequence[str]:
-        place = self._place
-        timeout_s = place.spec.preflight.probe_s
+        timeout_s = self._spec.preflight.probe_s
         fields = {
-            "node": place.nodes.index,
-            "num_nodes": place.nodes.num,
+            "node": self._nodes.index,
+            "num_nodes": self._nodes.num,
             "local_rank": local_rank,
-            "ranks_per_node": place.spec.resources.ranks_per_node,
+            "ranks_per_node": self._plan.ranks_per_node,
             "store": store,
             "prefix": f"probe-{number}",
-            "gpu": place.placement.gpus_per_node > 0,
+            "gpu": self._plan.gpus_per_node > 0,
             # Startup takes longest: all ranks import torch from one file system.
             "start_s": timeout_s / 2,
             "timeout_s": timeout_s / 6,
         }
-        log = self._folder.restart(0).log(Role.PROBE, place.nodes.name, local_rank)
+        log = self._folder.restart(0).log(Role.PROBE, self._nodes.name, local_rank)
         command = ["-u", "-P", "-m", "rlhf_core.worker", "probe", json.dumps(fields)]
         return [*command, "--output", str(output), "--log", str(log)]
 
@@ -217,14 +203,14 @@ class Probe:
         return False
 
     def _judge(self) -> list[CheckResult]:
-        preflight = self._place.spec.preflight
+        preflight = self._spec.preflight
         floors = Floors(
             relative=preflight.min_relative_speed,
             bandwidth_gb_s=preflight.min_bandwidth_gb_s,
             latency_ms=preflight.max_latency_ms,
             matmul_tflops=preflight.min_matmul_tflops,
         )
-        earlier = self._place.placement.usual_speeds
+        earlier = self._placement.usual_speeds
         # Compare each node with its own earlier readings on the same device.
         usual = {one.node: earlier.get(one.node, {}).get(one.device, {}) for one in self._speeds.values()}
         return judge_speed(self._speeds, floors, usual)
@@ -232,8 +218,8 @@ class Probe:
     def report(self) -> ProbeReport:
         """The report with all findings."""
         return ProbeReport(
-            attempt=self._place.attempt,
-            results=tuple(_with_disabled_skipped(self._found, self._place.spec.preflight.off)),
+            attempt=self._attempt,
+            results=tuple(_with_disabled_skipped(self._found, self._spec.preflight.off)),
             speeds=tuple(self._speeds[index] for index in sorted(self._speeds)),
             seconds=round(time.monotonic() - self._began_s, 2),
             made_at=utc_now(),

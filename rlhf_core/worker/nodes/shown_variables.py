@@ -6,14 +6,12 @@ that nodes differ; its key is readable only by the owner of the run, so that val
 """
 
 import fnmatch
-import secrets
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from rlhf_core.diagnosis.nodes.checks import MUST_AGREE
 from rlhf_core.diagnosis.nodes.launch_variables import LAUNCHING
-from rlhf_core.files.private import FILE_MODE
-from rlhf_core.files.whole import create_once
+from rlhf_core.files.whole import shared_secret
 from rlhf_core.schemas.resources import PASSED_VARIABLE
 from rlhf_core.text.redaction import is_secret_name, keyed_hash, masked
 
@@ -61,8 +59,6 @@ def attempt_key(path: Path) -> bytes:
     """The key of an attempt, shared by all its nodes and created by the first to need it. Empty if the run directory is
     unusable."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        create_once(path, secrets.token_hex(32), FILE_MODE)
-        return path.read_bytes()
-    except OSError:
+        return shared_secret(path)
+    except (OSError, ValueError):
         return b""

@@ -7,7 +7,7 @@ Agent 0 requests inspections, all agents inspect their workers, and agent 0 judg
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from rlhf_core.diagnosis.hangs.liveness import Conditions, GapTracker, Suspect, suspect
+from rlhf_core.diagnosis.hangs.liveness import Conditions, GapTracker, Suspect, overdue
 from rlhf_core.diagnosis.hangs.standstill import Standstill, is_promising, prove
 from rlhf_core.schemas.agent_messages import GroupState, InspectionOrder
 from rlhf_core.schemas.inspections import Inspection
@@ -29,10 +29,10 @@ ANSWER_TIMEOUT_S = 5.0
 class NodeInspections:
     """One node's inspections of its workers, made when agent 0 requests them."""
 
-    def __init__(self, slots: SlotFile, plan: GroupPlan | None = None) -> None:
+    def __init__(self, slots: SlotFile, plan: GroupPlan) -> None:
         """Args:
         slots: Slots of the group.
-        plan: Workers and GPUs of the group; None if worker ``i`` has GPU ``i``.
+        plan: Workers and GPUs of the group.
         """
         self._slots = slots
         self._plan = plan
@@ -61,15 +61,13 @@ class NodeInspections:
         return collectives.with_collectives(ranks, answers)
 
 
-def _gpu_percents(
-    ranks: Sequence[RankStatus], telemetry: Mapping[str, float], plan: GroupPlan | None
-) -> dict[int, float]:
+def _gpu_percents(ranks: Sequence[RankStatus], telemetry: Mapping[str, float], plan: GroupPlan) -> dict[int, float]:
     """Utilisation of each worker's GPU, or of its busiest one; empty if the newest reading is stale."""
     if "slow_reading_age_s" in telemetry:
         return {}
     found = {}
     for local_rank in (rank.local_rank for rank in ranks):
-        own = (local_rank,) if plan is None else gpus_of(plan, local_rank)
+        own = gpus_of(plan, local_rank)
         percents = [telemetry[name] for gpu in own if (name := f"gpu{gpu}_util_percent") in telemetry]
         if percents:
             found[local_rank] = max(percents)
@@ -113,7 +111,7 @@ class EarlyHangCheck:
             now_s: The monotonic time.
             waits_for: Condition of the other groups.
         """
-        suspects = suspect(ranks, self._tracker, waits_for, alone=self._alone)
+        suspects = overdue(ranks, self._tracker.suspicion_s, waits_for, alone=self._alone)
         if not suspects:
             if self.order.number or self._next_at_s:
                 self.clear()

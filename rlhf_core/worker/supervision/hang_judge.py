@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
-from rlhf_core.diagnosis.hangs.liveness import Condition, GapTracker, Suspect, describe, judge
+from rlhf_core.diagnosis.hangs.liveness import Condition, GapTracker, Suspect, describe, overdue
 from rlhf_core.diagnosis.hangs.standstill import confirm
 from rlhf_core.diagnosis.hangs.verdict import MAX_DESCRIBED, blame
 from rlhf_core.schemas.agent_messages import Collected, GroupState, NodeState, WorkerEndOrder
@@ -49,7 +49,7 @@ class HangJudge:
         if not ranks:
             return
         self._tracker.observe(ranks, conditions)
-        suspects = judge(ranks, self._tracker, conditions, alone=one.is_alone)
+        suspects = overdue(ranks, self._tracker.limit_s, conditions, alone=one.is_alone)
         suspects = suspects or one.hang_check.consider(ranks, states, time.monotonic(), conditions)
         if one.hang_check.order != self._orders.group(role).inspect:
             self._orders.change_group(role, inspect=one.hang_check.order)
@@ -75,7 +75,7 @@ class HangJudge:
         ranks = self._receive_evidence(number, one, one.collect(wanted, self._events))
         before = [rank for rank in before if not wanted or rank.rank in wanted]
         self._tracker.observe(ranks, conditions)
-        still = confirm(suspects, ranks) or judge(ranks, self._tracker, conditions, alone=one.is_alone)
+        still = confirm(suspects, ranks) or overdue(ranks, self._tracker.limit_s, conditions, alone=one.is_alone)
         # Collecting evidence takes seconds: a suspect may have resumed or exited, which is handled elsewhere.
         gone = _processes(before) - _processes(ranks)
         if one.is_alone:

@@ -18,16 +18,11 @@ from pathlib import Path
 from rlhf_core.diagnosis.hangs.liveness import GapTracker
 from rlhf_core.files.whole import write_model
 from rlhf_core.run_dir.attempt import RestartDir
-from rlhf_core.schemas.agent_messages import (
-    Collected,
-    GroupOrders,
-    NodeState,
-    Orders,
-    WorkerStartOrder,
-)
+from rlhf_core.schemas.agent_messages import Collected, GroupOrders, NodeState, Orders
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import AgentCommand, AgentStatus
+from rlhf_core.schemas.supervision import SuperviseSpec
 from rlhf_core.survival import Survived
 from rlhf_core.worker import processes
 from rlhf_core.worker.channel.messages import AgentChannel
@@ -58,16 +53,6 @@ LEADER_LOST_TIMEOUT_S = 10.0
 """Longest time for the main thread to exit after agent 0 was lost: without its store no agreement is possible."""
 END_TIMEOUT_S = 120.0
 """The same for any other cause; allows for an outcome that cannot be written for a while."""
-
-
-@dataclass(frozen=True)
-class PeerTimeouts:
-    """Time that agent 0 waits for other nodes, in seconds."""
-
-    evidence_s: float = 10.0
-    """For evidence, before all workers of a hung job are killed."""
-    agent_s: float = 20.0
-    """For a heartbeat of a silent agent, before its node is given up."""
 
 
 @dataclass
@@ -101,11 +86,11 @@ class Supervisor(threading.Thread):
         tracker: GapTracker,
         events: EventLog,
         new_commands: Callable[[], list[AgentCommand]],
-        timeouts: PeerTimeouts = PeerTimeouts(),
-        telemetry_folder: Path | None = None,
-        deadline: ExitDeadline | None = None,
-        is_superseded: Callable[[], bool] = lambda: False,
-        owned_elsewhere: Callable[[], Collection[int]] = tuple,
+        spec: SuperviseSpec,
+        run_folder: Path,
+        deadline: ExitDeadline,
+        is_superseded: Callable[[], bool],
+        owned_elsewhere: Callable[[], Collection[int]],
     ) -> None:
         super().__init__(name="supervisor", daemon=True)
         self.requests = ExternalRequests()
@@ -116,15 +101,15 @@ class Supervisor(threading.Thread):
         self._tracker = tracker
         self._events = events
         self._new_commands = new_commands
-        self._timeouts = timeouts
+        self._agent_floor_s = spec.agent_floor_s
         self._deadline = deadline
         self._is_superseded = is_superseded
         self._owned_elsewhere = owned_elsewhere
-        self._telemetry = Telemetry(events.print_line, telemetry_folder)
+        self._telemetry = Telemetry(events.print_line, run_folder)
         self._series = TelemetrySeries(self._node, events.print_line)
         self._anomalies = Anomalies(events)
-        self._orders = OrderBook(channel)
-        self._judge = HangJudge(channel, self._orders, tracker, events, timeouts.evidence_s)
+        self.orders = OrderBook(channel)
+        self._judge = HangJudge(channel, self.orders, tracker, events, spec.evidence_s)
         self._place: tuple[Role, RestartDir] | None = None
         self._groups: dict[Role, SupervisedGroup] = {}
         self._lock = threading.Lock()
@@ -157,10 +142,10 @@ class Supervisor(threading.Thread):
             self._tracker.begin_restart(group.role)
             self._anomalies.begin_restart()
             supervised = SupervisedGroup.of(group, start, self._tracker)
-            if group.role in self._orders.current.groups:
+            if group.role in self.orders.current.groups:
                 # Orders to start or kill single workers belong to a phase; request numbers only ever increase.
-                before = self._orders.current.groups[group.role]
-                self._orders.set_group(group.role, GroupOrders(collect=before.collect))
+                before = self.orders.current.groups[group.role]
+                self.orders.set_group(group.role, GroupOrders(collect=before.collect))
             self._groups[group.role] = supervised
         if self.requests.to_end:
             group.end()
@@ -177,14 +162,6 @@ class Supervisor(threading.Thread):
         """Stop supervising a group; all nodes agree on the fate of its workers."""
         with self._lock:
             self._groups.pop(role, None)
-
-    def start_worker(self, role: Role, start: WorkerStartOrder) -> None:
-        """Order the start of a single worker; for agent 0."""
-        self._orders.start_worker(role, start)
-
-    def orders_for(self, role: Role) -> GroupOrders:
-        """The newest orders about a group."""
-        return self._orders.group(role)
 
     def stop(self) -> None:
         """Stop the thread."""
@@ -251,14 +228,13 @@ class Supervisor(threading.Thread):
 
     def _leave_if_superseded(self) -> None:
         with contextlib.suppress(OSError):  # after a pause, the file system may not respond yet: looked up again
-            if self._deadline is not None and self._is_superseded():
+            if self._is_superseded():
                 self._deadline.leave_now()
             self._may_be_superseded = False
 
     def _end_in(self, seconds: float, why: str) -> None:
         """Set a deadline after which this agent is killed, in case its main thread is stuck in a call."""
-        if self._deadline is not None:
-            self._deadline.set(seconds, f"{why} within {seconds:.0f} s; its second thread ends it")
+        self._deadline.set(seconds, f"{why} within {seconds:.0f} s; its second thread ends it")
 
     def _state(self, now_s: float) -> NodeState:
         """State of this node, with a new telemetry reading if one is due."""
@@ -267,7 +243,7 @@ class Supervisor(threading.Thread):
             ranks = [rank for one in self._groups.values() for rank in one.group.living()]
             pids = [pid for rank in ranks for pid in (rank.pid, *(other.pid for other in rank.speaks_for))]
             self._reading = self._telemetry.read(pids)
-        groups = tuple(one.state(self._orders.group(role), self._reading) for role, one in self._groups.items())
+        groups = tuple(one.state(self.orders.group(role), self._reading) for role, one in self._groups.items())
         return NodeState(
             wall_s=time.time(),
             groups=groups,
@@ -295,10 +271,10 @@ class Supervisor(threading.Thread):
             case "cancel":
                 self.requests.cancel = command.reason or "the user cancelled the run"
                 self._kill_workers()
-                self._orders.change(cancel=self.requests.cancel)
+                self.orders.change(cancel=self.requests.cancel)
             case "save":
                 self._request_save()
-                self._orders.change(saves=self._orders.current.saves + 1)
+                self.orders.change(saves=self.orders.current.saves + 1)
                 self._events.add("save_requested", "the workers were asked to save and continue")
             case "stop_after_step":
                 self._order_stop(command.reason or "the user asked to save and stop")
@@ -316,7 +292,7 @@ class Supervisor(threading.Thread):
                 one.group.seat.slots.request_stop()
             self._events.add("save_requested", f"the workers were asked to save and end: {reason}")
             if self._channel.leads:
-                self._orders.change(stop=reason)
+                self.orders.change(stop=reason)
 
     def _kill_workers(self) -> None:
         for one in list(self._groups.values()):
@@ -342,7 +318,7 @@ class Supervisor(threading.Thread):
         reachable = {index for index in states if self._channel.silence_s(index) <= UNHEARD_TIMEOUT_S}
         for role, one in self._groups.items():
             found = [state for index, state in here[role].items() if index in reachable]
-            one.observe(self._orders.still_wanted(role, found), self._tracker, now_s)
+            one.observe(self.orders.still_wanted(role, found), self._tracker, now_s)
         for role, one in list(self._groups.items()):
             states_here = here[role]
             if self.requests.to_end or any(state.failed for state in states_here.values()):
@@ -365,8 +341,8 @@ class Supervisor(threading.Thread):
     def _agent_timeout_s(self) -> float:
         """Allowed silence of an agent; shorter while all workers are being killed, when every node waits for it."""
         groups = self._trained_groups()
-        ending = any(self._orders.group(one.group.role).kill == one.group.generation for one in groups)
-        return min(LAST_STATE_TIMEOUT_S, self._timeouts.agent_s) if ending else self._timeouts.agent_s
+        ending = any(self.orders.group(one.group.role).kill == one.group.generation for one in groups)
+        return min(LAST_STATE_TIMEOUT_S, self._agent_floor_s) if ending else self._agent_floor_s
 
     def _give_up(self, node: str, message: str, kind: FailureKind) -> None:
         if not self.requests.broken:
@@ -383,8 +359,8 @@ class Supervisor(threading.Thread):
         if one.failed_at_s is None:
             one.failed_at_s = now_s
         timeout_s = 0.0 if self.requests.to_end or group.hang is not None else PEER_TIMEOUT_S
-        if now_s - one.failed_at_s >= timeout_s and self._orders.group(group.role).kill != group.generation:
-            self._orders.change_group(group.role, kill=group.generation)
+        if now_s - one.failed_at_s >= timeout_s and self.orders.group(group.role).kill != group.generation:
+            self.orders.change_group(group.role, kill=group.generation)
             group.end()
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -400,7 +376,7 @@ class Supervisor(threading.Thread):
             self._events.add("peer", f"{self.requests.broken}; ending everything", leader_lost=True)
         if orders is None:
             return
-        before = self._orders.take(orders)
+        before = self.orders.take(orders)
         if orders.cancel and not self.requests.cancel:
             self.requests.cancel = orders.cancel
             self._kill_workers()
@@ -411,7 +387,7 @@ class Supervisor(threading.Thread):
         if orders.over is not None:
             self._kill_workers()
         for role, one in list(self._groups.items()):
-            wanted = self._orders.group(role)
+            wanted = self.orders.group(role)
             one.obey(wanted, self._channel.nodes.index, partial(self._events.add, "killed", role=role))
             if wanted.collect > before.groups.get(role, GroupOrders()).collect:
                 ranks = one.collect(wanted.collect_ranks, self._events)

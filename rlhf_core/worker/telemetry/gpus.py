@@ -20,7 +20,7 @@ class _Device:
     handle: Any
     xids: Any = None
     """NVML event set for its XIDs; None if the driver does not support it."""
-    last_xid: int = 0
+    last_xid: int | None = None
 
 
 class GpuTelemetry:
@@ -61,11 +61,11 @@ class GpuTelemetry:
 
     def names(self) -> list[str]:
         """Types of the GPUs, in order."""
-        return [_text(self._nvml.nvmlDeviceGetName(device.handle)) for device in self._devices]
+        return [str(self._nvml.nvmlDeviceGetName(device.handle)) for device in self._devices]
 
     def driver(self) -> str:
         """Version of the driver."""
-        return _text(self._nvml.nvmlSystemGetDriverVersion())
+        return str(self._nvml.nvmlSystemGetDriverVersion())
 
     def _visible(self) -> list[str]:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -86,79 +86,52 @@ class GpuTelemetry:
         return device
 
     def _read_one(self, device: _Device) -> dict[str, float]:
+        nvml, gpu = self._nvml, device.handle
+
+        def is_throttled_by(reasons: int) -> bool:
+            return bool(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu) & reasons)
+
+        def ecc_errors(kind: int) -> int:
+            return int(nvml.nvmlDeviceGetTotalEccErrors(gpu, kind, nvml.NVML_VOLATILE_ECC))
+
+        # The power cap is omitted: a healthy GPU under load runs at it. So is HwSlowdown, which is set with the others.
+        readers: dict[str, Callable[[], float | None]] = {
+            "util_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
+            "memory_used_gb": lambda: round(nvml.nvmlDeviceGetMemoryInfo(gpu).used / GIB, 3),
+            "memory_total_gb": lambda: round(nvml.nvmlDeviceGetMemoryInfo(gpu).total / GIB, 3),
+            "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
+            "power_limit_w": lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000,
+            "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+            "temperature_slowdown_c": lambda: nvml.nvmlDeviceGetTemperatureThreshold(
+                gpu, nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
+            ),
+            "sm_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
+            "ecc_corrected": lambda: ecc_errors(nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
+            "ecc_uncorrected": lambda: ecc_errors(nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
+            "throttle_thermal": lambda: is_throttled_by(
+                nvml.nvmlClocksThrottleReasonSwThermalSlowdown | nvml.nvmlClocksThrottleReasonHwThermalSlowdown
+            ),
+            "throttle_power_brake": lambda: is_throttled_by(nvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown),
+            "xid": lambda: self._last_xid(device),
+        }
         found: dict[str, float] = {}
-        for read in (self._load, self._memory, self._power, self._limit, self._heat, self._slowdown, self._clock):
-            self._try(read, device, found)
-        for read in (self._corrected, self._uncorrected, self._throttling, self._xid):
-            self._try(read, device, found)
+        for name, read in readers.items():
+            try:
+                value = read()
+            except AttributeError:
+                continue  # a newer nvidia-ml-py has dropped this call
+            except nvml.NVMLError as error:  # not supported by this device
+                if error.value == nvml.NVML_ERROR_GPU_IS_LOST:
+                    found["lost"] = 1.0
+                continue
+            if value is not None:
+                found[name] = float(value)
         return found
 
-    def _try(self, read: Callable[[_Device], dict[str, float]], device: _Device, found: dict[str, float]) -> None:
-        """Read a metric if the device supports it; record the device as lost if it is."""
-        try:
-            found |= read(device)
-        except AttributeError:
-            pass  # a newer nvidia-ml-py has dropped this call
-        except self._nvml.NVMLError as error:
-            if error.value == self._nvml.NVML_ERROR_GPU_IS_LOST:
-                found["lost"] = 1.0
-
-    def _load(self, device: _Device) -> dict[str, float]:
-        return {"util_percent": float(self._nvml.nvmlDeviceGetUtilizationRates(device.handle).gpu)}
-
-    def _memory(self, device: _Device) -> dict[str, float]:
-        memory = self._nvml.nvmlDeviceGetMemoryInfo(device.handle)
-        return {
-            "memory_used_gb": round(memory.used / GIB, 3),
-            "memory_total_gb": round(memory.total / GIB, 3),
-        }
-
-    def _power(self, device: _Device) -> dict[str, float]:
-        return {"power_w": self._nvml.nvmlDeviceGetPowerUsage(device.handle) / 1000}
-
-    def _limit(self, device: _Device) -> dict[str, float]:
-        return {"power_limit_w": self._nvml.nvmlDeviceGetEnforcedPowerLimit(device.handle) / 1000}
-
-    def _heat(self, device: _Device) -> dict[str, float]:
-        nvml = self._nvml
-        return {"temperature_c": float(nvml.nvmlDeviceGetTemperature(device.handle, nvml.NVML_TEMPERATURE_GPU))}
-
-    def _slowdown(self, device: _Device) -> dict[str, float]:
-        nvml = self._nvml
-        limit = nvml.nvmlDeviceGetTemperatureThreshold(device.handle, nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN)
-        return {"temperature_slowdown_c": float(limit)}
-
-    def _clock(self, device: _Device) -> dict[str, float]:
-        return {"sm_clock_mhz": float(self._nvml.nvmlDeviceGetClockInfo(device.handle, self._nvml.NVML_CLOCK_SM))}
-
-    def _corrected(self, device: _Device) -> dict[str, float]:
-        return {"ecc_corrected": self._ecc_errors(device, self._nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED)}
-
-    def _uncorrected(self, device: _Device) -> dict[str, float]:
-        return {"ecc_uncorrected": self._ecc_errors(device, self._nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED)}
-
-    def _ecc_errors(self, device: _Device, kind: int) -> float:
-        return float(self._nvml.nvmlDeviceGetTotalEccErrors(device.handle, kind, self._nvml.NVML_VOLATILE_ECC))
-
-    def _throttling(self, device: _Device) -> dict[str, float]:
-        nvml = self._nvml
-        # The power cap is omitted: a healthy GPU under load runs at it. So is HwSlowdown, which is set with the others.
-        reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device.handle)
-        heat = nvml.nvmlClocksThrottleReasonSwThermalSlowdown | nvml.nvmlClocksThrottleReasonHwThermalSlowdown
-        return {
-            "throttle_thermal": float(bool(reasons & heat)),
-            "throttle_power_brake": float(bool(reasons & nvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown)),
-        }
-
-    def _xid(self, device: _Device) -> dict[str, float]:
+    def _last_xid(self, device: _Device) -> int | None:
         with contextlib.suppress(self._nvml.NVMLError_Timeout):
             # The loop ends with a timeout once there are no more events.
             while device.xids is not None:
                 event = self._nvml.nvmlEventSetWait_v2(device.xids, 0)
                 device.last_xid = int(event.eventData)
-        return {"xid": float(device.last_xid)} if device.last_xid else {}
-
-
-def _text(name: str | bytes) -> str:
-    """Decode a name: NVML's Python bindings returned bytes before version 12."""
-    return name.decode() if isinstance(name, bytes) else name
+        return device.last_xid

@@ -36,7 +36,7 @@ class Telemetry:
     continue when a broken GPU blocks every call into its driver.
     """
 
-    def __init__(self, log: Callable[[str], None] = lambda text: None, folder: Path | None = None) -> None:
+    def __init__(self, log: Callable[[str], None], folder: Path) -> None:
         """Start measuring.
 
         Args:
@@ -113,7 +113,7 @@ class Telemetry:
 class _SlowReader:
     """Reads GPUs and free space in a thread that starts on first use."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -151,8 +151,6 @@ class _SlowReader:
             self._stopping.wait(PERIOD_S)
 
     def _free(self) -> dict[str, float]:
-        if self._folder is None:
-            return {}
         with contextlib.suppress(OSError):
             return {"runs_free_gb": round(shutil.disk_usage(self._folder).free / GIB, 3)}
         return {}

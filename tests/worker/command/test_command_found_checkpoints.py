@@ -2,12 +2,18 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from watched_programs import append, make_old, trainer
 
 from rlhf_core.worker.command import found_checkpoints
-from rlhf_core.worker.command.found_checkpoints import QUIET_S, REREAD_S, WatchedCheckpoints, find_checkpoints
+from rlhf_core.worker.command.found_checkpoints import QUIET_S, REREAD_S, FoundCheckpoint, WatchedCheckpoints
+
+
+def after_end(output_dir: Path, **settings: Any) -> list[FoundCheckpoint]:
+    """The checkpoints of a program that has ended."""
+    return WatchedCheckpoints(trainer(**settings), output_dir).find(0.0, has_ended=True)
 
 
 def save(folder: Path, *names: str) -> Path:
@@ -36,7 +42,7 @@ def save(folder: Path, *names: str) -> Path:
 )
 def test_names(tmp_path: Path, name: str, folder: str, step: int | None) -> None:
     save(tmp_path / folder)
-    found = find_checkpoints(trainer(checkpoint_name=name), tmp_path, has_ended=True)
+    found = after_end(tmp_path, checkpoint_name=name)
     assert [(one.step, one.path, one.complete) for one in found] == (
         [] if step is None else [(step, tmp_path / folder, True)]
     )
@@ -46,9 +52,9 @@ def test_a_file_may_be_a_checkpoint_and_a_link_may_not(tmp_path: Path) -> None:
     append(tmp_path / "checkpoint-1", "a file")
     (tmp_path / "checkpoint-2").symlink_to(save(tmp_path / "elsewhere"))
     (tmp_path / "checkpoint-3").symlink_to(tmp_path / "checkpoint-1")
-    (found,) = find_checkpoints(trainer(), tmp_path, has_ended=True)
+    (found,) = after_end(tmp_path)
     assert (found.step, found.complete) == (1, True), "it has no files in it to wait for"
-    assert find_checkpoints(trainer(), tmp_path / "missing") == []
+    assert after_end(tmp_path / "missing") == []
 
 
 def test_in_the_order_of_steps_the_newest_of_the_same_step_last(tmp_path: Path) -> None:
@@ -57,7 +63,7 @@ def test_in_the_order_of_steps_the_newest_of_the_same_step_last(tmp_path: Path) 
         folder = save(tmp_path / name, "trainer_state.json")
         make_old(folder / "trainer_state.json", 1000 - age)
         make_old(folder, 1000 - age)
-    found = find_checkpoints(trainer(), tmp_path)
+    found = after_end(tmp_path)
     assert [str(one.path.relative_to(tmp_path)) for one in found] == [*names[1:], names[0]]
 
 
@@ -75,17 +81,8 @@ def test_a_file_for_every_pattern(tmp_path: Path, patterns: list[str], lacks: li
     """A star does not match a slash: a file of the same name deeper in the tree is a different one."""
     save(tmp_path / "checkpoint-8")
     save(tmp_path / "checkpoint-8" / "global_step8", "mp_rank_00_model_states.pt")
-    (found,) = find_checkpoints(trainer(checkpoint_complete=patterns), tmp_path, has_ended=True)
+    (found,) = after_end(tmp_path, checkpoint_complete=patterns)
     assert (found.complete, found.lacks) == (not lacks, tuple(lacks))
-
-
-def test_a_fresh_checkpoint_is_complete_only_after_the_program_has_ended(tmp_path: Path) -> None:
-    folder = save(tmp_path / "checkpoint-8")
-    assert [one.complete for one in find_checkpoints(trainer(), tmp_path)] == [False]
-    assert [one.complete for one in find_checkpoints(trainer(), tmp_path, has_ended=True)] == [True]
-    for path in (*folder.iterdir(), folder):
-        make_old(path, QUIET_S + 1)
-    assert [one.complete for one in find_checkpoints(trainer(), tmp_path)] == [True]
 
 
 def test_another_rank_still_writes(tmp_path: Path) -> None:
@@ -101,15 +98,11 @@ def test_another_rank_still_writes(tmp_path: Path) -> None:
 
 
 def test_timestamps_of_a_file_server_with_a_late_clock_are_ignored(tmp_path: Path) -> None:
-    """Files look old by the server's clock while they are written.
-
-    A single look is misled by this, repeated looks are not.
-    """
+    """Files look old by the server's clock while they are written."""
     checkpoints = WatchedCheckpoints(trainer(), tmp_path)
     folder = save(tmp_path / "checkpoint-8")
     for path in (*folder.iterdir(), folder):
         make_old(path)
-    assert [one.complete for one in find_checkpoints(trainer(), tmp_path)] == [True]
     assert [one.complete for one in checkpoints.find(0.0)] == [False]
     assert [one.complete for one in checkpoints.find(QUIET_S)] == [True]
     assert [one.complete for one in checkpoints.find(0.0, has_ended=True)] == [True]

@@ -18,7 +18,7 @@ from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.types import WorkerContext
 from rlhf_core.worker.command import published
 from rlhf_core.worker.command.follower import Follower
-from rlhf_core.worker.command.found_checkpoints import FoundCheckpoint, find_checkpoints
+from rlhf_core.worker.command.found_checkpoints import FoundCheckpoint, WatchedCheckpoints
 from rlhf_core.worker.command.launch import LaunchOrder, resume_folder
 
 
@@ -317,7 +317,7 @@ def test_a_checkpoint_that_the_program_is_removing_is_not_published_in_part(tmp_
     context = context_of(tmp_path)
     folder = save(context, 40).path
     (folder / "link").symlink_to("nowhere")
-    (found,) = find_checkpoints(trainer_of(context), output_dir(context), has_ended=True)
+    (found,) = WatchedCheckpoints(trainer_of(context), output_dir(context)).find(0.0, has_ended=True)
     published.publish(context, trainer_of(context), output_dir(context), found)
     assert context.run_dir.checkpoint(40).damage() == []
     (folder / "optimizer.pt").unlink()

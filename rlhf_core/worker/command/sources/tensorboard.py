@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from rlhf_core.files.reading import open_regular
-from rlhf_core.schemas.command_trainer import STEP_FIELD, CommandTrainer, ProgressSource
+from rlhf_core.schemas.command_trainer import ProgressSource
 from rlhf_core.worker.command.following import by_step
+from rlhf_core.worker.command.found_checkpoints import name_pattern
 from rlhf_core.worker.command.observation import Reading, StepFigures, Watched
 
 POLL_S = 1.0
@@ -78,9 +79,10 @@ class TensorBoard:
 
     def _search(self) -> str:
         """Find new files; returns a sentence if there were more folders than could be searched."""
-        is_checkpoint = _checkpoint_names(self._watched.trainer)
+        # Folders of checkpoints hold many files and no events.
+        checkpoint = name_pattern(Path(self._watched.trainer.checkpoint_name).name)
         for number, (folder, folders, names) in enumerate(os.walk(self._watched.output_dir)):
-            folders[:] = sorted(name for name in folders if not is_checkpoint.fullmatch(name))
+            folders[:] = sorted(name for name in folders if not checkpoint.fullmatch(name))
             if number >= MAX_FOLDERS:
                 return (
                     f"found more than {MAX_FOLDERS} folders in {self._watched.output_dir}, expected fewer to search "
@@ -91,12 +93,6 @@ class TensorBoard:
                 if _NAME.fullmatch(name) and path not in self._files:
                     self._files[path] = _EventFile(path)
         return ""
-
-
-def _checkpoint_names(trainer: CommandTrainer) -> re.Pattern[str]:
-    """Pattern of checkpoint folder names; these folders hold many files and no events."""
-    name = re.escape(Path(trainer.checkpoint_name).name)
-    return re.compile(name.replace(re.escape("*"), ".*").replace(re.escape(STEP_FIELD), r"\d+"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

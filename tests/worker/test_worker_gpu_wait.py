@@ -1,0 +1,89 @@
+"""Waiting for free GPU memory: the rule with made-up readings, and the real library on machines with a GPU."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.run_dir.run import RunDir
+from rlhf_core.worker.agent import gpu_wait
+from rlhf_core.worker.agent.gpu_wait import TOLERANCE_BYTES, GpuMemory, GpuWait
+from rlhf_core.worker.event_log import EventLog
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def events(tmp_path: Path) -> EventLog:
+    return EventLog("node1", RunDir(tmp_path).attempt(1).restart(0))
+
+
+def read(monkeypatch: pytest.MonkeyPatch, *readings: list[int]) -> Iterator[list[int]]:
+    """Replace the driver: each reading is made once, then the GPUs have fallen off the bus."""
+    left = iter(readings)
+
+    class Readings:
+        def used_bytes(self) -> list[int]:
+            for reading in left:
+                return reading
+            raise OSError("NVML: nvmlDeviceGetMemoryInfo answered 15")
+
+    monkeypatch.setattr(gpu_wait, "GpuMemory", Readings)
+    return left
+
+
+def test_it_waits_until_all_devices_are_free(monkeypatch: pytest.MonkeyPatch, events: EventLog) -> None:
+    full = [[40 * GIB, 2 * GIB], [40 * GIB, GIB]]
+    left = read(monkeypatch, [GIB, GIB], *full, [GIB + TOLERANCE_BYTES, GIB], [0, 0])
+    assert len(list(GpuWait(events).wait())) == len(full)
+    assert list(left) == [[0, 0]]
+
+
+def test_it_names_the_devices_that_stay_full(
+    monkeypatch: pytest.MonkeyPatch, events: EventLog, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_wait, "GPU_TIMEOUT_S", 0.0)
+    read(monkeypatch, [GIB, GIB], [GIB, 40 * GIB], [GIB, 40 * GIB])
+    waiting = GpuWait(events)
+    assert list(waiting.wait(without=(1,))) == []
+    assert capsys.readouterr().out == "", "the memory belongs to workers that stay"
+    assert list(waiting.wait()) == []
+    assert "GPUs [1] still hold memory" in capsys.readouterr().out
+
+
+def test_without_a_driver_the_reason_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr("rlhf_core.worker.agent.gpu_wait.ctypes.CDLL", absent)
+    with pytest.raises(OSError, match="libnvidia-ml"):
+        GpuMemory()
+
+
+def test_a_lost_gpu_does_not_end_the_agent(
+    monkeypatch: pytest.MonkeyPatch, events: EventLog, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A GPU that has fallen off the bus responds only before the first start."""
+    read(monkeypatch, [GIB])
+    waiting = GpuWait(events)
+    for _ in range(2):
+        assert list(waiting.wait()) == []
+    assert capsys.readouterr().out.count("without waiting for GPU memory: NVML: nvmlDeviceGetMemoryInfo") == 1
+
+
+@pytest.mark.gpu
+def test_memory_of_a_tensor_is_measured_and_freed(events: EventLog) -> None:
+    torch = pytest.importorskip("torch")
+    torch.cuda.init()
+    block = torch.zeros(1, device="cuda")
+    waiting, memory = GpuWait(events), GpuMemory()
+    before = memory.used_bytes()
+    block = torch.zeros(GIB, dtype=torch.uint8, device="cuda")
+    assert max(now - base for now, base in zip(memory.used_bytes(), before, strict=True)) > TOLERANCE_BYTES
+    assert next(waiting.wait(), "free") is None, "it waits"
+    del block
+    torch.cuda.empty_cache()
+    for _ in waiting.wait():
+        time.sleep(0.01)
+    assert max(now - base for now, base in zip(memory.used_bytes(), before, strict=True)) <= TOLERANCE_BYTES
