@@ -4,7 +4,15 @@ from collections.abc import Sequence
 
 from rlhf_core.render import plots
 from rlhf_core.render.gather import ReportData
-from rlhf_core.render.line_plots import LEARNING, LEARNING_ELSEWHERE, SPEED, LinePlot
+from rlhf_core.render.line_plots import (
+    LEARNING,
+    LEARNING_ELSEWHERE,
+    LEARNING_FROM_PREFERENCES,
+    SPEED,
+    LinePlot,
+    of_stage,
+    stages_of,
+)
 from rlhf_core.render.markup import Markup, figure, join, number, tag, words
 from rlhf_core.render.series import Curve, Marks, PointSeries, Series, drawable_point, finite, smoothing_window
 from rlhf_core.schemas.reports import EVALUATIONS
@@ -24,11 +32,18 @@ PHASE_COLOURS = {"rollout": 0, "reward": 1, "train": 2, "evaluate": 3, "checkpoi
 def learning_plots(record: ReportData) -> Markup:
     """Accuracy, reward and training-health metrics."""
     if not is_elsewhere(record):
-        return _plots(record, [_accuracy(record), *(_line_plot(record, plot) for plot in LEARNING)])
+        return _plots(record, [_accuracy(record), *(_line_plot(record, plot) for plot in _plots_of_loops(record))])
     logged = [plot for plot in LEARNING_ELSEWHERE if any(record.curves.get(key) for key, _ in plot.keys)]
     absent = ", ".join(plot.title for plot in LEARNING_ELSEWHERE if plot not in logged)
     made = [_accuracy(record), *(_line_plot(record, plot) for plot in logged)]
     return _plots(record, [*made, *([(None, f"Not logged by the trainer: {absent}.")] if absent else [])])
+
+
+def _plots_of_loops(record: ReportData) -> list[LinePlot]:
+    """Plots of the native trainer: without a loop that samples, no setting would measure the KL."""
+    spec = record.spec
+    plots = [plot for plot in LEARNING if plot.name != "kl" or spec is None or spec.any_loop_samples]
+    return [*plots, *LEARNING_FROM_PREFERENCES] if "preference" in stages_of(spec) else plots
 
 
 def speed_plots(record: ReportData) -> Markup:
@@ -61,7 +76,8 @@ def marks_of(record: ReportData) -> Marks:
 
 def _line_plot(record: ReportData, plot: LinePlot) -> tuple[Markup | None, str]:
     """The figure, or None with the sentence that explains why there is none."""
-    found = [(label, _of_stage(record, record.curves.get(key, ()), plot.stage)) for key, label in plot.keys]
+    border, stages = record.warm_start_steps, stages_of(record.spec)
+    found = [(label, of_stage(record.curves.get(key, ()), plot.stage, border, stages)) for key, label in plot.keys]
     series = [Series(label, curve) for label, whole in found if (curve := finite(whole))]
     if not series:
         why = _not_finite(max(len(whole) for _, whole in found)) or plot.if_missing
@@ -89,16 +105,6 @@ def _not_finite(num_values: int) -> str:
         return ""
     values = "its only value is" if num_values == 1 else f"all its {num_values:,} values are"
     return f"{values} not finite (NaN or infinite)"
-
-
-def _of_stage(record: ReportData, curve: Curve, stage: str) -> Curve:
-    if not stage:
-        return curve
-    spec = record.spec
-    if spec is not None and spec.samples is False:
-        return curve if stage == "sft" else ()
-    border = record.warm_start_steps
-    return [(step, value) for step, value in curve if (step <= border) == (stage == "sft")]
 
 
 def _series_text(series: Series) -> str:

@@ -12,7 +12,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
-from rlhf_core.render.line_plots import LEARNING, LEARNING_ELSEWHERE, LinePlot
+from rlhf_core.render.line_plots import (
+    LEARNING,
+    LEARNING_ELSEWHERE,
+    LEARNING_FROM_PREFERENCES,
+    LinePlot,
+    of_stage,
+)
 from rlhf_core.render.plots import STYLE, Palette, draw_lines, draw_steps, style_axes
 from rlhf_core.render.series import Curve, Marks, Series
 from rlhf_core.schemas.run import RunSpec
@@ -29,7 +35,7 @@ STEP_TIME = LinePlot(
 
 NAMES = {
     True: ("reward", "kl", "entropy", "length", "loss-sft", "loss-main", "grad-norm"),
-    False: ("loss-sft", "grad-norm"),
+    False: ("preference", "margin", "loss-sft", "loss-preference", "grad-norm"),
     None: ("reward", "kl", "preference", "margin", "entropy", "length", "loss", "grad-norm"),
 }
 """Plots to draw from the report, by whether the algorithm samples (None for an external trainer, which may or may not);
@@ -71,13 +77,20 @@ _STYLE = {
 
 def plots_of(spec: RunSpec) -> tuple[LinePlot, ...]:
     """Plots to draw for a run."""
-    known = {plot.name: plot for plot in (*LEARNING, *LEARNING_ELSEWHERE)}
+    others = LEARNING_ELSEWHERE if spec.samples is None else LEARNING_FROM_PREFERENCES
+    known = {plot.name: plot for plot in (*LEARNING, *others)}
     return (*(known[name] for name in NAMES[spec.samples]), STEP_TIME)
 
 
-def draw(plots: Sequence[LinePlot], curves: Mapping[str, Curve], marks: Marks) -> bytes:
-    """Draw the image as PNG; empty if none of the plots has a point."""
-    shown = [(plot, series) for plot in plots if (series := _series(plot, curves, marks))]
+def draw(
+    plots: Sequence[LinePlot], curves: Mapping[str, Curve], marks: Marks, stages: tuple[str, str] = ("sft", "main")
+) -> bytes:
+    """Draw the image as PNG; empty if none of the plots has a point.
+
+    Args:
+        stages: kinds of the loops, from ``line_plots.stages_of``.
+    """
+    shown = [(plot, series) for plot in plots if (series := drawn_series(plot, curves, marks, stages))]
     if not shown:
         return b""
     columns = min(2, len(shown))
@@ -104,13 +117,11 @@ def draw(plots: Sequence[LinePlot], curves: Mapping[str, Curve], marks: Marks) -
     return small.getvalue()
 
 
-def _series(plot: LinePlot, curves: Mapping[str, Curve], marks: Marks) -> list[Series]:
+def drawn_series(plot: LinePlot, curves: Mapping[str, Curve], marks: Marks, stages: tuple[str, str]) -> list[Series]:
     """Curves of a plot that have points in its loop."""
-    border = marks.warm_start_steps if plot.stage else 0
     found = []
     for key, label in plot.keys:
-        points = [point for point in curves.get(key, ()) if not border or (point[0] <= border) == (plot.stage == "sft")]
-        if points:
+        if points := of_stage(curves.get(key, ()), plot.stage, marks.warm_start_steps, stages):
             found.append(Series(label, points))
     return found
 

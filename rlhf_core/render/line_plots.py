@@ -1,6 +1,11 @@
 """Plots of metrics over steps, as data: for the report, and for the image of a running run."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from rlhf_core.render.series import Curve
+from rlhf_core.schemas.loops import LoopSpec
+from rlhf_core.schemas.run import RunSpec
 
 
 @dataclass(frozen=True)
@@ -17,7 +22,7 @@ class LinePlot:
     if_missing: str
     """Sentence that replaces the plot if the run has none of the metrics."""
     stage: str = ""
-    """``sft`` or ``main`` to draw only the steps of that loop; empty for all."""
+    """``sft``, ``main`` (sampling) or ``preference`` to draw only the steps of loops of that kind; empty for all."""
     smooth: bool = True
     from_zero: bool = False
 
@@ -100,6 +105,36 @@ LEARNING = (
     ),
 )
 
+LEARNING_FROM_PREFERENCES = (
+    LinePlot(
+        name="preference",
+        title="Preferences",
+        unit="share",
+        keys=(("preference/accuracy", "ranked correctly"),),
+        explanation="Pairs whose chosen completion has the higher reward, or rows on the side that their label says.",
+        if_missing="the run made no step of preference learning",
+        from_zero=True,
+    ),
+    LinePlot(
+        name="margin",
+        title="Preference margin",
+        unit="reward",
+        keys=(("preference/margin", "chosen minus rejected"),),
+        explanation="Reward of the chosen completion less that of the rejected one.",
+        if_missing="no pairs were compared",
+    ),
+    LinePlot(
+        name="loss-preference",
+        title="Loss of the preference steps",
+        unit="loss",
+        keys=(("train/loss", "loss"),),
+        explanation="Mean over the pairs or rows of a step.",
+        if_missing="the run made no step of preference learning",
+        stage="preference",
+    ),
+)
+"""More plots of a run with a loop that learns from pairs or labelled rows."""
+
 LEARNING_ELSEWHERE = (
     *(plot for plot in LEARNING if plot.name not in ("loss-sft", "loss-main")),
     LinePlot(
@@ -141,3 +176,30 @@ SPEED = (
         from_zero=True,
     ),
 )
+
+
+def stages_of(spec: RunSpec | None) -> tuple[str, str]:
+    """Kinds (``LinePlot.stage``) of the warm start and of the main loop of a run of the native trainer."""
+    if spec is None:
+        return "sft", "main"
+    return _stage(spec.loops.warm_start, "sft"), _stage(spec.loops.main, "main")
+
+
+def _stage(loop: LoopSpec | None, otherwise: str) -> str:
+    if loop is None:
+        return otherwise
+    if loop.algorithm.samples:
+        return "main"
+    return "preference" if loop.algorithm.pairs or loop.algorithm.labelled else "sft"
+
+
+def of_stage(curve: Sequence[tuple[int, float]], stage: str, border: int, stages: tuple[str, str]) -> Curve:
+    """Points of a curve that belong to a plot.
+
+    Args:
+        stage: ``LinePlot.stage`` of the plot.
+        border: last step of the warm start; 0 without one.
+        stages: kinds of the warm start and of the main loop, from :func:`stages_of`.
+    """
+    before, after = stages
+    return [point for point in curve if not stage or (before if point[0] <= border else after) == stage]

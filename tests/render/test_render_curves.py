@@ -7,13 +7,15 @@ from pathlib import Path
 from control_fakes import FakeAgent, make_run, make_spec
 from PIL import Image
 
+from rlhf_core.config import loading as config
 from rlhf_core.control.views.curves import effective_curves, marks_of
 from rlhf_core.control.views.drawing import draw_in_process
-from rlhf_core.render.curves_image import draw, plots_of
-from rlhf_core.render.line_plots import LEARNING
+from rlhf_core.render.curves_image import draw, drawn_series, plots_of
+from rlhf_core.render.line_plots import LEARNING, stages_of
 from rlhf_core.render.series import Marks
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.run import RunSpec
 
 ALL_STEPS = 20_000
 
@@ -43,8 +45,19 @@ def test_marks_stand_where_something_happened(tmp_path: Path) -> None:
 
 def test_the_curves_are_those_of_the_algorithm() -> None:
     assert "reward" in {plot.name for plot in plots_of(make_spec())}
-    sft = plots_of(make_spec(train={"algorithm": "sft"}, sft={"num_steps": 0}))
-    assert {plot.name for plot in sft} == {"loss-sft", "grad-norm", "step-time"}
+    sft = make_spec(train={"algorithm": "sft"}, sft={"num_steps": 0})
+    assert losses_drawn(sft, 0) == {"loss-sft": [1, 2, 3, 4]}
+    assert losses_drawn(make_spec(sft={"num_steps": 0}), 0) == {"loss-main": [1, 2, 3, 4]}
+    assert losses_drawn(make_spec(), 2) == {"loss-sft": [1, 2], "loss-main": [3, 4]}
+    assert losses_drawn(config.load("kto"), 0) == {"loss-preference": [1, 2, 3, 4]}
+    assert losses_drawn(config.load("dpo"), 2) == {"loss-sft": [1, 2], "loss-preference": [3, 4]}
+
+
+def losses_drawn(spec: RunSpec, warm_start_steps: int) -> dict[str, list[int]]:
+    """Steps in each plot of the loss, by its name."""
+    curves, marks = {"train/loss": [(step, 0.5) for step in range(1, 5)]}, Marks(4, warm_start_steps)
+    plots = {plot.name: drawn_series(plot, curves, marks, stages_of(spec)) for plot in plots_of(spec)}
+    return {name: [step for step, _ in series[0].curve] for name, series in plots.items() if series}
 
 
 def test_a_long_and_noisy_run_is_a_small_picture() -> None:

@@ -179,6 +179,26 @@ def test_a_run_that_is_only_supervised_has_no_policy_loss() -> None:
     assert "80 steps of SFT" in text
 
 
+def test_a_run_on_pairs_tells_its_loss_from_that_of_its_warm_start() -> None:
+    steps = range(1, 91)
+    curves: dict[str, Curve] = {
+        "train/loss": [(step, 0.5) for step in steps],
+        "preference/accuracy": [(step, 0.9) for step in steps if step > 30],
+        "preference/margin": [(step, 2.0) for step in steps if step > 30],
+    }
+    page = run_page.page(records.learned(spec=config.load("dpo"), curves=curves))
+    labels = re.findall(r'aria-label="(Loss of [^"]+|Preference[^"]+)"', page)
+    assert [label.split(":")[0] for label in labels] == [
+        "Loss of the supervised steps",
+        "Preferences",
+        "Preference margin",
+        "Loss of the preference steps",
+    ]
+    assert "at step 30" in labels[0]
+    assert "at step 31 to" in labels[-1]
+    assert "measure_kl" not in page, "the algorithm has no such setting"
+
+
 OTHER_PROGRAM = ["model.path=m", "data.train=d"]
 
 

@@ -1,5 +1,6 @@
 """Parts shared by the algorithms that sample: correction, estimators, whitening, mini-batches, and choice of groups."""
 
+import dataclasses
 import math
 from collections import Counter
 from typing import Any
@@ -281,10 +282,11 @@ def test_gradients_by_hand(name: str) -> None:
 REWARDS = torch.tensor([[1.0], [2.0], [4.0]]).view(1, 3)
 
 
-def advantages_of(name: str, **settings: Any) -> Tensor:
+def advantages_of(name: str, trained: Tensor = MASK, **settings: Any) -> Tensor:
     """Advantages of one group of three completions, without whitening; one value per token."""
     logprobs, reference = random(0), random(1)
     batch = sampled(REWARDS, logprobs=logprobs, ref_logprobs=reference, values=random(2))
+    batch = dataclasses.replace(batch, trained=trained)
     objective, spec = ALGORITHMS[name], settings_of(name, settings)
     rewards = objective.shaped(batch, 3, spec)
     sums = StepSums(TOKENS, SEQUENCES, float(rewards.sum()), float(rewards.square().sum()), max_new_tokens=3)
@@ -314,6 +316,11 @@ def test_advantages_by_hand() -> None:
     penalised = REWARDS.flatten() - 0.1 * whole
     alone = [float(penalised[i] - (penalised.sum() - penalised[i]) / 2) for i in range(3)]
     expect("rloo", torch.tensor(alone, dtype=torch.float64)[:, None].expand(3, 3), kl_coefficient=0.1)
+    kept = torch.tensor([True, False, True])
+    penalised = REWARDS.flatten() - 0.1 * torch.where(kept, whole, 0.0)
+    alone = [float(penalised[i] - (penalised.sum() - penalised[i]) / 2) for i in range(3)]
+    without = torch.tensor(alone, dtype=torch.float64)[:, None].expand(3, 3)
+    expect("rloo", without, trained=MASK & kept[:, None], kl_coefficient=0.1)
     later = kl.flip(-1).cumsum(-1).flip(-1)
     expect("reinforce_plus_plus", REWARDS.double().view(3, 1) - 0.1 * later, kl_coefficient=0.1)
     expect("ppo", REWARDS.double().view(3, 1) - 0.1 * later - random(2), kl_coefficient=0.1, gae_lambda=1.0)

@@ -313,10 +313,10 @@ def test_the_head_of_a_reward_model_follows_from_the_seed() -> None:
 def test_kto_is_its_formula_with_a_divergence_that_is_not_negative(measured: float) -> None:
     output, batch = output_of([[-1, -1], [-3, 0]], [[-2, -2], [-1, 0]])
     batch = replace(batch, desirable=torch.tensor([True, False]))
-    spec = parsed({"name": "kto", "beta": 0.5, "desirable_weight": 2.0, "undesirable_weight": 3.0})
+    spec = parsed({"name": "kto", "beta": 0.5, "desirable_weight": 0.3, "undesirable_weight": 0.7})
     loss, stats = ALGORITHMS["kto"].loss(output, batch, StepSums(3, 2, measured={"mismatched": measured}), spec)
     z = max(0.0, measured / 2)
-    expected = 2 * (1 - logistic(0.5 * (2 - z))) + 3 * (1 - logistic(0.5 * (z + 2)))
+    expected = 0.3 * (1 - logistic(0.5 * (2 - z))) + 0.7 * (1 - logistic(0.5 * (z + 2)))
     assert float(loss) == pytest.approx(expected / 2, abs=1e-12)
     assert [float(stats[name][0]) for name in ("chosen_reward", "rejected_reward")] == [1.0, -1.0]
 

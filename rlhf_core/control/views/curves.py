@@ -14,6 +14,7 @@ from rlhf_core.files.appended import parse_lines, read_blocks
 from rlhf_core.garbage import collect_rarely
 from rlhf_core.launch.journal import read_record
 from rlhf_core.render.curves_image import draw, plots_of
+from rlhf_core.render.line_plots import stages_of
 from rlhf_core.render.series import Marks, finite
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.reports import MetricsLine
@@ -65,7 +66,7 @@ def picture_of(run_dir: RunDir) -> bytes:
     plots = plots_of(spec)
     curves = effective_curves(run_dir, frozenset(key for plot in plots for key, _ in plot.keys))
     last_step = max((curve[-1][0] for curve in curves.values() if curve), default=0)
-    return draw(plots, curves, marks_of(run_dir, spec, last_step))
+    return draw(plots, curves, marks_of(run_dir, spec, last_step), stages_of(spec))
 
 
 if __name__ == "__main__":

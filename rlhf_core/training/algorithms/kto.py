@@ -47,8 +47,8 @@ def kto_losses(
         ``[B]``, with gradient.
     """
     gain = beta * (ratios - divergence)
-    weights = torch.where(desirable, desirable_weight, undesirable_weight).to(ratios.dtype)
-    return weights * (1 - torch.sigmoid(torch.where(desirable, gain, -gain)))
+    losses = 1 - torch.sigmoid(torch.where(desirable, gain, -gain))
+    return torch.where(desirable, desirable_weight * losses, undesirable_weight * losses)
 
 
 class KahnemanTverskyOptimisation(Objective):

@@ -6,11 +6,13 @@ For each prompt G completions are sampled. With the penalty of the whole complet
     A_i = R_i - mean of R_j over the other G - 1 completions
     L   = - mean over completions of min(rho_i A_i, clip(rho_i, 1 - clip_low, 1 + clip_high) A_i)
 
-where ``rho_i`` is the ratio of the probabilities of the whole completion. As in TRL 1.16.0.
+where ``rho_i`` is the ratio of the probabilities of the whole completion. A truncated completion that is left out of
+the loss (``mask_truncated``) pays no penalty. As in TRL 1.16.0.
 """
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlhf_core.schemas.algorithms.policy_gradient import RlooSpec
@@ -32,7 +34,7 @@ class ReinforceLeaveOneOut(PolicyGradient):
 
     def advantages(self, batch: SampledBatch, sums: StepSums, spec: RlooSpec) -> Advantages:
         """See :func:`leave_one_out`."""
-        penalties = kl_penalties(batch, spec).sum(-1).view_as(batch.rewards)
+        penalties = torch.where(batch.trained, kl_penalties(batch, spec), 0.0).sum(-1).view_as(batch.rewards)
         return Advantages(per_token(leave_one_out(batch.rewards - penalties).flatten(), batch.mask))
 
     def whitens(self, spec: RlooSpec) -> Whitening:
