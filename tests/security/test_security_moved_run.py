@@ -51,7 +51,7 @@ class Case:
             self.controller.journal.move_run(state, "a test")
         placement = Placement(attempt=1, num_nodes=1, phases=in_order(GroupPlan.on_all_nodes(Role.TRAINER, 1, 1)))
         record_plan(self.run_dir, placement, self.controller.journal)
-        request = job_request(self.run_dir, self.controller.stored.spec, placement, sys.executable)
+        request = job_request(self.run_dir, self.controller.stored.spec, placement, site)
         command = (sys.executable, "-c", JOB, str(pids))
         request = replace(request, command=command)
         assert submit_once(self.run_dir, request, self.controller.scheduler, self.controller.journal) is not None
