@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ from torch.distributed.elastic.multiprocessing import api as elastic_processes
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from rlhf_core.machine.variables import with_variables
 from rlhf_core.run_dir.attempt import RestartDir
 from rlhf_core.schemas.resources import GroupPlan
 from rlhf_core.worker.channel.store import LOOPBACK
@@ -128,7 +129,7 @@ class ElasticGroup(WorkerGroup):
         # Workers inherit this process's environment through elastic, and only this thread starts workers.
         own = {SLOTS_VARIABLE: str(self.seat.slots.path), GROUP_VARIABLE: self.role.value}
         environment = {**own, **visible_gpus(self.plan, self.seat.num_gpus)}
-        with _environment(environment), _forked_by(self._fork_server):
+        with with_variables(environment), _forked_by(self._fork_server):
             started = self._elastic.launch()
         self._inbox.install()
         self._begin({local: Started(local, rank, pid, started_ns) for local, (rank, pid) in started.items()})
@@ -160,20 +161,6 @@ class ElasticGroup(WorkerGroup):
             if not self.all_ended:
                 self.end()
             self._elastic.close()
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 class _KnownNodes(RendezvousHandler):
