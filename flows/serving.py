@@ -21,8 +21,8 @@ from flows.server.settings import (
 )
 from rlhf_core.config.site import Site
 from rlhf_core.garbage import uncollected
+from rlhf_core.machine.parent_death import die_with_parent
 from rlhf_core.services.presence import HEARTBEAT_INTERVAL_S, holding, private_folder
-from rlhf_core.services.processes import die_with_parent
 
 Heartbeat = Callable[[], None]
 
@@ -37,7 +37,7 @@ def serve(site: Site, name: str) -> None:
         BadInput: it is already running, or its port is taken.
     """
     if "SUPERVISOR_ENABLED" in os.environ:
-        die_with_parent()  # an unsupervised service with a broken log pipe must not live on
+        die_with_parent(signal.SIGTERM)  # an unsupervised service with a broken log pipe must not live on
     for variable in [one for one in os.environ if one.startswith("SUPERVISOR_")]:
         del os.environ[variable]
     # A shell starts background processes with SIGINT ignored, and Prefect stops its worker with SIGINT.

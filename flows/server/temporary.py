@@ -3,12 +3,14 @@ one."""
 
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from flows.server.guards import MAX_SOCKET_BYTES
@@ -22,8 +24,8 @@ from flows.server.settings import (
     new_password,
 )
 from rlhf_core.errors import PrefectUnavailable
+from rlhf_core.machine.parent_death import die_with_parent
 from rlhf_core.services.presence import private_folder
-from rlhf_core.services.processes import die_with_parent
 
 STARTUP_TIMEOUT_S = 180.0
 """Time that the server has to answer. Its first start creates a database: 20 s, longer on a busy machine."""
@@ -110,7 +112,7 @@ def _start(folder: Path, log: int, auth: str) -> tuple[str, "subprocess.Popen[by
             # A Ctrl-C is meant for the run, which still needs its server while it is being cancelled.
             start_new_session=True,
             umask=0o077,  # its database holds secrets and their encryption key
-            preexec_fn=die_with_parent,
+            preexec_fn=partial(die_with_parent, signal.SIGTERM),
         )
         try:
             if _wait_for_answer(url, process, deadline):

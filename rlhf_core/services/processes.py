@@ -1,7 +1,6 @@
 """Orderly termination of processes of this user."""
 
 import contextlib
-import ctypes
 import os
 import signal
 import time
@@ -47,14 +46,6 @@ def terminate_all(processes: Sequence[psutil.Process], timeout_s: float) -> None
         with contextlib.suppress(psutil.Error):
             process.kill()
     psutil.wait_procs(remaining, timeout=timeout_s)
-
-
-def die_with_parent() -> None:
-    """Have the kernel send SIGTERM to this process when its parent ends for any reason (prctl(2)).
-
-    The setting survives ``execve``, so this can be called between fork and exec.
-    """
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, interval_s: float = POLL_INTERVAL_S) -> bool:

@@ -186,7 +186,7 @@ class Supervisord:
         """Stop all programs in order, then supervisord itself; kill it if that takes longer than ``timeout_s``.
 
         With 0, it is killed at once, and its programs receive SIGTERM
-        (:func:`rlhf_core.services.processes.die_with_parent`).
+        (:func:`rlhf_core.machine.parent_death.die_with_parent`).
         """
         pid = self.pid()
         if not pid:

@@ -150,8 +150,8 @@ def _probe(parsed: argparse.Namespace) -> int:
 
 
 def _check_content(parsed: argparse.Namespace) -> int:
+    from rlhf_core.machine.parent_death import die_with_parent
     from rlhf_core.schemas.content import ContentReport
-    from rlhf_core.worker.processes import die_with_parent
     from rlhf_core.worker.roles import CONTENT, load
 
     die_with_parent()

@@ -18,22 +18,10 @@ import psutil
 from rlhf_core.machine.main_memory import control_group
 from rlhf_core.schemas.resources import JOB_VARIABLE
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
-
-
-def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when the thread that started it exits. Call this first.
-
-    Args:
-        parent: Expected parent. If it is already gone, the request came too late and this process exits at once.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent is not None and os.getppid() != parent:
-        os._exit(1)
 
 
 def allow_stack_dumps() -> None:

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from rlhf_core.errors import CheckpointCorrupt, DegenerateRl, RunDirError
 from rlhf_core.files.whole import read_model, write_model
+from rlhf_core.machine.parent_death import die_with_parent
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.base import utc_now
@@ -96,7 +97,7 @@ def run_worker(arguments: WorkerArguments) -> NoReturn:
 def prepare_signals() -> None:
     """Make this process die with its agent, and leave signals that Slurm sends to the whole job to the agent."""
     agent = os.environ.get(AGENT_VARIABLE)
-    processes.die_with_parent(int(agent) if agent else None)
+    die_with_parent(parent=int(agent) if agent else None)
     # The agent blocked USR2 while starting this process: some clusters send it to all processes of a job.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     if "SLURM_JOB_ID" in os.environ:

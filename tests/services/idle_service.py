@@ -6,14 +6,14 @@ import sys
 import time
 from pathlib import Path
 
+from rlhf_core.machine.parent_death import die_with_parent
 from rlhf_core.services.presence import holding
-from rlhf_core.services.processes import die_with_parent
 
 name = sys.argv[1]
 if "deaf" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 elif "SUPERVISOR_ENABLED" in os.environ:
-    die_with_parent()
+    die_with_parent(signal.SIGTERM)
 if Path("fails").exists():
     sys.exit("it cannot start")
 with holding(Path(os.environ["RLHF_HOME"]), name) as beat:

@@ -25,9 +25,9 @@ from starlette.routing import Route
 from transformers import AutoTokenizer
 
 from rlhf_core.errors import StaleWeights
+from rlhf_core.machine.parent_death import die_with_parent
 from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.samplers import SamplerRequest, TransformersSampler
-from rlhf_core.worker.processes import die_with_parent
 
 OPTIONS = {
     "model-path", "load-format", "skip-tokenizer-init", "dtype", "context-length", "mem-fraction-static",
@@ -128,7 +128,7 @@ class StandIn:
 
 def main() -> None:
     """Serve until the process is terminated, or its parent has ended."""
-    die_with_parent(int(sys.argv[1]))
+    die_with_parent(parent=int(sys.argv[1]))
     options = json.loads(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
     if unknown := set(options) - OPTIONS:
         raise SystemExit(f"unknown options: {sorted(unknown)}")

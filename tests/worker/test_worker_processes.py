@@ -24,7 +24,7 @@ time.sleep(60)
 """
 DYING = """
 import time
-from rlhf_core.worker.processes import die_with_parent
+from rlhf_core.machine.parent_death import die_with_parent
 die_with_parent()
 print("r", flush=True)
 time.sleep(60)

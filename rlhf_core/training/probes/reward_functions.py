@@ -5,7 +5,6 @@ it only until a deadline. Does not import torch; the process must not have start
 """
 
 import contextlib
-import ctypes
 import inspect
 import os
 import resource
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.errors import BadConfig, RewardFailed
+from rlhf_core.machine.parent_death import die_with_parent
 from rlhf_core.schemas.content import RewardTrial, TrialProblem
 from rlhf_core.training.rewards.functions import RewardFunction, load_reward, rewards_of
 from rlhf_core.training.types import Row
@@ -31,7 +31,6 @@ MEMORY_BYTES = 4 << 30
 NUM_ROWS = 4
 """Number of rows whose answers are passed to a function."""
 
-_PR_SET_PDEATHSIG = 1
 
 NONSENSE = ("", "I do not know.")
 """Completions that are right for no row; empty ones occur in every training."""
@@ -127,7 +126,7 @@ def _child(path: str, rows: Sequence[Row], writing: int, timeout_s: float) -> No
     code = 1
     try:
         os.setsid()
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the limits below are too long for an orphan
+        die_with_parent()  # the limits below are too long for an orphan
         os.dup2(2, 1)  # its output must not get into the response
         # A fallback above the deadline, in case no process is left to end this one.
         set_limit(resource.RLIMIT_CPU, int(timeout_s * (os.cpu_count() or 1)) + 1)

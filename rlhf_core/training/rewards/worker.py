@@ -5,7 +5,6 @@ Responses are JSON, so that the trainer never executes anything that a reward fu
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import pickle
@@ -23,12 +22,12 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from rlhf_core.errors import BadConfig
+from rlhf_core.machine.parent_death import die_with_parent
 from rlhf_core.training.rewards.functions import RewardCall, RewardFunction, call_reward, load_reward
 
 HEADER = struct.Struct("!Q")
 """Prefix of a message: its length in bytes."""
 
-_PR_SET_PDEATHSIG = 1
 _FIRST_VICTIM = "1000"
 _SEEDED = ("numpy", "torch")
 
@@ -69,9 +68,7 @@ def serve(descriptor: int, parent: int) -> NoReturn:
 
 def _prepare(parent: int) -> None:
     """Make this process end with its trainer instead of the job, and be the first victim when memory runs out."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    die_with_parent(parent=parent)
     # A scheduler may send SIGTERM to every process of a job, but the trainer decides when this one ends. A handler is
     # used because ignored signals stay ignored in programs that user code starts.
     signal.signal(signal.SIGTERM, _leave_it_to_the_trainer)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rlhf_core.errors import BadInput, TrainerIncomplete
 from rlhf_core.files.whole import read_model, write_model
+from rlhf_core.machine.parent_death import die_with_parent
 from rlhf_core.schemas.command_trainer import SIGHTS, CommandTrainer, ProgressSource
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.types import RoleResult, WorkerContext
@@ -169,7 +170,7 @@ class Follower:
             env=environment,
             cwd=place.working_dir,
             stdin=subprocess.DEVNULL,
-            preexec_fn=processes.die_with_parent,
+            preexec_fn=die_with_parent,
         )
         self._saves.launcher = self._child.pid
 
