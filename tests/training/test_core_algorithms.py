@@ -46,6 +46,11 @@ def test_equal_rewards_give_exactly_no_advantage(scale: str) -> None:
     assert zero_std_groups(rewards).tolist() == [True, False]
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_rank_without_groups_has_no_advantages_and_no_warning() -> None:
+    assert group_advantages(torch.zeros(0, 4)).shape == (0, 4)
+
+
 @given(st.lists(st.floats(-100, 100), min_size=2, max_size=30))
 def test_the_batch_deviation_can_be_summed_up_over_ranks(values: list[float]) -> None:
     tensor = torch.tensor(values, dtype=torch.float64)

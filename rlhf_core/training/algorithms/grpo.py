@@ -43,6 +43,8 @@ def group_advantages(
         ``[P, G]`` float64. A group whose rewards are all equal has advantages of exactly 0.
     """
     rewards = rewards.double()
+    if not len(rewards):  # DAPO left out all groups of the rank, and torch warns of the deviation of nothing
+        return rewards
     advantages = rewards - rewards.mean(-1, keepdim=True)
     if scale == "group":
         advantages = advantages / (rewards.std(-1, keepdim=True) + epsilon)
