@@ -140,12 +140,12 @@ def ended(client: SyncPrefectClient, store: HistoryStore, run_dir: RunDir, state
     assert len(starts(run_dir)) == len(set(starts(run_dir)))
 
 
-def test_a_zombie_of_a_terminated_worker_is_ended_and_its_run_adopted(
+def test_a_zombie_of_a_killed_worker_is_ended_and_its_run_adopted(
     site: Site, client: SyncPrefectClient, store: HistoryStore
 ) -> None:
     start_worker(site)
     run_dir = in_training(site, client)
-    site.terminate("worker")
+    site.kill("worker")  # terminated, Prefect's worker has the time to report its flow runs, or has not
     start_worker(site)
     # The control: only the reconciler notices, and not even a new worker.
     other = in_training(site, client)
