@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from queue import SimpleQueue
 
 from flows.server.settings import (
     answers,
@@ -91,11 +92,28 @@ def _serve_daemon(site: Site, beat: Heartbeat) -> None:
     with uncollected():
         from flows import daemon
 
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    stop = stop_on_signals()
     threading.Thread(target=_beat_until, args=(stop, beat), daemon=True).start()
     daemon.serve(site, stop)
+
+
+def stop_on_signals() -> threading.Event:
+    """Return an event that SIGTERM or SIGINT sets.
+
+    A thread sets it, not the handler: that interrupts the main thread, and would wait for it forever if it held the
+    event's lock just then.
+    """
+    stop = threading.Event()
+    received: SimpleQueue[int] = SimpleQueue()  # its put() may be called from a handler
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: received.put(number))
+
+    def wait() -> None:
+        received.get()
+        stop.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    return stop
 
 
 def _beat_until(stop: threading.Event, beat: Heartbeat) -> None:

@@ -555,3 +555,25 @@ def test_a_page_gets_a_style_and_the_correct_length(kind: str, changed: bool) ->
     assert (STYLE in body) is changed
     assert (b"etag" not in headers) is changed
     assert headers[b"content-length"] == str(len(body)).encode()
+
+
+STOPPED = """
+import os, random, signal, threading, time
+from flows.serving import stop_on_signals
+
+def send(after_s):
+    time.sleep(after_s)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+for _ in range(40):
+    stop = stop_on_signals()
+    threading.Thread(target=send, args=(random.uniform(0.0, 0.01),)).start()
+    while not stop.wait(0.0):
+        pass
+print("stopped 40 times")
+"""
+
+
+def test_a_signal_that_arrives_in_a_wait_stops_the_daemon() -> None:
+    ended = subprocess.run([sys.executable, "-c", STOPPED], capture_output=True, text=True, timeout=120, check=True)
+    assert ended.stdout.strip() == "stopped 40 times"
