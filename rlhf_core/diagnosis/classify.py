@@ -49,6 +49,8 @@ SCHEDULER_STATES: dict[str, tuple[FailureKind, EvidencePart]] = {
 }
 """Kind of failure by the first word of the state of an ended job. ``OUT_OF_ME+`` is sacct's default abbreviation."""
 
+_EMPTY_LOG = "its log is empty; errors from before it opened that are in the log of its agent (rlhf logs --role agent)"
+
 
 @dataclass(frozen=True)
 class WorkerEnd:
@@ -277,7 +279,7 @@ def _from_log(worker: WorkerEnd, end: str, known: log_diagnosis.KnownLines) -> _
     match = log_diagnosis.find(worker.log_tail, known=known)
     if match is None:
         last = next((line.strip() for line in reversed(worker.log_tail.splitlines()) if line.strip()), "")
-        last_line = f"the last line of its log: {last[:300]}" if last else "its log is empty"
+        last_line = f"the last line of its log: {last[:300]}" if last else _EMPTY_LOG
         text = f"{_name(worker)} {end}; {last_line}"
         return _Finding(FailureKind.UNKNOWN, EvidencePart.SYMPTOM, text, f"{end}|{last}", worker)
     # The last lines of this worker concern the worker itself, even if their kind is unknown.

@@ -195,6 +195,11 @@ def test_without_an_outcome_exit_code_and_log_speak(code: int, log: str, kind: F
     assert kind_of(ended(0, code, log=log)) is kind
 
 
+def test_a_worker_that_ended_before_its_log_began_points_to_the_log_of_its_agent() -> None:
+    assert "rlhf logs --role agent" in classify(Evidence(workers=(ended(0, 1),))).message
+    assert "rlhf logs" not in classify(Evidence(workers=(ended(0, 1, log="odd\n"),))).message
+
+
 def test_a_mismatch_is_undecided_where_only_words_tell_of_it() -> None:
     words = "op.preamble.length <= op.nbytes. 500 vs 4"
     by_log = ended(0, -6, log=f"terminate called\n  what(): {words}")
