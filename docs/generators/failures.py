@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 
-from generators.shared import GENERATED, cell, code, strings_under_names
+from generators.shared import GENERATED, cell, code
 from rlhf_core.diagnosis import classify, policy
 from rlhf_core.diagnosis.logs import code_locations, exceptions
 from rlhf_core.diagnosis.logs import search as log_diagnosis
 from rlhf_core.diagnosis.logs.evidence_parts import EvidencePart
 from rlhf_core.diagnosis.logs.signatures import table as signatures
+from rlhf_core.schemas.base import strings_under_names
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.supervision import SuperviseSpec
 

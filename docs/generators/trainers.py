@@ -2,17 +2,12 @@
 
 from collections.abc import Iterator
 
-from generators.shared import GENERATED, cell, strings_under_names
+from generators.shared import GENERATED, cell
 from rlhf_core.config import loading as config
 from rlhf_core.machine import environments
 from rlhf_core.presets import PRESETS, preset_path
-from rlhf_core.schemas.command_trainer import (
-    PLACEHOLDERS,
-    SIGHTS,
-    CommandTrainer,
-    ProgressSource,
-    default_sources,
-)
+from rlhf_core.schemas.base import strings_under_names
+from rlhf_core.schemas.command_trainer import PLACEHOLDERS, SIGHTS, CommandTrainer, ProgressSource
 
 FRAMEWORKS = ("script", "transformers", "swift", "trl", "openrlhf")
 """Values of ``trainer.framework`` in the order of the table."""
@@ -426,4 +421,4 @@ def _sources() -> Iterator[str]:
 def _frameworks() -> Iterator[str]:
     for name in FRAMEWORKS:
         trainer = CommandTrainer.model_validate({"argv": ["x"], "num_steps": 1, "framework": name})
-        yield f"| `{name}` | {', '.join(f'`{source}`' for source in default_sources(trainer))} |"
+        yield f"| `{name}` | {', '.join(f'`{source}`' for source in trainer.sources)} |"
