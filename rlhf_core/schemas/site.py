@@ -7,10 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlhf_core.schemas.base import Schema
+from rlhf_core.schemas.base import NonNegativeFloat, PositiveFloat, Schema
 
 Port = Annotated[int, Field(ge=1, le=65535)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Occasion = Literal["failed", "completed", "cancelled", "incident", "approval"]
 
 PRIVATE_VARIABLES = (
@@ -52,11 +51,11 @@ class PrefectSite(Schema):
     max_runs: Annotated[int, Field(ge=1)] = 50
     """Maximum number of runs driven at once on this machine; others wait. Each is one process here, independent of its
     size on the cluster."""
-    reconcile_s: Seconds = 15.0
+    reconcile_s: PositiveFloat = 15.0
     """Interval between comparisons of the database, Prefect and the scheduler, in seconds."""
-    ingest_s: Seconds = 2.0
+    ingest_s: PositiveFloat = 2.0
     """Interval at which the files of all active runs are read into the history, in seconds."""
-    restart_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 5.0
+    restart_s: NonNegativeFloat = 5.0
     """Seconds between two health checks of the services that `rlhf up` started; a dead service is restarted at once. 0
     leaves both to the next `rlhf up`."""
     keep_days: Annotated[int, Field(ge=1)] = 30
