@@ -21,7 +21,7 @@ from rlhf_core.preflight.program_queries import Tick, query_program
 from rlhf_core.presets import drivers_folder
 from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.command_trainer import CommandTrainer, fill
-from rlhf_core.schemas.launch_values import command_trainer, filled_argv, values_of_spec
+from rlhf_core.schemas.launch_values import filled_argv, values_of_spec
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.shell.launch_line import LaunchLine, normalized, read_launch_line
 
@@ -50,7 +50,7 @@ def inspect_trainer(spec: RunSpec, place: TrainerPlace, tick: Tick = lambda: Non
     Raises:
         ValueError: the trainer is native.
     """
-    trainer = command_trainer(spec)
+    trainer = spec.command_trainer
     if place.slurm.container_image:
         return TrainerSide(unseen=f"it is in the container {place.slurm.container_image}")
     values = {**values_of_spec(spec), "code": str(place.code), "drivers": str(drivers_folder())}

@@ -16,7 +16,6 @@ from rlhf_core.preflight.facts import DataFile, Facts, GoodRun
 from rlhf_core.schemas.algorithms.policy_gradient import PpoSpec
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.command_trainer import named_placeholders
-from rlhf_core.schemas.launch_values import command_trainer
 from rlhf_core.schemas.migration import current_document
 from rlhf_core.schemas.run import RunSpec, with_changes
 from rlhf_core.shell.launch_line import read_launch_line
@@ -291,7 +290,7 @@ def obstacle(spec: RunSpec) -> str:
     """
     if spec.trainer.kind == "native":
         return ""
-    trainer = command_trainer(spec)
+    trainer = spec.command_trainer
     texts = (*trainer.argv, *trainer.variables.values())
     named = {name for text in texts for name in named_placeholders(text)}
     if "num_steps" not in named:

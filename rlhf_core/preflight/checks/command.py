@@ -8,7 +8,7 @@ from rlhf_core.preflight.facts import Facts, TrainerSide
 from rlhf_core.preflight.launch_arguments import arguments_of
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
 from rlhf_core.schemas.command_trainer import PLACEHOLDERS, CommandTrainer, named_placeholders
-from rlhf_core.schemas.launch_values import command_trainer, values_of_spec
+from rlhf_core.schemas.launch_values import values_of_spec
 
 OTHER_NAMES = {
     "nnodes": "num_nodes",
@@ -52,7 +52,7 @@ _OF_SHELL = {
 @check("command.placeholders", trainer="command")
 def placeholders(facts: Facts) -> Iterator[Finding]:
     """A misspelled placeholder is not replaced, and the program takes the braces as a value."""
-    trainer = command_trainer(facts.spec)
+    trainer = facts.spec.command_trainer
     wrong, left = False, []
     for setting, text in _texts(trainer):
         for name in named_placeholders(text):
@@ -105,7 +105,7 @@ def _empty_ones(facts: Facts, trainer: CommandTrainer) -> Iterator[Finding]:
 @check("command.environment", trainer="command")
 def environment(facts: Facts) -> Iterator[Finding]:
     """A virtual environment that is missing, or lacks the framework, ends every rank at its first import."""
-    trainer, side = command_trainer(facts.spec), facts.trainer or TrainerSide()
+    trainer, side = facts.spec.command_trainer, facts.trainer or TrainerSide()
     if side.problem:
         yield blocked(
             side.problem,
@@ -140,7 +140,7 @@ def _packages(trainer: CommandTrainer, side: TrainerSide) -> Iterator[Finding]:
 @check("command.program", trainer="command")
 def program(facts: Facts) -> Iterator[Finding]:
     """A program, module or script that is not found ends every attempt in its first second."""
-    trainer, side = command_trainer(facts.spec), facts.trainer or TrainerSide()
+    trainer, side = facts.spec.command_trainer, facts.trainer or TrainerSide()
     if side.problem or side.unseen:
         return  # reported by command.environment
     where = f"in {side.folder}/bin or on the PATH" if side.folder else "on the PATH"
@@ -174,7 +174,7 @@ def _first(facts: Facts) -> str:
 @check("command.output", trainer="command")
 def output(facts: Facts) -> Iterator[Finding]:
     """Runs that share an output folder mistake each other's checkpoints for their own."""
-    trainer, arguments = command_trainer(facts.spec), arguments_of(facts)
+    trainer, arguments = facts.spec.command_trainer, arguments_of(facts)
     folder = trainer.output_dir
     if not {"run_dir", "run_id"} & set(named_placeholders(folder)):
         yield blocked(

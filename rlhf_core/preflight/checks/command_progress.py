@@ -7,7 +7,6 @@ from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.launch_arguments import TRANSFORMERS, TrainerArguments, arguments_of
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
 from rlhf_core.schemas.command_trainer import SIGHTS, ProgressSource, named_placeholders
-from rlhf_core.schemas.launch_values import command_trainer
 
 PER_RANK_SOURCES = frozenset({ProgressSource.CALLBACK, ProgressSource.COLLECTIVES})
 """Strong sources that report the progress of each rank; the others report only that of the job."""
@@ -51,7 +50,7 @@ def steps(facts: Facts) -> Iterator[Finding]:
 
 
 def _is_passed(facts: Facts, name: str) -> bool:
-    trainer = command_trainer(facts.spec)
+    trainer = facts.spec.command_trainer
     return any(name in named_placeholders(text) for text in (*trainer.argv, *trainer.variables.values()))
 
 
@@ -88,7 +87,7 @@ def saving(facts: Facts) -> Iterator[Finding]:
 @check("command.resume", trainer="command")
 def resume(facts: Facts) -> Iterator[Finding]:
     """If a checkpoint is not found, or cannot be resumed from, training silently starts again at step 0."""
-    trainer, arguments = command_trainer(facts.spec), arguments_of(facts)
+    trainer, arguments = facts.spec.command_trainer, arguments_of(facts)
     problems = list(_resume_problems(arguments))
     for found, expected, advice in problems:
         yield blocked(found, expected, advice)
@@ -167,7 +166,7 @@ def _folder_of_swift(arguments: TrainerArguments) -> Iterator[tuple[str, str, st
 @check("command.progress", trainer="command")
 def progress(facts: Facts) -> Iterator[Finding]:
     """A hang that no source of progress detects costs the rest of the time limit."""
-    arguments, sources = arguments_of(facts), command_trainer(facts.spec).sources
+    arguments, sources = arguments_of(facts), facts.spec.command_trainer.sources
     silent = {source: reason for source in sources if (reason := _silent(source, facts, arguments))}
     for source in sources:
         sight = SIGHTS[source]
