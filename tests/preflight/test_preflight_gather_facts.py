@@ -11,10 +11,11 @@ import pytest
 from control_fakes import FakeAgent, FakeScheduler, make_run, make_spec
 
 import rlhf_core.preflight.checks  # noqa: F401 - importing it registers the checks
+from rlhf_core.config.site import load_site
 from rlhf_core.preflight import gather_facts, program_queries
 from rlhf_core.preflight.facts import ModelFolder
 from rlhf_core.preflight.gather_facts import Surroundings
-from rlhf_core.preflight.memory import shape_of
+from rlhf_core.preflight.memory.shapes import shape_of
 from rlhf_core.preflight.registry import CHECKS
 from rlhf_core.preflight.size_estimates import decoder_parameters, num_positions
 from rlhf_core.schemas.model import ModelSpec
@@ -24,10 +25,9 @@ from rlhf_core.schemas.site import PRIVATE_VARIABLES
 
 def around(tmp_path: Path, python: str = sys.executable) -> Surroundings:
     return Surroundings(
+        site=load_site({"RLHF_HOME": str(tmp_path), "RLHF_COMPUTE_PYTHON": python}),
         inventory=FakeScheduler().inventory(),
         scheduler="local",
-        compute_python=python,
-        runs_dir=tmp_path / "runs",
         code_path=tmp_path / "code",
     )
 
