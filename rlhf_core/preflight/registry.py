@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from rlhf_core.preflight.facts import Facts
@@ -79,16 +79,7 @@ def run_checks(facts: Facts) -> tuple[CheckResult, ...]:
         started = time.monotonic()
         for finding in function(facts):
             now = time.monotonic()
-            results.append(
-                CheckResult(
-                    id=each.id,
-                    status=finding.status,
-                    found=finding.found,
-                    expected=finding.expected,
-                    advice=finding.advice,
-                    seconds=now - started,
-                )
-            )
+            results.append(CheckResult(id=each.id, seconds=now - started, **asdict(finding)))
             started = now
     return tuple(results)
 
