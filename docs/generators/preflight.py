@@ -7,7 +7,7 @@ from generators.shared import GENERATED, cell
 from rlhf_core.config import loading as config
 from rlhf_core.diagnosis.nodes.checks import NODE_CHECKS
 from rlhf_core.preflight.known_bad_versions import KNOWN_BAD
-from rlhf_core.preflight.memory import GIB, GPU_MEMORY_GB
+from rlhf_core.preflight.memory.gpus import GIB, GPU_MEMORY_GB
 from rlhf_core.preflight.predictions import Predictions, predict
 from rlhf_core.preflight.registry import CHECKS, PLUGINS
 from rlhf_core.presets import PRESETS

@@ -8,19 +8,10 @@ from typing import Any
 from rlhf_core.allocation.layouts import Cluster, Layout, Problem, layouts, nearest, problems
 from rlhf_core.history.queries import Facts
 from rlhf_core.preflight.facts import ModelFolder
-from rlhf_core.preflight.memory import (
-    GIB,
-    Estimate,
-    Shape,
-    engine_estimate,
-    evaluator_estimate,
-    gpu_memory_bytes,
-    part_of,
-    shape_of,
-    token_cache_bytes,
-    trainer_estimate,
-    vllm_cache_budget,
-)
+from rlhf_core.preflight.memory.engines import token_cache_bytes, vllm_cache_budget
+from rlhf_core.preflight.memory.gpus import GIB, gpu_memory_bytes
+from rlhf_core.preflight.memory.roles import Estimate, engine_estimate, evaluator_estimate, trainer_estimate
+from rlhf_core.preflight.memory.shapes import Shape, part_of, shape_of
 from rlhf_core.preflight.predictions import gpu_kinds
 from rlhf_core.preflight.size_estimates import parameters_of, vocabulary_size
 from rlhf_core.preflight.step_time import StepTime, step_time

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.preflight.facts import ModelFolder
-from rlhf_core.preflight.memory import Estimate, gpu_memory_bytes, shape_of, trainer_estimate
+from rlhf_core.preflight.memory.gpus import gpu_memory_bytes
+from rlhf_core.preflight.memory.roles import Estimate, trainer_estimate
+from rlhf_core.preflight.memory.shapes import shape_of
 from rlhf_core.preflight.size_estimates import parameters_of, vocabulary_size
 from rlhf_core.preflight.step_time import StepTime, step_time
 from rlhf_core.schemas.cluster import ResourceSpec, SlurmSpec

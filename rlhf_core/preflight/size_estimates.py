@@ -6,7 +6,7 @@ from typing import Any
 
 from rlhf_core.preflight.facts import Facts, ModelFolder
 from rlhf_core.preflight.launch_arguments import arguments_of, copies_in_optimizer, trains_all_weights
-from rlhf_core.preflight.memory import shape_of, trained_shape
+from rlhf_core.preflight.memory.shapes import shape_of, trained_shape
 from rlhf_core.schemas.run import RunSpec
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

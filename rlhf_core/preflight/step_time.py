@@ -12,15 +12,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlhf_core.preflight.memory import (
-    Shape,
-    cache_bytes,
-    longest_sequence,
-    micro_batch_tokens,
-    part_of,
-    trained_shape,
-    weight_bytes,
-)
+from rlhf_core.preflight.memory.formulas import cache_bytes, weight_bytes
+from rlhf_core.preflight.memory.roles import longest_sequence, micro_batch_tokens
+from rlhf_core.preflight.memory.shapes import Shape, part_of, trained_shape
 from rlhf_core.schemas.algorithms.base import AlgorithmSpec
 from rlhf_core.schemas.run import RunSpec
 

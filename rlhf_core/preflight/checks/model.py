@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 
 from rlhf_core.preflight.facts import Facts
-from rlhf_core.preflight.memory import shape_of
+from rlhf_core.preflight.memory.shapes import shape_of
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
 from rlhf_core.preflight.size_estimates import (
     checkpoint_bytes,
