@@ -69,6 +69,11 @@ class LaunchLine:
     items: tuple[LaunchItem, ...] = ()
     """All parts with their positions; each word of argv belongs to one."""
 
+    @property
+    def command(self) -> str:
+        """First word that is not a variable: the program that a shell would start; empty if there is none."""
+        return next((self.argv[item.start] for item in self.items if item.role != "variable"), "")
+
     def value(self, *names: str) -> str | None:
         """First value of the first of these options of the program that is present; None without such an option or
         value."""

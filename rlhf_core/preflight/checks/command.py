@@ -148,7 +148,7 @@ def program(facts: Facts) -> Iterator[Finding]:
         # On the machines that run the job, the PATH may be different.
         report = blocked if side.folder or facts.scheduler == "local" else warning
         yield report(
-            f"trainer.argv begins with {_first(facts)}, which is not {where}",
+            f"trainer.argv begins with {arguments_of(facts).line.command or trainer.argv[0]}, which is not {where}",
             "a program that exists",
             "correct trainer.argv, or set trainer.environment",
         )
@@ -164,11 +164,6 @@ def program(facts: Facts) -> Iterator[Finding]:
         )
     if side.program and not side.missing_modules and not side.missing_files:
         yield passed(f"found {side.program}")
-
-
-def _first(facts: Facts) -> str:
-    line = arguments_of(facts).line
-    return next((line.argv[item.start] for item in line.items if item.role != "variable"), line.argv[0])
 
 
 @check("command.output", trainer="command")

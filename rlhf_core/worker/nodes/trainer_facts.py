@@ -63,7 +63,7 @@ def gather(run_dir: RunDir, spec: RunSpec, environment: Mapping[str, str] = os.e
         folder = environment_folder(trainer.environment, home) if trainer.environment else None
     except BadConfig as error:
         return TrainerFacts(files=files, complaints=(_finding(str(error)),))
-    program = next((line.argv[item.start] for item in line.items if item.role != "variable"), "")
+    program = line.command
     try:
         started_in = Path(working_dir) if working_dir else run_dir.root
         versions = _versions(trainer, program, folder, environment, started_in)
