@@ -7,8 +7,7 @@ from typing import Any
 from rlhf_core.preflight.facts import ModelFolder
 from rlhf_core.preflight.memory.gpus import gpu_memory_bytes
 from rlhf_core.preflight.memory.roles import Estimate, trainer_estimate
-from rlhf_core.preflight.memory.shapes import shape_of
-from rlhf_core.preflight.size_estimates import parameters_of, vocabulary_size
+from rlhf_core.preflight.size_estimates import shape_of_model
 from rlhf_core.preflight.step_time import StepTime, step_time
 from rlhf_core.schemas.cluster import ResourceSpec, SlurmSpec
 from rlhf_core.schemas.resources import Inventory
@@ -41,7 +40,7 @@ def predict(
     """
     if spec.trainer.kind != "native":
         return Predictions()
-    shape = shape_of(config, parameters_of(spec, config, folder), vocabulary_size(spec))
+    shape = shape_of_model(spec, config, folder)
     if shape is None:
         return Predictions()
     kinds = gpu_kinds(spec.resources, slurm, inventory)

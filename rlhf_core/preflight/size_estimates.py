@@ -6,7 +6,7 @@ from typing import Any
 
 from rlhf_core.preflight.facts import Facts, ModelFolder
 from rlhf_core.preflight.launch_arguments import arguments_of, copies_in_optimizer, trains_all_weights
-from rlhf_core.preflight.memory.shapes import shape_of, trained_shape
+from rlhf_core.preflight.memory.shapes import Shape, shape_of, trained_shape
 from rlhf_core.schemas.run import RunSpec
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -39,8 +39,8 @@ def checkpoint_bytes(facts: Facts) -> int | None:
     parameters = num_parameters(facts)
     if parameters is None:
         return None
-    shape = shape_of(facts.model_config, parameters, vocabulary_size(facts.spec))
     if facts.spec.model.lora is not None:
+        shape = shape_of_model(facts.spec, facts.model_config, facts.model_folder)
         if shape is None:
             return None
         parameters = trained_shape(shape, facts.spec.model.lora).parameters
@@ -109,6 +109,11 @@ def _stretched(scaling: Mapping[str, Any], stored: int) -> int:
 def num_parameters(facts: Facts) -> int | None:
     """Number of parameters of the model; None if its config lacks the dimensions."""
     return parameters_of(facts.spec, facts.model_config, facts.model_folder)
+
+
+def shape_of_model(spec: RunSpec, config: Mapping[str, Any], folder: ModelFolder | None) -> Shape | None:
+    """Shape of a run's model; None if its config lacks the dimensions."""
+    return shape_of(config, parameters_of(spec, config, folder), vocabulary_size(spec))
 
 
 def parameters_of(spec: RunSpec, config: Mapping[str, Any], folder: ModelFolder | None) -> int | None:

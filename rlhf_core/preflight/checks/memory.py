@@ -31,12 +31,7 @@ from rlhf_core.preflight.memory.roles import (
 from rlhf_core.preflight.memory.shapes import Shape, part_of, shape_of
 from rlhf_core.preflight.predictions import gpu_kinds
 from rlhf_core.preflight.registry import CheckFunction, Finding, blocked, check, passed, skipped, warning
-from rlhf_core.preflight.size_estimates import (
-    num_parameters,
-    stored_parameters,
-    trained_models,
-    vocabulary_size,
-)
+from rlhf_core.preflight.size_estimates import shape_of_model, stored_parameters, trained_models
 from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.run import RunSpec, with_changes
 
@@ -281,7 +276,7 @@ def _gpu(facts: Facts) -> int | None:
 
 
 def _shape(facts: Facts) -> Shape | None:
-    return shape_of(facts.model_config, num_parameters(facts), vocabulary_size(facts.spec))
+    return shape_of_model(facts.spec, facts.model_config, facts.model_folder)
 
 
 def _reward_models(facts: Facts) -> dict[str, Shape]:
