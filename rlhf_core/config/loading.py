@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from rlhf_core.config.fields import field_meanings
 from rlhf_core.config.problems import (
@@ -192,15 +192,18 @@ def _with_choices(content: dict[str, Any]) -> dict[str, Any]:
     now = current_document(content)
     trainer = now.get("trainer")
     if isinstance(trainer, dict) and "kind" not in trainer:
-        known = {kind: trainer.keys() & spec.model_fields.keys() for kind, spec in trainer_kinds().items()}
-        trainer["kind"] = max(known, key=lambda kind: len(known[kind]))
+        trainer["kind"] = _choice_of(trainer, trainer_kinds())
     loops = now.get("loops")
     for loop in loops.values() if isinstance(loops, dict) else ():
         given = loop.get("algorithm") if isinstance(loop, dict) else None
         if isinstance(given, dict) and "name" not in given:
-            known = {name: given.keys() & spec.model_fields.keys() for name, spec in specs().items()}
-            given["name"] = max(known, key=lambda name: len(known[name]))
+            given["name"] = _choice_of(given, specs())
     return now
+
+
+def _choice_of(given: Mapping[str, Any], choices: Mapping[str, type[BaseModel]]) -> str:
+    """The choice that has most of the given settings."""
+    return max(choices, key=lambda name: len(given.keys() & choices[name].model_fields.keys()))
 
 
 def _in_order(overrides: Sequence[str]) -> list[str]:

@@ -164,8 +164,7 @@ class RolloutSpec(Schema):
         if self.gpus_per_engine > 1 and not self.engines:
             raise ValueError(
                 f"found vllm.tensor_parallel = {self.vllm.tensor_parallel} and engines = 0, with an engine in the "
-                "process of every rank, on its single GPU; expected tensor_parallel = 1, or separate "
-                "engines"
+                "process of every rank, on its single GPU; expected tensor_parallel = 1, or separate engines"
             )
         return self
 
