@@ -100,8 +100,9 @@ class Surroundings:
 def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Facts:
     """Gather everything the checks need. Takes seconds: the compute interpreter is started a few times."""
     site, compute = around.site, inspect_compute_python(around.site.compute_python, tick)
-    # Without these, our modules cannot be imported there, which environment.packages reports.
-    usable = bool(compute.rlhf_flows) and "pydantic" in compute.packages
+    # Another version would answer in its own words (environment.rlhf_flows reports it). Without pydantic, our modules
+    # cannot be imported there (environment.packages reports it).
+    usable = compute.rlhf_flows == __version__ and "pydantic" in compute.packages
     imports = try_imports(spec, around, tick) if usable else {}
     native = spec.trainer.kind == "native"
     models = spec.reward.models if spec.any_loop_samples else {}
