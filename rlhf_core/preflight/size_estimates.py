@@ -141,15 +141,13 @@ def decoder_parameters(config: Mapping[str, Any]) -> int | None:
     if any("experts" in name for name in config):
         return None
     try:
-        hidden = int(config["hidden_size"])
-        layers = int(config["num_hidden_layers"])
-        num_heads = int(config["num_attention_heads"])
-        feed_forward = int(config["intermediate_size"])
+        hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
+        num_heads, feed_forward = int(config["num_attention_heads"]), int(config["intermediate_size"])
         vocabulary = int(config["vocab_size"])
+        head_dim = int(config.get("head_dim") or hidden // max(num_heads, 1))
+        kv_heads = int(config.get("num_key_value_heads") or num_heads)
     except (KeyError, TypeError, ValueError):
         return None
-    head_dim = int(config.get("head_dim") or hidden // max(num_heads, 1))
-    kv_heads = int(config.get("num_key_value_heads") or num_heads)
     attention = 2 * hidden * num_heads * head_dim + 2 * hidden * kv_heads * head_dim
     per_layer = attention + 3 * hidden * feed_forward + 2 * hidden
     is_tied = config.get("tie_word_embeddings", str(config.get("model_type", "")).startswith(_TIED_FAMILIES))

@@ -26,11 +26,12 @@ from rlhf_core.preflight.memory.formulas import (
 from rlhf_core.preflight.memory.gpus import GIB, USABLE_SHARE, gpu_memory_bytes
 from rlhf_core.preflight.memory.roles import engine_estimate, evaluator_estimate, longest_sequence, trainer_estimate
 from rlhf_core.preflight.memory.shapes import Shape, part_of, shape_of, trained_shape
-from rlhf_core.preflight.size_estimates import checkpoint_bytes
+from rlhf_core.preflight.size_estimates import checkpoint_bytes, decoder_parameters
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.cluster import ResourceSpec, SlurmSpec
 from rlhf_core.schemas.content import ContentReport, SplitReport
 from rlhf_core.schemas.model import LoraSpec
+from rlhf_core.schemas.rollouts import uneven_heads
 from rlhf_core.schemas.run import RunSpec, with_changes
 from rlhf_core.schemas.trainers import LIVE_ELEMENTS, REDUCE_BUCKET_ELEMENTS
 
@@ -714,3 +715,12 @@ def test_only_gpus_of_the_partition_count() -> None:
     both = only(replace(facts, site_slurm=SlurmSpec(partition="large,small")))
     assert both.status is CheckStatus.BLOCKED, "it may get the small GPUs"
     assert both.advice.endswith("; or set slurm.gpu_type to a larger type that the nodes have: h200")
+
+
+@pytest.mark.parametrize("name", ["num_key_value_heads", "head_dim", "sliding_window", "vocab_size"])
+def test_a_dimension_that_is_no_number_is_unknown(name: str) -> None:
+    """Configs of some models have a list, with a number for each layer."""
+    config = {**QWEN3_8B, name: [8, 4]}
+    assert shape_of(config, 8_190_000_000, 0) is None
+    assert decoder_parameters(config) is None or name == "sliding_window"
+    assert uneven_heads([8, 4], [8, 4], 2) == ""
