@@ -9,6 +9,7 @@ from rlhf_core.preflight.launch_arguments import arguments_of
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
 from rlhf_core.schemas.command_trainer import PLACEHOLDERS, CommandTrainer, named_placeholders
 from rlhf_core.schemas.launch_values import values_of_spec
+from rlhf_core.shell.launch_line import read_launch_line
 
 OTHER_NAMES = {
     "nnodes": "num_nodes",
@@ -53,6 +54,7 @@ _OF_SHELL = {
 def placeholders(facts: Facts) -> Iterator[Finding]:
     """A misspelled placeholder is not replaced, and the program takes the braces as a value."""
     trainer = facts.spec.command_trainer
+    for_a_shell = read_launch_line(trainer.argv).shell_text
     wrong, left = False, []
     for setting, text in _texts(trainer):
         for name in named_placeholders(text):
@@ -64,7 +66,7 @@ def placeholders(facts: Facts) -> Iterator[Finding]:
                 )
             elif name not in PLACEHOLDERS:
                 left.append(f"{{{name}}}")
-        for name in _SHELL_VARIABLE.findall(text):
+        for name in () if setting == "trainer.argv" and text == for_a_shell else _SHELL_VARIABLE.findall(text):
             wrong = True
             instead = f"{{{_OF_SHELL[name]}}}" if name in _OF_SHELL else "its value, or `bash -c` in front of the line"
             yield warning(
