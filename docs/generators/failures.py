@@ -184,16 +184,8 @@ themselves; the agents' outcomes and the lines of srun do.
 
 def failures_page() -> str:
     """Every failure kind: what it means, how often it is retried, and why not more often; and what it is known by."""
-    spec = SuperviseSpec()
     ladder = [f"{number}. **{action}**: {text}" for number, (action, text) in enumerate(_actions(), start=1)]
-    budget = BUDGET.format(
-        max_restarts=spec.max_restarts,
-        max_attempts=spec.max_attempts,
-        backoff_s=f"{spec.backoff_s:g}",
-        max_backoff_s=f"{spec.max_backoff_s:g}",
-        suspect_s=f"{spec.suspect_s:g}",
-        join_s=f"{spec.join_s:g}",
-    )
+    budget = BUDGET.format(**{name: f"{value:g}" for name, value in SuperviseSpec()})
     head = ["| kind | what it is | restarts in place | new attempts | no more, because |", "|---|---|---|---|---|"]
     parts = [GENERATED, FAILURES, *ladder, budget, *head]
     meanings = strings_under_names(FailureKind)

@@ -214,16 +214,10 @@ def preflight() -> str:
     parts += [PROBE, *head]
     parts += [f"| `{one.id}` | {cell(one.prevents)} |" for one in NODE_CHECKS]
     gpus = [f"| `{name}` | {' or '.join(map(str, sizes))} |" for name, sizes in sorted(GPU_MEMORY_GB.items())]
-    text = (
-        "\n".join(parts)
-        + "\n"
-        + OFF.format(group=PLUGINS)
-        + MEMORY.format(predicted="\n".join(_predicted()))
-        + "\n".join(gpus)
-        + "\n"
-    )
-    text += VERSIONS + "\n".join(_known_bad(only_commands=False)) + "\n"
-    return text + OTHERS + "\n".join(_known_bad(only_commands=True)) + "\n"
+    parts.append(OFF.format(group=PLUGINS) + MEMORY.format(predicted="\n".join(_predicted())) + "\n".join(gpus))
+    parts.append(VERSIONS + "\n".join(_known_bad(only_commands=False)))
+    parts.append(OTHERS + "\n".join(_known_bad(only_commands=True)))
+    return "\n".join(parts) + "\n"
 
 
 NO_NODES = Inventory(node_names=(), cpus_per_node=0, memory_gb=0, gpus_per_node=0)
