@@ -3,15 +3,15 @@
 import hashlib
 import importlib.metadata
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement as PackageRequirement
+from packaging.utils import canonicalize_name
 
 from rlhf_core import __version__
 from rlhf_core.config.site import Site
@@ -19,7 +19,6 @@ from rlhf_core.files.fingerprints import fingerprint
 from rlhf_core.machine.interpreters import LISTING_CODE
 from rlhf_core.preflight.data_file import scan
 from rlhf_core.preflight.facts import (
-    NO_BASELINE,
     Baseline,
     CheckpointFacts,
     ComputeSide,
@@ -37,6 +36,7 @@ from rlhf_core.preflight.plugins import load_plugins
 from rlhf_core.preflight.program_queries import Tick, query_program
 from rlhf_core.preflight.weight_files import inspect_weights, read_object
 from rlhf_core.run_dir.checkpoint import CheckpointDir
+from rlhf_core.run_dir.run import promoted_models
 from rlhf_core.scheduler.passed_environment import PassedEnvironment
 from rlhf_core.schemas.content import ContentReport
 from rlhf_core.schemas.migration import current_settings
@@ -73,7 +73,7 @@ class Surroundings:
     """The checkpoint to resume from, if the run is resumed."""
     stored_version: str = ""
     """Version of rlhf-flows that created the run, if it is resumed."""
-    baseline: Baseline = NO_BASELINE
+    baseline: Baseline = field(default_factory=Baseline)
 
     def trainer_place(self, spec: RunSpec) -> TrainerPlace:
         """Surroundings of an external trainer."""
@@ -108,7 +108,7 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
     models = spec.reward.models if spec.any_loop_samples else {}
     # External trainers read the data in their own way, so the content checks do not apply.
     content = _content(spec, around, compute, imports, tick) if usable and native else None
-    promoted = Path(spec.promote.folder) if spec.promote.folder else site.runs_dir.absolute().parent / "promoted"
+    promoted = Path(spec.promote.folder) if spec.promote.folder else promoted_models(site.runs_dir)
     return Facts(
         spec=spec,
         inventory=around.inventory,
@@ -223,8 +223,7 @@ def select_requirements(lines: Sequence[str], extra: str) -> tuple[Requirement, 
         requirement = PackageRequirement(line)
         marker = requirement.marker
         if marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""}):
-            name = re.sub("[-_.]+", "-", requirement.name).lower()
-            found.append(Requirement(name, str(requirement.specifier)))
+            found.append(Requirement(canonicalize_name(requirement.name), str(requirement.specifier)))
     return tuple(found)
 
 

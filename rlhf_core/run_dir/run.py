@@ -292,6 +292,11 @@ def run_dirs(runs: Path) -> list[RunDir]:
     return [run_dir for run_dir in found if run_dir.spec.is_file()]
 
 
+def promoted_models(runs: Path) -> Path:
+    """Return the default folder of promoted models, beside the folder of the run directories."""
+    return runs.absolute().parent / "promoted"
+
+
 def cleared_nodes(runs: Path) -> Path:
     """Return the folder of the records of repaired nodes, beside the run directories."""
     return runs / "cleared-nodes"
