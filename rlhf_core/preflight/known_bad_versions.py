@@ -142,23 +142,17 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
         only_many_ranks=True,
         certain=False,
     ),
-    KnownBad(
-        {"nvidia-nccl-cu12": "==2.29.2"},
-        "a regression in NCCL 2.29.2 causes hangs; 2.29.3 was released only to fix it",
-        "nvidia-nccl-cu12>=2.29.3",
-        "https://github.com/pytorch/pytorch/pull/174338",
-        only_on_gpus=True,
-        only_many_ranks=True,
-        certain=False,
-    ),
-    KnownBad(
-        {"nvidia-nccl-cu13": "==2.29.2"},
-        "a regression in NCCL 2.29.2 causes hangs; 2.29.3 was released only to fix it",
-        "nvidia-nccl-cu13>=2.29.3",
-        "https://github.com/pytorch/pytorch/pull/174338",
-        only_on_gpus=True,
-        only_many_ranks=True,
-        certain=False,
+    *(
+        KnownBad(
+            {nccl: "==2.29.2"},
+            "a regression in NCCL 2.29.2 causes hangs; 2.29.3 was released only to fix it",
+            f"{nccl}>=2.29.3",
+            "https://github.com/pytorch/pytorch/pull/174338",
+            only_on_gpus=True,
+            only_many_ranks=True,
+            certain=False,
+        )
+        for nccl in ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
     ),
     KnownBad(
         {"deepspeed": ">=0.17.6,<0.18.3"},

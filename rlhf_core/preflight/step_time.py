@@ -8,11 +8,11 @@ the kernel launches of each layer. Every sequence is assumed to be as long as th
 usually shorter. The rates are not our measurements: they are the figures of the vendors, scaled by assumed shares.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlhf_core.preflight.memory.formulas import cache_bytes, weight_bytes
+from rlhf_core.preflight.memory.gpus import known_type
 from rlhf_core.preflight.memory.roles import longest_sequence, micro_batch_tokens
 from rlhf_core.preflight.memory.shapes import Shape, part_of, trained_shape
 from rlhf_core.schemas.algorithms.base import AlgorithmSpec
@@ -71,9 +71,7 @@ class StepTime:
 
 def gpu_rates(kind: str) -> GpuRates | None:
     """Rates of a GPU by its name in Slurm or the driver; None if it is not in the table."""
-    text = re.sub(r"[\s_-]+", " ", kind.lower())
-    found = (name for name in RATES if re.search(rf"(?<![a-z0-9]){name}(?![0-9])", text))
-    return next((RATES[name] for name in found), None)
+    return RATES.get(known_type(kind, RATES))
 
 
 def step_time(spec: RunSpec, shape: Shape, kind: str) -> StepTime | None:
