@@ -20,6 +20,7 @@ from rlhf_core.config.problems import (
     explain_override,
     flags_for_numbers,
     location_of,
+    name_of,
     override_of,
     problems_in_words,
     setting_of,
@@ -86,7 +87,7 @@ def _translations(names: Sequence[str]) -> str:
 
 
 def _warn_of_overrides(overrides: Sequence[str], given_as: str) -> None:
-    names = [_name_of(override) for override in overrides]
+    names = [name_of(override) for override in overrides]
     old = [name for name in names if current_name(name) != name and current_name(name) in field_meanings()]
     if old:
         _warn(given_as, old, "use the new names")
@@ -144,7 +145,7 @@ def validate(
         for place, flag in flags_for_numbers(current_document(content), spec):
             override = override_of(place, overrides)
             problem = f"{place}: found {str(flag).lower()}, expected a number"
-            names = [_name_of(override)] if override else old_names
+            names = [name_of(override)] if override else old_names
             found[given_as if override else source].append(with_old_name(problem, place, names))
         if any(found.values()):
             raise BadConfig(problems_in_words(found))
@@ -208,23 +209,19 @@ def _choice_of(given: Mapping[str, Any], choices: Mapping[str, type[BaseModel]])
 
 def _in_order(overrides: Sequence[str]) -> list[str]:
     """Order the overrides: first those that name an algorithm, because a name discards the settings of another one."""
-    return sorted(overrides, key=lambda override: not _name_of(override).endswith(".algorithm.name"))
+    return sorted(overrides, key=lambda override: not name_of(override).endswith(".algorithm.name"))
 
 
 def _require_one_form(overrides: Sequence[str], given_as: str) -> None:
     """Refuse an algorithm by its name of 0.1 beside settings of the algorithm by their names of today. The name of 0.1
     is translated last, and would discard them."""
-    names = [_name_of(override) for override in overrides]
+    names = [name_of(override) for override in overrides]
     discarded = [name for name in names if f"{name}.".startswith("loops.main.algorithm.")]
     if "train.algorithm" in names and discarded:
         raise BadConfig(
             f"{given_as}: found train.algorithm, a name of rlhf-flows 0.1, which would discard "
             f"{', '.join(map(cut, discarded))}; write loops.main.algorithm.name instead"
         )
-
-
-def _name_of(override: str) -> str:
-    return override.partition("=")[0].strip()
 
 
 def _split(override: str, given_as: str) -> tuple[str, Any]:
