@@ -92,9 +92,8 @@ def step_time(spec: RunSpec, shape: Shape, kind: str) -> StepTime | None:
     if algorithm.samples:
         sampled = algorithm.sequences_per_step / (spec.rollout.engines or spec.num_ranks)
         sampling = _sampling_s(spec, shape, rates, sampled) * algorithm.sampling_rounds
-        if (
-            spec.rollout.engines and spec.rollout.max_staleness
-        ):  # engines started a step earlier; trainers wait for the rest
+        if spec.rollout.engines and spec.rollout.max_staleness:
+            # The engines started a step earlier; trainers wait for the rest.
             sampling = max(0.0, sampling - sum(parts.values()))
         parts = {"sampling": sampling, **parts}
         if spec.rollout.engines:  # once over each link: engines forward the weights
