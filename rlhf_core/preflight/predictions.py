@@ -25,11 +25,7 @@ class Predictions:
 
 
 def predict(
-    spec: RunSpec,
-    slurm: SlurmSpec,
-    inventory: Inventory,
-    config: Mapping[str, Any],
-    folder: ModelFolder | None,
+    spec: RunSpec, slurm: SlurmSpec, inventory: Inventory, config: Mapping[str, Any], folder: ModelFolder | None
 ) -> Predictions:
     """Predict memory and step time of the native trainer; nothing for another program.
 

@@ -86,11 +86,7 @@ class Schema(BaseModel):
     run must be able to report them.
     """
 
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        ser_json_inf_nan="strings",
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
 @functools.cache

@@ -235,9 +235,7 @@ def disk_files(facts: Facts) -> Iterator[Finding]:
     needed = (kept + 1) * one + run_files(facts.spec)
     if free < one:
         yield blocked(
-            found,
-            f"room for about {needed} files",
-            "remove old runs, or set RLHF_RUNS to another file system",
+            found, f"room for about {needed} files", "remove old runs, or set RLHF_RUNS to another file system"
         )
     elif free < needed:
         yield warning(
