@@ -266,9 +266,10 @@ def inspect_disk(runs_dir: Path) -> Disk:
 
 def inspect_model(model: ModelSpec) -> ModelFolder | None:
     """Inspect ``model.path``; None if it is not set."""
-    if not model.path:
-        return None
-    path = Path(model.path)
+    return _inspect_folder(Path(model.path)) if model.path else None
+
+
+def _inspect_folder(path: Path) -> ModelFolder:
     if not path.is_dir():
         return ModelFolder(path, problem="it is a file" if path.exists() else "there is no such folder")
     if not (path / "config.json").is_file():
@@ -282,14 +283,13 @@ def inspect_reward_model(text: str) -> RewardModelFolder:
     path = Path(text)
     if text.startswith(PROMOTED):
         return RewardModelFolder(path, problem=f"no run called {text.removeprefix(PROMOTED)} has promoted a model here")
-    found = inspect_model(ModelSpec(path=text))
-    config = read_object(path / "config.json")
+    found, config = _inspect_folder(path), read_object(path / "config.json")
     tokenizer = read_object(path / "tokenizer_config.json")
     return RewardModelFolder(
         path,
-        problem=(found.problem if found is not None else "") or _lack_of_a_reward_model(path, config),
+        problem=found.problem or _lack_of_a_reward_model(path, config),
         config=config,
-        weight_bytes=found.weight_bytes if found is not None else 0,
+        weight_bytes=found.weight_bytes,
         has_chat_template="chat_template" in tokenizer or (path / "chat_template.jinja").is_file(),
         fingerprint=fingerprint(path),
     )

@@ -92,14 +92,10 @@ def _all_checks(facts: Facts) -> Iterator[Check]:
     yield from CHECKS
     taken = {one.id for one in CHECKS}
     for plugin in facts.plugins:
-        if plugin.id in taken:
-            yield Check(plugin.id, _unusable(plugin.id, "there is a check with this id already"))
-            continue
+        problem = "there is a check with this id already" if plugin.id in taken else plugin.problem
         taken.add(plugin.id)
-        function = plugin.function
-        yield Check(
-            plugin.id, _unusable(plugin.id, plugin.problem) if function is None else _guarded(plugin.id, function)
-        )
+        function = None if problem else plugin.function
+        yield Check(plugin.id, _guarded(plugin.id, function) if function else _unusable(plugin.id, problem))
 
 
 def _guarded(id: str, function: Callable[..., Any]) -> CheckFunction:
