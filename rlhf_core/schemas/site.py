@@ -10,6 +10,8 @@ from pydantic import Field
 from rlhf_core.schemas.base import NonNegativeFloat, PositiveFloat, Schema
 
 Port = Annotated[int, Field(ge=1, le=65535)]
+KeptDays = Annotated[int, Field(ge=0, le=36_500)]
+"""Days to keep something, up to a century: a date before the year 1 cannot be computed."""
 Occasion = Literal["failed", "completed", "cancelled", "incident", "approval"]
 
 PRIVATE_VARIABLES = (
@@ -76,10 +78,10 @@ class NotifySite(Schema):
 class RetentionSite(Schema):
     """``[retention]``: rules by which the site daemon removes files."""
 
-    checkpoints_days: Annotated[int, Field(ge=0)] = 0
+    checkpoints_days: KeptDays = 0
     """Days to keep checkpoints after the end of their run; 0 keeps all. The newest, the best of every evaluation,
     promoted ones, and those that another active run starts from are always kept; those that were set aside are not."""
-    deployments_days: Annotated[int, Field(ge=0)] = 30
+    deployments_days: KeptDays = 30
     """Days to keep a deployed or submitted config and its code after their last use; 0 keeps all. Those of a
     deployment, of a flow run that is not completed, and of a run that can be resumed are always kept."""
 
