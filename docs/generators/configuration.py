@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Iterator
 
-from generators.shared import GENERATED, cell, code, strings_under_names
+from generators.shared import GENERATED, cell, code
 from rlhf_core.config import fields as config_fields
 from rlhf_core.config import site as site_config
 from rlhf_core.presets import PRESETS
+from rlhf_core.schemas.base import strings_under_names
 
 CONFIGURATION = """\
 # Configuration

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from generators import entity_picture
-from generators.shared import GENERATED, cell, code, strings_under_names
+from generators.shared import GENERATED, cell, code
 from rlhf_core.history import saved_queries
 from rlhf_core.history.renamed import RENAMED
 from rlhf_core.history.tables import SCHEMA_REVISION, Base, ViewBase, metadata
+from rlhf_core.schemas.base import strings_under_names
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Course of a run": ("stages", "controllers", "checks", "events", "promotions"),

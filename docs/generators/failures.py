@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 
-from generators.shared import GENERATED, cell, code, strings_under_names
+from generators.shared import GENERATED, cell, code
 from rlhf_core.diagnosis import classify, policy
 from rlhf_core.diagnosis.logs import code_locations, exceptions
 from rlhf_core.diagnosis.logs import search as log_diagnosis
 from rlhf_core.diagnosis.logs.evidence_parts import EvidencePart
 from rlhf_core.diagnosis.logs.signatures import table as signatures
+from rlhf_core.schemas.base import strings_under_names
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.supervision import SuperviseSpec
 
@@ -183,16 +184,8 @@ themselves; the agents' outcomes and the lines of srun do.
 
 def failures_page() -> str:
     """Every failure kind: what it means, how often it is retried, and why not more often; and what it is known by."""
-    spec = SuperviseSpec()
     ladder = [f"{number}. **{action}**: {text}" for number, (action, text) in enumerate(_actions(), start=1)]
-    budget = BUDGET.format(
-        max_restarts=spec.max_restarts,
-        max_attempts=spec.max_attempts,
-        backoff_s=f"{spec.backoff_s:g}",
-        max_backoff_s=f"{spec.max_backoff_s:g}",
-        suspect_s=f"{spec.suspect_s:g}",
-        join_s=f"{spec.join_s:g}",
-    )
+    budget = BUDGET.format(**{name: f"{value:g}" for name, value in SuperviseSpec()})
     head = ["| kind | what it is | restarts in place | new attempts | no more, because |", "|---|---|---|---|---|"]
     parts = [GENERATED, FAILURES, *ladder, budget, *head]
     meanings = strings_under_names(FailureKind)

@@ -7,7 +7,7 @@ from generators.shared import GENERATED, cell
 from rlhf_core.config import loading as config
 from rlhf_core.diagnosis.nodes.checks import NODE_CHECKS
 from rlhf_core.preflight.known_bad_versions import KNOWN_BAD
-from rlhf_core.preflight.memory import GIB, GPU_MEMORY_GB
+from rlhf_core.preflight.memory.gpus import GIB, GPU_MEMORY_GB
 from rlhf_core.preflight.predictions import Predictions, predict
 from rlhf_core.preflight.registry import CHECKS, PLUGINS
 from rlhf_core.presets import PRESETS
@@ -214,16 +214,10 @@ def preflight() -> str:
     parts += [PROBE, *head]
     parts += [f"| `{one.id}` | {cell(one.prevents)} |" for one in NODE_CHECKS]
     gpus = [f"| `{name}` | {' or '.join(map(str, sizes))} |" for name, sizes in sorted(GPU_MEMORY_GB.items())]
-    text = (
-        "\n".join(parts)
-        + "\n"
-        + OFF.format(group=PLUGINS)
-        + MEMORY.format(predicted="\n".join(_predicted()))
-        + "\n".join(gpus)
-        + "\n"
-    )
-    text += VERSIONS + "\n".join(_known_bad(only_commands=False)) + "\n"
-    return text + OTHERS + "\n".join(_known_bad(only_commands=True)) + "\n"
+    parts.append(OFF.format(group=PLUGINS) + MEMORY.format(predicted="\n".join(_predicted())) + "\n".join(gpus))
+    parts.append(VERSIONS + "\n".join(_known_bad(only_commands=False)))
+    parts.append(OTHERS + "\n".join(_known_bad(only_commands=True)))
+    return "\n".join(parts) + "\n"
 
 
 NO_NODES = Inventory(node_names=(), cpus_per_node=0, memory_gb=0, gpus_per_node=0)

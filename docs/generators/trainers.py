@@ -1,21 +1,14 @@
 """``docs/trainers.md``: trainers that are other programs, with the tables of presets, placeholders and sources."""
 
 from collections.abc import Iterator
+from typing import get_args
 
-from generators.shared import GENERATED, cell, strings_under_names
+from generators.shared import GENERATED, cell
 from rlhf_core.config import loading as config
 from rlhf_core.machine import environments
 from rlhf_core.presets import PRESETS, preset_path
-from rlhf_core.schemas.command_trainer import (
-    PLACEHOLDERS,
-    SIGHTS,
-    CommandTrainer,
-    ProgressSource,
-    default_sources,
-)
-
-FRAMEWORKS = ("script", "transformers", "swift", "trl", "openrlhf")
-"""Values of ``trainer.framework`` in the order of the table."""
+from rlhf_core.schemas.base import strings_under_names
+from rlhf_core.schemas.command_trainer import PLACEHOLDERS, SIGHTS, CommandTrainer, ProgressSource
 
 HEAD = """\
 # Bring your own trainer
@@ -379,14 +372,8 @@ def trainers() -> str:
         sources="\n".join(_sources()),
         frameworks="\n".join(_frameworks()),
     )
-    return (
-        "\n".join([GENERATED, HEAD + SCRIPT + PRESETS_HEAD + "\n".join(_presets())])
-        + "\n"
-        + after
-        + "\n".join(_trouble())
-        + "\n"
-        + END
-    )
+    presets = HEAD + SCRIPT + PRESETS_HEAD + "\n".join(_presets())
+    return "\n".join([GENERATED, presets, after + "\n".join(_trouble()), END])
 
 
 def _presets() -> Iterator[str]:
@@ -424,6 +411,6 @@ def _sources() -> Iterator[str]:
 
 
 def _frameworks() -> Iterator[str]:
-    for name in FRAMEWORKS:
+    for name in get_args(CommandTrainer.model_fields["framework"].annotation):
         trainer = CommandTrainer.model_validate({"argv": ["x"], "num_steps": 1, "framework": name})
-        yield f"| `{name}` | {', '.join(f'`{source}`' for source in default_sources(trainer))} |"
+        yield f"| `{name}` | {', '.join(f'`{source}`' for source in trainer.sources)} |"

@@ -9,6 +9,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from rlhf_core.schemas.base import Schema, field_docs
@@ -51,12 +52,26 @@ def describe_site_tables() -> dict[str, tuple[str, list[FieldHelp]]]:
 
 def describe_sections() -> dict[str, str]:
     """Every section with settings, and its topic, in the order of the schema."""
-    return dict(_describe_sections(RunSpec, ""))
+    found = {}
+    for name, setting, schemas in _sections(RunSpec):
+        if len(schemas) > 1:
+            found[name] = f"Settings that depend on `{setting.discriminator}`."
+        elif any(not _schemas(field.annotation) for field in schemas[0].model_fields.values()):
+            found[name] = _topic(schemas[0])
+    return found
 
 
 def describe_named_tables() -> dict[str, tuple[str, list[FieldHelp]]]:
     """Every table with entries named by the user, such as ``reward.models.<name>``: its topic and settings."""
-    return dict(_describe_named_tables(RunSpec, ""))
+    found = {}
+    sections: list[tuple[str, type[BaseModel]]] = [("", RunSpec)]
+    sections += [(f"{name}.", schemas[0]) for name, _, schemas in _sections(RunSpec)]
+    for section, schema in sections:
+        for name, setting in schema.model_fields.items():
+            parts = get_args(setting.annotation) if get_origin(setting.annotation) is dict else ()
+            for entry in _schemas(parts[1]) if parts else ():
+                found[f"{section}{name}.<name>"] = _topic(entry), list(_describe(entry, ""))
+    return found
 
 
 MAIN_LOOP = "loops.main"
@@ -65,7 +80,7 @@ MAIN_LOOP = "loops.main"
 
 def optional_sections() -> set[str]:
     """Sections that a config may omit, where omission differs from giving the defaults."""
-    return set(_optional_sections(RunSpec, ""))
+    return {name for name, setting, _ in _sections(RunSpec) if setting.default is None and name != MAIN_LOOP}
 
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -92,12 +107,16 @@ def to_toml_key(name: str) -> str:
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else to_toml(name)
 
 
-def _optional_sections(schema: type[BaseModel], prefix: str) -> Iterator[str]:
+def _sections(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo, list[type[BaseModel]]]]:
+    """Every field that holds a section, at any depth: its dotted name, the field, and the schemas that it may hold."""
     for name, setting in schema.model_fields.items():
-        for section in _schemas(setting.annotation):
-            if setting.default is None and f"{prefix}{name}" != MAIN_LOOP:
-                yield f"{prefix}{name}"
-            yield from _optional_sections(section, f"{prefix}{name}.")
+        if schemas := _schemas(setting.annotation):
+            yield f"{prefix}{name}", setting, schemas
+            yield from _sections(schemas[0], f"{prefix}{name}.")
+
+
+def _topic(schema: type[BaseModel]) -> str:
+    return " ".join((schema.__doc__ or "").partition("\n\n")[0].split())
 
 
 def _describe(schema: type[BaseModel], prefix: str) -> Iterator[FieldHelp]:
@@ -119,9 +138,7 @@ def _describe(schema: type[BaseModel], prefix: str) -> Iterator[FieldHelp]:
             )
 
 
-def _describe_union(
-    members: Sequence[type[BaseModel]], tag: str, prefix: str, default: str = ""
-) -> Iterator[FieldHelp]:
+def _describe_union(members: Sequence[type[BaseModel]], tag: str, prefix: str, default: str) -> Iterator[FieldHelp]:
     """A section with settings that depend on one of them: that one first, then the settings of each member.
 
     Args:
@@ -156,28 +173,6 @@ def _describe_union(
 
 def _with_tag(tag: str, meaning: str) -> str:
     return meaning if meaning.startswith(f"`{tag}`") else f"`{tag}`: {meaning}"
-
-
-def _describe_sections(schema: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
-    for name, setting in schema.model_fields.items():
-        sections = _schemas(setting.annotation)
-        about = " ".join((sections[0].__doc__ or "").partition("\n\n")[0].split()) if sections else ""
-        if len(sections) > 1:
-            yield f"{prefix}{name}", f"Settings that depend on `{setting.discriminator}`."
-        elif sections and any(not _schemas(field.annotation) for field in sections[0].model_fields.values()):
-            yield f"{prefix}{name}", about
-        for section in sections[:1]:
-            yield from _describe_sections(section, f"{prefix}{name}.")
-
-
-def _describe_named_tables(schema: type[BaseModel], prefix: str) -> Iterator[tuple[str, tuple[str, list[FieldHelp]]]]:
-    for name, setting in schema.model_fields.items():
-        for section in _schemas(setting.annotation)[:1]:
-            yield from _describe_named_tables(section, f"{prefix}{name}.")
-        parts = get_args(setting.annotation) if get_origin(setting.annotation) is dict else ()
-        for entry in _schemas(parts[1]) if parts else ():
-            about = " ".join((entry.__doc__ or "").partition("\n\n")[0].split())
-            yield f"{prefix}{name}.<name>", (about, list(_describe(entry, "")))
 
 
 def _schemas(annotation: Any) -> list[type[BaseModel]]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from rlhf_core.config.fields import field_meanings
 from rlhf_core.config.problems import (
@@ -20,6 +20,7 @@ from rlhf_core.config.problems import (
     explain_override,
     flags_for_numbers,
     location_of,
+    name_of,
     override_of,
     problems_in_words,
     setting_of,
@@ -86,7 +87,7 @@ def _translations(names: Sequence[str]) -> str:
 
 
 def _warn_of_overrides(overrides: Sequence[str], given_as: str) -> None:
-    names = [_name_of(override) for override in overrides]
+    names = [name_of(override) for override in overrides]
     old = [name for name in names if current_name(name) != name and current_name(name) in field_meanings()]
     if old:
         _warn(given_as, old, "use the new names")
@@ -144,7 +145,7 @@ def validate(
         for place, flag in flags_for_numbers(current_document(content), spec):
             override = override_of(place, overrides)
             problem = f"{place}: found {str(flag).lower()}, expected a number"
-            names = [_name_of(override)] if override else old_names
+            names = [name_of(override)] if override else old_names
             found[given_as if override else source].append(with_old_name(problem, place, names))
         if any(found.values()):
             raise BadConfig(problems_in_words(found))
@@ -192,36 +193,35 @@ def _with_choices(content: dict[str, Any]) -> dict[str, Any]:
     now = current_document(content)
     trainer = now.get("trainer")
     if isinstance(trainer, dict) and "kind" not in trainer:
-        known = {kind: trainer.keys() & spec.model_fields.keys() for kind, spec in trainer_kinds().items()}
-        trainer["kind"] = max(known, key=lambda kind: len(known[kind]))
+        trainer["kind"] = _choice_of(trainer, trainer_kinds())
     loops = now.get("loops")
     for loop in loops.values() if isinstance(loops, dict) else ():
         given = loop.get("algorithm") if isinstance(loop, dict) else None
         if isinstance(given, dict) and "name" not in given:
-            known = {name: given.keys() & spec.model_fields.keys() for name, spec in specs().items()}
-            given["name"] = max(known, key=lambda name: len(known[name]))
+            given["name"] = _choice_of(given, specs())
     return now
+
+
+def _choice_of(given: Mapping[str, Any], choices: Mapping[str, type[BaseModel]]) -> str:
+    """The choice that has most of the given settings."""
+    return max(choices, key=lambda name: len(given.keys() & choices[name].model_fields.keys()))
 
 
 def _in_order(overrides: Sequence[str]) -> list[str]:
     """Order the overrides: first those that name an algorithm, because a name discards the settings of another one."""
-    return sorted(overrides, key=lambda override: not _name_of(override).endswith(".algorithm.name"))
+    return sorted(overrides, key=lambda override: not name_of(override).endswith(".algorithm.name"))
 
 
 def _require_one_form(overrides: Sequence[str], given_as: str) -> None:
     """Refuse an algorithm by its name of 0.1 beside settings of the algorithm by their names of today. The name of 0.1
     is translated last, and would discard them."""
-    names = [_name_of(override) for override in overrides]
+    names = [name_of(override) for override in overrides]
     discarded = [name for name in names if f"{name}.".startswith("loops.main.algorithm.")]
     if "train.algorithm" in names and discarded:
         raise BadConfig(
             f"{given_as}: found train.algorithm, a name of rlhf-flows 0.1, which would discard "
             f"{', '.join(map(cut, discarded))}; write loops.main.algorithm.name instead"
         )
-
-
-def _name_of(override: str) -> str:
-    return override.partition("=")[0].strip()
 
 
 def _split(override: str, given_as: str) -> tuple[str, Any]:

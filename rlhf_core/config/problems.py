@@ -23,9 +23,14 @@ def is_name(text: str) -> bool:
     return re.fullmatch(_NAME, text) is not None
 
 
+def name_of(override: str) -> str:
+    """Setting of an override ``name=value``, as the user names it."""
+    return override.partition("=")[0].strip()
+
+
 def setting_of(override: str) -> str:
-    """Setting of an override ``name=value``, by its current name."""
-    return current_name(override.partition("=")[0].strip())
+    """Setting of an override, by its current name."""
+    return current_name(name_of(override))
 
 
 def problems_in_words(found: Mapping[str, Sequence[str]]) -> str:
@@ -48,20 +53,20 @@ def override_of(location: str, overrides: Sequence[str]) -> str:
 
 def explain_override(detail: Any, override: str) -> str:
     """Build the message for a pydantic problem caused by an override ``name=value``."""
-    name = override.partition("=")[0].strip()
+    name, given = name_of(override), override.partition("=")[2].strip()
     if location_of(detail).startswith(f"{setting_of(override)}."):  # of a table that is the override's value
         return with_old_name(explain(detail), location_of(detail), [name])
     if detail["type"] == "extra_forbidden":
         return f'unknown setting "{cut(name)}" ({cut(override.strip())}){_nearest_setting(current_name(name))}'
     found = detail.get("input")
-    is_text = isinstance(found, str) and found == override.partition("=")[2].strip()
+    is_text = isinstance(found, str) and found == given
     unfinished = is_text and found[:1] in ("[", "{") and not detail["type"].startswith("string_")
     # A value that is not valid TOML is taken as text, which therefore needs no quotes.
     advice = "; it is not valid TOML, so it was read as text" if unfinished else ""
     is_value = not isinstance(found, list | dict) and location_of(detail) == setting_of(override)
     if detail["type"] == "string_type" and is_value:
         # With the outer quotes: a shell would remove the inner ones.
-        advice = f"; as text it needs quotes: '{cut(name)}=\"{cut(override.partition('=')[2].strip())}\"'"
+        advice = f"; as text it needs quotes: '{cut(name)}=\"{cut(given)}\"'"
     return with_old_name(explain(detail), location_of(detail), [name]) + advice
 
 

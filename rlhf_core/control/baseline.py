@@ -7,7 +7,7 @@ from rlhf_core.config.site import Site
 from rlhf_core.errors import HistoryError
 from rlhf_core.history import database, migrate, queries
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.preflight.facts import NO_BASELINE, Baseline, GoodRun
+from rlhf_core.preflight.facts import Baseline, GoodRun
 from rlhf_core.preflight.trial import read_basis
 from rlhf_core.schemas.run import RunSpec, shape_key
 
@@ -26,7 +26,7 @@ def read_baseline(store: HistoryStore, spec: RunSpec, warn: Warn, run_id: str = 
         )
     except HistoryError as error:
         warn(_without(error))
-        return NO_BASELINE
+        return Baseline()
 
 
 def read_baseline_of_site(site: Site, spec: RunSpec, warn: Warn) -> Baseline:
@@ -39,7 +39,7 @@ def read_baseline_of_site(site: Site, spec: RunSpec, warn: Warn) -> Baseline:
             return read_baseline(store, spec, warn)
     except HistoryError as error:
         warn(_without(error))
-        return NO_BASELINE
+        return Baseline()
 
 
 def _without(error: HistoryError) -> str:

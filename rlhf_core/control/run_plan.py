@@ -8,21 +8,12 @@ from typing import Any
 from rlhf_core.allocation.layouts import Cluster, Layout, Problem, layouts, nearest, problems
 from rlhf_core.history.queries import Facts
 from rlhf_core.preflight.facts import ModelFolder
-from rlhf_core.preflight.memory import (
-    GIB,
-    Estimate,
-    Shape,
-    engine_estimate,
-    evaluator_estimate,
-    gpu_memory_bytes,
-    part_of,
-    shape_of,
-    token_cache_bytes,
-    trainer_estimate,
-    vllm_cache_budget,
-)
+from rlhf_core.preflight.memory.engines import token_cache_bytes, vllm_cache_budget
+from rlhf_core.preflight.memory.gpus import GIB, gpu_memory_bytes
+from rlhf_core.preflight.memory.roles import Estimate, engine_estimate, evaluator_estimate, trainer_estimate
+from rlhf_core.preflight.memory.shapes import Shape, part_of
 from rlhf_core.preflight.predictions import gpu_kinds
-from rlhf_core.preflight.size_estimates import parameters_of, vocabulary_size
+from rlhf_core.preflight.size_estimates import shape_of_model
 from rlhf_core.preflight.step_time import StepTime, step_time
 from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.resources import Inventory
@@ -104,7 +95,7 @@ def plan_run(
     layout, cluster = layout_of(spec), cluster_of(spec, config)
     refused = problems(layout, cluster)
     found = nearest(layout, cluster) if refused else []
-    shape = shape_of(config, parameters_of(spec, config, folder), vocabulary_size(spec))
+    shape = shape_of_model(spec, config, folder)
     if shape is None:
         return RunPlan(spec, layout, refused, found, measured=measured)
     kinds = gpu_kinds(spec.resources, slurm, inventory)

@@ -4,6 +4,7 @@ from rlhf_core.config.site import Site
 from rlhf_core.errors import BadConfig
 from rlhf_core.launch.promote import newest_promoted
 from rlhf_core.machine.environments import environment_folder
+from rlhf_core.run_dir.run import promoted_models
 from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.scoring_models import PROMOTED
@@ -27,9 +28,8 @@ def _with_environment(spec: RunSpec, site: Site) -> RunSpec:
 
 
 def _with_promoted_models(spec: RunSpec, site: Site) -> RunSpec:
-    promoted = site.runs_dir.absolute().parent / "promoted"
     found = {
-        name: newest_promoted(promoted, one.path.removeprefix(PROMOTED))
+        name: newest_promoted(promoted_models(site.runs_dir), one.path.removeprefix(PROMOTED))
         for name, one in spec.reward.models.items()
         if one.path.startswith(PROMOTED)
     }

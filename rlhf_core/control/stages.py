@@ -47,18 +47,14 @@ def preflight(controller: Controller) -> None:
     controller.journal.move_run(RunState.PREFLIGHT, "resumed" if resumed else "started")
     with _stage(controller, StageName.PREFLIGHT, 0, "preflight"):
         surroundings = Surroundings(
+            site=controller.site,
             inventory=controller.scheduler.inventory(),
             scheduler=controller.scheduler.name,
-            compute_python=controller.site.compute_python,
-            runs_dir=controller.site.runs_dir,
-            home=controller.site.home,
             code_path=controller.run_dir.code / "snapshot",
             # In a resumed run, only the copy can be wrong: the user's files may have been fixed since.
             code_sources=() if resumed else code_sources(controller.spec, code_folder(controller.stored)),
             resume=controller.run_dir.newest_checkpoint(),
             stored_version=controller.stored.package_version,
-            site_slurm=controller.site.slurm,
-            job_secrets=controller.site.job_secrets,
             baseline=read_baseline(
                 controller.store, controller.spec, controller.observer.log, controller.run_dir.run_id
             ),

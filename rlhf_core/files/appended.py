@@ -103,12 +103,7 @@ class LineWriter:
 
 
 def read_lines(
-    path: Path,
-    offset: int = 0,
-    limit_bytes: int = 16 << 20,
-    *,
-    is_inside: bool = False,
-    longest: int | None = None,
+    path: Path, offset: int = 0, limit_bytes: int = 16 << 20, *, is_inside: bool = False, longest: int | None = None
 ) -> FileLines:
     """Read complete lines of an appended file from ``offset`` on, and the offset after the last of them.
 

@@ -40,13 +40,17 @@ def write_text(path: Path, text: str, mode: int = _USUAL_MODE) -> None:
         OSError: the file system is full, read-only or gone. The old file is then untouched.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    temporary = _temporary(path)
     try:
         _write_new(temporary, text, mode)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
 
 
 def _write_new(path: Path, text: str, mode: int) -> None:
@@ -77,13 +81,9 @@ def claim(path: Path, text: str) -> bool:
     """Create a file that must not exist yet; False if another process was first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        _write_new(path, text, 0o644)
     except FileExistsError:
         return False
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
     return True
 
 
@@ -98,7 +98,7 @@ def create_once(path: Path, text: str, mode: int = _USUAL_MODE) -> bool:
     Raises:
         OSError: the file system is full, read-only or gone.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    temporary = _temporary(path)
     try:
         _write_new(temporary, text, mode)
         place_once(temporary, path)
@@ -161,9 +161,6 @@ def write_for_user(path: Path, text: str) -> None:
         raise
 
 
-RESERVE_BYTES = 64 << 10
-
-
 def shared_secret(path: Path) -> bytes:
     """A random secret in a file that only its owner may read, the same for all callers; the first one creates it.
 
@@ -198,6 +195,9 @@ def comes_from_full_disk(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+RESERVE_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from rlhf_core.errors import CheckpointCorrupt, PromotionFailed, RunDirError
 from rlhf_core.files.reading import bring_to_disk, open_regular
 from rlhf_core.files.whole import create_once, is_disk_full, read_model, write_text
 from rlhf_core.run_dir.checkpoint import ADAPTER_OF_MERGED, ADAPTER_WEIGHTS, BASE_RECORD, CheckpointDir, checksum
-from rlhf_core.run_dir.run import RunDir, run_name
+from rlhf_core.run_dir.run import RunDir, promoted_models, run_name
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
 from rlhf_core.schemas.evaluation import PromoteSpec
 from rlhf_core.schemas.promotion import ModelProvenance, PromotionAnswer
@@ -82,7 +82,7 @@ def _evaluations(run_dir: RunDir, name: str) -> list[EvaluationReport]:
 def promoted_folder(run_dir: RunDir, wanted: PromoteSpec) -> Path:
     """Return the folder of a run's promoted model, by default under ``promoted``, next to the folder of the run
     directories."""
-    folder = Path(wanted.folder) if wanted.folder else run_dir.root.absolute().parent.parent / "promoted"
+    folder = Path(wanted.folder) if wanted.folder else promoted_models(run_dir.root.parent)
     return folder / run_dir.run_id
 
 

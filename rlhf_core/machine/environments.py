@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_core.errors import BadConfig, BadInput, EnvironmentFailed
+from rlhf_core.files.whole import write_text
 from rlhf_core.machine.accounts import expanded
 from rlhf_core.text.redaction import masked
 
@@ -139,7 +140,7 @@ def read_definition(path: Path) -> Definition:
             summary=content["summary"],
             torch=content["torch"],
             requirements=tuple(content["requirements"]),
-            constraints=tuple(line for line in content["constraints"].split() if line),
+            constraints=tuple(content["constraints"].split()),
         )
     except (KeyError, ValueError, AttributeError) as error:
         raise BadInput(f"{path} is no definition of an environment: {error!r}") from None
@@ -199,7 +200,6 @@ def create(
     *,
     torch: str = "",
     python: str = sys.executable,
-    pip_arguments: Sequence[str] = (),
     report_progress: Callable[[str], None] = lambda line: None,
 ) -> Made:
     """Make an environment, or resume an unfinished one; does nothing if it is complete.
@@ -209,7 +209,6 @@ def create(
         folder: Its folder; must be empty, absent, or a virtual environment.
         torch: Requirement of torch; empty for the one in the definition.
         python: Interpreter to make it with.
-        pip_arguments: Further arguments of ``pip install``.
         report_progress: Called with each line of progress.
 
     Raises:
@@ -221,7 +220,7 @@ def create(
         raise BadInput(f"found --torch {torch}, expected a requirement such as {wanted.torch}")
     started = time.monotonic()
     version = _python_version(python)
-    if inspect(wanted, folder).state == "ready" and _stamp(folder).get("hash") == wanted.content_hash(torch, version):
+    if inspect(wanted, folder) == Found(folder, "ready", torch, version):
         return Made(folder, True, 0.0)
     if folder.exists() and not (folder / "pyvenv.cfg").exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise BadInput(f"{folder} is no virtual environment and not empty; give another --folder, or remove it first")
@@ -229,19 +228,17 @@ def create(
         (folder / STAMP).unlink(missing_ok=True)
         report_progress(f"making {folder} with Python {version}")
         _make_virtual(folder, python, report_progress)
-        _install(wanted, folder, torch, pip_arguments, report_progress)
+        _install(wanted, folder, torch, report_progress)
         _check_versions(wanted, folder, torch)
         seconds = time.monotonic() - started
-        _write_stamp(
-            folder,
-            {
-                "name": wanted.name,
-                "hash": wanted.content_hash(torch, version),
-                "torch": torch,
-                "python": version,
-                "seconds": round(seconds, 1),
-            },
-        )
+        stamp = {
+            "name": wanted.name,
+            "hash": wanted.content_hash(torch, version),
+            "torch": torch,
+            "python": version,
+            "seconds": round(seconds, 1),
+        }
+        write_text(folder / STAMP, json.dumps(stamp))
     return Made(folder, False, seconds)
 
 
@@ -256,13 +253,6 @@ def _stamp(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _write_stamp(folder: Path, content: dict[str, Any]) -> None:
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=".stamp-")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(content, file)
-    Path(temporary).replace(folder / STAMP)
 
 
 @contextlib.contextmanager
@@ -309,15 +299,13 @@ def _make_virtual(folder: Path, python: str, report_progress: Callable[[str], No
     _run(command, report_progress, f"python -m venv {folder}")
 
 
-def _install(
-    wanted: Definition, folder: Path, torch: str, pip_arguments: Sequence[str], report_progress: Callable[[str], None]
-) -> None:
+def _install(wanted: Definition, folder: Path, torch: str, report_progress: Callable[[str], None]) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         constraints = Path(temporary) / "constraints.txt"
         constraints.write_text("\n".join([torch, *wanted.lines(torch)]) + "\n", encoding="utf-8")
         command = [
             str(_interpreter(folder)), "-I", "-m", "pip", "install", "--no-input", "--disable-pip-version-check",
-            "--progress-bar", "off", "--constraint", str(constraints), *pip_arguments, torch, *wanted.requirements,
+            "--progress-bar", "off", "--constraint", str(constraints), torch, *wanted.requirements,
         ]  # fmt: skip
         _run(command, report_progress, f"pip install for {folder}")
 

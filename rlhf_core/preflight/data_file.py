@@ -86,14 +86,11 @@ class _Scan:
         self._num_rows = 0
         self._malformed = _First()
         self._lacking = {column: _First() for column in self._needed}
-        self._null = _First()
         self._empty_prompts = _First()
         self._empty_answers = _First()
         self._blank_prompts = _First()
         self._duplicates = _First()
         self._contradictions = _First()
-        self._pair_problems = _First()
-        self._label_problems = _First()
         self._answers: dict[bytes, bytes] = {}
 
     def add(self, line: int, row: Mapping[str, Any] | Malformed) -> None:
@@ -108,7 +105,7 @@ class _Scan:
                 self._lacking[column].add(line, f'no column "{column}"')
                 whole = False
             elif row[column] is None:
-                self._null.add(line, f'column "{column}" is null')
+                self._malformed.add(line, f'column "{column}" is null')
                 whole = False
         if whole:
             self._add_whole(line, row)
@@ -116,7 +113,7 @@ class _Scan:
     def _add_whole(self, line: int, row: Mapping[str, Any]) -> None:
         data = self._data
         if self._labels and label_of(row[data.label_column]) is None:
-            self._label_problems.add(line, f'expected true or false in column "{data.label_column}"')
+            self._malformed.add(line, f'expected true or false in column "{data.label_column}"')
             return
         given = row.get(data.prompt_column)
         if given in (None, "", []):
@@ -127,7 +124,7 @@ class _Scan:
         if self._pairs:
             pair = row[data.chosen_column], row[data.rejected_column]
             if problem := pair_problem(*pair):
-                self._pair_problems.add(line, problem)
+                self._malformed.add(line, problem)
                 return
             learned += map(str, pair)
         try:
@@ -154,7 +151,7 @@ class _Scan:
         # A column that no row has is a wrong setting, reported once; one that only some rows lack is a problem of these
         # rows.
         partial = [first for column, first in self._lacking.items() if column in self._columns]
-        kinds = [self._malformed, self._null, self._pair_problems, self._label_problems, *partial]
+        kinds = [self._malformed, *partial]
         problems = sorted((problem for kind in kinds for problem in kind.problems), key=lambda problem: problem.line)
         return DataFile(
             path,

@@ -223,9 +223,6 @@ class Baseline:
     """True if the history responded; otherwise a missing good run is not evidence of anything."""
 
 
-NO_BASELINE = Baseline()
-
-
 @dataclass(frozen=True)
 class Facts:
     """Input of the static checks."""
@@ -278,7 +275,7 @@ class Facts:
     """Report on the data itself; None if the data was not read."""
     content_problem: str = ""
     """Reason why the data was not read; empty if that was not asked for or another check reports it."""
-    baseline: Baseline = NO_BASELINE
+    baseline: Baseline = Baseline()
     trainer: TrainerSide | None = None
     """Environment of an external trainer; None for the native trainer."""
 

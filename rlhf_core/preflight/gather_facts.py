@@ -3,7 +3,6 @@
 import hashlib
 import importlib.metadata
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -12,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement as PackageRequirement
+from packaging.utils import canonicalize_name
 
 from rlhf_core import __version__
+from rlhf_core.config.site import Site
 from rlhf_core.files.fingerprints import fingerprint
 from rlhf_core.machine.interpreters import LISTING_CODE
 from rlhf_core.preflight.data_file import scan
 from rlhf_core.preflight.facts import (
-    NO_BASELINE,
     Baseline,
     CheckpointFacts,
     ComputeSide,
@@ -36,8 +36,8 @@ from rlhf_core.preflight.plugins import load_plugins
 from rlhf_core.preflight.program_queries import Tick, query_program
 from rlhf_core.preflight.weight_files import inspect_weights, read_object
 from rlhf_core.run_dir.checkpoint import CheckpointDir
+from rlhf_core.run_dir.run import promoted_models
 from rlhf_core.scheduler.passed_environment import PassedEnvironment
-from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.content import ContentReport
 from rlhf_core.schemas.migration import current_settings
 from rlhf_core.schemas.model import BUILT_TOKENIZERS, ModelSpec
@@ -60,10 +60,10 @@ CONTENT_CHECKS = (
 class Surroundings:
     """Site and code around a run."""
 
+    site: Site
     inventory: Inventory
     scheduler: str
-    compute_python: str
-    runs_dir: Path
+    """``local`` or ``slurm``."""
     code_path: Path
     """Folder with the user's code as the nodes will see it."""
     code_sources: Sequence[Path] = ()
@@ -73,19 +73,11 @@ class Surroundings:
     """The checkpoint to resume from, if the run is resumed."""
     stored_version: str = ""
     """Version of rlhf-flows that created the run, if it is resumed."""
-    baseline: Baseline = NO_BASELINE
-    site_slurm: SlurmSpec = field(default_factory=SlurmSpec)
-    """Options of Slurm for all jobs of the site."""
-    job_secrets: Path | None = None
-    """File with values for ``slurm.pass_environment``."""
-
-    home: Path | None = None
-    """Home folder of the site; None for the default."""
+    baseline: Baseline = field(default_factory=Baseline)
 
     def trainer_place(self, spec: RunSpec) -> TrainerPlace:
         """Surroundings of an external trainer."""
-        home = self.home or Path("~/.rlhf").expanduser()
-        return TrainerPlace(home, self.code_path, spec.slurm.over(self.site_slurm))
+        return TrainerPlace(self.site.home, self.code_path, spec.slurm.over(self.site.slurm))
 
     def of_the_user(self, text: str) -> str:
         """Replace the copies of the user's files in a message by the originals."""
@@ -95,20 +87,28 @@ class Surroundings:
 
     def passed(self, spec: RunSpec) -> PassedEnvironment:
         """Variables that would be passed to the job as secrets."""
-        return PassedEnvironment(spec.slurm.over(self.site_slurm).pass_environment, self.job_secrets)
+        return PassedEnvironment(spec.slurm.over(self.site.slurm).pass_environment, self.site.job_secrets)
+
+    def ask_worker(self, spec: RunSpec, tick: Tick, *words: str) -> dict[str, Any] | str:
+        """Answer of ``python -m rlhf_core.worker`` in the compute interpreter, with the user's code on its path; the
+        error as a sentence if it gives none."""
+        command = [self.site.compute_python, "-P", "-m", "rlhf_core.worker", *words, "--path", str(self.code_path)]
+        answer = query_program(command, tick, self.passed(spec))
+        return self.of_the_user(answer) if isinstance(answer, str) else answer
 
 
 def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Facts:
     """Gather everything the checks need. Takes seconds: the compute interpreter is started a few times."""
-    compute = inspect_compute_python(around.compute_python, tick)
-    # Without these, our modules cannot be imported there, which environment.packages reports.
-    usable = bool(compute.rlhf_flows) and "pydantic" in compute.packages
+    site, compute = around.site, inspect_compute_python(around.site.compute_python, tick)
+    # Another version would answer in its own words (environment.rlhf_flows reports it). Without pydantic, our modules
+    # cannot be imported there (environment.packages reports it).
+    usable = compute.rlhf_flows == __version__ and "pydantic" in compute.packages
     imports = try_imports(spec, around, tick) if usable else {}
     native = spec.trainer.kind == "native"
     models = spec.reward.models if spec.any_loop_samples else {}
     # External trainers read the data in their own way, so the content checks do not apply.
     content = _content(spec, around, compute, imports, tick) if usable and native else None
-    promoted = Path(spec.promote.folder) if spec.promote.folder else around.runs_dir.absolute().parent / "promoted"
+    promoted = Path(spec.promote.folder) if spec.promote.folder else promoted_models(site.runs_dir)
     return Facts(
         spec=spec,
         inventory=around.inventory,
@@ -116,7 +116,7 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
         control_version=__version__,
         compute=compute,
         requirements=training_requirements(),
-        disk=inspect_disk(around.runs_dir),
+        disk=inspect_disk(site.runs_dir),
         imports=imports,
         missing_code=tuple(path for path in spec.code.paths if not Path(path).exists()),
         code_hash=hash_code(around.code_path, tick),
@@ -137,8 +137,8 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
         content=content if isinstance(content, ContentReport) else None,
         content_problem=content if isinstance(content, str) else "",
         baseline=around.baseline,
-        site_slurm=around.site_slurm,
-        job_secrets=around.job_secrets,
+        site_slurm=site.slurm,
+        job_secrets=site.job_secrets,
         passed_problem=around.passed(spec).problem(),
         trainer=None if native else inspect_trainer(spec, around.trainer_place(spec), tick),
     )
@@ -185,19 +185,9 @@ def try_imports(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) 
     names = dict.fromkeys([*functions, *measured])
     found = {}
     for name in filter(None, names):
-        command = [
-            around.compute_python,
-            "-P",
-            "-m",
-            "rlhf_core.worker",
-            "check-import",
-            name,
-            "--path",
-            str(around.code_path),
-        ]
-        answer = query_program(command, tick, around.passed(spec))
+        answer = around.ask_worker(spec, tick, "check-import", name)
         if isinstance(answer, str):
-            found[name] = around.of_the_user(answer)
+            found[name] = answer
         else:
             found[name] = "" if answer["ok"] else around.of_the_user(str(answer["error"]))
     return found
@@ -208,10 +198,9 @@ def inspect_content(spec: RunSpec, around: Surroundings, tick: Tick = lambda: No
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "spec.json"
         path.write_text(spec.model_dump_json(), encoding="utf-8")
-        command = [around.compute_python, "-P", "-m", "rlhf_core.worker", "check-content", "--spec", str(path)]
-        answer = query_program([*command, "--path", str(around.code_path)], tick, around.passed(spec))
+        answer = around.ask_worker(spec, tick, "check-content", "--spec", str(path))
     if isinstance(answer, str):
-        return around.of_the_user(answer)
+        return answer
     report = ContentReport.model_validate(answer)
     rewards = [one.model_copy(update={"message": around.of_the_user(one.message)}) for one in report.rewards]
     splits = [one.model_copy(update={"problem": around.of_the_user(one.problem)}) for one in report.splits]
@@ -234,8 +223,7 @@ def select_requirements(lines: Sequence[str], extra: str) -> tuple[Requirement, 
         requirement = PackageRequirement(line)
         marker = requirement.marker
         if marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""}):
-            name = re.sub("[-_.]+", "-", requirement.name).lower()
-            found.append(Requirement(name, str(requirement.specifier)))
+            found.append(Requirement(canonicalize_name(requirement.name), str(requirement.specifier)))
     return tuple(found)
 
 
@@ -278,9 +266,10 @@ def inspect_disk(runs_dir: Path) -> Disk:
 
 def inspect_model(model: ModelSpec) -> ModelFolder | None:
     """Inspect ``model.path``; None if it is not set."""
-    if not model.path:
-        return None
-    path = Path(model.path)
+    return _inspect_folder(Path(model.path)) if model.path else None
+
+
+def _inspect_folder(path: Path) -> ModelFolder:
     if not path.is_dir():
         return ModelFolder(path, problem="it is a file" if path.exists() else "there is no such folder")
     if not (path / "config.json").is_file():
@@ -294,14 +283,13 @@ def inspect_reward_model(text: str) -> RewardModelFolder:
     path = Path(text)
     if text.startswith(PROMOTED):
         return RewardModelFolder(path, problem=f"no run called {text.removeprefix(PROMOTED)} has promoted a model here")
-    found = inspect_model(ModelSpec(path=text))
-    config = read_object(path / "config.json")
+    found, config = _inspect_folder(path), read_object(path / "config.json")
     tokenizer = read_object(path / "tokenizer_config.json")
     return RewardModelFolder(
         path,
-        problem=(found.problem if found is not None else "") or _lack_of_a_reward_model(path, config),
+        problem=found.problem or _lack_of_a_reward_model(path, config),
         config=config,
-        weight_bytes=found.weight_bytes if found is not None else 0,
+        weight_bytes=found.weight_bytes,
         has_chat_template="chat_template" in tokenizer or (path / "chat_template.jinja").is_file(),
         fingerprint=fingerprint(path),
     )

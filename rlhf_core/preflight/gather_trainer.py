@@ -21,7 +21,7 @@ from rlhf_core.preflight.program_queries import Tick, query_program
 from rlhf_core.presets import drivers_folder
 from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.command_trainer import CommandTrainer, fill
-from rlhf_core.schemas.launch_values import command_trainer, filled_argv, values_of_spec
+from rlhf_core.schemas.launch_values import filled_argv, values_of_spec
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.shell.launch_line import LaunchLine, normalized, read_launch_line
 
@@ -50,14 +50,14 @@ def inspect_trainer(spec: RunSpec, place: TrainerPlace, tick: Tick = lambda: Non
     Raises:
         ValueError: the trainer is native.
     """
-    trainer = command_trainer(spec)
+    trainer = spec.command_trainer
     if place.slurm.container_image:
         return TrainerSide(unseen=f"it is in the container {place.slurm.container_image}")
     values = {**values_of_spec(spec), "code": str(place.code), "drivers": str(drivers_folder())}
     line = read_launch_line(filled_argv(spec, values))
     working_dir = _working_dir(trainer, values)
     side = replace(
-        _with_configs(TrainerSide(), line, working_dir),
+        _configs(line, working_dir),
         missing_files=tuple(_missing(line, working_dir)),
         has_callback=any(_names_callback(path, working_dir) for path in _scripts(line)),
     )
@@ -79,7 +79,7 @@ def _with_program(
     setup = [*trainer.setup, *place.slurm.setup]
     if not side.folder and setup:
         return replace(side, unseen=f"the setup lines before it determine what is found: {setup[0]}")
-    first = next(iter(_command(line)), "")
+    first = line.command
     if "{" in first:
         return replace(side, unseen=f"{first} is filled in only when the run starts")
     search = trainer.variables.get("PATH") or place.variables.get("PATH") or os.defpath
@@ -99,13 +99,6 @@ def _with_program(
     missing = tuple(name for name, found in answer["modules"].items() if not found)
     version = tuple(answer["version"])
     return replace(side, version=version, packages=answer["packages"], missing_modules=missing)
-
-
-def _command(line: LaunchLine) -> Iterator[str]:
-    """Words of a line from the first program on, without the variables before it."""
-    for item in line.items:
-        if item.role != "variable":
-            yield from line.argv[item.start : item.stop]
 
 
 def _working_dir(trainer: CommandTrainer, values: Mapping[str, str]) -> Path | None:
@@ -141,14 +134,12 @@ def _names_callback(script: str, folder: Path | None) -> bool:
 # Config files
 
 
-def _with_configs(side: TrainerSide, line: LaunchLine, folder: Path | None) -> TrainerSide:
+def _configs(line: LaunchLine, folder: Path | None) -> TrainerSide:
     settings: dict[str, str] = {}
     launcher: dict[str, str] = {}
     deepspeed: Mapping[str, Any] = {}
     unread = []
-    of_deepspeed = {line.value(name) for name in _DEEPSPEED} | {
-        line.launcher_options.get(name) for name in (*_DEEPSPEED, "deepspeed_config_file")
-    }
+    of_deepspeed = {found for name in _DEEPSPEED for found in (line.value(name), line.launcher_options.get(name))}
     for name in line.config_files:
         content = _read(Path(name) if folder is None else folder / name)
         if content is None:
@@ -158,7 +149,7 @@ def _with_configs(side: TrainerSide, line: LaunchLine, folder: Path | None) -> T
         else:
             target = launcher if name in line.launcher_options.values() else settings
             target.update({normalized(key): _text(value) for key, value in content.items()})
-    return replace(side, settings=settings, launcher_settings=launcher, deepspeed=deepspeed, unread=tuple(unread))
+    return TrainerSide(settings=settings, launcher_settings=launcher, deepspeed=deepspeed, unread=tuple(unread))
 
 
 def _text(value: Any) -> str:

@@ -57,7 +57,7 @@ class KnownBad:
 
     def matches(self, installed: Mapping[str, str]) -> bool:
         """Return True if these versions are installed."""
-        return all(_is_in(installed.get(name, ""), versions) for name, versions in self.packages.items())
+        return all(is_version_in(installed.get(name, ""), versions) for name, versions in self.packages.items())
 
     def concerns(self, spec: RunSpec, use: "Use | None" = None) -> bool:
         """Return True if a run meets the conditions.
@@ -75,9 +75,10 @@ class KnownBad:
         )
 
 
-def _is_in(installed: str, versions: str) -> bool:
+def is_version_in(installed: str, versions: str) -> bool:
+    """True if an installed version, empty for none, is in a range such as ``>=2.6``."""
     try:
-        # Local labels (2.6.0+cpu) do not count.
+        # Local labels (2.6.0+cpu) do not count, and pre-releases of a good version are good.
         return bool(installed) and SpecifierSet(versions).contains(Version(installed), prereleases=True)
     except InvalidVersion:
         return False
@@ -117,8 +118,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     KnownBad(
         {"trl": "<1.14.1"},
         "its commands (`trl grpo` and others) accept but ignore --resume_from_checkpoint: after every failure "
-        "the training silently restarts at "
-        "step 0",
+        "the training silently restarts at step 0",
         "trl>=1.14.1",
         "https://github.com/huggingface/trl/issues/3179",
         launcher="trl",
@@ -142,23 +142,17 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
         only_many_ranks=True,
         certain=False,
     ),
-    KnownBad(
-        {"nvidia-nccl-cu12": "==2.29.2"},
-        "a regression in NCCL 2.29.2 causes hangs; 2.29.3 was released only to fix it",
-        "nvidia-nccl-cu12>=2.29.3",
-        "https://github.com/pytorch/pytorch/pull/174338",
-        only_on_gpus=True,
-        only_many_ranks=True,
-        certain=False,
-    ),
-    KnownBad(
-        {"nvidia-nccl-cu13": "==2.29.2"},
-        "a regression in NCCL 2.29.2 causes hangs; 2.29.3 was released only to fix it",
-        "nvidia-nccl-cu13>=2.29.3",
-        "https://github.com/pytorch/pytorch/pull/174338",
-        only_on_gpus=True,
-        only_many_ranks=True,
-        certain=False,
+    *(
+        KnownBad(
+            {nccl: "==2.29.2"},
+            "a regression in NCCL 2.29.2 causes hangs; 2.29.3 was released only to fix it",
+            f"{nccl}>=2.29.3",
+            "https://github.com/pytorch/pytorch/pull/174338",
+            only_on_gpus=True,
+            only_many_ranks=True,
+            certain=False,
+        )
+        for nccl in ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
     ),
     KnownBad(
         {"deepspeed": ">=0.17.6,<0.18.3"},

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rlhf_core.preflight.facts import Facts, TrainerSide
 from rlhf_core.schemas.command_trainer import CommandTrainer, fill
-from rlhf_core.schemas.launch_values import command_trainer, filled_argv, values_of_spec
+from rlhf_core.schemas.launch_values import filled_argv, values_of_spec
 from rlhf_core.shell.launch_line import LaunchLine, read_launch_line
 
 _TRUE = frozenset({"", "true", "1", "yes", "y", "on", "t"})
@@ -76,7 +76,7 @@ def arguments_of(facts: Facts) -> TrainerArguments:
     Raises:
         ValueError: the trainer is native.
     """
-    trainer, values = command_trainer(facts.spec), values_of_spec(facts.spec)
+    trainer, values = facts.spec.command_trainer, values_of_spec(facts.spec)
     line = read_launch_line(filled_argv(facts.spec, {}))
     variables = {name: fill(value, values) for name, value in {**trainer.variables, **line.variables}.items()}
     return TrainerArguments(trainer, line, facts.trainer or TrainerSide(), variables)

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.preflight.facts import ModelFolder
-from rlhf_core.preflight.memory import Estimate, gpu_memory_bytes, shape_of, trainer_estimate
-from rlhf_core.preflight.size_estimates import parameters_of, vocabulary_size
+from rlhf_core.preflight.memory.gpus import gpu_memory_bytes
+from rlhf_core.preflight.memory.roles import Estimate, trainer_estimate
+from rlhf_core.preflight.size_estimates import shape_of_model
 from rlhf_core.preflight.step_time import StepTime, step_time
 from rlhf_core.schemas.cluster import ResourceSpec, SlurmSpec
 from rlhf_core.schemas.resources import Inventory
@@ -24,11 +25,7 @@ class Predictions:
 
 
 def predict(
-    spec: RunSpec,
-    slurm: SlurmSpec,
-    inventory: Inventory,
-    config: Mapping[str, Any],
-    folder: ModelFolder | None,
+    spec: RunSpec, slurm: SlurmSpec, inventory: Inventory, config: Mapping[str, Any], folder: ModelFolder | None
 ) -> Predictions:
     """Predict memory and step time of the native trainer; nothing for another program.
 
@@ -39,7 +36,7 @@ def predict(
     """
     if spec.trainer.kind != "native":
         return Predictions()
-    shape = shape_of(config, parameters_of(spec, config, folder), vocabulary_size(spec))
+    shape = shape_of_model(spec, config, folder)
     if shape is None:
         return Predictions()
     kinds = gpu_kinds(spec.resources, slurm, inventory)

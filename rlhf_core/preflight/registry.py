@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from rlhf_core.preflight.facts import Facts
@@ -79,16 +79,7 @@ def run_checks(facts: Facts) -> tuple[CheckResult, ...]:
         started = time.monotonic()
         for finding in function(facts):
             now = time.monotonic()
-            results.append(
-                CheckResult(
-                    id=each.id,
-                    status=finding.status,
-                    found=finding.found,
-                    expected=finding.expected,
-                    advice=finding.advice,
-                    seconds=now - started,
-                )
-            )
+            results.append(CheckResult(id=each.id, seconds=now - started, **asdict(finding)))
             started = now
     return tuple(results)
 
@@ -101,14 +92,10 @@ def _all_checks(facts: Facts) -> Iterator[Check]:
     yield from CHECKS
     taken = {one.id for one in CHECKS}
     for plugin in facts.plugins:
-        if plugin.id in taken:
-            yield Check(plugin.id, _unusable(plugin.id, "there is a check with this id already"))
-            continue
+        problem = "there is a check with this id already" if plugin.id in taken else plugin.problem
         taken.add(plugin.id)
-        function = plugin.function
-        yield Check(
-            plugin.id, _unusable(plugin.id, plugin.problem) if function is None else _guarded(plugin.id, function)
-        )
+        function = None if problem else plugin.function
+        yield Check(plugin.id, _guarded(plugin.id, function) if function else _unusable(plugin.id, problem))
 
 
 def _guarded(id: str, function: Callable[..., Any]) -> CheckFunction:

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlhf_core.preflight.facts import Facts, ModelFolder
 from rlhf_core.preflight.launch_arguments import arguments_of, copies_in_optimizer, trains_all_weights
-from rlhf_core.preflight.memory import shape_of, trained_shape
+from rlhf_core.preflight.memory.shapes import Shape, shape_of, trained_shape
 from rlhf_core.schemas.run import RunSpec
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -39,8 +39,8 @@ def checkpoint_bytes(facts: Facts) -> int | None:
     parameters = num_parameters(facts)
     if parameters is None:
         return None
-    shape = shape_of(facts.model_config, parameters, vocabulary_size(facts.spec))
     if facts.spec.model.lora is not None:
+        shape = shape_of_model(facts.spec, facts.model_config, facts.model_folder)
         if shape is None:
             return None
         parameters = trained_shape(shape, facts.spec.model.lora).parameters
@@ -111,6 +111,11 @@ def num_parameters(facts: Facts) -> int | None:
     return parameters_of(facts.spec, facts.model_config, facts.model_folder)
 
 
+def shape_of_model(spec: RunSpec, config: Mapping[str, Any], folder: ModelFolder | None) -> Shape | None:
+    """Shape of a run's model; None if its config lacks the dimensions."""
+    return shape_of(config, parameters_of(spec, config, folder), vocabulary_size(spec))
+
+
 def parameters_of(spec: RunSpec, config: Mapping[str, Any], folder: ModelFolder | None) -> int | None:
     """Number of parameters of a model, from the size of its weights if there are any, otherwise from its config; None
     if unknown."""
@@ -136,15 +141,13 @@ def decoder_parameters(config: Mapping[str, Any]) -> int | None:
     if any("experts" in name for name in config):
         return None
     try:
-        hidden = int(config["hidden_size"])
-        layers = int(config["num_hidden_layers"])
-        num_heads = int(config["num_attention_heads"])
-        feed_forward = int(config["intermediate_size"])
+        hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
+        num_heads, feed_forward = int(config["num_attention_heads"]), int(config["intermediate_size"])
         vocabulary = int(config["vocab_size"])
+        head_dim = int(config.get("head_dim") or hidden // max(num_heads, 1))
+        kv_heads = int(config.get("num_key_value_heads") or num_heads)
     except (KeyError, TypeError, ValueError):
         return None
-    head_dim = int(config.get("head_dim") or hidden // max(num_heads, 1))
-    kv_heads = int(config.get("num_key_value_heads") or num_heads)
     attention = 2 * hidden * num_heads * head_dim + 2 * hidden * kv_heads * head_dim
     per_layer = attention + 3 * hidden * feed_forward + 2 * hidden
     is_tied = config.get("tie_word_embeddings", str(config.get("model_type", "")).startswith(_TIED_FAMILIES))

@@ -8,19 +8,13 @@ the kernel launches of each layer. Every sequence is assumed to be as long as th
 usually shorter. The rates are not our measurements: they are the figures of the vendors, scaled by assumed shares.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlhf_core.preflight.memory import (
-    Shape,
-    cache_bytes,
-    longest_sequence,
-    micro_batch_tokens,
-    part_of,
-    trained_shape,
-    weight_bytes,
-)
+from rlhf_core.preflight.memory.formulas import cache_bytes, weight_bytes
+from rlhf_core.preflight.memory.gpus import known_type
+from rlhf_core.preflight.memory.roles import longest_sequence, micro_batch_tokens
+from rlhf_core.preflight.memory.shapes import Shape, part_of, trained_shape
 from rlhf_core.schemas.algorithms.base import AlgorithmSpec
 from rlhf_core.schemas.run import RunSpec
 
@@ -77,9 +71,7 @@ class StepTime:
 
 def gpu_rates(kind: str) -> GpuRates | None:
     """Rates of a GPU by its name in Slurm or the driver; None if it is not in the table."""
-    text = re.sub(r"[\s_-]+", " ", kind.lower())
-    found = (name for name in RATES if re.search(rf"(?<![a-z0-9]){name}(?![0-9])", text))
-    return next((RATES[name] for name in found), None)
+    return RATES.get(known_type(kind, RATES))
 
 
 def step_time(spec: RunSpec, shape: Shape, kind: str) -> StepTime | None:
@@ -100,9 +92,8 @@ def step_time(spec: RunSpec, shape: Shape, kind: str) -> StepTime | None:
     if algorithm.samples:
         sampled = algorithm.sequences_per_step / (spec.rollout.engines or spec.num_ranks)
         sampling = _sampling_s(spec, shape, rates, sampled) * algorithm.sampling_rounds
-        if (
-            spec.rollout.engines and spec.rollout.max_staleness
-        ):  # engines started a step earlier; trainers wait for the rest
+        if spec.rollout.engines and spec.rollout.max_staleness:
+            # The engines started a step earlier; trainers wait for the rest.
             sampling = max(0.0, sampling - sum(parts.values()))
         parts = {"sampling": sampling, **parts}
         if spec.rollout.engines:  # once over each link: engines forward the weights

@@ -16,7 +16,6 @@ from rlhf_core.preflight.facts import DataFile, Facts, GoodRun
 from rlhf_core.schemas.algorithms.policy_gradient import PpoSpec
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.command_trainer import named_placeholders
-from rlhf_core.schemas.launch_values import command_trainer
 from rlhf_core.schemas.migration import current_document
 from rlhf_core.schemas.run import RunSpec, with_changes
 from rlhf_core.shell.launch_line import read_launch_line
@@ -57,15 +56,10 @@ WATCHED = (
 )
 """Settings, or whole sections, whose change requires a trial."""
 
-_WITHOUT_EFFECT = (
-    "trainer.log_samples_every",
-    "trainer.num_steps",
-    "trainer.artifacts",
-    "trainer.progress",
-    "trainer.stdout_patterns",
-    "trainer.metrics",
+_WITHOUT_EFFECT = tuple(
+    f"trainer.{name}."
+    for name in ("log_samples_every", "num_steps", "artifacts", "progress", "stdout_patterns", "metrics")
 )
-_WITHOUT_EFFECT_TABLES = tuple(f"{name}." for name in _WITHOUT_EFFECT)
 NOTHING = "nothing"
 _LONGEST = 60
 
@@ -86,12 +80,12 @@ class Change:
 def changes_since(before: GoodRun, spec: RunSpec, basis: Mapping[str, str]) -> list[Change]:
     """List the differences from an earlier run. A value that only one of the runs has counts as unchanged: another
     version of this program may have had different settings or recorded less."""
-    then, now = current_document(before.spec), _content(spec)
+    then, now = current_document(before.spec), spec.model_dump(mode="json")
     found = [
         Change(name, _shown(old), _shown(new))
         for watched in WATCHED
         for name, old, new in _differences(watched, _pick(then, watched), _pick(now, watched))
-        if not f"{name}.".startswith(_WITHOUT_EFFECT_TABLES)
+        if not f"{name}.".startswith(_WITHOUT_EFFECT)
     ]
     warm_started = [_pick(loops, "loops.warm_start.num_steps") or 0 for loops in (then, now)]
     if "warm_start" in (_pick(then, "loops") or {}) and bool(warm_started[0]) != bool(warm_started[1]):
@@ -150,11 +144,6 @@ def _rows(file: DataFile | None) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Differences
-
-
-def _content(spec: RunSpec) -> Mapping[str, Any]:
-    content: Mapping[str, Any] = spec.model_dump(mode="json")
-    return content
 
 
 def _pick(spec: Mapping[str, Any], name: str) -> Any:
@@ -291,7 +280,7 @@ def obstacle(spec: RunSpec) -> str:
     """
     if spec.trainer.kind == "native":
         return ""
-    trainer = command_trainer(spec)
+    trainer = spec.command_trainer
     texts = (*trainer.argv, *trainer.variables.values())
     named = {name for text in texts for name in named_placeholders(text)}
     if "num_steps" not in named:

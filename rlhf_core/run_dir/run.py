@@ -118,11 +118,7 @@ class RunDir:
 
     def newest_code_copy(self) -> int:
         """Number of the newest copy of the user's code."""
-        try:
-            names = [path.name for path in self.root.iterdir()]
-        except FileNotFoundError:
-            return 1
-        return max((int(found[1]) for name in names if (found := _CODE_NAME.fullmatch(name))), default=1)
+        return max(_numbers_in(self.root, _CODE_NAME), default=1)
 
     @property
     def initial_model(self) -> Path:
@@ -231,8 +227,7 @@ class RunDir:
 
     def newest_put_aside(self, attempt: int) -> int:
         """Return the highest step that :meth:`put_aside_newer_than` moved away after an attempt; 0 if none."""
-        found = map(_CHECKPOINT_NAME.fullmatch, (path.name for path in paths_in(self.aside(attempt))))
-        return max((int(name[1]) for name in found if name is not None), default=0)
+        return max(_numbers_in(self.aside(attempt), _CHECKPOINT_NAME), default=0)
 
     def newest_checkpoint(self) -> CheckpointDir | None:
         """The complete checkpoint of the highest step, if any."""
@@ -281,6 +276,12 @@ class RunDir:
             raise RunDirError(f"{self.spec} is not valid in this version: {error}") from None
 
 
+def _numbers_in(folder: Path, name: re.Pattern[str]) -> list[int]:
+    """Numbers in the names of a folder's entries that have a form; empty if the folder is missing."""
+    matches = (name.fullmatch(path.name) for path in paths_in(folder))
+    return [int(match[1]) for match in matches if match]
+
+
 def run_dirs(runs: Path) -> list[RunDir]:
     """Every run directory under ``runs``, by name. Folders with other names (unfinished, copies, links that lead
     elsewhere) are skipped."""
@@ -289,6 +290,11 @@ def run_dirs(runs: Path) -> list[RunDir]:
         with contextlib.suppress(RunDirError):
             found.append(RunDir.of(runs, name))
     return [run_dir for run_dir in found if run_dir.spec.is_file()]
+
+
+def promoted_models(runs: Path) -> Path:
+    """Return the default folder of promoted models, beside the folder of the run directories."""
+    return runs.absolute().parent / "promoted"
 
 
 def cleared_nodes(runs: Path) -> Path:

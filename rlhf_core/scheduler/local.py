@@ -24,6 +24,7 @@ import psutil
 from submitit.local.local import LocalExecutor, LocalJob
 
 from rlhf_core.errors import SubmissionFailed
+from rlhf_core.machine.main_memory import memory_bytes
 from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus, LivingJob
 from rlhf_core.scheduler.job_environment import job_environment
 from rlhf_core.scheduler.passed_environment import without_private
@@ -56,7 +57,7 @@ class LocalScheduler:
         return Inventory(
             node_names=(name,),
             cpus_per_node=len(os.sched_getaffinity(0)),
-            memory_gb=_memory_bytes() / 2**30,
+            memory_gb=memory_bytes()[1] / 2**30,
             gpus_per_node=num_gpus,
             node_gpus={name: num_gpus},
             node_gpu_types={name: kind} if kind else {},
@@ -325,11 +326,3 @@ def _gpu_type(folder: Path = Path("/proc/driver/nvidia/gpus")) -> str:
                 line.partition(":")[2].strip() for line in path.read_text().splitlines() if line.startswith("Model:")
             }
     return kinds.pop() if len(kinds) == 1 else ""
-
-
-def _memory_bytes() -> int:
-    """Return the main memory, or the limit of this process's control group."""
-    total = int(psutil.virtual_memory().total)
-    with contextlib.suppress(OSError, ValueError):
-        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return total

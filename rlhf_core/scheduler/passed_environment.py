@@ -26,17 +26,13 @@ class PassedEnvironment:
     file: Path | None = None
     """File with lines ``NAME=value``, mode 600, for names missing from the environment."""
 
-    def values(self, environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    def values(self) -> dict[str, str]:
         """Look up the values, by name. Call this only when starting the job, and do not keep the result.
-
-        Args:
-            environment: Default: the environment of this process.
 
         Raises:
             SubmissionFailed: a value is missing, or the file is not usable. The message names the variable.
         """
-        given = os.environ if environment is None else environment
-        found = {name: given[name] for name in self.names if given.get(name)}
+        found = {name: os.environ[name] for name in self.names if os.environ.get(name)}
         missing = [name for name in self.names if name not in found]
         if missing and self.file is not None:
             stored = read_private(self.file)

@@ -346,7 +346,7 @@ def _require_passed(request: JobRequest) -> Iterator[str]:
 def _export_option(request: JobRequest, environment: Mapping[str, str]) -> list[str]:
     """Names that sbatch must export if the job does not export everything; it takes the values from its own
     environment."""
-    options = {**dict(_further_options(request.slurm.extra))}
+    options = dict(_further_options(request.slurm.extra))
     exported_names = str(options.get("export") or environment.get("SBATCH_EXPORT") or "ALL")
     if not request.passed.names or "ALL" in exported_names.upper().split(","):
         return []

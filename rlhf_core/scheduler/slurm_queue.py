@@ -10,16 +10,17 @@ import contextlib
 import fcntl
 import functools
 import hashlib
-import json
 import os
 import re
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
+
+from pydantic import TypeAdapter, ValidationError
 
 from rlhf_core.errors import SchedulerError
 from rlhf_core.files import private as private_files
@@ -62,6 +63,10 @@ class Listing:
     """Jobs by job id."""
     problem: str = ""
     """Reason why there is no answer; empty if there is one."""
+
+
+_CACHE = TypeAdapter(Listing)
+"""Content of the file that the processes share."""
 
 
 def run(*words: str, seconds: float = COMMAND_S) -> str:
@@ -205,18 +210,11 @@ def _take(lock: IO[str]) -> bool:
 
 def _read(path: Path) -> Listing | None:
     try:
-        content = json.loads(path.read_text())
-        rows: Sequence[Mapping[str, str]] = content["rows"]
-        return Listing(content["asked_at"], {row["job_id"]: QueuedJob(**row) for row in rows}, content["problem"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return _CACHE.validate_json(path.read_bytes())
+    except (OSError, ValidationError):
         return None
 
 
 def _write(path: Path, listing: Listing) -> None:
-    content = {
-        "asked_at": listing.queried_at,
-        "problem": listing.problem,
-        "rows": [asdict(row) for row in listing.rows.values()],
-    }
     with contextlib.suppress(OSError):
-        path.write_text(json.dumps(content))
+        path.write_bytes(_CACHE.dump_json(listing))

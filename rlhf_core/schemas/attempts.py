@@ -4,7 +4,9 @@ The tables at the end are the only definition. The store enforces them with ``UP
 module does not use pydantic, whose import takes longer than all other work of a short worker process.
 """
 
+from collections.abc import Mapping
 from enum import StrEnum
+from typing import TypeVar
 
 
 class RunState(StrEnum):
@@ -109,17 +111,18 @@ RUN_MOVES: dict[RunState, frozenset[RunState]] = {
 }
 """Legal transitions from each state of a run."""
 
-_ENDS = frozenset(
+ATTEMPT_ENDS: frozenset[AttemptState] = frozenset(
     {AttemptState.COMPLETED, AttemptState.FAILED, AttemptState.CANCELLED, AttemptState.PREEMPTED, AttemptState.LOST}
 )
+"""States in which nothing of the attempt is active."""
 
 ATTEMPT_MOVES: dict[AttemptState, frozenset[AttemptState]] = {
     AttemptState.PLANNED: frozenset(
         {AttemptState.SUBMITTED, AttemptState.FAILED, AttemptState.CANCELLED, AttemptState.LOST}
     ),
-    AttemptState.SUBMITTED: frozenset({AttemptState.RUNNING}) | _ENDS,
-    AttemptState.RUNNING: _ENDS,
-    **{end: frozenset() for end in _ENDS},
+    AttemptState.SUBMITTED: frozenset({AttemptState.RUNNING}) | ATTEMPT_ENDS,
+    AttemptState.RUNNING: ATTEMPT_ENDS,
+    **{end: frozenset() for end in ATTEMPT_ENDS},
 }
 """Legal transitions from each state of an attempt."""
 
@@ -140,20 +143,9 @@ PROMOTION_BEGINNINGS: frozenset[PromotionState] = frozenset({PromotionState.WAIT
 RUN_ENDS: frozenset[RunState] = frozenset({RunState.COMPLETED, RunState.FAILED, RunState.CANCELLED})
 """States in which nothing of the run is active."""
 
-ATTEMPT_ENDS: frozenset[AttemptState] = _ENDS
-"""States in which nothing of the attempt is active."""
+State = TypeVar("State", RunState, AttemptState, PromotionState)
 
 
-def run_sources(target: RunState) -> frozenset[RunState]:
-    """Return the states from which a run may move to ``target``."""
-    return frozenset(source for source, targets in RUN_MOVES.items() if target in targets)
-
-
-def promotion_sources(target: PromotionState) -> frozenset[PromotionState]:
-    """Return the states from which a promotion may move to ``target``."""
-    return frozenset(source for source, targets in PROMOTION_MOVES.items() if target in targets)
-
-
-def attempt_sources(target: AttemptState) -> frozenset[AttemptState]:
-    """Return the states from which an attempt may move to ``target``."""
-    return frozenset(source for source, targets in ATTEMPT_MOVES.items() if target in targets)
+def sources_of(target: State, moves: Mapping[State, frozenset[State]]) -> list[str]:
+    """Values of the states from which a table of transitions leads to ``target``, sorted."""
+    return sorted(source.value for source, targets in moves.items() if target in targets)

@@ -86,11 +86,7 @@ class Schema(BaseModel):
     run must be able to report them.
     """
 
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        ser_json_inf_nan="strings",
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
 @functools.cache
@@ -104,10 +100,18 @@ def field_docs(schema: type[BaseModel]) -> Mapping[str, str]:
     for base in reversed(schema.__bases__):
         if issubclass(base, BaseModel) and base is not BaseModel:
             found |= field_docs(base)
-    body = _class_definitions(schema.__module__)[schema.__name__].body
-    for field, below in itertools.pairwise(body):
-        match field, below:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+    return found | strings_under_names(schema)
+
+
+def strings_under_names(described: type) -> dict[str, str]:
+    """The string under each name in the body of a class, as one line; without those of its base classes."""
+    found = {}
+    for statement, below in itertools.pairwise(_class_definitions(described.__module__)[described.__name__].body):
+        match statement, below:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
                 found[name] = " ".join(text.split())
     return found
 

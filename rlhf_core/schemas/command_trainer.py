@@ -191,7 +191,21 @@ class CommandTrainer(Schema):
     @property
     def sources(self) -> tuple[ProgressSource, ...]:
         """Sources of progress; by default those of the framework."""
-        return self.progress or default_sources(self)
+        if self.progress:
+            return self.progress
+        written = {
+            "script": (ProgressSource.TENSORBOARD,),
+            # Without their own log, trainer_state.json shows steps only when a checkpoint is saved.
+            "transformers": (ProgressSource.TENSORBOARD, ProgressSource.TRAINER_LOG),
+            "swift": (ProgressSource.TRAINER_LOG, ProgressSource.TENSORBOARD),
+            "trl": (ProgressSource.TENSORBOARD, ProgressSource.TRAINER_LOG),
+            "openrlhf": (ProgressSource.TENSORBOARD,),
+        }[self.framework]
+        found = [ProgressSource.CALLBACK, *written]
+        found += [ProgressSource.STDOUT] if self.stdout_patterns else []
+        found += [ProgressSource.CHECKPOINTS]
+        found += [ProgressSource.COLLECTIVES] if self.record_collectives else []
+        return (*found, ProgressSource.ACTIVITY, ProgressSource.STACKS)
 
     @model_validator(mode="after")
     def _check_placeholders(self) -> Self:
@@ -214,23 +228,6 @@ class CommandTrainer(Schema):
         if ProgressSource.STDOUT in self.progress and not self.stdout_patterns:
             raise ValueError("found the source stdout in trainer.progress; give trainer.stdout_patterns as well")
         return self
-
-
-def default_sources(trainer: CommandTrainer) -> tuple[ProgressSource, ...]:
-    """Default sources of progress for the framework of a trainer."""
-    written = {
-        "script": (ProgressSource.TENSORBOARD,),
-        # Without their own log, trainer_state.json shows steps only when a checkpoint is saved.
-        "transformers": (ProgressSource.TENSORBOARD, ProgressSource.TRAINER_LOG),
-        "swift": (ProgressSource.TRAINER_LOG, ProgressSource.TENSORBOARD),
-        "trl": (ProgressSource.TENSORBOARD, ProgressSource.TRAINER_LOG),
-        "openrlhf": (ProgressSource.TENSORBOARD,),
-    }[trainer.framework]
-    found = [ProgressSource.CALLBACK, *written]
-    found += [ProgressSource.STDOUT] if trainer.stdout_patterns else []
-    found += [ProgressSource.CHECKPOINTS]
-    found += [ProgressSource.COLLECTIVES] if trainer.record_collectives else []
-    return (*found, ProgressSource.ACTIVITY, ProgressSource.STACKS)
 
 
 def named_placeholders(text: str) -> list[str]:

@@ -73,8 +73,6 @@ class SplitReport(Schema):
     """Rows whose prompt has no token."""
     longest_prompt: int = 0
     """Tokens of the longest prompt."""
-    longest_kept: int = 0
-    """Tokens of the longest prompt that is not dropped."""
     num_long_completions: int = 0
     """Rows with a completion that is longer than ``data.max_completion_tokens``."""
     longest_completion: int = 0

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlhf_core.schemas.base import ImportPath, NonNegative, Positive, PositiveFloat, Schema
+from rlhf_core.schemas.base import Finite, ImportPath, NonNegative, Positive, PositiveFloat, Schema
 from rlhf_core.schemas.reports import EvaluationName
 
 
@@ -37,7 +37,7 @@ class PromoteSpec(Schema):
     """Folder of promoted models, each in `<folder>/<run id>`. Empty: `promoted` beside the run directories."""
     metric: EvaluationName = "greedy"
     """Evaluation that determines the best checkpoint; `preference` ranks held-out pairs."""
-    min_gain: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    min_gain: Finite = 0.0
     """Minimum gain over the evaluation before training; with less, nothing is promoted and no approval is requested."""
     timeout_h: PositiveFloat = 72.0
     """Time to wait for an approval, in hours; after that, nothing is promoted, but `rlhf approve` still works."""

@@ -2,19 +2,8 @@
 
 from collections.abc import Mapping
 
-from rlhf_core.schemas.command_trainer import CommandTrainer, fill
+from rlhf_core.schemas.command_trainer import fill
 from rlhf_core.schemas.run import RunSpec
-
-
-def command_trainer(spec: RunSpec) -> CommandTrainer:
-    """Settings of the external trainer.
-
-    Raises:
-        ValueError: rlhf-flows trains itself.
-    """
-    if not isinstance(spec.trainer, CommandTrainer):
-        raise ValueError(f"a run with trainer.kind = {spec.trainer.kind} has no launch line")
-    return spec.trainer
 
 
 def values_of_spec(spec: RunSpec) -> dict[str, str]:
@@ -43,4 +32,4 @@ def filled_argv(spec: RunSpec, further: Mapping[str, str]) -> tuple[str, ...]:
         ValueError: rlhf-flows trains itself.
     """
     values = {**values_of_spec(spec), **further}
-    return tuple(fill(word, values) for word in command_trainer(spec).argv)
+    return tuple(fill(word, values) for word in spec.command_trainer.argv)

@@ -6,15 +6,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import AfterValidator, AliasChoices, Field, JsonValue
 
 from rlhf_core.schemas.attempts import AttemptState, Role
-from rlhf_core.schemas.base import (
-    Finite,
-    Int32,
-    Int64,
-    Label,
-    Message,
-    Moment,
-    Schema,
-)
+from rlhf_core.schemas.base import Finite, Int32, Int64, Label, Message, Moment, Schema
 from rlhf_core.schemas.failures import FailureKind
 
 STOPPED_STATES = frozenset("Tt")

@@ -16,17 +16,18 @@ EVEN_HEADS = (
 )
 
 
-def uneven_heads(num_heads: int | None, num_kv_heads: int | None, width: int) -> str:
-    """Name the heads of a model that cannot be split over the GPUs of an engine; empty if all can or are unknown.
+def uneven_heads(num_heads: object, num_kv_heads: object, width: int) -> str:
+    """Name the heads of a model that cannot be split over the GPUs of an engine; empty if all can, or if their numbers
+    are unknown or differ between layers (lists).
 
     If there are fewer key-value heads than GPUs, they are copied.
 
     Args:
         width: GPUs of the engine.
     """
-    if num_heads and num_heads % width:
+    if isinstance(num_heads, int) and num_heads % width:
         return f"{num_heads} attention heads"
-    if num_kv_heads and num_kv_heads % width and width % num_kv_heads:
+    if isinstance(num_kv_heads, int) and num_kv_heads and num_kv_heads % width and width % num_kv_heads:
         return f"{num_kv_heads} key-value heads"
     return ""
 
@@ -164,8 +165,7 @@ class RolloutSpec(Schema):
         if self.gpus_per_engine > 1 and not self.engines:
             raise ValueError(
                 f"found vllm.tensor_parallel = {self.vllm.tensor_parallel} and engines = 0, with an engine in the "
-                "process of every rank, on its single GPU; expected tensor_parallel = 1, or separate "
-                "engines"
+                "process of every rank, on its single GPU; expected tensor_parallel = 1, or separate engines"
             )
         return self
 

@@ -102,8 +102,7 @@ class RunSpec(Schema):
                     raise ValueError(
                         f"found model.lora.dropout = {self.model.lora.dropout:g} and loops.{name} with "
                         f"{loop.algorithm.name}, which samples; expected 0: with dropout, training would compute "
-                        "log-probabilities of a different distribution than that used in "
-                        "sampling"
+                        "log-probabilities of a different distribution than that used in sampling"
                     )
         return self
 
@@ -130,8 +129,7 @@ class RunSpec(Schema):
         if self.num_trainer_nodes < 1:
             raise ValueError(
                 f"found rollout.nodes = {self.rollout.nodes} and resources.num_nodes = {self.resources.num_nodes}, "
-                "which includes them: no node would train; expected at least "
-                "resources.num_nodes = "
+                "which includes them: no node would train; expected at least resources.num_nodes = "
                 f"{self.rollout.nodes + 1}, or fewer in rollout.nodes"
             )
         return self
@@ -231,6 +229,17 @@ class RunSpec(Schema):
         """
         if not isinstance(self.trainer, NativeTrainer):
             raise ValueError(f"a run with trainer.kind = {self.trainer.kind} has no settings of the native trainer")
+        return self.trainer
+
+    @property
+    def command_trainer(self) -> CommandTrainer:
+        """Settings of the external trainer.
+
+        Raises:
+            ValueError: rlhf-flows trains itself.
+        """
+        if not isinstance(self.trainer, CommandTrainer):
+            raise ValueError(f"a run with trainer.kind = {self.trainer.kind} has no launch line")
         return self.trainer
 
     @property

@@ -7,10 +7,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlhf_core.schemas.base import Schema
+from rlhf_core.schemas.base import NonNegativeFloat, PositiveFloat, Schema
 
 Port = Annotated[int, Field(ge=1, le=65535)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+KeptDays = Annotated[int, Field(ge=0, le=36_500)]
+"""Days to keep something, up to a century: a date before the year 1 cannot be computed."""
 Occasion = Literal["failed", "completed", "cancelled", "incident", "approval"]
 
 PRIVATE_VARIABLES = (
@@ -52,11 +53,11 @@ class PrefectSite(Schema):
     max_runs: Annotated[int, Field(ge=1)] = 50
     """Maximum number of runs driven at once on this machine; others wait. Each is one process here, independent of its
     size on the cluster."""
-    reconcile_s: Seconds = 15.0
+    reconcile_s: PositiveFloat = 15.0
     """Interval between comparisons of the database, Prefect and the scheduler, in seconds."""
-    ingest_s: Seconds = 2.0
+    ingest_s: PositiveFloat = 2.0
     """Interval at which the files of all active runs are read into the history, in seconds."""
-    restart_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 5.0
+    restart_s: NonNegativeFloat = 5.0
     """Seconds between two health checks of the services that `rlhf up` started; a dead service is restarted at once. 0
     leaves both to the next `rlhf up`."""
     keep_days: Annotated[int, Field(ge=1)] = 30
@@ -77,10 +78,10 @@ class NotifySite(Schema):
 class RetentionSite(Schema):
     """``[retention]``: rules by which the site daemon removes files."""
 
-    checkpoints_days: Annotated[int, Field(ge=0)] = 0
+    checkpoints_days: KeptDays = 0
     """Days to keep checkpoints after the end of their run; 0 keeps all. The newest, the best of every evaluation,
     promoted ones, and those that another active run starts from are always kept; those that were set aside are not."""
-    deployments_days: Annotated[int, Field(ge=0)] = 30
+    deployments_days: KeptDays = 30
     """Days to keep a deployed or submitted config and its code after their last use; 0 keeps all. Those of a
     deployment, of a flow run that is not completed, and of a run that can be resumed are always kept."""
 

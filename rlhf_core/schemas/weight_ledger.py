@@ -4,9 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rlhf_core.schemas.base import Finite, Int32, Int64, Label, Moment, Schema
-
-Count = Annotated[Int32, Field(ge=0)]
+from rlhf_core.schemas.base import Finite, Int64, Label, Moment, NonNegative, Schema
 
 
 class WeightSyncLine(Schema):
@@ -16,15 +14,15 @@ class WeightSyncLine(Schema):
     The last one counts. A sync that was killed in between has only the first, without acknowledgements.
     """
 
-    number: Count
+    number: NonNegative
     """Number of the sync in this start of the workers, from 0."""
     time: Moment
     """Time of the line (UTC)."""
-    version: Count
+    version: NonNegative
     """Number of optimizer steps of the weights."""
-    engines: Count
+    engines: NonNegative
     """Engines to update."""
-    acknowledged: Count = 0
+    acknowledged: NonNegative = 0
     """Engines that have applied it."""
     transport: Label = ""
     """Transport, for instance ``in_process``; empty before the acknowledgements."""

@@ -18,6 +18,9 @@ Launcher = Literal[
 """Program that starts the ranks. ``swift``, ``trl`` and the like start torchrun or accelerate themselves; with srun,
 mpirun and python, each process is a rank; empty for an unknown program."""
 
+SHELLS = frozenset(["bash", "sh", "zsh", "dash"])
+"""Shells that take a text to run."""
+
 Role = Literal["variable", "wrapper", "launcher", "launcher_option", "program", "argument", "positional"]
 
 
@@ -68,6 +71,17 @@ class LaunchLine:
     wrappers: tuple[Wrapper, ...] = ()
     items: tuple[LaunchItem, ...] = ()
     """All parts with their positions; each word of argv belongs to one."""
+
+    @property
+    def command(self) -> str:
+        """First word that is not a variable: the program that a shell would start; empty if there is none."""
+        return next((self.argv[item.start] for item in self.items if item.role != "variable"), "")
+
+    @property
+    def shell_text(self) -> str:
+        """Text that a shell runs (``bash -c TEXT``); empty for any other program."""
+        is_shell = bool(self.program) and PurePosixPath(self.program[0]).name in SHELLS
+        return (self.value("c", "lc", "ec") or "") if is_shell else ""
 
     def value(self, *names: str) -> str | None:
         """First value of the first of these options of the program that is present; None without such an option or

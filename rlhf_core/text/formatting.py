@@ -83,15 +83,13 @@ def missing_steps(known: Collection[int], total: int, state: str) -> str:
     missing = sorted(set(range(1, made + 1)) - set(known))
     if not missing:
         return ""
-    ranges = [_range(found) for found in _consecutive(missing)]
-    listed = ", ".join(ranges[:_SHOWN]) + (f" and {len(ranges) - _SHOWN} more gaps" if len(ranges) > _SHOWN else "")
-    return f"no metrics of {len(missing)} of {made} steps: {listed}"
+    ranges = _ranges(missing)
+    more = " gaps" if len(ranges) > _SHOWN else ""
+    return f"no metrics of {len(missing)} of {made} steps: {listed(ranges, _SHOWN)}{more}"
 
 
-def _consecutive(steps: Collection[int]) -> list[list[int]]:
+def _ranges(steps: Sequence[int]) -> list[str]:
+    """Ranges of consecutive numbers as text: ``3``, ``5-8``."""
     groups = groupby(enumerate(steps), lambda pair: pair[1] - pair[0])
-    return [[step for _, step in group] for _, group in groups]
-
-
-def _range(steps: list[int]) -> str:
-    return str(steps[0]) if len(steps) == 1 else f"{steps[0]}-{steps[-1]}"
+    runs = [[step for _, step in group] for _, group in groups]
+    return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]

@@ -38,7 +38,17 @@ def measured(
     """Bytes of one rank: the peak during an update, and the estimate."""
     import torch
 
-    from rlhf_core.preflight import memory
+    from rlhf_core.preflight.memory.formulas import (
+        Zero,
+        gradient_bytes,
+        live_weight_bytes,
+        main_memory_bytes,
+        optimizer_bytes,
+        own_weight_bytes,
+        reduction_bytes,
+        update_bytes,
+    )
+    from rlhf_core.preflight.memory.shapes import shape_of, trained_shape
     from rlhf_core.schemas.loops import OptimizerSpec
     from rlhf_core.schemas.model import LoraSpec
     from rlhf_core.schemas.trainers import NativeTrainer
@@ -55,12 +65,12 @@ def measured(
     libraries = resident_bytes("VmRSS")
     causal_lm = build_causal_lm(config, build_tokenizer("char", [], 0), 0)
     policy = PolicyModel(causal_lm.to(getattr(torch, dtype)))  # type: ignore[arg-type]  # transformers hides the types
-    shape = memory.shape_of(config, sum(parameter.numel() for parameter in policy.parameters()), 128)
+    shape = shape_of(config, sum(parameter.numel() for parameter in policy.parameters()), 128)
     assert shape is not None
     lora = LoraSpec(rank=lora_rank) if lora_rank else None
     if lora is not None:
         add_adapter(policy.causal_lm, lora, seed=0)
-    trained = memory.trained_shape(shape, lora)
+    trained = trained_shape(shape, lora)
     trainer = NativeTrainer.model_validate({"zero_stage": stage, "offload": offload})
     engine = engine_module.Engine(policy, OptimizerSpec(learning_rate=1e-4), dtype, ranks, trainer)  # type: ignore[arg-type]  # one of two
 
@@ -76,13 +86,13 @@ def measured(
     Path("/proc/self/clear_refs").write_text("5")  # the peak is reset
     update()
     peak = resident_bytes("VmHWM") - libraries
-    zero = memory.Zero(stage, offload, num_ranks)
-    estimate = memory.own_weight_bytes(shape, dtype, zero) + memory.gradient_bytes(trained, dtype, zero)
-    estimate += memory.own_weight_bytes(trained, dtype, zero) if lora is not None else 0
-    estimate += memory.optimizer_bytes(trained, zero) if offload == "none" else 0
-    estimate += sum(memory.main_memory_bytes(shape, dtype, zero, lora).values())
-    estimate += memory.reduction_bytes(trained, zero)
-    estimate += max(memory.live_weight_bytes(shape, dtype, zero, lora), memory.update_bytes(trained, zero))
+    zero = Zero(stage, offload, num_ranks)
+    estimate = own_weight_bytes(shape, dtype, zero) + gradient_bytes(trained, dtype, zero)
+    estimate += own_weight_bytes(trained, dtype, zero) if lora is not None else 0
+    estimate += optimizer_bytes(trained, zero) if offload == "none" else 0
+    estimate += sum(main_memory_bytes(shape, dtype, zero, lora).values())
+    estimate += reduction_bytes(trained, zero)
+    estimate += max(live_weight_bytes(shape, dtype, zero, lora), update_bytes(trained, zero))
     return {"measured": peak, "estimate": estimate}
 
 

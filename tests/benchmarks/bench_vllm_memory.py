@@ -38,8 +38,8 @@ def main() -> None:
 
     for library in ("deepspeed", "peft"):
         importlib.import_module(library)
-    from rlhf_core.preflight import memory
     from rlhf_core.preflight.memory import engines
+    from rlhf_core.preflight.memory.shapes import shape_of
     from rlhf_core.schemas.model import LoraSpec
     from rlhf_core.schemas.rollouts import VllmSettings
     from rlhf_core.schemas.run import RunSpec
@@ -87,7 +87,7 @@ def main() -> None:
     rollout = spec.rollout.model_copy(update={"engine": "vllm", "vllm": settings})
     changed = spec.model.model_copy(update={"dtype": options.dtype, "lora": lora})
     spec = spec.model_copy(update={"rollout": rollout, "model": changed})
-    shape = memory.shape_of(config, parameters, options.vocabulary)
+    shape = shape_of(config, parameters, options.vocabulary)
     assert shape is not None
     parts = engines.vllm_resident(spec, shape) | engines.vllm_moment(spec, shape, 1, 1, None)
     estimate = sum(parts.values())

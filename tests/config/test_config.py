@@ -388,6 +388,7 @@ def test_a_folder_in_place_of_the_site_file_is_named_once(tmp_path: Path) -> Non
         ("schedular = 'x'", 'did you mean "scheduler"'),
         ("runs = 3", "expected text"),
         ("scheduler = 'pbs'", "'pbs'"),
+        ("[retention]\ncheckpoints_days = 999999", "retention.checkpoints_days: found 999999, expected at most 36500"),
         ("[retention]\ncheckpoints_days = true", "retention.checkpoints_days: found true, expected a number"),
         ("[prefect]\nrestart_s = false", "prefect.restart_s: found false, expected a number"),
     ],

@@ -97,12 +97,13 @@ def test_an_update_that_fails_leaves_no_stamp_behind(tmp_path: Path, wheels: Pat
 
 
 def test_packages_are_compared_with_their_pins_before_the_stamp_is_written(
-    tmp_path: Path, wheels: Path, begin: Begin
+    tmp_path: Path, wheels: Path, begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pip that says it was successful without installing, as `--dry-run` does, is not believed."""
+    """A pip that says it was successful without installing, as with `--dry-run`, is not believed."""
     folder = begin(tmp_path / "tiny")
+    monkeypatch.setenv("PIP_DRY_RUN", "1")
     with pytest.raises(EnvironmentFailed, match=r"found torch missing, expected 1\.0; tinytrainer missing"):
-        create(TINY, folder, pip_arguments=["--dry-run"])
+        create(TINY, folder)
     assert inspect(TINY, folder).state == "unfinished"
 
 

@@ -4,7 +4,6 @@ loaded), and the expected message.
 """
 
 import json
-import sys
 from dataclasses import replace
 from importlib import util
 from pathlib import Path
@@ -16,6 +15,7 @@ from test_preflight_checks import healthy
 from test_preflight_command import SIDE, command
 
 from rlhf_core.config import loading as config
+from rlhf_core.config.site import load_site
 from rlhf_core.errors import BadConfig
 from rlhf_core.launch.prepare import absolute_paths
 from rlhf_core.preflight import gather_facts
@@ -82,7 +82,8 @@ def messages(path: Path, tmp_path: Path) -> tuple[set[str], str]:
         return {"config"}, str(error)
     facts = facts_of(path, spec)
     if any(found.startswith("content.") for found in header(path)["Found by"]):
-        around = Surroundings(facts.inventory, "local", sys.executable, tmp_path, code_path=FOLDER / "files")
+        site = load_site({"RLHF_HOME": str(tmp_path)})
+        around = Surroundings(site, facts.inventory, "local", code_path=FOLDER / "files")
         content = gather_facts.inspect_content(spec, around)
         assert isinstance(content, ContentReport), content
         facts = replace(facts, content=content)
@@ -135,13 +136,8 @@ NEEDS_MORE = {
 def test_no_preset_is_blocked(name: str, tmp_path: Path) -> None:
     spec = config.load(name, gsm8k_files(tmp_path) if name == "gsm8k" else ())
     scheduler = FakeScheduler(nodes=tuple("abcd")[: spec.resources.num_nodes])
-    around = Surroundings(
-        scheduler.inventory(),
-        "slurm" if spec.resources.num_nodes > 1 else "local",
-        sys.executable,
-        tmp_path / "runs",
-        code_path=tmp_path,
-    )
+    kind, site = "slurm" if spec.resources.num_nodes > 1 else "local", load_site({"RLHF_HOME": str(tmp_path)})
+    around = Surroundings(site, scheduler.inventory(), kind, code_path=tmp_path)
     facts = gather_facts.gather(spec, around)
     assert facts.content is not None
     findings = run_checks(facts)

@@ -216,9 +216,7 @@ def with_packages(packages: dict[str, str], **sections: Any) -> Facts:
     return replace(base, compute=replace(base.compute, packages={**base.compute.packages, **packages}))
 
 
-TRAIN = SplitReport(
-    split="train", num_rows=100, columns=("answer", "prompt"), longest_prompt=40, longest_kept=40, longest_taught=50
-)
+TRAIN = SplitReport(split="train", num_rows=100, columns=("answer", "prompt"), longest_prompt=40, longest_taught=50)
 TOKENS = TokenizerReport(num_texts=200)
 TRIAL = RewardTrial(function="my_rewards:score", num_completions=16, num_distinct=2, right=1.0, seconds=0.001)
 

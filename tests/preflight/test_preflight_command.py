@@ -342,6 +342,17 @@ def test_the_hangs_of_trl_are_known(trl: str, algorithm: str, statuses: list[Che
     assert sorted(reported) == sorted(statuses)
 
 
+def test_only_the_text_that_a_shell_runs_may_have_variables() -> None:
+    text = "torchrun --node_rank $NODE_RANK train.py --max_steps {num_steps}"
+    assert [one.status for one in found(command(argv=["bash", "-c", text]), "command.placeholders")] == [PASSED]
+    for facts in (
+        command(argv=["bash", "-c", text, "$HOME"]),
+        command(argv=["bash", "-c", text], variables={"OUT": "$HOME"}),
+        command(argv=["python", "-c", text]),
+    ):
+        assert [one.status for one in found(facts, "command.placeholders")] == [WARNING]
+
+
 def test_one_rank_cannot_hang_so() -> None:
     one = {"resources": {"num_nodes": 1, "ranks_per_node": 1}}
     facts = command(algorithm="cpo", side={"packages": {**SIDE.packages, **TRL_HANG}}, sections=one)

@@ -11,11 +11,12 @@ import pytest
 from control_fakes import FakeAgent, FakeScheduler, make_run, make_spec
 
 import rlhf_core.preflight.checks  # noqa: F401 - importing it registers the checks
+from rlhf_core.config.site import load_site
 from rlhf_core.preflight import gather_facts, program_queries
 from rlhf_core.preflight.facts import ModelFolder
 from rlhf_core.preflight.gather_facts import Surroundings
-from rlhf_core.preflight.memory import shape_of
-from rlhf_core.preflight.registry import CHECKS
+from rlhf_core.preflight.memory.shapes import shape_of
+from rlhf_core.preflight.registry import CHECKS, run_checks
 from rlhf_core.preflight.size_estimates import decoder_parameters, num_positions
 from rlhf_core.schemas.model import ModelSpec
 from rlhf_core.schemas.run import RunSpec
@@ -24,10 +25,9 @@ from rlhf_core.schemas.site import PRIVATE_VARIABLES
 
 def around(tmp_path: Path, python: str = sys.executable) -> Surroundings:
     return Surroundings(
+        site=load_site({"RLHF_HOME": str(tmp_path), "RLHF_COMPUTE_PYTHON": python}),
         inventory=FakeScheduler().inventory(),
         scheduler="local",
-        compute_python=python,
-        runs_dir=tmp_path / "runs",
         code_path=tmp_path / "code",
     )
 
@@ -338,3 +338,19 @@ def test_unreadable_content_has_a_reason(tmp_path: Path) -> None:
     assert facts.content is None
     assert "no_such_module:score does not import" in facts.content_problem
     assert "exit code" in str(gather_facts.inspect_content(spec, around(tmp_path, "/bin/false")))
+
+
+def test_a_compute_interpreter_of_another_version_is_not_asked_about_the_data(tmp_path: Path) -> None:
+    """It would answer in the words of its version, which this one does not understand."""
+    listing = {"version": [3, 11, 0], "packages": {"pydantic": "2", "transformers": "5"}, "modules": {}}
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/sh\n"
+        """case "$*" in *check-*) echo '{"ok": true, "of_another_version": 1}';; """
+        f"""*) echo '{json.dumps({**listing, "rlhf_flows": "0.0.1", "transformers": ""})}';; esac\n"""
+    )
+    python.chmod(0o755)
+    facts = gather_facts.gather(make_spec(), around(tmp_path, str(python)))
+    assert (facts.imports, facts.content, facts.content_problem) == ({}, None, "")
+    blocked = [one for one in run_checks(facts) if one.id == "environment.rlhf_flows"]
+    assert "rlhf-flows 0.0.1 in the compute interpreter" in blocked[0].found

@@ -10,6 +10,7 @@ import pytest
 from control_fakes import FakeScheduler
 
 import rlhf_core.preflight.checks  # noqa: F401 - importing it registers the checks
+from rlhf_core.config.site import load_site
 from rlhf_core.machine.interpreters import find_program, interpreter_of
 from rlhf_core.preflight import gather_facts
 from rlhf_core.preflight.facts import TrainerSide
@@ -172,7 +173,8 @@ def test_facts_of_such_a_run_load_no_model_and_no_rewards(tmp_path: Path, venv: 
     (tmp_path / "train.py").touch()
     argv = ["python", str(tmp_path / "train.py"), "--steps", "{num_steps}", "--out", "{output_dir}"]
     spec = spec_of(argv, environment=str(venv), launch="per_rank")
-    around = Surroundings(FakeScheduler().inventory(), "local", sys.executable, tmp_path / "runs", tmp_path / "code")
+    site = load_site({"RLHF_HOME": str(tmp_path)})
+    around = Surroundings(site, FakeScheduler().inventory(), "local", tmp_path / "code")
     facts = gather_facts.gather(spec, around)
     assert (facts.imports, facts.content, facts.content_problem, facts.tokenizer_problem) == ({}, None, "", "")
     assert facts.trainer is not None

@@ -11,14 +11,27 @@ from control_fakes import FakeScheduler
 from test_preflight_checks import found, healthy, with_spec
 
 from rlhf_core.control import run_plan
-from rlhf_core.preflight import memory
 from rlhf_core.preflight.facts import DataFile, Facts, RewardModelFolder
-from rlhf_core.preflight.memory import GIB, Shape
-from rlhf_core.preflight.size_estimates import checkpoint_bytes
+from rlhf_core.preflight.memory.engines import token_cache_bytes, vllm_cache_budget, vllm_fixed_bytes, vllm_share_bytes
+from rlhf_core.preflight.memory.formulas import (
+    Zero,
+    activation_bytes,
+    cache_bytes,
+    gradient_bytes,
+    logit_bytes,
+    main_memory_bytes,
+    optimizer_bytes,
+    own_weight_bytes,
+)
+from rlhf_core.preflight.memory.gpus import GIB, USABLE_SHARE, gpu_memory_bytes
+from rlhf_core.preflight.memory.roles import engine_estimate, evaluator_estimate, longest_sequence, trainer_estimate
+from rlhf_core.preflight.memory.shapes import Shape, part_of, shape_of, trained_shape
+from rlhf_core.preflight.size_estimates import checkpoint_bytes, decoder_parameters
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.cluster import ResourceSpec, SlurmSpec
 from rlhf_core.schemas.content import ContentReport, SplitReport
 from rlhf_core.schemas.model import LoraSpec
+from rlhf_core.schemas.rollouts import uneven_heads
 from rlhf_core.schemas.run import RunSpec, with_changes
 from rlhf_core.schemas.trainers import LIVE_ELEMENTS, REDUCE_BUCKET_ELEMENTS
 
@@ -36,7 +49,7 @@ QWEN3_8B = {
 
 
 def shape() -> Shape:
-    found = memory.shape_of(QWEN3_8B, 8_190_000_000, 0)
+    found = shape_of(QWEN3_8B, 8_190_000_000, 0)
     assert found is not None
     return found
 
@@ -90,17 +103,17 @@ def only(facts: Facts, id: str = "memory.trainer") -> CheckResult:
     ],
 )
 def test_memory_of_gpus(kind: str, size: int) -> None:
-    assert memory.gpu_memory_bytes(kind) == int(size * GIB * memory.USABLE_SHARE)
+    assert gpu_memory_bytes(kind) == int(size * GIB * USABLE_SHARE)
 
 
 @pytest.mark.parametrize("kind", ["", "mi300x", "h1000"])
 def test_a_gpu_that_is_not_in_the_table(kind: str) -> None:
-    assert memory.gpu_memory_bytes(kind) is None
+    assert gpu_memory_bytes(kind) is None
 
 
 def test_a_cache_is_as_large_as_published() -> None:
     """Qwen3-8B: 144 KiB per token in 16 bit."""
-    one = memory.cache_bytes(shape(), "bfloat16", 1, 1)
+    one = cache_bytes(shape(), "bfloat16", 1, 1)
     assert one * 36 // 37 == 144 * 1024, "except for the layer that is copied while it grows"
 
 
@@ -112,11 +125,11 @@ def test_multi_head_latent_attention_caches_its_latent_alone() -> None:
         "num_attention_heads": 128, "num_key_value_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
         "qk_nope_head_dim": 128, "v_head_dim": 128,
     }  # fmt: skip
-    found = memory.shape_of(config, 671_000_000_000, 0)
+    found = shape_of(config, 671_000_000_000, 0)
     assert found is not None
-    assert memory.token_cache_bytes(found, "bfloat16") == 61 * 576 * 2 == 70_272
-    assert memory.token_cache_bytes(memory.part_of(found, 8), "bfloat16") == 70_272
-    assert memory.cache_bytes(found, "bfloat16", 3, 10) == 3 * 10 * 62 * 576 * 2
+    assert token_cache_bytes(found, "bfloat16") == 61 * 576 * 2 == 70_272
+    assert token_cache_bytes(part_of(found, 8), "bfloat16") == 70_272
+    assert cache_bytes(found, "bfloat16", 3, 10) == 3 * 10 * 62 * 576 * 2
     assert found.query == 128 * 192
 
 
@@ -135,17 +148,17 @@ SLIDING = {"sliding_window": 100}
     ],
 )
 def test_a_layer_with_a_sliding_window_keeps_no_more_tokens(settings: dict[str, Any], windowed: int) -> None:
-    found = memory.shape_of({**QWEN3_8B, **SLIDING, **settings}, 8_190_000_000, 0)
+    found = shape_of({**QWEN3_8B, **SLIDING, **settings}, 8_190_000_000, 0)
     assert found is not None
     token = 2 * 8 * 128 * 2
     largest = 1000 if windowed < 36 else 100
-    assert memory.cache_bytes(found, "bfloat16", 1, 1000) == token * ((36 - windowed) * 1000 + windowed * 100 + largest)
-    assert memory.cache_bytes(found, "bfloat16", 1, 50) == token * 37 * 50, "shorter than the window"
+    assert cache_bytes(found, "bfloat16", 1, 1000) == token * ((36 - windowed) * 1000 + windowed * 100 + largest)
+    assert cache_bytes(found, "bfloat16", 1, 50) == token * 37 * 50, "shorter than the window"
 
 
 def test_states_are_those_of_zero_1() -> None:
     """Rajbhandari et al. 2020: 2 + 2 bytes and 12 / N; the gradients here are summed in float32."""
-    estimate = memory.trainer_estimate(big().spec, shape())
+    estimate = trainer_estimate(big().spec, shape())
     parameters = shape().parameters
     assert estimate.resident["weights"] == 2 * parameters
     assert estimate.resident["gradients"] == 6 * parameters
@@ -157,10 +170,10 @@ def test_states_are_those_of_every_stage_of_zero() -> None:
     parameters = shape().parameters
 
     def resident(stage: int, offload: str = "none", dtype: str = "bfloat16") -> tuple[float, float, float]:
-        zero = memory.Zero(stage, offload, 8)
-        optimizer = memory.optimizer_bytes(shape(), zero) if offload == "none" else 0
-        gradients = memory.gradient_bytes(shape(), dtype, zero) - (stage >= 2) * REDUCE_BUCKET_ELEMENTS * 2
-        parts = (memory.own_weight_bytes(shape(), dtype, zero), gradients, optimizer)
+        zero = Zero(stage, offload, 8)
+        optimizer = optimizer_bytes(shape(), zero) if offload == "none" else 0
+        gradients = gradient_bytes(shape(), dtype, zero) - (stage >= 2) * REDUCE_BUCKET_ELEMENTS * 2
+        parts = (own_weight_bytes(shape(), dtype, zero), gradients, optimizer)
         weights, gradients, optimizer = (round(part / parameters, 3) for part in parts)
         return weights, gradients, optimizer
 
@@ -170,12 +183,12 @@ def test_states_are_those_of_every_stage_of_zero() -> None:
     assert resident(3) == (0.25, 0.5, 1.5)
     assert resident(3, "optimizer") == (0.25, 0, 0)
     assert resident(3, "parameters") == (0, 0, 0)
-    offloaded = memory.main_memory_bytes(shape(), "bfloat16", memory.Zero(3, "parameters", 8))
+    offloaded = main_memory_bytes(shape(), "bfloat16", Zero(3, "parameters", 8))
     assert sum(offloaded.values()) == pytest.approx(parameters * (12 + 12 + 2) / 8, abs=9)
 
 
 def test_a_sampling_rank_has_whole_weights_in_every_stage() -> None:
-    estimate = memory.trainer_estimate(big(trainer={"zero_stage": 3}).spec, shape())
+    estimate = trainer_estimate(big(trainer={"zero_stage": 3}).spec, shape())
     assert estimate.moments["sample"]["gathered weights"] == 2 * shape().parameters
     assert estimate.moments["train"]["gathered weights"] == 2 * LIVE_ELEMENTS
 
@@ -185,7 +198,7 @@ def test_a_bound_of_tokens_bounds_what_a_pass_needs() -> None:
         facts = big(
             train={"micro_batch_size": 8, "gradient_checkpointing": True}, trainer={"micro_batch_tokens": tokens}
         )
-        return memory.trainer_estimate(facts.spec, shape()).moments["train"]
+        return trainer_estimate(facts.spec, shape()).moments["train"]
 
     spec = big().spec
     length = spec.data.max_prompt_tokens + spec.rollout.max_new_tokens
@@ -214,7 +227,7 @@ def test_an_adapter_of_engines_is_given_alone_and_its_base_stays() -> None:
     """The next version is that of the adapter; vLLM's base model is kept in main memory, because syncs do not include
     it."""
     beside = with_spec(model={"lora": {}}, rollout={"engines": 2}).spec
-    parts, whole = (memory.engine_estimate(spec, shape()) for spec in (beside, with_spec(rollout={"engines": 2}).spec))
+    parts, whole = (engine_estimate(spec, shape()) for spec in (beside, with_spec(rollout={"engines": 2}).spec))
     assert parts.moments["sync"]["next weights"] < 0.02 * whole.moments["sync"]["next weights"]
     assert parts.resident["weights"] == whole.resident["weights"] + parts.moments["sync"]["next weights"]
     vllm = {"rollout": {"engine": "vllm"}, "resources": {"memory_gb": 512}}
@@ -227,7 +240,7 @@ def test_an_adapter_of_engines_is_given_alone_and_its_base_stays() -> None:
 
 def test_a_reference_model_is_counted_when_there_is_one() -> None:
     def resident(**grpo: Any) -> int:
-        return memory.trainer_estimate(with_spec(grpo=grpo).spec, shape()).resident_bytes
+        return trainer_estimate(with_spec(grpo=grpo).spec, shape()).resident_bytes
 
     assert resident(measure_kl=True) - resident() == 4 * shape().parameters
     assert resident(kl_coefficient=0.1) == resident(measure_kl=True)
@@ -238,12 +251,12 @@ def test_an_adapter_has_an_optimizer_of_its_own_and_no_second_model() -> None:
     whole, lora = big(), LoraSpec()
     whole = replace(whole, spec=with_changes(whole.spec, {"loops.main.algorithm": {"name": "dpo"}}))
     config = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
-    seven = memory.shape_of({**config, "num_key_value_heads": 4}, 7_615_616_512, 152064)
+    seven = shape_of({**config, "num_key_value_heads": 4}, 7_615_616_512, 152064)
     assert seven is not None
-    assert memory.trained_shape(seven, lora).parameters == 40_370_176
+    assert trained_shape(seven, lora).parameters == 40_370_176
     model = whole.spec.model.model_copy(update={"lora": lora})
-    parts = memory.trainer_estimate(whole.spec.model_copy(update={"model": model}), shape()).resident
-    all_weights = memory.trainer_estimate(whole.spec, shape()).resident
+    parts = trainer_estimate(whole.spec.model_copy(update={"model": model}), shape()).resident
+    all_weights = trainer_estimate(whole.spec, shape()).resident
     assert parts["weights"] == pytest.approx(all_weights["weights"], rel=0.01)
     assert parts["gradients"] < 0.01 * all_weights["gradients"]
     assert parts["optimizer (ZeRO 1 over 8 ranks)"] < 0.01 * all_weights["optimizer (ZeRO 1 over 8 ranks)"]
@@ -276,7 +289,7 @@ def test_the_snapshot_of_an_adapter_needs_no_memory() -> None:
     ],
 )
 def test_a_token_passes_through_several_experts(config: dict[str, int], width: int) -> None:
-    mixture = memory.shape_of({**QWEN3_8B, **config}, 46_702_792_704, 0)
+    mixture = shape_of({**QWEN3_8B, **config}, 46_702_792_704, 0)
     assert mixture is not None
     assert mixture.feed_forward == width
 
@@ -285,9 +298,9 @@ def test_completions_of_the_data_are_as_long_as_they_may_be() -> None:
     """An offline loop learns from completions of the data, independently of sampling in its evaluation."""
     sampled, taught = {"max_new_tokens": 64}, {"max_prompt_tokens": 100, "max_completion_tokens": 1000}
     offline = with_spec(train={"algorithm": "sft"}, sft={"num_steps": 0}, data=taught, rollout=sampled)
-    assert memory.longest_sequence(offline.spec) == 1100
-    assert memory.longest_sequence(with_spec(sft={"num_steps": 0}, data=taught, rollout=sampled).spec) == 164
-    assert memory.longest_sequence(with_spec(sft={"num_steps": 1}, data=taught, rollout=sampled).spec) == 1100
+    assert longest_sequence(offline.spec) == 1100
+    assert longest_sequence(with_spec(sft={"num_steps": 0}, data=taught, rollout=sampled).spec) == 164
+    assert longest_sequence(with_spec(sft={"num_steps": 1}, data=taught, rollout=sampled).spec) == 1100
 
 
 def test_a_reward_model_is_counted_where_it_lives() -> None:
@@ -314,17 +327,17 @@ def test_a_reward_model_is_counted_where_it_lives() -> None:
 
 
 def test_few_logits_are_all_there_at_once() -> None:
-    assert memory.logit_bytes(shape(), 10) == 10 * 151936 * 12
+    assert logit_bytes(shape(), 10) == 10 * 151936 * 12
 
 
 def test_traits_are_counted_whatever_the_algorithm_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = with_spec().spec
     algorithm = spec.loops.main.algorithm
-    before, sequences = memory.trainer_estimate(spec, shape()).resident, algorithm.sequences_per_step
+    before, sequences = trainer_estimate(spec, shape()).resident, algorithm.sequences_per_step
     assert "critic" not in before
     monkeypatch.setattr(type(algorithm), "critic", True)
     monkeypatch.setattr(type(algorithm), "pairs", True)
-    after = memory.trainer_estimate(spec, shape()).resident
+    after = trainer_estimate(spec, shape()).resident
     trained = sum(taken for part, taken in before.items() if part.startswith(("weights", "gradients", "optimizer")))
     assert after == {**before, "critic": trained}
     assert algorithm.sequences_per_step == 2 * sequences
@@ -351,8 +364,8 @@ def test_of_many_logits_one_chunk_of_the_trainer_is_there_at_once(monkeypatch: p
     assert sum(rows) == 5000
     assert len(rows) > 1
     seen = max(rows) * shape().vocabulary * 12
-    assert seen <= memory.logit_bytes(shape(), 5000) < seen + shape().vocabulary * 12
-    assert memory.logit_bytes(shape(), 10**6) == memory.logit_bytes(shape(), 5000)
+    assert seen <= logit_bytes(shape(), 5000) < seen + shape().vocabulary * 12
+    assert logit_bytes(shape(), 10**6) == logit_bytes(shape(), 5000)
 
 
 def test_an_8b_model_on_eight_h100_is_too_much_for_zero_1_alone_with_a_reference() -> None:
@@ -415,8 +428,8 @@ def vllm(kind: str = "h100", **rollout: Any) -> Facts:
 
 def test_vllm_takes_its_share_of_the_gpu_while_it_samples() -> None:
     """0.4 of an H100 is 32 GiB, including weights; ZeRO 3 gathers the whole weights to verify the first version."""
-    gpu = memory.gpu_memory_bytes("h100")
-    parts = memory.trainer_estimate(vllm().spec, shape(), gpu).moments["sample"]
+    gpu = gpu_memory_bytes("h100")
+    parts = trainer_estimate(vllm().spec, shape(), gpu).moments["sample"]
     assert parts["vLLM (40% of the GPU)"] == pytest.approx(32 * GIB, rel=1e-6)
     assert parts["gathered weights"] == 2 * shape().parameters
     assert only(vllm()).status is CheckStatus.PASSED
@@ -441,13 +454,13 @@ def test_a_share_that_does_not_hold_one_sequence_is_refused_with_one_that_does()
 def test_an_engine_that_is_split_takes_a_part_of_each_gpu() -> None:
     """Half of the weights on each of two GPUs; without GPUs, all parts are in the same main memory."""
     one, two = (vllm(engines=2, vllm={"tensor_parallel": width}).spec for width in (1, 2))
-    gpu = memory.gpu_memory_bytes("h100")
-    part = memory.part_of(shape(), 2)
-    assert memory.engine_estimate(two, shape(), gpu) == memory.engine_estimate(one, part, gpu)
-    fixed = memory.vllm_fixed_bytes(one, shape()) - memory.vllm_fixed_bytes(two, part)
+    gpu = gpu_memory_bytes("h100")
+    part = part_of(shape(), 2)
+    assert engine_estimate(two, shape(), gpu) == engine_estimate(one, part, gpu)
+    fixed = vllm_fixed_bytes(one, shape()) - vllm_fixed_bytes(two, part)
     assert fixed >= 0.95 * shape().parameters, "bytes of half the weights in bfloat16"
     whole, split = (
-        memory.engine_estimate(spec.model_copy(update={"resources": ResourceSpec()}), shape()) for spec in (one, two)
+        engine_estimate(spec.model_copy(update={"resources": ResourceSpec()}), shape()) for spec in (one, two)
     )
     assert split.resident["vLLM's weights"] == pytest.approx(whole.resident["vLLM's weights"], rel=0.1)
     assert split.resident["libraries"] == 3 * whole.resident["libraries"], "of two parts, and of the process that leads"
@@ -456,21 +469,21 @@ def test_an_engine_that_is_split_takes_a_part_of_each_gpu() -> None:
 
 def test_evaluators_whose_samples_engines_make_hold_the_weights_alone() -> None:
     """Controls: each with its own vLLM engine; with transformers if an adapter is merged and vLLM is split."""
-    gpu = memory.gpu_memory_bytes("h100")
+    gpu = gpu_memory_bytes("h100")
     split = {"engines": 2, "vllm": {"tensor_parallel": 2}}
-    apart, own = (memory.evaluator_estimate(vllm(**rollout).spec, shape(), gpu) for rollout in (split, {}))
+    apart, own = (evaluator_estimate(vllm(**rollout).spec, shape(), gpu) for rollout in (split, {}))
     assert apart.peak_bytes == own.resident_bytes
-    assert own.peak_bytes - own.resident_bytes == memory.vllm_share_bytes(vllm().spec, gpu or 0)
+    assert own.peak_bytes - own.resident_bytes == vllm_share_bytes(vllm().spec, gpu or 0)
     adapted = big("h100", model={"lora": {}}, rollout={"engine": "vllm", **split}).spec
-    assert set(memory.evaluator_estimate(adapted, shape(), gpu).moments["sample"]) == {"KV cache", "sampling"}
+    assert set(evaluator_estimate(adapted, shape(), gpu).moments["sample"]) == {"KV cache", "sampling"}
 
 
 def test_a_cache_of_vllm_holds_as_many_sequences_as_counted() -> None:
     """Qwen3-8B has 144 KiB per token; the share without weights and a step is cache."""
-    facts, gpu = vllm(), memory.gpu_memory_bytes("h100")
-    assert memory.token_cache_bytes(shape(), "bfloat16") == 144 * 1024
-    budget = memory.vllm_cache_budget(facts.spec, shape(), gpu)
-    assert budget == pytest.approx(32 * GIB - memory.vllm_fixed_bytes(facts.spec, shape()), abs=2)
+    facts, gpu = vllm(), gpu_memory_bytes("h100")
+    assert token_cache_bytes(shape(), "bfloat16") == 144 * 1024
+    budget = vllm_cache_budget(facts.spec, shape(), gpu)
+    assert budget == pytest.approx(32 * GIB - vllm_fixed_bytes(facts.spec, shape()), abs=2)
     length = facts.spec.data.max_prompt_tokens + 1024
     assert f"{budget // (length * 144 * 1024)} of them at once" in only(facts, "memory.rollout").found
 
@@ -482,7 +495,7 @@ def test_vllm_on_cpu_keeps_weights_and_cache_beside_the_trainer() -> None:
     refused = only(beside)
     assert refused.status is CheckStatus.BLOCKED
     assert "vLLM's KV cache 4.0" in refused.found
-    parts = memory.trainer_estimate(beside.spec, shape()).resident
+    parts = trainer_estimate(beside.spec, shape()).resident
     head = shape().vocabulary * shape().hidden
     assert parts["vLLM's weights"] == 4 * (shape().parameters + head)
     assert only(beside, "memory.evaluator").status is CheckStatus.BLOCKED, "it has an engine too"
@@ -491,7 +504,7 @@ def test_vllm_on_cpu_keeps_weights_and_cache_beside_the_trainer() -> None:
 def test_copies_of_the_weights_for_engines_are_counted_where_main_memory_is_all_there_is() -> None:
     def copies(**sync: Any) -> int:
         spec = with_spec(rollout={"engines": 2, "sync": sync}).spec
-        return memory.trainer_estimate(spec, shape()).resident["weights to send"]
+        return trainer_estimate(spec, shape()).resident["weights to send"]
 
     weights = 4 * shape().parameters
     assert (copies(), copies(transport="files")) == (0, 0)
@@ -501,7 +514,7 @@ def test_copies_of_the_weights_for_engines_are_counted_where_main_memory_is_all_
 
 def test_the_evaluator_counts_the_reference_that_pairs_are_ranked_against() -> None:
     def weights(algorithm: str) -> int:
-        resident = memory.evaluator_estimate(with_spec(train={"algorithm": algorithm}).spec, shape()).resident
+        resident = evaluator_estimate(with_spec(train={"algorithm": algorithm}).spec, shape()).resident
         return resident["weights"] + resident.get("reference model", 0)
 
     assert weights("dpo") == 2 * weights("grpo")
@@ -574,14 +587,14 @@ def test_activations_are_what_torch_keeps(checkpointing: bool, lora: LoraSpec | 
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         hidden = causal_lm.base_model(input_ids=torch.randint(0, 100, (4, 200)), use_cache=False).last_hidden_state
-    shape = memory.shape_of(config, 0, 128)
+    shape = shape_of(config, 0, 128)
     assert shape is not None
     trained = sum(parameter.numel() for parameter in causal_lm.parameters() if parameter.requires_grad)
-    assert lora is None or memory.trained_shape(shape, lora).parameters == trained
-    counted = memory.activation_bytes(shape, "float32", 4 * 200, checkpointing, lora)
+    assert lora is None or trained_shape(shape, lora).parameters == trained
+    counted = activation_bytes(shape, "float32", 4 * 200, checkpointing, lora)
     if checkpointing:  # the layer that is recomputed is not in memory during the forward pass
         product = 4 * 200 * shape.feed_forward * 4
-        counted -= memory.activation_bytes(shape, "float32", 4 * 200, False, lora) // 6 + product
+        counted -= activation_bytes(shape, "float32", 4 * 200, False, lora) // 6 + product
     assert hidden.requires_grad
     assert sum(kept.values()) == pytest.approx(counted, rel=0.25)
 
@@ -649,8 +662,8 @@ def test_whole_weights_and_a_cache_are_counted_only_where_something_is_sampled(a
     """Held-out pairs (SimPO) may have answers; a reward model completes nothing, and a label tells no right answer."""
     loop = {"num_steps": 1, "algorithm": {"name": algorithm, "batch_size": 32}, "optimizer": {"learning_rate": 1e-4}}
     facts = with_spec(loops={"main": loop, "warm_start": None}, trainer={"kind": "native", "zero_stage": 3})
-    assert ("sample" in memory.trainer_estimate(facts.spec, shape()).moments) is samples
-    assert ("sample" in memory.evaluator_estimate(facts.spec, shape()).moments) is samples
+    assert ("sample" in trainer_estimate(facts.spec, shape()).moments) is samples
+    assert ("sample" in evaluator_estimate(facts.spec, shape()).moments) is samples
 
 
 @pytest.mark.parametrize(("algorithm", "findings"), [("grpo", 1), ("sft", 1), ("reward_model", 0), ("kto", 0)])
@@ -702,3 +715,12 @@ def test_only_gpus_of_the_partition_count() -> None:
     both = only(replace(facts, site_slurm=SlurmSpec(partition="large,small")))
     assert both.status is CheckStatus.BLOCKED, "it may get the small GPUs"
     assert both.advice.endswith("; or set slurm.gpu_type to a larger type that the nodes have: h200")
+
+
+@pytest.mark.parametrize("name", ["num_key_value_heads", "head_dim", "sliding_window", "vocab_size"])
+def test_a_dimension_that_is_no_number_is_unknown(name: str) -> None:
+    """Configs of some models have a list, with a number for each layer."""
+    config = {**QWEN3_8B, name: [8, 4]}
+    assert shape_of(config, 8_190_000_000, 0) is None
+    assert decoder_parameters(config) is None or name == "sliding_window"
+    assert uneven_heads([8, 4], [8, 4], 2) == ""

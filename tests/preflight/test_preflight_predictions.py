@@ -11,7 +11,8 @@ from test_preflight_checks import healthy, with_spec
 from rlhf_core.allocation.planner import plan
 from rlhf_core.config import loading as config
 from rlhf_core.preflight.facts import Baseline, DataFile, Facts
-from rlhf_core.preflight.memory import GIB, shape_of
+from rlhf_core.preflight.memory.gpus import GIB
+from rlhf_core.preflight.memory.shapes import shape_of
 from rlhf_core.preflight.predictions import predict
 from rlhf_core.preflight.registry import run_checks
 from rlhf_core.preflight.size_estimates import decoder_parameters

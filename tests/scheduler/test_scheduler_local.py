@@ -16,6 +16,7 @@ from process_tools import is_alive, until
 
 from rlhf_core.errors import BadInput, SubmissionFailed
 from rlhf_core.files.whole import read_model
+from rlhf_core.machine import main_memory
 from rlhf_core.scheduler import JobRequest, JobState, get_scheduler
 from rlhf_core.scheduler.local import LocalScheduler
 from rlhf_core.schemas.resources import JOB_VARIABLE, Submission
@@ -205,6 +206,16 @@ def test_the_inventory_is_this_machine(scheduler: LocalScheduler) -> None:
     assert inventory.node_gpus == {socket.gethostname(): inventory.gpus_per_node}
     assert 1 <= inventory.cpus_per_node <= (os.cpu_count() or 1)
     assert inventory.memory_gb > 0.1
+
+
+def test_the_inventory_has_the_memory_of_this_process(
+    scheduler: LocalScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of its own control group, for instance a limit of its user's session, and not only that of the root."""
+    for name, size in (("memory.max", 256 << 20), ("memory.current", 1 << 20)):
+        (tmp_path / name).write_text(f"{size}\n")
+    monkeypatch.setattr(main_memory, "control_group", lambda: tmp_path)
+    assert scheduler.inventory().memory_gb == 0.25
 
 
 def test_schedulers_are_found_by_name() -> None:

@@ -53,16 +53,20 @@ def private_file(folder: Path, text: str, mode: int = 0o600) -> Path:
     return path
 
 
-def test_values_come_from_the_environment_and_then_from_the_file(tmp_path: Path) -> None:
+def test_values_come_from_the_environment_and_then_from_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = private_file(tmp_path, "# of the team\nA=1\nexport B='2 3'\nC=\"4=5\"\n\nUNUSED=6\n")
     passed = PassedEnvironment(("A", "B", "C"), file)
-    assert passed.values({"A": "own", "OTHER": "x"}) == {"A": "own", "B": "2 3", "C": "4=5"}
+    monkeypatch.setenv("A", "own")
+    assert passed.values() == {"A": "own", "B": "2 3", "C": "4=5"}
 
 
-def test_a_missing_value_is_named_with_advice(tmp_path: Path) -> None:
+def test_a_missing_value_is_named_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
     file = private_file(tmp_path, f"A={CANARY}\nEMPTY=\n")
     with pytest.raises(SubmissionFailed) as error:
-        PassedEnvironment(("A", "EMPTY", "WANDB_API_KEY"), file).values({})
+        PassedEnvironment(("A", "EMPTY", "WANDB_API_KEY"), file).values()
     assert str(error.value).startswith("EMPTY, WANDB_API_KEY: named in slurm.pass_environment")
     assert f"into {file} (mode 600)" in str(error.value)
     assert CANARY not in str(error.value)

@@ -83,7 +83,7 @@ def test_long_rows_repeated_rows_and_unknown_characters(tmp_path: Path) -> None:
     spec = with_files(tmp_path, rows, rows[:1], data={"max_prompt_tokens": 10})
     report = report_of(spec, tmp_path)
     train = report.splits[0]
-    assert (train.num_overlong, train.longest_prompt, train.longest_kept, train.longest_taught) == (1, 30, 3, 5)
+    assert (train.num_overlong, train.longest_prompt, train.longest_taught) == (1, 30, 5)
     assert (train.num_duplicates, report.num_shared) == (1, 1)
     assert report.tokenizer is not None
     assert report.tokenizer.num_changed == 4

@@ -72,7 +72,8 @@ def use(folder: str) -> None:
     from rlhf_core.config import fields as config_fields
     from rlhf_core.config import loading as config
     from rlhf_core.files.appended import read_models
-    from rlhf_core.preflight.memory import Shape, trainer_estimate
+    from rlhf_core.preflight.memory.roles import trainer_estimate
+    from rlhf_core.preflight.memory.shapes import Shape
     from rlhf_core.run_dir.run import RunDir
     from rlhf_core.schemas.reports import MetricsLine
     from rlhf_core.training.distributed import init_process_group

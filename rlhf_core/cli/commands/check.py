@@ -110,15 +110,11 @@ def _checks(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
     with tempfile.TemporaryDirectory() as folder:
         keep_code(Path(folder), copied, Path.cwd(), "")
         around = Surroundings(
+            site=site,
             inventory=scheduler.inventory(),
             scheduler=scheduler.name,
-            compute_python=site.compute_python,
-            runs_dir=site.runs_dir,
-            home=site.home,
             code_path=Path(folder) / "snapshot",
             code_sources=code_sources(copied, Path.cwd()),
-            site_slurm=site.slurm,
-            job_secrets=site.job_secrets,
             baseline=read_baseline_of_site(site, spec, output.note),
         )
         return make_checks(spec, around)

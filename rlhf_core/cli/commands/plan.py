@@ -13,7 +13,7 @@ from rlhf_core.errors import BadInput, HistoryError
 
 if TYPE_CHECKING:
     from rlhf_core.control.run_plan import Proposal, RunPlan
-    from rlhf_core.preflight.memory import Estimate
+    from rlhf_core.preflight.memory.roles import Estimate
 
 
 def plan(config: ConfigArgument, set_: SetOption = None, as_json: JsonOption = False) -> None:

@@ -16,15 +16,15 @@ from rlhf_core.history.writers.incidents import write_decisions, write_incidents
 from rlhf_core.history.writers.upserts import Row, as_json, insert_or_keep, insert_or_replace
 from rlhf_core.schemas.attempts import (
     ATTEMPT_ENDS,
+    ATTEMPT_MOVES,
     PROMOTION_BEGINNINGS,
     PROMOTION_MOVES,
     RUN_ENDS,
+    RUN_MOVES,
     AttemptState,
     PromotionState,
     StageState,
-    attempt_sources,
-    promotion_sources,
-    run_sources,
+    sources_of,
 )
 from rlhf_core.schemas.journal import (
     AttemptMoved,
@@ -126,7 +126,7 @@ def _control_id(entry: JournalEntry) -> str:
 
 
 def _move_run(connection: Connection, run_id: str, event: RunMoved, time: datetime) -> None:
-    sources = sorted(state.value for state in run_sources(event.state))
+    sources = sources_of(event.state, RUN_MOVES)
     change = {"to_state": event.state.value, "cause": event.cause, "at": time}
     end = time if event.state in RUN_ENDS else None
     moved = connection.execute(_MOVE_RUN, {"of_run": run_id, "sources": sources, "end": end, **change})
@@ -136,7 +136,7 @@ def _move_run(connection: Connection, run_id: str, event: RunMoved, time: dateti
 
 
 def _move_attempt(connection: Connection, run_id: str, event: AttemptMoved, time: datetime) -> None:
-    sources = sorted(state.value for state in attempt_sources(event.state))
+    sources = sources_of(event.state, ATTEMPT_MOVES)
     key = {"of_run": run_id, "of_attempt": event.attempt}
     change: Row = {"to_state": event.state.value, "cause": event.cause}
     if event.state is not AttemptState.PLANNED:  # no move leads to it, and it sets no time
@@ -179,7 +179,8 @@ def _move_promotion(connection: Connection, run_id: str, event: PromotionMoved, 
     present = connection.execute(query).scalar_one_or_none()
     allowed = PROMOTION_BEGINNINGS if present is None else PROMOTION_MOVES[PromotionState(present)]
     if event.state not in allowed:
-        _refuse_move(f"the promotion of {run_id}", present, event.state.value, sorted(promotion_sources(event.state)))
+        sources = sources_of(event.state, PROMOTION_MOVES)
+        _refuse_move(f"the promotion of {run_id}", present, event.state.value, sources)
     row = {
         "run_id": run_id,
         "state": event.state.value,

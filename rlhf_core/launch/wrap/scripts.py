@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from rlhf_core.launch.wrap.draft import UnreadPart, number
 from rlhf_core.launch.wrap.slurm_counts import derived_nodes
 from rlhf_core.launch.wrap.slurm_options import read_options, split_options
-from rlhf_core.shell.launch_line import LaunchLine, read_launch_line
+from rlhf_core.shell.launch_line import SHELLS, LaunchLine, read_launch_line
 from rlhf_core.shell.script import ShellCommand, ShellScript, read_shell
 
 _NOT_TRAINING = frozenset((
@@ -17,7 +17,6 @@ _NOT_TRAINING = frozenset((
     "version", "merge-lora", "convert",
 ))  # fmt: skip
 """Subcommands of training suites that serve, measure or convert."""
-_SHELLS = frozenset(["bash", "sh", "zsh", "dash"])
 _SILENT = frozenset((
     "echo", "set", "unset", "mkdir", "sleep", "ulimit", "trap", "[", "[[", "test", "true", "false", "date",
     "hostname", "nvidia-smi", "clear", "exit", "wait", "shift", "printf", "cat", "ls", "which", "rm", "touch", ":",
@@ -103,7 +102,7 @@ def _known_to_job(sbatch: tuple[str, ...]) -> dict[str, str]:
 def _rank(command: ShellCommand) -> int:
     """Score for how likely a command is the training; 0 if it is not."""
     line = read_launch_line(command.argv)
-    if _inner(line):
+    if line.shell_text:
         return 4
     if line.launcher in ("", "srun") and not any(item.role == "launcher" for item in line.items):
         # Neither a launcher nor Python: `srun` also runs what prepares and cleans the nodes.
@@ -121,17 +120,10 @@ def _rank(command: ShellCommand) -> int:
 
 def _prepares(line: LaunchLine) -> bool:
     """True if a line starts a shell script whose name says that it prepares or cleans the nodes."""
-    in_shell = PurePosixPath(line.program[0]).name in _SHELLS
+    in_shell = PurePosixPath(line.program[0]).name in SHELLS
     script = (line.positional or ("",))[0] if in_shell else line.program[0]
     name = PurePosixPath(script).name
     return name.endswith(_SCRIPTS) and "train" not in name and _PREPARES.search(name) is not None
-
-
-def _inner(line: LaunchLine) -> str:
-    """The script text of a ``bash -c`` line."""
-    if line.program and PurePosixPath(line.program[0]).name in _SHELLS:
-        return line.value("c", "lc", "ec") or ""
-    return ""
 
 
 def _prepare(facts: ScriptFacts, command: ShellCommand) -> None:
@@ -210,7 +202,7 @@ def _choose(facts: ScriptFacts, command: ShellCommand, known: dict[str, str]) ->
         facts.unread.append(UnreadPart(f"line {command.line} is inside a branch", "check that it is the intended line"))
     line = read_launch_line(command.argv)
     variables = dict(command.variables) | dict(line.variables)
-    inner = _inner(line)
+    inner = line.shell_text
     if inner:
         within = read_script(inner, facts.folder, known)
         if within.line is not None and within.command is not None:

@@ -8,7 +8,8 @@ from rlhf_core.preflight.facts import Facts, TrainerSide
 from rlhf_core.preflight.launch_arguments import arguments_of
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
 from rlhf_core.schemas.command_trainer import PLACEHOLDERS, CommandTrainer, named_placeholders
-from rlhf_core.schemas.launch_values import command_trainer, values_of_spec
+from rlhf_core.schemas.launch_values import values_of_spec
+from rlhf_core.shell.launch_line import read_launch_line
 
 OTHER_NAMES = {
     "nnodes": "num_nodes",
@@ -52,7 +53,8 @@ _OF_SHELL = {
 @check("command.placeholders", trainer="command")
 def placeholders(facts: Facts) -> Iterator[Finding]:
     """A misspelled placeholder is not replaced, and the program takes the braces as a value."""
-    trainer = command_trainer(facts.spec)
+    trainer = facts.spec.command_trainer
+    for_a_shell = read_launch_line(trainer.argv).shell_text
     wrong, left = False, []
     for setting, text in _texts(trainer):
         for name in named_placeholders(text):
@@ -64,7 +66,7 @@ def placeholders(facts: Facts) -> Iterator[Finding]:
                 )
             elif name not in PLACEHOLDERS:
                 left.append(f"{{{name}}}")
-        for name in _SHELL_VARIABLE.findall(text):
+        for name in () if setting == "trainer.argv" and text == for_a_shell else _SHELL_VARIABLE.findall(text):
             wrong = True
             instead = f"{{{_OF_SHELL[name]}}}" if name in _OF_SHELL else "its value, or `bash -c` in front of the line"
             yield warning(
@@ -105,7 +107,7 @@ def _empty_ones(facts: Facts, trainer: CommandTrainer) -> Iterator[Finding]:
 @check("command.environment", trainer="command")
 def environment(facts: Facts) -> Iterator[Finding]:
     """A virtual environment that is missing, or lacks the framework, ends every rank at its first import."""
-    trainer, side = command_trainer(facts.spec), facts.trainer or TrainerSide()
+    trainer, side = facts.spec.command_trainer, facts.trainer or TrainerSide()
     if side.problem:
         yield blocked(
             side.problem,
@@ -140,7 +142,7 @@ def _packages(trainer: CommandTrainer, side: TrainerSide) -> Iterator[Finding]:
 @check("command.program", trainer="command")
 def program(facts: Facts) -> Iterator[Finding]:
     """A program, module or script that is not found ends every attempt in its first second."""
-    trainer, side = command_trainer(facts.spec), facts.trainer or TrainerSide()
+    trainer, side = facts.spec.command_trainer, facts.trainer or TrainerSide()
     if side.problem or side.unseen:
         return  # reported by command.environment
     where = f"in {side.folder}/bin or on the PATH" if side.folder else "on the PATH"
@@ -148,7 +150,7 @@ def program(facts: Facts) -> Iterator[Finding]:
         # On the machines that run the job, the PATH may be different.
         report = blocked if side.folder or facts.scheduler == "local" else warning
         yield report(
-            f"trainer.argv begins with {_first(facts)}, which is not {where}",
+            f"trainer.argv begins with {arguments_of(facts).line.command or trainer.argv[0]}, which is not {where}",
             "a program that exists",
             "correct trainer.argv, or set trainer.environment",
         )
@@ -166,15 +168,10 @@ def program(facts: Facts) -> Iterator[Finding]:
         yield passed(f"found {side.program}")
 
 
-def _first(facts: Facts) -> str:
-    line = arguments_of(facts).line
-    return next((line.argv[item.start] for item in line.items if item.role != "variable"), line.argv[0])
-
-
 @check("command.output", trainer="command")
 def output(facts: Facts) -> Iterator[Finding]:
     """Runs that share an output folder mistake each other's checkpoints for their own."""
-    trainer, arguments = command_trainer(facts.spec), arguments_of(facts)
+    trainer, arguments = facts.spec.command_trainer, arguments_of(facts)
     folder = trainer.output_dir
     if not {"run_dir", "run_id"} & set(named_placeholders(folder)):
         yield blocked(

@@ -12,7 +12,7 @@ from rlhf_core.preflight.launch_arguments import (
     copies_in_optimizer,
     trains_all_weights,
 )
-from rlhf_core.preflight.memory import GIB, gpu_memory_bytes, with_largest_size
+from rlhf_core.preflight.memory.gpus import GIB, gpu_memory_bytes, with_largest_size
 from rlhf_core.preflight.predictions import gpu_kinds
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
 from rlhf_core.preflight.size_estimates import stored_parameters
@@ -144,12 +144,10 @@ def _vllm_memory(facts: Facts, arguments: TrainerArguments, mode: str) -> Iterat
     if room is not None and needed is not None and share * room + needed > room:
         yield blocked(
             f"vLLM takes {share:.0%} of a GPU of {room / GIB:.0f} GiB ({share * room / GIB:.1f} GiB), and weights, "
-            "gradients and optimizer need at least "
-            f"{needed / GIB:.1f} GiB",
+            f"gradients and optimizer need at least {needed / GIB:.1f} GiB",
             f"at most {room / GIB:.0f} GiB together",
             f"lower --vllm_gpu_memory_utilization below {max(1 - needed / room, 0):.2f}, or enable vLLM's sleep mode: "
-            "--vllm_enable_sleep_mode true (TRL), --sleep_level 1 "
-            "(ms-swift)",
+            "--vllm_enable_sleep_mode true (TRL), --sleep_level 1 (ms-swift)",
         )
     elif share > 0.7:
         yield warning(

@@ -6,7 +6,6 @@ from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.launch_arguments import TRANSFORMERS, TrainerArguments, arguments_of
 from rlhf_core.preflight.launch_shape import FROM_ENVIRONMENT, LaunchShape, launch_shape
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
-from rlhf_core.schemas.launch_values import command_trainer
 
 _ONLY_HERE = frozenset({"localhost", "127.0.0.1", "0.0.0.0", "::1"})
 _OWN_LAUNCHERS = frozenset({"torchrun", "torchtune", "accelerate", "trl", "deepspeed", "mpirun", "srun"})
@@ -15,7 +14,7 @@ _OWN_LAUNCHERS = frozenset({"torchrun", "torchtune", "accelerate", "trl", "deeps
 @check("command.nodes", trainer="command")
 def nodes(facts: Facts) -> Iterator[Finding]:
     """If a launcher is not configured for all nodes, each node trains the same model alone, and nothing fails."""
-    num_nodes, trainer = facts.spec.resources.num_nodes, command_trainer(facts.spec)
+    num_nodes, trainer = facts.spec.resources.num_nodes, facts.spec.command_trainer
     if trainer.launch == "per_rank":
         return
     arguments = arguments_of(facts)
@@ -34,8 +33,7 @@ def nodes(facts: Facts) -> Iterator[Finding]:
         else:
             yield skipped(
                 f"{trainer.argv[0]} is not a known launcher; NNODES, NODE_RANK, NPROC_PER_NODE, MASTER_ADDR "
-                "and MASTER_PORT are set in its "
-                "environment"
+                "and MASTER_PORT are set in its environment"
             )
         return
     wrong = list(_wrong_nodes(shape, num_nodes))
@@ -70,7 +68,7 @@ def _wrong_nodes(shape: LaunchShape, num_nodes: int) -> Iterator[str]:
 @check("command.ranks", trainer="command")
 def ranks(facts: Facts) -> Iterator[Finding]:
     """If the number of processes differs from the planned ranks, they wait forever or leave GPUs idle."""
-    trainer, arguments = command_trainer(facts.spec), arguments_of(facts)
+    trainer, arguments = facts.spec.command_trainer, arguments_of(facts)
     planned, launcher = facts.spec.resources.ranks_per_node, arguments.line.launcher
     gpus = facts.spec.resources.gpus_per_node
     if trainer.launch == "per_rank":
@@ -127,8 +125,7 @@ def cpu(facts: Facts) -> Iterator[Finding]:
         report = blocked if arguments.is_known_program else warning
         yield report(
             f"{facts.spec.num_ranks} ranks without GPUs, but the program is not set to use the CPU: accelerate then "
-            "forms no process group, and every rank trains "
-            "alone",
+            "forms no process group, and every rank trains alone",
             "one process group of all ranks",
             "add --use_cpu true, or ACCELERATE_USE_CPU=true to trainer.variables",
         )

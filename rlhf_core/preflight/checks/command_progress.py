@@ -7,7 +7,6 @@ from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.launch_arguments import TRANSFORMERS, TrainerArguments, arguments_of
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
 from rlhf_core.schemas.command_trainer import SIGHTS, ProgressSource, named_placeholders
-from rlhf_core.schemas.launch_values import command_trainer
 
 PER_RANK_SOURCES = frozenset({ProgressSource.CALLBACK, ProgressSource.COLLECTIVES})
 """Strong sources that report the progress of each rank; the others report only that of the job."""
@@ -19,7 +18,7 @@ SAVE_STEPS = 500
 @check("command.steps", trainer="command")
 def steps(facts: Facts) -> Iterator[Finding]:
     """A program with a different number of steps counts as failed, or trains on after its run is complete."""
-    arguments, planned = arguments_of(facts), facts.spec.total_steps
+    arguments, trainer, planned = arguments_of(facts), facts.spec.command_trainer, facts.spec.total_steps
     passed_steps = arguments.integer("max_steps", "max_train_steps", "num_steps", "train_steps")
     epochs = arguments.text("num_train_epochs", "num_epochs", "epochs", "max_epochs")
     if passed_steps is not None and passed_steps > 0:
@@ -31,7 +30,7 @@ def steps(facts: Facts) -> Iterator[Finding]:
                 "the same number",
                 "write {num_steps} into trainer.argv, for instance --max_steps {num_steps}",
             )
-    elif _is_passed(facts, "num_steps"):
+    elif any("num_steps" in named_placeholders(text) for text in (*trainer.argv, *trainer.variables.values())):
         yield passed(f"the program is set to {planned} steps")
     elif arguments.trainer.framework == "openrlhf":
         yield skipped("OpenRLHF counts episodes and samples; the number of steps is not calculated here")
@@ -48,11 +47,6 @@ def steps(facts: Facts) -> Iterator[Finding]:
             f"a program that ends after {planned} steps",
             "put {num_steps} into trainer.argv or trainer.variables",
         )
-
-
-def _is_passed(facts: Facts, name: str) -> bool:
-    trainer = command_trainer(facts.spec)
-    return any(name in named_placeholders(text) for text in (*trainer.argv, *trainer.variables.values()))
 
 
 @check("command.saving", trainer="command")
@@ -88,10 +82,9 @@ def saving(facts: Facts) -> Iterator[Finding]:
 @check("command.resume", trainer="command")
 def resume(facts: Facts) -> Iterator[Finding]:
     """If a checkpoint is not found, or cannot be resumed from, training silently starts again at step 0."""
-    trainer, arguments = command_trainer(facts.spec), arguments_of(facts)
+    trainer, arguments = facts.spec.command_trainer, arguments_of(facts)
     problems = list(_resume_problems(arguments))
-    for found, expected, advice in problems:
-        yield blocked(found, expected, advice)
+    yield from problems
     if trainer.resume == "none":
         yield warning(
             'trainer.resume = "none": every failure starts the training at step 0',
@@ -103,61 +96,56 @@ def resume(facts: Facts) -> Iterator[Finding]:
         yield passed(f"it resumes {how}")
 
 
-def _resume_problems(arguments: TrainerArguments) -> Iterator[tuple[str, str, str]]:
+def _resume_problems(arguments: TrainerArguments) -> Iterator[Finding]:
     trainer = arguments.trainer
     if trainer.framework in TRANSFORMERS:
         yield from _resume_of_transformers(arguments)
     if trainer.framework == "openrlhf":
         if "checkpoint-{step}" in trainer.checkpoint_name:
-            yield (
+            yield blocked(
                 f"trainer.checkpoint_name = {trainer.checkpoint_name}, the name that transformers uses",
                 "the name that OpenRLHF uses",
                 'set trainer.checkpoint_name = "ckpt/_actor/global_step{step}" with --ckpt.path {output_dir}/ckpt',
             )
         if trainer.resume == "argument" and "--resume_from_checkpoint" in trainer.resume_argv:
-            yield (
+            yield blocked(
                 "trainer.resume_argv has --resume_from_checkpoint, which OpenRLHF does not have",
                 "--ckpt.load_enable, which resumes from the newest checkpoint of --ckpt.path",
                 'set trainer.resume = "in_place" and add --ckpt.load_enable to trainer.argv',
             )
 
 
-def _resume_of_transformers(arguments: TrainerArguments) -> Iterator[tuple[str, str, str]]:
+def _resume_of_transformers(arguments: TrainerArguments) -> Iterator[Finding]:
     trainer = arguments.trainer
     if trainer.resume == "none":
         return
     if arguments.is_on("save_only_model"):
-        yield (
-            "--save_only_model: checkpoints without optimizer state",
-            "checkpoints to resume from",
-            "remove it",
+        yield blocked(
+            "--save_only_model: checkpoints without optimizer state", "checkpoints to resume from", "remove it"
         )
     name = trainer.checkpoint_name.rpartition("/")[2]
     if name != "checkpoint-{step}":
-        yield (
+        yield blocked(
             f"trainer.checkpoint_name = {trainer.checkpoint_name}",
             "the name that transformers uses, checkpoint-{step}",
             'set trainer.checkpoint_name = "checkpoint-{step}"',
         )
-    elif trainer.framework == "swift" and arguments.line.launcher == "swift":
-        yield from _folder_of_swift(arguments)
-    if arguments.is_given("resume_from_checkpoint") and trainer.resume == "argument":
-        yield (
-            "trainer.argv contains --resume_from_checkpoint",
-            "the checkpoint of this run, added by trainer.resume_argv",
-            "remove it from trainer.argv; use --model for a model to start from",
-        )
-
-
-def _folder_of_swift(arguments: TrainerArguments) -> Iterator[tuple[str, str, str]]:
-    """Check the folder that ms-swift creates between ``output_dir`` and the checkpoints (``--add_version``, 4.6)."""
-    versioned = arguments.is_on("add_version", default=True)
-    deep = "/" in arguments.trainer.checkpoint_name
-    if versioned and not deep and arguments.is_whole:
-        yield (
+    elif (
+        trainer.framework == arguments.line.launcher == "swift"
+        and arguments.is_on("add_version", default=True)
+        and "/" not in trainer.checkpoint_name
+        and arguments.is_whole
+    ):
+        yield blocked(  # it creates a folder between output_dir and the checkpoints (4.6)
             "ms-swift saves to <output_dir>/v0-<time>, but trainer.checkpoint_name is checkpoint-{step}",
             "a name that matches these folders",
             'add --add_version false, or set trainer.checkpoint_name = "*/checkpoint-{step}"',
+        )
+    if arguments.is_given("resume_from_checkpoint") and trainer.resume == "argument":
+        yield blocked(
+            "trainer.argv contains --resume_from_checkpoint",
+            "the checkpoint of this run, added by trainer.resume_argv",
+            "remove it from trainer.argv; use --model for a model to start from",
         )
 
 
@@ -167,7 +155,7 @@ def _folder_of_swift(arguments: TrainerArguments) -> Iterator[tuple[str, str, st
 @check("command.progress", trainer="command")
 def progress(facts: Facts) -> Iterator[Finding]:
     """A hang that no source of progress detects costs the rest of the time limit."""
-    arguments, sources = arguments_of(facts), command_trainer(facts.spec).sources
+    arguments, sources = arguments_of(facts), facts.spec.command_trainer.sources
     silent = {source: reason for source in sources if (reason := _silent(source, facts, arguments))}
     for source in sources:
         sight = SIGHTS[source]

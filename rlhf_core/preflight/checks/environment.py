@@ -2,11 +2,8 @@
 
 from collections.abc import Iterator
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
-
 from rlhf_core.preflight.facts import Facts
-from rlhf_core.preflight.known_bad_versions import KNOWN_BAD, Use
+from rlhf_core.preflight.known_bad_versions import KNOWN_BAD, Use, is_version_in
 from rlhf_core.preflight.launch_arguments import arguments_of
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
 
@@ -75,7 +72,7 @@ def packages(facts: Facts) -> Iterator[Finding]:
     needed, wrong = _needed(facts), []
     for requirement in facts.requirements:
         installed = compute.packages.get(requirement.name, "")
-        if installed and _fits(installed, requirement.accepts):
+        if is_version_in(installed, requirement.accepts):
             continue
         report = blocked if requirement.name in needed else warning
         wrong.append(requirement.name)
@@ -126,11 +123,3 @@ def _needed(facts: Facts) -> frozenset[str]:
     if facts.spec.trainer.kind == "native":
         return NEEDED_ALWAYS if facts.spec.model.lora is None else NEEDED_ALWAYS | {"peft"}
     return NEEDED_TO_SUPERVISE | NEEDED_TO_EVALUATE if facts.spec.is_evaluated else NEEDED_TO_SUPERVISE
-
-
-def _fits(installed: str, accepts: str) -> bool:
-    try:
-        # Local labels (2.6.0+cpu) and pre-releases of a good version are good.
-        return SpecifierSet(accepts).contains(Version(installed), prereleases=True)
-    except InvalidVersion:
-        return False

@@ -9,39 +9,29 @@ from dataclasses import replace
 from pydantic import JsonValue
 
 from rlhf_core.preflight.facts import Facts
-from rlhf_core.preflight.memory import (
-    CPU_BASE_BYTES,
-    GIB,
-    USABLE_SHARE,
-    Estimate,
-    Shape,
-    engine_estimate,
-    evaluator_estimate,
-    gpu_memory_bytes,
-    main_memory_bytes,
-    part_of,
-    remedies,
-    reward_model_bytes,
-    shape_of,
+from rlhf_core.preflight.memory.engines import (
     token_cache_bytes,
-    trainer_estimate,
     vllm_cache_budget,
     vllm_fixed_bytes,
     vllm_share_bytes,
     waiting_base_bytes,
-    weight_bytes,
-    with_largest_size,
+)
+from rlhf_core.preflight.memory.formulas import CPU_BASE_BYTES, main_memory_bytes, weight_bytes
+from rlhf_core.preflight.memory.gpus import GIB, USABLE_SHARE, gpu_memory_bytes, with_largest_size
+from rlhf_core.preflight.memory.remedies import remedies
+from rlhf_core.preflight.memory.roles import (
+    Estimate,
+    engine_estimate,
+    evaluator_estimate,
+    reward_model_bytes,
+    trainer_estimate,
     with_reward_models,
     zero_of,
 )
+from rlhf_core.preflight.memory.shapes import Shape, part_of, shape_of
 from rlhf_core.preflight.predictions import gpu_kinds
 from rlhf_core.preflight.registry import CheckFunction, Finding, blocked, check, passed, skipped, warning
-from rlhf_core.preflight.size_estimates import (
-    num_parameters,
-    stored_parameters,
-    trained_models,
-    vocabulary_size,
-)
+from rlhf_core.preflight.size_estimates import shape_of_model, stored_parameters, trained_models
 from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.run import RunSpec, with_changes
 
@@ -286,7 +276,7 @@ def _gpu(facts: Facts) -> int | None:
 
 
 def _shape(facts: Facts) -> Shape | None:
-    return shape_of(facts.model_config, num_parameters(facts), vocabulary_size(facts.spec))
+    return shape_of_model(facts.spec, facts.model_config, facts.model_folder)
 
 
 def _reward_models(facts: Facts) -> dict[str, Shape]:

@@ -5,17 +5,15 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 
 from rlhf_core.preflight.facts import Facts
-from rlhf_core.preflight.memory import shape_of
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
 from rlhf_core.preflight.size_estimates import (
     checkpoint_bytes,
     checkpoint_files,
     checkpoints_kept,
     merged_bytes,
-    num_parameters,
     num_positions,
     run_files,
-    vocabulary_size,
+    shape_of_model,
 )
 from rlhf_core.schemas.model import ALL_LINEAR
 
@@ -161,7 +159,7 @@ def _layers(facts: Facts) -> Collection[str]:
     """Names of the model's layers, from its weights or its dimensions; empty if neither is available."""
     if facts.model_folder is not None:
         return facts.model_folder.matrices
-    shape = shape_of(facts.model_config, num_parameters(facts), vocabulary_size(facts.spec))
+    shape = shape_of_model(facts.spec, facts.model_config, facts.model_folder)
     return shape.linear_layers if shape is not None else ()
 
 
@@ -237,9 +235,7 @@ def disk_files(facts: Facts) -> Iterator[Finding]:
     needed = (kept + 1) * one + run_files(facts.spec)
     if free < one:
         yield blocked(
-            found,
-            f"room for about {needed} files",
-            "remove old runs, or set RLHF_RUNS to another file system",
+            found, f"room for about {needed} files", "remove old runs, or set RLHF_RUNS to another file system"
         )
     elif free < needed:
         yield warning(

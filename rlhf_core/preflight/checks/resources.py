@@ -303,5 +303,5 @@ def _count(nodes: int) -> str:
     return {0: "no node has", 1: "one node has"}.get(nodes, f"{nodes} nodes have")
 
 
-def _shown(gpus: Mapping[str, int], limit: int = 8) -> str:
-    return listed([f"{node} ({count})" for node, count in gpus.items()], limit)
+def _shown(gpus: Mapping[str, int]) -> str:
+    return listed([f"{node} ({count})" for node, count in gpus.items()], 8)

@@ -35,8 +35,7 @@ def checkpoint(facts: Facts) -> Iterator[Finding]:
             f"checkpoint {found.name} was written by {found.num_ranks} ranks, this run has {facts.spec.num_ranks}",
             "the same number of ranks",
             f"run with {found.num_ranks} ranks, or keep the number if this trainer loads checkpoints of a different "
-            "number of ranks; DeepSpeed and FSDP "
-            "do not",
+            "number of ranks; DeepSpeed and FSDP do not",
         )
 
 

@@ -35,9 +35,8 @@ def _vllm_rank(lora: LoraSpec) -> int:
 def waiting_base_bytes(spec: RunSpec, shape: Shape) -> dict[str, int]:
     """Bytes of a trainer rank's main memory that hold vLLM's base model between two rollouts, because weight syncs do
     not include it. Without GPUs vLLM keeps it in place."""
-    if spec.rollout.engine != "vllm" or spec.rollout.engines or not spec.resources.gpus_per_node:
-        return {}
-    if spec.model.lora is None:
+    in_process = spec.rollout.engine == "vllm" and not spec.rollout.engines
+    if not in_process or not spec.resources.gpus_per_node or spec.model.lora is None:
         return {}
     return {"vLLM's base model": weight_bytes(shape, spec.model.dtype) + vllm_adapter_bytes(spec, shape)}
 
@@ -101,10 +100,9 @@ def vllm_moment(spec: RunSpec, shape: Shape, batch: int, length: int, gpu: int |
         return {"vLLM's step": step_bytes(spec, shape), "bucket of weights": bucket}
     if gpu is not None:
         return {f"vLLM ({spec.rollout.vllm.gpu_memory_share:.0%} of the GPU)": vllm_share_bytes(spec, gpu)}
-    cache = batch * length * token_cache_bytes(shape, dtype)
     return {
         "vLLM's weights": weight_bytes(shape, dtype) + vllm_adapter_bytes(spec, shape),
-        "vLLM's KV cache": cache,
+        "vLLM's KV cache": batch * length * token_cache_bytes(shape, dtype),
         "vLLM's step": step_bytes(spec, shape),
     }
 

@@ -110,18 +110,16 @@ def activation_bytes(shape: Shape, dtype: str, tokens: int, checkpointing: bool,
     linear layer only if it has an adapter, plus ``rank`` values.
     """
     size = BYTES[dtype]
-    elements = 4 * shape.hidden + 5 * shape.query + 4 * shape.keys + 2 * shape.feed_forward
-    if lora is not None:
-        targets = targets_of(shape, lora)
-        into_attention, into_feed_forward = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}
-        num_inputs = sum(not targets.isdisjoint(names) for names in (into_attention, into_feed_forward))
-        elements = (2 + num_inputs) * shape.hidden + 5 * shape.query + 4 * shape.keys + 2 * shape.feed_forward
-        elements += len(targets) * lora.rank
+    targets = targets_of(shape, lora) if lora is not None else shape.linear_layers.keys()
+    into_attention, into_feed_forward = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}
+    num_inputs = sum(not targets.isdisjoint(names) for names in (into_attention, into_feed_forward))
+    elements = (2 + num_inputs) * shape.hidden + 5 * shape.query + 4 * shape.keys + 2 * shape.feed_forward
+    elements += len(targets) * lora.rank if lora is not None else 0
     upcast = 0
     if shape.is_lean:
         elements += shape.feed_forward * checkpointing
     else:
-        elements += shape.feed_forward * (2 if lora is None or "down_proj" in targets_of(shape, lora) else 1)
+        elements += shape.feed_forward * (2 if "down_proj" in targets else 1)
         elements += 2 * shape.hidden + shape.query + shape.keys if lora is None else 0
         upcast = 0 if size == 4 else 8 * shape.hidden
     layer = tokens * (elements * size + upcast)

@@ -1,7 +1,7 @@
 """Memory of GPUs by name."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 GIB = 2**30
 
@@ -57,12 +57,15 @@ def with_largest_size(kind: str) -> str:
 
 def _sizes_gb(kind: str) -> tuple[int, ...]:
     """Sizes that a GPU of this name may have, ascending."""
-    text = re.sub(r"[\s_-]+", " ", kind.lower()).replace("rtx ", "rtx")
-    part = re.search(r"\dg\.(\d+)gb", text)
+    part = re.search(r"\dg\.(\d+)gb", kind.lower())
     if part is not None:
         return (int(part[1]),)
-    for name in sorted(GPU_MEMORY_GB, key=len, reverse=True):
-        if re.search(rf"(?<![a-z0-9])(?:rtx)?{name}(?![0-9])", text):
-            sizes = GPU_MEMORY_GB[name]
-            return tuple(size for size in sizes if re.search(rf"(?<!\d){size}(?!\d)", text)) or sizes
-    return ()
+    sizes = GPU_MEMORY_GB.get(known_type(kind, GPU_MEMORY_GB), ())
+    return tuple(size for size in sizes if re.search(rf"(?<!\d){size}(?!\d)", kind)) or sizes
+
+
+def known_type(kind: str, types: Iterable[str]) -> str:
+    """The type that a name of a GPU in Slurm or the driver contains, the longest of several; empty without one."""
+    text = re.sub(r"[\s_-]+", " ", kind.lower()).replace("rtx ", "rtx")
+    found = (one for one in types if re.search(rf"(?<![a-z0-9])(?:rtx)?{one}(?![0-9])", text))
+    return max(found, key=len, default="")

@@ -1,6 +1,6 @@
 """Changes of settings that make a trainer rank fit."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from pydantic import JsonValue
 
@@ -11,7 +11,7 @@ from rlhf_core.schemas.run import RunSpec, with_changes
 
 
 def remedies(
-    spec: RunSpec, shape: Shape, room: int, gpu: int | None = None, *, pairs_have_answers: bool = True
+    spec: RunSpec, shape: Shape, room: int, gpu: int | None, *, pairs_have_answers: bool
 ) -> list[tuple[dict[str, JsonValue], int]]:
     """Changes of settings that make a trainer rank fit into ``room`` bytes, each with the new peak.
 
@@ -22,15 +22,20 @@ def remedies(
         pairs_have_answers: as in :func:`trainer_estimate`.
     """
 
-    def peak_of(changed: RunSpec) -> int:
-        return trainer_estimate(changed, shape, gpu, pairs_have_answers=pairs_have_answers).peak_bytes
+    def first_that_fits(changes: Sequence[dict[str, JsonValue]]) -> tuple[dict[str, JsonValue], int] | None:
+        for change in changes:
+            changed = with_changes(spec, change)
+            peak = trainer_estimate(changed, shape, gpu, pairs_have_answers=pairs_have_answers).peak_bytes
+            if peak <= room:
+                return change, peak
+        return None
 
     trainer = spec.native_trainer
     setting = "micro_batch_tokens" if trainer.micro_batch_tokens else "micro_batch_size"
     micro: list[dict[str, JsonValue]] = [{f"trainer.{setting}": n} for n in _halves(getattr(trainer, setting))]
     batch: list[dict[str, JsonValue]] = [{"rollout.batch_size": n} for n in _halves(spec.rollout.batch_size)]
     again: dict[str, JsonValue] = {"trainer.gradient_checkpointing": True}
-    short: dict[str, JsonValue] = {"model.dtype": "bfloat16"} if spec.native_trainer.zero_stage else {}
+    short: dict[str, JsonValue] = {"model.dtype": "bfloat16"} if trainer.zero_stage else {}
     split = _stages(spec)
     offloaded = _offloads(spec)
     smallest = {**again, **(micro or [{}])[-1], **(batch or [{}])[-1], **(split or [{}])[-1]}
@@ -42,20 +47,10 @@ def remedies(
         [[smallest]],
         [[{**smallest, **change} for change in offloaded]],
     ):
-        found = [fitting for ladder in ladders if (fitting := _first_that_fits(spec, ladder, room, peak_of))]
+        found = [fitting for ladder in ladders if (fitting := first_that_fits(ladder))]
         if found:
             return found
     return []
-
-
-def _first_that_fits(
-    spec: RunSpec, changes: Sequence[dict[str, JsonValue]], room: int, peak_of: Callable[[RunSpec], int]
-) -> tuple[dict[str, JsonValue], int] | None:
-    for change in changes:
-        peak = peak_of(with_changes(spec, change))
-        if peak <= room:
-            return change, peak
-    return None
 
 
 def _shares(spec: RunSpec, shape: Shape, gpu: int | None) -> list[dict[str, JsonValue]]:

@@ -94,19 +94,11 @@ def trainer_estimate(
             "gathered weights": live_weight_bytes(shape, dtype, zero, lora),
         },
         "update": {"update": update_bytes(trained, zero)},
-        "sample": {
-            **_sampling(
-                spec,
-                shape,
-                sequences if spec.any_loop_samples else _sequences_of_an_evaluation(spec),
-                gpu,
-                with_vllm=spec.rollout.engine == "vllm",
-            ),
-            "gathered weights": weight_bytes(shape, dtype) if zero.stage == 3 else 0,
-        },
     }
-    if not samples_itself:
-        del moments["sample"]
+    if samples_itself:
+        sampled = sequences if spec.any_loop_samples else _sequences_of_an_evaluation(spec)
+        moments["sample"] = _sampling(spec, shape, sampled, gpu, with_vllm=spec.rollout.engine == "vllm")
+        moments["sample"]["gathered weights"] = weight_bytes(shape, dtype) if zero.stage == 3 else 0
     if any(algorithm.reference for algorithm in algorithms):
         # With an adapter, the reference is the policy without it, or with a second, frozen one.
         resident["reference model"] = own_weight_bytes(shape, dtype, zero) if lora is None else adapter
@@ -194,7 +186,7 @@ def evaluator_estimate(
         pairs_have_answers: likewise.
     """
     samples = _samples(spec, pairs_have_answers)
-    algorithm = spec.main_loop.algorithm
+    algorithm, moments = spec.main_loop.algorithm, dict[str, dict[str, int]]()
     weights = weight_bytes(shape, spec.model.dtype)
     resident = {
         "weights": weights,
@@ -206,11 +198,10 @@ def evaluator_estimate(
     if spec.evaluates_with_engines:
         if not spec.resources.gpus_per_node:
             resident["weights to send"] = _weights_to_send(spec, shape)
-        return Estimate(resident, {})
-    if not samples:
-        return Estimate(resident, {})
-    sequences, vllm = _sequences_of_an_evaluation(spec), spec.starts_vllm_in_evaluators
-    return Estimate(resident, {"sample": _sampling(spec, shape, sequences, gpu, with_vllm=vllm)})
+    elif samples:
+        sequences, vllm = _sequences_of_an_evaluation(spec), spec.starts_vllm_in_evaluators
+        moments["sample"] = _sampling(spec, shape, sequences, gpu, with_vllm=vllm)
+    return Estimate(resident, moments)
 
 
 def engine_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Estimate:

@@ -67,7 +67,8 @@ class Shape:
 
 
 def shape_of(config: Mapping[str, Any], parameters: int | None, vocabulary: int) -> Shape | None:
-    """Read the shape of a decoder from its ``config.json``; return None if it lacks the dimensions.
+    """Read the shape of a decoder from its ``config.json``; return None if it lacks the dimensions, or has several of
+    one, such as a list by layer.
 
     Args:
         vocabulary: used if the config has none, because the tokenizer is built.
@@ -77,15 +78,15 @@ def shape_of(config: Mapping[str, Any], parameters: int | None, vocabulary: int)
         heads, feed_forward = int(config["num_attention_heads"]), _feed_forward(config)
         idle = _idle_parameters(config, hidden, layers)
         latent, latent_head = _latent_attention(config)
+        head_dim = latent_head or int(config.get("head_dim") or hidden // max(heads, 1))
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        size = int(config.get("vocab_size") or vocabulary)
+        window, windowed = _sliding_window(config, layers)
     except (KeyError, TypeError, ValueError):
         return None
     if parameters is None or heads < 1:
         return None
-    head_dim = latent_head or int(config.get("head_dim") or hidden // heads)
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    size = int(config.get("vocab_size") or vocabulary)
     is_lean = str(config.get("model_type")) in _LEAN_FAMILIES and config.get("hidden_act", "silu") == "silu"
-    window, windowed = _sliding_window(config, layers)
     return Shape(
         parameters,
         hidden,

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from rlhf_core.schemas.algorithms.base import AlgorithmSpec
-from rlhf_core.schemas.base import NonNegativeFloat, Positive, PositiveFloat, Share
+from rlhf_core.schemas.base import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Share
 
 GroupSize = Annotated[int, Field(ge=2, le=2**31 - 1)]
 """Completions per prompt, for algorithms that compare them with each other."""
@@ -120,7 +120,7 @@ class DapoSpec(GroupSpec):
     max_sampling_rounds: Positive = 4
     """Largest number of sampling rounds for one step, each with new prompts, to find as many groups with differing
     rewards as the step needs; after that, other groups fill it up. 1 turns dynamic sampling off."""
-    overlong_buffer: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    overlong_buffer: NonNegative = 0
     """Number of tokens before the maximum length over which a penalty rises linearly; 0 turns it off."""
     overlong_penalty: NonNegativeFloat = 1.0
     """Penalty on the reward of a completion of the maximum length."""
@@ -215,5 +215,5 @@ class PpoSpec(PolicyGradientSpec):
     """Largest distance of the new value from the one before the update."""
     critic_learning_rate: NonNegativeFloat = 0.0
     """Peak learning rate of the value model; 0 uses that of the policy."""
-    critic_warmup_steps: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    critic_warmup_steps: NonNegative = 0
     """First steps in which only the value model learns."""

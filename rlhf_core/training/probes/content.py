@@ -280,7 +280,6 @@ def _with_lengths(
             "longest_completion": max((max(made) for _, made in completions if made), default=0),
             "num_empty": prompts.count(0),
             "longest_prompt": max(prompts),
-            "longest_kept": max((length for length, _ in kept), default=0),
             "longest_taught": max(taught, default=0),
         }
     )

@@ -20,7 +20,7 @@ from rlhf_core.presets import drivers_folder
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.checks import CheckResult
 from rlhf_core.schemas.command_trainer import CommandTrainer, fill
-from rlhf_core.schemas.launch_values import command_trainer, filled_argv, values_of_spec
+from rlhf_core.schemas.launch_values import filled_argv, values_of_spec
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.shell.launch_line import LaunchItem, LaunchLine, read_launch_line
 
@@ -52,7 +52,7 @@ def gather(run_dir: RunDir, spec: RunSpec, environment: Mapping[str, str] = os.e
     Raises:
         ValueError: the run's trainer is native, not an external program.
     """
-    trainer = command_trainer(spec)
+    trainer = spec.command_trainer
     values = {"run_dir": str(run_dir.root), "code": str(run_dir.code / "snapshot"), "run_id": run_dir.run_id}
     values["drivers"] = str(drivers_folder())
     line = read_launch_line(filled_argv(spec, values))
@@ -63,7 +63,7 @@ def gather(run_dir: RunDir, spec: RunSpec, environment: Mapping[str, str] = os.e
         folder = environment_folder(trainer.environment, home) if trainer.environment else None
     except BadConfig as error:
         return TrainerFacts(files=files, complaints=(_finding(str(error)),))
-    program = next((line.argv[item.start] for item in line.items if item.role != "variable"), "")
+    program = line.command
     try:
         started_in = Path(working_dir) if working_dir else run_dir.root
         versions = _versions(trainer, program, folder, environment, started_in)
