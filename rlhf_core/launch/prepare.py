@@ -71,9 +71,12 @@ def _with_absolute_paths(trainer: Trainer, folder: Path, absolute: Callable[[str
     """The trainer with absolute paths. An external trainer starts in the folder its launch line was written for."""
     if not isinstance(trainer, CommandTrainer):
         return trainer
-    working_dir = trainer.working_dir or str(folder)
+    working_dir = str(expanded(trainer.working_dir or str(folder)))
     return trainer.model_copy(
-        update={"working_dir": working_dir if named_placeholders(working_dir) else absolute(working_dir)}
+        update={
+            "working_dir": working_dir if named_placeholders(working_dir) else absolute(working_dir),
+            "output_dir": str(expanded(trainer.output_dir)),
+        }
     )
 
 

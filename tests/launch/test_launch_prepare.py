@@ -21,7 +21,9 @@ from rlhf_core.launch.prepare import (
     user_modules,
 )
 from rlhf_core.run_dir.run import is_run_id, new_run_id, run_dirs
+from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.journal import JournalLine
+from rlhf_core.schemas.run import RunSpec
 
 
 def git(folder: Path, *arguments: str) -> None:
@@ -191,6 +193,16 @@ def test_relative_paths_start_at_the_current_folder(tmp_path: Path) -> None:
     assert resolved.data.train == str(tmp_path / "work" / "data" / "train.jsonl")
     assert resolved.data.eval == "/elsewhere/eval.jsonl"
     assert resolved.code.paths == (str(tmp_path / "lib.py"),)
+
+
+def test_the_home_folder_is_found_in_paths_with_placeholders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    trainer = CommandTrainer(argv=("x",), num_steps=2, working_dir="~/{run_id}", output_dir="~/out/{run_id}")
+    resolved = absolute_paths(RunSpec(name="x", trainer=trainer), tmp_path).command_trainer
+    assert (resolved.working_dir, resolved.output_dir) == ("/home/ada/{run_id}", "/home/ada/out/{run_id}")
+    relative = trainer.model_copy(update={"working_dir": "", "output_dir": "out/{run_id}"})
+    resolved = absolute_paths(RunSpec(name="x", trainer=relative), tmp_path).command_trainer
+    assert (resolved.working_dir, resolved.output_dir) == (str(tmp_path), "out/{run_id}")
 
 
 @pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe", ""])
