@@ -261,7 +261,7 @@ def test_non_finite_values_can_be_distinguished(store: HistoryStore, runs: Path)
     curves = queries.curve(store, run.run_id, ["a", "b", "c"])
     assert math.isnan(curves["a"][0][1])
     assert (curves["b"], curves["c"]) == ([(1, math.inf)], [(1, -math.inf)])
-    assert queries.latest_metrics(store, run.run_id)["a"]["value"] == "NaN"
+    assert queries.show_run(store, run.run_id)["metrics"]["a"]["value"] == "NaN"
 
 
 def test_text_that_postgresql_cannot_hold_is_kept_readable(store: HistoryStore, runs: Path) -> None:
@@ -279,7 +279,7 @@ def test_latest_metrics_follow_a_rewind(store: HistoryStore, runs: Path) -> None
     sync(run.dir, store)
     run.metrics(1, 1, 2, 10)
     sync(run.dir, store)
-    newest = queries.latest_metrics(store, run.run_id)["time/step_s"]
+    newest = queries.show_run(store, run.run_id)["metrics"]["time/step_s"]
     assert (newest["attempt"], newest["restart"], newest["step"]) == (1, 1, 2)
 
 
