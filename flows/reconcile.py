@@ -21,7 +21,6 @@ from prefect.utilities.callables import parameter_schema
 
 from flows.server.clients import api_client
 from flows.server.settings import server_answers
-from rlhf_core.config.site import Site
 from rlhf_core.control.reconcile.actions import ROUTINE, ActionResult, Reconciler
 from rlhf_core.control.steps import Step
 from rlhf_core.diagnosis.reconcile.decisions import ReconcileAction
@@ -76,12 +75,11 @@ def rlhf_reconcile() -> State[None]:
     return Completed(message=_summary(results))
 
 
-def register(site: Site) -> None:
-    """Create the deployment and its schedule; idempotent.
+def register() -> None:
+    """Create the deployment and its schedule, of which each server has one; idempotent.
 
     Raises Prefect's own errors if the server does not answer.
     """
-    del site  # there is one deployment per server, and each site has its own server
     with api_client() as client:
         client.create_deployment(
             flow_id=client.create_flow(rlhf_reconcile),

@@ -7,7 +7,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +84,9 @@ async def _work(site: Site, beat: Heartbeat) -> None:
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((working, watching, stopping), return_when=asyncio.FIRST_COMPLETED)
     if stop.is_set():
-        await asyncio.to_thread(terminate_all, _children_with_flow_runs(site), FLOW_STOP_TIMEOUT_S)
+        await asyncio.to_thread(
+            terminate_all, flow_processes(site.home, psutil.Process().children()), FLOW_STOP_TIMEOUT_S
+        )
         await _settled(worker)
     for task in (watching, stopping, working):
         task.cancel()
@@ -142,19 +144,14 @@ async def _settled(worker: "ProcessWorker") -> None:
         await asyncio.sleep(0.1)
 
 
-def _children_with_flow_runs(site: Site) -> list[psutil.Process]:
-    found = []
-    for process in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):
-            if _is_flow_process(process, site.home):
-                found.append(process)
-    return found
+def flow_processes(home: Path, among: Iterable[psutil.Process] | None = None) -> list[psutil.Process]:
+    """Flow-run processes started by a worker of this home folder, including a dead one.
 
-
-def flow_processes(home: Path) -> list[psutil.Process]:
-    """Flow-run processes started by a worker of this home folder, including a dead one."""
+    Args:
+        among: processes to look at; all of this user by default.
+    """
     found = []
-    for process in psutil.process_iter():
+    for process in psutil.process_iter() if among is None else among:
         with contextlib.suppress(psutil.Error):
             if process.uids().real == os.getuid() and _is_flow_process(process, home):
                 found.append(process)

@@ -294,7 +294,7 @@ def whole_run(runs: Path, name: str = "sort", tail: str = "aaaaaa", created: flo
     for step in (1, 2, 3, 4):
         run.metrics(1, 0, step, 8 + 2 * step)  # ends at 10, 12, 14, 16
     for number in (0, 1):
-        run.weight_sync(1, 0, number, 12.8 + number, acknowledged=2, apply_s=0.2, limit_gb_per_s=10.0)
+        run.weight_sync(1, 0, number, 12.8 + number, acknowledged=2, apply_s=0.2)
     run.weight_sync(1, 1, 0, 18.5, acknowledged=1)
     run.weight_sync(1, 1, 1, 29)  # the attempt ends here
     run.checkpoint(2, 12.5)

@@ -144,7 +144,6 @@ inside of a query on `runs` now means `runs.owner`.
 UNITS = {
     "_gb_s": "GB/s",
     "gb_per_s": "GB/s",
-    "share_of_limit": "0 to 1",
     "_tflops": "TFLOP/s",
     "_ms": "ms",
     "_s": "s",

@@ -101,7 +101,6 @@ class _Wanted:
     tags: Sequence[str]
     priority: str | None
     limit: int | None = None
-    schedule: CronSchedule | None = None
     skip_if_busy: bool | None = None
 
 
@@ -152,7 +151,6 @@ def register(
             spec,
             site,
             name=name,
-            schedule=schedule,
             limit=limit,
             priority=priority,
             skip_if_busy=skip_if_busy,
@@ -162,8 +160,8 @@ def register(
             folder=folder,
         )
         deployment = _put(client, site, wanted, present)
-        if wanted.schedule is not None:
-            _set_schedule(client, UUID(deployment.id), wanted.schedule)
+        if schedule is not None:
+            _set_schedule(client, UUID(deployment.id), schedule)
     return deployment
 
 
@@ -185,7 +183,6 @@ def _wanted(
     site: Site,
     *,
     name: str,
-    schedule: CronSchedule | None = None,
     limit: int | None = None,
     priority: str | None = None,
     skip_if_busy: bool | None = None,
@@ -213,7 +210,6 @@ def _wanted(
         tags=["rlhf", *tags],
         priority=priority,
         limit=limit,
-        schedule=schedule,
         skip_if_busy=skip_if_busy,
     )
 

@@ -33,7 +33,7 @@ def set_up(site: Site, warn: Callable[[str], None] | None = None) -> None:
 
     _set_up_pool(site)
     registration.register_presets(site)
-    reconcile.register(site)
+    reconcile.register()
     try:
         notify.register(site)
     except RlhfError as error:

@@ -12,7 +12,7 @@ from rlhf_core.config.site import Site, load_site
 from rlhf_core.control.cancel import cancel_run
 from rlhf_core.control.controller import FlowRunLink
 from rlhf_core.files.lookups import is_there
-from rlhf_core.history.queries.controllers import run_of_flow_run
+from rlhf_core.history.queries.open_runs import runs_of_flow_runs
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.text.formatting import THROUGH_PREFECT
@@ -63,4 +63,6 @@ def _run_of(flow_run: FlowRun, site: Site, store: HistoryStore) -> RunDir | None
     made = FlowRunLink(str(flow_run.id)).run_dir(site.runs_dir)
     if not found and made is not None:
         return made
-    return RunDir.find(site.runs_dir, str(found) or run_of_flow_run(store, str(flow_run.id)) or "")
+    if not found:
+        found, _ = runs_of_flow_runs(store, [str(flow_run.id)]).get(str(flow_run.id), ("", ""))
+    return RunDir.find(site.runs_dir, str(found))

@@ -28,21 +28,8 @@ MOUNT_TABLE = Path("/proc/self/mountinfo")
 NETWORK_FILE_SYSTEMS = frozenset(
     {
         *("nfs", "nfs4", "cifs", "smb2", "smb3", "smbfs", "ncpfs", "afs", "coda", "9p"),
-        *(
-            "lustre",
-            "gpfs",
-            "beegfs",
-            "ceph",
-            "panfs",
-            "pvfs2",
-            "orangefs",
-            "wekafs",
-            "glusterfs",
-            "gfs",
-            "gfs2",
-            "ocfs2",
-        ),
-        *("davfs", "vboxsf", "prl_fs"),
+        *("lustre", "gpfs", "beegfs", "ceph", "panfs", "pvfs2", "orangefs", "wekafs"),
+        *("glusterfs", "gfs", "gfs2", "ocfs2", "davfs", "vboxsf", "prl_fs"),
     }
 )
 """File systems with locks or shared memory that do not work between machines (or not at all)."""

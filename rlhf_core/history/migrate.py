@@ -110,8 +110,8 @@ def _migrate(url: URL) -> Upgraded:
     engine = database.writing_engine(url, foreign_keys=False)
     try:
         with database.translated_errors(url), engine.begin() as connection:
+            database.require_unicode(connection, url)
             if connection.dialect.name == "postgresql":
-                database.require_unicode(connection, url)
                 connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
             before = revision(connection, url)
             if before != SCHEMA_REVISION:
@@ -140,8 +140,7 @@ def require_current(engine: Engine, url: URL) -> None:
     _refuse_newer(present, url)
     raise SchemaOutOfDate(
         f"the history {database.displayed(url)} has schema {present}, but this program needs {SCHEMA_REVISION}. "
-        "Run `rlhf db upgrade`, preferably after a backup of the "
-        "database."
+        "Run `rlhf db upgrade`, preferably after a backup of the database."
     )
 
 
@@ -184,6 +183,5 @@ def _refuse_newer(present: str, url: URL) -> None:
     if present not in known:
         raise SchemaOutOfDate(
             f"the history {database.displayed(url)} has schema {present}, which was created by a newer version of "
-            "rlhf-flows. Install that version; nothing was "
-            "changed."
+            "rlhf-flows. Install that version; nothing was changed."
         )

@@ -142,8 +142,7 @@ def _refusal(url: URL, *, has_reader: bool) -> str:
         f"refused: {url.username or 'the user'} of {displayed(url)} is a superuser or has similar rights, and a "
         f"statement with those rights can end sessions, read files and change settings; {lacking}. Create the "
         f"role correctly, once, as a superuser: `rlhf db reader | psql {shlex.quote(address)}` "
-        "(the script is "
-        f"infra/reader.sql). Better still, set RLHF_DATABASE_URL to an ordinary user that owns the tables"
+        "(the script is infra/reader.sql). Better still, set RLHF_DATABASE_URL to an ordinary user that owns the tables"
     )
 
 
@@ -168,9 +167,7 @@ def forbid_writing(connection: Any) -> None:
             return sqlite3.SQLITE_OK
         return sqlite3.SQLITE_DENY
 
-    for function in (
-        "json_each",
-        "json_tree",
-    ):  # SQLite creates these tables at their first use, which must be before that is forbidden
+    # SQLite creates these tables at their first use, which must be before that is forbidden.
+    for function in ("json_each", "json_tree"):
         connection.execute(f"SELECT 1 FROM {function}('{{}}')").close()
     connection.set_authorizer(authorize)

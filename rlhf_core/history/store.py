@@ -139,8 +139,7 @@ class HistoryStore:
         if present is not None and held and (takeover is None or not takeover(present.holder)):
             raise LeaseLost(
                 f"run {run_id} is driven by another controller, {present.holder}; its lease expires in "
-                f"{(present.expires_at - now).total_seconds():.0f} s unless it is "
-                "renewed."
+                f"{(present.expires_at - now).total_seconds():.0f} s unless it is renewed."
             )
         token = max(present.token if present is not None else 0, ingested or 0, above) + 1
         with self.writing() as connection:
@@ -216,10 +215,6 @@ class HistoryStore:
         stamp, token, state = found[0][:3]
         positions = {path: position for *_, path, position in found if path is not None}
         return IngestState(stamp, positions, token, state in _ENDS)
-
-    def offsets(self, run_id: str) -> dict[str, int]:
-        """Read the offsets of a run: path relative to the run directory -> position or fingerprint."""
-        return self.ingest_state(run_id).offsets
 
     def apply(self, run_id: str, batch: IngestBatch) -> bool:
         """Write a batch and the offsets after it, in one transaction.

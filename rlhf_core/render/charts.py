@@ -10,6 +10,7 @@ from rlhf_core.render.line_plots import (
     LEARNING_FROM_PREFERENCES,
     SPEED,
     LinePlot,
+    kinds_of_loops,
     of_stage,
     stages_of,
 )
@@ -40,10 +41,9 @@ def learning_plots(record: ReportData) -> Markup:
 
 
 def _plots_of_loops(record: ReportData) -> list[LinePlot]:
-    """Plots of the native trainer: without a loop that samples, no setting would measure the KL."""
-    spec = record.spec
-    plots = [plot for plot in LEARNING if plot.name != "kl" or spec is None or spec.any_loop_samples]
-    return [*plots, *LEARNING_FROM_PREFERENCES] if "preference" in stages_of(spec) else plots
+    """Plots of the native trainer, without those that no loop of the run could fill."""
+    kinds = {"", *kinds_of_loops(record.spec)}
+    return [plot for plot in (*LEARNING, *LEARNING_FROM_PREFERENCES) if (plot.stage or plot.only_with) in kinds]
 
 
 def speed_plots(record: ReportData) -> Markup:

@@ -23,6 +23,8 @@ class LinePlot:
     """Sentence that replaces the plot if the run has none of the metrics."""
     stage: str = ""
     """``sft``, ``main`` (sampling) or ``preference`` to draw only the steps of loops of that kind; empty for all."""
+    only_with: str = ""
+    """Kind of loop, as ``stage``, without which there is nothing to draw; empty if every loop has the metrics."""
     smooth: bool = True
     from_zero: bool = False
 
@@ -35,6 +37,7 @@ LEARNING = (
         keys=(("reward/mean", "mean"), ("reward/std", "deviation within a group")),
         explanation="What the sampled completions of a step earned.",
         if_missing="no reward was measured, because the run made no step of reinforcement learning",
+        only_with="main",
     ),
     LinePlot(
         name="kl",
@@ -43,6 +46,7 @@ LEARNING = (
         keys=(("policy/kl", "KL"),),
         explanation="How far the model has moved from the one before the main algorithm.",
         if_missing="it was not measured; set measure_kl = true, or a kl_coefficient above 0, in [loops.main.algorithm]",
+        only_with="main",
     ),
     LinePlot(
         name="entropy",
@@ -51,6 +55,7 @@ LEARNING = (
         keys=(("rollout/entropy", "entropy"),),
         explanation="How undecided the model is when it samples; at zero it has nothing left to try.",
         if_missing="it was not measured, because nothing was sampled in training",
+        only_with="main",
         from_zero=True,
     ),
     LinePlot(
@@ -64,6 +69,7 @@ LEARNING = (
         ),
         explanation="A group whose rewards are all equal teaches nothing; copies of one completion add nothing.",
         if_missing="no groups of completions were sampled",
+        only_with="main",
         from_zero=True,
     ),
     LinePlot(
@@ -73,6 +79,7 @@ LEARNING = (
         keys=(("rollout/length_mean", "mean length"),),
         explanation="Mean over the completions of a step, end token included.",
         if_missing="no completions were sampled in training",
+        only_with="main",
         from_zero=True,
     ),
     LinePlot(
@@ -113,6 +120,7 @@ LEARNING_FROM_PREFERENCES = (
         keys=(("preference/accuracy", "ranked correctly"),),
         explanation="Pairs whose chosen completion has the higher reward, or rows on the side that their label says.",
         if_missing="the run made no step of preference learning",
+        only_with="preference",
         from_zero=True,
     ),
     LinePlot(
@@ -122,6 +130,7 @@ LEARNING_FROM_PREFERENCES = (
         keys=(("preference/margin", "chosen minus rejected"),),
         explanation="Reward of the chosen completion less that of the rejected one.",
         if_missing="no pairs were compared",
+        only_with="preference",
     ),
     LinePlot(
         name="loss-preference",
@@ -183,6 +192,11 @@ def stages_of(spec: RunSpec | None) -> tuple[str, str]:
     if spec is None:
         return "sft", "main"
     return _stage(spec.loops.warm_start, "sft"), _stage(spec.loops.main, "main")
+
+
+def kinds_of_loops(spec: RunSpec | None) -> set[str]:
+    """Kinds of the loops that a run of the native trainer has."""
+    return {_stage(loop, "") for loop in spec.loops.named.values()} if spec else {"sft", "main"}
 
 
 def _stage(loop: LoopSpec | None, otherwise: str) -> str:

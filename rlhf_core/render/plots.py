@@ -7,7 +7,7 @@ Text remains text: it uses the page's font and is searchable.
 import io
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
 from rlhf_core.render.series import Curve, Marks, PointSeries, Series, drawable, rolling_mean, smoothing_window, thin
+from rlhf_core.text.escaping import page
 
 _AXIS_HEIGHT = 130.0
 """Approximate height of the drawing's axis, in points of the page."""
@@ -383,7 +384,7 @@ def embed(document: str, name: str, description: str) -> str:
     svg = re.sub(r'\sid="([^"]+)"', lambda found: f' id="{name}-{found[1]}"' if found[1] in used else "", svg)
     svg = re.sub(r"""(url\(#|href="#)""", lambda found: f"{found[1]}{name}-", svg)
     box = re.search(r'viewBox="([^"]+)"', svg)
-    head = f'<svg class="plot" role="img" aria-label="{_attribute(description)}" viewBox="{box[1] if box else ""}">'
+    head = f'<svg class="plot" role="img" aria-label="{page(description)}" viewBox="{box[1] if box else ""}">'
     svg = head + re.sub(r'\s(?:d|x|y|transform)="[^"]*"', _shortened, svg[svg.index(">") + 1 :])
     for variable, colour in _INK.items():
         svg = svg.replace(colour, f"var(--{variable})")
@@ -393,8 +394,3 @@ def embed(document: str, name: str, description: str) -> str:
 def _shortened(attribute: re.Match[str]) -> str:
     """Round coordinates to a hundredth of a point, finer than any screen."""
     return re.sub(r"(\.\d\d)\d+", r"\1", attribute[0])
-
-
-def _attribute(text: str) -> str:
-    replacements: Mapping[str, str] = {"&": "&amp;", '"': "&quot;", "<": "&lt;", ">": "&gt;"}
-    return "".join(replacements.get(character, character) for character in text)

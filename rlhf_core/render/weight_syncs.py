@@ -21,7 +21,6 @@ def weight_sync_text(facts: Mapping[str, Any]) -> str:
     if facts["seconds"] is not None:
         parts.append(f"{' and '.join(facts['transports'])}, median {_seconds(facts)}")
         parts += [f"{facts['gb_per_s']:.3g} GB/s"] if facts["gb_per_s"] else []
-        parts += [f"{facts['share_of_limit']:.0%} of the link"] if facts["share_of_limit"] is not None else []
     return ", ".join([*parts, _acknowledged(facts["unacknowledged"])])
 
 

@@ -34,15 +34,10 @@ class WeightSyncLine(Schema):
     """Part of it on the wire; 0 if the weights stay in the process."""
     apply_s: Finite = 0.0
     """Part of it in which engines loaded the weights. The two overlap if buckets are sent ahead."""
-    limit_gb_per_s: Finite | None = None
-    """Limit of the links of all senders together; null if unknown."""
+    limit_gb_per_s: Annotated[None, Field(exclude=True)] = None
+    """Always null; in files of earlier versions."""
 
     @property
     def gb_per_s(self) -> float | None:
         """Bytes over all seconds, in GB/s; None before the acknowledgements."""
         return self.bytes / 1e9 / self.seconds if self.seconds else None
-
-    @property
-    def share_of_limit(self) -> float | None:
-        """Rate on the wire over the limit of the links; None without a wire or a known limit."""
-        return self.bytes / 1e9 / self.wire_s / self.limit_gb_per_s if self.wire_s and self.limit_gb_per_s else None

@@ -24,7 +24,7 @@ from rlhf_core.config import loading as config
 from rlhf_core.config.site import Site, load_site
 from rlhf_core.errors import BadConfig, BadInput, PrefectUnavailable
 from rlhf_core.history.queries import show_run
-from rlhf_core.history.queries.controllers import run_of_flow_run
+from rlhf_core.history.queries.open_runs import runs_of_flow_runs
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import read_record
 from rlhf_core.launch.lease import Owner
@@ -369,7 +369,7 @@ def test_a_cancellation_in_prefect_ends_the_job_and_a_killed_process_does_not(
     submitted = submit("quickstart", site, overrides=LONG)
     run_dir = training(site, submitted.run_id)
     with HistoryStore(site.database_url) as store:
-        assert run_of_flow_run(store, submitted.flow_run_id) == run_dir.run_id
+        assert runs_of_flow_runs(store, [submitted.flow_run_id])[submitted.flow_run_id][0] == run_dir.run_id
         (first,) = show_run(store, run_dir.run_id)["controllers"]
         assert (
             first["flow_run_url"]

@@ -18,7 +18,7 @@ from rlhf_core.control.controller import FlowRunLink, opened
 from rlhf_core.control.steps import drive
 from rlhf_core.errors import RunFailed
 from rlhf_core.history.queries import show_run
-from rlhf_core.history.queries.controllers import run_of_flow_run
+from rlhf_core.history.queries.open_runs import runs_of_flow_runs
 from rlhf_core.launch import prepare, start
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir.run import RunDir
@@ -93,7 +93,7 @@ def test_killed_around_every_effect_a_flow_run_makes_one_run_and_one_job(well: C
         run_dir = link.run_dir(well.site.runs_dir)
         assert run_dir is not None
         assert read_record(run_dir).state is RunState.COMPLETED, point
-        assert run_of_flow_run(well.store, link.id) == run_dir.run_id, point
+        assert runs_of_flow_runs(well.store, [link.id])[link.id][0] == run_dir.run_id, point
 
 
 def test_without_the_link_a_kill_gives_two_runs(well: ControllerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,11 +146,10 @@ def test_a_run_continued_by_its_id_has_both_flow_runs(well: ControllerHarness) -
     with opened(found, well.site, well.store, resumed=True, flow_run=second, timeout_s=0) as controller:
         controller.clock, controller.sleep = well.clock, well.clock.sleep
         drive(controller)
-    assert run_of_flow_run(well.store, second.id) == run_dir.run_id
+    assert runs_of_flow_runs(well.store, [second.id])[second.id][0] == run_dir.run_id
     controllers = show_run(well.store, run_dir.run_id)["controllers"]
     assert [one["flow_run_id"] for one in controllers] == [first.id, second.id]
-    assert run_of_flow_run(well.store, "") is None
-    assert run_of_flow_run(well.store, "unknown") is None
+    assert runs_of_flow_runs(well.store, ["unknown"]) == {}
 
 
 def test_an_adoption_by_the_reconciler_does_not_count_as_a_resume(well: ControllerHarness) -> None:
@@ -173,5 +172,5 @@ def test_a_controller_that_learns_its_flow_run_late_is_in_the_journal_once(well:
         assert show_run(well.store, run_dir.run_id)["controllers"] == []
         controller.record_controller(link)
         controller.record_controller(FlowRunLink())
-        assert run_of_flow_run(well.store, link.id) == run_dir.run_id
+        assert runs_of_flow_runs(well.store, [link.id])[link.id][0] == run_dir.run_id
     assert len(show_run(well.store, run_dir.run_id)["controllers"]) == 1

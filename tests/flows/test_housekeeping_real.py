@@ -210,8 +210,8 @@ def test_two_rounds_that_see_the_same_make_one_flow_run(
 def test_rounds_are_flow_runs_if_they_are_due_or_act(
     site: Site, client: SyncPrefectClient, store: HistoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reconcile.register(load_site())
-    reconcile.register(load_site())
+    reconcile.register()
+    reconcile.register()
     deployment = client.read_deployment_by_name(reconcile.DEPLOYMENT)
     assert len(deployment.schedules) == 1
 

@@ -1,11 +1,13 @@
-"""Lost time and recoveries in random histories: as computed here, and as answered by the views of schema 0014."""
+"""Lost time, recoveries and goodput of random histories: as computed here, and as views of schema 0014 answer."""
 
+import itertools
 import random
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
-from history_tools import at
+from history_tools import at, new_sqlite
 from sqlalchemy import insert
 from test_history_migrations import downgrade, upgrade
 from test_history_views import ask
@@ -19,6 +21,7 @@ Rows = dict[str, list[Row]]
 
 LOST = "SELECT run_id, incident_id, failure_kind, downtime_s, repeated_s, lost_s FROM incident_lost_time ORDER BY 1, 2"
 RECOVERED = "SELECT * FROM run_recoveries ORDER BY run_id, incident_id"
+GOODPUT = "SELECT run_id, wall_s, queue_s, productive_s, repeated_s, lost_s, ettr FROM run_goodput ORDER BY 1"
 UNDRIVEN = "SELECT run_id, began_at, ended_at, seconds FROM undriven_times ORDER BY 1, 2, 3"
 
 STEP_SECONDS, LOSS = 1, 2
@@ -32,7 +35,8 @@ def made_run(number: int, chance: random.Random) -> Rows:
     run_id = f"run-{number:03d}"
     about = {"run_id": run_id}
     external, timed, over = chance.random() < 0.4, chance.random() < 0.7, chance.random() < 0.7
-    rows: Rows = {name: [] for name in ("runs", "attempts", "restarts", "metrics", "incidents", "decisions", "events")}
+    names = ("runs", "attempts", "restarts", "metrics", "latest_metrics", "incidents", "decisions", "events")
+    rows: Rows = {name: [] for name in names}
     clock, step = 10.0, 0
     for attempt in range(1, chance.randint(1, 3) + 1):
         planned_at = at(clock) if chance.random() < 0.9 else None
@@ -85,6 +89,7 @@ def made_run(number: int, chance: random.Random) -> Rows:
                  "node": "", "state": state, "message": "", "data": {}}
             )  # fmt: skip
             clock += chance.choice((0, 1, 50))
+    rows["latest_metrics"] = list({row["key_id"]: row for row in rows["metrics"]}.values())
     trainer = {"kind": "command" if external else "native"}
     ended_at = at(clock) if over else None
     rows["runs"].append(
@@ -104,7 +109,8 @@ def fill(store: HistoryStore, runs: list[Rows]) -> None:
         connection.execute(insert(metadata.tables["metric_keys"]), names)
         for name in runs[0]:
             made = [row for rows in runs for row in rows[name]]
-            connection.execute(insert(metadata.tables[name]), made)
+            if made:
+                connection.execute(insert(metadata.tables[name]), made)
 
 
 def same(found: list[list[object]], expected: list[list[object]]) -> bool:
@@ -163,10 +169,10 @@ def test_views_of_incidents_answer_as_before_and_as_computed_here(
     chance = random.Random(seed)
     runs = [made_run(number, chance) for number in range(60)]
     fill(store, runs)
-    found = [ask(store, question) for question in (LOST, RECOVERED, UNDRIVEN)]
+    found = [ask(store, question) for question in (LOST, RECOVERED, GOODPUT, UNDRIVEN)]
     assert all(len(answer) > 20 for answer in found), "the history has what is compared"
     downgrade(database_url, "0014")
-    before = [ask(store, question) for question in (LOST, RECOVERED, UNDRIVEN)]
+    before = [ask(store, question) for question in (LOST, RECOVERED, GOODPUT, UNDRIVEN)]
     upgrade(database_url, "head")
     for new, old in zip(found, before, strict=True):
         assert same(new, old)
@@ -178,6 +184,46 @@ def test_views_of_incidents_answer_as_before_and_as_computed_here(
     expected = [one for rows in runs for one in recoveries(rows, undriven.get(rows["runs"][0]["run_id"], []))]
     answers = ask(store, "SELECT run_id, incident_id, recovery_s, caught_up_s FROM run_recoveries")
     assert same(sorted(answers, key=lambda row: row[:2]), sorted(expected, key=lambda row: row[:2]))  # type: ignore[arg-type, return-value]
+
+
+def long_run(*, external: bool, timed: bool) -> Rows:
+    """Rows of a run with 40 restarts of 50 steps, each after an incident and from 10 steps earlier."""
+    rows = made_run(0, random.Random(3))
+    rows |= {name: [] for name in ("restarts", "metrics", "incidents", "decisions", "events")}
+    about = {"run_id": "run-000", "attempt": 1}
+    clock = 20
+    for restart in range(40):
+        steps = range(40 * restart + 1, 40 * restart + 51)
+        for step in steps:
+            clock += 1
+            line = {**about, "restart": restart, "step": step, "time": at(clock), "value": 1.0, "non_finite": None}
+            rows["metrics"] += [{**line, "key_id": key} for key in (STEP_SECONDS, LOSS) if timed or key == LOSS]
+        start = {"started_at": at(clock - 49), "first_step": steps[0], "last_step": steps[-1]}
+        rows["restarts"].append({**about, "restart": restart, **start})
+        rows["incidents"].append(
+            {**about, "incident_id": f"1.{restart}", "restart": restart, "found_by": "agent", "failure_kind": "hang",
+             "phase": "", "suspect_ranks": [], "suspect_nodes": [], "fingerprint": "", "evidence_dir": "",
+             "message": "", "collective": "", "seen_at": at(clock)}
+        )  # fmt: skip
+    rows["latest_metrics"] = list({row["key_id"]: row for row in rows["metrics"]}.values())
+    rows["runs"][0]["spec"] = {"trainer": {"kind": "command" if external else "native"}}
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("external", "timed", "limit"), [(False, True, 3_000), (True, True, 12_000), (True, False, 4_000)]
+)
+def test_many_incidents_of_a_long_run_read_few_rows(tmp_path: Path, limit: int, *, external: bool, timed: bool) -> None:
+    """Limits in thousands of instructions of SQLite's machine. Before schema 0016: 6,281, 45,266, and over 400,000."""
+    with HistoryStore(new_sqlite(tmp_path)) as store:
+        fill(store, [long_run(external=external, timed=timed)])
+        for question in (LOST, RECOVERED, GOODPUT):
+            with store.reading() as connection:
+                driver: Any = connection.connection.driver_connection
+                ticks = itertools.count(1)
+                driver.set_progress_handler(lambda ticks=ticks: next(ticks) > limit, 1_000)
+                assert connection.exec_driver_sql(question).all()
+                driver.set_progress_handler(None, 0)
 
 
 def test_a_run_counts_its_incidents_as_the_view_does(store: HistoryStore) -> None:

@@ -302,7 +302,7 @@ def test_the_last_step_after_a_rewind_is_one_that_counts(store: HistoryStore, ru
         other.run_id: None,
     }
     ids = (run.run_id, other.run_id)
-    assert [queries.last_step(queries.latest_metrics(store, run_id)) for run_id in ids] == [4, 0]
+    assert [queries.last_step(queries.show_run(store, run_id)["metrics"]) for run_id in ids] == [4, 0]
     assert [found["last_step"] for found in compare(store, ids)["runs"]] == [4, 0]
 
 

@@ -46,10 +46,13 @@ class History:
             found = connection.execute(select(keys.c.key_id).where(keys.c.name == key)).scalar()
             if found is None:
                 found = connection.execute(insert(keys).values(name=key).returning(keys.c.key_id)).scalar_one()
-        attempt, restart = start
-        self.add(
-            "metrics", run_id=run_id, key_id=found, step=step, attempt=attempt, restart=restart, value=value, time=ago
-        )
+            latest = metadata.tables["latest_metrics"].c
+            is_first = not connection.execute(
+                select(latest.key_id).where(latest.run_id == run_id, latest.key_id == found)
+            ).all()
+        place = {"step": step, "attempt": start[0], "restart": start[1], "time": ago}
+        for table in ("metrics", "latest_metrics") if is_first else ("metrics",):
+            self.add(table, run_id=run_id, key_id=found, value=value, **place)
 
     def run(self, run_id: str, **facts: Any) -> None:
         """Add a completed run with one attempt on two nodes, requested 1000 s ago and ended 100 s ago."""
@@ -186,10 +189,12 @@ def test_recovery_times(history: History) -> None:
     history.metric("a", "time/step_s", 4, 895, 1.0)  # the old start was still working on it
     history.run("e")
     history.incident("e", 500, "network")
-    history.metric("e", "time/step_s", 5, 460, 1.0, (2, 0))
+    history.metric("e", "time/step_s", 5, 460, 1.0, (1, 1))
     history.run("f")
     history.incident("f", 500, "network")
-    history.metric("f", "time/step_s", 5, 480, 1.0, (2, 0))
+    history.metric("f", "time/step_s", 5, 480, 1.0, (1, 1))
+    for run_id, attempt, restart in (("a", 1, 1), ("b", 1, 1), ("c", 1, 1), ("a", 1, 0), ("e", 1, 1), ("f", 1, 1)):
+        history.add("restarts", run_id=run_id, attempt=attempt, restart=restart, first_step=4, last_step=5)
     columns = ("failure_kind", "num_recovered", "num_without", "fastest_s", "median_s", "slowest_s")
     assert pick(history.ask("recovery-times"), *columns) == [
         ("hang", 3, 1, 10.0, 30.0, 100.0),

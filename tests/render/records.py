@@ -273,7 +273,6 @@ def learned(**changes: Any) -> ReportData:
             "wire_s": 0.0,
             "apply_s": 0.04,
             "gb_per_s": 0.08,
-            "share_of_limit": None,
             "bytes": 6_441_984,
             "unacknowledged": [],
         },

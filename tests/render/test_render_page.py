@@ -174,7 +174,7 @@ def test_a_run_that_is_only_supervised_has_no_policy_loss() -> None:
     )
     curves = {name: records.curves(20, 20)[name] for name in ("train/loss", "train/grad_norm")}
     text = _text(records.learned(spec=spec, curves=curves))
-    assert "Loss of the policy steps: the run made no step of reinforcement learning." in text
+    assert "Loss of the policy steps" not in text
     assert "20 steps of SFT" not in text
     assert "80 steps of SFT" in text
 
@@ -197,6 +197,15 @@ def test_a_run_on_pairs_tells_its_loss_from_that_of_its_warm_start() -> None:
     assert "at step 30" in labels[0]
     assert "at step 31 to" in labels[-1]
     assert "measure_kl" not in page, "the algorithm has no such setting"
+
+
+def test_a_run_on_pairs_alone_says_nothing_of_plots_that_it_cannot_have() -> None:
+    curves: dict[str, Curve] = {"train/loss": [(1, 0.7), (2, 0.5)], "train/grad_norm": [(1, math.nan)]}
+    text = _text(records.learned(spec=config.load("kto"), curves=curves))
+    for wrong in ("Reward:", "Entropy:", "learn from:", "Completion length:", "policy steps", "supervised steps"):
+        assert wrong not in text, wrong
+    assert "Preferences: the run made no step of preference learning." in text
+    assert "Gradient norm: its only value is not finite (NaN or infinite)." in text, "control"
 
 
 OTHER_PROGRAM = ["model.path=m", "data.train=d"]

@@ -17,6 +17,7 @@ from rlhf_core.schemas.attempts import AttemptState, Role, RunState
 from rlhf_core.schemas.failures import Action, DecidedBy, FailureKind
 from rlhf_core.schemas.journal import AttemptMoved, AttemptSubmitted, DecisionMade, IncidentFound
 from rlhf_core.schemas.resources import Submission
+from rlhf_core.schemas.weight_ledger import WeightSyncLine
 from rlhf_core.watchdog import ingest_reader
 from rlhf_core.watchdog.evidence import ending_incidents
 from rlhf_core.watchdog.ingest import files_digest, rebuild, sync
@@ -63,12 +64,12 @@ def test_every_file_becomes_rows(store: HistoryStore, runs: Path) -> None:
 
 def test_an_unacknowledged_sync_is_shown_as_such(store: HistoryStore, runs: Path) -> None:
     run = synced(whole_run(runs), store)
-    found = ask(store, "SELECT attempt, restart, version, acknowledged, gb_per_s, share_of_limit FROM weight_syncs")
+    found = ask(store, "SELECT attempt, restart, version, acknowledged, gb_per_s FROM weight_syncs")
     assert sorted(found) == [
-        [1, 0, 2, 2, 4.0, 0.8],
-        [1, 0, 3, 2, 4.0, 0.8],
-        [1, 1, 2, 1, 4.0, None],
-        [1, 1, 3, 0, None, None],
+        [1, 0, 2, 2, 4.0],
+        [1, 0, 3, 2, 4.0],
+        [1, 1, 2, 1, 4.0],
+        [1, 1, 3, 0, None],
     ]
     facts = queries.show_run(store, run.run_id)["weight_syncs"]
     assert (facts["num_versions"], facts["engines"], facts["seconds"], facts["gb_per_s"]) == (2, 2, 0.5, 4.0)
@@ -77,7 +78,7 @@ def test_an_unacknowledged_sync_is_shown_as_such(store: HistoryStore, runs: Path
         (1, 3, 0),
     ]
     assert weight_sync_text(facts) == (
-        "2 versions to 2 engines, broadcast, median 0.5 s (0.25 on the wire, 0.2 to apply), 4 GB/s, 80% of the link, "
+        "2 versions to 2 engines, broadcast, median 0.5 s (0.25 on the wire, 0.2 to apply), 4 GB/s, "
         "NOT ACKNOWLEDGED by all engines: version 2 (attempt 1 after restart 1: 1 of 2), 3 (attempt 1 after restart 1: "
         "0 of 2)"
     )
@@ -95,6 +96,11 @@ def test_a_sync_in_progress_is_not_reported_as_missing_during_the_run(store: His
     sync(run.dir, store)
     (missing,) = queries.show_run(store, run.run_id)["weight_syncs"]["unacknowledged"]
     assert (missing["version"], missing["acknowledged"]) == (3, 0)
+
+
+def test_a_ledger_of_an_earlier_version_is_read() -> None:
+    line = '{"number": 0, "time": "2026-03-01T12:00:00Z", "version": 2, "engines": 1, "limit_gb_per_s": null}'
+    assert "limit" not in WeightSyncLine.model_validate_json(line).model_dump_json()
 
 
 def test_a_ledger_that_is_read_again_adds_no_duplicate_rows(store: HistoryStore, runs: Path) -> None:
@@ -255,7 +261,7 @@ def test_non_finite_values_can_be_distinguished(store: HistoryStore, runs: Path)
     curves = queries.curve(store, run.run_id, ["a", "b", "c"])
     assert math.isnan(curves["a"][0][1])
     assert (curves["b"], curves["c"]) == ([(1, math.inf)], [(1, -math.inf)])
-    assert queries.latest_metrics(store, run.run_id)["a"]["value"] == "NaN"
+    assert queries.show_run(store, run.run_id)["metrics"]["a"]["value"] == "NaN"
 
 
 def test_text_that_postgresql_cannot_hold_is_kept_readable(store: HistoryStore, runs: Path) -> None:
@@ -273,7 +279,7 @@ def test_latest_metrics_follow_a_rewind(store: HistoryStore, runs: Path) -> None
     sync(run.dir, store)
     run.metrics(1, 1, 2, 10)
     sync(run.dir, store)
-    newest = queries.latest_metrics(store, run.run_id)["time/step_s"]
+    newest = queries.show_run(store, run.run_id)["metrics"]["time/step_s"]
     assert (newest["attempt"], newest["restart"], newest["step"]) == (1, 1, 2)
 
 

@@ -16,7 +16,7 @@ from rlhf_core.history.queries.baselines import (
 )
 from rlhf_core.history.queries.details import counted_incidents, evaluation_samples, events, show_run
 from rlhf_core.history.queries.measured import measured_shape
-from rlhf_core.history.queries.metrics import STEP_SECONDS, curve, last_step, latest_metrics, telemetry
+from rlhf_core.history.queries.metrics import STEP_SECONDS, curve, last_step, telemetry
 from rlhf_core.history.queries.plain import Facts
 from rlhf_core.history.queries.runs import list_runs, resolve_run, run_dir_of
 from rlhf_core.history.queries.sql import SqlResult, SqlStream, run_sql, stream_sql
@@ -32,7 +32,6 @@ __all__ = [
     "events",
     "last_good",
     "last_step",
-    "latest_metrics",
     "list_runs",
     "longest_gaps",
     "measured_shape",

@@ -1,4 +1,4 @@
-"""Controllers of a run, and their Prefect flow runs."""
+"""The controller that holds the lease of a run."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -7,19 +7,6 @@ from sqlalchemy import select
 
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables.sqlalchemy_core import CONTROLLERS, LEASES
-
-
-def run_of_flow_run(store: HistoryStore, flow_run_id: str) -> str | None:
-    """Find the run that a Prefect flow run drove last; None if it drove none."""
-    query = (
-        select(CONTROLLERS.c.run_id)
-        .where(CONTROLLERS.c.flow_run_id == flow_run_id, CONTROLLERS.c.flow_run_id != "")
-        .order_by(CONTROLLERS.c.started_at.desc())
-        .limit(1)
-    )
-    with store.reading() as connection:
-        found = connection.execute(query).scalar()
-    return None if found is None else str(found)
 
 
 @dataclass(frozen=True)

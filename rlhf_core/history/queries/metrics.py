@@ -12,14 +12,8 @@ STEP_SECONDS = "time/step_s"
 """Metric of every step."""
 
 
-def latest_metrics(store: HistoryStore, run_id: str) -> dict[str, Facts]:
-    """Read the newest value of each metric: ``value, step, attempt, restart, time``."""
-    with store.reading() as connection:
-        return newest_metrics(connection, run_id)
-
-
 def newest_metrics(connection: Connection, run_id: str) -> dict[str, Facts]:
-    """Read the newest value of each metric, as :func:`latest_metrics`."""
+    """Read the newest value of each metric: ``value, step, attempt, restart, time``."""
     rows = connection.execute(
         select(KEYS.c.name, LATEST)
         .join(KEYS, KEYS.c.key_id == LATEST.c.key_id)
@@ -39,7 +33,7 @@ def newest_metrics(connection: Connection, run_id: str) -> dict[str, Facts]:
 
 
 def last_step(metrics: Mapping[str, Facts]) -> int:
-    """The last optimizer step of a run, by its newest metrics (:func:`latest_metrics`); 0 without any.
+    """The last optimizer step of a run, by its newest metrics (:func:`newest_metrics`); 0 without any.
 
     That of the newest start of the workers: after a rewind, a rarely logged metric still has its value of a later step.
     """

@@ -172,24 +172,12 @@ def _translated_errors(text: str, errors: type[Exception], clock: WorkClock) -> 
 
 
 _NOT_THERE = ("no such table", "no such column", "does not exist")
-
-
 _TOO_LONG = ("interrupted", "statement timeout")
-
-
 _FORBIDDEN = (
     *("not authorized", "prohibited", "read-only", "readonly", "multiple commands", "one statement", "VACUUM"),
-    *(
-        "permission denied",
-        "must be superuser",
-        "must be a member",
-        "must not contain data-modifying",
-        "must not be",
-        "not allowed",
-    ),
+    *("permission denied", "must be superuser", "must be a member", "must not be", "not allowed"),
+    "must not contain data-modifying",
 )
-
-
 _NO_QUERY = re.compile(
     r'at or near "(ABORT|ALTER|ANALYZE|BEGIN|CALL|CHECKPOINT|CLOSE|CLUSTER|COMMENT|COMMIT|COPY|CREATE|DEALLOCATE'
     r"|DECLARE|DELETE|DISCARD|DO|DROP|EXECUTE|EXPLAIN|FETCH|GRANT|IMPORT|INSERT|LISTEN|LOAD|LOCK|MERGE|MOVE|NOTIFY|PREPARE"
@@ -215,8 +203,7 @@ def _refusal(text: str, error: Exception) -> BadInput:
     if "too big" in message:
         return BadInput(
             f"a value of the query or of its result is larger than {sql_limits.MAX_VALUE_BYTES >> 20} MiB, the "
-            "limit of `rlhf sql`: omit its "
-            "column"
+            "limit of `rlhf sql`: omit its column"
         )
     if any(sign in message for sign in _NOT_THERE):
         advice = renamed.advice(text, message)

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, select
 from rlhf_core.history.queries.plain import Facts
 from rlhf_core.history.tables.sqlalchemy_core import WEIGHT_SYNCS
 
-_MEDIANS = ("seconds", "wire_s", "apply_s", "gb_per_s", "share_of_limit", "bytes")
+_MEDIANS = ("seconds", "wire_s", "apply_s", "gb_per_s", "bytes")
 
 
 def weight_sync_facts(connection: Connection, run_id: str, *, is_active: bool) -> Facts:
@@ -20,9 +20,9 @@ def weight_sync_facts(connection: Connection, run_id: str, *, is_active: bool) -
 
     Returns:
         ``num_syncs``, ``num_versions`` (distinct ones), ``engines`` (of the newest sync), ``transports``, medians over
-            the completed syncs (``seconds``, ``wire_s``, ``apply_s``, ``gb_per_s``, ``share_of_limit``, ``bytes``; null
-            if none has it), and ``unacknowledged``: attempt, restart, version, engines and acknowledged of each sync
-        that not all engines have acknowledged.
+            the completed syncs (``seconds``, ``wire_s``, ``apply_s``, ``gb_per_s``, ``bytes``; null if none has it),
+            and ``unacknowledged``: attempt, restart, version, engines and acknowledged of each sync that not all
+            engines have acknowledged.
     """
     c = WEIGHT_SYNCS.c
     query = select(WEIGHT_SYNCS).where(c.run_id == run_id).order_by(c.attempt, c.restart, c.number)

@@ -10,7 +10,7 @@ SELECT attempt, restart, transport, COUNT(*) AS num_syncs, MIN(version) AS first
        MAX(engines) AS engines, SUM(CASE WHEN acknowledged < engines THEN 1 ELSE 0 END) AS missing,
        AVG(seconds) AS mean_s, AVG(CASE WHEN seconds IS NOT NULL THEN wire_s END) AS mean_wire_s,
        AVG(CASE WHEN seconds IS NOT NULL THEN apply_s END) AS mean_apply_s, MAX(seconds) AS longest_s,
-       AVG(gb_per_s) AS mean_gb_per_s, AVG(share_of_limit) AS mean_share_of_limit, SUM(bytes) AS bytes
+       AVG(gb_per_s) AS mean_gb_per_s, SUM(bytes) AS bytes
 FROM weight_syncs
 WHERE run_id = :run
 GROUP BY attempt, restart, transport

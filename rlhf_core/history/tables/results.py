@@ -83,8 +83,6 @@ class WeightSync(Base):
     """Part of it in which engines loaded the weights."""
     gb_per_s: Mapped[float | None]
     """Rate, as bytes over all seconds; null if the sync did not complete."""
-    share_of_limit: Mapped[float | None]
-    """Rate on the wire over the limit of the links; null without a wire or a known limit."""
     engines: Mapped[int]
     """Engines to update."""
     acknowledged: Mapped[int]

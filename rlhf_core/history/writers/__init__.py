@@ -16,7 +16,7 @@ def write_batch(connection: Connection, run_id: str, batch: IngestBatch) -> None
         IllegalMove: the journal has a change of state that is not in the table of moves.
     """
     journal.write_journal(connection, run_id, batch.journal)
-    events.write_notes(connection, run_id, "housekeeping.jsonl", batch.notes)
+    events.write_notes(connection, run_id, batch.notes)
     attempts.write_attempts(connection, run_id, batch.attempts)
     attempts.write_restarts(connection, run_id, batch)
     events.write_events(connection, run_id, batch.events)

@@ -58,12 +58,12 @@ _RENAMED_NOTES = {"tell": "publish"}
 """Kinds of notes that earlier versions wrote, with their present names."""
 
 
-def write_notes(connection: Connection, run_id: str, source: str, notes: Sequence[tuple[int, ReconcileNote]]) -> None:
+def write_notes(connection: Connection, run_id: str, notes: Sequence[tuple[int, ReconcileNote]]) -> None:
     """Write the notes of the site daemon."""
     rows = [
         _event_row(
             run_id,
-            source,
+            "housekeeping.jsonl",
             position,
             note.time,
             f"reconcile_{_RENAMED_NOTES.get(note.kind, note.kind)}",

@@ -1,7 +1,7 @@
 """Rows of metrics and of their newest values."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import cache
 from typing import Any
 
@@ -13,18 +13,18 @@ from rlhf_core.history.writers import metric_rows
 from rlhf_core.history.writers.upserts import CHUNK, Row, insert_or_keep, upsert
 
 
-def write_metric_keys(connection: Connection, names: Iterable[str]) -> dict[str, int]:
+def write_metric_keys(connection: Connection, names: Set[str]) -> dict[str, int]:
     """Get the ids of metric names, and create them for new names.
 
     Queried in every batch instead of cached: an id from a rolled-back transaction or a recreated database would
     silently store values under another name.
     """
-    unique = sorted(set(names))
-    ids = _metric_key_ids(connection, unique)
-    new = [{"name": name} for name in unique if name not in ids]  # sorted, so that two controllers cannot deadlock
+    ordered = sorted(names)
+    ids = _metric_key_ids(connection, ordered)
+    new = [{"name": name} for name in ordered if name not in ids]  # sorted, so that two controllers cannot deadlock
     if new:
         insert_or_keep(connection, KEYS, new)
-        ids = _metric_key_ids(connection, unique)
+        ids = _metric_key_ids(connection, ordered)
     return ids
 
 
@@ -54,7 +54,9 @@ def write_metrics(
             else:
                 rows.append((run_id, key_id, step, attempt, restart, None, _non_finite(value), time))
     metric_rows.insert(connection, rows)
-    _write_latest(connection, [_latest_row(run_id, key_id, *latest[key_id]) for key_id in sorted(latest)])
+    if latest:
+        newest = [_latest_row(run_id, key_id, *latest[key_id]) for key_id in sorted(latest)]
+        connection.execute(_newest_metric(connection.dialect.name), newest)
 
 
 def _order(entry: MetricsEntry) -> tuple[int, int, int]:
@@ -79,12 +81,6 @@ def _non_finite(value: float) -> str:
     if math.isnan(value):
         return "NaN"
     return "Infinity" if value > 0 else "-Infinity"
-
-
-def _write_latest(connection: Connection, rows: Sequence[Row]) -> None:
-    if rows:
-        ordered = sorted(rows, key=lambda row: row["key_id"])
-        connection.execute(_newest_metric(connection.dialect.name), ordered)
 
 
 @cache

@@ -77,7 +77,6 @@ def write_weight_syncs(connection: Connection, run_id: str, entries: Sequence[We
             "restart": entry.restart,
             **columns_of(WEIGHT_SYNCS, entry.line),
             "gb_per_s": entry.line.gb_per_s,
-            "share_of_limit": entry.line.share_of_limit,
         }
         for entry in newest.values()
     ]
