@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Collection
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -127,7 +128,7 @@ def test_postgresql_is_never_migrated_on_the_way() -> None:
 
 
 def test_a_migration_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail_at_the_end(*_arguments: object) -> None:
+    def fail_at_the_end(*_arguments: Any) -> None:
         original(*_arguments)
         raise KeyboardInterrupt
 

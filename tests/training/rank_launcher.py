@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 REPOSITORY = Path(__file__).resolve().parents[2]
 PATHS = (REPOSITORY, Path(__file__).parent, REPOSITORY / "tests" / "benchmarks")
 
-TINY_MODEL = {
+TINY_MODEL: dict[str, Any] = {
     "model_type": "qwen3",
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -133,7 +133,7 @@ def values(results: list[RankResult]) -> list[Any]:
 
 def _result(scratch: Path, rank: int, exit_code: int) -> RankResult:
     path = scratch / f"result-{rank}.json"
-    content = json.loads(path.read_text()) if path.exists() else {"value": None, "error": "(killed)"}
+    content: Any = json.loads(path.read_text()) if path.exists() else {"value": None, "error": "(killed)"}
     output = (scratch / f"output-{rank}.txt").read_text(errors="replace")
     return RankResult(exit_code, content["value"], content["error"], output)
 

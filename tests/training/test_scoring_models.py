@@ -317,7 +317,7 @@ def test_other_weights_than_those_of_the_checkpoint_are_refused(tmp_path: Path) 
 
 def test_copies_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
     folder = make_reward_model(tmp_path / "model")
-    odd = SimpleNamespace(**{**vars(ranks()), "gather": lambda value: [value, "not there"]})
+    odd: Any = SimpleNamespace(**{**vars(ranks()), "gather": lambda value: [value, "not there"]})
     with pytest.raises(BadConfig, match=r"found different files .* rank 1: not there"):
         load_scoring_models({"good": ScoringModelSpec(path=str(folder))}, odd, char_tokenizer(), {}, lambda: None)
 
