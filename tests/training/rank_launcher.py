@@ -275,6 +275,15 @@ class TrainingGroup:
             shutil.copytree(f"{self.folder}/{source}", f"{self.folder}/{target}")
         self.ranks.barrier()
 
+    def rewind(self, source: str, target: str, step: int) -> None:
+        """Copy a run without its last checkpoint, of ``step``: as if it had been killed after the one before."""
+        from rlhf_core.run_dir.run import RunDir
+
+        if self.ranks.is_first:
+            shutil.copytree(f"{self.folder}/{source}", f"{self.folder}/{target}")
+            shutil.rmtree(RunDir(Path(self.folder) / target).checkpoint(step).root)
+        self.ranks.barrier()
+
     def damage(self, path: Path) -> None:
         """Change the last bit of a file, once for all ranks."""
         if self.ranks.is_first:
