@@ -9,18 +9,27 @@ from typing import Any
 import pytest
 import torch
 from gpu_stand_in import CpuForGpu
-from sync_processes import EngineProcess, Faults, Fleet, beat, digests, layout_of, new_sender, odd_weights, streamed
+from sync_processes import (
+    Faults,
+    Fleet,
+    beat,
+    digests,
+    layout_of,
+    living,
+    new_sender,
+    odd_weights,
+    sync,
+)
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from rlhf_core.errors import WeightSyncFailed
-from rlhf_core.schemas.weight_sync import LinkBackend, WeightSyncReport
+from rlhf_core.schemas.weight_sync import LinkBackend
 from rlhf_core.weight_sync import gpu_links
 from rlhf_core.weight_sync.broadcast import BroadcastOutgoing
 from rlhf_core.weight_sync.gpu import Gpu
 from rlhf_core.weight_sync.gpu_links import GpuLink
 from rlhf_core.weight_sync.links import BUCKET, LinkEnd
-from rlhf_core.weight_sync.sender import Sender
 from rlhf_core.weight_sync.session import synchronize
 
 pytestmark = pytest.mark.training
@@ -33,14 +42,6 @@ OVER_NCCL: dict[str, Any] = {"backend": LinkBackend.NCCL}
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand-in for the GPU in this process; engines have one already."""
     monkeypatch.setattr(gpu_links, "Gpu", CpuForGpu)
-
-
-def sync(sender: Sender, engines: list[EngineProcess], version: int, weights: dict[str, Tensor]) -> WeightSyncReport:
-    return synchronize(sender, engines, version, layout_of(weights), streamed(weights), beat)
-
-
-def living(engines: list[EngineProcess], lost: str) -> list[EngineProcess]:
-    return [engine for engine in engines if engine.name != lost]
 
 
 @pytest.mark.usefixtures("stand_in")
