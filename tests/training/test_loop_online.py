@@ -21,12 +21,7 @@ from rlhf_core.schemas.algorithms import specs
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
 
 SAMPLING = [name for name, spec in specs().items() if spec.samples]
-SEVERAL: dict[str, Any] = {
-    "num_epochs": 2,
-    "num_minibatches": 3,
-    "kl_coefficient": 0.1,
-    "correction": "sequence_truncate",
-}
+SEVERAL: Any = {"num_epochs": 2, "num_minibatches": 3, "kl_coefficient": 0.1, "correction": "sequence_truncate"}
 PPO = {"num_epochs": 2, "num_minibatches": 2, "kl_coefficient": 0.05, "critic_warmup_steps": 1}
 DAPO = {"max_sampling_rounds": 3, "overlong_buffer": 2, "mask_truncated": False}
 

@@ -62,10 +62,7 @@ OTHERS = ("cpo", "simpo", "orpo")
 DPO = {"name": "dpo"}
 RANKER = {"name": "reward_model", "centring_coefficient": 0.01}
 IPO = {"name": "dpo", "loss": "ipo"}
-WARM: dict[str, Any] = {
-    "data": {"generator": "rlhf_core.training.tasks:sorted_pairs"},
-    "evaluate": {"every_num_steps": 3},
-}
+WARM: Any = {"data": {"generator": "rlhf_core.training.tasks:sorted_pairs"}, "evaluate": {"every_num_steps": 3}}
 
 
 KTO = spec_of(
