@@ -39,6 +39,7 @@ os.environ.update(
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
+        "TORCH_COMPILE_DISABLE": "1",  # our vLLM on CPU sets it: too late in forks with torch
         "DO_NOT_TRACK": "1",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_LOGGING_TO_API_ENABLED": "false",
@@ -137,6 +138,7 @@ def pytest_collection_finish() -> None:
     """Exclude the imported modules from garbage collection, and collect only objects made by tests."""
     gc.freeze()
     gc.enable()
+    gc.set_threshold(10_000)
 
 
 def _cuda_available() -> bool:

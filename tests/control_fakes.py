@@ -1,6 +1,6 @@
 """Helpers of the control-plane tests: a spec, an in-memory scheduler, and a fake agent that writes the real files."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,7 +100,7 @@ class FakeScheduler:
     node_gpus: dict[str, int] = field(default_factory=dict)
     node_gpu_types: dict[str, str] = field(default_factory=dict)
     out_of_service: dict[str, str] = field(default_factory=dict)
-    node_partitions: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    node_partitions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     default_partition: str = ""
     first_state: JobState = JobState.RUNNING
     on_submit: Callable[[JobRequest], None] = lambda request: None

@@ -443,19 +443,8 @@ class PostgresServer:
             os.chown(self._folder, owner.pw_uid, owner.pw_gid)
             identity = {"user": owner.pw_uid, "group": owner.pw_gid, "extra_groups": []}
         data = self._folder / "data"
-        initialise = [
-            programs / "initdb",
-            "-D",
-            data,
-            "-U",
-            "rlhf",
-            "-A",
-            "trust",
-            "-E",
-            "UTF8",
-            "--locale=C",
-            "--no-sync",
-        ]
+        settings = ("-U", "rlhf", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync")
+        initialise = (programs / "initdb", "-D", data, *settings)
         made = subprocess.run(initialise, capture_output=True, text=True, cwd=self._folder, check=False, **identity)
         if made.returncode != 0:
             raise LookupError(f"PostgreSQL cannot be started here: {made.stderr.strip().splitlines()[-1]}")
@@ -526,7 +515,7 @@ class PostgresServer:
             probe.bind(("127.0.0.1", 0))
             self._port = probe.getsockname()[1]
         settings = ("listen_addresses=127.0.0.1", f"unix_socket_directories={self._folder}", "fsync=off")
-        command = [program, "-D", data, "-p", str(self._port)]
+        command = [str(program), "-D", str(data), "-p", str(self._port)]
         messages = self._folder / "log"
         with messages.open("wb") as log:
             self._process = subprocess.Popen(

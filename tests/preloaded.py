@@ -8,7 +8,7 @@ import atexit
 import importlib
 import os
 
-from rlhf_core.garbage import uncollected
+from rlhf_core.garbage import collect_rarely, uncollected
 
 MODULES = (
     "rlhf_core.worker.__main__",
@@ -26,6 +26,7 @@ with uncollected():
     for _module in MODULES:
         importlib.import_module(_module)
     import_libraries()
+collect_rarely()  # as `python -m rlhf_core.worker` does
 
 # The fork server and its forks exit at once, because C++ libraries complain at length about uncollected objects.
 atexit.register(os._exit, 0)

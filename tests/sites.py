@@ -177,7 +177,7 @@ class Site:
         self._started.append(process)
         return process
 
-    def start(self, *arguments: str, **more: str) -> "subprocess.Popen[str]":
+    def start(self, *arguments: str, **more: Any) -> "subprocess.Popen[str]":
         """Start the ``rlhf`` command without waiting for it."""
         return self.spawn(self.command(*arguments), **more)
 
@@ -190,7 +190,7 @@ class Site:
             assert process.returncode == code, message
         return Finished(process.returncode, stdout, stderr)
 
-    def python(self, code: str, **more: str) -> str:
+    def python(self, code: str, **more: Any) -> str:
         """Run a program of this site and return its output."""
         process = self.spawn([sys.executable, "-c", code], **more)
         stdout, stderr = process.communicate(timeout=TIMEOUT_S)

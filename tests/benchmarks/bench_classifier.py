@@ -83,8 +83,9 @@ class Share(NamedTuple):
         return f"{self.count} of {self.total} ({self.count / self.total:.1%}, 95 % {low:.1%} to {high:.1%})"
 
 
-def wilson(count: int, total: int, z: float = 1.96) -> tuple[float, float]:
-    """Interval of a share."""
+def wilson(count: int, total: int) -> tuple[float, float]:
+    """Interval of a share, of 95 %."""
+    z = 1.96
     share, square = count / total, z * z / total
     middle = (share + square / 2) / (1 + square)
     half = z * sqrt(share * (1 - share) / total + square / (4 * total)) / (1 + square)

@@ -70,7 +70,9 @@ def main() -> int:
     )
     with tempfile.TemporaryDirectory() as folder:
         control = ("seed=0", 'reward.functions=["shuffled_reward:shuffled_exact_match"]')
-        cases = [(f"seed {seed}", (f"seed={seed}",)) for seed in options.seeds] + [(CONTROL, control)]
+        cases: list[tuple[str, tuple[str, ...]]] = [(f"seed {seed}", (f"seed={seed}",)) for seed in options.seeds] + [
+            (CONTROL, control)
+        ]
         cases = list(MODES.items()) if options.modes else cases
         for number, (name, overrides) in enumerate(cases):
             measured, seconds = run(Path(folder) / str(number), *overrides)

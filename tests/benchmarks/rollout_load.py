@@ -34,7 +34,7 @@ from rlhf_core.training.rollouts.remote.engine import RemoteEngines
 from rlhf_core.training.rollouts.server.process import run_engine
 from rlhf_core.training.types import Completion, NullReporter
 
-MODEL = {
+MODEL: dict[str, Any] = {
     "model_type": "qwen3",
     "hidden_size": 256,
     "intermediate_size": 768,

@@ -194,9 +194,9 @@ def _mlflow(folder: Path) -> Any:
     return MlflowClient(tracking_uri=f"sqlite:///{folder}/mlflow.db")
 
 
-def _mlflow_runs(folder: Path, name: str = "sort") -> list[Any]:
+def _mlflow_runs(folder: Path) -> list[Any]:
     client = _mlflow(folder)
-    return list(client.search_runs([client.get_experiment_by_name(name).experiment_id]))
+    return list(client.search_runs([client.get_experiment_by_name("sort").experiment_id]))
 
 
 def test_mlflow(run: RunFiles, tmp_path: Path) -> None:

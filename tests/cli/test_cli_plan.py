@@ -52,7 +52,7 @@ def run_of(
     times: Mapping[str, float],
     end: RunState = RunState.COMPLETED,
     overrides: Sequence[str] = (),
-    **figures: float,
+    **figures: Any,
 ) -> str:
     """A run of a preset with the given step times, ingested into the history from its files.
 

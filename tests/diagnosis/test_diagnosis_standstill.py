@@ -171,7 +171,7 @@ def test_a_worker_that_waits_for_time_or_for_the_outside_keeps_the_long_floor(wa
 def test_whatever_moves_keeps_the_long_floor(grows: str) -> None:
     ranks = [rank(0), rank(1)]
     inspections = [
-        [inspected(ranks[0], 2.0 * number), inspected(ranks[1], 2.0 * number, **{grows: number})]
+        [inspected(ranks[0], 2.0 * number), inspected(ranks[1], 2.0 * number, Wait.LOCK, **{grows: number})]
         for number in range(20)
     ]
     assert prove(record(*inspections).still, suspects_of(ranks), 2) == []

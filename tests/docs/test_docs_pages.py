@@ -83,7 +83,7 @@ def _paths(of: object) -> Iterator[Path]:
     for name, member in inspect.getmembers(type(of)):
         if name.startswith("_"):
             continue
-        if isinstance(member, property) and inspect.signature(member.fget).return_annotation is Path:
+        if isinstance(member, property) and member.fget and inspect.signature(member.fget).return_annotation is Path:
             yield getattr(of, name)
         elif inspect.isfunction(member) and inspect.signature(member).return_annotation is Path:
             arguments = [argument for argument in inspect.signature(member).parameters if argument != "self"]

@@ -155,14 +155,12 @@ def _collective(what: str) -> Callable[[random.Random], dict[str, Any]]:
     }
 
 
-def _slow(
-    phase: str, seconds: float, gap_s: float, rank: int | None = None
-) -> Callable[[random.Random], dict[str, Any]]:
+def _slow(phase: str, seconds: float, gap_s: float) -> Callable[[random.Random], dict[str, Any]]:
     return lambda chance: {
         "moment": "slow",
         "what": "slow",
         "phase": phase,
-        "rank": chance.randrange(NUM_RANKS) if rank is None else rank,
+        "rank": chance.randrange(NUM_RANKS),
         "seconds": seconds,
         "gap_s": gap_s,
     }

@@ -23,6 +23,7 @@ from rlhf_core.errors import (
 from rlhf_core.files.appended import read_models
 from rlhf_core.files.whole import write_model
 from rlhf_core.history import queries
+from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal, read_record
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobRequest, JobState
@@ -606,7 +607,7 @@ def test_a_database_that_goes_away_changes_nothing_but_the_view(
     controller = harness.controller(run_dir)
     away = True
 
-    def sync(directory: RunDir, store: object) -> None:
+    def sync(directory: RunDir, store: HistoryStore) -> None:
         if away:
             raise DatabaseUnavailable("it is away")
         real_sync(directory, store)

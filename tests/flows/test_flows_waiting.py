@@ -56,9 +56,9 @@ def submitted(site: Site) -> Submitted:
     return submit("quickstart", site)
 
 
-def send_heartbeat(client: Any, name: str = "worker-1") -> None:
+def send_heartbeat(client: Any) -> None:
     """Send a heartbeat of a worker."""
-    beat = {"name": name, "heartbeat_interval_seconds": 30}
+    beat = {"name": "worker-1", "heartbeat_interval_seconds": 30}
     client.request("POST", "/work_pools/rlhf/workers/heartbeat", json=beat)
 
 

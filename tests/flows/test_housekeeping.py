@@ -444,8 +444,8 @@ def test_of_two_daemons_one_acts_until_it_goes(harness: ControllerHarness, monke
     acting, acted = [], threading.Condition()
     stops = {name: threading.Event() for name in ("first", "second")}
     monkeypatch.setattr(loop, "RETRY_INTERVAL_S", 0.05)
-    owners = iter(("a@elsewhere:1:1.00", "b@elsewhere:2:1.00"))
-    monkeypatch.setattr(loop.Owner, "this_process", lambda: next(owners))
+    owners = {"first": "a@elsewhere:1:1.00", "second": "b@elsewhere:2:1.00"}
+    monkeypatch.setattr(loop.Owner, "this_process", lambda: owners[threading.current_thread().name])
 
     def act(site: object, store: object, lease: loop.HeldLease, stop: threading.Event, rounds: object) -> None:
         with acted:

@@ -228,7 +228,7 @@ def versions(run_dir: RunDir) -> dict[str, int]:
         }
 
 
-def firings(automation_id: UUID) -> int:
+def firings(automation_id: UUID | None) -> int:
     """Number of times that an automation has acted."""
     query = {"filter": {"resource": {"id": [f"prefect.automation.{automation_id}"]}}, "limit": 50}
     with api_client() as client:

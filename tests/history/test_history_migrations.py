@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Collection
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -127,7 +128,7 @@ def test_postgresql_is_never_migrated_on_the_way() -> None:
 
 
 def test_a_migration_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail_at_the_end(*_arguments: object) -> None:
+    def fail_at_the_end(*_arguments: Any) -> None:
         original(*_arguments)
         raise KeyboardInterrupt
 
@@ -141,15 +142,15 @@ def test_a_migration_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatc
     HistoryStore(url).close()
 
 
-def alembic(*arguments: str, url: str, cwd: Path = CHECKOUT) -> str:
+def alembic(*arguments: str, url: str) -> str:
     """Alembic's own command line, as in a checkout."""
-    return _in_checkout("-m", "alembic", "-x", f"url={url}", *arguments, cwd=cwd)
+    return _in_checkout("-m", "alembic", "-x", f"url={url}", *arguments)
 
 
-def _in_checkout(*arguments: str, cwd: Path = CHECKOUT) -> str:
+def _in_checkout(*arguments: str) -> str:
     program = [sys.executable, *arguments]
     environment = {**os.environ, "PYTHONPATH": ""}
-    done = subprocess.run(program, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(program, cwd=CHECKOUT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -4,6 +4,7 @@ import json
 import math
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from history_tools import RunFiles, at, dump, new_sqlite, postgres, synced, whole_run
@@ -435,7 +436,7 @@ def stopped(store: HistoryStore, runs: Path) -> RunFiles:
         run.metrics(attempt, 0, attempt, seconds + 10)
         incident = run.incident(attempt, 0, FailureKind.CUDA_OOM, seconds + 20)
         run.decision(attempt, 0, Action.NEW_ATTEMPT, seconds + 20)
-        about = {"decided_by": DecidedBy.CONTROLLER, "decided_at": at(seconds + 21)}
+        about: dict[str, Any] = {"decided_by": DecidedBy.CONTROLLER, "decided_at": at(seconds + 21)}
         if kind is FailureKind.NODE_LOST:
             incident = incident.model_copy(update={"failure_kind": kind, "seen_at": at(seconds + 21)})
             run.journal(IncidentFound(incident=incident), seconds + 21)

@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from history_tools import T0, RunFiles, at, dump, new_sqlite, remove_run, synced, whole_run
@@ -173,7 +174,7 @@ def test_time_without_a_driver_of_the_run_counts_nowhere(store: HistoryStore, ru
     run = synced(resumed(runs, was_killed=was_killed), store)
     (listed,) = queries.list_runs(store)
     shown = queries.show_run(store, run.run_id)
-    about = {"abs": 1e-3}
+    about: dict[str, Any] = {"abs": 1e-3}
     for facts in (listed, shown["run"]):
         assert (facts["seconds"], facts["undriven_s"]) == (pytest.approx(20, **about), pytest.approx(2 * DAY, **about))
     assert shown["goodput"]["wall_s"] == pytest.approx(20, **about)

@@ -212,7 +212,7 @@ def test_keeping_renews_only_when_it_is_time(store: HistoryStore) -> None:
         lease.keep()
 
 
-class AwayStore:
+class AwayStore(HistoryStore):
     """Database that does not respond for a while."""
 
     def __init__(self) -> None:

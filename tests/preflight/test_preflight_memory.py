@@ -215,7 +215,7 @@ def test_a_model_that_one_gpu_cannot_train_is_advised_to_be_split() -> None:
 
 
 def test_what_is_offloaded_must_fit_into_the_node() -> None:
-    offload = {"trainer": {"zero_stage": 3, "offload": "parameters"}}
+    offload: dict[str, Any] = {"trainer": {"zero_stage": 3, "offload": "parameters"}}
     assert found(big(), "memory.offload") == [], "nothing is offloaded"
     assert only(big(**offload, resources={"memory_gb": 512}), "memory.offload").status is CheckStatus.PASSED
     result = only(big(**offload, resources={"memory_gb": 64}), "memory.offload")
@@ -230,7 +230,7 @@ def test_an_adapter_of_engines_is_given_alone_and_its_base_stays() -> None:
     parts, whole = (engine_estimate(spec, shape()) for spec in (beside, with_spec(rollout={"engines": 2}).spec))
     assert parts.moments["sync"]["next weights"] < 0.02 * whole.moments["sync"]["next weights"]
     assert parts.resident["weights"] == whole.resident["weights"] + parts.moments["sync"]["next weights"]
-    vllm = {"rollout": {"engine": "vllm"}, "resources": {"memory_gb": 512}}
+    vllm: dict[str, Any] = {"rollout": {"engine": "vllm"}, "resources": {"memory_gb": 512}}
     assert found(big("h200", **vllm), "memory.offload") == [], "whole weights come with every version"
     assert only(big("h200", **vllm, model={"lora": {}}), "memory.offload").status is CheckStatus.PASSED
     result = only(big("h200", **{**vllm, "resources": {"memory_gb": 128}}, model={"lora": {}}), "memory.offload")
@@ -357,7 +357,7 @@ def test_of_many_logits_one_chunk_of_the_trainer_is_there_at_once(monkeypatch: p
         return hidden[:, 0], hidden[:, 0]
 
     head = torch.nn.Linear(1, shape().vocabulary, bias=False, device="meta")
-    trainer = SimpleNamespace(causal_lm=SimpleNamespace(get_output_embeddings=lambda: head))
+    trainer: Any = SimpleNamespace(causal_lm=SimpleNamespace(get_output_embeddings=lambda: head))
     trainer.chunk_elements = inspect.signature(models.PolicyModel).parameters["chunk_elements"].default
     monkeypatch.setattr(models, "_score_chunk", counted)
     models.PolicyModel._score(trainer, torch.zeros(5000, 1), torch.zeros(5000, dtype=torch.int64), 1.0)
@@ -470,7 +470,7 @@ def test_an_engine_that_is_split_takes_a_part_of_each_gpu() -> None:
 def test_evaluators_whose_samples_engines_make_hold_the_weights_alone() -> None:
     """Controls: each with its own vLLM engine; with transformers if an adapter is merged and vLLM is split."""
     gpu = gpu_memory_bytes("h100")
-    split = {"engines": 2, "vllm": {"tensor_parallel": 2}}
+    split: dict[str, Any] = {"engines": 2, "vllm": {"tensor_parallel": 2}}
     apart, own = (evaluator_estimate(vllm(**rollout).spec, shape(), gpu) for rollout in (split, {}))
     assert apart.peak_bytes == own.resident_bytes
     assert own.peak_bytes - own.resident_bytes == vllm_share_bytes(vllm().spec, gpu or 0)
@@ -559,7 +559,7 @@ def test_activations_are_what_torch_keeps(checkpointing: bool, lora: LoraSpec | 
     from rlhf_core.training.models.causal_lm import PolicyModel, build_causal_lm
     from rlhf_core.training.models.lean_layers import use_gradient_checkpointing, use_lean_layers
 
-    config = {
+    config: dict[str, Any] = {
         "model_type": "qwen3",
         "hidden_size": 128,
         "intermediate_size": 384,
@@ -669,7 +669,7 @@ def test_whole_weights_and_a_cache_are_counted_only_where_something_is_sampled(a
 @pytest.mark.parametrize(("algorithm", "findings"), [("grpo", 1), ("sft", 1), ("reward_model", 0), ("kto", 0)])
 def test_vllm_needs_no_room_for_its_cache_where_it_is_not_started(algorithm: str, findings: int) -> None:
     facts = big(rollout={"engine": "vllm", "vllm": {"gpu_memory_share": 0.1}})
-    changes = {"loops.main.algorithm": {"name": algorithm}, "loops.warm_start": None}
+    changes: dict[str, Any] = {"loops.main.algorithm": {"name": algorithm}, "loops.warm_start": None}
     facts = replace(facts, spec=with_changes(facts.spec, changes))
     assert [one.status for one in found(facts, "memory.rollout")] == [CheckStatus.BLOCKED] * findings
 
@@ -677,7 +677,7 @@ def test_vllm_needs_no_room_for_its_cache_where_it_is_not_started(algorithm: str
 @pytest.mark.parametrize("source", ["file", "content"])
 def test_pairs_without_answers_need_no_memory_to_sample(source: str) -> None:
     facts = big(rollout={"batch_size": 1024, "max_new_tokens": 32_000}, evaluate={"num_prompts": 8192})
-    cpo = {"loops.main.algorithm": {"name": "cpo", "batch_size": 32}, "loops.warm_start": None}
+    cpo: dict[str, Any] = {"loops.main.algorithm": {"name": "cpo", "batch_size": 32}, "loops.warm_start": None}
     facts = replace(facts, spec=with_changes(facts.spec, cpo))
     columns = {"prompt", "chosen", "rejected"}
 

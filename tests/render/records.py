@@ -168,7 +168,7 @@ def _samples() -> list[SampleLine]:
 
 def learned(**changes: Any) -> ReportData:
     """A run that lost a rank at step 77, was restarted in place, was resumed once, and learned."""
-    known = {
+    known: dict[str, Any] = {
         "run": {
             "run_id": RUN_ID,
             "name": "quickstart",

@@ -126,11 +126,9 @@ def test_prefect_settings_are_never_passed() -> None:
 # Both schedulers
 
 
-def passing(
-    job_request: JobRequest, names: tuple[str, ...] = ("WANDB_API_KEY",), file: Path | None = None
-) -> JobRequest:
+def passing(job_request: JobRequest, file: Path | None = None) -> JobRequest:
     changed = dict(job_request.__dict__)
-    return JobRequest(**{**changed, "passed": PassedEnvironment(names, file)})
+    return JobRequest(**{**changed, "passed": PassedEnvironment(("WANDB_API_KEY",), file)})
 
 
 def test_a_local_job_gets_the_value_and_no_file_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

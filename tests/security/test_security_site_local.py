@@ -382,7 +382,7 @@ PUBLIC = names_of(["runs.example.com", "login1"], ["https://runs.example.com"], 
     ],
 )
 def test_hosts_and_origins(names: Names, host: str, origin: str, status: int) -> None:
-    headers = {"host": host, **({"origin": origin} if origin else {})}
+    headers: dict[str, Any] = {"host": host, **({"origin": origin} if origin else {})}
     assert answered(lambda app: Known(app, names), **headers)[0] == status
     assert answered(lambda app: Known(app, names), method="GET", **headers)[0] == (400 if status == 400 else 200)
     if status != 200:

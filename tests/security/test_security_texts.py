@@ -167,8 +167,13 @@ def hostile_run(runs: Path, texts: tuple[str, ...]) -> RunDir:
 
 
 def decision(text: str) -> Decision:
-    texts = {"reason": text, "excluded_nodes": (text,), "config_diff": {text: text}, "resume_checkpoint": text}
-    return decision_of(Action.RESTART_IN_PLACE, **texts)
+    return decision_of(
+        Action.RESTART_IN_PLACE,
+        reason=text,
+        excluded_nodes=(text,),
+        config_diff={text: text},
+        resume_checkpoint=text,
+    )
 
 
 def pages(run_dir: RunDir) -> dict[str, str]:
@@ -178,7 +183,7 @@ def pages(run_dir: RunDir) -> dict[str, str]:
     reason = "\n".join(summary.accuracy[0].after.samples[0].prompt if summary.accuracy[0].after else "")
     question = Question(run_dir, 10, Path("/models/x"), utc_now(), utc_now(), reason)
     finding = CheckResult.model_construct(
-        **dict.fromkeys(("id", "found", "advice", "expected", "node"), message), status=CheckStatus.WARNING
+        status=CheckStatus.WARNING, id=message, found=message, advice=message, expected=message, node=message
     )
     progress = RunProgress(RunState.PREFLIGHT, 10, title=message)
     at_work = replace(timeline, state=RunState.PREFLIGHT)

@@ -4,7 +4,7 @@
 """
 
 import time
-from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from fault_runs import steps
@@ -30,7 +30,7 @@ NPROC_PER_NODE=2 swift rlhf \\
 """
 
 
-def in_environment(name: str) -> Mapping[str, str]:
+def in_environment(name: str) -> dict[str, Any]:
     """Variables of a shell in which a virtual environment is active."""
     return {"VIRTUAL_ENV": str(ENVIRONMENTS / name), "HF_HUB_OFFLINE": "1"}
 

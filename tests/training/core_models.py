@@ -1,6 +1,6 @@
 """Small models and data shared by the tests of the training core."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import JsonValue
@@ -42,7 +42,7 @@ def char_tokenizer() -> PreTrainedTokenizerBase:
     return build_tokenizer("char", [], 0)
 
 
-def tiny_model(config: dict[str, JsonValue] = QWEN, seed: int = 0) -> PreTrainedModel:
+def tiny_model(config: Mapping[str, JsonValue] = QWEN, seed: int = 0) -> PreTrainedModel:
     """A model with random weights over the character tokenizer."""
     return build_causal_lm(config, char_tokenizer(), seed)
 

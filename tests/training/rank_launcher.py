@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 REPOSITORY = Path(__file__).resolve().parents[2]
 PATHS = (REPOSITORY, Path(__file__).parent, REPOSITORY / "tests" / "benchmarks")
 
-TINY_MODEL = {
+TINY_MODEL: dict[str, Any] = {
     "model_type": "qwen3",
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -133,7 +133,7 @@ def values(results: list[RankResult]) -> list[Any]:
 
 def _result(scratch: Path, rank: int, exit_code: int) -> RankResult:
     path = scratch / f"result-{rank}.json"
-    content = json.loads(path.read_text()) if path.exists() else {"value": None, "error": "(killed)"}
+    content: Any = json.loads(path.read_text()) if path.exists() else {"value": None, "error": "(killed)"}
     output = (scratch / f"output-{rank}.txt").read_text(errors="replace")
     return RankResult(exit_code, content["value"], content["error"], output)
 
@@ -273,6 +273,15 @@ class TrainingGroup:
         """Copy a run, once for all ranks."""
         if self.ranks.is_first:
             shutil.copytree(f"{self.folder}/{source}", f"{self.folder}/{target}")
+        self.ranks.barrier()
+
+    def rewind(self, source: str, target: str, step: int) -> None:
+        """Copy a run without its last checkpoint, of ``step``: as if it had been killed after the one before."""
+        from rlhf_core.run_dir.run import RunDir
+
+        if self.ranks.is_first:
+            shutil.copytree(f"{self.folder}/{source}", f"{self.folder}/{target}")
+            shutil.rmtree(RunDir(Path(self.folder) / target).checkpoint(step).root)
         self.ranks.barrier()
 
     def damage(self, path: Path) -> None:

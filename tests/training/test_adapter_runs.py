@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 from rank_launcher import TrainingGroup, launch, make_context, tiny_spec, training_group, values
-from test_loop_runs import Interrupting, final_state, interrupt, metrics_of
+from test_loop_runs import final_state, metrics_of
 from test_preference_runs import IPO, RANKER, WARM, spec_of
 from test_promoted_model import origin
 
@@ -16,7 +16,7 @@ from rlhf_core.errors import PromotionFailed
 from rlhf_core.launch.model_card import model_card
 from rlhf_core.launch.promote import damage, model_source, write_model_directory
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.schemas.reports import EvaluationReport, Phase
+from rlhf_core.schemas.reports import EvaluationReport
 from rlhf_core.schemas.run import RunSpec
 
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
@@ -88,14 +88,14 @@ def runs_of(group: TrainingGroup) -> dict[str, Any]:
     for name, spec in RUNS.items():
         results[name] = train(name, spec)
     for name in RESUMED:
-        train(f"{name}-ended", RUNS[name], reporter=Interrupting(Phase.TRAIN, LAST - 1, interrupt))
-        results[f"{name}-ended"] = train(f"{name}-ended", RUNS[name], restart=1)
+        group.rewind(name, f"{name}-again", LAST)
+        results[f"{name}-again"] = train(f"{name}-again", RUNS[name], restart=1)
     # Negative control: the adapter on another base model.
     group.copy("stage-1", "other-base")
     group.damage(RunDir(Path(group.folder) / "other-base").initial_model / "model.safetensors")
     results["other base"] = train("other-base", RUNS["stage-1"], restart=1)
     # Negative control: a resume that starts from a fresh adapter.
-    train("forgetful", RUNS["stage-1"], reporter=Interrupting(Phase.TRAIN, LAST - 1, interrupt))
+    group.rewind("stage-1", "forgetful", LAST)
     with mock.patch.object(run_module, "load_adapter"), mock.patch.object(run_module.Engine, "load_state"):
         results["forgetful"] = train("forgetful", RUNS["stage-1"], restart=1)
     train("evaluated", EVALUATED)
@@ -103,7 +103,7 @@ def runs_of(group: TrainingGroup) -> dict[str, Any]:
     # Negative control: pairs are ranked with dropout.
     with mock.patch.object(evaluator, "in_evaluation_mode", contextlib.nullcontext):
         train("with-dropout", EVALUATED)
-    train("for-one", RUNS["stage-3"], reporter=Interrupting(Phase.TRAIN, LAST - 1, interrupt))
+    group.rewind("stage-3", "for-one", LAST)
     return results
 
 
@@ -152,14 +152,13 @@ def test_every_loop_trains_an_adapter(results: list[dict[str, Any]], folder: Pat
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_resume_is_bitwise(results: list[dict[str, Any]], folder: Path, name: str) -> None:
-    assert [result[f"{name}-ended"] for result in results] == ["done", "done"]
-    assert metrics_of(folder, f"{name}-ended") | metrics_of(folder, f"{name}-ended", restart=1) == metrics_of(
-        folder, name
-    )
-    ended, straight = (final_state(folder, run, LAST) for run in (f"{name}-ended", name))
-    for content in (ended, straight):
+    assert [result[f"{name}-again"] for result in results] == ["done", "done"]
+    lines = metrics_of(folder, name)
+    assert metrics_of(folder, f"{name}-again", restart=1) == {step: lines[step] for step in (LAST - 1, LAST)}
+    again, straight = (final_state(folder, run, LAST) for run in (f"{name}-again", name))
+    for content in (again, straight):
         content.pop("model/adapter_config.json")  # it names the base model's folder
-    assert ended == straight
+    assert again == straight
 
 
 def test_a_resume_without_the_adapter_is_caught(results: list[dict[str, Any]], folder: Path) -> None:

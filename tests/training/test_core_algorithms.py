@@ -65,7 +65,7 @@ def test_the_batch_deviation_can_be_summed_up_over_ranks(values: list[float]) ->
 # --- GRPO ---
 
 
-def one_token(ratio: float, advantage: float, **options: float) -> tuple[float, float]:
+def one_token(ratio: float, advantage: float, **options: Any) -> tuple[float, float]:
     """Loss and its gradient with respect to the log-probability, for a single token with this ratio."""
     logprob = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
     loss, _ = policy_loss_of(

@@ -23,8 +23,8 @@ GSM8K_ANSWERS = [
 ]
 
 
-def gsm8k(completion: str, answer: str = "work\n#### 72") -> float:
-    (reward,) = gsm8k_answer(prompts=["?"], completions=[completion], answer=[answer])
+def gsm8k(completion: str) -> float:
+    (reward,) = gsm8k_answer(prompts=["?"], completions=[completion], answer=["work\n#### 72"])
     return reward
 
 

@@ -21,7 +21,7 @@ from rlhf_core.schemas.algorithms import specs
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
 
 SAMPLING = [name for name, spec in specs().items() if spec.samples]
-SEVERAL = {"num_epochs": 2, "num_minibatches": 3, "kl_coefficient": 0.1, "correction": "sequence_truncate"}
+SEVERAL: Any = {"num_epochs": 2, "num_minibatches": 3, "kl_coefficient": 0.1, "correction": "sequence_truncate"}
 PPO = {"num_epochs": 2, "num_minibatches": 2, "kl_coefficient": 0.05, "critic_warmup_steps": 1}
 DAPO = {"max_sampling_rounds": 3, "overlong_buffer": 2, "mask_truncated": False}
 
@@ -45,7 +45,6 @@ def split(spec: dict[str, Any]) -> dict[str, Any]:
 
 RUNS: dict[str, dict[str, Any]] = {
     **{name: spec_of(name) for name in SAMPLING},
-    "on-policy": spec_of("grpo"),
     "two passes": spec_of("grpo", num_epochs=2),
     "two parts": spec_of("grpo", num_minibatches=2, measure_kl=True),
     "several": spec_of("grpo", **SEVERAL),
@@ -97,12 +96,14 @@ def every_scenario(rank: int, num_ranks: int, folder: str, names: list[str]) -> 
 
     for name in names:
         results[name] = train(f"{num_ranks} {name}", RUNS[name])
-    with mock.patch.object(PolicyUpdates, "_padded", lambda self, group, count: self._micro_batches(group)):
-        results["unpadded"] = train(f"{num_ranks} unpadded", RUNS["several"])
     results["recurring"] = train(f"{num_ranks} recurring", RECURRING)
-    with mock.patch.object(context_module, "repeated", lambda row, number: row), pytest.raises(DegenerateRl) as ended:
-        train(f"{num_ranks} same uids", RECURRING)
-    results["same uids"] = str(ended.value)
+    if num_ranks == 2:  # negative controls
+        with mock.patch.object(PolicyUpdates, "_padded", lambda self, group, count: self._micro_batches(group)):
+            results["unpadded"] = train("unpadded", RUNS["several"])
+        same_uids = mock.patch.object(context_module, "repeated", lambda row, number: row)
+        with same_uids, pytest.raises(DegenerateRl) as ended:
+            train("same uids", RECURRING)
+        results["same uids"] = str(ended.value)
     leave_process_group(ranks)
     return results
 
@@ -164,9 +165,9 @@ def test_no_pass_is_made_that_nothing_needs(two_ranks: list[dict[str, Any]]) -> 
     """8 completions of a rank in each of 2 steps; 8 rows of it in the warm start."""
     made = {
         name: tuple(two_ranks[0][name].get(kind, 0) for kind in ("train", "score", "reference"))
-        for name in ("on-policy", "two passes", "two parts", "several")
+        for name in ("grpo", "two passes", "two parts", "several")
     }
-    assert made["on-policy"] == (8 + 16, 0, 0)
+    assert made["grpo"] == (8 + 16, 0, 0)
     assert made["two passes"] == (8 + 32, 0, 0), "the first update has computed what the second needs"
     trained, scored, reference = made["two parts"]
     assert (trained, reference) == (8 + 16, 16)
@@ -216,7 +217,7 @@ def test_negative_control_a_row_that_recurs_with_the_same_uid_ends_the_run(two_r
 
 
 def test_several_updates_learn_more_than_one(two_ranks: list[dict[str, Any]], folder: Path) -> None:
-    once, twice, several = (metrics_of(folder, f"2 {name}")[3] for name in ("on-policy", "two passes", "several"))
+    once, twice, several = (metrics_of(folder, f"2 {name}")[3] for name in ("grpo", "two passes", "several"))
     assert once["policy/clip_share"] == 0
     assert twice["train/num_tokens"] == 2 * once["train/num_tokens"]
     assert several["policy/mismatch_weight"] == pytest.approx(1, abs=1e-3), "one and the same engine"
@@ -235,7 +236,7 @@ def test_the_critic_learns_alone_first(two_ranks: list[dict[str, Any]], folder: 
 
 
 def test_dynamic_sampling_takes_more_prompts(two_ranks: list[dict[str, Any]], folder: Path) -> None:
-    plain, dynamic = metrics_of(folder, "2 on-policy")[3], metrics_of(folder, "2 dynamic")[3]
+    plain, dynamic = metrics_of(folder, "2 grpo")[3], metrics_of(folder, "2 dynamic")[3]
     assert 0 < plain["rollout/zero_std_groups"] < 1
     assert dynamic["rollout/completion_digest"] != plain["rollout/completion_digest"]
     assert math.isfinite(dynamic["train/loss"])

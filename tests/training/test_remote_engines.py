@@ -52,11 +52,11 @@ def trainer(group: EngineGroup) -> RemoteEngines:
 STARTS = itertools.count(1)
 
 
-def in_process(seeds: Sequence[Sequence[int]] = SEEDS, sampling: Sampling = DRAWN) -> list[list[list[int]]]:
+def in_process() -> list[list[list[int]]]:
     """Completions of an engine in this process with the same weights."""
     engine = TransformersEngine(char_tokenizer())
     engine.load(tiny_model(), 1, no_beat)
-    return tokens_of(engine.sample(PROMPTS, seeds, sampling, 1, no_beat))
+    return tokens_of(engine.sample(PROMPTS, SEEDS, DRAWN, 1, no_beat))
 
 
 def is_diverse(made: Sequence[Sequence[Sequence[int]]]) -> bool:

@@ -90,7 +90,13 @@ def follow_with(
     spec = {**group.spec, "rollout": {**group.spec["rollout"], "sync": {"senders": senders}}}
     folder.mkdir()
     go_on, gates = folder / "go-on", [group.gate("decode", rank) for rank in range(2)]
-    arguments = {"spec": spec, "restart": next(STARTS), "zero_stage": zero_stage, "go_on": str(go_on), "fails": fails}
+    arguments: dict[str, Any] = {
+        "spec": spec,
+        "restart": next(STARTS),
+        "zero_stage": zero_stage,
+        "go_on": str(go_on),
+        "fails": fails,
+    }
     if kill:
         for gate in gates:
             gate.close()

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import httpx
 import psutil
@@ -56,17 +57,22 @@ def test_an_engine_ends_with_its_server(group: EngineGroup) -> None:
     assert group.processes[0].exitcode == -signal.SIGKILL
 
 
-@pytest.fixture
-def sampler(group: EngineGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SglangSampler]:
-    """A sampler in this process."""
-    monkeypatch.setattr(sglang_server, "PROGRAM", sglang_stand_in())
-    folder = RunDir(group.root).initial_model
+@pytest.fixture(scope="module")
+def server(group: EngineGroup, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
+    """The server of samplers in this process."""
+    folder, scratch = RunDir(group.root).initial_model, tmp_path_factory.mktemp("server")
     before = set(psutil.Process().children())
-    server = SglangServer(folder, SglangSettings(), dtype="float32", max_tokens=64, seed=0, scratch=tmp_path)
+    with mock.patch.object(sglang_server, "PROGRAM", sglang_stand_in()):
+        made = SglangServer(folder, SglangSettings(), dtype="float32", max_tokens=64, seed=0, scratch=scratch)
     (process,) = set(psutil.Process().children()) - before
-    server.wait(no_beat)
-    yield SglangSampler(server, folder, char_tokenizer(), tmp_path / "weights")
+    made.wait(no_beat)
+    yield made
     process.kill()
+
+
+@pytest.fixture
+def sampler(group: EngineGroup, server: SglangServer, tmp_path: Path) -> SglangSampler:
+    return SglangSampler(server, RunDir(group.root).initial_model, char_tokenizer(), tmp_path / "weights")
 
 
 def test_the_longest_sequence_is_not_cut_short(sampler: SglangSampler) -> None:

@@ -93,7 +93,9 @@ def test_a_split_engine_that_is_killed_leaves_nothing_and_is_given_adapters(
         parts = _parts(group)
         assert list((tmp_path / "memory" / "engine-0").glob("vllm_dist_*")), "the file in which they have met"
         processes = [psutil.Process(group.processes[0].pid), *parts]
-        sockets = {Path(one.laddr) for process in processes for one in process.net_connections("unix") if one.laddr}
+        sockets = {
+            Path(str(one.laddr)) for process in processes for one in process.net_connections("unix") if one.laddr
+        }
         assert sockets
         assert not [path for path in sockets if path.is_socket()]
         time.sleep(2.0)  # after one second without a call, vLLM's processes wait at such a socket

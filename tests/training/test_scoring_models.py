@@ -14,7 +14,7 @@ import torch
 from core_models import QWEN, char_tokenizer, tiny_model
 from pydantic import ValidationError
 from rank_launcher import TrainingGroup, flip_last_bit, launch, tiny_spec, training_group, values
-from test_loop_runs import Interrupting, final_state, interrupt, metrics_of
+from test_loop_runs import assert_resumed_bitwise, metrics_of
 from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoConfig,
@@ -25,7 +25,6 @@ from transformers import (
 
 from rlhf_core.errors import BadConfig, ResumeMismatch, RewardFailed
 from rlhf_core.schemas.algorithms.preference import RewardModelSpec
-from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.scoring_models import ScoringModelSpec, ScoringModelState
 from rlhf_core.training.data.chat import rendered
@@ -317,7 +316,7 @@ def test_other_weights_than_those_of_the_checkpoint_are_refused(tmp_path: Path) 
 
 def test_copies_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
     folder = make_reward_model(tmp_path / "model")
-    odd = SimpleNamespace(**{**vars(ranks()), "gather": lambda value: [value, "not there"]})
+    odd: Any = SimpleNamespace(**{**vars(ranks()), "gather": lambda value: [value, "not there"]})
     with pytest.raises(BadConfig, match=r"found different files .* rank 1: not there"):
         load_scoring_models({"good": ScoringModelSpec(path=str(folder))}, odd, char_tokenizer(), {}, lambda: None)
 
@@ -422,9 +421,9 @@ def runs_of(group: TrainingGroup) -> dict[str, Any]:
     results: dict[str, Any] = {}
     spec = tiny_spec(**run_sections(folder))
     results["straight"] = train("straight", spec)
-    for name in ("ended", "forgetful", "changed"):
-        train(name, spec, reporter=Interrupting(Phase.TRAIN, 5, interrupt))
-    results["resumed"] = train("ended", spec, 1)
+    for name in ("straight-again", "forgetful", "changed"):
+        group.rewind("straight", name, 6)
+    results["resumed"] = train("straight-again", spec, 1)
     real = run_module.load_trainer_state
 
     def without_scores(*arguments: Any) -> Any:
@@ -440,8 +439,8 @@ def runs_of(group: TrainingGroup) -> dict[str, Any]:
     for name, main in (("warm", SFT), ("twice", GRPO)):
         two_loops["loops"] = {"warm_start": {**GRPO, "num_steps": 2}, "main": {**main, "num_steps": 2}}
         results[name] = train(name, two_loops)
-    train("twice again", two_loops, reporter=Interrupting(Phase.TRAIN, 3, interrupt))
-    results["twice again"] = train("twice again", two_loops, 1)
+    group.rewind("twice", "twice-again", 4)
+    results["twice again"] = train("twice-again", two_loops, 1)
     split = {**tiny_spec(**run_sections(folder)), "trainer": {"micro_batch_size": 5, "zero_stage": 3}}
     split["train"] = {name: value for name, value in split["train"].items() if name == "num_steps"}
     results["stage 3"] = train("stage-3", split)
@@ -470,8 +469,7 @@ def test_a_run_that_learns_from_reward_models_is_resumed_bitwise(results: list[d
     straight = metrics_of(folder, "straight")
     assert {"reward/good", "reward/other", "reward/noisy_reward"} <= straight[6].keys()
     assert straight[6]["reward/good"] == straight[6]["reward/other"]
-    assert metrics_of(folder, "ended") | metrics_of(folder, "ended", restart=1) == straight
-    assert final_state(folder, "ended") == final_state(folder, "straight")
+    assert_resumed_bitwise(folder, "straight")
 
 
 @pytest.mark.end_to_end
@@ -486,10 +484,7 @@ def test_a_resume_that_forgets_the_running_moments_is_caught(results: list[dict[
 def test_running_moments_continue_from_one_loop_to_the_next(results: list[dict[str, Any]], folder: Path) -> None:
     """A run resumed between its loops reads them from the checkpoint; an uninterrupted run keeps them."""
     assert [(result["twice"], result["twice again"]) for result in results] == [("done", "done")] * 2
-    straight = metrics_of(folder, "twice")
-    assert set(metrics_of(folder, "twice again", restart=1)) == {3, 4}
-    assert metrics_of(folder, "twice again") | metrics_of(folder, "twice again", restart=1) == straight
-    assert final_state(folder, "twice again", 4) == final_state(folder, "twice", 4)
+    assert_resumed_bitwise(folder, "twice", 4)
 
 
 @pytest.mark.end_to_end

@@ -106,7 +106,7 @@ def use(folder: str) -> None:
 def with_toy(folder: Path) -> None:
     """Copy the package and its presets, and add the algorithm: one file, and one entry."""
     copy = folder / "rlhf_core"
-    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("*.pyc.*"))  # another process compiles it
     shutil.copytree(PACKAGE.parent / "infra" / "presets", copy / "presets")
     (copy / "training" / "algorithms" / "toy.py").write_text(LOSS)
     entries = copy / "schemas" / "algorithms" / "__init__.py"

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.errors import StaleWeights
 from rlhf_core.training.distributed import Ranks
-from rlhf_core.training.rollouts.base import Sampling, WeightTransfer
+from rlhf_core.training.rollouts.base import RolloutEngine, Sampling, WeightTransfer
 from rlhf_core.training.rollouts.weight_ledger import RecordedEngine
 from rlhf_core.training.types import Completion
 
@@ -63,7 +63,7 @@ class FakeEngine:
 
 
 def recorded(path: Path, engine: FakeEngine, ranks: OtherRanks, num_engines: int) -> RecordedEngine:
-    return RecordedEngine(engine, cast(Ranks, ranks), path, num_engines)
+    return RecordedEngine(cast(RolloutEngine, engine), cast(Ranks, ranks), path, num_engines)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

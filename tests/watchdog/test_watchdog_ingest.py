@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from history_tools import RunFiles, at, dump, synced, whole_run
@@ -501,12 +502,13 @@ def test_the_role_of_a_restart_is_that_of_its_counted_workers(
 ) -> None:
     """For any batch boundaries: an engine beside the trainers starts, hangs and is killed in between."""
     run = RunFiles(runs).created()
-    for seconds, kind, role, data in (
+    events: list[tuple[float, str, Role, dict[str, Any]]] = [
         (1, "role_started", Role.TRAINER, {}),
         (2, "workers_started", Role.ROLLOUT, {"generation": 0}),
         (3, "verdict", Role.ROLLOUT, {}),
         (4, "killed", Role.ROLLOUT, {}),
-    ):
+    ]
+    for seconds, kind, role, data in events:
         run.event(1, 0, kind, seconds, role=role, **data)
         if not is_one_batch:
             sync(run.dir, store)

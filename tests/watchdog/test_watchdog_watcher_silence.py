@@ -153,9 +153,9 @@ class Pair:
                 numbers = {"attempt": 1, "restart": 0, "sequence": self._sequence, "node_index": index}
                 write_model(restart.agent_status(node), AgentStatus(node=node, role=Role.TRAINER, ranks=(), **numbers))
 
-    def add_event(self, node: str, message: str = "lost", **data: object) -> None:
+    def add_event(self, node: str, **data: object) -> None:
         writer = LineWriter(self.run_dir.attempt(1).restart(0).events(node))
-        event = {"time": utc_now(), "kind": "peer", "node": node, "message": message, "data": data}
+        event = {"time": utc_now(), "kind": "peer", "node": node, "message": "lost", "data": data}
         writer.write(AgentEvent.model_validate(event))
         writer.close()
 

@@ -15,10 +15,11 @@ from gpu_stand_in import CpuForGpu
 from torch import Tensor
 
 from rlhf_core.errors import WeightSyncFailed
-from rlhf_core.schemas.weight_sync import AppliedVersion, LinkBackend, Offer, Receipt, TensorEntry
+from rlhf_core.schemas.weight_sync import AppliedVersion, LinkBackend, Offer, Receipt, TensorEntry, WeightSyncReport
 from rlhf_core.weight_sync import broadcast, broadcast_incoming, gpu_links, receiver
 from rlhf_core.weight_sync.layout import buckets_of, bytes_of, entries_of
 from rlhf_core.weight_sync.sender import Sender
+from rlhf_core.weight_sync.session import synchronize
 
 ANSWER_TIMEOUT_S = 120.0
 """Timeout for a machine that is busy with other work; no test waits for it to expire."""
@@ -298,3 +299,11 @@ def new_sender(
         "trainer", "127.0.0.1", stall_timeout_s=stall_timeout_s, backend=backend
     )
     return Sender(outgoing, bucket_bytes=bucket_bytes, **settings)
+
+
+def sync(sender: Sender, engines: list[EngineProcess], version: int, weights: dict[str, Tensor]) -> WeightSyncReport:
+    return synchronize(sender, engines, version, layout_of(weights), streamed(weights), beat)
+
+
+def living(engines: list[EngineProcess], lost: str) -> list[EngineProcess]:
+    return [engine for engine in engines if engine.name != lost]

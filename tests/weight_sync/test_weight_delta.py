@@ -6,21 +6,27 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sync_processes import EngineProcess, Faults, Fleet, beat, digests, layout_of, new_sender, odd_weights, streamed
+from sync_processes import (
+    EngineProcess,
+    Faults,
+    Fleet,
+    beat,
+    digests,
+    layout_of,
+    new_sender,
+    odd_weights,
+    streamed,
+    sync,
+)
 from torch import Tensor
 
 from rlhf_core.errors import WeightSyncFailed
-from rlhf_core.schemas.weight_sync import Manifest, SentVersion, TensorEntry, WeightSyncReport
+from rlhf_core.schemas.weight_sync import Manifest, SentVersion, TensorEntry
 from rlhf_core.weight_sync.delta import DeltaEncoder, apply_delta, decode_places, encode_changes, row_digest
 from rlhf_core.weight_sync.layout import WHOLE, packed, tensors_of
-from rlhf_core.weight_sync.sender import Sender
 from rlhf_core.weight_sync.session import synchronize
 
 pytestmark = pytest.mark.training
-
-
-def sync(sender: Sender, fleet: Fleet, version: int, weights: dict[str, Tensor]) -> WeightSyncReport:
-    return synchronize(sender, fleet.engines, version, layout_of(weights), streamed(weights), beat)
 
 
 def changed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -65,16 +71,16 @@ def test_engines_have_the_weights_bit_by_bit_after_deltas(fleet: Fleet) -> None:
     fleet.start(2)
     sender = new_sender(delta=DeltaEncoder(full_every=50))
     weights = odd_weights(0)
-    first = sync(sender, fleet, 0, weights)
+    first = sync(sender, fleet.engines, 0, weights)
     loaded = digests(weights)
     for version in (1, 2):
         weights = changed(weights)
-        report = sync(sender, fleet, version, weights)
+        report = sync(sender, fleet.engines, version, weights)
         loaded |= digests(weights)
         assert report.sent.is_delta
         assert report.sent.bytes_sent < first.sent.bytes_sent / 10
         assert [engine.active_weights() for engine in fleet.engines] == [(version, loaded)] * 2
-    unchanged = sync(sender, fleet, 3, weights)
+    unchanged = sync(sender, fleet.engines, 3, weights)
     assert unchanged.sent.bytes_sent == 0
     assert [engine.active_weights() for engine in fleet.engines] == [(3, loaded)] * 2
 
@@ -86,11 +92,11 @@ def test_whole_weights_are_sent_now_and_then_and_to_engines_without_a_base(fleet
     kinds = []
     for version in range(5):
         weights = changed(weights)
-        kinds.append(sync(sender, fleet, version, weights).sent.is_delta)
+        kinds.append(sync(sender, fleet.engines, version, weights).sent.is_delta)
     assert kinds == [False, True, True, False, True]
     fleet.engines.append(EngineProcess("engine-2"))
     sender.reset()
-    assert not sync(sender, fleet, 5, changed(weights)).sent.is_delta
+    assert not sync(sender, fleet.engines, 5, changed(weights)).sent.is_delta
 
 
 def test_an_engine_that_comes_back_is_sent_the_whole_weights(fleet: Fleet) -> None:
@@ -98,7 +104,7 @@ def test_an_engine_that_comes_back_is_sent_the_whole_weights(fleet: Fleet) -> No
     engines = fleet.start(2)
     sender = new_sender(delta=DeltaEncoder(full_every=50))
     weights = odd_weights(0)
-    sync(sender, fleet, 0, weights)
+    sync(sender, fleet.engines, 0, weights)
     engines[1].restart()
     report = synchronize(sender, engines[1:], 0, layout_of(weights), streamed(weights), beat, is_alone=True)
     assert not report.sent.is_delta
@@ -106,7 +112,7 @@ def test_an_engine_that_comes_back_is_sent_the_whole_weights(fleet: Fleet) -> No
     kinds = []
     for version in (1, 2):
         weights = changed(weights)
-        kinds.append(sync(sender, fleet, version, weights).sent.is_delta)
+        kinds.append(sync(sender, fleet.engines, version, weights).sent.is_delta)
     assert kinds == [False, True]
 
 
@@ -114,14 +120,14 @@ def test_a_delta_on_a_stale_base_is_refused_and_the_whole_weights_follow(fleet: 
     (engine,) = fleet.start(1)
     sender = new_sender(delta=DeltaEncoder(full_every=50))
     weights = odd_weights(0)
-    sync(sender, fleet, 0, weights)
-    sync(new_sender(), fleet, 9, odd_weights(9))  # from another trainer: the base is gone
+    sync(sender, fleet.engines, 0, weights)
+    sync(new_sender(), fleet.engines, 9, odd_weights(9))  # from another trainer: the base is gone
     sender.reset()
     new = changed(weights)
     with pytest.raises(WeightSyncFailed, match=r"engine-1 has version 9 .* as base, but the delta"):
-        sync(sender, fleet, 1, new)
+        sync(sender, fleet.engines, 1, new)
     assert engine.active_weights()[0] == 9
-    assert not sync(sender, fleet, 1, new).sent.is_delta
+    assert not sync(sender, fleet.engines, 1, new).sent.is_delta
     assert engine.active_weights() == (1, digests(new))
 
 
@@ -130,11 +136,11 @@ def test_without_a_base_and_a_digest_a_delta_gives_other_weights(fleet: Fleet) -
     (engine,) = fleet.start(1, {1: Faults(trusts_deltas=True)})
     sender = new_sender(delta=DeltaEncoder(full_every=50))
     weights = odd_weights(0)
-    sync(sender, fleet, 0, weights)
-    sync(new_sender(), fleet, 9, odd_weights(9))
+    sync(sender, fleet.engines, 0, weights)
+    sync(new_sender(), fleet.engines, 9, odd_weights(9))
     sender.reset()
     new = changed(weights)
-    assert sync(sender, fleet, 1, new).sent.is_delta
+    assert sync(sender, fleet.engines, 1, new).sent.is_delta
     version, found = engine.active_weights()
     assert version == 1
     assert found != digests(new)
@@ -169,11 +175,11 @@ def test_an_aborted_delta_leaves_the_base_as_it_was(fleet: Fleet) -> None:
     encoder = DeltaEncoder(full_every=50)
     sender = new_sender(delta=encoder)
     weights = odd_weights(0)
-    sync(sender, fleet, 0, weights)
+    sync(sender, fleet.engines, 0, weights)
     new = changed(weights)
     with pytest.raises(WeightSyncFailed, match="engine-2 was lost before the commit"):
-        sync(sender, fleet, 1, new)
+        sync(sender, fleet.engines, 1, new)
     assert engines[0].active_weights() == (0, digests(weights))
     fleet.engines.pop().end()
-    assert not sync(sender, fleet, 1, new).sent.is_delta, "after a failure nothing counts as a base"
+    assert not sync(sender, fleet.engines, 1, new).sent.is_delta, "after a failure nothing counts as a base"
     assert engines[0].active_weights() == (1, digests(new))

@@ -4,42 +4,44 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 from gpu_stand_in import CpuForGpu
-from sync_processes import EngineProcess, Faults, Fleet, beat, digests, layout_of, new_sender, odd_weights, streamed
+from sync_processes import (
+    Faults,
+    Fleet,
+    beat,
+    digests,
+    layout_of,
+    living,
+    new_sender,
+    odd_weights,
+    sync,
+)
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from rlhf_core.errors import WeightSyncFailed
-from rlhf_core.schemas.weight_sync import LinkBackend, WeightSyncReport
+from rlhf_core.schemas.weight_sync import LinkBackend
 from rlhf_core.weight_sync import gpu_links
 from rlhf_core.weight_sync.broadcast import BroadcastOutgoing
 from rlhf_core.weight_sync.gpu import Gpu
 from rlhf_core.weight_sync.gpu_links import GpuLink
 from rlhf_core.weight_sync.links import BUCKET, LinkEnd
-from rlhf_core.weight_sync.sender import Sender
 from rlhf_core.weight_sync.session import synchronize
 
 pytestmark = pytest.mark.training
 
 OLD, NEW = odd_weights(0), odd_weights(1)
-OVER_NCCL = {"backend": LinkBackend.NCCL}
+OVER_NCCL: dict[str, Any] = {"backend": LinkBackend.NCCL}
 
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand-in for the GPU in this process; engines have one already."""
     monkeypatch.setattr(gpu_links, "Gpu", CpuForGpu)
-
-
-def sync(sender: Sender, engines: list[EngineProcess], version: int, weights: dict[str, Tensor]) -> WeightSyncReport:
-    return synchronize(sender, engines, version, layout_of(weights), streamed(weights), beat)
-
-
-def living(engines: list[EngineProcess], lost: str) -> list[EngineProcess]:
-    return [engine for engine in engines if engine.name != lost]
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -64,10 +66,11 @@ def test_a_bucket_that_stays_on_the_gpu_is_caught(fleet: Fleet) -> None:
 
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize(
-    ("lost", "fault"), [(1, "die_at_bucket"), (2, "die_at_bucket"), (3, "die_at_bucket"), (2, "stop_at_bucket")]
+    ("lost", "fault"),
+    [*((lost, Faults(die_at_bucket=5)) for lost in (1, 2, 3)), (2, Faults(stop_at_bucket=5))],
 )
-def test_an_engine_that_is_lost_in_mid_transfer_is_named(fleet: Fleet, lost: int, fault: str) -> None:
-    engines, sender = fleet.start(3, {lost: Faults(**{fault: 5})}), new_sender(stall_timeout_s=3.0, **OVER_NCCL)
+def test_an_engine_that_is_lost_in_mid_transfer_is_named(fleet: Fleet, lost: int, fault: Faults) -> None:
+    engines, sender = fleet.start(3, {lost: fault}), new_sender(stall_timeout_s=3.0, **OVER_NCCL)
     engines[lost - 1].answer_timeout_s = 6.0
     sync(sender, engines, 0, OLD)
     with pytest.raises(WeightSyncFailed) as failed:
@@ -76,7 +79,7 @@ def test_an_engine_that_is_lost_in_mid_transfer_is_named(fleet: Fleet, lost: int
     others = living(engines, failed.value.peer)
     assert [engine.active_weights() for engine in others] == [(0, digests(OLD))] * 2
     sync(sender, others, 1, NEW)
-    if fault == "stop_at_bucket":
+    if fault.stop_at_bucket:
         os.kill(engines[lost - 1].process.pid or 0, signal.SIGCONT)
     assert [engine.active_weights() for engine in others] == [(1, digests(NEW))] * 2
 

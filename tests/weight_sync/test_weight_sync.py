@@ -15,31 +15,23 @@ from sync_processes import (
     beat,
     digests,
     layout_of,
+    living,
     new_sender,
     odd_weights,
     streamed,
+    sync,
 )
 from torch import Tensor
 
 from rlhf_core.errors import WeightSyncFailed
-from rlhf_core.schemas.weight_sync import WeightSyncReport
 from rlhf_core.weight_sync import broadcast
 from rlhf_core.weight_sync.layout import tied_names
 from rlhf_core.weight_sync.links import CONNECT_TIMEOUT_S, GlooLink, Pending
-from rlhf_core.weight_sync.sender import Sender
 from rlhf_core.weight_sync.session import culprit, synchronize
 
 pytestmark = pytest.mark.training
 
 OLD, NEW = odd_weights(0), odd_weights(1)
-
-
-def sync(sender: Sender, engines: list[EngineProcess], version: int, weights: dict[str, Tensor]) -> WeightSyncReport:
-    return synchronize(sender, engines, version, layout_of(weights), streamed(weights), beat)
-
-
-def living(engines: list[EngineProcess], lost: str) -> list[EngineProcess]:
-    return [engine for engine in engines if engine.name != lost]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -11,17 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from fork_server import fork_server
-from sync_processes import Faults, Fleet, beat, digests, layout_of, new_sender, odd_weights, streamed
+from sync_processes import Faults, Fleet, beat, digests, layout_of, new_sender, odd_weights, streamed, sync
 from torch import Tensor
 
 from rlhf_core.errors import WeightSyncFailed
-from rlhf_core.schemas.weight_sync import WeightSyncReport
 from rlhf_core.weight_sync import files, shared_memory
 from rlhf_core.weight_sync.base import Outgoing
 from rlhf_core.weight_sync.delta import DeltaEncoder
 from rlhf_core.weight_sync.files import FilesOutgoing
 from rlhf_core.weight_sync.receiver import Receiver
-from rlhf_core.weight_sync.sender import Sender
 from rlhf_core.weight_sync.session import synchronize
 from rlhf_core.weight_sync.shared_memory import SharedMemoryOutgoing
 
@@ -43,29 +41,25 @@ def way(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Outgoing]:
     outgoing.close()
 
 
-def sync(sender: Sender, fleet: Fleet, version: int, weights: dict[str, Tensor]) -> WeightSyncReport:
-    return synchronize(sender, fleet.engines, version, layout_of(weights), streamed(weights), beat)
-
-
 def test_every_engine_has_the_weights_bit_by_bit(fleet: Fleet, way: Outgoing) -> None:
     fleet.start(2)
     sender = new_sender(way, delta=DeltaEncoder(full_every=2))
     for version, is_delta in ((0, False), (1, True), (4, False)):
         weights = odd_weights(seed=version)
-        assert sync(sender, fleet, version, weights).sent.is_delta is is_delta
+        assert sync(sender, fleet.engines, version, weights).sent.is_delta is is_delta
         assert [engine.active_weights() for engine in fleet.engines] == [(version, digests(weights))] * 2
 
 
 def test_an_engine_that_dies_leaves_the_old_version_everywhere(fleet: Fleet, way: Outgoing) -> None:
     engines = fleet.start(2, {2: Faults(die_at_bucket=1)})
     sender = new_sender(way)
-    sync(sender, fleet, 0, OLD)
+    sync(sender, fleet.engines, 0, OLD)
     with pytest.raises(WeightSyncFailed) as failed:
-        sync(sender, fleet, 1, NEW)
+        sync(sender, fleet.engines, 1, NEW)
     assert failed.value.peer == "engine-2"
     assert engines[0].active_weights() == (0, digests(OLD))
     engines[1].restart()
-    sync(sender, fleet, 2, NEW)
+    sync(sender, fleet.engines, 2, NEW)
     assert [engine.active_weights() for engine in engines] == [(2, digests(NEW))] * 2
 
 
@@ -73,10 +67,10 @@ def test_a_damaged_bucket_is_caught(fleet: Fleet, way: Outgoing, monkeypatch: py
     module = shared_memory if isinstance(way, SharedMemoryOutgoing) else files
     real = module.checksum
     engines, sender = fleet.start(2), new_sender(way)
-    sync(sender, fleet, 0, OLD)
+    sync(sender, fleet.engines, 0, OLD)
     monkeypatch.setattr(module, "checksum", lambda data: real(data ^ 1))
     with pytest.raises(WeightSyncFailed, match="damaged"):
-        sync(sender, fleet, 1, NEW)
+        sync(sender, fleet.engines, 1, NEW)
     assert [engine.active_weights() for engine in engines] == [(0, digests(OLD))] * 2
 
 
@@ -106,7 +100,7 @@ def test_a_trainer_that_dies_is_noticed_by_its_lock(fleet: Fleet, tmp_path: Path
         engine.finish()
     trainer.join()
     successor = new_sender(SharedMemoryOutgoing("trainer", folder=tmp_path))
-    sync(successor, fleet, 1, NEW)
+    sync(successor, fleet.engines, 1, NEW)
     assert engine.active_weights() == (1, digests(NEW))
     successor.close()
 
@@ -115,12 +109,12 @@ def test_an_engine_follows_a_trainer_to_its_new_file_and_a_longer_version(fleet:
     """The mapping is kept from one version to the next; that of a deleted file must not be."""
     (engine,) = fleet.start(1)
     first = SharedMemoryOutgoing("trainer", folder=tmp_path)
-    sync(new_sender(first), fleet, 0, OLD)
+    sync(new_sender(first), fleet.engines, 0, OLD)
     first.close()
     second = SharedMemoryOutgoing("trainer", folder=tmp_path)
     sender, longer = new_sender(second), NEW | {"more": torch.arange(5_000)}
     for version, weights in ((1, NEW), (2, longer)):
-        sync(sender, fleet, version, weights)
+        sync(sender, fleet.engines, version, weights)
         assert engine.active_weights() == (version, digests(weights))
     second.close()
 
@@ -139,8 +133,8 @@ def test_a_version_that_memory_has_no_room_for_is_refused(
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", refuse)
         with pytest.raises(WeightSyncFailed, match=r"has no room for .* No space left on device"):
-            sync(sender, fleet, 0, OLD)
-    sync(sender, fleet, 1, NEW)
+            sync(sender, fleet.engines, 0, OLD)
+    sync(sender, fleet.engines, 1, NEW)
     assert engine.active_weights() == (1, digests(NEW))
     outgoing.close()
 

@@ -133,7 +133,7 @@ class AgentRun:
         code = self.agents[-1].wait(timeout=TIMEOUT_S)
         return code, self._output(len(self.agents) - 1).read_text(encoding="utf-8")
 
-    def run_through(self, *, native: bool = False, **variables: str) -> tuple[int, str]:
+    def run_through(self, *, native: bool = False, **variables: Any) -> tuple[int, str]:
         """Start the agent of the only node and wait for it."""
         self.start(native=native, **variables)
         return self.finish()

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from agent_runs import AgentRun, toy_runs
 
+from rlhf_core.run_dir.run import new_run_id
+from rlhf_core.worker.liveness.heartbeat import SlotFile
+
 
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
@@ -26,3 +29,11 @@ def agent_run(tmp_path: Path) -> Iterator[Callable[..., AgentRun]]:
     """Factory of toy runs with two trainer ranks per node; remaining processes are killed after the test."""
     with toy_runs(tmp_path / "runs") as make:
         yield make
+
+
+@pytest.fixture
+def slots() -> Iterator[SlotFile]:
+    """The heartbeats of one worker on this node."""
+    file = SlotFile(new_run_id("toy"), 1, "here", 1)
+    yield file
+    file.remove()

@@ -1,14 +1,12 @@
 """The early hang check: times of inspections, their answers, and the limits that keep them rare."""
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from made_reports import rank_status
 
 from rlhf_core.diagnosis.hangs.liveness import GapTracker, Suspect
-from rlhf_core.run_dir.run import new_run_id
 from rlhf_core.schemas.agent_messages import GroupState, InspectionOrder
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.inspections import Inspection, Wait
@@ -126,13 +124,6 @@ def test_collectives_are_requested_only_if_all_workers_wait_in_one(last_inside: 
     job = Job(rank(0, 11.0, inside=True), rank(1, 11.0, inside=last_inside))
     assert job.requested_after(0.0)
     assert job.suspicion.order.collectives is last_inside
-
-
-@pytest.fixture
-def slots() -> Iterator[SlotFile]:
-    file = SlotFile(new_run_id("toy"), 1, "here", 1)
-    yield file
-    file.remove()
 
 
 def test_a_node_inspects_once_per_order_and_keeps_nothing(slots: SlotFile) -> None:

@@ -235,7 +235,7 @@ def test_a_second_agent_exits_and_a_killed_agent_takes_its_workers_along(agent_r
 
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
-    until(lambda: not any(is_alive(pid) for pid in workers.values()), 5.0)
+    until(lambda: not any(is_alive(pid) for pid in workers.values()), timeout_s=5.0)
     assert not run.dir.outcome.exists()
 
 

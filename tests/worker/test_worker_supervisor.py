@@ -15,7 +15,6 @@ from process_tools import until
 
 from rlhf_core.diagnosis.hangs.liveness import GapTracker, overdue
 from rlhf_core.run_dir.attempt import AttemptDir
-from rlhf_core.run_dir.run import new_run_id
 from rlhf_core.schemas.agent_messages import GroupState, NodeState
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.failures import FailureKind
@@ -35,13 +34,6 @@ from rlhf_core.worker.supervision.exit_deadline import ExitDeadline
 from rlhf_core.worker.supervision.supervisor import Supervisor
 
 ALONE = AgentChannel(Nodes(("here",), ("127.0.0.1",), 0), MemoryAgentStore())
-
-
-@pytest.fixture
-def slots() -> Iterator[SlotFile]:
-    file = SlotFile(new_run_id("toy"), 1, "here", 1)
-    yield file
-    file.remove()
 
 
 @pytest.fixture

@@ -38,17 +38,17 @@ else:
 '''
 
 
-def write_all(folder: Path, *, num_rows: int = 256, seed: int = 0) -> None:
+def write_all(folder: Path) -> None:
     """Write the model, the data sets and the rewards.
 
     These are ``Qwen3-0.6B/``, ``swift_grpo.jsonl``, ``swift_pairs.jsonl``, ``trl_grpo.jsonl``, ``trl_pairs.jsonl`` and
     ``rewards.py``.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_model(folder / MODEL, seed=seed)
-    draw = random.Random(seed)
+    write_model(folder / MODEL)
+    draw = random.Random(0)
     files: dict[str, list[dict[str, object]]] = {"swift_grpo": [], "swift_pairs": [], "trl_grpo": [], "trl_pairs": []}
-    for _ in range(num_rows):
+    for _ in range(256):
         digits = "".join(draw.choices("0123456789", k=draw.randint(3, 9)))
         asked = [{"role": "user", "content": f"sort {digits}"}]
         right, wrong = "".join(sorted(digits)), digits[::-1]
@@ -63,7 +63,7 @@ def write_all(folder: Path, *, num_rows: int = 256, seed: int = 0) -> None:
     (folder / "rewards.py").write_text(REWARD)
 
 
-def write_model(folder: Path, *, seed: int = 0) -> None:
+def write_model(folder: Path) -> None:
     """Write a Qwen3 of 0.6 million random weights with a tokenizer of one token per character."""
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -85,7 +85,7 @@ def write_model(folder: Path, *, seed: int = 0) -> None:
         model_max_length=512,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=128,
         hidden_size=128,

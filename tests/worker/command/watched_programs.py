@@ -113,9 +113,9 @@ class Polls:
         until(has_moved)
         return found[-1]
 
-    def until_moved_again(self, times: int = 3) -> None:
-        """Poll until the source moves again."""
-        for _ in range(times):
+    def until_moved_again(self) -> None:
+        """Poll until the source has moved three times more."""
+        for _ in range(3):
             self.until_moved()
 
 
