@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,13 +15,13 @@ import torch.distributed as dist
 from adapted_models import LORA, adapted
 from core_models import QWEN, char_tokenizer, tiny_model
 from pydantic import JsonValue
-from rank_launcher import TINY_MODEL, launch, make_context, tiny_spec, values
-from test_loop_runs import final_state, metrics_of
+from rank_launcher import TINY_MODEL, launch, make_context, tiny_spec
+from test_loop_runs import Interrupting, final_state, kill_once_saved, metrics_of
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import StaleWeights
-from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.model import LoraSpec
+from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.rollouts import VllmSettings
 from rlhf_core.training.models import gathering
 from rlhf_core.training.rollouts.base import Sampling
@@ -398,26 +397,36 @@ def test_every_version_of_an_adapter_is_taken_over(tmp_path: Path, monkeypatch: 
 # A whole run
 
 
-def trained(rank: int, num_ranks: int, run_dir: str, restart: int) -> str:
-    """GRPO with samples from vLLM."""
+def trained(rank: int, num_ranks: int, run_dir: str, restart: int, killed: bool) -> str:
+    """GRPO with samples from vLLM: killed with SIGKILL in the update of step 5, or resumed after that."""
+    kill = Interrupting(Phase.TRAIN, 5, kill_once_saved(run_dir, 4)) if killed else None
     spec = tiny_spec(
         model={"config": {**TINY_MODEL, "head_dim": 32}, "tokenizer": "char"},
         rollout={"engine": "vllm", "max_new_tokens": 5},
         evaluate={"num_prompts": 4, "samples_per_prompt": 1},
     )
-    return str(run_trainer(make_context(run_dir, spec, rank, num_ranks, restart)))
+    return str(run_trainer(make_context(run_dir, spec, rank, num_ranks, restart, kill)))
 
 
 @pytest.mark.end_to_end
-def test_a_resumed_run_goes_on_bitwise(tmp_path: Path) -> None:
-    """In another process, a newly started engine draws the same samples for the last two steps."""
-    for restart, name in enumerate(("straight", "resumed")):
-        if name == "resumed":
-            shutil.copytree(tmp_path / "straight", tmp_path / name)
-            shutil.rmtree(RunDir(tmp_path / name).checkpoint(6).root)
-        launched = launch(trained, 1, tmp_path / f"launch-{name}", 300, run_dir=f"{tmp_path}/{name}", restart=restart)
-        assert values(launched) == ["done"]
-    straight, again = metrics_of(tmp_path, "straight"), metrics_of(tmp_path, "resumed", restart=1)
-    assert again == {step: straight[step] for step in (5, 6)}
+def test_a_killed_run_goes_on_bitwise(tmp_path: Path) -> None:
+    """Samples and weights equal those of the run that was never killed: a newly started engine draws the same
+    samples."""
+    starts = {"straight": [(0, False)], "killed": [(0, True), (1, False)]}
+    for name, parts in starts.items():
+        for restart, killed in parts:
+            (ended,) = launch(
+                trained,
+                1,
+                tmp_path / f"{name}-{restart}",
+                300,
+                run_dir=f"{tmp_path}/{name}",
+                restart=restart,
+                killed=killed,
+            )
+            assert (ended.exit_code, ended.value) == ((-9, None) if killed else (0, "done")), ended
+    straight, again = metrics_of(tmp_path, "straight"), metrics_of(tmp_path, "killed", restart=1)
+    assert min(again) == 5
+    assert metrics_of(tmp_path, "killed") | again == straight
     assert len({line["rollout/completion_digest"] for step, line in straight.items() if step > 2}) > 1
-    assert final_state(tmp_path, "resumed") == final_state(tmp_path, "straight")
+    assert final_state(tmp_path, "killed") == final_state(tmp_path, "straight")
