@@ -219,7 +219,7 @@ def _proposal(
     trainer = trainer_estimate(changed, shape, gpu).peak_bytes
     sequences = 0
     if samples_with_vllm:
-        length = spec.data.max_prompt_tokens + spec.rollout.max_new_tokens
+        length = spec.max_tokens
         part = part_of(shape, layout.tensor_parallel)
         budget = vllm_cache_budget(changed, part, gpu) or 0
         sequences = budget // (length * token_cache_bytes(part, spec.model.dtype))

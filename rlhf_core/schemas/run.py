@@ -145,6 +145,11 @@ class RunSpec(Schema):
         return self.num_trainer_nodes * self.resources.ranks_per_node
 
     @property
+    def max_tokens(self) -> int:
+        """Maximum number of tokens of a prompt with its completion."""
+        return self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
     def possible_nodes(self) -> tuple[int, ...]:
         """Possible numbers of nodes of an attempt, in descending order: from ``resources.min_nodes`` up, those whose
         ranks divide the rows of a step in every loop. ``rollout.nodes`` is unchanged, and fewer nodes train. External

@@ -110,7 +110,7 @@ def test_out_of_memory_everything_shrinks_that_leaves_the_gradient_alone() -> No
 
 def test_out_of_memory_a_bound_of_tokens_falls_to_the_longest_sequence() -> None:
     spec = make_spec(train={"micro_batch_size": 4, "gradient_checkpointing": True})
-    longest = spec.data.max_prompt_tokens + spec.rollout.max_new_tokens
+    longest = spec.max_tokens
     spec = with_changes(spec, {"trainer.micro_batch_tokens": 3 * longest})
     seen = []
     while "trainer.micro_batch_tokens" in (remedy := oom_remedy(spec)):

@@ -40,7 +40,7 @@ def test_prompts_and_completions_of_a_preset_fit_its_model(name: str) -> None:
     spec = config.load(name)
     positions = spec.model.config["max_position_embeddings"]
     assert isinstance(positions, int)
-    assert spec.data.max_prompt_tokens + spec.rollout.max_new_tokens <= positions
+    assert spec.max_tokens <= positions
 
 
 @pytest.mark.parametrize("name", PRESETS)

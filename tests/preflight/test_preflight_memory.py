@@ -201,7 +201,7 @@ def test_a_bound_of_tokens_bounds_what_a_pass_needs() -> None:
         return trainer_estimate(facts.spec, shape()).moments["train"]
 
     spec = big().spec
-    length = spec.data.max_prompt_tokens + spec.rollout.max_new_tokens
+    length = spec.max_tokens
     assert needed(2 * length)["activations"] * 4 == needed(0)["activations"]
     assert needed(1) == needed(length), "a pass still contains a sequence of the full length"
     assert needed(100 * length) == needed(0)

@@ -157,7 +157,7 @@ def rollout(facts: Facts) -> Iterator[Finding]:
 def _cache_finding(spec: RunSpec, shape: Shape, room: int) -> Finding:
     """Compare the room for vLLM's KV cache with one sequence of full length."""
     budget = vllm_cache_budget(spec, shape, room) or 0
-    length = spec.data.max_prompt_tokens + spec.rollout.max_new_tokens
+    length = spec.max_tokens
     needed = length * token_cache_bytes(shape, spec.model.dtype)
     on_gpu = bool(spec.resources.gpus_per_node)
     name = "rollout.vllm.gpu_memory_share" if on_gpu else "rollout.vllm.cpu_cache_gb"

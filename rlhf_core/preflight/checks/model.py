@@ -106,7 +106,7 @@ def length(facts: Facts) -> Iterator[Finding]:
     if limit is None:
         return
     spec = facts.spec
-    needed = spec.data.max_prompt_tokens + spec.rollout.max_new_tokens
+    needed = spec.max_tokens
     found = (
         f"data.max_prompt_tokens {spec.data.max_prompt_tokens} + rollout.max_new_tokens {spec.rollout.max_new_tokens}"
         f" = {needed} tokens, the model has positions for {limit}"

@@ -57,7 +57,7 @@ def _shares(spec: RunSpec, shape: Shape, gpu: int | None) -> list[dict[str, Json
     """Smaller shares of the GPU for vLLM that still hold its weights and one sequence of full length."""
     if spec.rollout.engine != "vllm" or spec.rollout.engines or gpu is None:
         return []
-    length = spec.data.max_prompt_tokens + spec.rollout.max_new_tokens
+    length = spec.max_tokens
     needed = length * token_cache_bytes(shape, spec.model.dtype)
     tenths = range(int(spec.rollout.vllm.gpu_memory_share * 10), 0, -1)
     smaller = [tenth / 10 for tenth in tenths if tenth / 10 < spec.rollout.vllm.gpu_memory_share]

@@ -145,7 +145,7 @@ def _scoring_bytes(spec: RunSpec, name: str, shape: Shape) -> int:
     """Activations of one half of a layer, attention or feed-forward, for one batch of sequences: a forward pass keeps
     no others."""
     settings = spec.reward.models[name]
-    length = settings.max_tokens or spec.data.max_prompt_tokens + spec.rollout.max_new_tokens
+    length = settings.max_tokens or spec.max_tokens
     elements = 4 * shape.hidden + max(3 * shape.feed_forward, 3 * shape.query + 4 * shape.keys)
     return settings.batch_size * length * elements * BYTES[settings.dtype]
 
@@ -234,7 +234,7 @@ def engine_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Esti
 
 def _sampling(spec: RunSpec, shape: Shape, sequences: int, gpu: int | None, *, with_vllm: bool) -> dict[str, int]:
     batch = max(1, min(spec.rollout.batch_size, sequences))
-    length = spec.data.max_prompt_tokens + spec.rollout.max_new_tokens
+    length = spec.max_tokens
     if with_vllm:
         return vllm_moment(spec, shape, batch, length, gpu)
     return {

@@ -39,7 +39,7 @@ def start_engine(
         tokenizer,
         spec.rollout.vllm,
         dtype=spec.model.dtype,
-        max_tokens=spec.data.max_prompt_tokens + spec.rollout.max_new_tokens,
+        max_tokens=spec.max_tokens,
         on_gpu=ranks.device.type == "cuda",
         variables={
             "RANK": str(context.rank),

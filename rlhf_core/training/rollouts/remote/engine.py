@@ -57,7 +57,7 @@ class RemoteEngines:
         self.version: int | None = None
         self._spec = spec.rollout
         self._dtype = spec.model.dtype
-        self._max_tokens = spec.data.max_prompt_tokens + spec.rollout.max_new_tokens
+        self._max_tokens = spec.max_tokens
         self._start = context.restart
         self._ranks = ranks
         self._attempt = context.run_dir.attempt(context.attempt)

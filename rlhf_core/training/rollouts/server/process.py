@@ -109,7 +109,7 @@ def _sampler(context: WorkerContext, folder: Path, tokenizer: PreTrainedTokenize
         tokenizer,
         spec.rollout.vllm,
         dtype=spec.model.dtype,
-        max_tokens=spec.data.max_prompt_tokens + spec.rollout.max_new_tokens,
+        max_tokens=spec.max_tokens,
         on_gpu=on_gpu,
         variables={"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
         lora=spec.model.lora,
@@ -148,7 +148,7 @@ def _sglang(context: WorkerContext, folder: Path, tokenizer: PreTrainedTokenizer
         folder,
         spec.rollout.sglang,
         dtype=spec.model.dtype,
-        max_tokens=spec.data.max_prompt_tokens + spec.rollout.max_new_tokens,
+        max_tokens=spec.max_tokens,
         seed=spec.seed,
         scratch=scratch,
     )
