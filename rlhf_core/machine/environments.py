@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_core.errors import BadConfig, BadInput, EnvironmentFailed
-from rlhf_core.files.whole import write_text
 from rlhf_core.machine.accounts import expanded
 from rlhf_core.text.redaction import masked
 
@@ -238,6 +237,8 @@ def create(
             "python": version,
             "seconds": round(seconds, 1),
         }
+        from rlhf_core.files.whole import write_text  # loads pydantic, which `rlhf --help` does without
+
         write_text(folder / STAMP, json.dumps(stamp))
     return Made(folder, False, seconds)
 

@@ -191,7 +191,7 @@ def test_a_worker_starts_without_its_notifications(
 ) -> None:
     """Otherwise a wrong address would keep all runs from starting, and those that wait for adoption."""
     for module, name in ((work_pool, "_set_up_pool"), (registration, "register_presets"), (reconcile, "register")):
-        monkeypatch.setattr(module, name, lambda site: None)
+        monkeypatch.setattr(module, name, lambda *site: None)
     site, warnings = site_of("hooks.example.org/x", "failed"), list[str]()
     work_pool.set_up(site, warn=warnings.append)
     assert len(warnings) == 1
