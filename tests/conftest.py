@@ -39,7 +39,6 @@ os.environ.update(
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
-        "TORCH_COMPILE_DISABLE": "1",  # our vLLM on CPU sets it: too late in forks with torch
         "DO_NOT_TRACK": "1",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_LOGGING_TO_API_ENABLED": "false",

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -50,6 +51,7 @@ def no_beat() -> None:
 @pytest.fixture(scope="module", autouse=True)
 def process_group() -> Iterator[None]:
     """Process group of one rank, which vLLM joins; the variables that it leaves behind do not reach other tests."""
+    importlib.import_module("torch._dynamo.utils")  # the compiler, as in forked workers; not for every test process
     variables = dict(os.environ)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     yield
@@ -124,6 +126,7 @@ def test_every_version_is_taken_over_whole(engine: VllmEngine) -> None:
             assert made.weight_version == version
         answers.append([made.text for made in found])
     assert answers[0] != answers[1] != answers[2], "weights without effect would prove nothing"
+    assert torch._dynamo.utils.counters["frames"] == {}, "nothing was compiled"
 
 
 def test_a_completion_follows_from_its_seed_and_the_groups_are_diverse(engine: VllmEngine) -> None:

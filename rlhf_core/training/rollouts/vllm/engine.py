@@ -86,6 +86,8 @@ class VllmEngine:
         self.version: int | None = None
         self.ahead = None
         os.environ.update({**_environment(settings, on_gpu), **variables})
+        if not on_gpu:
+            torch._dynamo.config.disable = True  # the variable is too late where torch's compiler is already imported
         self._adapter = None if lora is None else VllmAdapter(lora)
         options: dict[str, Any] = {"dtype": dtype, "load_format": "dummy"}
         if self._adapter is not None:
