@@ -4,7 +4,7 @@ import atexit
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import prefect_template
@@ -120,17 +120,45 @@ def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect-home"))
 
 
-LONGEST = "test_worker_on_slurm.py"
-"""Test file that takes minutes, most of them waiting. By its name it would come last, and run alone at the end."""
+LONGEST = (
+    "test_command_follower.py",
+    "test_remote_vllm.py",
+    "test_worker_on_slurm.py",
+    "test_vllm_engine.py",
+    "test_faults_short.py",
+    "test_run.py",
+    "test_services.py",
+    "test_watchdog_exactly_once.py",
+    "test_probe_faults.py",
+    "test_flows_prefect.py",
+    "test_worker_many_nodes.py",
+    "test_services_supervised.py",
+)
+"""Test files that take more than 100 s beside three others. Every second one mostly waits."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest file, and skip GPU tests, with a reason, on machines without a GPU."""
-    items.sort(key=lambda item: item.path.name != LONGEST)
+    """Begin with the longest files, so that none runs alone at the end, and spread those of each folder over the rest
+    of the time, because whole folders only wait or only compute. Skip GPU tests on machines without a GPU."""
+    items.sort(key=_starts_after(items))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and not _cuda_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; this machine has none"))
+
+
+def _starts_after(items: list[pytest.Item]) -> Callable[[pytest.Item], tuple[int, float]]:
+    """Sort key of tests: index of a long file, or share of the files of its folder that come before it."""
+    files: dict[Path, list[Path]] = {}
+    for path in dict.fromkeys(item.path for item in items):
+        files.setdefault(path.parent, []).append(path)
+    shares = {path: index / len(paths) for paths in files.values() for index, path in enumerate(paths)}
+
+    def key(item: pytest.Item) -> tuple[int, float]:
+        is_long = item.path.name in LONGEST
+        return (LONGEST.index(item.path.name), 0.0) if is_long else (len(LONGEST), shares[item.path])
+
+    return key
 
 
 def pytest_collection_finish() -> None:
