@@ -119,8 +119,9 @@ def _run(number: int, scale: Scale, spec: dict[str, Any]) -> dict[str, list[dict
         "submitted_at": created, "started_at": created + timedelta(seconds=30),
     }  # fmt: skip
     restarts = [
-        {"run_id": run_id, "attempt": 1, "restart": 0, "started_at": created, "first_step": 1, "last_step": num_steps}
-    ]
+        {"run_id": run_id, "attempt": 1, "restart": 0, "started_at": created, "first_step": 1, "last_step": num_steps,
+         "last_valid_step": num_steps}
+    ]  # fmt: skip
     made: dict[str, list[dict[str, Any]]] = {
         "runs": [run],
         "run_tags": [{"run_id": run_id, "tag": f"tag-{number % 50}"}],
@@ -171,8 +172,9 @@ def _run(number: int, scale: Scale, spec: dict[str, Any]) -> dict[str, list[dict
     for incident in range(scale.num_incidents if number % scale.broken_every == 0 else 0):
         step = num_steps * (incident + 1) // (scale.num_incidents + 1)
         seen_at = created + timedelta(seconds=60 + 2 * step + 30 * incident + 5)
-        restarts[-1]["last_step"] = step
-        restarts.append({**restarts[-1], "restart": incident + 1, "first_step": step - 4, "last_step": num_steps})
+        again = {**restarts[-1], "restart": incident + 1, "first_step": step - 4}
+        restarts[-1] |= {"last_step": step, "last_valid_step": step - 5}
+        restarts.append(again)
         about = {"run_id": run_id, "attempt": 1}
         made.setdefault("incidents", []).append(
             {**about, "incident_id": f"1.{incident}", "restart": incident, "found_by": "agent",

@@ -15,6 +15,7 @@ from test_history_views import ask
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import metadata
+from rlhf_core.history.writers.attempts import write_last_valid_steps
 
 Row = dict[str, Any]
 Rows = dict[str, list[Row]]
@@ -111,6 +112,8 @@ def fill(store: HistoryStore, runs: list[Rows]) -> None:
             made = [row for rows in runs for row in rows[name]]
             if made:
                 connection.execute(insert(metadata.tables[name]), made)
+        for rows in runs:
+            write_last_valid_steps(connection, rows["runs"][0]["run_id"])
 
 
 def same(found: list[list[object]], expected: list[list[object]]) -> bool:

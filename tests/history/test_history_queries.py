@@ -124,7 +124,7 @@ def test_show_has_the_promised_shape(store: HistoryStore, runs: Path) -> None:
         "stages": {"name", "state", "started_at", "seconds"},
         "checks": {"id", "status", "found", "expected", "advice"},
         "attempts": {"number", "scheduler_job_id", "state", "nodes", "outcome", "resumed_from_step"},
-        "restarts": {"attempt", "restart", "started_at", "ended_at", "first_step", "last_step"},
+        "restarts": {"attempt", "restart", "started_at", "ended_at", "first_step", "last_step", "last_valid_step"},
         "incidents": {
             *("attempt", "restart", "failure_kind", "phase", "step", "suspect_ranks", "suspect_nodes"),
             *("detected_after_s", "evidence_dir", "message"),
@@ -179,10 +179,11 @@ def test_show_tells_what_happened(store: HistoryStore, runs: Path) -> None:
     assert (first["number"], first["state"], first["outcome"], first["nodes"]) == (1, "failed", "failed", ["n1", "n2"])
     assert (first["failure_kind"], first["scheduler_job_id"]) == ("node_lost", "j1")
     assert (second["number"], second["outcome"], second["resumed_from_step"]) == (2, "completed", 4)
-    assert [(row["attempt"], row["restart"], row["first_step"], row["last_step"]) for row in shown["restarts"]] == [
-        (1, 0, 1, 4),
-        (1, 1, 3, 5),
-        (2, 0, 5, 10),
+    names = ("attempt", "restart", "first_step", "last_step", "last_valid_step")
+    assert [tuple(row[name] for name in names) for row in shown["restarts"]] == [
+        (1, 0, 1, 4, 2),
+        (1, 1, 3, 5, 4),
+        (2, 0, 5, 10, 10),
     ]
     assert shown["restarts"][0]["started_at"] == at(6).isoformat()
     incident = shown["incidents"][0]
@@ -282,8 +283,11 @@ def test_after_a_rewind_the_steps_that_were_undone_are_gone(store: HistoryStore,
     run = RunFiles(runs).created()
     for step in range(1, 6):
         run.metrics(1, 0, step, step)
+    sync(run.dir, store)
     run.metrics(2, 0, 3, 20)
     sync(run.dir, store)
+    restarts = queries.show_run(store, run.run_id)["restarts"]
+    assert [(row["last_step"], row["last_valid_step"]) for row in restarts] == [(5, 2), (3, 3)]
     steps = [step for step, _ in queries.curve(store, run.run_id, ["train/loss"])["train/loss"]]
     assert steps == [1, 2, 3]
 

@@ -84,6 +84,9 @@ class Restart(Base):
     restarts from here on no longer count (view ``run_curve``)."""
     last_step: Mapped[int | None]
     """Highest optimizer step it made; null before the first."""
+    last_valid_step: Mapped[int | None]
+    """Highest of its steps that counts, because no later restart began at it or before it; below ``first_step`` if none
+    counts, null before the first."""
 
     __table_args__ = (
         ForeignKeyConstraint(["run_id", "attempt"], ["attempts.run_id", "attempts.number"], ondelete="CASCADE"),

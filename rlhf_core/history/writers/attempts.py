@@ -6,7 +6,7 @@ from datetime import datetime
 from functools import cache
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, case, func, or_, update
+from sqlalchemy import Connection, bindparam, case, func, or_, text, update
 
 from rlhf_core.history.batch import IngestBatch, TelemetryEntry
 from rlhf_core.history.tables.sqlalchemy_core import ATTEMPTS, NODES, RESTARTS, TELEMETRY
@@ -101,6 +101,24 @@ def write_restarts(connection: Connection, run_id: str, batch: IngestBatch) -> N
     ]
     if rows:
         connection.execute(_extending(connection.dialect.name), rows)
+    if steps:
+        write_last_valid_steps(connection, run_id)
+
+
+_LAST_VALID_STEPS = text("""
+UPDATE restarts SET last_valid_step = (
+    SELECT MIN(s.step) FROM (
+        SELECT restarts.last_step AS step
+        UNION ALL
+        SELECT l.first_step - 1 FROM restarts l
+         WHERE l.run_id = restarts.run_id AND (l.attempt, l.restart) > (restarts.attempt, restarts.restart)) s)
+WHERE run_id = :run_id AND last_step IS NOT NULL""")
+
+
+def write_last_valid_steps(connection: Connection, run_id: str) -> None:
+    """Write how far the steps of each restart count: a later one goes back to before its first step, and all that
+    earlier ones recorded from that step on was made with weights that no longer exist."""
+    connection.execute(_LAST_VALID_STEPS, {"run_id": run_id})
 
 
 def _starts_restart(event: AgentEvent) -> bool:
