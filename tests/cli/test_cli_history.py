@@ -17,6 +17,7 @@ from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import SCHEMA_REVISION, VIEWS, metadata
 from rlhf_core.machine.accounts import account
 from rlhf_core.schemas.attempts import PromotionState, RunState
+from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.journal import ControllerStarted, PromotionMoved
 from rlhf_core.watchdog.ingest import sync
 
@@ -242,6 +243,18 @@ def test_show_of_a_new_run(rlhf: Rlhf, runs: Path) -> None:
     assert shown.code == 0
     assert "pending" in shown.out
     assert "Stages" not in shown.out
+
+
+def test_show_of_a_run_that_failed_before_its_first_step(rlhf: Rlhf, runs: Path) -> None:
+    run = RunFiles(runs).created()
+    run.planned(1, 2)
+    run.incident(1, 0, FailureKind.WORKER_KILLED, 12, step=0)
+    run.moved(RunState.FAILED, 20)
+    with HistoryStore(load_site().database_url) as store:
+        sync(run.dir, store)
+    shown = rlhf("show").out
+    assert "Lost to worker killed: 18 s in 1 incident." in shown
+    assert "Productive training" not in shown
 
 
 def test_show_ingests_lines_left_by_a_killed_controller(rlhf: Rlhf, known: RunFiles) -> None:

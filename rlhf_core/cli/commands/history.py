@@ -386,14 +386,15 @@ def _print_time(shown: Facts) -> None:
     goodput, syncs = shown["goodput"], weight_sync_text(shown["weight_syncs"])
     if syncs:
         output.print_text(f"\nWeight syncs: {syncs}.")
-    if not goodput or not goodput["productive_s"]:
-        return
-    share = f" ({goodput['ettr']:.0%} of the time outside of queues)" if goodput["ettr"] is not None else ""
-    output.print_text(f"\nProductive training: {output.seconds_text(goodput['productive_s'])}{share}.")
+    lines = []
+    if goodput and goodput["productive_s"]:
+        share = f" ({goodput['ettr']:.0%} of the time outside of queues)" if goodput["ettr"] is not None else ""
+        lines.append(f"Productive training: {output.seconds_text(goodput['productive_s'])}{share}.")
     for loss in shown["lost_time"]:
-        kind = loss["failure_kind"].replace("_", " ")
-        lost = output.seconds_text(loss["lost_s"])
-        output.print_text(f"Lost to {kind}: {lost} in {count(loss['num_incidents'], 'incident')}.")
+        kind, lost = loss["failure_kind"].replace("_", " "), output.seconds_text(loss["lost_s"])
+        lines.append(f"Lost to {kind}: {lost} in {count(loss['num_incidents'], 'incident')}.")
+    if lines:
+        output.print_text("\n" + "\n".join(lines))
 
 
 def _print_section(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
