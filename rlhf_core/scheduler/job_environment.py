@@ -9,7 +9,8 @@ from rlhf_core.schemas.resources import JOB_VARIABLE, PASSED_VARIABLE, job_marke
 
 
 def job_environment(request: JobRequest) -> dict[str, str]:
-    """Variables added to the environment of a job, including the marker by which all its processes are found.
+    """Variables added to the environment of a job: those of the settings, and the marker by which all its processes are
+    found.
 
     Without GPUs, CUDA devices are hidden, so that a CPU run does not initialise, or fill, a GPU it has not requested.
     """
@@ -18,4 +19,4 @@ def job_environment(request: JobRequest) -> dict[str, str]:
         variables[PASSED_VARIABLE] = ",".join(request.passed.names)
     if request.placement.gpus_per_node == 0:
         variables["CUDA_VISIBLE_DEVICES"] = ""
-    return variables
+    return variables | request.slurm.environment

@@ -331,7 +331,7 @@ def _one_line(name: str, value: object) -> object:
 
 
 def _exports(request: JobRequest) -> Iterator[str]:
-    for name, value in {**job_environment(request), **request.slurm.environment}.items():
+    for name, value in job_environment(request).items():
         # Slurm assigns the GPUs; if it assigns none, the job must see none.
         if name != "CUDA_VISIBLE_DEVICES" or request.placement.gpus_per_node == 0:
             yield exported(name, value)

@@ -68,7 +68,7 @@ class SlurmSpec(Schema):
     container_mounts: tuple[OneLine, ...] = ()
     """Mounts, each `from:to`; the run directory is mounted automatically."""
     environment: dict[VariableName, Lines] = {}
-    """Variables set for the agents and workers; they are stored and shown like any setting."""
+    """Variables set for the agents and workers with any scheduler; they are stored and shown like any setting."""
     pass_environment: tuple[VariableName, ...] = ()
     """Names of variables with secret values. The values are read at submission from the environment of the submitting
     process, or from the file `RLHF_JOB_SECRETS`, and passed to the job with any scheduler; they are never stored or

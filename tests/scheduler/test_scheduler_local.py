@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -19,6 +20,7 @@ from rlhf_core.files.whole import read_model
 from rlhf_core.machine import main_memory
 from rlhf_core.scheduler import JobRequest, JobState, get_scheduler
 from rlhf_core.scheduler.local import LocalScheduler
+from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.resources import JOB_VARIABLE, Submission
 
 pytestmark = pytest.mark.end_to_end
@@ -38,7 +40,7 @@ if "daemon" in sys.argv:
     subprocess.run(["sh", "-c", f"setsid sleep 60 >/dev/null 2>&1 & echo $! > {folder}/daemon"], check=True)
 if "deaf" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)
-print("at work", os.environ["RLHF_JOB"], os.environ.get("RLHF_DATABASE_URL"), flush=True)
+print("at work", os.environ["RLHF_JOB"], os.environ.get("RLHF_DATABASE_URL"), os.environ.get("NCCL_DEBUG"), flush=True)
 say("agent", str(os.getpid()))
 time.sleep(0.0 if "short" in sys.argv else 60.0)
 """
@@ -79,11 +81,13 @@ def test_a_job_runs_its_command_and_ends(
     tmp_path: Path, scheduler: LocalScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RLHF_DATABASE_URL", "postgresql://user:secret@host/db")
-    submission = scheduler.submit(make_request(tmp_path, "short"))
+    settings = SlurmSpec(environment={"NCCL_DEBUG": "WARN"})
+    submission = scheduler.submit(replace(make_request(tmp_path, "short"), slurm=settings))
     assert (submission.attempt, submission.scheduler, submission.host) == (1, "local", socket.gethostname())
     until(lambda: _state(scheduler, submission) is JobState.ENDED)
     output = (tmp_path / "scheduler" / f"{submission.job_id}_0_log.out").read_text(encoding="utf-8")
-    assert output == f"at work {run_id_of(tmp_path)}/1 None\n"  # the marker is set, the control plane's secret is not
+    # The marker and the setting are there, the control plane's secret is not.
+    assert output == f"at work {run_id_of(tmp_path)}/1 None WARN\n"
     assert scheduler.find(run_id_of(tmp_path), 1) is None
     assert scheduler.cancel(submission)  # harmless
 
