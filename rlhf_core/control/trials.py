@@ -142,8 +142,7 @@ def _success(rung: Rung, trial: RunDir) -> str:
     nodes = f"{rung.num_nodes} node" + ("" if rung.num_nodes == 1 else "s")
     seconds = [
         line.metrics["time/step_s"]
-        for attempt in trial.attempts()
-        for restart in attempt.restarts()
+        for restart in trial.restarts()
         for line in read_models(restart.metrics, MetricsLine)
         if "time/step_s" in line.metrics
     ]
