@@ -7,6 +7,7 @@ import re
 import secrets
 import shutil
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -75,6 +76,11 @@ def read_model(path: Path, schema: type[Model]) -> Model | None:
         return schema.model_validate_json(read_document(path))
     except (FileNotFoundError, NotADirectoryError, UnfitFile, ValidationError):
         return None
+
+
+def read_all(paths: Iterable[Path], schema: type[Model]) -> list[Model]:
+    """Read a schema from each of several files, in order, without those for which :func:`read_model` has none."""
+    return [model for path in paths if (model := read_model(path, schema)) is not None]
 
 
 def claim(path: Path, text: str) -> bool:

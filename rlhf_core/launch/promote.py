@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rlhf_core.errors import CheckpointCorrupt, PromotionFailed, RunDirError
 from rlhf_core.files.reading import bring_to_disk, open_regular
-from rlhf_core.files.whole import create_once, is_disk_full, read_model, write_text
+from rlhf_core.files.whole import create_once, is_disk_full, read_all, read_model, write_text
 from rlhf_core.run_dir.checkpoint import ADAPTER_OF_MERGED, ADAPTER_WEIGHTS, BASE_RECORD, CheckpointDir, checksum
 from rlhf_core.run_dir.run import RunDir, promoted_models, run_name
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
@@ -54,7 +54,7 @@ def choose(run_dir: RunDir, wanted: PromoteSpec) -> PromotionChoice:
     The evaluator measures only the last checkpoint, so there is usually one candidate. Several evaluations of the same
     name are still compared; the latest wins a tie.
     """
-    reports = _evaluations(run_dir, wanted.metric)
+    reports = [one for one in read_all(run_dir.evaluations(), EvaluationReport) if one.name == wanted.metric]
     complete = {checkpoint.step: checkpoint for checkpoint in run_dir.checkpoints()}
     measured = [report for report in reports if report.when == "after" and report.checkpoint_step in complete]
     if not measured:
@@ -72,11 +72,6 @@ def choose(run_dir: RunDir, wanted: PromoteSpec) -> PromotionChoice:
     if not gain >= wanted.min_gain:  # negated, so that NaN fails as well
         return PromotionChoice(f"{comparison}; promote.min_gain is {wanted.min_gain:g}", None, start, best)
     return PromotionChoice(comparison, complete[best.checkpoint_step], start, best)
-
-
-def _evaluations(run_dir: RunDir, name: str) -> list[EvaluationReport]:
-    found = (read_model(path, EvaluationReport) for path in run_dir.evaluations())
-    return [report for report in found if report is not None and report.name == name]
 
 
 def promoted_folder(run_dir: RunDir, wanted: PromoteSpec) -> Path:

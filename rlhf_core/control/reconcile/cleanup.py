@@ -15,7 +15,7 @@ from rlhf_core.diagnosis.reconcile.decisions import ActionKind, ReconcileAction
 from rlhf_core.diagnosis.reconcile.facts import World
 from rlhf_core.diagnosis.retention import Scored, removable
 from rlhf_core.errors import RlhfError, RunDirError
-from rlhf_core.files.whole import read_model
+from rlhf_core.files.whole import read_all
 from rlhf_core.history.queries import open_runs
 from rlhf_core.history.queries.open_runs import OpenRun
 from rlhf_core.history.store import HistoryStore
@@ -72,14 +72,10 @@ def _old_steps(
         return []  # resumed since; the history will show it soon
     folders = [one for one in run_dir.checkpoints() if not one.root.is_symlink()]
     manifests = {one.step: manifest for one in folders if (manifest := one.manifest()) is not None}
-    reports = [read_model(path, EvaluationReport) for path in run_dir.evaluations()]
+    reports = read_all(run_dir.evaluations(), EvaluationReport)
     return removable(
         {step: manifest.time for step, manifest in manifests.items()},
-        [
-            Scored(one.name, one.checkpoint_step, one.value)
-            for one in reports
-            if one is not None and math.isfinite(one.value)
-        ],
+        [Scored(one.name, one.checkpoint_step, one.value) for one in reports if math.isfinite(one.value)],
         (standing.promotion, standing.promoted_step) if standing.promotion else None,
         {one.step for one in folders if any(path.is_relative_to(one.root) for path in begun_from)},
         ended_at=ended_at,
