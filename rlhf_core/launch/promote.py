@@ -44,8 +44,6 @@ class PromotionChoice:
     reason: str
     """Argument for or against promotion, in a sentence."""
     checkpoint: CheckpointDir | None = None
-    before: EvaluationReport | None = None
-    after: EvaluationReport | None = None
 
 
 def choose(run_dir: RunDir, wanted: PromoteSpec) -> PromotionChoice:
@@ -66,12 +64,12 @@ def choose(run_dir: RunDir, wanted: PromoteSpec) -> PromotionChoice:
         default=None,
     )
     if start is None:
-        return PromotionChoice(f"found no {wanted.metric} evaluation before training to compare with", after=best)
+        return PromotionChoice(f"found no {wanted.metric} evaluation before training to compare with")
     gain = best.value - start.value
     comparison = f"{best.metric} ({best.name}) {start.value:.3f} -> {best.value:.3f}, gain {gain:+.3f}"
     if not gain >= wanted.min_gain:  # negated, so that NaN fails as well
-        return PromotionChoice(f"{comparison}; promote.min_gain is {wanted.min_gain:g}", None, start, best)
-    return PromotionChoice(comparison, complete[best.checkpoint_step], start, best)
+        return PromotionChoice(f"{comparison}; promote.min_gain is {wanted.min_gain:g}")
+    return PromotionChoice(comparison, complete[best.checkpoint_step])
 
 
 def promoted_folder(run_dir: RunDir, wanted: PromoteSpec) -> Path:
