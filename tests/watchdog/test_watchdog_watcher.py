@@ -7,7 +7,7 @@ import pytest
 from control_fakes import Clock, FakeAgent, FakeScheduler, make_run, make_spec
 
 from rlhf_core.errors import DatabaseUnavailable, SchedulerError
-from rlhf_core.files.appended import LineWriter
+from rlhf_core.files.appended import append_lines
 from rlhf_core.files.whole import write_model
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState, JobStatus
@@ -163,10 +163,9 @@ def test_when_all_others_have_lost_agent_0_its_node_is_lost(
     scheduler.status = lambda submissions: {one.job_id: running for one in submissions}  # type: ignore[method-assign]
     one = Watcher(run_dir, placed(run_dir), submission(), scheduler, None, clock)
     for node in ended:
-        writer = LineWriter(run_dir.attempt(1).restart(0).events(node))
         lost = {"leader_lost": True}
-        writer.write(AgentEvent(time=utc_now(), kind="agent_ended", node=node, message="ended", data=lost))
-        writer.close()
+        event = AgentEvent(time=utc_now(), kind="agent_ended", node=node, message="ended", data=lost)
+        append_lines(run_dir.attempt(1).restart(0).events(node), event)
     one.poll()
     clock.now = LEADER_LOST_TIMEOUT_S + 1
     snapshot = one.poll()

@@ -24,7 +24,7 @@ from rlhf_core.control.reconcile.flow_runs import FlowRuns, FlowRunSnapshot, Not
 from rlhf_core.diagnosis.reconcile.decisions import ActionKind, ReconcileAction, decide
 from rlhf_core.diagnosis.reconcile.facts import FLOW_ENDS, JobFacts, RunFacts, World
 from rlhf_core.errors import HistoryError, RlhfError, SchedulerError
-from rlhf_core.files.appended import LineWriter
+from rlhf_core.files.appended import append_lines
 from rlhf_core.files.lookups import is_there
 from rlhf_core.files.whole import read_model, remove_tree
 from rlhf_core.history.queries import open_runs
@@ -370,11 +370,7 @@ class Reconciler:
             data={name: value for name, value in data.items() if value},
         )
         with suppress(OSError):
-            writer = LineWriter(run_dir.housekeeping)
-            try:
-                writer.write(note)
-            finally:
-                writer.close()
+            append_lines(run_dir.housekeeping, note)
         with suppress(RlhfError):
             record(run_dir, self._store)
 
