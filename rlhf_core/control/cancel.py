@@ -171,9 +171,8 @@ def cancel_run(
     return _result(
         run_dir,
         site,
-        f"the job of run {run_id} was ended, but its controller or the history does not respond; the run is "
-        "marked as cancelled once "
-        f"they do, or if you then run `rlhf cancel {run_id}` again",
+        f"the job of run {run_id} was ended, but its controller or the history does not respond; the run is marked as "
+        f"cancelled once they do, or if you then run `rlhf cancel {run_id}` again",
     )
 
 

@@ -179,10 +179,7 @@ def _watch_until(controller: Controller, number: int, enough: Callable[[AttemptS
             if journal.record.state is RunState.QUEUED:
                 journal.move_run(RunState.TRAINING, f"attempt {number} runs")
         controller.observer.polled(snapshot)
-        if controller.lacks_directory():
-            controller.wait(controller.poll_s)
-            continue
-        if snapshot.ended or enough(snapshot):
+        if not controller.lacks_directory() and (snapshot.ended or enough(snapshot)):
             return snapshot
         controller.wait(controller.poll_s)
 

@@ -186,15 +186,13 @@ def write_model_directory(
         partial.rename(target)
         bring_to_disk(target.parent)
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
         what = "the disk is full" if is_disk_full(error) else error.strerror or str(error)
         raise PromotionFailed(
             f"cannot write the model of {provenance.run_id} to {target}: {what}. Nothing was left there. Fix the "
             f"cause, then `rlhf approve {provenance.run_id}`"
         ) from error
-    except BaseException:
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _fill(

@@ -12,7 +12,6 @@ _PER_GROUP = 4
 _LONGEST = 600
 _SHORT = 100
 """Characters of a cell, markup included."""
-_STEPS_SHOWN = 3
 _GROUP_SHOWN = 8
 
 _GROUPS = {
@@ -43,7 +42,7 @@ def training_samples(record: ReportData) -> Markup:
     steps = sorted({line.step for line in record.samples})
     if not steps:
         return remark("No completions were kept in training.")
-    chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]})[:_STEPS_SHOWN]
+    chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]})
     return join(_group(step, [line for line in record.samples if line.step == step]) for step in chosen)
 
 
