@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from made_reports import checkpoint_manifest, evaluation_report, incident_of, rank_status
 
 from rlhf_core.errors import SubmissionFailed
-from rlhf_core.files.appended import LineWriter
+from rlhf_core.files.appended import append_lines
 from rlhf_core.files.whole import write_model
 from rlhf_core.launch.journal import Journal
 from rlhf_core.launch.prepare import prepare
@@ -198,11 +198,8 @@ class FakeAgent:
     def role(self, role: Role, step: int = 0) -> None:
         """Start a role and publish a status."""
         folder = self.run_dir.attempt(self.attempt).restart(self.restart)
-        writer = LineWriter(folder.events(NODE))
-        writer.write(
-            AgentEvent(time=utc_now(), kind="role_started", node=NODE, message=f"role {role} starts", role=role)
-        )
-        writer.close()
+        event = AgentEvent(time=utc_now(), kind="role_started", node=NODE, message=f"role {role} starts", role=role)
+        append_lines(folder.events(NODE), event)
         self.status(role, step)
 
     def status(self, role: Role = Role.TRAINER, step: int = 0, sequence: int = 1) -> None:
@@ -222,10 +219,9 @@ class FakeAgent:
 
     def step(self, number: int, **metrics: float) -> None:
         """Make one optimizer step."""
-        writer = LineWriter(self.run_dir.attempt(self.attempt).restart(self.restart).metrics)
         stage = "sft" if number <= 2 else "grpo"
-        writer.write(MetricsLine(step=number, time=utc_now(), stage=stage, metrics={"train/loss": 0.5, **metrics}))
-        writer.close()
+        line = MetricsLine(step=number, time=utc_now(), stage=stage, metrics={"train/loss": 0.5, **metrics})
+        append_lines(self.run_dir.attempt(self.attempt).restart(self.restart).metrics, line)
 
     def checkpoint(self, step: int, num_ranks: int = 2) -> None:
         """Publish a complete checkpoint without files."""

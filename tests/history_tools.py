@@ -28,7 +28,7 @@ from made_reports import checkpoint_manifest, decision_of, evaluation_report, in
 from sqlalchemy import Engine, create_engine, text
 
 from rlhf_core.config.site import Site
-from rlhf_core.files.appended import LineWriter
+from rlhf_core.files.appended import append_lines
 from rlhf_core.files.whole import write_model
 from rlhf_core.history import migrate
 from rlhf_core.history.database import parse_url
@@ -122,7 +122,7 @@ class RunFiles:
             sequence=self._sequence, token=self.token if token is None else token, time=at(seconds), event=event
         )
         self._sequence += 1
-        _append(self.dir.control, line)
+        append_lines(self.dir.control, line)
 
     def created(self) -> Self:
         """Write the first journal line."""
@@ -137,7 +137,7 @@ class RunFiles:
         """Write a metrics line of trainer rank 0; each step takes two seconds."""
         values = {"train/loss": 1.0 / step + attempt + restart / 10, "time/step_s": 2.0, **more}
         line = MetricsLine(step=step, time=at(seconds), loop="sft" if step <= 2 else "grpo", metrics=values)
-        _append(self.dir.attempt(attempt).restart(restart).metrics, line)
+        append_lines(self.dir.attempt(attempt).restart(restart).metrics, line)
 
     def weight_sync(self, attempt: int, restart: int, number: int, seconds: float, **more: Any) -> None:
         """Write the lines of trainer rank 0 about a weight sync to two engines.
@@ -146,10 +146,10 @@ class RunFiles:
         """
         file = self.dir.attempt(attempt).restart(restart).weight_syncs
         requested = WeightSyncLine(number=number, time=at(seconds), version=number + 2, engines=2)
-        _append(file, requested)
+        append_lines(file, requested)
         if "acknowledged" in more:
             answers = {"transport": "broadcast", "bytes": 2_000_000_000, "seconds": 0.5, "wire_s": 0.25, **more}
-            _append(file, requested.model_copy(update={"time": at(seconds + 0.5), **answers}))
+            append_lines(file, requested.model_copy(update={"time": at(seconds + 0.5), **answers}))
 
     def event(
         self,
@@ -164,7 +164,7 @@ class RunFiles:
         """Write an event line of an agent."""
         message = f"{kind} on {node}"
         event = AgentEvent(time=at(seconds), kind=kind, node=node, message=message, role=role, data=data)
-        _append(self.dir.attempt(attempt).restart(restart).events(node), event)
+        append_lines(self.dir.attempt(attempt).restart(restart).events(node), event)
 
     def status(self, attempt: int, restart: int, sequence: int, node: str = "n1", step: int = 1) -> None:
         """Build the status that an agent publishes."""
@@ -185,7 +185,7 @@ class RunFiles:
     def telemetry(self, attempt: int, restart: int, seconds: float, node: str = "n1", **figures: float) -> None:
         """Write a telemetry line of an agent, for ten seconds of its node."""
         line = TelemetryLine(time=at(seconds), seconds=10.0, figures={"cpu_percent": 42.0, **figures})
-        _append(self.dir.attempt(attempt).restart(restart).telemetry(node), line)
+        append_lines(self.dir.attempt(attempt).restart(restart).telemetry(node), line)
 
     def incident(self, attempt: int, restart: int, kind: FailureKind, seconds: float, **more: Any) -> Incident:
         """Record an incident found by agent 0."""
@@ -348,12 +348,6 @@ def synced(run: RunFiles, store: HistoryStore) -> RunFiles:
     """The same run, ingested into the history."""
     sync(run.dir, store)
     return run
-
-
-def _append(path: Path, model: Any) -> None:
-    writer = LineWriter(path)
-    writer.write(model)
-    writer.close()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

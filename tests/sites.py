@@ -429,5 +429,5 @@ def go(run_dir: RunDir) -> None:
 
 def last_step(run: RunDir | None) -> int:
     """The highest step in any metrics file of a run."""
-    restarts = [restart for attempt in run.attempts() for restart in attempt.restarts()] if run is not None else []
+    restarts = run.restarts() if run is not None else []
     return max((line.step for one in restarts for line in read_models(one.metrics, MetricsLine)), default=0)

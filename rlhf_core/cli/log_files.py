@@ -10,7 +10,7 @@ from pathlib import Path
 from rlhf_core.cli import output
 from rlhf_core.errors import BadInput
 from rlhf_core.files.reading import open_regular
-from rlhf_core.files.whole import read_model
+from rlhf_core.files.whole import read_all
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir.attempt import AttemptDir, RestartDir
 from rlhf_core.run_dir.run import RunDir
@@ -196,11 +196,9 @@ def _logs_in(
 
 
 def _ranks(restart: RestartDir) -> dict[tuple[str, str, int], int]:
-    statuses = (read_model(path, AgentStatus) for path in restart.agent_statuses())
     return {
         (rank.role.value, status.node, rank.local_rank): rank.rank
-        for status in statuses
-        if status is not None
+        for status in read_all(restart.agent_statuses(), AgentStatus)
         for rank in status.ranks
         if rank.rank >= 0
     }

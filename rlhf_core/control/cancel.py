@@ -75,8 +75,7 @@ def cancel(controller: Controller, reason: str, *, save: bool = False) -> None:
     if journal.record.cancelling is None:
         journal.append(CancelStarted(reason=reason))
     cancel_trials(controller, reason, cancel)
-    number = max(journal.record.attempts, default=0)
-    attempt = journal.record.attempts.get(number)
+    number, attempt = journal.record.last_number, journal.record.last_attempt
     if attempt is not None and not attempt.ended:
         # A job that is still waiting for nodes has nothing to save.
         save = save and controller.watcher(number).poll().verdict.state is AttemptState.RUNNING
@@ -172,9 +171,8 @@ def cancel_run(
     return _result(
         run_dir,
         site,
-        f"the job of run {run_id} was ended, but its controller or the history does not respond; the run is "
-        "marked as cancelled once "
-        f"they do, or if you then run `rlhf cancel {run_id}` again",
+        f"the job of run {run_id} was ended, but its controller or the history does not respond; the run is marked as "
+        f"cancelled once they do, or if you then run `rlhf cancel {run_id}` again",
     )
 
 

@@ -120,8 +120,7 @@ class Controller:
     lease: HeldLease
     observer: Observer = field(default_factory=Observer)
     resumed_at: int = 0
-    """Newest attempt when the user resumed the run; 0 for a new run. The retry budget counts from here, and the next
-    attempt starts without a back-off."""
+    """Newest attempt when the user resumed the run; 0 for a new run. The next attempt starts without a back-off."""
     resumed: bool = False
     """True if the user resumed the run."""
     lease_lost: bool = False
@@ -151,6 +150,11 @@ class Controller:
         """Options of its jobs, those of the site included."""
         return self.spec.slurm.over(self.site.slurm)
 
+    @property
+    def first_attempt(self) -> int:
+        """First attempt since the user last started or resumed the run: retry budgets count from here."""
+        return max(self.journal.record.first_attempt, self.resumed_at)
+
     def check(self) -> None:
         """Renew the lease and check for a cancel request. Called about every half second.
 
@@ -163,9 +167,17 @@ class Controller:
         if self.observer.stop_requested():
             raise CancelRequested(f"interrupted at the terminal (by {account()})")
         with suppress(OSError):  # read again at the next check; lacks_directory() counts how long this lasts
-            request = read_model(self.run_dir.cancel_request, AgentCommand)
-            if request is not None:
-                raise CancelRequested(request.reason or "rlhf cancel", save=request.kind == "stop_after_step")
+            self.raise_if_cancelled()
+
+    def raise_if_cancelled(self) -> None:
+        """Raise if the run is being cancelled. Its job may have been ended without waiting for this controller.
+
+        Raises:
+            CancelRequested: a user asked to end the run.
+        """
+        request = read_model(self.run_dir.cancel_request, AgentCommand)
+        if request is not None:
+            raise CancelRequested(request.reason or "rlhf cancel", save=request.kind == "stop_after_step")
 
     def require_lease(self) -> None:
         """Confirm with the database that this controller still owns the run, before the scheduler is asked to act.
@@ -208,7 +220,7 @@ class Controller:
             RunDirGone: it has been missing for so long that it counts as gone.
             RunDirError: its file system has been unavailable for too long.
         """
-        problem = self.presence.problem(max(self.journal.record.attempts, default=0))
+        problem = self.presence.problem(self.journal.record.last_number)
         if problem and not self._missing:
             self.observer.log(f"{problem}; making no decisions until it is back or known to be gone")
         self._missing = problem
@@ -380,7 +392,7 @@ def opened(
         journal=journal,
         lease=lease,
         observer=observer or Observer(),
-        resumed_at=max(journal.record.attempts, default=0) if resumed else 0,
+        resumed_at=journal.record.last_number if resumed else 0,
         resumed=resumed,
     )
     try:

@@ -1,15 +1,15 @@
 """The user's code in a resumed run: the run keeps using its copy, unless the user asks for the current files."""
 
 import shutil
+from functools import partial
 
 from rlhf_core.control.controller import Controller
 from rlhf_core.control.views.timeline import trials_of
 from rlhf_core.errors import BadInput, RunDirError
-from rlhf_core.launch.code_changes import changed_code, code_folder, copy_code_again
+from rlhf_core.launch.code_changes import add_code_copy, changed_code, code_folder, copy_code_again
 from rlhf_core.launch.journal import read_record
 from rlhf_core.launch.prepare import git_revision
 from rlhf_core.machine.accounts import account
-from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.journal import CodeTaken
 from rlhf_core.text.formatting import listed
@@ -54,7 +54,8 @@ def take_code(controller: Controller) -> str:
             return f"the code in {code_folder(stored)} is the one that the run has: nothing changed"
         copy = copy_code_again(run_dir, stored)
         for trial in trials_of(run_dir):
-            _renew_trial(trial, run_dir)
+            if read_record(trial).state is not RunState.COMPLETED:  # it has to be repeated
+                add_code_copy(trial, partial(shutil.copytree, run_dir.code))
     except OSError as error:
         raise RunDirError(f"cannot copy the code to {run_dir.root}: {error.strerror}") from None
     revision = git_revision(code_folder(stored))
@@ -62,12 +63,3 @@ def take_code(controller: Controller) -> str:
         CodeTaken(copy_number=copy, revision=revision, changed=tuple(changed[:_SHOWN]), by=account())
     )
     return f"copied the code again; changed: {listed(changed, _SHOWN)}"
-
-
-def _renew_trial(trial: RunDir, main: RunDir) -> None:
-    """Give a trial that has to be repeated the code of its run."""
-    if read_record(trial).state is not RunState.COMPLETED:
-        unfinished = trial.root / ".code.new"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        shutil.copytree(main.code, unfinished)
-        unfinished.rename(trial.code_copy(trial.newest_code_copy() + 1))

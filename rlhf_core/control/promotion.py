@@ -195,10 +195,9 @@ def _begin(controller: Controller) -> None:
     choice = choose(controller.run_dir, controller.spec.promote)
     if choice.checkpoint is None:
         return
-    if controller.spec.promote.when == "approved":
-        _move(controller, PromotionState.WAITING, reason=choice.reason, step=choice.checkpoint.step)
-    else:
-        _move(controller, PromotionState.APPROVED, by=POLICY, reason=choice.reason, step=choice.checkpoint.step)
+    waits = controller.spec.promote.when == "approved"
+    state, by = (PromotionState.WAITING, "") if waits else (PromotionState.APPROVED, POLICY)
+    _move(controller, state, by=by, reason=choice.reason, step=choice.checkpoint.step)
     controller.record()
 
 

@@ -28,13 +28,9 @@ def _with_environment(spec: RunSpec, site: Site) -> RunSpec:
 
 
 def _with_promoted_models(spec: RunSpec, site: Site) -> RunSpec:
-    found = {
-        name: newest_promoted(promoted_models(site.runs_dir), one.path.removeprefix(PROMOTED))
-        for name, one in spec.reward.models.items()
-        if one.path.startswith(PROMOTED)
-    }
-    models = {
-        name: one.model_copy(update={"path": str(folder)}) if (folder := found.get(name)) else one
-        for name, one in spec.reward.models.items()
-    }
+    models = dict(spec.reward.models)
+    for name, one in spec.reward.models.items():
+        if one.path.startswith(PROMOTED):
+            folder = newest_promoted(promoted_models(site.runs_dir), one.path.removeprefix(PROMOTED))
+            models[name] = one if folder is None else one.model_copy(update={"path": str(folder)})
     return spec.model_copy(update={"reward": spec.reward.model_copy(update={"models": models})})

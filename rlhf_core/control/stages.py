@@ -138,9 +138,7 @@ def title_of(controller: Controller, name: StageName, number: int) -> str:
 def _submit(controller: Controller, number: int) -> None:
     journal = controller.journal
     placement = journal.record.attempts[number].placement
-    first = max(journal.record.first_attempt, controller.resumed_at)
-    used = used_so_far(controller, first)
-    limit_s = attempt_caps.time_limit_s(controller.spec, used, placement.num_nodes)
+    limit_s = attempt_caps.time_limit_s(controller.spec, used_so_far(controller), placement.num_nodes)
     request = job_request(controller.run_dir, controller.spec, placement, controller.site)
     try:
         _submit_when_accepted(controller, replace(request, time_limit_s=limit_s))
@@ -181,10 +179,7 @@ def _watch_until(controller: Controller, number: int, enough: Callable[[AttemptS
             if journal.record.state is RunState.QUEUED:
                 journal.move_run(RunState.TRAINING, f"attempt {number} runs")
         controller.observer.polled(snapshot)
-        if controller.lacks_directory():
-            controller.wait(controller.poll_s)
-            continue
-        if snapshot.ended or enough(snapshot):
+        if not controller.lacks_directory() and (snapshot.ended or enough(snapshot)):
             return snapshot
         controller.wait(controller.poll_s)
 

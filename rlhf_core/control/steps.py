@@ -122,11 +122,11 @@ def _steps(controller: Controller) -> Iterator[Step]:
         yield from _carried_out(StageName.PREFLIGHT, "preflight", partial(stages.preflight, controller))
         for rung in due(controller):
             yield from _carried_out(TRIAL, rung.title, partial(stages.trial, controller, rung, drive))
-    last = max(journal.record.attempts, default=0)
+    last = journal.record.last_number
     if last >= journal.record.first_attempt and journal.record.attempts[last].ended:
         conclude(controller, last)  # the previous controller may have been killed halfway
     while journal.record.state is not RunState.COMPLETED:
-        number = max(journal.record.attempts, default=0)
+        number = journal.record.last_number
         if number == 0 or journal.record.attempts[number].ended:
             number += 1
         with suppress(StageFailed):

@@ -21,6 +21,7 @@ from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.journal import TrialPlanned
 from rlhf_core.schemas.reports import MetricsLine
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.text.formatting import count
 from rlhf_core.watchdog.watcher import AttemptSnapshot
 
 TRIAL = "trial"
@@ -44,29 +45,25 @@ def carry_out(controller: Controller, rung: Rung, drive: Callable[[Controller], 
         SchedulerError: the scheduler does not respond.
     """
     began = controller.clock()
+
+    def verdict(status: CheckStatus, found: str, expected: str = "", advice: str = "") -> CheckResult:
+        seconds = controller.clock() - began
+        return CheckResult(
+            id=rung.check_id, status=status, found=found, expected=expected, advice=advice, seconds=seconds
+        )
+
     trial = _create(controller, rung)
     failure = "" if read_record(trial).state is RunState.COMPLETED else _run_to_end(controller, rung, trial, drive)
     shortage = _shortage_of_memory(trial) if failure and rung.num_nodes < controller.spec.resources.num_nodes else ""
     if shortage:
-        return CheckResult(
-            id=rung.check_id,
-            status=CheckStatus.SKIPPED,
-            found=f"not possible on {rung.nodes}: {shortage}",
-            seconds=controller.clock() - began,
-        )
+        return verdict(CheckStatus.SKIPPED, f"not possible on {rung.nodes}: {shortage}")
     if failure:
-        return CheckResult(
-            id=rung.check_id,
-            status=CheckStatus.BLOCKED,
-            found=f"{rung.title} failed: {failure}",
-            expected="a trial that is completed",
-            advice=f"`rlhf show {trial.run_id}` tells more; mend it, then start a new run, or "
-            f"`rlhf resume {controller.run_dir.run_id}` where the config may stay as it is",
-            seconds=controller.clock() - began,
+        advice = (
+            f"`rlhf show {trial.run_id}` tells more; mend it, then start a new run, or "
+            f"`rlhf resume {controller.run_dir.run_id}` where the config may stay as it is"
         )
-    return CheckResult(
-        id=rung.check_id, status=CheckStatus.PASSED, found=_success(rung, trial), seconds=controller.clock() - began
-    )
+        return verdict(CheckStatus.BLOCKED, f"{rung.title} failed: {failure}", "a trial that is completed", advice)
+    return verdict(CheckStatus.PASSED, _success(rung, trial))
 
 
 def cancel_trials(controller: Controller, reason: str, cancel: Callable[[Controller, str], None]) -> None:
@@ -139,41 +136,39 @@ def _diagnosis(error: Exception) -> str:
 
 def _success(rung: Rung, trial: RunDir) -> str:
     summary = summarise(trial)
-    nodes = f"{rung.num_nodes} node" + ("" if rung.num_nodes == 1 else "s")
     seconds = [
         line.metrics["time/step_s"]
-        for attempt in trial.attempts()
-        for restart in attempt.restarts()
+        for restart in trial.restarts()
         for line in read_models(restart.metrics, MetricsLine)
         if "time/step_s" in line.metrics
     ]
     pace = f", {median(seconds):.3g} s per step" if seconds else ""
     incidents = f", {len(summary.incidents)} incidents on the way" if summary.incidents else ""
-    return f"{trial.run_id}: {summary.steps} steps on {nodes}{pace}{incidents}"
+    return f"{trial.run_id}: {summary.steps} steps on {count(rung.num_nodes, 'node')}{pace}{incidents}"
 
 
 class _TrialObserver(Observer):
     """Passes the messages of a trial to the observer of its run, and checks the run whenever the trial is checked."""
 
     def __init__(self, controller: Controller, title: str) -> None:
-        self._session = controller
+        self._controller = controller
         self._title = title
 
     def follow(self, spec: RunSpec) -> None:
         """Switch to a run with this spec."""
-        self._session.observer.follow(spec)
+        self._controller.observer.follow(spec)
 
     def stage_started(self, title: str) -> None:
         """A stage of the trial begins."""
-        self._session.observer.stage_started(f"{self._title}: {title}")
+        self._controller.observer.stage_started(f"{self._title}: {title}")
 
     def polled(self, snapshot: AttemptSnapshot) -> None:
         """The trial was polled."""
-        self._session.observer.polled(snapshot)
+        self._controller.observer.polled(snapshot)
 
     def log(self, text: str) -> None:
         """Show a message to the user."""
-        self._session.observer.log(f"{self._title}: {text}")
+        self._controller.observer.log(f"{self._title}: {text}")
 
     def stop_requested(self) -> bool:
         """Keep the lease of the run as well, and end the trial together with its run.
@@ -183,10 +178,10 @@ class _TrialObserver(Observer):
             LeaseLost: another controller has the run.
         """
         try:
-            self._session.check()
+            self._controller.check()
         except CancelRequested as request:
             raise CancelRequested(str(request)) from None
         except LeaseLost:
-            self._session.lease_lost = True
+            self._controller.lease_lost = True
             raise
         return False

@@ -6,6 +6,7 @@ A line that does not parse is skipped, because a killed writer may leave a torn 
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -100,6 +101,17 @@ class LineWriter:
             return "its earlier lines are lost, later ones are kept"
         self._append(kept[len(found) :])
         return f"its {len(kept)} bytes were restored"
+
+
+def append_lines(path: Path, *models: BaseModel) -> None:
+    """Append schemas to a file that this process does not keep open.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with closing(LineWriter(path)) as writer:
+        for model in models:
+            writer.write(model)
 
 
 def read_lines(

@@ -7,6 +7,7 @@ import re
 import secrets
 import shutil
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -40,9 +41,16 @@ def write_text(path: Path, text: str, mode: int = _USUAL_MODE) -> None:
         OSError: the file system is full, read-only or gone. The old file is then untouched.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as temporary:
+        _write_new(temporary, text, mode)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary file beside ``path``, for the block to write; it replaces ``path`` if the block succeeds."""
     temporary = _temporary(path)
     try:
-        _write_new(temporary, text, mode)
+        yield temporary
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -75,6 +83,11 @@ def read_model(path: Path, schema: type[Model]) -> Model | None:
         return schema.model_validate_json(read_document(path))
     except (FileNotFoundError, NotADirectoryError, UnfitFile, ValidationError):
         return None
+
+
+def read_all(paths: Iterable[Path], schema: type[Model]) -> list[Model]:
+    """Read a schema from each of several files, in order, without those for which :func:`read_model` has none."""
+    return [model for path in paths if (model := read_model(path, schema)) is not None]
 
 
 def claim(path: Path, text: str) -> bool:

@@ -2,7 +2,7 @@
 
 import filecmp
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rlhf_core.errors import BadInput
@@ -44,12 +44,22 @@ def copy_code_again(run_dir: RunDir, stored: StoredSpec) -> int:
         raise BadInput(
             f"{', '.join(missing)} of this run's code is no longer in {folder}. Put it back, or resume without --code"
         )
-    copy = run_dir.newest_code_copy() + 1
+    return add_code_copy(run_dir, lambda copy: keep_code(copy, stored.spec, folder, git_revision(folder)))
+
+
+def add_code_copy(run_dir: RunDir, fill: Callable[[Path], object]) -> int:
+    """Give a run another copy of code, and return its number. It appears as a whole: a controller may be killed at any
+    time.
+
+    Args:
+        fill: creates the given folder.
+    """
+    number = run_dir.newest_code_copy() + 1
     unfinished = run_dir.root / ".code.new"
     remove_tree(unfinished)
-    keep_code(unfinished, stored.spec, folder, git_revision(folder))
-    unfinished.rename(run_dir.code_copy(copy))  # it appears as a whole: a controller may be killed at any time
-    return copy
+    fill(unfinished)
+    unfinished.rename(run_dir.code_copy(number))
+    return number
 
 
 def _changes(source: Path, copy: Path) -> Iterator[str]:

@@ -129,9 +129,14 @@ class RunRecord:
         return self.state in RUN_ENDS
 
     @property
+    def last_number(self) -> int:
+        """Number of the newest attempt; 0 before the first."""
+        return max(self.attempts, default=0)
+
+    @property
     def last_attempt(self) -> AttemptRecord | None:
         """The newest attempt, if there is one."""
-        return self.attempts[max(self.attempts)] if self.attempts else None
+        return self.attempts.get(self.last_number)
 
     def open_stage(self) -> StageRecord | None:
         """The stage that has begun and not ended."""
@@ -151,7 +156,7 @@ class RunRecord:
         match line.event:
             case RunMoved(state=state, cause=cause):
                 if self.ended and state is RunState.PREFLIGHT:
-                    self.first_attempt = max(self.attempts, default=0) + 1
+                    self.first_attempt = self.last_number + 1
                 self.state, self.cause = state, cause
                 if self.ended:
                     self.cancelling = None

@@ -88,18 +88,8 @@ def _body(provenance: ModelProvenance, spec: RunSpec) -> Iterator[str]:
         yield f"| {name} | {value} |"
     yield ""
     yield "`rlhf.json` contains the full specification and the SHA-256 of every file in this folder."
-    yield ""
-    yield "## Intended use"
-    yield ""
-    yield TO_WRITE
-    yield ""
-    yield "## Limitations"
-    yield ""
-    yield TO_WRITE
-    yield ""
-    yield "## License"
-    yield ""
-    yield TO_WRITE
+    for title in ("Intended use", "Limitations", "License"):
+        yield from ("", f"## {title}", "", TO_WRITE)
 
 
 def _table(reports: tuple[EvaluationReport, ...]) -> Iterator[str]:

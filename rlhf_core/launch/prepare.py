@@ -129,9 +129,6 @@ def prepare(
         flow_run_id=flow_run_id,
         spec=spec,
     )
-    if run_id:
-        # A process killed during an earlier try has left a folder of this name.
-        remove_tree(_unfinished(runs, run_id).root)
     return _make_whole(runs, stored, lambda code: keep_code(code, spec, folder, stored.code_revision))
 
 
@@ -162,18 +159,13 @@ def prepare_trial(main: RunDir, run_id: str, spec: RunSpec) -> RunDir:
     stored = main.read_spec().model_copy(
         update={"run_id": run_id, "created_at": utc_now(), "spec": spec, "trial_of": main.run_id}
     )
-    # A controller killed earlier may have left a folder of this name too.
-    remove_tree(_unfinished(runs, run_id).root)
     return _make_whole(runs, stored, lambda code: _copy_folder(main.code, code))
 
 
-def _unfinished(runs: Path, run_id: str) -> RunDir:
-    return RunDir(runs / f".{run_id}.new")
-
-
 def _make_whole(runs: Path, stored: StoredSpec, keep: Callable[[Path], object]) -> RunDir:
-    run_dir, unfinished = RunDir.of(runs, stored.run_id), _unfinished(runs, stored.run_id)
+    run_dir, unfinished = RunDir.of(runs, stored.run_id), RunDir(runs / f".{stored.run_id}.new")
     try:
+        remove_tree(unfinished.root)  # left by a process that was killed during an earlier try
         if not runs.exists():
             private_files.make_folder(runs)
         unfinished.root.mkdir()

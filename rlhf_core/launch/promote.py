@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rlhf_core.errors import CheckpointCorrupt, PromotionFailed, RunDirError
 from rlhf_core.files.reading import bring_to_disk, open_regular
-from rlhf_core.files.whole import create_once, is_disk_full, read_model, write_text
+from rlhf_core.files.whole import create_once, is_disk_full, read_all, read_model, write_text
 from rlhf_core.run_dir.checkpoint import ADAPTER_OF_MERGED, ADAPTER_WEIGHTS, BASE_RECORD, CheckpointDir, checksum
 from rlhf_core.run_dir.run import RunDir, promoted_models, run_name
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
@@ -44,8 +44,6 @@ class PromotionChoice:
     reason: str
     """Argument for or against promotion, in a sentence."""
     checkpoint: CheckpointDir | None = None
-    before: EvaluationReport | None = None
-    after: EvaluationReport | None = None
 
 
 def choose(run_dir: RunDir, wanted: PromoteSpec) -> PromotionChoice:
@@ -54,7 +52,7 @@ def choose(run_dir: RunDir, wanted: PromoteSpec) -> PromotionChoice:
     The evaluator measures only the last checkpoint, so there is usually one candidate. Several evaluations of the same
     name are still compared; the latest wins a tie.
     """
-    reports = _evaluations(run_dir, wanted.metric)
+    reports = [one for one in read_all(run_dir.evaluations(), EvaluationReport) if one.name == wanted.metric]
     complete = {checkpoint.step: checkpoint for checkpoint in run_dir.checkpoints()}
     measured = [report for report in reports if report.when == "after" and report.checkpoint_step in complete]
     if not measured:
@@ -66,17 +64,12 @@ def choose(run_dir: RunDir, wanted: PromoteSpec) -> PromotionChoice:
         default=None,
     )
     if start is None:
-        return PromotionChoice(f"found no {wanted.metric} evaluation before training to compare with", after=best)
+        return PromotionChoice(f"found no {wanted.metric} evaluation before training to compare with")
     gain = best.value - start.value
     comparison = f"{best.metric} ({best.name}) {start.value:.3f} -> {best.value:.3f}, gain {gain:+.3f}"
     if not gain >= wanted.min_gain:  # negated, so that NaN fails as well
-        return PromotionChoice(f"{comparison}; promote.min_gain is {wanted.min_gain:g}", None, start, best)
-    return PromotionChoice(comparison, complete[best.checkpoint_step], start, best)
-
-
-def _evaluations(run_dir: RunDir, name: str) -> list[EvaluationReport]:
-    found = (read_model(path, EvaluationReport) for path in run_dir.evaluations())
-    return [report for report in found if report is not None and report.name == name]
+        return PromotionChoice(f"{comparison}; promote.min_gain is {wanted.min_gain:g}")
+    return PromotionChoice(comparison, complete[best.checkpoint_step])
 
 
 def promoted_folder(run_dir: RunDir, wanted: PromoteSpec) -> Path:
@@ -193,15 +186,13 @@ def write_model_directory(
         partial.rename(target)
         bring_to_disk(target.parent)
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
         what = "the disk is full" if is_disk_full(error) else error.strerror or str(error)
         raise PromotionFailed(
             f"cannot write the model of {provenance.run_id} to {target}: {what}. Nothing was left there. Fix the "
             f"cause, then `rlhf approve {provenance.run_id}`"
         ) from error
-    except BaseException:
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _fill(

@@ -14,7 +14,7 @@ from rlhf_core.render.line_plots import (
     of_stage,
     stages_of,
 )
-from rlhf_core.render.markup import Markup, figure, join, number, tag, words
+from rlhf_core.render.markup import Markup, figure, join, number, remark, tag, words
 from rlhf_core.render.series import Curve, Marks, PointSeries, Series, drawable_point, finite, smoothing_window
 from rlhf_core.schemas.reports import EVALUATIONS
 
@@ -50,7 +50,7 @@ def speed_plots(record: ReportData) -> Markup:
     """Time per phase and throughput."""
     made = [_phase_times(record), *(_line_plot(record, plot) for plot in SPEED)]
     if is_elsewhere(record) and not any(figure for figure, _ in made):
-        return tag("p", "The trainer logged neither times of its steps nor throughput.", class_="note")
+        return remark("The trainer logged neither times of its steps nor throughput.")
     return _plots(record, [(figure, sentence) for figure, sentence in made if figure or not is_elsewhere(record)])
 
 

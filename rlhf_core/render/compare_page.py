@@ -17,6 +17,7 @@ from rlhf_core.render.markup import (
     figure,
     join,
     moment,
+    remark,
     section,
     signed,
     table,
@@ -105,7 +106,7 @@ def _runs(runs: Sequence[Facts]) -> Markup:
 
 def _config(compared: Facts) -> Markup:
     if not compared["config"]:
-        return tag("p", "None: the runs were asked for with the same settings.", class_="note")
+        return remark("None: the runs were asked for with the same settings.")
     rows = [
         [code(row["setting"]), *(code(setting_text(value)) for value in row["values"])] for row in compared["config"]
     ]
@@ -126,7 +127,7 @@ def _evaluations(compared: Facts) -> Markup:
         for label, of_run in zip(_labels(compared["runs"]), evaluation["runs"], strict=True)
     ]
     if not rows:
-        return tag("p", "None of the runs was evaluated.", class_="note")
+        return remark("None of the runs was evaluated.")
     return table(["evaluation", "", "before", "after", "gain", "after training"], rows)
 
 
@@ -185,7 +186,7 @@ def _curves(compared: Facts) -> Markup:
         caption = f"Bold: mean over up to {window} steps; faint: single steps." if window > 1 else ""
         figures.append(figure(key, svg, caption))
     if not figures:
-        return tag("p", "None of the runs made a step.", class_="note")
+        return remark("None of the runs made a step.")
     return tag("div", *figures, class_="plots")
 
 
@@ -205,7 +206,7 @@ def _metrics(compared: Facts) -> Markup:
         for row in compared["metrics"]
     ]
     if not rows:
-        return tag("p", "None of the runs has these metrics.", class_="note")
+        return remark("None of the runs has these metrics.")
     headers = ["metric", "step", *(run["label"] for run in compared["runs"]), *([""] if noted else [])]
     return table(headers, rows)
 

@@ -212,12 +212,11 @@ def _sample_table(store: HistoryStore, run_id: str, when: str, name: str) -> lis
 def _training_samples(run_dir: RunDir) -> list[SampleLine]:
     """Sampled completions; for a step repeated after a rewind, those of the last time."""
     of_step: dict[int, list[SampleLine]] = {}
-    for attempt in run_dir.attempts():
-        for restart in attempt.restarts():
-            here: dict[int, list[SampleLine]] = {}
-            for line in read_models(restart.samples, SampleLine):
-                here.setdefault(line.step, []).append(line)
-            of_step |= here
+    for restart in run_dir.restarts():
+        here: dict[int, list[SampleLine]] = {}
+        for line in read_models(restart.samples, SampleLine):
+            here.setdefault(line.step, []).append(line)
+        of_step |= here
     return [line for step in sorted(of_step) for line in of_step[step]]
 
 

@@ -56,9 +56,14 @@ def facts(pairs: Iterable[tuple[str, object]]) -> Markup:
     return tag("dl", *rows, class_="facts")
 
 
+def remark(text: object) -> Markup:
+    """A paragraph of secondary text."""
+    return tag("p", text, class_="note")
+
+
 def section(title: str, *content: object, note: object = "") -> Markup:
     """Build a titled part of the page."""
-    return tag("section", tag("h2", title), tag("p", note, class_="note") if note else "", *content)
+    return tag("section", tag("h2", title), remark(note) if note else "", *content)
 
 
 def fold(summary: object, *content: object, is_open: bool = False) -> Markup:

@@ -262,9 +262,7 @@ def _label_points(
         )
 
 
-def label_offsets(
-    heights: Sequence[float], *, beside: bool, intervals: Sequence[tuple[float, float]] = ()
-) -> list[float]:
+def label_offsets(heights: Sequence[float], *, beside: bool, intervals: Sequence[tuple[float, float]]) -> list[float]:
     """Offsets from the points at which their values are written, so that no two overlap.
 
     Args:
@@ -273,9 +271,8 @@ def label_offsets(
             others below theirs if the axis leaves room.
         intervals: lower and upper end of each point's interval, likewise; a value above or below it is outside.
     """
-    ends = intervals or [(height, height) for height in heights]
     placed: list[float] = []
-    for index, (height, (low, high)) in enumerate(zip(heights, ends, strict=True)):
+    for index, (height, (low, high)) in enumerate(zip(heights, intervals, strict=True)):
         below = min(height - _LINE, low - 0.7 * _LINE)
         above = index == len(heights) - 1 or below < 4
         wanted = height if beside else max(height + _LINE, high + 0.7 * _LINE) if above else below

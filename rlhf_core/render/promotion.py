@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_core.render.gather import ReportData, find_row
-from rlhf_core.render.markup import Markup, badge, code, facts, join, moment, section, table, tag
+from rlhf_core.render.markup import Markup, badge, code, facts, join, moment, remark, section, table, tag
 
 _SENTENCES = {
     "waiting": "waits for an answer",
@@ -23,7 +23,7 @@ def promotion(record: ReportData) -> Markup:
     stage = find_row(record.stages, name="promote")
     if stage is None:
         return Markup("")
-    return section("Promotion", tag("p", stage.get("message") or "Nothing was promoted.", class_="note"))
+    return section("Promotion", remark(stage.get("message") or "Nothing was promoted."))
 
 
 def _standing(record: ReportData, promotion: Mapping[str, Any]) -> Markup:

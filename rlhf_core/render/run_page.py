@@ -22,6 +22,7 @@ from rlhf_core.render.markup import (
     fold,
     join,
     moment,
+    remark,
     section,
     signed,
     table,
@@ -104,7 +105,7 @@ def _header(record: ReportData) -> Markup:
         tag("p", code(record.run_id), class_="id"),
         tag("h1", record.run["name"], " ", badges(record.state, record.regressed)),
         tag("p", _outcome(record), class_="lead"),
-        *(tag("p", note, class_="note") for note in record.notes),
+        *map(remark, record.notes),
     )
 
 
@@ -288,7 +289,7 @@ def _requested_engines(spec: RunSpec) -> list[tuple[str, object]]:
 
 def _plots(record: ReportData) -> Markup:
     if not record.curves and not record.evaluations:
-        return section("Learning", tag("p", "No step was made, so there is nothing to draw.", class_="note"))
+        return section("Learning", remark("No step was made, so there is nothing to draw."))
     learning, speed = charts.learning_plots(record), charts.speed_plots(record)
     return join([section("Learning", learning), section("Speed", speed)])
 
@@ -312,7 +313,7 @@ def _settings(record: ReportData) -> Markup:
 
 def _all_metrics(record: ReportData) -> Markup:
     if not record.curves:
-        return tag("p", "The run has no metrics.", class_="note")
+        return remark("The run has no metrics.")
     rows = []
     for name, curve in sorted(record.curves.items()):
         values = [value for _, value in finite(curve)]

@@ -13,6 +13,7 @@ from rlhf_core.render.markup import (
     fold,
     join,
     moment,
+    remark,
     section,
     table,
     tag,
@@ -27,7 +28,7 @@ def timeline_section(record: ReportData) -> Markup:
     """The timeline section: its chart, incidents and decisions, attempts, checkpoints, checks."""
     return section(
         "Timeline",
-        timeline_chart(record) or tag("p", "Nothing was started.", class_="note"),
+        timeline_chart(record) or remark("Nothing was started."),
         _incidents(record),
         _lost_time(record),
         _attempts(record),
@@ -40,7 +41,7 @@ def timeline_section(record: ReportData) -> Markup:
 def _incidents(record: ReportData) -> Markup:
     timeline = record.timeline
     if not timeline.incidents and not timeline.decisions:
-        return tag("p", "No incident was recorded.", class_="note")
+        return remark("No incident was recorded.")
     items = [_incident(record, found) for found in timeline.incidents]
     shown = [decision for found in timeline.incidents for decision in timeline.decisions_on(found)]
     # The controller also makes decisions without an incident.
@@ -106,7 +107,7 @@ def _lost_time(record: ReportData) -> Markup:
 
 def _attempts(record: ReportData) -> Markup:
     if not record.attempts:
-        return tag("p", "No attempt was submitted.", class_="note")
+        return remark("No attempt was submitted.")
     rows = []
     for attempt in record.attempts:
         starts = [row for row in record.restarts if row["attempt"] == attempt["number"]]
@@ -149,7 +150,7 @@ def _probes(record: ReportData) -> Markup:
 
 def _checkpoints(record: ReportData) -> Markup:
     if not record.checkpoints:
-        return tag("p", "No checkpoint was completed.", class_="note")
+        return remark("No checkpoint was completed.")
     rows = [
         [
             row["step"],

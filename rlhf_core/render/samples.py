@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from rlhf_core.render.gather import ReportData
-from rlhf_core.render.markup import Markup, code, fold, join, number, signed, table, tag
+from rlhf_core.render.markup import Markup, code, fold, join, number, remark, signed, table, tag
 from rlhf_core.schemas.reports import EVALUATIONS, EvaluationSample, SampleLine
 from rlhf_core.text.formatting import count
 
@@ -12,7 +12,6 @@ _PER_GROUP = 4
 _LONGEST = 600
 _SHORT = 100
 """Characters of a cell, markup included."""
-_STEPS_SHOWN = 3
 _GROUP_SHOWN = 8
 
 _GROUPS = {
@@ -35,24 +34,22 @@ def evaluation_samples(record: ReportData) -> Markup:
             return _compared(name, before, after)
         if after or before:
             return _alone(name, "after" if after else "before", after or before or ())
-    return tag("p", "No evaluation left a sample table.", class_="note")
+    return remark("No evaluation left a sample table.")
 
 
 def training_samples(record: ReportData) -> Markup:
     """Groups of completions sampled in training: the first, a middle one, the last."""
     steps = sorted({line.step for line in record.samples})
     if not steps:
-        return tag("p", "No completions were kept in training.", class_="note")
-    chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]})[:_STEPS_SHOWN]
+        return remark("No completions were kept in training.")
+    chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]})
     return join(_group(step, [line for line in record.samples if line.step == step]) for step in chosen)
 
 
 def _compared(name: str, before: Sequence[EvaluationSample], after: Sequence[EvaluationSample]) -> Markup:
     old = {(sample.prompt_uid, sample.sample_index): sample for sample in before}
     pairs = [(old[key], sample) for sample in after if (key := (sample.prompt_uid, sample.sample_index)) in old]
-    parts: list[object] = [
-        tag("p", f"Of the {count(len(pairs), f'{name} answer')} in both sample tables:", class_="note")
-    ]
+    parts: list[object] = [remark(f"Of the {count(len(pairs), f'{name} answer')} in both sample tables:")]
     are_shares = _are_shares(sample for pair in pairs for sample in pair)
     for title, members in _grouped(pairs, are_shares=are_shares):
         rows = [
@@ -77,13 +74,7 @@ def _group_of(was: EvaluationSample, new: EvaluationSample, *, are_shares: bool)
 
 
 def _alone(name: str, when: str, scored: Sequence[EvaluationSample]) -> Markup:
-    parts: list[object] = [
-        tag(
-            "p",
-            f"From the {name} evaluation {when} training; there is no other to compare with.",
-            class_="note",
-        )
-    ]
+    parts: list[object] = [remark(f"From the {name} evaluation {when} training; there is no other to compare with.")]
     are_shares = _are_shares(scored)
     groups = ((True, "Right"), (False, "Wrong")) if are_shares else ((None, "Scored"),)
     for right, title in groups:
@@ -114,7 +105,7 @@ def _group(step: int, lines: Sequence[SampleLine]) -> Markup:
                 head,
                 tag("p", "Prompt: ", _text(group[0].prompt), " Reference: ", _text(group[0].answer)),
                 table(["sample", "completion", "reward", "advantage"], rows, class_=_style(rows)),
-                tag("p", f"{more} more of this group are in samples.jsonl.", class_="note") if more > 0 else "",
+                remark(f"{more} more of this group are in samples.jsonl.") if more > 0 else "",
             )
         )
     return join(parts)

@@ -72,14 +72,12 @@ class Summary:
         return state_text(self.state.value, self.regressed)
 
 
-def summary_markdown(
-    summary: Summary, timeline: Timeline | None = None, times: Mapping[str, Any] | None = None, links: str = ""
-) -> str:
+def summary_markdown(summary: Summary, timeline: Timeline, times: Mapping[str, Any], links: str) -> str:
     """Format a summary as a page of Markdown.
 
     Args:
         timeline: the run's timeline, for its promotion, incidents and decisions.
-        times: ``goodput``, ``lost_time`` and ``weight_syncs`` of the run, as in ``queries.show_run``.
+        times: ``goodput``, ``lost_time`` and ``weight_syncs`` of the run, as in ``queries.show_run``; empty if unknown.
         links: Markdown with links to other pages of the run.
     """
     spec = summary.stored.spec
@@ -102,9 +100,9 @@ def summary_markdown(
         ),
         "",
         *([links, ""] if links else []),
-        *(_promotion(timeline) if timeline is not None else []),
-        *_times(times or {}, has_step_times=spec.trainer.kind == "native"),
-        *(_incidents_and_decisions(timeline) if timeline is not None else []),
+        *_promotion(timeline),
+        *_times(times, has_step_times=spec.trainer.kind == "native"),
+        *_incidents_and_decisions(timeline),
         "| stage | seconds |",
         "|---|---|",
         *(f"| {markdown(title)} | {seconds:.1f} |" for title, seconds in summary.stage_seconds),

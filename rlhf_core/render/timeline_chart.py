@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from rlhf_core.render.gather import ReportData
-from rlhf_core.render.markup import Markup, as_time, clock, duration, moment, tag
+from rlhf_core.render.markup import Markup, as_time, clock, duration, moment, remark, tag
 
 _TICKS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
 _MAX_TICKS = 6
@@ -70,7 +70,7 @@ def timeline_chart(record: ReportData) -> Markup | None:
     return tag(
         "div",
         *rows,
-        tag("p", f"From {moment(start)} to {moment(end)}; the axis shows the time since the start.", class_="note"),
+        remark(f"From {moment(start)} to {moment(end)}; the axis shows the time since the start."),
         class_="timeline",
     )
 

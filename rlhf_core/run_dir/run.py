@@ -22,7 +22,7 @@ from rlhf_core.errors import RunDirError
 from rlhf_core.files.lookups import is_there, paths_in
 from rlhf_core.files.reading import UnfitFile, read_document
 from rlhf_core.files.whole import remove_tree
-from rlhf_core.run_dir.attempt import AttemptDir, numbered_folders
+from rlhf_core.run_dir.attempt import AttemptDir, RestartDir, numbered_folders
 from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.schemas.stored_spec import READABLE_VERSIONS, StoredSpec
 
@@ -161,6 +161,10 @@ class RunDir:
     def attempts(self) -> list[AttemptDir]:
         """Planned attempts, in order."""
         return [self.attempt(number) for number in numbered_folders(self.attempts_dir)]
+
+    def restarts(self) -> list[RestartDir]:
+        """Restarts of all attempts, in order."""
+        return [restart for attempt in self.attempts() for restart in attempt.restarts()]
 
     def is_superseded(self, attempt: int) -> bool:
         """True if the next attempt has been planned: nothing of this one may run or write any more."""

@@ -37,8 +37,6 @@ class JobStatus:
     """Reason for the state, from the scheduler or as a sentence: the cause of the wait or of the end."""
     nodes: tuple[str, ...] = ()
     """Nodes allocated to the job."""
-    exit_code: int | None = None
-    """Exit code, if the scheduler knows it."""
     scheduler_state: str = ""
     """The scheduler's own name for the state, for instance ``NODE_FAIL``; the classifier reads it."""
     lost_nodes: tuple[str, ...] = ()

@@ -92,15 +92,7 @@ class LocalScheduler:
         except OSError as error:
             raise SubmissionFailed(f"failed to start the job: {error}") from error
         pid = int(job.job_id)
-        return Submission(
-            attempt=request.placement.attempt,
-            scheduler=self.name,
-            job_id=job.job_id,
-            command=request.command,
-            host=socket.gethostname(),
-            process_started=_start_time(pid),
-            marker=executor.variables[JOB_VARIABLE],
-        )
+        return _submission(request.run_id, request.placement.attempt, pid, request.command, _start_time(pid))
 
     def status(self, submissions: Sequence[Submission]) -> dict[str, JobStatus]:
         """Return the state of jobs, by job id. A job whose controller and agent are gone has ended."""
@@ -148,7 +140,7 @@ class _LocalExecutor(LocalExecutor):  # type: ignore[misc]
     def __init__(self, request: JobRequest) -> None:
         request.scheduler_dir.mkdir(parents=True, exist_ok=True)
         super().__init__(folder=request.scheduler_dir)
-        self.variables = job_environment(request)
+        self._variables = job_environment(request)
         self._command = request.command
         self._passed = request.passed
         self._time_limit_s = request.time_limit_s
@@ -159,7 +151,7 @@ class _LocalExecutor(LocalExecutor):  # type: ignore[misc]
 
     def _submit_command(self, command: str) -> LocalJob:
         # Like submitit.local.local.start_controller, except for the session, the output and the extra variables.
-        environment = without_private(os.environ) | self.variables | self._passed.values()
+        environment = without_private(os.environ) | self._variables | self._passed.values()
         environment |= _controller_variables(command, self._time_limit_s)
         with (self.folder / "controller.log").open("ab") as output:
             process = subprocess.Popen(
@@ -203,8 +195,7 @@ def _replaced_by_the_command() -> None:
 def _status(submission: Submission) -> JobStatus:
     if not _is_here(submission):
         return JobStatus(JobState.UNKNOWN, f"the job is on {submission.host}, this is {socket.gethostname()}")
-    controller = _controller(submission)
-    if controller is not None:
+    if _controller(submission) is not None:
         return JobStatus(JobState.RUNNING, nodes=(submission.host,))
     if any(_drives(process, submission.command) for process in _marked(submission.marker)):
         return JobStatus(JobState.RUNNING, "its controller is gone, but its agent is running", nodes=(submission.host,))
@@ -213,9 +204,8 @@ def _status(submission: Submission) -> JobStatus:
 
 def _jobs(run_id: str, attempt: int) -> list[Submission]:
     """List the active jobs of an attempt, oldest first: their controllers, and agents without one."""
-    marker = job_marker(run_id, attempt)
     drivers: dict[int, tuple[psutil.Process, tuple[str, ...]]] = {}
-    for process in _marked(marker):
+    for process in _marked(job_marker(run_id, attempt)):
         with contextlib.suppress(psutil.Error):
             command = tuple(shlex.split(process.environ().get(_COMMAND_VARIABLE, "")))
             if command and _drives(process, command):
@@ -225,17 +215,20 @@ def _jobs(run_id: str, attempt: int) -> list[Submission]:
         with contextlib.suppress(psutil.Error):
             if process.ppid() in drivers:
                 continue  # the agent of a listed controller
-            job = Submission(
-                attempt=attempt,
-                scheduler=LocalScheduler.name,
-                job_id=str(process.pid),
-                command=command,
-                host=socket.gethostname(),
-                process_started=process.create_time(),
-                marker=marker,
-            )
-            found.append(job)
+            found.append(_submission(run_id, attempt, process.pid, command, process.create_time()))
     return sorted(found, key=lambda job: (job.process_started, int(job.job_id)))
+
+
+def _submission(run_id: str, attempt: int, pid: int, command: tuple[str, ...], started: float) -> Submission:
+    return Submission(
+        attempt=attempt,
+        scheduler=LocalScheduler.name,
+        job_id=str(pid),
+        command=command,
+        host=socket.gethostname(),
+        process_started=started,
+        marker=job_marker(run_id, attempt),
+    )
 
 
 def _is_here(submission: Submission) -> bool:

@@ -3,7 +3,7 @@
 import contextlib
 from typing import Literal
 
-from rlhf_core.files.appended import LineWriter
+from rlhf_core.files.appended import append_lines
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import AgentEvent
 from rlhf_core.training.types import WorkerContext
@@ -14,6 +14,4 @@ def write_event(context: WorkerContext, kind: Literal["checkpoint", "file"], mes
     path = context.restart_dir.worker_events(context.role, context.node, context.local_rank)
     event = AgentEvent(time=utc_now(), kind=kind, node=context.node, role=context.role, message=message)
     with contextlib.suppress(OSError):
-        events = LineWriter(path)
-        events.write(event)
-        events.close()
+        append_lines(path, event)

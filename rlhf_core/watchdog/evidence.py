@@ -10,7 +10,7 @@ from pydantic_core import from_json
 
 from rlhf_core.files.appended import FilePosition, parse_lines, read_on
 from rlhf_core.files.reading import FileLine, read_document
-from rlhf_core.files.whole import read_model
+from rlhf_core.files.whole import read_all, read_model
 from rlhf_core.run_dir.attempt import AttemptDir, RestartDir
 from rlhf_core.run_dir.journal import read_journal
 from rlhf_core.run_dir.run import RunDir
@@ -24,8 +24,8 @@ from rlhf_core.schemas.resources import Placement
 
 def regressed(run_dir: RunDir) -> tuple[Regression, ...]:
     """Held-out scores of a run that dropped, from its evaluation reports."""
-    reports = [read_model(path, EvaluationReport) for path in run_dir.evaluations()]
-    return regressions(report.model_dump(exclude={"samples"}) for report in reports if report is not None)
+    reports = read_all(run_dir.evaluations(), EvaluationReport)
+    return regressions(report.model_dump(exclude={"samples"}) for report in reports)
 
 
 @dataclass(frozen=True)
@@ -125,10 +125,7 @@ class AttemptProgress:
                     self._enter(event.role)
 
     def _read_statuses(self, restart: RestartDir) -> None:
-        for path in restart.agent_statuses():
-            status = read_model(path, AgentStatus)
-            if status is None:
-                continue
+        for status in read_all(restart.agent_statuses(), AgentStatus):
             self.published[status.node] = (status.restart, status.sequence)
             self._enter(status.role)
             ranks = [rank for rank in status.ranks if rank.role is status.role]
@@ -151,8 +148,7 @@ class AttemptProgress:
 
 def incidents(attempt: AttemptDir) -> list[Incident]:
     """Incidents recorded by the agents of an attempt, oldest first."""
-    paths = (path for restart in attempt.restarts() for path in restart.incident_files())
-    return [incident for path in paths if (incident := read_model(path, Incident)) is not None]
+    return read_all((path for restart in attempt.restarts() for path in restart.incident_files()), Incident)
 
 
 def ending_incidents(attempt: AttemptDir) -> list[Incident]:
@@ -163,8 +159,7 @@ def ending_incidents(attempt: AttemptDir) -> list[Incident]:
 
 def agent_decisions(attempt: AttemptDir) -> list[Decision]:
     """Decisions that agent 0 made inside an attempt, oldest first."""
-    paths = (path for restart in attempt.restarts() for path in restart.decision_files())
-    return [decision for path in paths if (decision := read_model(path, Decision)) is not None]
+    return read_all((path for restart in attempt.restarts() for path in restart.decision_files()), Decision)
 
 
 def num_restarts(attempt: AttemptDir) -> int:

@@ -278,14 +278,16 @@ class IngestReader:
         if skipped:
             first = skipped[0]
             lines_text = "a line was" if num_skipped == 1 else f"{num_skipped} lines were"
-            self._set_aside(first, beyond, f"{lines_text} left out, the first at byte {first.position}: {first.why}")
-            self.report.skipped += skipped
-            self.report.num_skipped += num_skipped
+            message = f"{lines_text} left out, the first at byte {first.position}: {first.why}"
+            self._set_aside(skipped, num_skipped, beyond, message)
 
-    def _set_aside(self, what: SkippedLine, beyond: int, message: str) -> None:
-        """Record skipped lines as one event per file and batch, as there may be millions."""
-        named = storable_text(f"{what.path}: {message}", MESSAGE_CHARACTERS)
-        self._batch.set_aside.append(SetAside(what.path, what.position + beyond, utc_now(), named))
+    def _set_aside(self, skipped: Sequence[SkippedLine], num_skipped: int, beyond: int, message: str) -> None:
+        """Count skipped lines, and record them as one event per file and batch, as there may be millions."""
+        self.report.skipped += skipped
+        self.report.num_skipped += num_skipped
+        path, position = skipped[0].path, skipped[0].position + beyond
+        named = storable_text(f"{path}: {message}", MESSAGE_CHARACTERS)
+        self._batch.set_aside.append(SetAside(path, position, utc_now(), named))
 
     def _document(self, path: Path, schema: type[Model], found: list[Model], attempt: int | None = None) -> None:
         """Read a whole file if it changed since the last read.
@@ -301,10 +303,7 @@ class IngestReader:
         content = read_model(path, schema)
         if content is None or attempt not in (None, getattr(content, "attempt", None)):
             problem = f"it is no {schema.__name__}" if content is None else f"it is not about attempt {attempt}"
-            skipped = SkippedLine(name, 0, problem)
-            self.report.skipped.append(skipped)
-            self.report.num_skipped += 1
-            self._set_aside(skipped, 0, f"it was skipped: {problem}")
+            self._set_aside([SkippedLine(name, 0, problem)], 1, 0, f"it was skipped: {problem}")
             return
         found.append(content)
         self._bytes += path.stat().st_size

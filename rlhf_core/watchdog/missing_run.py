@@ -4,7 +4,6 @@ A run that only the history still knows is closed there, with the events that it
 directory comes back (it was moved, or the file system was away for very long), its rows are rebuilt from its files.
 """
 
-import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -55,7 +54,7 @@ class Presence:
         clock: monotonic seconds.
     """
 
-    def __init__(self, run_dir: RunDir, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, run_dir: RunDir, clock: Callable[[], float]) -> None:
         self._run_dir = run_dir
         self._clock = clock
         self._runs = identity(run_dir.root.parent)

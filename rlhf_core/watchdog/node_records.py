@@ -13,7 +13,7 @@ from pathlib import Path
 from rlhf_core.diagnosis.nodes.strikes import REMEMBERED, NodeStanding, Strike, standings
 from rlhf_core.errors import BadInput
 from rlhf_core.files.lookups import paths_in
-from rlhf_core.files.whole import read_model, write_model
+from rlhf_core.files.whole import read_all, write_model
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir.run import cleared_nodes
@@ -87,8 +87,8 @@ def clear_node(store: HistoryStore, runs: Path, node: str, by: str, reason: str,
 
 def clearings(runs: Path) -> Mapping[str, NodeCleared]:
     """The newest clearing of every node."""
-    found = [read_model(path, NodeCleared) for path in paths_in(cleared_nodes(runs), "*.json")]
-    return {one.node: one for one in sorted((one for one in found if one is not None), key=lambda one: one.time)}
+    found = read_all(paths_in(cleared_nodes(runs), "*.json"), NodeCleared)
+    return {one.node: one for one in sorted(found, key=lambda one: one.time)}
 
 
 def _strikes(store: HistoryStore, now: datetime) -> list[Strike]:

@@ -9,7 +9,7 @@ from harness import ControllerHarness
 from flows.publishing.events import MAX_AGE, FlowRunRef, PrefectEvent, events_of
 from rlhf_core.control.steps import drive
 from rlhf_core.control.views.timeline import read_timeline
-from rlhf_core.files.appended import LineWriter
+from rlhf_core.files.appended import append_lines
 from rlhf_core.launch.journal import Journal, read_record
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import PromotionState, RunState
@@ -74,10 +74,8 @@ def test_ids_do_not_depend_on_the_publisher(harness: ControllerHarness) -> None:
 def test_lines_of_a_controller_that_lost_the_run_cause_no_event(harness: ControllerHarness) -> None:
     run_dir = completed(harness)
     sequence = read_record(run_dir).next_sequence
-    writer = LineWriter(run_dir.control)
     moved = RunMoved(state=RunState.FAILED, cause="this must not alert")
-    writer.write(JournalLine(sequence=sequence, token=0, time=utc_now(), event=moved))
-    writer.close()
+    append_lines(run_dir.control, JournalLine(sequence=sequence, token=0, time=utc_now(), event=moved))
     assert events(run_dir)[-1].name == "rlhf.run.completed"
 
 

@@ -7,7 +7,7 @@ from history_tools import RunFiles, at, synced
 from test_history_migrations import downgrade, upgrade
 from test_history_views import ask, assert_goodput_is_the_view
 
-from rlhf_core.files.appended import LineWriter
+from rlhf_core.files.appended import append_lines
 from rlhf_core.files.whole import write_model
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
@@ -36,9 +36,7 @@ def external(runs: Path, other: dict[str, float]) -> RunFiles:
     for restart, step, seconds in ((0, 10, 20), (0, 20, 30), (0, 30, 40), (1, 30, 65), (1, 40, 75)):
         metrics = {"train/loss": 1.0, **other}
         line = MetricsLine(step=step, time=at(seconds), loop="external", metrics=metrics)
-        writer = LineWriter(run.dir.attempt(1).restart(restart).metrics)
-        writer.write(line)
-        writer.close()
+        append_lines(run.dir.attempt(1).restart(restart).metrics, line)
     run.incident(1, 0, FailureKind.WORKER_KILLED, 45)
     run.decision(1, 0, Action.RESTART_IN_PLACE, 46)
     run.moved(RunState.EVALUATING, 76)

@@ -6,7 +6,7 @@ import pytest
 from history_tools import at, whole_run
 
 from rlhf_core.errors import BadInput
-from rlhf_core.files.appended import LineWriter
+from rlhf_core.files.appended import append_lines
 from rlhf_core.history.queries import run_sql
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.schemas.reports import ReconcileNote
@@ -64,10 +64,8 @@ def test_the_word_alone_is_no_old_name(store: HistoryStore) -> None:
 
 def test_notes_of_an_earlier_version_get_the_present_word(store: HistoryStore, runs: Path) -> None:
     run_dir = whole_run(runs).dir
-    writer = LineWriter(run_dir.housekeeping)
     for kind in ("tell", "publish", "adopt"):
-        writer.write(ReconcileNote(time=at(60), kind=kind, message="done"))
-    writer.close()
+        append_lines(run_dir.housekeeping, ReconcileNote(time=at(60), kind=kind, message="done"))
     sync(run_dir, store)
     found = run_sql(store, "SELECT kind, count(*) FROM events WHERE kind LIKE 'reconcile%' GROUP BY kind ORDER BY kind")
     assert found.rows == [["reconcile_adopt", 1], ["reconcile_publish", 2]]

@@ -173,7 +173,7 @@ def test_a_long_run_stays_small() -> None:
 @pytest.mark.parametrize("beside", [True, False])
 @pytest.mark.parametrize("heights", [(0.0, 0.0), (0.0, 4.0), (60.0, 62.0), (20.0, 110.0), (50.0,), (1.0, 2.0, 3.0)])
 def test_values_written_beside_points_do_not_overlap(heights: tuple[float, ...], beside: bool) -> None:
-    offsets = plots.label_offsets(heights, beside=beside)
+    offsets = plots.label_offsets(heights, beside=beside, intervals=[(height, height) for height in heights])
     placed = [height + offset for height, offset in zip(heights, offsets, strict=True)]
     assert placed[0] >= 0
     assert all(upper - lower >= 10 for lower, upper in itertools.pairwise(placed))

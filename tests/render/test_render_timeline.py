@@ -157,7 +157,7 @@ def test_each_incident_of_a_restart_has_its_own_decision_and_only_the_last_a_rec
 
 def test_times_have_dates_because_runs_take_days(runs: Path) -> None:
     run = hung_run(runs)
-    page = summary_markdown(summarise(run.dir), read_timeline(run.dir))
+    page = summary_markdown(summarise(run.dir), read_timeline(run.dir), {}, "")
     assert f"| {at(17):%Y-%m-%d} 12:00:17 | 1 | collective_hang |" in page
     shown = watching.timeline_lines(RunReader(run.dir).read())
     assert shown[0].startswith(f"{at(12):%Y-%m-%d} 12:00:12 progress stopped")

@@ -135,10 +135,7 @@ def test_a_job_of_another_cluster_is_unknown_and_neither_cancelled_nor_submitted
     assert state(scheduler, ours) is JobState.RUNNING
 
     request = make_request(tmp_path, "sleep 300", attempt=2, cluster="east")
-    run_dir = RunDir.of(tmp_path / "runs", request.run_id)
-    run_dir.root.mkdir(parents=True, exist_ok=True)
-    journal = Journal(run_dir, token=1)
-    record_plan(run_dir, request.placement, journal)
+    run_dir, journal = planned(tmp_path, request)
     with pytest.raises(SchedulerError, match=expected):
         submit_once(run_dir, request, scheduler, journal)
     assert jobs_of(cluster, tmp_path) == [ours.job_id]
@@ -184,17 +181,31 @@ def test_refusals_of_slurm_are_reported_verbatim(tmp_path: Path, scheduler: Slur
 # Once only
 
 
+def planned(folder: Path, request: JobRequest) -> tuple[RunDir, Journal]:
+    """Directory and journal of a run with a planned attempt."""
+    run_dir = RunDir.of(folder / "runs", request.run_id)
+    run_dir.root.mkdir(parents=True, exist_ok=True)
+    journal = Journal(run_dir, token=1)
+    record_plan(run_dir, request.placement, journal)
+    return run_dir, journal
+
+
+def wrap_program(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, script: str) -> None:
+    """Put a shell script in the place of a program; ``{real}`` in it is the program's own path."""
+    real = subprocess.check_output(["sh", "-c", f"command -v {name}"], text=True).strip()
+    wrapper = folder / "bin" / name
+    wrapper.parent.mkdir()
+    wrapper.write_text("#!/bin/sh\n" + script.replace("{real}", real))
+    wrapper.chmod(0o755)
+    path = subprocess.check_output(["sh", "-c", 'printf %s "$PATH"'], text=True)
+    monkeypatch.setenv("PATH", f"{wrapper.parent}:{path}")
+
+
 def lose_the_answer(folder: Path, monkeypatch: pytest.MonkeyPatch, *, accept: bool) -> None:
     """Make sbatch fail as if the controller's answer were lost, either after the job was accepted or before."""
-    real = subprocess.check_output(["sh", "-c", "command -v sbatch"], text=True).strip()
-    shim = folder / "bin" / "sbatch"
-    shim.parent.mkdir()
-    first = f'{real} "$@" >/dev/null; ' if accept else ""
+    first = '{real} "$@" >/dev/null; ' if accept else ""
     error = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
-    shim.write_text(f"#!/bin/sh\n{first}echo '{error}' >&2\nexit 1\n")
-    shim.chmod(0o755)
-    path = subprocess.check_output(["sh", "-c", 'printf %s "$PATH"'], text=True)
-    monkeypatch.setenv("PATH", f"{shim.parent}:{path}")
+    wrap_program(folder, monkeypatch, "sbatch", f"{first}echo '{error}' >&2\nexit 1\n")
 
 
 def jobs_of(cluster: Cluster, folder: Path) -> list[str]:
@@ -211,10 +222,7 @@ def test_a_lost_answer_never_makes_two_jobs(
 ) -> None:
     """The next controller adopts an existing job, and submits one if there is none."""
     request = make_request(tmp_path, "sleep 300")
-    run_dir = RunDir.of(tmp_path / "runs", request.run_id)
-    run_dir.root.mkdir(parents=True, exist_ok=True)
-    journal = Journal(run_dir, token=1)
-    record_plan(run_dir, request.placement, journal)
+    run_dir, journal = planned(tmp_path, request)
     with monkeypatch.context() as broken:
         lose_the_answer(tmp_path, broken, accept=accept)
         with pytest.raises(SchedulerError, match="did not confirm"):
@@ -239,13 +247,7 @@ def test_many_watchers_share_one_query_of_the_queue(
 ) -> None:
     """Three processes, many queries, one squeue; as a control, a query that needs a fresh answer runs squeue again."""
     count = tmp_path / "count"
-    real = subprocess.check_output(["sh", "-c", "command -v squeue"], text=True).strip()
-    shim = tmp_path / "bin" / "squeue"
-    shim.parent.mkdir()
-    shim.write_text(f'#!/bin/sh\necho 1 >> {count}\nexec {real} "$@"\n')
-    shim.chmod(0o755)
-    path = subprocess.check_output(["sh", "-c", 'printf %s "$PATH"'], text=True)
-    monkeypatch.setenv("PATH", f"{shim.parent}:{path}")
+    wrap_program(tmp_path, monkeypatch, "squeue", f'echo 1 >> {count}\nexec {{real}} "$@"\n')
     age = 600.0  # seconds, so that a slow machine cannot make it two
     code = f"from rlhf_core.scheduler import slurm_queue as q\nfor _ in range(20): assert not q.listing({age}).problem"
     watchers = [subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2]) for _ in range(3)]

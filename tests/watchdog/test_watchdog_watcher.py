@@ -7,7 +7,7 @@ import pytest
 from control_fakes import Clock, FakeAgent, FakeScheduler, make_run, make_spec
 
 from rlhf_core.errors import DatabaseUnavailable, SchedulerError
-from rlhf_core.files.appended import LineWriter
+from rlhf_core.files.appended import append_lines
 from rlhf_core.files.whole import write_model
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState, JobStatus
@@ -48,6 +48,12 @@ def submission(attempt: int = 1) -> Submission:
 
 def watcher(run_dir: RunDir, scheduler: FakeScheduler, clock: Clock | None = None, attempt: int = 1) -> Watcher:
     return Watcher(run_dir, placed(run_dir, attempt), submission(attempt), scheduler, None, clock or Clock())
+
+
+def write_job_log(run_dir: RunDir, text: str) -> None:
+    folder = run_dir.attempt(1).scheduler_dir
+    folder.mkdir(parents=True)
+    (folder / "101_0_log.out").write_text(text)
 
 
 class Answers(FakeScheduler):
@@ -157,10 +163,9 @@ def test_when_all_others_have_lost_agent_0_its_node_is_lost(
     scheduler.status = lambda submissions: {one.job_id: running for one in submissions}  # type: ignore[method-assign]
     one = Watcher(run_dir, placed(run_dir), submission(), scheduler, None, clock)
     for node in ended:
-        writer = LineWriter(run_dir.attempt(1).restart(0).events(node))
         lost = {"leader_lost": True}
-        writer.write(AgentEvent(time=utc_now(), kind="agent_ended", node=node, message="ended", data=lost))
-        writer.close()
+        event = AgentEvent(time=utc_now(), kind="agent_ended", node=node, message="ended", data=lost)
+        append_lines(run_dir.attempt(1).restart(0).events(node), event)
     one.poll()
     clock.now = LEADER_LOST_TIMEOUT_S + 1
     snapshot = one.poll()
@@ -314,9 +319,7 @@ def test_a_killed_agent_is_found_by_the_controller(run_dir: RunDir) -> None:
 
 
 def test_an_agent_that_never_started_is_explained_by_its_output(run_dir: RunDir) -> None:
-    folder = run_dir.attempt(1).scheduler_dir
-    folder.mkdir(parents=True)
-    (folder / "101_0_log.out").write_text("Traceback ...\nModuleNotFoundError: No module named 'torch'\n")
+    write_job_log(run_dir, "Traceback ...\nModuleNotFoundError: No module named 'torch'\n")
     failure = explain(run_dir, ended(run_dir), make_spec(), first_attempt=1)
     assert failure.kind is FailureKind.IMPORT_ERROR
     assert failure.decision.action is Action.STOP
@@ -326,9 +329,7 @@ def test_an_agent_that_never_started_is_explained_by_its_output(run_dir: RunDir)
 def test_output_of_an_agent_before_it_was_killed_does_not_count(run_dir: RunDir) -> None:
     """It may be about a failure from which the agent had recovered; a wrong stop is worse than a retry."""
     FakeAgent(run_dir).begin()
-    folder = run_dir.attempt(1).scheduler_dir
-    folder.mkdir(parents=True)
-    (folder / "101_0_log.out").write_text("ModuleNotFoundError: No module named 'torch'\n")
+    write_job_log(run_dir, "ModuleNotFoundError: No module named 'torch'\n")
     failure = explain(run_dir, ended(run_dir), make_spec(), first_attempt=1)
     assert failure.kind is FailureKind.AGENT_KILLED
     assert failure.decision.action is Action.NEW_ATTEMPT
@@ -441,9 +442,7 @@ def test_a_failed_job_was_not_preempted_and_srun_names_the_agent(run_dir: RunDir
     agent = FakeAgent(run_dir)
     agent.begin()
     agent.end(AttemptState.PREEMPTED, None, "saved a checkpoint and ended early: SIGTERM")
-    folder = run_dir.attempt(1).scheduler_dir
-    folder.mkdir(parents=True)
-    (folder / "101_0_log.out").write_text("srun: error: n3: task 2: Killed\nsrun: Terminating StepId=7.0\n")
+    write_job_log(run_dir, "srun: error: n3: task 2: Killed\nsrun: Terminating StepId=7.0\n")
     for word, kind, suspects in (("FAILED", FailureKind.AGENT_KILLED, ("n3",)), ("COMPLETED", "preemption", None)):
         job = JobStatus(JobState.ENDED, f"Slurm says {word}", ("n1", "n2", "n3"), scheduler_state=word)
         scheduler = FakeScheduler()
@@ -483,9 +482,7 @@ def test_a_node_lost_by_slurm_is_blamed_even_if_it_is_back(run_dir: RunDir) -> N
     agent = FakeAgent(run_dir)
     agent.begin()
     agent.end(AttemptState.PREEMPTED, None, "saved a checkpoint and ended early")
-    folder = run_dir.attempt(1).scheduler_dir
-    folder.mkdir(parents=True)
-    (folder / "7_0_log.out").write_text("srun: error: Node failure on node2\n")
+    write_job_log(run_dir, "srun: error: Node failure on node2\n")
     snapshot = ended(run_dir)
     reported = replace(
         snapshot,

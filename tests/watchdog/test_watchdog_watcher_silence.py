@@ -9,7 +9,7 @@ from control_fakes import FakeAgent, make_run, make_spec
 from made_reports import incident_of
 
 from rlhf_core.errors import SchedulerError
-from rlhf_core.files.appended import LineWriter
+from rlhf_core.files.appended import append_lines
 from rlhf_core.files.whole import write_model
 from rlhf_core.launch.journal import Journal
 from rlhf_core.run_dir.run import RunDir
@@ -154,10 +154,8 @@ class Pair:
                 write_model(restart.agent_status(node), AgentStatus(node=node, role=Role.TRAINER, ranks=(), **numbers))
 
     def add_event(self, node: str, **data: object) -> None:
-        writer = LineWriter(self.run_dir.attempt(1).restart(0).events(node))
         event = {"time": utc_now(), "kind": "peer", "node": node, "message": "lost", "data": data}
-        writer.write(AgentEvent.model_validate(event))
-        writer.close()
+        append_lines(self.run_dir.attempt(1).restart(0).events(node), AgentEvent.model_validate(event))
 
     def pass_by(self, seconds: float, *publishing: str) -> AttemptSnapshot:
         until = self.now + seconds

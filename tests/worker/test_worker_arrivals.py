@@ -10,7 +10,7 @@ from agent_runs import AgentRun
 from control_fakes import Clock, FakeScheduler
 from process_tools import until
 
-from rlhf_core.files.appended import LineWriter
+from rlhf_core.files.appended import append_lines
 from rlhf_core.files.whole import read_model
 from rlhf_core.run_dir.attempt import AttemptDir
 from rlhf_core.run_dir.run import RunDir, new_run_id
@@ -34,9 +34,8 @@ MakeRun = Callable[..., AgentRun]
 
 def sign_in(attempt: AttemptDir, node: str) -> None:
     """Leave the sign of an agent that has started but does nothing else yet."""
-    writer = LineWriter(attempt.restart(0).events(node))
-    writer.write(AgentEvent(time=utc_now(), kind="agent_waiting", node=node, message="waiting"))
-    writer.close()
+    event = AgentEvent(time=utc_now(), kind="agent_waiting", node=node, message="waiting")
+    append_lines(attempt.restart(0).events(node), event)
 
 
 def explained(run: AgentRun, num_nodes: int) -> AttemptFailure:

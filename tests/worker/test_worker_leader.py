@@ -10,7 +10,7 @@ from agent_runs import make_spec
 from made_reports import checkpoint_manifest
 
 from rlhf_core.diagnosis.classify import Diagnosis
-from rlhf_core.files.appended import LineWriter
+from rlhf_core.files.appended import append_lines
 from rlhf_core.files.whole import read_model, write_model, write_text
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import AttemptState
@@ -110,10 +110,8 @@ def test_the_last_step_comes_from_the_newest_restart_that_made_a_step(run_dir: R
     leader = Leader(run_dir, 1)
     assert leader.last_step() == 0
     for restart, steps in ((0, range(1, 200)), (1, range(100, 131))):
-        writer = LineWriter(run_dir.attempt(1).restart(restart).metrics)
-        for step in steps:
-            writer.write(MetricsLine(step=step, time=utc_now(), loop="sft", metrics={}))
-        writer.close()
+        lines = (MetricsLine(step=step, time=utc_now(), loop="sft", metrics={}) for step in steps)
+        append_lines(run_dir.attempt(1).restart(restart).metrics, *lines)
     run_dir.attempt(1).restart(2).root.mkdir()
     assert leader.last_step() == 130
 

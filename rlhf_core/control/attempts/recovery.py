@@ -9,7 +9,7 @@ from dataclasses import replace
 from rlhf_core.allocation.planner import shortages
 from rlhf_core.control.attempts.jobs import end_job
 from rlhf_core.control.attempts.planning import SIZE, next_size
-from rlhf_core.control.controller import CancelRequested, Controller
+from rlhf_core.control.controller import Controller
 from rlhf_core.diagnosis import attempt_caps
 from rlhf_core.errors import PreflightBlocked, RunCancelled, RunFailed, SchedulerError
 from rlhf_core.files.whole import read_model
@@ -22,7 +22,6 @@ from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.failures import Action, Decision, FailureKind
 from rlhf_core.schemas.journal import DecisionMade, IncidentFound
 from rlhf_core.schemas.probe import ProbeReport
-from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.watchdog.attempt_failure import AttemptFailure, explain
 from rlhf_core.watchdog.evidence import allocated_s
 from rlhf_core.watchdog.watcher import AttemptSnapshot, AttemptVerdict
@@ -53,22 +52,10 @@ def conclude(controller: Controller, number: int) -> None:
             controller.record()
             raise RunCancelled(f"run {controller.run_dir.run_id} was cancelled: {snapshot.verdict.cause}")
         case _:
-            _raise_if_cancelled(controller)
+            # A job that was ended on request has not failed, whatever its agents and its scheduler report.
+            controller.raise_if_cancelled()
             _after_failure(controller, number, attempt, snapshot)
     controller.record()
-
-
-def _raise_if_cancelled(controller: Controller) -> None:
-    """Raise if the run is being cancelled: a job that was ended on request has not failed, whatever its agents and its
-    scheduler report.
-
-    Raises:
-        CancelRequested: a user asked to end the run, and its job may have been ended without waiting for this
-            controller.
-    """
-    request = read_model(controller.run_dir.cancel_request, AgentCommand)
-    if request is not None:
-        raise CancelRequested(request.reason or "rlhf cancel")
 
 
 def _final_snapshot(controller: Controller, number: int, attempt: AttemptRecord) -> AttemptSnapshot:
@@ -85,20 +72,19 @@ def _final_snapshot(controller: Controller, number: int, attempt: AttemptRecord)
 
 def _after_failure(controller: Controller, number: int, attempt: AttemptRecord, snapshot: AttemptSnapshot) -> None:
     journal = controller.journal
-    first = max(journal.record.first_attempt, controller.resumed_at)
     failure = explain(
         controller.run_dir,
         snapshot,
         controller.spec,
-        first_attempt=first,
-        rolled_back=_went_back_in_vain(controller, first, number),
+        first_attempt=controller.first_attempt,
+        rolled_back=_went_back_in_vain(controller, number),
     )
     # This process may be killed after any of these lines: what is already recorded is not recorded again.
     if failure.found_here and failure.incident is not None and attempt.incident is None:
         journal.append(IncidentFound(incident=failure.incident))
     if attempt.decision is None:
         placeable = _placeable(controller, failure, attempt)
-        failure = replace(failure, decision=_within_caps(controller, placeable, first))
+        failure = replace(failure, decision=_within_caps(controller, placeable))
         journal.append(DecisionMade(decision=failure.decision))
     decision = attempt.decision or failure.decision
     journal.move_attempt(number, snapshot.verdict.state, failure.message, failure.kind)
@@ -142,17 +128,17 @@ def _placeable(controller: Controller, failure: AttemptFailure, attempt: Attempt
     return decision.model_copy(update={"action": Action.STOP, "reason": reason, "delay_s": 0.0, "excluded_nodes": ()})
 
 
-def _within_caps(controller: Controller, decision: Decision, first: int) -> Decision:
+def _within_caps(controller: Controller, decision: Decision) -> Decision:
     """The decision, or a stop if all attempts together have used as much as the run may use."""
-    refused = attempt_caps.refusal(controller.spec, used_so_far(controller, first))
+    refused = attempt_caps.refusal(controller.spec, used_so_far(controller))
     if decision.action is not Action.NEW_ATTEMPT or not refused:
         return decision
     return decision.model_copy(update={"action": Action.STOP, "reason": refused, "delay_s": 0.0, "excluded_nodes": ()})
 
 
-def used_so_far(controller: Controller, first: int) -> attempt_caps.Used:
-    """Resources used by the attempts from ``first`` on, the first one since the user last started or resumed the
-    run."""
+def used_so_far(controller: Controller) -> attempt_caps.Used:
+    """Resources used by all attempts since the user last started or resumed the run."""
+    first = controller.first_attempt
     attempts = {number: one for number, one in controller.journal.record.attempts.items() if number >= first}
     # Seconds of a full-size allocation: an attempt on half of the nodes counts half.
     most = controller.spec.resources.num_nodes
@@ -168,7 +154,7 @@ def _is_blocked_by_probe(run_dir: RunDir, number: int) -> bool:
     return report is not None and any(result.status is CheckStatus.BLOCKED for result in report.results)
 
 
-def _went_back_in_vain(controller: Controller, first: int, number: int) -> bool:
+def _went_back_in_vain(controller: Controller, number: int) -> bool:
     """True if an attempt went back to an older checkpoint, and no attempt since has got further than training had."""
     newest = controller.run_dir.newest_checkpoint()
     reached = newest.step if newest is not None else 0
@@ -177,7 +163,7 @@ def _went_back_in_vain(controller: Controller, first: int, number: int) -> bool:
         and bool(before.decision.resume_checkpoint)
         and reached <= controller.run_dir.newest_put_aside(past)
         for past, before in controller.journal.record.attempts.items()
-        if first <= past < number
+        if controller.first_attempt <= past < number
     )
 
 

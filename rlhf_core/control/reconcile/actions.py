@@ -24,7 +24,7 @@ from rlhf_core.control.reconcile.flow_runs import FlowRuns, FlowRunSnapshot, Not
 from rlhf_core.diagnosis.reconcile.decisions import ActionKind, ReconcileAction, decide
 from rlhf_core.diagnosis.reconcile.facts import FLOW_ENDS, JobFacts, RunFacts, World
 from rlhf_core.errors import HistoryError, RlhfError, SchedulerError
-from rlhf_core.files.appended import LineWriter
+from rlhf_core.files.appended import append_lines
 from rlhf_core.files.lookups import is_there
 from rlhf_core.files.whole import read_model, remove_tree
 from rlhf_core.history.queries import open_runs
@@ -269,43 +269,44 @@ class Reconciler:
 
     def _do(self, action: ReconcileAction) -> ActionResult:
         with Survived() as found:  # an error of Prefect's client, for example: the next round retries
-            return self._carry_out(action)
+            return ActionResult(action, *self._carry_out(action))
         return ActionResult(action, False, found.message)
 
-    def _carry_out(self, action: ReconcileAction) -> ActionResult:
+    def _carry_out(self, action: ReconcileAction) -> tuple[bool, str]:
+        """Carry out an action. Returns True if it is done, and its outcome for the log."""
         match action.kind:
             case ActionKind.INGEST:
                 behind = record(self._run_dir(action), self._store)
-                return ActionResult(action, not behind, behind or "read")
+                return not behind, behind or "read"
             case ActionKind.ADOPT:
-                return self._adopt(action)
+                return True, self._adopt(action.run_id)
             case ActionKind.CANCEL_RUN:
                 ended = cancel_run(self._run_dir(action), self._site, self._store, action.reason, log=log.info)
-                return ActionResult(action, ended.job_ended, ended.message)
+                return ended.job_ended, ended.message
             case ActionKind.CLOSE_RUN:
                 cause = f"the run directory is gone: {self._run_dir(action).root}, and no controller was at work on it"
                 closed = close_missing(action.run_id, self._store, cause, self._now())
-                return ActionResult(action, True, "closed as failed" if closed else "it had ended")
+                return True, "closed as failed" if closed else "it had ended"
             case ActionKind.CANCEL_JOB:
                 gone = self._scheduler.cancel(self._submissions[action.job_id])
-                return ActionResult(action, gone, "ended" if gone else "something of it is still at work")
+                return gone, "ended" if gone else "something of it is still at work"
             case ActionKind.END_FLOW_RUN:
-                return self._end_flow_run(action)
+                return True, self._end_flow_run(action)
             case ActionKind.END_TASK_RUN:
                 assert action.flow_state is not None
                 self._prefect.end_task_run(action.task_run_id, action.flow_state, action.reason)
-                return ActionResult(action, True, f"it is {action.flow_state.value.capitalize()} now")
+                return True, f"it is {action.flow_state.value.capitalize()} now"
             case ActionKind.PUBLISH:
-                return self._publish(action, self._run_dir(action))
+                return True, self._publish(self._run_dir(action))
             case ActionKind.REMOVE_CHECKPOINT:
                 remove_tree(self._run_dir(action).checkpoint(action.step).root)
-                return ActionResult(action, True, "removed")
+                return True, "removed"
             case ActionKind.REMOVE_PUT_ASIDE:
                 remove_tree(self._run_dir(action).checkpoints_dir / action.folder)
-                return ActionResult(action, True, "removed")
+                return True, "removed"
             case ActionKind.NOTE:
                 self._note_once(action.run_id, action.flow_run_id, action.reason)
-                return ActionResult(action, True, "left alone")
+                return True, "left alone"
 
     def _run_dir(self, action: ReconcileAction) -> RunDir:
         """The directory of the run that an action concerns; some actions concern no run."""
@@ -317,37 +318,36 @@ class Reconciler:
         assert self._flow_runs is not None
         return self._flow_runs
 
-    def _adopt(self, action: ReconcileAction) -> ActionResult:
-        run_id = action.run_id
+    def _adopt(self, run_id: str) -> str:
         if self._seen is not None:
             standing = self._standings.get(run_id)
             ended = sum(one.run_id == run_id and one.state in FLOW_ENDS for one in self._seen.flow_runs)
             # The same situation gives the same key, so that two rounds, or two reconcilers, create only one flow run.
             key = f"rlhf-adopt-{run_id}-{standing.token if standing is not None else 0}-{ended}"
             try:
-                return ActionResult(action, True, f"flow run {self._prefect.adopt(run_id, key)}")
+                return f"flow run {self._prefect.adopt(run_id, key)}"
             except NotRegistered as error:
                 self._note_once("", "resume", str(error))
         present = self._adopters.get(run_id)
         if present is not None and present.poll() is None:
-            return ActionResult(action, True, f"process {present.pid} is about to take it")
+            return f"process {present.pid} is about to take it"
         self._adopters[run_id] = adopt.start(run_id, self._site)
-        return ActionResult(action, True, f"process {self._adopters[run_id].pid}, without Prefect")
+        return f"process {self._adopters[run_id].pid}, without Prefect"
 
-    def _end_flow_run(self, action: ReconcileAction) -> ActionResult:
+    def _end_flow_run(self, action: ReconcileAction) -> str:
         assert self._seen is not None
         assert action.flow_state is not None
         (seen,) = (one for one in self._seen.flow_runs if one.flow_run_id == action.flow_run_id)
         if self._prefect.end_flow_run(action.flow_run_id, action.flow_state, seen.changed_at, action.reason):
-            return ActionResult(action, True, f"it is {action.flow_state.value.capitalize()} now")
-        return ActionResult(action, True, "its state has changed meanwhile; left alone")
+            return f"it is {action.flow_state.value.capitalize()} now"
+        return "its state has changed meanwhile; left alone"
 
-    def _publish(self, action: ReconcileAction, run_dir: RunDir) -> ActionResult:
+    def _publish(self, run_dir: RunDir) -> str:
         end = _end_of(run_dir, read_record(run_dir))
         published = self._prefect.publish(run_dir, self._store, self._known_flow_runs())
         # Not checked again: the server shows them only seconds later, and an automation acts on every copy sent to it.
         self._published.add(end)
-        return ActionResult(action, True, f"published: {', '.join(published) or 'nothing is missing any more'}")
+        return f"published: {', '.join(published) or 'nothing is missing any more'}"
 
     def _record(self, result: ActionResult) -> None:
         """Record a result in the run directory, from where it reaches the history. Without a directory, it is only
@@ -370,11 +370,7 @@ class Reconciler:
             data={name: value for name, value in data.items() if value},
         )
         with suppress(OSError):
-            writer = LineWriter(run_dir.housekeeping)
-            try:
-                writer.write(note)
-            finally:
-                writer.close()
+            append_lines(run_dir.housekeeping, note)
         with suppress(RlhfError):
             record(run_dir, self._store)
 

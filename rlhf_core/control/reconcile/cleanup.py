@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -15,7 +15,7 @@ from rlhf_core.diagnosis.reconcile.decisions import ActionKind, ReconcileAction
 from rlhf_core.diagnosis.reconcile.facts import World
 from rlhf_core.diagnosis.retention import Scored, removable
 from rlhf_core.errors import RlhfError, RunDirError
-from rlhf_core.files.whole import read_model
+from rlhf_core.files.whole import read_all
 from rlhf_core.history.queries import open_runs
 from rlhf_core.history.queries.open_runs import OpenRun
 from rlhf_core.history.store import HistoryStore
@@ -72,14 +72,10 @@ def _old_steps(
         return []  # resumed since; the history will show it soon
     folders = [one for one in run_dir.checkpoints() if not one.root.is_symlink()]
     manifests = {one.step: manifest for one in folders if (manifest := one.manifest()) is not None}
-    reports = [read_model(path, EvaluationReport) for path in run_dir.evaluations()]
+    reports = read_all(run_dir.evaluations(), EvaluationReport)
     return removable(
         {step: manifest.time for step, manifest in manifests.items()},
-        [
-            Scored(one.name, one.checkpoint_step, one.value)
-            for one in reports
-            if one is not None and math.isfinite(one.value)
-        ],
+        [Scored(one.name, one.checkpoint_step, one.value) for one in reports if math.isfinite(one.value)],
         (standing.promotion, standing.promoted_step) if standing.promotion else None,
         {one.step for one in folders if any(path.is_relative_to(one.root) for path in begun_from)},
         ended_at=ended_at,
@@ -126,10 +122,10 @@ class SnapshotCleanup:
         Raises:
             HistoryError: the history does not answer.
         """
-        old = self._removable(())
-        if not old or self._flow_runs is None or not self._flow_runs.answers():
+        if not self._removable(()) or self._flow_runs is None or not self._flow_runs.answers():
             return []
-        referred = {*_keys(self._flow_runs.configs()), *self._referred_by_runs()}
+        sources = [*self._flow_runs.configs(), *self._sources_of_runs()]
+        referred = {key for source in sources if (key := snapshots.key_of(source)) is not None}
         removed = []
         for copy in self._removable(referred):
             if not may():
@@ -145,15 +141,14 @@ class SnapshotCleanup:
         days = self._site.retention.deployments_days
         return snapshots.removable(snapshots.copies(self._site.home), referred, days=days, now=utc_now())
 
-    def _referred_by_runs(self) -> Iterator[tuple[str, str]]:
-        """Snapshots that runs refer to which may be resumed. The history also knows runs in other folders of this site;
-        the directories also show runs that the history has not read."""
-        sources = [*open_runs.resumable_sources(self._store)]
+    def _sources_of_runs(self) -> Iterator[str]:
+        """Configs of runs that may be resumed. The history also knows runs in other folders of this site; the
+        directories also show runs that the history has not read."""
+        yield from open_runs.resumable_sources(self._store)
         for run_dir in run_dirs(self._site.runs_dir):
             source = self._source(run_dir)
             if snapshots.key_of(source) is not None and self._may_go_on(run_dir):
-                sources.append(source)
-        yield from _keys(sources)
+                yield source
 
     def _source(self, run_dir: RunDir) -> str:
         if run_dir.run_id not in self._sources:
@@ -170,10 +165,3 @@ class SnapshotCleanup:
         except RunDirError:
             return True  # its journal is damaged: it can be resumed once that is repaired
         return record.state is not RunState.COMPLETED or is_due(run_dir.read_spec(), record)
-
-
-def _keys(sources: Iterable[str]) -> Iterator[tuple[str, str]]:
-    for source in sources:
-        key = snapshots.key_of(source)
-        if key is not None:
-            yield key

@@ -24,7 +24,8 @@ def run_facts(
         cancel_requested: reason of a pending cancel request; empty if there is none.
     """
     submissions = {number: one.submission for number, one in written.attempts.items()}
-    newest = standing.controllers[-1] if standing is not None and standing.controllers else None
+    controllers = standing.controllers if standing is not None else ()
+    newest = controllers[-1] if controllers else None
     holder, undriven_s = lease_holder(standing, now)
     ended_at = standing.ended_at if standing is not None else None
     return RunFacts(
@@ -34,12 +35,10 @@ def run_facts(
         holder=holder,
         owner=standing.holder if standing is not None else "",
         undriven_s=undriven_s,
-        num_controllers=sum(
-            one.started_at > now - timedelta(hours=1) for one in (standing.controllers if standing is not None else ())
-        ),
+        num_controllers=sum(one.started_at > now - timedelta(hours=1) for one in controllers),
         controller_started_at=newest.started_at if newest is not None else None,
         flow_run_id=newest.flow_run_id if newest is not None else "",
-        attempt=max(written.attempts, default=0),
+        attempt=written.last_number,
         jobs={number: one.job_id for number, one in submissions.items() if one is not None},
         ended_s=(now - ended_at).total_seconds() if ended_at is not None else 0.0,
         cancel_requested=cancel_requested,

@@ -37,10 +37,9 @@ def effective_curves(run_dir: RunDir, keys: frozenset[str]) -> dict[str, list[tu
 
 
 def _by_restart(run_dir: RunDir) -> Iterator[Iterator[MetricsLine]]:
-    for attempt in run_dir.attempts():
-        for restart in attempt.restarts():
-            blocks = read_blocks(restart.metrics)
-            yield (line for lines, _ in blocks for line in parse_lines(lines, MetricsLine))
+    for restart in run_dir.restarts():
+        blocks = read_blocks(restart.metrics)
+        yield (line for lines, _ in blocks for line in parse_lines(lines, MetricsLine))
 
 
 def marks_of(run_dir: RunDir, spec: RunSpec, last_step: int) -> Marks:

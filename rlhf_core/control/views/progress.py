@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 
 from rlhf_core.control.views.timeline import read_timeline
-from rlhf_core.files.whole import read_model
+from rlhf_core.files.whole import read_all
 from rlhf_core.launch.journal import RunRecord, fold
 from rlhf_core.render.progress import RunProgress
 from rlhf_core.render.timeline import Timeline
@@ -82,13 +82,13 @@ class RunReader:
         timeline = read_timeline(self.run_dir)
         attempts = self.run_dir.attempts()
         restarts = attempts[-1].restarts() if attempts else []
-        statuses = [read_model(path, AgentStatus) for path in restarts[-1].agent_statuses()] if restarts else []
+        statuses = read_all(restarts[-1].agent_statuses(), AgentStatus) if restarts else []
         return RunSnapshot(
             stored=self.stored,
             record=fold(timeline.lines),
             timeline=timeline,
             progress=self._progress(timeline.state),
-            ranks=[rank for status in statuses if status is not None for rank in status.ranks],
+            ranks=[rank for status in statuses for rank in status.ranks],
             regressed=regressed(self.run_dir),
         )
 

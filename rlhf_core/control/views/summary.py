@@ -55,8 +55,7 @@ def _accuracy(run_dir: RunDir, name: str) -> Accuracy:
 
 def _steps(run_dir: RunDir) -> set[int]:
     """Steps that left metrics."""
-    restarts = [restart for attempt in run_dir.attempts() for restart in attempt.restarts()]
-    return {line.step for restart in restarts for line in read_models(restart.metrics, MetricsLine)}
+    return {line.step for restart in run_dir.restarts() for line in read_models(restart.metrics, MetricsLine)}
 
 
 def _stage_seconds(record: RunRecord) -> list[tuple[str, float]]:

@@ -90,8 +90,7 @@ def _of_run(run_dir: RunDir, record: RunRecord, trial: str) -> tuple[list[Timeli
 
 
 def _first_steps(run_dir: RunDir) -> Sequence[FirstStep]:
-    restarts = (restart for attempt in run_dir.attempts() for restart in attempt.restarts())
-    return [first for restart in restarts if (first := _first_step(restart)) is not None]
+    return [first for restart in run_dir.restarts() if (first := _first_step(restart)) is not None]
 
 
 def _first_step(restart: RestartDir) -> FirstStep | None:

@@ -90,6 +90,12 @@ def _put_in_first(draft: Draft, names: Sequence[str], value: str) -> bool:
     return True
 
 
+def _put_either(draft: Draft, family: Family, old: str, new: str, value: str) -> None:
+    """Give an OpenRLHF option a value, under its name in the version of the line."""
+    option = family.either(draft, old, new)
+    draft.put("argument", [option.lstrip("-")], value, option)
+
+
 def _read_steps(draft: Draft, family: Family, steps: int | None) -> None:
     text = _value(draft, family, *STEPS)
     found = steps or number(text)
@@ -116,12 +122,8 @@ def _read_steps(draft: Draft, family: Family, steps: int | None) -> None:
 def _read_output(draft: Draft, family: Family) -> None:
     given = _value(draft, family, *_OUTPUT)
     if family.name == "openrlhf":
-        model, states = (
-            family.either(draft, "save_path", "ckpt.output_dir"),
-            family.either(draft, "ckpt_path", "ckpt.path"),
-        )
-        draft.put("argument", [model.lstrip("-")], "{output_dir}/model", model)
-        draft.put("argument", [states.lstrip("-")], "{output_dir}/checkpoints", states)
+        _put_either(draft, family, "save_path", "ckpt.output_dir", "{output_dir}/model")
+        _put_either(draft, family, "ckpt_path", "ckpt.path", "{output_dir}/checkpoints")
     elif family.has_trainer:
         draft.put("argument", ["output_dir"], "{output_dir}", family.spelled("output_dir"))
     elif not _put_in_first(draft, _OUTPUT, "{output_dir}"):
@@ -144,8 +146,7 @@ def _read_checkpoints(draft: Draft, family: Family) -> None:
             draft.report("--save_strategy", _value(draft, family, "save_strategy"), "number of steps of the run")
         draft.put("argument", ["save_steps"], "{checkpoint_every}", family.spelled("save_steps"))
     elif family.name == "openrlhf":
-        option = family.either(draft, "save_steps", "ckpt.save_steps")
-        draft.put("argument", [option.lstrip("-")], "{checkpoint_every}", option)
+        _put_either(draft, family, "save_steps", "ckpt.save_steps", "{checkpoint_every}")
     elif not _put_in_first(draft, _SAVE_EVERY, "{checkpoint_every}"):
         draft.settings["checkpoint.every_num_steps"] = every or _default_every(draft)
         draft.missing("checkpoints", "pass {checkpoint_every} to the program, and set trainer.checkpoint_name")

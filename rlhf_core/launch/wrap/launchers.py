@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from rlhf_core.launch.wrap.draft import Draft, number
-from rlhf_core.shell.launch_line import Launcher
+from rlhf_core.shell.launch_line import Launcher, Role
 
 _TORCHRUN = {
     "nnodes": "{num_nodes}",
@@ -129,9 +129,7 @@ def _put(draft: Draft, options: Mapping[str, str]) -> None:
 
 
 def _accelerate(draft: Draft) -> None:
-    nodes = draft.given("launcher_option", "num_machines") or draft.in_files("num_machines")
-    total = draft.given("launcher_option", "num_processes") or draft.in_files("num_processes")
-    _accelerate_counts(draft, nodes, total)
+    total = _accelerate_counts(draft, "launcher_option")
     ids = draft.drop("launcher_option", "gpu_ids")
     if ids and ids[-1] != "all" and "resources.gpus_per_node" not in draft.settings:
         draft.set("resources.gpus_per_node", len(ids[-1].split(",")), "GPUs (--gpu_ids)", ids[-1])
@@ -146,12 +144,16 @@ def _accelerate(draft: Draft) -> None:
     _put(draft, _ACCELERATE)
 
 
-def _accelerate_counts(draft: Draft, nodes: str | None, total: str | None) -> None:
+def _accelerate_counts(draft: Draft, role: Role) -> str | None:
+    """Store the numbers that accelerate's options give, and return that of all processes as given."""
+    nodes = draft.given(role, "num_machines") or draft.in_files("num_machines")
+    total = draft.given(role, "num_processes") or draft.in_files("num_processes")
     machines, processes = number(nodes) or 1, number(total)
     if processes is not None and processes % machines == 0:
         _counts(draft, nodes, str(processes // machines))
     else:
         _counts(draft, nodes, total if processes is None else None)
+    return total
 
 
 def _deepspeed(draft: Draft) -> None:
@@ -202,9 +204,7 @@ def _llamafactory(draft: Draft) -> None:
 
 
 def _trl(draft: Draft) -> None:
-    nodes = draft.given("argument", "num_machines") or draft.in_files("num_machines")
-    total = draft.given("argument", "num_processes") or draft.in_files("num_processes")
-    _accelerate_counts(draft, nodes, total)
+    _accelerate_counts(draft, "argument")
     for name, value in _ACCELERATE.items():
         draft.put("argument", [name], value, f"--{name}")
     draft.report("meeting point and node ranks", "options of accelerate", "placeholders in trainer.argv")

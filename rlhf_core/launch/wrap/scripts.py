@@ -128,15 +128,16 @@ def _prepares(line: LaunchLine) -> bool:
 
 def _prepare(facts: ScriptFacts, command: ShellCommand) -> None:
     """Apply a command that precedes the training."""
-    name, words = command.argv[0] if command.argv else "", command.argv
     before = facts.environment, len(facts.setup)
-    _apply(facts, command, name, words)
+    _apply(facts, command)
     if command.is_conditional and before != (facts.environment, len(facts.setup)):
-        shown = f"line {command.line} is inside a branch: {' '.join(words)[:100]}"
+        shown = f"line {command.line} is inside a branch: {' '.join(command.argv)[:100]}"
         facts.unread.append(UnreadPart(shown, "check trainer.environment and trainer.setup, which it is part of"))
 
 
-def _apply(facts: ScriptFacts, command: ShellCommand, name: str, words: Sequence[str]) -> None:
+def _apply(facts: ScriptFacts, command: ShellCommand) -> None:
+    words = command.argv
+    name = words[0] if words else ""
     if name == "cd" and len(words) > 1:
         if command.unread or command.is_conditional:
             facts.unread.append(UnreadPart(f"line {command.line}: cd {words[1]}", "set trainer.working_dir"))

@@ -111,10 +111,9 @@ def _wrapped(facts: ScriptFacts, around: WrapSurroundings, options: WrapOptions,
     _left_unread(draft, facts)
     text = config_text(draft, source)
     steps = draft.settings.get("trainer.num_steps")
-    _require_valid(text, isinstance(steps, int))
-    return WrappedLine(
-        text, steps if isinstance(steps, int) else None, tuple(draft.read), tuple(draft.unread), tuple(draft.argv)
-    )
+    num_steps = steps if isinstance(steps, int) else None
+    _require_valid(text, num_steps is not None)
+    return WrappedLine(text, num_steps, tuple(draft.read), tuple(draft.unread), tuple(draft.argv))
 
 
 def _read_job(draft: Draft, facts: ScriptFacts) -> None:

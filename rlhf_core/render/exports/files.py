@@ -1,14 +1,12 @@
 """One file per table: CSV, or Parquet."""
 
 import csv
-import os
-import secrets
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.files.whole import replacing
 from rlhf_core.history.queries.exports import Column, ExportTable, reading_tables
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.exports.common import make_folder, require
@@ -39,21 +37,10 @@ def _tables(
     with reading_tables(store, run_ids) as tables:
         for table in tables:
             path = out / f"{table.name}.{suffix}"
-            with _replaced_whole(path) as temporary:
+            with replacing(path) as temporary:
                 write(table, temporary)
             written.append(path)
     return written
-
-
-@contextmanager
-def _replaced_whole(path: Path) -> Iterator[Path]:
-    """A temporary file that replaces ``path`` once it is complete."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    try:
-        yield temporary
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _write_csv(table: ExportTable, path: Path) -> None:

@@ -46,8 +46,8 @@ class JobRecord:
         """
         try:
             found = history_of(published / own_name(published))
-            metrics = [one.metrics for attempt in self._context.run_dir.attempts() for one in attempt.restarts()]
-            self._metrics.recover(found, {line.step for path in metrics for line in read_models(path, MetricsLine)})
+            metrics = (read_models(one.metrics, MetricsLine) for one in self._context.run_dir.restarts())
+            self._metrics.recover(found, {line.step for lines in metrics for line in lines})
         except OSError as error:
             self._print_once(f"could not search for metrics of steps before {published.name}: {error}")
 

@@ -22,7 +22,7 @@ from rlhf_core.diagnosis.nodes import checks as node_checks
 from rlhf_core.diagnosis.nodes.checks import blocked, warning
 from rlhf_core.files.fingerprints import fingerprint
 from rlhf_core.files.lookups import paths_in
-from rlhf_core.files.whole import read_model
+from rlhf_core.files.whole import read_all
 from rlhf_core.run_dir.attempt import AttemptDir
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
@@ -99,8 +99,7 @@ def confused(name: str, problem: str) -> NodeFacts:
 
 def all_confused(attempt: AttemptDir) -> list[NodeFacts]:
     """Facts of nodes that report in their files that a contradictory environment keeps them from joining."""
-    found = (read_model(path, NodeFacts) for path in paths_in(attempt.probe, "*.json"))
-    return [one for one in found if one is not None and one.index < 0]
+    return [one for one in read_all(paths_in(attempt.probe, "*.json"), NodeFacts) if one.index < 0]
 
 
 def package_versions() -> dict[str, str]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from pydantic import Field
 
 from rlhf_core.files.private import FILE_MODE, make_folder
-from rlhf_core.files.whole import read_model, write_model
+from rlhf_core.files.whole import read_all, write_model
 from rlhf_core.schemas.base import Int32, Label, Schema, utc_now
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum, FileName
 from rlhf_core.training.checkpoints.background_save import Content
@@ -143,7 +143,7 @@ class MemoryCheckpoint:
 def parts_here(folder: Path) -> list[MemoryPart]:
     """Parts in this node's memory, its own and those kept for another node."""
     paths = [path for place in PLACES for path in sorted((folder / place / "parts").glob("rank-*.json"))]
-    return [part for path in paths if (part := read_model(path, MemoryPart)) is not None]
+    return read_all(paths, MemoryPart)
 
 
 def newest_in_memory(parts: Iterable[MemoryPart], num_ranks: int, hash_of_spec: str) -> MemoryCheckpoint | None:

@@ -17,7 +17,7 @@ import httpx
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import EnginesLost, StaleWeights, WeightSyncFailed, WorkerError
-from rlhf_core.files.whole import read_model, shared_secret
+from rlhf_core.files.whole import read_all, shared_secret
 from rlhf_core.schemas.engines import EngineAddress, WeightsId
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.checkpoints.soundness import initial_folder
@@ -353,9 +353,8 @@ class RemoteEngines:
 
     def _clients(self) -> list[EngineClient]:
         """The currently registered engines."""
-        found = (read_model(self._attempt.engine(rank), EngineAddress) for rank in range(self._spec.engines))
-        timeout_s = self._spec.remote.answer_timeout_s
-        return [EngineClient(address, self._token, timeout_s) for address in found if address is not None]
+        found = read_all(map(self._attempt.engine, range(self._spec.engines)), EngineAddress)
+        return [EngineClient(address, self._token, self._spec.remote.answer_timeout_s) for address in found]
 
     def _from_first(self, act: Callable[[], Answer]) -> tuple[WorkerError | None, Answer | None]:
         """Run a function on rank 0; return its problem on all ranks, and its result on rank 0. Collective."""
