@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import rlhf_core
@@ -183,16 +184,16 @@ def _make_whole(runs: Path, stored: StoredSpec, keep: Callable[[Path], object]) 
         )
         journal.close()
         unfinished.root.rename(run_dir.root)
-    except OSError as error:
-        remove_tree(unfinished.root)
+    except BaseException as error:
+        with suppress(OSError):  # if nothing can be looked up in that folder, nothing was written to it
+            remove_tree(unfinished.root)
+        if not isinstance(error, OSError):
+            raise
         raise RunDirError(
             f"the run directory {run_dir.root} already exists"
             if error.errno in (errno.EEXIST, errno.ENOTEMPTY)
             else f"cannot make the run directory {run_dir.root}: {error.strerror}. {_advice(error)}"
         ) from None
-    except BaseException:
-        remove_tree(unfinished.root)
-        raise
     return run_dir
 
 

@@ -7,6 +7,7 @@ their path can block or exhaust a reader.
 """
 
 import contextlib
+import os
 import re
 import secrets
 from collections.abc import Collection
@@ -54,7 +55,9 @@ class RunDir:
         if not is_run_id(run_id):
             raise RunDirError(f"found {run_id[:200]!r}, expected a run id such as sort-20260301-120000-a1b2c3")
         root = runs / run_id
-        if root.is_symlink() and not root.resolve().is_relative_to(runs.resolve()):
+        # Unlike Path.is_symlink, this is false where nothing can be opened anyway, as in a folder of another user.
+        is_link = os.path.islink(root)  # noqa: PTH114
+        if is_link and not root.resolve().is_relative_to(runs.resolve()):
             raise RunDirError(
                 f"{root} is a link to a folder outside {runs} and is not followed. Move the run directory back, or set "
                 "RLHF_RUNS to its parent folder"

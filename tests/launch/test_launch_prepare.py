@@ -159,6 +159,12 @@ def test_a_run_directory_that_cannot_be_made_is_reported_with_a_remedy(
         prepare(make_spec(), tmp_path / "runs", config_source="a.toml", folder=folder)
 
 
+def test_a_folder_that_cannot_be_searched_is_reported(tmp_path: Path, folder: Path) -> None:
+    """By its name, as a folder of another user is by its rights: nothing in it can be looked up or removed."""
+    with pytest.raises(RunDirError, match=r"File name too long\. Set RLHF_RUNS"):
+        prepare(make_spec(), tmp_path / ("x" * 300), config_source="a.toml", folder=folder)
+
+
 def test_a_disk_that_fills_up_with_code_is_reported_as_such(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
