@@ -1,14 +1,13 @@
 """Configs that Prefect refers to: the snapshot of a deployment or an unfinished flow run must not be removed."""
 
 from collections.abc import Iterator
+from functools import partial
 
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType
+from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import StateType
 
-from flows.server.clients import api_client, rows_of_pages
-
-_PAGE = 200
-"""Prefect's page size."""
+from flows.queries import in_states, rows_of_pages
+from flows.server.clients import api_client
 
 
 def configs() -> Iterator[str]:
@@ -16,16 +15,8 @@ def configs() -> Iterator[str]:
 
     Raises Prefect's own errors if the server does not answer.
     """
-    restartable = [one for one in StateType if one is not StateType.COMPLETED]
-    open_ones = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=restartable)))
+    restartable = FlowRunFilter(state=in_states(one for one in StateType if one is not StateType.COMPLETED))
     with api_client() as client:
-        # Pages overlap by half: a flow run that ends during the read shifts all later ones, and none may be missed.
-        deployments = rows_of_pages(
-            lambda offset: client.read_deployments(limit=_PAGE, offset=offset), _PAGE, _PAGE // 2
-        )
-        flow_runs = rows_of_pages(
-            lambda offset: client.read_flow_runs(flow_run_filter=open_ones, limit=_PAGE, offset=offset),
-            _PAGE,
-            _PAGE // 2,
-        )
+        deployments = rows_of_pages(client.read_deployments, overlaps=True)
+        flow_runs = rows_of_pages(partial(client.read_flow_runs, flow_run_filter=restartable), overlaps=True)
         yield from (str(one.parameters.get("config") or "") for rows in (deployments, flow_runs) for one in rows)

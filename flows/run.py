@@ -21,12 +21,12 @@ from prefect.states import Cancelled, Completed, Failed
 from flows import schedules
 from flows.flow_runs import links
 from flows.flow_runs.ended import end_run, leave_run
-from flows.flow_runs.facts import RUN_FLOW
 from flows.form import Form, meanings, overrides_of, read_form
 from flows.gate import shown_in_prefect
 from flows.limits import run_slot
 from flows.log_filter import leave_out
 from flows.publishing.publisher import published
+from flows.queries import RUN_FLOW
 from flows.tasks import TaskRunner, without_prefect
 from rlhf_core.config.site import Site, load_site
 from rlhf_core.control.controller import Controller, FlowRunLink, new_run, opened

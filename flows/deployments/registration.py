@@ -19,7 +19,7 @@ from zoneinfo import available_timezones
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import DeploymentScheduleCreate, DeploymentUpdate
-from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName, FlowFilter, FlowFilterName
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName
 from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import CronSchedule
@@ -29,8 +29,9 @@ from pydantic import ValidationError
 
 from flows.deployments.form_schema import description_of, form_of
 from flows.deployments.work_pool import QUEUES
-from flows.flow_runs.facts import RESUME, RESUME_DEPLOYMENT, RUN_FLOW
+from flows.flow_runs.facts import RESUME, RESUME_DEPLOYMENT
 from flows.form import Form, overrides_of, prefilled, read_form, without_setting
+from flows.queries import RUN_FLOW, of_flow
 from flows.schedules import SKIP_IF_BUSY
 from flows.server.clients import commanding_client
 from flows.server.settings import START_IT, server_answers
@@ -369,7 +370,7 @@ def _require_pool(client: SyncPrefectClient, site: Site) -> None:
 def _present(client: SyncPrefectClient, names: Sequence[str]) -> dict[str, DeploymentResponse]:
     """Existing deployments of the flow with one of these names, by name."""
     found = client.read_deployments(
-        flow_filter=FlowFilter(name=FlowFilterName(any_=[RUN_FLOW])),
+        flow_filter=of_flow(),
         deployment_filter=DeploymentFilter(name=DeploymentFilterName(any_=list(names))),
     )
     return {one.name: one for one in found}

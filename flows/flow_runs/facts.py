@@ -5,19 +5,12 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from uuid import UUID
 
 import psutil
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.filters import (
-    FlowFilter,
-    FlowFilterName,
-    FlowRunFilter,
-    FlowRunFilterId,
-    FlowRunFilterName,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-)
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterName
 from prefect.client.schemas.objects import FlowRun, State, StateType, TaskRun
 from prefect.exceptions import ObjectNotFound
 
@@ -25,7 +18,8 @@ from flows import references
 from flows.flow_runs import task_runs
 from flows.publishing.artifacts import Publication, publication_of, publish, unpublished_parts
 from flows.publishing.events import FlowRunRef
-from flows.server.clients import api_client, rows_of_pages
+from flows.queries import PAGE, RUN_FLOW, in_states, of_flow, rows_of_pages
+from flows.server.clients import api_client
 from flows.server.settings import server_answers
 from rlhf_core.config.site import Site
 from rlhf_core.control.reconcile.flow_runs import FlowRunSnapshot, NotRegistered, RunsOfFlowRuns
@@ -37,9 +31,6 @@ from rlhf_core.run_dir.run import RunDir, is_run_id
 from rlhf_core.schemas.journal import ControllerStarted
 from rlhf_core.services.presence import service_status
 
-RUN_FLOW = "rlhf-run"
-"""Name of the flow of one run; deployments are called ``rlhf-run/<name>``."""
-
 RESUME = "resume"
 RESUME_DEPLOYMENT = f"{RUN_FLOW}/{RESUME}"
 """The deployment that resumes a run; its only parameter is ``run_id``."""
@@ -50,7 +41,6 @@ ADOPTED_TAG = "rlhf-adopted"
 FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 """Environment variable that holds the id of the flow run in its process."""
 
-_PAGE = 200
 _AT_WORK = [StateType.PENDING, StateType.RUNNING, StateType.PAUSED, StateType.CANCELLING]
 
 
@@ -146,15 +136,13 @@ def _poll(run_ids: Collection[str], flow_run_ids: Collection[str]) -> _Found:
     Raises Prefect's own errors if the server does not answer.
     """
     with api_client() as client:
-        at_work = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_AT_WORK)))
-        found = {one.id: one for one in _pages(client, at_work)}
-        for names in _chunks(sorted(run_ids)):
-            named = FlowRunFilter(name=FlowRunFilterName(any_=names))
-            found |= {one.id: one for one in _pages(client, named)}
-        for ids in _chunks(sorted(flow_run_ids)):
-            identified = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(one) for one in ids]))
-            found |= {one.id: one for one in _pages(client, identified)}
-        left_open = task_runs.left_open(client, RUN_FLOW, found.keys())
+        wanted = [
+            FlowRunFilter(state=in_states(_AT_WORK)),
+            *(FlowRunFilter(name=FlowRunFilterName(any_=names)) for names in _chunks(run_ids)),
+            *(FlowRunFilter(id=FlowRunFilterId(any_=list(map(UUID, ids)))) for ids in _chunks(flow_run_ids)),
+        ]
+        found = {one.id: one for which in wanted for one in _pages(client, which)}
+        left_open = task_runs.left_open(client, found.keys())
     # Processes come last: one that is alive now was not dead when Prefect was queried.
     processes = dict(_flow_run_processes())
     attended = frozenset(one for one, is_attended in processes.items() if is_attended)
@@ -246,12 +234,9 @@ def _flow_run_processes() -> Iterator[tuple[str, bool]]:
 
 
 def _pages(client: SyncPrefectClient, which: FlowRunFilter) -> Iterator[FlowRun]:
-    flow = FlowFilter(name=FlowFilterName(any_=[RUN_FLOW]))
-    return rows_of_pages(
-        lambda offset: client.read_flow_runs(flow_filter=flow, flow_run_filter=which, limit=_PAGE, offset=offset), _PAGE
-    )
+    return rows_of_pages(partial(client.read_flow_runs, flow_filter=of_flow(), flow_run_filter=which))
 
 
-def _chunks(ids: Sequence[str]) -> Iterator[list[str]]:
-    for start in range(0, len(ids), _PAGE):
-        yield list(ids[start : start + _PAGE])
+def _chunks(ids: Collection[str]) -> Iterator[list[str]]:
+    ordered = sorted(ids)
+    return (ordered[start : start + PAGE] for start in range(0, len(ordered), PAGE))

@@ -137,7 +137,7 @@ def test_a_config_of_a_flow_run_that_may_be_retried_is_kept(
 def test_deployments_on_later_pages_are_found(
     client: Any, harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flows.references._PAGE", 4)
+    monkeypatch.setattr("flows.queries.PAGE", 4)
     files = []
     for number in range(11):
         register("quickstart", harness.site, name=f"d{number}", overrides=[f"seed={number}"], folder=harness.site.home)
