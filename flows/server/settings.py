@@ -241,19 +241,17 @@ def access_settings(auth: str) -> dict[str, str]:
     return {SERVER_AUTH: auth, "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true"}
 
 
-def worker_settings(site: Site) -> dict[str, str]:
-    """Environment of the worker and of the flow runs that it starts, in addition to that of every service.
+WORKER_SETTINGS = {
+    "PREFECT_WORKER_QUERY_SECONDS": "5",
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+    # Flow runs start in the folder of the runs, where others may write: nothing is imported from it.
+    "PYTHONSAFEPATH": "1",
+}
+"""Environment of the worker and of the flow runs that it starts, in addition to that of every service.
 
-    ``PREFECT_RUNNER_CRASH_ON_CANCELLATION_FAILURE`` stays off: an outage of the server must not end the controllers of
-    healthy runs. The site daemon ends a flow run that can no longer be cancelled as a result.
-    """
-    del site  # the same for all sites; a parameter for symmetry with the server's settings
-    return {
-        "PREFECT_WORKER_QUERY_SECONDS": "5",
-        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
-        # Flow runs start in the folder of the runs, where others may write: nothing is imported from it.
-        "PYTHONSAFEPATH": "1",
-    }
+``PREFECT_RUNNER_CRASH_ON_CANCELLATION_FAILURE`` stays off: an outage of the server must not end the controllers of
+healthy runs. The site daemon ends a flow run that can no longer be cancelled as a result.
+"""
 
 
 def _in_url(host: str) -> str:
