@@ -24,12 +24,13 @@ from prefect.client.schemas.objects import ConcurrencyLimitStrategy, Concurrency
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.exceptions import ObjectNotFound
-from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL
+from prefect.settings import PREFECT_API_URL
 from pydantic import ValidationError
 
 from flows.deployments.form_schema import description_of, form_of
 from flows.deployments.work_pool import QUEUES
 from flows.flow_runs.facts import RESUME, RESUME_DEPLOYMENT
+from flows.flow_runs.links import page
 from flows.form import Form, overrides_of, prefilled, read_form, without_setting
 from flows.queries import RUN_FLOW, of_flow
 from flows.schedules import SKIP_IF_BUSY
@@ -323,12 +324,6 @@ def is_deployed(name: str) -> bool:
         except ObjectNotFound:
             return False
     return True
-
-
-def page(site: Site, kind: str, id: UUID) -> str:
-    """Address of a page of the UI, for a browser."""
-    address = site.prefect.url or PREFECT_UI_URL.value() or ""
-    return f"{address.rstrip('/')}/{kind}/{id}"
 
 
 def environment(site: Site) -> dict[str, str]:

@@ -9,7 +9,6 @@ import os
 import secrets
 import socket
 import tomllib
-import urllib.error
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -17,7 +16,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from flows.server.guards import Names, names_of
-from flows.server.proxies import exemption, opened
+from flows.server.proxies import exemption, status_of
 from rlhf_core.config.site import Site
 from rlhf_core.errors import BadInput, PrefectUnavailable
 from rlhf_core.files import private as private_files
@@ -291,23 +290,13 @@ def server_answers() -> bool:
 
 
 def is_there(url: str) -> bool:
-    """True if anything answers at an API address, within two seconds."""
-    try:
-        with opened(f"{url}/health", 2.0):
-            return True
-    except urllib.error.HTTPError:
-        return True  # it may require a key for this, as a hosted one does, but it is there
-    except (OSError, ValueError):
-        return False
+    """True if anything answers at an API address, within two seconds. It may require a key, as a hosted one does."""
+    return status_of(f"{url}/health", 2.0) is not None
 
 
 def answers(url: str) -> bool:
     """True if a Prefect server answers at an API address within two seconds. This needs no password."""
-    try:
-        with opened(f"{url}/health", 2.0) as response:
-            return bool(response.status == 200)
-    except (OSError, urllib.error.URLError, ValueError):
-        return False
+    return status_of(f"{url}/health", 2.0) == http.HTTPStatus.OK
 
 
 def requires_password(url: str) -> bool:
@@ -340,13 +329,7 @@ def accepts_password(url: str) -> bool:
 def _status_of_version(url: str, auth: str = "") -> int | None:
     """HTTP status with which a server answers a question that may require a password; None without an answer."""
     headers = {"Authorization": f"Basic {base64.b64encode(auth.encode()).decode()}"} if auth else {}
-    try:
-        with opened(f"{url}/admin/version", ANSWER_TIMEOUT_S, headers) as response:
-            return response.status
-    except urllib.error.HTTPError as error:
-        return error.code
-    except (OSError, ValueError):
-        return None
+    return status_of(f"{url}/admin/version", ANSWER_TIMEOUT_S, headers)
 
 
 def answers_within(seconds: float, url: str) -> bool:
