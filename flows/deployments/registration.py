@@ -10,7 +10,7 @@ import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,7 @@ class _Wanted:
     parameters: Mapping[str, Any]
     schema: Mapping[str, Any]
     tags: Sequence[str]
-    priority: str | None
+    priority: str | None = None
     limit: int | None = None
     skip_if_busy: bool | None = None
 
@@ -148,19 +148,9 @@ def register(
     with _client() as client:
         _require_pool(client, site)
         present = _present(client, [name]).get(name)
-        wanted = _wanted(
-            config,
-            spec,
-            site,
-            name=name,
-            limit=limit,
-            priority=priority,
-            skip_if_busy=skip_if_busy,
-            tags=tags or (read_form(present.parameters).tags if present is not None else ()),
-            owner=owner,
-            overrides=overrides,
-            folder=folder,
-        )
+        tags = tags or (read_form(present.parameters).tags if present is not None else ())
+        wanted = _wanted(config, spec, site, name, tags=tags, owner=owner, overrides=overrides, folder=folder)
+        wanted = replace(wanted, priority=priority, limit=limit, skip_if_busy=skip_if_busy)
         deployment = _put(client, site, wanted, present)
         if schedule is not None:
             _set_schedule(client, UUID(deployment.id), schedule)
@@ -183,17 +173,14 @@ def _wanted(
     config: str,
     spec: RunSpec,
     site: Site,
-    *,
     name: str,
-    limit: int | None = None,
-    priority: str | None = None,
-    skip_if_busy: bool | None = None,
+    *,
     tags: Sequence[str] = (),
     owner: str = "",
     overrides: Sequence[str] = (),
     folder: Path | None = None,
 ) -> _Wanted:
-    """Build the deployment of a config from the arguments of :func:`register`."""
+    """Build the deployment of a config; see :func:`register`."""
     # A preset comes with the program; a file, or a changed preset, is stored.
     is_preset = config in PRESETS and not overrides and not Path(config).is_file()
     source = config if is_preset else str(keep(config, overrides, name, site.home, folder or Path.cwd()).config)
@@ -210,9 +197,6 @@ def _wanted(
         parameters=parameters,
         schema=form_of(parameters, hidden=("config", "run_id", *without_setting(spec))),
         tags=["rlhf", *tags],
-        priority=priority,
-        limit=limit,
-        skip_if_busy=skip_if_busy,
     )
 
 
@@ -231,10 +215,9 @@ def register_presets(site: Site) -> list[Registered]:
         parameters={},
         schema=form_of({}, hidden=[field for field in Form.model_fields if field != "run_id"]),
         tags=["rlhf"],
-        priority=None,
     )
     specs = {preset: configs.load(preset) for preset in PRESETS}
-    wanted = [*(_wanted(preset, spec, site, name=spec.name) for preset, spec in specs.items()), resume]
+    wanted = [*(_wanted(preset, spec, site, spec.name) for preset, spec in specs.items()), resume]
     with _client() as client:
         _require_pool(client, site)
         present = _present(client, [one.name for one in wanted])
@@ -373,11 +356,14 @@ def _present(client: SyncPrefectClient, names: Sequence[str]) -> dict[str, Deplo
 
 def _put(client: SyncPrefectClient, site: Site, wanted: _Wanted, present: DeploymentResponse | None) -> Registered:
     _make_working_folder(site)
+    fields = _fields(site, wanted, present)
     if present is None:
-        deployment_id = _create(client, site, wanted)
+        deployment_id = client.create_deployment(client.create_flow_from_name(RUN_FLOW), wanted.name, **fields)
     else:
         deployment_id = present.id
-        _update(client, site, wanted, present)
+        update = DeploymentUpdate(**fields)
+        if wanted.limit is not None or not _has(present, update):  # limits are stored elsewhere
+            client.update_deployment(deployment_id, update)
     return Registered(
         f"{RUN_FLOW}/{wanted.name}",
         str(deployment_id),
@@ -396,14 +382,13 @@ def _make_working_folder(site: Site) -> None:
         ) from None
 
 
-def _tags(wanted: _Wanted, present: Sequence[str] = ()) -> list[str]:
-    """Tags of a deployment, which its flow runs inherit."""
-    skips = SKIP_IF_BUSY in present if wanted.skip_if_busy is None else wanted.skip_if_busy
-    return [*wanted.tags, *([SKIP_IF_BUSY] if skips else [])]
-
-
-def _common(site: Site, wanted: _Wanted) -> dict[str, Any]:
-    common: dict[str, Any] = {
+def _fields(site: Site, wanted: _Wanted, present: DeploymentResponse | None) -> dict[str, Any]:
+    """Fields of a deployment, new or updated."""
+    skips, queue = wanted.skip_if_busy, wanted.priority
+    if present is not None:
+        skips = SKIP_IF_BUSY in present.tags if skips is None else skips
+        queue = queue or present.work_queue_name  # without one, Prefect would reset it to the pool's default queue
+    fields: dict[str, Any] = {
         "description": wanted.description,
         "parameters": dict(wanted.parameters),
         "parameter_openapi_schema": dict(wanted.schema),
@@ -414,31 +399,17 @@ def _common(site: Site, wanted: _Wanted) -> dict[str, Any]:
         # Otherwise it would start in a temporary folder, along with the jobs that it starts and that outlive it:
         # a process whose folder is gone cannot even load torch. The nodes can see this one.
         "job_variables": {"env": environment(site), "working_dir": str(site.runs_dir)},
-        "tags": _tags(wanted),
+        "tags": [*wanted.tags, *([SKIP_IF_BUSY] if skips else [])],  # its flow runs inherit them
         "work_pool_name": site.prefect.pool,
+        "work_queue_name": queue or "default",
     }
     if wanted.limit is not None:
-        common["concurrency_limit"] = wanted.limit or None
-        common["concurrency_options"] = _ENQUEUE if wanted.limit else None
-    return common
+        fields["concurrency_limit"] = wanted.limit or None
+        fields["concurrency_options"] = _ENQUEUE if wanted.limit else None
+    return fields
 
 
 _ENQUEUE = ConcurrencyOptions(collision_strategy=ConcurrencyLimitStrategy.ENQUEUE)
-
-
-def _create(client: SyncPrefectClient, site: Site, wanted: _Wanted) -> UUID:
-    flow_id = client.create_flow_from_name(RUN_FLOW)
-    queue = wanted.priority or "default"
-    return client.create_deployment(flow_id, wanted.name, work_queue_name=queue, **_common(site, wanted))
-
-
-def _update(client: SyncPrefectClient, site: Site, wanted: _Wanted, deployment: DeploymentResponse) -> None:
-    # Without a queue, Prefect would reset it to the pool's default queue.
-    queue = wanted.priority or deployment.work_queue_name or "default"
-    changed = {**_common(site, wanted), "tags": _tags(wanted, deployment.tags)}
-    update = DeploymentUpdate(work_queue_name=queue, **changed)
-    if wanted.limit is not None or not _has(deployment, update):  # limits are stored elsewhere
-        client.update_deployment(deployment.id, update)
 
 
 def _has(deployment: DeploymentResponse, update: DeploymentUpdate) -> bool:
