@@ -60,7 +60,8 @@ class PrefectFlowRuns:
         """Flow runs that Prefect considers alive, those named after a run, and those given by id."""
         seen = _poll(run_ids, flow_run_ids)
         pool = self.site.prefect.pool if _worker_is_visible(self.site) else ""
-        found = _all_facts(seen, runs({str(one.id) for one in seen.flow_runs}), pool, now)
+        controllers = runs({str(one.id) for one in seen.flow_runs})
+        found = [_facts(one, seen.processes, controllers, pool, now) for one in seen.flow_runs if one.state is not None]
         run_of = {one.flow_run_id: one.run_id for one in found}
         return FlowRunSnapshot(found, task_runs.facts(seen.task_runs, run_of, self.site.runs_dir))
 
@@ -122,10 +123,8 @@ class _Found:
     """Flow runs from Prefect, and facts about the processes on this machine, collected afterwards."""
 
     flow_runs: Sequence[FlowRun]
-    processes: frozenset[str]
-    """Ids of the flow runs with a process here."""
-    attended: frozenset[str] = frozenset()
-    """Those whose process belongs to a worker, which can cancel it."""
+    processes: Mapping[str, bool]
+    """Ids of the flow runs with a process here, and True if it belongs to a worker, which can cancel it."""
     task_runs: Sequence[TaskRun] = ()
     """Task runs that Prefect considers alive although their flow runs have ended."""
 
@@ -144,31 +143,24 @@ def _poll(run_ids: Collection[str], flow_run_ids: Collection[str]) -> _Found:
         found = {one.id: one for which in wanted for one in _pages(client, which)}
         left_open = task_runs.left_open(client, found.keys())
     # Processes come last: one that is alive now was not dead when Prefect was queried.
-    processes = dict(_flow_run_processes())
-    attended = frozenset(one for one, is_attended in processes.items() if is_attended)
-    return _Found(list(found.values()), frozenset(processes), attended, left_open)
-
-
-def _all_facts(
-    seen: _Found, controllers: Mapping[str, tuple[str, str]], pool: str, now: datetime
-) -> list[FlowRunFacts]:
-    """Derive the facts about the flow runs found.
-
-    Args:
-        controllers: run and controller of each flow run in the history.
-        pool: work pool whose worker is visible here (:func:`_worker_is_visible`); empty if it is not.
-        now: the current time.
-    """
-    return [_facts(one, seen, controllers, pool, now) for one in seen.flow_runs if one.state is not None]
+    return _Found(list(found.values()), dict(_flow_run_processes()), left_open)
 
 
 def _facts(
     flow_run: FlowRun,
-    seen: _Found,
+    processes: Mapping[str, bool],
     controllers: Mapping[str, tuple[str, str]],
     pool: str,
     now: datetime,
 ) -> FlowRunFacts:
+    """Derive the facts about a flow run.
+
+    Args:
+        processes: as in :class:`_Found`.
+        controllers: run and controller of each flow run in the history.
+        pool: work pool whose worker is visible here (:func:`_worker_is_visible`); empty if it is not.
+        now: the current time.
+    """
     assert flow_run.state is not None
     flow_run_id = str(flow_run.id)
     run_id, controller = controllers.get(flow_run_id, ("", ""))
@@ -181,9 +173,9 @@ def _facts(
         changed_at=changed_at,
         state_s=(now - changed_at).total_seconds(),
         created_at=flow_run.created or datetime.min.replace(tzinfo=UTC),
-        process=_process(flow_run, flow_run_id in seen.processes, controller, pool),
+        process=_process(flow_run, flow_run_id in processes, controller, pool),
         suspended=state is FlowState.PAUSED and flow_run.state.name == "Suspended",
-        attended=flow_run_id in seen.attended or flow_run_id not in seen.processes,
+        attended=processes.get(flow_run_id, True),
     )
 
 
