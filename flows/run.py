@@ -49,7 +49,12 @@ def carry_out(controller: Controller) -> None:
     what :func:`rlhf_core.control.steps.steps` raises."""
     tasks = TaskRunner(controller.observer.log)
     with run_slot(controller) as release:
-        controller.show_question = _with_slot_released(controller, release)
+
+        def show_question(question: Question) -> AbstractContextManager[None]:
+            release()  # a run that waits for an approval must not block other runs
+            return shown_in_prefect(controller, question)
+
+        controller.show_question = show_question
         for step in steps(controller):
             tasks.run(step)
 
@@ -154,8 +159,6 @@ def run_of_the_form(form: Form, site: Site, link: FlowRunLink) -> tuple[RunDir, 
 # A run from a terminal: `rlhf run` already has a controller, and shows as a flow run while Prefect is reachable
 
 
-_Shown = AbstractContextManager[None]
-
 _handed: ContextVar[tuple[Controller, Step] | None] = ContextVar("handed", default=None)
 """Controller and work that `rlhf run` hands to the flow in its own process."""
 
@@ -204,14 +207,6 @@ def _whole_run(controller: Controller) -> Step:
         carry_out(controller)
 
     return Step("run", controller.run_dir.run_id, work)
-
-
-def _with_slot_released(controller: Controller, release: Callable[[], None]) -> Callable[[Question], _Shown]:
-    def show(question: Question) -> _Shown:
-        release()  # a run that waits for an approval must not block other runs
-        return shown_in_prefect(controller, question)
-
-    return show
 
 
 def _finished(controller: Controller, whole: Step) -> State[None]:
