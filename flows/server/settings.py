@@ -9,7 +9,6 @@ import os
 import secrets
 import socket
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -146,21 +145,21 @@ def _private_text(path: Path) -> str:
         return file.read()
 
 
-def configured_url(environ: Mapping[str, str] | None = None) -> str:
+def configured_url() -> str:
     """The server that this user has configured for Prefect, in the environment or the active profile; or empty."""
-    return _configured("PREFECT_API_URL", os.environ if environ is None else environ)
+    return _configured("PREFECT_API_URL")
 
 
-def _configured(setting: str, environment: Mapping[str, str]) -> str:
+def _configured(setting: str) -> str:
     """Read a Prefect setting without importing Prefect, which would load all its settings."""
-    if environment.get(setting):
-        return environment[setting]
-    home = Path(environment.get("PREFECT_HOME") or Path.home() / ".prefect").expanduser()
+    if os.environ.get(setting):
+        return os.environ[setting]
+    home = Path(os.environ.get("PREFECT_HOME") or Path.home() / ".prefect").expanduser()
     try:
         content = tomllib.loads((home / "profiles.toml").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
         return ""
-    name = environment.get("PREFECT_PROFILE") or content.get("active", "")
+    name = os.environ.get("PREFECT_PROFILE") or content.get("active", "")
     return str(content.get("profiles", {}).get(name, {}).get(setting, ""))
 
 
@@ -191,7 +190,7 @@ def client_settings(site: Site, url: str) -> dict[str, str]:
     for Prefect together with an address is kept.
     """
     settings = {"PREFECT_API_URL": url, "PREFECT_UI_URL": ui_url(site), **exemption(url)}
-    if configured_url() == url and _configured(CLIENT_AUTH, os.environ) and not os.environ.get(AUTH_VARIABLE):
+    if configured_url() == url and _configured(CLIENT_AUTH) and not os.environ.get(AUTH_VARIABLE):
         return settings
     auth = password(site) if url == own_url(site) else os.environ.get(AUTH_VARIABLE, "")
     return {**settings, CLIENT_AUTH: auth} if auth else settings
@@ -312,11 +311,9 @@ def accepts_password(url: str) -> bool:
     Raises:
         PrefectUnavailable: it rejects the password.
     """
-    given = _configured(CLIENT_AUTH, os.environ)
+    given = _configured(CLIENT_AUTH)
     status = _status_of_version(url, given)
-    has_other = any(
-        _configured(setting, os.environ) for setting in ("PREFECT_API_KEY", "PREFECT_CLIENT_CUSTOM_HEADERS")
-    )
+    has_other = any(map(_configured, ("PREFECT_API_KEY", "PREFECT_CLIENT_CUSTOM_HEADERS")))
     if status != http.HTTPStatus.UNAUTHORIZED or has_other:
         return status is not None
     found = f"does not accept the password in {CLIENT_AUTH}" if given else "requires a password"
