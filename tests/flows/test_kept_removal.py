@@ -1,6 +1,5 @@
 """Removal of kept configs and code on a real Prefect server: only those that can no longer be needed."""
 
-import contextlib
 import dataclasses
 import os
 import shutil
@@ -34,15 +33,10 @@ DAYS = 30
 
 
 @pytest.fixture
-def client(real_prefect: Site) -> Iterator[Any]:
-    from prefect.client.schemas.actions import WorkPoolCreate
-    from prefect.exceptions import ObjectAlreadyExists
-
+def client(server: Site, pool: None) -> Iterator[Any]:
     from flows.server.clients import api_client
 
-    with real_prefect.in_use(), api_client() as found:
-        with contextlib.suppress(ObjectAlreadyExists):
-            found.create_work_pool(WorkPoolCreate(name="rlhf", type="process"))
+    with api_client() as found:
         for one in found.read_deployments():
             found.delete_deployment(one.id)
         for flow_run in found.read_flow_runs():
