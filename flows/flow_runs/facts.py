@@ -14,7 +14,6 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowR
 from prefect.client.schemas.objects import FlowRun, State, StateType, TaskRun
 from prefect.exceptions import ObjectNotFound
 
-from flows import references
 from flows.flow_runs import task_runs
 from flows.publishing.artifacts import Publication, publication_of, publish, unpublished_parts
 from flows.publishing.events import FlowRunRef
@@ -104,8 +103,16 @@ class PrefectFlowRuns:
         return list(publish(_publication(run_dir, store, known)))
 
     def configs(self) -> Iterator[str]:
-        """Configs of deployments, and of flow runs that may still start or be retried."""
-        return references.configs()
+        """Configs of deployments, and of flow runs that may still start or be retried: their snapshots must not be
+        removed.
+
+        Raises Prefect's own errors if the server does not answer.
+        """
+        restartable = FlowRunFilter(state=in_states(one for one in StateType if one is not StateType.COMPLETED))
+        with api_client() as client:
+            deployments = rows_of_pages(client.read_deployments, overlaps=True)
+            flow_runs = rows_of_pages(partial(client.read_flow_runs, flow_run_filter=restartable), overlaps=True)
+            yield from (str(one.parameters.get("config") or "") for rows in (deployments, flow_runs) for one in rows)
 
 
 def _publication(run_dir: RunDir, store: HistoryStore, known: Collection[str]) -> Publication:
