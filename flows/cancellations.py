@@ -52,11 +52,14 @@ class Cancellations:
     async def watch(self) -> None:
         """Poll until cancelled."""
         while True:
+            problem = ""
             with Survived() as failed:  # whatever Prefect's client raises, the next poll retries
                 await self._poll()
-                self._reported = ""
             if failed.error is not None:
-                self._log_once(f"which flow runs to cancel is not known, asking again: {type(failed.error).__name__}")
+                problem = f"which flow runs to cancel is not known, asking again: {type(failed.error).__name__}"
+                if problem != self._reported:  # once per outage
+                    self._log(problem)
+            self._reported = problem
             self._polled_at = time.monotonic()
             await asyncio.sleep(POLL_INTERVAL_S)
 
@@ -69,12 +72,6 @@ class Cancellations:
         # One page: the next poll picks up the rest.
         for flow_run in await self._runner._client.read_flow_runs(flow_run_filter=cancelling, limit=PAGE):
             self._ending[flow_run.id] = asyncio.create_task(self._end(flow_run))
-
-    def _log_once(self, text: str) -> None:
-        """Report a failure once per outage."""
-        if text != self._reported:
-            self._reported = text
-            self._log(text)
 
     async def _end(self, flow_run: FlowRun) -> None:
         try:

@@ -38,18 +38,13 @@ def label(link: FlowRunLink, run_dir: RunDir, log: Callable[[str], None]) -> Non
     This affects only the display: an unavailable server is reported, and the run continues.
     """
     with Survived() as failed:  # whatever Prefect raises, run directory and history are complete
-        _label(link, run_dir)
+        stored, flow_run_id = run_dir.read_spec(), UUID(link.id)
+        with api_client() as client:
+            found = client.read_flow_run(flow_run_id)
+            client.update_flow_run(flow_run_id, name=stored.run_id, tags=sorted({*found.tags, *stored.tags}))
+            client.update_flow_run_labels(flow_run_id, {"rlhf.run_id": stored.run_id, "rlhf.owner": stored.owner})
     if failed.error is not None:
         log(f"Prefect could not be told: {failed.problem}")
-
-
-def _label(link: FlowRunLink, run_dir: RunDir) -> None:
-    stored = run_dir.read_spec()
-    flow_run_id = UUID(link.id)
-    with api_client() as client:
-        found = client.read_flow_run(flow_run_id)
-        client.update_flow_run(flow_run_id, name=stored.run_id, tags=sorted({*found.tags, *stored.tags}))
-        client.update_flow_run_labels(flow_run_id, {"rlhf.run_id": stored.run_id, "rlhf.owner": stored.owner})
 
 
 def page(site: Site, kind: str, id: UUID) -> str:

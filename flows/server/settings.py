@@ -169,18 +169,16 @@ def connect(site: Site) -> str:
     Call it before Prefect is imported. Returns the address of the API, or an empty string.
     """
     quiet_settings(site.home)
-    configured = configured_url()
-    if configured and configured != own_url(site):
+    own, configured = own_url(site), configured_url()
+    if configured not in ("", own):
         if os.environ.get(AUTH_VARIABLE):
             os.environ.setdefault(CLIENT_AUTH, os.environ[AUTH_VARIABLE])
         os.environ.update(exemption(configured))
         return configured
-    if not configured and (
-        service_status(site.home, "server").state is ServiceState.STOPPED or not answers(own_url(site))
-    ):
+    if not configured and (service_status(site.home, "server").state is ServiceState.STOPPED or not answers(own)):
         return ""
-    os.environ.update(client_settings(site, own_url(site)))
-    return own_url(site)
+    os.environ.update(client_settings(site, own))
+    return own
 
 
 def client_settings(site: Site, url: str) -> dict[str, str]:
