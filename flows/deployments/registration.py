@@ -302,11 +302,7 @@ def is_deployed(name: str) -> bool:
         PrefectUnavailable: no server answers.
     """
     with _client() as client:
-        try:
-            client.read_deployment_by_name(f"{RUN_FLOW}/{name}")
-        except ObjectNotFound:
-            return False
-    return True
+        return name in _present(client, [name])
 
 
 def environment(site: Site) -> dict[str, str]:
