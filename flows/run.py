@@ -9,9 +9,9 @@ the next one as tasks again, with the excluded nodes in their names. The flow it
 """
 
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from contextvars import ContextVar, copy_context
 from typing import Any
 
 from prefect import State, flow, get_run_logger
@@ -169,24 +169,16 @@ def run_in_prefect(controller: Controller) -> None:
     Losing the Prefect server on the way affects only the display.
     """
     whole = _whole_run(controller)
-    with _hand_over(controller, whole):
-        with Survived() as failed:  # Prefect's own errors do not stop a run; ours are kept in the step
-            rlhf_run(run_id=controller.run_dir.run_id)
-        if isinstance(failed.error, CancelledRun):
-            if whole.error is None:
-                raise failed.error
-        elif failed.error is not None:
-            without_prefect(whole, failed, controller.observer.log)
+    context = copy_context()
+    context.run(_handed.set, (controller, whole))
+    with Survived() as failed:  # Prefect's own errors do not stop a run; ours are kept in the step
+        context.run(rlhf_run, run_id=controller.run_dir.run_id)
+    if isinstance(failed.error, CancelledRun):
+        if whole.error is None:
+            raise failed.error
+    elif failed.error is not None:
+        without_prefect(whole, failed, controller.observer.log)
     whole.result()
-
-
-@contextmanager
-def _hand_over(controller: Controller, whole: Step) -> Iterator[None]:
-    token = _handed.set((controller, whole))
-    try:
-        yield
-    finally:
-        _handed.reset(token)
 
 
 def _of_the_terminal(controller: Controller, whole: Step) -> State[None]:
