@@ -11,15 +11,11 @@ from collections.abc import Callable
 from typing import Any
 from uuid import UUID
 
-from prefect.client.schemas.filters import (
-    FlowRunFilter,
-    FlowRunFilterId,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-)
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.runner import Runner
 
+from flows.queries import PAGE, in_states
 from rlhf_core.survival import Survived
 
 POLL_INTERVAL_S = 3.0
@@ -27,10 +23,6 @@ POLL_INTERVAL_S = 3.0
 
 POLL_TIMEOUT_S = 120.0
 """Age at which a poll counts as hung: Prefect's client retries for a minute."""
-
-
-_AT_MOST = 200
-"""Prefect's page size; the next poll picks up the rest."""
 
 
 class Cancellations:
@@ -60,11 +52,14 @@ class Cancellations:
     async def watch(self) -> None:
         """Poll until cancelled."""
         while True:
+            problem = ""
             with Survived() as failed:  # whatever Prefect's client raises, the next poll retries
                 await self._poll()
-                self._reported = ""
             if failed.error is not None:
-                self._log_once(f"which flow runs to cancel is not known, asking again: {type(failed.error).__name__}")
+                problem = f"which flow runs to cancel is not known, asking again: {type(failed.error).__name__}"
+                if problem != self._reported:  # once per outage
+                    self._log(problem)
+            self._reported = problem
             self._polled_at = time.monotonic()
             await asyncio.sleep(POLL_INTERVAL_S)
 
@@ -73,18 +68,10 @@ class Cancellations:
         wanted = [flow_run_id for flow_run_id in here if flow_run_id not in self._ending]
         if not wanted:
             return
-        cancelling = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.CANCELLING]))
-        found = await self._runner._client.read_flow_runs(
-            flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=wanted), state=cancelling), limit=_AT_MOST
-        )
-        for flow_run in found:
+        cancelling = FlowRunFilter(id=FlowRunFilterId(any_=wanted), state=in_states([StateType.CANCELLING]))
+        # One page: the next poll picks up the rest.
+        for flow_run in await self._runner._client.read_flow_runs(flow_run_filter=cancelling, limit=PAGE):
             self._ending[flow_run.id] = asyncio.create_task(self._end(flow_run))
-
-    def _log_once(self, text: str) -> None:
-        """Report a failure once per outage."""
-        if text != self._reported:
-            self._reported = text
-            self._log(text)
 
     async def _end(self, flow_run: FlowRun) -> None:
         try:

@@ -7,7 +7,8 @@ from prefect.settings import PREFECT_API_URL
 
 from flows import reconcile, schedules
 from flows.deployments import requests
-from flows.flow_runs.facts import RUN_FLOW, PrefectFlowRuns
+from flows.flow_runs.facts import PrefectFlowRuns
+from flows.queries import RUN_FLOW
 from rlhf_core.config.site import Site
 from rlhf_core.control.reconcile import loop
 from rlhf_core.control.reconcile.loop import Chore
@@ -31,5 +32,5 @@ def flow_runs_of(site: Site) -> PrefectFlowRuns | None:
 
 
 def _skip(site: Site) -> None:
-    for one in schedules.cancel_skipped(RUN_FLOW, site.runs_dir):
+    for one in schedules.cancel_skipped(site.runs_dir):
         log.info("skipped the scheduled flow run %s (%s): %s", one.name, one.flow_run_id, one.why)

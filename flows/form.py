@@ -7,6 +7,7 @@ differs from the config becomes an override, so that the history shows the chang
 
 import functools
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
@@ -172,25 +173,16 @@ def _explain(detail: Any) -> str:
 
 def prefilled(spec: RunSpec) -> dict[str, Any]:
     """The fields that correspond to settings, with the values of a config."""
-    return {
-        "name": spec.name,
-        "nodes": spec.resources.num_nodes,
-        "gpus_per_node": spec.resources.gpus_per_node,
-        "seed": spec.seed,
-        **_of_the_trainer(spec),
-    }
-
-
-def _of_the_trainer(spec: RunSpec) -> dict[str, Any]:
-    if isinstance(spec.trainer, CommandTrainer):
-        return {"steps": spec.trainer.num_steps}
-    return {"steps": spec.main_loop.num_steps, "learning_rate": spec.main_loop.optimizer.learning_rate}
+    return {field: attrgetter(setting)(spec) for field, setting in _settings_of(spec).items()}
 
 
 def without_setting(spec: RunSpec) -> tuple[str, ...]:
     """Fields of the form without a meaning for a config, because its trainer is another program."""
-    known = COMMAND_SETTINGS if isinstance(spec.trainer, CommandTrainer) else SETTINGS
-    return tuple(field for field in SETTINGS if field not in known)
+    return tuple(field for field in SETTINGS if field not in _settings_of(spec))
+
+
+def _settings_of(spec: RunSpec) -> dict[str, str]:
+    return COMMAND_SETTINGS if isinstance(spec.trainer, CommandTrainer) else SETTINGS
 
 
 OVERRIDES = "the field overrides of the form"
@@ -210,7 +202,7 @@ def overrides_of(form: Form, given_as: str = OVERRIDES) -> list[str]:
     if not form.config:
         raise BadInput("give either config (and what is to be changed) for a new run, or run_id to go on with one")
     spec = config.load(form.config, form.overrides, given_as)
-    settings = COMMAND_SETTINGS if isinstance(spec.trainer, CommandTrainer) else SETTINGS
+    settings = _settings_of(spec)
     if form.learning_rate and "learning_rate" not in settings:
         raise BadInput(
             f"found learning_rate = {form.learning_rate:g}, and a config whose trainer is another program: change it "

@@ -151,9 +151,8 @@ class _GateThread:
             self._pause(client)  # the first time, or after the flow run was resumed without the form
 
     def _show(self) -> None:
-        text = self._question.text
         key = artifact_key(self._run_dir.run_id, "approval")
-        create_markdown_artifact(text, key=key, description=f"{self._run_dir.run_id}: to be approved")
+        create_markdown_artifact(self._question.text, key=key, description=f"{self._run_dir.run_id}: to be approved")
         self._shown = True
 
     def _pause(self, client: SyncPrefectClient) -> None:
@@ -189,7 +188,7 @@ class _GateThread:
             self._record_answer(submitted)  # submitted at the same moment: reports that it does not count
 
 
-def _take_over(client: SyncPrefectClient, run_dir: RunDir, own: UUID | None) -> None:
+def _take_over(client: SyncPrefectClient, run_dir: RunDir, own: UUID) -> None:
     """Handle flow runs whose controller was killed while asking the same question: accept an answer given there, and
     remove a form that is still shown, because no process would read it."""
     wanted = FlowRunFilter(name=FlowRunFilterName(any_=[run_dir.run_id]))

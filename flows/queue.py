@@ -9,17 +9,13 @@ from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.filters import (
-    FlowRunFilter,
-    FlowRunFilterName,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-)
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from prefect.client.schemas.objects import FlowRun, StateType, Worker, WorkPool, WorkQueue
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelled, Cancelling
 
+from flows.queries import in_states
 from flows.server.clients import commanding_client
 from flows.server.settings import server_answers
 from rlhf_core.errors import PrefectUnavailable, RunCancelled, RunFailed
@@ -216,10 +212,11 @@ def withdraw(run_id: str, reason: str) -> bool:
     Raises:
         PrefectUnavailable: the server fails.
     """
-    waiting = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED, StateType.PENDING]))
-    waiting_run = FlowRunFilter(name=FlowRunFilterName(any_=[run_id]), state=waiting)
+    waiting = in_states([StateType.SCHEDULED, StateType.PENDING])
     with commanding_client() as client:
-        found = client.read_flow_runs(flow_run_filter=waiting_run)
+        found = client.read_flow_runs(
+            flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[run_id]), state=waiting)
+        )
         for flow_run in found:
             taken = flow_run.state is not None and flow_run.state.type is StateType.PENDING
             client.set_flow_run_state(flow_run.id, Cancelling(message=reason) if taken else Cancelled(message=reason))

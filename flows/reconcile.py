@@ -5,9 +5,8 @@ them in its own process. Between them it checks more often; a check that finds n
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar, copy_context
 from datetime import UTC, datetime, timedelta
 
 from prefect import State, flow
@@ -116,19 +115,12 @@ def carry_out_round(reconciler: Reconciler, may: Callable[[], bool], retention: 
 
 
 def _as_flow_run(flow_run: FlowRun, turn: Turn) -> Sequence[ActionResult]:
-    with _handed(turn), contextlib.suppress(Exception):
+    context = copy_context()
+    context.run(_turn.set, turn)
+    with contextlib.suppress(Exception):
         # return_type: the flow run shows the outcome; an error of the round itself is raised by the turn, below.
-        run_flow(rlhf_reconcile, flow_run=flow_run, parameters={}, return_type="state")
+        context.run(run_flow, rlhf_reconcile, flow_run=flow_run, parameters={}, return_type="state")
     return turn()
-
-
-@contextmanager
-def _handed(turn: Turn) -> Iterator[None]:
-    token = _turn.set(turn)
-    try:
-        yield
-    finally:
-        _turn.reset(token)
 
 
 def _due() -> FlowRun | None:

@@ -9,9 +9,9 @@ the next one as tasks again, with the excluded nodes in their names. The flow it
 """
 
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from contextvars import ContextVar, copy_context
 from typing import Any
 
 from prefect import State, flow, get_run_logger
@@ -21,12 +21,12 @@ from prefect.states import Cancelled, Completed, Failed
 from flows import schedules
 from flows.flow_runs import links
 from flows.flow_runs.ended import end_run, leave_run
-from flows.flow_runs.facts import RUN_FLOW
 from flows.form import Form, meanings, overrides_of, read_form
 from flows.gate import shown_in_prefect
 from flows.limits import run_slot
 from flows.log_filter import leave_out
 from flows.publishing.publisher import published
+from flows.queries import RUN_FLOW
 from flows.tasks import TaskRunner, without_prefect
 from rlhf_core.config.site import Site, load_site
 from rlhf_core.control.controller import Controller, FlowRunLink, new_run, opened
@@ -49,7 +49,12 @@ def carry_out(controller: Controller) -> None:
     what :func:`rlhf_core.control.steps.steps` raises."""
     tasks = TaskRunner(controller.observer.log)
     with run_slot(controller) as release:
-        controller.show_question = _with_slot_released(controller, release)
+
+        def show_question(question: Question) -> AbstractContextManager[None]:
+            release()  # a run that waits for an approval must not block other runs
+            return shown_in_prefect(controller, question)
+
+        controller.show_question = show_question
         for step in steps(controller):
             tasks.run(step)
 
@@ -154,8 +159,6 @@ def run_of_the_form(form: Form, site: Site, link: FlowRunLink) -> tuple[RunDir, 
 # A run from a terminal: `rlhf run` already has a controller, and shows as a flow run while Prefect is reachable
 
 
-_Shown = AbstractContextManager[None]
-
 _handed: ContextVar[tuple[Controller, Step] | None] = ContextVar("handed", default=None)
 """Controller and work that `rlhf run` hands to the flow in its own process."""
 
@@ -166,24 +169,16 @@ def run_in_prefect(controller: Controller) -> None:
     Losing the Prefect server on the way affects only the display.
     """
     whole = _whole_run(controller)
-    with _hand_over(controller, whole):
-        with Survived() as failed:  # Prefect's own errors do not stop a run; ours are kept in the step
-            rlhf_run(run_id=controller.run_dir.run_id)
-        if isinstance(failed.error, CancelledRun):
-            if whole.error is None:
-                raise failed.error
-        elif failed.error is not None:
-            without_prefect(whole, failed, controller.observer.log)
+    context = copy_context()
+    context.run(_handed.set, (controller, whole))
+    with Survived() as failed:  # Prefect's own errors do not stop a run; ours are kept in the step
+        context.run(rlhf_run, run_id=controller.run_dir.run_id)
+    if isinstance(failed.error, CancelledRun):
+        if whole.error is None:
+            raise failed.error
+    elif failed.error is not None:
+        without_prefect(whole, failed, controller.observer.log)
     whole.result()
-
-
-@contextmanager
-def _hand_over(controller: Controller, whole: Step) -> Iterator[None]:
-    token = _handed.set((controller, whole))
-    try:
-        yield
-    finally:
-        _handed.reset(token)
 
 
 def _of_the_terminal(controller: Controller, whole: Step) -> State[None]:
@@ -204,14 +199,6 @@ def _whole_run(controller: Controller) -> Step:
         carry_out(controller)
 
     return Step("run", controller.run_dir.run_id, work)
-
-
-def _with_slot_released(controller: Controller, release: Callable[[], None]) -> Callable[[Question], _Shown]:
-    def show(question: Question) -> _Shown:
-        release()  # a run that waits for an approval must not block other runs
-        return shown_in_prefect(controller, question)
-
-    return show
 
 
 def _finished(controller: Controller, whole: Step) -> State[None]:

@@ -7,20 +7,12 @@ start hours later. Nor can its schedules skip a time.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.filters import (
-    DeploymentFilter,
-    DeploymentFilterId,
-    FlowFilter,
-    FlowFilterName,
-    FlowRunFilter,
-    FlowRunFilterNextScheduledStartTime,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-)
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId, FlowRunFilterNextScheduledStartTime
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.events import emit_event
@@ -28,7 +20,8 @@ from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled
 
 from flows.publishing.events import flow_run_resource
-from flows.server.clients import api_client, rows_of_pages
+from flows.queries import in_states, of_flow, rows_of_pages
+from flows.server.clients import api_client
 from rlhf_core.control.controller import FlowRunLink
 from rlhf_core.errors import RlhfError
 from rlhf_core.launch.journal import read_record
@@ -40,8 +33,6 @@ SKIP_IF_BUSY = "rlhf-skip-if-busy"
 EVENT = "rlhf.schedule.skipped"
 
 _AT_WORK = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
-_AT_MOST = 200
-"""Flow runs per query: the server's own limit."""
 
 
 @dataclass(frozen=True)
@@ -76,16 +67,9 @@ def busy_with(client: SyncPrefectClient, flow_run: FlowRun, runs_dir: Path) -> s
 
 def _flow_runs(client: SyncPrefectClient, deployment: UUID, states: list[StateType]) -> Iterator[FlowRun]:
     """All flow runs of a deployment in some states, the newest first."""
-    return rows_of_pages(
-        lambda offset: client.read_flow_runs(
-            deployment_filter=DeploymentFilter(id=DeploymentFilterId(any_=[deployment])),
-            flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=states))),
-            sort=FlowRunSort.EXPECTED_START_TIME_DESC,
-            limit=_AT_MOST,
-            offset=offset,
-        ),
-        _AT_MOST,
-    )
+    which = FlowRunFilter(deployment_id=FlowRunFilterDeploymentId(any_=[deployment]), state=in_states(states))
+    newest_first = FlowRunSort.EXPECTED_START_TIME_DESC
+    return rows_of_pages(partial(client.read_flow_runs, flow_run_filter=which, sort=newest_first))
 
 
 def skipped_for(flow_run: FlowRun, runs_dir: Path) -> str:
@@ -123,14 +107,14 @@ def _goes_on(flow_run: FlowRun, runs_dir: Path) -> bool:
         return False
 
 
-def cancel_skipped(flow: str, runs_dir: Path) -> list[Skipped]:
+def cancel_skipped(runs_dir: Path) -> list[Skipped]:
     """Cancel the due flow runs that must not start, and emit an event for each.
 
     Raises Prefect's own errors if the server does not answer.
     """
     skipped = []
     with api_client() as client:
-        for flow_run in _due(client, flow):
+        for flow_run in _due(client):
             why = _why_not(client, flow_run, runs_dir)
             if why:
                 client.set_flow_run_state(flow_run.id, Cancelled(message=f"skipped: {why}"))
@@ -152,21 +136,15 @@ def emit_skipped(flow_run: FlowRun, why: str) -> None:
     )
 
 
-def _due(client: SyncPrefectClient, flow: str) -> list[FlowRun]:
+def _due(client: SyncPrefectClient) -> list[FlowRun]:
     """All that schedules have planned and that are due; read as a whole, because cancelling some moves the pages."""
     waiting = FlowRunFilter(
-        state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])),
+        state=in_states([StateType.SCHEDULED]),
         next_scheduled_start_time=FlowRunFilterNextScheduledStartTime(before_=datetime.now(UTC)),
     )
+    earliest_first = FlowRunSort.EXPECTED_START_TIME_ASC
     found = rows_of_pages(
-        lambda offset: client.read_flow_runs(
-            flow_filter=FlowFilter(name=FlowFilterName(any_=[flow])),
-            flow_run_filter=waiting,
-            sort=FlowRunSort.EXPECTED_START_TIME_ASC,
-            limit=_AT_MOST,
-            offset=offset,
-        ),
-        _AT_MOST,
+        partial(client.read_flow_runs, flow_filter=of_flow(), flow_run_filter=waiting, sort=earliest_first)
     )
     return [one for one in found if one.auto_scheduled and one.run_count == 0]
 

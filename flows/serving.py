@@ -11,6 +11,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from flows.server.settings import (
+    WORKER_SETTINGS,
     answers,
     own_names,
     own_url,
@@ -18,7 +19,6 @@ from flows.server.settings import (
     server_settings,
     service_settings,
     ui_url,
-    worker_settings,
 )
 from rlhf_core.config.site import Site
 from rlhf_core.garbage import uncollected
@@ -43,8 +43,8 @@ def serve(site: Site, name: str) -> None:
         del os.environ[variable]
     # A shell starts background processes with SIGINT ignored, and Prefect stops its worker with SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    settings = {"server": server_settings, "worker": worker_settings}
-    os.environ.update({**service_settings(site), **(settings[name](site) if name in settings else {})})
+    own = server_settings(site) if name == "server" else WORKER_SETTINGS if name == "worker" else {}
+    os.environ.update({**service_settings(site), **own})
     private_folder(site.home / "prefect")
     (site.home / "logs").mkdir(parents=True, exist_ok=True)
     with holding(site.home, name, ui_url(site) if name == "server" else "") as beat:
@@ -61,7 +61,7 @@ def _serve_server(site: Site, beat: Heartbeat) -> None:
         app = create_app(own_names(site))
     require_free_port(site)
     os.umask(0o077)  # its database holds secrets and their encryption key
-    threading.Thread(target=_beat_while_answering, args=(own_url(site), beat), daemon=True).start()
+    _beat_while(lambda: answers(own_url(site)), beat)
     uvicorn.run(
         app,
         host=site.prefect.host,
@@ -74,11 +74,16 @@ def _serve_server(site: Site, beat: Heartbeat) -> None:
     )
 
 
-def _beat_while_answering(url: str, beat: Heartbeat) -> None:
-    while True:
-        if answers(url):
-            beat()
-        time.sleep(HEARTBEAT_INTERVAL_S)
+def _beat_while(is_well: Callable[[], bool], beat: Heartbeat) -> None:
+    """Send heartbeats from a thread as long as the service is well."""
+
+    def watch() -> None:
+        while True:
+            if is_well():
+                beat()
+            time.sleep(HEARTBEAT_INTERVAL_S)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _serve_worker(site: Site, beat: Heartbeat) -> None:
@@ -93,7 +98,7 @@ def _serve_daemon(site: Site, beat: Heartbeat) -> None:
         from flows import daemon
 
     stop = stop_on_signals()
-    threading.Thread(target=_beat_until, args=(stop, beat), daemon=True).start()
+    _beat_while(lambda: not stop.is_set(), beat)
     daemon.serve(site, stop)
 
 
@@ -114,10 +119,3 @@ def stop_on_signals() -> threading.Event:
 
     threading.Thread(target=wait, daemon=True).start()
     return stop
-
-
-def _beat_until(stop: threading.Event, beat: Heartbeat) -> None:
-    while True:
-        beat()
-        if stop.wait(HEARTBEAT_INTERVAL_S):
-            return

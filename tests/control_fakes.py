@@ -27,6 +27,8 @@ from rlhf_core.schemas.run import RunSpec
 if TYPE_CHECKING:
     import pytest  # not when this runs as an agent
 
+    from rlhf_core.watchdog.watcher import AttemptSnapshot
+
 NODE = "n1"
 
 
@@ -44,6 +46,27 @@ def make_spec(**sections: Any) -> RunSpec:
     for name, value in sections.items():
         content[name] = {**content.get(name, {}), **value} if isinstance(value, dict) else value
     return RunSpec.model_validate(content)
+
+
+def training_snapshot(step: int, metrics: Mapping[str, float], **changes: Any) -> "AttemptSnapshot":
+    """A snapshot of a first attempt that trains."""
+    from rlhf_core.watchdog.watcher import AttemptSnapshot, AttemptVerdict
+
+    facts: dict[str, Any] = {
+        "attempt": 1,
+        "verdict": AttemptVerdict(AttemptState.RUNNING, ""),
+        "job": JobStatus(JobState.RUNNING, nodes=(NODE,)),
+        "role": Role.TRAINER,
+        "restart": 0,
+        "restarts_made": 0,
+        "phase": "train",
+        "loop": "grpo",
+        "evaluating": False,
+        "events": (),
+        "outcome": None,
+        "history_behind": "",
+    }
+    return AttemptSnapshot(**{**facts, "step": step, "metrics": metrics, **changes})
 
 
 def make_run(runs: Path, spec: RunSpec | None = None) -> RunDir:

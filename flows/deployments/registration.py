@@ -10,7 +10,7 @@ import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,20 @@ from zoneinfo import available_timezones
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import DeploymentScheduleCreate, DeploymentUpdate
-from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName, FlowFilter, FlowFilterName
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName
 from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.exceptions import ObjectNotFound
-from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL
+from prefect.settings import PREFECT_API_URL
 from pydantic import ValidationError
 
 from flows.deployments.form_schema import description_of, form_of
 from flows.deployments.work_pool import QUEUES
-from flows.flow_runs.facts import RESUME, RESUME_DEPLOYMENT, RUN_FLOW
+from flows.flow_runs.facts import RESUME, RESUME_DEPLOYMENT
+from flows.flow_runs.links import page
 from flows.form import Form, overrides_of, prefilled, read_form, without_setting
+from flows.queries import RUN_FLOW, of_flow
 from flows.schedules import SKIP_IF_BUSY
 from flows.server.clients import commanding_client
 from flows.server.settings import START_IT, server_answers
@@ -99,7 +101,7 @@ class _Wanted:
     parameters: Mapping[str, Any]
     schema: Mapping[str, Any]
     tags: Sequence[str]
-    priority: str | None
+    priority: str | None = None
     limit: int | None = None
     skip_if_busy: bool | None = None
 
@@ -146,19 +148,9 @@ def register(
     with _client() as client:
         _require_pool(client, site)
         present = _present(client, [name]).get(name)
-        wanted = _wanted(
-            config,
-            spec,
-            site,
-            name=name,
-            limit=limit,
-            priority=priority,
-            skip_if_busy=skip_if_busy,
-            tags=tags or (read_form(present.parameters).tags if present is not None else ()),
-            owner=owner,
-            overrides=overrides,
-            folder=folder,
-        )
+        tags = tags or (read_form(present.parameters).tags if present is not None else ())
+        wanted = _wanted(config, spec, site, name, tags=tags, owner=owner, overrides=overrides, folder=folder)
+        wanted = replace(wanted, priority=priority, limit=limit, skip_if_busy=skip_if_busy)
         deployment = _put(client, site, wanted, present)
         if schedule is not None:
             _set_schedule(client, UUID(deployment.id), schedule)
@@ -181,17 +173,14 @@ def _wanted(
     config: str,
     spec: RunSpec,
     site: Site,
-    *,
     name: str,
-    limit: int | None = None,
-    priority: str | None = None,
-    skip_if_busy: bool | None = None,
+    *,
     tags: Sequence[str] = (),
     owner: str = "",
     overrides: Sequence[str] = (),
     folder: Path | None = None,
 ) -> _Wanted:
-    """Build the deployment of a config from the arguments of :func:`register`."""
+    """Build the deployment of a config; see :func:`register`."""
     # A preset comes with the program; a file, or a changed preset, is stored.
     is_preset = config in PRESETS and not overrides and not Path(config).is_file()
     source = config if is_preset else str(keep(config, overrides, name, site.home, folder or Path.cwd()).config)
@@ -208,9 +197,6 @@ def _wanted(
         parameters=parameters,
         schema=form_of(parameters, hidden=("config", "run_id", *without_setting(spec))),
         tags=["rlhf", *tags],
-        priority=priority,
-        limit=limit,
-        skip_if_busy=skip_if_busy,
     )
 
 
@@ -229,10 +215,9 @@ def register_presets(site: Site) -> list[Registered]:
         parameters={},
         schema=form_of({}, hidden=[field for field in Form.model_fields if field != "run_id"]),
         tags=["rlhf"],
-        priority=None,
     )
     specs = {preset: configs.load(preset) for preset in PRESETS}
-    wanted = [*(_wanted(preset, spec, site, name=spec.name) for preset, spec in specs.items()), resume]
+    wanted = [*(_wanted(preset, spec, site, spec.name) for preset, spec in specs.items()), resume]
     with _client() as client:
         _require_pool(client, site)
         present = _present(client, [one.name for one in wanted])
@@ -317,17 +302,7 @@ def is_deployed(name: str) -> bool:
         PrefectUnavailable: no server answers.
     """
     with _client() as client:
-        try:
-            client.read_deployment_by_name(f"{RUN_FLOW}/{name}")
-        except ObjectNotFound:
-            return False
-    return True
-
-
-def page(site: Site, kind: str, id: UUID) -> str:
-    """Address of a page of the UI, for a browser."""
-    address = site.prefect.url or PREFECT_UI_URL.value() or ""
-    return f"{address.rstrip('/')}/{kind}/{id}"
+        return name in _present(client, [name])
 
 
 def environment(site: Site) -> dict[str, str]:
@@ -369,7 +344,7 @@ def _require_pool(client: SyncPrefectClient, site: Site) -> None:
 def _present(client: SyncPrefectClient, names: Sequence[str]) -> dict[str, DeploymentResponse]:
     """Existing deployments of the flow with one of these names, by name."""
     found = client.read_deployments(
-        flow_filter=FlowFilter(name=FlowFilterName(any_=[RUN_FLOW])),
+        flow_filter=of_flow(),
         deployment_filter=DeploymentFilter(name=DeploymentFilterName(any_=list(names))),
     )
     return {one.name: one for one in found}
@@ -377,11 +352,14 @@ def _present(client: SyncPrefectClient, names: Sequence[str]) -> dict[str, Deplo
 
 def _put(client: SyncPrefectClient, site: Site, wanted: _Wanted, present: DeploymentResponse | None) -> Registered:
     _make_working_folder(site)
+    fields = _fields(site, wanted, present)
     if present is None:
-        deployment_id = _create(client, site, wanted)
+        deployment_id = client.create_deployment(client.create_flow_from_name(RUN_FLOW), wanted.name, **fields)
     else:
         deployment_id = present.id
-        _update(client, site, wanted, present)
+        update = DeploymentUpdate(**fields)
+        if wanted.limit is not None or not _has(present, update):  # limits are stored elsewhere
+            client.update_deployment(deployment_id, update)
     return Registered(
         f"{RUN_FLOW}/{wanted.name}",
         str(deployment_id),
@@ -400,14 +378,13 @@ def _make_working_folder(site: Site) -> None:
         ) from None
 
 
-def _tags(wanted: _Wanted, present: Sequence[str] = ()) -> list[str]:
-    """Tags of a deployment, which its flow runs inherit."""
-    skips = SKIP_IF_BUSY in present if wanted.skip_if_busy is None else wanted.skip_if_busy
-    return [*wanted.tags, *([SKIP_IF_BUSY] if skips else [])]
-
-
-def _common(site: Site, wanted: _Wanted) -> dict[str, Any]:
-    common: dict[str, Any] = {
+def _fields(site: Site, wanted: _Wanted, present: DeploymentResponse | None) -> dict[str, Any]:
+    """Fields of a deployment, new or updated."""
+    skips, queue = wanted.skip_if_busy, wanted.priority
+    if present is not None:
+        skips = SKIP_IF_BUSY in present.tags if skips is None else skips
+        queue = queue or present.work_queue_name  # without one, Prefect would reset it to the pool's default queue
+    fields: dict[str, Any] = {
         "description": wanted.description,
         "parameters": dict(wanted.parameters),
         "parameter_openapi_schema": dict(wanted.schema),
@@ -418,31 +395,17 @@ def _common(site: Site, wanted: _Wanted) -> dict[str, Any]:
         # Otherwise it would start in a temporary folder, along with the jobs that it starts and that outlive it:
         # a process whose folder is gone cannot even load torch. The nodes can see this one.
         "job_variables": {"env": environment(site), "working_dir": str(site.runs_dir)},
-        "tags": _tags(wanted),
+        "tags": [*wanted.tags, *([SKIP_IF_BUSY] if skips else [])],  # its flow runs inherit them
         "work_pool_name": site.prefect.pool,
+        "work_queue_name": queue or "default",
     }
     if wanted.limit is not None:
-        common["concurrency_limit"] = wanted.limit or None
-        common["concurrency_options"] = _ENQUEUE if wanted.limit else None
-    return common
+        fields["concurrency_limit"] = wanted.limit or None
+        fields["concurrency_options"] = _ENQUEUE if wanted.limit else None
+    return fields
 
 
 _ENQUEUE = ConcurrencyOptions(collision_strategy=ConcurrencyLimitStrategy.ENQUEUE)
-
-
-def _create(client: SyncPrefectClient, site: Site, wanted: _Wanted) -> UUID:
-    flow_id = client.create_flow_from_name(RUN_FLOW)
-    queue = wanted.priority or "default"
-    return client.create_deployment(flow_id, wanted.name, work_queue_name=queue, **_common(site, wanted))
-
-
-def _update(client: SyncPrefectClient, site: Site, wanted: _Wanted, deployment: DeploymentResponse) -> None:
-    # Without a queue, Prefect would reset it to the pool's default queue.
-    queue = wanted.priority or deployment.work_queue_name or "default"
-    changed = {**_common(site, wanted), "tags": _tags(wanted, deployment.tags)}
-    update = DeploymentUpdate(work_queue_name=queue, **changed)
-    if wanted.limit is not None or not _has(deployment, update):  # limits are stored elsewhere
-        client.update_deployment(deployment.id, update)
 
 
 def _has(deployment: DeploymentResponse, update: DeploymentUpdate) -> bool:

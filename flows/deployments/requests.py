@@ -7,20 +7,12 @@ from datetime import datetime, timedelta
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.filters import (
-    DeploymentFilter,
-    DeploymentFilterId,
-    FlowFilter,
-    FlowFilterName,
-    FlowRunFilter,
-    FlowRunFilterEndTime,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-)
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId, FlowRunFilter, FlowRunFilterEndTime
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 
-from flows.deployments.registration import page
+from flows.flow_runs.links import page
+from flows.queries import in_states, of_flow
 from flows.server.clients import api_client
 from rlhf_core.config.site import Site
 from rlhf_core.files.whole import write_model
@@ -78,10 +70,8 @@ def _flow_runs(
 ) -> list[FlowRun]:
     """The first flow runs in an order."""
     return client.read_flow_runs(
-        flow_filter=FlowFilter(name=FlowFilterName(any_=[flow])),
-        flow_run_filter=FlowRunFilter(
-            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=types)), end_time=ended
-        ),
+        flow_filter=of_flow(flow),
+        flow_run_filter=FlowRunFilter(state=in_states(types), end_time=ended),
         sort=order,
         limit=_AT_MOST,
     )

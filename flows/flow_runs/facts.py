@@ -5,27 +5,20 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from uuid import UUID
 
 import psutil
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.filters import (
-    FlowFilter,
-    FlowFilterName,
-    FlowRunFilter,
-    FlowRunFilterId,
-    FlowRunFilterName,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-)
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterName
 from prefect.client.schemas.objects import FlowRun, State, StateType, TaskRun
 from prefect.exceptions import ObjectNotFound
 
-from flows import references
 from flows.flow_runs import task_runs
 from flows.publishing.artifacts import Publication, publication_of, publish, unpublished_parts
 from flows.publishing.events import FlowRunRef
-from flows.server.clients import api_client, rows_of_pages
+from flows.queries import PAGE, RUN_FLOW, in_states, of_flow, rows_of_pages
+from flows.server.clients import api_client
 from flows.server.settings import server_answers
 from rlhf_core.config.site import Site
 from rlhf_core.control.reconcile.flow_runs import FlowRunSnapshot, NotRegistered, RunsOfFlowRuns
@@ -37,9 +30,6 @@ from rlhf_core.run_dir.run import RunDir, is_run_id
 from rlhf_core.schemas.journal import ControllerStarted
 from rlhf_core.services.presence import service_status
 
-RUN_FLOW = "rlhf-run"
-"""Name of the flow of one run; deployments are called ``rlhf-run/<name>``."""
-
 RESUME = "resume"
 RESUME_DEPLOYMENT = f"{RUN_FLOW}/{RESUME}"
 """The deployment that resumes a run; its only parameter is ``run_id``."""
@@ -50,7 +40,6 @@ ADOPTED_TAG = "rlhf-adopted"
 FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 """Environment variable that holds the id of the flow run in its process."""
 
-_PAGE = 200
 _AT_WORK = [StateType.PENDING, StateType.RUNNING, StateType.PAUSED, StateType.CANCELLING]
 
 
@@ -70,7 +59,8 @@ class PrefectFlowRuns:
         """Flow runs that Prefect considers alive, those named after a run, and those given by id."""
         seen = _poll(run_ids, flow_run_ids)
         pool = self.site.prefect.pool if _worker_is_visible(self.site) else ""
-        found = _all_facts(seen, runs({str(one.id) for one in seen.flow_runs}), pool, now)
+        controllers = runs({str(one.id) for one in seen.flow_runs})
+        found = [_facts(one, seen.processes, controllers, pool, now) for one in seen.flow_runs if one.state is not None]
         run_of = {one.flow_run_id: one.run_id for one in found}
         return FlowRunSnapshot(found, task_runs.facts(seen.task_runs, run_of, self.site.runs_dir))
 
@@ -113,8 +103,16 @@ class PrefectFlowRuns:
         return list(publish(_publication(run_dir, store, known)))
 
     def configs(self) -> Iterator[str]:
-        """Configs of deployments, and of flow runs that may still start or be retried."""
-        return references.configs()
+        """Configs of deployments, and of flow runs that may still start or be retried: their snapshots must not be
+        removed.
+
+        Raises Prefect's own errors if the server does not answer.
+        """
+        restartable = FlowRunFilter(state=in_states(one for one in StateType if one is not StateType.COMPLETED))
+        with api_client() as client:
+            deployments = rows_of_pages(client.read_deployments, overlaps=True)
+            flow_runs = rows_of_pages(partial(client.read_flow_runs, flow_run_filter=restartable), overlaps=True)
+            yield from (str(one.parameters.get("config") or "") for rows in (deployments, flow_runs) for one in rows)
 
 
 def _publication(run_dir: RunDir, store: HistoryStore, known: Collection[str]) -> Publication:
@@ -132,10 +130,8 @@ class _Found:
     """Flow runs from Prefect, and facts about the processes on this machine, collected afterwards."""
 
     flow_runs: Sequence[FlowRun]
-    processes: frozenset[str]
-    """Ids of the flow runs with a process here."""
-    attended: frozenset[str] = frozenset()
-    """Those whose process belongs to a worker, which can cancel it."""
+    processes: Mapping[str, bool]
+    """Ids of the flow runs with a process here, and True if it belongs to a worker, which can cancel it."""
     task_runs: Sequence[TaskRun] = ()
     """Task runs that Prefect considers alive although their flow runs have ended."""
 
@@ -146,41 +142,32 @@ def _poll(run_ids: Collection[str], flow_run_ids: Collection[str]) -> _Found:
     Raises Prefect's own errors if the server does not answer.
     """
     with api_client() as client:
-        at_work = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_AT_WORK)))
-        found = {one.id: one for one in _pages(client, at_work)}
-        for names in _chunks(sorted(run_ids)):
-            named = FlowRunFilter(name=FlowRunFilterName(any_=names))
-            found |= {one.id: one for one in _pages(client, named)}
-        for ids in _chunks(sorted(flow_run_ids)):
-            identified = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(one) for one in ids]))
-            found |= {one.id: one for one in _pages(client, identified)}
-        left_open = task_runs.left_open(client, RUN_FLOW, found.keys())
+        wanted = [
+            FlowRunFilter(state=in_states(_AT_WORK)),
+            *(FlowRunFilter(name=FlowRunFilterName(any_=names)) for names in _chunks(run_ids)),
+            *(FlowRunFilter(id=FlowRunFilterId(any_=list(map(UUID, ids)))) for ids in _chunks(flow_run_ids)),
+        ]
+        found = {one.id: one for which in wanted for one in _pages(client, which)}
+        left_open = task_runs.left_open(client, found.keys())
     # Processes come last: one that is alive now was not dead when Prefect was queried.
-    processes = dict(_flow_run_processes())
-    attended = frozenset(one for one, is_attended in processes.items() if is_attended)
-    return _Found(list(found.values()), frozenset(processes), attended, left_open)
-
-
-def _all_facts(
-    seen: _Found, controllers: Mapping[str, tuple[str, str]], pool: str, now: datetime
-) -> list[FlowRunFacts]:
-    """Derive the facts about the flow runs found.
-
-    Args:
-        controllers: run and controller of each flow run in the history.
-        pool: work pool whose worker is visible here (:func:`_worker_is_visible`); empty if it is not.
-        now: the current time.
-    """
-    return [_facts(one, seen, controllers, pool, now) for one in seen.flow_runs if one.state is not None]
+    return _Found(list(found.values()), dict(_flow_run_processes()), left_open)
 
 
 def _facts(
     flow_run: FlowRun,
-    seen: _Found,
+    processes: Mapping[str, bool],
     controllers: Mapping[str, tuple[str, str]],
     pool: str,
     now: datetime,
 ) -> FlowRunFacts:
+    """Derive the facts about a flow run.
+
+    Args:
+        processes: as in :class:`_Found`.
+        controllers: run and controller of each flow run in the history.
+        pool: work pool whose worker is visible here (:func:`_worker_is_visible`); empty if it is not.
+        now: the current time.
+    """
     assert flow_run.state is not None
     flow_run_id = str(flow_run.id)
     run_id, controller = controllers.get(flow_run_id, ("", ""))
@@ -193,9 +180,9 @@ def _facts(
         changed_at=changed_at,
         state_s=(now - changed_at).total_seconds(),
         created_at=flow_run.created or datetime.min.replace(tzinfo=UTC),
-        process=_process(flow_run, flow_run_id in seen.processes, controller, pool),
+        process=_process(flow_run, flow_run_id in processes, controller, pool),
         suspended=state is FlowState.PAUSED and flow_run.state.name == "Suspended",
-        attended=flow_run_id in seen.attended or flow_run_id not in seen.processes,
+        attended=processes.get(flow_run_id, True),
     )
 
 
@@ -246,12 +233,9 @@ def _flow_run_processes() -> Iterator[tuple[str, bool]]:
 
 
 def _pages(client: SyncPrefectClient, which: FlowRunFilter) -> Iterator[FlowRun]:
-    flow = FlowFilter(name=FlowFilterName(any_=[RUN_FLOW]))
-    return rows_of_pages(
-        lambda offset: client.read_flow_runs(flow_filter=flow, flow_run_filter=which, limit=_PAGE, offset=offset), _PAGE
-    )
+    return rows_of_pages(partial(client.read_flow_runs, flow_filter=of_flow(), flow_run_filter=which))
 
 
-def _chunks(ids: Sequence[str]) -> Iterator[list[str]]:
-    for start in range(0, len(ids), _PAGE):
-        yield list(ids[start : start + _PAGE])
+def _chunks(ids: Collection[str]) -> Iterator[list[str]]:
+    ordered = sorted(ids)
+    return (ordered[start : start + PAGE] for start in range(0, len(ordered), PAGE))

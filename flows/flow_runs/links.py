@@ -1,6 +1,5 @@
 """The flow run of this process: its id and page for the run's journal, and the run's name and tags for Prefect."""
 
-import urllib.error
 from collections.abc import Callable
 from uuid import UUID
 
@@ -10,7 +9,7 @@ from prefect.settings import PREFECT_UI_URL
 
 from flows.flow_runs.facts import ADOPTED_TAG
 from flows.server.clients import api_client
-from flows.server.proxies import opened
+from flows.server.proxies import status_of
 from rlhf_core.config.site import Site
 from rlhf_core.control.controller import FlowRunLink
 from rlhf_core.run_dir.run import RunDir
@@ -29,7 +28,8 @@ def of_this_process(site: Site) -> FlowRunLink:
     if flow_run is None:
         return FlowRunLink()
     adopts = ADOPTED_TAG in flow_run.tags and flow_run.run_count <= 1
-    return FlowRunLink(str(flow_run.id), _page(site, str(flow_run.id)), flow_run.created, adopts)
+    url = page(site, "runs/flow-run", flow_run.id) if _has_pages(site) else ""
+    return FlowRunLink(str(flow_run.id), url, flow_run.created, adopts)
 
 
 def label(link: FlowRunLink, run_dir: RunDir, log: Callable[[str], None]) -> None:
@@ -38,33 +38,22 @@ def label(link: FlowRunLink, run_dir: RunDir, log: Callable[[str], None]) -> Non
     This affects only the display: an unavailable server is reported, and the run continues.
     """
     with Survived() as failed:  # whatever Prefect raises, run directory and history are complete
-        _label(link, run_dir)
+        stored, flow_run_id = run_dir.read_spec(), UUID(link.id)
+        with api_client() as client:
+            found = client.read_flow_run(flow_run_id)
+            client.update_flow_run(flow_run_id, name=stored.run_id, tags=sorted({*found.tags, *stored.tags}))
+            client.update_flow_run_labels(flow_run_id, {"rlhf.run_id": stored.run_id, "rlhf.owner": stored.owner})
     if failed.error is not None:
         log(f"Prefect could not be told: {failed.problem}")
 
 
-def _label(link: FlowRunLink, run_dir: RunDir) -> None:
-    stored = run_dir.read_spec()
-    flow_run_id = UUID(link.id)
-    with api_client() as client:
-        found = client.read_flow_run(flow_run_id)
-        client.update_flow_run(flow_run_id, name=stored.run_id, tags=sorted({*found.tags, *stored.tags}))
-        client.update_flow_run_labels(flow_run_id, {"rlhf.run_id": stored.run_id, "rlhf.owner": stored.owner})
-
-
-def _page(site: Site, flow_run_id: str) -> str:
-    """Address of a flow run for a browser; empty if the server has no pages, like a temporary one."""
+def page(site: Site, kind: str, id: UUID) -> str:
+    """Address of a page of the UI, for a browser."""
     address = site.prefect.url or PREFECT_UI_URL.value() or ""
-    if not site.prefect.url and not _is_a_page(address):
-        return ""
-    return f"{address.rstrip('/')}/runs/flow-run/{flow_run_id}"
+    return f"{address.rstrip('/')}/{kind}/{id}"
 
 
-def _is_a_page(address: str) -> bool:
-    try:
-        with opened(address, 2.0):
-            return True
-    except urllib.error.HTTPError as error:
-        return error.code in (401, 403)  # it requires a password, which is fine
-    except (OSError, ValueError):
-        return False
+def _has_pages(site: Site) -> bool:
+    """False for a server without a UI, like a temporary one."""
+    # A page may require a password.
+    return bool(site.prefect.url) or status_of(PREFECT_UI_URL.value() or "", 2.0) in (200, 401, 403)

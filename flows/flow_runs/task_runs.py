@@ -8,19 +8,11 @@ from pathlib import Path
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.filters import (
-    FlowFilter,
-    FlowFilterName,
-    FlowRunFilter,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-    TaskRunFilter,
-    TaskRunFilterState,
-    TaskRunFilterStateType,
-)
+from prefect.client.schemas.filters import FlowRunFilter, TaskRunFilter, TaskRunFilterState, TaskRunFilterStateType
 from prefect.client.schemas.objects import State, StateType, TaskRun
 from prefect.client.schemas.sorting import TaskRunSort
 
+from flows.queries import PAGE, in_states, of_flow
 from flows.server.clients import api_client
 from rlhf_core.diagnosis.reconcile.facts import FlowState, TaskRunFacts
 from rlhf_core.errors import RlhfError
@@ -30,21 +22,19 @@ from rlhf_core.schemas.attempts import StageState
 
 _OPEN = [StateType.PENDING, StateType.RUNNING, StateType.PAUSED]
 _ENDED = [StateType.COMPLETED, StateType.FAILED, StateType.CANCELLED, StateType.CRASHED]
-_AT_MOST = 200
-"""Prefect's page size; later rounds handle the rest."""
 
 
-def left_open(client: SyncPrefectClient, flow: str, flow_runs: Collection[UUID]) -> list[TaskRun]:
+def left_open(client: SyncPrefectClient, flow_runs: Collection[UUID]) -> list[TaskRun]:
     """Open task runs of those given flow runs that have ended.
 
     Raises Prefect's own errors if the server does not answer.
     """
     found = client.read_task_runs(
-        flow_filter=FlowFilter(name=FlowFilterName(any_=[flow])),
-        flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_ENDED))),
+        flow_filter=of_flow(),
+        flow_run_filter=FlowRunFilter(state=in_states(_ENDED)),
         task_run_filter=TaskRunFilter(state=TaskRunFilterState(name=None, type=TaskRunFilterStateType(any_=_OPEN))),
         sort=TaskRunSort.EXPECTED_START_TIME_DESC,
-        limit=_AT_MOST,
+        limit=PAGE,  # later rounds handle the rest
     )
     return [one for one in found if one.flow_run_id in flow_runs]
 

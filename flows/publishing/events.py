@@ -14,9 +14,11 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.events import Event, RelatedResource, Resource
 from prefect.utilities.urls import url_for
 
-from rlhf_core.render.timeline import Timeline, TimelineDecision, TimelineIncident
+from rlhf_core.render.timeline import Timeline
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.failures import Decision, Incident
 from rlhf_core.schemas.journal import JournalLine, PromotionMoved, RunMoved
 from rlhf_core.schemas.regression import regression_text
 from rlhf_core.schemas.stored_spec import StoredSpec
@@ -114,24 +116,53 @@ def flow_run_resource(id: object, name: str) -> dict[str, str]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _event(name: str, about: str, occurred: datetime, payload: dict[str, str]) -> PrefectEvent:
-    return PrefectEvent(uuid.uuid5(_NAMESPACE, about), name, occurred, payload)
-
-
 def _incidents(timeline: Timeline) -> Iterator[PrefectEvent]:
     for found in timeline.incidents:
         incident = found.incident
+        payload = {
+            "failure_kind": incident.failure_kind.value,
+            "message": incident.message,
+            "phase": incident.phase,
+            "step": "" if incident.step is None else str(incident.step),
+            "suspect_ranks": ",".join(map(str, incident.suspect_ranks)),
+            "suspect_nodes": ",".join(incident.suspect_nodes),
+            "collective": incident.collective,
+            "evidence_dir": incident.evidence_dir,
+            "seen_at": incident.seen_at.isoformat(),
+        }
         name = f"rlhf.incident.{incident.failure_kind.value}"
-        about = f"{found.run_dir.run_id}/{incident.attempt}/{incident.restart}/{name}/{incident.seen_at.isoformat()}"
-        yield _event(name, about, incident.seen_at, _of_incident(timeline, found))
+        yield _of_attempt(name, timeline, found.run_dir, incident, incident.seen_at, payload)
 
 
 def _decisions(timeline: Timeline) -> Iterator[PrefectEvent]:
     for found in timeline.decisions:
         decision = found.decision
+        payload = {
+            "action": decision.action.value,
+            "reason": decision.reason,
+            "decided_by": decision.decided_by.value,
+            "delay_s": f"{decision.delay_s:g}",
+            "excluded_nodes": ",".join(decision.excluded_nodes),
+            "config_diff": ", ".join(f"{name}={value}" for name, value in decision.config_diff.items()),
+            "decided_at": decision.decided_at.isoformat(),
+        }
         name = f"rlhf.decision.{decision.action.value}"
-        about = f"{found.run_dir.run_id}/{decision.attempt}/{decision.restart}/{name}/{decision.decided_at.isoformat()}"
-        yield _event(name, about, decision.decided_at, _of_decision(timeline, found))
+        yield _of_attempt(name, timeline, found.run_dir, decision, decision.decided_at, payload)
+
+
+def _of_attempt(
+    name: str,
+    timeline: Timeline,
+    run_dir: RunDir,
+    about: Incident | Decision,
+    occurred: datetime,
+    payload: Mapping[str, str],
+) -> PrefectEvent:
+    """Build an event of a run, or of its trial: of the one in ``run_dir``."""
+    whose = {"run_id": timeline.run_id, "trial_run_id": "" if run_dir == timeline.run_dir else run_dir.run_id}
+    place = {"attempt": str(about.attempt), "restart": str(about.restart)}
+    subject = f"{run_dir.run_id}/{about.attempt}/{about.restart}/{name}/{occurred.isoformat()}"
+    return PrefectEvent(uuid.uuid5(_NAMESPACE, subject), name, occurred, {**whose, **place, **payload})
 
 
 def _moves(timeline: Timeline, stored: StoredSpec, flow_run: FlowRunRef) -> Iterator[PrefectEvent]:
@@ -139,7 +170,7 @@ def _moves(timeline: Timeline, stored: StoredSpec, flow_run: FlowRunRef) -> Iter
         if isinstance(line.event, RunMoved | PromotionMoved):
             what = "run" if isinstance(line.event, RunMoved) else "promotion"
             name = f"rlhf.{what}.{line.event.state.value}"
-            about = f"{timeline.run_id}/journal/{line.token}/{line.sequence}/{name}"
+            subject = f"{timeline.run_id}/journal/{line.token}/{line.sequence}/{name}"
             payload = {
                 "run_id": timeline.run_id,
                 "name": stored.spec.name,
@@ -152,7 +183,7 @@ def _moves(timeline: Timeline, stored: StoredSpec, flow_run: FlowRunRef) -> Iter
             if isinstance(line.event, RunMoved) and line.event.state is RunState.COMPLETED:
                 worse = regression_text(regressed(timeline.run_dir))
                 payload["message"] = "; ".join(part for part in (payload["message"], worse) if part)
-            yield _event(name, about, line.time, payload)
+            yield PrefectEvent(uuid.uuid5(_NAMESPACE, subject), name, line.time, payload)
 
 
 def _of_move(line: JournalLine) -> dict[str, str]:
@@ -163,42 +194,3 @@ def _of_move(line: JournalLine) -> dict[str, str]:
             return {"message": reason, "checkpoint_step": str(step), "by": by, "path": path}
         case _:
             return {}
-
-
-def _of_incident(timeline: Timeline, found: TimelineIncident) -> dict[str, str]:
-    incident = found.incident
-    return {
-        **_whose(timeline, found),
-        "attempt": str(incident.attempt),
-        "restart": str(incident.restart),
-        "failure_kind": incident.failure_kind.value,
-        "message": incident.message,
-        "phase": incident.phase,
-        "step": "" if incident.step is None else str(incident.step),
-        "suspect_ranks": ",".join(map(str, incident.suspect_ranks)),
-        "suspect_nodes": ",".join(incident.suspect_nodes),
-        "collective": incident.collective,
-        "evidence_dir": incident.evidence_dir,
-        "seen_at": incident.seen_at.isoformat(),
-    }
-
-
-def _of_decision(timeline: Timeline, found: TimelineDecision) -> dict[str, str]:
-    decision = found.decision
-    return {
-        **_whose(timeline, found),
-        "attempt": str(decision.attempt),
-        "restart": str(decision.restart),
-        "action": decision.action.value,
-        "reason": decision.reason,
-        "decided_by": decision.decided_by.value,
-        "delay_s": f"{decision.delay_s:g}",
-        "excluded_nodes": ",".join(decision.excluded_nodes),
-        "config_diff": ", ".join(f"{name}={value}" for name, value in decision.config_diff.items()),
-        "decided_at": decision.decided_at.isoformat(),
-    }
-
-
-def _whose(timeline: Timeline, found: TimelineIncident | TimelineDecision) -> dict[str, str]:
-    trial = "" if found.run_dir == timeline.run_dir else found.run_dir.run_id
-    return {"run_id": timeline.run_id, "trial_run_id": trial}

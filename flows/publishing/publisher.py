@@ -62,10 +62,8 @@ def published(controller: Controller) -> Iterator[None]:
     log = get_run_logger()
     flow_run = FlowRunRef(str(runtime.flow_run.id or ""), controller.run_dir.run_id)
     publisher = Publisher(controller, flow_run, log, controller.observer.log)
-    observer, controller.observer = (
-        controller.observer,
-        _PublishingObserver(controller.observer, publisher, controller.spec, log),
-    )
+    observer = controller.observer
+    controller.observer = _PublishingObserver(observer, publisher, controller.spec, log)
     publisher.start()
     try:
         yield

@@ -8,27 +8,28 @@ has configured it.
 import ipaddress
 import os
 import socket
+import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from functools import cache
-from http.client import HTTPResponse
 from types import MappingProxyType
-from typing import cast
 from urllib.parse import urlsplit
 
 import psutil
 
 
-def opened(url: str, timeout_s: float, headers: Mapping[str, str] = MappingProxyType({})) -> HTTPResponse:
-    """Response to a GET request, without a proxy if the server is on this machine.
-
-    Raises:
-        OSError: the server does not answer, or answers with an error (``urllib.error.HTTPError``).
-        ValueError: the URL is invalid.
-    """
-    direct = [urllib.request.ProxyHandler({})] if is_here(url) else []
-    request = urllib.request.Request(url, headers=dict(headers))
-    return cast(HTTPResponse, urllib.request.build_opener(*direct).open(request, timeout=timeout_s))
+def status_of(url: str, timeout_s: float, headers: Mapping[str, str] = MappingProxyType({})) -> int | None:
+    """HTTP status of the response to a GET request, without a proxy if the server is on this machine; None without a
+    response, and for an invalid URL."""
+    try:
+        direct = [urllib.request.ProxyHandler({})] if is_here(url) else []
+        request = urllib.request.Request(url, headers=dict(headers))
+        with urllib.request.build_opener(*direct).open(request, timeout=timeout_s) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except (OSError, ValueError):
+        return None
 
 
 def exemption(url: str) -> dict[str, str]:

@@ -9,15 +9,13 @@ import os
 import secrets
 import socket
 import tomllib
-import urllib.error
-from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
 
 from flows.server.guards import Names, names_of
-from flows.server.proxies import exemption, opened
+from flows.server.proxies import exemption, status_of
 from rlhf_core.config.site import Site
 from rlhf_core.errors import BadInput, PrefectUnavailable
 from rlhf_core.files import private as private_files
@@ -147,21 +145,21 @@ def _private_text(path: Path) -> str:
         return file.read()
 
 
-def configured_url(environ: Mapping[str, str] | None = None) -> str:
+def configured_url() -> str:
     """The server that this user has configured for Prefect, in the environment or the active profile; or empty."""
-    return _configured("PREFECT_API_URL", os.environ if environ is None else environ)
+    return _configured("PREFECT_API_URL")
 
 
-def _configured(setting: str, environment: Mapping[str, str]) -> str:
+def _configured(setting: str) -> str:
     """Read a Prefect setting without importing Prefect, which would load all its settings."""
-    if environment.get(setting):
-        return environment[setting]
-    home = Path(environment.get("PREFECT_HOME") or Path.home() / ".prefect").expanduser()
+    if os.environ.get(setting):
+        return os.environ[setting]
+    home = Path(os.environ.get("PREFECT_HOME") or Path.home() / ".prefect").expanduser()
     try:
         content = tomllib.loads((home / "profiles.toml").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
         return ""
-    name = environment.get("PREFECT_PROFILE") or content.get("active", "")
+    name = os.environ.get("PREFECT_PROFILE") or content.get("active", "")
     return str(content.get("profiles", {}).get(name, {}).get(setting, ""))
 
 
@@ -171,18 +169,16 @@ def connect(site: Site) -> str:
     Call it before Prefect is imported. Returns the address of the API, or an empty string.
     """
     quiet_settings(site.home)
-    configured = configured_url()
-    if configured and configured != own_url(site):
+    own, configured = own_url(site), configured_url()
+    if configured not in ("", own):
         if os.environ.get(AUTH_VARIABLE):
             os.environ.setdefault(CLIENT_AUTH, os.environ[AUTH_VARIABLE])
         os.environ.update(exemption(configured))
         return configured
-    if not configured and (
-        service_status(site.home, "server").state is ServiceState.STOPPED or not answers(own_url(site))
-    ):
+    if not configured and (service_status(site.home, "server").state is ServiceState.STOPPED or not answers(own)):
         return ""
-    os.environ.update(client_settings(site, own_url(site)))
-    return own_url(site)
+    os.environ.update(client_settings(site, own))
+    return own
 
 
 def client_settings(site: Site, url: str) -> dict[str, str]:
@@ -192,7 +188,7 @@ def client_settings(site: Site, url: str) -> dict[str, str]:
     for Prefect together with an address is kept.
     """
     settings = {"PREFECT_API_URL": url, "PREFECT_UI_URL": ui_url(site), **exemption(url)}
-    if configured_url() == url and _configured(CLIENT_AUTH, os.environ) and not os.environ.get(AUTH_VARIABLE):
+    if configured_url() == url and _configured(CLIENT_AUTH) and not os.environ.get(AUTH_VARIABLE):
         return settings
     auth = password(site) if url == own_url(site) else os.environ.get(AUTH_VARIABLE, "")
     return {**settings, CLIENT_AUTH: auth} if auth else settings
@@ -241,19 +237,17 @@ def access_settings(auth: str) -> dict[str, str]:
     return {SERVER_AUTH: auth, "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true"}
 
 
-def worker_settings(site: Site) -> dict[str, str]:
-    """Environment of the worker and of the flow runs that it starts, in addition to that of every service.
+WORKER_SETTINGS = {
+    "PREFECT_WORKER_QUERY_SECONDS": "5",
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+    # Flow runs start in the folder of the runs, where others may write: nothing is imported from it.
+    "PYTHONSAFEPATH": "1",
+}
+"""Environment of the worker and of the flow runs that it starts, in addition to that of every service.
 
-    ``PREFECT_RUNNER_CRASH_ON_CANCELLATION_FAILURE`` stays off: an outage of the server must not end the controllers of
-    healthy runs. The site daemon ends a flow run that can no longer be cancelled as a result.
-    """
-    del site  # the same for all sites; a parameter for symmetry with the server's settings
-    return {
-        "PREFECT_WORKER_QUERY_SECONDS": "5",
-        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
-        # Flow runs start in the folder of the runs, where others may write: nothing is imported from it.
-        "PYTHONSAFEPATH": "1",
-    }
+``PREFECT_RUNNER_CRASH_ON_CANCELLATION_FAILURE`` stays off: an outage of the server must not end the controllers of
+healthy runs. The site daemon ends a flow run that can no longer be cancelled as a result.
+"""
 
 
 def _in_url(host: str) -> str:
@@ -293,23 +287,13 @@ def server_answers() -> bool:
 
 
 def is_there(url: str) -> bool:
-    """True if anything answers at an API address, within two seconds."""
-    try:
-        with opened(f"{url}/health", 2.0):
-            return True
-    except urllib.error.HTTPError:
-        return True  # it may require a key for this, as a hosted one does, but it is there
-    except (OSError, ValueError):
-        return False
+    """True if anything answers at an API address, within two seconds. It may require a key, as a hosted one does."""
+    return status_of(f"{url}/health", 2.0) is not None
 
 
 def answers(url: str) -> bool:
     """True if a Prefect server answers at an API address within two seconds. This needs no password."""
-    try:
-        with opened(f"{url}/health", 2.0) as response:
-            return bool(response.status == 200)
-    except (OSError, urllib.error.URLError, ValueError):
-        return False
+    return status_of(f"{url}/health", 2.0) == http.HTTPStatus.OK
 
 
 def requires_password(url: str) -> bool:
@@ -325,11 +309,9 @@ def accepts_password(url: str) -> bool:
     Raises:
         PrefectUnavailable: it rejects the password.
     """
-    given = _configured(CLIENT_AUTH, os.environ)
+    given = _configured(CLIENT_AUTH)
     status = _status_of_version(url, given)
-    has_other = any(
-        _configured(setting, os.environ) for setting in ("PREFECT_API_KEY", "PREFECT_CLIENT_CUSTOM_HEADERS")
-    )
+    has_other = any(map(_configured, ("PREFECT_API_KEY", "PREFECT_CLIENT_CUSTOM_HEADERS")))
     if status != http.HTTPStatus.UNAUTHORIZED or has_other:
         return status is not None
     found = f"does not accept the password in {CLIENT_AUTH}" if given else "requires a password"
@@ -342,13 +324,7 @@ def accepts_password(url: str) -> bool:
 def _status_of_version(url: str, auth: str = "") -> int | None:
     """HTTP status with which a server answers a question that may require a password; None without an answer."""
     headers = {"Authorization": f"Basic {base64.b64encode(auth.encode()).decode()}"} if auth else {}
-    try:
-        with opened(f"{url}/admin/version", ANSWER_TIMEOUT_S, headers) as response:
-            return response.status
-    except urllib.error.HTTPError as error:
-        return error.code
-    except (OSError, ValueError):
-        return None
+    return status_of(f"{url}/admin/version", ANSWER_TIMEOUT_S, headers)
 
 
 def answers_within(seconds: float, url: str) -> bool:

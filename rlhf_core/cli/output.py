@@ -168,6 +168,13 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title:
     console.print(table([columns[index] for index in kept], shown, title, console.width))
 
 
+def print_section(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "", spare: str = "") -> None:
+    """Print a table below an empty line; nothing if it has no rows."""
+    if rows:
+        print_text("")
+        print_table(columns, rows, title, spare)
+
+
 def fits(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> bool:
     """True if a table fits on standard output without folding a name or a figure."""
     return _widths(columns, [[_cell(value) for value in row] for row in rows], output().width) is not None

@@ -1,6 +1,5 @@
 """Requests in Prefect that have not become runs, for `rlhf runs`, from the file that the site daemon writes."""
 
-from datetime import datetime
 from typing import TYPE_CHECKING
 
 from rlhf_core.cli import output
@@ -17,7 +16,7 @@ def show(*, as_json: bool) -> None:
     elif found is None:
         output.print_text("Unknown: the site daemon (`rlhf up`) lists the requests made in Prefect.")
     elif not found.requests:
-        output.print_text(f"No request is waiting or refused (as of {_moment(found.as_of)} UTC).")
+        output.print_text(f"No request is waiting or refused (as of {found.as_of:%Y-%m-%d %H:%M:%S} UTC).")
     else:
         _print(found)
 
@@ -39,10 +38,6 @@ def _read() -> "Requests | None":
 
 
 def _print(found: "Requests") -> None:
-    rows = [(one.run_id, one.state, _moment(one.asked_at), " ".join(one.why.split())) for one in found.requests]
-    title = f"Requests in Prefect that are not runs (as of {_moment(found.as_of)} UTC)"
+    rows = [(one.run_id, one.state, one.asked_at, " ".join(one.why.split())) for one in found.requests]
+    title = f"Requests in Prefect that are not runs (as of {found.as_of:%Y-%m-%d %H:%M:%S} UTC)"
     output.print_table(("run", "state", "asked (UTC)", "why"), rows, title)
-
-
-def _moment(time: datetime | None) -> str:
-    return "" if time is None else f"{time:%Y-%m-%d %H:%M:%S}"

@@ -18,7 +18,6 @@ from rlhf_core.cli import output
 from rlhf_core.control.controller import Observer
 from rlhf_core.control.views.progress import StepTimer, progress_of_poll
 from rlhf_core.render.progress import progress_text
-from rlhf_core.schemas.reports import AgentEvent
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.text.escaping import terminal
 from rlhf_core.watchdog.watcher import AttemptSnapshot
@@ -88,7 +87,8 @@ class TerminalProgress(Observer):
     def polled(self, snapshot: AttemptSnapshot) -> None:
         """Show the progress after a poll, and print its events."""
         for event in snapshot.events:
-            self._print_event(event)
+            if event.kind in _SHOWN_EVENTS:
+                self._line(f"{event.node}: {event.message}")
         self._print_history(snapshot.history_behind)
         text = terminal(progress_text(progress_of_poll(snapshot, self._spec, self._timer)))
         if self._live is not None and self._bar is not None:
@@ -128,10 +128,6 @@ class TerminalProgress(Observer):
         finally:
             if self._live:
                 self._live.start()
-
-    def _print_event(self, event: AgentEvent) -> None:
-        if event.kind in _SHOWN_EVENTS:
-            self._line(f"{event.node}: {event.message}")
 
     def _print_history(self, behind: str) -> None:
         if behind and not self._behind:

@@ -18,7 +18,7 @@ from rlhf_core.control.undriven import undriven_since, undriven_text
 from rlhf_core.control.views.progress import RunReader, RunSnapshot
 from rlhf_core.errors import DatabaseUnavailable
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.launch.journal import RunRecord
+from rlhf_core.launch.journal import RunRecord, StageRecord
 from rlhf_core.render.progress import METRICS, progress_text
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.regression import state_text
@@ -163,8 +163,7 @@ def draw(view: RunSnapshot) -> Group:
     if undriven := undriven_line(view):
         parts.append(Text(terminal(undriven), style="red"))
     stages = [
-        (stage.name.value, stage.attempt or "", stage.state.value, _seconds(view, index))
-        for index, stage in enumerate(view.record.stages)
+        (stage.name.value, stage.attempt or "", stage.state.value, _seconds(stage)) for stage in view.record.stages
     ]
     if stages:
         parts.append(output.table(("stage", "attempt", "state", "took"), stages))
@@ -196,6 +195,5 @@ def draw(view: RunSnapshot) -> Group:
     return Group(*parts)  # type: ignore[arg-type]
 
 
-def _seconds(view: RunSnapshot, index: int) -> str:
-    stage = view.record.stages[index]
+def _seconds(stage: StageRecord) -> str:
     return "" if stage.ended_at is None else output.seconds_text((stage.ended_at - stage.started_at).total_seconds())

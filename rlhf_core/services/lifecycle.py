@@ -38,14 +38,9 @@ def _nothing() -> None:
 
 
 @dataclass(frozen=True)
-class Service:
+class Service(Program):
     """A service, with its hooks around start and stop."""
 
-    name: str
-    priority: int
-    """Services with a lower value start earlier and end later."""
-    stop_timeout_s: int
-    """Time between SIGTERM and SIGKILL."""
     is_well: Callable[[], bool] = lambda: True
     """Called if the service sends heartbeats: True if it also does its work, within ``ANSWER_TIMEOUT_S``. Raises if a
     user has to act first."""
@@ -53,11 +48,6 @@ class Service:
     """Raises if the service cannot be started."""
     after_ready: Callable[[], None] = _nothing
     after_end: Callable[[], None] = _nothing
-
-    @property
-    def program(self) -> Program:
-        """The service as a supervisord program."""
-        return Program(self.name, self.priority, self.stop_timeout_s)
 
 
 @dataclass(frozen=True)
@@ -249,8 +239,7 @@ class Lifecycle:
         return ended
 
     def _configure(self, names: Sequence[str]) -> None:
-        programs = [one.program for one in self._services if one.name in names]
-        self._supervisord.configure(programs, self._check_interval_s)
+        self._supervisord.configure([one for one in self._services if one.name in names], self._check_interval_s)
 
     def _forget(self) -> None:
         """Remove the programs missing from supervisord's configuration; shut it down with the last one."""

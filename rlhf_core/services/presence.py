@@ -159,18 +159,11 @@ def holding(home: Path, name: str, address: str = "") -> Iterator[Callable[[], N
 
 
 @contextmanager
-def alone(home: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Lock out other processes that start or stop services of this home folder.
-
-    Without ``wait``, yields False if another process holds the lock.
-    """
+def alone(home: Path) -> Iterator[None]:
+    """Lock out other processes that start or stop services of this home folder, once they are done."""
     with _opened(home / "services" / "up.lock") as lock:
-        try:
-            fcntl.flock(lock.fileno(), fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
+        fcntl.flock(lock.fileno(), fcntl.LOCK_EX)
+        yield
 
 
 def private_folder(path: Path) -> None:

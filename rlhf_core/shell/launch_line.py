@@ -228,11 +228,21 @@ class _LineReader:
     wrappers: list[Wrapper] = field(default_factory=list)
     is_module: bool = False
 
+    @property
+    def word(self) -> str:
+        """The next word; empty at the end."""
+        return self.argv[self.at] if self.at < len(self.argv) else ""
+
+    @property
+    def name(self) -> str:
+        """The same without its folder."""
+        return PurePosixPath(self.word).name
+
     def read(self) -> None:
         self._prefix()
         if self.at >= len(self.argv):
             return
-        name = PurePosixPath(self.argv[self.at]).name
+        name = self.name
         if name in _SUITES and self._has_subcommand():
             self.launcher = _SUITES[name]
             self._take("program", 2)
@@ -250,10 +260,9 @@ class _LineReader:
 
     def _prefix(self) -> None:
         while self.at < len(self.argv):
-            word = self.argv[self.at]
-            name = PurePosixPath(word).name
-            if _VARIABLE.match(word):
-                self._take("variable", 1, word.partition("=")[0], is_joined=True)
+            name = self.name
+            if _VARIABLE.match(self.word):
+                self._take("variable", 1, self.word.partition("=")[0], is_joined=True)
             elif name in _WRAPPERS and self._goes_on(_WRAPPERS[name]) and self.at + 1 < len(self.argv):
                 self._wrapper(name)
             else:
@@ -268,7 +277,7 @@ class _LineReader:
         options = dict(self._wrapper_option(item) for item in self.items[start:])
         if name in _WORD_AFTER:
             self.at = min(self.at + 1, len(self.argv))
-        if self.at < len(self.argv) and self.argv[self.at] == "--":
+        if self.word == "--":
             self.at += 1
         del self.items[start:]
         self.items.append(LaunchItem("wrapper", name, first, self.at))
@@ -296,8 +305,7 @@ class _LineReader:
 
     def _options(self, flags: frozenset[str], role: Role) -> None:
         """Take options up to the first other word."""
-        while self.at < len(self.argv) and self.argv[self.at].startswith("-") and self.argv[self.at] not in ("-", "--"):
-            word = self.argv[self.at]
+        while (word := self.word).startswith("-") and word not in ("-", "--"):
             name, is_joined = normalized(word), "=" in word
             is_group = self.launcher == "python" and set(name) <= flags
             # -N2, but not -np of mpirun; -Wignore of Python
@@ -314,14 +322,12 @@ class _LineReader:
         self.launcher = "python"
         self._take("launcher", 1)
         self._options(_FLAGS["python"], "launcher_option")
-        module = self.argv[self.at] if self.is_module and self.at < len(self.argv) else ""
+        module = self.word if self.is_module else ""
         if module in _MODULES:
             self.launcher, words = _MODULES[module]
             self.is_module = False
-            begin = self.items[first].start
-            del self.items[first:]
             stop = min(self.at + 1 + words, len(self.argv))
-            self.items.append(LaunchItem("launcher", "", begin, stop))
+            self.items[first:] = [LaunchItem("launcher", "", self.items[first].start, stop)]
             self.at = stop
             self._options(_flags(self.launcher), "launcher_option")
         elif self._is_in("srun"):
@@ -329,25 +335,20 @@ class _LineReader:
         self._program()
 
     def _program(self) -> None:
-        if self.at < len(self.argv) and self.argv[self.at] == "--":
+        if self.word == "--":
             self._take("launcher", 1)
-        if self.at < len(self.argv) and PurePosixPath(self.argv[self.at]).name in _SUITES and self._has_subcommand():
+        if self.name in _SUITES and self._has_subcommand():
             self._take("program", 2)
-        elif (
-            self.launcher == "mpirun"
-            and self.at < len(self.argv)
-            and _PYTHON.fullmatch(PurePosixPath(self.argv[self.at]).name)
-        ):
+            return
+        if self.launcher == "mpirun" and _PYTHON.fullmatch(self.name):
             self._take("launcher", 1)
             self._options(_FLAGS["python"], "launcher_option")
-            self._take("program", 1)
-        else:
-            self._take("program", 1)
+        self._take("program", 1)
 
     def _rest(self) -> None:
         argv = self.argv
         while self.at < len(argv):
-            word = argv[self.at]
+            word = self.word
             setting = _SETTING.match(word)
             if setting:
                 self._take("argument", 1, setting[1], is_joined=True)

@@ -80,8 +80,7 @@ def _split(value: _Value) -> list[str]:
 
 
 def _distinct(values: Iterable[_Value]) -> tuple[str, ...]:
-    """Unread parts of values, without duplicates: they would double with every assignment that uses a variable
-    twice."""
+    """Unread parts of values, once each: they would double with every assignment that uses a variable twice."""
     return tuple(dict.fromkeys(name for value in values for name in value.unread))[:_MAX_UNREAD]
 
 
@@ -143,15 +142,15 @@ class _Reader:
         if len(spread) == 1 and spread[0].kind == "variable" and spread[0].text == "@":
             return [_Value(argument) for argument in self.arguments]  # one word per argument
         fields: list[str] = []
-        unread: list[str] = []
+        values: list[_Value] = []
         current, begun = "", False
         for number, piece in enumerate(pieces):
             value = self._value(piece)
-            unread += value.unread
+            values.append(value)
             text = value.text
             if number == 0 and piece.kind == "text" and not piece.quoted and re.match(r"~(/|$)", text):
                 home = self.known.get("HOME", _Value("~", ("~",)))
-                unread += home.unread
+                values.append(home)
                 text = home.text + text[1:]
             if self._is_split(piece):
                 first, *others = _split(value)
@@ -164,8 +163,7 @@ class _Reader:
             current += text
             begun = begun or bool(text) or piece.quoted or bool(value.unread)
         fields += [current] if begun else []
-        names = tuple(dict.fromkeys(unread))[:_MAX_UNREAD]
-        return [_Value(text[:_MAX_VALUE], names) for text in fields]
+        return [_Value(text[:_MAX_VALUE], _distinct(values)) for text in fields]
 
     def assigned(self, pieces: Iterable[ShellPiece]) -> _Value:
         """Value of an assignment, which is not split."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from control_fakes import FakeAgent, FakeScheduler, make_run, only_scheduler
+from control_fakes import FakeAgent, FakeScheduler, make_run, only_scheduler, training_snapshot
 from made_reports import rank_status
 from rich.console import Console
 
@@ -633,27 +633,8 @@ def test_steps_before_a_restart_are_not_shown_as_its_progress() -> None:
 # progress
 
 
-def snapshot(**changes: Any) -> AttemptSnapshot:
-    from rlhf_core.scheduler.base import JobState, JobStatus
-    from rlhf_core.watchdog.watcher import AttemptVerdict
-
-    base: dict[str, Any] = {
-        "attempt": 1,
-        "verdict": AttemptVerdict(AttemptState.RUNNING, ""),
-        "job": JobStatus(JobState.RUNNING),
-        "role": Role.TRAINER,
-        "restart": 0,
-        "restarts_made": 0,
-        "step": 60,
-        "phase": "train",
-        "loop": "grpo",
-        "metrics": {"reward/mean": 0.61, "speed/tokens_per_s": 5021.0},
-        "evaluating": False,
-        "events": (),
-        "outcome": None,
-        "history_behind": "",
-    }
-    return AttemptSnapshot(**{**base, **changes})
+def snapshot(step: int = 60, **changes: Any) -> AttemptSnapshot:
+    return training_snapshot(step, **{"metrics": {"reward/mean": 0.61, "speed/tokens_per_s": 5021.0}, **changes})
 
 
 def test_progress_in_one_line() -> None:

@@ -1,6 +1,5 @@
 """Removal of kept configs and code on a real Prefect server: only those that can no longer be needed."""
 
-import contextlib
 import dataclasses
 import os
 import shutil
@@ -34,15 +33,10 @@ DAYS = 30
 
 
 @pytest.fixture
-def client(real_prefect: Site) -> Iterator[Any]:
-    from prefect.client.schemas.actions import WorkPoolCreate
-    from prefect.exceptions import ObjectAlreadyExists
-
+def client(server: Site, pool: None) -> Iterator[Any]:
     from flows.server.clients import api_client
 
-    with real_prefect.in_use(), api_client() as found:
-        with contextlib.suppress(ObjectAlreadyExists):
-            found.create_work_pool(WorkPoolCreate(name="rlhf", type="process"))
+    with api_client() as found:
         for one in found.read_deployments():
             found.delete_deployment(one.id)
         for flow_run in found.read_flow_runs():
@@ -137,7 +131,7 @@ def test_a_config_of_a_flow_run_that_may_be_retried_is_kept(
 def test_deployments_on_later_pages_are_found(
     client: Any, harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flows.references._PAGE", 4)
+    monkeypatch.setattr("flows.queries.PAGE", 4)
     files = []
     for number in range(11):
         register("quickstart", harness.site, name=f"d{number}", overrides=[f"seed={number}"], folder=harness.site.home)

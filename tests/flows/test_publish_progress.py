@@ -4,38 +4,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from control_fakes import NODE, FakeAgent, make_run, make_spec
+from control_fakes import FakeAgent, make_run, make_spec, training_snapshot
 from harness import ControllerHarness
 
 from rlhf_core.control.views.progress import RunReader, StepTimer, progress_of_poll
 from rlhf_core.control.views.timeline import read_timeline
 from rlhf_core.render.markdown import progress_markdown
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.scheduler.base import JobState, JobStatus
-from rlhf_core.schemas.attempts import AttemptState, Role
 from rlhf_core.schemas.failures import FailureKind
-from rlhf_core.watchdog.watcher import AttemptSnapshot, AttemptVerdict
+from rlhf_core.watchdog.watcher import AttemptSnapshot
 
 
 def snapshot(step: int, **changes: Any) -> AttemptSnapshot:
-    """A snapshot of an attempt that trains."""
-    facts: dict[str, Any] = {
-        "attempt": 1,
-        "verdict": AttemptVerdict(AttemptState.RUNNING, ""),
-        "job": JobStatus(JobState.RUNNING, nodes=(NODE,)),
-        "role": Role.TRAINER,
-        "restart": 0,
-        "restarts_made": 0,
-        "step": step,
-        "phase": "train",
-        "loop": "grpo",
-        "metrics": {"time/step_s": 2.0, "reward/mean": 0.25},
-        "evaluating": False,
-        "events": (),
-        "outcome": None,
-        "history_behind": "",
-    }
-    return AttemptSnapshot(**{**facts, **changes})
+    return training_snapshot(step, **{"metrics": {"time/step_s": 2.0, "reward/mean": 0.25}, **changes})
 
 
 def test_a_step_is_a_line_with_the_remaining_time(harness: ControllerHarness) -> None:

@@ -3,7 +3,7 @@
 from history_tools import orphaned_run
 from sites import Site
 
-from flows.flow_runs.facts import RUN_FLOW
+from flows.queries import RUN_FLOW
 from rlhf_core.config.site import load_site
 from rlhf_core.run_dir.run import RunDir
 

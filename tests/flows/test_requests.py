@@ -12,7 +12,7 @@ from prefect.states import Failed, Running, Scheduled
 from sites import Site
 
 from flows.deployments import requests
-from flows.flow_runs.facts import RUN_FLOW
+from flows.queries import RUN_FLOW
 from flows.run import rlhf_run
 from flows.server.clients import api_client
 from rlhf_core.cli.main import execute

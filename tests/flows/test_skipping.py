@@ -18,7 +18,6 @@ from process_tools import ASKING_INTERVAL_S, until
 from sites import Site
 
 from flows import schedules
-from flows.flow_runs.facts import RUN_FLOW
 from flows.run import rlhf_run
 from flows.server.clients import api_client
 from rlhf_core.control.controller import FlowRunLink, new_run
@@ -90,7 +89,7 @@ def at_work(client: SyncPrefectClient, deployment: UUID, name: str = "") -> Flow
 def test_waiting_flow_runs_of_a_paused_schedule_or_a_busy_deployment_are_cancelled(
     client: SyncPrefectClient, harness: ControllerHarness, real_prefect: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(schedules, "_AT_MOST", 2)
+    monkeypatch.setattr("flows.queries.PAGE", 2)
     paused, busy, other, idle = (deployed(client, name) for name in ("paused", "busy", "other", "idle"))
     waiting = {one: due(client, one) for one in (paused, busy, other, idle)}
     manual = client.create_flow_run_from_deployment(paused)
@@ -102,7 +101,7 @@ def test_waiting_flow_runs_of_a_paused_schedule_or_a_busy_deployment_are_cancell
     assert state(client, waiting[paused])[0] in ("Scheduled", "Late"), "Prefect leaves what was due"
     for one in (busy, other):
         at_work(client, one)
-    found = schedules.cancel_skipped(RUN_FLOW, harness.site.runs_dir)
+    found = schedules.cancel_skipped(harness.site.runs_dir)
     assert {one.flow_run_id for one in found} == {str(waiting[one].id) for one in (paused, busy)}
     name, message = state(client, waiting[paused])
     assert (name, "its schedule was paused" in message) == ("Cancelled", True)
@@ -111,7 +110,7 @@ def test_waiting_flow_runs_of_a_paused_schedule_or_a_busy_deployment_are_cancell
     for left in (waiting[other], waiting[idle], manual):
         assert state(client, left)[0] in ("Scheduled", "Late")
     until(lambda: events(real_prefect, paused) == [schedules.EVENT], "its event", interval_s=ASKING_INTERVAL_S)
-    assert schedules.cancel_skipped(RUN_FLOW, harness.site.runs_dir) == []
+    assert schedules.cancel_skipped(harness.site.runs_dir) == []
 
 
 def test_a_scheduled_run_taken_by_a_worker_does_not_start_while_its_deployment_is_busy(
@@ -152,7 +151,7 @@ def test_a_crashed_flow_run_keeps_its_deployment_busy_only_while_its_run_continu
 def test_a_run_is_found_behind_any_number_of_newer_flow_runs(
     page_size: int, client: SyncPrefectClient, harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(schedules, "_AT_MOST", page_size)
+    monkeypatch.setattr("flows.queries.PAGE", page_size)
     deployment = deployed(client, f"many-{page_size}")
     flow_run = client.create_flow_run_from_deployment(deployment)
     busy = at_work(client, deployment)

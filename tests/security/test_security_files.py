@@ -132,7 +132,7 @@ def test_the_servers_database_is_made_private(place: Path, monkeypatch: pytest.M
     monkeypatch.setattr("uvicorn.run", lambda *arguments, **options: (place / "served").write_text("key"))
     monkeypatch.setattr("flows.server.app.create_app", lambda names: None)
     monkeypatch.setattr(serving, "require_free_port", lambda site: None)
-    monkeypatch.setattr(serving, "_beat_while_answering", lambda url, beat: None)
+    monkeypatch.setattr(serving, "_beat_while", lambda is_well, beat: None)
     serving._serve_server(load_site({"RLHF_HOME": str(place / "home")}), lambda: None)
     assert mode(place / "served") == 0o600
 

@@ -432,17 +432,22 @@ def test_something_else_on_the_port_is_not_the_server_of_the_site(site: Site, mo
     assert os.environ["PREFECT_API_URL"] == "http://127.0.0.1:4200/api"
 
 
-def test_the_active_profile_of_prefect_is_a_configuration(site: Site, tmp_path: Path) -> None:
+def test_the_active_profile_of_prefect_is_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / ".prefect"
     folder.mkdir()
     (folder / "profiles.toml").write_text(
         'active = "team"\n[profiles.team]\nPREFECT_API_URL = "http://team/api"\n[profiles.mine]\n'
     )
-    assert server.configured_url({"PREFECT_HOME": str(folder)}) == "http://team/api"
-    assert server.configured_url({"PREFECT_HOME": str(folder), "PREFECT_PROFILE": "mine"}) == ""
-    assert server.configured_url({"PREFECT_HOME": str(folder), "PREFECT_API_URL": "http://a/api"}) == "http://a/api"
+
+    def found(**further: str) -> str:
+        monkeypatch.setattr(os, "environ", {"PREFECT_HOME": str(folder), **further})
+        return server.configured_url()
+
+    assert found() == "http://team/api"
+    assert found(PREFECT_PROFILE="mine") == ""
+    assert found(PREFECT_API_URL="http://a/api") == "http://a/api"
     (folder / "profiles.toml").write_text("not TOML")
-    assert server.configured_url({"PREFECT_HOME": str(folder)}) == ""
+    assert found() == ""
 
 
 def test_addresses(site: Site) -> None:

@@ -100,8 +100,7 @@ def _print_time(runs: Sequence[Facts]) -> None:
         )
         for run in runs
     ]
-    output.print_text("")
-    output.print_table(("run", "took", "goodput", "attempts", "lost to failures", "incidents"), rows)
+    output.print_section(("run", "took", "goodput", "attempts", "lost to failures", "incidents"), rows)
 
 
 def _print_config(compared: Facts) -> None:
@@ -128,9 +127,7 @@ def _print_evaluations(compared: Facts) -> None:
         for evaluation in compared["evaluations"]
         for run, of_run in zip(compared["runs"], evaluation["runs"], strict=True)
     ]
-    if rows:
-        output.print_text("")
-        output.print_table(("evaluation", "run", "before", "after", "gain", "after, vs. A"), rows, spare="gain")
+    output.print_section(("evaluation", "run", "before", "after", "gain", "after, vs. A"), rows, spare="gain")
 
 
 def _print_metrics(compared: Facts) -> None:
@@ -142,9 +139,7 @@ def _print_metrics(compared: Facts) -> None:
             rows.append((metric["key"], run["label"], line, "" if value is None else figure(value, 5), step))
         if metric["note"]:
             rows.append(("", "", metric["note"], "", ""))
-    if rows:
-        output.print_text("")
-        output.print_table(("metric", "run", "curve", "value", "at step"), rows)
+    output.print_section(("metric", "run", "curve", "value", "at step"), rows)
 
 
 def sparklines(curves: Sequence[Sequence[tuple[int, float]]], width: int = _CURVE_WIDTH) -> list[str]:

@@ -153,20 +153,16 @@ def _complete(found: dict[str, _Section], current: dict[str, Any]) -> None:
     """Add the defaults of 0.1 that this version requires explicitly; drop settings without effect."""
     from rlhf_core.config.fields import to_toml
 
-    loops = current["loops"]
-    if not loops.get("warm_start", {}).get("num_steps"):
-        for name in [name for name in found if name.startswith("loops.warm_start")]:
-            found[name] = _Section()
     for loop in ("warm_start", "main"):
-        for part in ("", "algorithm", "optimizer"):
-            name = f"loops.{loop}.{part}".rstrip(".")
-            table = loops.get(loop, {})
-            table = table.get(part, {}) if part else {key: table[key] for key in table if key == "num_steps"}
-            if loop == "warm_start" and not loops.get(loop, {}).get("num_steps"):
-                continue
-            lines = found[name].lines
-            given = {key: lines.get(key, [f"{key} = {to_toml(value)}"]) for key, value in table.items()}
-            found[name].lines = dict(sorted(given.items(), key=lambda line: line[0] != "name"))
+        table = current["loops"].get(loop, {})
+        if loop == "warm_start" and not table.get("num_steps"):
+            found.update({name: _Section() for name in found if name.startswith("loops.warm_start")})
+            continue
+        for part in ("", ".algorithm", ".optimizer"):
+            values = table.get(part[1:], {}) if part else {key: table[key] for key in table if key == "num_steps"}
+            section = found[f"loops.{loop}{part}"]
+            given = {key: section.lines.get(key, [f"{key} = {to_toml(value)}"]) for key, value in values.items()}
+            section.lines = dict(sorted(given.items(), key=lambda line: line[0] != "name"))
 
 
 def _block(sections: dict[str, _Section]) -> str:

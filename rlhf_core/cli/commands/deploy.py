@@ -5,7 +5,6 @@ Heavy modules are imported inside the functions, so that ``rlhf --help`` stays f
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,14 +12,14 @@ import typer
 
 from rlhf_core.cli import output
 from rlhf_core.cli.commands.check import ConfigArgument, SetOption
+from rlhf_core.cli.commands.history import history_if_usable
 from rlhf_core.cli.output import JsonOption
-from rlhf_core.errors import BadInput, HistoryError, RunCancelled, RunFailed, RunNotBegun
+from rlhf_core.errors import BadInput, RunCancelled, RunFailed, RunNotBegun
 from rlhf_core.schemas.attempts import RunState
 
 if TYPE_CHECKING:
     from flows.deployments.registration import Submitted
     from rlhf_core.config.site import Site
-    from rlhf_core.history.store import HistoryStore
 
 POLL_INTERVAL_S = 2.0
 """Interval between two queries of the reason why a run has not begun, in seconds."""
@@ -195,7 +194,8 @@ def _watch(site: "Site", request: "Submitted", begin_within_s: float | None, as_
 
     run_dir = RunDir.of(site.runs_dir, request.run_id)
     _await_beginning(lambda: is_there(run_dir.spec), request, begin_within_s)
-    with _history(site) as store:
+    without = "If the run loses its controller, this command cannot see that"
+    with history_if_usable(site, without) as store:
         record = watch_run(run_dir, 2.0, store, as_json=as_json)
     if record.state is RunState.CANCELLED:
         raise RunCancelled(f"run {request.run_id} was cancelled: {record.cause}")
@@ -203,17 +203,6 @@ def _watch(site: "Site", request: "Submitted", begin_within_s: float | None, as_
         raise RunFailed(
             f"run {request.run_id} {record.state.value}: {record.cause}. `rlhf show {request.run_id}` has the details"
         )
-
-
-def _history(site: "Site") -> "AbstractContextManager[HistoryStore | None]":
-    """Open the history; None, with a warning, if it cannot be used: a run can be watched without it."""
-    from rlhf_core.history.store import HistoryStore
-
-    try:
-        return HistoryStore(site.database_url)
-    except HistoryError as error:
-        output.warn(f"{error} If the run loses its controller, this command cannot see that")
-        return nullcontext()
 
 
 def _await_beginning(

@@ -4,6 +4,7 @@ Heavy modules are imported inside the functions, so that ``rlhf --help`` stays f
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlhf_core.cli import output, pending_requests
-from rlhf_core.errors import BadInput, RlhfError
+from rlhf_core.errors import BadInput, HistoryError, RlhfError
 from rlhf_core.machine.accounts import attributed_here
 from rlhf_core.render.weight_syncs import weight_sync_text
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.text.formatting import attributed, count, figure
 
 if TYPE_CHECKING:
+    from rlhf_core.config.site import Site
     from rlhf_core.history.store import HistoryStore
     from rlhf_core.watchdog.node_records import NodeRecord
 
@@ -161,8 +163,8 @@ def _print_nodes(found: "Sequence[NodeRecord]") -> None:
             f"{one.standing.score:.2f}",
             one.standing.num_strikes,
             one.standing.last_kind.value,
-            _moment(one.standing.last_at.isoformat()),
-            _moment(one.standing.excluded_until.isoformat()) if one.standing.excluded_until is not None else "",
+            one.standing.last_at,
+            one.standing.excluded_until,
             _cleared(one),
         )
         for one in found
@@ -181,7 +183,7 @@ def _print_cleared(found: "NodeRecord") -> None:
 def _cleared(one: "NodeRecord") -> str:
     if one.cleared is None:
         return ""
-    when = _moment(one.cleared.time.isoformat())
+    when = f"{one.cleared.time:%Y-%m-%d %H:%M:%S}"
     return f"{count(one.num_cleared, 'strike')}, {when} by {one.cleared.by}: {one.cleared.reason}"
 
 
@@ -291,7 +293,7 @@ def _print_stages(stages: Sequence[Facts]) -> None:
         (stage["name"], stage["state"], output.seconds_text(stage["seconds"]), stage["attempt"] or "", stage["message"])
         for stage in stages
     ]
-    _print_section("Stages", ("stage", "state", "took", "attempt", ""), rows)
+    output.print_section(("stage", "state", "took", "attempt", ""), rows, "Stages")
 
 
 def _print_checks(checks: Sequence[Facts]) -> None:
@@ -300,7 +302,7 @@ def _print_checks(checks: Sequence[Facts]) -> None:
         for check in checks
         if check["status"] in ("warning", "blocked")
     ]
-    _print_section("Findings before training", ("check", "status", "found", "advice"), rows)
+    output.print_section(("check", "status", "found", "advice"), rows, "Findings before training")
 
 
 def _print_attempts(attempts: Sequence[Facts]) -> None:
@@ -316,7 +318,7 @@ def _print_attempts(attempts: Sequence[Facts]) -> None:
         )
         for attempt in attempts
     ]
-    _print_section("Attempts", ("attempt", "state", "job", "nodes", "from step", "restarts", "why"), rows)
+    output.print_section(("attempt", "state", "job", "nodes", "from step", "restarts", "why"), rows, "Attempts")
 
 
 def _print_timeline(shown: Facts) -> None:
@@ -348,7 +350,7 @@ def _print_evaluations(evaluations: Sequence[Facts]) -> None:
                 _change(before, after),
             )
         )
-    _print_section("Evaluation (mean, confidence interval)", ("", "measure", "before", "after", "change"), rows)
+    output.print_section(("", "measure", "before", "after", "change"), rows, "Evaluation (mean, confidence interval)")
 
 
 def _change(before: Facts | None, after: Facts | None) -> str:
@@ -371,7 +373,7 @@ def _print_checkpoints(checkpoints: Sequence[Facts]) -> None:
     ]
     removed = len(checkpoints) - len(kept)
     title = "Checkpoints" + (f" ({removed} more were removed by retention)" if removed else "")
-    _print_section(title, ("step", "folder", "size", "complete (UTC)", "loop"), rows)
+    output.print_section(("step", "folder", "size", "complete (UTC)", "loop"), rows, title)
 
 
 def _print_metrics(metrics: Mapping[str, Facts]) -> None:
@@ -379,7 +381,7 @@ def _print_metrics(metrics: Mapping[str, Facts]) -> None:
     rows = [(name, _number(metrics[name]["value"]), metrics[name]["step"]) for name in names[:_SHOWN_METRICS]]
     more = len(names) - len(rows)
     title = "Newest metrics" + (f" ({more} more with --json)" if more > 0 else "")
-    _print_section(title, ("metric", "value", "step"), rows)
+    output.print_section(("metric", "value", "step"), rows, title)
 
 
 def _print_time(shown: Facts) -> None:
@@ -397,12 +399,6 @@ def _print_time(shown: Facts) -> None:
         output.print_text("\n" + "\n".join(lines))
 
 
-def _print_section(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    if rows:
-        output.print_text("")
-        output.print_table(columns, rows, title)
-
-
 def _number(value: float | str) -> str:
     return value if isinstance(value, str) else figure(value, 5)
 
@@ -417,3 +413,14 @@ def open_history() -> "HistoryStore":
     from rlhf_core.history.store import HistoryStore
 
     return HistoryStore(load_site().database_url)
+
+
+def history_if_usable(site: "Site", without: str) -> "AbstractContextManager[HistoryStore | None]":
+    """Open the history; None if it cannot be used, with a warning that ends in what the command does ``without`` it."""
+    from rlhf_core.history.store import HistoryStore
+
+    try:
+        return HistoryStore(site.database_url)
+    except HistoryError as error:
+        output.warn(f"{error} {without}")
+        return nullcontext()

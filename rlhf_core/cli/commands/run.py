@@ -4,7 +4,7 @@ Heavy modules are imported inside the functions, so that ``rlhf --help`` stays f
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,10 +12,10 @@ import typer
 
 from rlhf_core.cli import output
 from rlhf_core.cli.commands.check import ConfigArgument, SetOption
-from rlhf_core.cli.commands.history import RunArgument
+from rlhf_core.cli.commands.history import RunArgument, history_if_usable
 from rlhf_core.cli.output import JsonOption
 from rlhf_core.cli.run_output import print_plan, print_summary
-from rlhf_core.errors import HistoryError, SchedulerError, UnknownRun
+from rlhf_core.errors import SchedulerError, UnknownRun
 from rlhf_core.machine.accounts import account
 from rlhf_core.schemas.attempts import RunState
 
@@ -119,7 +119,7 @@ def cancel(
 
     site = load_site()
     why = f"{reason or 'rlhf cancel'} (by {account()})"
-    with _history_if_usable(site) as store:
+    with history_if_usable(site, "Searching the run directories instead") as store:
         try:
             run_dir = find_run(store, site, run)
         except UnknownRun:
@@ -135,20 +135,6 @@ def cancel(
         output.print_json({"run_id": run_id, "state": outcome.state, "job_ended": outcome.job_ended})
     else:
         output.print_text(outcome.message)
-
-
-@contextmanager
-def _history_if_usable(site: "Site") -> Iterator["HistoryStore | None"]:
-    """Open the history; None, with a warning, if it cannot be used: a run can be ended without it."""
-    from rlhf_core.history.store import HistoryStore
-
-    store: HistoryStore | None = None
-    try:
-        store = HistoryStore(site.database_url)
-    except HistoryError as error:
-        output.warn(f"{error} Searching the run directories instead")
-    with store or nullcontext():
-        yield store
 
 
 def _withdraw(site: "Site", text: str, reason: str) -> bool:
@@ -333,7 +319,7 @@ def doctor(as_json: JsonOption = False) -> None:
     site = load_site()
     items = examine(site, {one.name: one.state.value for one in status(site)}, configured_url())
     if as_json:
-        output.print_json([{"name": one.name, "ok": one.ok, "found": one.found, "advice": one.advice} for one in items])
+        output.print_json([vars(one) for one in items])
     else:
         rows = [(one.name, "ok" if one.ok else "lacking", one.found, one.advice) for one in items]
         output.print_table(("", "", "found", "what to do"), rows)

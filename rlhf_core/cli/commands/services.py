@@ -42,23 +42,21 @@ def up(
     site, names = load_site(), _current_names(services or ())
     if not status:
         private_files.make_folder(site.home)
-        started = start(site, names, output.note)
-        for one in started:
+        for one in start(site, names, output.note):
             output.note(f"{one.name}: {one.what} (process {one.pid})")
     if as_json:
         output.print_json(_status_rows(site))
     elif status:
         _print_status(site)
+    else:
+        output.print_text(f"Prefect: {ui_url(site)}")
+        if configured_url() in ("", own_url(site)):
+            output.print_text("It asks for the password of this site once in each browser; `rlhf password` prints it")
     if status:
         if unwatched := lacks_supervisord(site):
             output.warn("no supervisord responds, so services are not restarted; `rlhf up` starts one")
         if unwatched or down_ones(site, names):
             raise typer.Exit(1)
-    if as_json or status:
-        return
-    output.print_text(f"Prefect: {ui_url(site)}")
-    if configured_url() in ("", own_url(site)):
-        output.print_text("It asks for the password of this site once in each browser; `rlhf password` prints it")
 
 
 def password(as_json: JsonOption = False) -> None:

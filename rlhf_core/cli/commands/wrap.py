@@ -155,10 +155,7 @@ def _write(file: Path, text: str) -> None:
 def _print(found: "WrappedLine", file: Path) -> None:
     rows = [(part.what, part.found, part.place) for part in found.read]
     output.print_table(("read", "found", "where it is now"), rows)
-    if found.unread:
-        output.print_text("")
-        missing = [(part.what, part.advice) for part in found.unread]
-        output.print_table(("could not be read", "what to do"), missing)
+    output.print_section(("could not be read", "what to do"), [(part.what, part.advice) for part in found.unread])
     output.print_text("")
     if found.num_steps is None:
         output.print_text(
