@@ -14,8 +14,8 @@ down_revision = "0011"
 branch_labels = None
 depends_on = None
 
-TELEMETRY = runpy.run_path(str(Path(__file__).with_name("0006_telemetry_and_totals.py")))
 INTERRUPTIONS = runpy.run_path(str(Path(__file__).with_name("0010_interruptions.py")))
+TELEMETRY = INTERRUPTIONS["TELEMETRY"]
 """The revisions that last created the views."""
 
 seconds, replace_views = TELEMETRY["seconds"], TELEMETRY["replace_views"]

@@ -14,10 +14,9 @@ down_revision = "0012"
 branch_labels = None
 depends_on = None
 
-FIRST, TELEMETRY, BEFORE = (
-    runpy.run_path(str(Path(__file__).with_name(name)))
-    for name in ("0001_first_schema.py", "0006_telemetry_and_totals.py", "0010_interruptions.py")
-)
+BEFORE = runpy.run_path(str(Path(__file__).with_name("0010_interruptions.py")))
+TELEMETRY = BEFORE["TELEMETRY"]
+FIRST = TELEMETRY["FIRST"]
 """The revisions that created the views, and the function that replaces them."""
 
 DUPLICATES = """

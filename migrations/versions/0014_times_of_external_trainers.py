@@ -13,10 +13,9 @@ down_revision = "0013"
 branch_labels = None
 depends_on = None
 
-FIRST, TELEMETRY, UNDRIVEN = (
-    runpy.run_path(str(Path(__file__).with_name(name)))
-    for name in ("0001_first_schema.py", "0006_telemetry_and_totals.py", "0012_undriven_times.py")
-)
+UNDRIVEN = runpy.run_path(str(Path(__file__).with_name("0012_undriven_times.py")))
+TELEMETRY = UNDRIVEN["TELEMETRY"]
+FIRST = TELEMETRY["FIRST"]
 """The revisions that created the views, and the functions that replace them."""
 
 replaced, replace_views, GOODPUT = UNDRIVEN["replaced"], TELEMETRY["replace_views"], TELEMETRY["GOODPUT"]

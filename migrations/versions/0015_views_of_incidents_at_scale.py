@@ -15,15 +15,8 @@ down_revision = "0014"
 branch_labels = None
 depends_on = None
 
-FIRST, TELEMETRY, UNDRIVEN, EXTERNAL = (
-    runpy.run_path(str(Path(__file__).with_name(name)))
-    for name in (
-        "0001_first_schema.py",
-        "0006_telemetry_and_totals.py",
-        "0012_undriven_times.py",
-        "0014_times_of_external_trainers.py",
-    )
-)
+EXTERNAL = runpy.run_path(str(Path(__file__).with_name("0014_times_of_external_trainers.py")))
+FIRST, TELEMETRY, UNDRIVEN = EXTERNAL["FIRST"], EXTERNAL["TELEMETRY"], EXTERNAL["UNDRIVEN"]
 """The revisions that created the views, and the functions that replace them."""
 
 seconds, replace_views = TELEMETRY["seconds"], TELEMETRY["replace_views"]

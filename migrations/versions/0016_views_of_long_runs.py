@@ -16,15 +16,8 @@ down_revision = "0015"
 branch_labels = None
 depends_on = None
 
-FIRST, TELEMETRY, EXTERNAL, BEFORE = (
-    runpy.run_path(str(Path(__file__).with_name(name)))
-    for name in (
-        "0001_first_schema.py",
-        "0006_telemetry_and_totals.py",
-        "0014_times_of_external_trainers.py",
-        "0015_views_of_incidents_at_scale.py",
-    )
-)
+BEFORE = runpy.run_path(str(Path(__file__).with_name("0015_views_of_incidents_at_scale.py")))
+FIRST, TELEMETRY, EXTERNAL = BEFORE["FIRST"], BEFORE["TELEMETRY"], BEFORE["EXTERNAL"]
 """The revisions that created the views, and the functions that replace them."""
 
 seconds, replace_views, during = TELEMETRY["seconds"], TELEMETRY["replace_views"], BEFORE["during"]
