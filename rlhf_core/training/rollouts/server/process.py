@@ -1,7 +1,6 @@
 """Role ``rollout``: an engine in its own process, restarted independently (``rollout.engines``)."""
 
 import os
-import shutil
 import signal
 import tempfile
 import time
@@ -17,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from rlhf_core.errors import WorkerError
 from rlhf_core.files.lookups import is_there
 from rlhf_core.files.whole import shared_secret, write_model
+from rlhf_core.machine.shared_names import remove_with_names
 from rlhf_core.schemas.engines import EngineAddress
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.checkpoints.soundness import initial_folder
@@ -137,7 +137,7 @@ def _scratch(context: WorkerContext) -> Path | None:
     if context.memory is None:
         return Path(tempfile.mkdtemp(prefix="rlhf-engine-"))
     folder = context.memory / f"engine-{context.rank}"
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_with_names(folder)
     folder.mkdir(mode=0o700, parents=True)
     return folder
 

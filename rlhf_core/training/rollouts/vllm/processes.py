@@ -10,6 +10,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from uuid import uuid4
 
+from rlhf_core.machine.shared_names import claim_names, naming_shared_memory
 from rlhf_core.machine.variables import with_variables
 
 _SOCKETS = "VLLM_RPC_BASE_PATH"
@@ -62,12 +63,14 @@ def starting_in(scratch: Path) -> Iterator[None]:
     (vLLM 0.32).
 
     The file through which they find each other is in ``scratch`` instead. The folder of their sockets is removed once
-    they are connected.
+    they are connected. Their shared memory has its names until then, all with a prefix that is claimed in ``scratch``.
     """
     from vllm.v1.executor import multiproc_executor
 
-    multiproc_executor.get_file_store_init_method = lambda: f"file://{scratch}/vllm_dist_{uuid4().hex}"
+    name = f"vllm_dist_{uuid4().hex}"  # the memory for collectives on CPU is named after this file, too
+    multiproc_executor.get_file_store_init_method = lambda: f"file://{scratch}/{name}"
+    claim_names(scratch, name)
     # Not in scratch as well: the path of a socket has at most 107 characters.
     sockets = tempfile.TemporaryDirectory(prefix="vllm-", dir=os.environ.get(_SOCKETS))
-    with sockets, with_variables({_SOCKETS: sockets.name}):
+    with sockets, naming_shared_memory(name), with_variables({_SOCKETS: sockets.name}):
         yield
