@@ -31,6 +31,7 @@ from rlhf_core.training.rollouts.server.worker import EngineWorker
 from rlhf_core.training.rollouts.sglang.sampler import SglangSampler
 from rlhf_core.training.rollouts.sglang.server import SglangServer
 from rlhf_core.training.rollouts.shared_tensors import SharedMemory
+from rlhf_core.training.rollouts.vllm.processes import SamplingProcessKilled
 from rlhf_core.training.types import RoleResult, WorkerContext
 from rlhf_core.weight_sync.receiver import Receiver
 
@@ -51,7 +52,11 @@ def run_engine(context: WorkerContext) -> RoleResult:
     tokenizer = load_tokenizer(tokenizer_folder(spec, folder))
     base = "" if spec.model.lora is None else base_digest(folder, partial(context.reporter.beat, Phase.SETUP, 0))
     scratch = _scratch(context)
-    sampler = _sampler(context, folder, tokenizer, scratch)
+    try:
+        sampler = _sampler(context, folder, tokenizer, scratch)
+    except SamplingProcessKilled as error:
+        _die_like(error.exit_code)
+        raise
     context.reporter.represent(sampler.pids)
     receiver = _receiver(context, scratch)
     worker = EngineWorker(context.rank, generation, sampler, receiver, context.reporter, base)

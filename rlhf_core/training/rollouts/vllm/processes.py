@@ -4,16 +4,32 @@ import contextlib
 import os
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
+from rlhf_core.errors import WorkerError
 from rlhf_core.machine.shared_names import claim_names, naming_shared_memory
 from rlhf_core.machine.variables import with_variables
 
 _SOCKETS = "VLLM_RPC_BASE_PATH"
+_EXIT_S = 1.0
+"""Time that a process which has closed its connection takes at most to exit, in seconds."""
+
+
+class SamplingProcessKilled(WorkerError):
+    """A signal ended a process of an engine that was starting."""
+
+    def __init__(self, exit_code: int) -> None:
+        """Args:
+        exit_code: the signal, negative.
+        """
+        super().__init__(f"a sampling process of this engine was ended by signal {-exit_code} while it started")
+        self.exit_code = exit_code
 
 
 class EngineProcesses:
@@ -64,13 +80,38 @@ def starting_in(scratch: Path) -> Iterator[None]:
 
     The file through which they find each other is in ``scratch`` instead. The folder of their sockets is removed once
     they are connected. Their shared memory has its names until then, all with a prefix that is claimed in ``scratch``.
+
+    Raises:
+        SamplingProcessKilled: a signal ended one of them; the others are ended, too.
     """
     from vllm.v1.executor import multiproc_executor
 
     name = f"vllm_dist_{uuid4().hex}"  # the memory for collectives on CPU is named after this file, too
     multiproc_executor.get_file_store_init_method = lambda: f"file://{scratch}/{name}"
     claim_names(scratch, name)
+    wait_for_ready = multiproc_executor.WorkerProc.wait_for_ready
     # Not in scratch as well: the path of a socket has at most 107 characters.
     sockets = tempfile.TemporaryDirectory(prefix="vllm-", dir=os.environ.get(_SOCKETS))
-    with sockets, naming_shared_memory(name), with_variables({_SOCKETS: sockets.name}):
-        yield
+    try:
+        multiproc_executor.WorkerProc.wait_for_ready = partial(_wait_for_ready, wait_for_ready)
+        with sockets, naming_shared_memory(name), with_variables({_SOCKETS: sockets.name}):
+            yield
+    finally:
+        multiproc_executor.WorkerProc.wait_for_ready = wait_for_ready
+
+
+def _wait_for_ready(plain: Callable[[Sequence[Any]], list[Any]], handles: Sequence[Any]) -> list[Any]:
+    """Wait as vLLM does, whose error does not tell which process ended and by which signal."""
+    try:
+        return plain(handles)
+    except Exception as error:
+        processes: list[BaseProcess] = [one.proc for one in handles]
+        ended = wait([one.sentinel for one in processes], _EXIT_S)
+        for first in processes:
+            if first.sentinel in ended:
+                first.join()
+                if first.exitcode is not None and first.exitcode < 0:
+                    for one in processes:
+                        one.kill()
+                    raise SamplingProcessKilled(first.exitcode) from error
+        raise
