@@ -27,16 +27,19 @@ def claim_names(folder: Path, prefix: str) -> None:
     """Record that shared memory with such names is removed with a folder.
 
     Args:
-        prefix: beginning of the names; nobody else uses it.
+        prefix: beginning of the names, for this folder alone.
     """
     (folder / f"{prefix}{_RECORD}").touch()
 
 
 def remove_with_names(folder: Path) -> None:
-    """Remove a folder, and the shared memory whose names were claimed in it. A no-op if the folder is missing."""
+    """Remove a folder, and what has names in shared memory that were claimed in it. A no-op if it is missing."""
     for record in folder.rglob(f"?*{_RECORD}"):
         for left in SHARED_MEMORY.glob(f"{glob.escape(record.name.removesuffix(_RECORD))}*"):
-            left.unlink(missing_ok=True)
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -1,6 +1,7 @@
 """Split vLLM engines that are killed while they start; without vLLM itself."""
 
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -9,14 +10,16 @@ from multiprocessing import Pipe, resource_tracker, shared_memory
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from rank_launcher import make_context, tiny_spec
 
+from rlhf_core.errors import SamplingProcessKilled
 from rlhf_core.machine.shared_names import PREFIX_VARIABLE, SHARED_MEMORY
 from rlhf_core.run_dir.run import new_run_id
 from rlhf_core.training.rollouts.server import process
-from rlhf_core.training.rollouts.vllm.processes import SamplingProcessKilled, starting_in
+from rlhf_core.training.rollouts.vllm.processes import starting_in
 from rlhf_core.worker.liveness.heartbeat import SlotFile, memory_folder
 
 
@@ -49,13 +52,16 @@ def test_shared_memory_of_an_engine_killed_at_its_start_is_removed(
     scratch = process._scratch(context)
     assert scratch is not None
     with starting_in(scratch):
-        prefix = os.environ[PREFIX_VARIABLE]
+        prefix, sockets = os.environ[PREFIX_VARIABLE], Path(os.environ["VLLM_RPC_BASE_PATH"])
+        assert len(f"{sockets}/{uuid4()}") <= 107, "the longest path of a socket"
         queue = shared_memory.SharedMemory(create=True, size=8)
         opened = shared_memory.SharedMemory(queue.name)
         collectives = SHARED_MEMORY / f"{Path(executor.get_file_store_init_method()).name}-tp:0-[0-1]-cpushm_0"
         collectives.touch()
     assert queue.name.startswith(prefix), "as in the processes that vLLM spawns, see vllm/worker.py"
     assert opened.name == queue.name
+    sockets.mkdir()
+    (sockets / str(uuid4())).touch()
     resource_tracker.unregister(f"/{queue.name}", "shared_memory")  # the agent kills this helper of Python, too
     for one in (queue, opened):
         one.close()
@@ -69,6 +75,7 @@ def test_shared_memory_of_an_engine_killed_at_its_start_is_removed(
             process._scratch(context)
         assert not (SHARED_MEMORY / queue.name).exists()
         assert not collectives.exists()
+        assert not sockets.exists()
         assert (SHARED_MEMORY / foreign.name).exists()
     finally:
         foreign.close()
@@ -76,6 +83,7 @@ def test_shared_memory_of_an_engine_killed_at_its_start_is_removed(
         slots.remove()
         for left in (SHARED_MEMORY / queue.name, collectives):
             left.unlink(missing_ok=True)
+        shutil.rmtree(sockets, ignore_errors=True)
 
 
 @pytest.mark.parametrize("exit_code", [-9, 1])

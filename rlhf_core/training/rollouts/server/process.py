@@ -13,7 +13,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from rlhf_core.errors import WorkerError
+from rlhf_core.errors import SamplingProcessKilled, WorkerError
 from rlhf_core.files.lookups import is_there
 from rlhf_core.files.whole import shared_secret, write_model
 from rlhf_core.machine.shared_names import remove_with_names
@@ -31,7 +31,6 @@ from rlhf_core.training.rollouts.server.worker import EngineWorker
 from rlhf_core.training.rollouts.sglang.sampler import SglangSampler
 from rlhf_core.training.rollouts.sglang.server import SglangServer
 from rlhf_core.training.rollouts.shared_tensors import SharedMemory
-from rlhf_core.training.rollouts.vllm.processes import SamplingProcessKilled
 from rlhf_core.training.types import RoleResult, WorkerContext
 from rlhf_core.weight_sync.receiver import Receiver
 

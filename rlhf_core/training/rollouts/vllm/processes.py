@@ -12,24 +12,13 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from rlhf_core.errors import WorkerError
-from rlhf_core.machine.shared_names import claim_names, naming_shared_memory
+from rlhf_core.errors import SamplingProcessKilled
+from rlhf_core.machine.shared_names import SHARED_MEMORY, claim_names, naming_shared_memory
 from rlhf_core.machine.variables import with_variables
 
 _SOCKETS = "VLLM_RPC_BASE_PATH"
 _EXIT_S = 1.0
 """Time that a process which has closed its connection takes at most to exit, in seconds."""
-
-
-class SamplingProcessKilled(WorkerError):
-    """A signal ended a process of an engine that was starting."""
-
-    def __init__(self, exit_code: int) -> None:
-        """Args:
-        exit_code: the signal, negative.
-        """
-        super().__init__(f"a sampling process of this engine was ended by signal {-exit_code} while it started")
-        self.exit_code = exit_code
 
 
 class EngineProcesses:
@@ -90,8 +79,10 @@ def starting_in(scratch: Path) -> Iterator[None]:
     multiproc_executor.get_file_store_init_method = lambda: f"file://{scratch}/{name}"
     claim_names(scratch, name)
     wait_for_ready = multiproc_executor.WorkerProc.wait_for_ready
-    # Not in scratch as well: the path of a socket has at most 107 characters.
-    sockets = tempfile.TemporaryDirectory(prefix="vllm-", dir=os.environ.get(_SOCKETS))
+    # Not in scratch as well: the path of a socket has at most 107 characters. There, the name is a claimed one.
+    is_in_memory = _SOCKETS not in os.environ and scratch.is_relative_to(SHARED_MEMORY)
+    prefix, place = (f"{name}-", SHARED_MEMORY) if is_in_memory else ("vllm-", os.environ.get(_SOCKETS))
+    sockets = tempfile.TemporaryDirectory(prefix=prefix, dir=place)
     try:
         multiproc_executor.WorkerProc.wait_for_ready = partial(_wait_for_ready, wait_for_ready)
         with sockets, naming_shared_memory(name), with_variables({_SOCKETS: sockets.name}):
