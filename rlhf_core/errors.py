@@ -30,6 +30,7 @@
     └── WorkerError                 raised on the nodes; crosses to the control plane as text in outcome.json
         ├── MetricsMismatch         ranks reduced different metrics, or are at different steps
         ├── RewardFailed            a reward function raised or returned something that is not a reward
+        ├── SamplingProcessKilled   a signal ended a process of a vLLM engine over several GPUs while it started
         ├── DiskFull                no room for a checkpoint; older checkpoints are untouched
         ├── FileSystemStalled       the file system accepts no more of a checkpoint saved in the background
         ├── NonFiniteLoss           loss, gradient norm or log-probability is NaN or infinite
@@ -203,6 +204,17 @@ class MetricsMismatch(WorkerError):
 
 class RewardFailed(WorkerError):
     """A reward function raised, or returned something that is not one finite number per completion."""
+
+
+class SamplingProcessKilled(WorkerError):
+    """A signal ended a process of an engine that was starting."""
+
+    def __init__(self, exit_code: int) -> None:
+        """Args:
+        exit_code: the signal, negative.
+        """
+        super().__init__(f"a sampling process of this engine was ended by signal {-exit_code} while it started")
+        self.exit_code = exit_code
 
 
 class DiskFull(WorkerError):

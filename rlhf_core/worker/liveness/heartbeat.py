@@ -22,7 +22,6 @@ import fcntl
 import mmap
 import os
 import re
-import shutil
 import tempfile
 import threading
 import time
@@ -33,6 +32,7 @@ from types import TracebackType
 from typing import Literal
 
 from rlhf_core.files.private import FILE_MODE, own_folder
+from rlhf_core.machine.shared_names import remove_with_names
 from rlhf_core.schemas.reports import Phase
 
 MAGIC = 0x726C68665F763033
@@ -128,7 +128,7 @@ class SlotFile:
         for stale in earlier:
             left, own = memory_folder(stale), memory_folder(self.path)
             if left is not None and own is not None and left.is_dir():
-                shutil.rmtree(own, ignore_errors=True)
+                remove_with_names(own)
                 with contextlib.suppress(FileNotFoundError):  # another agent has just removed it
                     left.rename(own)
             _remove(stale)
@@ -219,7 +219,7 @@ def _remove(path: Path, *, keep_memory: bool = False) -> None:
         if keeps and beside == memory:
             continue
         if beside.is_dir():
-            shutil.rmtree(beside, ignore_errors=True)
+            remove_with_names(beside)
         else:
             beside.unlink(missing_ok=True)
     if not keeps:  # the slot file stays with the data: its missing lock shows that its agent is gone

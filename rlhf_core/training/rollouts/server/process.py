@@ -1,7 +1,6 @@
 """Role ``rollout``: an engine in its own process, restarted independently (``rollout.engines``)."""
 
 import os
-import shutil
 import signal
 import tempfile
 import time
@@ -14,9 +13,10 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from rlhf_core.errors import WorkerError
+from rlhf_core.errors import SamplingProcessKilled, WorkerError
 from rlhf_core.files.lookups import is_there
 from rlhf_core.files.whole import shared_secret, write_model
+from rlhf_core.machine.shared_names import remove_with_names
 from rlhf_core.schemas.engines import EngineAddress
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.checkpoints.soundness import initial_folder
@@ -51,7 +51,11 @@ def run_engine(context: WorkerContext) -> RoleResult:
     tokenizer = load_tokenizer(tokenizer_folder(spec, folder))
     base = "" if spec.model.lora is None else base_digest(folder, partial(context.reporter.beat, Phase.SETUP, 0))
     scratch = _scratch(context)
-    sampler = _sampler(context, folder, tokenizer, scratch)
+    try:
+        sampler = _sampler(context, folder, tokenizer, scratch)
+    except SamplingProcessKilled as error:
+        _die_like(error.exit_code)
+        raise
     context.reporter.represent(sampler.pids)
     receiver = _receiver(context, scratch)
     worker = EngineWorker(context.rank, generation, sampler, receiver, context.reporter, base)
@@ -137,7 +141,7 @@ def _scratch(context: WorkerContext) -> Path | None:
     if context.memory is None:
         return Path(tempfile.mkdtemp(prefix="rlhf-engine-"))
     folder = context.memory / f"engine-{context.rank}"
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_with_names(folder)
     folder.mkdir(mode=0o700, parents=True)
     return folder
 

@@ -4,15 +4,21 @@ import contextlib
 import os
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
+from rlhf_core.errors import SamplingProcessKilled
+from rlhf_core.machine.shared_names import SHARED_MEMORY, claim_names, naming_shared_memory
 from rlhf_core.machine.variables import with_variables
 
 _SOCKETS = "VLLM_RPC_BASE_PATH"
+_EXIT_S = 1.0
+"""Time that a process which has closed its connection takes at most to exit, in seconds."""
 
 
 class EngineProcesses:
@@ -62,12 +68,41 @@ def starting_in(scratch: Path) -> Iterator[None]:
     (vLLM 0.32).
 
     The file through which they find each other is in ``scratch`` instead. The folder of their sockets is removed once
-    they are connected.
+    they are connected. Their shared memory has its names until then, all with a prefix that is claimed in ``scratch``.
+
+    Raises:
+        SamplingProcessKilled: a signal ended one of them; the others are ended, too.
     """
     from vllm.v1.executor import multiproc_executor
 
-    multiproc_executor.get_file_store_init_method = lambda: f"file://{scratch}/vllm_dist_{uuid4().hex}"
-    # Not in scratch as well: the path of a socket has at most 107 characters.
-    sockets = tempfile.TemporaryDirectory(prefix="vllm-", dir=os.environ.get(_SOCKETS))
-    with sockets, with_variables({_SOCKETS: sockets.name}):
-        yield
+    name = f"vllm_dist_{uuid4().hex}"  # the memory for collectives on CPU is named after this file, too
+    multiproc_executor.get_file_store_init_method = lambda: f"file://{scratch}/{name}"
+    claim_names(scratch, name)
+    wait_for_ready = multiproc_executor.WorkerProc.wait_for_ready
+    # Not in scratch as well: the path of a socket has at most 107 characters. There, the name is a claimed one.
+    is_in_memory = _SOCKETS not in os.environ and scratch.is_relative_to(SHARED_MEMORY)
+    prefix, place = (f"{name}-", SHARED_MEMORY) if is_in_memory else ("vllm-", os.environ.get(_SOCKETS))
+    sockets = tempfile.TemporaryDirectory(prefix=prefix, dir=place)
+    try:
+        multiproc_executor.WorkerProc.wait_for_ready = partial(_wait_for_ready, wait_for_ready)
+        with sockets, naming_shared_memory(name), with_variables({_SOCKETS: sockets.name}):
+            yield
+    finally:
+        multiproc_executor.WorkerProc.wait_for_ready = wait_for_ready
+
+
+def _wait_for_ready(plain: Callable[[Sequence[Any]], list[Any]], handles: Sequence[Any]) -> list[Any]:
+    """Wait as vLLM does, whose error does not tell which process ended and by which signal."""
+    try:
+        return plain(handles)
+    except Exception as error:
+        processes: list[BaseProcess] = [one.proc for one in handles]
+        ended = wait([one.sentinel for one in processes], _EXIT_S)
+        for first in processes:
+            if first.sentinel in ended:
+                first.join()
+                if first.exitcode is not None and first.exitcode < 0:
+                    for one in processes:
+                        one.kill()
+                    raise SamplingProcessKilled(first.exitcode) from error
+        raise

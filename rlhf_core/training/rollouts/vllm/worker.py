@@ -9,6 +9,7 @@ over a network.
 
 import contextlib
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +22,14 @@ from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransfe
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from rlhf_core.machine.shared_names import PREFIX_VARIABLE, name_shared_memory
 from rlhf_core.training.rollouts.checkpoint_layout import CheckpointLayout
 from rlhf_core.training.rollouts.shared_tensors import MappedRow, TensorPlace
 from rlhf_core.training.rollouts.vllm.adapter import LoadedAdapter, count_differing
 from rlhf_core.training.rollouts.vllm.gpt_oss import through_weight_loaders
+
+if PREFIX_VARIABLE in os.environ:  # vLLM's workers load this module before they make any shared memory
+    name_shared_memory(os.environ[PREFIX_VARIABLE])
 
 
 @dataclass
