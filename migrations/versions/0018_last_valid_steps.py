@@ -15,15 +15,8 @@ down_revision = "0017"
 branch_labels = None
 depends_on = None
 
-FIRST, TELEMETRY, UNDRIVEN, BEFORE = (
-    runpy.run_path(str(Path(__file__).with_name(name)))
-    for name in (
-        "0001_first_schema.py",
-        "0006_telemetry_and_totals.py",
-        "0012_undriven_times.py",
-        "0016_views_of_long_runs.py",
-    )
-)
+BEFORE = runpy.run_path(str(Path(__file__).with_name("0016_views_of_long_runs.py")))
+FIRST, TELEMETRY, UNDRIVEN = BEFORE["FIRST"], BEFORE["TELEMETRY"], BEFORE["EXTERNAL"]["UNDRIVEN"]
 """The revision that created the views before, and those with the functions that both databases write differently."""
 
 seconds, replace_views, ENDED = TELEMETRY["seconds"], TELEMETRY["replace_views"], TELEMETRY["ENDED"]
