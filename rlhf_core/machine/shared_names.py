@@ -32,14 +32,20 @@ def claim_names(folder: Path, prefix: str) -> None:
     (folder / f"{prefix}{_RECORD}").touch()
 
 
-def remove_with_names(folder: Path) -> None:
-    """Remove a folder, and what has names in shared memory that were claimed in it. A no-op if it is missing."""
+def remove_names(folder: Path) -> None:
+    """Remove what has names in shared memory that were claimed in a folder. The memory itself is released with the last
+    process that uses it, however that ends. A no-op if the folder is missing."""
     for record in folder.rglob(f"?*{_RECORD}"):
         for left in SHARED_MEMORY.glob(f"{glob.escape(record.name.removesuffix(_RECORD))}*"):
             if left.is_dir():
                 shutil.rmtree(left, ignore_errors=True)
             else:
                 left.unlink(missing_ok=True)
+
+
+def remove_with_names(folder: Path) -> None:
+    """Remove a folder, and what has names in shared memory that were claimed in it. A no-op if it is missing."""
+    remove_names(folder)
     shutil.rmtree(folder, ignore_errors=True)
 
 

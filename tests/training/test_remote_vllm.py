@@ -60,7 +60,7 @@ def test_an_engine_that_is_split_follows_the_trainer(tmp_path: Path, monkeypatch
 
         parts = _parts(group)
         maps = Path(f"/proc/{parts[0].pid}/maps").read_text().splitlines()
-        shared = [line for line in maps if "/dev/shm/psm_" in line]
+        shared = [line for line in maps if "/dev/shm/vllm_dist_" in line]
         assert shared
         assert all(line.endswith("(deleted)") for line in shared), "it is released however the engine ends"
         # Like a process that waits for another one in a collective, it does not see vLLM's request to exit.

@@ -11,7 +11,6 @@ from rlhf_core.training.rollouts.shared_tensors import (
     SharedMemory,
     buckets_of_places,
     place_of,
-    remove_mapped_files,
 )
 from rlhf_core.weight_sync.receiver import Receiver
 
@@ -57,18 +56,6 @@ def test_tensors_are_handed_on_some_at_a_time(tmp_path: Path) -> None:
     tensors = [(str(at), row[at : at + 8]) for at in range(0, 40, 8)]
     buckets = [[place.name for place in bucket] for bucket in buckets_of_places(tensors, 10)]
     assert buckets == [["0", "8"], ["16", "24"], ["32"]]
-
-
-def test_files_that_are_mapped_lose_their_names_and_keep_their_memory(tmp_path: Path) -> None:
-    row = SharedMemory(tmp_path).allocate(8)
-    other = tmp_path / "other"
-    other.write_bytes(b"x" * 8)
-    kept = torch.from_file(str(other), shared=True, size=8, dtype=torch.uint8)
-    remove_mapped_files((str(tmp_path / "weights-"),))
-    assert list(tmp_path.iterdir()) == [other]
-    row.fill_(5)
-    assert (row.tolist(), len(kept)) == ([5] * 8, 8)
-    remove_mapped_files((str(tmp_path / "weights-"),))
 
 
 def test_missing_memory_is_reported_with_the_engine(tmp_path: Path) -> None:

@@ -4,13 +4,11 @@ The process of a split engine stages weights in such memory (``vllm/worker.py``)
 without a copy between processes.
 """
 
-import contextlib
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 from torch import Size, Tensor, dtype
 
@@ -92,23 +90,6 @@ def buckets_of_places(tensors: Iterable[tuple[str, Tensor]], size: int) -> Itera
             bucket, filled = [], 0
     if bucket:
         yield bucket
-
-
-def remove_mapped_files(prefixes: tuple[str, ...]) -> None:
-    """Unlink the files that this process and its descendants have mapped. The memory is released with the last of these
-    processes, however they end.
-
-    Args:
-        prefixes: prefixes of the paths.
-    """
-    own = psutil.Process()
-    for process in (own, *own.children(recursive=True)):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process has ended
-            maps = Path(f"/proc/{process.pid}/maps").read_text()
-            paths = {fields[5] for line in maps.splitlines() if len(fields := line.split(maxsplit=5)) == 6}
-            for path in paths:
-                if path.startswith(prefixes):
-                    Path(path).unlink(missing_ok=True)
 
 
 class MappedRow:

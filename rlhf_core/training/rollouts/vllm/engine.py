@@ -26,21 +26,19 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrain
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from rlhf_core.errors import StaleWeights
+from rlhf_core.machine.shared_names import remove_names
 from rlhf_core.schemas.model import LoraSpec
 from rlhf_core.schemas.rollouts import VllmSettings
 from rlhf_core.training.checkpoints.state import kept_random_state
 from rlhf_core.training.rollouts.base import Sampling, WeightTransfer, completion_of, require_prompts, require_version
 from rlhf_core.training.rollouts.engine_adapter import given_weights
-from rlhf_core.training.rollouts.shared_tensors import buckets_of_places, place_of, remove_mapped_files
+from rlhf_core.training.rollouts.shared_tensors import buckets_of_places, place_of
 from rlhf_core.training.rollouts.vllm.adapter import VllmAdapter, use_products
 from rlhf_core.training.rollouts.vllm.processes import EngineProcesses, starting_in
 from rlhf_core.training.rollouts.vllm.transformers_classes import kept_classes
 from rlhf_core.training.rollouts.weight_probe import probe_of, require_same
 from rlhf_core.training.types import Completion
 
-_VLLM_MEMORY = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")
-"""Memory shared by the processes of a split engine (vLLM 0.32). vLLM removes it on a clean exit; a killed engine would
-leave up to 0.7 GB."""
 _WORKER = "rlhf_core.training.rollouts.vllm.worker"
 """Module that vLLM's workers load by name; also the name of the backend in it."""
 EXTENSION = f"{_WORKER}.WeightExtension"
@@ -126,8 +124,8 @@ class VllmEngine:
         self._engine = self._llm.llm_engine
         workers = self._engine.model_executor.workers if self._is_split else []
         self._processes = EngineProcesses([one.proc for one in workers])
-        if self._is_split:
-            remove_mapped_files(_VLLM_MEMORY)
+        if scratch is not None:
+            remove_names(scratch)
         self.sleep()
 
     def load(self, model: PreTrainedModel, version: int, beat: Callable[[], None]) -> WeightTransfer | None:
