@@ -286,12 +286,14 @@ class Site:
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Make Prefect in this process, and programs started by it, use this server within the block."""
+        from prefect.events.worker import EventsWorker
         from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
         settings = {PREFECT_API_URL: self.api, PREFECT_API_AUTH_STRING: self.password}
         with temporary_settings(settings), pytest.MonkeyPatch.context() as patch:
             for setting, value in settings.items():
                 patch.setenv(setting.name, value)  # for code that looks up the server without importing Prefect
+            EventsWorker.drain_all(timeout=5)  # it sends all events of a process to the server of the first one
             yield
 
     def ask(self, path: str, body: Any = None, *, auth: str | None = None, method: str = "") -> tuple[int, Any]:
