@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -70,7 +71,8 @@ def fails_soon(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
         journal.move_run(RunState.FAILED, "enough")
         journal.close()
 
-    monkeypatch.setattr(watching.time, "sleep", fail)
+    # Not in the module time itself: a thread that an earlier test has left may sleep, too.
+    monkeypatch.setattr(watching, "time", SimpleNamespace(sleep=fail))
 
 
 def watched(run_dir: RunDir, capsys: Printed, monkeypatch: pytest.MonkeyPatch, *options: str) -> str:
