@@ -17,7 +17,7 @@ from typing import Any
 from rlhf_core.machine.variables import with_variables
 
 SHARED_MEMORY = Path("/dev/shm")
-"""The node's shared memory by name."""
+"""The node's in-memory file system, which has its shared memory by name."""
 PREFIX_VARIABLE = "RLHF_SHARED_NAMES"
 """Environment variable with the prefix of processes that were spawned to share memory."""
 _RECORD = ".names"

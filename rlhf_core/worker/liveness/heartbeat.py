@@ -32,7 +32,7 @@ from types import TracebackType
 from typing import Literal
 
 from rlhf_core.files.private import FILE_MODE, own_folder
-from rlhf_core.machine.shared_names import remove_with_names
+from rlhf_core.machine.shared_names import SHARED_MEMORY, remove_with_names
 from rlhf_core.schemas.reports import Phase
 
 MAGIC = 0x726C68665F763033
@@ -40,8 +40,6 @@ HEADER_WORDS = 8
 SLOT_WORDS = 32
 WORD_BYTES = 8
 
-MEMORY = Path("/dev/shm")
-"""The node's in-memory file system."""
 _SUFFIX = ".slots"
 _MEMORY_SUFFIX = ".memory"
 
@@ -87,7 +85,7 @@ class Slot:
 
 def slots_folder() -> Path:
     """Folder of slot files, private to this user: in memory if possible, otherwise in the temporary directory."""
-    return own_folder(MEMORY if os.access(MEMORY, os.W_OK | os.X_OK) else Path(tempfile.gettempdir()))
+    return own_folder(SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK | os.X_OK) else Path(tempfile.gettempdir()))
 
 
 class SlotFile:
@@ -184,7 +182,7 @@ class SlotFile:
 def memory_folder(slots: Path) -> Path | None:
     """Folder next to a slot file for data that workers leave in memory for their successors; None if it would not be in
     memory."""
-    return slots.with_name(f"{slots.name}{_MEMORY_SUFFIX}") if MEMORY in slots.parents else None
+    return slots.with_name(f"{slots.name}{_MEMORY_SUFFIX}") if SHARED_MEMORY in slots.parents else None
 
 
 def _remove_files_of_dead_agents(folder: Path, run_id: str) -> None:

@@ -23,6 +23,7 @@ from rlhf_core.diagnosis.nodes.checks import blocked, warning
 from rlhf_core.files.fingerprints import fingerprint
 from rlhf_core.files.lookups import paths_in
 from rlhf_core.files.whole import read_all
+from rlhf_core.machine.shared_names import SHARED_MEMORY
 from rlhf_core.run_dir.attempt import AttemptDir
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
@@ -43,7 +44,6 @@ MAX_FILES = 1_000
 """Maximum number of files read in a folder on an external trainer's launch line; of larger folders, this many names and
 sizes are used instead."""
 
-SHARED_MEMORY = Path("/dev/shm")
 CPU_SHARED_MEMORY_GB = 0.03
 """Shared memory that suffices for CPU-only ranks."""
 
