@@ -113,7 +113,7 @@ def fill(store: HistoryStore, runs: list[Rows]) -> None:
             if made:
                 connection.execute(insert(metadata.tables[name]), made)
         for rows in runs:
-            write_last_valid_steps(connection, rows["runs"][0]["run_id"])
+            write_last_valid_steps(connection, rows["runs"][0]["run_id"], 1)
 
 
 def same(found: list[list[object]], expected: list[list[object]]) -> bool:

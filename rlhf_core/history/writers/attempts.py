@@ -102,7 +102,7 @@ def write_restarts(connection: Connection, run_id: str, batch: IngestBatch) -> N
     if rows:
         connection.execute(_extending(connection.dialect.name), rows)
     if steps:
-        write_last_valid_steps(connection, run_id)
+        write_last_valid_steps(connection, run_id, min(map(min, steps.values())))
 
 
 _LAST_VALID_STEPS = text("""
@@ -112,13 +112,17 @@ UPDATE restarts SET last_valid_step = (
         UNION ALL
         SELECT l.first_step - 1 FROM restarts l
          WHERE l.run_id = restarts.run_id AND (l.attempt, l.restart) > (restarts.attempt, restarts.restart)) s)
-WHERE run_id = :run_id AND last_step IS NOT NULL""")
+WHERE run_id = :run_id AND last_step >= :step""")
 
 
-def write_last_valid_steps(connection: Connection, run_id: str) -> None:
+def write_last_valid_steps(connection: Connection, run_id: str, step: int) -> None:
     """Write how far the steps of each restart count: a later one goes back to before its first step, and all that
-    earlier ones recorded from that step on was made with weights that no longer exist."""
-    connection.execute(_LAST_VALID_STEPS, {"run_id": run_id})
+    earlier ones recorded from that step on was made with weights that no longer exist.
+
+    Args:
+        step: lowest new step. Restarts that ended before it stay as they are.
+    """
+    connection.execute(_LAST_VALID_STEPS, {"run_id": run_id, "step": step})
 
 
 def _starts_restart(event: AgentEvent) -> bool:
