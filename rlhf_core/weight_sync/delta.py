@@ -10,8 +10,11 @@ exactly the trainer's weights or is refused.
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_core.errors import WeightSyncFailed
@@ -20,7 +23,6 @@ from rlhf_core.weight_sync.base import Beat
 from rlhf_core.weight_sync.layout import (
     bucket_bytes_for,
     buckets_of,
-    bytes_of,
     checksum,
     digest_of,
     matched,
@@ -29,6 +31,10 @@ from rlhf_core.weight_sync.layout import (
 
 GAPS, VALUES = "#gaps", "#values"
 """Suffixes of the two parts of a sparse tensor."""
+
+Places = NDArray[np.int64]
+"""Flat indices of elements."""
+_Bits = NDArray[np.integer[Any]]
 
 _LARGEST_GAP = 1 << 16
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -45,21 +51,27 @@ def encode_changes(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
         old: likewise, of the same type and shape.
     """
     bits = _bits(new)
-    changed = (bits != _bits(old)).nonzero().squeeze(-1)
-    steps = torch.diff(changed, prepend=changed.new_tensor([-1]))
-    fillers = (steps - 1) // _LARGEST_GAP  # unchanged elements sent before each changed one
-    gaps = torch.full((len(changed) + int(fillers.sum()),), _LARGEST_GAP - 1, dtype=torch.int64)
-    gaps[torch.arange(len(changed)) + fillers.cumsum(0)] = (steps - 1) % _LARGEST_GAP
-    return gaps.to(torch.int16), bits[_places(gaps)].view(new.dtype)
+    changed = np.flatnonzero(bits != _bits(old))
+    steps = np.diff(changed, prepend=-1)
+    if len(steps) and steps.max() > _LARGEST_GAP:
+        changed = _with_fillers(steps)
+        steps = np.diff(changed, prepend=-1)
+    gaps = (steps - 1).astype(np.uint16).view(np.int16)
+    return torch.from_numpy(gaps), torch.from_numpy(bits[changed]).view(new.dtype)
 
 
-def decode_places(gaps: Tensor) -> Tensor:
+def decode_places(gaps: Tensor) -> Places:
     """Flat indices ``[n]`` (int64) of the elements with these gaps."""
-    return _places(gaps.to(torch.int64) & 0xFFFF)
+    places: Places = gaps.numpy().view(np.uint16).cumsum(dtype=np.int64) + np.arange(len(gaps))
+    return places
 
 
-def _places(gaps: Tensor) -> Tensor:
-    return (gaps + 1).cumsum(0) - 1
+def _with_fillers(steps: Places) -> Places:
+    """Flat indices of elements at these distances from each other, and of the unchanged ones between distant ones."""
+    fillers = (steps - 1) // _LARGEST_GAP
+    filled = np.full(len(steps) + fillers.sum(), _LARGEST_GAP)
+    filled[np.arange(len(steps)) + fillers.cumsum()] = steps - fillers * _LARGEST_GAP
+    return filled.cumsum() - 1
 
 
 @dataclass(frozen=True)
@@ -133,7 +145,7 @@ class DeltaEncoder:
             old, new = copies[entry.name], tensor.detach().to("cpu").contiguous()
             gaps, values = encode_changes(new, old)
             old.copy_(new)
-            if len(bytes_of(gaps)) + len(bytes_of(values)) >= entry.num_bytes > 0:
+            if gaps.nbytes + values.nbytes >= entry.num_bytes > 0:
                 parts[entry.name] = old
             elif len(gaps):
                 parts |= {entry.name + GAPS: gaps, entry.name + VALUES: values}
@@ -176,7 +188,7 @@ def apply_delta(delta: Manifest, parts: dict[str, Tensor], layout: Manifest, row
         WeightSyncFailed: it does not fit the row, which is unchanged.
     """
     whole = tensors_of(layout, row)
-    before: list[tuple[Tensor, Tensor | slice, Tensor]] = []
+    before: list[tuple[_Bits, Places | slice, _Bits]] = []
 
     def undo() -> None:
         for target, places, values in reversed(before):
@@ -187,7 +199,7 @@ def apply_delta(delta: Manifest, parts: dict[str, Tensor], layout: Manifest, row
         if name.endswith(VALUES):
             continue
         target = _bits(whole[name])
-        places: Tensor | slice = slice(None)
+        places: Places | slice = slice(None)
         if name != entry.name:
             places = decode_places(parts[entry.name])
             if int(places[-1]) >= len(target):
@@ -195,11 +207,14 @@ def apply_delta(delta: Manifest, parts: dict[str, Tensor], layout: Manifest, row
                 raise WeightSyncFailed(
                     f"found a change of element {int(places[-1])} of {name}, which has {len(target)} elements"
                 )
-        before.append((target, places, target[places].clone()))
+        before.append((target, places, target[places].copy()))
         target[places] = _bits(parts[name if name == entry.name else name + VALUES])
     return undo
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    """Elements ``[n]`` of a contiguous tensor as integers: these can be compared and indexed for every type."""
-    return tensor.view(-1).view(_INTEGERS[tensor.element_size()])
+def _bits(tensor: Tensor) -> _Bits:
+    """Elements ``[n]`` of a contiguous tensor as integers, which can be compared and indexed for every type.
+
+    In NumPy, which finds the changed elements in half of PyTorch's time.
+    """
+    return tensor.view(-1).view(_INTEGERS[tensor.element_size()]).numpy()

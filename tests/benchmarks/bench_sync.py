@@ -3,6 +3,7 @@
     make bench-sync
     python tests/benchmarks/bench_sync.py [--models small 0.5B] [--engines 1 2 4] [--rates 0 1000] [--repeats 3]
     python tests/benchmarks/bench_sync.py --senders 1 2 4 --sender-rate 250 --rates 1000 [--models small]
+    python tests/benchmarks/bench_sync.py --changed 0.05 [--models small 0.5B]
 
 A trainer and engines run as separate processes on one host (rate 0), over the loopback and through shared memory, or,
 as root, each in a network namespace whose link passes this many Mbit/s in each direction. Wire is the time until the
@@ -13,6 +14,10 @@ wire reaches.
 
 With ``--senders`` (as root), a trainer on this many hosts sends, each host a share over a link of its own that passes
 ``--sender-rate``; the limit is that of their links together, at most that of an engine's.
+
+With ``--changed``, each version differs from the last one in this share of the elements of every weight, anywhere in
+it, and is sent as a delta. The whole sync (comparing the weights, wire, verifying, apply) is compared with the
+baseline, which sends every weight.
 """
 
 import argparse
@@ -58,12 +63,18 @@ def hosts(rates_mbit: Sequence[int]) -> Iterator[tuple[list[str], Any]]:
 
 
 def measure(
-    model: str, sender_rates: Sequence[int], engine_rates: Sequence[int], repeats: int, baseline: bool
+    model: str,
+    sender_rates: Sequence[int],
+    engine_rates: Sequence[int],
+    repeats: int,
+    baseline: bool,
+    changed: float = 0.0,
 ) -> dict[str, float]:
-    """Seconds of one row.
+    """Seconds and bytes of one row.
 
     Args:
         sender_rates, engine_rates: Mbit/s of each link.
+        changed: share of the elements that a version changes, to send deltas; 0 to send whole weights.
     """
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": ""}
     environment.pop("GLOO_SOCKET_IFNAME")
@@ -87,6 +98,7 @@ def measure(
             "repeats": repeats,
             "baseline": baseline,
             "folder": folder,
+            "changed": changed,
         }
         for place in range(1, len(sender_rates)):
             words = inside(place, [sys.executable, str(LOAD), "sender", json.dumps(settings), str(place)])
@@ -140,6 +152,26 @@ def sender_row(model: str, number: int, rates_mbit: tuple[int, int], senders: in
     )
 
 
+def delta_row(model: str, link: str, number: int, found: dict[str, float]) -> str:
+    """One line of the table of deltas."""
+    size = num_bytes(MODELS[model])
+    return " | ".join(
+        [
+            f"| {model} ({size / 1e6:.0f} MB)",
+            link,
+            f"{number}",
+            f"{found['bytes'] / size:.1%}",
+            f"{found['wire']:.3f}",
+            f"{found['apply']:.3f}",
+            f"{found['total']:.3f}",
+            f"{found['baseline']:.2f}" if "baseline" in found else "-",
+            f"{found['baseline'] / found['total']:.1f} |" if "baseline" in found else "- |",
+        ]
+    )
+
+
+DELTA_HEAD = """| model | link | engines | bytes | wire, s | apply, s | whole sync, s | baseline, s | baseline / sync |
+|---|---|---|---|---|---|---|---|---|"""
 SENDERS_HEAD = """| model | engines | senders | limit, s | wire, s | of limit | whole sync, s |
 |---|---|---|---|---|---|---|"""
 HEAD = """| model | link | engines | wire, s | apply, s | GB/s | of limit | baseline, s | baseline / (wire + apply) |
@@ -156,20 +188,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--no-baseline", action="store_true")
     parser.add_argument("--senders", nargs="+", type=int, default=[], help="measure this many senders")
     parser.add_argument("--sender-rate", type=int, default=250, help="Mbit/s of the link of each of them")
+    parser.add_argument("--changed", type=float, default=0.0, help="share of the elements that a version changes")
     chosen = parser.parse_args(arguments)
     if chosen.senders:
         compare_senders(chosen)
         return
-    print(HEAD, flush=True)
-    for model in chosen.models:
-        for rate in chosen.rates:
-            for number in chosen.engines:
-                found = measure(model, [rate], [rate] * number, chosen.repeats, not chosen.no_baseline)
-                link = f"{rate} Mbit/s" if rate else "loopback"
-                print(row(model, link, number, rate, found), flush=True)
-                if not rate:
-                    shared = found | {name: found[f"memory_{name}"] for name in ("wire", "apply")}
-                    print(row(model, "shared memory", number, rate, shared), flush=True)
+    print(DELTA_HEAD if chosen.changed else HEAD, flush=True)
+    for model, rate, number in itertools.product(chosen.models, chosen.rates, chosen.engines):
+        baseline = not chosen.no_baseline
+        found = measure(model, [rate], [rate] * number, chosen.repeats, baseline, chosen.changed)
+        links = {f"{rate} Mbit/s" if rate else "loopback": found}
+        if not rate:
+            measures = ("wire", "apply", "total", "bytes")
+            links["shared memory"] = found | {name: found[f"memory_{name}"] for name in measures}
+        for link, seconds in links.items():
+            is_delta = chosen.changed > 0
+            line = delta_row(model, link, number, seconds) if is_delta else row(model, link, number, rate, seconds)
+            print(line, flush=True)
 
 
 def compare_senders(chosen: argparse.Namespace) -> None:

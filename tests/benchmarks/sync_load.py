@@ -28,6 +28,7 @@ from rlhf_core.errors import WeightSyncFailed
 from rlhf_core.schemas.weight_sync import AppliedVersion, Offer, Receipt
 from rlhf_core.weight_sync.base import Outgoing
 from rlhf_core.weight_sync.broadcast import BroadcastOutgoing
+from rlhf_core.weight_sync.delta import DeltaEncoder
 from rlhf_core.weight_sync.further_sender import FurtherSender
 from rlhf_core.weight_sync.layout import entries_of
 from rlhf_core.weight_sync.receiver import Receiver
@@ -190,7 +191,8 @@ def run_trainer(settings: dict[str, Any]) -> dict[str, Any]:
     weights = first_weights(settings)
     address = settings["addresses"][0]
     way = BroadcastOutgoing("trainer-0", address)
-    found = sync_versions(settings, engines, weights, way, sender_group(settings, 0))
+    group = None if settings["changed"] else sender_group(settings, 0)
+    found = sync_versions(settings, engines, weights, way, group)
     if settings["folder"]:
         memory = SharedMemoryOutgoing("trainer-0", folder=Path(settings["folder"]))
         shared = sync_versions(settings, engines, weights, memory, begin=settings["repeats"] + 1)
@@ -234,9 +236,10 @@ def sync_versions(
 ) -> dict[str, Any]:
     """Sync versions from ``begin`` on with one transport; return the seconds of each except the first, which makes the
     links."""
-    sender = Sender(way, bucket_bytes=settings.get("bucket_bytes"), group=group)
+    delta = DeltaEncoder(full_every=sys.maxsize) if settings["changed"] else None
+    sender = Sender(way, delta=delta, group=group)
     layout = entries_of({name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()})
-    wire, apply, total = [], [], []
+    wire, apply, total, sent = [], [], [], []
     for version in range(begin, begin + settings["repeats"] + 1):
         began = time.perf_counter()
         report = synchronize(sender, engines, version, layout, iter(weights.items()), lambda: None)
@@ -244,9 +247,10 @@ def sync_versions(
             wire.append(report.wire_s)
             apply.append(report.apply_s)
             total.append(time.perf_counter() - began)
+            sent.append(report.sent.bytes_sent)
         require_equal(engines, weights)
-        change(weights)
-    return {"wire": wire, "apply": apply, "total": total}
+        change(weights, settings["changed"])
+    return {"wire": wire, "apply": apply, "total": total, "bytes": sent}
 
 
 def sync_parameters(
@@ -277,10 +281,15 @@ def sync_parameters(
     return {"baseline": total, "baseline_apply": apply}
 
 
-def change(weights: dict[str, Tensor]) -> None:
-    """Change the weights for the next round."""
+def change(weights: dict[str, Tensor], share: float = 0.0) -> None:
+    """Change the weights for the next round: this share of the elements of each, anywhere, or those at the begin."""
     for tensor in weights.values():
-        tensor.view(-1)[: 1 + tensor.numel() // 100].mul_(-1)
+        elements = tensor.view(-1)
+        if share:
+            places = torch.randint(len(elements), (1 + int(share * len(elements)),))
+            elements[places] = -elements[places]
+        else:
+            elements[: 1 + len(elements) // 100].mul_(-1)
 
 
 def require_equal(engines: list[RemoteEngine], weights: dict[str, Tensor]) -> None:
