@@ -414,6 +414,27 @@ def test_float32_is_not_rounded_on_gpus(
     assert (".tf32" in instructions()) is is_rounded
 
 
+def test_memory_that_training_has_freed_is_there_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A separate engine does not sleep again after its first version, and vLLM warns if it is woken up."""
+    from vllm import LLM
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    calls: list[str] = []
+    asleep = {"weights", "kv_cache"}
+    engine = VllmEngine.__new__(VllmEngine)
+    engine._on_gpu, engine._adapter = True, None
+    engine._llm = mock.create_autospec(LLM, instance=True)
+    engine._llm.wake_up.side_effect = lambda tags: calls.append(tags[0]) or asleep.difference_update(tags)
+    engine._engine = mock.create_autospec(LLMEngine, instance=True)
+    engine._engine.is_sleeping.side_effect = lambda: bool(asleep)
+    monkeypatch.setattr(engine, "_copy", lambda tensors: calls.append("copy"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("return"))
+    engine.load_tensors(iter(()))
+    assert calls == ["return", "weights", "copy", "return", "kv_cache"]
+    engine.load_tensors(iter(()))
+    assert calls[5:] == ["copy"]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # A whole run
 

@@ -288,7 +288,10 @@ class VllmEngine:
             self._engine.model_executor.shutdown()
 
     def _wake(self, part: str) -> None:
-        if self._on_gpu:
+        """Take back memory that :meth:`sleep` has released; a separate engine sleeps only before its first version."""
+        if self._on_gpu and self._engine.is_sleeping():
+            # vLLM takes it from the driver, where memory that training has freed is missing as long as torch keeps it.
+            torch.cuda.empty_cache()
             self._llm.wake_up(tags=[part])
 
     def _copy(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
