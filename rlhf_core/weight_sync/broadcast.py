@@ -153,9 +153,16 @@ class BroadcastOutgoing:
         """Allocate memory for as many buckets as are in flight: one is packed while the others are on the wire.
 
         There are more than two, so that the wire stays full while another process has the CPU.
+
+        Raises:
+            WeightSyncFailed: the GPU is full.
         """
         if not self._buffers or len(self._buffers[0].memory) < size:
-            self._buffers = [_Buffer(size, self._pinned, link.gpu) for _ in range(link.depth)]
+            try:
+                self._buffers = [_Buffer(size, self._pinned, link.gpu) for _ in range(link.depth)]
+            except torch.OutOfMemoryError as error:
+                text = f"{self.name} has no room for {link.depth} buckets of {size / 1e6:.3g} MB: {error}"
+                raise WeightSyncFailed(text, self.name) from error
 
     def _abandon(self, manifest: Manifest) -> None:
         """Notify the engines, if possible, and make new links for the next version."""

@@ -367,6 +367,12 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         with_vllm({"vllm": "0.32.0"}, model={"config": MODEL, "lora": {"rank": 513}}),
         "set model.lora.rank=512",
     ),
+    (
+        "rollout.vllm",
+        BLOCKED,
+        with_vllm({"vllm": "0.32.0"}, model={"config": MODEL, "lora": {}}, resources={"gpus_per_node": 8}),
+        "set model.dtype=bfloat16",
+    ),
     ("rollout.vllm", BLOCKED, with_split_engines(1, 3, gpus_per_node=8), "4 attention heads"),
     ("rollout.vllm", BLOCKED, with_split_engines(1, 8, gpus_per_node=16), "a divisor of the number of attention heads"),
     ("rollout.sglang", BLOCKED, with_spec(rollout={"engine": "sglang"}), "set rollout.engines"),

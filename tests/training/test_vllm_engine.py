@@ -28,7 +28,7 @@ from rlhf_core.training.models import gathering
 from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.checkpoint_layout import CheckpointLayout
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
-from rlhf_core.training.rollouts.vllm.engine import VllmEngine
+from rlhf_core.training.rollouts.vllm.engine import VllmEngine, _environment
 from rlhf_core.training.trainers.run import run_trainer
 from rlhf_core.training.types import Completion
 
@@ -394,6 +394,45 @@ def test_every_version_of_an_adapter_is_taken_over(tmp_path: Path, monkeypatch: 
     ignored = ("model.layers.0.mlp.gate.lora_A.default.weight", torch.zeros(4, 8))
     assert engine.count_differing([ignored]) == 1, "vLLM leaves out layers that it cannot adapt"
     engine.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On a GPU
+
+
+@pytest.mark.parametrize(("dtype", "is_rounded"), [("float32", False), ("bfloat16", True)])
+def test_float32_is_not_rounded_on_gpus(
+    dtype: str, is_rounded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton multiplies float32 matrices in TF32 by default, which vLLM's attention in float32 leaves as it is."""
+    from float_product import instructions
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
+    for name, value in _environment(VllmSettings(), dtype, on_gpu=True).items():
+        monkeypatch.setenv(name, value)
+    assert (".tf32" in instructions()) is is_rounded
+
+
+def test_memory_that_training_has_freed_is_there_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A separate engine does not sleep again after its first version, and vLLM warns if it is woken up."""
+    from vllm import LLM
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    calls: list[str] = []
+    asleep = {"weights", "kv_cache"}
+    engine = VllmEngine.__new__(VllmEngine)
+    engine._on_gpu, engine._adapter = True, None
+    engine._llm = mock.create_autospec(LLM, instance=True)
+    engine._llm.wake_up.side_effect = lambda tags: calls.append(tags[0]) or asleep.difference_update(tags)
+    engine._engine = mock.create_autospec(LLMEngine, instance=True)
+    engine._engine.is_sleeping.side_effect = lambda: bool(asleep)
+    monkeypatch.setattr(engine, "_copy", lambda tensors: calls.append("copy"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("return"))
+    engine.load_tensors(iter(()))
+    assert calls == ["return", "weights", "copy", "return", "kv_cache"]
+    engine.load_tensors(iter(()))
+    assert calls[5:] == ["copy"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -125,6 +125,24 @@ def test_where_no_version_goes_through_others_go_over_gloo(fleet: Fleet, monkeyp
     assert engines[0].active_weights() == (1, digests(NEW))
 
 
+@pytest.mark.usefixtures("stand_in")
+def test_a_sender_whose_gpu_is_full_sends_from_main_memory(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection is there by then: the first byte found room."""
+
+    def full(self: CpuForGpu, size: int) -> Tensor:
+        if size > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16.00 MiB.")
+        return torch.zeros(size, dtype=torch.uint8)
+
+    monkeypatch.setattr(CpuForGpu, "empty", full)
+    engines = fleet.start(1)
+    sender = new_sender(BroadcastOutgoing("trainer", "127.0.0.1", backend=LinkBackend.NCCL, fallback=LinkBackend.GLOO))
+    with pytest.raises(WeightSyncFailed, match=r"trainer has no room for 4 buckets of .* MB: CUDA out of memory"):
+        sync(sender, engines, 0, OLD)
+    sync(sender, engines, 0, OLD)
+    assert engines[0].active_weights() == (0, digests(OLD))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # One link
 

@@ -1,7 +1,8 @@
 """Waiting for free GPU memory: the rule with made-up readings, and the real library on machines with a GPU."""
 
+import ctypes
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,24 @@ def test_without_a_driver_the_reason_is_reported(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("rlhf_core.worker.agent.gpu_wait.ctypes.CDLL", absent)
     with pytest.raises(OSError, match="libnvidia-ml"):
         GpuMemory()
+
+
+def test_the_devices_of_the_job_may_be_listed_with_spaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CUDA reads them; the library finds no device by an empty or a padded name."""
+    opened: list[int] = []
+
+    class Library:
+        def nvmlDeviceGetHandleByIndex_v2(self, index: ctypes.c_uint, handle: object) -> int:
+            opened.append(index.value)
+            return 0
+
+        def __getattr__(self, name: str) -> Callable[..., int]:
+            return lambda *_: 6 if name.endswith("ByUUID") else 0
+
+    monkeypatch.setattr(gpu_wait.ctypes, "CDLL", lambda name: Library())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 1")
+    assert len(GpuMemory().used_bytes()) == 2
+    assert opened == [3, 1]
 
 
 def test_a_lost_gpu_does_not_end_the_agent(

@@ -220,6 +220,9 @@ def test_only_the_devices_of_the_job_are_read(nvml: Nvml, monkeypatch: pytest.Mo
     assert not any(name.startswith("gpu1") for name in found)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-7a6b")
     assert GpuTelemetry().read()["gpu0_util_percent"] == 90.0
+    nvml.answers["nvmlDeviceGetHandleByUUID"] = refuses(pynvml.NVML_ERROR_NOT_FOUND)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1, 0")
+    assert GpuTelemetry().read()["gpu1_util_percent"] == 90.0, "CUDA accepts spaces"
 
 
 def test_thermal_throttling_is_distinguished_from_the_power_cap(nvml: Nvml) -> None:

@@ -48,6 +48,12 @@ def vllm(facts: Facts) -> Iterator[Finding]:
             f"at most {VLLM_ADAPTER_RANKS[-1]}, the largest rank that vLLM supports",
             f"set model.lora.rank={VLLM_ADAPTER_RANKS[-1]}, or rollout.engine=transformers",
         )
+    elif spec.model.lora is not None and spec.resources.gpus_per_node and spec.model.dtype == "float32":
+        yield blocked(
+            'model.dtype = "float32" with model.lora and rollout.engine = vllm on GPUs',
+            "bfloat16: vLLM's kernels for adapters on GPUs only take numbers of 16 bits",
+            "set model.dtype=bfloat16, or rollout.engine=transformers",
+        )
     elif not spec.resources.gpus_per_node and size is not None and size not in CPU_HEAD_SIZES:
         yield blocked(
             f"attention heads of size {size} without GPUs",

@@ -45,7 +45,7 @@ class GpuMemory:
     def _devices(self) -> list[str]:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if visible is not None:
-            return [device for device in visible.split(",") if device]
+            return [device.strip() for device in visible.split(",") if device.strip()]
         count = ctypes.c_uint()
         self._check("nvmlDeviceGetCount_v2", ctypes.byref(count))
         return [str(index) for index in range(count.value)]

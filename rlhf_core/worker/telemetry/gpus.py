@@ -70,7 +70,7 @@ class GpuTelemetry:
     def _visible(self) -> list[str]:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if visible is not None:
-            return [device for device in visible.split(",") if device]
+            return [device.strip() for device in visible.split(",") if device.strip()]
         return [str(index) for index in range(self._nvml.nvmlDeviceGetCount())]
 
     def _open(self, name: str) -> _Device:

@@ -83,7 +83,7 @@ class VllmEngine:
         self._end_ids = end_ids_of(folder, tokenizer)
         self.version: int | None = None
         self.ahead = None
-        os.environ.update({**_environment(settings, on_gpu), **variables})
+        os.environ.update({**_environment(settings, dtype, on_gpu), **variables})
         if not on_gpu:
             torch._dynamo.config.disable = True  # the variable is too late where torch's compiler is already imported
         self._adapter = None if lora is None else VllmAdapter(lora)
@@ -288,7 +288,10 @@ class VllmEngine:
             self._engine.model_executor.shutdown()
 
     def _wake(self, part: str) -> None:
-        if self._on_gpu:
+        """Take back memory that :meth:`sleep` has released; a separate engine sleeps only before its first version."""
+        if self._on_gpu and self._engine.is_sleeping():
+            # vLLM takes it from the driver, where memory that training has freed is missing as long as torch keeps it.
+            torch.cuda.empty_cache()
             self._llm.wake_up(tags=[part])
 
     def _copy(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
@@ -349,15 +352,16 @@ def end_ids_of(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return sorted({token for token in (tokenizer.eos_token_id, *listed) if token is not None})
 
 
-def _environment(settings: VllmSettings, on_gpu: bool) -> dict[str, str]:
-    """Variables that vLLM reads on import."""
+def _environment(settings: VllmSettings, dtype: str, on_gpu: bool) -> dict[str, str]:
+    """Variables that vLLM, and Triton in it, read on import and later."""
     common = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
     if on_gpu:
-        return common
+        # In float32, vLLM's attention is written in Triton, which would round its factors to the 10 bits of TF32.
+        return common | ({"TRITON_F32_DEFAULT": "ieee"} if dtype == "float32" else {})
     return common | {
         "VLLM_CPU_KVCACHE_SPACE": str(settings.cpu_cache_gb),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer uses the threads too
