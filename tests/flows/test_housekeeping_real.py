@@ -124,12 +124,6 @@ def rounds(site: Site, store: HistoryStore) -> list[ActionResult]:
     return [result for result in results if result.action.kind not in LATE]
 
 
-def has_unpublished(site: Site, store: HistoryStore) -> bool:
-    """True if a daemon that has published nothing yet finds anything that Prefect does not show."""
-    looked = Reconciler(load_site(), store, flow_runs=PrefectFlowRuns(load_site())).poll()
-    return any(one.kind in LATE for one in looked)
-
-
 def ended(client: SyncPrefectClient, store: HistoryStore, run_dir: RunDir, state: RunState, flow_state: str) -> None:
     """Check that journal, history and Prefect agree on the end of the run, and that each attempt had one job."""
     until(lambda: state_of(run_dir) is state, f"it is {state}")
@@ -219,17 +213,15 @@ def test_rounds_are_flow_runs_if_they_are_due_or_act(
         found = [one for one in client.read_flow_runs() if one.deployment_id == deployment.id]
         return sorted(str(one.state_name) for one in found if one.state_name not in ("Scheduled", "Late"))
 
-    # Publishing the runs of earlier tests creates flow runs too, so it is done first.
+    # Publishing the runs of earlier tests creates flow runs too.
     monkeypatch.setattr(decisions, "PUBLISH_AFTER_S", 0.0)
 
-    def shown() -> bool:
-        rounds(site, store)
-        return not has_unpublished(site, store)
+    def leaves_no_flow_run() -> bool:
+        before = made()
+        return rounds(site, store) == [] and made() == before
 
-    until(shown, "Prefect shows what has happened")
+    until(leaves_no_flow_run, "nothing is due and nothing found")
     first = made()
-    assert rounds(site, store) == []
-    assert made() == first, "nothing due, nothing found: no flow run"
     quick = client.create_flow_run_from_deployment(deployment.id)
     rounds(site, store)
     assert client.read_flow_run(quick.id).state_name == "Completed"
