@@ -57,8 +57,10 @@ def process_group() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(variables)
-    _STARTED.clear()
+    with mock.patch.object(gc, "collect"):  # vLLM unfreezes the modules of all tests, and scans them for each engine
+        _STARTED.clear()
     gc.collect()
+    gc.freeze()
     if dist.is_initialized():
         dist.destroy_process_group()
 
