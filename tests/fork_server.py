@@ -1,22 +1,31 @@
-"""The fork server for tests: a process that has imported the modules of agents and ranks once (``preloaded.py``)."""
+"""Fork servers for tests: processes that have imported the modules of agents and ranks once (``preloaded.py``)."""
 
 import multiprocessing
 import os
+from collections import defaultdict
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ForkServer
 from pathlib import Path
 from unittest import mock
 
 PRELOADED = "preloaded"
-"""All in one module: a test process has one such server, and who asks first starts it."""
+WITH_VLLM = "preloaded_vllm"
+"""The same modules and vLLM."""
+
+_SERVERS: dict[str, ForkServer] = defaultdict(ForkServer)
 
 
-def fork_server() -> ForkServerContext:
-    """Multiprocessing context whose processes are forked from the fork server."""
+def fork_server(preloaded: str = PRELOADED) -> ForkServerContext:
+    """Multiprocessing context whose processes, until the next call, are forked from the fork server of a module.
+
+    A test process has one such server per module, and who asks first starts it.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it when it is imported
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([PRELOADED])
+    server = _SERVERS[preloaded]
+    server.set_forkserver_preload([preloaded])
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(paths)):
-        forkserver.ensure_running()  # type: ignore[attr-defined]  # not in the stubs
-    return context
+        server.ensure_running()
+    forkserver.connect_to_new_process = server.connect_to_new_process
+    return multiprocessing.get_context("forkserver")

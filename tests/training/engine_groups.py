@@ -1,6 +1,7 @@
 """Real rollout engines in separate processes, and a trainer rank that uses them. Helpers, not fixtures."""
 
 import errno
+import multiprocessing
 import os
 import signal
 import sys
@@ -9,13 +10,14 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from core_models import QWEN, char_tokenizer, tiny_model
-from fork_server import fork_server
+from fork_server import PRELOADED, WITH_VLLM, fork_server
 from process_tools import until
 from rank_launcher import make_context, tiny_spec
 from torch import Tensor
@@ -87,7 +89,8 @@ class EngineGroup:
 
     def start(self, rank: int) -> int:
         """Start or restart an engine; return its process id."""
-        self.processes[rank] = fork_server().Process(
+        preloaded = WITH_VLLM if self.spec["rollout"].get("engine") == "vllm" else PRELOADED
+        self.processes[rank] = fork_server(preloaded).Process(
             target=_engine, args=(str(self.root), self.spec, rank, self.generation)
         )
         self.processes[rank].start()
@@ -121,7 +124,8 @@ class EngineGroup:
 
         ``skip``, ``other-base`` and ``no-room`` are not gates but faults, which last as long as the file exists: the
         engine leaves weights out, has damaged the base model of its adapter, or has no memory for weights.
-        ``skip-part`` makes the second process of a split engine leave them out.
+        ``skip-part`` makes the second process of a split engine leave them out. ``fork-parts``, which has to exist
+        before the engine starts, makes it fork its processes, as on GPUs: vLLM on CPU spawns them.
         """
         return Gate(self.root / f"{place}-{rank}")
 
@@ -201,6 +205,10 @@ def _obey_files(root: Path, rank: int) -> None:
     sglang_server.PROGRAM = sglang_stand_in()
     vllm_engine.EXTENSION = "vllm_faults.ObeyingExtension"
     os.environ["SKIP_PART"] = str(root / f"skip-part-{rank}")
+    if (root / f"fork-parts-{rank}").exists():
+        from vllm.v1.executor import multiproc_executor
+
+        multiproc_executor.get_mp_context = partial(multiprocessing.get_context, "fork")
     progressed, load = EngineWorker._progressed, TransformersSampler.load
     receive = Receiver.receive
 

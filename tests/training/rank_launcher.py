@@ -51,7 +51,14 @@ class RankResult:
 
 
 def launch(
-    scenario: Any, num_ranks: int, scratch: Path, timeout_s: float = 120, prefix: tuple[str, ...] = (), **arguments: Any
+    scenario: Any,
+    num_ranks: int,
+    scratch: Path,
+    timeout_s: float = 120,
+    prefix: tuple[str, ...] = (),
+    *,
+    with_vllm: bool = False,
+    **arguments: Any,
 ) -> list[RankResult]:
     """Run a scenario on ``num_ranks`` processes and wait for all of them.
 
@@ -59,6 +66,7 @@ def launch(
         scenario: a module-level function of a module in this folder.
         scratch: folder for results and output.
         prefix: command line to put in front of the interpreter's.
+        with_vllm: fork from a process that has imported vLLM, too.
         arguments: passed on as JSON.
     """
     scratch.mkdir(parents=True, exist_ok=True)
@@ -76,7 +84,10 @@ def launch(
         words = (target, json.dumps(arguments), str(scratch / f"result-{rank}.json"))
         environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         output = scratch / f"output-{rank}.txt"
-        ranks.append(_started(prefix, words, environment, output) if prefix else _forked(words, environment, output))
+        if prefix:
+            ranks.append(_started(prefix, words, environment, output))
+        else:
+            ranks.append(_forked(words, environment, output, with_vllm=with_vllm))
     deadline = time.monotonic() + timeout_s
     try:
         exit_codes = [wait(deadline - time.monotonic()) for wait, _ in ranks]
@@ -98,10 +109,13 @@ def _started(prefix: tuple[str, ...], words: tuple[str, ...], environment: dict[
     return process.wait, process.kill
 
 
-def _forked(words: tuple[str, ...], environment: dict[str, str], output: Path) -> Started:
-    from fork_server import fork_server  # a rank that runs as a separate program does not have its folder
+def _forked(words: tuple[str, ...], environment: dict[str, str], output: Path, *, with_vllm: bool) -> Started:
+    # Here, because a rank that runs as a separate program does not have its folder.
+    from fork_server import PRELOADED, WITH_VLLM, fork_server
 
-    process = fork_server().Process(target=_rank, args=(words, environment, output))
+    process = fork_server(WITH_VLLM if with_vllm else PRELOADED).Process(
+        target=_rank, args=(words, environment, output)
+    )
     process.start()
 
     def wait(timeout_s: float) -> int:

@@ -48,6 +48,7 @@ def test_an_engine_that_is_split_follows_the_trainer(tmp_path: Path, monkeypatch
     engine."""
     monkeypatch.setattr(remote_module, "MAX_SYNCS", 1)  # an engine ends after the second one
     config = {**QWEN, "head_dim": 32}
+    (tmp_path / "fork-parts-0").touch()
     with engine_group(tmp_path, 1, config, engine="vllm", vllm={"tensor_parallel": 2}) as group:
         remote = group.trainer()
         _assert_follows(remote, [tiny_model(config, seed=version) for version in range(2)])

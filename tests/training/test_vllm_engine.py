@@ -57,8 +57,10 @@ def process_group() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(variables)
-    _STARTED.clear()
+    with mock.patch.object(gc, "collect"):  # vLLM unfreezes the modules of all tests, and scans them for each engine
+        _STARTED.clear()
     gc.collect()
+    gc.freeze()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -79,16 +81,17 @@ _STARTED: list[VllmEngine] = []
 
 def started(folder: Path, lora: LoraSpec | None = None) -> VllmEngine:
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    engine = VllmEngine(
-        folder,
-        char_tokenizer(),
-        VllmSettings(),
-        dtype="float32",
-        max_tokens=64,
-        on_gpu=False,
-        variables=variables,
-        lora=lora,
-    )
+    with mock.patch("vllm.platforms.cpu.GiB_bytes", 2**27):  # a smaller cache: vLLM fills it with zeros
+        engine = VllmEngine(
+            folder,
+            char_tokenizer(),
+            VllmSettings(),
+            dtype="float32",
+            max_tokens=64,
+            on_gpu=False,
+            variables=variables,
+            lora=lora,
+        )
     _STARTED.append(engine)
     return engine
 
@@ -344,7 +347,15 @@ def test_the_experts_of_a_mixture_are_taken_over(tmp_path: Path, config: dict[st
     """Negative control: without its mend, the version is refused. In a process of its own, because vLLM cannot start a
     mixture after another model."""
     tiny_model({**config}).save_pretrained(tmp_path / "model")
-    (ended,) = launch(mixture_reloaded, 1, tmp_path / "logs", 300, folder=str(tmp_path / "model"), config={**config})
+    (ended,) = launch(
+        mixture_reloaded,
+        1,
+        tmp_path / "logs",
+        300,
+        with_vllm=True,
+        folder=str(tmp_path / "model"),
+        config={**config},
+    )
     assert ended.value is not None, ended
     assert "different log-probabilities" in ended.value
 
@@ -462,6 +473,7 @@ def test_a_killed_run_goes_on_bitwise(tmp_path: Path) -> None:
                 1,
                 tmp_path / f"{name}-{restart}",
                 300,
+                with_vllm=True,
                 run_dir=f"{tmp_path}/{name}",
                 restart=restart,
                 killed=killed,
