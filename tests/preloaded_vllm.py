@@ -20,7 +20,7 @@ MODULES = (
     "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
 )
 
-os.environ.update(_environment(VllmSettings(), on_gpu=False))  # as when an engine imports it
+os.environ.update(_environment(VllmSettings(), "float32", on_gpu=False))  # as when an engine imports it
 with uncollected():
     for _module in MODULES:
         importlib.import_module(_module)
