@@ -1,7 +1,6 @@
 """Rollout workers beside the trainers: a failed one is found, blamed and restarted alone while training continues."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from agent_runs import AgentRun
@@ -21,13 +20,10 @@ SUPERVISE = {"floor_s": 60.0, "setup_floor_s": 60.0, "suspect_s": 0.5, "evidence
 STEPS = 40
 
 NOBODY_WAITS = """
-import sys
 from rlhf_core.diagnosis.hangs import liveness
 liveness.WAITS_FOR = {}
-from rlhf_core.worker.__main__ import main
-sys.exit(main())
 """
-"""The agent without the rule that a trainer waits for the rollout workers."""
+"""Takes away the rule that a trainer waits for the rollout workers."""
 
 
 def incidents(run: AgentRun) -> list[tuple[Incident, Decision]]:
@@ -80,7 +76,7 @@ def test_a_rollout_worker_is_restarted_alone(agent_run: MakeRun, do: str, kind: 
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["", "without the rule"])
-def test_a_trainer_waiting_for_a_rollout_worker_is_not_hung(agent_run: MakeRun, tmp_path: Path, waits: bool) -> None:
+def test_a_trainer_waiting_for_a_rollout_worker_is_not_hung(agent_run: MakeRun, waits: bool) -> None:
     """With the negative control: without the rule, the trainers are blamed and restarted for nothing."""
     limit_s = 1.0
     run = agent_run(
@@ -94,8 +90,7 @@ def test_a_trainer_waiting_for_a_rollout_worker_is_not_hung(agent_run: MakeRun, 
         {"role": "rollout", "generation": 1, "rank": 0, "step": 0, "do": "await_go"},
     )
     if not waits:
-        (tmp_path / "agent.py").write_text(NOBODY_WAITS)
-        run.program = (str(tmp_path / "agent.py"),)
+        run.change = NOBODY_WAITS
     run.start()
     until(lambda: longest_silence_s(run) > 4 * limit_s if waits else Role.TRAINER in blamed(run))
     (run.run_dir.root / "go").touch()
