@@ -55,6 +55,13 @@ def with_torchrun(*options: str, script: str = "torch_program.py", **changed: An
     }
 
 
+def printing_steps_with_torchrun() -> dict[str, Any]:
+    """Settings of the script without torch, started by torchrun, with a checkpoint every 15 steps."""
+    options = ["{output_dir}", "2000", "--every", "15"]
+    patterns = [r"step (?P<step>\d+) loss (?P<loss>\S+)"]
+    return with_torchrun(*options, script="external_program.py", stdout_patterns=patterns, num_steps=2_000)
+
+
 def metrics(run: AgentRun) -> list[MetricsLine]:
     return [line for one in run.dir.restarts() for line in read_models(one.metrics, MetricsLine)]
 
@@ -188,11 +195,7 @@ def test_a_program_that_saves_and_exits_when_asked_is_preempted(agent_run: MakeR
 
 def test_no_rank_of_torchrun_fails_when_the_program_is_ended_after_its_checkpoint(agent_run: MakeRun) -> None:
     """The ranks exit before all their workers have seen the checkpoint."""
-    options = ["{output_dir}", "2000", "--every", "15"]
-    patterns = [r"step (?P<step>\d+) loss (?P<loss>\S+)"]
-    run = agent_run(
-        trainer=with_torchrun(*options, script="external_program.py", stdout_patterns=patterns, num_steps=2_000)
-    )
+    run = agent_run(trainer=printing_steps_with_torchrun())
     run.start(native=True)
     until(lambda: run.reached(0, 3))
     run.order("stop_after_step")
@@ -225,7 +228,7 @@ def test_a_killed_rank_is_blamed_although_torchrun_reaped_it_first(agent_run: Ma
 
     Without the log the worker took the rank for finished, and rank 0 was blamed for torchrun's exit code 1.
     """
-    run = agent_run(trainer=with_torchrun("2000", "0", "none"), supervise={"max_restarts": 0})
+    run = agent_run(trainer=printing_steps_with_torchrun(), supervise={"max_restarts": 0})
     run.start(native=True)
     rank = until(lambda: rank_of(run, 1))
     worker = run.pids(0)[1]
@@ -299,7 +302,7 @@ def rank_of(run: AgentRun, local_rank: int) -> int | None:
             continue
         is_of_run = run.run_dir.run_id in variables.get(PATH_VARIABLE, "")
         is_it = is_of_run and variables.get("LOCAL_RANK") == str(local_rank)
-        if is_it and "torch_program.py" in " ".join(process.cmdline()) and run.status(0) is not None:
+        if is_it and "external_program.py" in " ".join(process.cmdline()) and run.status(0) is not None:
             status = run.status(0)
             assert status is not None
             if all(rank.speaks_for and rank.sequence > 2 for rank in status.ranks):
