@@ -55,6 +55,12 @@ def with_torchrun(*options: str, script: str = "torch_program.py", **changed: An
     }
 
 
+def with_a_group(*options: str, **changed: Any) -> dict[str, Any]:
+    """Settings of the script around a process group, which prints nothing, started once for each rank."""
+    argv = [sys.executable, str(TARGETS / "torch_program.py"), *options]
+    return {"kind": "command", "argv": argv, "num_steps": STEPS, "resume": "none", "launch": "per_rank", **changed}
+
+
 def printing_steps_with_torchrun() -> dict[str, Any]:
     """Settings of the script without torch, started by torchrun, with a checkpoint every 15 steps."""
     options = ["{output_dir}", "2000", "--every", "15"]
@@ -247,7 +253,7 @@ def test_ranks_that_train_alone_are_stopped(agent_run: MakeRun) -> None:
 
     Accelerate does this without GPUs and without ACCELERATE_USE_CPU.
     """
-    trainer = with_torchrun("40", "0", "alone", framework="trl", stdout_patterns=[r"step (?P<step>\d+)"], num_steps=40)
+    trainer = with_a_group("40", "0", "alone", framework="trl", stdout_patterns=[r"step (?P<step>\d+)"], num_steps=40)
     run = agent_run(trainer=trainer)
     run.start(native=True)
     run.finish()
@@ -258,28 +264,28 @@ def test_ranks_that_train_alone_are_stopped(agent_run: MakeRun) -> None:
 
 
 def test_a_program_that_destroys_its_group_at_the_end_has_not_trained_alone(agent_run: MakeRun) -> None:
-    trainer = with_torchrun("40", "0", "leave", framework="trl", stdout_patterns=[r"step (?P<step>\d+)"], num_steps=40)
+    trainer = with_a_group("40", "0", "leave", framework="trl", stdout_patterns=[r"step (?P<step>\d+)"], num_steps=40)
     run = agent_run(trainer=trainer)
     code, output = run.run_through(native=True)
     assert (code, run.outcome().state) == (0, AttemptState.COMPLETED), output
 
 
 @pytest.mark.parametrize(
-    ("kind", "failure", "message"),
+    ("settings", "kind", "failure", "message"),
     [
-        ("disagree", FailureKind.COLLECTIVE_MISMATCH, "rank 0 gloo:barrier; rank 1 gloo:broadcast"),
-        ("loop", FailureKind.HANG, "rank 1"),
+        (with_torchrun, "disagree", FailureKind.COLLECTIVE_MISMATCH, "rank 0 gloo:barrier; rank 1 gloo:broadcast"),
+        (with_a_group, "loop", FailureKind.HANG, "rank 1"),
     ],
 )
 def test_a_hang_that_only_collectives_show_is_found(
-    agent_run: MakeRun, kind: str, failure: FailureKind, message: str
+    agent_run: MakeRun, settings: Callable[..., dict[str, Any]], kind: str, failure: FailureKind, message: str
 ) -> None:
     """The program prints and saves nothing; only the flight recorder shows which rank is to blame.
 
     A busy machine takes half a minute to import torch, and the program is equally silent during that time.
     """
     run = agent_run(
-        trainer=with_torchrun("2000", "100", kind),
+        trainer=settings("2000", "100", kind),
         supervise={"floor_s": 5.0, "setup_floor_s": 45.0, "suspect_s": 2.0, "max_restarts": 0},
     )
     run.start(native=True)
