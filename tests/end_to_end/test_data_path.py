@@ -22,6 +22,7 @@ SMALL = (
     "loops.main.algorithm.prompts_per_step=4",
     "rollout.max_new_tokens=24",
     "evaluate.num_prompts=8",
+    "model.config.num_hidden_layers=1",
     "model.tokenizer_vocab_size=320",
     "trainer.log_samples_every=1",
     "resources.ranks_per_node=1",
