@@ -3,7 +3,7 @@
     python tests/benchmarks/bench_probe.py [--healthy 30] [--write]
 
 Prints a table; ``--write`` puts it into docs/benchmarks.md. The nodes of the cluster are namespaces of this machine and
-share its processors: the seconds are those of so many cores for four nodes.
+share its processors: the seconds are those of so many cores for three nodes.
 """
 
 import argparse

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import pytest
-from process_tools import until
 from site_files import options
 from sites import Site
 
@@ -23,6 +22,7 @@ SMALL = (
     "loops.main.algorithm.prompts_per_step=4",
     "rollout.max_new_tokens=24",
     "evaluate.num_prompts=8",
+    "model.config.num_hidden_layers=1",
     "model.tokenizer_vocab_size=320",
     "trainer.log_samples_every=1",
     "resources.ranks_per_node=1",
@@ -47,17 +47,20 @@ def files(site: Site) -> Path:
     long_prompts = [row(1, 2, padding="She thinks of the weather. " * 60) for _ in range(3)]
     (site.home / "train.jsonl").write_text("\n".join([*rows, *long_prompts]) + "\n")
     (site.home / "eval.jsonl").write_text("\n".join(row(apples, 20) for apples in range(2, 12)) + "\n")
+    with (site.home / "train.jsonl").open("a") as file:
+        file.write('{"question": "cut off in the mid')
     return site.home
 
 
 def test_the_real_data_path(site: Site, files: Path) -> None:
-    site.rlhf("run", "gsm8k", "--no-prefect", *OPTIONS)
+    site.rlhf("run", "gsm8k", "--no-prefect", *OPTIONS, "--set", "data.malformed_rows=drop")
     restart = site.only_run().attempt(1).restart(0)
     lines = read_models(restart.metrics, MetricsLine)
     losses = [line.metrics["train/loss"] for line in lines if line.loop == "sft"]
     assert losses[-1] < 0.8 * losses[0], "supervised loss must fall on real text"
     assert lines[0].metrics["data/num_rows"] == 60
     assert lines[0].metrics["data/num_overlong"] == 3
+    assert site.rows("SELECT value FROM run_curve WHERE key = 'data/num_malformed'")[0] == (1.0,)
     assert "reward/gsm8k_answer" in lines[-1].metrics
     samples = read_models(restart.samples, SampleLine)
     assert {sample.reward for sample in samples} <= {0.0, 1.0}
@@ -65,19 +68,6 @@ def test_the_real_data_path(site: Site, files: Path) -> None:
     assert measured == {"gsm8k_answer"}
 
 
-def test_a_malformed_line_stops_before_training_or_is_counted(site: Site, files: Path) -> None:
-    with (files / "train.jsonl").open("a") as file:
-        file.write('{"question": "cut off in the mid')
+def test_a_malformed_line_stops_before_training(site: Site, files: Path) -> None:
     ended = site.rlhf("run", "gsm8k", "--no-prefect", *OPTIONS, code=2)
     assert "train.jsonl:64" in (ended.stdout + ended.stderr).replace("\n", "")
-
-    process = site.start("run", "gsm8k", "--no-prefect", *OPTIONS, "--set", "data.malformed_rows=drop")
-
-    def counted() -> float | None:
-        for line in site.rows("SELECT value FROM run_curve WHERE key = 'data/num_malformed'"):
-            return float(line[0])
-        if process.poll() is not None:
-            pytest.fail(f"the run ended with {process.returncode}: {process.communicate()}")
-        return None
-
-    assert until(counted, "the count of malformed rows") == 1.0

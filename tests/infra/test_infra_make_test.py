@@ -53,10 +53,11 @@ def guarded(
     (folder / "conftest.py").write_text(conftest)
     for name, text in tests.items():
         (folder / f"test_{name}.py").write_text("import pytest\n" + text)
+    plugins = ("-p", "no:cacheprovider", "-p", "xdist", "-p", "pytest_rerunfailures")  # others take as long as the rest
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(folder), *options, "."],
+        [sys.executable, "-m", "pytest", *plugins, "--rootdir", str(folder), *options, "."],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY / "tests")},
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY / "tests"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         check=False,

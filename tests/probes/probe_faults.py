@@ -20,7 +20,8 @@ from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.resources import Submission
 from rlhf_core.schemas.run import RunSpec
 
-NUM_NODES = 4
+NUM_NODES = 3
+"""The fewest of which one can be unlike the others."""
 ROWS = '{"prompt": "3 1 2", "answer": "1 2 3"}\n{"prompt": "5 4", "answer": "4 5"}\n'
 
 
@@ -92,7 +93,7 @@ def all_nodes(**values: Any) -> dict[str, dict[str, Any]]:
 
 
 def _nproc(scene: Scene, stack: ExitStack) -> None:
-    scene.settings += ["resources.ranks_per_node=8", "loops.main.algorithm.prompts_per_step=32"]
+    scene.settings += ["resources.ranks_per_node=8", "loops.main.algorithm.prompts_per_step=24"]
     of_nodes = all_nodes(NPROC_PER_NODE="8")
     of_nodes["node3"]["NPROC_PER_NODE"] = "7"
     stack.enter_context(scene.variables(**of_nodes))
@@ -134,7 +135,7 @@ def _data(scene: Scene, stack: ExitStack) -> None:
     rows.write_text(ROWS)
     other.write_text(ROWS.replace("5 4", "5 4 3"))
     scene.settings += [f"data.train={rows}", f"data.eval={rows}", "data.generator=", "data.generator_args={}"]
-    stack.enter_context(scene.mounted("node4", rows, "--bind", str(other)))
+    stack.enter_context(scene.mounted("node2", rows, "--bind", str(other)))
 
 
 def _same_rank(scene: Scene, stack: ExitStack) -> None:
@@ -144,7 +145,7 @@ def _same_rank(scene: Scene, stack: ExitStack) -> None:
 
 
 def _no_nnodes(scene: Scene, stack: ExitStack) -> None:
-    stack.enter_context(scene.variables(**{node: {"NNODES": "4"} for node in ("node1", "node2", "node3")}))
+    stack.enter_context(scene.variables(**{node: {"NNODES": str(NUM_NODES)} for node in ("node1", "node3")}))
 
 
 def _missing(scene: Scene, stack: ExitStack) -> None:
@@ -166,8 +167,8 @@ def _port(scene: Scene, stack: ExitStack) -> None:
 
 
 def _clock(scene: Scene, stack: ExitStack) -> None:
-    scene.cluster.clock("node4", 3600)
-    stack.callback(scene.cluster.clock, "node4", 0)
+    scene.cluster.clock("node3", 3600)
+    stack.callback(scene.cluster.clock, "node3", 0)
 
 
 def _disk(scene: Scene, stack: ExitStack) -> None:
@@ -201,7 +202,7 @@ def _twin(scene: Scene, stack: ExitStack) -> None:
 
 
 def _alone(scene: Scene, stack: ExitStack) -> None:
-    stack.enter_context(scene.variables(node4={"SLURM_NODEID": None, "RLHF_NODES": None}))
+    stack.enter_context(scene.variables(node2={"SLURM_NODEID": None, "RLHF_NODES": None}))
 
 
 def _no_file(scene: Scene, stack: ExitStack) -> None:
@@ -213,26 +214,24 @@ def _no_file(scene: Scene, stack: ExitStack) -> None:
 
 UNLIKE_THE_PLAN = (
     Case("NPROC_PER_NODE 7 against 8", _nproc, "node.launch", "node3", ("NPROC_PER_NODE = 7",)),
-    Case("NNODES unset on one node", _no_nnodes, "node.launch", "node4", ("NNODES absent",)),
+    Case("NNODES unset on one node", _no_nnodes, "node.launch", "node2", ("NNODES absent",)),
     Case("another vllm version", _version, "node.versions", "node2", ("vllm = 0.31.1",), ("node.variables",)),
     Case("MASTER_PORT in use", _port, "node.network", "node1", ("29517",)),
-    Case("a wrong clock", _clock, "node.clock", "node4", ("s ahead",), ("node.variables",)),
+    Case("a wrong clock", _clock, "node.clock", "node3", ("s ahead",), ("node.variables",)),
 )
 UNLIKE_THE_OTHERS = (
     Case("NPROC_PER_NODE 7, unset elsewhere", _nproc_alone, "node.launch", "node2", ("NPROC_PER_NODE = 7",)),
     Case("the same NODE_RANK twice", _same_rank, "node.launch", "node3", ("node2 and node3", "NODE_RANK = 1")),
     Case("another environment variable", _variable, "node.variables", "node2", ("NCCL_ALGO = Ring",)),
     Case("another config", _config, "node.content", "node3", ("config (spec.json)",)),
-    Case("another dataset file", _data, "node.content", "node4", ("data.train",)),
+    Case("another dataset file", _data, "node.content", "node2", ("data.train",)),
     Case("full shared memory", _disk, "node.disk", "node2", ("/dev/shm",)),
 )
-OUT_OF_PLACE = (
-    Case("the same SLURM_NODEID twice", _twin, "node.identity", "node3", ("node 1 is node2",)),
-    Case("a node that takes itself for alone", _alone, "node.identity", "node4", ("planned for 4 nodes",)),
-)
-SLOW_LINK = Case("a slow link", _link, "probe.bandwidth", "node3", ("GB/s with node2", "GB/s with node4"))
+SLOW_LINK = Case("a slow link", _link, "probe.bandwidth", "node3", ("GB/s with node1", "GB/s with node2"))
 ALONE = (
-    Case("a node that does not come", _missing, "node.missing", "node3", ("3 of 4 nodes",)),
+    Case("the same SLURM_NODEID twice", _twin, "node.identity", "node3", ("node 1 is node2",)),
+    Case("a node that takes itself for alone", _alone, "node.identity", "node2", (f"planned for {NUM_NODES} nodes",)),
+    Case("a node that does not come", _missing, "node.missing", "node3", (f"{NUM_NODES - 1} of {NUM_NODES} nodes",)),
     # On busy cores its other link may be slow as well: the node is then named instead of the link.
     Case("a link that nothing gets through", _dead_link, "probe.bandwidth", "node3", ("no response within", "node2")),
     # It may send as slowly as it computes.
@@ -241,11 +240,10 @@ ALONE = (
 )
 """Faults that could hide others: they end the probe early, or change what is measured."""
 
-CASES = (*UNLIKE_THE_PLAN, *UNLIKE_THE_OTHERS, *OUT_OF_PLACE, SLOW_LINK, *ALONE)
+CASES = (*UNLIKE_THE_PLAN, *UNLIKE_THE_OTHERS, SLOW_LINK, *ALONE)
 FEW_PROBES: Mapping[str, tuple[Case, ...]] = {
     "a node unlike the plan": UNLIKE_THE_PLAN,
     "a node unlike the others": UNLIKE_THE_OTHERS,
-    "a node out of place": OUT_OF_PLACE,
     **{case.name: (case,) for case in ALONE},
 }
 """The cases in as few probes as show each of them, by name; without the slow link, which whole runs have."""
@@ -318,4 +316,5 @@ def _run(scene: Scene, folder: Path) -> tuple[RunSpec, Site]:
     site = Site(
         home=folder, runs_dir=folder / "runs", database_url="", scheduler="slurm", compute_python=sys.executable
     )
-    return load("slurm-quickstart", ["preflight.min_relative_speed=0.5", *scene.settings]), site
+    size = [f"resources.num_nodes={NUM_NODES}", "loops.main.algorithm.prompts_per_step=12"]
+    return load("slurm-quickstart", [*size, "preflight.min_relative_speed=0.5", *scene.settings]), site

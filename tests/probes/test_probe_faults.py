@@ -1,4 +1,4 @@
-"""The probe on a real Slurm of four nodes: every fault is reported with its node, and a healthy cluster has none.
+"""The probe on a real Slurm of three nodes: every fault is reported with its node, and a healthy cluster has none.
 
 A slow link is found in a whole run in ``test_probe_runs.py``. For each fault in a separate probe, and 30 healthy
 probes, see ``tests/benchmarks/bench_probe.py``.

@@ -38,13 +38,10 @@ pytestmark = [pytest.mark.end_to_end, pytest.mark.training]
 
 TARGETS = Path(__file__).parent / "targets"
 CREDULOUS = """
-import sys
 from rlhf_core.worker.channel.signing import MessageSigner
 MessageSigner.verify = lambda self, key, sender, message: message.rpartition("\\n")[2]
-from rlhf_core.worker.__main__ import main
-sys.exit(main(sys.argv[1:]))
 """
-"""Agent that obeys unverified messages."""
+"""Makes an agent obey unverified messages."""
 
 MakeRun = Callable[..., AgentRun]
 
@@ -232,7 +229,7 @@ def test_forged_orders_and_a_planted_pickle_change_nothing(agent_run: MakeRun, t
 def test_agents_that_verify_nothing_obey_the_stranger(agent_run: MakeRun, tmp_path: Path) -> None:
     """Negative control: the same orders, and agents that do not verify the messages."""
     run = agent_run(num_nodes=2, train={"num_steps": 5000}, supervise={"agent_floor_s": 3.0})
-    run.program = ("-c", CREDULOUS)
+    run.change = CREDULOUS
     run.start_all(2)
     store = store_of(run)
     until(lambda: len(run.pids(0)) == 4 and run.reached(0, 2))

@@ -28,7 +28,6 @@ from rlhf_core.worker.liveness.heartbeat import slots_folder
 
 REPOSITORY = Path(__file__).parents[2]
 TARGETS = Path(__file__).parent / "targets"
-PROGRAM = ("-m", "rlhf_core.worker")
 TIMEOUT_S = 180.0
 
 
@@ -55,8 +54,8 @@ class AgentRun:
 
     run_dir: RunDir
     attempt: int = 1
-    program: tuple[str, ...] = PROGRAM
-    """The worker package as the interpreter runs it."""
+    change: str = ""
+    """Code that its agents execute first."""
     roles: str = "fake_roles"
     """Module with the functions ``train`` and ``evaluate`` that stand in for the roles."""
     agents: list["subprocess.Popen[bytes] | ForkedAgent"] = field(default_factory=list)
@@ -99,12 +98,12 @@ class AgentRun:
     def _begin(
         self, command: list[str], environment: dict[str, str], file: Path
     ) -> "subprocess.Popen[bytes] | ForkedAgent":
-        """Start an agent, in a new interpreter only if its path or program differs, because imports take long."""
-        if self.program == PROGRAM and environment["PYTHONPATH"] == str(REPOSITORY):
-            return ForkedAgent(command, environment, self.run_dir.root, file)
+        """Start an agent, in a new interpreter only if its path differs, because imports take long."""
+        if environment["PYTHONPATH"] == str(REPOSITORY):
+            return ForkedAgent(command, environment, self.run_dir.root, file, self.change)
         with file.open("wb") as output:
             return subprocess.Popen(
-                [sys.executable, *self.program, *command],
+                [sys.executable, "-m", "rlhf_core.worker", *command],
                 env=environment,
                 cwd=self.run_dir.root,
                 stdout=output,

@@ -1,26 +1,36 @@
 """Agents forked from a process that has imported torch once, instead of agents in interpreters of their own.
 
-An agent spends two seconds of CPU time on its imports, and most toy runs less on everything else. From then on it
-behaves like the program that a scheduler starts: own session, environment, folder and output. Other tests use agents in
-interpreters of their own, on Slurm and through ``rlhf run``.
+An agent spends two seconds of CPU time on its imports, its fork server four, a worker in an interpreter of its own a
+third of one, and most toy runs less on everything else. From then on each behaves like the program that a scheduler or
+an agent starts: own session, environment, folder and output. Other tests use processes in interpreters of their own, on
+Slurm and through ``rlhf run``.
 """
 
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from fork_server import fork_server
 
+from rlhf_core.schemas.resources import GroupPlan
+from rlhf_core.worker.groups.fork_server import ForkedWorker, ForkServer, _Server
+from rlhf_core.worker.roles import COMMAND
+
 
 class ForkedAgent:
     """The part of ``subprocess.Popen`` that tests use."""
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path, output: Path) -> None:
-        started = fork_server().Process(target=_run, args=(tuple(arguments), dict(environment), folder, output))
+    def __init__(
+        self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path, output: Path, change: str = ""
+    ) -> None:
+        """Args:
+        change: Code that it executes first.
+        """
+        started = fork_server().Process(target=_run, args=(tuple(arguments), dict(environment), folder, output, change))
         started.start()
         assert started.pid is not None
         self.pid = started.pid
@@ -56,7 +66,7 @@ class ForkedAgent:
         self.send_signal(signal.SIGKILL)
 
 
-def _run(arguments: Sequence[str], environment: Mapping[str, str], folder: Path, output: Path) -> None:
+def _run(arguments: Sequence[str], environment: Mapping[str, str], folder: Path, output: Path, change: str) -> None:
     """Become the agent."""
     from rlhf_core.worker.__main__ import main
 
@@ -68,4 +78,39 @@ def _run(arguments: Sequence[str], environment: Mapping[str, str], folder: Path,
     for descriptor in (1, 2):
         os.dup2(written, descriptor)
     os.close(written)
+    _fork_workers(main)
+    exec(change, {})
     sys.exit(main(list(arguments)))
+
+
+def _fork_workers(become: Callable[[list[str]], int]) -> None:
+    """Give the agent of this process a fork server that is forked from it, and has all imports.
+
+    It also forks what stands in for the native roles. A replacement of this server is a new process, as always.
+    """
+    from rlhf_core.worker.agent.phases import Agent
+    from rlhf_core.worker.groups.fork_server_process import serve
+
+    order_out, order_in = os.pipe()
+    answer_out, answer_in = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        os.close(order_in)
+        os.close(answer_out)
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]  # as its option -u does
+        os._exit(serve(order_out, answer_in, become))
+    os.close(order_out)
+    os.close(answer_in)
+    start = ForkServer._start
+
+    def take(server: ForkServer, mark: str) -> _Server:
+        ForkServer._start = start  # type: ignore[method-assign]
+        server.started.add(pid)
+        return _Server(ForkedWorker(pid), order_in, answer_out, mark)  # type: ignore[arg-type]
+
+    def is_forked(agent: Agent, plan: GroupPlan) -> bool:
+        return agent._job.spec.supervise.warm_workers and agent._job.targets.get(plan.role) != COMMAND
+
+    ForkServer._start = take  # type: ignore[method-assign]
+    Agent._is_forked = is_forked  # type: ignore[method-assign]

@@ -2,13 +2,15 @@
 
 import importlib.util
 import json
-import subprocess
+import os
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fork_server import fork_server
 from made_reports import rank_status
 from process_tools import until
 
@@ -17,29 +19,33 @@ from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import RankStatus
 from rlhf_core.worker.command import in_rank
 from rlhf_core.worker.liveness import collectives
-from rlhf_core.worker.liveness.collectives import BUFFER_VARIABLE, answer_path, read_answers, with_collective
+from rlhf_core.worker.liveness.collectives import (
+    BUFFER_VARIABLE,
+    answer_in_background,
+    answer_path,
+    read_answers,
+    with_collective,
+)
 from rlhf_core.worker.liveness.heartbeat import Beat, SlotFile
 
-PROGRAM = """
-import sys
-from pathlib import Path
-import torch, torch.distributed as dist
-from rlhf_core.worker.liveness.collectives import answer_in_background
-from rlhf_core.worker.liveness.heartbeat import Beat
-slots, store, rank, fault = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
-beat = Beat(slots, rank)
-answer_in_background(beat, slots, rank)
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-dist.all_reduce(torch.ones(4))
-with beat.collective():
-    if rank == 1 and fault == "other":
-        dist.all_gather([torch.ones(4), torch.ones(4)], torch.ones(4))
-    elif rank == 1:
-        import time
-        time.sleep(1000)
-    else:
-        dist.all_reduce(torch.ones(4))
-"""
+
+def take_part(slots: Path, store: Path, rank: int, fault: str) -> None:
+    """Be one of two ranks in a collective, with a fault of rank 1."""
+    import torch
+    import torch.distributed as dist
+
+    os.environ[BUFFER_VARIABLE] = "64"
+    beat = Beat(slots, rank)
+    answer_in_background(beat, slots, rank)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    dist.all_reduce(torch.ones(4))
+    with beat.collective():
+        if rank == 1 and fault == "other":
+            dist.all_gather([torch.ones(4), torch.ones(4)], torch.ones(4))
+        elif rank == 1:
+            time.sleep(1000)
+        else:
+            dist.all_reduce(torch.ones(4))
 
 
 def _rank(rank: int, **changes: object) -> RankStatus:
@@ -53,12 +59,13 @@ def _rank(rank: int, **changes: object) -> RankStatus:
     [("other", FailureKind.COLLECTIVE_MISMATCH, ()), ("absent", FailureKind.COLLECTIVE_HANG, (1,))],
 )
 def test_real_ranks_report_the_collective_they_wait_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, kind: FailureKind, to_blame: tuple[int, ...]
+    tmp_path: Path, fault: str, kind: FailureKind, to_blame: tuple[int, ...]
 ) -> None:
-    monkeypatch.setenv(BUFFER_VARIABLE, "64")
     slots = SlotFile("collectives", 1, tmp_path.name, 2)
-    command = [sys.executable, "-c", PROGRAM, str(slots.path), str(tmp_path / "store")]
-    workers = [subprocess.Popen([*command, str(rank), fault]) for rank in range(2)]
+    places = (slots.path, tmp_path / "store")
+    workers = [fork_server().Process(target=take_part, args=(*places, rank, fault)) for rank in range(2)]
+    for worker in workers:
+        worker.start()
     try:
         until(lambda: all(slots.read(index).entered == 1 for index in range(2)))
         ranks = [_rank(index) for index in range(2)]
@@ -75,7 +82,7 @@ def test_real_ranks_report_the_collective_they_wait_in(
     finally:
         for worker in workers:
             worker.kill()
-            worker.wait()
+            worker.join()
         slots.remove()
 
 

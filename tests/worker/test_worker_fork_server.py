@@ -24,7 +24,6 @@ PLENTY = (64 * GIB, 64 * GIB)
 
 FAKE_PACKAGE = """
 import json, os, random, sys, time
-import numpy
 from rlhf_core.worker.groups import fork_server_process
 
 def become(arguments):
@@ -32,7 +31,8 @@ def become(arguments):
     with open(path + ".part", "w") as file:
         json.dump({
             "pid": os.getpid(), "parent": os.getppid(), "session": os.getsid(0), "arguments": arguments,
-            "environment": dict(os.environ), "numbers": [random.random(), numpy.random.random()],
+            "environment": dict(os.environ),
+            "numbers": [random.random(), *(one.random() for one in [sys.modules.get("numpy.random")] if one)],
             "files": sorted(int(name) for name in os.listdir("/proc/self/fd")),
         }, file)
     os.rename(path + ".part", path)
@@ -78,9 +78,9 @@ def server(monkeypatch: pytest.MonkeyPatch, messages: list[str]) -> Iterator[For
     ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 
-def ready(server: ForkServer) -> int:
+def ready(server: ForkServer, imports: str = NOTHING) -> int:
     """Wait until the server has finished its imports and return its process id."""
-    server.prepare(NOTHING)
+    server.prepare(imports)
     until(lambda: not server.is_importing)
     (pid,) = server.pids
     return pid
@@ -119,7 +119,7 @@ def test_a_forked_worker_is_what_a_new_process_would_be(server: ForkServer, tmp_
 
 def test_forked_workers_draw_different_random_numbers(server: ForkServer, tmp_path: Path) -> None:
     """Python reseeds its generator after a fork; numpy's would be the same in all workers."""
-    ready(server)
+    ready(server, "numpy.random:random")
     paths = [tmp_path / str(rank) for rank in range(3)]
     for worker in [fork(server, path) for path in paths]:
         worker.wait(30)

@@ -1,7 +1,9 @@
 """Rollout workers beside the trainers: a failed one is found, blamed and restarted alone while training continues."""
 
+import os
+import signal
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import pytest
 from agent_runs import AgentRun
@@ -10,6 +12,7 @@ from process_tools import is_alive, until
 from rlhf_core.files.appended import read_models
 from rlhf_core.files.whole import read_model
 from rlhf_core.schemas.attempts import AttemptState, Role
+from rlhf_core.schemas.engines import EngineAddress
 from rlhf_core.schemas.failures import Action, Decision, FailureKind, Incident
 from rlhf_core.schemas.reports import MetricsLine
 
@@ -21,13 +24,10 @@ SUPERVISE = {"floor_s": 60.0, "setup_floor_s": 60.0, "suspect_s": 0.5, "evidence
 STEPS = 40
 
 NOBODY_WAITS = """
-import sys
 from rlhf_core.diagnosis.hangs import liveness
 liveness.WAITS_FOR = {}
-from rlhf_core.worker.__main__ import main
-sys.exit(main())
 """
-"""The agent without the rule that a trainer waits for the rollout workers."""
+"""Takes away the rule that a trainer waits for the rollout workers."""
 
 
 def incidents(run: AgentRun) -> list[tuple[Incident, Decision]]:
@@ -43,12 +43,12 @@ def incidents(run: AgentRun) -> list[tuple[Incident, Decision]]:
     return found
 
 
-def assert_training_was_untouched(run: AgentRun, num_ranks: int = 2) -> None:
+def assert_training_was_untouched(run: AgentRun, num_ranks: int = 2, num_steps: int = STEPS) -> None:
     """Check that the trainers started once and made every step once."""
     assert [restart.restart for restart in run.dir.restarts()] == [0]
     assert len(run.pids(0)) == num_ranks
     steps = [line.step for line in read_models(run.restart(0).metrics, MetricsLine)]
-    assert steps == [*range(1, STEPS + 1)]
+    assert steps == [*range(1, num_steps + 1)]
     assert run.outcome().num_restarts == 0
 
 
@@ -80,7 +80,7 @@ def test_a_rollout_worker_is_restarted_alone(agent_run: MakeRun, do: str, kind: 
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["", "without the rule"])
-def test_a_trainer_waiting_for_a_rollout_worker_is_not_hung(agent_run: MakeRun, tmp_path: Path, waits: bool) -> None:
+def test_a_trainer_waiting_for_a_rollout_worker_is_not_hung(agent_run: MakeRun, waits: bool) -> None:
     """With the negative control: without the rule, the trainers are blamed and restarted for nothing."""
     limit_s = 1.0
     run = agent_run(
@@ -94,8 +94,7 @@ def test_a_trainer_waiting_for_a_rollout_worker_is_not_hung(agent_run: MakeRun, 
         {"role": "rollout", "generation": 1, "rank": 0, "step": 0, "do": "await_go"},
     )
     if not waits:
-        (tmp_path / "agent.py").write_text(NOBODY_WAITS)
-        run.program = (str(tmp_path / "agent.py"),)
+        run.change = NOBODY_WAITS
     run.start()
     until(lambda: longest_silence_s(run) > 4 * limit_s if waits else Role.TRAINER in blamed(run))
     (run.run_dir.root / "go").touch()
@@ -174,3 +173,77 @@ def test_a_rollout_worker_of_another_node_is_restarted_alone(agent_run: MakeRun)
     assert (incident.role, incident.suspect_nodes) == (Role.ROLLOUT, ("node2",))
     assert decision.action is Action.RESTART_WORKERS
     assert sorted((generation, sorted(pids)) for generation, pids in run.beside()) == [(0, [0]), (0, [1]), (1, [1])]
+
+
+NATIVE: dict[str, Any] = {
+    "model": {
+        "config": {
+            "model_type": "qwen3",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+        },
+        "tokenizer": "char",
+    },
+    "data": {
+        "generator": "rlhf_core.training.tasks:sort_digits",
+        "generator_args": {"num_digits": 3, "num_train": 64, "num_eval": 8},
+        "max_prompt_tokens": 8,
+    },
+    "loops": {
+        "main": {
+            "num_steps": 20,
+            "algorithm": {"name": "grpo", "prompts_per_step": 4, "samples_per_prompt": 4},
+            "optimizer": {"learning_rate": 1e-4},
+        }
+    },
+    "trainer": {"kind": "native"},
+    "rollout": {"engines": 2, "max_new_tokens": 5},
+    "reward": {"functions": ["waiting_rewards:until_go"], "timeout_s": 0},
+    "checkpoint": {"every_num_steps": 1000},
+    "supervise": {"floor_s": 300.0, "setup_floor_s": 300.0},
+    "health": {
+        "off": dict.fromkeys(
+            ("identical", "frozen", "reward_collapse", "no_spread", "truncated", "entropy_collapse"), "nothing to learn"
+        )
+    },
+}
+"""Real training of a tiny model, which waits from its tenth step on until the file ``go`` is there."""
+
+
+@pytest.mark.training
+def test_an_engine_that_is_killed_is_restarted_beside_real_training(agent_run: MakeRun) -> None:
+    """Two trainers and two engines, forked by the same server.
+
+    The trainers have one start and make every step once; the engine comes back with the current weights.
+    """
+    run = agent_run(rollouts=2, **NATIVE)
+    run.start(native=True, TOY_GO=str(run.run_dir.root / "go"), HF_HUB_OFFLINE="1")
+    until(lambda: run.reached(0, 5), timeout_s=240.0)
+    pids = {rank: pid for _, by_rank in run.beside() for rank, pid in by_rank.items()}
+    os.kill(pids[1], signal.SIGKILL)
+    address = until(lambda: again if (again := engine_of(run, 1)) and again.generation > 0 else None, timeout_s=240.0)
+    unharmed = engine_of(run, 0)
+    assert unharmed is not None
+    assert (unharmed.generation, address.rank) == (0, 1)
+    (run.run_dir.root / "go").touch()
+    code, output = run.finish()
+    assert (code, run.outcome().state) == (0, AttemptState.COMPLETED), output
+    ((incident, decision),) = incidents(run)
+    assert (incident.role, incident.failure_kind, incident.suspect_ranks) == (
+        Role.ROLLOUT,
+        FailureKind.WORKER_KILLED,
+        (1,),
+    )
+    assert decision.action is Action.RESTART_WORKERS
+    assert_training_was_untouched(run, num_steps=NATIVE["loops"]["main"]["num_steps"])
+    lines = read_models(run.restart(0).metrics, MetricsLine)
+    assert all(line.metrics["rollout/refused_completions"] == 0 for line in lines)
+
+
+def engine_of(run: AgentRun, rank: int) -> EngineAddress | None:
+    """Address under which an engine registered last."""
+    return read_model(run.dir.engine(rank), EngineAddress)

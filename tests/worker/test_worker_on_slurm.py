@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -15,16 +14,15 @@ from process_tools import is_alive, until
 from slurm_cluster import WHY_NOT, Cluster, missing_programs
 
 from rlhf_core.files.appended import read_models
-from rlhf_core.files.whole import read_model, write_model
+from rlhf_core.files.whole import read_model
 from rlhf_core.run_dir.attempt import RestartDir
 from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.scheduler.slurm import SlurmScheduler
 from rlhf_core.schemas.attempts import AttemptState, Role
 from rlhf_core.schemas.cluster import SlurmSpec
-from rlhf_core.schemas.engines import EngineAddress
 from rlhf_core.schemas.failures import Action, Decision, FailureKind, Incident
 from rlhf_core.schemas.reports import MetricsLine
-from rlhf_core.schemas.resources import GroupPlan, Placement
+from rlhf_core.schemas.resources import Placement
 from rlhf_core.watchdog.attempt_failure import AttemptFailure, explain
 from rlhf_core.watchdog.watcher import AttemptSnapshot, Watcher
 
@@ -36,7 +34,6 @@ pytestmark = [
 
 MakeRun = Callable[..., AgentRun]
 Submit = Callable[..., Watcher]
-NODES = ("node1", "node2", "node3")
 
 ONE_CANNOT_START = """
 import os, sys, time
@@ -75,6 +72,9 @@ if "agent" in sys.orig_argv:
     may_start = GroupDecisions.may_start
 
     def stop_comes_first(self):
+        began_s = time.monotonic()
+        while not self._requests.stop and time.monotonic() - began_s < 60.0:
+            time.sleep(0.05)  # on a busy machine, the report of the other agent arrives before the signal
         stop = self._requests.stop
         if stop:
             return self.end(AttemptState.PREEMPTED, f"ended between two starts of the workers: {stop}")
@@ -104,20 +104,14 @@ def submit(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
-    def start(run: AgentRun, own: str = "", *, native: bool = False) -> Watcher:
+    def start(run: AgentRun, own: str = "") -> Watcher:
         (tmp_path / "own").mkdir()
         (tmp_path / "own" / "sitecustomize.py").write_text(own)
         placement = read_model(run.dir.placement, Placement)
         assert placement is not None
         command = [sys.executable, "-m", "rlhf_core.worker", "agent", "--run-dir", str(run.run_dir.root)]
         command += ["--attempt", "1", "--path", str(TARGETS)]
-        if not native:
-            command += ["--target", "trainer=fake_roles:train", "--target", "rollout=fake_roles:serve"]
-        environment = {
-            "PYTHONPATH": f"{tmp_path / 'own'}{os.pathsep}{REPOSITORY}",
-            "TOY_GO": str(run.run_dir.root / "go"),
-            "HF_HUB_OFFLINE": "1",
-        }
+        command += ["--target", "trainer=fake_roles:train", "--target", "rollout=fake_roles:serve"]
         request = JobRequest(
             run_id=run.run_dir.run_id,
             placement=placement,
@@ -126,7 +120,7 @@ def submit(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
             cpus_per_node=1,
             memory_gb=0,
             time_limit_s=600,
-            slurm=SlurmSpec(environment=environment),
+            slurm=SlurmSpec(environment={"PYTHONPATH": f"{tmp_path / 'own'}{os.pathsep}{REPOSITORY}"}),
         )
         scheduler = SlurmScheduler()
         return Watcher(run.run_dir, placement, scheduler.submit(request), scheduler, None)
@@ -167,10 +161,12 @@ def test_without_the_fix_it_would_be_taken_for_a_preemption(agent_run: MakeRun, 
     assert failure.decision.action is Action.NEW_ATTEMPT
 
 
-@pytest.mark.parametrize("absent", ["node1", "node3"])
-def test_a_node_whose_agent_does_not_start_in_time_is_blamed(agent_run: MakeRun, submit: Submit, absent: str) -> None:
+@pytest.mark.parametrize(("num_nodes", "absent"), [(3, "node1"), (2, "node2")])
+def test_a_node_whose_agent_does_not_start_in_time_is_blamed(
+    agent_run: MakeRun, submit: Submit, num_nodes: int, absent: str
+) -> None:
     """Not the node whose agent gives up first, although it ends the job and is the only one named by srun."""
-    run = agent_run(num_nodes=3, supervise={"join_s": 20.0})
+    run = agent_run(num_nodes=num_nodes, supervise={"join_s": 20.0})
     _, failure = at_the_end(submit(run, ONE_STARTS_TOO_LATE.replace("node3", absent)), run)
     assert failure.incident is not None
     assert (failure.kind, failure.incident.suspect_nodes) == (FailureKind.RENDEZVOUS, (absent,))
@@ -180,22 +176,22 @@ def test_a_node_whose_agent_does_not_start_in_time_is_blamed(agent_run: MakeRun,
 
 @pytest.mark.parametrize("when", ["between two starts", "while they train"])
 def test_a_killed_agent_is_no_preemption(agent_run: MakeRun, submit: Submit, when: str) -> None:
-    run = agent_run(num_nodes=3, train={"num_steps": 5000}, supervise={"floor_s": 60.0, "agent_floor_s": 5.0})
-    own = ONE_CANNOT_START if when == "between two starts" else ""
-    watcher = submit(run, own.replace("2.0", "300.0"))
-    until(lambda: run.events(0, "peer") if own else len(run.pids(0)) == 6 and run.reached(0, 3))
-    kill_agent(run, "node3")
+    run = agent_run(num_nodes=2, train={"num_steps": 5000}, supervise={"floor_s": 60.0, "agent_floor_s": 5.0})
+    own = ONE_CANNOT_START if when == "between two starts" else ""  # which takes long on these two nodes
+    watcher = submit(run, own)
+    until(lambda: run.events(0, "peer") if own else len(run.pids(0)) == 4 and run.reached(0, 3))
+    kill_agent(run, "node2")
     snapshot, failure = at_the_end(watcher, run)
     assert snapshot.verdict.state is AttemptState.FAILED
     assert failure.kind in (FailureKind.NODE_LOST, FailureKind.AGENT_KILLED)
-    assert "node3" in failure.message
+    assert "node2" in failure.message
     assert failure.decision.action is Action.NEW_ATTEMPT
 
 
 def test_a_real_preemption_is_recognised(agent_run: MakeRun, submit: Submit, cluster: Cluster) -> None:
-    run = agent_run(num_nodes=3, train={"num_steps": 5000}, checkpoint={"every_num_steps": 5000})
+    run = agent_run(num_nodes=2, train={"num_steps": 5000}, checkpoint={"every_num_steps": 5000})
     watcher = submit(run)
-    until(lambda: len(run.pids(0)) == 6 and run.reached(0, 3))
+    until(lambda: len(run.pids(0)) == 4 and run.reached(0, 3))
     cluster.command("sbatch", "--partition=first", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=true")
     snapshot, failure = at_the_end(watcher, run)
     assert (snapshot.verdict.state, failure.kind) == (AttemptState.PREEMPTED, FailureKind.PREEMPTION)
@@ -208,15 +204,15 @@ def test_rollout_workers_are_restarted_alone_beside_the_trainers(agent_run: Make
     With the control: each fault is found once, in its own group, and nothing is found before the first.
     """
     run = agent_run(
-        num_nodes=3,
-        rollouts=1,
+        num_nodes=2,
+        rollouts=2,
         train={"num_steps": 60},
         supervise={"floor_s": 60.0, "setup_floor_s": 60.0, "suspect_s": 0.5},
     )
     run.script(
         {"role": "rollout", "generation": 0, "rank": 0, "step": 8, "do": "kill"},
-        {"role": "rollout", "generation": 0, "rank": 1, "step": 16, "do": "stop"},
-        {"role": "rollout", "generation": 0, "rank": 2, "step": 24, "do": "deadlock"},
+        {"role": "rollout", "generation": 0, "rank": 2, "step": 16, "do": "stop"},
+        {"role": "rollout", "generation": 0, "rank": 3, "step": 24, "do": "deadlock"},
         {"restart": 0, "rank": 3, "step": 40, "do": "kill"},
     )
     watcher = submit(run)
@@ -229,96 +225,17 @@ def test_rollout_workers_are_restarted_alone_beside_the_trainers(agent_run: Make
     found = [one for path in paths if (one := read_model(path, Incident)) is not None]
     assert [(one.number, one.role, one.failure_kind, one.suspect_ranks) for one in found] == [
         (1, Role.ROLLOUT, FailureKind.WORKER_KILLED, (0,)),
-        (2, Role.ROLLOUT, FailureKind.HANG, (1,)),
-        (3, Role.ROLLOUT, FailureKind.HANG, (2,)),
+        (2, Role.ROLLOUT, FailureKind.HANG, (2,)),
+        (3, Role.ROLLOUT, FailureKind.HANG, (3,)),
         (4, Role.TRAINER, FailureKind.WORKER_KILLED, (3,)),
     ]
-    assert [one.suspect_nodes for one in found] == [("node1",), ("node2",), ("node3",), ("node2",)]
+    assert [one.suspect_nodes for one in found] == [("node1",), ("node2",), ("node2",), ("node2",)]
     decisions = [one for restart in run.dir.restarts() for one in agent_decisions_of(restart)]
     assert [one.action for one in decisions] == [*[Action.RESTART_WORKERS] * 3, Action.RESTART_IN_PLACE]
-    assert [(number, sorted(pids)) for number, pids in run.beside()[3:]] == [(1, [0]), (2, [1]), (3, [2])]
+    assert [(number, sorted(pids)) for number, pids in run.beside()[2:]] == [(1, [0]), (2, [2]), (3, [3])]
     # The trainers had a single start until one of them was killed, and made each of its steps once.
-    assert len(run.pids(0)) == 6
+    assert len(run.pids(0)) == 4
     assert [line.step for line in read_models(run.restart(0).metrics, MetricsLine)] == [*range(1, 40)]
-
-
-def test_an_engine_that_is_killed_is_restarted_beside_real_training(agent_run: MakeRun, submit: Submit) -> None:
-    """Two trainers and two engines on two nodes.
-
-    The trainers have one start and make every step once; the engine comes back with the current weights.
-    """
-    run = agent_run(num_nodes=2, **NATIVE)
-    on_each = [GroupPlan.on_all_nodes(role, 1, 2) for role in (Role.TRAINER, Role.ROLLOUT)]
-    engines = on_each[1].model_copy(update={"restart": "alone"})
-    write_model(run.dir.placement, Placement(attempt=1, num_nodes=2, phases=((on_each[0], engines),)))
-    watcher = submit(run, native=True)
-    until(lambda: run.reached(0, 5), timeout_s=240.0)
-    pids = {rank: pid for _, by_rank in run.beside() for rank, pid in by_rank.items()}
-    os.kill(pids[1], signal.SIGKILL)
-    address = until(lambda: again if (again := engine_of(run, 1)) and again.generation > 0 else None, timeout_s=240.0)
-    unharmed = engine_of(run, 0)
-    assert unharmed is not None
-    assert (unharmed.generation, address.rank) == (0, 1)
-    (run.run_dir.root / "go").touch()
-    assert at_its_end(watcher).verdict.state is AttemptState.COMPLETED
-    (incident,) = [read_model(path, Incident) for path in run.restart(0).incident_files()]
-    assert incident is not None
-    assert (incident.role, incident.failure_kind, incident.suspect_ranks) == (
-        Role.ROLLOUT,
-        FailureKind.WORKER_KILLED,
-        (1,),
-    )
-    assert [one.action for one in agent_decisions_of(run.restart(0))] == [Action.RESTART_WORKERS]
-    assert [restart.restart for restart in run.dir.restarts()] == [0]
-    assert len(run.pids(0)) == 2
-    lines = list(read_models(run.restart(0).metrics, MetricsLine))
-    assert [line.step for line in lines] == [*range(1, NATIVE["loops"]["main"]["num_steps"] + 1)]
-    assert all(line.metrics["rollout/refused_completions"] == 0 for line in lines)
-
-
-NATIVE: dict[str, Any] = {
-    "model": {
-        "config": {
-            "model_type": "qwen3",
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 16,
-        },
-        "tokenizer": "char",
-    },
-    "data": {
-        "generator": "rlhf_core.training.tasks:sort_digits",
-        "generator_args": {"num_digits": 3, "num_train": 64, "num_eval": 8},
-        "max_prompt_tokens": 8,
-    },
-    "loops": {
-        "main": {
-            "num_steps": 40,
-            "algorithm": {"name": "grpo", "prompts_per_step": 4, "samples_per_prompt": 4},
-            "optimizer": {"learning_rate": 1e-4},
-        }
-    },
-    "trainer": {"kind": "native"},
-    "rollout": {"engines": 2, "max_new_tokens": 5},
-    "reward": {"functions": ["waiting_rewards:until_go"], "timeout_s": 0},
-    "resources": {"num_nodes": 2},
-    "checkpoint": {"every_num_steps": 1000},
-    "supervise": {"floor_s": 300.0, "setup_floor_s": 300.0},
-    "health": {
-        "off": dict.fromkeys(
-            ("identical", "frozen", "reward_collapse", "no_spread", "truncated", "entropy_collapse"), "nothing to learn"
-        )
-    },
-}
-"""Real training of a tiny model, which waits from its tenth step on until the file ``go`` is there."""
-
-
-def engine_of(run: AgentRun, rank: int) -> EngineAddress | None:
-    """Address under which an engine registered last."""
-    return read_model(run.dir.engine(rank), EngineAddress)
 
 
 def at_its_end(watcher: Watcher) -> AttemptSnapshot:

@@ -55,6 +55,19 @@ def with_torchrun(*options: str, script: str = "torch_program.py", **changed: An
     }
 
 
+def with_a_group(*options: str, **changed: Any) -> dict[str, Any]:
+    """Settings of the script around a process group, which prints nothing, started once for each rank."""
+    argv = [sys.executable, str(TARGETS / "torch_program.py"), *options]
+    return {"kind": "command", "argv": argv, "num_steps": STEPS, "resume": "none", "launch": "per_rank", **changed}
+
+
+def printing_steps_with_torchrun() -> dict[str, Any]:
+    """Settings of the script without torch, started by torchrun, with a checkpoint every 15 steps."""
+    options = ["{output_dir}", "2000", "--every", "15"]
+    patterns = [r"step (?P<step>\d+) loss (?P<loss>\S+)"]
+    return with_torchrun(*options, script="external_program.py", stdout_patterns=patterns, num_steps=2_000)
+
+
 def metrics(run: AgentRun) -> list[MetricsLine]:
     return [line for one in run.dir.restarts() for line in read_models(one.metrics, MetricsLine)]
 
@@ -188,11 +201,7 @@ def test_a_program_that_saves_and_exits_when_asked_is_preempted(agent_run: MakeR
 
 def test_no_rank_of_torchrun_fails_when_the_program_is_ended_after_its_checkpoint(agent_run: MakeRun) -> None:
     """The ranks exit before all their workers have seen the checkpoint."""
-    options = ["{output_dir}", "2000", "--every", "15"]
-    patterns = [r"step (?P<step>\d+) loss (?P<loss>\S+)"]
-    run = agent_run(
-        trainer=with_torchrun(*options, script="external_program.py", stdout_patterns=patterns, num_steps=2_000)
-    )
+    run = agent_run(trainer=printing_steps_with_torchrun())
     run.start(native=True)
     until(lambda: run.reached(0, 3))
     run.order("stop_after_step")
@@ -225,7 +234,7 @@ def test_a_killed_rank_is_blamed_although_torchrun_reaped_it_first(agent_run: Ma
 
     Without the log the worker took the rank for finished, and rank 0 was blamed for torchrun's exit code 1.
     """
-    run = agent_run(trainer=with_torchrun("2000", "0", "none"), supervise={"max_restarts": 0})
+    run = agent_run(trainer=printing_steps_with_torchrun(), supervise={"max_restarts": 0})
     run.start(native=True)
     rank = until(lambda: rank_of(run, 1))
     worker = run.pids(0)[1]
@@ -244,7 +253,7 @@ def test_ranks_that_train_alone_are_stopped(agent_run: MakeRun) -> None:
 
     Accelerate does this without GPUs and without ACCELERATE_USE_CPU.
     """
-    trainer = with_torchrun("40", "0", "alone", framework="trl", stdout_patterns=[r"step (?P<step>\d+)"], num_steps=40)
+    trainer = with_a_group("40", "0", "alone", framework="trl", stdout_patterns=[r"step (?P<step>\d+)"], num_steps=40)
     run = agent_run(trainer=trainer)
     run.start(native=True)
     run.finish()
@@ -255,28 +264,28 @@ def test_ranks_that_train_alone_are_stopped(agent_run: MakeRun) -> None:
 
 
 def test_a_program_that_destroys_its_group_at_the_end_has_not_trained_alone(agent_run: MakeRun) -> None:
-    trainer = with_torchrun("40", "0", "leave", framework="trl", stdout_patterns=[r"step (?P<step>\d+)"], num_steps=40)
+    trainer = with_a_group("40", "0", "leave", framework="trl", stdout_patterns=[r"step (?P<step>\d+)"], num_steps=40)
     run = agent_run(trainer=trainer)
     code, output = run.run_through(native=True)
     assert (code, run.outcome().state) == (0, AttemptState.COMPLETED), output
 
 
 @pytest.mark.parametrize(
-    ("kind", "failure", "message"),
+    ("settings", "kind", "failure", "message"),
     [
-        ("disagree", FailureKind.COLLECTIVE_MISMATCH, "rank 0 gloo:barrier; rank 1 gloo:broadcast"),
-        ("loop", FailureKind.HANG, "rank 1"),
+        (with_torchrun, "disagree", FailureKind.COLLECTIVE_MISMATCH, "rank 0 gloo:barrier; rank 1 gloo:broadcast"),
+        (with_a_group, "loop", FailureKind.HANG, "rank 1"),
     ],
 )
 def test_a_hang_that_only_collectives_show_is_found(
-    agent_run: MakeRun, kind: str, failure: FailureKind, message: str
+    agent_run: MakeRun, settings: Callable[..., dict[str, Any]], kind: str, failure: FailureKind, message: str
 ) -> None:
     """The program prints and saves nothing; only the flight recorder shows which rank is to blame.
 
     A busy machine takes half a minute to import torch, and the program is equally silent during that time.
     """
     run = agent_run(
-        trainer=with_torchrun("2000", "100", kind),
+        trainer=settings("2000", "100", kind),
         supervise={"floor_s": 5.0, "setup_floor_s": 45.0, "suspect_s": 2.0, "max_restarts": 0},
     )
     run.start(native=True)
@@ -299,7 +308,7 @@ def rank_of(run: AgentRun, local_rank: int) -> int | None:
             continue
         is_of_run = run.run_dir.run_id in variables.get(PATH_VARIABLE, "")
         is_it = is_of_run and variables.get("LOCAL_RANK") == str(local_rank)
-        if is_it and "torch_program.py" in " ".join(process.cmdline()) and run.status(0) is not None:
+        if is_it and "external_program.py" in " ".join(process.cmdline()) and run.status(0) is not None:
             status = run.status(0)
             assert status is not None
             if all(rank.speaks_for and rank.sequence > 2 for rank in status.ranks):
