@@ -137,9 +137,14 @@ LONGEST = (
 """Test files that take more than 100 s beside three others. Every second one mostly waits."""
 
 
+SERVER = "real_prefect"
+"""Fixture of a server that the files of a folder share as long as a process runs them in a row."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest files, so that none runs alone at the end, and spread those of each folder over the rest
-    of the time, because whole folders only wait or only compute. Skip GPU tests on machines without a GPU."""
+    of the time, because whole folders only wait or only compute; but those with a server in a row, or each would start
+    one. Skip GPU tests on machines without a GPU."""
     items.sort(key=_starts_after(items))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and not _cuda_available():
@@ -148,11 +153,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _starts_after(items: list[pytest.Item]) -> Callable[[pytest.Item], tuple[int, float]]:
-    """Sort key of tests: index of a long file, or share of the files of its folder that come before it."""
+    """Sort key of tests: index of a long file, or share of the files of its folder that come before it or before the
+    first with a server."""
     files: dict[Path, list[Path]] = {}
     for path in dict.fromkeys(item.path for item in items):
         files.setdefault(path.parent, []).append(path)
     shares = {path: index / len(paths) for paths in files.values() for index, path in enumerate(paths)}
+    served = dict.fromkeys(item.path for item in items if SERVER in getattr(item, "fixturenames", ()))
+    shares |= dict.fromkeys(served, min(map(shares.__getitem__, served), default=0.0))
 
     def key(item: pytest.Item) -> tuple[int, float]:
         is_long = item.path.name in LONGEST

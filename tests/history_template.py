@@ -26,6 +26,14 @@ def sqlite_template() -> Path:
     return file
 
 
+def give_history(home: Path) -> None:
+    """Put a copy where the first command of a site would create its history; an existing one is kept."""
+    file = home / "history.db"
+    if not file.exists():
+        shutil.copyfile(sqlite_template(), file)
+        file.chmod(0o600)
+
+
 def copy_or_migrate(url: URL) -> Upgraded:
     """Replacement for the migration: a new SQLite file is copied from the template, other databases are migrated."""
     file = database.sqlite_file(url)

@@ -19,6 +19,8 @@ REGISTERED = {"PREFECT_API_BLOCKS_REGISTER_ON_START": "false"}
 
 _MAKE = """
 import asyncio
+from rlhf_core.garbage import collect_rarely
+collect_rarely()
 from prefect.server.database import provide_database_interface
 from prefect.server.models.block_registration import run_block_auto_registration
 

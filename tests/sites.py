@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import signing_in
+from history_template import give_history
 from prefect_template import REGISTERED, give_prefect_database
 from process_tools import (
     ASKING_INTERVAL_S,
@@ -66,7 +67,7 @@ class Site:
     restart_s: float = 0.0
     """Restart delay of dead services; 0 leaves them dead, for tests of that."""
     makes_database: bool = False
-    """True to have its server make its database as for a new user, which takes long; else it is given a copy."""
+    """True to have both databases made as for a new user, which takes long; else its server and history get copies."""
     settings: str = ""
     """Further lines under [prefect]."""
     variables: dict[str, str] = field(default_factory=dict)
@@ -86,6 +87,7 @@ class Site:
         (self.home / "rlhf.toml").write_text("\n".join(["[prefect]", *written, self.settings]))
         if not self.makes_database:
             give_prefect_database(self.home / "prefect")
+            give_history(self.home)
         if self.pretended:
             write_pretended_agent(self.home / "python")
         if self.team:

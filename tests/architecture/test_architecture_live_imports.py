@@ -14,7 +14,9 @@ CONTROL_LIBRARIES = ("prefect", "sqlalchemy", "alembic", "submitit")
 
 IMPORT_ALL = """
 import importlib, json, pkgutil, sys
+from rlhf_core.garbage import collect_rarely
 
+collect_rarely()
 packages, left_out, blocked = json.loads(sys.argv[1])
 
 class Blocker:

@@ -15,6 +15,8 @@ ROOT = Path(__file__).parents[2]
 
 PLANS = """
 import asyncio, json
+from rlhf_core.garbage import collect_rarely
+collect_rarely()
 from prefect.server import models, schemas
 from prefect.server.database import provide_database_interface
 

@@ -427,6 +427,8 @@ def test_tags_longer_than_those_of_wandb_are_truncated(run: RunFiles, tmp_path: 
 
 WITHOUT = """
 import sys
+from rlhf_core.garbage import collect_rarely
+collect_rarely()
 blocked = sys.argv[1].split(",")
 class Blocker:
     def find_spec(self, name, path=None, target=None):

@@ -3,7 +3,6 @@
 The agents are small programs that write the same files as real ones (``site_files.PRETENDED_AGENT``).
 """
 
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 from control_fakes import checked_run
-from history_template import sqlite_template
 from process_tools import until
 from sites import Site, go, starts, state_of
 
@@ -49,7 +47,6 @@ class Controllers:
 @pytest.fixture
 def controllers(tmp_path: Path) -> Iterator[Controllers]:
     with Site(tmp_path / "home", pretended=True).running(services=False) as site:
-        shutil.copyfile(sqlite_template(), site.home / "history.db")
         yield Controllers(site)
     scheduler = LocalScheduler()
     for job in scheduler.living():

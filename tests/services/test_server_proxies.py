@@ -21,6 +21,8 @@ PROXY = "http://127.0.0.1:9"
 
 PREFECT_CLIENTS = """
 import sys
+from rlhf_core.garbage import collect_rarely
+collect_rarely()
 from prefect.client.orchestration import get_client
 from websockets.proxy import get_proxy
 from websockets.uri import parse_uri
