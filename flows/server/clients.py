@@ -4,7 +4,6 @@ import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -13,35 +12,17 @@ from prefect.settings import PREFECT_API_SSL_CERT_FILE, PREFECT_API_TLS_INSECURE
 
 from rlhf_core.errors import PrefectUnavailable
 
-_TOKEN = ("csrf_client_id", "csrf_token", "csrf_token_expiration")
-"""Attributes of Prefect's clients: what identifies them in requests that write, which the server asks for."""
-
-_latest: dict[str, Any] = {}
-"""Latest client of each server that this process made."""
-
 
 def api_client() -> SyncPrefectClient:
     """Client for a ``with`` block: the one of the flow in which this is called, if there is one, otherwise a new one.
 
     A new one does not read the certificate authorities again: Prefect reads them for each client, which takes far
-    longer than a request. Nor does it ask for a token if an earlier one has: the server stores each token.
+    longer than a request.
     """
     if SyncClientContext.get() is not None or PREFECT_API_TLS_INSECURE_SKIP_VERIFY.value():
         return get_client(sync_client=True)
     trust = _trusting(PREFECT_API_SSL_CERT_FILE.value())
-    client = get_client(httpx_settings={"verify": trust}, sync_client=True)
-    _take_token(client)
-    return client
-
-
-def _take_token(client: SyncPrefectClient) -> None:
-    """Give a client the token of the latest one. If the server does not know it any more, Prefect asks for another."""
-    server, own = str(client.api_url), client._client
-    before = _latest.get(server)
-    if before is not None and before.csrf_token:
-        for name in _TOKEN:
-            setattr(own, name, getattr(before, name))
-    _latest[server] = own
+    return get_client(httpx_settings={"verify": trust}, sync_client=True)
 
 
 @contextmanager
