@@ -341,7 +341,12 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("content.rewards", WARNING, looked_at(trial={"right": 0.0, "wrong": 1.0}), "a higher reward"),
     ("content.rewards", WARNING, looked_at(trial={"seconds": 100.0}), "reward.timeout_s"),
     ("content.rewards", BLOCKED, looked_at(trial={"problem": "failed", "message": "raised KeyError"}), "KeyError"),
-    ("content.rewards", BLOCKED, looked_at(trial={"problem": "timeout", "message": "no answer"}), "preflight.off"),
+    (
+        "content.rewards",
+        BLOCKED,
+        looked_at(trial={"problem": "timeout", "message": "no answer"}),
+        "is only slow, or needs",
+    ),
     ("content.rewards", WARNING, looked_at(trial={"problem": "memory", "message": "MemoryError"}), "the memory limit"),
     ("content.rewards", SKIPPED, looked_at(trial={"problem": "not_tried", "message": "no time"}), "not tried"),
     ("content.pipeline", WARNING, looked_at({"read_s": 700.0}), "supervise.setup_floor_s"),
