@@ -355,6 +355,12 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("model.config", BLOCKED, with_model_config(model_type="qwen33"), '5.19.0, for instance "qwen3"'),
     ("model.config", WARNING, with_model_config(hiden_size=8), 'argument of Qwen3Config, for instance "hidden_size"'),
     ("model.tokenizer", BLOCKED, healthy(tokenizer_problem="there is no such folder"), "no such folder"),
+    (
+        "model.tokenizer",
+        BLOCKED,
+        replace(with_spec(model={"path": "/m", "config": {}, "tokenizer": ""}), tokenizer_problem="it has none"),
+        "model.path = /m: it has none",
+    ),
     ("model.length", BLOCKED, healthy(model_config={**MODEL, "max_position_embeddings": 100}), "max_prompt_tokens=84"),
     ("model.lora", BLOCKED, with_lora(target_modules=["q_porj"]), "down_proj, gate_proj, k_proj, o_proj, q_proj"),
     ("model.lora", BLOCKED, with_lora(rank=65), "far below the width"),
