@@ -234,3 +234,13 @@ def test_what_a_function_leaves_of_its_arguments_does_not_matter() -> None:
     assert call(takes_from_its_list) == [0, 0, 1]
     with pytest.raises(RewardFailed, match="f returned 2 values for 3 completions"):
         call(drops_from_its_list)
+
+
+@pytest.mark.parametrize(("path", "is_explained"), [("rubric.json", True), ("/no/such/rubric.json", False)])
+def test_a_relative_path_that_leads_nowhere_is_explained(path: str, *, is_explained: bool) -> None:
+    def reads(**columns: Any) -> list[float]:
+        return [float(Path(path).read_text())]
+
+    with pytest.raises(RewardFailed, match="FileNotFoundError") as raised:
+        call(reads)
+    assert ("use an absolute path, or see code.paths" in str(raised.value)) is is_explained

@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.errors import BadConfig, RewardFailed
+from rlhf_core.survival import relative_path_advice
 
 if TYPE_CHECKING:  # without it, the process of the reward functions starts in a tenth of the time
     from rlhf_core.training.types import Row
@@ -195,7 +196,7 @@ def _error_text(error: BaseException) -> str:
     """Format an exception with the line that raised it, unless the line is ours."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"raised {type(error).__name__}: {error}{place}"
+    return f"raised {type(error).__name__}: {error}{place}{relative_path_advice(error)}"
 
 
 def _checked(returned: object, count: int) -> RewardCall:
