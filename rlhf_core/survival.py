@@ -5,6 +5,7 @@ Every use has a plan for the error. Where its kinds are known, they are named th
 """
 
 import traceback
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -51,3 +52,12 @@ class Survived:
     def trace(self) -> str:
         """Traceback of the error; empty if there was none."""
         return "".join(traceback.format_exception(self.error)) if self.error is not None else ""
+
+
+def relative_path_advice(error: BaseException | None) -> str:
+    """Advice about user code that does not find a file by its relative path, as the end of a sentence; empty for other
+    errors. The code of a run is copied, and is not started in the folder where it was written."""
+    path = error.filename if isinstance(error, FileNotFoundError) else None
+    if not isinstance(path, str) or Path(path).is_absolute():
+        return ""
+    return "; code of a run does not start in your folder: use an absolute path, or see code.paths"

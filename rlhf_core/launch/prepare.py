@@ -292,12 +292,21 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def _copy(source: Path, target: Path) -> None:
-    if source.is_dir():
-        _copy_folder(source, target)
-    elif source.is_file():
-        shutil.copy2(source, target)
-    else:
-        raise BadConfig(f"code.paths names {source}, which does not exist; remove it or correct the path")
+    try:
+        if source.is_dir():
+            _copy_folder(source, target)
+        elif source.is_file():
+            shutil.copy2(source, target)
+        else:
+            raise BadConfig(f"code.paths names {source}, which does not exist; remove it or correct the path")
+    except OSError as error:
+        if is_disk_full(error):
+            raise
+        raise BadConfig(_uncopied(error.filename or source, error.strerror)) from None
+
+
+def _uncopied(place: object, why: object) -> str:
+    return f"cannot copy {place} with the code of the run: {why}. Correct or remove it"
 
 
 def _copy_folder(source: Path, target: Path) -> None:
@@ -307,4 +316,4 @@ def _copy_folder(source: Path, target: Path) -> None:
         place, _, why = error.args[0][0]
         if comes_from_full_disk(error):  # no file is to blame
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), place) from None
-        raise BadConfig(f"cannot copy {place} with the code of the run: {why}. Correct or remove it") from None
+        raise BadConfig(_uncopied(place, why)) from None

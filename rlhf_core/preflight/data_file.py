@@ -1,5 +1,6 @@
 """Scan of a data file in one pass, row by row, without a library."""
 
+import os
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from hashlib import blake2b
@@ -33,11 +34,13 @@ def scan(
         kinds: data that the loops need from each row besides its prompt.
     """
     suffix = path.suffix.lower()
-    if read_elsewhere and (path.is_dir() or (path.exists() and suffix not in KINDS)):
+    # Unlike those of Path, these are false where nothing can be looked up, as in a folder of another user.
+    is_dir, exists = os.path.isdir(path), os.path.exists(path)  # noqa: PTH110, PTH112
+    if read_elsewhere and (is_dir or (exists and suffix not in KINDS)):
         return DataFile(path, scanned=False)
-    if path.is_dir():
+    if is_dir:
         return DataFile(path, problem=f"found a folder, expected a file ending in {', '.join(KINDS)}")
-    if suffix not in KINDS:
+    if exists and suffix not in KINDS:
         return DataFile(path, problem=f'found a file ending in "{path.suffix}", expected one of {", ".join(KINDS)}')
     try:
         with open_regular(path, follow_link=True) as file:  # opening a FIFO would block

@@ -240,7 +240,7 @@ class Facts:
     imports: Mapping[str, str] = field(default_factory=dict)
     """Import error of each ``module:function``; empty if it imports."""
     missing_code: tuple[str, ...] = ()
-    """Entries of ``code.paths`` that do not exist."""
+    """Entries of ``code.paths`` that do not exist or may not be read."""
     code_hash: str = ""
     """Hash of the user's code as the nodes will see it; empty when there is none."""
     train: DataFile | None = None

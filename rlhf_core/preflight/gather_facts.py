@@ -118,7 +118,7 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
         requirements=training_requirements(),
         disk=inspect_disk(site.runs_dir),
         imports=imports,
-        missing_code=tuple(path for path in spec.code.paths if not Path(path).exists()),
+        missing_code=tuple(path for path in spec.code.paths if not os.access(path, os.R_OK)),
         code_hash=hash_code(around.code_path, tick),
         train=_scan(spec, spec.data.train, tick, read_elsewhere=not native),
         eval=_scan(spec, spec.data.eval, tick),
@@ -270,10 +270,13 @@ def inspect_model(model: ModelSpec) -> ModelFolder | None:
 
 
 def _inspect_folder(path: Path) -> ModelFolder:
-    if not path.is_dir():
-        return ModelFolder(path, problem="it is a file" if path.exists() else "there is no such folder")
-    if not (path / "config.json").is_file():
-        return ModelFolder(path, problem="it has no config.json")
+    try:
+        if not path.is_dir():
+            return ModelFolder(path, problem="it is a file" if path.exists() else "there is no such folder")
+        if not (path / "config.json").is_file():
+            return ModelFolder(path, problem="it has no config.json")
+    except OSError as error:
+        return ModelFolder(path, problem=f"it is not accessible: {error.strerror}")
     weights = inspect_weights(path)
     return ModelFolder(path, problem=weights.problem, weight_bytes=weights.num_bytes, matrices=weights.matrices)
 
@@ -290,7 +293,8 @@ def inspect_reward_model(text: str) -> RewardModelFolder:
         problem=found.problem or _lack_of_a_reward_model(path, config),
         config=config,
         weight_bytes=found.weight_bytes,
-        has_chat_template="chat_template" in tokenizer or (path / "chat_template.jinja").is_file(),
+        has_chat_template=not found.problem
+        and ("chat_template" in tokenizer or (path / "chat_template.jinja").is_file()),
         fingerprint=fingerprint(path),
     )
 
@@ -324,11 +328,13 @@ def inspect_tokenizer(model: ModelSpec) -> str:
     if model.tokenizer in BUILT_TOKENIZERS:
         return ""
     folder = Path(model.tokenizer or model.path)
-    if not model.tokenizer and not folder.is_dir():
-        return ""  # reported by model.folder
-    if not folder.is_dir():
-        return "there is no such folder"
-    return _lack_of_a_tokenizer(folder)
+    try:
+        if folder.is_dir():
+            return _lack_of_a_tokenizer(folder)
+        problem = "there is no such folder"
+    except OSError as error:
+        problem = f"it is not accessible: {error.strerror}"
+    return problem if model.tokenizer else ""  # the model's own folder is reported by model.folder
 
 
 def _lack_of_a_tokenizer(folder: Path) -> str:

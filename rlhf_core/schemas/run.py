@@ -34,8 +34,9 @@ class CodeSpec(Schema):
     """User code that the run needs."""
 
     paths: tuple[str, ...] = ()
-    """Python files and packages to copy into the run directory, importable on the nodes. Modules of reward functions in
-    the current folder are added automatically."""
+    """Python files, packages and other files to copy into the run directory, importable on the nodes. Modules of reward
+    functions in the current folder are added automatically. Code does not start in that folder: it opens files of its
+    own by absolute paths, or beside its own copy (`Path(__file__).parent`) if they are listed here."""
 
 
 class RunSpec(Schema):

@@ -505,6 +505,34 @@ def test_following_prints_lines_written_during_a_reading_once(with_logs: RunDir,
     assert capsys.readouterr().out.count("written meanwhile\n") == 1
 
 
+def interrupt(*arguments: object, **options: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("moment", ["rlhf_core.control.controller.opened", "rlhf_core.control.steps.drive"])
+def test_a_run_that_is_interrupted_before_its_job_is_listed(
+    moment: str, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, capsys: Printed
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(moment, interrupt)
+        rlhf("run", "quickstart", "--no-prefect", expect=130)
+    run_id = newest_run().run_id
+    assert f"run {run_id} stays as it is: `rlhf resume {run_id}` continues it" in capsys.readouterr().err
+    rlhf("show", "last")
+    assert run_id in capsys.readouterr().out
+    rlhf("resume", "last", "--no-prefect")
+    assert read_record(newest_run()).state is RunState.COMPLETED
+
+
+def test_a_job_that_is_no_longer_watched_continues(
+    scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, capsys: Printed
+) -> None:
+    monkeypatch.setattr(Watcher, "poll", interrupt)
+    rlhf("run", "quickstart", "--no-prefect", expect=130)
+    run_id = newest_run().run_id
+    assert f"the job of {run_id} continues. `rlhf resume {run_id}` adopts it" in capsys.readouterr().err
+
+
 def test_watch_prints_a_line_for_a_run_that_has_ended(scheduler: FakeScheduler, capsys: Printed) -> None:
     rlhf("run", "quickstart", "--no-prefect")
     capsys.readouterr()

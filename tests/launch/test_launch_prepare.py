@@ -138,6 +138,20 @@ def test_missing_code_leaves_no_run_behind(tmp_path: Path, folder: Path) -> None
     assert list((tmp_path / "runs").iterdir()) == []
 
 
+def test_code_that_may_not_be_read_is_named(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: Path, target: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(source))
+
+    reward = {"functions": ["my_rewards:score"]}
+    monkeypatch.setattr(shutil, "copy2", refuse)
+    with pytest.raises(BadConfig, match=r"cannot copy .*my_rewards.py with the code of the run: Permission denied"):
+        prepare(make_spec(reward=reward), tmp_path / "runs", config_source="a.toml", folder=folder)
+    elsewhere = make_spec(code={"paths": [str(tmp_path / ("x" * 300))]})
+    with pytest.raises(BadConfig, match=r"cannot copy .*xxx with the code of the run: File name too long"):
+        prepare(elsewhere, tmp_path / "runs", config_source="a.toml", folder=folder)
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
 def test_an_unwritable_folder_is_named(tmp_path: Path, folder: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")

@@ -55,6 +55,17 @@ def test_a_folder_is_no_data_file(tmp_path: Path, name: str) -> None:
     assert scan(tmp_path / name, DATA).problem == "found a folder, expected a file ending in .jsonl, .csv, .parquet"
 
 
+@pytest.mark.parametrize("name", ["openai/gsm8k", "rows.json", "rows.jsonl"])
+def test_a_file_that_is_not_there_is_no_file_of_the_wrong_kind(tmp_path: Path, name: str) -> None:
+    assert scan(tmp_path / name, DATA).problem == "there is no such file"
+
+
+@pytest.mark.parametrize("read_elsewhere", [False, True])
+def test_a_file_that_cannot_be_looked_up_is_a_finding(tmp_path: Path, *, read_elsewhere: bool) -> None:
+    """By its name, as one in a folder of another user is by its rights."""
+    assert scan(tmp_path / ("x" * 300), DATA, read_elsewhere=read_elsewhere).problem == "File name too long"
+
+
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(json.dumps(GOOD).encode() + b'\n{"prompt": "\xff", "answer": "1"}\n')

@@ -174,6 +174,18 @@ def test_models_and_tokenizers(tmp_path: Path) -> None:
     assert gather_facts.inspect_model(make_spec().model) is None
 
 
+def test_a_model_that_cannot_be_looked_up_is_a_finding(tmp_path: Path) -> None:
+    """By its name, as a folder of another user is by its rights."""
+    folder = tmp_path / ("x" * 300)
+    model = gather_facts.inspect_model(ModelSpec(path=str(folder)))
+    assert model is not None
+    assert model.problem == "it is not accessible: File name too long"
+    assert gather_facts.inspect_reward_model(str(folder)).problem == model.problem
+    assert gather_facts.inspect_tokenizer(ModelSpec(path=str(folder))) == "", "reported once"
+    elsewhere = ModelSpec(path=str(tmp_path), tokenizer=str(folder))
+    assert gather_facts.inspect_tokenizer(elsewhere) == model.problem
+
+
 def safetensors(path: Path, tensors: Mapping[str, Sequence[int]]) -> int:
     """Write a file with tensors of these shapes in float32; return its size."""
     header, end = {}, 0

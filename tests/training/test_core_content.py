@@ -98,6 +98,12 @@ def test_a_generator_that_breaks_is_a_sentence(tmp_path: Path) -> None:
     assert (report.tokenizer, report.rewards) == (None, ())
 
 
+def test_a_generator_is_told_why_it_does_not_find_its_file(tmp_path: Path) -> None:
+    code = "def rows(split, seed):\n    return open('rows.json').readlines()\n"
+    report = report_of(make_spec(data={"generator": "my_data:rows"}), tmp_path, code)
+    assert "'rows.json'; code of a run does not start in your folder" in report.splits[0].problem
+
+
 def test_a_reward_function_that_hangs_does_not_prevent_the_other_checks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -191,6 +191,22 @@ def test_generators(monkeypatch: pytest.MonkeyPatch) -> None:
         load_rows(spec_of(generator=sort, generator_args={"digits": 3}), "train")
 
 
+def test_a_generator_with_an_error_of_its_own_is_not_said_to_be_called_wrongly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_rows.py").write_text(
+        "def adds(split, seed):\n    return ['a' + 1]\n"
+        "def yields(split, seed):\n    yield 'a' + 1\n"
+        "def returns_nothing(split, seed):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("adds", "yields"):
+        with pytest.raises(TypeError, match="can only concatenate str"):
+            load_rows(spec_of(generator=f"my_rows:{name}"), "train")
+    with pytest.raises(BadData, match="my_rows:returns_nothing returned None; expected rows"):
+        load_rows(spec_of(generator="my_rows:returns_nothing"), "train")
+
+
 # --- order ---
 
 

@@ -196,6 +196,7 @@ def test_a_function_is_given_columns_of_equal_length_and_the_answer_as_text() ->
         ([1, float("nan"), 2], r"f returned nan for completion 1 \('x'\); expected a finite number"),
         ([1, 2, float("inf")], "f returned inf for completion 2"),
         ([None, 1, 2], "f returned None for completion 0"),
+        ([1, 10**400, 2], "f returned 1000.* for completion 1"),
         ([1, "good", 2], "f returned 'good' for completion 1"),
     ],
 )
@@ -211,3 +212,35 @@ def test_an_exception_is_named() -> None:
     with pytest.raises(RewardFailed, match=r"f raised KeyError: 'level' \(.*test_core_rewards.py, line") as raised:
         call(broken)
     assert isinstance(raised.value.__cause__, KeyError)
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_async_function_is_named() -> None:
+    async def rewards(**columns: Any) -> list[float]:
+        return [0.0, 0.0, 0.0]
+
+    with pytest.raises(RewardFailed, match="f is an async function; expected a list of 3 numbers"):
+        call(rewards)
+
+
+def test_what_a_function_leaves_of_its_arguments_does_not_matter() -> None:
+    def takes_from_its_list(*, completions: list[str], **columns: Any) -> list[float]:
+        return [float(completions.pop(0) == "2") for _ in range(3)]
+
+    def drops_from_its_list(*, completions: list[str], **columns: Any) -> list[float]:
+        completions.remove("x")
+        return [1.0 for _ in completions]
+
+    assert call(takes_from_its_list) == [0, 0, 1]
+    with pytest.raises(RewardFailed, match="f returned 2 values for 3 completions"):
+        call(drops_from_its_list)
+
+
+@pytest.mark.parametrize(("path", "is_explained"), [("rubric.json", True), ("/no/such/rubric.json", False)])
+def test_a_relative_path_that_leads_nowhere_is_explained(path: str, *, is_explained: bool) -> None:
+    def reads(**columns: Any) -> list[float]:
+        return [float(Path(path).read_text())]
+
+    with pytest.raises(RewardFailed, match="FileNotFoundError") as raised:
+        call(reads)
+    assert ("use an absolute path, or see code.paths" in str(raised.value)) is is_explained

@@ -38,6 +38,13 @@ def endless(completions, **columns):
 def sleeps(completions, **columns):
     time.sleep(600)
 
+def slow(completions, **columns):
+    if hasattr(time, "before"):
+        raise RuntimeError("called again")
+    time.before = time.monotonic
+    time.monotonic = lambda: time.before() + 25
+    return [0.5] * len(completions)
+
 def huge(completions, **columns):
     keep = [bytearray(64 << 20) for _ in range(1000)]
     return [0.0] * len(completions)
@@ -93,6 +100,13 @@ def test_a_good_function() -> None:
 def test_a_constant_one() -> None:
     (trial,) = try_rewards(["tried_rewards:constant"], ROWS)
     assert (trial.problem, trial.num_distinct) == (TrialProblem.NONE, 1)
+
+
+def test_a_slow_one_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward_functions, "TRIAL_S", 60.0)
+    (trial,) = try_rewards(["tried_rewards:slow"], ROWS)
+    assert (trial.problem, trial.message) == (TrialProblem.NONE, "")
+    assert trial.seconds >= 25, "of the first call"
 
 
 @pytest.mark.parametrize(

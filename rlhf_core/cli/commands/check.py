@@ -3,6 +3,7 @@
 Heavy modules are imported inside the functions, so that ``rlhf --help`` stays fast.
 """
 
+import os
 import shlex
 import tempfile
 from collections.abc import Sequence
@@ -105,8 +106,8 @@ def _checks(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
     spec = for_site(resolve(config, overrides), site)
     scheduler = get_scheduler(site.scheduler)
     # User code is imported from a snapshot like the one the nodes would get.
-    existing = tuple(path for path in spec.code.paths if Path(path).exists())
-    copied = spec.model_copy(update={"code": spec.code.model_copy(update={"paths": existing})})
+    readable = tuple(path for path in spec.code.paths if os.access(path, os.R_OK))
+    copied = spec.model_copy(update={"code": spec.code.model_copy(update={"paths": readable})})
     with tempfile.TemporaryDirectory() as folder:
         keep_code(Path(folder), copied, Path.cwd(), "")
         around = Surroundings(

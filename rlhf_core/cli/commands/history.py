@@ -372,7 +372,7 @@ def _print_checkpoints(checkpoints: Sequence[Facts]) -> None:
         for checkpoint in kept
     ]
     removed = len(checkpoints) - len(kept)
-    title = "Checkpoints" + (f" ({removed} more were removed by retention)" if removed else "")
+    title = "Checkpoints" + (f" ({removed} more removed by retention)" if removed else "")
     output.print_section(("step", "folder", "size", "complete (UTC)", "loop"), rows, title)
 
 

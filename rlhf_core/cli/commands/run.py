@@ -53,6 +53,7 @@ def run(
     from rlhf_core.config.site import load_site
     from rlhf_core.control.controller import new_run, resolve
     from rlhf_core.history.store import HistoryStore
+    from rlhf_core.watchdog.watcher import record
 
     overrides = set_ or []
     site = load_site()
@@ -62,6 +63,7 @@ def run(
         return
     with HistoryStore(site.database_url) as store, _server(site, no_prefect):
         run_dir = new_run(config, overrides, site, name, tags=tag or ())
+        record(run_dir, store)  # from now on, the run is listed, even if this process is ended at once
         output.note(f"run {run_dir.run_id} in {run_dir.root}")
         _drive(run_dir, site, store, no_prefect=no_prefect, resumed=False)
     print_summary(run_dir, as_json)
@@ -198,6 +200,32 @@ def _drive(
     resumed: bool,
     code: bool = False,
 ) -> None:
+    try:
+        _control(run_dir, site, store, no_prefect=no_prefect, resumed=resumed, code=code)
+    except KeyboardInterrupt:
+        output.note(_left_behind(run_dir))
+        raise
+
+
+def _left_behind(run_dir: "RunDir") -> str:
+    """Describe a run that this process leaves without a controller: Ctrl-C was pressed early, or twice."""
+    from rlhf_core.launch.journal import read_record
+
+    attempt = read_record(run_dir).last_attempt
+    if attempt is None or attempt.ended:
+        return (
+            f"run {run_dir.run_id} stays as it is: `rlhf resume {run_dir.run_id}` continues it, "
+            f"`rlhf cancel {run_dir.run_id}` ends it"
+        )
+    return (
+        f"stopped watching; the job of {run_dir.run_id} continues. `rlhf resume {run_dir.run_id}` adopts it, "
+        f"`rlhf cancel {run_dir.run_id}` ends it"
+    )
+
+
+def _control(
+    run_dir: "RunDir", site: "Site", store: "HistoryStore", *, no_prefect: bool, resumed: bool, code: bool
+) -> None:
     from rlhf_core.cli.progress import TerminalProgress, terminal_prompt
     from rlhf_core.control.controller import FlowRunLink, opened
 
@@ -217,12 +245,6 @@ def _drive(
         with progress:
             try:
                 _carry_out(controller, no_prefect)
-            except KeyboardInterrupt:
-                output.note(
-                    f"stopped watching; the job of {run_dir.run_id} continues. `rlhf resume {run_dir.run_id}` adopts "
-                    f"it, `rlhf cancel {run_dir.run_id}` ends it"
-                )
-                raise
             except SchedulerError:
                 output.note(
                     f"run {run_dir.run_id} stays as it is: `rlhf resume {run_dir.run_id}` continues it once the "

@@ -238,10 +238,11 @@ def _failed(trial: RewardTrial) -> Finding:
             f"check which objects it keeps; if it loads a model of its own, set {off}",
         )
     message = trial.message if trial.function in trial.message else f"{trial.function}: {trial.message}"
+    exception = "is only slow, or needs" if trial.problem is TrialProblem.TIMEOUT else "needs"
     return blocked(
         f"tried on real rows, {message}",
         "one finite number for each completion, including empty and unusual ones",
-        f"correct {trial.function}; if it needs something that only the nodes have, set {off}",
+        f"correct {trial.function}; if it {exception} something that only the nodes have, set {off}",
     )
 
 

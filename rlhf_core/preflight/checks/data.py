@@ -213,7 +213,9 @@ def code_paths(facts: Facts) -> Iterator[Finding]:
     """Code that does not exist cannot be copied for the nodes."""
     for path in facts.missing_code:
         yield blocked(
-            f"code.paths names {path}, which does not exist", "files and folders that exist", "correct code.paths"
+            f"code.paths names {path}, which does not exist or may not be read",
+            "readable files and folders",
+            "correct code.paths, or its permissions",
         )
 
 

@@ -92,8 +92,10 @@ def dtype(facts: Facts) -> Iterator[Finding]:
 def tokenizer(facts: Facts) -> Iterator[Finding]:
     """A tokenizer that does not load ends every rank during set-up."""
     if facts.tokenizer_problem:
+        model = facts.spec.model
+        place = f"model.tokenizer = {model.tokenizer}" if model.tokenizer else f"model.path = {model.path}"
         yield blocked(
-            f"model.tokenizer = {facts.spec.model.tokenizer}: {facts.tokenizer_problem}",
+            f"{place}: {facts.tokenizer_problem}",
             '"char", "byte", "bpe" or a folder with tokenizer.json or tokenizer_config.json',
             "correct model.tokenizer",
         )

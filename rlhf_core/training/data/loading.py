@@ -10,7 +10,7 @@ import itertools
 import random
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -165,12 +165,16 @@ def _generated(source: str, split: Split, seed: int, arguments: Mapping[str, Jso
     except (ImportError, AttributeError) as error:
         raise BadConfig(f"data.generator = {source} does not import: {error}") from error
     try:
-        rows = list(generator(split, seed, **arguments))
+        made = generator(split, seed, **arguments)
     except TypeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise  # by the code of the function, not by the call
         raise BadConfig(
             f"data.generator = {source} cannot be called as function(split, seed, **generator_args): {error}"
         ) from error
-    for number, row in enumerate(rows):
+    if not isinstance(made, Iterable):
+        raise BadData(f"data.generator = {source} returned {made!r:.80}; expected rows, each a dictionary")
+    for number, row in enumerate(list(made)):
         yield (
             f"{source}: row {number}",
             row if isinstance(row, Mapping) else Malformed(f"is not a dictionary but {row!r:.80}"),

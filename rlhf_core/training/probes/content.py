@@ -17,7 +17,7 @@ from rlhf_core.errors import RlhfError
 from rlhf_core.schemas.content import ContentReport, SplitReport, TokenizerReport
 from rlhf_core.schemas.model import BUILT_TOKENIZERS
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.survival import Survived
+from rlhf_core.survival import Survived, relative_path_advice
 from rlhf_core.training.data.chat import render_rows
 from rlhf_core.training.data.loading import Split, completion_lengths, completions_of, load_data, prompt_tokens
 from rlhf_core.training.probes.reward_functions import set_limit, try_rewards
@@ -130,7 +130,8 @@ def _read(spec: RunSpec) -> tuple[dict[str, SplitReport], dict[str, list[Row]]]:
         with Survived() as failed:  # a generator is user code and may raise anything
             found, _ = load_data(spec, split, limit=NUM_ROWS + 1)
         if failed.error is not None:
-            split_reports[split] = SplitReport(split=split, problem=" ".join(failed.message.split()))
+            problem = " ".join(failed.message.split()) + relative_path_advice(failed.error)
+            split_reports[split] = SplitReport(split=split, problem=problem)
             continue
         seconds = time.monotonic() - started
         rows[split] = found[:NUM_ROWS]

@@ -12,12 +12,13 @@ import math
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.errors import BadConfig, RewardFailed
+from rlhf_core.survival import relative_path_advice
 
 if TYPE_CHECKING:  # without it, the process of the reward functions starts in a tenth of the time
     from rlhf_core.training.types import Row
@@ -152,8 +153,9 @@ def call_reward(function: RewardFunction, arguments: Mapping[str, Sequence[Any]]
     Args:
         arguments: as built by :func:`reward_arguments`.
     """
+    count = len(arguments["completions"])  # before the call: the function may change the list that it is given
     try:
-        return _checked(function(**arguments), arguments["completions"])
+        return _checked(function(**arguments), count)
     except Exception as error:  # noqa: BLE001 - user code may raise anything; the run must say whose code it was
         return RewardCall(failure=_error_text(error), error=error)
 
@@ -194,12 +196,15 @@ def _error_text(error: BaseException) -> str:
     """Format an exception with the line that raised it, unless the line is ours."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"raised {type(error).__name__}: {error}{place}"
+    return f"raised {type(error).__name__}: {error}{place}{relative_path_advice(error)}"
 
 
-def _checked(returned: object, completions: Sequence[str]) -> RewardCall:
-    """Check for one finite float per completion; any other result becomes a problem or failure."""
-    expected = f"expected a list of {len(completions)} numbers"
+def _checked(returned: object, count: int) -> RewardCall:
+    """Check for one finite float for each of ``count`` completions; any other result becomes a problem or failure."""
+    expected = f"expected a list of {count} numbers"
+    if isinstance(returned, Coroutine):
+        returned.close()  # or Python warns that it was never awaited
+        return RewardCall(failure=f"is an async function; {expected}: call it with asyncio.run in an ordinary function")
     try:
         # A set is in any order, and a list of a mapping has its keys.
         values = None if isinstance(returned, Set | Mapping | str) else list(returned)  # type: ignore[call-overload]
@@ -207,13 +212,13 @@ def _checked(returned: object, completions: Sequence[str]) -> RewardCall:
         values = None
     if values is None:
         return RewardCall(failure=f"returned {shown(returned)}; {expected}")
-    if len(values) != len(completions):
-        return RewardCall(failure=f"returned {len(values)} values for {len(completions)} completions; {expected}")
+    if len(values) != count:
+        return RewardCall(failure=f"returned {len(values)} values for {count} completions; {expected}")
     numbers, problems = [], {}
     for index, value in enumerate(values):
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
             problems[index] = f"returned {shown(value)}"
