@@ -16,11 +16,12 @@ from rich.text import Text
 from rlhf_core.cli import output
 from rlhf_core.control.undriven import undriven_since, undriven_text
 from rlhf_core.control.views.progress import RunReader, RunSnapshot
-from rlhf_core.errors import DatabaseUnavailable
+from rlhf_core.errors import DatabaseUnavailable, RunCancelled, RunFailed
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import RunRecord, StageRecord
 from rlhf_core.render.progress import METRICS, progress_text
 from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.regression import state_text
 from rlhf_core.text.escaping import json_text, terminal
 
@@ -56,6 +57,18 @@ def watch_run(
     if console.is_terminal and not as_json:
         return _watch_live(read, console, interval_s)
     return _watch_in_lines(read, interval_s, json_lines if as_json else NewLines())
+
+
+def require_completed(run_id: str, record: RunRecord) -> None:
+    """Raise the error whose exit code reports the end of a run.
+
+    Raises:
+        RunFailed, RunCancelled: it did not complete.
+    """
+    if record.state is RunState.CANCELLED:
+        raise RunCancelled(f"run {run_id} was cancelled: {record.cause}")
+    if record.state is not RunState.COMPLETED:
+        raise RunFailed(f"run {run_id} {record.state.value}: {record.cause}. `rlhf show {run_id}` has the details")
 
 
 def _undriven_since(store: HistoryStore, run_id: str) -> datetime | None:

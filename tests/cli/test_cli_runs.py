@@ -561,8 +561,9 @@ def test_submitting_and_watching_reports_the_end(
     submitted = Submitted(run_dir.run_id, "00000000-0000-0000-0000-000000000000", "http://prefect")
     monkeypatch.setattr("flows.server.required.require", lambda site: None)
     monkeypatch.setattr("flows.deployments.registration.submit_config", lambda *given, **named: submitted)
-    rlhf("submit", "quickstart", "--watch", expect=code)
-    assert message in capsys.readouterr().err
+    for command in (("submit", "quickstart", "--watch"), ("watch", run_dir.run_id)):
+        rlhf(*command, expect=code)
+        assert message in capsys.readouterr().err
 
 
 def test_a_config_that_the_worker_of_another_user_cannot_read_is_reported(

@@ -58,8 +58,8 @@ def driven_by(owner: Owner, runs: Path) -> RunDir:
     return run_dir
 
 
-def printed(capsys: Printed, *arguments: str) -> str:
-    assert execute(arguments) == 0
+def printed(capsys: Printed, *arguments: str, code: int = 0) -> str:
+    assert execute(arguments) == code
     return capsys.readouterr().out
 
 
@@ -78,7 +78,7 @@ def fails_soon(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
 def watched(run_dir: RunDir, capsys: Printed, monkeypatch: pytest.MonkeyPatch, *options: str) -> str:
     """Output of ``rlhf watch`` up to the failure of the run."""
     fails_soon(run_dir, monkeypatch)
-    return printed(capsys, "watch", run_dir.run_id, *options)
+    return printed(capsys, "watch", run_dir.run_id, *options, code=1)
 
 
 def test_a_run_without_a_controller_is_shown_as_such(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:

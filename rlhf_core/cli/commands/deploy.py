@@ -14,8 +14,7 @@ from rlhf_core.cli import output
 from rlhf_core.cli.commands.check import ConfigArgument, SetOption
 from rlhf_core.cli.commands.history import history_if_usable
 from rlhf_core.cli.output import JsonOption
-from rlhf_core.errors import BadInput, RunCancelled, RunFailed, RunNotBegun
-from rlhf_core.schemas.attempts import RunState
+from rlhf_core.errors import BadInput, RunNotBegun
 
 if TYPE_CHECKING:
     from flows.deployments.registration import Submitted
@@ -188,7 +187,7 @@ def site_in_prefect() -> "Site":
 
 
 def _watch(site: "Site", request: "Submitted", begin_within_s: float | None, as_json: bool) -> None:
-    from rlhf_core.cli.watching import watch_run
+    from rlhf_core.cli.watching import require_completed, watch_run
     from rlhf_core.files.lookups import is_there
     from rlhf_core.run_dir.run import RunDir
 
@@ -196,13 +195,7 @@ def _watch(site: "Site", request: "Submitted", begin_within_s: float | None, as_
     _await_beginning(lambda: is_there(run_dir.spec), request, begin_within_s)
     without = "If the run loses its controller, this command cannot see that"
     with history_if_usable(site, without) as store:
-        record = watch_run(run_dir, 2.0, store, as_json=as_json)
-    if record.state is RunState.CANCELLED:
-        raise RunCancelled(f"run {request.run_id} was cancelled: {record.cause}")
-    if record.state is not RunState.COMPLETED:
-        raise RunFailed(
-            f"run {request.run_id} {record.state.value}: {record.cause}. `rlhf show {request.run_id}` has the details"
-        )
+        require_completed(request.run_id, watch_run(run_dir, 2.0, store, as_json=as_json))
 
 
 def _await_beginning(

@@ -285,17 +285,21 @@ def watch(
 ) -> None:
     """Follow a run that another process drives, until it ends. Read-only; Ctrl-C does not affect the run.
 
+    Exit code 1 if it failed, 130 if it was cancelled.
+
     If nothing drives the run any more, the command says since when.
 
     With --json: prints one line of JSON whenever something changes.
     """
-    from rlhf_core.cli.watching import watch_run
+    from rlhf_core.cli.watching import require_completed, watch_run
     from rlhf_core.config.site import load_site
     from rlhf_core.history.store import HistoryStore
 
     site = load_site()
     with HistoryStore(site.database_url) as store:
-        watch_run(find_run(store, site, run), interval_s, store, as_json=as_json)
+        run_dir = find_run(store, site, run)
+        record = watch_run(run_dir, interval_s, store, as_json=as_json)
+    require_completed(run_dir.run_id, record)
 
 
 def logs(
