@@ -64,7 +64,7 @@ def _stage_seconds(record: RunRecord) -> list[tuple[str, float]]:
     def title(stage: StageRecord) -> str:
         if stage.name is StageName.PREFLIGHT and stage.state is StageState.COMPLETED and stage.message:
             return stage.message  # a trial
-        return f"{stage.name.value} {stage.attempt}" if many and stage.attempt else stage.name.value
+        return f"{stage.name.value} (attempt {stage.attempt})" if many and stage.attempt else stage.name.value
 
     return [
         (title(stage), (stage.ended_at - stage.started_at).total_seconds())
