@@ -189,7 +189,7 @@ def test_a_cancelled_job_is_gone_and_can_be_cancelled_again(site: Site) -> None:
 
 
 def test_a_job_can_be_cancelled_right_after_it_was_submitted(site: Site) -> None:
-    job = site.submit(f"sleep 5; touch {site.folder}/began; {LONG}")
+    job = site.submit(f"sleep 60; touch {site.folder}/began; {LONG}")
     assert site.scheduler.cancel(job)
     assert site.state(job) is JobState.ENDED
     assert (site.found(), site.living()) == ("", [])

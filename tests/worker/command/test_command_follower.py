@@ -157,7 +157,7 @@ def test_a_program_that_starts_over_has_failed(agent_run: MakeRun) -> None:
 def test_a_program_that_evaluates_before_it_resumes_has_not_started_over(agent_run: MakeRun) -> None:
     """``trainer.evaluate()`` before ``trainer.train(resume_from_checkpoint=...)`` logs step 0."""
     run = agent_run(
-        trainer=external_program("--fault", "1:14:kill", "--evaluates", "--pause", "0.3"),
+        trainer=external_program("--fault", "0:14:kill", "--evaluates", "--pause", "0.3"),
         checkpoint={"every_num_steps": 5},
     )
     code, output = run.run_through(native=True)
