@@ -2,9 +2,10 @@
 
 import pytest
 
+from rlhf_core.machine.gpus import VISIBLE_VARIABLE
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.resources import GroupPlan
-from rlhf_core.worker.groups.gpus import VISIBLE_VARIABLE, gpus_of, visible_gpus
+from rlhf_core.worker.groups.gpus import gpus_of, visible_gpus
 
 
 def plan(*gpus: int, workers: int = 2) -> GroupPlan:

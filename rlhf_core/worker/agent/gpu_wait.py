@@ -4,10 +4,10 @@ NVML is called directly in the driver's own library, which is present wherever a
 """
 
 import ctypes
-import os
 import time
 from collections.abc import Collection, Iterator
 
+from rlhf_core.machine.gpus import listed_gpus
 from rlhf_core.worker.event_log import EventLog
 
 GPU_TIMEOUT_S = 60.0
@@ -43,9 +43,9 @@ class GpuMemory:
         return found
 
     def _devices(self) -> list[str]:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible is not None:
-            return [device.strip() for device in visible.split(",") if device.strip()]
+        listed = listed_gpus()
+        if listed is not None:
+            return listed
         count = ctypes.c_uint()
         self._check("nvmlDeviceGetCount_v2", ctypes.byref(count))
         return [str(index) for index in range(count.value)]

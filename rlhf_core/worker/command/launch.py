@@ -9,13 +9,13 @@ from functools import cached_property
 from pathlib import Path
 
 from rlhf_core.errors import BadInput
+from rlhf_core.machine.gpus import VISIBLE_VARIABLE
 from rlhf_core.presets import drivers_folder
 from rlhf_core.schemas.base import Int32, Label, Schema
 from rlhf_core.schemas.command_trainer import CommandTrainer, fill
 from rlhf_core.schemas.launch_values import values_of_spec
 from rlhf_core.training.types import WorkerContext
 from rlhf_core.worker.command.in_rank.rlhf_rank_file import PATH_VARIABLE
-from rlhf_core.worker.groups.gpus import VISIBLE_VARIABLE
 from rlhf_core.worker.liveness.collectives import BUFFER_SIZE, BUFFER_VARIABLE
 
 IN_RANK = Path(__file__).parent / "in_rank"

@@ -22,10 +22,10 @@ from hashlib import blake2b
 from pathlib import Path
 
 import rlhf_core
+from rlhf_core.machine.gpus import VISIBLE_VARIABLE
 from rlhf_core.machine.main_memory import memory_bytes
 from rlhf_core.worker import processes
 from rlhf_core.worker.groups.base import ELASTIC_VARIABLES
-from rlhf_core.worker.groups.gpus import VISIBLE_VARIABLE
 from rlhf_core.worker.roles import WARM
 from rlhf_core.worker.signals import SAVING, held_back
 from rlhf_core.worker.worker_process import SLOTS_VARIABLE

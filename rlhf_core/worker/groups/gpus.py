@@ -3,9 +3,8 @@
 import os
 from collections.abc import Mapping
 
+from rlhf_core.machine.gpus import VISIBLE_VARIABLE
 from rlhf_core.schemas.resources import GroupPlan
-
-VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 def gpus_of(plan: GroupPlan, local_rank: int) -> tuple[int, ...]:

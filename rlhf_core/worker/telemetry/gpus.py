@@ -5,10 +5,11 @@ Names and units of the calls follow NVIDIA's "NVML API Reference Guide".
 """
 
 import contextlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from rlhf_core.machine.gpus import listed_gpus
 
 GIB = 2**30
 
@@ -68,9 +69,9 @@ class GpuTelemetry:
         return str(self._nvml.nvmlSystemGetDriverVersion())
 
     def _visible(self) -> list[str]:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible is not None:
-            return [device.strip() for device in visible.split(",") if device.strip()]
+        listed = listed_gpus()
+        if listed is not None:
+            return listed
         return [str(index) for index in range(self._nvml.nvmlDeviceGetCount())]
 
     def _open(self, name: str) -> _Device:

@@ -1,0 +1,14 @@
+"""GPUs that a process may use."""
+
+import os
+
+VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+
+def listed_gpus() -> list[str] | None:
+    """Numbers or UUIDs of the GPUs that this process may use, as NVML takes them; None if the variable is not set.
+
+    CUDA skips spaces in its list, and NVML does not.
+    """
+    given = os.environ.get(VISIBLE_VARIABLE)
+    return None if given is None else [name for part in given.split(",") if (name := part.strip())]
