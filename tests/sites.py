@@ -7,7 +7,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -222,6 +222,24 @@ class Site:
             )
             assert process.poll() is None, self.logs()
 
+    def require_server(self) -> None:
+        """Fail with the reason if the server that this process has started serves no more.
+
+        It is started again, so that the loss costs one test, and a rerun of that one shows nothing of it.
+        """
+        if (process := self._served.get("server")) is None:
+            return
+        with suppress(AssertionError):
+            until(lambda: answers(self.api) or process.poll() is not None, "the server", 60.0)
+        if process.poll() is None and answers(self.api):
+            return
+        lost = f"The server of {self.home} has ended with {process.poll()} or is not responding:\n{self.logs()}"
+        if process.poll() is None:
+            kill_tree(process.pid)
+            process.wait()
+        self.serve("server")
+        pytest.fail(lost)
+
     def status(self) -> dict[str, dict[str, Any]]:
         """State of each service, as ``rlhf up --status`` reports it."""
         return {one["name"]: one for one in json.loads(self.rlhf("up", "--status", "--json", code=None).stdout)}
@@ -291,6 +309,7 @@ class Site:
         from prefect.events.worker import EventsWorker
         from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
+        self.require_server()
         settings = {PREFECT_API_URL: self.api, PREFECT_API_AUTH_STRING: self.password}
         with temporary_settings(settings), pytest.MonkeyPatch.context() as patch:
             for setting, value in settings.items():
