@@ -25,9 +25,13 @@ WEIGHTS = {"qwen2.5-7b-gsm8k": 7_615_616_512, "qwen2.5-32b": 32_763_876_352}
 """Parameters according to the model cards' checkpoints."""
 
 
+TRANSFORMERS = {"rollout.engine": "transformers", "rollout.batch_size": 64}
+
+
 def on_a_cluster(name: str, num_nodes: int) -> Facts:
-    """Facts of a preset on nodes with the requested GPUs."""
+    """Facts of a preset on nodes with the requested GPUs, and vLLM."""
     spec = config.load(name)
+    compute = healthy().compute
     nodes = tuple(f"n{number}" for number in range(num_nodes))
     scheduler = FakeScheduler(
         nodes=nodes,
@@ -42,6 +46,7 @@ def on_a_cluster(name: str, num_nodes: int) -> Facts:
     return replace(
         healthy(),
         spec=spec,
+        compute=replace(compute, packages={**compute.packages, "vllm": "0.27.0"}),
         inventory=scheduler.inventory(),
         scheduler="slurm",
         train=file,
@@ -74,6 +79,7 @@ def test_a_step_is_the_sum_of_hand_counted_parts() -> None:
     Attention to the 1536 tokens of a sequence counts as 28 layers x 3584 x 1536 more weights.
     """
     facts = on_a_cluster("qwen2.5-7b-gsm8k", 1)
+    facts = replace(facts, spec=with_changes(facts.spec, TRANSFORMERS))
     step = predict(facts.spec, facts.slurm, facts.inventory, facts.model_config, None).step
     assert step is not None
     weights, tokens = WEIGHTS["qwen2.5-7b-gsm8k"], 64 * 8 / 8 * (512 + 1024)
@@ -130,7 +136,7 @@ def test_a_token_of_a_mixture_passes_through_few_of_its_weights(
 @pytest.mark.parametrize(("tokens", "engines"), [(1024, 2), (64, 8)], ids=["sampling is longer", "training is longer"])
 def test_one_step_ahead_a_step_takes_as_long_as_the_longer_half(tokens: int, engines: int) -> None:
     facts = on_a_cluster("qwen2.5-7b-gsm8k", 1)
-    changes = {"rollout.engines": engines, "rollout.max_new_tokens": tokens}
+    changes = {"rollout.engines": engines, "rollout.max_new_tokens": tokens} | TRANSFORMERS
     in_turn, ahead = (
         predict(with_changes(facts.spec, changes | more), facts.slurm, facts.inventory, facts.model_config, None).step
         for more in ({}, {"rollout.max_staleness": 1})
