@@ -84,6 +84,14 @@ def is_version_in(installed: str, versions: str) -> bool:
         return False
 
 
+def is_cpu_build(installed: str) -> bool:
+    """True if the local label of a version, as in ``2.6.0+cpu``, says that it was built without support for GPUs."""
+    try:
+        return "cpu" in (Version(installed).local or "").split(".")
+    except InvalidVersion:
+        return False
+
+
 def _built_for(vllm: str, torch: str, source: str) -> KnownBad:
     """Row for a version of vLLM, whose compiled code requires one exact version of torch."""
     return KnownBad(

