@@ -126,7 +126,7 @@ def print_summary(run_dir: "RunDir", as_json: bool) -> None:
     output.print_table(
         ("", ""),
         [
-            ("steps", steps + (f"; {missing}" if (missing := summary.missing_steps) else "")),
+            ("steps", "; ".join(part for part in (steps, summary.missing_steps, summary.steps_hint) if part)),
             ("attempts, restarts", f"{summary.num_attempts}, {summary.num_restarts}"),
             ("incidents", ", ".join(one.failure_kind.value for one in summary.incidents) or "none"),
             ("time", times),

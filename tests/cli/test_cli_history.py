@@ -12,11 +12,16 @@ import pytest
 from history_tools import RunFiles, at, postgres, whole_run
 
 from rlhf_core.cli.main import execute
+from rlhf_core.cli.run_output import print_summary
 from rlhf_core.config.site import load_site
+from rlhf_core.control.views.summary import summarise
+from rlhf_core.control.views.timeline import read_timeline
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import SCHEMA_REVISION, VIEWS, metadata
 from rlhf_core.machine.accounts import account
+from rlhf_core.render.summary import summary_markdown
 from rlhf_core.schemas.attempts import PromotionState, RunState
+from rlhf_core.schemas.command_trainer import STEPS_HINT
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.journal import ControllerStarted, PromotionMoved
 from rlhf_core.watchdog.ingest import sync
@@ -148,6 +153,28 @@ def test_steps_that_another_program_does_not_log_are_not_missing(rlhf: Rlhf, run
         sync(run.dir, store)
     assert rlhf("runs", "--json").json()[0]["missing_steps"] == ""
     assert rlhf("show", "--json").json()["run"]["missing_steps"] == ""
+
+
+def test_a_trainer_without_steps_is_told_how_they_are_read(
+    rlhf: Rlhf, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = whole_run(runs)
+    stored = json.loads(run.dir.spec.read_text())
+    stored["spec"] |= {"trainer": {"kind": "command", "argv": ["torchrun"], "num_steps": 10}, "loops": {}}
+    run.dir.spec.write_text(json.dumps(stored))
+    print_summary(run.dir, as_json=False)
+    assert "trainer.stdout_patterns" not in capsys.readouterr().out
+    for restart in run.dir.restarts():
+        restart.metrics.unlink(missing_ok=True)
+    print_summary(run.dir, as_json=False)
+    summary = " ".join(capsys.readouterr().out.replace("│", "").split())
+    assert "steps none reported, of 10; steps are read, with their metrics, from TensorBoard files" in summary
+    assert STEPS_HINT in summary
+    assert STEPS_HINT in summary_markdown(summarise(run.dir), read_timeline(run.dir), {}, "").replace("\\", "")
+    with HistoryStore(load_site().database_url) as store:
+        sync(run.dir, store)
+    shown = rlhf("show").out
+    assert f"The trainer reported no steps; {STEPS_HINT}." in " ".join(shown.split())
 
 
 def test_runs_fit_a_narrow_terminal(rlhf: Rlhf, known: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:
