@@ -150,6 +150,13 @@ def _scan(spec: RunSpec, path: str, tick: Tick, *, read_elsewhere: bool = False)
     return scan(Path(path), spec.data, tick, read_elsewhere=read_elsewhere, kinds=spec.data_kinds)
 
 
+def held_out_may_have_answers(spec: RunSpec) -> bool:
+    """False if the held-out file is known to have no column of answers; it is read only if that decides whether its
+    rows are completed."""
+    file = _scan(spec, spec.data.eval, lambda: None) if spec.data_kinds == {"pair"} else None
+    return file is None or not file.scanned or bool(file.problem) or spec.data.answer_column in file.columns
+
+
 def _content(
     spec: RunSpec, around: Surroundings, compute: ComputeSide, imports: Mapping[str, str], tick: Tick
 ) -> ContentReport | str | None:
