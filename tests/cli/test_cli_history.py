@@ -18,6 +18,7 @@ from rlhf_core.control.views.summary import summarise
 from rlhf_core.control.views.timeline import read_timeline
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import SCHEMA_REVISION, VIEWS, metadata
+from rlhf_core.launch.lease import Owner
 from rlhf_core.machine.accounts import account
 from rlhf_core.render.summary import summary_markdown
 from rlhf_core.schemas.attempts import PromotionState, RunState
@@ -215,6 +216,15 @@ def test_the_driver_of_a_run_and_the_promotion_of_its_model_are_shown(rlhf: Rlhf
     shown = rlhf("show", "--json").json()
     assert [one["controller"][-1] for one in shown["controllers"]] == ["1", "2"]
     assert (shown["promotion"]["state"], shown["promotion"]["decided_by"]) == ("approved", "bert")
+
+
+def test_a_run_is_driven_since_its_controller_took_it(rlhf: Rlhf, known: RunFiles) -> None:
+    """The controller's process was there before: the worker of a deployment, or the command that made the run."""
+    owner = Owner("anna", "login-1", 7, at(-90).timestamp())
+    known.journal(ControllerStarted(controller=str(owner)), 60)
+    text = rlhf("show").out
+    assert "Requested: 2026-03-01 12:00:00 UTC" in text
+    assert "Driven by: anna on login-1, process 7, since 2026-03-01 12:01:00 UTC\n" in text
 
 
 def test_trials_are_listed_on_request(rlhf: Rlhf, runs: Path, known: RunFiles) -> None:

@@ -275,7 +275,9 @@ def _print_controllers(controllers: Sequence[Facts], *, is_driven: bool) -> None
 
         several = f", after {count(len(controllers) - 1, 'other')}" if len(controllers) > 1 else ""
         title = "Driven by" if is_driven else "Last driven by"
-        output.print_text(f"{title}: {owner_text(controllers[-1]['controller'])}{several}")
+        newest = controllers[-1]
+        since = datetime.fromisoformat(newest["started_at"])
+        output.print_text(f"{title}: {owner_text(newest['controller'], since)}{several}")
     # The newest controller with a page: one that only ended the run, for instance, has none.
     pages = [one["flow_run_url"] for one in controllers if one["flow_run_url"]]
     if pages:
