@@ -118,7 +118,7 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
         requirements=training_requirements(),
         disk=inspect_disk(site.runs_dir),
         imports=imports,
-        missing_code=tuple(path for path in spec.code.paths if not os.access(path, os.R_OK)),
+        missing_code=missing_code(spec),
         code_hash=hash_code(around.code_path, tick),
         train=_scan(spec, spec.data.train, tick, read_elsewhere=not native),
         eval=_scan(spec, spec.data.eval, tick),
@@ -142,6 +142,11 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
         passed_problem=around.passed(spec).problem(),
         trainer=None if native else inspect_trainer(spec, around.trainer_place(spec), tick),
     )
+
+
+def missing_code(spec: RunSpec) -> tuple[str, ...]:
+    """Code of the run that does not exist, or that this user may not read."""
+    return tuple(path for path in spec.code.paths if not os.access(path, os.R_OK))
 
 
 def _scan(spec: RunSpec, path: str, tick: Tick, *, read_elsewhere: bool = False) -> DataFile | None:
