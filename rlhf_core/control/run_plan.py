@@ -83,6 +83,8 @@ def plan_run(
     config: Mapping[str, Any],
     folder: ModelFolder | None,
     measured: Facts,
+    *,
+    pairs_have_answers: bool = True,
 ) -> RunPlan:
     """Predict a run of the native trainer.
 
@@ -91,6 +93,7 @@ def plan_run(
         config: content of the model's ``config.json``.
         folder: ``model.path`` as found.
         measured: ``queries.measured_shape`` of earlier runs of the shape.
+        pairs_have_answers: as in :func:`trainer_estimate`.
     """
     layout, cluster = layout_of(spec), cluster_of(spec, config)
     refused = problems(layout, cluster)
@@ -107,11 +110,13 @@ def plan_run(
         layout=layout,
         problems=refused,
         nearest=found,
-        memory=_memory(spec, shape, gpu),
+        memory=_memory(spec, shape, gpu, pairs_have_answers=pairs_have_answers),
         limit=gpu if spec.resources.gpus_per_node else _main_memory(spec, slurm, inventory),
         gpu_kind=kind,
         step=step,
-        proposals=_proposals(spec, shape, cluster, kind, gpu, scale) if kind and gpu else [],
+        proposals=_proposals(spec, shape, cluster, kind, gpu, scale, pairs_have_answers=pairs_have_answers)
+        if kind and gpu
+        else [],
         scale=scale,
         measured=measured,
     )
@@ -139,11 +144,13 @@ def in_layout(spec: RunSpec, layout: Layout) -> RunSpec:
     return spec.model_copy(update={"resources": resources, "rollout": rollout})
 
 
-def _memory(spec: RunSpec, shape: Shape, gpu: int | None) -> dict[str, Estimate]:
-    found = {"trainer": trainer_estimate(spec, shape, gpu)}
+def _memory(spec: RunSpec, shape: Shape, gpu: int | None, *, pairs_have_answers: bool) -> dict[str, Estimate]:
+    found = {"trainer": trainer_estimate(spec, shape, gpu, pairs_have_answers=pairs_have_answers)}
     if spec.rollout.engines:
         found["rollout engine"] = engine_estimate(spec, shape, gpu)
-    return found | ({"evaluator": evaluator_estimate(spec, shape, gpu)} if spec.is_evaluated else {})
+    if spec.is_evaluated:
+        found["evaluator"] = evaluator_estimate(spec, shape, gpu, pairs_have_answers=pairs_have_answers)
+    return found
 
 
 def _gpu_bytes(spec: RunSpec, kinds: Collection[str]) -> int | None:
@@ -180,7 +187,14 @@ def _scale(step: StepTime | None, measured: Facts) -> dict[str, float]:
 
 
 def _proposals(
-    spec: RunSpec, shape: Shape, cluster: Cluster, kind: str, gpu: int, scale: Mapping[str, float]
+    spec: RunSpec,
+    shape: Shape,
+    cluster: Cluster,
+    kind: str,
+    gpu: int,
+    scale: Mapping[str, float],
+    *,
+    pairs_have_answers: bool,
 ) -> list[Proposal]:
     """Layouts that use every GPU and fit, the fastest first. Engines of several GPUs are proposed only if no layout
     with engines of one GPU fits."""
@@ -189,7 +203,7 @@ def _proposals(
         processes = layout.trainers + layout.engines * layout.tensor_parallel
         usable = processes == cluster.num_gpus and _suits(spec, layout)
         for engine in _engines(layout) if usable else ():
-            proposal = _proposal(spec, shape, layout, engine, kind, gpu, scale)
+            proposal = _proposal(spec, shape, layout, engine, kind, gpu, scale, pairs_have_answers=pairs_have_answers)
             found += [proposal] if proposal is not None else []
     narrow = [one for one in found if one.layout.tensor_parallel == 1]
     return sorted(narrow or found, key=lambda one: one.step.seconds)[:NUM_PROPOSED]
@@ -207,7 +221,15 @@ def _engines(layout: Layout) -> tuple[str, ...]:
 
 
 def _proposal(
-    spec: RunSpec, shape: Shape, layout: Layout, engine: str, kind: str, gpu: int, scale: Mapping[str, float]
+    spec: RunSpec,
+    shape: Shape,
+    layout: Layout,
+    engine: str,
+    kind: str,
+    gpu: int,
+    scale: Mapping[str, float],
+    *,
+    pairs_have_answers: bool,
 ) -> Proposal | None:
     """The layout with its prediction; None if it does not fit."""
     changed = in_layout(spec, layout)
@@ -216,7 +238,7 @@ def _proposal(
     rollout = changed.rollout.model_copy(update={"engine": engine, "vllm": vllm})
     changed = changed.model_copy(update={"rollout": rollout})
     samples_with_vllm = engine == "vllm"
-    trainer = trainer_estimate(changed, shape, gpu).peak_bytes
+    trainer = trainer_estimate(changed, shape, gpu, pairs_have_answers=pairs_have_answers).peak_bytes
     sequences = 0
     if samples_with_vllm:
         length = spec.max_tokens

@@ -104,16 +104,20 @@ def _is_there(pid: int) -> bool:
     return True
 
 
-def owner_text(owner: str) -> str:
-    """Describe the controller that a lease names: ``root on vm, process 8575, since 2026-11-22 02:11 UTC``.
+def owner_text(owner: str, since: datetime | None = None) -> str:
+    """Describe the controller that a lease names: ``root on vm, process 8575, since 2026-11-22 02:11:07 UTC``.
 
     Text in another form is returned unchanged.
+
+    Args:
+        since: time at which it took the run, in UTC; None for the start of its process, which may have driven other
+            runs before.
     """
     found = Owner.parse(owner)
     if found is None:
         return owner
-    since = datetime.fromtimestamp(found.started, UTC)
-    return f"{found.user} on {found.host}, process {found.pid}, since {since:%Y-%m-%d %H:%M} UTC"
+    since = since or datetime.fromtimestamp(found.started, UTC)
+    return f"{found.user} on {found.host}, process {found.pid}, since {since:%Y-%m-%d %H:%M:%S} UTC"
 
 
 def known_dead(owner_text: str) -> bool:

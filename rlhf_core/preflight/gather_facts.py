@@ -118,7 +118,7 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
         requirements=training_requirements(),
         disk=inspect_disk(site.runs_dir),
         imports=imports,
-        missing_code=tuple(path for path in spec.code.paths if not os.access(path, os.R_OK)),
+        missing_code=missing_code(spec),
         code_hash=hash_code(around.code_path, tick),
         train=_scan(spec, spec.data.train, tick, read_elsewhere=not native),
         eval=_scan(spec, spec.data.eval, tick),
@@ -144,10 +144,22 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
     )
 
 
+def missing_code(spec: RunSpec) -> tuple[str, ...]:
+    """Code of the run that does not exist, or that this user may not read."""
+    return tuple(path for path in spec.code.paths if not os.access(path, os.R_OK))
+
+
 def _scan(spec: RunSpec, path: str, tick: Tick, *, read_elsewhere: bool = False) -> DataFile | None:
     if not path:
         return None
     return scan(Path(path), spec.data, tick, read_elsewhere=read_elsewhere, kinds=spec.data_kinds)
+
+
+def held_out_may_have_answers(spec: RunSpec) -> bool:
+    """False if the held-out file is known to have no column of answers; it is read only if that decides whether its
+    rows are completed."""
+    file = _scan(spec, spec.data.eval, lambda: None) if spec.data_kinds == {"pair"} else None
+    return file is None or not file.scanned or bool(file.problem) or spec.data.answer_column in file.columns
 
 
 def _content(

@@ -25,7 +25,13 @@ class Predictions:
 
 
 def predict(
-    spec: RunSpec, slurm: SlurmSpec, inventory: Inventory, config: Mapping[str, Any], folder: ModelFolder | None
+    spec: RunSpec,
+    slurm: SlurmSpec,
+    inventory: Inventory,
+    config: Mapping[str, Any],
+    folder: ModelFolder | None,
+    *,
+    pairs_have_answers: bool = True,
 ) -> Predictions:
     """Predict memory and step time of the native trainer; nothing for another program.
 
@@ -33,6 +39,7 @@ def predict(
         slurm: options of its job, those of the site included.
         config: content of the model's ``config.json``.
         folder: ``model.path`` as found.
+        pairs_have_answers: as in :func:`trainer_estimate`.
     """
     if spec.trainer.kind != "native":
         return Predictions()
@@ -43,7 +50,8 @@ def predict(
     memories = [memory for kind in kinds if (memory := gpu_memory_bytes(kind)) is not None]
     gpu = min(memories, default=None) if spec.resources.gpus_per_node else None
     times = [found for kind in kinds if (found := step_time(spec, shape, kind)) is not None]
-    return Predictions(trainer_estimate(spec, shape, gpu), max(times, key=lambda found: found.seconds, default=None))
+    estimate = trainer_estimate(spec, shape, gpu, pairs_have_answers=pairs_have_answers)
+    return Predictions(estimate, max(times, key=lambda found: found.seconds, default=None))
 
 
 def gpu_kinds(resources: ResourceSpec, slurm: SlurmSpec, inventory: Inventory) -> set[str]:

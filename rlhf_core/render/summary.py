@@ -12,6 +12,7 @@ from rlhf_core.render.timeline import Timeline, decision_text
 from rlhf_core.render.weight_syncs import weight_sync_text
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.command_trainer import STEPS_HINT
 from rlhf_core.schemas.failures import Incident
 from rlhf_core.schemas.regression import Regression, regression_text, regressions, state_text
 from rlhf_core.schemas.reports import EvaluationReport
@@ -61,6 +62,12 @@ class Summary:
         return self.stored.run_id
 
     @property
+    def steps_hint(self) -> str:
+        """Advice if an external trainer completed without reporting any step; otherwise empty."""
+        is_silent = self.stored.spec.trainer.kind == "command" and self.state is RunState.COMPLETED and not self.steps
+        return STEPS_HINT if is_silent else ""
+
+    @property
     def regressed(self) -> tuple[Regression, ...]:
         """Held-out scores that dropped."""
         reports = [report for row in self.accuracy for report in (row.before, row.after) if report is not None]
@@ -91,6 +98,7 @@ def summary_markdown(summary: Summary, timeline: Timeline, times: Mapping[str, A
         f"{spec.num_ranks} ranks{_engine_nodes(spec)}, {count(summary.num_attempts, 'attempt')}, "
         f"{count(summary.num_restarts, 'restart')}.",
         *(["", f"> {summary.missing_steps}"] if summary.missing_steps else []),
+        *(["", f"> No step was reported; {markdown(summary.steps_hint)}"] if summary.steps_hint else []),
         "",
         *(["| held-out | before | after | gain |", "|---|---|---|---|"] if summary.accuracy else []),
         *(

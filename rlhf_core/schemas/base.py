@@ -62,6 +62,10 @@ NonNegative = Annotated[int, Field(ge=0, le=2**31 - 1)]
 """Count of at least 0, for settings."""
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+LONGEST_S = 2**31 - 1
+"""Longest duration of a setting in seconds, 68 years: clocks and timers overflow after 292."""
+PositiveSeconds = Annotated[float, Field(gt=0, le=LONGEST_S, allow_inf_nan=False)]
+NonNegativeSeconds = Annotated[float, Field(ge=0, le=LONGEST_S, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 """A measured value; SQLite has no NaN."""

@@ -1,10 +1,10 @@
 """Settings of the resources that a run takes from a cluster."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from rlhf_core.schemas.base import NonNegative, NonNegativeFloat, Positive, Schema
+from rlhf_core.schemas.base import NonNegative, Positive, Schema
 from rlhf_core.schemas.site import is_private
 from rlhf_core.schemas.slurm_values import Lines, NodeName, OneLine, SbatchOption, VariableName, is_named
 
@@ -25,7 +25,7 @@ class ResourceSpec(Schema):
     """GPUs on every node; 0 trains on CPU with gloo."""
     cpus_per_rank: Positive = 1
     """Processor cores per rank."""
-    memory_gb: NonNegativeFloat = 0.0
+    memory_gb: Annotated[float, Field(ge=0, le=2**31 - 1, allow_inf_nan=False)] = 0.0
     """Main memory per node in GiB; 0 leaves it to the scheduler."""
     time_limit_s: Positive = 86_400
     """Time limit of one attempt in seconds."""

@@ -13,6 +13,12 @@ from pydantic import Field, StringConstraints, model_validator
 from rlhf_core.schemas.base import Label, Positive, Schema
 from rlhf_core.schemas.slurm_values import Lines, OneLine, VariableName
 
+STEPS_HINT = (
+    "steps are read, with their metrics, from TensorBoard files in the output folder, from rlhf_core.callback, or from "
+    "lines of output that match trainer.stdout_patterns (docs/trainers.md#progress)"
+)
+"""Advice for a trainer that completed without reporting any step."""
+
 STEP_FIELD = "{step}"
 """Placeholder for the step number in names of checkpoints."""
 

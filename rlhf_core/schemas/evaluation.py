@@ -39,5 +39,5 @@ class PromoteSpec(Schema):
     """Evaluation that determines the best checkpoint; `preference` ranks held-out pairs."""
     min_gain: Finite = 0.0
     """Minimum gain over the evaluation before training; with less, nothing is promoted and no approval is requested."""
-    timeout_h: PositiveFloat = 72.0
+    timeout_h: Annotated[float, Field(gt=0, le=876_000, allow_inf_nan=False)] = 72.0
     """Time to wait for an approval, in hours; after that, nothing is promoted, but `rlhf approve` still works."""

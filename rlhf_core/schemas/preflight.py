@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from rlhf_core.schemas.base import NonNegativeFloat, Positive, PositiveFloat, Schema, Share
+from rlhf_core.schemas.base import NonNegativeFloat, Positive, PositiveSeconds, Schema, Share
 
 
 class PreflightSpec(Schema):
@@ -19,7 +19,7 @@ class PreflightSpec(Schema):
     """Steps of a trial."""
     per_node_variables: tuple[str, ...] = ()
     """Environment variables that may differ between nodes, besides those that always do; `*` stands for any text."""
-    max_clock_offset_s: PositiveFloat = 5.0
+    max_clock_offset_s: PositiveSeconds = 5.0
     """Largest difference between the clocks of two nodes, in seconds."""
     min_free_disk_gb: NonNegativeFloat = 1.0
     """Minimum free space in the temporary folder and the shared memory of every node, in GiB."""
@@ -32,6 +32,6 @@ class PreflightSpec(Schema):
     """Maximum round trip time of a small message to another node, in milliseconds; 0 for no fixed limit."""
     min_matmul_tflops: NonNegativeFloat = 0.0
     """Minimum speed of matrix products per rank, in TFLOP/s; 0 for no fixed floor."""
-    probe_s: PositiveFloat = 60.0
+    probe_s: PositiveSeconds = 60.0
     """Time limit for all measurements together, in seconds; ranks and nodes that have not responded by then are
     reported."""

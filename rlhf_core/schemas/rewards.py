@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from rlhf_core.schemas.base import Finite, ImportPath, NonNegativeFloat, Schema, Share
+from rlhf_core.schemas.base import Finite, ImportPath, NonNegativeSeconds, Schema, Share
 from rlhf_core.schemas.scoring_models import ModelName, ScoringModelSpec
 
 REWARD_METRICS = frozenset(
@@ -23,7 +23,7 @@ class RewardSpec(Schema):
     """Weight of each function in the sum; empty for 1 each. A function with weight 0 is only measured."""
     models: dict[ModelName, ScoringModelSpec] = {}
     """Reward models by name, each a table `[reward.models.<name>]` with the settings below."""
-    timeout_s: NonNegativeFloat = 180.0
+    timeout_s: NonNegativeSeconds = 180.0
     """Time limit of one call of a function, for all completions of a rank in one step, in seconds. Functions run in a
     process beside each rank; a call that takes longer is killed along with all processes it started. 0 calls them in
     the trainer's own process without a limit, where a hang or a crash affects the rank."""

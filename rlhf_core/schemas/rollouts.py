@@ -4,7 +4,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_core.schemas.base import NonNegative, Positive, PositiveFloat, Schema
+from rlhf_core.schemas.base import NonNegative, Positive, PositiveFloat, PositiveSeconds, Schema
 from rlhf_core.schemas.weight_sync import Transport
 
 VLLM_ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -76,15 +76,15 @@ class SglangSettings(Schema):
 class RemoteSettings(Schema):
     """Settings of separate rollout engines (`rollout.engines`)."""
 
-    answer_timeout_s: PositiveFloat = 10.0
+    answer_timeout_s: PositiveSeconds = 10.0
     """Timeout of an engine's health check, in seconds. If an engine times out, its requests are sent to the others."""
-    stall_timeout_s: PositiveFloat = 120.0
+    stall_timeout_s: PositiveSeconds = 120.0
     """Longest time without a new token from an engine with requests, in seconds; after that, its requests are sent to
     the others."""
-    sync_timeout_s: PositiveFloat = 60.0
+    sync_timeout_s: PositiveSeconds = 60.0
     """Longest wait for the next part of the weights in a sync, in seconds; after that, the sync is repeated without the
     failed engine."""
-    start_timeout_s: PositiveFloat = 600.0
+    start_timeout_s: PositiveSeconds = 600.0
     """Longest wait for an engine, at the start and whenever none is left, in seconds."""
 
 

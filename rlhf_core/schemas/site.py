@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlhf_core.schemas.base import NonNegativeFloat, PositiveFloat, Schema
+from rlhf_core.schemas.base import NonNegativeSeconds, Positive, PositiveSeconds, Schema
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 KeptDays = Annotated[int, Field(ge=0, le=36_500)]
@@ -50,17 +50,17 @@ class PrefectSite(Schema):
     Put a URL with a password into the environment variable `RLHF_PREFECT_DATABASE_URL`, which takes precedence."""
     pool: str = "rlhf"
     """Work pool of the deployments."""
-    max_runs: Annotated[int, Field(ge=1)] = 50
+    max_runs: Positive = 50
     """Maximum number of runs driven at once on this machine; others wait. Each is one process here, independent of its
     size on the cluster."""
-    reconcile_s: PositiveFloat = 15.0
+    reconcile_s: PositiveSeconds = 15.0
     """Interval between comparisons of the database, Prefect and the scheduler, in seconds."""
-    ingest_s: PositiveFloat = 2.0
+    ingest_s: PositiveSeconds = 2.0
     """Interval at which the files of all active runs are read into the history, in seconds."""
-    restart_s: NonNegativeFloat = 5.0
+    restart_s: NonNegativeSeconds = 5.0
     """Seconds between two health checks of the services that `rlhf up` started; a dead service is restarted at once. 0
     leaves both to the next `rlhf up`."""
-    keep_days: Annotated[int, Field(ge=1)] = 30
+    keep_days: Annotated[int, Field(ge=1, le=36_500)] = 30
     """Days that Prefect keeps flow runs after they have ended. The history keeps everything."""
 
 

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rlhf_core.schemas.base import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Schema
+from rlhf_core.schemas.base import NonNegative, NonNegativeFloat, NonNegativeSeconds, Positive, PositiveSeconds, Schema
 
 
 class SuperviseSpec(Schema):
@@ -23,36 +23,36 @@ class SuperviseSpec(Schema):
     longer."""
     max_node_hours: NonNegativeFloat = 0.0
     """The same in node-hours, for runs on CPUs."""
-    backoff_s: NonNegativeFloat = 30.0
+    backoff_s: NonNegativeSeconds = 30.0
     """Wait before the second attempt, in seconds; doubled for each further one, up to `supervise.max_backoff_s`."""
-    max_backoff_s: NonNegativeFloat = 600.0
+    max_backoff_s: NonNegativeSeconds = 600.0
     """Longest wait before a new attempt, in seconds."""
     gap_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 5.0
     """Multiple of the longest gap seen in the same phase after which a worker without a heartbeat counts as hung,
     unless the floor is longer."""
-    suspect_s: PositiveFloat = 10.0
+    suspect_s: PositiveSeconds = 10.0
     """Silence after which a worker that has completed its phase before is inspected, in seconds. If it provably cannot
     continue, it is ended; otherwise it has until its floor."""
-    floor_s: PositiveFloat = 120.0
+    floor_s: PositiveSeconds = 120.0
     """Silence that never counts as a hang, in any phase without its own floor, in seconds."""
-    rollout_floor_s: PositiveFloat = 180.0
+    rollout_floor_s: PositiveSeconds = 180.0
     """The same while completions are generated."""
-    reward_floor_s: PositiveFloat = 180.0
+    reward_floor_s: PositiveSeconds = 180.0
     """The same while reward functions run."""
-    weight_sync_floor_s: PositiveFloat = 120.0
+    weight_sync_floor_s: PositiveSeconds = 120.0
     """The same while weights are sent to rollout engines."""
-    checkpoint_floor_s: PositiveFloat = 600.0
+    checkpoint_floor_s: PositiveSeconds = 600.0
     """The same while a checkpoint is written."""
-    evaluate_floor_s: PositiveFloat = 180.0
+    evaluate_floor_s: PositiveSeconds = 180.0
     """The same while the model is evaluated."""
-    setup_floor_s: PositiveFloat = 900.0
+    setup_floor_s: PositiveSeconds = 900.0
     """The same while a worker imports, compiles and loads."""
-    evidence_s: PositiveFloat = 10.0
+    evidence_s: PositiveSeconds = 10.0
     """Time limit of the collection of evidence on all nodes before the workers of a hung job are ended, in seconds."""
-    join_s: PositiveFloat = 600.0
+    join_s: PositiveSeconds = 600.0
     """Time that the agents of all nodes wait for each other at the start of an attempt, in seconds; after that, the
     attempt ends and blames the missing nodes. Nodes that import containers or read cold file systems start late."""
-    agent_floor_s: PositiveFloat = 20.0
+    agent_floor_s: PositiveSeconds = 20.0
     """Silence of a node's agent on the network after which the attempt is ended, in seconds."""
     max_excluded_nodes: NonNegative = 4
     """Maximum number of nodes excluded from a new attempt as suspects; enough nodes for the attempt always remain."""

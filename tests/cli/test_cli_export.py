@@ -332,6 +332,25 @@ def test_exporting_again_to_mlflow_adds_new_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("mlflow_database")
+def test_a_resumed_run_has_no_end_in_mlflow(tmp_path: Path) -> None:
+    run = _run_of(2)
+    run.moved(RunState.FAILED, 40)
+    export("mlflow", tmp_path, run.run_id, "--no-artifacts")
+    (ended,) = _mlflow_runs(tmp_path)
+    assert ended.info.end_time == at(40).timestamp() * 1000
+    run.moved(RunState.PREFLIGHT, 50)
+    for _ in range(2):
+        export("mlflow", tmp_path, run.run_id, "--no-artifacts")
+    (resumed,) = _mlflow_runs(tmp_path)
+    assert (resumed.info.status, resumed.info.end_time) == ("RUNNING", None)
+    assert resumed.data.metrics == ended.data.metrics
+    run.moved(RunState.FAILED, 60)
+    export("mlflow", tmp_path, run.run_id, "--no-artifacts")
+    (found,) = _mlflow_runs(tmp_path)
+    assert (found.info.run_id, found.info.end_time) == (resumed.info.run_id, at(60).timestamp() * 1000)
+
+
+@pytest.mark.usefixtures("mlflow_database")
 def test_repeated_steps_replace_those_in_mlflow(tmp_path: Path) -> None:
     run = _run_of(3)
     export("mlflow", tmp_path, run.run_id)

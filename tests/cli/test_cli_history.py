@@ -12,11 +12,17 @@ import pytest
 from history_tools import RunFiles, at, postgres, whole_run
 
 from rlhf_core.cli.main import execute
+from rlhf_core.cli.run_output import print_summary
 from rlhf_core.config.site import load_site
+from rlhf_core.control.views.summary import summarise
+from rlhf_core.control.views.timeline import read_timeline
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import SCHEMA_REVISION, VIEWS, metadata
+from rlhf_core.launch.lease import Owner
 from rlhf_core.machine.accounts import account
+from rlhf_core.render.summary import summary_markdown
 from rlhf_core.schemas.attempts import PromotionState, RunState
+from rlhf_core.schemas.command_trainer import STEPS_HINT
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.journal import ControllerStarted, PromotionMoved
 from rlhf_core.watchdog.ingest import sync
@@ -150,6 +156,28 @@ def test_steps_that_another_program_does_not_log_are_not_missing(rlhf: Rlhf, run
     assert rlhf("show", "--json").json()["run"]["missing_steps"] == ""
 
 
+def test_a_trainer_without_steps_is_told_how_they_are_read(
+    rlhf: Rlhf, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = whole_run(runs)
+    stored = json.loads(run.dir.spec.read_text())
+    stored["spec"] |= {"trainer": {"kind": "command", "argv": ["torchrun"], "num_steps": 10}, "loops": {}}
+    run.dir.spec.write_text(json.dumps(stored))
+    print_summary(run.dir, as_json=False)
+    assert "trainer.stdout_patterns" not in capsys.readouterr().out
+    for restart in run.dir.restarts():
+        restart.metrics.unlink(missing_ok=True)
+    print_summary(run.dir, as_json=False)
+    summary = " ".join(capsys.readouterr().out.replace("│", "").split())
+    assert "steps none reported, of 10; steps are read, with their metrics, from TensorBoard files" in summary
+    assert STEPS_HINT in summary
+    assert STEPS_HINT in summary_markdown(summarise(run.dir), read_timeline(run.dir), {}, "").replace("\\", "")
+    with HistoryStore(load_site().database_url) as store:
+        sync(run.dir, store)
+    shown = rlhf("show").out
+    assert f"The trainer reported no steps; {STEPS_HINT}." in " ".join(shown.split())
+
+
 def test_runs_fit_a_narrow_terminal(rlhf: Rlhf, known: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     lines = rlhf("runs").out.splitlines()
@@ -188,6 +216,15 @@ def test_the_driver_of_a_run_and_the_promotion_of_its_model_are_shown(rlhf: Rlhf
     shown = rlhf("show", "--json").json()
     assert [one["controller"][-1] for one in shown["controllers"]] == ["1", "2"]
     assert (shown["promotion"]["state"], shown["promotion"]["decided_by"]) == ("approved", "bert")
+
+
+def test_a_run_is_driven_since_its_controller_took_it(rlhf: Rlhf, known: RunFiles) -> None:
+    """The controller's process was there before: the worker of a deployment, or the command that made the run."""
+    owner = Owner("anna", "login-1", 7, at(-90).timestamp())
+    known.journal(ControllerStarted(controller=str(owner)), 60)
+    text = rlhf("show").out
+    assert "Requested: 2026-03-01 12:00:00 UTC" in text
+    assert "Driven by: anna on login-1, process 7, since 2026-03-01 12:01:00 UTC\n" in text
 
 
 def test_trials_are_listed_on_request(rlhf: Rlhf, runs: Path, known: RunFiles) -> None:

@@ -47,6 +47,27 @@ def test_a_folder_with_nothing_but_the_config_of_a_model_is_enough(plan: Plan, t
     assert not estimates[1], "its experts are not counted, so a number would be far too low"
 
 
+def test_held_out_pairs_without_answers_are_not_completed(
+    plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in the evaluation, which has nothing to compare completions with."""
+    peaks = {}
+    for answer in ({"answer": "right"}, {}):
+        row = {"prompt": "a question", "chosen": "right", "rejected": "wrong", **answer}
+        (tmp_path / "pairs.jsonl").write_text(json.dumps(row) + "\n")
+        files = [f'data.{name}="{tmp_path}/pairs.jsonl"' for name in ("train", "eval")]
+        # With small micro-batches, sampling would take the most memory.
+        settings = ["data.generator=''", "data.generator_args={}", "loops.warm_start.num_steps=0", *files]
+        settings.append("trainer.micro_batch_size=1")
+        _, found = plan("dpo", *settings)
+        assert ("KV cache" in found["memory"]["evaluator"]["parts"]) is bool(answer)
+        assert execute(["run", "dpo", "--dry-run", "--json", *(f"--set={one}" for one in settings)]) == 0
+        in_dry_run = json.loads(capsys.readouterr().out)["predictions"]["memory_bytes"]
+        assert in_dry_run == found["memory"]["trainer"]["peak_bytes"]
+        peaks[bool(answer)] = in_dry_run
+    assert peaks[False] < peaks[True]
+
+
 def run_of(
     preset: str,
     times: Mapping[str, float],

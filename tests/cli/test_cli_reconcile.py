@@ -49,7 +49,7 @@ def test_the_daemon_at_work_is_named(orphan: RunDir, capsys: pytest.CaptureFixtu
         store.acquire_lease(lease_name(site), "ann@elsewhere:71:1767225600.00", 60)
     assert main.execute(["reconcile"]) == 1
     told = capsys.readouterr().err
-    assert "the daemon of this site (ann on elsewhere, process 71, since 2026-01-01 00:00 UTC) reconciles every" in told
+    assert "daemon of this site (ann on elsewhere, process 71, since 2026-01-01 00:00:00 UTC) reconciles every" in told
     assert "keeper" not in told
 
 

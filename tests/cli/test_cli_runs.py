@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from rlhf_core.launch.journal import Journal, read_record
 from rlhf_core.launch.lease import Owner
 from rlhf_core.machine.accounts import account, user_name
 from rlhf_core.preflight.facts import Disk
+from rlhf_core.preflight.gather_facts import Surroundings
+from rlhf_core.preflight.runner import make_checks
 from rlhf_core.presets import PRESETS
 from rlhf_core.render.progress import progress_text
 from rlhf_core.render.timeline import TimelineIncident
@@ -40,6 +43,7 @@ from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.journal import ControllerStarted
 from rlhf_core.schemas.resources import Placement
+from rlhf_core.schemas.run import RunSpec
 from rlhf_core.services.presence import holding
 from rlhf_core.watchdog.watcher import AttemptSnapshot, Watcher
 
@@ -170,6 +174,25 @@ def test_check_of_a_good_config_is_fine(capsys: Printed, monkeypatch: pytest.Mon
     shown = capsys.readouterr().out
     assert "a.check" in shown
     assert "1 passed" in shown
+
+
+@pytest.mark.usefixtures("scheduler")
+def test_check_reports_missing_code_and_looks_into_the_rest(
+    tmp_path: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def checks(spec: RunSpec, around: Surroundings) -> Sequence[CheckResult]:
+        seen.extend(path.name for path in around.code_path.iterdir())
+        return make_checks(spec, around)
+
+    monkeypatch.setattr("rlhf_core.preflight.runner.make_checks", checks)
+    (tmp_path / "lib.py").touch()
+    paths = [str(tmp_path / "lib.py"), str(tmp_path / "gone.py")]
+    rlhf("check", "quickstart", "--set", f"code.paths={json.dumps(paths)}", "--json", expect=2)
+    (finding,) = [one for one in json.loads(capsys.readouterr().out) if one["status"] == "blocked"]
+    assert (finding["id"], seen) == ("code.paths", ["lib.py"])
+    assert "gone.py, which does not exist" in finding["found"]
 
 
 @pytest.mark.usefixtures("scheduler")

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -126,6 +127,9 @@ def test_an_unknown_key_is_answered_with_the_nearest_right_one(minimal: Path, ov
         ("seed=true", "seed: found true, expected a number"),
         ("loops.main.optimizer.learning_rate=true", "learning_rate: found true, expected a number"),
         ("loops.main.num_steps=0", "loops.main.num_steps: found 0, expected at least 1"),
+        ("resources.memory_gb=1e300", "resources.memory_gb: found 1e+300, expected at most 2147483647"),
+        ("supervise.backoff_s=-1e300", "supervise.backoff_s: found -1e+300, expected at least 0"),
+        ("promote.timeout_h=1e300", "promote.timeout_h: found 1e+300, expected at most 876000"),
         ("resources=3", "resources: found 3, expected a table of settings"),
         ("trainer.zero_stage=7", "trainer.zero_stage: found 7, expected 0, 1, 2 or 3"),
         ("reward.functions=a:b", "reward.functions: found 'a:b', expected a list in square brackets"),
@@ -156,6 +160,15 @@ def test_a_library_of_the_broadcast_is_refused_for_other_ways(minimal: Path, bac
     config.load(minimal, [f"rollout.sync.backend={backend}"])
     with pytest.raises(BadConfig, match=rf'rollout.sync: found backend = "{backend}" with transport = "files"'):
         config.load(minimal, [f"rollout.sync.backend={backend}", "rollout.sync.transport=files"])
+
+
+def test_every_time_in_seconds_fits_into_clocks_and_timers(minimal: Path) -> None:
+    """They overflow long before a float does, some of them only on the nodes."""
+    names = [field.name for field in config_fields.describe_fields() if re.search(r"(?<!_gb)_s$", field.name)]
+    assert "supervise.setup_floor_s" in names
+    for name in names:
+        with pytest.raises(BadConfig, match=rf"{name}: found 1e\+300, expected (at most 2147483647|a whole number)"):
+            config.load(minimal, [f"{name}=1e300"])
 
 
 def test_all_problems_of_a_file_are_reported_at_once(minimal: Path) -> None:
@@ -389,6 +402,8 @@ def test_a_folder_in_place_of_the_site_file_is_named_once(tmp_path: Path) -> Non
         ("runs = 3", "expected text"),
         ("scheduler = 'pbs'", "'pbs'"),
         ("[retention]\ncheckpoints_days = 999999", "retention.checkpoints_days: found 999999, expected at most 36500"),
+        ("[prefect]\nkeep_days = 999999", "prefect.keep_days: found 999999, expected at most 36500"),
+        ("[prefect]\nreconcile_s = 1e300", r"prefect.reconcile_s: found 1e\+300, expected at most 2147483647"),
         ("[retention]\ncheckpoints_days = true", "retention.checkpoints_days: found true, expected a number"),
         ("[prefect]\nrestart_s = false", "prefect.restart_s: found false, expected a number"),
     ],

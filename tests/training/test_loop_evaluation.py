@@ -246,3 +246,5 @@ def test_a_collective_waits_longer_than_hangs_are_looked_for() -> None:
     supervise = SuperviseSpec(floor_s=1000, setup_floor_s=2000, gap_factor=3)
     assert collective_timeout(supervise).total_seconds() > 3 * 2000
     assert json.loads(SuperviseSpec().model_dump_json())["setup_floor_s"] < collective_timeout(SuperviseSpec()).seconds
+    # torch adds it to a clock that counts nanoseconds in 64 bits
+    assert collective_timeout(SuperviseSpec(floor_s=2**31 - 1, gap_factor=1e300)).total_seconds() == 2**31 - 1

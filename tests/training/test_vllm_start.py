@@ -20,7 +20,7 @@ from rlhf_core.machine.shared_names import PREFIX_VARIABLE, SHARED_MEMORY
 from rlhf_core.run_dir.run import new_run_id
 from rlhf_core.training.rollouts.server import process
 from rlhf_core.training.rollouts.vllm.processes import starting_in
-from rlhf_core.worker.liveness.heartbeat import SlotFile, memory_folder
+from rlhf_core.worker.liveness.heartbeat import Beat, SlotFile, memory_folder
 
 
 @pytest.fixture
@@ -110,8 +110,28 @@ def test_an_engine_whose_process_is_killed_at_its_start_ends_by_the_same_signal(
     assert executor.WorkerProc.wait_for_ready is _fail
 
 
+def test_the_processes_of_an_engine_are_represented_while_it_starts(tmp_path: Path, executor: SimpleNamespace) -> None:
+    """A stopped one is then found within ``supervise.suspect_s``, as later, instead of ``supervise.setup_floor_s``."""
+    slots = SlotFile(new_run_id("toy"), 1, "here", 1, "rollout")
+    seen = []
+
+    def wait(handles: Sequence[Any]) -> list[Any]:
+        seen.extend(slots.read(0).represents)
+        return list(handles)
+
+    executor.WorkerProc.wait_for_ready = wait
+    try:
+        with starting_in(tmp_path, Beat(slots.path, 0).represent):
+            executor.WorkerProc.wait_for_ready([SimpleNamespace(proc=SimpleNamespace(pid=pid)) for pid in (71, 72)])
+    finally:
+        slots.remove()
+    assert seen == [71, 72]
+
+
 class _Process:
     """A process of an engine, alive if it has no exit code."""
+
+    pid = 71
 
     def __init__(self, exit_code: int | None) -> None:
         self.exitcode = exit_code

@@ -3,7 +3,6 @@
 Heavy modules are imported inside the functions, so that ``rlhf --help`` stays fast.
 """
 
-import os
 import shlex
 import tempfile
 from collections.abc import Sequence
@@ -98,7 +97,7 @@ def _checks(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
     from rlhf_core.control.controller import resolve
     from rlhf_core.control.site_names import for_site
     from rlhf_core.launch.prepare import code_sources, keep_code
-    from rlhf_core.preflight.gather_facts import Surroundings
+    from rlhf_core.preflight.gather_facts import Surroundings, missing_code
     from rlhf_core.preflight.runner import make_checks
     from rlhf_core.scheduler import get_scheduler
 
@@ -106,7 +105,8 @@ def _checks(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
     spec = for_site(resolve(config, overrides), site)
     scheduler = get_scheduler(site.scheduler)
     # User code is imported from a snapshot like the one the nodes would get.
-    readable = tuple(path for path in spec.code.paths if os.access(path, os.R_OK))
+    missing = missing_code(spec)  # left to the check code.paths
+    readable = tuple(path for path in spec.code.paths if path not in missing)
     copied = spec.model_copy(update={"code": spec.code.model_copy(update={"paths": readable})})
     with tempfile.TemporaryDirectory() as folder:
         keep_code(Path(folder), copied, Path.cwd(), "")

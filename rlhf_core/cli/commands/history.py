@@ -251,6 +251,10 @@ def _print_head(shown: Facts) -> None:
         output.print_text(f"Not counted: {output.seconds_text(run['undriven_s'])} in which nothing drove the run.")
     if run["missing_steps"]:
         output.print_text(f"The run left {run['missing_steps']}.")
+    if run["spec"].get("trainer", {}).get("kind") == "command" and run["state"] == "completed" and not step:
+        from rlhf_core.schemas.command_trainer import STEPS_HINT
+
+        output.print_text(f"The trainer reported no steps; {STEPS_HINT}.")
     if shown["regressed"]:
         output.print_text(f"Regressed: {output.regression_text(shown['regressed'])}")
     output.print_text(
@@ -271,7 +275,9 @@ def _print_controllers(controllers: Sequence[Facts], *, is_driven: bool) -> None
 
         several = f", after {count(len(controllers) - 1, 'other')}" if len(controllers) > 1 else ""
         title = "Driven by" if is_driven else "Last driven by"
-        output.print_text(f"{title}: {owner_text(controllers[-1]['controller'])}{several}")
+        newest = controllers[-1]
+        since = datetime.fromisoformat(newest["started_at"])
+        output.print_text(f"{title}: {owner_text(newest['controller'], since)}{several}")
     # The newest controller with a page: one that only ended the run, for instance, has none.
     pages = [one["flow_run_url"] for one in controllers if one["flow_run_url"]]
     if pages:

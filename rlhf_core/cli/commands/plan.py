@@ -37,7 +37,7 @@ def _plan(config: str, overrides: list[str]) -> "RunPlan":
     from rlhf_core.config.site import load_site
     from rlhf_core.control.run_plan import plan_run
     from rlhf_core.history import queries
-    from rlhf_core.preflight.gather_facts import inspect_model, model_config
+    from rlhf_core.preflight.gather_facts import held_out_may_have_answers, inspect_model, model_config
     from rlhf_core.scheduler import get_scheduler
     from rlhf_core.schemas.run import shape_key
 
@@ -53,7 +53,15 @@ def _plan(config: str, overrides: list[str]) -> "RunPlan":
         measured = {}
     site = load_site()
     inventory, slurm = get_scheduler(site.scheduler).inventory(), spec.slurm.over(site.slurm)
-    return plan_run(spec, slurm, inventory, model_config(spec.model), inspect_model(spec.model), measured)
+    return plan_run(
+        spec,
+        slurm,
+        inventory,
+        model_config(spec.model),
+        inspect_model(spec.model),
+        measured,
+        pairs_have_answers=held_out_may_have_answers(spec),
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

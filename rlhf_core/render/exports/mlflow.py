@@ -92,8 +92,10 @@ def _export(client: "MlflowClient", store: HistoryStore, run_id: str, location: 
     run = _find(client, experiment, run_id)
     names = accepted_names([*shown["metric_keys"], *(point.key for point in evaluation_points(shown))])
     known = _known_points(client, run) if run is not None else {}
-    if run is not None and _is_stale(known, names, _points(store, shown)):
-        # Steps were repeated since the last export, and MLflow never overwrites a value.
+    status = _STATUS.get(shown["run"]["state"])
+    is_resumed = run is not None and status is None and run.info.end_time is not None
+    if run is not None and (is_resumed or _is_stale(known, names, _points(store, shown))):
+        # MLflow never takes back the end of a run, and never overwrites the value of a step, which may be repeated.
         client.delete_run(run.info.run_id)
         run, known = None, {}
     if run is None:
@@ -104,7 +106,6 @@ def _export(client: "MlflowClient", store: HistoryStore, run_id: str, location: 
     _log_points(client, target, known, names, _points(store, shown))
     if artifacts:
         log_artifacts(client, target, store, shown)
-    status = _STATUS.get(shown["run"]["state"])
     if status is not None:
         client.set_terminated(target, status, end_time=_milliseconds(shown["run"]["ended_at"]))
     else:

@@ -119,6 +119,7 @@ def _sampler(context: WorkerContext, folder: Path, tokenizer: PreTrainedTokenize
         lora=spec.model.lora,
         tensor_parallel=spec.rollout.vllm.tensor_parallel,
         scratch=scratch,
+        represent=context.reporter.represent,
     )
     return VllmSampler(engine)
 

@@ -63,6 +63,7 @@ class VllmEngine:
         lora: LoraSpec | None = None,
         tensor_parallel: int = 1,
         scratch: Path | None = None,
+        represent: Callable[[Sequence[int]], None] = lambda pids: None,
     ) -> None:
         """Start an engine without a version. Collective: all ranks of the process group start theirs together.
 
@@ -74,6 +75,7 @@ class VllmEngine:
             tensor_parallel: number of computing processes, each with its own GPU. Above 1 they are children of this
                 process, which then has no process group, and weights must be in shared memory.
             scratch: folder used only by this engine, for one of several processes.
+            represent: called with the ids of these processes while they start.
         """
         self._tokenizer = tokenizer
         self._dtype = dtype
@@ -100,7 +102,7 @@ class VllmEngine:
             options["enable_chunked_prefill"] = False
         # A process that does not compute stays off the GPUs: otherwise vLLM spawns its workers instead of forking them.
         device = torch.device("cuda" if on_gpu and not self._is_split else "cpu")
-        starting = contextlib.nullcontext() if scratch is None else starting_in(scratch)
+        starting = contextlib.nullcontext() if scratch is None else starting_in(scratch, represent)
         with _kept_threads(), kept_random_state(device), kept_classes(), starting:
             # Only runs with this engine need it, and the import takes seconds.
             from vllm import LLM

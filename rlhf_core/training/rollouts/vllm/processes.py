@@ -63,12 +63,15 @@ class EngineProcesses:
 
 
 @contextlib.contextmanager
-def starting_in(scratch: Path) -> Iterator[None]:
+def starting_in(scratch: Path, represent: Callable[[Sequence[int]], None] = lambda pids: None) -> Iterator[None]:
     """Start the processes of an engine without files that would stay in the folder for temporary files if it is killed
     (vLLM 0.32).
 
     The file through which they find each other is in ``scratch`` instead. The folder of their sockets is removed once
     they are connected. Their shared memory has its names until then, all with a prefix that is claimed in ``scratch``.
+
+    Args:
+        represent: called with the ids of the processes as soon as they exist: the start of one that stops never ends.
 
     Raises:
         SamplingProcessKilled: a signal ended one of them; the others are ended, too.
@@ -84,15 +87,18 @@ def starting_in(scratch: Path) -> Iterator[None]:
     prefix, place = (f"{name}-", SHARED_MEMORY) if is_in_memory else ("vllm-", os.environ.get(_SOCKETS))
     sockets = tempfile.TemporaryDirectory(prefix=prefix, dir=place)
     try:
-        multiproc_executor.WorkerProc.wait_for_ready = partial(_wait_for_ready, wait_for_ready)
+        multiproc_executor.WorkerProc.wait_for_ready = partial(_wait_for_ready, wait_for_ready, represent)
         with sockets, naming_shared_memory(name), with_variables({_SOCKETS: sockets.name}):
             yield
     finally:
         multiproc_executor.WorkerProc.wait_for_ready = wait_for_ready
 
 
-def _wait_for_ready(plain: Callable[[Sequence[Any]], list[Any]], handles: Sequence[Any]) -> list[Any]:
+def _wait_for_ready(
+    plain: Callable[[Sequence[Any]], list[Any]], represent: Callable[[Sequence[int]], None], handles: Sequence[Any]
+) -> list[Any]:
     """Wait as vLLM does, whose error does not tell which process ended and by which signal."""
+    represent([one.proc.pid for one in handles])
     try:
         return plain(handles)
     except Exception as error:
