@@ -3,6 +3,10 @@
 import os
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
+"""List for CUDA, and for HIP unless ``HIP_VARIABLE`` is set."""
+HIP_VARIABLE = "HIP_VISIBLE_DEVICES"
+ROCR_VARIABLE = "ROCR_VISIBLE_DEVICES"
+"""List for the runtime below HIP: the numbers in HIP's own list count only the GPUs of this one."""
 
 
 def listed_gpus() -> list[str] | None:
