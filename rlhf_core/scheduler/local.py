@@ -24,6 +24,8 @@ import psutil
 from submitit.local.local import LocalExecutor, LocalJob
 
 from rlhf_core.errors import SubmissionFailed
+from rlhf_core.machine import amd_gpus
+from rlhf_core.machine.amd_gpus import AmdGpus
 from rlhf_core.machine.main_memory import memory_bytes
 from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus, LivingJob
 from rlhf_core.scheduler.job_environment import job_environment
@@ -51,9 +53,12 @@ class LocalScheduler:
     name = "local"
 
     def inventory(self) -> Inventory:
-        """Return the cores and memory available to this process, and NVIDIA GPUs by their device files."""
-        name, kind = socket.gethostname(), _gpu_type()
-        num_gpus = sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))
+        """Return the cores and memory available to this process, NVIDIA GPUs by their device files, or AMD GPUs."""
+        name, kind, num_gpus = socket.gethostname(), _gpu_type(), _num_nvidia_gpus()
+        if num_gpus == 0 and amd_gpus.are_present():
+            with contextlib.suppress(OSError):  # none that this process may use
+                kinds = AmdGpus().names()
+                num_gpus, kind = len(kinds), kinds[0] if len(set(kinds)) == 1 else ""
         return Inventory(
             node_names=(name,),
             cpus_per_node=len(os.sched_getaffinity(0)),
@@ -310,8 +315,12 @@ def _start_time(pid: int) -> float:
         return time.time()
 
 
+def _num_nvidia_gpus() -> int:
+    return sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))
+
+
 def _gpu_type(folder: Path = Path("/proc/driver/nvidia/gpus")) -> str:
-    """Name of this machine's GPUs according to the driver; empty if unknown or if they differ."""
+    """Name of this machine's NVIDIA GPUs according to the driver; empty if unknown or if they differ."""
     kinds = set()
     for path in folder.glob("*/information"):
         with contextlib.suppress(OSError):

@@ -12,7 +12,7 @@ class NodeFacts(Schema):
     index: Int32
     """Its place in the allocation, from 0; -1 if its environment is contradictory."""
     versions: dict[str, str] = {}
-    """Package to version; also ``python``, ``glibc`` and ``nvidia-driver``."""
+    """Package to version; also ``python``, ``glibc``, and ``nvidia-driver`` or ``amdgpu-driver``."""
     trainer_versions: dict[str, str] = {}
     """The same for the environment of an external trainer; empty for the native trainer."""
     variables: dict[str, str] = {}

@@ -254,9 +254,10 @@ def _device(gpus_per_node: int, local_rank: int) -> torch.device:
         return torch.device("cpu")
     visible = torch.cuda.device_count()
     if local_rank >= visible:
+        tool = "rocm-smi" if torch.version.hip else "nvidia-smi"
         raise WorkerError(
             f"resources.gpus_per_node is {gpus_per_node}, but torch finds {visible} GPUs on this node and rank "
-            f"{local_rank} of the node has none; check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
+            f"{local_rank} of the node has none; check the driver ({tool}) and CUDA_VISIBLE_DEVICES"
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

@@ -46,6 +46,19 @@ def test_an_example_alone_gives_its_kind_also_behind_a_rank(row: Signature) -> N
             assert event.kind is row.kind
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "RuntimeError: No HIP GPUs are available",
+        "hipErrorNoDevice: no ROCm-capable device is detected",
+    ],
+)
+def test_a_node_whose_amd_gpus_are_gone_is_diagnosed_as_one_of_nvidia(line: str) -> None:
+    event = find(line)
+    assert event is not None
+    assert event.kind is FailureKind.GPU_HARDWARE
+
+
 def test_every_kind_that_a_log_can_show_has_a_row() -> None:
     known = {row.kind for row in SIGNATURES} | {meaning.kind for meaning in exceptions.CLASSES.values()}
     assert known == set(FailureKind) - NOT_IN_LOGS - FROM_EXIT_CODES

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from amd_node import make_amd_node
 from job_requests import job_request, run_id_of
 from process_tools import is_alive, until
 
 from rlhf_core.errors import BadInput, SubmissionFailed
 from rlhf_core.files.whole import read_model
-from rlhf_core.machine import main_memory
+from rlhf_core.machine import amd_gpus, main_memory
 from rlhf_core.scheduler import JobRequest, JobState, get_scheduler
 from rlhf_core.scheduler.local import LocalScheduler
 from rlhf_core.schemas.cluster import SlurmSpec
@@ -210,6 +211,23 @@ def test_the_inventory_is_this_machine(scheduler: LocalScheduler) -> None:
     assert inventory.node_gpus == {socket.gethostname(): inventory.gpus_per_node}
     assert 1 <= inventory.cpus_per_node <= (os.cpu_count() or 1)
     assert inventory.memory_gb > 0.1
+
+
+def test_the_inventory_has_the_amd_gpus_of_this_machine(
+    scheduler: LocalScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf_core.scheduler.local._num_nvidia_gpus", lambda: 0)
+    monkeypatch.setattr(amd_gpus, "SYSFS", make_amd_node(tmp_path))
+    monkeypatch.delenv("ROCR_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1,0")
+    inventory, name = scheduler.inventory(), socket.gethostname()
+    assert (inventory.gpus_per_node, inventory.node_gpus) == (2, {name: 2})
+    assert inventory.node_gpu_types == {name: "AMD Instinct MI300X OAM"}
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1,2")
+    assert scheduler.inventory().node_gpu_types == {}, "they differ"
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "-1")
+    assert scheduler.inventory().gpus_per_node == 0
 
 
 def test_the_inventory_has_the_memory_of_this_process(

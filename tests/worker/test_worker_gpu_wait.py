@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from amd_node import device, make_amd_node, write
 
+from rlhf_core.machine import amd_gpus
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.worker.agent import gpu_wait
 from rlhf_core.worker.agent.gpu_wait import TOLERANCE_BYTES, GpuMemory, GpuWait
@@ -89,6 +91,29 @@ def test_a_lost_gpu_does_not_end_the_agent(
     for _ in range(2):
         assert list(waiting.wait()) == []
     assert capsys.readouterr().out.count("without waiting for GPU memory: NVML: nvmlDeviceGetMemoryInfo") == 1
+
+
+def test_without_nvml_it_waits_for_the_memory_of_amd_gpus(
+    tmp_path: Path, events: EventLog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def absent(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(gpu_wait.ctypes, "CDLL", absent)
+    monkeypatch.setattr(amd_gpus, "SYSFS", make_amd_node(tmp_path / "sys"))
+    for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    waiting = GpuWait(events)
+    used = device(tmp_path / "sys", 1) / "mem_info_vram_used"
+    write(used, f"{GIB + TOLERANCE_BYTES + 1}\n")
+    assert list(waiting.wait(without=(1,))) == []
+    steps = waiting.wait()
+    assert next(steps, "free") is None, "it waits"
+    write(used, f"{GIB}\n")
+    assert list(steps) == []
+    used.unlink()
+    assert list(waiting.wait()) == []
+    assert "without waiting for GPU memory" in capsys.readouterr().out
 
 
 @pytest.mark.gpu

@@ -129,8 +129,8 @@ MAY_DIFFER = (
 
 CORE_PACKAGES = _words(
     """
-    accelerate bitsandbytes datasets deepspeed flash-attn flashinfer-python liger-kernel numpy nvidia-* peft
-    python ray rlhf-flows safetensors sglang tokenizers torch torchvision transformer-engine transformers triton
+    accelerate amdgpu-driver bitsandbytes datasets deepspeed flash-attn flashinfer-python liger-kernel numpy nvidia-*
+    peft python ray rlhf-flows safetensors sglang tokenizers torch torchvision transformer-engine transformers triton
     trl verl vllm vllm-* xformers ms-swift openrlhf
     """
 )
@@ -336,7 +336,7 @@ def _hardware(facts: Mapping[int, NodeFacts], plan: Plan) -> list[CheckResult]:
                     HARDWARE,
                     f"{one.node} has {num_gpus} working GPUs",
                     f"{plan.gpus_per_node}, as planned",
-                    "ask the administrators; see `nvidia-smi -L` and the kernel log (Xid) on the node",
+                    "ask the administrators; see `nvidia-smi -L` or `rocm-smi`, and the kernel log (Xid) on the node",
                     one.node,
                 )
             )

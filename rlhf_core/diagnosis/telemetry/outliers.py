@@ -95,7 +95,7 @@ GPUS = (
         floor=80.0,
         share=0.3,
         read=_sum_of("power_w"),
-        advice="Check its clocks and its power limit (nvidia-smi -q -d PERFORMANCE,POWER)",
+        advice="Check its clocks and its power limit (nvidia-smi -q -d PERFORMANCE,POWER, or amd-smi metric)",
     ),
     Comparison(
         name="clock",
@@ -103,7 +103,7 @@ GPUS = (
         floor=200.0,
         share=0.15,
         read=_sum_of("sm_clock_mhz"),
-        advice="Check its clock limits and temperature (nvidia-smi -q -d CLOCK,PERFORMANCE)",
+        advice="Check its clock limits and temperature (nvidia-smi -q -d CLOCK,PERFORMANCE, or amd-smi metric)",
     ),
 )
 """Figures compared between GPUs, over all nodes."""

@@ -7,6 +7,8 @@ import ctypes
 import time
 from collections.abc import Collection, Iterator
 
+from rlhf_core.machine import amd_gpus
+from rlhf_core.machine.amd_gpus import AmdGpus
 from rlhf_core.machine.gpus import listed_gpus
 from rlhf_core.worker.event_log import EventLog
 
@@ -21,7 +23,7 @@ class _Memory(ctypes.Structure):
 
 
 class GpuMemory:
-    """Memory in use on the GPUs visible to the job."""
+    """Memory in use on the NVIDIA GPUs visible to the job."""
 
     def __init__(self) -> None:
         """Load NVML.
@@ -64,15 +66,24 @@ class GpuMemory:
             raise OSError(f"NVML: {function} answered {status}")
 
 
+def _open_memory() -> GpuMemory | AmdGpus:
+    try:
+        return GpuMemory()
+    except OSError:
+        if not amd_gpus.are_present():
+            raise
+    return AmdGpus()
+
+
 class GpuWait:
     """Waits before a restart until the GPUs use no more memory than before the first start."""
 
     def __init__(self, events: EventLog) -> None:
         """Record the current use as the baseline. If it cannot be read, log an event and never wait."""
         self._events = events
-        self._memory: GpuMemory | None = None
+        self._memory: GpuMemory | AmdGpus | None = None
         try:
-            self._memory = GpuMemory()
+            self._memory = _open_memory()
             self._before = self._memory.used_bytes()
         except OSError as error:
             self._give_up(error)

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from rlhf_core.errors import BadInput
-from rlhf_core.machine.gpus import VISIBLE_VARIABLE
+from rlhf_core.machine.gpus import numbered_gpus
 from rlhf_core.presets import drivers_folder
 from rlhf_core.schemas.base import Int32, Label, Schema
 from rlhf_core.schemas.command_trainer import CommandTrainer, fill
@@ -79,7 +79,7 @@ class LaunchPlace:
             "num_ranks": context.num_ranks,
             "rank": context.rank,
             "local_rank": context.local_rank,
-            "gpus": os.environ.get(VISIBLE_VARIABLE, ""),
+            "gpus": numbered_gpus(),
             "master_addr": self.order.address,
             "master_port": self.order.port,
             "run_id": context.run_dir.run_id,

@@ -22,7 +22,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 import rlhf_core
-from rlhf_core.machine.gpus import VISIBLE_VARIABLE
+from rlhf_core.machine.gpus import HIP_VARIABLE, VISIBLE_VARIABLE
 from rlhf_core.machine.main_memory import memory_bytes
 from rlhf_core.worker import processes
 from rlhf_core.worker.groups.base import ELASTIC_VARIABLES
@@ -50,7 +50,7 @@ SERVER_BYTES = 1 << 30
 SHORT_OF_MEMORY = 0.1
 """Share of memory kept free for the run. Below it, the server is killed and no new one is started."""
 
-OF_A_START = frozenset({SLOTS_VARIABLE, processes.GROUP_VARIABLE, VISIBLE_VARIABLE, *ELASTIC_VARIABLES})
+OF_A_START = frozenset({SLOTS_VARIABLE, processes.GROUP_VARIABLE, VISIBLE_VARIABLE, HIP_VARIABLE, *ELASTIC_VARIABLES})
 """Variables set afresh for each start of workers. A worker adopts them before anything reads them."""
 
 CHECK_INTERVAL_S = 1.0

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 
-from rlhf_core.machine.gpus import VISIBLE_VARIABLE
+from rlhf_core.machine.gpus import HIP_VARIABLE, VISIBLE_VARIABLE, numbered_gpus
 from rlhf_core.schemas.resources import GroupPlan
 
 
@@ -32,6 +32,10 @@ def visible_gpus(
     gpus = plan.gpus if local_rank is None else gpus_of(plan, local_rank)
     if not gpus or gpus == tuple(range(gpus_per_node)):
         return {}
-    given = environment.get(VISIBLE_VARIABLE, "")
+    given = numbered_gpus(environment)
     names = [name.strip() for name in given.split(",")] if given else []
-    return {VISIBLE_VARIABLE: ",".join(names[gpu] if gpu < len(names) else str(gpu) for gpu in gpus)}
+    listed = ",".join(names[gpu] if gpu < len(names) else str(gpu) for gpu in gpus)
+    # HIP prefers its own variable, and torch counts by no other one beside ROCR_VISIBLE_DEVICES. Slurm may set that for
+    # NVIDIA's GPUs too, but then together with CUDA's.
+    is_amd = given and (environment.get(HIP_VARIABLE) or not environment.get(VISIBLE_VARIABLE))
+    return {VISIBLE_VARIABLE: listed} | ({HIP_VARIABLE: listed} if is_amd else {})

@@ -23,6 +23,7 @@ from rlhf_core.diagnosis.nodes.checks import blocked, warning
 from rlhf_core.files.fingerprints import fingerprint
 from rlhf_core.files.lookups import paths_in
 from rlhf_core.files.whole import read_all
+from rlhf_core.machine import amd_gpus
 from rlhf_core.machine.shared_names import SHARED_MEMORY
 from rlhf_core.run_dir.attempt import AttemptDir
 from rlhf_core.run_dir.run import RunDir
@@ -35,7 +36,7 @@ from rlhf_core.worker.nodes import trainer_facts
 from rlhf_core.worker.nodes.membership import Nodes, interface_of
 from rlhf_core.worker.nodes.shown_variables import attempt_key, shown_variables
 from rlhf_core.worker.nodes.trainer_facts import TrainerFacts
-from rlhf_core.worker.telemetry.gpus import GpuTelemetry
+from rlhf_core.worker.telemetry.gpus import open_gpus
 
 PLUGINS = "rlhf_flows.node_checks"
 """Entry point group of functions that take no arguments and return findings about this node."""
@@ -227,9 +228,14 @@ def _is_free(port: int) -> bool:
 def _gpus() -> tuple[dict[str, str], dict[str, str], list[CheckResult]]:
     """Number and types of working GPUs, the driver's version, and findings about faulty GPUs."""
     try:
-        telemetry = GpuTelemetry()
+        telemetry = open_gpus()
     except OSError as error:
         silent = blocked(node_checks.GPU_HEALTH, f"no driver response: {error}", "NVML", "run nvidia-smi there")
+        if amd_gpus.are_present():
+            advice = (
+                "run rocm-smi there; HIP_VISIBLE_DEVICES and CUDA_VISIBLE_DEVICES number those of ROCR_VISIBLE_DEVICES"
+            )
+            silent = blocked(node_checks.GPU_HEALTH, str(error), "a GPU that HIP can use", advice)
         return {"gpus": "0"}, {}, [silent]
     readings = telemetry.read()
     names = telemetry.names()
@@ -240,12 +246,12 @@ def _gpus() -> tuple[dict[str, str], dict[str, str], list[CheckResult]]:
         entry = _GPU_FAULTS.get(what)
         if entry is not None and value:
             finding, text = entry
-            advice = "do not use the node until the GPU is reset or replaced; `nvidia-smi -q` has the details"
+            advice = f"do not use the node until the GPU is reset or replaced; `{telemetry.tool}` has the details"
             description = f"{device}: {text.format(value)}"
             faults.append(finding(node_checks.GPU_HEALTH, description, "a GPU without errors", advice))
     working = [name for index, name in enumerate(names) if f"gpu{index}" not in lost]
     types = ", ".join(sorted(set(working)))
-    return {"gpus": str(len(working)), "gpu_types": types}, {"nvidia-driver": telemetry.driver()}, faults
+    return {"gpus": str(len(working)), "gpu_types": types}, {telemetry.package: telemetry.driver()}, faults
 
 
 _Finding = Callable[..., CheckResult]

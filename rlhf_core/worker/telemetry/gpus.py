@@ -1,4 +1,4 @@
-"""Metrics of the node's GPUs, read from the driver through NVML (nvidia-ml-py).
+"""Metrics of the node's GPUs, read from NVIDIA's driver through NVML (nvidia-ml-py), from AMD's through its files.
 
 Metrics that a device does not support (old driver, MIG slice, consumer card) are omitted; the rest are still read.
 Names and units of the calls follow NVIDIA's "NVML API Reference Guide".
@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_core.machine import amd_gpus
+from rlhf_core.machine.amd_gpus import AmdGpus
 from rlhf_core.machine.gpus import listed_gpus
 
 GIB = 2**30
@@ -24,8 +26,26 @@ class _Device:
     last_xid: int | None = None
 
 
+def open_gpus() -> "GpuTelemetry | AmdGpus":
+    """Reader of the GPUs visible to the job: through NVML, and where that is missing, AMD's if the machine has some.
+
+    Raises:
+        OSError: their driver is missing or fails to initialise; the message says which.
+    """
+    try:
+        return GpuTelemetry()
+    except OSError:
+        if not amd_gpus.are_present():
+            raise
+    return AmdGpus()
+
+
 class GpuTelemetry:
-    """Reads the GPUs visible to the job, numbered as the job numbers them."""
+    """Reads the NVIDIA GPUs visible to the job, numbered as the job numbers them."""
+
+    package = "nvidia-driver"
+    """Name under which the driver's version is compared between nodes."""
+    tool = "nvidia-smi -q"
 
     def __init__(self) -> None:
         """Load NVML.

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from rlhf_core.worker.telemetry.gpus import GpuTelemetry
+from rlhf_core.machine.amd_gpus import AmdGpus
+from rlhf_core.worker.telemetry.gpus import GpuTelemetry, open_gpus
 
 GIB = 2**30
 MB = 1e6
@@ -138,9 +139,9 @@ class _SlowReader:
             self._thread.join(timeout=1.0)
 
     def _run(self) -> None:
-        gpus: GpuTelemetry | None = None
+        gpus: GpuTelemetry | AmdGpus | None = None
         try:
-            gpus = GpuTelemetry()
+            gpus = open_gpus()
         except OSError as error:
             with self._lock:
                 self._problem = str(error)

@@ -8,9 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from amd_node import device, make_amd_node, write
 from process_tools import until
 from watched_programs import Start, watched
 
+from rlhf_core.machine import amd_gpus
 from rlhf_core.worker.command.observation import Reading
 from rlhf_core.worker.command.sources import activity
 from rlhf_core.worker.command.sources.activity import Activity
@@ -143,3 +145,21 @@ def test_a_missing_driver_library_is_reported(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "pynvml", None)
     source = Activity(watched(tmp_path))
     assert "rlhf-flows[training]" in source.poll(0.0).problem
+
+
+@pytest.mark.parametrize(
+    ("is_own", "held", "percent", "moved"),
+    [(True, 1, 90, True), (True, 0, 90, False), (True, 1, 0, False), (False, 1, 90, False)],
+    ids=["busy", "no memory on it", "idle", "of another process"],
+)
+def test_a_busy_amd_gpu_counts_for_the_ranks_that_hold_memory_on_it(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch, is_own: bool, held: int, percent: int, moved: bool
+) -> None:
+    program, root = start(WAIT), make_amd_node(tmp_path / "sys")
+    monkeypatch.setattr(activity, "_DRIVER", tmp_path / "absent")
+    monkeypatch.setattr(amd_gpus, "SYSFS", root)
+    process = root / "class/kfd/kfd/proc" / str(program.pid if is_own else os.getpid())
+    for gpu in range(3):
+        write(device(root, gpu) / "gpu_busy_percent", f"{percent if gpu == 1 else 0}\n")
+        write(process / f"vram_{30000 + gpu}", f"{held if gpu == 1 else 0}\n")
+    assert samples(tmp_path, [program.pid], num=1) == [moved]

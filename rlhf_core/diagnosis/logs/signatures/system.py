@@ -255,8 +255,9 @@ MACHINE: tuple[Signature, ...] = (
         Kind.GPU_HARDWARE,
         SYMPTOM,
         "RuntimeError: No CUDA GPUs are available",
-        r"No CUDA GPUs are available|No devices were found|Found no NVIDIA driver",
-        r"CUDA unknown error - |no CUDA-capable device|Failed to initialize NVML|NVML Shared Library Not Found",
+        r"No (?:CUDA|HIP) GPUs are available|No devices were found|Found no NVIDIA driver",
+        r"CUDA unknown error - |no (?:CUDA|ROCm)-capable device",
+        r"Failed to initialize NVML|NVML Shared Library Not Found",
         r"CUDA driver initialization failed|cudaGetDeviceCount\(\).{0,150}Error (?:3|803|999):",
     ),
     # Failed kernels. A symptom, because broken hardware causes them too and is reported in another line.

@@ -52,7 +52,7 @@ _WORDS = (
     "nodename", "non-fatal", "normal", "not", "numpy", "nvcc", "nvlink", "nvswitch", "only", "oom", "option",
     "optional", "out", "override", "pad", "panic", "pending", "permitted", "pickle", "pipe", "please", "plugin",
     "port", "preamble", "preempt", "quota", "raise", "ram", "rank", "read-only", "reading", "reclaim", "recover",
-    "refuse", "requeue", "require", "reset", "resol", "resource_", "retri", "retry", "reward", "roce", "row",
+    "refuse", "requeue", "require", "reset", "resol", "resource_", "retri", "retry", "reward", "roce", "rocm", "row",
     "same", "samples", "scale", "scancel", "shape", "should", "sig", "signal", "sigquit", "size", "skip", "smash",
     "socket", "space", "spot", "stack", "stale", "stall", "status_", "stopped", "storage", "stored", "stuck",
     "succeed", "such", "surviv", "terminat", "time", "too", "traceback", "truncat", "type=", "unable", "unaffected",

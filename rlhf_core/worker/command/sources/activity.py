@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from rlhf_core.machine import amd_gpus
+from rlhf_core.machine.amd_gpus import AmdGpus
 from rlhf_core.schemas.command_trainer import ProgressSource
 from rlhf_core.worker.command.observation import Reading, Watched
 from rlhf_core.worker.liveness.inspection import descendants_of
@@ -43,12 +45,14 @@ class Activity:
         self._before: dict[tuple[int, float], _Usage] = {}
         self._sampled_at_s: float | None = None
         self._problem = ""
-        self._gpus: _Gpus | None = None
-        if _DRIVER.exists():
-            try:
+        self._gpus: _Gpus | AmdGpus | None = None
+        try:
+            if _DRIVER.exists():
                 self._gpus = _Gpus()
-            except OSError as error:
-                self._problem = f"GPU utilization is unavailable: {error}"
+            elif amd_gpus.are_present():
+                self._gpus = AmdGpus()
+        except OSError as error:
+            self._problem = f"GPU utilization is unavailable: {error}"
 
     def poll(self, now_s: float) -> Reading:
         """Take a sample every ``SAMPLE_S``; in between, return an empty reading."""
@@ -118,7 +122,7 @@ def _is_stopped(process: psutil.Process) -> bool:
 
 
 class _Gpus:
-    """The node's GPUs, through NVML."""
+    """The node's NVIDIA GPUs, through NVML."""
 
     def __init__(self) -> None:
         """Load NVML.
