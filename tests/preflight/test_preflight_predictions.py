@@ -25,7 +25,7 @@ WEIGHTS = {"qwen2.5-7b-gsm8k": 7_615_616_512, "qwen2.5-32b": 32_763_876_352}
 """Parameters according to the model cards' checkpoints."""
 
 
-TRANSFORMERS = {"rollout.engine": "transformers", "rollout.batch_size": 64}
+TRANSFORMERS: dict[str, Any] = {"rollout.engine": "transformers", "rollout.batch_size": 64}
 
 
 def on_a_cluster(name: str, num_nodes: int) -> Facts:
