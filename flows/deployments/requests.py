@@ -11,7 +11,7 @@ from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId,
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 
-from flows.flow_runs.links import page
+from flows.flow_runs.links import page, requested_at
 from flows.queries import in_states, of_flow
 from flows.server.clients import api_client
 from rlhf_core.config.site import Site
@@ -101,7 +101,7 @@ def _request(site: Site, flow_run: FlowRun, deployments: dict[UUID, str]) -> Req
         deployment=deployments.get(flow_run.deployment_id, "") if flow_run.deployment_id else "",
         state="waiting" if waits else "refused" if name == "Failed" else name.lower(),
         owner=str(flow_run.parameters.get("owner") or ""),
-        asked_at=flow_run.created or flow_run.expected_start_time,
+        asked_at=requested_at(flow_run) or flow_run.expected_start_time,
         due_at=flow_run.expected_start_time,
         why=why,
         url=page(site, "runs/flow-run", flow_run.id),

@@ -1,6 +1,7 @@
 """The flow run of this process: its id and page for the run's journal, and the run's name and tags for Prefect."""
 
 from collections.abc import Callable
+from datetime import datetime
 from uuid import UUID
 
 from prefect.client.schemas.objects import FlowRun
@@ -29,7 +30,12 @@ def of_this_process(site: Site) -> FlowRunLink:
         return FlowRunLink()
     adopts = ADOPTED_TAG in flow_run.tags and flow_run.run_count <= 1
     url = page(site, "runs/flow-run", flow_run.id) if _has_pages(site) else ""
-    return FlowRunLink(str(flow_run.id), url, flow_run.created, adopts)
+    return FlowRunLink(str(flow_run.id), url, requested_at(flow_run), adopts)
+
+
+def requested_at(flow_run: FlowRun) -> datetime | None:
+    """Time of the request: for a run of a schedule, the time it was due, because Prefect creates it days before."""
+    return flow_run.expected_start_time if flow_run.auto_scheduled else flow_run.created
 
 
 def label(link: FlowRunLink, run_dir: RunDir, log: Callable[[str], None]) -> None:

@@ -167,7 +167,12 @@ def cancel_run(
         if read_record(run_dir).ended:
             return _result(run_dir, site, f"run {run_id} was ended by its controller")
         sleep(0.3)
-    _end_last_job(run_dir, site)
+    try:
+        _end_last_job(run_dir, site)
+    except SchedulerError as error:
+        raise SchedulerError(
+            f"{error}. The request to end run {run_id} stays: its controller, or the next one, still carries it out"
+        ) from None
     return _result(
         run_dir,
         site,

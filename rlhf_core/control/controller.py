@@ -68,7 +68,7 @@ class FlowRunLink:
     url: str = ""
     """URL of its page in the Prefect UI."""
     created: datetime | None = None
-    """Time of the request, which stays the same when the flow run is retried."""
+    """Time of the request, or of the schedule; stays the same when the flow run is retried."""
     adopts: bool = False
     """True if the reconciler created it for a run whose controller died, and no user has retried it since. No user
     asked to resume the run then, so its retry budgets continue and a pending cancel request still counts."""

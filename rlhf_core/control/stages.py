@@ -203,7 +203,8 @@ def _stage(controller: Controller, name: StageName, attempt: int, title: str, me
         raise
     except BadInput as error:
         controller.journal.end_stage(index, StageState.FAILED, str(error))
-        controller.journal.move_run(RunState.FAILED, str(error).partition("\n")[0])
+        # Lists and chat messages show only this: a first line would announce findings that they do not show.
+        controller.journal.move_run(RunState.FAILED, " ".join(str(error).split()))
         raise
     controller.journal.end_stage(index, StageState.COMPLETED, message)
     controller.record()

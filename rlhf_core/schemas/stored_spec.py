@@ -22,7 +22,7 @@ class StoredSpec(Schema):
     run_id: Label
     """Id of the run."""
     created_at: Moment
-    """Time of the request (UTC)."""
+    """Time at which the run was made (UTC): for a request in Prefect, once a worker has started it."""
     owner: Label
     """User who requested it, as given."""
     owner_account: Label = ""

@@ -187,12 +187,12 @@ def _incident_of_a_lost_job(run_dir: RunDir, snapshot: AttemptSnapshot) -> Incid
     elif snapshot.job.state is JobState.RUNNING:
         what = f"The job of attempt {snapshot.attempt} was given up: {snapshot.verdict.cause}."
     lines = text.strip().splitlines()
-    last_line = f" The last line of {log}: {lines[-1].strip()[:300]}" if lines else ""
+    last_line = f". The last line of {log}: {lines[-1].strip()[:300]}" if lines else ""
     return Incident(
         attempt=snapshot.attempt,
         restart=max(snapshot.restart, 0),
         failure_kind=diagnosis.kind,
-        message=masked(f"{what}{last_line}"),
+        message=masked(f"{what.removesuffix('.')}{last_line}" if last_line else what),
         phase=snapshot.phase,
         step=snapshot.step or None,
         suspect_nodes=_lost_nodes(run_dir, snapshot) or diagnosis.nodes,

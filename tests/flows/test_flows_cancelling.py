@@ -103,6 +103,21 @@ def test_an_unresponsive_controller_does_not_keep_the_job_alive(harness: Control
     assert "does not respond" in found.message
 
 
+def test_a_request_outlasts_an_outage_of_the_scheduler(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = harness.killed_in_training()
+    harness.store.acquire_lease(run_dir.run_id, "b@elsewhere:1:1.00", 3600)
+
+    def away(submission: object) -> bool:
+        raise SchedulerError("Slurm's controller does not respond")
+
+    monkeypatch.setattr(harness.scheduler, "cancel", away)
+    with pytest.raises(SchedulerError, match=r"does not respond\. The request to end run .* stays"):
+        cancelled(harness, run_dir)
+    assert run_dir.cancel_request.is_file()
+
+
 def test_a_submitted_but_unrecorded_job_is_found(harness: ControllerHarness) -> None:
     """Its controller is frozen after the submission and keeps its lease."""
     run_dir = harness.run()

@@ -129,6 +129,8 @@ def test_a_blocking_check_starts_nothing(harness: ControllerHarness, checks: lis
     assert stages_of(harness, run_dir) == [("preflight", 0, "failed")]
     shown = queries.show_run(harness.store, run_dir.run_id)
     assert [check["status"] for check in shown["checks"]] == ["passed", "blocked"]
+    cause = "1 check blocks the run; nothing was started: b.check: found 7; expected 8. Make it eight."
+    assert shown["run"]["message"] == cause
 
 
 def test_preflight_proceeds_without_an_unresponsive_history(

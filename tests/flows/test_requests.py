@@ -4,14 +4,16 @@ import json
 import subprocess
 import sys
 import uuid
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from harness import ControllerHarness
+from prefect.client.schemas.objects import FlowRun
 from prefect.states import Failed, Running, Scheduled
 from sites import Site
 
 from flows.deployments import requests
+from flows.flow_runs.links import requested_at
 from flows.queries import RUN_FLOW
 from flows.run import rlhf_run
 from flows.server.clients import api_client
@@ -73,3 +75,14 @@ def test_a_request_is_listed_before_planned_ones_and_for_a_day_after_its_end(
         assert [one.run_id for one in found] == ["due", "refused"]
         later = requests.keep(harness.site, harness.store, flow, now + timedelta(days=2)).requests
         assert [one.run_id for one in later] == ["due"]
+
+
+def test_a_run_of_a_schedule_has_the_time_it_was_due() -> None:
+    """Prefect creates the flow runs of a schedule days before."""
+    created, due = datetime(2026, 3, 1, 12, tzinfo=UTC), datetime(2026, 3, 4, 2, tzinfo=UTC)
+
+    def flow_run(scheduled: bool) -> FlowRun:
+        return FlowRun(flow_id=uuid.uuid4(), created=created, expected_start_time=due, auto_scheduled=scheduled)
+
+    assert requested_at(flow_run(scheduled=True)) == due
+    assert requested_at(flow_run(scheduled=False)) == created, "one that a user plans for later"

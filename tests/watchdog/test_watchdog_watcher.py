@@ -451,6 +451,7 @@ def test_a_failed_job_was_not_preempted_and_srun_names_the_agent(run_dir: RunDir
         failure = explain(run_dir, snapshot, make_spec(), first_attempt=1)
         assert failure.kind == kind
         assert (failure.incident.suspect_nodes if failure.incident else None) == suspects
+        assert failure.incident is None or "task 2: Killed. The last line of " in failure.incident.message
         assert failure.decision.action is Action.NEW_ATTEMPT
 
 

@@ -258,7 +258,7 @@ def _print_head(shown: Facts) -> None:
     if shown["regressed"]:
         output.print_text(f"Regressed: {output.regression_text(shown['regressed'])}")
     output.print_text(
-        f"Requested: {_moment(run['created_at'])} UTC, by {attributed(run['owner'], run['owner_account'])}"
+        f"Created: {_moment(run['created_at'])} UTC, asked for by {attributed(run['owner'], run['owner_account'])}"
     )
     if run["trial_of"]:
         output.print_text(f"Trial of: {run['trial_of']}")

@@ -114,8 +114,8 @@ def cancel(
     save: Annotated[bool, typer.Option("--save", help="Write a checkpoint first, if the workers still can.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Cancel a run and make sure that its job is gone, with or without a running controller. Withdraws a request that
-    no worker has started."""
+    """Cancel a run and make sure that its job is gone, with or without a running controller. Withdraws a request of
+    `rlhf submit` that no worker has started, by its whole id."""
     from rlhf_core.config.site import load_site
     from rlhf_core.control.cancel import Cancelled, cancel_missing, cancel_run
 
@@ -124,10 +124,12 @@ def cancel(
     with history_if_usable(site, "Searching the run directories instead") as store:
         try:
             run_dir = find_run(store, site, run)
-        except UnknownRun:
+        except UnknownRun as error:
             missing = cancel_missing(run, site, store, why) if store is not None else None
             if missing is None and not _withdraw(site, run, why):
-                raise
+                raise UnknownRun(
+                    f"{error} A request that no worker has started is withdrawn by its whole id: `rlhf runs --queued`"
+                ) from None
             not_begun = f"run {run} had not started; its flow run in Prefect is cancelled"
             run_id, outcome = run, missing or Cancelled(RunState.CANCELLED, True, not_begun)
         else:

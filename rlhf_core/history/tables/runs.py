@@ -15,7 +15,7 @@ class Run(Base):
     __tablename__ = "runs"
 
     run_id: Mapped[str] = mapped_column(primary_key=True)
-    """Id: name, time of the request and six random characters."""
+    """Id: name, time of the request (of a scheduled run, the time it was due) and six random characters."""
     name: Mapped[str]
     """Name from the config."""
     state: Mapped[str]
@@ -53,7 +53,7 @@ class Run(Base):
     run_dir: Mapped[str]
     """Run directory, absolute."""
     created_at: Mapped[datetime]
-    """Time of the request."""
+    """Time at which the run was made: for a request in Prefect, once a worker has started it."""
     started_at: Mapped[datetime | None]
     """First change of state."""
     ended_at: Mapped[datetime | None]
