@@ -8,9 +8,11 @@ Elements are compared by their bits, and the engine verifies the digest of the c
 exactly the trainer's weights or is refused.
 """
 
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,28 +38,62 @@ Places = NDArray[np.int64]
 """Flat indices of elements."""
 _Bits = NDArray[np.integer[Any]]
 
+CHUNK_ELEMENTS = 1 << 18
+"""Number of elements that a thread compares at once: what it makes of them stays in a processor's cache."""
+MOST_THREADS = 8
+"""With more, main memory is the limit."""
+
 _LARGEST_GAP = 1 << 16
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def encode_changes(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
-    """Changed elements of a tensor: gaps ``[n]`` (int16, read as unsigned) and values ``[n]`` in its own type.
+class Changes(NamedTuple):
+    """Changed elements of a tensor, or of a part of it."""
+
+    places: Places
+    """Flat indices in the tensor, sorted."""
+    values: _Bits
+
+
+def take_over(new: Tensor, old: Tensor, pool: ThreadPoolExecutor) -> Changes:
+    """Find the elements that have changed, and give them their new values in ``old``.
+
+    Args:
+        new: contiguous, of any shape.
+        old: likewise, of the same type and shape.
+        pool: threads among which a large tensor is divided.
+    """
+    now, before = _bits(new), _bits(old)
+
+    def take(first: int) -> Changes:
+        one, other = now[first : first + CHUNK_ELEMENTS], before[first : first + CHUNK_ELEMENTS]
+        places = np.flatnonzero(one != other)
+        values = one[places]
+        other[places] = values
+        return Changes(places + first, values)
+
+    if len(now) <= CHUNK_ELEMENTS:
+        return take(0)
+    found = pool.map(take, range(0, len(now), CHUNK_ELEMENTS))
+    return Changes(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
+
+
+def encode(changes: Changes, whole: Tensor) -> tuple[Tensor, Tensor]:
+    """Gaps ``[n]`` (int16, read as unsigned) and values ``[n]``, in the type of the tensor.
 
     A gap is the distance from the previous element, minus one. If it does not fit in 16 bits, unchanged elements in
     between are sent too.
 
     Args:
-        new: contiguous, of any shape.
-        old: likewise, of the same type and shape.
+        whole: the tensor that has changed, contiguous.
     """
-    bits = _bits(new)
-    changed = np.flatnonzero(bits != _bits(old))
-    steps = np.diff(changed, prepend=-1)
+    places, values = changes
+    steps = np.diff(places, prepend=-1)
     if len(steps) and steps.max() > _LARGEST_GAP:
-        changed = _with_fillers(steps)
-        steps = np.diff(changed, prepend=-1)
+        places = _with_fillers(steps)
+        steps, values = np.diff(places, prepend=-1), _bits(whole)[places]
     gaps = (steps - 1).astype(np.uint16).view(np.int16)
-    return torch.from_numpy(gaps), torch.from_numpy(bits[changed]).view(new.dtype)
+    return torch.from_numpy(gaps), torch.from_numpy(values).view(whole.dtype)
 
 
 def decode_places(gaps: Tensor) -> Places:
@@ -141,15 +177,15 @@ class DeltaEncoder:
         """Parts of the delta by name. Afterwards the copy holds the new version."""
         copies = tensors_of(manifest, self._row)
         parts: dict[str, Tensor] = {}
-        for entry, tensor in matched(manifest, weights):
-            old, new = copies[entry.name], tensor.detach().to("cpu").contiguous()
-            gaps, values = encode_changes(new, old)
-            old.copy_(new)
-            if gaps.nbytes + values.nbytes >= entry.num_bytes > 0:
-                parts[entry.name] = old
-            elif len(gaps):
-                parts |= {entry.name + GAPS: gaps, entry.name + VALUES: values}
-            beat()
+        with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), MOST_THREADS), "delta") as pool:
+            for entry, tensor in matched(manifest, weights):
+                whole = copies[entry.name]
+                gaps, values = encode(take_over(tensor.detach().to("cpu").contiguous(), whole, pool), whole)
+                if gaps.nbytes + values.nbytes >= entry.num_bytes > 0:
+                    parts[entry.name] = whole
+                elif len(gaps):
+                    parts |= {entry.name + GAPS: gaps, entry.name + VALUES: values}
+                beat()
         return parts
 
     def forget(self) -> None:

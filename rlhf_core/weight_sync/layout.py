@@ -161,8 +161,9 @@ def matched(manifest: Manifest, weights: Iterable[tuple[str, Tensor]]) -> Iterat
 
 def buckets_of(manifest: Manifest, row: Tensor) -> Iterator[Tensor]:
     """Buckets of a row of bytes, as views of it."""
-    for start in range(0, manifest.total_bytes, manifest.bucket_bytes):
-        yield row[start : min(start + manifest.bucket_bytes, manifest.total_bytes)]
+    total = manifest.total_bytes
+    for start in range(0, total, manifest.bucket_bytes):
+        yield row[start : min(start + manifest.bucket_bytes, total)]
 
 
 def merged(manifest: Manifest, shares: Sequence[Sequence[bytes]]) -> list[bytes]:

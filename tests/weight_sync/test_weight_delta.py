@@ -1,6 +1,7 @@
 """Sparse deltas: exact for every type, refused on another base, and small after a step of AdamW."""
 
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -22,11 +23,13 @@ from torch import Tensor
 
 from rlhf_core.errors import WeightSyncFailed
 from rlhf_core.schemas.weight_sync import Manifest, SentVersion, TensorEntry
-from rlhf_core.weight_sync.delta import DeltaEncoder, apply_delta, decode_places, encode_changes, row_digest
+from rlhf_core.weight_sync.delta import DeltaEncoder, apply_delta, decode_places, encode, row_digest, take_over
 from rlhf_core.weight_sync.layout import WHOLE, packed, tensors_of
 from rlhf_core.weight_sync.session import synchronize
 
 pytestmark = pytest.mark.training
+
+POOL = ThreadPoolExecutor(2)
 
 
 def changed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -49,11 +52,13 @@ def test_changes_are_exact_for_any_gaps(size: int, places: list[int], dtype: tor
     old = torch.zeros(size, dtype=dtype)
     new = old.clone()
     new.view(torch.uint8).view(size, -1)[[place % size for place in places], 0] = 3
-    gaps, values = encode_changes(new, old)
+    before = old.clone()
+    gaps, values = encode(take_over(new, old, POOL), new)
+    assert torch.equal(old.view(torch.uint8), new.view(torch.uint8))
     indices = decode_places(gaps)
     assert indices.tolist() == sorted(set(indices.tolist()))
     layout, delta = _manifest(layout_of({"x": old})), _manifest(layout_of({"x#gaps": gaps, "x#values": values}))
-    row = _row(layout, [("x", old)])
+    row = _row(layout, [("x", before)])
     if len(gaps):
         apply_delta(delta, {"x#gaps": gaps, "x#values": values}, layout, row)
     assert torch.equal(tensors_of(layout, row)["x"].view(torch.uint8), new.view(torch.uint8))
@@ -62,7 +67,7 @@ def test_changes_are_exact_for_any_gaps(size: int, places: list[int], dtype: tor
 def test_elements_are_compared_by_their_bits() -> None:
     old = torch.tensor([0.0, float("nan"), 1.0])
     new = torch.tensor([-0.0, float("nan"), 1.0])
-    gaps, values = encode_changes(new, old)
+    gaps, values = encode(take_over(new, old, POOL), new)
     assert decode_places(gaps).tolist() == [0]
     assert torch.signbit(values).tolist() == [True]
 
