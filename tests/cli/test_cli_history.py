@@ -223,7 +223,7 @@ def test_a_run_is_driven_since_its_controller_took_it(rlhf: Rlhf, known: RunFile
     owner = Owner("anna", "login-1", 7, at(-90).timestamp())
     known.journal(ControllerStarted(controller=str(owner)), 60)
     text = rlhf("show").out
-    assert "Requested: 2026-03-01 12:00:00 UTC" in text
+    assert "Created: 2026-03-01 12:00:00 UTC" in text
     assert "Driven by: anna on login-1, process 7, since 2026-03-01 12:01:00 UTC\n" in text
 
 
