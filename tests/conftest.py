@@ -130,11 +130,15 @@ LONGEST = (
     "test_services.py",
     "test_watchdog_exactly_once.py",
     "test_probe_faults.py",
+    "test_loop_online.py",
     "test_flows_prefect.py",
+    "test_loop_runs.py",
     "test_worker_many_nodes.py",
+    "test_history_queries.py",
     "test_services_supervised.py",
+    "test_worker_silent_agent.py",
 )
-"""Test files that take more than 100 s beside three others. Every second one mostly waits."""
+"""Test files that take a minute or more beside three others. Nearly every second one mostly waits."""
 
 
 SERVER = "real_prefect"
