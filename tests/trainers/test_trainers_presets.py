@@ -18,10 +18,11 @@ from rlhf_core.worker.command.launch import LaunchOrder
 
 pytestmark = [pytest.mark.trainers, pytest.mark.end_to_end, pytest.mark.timeout(1800)]
 
-NUM_STEPS = 80
+NUM_STEPS = 160
 """Far more than lie before the second fault: on a machine with nothing else to do a step takes a tenth of a second, and
 is known a second or more after it was made."""
-EVERY = 4
+EVERY = 24
+"""A checkpoint is taken once nothing has been written to it for two seconds; the trainers keep their last two."""
 OF_ALL = {"train/loss", "train/grad_norm", "train/learning_rate"}
 OF_GRPO = {"reward/mean", "rollout/length_mean"}
 OF_PAIRS = {"preference/chosen_reward", "preference/margin", "preference/accuracy"}
@@ -74,7 +75,8 @@ def assert_found(site: TrainerSite, preset: str, killed: Truth, stopped: Truth, 
         )
         assert (found.class_right, found.blame_right, found.action_right) == (True, True, True), found
         kinds.append(found.kind)
-    asked = "SELECT failure_kind FROM incidents WHERE run_id = ? ORDER BY seen_at"
+    # A model of random weights may never end a completion, which is an incident too, and leaves the run going.
+    asked = "SELECT failure_kind FROM incidents WHERE run_id = ? AND failure_kind != 'degenerate_rl' ORDER BY seen_at"
     assert [kind for (kind,) in site.rows(asked, site.only_run().run_id)] == kinds
 
 
