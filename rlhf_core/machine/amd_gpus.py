@@ -6,9 +6,10 @@ Monitoring", "Misc AMDGPU driver information", "AMDGPU RAS Support"), and for it
 """
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from rlhf_core.machine.gpus import HIP_VARIABLE, ROCR_VARIABLE, VISIBLE_VARIABLE
 
@@ -19,6 +20,7 @@ _AMD, _NVIDIA = "0x1002", "0x10de"
 _GPU_CLASSES = ("0x03", "0x12")
 """PCI classes of GPUs: display controllers and processing accelerators."""
 _LIMITS = (ROCR_VARIABLE, HIP_VARIABLE, VISIBLE_VARIABLE)
+_Nvidia = TypeVar("_Nvidia")
 _SENSORS = ("junction", "edge")
 """Temperature sensors of a GPU, best first: accelerators since the MI300 have none at the edge."""
 
@@ -32,6 +34,20 @@ def are_present(root: Path | None = None) -> bool:
     devices = ((root or SYSFS) / "bus/pci/devices").glob("*")
     vendors = {_text(device / "vendor") for device in devices if _text(device / "class").startswith(_GPU_CLASSES)}
     return _AMD in vendors and _NVIDIA not in vendors
+
+
+def nvidia_or_amd(open_nvidia: Callable[[], _Nvidia]) -> "_Nvidia | AmdGpus":
+    """The reader of NVIDIA GPUs; where it cannot be opened and the machine has AMD GPUs instead, that of those.
+
+    Raises:
+        OSError: the driver of the GPUs is missing or fails to initialise; the message says which.
+    """
+    try:
+        return open_nvidia()
+    except OSError:
+        if not are_present():
+            raise
+    return AmdGpus()
 
 
 @dataclass(frozen=True)

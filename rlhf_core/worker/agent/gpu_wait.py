@@ -7,8 +7,7 @@ import ctypes
 import time
 from collections.abc import Collection, Iterator
 
-from rlhf_core.machine import amd_gpus
-from rlhf_core.machine.amd_gpus import AmdGpus
+from rlhf_core.machine.amd_gpus import AmdGpus, nvidia_or_amd
 from rlhf_core.machine.gpus import listed_gpus
 from rlhf_core.worker.event_log import EventLog
 
@@ -66,15 +65,6 @@ class GpuMemory:
             raise OSError(f"NVML: {function} answered {status}")
 
 
-def _open_memory() -> GpuMemory | AmdGpus:
-    try:
-        return GpuMemory()
-    except OSError:
-        if not amd_gpus.are_present():
-            raise
-    return AmdGpus()
-
-
 class GpuWait:
     """Waits before a restart until the GPUs use no more memory than before the first start."""
 
@@ -83,7 +73,7 @@ class GpuWait:
         self._events = events
         self._memory: GpuMemory | AmdGpus | None = None
         try:
-            self._memory = _open_memory()
+            self._memory = nvidia_or_amd(GpuMemory)
             self._before = self._memory.used_bytes()
         except OSError as error:
             self._give_up(error)

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.machine import amd_gpus
-from rlhf_core.machine.amd_gpus import AmdGpus
+from rlhf_core.machine.amd_gpus import AmdGpus, nvidia_or_amd
 from rlhf_core.machine.gpus import listed_gpus
 
 GIB = 2**30
@@ -32,12 +31,7 @@ def open_gpus() -> "GpuTelemetry | AmdGpus":
     Raises:
         OSError: their driver is missing or fails to initialise; the message says which.
     """
-    try:
-        return GpuTelemetry()
-    except OSError:
-        if not amd_gpus.are_present():
-            raise
-    return AmdGpus()
+    return nvidia_or_amd(GpuTelemetry)
 
 
 class GpuTelemetry:
