@@ -285,6 +285,11 @@ class Facts:
         return self.spec.slurm.over(self.site_slurm)
 
     @property
+    def training_python(self) -> str:
+        """The interpreter that trains."""
+        return self.compute.python if self.trainer is None else self.trainer.python
+
+    @property
     def training_packages(self) -> Mapping[str, str]:
         """Packages of the interpreter that trains: distribution name (normalised) to version."""
         return self.compute.packages if self.trainer is None else self.trainer.packages

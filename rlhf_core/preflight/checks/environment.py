@@ -94,7 +94,7 @@ def builds(facts: Facts) -> Iterator[Finding]:
     if not facts.spec.resources.gpus_per_node or not torch:
         return
     if is_cpu_build(torch):
-        python = facts.trainer.python if facts.trainer is not None else facts.compute.python
+        python = facts.training_python
         yield blocked(
             f"torch {torch} in {python}, a build for CPUs, and resources.gpus_per_node = "
             f"{facts.spec.resources.gpus_per_node}",
@@ -110,7 +110,7 @@ def builds(facts: Facts) -> Iterator[Finding]:
 def versions(facts: Facts) -> Iterator[Finding]:
     """Some versions are known to hang, to compute wrong numbers, or to be incompatible."""
     installed, use = facts.training_packages, _use(facts)
-    python = facts.trainer.python if facts.trainer is not None else facts.compute.python
+    python = facts.training_python
     applicable = [row for row in KNOWN_BAD if row.applies_to(facts.spec)]
     # Problems that affect only another project's commands are reported only for runs that use them.
     found = [
