@@ -8,58 +8,48 @@ kernel kills its workers.
 """
 
 import os
-import time
-from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from pydantic import BaseModel
 
-from rlhf_core.diagnosis.classify import Diagnosis, fingerprint
 from rlhf_core.diagnosis.hangs.liveness import GapTracker
-from rlhf_core.diagnosis.policy import Choice
 from rlhf_core.files.whole import write_model
 from rlhf_core.run_dir.attempt import RestartDir
-from rlhf_core.schemas.agent_messages import AgreedStep, NodeEnd, NodeState, Orders, Ready
+from rlhf_core.schemas.agent_messages import AgreedStep, NodeEnd, Ready
 from rlhf_core.schemas.attempts import AttemptState, Role
-from rlhf_core.schemas.checks import CheckResult, CheckStatus
-from rlhf_core.schemas.failures import Action, FailureKind
-from rlhf_core.schemas.probe import NodeFacts, NodeSpeed
+from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.resources import JOB_VARIABLE, GroupPlan, job_marker
 from rlhf_core.survival import Survived
 from rlhf_core.worker import processes
 from rlhf_core.worker.agent.agreement import Agreement
-from rlhf_core.worker.agent.arrivals import CONNECT_S, Arrivals
 from rlhf_core.worker.agent.decisions import GroupDecisions
 from rlhf_core.worker.agent.gpu_wait import GpuWait
 from rlhf_core.worker.agent.independent_run import IndependentRun
 from rlhf_core.worker.agent.job import Job
 from rlhf_core.worker.agent.leader import Leader
+from rlhf_core.worker.agent.node_admission import NodeAdmission
 from rlhf_core.worker.agent.trainer_warnings import TrainerWarnings
 from rlhf_core.worker.channel.messages import AgentChannel
 from rlhf_core.worker.channel.store import LOOPBACK
 from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.evidence import exit_reports
-from rlhf_core.worker.evidence.exit_reports import Failure, Write
+from rlhf_core.worker.evidence.exit_reports import Write
 from rlhf_core.worker.groups.base import GroupSeat, StartAbandoned, WorkerGroup
 from rlhf_core.worker.groups.events import GroupEvents
 from rlhf_core.worker.groups.fork_server import ForkServer
 from rlhf_core.worker.groups.independent import IndependentGroup
 from rlhf_core.worker.liveness.collectives import BUFFER_SIZE, BUFFER_VARIABLE
 from rlhf_core.worker.liveness.heartbeat import SlotFile
-from rlhf_core.worker.nodes import facts as node_facts
 from rlhf_core.worker.nodes.membership import interface_of
-from rlhf_core.worker.nodes.probe import FACTS_S, Probe, in_a_sentence
 from rlhf_core.worker.roles import TARGETS, WARM_PROBE
 from rlhf_core.worker.signals import SignalInbox
 from rlhf_core.worker.supervision.exit_deadline import ExitDeadline
 from rlhf_core.worker.supervision.supervisor import Supervisor
 from rlhf_core.worker.worker_process import AGENT_VARIABLE
 
-MISPLACED_INTERVAL_S = 1.0
-"""Interval at which agent 0 looks for files from nodes that report they cannot join, in seconds."""
 POLL_INTERVAL_S = 0.05
 """Interval at which the groups of a phase are polled, in seconds."""
 
@@ -89,9 +79,7 @@ class Agent:
         self._gpus: GpuWait | None = None
         self._slots: dict[Role, SlotFile] = {}
         self._group_events = GroupEvents(events)
-        self._probe = Probe(job.run_dir, job.attempt, job.nodes, job.spec, job.placement, channel.endpoint)
         supervise = job.spec.supervise
-        self._arrivals = Arrivals(job.nodes, job.attempt_dir, supervise.join_s)
         self._fork_server = ForkServer(events.print_line)
         self._supervisor = Supervisor(
             channel,
@@ -107,6 +95,16 @@ class Agent:
         )
         self._agreement = Agreement(channel, self._supervisor.requests)
         self._decisions = GroupDecisions(job, channel, leader, events, self._supervisor.requests)
+        self._admission = NodeAdmission(
+            job,
+            channel,
+            leader,
+            events,
+            self._agreement,
+            self._decisions,
+            self._supervisor.requests,
+            self._fork_server,
+        )
         self._warnings = TrainerWarnings(leader, events) if channel.leads else None
 
     def run(self) -> AgreedStep:
@@ -141,14 +139,13 @@ class Agent:
         placement = self._job.placement
         phases = [phase for phase in placement.phases if phase[0].role is not Role.PROBE]
         self._set_environment()
-        probed = any(plan.role is Role.PROBE for plan in placement.groups)
         # Preload imports while the nodes rendezvous, but not during the probe, whose measurements it would distort.
-        if probed and self._probe.measures:
+        if self._admission.measures:
             if self._job.spec.supervise.warm_workers:
                 self._fork_server.prepare(WARM_PROBE)
         elif phases and any(map(self._is_forked_here, phases[0])):
             self._fork_server.prepare()
-        ending = self._meet() or (self._check_nodes() if probed else None)
+        ending = self._admission.admit()
         if not any(self._is_forked_here(plan) for phase in phases for plan in phase):
             self._fork_server.close()  # only the probe needed it
         if ending is not None:
@@ -160,118 +157,6 @@ class Agent:
             if ending is not None:
                 return ending
         return self._decisions.end(AttemptState.COMPLETED, "every role succeeded")
-
-    def _meet(self) -> AgreedStep | None:
-        """On agent 0, wait until every node's agent has joined; return the end if one does not join in time."""
-        channel = self._channel
-        if channel.nodes.num == 1:
-            return None
-        channel.send("hello", Ready())
-        if not channel.leads:
-            return None
-        next_check_s = 0.0
-
-        def have_all_joined() -> bool:
-            nonlocal next_check_s
-            # The first state of each node also gives the first measurement of its clock.
-            joined = channel.received("hello", Ready).keys() & channel.received("state", NodeState).keys()
-            if len(joined) == channel.nodes.num or self._supervisor.requests.to_end:
-                return True
-            now_s = time.monotonic()
-            if now_s < next_check_s:
-                return False
-            next_check_s = now_s + MISPLACED_INTERVAL_S
-            accounted_for = {channel.nodes.names[index] for index in joined} | {
-                one.node for one in node_facts.all_confused(self._job.attempt_dir)
-            }
-            return accounted_for >= set(channel.nodes.names)
-
-        self._agreement.wait_until(have_all_joined, self._arrivals.limit_s)
-        if not have_all_joined() and self._arrivals.have_all_started():
-            self._agreement.wait_until(have_all_joined, CONNECT_S)
-        joined = [name for index, name in enumerate(channel.nodes.names) if index in channel.received("hello", Ready)]
-        if len(joined) < channel.nodes.num and not self._supervisor.requests.to_end:
-            step = self._without(joined)
-            channel.publish("orders", Orders(over=step))
-            return step
-        self._events.add(
-            "peer", f"the agents of all {channel.nodes.num} nodes have joined: {', '.join(channel.nodes.names)}"
-        )
-        return None
-
-    def _without(self, joined: Sequence[str]) -> AgreedStep:
-        """End the attempt because only some of the agents have joined."""
-        if self._probe.without(joined):
-            return self._after_checks(last=True)
-        self._report_checks()
-        reason = "not retried in place, because the agents of the allocation did not all meet"
-        return self._fail(self._arrivals.failure(joined), Choice(Action.NEW_ATTEMPT, 0.0, reason))
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # The probe
-
-    def _check_nodes(self) -> AgreedStep | None:
-        """Compare and measure the nodes; return the end if one of them is unfit."""
-        probe, requests, decisions = self._probe, self._supervisor.requests, self._decisions
-
-        def after_facts(facts: Mapping[int, NodeFacts]) -> AgreedStep:
-            # A node that cannot read its orders is a finding; it does not abort the attempt here.
-            unread = requests.broken_kind is FailureKind.CONFIG and requests.broken_node != ""
-            step = decisions.requested_end() if unread else decisions.may_start()
-            if step is not None and step.action == "end":
-                return step
-            ahead_s = {index: self._channel.ahead_s(index) for index in facts}
-            probe.take_facts(facts, ahead_s, {requests.broken_node: requests.broken} if unread else {})
-            return self._after_checks(last=not probe.measures)
-
-        def after_speeds(speeds: Mapping[int, NodeSpeed], number: int) -> AgreedStep:
-            step = decisions.may_start()
-            if step.action == "end":
-                return step
-            return AgreedStep(action="again") if probe.take_speeds(speeds, number) else self._after_checks(last=True)
-
-        step = self._agreement.complete(self._agreement.agree("facts", probe.facts(), NodeFacts, after_facts, FACTS_S))
-        for number in (1, 2):
-            if probe.measures and step.action in ("start", "again"):
-                speed = probe.measure(number, self._fork_server, lambda: requests.to_end)
-                after = partial(after_speeds, number=number)
-                step = self._agreement.complete(
-                    self._agreement.agree(f"speed-{number}", speed, NodeSpeed, after, probe.timeout_s)
-                )
-            if step.action != "again":
-                break
-        return step if step.action == "end" else None
-
-    def _after_checks(self, *, last: bool) -> AgreedStep:
-        """Decide on the findings so far; they are recorded once they end the attempt or are complete."""
-        blocking = [one for one in self._probe.report().results if one.status is CheckStatus.BLOCKED]
-        if blocking or last:
-            self._report_checks()
-        return self._unfit(blocking) if blocking else AgreedStep(action="start")
-
-    def _report_checks(self) -> None:
-        report = self._probe.report()
-        self._leader.write(self._job.attempt_dir.probe_report, report)
-        counts = Counter(one.status.value for one in report.results)
-        listed = ", ".join(f"{count} {status}" for status, count in counts.items())
-        self._events.add("probe", f"nodes checked in {report.seconds} s: {listed}", Role.PROBE)
-
-    def _unfit(self, blocking: Sequence[CheckResult]) -> AgreedStep:
-        """End the attempt because of these findings, with the nodes to exclude if nodes are to blame."""
-        nodes = tuple(dict.fromkeys(one.node for one in blocking if one.node))
-        kind = FailureKind.NODE_UNFIT if all(one.node for one in blocking) else FailureKind.CONFIG
-        message = in_a_sentence(blocking)
-        subject = f"{' '.join(sorted({one.id for one in blocking}))} {' '.join(nodes)}"
-        blamed = nodes if kind is FailureKind.NODE_UNFIT else ()
-        diagnosis = Diagnosis(kind, message, fingerprint(kind, subject), nodes=blamed)
-        return self._fail(diagnosis, self._decisions.budget.choose(diagnosis))
-
-    def _fail(self, diagnosis: Diagnosis, choice: Choice) -> AgreedStep:
-        """Record a failure before the workers start, and end the attempt."""
-        leader, failure = self._leader, Failure(diagnosis, "", None, None)
-        number = leader.record_incident(self._events, self._restart_dir, failure)
-        leader.record_decision(self._events, self._restart_dir, choice, number)
-        return self._decisions.end(AttemptState.FAILED, diagnosis.message, diagnosis.kind)
 
     def _set_environment(self) -> None:
         job = self._job
