@@ -29,7 +29,8 @@ from flows.publishing.publisher import published
 from flows.queries import RUN_FLOW
 from flows.tasks import TaskRunner, without_prefect
 from rlhf_core.config.site import Site, load_site
-from rlhf_core.control.controller import Controller, FlowRunLink, new_run, opened
+from rlhf_core.control.controller import Controller, FlowRunLink, opened
+from rlhf_core.control.new_run import new_run
 from rlhf_core.control.promotion import Question, describe
 from rlhf_core.control.snapshots import kept_with
 from rlhf_core.control.steps import Step, steps

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -10,18 +10,13 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf_core.config import loading as config
 from rlhf_core.config.site import Site
-from rlhf_core.control.site_names import for_site
-from rlhf_core.control.snapshots import kept_with
 from rlhf_core.errors import DatabaseUnavailable, RunDirError
 from rlhf_core.files.whole import read_model
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal, read_record
 from rlhf_core.launch.lease import TTL_S, HeldLease, Owner, acquire
-from rlhf_core.launch.prepare import absolute_paths, git_revision, prepare, program_revision
 from rlhf_core.machine.accounts import account, user_name
-from rlhf_core.presets import PRESETS
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler import get_scheduler
 from rlhf_core.scheduler.base import Scheduler
@@ -279,59 +274,6 @@ class Controller:
     def record(self) -> str:
         """Bring the history up to date. Returns the problem that prevented it, or an empty text."""
         return record(self.run_dir, self.store)
-
-
-def resolve(source: str, overrides: Sequence[str] = (), name: str = "", folder: Path | None = None) -> RunSpec:
-    """Build the spec of a config file, its overrides and a name, with absolute paths.
-
-    Raises:
-        BadConfig: lists every problem found.
-    """
-    named = [*overrides, f'name="{name}"'] if name else list(overrides)
-    return absolute_paths(config.load(source, named), folder or Path.cwd())
-
-
-def new_run(
-    source: str,
-    overrides: Sequence[str],
-    site: Site,
-    name: str = "",
-    *,
-    folder: Path | None = None,
-    owner: str = "",
-    tags: Sequence[str] = (),
-    flow_run: FlowRunLink | None = None,
-) -> RunDir:
-    """Create a run from a config file, without starting anything.
-
-    Args:
-        folder: base of relative paths. Default: the current folder.
-        owner: the user who requested the run. Default: the user of this process.
-        tags: labels to find the run by.
-        flow_run: the Prefect flow run that creates it.
-
-    Raises:
-        BadConfig: the config cannot be used.
-        BadInput: the site's scheduler is unknown.
-        RunDirError: the run directory cannot be created.
-    """
-    spec = resolve(source, overrides, name, folder)
-    get_scheduler(site.scheduler)  # refuse a run that could never start
-    kept = kept_with(source)
-    # A preset ships with the program, and a deployment of one does not start in a user's folder.
-    of_preset = program_revision() if source in PRESETS and not git_revision(folder or Path.cwd()) else None
-    return prepare(
-        for_site(spec, site),
-        site.runs_dir,
-        config_source=str(source),
-        overrides=overrides,
-        folder=kept.code if kept is not None else folder,
-        revision=kept.revision if kept is not None else of_preset,
-        owner=owner,
-        tags=tags,
-        run_id=flow_run.run_id(spec.name) if flow_run is not None and flow_run.id else "",
-        flow_run_id=flow_run.id if flow_run is not None else "",
-    )
 
 
 @contextmanager

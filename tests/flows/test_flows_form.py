@@ -10,7 +10,8 @@ from flows.run import rlhf_run
 from rlhf_core.config import loading as config
 from rlhf_core.config.fields import describe_fields
 from rlhf_core.config.site import load_site
-from rlhf_core.control.controller import FlowRunLink, new_run
+from rlhf_core.control.controller import FlowRunLink
+from rlhf_core.control.new_run import new_run
 from rlhf_core.control.snapshots import keep, kept_with
 from rlhf_core.errors import BadInput
 

@@ -20,7 +20,8 @@ from sites import Site
 from flows import schedules
 from flows.run import rlhf_run
 from flows.server.clients import api_client
-from rlhf_core.control.controller import FlowRunLink, new_run
+from rlhf_core.control.controller import FlowRunLink
+from rlhf_core.control.new_run import new_run
 from rlhf_core.run_dir.run import RunDir
 
 

@@ -94,7 +94,7 @@ def check(
 def _checks(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
     from rlhf_core.config.site import load_site
     from rlhf_core.control.baseline import read_baseline_of_site
-    from rlhf_core.control.controller import resolve
+    from rlhf_core.control.new_run import resolve
     from rlhf_core.control.site_names import for_site
     from rlhf_core.launch.prepare import code_sources, keep_code
     from rlhf_core.preflight.gather_facts import Surroundings, missing_code
@@ -123,7 +123,7 @@ def _checks(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
 
 def _probe(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
     from rlhf_core.config.site import load_site
-    from rlhf_core.control.controller import resolve
+    from rlhf_core.control.new_run import resolve
     from rlhf_core.control.node_probe import probe_nodes
     from rlhf_core.control.site_names import for_site
     from rlhf_core.launch.prepare import absolute_paths

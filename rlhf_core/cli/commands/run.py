@@ -51,7 +51,7 @@ def run(
     Exit code 0: done, 1: failed (with the diagnosis), 2: bad input or blocked by a check, 130: cancelled.
     """
     from rlhf_core.config.site import load_site
-    from rlhf_core.control.controller import new_run, resolve
+    from rlhf_core.control.new_run import new_run, resolve
     from rlhf_core.history.store import HistoryStore
     from rlhf_core.watchdog.watcher import record
 
