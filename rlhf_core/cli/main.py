@@ -23,13 +23,15 @@ from rlhf_core.cli.commands import db as db_commands
 from rlhf_core.cli.commands import deploy as deploy_commands
 from rlhf_core.cli.commands import env as env_commands
 from rlhf_core.cli.commands import export as export_command
-from rlhf_core.cli.commands import history as history_commands
+from rlhf_core.cli.commands import nodes as nodes_command
 from rlhf_core.cli.commands import plan as plan_command
 from rlhf_core.cli.commands import promote as promote_commands
 from rlhf_core.cli.commands import reconcile as reconcile_command
 from rlhf_core.cli.commands import report as report_command
 from rlhf_core.cli.commands import run as run_commands
+from rlhf_core.cli.commands import runs as runs_command
 from rlhf_core.cli.commands import services as service_commands
+from rlhf_core.cli.commands import show as show_command
 from rlhf_core.cli.commands import sql as sql_command
 from rlhf_core.cli.commands import wrap as wrap_command
 from rlhf_core.errors import BadConfig, RlhfError
@@ -89,14 +91,14 @@ app.command("submit", rich_help_panel=_RUNNING)(deploy_commands.submit)
 app.command("approve", rich_help_panel=_RUNNING)(promote_commands.approve)
 app.command("refuse", rich_help_panel=_RUNNING)(promote_commands.refuse)
 
-app.command("runs", rich_help_panel=_LOOKING)(history_commands.runs)
-app.command("show", rich_help_panel=_LOOKING)(history_commands.show)
+app.command("runs", rich_help_panel=_LOOKING)(runs_command.runs)
+app.command("show", rich_help_panel=_LOOKING)(show_command.show)
 app.command("watch", rich_help_panel=_LOOKING)(run_commands.watch)
 app.command("logs", rich_help_panel=_LOOKING)(run_commands.logs)
 app.command("report", rich_help_panel=_LOOKING)(report_command.report)
 app.command("compare", rich_help_panel=_LOOKING)(compare_command.compare)
 app.command("export", rich_help_panel=_LOOKING)(export_command.export)
-app.command("nodes", rich_help_panel=_LOOKING)(history_commands.nodes)
+app.command("nodes", rich_help_panel=_LOOKING)(nodes_command.nodes)
 app.command("sql", rich_help_panel=_LOOKING)(sql_command.sql)
 
 app.command("up", rich_help_panel=_SITE)(service_commands.up)
