@@ -12,7 +12,7 @@ from rlhf_core.schemas.agent_messages import AgreedStep, Orders
 from rlhf_core.schemas.base import Schema
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.worker.channel.messages import AgentChannel, Message
-from rlhf_core.worker.supervision.supervisor import ExternalRequests
+from rlhf_core.worker.supervision.external_requests import ExternalRequests
 
 LAST_STATE_TIMEOUT_S = 5.0
 """Time that agent 0 waits for the other agents' last reports at the end of the attempt."""

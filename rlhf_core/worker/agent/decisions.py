@@ -19,7 +19,7 @@ from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.evidence import exit_reports
 from rlhf_core.worker.evidence.exit_reports import Failure, NodeReport
 from rlhf_core.worker.groups.base import WorkerGroup
-from rlhf_core.worker.supervision.supervisor import ExternalRequests
+from rlhf_core.worker.supervision.external_requests import ExternalRequests
 
 
 class GroupDecisions:

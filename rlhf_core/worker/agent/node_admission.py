@@ -23,7 +23,7 @@ from rlhf_core.worker.evidence.exit_reports import Failure
 from rlhf_core.worker.groups.fork_server import ForkServer
 from rlhf_core.worker.nodes import facts as node_facts
 from rlhf_core.worker.nodes.probe import FACTS_S, Probe, in_a_sentence
-from rlhf_core.worker.supervision.supervisor import ExternalRequests
+from rlhf_core.worker.supervision.external_requests import ExternalRequests
 
 MISPLACED_INTERVAL_S = 1.0
 """Interval at which agent 0 looks for files from nodes that report they cannot join, in seconds."""

@@ -11,7 +11,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +32,7 @@ from rlhf_core.worker.groups.base import PEER_TIMEOUT_S, WorkerGroup
 from rlhf_core.worker.signals import ENDING, SAVING, SignalInbox
 from rlhf_core.worker.supervision.agent_loss import find_loss
 from rlhf_core.worker.supervision.exit_deadline import ExitDeadline
+from rlhf_core.worker.supervision.external_requests import ExternalRequests
 from rlhf_core.worker.supervision.group import SupervisedGroup, states_of
 from rlhf_core.worker.supervision.hang_judge import HangJudge
 from rlhf_core.worker.telemetry.anomalies import Anomalies, NodeReading
@@ -53,27 +53,6 @@ LEADER_LOST_TIMEOUT_S = 10.0
 """Longest time for the main thread to exit after agent 0 was lost: without its store no agreement is possible."""
 END_TIMEOUT_S = 120.0
 """The same for any other cause; allows for an outcome that cannot be written for a while."""
-
-
-@dataclass
-class ExternalRequests:
-    """External requests to this agent. Each is kept once received; empty means that there was none."""
-
-    cancel: str = ""
-    """Reason given by the user for cancelling the run."""
-    end: str = ""
-    """Signal that ends the agent, with the node if it is another one."""
-    stop: str = ""
-    """Source of a request to save and stop."""
-    broken: str = ""
-    """Reason why an agent cannot continue or is considered lost."""
-    broken_kind: FailureKind = FailureKind.UNKNOWN
-    broken_node: str = ""
-
-    @property
-    def to_end(self) -> bool:
-        """True if all workers must be killed."""
-        return bool(self.cancel or self.end or self.broken)
 
 
 class Supervisor(threading.Thread):
