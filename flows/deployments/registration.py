@@ -4,18 +4,13 @@ Registering again updates a deployment: its config, form and environment. Settin
 (schedules, limits, a pause) are kept, unless they are passed again.
 """
 
-import asyncio
-import contextlib
-import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 from uuid import UUID
-from zoneinfo import available_timezones
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import DeploymentScheduleCreate, DeploymentUpdate
@@ -25,13 +20,13 @@ from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
-from pydantic import ValidationError
 
+from flows.deployments.cron_schedule import cron_schedule
 from flows.deployments.form_schema import description_of, form_of
 from flows.deployments.work_pool import QUEUES
-from flows.flow_runs.facts import RESUME, RESUME_DEPLOYMENT
+from flows.flow_runs.facts import RESUME
 from flows.flow_runs.links import page
-from flows.form import Form, overrides_of, prefilled, read_form, without_setting
+from flows.form import Form, prefilled, read_form, without_setting
 from flows.queries import RUN_FLOW, of_flow
 from flows.schedules import SKIP_IF_BUSY
 from flows.server.clients import commanding_client
@@ -39,7 +34,6 @@ from flows.server.settings import START_IT, server_answers
 from rlhf_core.config import loading as configs
 from rlhf_core.config.problems import is_name
 from rlhf_core.config.site import Site
-from rlhf_core.control.controller import FlowRunLink
 from rlhf_core.control.snapshots import keep, key_of
 from rlhf_core.errors import BadInput, PrefectUnavailable
 from rlhf_core.files import private as private_files
@@ -53,8 +47,6 @@ ENTRYPOINT = "flows.run.rlhf_run"
 
 SCHEDULE = "rlhf-deploy"
 """Slug of the schedule set on the command line; schedules made in the UI have other slugs."""
-
-_CRON_FIELDS = 5
 
 PASSED_SITE_VARIABLES = (
     "RLHF_RUNS",
@@ -79,17 +71,6 @@ class Registered:
     """Its page."""
     earlier_owner: str = ""
     """Owner of its runs until now; empty for a new deployment."""
-
-
-@dataclass(frozen=True)
-class Submitted:
-    """A submitted flow run."""
-
-    run_id: str
-    """Id of its future run; also the name of the flow run."""
-    flow_run_id: str
-    url: str
-    """Its page."""
 
 
 @dataclass(frozen=True)
@@ -144,10 +125,10 @@ def register(
     spec = configs.load(config, overrides)
     name = name or spec.name
     _require_valid(name, limit, priority)
-    schedule = _schedule(cron, timezone)
-    with _client() as client:
+    schedule = cron_schedule(cron, timezone)
+    with connected() as client:
         _require_pool(client, site)
-        present = _present(client, [name]).get(name)
+        present = deployed(client, [name]).get(name)
         tags = tags or (read_form(present.parameters).tags if present is not None else ())
         wanted = _wanted(config, spec, site, name, tags=tags, owner=owner, overrides=overrides, folder=folder)
         wanted = replace(wanted, priority=priority, limit=limit, skip_if_busy=skip_if_busy)
@@ -218,9 +199,9 @@ def register_presets(site: Site) -> list[Registered]:
     )
     specs = {preset: configs.load(preset) for preset in PRESETS}
     wanted = [*(_wanted(preset, spec, site, spec.name) for preset, spec in specs.items()), resume]
-    with _client() as client:
+    with connected() as client:
         _require_pool(client, site)
-        present = _present(client, [one.name for one in wanted])
+        present = deployed(client, [one.name for one in wanted])
         return [
             _put(client, site, one, present.get(one.name)) for one in wanted if not _is_stored(present.get(one.name))
         ]
@@ -229,80 +210,6 @@ def register_presets(site: Site) -> list[Registered]:
 def _is_stored(present: DeploymentResponse | None) -> bool:
     """True for a deployment of a stored config, which is not a preset as it comes with the program."""
     return present is not None and key_of(str(present.parameters.get("config") or "")) is not None
-
-
-def submit(
-    name: str, site: Site, *, overrides: Sequence[str] = (), config: str = "", tags: Sequence[str] = (), owner: str = ""
-) -> Submitted:
-    """Submit a run of a deployment, and return at once.
-
-    Args:
-        name: name of the deployment, with or without ``rlhf-run/``.
-        overrides: settings to change, each as ``section.field=value``.
-        config: config to use instead of the deployed one; it must be a stored one.
-        tags: additional labels to find it by.
-        owner: the requesting user. Default: the owner of the deployment.
-
-    Raises:
-        BadConfig: the overrides cannot be used.
-        BadInput: there is no such deployment, or it is the one that resumes runs.
-        PrefectUnavailable: no server answers.
-    """
-    full = name if name.startswith(f"{RUN_FLOW}/") else f"{RUN_FLOW}/{name}"
-    with _client() as client:
-        try:
-            deployment = client.read_deployment_by_name(full)
-        except ObjectNotFound:
-            known = [one.name for one in client.read_deployments()]
-            raise BadInput(
-                f"there is no deployment {full!r}, and no file of that name; there are {', '.join(known) or 'none'}"
-            ) from None
-        if full == RESUME_DEPLOYMENT:
-            raise BadInput(f"{full} goes on with runs: `rlhf resume RUN` does that, or its form in the UI")
-        given: dict[str, Any] = {"overrides": "\n".join(overrides)} if overrides else {}
-        if config:
-            given |= {"config": config, **prefilled(configs.load(config))}
-        if tags:
-            present = read_form(deployment.parameters).tags
-            given["tags"] = ", ".join(dict.fromkeys((*present, *tags)))
-        if owner:
-            given["owner"] = owner
-        # Errors are reported here, not by a flow run that fails later.
-        form = read_form({**deployment.parameters, **given})
-        spec = configs.load(form.config, overrides_of(form, given_as="--set"))
-        flow_run = client.create_flow_run_from_deployment(deployment.id, parameters=given, tags=form.tags)
-        run_id = FlowRunLink(str(flow_run.id), created=flow_run.created).run_id(spec.name)
-        client.update_flow_run(flow_run.id, name=run_id)
-    return Submitted(run_id, str(flow_run.id), page(site, "runs/flow-run", flow_run.id))
-
-
-def submit_config(
-    config: str, site: Site, *, overrides: Sequence[str] = (), tags: Sequence[str] = (), owner: str = ""
-) -> Submitted:
-    """Submit a run of a config file in its current version, or of a deployment, registering it first if needed.
-
-    Raises:
-        As :func:`register` and :func:`submit`.
-    """
-    if not Path(config).is_file():
-        if config in PRESETS and not is_deployed(config):
-            register(config, site)
-        return submit(config, site, overrides=overrides, tags=tags, owner=owner)
-    name = configs.load(config).name
-    if not is_deployed(name):
-        register(config, site, tags=tags, owner=owner)
-    kept = keep(config, (), name, site.home, Path.cwd(), further=overrides)
-    return submit(name, site, overrides=overrides, config=str(kept.config), tags=tags, owner=owner)
-
-
-def is_deployed(name: str) -> bool:
-    """True if there is a deployment of that name.
-
-    Raises:
-        PrefectUnavailable: no server answers.
-    """
-    with _client() as client:
-        return name in _present(client, [name])
 
 
 def environment(site: Site) -> dict[str, str]:
@@ -319,7 +226,7 @@ def environment(site: Site) -> dict[str, str]:
 
 
 @contextmanager
-def _client() -> Iterator[SyncPrefectClient]:
+def connected() -> Iterator[SyncPrefectClient]:
     """A client of the configured server.
 
     Raises:
@@ -341,7 +248,7 @@ def _require_pool(client: SyncPrefectClient, site: Site) -> None:
         ) from None
 
 
-def _present(client: SyncPrefectClient, names: Sequence[str]) -> dict[str, DeploymentResponse]:
+def deployed(client: SyncPrefectClient, names: Sequence[str]) -> dict[str, DeploymentResponse]:
     """Existing deployments of the flow with one of these names, by name."""
     found = client.read_deployments(
         flow_filter=of_flow(),
@@ -419,40 +326,3 @@ def _set_schedule(client: SyncPrefectClient, deployment_id: UUID, schedule: Cron
         if present.slug == SCHEDULE:
             client.delete_deployment_schedule(deployment_id, present.id)
     client.create_deployment_schedules(deployment_id, [DeploymentScheduleCreate(schedule=schedule, slug=SCHEDULE)])
-
-
-def _next_date(schedule: CronSchedule) -> datetime | None:
-    """Next time of a schedule; None if it has none, as on February 30: Prefect would accept it and start nothing."""
-    from prefect.server.schemas.schedules import CronSchedule as ServerSchedule
-
-    with contextlib.suppress(ValueError):
-        return next(iter(asyncio.run(ServerSchedule(**schedule.model_dump()).get_dates(1))), None)
-    return None
-
-
-def _schedule(cron: str, timezone: str) -> CronSchedule | None:
-    if not cron:
-        if timezone:
-            raise BadInput("--timezone is about --cron, which is not given")
-        return None
-    zones = available_timezones()  # empty where no time zones are installed
-    if timezone and zones and timezone not in zones:
-        near = difflib.get_close_matches(timezone, sorted(zones), n=1)
-        raise BadInput(
-            f"--timezone {timezone!r} is unknown. Expected a name of the IANA time zone database, for instance "
-            f"{near[0] if near else 'Europe/Berlin'}"
-        )
-    try:
-        schedule = CronSchedule(cron=cron, timezone=timezone or "UTC")
-        if (num_fields := len(cron.split())) > _CRON_FIELDS:  # Prefect takes the sixth for seconds
-            cause = f"it has {num_fields} fields"
-        elif _next_date(schedule) is not None:
-            return schedule
-        else:
-            cause = "no date fits it"
-    except ValidationError as error:
-        cause = "; ".join(detail["msg"].removeprefix("Value error, ") for detail in error.errors())
-    raise BadInput(
-        f"--cron {cron!r}{f' in {timezone!r}' if timezone else ''} is no schedule: {cause}. Expected minute, hour, day "
-        f'of the month, month, day of the week, for instance "0 2 * * *" for two o\'clock every night'
-    )

@@ -580,7 +580,7 @@ def test_watch_prints_a_line_for_a_run_that_has_ended(scheduler: FakeScheduler, 
 def test_submitting_and_watching_reports_the_end(
     state: RunState, code: int, message: str, monkeypatch: pytest.MonkeyPatch, capsys: Printed
 ) -> None:
-    from flows.deployments.registration import Submitted
+    from flows.deployments.submission import Submitted
 
     run_dir = make_run(load_site().runs_dir)
     journal = Journal(run_dir, 1)
@@ -588,7 +588,7 @@ def test_submitting_and_watching_reports_the_end(
         journal.move_run(step, "because")
     submitted = Submitted(run_dir.run_id, "00000000-0000-0000-0000-000000000000", "http://prefect")
     monkeypatch.setattr("flows.server.required.require", lambda site: None)
-    monkeypatch.setattr("flows.deployments.registration.submit_config", lambda *given, **named: submitted)
+    monkeypatch.setattr("flows.deployments.submission.submit_config", lambda *given, **named: submitted)
     for command in (("submit", "quickstart", "--watch"), ("watch", run_dir.run_id)):
         rlhf(*command, expect=code)
         assert message in capsys.readouterr().err
@@ -597,11 +597,11 @@ def test_submitting_and_watching_reports_the_end(
 def test_a_config_that_the_worker_of_another_user_cannot_read_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Printed
 ) -> None:
-    from flows.deployments.registration import Submitted
+    from flows.deployments.submission import Submitted
 
     monkeypatch.setattr("flows.server.required.require", lambda site: None)
     asked = Submitted("small-20260101-000000-abcdef", "00000000-0000-0000-0000-000000000000", "http://prefect")
-    monkeypatch.setattr("flows.deployments.registration.submit_config", lambda *given, **named: asked)
+    monkeypatch.setattr("flows.deployments.submission.submit_config", lambda *given, **named: asked)
     config = tmp_path / "my.toml"
     rlhf("init", str(config))
     rlhf("submit", str(config))

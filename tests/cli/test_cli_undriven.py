@@ -14,7 +14,7 @@ import psutil
 import pytest
 from control_fakes import make_run
 
-from flows.deployments.registration import Submitted
+from flows.deployments.submission import Submitted
 from rlhf_core.cli import watching
 from rlhf_core.cli.commands import deploy
 from rlhf_core.cli.main import execute

@@ -15,7 +15,8 @@ import sites
 from process_tools import ASKING_INTERVAL_S, kill_tree, until
 from site_files import GRADER, SMALL
 
-from flows.deployments.registration import SCHEDULE, environment, register, register_presets, submit, submit_config
+from flows.deployments.registration import SCHEDULE, environment, register, register_presets
+from flows.deployments.submission import submit, submit_config
 from flows.deployments.work_pool import QUEUES
 from flows.flow_runs.facts import RESUME_DEPLOYMENT
 from flows.schedules import SKIP_IF_BUSY

@@ -16,7 +16,8 @@ import pytest
 import sites
 from control_fakes import Clock
 
-from flows.deployments.registration import Submitted, register, submit
+from flows.deployments.registration import register
+from flows.deployments.submission import Submitted, submit
 from flows.queue import queue_wait
 from rlhf_core.cli.commands import deploy as deploy_commands
 from rlhf_core.cli.commands.deploy import STUCK_S, _await_beginning

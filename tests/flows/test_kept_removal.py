@@ -16,7 +16,8 @@ from harness import ControllerHarness
 from history_tools import remove_run
 from sites import Site
 
-from flows.deployments.registration import register, submit
+from flows.deployments.registration import register
+from flows.deployments.submission import submit
 from flows.flow_runs.facts import PrefectFlowRuns
 from rlhf_core.control import snapshots
 from rlhf_core.control.reconcile import loop

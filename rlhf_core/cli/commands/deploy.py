@@ -17,7 +17,7 @@ from rlhf_core.cli.output import JsonOption
 from rlhf_core.errors import BadInput, RunNotBegun
 
 if TYPE_CHECKING:
-    from flows.deployments.registration import Submitted
+    from flows.deployments.submission import Submitted
     from rlhf_core.config.site import Site
 
 POLL_INTERVAL_S = 2.0
@@ -130,7 +130,7 @@ def submit(
     site = site_in_prefect()
     if Path(config).is_file():  # otherwise, it was stored by the user who deployed it
         _warn_of_other_user(site)
-    from flows.deployments.registration import submit_config
+    from flows.deployments.submission import submit_config
     from rlhf_core.machine.accounts import user_name
 
     request = submit_config(config, site, overrides=set_ or (), tags=tag or (), owner=owner or user_name())
