@@ -288,18 +288,18 @@ def test_a_failed_run_exits_with_1_and_the_diagnosis(scheduler: FakeScheduler, c
     assert "Traceback" not in printed
 
 
-def test_a_run_without_an_answer_of_the_scheduler_says_what_to_do(
+def test_a_run_whose_scheduler_cannot_be_used_says_what_to_do(
     scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, capsys: Printed
 ) -> None:
-    def silent(_: FakeScheduler) -> None:
-        raise SchedulerError("Slurm's controller does not respond: no configuration")
+    def fail(_: FakeScheduler) -> None:
+        raise SchedulerError("sinfo lists no nodes")
 
     with monkeypatch.context() as patched:
-        patched.setattr(FakeScheduler, "inventory", silent)
+        patched.setattr(FakeScheduler, "inventory", fail)
         rlhf("run", "quickstart", "--no-prefect", expect=1)
     run_dir = newest_run()
     printed = capsys.readouterr().err
-    assert "controller does not respond: no configuration" in printed
+    assert "sinfo lists no nodes" in printed
     assert f"`rlhf resume {run_dir.run_id}` continues it" in printed
     assert f"`rlhf cancel {run_dir.run_id}` ends it" in printed
     rlhf("resume", run_dir.run_id, "--no-prefect")
