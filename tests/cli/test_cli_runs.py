@@ -377,9 +377,9 @@ def test_an_unknown_run_exits_with_2(command: str, capsys: Printed) -> None:
     assert "nothing" in capsys.readouterr().err
 
 
-def test_cancel_by_the_name_of_a_request_says_what_withdraws_it(capsys: Printed) -> None:
+def test_cancel_of_an_unknown_name_says_what_withdraws_a_request(capsys: Printed) -> None:
     rlhf("cancel", "nothing", expect=2)
-    assert "withdrawn by its whole id: `rlhf runs --queued`" in capsys.readouterr().err
+    assert "withdrawn by its whole name in `rlhf runs --queued`" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------------------------
