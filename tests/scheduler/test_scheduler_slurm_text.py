@@ -69,6 +69,7 @@ def test_the_plain_script_names_run_and_attempt_and_starts_one_agent_per_node() 
         assert f"#SBATCH {line}\n" in text
     assert "export RLHF_JOB=toy-1/2" in text
     assert "export CUDA_VISIBLE_DEVICES=''" in text
+    assert "export HIP_VISIBLE_DEVICES=-1" in text, "HIP ignores an empty list"
     assert "export RLHF_NODES" in text
     command = next(line for line in text.splitlines() if line.startswith("srun"))
     assert "--kill-on-bad-exit=1" in command
@@ -112,7 +113,7 @@ def test_a_script_with_all_options() -> None:
         assert f"#SBATCH {line}\n" in text
     assert "module load cuda" in text
     assert "export NCCL_DEBUG=WARN" in text
-    assert "CUDA_VISIBLE_DEVICES" not in text  # Slurm assigns them
+    assert "VISIBLE_DEVICES" not in text  # Slurm assigns them
 
 
 def test_nodes_of_an_own_option_are_excluded_beside_those_at_fault() -> None:
