@@ -15,10 +15,10 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelled, Cancelling
 
-from flows.queries import in_states
+from flows.queries import in_states, of_flow
 from flows.server.clients import commanding_client
 from flows.server.settings import server_answers
-from rlhf_core.errors import PrefectUnavailable, RunCancelled, RunFailed
+from rlhf_core.errors import PrefectUnavailable, RunCancelled, RunFailed, UnknownRun
 
 SOON = timedelta(seconds=5)
 """A flow run due within this time counts as due: workers look a few seconds ahead."""
@@ -204,19 +204,26 @@ def _place(client: SyncPrefectClient, flow_run: FlowRun) -> QueuePlace:
     return QueuePlace(pool, queue, workers, limit)
 
 
-def withdraw(run_id: str, reason: str) -> bool:
-    """Cancel the flow run that would create a run; False if Prefect has none that has not started.
+def withdraw(name: str, reason: str) -> bool:
+    """Cancel the flow run of a name that would create a run; False if Prefect has none that has not started.
 
     If a worker has just picked it up, that worker cancels it and ends the process.
 
+    Args:
+        name: the id of its future run, or the name that Prefect made up for a request from its UI.
+
     Raises:
+        UnknownRun: several have the name.
         PrefectUnavailable: the server fails.
     """
-    waiting = in_states([StateType.SCHEDULED, StateType.PENDING])
+    named = FlowRunFilter(
+        name=FlowRunFilterName(any_=[name]), state=in_states([StateType.SCHEDULED, StateType.PENDING])
+    )
     with commanding_client() as client:
-        found = client.read_flow_runs(
-            flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[run_id]), state=waiting)
-        )
+        waiting = client.read_flow_runs(flow_filter=of_flow(), flow_run_filter=named)
+        found = [one for one in waiting if not one.parameters.get("run_id")]  # the others would resume a run
+        if len(found) > 1:
+            raise UnknownRun(f"{len(found)} requests in Prefect are called {name!r}: cancel the one you mean there")
         for flow_run in found:
             taken = flow_run.state is not None and flow_run.state.type is StateType.PENDING
             client.set_flow_run_state(flow_run.id, Cancelling(message=reason) if taken else Cancelled(message=reason))

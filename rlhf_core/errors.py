@@ -14,6 +14,7 @@
     │   ├── IllegalMove             a state change that the transition table does not allow
     │   └── LeaseLost               another controller owns the run; this one must exit
     ├── SchedulerError              the scheduler refused or did not answer
+    │   ├── SchedulerUnavailable    it did not answer, or did not confirm a job; controllers ask again
     │   └── SubmissionFailed        the job was not accepted
     │       └── SubmissionDeferred  for now: a partition is drained, or a submission limit is reached
     ├── RunDirError                 the run directory is missing, belongs to something else, or is damaged
@@ -130,6 +131,10 @@ class LeaseLost(HistoryError):
 
 class SchedulerError(RlhfError):
     """The scheduler refused a request or did not answer."""
+
+
+class SchedulerUnavailable(SchedulerError):
+    """The scheduler did not answer, or did not confirm a job that it may have accepted. It may be temporary."""
 
 
 class SubmissionFailed(SchedulerError):

@@ -30,15 +30,23 @@ def require(site: Site) -> None:
         )
     if not _has_server(site):
         raise PrefectUnavailable(f"no Prefect server is configured, and this site has none yet. {START_IT}")
-    found = service_status(site.home, "server")
-    why = {
-        ServiceState.STOPPED: "its process is gone",
-        ServiceState.STARTING: f"process {found.pid} is starting" if found.pid else "it is starting",
-    }.get(found.state, f"process {found.pid} is silent")
     raise PrefectUnavailable(
-        f"the Prefect server of this site does not answer at {own_url(site)}: {why}. `rlhf up` starts it again; "
+        f"the Prefect server of this site does not answer at {own_url(site)}: {_why_silent(site)}; "
         f"`rlhf up --status` says how the services stand; its log is {ServiceFiles(site.home, 'server').log}"
     )
+
+
+def _why_silent(site: Site) -> str:
+    """The reason why the server of a site does not answer, with advice."""
+    found = service_status(site.home, "server")
+    process = f"process {found.pid}" if found.pid else "it"
+    if found.state is ServiceState.ELSEWHERE and found.record is not None:
+        return f"it runs on {found.record.host}. PREFECT_API_URL has to name it here"
+    is_starting = found.state is ServiceState.STOPPED and Supervisord(site.home).has_process("server")
+    if is_starting or found.state is ServiceState.STARTING:
+        return f"{process} is starting. `rlhf up` waits until it is ready"
+    gone = "its process is gone" if found.state is ServiceState.STOPPED else f"{process} is silent"
+    return f"{gone}. `rlhf up` starts it again"
 
 
 def connect_if_any(site: Site) -> None:

@@ -86,7 +86,7 @@ def cancel(controller: Controller, reason: str, *, save: bool = False) -> None:
         while submission is not None and not controller.watcher(number).poll().ended and controller.clock() < deadline:
             controller.lease.keep()
             controller.sleep(0.2)
-        end_job(controller, submission, wait_for_database=False)
+        end_job(controller, submission, on_request=True)
         if controller.watcher(number).poll().verdict.state is AttemptState.COMPLETED:
             _end_stage(controller, StageState.COMPLETED)
             conclude(controller, number)  # it completed before the order arrived
@@ -94,7 +94,7 @@ def cancel(controller: Controller, reason: str, *, save: bool = False) -> None:
         journal.move_attempt(number, AttemptState.CANCELLED, reason, FailureKind.USER_CANCEL)
     elif attempt is not None and attempt.state is AttemptState.LOST:
         # Given up while its job may still have been running, and its controller may not have ended that.
-        end_job(controller, attempt.submission, wait_for_database=False)
+        end_job(controller, attempt.submission, on_request=True)
     _end_stage(controller, StageState.CANCELLED, reason)
     journal.move_run(RunState.CANCELLED, reason)
     controller.run_dir.cancel_request.unlink(missing_ok=True)

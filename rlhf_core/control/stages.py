@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from rlhf_core.control.attempts.jobs import answer_of
 from rlhf_core.control.attempts.planning import decision_before, plan_attempt
 from rlhf_core.control.attempts.recovery import used_so_far
 from rlhf_core.control.baseline import read_baseline
@@ -48,7 +49,7 @@ def preflight(controller: Controller) -> None:
     with _stage(controller, StageName.PREFLIGHT, 0, "preflight"):
         surroundings = Surroundings(
             site=controller.site,
-            inventory=controller.scheduler.inventory(),
+            inventory=answer_of(controller, controller.scheduler.inventory),
             scheduler=controller.scheduler.name,
             code_path=controller.run_dir.code / "snapshot",
             # In a resumed run, only the copy can be wrong: the user's files may have been fixed since.
@@ -149,14 +150,19 @@ def _submit(controller: Controller, number: int) -> None:
 
 
 def _submit_when_accepted(controller: Controller, request: JobRequest) -> None:
-    """Submit a job once. If the scheduler temporarily rejects it, wait as for a job that is pending.
+    """Submit a job once. If the scheduler temporarily rejects it, or does not respond, wait as for a job that is
+    pending.
 
     Raises:
         SubmissionFailed: the scheduler rejected it for good.
     """
+
+    def submit() -> None:
+        submit_once(controller.run_dir, request, controller.scheduler, controller.journal, controller.require_lease)
+
     for refusals in itertools.count(1):
         try:
-            submit_once(controller.run_dir, request, controller.scheduler, controller.journal, controller.require_lease)
+            answer_of(controller, submit)
         except SubmissionDeferred as error:
             pause_s = max(backoff_s(refusals, controller.spec.supervise, random.random()), controller.poll_s)
             controller.observer.log(f"{error}; asking again in {pause_s:.0f} s")

@@ -92,7 +92,8 @@ def steps(controller: Controller) -> Iterator[Step]:
         RunFailed: the run was stopped; the message is the diagnosis.
         RunCancelled: the run was cancelled.
         LeaseLost: another controller has taken the run over. Nothing was changed since.
-        SchedulerError: the scheduler does not respond; the run stays as it is and can be resumed.
+        SchedulerError: the scheduler cannot be used, or a job could not be ended; the run stays as it is and can be
+            resumed.
         RunDirGone: the run directory is gone; its job was ended, and the run is closed in the history.
     """
     try:

@@ -42,7 +42,7 @@ def carry_out(controller: Controller, rung: Rung, drive: Callable[[Controller], 
     Raises:
         CancelRequested: a user asked to end the run. Its trial has been ended.
         LeaseLost: another controller has taken the run over.
-        SchedulerError: the scheduler does not respond.
+        SchedulerError: the scheduler cannot be used, or a job could not be ended.
     """
     began = controller.clock()
 

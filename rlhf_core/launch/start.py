@@ -73,8 +73,9 @@ def submit_once(
 
     Raises:
         SubmissionFailed: the scheduler did not accept it.
-        SchedulerError: it did not answer, or this host belongs to another cluster than the one the attempt was planned
-            for. Nothing is submitted, because the job may already exist.
+        SchedulerUnavailable: it did not answer; the job may exist, and another call finds it then.
+        SchedulerError: this host belongs to another cluster than the one the attempt was planned for. Nothing is
+            submitted, because the job may already exist.
         LeaseLost: another controller has the run. Nothing was submitted and nothing written.
     """
     number = request.placement.attempt

@@ -14,6 +14,8 @@ from typing import TypeVar
 from rlhf_core.machine.gpus import HIP_VARIABLE, ROCR_VARIABLE, VISIBLE_VARIABLE
 
 SYSFS = Path("/sys")
+DEVICE = Path("/dev/kfd")
+"""Device through which every process computes; its own permissions decide who may, whatever sysfs shows."""
 GIB = 2**30
 
 _AMD, _NVIDIA = "0x1002", "0x10de"
@@ -97,6 +99,12 @@ class AmdGpus:
         if not self._gpus:
             limits = [f"{name}={environment[name]}" for name in _LIMITS if name in environment]
             raise OSError(f"amdgpu: none of the GPUs is left by {', '.join(limits)}")
+
+    def problem(self) -> str:
+        """Reason why this user cannot compute on the GPUs that the driver shows; empty if there is none."""
+        if os.access(DEVICE, os.R_OK | os.W_OK):
+            return ""
+        return f"{DEVICE} is not {'open to this user' if DEVICE.exists() else 'there'}, so HIP finds no GPU"
 
     def read(self) -> dict[str, float]:
         """Metrics of each GPU in a flat mapping, ``gpu0_util_percent`` and so on: those of NVIDIA GPUs that amdgpu has.

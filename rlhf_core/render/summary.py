@@ -12,7 +12,7 @@ from rlhf_core.render.timeline import Timeline, decision_text
 from rlhf_core.render.weight_syncs import weight_sync_text
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import RunState
-from rlhf_core.schemas.command_trainer import STEPS_HINT
+from rlhf_core.schemas.command_trainer import steps_hint
 from rlhf_core.schemas.failures import Incident
 from rlhf_core.schemas.regression import Regression, regression_text, regressions, state_text
 from rlhf_core.schemas.reports import EvaluationReport
@@ -64,8 +64,7 @@ class Summary:
     @property
     def steps_hint(self) -> str:
         """Advice if an external trainer completed without reporting any step; otherwise empty."""
-        is_silent = self.stored.spec.trainer.kind == "command" and self.state is RunState.COMPLETED and not self.steps
-        return STEPS_HINT if is_silent else ""
+        return steps_hint(self.stored.spec.trainer.kind, self.state, self.steps)
 
     @property
     def regressed(self) -> tuple[Regression, ...]:

@@ -89,7 +89,8 @@ class Scheduler(Protocol):
         """Return the resources of the scheduler.
 
         Raises:
-            SchedulerError: it does not answer.
+            SchedulerUnavailable: it does not answer.
+            SchedulerError: it cannot be used from this machine.
         """
 
     def script(self, request: JobRequest) -> str:
@@ -101,6 +102,7 @@ class Scheduler(Protocol):
         Raises:
             SubmissionFailed: it was not accepted; no part of it is running. If it may be accepted later,
                 :class:`SubmissionDeferred`.
+            SchedulerUnavailable: it does not answer; the job may have been accepted.
         """
 
     def status(self, submissions: Sequence[Submission]) -> dict[str, JobStatus]:
@@ -114,14 +116,15 @@ class Scheduler(Protocol):
             cluster: Slurm cluster that the attempt was planned for; empty if unknown, and for the local scheduler.
 
         Raises:
-            SchedulerError: it does not answer, or this host belongs to another cluster; the job may exist.
+            SchedulerUnavailable: it does not answer.
+            SchedulerError: this host belongs to another cluster; the job may exist.
         """
 
     def living(self) -> Sequence[LivingJob]:
         """List the active jobs of this user that carry the marker of an attempt, at any site.
 
         Raises:
-            SchedulerError: it does not answer.
+            SchedulerUnavailable: it does not answer.
         """
 
     def cancel(self, submission: Submission) -> bool:
@@ -131,5 +134,6 @@ class Scheduler(Protocol):
         Safe to call for a job that has ended or is pending.
 
         Raises:
-            SchedulerError: it does not answer, or this host belongs to another cluster; the job may still be running.
+            SchedulerUnavailable: it does not answer; the job may still be running.
+            SchedulerError: this host belongs to another cluster; the job may still be running.
         """

@@ -4,6 +4,7 @@ That command line is the only interface between controller and agents. Nothing i
 may have another interpreter with other packages.
 """
 
+from rlhf_core.machine.gpus import HIDDEN_FROM_HIP, HIP_VARIABLE, VISIBLE_VARIABLE
 from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.schemas.resources import JOB_VARIABLE, PASSED_VARIABLE, job_marker
 
@@ -12,11 +13,11 @@ def job_environment(request: JobRequest) -> dict[str, str]:
     """Variables added to the environment of a job: those of the settings, and the marker by which all its processes are
     found.
 
-    Without GPUs, CUDA devices are hidden, so that a CPU run does not initialise, or fill, a GPU it has not requested.
+    Without GPUs, those of the node are hidden, so that a CPU run does not initialise, or fill, any of them.
     """
     variables = {JOB_VARIABLE: job_marker(request.run_id, request.placement.attempt)}
     if request.passed.names:
         variables[PASSED_VARIABLE] = ",".join(request.passed.names)
     if request.placement.gpus_per_node == 0:
-        variables["CUDA_VISIBLE_DEVICES"] = ""
+        variables |= {VISIBLE_VARIABLE: "", HIP_VARIABLE: HIDDEN_FROM_HIP}
     return variables | request.slurm.environment

@@ -18,7 +18,7 @@ from pathlib import Path
 from submitit.core.utils import CommandFunction, FailedJobError, FailedSubmissionError
 from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
-from rlhf_core.errors import SchedulerError, SubmissionDeferred, SubmissionFailed
+from rlhf_core.errors import SchedulerError, SchedulerUnavailable, SubmissionDeferred, SubmissionFailed
 from rlhf_core.scheduler import slurm_environment, slurm_queue
 from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus, LivingJob
 from rlhf_core.scheduler.job_environment import job_environment
@@ -70,7 +70,8 @@ class SlurmScheduler:
         largest node, because a job may request it; Slurm has the last word. Nodes that accept no jobs are named.
 
         Raises:
-            SchedulerError: Slurm does not answer.
+            SchedulerUnavailable: Slurm does not answer.
+            SchedulerError: it is not installed here, or has no nodes.
         """
         slurm_queue.require_controller()
         # --all: a job may name a hidden partition, whose nodes may be in no other.
@@ -112,7 +113,7 @@ class SlurmScheduler:
         Raises:
             SubmissionDeferred: Slurm refused it for now; the message quotes Slurm.
             SubmissionFailed: Slurm refused it for good, or a variable of ``slurm.pass_environment`` has no value here.
-            SchedulerError: Slurm does not answer. The job may have been accepted; :meth:`find` can tell.
+            SchedulerUnavailable: Slurm does not answer. The job may have been accepted; :meth:`find` can tell.
         """
         slurm_queue.require_controller()
         if not Path(request.command[0]).is_absolute() and shutil.which(request.command[0]) is None:
@@ -125,13 +126,14 @@ class SlurmScheduler:
         try:
             job = executor._submit_command(executor._submitit_command_str)
         except FailedSubmissionError as error:  # sbatch succeeded: there is a job, whose number is unknown
-            raise SchedulerError(f"Slurm did not confirm the job: {str(error).splitlines()[0]}") from error
+            raise SchedulerUnavailable(f"Slurm did not confirm the job: {str(error).splitlines()[0]}") from error
         except FailedJobError as error:
             answer = refusal(str(error))
             if not answer:  # a refusal has a reason
-                raise SchedulerError("Slurm did not confirm the job: sbatch was killed, or failed silently") from error
+                silent = "sbatch was killed, or failed silently"
+                raise SchedulerUnavailable(f"Slurm did not confirm the job: {silent}") from error
             if is_no_answer(answer):
-                raise SchedulerError(f"Slurm did not confirm the job: {answer}") from error
+                raise SchedulerUnavailable(f"Slurm did not confirm the job: {answer}") from error
             if will_pass(answer):
                 raise SubmissionDeferred(f"Slurm does not accept the job for now: {answer}") from error
             raise SubmissionFailed(f"Slurm refused the job: {answer}") from error
@@ -150,12 +152,13 @@ class SlurmScheduler:
         """Find the active job of an attempt by its comment; the first of several.
 
         Raises:
-            SchedulerError: Slurm does not answer, or is another cluster than the one the attempt was planned for.
+            SchedulerUnavailable: Slurm does not answer.
+            SchedulerError: it is another cluster than the one the attempt was planned for.
         """
         _require_cluster(cluster)
         found = slurm_queue.listing(max_age_s=0.0)
         if found.problem:
-            raise SchedulerError(found.problem)
+            raise SchedulerUnavailable(found.problem)
         marker = job_marker(run_id, attempt)
         matching = [row for row in found.rows.values() if row.comment == marker and not has_ended(row)]
         first = min(matching, key=lambda row: leading_number(row.job_id), default=None)
@@ -168,11 +171,11 @@ class SlurmScheduler:
         which no order can end any sooner.
 
         Raises:
-            SchedulerError: Slurm does not answer.
+            SchedulerUnavailable: Slurm does not answer.
         """
         found = slurm_queue.listing()
         if found.problem:
-            raise SchedulerError(found.problem)
+            raise SchedulerUnavailable(found.problem)
         rows = [row for row in found.rows.values() if not has_ended(row) and row.state != "COMPLETING"]
         marked = [(parse_job_marker(row.comment), row.job_id) for row in rows]
         cluster = slurm_queue.cluster_name()
@@ -191,8 +194,8 @@ class SlurmScheduler:
         next agent ends those that a killed agent left behind.
 
         Raises:
-            SchedulerError: the controller did not answer in that time, or the submission is not a Slurm job or one of
-                another cluster.
+            SchedulerUnavailable: the controller did not answer in that time.
+            SchedulerError: the submission is not a Slurm job, or one of another cluster.
         """
         job_id = slurm_queue.require_job_id(submission.job_id)
         _require_cluster(submission.cluster)
@@ -215,7 +218,7 @@ class SlurmScheduler:
                         slurm_queue.run("scancel", job_id)
             if time.monotonic() - began > limit_s:
                 if found.problem:
-                    raise SchedulerError(f"the state of job {job_id} is unknown: {found.problem}")
+                    raise SchedulerUnavailable(f"the state of job {job_id} is unknown: {found.problem}")
                 return False
             time.sleep(slurm_queue.FRESH_S if killed else 0.5)
 
@@ -396,4 +399,4 @@ def _submission(run_id: str, attempt: int, job_id: str, command: tuple[str, ...]
 def _require_cluster(name: str) -> None:
     problem = another_cluster(name)
     if problem:
-        raise SchedulerError(problem)
+        raise SchedulerError(problem) if slurm_queue.cluster_name() else SchedulerUnavailable(problem)

@@ -22,7 +22,7 @@ from typing import IO
 
 from pydantic import TypeAdapter, ValidationError
 
-from rlhf_core.errors import SchedulerError
+from rlhf_core.errors import SchedulerError, SchedulerUnavailable
 from rlhf_core.files import private as private_files
 from rlhf_core.scheduler.slurm_environment import for_queries
 
@@ -76,7 +76,8 @@ def run(*words: str, seconds: float = COMMAND_S) -> str:
         seconds: Timeout.
 
     Raises:
-        SchedulerError: it failed or did not answer; the message includes its output.
+        SchedulerUnavailable: it failed or did not answer; the message includes its output.
+        SchedulerError: it is not installed.
     """
     try:
         environment = for_queries(os.environ)
@@ -88,10 +89,10 @@ def run(*words: str, seconds: float = COMMAND_S) -> str:
         message = f"{words[0]} is not installed; RLHF_SCHEDULER=slurm cannot work on this machine, use local"
         raise SchedulerError(message) from None
     except subprocess.TimeoutExpired:
-        raise SchedulerError(f"{words[0]} did not respond within {seconds:.0f} s") from None
+        raise SchedulerUnavailable(f"{words[0]} did not respond within {seconds:.0f} s") from None
     if done.returncode != 0:
         output = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
-        raise SchedulerError(f"{words[0]}: {output}")
+        raise SchedulerUnavailable(f"{words[0]}: {output}")
     return done.stdout
 
 
@@ -110,14 +111,19 @@ def require_controller() -> None:
     """Make sure that Slurm's controller answers.
 
     Raises:
-        SchedulerError: it does not.
+        SchedulerUnavailable: it does not.
+        SchedulerError: Slurm's commands are not installed.
     """
     try:
         answer = run("scontrol", "ping", seconds=PING_S)
-    except SchedulerError as error:
-        raise SchedulerError(f"Slurm's controller does not respond: {error}") from None
-    if " UP" not in answer:
-        raise SchedulerError(f"Slurm's controller does not respond: {answer.strip()}")
+    except SchedulerUnavailable as error:
+        answer = str(error)
+    else:
+        if " UP" in answer:
+            return
+    # Slurm adds a banner of asterisks.
+    words = " ".join(line.strip() for line in answer.splitlines() if not line.startswith("**"))
+    raise SchedulerUnavailable(f"Slurm's controller does not respond: {words}")
 
 
 def cluster_name() -> str:

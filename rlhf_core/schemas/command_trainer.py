@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
+from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.base import Label, Positive, Schema
 from rlhf_core.schemas.slurm_values import Lines, OneLine, VariableName
 
@@ -244,3 +245,13 @@ def named_placeholders(text: str) -> list[str]:
 def fill(text: str, values: dict[str, str]) -> str:
     """Fill the placeholders of a text; other words in braces are kept."""
     return _PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), text)
+
+
+def steps_hint(kind: str, state: str, last_step: int | None) -> str:
+    """Advice if an external trainer completed without reporting any step; otherwise empty.
+
+    Args:
+        kind: Kind of the trainer.
+        state: State of its run.
+    """
+    return STEPS_HINT if kind == "command" and state == RunState.COMPLETED and not last_step else ""

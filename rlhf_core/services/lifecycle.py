@@ -154,7 +154,8 @@ class Lifecycle:
             _require_ours(found)
         if found.state is ServiceState.STOPPED:
             wait_until(
-                lambda: self._state(name) is not ServiceState.STOPPED or not self._is_coming(name), READY_TIMEOUT_S
+                lambda: self._state(name) is not ServiceState.STOPPED or not self._supervisord.has_process(name),
+                READY_TIMEOUT_S,
             )
         if self._state(name) is ServiceState.STARTING:
             wait_until(lambda: self._state(name) is not ServiceState.STARTING, READY_TIMEOUT_S)
@@ -164,13 +165,6 @@ class Lifecycle:
 
     def _state(self, name: str) -> ServiceState:
         return service_status(self._home, name).state
-
-    def _is_coming(self, name: str) -> bool:
-        """True if supervisord has just restarted its process and the service itself has not registered yet."""
-        try:
-            return bool(self._supervisord.process(name)[1])
-        except ServiceFailed:
-            return False
 
     def _start(self, service: Service, environment: Mapping[str, str]) -> int:
         begun = datetime.now()
@@ -217,7 +211,7 @@ class Lifecycle:
         record = found.record if found.record is not None and found.record.is_alive else None
         if record is not None:
             self._log(f"ending the {service.name} (process {found.pid})")
-        if self._supervisord.answers() and self._is_coming(service.name):
+        if self._supervisord.answers() and self._supervisord.has_process(service.name):
             self._supervisord.stop_program(service.name, service.stop_timeout_s + ANSWER_TIMEOUT_S)
         if record is not None and record.end(service.stop_timeout_s):
             self._log(f"the {service.name} did not end by itself and was killed")

@@ -260,6 +260,13 @@ class Supervisord:
         found = self.call("getProcessInfo", name)
         return str(found["statename"]), int(found["pid"])
 
+    def has_process(self, name: str) -> bool:
+        """True if a program has a process, which may not have registered as a service yet."""
+        try:
+            return bool(self.process(name)[1])
+        except SupervisordFault:
+            return False
+
     def start_program(self, name: str) -> None:
         """Start a program that is not running, without waiting for a scheduled restart."""
         if self.process(name)[0] == "BACKOFF":

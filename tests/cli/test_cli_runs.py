@@ -288,18 +288,18 @@ def test_a_failed_run_exits_with_1_and_the_diagnosis(scheduler: FakeScheduler, c
     assert "Traceback" not in printed
 
 
-def test_a_run_without_an_answer_of_the_scheduler_says_what_to_do(
+def test_a_run_whose_scheduler_cannot_be_used_says_what_to_do(
     scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, capsys: Printed
 ) -> None:
-    def silent(_: FakeScheduler) -> None:
-        raise SchedulerError("Slurm's controller does not respond: no configuration")
+    def fail(_: FakeScheduler) -> None:
+        raise SchedulerError("sinfo lists no nodes")
 
     with monkeypatch.context() as patched:
-        patched.setattr(FakeScheduler, "inventory", silent)
+        patched.setattr(FakeScheduler, "inventory", fail)
         rlhf("run", "quickstart", "--no-prefect", expect=1)
     run_dir = newest_run()
     printed = capsys.readouterr().err
-    assert "controller does not respond: no configuration" in printed
+    assert "sinfo lists no nodes" in printed
     assert f"`rlhf resume {run_dir.run_id}` continues it" in printed
     assert f"`rlhf cancel {run_dir.run_id}` ends it" in printed
     rlhf("resume", run_dir.run_id, "--no-prefect")
@@ -377,9 +377,9 @@ def test_an_unknown_run_exits_with_2(command: str, capsys: Printed) -> None:
     assert "nothing" in capsys.readouterr().err
 
 
-def test_cancel_by_the_name_of_a_request_says_what_withdraws_it(capsys: Printed) -> None:
+def test_cancel_of_an_unknown_name_says_what_withdraws_a_request(capsys: Printed) -> None:
     rlhf("cancel", "nothing", expect=2)
-    assert "withdrawn by its whole id: `rlhf runs --queued`" in capsys.readouterr().err
+    assert "withdrawn by its whole name in `rlhf runs --queued`" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -3,12 +3,14 @@
 import json
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from control_fakes import FakeAgent, make_spec
 from harness import ControllerHarness, left_behind
 from kill_points import Killed
 
+from rlhf_core.control.attempts.jobs import SCHEDULER_RETRY_INTERVAL_S
 from rlhf_core.control.controller import Controller
 from rlhf_core.control.steps import drive
 from rlhf_core.errors import (
@@ -17,6 +19,7 @@ from rlhf_core.errors import (
     PreflightBlocked,
     RunCancelled,
     RunFailed,
+    SchedulerUnavailable,
     SubmissionDeferred,
     SubmissionFailed,
 )
@@ -33,6 +36,7 @@ from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.journal import JournalLine
 from rlhf_core.schemas.reports import AgentCommand
+from rlhf_core.schemas.resources import Inventory, Submission
 from rlhf_core.watchdog.node_records import clear_node, node_standings
 
 
@@ -86,6 +90,55 @@ def test_a_temporarily_refused_job_is_submitted_later(harness: ControllerHarness
     harness.scheduler.on_submit = refuse
     with pytest.raises(RunFailed, match="Invalid qos"):
         drive(harness.controller(harness.run()))
+
+
+@pytest.mark.parametrize("question", ["inventory", "find", "submit", "cancel"])
+def test_an_unresponsive_scheduler_is_waited_for(harness: ControllerHarness, question: str) -> None:
+    """Before and between the attempts as during training: two of three questions of this kind get no answer."""
+    run_dir = harness.run()
+    fails_then_runs(harness, run_dir, FailureKind.NODE_LOST, failures=1)
+    answer, asked_at = getattr(harness.scheduler, question), []
+
+    def seldom_answers(*given: Any) -> Any:
+        asked_at.append(harness.clock.now)
+        if len(asked_at) % 3:
+            raise SchedulerUnavailable("Slurm's controller does not respond: it is DOWN")
+        return answer(*given)
+
+    setattr(harness.scheduler, question, seldom_answers)
+    drive(harness.controller(run_dir))
+    assert read_record(run_dir).state is RunState.COMPLETED
+    assert [request.placement.attempt for request in harness.scheduler.submitted] == [1, 2]
+    assert asked_at[1] - asked_at[0] == asked_at[2] - asked_at[1] == SCHEDULER_RETRY_INTERVAL_S
+    told = [message for message in harness.notes.messages if "it is DOWN; asking again every 30 s" in message]
+    assert len(told) == {"inventory": 3, "find": 2, "submit": 2, "cancel": 1}[question], "once per wait"
+
+
+def test_a_job_that_was_accepted_without_an_answer_is_adopted(harness: ControllerHarness) -> None:
+    run_dir = harness.good_run()
+    submit = harness.scheduler.submit
+
+    def without_an_answer(request: JobRequest) -> Submission:
+        submit(request)
+        raise SchedulerUnavailable("Slurm did not confirm the job: Socket timed out")
+
+    harness.scheduler.submit = without_an_answer  # type: ignore[method-assign]
+    drive(harness.controller(run_dir))
+    assert read_record(run_dir).state is RunState.COMPLETED
+    assert len(harness.scheduler.submitted) == 1
+
+
+def test_a_run_that_waits_for_the_scheduler_can_be_cancelled(harness: ControllerHarness) -> None:
+    run_dir = harness.run()
+
+    def silent() -> Inventory:
+        write_model(run_dir.cancel_request, AgentCommand(kind="cancel", reason="not needed", time=utc_now()))
+        raise SchedulerUnavailable("Slurm's controller does not respond")
+
+    harness.scheduler.inventory = silent  # type: ignore[method-assign]
+    with pytest.raises(RunCancelled, match="not needed"):
+        drive(harness.controller(run_dir))
+    assert read_record(run_dir).state is RunState.CANCELLED
 
 
 def test_stages_follow_the_agent(harness: ControllerHarness) -> None:

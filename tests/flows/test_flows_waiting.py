@@ -15,6 +15,9 @@ from uuid import UUID
 import pytest
 import sites
 from control_fakes import Clock
+from prefect import flow
+from prefect.client.schemas.objects import FlowRun
+from prefect.states import Scheduled
 
 from flows.deployments.registration import register
 from flows.deployments.submission import Submitted, submit
@@ -248,6 +251,25 @@ def test_a_flow_run_that_has_not_started_is_withdrawn(client: Any, submitted: Su
     assert (state.type.value, state.message) == ("CANCELLED", f"not needed (by {account()})")
     assert execute(["cancel", submitted.run_id]) == 2, "once only"
     assert f"no run '{submitted.run_id}'" in capsys.readouterr().err
+
+
+def test_a_request_from_the_ui_is_withdrawn_by_the_name_that_is_listed(client: Any, site: Site) -> None:
+    """Not those that would resume a run, those of other flows, and none where two have the name."""
+    deployment = UUID(register("quickstart", site, limit=0).id)
+
+    def ask(**parameters: str) -> FlowRun:
+        return client.create_flow_run_from_deployment(deployment, name="fuzzy-otter", parameters=parameters)
+
+    def state_of(flow_run: FlowRun) -> str:
+        return str(client.read_flow_run(flow_run.id).state.type.value)
+
+    other = client.create_flow_run(flow(lambda: None, name="other"), name="fuzzy-otter", state=Scheduled())
+    resumes, one, two = ask(run_id="toy-1"), ask(), ask()
+    assert execute(["cancel", "fuzzy-otter"]) == 2
+    client.delete_flow_run(two.id)
+    assert execute(["cancel", "fuzzy-otter"]) == 0
+    assert [state_of(each) for each in (one, resumes, other)] == ["CANCELLED", "SCHEDULED", "SCHEDULED"]
+    assert execute(["cancel", "fuzzy-otter"]) == 2, "once only"
 
 
 def test_ctrl_c_leaves_the_run_submitted(client: Any, site: Site, real_prefect: sites.Site) -> None:

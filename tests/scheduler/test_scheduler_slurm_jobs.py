@@ -14,7 +14,7 @@ from job_requests import job_request, run_id_of
 from process_tools import until
 from slurm_cluster import WHY_NOT, Cluster, missing_programs
 
-from rlhf_core.errors import SchedulerError, SubmissionFailed
+from rlhf_core.errors import SchedulerError, SchedulerUnavailable, SubmissionFailed
 from rlhf_core.launch.journal import Journal
 from rlhf_core.launch.start import record_plan, submit_once
 from rlhf_core.run_dir.run import RunDir
@@ -155,15 +155,15 @@ def test_without_slurmctld_jobs_are_unknown_and_nothing_is_submitted(
     cluster.stop("slurmctld")
     try:
         until(lambda: state(scheduler, submission) is JobState.UNKNOWN)
-        with pytest.raises(SchedulerError, match="controller does not respond"):
+        with pytest.raises(SchedulerUnavailable, match="controller does not respond"):
             scheduler.find(run_id_of(tmp_path), 2)
-        with pytest.raises(SchedulerError, match="controller does not respond"):
+        with pytest.raises(SchedulerUnavailable, match="controller does not respond"):
             scheduler.submit(make_request(tmp_path, "true", attempt=2))
-        with pytest.raises(SchedulerError, match="controller does not respond"):
+        with pytest.raises(SchedulerUnavailable, match="controller does not respond"):
             scheduler.inventory()
         with monkeypatch.context() as hurry:
             hurry.setattr(slurm, "CANCEL_S", 1.0)
-            with pytest.raises(SchedulerError, match=r"is unknown: .*controller does not respond"):
+            with pytest.raises(SchedulerUnavailable, match=r"is unknown: .*controller does not respond"):
                 scheduler.cancel(submission)
     finally:
         cluster.start("slurmctld")

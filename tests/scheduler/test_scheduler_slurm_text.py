@@ -12,7 +12,7 @@ from control_fakes import Clock
 from job_requests import job_request
 from submitit.core.utils import FailedJobError
 
-from rlhf_core.errors import SchedulerError, SubmissionDeferred, SubmissionFailed
+from rlhf_core.errors import SchedulerError, SchedulerUnavailable, SubmissionDeferred, SubmissionFailed
 from rlhf_core.scheduler import get_scheduler, slurm, slurm_answers, slurm_queue
 from rlhf_core.scheduler.base import JobRequest, JobState
 from rlhf_core.scheduler.slurm import SlurmScheduler
@@ -69,6 +69,7 @@ def test_the_plain_script_names_run_and_attempt_and_starts_one_agent_per_node() 
         assert f"#SBATCH {line}\n" in text
     assert "export RLHF_JOB=toy-1/2" in text
     assert "export CUDA_VISIBLE_DEVICES=''" in text
+    assert "export HIP_VISIBLE_DEVICES=-1" in text, "HIP ignores an empty list"
     assert "export RLHF_NODES" in text
     command = next(line for line in text.splitlines() if line.startswith("srun"))
     assert "--kill-on-bad-exit=1" in command
@@ -112,7 +113,7 @@ def test_a_script_with_all_options() -> None:
         assert f"#SBATCH {line}\n" in text
     assert "module load cuda" in text
     assert "export NCCL_DEBUG=WARN" in text
-    assert "CUDA_VISIBLE_DEVICES" not in text  # Slurm assigns them
+    assert "VISIBLE_DEVICES" not in text  # Slurm assigns them
 
 
 def test_nodes_of_an_own_option_are_excluded_beside_those_at_fault() -> None:
@@ -346,7 +347,7 @@ def test_temporary_and_permanent_refusals_are_distinguished(
 
 def stand_ins(folder: Path, monkeypatch: pytest.MonkeyPatch, **programs: str) -> None:
     """Replace programs of Slurm with shell scripts."""
-    (folder / "bin").mkdir()
+    (folder / "bin").mkdir(parents=True)
     for name, text in {"scontrol": "echo 'Slurmctld(primary) at here is UP'", **programs}.items():
         program = folder / "bin" / name
         program.write_text(f"#!/bin/bash\n{text}\n")
@@ -360,8 +361,32 @@ def test_an_unclear_end_of_sbatch_is_no_refusal(answer: str, tmp_path: Path, mon
     """The job may have been accepted: the next controller looks for it before it submits another one."""
     stand_ins(tmp_path, monkeypatch, sbatch=answer)
     job_request = replace(request(), scheduler_dir=tmp_path / "attempts" / "2" / "scheduler", command=(sys.executable,))
-    with pytest.raises(SchedulerError, match="did not confirm") as found:
+    with pytest.raises(SchedulerUnavailable, match="did not confirm"):
         SlurmScheduler().submit(job_request)
+
+
+def test_an_outage_is_told_from_a_machine_without_slurm_and_from_another_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An outage is waited for; the other two do not end by themselves."""
+    scheduler = SlurmScheduler()
+    monkeypatch.setattr(slurm_queue, "_cluster_name", slurm_queue._cluster_name.__wrapped__)  # not from another test
+    with monkeypatch.context() as other:
+        stand_ins(tmp_path / "other", other, squeue="true", scontrol="echo 'is UP'; echo ClusterName = there")
+        with pytest.raises(SchedulerError, match="belongs to the cluster there") as found:
+            scheduler.find("toy-1", 2, "here")
+        assert type(found.value) is SchedulerError
+    with monkeypatch.context() as away:
+        banner = "echo '*****'; echo '** RESTORE SLURMCTLD DAEMON TO SERVICE **'; echo '*****'; exit 1"
+        stand_ins(tmp_path / "away", away, scontrol=f"echo 'Slurmctld(primary) at here is DOWN'; {banner}")
+        for ask in (scheduler.inventory, scheduler.living, lambda: scheduler.find("toy-1", 2)):
+            with pytest.raises(SchedulerUnavailable, match=r"respond: scontrol: Slurmctld\(primary\) at here is DOWN$"):
+                ask()
+        with pytest.raises(SchedulerUnavailable, match="name of this host's cluster could not be read"):
+            scheduler.find("toy-1", 2, "here")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SchedulerError, match="scontrol is not installed") as found:
+        scheduler.inventory()
     assert type(found.value) is SchedulerError
 
 

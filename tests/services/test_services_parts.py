@@ -337,8 +337,17 @@ def test_the_address_of_an_unresponsive_server_is_reported(site: Site, monkeypat
     own = rf"does not answer at {server.own_url(site)}: its process is gone. `rlhf up` starts it again"
     with pytest.raises(PrefectUnavailable, match=own):
         required.require(site)
-    with holding(site.home, "server"), pytest.raises(PrefectUnavailable, match="is starting"):
-        required.require(site)
+    waits = rf"{server.own_url(site)}: (it|process {os.getpid()}) is starting. `rlhf up` waits until it is ready"
+    with monkeypatch.context() as unregistered:
+        unregistered.setattr(Supervisord, "process", lambda *_: ("STARTING", 4711))
+        with pytest.raises(PrefectUnavailable, match=waits):
+            required.require(site)
+    with holding(site.home, "server"):
+        with pytest.raises(PrefectUnavailable, match=waits):
+            required.require(site)
+        monkeypatch.setattr(presence.socket, "gethostname", lambda: "another")
+        with pytest.raises(PrefectUnavailable, match=r"it runs on .*\. PREFECT_API_URL has to name it here"):
+            required.require(site)
     os.environ["PREFECT_API_URL"] = "http://prefect.example.com/api"
     with pytest.raises(PrefectUnavailable, match=r"at http://prefect.example.com/api does not answer"):
         required.require(site)

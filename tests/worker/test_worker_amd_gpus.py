@@ -27,6 +27,8 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """This machine as one with three AMD GPUs and without NVML."""
     root = make_amd_node(tmp_path / "sys")
     monkeypatch.setattr(amd_gpus, "SYSFS", root)
+    write(tmp_path / "kfd", "")
+    monkeypatch.setattr(amd_gpus, "DEVICE", tmp_path / "kfd")
     monkeypatch.setitem(sys.modules, "pynvml", None)
     for name in LISTS:
         monkeypatch.delenv(name, raising=False)
@@ -157,6 +159,20 @@ def test_a_node_whose_amd_gpus_cannot_be_used_is_refused(
     shutil.rmtree(node / "class")
     (finding,) = health(gather(tmp_path))
     assert finding[1] == "amdgpu: /sys/class/kfd has no GPU that this job may use"
+
+
+def test_a_node_on_which_this_user_may_not_compute_is_refused(
+    node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver shows its GPUs to all users; the permissions of its device decide which of them may compute."""
+    monkeypatch.setattr(amd_gpus.os, "access", lambda path, mode: path != amd_gpus.DEVICE)  # root may open everything
+    facts = gather(tmp_path)
+    (finding,) = health(facts)
+    assert finding[:2] == (CheckStatus.BLOCKED, f"{amd_gpus.DEVICE} is not open to this user, so HIP finds no GPU")
+    assert "`render`" in finding[2]
+    (tmp_path / "kfd").unlink()
+    (finding,) = health(gather(tmp_path))
+    assert finding[1] == f"{amd_gpus.DEVICE} is not there, so HIP finds no GPU"
 
 
 @pytest.mark.parametrize("vendor", ["0x10de", "0x1002"], ids=["beside an AMD GPU", "without one"])

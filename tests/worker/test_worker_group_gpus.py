@@ -51,6 +51,7 @@ def test_slurms_list_for_every_vendor_changes_nothing_for_cuda() -> None:
     given = {"ROCR_VISIBLE_DEVICES": "4,5,6,7", "CUDA_VISIBLE_DEVICES": "4,5,6,7"}
     assert visible_gpus(plan(2, 3), 4, None, given) == {VISIBLE_VARIABLE: "6,7"}
     assert numbered_gpus({**given, "CUDA_VISIBLE_DEVICES": ""}) == "", "a job without GPUs"
+    assert numbered_gpus({"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1"}) == ""
 
 
 def test_a_worker_restarted_with_others_computes_on_the_gpu_of_its_number() -> None:

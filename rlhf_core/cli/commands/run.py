@@ -114,8 +114,8 @@ def cancel(
     save: Annotated[bool, typer.Option("--save", help="Write a checkpoint first, if the workers still can.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Cancel a run and make sure that its job is gone, with or without a running controller. Withdraws a request of
-    `rlhf submit` that no worker has started, by its whole id."""
+    """Cancel a run and make sure that its job is gone, with or without a running controller. Withdraws a request in
+    Prefect that no worker has started, by its whole name in `rlhf runs --queued`."""
     from rlhf_core.config.site import load_site
     from rlhf_core.control.cancel import Cancelled, cancel_missing, cancel_run
 
@@ -128,9 +128,10 @@ def cancel(
             missing = cancel_missing(run, site, store, why) if store is not None else None
             if missing is None and not _withdraw(site, run, why):
                 raise UnknownRun(
-                    f"{error} A request that no worker has started is withdrawn by its whole id: `rlhf runs --queued`"
+                    f"{error} A request that no worker has started is withdrawn by its whole name in "
+                    f"`rlhf runs --queued`"
                 ) from None
-            not_begun = f"run {run} had not started; its flow run in Prefect is cancelled"
+            not_begun = f"{run} had not started; its flow run in Prefect is cancelled"
             run_id, outcome = run, missing or Cancelled(RunState.CANCELLED, True, not_begun)
         else:
             run_id = run_dir.run_id
@@ -142,12 +143,9 @@ def cancel(
 
 
 def _withdraw(site: "Site", text: str, reason: str) -> bool:
-    """Withdraw the request of this id if its run has not begun; False if there is none."""
+    """Withdraw the request of this name if its run has not begun; False if there is none."""
     from flows.server.settings import answers, connect
-    from rlhf_core.run_dir.run import is_run_id
 
-    if not is_run_id(text):
-        return False
     url = connect(site)
     if not url or not answers(url):
         return False

@@ -50,6 +50,7 @@ def show(run: RunArgument = "last", as_json: output.JsonOption = False) -> None:
 
 def _print_head(shown: Facts) -> None:
     from rlhf_core.history import queries
+    from rlhf_core.schemas.command_trainer import steps_hint
 
     run = shown["run"]
     step = queries.last_step(shown["metrics"])
@@ -72,10 +73,8 @@ def _print_head(shown: Facts) -> None:
         output.print_text(f"Not counted: {output.seconds_text(run['undriven_s'])} in which nothing drove the run.")
     if run["missing_steps"]:
         output.print_text(f"The run left {run['missing_steps']}.")
-    if run["spec"].get("trainer", {}).get("kind") == "command" and run["state"] == "completed" and not step:
-        from rlhf_core.schemas.command_trainer import STEPS_HINT
-
-        output.print_text(f"The trainer reported no steps; {STEPS_HINT}.")
+    if hint := steps_hint(run["spec"].get("trainer", {}).get("kind", ""), run["state"], step):
+        output.print_text(f"The trainer reported no steps; {hint}.")
     if shown["regressed"]:
         output.print_text(f"Regressed: {output.regression_text(shown['regressed'])}")
     output.print_text(

@@ -1,9 +1,11 @@
-"""The job of an attempt: commands to its agents, and its confirmed end."""
+"""The job of an attempt: questions to its scheduler, commands to its agents, and its confirmed end."""
 
+from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeVar
 
 from rlhf_core.control.controller import Controller
-from rlhf_core.errors import DatabaseUnavailable, SchedulerError
+from rlhf_core.errors import DatabaseUnavailable, SchedulerError, SchedulerUnavailable
 from rlhf_core.files.lookups import paths_in
 from rlhf_core.files.whole import write_model
 from rlhf_core.launch.journal import AttemptRecord
@@ -21,6 +23,30 @@ CANCEL_TIMEOUT_S = 10.0
 
 RELEASE_TIMEOUT_S = 60.0
 """Time for the job of a completed run to end by itself, before approval of its model is requested."""
+
+SCHEDULER_RETRY_INTERVAL_S = 30.0
+"""Pause before asking an unresponsive scheduler again. By then, it lists a job whose acceptance it did not confirm."""
+
+_Answer = TypeVar("_Answer")
+
+
+def answer_of(controller: Controller, ask: Callable[[], _Answer]) -> _Answer:
+    """Answer of the scheduler. While it does not respond, nothing about the run is decided; it is asked again.
+
+    Raises:
+        SchedulerError: it cannot be used, or it refuses; also the errors of :meth:`Controller.wait`.
+    """
+    logged = ""
+    while True:
+        try:
+            return ask()
+        except SchedulerUnavailable as error:
+            if str(error) != logged:
+                logged = str(error)
+                controller.observer.log(
+                    f"waiting for the scheduler: {error}; asking again every {SCHEDULER_RETRY_INTERVAL_S:.0f} s"
+                )
+            controller.wait(SCHEDULER_RETRY_INTERVAL_S)
 
 
 def order_to_end(reason: str, *, save: bool) -> AgentCommand:
@@ -46,23 +72,32 @@ def submission_of(scheduler: Scheduler, run_id: str, attempt: AttemptRecord) -> 
     return scheduler.find(run_id, attempt.placement.attempt, attempt.placement.cluster)
 
 
-def end_job(controller: Controller, submission: Submission | None, *, wait_for_database: bool = True) -> None:
+def end_job(controller: Controller, submission: Submission | None, *, on_request: bool = False) -> None:
     """End a job and confirm that it is gone. The lease is checked first, because another controller may have adopted
     the job.
 
     Args:
-        wait_for_database: do nothing until the database confirms who owns the run. A user who cancels a run means its
-    job, whichever controller owns it.
+        on_request: a user cancels the run and means its job, whichever controller owns it: wait neither for the
+            database to confirm that, nor for a scheduler that does not respond, which the user is told instead.
+
+    Raises:
+        SchedulerError: part of the job is still running, or the scheduler was not waited for.
     """
     if submission is None:
         return
-    if wait_for_database:
-        controller.require_lease()
-    else:
+    run_id = controller.run_dir.run_id
+    if on_request:
         with suppress(DatabaseUnavailable):
             controller.lease.require()
-    run_id = controller.run_dir.run_id
-    if not controller.scheduler.cancel(submission):
+        gone = controller.scheduler.cancel(submission)
+    else:
+
+        def end() -> bool:
+            controller.require_lease()
+            return controller.scheduler.cancel(submission)
+
+        gone = answer_of(controller, end)
+    if not gone:
         raise SchedulerError(
             f"job {submission.job_id} of {run_id} could not be ended: part of it is still running on "
             f"{submission.host or 'its nodes'}. End it there, then run `rlhf cancel {run_id}` again"

@@ -4,6 +4,7 @@ from pydantic import JsonValue
 
 from rlhf_core.allocation.planner import plan
 from rlhf_core.allocation.sizing import Size, size_of
+from rlhf_core.control.attempts.jobs import answer_of
 from rlhf_core.control.controller import Controller
 from rlhf_core.diagnosis.nodes.strikes import REMEMBERED
 from rlhf_core.errors import HistoryError
@@ -20,7 +21,7 @@ SIZE = "resources.num_nodes"
 
 
 def plan_attempt(controller: Controller, number: int) -> None:
-    inventory = controller.scheduler.inventory()
+    inventory = answer_of(controller, controller.scheduler.inventory)
     before = controller.journal.record.attempts.get(number - 1)
     decision = decision_before(controller, number)
     if decision is not None and decision.resume_checkpoint:

@@ -113,6 +113,7 @@ MUST_AGREE = _words(
     """
     NCCL_* GLOO_* TORCH_* TORCHELASTIC_* PYTORCH_* CUDA_* CUBLAS* CUDNN* VLLM_* DS_* DEEPSPEED_* ACCELERATE_*
     TRITON_* HF_* TRANSFORMERS_* TOKENIZERS_* OMP_* MKL_* KMP_* UCX_* FI_* RDMAV_* SHARP_* PYTHONHASHSEED
+    HIP_* HSA_* RCCL_*
     """
 )
 """Variables that change results or communication: a node where one differs is not used for training."""

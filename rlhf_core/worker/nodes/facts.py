@@ -24,6 +24,7 @@ from rlhf_core.files.fingerprints import fingerprint
 from rlhf_core.files.lookups import paths_in
 from rlhf_core.files.whole import read_all
 from rlhf_core.machine import amd_gpus
+from rlhf_core.machine.amd_gpus import AmdGpus
 from rlhf_core.machine.shared_names import SHARED_MEMORY
 from rlhf_core.run_dir.attempt import AttemptDir
 from rlhf_core.run_dir.run import RunDir
@@ -241,6 +242,9 @@ def _gpus() -> tuple[dict[str, str], dict[str, str], list[CheckResult]]:
     names = telemetry.names()
     lost = {name.partition("_")[0] for name, value in readings.items() if name.endswith("_lost") and value}
     faults = []
+    if isinstance(telemetry, AmdGpus) and (problem := telemetry.problem()):
+        advice = "add the user to the group of that device, often `render`; a container needs /dev/kfd and /dev/dri"
+        faults.append(blocked(node_checks.GPU_HEALTH, problem, "a GPU that HIP can use", advice))
     for name, value in sorted(readings.items()):
         device, _, what = name.partition("_")
         entry = _GPU_FAULTS.get(what)

@@ -140,6 +140,16 @@ def test_a_busy_gpu_counts_for_the_ranks_that_use_it(
     assert samples(tmp_path, [program.pid], num=1) == [moved]
 
 
+@pytest.mark.parametrize(("listed", "problem"), [("-1", ""), ("7", "GPU utilization is unavailable")])
+def test_a_job_without_gpus_on_an_amd_node_has_no_problem_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str, problem: str
+) -> None:
+    monkeypatch.setattr(activity, "_DRIVER", tmp_path / "absent")
+    monkeypatch.setattr(amd_gpus, "SYSFS", make_amd_node(tmp_path / "sys"))
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", listed)
+    assert Activity(watched(tmp_path)).poll(0.0).problem.partition(":")[0] == problem
+
+
 def test_a_missing_driver_library_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activity, "_DRIVER", tmp_path)
     monkeypatch.setitem(sys.modules, "pynvml", None)

@@ -5,6 +5,7 @@ a collective (NCCL does, and the GPU is then as busy as in training).
 """
 
 import contextlib
+import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +15,7 @@ import psutil
 
 from rlhf_core.machine import amd_gpus
 from rlhf_core.machine.amd_gpus import AmdGpus
+from rlhf_core.machine.gpus import HIDDEN_FROM_HIP, HIP_VARIABLE
 from rlhf_core.schemas.command_trainer import ProgressSource
 from rlhf_core.worker.command.observation import Reading, Watched
 from rlhf_core.worker.liveness.inspection import descendants_of
@@ -49,7 +51,7 @@ class Activity:
         try:
             if _DRIVER.exists():
                 self._gpus = _Gpus()
-            elif amd_gpus.are_present():
+            elif amd_gpus.are_present() and os.environ.get(HIP_VARIABLE) != HIDDEN_FROM_HIP:
                 self._gpus = AmdGpus()
         except OSError as error:
             self._problem = f"GPU utilization is unavailable: {error}"
