@@ -186,6 +186,30 @@ def test_an_answer_without_text_is_a_turn_that_ends_at_once(tmp_path: Path, algo
         load_data(spec, "train")
 
 
+def test_templates_of_conversations_are_filled_completely(tmp_path: Path) -> None:
+    row = {"prompt": ASKED, "chosen": "2", "rejected": "3", "why": "1 and 1"}
+    (found,) = load(tmp_path, row, chosen_template="{why}: {chosen}")
+    assert found.chosen == "1 and 1: 2"
+    with pytest.raises(BadData, match=r'rows\.jsonl:1: column "why" is null'):
+        load(tmp_path, row | {"why": None}, chosen_template="{why}: {chosen}")
+    with pytest.raises(BadData, match=r'rows\.jsonl:1: no column "reason" for a template of \[data\]'):
+        load(tmp_path, row, chosen_template="{reason}: {chosen}")
+
+
+def test_messages_may_have_fields_of_any_type(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    asked = [{**turn, "timestamp": datetime(2026, 1, 1, tzinfo=UTC)} for turn in ASKED]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": asked, "chosen": "2", "rejected": "3"}]), path)
+    ((row,), _) = load_data(spec_of(train=str(path)), "train")
+    assert row.chat is not None
+    assert row.chat.prompt[0]["content"] == "1+1?"
+
+
+def test_a_margin_may_not_exceed_every_number(tmp_path: Path) -> None:
+    with pytest.raises(BadData, match='expected a number in column "by"'):
+        load(tmp_path, GOOD | {"by": 10**400}, margin_column="by")
+
+
 def test_a_prompt_that_begins_the_turn_of_the_model_ends_within_it(tmp_path: Path) -> None:
     """Its completions go on with that turn, in sampling as in training: they would end it at once otherwise."""
     path, begun = tmp_path / "rows.jsonl", [*ASKED, *answer_turn("1+1=")]
