@@ -1,10 +1,12 @@
 """Data: every row once per epoch, every bad line named."""
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -192,6 +194,28 @@ def test_generators(monkeypatch: pytest.MonkeyPatch) -> None:
             load_rows(spec_of(generator=broken), "train")
     with pytest.raises(BadConfig, match="cannot be called"):
         load_rows(spec_of(generator=sort, generator_args={"digits": 3}), "train")
+
+
+def test_a_generator_without_a_seed_of_its_own_makes_the_same_rows_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "drawn_rows.py").write_text(
+        "import random\n\nimport numpy\n\n\n"
+        "def drawn(split, seed):\n"
+        "    for _ in range(3):\n"
+        "        yield {'prompt': f'{random.random()} {numpy.random.rand()}', 'answer': ''}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def prompts_of(split: Literal["train", "eval"], seed_of_process: int) -> tuple[list[str], float]:
+        random.seed(seed_of_process)
+        numpy.random.seed(seed_of_process)
+        return [row.prompt for row in load_rows(spec_of(generator="drawn_rows:drawn"), split)], random.random()
+
+    found, after = prompts_of("train", 1)
+    assert (found, random.Random(1).random()) == (prompts_of("train", 2)[0], after)
+    assert found != prompts_of("eval", 1)[0]
+    assert len(set(found)) == 3
 
 
 def test_a_generator_may_take_its_rows_from_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,6 +200,8 @@ def runs_of(group: TrainingGroup) -> dict[str, Any]:
     results["rewards beside"] = train("rewards-beside", **beside)
     failing = {"functions": ["hostile_rewards:failing_on_rank_1"], "timeout_s": 60, "on_failure": "zero"}
     results["failing rewards"] = train("failing-rewards", reward=failing)
+    differing = {"generator": "rank_launcher:rows_of_this_rank", "generator_args": {}}
+    results["differing rows"] = train("differing-rows", data=differing)
     load_tokenizer = run_module.load_tokenizer
 
     def dated(path: Path) -> Any:
@@ -553,6 +555,13 @@ def test_metrics_that_are_deleted_meanwhile_are_there_at_the_end(results: list[d
 
 def test_a_batch_that_does_not_divide_is_refused(results: list[dict[str, Any]]) -> None:
     assert all("BadConfig: found 3 rows per step for 2 ranks" in result["odd batch"] for result in results)
+
+
+def test_ranks_with_different_rows_are_refused(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["differing rows"].startswith(
+            "BadData: rank_launcher:rows_of_this_rank: rank 1 has loaded other rows than rank 0"
+        )
 
 
 def test_supervised_training_can_be_the_main_algorithm(results: list[dict[str, Any]], folder: Path) -> None:

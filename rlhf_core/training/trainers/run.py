@@ -27,6 +27,7 @@ from rlhf_core.training.checkpoints.state import (
 )
 from rlhf_core.training.data.examples import Scorer
 from rlhf_core.training.data.loading import DataReport, EncodedPrompts, encode_prompts, load_data
+from rlhf_core.training.data.same_rows import require_same_rows
 from rlhf_core.training.data.tokenizers import load_tokenizer
 from rlhf_core.training.distributed import Ranks, init_process_group, leave_process_group
 from rlhf_core.training.evaluation.evaluator import are_written, load_evaluator, write_reports
@@ -79,6 +80,7 @@ def _train_run(context: WorkerContext, ranks: Ranks, scorer: RewardScorer) -> Ro
     disable_progress_bar()
     _seed_everything(spec.seed, ranks.rank)
     rows, report = load_data(spec, "train")
+    require_same_rows(ranks, report.source, rows)
     initial = _initial_model(context, ranks, rows)
     checkpoint = _resume_point(context, ranks, initial)
     state = load_trainer_state(checkpoint, ranks) if checkpoint else None
