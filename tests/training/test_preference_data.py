@@ -14,7 +14,7 @@ import pytest
 from core_models import char_tokenizer
 from rank_launcher import DATED_TEMPLATE
 
-from rlhf_core.errors import BadData
+from rlhf_core.errors import BadConfig, BadData
 from rlhf_core.preflight.data_file import scan
 from rlhf_core.schemas.algorithms.preference import DpoSpec
 from rlhf_core.schemas.run import RunSpec
@@ -194,6 +194,12 @@ def test_templates_of_conversations_are_filled_completely(tmp_path: Path) -> Non
         load(tmp_path, row | {"why": None}, chosen_template="{why}: {chosen}")
     with pytest.raises(BadData, match=r'rows\.jsonl:1: no column "reason" for a template of \[data\]'):
         load(tmp_path, row, chosen_template="{reason}: {chosen}")
+
+
+def test_a_template_for_prompts_of_messages_is_refused(tmp_path: Path) -> None:
+    row = {"prompt": ASKED, "chosen": "2", "rejected": "3"}
+    with pytest.raises(BadConfig, match=r"found data\.prompt_template = 'Q: \{prompt\}' and a prompt of messages"):
+        load(tmp_path, row, prompt_template="Q: {prompt}")
 
 
 def test_messages_may_have_fields_of_any_type(tmp_path: Path) -> None:

@@ -108,6 +108,11 @@ class RowReader:
 
     def _conversation(self, fields: Mapping[str, JsonValue], columns: Mapping[str, JsonValue], place: str) -> Row:
         """Make a row of messages. Templates apply to text only; the tokenizer's chat template renders messages."""
+        if self._templates["prompt"] != "{prompt}":
+            raise BadConfig(
+                f"found data.prompt_template = {self._templates['prompt']!r} and a prompt of messages ({place}), which "
+                "the chat template of the tokenizer renders instead; leave data.prompt_template out, or use text"
+            )
         if not isinstance(fields["prompt"], list):
             raise MalformedRow(f"expected a list of messages as prompt as well, found {fields['prompt']!r:.60}")
         completions: dict[str, Messages] = {}
