@@ -564,6 +564,27 @@ def test_ranks_with_different_rows_are_refused(results: list[dict[str, Any]]) ->
         )
 
 
+def resumed_with_other_rows(rank: int, num_ranks: int, folder: str) -> list[str]:
+    """A run of two steps, made longer: once after its rows have changed, once with its own."""
+    data = {"generator": "rank_launcher:rows_of_this_rank", "generator_args": {}}
+    results: list[str] = []
+    with training_group(rank, num_ranks, folder, tiny_spec(data=data)) as group:
+        for first, num_steps in ((0, 2), (1, 3), (0, 3)):
+            os.environ["FIRST_ROW"] = str(first)
+            spec = tiny_spec(data=data, sft={"num_steps": 0}, train={"algorithm": "sft", "num_steps": num_steps})
+            results.append(group.train("run", spec, restart=len(results)))
+    return results
+
+
+def test_a_run_whose_rows_have_changed_is_not_resumed(tmp_path: Path) -> None:
+    ((begun, changed, again),) = values(
+        launch(resumed_with_other_rows, 1, tmp_path / "scratch", folder=str(tmp_path / "runs"))
+    )
+    assert (begun, again) == ("done", "done")
+    assert changed.startswith("ResumeMismatch: the training rows of rank_launcher:rows_of_this_rank are not those that")
+    assert "step-000002 was trained with" in changed
+
+
 def test_supervised_training_can_be_the_main_algorithm(results: list[dict[str, Any]], folder: Path) -> None:
     assert [result["main is sft"] for result in results] == ["done", "done"]
     losses = [line["train/loss"] for line in metrics_of(folder, "sft").values()]

@@ -39,6 +39,8 @@ class DataReport:
     """Number of invalid rows dropped (``data.malformed_rows = "drop"``)."""
     first_problem: str = ""
     """Problem of the first of them, with file and line."""
+    digest: str = ""
+    """Digest of the rows, once the ranks have compared them (``same_rows.py``)."""
 
 
 @dataclass(frozen=True)
