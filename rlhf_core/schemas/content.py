@@ -28,6 +28,8 @@ class RewardTrial(Schema):
 
     function: str
     """``module:function``."""
+    is_held_out: bool = False
+    """True if the rows are held-out ones, which have other columns than those of training."""
     problem: TrialProblem = TrialProblem.NONE
     """Kind of the problem."""
     message: str = ""

@@ -20,7 +20,8 @@ class DataSpec(Schema):
     """Held-out data in the same format, never trained on."""
     generator: OptionalImportPath = ""
     """`module:function` that makes both splits instead of files; called as `function(split, seed,
-    **data.generator_args)`."""
+    **data.generator_args)`, with the global random number generators seeded. It must return the same rows on every
+    rank."""
     generator_args: dict[str, JsonValue] = {}
     """Arguments of the generator."""
     prompt_column: str = "prompt"

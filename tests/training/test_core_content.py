@@ -91,6 +91,27 @@ def test_long_rows_repeated_rows_and_unknown_characters(tmp_path: Path) -> None:
     assert "'é' came back as" in report.tokenizer.example
 
 
+LEVELS = """
+def reward(*, completions, topic, **columns):
+    return [0.0] * len(completions)
+
+def scorer(*, completions, level, **columns):
+    return [0.0] * len(completions)
+"""
+
+
+@pytest.mark.parametrize(("column", "message"), [("level", ""), ("topic", "it needs level; the data has only")])
+def test_a_scorer_is_tried_on_the_rows_that_it_scores(tmp_path: Path, column: str, message: str) -> None:
+    trained = [{"prompt": "a", "answer": "b", "topic": "c"}]
+    held = [{"prompt": "d", "answer": "e", column: "f", "source": "g"}]
+    functions = {"reward": {"functions": ["my_data:reward"]}, "evaluate": {"scorer": "my_data:scorer"}}
+    reward, scorer = report_of(with_files(tmp_path, trained, held, **functions), tmp_path, LEVELS).rewards
+    assert (reward.function, reward.message, reward.is_held_out) == ("my_data:reward", "", False)
+    assert (scorer.function, scorer.is_held_out) == ("my_data:scorer", True)
+    assert scorer.message.startswith(message)
+    assert bool(scorer.problem) is bool(message)
+
+
 def test_a_generator_that_breaks_is_a_sentence(tmp_path: Path) -> None:
     code = "def rows(split, seed):\n    print('hello')\n    raise KeyError('no such split')\n"
     report = report_of(make_spec(data={"generator": "my_data:rows"}), tmp_path, code)

@@ -1,10 +1,12 @@
 """Data: every row once per epoch, every bad line named."""
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -177,6 +179,9 @@ def test_parquet(tmp_path: Path, load: Callable[..., Any]) -> None:
     assert [(row.prompt, row.answer) for row in rows] == [("1+1?", "2"), ("x", "3")]
     with pytest.raises(BadData, match=r"rows\.parquet: row 0: not a valid parquet file"):
         load("no parquet", name="rows.parquet")
+    parquet.write_table(pyarrow.table({"question": [b"1+1?"], "answer": ["2"]}), path)
+    with pytest.raises(BadData, match='column "prompt" has bytes, expected text: in Parquet, a column of strings'):
+        load_rows(spec_of(train=str(path), prompt_column="question"), "train")
 
 
 def test_generators(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,6 +194,42 @@ def test_generators(monkeypatch: pytest.MonkeyPatch) -> None:
             load_rows(spec_of(generator=broken), "train")
     with pytest.raises(BadConfig, match="cannot be called"):
         load_rows(spec_of(generator=sort, generator_args={"digits": 3}), "train")
+
+
+def test_a_generator_without_a_seed_of_its_own_makes_the_same_rows_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "drawn_rows.py").write_text(
+        "import random\n\nimport numpy\n\n\n"
+        "def drawn(split, seed):\n"
+        "    for _ in range(3):\n"
+        "        yield {'prompt': f'{random.random()} {numpy.random.rand()}', 'answer': ''}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def prompts_of(split: Literal["train", "eval"], seed_of_process: int) -> tuple[list[str], float]:
+        random.seed(seed_of_process)
+        numpy.random.seed(seed_of_process)
+        return [row.prompt for row in load_rows(spec_of(generator="drawn_rows:drawn"), split)], random.random()
+
+    found, after = prompts_of("train", 1)
+    assert (found, random.Random(1).random()) == (prompts_of("train", 2)[0], after)
+    assert found != prompts_of("eval", 1)[0]
+    assert len(set(found)) == 3
+
+
+def test_a_generator_may_take_its_rows_from_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "numpy_rows.py").write_text(
+        "import numpy\n\n\n"
+        "def rows(split, seed):\n"
+        "    asked = numpy.array([{'role': 'user', 'content': '1+1?'}], dtype=object)\n"
+        "    return [{'prompt': asked, 'answer': numpy.int64(2)}, {'prompt': tuple(asked), 'answer': '2'}]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for row in load_rows(spec_of(generator="numpy_rows:rows"), "train"):
+        assert row.chat is not None
+        assert row.chat.prompt == [{"role": "user", "content": "1+1?"}]
+        assert row.answer == "2"
 
 
 def test_a_generator_with_an_error_of_its_own_is_not_said_to_be_called_wrongly(

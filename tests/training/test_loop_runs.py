@@ -200,6 +200,8 @@ def runs_of(group: TrainingGroup) -> dict[str, Any]:
     results["rewards beside"] = train("rewards-beside", **beside)
     failing = {"functions": ["hostile_rewards:failing_on_rank_1"], "timeout_s": 60, "on_failure": "zero"}
     results["failing rewards"] = train("failing-rewards", reward=failing)
+    differing = {"generator": "rank_launcher:rows_of_this_rank", "generator_args": {}}
+    results["differing rows"] = train("differing-rows", data=differing)
     load_tokenizer = run_module.load_tokenizer
 
     def dated(path: Path) -> Any:
@@ -553,6 +555,34 @@ def test_metrics_that_are_deleted_meanwhile_are_there_at_the_end(results: list[d
 
 def test_a_batch_that_does_not_divide_is_refused(results: list[dict[str, Any]]) -> None:
     assert all("BadConfig: found 3 rows per step for 2 ranks" in result["odd batch"] for result in results)
+
+
+def test_ranks_with_different_rows_are_refused(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["differing rows"].startswith(
+            "BadData: rank_launcher:rows_of_this_rank: rank 1 has loaded other rows than rank 0"
+        )
+
+
+def resumed_with_other_rows(rank: int, num_ranks: int, folder: str) -> list[str]:
+    """A run of two steps, made longer: once after its rows have changed, once with its own."""
+    data = {"generator": "rank_launcher:rows_of_this_rank", "generator_args": {}}
+    results: list[str] = []
+    with training_group(rank, num_ranks, folder, tiny_spec(data=data)) as group:
+        for first, num_steps in ((0, 2), (1, 3), (0, 3)):
+            os.environ["FIRST_ROW"] = str(first)
+            spec = tiny_spec(data=data, sft={"num_steps": 0}, train={"algorithm": "sft", "num_steps": num_steps})
+            results.append(group.train("run", spec, restart=len(results)))
+    return results
+
+
+def test_a_run_whose_rows_have_changed_is_not_resumed(tmp_path: Path) -> None:
+    ((begun, changed, again),) = values(
+        launch(resumed_with_other_rows, 1, tmp_path / "scratch", folder=str(tmp_path / "runs"))
+    )
+    assert (begun, again) == ("done", "done")
+    assert changed.startswith("ResumeMismatch: the training rows of rank_launcher:rows_of_this_rank are not those that")
+    assert "step-000002 was trained with" in changed
 
 
 def test_supervised_training_can_be_the_main_algorithm(results: list[dict[str, Any]], folder: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from core_models import char_tokenizer
 from rank_launcher import DATED_TEMPLATE
 
-from rlhf_core.errors import BadData
+from rlhf_core.errors import BadConfig, BadData
 from rlhf_core.preflight.data_file import scan
 from rlhf_core.schemas.algorithms.preference import DpoSpec
 from rlhf_core.schemas.run import RunSpec
@@ -184,6 +184,36 @@ def test_an_answer_without_text_is_a_turn_that_ends_at_once(tmp_path: Path, algo
     path.write_text(json.dumps({"prompt": ASKED, "answer": [], "label": False}) + "\n")
     with pytest.raises(BadData, match="target: expected a list of messages"):
         load_data(spec, "train")
+
+
+def test_templates_of_conversations_are_filled_completely(tmp_path: Path) -> None:
+    row = {"prompt": ASKED, "chosen": "2", "rejected": "3", "why": "1 and 1"}
+    (found,) = load(tmp_path, row, chosen_template="{why}: {chosen}")
+    assert found.chosen == "1 and 1: 2"
+    with pytest.raises(BadData, match=r'rows\.jsonl:1: column "why" is null'):
+        load(tmp_path, row | {"why": None}, chosen_template="{why}: {chosen}")
+    with pytest.raises(BadData, match=r'rows\.jsonl:1: no column "reason" for a template of \[data\]'):
+        load(tmp_path, row, chosen_template="{reason}: {chosen}")
+
+
+def test_a_template_for_prompts_of_messages_is_refused(tmp_path: Path) -> None:
+    row = {"prompt": ASKED, "chosen": "2", "rejected": "3"}
+    with pytest.raises(BadConfig, match=r"found data\.prompt_template = 'Q: \{prompt\}' and a prompt of messages"):
+        load(tmp_path, row, prompt_template="Q: {prompt}")
+
+
+def test_messages_may_have_fields_of_any_type(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    asked = [{**turn, "timestamp": datetime(2026, 1, 1, tzinfo=UTC)} for turn in ASKED]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": asked, "chosen": "2", "rejected": "3"}]), path)
+    ((row,), _) = load_data(spec_of(train=str(path)), "train")
+    assert row.chat is not None
+    assert row.chat.prompt[0]["content"] == "1+1?"
+
+
+def test_a_margin_may_not_exceed_every_number(tmp_path: Path) -> None:
+    with pytest.raises(BadData, match='expected a number in column "by"'):
+        load(tmp_path, GOOD | {"by": 10**400}, margin_column="by")
 
 
 def test_a_prompt_that_begins_the_turn_of_the_model_ends_within_it(tmp_path: Path) -> None:

@@ -188,8 +188,9 @@ def pipeline(facts: Facts) -> Iterator[Finding]:
 def _unsuitable_functions(trials: tuple[RewardTrial, ...]) -> Iterator[Finding]:
     for trial in trials:
         if trial.problem is TrialProblem.COLUMNS:
+            where = " (held-out rows)" if trial.is_held_out else ""
             yield blocked(
-                f"{trial.function}: {trial.message}",
+                f"{trial.function}: {trial.message}{where}",
                 "function(*, prompts, completions, answer, **columns) with columns of the data",
                 f"correct {trial.function}, or add the columns to the data",
             )

@@ -32,6 +32,8 @@ class Progress(Schema):
     """True if that loop has finished."""
     position: int
     """Number of rows taken from the endless sequence of training rows, over the whole run."""
+    rows: Label = ""
+    """Digest of the training rows; empty in checkpoints of earlier versions."""
     health: HealthState = HealthState()
     """State of the health judge."""
     reward_models: dict[str, ScoringModelState] = Field(default_factory=dict)

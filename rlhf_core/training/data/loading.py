@@ -5,32 +5,28 @@ trained.
 """
 
 import dataclasses
-import importlib
 import itertools
 import random
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from pydantic import JsonValue
-
-from rlhf_core.errors import BadConfig, BadData
+from rlhf_core.errors import BadData
 from rlhf_core.files.data_rows import KINDS, READERS, FileRow, Malformed, place
 from rlhf_core.schemas.data import DataSpec
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.data.chat import render_rows
+from rlhf_core.training.data.generated_rows import Record, Split, generated_rows
 from rlhf_core.training.data.row_reader import MalformedRow, RowReader
 from rlhf_core.training.types import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Split = Literal["train", "eval"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +39,8 @@ class DataReport:
     """Number of invalid rows dropped (``data.malformed_rows = "drop"``)."""
     first_problem: str = ""
     """Problem of the first of them, with file and line."""
+    digest: str = ""
+    """Digest of the rows, once the ranks have compared them (``same_rows.py``)."""
 
 
 @dataclass(frozen=True)
@@ -121,14 +119,12 @@ def _source(data: DataSpec, split: Split) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Records: the unmodified rows of a source, each with its place for error messages
-
-Record = tuple[str, Mapping[str, JsonValue] | Malformed]
+# Records
 
 
 def _records(spec: RunSpec, split: Split, source: str) -> Iterator[Record]:
     if spec.data.generator:
-        return _generated(source, split, spec.seed, spec.data.generator_args)
+        return generated_rows(source, split, spec.seed, spec.data.generator_args)
     path = Path(source)
     if path.is_dir():
         raise BadData(f"{path}: found a folder, expected a file ending in {', '.join(KINDS)} (data.{split})")
@@ -156,29 +152,6 @@ def _read_parquet(path: Path) -> Iterator[FileRow]:
 
 
 _READERS = {**READERS, ".parquet": _read_parquet}
-
-
-def _generated(source: str, split: Split, seed: int, arguments: Mapping[str, JsonValue]) -> Iterator[Record]:
-    module_name, _, name = source.partition(":")
-    try:
-        generator = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise BadConfig(f"data.generator = {source} does not import: {error}") from error
-    try:
-        made = generator(split, seed, **arguments)
-    except TypeError as error:
-        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-            raise  # by the code of the function, not by the call
-        raise BadConfig(
-            f"data.generator = {source} cannot be called as function(split, seed, **generator_args): {error}"
-        ) from error
-    if not isinstance(made, Iterable):
-        raise BadData(f"data.generator = {source} returned {made!r:.80}; expected rows, each a dictionary")
-    for number, row in enumerate(list(made)):
-        yield (
-            f"{source}: row {number}",
-            row if isinstance(row, Mapping) else Malformed(f"is not a dictionary but {row!r:.80}"),
-        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from typing import Any
 
 from pydantic import JsonValue
 
@@ -75,8 +76,9 @@ class RowReader:
         fields = dict(columns)
         for alias, column in names.items():
             is_optional = alias == "answer" and not self._needs_answer
-            if column in columns and not (is_optional and _is_missing(columns[column])):
-                fields[alias] = columns[column]
+            value = _plain(columns.get(column))
+            if column in columns and not (is_optional and _is_missing(value)):
+                fields[alias] = value
             elif is_optional:
                 fields.pop(alias, None)
             elif alias != "prompt" or not self._pairs:
@@ -89,14 +91,8 @@ class RowReader:
 
     def _texts(self, fields: Mapping[str, JsonValue], columns: Mapping[str, JsonValue], made: Sequence[str]) -> Row:
         """Make a row of texts by filling its templates."""
-        used = set().union(*(self._used[name] for name in made))
-        for name in sorted(used):
-            if name not in fields:
-                raise MalformedRow(f'no column "{name}" for a template of [data]; it has: {", ".join(columns)}')
-            _require_value(name, fields[name])
-        values = {name: str(value) for name, value in fields.items()}
-        texts = {name: self._templates[name].format_map(values) for name in made}
-        answer = values.get("answer", "")
+        texts = {name: self._filled(name, fields, columns) for name in made}
+        answer = str(fields.get("answer", ""))
         _check_text("".join(texts.values()) + answer)
         if not texts["prompt"]:
             raise MalformedRow("the prompt is empty")
@@ -112,21 +108,26 @@ class RowReader:
 
     def _conversation(self, fields: Mapping[str, JsonValue], columns: Mapping[str, JsonValue], place: str) -> Row:
         """Make a row of messages. Templates apply to text only; the tokenizer's chat template renders messages."""
+        if self._templates["prompt"] != "{prompt}":
+            raise BadConfig(
+                f"found data.prompt_template = {self._templates['prompt']!r} and a prompt of messages ({place}), which "
+                "the chat template of the tokenizer renders instead; leave data.prompt_template out, or use text"
+            )
         if not isinstance(fields["prompt"], list):
             raise MalformedRow(f"expected a list of messages as prompt as well, found {fields['prompt']!r:.60}")
         completions: dict[str, Messages] = {}
         for name, column in (("target", "answer"), ("chosen", "chosen"), ("rejected", "rejected")):
             value = fields.get(column) if name == "target" or self._pairs else None
             if value is not None and not isinstance(value, list):
-                value = self._templates[name].format_map({key: str(other) for key, other in fields.items()})
+                value = self._filled(name, fields, columns)
             # An answer without text is a turn that ends at once; a pair with such a completion is refused.
             completions[name] = turns(value) if value or (name == "target" and value == "") else []
         needed = ("prompt", "target") if self._teaches_answers else ("prompt",)
         for name, messages in (("prompt", fields["prompt"]), *completions.items()):
             if (messages or name in needed) and (problem := messages_problem(list(messages))):  # type: ignore[arg-type]
                 raise MalformedRow(f"{name}: {problem}")
-        prompt = json.dumps(fields["prompt"], ensure_ascii=False)
-        _check_text(prompt + json.dumps([list(messages) for messages in completions.values()], ensure_ascii=False))
+        prompt = _as_json(fields["prompt"])
+        _check_text(prompt + _as_json([list(messages) for messages in completions.values()]))
         target = str(completions["target"][-1]["content"]) if completions["target"] else ""
         if not self._teaches_answers:
             # An answer that is only compared is not rendered: templates of reasoning models begin the turn of the model
@@ -144,6 +145,15 @@ class RowReader:
             rejected=str(chat.rejected[-1]["content"]) if chat.rejected else "",
             chat=chat,
         )
+
+    def _filled(self, name: str, fields: Mapping[str, JsonValue], columns: Mapping[str, JsonValue]) -> str:
+        """Fill a template of the row."""
+        used = sorted(self._used[name])
+        for field in used:
+            if field not in fields:
+                raise MalformedRow(f'no column "{field}" for a template of [data]; it has: {", ".join(columns)}')
+            _require_value(field, fields[field])
+        return self._templates[name].format_map({field: str(fields[field]) for field in used})
 
     def _label(self, columns: Mapping[str, JsonValue]) -> bool:
         name = self._data.label_column
@@ -166,7 +176,7 @@ class RowReader:
             raise MalformedRow(f'no column "{name}" (data.margin_column); it has: {", ".join(columns)}')
         try:
             margin = float(columns[name])  # type: ignore[arg-type]  # any type: errors are handled below
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             margin = math.nan
         if not math.isfinite(margin):
             raise MalformedRow(
@@ -194,14 +204,26 @@ def _contain_prompt(fields: Mapping[str, JsonValue]) -> bool:
     return common_beginning(chosen, rejected) > 0
 
 
-def _is_missing(value: JsonValue) -> bool:
+def _is_missing(value: object) -> bool:
     # Programs that write missing numbers as NaN are common; the text "nan" would be trained on.
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def _require_value(name: str, value: JsonValue) -> None:
+def _require_value(name: str, value: object) -> None:
     if _is_missing(value):
         raise MalformedRow(f'column "{name}" is {"null" if value is None else "NaN"}')
+    if isinstance(value, bytes):  # its text would be "b'...'"
+        raise MalformedRow(f'column "{name}" has bytes, expected text: in Parquet, a column of strings')
+
+
+def _plain(value: Any) -> Any:
+    """Lists and Python's own values for those of NumPy, which generators take from tables."""
+    return list(value) if isinstance(value, tuple) else value.tolist() if hasattr(value, "tolist") else value
+
+
+def _as_json(value: object) -> str:
+    """Format messages. Fields besides the text may be of any type: Parquet has dates in messages."""
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _digest(text: str) -> str:

@@ -30,6 +30,7 @@ from rlhf_core.training.checkpoints.resume import newest_checkpoint
 from rlhf_core.training.checkpoints.soundness import agree, initial_folder, reference_folder, verify_checkpoint
 from rlhf_core.training.data.examples import Scorer, make_batch, make_examples, score_batch
 from rlhf_core.training.data.loading import EncodedPrompts, encode_prompts, load_rows
+from rlhf_core.training.data.same_rows import require_same_rows
 from rlhf_core.training.data.tokenizers import load_tokenizer
 from rlhf_core.training.distributed import Ranks, init_process_group, leave_process_group
 from rlhf_core.training.evaluation.intervals import mean_interval, mean_score
@@ -266,6 +267,7 @@ def load_evaluator(
         now: time given to chat templates that write the date into prompts; None for the clock.
     """
     rows = load_rows(spec, "eval")
+    require_same_rows(ranks, spec.data.generator or spec.data.eval, rows)
     limit = spec.evaluate.num_prompts or len(rows)
     encoded = encode_prompts(rows, tokenizer, spec.data, now)
     data = dataclasses.replace(encoded, rows=encoded.rows[:limit], token_ids=encoded.token_ids[:limit])

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.errors import RlhfError
-from rlhf_core.schemas.content import ContentReport, SplitReport, TokenizerReport
+from rlhf_core.schemas.content import ContentReport, RewardTrial, SplitReport, TokenizerReport
 from rlhf_core.schemas.model import BUILT_TOKENIZERS
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.survival import Survived, relative_path_advice
 from rlhf_core.training.data.chat import render_rows
-from rlhf_core.training.data.loading import Split, completion_lengths, completions_of, load_data, prompt_tokens
+from rlhf_core.training.data.generated_rows import Split
+from rlhf_core.training.data.loading import completion_lengths, completions_of, load_data, prompt_tokens
 from rlhf_core.training.probes.reward_functions import set_limit, try_rewards
 from rlhf_core.training.types import Row
 
@@ -89,7 +90,7 @@ def check_content(spec_path: Path) -> ContentReport:
     if not rows.get("train"):
         return report
     # Before anything heavy is imported: the functions run in forks of this process, which must have no threads.
-    rewards = try_rewards(_functions(spec, rows["train"]), rows["train"])
+    rewards = _trials(spec, rows["train"], rows.get("eval", []))
     prompts = {split: {row.prompt for row in of} for split, of in rows.items()}
     shared = len(prompts["train"] & prompts.get("eval", set()))
     tokenizer, tokenizer_report = _tokenizer(spec, rows)
@@ -110,10 +111,26 @@ def check_content(spec_path: Path) -> ContentReport:
     )
 
 
-def _functions(spec: RunSpec, rows: Sequence[Row]) -> list[str]:
-    """Functions that can be tried: trials need reference answers, which pairs need not have."""
+def _trials(spec: RunSpec, trained: Sequence[Row], held: Sequence[Row]) -> list[RewardTrial]:
+    """Trials of the reward functions on rows of the training data, and of the scorer on those that it scores.
+
+    Held-out rows with the same columns need no trial of their own.
+    """
+    scorer = [spec.evaluate.scorer]
+    if not held or _columns(held) == _columns(trained):
+        return _trials_on(spec, [*spec.reward.functions, *scorer], trained)
+    of_held = [trial.model_copy(update={"is_held_out": True}) for trial in _trials_on(spec, scorer, held)]
+    return [*_trials_on(spec, spec.reward.functions, trained), *of_held]
+
+
+def _trials_on(spec: RunSpec, functions: Sequence[str], rows: Sequence[Row]) -> list[RewardTrial]:
+    """Trials of functions; none without reference answers, which pairs need not have."""
     answered = "answer" in spec.data_kinds or all(spec.data.answer_column in row.columns for row in rows)
-    return list(dict.fromkeys([*spec.reward.functions, spec.evaluate.scorer])) if answered else []
+    return try_rewards(list(dict.fromkeys(functions)), rows) if answered else []
+
+
+def _columns(rows: Sequence[Row]) -> set[str]:
+    return {name for row in rows for name in row.columns}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -139,7 +156,7 @@ def _read(spec: RunSpec) -> tuple[dict[str, SplitReport], dict[str, list[Row]]]:
             split=split,
             num_rows=len(rows[split]),
             is_whole=len(found) <= NUM_ROWS,
-            columns=tuple(sorted({name for row in rows[split] for name in row.columns})),
+            columns=tuple(sorted(_columns(rows[split]))),
             num_duplicates=len(rows[split])
             - len({(row.prompt, row.answer, row.chosen, row.rejected) for row in rows[split]}),
             read_s=seconds,

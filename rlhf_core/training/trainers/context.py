@@ -149,6 +149,7 @@ class TrainingContext:
         self.scorer = evaluator.scorer
         self.rollouts = evaluator.rollouts
         self._data = data
+        self._rows_digest = report.digest
         self._data_counts = {
             "data/num_rows": len(data.rows),
             "data/num_overlong": data.num_overlong,
@@ -373,6 +374,7 @@ class TrainingContext:
                 loop=loop.algorithm.name,
                 loop_finished=finished,
                 position=self.position - (ahead.num_rows_ahead if ahead else 0),
+                rows=self._rows_digest,
                 health=self._judge.state,
                 reward_models=self.scorer.model_states,
             )

@@ -1,6 +1,7 @@
 """Role ``trainer``: a complete training run, from the initial model to the last checkpoint."""
 
 import contextlib
+import dataclasses
 import functools
 import random
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from rlhf_core.errors import BadConfig
+from rlhf_core.errors import BadConfig, ResumeMismatch
 from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.schemas.algorithms.policy_gradient import PpoSpec
 from rlhf_core.schemas.model import LoraSpec
@@ -27,6 +28,7 @@ from rlhf_core.training.checkpoints.state import (
 )
 from rlhf_core.training.data.examples import Scorer
 from rlhf_core.training.data.loading import DataReport, EncodedPrompts, encode_prompts, load_data
+from rlhf_core.training.data.same_rows import require_same_rows
 from rlhf_core.training.data.tokenizers import load_tokenizer
 from rlhf_core.training.distributed import Ranks, init_process_group, leave_process_group
 from rlhf_core.training.evaluation.evaluator import are_written, load_evaluator, write_reports
@@ -79,9 +81,15 @@ def _train_run(context: WorkerContext, ranks: Ranks, scorer: RewardScorer) -> Ro
     disable_progress_bar()
     _seed_everything(spec.seed, ranks.rank)
     rows, report = load_data(spec, "train")
+    report = dataclasses.replace(report, digest=require_same_rows(ranks, report.source, rows))
     initial = _initial_model(context, ranks, rows)
     checkpoint = _resume_point(context, ranks, initial)
     state = load_trainer_state(checkpoint, ranks) if checkpoint else None
+    if checkpoint and state and state.progress.rows not in ("", report.digest):
+        raise ResumeMismatch(
+            f"the training rows of {report.source} are not those that {checkpoint.root.name} was trained with, so its "
+            "place in their order would be another one. Restore them, or start a new run"
+        )
     step = state.progress.step if state else 0
     context.reporter.beat(Phase.SETUP, step)
 
