@@ -26,6 +26,9 @@ SCRIPTS = Path(rlhf_core.__file__).parent.parent / "migrations"
 _LOCK = 0x726C6866
 """PostgreSQL advisory lock: one migration at a time."""
 
+_LOCK_TIMEOUT_S = 60
+"""Time on PostgreSQL after which a migration gives up waiting for the sessions that use the tables."""
+
 _ALEMBIC = threading.Lock()
 """Alembic keeps the current migration in globals: one at a time in this process."""
 
@@ -137,6 +140,7 @@ def _migrate(url: URL) -> Upgraded:
             database.require_unicode(connection, url)
             if connection.dialect.name == "postgresql":
                 connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
+                connection.execute(text(f"SET LOCAL lock_timeout = '{_LOCK_TIMEOUT_S}s'"))
             before = revision(connection, url)
             if before != SCHEMA_REVISION:
                 _run_scripts(connection, url, before)
