@@ -64,10 +64,12 @@ Each statement runs unchanged on SQLite and PostgreSQL; a test runs them all aga
 
 QUESTIONS: Mapping[str, str] = {
     "Which runs are active, and how far are they?": """
-        SELECT r.run_id, r.state, r.owner, MAX(m.step) AS step, r.total_steps, r.progress_at
-        FROM runs r LEFT JOIN latest_metrics m ON m.run_id = r.run_id
+        SELECT r.run_id, r.state, r.owner,
+               (SELECT m.step FROM latest_metrics m WHERE m.run_id = r.run_id
+                 ORDER BY m.attempt DESC, m.restart DESC, m.step DESC LIMIT 1) AS step,
+               r.total_steps, r.progress_at
+        FROM runs r
         WHERE r.ended_at IS NULL
-        GROUP BY r.run_id, r.state, r.owner, r.total_steps, r.progress_at
         ORDER BY r.progress_at DESC""",
     "How much better did each run make its model?": """
         SELECT a.run_id, a.name, a.metric, b.value AS before, a.value AS after, a.value - b.value AS gain

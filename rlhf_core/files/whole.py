@@ -215,9 +215,14 @@ RESERVE_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class Reserve:
-    """A few blocks held back, so that the end of a run can be recorded on a disk that the run has filled."""
+    """A few blocks held back, so that the end of a run can be recorded on a disk that the run has filled.
+
+    Args:
+        num_files: further files held back, for a file system or a quota that allows no more of them.
+    """
 
     path: Path
+    num_files: int = 0
 
     def hold(self) -> None:
         """Allocate the blocks. If there is no space even now, the first write that does not fit raises an error."""
@@ -227,13 +232,19 @@ class Reserve:
                 file.write(os.urandom(RESERVE_BYTES))
                 file.flush()
                 os.fsync(file.fileno())
+            for further in self._further():
+                further.touch()
         except OSError:
             self.free()
 
     def free(self) -> None:
         """Release the blocks."""
-        with contextlib.suppress(OSError):
-            self.path.unlink(missing_ok=True)
+        for file in (self.path, *self._further()):
+            with contextlib.suppress(OSError):
+                file.unlink(missing_ok=True)
+
+    def _further(self) -> list[Path]:
+        return [self.path.with_name(f".{self.path.name}.{number}") for number in range(self.num_files)]
 
 
 def remove_tree(path: Path) -> None:

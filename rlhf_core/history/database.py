@@ -317,4 +317,10 @@ def _explain(url: URL, error: BaseException) -> str:
         for sign, explanation in _SQLITE_WORDS:
             if sign in message:
                 return f"the history {displayed(url)} {explanation} (SQLite: {message})"
+    elif "lock timeout" in message:
+        return (
+            f"the history {displayed(url)} could not be changed, because other sessions use its tables; nothing was "
+            "changed. Find them with `SELECT pid, usename, application_name, state, query FROM pg_stat_activity "
+            f"WHERE datname = current_database()`, end them, and try again (PostgreSQL: {message})"
+        )
     return f"the history {displayed(url)} refused: {message}"

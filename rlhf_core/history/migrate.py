@@ -1,8 +1,11 @@
 """Migration of the schema. Alembic is imported only if there is something to do."""
 
+import contextlib
+import fcntl
 import os
 import secrets
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +25,9 @@ SCRIPTS = Path(rlhf_core.__file__).parent.parent / "migrations"
 
 _LOCK = 0x726C6866
 """PostgreSQL advisory lock: one migration at a time."""
+
+_LOCK_TIMEOUT_S = 60
+"""Time on PostgreSQL after which a migration gives up waiting for the sessions that use the tables."""
 
 _ALEMBIC = threading.Lock()
 """Alembic keeps the current migration in globals: one at a time in this process."""
@@ -99,10 +105,31 @@ def _create(url: URL, file: Path) -> None:
 
 def _put_in_place(unfinished: Path, file: Path) -> None:
     try:
-        place_once(unfinished, file)
+        with _locked(file.parent):
+            _remove_remains(file)
+            place_once(unfinished, file)
     except FileExistsError:
         return
     bring_to_disk(file.parent)
+
+
+def _remove_remains(file: Path) -> None:
+    """Remove log and index of a file that was removed or moved away without them, as after a kill. SQLite would take
+    them for those of the new file and copy the pages of the old one into it."""
+    if not file.exists():
+        for suffix in ("-wal", "-shm"):
+            file.with_name(f"{file.name}{suffix}").unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let one process at a time put a file in place: the log of a file that another has just put there must stay."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
 
 
 def _migrate(url: URL) -> Upgraded:
@@ -113,6 +140,7 @@ def _migrate(url: URL) -> Upgraded:
             database.require_unicode(connection, url)
             if connection.dialect.name == "postgresql":
                 connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
+                connection.execute(text(f"SET LOCAL lock_timeout = '{_LOCK_TIMEOUT_S}s'"))
             before = revision(connection, url)
             if before != SCHEMA_REVISION:
                 _run_scripts(connection, url, before)

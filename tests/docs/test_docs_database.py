@@ -35,7 +35,9 @@ def filled(store: HistoryStore, runs: Path) -> HistoryStore:
     active.moved(RunState.QUEUED, 102)
     active.planned(1, 102)
     active.moved(RunState.TRAINING, 104)
-    active.metrics(1, 0, 1, 110)
+    for step in (1, 2):
+        active.metrics(1, 0, step, 108 + 2 * step, **{"eval/greedy": 0.5})
+    active.metrics(1, 1, 1, 114)  # a restart from the beginning
     sync(active.dir, store)
     return store
 

@@ -383,3 +383,19 @@ def test_several_controllers_may_make_the_same_new_file(tmp_path: Path) -> None:
     with HistoryStore(url) as store:
         assert store.run_ids() == []
     assert not list((tmp_path / "new").glob(".*")), "what the slower processes made is removed"
+
+
+def test_a_new_file_takes_nothing_from_a_removed_one(tmp_path: Path, runs: Path) -> None:
+    """A process that was killed leaves the log of the file behind, and SQLite would copy it into the new file."""
+    file = tmp_path / "history.db"
+    url = f"sqlite:///{file}"
+    beside = [file.with_name(f"{file.name}{suffix}") for suffix in ("-wal", "-shm")]
+    with HistoryStore(url) as store:
+        synced(whole_run(runs), store)
+        left = {path: path.read_bytes() for path in beside}
+    file.unlink()
+    for path, content in left.items():
+        path.write_bytes(content)
+    with HistoryStore(url) as store, store.reading() as connection:
+        assert store.run_ids() == []
+        assert connection.exec_driver_sql("PRAGMA integrity_check").scalar() == "ok"

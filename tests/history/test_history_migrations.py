@@ -22,7 +22,7 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from history_tools import dump, new_sqlite, postgres, whole_run
 
-from rlhf_core.errors import SchemaOutOfDate
+from rlhf_core.errors import DatabaseUnavailable, SchemaOutOfDate
 from rlhf_core.history import database, migrate
 from rlhf_core.history.renamed import RENAMED
 from rlhf_core.history.store import HistoryStore
@@ -134,6 +134,20 @@ def test_postgresql_is_never_migrated_on_the_way() -> None:
     assert migrate.upgrade(database.parse_url(url)) == ("", SCHEMA_REVISION)
     with HistoryStore(url) as store:
         assert differences(store, metadata) == []
+
+
+def test_a_migration_names_the_sessions_that_it_would_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook that has read and not ended its transaction would block it, and every reader behind it, for good."""
+    url = postgres().empty_database()
+    upgrade(url, "0001")
+    monkeypatch.setattr(migrate, "_LOCK_TIMEOUT_S", 1)
+    reader = sa.create_engine(database.parse_url(url))
+    with reader.connect() as notebook:
+        notebook.exec_driver_sql("SELECT * FROM incidents")
+        with pytest.raises(DatabaseUnavailable, match=r"other sessions use its tables.*pg_stat_activity"):
+            migrate.upgrade(database.parse_url(url))
+    reader.dispose()
+    assert migrate.upgrade(database.parse_url(url)) == ("0001", SCHEMA_REVISION)
 
 
 def test_a_migration_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 import yaml
-from history_tools import T0, postgres, remove_run, whole_run
+from history_tools import T0, RunFiles, at, postgres, remove_run, whole_run
 
 from rlhf_core.history.store import HistoryStore
+from rlhf_core.schemas.attempts import AttemptState, RunState
+from rlhf_core.schemas.failures import Action, FailureKind
+from rlhf_core.schemas.journal import AttemptMoved, IncidentFound
 from rlhf_core.watchdog.ingest import sync
 
 GRAFANA = Path(__file__).parents[2] / "infra" / "grafana"
@@ -165,9 +168,54 @@ def test_the_results_are_correct(grafana: Any, run_id: str) -> None:
     }
     # 55 s, 2 s of them in queues, 20 s in steps that count
     assert ask("overview", "Goodput (ETTR) of all runs") == [(pytest.approx(20 / 53),)]
-    # 5 s to the step that ended at 22, and 10 s to the one at 40, on one node; n2 was blamed for both
+    # 4 s and 12 s without a step, 4 s and 2 s of steps made again, on one node; n2 was blamed for both
     ((node, hours),) = ask("nodes", "Node hours lost")
-    assert (node, float(hours)) == ("n2", pytest.approx(15 / 3600))
+    assert (node, float(hours)) == ("n2", pytest.approx(22 / 3600))
+
+
+def test_incidents_that_the_run_survived_and_those_found_twice(url: str, grafana: Any, tmp_path: Path) -> None:
+    """An engine restarted alone costs no time, and the loss of a node is one failure, whoever has found it."""
+    run = RunFiles(tmp_path, "sort", "cccccc", 200).created()
+    for state in (RunState.PREFLIGHT, RunState.QUEUED):
+        run.moved(state, 201)
+    run.planned(1, 202)
+    run.moved(RunState.TRAINING, 204)
+    for step in (1, 2, 3):
+        run.metrics(1, 0, step, 206 + 2 * step, **{"eval/greedy": 0.5})  # ends at 208, 210, 212
+    run.incident(1, 0, FailureKind.WORKER_KILLED, 209, number=1)
+    run.decision(1, 0, Action.RESTART_WORKERS, 209, number=1)
+    lost = run.incident(1, 0, FailureKind.NODE_LOST, 213, number=2)
+    run.journal(IncidentFound(incident=lost.model_copy(update={"number": 0, "seen_at": at(214)})), 214)
+    run.journal(AttemptMoved(attempt=1, state=AttemptState.FAILED, cause="n2 was lost"), 214)
+    run.planned(2, 215, resumed_from=1)
+    run.metrics(2, 0, 2, 222)  # began at 220: 8 s without a step, and 4 s of steps made again
+
+    def ask(board: str, title: str) -> list[tuple[Any, ...]]:
+        (panel,) = [panel for panel in BOARDS[board]["panels"] if panel["title"] == title]
+        sql = expanded(panel["targets"][0]["rawSql"], values_of(BOARDS[board], run.run_id))
+        return list(grafana.execute(sql).fetchall())
+
+    def counted() -> tuple[dict[str, int], float, int]:
+        failures: dict[str, int] = {}
+        for _, kind, count in ask("overview", "Failures per day"):
+            failures[kind] = failures.get(kind, 0) + count
+        ((_, hours),) = ask("nodes", "Node hours lost")
+        return failures, 3600 * float(hours), sum(count for _, _, count in ask("nodes", "Strikes per day"))
+
+    before, cost_before_s, strikes_before = counted()
+    with HistoryStore(url) as store:
+        sync(run.dir, store)
+        try:
+            after, cost_s, strikes = counted()
+            (active,) = ask("overview", "At work now")
+            incidents = [row[6] for row in ask("overview", "Runs") if row[0] == run.run_id]
+            struck = [row[2] for row in ask("nodes", "Strikes") if row[3] == run.run_id]
+        finally:
+            remove_run(store, run.run_id)  # the other tests expect a single run
+    assert {kind: count - before[kind] for kind, count in after.items()} == {"worker_killed": 1, "node_lost": 1}
+    assert cost_s - cost_before_s == pytest.approx(12)
+    assert (strikes - strikes_before, sorted(struck), incidents) == (2, ["node_lost", "worker_killed"], [2])
+    assert (active[0], active[3]) == (run.run_id, 2)
 
 
 @pytest.mark.parametrize(("after", "state"), [(0.2, "completed, regressed"), (0.74, "completed")])

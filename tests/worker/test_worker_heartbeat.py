@@ -183,6 +183,19 @@ def test_all_files_of_a_dead_agent_are_removed_by_the_agent_of_another_run() -> 
         one.remove()
 
 
+def test_files_of_an_agent_of_version_0_1_stay() -> None:
+    """It does not lock them, and starts workers with them after training: the evaluator, or those of a restart."""
+    old = SlotFile("run-old", 1, "node", 1)
+    old._words[0] = 0x726C68665F763031
+    old.store(0).write_text("")
+    old._words = memoryview(bytearray(8)).cast("q")  # as without a lock
+    newer = SlotFile("run-newer", 1, "node", 1)
+    assert old.path.exists()
+    assert old.store(0).exists()
+    for one in (old, newer):
+        one.remove()
+
+
 def test_left_over_memory_is_reused_by_the_same_run_and_freed_by_another() -> None:
     run = new_run_id("toy")
     for attempt in (1, 2, 3):

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import subprocess
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,6 +20,8 @@ from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.reports import AgentCommand, AttemptOutcome, MetricsLine
 from rlhf_core.worker.agent import leader as leader_module
 from rlhf_core.worker.agent.leader import Leader, RestartBudget
+from rlhf_core.worker.event_log import EventLog
+from rlhf_core.worker.evidence.exit_reports import Failure
 
 KILLED = Diagnosis(FailureKind.WORKER_KILLED, "killed", "f1")
 UNKNOWN = Diagnosis(FailureKind.UNKNOWN, "never seen", "f2")
@@ -167,3 +170,25 @@ def test_the_outcome_of_a_full_disk_is_written_into_the_reserve(
     _fill(tiny_disk)
     assert leader.finish(_outcome()) is reserved
     assert (read_model(RunDir(tiny_disk / "run").attempt(1).outcome, AttemptOutcome) is not None) is reserved
+
+
+@pytest.mark.parametrize("reserved", [True, False])
+def test_incident_and_outcome_are_written_when_no_more_files_are_allowed(
+    tiny_disk: Path, monkeypatch: pytest.MonkeyPatch, reserved: bool
+) -> None:
+    """A file system, or a quota, limits their number too. With the control."""
+    monkeypatch.setattr("rlhf_core.worker.agent.leader.OUTCOME_TIMEOUT_S", 0.1)
+    subprocess.run(["mount", "-o", "remount,nr_inodes=40", str(tiny_disk)], check=True)
+    run_dir = RunDir(tiny_disk / "run")
+    leader = Leader(run_dir, 1)
+    assert leader.claim() == ""
+    restart = run_dir.attempt(1).restart(0)
+    restart.root.mkdir(parents=True)
+    if reserved:
+        leader.reserve.hold()
+    for number in range(os.statvfs(tiny_disk).f_ffree):
+        (tiny_disk / f"filler-{number}").touch()
+    failure = Failure(Diagnosis(FailureKind.DISK_FULL, "the disk is full", "fp"), "checkpoint", 12, None)
+    number = leader.record_incident(EventLog("here", restart), restart, failure)
+    assert leader.finish(_outcome()) is reserved
+    assert restart.incident(number).exists() is reserved

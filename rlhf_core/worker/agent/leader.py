@@ -29,14 +29,18 @@ OUTCOME_TIMEOUT_S = 30.0
 """Time during which a failed write of the outcome is retried, in seconds."""
 
 
+RESERVED_FILES = 7
+"""Files of the reserve besides its blocks: incident, decision, their folder and the outcome take four."""
+
+
 class Leader:
     """Agent 0 of one attempt."""
 
     def __init__(self, run_dir: RunDir, attempt: int) -> None:
         self._run_dir = run_dir
         self._dir: AttemptDir = run_dir.attempt(attempt)
-        self.reserve = Reserve(self._dir.reserve)
-        """Space reserved for the outcome in case the disk fills up."""
+        self.reserve = Reserve(self._dir.reserve, RESERVED_FILES)
+        """Space reserved for the outcome, and the incident before it, in case the disk fills up."""
         self._obeyed: set[int] = set()
         self._num_incidents = 0
 

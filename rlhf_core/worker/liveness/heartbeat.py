@@ -22,6 +22,7 @@ import fcntl
 import mmap
 import os
 import re
+import sys
 import tempfile
 import threading
 import time
@@ -36,6 +37,8 @@ from rlhf_core.machine.shared_names import SHARED_MEMORY, remove_with_names
 from rlhf_core.schemas.reports import Phase
 
 MAGIC = 0x726C68665F763033
+_UNLOCKED = 0x726C68665F763031
+"""Magic of the slot files of version 0.1, whose agents do not lock them."""
 HEADER_WORDS = 8
 SLOT_WORDS = 32
 WORD_BYTES = 8
@@ -191,17 +194,20 @@ def _remove_files_of_dead_agents(folder: Path, run_id: str) -> None:
     left = {path.name.partition(_SUFFIX)[0] for path in folder.glob(f"rlhf-*{_SUFFIX}*")}
     for name in sorted(left):
         slots = folder / f"{name}{_SUFFIX}"
-        if not name.startswith(f"rlhf-{run_id}-") and not _is_locked(slots):
+        if not name.startswith(f"rlhf-{run_id}-") and not _may_be_in_use(slots):
             _remove(slots)
 
 
-def _is_locked(slots: Path) -> bool:
-    """True if the agent of a slot file is alive."""
+def _may_be_in_use(slots: Path) -> bool:
+    """True if the agent of a slot file is alive, or if that is unknown: one of version 0.1 may be at work on the node
+    when the first of this version arrives, and its small file does not matter."""
     try:
         descriptor = os.open(slots, os.O_RDWR)
     except FileNotFoundError:
         return False
     try:
+        if os.pread(descriptor, WORD_BYTES, _MAGIC_AT) == _UNLOCKED.to_bytes(WORD_BYTES, sys.byteorder):
+            return True
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return False
     except BlockingIOError:
