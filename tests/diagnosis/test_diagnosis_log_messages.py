@@ -1,0 +1,72 @@
+"""Messages of libraries, of containers and of Slurm that were read as another kind, or as no failure at all. The
+excerpts are our own, after messages in public issues of these libraries.
+"""
+
+import pytest
+
+from rlhf_core.diagnosis.classify import read_log
+from rlhf_core.schemas.failures import FailureKind as Kind
+
+SITE = "/opt/conda/lib/python3.11/site-packages"
+
+
+def trace(*frames: tuple[str, str], error: str) -> str:
+    """A traceback as Python prints it; frames are path and function."""
+    lines = ["Traceback (most recent call last):"]
+    for path, function in frames:
+        lines += [f'  File "{path}", line 7, in {function}', "    x()"]
+    return "\n".join([*lines, error, ""])
+
+
+def kind_of(log: str) -> Kind | None:
+    found = read_log(log)
+    return found.kind if found is not None else None
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        ("RuntimeError: can't start new thread", Kind.UNKNOWN),
+        ("OpenBLAS blas_thread_init: pthread_create failed for thread 7 of 64", Kind.UNKNOWN),
+        ("Unable to determine the device handle for GPU0000:4E:00.0: Unknown Error", Kind.GPU_HARDWARE),
+        ("nvidia-container-cli: initialization error: nvml error: driver not loaded", Kind.GPU_HARDWARE),
+        ("Message: The node was low on resource: memory.", Kind.HOST_OOM),
+        ("The node was low on resource: ephemeral-storage.", Kind.DISK_FULL),
+        ("n1:7:9 [0] misc/ibvwrap.cc:190 NCCL WARN Call to ibv_reg_mr failed: Cannot allocate memory", Kind.NETWORK),
+    ],
+)
+def test_a_message_is_known_by_what_it_says_is_wrong(line: str, kind: Kind) -> None:
+    assert kind_of(line) is kind
+
+
+@pytest.mark.parametrize(
+    ("frames", "error", "kind"),
+    [
+        # A file that could not be written says nothing about the checkpoints that were.
+        (
+            ((f"{SITE}/safetensors/torch.py", "save_file"),),
+            "safetensors_rust.SafetensorError: Error while serializing: IoError(Os { code: 5, kind: Uncategorized })",
+            Kind.FILE_SYSTEM,
+        ),
+        (
+            ((f"{SITE}/ray/_private/worker.py", "put_object"),),
+            "ray.exceptions.ObjectStoreFullError: Failed to put object 7 in object store",
+            Kind.HOST_OOM,
+        ),
+    ],
+)
+def test_a_traceback_is_known_by_where_its_error_was_raised(
+    frames: tuple[tuple[str, str], ...], error: str, kind: Kind
+) -> None:
+    assert kind_of(trace(*frames, error=error)) is kind
+
+
+@pytest.mark.parametrize("line", ["OSError: [Errno 12] Cannot allocate memory", "fork: Cannot allocate memory"])
+def test_memory_that_a_process_lacks_is_still_that_of_the_host(line: str) -> None:
+    assert kind_of(line) is Kind.HOST_OOM
+
+
+def test_the_limit_of_threads_is_quoted_rather_than_what_it_did_to_other_ranks() -> None:
+    closed = "[rank1]: ncclRemoteError: A call failed possibly due to a network error\n"
+    assert kind_of(closed + "RuntimeError: can't start new thread\n") is Kind.UNKNOWN
+    assert kind_of(closed) is Kind.NETWORK
