@@ -33,6 +33,7 @@ def kind_of(log: str) -> Kind | None:
         ("Message: The node was low on resource: memory.", Kind.HOST_OOM),
         ("The node was low on resource: ephemeral-storage.", Kind.DISK_FULL),
         ("n1:7:9 [0] misc/ibvwrap.cc:190 NCCL WARN Call to ibv_reg_mr failed: Cannot allocate memory", Kind.NETWORK),
+        ("RuntimeError: Failed to update weights: 7 of 8 engines answered", Kind.ENGINE),
     ],
 )
 def test_a_message_is_known_by_what_it_says_is_wrong(line: str, kind: Kind) -> None:
@@ -48,6 +49,27 @@ def test_a_message_is_known_by_what_it_says_is_wrong(line: str, kind: Kind) -> N
             "safetensors_rust.SafetensorError: Error while serializing: IoError(Os { code: 5, kind: Uncategorized })",
             Kind.FILE_SYSTEM,
         ),
+        # Only the process that fetched samples ended; the samples may be fine.
+        (
+            ((f"{SITE}/torch/utils/data/dataloader.py", "_try_get_data"),),
+            "RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly",
+            Kind.UNKNOWN,
+        ),
+        (
+            (("proj/rewards/maths.py", "score"),),
+            "TypeError: score() got an unexpected keyword argument 'trainer_state'",
+            Kind.REWARD_FUNCTION,
+        ),
+        (
+            ((f"{SITE}/requests/adapters.py", "send"), (f"{SITE}/trl/extras/vllm_client.py", "reset_prefix_cache")),
+            "requests.exceptions.ReadTimeout: the read operation timed out",
+            Kind.ENGINE,
+        ),
+        (
+            ((f"{SITE}/trl/extras/vllm_client.py", "generate"),),
+            "Exception: Request failed: 500",
+            Kind.ENGINE,
+        ),
         (
             ((f"{SITE}/ray/_private/worker.py", "put_object"),),
             "ray.exceptions.ObjectStoreFullError: Failed to put object 7 in object store",
@@ -59,6 +81,11 @@ def test_a_traceback_is_known_by_where_its_error_was_raised(
     frames: tuple[tuple[str, str], ...], error: str, kind: Kind
 ) -> None:
     assert kind_of(trace(*frames, error=error)) is kind
+
+
+def test_an_error_in_samples_that_a_worker_fetched_is_still_one_of_the_data() -> None:
+    frames = ((f"{SITE}/torch/utils/data/dataloader.py", "__next__"), ("proj/data/my_dataset.py", "__getitem__"))
+    assert kind_of(trace(*frames, error="RuntimeError: 7")) is Kind.DATA
 
 
 @pytest.mark.parametrize("line", ["OSError: [Errno 12] Cannot allocate memory", "fork: Cannot allocate memory"])

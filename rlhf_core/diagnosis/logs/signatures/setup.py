@@ -28,6 +28,7 @@ ENGINES: tuple[Signature, ...] = (
         r"[Ee]ngine (?:process|loop) (?:failed|died|crashed|is dead)",
         r"Background loop (?:has errored|is not running)|VllmWorker\w{0,20} (?:rank=\d+ )?pid[ =]\d+ died",
         r"WorkerProc (?:hit an exception|initialization failed)|RPC call to \w+ timed out|sample_tokens timed out",
+        r"Failed to update (?:parameter|weights)|[Ww]eights? (?:update|sync(?:hronization)?|transfer)s? failed",
         r"Error in memory profiling\. Initial free memory|vLLM server can't be reached at",
         r"Server error '5\d\d .{0,200}(?:generate|completions|/v1/|weights|communicator)",
         r"(?i:(?:vllm|sglang|rollout|inference|generation|lmdeploy) (?:server|engine|worker)s? .{0,60}"

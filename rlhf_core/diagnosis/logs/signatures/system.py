@@ -419,7 +419,7 @@ ENDS: tuple[Signature, ...] = (
         r"DUE TO TASK FAILURE|return code = -?[1-9]|returned non-zero exit status|Fatal Python error|^terminate called",
         r"Signal \d+ \(SIG(?:SEGV|ABRT|BUS|FPE|ILL)\)|died with <Signals|[Ww]orker died or was killed",
         r"FAILED \(non-zero exit code|[Ss]ee (?:the )?stack ?trace.{0,40}root cause|Failed core proc",
-        r"died unexpectedly|unexpectedly exits|exits? unexpectedly|The actor (?:is|died)",
+        r"died unexpectedly|unexpectedly exits|exit(?:s|ed)? unexpectedly|The actor (?:is|died)",
         r"(?:CUDA|HIP|NPU|ROCm|XLA|cuBLAS|cuDNN) error: ",
         r"Abort\(\d+\)|MPI_ABORT|PMIX ERROR|mpi(?:run|exec) noticed that process rank",
         r"SIGSEGV|SIGABRT|SIGBUS|double free or corruption|stack smashing|corrupted size vs",
