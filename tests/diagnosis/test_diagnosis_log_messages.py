@@ -33,6 +33,11 @@ def kind_of(log: str) -> Kind | None:
         ("Message: The node was low on resource: memory.", Kind.HOST_OOM),
         ("The node was low on resource: ephemeral-storage.", Kind.DISK_FULL),
         ("n1:7:9 [0] misc/ibvwrap.cc:190 NCCL WARN Call to ibv_reg_mr failed: Cannot allocate memory", Kind.NETWORK),
+        ("slurmstepd: error: pyxis: failed to import docker image", Kind.UNKNOWN),
+        ("srun: fatal: Can not execute train.sh", Kind.UNKNOWN),
+        ("docker: Error response from daemon: OCI runtime create failed: exit status 1", Kind.UNKNOWN),
+        ("srun: error: Invalid --distribution specification", Kind.CONFIG),
+        ("sbatch: fatal: --mem and --mem-per-cpu are mutually exclusive.", Kind.CONFIG),
         ("RuntimeError: Failed to update weights: 7 of 8 engines answered", Kind.ENGINE),
     ],
 )
@@ -91,6 +96,15 @@ def test_an_error_in_samples_that_a_worker_fetched_is_still_one_of_the_data() ->
 @pytest.mark.parametrize("line", ["OSError: [Errno 12] Cannot allocate memory", "fork: Cannot allocate memory"])
 def test_memory_that_a_process_lacks_is_still_that_of_the_host(line: str) -> None:
     assert kind_of(line) is Kind.HOST_OOM
+
+
+def test_an_error_of_slurm_about_an_option_is_no_other_start_of_the_command() -> None:
+    """Only those of argparse are: a file may hold several starts."""
+    slurm = "srun: error: Invalid --gpu-bind specification: 7\n"
+    other = "train.py: error: unrecognized arguments: --x\n"
+    error = trace(("train.py", "main"), error="KeyboardInterrupt")
+    assert kind_of(slurm + error) is Kind.CONFIG
+    assert kind_of(other + error) is Kind.USER_CANCEL
 
 
 def test_the_limit_of_threads_is_quoted_rather_than_what_it_did_to_other_ranks() -> None:

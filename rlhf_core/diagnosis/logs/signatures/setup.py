@@ -247,6 +247,8 @@ SETTINGS: tuple[Signature, ...] = (
         r"(?:job submission failed|Unable to allocate resources): (?:Invalid|Requested|.{0,100} limit)",
         r"Batch job submission failed",
         r"Unable to create step for job \d+: (?:More|Requested|Invalid|Memory required)",
+        r"^(?:srun|sbatch|salloc): (?:fatal|error): .{0,200}"
+        r"(?:mutually exclusive|[Ii]nvalid .{0,60}(?:option|specification))",
         r"pyxis: .{0,80}\[ERROR\] (?:mount: .{0,200}does not exist|.{0,400}returned error code: 40[134])",
         r"could not open image \S|error: Batch script contains DOS|Hostfile is not formatted correctly",
         r"Error: No slot '\S+' specified on host",

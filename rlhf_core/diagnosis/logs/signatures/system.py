@@ -403,6 +403,14 @@ ENDS: tuple[Signature, ...] = (
     row(
         Kind.UNKNOWN,
         CASCADE,
+        "slurmstepd: error: pyxis: failed to import docker image",
+        r"pyxis: (?:failed to|couldn't|container start failed)|\bOCI runtime \w+ failed|Error response from daemon: ",
+        r"container creation failed|root filesystem extraction failed",
+        r"^(?:srun|sbatch|salloc): fatal: ",
+    ),
+    row(
+        Kind.UNKNOWN,
+        CASCADE,
         "srun: error: n3: task 1: Exited with exit code 1",
         rf"error: {_NODE}: tasks? [\d,-]+: Exited with exit code [1-9]",
         rf"error: {_NODE}: tasks? [\d,-]+: (?:Killed|Bus error|Segmentation fault|Aborted|Illegal instruction)",
