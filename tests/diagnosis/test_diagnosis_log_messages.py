@@ -38,6 +38,17 @@ def kind_of(log: str) -> Kind | None:
         ("docker: Error response from daemon: OCI runtime create failed: exit status 1", Kind.UNKNOWN),
         ("srun: error: Invalid --distribution specification", Kind.CONFIG),
         ("sbatch: fatal: --mem and --mem-per-cpu are mutually exclusive.", Kind.CONFIG),
+        ("Could not append to config. An item is already at 'trainer.logger'.", Kind.CONFIG),
+        ("ValueError: You must specify exactly one of input_ids or inputs_embeds", Kind.CONFIG),
+        ("ValueError: You can't train a model that has been loaded in 8-bit precision with FSDP", Kind.CONFIG),
+        ("Exception: data did not match any variant of untagged enum ModelWrapper at line 9", Kind.IMPORT_ERROR),
+        ("AttributeError: 'SFTArguments' object has no attribute 'packing'", Kind.IMPORT_ERROR),
+        ("/usr/bin/ld: cannot find -lcuda: No such file or directory", Kind.IMPORT_ERROR),
+        ("main.c:4:10: fatal error: Python.h: No such file or directory", Kind.IMPORT_ERROR),
+        (
+            "subprocess.CalledProcessError: Command '['/usr/bin/gcc', 'main.c', '-O3']' had non-zero exit status 1.",
+            Kind.IMPORT_ERROR,
+        ),
         ("RuntimeError: Failed to update weights: 7 of 8 engines answered", Kind.ENGINE),
     ],
 )
