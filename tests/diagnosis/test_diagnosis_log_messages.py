@@ -109,6 +109,16 @@ def test_memory_that_a_process_lacks_is_still_that_of_the_host(line: str) -> Non
     assert kind_of(line) is Kind.HOST_OOM
 
 
+def test_the_error_of_nccl_is_quoted_rather_than_what_torch_says_after_it() -> None:
+    error = "[rank4]: ncclRemoteError: A call failed possibly due to a network error"
+    after = "[rank4]: [E ProcessGroupNCCL.cpp:1182] [Rank 4] Some NCCL operations have failed or timed out."
+    for log in (f"{error}\n{after}\n", f"{after}\n{error}\n"):
+        found = read_log(log)
+        assert found is not None
+        assert "ncclRemoteError" in found.message
+    assert kind_of(after) is Kind.NETWORK
+
+
 def test_an_error_of_slurm_about_an_option_is_no_other_start_of_the_command() -> None:
     """Only those of argparse are: a file may hold several starts."""
     slurm = "srun: error: Invalid --gpu-bind specification: 7\n"
@@ -122,3 +132,10 @@ def test_the_limit_of_threads_is_quoted_rather_than_what_it_did_to_other_ranks()
     closed = "[rank1]: ncclRemoteError: A call failed possibly due to a network error\n"
     assert kind_of(closed + "RuntimeError: can't start new thread\n") is Kind.UNKNOWN
     assert kind_of(closed) is Kind.NETWORK
+
+
+def test_steps_of_mmengine_show_that_an_error_was_survived() -> None:
+    step = "07/08 10:00:0{0} - mmengine - INFO - Epoch(train) [1][{0}/100] lr: 1e-05 loss: 0.{0}\n"
+    error = trace(("proj/hooks.py", "upload"), error="ConnectionResetError: [Errno 104] Connection reset by peer")
+    assert kind_of(error + "".join(step.format(i) for i in range(3))) is None
+    assert kind_of(error) is Kind.NETWORK

@@ -392,7 +392,7 @@ NETWORK: tuple[Signature, ...] = (
         CASCADE,
         "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
         r"ncclRemoteError|ncclInternalError|NCCL communicator was aborted",
-        r"Some NCCL operations have failed|remote process exited or there was a network error",
+        r"remote process exited or there was a network error",
         r"Application timeout caused pair closure",
         r"NCCL error",
     ),
@@ -400,6 +400,12 @@ NETWORK: tuple[Signature, ...] = (
 """A symptom if a device reports it, otherwise usually a consequence of a dead rank."""
 
 ENDS: tuple[Signature, ...] = (
+    row(
+        Kind.NETWORK,
+        CASCADE,
+        "[Rank 4] Some NCCL operations have failed or timed out. Due to the asynchronous nature of CUDA kernels",
+        r"Some NCCL operations have failed",
+    ),
     row(
         Kind.UNKNOWN,
         CASCADE,
