@@ -126,9 +126,10 @@ for kinds of evidence rather than for known lines ([decision
    scheduler. The rows of a table of completions, as TRL prints it, are skipped.
 2. **Errors.** The lines of a traceback are joined per process, with its frames. An error is classified by its message,
    if that names a cause; otherwise by its class, its error number, or its location in the code, in this order. An error
-   of a service outside the job (a hub, a tracker) is `unknown`, unless its status is a permanent refusal. A class that
-   only wraps another error is ignored if that error was printed too. Rich's boxes and the frames of IPython and pytest
-   are understood.
+   of a service outside the job (a hub, a tracker) is `unknown`, unless its status is a permanent refusal; it is the
+   engine's if a trainer's client of an engine made the request. A `TypeError` in a reward function is that function's,
+   not one of versions. A class that only wraps another error is ignored if that error was printed too. Rich's boxes and
+   the frames of IPython and pytest are understood.
 3. **Phrases.** All other lines are matched against the tables of phrases.
 4. **Parts.** Each piece of evidence is either the root of a failure, a symptom of a failure elsewhere, or a cascade,
    such as a broken connection to a rank that died, or an engine that is gone. Roots take precedence over symptoms, and

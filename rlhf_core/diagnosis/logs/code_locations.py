@@ -24,6 +24,8 @@ ENGINES = frozenset({"vllm", "sglang", "lmdeploy", "tensorrt_llm", "vllm_ascend"
 """Packages that generate text in a separate process."""
 ENGINE_PROCESSES = re.compile(r"EngineCore|[Vv]llm|vLLM|SGLang|sglang|Worker_[DTP]P\d")
 """Labels of processes of an engine."""
+ENGINE_CLIENTS = re.compile(r"/\w*(?:vllm|sglang|lmdeploy)\w*_(?:client|server|engine)\w*\.py$")
+"""Modules of trainers that send requests to an engine of the job."""
 SERVICES = frozenset((
     "wandb", "swanlab", "mlflow", "comet_ml", "neptune", "clearml", "openai", "anthropic", "huggingface_hub",
     "modelscope", "urllib3", "requests", "httpx", "httpcore", "aiohttp", "botocore", "boto3", "s3transfer", "gcsfs",
@@ -136,7 +138,7 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     CodeLocation(
         Kind.DATA,
         'File "finetune/data_utils.py", line 7, in build',
-        path=r"(?:tokenization_\w+|collator\w*|data_utils|\w*dataset\w*|preprocess\w*|template\w*|data_loader|dataloader)\.py$"
+        path=r"(?:tokenization_\w+|collator\w*|data_utils|\w*dataset\w*|preprocess\w*|template\w*|data_loader|(?<!torch/utils/data/)dataloader)\.py$"
         r"|/(?:templates?|datasets?|tokenizers?|preprocess\w*)/\w+\.py$",
         function=r"^(?!__init__$|main$)",
         errors=_LOOKUPS + "|AssertionError|RuntimeError",
@@ -191,6 +193,13 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
         'File "site-packages/vllm/v1/engine/core.py", line 872, in run_engine_core',
         path=r"/(?:vllm|sglang|lmdeploy|tensorrt_llm)/",
         errors="(?!FileNotFound|Permission|KeyboardInterrupt).*",
+        reach=3,
+    ),
+    CodeLocation(
+        Kind.ENGINE,
+        'File "site-packages/trl/extras/vllm_client.py", line 233, in init_communicator',
+        path=ENGINE_CLIENTS.pattern,
+        errors="Exception|KeyError|RuntimeError",
         reach=3,
     ),
 )

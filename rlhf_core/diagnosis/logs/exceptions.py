@@ -61,7 +61,7 @@ CLASSES: dict[str, Meaning] = {
     **_all(
         Kind.HOST_OOM,
         EvidencePart.ROOT,
-        "MemoryError _ArrayMemoryError ArrayMemoryError ray.exceptions.OutOfMemoryError",
+        "MemoryError _ArrayMemoryError ArrayMemoryError ray.exceptions.OutOfMemoryError ObjectStoreFullError",
     ),
     **_all(Kind.CUDA_OOM, EvidencePart.ROOT, "OutOfMemoryError CudaOutOfMemoryError OutOfMemoryException"),
     # Files.

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 
 _STEP = re.compile(
-    r"(?i)\b(global_?step|step|iter(ation)?|epoch)s?\b\W{0,12}\[?\d+.*\b(\w+_)?(loss|rewards?)\b|"
+    r"(?i)\b(global_?step|step|iter(ation)?|epoch)s?\b(\(train\))?\W{0,12}\[?\d+.*\b(\w+_)?(loss|rewards?)\b|"
     r"\bsteps?=\d+, skipped=\d+, lr=|\bstep:\d+ - \w+/\w+|"
     r"^\W{0,3}'?loss'?: |^\[ *\d+, +\d+\] loss"
 )

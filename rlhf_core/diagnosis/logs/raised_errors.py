@@ -103,7 +103,8 @@ def _decide(raised: Raised, by_phrase: FailureEvent | None, tables: Tables) -> F
     if (
         place is not None
         and place.kind is Kind.REWARD_FUNCTION
-        and (by_phrase is None or by_phrase.kind in _OF_THE_CODE)
+        # A call that does not fit the function is the function's fault here, not that of a library's version.
+        and (by_phrase is None or by_phrase.kind in _OF_THE_CODE or raised.error == "TypeError")
     ):
         return FailureEvent(place.kind, EvidencePart.SYMPTOM, "", 0, place.example)
     known = by_phrase or _of_class(raised, tables)
@@ -111,6 +112,8 @@ def _decide(raised: Raised, by_phrase: FailureEvent | None, tables: Tables) -> F
         refused = exceptions.of_status(raised.message)
         if refused is not None:
             return FailureEvent(refused[1].kind, refused[1].part, "", 0, refused[0])
+        if any(code_locations.ENGINE_CLIENTS.search(frame.path) is not None for frame in raised.frames):
+            return FailureEvent(Kind.ENGINE, EvidencePart.CASCADE, "", 0, "a request to an engine of the job")
         return FailureEvent(Kind.UNKNOWN, EvidencePart.SYMPTOM, "", 0, "a service outside the job")
     if known is not None and known.kind is Kind.CONFIG and known.part is EvidencePart.SYMPTOM:
         return _of_files(raised, known)

@@ -27,8 +27,9 @@ HEAD, TAIL = 1_000_000, 4_000_000
 """Characters read from the start and end of a long log, to limit the time."""
 _BY_REQUEUE = "DUE TO JOB REQUEUE"
 """Part of Slurm's message about a requeued job, which is not a failure if the job requeued itself."""
-_STARTS_OVER = ": error: "
-"""Part of a command's message about wrong arguments; the rest of the file belongs to another start."""
+_STARTS_OVER = re.compile(r"(?<!run)(?<!batch)(?<!alloc)(?<!stepd): error: ")
+"""Part of a command's message about wrong arguments; the rest of the file belongs to another start. Slurm's programs
+print all their errors so."""
 _OF_THE_START = frozenset({Kind.RENDEZVOUS})
 """Kinds that prevent every step: the first step proves that they were survived."""
 _OF_THE_MACHINE = frozenset({Kind.DISK_FULL, Kind.HOST_OOM, Kind.CUDA_OOM, Kind.GPU_HARDWARE, Kind.ILLEGAL_ACCESS})
@@ -66,7 +67,9 @@ def find_error(error_type: str, message: str, traceback: str, tables: Tables = T
 def decide(found: Sequence[FailureEvent]) -> FailureEvent | None:
     """Choose the deciding event: roots before symptoms before cascades, then the first."""
     relevant = [event for event in found if event.part is not EvidencePart.TEARDOWN]
-    of_this_start = [event for event in relevant if event.kind is not Kind.CONFIG or _STARTS_OVER not in event.line]
+    of_this_start = [
+        event for event in relevant if event.kind is not Kind.CONFIG or _STARTS_OVER.search(event.line) is None
+    ]
     if any(event.part is not EvidencePart.CASCADE for event in of_this_start):
         relevant = of_this_start
     relevant = _around_cancellation(relevant)

@@ -28,6 +28,7 @@ ENGINES: tuple[Signature, ...] = (
         r"[Ee]ngine (?:process|loop) (?:failed|died|crashed|is dead)",
         r"Background loop (?:has errored|is not running)|VllmWorker\w{0,20} (?:rank=\d+ )?pid[ =]\d+ died",
         r"WorkerProc (?:hit an exception|initialization failed)|RPC call to \w+ timed out|sample_tokens timed out",
+        r"Failed to update (?:parameter|weights)|[Ww]eights? (?:update|sync(?:hronization)?|transfer)s? failed",
         r"Error in memory profiling\. Initial free memory|vLLM server can't be reached at",
         r"Server error '5\d\d .{0,200}(?:generate|completions|/v1/|weights|communicator)",
         r"(?i:(?:vllm|sglang|rollout|inference|generation|lmdeploy) (?:server|engine|worker)s? .{0,60}"
@@ -101,10 +102,11 @@ PACKAGES: tuple[Signature, ...] = (
         ROOT,
         "AttributeError: module 'torch.library' has no attribute 'register_fake'",
         r"(?:partially initialized )?module '[^']{1,100}' has no attribute",
-        r"'\w+(?:Config|Model|ForCausalLM|ForConditionalGeneration|Tokenizer(?:Fast)?|Processor|Trainer|Cache|LLM|Engine)'"
+        r"'\w+(?:Config|Model|ForCausalLM|ForConditionalGeneration|Tokenizer(?:Fast)?|Processor|Trainer|Cache|LLM|Engine|Arguments)'"
         r" object has no attribute",
         r"does not exist or is not currently imported|Version mismatch: The cluster was started with",
         r"type object '\w+' has no attribute|does not recognize this architecture|Tried to instantiate class '_\w+",
+        r"did not match any variant of untagged enum \w+Wrapper",
         r"[Mm]odel architectures? \[.{1,100}\] (?:are|is) not supported|'_OpNamespace' '\w+' object has no attribute",
     ),
     row(
@@ -130,7 +132,9 @@ PACKAGES: tuple[Signature, ...] = (
         r"CUDA_HOME (?:does not exist|environment variable is not set)|Error building extension",
         r"Failed to find C compiler|Ninja is required|Unable to JIT load the",
         r"No such file or directory: '(?:ninja|nvcc|gcc|g\+\+|cc|c\+\+|cmake|git|hipcc)\'|ninja: build stopped",
-        r"nvcc fatal",
+        r"nvcc fatal|\bld: cannot find -l|fatal error: \S+\.h(?:pp)?: No such file",
+        r"Command '\['(?:[\w./-]*/)?(?:gcc|g\+\+|cc|c\+\+|clang(?:\+\+)?|nvcc|hipcc|ninja)'"
+        r".{0,3000}non-zero exit status",
         r"(?i:(?:is|are) (?:required|not installed)\b.{0,200}\bpip install)|ptxas (?:fatal|exited|error)",
         r"PassManager::run failed",
         r"requires? .{0,200}\b(?:to be|is not) installed|\b(?<!-)(?!(?:git|conda|mamba): )[\w.]+: command not found$",
@@ -191,7 +195,8 @@ _WRONG = "|".join(
         r"(?:must|should|has to|needs to) be (?:larger|at least|positive|a multiple|either|between|the same as|evenly)",
         r"not equal to|can only be (?:used|set|specified|enabled)",
         r"can ?not be (?:both|used|combined|set|specified|enabled|greater|None)|mutually exclusive",
-        r"is not a valid|not a valid|cannot use|can't use",
+        r"is not a valid|not a valid|(?:cannot|can't) (?:use|train\b|perform fine-tuning)",
+        r"(?:must|should|has to|needs to|have to|need to) (?:specify|provide|define|choose|supply)\b",
         r"invalid (?:value|choice|option|argument|config|combination|\w+ (?:name|type))",
         r"unknown (?:keys?|model|optimizer|scheduler|option|argument|config|\w+ type)",
         r"unrecognized (?:model|configuration|argument|keys?)|could not find|couldn't find|mismatch",
@@ -220,7 +225,7 @@ SETTINGS: tuple[Signature, ...] = (
         "  Extra inputs are not permitted [type=extra_forbidden, input_value=[2, 3], input_type=list]",
         r"\d+ validation errors? for|\[type=(?:extra_forbidden|missing|\w+_parsing|literal_error|value_error)",
         r"extra fields not permitted|Key '\S+' is not in struct|Could not override '|MissingMandatoryValue",
-        r"Missing mandatory value",
+        r"Missing mandatory value|Could not (?:append to|delete from) config",
         r"Error parsing override|Error merging override|Could not find '[^']{1,100}'\s*$",
         r"In '[^']{1,80}': Could not find",
     ),
@@ -246,6 +251,8 @@ SETTINGS: tuple[Signature, ...] = (
         r"(?:job submission failed|Unable to allocate resources): (?:Invalid|Requested|.{0,100} limit)",
         r"Batch job submission failed",
         r"Unable to create step for job \d+: (?:More|Requested|Invalid|Memory required)",
+        r"^(?:srun|sbatch|salloc): (?:fatal|error): .{0,200}"
+        r"(?:mutually exclusive|[Ii]nvalid .{0,60}(?:option|specification))",
         r"pyxis: .{0,80}\[ERROR\] (?:mount: .{0,200}does not exist|.{0,400}returned error code: 40[134])",
         r"could not open image \S|error: Batch script contains DOS|Hostfile is not formatted correctly",
         r"Error: No slot '\S+' specified on host",

@@ -126,7 +126,8 @@ NOISE: tuple[Signature, ...] = (
         "Could not load dynamic library 'libcudart.so.11.0'; dlerror: cannot open shared object file",
         r"Could not load dynamic library|cudart_stub|NUMA node read from SysFS",
         r"Unable to register \w+ factory|Failed to (?:open|load) libibverbs|No plugin found \(libnccl",
-        r"misc/ibvwrap\.cc|ras/client_support\.cc|Token indices sequence length is longer",
+        r"misc/ibvwrap\.cc(?!.{0,60}ibv_(?:reg|create|modify|alloc)_)|ras/client_support\.cc",
+        r"Token indices sequence length is longer",
         r"Failed to import from \S+ with",
         # Drivers and libraries that a container or a node lacks and the program can do without.
         r"^libibverbs: Warning: |from LD_PRELOAD cannot be preloaded|component_repository_open: unable to open",
@@ -169,6 +170,7 @@ MACHINE: tuple[Signature, ...] = (
         ROOT,
         "Task was killed due to the node running low on memory.",
         r"killed due to (?:the node|memory pressure)|running low on memory|exceeds the memory usage threshold",
+        r"was low on resource: memory",
         r"ray\.exceptions\.OutOfMemoryError",
     ),
     row(
@@ -184,9 +186,19 @@ MACHINE: tuple[Signature, ...] = (
         Kind.HOST_OOM,
         ROOT,
         "Unable to allocate 23.8 GiB for an array with shape (3200000000,)",
-        r"std::bad_alloc|\bCannot allocate memory\b|Unable to allocate [\d.]+ \w?i?B for an array",
+        # A device that cannot register memory lacks the limit of locked memory, not memory.
+        r"std::bad_alloc|^(?!.{0,300}\bibv_).{0,900}\bCannot allocate memory\b",
+        r"Unable to allocate [\d.]+ \w?i?B for an array",
         r"DefaultCPUAllocator: (?:can't allocate|not enough) memory|CPU out of memory",
         r"(?:cudaHostAlloc|cudaHostRegister|pin(?:ned)?_memory).{0,60}out of memory",
+    ),
+    # Limits of threads and processes: no memory is missing, and no file system is at fault.
+    row(
+        Kind.UNKNOWN,
+        SYMPTOM,
+        "RuntimeError: can't start new thread",
+        r"can't start new thread|pthread_create failed|[Tt]hread creation failed",
+        r"\b(?:thread|fork): Resource temporarily unavailable",
     ),
     # Memory of the GPU.
     row(
@@ -257,7 +269,8 @@ MACHINE: tuple[Signature, ...] = (
         "RuntimeError: No CUDA GPUs are available",
         r"No (?:CUDA|HIP) GPUs are available|No devices were found|Found no NVIDIA driver",
         r"CUDA unknown error - |no (?:CUDA|ROCm)-capable device",
-        r"Failed to initialize NVML|NVML Shared Library Not Found",
+        r"Failed to initialize NVML|NVML Shared Library Not Found|Unable to determine the device handle",
+        r"[Dd]river/library version mismatch|NVRM: API mismatch|nvidia-container-cli: initialization error",
         r"CUDA driver initialization failed|cudaGetDeviceCount\(\).{0,150}Error (?:3|803|999):",
     ),
     # Failed kernels. A symptom, because broken hardware causes them too and is reported in another line.
@@ -294,7 +307,7 @@ MACHINE: tuple[Signature, ...] = (
         "OSError: [Errno 28] No space left on device: 'step_100'",
         r"[Nn]o space left|[Qq]uota exceeded|exceeded .{0,20}quota\b|[Nn]ot enough (?:free )?(?:disk )?space",
         r"\bENOSPC\b|\bEDQUOT\b|StorageFull|(?i:disk (?:is )?(?:full|at 100%))",
-        r"(?i:out of disk space|no free inodes|inode exhaustion)",
+        r"(?i:out of disk space|no free inodes|inode exhaustion)|was low on resource: ephemeral-storage",
     ),
     row(
         Kind.DISK_FULL,
@@ -310,6 +323,7 @@ MACHINE: tuple[Signature, ...] = (
         "OSError: [Errno 116] Stale file handle: 'cache.arrow'",
         r"[Ss]tale (?:NFS )?file handle|[Rr]ead-only file ?system|\bEROFS\b|\bESTALE\b",
         r"[Tt]ransport endpoint|Input/output error|Remote I/O error|Bad message|Structure needs cleaning",
+        r"Error while serializing: I/?[Oo] ?[Ee]rror",
         r"Too many open files|No locks available|Resource temporarily unavailable: '|Directory not empty",
     ),
     row(
@@ -378,7 +392,7 @@ NETWORK: tuple[Signature, ...] = (
         CASCADE,
         "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
         r"ncclRemoteError|ncclInternalError|NCCL communicator was aborted",
-        r"Some NCCL operations have failed|remote process exited or there was a network error",
+        r"remote process exited or there was a network error",
         r"Application timeout caused pair closure",
         r"NCCL error",
     ),
@@ -386,6 +400,20 @@ NETWORK: tuple[Signature, ...] = (
 """A symptom if a device reports it, otherwise usually a consequence of a dead rank."""
 
 ENDS: tuple[Signature, ...] = (
+    row(
+        Kind.NETWORK,
+        CASCADE,
+        "[Rank 4] Some NCCL operations have failed or timed out. Due to the asynchronous nature of CUDA kernels",
+        r"Some NCCL operations have failed",
+    ),
+    row(
+        Kind.UNKNOWN,
+        CASCADE,
+        "slurmstepd: error: pyxis: failed to import docker image",
+        r"pyxis: (?:failed to|couldn't|container start failed)|\bOCI runtime \w+ failed|Error response from daemon: ",
+        r"container creation failed|root filesystem extraction failed",
+        r"^(?:srun|sbatch|salloc): fatal: ",
+    ),
     row(
         Kind.UNKNOWN,
         CASCADE,
@@ -405,7 +433,7 @@ ENDS: tuple[Signature, ...] = (
         r"DUE TO TASK FAILURE|return code = -?[1-9]|returned non-zero exit status|Fatal Python error|^terminate called",
         r"Signal \d+ \(SIG(?:SEGV|ABRT|BUS|FPE|ILL)\)|died with <Signals|[Ww]orker died or was killed",
         r"FAILED \(non-zero exit code|[Ss]ee (?:the )?stack ?trace.{0,40}root cause|Failed core proc",
-        r"died unexpectedly|unexpectedly exits|exits? unexpectedly|The actor (?:is|died)",
+        r"died unexpectedly|unexpectedly exits|exit(?:s|ed)? unexpectedly|The actor (?:is|died)",
         r"(?:CUDA|HIP|NPU|ROCm|XLA|cuBLAS|cuDNN) error: ",
         r"Abort\(\d+\)|MPI_ABORT|PMIX ERROR|mpi(?:run|exec) noticed that process rank",
         r"SIGSEGV|SIGABRT|SIGBUS|double free or corruption|stack smashing|corrupted size vs",
