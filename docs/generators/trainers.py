@@ -27,8 +27,11 @@ $ rlhf run my.toml
 ```
 
 `rlhf wrap` does not run anything. It reads your command, or a shell script (`rlhf wrap -o my.toml grpo.sh`), and writes
-a config. It understands ms-swift launch scripts and Slurm job scripts. Two tables show the result: the values it found,
-with their place in the config, and the ones it could not find, with the settings to fill in.
+a config. Write the line as you start it today: with variables in front (`NGPU=4 ./train.sh`), the arguments of the
+script, and the options of `sbatch` or `srun`. In scripts, it follows arrays, functions, loops over the arguments, and
+other scripts and here-documents that they run or source; a branch counts if its condition is known. Two tables show the
+result: the values it found, with their place in the config, and the ones it could not find, with the settings to fill
+in.
 
 ```text
 read                         ┃ found                   ┃ where it is now

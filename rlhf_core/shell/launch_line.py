@@ -45,6 +45,8 @@ class Wrapper:
     name: str
     options: Mapping[str, str] = field(default_factory=dict)
     """Values by normalised option; empty for options without a value."""
+    image: str = ""
+    """Image of a container."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,14 @@ _FLAGS: Mapping[str, frozenset[str]] = {
     "conda": _words("no_capture_output live_stream v"),
     "pixi": _words("frozen locked no_install clean_env skip_deps as_is q quiet v verbose"),
     "ray": _words("no_wait verbose no_format"),
+    "sbatch": _words(
+        "parsable W wait H hold exclusive test_only requeue no_requeue Q quiet v verbose s oversubscribe O overcommit"
+        " k no_kill contiguous spread_job use_min_nodes reboot ignore_pbs I immediate container_mount_home"
+        " no_container_mount_home container_writable"
+    ),
+    "docker": _words(
+        "i t d it interactive tty detach rm privileged init P publish_all read_only no_healthcheck oom_kill_disable"
+    ),
     "container": _words(
         "nv nvccli rocm cleanenv e c contain C containall writable_tmpfs w writable no_home f fakeroot u userns no_eval"
         " compat"
@@ -151,6 +161,7 @@ _WRAPPERS: Mapping[str, tuple[str, ...]] = {
     "stdbuf": (),
     "numactl": (),
     "srun": (),
+    "sbatch": (),
     "uv": ("run",),
     "poetry": ("run",),
     "pipenv": ("run",),
@@ -160,10 +171,12 @@ _WRAPPERS: Mapping[str, tuple[str, ...]] = {
     "ray": ("job", "submit"),
     "apptainer": ("exec",),
     "singularity": ("exec",),
+    "docker": ("run",),
+    "podman": ("run",),
     "sudo": (),
 }
 """Programs that only start another program, with the words of their subcommand."""
-_WORD_AFTER = _words("apptainer singularity")
+CONTAINERS = _words("apptainer singularity docker podman")
 """Wrappers with one word before the program: the image."""
 
 _SCRIPTS: Mapping[str, tuple[Launcher, tuple[str, ...]]] = {
@@ -197,6 +210,7 @@ _SUITES: Mapping[str, Launcher] = {
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=", re.ASCII)
 _SETTING = re.compile(r"\+{0,2}~?([A-Za-z_@][\w.@/-]*)=", re.ASCII)
+_EXPANSION = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*(?:\[@\])?\})", re.ASCII)
 _NUMBER = re.compile(r"-\.?\d[\d.,:eE+-]*")
 _PYTHON = re.compile(r"(?:python|pypy)[\d.]*(?:t|w)?(?:\.exe)?", re.ASCII)
 _CONFIG_OPTIONS = _words(
@@ -270,18 +284,20 @@ class _LineReader:
 
     def _wrapper(self, name: str) -> None:
         start = len(self.items)
-        first = self.at
+        first, image = self.at, ""
         self.at += 1 + len(_WRAPPERS[name])
-        flags = _FLAGS.get("container" if name in _WORD_AFTER else name, frozenset())
+        kind = {"apptainer": "container", "singularity": "container", "podman": "docker"}.get(name, name)
+        flags = _FLAGS.get(kind, frozenset())
         self._options(flags, "wrapper")
         options = dict(self._wrapper_option(item) for item in self.items[start:])
-        if name in _WORD_AFTER:
+        if name in CONTAINERS:
+            image = self.word
             self.at = min(self.at + 1, len(self.argv))
         if self.word == "--":
             self.at += 1
         del self.items[start:]
         self.items.append(LaunchItem("wrapper", name, first, self.at))
-        self.wrappers.append(Wrapper(name, options))
+        self.wrappers.append(Wrapper(name, options, image))
 
     def _wrapper_option(self, item: LaunchItem) -> tuple[str, str]:
         word = self.argv[item.start]
@@ -296,7 +312,9 @@ class _LineReader:
         return self.at + 1 < len(self.argv) and not self.argv[self.at + 1].startswith("-")
 
     def _goes_on(self, words: tuple[str, ...]) -> bool:
-        return self.argv[self.at + 1 : self.at + 1 + len(words)] == words
+        found = self.argv[self.at + 1 : self.at + 1 + len(words)]
+        # A container that is run starts the program as well.
+        return found == words or (words == ("exec",) and found == ("run",))
 
     def _take(self, role: Role, count: int, name: str = "", *, is_joined: bool = False) -> None:
         stop = min(self.at + count, len(self.argv))
@@ -305,7 +323,11 @@ class _LineReader:
 
     def _options(self, flags: frozenset[str], role: Role) -> None:
         """Take options up to the first other word."""
-        while (word := self.word).startswith("-") and word not in ("-", "--"):
+        while self._is_option(role):
+            word = self.word
+            if not word.startswith("-"):
+                self._take(role, 1)
+                continue
             name, is_joined = normalized(word), "=" in word
             is_group = self.launcher == "python" and set(name) <= flags
             # -N2, but not -np of mpirun; -Wignore of Python
@@ -316,6 +338,13 @@ class _LineReader:
             self._take(role, 1 if alone else 3 if is_paired else 2, name, is_joined=is_joined)
             if name in ("m", "module") or (is_group and "m" in name):
                 self.is_module = role == "launcher_option"
+
+    def _is_option(self, role: Role) -> bool:
+        """True for an option, or an expansion that only a shell knows with further options after it."""
+        if role == "launcher_option" and _EXPANSION.fullmatch(self.word):
+            after = next((word for word in self.argv[self.at :] if not _EXPANSION.fullmatch(word)), "")
+            return after.startswith("-")
+        return self.word.startswith("-") and self.word not in ("-", "--")
 
     def _python(self) -> None:
         first = len(self.items)

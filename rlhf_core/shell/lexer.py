@@ -8,14 +8,24 @@ _MAX_NESTED = 20
 _MAX_HERE_DOCUMENTS = 100
 
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-_BRACED = re.compile(r"([A-Za-z_]\w*|[0-9@*])(?::?[-=](.*))?", re.ASCII | re.DOTALL)
+_BRACED = re.compile(
+    r"(?P<length>#?)(?P<name>[A-Za-z_]\w*|[0-9@*#])(?:\[(?P<index>[^\]]*)\])?"
+    r"(?::?(?P<operator>[-=+])(?P<word>.*)|(?P<trim>##?|%%?)(?P<pattern>.*))?",
+    re.ASCII | re.DOTALL,
+)
 _OPERATOR = re.compile(r"&&|\|\||\|&|;;|&>>|&>|>>|<<<|<<-|<<|>&|<&|>\||[|&;><()\n]")
 _EXPR = re.compile(r"\s*expr\s+(.*)", re.DOTALL)
 _ESCAPED = re.compile(r"\$'(?:\\.|[^'\\])*'", re.DOTALL)
 _ESCAPES = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
-_FOLDER_OF_SCRIPT = re.compile(
-    r"\$\(\s*dirname\s+(['\"]?)(?:\$0|\$\{0\}|\$BASH_SOURCE|\$\{BASH_SOURCE(?:\[0\])?\})\1\s*\)"
+_DIRNAME = (
+    r"\$\(\s*dirname\s+(?:--\s+)?(?P<quote>['\"]?)(?P<absolute>\$\((?:readlink -f|realpath) (?:--\s+)?)?(?P<inner>\"?)"
+    r"(?:\$0|\$\{0\}|\$BASH_SOURCE|\$\{BASH_SOURCE(?:\[0\])?(?::-\$0)?\})(?P=inner)(?(absolute)\))(?P=quote)\s*\)"
 )
+_FOLDER_OF_SCRIPT = re.compile(_DIRNAME)
+_CHANGED_FOLDER = re.compile(
+    r"\$\(\s*cd\s+(?:--\s+)?(?P<folder>[^;&|<>\n]+?)(?:\s*&?[12]?>+\s*(?:/dev/null|&1))*\s*(?:&&|;)\s*pwd(?:\s+-[LP])?\s*\)"
+)
+"""The usual way to an absolute folder, such as that of the script."""
 
 FOLDER_OF_SCRIPT = "dirname of $0"
 """Name under which the folder of the script is looked up: not a valid name of a variable."""
@@ -26,12 +36,18 @@ class ShellPiece:
     """Part of a word."""
 
     kind: str
-    """text, variable, arithmetic or unread."""
+    """text, variable, length, arithmetic, array, folder, condition or unread."""
     text: str
-    """The text, name or expression; for unread pieces, their source."""
+    """The text, name or expression; the words of an array; the folder of ``$(cd FOLDER && pwd)``; for unread
+    pieces, their source."""
     source: str
     quoted: bool
     default: str | None = None
+    """Word after the operator of a variable."""
+    operator: str = ""
+    """Operator of a variable in braces: ``-``, ``=`` or ``+``, without its colon; ``#``, ``##``, ``%`` or ``%%``."""
+    index: str | None = None
+    """Index of an array: a number, a variable, ``@`` or ``*``."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +94,8 @@ class ShellLexer:
             elif found == "#":
                 end = self.text.find("\n", self.at)
                 self.at = len(self.text) if end < 0 else end
+            elif self.text.startswith("((", self.at) and (condition := self._condition()):
+                yield condition
             elif operator_found := _OPERATOR.match(self.text, self.at):
                 yield self._operator(operator_found[0])
             else:
@@ -88,6 +106,14 @@ class ShellLexer:
         self.line += passed.count("\n")
         self.at = to
         return passed
+
+    def _condition(self) -> ShellToken | None:
+        """The calculation ``((...))``; None for brackets of another kind."""
+        line, end = self.line, self._closing(self.at, "(", ")")
+        if not self.text.startswith("))", end - 2):
+            return None
+        source = self._advance(end)
+        return ShellToken(line, pieces=(ShellPiece("condition", source[2:-2], source, quoted=True),))
 
     def _operator(self, text: str) -> ShellToken:
         token = ShellToken(self.line, operator=text)
@@ -129,7 +155,7 @@ class ShellLexer:
                 last = pieces[-1] if pieces else None
                 if found == "(" and last and not last.quoted and last.source.endswith("="):
                     source = self._advance(self._closing(self.at, "(", ")"))
-                    pieces.append(ShellPiece("unread", source, source, quoted=True))
+                    pieces.append(ShellPiece("array", source[1:-1], source, quoted=True))
                     continue
                 if found in "<>" and last and len(pieces) == 1 and last.source.isdigit():
                     return replace(self._operator(_OPERATOR.match(self.text, self.at)[0]), line=line)  # type: ignore[index]
@@ -194,29 +220,36 @@ class ShellLexer:
                 return ShellPiece("variable", "PWD", source, quoted)
             if _FOLDER_OF_SCRIPT.fullmatch(source):
                 return ShellPiece("variable", FOLDER_OF_SCRIPT, source, quoted)
+            if (folder := _CHANGED_FOLDER.fullmatch(source)) and source.count("$") <= _MAX_NESTED:
+                return ShellPiece("folder", folder["folder"], source, quoted)
             found = _EXPR.fullmatch(source[2:-1])
             return ShellPiece("arithmetic" if found else "unread", found[1] if found else source, source, quoted)
         if text[start] == "`":
             source = self._advance(self._find("`", start + 1) + 1)
+            if source == "`pwd`":
+                return ShellPiece("variable", "PWD", source, quoted)
             if source[1:].lstrip().startswith("#"):  # a comment between the lines of a long command
                 return ShellPiece("text", "", source, quoted)
             return ShellPiece("unread", source, source, quoted)
         if text.startswith("${", start):
             source = self._advance(self._closing(start + 1, "{", "}"))
             found = _BRACED.fullmatch(source[2:-1])
-            if found and source.count("$") <= _MAX_NESTED:
-                return ShellPiece("variable", found[1], source, quoted, default=found[2])
-            return ShellPiece("unread", source, source, quoted)
+            if not found or source.count("$") > _MAX_NESTED or (found["length"] and found["operator"]):
+                return ShellPiece("unread", source, source, quoted)
+            word = found["word"] if found["operator"] else found["pattern"]
+            kind = "length" if found["length"] else "variable"
+            mark = found["operator"] or found["trim"] or ""
+            return ShellPiece(kind, found["name"], source, quoted, word, mark, found["index"])
         name = _NAME.match(text, start + 1)
         if name:
             return ShellPiece("variable", name[0], self._advance(name.end()), quoted)
-        if re.compile(r"[0-9@*]", re.ASCII).match(text, start + 1):
+        if re.compile(r"[0-9@*#]", re.ASCII).match(text, start + 1):
             source = self._advance(start + 2)
             return ShellPiece("variable", source[1], source, quoted)
         if not quoted and (found := _ESCAPED.match(text, start)):
             self._advance(found.end())
             return _unescaped(found[0])
-        if re.compile(r"[#?$!-]").match(text, start + 1):
+        if re.compile(r"[?$!-]").match(text, start + 1):
             self._advance(start + 2)
             return ShellPiece("unread", text[start : start + 2], text[start : start + 2], quoted)
         self.at += 1

@@ -21,7 +21,6 @@ from rlhf_core.shell.lexer import FOLDER_OF_SCRIPT
 if TYPE_CHECKING:
     from rlhf_core.launch.wrap.wrapping import WrapOptions, WrappedLine
 
-_SCRIPT_SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch", ".job")
 _MAX_FILE = 1 << 20
 _SHELLS = ("bash", "sh", "sbatch", "source", ".")
 
@@ -82,6 +81,7 @@ def wrap(
 
 def _wrapped(line: Sequence[str], options: "WrapOptions") -> "WrappedLine":
     from rlhf_core.launch.wrap.draft import WrapSurroundings
+    from rlhf_core.launch.wrap.scripts import SCRIPTS
     from rlhf_core.launch.wrap.wrapping import wrap_line, wrap_script
 
     folder = Path.cwd()
@@ -95,15 +95,15 @@ def _wrapped(line: Sequence[str], options: "WrapOptions") -> "WrappedLine":
         lambda name: bool(active) and "/" not in name and (Path(active) / "bin" / name).is_file(),
     )
     words = list(line)
-    if len(words) > 1 and words[0] in _SHELLS and words[1].endswith(_SCRIPT_SUFFIXES):
+    if len(words) > 1 and words[0] in _SHELLS and words[1].endswith(SCRIPTS):
         words = words[1:]
     if len(words) == 1 and len(words[0].split()) > 1 and not Path(words[0]).is_file():
         raise BadInput(f"found the whole line as one word; leave out the quotes around it: rlhf wrap -- {words[0]}")
-    if not words[0].endswith(_SCRIPT_SUFFIXES):
-        return wrap_line(words, around, options)
-    text = _read_script(words[0])
     known = {name: os.environ[name] for name in ("HOME", "USER") if name in os.environ}
-    known |= {"PWD": str(folder), FOLDER_OF_SCRIPT: str(Path(words[0]).parent)}
+    if not words[0].endswith(SCRIPTS):
+        return wrap_line(words, around, options, known)
+    text = _read_script(words[0])
+    known |= {FOLDER_OF_SCRIPT: str(Path(words[0]).parent)}
     return wrap_script(text, words[0], around, options, known, words[1:])
 
 

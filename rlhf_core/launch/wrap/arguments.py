@@ -10,6 +10,7 @@ from rlhf_core.schemas.command_trainer import PLACEHOLDERS, named_placeholders
 STEPS = (
     "max_steps", "max_train_steps", "max_iters", "train_iters", "num_train_steps", "num_training_steps", "total_steps",
     "num_steps", "num_iterations_total", "training_steps", "trainer.total_training_steps",
+    "trainer.max_steps", "training.steps", "grpo.max_num_steps", "dpo.max_num_steps", "sft.max_num_steps",
     "steps", "iters", "num_iters", "iterations", "max_iterations", "n_steps",
 )  # fmt: skip
 _EPOCHS = (
@@ -18,11 +19,11 @@ _EPOCHS = (
 )  # fmt: skip
 _OUTPUT = (
     "output_dir", "save_path", "out_dir", "save_dir", "checkpoint_dir", "ckpt_dir", "output", "save", "work_dir",
-    "trainer.default_local_dir", "ckpt.output_dir",
+    "trainer.default_local_dir", "ckpt.output_dir", "checkpointing.checkpoint_dir",
 )  # fmt: skip
 _SAVE_EVERY = (
     "save_steps", "save_interval", "save_every", "save_freq", "checkpointing_steps", "checkpoint_every", "ckpt_every",
-    "trainer.save_freq", "ckpt.save_steps",
+    "trainer.save_freq", "ckpt.save_steps", "checkpointing.save_period",
 )  # fmt: skip
 _KEEP = (
     "save_total_limit", "max_ckpt_num", "keep_last", "checkpoints_total_limit", "trainer.max_actor_ckpt_to_keep",
@@ -63,6 +64,7 @@ def read_arguments(draft: Draft, family: Family, steps: int | None) -> None:
     _read_seed(draft)
     _read_model(draft)
     _read_others(draft)
+    _former_folder(draft, family)
     _own_placeholders(draft)
 
 
@@ -133,6 +135,20 @@ def _read_output(draft: Draft, family: Family) -> None:
     if family.name == "swift":
         draft.put("argument", ["add_version"], "false", "--add_version")
         draft.report("--add_version", "true, its default", "false: all attempts share one folder of checkpoints")
+
+
+def _former_folder(draft: Draft, family: Family) -> None:
+    """Report other options that name the output folder that the line had."""
+    folder = (_value(draft, family, *_OUTPUT) or "").rstrip("/")
+    for index, item in enumerate(draft.line.items):
+        value = draft.value_at(index)
+        is_unchanged = draft.words[index] == draft.line.argv[item.start : item.stop]
+        is_there = value.rstrip("/") == folder or value.startswith(f"{folder}/")
+        if folder and item.role == "argument" and is_unchanged and is_there:
+            draft.missing(
+                f"--{item.name} {value}: in the former output folder",
+                "write {output_dir} instead of that folder if the program reads what it writes, for instance to resume",
+            )
 
 
 def _read_checkpoints(draft: Draft, family: Family) -> None:
@@ -219,9 +235,11 @@ def _read_batch(draft: Draft) -> None:
         found = f"{total} = {one} on a rank x {accumulated or 1} accumulated x {nodes * ranks} ranks"
         draft.report("batch", found, _STAYS)
     elif one or accumulated:
-        draft.missing(
-            f"batch: {one} on a rank, {accumulated} accumulated", "write numbers into the launch line or trainer.argv"
+        given = [f"{one} on a rank"] * bool(one) + [f"{accumulated} accumulated"] * bool(accumulated)
+        advice = (
+            "write numbers into the launch line or trainer.argv" if one else "the rest is the default of the program"
         )
+        draft.missing(f"batch: {', '.join(given)}", advice)
 
 
 def _read_seed(draft: Draft) -> None:
@@ -232,7 +250,7 @@ def _read_seed(draft: Draft) -> None:
 
 
 def _read_model(draft: Draft) -> None:
-    index = draft.find("argument", *_MODEL)
+    index = next((found for name in _MODEL if (found := draft.find("argument", name)) is not None), None)
     value = draft.value_at(index) if index is not None else ""
     if index is not None and value and draft.around.is_folder(value):
         draft.replace(index, "{model}")
@@ -261,10 +279,8 @@ def _read_others(draft: Draft) -> None:
             "--report_to none: progress is only visible through checkpoints and outside observation of the ranks",
             "write --report_to tensorboard",
         )
-    logs = [
-        option for option in ("logging_dir", "tensorboard_dir", "use_tensorboard") if draft.given("argument", option)
-    ]
-    for option in logs:
+    folders = ("logging_dir", "tensorboard_dir", "use_tensorboard", "logger.tensorboard_dir")
+    for option in [option for option in folders if draft.given("argument", option)]:
         draft.put("argument", [option], "{output_dir}/runs", "")
         draft.report(f"--{option}", "folder of TensorBoard", "{output_dir}/runs, which is searched for progress")
 

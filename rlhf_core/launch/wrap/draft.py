@@ -106,6 +106,10 @@ class Draft:
                     return str(quoted or single or plain)
         return None
 
+    def names_in(self, path: str) -> set[str]:
+        """Names at the top level of a config file."""
+        return {found[0] for found in _FLAT.findall(self.around.read_file(path) or "")}
+
     # -- changing
 
     def replace(self, index: int, value: str) -> None:

@@ -85,17 +85,21 @@ def _recognised(draft: Draft) -> Family:
         by_name = command.removeprefix("train_").removesuffix("_ray")
         estimated = _ADVANTAGES.get(advantage or "gae", advantage or "") if by_name == "ppo" else by_name
         return Family("openrlhf", "ipo" if "ipo" in line.arguments and by_name == "dpo" else estimated)
-    if line.launcher == "llamafactory" or re.search(r"\bllamafactory[./]", program):
+    file = next((word for word in line.positional if word in line.config_files), None)
+    in_factory = file is not None and {"stage", "finetuning_type"} <= draft.names_in(file)
+    if line.launcher == "llamafactory" or re.search(r"\bllamafactory[./]", program) or in_factory:
         stage = line.value("stage") or draft.in_files("stage") or ""
         loss = line.value("pref_loss") or draft.in_files("pref_loss") or ""
-        has_file = any(word in line.config_files for word in line.positional)
         algorithm = loss if stage == "dpo" and loss in ALGORITHMS else stage
-        return Family("transformers", algorithm, "words" if has_file else "dashes")
+        return Family("transformers", algorithm, "words" if file is not None else "dashes")
     if line.launcher == "axolotl" or re.search(r"\baxolotl[./]cli[./]", program):
         return Family("transformers", line.value("rl") or draft.in_files("rl") or "sft", "click")
     if line.launcher == "torchtune" or re.search(r"\btorchtune\b|\bverl[./]", program):
         return Family("script", _algorithm(draft), "hydra")
-    hints, common = _TRANSFORMERS & {*line.arguments}, _COMMON & {*line.arguments}
+    # TRL's programs read their options from `--config FILE` as well.
+    config = line.value("config")
+    names = {*line.arguments} | (draft.names_in(config) if config in line.config_files else set())
+    hints, common = _TRANSFORMERS & names, _COMMON & names
     is_one = len(hints) >= 2 or (len(hints) == 1 and len(common) >= 2)
     if is_one:
         draft.report("transformers.Trainer", ", ".join(sorted(hints)[:3]), "its logs, checkpoints and way to resume")

@@ -4,7 +4,8 @@ import re
 from collections.abc import Callable, Mapping
 
 from rlhf_core.launch.wrap.draft import Draft, number
-from rlhf_core.shell.launch_line import Launcher, Role
+from rlhf_core.launch.wrap.scripts import SCRIPTS
+from rlhf_core.shell.launch_line import Launcher, LaunchLine, Role
 
 _TORCHRUN = {
     "nnodes": "{num_nodes}",
@@ -226,29 +227,49 @@ def axolotl_launcher_words() -> list[str]:
 
 
 def _per_rank(draft: Draft) -> None:
+    program = draft.line.program[0]
+    if program.endswith(SCRIPTS):
+        draft.missing(
+            f"the script {program}: it could not be read",
+            'wrap it where it is, if it starts the ranks, set trainer.launch = "per_node"',
+        )
     draft.set("trainer.launch", "per_rank", "launcher", "none: each rank is started by the run")
 
 
-_RAY_PROGRAMS = ("train_ppo_ray", "verl.trainer.main_ppo", "recipe.dapo.main_dapo")
-_RAY_NODES = ("trainer.nnodes", "actor_num_nodes", "actor.num_nodes")
-_RAY_GPUS = ("trainer.n_gpus_per_node", "actor_num_gpus_per_node", "actor.num_gpus_per_node")
-_SHARED = ("colocate_all_models", "colocate_all", "train.colocate_all")
+_RAY_PROGRAMS = ("train_ppo_ray", "verl.trainer.main_ppo", "main_dapo")
+_RAY_NODES = ("trainer.nnodes", "actor_num_nodes", "actor.num_nodes", "cluster.num_nodes")
+_RAY_GPUS = (
+    "trainer.n_gpus_per_node", "actor_num_gpus_per_node", "actor.num_gpus_per_node", "cluster.gpus_per_node",
+)  # fmt: skip
+_SHARED = ("colocate_all_models", "colocate_all", "train.colocate_all", "colocate")
+_OF_ALL_NODES = ("trainer.n_gpus_per_node", "cluster.gpus_per_node")
+"""Options for the GPUs of a node that all parts of the program share."""
+
+
+def is_of_ray(line: LaunchLine) -> bool:
+    """True for a program that starts Ray, or is submitted to it, and so places its ranks itself."""
+    if line.launcher not in ("python", "srun"):
+        return False
+    is_submitted = any(wrapper.name == "ray" for wrapper in line.wrappers)
+    by_name = any(word.endswith(_RAY_PROGRAMS) for word in line.program)
+    return is_submitted or by_name or any(name in line.arguments for name in _RAY_GPUS)
 
 
 def _python(draft: Draft) -> None:
-    if not any(word.endswith(_RAY_PROGRAMS) for word in draft.line.program):
+    if not is_of_ray(draft.line):
         _per_rank(draft)
         return
     nodes = draft.given("argument", *_RAY_NODES)
     gpus = number(draft.given("argument", *_RAY_GPUS))
-    shares = draft.find("argument", *_SHARED) is not None or "verl" in draft.line.program[-1]
+    shares = draft.find("argument", *_SHARED, *_OF_ALL_NODES) is not None
     draft.set("trainer.launch", "per_node", "launcher", "Ray, which the program starts itself")
-    _counts(draft, nodes, "1")
+    # Parts of the program with nodes of their own are more than one of them; the job has them all.
+    _counts(draft, None if "resources.num_nodes" in draft.settings and not shares else nodes, "1")
     if gpus and shares:
         draft.set("resources.gpus_per_node", gpus, "GPUs on every node")
         draft.put("argument", _RAY_NODES, "{num_nodes}", "")
         draft.put("argument", _RAY_GPUS, "{gpus_per_node}", "")
-    if (number(nodes) or 1) > 1:
+    if draft.settings.get("resources.num_nodes", 1) != 1:
         draft.missing(
             "Ray on the other nodes",
             "start it in trainer.setup: one line for node 0, another for the rest",
@@ -291,7 +312,7 @@ _LAUNCHERS: Mapping[Launcher, Callable[[Draft], None]] = {
     "trl": _trl,
     "axolotl": _axolotl,
     "mpirun": _mpirun,
-    "srun": _per_rank,
+    "srun": _python,
     "python": _python,
     "": _unknown,
 }

@@ -2,31 +2,43 @@
 
 import posixpath
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 
 from rlhf_core.launch.wrap.draft import UnreadPart, number
-from rlhf_core.launch.wrap.slurm_counts import derived_nodes
+from rlhf_core.launch.wrap.slurm_counts import derived_nodes, gpu_requests, gpus_per_node, tasks_per_node
 from rlhf_core.launch.wrap.slurm_options import read_options, split_options
-from rlhf_core.shell.launch_line import SHELLS, LaunchLine, read_launch_line
+from rlhf_core.shell.launch_line import CONTAINERS, SHELLS, LaunchLine, read_launch_line
+from rlhf_core.shell.lexer import FOLDER_OF_SCRIPT
 from rlhf_core.shell.script import ShellCommand, ShellScript, read_shell
 
 _NOT_TRAINING = frozenset((
     "rollout", "deploy", "infer", "eval", "export", "app", "web-ui", "sample", "vllm-serve", "env", "chat", "api",
-    "version", "merge-lora", "convert",
+    "version", "merge-lora", "convert", "preprocess",
 ))  # fmt: skip
 """Subcommands of training suites that serve, measure or convert."""
 _SILENT = frozenset((
     "echo", "set", "unset", "mkdir", "sleep", "ulimit", "trap", "[", "[[", "test", "true", "false", "date",
     "hostname", "nvidia-smi", "clear", "exit", "wait", "shift", "printf", "cat", "ls", "which", "rm", "touch", ":",
-    "pwd", "shopt", "tee", "return", "break", "continue", "read", "kill", "cp", "chmod",
+    "pwd", "shopt", "tee", "return", "break", "continue", "read", "kill", "cp", "chmod", "printenv", "env", "pkill",
+    "popd", "command", "type", "seq", "mapfile", "readarray", "local", "alias", "head", "tail", "grep", "awk", "sed",
 ))  # fmt: skip
 """Commands without effect on the training."""
 _HELPERS = frozenset(["ray", "tar", "unzip", "rsync", "mv", "ln", "find", "pip", "git"])
 """Commands that prepare the nodes, or run beside the training."""
-_SCRIPTS = (".sh", ".slurm", ".sbatch")
+SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch", ".sub", ".job")
 """Endings of shell scripts."""
+_OF_A_SHELL = re.compile(r"#!.*\b(?:ba|da|z)?sh\b")
+"""First line of a shell script."""
+DROPPED = frozenset([
+    "srun", "sbatch", "nohup", "exec", "setsid", "time", "nice", "ray", "env", "docker", "podman",
+])  # fmt: skip
+"""Wrappers that have no effect in a run. The others (uv, conda, apptainer) are kept."""
+_MAX_NESTED = 6
+"""Most scripts within each other."""
+_MAX_READ = 200
+"""Most scripts that are read, counting each time."""
 _PREPARES = re.compile(
     r"(?i:(?:^|[\W_])(?:set_?up|install|prep(?:are|ro\w+)?|init|bootstrap|download|stage|copy|clean(?:_?up)?|prolog(?:ue)?"
     r"|epilog(?:ue)?|env)(?:$|[\W_]))"
@@ -36,6 +48,8 @@ _MAX_REPORTED = 40
 _SETUP = frozenset(["module", "ml", "ulimit"])
 _ACTIVATING = ("/bin/activate", "/etc/profile.d/conda.sh", "/etc/profile.d/mamba.sh")
 """Files that make an environment or conda ready when they are sourced, in the folder of either."""
+_HOOK = re.compile(r"\$\(\s*(?:\S*/)?(?:conda|mamba|micromamba)\s[^()]*\bhook\b[^()]*\)$")
+"""Commands that make conda ready in the shell that evaluates their output."""
 
 
 @dataclass
@@ -44,8 +58,9 @@ class ScriptFacts:
 
     command: ShellCommand | None = None
     line: LaunchLine | None = None
-    outer: LaunchLine | None = None
-    """The line around ``bash -c``, if any."""
+    outer: tuple[LaunchLine, ...] = ()
+    """The lines around it, outermost first: of ``bash -c``, or of another script."""
+    rank: int = 0
     variables: dict[str, str] = field(default_factory=dict)
     sbatch: tuple[str, ...] = ()
     environment: str = ""
@@ -56,61 +71,152 @@ class ScriptFacts:
     unread: list[UnreadPart] = field(default_factory=list)
 
 
-def read_script(text: str, folder: str, known: dict[str, str], arguments: Sequence[str] = ()) -> ScriptFacts:
-    """Find the training command in a script.
+@dataclass(frozen=True)
+class ScriptPlace:
+    """Place of a script: its surroundings when it starts."""
 
-    Args:
-        folder: Folder that the script is started in, absolute.
-        known: Variables of the user that have the same value on the nodes.
-        arguments: Arguments of the script.
-    """
-    script = read_shell(text, known, arguments)
-    if script.sbatch:
-        script = read_shell(text, {**known, **_known_to_job(script.sbatch)}, arguments)
-    facts = ScriptFacts(sbatch=script.sbatch, folder=folder)
+    folder: str
+    """Folder that it is started in, absolute."""
+    known: Mapping[str, str]
+    """Variables that have the same value on the nodes."""
+    read: Callable[[str], str | None]
+    """Text of a file; None if there is none."""
+    arguments: tuple[str, ...] = ()
+    job: tuple[str, ...] = ()
+    """Options of the job that it runs in, given outside of it."""
+    name: str = ""
+    """Name, if another script calls it."""
+    line: int = 1
+    """Number of the first line, if it is part of another script."""
+    callers: tuple[str, ...] = ()
+    """Files of the scripts around it."""
+    nested: int = 0
+    read_so_far: list[str] = field(default_factory=list)
+    """Names of all scripts read so far within the first one."""
+
+
+def read_script(text: str, place: ScriptPlace) -> ScriptFacts:
+    """Find the training command in a script."""
+    known = {**place.known, "PWD": place.folder}
+    read_file, first = place.read, place.line
+    script = read_shell(text, known, place.arguments, lambda path: _sourced(read_file, path), first)
+    if script.sbatch or place.job:
+        known |= _known_to_job(script.sbatch, place)
+        script = read_shell(text, known, place.arguments, lambda path: _sourced(read_file, path), first)
+    facts = ScriptFacts(sbatch=script.sbatch, folder=place.folder)
     for note in script.unread[:_MAX_REPORTED]:
-        facts.unread.append(UnreadPart(note, "check whether it changes the launch line in trainer.argv"))
+        is_file = note.startswith("file ")
+        advice = "the run does not write it: write it once beforehand" if is_file else ""
+        facts.unread.append(UnreadPart(note, advice or "check whether it changes the launch line in trainer.argv"))
+    folder, written = place.folder, script.files
+    place = replace(place, known=known, read=lambda path: written.get(_below(folder, path)) or read_file(path))
     # Prefer a line that always runs to one in a branch, and that to one with only a variable.
-    ranked = [(_rank(command) * 2 - command.is_conditional, command) for command in script.commands]
+    ranked = [(_rank(command, place) * 2 - command.is_conditional, command) for command in script.commands]
+    ranked = [(rank, command) for rank, command in ranked if rank > 2 or not command.in_background]
     best = max([0, *(rank for rank, _ in ranked)])
     chosen = [command for rank, command in ranked if rank == best > 0]
+    facts.rank = (best + 1) // 2
+    absent = script.absent if best else script.absent + script.tested
+    if absent and not place.nested:
+        missing = f"{', '.join(absent)}: the script has no such argument"
+        facts.unread.append(
+            UnreadPart(missing, "if it needs some, wrap it with them: rlhf wrap -o FILE SCRIPT ARGUMENTS")
+        )
     for command in script.commands:
         if chosen and command is chosen[-1]:
             break
         _prepare(facts, command)
-    _report_others(facts, script, chosen)
+    _report_others(facts, script, chosen, f" of {place.name}" if place.name else "")
     if chosen:
-        _choose(facts, chosen[-1], known)
+        _choose(facts, chosen[-1], place)
     return facts
 
 
-def _known_to_job(sbatch: tuple[str, ...]) -> dict[str, str]:
+def _below(folder: str, path: str) -> str:
+    """A path relative to a folder, if it is in it."""
+    return posixpath.normpath(path).removeprefix(f"{folder}/")
+
+
+def _sourced(read_file: Callable[[str], str | None], path: str) -> str | None:
+    """Text of a file that a script reads with ``source``, unless it activates an environment."""
+    return read_file(path) if path.endswith(SCRIPTS) and not path.endswith(_ACTIVATING) else None
+
+
+def _known_to_job(sbatch: tuple[str, ...], place: ScriptPlace) -> dict[str, str]:
     """Variables that Slurm sets in a job with these options."""
-    options = read_options(split_options(sbatch))
-    nodes = options.get("nodes") or str(derived_nodes(options) or "")
+    options = read_options([*split_options(sbatch), *place.job])
+    # A job of one task, unless something else is said, is on one node; a step has the nodes of its job.
+    is_said = {"nodes", "ntasks", "gpus"} & options.keys() or "SLURM_NNODES" in place.known
+    nodes = options.get("nodes") or str(derived_nodes(options) or ("" if is_said else 1))
+    tasks = tasks_per_node(options, number(nodes) or 1)
+    gpus = gpus_per_node(gpu_requests(options), number(nodes) or 1, tasks or 1)
     found = {
         "SLURM_NNODES": nodes,
         "SLURM_JOB_NUM_NODES": nodes,
+        "SLURM_NTASKS": options.get("ntasks", ""),
         "SLURM_NTASKS_PER_NODE": options.get("ntasks_per_node", ""),
         "SLURM_GPUS_PER_NODE": options.get("gpus_per_node", "").rpartition(":")[2],
-        "SLURM_GPUS_ON_NODE": options.get("gpus_per_node", "").rpartition(":")[2],
+        "SLURM_GPUS_ON_NODE": str(gpus[1]) if gpus else "",
         "SLURM_CPUS_PER_TASK": options.get("cpus_per_task", ""),
     }
-    return {name: value for name, value in found.items() if number(value)}
+    counts = {name: value for name, value in found.items() if number(value)}
+    return counts | {"SLURM_SUBMIT_DIR": place.folder}
 
 
-def _rank(command: ShellCommand) -> int:
+def script_within(line: LaunchLine, place: ScriptPlace) -> tuple[str, ScriptPlace] | None:
+    """Script that a line runs, as a text or a file that can be read, with its place; None without one."""
+    if place.nested >= _MAX_NESTED or len(place.read_so_far) >= _MAX_READ:
+        return None
+    job = [f"-{name}{value}" if len(name) == 1 else f"--{name}={value}" for name, value in _options_of_job(line)]
+    inner = replace(place, job=(*place.job, *job), nested=place.nested + 1, arguments=(), name="")
+    text = line.shell_text or next((one.options["wrap"] for one in line.wrappers if "wrap" in one.options), "")
+    if text:
+        place.read_so_far.append("-c")
+        return text, inner
+    first = next((item for item in line.items if item.role == "program"), None)
+    if first is None or line.launcher not in ("", "srun") or any(item.role == "launcher" for item in line.items):
+        return None
+    words = [*line.argv[first.start :]]
+    if PurePosixPath(words[0]).name in SHELLS:
+        del words[0]
+        while words and words[0].startswith(("-", "+")):
+            del words[: 2 if words[0] in ("-o", "+o", "-O", "+O") else 1]
+    path = posixpath.normpath(posixpath.join(place.folder, words[0])) if words else ""
+    found = place.read(path) if words and path not in place.callers else None
+    if found is None or not (words[0].endswith(SCRIPTS) or _OF_A_SHELL.match(found)):
+        return None
+    known = {**place.known, FOLDER_OF_SCRIPT: posixpath.dirname(words[0])}
+    name = PurePosixPath(words[0]).name
+    place.read_so_far.append(path)
+    callers = (*place.callers, path)
+    return found, replace(inner, arguments=tuple(words[1:]), known=known, name=name, line=1, callers=callers)
+
+
+def _options_of_job(line: LaunchLine) -> list[tuple[str, str]]:
+    return [pair for one in line.wrappers if one.name in ("sbatch", "srun") for pair in one.options.items()]
+
+
+def _values(command: ShellCommand) -> dict[str, str]:
+    """Variables of a command that are known: a script that it runs would take other ones for texts."""
+    parts = [source.partition(" (")[0] for source in command.unread]
+    return {name: value for name, value in command.variables.items() if not any(part in value for part in parts)}
+
+
+def _rank(command: ShellCommand, place: ScriptPlace) -> int:
     """Score for how likely a command is the training; 0 if it is not."""
     line = read_launch_line(command.argv)
-    if line.shell_text:
-        return 4
+    place = replace(place, known={**place.known, **_values(command)}, folder=command.folder or place.folder)
+    within = script_within(line, place)
+    if within:
+        found = read_script(*within).rank
+        return found or (1 if line.shell_text and command.unread else 0)
     if line.launcher in ("", "srun") and not any(item.role == "launcher" for item in line.items):
         # Neither a launcher nor Python: `srun` also runs what prepares and cleans the nodes.
         if not line.wrappers or not line.program or line.program[0] in _SILENT | _HELPERS:
             return 0
         if line.launcher == "srun":
-            return 1 if _prepares(line) else 3
-        return 0 if line.program[0].endswith(_SCRIPTS) else 2
+            return 1 if _prepares(line) or line.program[0].startswith("$") else 3
+        return 0 if line.program[0].endswith(SCRIPTS) else 2
     if set(line.program[1:]) & _NOT_TRAINING or not line.program:
         return 0
     if line.launcher == "python":
@@ -123,7 +229,7 @@ def _prepares(line: LaunchLine) -> bool:
     in_shell = PurePosixPath(line.program[0]).name in SHELLS
     script = (line.positional or ("",))[0] if in_shell else line.program[0]
     name = PurePosixPath(script).name
-    return name.endswith(_SCRIPTS) and "train" not in name and _PREPARES.search(name) is not None
+    return name.endswith(SCRIPTS) and "train" not in name and _PREPARES.search(name) is not None
 
 
 def _prepare(facts: ScriptFacts, command: ShellCommand) -> None:
@@ -138,14 +244,14 @@ def _prepare(facts: ScriptFacts, command: ShellCommand) -> None:
 def _apply(facts: ScriptFacts, command: ShellCommand) -> None:
     words = command.argv
     name = words[0] if words else ""
-    if name == "cd" and len(words) > 1:
-        if command.unread or command.is_conditional:
-            facts.unread.append(UnreadPart(f"line {command.line}: cd {words[1]}", "set trainer.working_dir"))
+    if name in ("cd", "pushd") and len(words) > 1:
+        if not command.is_known or command.is_conditional:
+            facts.unread.append(UnreadPart(f"line {command.line}: {name} {words[1]}", "set trainer.working_dir"))
         else:
             facts.folder = posixpath.normpath(posixpath.join(facts.folder, words[1]))
     elif name in ("source", ".") and len(words) > 1:
         ending = next((ending for ending in _ACTIVATING if words[1].endswith(ending)), "")
-        if ending and not command.unread:
+        if ending and command.is_known:
             facts.conda = posixpath.normpath(posixpath.join(facts.folder, words[1].removesuffix(ending)))
             if ending == "/bin/activate":
                 facts.environment = _conda_environment(facts, words[2:])
@@ -158,7 +264,9 @@ def _apply(facts: ScriptFacts, command: ShellCommand) -> None:
         facts.setup.append(f"{' '.join(words)} || true")
     elif name in _SETUP:
         facts.setup.append(" ".join(words))
-    elif name in ("conda", "mamba") and words[1:2] == ("activate",) and facts.conda and not command.unread:
+    elif name == "eval" and _HOOK.match(" ".join(words[1:])):
+        facts.setup.append(f'eval "{" ".join(words[1:])}"')
+    elif name in ("conda", "mamba") and words[1:2] == ("activate",) and facts.conda and command.is_known:
         facts.environment = _conda_environment(facts, words[2:])
     elif name in ("conda", "mamba", "micromamba") and words[1:2] == ("activate",):
         facts.setup.append(" ".join(words))
@@ -178,15 +286,18 @@ def _conda_environment(facts: ScriptFacts, words: Sequence[str]) -> str:
     return facts.conda if name == "base" else posixpath.join(facts.conda, "envs", name)
 
 
-def _report_others(facts: ScriptFacts, script: ShellScript, chosen: list[ShellCommand]) -> None:
+def _report_others(facts: ScriptFacts, script: ShellScript, chosen: list[ShellCommand], origin: str) -> None:
+    applied = _SILENT | _SETUP | {"cd", "pushd", "source", ".", "conda", "mamba"}
     for command in script.commands:
         name = command.argv[0] if command.argv else ""
-        if (chosen and command is chosen[-1]) or name in _SILENT | _SETUP | {"cd", "source", ".", "conda", "mamba"}:
+        if (chosen and command is chosen[-1]) or name in applied:
+            continue
+        if name == "eval" and _HOOK.match(" ".join(command.argv[1:])):
             continue
         if len(facts.unread) >= _MAX_REPORTED:
             facts.unread.append(UnreadPart(f"everything from line {command.line} on", "read the script yourself"))
             return
-        shown = f"line {command.line}: {' '.join(command.argv[:3])[:100]}"
+        shown = f"line {command.line}{origin}: {' '.join(command.argv[:3])[:100]}"
         if name.startswith("-"):
             advice = "options without a program: remove any space after the backslash of the previous line"
         elif command in chosen:
@@ -198,19 +309,39 @@ def _report_others(facts: ScriptFacts, script: ShellScript, chosen: list[ShellCo
         facts.unread.append(UnreadPart(shown, advice))
 
 
-def _choose(facts: ScriptFacts, command: ShellCommand, known: dict[str, str]) -> None:
+def _choose(facts: ScriptFacts, command: ShellCommand, place: ScriptPlace) -> None:
     if command.is_conditional:
         facts.unread.append(UnreadPart(f"line {command.line} is inside a branch", "check that it is the intended line"))
     line = read_launch_line(command.argv)
     variables = dict(command.variables) | dict(line.variables)
-    inner = line.shell_text
-    if inner:
-        within = read_script(inner, facts.folder, known)
-        if within.line is not None and within.command is not None:
-            facts.unread += within.unread
-            facts.setup += within.setup
-            facts.folder, facts.environment = within.folder, within.environment or facts.environment
-            # Wrappers of both lines count; the outer line's positions are lost along with its words.
-            facts.outer = line
-            command, line, variables = within.command, within.line, variables | within.variables
+    place = replace(
+        place, folder=facts.folder, known={**place.known, **_values(command), **line.variables}, line=command.line
+    )
     facts.command, facts.line, facts.variables = command, line, variables
+    take_script_within(facts, line, place)
+
+
+def take_script_within(facts: ScriptFacts, line: LaunchLine, place: ScriptPlace) -> None:
+    """Replace a line that runs a script by the training command of this script, if it has one."""
+    found = script_within(line, place)
+    within = read_script(*found) if found else None
+    if within is not None and found and found[1].name:  # one that this script writes
+        facts.unread = [part for part in facts.unread if not part.what.startswith(f"file {found[1].name}, written")]
+    if within is None or within.line is None or within.command is None:
+        return
+    facts.unread += within.unread
+    facts.setup += within.setup
+    facts.folder, facts.environment = within.folder, within.environment or facts.environment
+    facts.sbatch = facts.sbatch or within.sbatch
+    # Wrappers of all lines count; the other words of the outer lines are lost.
+    facts.outer = (*facts.outer, line, *within.outer)
+    kept = [item for item in line.items if item.role == "wrapper" and item.name not in DROPPED]
+    words = [word for item in kept for word in line.argv[item.start : item.stop]]
+    inside = [item.name for item in kept if item.name in CONTAINERS]
+    if inside and within.setup:
+        lines = "; ".join(within.setup)
+        facts.unread.append(UnreadPart(f"{lines}: within {inside[0]}", "trainer.setup has it outside of the container"))
+    unread = (*(facts.command.unread if facts.command else ()), *within.command.unread)
+    facts.command = replace(within.command, unread=tuple(dict.fromkeys(unread)))
+    facts.line = read_launch_line([*words, *within.line.argv]) if words else within.line
+    facts.variables = {**facts.variables, **within.variables}

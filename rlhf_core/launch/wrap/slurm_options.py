@@ -54,7 +54,14 @@ def read_options(words: Iterable[str]) -> dict[str, str]:
             found[name] = word[2:].lstrip("=")
         elif name and not found[name]:
             found[name] = word
-    return {_SHORT.get(name, name): value for name, value in found.items()}
+    return {_full(_SHORT.get(name, name)): value for name, value in found.items()}
+
+
+def _full(name: str) -> str:
+    """Name of an option that may be abbreviated, as in ``--err``."""
+    names = {*_NAMED, *_KNOWN, *_OF_RUN}
+    matches = [known for known in names if known.startswith(name)] if len(name) > 2 and name not in names else []
+    return matches[0] if len(matches) == 1 else name
 
 
 def split_options(texts: Iterable[str]) -> list[str]:
@@ -95,9 +102,11 @@ def read_slurm(draft: Draft, options: dict[str, str], source: str) -> None:
         draft.settings["name"] = options["job_name"]
     known = {*_NAMED, *_KNOWN, *_OF_RUN}
     for name in sorted(options.keys() - known):
-        draft.missing(
-            f"{source} --{name.replace('_', '-')}={options[name]}", "if the job needs it, add it to slurm.extra"
-        )
+        shown = f"{source} --{name.replace('_', '-')}" + (f"={options[name]}" if options[name] else "")
+        if name in ("array", "a"):
+            draft.missing(shown, "a run is one job: wrap the script once for every value, as runs of their own")
+        else:
+            draft.missing(shown, "if the job needs it, add it to slurm.extra")
 
 
 _KNOWN = (

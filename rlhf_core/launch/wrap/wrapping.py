@@ -1,11 +1,12 @@
 """`rlhf wrap`: convert a launch line, or a script that contains one, to a config."""
 
+import json
 import posixpath
 import re
-import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import PurePosixPath
 
 from rlhf_core.config.loading import validate
@@ -16,17 +17,16 @@ from rlhf_core.launch.wrap.arguments import read_arguments
 from rlhf_core.launch.wrap.config_text import config_text, shown_line
 from rlhf_core.launch.wrap.draft import Draft, ReadPart, UnreadPart, WrapSurroundings
 from rlhf_core.launch.wrap.frameworks import Family, FrameworkName, recognise
-from rlhf_core.launch.wrap.launchers import axolotl_launcher_words, read_launcher
-from rlhf_core.launch.wrap.scripts import ScriptFacts, read_script
+from rlhf_core.launch.wrap.launchers import axolotl_launcher_words, is_of_ray, read_launcher
+from rlhf_core.launch.wrap.scripts import DROPPED, ScriptFacts, ScriptPlace, read_script, take_script_within
 from rlhf_core.launch.wrap.slurm_options import read_options, read_slurm, split_options
 from rlhf_core.schemas.slurm_values import VARIABLE
-from rlhf_core.shell.launch_line import Wrapper, read_launch_line
+from rlhf_core.shell.launch_line import LaunchLine, Wrapper, read_launch_line
 
 MAX_LINE = 100_000
 """Longest launch line in characters: a config is limited to 128 KiB."""
 _MAX_SHOWN = 20
-_DROPPED = frozenset(["srun", "nohup", "exec", "setsid", "time", "nice", "ray", "env"])
-"""Wrappers that have no effect in a run. The others (uv, conda, apptainer) are kept."""
+_OF_STEP = ("nodes", "ntasks", "ntasks_per_node", "nodelist")
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,21 @@ class WrappedLine:
     """The launch line with placeholders."""
 
 
-def wrap_line(argv: Sequence[str], around: WrapSurroundings, options: WrapOptions) -> WrappedLine:
-    """Convert a launch line to a config.
+def wrap_line(
+    argv: Sequence[str], around: WrapSurroundings, options: WrapOptions, known: Mapping[str, str] | None = None
+) -> WrappedLine:
+    """Convert a launch line to a config. If it runs a script that can be read, this is the script's training command.
+
+    Args:
+        known: Variables of the user that have the same value on the nodes.
 
     Raises:
         BadInput: it contains no program, or something that a config cannot hold.
     """
     line = read_launch_line(argv)
     facts = ScriptFacts(line=line, variables=dict(line.variables), folder=around.folder)
-    if line.program[:1] and PurePosixPath(line.program[0]).name in ("bash", "sh") and line.value("c", "lc"):
-        facts = read_script(shlex.join(argv), around.folder, {})
+    place = ScriptPlace(around.folder, {**(known or {}), **line.variables}, around.read_file)
+    take_script_within(facts, line, place)
     return _wrapped(facts, around, options, shown_line(argv))
 
 
@@ -77,7 +82,7 @@ def wrap_script(
     Raises:
         BadInput: no line of it trains, or it contains something that a config cannot hold.
     """
-    facts = read_script(text, around.folder, dict(known), arguments)
+    facts = read_script(text, ScriptPlace(around.folder, known, around.read_file, tuple(arguments)))
     if facts.line is None:
         notes = "".join(f"\n  {part.what}" for part in facts.unread[:20])
         raise BadInput(
@@ -88,6 +93,7 @@ def wrap_script(
 
 def _wrapped(facts: ScriptFacts, around: WrapSurroundings, options: WrapOptions, source: str) -> WrappedLine:
     line = facts.line
+    facts.variables = {name: value for name, value in facts.variables.items() if not _is_part(value, line)}
     if line is None or not any(line.program):
         raise BadInput(
             "found no program in the launch line; expected one such as: torchrun --nproc_per_node 8 train.py --lr 1e-6"
@@ -116,16 +122,31 @@ def _wrapped(facts: ScriptFacts, around: WrapSurroundings, options: WrapOptions,
     return WrappedLine(text, num_steps, tuple(draft.read), tuple(draft.unread), tuple(draft.argv))
 
 
+def _is_part(value: str, line: LaunchLine | None) -> bool:
+    """True for a variable that only holds a part of the launch line: CMD, LAUNCHER and the like."""
+    words = [*dropwhile(lambda word: re.match(r"[A-Za-z_]\w*=", word), value.split())]
+    whole = f" {' '.join(' '.join(line.argv if line else ()).split())} "
+    return len(words) > 1 and f" {' '.join(words)} " in whole
+
+
 def _read_job(draft: Draft, facts: ScriptFacts) -> None:
     if facts.sbatch:
         read_slurm(draft, read_options(split_options(facts.sbatch)), "#SBATCH")
-    outer = facts.outer.wrappers if facts.outer else ()
+    outer = [wrapper for line in facts.outer for wrapper in line.wrappers]
     for wrapper in (*outer, *draft.line.wrappers):
-        if wrapper.name == "srun":
+        if wrapper.name in ("srun", "sbatch"):
             words = [word for pair in wrapper.options.items() for word in _spelled(*pair)]
-            read_slurm(draft, read_options(words), "srun")
+            found = read_options(words)
+            if wrapper.name == "srun" and is_of_ray(draft.line):  # a step for the driver, not for the nodes of Ray
+                found = {name: value for name, value in found.items() if name not in _OF_STEP}
+            read_slurm(draft, found, wrapper.name)
         elif wrapper.name == "ray":
             _read_ray(draft, wrapper)
+        elif wrapper.name in ("docker", "podman"):
+            draft.missing(
+                f"{wrapper.name} run: removed, the program starts without the image {wrapper.image}",
+                "install what it needs, or set slurm.container_kind and container_image; paths are those of the nodes",
+            )
 
 
 def _missing_files(draft: Draft, facts: ScriptFacts) -> None:
@@ -150,13 +171,23 @@ def _read_ray(draft: Draft, wrapper: Wrapper) -> None:
         f"ray job submit to {wrapper.options.get('address') or 'Ray'}: removed, the program starts Ray itself",
         "this suffices on one node; for several, start Ray on the nodes in trainer.setup (preset openrlhf-grpo)",
     )
-    if wrapper.options.get("runtime_env_json", "{}") != "{}":
+    text = wrapper.options.get("runtime_env_json", "{}")
+    try:
+        environment = json.loads(text)
+    except ValueError:
         draft.missing("--runtime-env-json of ray", "put its variables into trainer.variables")
+        return
+    given = environment.pop("env_vars", {}) if isinstance(environment, dict) else {}
+    if isinstance(given, dict) and given:
+        draft.variables |= {str(name): str(value) for name, value in given.items()}
+        draft.report("variables of ray", ", ".join(map(str, given)), "trainer.variables")
+    if environment:
+        draft.missing("--runtime-env-json of ray", "the run does without it, except for env_vars")
 
 
 def _take_wrappers(draft: Draft) -> None:
     for index, item in enumerate(draft.line.items):
-        if item.role == "variable" or (item.role == "wrapper" and item.name in _DROPPED):
+        if item.role == "variable" or (item.role == "wrapper" and item.name in DROPPED):
             draft.words[index] = ()
         elif item.role == "wrapper":
             draft.report(item.name, " ".join(draft.words[index]), "stays before the launch line")
@@ -226,16 +257,27 @@ def _unusable_variables(draft: Draft) -> None:
 
 def _left_unread(draft: Draft, facts: ScriptFacts) -> None:
     """Report shell expansions that are still in the config."""
-    sources = dict.fromkeys(facts.command.unread if facts.command else ())
+    unread = reversed(facts.command.unread if facts.command else ())
+    sources = [*reversed({source.partition(" (")[0]: source for source in unread}.values())]
+    exports = list[str]()
     for name, value in list(draft.variables.items()):
         if any(source.partition(" (")[0] in value for source in sources):
             del draft.variables[name]
+            extended = value.replace(f"${{{name}}}", f"${name}")
+            rest = extended.replace(f"${name}", "")
+            if rest and rest != extended and not set('$`"\\{}') & set(rest):  # PATH=/x/bin:$PATH
+                exports.append(f'export {name}="{extended}"')
+                draft.report(f"variable {name}", value[:60], "trainer.setup")
+                continue
             draft.missing(
                 f"variable {name} = {value[:60]}", "if the program needs it, set it in trainer.setup: export NAME=value"
             )
     settings = [str(value) for value in draft.settings.values()]
     whole = "\0".join([*draft.argv, *settings])
     left = [source for source in sources if source.partition(" (")[0] in whole]
+    setup = draft.settings.get("trainer.setup")
+    if exports:
+        draft.settings["trainer.setup"] = [*(setup if isinstance(setup, list) else ()), *exports]
     for source in left[:_MAX_SHOWN]:
         draft.missing(f"{source}: known only to the shell", "write its value into the config; no shell expands it")
     if len(left) > _MAX_SHOWN:

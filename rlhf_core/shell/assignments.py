@@ -1,0 +1,123 @@
+"""Assignments of a shell script, in branches as well, where their values are known only for a while. Pure."""
+
+import posixpath
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from rlhf_core.shell.blocks import Block, CommandList
+from rlhf_core.shell.conditions import Outcome, both
+from rlhf_core.shell.lexer import ShellToken
+from rlhf_core.shell.values import ShellValue, distinct
+from rlhf_core.shell.variables import MAX_VALUE, ShellVariables
+
+NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_MAX_EXPORTED = 1000
+_ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?=)(.*)", re.ASCII | re.DOTALL)
+DECLARING = frozenset(["export", "readonly", "declare", "typeset", "local"])
+
+
+@dataclass
+class Assignments:
+    """Variables of a shell at a place of its script."""
+
+    variables: ShellVariables
+    exported: set[str] = field(default_factory=set, init=False)
+    blocks: list[Block] = field(default_factory=list, init=False)
+    chain: CommandList = field(default_factory=CommandList, init=False)
+    line: int = field(default=0, init=False)
+    """Line of the call, while a function of another file, or a text, is followed."""
+
+    @property
+    def state(self) -> Outcome:
+        """True if a command here runs for sure, False if never, None if only a shell would know."""
+        found: Outcome = self.chain.guard
+        for block in self.blocks:
+            found = both(found, both(block.outer, block.runs))
+        return found
+
+    def leave_part(self, block: Block) -> None:
+        """Forget the values of variables that a part set, if it may or may not have run."""
+        assigned, block.assigned = block.assigned, {}
+        for name, line in assigned.items():
+            self.doubt(name, line, [one for one in self.blocks if one is not block])
+
+    def doubt(self, name: str, line: int, blocks: Sequence[Block]) -> None:
+        text = f"${name} (assigned in a branch, line {line})"
+        self.variables.known[name] = ShellValue(f"${name}", (text,))
+        outer = doubtful(blocks)
+        if outer is not None:
+            outer.assigned[name] = line
+
+    def assign(self, name: str, value: ShellValue, line: int, *, adds: bool = False) -> None:
+        """Set a variable; if set in a branch that may not run, its value is unknown after the branch."""
+        if self.state is False:
+            return
+        block = doubtful(self.blocks)
+        if self.state is None and (self.chain.guard is None or block is None):
+            self.doubt(name, self.line or line, self.blocks)
+            return
+        if adds and name in self.variables.known:
+            value = _sum(self.variables.known[name], value)
+        self.variables.known[name] = value
+        if self.state is None and block is not None:
+            block.assigned[name] = self.line or line
+
+    def folder(self) -> str:
+        found = self.variables.known.get("PWD")
+        return found.text if found else ""
+
+    def change_folder(self, words: list[ShellValue]) -> None:
+        before = self.variables.known.pop("PWD", None)
+        if before and len(words) > 1 and not words[1].unread and self.state is True:
+            path = posixpath.normpath(posixpath.join(before.text, words[1].text))
+            self.variables.known["PWD"] = ShellValue(path)
+
+    def assignment(self, token: ShellToken) -> tuple[str, ShellValue, bool] | None:
+        first = token.pieces[0] if token.pieces else None
+        if first is None or first.kind != "text" or first.quoted:
+            return None
+        found = _ASSIGNED.fullmatch(first.text)
+        if not found:
+            return None
+        if found[2]:  # one element of an array
+            return found[1], ShellValue(f"${found[1]}", (f"${found[1]}",)), False
+        rest = (replace(first, text=found[4], source=found[4]), *token.pieces[1:])
+        return found[1], self.variables.assigned(rest), found[3] == "+="
+
+    def unset(self, tokens: list[ShellToken]) -> None:
+        if any(token.plain == "-f" for token in tokens):
+            return  # functions
+        for token in tokens[1:]:
+            self.assign(token.plain, ShellValue(""), token.line)
+            if self.state is True:
+                self.exported.discard(token.plain)
+
+    def declare(self, tokens: list[ShellToken]) -> None:
+        exports = tokens[0].plain == "export" or any(token.plain == "-x" for token in tokens)
+        if tokens[0].plain == "export" and any(token.plain == "-n" for token in tokens):
+            self.exported -= {token.plain for token in tokens}
+            return
+        is_array = any(re.fullmatch(r"-\w*a\w*", token.plain) for token in tokens)
+        for token in tokens[1:]:
+            found = self.assignment(token)
+            if found:
+                self.assign(found[0], found[1], token.line, adds=found[2])
+            name = found[0] if found else token.plain
+            if is_array and not found and NAME.fullmatch(name):
+                self.assign(name, ShellValue("", items=()), token.line)
+            if exports and NAME.fullmatch(name) and len(self.exported) < _MAX_EXPORTED:
+                self.exported.add(name)
+
+
+def doubtful(blocks: Sequence[Block]) -> Block | None:
+    """Innermost block that may or may not run."""
+    return next((block for block in reversed(blocks) if both(block.outer, block.runs) is None), None)
+
+
+def _sum(one: ShellValue, other: ShellValue) -> ShellValue:
+    """A value with another one added by ``+=``."""
+    if one.items is not None:
+        items = (*one.items, *(other.items if other.items is not None else (other,)))
+        return ShellValue(items[0].text, items[0].unread, items) if items else one
+    return ShellValue((one.text + other.text)[:MAX_VALUE], distinct([one, other]))

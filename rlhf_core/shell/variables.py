@@ -1,0 +1,197 @@
+"""Variables and arguments of a shell script, and the expansion of its words. Pure."""
+
+import posixpath
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from rlhf_core.shell.lexer import ShellLexer, ShellPiece, UnclosedShell
+from rlhf_core.shell.values import ShellValue, calculated, distinct, split, trimmed
+
+MAX_VALUE = 1 << 16
+"""Longest value of a variable: assignments that double it would exhaust the memory."""
+_MAX_FILLED = 8 << 20
+_MAX_ITEMS = 1000
+
+
+@dataclass
+class ShellVariables:
+    """Variables as far as they are known."""
+
+    known: dict[str, ShellValue]
+    arguments: Sequence[str] = ()
+    budget: int = _MAX_FILLED
+    """Number of characters that may still be expanded."""
+    absent: dict[str, None] = field(default_factory=dict)
+    """Arguments of the script that it uses without a default, but that are not given."""
+    tested: dict[str, None] = field(default_factory=dict)
+    """Those of which it only asks whether they are given."""
+    in_test: bool = False
+    in_function: bool = False
+
+    def set_arguments(self, arguments: Sequence[str]) -> None:
+        """Set ``$1``, ``$@`` and the like."""
+        self.arguments = arguments
+        given = {"@": " ".join(arguments), "*": " ".join(arguments), **dict.fromkeys("123456789", "")}
+        given |= {str(number): value for number, value in enumerate(arguments[:9], 1)}
+        given["#"] = str(len(arguments))
+        self.known |= {name: ShellValue(value) for name, value in given.items()}
+
+    def words(self, pieces: Iterable[ShellPiece]) -> list[ShellValue]:
+        """Words of a token: none for an empty variable, several for an unquoted one with spaces, or for an array."""
+        pieces = [*pieces]
+        spread = [piece for piece in pieces if piece.text or piece.kind != "text"]
+        if len(spread) == 1 and (items := self._all_items(spread[0])) is not None:
+            self.budget -= sum(len(item.text) for item in items)
+            return items if self.budget >= 0 else []
+        fields: list[str] = []
+        values: list[ShellValue] = []
+        current, begun = "", False
+        for number, piece in enumerate(pieces):
+            value = self._value(piece)
+            values.append(value)
+            text = value.text
+            if number == 0 and piece.kind == "text" and not piece.quoted and re.match(r"~(/|$)", text):
+                home = self.known.get("HOME", ShellValue("~", ("~",)))
+                values.append(home)
+                text = home.text + text[1:]
+            if self._is_split(piece):
+                first, *others = split(value)
+                if others:
+                    if begun or first:
+                        fields.append(current + first)
+                    fields += others[:-1]
+                    current, begun = others[-1], bool(others[-1])
+                    continue
+            current += text
+            begun = begun or bool(text) or piece.quoted or bool(value.unread)
+        fields += [current] if begun else []
+        return [ShellValue(text[:MAX_VALUE], distinct(values)) for text in fields]
+
+    def _all_items(self, piece: ShellPiece) -> list[ShellValue] | None:
+        """Words of ``$@`` or ``${A[@]}``, one per argument or element; None for anything else."""
+        if piece.kind != "variable" or piece.operator.startswith(("#", "%")):
+            return None
+        if piece.text == "@" and not piece.operator:
+            return [ShellValue(argument) for argument in self.arguments]
+        found = self.known.get(piece.text)
+        if piece.index != "@" or found is None or found.items is None:
+            return None
+        if piece.operator == "+" and found.items and piece.default:  # "${A[@]+"${A[@]}"}", for an empty one
+            return self.words(ShellLexer(piece.default).default(in_quotes=piece.quoted))
+        if not found.items and piece.default is not None and piece.operator == "-":
+            return self.words(ShellLexer(piece.default).default(in_quotes=piece.quoted))
+        if piece.quoted:
+            return [*found.items]
+        return [ShellValue(part, item.unread) for item in found.items for part in split(item) if part]
+
+    def assigned(self, pieces: Iterable[ShellPiece]) -> ShellValue:
+        """Value of an assignment, which is not split."""
+        pieces = [*pieces]
+        if [piece.kind for piece in pieces if piece.text or piece.kind != "text"] == ["array"]:
+            return self._array(pieces[-1])
+        values = [self._value(piece) for piece in pieces]
+        text = "".join(value.text for value in values)
+        if len(text) > MAX_VALUE:
+            return ShellValue("", (f"a value of {len(text)} characters",))
+        return ShellValue(text, distinct(values))
+
+    def _array(self, piece: ShellPiece) -> ShellValue:
+        try:
+            tokens = [token for token in ShellLexer(piece.text).tokens() if token.operator != "\n"]
+        except UnclosedShell:
+            return ShellValue(piece.source, (piece.source,))
+        if any(token.operator for token in tokens):
+            return ShellValue(piece.source, (piece.source,))
+        items = [word for token in tokens for word in self.words(token.pieces)]
+        if len(items) > _MAX_ITEMS or any(re.match(r"\[.*\]=", item.text) for item in items):
+            return ShellValue(piece.source, (piece.source,))
+        first = items[0] if items else ShellValue("")
+        return ShellValue(first.text, first.unread, tuple(items))
+
+    def _value(self, piece: ShellPiece) -> ShellValue:
+        if piece.kind == "text":
+            return ShellValue(piece.text)
+        unread = ShellValue(piece.source, (piece.source,))
+        if piece.kind == "variable":
+            found = self._element(piece)
+            is_absent = piece.text.isdigit() and int(piece.text) > len(self.arguments)
+            if is_absent and not piece.operator and not self.in_function:
+                (self.tested if self.in_test else self.absent)[f"${piece.text}"] = None
+            self.budget -= len(found.text) if found else 0
+            if self.budget < 0:
+                return unread
+            return self._operated(piece, found) or unread
+        if piece.kind == "length":
+            found = self.known.get(piece.text)
+            items = found.items if found and piece.index in ("@", "*") else None
+            return ShellValue(str(len(items))) if items is not None and _are_whole(items) else unread
+        if piece.kind == "folder" and "PWD" in self.known:
+            folder = self.assigned(ShellLexer(piece.text).default(in_quotes=False))
+            path = posixpath.normpath(posixpath.join(self.known["PWD"].text, folder.text))
+            return unread if folder.unread else ShellValue(path)
+        if piece.kind == "arithmetic":
+            found_number = self.number(piece.text.replace("\\*", "*"))
+            return unread if found_number is None else ShellValue(str(found_number))
+        return unread
+
+    def _operated(self, piece: ShellPiece, found: ShellValue | None) -> ShellValue | None:
+        """Value of a variable with its operator; None if it is unknown."""
+        word = piece.default
+        if word is None or not piece.operator:
+            return found
+        if piece.operator in ("-", "=", "+"):
+            # A default applies if the script sets no value: the user's environment is not read.
+            is_empty = found is None or not found.text
+            if (piece.operator == "+") == is_empty:
+                return found if found is not None or piece.operator != "+" else None
+            value = self.assigned(ShellLexer(word).default(in_quotes=piece.quoted))
+            if piece.operator == "=" and piece.index is None:
+                self.known[piece.text] = value
+            return value
+        pattern = self.assigned(ShellLexer(word).default(in_quotes=piece.quoted))
+        if found is None or found.unread or pattern.unread:
+            return None
+        return ShellValue(trimmed(found.text, piece.operator, pattern.text))
+
+    def _element(self, piece: ShellPiece) -> ShellValue | None:
+        """Value of a variable, or of the element of an array; None if it is unknown."""
+        found = self.known.get(piece.text)
+        if found is None or piece.index is None:
+            return found
+        if found.items is None:
+            return found if piece.index in ("0", "@", "*") and not found.unread else None
+        if piece.index in ("@", "*"):
+            text = " ".join(item.text for item in found.items)
+            return ShellValue(text, distinct(found.items)) if len(text) <= MAX_VALUE else None
+        index = self.number(piece.index)
+        if index is None or not _are_whole(found.items[: index + 1]):
+            return None
+        return found.items[index] if index < len(found.items) else ShellValue("")
+
+    def _is_split(self, piece: ShellPiece) -> bool:
+        """True if spaces in the value of a part separate words."""
+        in_quotes = piece.quoted or (self.is_default(piece) and piece.source.endswith(('"}', "'}")))
+        return piece.kind == "variable" and not in_quotes
+
+    def is_default(self, piece: ShellPiece) -> bool:
+        """True if the word of ``${X:-word}`` or ``${X:+word}`` takes the place of the variable."""
+        found = self._element(piece)
+        is_empty = found is None or not found.text
+        return piece.operator in ("-", "=", "+") and (piece.operator == "+") != is_empty
+
+    def number(self, expression: str) -> int | None:
+        """Value of an integer expression with variables; None if it is unknown."""
+        return calculated(self.filled(expression))
+
+    def filled(self, expression: str) -> str:
+        """Integer expression with the numbers of variables in their place."""
+        return re.sub(r"\$?\{?([A-Za-z_]\w*|(?<=\$)#|(?<=\{)#)\}?", lambda name: self._digits(name[1]), expression)
+
+    def _digits(self, name: str) -> str:
+        found = self.known[name].text if name in self.known else ""
+        return found if re.fullmatch(r"\d+", found, re.ASCII) else name
+
+
+def _are_whole(items: Iterable[ShellValue]) -> bool:
+    return all(item.is_whole for item in items)

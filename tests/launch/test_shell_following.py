@@ -1,0 +1,236 @@
+"""Branches, loops, functions, arrays and other files of shell scripts, followed as a shell would."""
+
+import subprocess
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf_core.shell.lexer import FOLDER_OF_SCRIPT
+from rlhf_core.shell.script import read_shell
+
+ARRAYS = """
+EMPTY=
+COMMON=(
+  --lr 1e-6   # a comment
+  # --unused 1
+
+  --name "a b" '' $EMPTY
+)
+COMMON+=(--bf16)
+declare -a MORE
+MORE+=("--seed" 7)
+NONE=()
+x "${COMMON[@]}" ${MORE[@]} "${NONE[@]}" ${NONE[@]+"${NONE[@]}"} "${NONE[@]:-none}" ${#COMMON[@]}
+I=1
+x "${COMMON[0]}" ${MORE[$I]} ${MORE[I-1]} "${COMMON[*]}" $MORE ${MORE[@]+"${MORE[@]}"}
+"""
+OPTIONS = """
+LR=1e-6
+MODEL=small
+REST=()
+while [[ $# -gt 0 ]]; do
+  case "$1" in
+    --lr) LR="$2"; shift 2 ;;
+    -m | --model )
+      MODEL=$2
+      shift
+      shift
+      ;;
+    --seed=*) SEED="${1#*=}"; shift;;
+    *)
+      REST+=("$1")
+      shift ;;
+  esac
+done
+x $LR $MODEL ${SEED:-0} "${REST[@]}"
+"""
+FUNCTIONS = """
+usage() {
+  echo "x never"
+  exit 1
+}
+function build {
+  local kind=$1
+  ARGS=(--kind "$kind" --count $#)
+  if [ "$kind" = big ]; then ARGS+=(--big); fi
+}
+run() { x "$@" "${ARGS[@]}"; }
+[ $# -gt 50 ] && usage
+build big now
+run --first "a b"
+build small
+run
+x $1
+"""
+CONDITIONS = """
+A=$1
+if [ "$A" == "" ]; then A=none; fi
+if [[ -z "$A" || "$A" = none && ! -n "" ]]; then x 1; elif true; then x 2; else x 3; fi
+if [ $# -lt 1 ] || false; then x few; else x many; fi
+(( $# > 0 )) && x some
+(( 2 * 3 == 6 && 1 < 2 )) && x six
+[[ "grpo-7b" == grpo* ]] && [[ a != b ]] && x pattern
+[[ "grpo*" == "grpo*" ]] || x never
+[ 3 -ge 2 -a 1 -ne 2 ] && x numbers
+! false && x negated
+true || x never
+N=0
+until [ $N -ge 3 ]; do N=$((N + 1)); x round $N; done
+while [ $N -gt 9 ]; do x never; done
+{ x group; }
+B=1 && B=2
+case $B in 1) x one ;; 2|3) x two ;; *) x other ;; esac
+x $A $B
+"""
+WORDS = """
+: "${GPUS:=4}" ${NAME:=run}
+RESUME=ckpt OFF=
+x $GPUS $NAME ${RESUME:+--resume $RESUME} ${OFF:+--off} [${RESUME%/*}] ${NAME#r} ${NAME%n}
+P=/models/qwen/7b.tar.gz
+x ${P##*/} ${P%.*} ${P%%.*} ${P#*/}
+CMD="x --from eval '"'a b'"' $GPUS"
+eval $CMD
+eval "$CMD"
+eval "C=1; x \\$C"
+set -- one 'two three'
+x $# "$@"
+shift
+x "$1" $#
+shift 5
+x $#
+"""
+
+
+def words_of_bash(text: str, arguments: list[str]) -> list[list[str]]:
+    """Words of every call of `x`, according to bash."""
+    stub = 'x() { printf \'%s\\0\' "$#" "$@"; }\nexec 3>&1\n'
+    done = subprocess.run(["bash", "-c", stub + text, "s", *arguments], capture_output=True, text=True, env={})
+    parts = done.stdout.split("\0")[:-1]
+    calls, at = list[list[str]](), 0
+    while at < len(parts):
+        count = int(parts[at])
+        calls.append(parts[at + 1 : at + 1 + count])
+        at += 1 + count
+    return calls
+
+
+@pytest.mark.parametrize("text", [ARRAYS, OPTIONS, FUNCTIONS, CONDITIONS, WORDS])
+@pytest.mark.parametrize("arguments", [[], ["--lr", "2", "--seed=5", "-m", "large", "--x", "y z"], ["a"]])
+def test_the_words_are_those_of_bash(text: str, arguments: list[str]) -> None:
+    found = read_shell(text, arguments=arguments).commands
+    calls = [[*command.argv[1:]] for command in found if command.argv[0] == "x"]
+    assert calls == words_of_bash(text, arguments)
+    assert not [command for command in found if command.argv[0] == "x" and command.is_conditional]
+
+
+def test_the_comparison_with_bash_has_calls_to_compare() -> None:
+    assert [len(words_of_bash(text, ["a"])) for text in (ARRAYS, OPTIONS, FUNCTIONS, CONDITIONS, WORDS)] == [
+        2, 1, 3, 13, 8,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "argv", "unread"),
+    [
+        # known within a branch that may not run, and unknown after it
+        ("if [ -f f ]; then A=1; x $A; fi", "x 1", ()),
+        ("A=0\nif [ -f f ]; then A=1; else A=2; fi\nx $A", "x $A", ("$A (assigned in a branch, line 2)",)),
+        ("A=0\nfor i in 1 2; do\n if y; then A=$i; fi\ndone\nx $A", "x $A", ("$A (assigned in a branch, line 3)",)),
+        ("f() { A=1; }\nif y; then f; x $A; fi", "x 1", ()),
+        ("f() { A=1; }\nif y; then f; fi\nx $A", "x $A", ("$A (assigned in a branch, line 1)",)),
+        # elements after an unknown number of them
+        ("A=(1 $(hostnames))\nx ${A[0]} ${A[1]}", "x 1 ${A[1]}", ("${A[1]}",)),
+        ("declare -A A=([a]=1)\nx ${A[@]}", "x ${A[@]}", ("${A[@]}",)),
+        ("A=(1); A[1]=2\nx ${A[@]}", "x ${A[@]}", ("${A[@]}",)),
+        ("((N++))\nx $N", "x $N", ("$N",)),
+        ("N=1; ((N++))\nx $N", "x $N", ("$N",)),
+    ],
+)
+def test_values_that_depend_on_what_only_a_shell_knows(text: str, argv: str, unread: tuple[str, ...]) -> None:
+    found = [command for command in read_shell(text).commands if command.argv[0] == "x"]
+    assert (" ".join(found[-1].argv), found[-1].unread) == (argv, unread)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "while true; do x; sleep 5; done",
+        "while [ 1 ]; do x; done",
+        "f() { f; }\nf\nx",
+        "while [ $# -gt 0 ]; do echo $1; done\nx",
+        "x\nwhile [ $# -gt 0 ]; do\n case $1 in *) exit 1 ;; esac\ndone",
+    ],
+)
+def test_loops_without_an_end_are_left(text: str) -> None:
+    found = read_shell(text, arguments=["a"]).commands
+    assert sum(command.argv == ("x",) for command in found) == 1
+    assert len(found) < 300
+
+
+KEYWORDS = (
+    "if", "then", "elif", "else", "fi", "while", "until", "for i in 1 2", "do", "done", "case $1 in", "a)", "*)", ";;",
+    "esac", "{", "}", "f()", "f", "(", ")", "[[", "]]", "[", "]", "&&", "||", "!", "x", "$1", "A=(1 2)", "A+=(3)",
+    '"${A[@]}"', "${A[$1]}", "${#A[@]}", "<<E", "E", "source s.sh", "eval", '"$A"', "shift", "set -- a b", "break",
+    "exit", "cat", "|", "((", "))", "N=1", "$N", "-gt", "0", "N=$((N+1))", "function g {", "g", ";", "\n", "\n", "read",
+)  # fmt: skip
+
+
+@given(st.lists(st.sampled_from(KEYWORDS), max_size=40))
+@settings(max_examples=400)
+def test_any_order_of_keywords_comes_to_an_end(words: list[str]) -> None:
+    found = read_shell(" ".join(words), arguments=["a", "b"], sourced={"s.sh": "source s.sh; f; x"}.get)
+    assert all(command.line for command in found.commands)
+
+
+def test_a_sourced_file_is_read_in_its_place() -> None:
+    files = {"/p/conf/model.sh": 'MODEL_ARGS=(--layers 4)\nexport ROOT="$(dirname "$0")/.."\nexport GIVEN=$1'}
+    text = 'SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"\n'
+    text += 'source "${SCRIPT_DIR}/model.sh" big\nx ${MODEL_ARGS[@]} $ROOT\nsource other.sh'
+    found = read_shell(text, {"PWD": "/p", FOLDER_OF_SCRIPT: "conf"}, sourced=files.get).commands
+    assert [command.argv for command in found] == [
+        ("x", "--layers", "4", "/p/conf/.."),
+        ("source", "other.sh"),
+    ]
+    assert found[0].variables == {"ROOT": "/p/conf/..", "GIVEN": "big"}
+    assert found[0].line == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "folder"),
+    [
+        ("$(cd $(dirname $0)/../..; pwd)", "/p"),
+        ('$(cd "$(dirname "$(readlink -f "$0")")" > /dev/null 2>&1 && pwd -P)', "/p/a/b"),
+        ("$(cd ../q && pwd)", "/q"),
+        ("`pwd`", "/p"),
+        ('$(cd "$HERE" && pwd)', '$(cd "$HERE" && pwd)'),
+    ],
+)
+def test_folders_that_a_script_changes_to(text: str, folder: str) -> None:
+    assert read_shell(f"x {text}", {"PWD": "/p", FOLDER_OF_SCRIPT: "a/b"}).commands[0].argv == ("x", folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "argv"),
+    [
+        ("N=2\nsbatch --parsable <<EOF\n#SBATCH -N $N\nx \\$M $N\nEOF", ("sbatch", "--parsable", "bash", "-c")),
+        ("N=2\nsrun -N 2 bash <<EOF\nx \\$M $N\nEOF", ("srun", "-N", "2", "bash", "-c")),
+        ("N=2\ncat <<EOF | sbatch\nx \\$M $N\nEOF", ("sbatch", "bash", "-c")),
+    ],
+)
+def test_a_shell_that_reads_a_here_document(text: str, argv: tuple[str, ...]) -> None:
+    found = read_shell(text).commands[-1].argv
+    assert found[:-1] == argv
+    assert found[-1].endswith("x $M 2\n")
+
+
+def test_a_file_that_the_script_writes() -> None:
+    script = read_shell("N=2\ncat > run.sh <<EOF\nx $N\nEOF\ncat <<'EOF' > raw.sh\nx $N\nEOF\ny")
+    assert script.files == {"run.sh": "x 2\n", "raw.sh": "x $N\n"}
+    assert script.unread == ("file run.sh, written in line 2", "file raw.sh, written in line 5")
+
+
+def test_arguments_that_are_not_given_are_named() -> None:
+    script = read_shell('A=$1\nB=${2:-8}\nf() { y $4; }\nf\nif [ "$3" = slurm ]; then z; fi', arguments=[])
+    assert (script.absent, script.tested) == (("$1",), ("$3",))
+    assert read_shell("A=$1", arguments=["a"]).absent == ()
