@@ -66,6 +66,8 @@ Python's own exceptions are raised where its conventions require them (validator
 program, which ``rlhf`` then reports as such.
 """
 
+from collections.abc import Sequence
+
 
 class RlhfError(Exception):
     """Base of every error raised on purpose. ``exit_code`` is the exit status of the ``rlhf`` command."""
@@ -251,11 +253,13 @@ class WeightSyncFailed(WorkerError):
 
     Attributes:
         peer: name of the process that is to blame; empty if there is none.
+        others: names of further engines that failed by themselves in the same sync.
     """
 
-    def __init__(self, message: str, peer: str = "") -> None:
+    def __init__(self, message: str, peer: str = "", others: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.peer = peer
+        self.others = tuple(others)
 
 
 class EnginesLost(WorkerError):

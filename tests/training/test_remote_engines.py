@@ -330,6 +330,18 @@ def test_an_engine_that_lives_and_cannot_take_weights_is_left_behind(
     group.kill(1)
 
 
+def test_engines_that_cannot_take_the_weights_together_are_left_behind_together(tmp_path: Path) -> None:
+    """As on a node whose memory is full: the engines elsewhere serve on."""
+    with engine_group(tmp_path, 3) as group:
+        trainer = group.trainer()
+        trainer.load(tiny_model(), 1, no_beat)
+        for rank in (1, 2):
+            group.gate("no-room", rank).close()
+        trainer.load(tiny_model(seed=5), 2, no_beat)
+        assert [weights_of(group, rank) for rank in range(3)] == [2, 1, 1]
+        trainer.close()
+
+
 def test_a_sync_that_fails_leaves_the_old_version_in_force(
     group: EngineGroup, trainer: RemoteEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
