@@ -146,7 +146,7 @@ def test_a_prompt_that_no_engine_accepts_ends_the_rollout() -> None:
     sampler = ScriptedSampler(refused=[2])
     with engine(0, sampler) as client:
         dispatcher, run = rollout([client], 4, start_timeout_s=60.0, stall_timeout_s=60.0)
-        with pytest.raises(EnginesLost, match="was given up after 8 engines failed on it"):
+        with pytest.raises(EnginesLost, match=r"given up after 8 engines failed on it; .* too long for this"):
             asyncio.run(run.run())
         until(lambda: not sampler.waiting)
     assert not dispatcher.is_done
