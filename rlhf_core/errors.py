@@ -66,8 +66,6 @@ Python's own exceptions are raised where its conventions require them (validator
 program, which ``rlhf`` then reports as such.
 """
 
-from collections.abc import Sequence
-
 
 class RlhfError(Exception):
     """Base of every error raised on purpose. ``exit_code`` is the exit status of the ``rlhf`` command."""
@@ -256,10 +254,10 @@ class WeightSyncFailed(WorkerError):
         others: names of further engines that failed by themselves in the same sync.
     """
 
-    def __init__(self, message: str, peer: str = "", others: Sequence[str] = ()) -> None:
+    def __init__(self, message: str, peer: str = "", others: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.peer = peer
-        self.others = tuple(others)
+        self.others = others
 
 
 class EnginesLost(WorkerError):

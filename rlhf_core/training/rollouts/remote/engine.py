@@ -375,7 +375,7 @@ def _problem(text: str) -> WorkerError | None:
         return None
     name, message, peer, others = json.loads(text)
     if name == WeightSyncFailed.__name__:
-        return WeightSyncFailed(message, peer, others)
+        return WeightSyncFailed(message, peer, tuple(others))
     return {kind.__name__: kind for kind in (EnginesLost, StaleWeights)}[name](message)
 
 
