@@ -256,11 +256,13 @@ class WeightSyncFailed(WorkerError):
 
     Attributes:
         peer: name of the process that is to blame; empty if there is none.
+        others: names of further engines that failed by themselves in the same sync.
     """
 
-    def __init__(self, message: str, peer: str = "") -> None:
+    def __init__(self, message: str, peer: str = "", others: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.peer = peer
+        self.others = others
 
 
 class EnginesLost(WorkerError):

@@ -261,7 +261,9 @@ class FakeAgent:
         report = ProbeReport(attempt=self.attempt, results=(found,), made_at=utc_now())
         write_model(self.run_dir.attempt(self.attempt).probe_report, report)
 
-    def incident(self, kind: FailureKind, fingerprint: str = "", health_rule: str = "") -> Incident:
+    def incident(
+        self, kind: FailureKind, fingerprint: str = "", health_rule: str = "", role: Role | None = None
+    ) -> Incident:
         """Build the incident that agent 0 writes after a failure."""
         folder = self.run_dir.attempt(self.attempt).restart(self.restart)
         incident = incident_of(
@@ -273,6 +275,7 @@ class FakeAgent:
             suspect_nodes=(NODE,),
             fingerprint=fingerprint,
             health_rule=health_rule,
+            role=role,
             evidence_dir=str(folder.evidence_dir.relative_to(self.run_dir.root)),
         )
         folder.evidence_dir.mkdir(parents=True, exist_ok=True)

@@ -42,7 +42,8 @@ same amount again.
 
 - **CUDA out of memory**: halve `trainer.micro_batch_size` down to 1; then turn on `trainer.gradient_checkpointing`;
   then use the next `trainer.zero_stage` (with several ranks); then `trainer.offload` (on GPUs); then halve
-  `rollout.batch_size`. The global batch stays the same, and so does the gradient (`supervise.oom_remediation`).
+  `rollout.batch_size`. For a rollout engine, only `rollout.batch_size` is halved; for an evaluator, both that and the
+  micro-batch. The global batch stays the same, and so does the gradient (`supervise.oom_remediation`).
 - **A loss that is not finite**: go back once to the checkpoint before the newest.
 - **Training that no longer learns** (`[health]`): go back once to the newest checkpoint that is older than the window
   of steps that was judged.

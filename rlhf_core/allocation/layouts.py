@@ -165,7 +165,8 @@ def _too_few_gpus(layout: Layout, cluster: Cluster) -> Iterator[Problem]:
         return
     engines = -(-layout.engines // (layout.engine_nodes or cluster.num_nodes))
     trainers = -(-layout.trainers // cluster.trainer_nodes(layout))
-    of_trainers, of_engines = f"{trainers} trainers", f"{engines} engines of {layout.tensor_parallel} GPUs"
+    of_trainers = _counted(trainers, "trainer")
+    of_engines = f"{_counted(engines, 'engine')} of {_counted(layout.tensor_parallel, 'GPU')}"
     on_a_node = {f"{of_trainers} and {of_engines}": trainers + engines * layout.tensor_parallel}
     if layout.engine_nodes:
         on_a_node = {of_trainers: trainers, of_engines: engines * layout.tensor_parallel}

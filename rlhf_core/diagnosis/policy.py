@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from pydantic import JsonValue
 
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.supervision import SuperviseSpec
@@ -203,20 +204,28 @@ def _rule(kind: FailureKind, undecided: bool) -> Rule:
     return UNDECIDED.get(kind, RULES[kind]) if undecided else RULES[kind]
 
 
-def oom_remedy(spec: RunSpec) -> dict[str, JsonValue]:
+def oom_remedy(spec: RunSpec, role: Role | None = None) -> dict[str, JsonValue]:
     """One change that lowers the memory of a GPU without changing any step's batch and gradient.
 
     Halve the micro-batch down to one sequence, then turn on activation checkpointing, then take the next stage of ZeRO
     if there is another rank to split with, then move the optimizer to main memory (on GPUs), then halve the completions
     sampled at once down to 1, then move the weights to main memory.
 
+    In a rollout engine only the completions sampled at once count, in an evaluator also the micro-batch of its pairs.
+
     Args:
         spec: Spec with all earlier changes.
+        role: Role that ran out of memory; None for a trainer.
 
     Returns:
         Dotted name to new value; empty if nothing more can be changed.
     """
-    trainer = spec.trainer
+    trainer, batch_size = spec.trainer, spec.rollout.batch_size
+    if role in (Role.ROLLOUT, Role.EVALUATOR):
+        sizes = {"rollout.batch_size": batch_size}
+        if role is Role.EVALUATOR and isinstance(trainer, NativeTrainer):
+            sizes["trainer.micro_batch_size"] = trainer.micro_batch_size
+        return {name: number // 2 for name, number in sizes.items() if number > 1}
     if not isinstance(trainer, NativeTrainer):
         return {}  # another program divides its batch by its own arguments
     has_gpus = spec.resources.gpus_per_node > 0
@@ -229,7 +238,7 @@ def oom_remedy(spec: RunSpec) -> dict[str, JsonValue]:
         (not trainer.gradient_checkpointing, "trainer.gradient_checkpointing", True),
         (trainer.zero_stage < 3 and spec.num_ranks > 1, "trainer.zero_stage", trainer.zero_stage + 1),
         (trainer.zero_stage > 0 and trainer.offload == "none" and has_gpus, "trainer.offload", "optimizer"),
-        (spec.rollout.batch_size > 1, "rollout.batch_size", spec.rollout.batch_size // 2),
+        (batch_size > 1, "rollout.batch_size", batch_size // 2),
         (trainer.zero_stage == 3 and trainer.offload == "optimizer" and has_gpus, "trainer.offload", "parameters"),
     )
     return next(({name: value} for applies, name, value in ladder if applies), {})

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.schemas.attempts import RUN_ENDS, RunState
+from rlhf_core.schemas.attempts import RUN_ENDS, Role, RunState
 from rlhf_core.schemas.failures import Decision, FailureKind, Incident
 from rlhf_core.schemas.journal import ControllerStarted, JournalLine, PromotionMoved
 from rlhf_core.text.formatting import duration, listed, place_text
@@ -192,9 +192,11 @@ def decision_text(decision: Decision) -> str:
 
 
 def suspects_text(incident: Incident) -> str:
-    """Format the suspects: ``ranks 1, 3 on node n2``; empty if there are none."""
+    """Format the suspects: ``ranks 1, 3 on node n2``, ``rank 0 of the group rollout on node n2``; empty if there are
+    none."""
     ranks, nodes = incident.suspect_ranks, incident.suspect_nodes
     of_ranks = f"rank{'' if len(ranks) == 1 else 's'} {listed([*map(str, ranks)], MAX_SUSPECTS)}" if ranks else ""
+    of_ranks += " of the group rollout" if of_ranks and incident.role is Role.ROLLOUT else ""
     of_nodes = f"node{'' if len(nodes) == 1 else 's'} {listed(nodes, MAX_SUSPECTS)}" if nodes else ""
     return " on ".join(text for text in (of_ranks, of_nodes) if text)
 

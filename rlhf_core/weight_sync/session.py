@@ -118,7 +118,11 @@ def _failure_of(failures: Mapping[str, Exception], senders: Collection[str]) -> 
     main = own if own is not None and not (was_cancelled and naming) else naming[0]
     others = "; ".join(f"{process}: {error}" for process, error in failures.items() if error is not main)
     text = f"{main}" if isinstance(main, WeightSyncFailed) else f"{name} is lost: {main}"
-    return WeightSyncFailed(f"{text}{f' ({others})' if others else ''}", name)
+    # Several may lack memory on one node: the next try would otherwise leave out only one of them.
+    failed = [one for one, error in failures.items() if getattr(error, "peer", one) == one and one not in senders]
+    return WeightSyncFailed(
+        f"{text}{f' ({others})' if others else ''}", name, tuple(one for one in failed if one != name)
+    )
 
 
 def _require_ready(engines: Sequence[EngineControl], version: int, pool: ThreadPoolExecutor, beat: Beat) -> None:

@@ -24,7 +24,7 @@ def test_a_layout_that_divides_is_not_refused(layout: Layout) -> None:
         (Layout(7), TWO, "7 trainers on 2 nodes"),
         (Layout(2, 1, 3), NODE, "28 attention heads over 3 GPUs"),
         (Layout(2, 1, 8), NODE, "28 attention heads over 8 GPUs"),
-        (Layout(8, 8), NODE, "8 trainers and 8 engines of 1 GPUs on a node with 8"),
+        (Layout(8, 8), NODE, "8 trainers and 8 engines of 1 GPU on a node with 8"),
         (Layout(4, 2, 4), NODE, "4 trainers and 2 engines of 4 GPUs on a node with 8"),
         (Layout(8, 8, 1, 2), TWO, "8 trainers + 8 engines on 2 nodes of their own of 2 nodes"),
         (Layout(7, 8, 1, 1), TWO, "7 trainers against 8 engines"),

@@ -154,6 +154,15 @@ def test_engines_of_several_gpus_are_planned(plan: Plan) -> None:
     assert "40 attention heads over 3 GPUs of an engine" in str(uneven["problems"])
 
 
+def test_a_model_larger_than_all_gpus_is_said_to_fit_in_no_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    one = ("--set", "resources.ranks_per_node=1", "--set", "resources.gpus_per_node=1")
+    shown = []
+    for settings in (one, ()):
+        execute(["plan", "qwen2.5-7b-gsm8k", *settings])
+        shown.append("No layout uses every GPU of these nodes, divides evenly and fits" in capsys.readouterr().out)
+    assert shown == [True, False]
+
+
 def test_layouts_that_preflight_would_block_are_not_proposed(plan: Plan) -> None:
     """Engines without a loop that samples, and sampling a step ahead without engines."""
     kinds = {}

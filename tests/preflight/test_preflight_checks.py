@@ -362,6 +362,18 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         "model.path = /m: it has none",
     ),
     ("model.length", BLOCKED, healthy(model_config={**MODEL, "max_position_embeddings": 100}), "max_prompt_tokens=84"),
+    (
+        "model.length",
+        BLOCKED,
+        with_spec(rollout={"max_new_tokens": 5000}),
+        "lower one of the two, for instance rollout.max_new_tokens=",
+    ),
+    (
+        "model.length",
+        BLOCKED,
+        with_spec(rollout={"max_new_tokens": 5000}, data={"max_prompt_tokens": 5000}),
+        "lower both",
+    ),
     ("model.lora", BLOCKED, with_lora(target_modules=["q_porj"]), "down_proj, gate_proj, k_proj, o_proj, q_proj"),
     ("model.lora", BLOCKED, with_lora(rank=65), "far below the width"),
     ("model.lora", BLOCKED, replace(with_lora(target_modules=["lm_head"]), model_folder=GPT2), "model: c_attn"),

@@ -451,6 +451,18 @@ def test_a_share_that_does_not_hold_one_sequence_is_refused_with_one_that_does()
     assert less.status is CheckStatus.WARNING, "an H100 with 94 GB has enough"
 
 
+@pytest.mark.parametrize(("share", "status"), [(0.8, CheckStatus.PASSED), (1.0, CheckStatus.WARNING)])
+def test_sglang_takes_its_share_however_many_sequences_there_are(share: float, status: CheckStatus) -> None:
+    """It fills its cache up to the share and queues the rest, as vLLM does."""
+    rollout = {"engine": "sglang", "engines": 4, "max_new_tokens": 16000, "batch_size": 256}
+    resources = {"gpus_per_node": 8, "ranks_per_node": 4}
+    facts = big(resources=resources, rollout={**rollout, "sglang": {"gpu_memory_share": share}})
+    result = only(facts, "memory.rollout")
+    assert result.status is status
+    if status is CheckStatus.WARNING:
+        assert "lower rollout.sglang.gpu_memory_share" in result.advice
+
+
 def test_an_engine_that_is_split_takes_a_part_of_each_gpu() -> None:
     """Half of the weights on each of two GPUs; without GPUs, all parts are in the same main memory."""
     one, two = (vllm(engines=2, vllm={"tensor_parallel": width}).spec for width in (1, 2))

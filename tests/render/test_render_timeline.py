@@ -24,7 +24,7 @@ from rlhf_core.render.timeline import (
 )
 from rlhf_core.render.timeline_chart import timeline_chart
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.attempts import Role, RunState
 from rlhf_core.schemas.failures import Action, FailureKind, Incident
 from rlhf_core.watchdog.ingest import sync
 
@@ -153,6 +153,15 @@ def test_each_incident_of_a_restart_has_its_own_decision_and_only_the_last_a_rec
     for one in (outlived, killed):
         answers_now = read_timeline(run.dir).decisions_on(TimelineIncident(run.dir, one))
         assert Action.STOP in [made.action for made in answers_now]
+
+
+def test_a_rank_of_the_engines_is_not_taken_for_one_of_the_trainers(runs: Path) -> None:
+    run = hung_run(runs)
+    engine = run.incident(1, 1, FailureKind.HANG, 26, number=1, role=Role.ROLLOUT, detected_after_s=5.0)
+    assert suspects_text(engine) == "rank 1 of the group rollout on node n2"
+    texts = [entry.text for entry in made_up(run, [engine], []).entries()]
+    assert any("last sign of life of rank 1 of the group rollout on node n2" in text for text in texts)
+    assert suspects_text(run.incident(1, 1, FailureKind.HANG, 27, number=2, role=Role.TRAINER)) == "rank 1 on node n2"
 
 
 def test_times_have_dates_because_runs_take_days(runs: Path) -> None:

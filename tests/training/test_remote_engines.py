@@ -254,7 +254,7 @@ def test_an_engine_that_skips_two_updates_in_a_row_ends_to_be_started_again(
         assert weights_of(group, 1) == (None if skips else version)
     trainer.load(tiny_model(seed=5), 5, no_beat)
     group.processes[1].join()
-    assert "StaleWeights: engine 1 failed verification of its weights in 2 syncs" in group.output(1)
+    assert "StaleWeights: engine 1 did not load its weights, or not correctly, in 2 syncs" in group.output(1)
     assert weights_of(group, 0) == 5
     skip.open()
     before = group.address(1)
@@ -328,6 +328,18 @@ def test_an_engine_that_lives_and_cannot_take_weights_is_left_behind(
     assert printed.count("engine-1 came back and did not receive") == 1
     no_room.open()
     group.kill(1)
+
+
+def test_engines_that_cannot_take_the_weights_together_are_left_behind_together(tmp_path: Path) -> None:
+    """As on a node whose memory is full: the engines elsewhere serve on."""
+    with engine_group(tmp_path, 3) as group:
+        trainer = group.trainer()
+        trainer.load(tiny_model(), 1, no_beat)
+        for rank in (1, 2):
+            group.gate("no-room", rank).close()
+        trainer.load(tiny_model(seed=5), 2, no_beat)
+        assert [weights_of(group, rank) for rank in range(3)] == [2, 1, 1]
+        trainer.close()
 
 
 def test_a_sync_that_fails_leaves_the_old_version_in_force(

@@ -146,7 +146,7 @@ def test_a_prompt_that_no_engine_accepts_ends_the_rollout() -> None:
     sampler = ScriptedSampler(refused=[2])
     with engine(0, sampler) as client:
         dispatcher, run = rollout([client], 4, start_timeout_s=60.0, stall_timeout_s=60.0)
-        with pytest.raises(EnginesLost, match="was given up after 8 engines failed on it"):
+        with pytest.raises(EnginesLost, match=r"given up after 8 engines failed on it; .* too long for this"):
             asyncio.run(run.run())
         until(lambda: not sampler.waiting)
     assert not dispatcher.is_done
@@ -158,10 +158,10 @@ def test_an_engine_that_begins_to_serve_is_a_beat() -> None:
     client = EngineClient(EngineAddress(rank=0, generation=1, node="n", host="127.0.0.1", port=1), TOKEN, 5.0)
     _, run = rollout([client], 1, beat=lambda: beats.append(1))
     health = EngineHealth(rank=0, generation=1, weights=None, progress=7, num_waiting=0)
-    run._judge(client, health)
+    run._judge(client, health, 0.0)
     assert not beats
     for _ in range(3):
-        run._judge(client, health.model_copy(update={"weights": WEIGHTS}))
+        run._judge(client, health.model_copy(update={"weights": WEIGHTS}), 0.0)
     assert len(beats) == 1
 
 
@@ -202,6 +202,34 @@ def test_an_engine_that_was_slow_once_serves_again_in_the_same_rollout() -> None
         asyncio.run(run.run())
     assert texts(dispatcher) == ["0", "1", "2"]
     assert dispatcher.num_moved > 0
+
+
+def test_an_engine_that_works_while_another_is_sent_weights_is_not_given_up() -> None:
+    """Sending blocks the rollout, and a response that waits meanwhile has the progress of the time before."""
+    other = WeightsId(start=2, version=0)
+    counts = [0]
+    with engine(0, ScriptedSampler(delay_s=0.6)) as busy, engine(1, ScriptedSampler(), other) as restarted:
+        health, waiting, sent = busy.health, asyncio.Event(), asyncio.Event()
+
+        async def before(http: httpx.AsyncClient) -> EngineHealth:
+            found = await health(http)
+            if found.progress == counts[-1] > 0:
+                waiting.set()
+                await sent.wait()  # its answer is read only after the weights have been sent
+            counts.append(found.progress)
+            return found
+
+        def send(client: EngineClient) -> None:
+            if waiting.is_set() and not sent.is_set():
+                time.sleep(1.5)
+                sent.set()
+
+        dispatcher, run = rollout([busy, restarted], 8, restore=send, start_timeout_s=20.0)
+        with mock.patch.object(busy, "health", before):
+            asyncio.run(run.run())
+    assert sent.is_set()
+    assert dispatcher.is_done
+    assert dispatcher.num_moved == 0
 
 
 def test_an_engine_that_is_gone_does_not_keep_the_others_from_being_given_weights() -> None:

@@ -352,6 +352,27 @@ def test_out_of_memory_is_retried_with_less_memory_while_possible(run_dir: RunDi
     assert explain(run_dir, snapshot, off, first_attempt=1).decision.action is Action.STOP
 
 
+@pytest.mark.parametrize(
+    ("role", "diff"),
+    [
+        (Role.TRAINER, {"trainer.micro_batch_size": 2}),
+        (Role.ROLLOUT, {"rollout.batch_size": 8}),
+        (Role.EVALUATOR, {"rollout.batch_size": 8, "trainer.micro_batch_size": 2}),
+    ],
+)
+def test_out_of_memory_is_remedied_where_it_happened(run_dir: RunDir, role: Role, diff: dict[str, int]) -> None:
+    """An engine computes no micro-batches: with smaller ones it would fail again, and training would be slower."""
+    agent = FakeAgent(run_dir)
+    agent.begin()
+    agent.incident(FailureKind.CUDA_OOM, role=role)
+    agent.end(AttemptState.FAILED, FailureKind.CUDA_OOM, "rank 1 ran out of memory")
+    spec = make_spec(train={"micro_batch_size": 4}, rollout={"batch_size": 16})
+    assert explain(run_dir, ended(run_dir), spec, first_attempt=1).decision.config_diff == diff
+    smallest = make_spec(train={"micro_batch_size": 1, "gradient_checkpointing": True}, rollout={"batch_size": 1})
+    decision = explain(run_dir, ended(run_dir), smallest, first_attempt=1).decision
+    assert (decision.action is Action.STOP) == (role is not Role.TRAINER)
+
+
 def test_a_loss_that_is_not_finite_goes_back_one_checkpoint_and_only_once(run_dir: RunDir) -> None:
     agent = FakeAgent(run_dir)
     agent.begin()

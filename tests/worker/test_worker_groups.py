@@ -68,6 +68,7 @@ def test_a_rollout_worker_is_restarted_alone(agent_run: MakeRun, do: str, kind: 
     assert_training_was_untouched(run)
     ((incident, decision),) = incidents(run)
     assert (incident.failure_kind, incident.role, incident.suspect_ranks) == (kind, Role.ROLLOUT, (1,))
+    assert incident.message.startswith("Group rollout: "), "not the rank of a trainer"
     assert message in incident.message
     assert (incident.number, decision.action) == (1, Action.RESTART_WORKERS)
     (first, both), (second, again) = run.beside()

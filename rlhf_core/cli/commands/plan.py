@@ -157,6 +157,11 @@ def _notes(found: "RunPlan") -> Iterator[str]:
         yield "Rates of the proposals: predicted, times measured / predicted of the earlier runs, phase by phase."
     elif found.step is not None:
         yield "Rates are assumed (docs/planning.md): the history has no run of this shape yet."
+    if found.gpu_kind and found.limit and not found.proposals:
+        yield (
+            "No layout uses every GPU of these nodes, divides evenly and fits in memory. `rlhf check` names settings "
+            "that need less memory."
+        )
     if any(one.layout.tensor_parallel > 1 for one in found.proposals):
         yield "GPUs of each engine: rollout.vllm.tensor_parallel."
     if any(one.layout.engine_nodes for one in found.proposals):

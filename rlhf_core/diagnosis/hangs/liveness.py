@@ -233,10 +233,11 @@ def overdue(
 def describe(suspect: Suspect) -> str:
     """Format a suspect as text."""
     rank = suspect.status
+    who = "rank" if rank.role is Role.TRAINER else f"{rank.role} rank"
     where = "inside a collective" if rank.in_collective else "outside any collective"
     why = f"inspected after {suspect.limit_s:.1f} s" if suspect.evidence else f"{suspect.limit_s:.1f} s are allowed"
     return (
-        f"rank {rank.rank} on {rank.node} has been silent for {rank.age_s:.1f} s in phase {rank.phase} at step "
+        f"{who} {rank.rank} on {rank.node} has been silent for {rank.age_s:.1f} s in phase {rank.phase} at step "
         f"{rank.step}, {why}; {where}, process state {rank.process_state}"
         f"{f'; it {suspect.evidence}' if suspect.evidence and not rank.in_collective else ''}"
     )

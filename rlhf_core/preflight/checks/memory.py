@@ -139,9 +139,10 @@ def rollout(facts: Facts) -> Iterator[Finding]:
     if shape is None or isinstance(room, str):
         return  # reported by memory.trainer
     if spec.rollout.engines and spec.resources.gpus_per_node:
-        setting = "rollout.batch_size" if spec.rollout.engine == "transformers" else "rollout.vllm.gpu_memory_share"
+        engine = spec.rollout.engine
+        setting = "rollout.batch_size" if engine == "transformers" else f"rollout.{engine}.gpu_memory_share"
         # vLLM measures what it needs and stays within its share: nothing is left uncounted.
-        tight = 1.0 if spec.rollout.engine == "vllm" else TIGHT
+        tight = 1.0 if engine == "vllm" else TIGHT
         estimate = engine_estimate(spec, shape, room)
         yield _finding(facts, "a rollout engine", estimate, room, f"lower {setting}", tight)
     elif spec.rollout.nodes:

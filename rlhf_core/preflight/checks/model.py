@@ -114,10 +114,13 @@ def length(facts: Facts) -> Iterator[Finding]:
         f" = {needed} tokens, the model has positions for {limit}"
     )
     if needed > limit:
+        prompt, new = limit - spec.rollout.max_new_tokens, limit - spec.data.max_prompt_tokens
+        settings = {"data.max_prompt_tokens": prompt, "rollout.max_new_tokens": new}
+        fits = next((f", for instance {name}={most}" for name, most in settings.items() if most > 0), "")
         yield blocked(
             found,
             f"at most {limit} tokens together",
-            f"lower one of the two, for instance data.max_prompt_tokens={max(limit - spec.rollout.max_new_tokens, 1)}",
+            f"lower {'one of the two' if fits else 'both'}{fits}",
         )
     else:
         yield passed(found)

@@ -56,6 +56,11 @@ def vllm_share_bytes(spec: RunSpec, gpu: int) -> int:
     return int(spec.rollout.vllm.gpu_memory_share * gpu / USABLE_SHARE)
 
 
+def sglang_share_bytes(spec: RunSpec, gpu: int) -> int:
+    """Bytes of a GPU that SGLang takes for weights and cache; see :func:`vllm_share_bytes`."""
+    return int(spec.rollout.sglang.gpu_memory_share * gpu / USABLE_SHARE)
+
+
 def vllm_fixed_bytes(spec: RunSpec, shape: Shape) -> int:
     """Bytes that vLLM needs before it can hold a single token: weights, and one step with the maximum number of
     tokens."""

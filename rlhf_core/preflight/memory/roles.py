@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rlhf_core.preflight.memory.engines import vllm_moment, vllm_resident
+from rlhf_core.preflight.memory.engines import sglang_share_bytes, token_cache_bytes, vllm_moment, vllm_resident
 from rlhf_core.preflight.memory.formulas import (
     BYTES,
     CPU_BASE_BYTES,
@@ -215,6 +215,12 @@ def engine_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Esti
     """
     on_gpu = bool(spec.resources.gpus_per_node)
     weights, loops = weight_bytes(shape, spec.model.dtype), spec.loops.named.values()
+    if spec.rollout.engine == "sglang" and gpu is not None:
+        # The rest of its share, and at least one sequence.
+        cache = max(
+            sglang_share_bytes(spec, gpu) - weights, spec.max_tokens * token_cache_bytes(shape, spec.model.dtype)
+        )
+        return Estimate({"libraries": GPU_BASE_BYTES, "weights": weights}, {"sample": {"SGLang's cache": cache}})
     given = weight_bytes(trained_shape(shape, spec.model.lora), spec.model.dtype)
     own = weights if spec.model.lora is None else weights + given
     width = spec.rollout.gpus_per_engine

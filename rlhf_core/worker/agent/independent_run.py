@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Generator
+from dataclasses import replace
 
 from rlhf_core.run_dir.attempt import RestartDir
 from rlhf_core.schemas.agent_messages import AgreedStep, NodeState, WorkerExit, WorkerStartOrder
@@ -176,6 +177,9 @@ class IndependentRun:
         if worker.by_agent and hang is None:
             return None  # the attempt is ending
         failure = exit_reports.explain([NodeReport(node, one.end, self._channel.ahead_s(index))], hang)
+        # The group counts its ranks by itself: without its name, a message is read as one about a trainer.
+        message = f"Group {role}: {failure.diagnosis.message}"
+        failure = replace(failure, diagnosis=replace(failure.diagnosis, message=message))
         folder = self._group.folder_of(one.generation)
         choice = self._decisions.choose_for_worker(
             role, failure, self._restart_dir(), folder, is_needed=not self.is_closing

@@ -113,7 +113,7 @@ class RemoteEngines:
                 return transfer
             self._ranks.log(f"the engines did not receive the weights of step {version}: {problem}")
             if isinstance(problem, WeightSyncFailed):
-                blamed[problem.peer] += 1
+                blamed.update([problem.peer, *problem.others])
         assert problem is not None
         raise problem
 
@@ -364,7 +364,8 @@ class RemoteEngines:
             try:
                 answer = act()
             except (EnginesLost, StaleWeights, WeightSyncFailed) as error:
-                problem = json.dumps([type(error).__name__, str(error), getattr(error, "peer", "")])
+                blamed = [getattr(error, "peer", ""), getattr(error, "others", ())]
+                problem = json.dumps([type(error).__name__, str(error), *blamed])
         return _problem(self._ranks.from_first(problem)), answer
 
 
@@ -372,9 +373,9 @@ def _problem(text: str) -> WorkerError | None:
     """Rank 0's problem as an error; None if there was none."""
     if not text:
         return None
-    name, message, peer = json.loads(text)
+    name, message, peer, others = json.loads(text)
     if name == WeightSyncFailed.__name__:
-        return WeightSyncFailed(message, peer)
+        return WeightSyncFailed(message, peer, tuple(others))
     return {kind.__name__: kind for kind in (EnginesLost, StaleWeights)}[name](message)
 
 

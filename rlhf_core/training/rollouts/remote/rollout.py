@@ -156,6 +156,7 @@ class RemoteRollout:
         """Monitor one start of an engine as long as it responds."""
         rank = client.address.rank
         while True:
+            asked_s = time.monotonic()
             try:
                 health = await client.health(http)
             except EngineUnusable as error:
@@ -166,12 +167,14 @@ class RemoteRollout:
                 await asyncio.sleep(self._interval_s)
                 return
             self._unresponsive_since_s.pop(_start_of(client), None)
-            self._judge(client, health)
+            self._judge(client, health, asked_s)
             self._checked.add(_start_of(client))
             await asyncio.sleep(self._interval_s)
 
-    def _judge(self, client: EngineClient, health: EngineHealth) -> None:
-        rank, now_s = client.address.rank, time.monotonic()
+    def _judge(self, client: EngineClient, health: EngineHealth, now_s: float) -> None:
+        """Judge the state of an engine at ``now_s``, when it was asked: an answer is not read while weights are sent to
+        another engine."""
+        rank = client.address.rank
         if health.weights != self._weights:
             self._lose(rank, f"{client.name} has other weights active")
             if self._restore is not None:

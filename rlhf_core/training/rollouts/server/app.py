@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 import uvicorn
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -133,7 +133,7 @@ def _application(handlers: "_Handlers") -> Starlette:
         ],
         exception_handlers={
             WorkerError: _handler(409),
-            ValidationError: _handler(422),
+            ValueError: _handler(422),  # malformed, or refused by the sampler
             OSError: _handler(503),
         },
     )

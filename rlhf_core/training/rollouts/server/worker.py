@@ -226,8 +226,8 @@ class EngineWorker:
     def _require_use(self) -> None:
         if len(self._refusals) >= MAX_REFUSED:
             raise StaleWeights(
-                f"engine {self._rank} failed verification of its weights in {len(self._refusals)} syncs in a row and "
-                f"exits for a restart: {self._refusals[-1]}"
+                f"engine {self._rank} did not load its weights, or not correctly, in {len(self._refusals)} syncs in a "
+                f"row and exits for a restart: {self._refusals[-1]}"
             )
 
     def _sample(self) -> None:
