@@ -204,7 +204,7 @@ def test_a_flow_run_finds_only_its_own_run(folder: Path, tmp_path: Path) -> None
 def test_a_run_of_a_preset_names_the_checkout_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Deployments of `rlhf up` start such runs outside of any repository. A user's config is not the program's."""
     site = load_site({"RLHF_HOME": str(tmp_path / "home")})
-    monkeypatch.setattr("rlhf_core.control.controller.program_revision", lambda: "0123abc")
+    monkeypatch.setattr("rlhf_core.control.new_run.program_revision", lambda: "0123abc")
     outside = tmp_path / "outside"
     outside.mkdir()
     assert new_run("quickstart", [], site, folder=outside).read_spec().code_revision == "0123abc"
