@@ -237,9 +237,9 @@ class Reserve:
         except OSError:
             self.free()
 
-    def free(self) -> None:
-        """Release the blocks."""
-        for file in (self.path, *self._further()):
+    def free(self, keep: int = 0) -> None:
+        """Release the blocks, and all of the further files but ``keep``."""
+        for file in (self.path, *self._further()[keep:]):
             with contextlib.suppress(OSError):
                 file.unlink(missing_ok=True)
 

@@ -186,9 +186,14 @@ def test_incident_and_outcome_are_written_when_no_more_files_are_allowed(
     restart.root.mkdir(parents=True)
     if reserved:
         leader.reserve.hold()
-    for number in range(os.statvfs(tiny_disk).f_ffree):
-        (tiny_disk / f"filler-{number}").touch()
+    _use_up_files(tiny_disk, "before")
     failure = Failure(Diagnosis(FailureKind.DISK_FULL, "the disk is full", "fp"), "checkpoint", 12, None)
     number = leader.record_incident(EventLog("here", restart), restart, failure)
+    _use_up_files(tiny_disk, "after")  # as a restart in place does
     assert leader.finish(_outcome()) is reserved
     assert restart.incident(number).exists() is reserved
+
+
+def _use_up_files(disk: Path, name: str) -> None:
+    for number in range(os.statvfs(disk).f_ffree):
+        (disk / f"filler-{name}-{number}").touch()

@@ -72,7 +72,8 @@ class Leader:
             except OSError as error:
                 if not is_disk_full(error):
                     return False
-                self.reserve.free()
+                # What an incident leaves would be taken by the restart after it.
+                self.reserve.free(keep=0 if path == self._dir.outcome else 1)
         return False
 
     # -----------------------------------------------------------------------------------------------------------------
