@@ -11,6 +11,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from rlhf_core.files.appended import read_models
 from rlhf_core.schemas.reports import MetricsLine
 from rlhf_core.training.distributed import init_process_group
 from rlhf_core.training.rollouts import transformers_engine
+from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.trainers import context as trainers_context
 from rlhf_core.training.trainers.engine import Engine, load_deepspeed
 from rlhf_core.training.trainers.run import train_run
@@ -79,11 +81,12 @@ def roll_out(
     tokenizer: Any,
     prompts: Sequence[Sequence[int]],
     seeds: Sequence[Sequence[int]],
+    sampling: Sampling,
+    beat: Callable[[], None],
     *,
     given: dict[str, list[list[int]]],
-    **_: Any,
 ) -> list[list[Completion]]:
-    """Return the given completions instead of sampling."""
+    """Return the given completions instead of sampling; called as ``transformers_engine.generate`` is."""
     found = [given[train_load.text(list(prompt))] for prompt in prompts]
     return [[_completion(tokenizer, tokens) for tokens in group] for group in found]
 
@@ -100,7 +103,7 @@ def main(folder: Path, threads: int) -> None:
     if load["generate"]:
         transformers_engine.end_token_ids = lambda *_: frozenset()
     else:
-        transformers_engine.generate = lambda *args, **kwargs: roll_out(*args, given=given, **kwargs)
+        transformers_engine.generate = partial(roll_out, given=given)
     parts: dict[str, float] = defaultdict(float)
     Engine.__call__ = timed("forward", parts, Engine.__call__)
     Engine.backward = timed("backward", parts, Engine.backward)
