@@ -72,7 +72,8 @@ def every_scenario(rank: int, num_ranks: int, run_dir: str, micro_batch_sizes: l
     from rlhf_core.errors import ResumeMismatch
     from rlhf_core.schemas.trainers import NativeTrainer
     from rlhf_core.training.distributed import init_process_group, leave_process_group
-    from rlhf_core.training.trainers.engine import Engine, learning_rate
+    from rlhf_core.training.trainers import engine as engine_module
+    from rlhf_core.training.trainers.engine import LONG_SEQUENCE, Engine, learning_rate
 
     find_no_compiler(run_dir, rank)
     ranks = init_process_group(make_context(run_dir, tiny_spec(), rank, num_ranks))
@@ -100,9 +101,13 @@ def every_scenario(rank: int, num_ranks: int, run_dir: str, micro_batch_sizes: l
     for loss in losses(naive, 1, part, 4):
         naive._engine.backward(loss)
     results["naive norm"] = naive.step(0.0)
-    with mock.patch("rlhf_core.training.trainers.engine.return_free_memory") as returned:
-        one_step(naive, 1, 4)
-    results["returns of free memory"] = returned.call_count
+    for name, long in (("with short sequences", LONG_SEQUENCE), ("with long sequences", 2)):
+        with (
+            mock.patch.object(engine_module, "return_free_memory") as returned,
+            mock.patch.object(engine_module, "LONG_SEQUENCE", long),
+        ):
+            one_step(naive, 1, 4)
+        results[f"returns of free memory {name}"] = returned.call_count
     naive.close()
 
     # Two steps, state into a new engine over the same weights, third step; and the same without the state.
@@ -375,12 +380,14 @@ def test_without_compensation_the_gradient_would_be_halved(
     assert one_rank[0]["naive norm"] == pytest.approx(one_rank[0]["norms 4"][0], rel=1e-6)
 
 
-def test_free_memory_is_returned_around_every_pass_on_cpu(
+def test_free_memory_is_returned_around_every_pass_over_long_sequences_on_cpu(
     one_rank: list[dict[str, Any]], two_ranks: list[dict[str, Any]]
 ) -> None:
     for num_ranks, ranks in ((1, one_rank), (2, two_ranks)):
         num_micro_batches = math.ceil(12 / num_ranks / 4)
-        assert all(results["returns of free memory"] == 2 * num_micro_batches + 1 for results in ranks)
+        for results in ranks:
+            assert results["returns of free memory with long sequences"] == 2 * num_micro_batches + 1
+            assert results["returns of free memory with short sequences"] == 0
 
 
 def test_state_goes_through_a_file_and_back_bitwise(

@@ -30,7 +30,7 @@ from rlhf_core.schemas.loops import OptimizerSpec
 from rlhf_core.schemas.trainers import LIVE_ELEMENTS, REDUCE_BUCKET_ELEMENTS, NativeTrainer
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.models.gathering import is_split, note_hooks, own_part, unsplit, whole_shape
-from rlhf_core.training.trainers.free_memory import return_free_memory
+from rlhf_core.training.trainers.free_memory import LONG_SEQUENCE, return_free_memory
 from rlhf_core.training.trainers.shares import adamw, load_shares, pieces, saved_share
 
 _SAMPLED_ENTRIES = 64
@@ -80,6 +80,7 @@ class Engine:
         self._spec = spec
         trainer = trainer or NativeTrainer()
         self._stage = trainer.zero_stage
+        self._is_long = False
         deepspeed = _join_deepspeed(ranks)
         with _quick_and_quiet(), ranks.collective():
             engine, _, _, _ = deepspeed.initialize(
@@ -101,10 +102,11 @@ class Engine:
             note_hooks(policy, engine.optimizer.parameter_offload)
         self._sample = _sample_of(policy)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward pass of the policy."""
+    def __call__(self, input_ids: Tensor, **inputs: Any) -> Any:
+        """Run the forward pass of the policy for ``[B, T]`` tokens."""
+        self._is_long = input_ids.shape[-1] >= LONG_SEQUENCE
         self._return_free_memory()
-        return self._engine(*args, **kwargs)
+        return self._engine(input_ids, **inputs)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of one micro-batch.
@@ -134,8 +136,8 @@ class Engine:
         return float(self._engine.get_global_grad_norm()) if clipped is None else clipped
 
     def _return_free_memory(self) -> None:
-        """Keep the activations of one pass on CPU from adding to what is left of those of the pass before."""
-        if self._ranks.device.type == "cpu":
+        """Keep the activations of a long sequence on CPU from adding to what is left of those of the pass before."""
+        if self._is_long and self._ranks.device.type == "cpu":
             return_free_memory()
 
     def _clip(self) -> float:

@@ -11,6 +11,11 @@ KEPT_BYTES = 72 * 2**20
 """Free memory that is left to the heap: to return it and have it back costs more than it is worth."""
 
 
+LONG_SEQUENCE = 1024
+"""Tokens from which passes return free memory. Passes over short sequences reuse it, and would spend a third of their
+time on having it back."""
+
+
 class _MallocInfo(ctypes.Structure):
     """glibc's ``struct mallinfo2`` (mallinfo(3))."""
 
