@@ -85,6 +85,11 @@ class LaunchLine:
         is_shell = bool(self.program) and PurePosixPath(self.program[0]).name in SHELLS
         return (self.value("c", "lc", "ec") or "") if is_shell else ""
 
+    @property
+    def starts_itself(self) -> bool:
+        """True for a program that neither a launcher nor Python starts; ``srun`` starts any."""
+        return self.launcher in ("", "srun") and not any(item.role == "launcher" for item in self.items)
+
     def value(self, *names: str) -> str | None:
         """First value of the first of these options of the program that is present; None without such an option or
         value."""

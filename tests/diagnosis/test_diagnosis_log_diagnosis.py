@@ -5,6 +5,7 @@ reworded from public issues; the id of each case names its source.
 import io
 
 import pytest
+from made_tracebacks import trace
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
@@ -15,14 +16,6 @@ from rlhf_core.diagnosis.logs.search import events, find, find_error
 from rlhf_core.schemas.failures import FailureKind as Kind
 
 SITE = "/opt/conda/lib/python3.10/site-packages"
-
-
-def trace(*frames: tuple[str, str, str], error: str, prefix: str = "") -> str:
-    """A traceback as Python prints it; frames are path, function and code."""
-    lines = ["Traceback (most recent call last):"]
-    for path, function, code in frames:
-        lines += [f'  File "{path}", line 7, in {function}', f"    {code}"]
-    return "".join(f"{prefix}{line}\n" for line in [*lines, error])
 
 
 CASES = {

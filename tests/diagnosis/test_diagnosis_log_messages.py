@@ -3,19 +3,12 @@ excerpts are our own, after messages in public issues of these libraries.
 """
 
 import pytest
+from made_tracebacks import trace
 
 from rlhf_core.diagnosis.classify import read_log
 from rlhf_core.schemas.failures import FailureKind as Kind
 
 SITE = "/opt/conda/lib/python3.11/site-packages"
-
-
-def trace(*frames: tuple[str, str], error: str) -> str:
-    """A traceback as Python prints it; frames are path and function."""
-    lines = ["Traceback (most recent call last):"]
-    for path, function in frames:
-        lines += [f'  File "{path}", line 7, in {function}', "    x()"]
-    return "\n".join([*lines, error, ""])
 
 
 def kind_of(log: str) -> Kind | None:

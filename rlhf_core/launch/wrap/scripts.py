@@ -174,7 +174,7 @@ def script_within(line: LaunchLine, place: ScriptPlace) -> tuple[str, ScriptPlac
         place.read_so_far.append("-c")
         return text, inner
     first = next((item for item in line.items if item.role == "program"), None)
-    if first is None or line.launcher not in ("", "srun") or any(item.role == "launcher" for item in line.items):
+    if first is None or not line.starts_itself:
         return None
     words = [*line.argv[first.start :]]
     if PurePosixPath(words[0]).name in SHELLS:
@@ -210,8 +210,7 @@ def _rank(command: ShellCommand, place: ScriptPlace) -> int:
     if within:
         found = read_script(*within).rank
         return found or (1 if line.shell_text and command.unread else 0)
-    if line.launcher in ("", "srun") and not any(item.role == "launcher" for item in line.items):
-        # Neither a launcher nor Python: `srun` also runs what prepares and cleans the nodes.
+    if line.starts_itself:  # `srun` also runs what prepares and cleans the nodes
         if not line.wrappers or not line.program or line.program[0] in _SILENT | _HELPERS:
             return 0
         if line.launcher == "srun":
