@@ -6,11 +6,13 @@ import rlhf_core.preflight.checks  # noqa: F401 - importing it registers the che
 from generators.shared import GENERATED, cell
 from rlhf_core.config import loading as config
 from rlhf_core.diagnosis.nodes.checks import NODE_CHECKS
+from rlhf_core.preflight.gather_facts import gather_for_predictions
 from rlhf_core.preflight.known_bad_versions import KNOWN_BAD
 from rlhf_core.preflight.memory.gpus import GIB, GPU_MEMORY_GB
 from rlhf_core.preflight.predictions import Predictions, predict
 from rlhf_core.preflight.registry import CHECKS, PLUGINS
 from rlhf_core.presets import PRESETS
+from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.resources import Inventory
 
 PROBE = """
@@ -227,7 +229,8 @@ def _predicted() -> Iterator[str]:
     """Rows of the presets for GPUs of a known kind."""
     for name in PRESETS:
         spec = config.load(name)
-        found = predict(spec, spec.slurm, NO_NODES, spec.model.config, None) if spec.slurm.gpu_type else Predictions()
+        facts = gather_for_predictions(spec, NO_NODES, SlurmSpec())
+        found = predict(facts) if spec.slurm.gpu_type else Predictions()
         if found.memory is not None and found.step is not None:
             parts = ", ".join(f"{found.step.parts[part]:.0f}" for part in ("sampling", "training", "communication"))
             nodes, kind = spec.resources.num_nodes, f"{spec.resources.gpus_per_node} {spec.slurm.gpu_type.upper()}"

@@ -122,7 +122,7 @@ def evaluator(facts: Facts) -> Iterator[Finding]:
     shape, room = _shape(facts), _room(facts)
     if shape is None or isinstance(room, str):
         return  # reported by memory.trainer
-    estimate = evaluator_estimate(facts.spec, shape, _gpu(facts), pairs_have_answers=_may_have_answers(facts))
+    estimate = evaluator_estimate(facts.spec, shape, _gpu(facts), pairs_have_answers=facts.pairs_have_answers)
     vllm, on_gpu = facts.spec.starts_vllm_in_evaluators, bool(facts.spec.resources.gpus_per_node)
     if on_gpu and estimate.resident_bytes > TIGHT * room:
         advice = "use GPUs with more memory or a smaller model: an evaluator holds whole models on its GPU"
@@ -152,7 +152,7 @@ def rollout(facts: Facts) -> Iterator[Finding]:
             facts, "a rollout engine", engine_estimate(spec, shape), _engine_room(facts), "lower rollout.engines"
         )
     # Where nothing is sampled, vLLM is not started.
-    samples = spec.any_loop_samples or spec.completes_held_out(pairs_have_answers=_may_have_answers(facts))
+    samples = spec.any_loop_samples or spec.completes_held_out(pairs_have_answers=facts.pairs_have_answers)
     if spec.rollout.engine == "vllm" and samples:
         yield _cache_finding(spec, part_of(shape, spec.rollout.gpus_per_engine), room)
 
@@ -283,16 +283,7 @@ def _snapshot_bytes(spec: RunSpec, shape: Shape) -> int:
 
 
 def _trainer_estimate(facts: Facts, spec: RunSpec, shape: Shape) -> Estimate:
-    return trainer_estimate(spec, shape, _gpu(facts), pairs_have_answers=_may_have_answers(facts))
-
-
-def _may_have_answers(facts: Facts) -> bool:
-    """False if the held-out rows are known to have no column of answers."""
-    column, file = facts.spec.data.answer_column, facts.eval
-    if file is not None and file.scanned and not file.problem:
-        return column in file.columns
-    splits = facts.content.splits if facts.content is not None else ()
-    return all(column in one.columns for one in splits if one.split == "eval" and not one.problem)
+    return trainer_estimate(spec, shape, _gpu(facts), pairs_have_answers=facts.pairs_have_answers)
 
 
 def _gpu(facts: Facts) -> int | None:
@@ -374,7 +365,7 @@ def _advice(facts: Facts, shape: Shape, estimate: Estimate, room: int) -> str:
     changes = [
         f"{_set(change)} ({_gib(peak)} GiB)"
         for change, peak in remedies(
-            facts.spec, shape, int(TIGHT * room), _gpu(facts), pairs_have_answers=_may_have_answers(facts)
+            facts.spec, shape, int(TIGHT * room), _gpu(facts), pairs_have_answers=facts.pairs_have_answers
         )
     ]
     if changes:
