@@ -6,11 +6,13 @@ import rlhf_core.preflight.checks  # noqa: F401 - importing it registers the che
 from generators.shared import GENERATED, cell
 from rlhf_core.config import loading as config
 from rlhf_core.diagnosis.nodes.checks import NODE_CHECKS
+from rlhf_core.preflight.gather_facts import gather_for_predictions
 from rlhf_core.preflight.known_bad_versions import KNOWN_BAD
 from rlhf_core.preflight.memory.gpus import GIB, GPU_MEMORY_GB
 from rlhf_core.preflight.predictions import Predictions, predict
 from rlhf_core.preflight.registry import CHECKS, PLUGINS
 from rlhf_core.presets import PRESETS
+from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.resources import Inventory
 
 PROBE = """
@@ -128,12 +130,12 @@ with its source):
 - the largest of these three: activations and one chunk of logits in training; temporary tensors of an update; the KV
   cache in sampling, under ZeRO 3 together with the whole weights.
 
-The model assumes the longest prompts and completions that the config allows. Offloaded parts must fit into the main
-memory of a node (`memory.offload`). The estimate is compared with the memory of the GPU, from `slurm.gpu_type` or the
-smallest of the nodes that the job may get (by partition, `slurm.exclude` and number of GPUs); on CPU, with the memory
-of the node divided by its ranks. If the name of a type leaves open which of several sizes it is (`a100`), a run that
-fits only into the largest gets a warning, as does one whose nodes Slurm selects by `slurm.constraint`, for instance,
-and that fits only into the largest type among them.
+The model assumes the longest prompts and completions that the config allows. Offloaded parts, and the weights that
+separate engines receive, must fit into the main memory of a node (`memory.offload`). The estimate is compared with the
+memory of the GPU, from `slurm.gpu_type` or the smallest of the nodes that the job may get (by partition,
+`slurm.exclude` and number of GPUs); on CPU, with the memory of the node divided by its ranks. If the name of a type
+leaves open which of several sizes it is (`a100`), a run that fits only into the largest gets a warning, as does one
+whose nodes Slurm selects by `slurm.constraint`, for instance, and that fits only into the largest type among them.
 
 Before lean layers ([0045](decisions/0045-lean-layers.md)), for one rank of a float32 model with 34 million parameters
 (8 layers, hidden size 512, 32 sequences of 256 tokens at once) on CPU, the estimate was 6.2 GiB, and the peak in a run
@@ -227,7 +229,8 @@ def _predicted() -> Iterator[str]:
     """Rows of the presets for GPUs of a known kind."""
     for name in PRESETS:
         spec = config.load(name)
-        found = predict(spec, spec.slurm, NO_NODES, spec.model.config, None) if spec.slurm.gpu_type else Predictions()
+        facts = gather_for_predictions(spec, NO_NODES, SlurmSpec())
+        found = predict(facts) if spec.slurm.gpu_type else Predictions()
         if found.memory is not None and found.step is not None:
             parts = ", ".join(f"{found.step.parts[part]:.0f}" for part in ("sampling", "training", "communication"))
             nodes, kind = spec.resources.num_nodes, f"{spec.resources.gpus_per_node} {spec.slurm.gpu_type.upper()}"

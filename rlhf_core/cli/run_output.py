@@ -19,7 +19,7 @@ def print_plan(spec: Any, site: "Site", as_json: bool) -> None:
     """Print the placement and the batch script of a run that is not started."""
     from rlhf_core.allocation.planner import plan
     from rlhf_core.launch.start import job_request
-    from rlhf_core.preflight.gather_facts import held_out_may_have_answers, inspect_model, model_config
+    from rlhf_core.preflight.gather_facts import gather_for_predictions
     from rlhf_core.preflight.predictions import predict
     from rlhf_core.run_dir.run import RunDir
     from rlhf_core.scheduler import get_scheduler
@@ -27,14 +27,7 @@ def print_plan(spec: Any, site: "Site", as_json: bool) -> None:
     scheduler = get_scheduler(site.scheduler)
     inventory = scheduler.inventory()
     slurm = spec.slurm.over(site.slurm)
-    predictions = predict(
-        spec,
-        slurm,
-        inventory,
-        model_config(spec.model),
-        inspect_model(spec.model),
-        pairs_have_answers=held_out_may_have_answers(spec),
-    )
+    predictions = predict(gather_for_predictions(spec, inventory, site.slurm))
     try:
         placement = plan(spec, inventory, attempt=1, slurm=slurm)
     except BadInput as error:

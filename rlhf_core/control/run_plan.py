@@ -6,17 +6,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_core.allocation.layouts import Cluster, Layout, Problem, layouts, nearest, problems
-from rlhf_core.history.queries import Facts
-from rlhf_core.preflight.facts import ModelFolder
+from rlhf_core.history.queries import Facts as Measured
+from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.memory.engines import token_cache_bytes, vllm_cache_budget
 from rlhf_core.preflight.memory.gpus import GIB, gpu_memory_bytes
 from rlhf_core.preflight.memory.roles import Estimate, engine_estimate, evaluator_estimate, trainer_estimate
 from rlhf_core.preflight.memory.shapes import Shape, part_of
 from rlhf_core.preflight.predictions import gpu_kinds
+from rlhf_core.preflight.registry import run_checks
+from rlhf_core.preflight.runner import blocking
 from rlhf_core.preflight.size_estimates import shape_of_model
 from rlhf_core.preflight.step_time import StepTime, step_time
-from rlhf_core.schemas.cluster import SlurmSpec
-from rlhf_core.schemas.resources import Inventory
 from rlhf_core.schemas.run import RunSpec
 
 NUM_PROPOSED = 5
@@ -72,36 +72,26 @@ class RunPlan:
     """Layouts on the same nodes that fit, the fastest first."""
     scale: Mapping[str, float] = field(default_factory=dict)
     """Ratio of measured to predicted seconds by phase, by which the proposals are scaled; empty without history."""
-    measured: Facts = field(default_factory=dict)
+    measured: Measured = field(default_factory=dict)
     """``queries.measured_shape``."""
 
 
-def plan_run(
-    spec: RunSpec,
-    slurm: SlurmSpec,
-    inventory: Inventory,
-    config: Mapping[str, Any],
-    folder: ModelFolder | None,
-    measured: Facts,
-    *,
-    pairs_have_answers: bool = True,
-) -> RunPlan:
+def plan_run(facts: Facts, measured: Measured) -> RunPlan:
     """Predict a run of the native trainer.
 
     Args:
-        slurm: options of its job, those of the site included.
-        config: content of the model's ``config.json``.
-        folder: ``model.path`` as found.
+        facts: from ``gather_for_predictions``.
         measured: ``queries.measured_shape`` of earlier runs of the shape.
-        pairs_have_answers: as in :func:`trainer_estimate`.
     """
-    layout, cluster = layout_of(spec), cluster_of(spec, config)
+    spec = facts.spec
+    layout, cluster = layout_of(spec), cluster_of(spec, facts.model_config)
     refused = problems(layout, cluster)
     found = nearest(layout, cluster) if refused else []
-    shape = shape_of_model(spec, config, folder)
+    refused += [Problem(one.found, f"{one.expected}; {one.advice}") for one in blocking(run_checks(facts, "memory."))]
+    shape = shape_of_model(spec, facts.model_config, facts.model_folder)
     if shape is None:
         return RunPlan(spec, layout, refused, found, measured=measured)
-    kinds = gpu_kinds(spec.resources, slurm, inventory)
+    kinds = gpu_kinds(spec.resources, facts.slurm, facts.inventory)
     gpu = _gpu_bytes(spec, kinds)
     kind, step = _slowest(spec, kinds, shape)
     scale = _scale(step, measured)
@@ -110,13 +100,11 @@ def plan_run(
         layout=layout,
         problems=refused,
         nearest=found,
-        memory=_memory(spec, shape, gpu, pairs_have_answers=pairs_have_answers),
-        limit=gpu if spec.resources.gpus_per_node else _main_memory(spec, slurm, inventory),
+        memory=_memory(facts, shape, gpu),
+        limit=gpu if spec.resources.gpus_per_node else _main_memory(facts),
         gpu_kind=kind,
         step=step,
-        proposals=_proposals(spec, shape, cluster, kind, gpu, scale, pairs_have_answers=pairs_have_answers)
-        if kind and gpu
-        else [],
+        proposals=_proposals(facts, shape, cluster, kind, gpu, scale) if kind and gpu else [],
         scale=scale,
         measured=measured,
     )
@@ -144,12 +132,13 @@ def in_layout(spec: RunSpec, layout: Layout) -> RunSpec:
     return spec.model_copy(update={"resources": resources, "rollout": rollout})
 
 
-def _memory(spec: RunSpec, shape: Shape, gpu: int | None, *, pairs_have_answers: bool) -> dict[str, Estimate]:
-    found = {"trainer": trainer_estimate(spec, shape, gpu, pairs_have_answers=pairs_have_answers)}
+def _memory(facts: Facts, shape: Shape, gpu: int | None) -> dict[str, Estimate]:
+    spec = facts.spec
+    found = {"trainer": trainer_estimate(spec, shape, gpu, pairs_have_answers=facts.pairs_have_answers)}
     if spec.rollout.engines:
         found["rollout engine"] = engine_estimate(spec, shape, gpu)
     if spec.is_evaluated:
-        found["evaluator"] = evaluator_estimate(spec, shape, gpu, pairs_have_answers=pairs_have_answers)
+        found["evaluator"] = evaluator_estimate(spec, shape, gpu, pairs_have_answers=facts.pairs_have_answers)
     return found
 
 
@@ -161,8 +150,9 @@ def _gpu_bytes(spec: RunSpec, kinds: Collection[str]) -> int | None:
     return min((size for size in sizes if size is not None), default=None)
 
 
-def _main_memory(spec: RunSpec, slurm: SlurmSpec, inventory: Inventory) -> int | None:
-    node = spec.resources.memory_gb or inventory.memory_for(slurm)
+def _main_memory(facts: Facts) -> int | None:
+    spec = facts.spec
+    node = spec.resources.memory_gb or facts.inventory.memory_for(facts.slurm)
     processes = max(spec.resources.ranks_per_node + spec.engines_beside_trainers, spec.engines_per_node)
     return int(node * GIB / processes) if node else None
 
@@ -173,7 +163,7 @@ def _slowest(spec: RunSpec, kinds: Collection[str], shape: Shape) -> tuple[str, 
     return max(times.items(), key=lambda found: found[1].seconds, default=("", None))
 
 
-def _scale(step: StepTime | None, measured: Facts) -> dict[str, float]:
+def _scale(step: StepTime | None, measured: Measured) -> dict[str, float]:
     """Ratio of measured to predicted seconds, for each phase that has both."""
     if step is None:
         return {}
@@ -187,23 +177,16 @@ def _scale(step: StepTime | None, measured: Facts) -> dict[str, float]:
 
 
 def _proposals(
-    spec: RunSpec,
-    shape: Shape,
-    cluster: Cluster,
-    kind: str,
-    gpu: int,
-    scale: Mapping[str, float],
-    *,
-    pairs_have_answers: bool,
+    facts: Facts, shape: Shape, cluster: Cluster, kind: str, gpu: int, scale: Mapping[str, float]
 ) -> list[Proposal]:
     """Layouts that use every GPU and fit, the fastest first. Engines of several GPUs are proposed only if no layout
     with engines of one GPU fits."""
     found = []
     for layout in layouts(cluster):
         processes = layout.trainers + layout.engines * layout.tensor_parallel
-        usable = processes == cluster.num_gpus and _suits(spec, layout)
+        usable = processes == cluster.num_gpus and _suits(facts.spec, layout)
         for engine in _engines(layout) if usable else ():
-            proposal = _proposal(spec, shape, layout, engine, kind, gpu, scale, pairs_have_answers=pairs_have_answers)
+            proposal = _proposal(facts, shape, layout, engine, kind, gpu, scale)
             found += [proposal] if proposal is not None else []
     narrow = [one for one in found if one.layout.tensor_parallel == 1]
     return sorted(narrow or found, key=lambda one: one.step.seconds)[:NUM_PROPOSED]
@@ -221,24 +204,17 @@ def _engines(layout: Layout) -> tuple[str, ...]:
 
 
 def _proposal(
-    spec: RunSpec,
-    shape: Shape,
-    layout: Layout,
-    engine: str,
-    kind: str,
-    gpu: int,
-    scale: Mapping[str, float],
-    *,
-    pairs_have_answers: bool,
+    facts: Facts, shape: Shape, layout: Layout, engine: str, kind: str, gpu: int, scale: Mapping[str, float]
 ) -> Proposal | None:
     """The layout with its prediction; None if it does not fit."""
+    spec = facts.spec
     changed = in_layout(spec, layout)
     share = OWN_SHARE if layout.engines else spec.rollout.vllm.gpu_memory_share
     vllm = changed.rollout.vllm.model_copy(update={"gpu_memory_share": share})
     rollout = changed.rollout.model_copy(update={"engine": engine, "vllm": vllm})
     changed = changed.model_copy(update={"rollout": rollout})
     samples_with_vllm = engine == "vllm"
-    trainer = trainer_estimate(changed, shape, gpu, pairs_have_answers=pairs_have_answers).peak_bytes
+    trainer = trainer_estimate(changed, shape, gpu, pairs_have_answers=facts.pairs_have_answers).peak_bytes
     sequences = 0
     if samples_with_vllm:
         length = spec.max_tokens

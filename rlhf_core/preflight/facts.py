@@ -285,6 +285,15 @@ class Facts:
         return self.spec.slurm.over(self.site_slurm)
 
     @property
+    def pairs_have_answers(self) -> bool:
+        """False if the held-out rows are known to have no column of answers."""
+        column, file = self.spec.data.answer_column, self.eval
+        if file is not None and file.scanned and not file.problem:
+            return column in file.columns
+        splits = self.content.splits if self.content is not None else ()
+        return all(column in one.columns for one in splits if one.split == "eval" and not one.problem)
+
+    @property
     def training_python(self) -> str:
         """The interpreter that trains."""
         return self.compute.python if self.trainer is None else self.trainer.python

@@ -38,6 +38,7 @@ from rlhf_core.preflight.weight_files import inspect_weights, read_object
 from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.run_dir.run import promoted_models
 from rlhf_core.scheduler.passed_environment import PassedEnvironment
+from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.content import ContentReport
 from rlhf_core.schemas.migration import current_settings
 from rlhf_core.schemas.model import BUILT_TOKENIZERS, ModelSpec
@@ -105,7 +106,6 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
     usable = compute.rlhf_flows == __version__ and "pydantic" in compute.packages
     imports = try_imports(spec, around, tick) if usable else {}
     native = spec.trainer.kind == "native"
-    models = spec.reward.models if spec.any_loop_samples else {}
     # External trainers read the data in their own way, so the content checks do not apply.
     content = _content(spec, around, compute, imports, tick) if usable and native else None
     promoted = Path(spec.promote.folder) if spec.promote.folder else promoted_models(site.runs_dir)
@@ -127,7 +127,7 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
         if compute.transformers and native
         else ModelTypes(),
         model_folder=inspect_model(spec.model),
-        reward_models={name: inspect_reward_model(one.path) for name, one in models.items()},
+        reward_models=_inspect_reward_models(spec),
         tokenizer_problem=inspect_tokenizer(spec.model) if native else "",
         promote_folder="" if spec.promote.when == "never" else str(promoted),
         promote_problem="" if spec.promote.when == "never" else inspect_disk(promoted).problem,
@@ -155,11 +155,28 @@ def _scan(spec: RunSpec, path: str, tick: Tick, *, read_elsewhere: bool = False)
     return scan(Path(path), spec.data, tick, read_elsewhere=read_elsewhere, kinds=spec.data_kinds)
 
 
-def held_out_may_have_answers(spec: RunSpec) -> bool:
-    """False if the held-out file is known to have no column of answers; it is read only if that decides whether its
-    rows are completed."""
-    file = _scan(spec, spec.data.eval, lambda: None) if spec.data_kinds == {"pair"} else None
-    return file is None or not file.scanned or bool(file.problem) or spec.data.answer_column in file.columns
+def gather_for_predictions(spec: RunSpec, inventory: Inventory, site_slurm: SlurmSpec) -> Facts:
+    """Gather what predictions and the checks of memory need. No process is started, and of the data only the held-out
+    pairs are read, whose columns decide whether they are completed."""
+    return Facts(
+        spec=spec,
+        inventory=inventory,
+        scheduler="",
+        control_version=__version__,
+        compute=ComputeSide(""),
+        requirements=(),
+        disk=Disk(Path()),
+        eval=_scan(spec, spec.data.eval, lambda: None) if spec.data_kinds == {"pair"} else None,
+        model_config=model_config(spec.model),
+        model_folder=inspect_model(spec.model),
+        reward_models=_inspect_reward_models(spec),
+        site_slurm=site_slurm,
+    )
+
+
+def _inspect_reward_models(spec: RunSpec) -> dict[str, RewardModelFolder]:
+    models = spec.reward.models if spec.any_loop_samples else {}
+    return {name: inspect_reward_model(one.path) for name, one in models.items()}
 
 
 def _content(

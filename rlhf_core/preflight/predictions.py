@@ -1,17 +1,14 @@
 """Predictions from a run's config and the model's dimensions: memory of a rank, seconds of a step."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from rlhf_core.preflight.facts import ModelFolder
+from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.memory.gpus import gpu_memory_bytes
 from rlhf_core.preflight.memory.roles import Estimate, trainer_estimate
 from rlhf_core.preflight.size_estimates import shape_of_model
 from rlhf_core.preflight.step_time import StepTime, step_time
 from rlhf_core.schemas.cluster import ResourceSpec, SlurmSpec
 from rlhf_core.schemas.resources import Inventory
-from rlhf_core.schemas.run import RunSpec
 
 
 @dataclass(frozen=True)
@@ -24,33 +21,19 @@ class Predictions:
     """Seconds of a step of the main loop, for the slowest of several kinds of GPU."""
 
 
-def predict(
-    spec: RunSpec,
-    slurm: SlurmSpec,
-    inventory: Inventory,
-    config: Mapping[str, Any],
-    folder: ModelFolder | None,
-    *,
-    pairs_have_answers: bool = True,
-) -> Predictions:
-    """Predict memory and step time of the native trainer; nothing for another program.
-
-    Args:
-        slurm: options of its job, those of the site included.
-        config: content of the model's ``config.json``.
-        folder: ``model.path`` as found.
-        pairs_have_answers: as in :func:`trainer_estimate`.
-    """
+def predict(facts: Facts) -> Predictions:
+    """Predict memory and step time of the native trainer; nothing for another program."""
+    spec = facts.spec
     if spec.trainer.kind != "native":
         return Predictions()
-    shape = shape_of_model(spec, config, folder)
+    shape = shape_of_model(spec, facts.model_config, facts.model_folder)
     if shape is None:
         return Predictions()
-    kinds = gpu_kinds(spec.resources, slurm, inventory)
+    kinds = gpu_kinds(spec.resources, facts.slurm, facts.inventory)
     memories = [memory for kind in kinds if (memory := gpu_memory_bytes(kind)) is not None]
     gpu = min(memories, default=None) if spec.resources.gpus_per_node else None
     times = [found for kind in kinds if (found := step_time(spec, shape, kind)) is not None]
-    estimate = trainer_estimate(spec, shape, gpu, pairs_have_answers=pairs_have_answers)
+    estimate = trainer_estimate(spec, shape, gpu, pairs_have_answers=facts.pairs_have_answers)
     return Predictions(estimate, max(times, key=lambda found: found.seconds, default=None))
 
 

@@ -65,15 +65,18 @@ def check(id: str, *, trainer: Literal["", "native", "command"] = "") -> Callabl
     return register
 
 
-def run_checks(facts: Facts) -> tuple[CheckResult, ...]:
+def run_checks(facts: Facts, prefix: str = "") -> tuple[CheckResult, ...]:
     """Run every check in order, then those of plug-ins, and return all findings.
 
     A check in ``preflight.off`` does not run; its only finding is the reason given there.
+
+    Args:
+        prefix: of the ids of the checks to run.
     """
     off = facts.spec.preflight.off
     results = []
     for each in _all_checks(facts):
-        if not each.concerns(facts):
+        if not each.concerns(facts) or not each.id.startswith(prefix):
             continue
         function = _turned_off(off[each.id]) if each.id in off and each.id != OFF else each.function
         started = time.monotonic()

@@ -163,6 +163,30 @@ def test_a_model_larger_than_all_gpus_is_said_to_fit_in_no_layout(capsys: pytest
     assert shown == [True, False]
 
 
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [
+        (("slurm.gpu_type=h100",), 0),
+        (("slurm.gpu_type=l4",), 2),
+        (("slurm.gpu_type=a100", "loops.main.algorithm.measure_kl=true"), 0),
+        (("slurm.gpu_type=l4", 'preflight.off={"memory.trainer"="tried", "memory.rollout"="tried"}'), 0),
+        (("slurm.gpu_type=h100", "rollout.engine=vllm", "rollout.engines=4", "resources.ranks_per_node=4",
+          "resources.memory_gb=64"), 2),
+    ],
+    ids=["fits", "too small", "may be the larger type", "checks turned off", "main memory of engines"],
+)  # fmt: skip
+def test_a_run_that_preflight_blocks_for_its_memory_is_refused(
+    plan: Plan, settings: tuple[str, ...], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Scripts go by the exit code: a plan of what cannot run is none."""
+    found_code, found = plan("qwen2.5-7b-gsm8k", *settings)
+    assert (found_code, bool(found["problems"])) == (code, code == 2)
+    assert execute(["plan", "qwen2.5-7b-gsm8k", *(word for one in settings for word in ("--set", one))]) == code
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ("It divides." in shown) == (code == 0)
+    assert not found["nearest"], "another layout is not the remedy that is named"
+
+
 def test_layouts_that_preflight_would_block_are_not_proposed(plan: Plan) -> None:
     """Engines without a loop that samples, and sampling a step ahead without engines."""
     kinds = {}

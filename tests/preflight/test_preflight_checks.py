@@ -415,6 +415,13 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         with_packages({"sglang": "0.5.23"}, rollout={"engine": "sglang", "engines": 2}),
         "was not tested with",
     ),
+    (
+        "rollout.unused",
+        WARNING,
+        with_spec(rollout={"engines": 2, "vllm": {"tensor_parallel": 2, "enforce_eager": True}}),
+        'rollout.vllm.enforce_eager, rollout.vllm.tensor_parallel with rollout.engine = "transformers"',
+    ),
+    ("rollout.unused", WARNING, with_spec(rollout={"sync": {"delta": True}}), "rollout.sync.delta"),
     ("rollout.engines", BLOCKED, with_engines(2, algorithm="dpo"), "no loop samples (dpo)"),
     ("rollout.engines", BLOCKED, with_engines(7, resources={"num_nodes": 2}), "rollout.engines=6 or rollout.engines=8"),
     (
@@ -602,6 +609,11 @@ def test_a_broken_run_is_found(id: str, status: CheckStatus, facts: Facts, messa
     findings = [result for result in found(facts, id) if result.status is status]
     assert findings, f"{id} found nothing"
     assert any(message in f"{one.found} {one.expected} {one.advice}" for one in findings), findings
+
+
+def test_settings_of_the_engine_that_samples_are_not_called_unused() -> None:
+    used = {"engine": "vllm", "engines": 2, "vllm": {"tensor_parallel": 2}, "sync": {"delta": True}}
+    assert found(with_spec(rollout=used), "rollout.unused") == []
 
 
 def test_engines_have_a_place_beside_the_trainers() -> None:

@@ -223,6 +223,32 @@ def test_what_is_offloaded_must_fit_into_the_node() -> None:
     assert "offloaded optimizer" in result.found
 
 
+@pytest.mark.parametrize(
+    ("rollout", "holds_gib"),
+    [
+        ({"engines": 4}, 4 * 15.3),
+        ({"engines": 4, "sync": {"delta": True}}, 5 * 15.3),
+        ({"engines": 4, "nodes": 1}, 4 * 15.3),
+        ({"engines": 4, "engine": "sglang"}, 8 * 15.3),
+        ({"engines": 2, "engine": "vllm", "vllm": {"tensor_parallel": 2}}, 2 * 15.3),
+    ],
+    ids=["beside trainers", "deltas", "nodes of their own", "sglang", "split"],
+)
+def test_weights_that_engines_receive_must_fit_into_the_node(rollout: dict[str, Any], holds_gib: float) -> None:
+    """Each engine keeps the version that it received last in main memory: 15.3 GiB of Qwen3-8B in bfloat16."""
+    num_nodes = 2 if "nodes" in rollout else 1
+
+    def results(memory_gb: float) -> list[CheckResult]:
+        resources = {"ranks_per_node": 4, "num_nodes": num_nodes, "memory_gb": memory_gb}
+        return found(big("h200", rollout=rollout, resources=resources), "memory.offload")
+
+    (fits,) = results(1.4 * holds_gib)
+    (too_small,) = results(holds_gib)
+    assert (fits.status, too_small.status) == (CheckStatus.PASSED, CheckStatus.BLOCKED)
+    assert "an engine with the weights that it receives" in too_small.found
+    assert "rollout.engines" in too_small.advice
+
+
 def test_an_adapter_of_engines_is_given_alone_and_its_base_stays() -> None:
     """The next version is that of the adapter; vLLM's base model is kept in main memory, because syncs do not include
     it."""

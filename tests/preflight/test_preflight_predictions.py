@@ -80,7 +80,7 @@ def test_a_step_is_the_sum_of_hand_counted_parts() -> None:
     """
     facts = on_a_cluster("qwen2.5-7b-gsm8k", 1)
     facts = replace(facts, spec=with_changes(facts.spec, TRANSFORMERS))
-    step = predict(facts.spec, facts.slurm, facts.inventory, facts.model_config, None).step
+    step = predict(facts).step
     assert step is not None
     weights, tokens = WEIGHTS["qwen2.5-7b-gsm8k"], 64 * 8 / 8 * (512 + 1024)
     rate = MATMUL_SHARE * 989e12
@@ -88,7 +88,7 @@ def test_a_step_is_the_sum_of_hand_counted_parts() -> None:
     reading = 2 * (weights + 28 * 3584 * 512) * 64 / 8 * 512 / rate
     assert step.parts["sampling"] == pytest.approx(reading + 1024 * 28 * LAUNCH_S, rel=1e-3)
     adapted = facts.spec.model_copy(update={"model": facts.spec.model.model_copy(update={"lora": LoraSpec()})})
-    lighter = predict(adapted, facts.slurm, facts.inventory, facts.model_config, None).step
+    lighter = predict(replace(facts, spec=adapted)).step
     assert lighter is not None
     without = 2 * weights * tokens / rate
     assert lighter.parts["training"] == pytest.approx(step.parts["training"] - without, rel=1e-3)
@@ -138,7 +138,7 @@ def test_one_step_ahead_a_step_takes_as_long_as_the_longer_half(tokens: int, eng
     facts = on_a_cluster("qwen2.5-7b-gsm8k", 1)
     changes = {"rollout.engines": engines, "rollout.max_new_tokens": tokens} | TRANSFORMERS
     in_turn, ahead = (
-        predict(with_changes(facts.spec, changes | more), facts.slurm, facts.inventory, facts.model_config, None).step
+        predict(replace(facts, spec=with_changes(facts.spec, changes | more))).step
         for more in ({}, {"rollout.max_staleness": 1})
     )
     assert in_turn is not None
@@ -155,7 +155,7 @@ def test_a_gpu_without_figures_and_a_run_without_gpus_are_not_predicted() -> Non
     assert step_time(facts.spec, shape, "gaudi3") is None
     assert step_time(healthy().spec, shape, "h100") is None
     assert gpu_rates("NVIDIA H100 80GB HBM3") == gpu_rates("h100") != gpu_rates("h200")
-    assert predict(with_spec().spec, facts.slurm, facts.inventory, {}, None).memory is None
+    assert predict(replace(facts, spec=with_spec().spec, model_config={})).memory is None
 
 
 def test_a_predicted_duration_warns_as_a_measured_one_does() -> None:

@@ -1,12 +1,15 @@
 """The server of an engine, in this process and over real HTTP."""
 
+import errno
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
+from torch import Tensor
 
-from rlhf_core.schemas.engines import EngineRefusal
+from rlhf_core.errors import DiskFull, StaleWeights, WorkerError
+from rlhf_core.schemas.engines import CommitRequest, EngineRefusal, WeightsId
 from rlhf_core.schemas.weight_sync import Chain, Manifest, Offer, Receipt, Transport
 from rlhf_core.training.rollouts.samplers import Sampler
 from rlhf_core.training.rollouts.server import app
@@ -83,3 +86,40 @@ def test_an_engine_that_takes_long_and_makes_progress_is_waited_for() -> None:
     with served(receiver) as server:
         assert Receipt.model_validate_json(offered(server, receiver, limits=4)) == RECEIPT
         assert server.is_alive
+
+
+class FailingSampler:
+    """A sampler that cannot load weights."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def load(self, tensors: Iterator[tuple[str, Tensor]], beat: Callable[[], None]) -> None:
+        """Fail."""
+        raise self._error
+
+    def cancel(self, keys: list[int]) -> None:
+        """Forget prompts; there are none."""
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "/tmp/adapter-1"), DiskFull),
+        (RuntimeError("I/O error: No space left on device (os error 28)"), DiskFull),
+        (RuntimeError("out of memory"), StaleWeights),
+    ],
+    ids=["system", "safetensors", "control"],
+)
+def test_an_engine_that_cannot_load_its_weights_ends_for_the_reason(error: Exception, kind: type[WorkerError]) -> None:
+    """vLLM reads adapters from the folder for temporary files. If that is full, restarts only repeat the failure."""
+    receiver = Receiver("engine-0")
+    sampler: Sampler = FailingSampler(error)  # type: ignore[assignment]  # nothing is sampled
+    worker = EngineWorker(0, 0, sampler, receiver, NullReporter())
+    for _ in range(2):
+        receiver._staged = Staged(RECEIPT, OFFER.manifest, None)  # type: ignore[arg-type]  # it has no tensors
+        with pytest.raises(type(error)):
+            worker.commit(CommitRequest(weights=WeightsId(start=0, version=7), probe=()))
+    with pytest.raises(kind) as raised:
+        worker.serve(lambda: True)
+    assert str(error) in str(raised.value)

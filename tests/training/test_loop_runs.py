@@ -15,6 +15,7 @@ import pytest
 from rank_launcher import (
     DATED_TEMPLATE,
     TrainingGroup,
+    flip_last_bit,
     launch,
     make_context,
     tiny_spec,
@@ -583,6 +584,27 @@ def test_a_run_whose_rows_have_changed_is_not_resumed(tmp_path: Path) -> None:
     assert (begun, again) == ("done", "done")
     assert changed.startswith("ResumeMismatch: the training rows of rank_launcher:rows_of_this_rank are not those that")
     assert "step-000002 was trained with" in changed
+
+
+def resumed_with_another_reference(rank: int, num_ranks: int, folder: str) -> list[str]:
+    """A run of two steps, made longer: once after a bit of its initial model has changed, once with its own."""
+    results: list[str] = []
+    with training_group(rank, num_ranks, folder, tiny_spec()) as group:
+        for num_steps in (2, 3, 3):
+            spec = tiny_spec(sft={"num_steps": 0}, train={"num_steps": num_steps})
+            results.append(group.train("run", spec, restart=len(results)))
+            flip_last_bit(RunDir(Path(folder) / "run").initial_model / "model.safetensors")
+    return results
+
+
+def test_a_run_whose_reference_has_changed_is_not_resumed(tmp_path: Path) -> None:
+    """Its divergence would be from other weights than before, without a sign of it in any metric."""
+    ((begun, changed, again),) = values(
+        launch(resumed_with_another_reference, 1, tmp_path / "scratch", folder=str(tmp_path / "runs"))
+    )
+    assert (begun, again) == ("done", "done")
+    assert changed.startswith("ResumeMismatch: ")
+    assert "initial_model holds other weights than those that step-000002 was trained from" in changed
 
 
 def test_supervised_training_can_be_the_main_algorithm(results: list[dict[str, Any]], folder: Path) -> None:

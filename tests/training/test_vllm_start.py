@@ -14,11 +14,14 @@ from uuid import uuid4
 
 import pytest
 from rank_launcher import make_context, tiny_spec
+from safetensors import SafetensorError
 
-from rlhf_core.errors import SamplingProcessKilled
+from rlhf_core.errors import DiskFull, SamplingProcessKilled
 from rlhf_core.machine.shared_names import PREFIX_VARIABLE, SHARED_MEMORY
 from rlhf_core.run_dir.run import new_run_id
+from rlhf_core.schemas.model import LoraSpec
 from rlhf_core.training.rollouts.server import process
+from rlhf_core.training.rollouts.vllm import adapter
 from rlhf_core.training.rollouts.vllm.processes import starting_in
 from rlhf_core.worker.liveness.heartbeat import Beat, SlotFile, memory_folder
 
@@ -126,6 +129,22 @@ def test_the_processes_of_an_engine_are_represented_while_it_starts(tmp_path: Pa
     finally:
         slots.remove()
     assert seen == [71, 72]
+
+
+def test_no_room_for_an_adapter_names_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library names none, and the disk of the run directory has room."""
+    module = ModuleType("vllm.lora.request")
+    module.LoRARequest = object  # type: ignore[attr-defined]
+    for name in ("vllm", "vllm.lora", "vllm.lora.request"):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def write(*_: Any) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(adapter, "write_adapter", write)
+    with pytest.raises(DiskFull, match=rf"an adapter in {tmp_path}/adapter-.*No space left"):
+        adapter.VllmAdapter(LoraSpec()).load(None, [])
 
 
 class _Process:

@@ -20,8 +20,9 @@ def plan(config: ConfigArgument, set_: SetOption = None, as_json: JsonOption = F
     """Predict what a run needs before it takes a node: memory per role, seconds per step, layout of trainers and
     engines.
 
-    Layouts that do not divide are refused, and the nearest ones that do are shown. After runs of the same shape, the
-    prediction is compared with what they took. Exit code 0: fine, 2: refused.
+    Layouts that do not divide are refused, and the nearest ones that do are shown; so are runs that `rlhf check` blocks
+    for their memory. After runs of the same shape, the prediction is compared with what they took. Exit code 0: fine,
+    2: refused.
     """
     found = _plan(config, set_ or [])
     if as_json:
@@ -37,7 +38,7 @@ def _plan(config: str, overrides: list[str]) -> "RunPlan":
     from rlhf_core.config.site import load_site
     from rlhf_core.control.run_plan import plan_run
     from rlhf_core.history import queries
-    from rlhf_core.preflight.gather_facts import held_out_may_have_answers, inspect_model, model_config
+    from rlhf_core.preflight.gather_facts import gather_for_predictions
     from rlhf_core.scheduler import get_scheduler
     from rlhf_core.schemas.run import shape_key
 
@@ -52,16 +53,7 @@ def _plan(config: str, overrides: list[str]) -> "RunPlan":
         output.warn(f"the history is unavailable, so nothing is compared: {error}")
         measured = {}
     site = load_site()
-    inventory, slurm = get_scheduler(site.scheduler).inventory(), spec.slurm.over(site.slurm)
-    return plan_run(
-        spec,
-        slurm,
-        inventory,
-        model_config(spec.model),
-        inspect_model(spec.model),
-        measured,
-        pairs_have_answers=held_out_may_have_answers(spec),
-    )
+    return plan_run(gather_for_predictions(spec, get_scheduler(site.scheduler).inventory(), site.slurm), measured)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

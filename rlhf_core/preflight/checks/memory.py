@@ -22,9 +22,11 @@ from rlhf_core.preflight.memory.remedies import remedies
 from rlhf_core.preflight.memory.roles import (
     Estimate,
     engine_estimate,
+    engine_main_memory_bytes,
     evaluator_estimate,
     reward_model_bytes,
     trainer_estimate,
+    weights_to_send_bytes,
     with_reward_models,
     zero_of,
 )
@@ -120,7 +122,7 @@ def evaluator(facts: Facts) -> Iterator[Finding]:
     shape, room = _shape(facts), _room(facts)
     if shape is None or isinstance(room, str):
         return  # reported by memory.trainer
-    estimate = evaluator_estimate(facts.spec, shape, _gpu(facts), pairs_have_answers=_may_have_answers(facts))
+    estimate = evaluator_estimate(facts.spec, shape, _gpu(facts), pairs_have_answers=facts.pairs_have_answers)
     vllm, on_gpu = facts.spec.starts_vllm_in_evaluators, bool(facts.spec.resources.gpus_per_node)
     if on_gpu and estimate.resident_bytes > TIGHT * room:
         advice = "use GPUs with more memory or a smaller model: an evaluator holds whole models on its GPU"
@@ -150,7 +152,7 @@ def rollout(facts: Facts) -> Iterator[Finding]:
             facts, "a rollout engine", engine_estimate(spec, shape), _engine_room(facts), "lower rollout.engines"
         )
     # Where nothing is sampled, vLLM is not started.
-    samples = spec.any_loop_samples or spec.completes_held_out(pairs_have_answers=_may_have_answers(facts))
+    samples = spec.any_loop_samples or spec.completes_held_out(pairs_have_answers=facts.pairs_have_answers)
     if spec.rollout.engine == "vllm" and samples:
         yield _cache_finding(spec, part_of(shape, spec.rollout.gpus_per_engine), room)
 
@@ -177,28 +179,51 @@ def _cache_finding(spec: RunSpec, shape: Shape, room: int) -> Finding:
 
 @check("memory.offload", trainer="native")
 def offload(facts: Facts) -> Iterator[Finding]:
-    """The ranks of a node offload into the same main memory; when it is full, the kernel kills one of them."""
-    shape, resources = _shape(facts), facts.spec.resources
-    spec = facts.spec
-    offloaded = reward_model_bytes(spec, _reward_models(facts), in_main_memory=True)
-    if shape is not None:
-        offloaded |= main_memory_bytes(shape, spec.model.dtype, zero_of(spec), spec.model.lora)
-        offloaded |= waiting_base_bytes(spec, shape)
-    node = _node_memory_gb(facts)
-    if not offloaded or not resources.gpus_per_node or not node:
+    """One main memory holds what ranks offload and engines receive; when it is full, the kernel kills a process."""
+    spec, node = facts.spec, _node_memory_gb(facts) * GIB
+    if not spec.resources.gpus_per_node or not node:
         return
-    needed = resources.ranks_per_node * (sum(offloaded.values()) + CPU_BASE_BYTES)
-    parts = ", ".join(f"{name} {_gib(size)}" for name, size in offloaded.items())
-    text = f"{resources.ranks_per_node} ranks of a node take about {_gib(needed)} GiB of its main memory ({parts} each)"
-    if needed > TIGHT * node * GIB:
-        yield blocked(
-            f"{text}, which has {_gib(node * GIB)} GiB",
-            f"at most {_gib(TIGHT * node * GIB)} GiB",
-            "use more nodes, which share the optimizer, or GPUs with more memory and nothing in main memory: "
-            'trainer.offload="none", reward.models.<name>.device="rank", separate engines (rollout.engines)',
-        )
-    else:
-        yield passed(text)
+    of_ranks, of_engines = _held_by_ranks(facts), _held_by_engines(facts)
+    libraries = spec.resources.ranks_per_node * CPU_BASE_BYTES
+    on_nodes = [(of_ranks, libraries), (of_engines, 0)] if spec.rollout.nodes else [(of_ranks | of_engines, libraries)]
+    for parts, further in on_nodes:
+        needed = sum(parts.values()) + further
+        text = f"the processes of a node take about {_gib(needed)} GiB of its main memory ({', '.join(parts)})"
+        if parts and needed > TIGHT * node:
+            advice = _FEWER_ENGINES if max(parts, key=parts.__getitem__) in of_engines else _LESS_OFFLOAD
+            yield blocked(f"{text}, which has {_gib(node)} GiB", f"at most {_gib(TIGHT * node)} GiB", advice)
+        elif parts:
+            yield passed(text)
+
+
+_LESS_OFFLOAD = (
+    "use more nodes, which share the optimizer, or GPUs with more memory and nothing in main memory: "
+    'trainer.offload="none", reward.models.<name>.device="rank", separate engines (rollout.engines)'
+)
+_FEWER_ENGINES = (
+    "have fewer engines on a node (rollout.engines, rollout.vllm.tensor_parallel), or use nodes with more memory"
+)
+
+
+def _held_by_ranks(facts: Facts) -> dict[str, int]:
+    """Main memory of a node that its trainer ranks take beside their GPUs, apart from their libraries, by purpose."""
+    spec, shape, count = facts.spec, _shape(facts), facts.spec.resources.ranks_per_node
+    each = reward_model_bytes(spec, _reward_models(facts), in_main_memory=True)
+    if shape is not None:
+        each |= main_memory_bytes(shape, spec.model.dtype, zero_of(spec), spec.model.lora)
+        each |= waiting_base_bytes(spec, shape)
+    to_send = weights_to_send_bytes(spec, shape) if shape is not None and spec.rollout.engines else 0
+    held = {f"{count} times {name} {_gib(size)}": count * size for name, size in each.items()}
+    return held | ({f"weights to send {_gib(to_send)}": to_send} if to_send else {})
+
+
+def _held_by_engines(facts: Facts) -> dict[str, int]:
+    """Main memory of a node that its separate engines take beside their GPUs, likewise."""
+    spec, shape, count = facts.spec, _shape(facts), facts.spec.engines_per_node
+    if shape is None or not count:
+        return {}
+    each = engine_main_memory_bytes(spec, shape)
+    return {f"{count} times an engine with the weights that it receives {_gib(each)}": count * each}
 
 
 @check("memory.snapshot", trainer="native")
@@ -258,16 +283,7 @@ def _snapshot_bytes(spec: RunSpec, shape: Shape) -> int:
 
 
 def _trainer_estimate(facts: Facts, spec: RunSpec, shape: Shape) -> Estimate:
-    return trainer_estimate(spec, shape, _gpu(facts), pairs_have_answers=_may_have_answers(facts))
-
-
-def _may_have_answers(facts: Facts) -> bool:
-    """False if the held-out rows are known to have no column of answers."""
-    column, file = facts.spec.data.answer_column, facts.eval
-    if file is not None and file.scanned and not file.problem:
-        return column in file.columns
-    splits = facts.content.splits if facts.content is not None else ()
-    return all(column in one.columns for one in splits if one.split == "eval" and not one.problem)
+    return trainer_estimate(spec, shape, _gpu(facts), pairs_have_answers=facts.pairs_have_answers)
 
 
 def _gpu(facts: Facts) -> int | None:
@@ -308,15 +324,16 @@ def _room(facts: Facts) -> int | str:
 
 
 def _node_memory_gb(facts: Facts) -> float:
-    """Main memory of a node of the job in GiB; 0 if unknown."""
-    resources = facts.spec.resources
-    return resources.memory_gb or facts.inventory.memory_for(facts.slurm, resources.gpus_per_node)
+    """Main memory of a node of the job in GiB; 0 if unknown, as where no node has the GPUs."""
+    resources, inventory = facts.spec.resources, facts.inventory
+    known = inventory.nodes_for(facts.slurm, resources.gpus_per_node)
+    return resources.memory_gb or (inventory.memory_for(facts.slurm, resources.gpus_per_node) if known else 0.0)
 
 
 def _engine_bytes(facts: Facts) -> int:
     """Main memory of the rollout engines beside the ranks of a node; 0 if the config does not define it."""
     shape, number = _shape(facts), facts.spec.engines_beside_trainers
-    return number * engine_estimate(facts.spec, shape).peak_bytes if shape is not None and number else 0
+    return number * engine_main_memory_bytes(facts.spec, shape) if shape is not None and number else 0
 
 
 def _engine_room(facts: Facts) -> int:
@@ -348,7 +365,7 @@ def _advice(facts: Facts, shape: Shape, estimate: Estimate, room: int) -> str:
     changes = [
         f"{_set(change)} ({_gib(peak)} GiB)"
         for change, peak in remedies(
-            facts.spec, shape, int(TIGHT * room), _gpu(facts), pairs_have_answers=_may_have_answers(facts)
+            facts.spec, shape, int(TIGHT * room), _gpu(facts), pairs_have_answers=facts.pairs_have_answers
         )
     ]
     if changes:

@@ -240,7 +240,7 @@ def duration(facts: Facts) -> Iterator[Finding]:
     seconds, limit = facts.baseline.seconds_per_step, facts.spec.resources.time_limit_s
     source = "as in earlier runs of this shape"
     if seconds is None:
-        predicted_step = predict(facts.spec, facts.slurm, facts.inventory, facts.model_config, facts.model_folder).step
+        predicted_step = predict(facts).step
         if predicted_step is None:
             return
         seconds, source = predicted_step.seconds, "as predicted from the dimensions of the model"

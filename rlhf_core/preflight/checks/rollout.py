@@ -9,6 +9,7 @@ from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.known_bad_versions import is_cpu_build
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
 from rlhf_core.schemas.algorithms.policy_gradient import PolicyGradientSpec
+from rlhf_core.schemas.base import Schema
 from rlhf_core.schemas.rollouts import EVEN_HEADS, VLLM_ADAPTER_RANKS, uneven_heads
 from rlhf_core.schemas.weight_sync import Transport
 
@@ -116,6 +117,32 @@ def sglang(facts: Facts) -> Iterator[Finding]:
             "an engine that the tests cover: transformers or vllm",
             "watch rollout/train_gap in the first steps",
         )
+
+
+@check("rollout.unused", trainer="native")
+def unused(facts: Facts) -> Iterator[Finding]:
+    """Settings of an engine that the run does not use are ignored: a model is not split over GPUs, for example."""
+    rollout = facts.spec.rollout
+    alone = rollout.engines > 0
+    used = {"vllm": rollout.engine == "vllm", "sglang": rollout.engine == "sglang", "remote": alone, "sync": alone}
+    ignored = [
+        f"rollout.{table}.{name}"
+        for table in (table for table, is_used in used.items() if not is_used)
+        for name in _changed(getattr(rollout, table))
+    ]
+    if ignored:
+        yield warning(
+            f'{", ".join(ignored)} with rollout.engine = "{rollout.engine}" and rollout.engines = {rollout.engines}, '
+            "where nothing reads it",
+            "only settings of the engines that sample",
+            "set rollout.engine and rollout.engines to the engines that it is meant for, or remove it",
+        )
+
+
+def _changed(settings: Schema) -> list[str]:
+    """Names of the settings that do not have their defaults."""
+    defaults = type(settings)()
+    return [name for name, value in settings if value != getattr(defaults, name)]
 
 
 @check("rollout.engines")

@@ -106,11 +106,11 @@ def trainer_estimate(
         # As large as the policy, and trained like it.
         resident["critic"] = sum(resident[part] for part in ("weights", "gradients", optimizer))
     if spec.rollout.engines and not on_gpu:  # beside GPUs this is a small part of main memory
-        resident["weights to send"] = _weights_to_send(spec, shape)
+        resident["weights to send"] = weights_to_send_bytes(spec, shape)
     return Estimate(resident, moments)
 
 
-def _weights_to_send(spec: RunSpec, shape: Shape) -> int:
+def weights_to_send_bytes(spec: RunSpec, shape: Shape) -> int:
     """Copies of the weights that rank 0 sends to the engines: the base of deltas, and the copy in shared memory."""
     sync = spec.rollout.sync
     given = weight_bytes(trained_shape(shape, spec.model.lora), spec.model.dtype)
@@ -197,7 +197,7 @@ def evaluator_estimate(
         resident["reference model"] = weights
     if spec.evaluates_with_engines:
         if not spec.resources.gpus_per_node:
-            resident["weights to send"] = _weights_to_send(spec, shape)
+            resident["weights to send"] = weights_to_send_bytes(spec, shape)
     elif samples:
         sequences, vllm = _sequences_of_an_evaluation(spec), spec.starts_vllm_in_evaluators
         moments["sample"] = _sampling(spec, shape, sequences, gpu, with_vllm=vllm)
@@ -208,7 +208,8 @@ def engine_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Esti
     """Memory of one separate rollout engine, weights and sampling: of each of its GPUs, or main memory of all its
     processes.
 
-    The weights of the next version, or only its adapter, are staged in main memory: they count if there are no GPUs.
+    The weights of the next version, or only its adapter, are staged in main memory: they count if there are no GPUs,
+    otherwise in :func:`engine_main_memory_bytes`.
 
     Args:
         gpu: as in :func:`trainer_estimate`.
@@ -225,8 +226,7 @@ def engine_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Esti
     own = weights if spec.model.lora is None else weights + given
     width = spec.rollout.gpus_per_engine
     part, counted = part_of(shape, width), 1 if on_gpu else width
-    processes = width + 1 if width > 1 else 1  # one is the leader
-    resident = {"libraries": GPU_BASE_BYTES if on_gpu else CPU_BASE_BYTES * processes}
+    resident = {"libraries": GPU_BASE_BYTES if on_gpu else CPU_BASE_BYTES * _engine_processes(spec)}
     with_vllm = spec.rollout.engine == "vllm"
     if with_vllm:
         resident |= {name: counted * size for name, size in vllm_resident(spec, part).items()}
@@ -236,6 +236,21 @@ def engine_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Esti
     one = _sampling(spec, part, sequences // max(1, spec.rollout.engines), gpu, with_vllm=with_vllm)
     sampling = {name: counted * size for name, size in one.items()}
     return Estimate(resident, {"sample": sampling, **({} if on_gpu else {"sync": {"next weights": given}})})
+
+
+def engine_main_memory_bytes(spec: RunSpec, shape: Shape) -> int:
+    """Main memory of one separate rollout engine: all of its memory, or beside its GPUs its processes and the version
+    of the weights that it has received, which SGLang reads from a copy."""
+    if not spec.resources.gpus_per_node:
+        return engine_estimate(spec, shape).peak_bytes
+    given = weight_bytes(trained_shape(shape, spec.model.lora), spec.model.dtype)
+    return CPU_BASE_BYTES * _engine_processes(spec) + given * (2 if spec.rollout.engine == "sglang" else 1)
+
+
+def _engine_processes(spec: RunSpec) -> int:
+    """Processes of one separate engine: of several GPUs, one for each and their leader."""
+    width = spec.rollout.gpus_per_engine
+    return width + 1 if width > 1 else 1
 
 
 def _sampling(spec: RunSpec, shape: Shape, sequences: int, gpu: int | None, *, with_vllm: bool) -> dict[str, int]:

@@ -34,6 +34,8 @@ class Progress(Schema):
     """Number of rows taken from the endless sequence of training rows, over the whole run."""
     rows: Label = ""
     """Digest of the training rows; empty in checkpoints of earlier versions."""
+    reference: Label = ""
+    """Fingerprint of the initial weights, if they are read as a loop's reference at every start; else empty."""
     health: HealthState = HealthState()
     """State of the health judge."""
     reward_models: dict[str, ScoringModelState] = Field(default_factory=dict)

@@ -134,6 +134,7 @@ class TrainingContext:
         data: EncodedPrompts,
         evaluator: Evaluator,
         progress: Progress | None,
+        reference: str = "",
     ) -> None:
         """Open the files that rank 0 appends to.
 
@@ -141,6 +142,7 @@ class TrainingContext:
             report: report on the loaded training data.
             data: training rows and the tokens of their prompts; the same on every rank.
             progress: position of the checkpoint being resumed from; None for a fresh start.
+            reference: ``Progress.reference`` of the checkpoints to write.
         """
         self.spec = context.spec
         self.ranks = ranks
@@ -150,6 +152,7 @@ class TrainingContext:
         self.rollouts = evaluator.rollouts
         self._data = data
         self._rows_digest = report.digest
+        self._reference = reference
         self._data_counts = {
             "data/num_rows": len(data.rows),
             "data/num_overlong": data.num_overlong,
@@ -375,6 +378,7 @@ class TrainingContext:
                 loop_finished=finished,
                 position=self.position - (ahead.num_rows_ahead if ahead else 0),
                 rows=self._rows_digest,
+                reference=self._reference,
                 health=self._judge.state,
                 reward_models=self.scorer.model_states,
             )

@@ -17,6 +17,7 @@ from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.schemas.algorithms.policy_gradient import PpoSpec
 from rlhf_core.schemas.model import LoraSpec
 from rlhf_core.schemas.reports import Phase
+from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.checkpoints.memory.resume import memory_checkpoint
 from rlhf_core.training.checkpoints.resume import resume_point
 from rlhf_core.training.checkpoints.soundness import agree, reference_folder, verify_checkpoint
@@ -36,6 +37,7 @@ from rlhf_core.training.models.adapters import (
     AdapterReference,
     add_adapter,
     base_files,
+    base_fingerprint,
     has_adapter,
     is_adapter,
     load_adapter,
@@ -90,6 +92,12 @@ def _train_run(context: WorkerContext, ranks: Ranks, scorer: RewardScorer) -> Ro
             f"the training rows of {report.source} are not those that {checkpoint.root.name} was trained with, so its "
             "place in their order would be another one. Restore them, or start a new run"
         )
+    reference = _reference_fingerprint(spec, ranks, initial)
+    if checkpoint and state and reference and state.progress.reference not in ("", reference):
+        raise ResumeMismatch(
+            f"{initial} holds other weights than those that {checkpoint.root.name} was trained from, so training would "
+            "go on with another reference. Restore them, or start a new run"
+        )
     step = state.progress.step if state else 0
     context.reporter.beat(Phase.SETUP, step)
 
@@ -110,7 +118,9 @@ def _train_run(context: WorkerContext, ranks: Ranks, scorer: RewardScorer) -> Ro
         now=context.stored.created_at,
     )
     context.reporter.beat(Phase.SETUP, step)
-    training = TrainingContext(context, ranks, tokenizer, report, data, evaluator, state.progress if state else None)
+    training = TrainingContext(
+        context, ranks, tokenizer, report, data, evaluator, state.progress if state else None, reference
+    )
     try:
         result = _train_loops(training, models, model, state)
         training.close()
@@ -295,6 +305,15 @@ def _initial_model(context: WorkerContext, ranks: Ranks, rows: list[Row]) -> Pat
             # Read once, so that the first checkpoint does not wait for it.
             base_files(initial, lambda: context.reporter.beat(Phase.SETUP, 0))
     return initial
+
+
+def _reference_fingerprint(spec: RunSpec, ranks: Ranks, initial: Path) -> str:
+    """Fingerprint of the initial weights, if a loop reads them as its reference; else empty. Collective.
+
+    The base model of an adapter is compared with the adapter's record instead.
+    """
+    is_read = spec.model.lora is None and any(loop.algorithm.reference and loop.first_step == 1 for loop in loops(spec))
+    return ranks.from_first(base_fingerprint(initial) if is_read and ranks.is_first else "")
 
 
 def _resume_point(context: WorkerContext, ranks: Ranks, initial: Path) -> CheckpointDir | None:

@@ -11,7 +11,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from rlhf_core.errors import StaleWeights
+from rlhf_core.errors import DiskFull, StaleWeights
+from rlhf_core.files.whole import comes_from_full_disk
 from rlhf_core.schemas.engines import (
     CommitRequest,
     Committed,
@@ -88,7 +89,7 @@ class EngineWorker:
         self._progress = 0
         self._weights: WeightsId | None = None
         self._unconfirmed: WeightsId | None = None
-        self._refusals: list[str] = []
+        self._refusals: list[StaleWeights | DiskFull] = []
 
     # -----------------------------------------------------------------------------------------------------------------
     # From any thread
@@ -97,7 +98,7 @@ class EngineWorker:
         """Current state.
 
         Raises:
-            StaleWeights: the engine is about to exit, for the reason given at :meth:`serve`.
+            StaleWeights, DiskFull: the engine is about to exit, for the reason given at :meth:`serve`.
         """
         self._require_use()
         return EngineHealth(
@@ -121,7 +122,8 @@ class EngineWorker:
         """Process requests while the server is running.
 
         Raises:
-            StaleWeights: its outputs did not match the weights of :data:`MAX_REFUSED` syncs in a row.
+            StaleWeights: it did not load the weights of :data:`MAX_REFUSED` syncs in a row, or not correctly.
+            DiskFull: likewise, in the last one because a disk is full.
         """
         while is_served():
             self._require_use()
@@ -182,7 +184,8 @@ class EngineWorker:
         try:
             committed = self._take_over(request, staged)
         except Exception as error:
-            self._refusals.append(f"{type(error).__name__}: {error}")
+            kind = DiskFull if comes_from_full_disk(error) else StaleWeights
+            self._refusals.append(kind(f"{type(error).__name__}: {error}"))
             raise
         self._unconfirmed = request.weights
         return committed
@@ -217,7 +220,7 @@ class EngineWorker:
         """
         self._require_unconfirmed(refusal.weights)
         self._unconfirmed = None
-        self._refusals.append(refusal.why)
+        self._refusals.append(StaleWeights(refusal.why))
 
     def _require_unconfirmed(self, weights: WeightsId) -> None:
         if weights != self._unconfirmed:
@@ -225,9 +228,10 @@ class EngineWorker:
 
     def _require_use(self) -> None:
         if len(self._refusals) >= MAX_REFUSED:
-            raise StaleWeights(
+            last = self._refusals[-1]
+            raise type(last)(
                 f"engine {self._rank} did not load its weights, or not correctly, in {len(self._refusals)} syncs in a "
-                f"row and exits for a restart: {self._refusals[-1]}"
+                f"row and exits: {last}"
             )
 
     def _sample(self) -> None:

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
+from rlhf_core.errors import DiskFull
+from rlhf_core.files.whole import comes_from_full_disk
 from rlhf_core.schemas.model import LoraSpec
 from rlhf_core.schemas.rollouts import VLLM_ADAPTER_RANKS
 from rlhf_core.training.models.adapters import write_adapter
@@ -55,6 +58,9 @@ class VllmAdapter:
         Args:
             engine: vLLM's ``LLMEngine``.
             tensors: tensors of the adapter, with the trainer's names.
+
+        Raises:
+            DiskFull: there is no room for its files.
         """
         from vllm.lora.request import LoRARequest
 
@@ -62,7 +68,12 @@ class VllmAdapter:
         self._number += 1
         # vLLM loads adapters from files. These are read once, so no other version can ever be read from them.
         with tempfile.TemporaryDirectory(prefix="adapter-") as folder:
-            write_adapter(Path(folder), self._lora, tensors)
+            try:
+                write_adapter(Path(folder), self._lora, tensors)
+            except (OSError, SafetensorError) as error:
+                if comes_from_full_disk(error):
+                    raise DiskFull(f"there is no room for an adapter in {folder} (TMPDIR): {error}") from error
+                raise
             request = LoRARequest(f"adapter-{self._number}", self._number, folder)
             engine.add_lora(request)
         self.request = request
