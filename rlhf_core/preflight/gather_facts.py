@@ -38,6 +38,7 @@ from rlhf_core.preflight.weight_files import inspect_weights, read_object
 from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.run_dir.run import promoted_models
 from rlhf_core.scheduler.passed_environment import PassedEnvironment
+from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.content import ContentReport
 from rlhf_core.schemas.migration import current_settings
 from rlhf_core.schemas.model import BUILT_TOKENIZERS, ModelSpec
@@ -77,7 +78,8 @@ class Surroundings:
 
     def trainer_place(self, spec: RunSpec) -> TrainerPlace:
         """Surroundings of an external trainer."""
-        return TrainerPlace(self.site.home, self.code_path, spec.slurm.over(self.site.slurm))
+        slurm = spec.slurm.over(self.site.slurm) if self.scheduler == "slurm" else SlurmSpec()
+        return TrainerPlace(self.site.home, self.code_path, slurm)
 
     def of_the_user(self, text: str) -> str:
         """Replace the copies of the user's files in a message by the originals."""

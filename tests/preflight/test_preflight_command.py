@@ -169,6 +169,13 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("command.environment", BLOCKED, command(side={"packages": {"torch": "2.13.0"}}), "trl is missing"),
     ("command.environment", SKIPPED, command(side={"unseen": "it is in the container x"}), "container x"),
     ("command.environment", SKIPPED, command(side={"python": ""}), "set trainer.environment"),
+    ("command.environment", WARNING, command(side={"setup_problem": "module: command not found"}), "module: command"),
+    (
+        "command.environment",
+        BLOCKED,
+        replace(command(side={"setup_problem": "module: command not found"}), scheduler="local"),
+        "correct trainer.setup",
+    ),
     ("command.program", BLOCKED, command(side={"program": ""}), "begins with torchrun"),
     ("command.program", WARNING, command(side={"program": "", "folder": ""}), "not on the PATH"),
     ("command.program", BLOCKED, command(side={"missing_modules": ("my.train",)}), "my.train"),

@@ -108,6 +108,14 @@ def _empty_ones(facts: Facts, trainer: CommandTrainer) -> Iterator[Finding]:
 def environment(facts: Facts) -> Iterator[Finding]:
     """A virtual environment that is missing, or lacks the framework, ends every rank at its first import."""
     trainer, side = facts.spec.command_trainer, facts.trainer or TrainerSide()
+    if side.setup_problem:
+        # The machines that run the job may have modules that this one lacks.
+        report = blocked if facts.scheduler == "local" else warning
+        yield report(
+            f"the setup lines before the program fail here: {side.setup_problem}",
+            "lines that succeed where the program is started",
+            "correct trainer.setup or slurm.setup; if only the nodes have what they need, the probe tests them there",
+        )
     if side.problem:
         yield blocked(
             side.problem,
