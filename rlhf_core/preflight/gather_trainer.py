@@ -177,7 +177,7 @@ def _configs(line: LaunchLine, folder: Path | None) -> TrainerSide:
             deepspeed = content
         else:
             target = launcher if name in line.launcher_options.values() else settings
-            target.update({normalized(key): _text(value) for key, value in content.items()})
+            target.update({normalized(key): _text(value) for key, value in content.items() if value is not None})
     return TrainerSide(settings=settings, launcher_settings=launcher, deepspeed=deepspeed, unread=tuple(unread))
 
 

@@ -171,7 +171,7 @@ def test_config_files_are_read_each_for_its_reader(tmp_path: Path) -> None:
     (tmp_path / "acc.yaml").write_text("num_machines: 2\n")
     (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": "auto"}))
     (tmp_path / "trl.yaml").write_text(
-        "num_generations: 4\nreport_to: [tensorboard, wandb]\nbf16: false\nsave-steps: 7\n"
+        "num_generations: 4\nreport_to: [tensorboard, wandb]\nbf16: false\nsave-steps: 7\nresume: null\n"
     )
     (tmp_path / "torn.yaml").write_text("a: [\n")
     argv = [

@@ -188,7 +188,9 @@ def output(facts: Facts) -> Iterator[Finding]:
             "set it to {run_dir}/trainer/output, or put {run_id} into it",
         )
     passed_dir = arguments.text("output_dir", "output", "save_path")
-    if passed_dir is not None and passed_dir.rstrip("/") not in ("{output_dir}", folder.rstrip("/")):
+    # OpenRLHF has an option for the model and one for checkpoints; transformers puts both into one folder.
+    is_within = trainer.framework == "openrlhf" and (passed_dir or "").startswith("{output_dir}/")
+    if passed_dir is not None and passed_dir.rstrip("/") not in ("{output_dir}", folder.rstrip("/")) and not is_within:
         yield blocked(
             f"the program writes to {passed_dir}, but trainer.output_dir is {folder}",
             "one folder: checkpoints and logs are read from trainer.output_dir",
