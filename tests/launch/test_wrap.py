@@ -149,10 +149,11 @@ LINES: dict[str, tuple[list[str], dict[str, Any], list[str]]] = {
     ),
     "ray job submit --address=http://h:1 -- python3 -m openrlhf.cli.train_ppo_ray --actor_num_nodes 2"
     " --actor_num_gpus_per_node 8 --advantage_estimator group_norm --colocate_all_models --bf16": (
-        ["!ray job", "--actor_num_nodes {num_nodes}", "--actor_num_gpus_per_node {gpus_per_node}"],
+        ["{drivers}/ray_node.sh {node_rank}", "!ray job", "--actor_num_nodes {num_nodes}",
+         "--actor_num_gpus_per_node {gpus_per_node}"],
         {"trainer.algorithm": "grpo", "resources.num_nodes": 2, "resources.gpus_per_node": 8,
          "trainer.checkpoint_name": "checkpoints/_actor/global_step{step}"},
-        ["ray job submit", "Ray on the other nodes", "optimizer steps"],
+        ["ray job submit", "optimizer steps"],
     ),
     "srun -N2 --ntasks-per-node=4 --gres=gpu:h100:4,lustre -p gpu -A proj -t 1-00:00:00 -c 8 --mem=64G"
     " --exclude=n[1,3],n9 --label --mcs-label=a python -u train.py --steps 9": (

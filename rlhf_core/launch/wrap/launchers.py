@@ -241,6 +241,11 @@ _RAY_NODES = ("trainer.nnodes", "actor_num_nodes", "actor.num_nodes", "cluster.n
 _RAY_GPUS = (
     "trainer.n_gpus_per_node", "actor_num_gpus_per_node", "actor.num_gpus_per_node", "cluster.gpus_per_node",
 )  # fmt: skip
+_RAY_NODE = (
+    "{drivers}/ray_node.sh", "{node_rank}", "{num_nodes}", "{master_addr}", "{master_port}", "{gpus_per_node}",
+    "{output_dir}/ray-{attempt}-{restart}",
+)  # fmt: skip
+"""Start of a launch line that starts Ray on its nodes, and the program on the first one."""
 _SHARED = ("colocate_all_models", "colocate_all", "train.colocate_all", "colocate")
 _OF_ALL_NODES = ("trainer.n_gpus_per_node", "cluster.gpus_per_node")
 """Options for the GPUs of a node that all parts of the program share."""
@@ -270,10 +275,9 @@ def _python(draft: Draft) -> None:
         draft.put("argument", _RAY_NODES, "{num_nodes}", "")
         draft.put("argument", _RAY_GPUS, "{gpus_per_node}", "")
     if draft.settings.get("resources.num_nodes", 1) != 1:
-        draft.missing(
-            "Ray on the other nodes",
-            "start it in trainer.setup: one line for node 0, another for the rest",
-        )
+        first = next(index for index, item in enumerate(draft.line.items) if item.role in ("launcher", "program"))
+        draft.words[first] = (*_RAY_NODE, *draft.words[first])
+        draft.report("Ray on all nodes", "not in the launch line", "ray_node.sh before the program")
 
 
 def _mpirun(draft: Draft) -> None:

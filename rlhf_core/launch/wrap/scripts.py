@@ -299,6 +299,8 @@ def _report_others(facts: ScriptFacts, script: ShellScript, chosen: list[ShellCo
         shown = f"line {command.line}{origin}: {' '.join(command.argv[:3])[:100]}"
         if name.startswith("-"):
             advice = "options without a program: remove any space after the backslash of the previous line"
+        elif "ray" in command.argv and {"start", "stop"} & {*command.argv}:
+            advice = "nothing: Ray is started with the program and ends with it"
         elif command in chosen:
             advice = "several lines train, the last one was used: wrap this one separately, or pass its options"
         elif command.in_background:

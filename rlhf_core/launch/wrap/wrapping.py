@@ -168,8 +168,8 @@ def _spelled(name: str, value: str) -> tuple[str, ...]:
 
 def _read_ray(draft: Draft, wrapper: Wrapper) -> None:
     draft.missing(
-        f"ray job submit to {wrapper.options.get('address') or 'Ray'}: removed, the program starts Ray itself",
-        "this suffices on one node; for several, start Ray on the nodes in trainer.setup (preset openrlhf-grpo)",
+        f"ray job submit to {wrapper.options.get('address') or 'Ray'}: removed, each start has a Ray of its own",
+        "nothing, unless the program needs a Ray that it shares with others",
     )
     text = wrapper.options.get("runtime_env_json", "{}")
     try:
