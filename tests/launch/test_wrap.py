@@ -285,6 +285,34 @@ def test_a_config_file_is_looked_for_where_the_script_goes() -> None:
     assert reported == {"/data": [], "/other": ["a.yaml: there is no such file in /other"]}
 
 
+@pytest.mark.parametrize(
+    "line", ["torchrun --nnodes 4 t.py", "accelerate launch --num_machines 4 --num_processes 8 t.py"]
+)
+def test_a_job_with_another_number_of_nodes_than_its_launch_line_is_reported(line: str) -> None:
+    def reported(nodes: int) -> list[str]:
+        found = script(f"#SBATCH -N {nodes}\n{line}")
+        assert setting(found, "resources.num_nodes") == 4
+        return [part.what for part in found.unread if part.what.startswith("nodes")]
+
+    assert reported(2) == ["nodes: 4 in the launch line, but the job requests 2"]
+    assert reported(4) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "program"),
+    [
+        ("python mason.py --gpus 8 --pure_docker_mode -- accelerate launch t.py --lr 1", ["accelerate", "launch"]),
+        ("uv run mason.py --env A=1 -- source ray.sh '&&' python t.py --lr 1", ["uv", "run", "python", "t.py"]),
+    ],
+)
+def test_a_program_that_submits_a_launch_line_is_removed(line: str, program: list[str]) -> None:
+    found = wrapped(line)
+    assert list(found.argv[: len(program)]) == program
+    assert "mason.py" not in " ".join(found.argv)
+    assert any(part.what.startswith("mason.py --env" if "uv" in line else "python mason.py") for part in found.unread)
+    assert wrapped("python t.py -- data.yaml").argv[:2] == ("python", "t.py")
+
+
 def test_a_model_folder_goes_into_the_config_and_a_name_of_a_hub_stays() -> None:
     found = wrapped("swift sft --model /m --max_steps 1", folders=("/m",))
     assert setting(found, "model.path") == "/m"

@@ -90,8 +90,13 @@ def _counts(draft: Draft, nodes: str | None, ranks: str | None) -> None:
         ("resources.num_nodes", "nodes", nodes),
         ("resources.ranks_per_node", "ranks on every node", ranks),
     ):
-        found = number(text)
+        found, requested = number(text), draft.settings.get("resources.num_nodes")
         if found is not None:
+            if setting == "resources.num_nodes" and requested not in (None, found):
+                draft.missing(
+                    f"nodes: {found} in the launch line, but the job requests {requested}",
+                    f"correct one of them, and resources.num_nodes, currently {found}: the ranks wait for every node",
+                )
             draft.set(setting, found, what)
         elif text and setting not in draft.settings:
             draft.missing(f"{what}: {text}", f"set {setting}; the launch line has a placeholder there")

@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from rlhf_core.launch.wrap.draft import UnreadPart, number
 from rlhf_core.launch.wrap.slurm_counts import derived_nodes, gpu_requests, gpus_per_node, tasks_per_node
 from rlhf_core.launch.wrap.slurm_options import read_options, split_options
-from rlhf_core.shell.launch_line import CONTAINERS, SHELLS, LaunchLine, read_launch_line
+from rlhf_core.shell.launch_line import CONTAINERS, SHELLS, SUBMITTER, LaunchLine, read_launch_line
 from rlhf_core.shell.lexer import FOLDER_OF_SCRIPT
 from rlhf_core.shell.script import ShellCommand, ShellScript, read_shell
 
@@ -32,7 +32,7 @@ SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch", ".sub", ".job")
 _OF_A_SHELL = re.compile(r"#!.*\b(?:ba|da|z)?sh\b")
 """First line of a shell script."""
 DROPPED = frozenset([
-    "srun", "sbatch", "nohup", "exec", "setsid", "time", "nice", "ray", "env", "docker", "podman",
+    "srun", "sbatch", "nohup", "exec", "setsid", "time", "nice", "ray", "env", "docker", "podman", SUBMITTER,
 ])  # fmt: skip
 """Wrappers that have no effect in a run. The others (uv, conda, apptainer) are kept."""
 _MAX_NESTED = 6

@@ -21,7 +21,8 @@ from rlhf_core.launch.wrap.launchers import axolotl_launcher_words, is_of_ray, r
 from rlhf_core.launch.wrap.scripts import DROPPED, ScriptFacts, ScriptPlace, read_script, take_script_within
 from rlhf_core.launch.wrap.slurm_options import read_options, read_slurm, split_options
 from rlhf_core.schemas.slurm_values import VARIABLE
-from rlhf_core.shell.launch_line import LaunchLine, Wrapper, read_launch_line
+from rlhf_core.shell.launch_line import SUBMITTER, LaunchLine, Wrapper, read_launch_line
+from rlhf_core.text.redaction import is_secret_name
 
 MAX_LINE = 100_000
 """Longest launch line in characters: a config is limited to 128 KiB."""
@@ -187,6 +188,11 @@ def _read_ray(draft: Draft, wrapper: Wrapper) -> None:
 
 def _take_wrappers(draft: Draft) -> None:
     for index, item in enumerate(draft.line.items):
+        if item.role == "wrapper" and item.name == SUBMITTER:
+            draft.missing(
+                f"{' '.join(draft.words[index])[:100]}: removed, the run starts what follows on its nodes",
+                "set resources.num_nodes and gpus_per_node, and the variables that it would set",
+            )
         if item.role == "variable" or (item.role == "wrapper" and item.name in DROPPED):
             draft.words[index] = ()
         elif item.role == "wrapper":
