@@ -313,6 +313,13 @@ def test_a_program_that_submits_a_launch_line_is_removed(line: str, program: lis
     assert wrapped("python t.py -- data.yaml").argv[:2] == ("python", "t.py")
 
 
+def test_a_secret_that_only_the_shell_knows_is_not_to_be_written_down() -> None:
+    found = script("torchrun t.py --use_wandb ${WANDB_TOKEN} --lr $LR")
+    advice = {part.what.partition(":")[0]: part.advice for part in found.unread if part.what.startswith("$")}
+    assert "slurm.pass_environment" in advice["${WANDB_TOKEN}"]
+    assert advice["$LR"].startswith("write its value")
+
+
 def test_a_model_folder_goes_into_the_config_and_a_name_of_a_hub_stays() -> None:
     found = wrapped("swift sft --model /m --max_steps 1", folders=("/m",))
     assert setting(found, "model.path") == "/m"

@@ -217,6 +217,28 @@ def test_the_hook_of_conda_is_kept() -> None:
     assert config(found)["trainer"]["setup"] == ['eval "$(conda shell.bash hook)"', "conda activate llm"]
 
 
+def test_conda_is_made_ready_in_the_order_of_the_script() -> None:
+    """A job runs no ~/.bashrc, and `conda` may be on a PATH that the script sets."""
+    found = script(
+        "module load gcc\nexport PATH=/opt/conda/bin:$PATH\nsource ~/.bashrc\nconda activate llm\n"
+        "export PYTHONPATH=/src:$PYTHONPATH\ntorchrun t.py --max_steps 9"
+    )
+    assert config(found)["trainer"]["setup"] == [
+        "module load gcc",
+        'export PATH="/opt/conda/bin:$PATH"',
+        'eval "$(conda shell.bash hook)"',
+        "conda activate llm",
+        'export PYTHONPATH="/src:$PYTHONPATH"',
+    ]
+
+
+@pytest.mark.parametrize("line", ["source activate llm", "mamba activate llm", "micromamba activate llm"])
+def test_other_ways_to_activate_an_environment_are_kept(line: str) -> None:
+    found = script(f"{line}\ntorchrun t.py --max_steps 9")
+    assert config(found)["trainer"]["setup"] == [line]
+    assert unread(found).count(line) == 1
+
+
 @pytest.mark.parametrize(
     ("options", "nodes", "ranks"),
     [("--gres=gpu:4", 1, 4), ("--nodes=2 --gpus-per-task=4 --ntasks-per-node=1", 2, 4), ("-N 3 --gpus 12", 3, 4)],

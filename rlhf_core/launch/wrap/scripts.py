@@ -46,6 +46,7 @@ _PREPARES = re.compile(
 """Names of scripts that prepare or clean the nodes."""
 _MAX_REPORTED = 40
 _SETUP = frozenset(["module", "ml", "ulimit"])
+_CONDAS = ("conda", "mamba", "micromamba")
 _ACTIVATING = ("/bin/activate", "/etc/profile.d/conda.sh", "/etc/profile.d/mamba.sh")
 """Files that make an environment or conda ready when they are sourced, in the folder of either."""
 _HOOK = re.compile(r"\$\(\s*(?:\S*/)?(?:conda|mamba|micromamba)\s[^()]*\bhook\b[^()]*\)$")
@@ -68,6 +69,8 @@ class ScriptFacts:
     """Folder of the conda that the script makes ready."""
     folder: str = ""
     setup: list[str] = field(default_factory=list)
+    exported: list[Mapping[str, str]] = field(default_factory=list)
+    """Variables exported before each of these lines."""
     unread: list[UnreadPart] = field(default_factory=list)
 
 
@@ -235,6 +238,7 @@ def _prepare(facts: ScriptFacts, command: ShellCommand) -> None:
     """Apply a command that precedes the training."""
     before = facts.environment, len(facts.setup)
     _apply(facts, command)
+    facts.exported += [command.variables] * (len(facts.setup) - len(facts.exported))
     if command.is_conditional and before != (facts.environment, len(facts.setup)):
         shown = f"line {command.line} is inside a branch: {' '.join(command.argv)[:100]}"
         facts.unread.append(UnreadPart(shown, "check trainer.environment and trainer.setup, which it is part of"))
@@ -248,6 +252,19 @@ def _apply(facts: ScriptFacts, command: ShellCommand) -> None:
             facts.unread.append(UnreadPart(f"line {command.line}: {name} {words[1]}", "set trainer.working_dir"))
         else:
             facts.folder = posixpath.normpath(posixpath.join(facts.folder, words[1]))
+    elif words[1:2] == ("activate",) and name in (*_CONDAS, "source", "."):
+        if facts.conda and command.is_known:
+            facts.environment = _conda_environment(facts, words[2:])
+            return
+        if name == "conda" and not any("hook" in line for line in facts.setup):  # a job's shell is no login shell
+            facts.setup.append('eval "$(conda shell.bash hook)"')
+        facts.setup.append(" ".join(words))
+        facts.unread.append(
+            UnreadPart(
+                f"line {command.line}: {' '.join(words)}",
+                "if `rlhf check` finds that it fails, set trainer.environment to the folder of the environment",
+            )
+        )
     elif name in ("source", ".") and len(words) > 1:
         ending = next((ending for ending in _ACTIVATING if words[1].endswith(ending)), "")
         if ending and command.is_known:
@@ -265,16 +282,6 @@ def _apply(facts: ScriptFacts, command: ShellCommand) -> None:
         facts.setup.append(" ".join(words))
     elif name == "eval" and _HOOK.match(" ".join(words[1:])):
         facts.setup.append(f'eval "{" ".join(words[1:])}"')
-    elif name in ("conda", "mamba") and words[1:2] == ("activate",) and facts.conda and command.is_known:
-        facts.environment = _conda_environment(facts, words[2:])
-    elif name in ("conda", "mamba", "micromamba") and words[1:2] == ("activate",):
-        facts.setup.append(" ".join(words))
-        facts.unread.append(
-            UnreadPart(
-                f"line {command.line}: {' '.join(words)}",
-                "check that conda works in a shell of a job, or set trainer.environment to its folder",
-            )
-        )
 
 
 def _conda_environment(facts: ScriptFacts, words: Sequence[str]) -> str:
@@ -286,7 +293,7 @@ def _conda_environment(facts: ScriptFacts, words: Sequence[str]) -> str:
 
 
 def _report_others(facts: ScriptFacts, script: ShellScript, chosen: list[ShellCommand], origin: str) -> None:
-    applied = _SILENT | _SETUP | {"cd", "pushd", "source", ".", "conda", "mamba"}
+    applied = _SILENT | _SETUP | {"cd", "pushd", "source", ".", *_CONDAS}
     for command in script.commands:
         name = command.argv[0] if command.argv else ""
         if (chosen and command is chosen[-1]) or name in applied:
@@ -332,6 +339,7 @@ def take_script_within(facts: ScriptFacts, line: LaunchLine, place: ScriptPlace)
         return
     facts.unread += within.unread
     facts.setup += within.setup
+    facts.exported += within.exported
     facts.folder, facts.environment = within.folder, within.environment or facts.environment
     facts.sbatch = facts.sbatch or within.sbatch
     # Wrappers of all lines count; the other words of the outer lines are lost.

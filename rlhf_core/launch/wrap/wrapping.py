@@ -265,14 +265,16 @@ def _left_unread(draft: Draft, facts: ScriptFacts) -> None:
     """Report shell expansions that are still in the config."""
     unread = reversed(facts.command.unread if facts.command else ())
     sources = [*reversed({source.partition(" (")[0]: source for source in unread}.values())]
-    exports = list[str]()
+    lines = [(at, 1, line) for at, line in enumerate(facts.setup)]
     for name, value in list(draft.variables.items()):
         if any(source.partition(" (")[0] in value for source in sources):
             del draft.variables[name]
             extended = value.replace(f"${{{name}}}", f"${name}")
             rest = extended.replace(f"${name}", "")
             if rest and rest != extended and not set('$`"\\{}') & set(rest):  # PATH=/x/bin:$PATH
-                exports.append(f'export {name}="{extended}"')
+                # Before the lines that it preceded, which may need it: `conda activate` a PATH with conda.
+                places = (at for at, exported in enumerate(facts.exported) if exported.get(name) == value)
+                lines.append((next(places, len(facts.setup)), 0, f'export {name}="{extended}"'))
                 draft.report(f"variable {name}", value[:60], "trainer.setup")
                 continue
             draft.missing(
@@ -281,11 +283,15 @@ def _left_unread(draft: Draft, facts: ScriptFacts) -> None:
     settings = [str(value) for value in draft.settings.values()]
     whole = "\0".join([*draft.argv, *settings])
     left = [source for source in sources if source.partition(" (")[0] in whole]
-    setup = draft.settings.get("trainer.setup")
-    if exports:
-        draft.settings["trainer.setup"] = [*(setup if isinstance(setup, list) else ()), *exports]
+    if lines:
+        draft.settings["trainer.setup"] = [line for *_, line in sorted(lines)]
     for source in left[:_MAX_SHOWN]:
-        draft.missing(f"{source}: known only to the shell", "write its value into the config; no shell expands it")
+        name = source.partition(" (")[0].strip("${}")
+        if is_secret_name(name):
+            advice = "remove the option, and name the variable that the program reads in slurm.pass_environment"
+        else:
+            advice = "write its value into the config; no shell expands it"
+        draft.missing(f"{source}: known only to the shell", advice)
     if len(left) > _MAX_SHOWN:
         draft.missing(f"{len(left) - _MAX_SHOWN} more of them", "look for $ in the config")
 
