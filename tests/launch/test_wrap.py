@@ -285,6 +285,47 @@ def test_a_config_file_is_looked_for_where_the_script_goes() -> None:
     assert reported == {"/data": [], "/other": ["a.yaml: there is no such file in /other"]}
 
 
+def test_config_files_and_models_are_read_where_the_script_goes() -> None:
+    files = {"/home/u/LF/a.yaml": "stage: dpo\nsave_steps: 7\nmax_steps: null  # none\noutput_dir: nullable\n"}
+    places = WrapSurroundings("/home/u", files.get, lambda path: path == "/home/u/LF/m", exists=files.__contains__)
+    found = wrap_script("cd LF\nllamafactory-cli train a.yaml model=m\n", "s.sh", places, WrapOptions(), {}, ())
+    assert (setting(found, "trainer.algorithm"), setting(found, "checkpoint.every_num_steps")) == ("dpo", 7)
+    assert setting(found, "model.path") == "/home/u/LF/m"
+    assert "nullable" in [part.found for part in found.read]
+    assert "optimizer steps" in [part.what for part in found.unread]
+
+
+def test_the_batch_is_read_from_config_files_as_well() -> None:
+    files = {"c.yaml": "gradient_accumulation_steps: 4\nlearning_rate: 1e-6\nlogging_steps: 5\n"}
+    line = "accelerate launch --num_processes 2 grpo.py --config c.yaml --per_device_train_batch_size 3 --max_steps 9"
+    (batch,) = [part.found for part in wrapped(line, files).read if part.what == "batch"]
+    assert batch == "24 = 3 on a rank x 4 accumulated x 2 ranks"
+
+
+def test_checkpoints_by_epoch_of_axolotl_give_way_to_those_of_the_run() -> None:
+    """It refuses save_steps next to saves_per_epoch."""
+    files = {"a.yaml": "saves_per_epoch: 1\n", "b.yaml": "save_steps: 4\n"}
+    assert "--saves-per-epoch 0" in " ".join(wrapped("axolotl train a.yaml", files).argv)
+    assert "--saves-per-epoch" not in wrapped("axolotl train b.yaml", files).argv
+
+
+def test_llamafactory_starts_one_rank_on_every_gpu() -> None:
+    job = "#SBATCH --gres=gpu:4\n"
+    assert setting(script(f"{job}llamafactory-cli train a.yaml"), "resources.ranks_per_node") == 4
+    given = script(f"{job}NPROC_PER_NODE=2 llamafactory-cli train a.yaml")
+    assert setting(given, "resources.ranks_per_node") == 2
+    assert setting(script(f"{job}swift sft --model q"), "resources.ranks_per_node") == 1
+
+
+def test_a_program_with_a_loop_of_its_own_gets_no_options_of_another() -> None:
+    options = "--per_device_train_batch_size 1 --num_train_epochs 2 --gradient_accumulation_steps 4"
+    line = f"accelerate launch --num_processes 2 finetune.py {options} --max_train_steps 100 --output_dir o"
+    found = wrapped(line)
+    assert setting(found, "trainer.framework") == "script"
+    assert not {"--max_steps", "--save_steps"} & {*found.argv}
+    assert found.argv[found.argv.index("--max_train_steps") + 1] == "{num_steps}"
+
+
 @pytest.mark.parametrize(
     "line", ["torchrun --nnodes 4 t.py", "accelerate launch --num_machines 4 --num_processes 8 t.py"]
 )

@@ -44,10 +44,7 @@ def read_launcher(draft: Draft) -> None:
         draft.set("resources.num_nodes", 1, "nodes", "not given: 1")
     if ranks is None:
         gpus = draft.settings.get("resources.gpus_per_node")
-        one = (
-            draft.line.launcher in ("python", "", "swift", "llamafactory")
-            and "NPROC_PER_NODE" not in draft.given_variables
-        )
+        one = draft.line.launcher in ("python", "", "swift") and "NPROC_PER_NODE" not in draft.given_variables
         draft.settings["resources.ranks_per_node"] = 1 if one or not gpus else gpus
         if one:
             draft.report("ranks on every node", "one process", "resources.ranks_per_node")
@@ -206,6 +203,9 @@ def _by_variables(draft: Draft) -> None:
 
 def _llamafactory(draft: Draft) -> None:
     draft.variables["FORCE_TORCHRUN"] = "1"
+    gpus = draft.settings.get("resources.gpus_per_node")
+    if gpus and "NPROC_PER_NODE" not in draft.given_variables:
+        draft.set("resources.ranks_per_node", gpus, "ranks on every node", f"one on each of {gpus} GPUs")
     _by_variables(draft)
 
 

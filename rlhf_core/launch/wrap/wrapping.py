@@ -94,6 +94,7 @@ def wrap_script(
 
 def _wrapped(facts: ScriptFacts, around: WrapSurroundings, options: WrapOptions, source: str) -> WrappedLine:
     line = facts.line
+    around = around.within(facts.folder)
     facts.variables = {name: value for name, value in facts.variables.items() if not _is_part(value, line)}
     if line is None or not any(line.program):
         raise BadInput(
@@ -153,12 +154,9 @@ def _read_job(draft: Draft, facts: ScriptFacts) -> None:
 def _missing_files(draft: Draft, facts: ScriptFacts) -> None:
     """Report config files that do not exist: their settings are unknown, and the program would end at its start."""
     for name in draft.line.config_files:
-        path = posixpath.join(facts.folder, name)
-        if not set("{$") & set(path) and not draft.around.exists(path):
+        if not set("{$") & set(name) and not draft.around.exists(name):
             draft.missing(
-                f"{name}: there is no such file in {facts.folder}"
-                if path != name
-                else f"{name}: there is no such file",
+                f"{name}: there is no such file" + ("" if name.startswith("/") else f" in {facts.folder}"),
                 "correct the path in trainer.argv, or create the file and wrap the line again, which reads it",
             )
 
