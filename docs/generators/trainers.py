@@ -179,7 +179,10 @@ the folder with the copies. Edits that you make while the job is queued then hav
 For environment modules and containers:
 
 - `trainer.setup` holds shell lines that run before the program, in the same shell: `["module load cuda/12.8"]`. They
-  affect the program only. `slurm.setup` applies to the whole job, before its agents start.
+  affect the program only, and the programs of `trainer.environment` precede those of these lines. `slurm.setup` applies
+  to the whole job, before its agents start. `rlhf check` looks for the program after it has run these lines here, if
+  they only prepare a shell (`module load`, `source`, `conda activate`, `export`); others run on the nodes only. If they
+  fail on this machine, it warns you, and the probe of the nodes decides.
 - `slurm.container_kind` and `slurm.container_image` put the whole job into a container. The compute environment of
   rlhf-flows (`RLHF_COMPUTE_PYTHON`) must be visible inside it as well. `rlhf check` cannot look into the image and
   tells you what it skipped; the probe of the nodes runs inside the container.

@@ -85,6 +85,8 @@ class TrainerSide:
     """Reason why ``trainer.environment`` is not an environment; empty if it is one."""
     unseen: str = ""
     """Reason why it can be inspected only on the nodes; empty if it was inspected here."""
+    setup_problem: str = ""
+    """Reason why the shell lines before the program fail here; empty if they do not, or were not run."""
     program: str = ""
     """Path of the program that the launch line begins with; empty if it was not found."""
     python: str = ""

@@ -78,7 +78,8 @@ class Surroundings:
 
     def trainer_place(self, spec: RunSpec) -> TrainerPlace:
         """Surroundings of an external trainer."""
-        return TrainerPlace(self.site.home, self.code_path, spec.slurm.over(self.site.slurm))
+        slurm = spec.slurm.over(self.site.slurm) if self.scheduler == "slurm" else SlurmSpec()
+        return TrainerPlace(self.site.home, self.code_path, slurm)
 
     def of_the_user(self, text: str) -> str:
         """Replace the copies of the user's files in a message by the originals."""

@@ -5,7 +5,8 @@ Nothing of it is imported: its interpreter runs once and lists the installed pac
 
 import importlib
 import os
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,19 @@ from rlhf_core.preflight.program_queries import Tick, query_program
 from rlhf_core.presets import drivers_folder
 from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.command_trainer import CommandTrainer, fill
-from rlhf_core.schemas.launch_values import filled_argv, values_of_spec
+from rlhf_core.schemas.launch_values import after_setup, filled_argv, values_of_spec
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.shell.launch_line import LaunchLine, normalized, read_launch_line
+from rlhf_core.shell.script import read_shell
 
 _DEEPSPEED = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "ds_config")
 _SCRIPTS = (".py", ".sh")
 _CALLBACK = b"rlhf_core.callback"
+_OF_SHELL = frozenset((
+    "module", "ml", "source", ".", "conda", "mamba", "micromamba", "eval", "ulimit", "umask", "shopt", "cd", "echo",
+))  # fmt: skip
+"""Commands that change nothing but the shell they run in."""
+_PRINT_VARIABLES = "import json, os; print(json.dumps(dict(os.environ)))"
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,7 @@ def inspect_trainer(spec: RunSpec, place: TrainerPlace, tick: Tick = lambda: Non
         folder = str(environment_folder(trainer.environment, place.home)) if trainer.environment else ""
     except BadConfig as error:
         return replace(side, problem=str(error))
-    return _with_program(replace(side, folder=folder), trainer, line, place, tick, working_dir)
+    return _with_program(replace(side, folder=folder), trainer, line, place, values, tick)
 
 
 def _with_program(
@@ -73,27 +80,43 @@ def _with_program(
     trainer: CommandTrainer,
     line: LaunchLine,
     place: TrainerPlace,
+    values: Mapping[str, str],
     tick: Tick,
-    working_dir: Path | None,
 ) -> TrainerSide:
-    setup = [*trainer.setup, *place.slurm.setup]
-    if not side.folder and setup:
-        return replace(side, unseen=f"the setup lines before it determine what is found: {setup[0]}")
+    working_dir = _working_dir(trainer, values)
+    variables = {name: fill(value, values) for name, value in trainer.variables.items()}
+    search = variables.get("PATH") or place.variables.get("PATH") or os.defpath
+    variables["PATH"] = f"{side.folder}/bin{os.pathsep}{search}" if side.folder else search
+    setup = (*place.slurm.setup, *trainer.setup)
+    if setup:
+        found: Mapping[str, Any] | str = ""
+        if _only_prepare(setup):
+            # This interpreter prints the variables, with -I because the lines may set PYTHONHOME.
+            printing = [sys.executable, "-ISc", _PRINT_VARIABLES]
+            command = after_setup(trainer.model_copy(update={"setup": setup}), values, side.folder, printing)
+            found = query_program(command, tick, variables=variables, folder=working_dir)
+        if not isinstance(found, str):
+            variables |= found
+        elif side.folder:
+            side = replace(side, setup_problem=found)
+        else:
+            determine = f"the setup lines before it determine what is found: {setup[0]}"
+            return replace(side, setup_problem=found, unseen=determine)
     first = line.command
     if "{" in first:
         return replace(side, unseen=f"{first} is filled in only when the run starts")
-    search = trainer.variables.get("PATH") or place.variables.get("PATH") or os.defpath
     if "/" in first and working_dir is not None:
         first = str(working_dir / first)
-    program = find_program(first, side.folder, search) if first else None
+    program = find_program(first, side.folder, variables["PATH"]) if first else None
     python = Path(side.folder, "bin", "python") if side.folder else interpreter_of(program) if program else None
     side = replace(side, program=str(program or ""), python=str(python or ""))
     if python is None:
         return side
-    # The ranks also have the user's code on their path.
-    code = f"import sys\nsys.path.insert(0, {str(place.code)!r})\n{LISTING_CODE}"
+    # The ranks also have the user's code on their path; `-m` looks in the folder that it is started in as well.
+    folders = [str(place.code), *([str(working_dir)] if line.is_module and working_dir else [])]
+    code = f"import sys\nsys.path[:] = {folders!r} + [path for path in sys.path if path]\n{LISTING_CODE}"
     modules = [line.program[0]] if line.is_module and line.program else []
-    answer = query_program([str(python), "-c", code, *modules], tick)
+    answer = query_program([str(python), "-c", code, *modules], tick, variables=variables, folder=working_dir)
     if isinstance(answer, str):
         return replace(side, python_problem=answer)
     missing = tuple(name for name, found in answer["modules"].items() if not found)
@@ -101,9 +124,15 @@ def _with_program(
     return replace(side, version=version, packages=answer["packages"], missing_modules=missing)
 
 
+def _only_prepare(setup: Sequence[str]) -> bool:
+    """True for shell lines that only prepare their own shell, so that a check may run them as well."""
+    script = read_shell("\n".join(setup))
+    return not script.unread and all({*command.argv[:1]} & _OF_SHELL for command in script.commands)
+
+
 def _working_dir(trainer: CommandTrainer, values: Mapping[str, str]) -> Path | None:
     """Folder that the program starts in; None for one that the run creates."""
-    filled = fill(trainer.working_dir, dict(values))
+    filled = fill(trainer.working_dir, values)
     return Path(filled).expanduser() if filled and "{" not in filled else None
 
 
@@ -148,7 +177,7 @@ def _configs(line: LaunchLine, folder: Path | None) -> TrainerSide:
             deepspeed = content
         else:
             target = launcher if name in line.launcher_options.values() else settings
-            target.update({normalized(key): _text(value) for key, value in content.items()})
+            target.update({normalized(key): _text(value) for key, value in content.items() if value is not None})
     return TrainerSide(settings=settings, launcher_settings=launcher, deepspeed=deepspeed, unread=tuple(unread))
 
 

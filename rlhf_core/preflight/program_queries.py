@@ -6,7 +6,8 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 from rlhf_core.errors import SubmissionFailed
@@ -19,16 +20,28 @@ Tick = Callable[[], None]
 """Called about every half second while waiting; may raise to stop."""
 
 
-def query_program(command: Sequence[str], tick: Tick, passed: PassedEnvironment | None = None) -> dict[str, Any] | str:
+def query_program(
+    command: Sequence[str],
+    tick: Tick,
+    passed: PassedEnvironment | None = None,
+    *,
+    variables: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+) -> dict[str, Any] | str:
     """Run a command and parse the last line of its output as a JSON object; return the error as a sentence if that
     fails.
 
-    It runs in an empty folder, because the nodes lack the current one, without the private variables that jobs do not
-    get, and with the secrets that are passed to the job.
+    It runs without the private variables that jobs do not get, and with the secrets that are passed to the job.
+
+    Args:
+        variables: Further variables.
+        folder: Folder to run it in; without one that exists, it runs in an empty one, because the nodes lack the
+            current one.
     """
     environment = without_private(os.environ)
     with contextlib.suppress(SubmissionFailed):  # reported by environment.passed
         environment |= passed.values() if passed is not None else {}
+    environment |= variables or {}
     with (
         tempfile.TemporaryDirectory() as nowhere,
         tempfile.TemporaryFile() as output,
@@ -37,7 +50,7 @@ def query_program(command: Sequence[str], tick: Tick, passed: PassedEnvironment 
         try:
             process = subprocess.Popen(
                 command,
-                cwd=nowhere,
+                cwd=folder if folder is not None and folder.is_dir() else nowhere,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -5,6 +5,7 @@ as for the native trainer; :class:`ProgressSource` lists the ways to observe a p
 """
 
 import re
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Literal, Self
 
@@ -242,7 +243,7 @@ def named_placeholders(text: str) -> list[str]:
     return _PLACEHOLDER.findall(text)
 
 
-def fill(text: str, values: dict[str, str]) -> str:
+def fill(text: str, values: Mapping[str, str]) -> str:
     """Fill the placeholders of a text; other words in braces are kept."""
     return _PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), text)
 

@@ -181,6 +181,8 @@ _WRAPPERS: Mapping[str, tuple[str, ...]] = {
     "sudo": (),
 }
 """Programs that only start another program, with the words of their subcommand."""
+SUBMITTER = "submitter"
+"""Name of the wrapper for any program with the words ``-- LAUNCHER``: mason.py of open-instruct, for instance."""
 CONTAINERS = _words("apptainer singularity docker podman")
 """Wrappers with one word before the program: the image."""
 
@@ -262,6 +264,12 @@ class _LineReader:
         if self.at >= len(self.argv):
             return
         name = self.name
+        if submitted := self._submitted():
+            self.items.append(LaunchItem("wrapper", SUBMITTER, self.at, submitted))
+            self.wrappers.append(Wrapper(SUBMITTER))
+            self.at = submitted
+            self.read()
+            return
         if name in _SUITES and self._has_subcommand():
             self.launcher = _SUITES[name]
             self._take("program", 2)
@@ -276,6 +284,17 @@ class _LineReader:
             self.launcher = "srun" if self._is_in("srun") else ""
             self._take("program", 1)
         self._rest()
+
+    def _submitted(self) -> int:
+        """Index of the launcher that another program gets after ``--``; 0 without one."""
+        rest = self.argv[self.at :]
+        if "--" not in rest or self.name in _SUITES or self.name in _SCRIPTS:
+            return 0
+        after = rest.index("--") + 1
+        if "&&" in rest[after:]:  # a command for a shell on the nodes
+            after = len(rest) - rest[::-1].index("&&")
+        name = PurePosixPath(rest[after]).name if after < len(rest) else ""
+        return self.at + after if name in _SUITES or name in _SCRIPTS or _PYTHON.fullmatch(name) else 0
 
     def _prefix(self) -> None:
         while self.at < len(self.argv):

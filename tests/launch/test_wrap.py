@@ -149,10 +149,11 @@ LINES: dict[str, tuple[list[str], dict[str, Any], list[str]]] = {
     ),
     "ray job submit --address=http://h:1 -- python3 -m openrlhf.cli.train_ppo_ray --actor_num_nodes 2"
     " --actor_num_gpus_per_node 8 --advantage_estimator group_norm --colocate_all_models --bf16": (
-        ["!ray job", "--actor_num_nodes {num_nodes}", "--actor_num_gpus_per_node {gpus_per_node}"],
+        ["{drivers}/ray_node.sh {node_rank}", "!ray job", "--actor_num_nodes {num_nodes}",
+         "--actor_num_gpus_per_node {gpus_per_node}"],
         {"trainer.algorithm": "grpo", "resources.num_nodes": 2, "resources.gpus_per_node": 8,
          "trainer.checkpoint_name": "checkpoints/_actor/global_step{step}"},
-        ["ray job submit", "Ray on the other nodes", "optimizer steps"],
+        ["ray job submit", "optimizer steps"],
     ),
     "srun -N2 --ntasks-per-node=4 --gres=gpu:h100:4,lustre -p gpu -A proj -t 1-00:00:00 -c 8 --mem=64G"
     " --exclude=n[1,3],n9 --label --mcs-label=a python -u train.py --steps 9": (
@@ -282,6 +283,82 @@ def test_a_config_file_is_looked_for_where_the_script_goes() -> None:
     found = {at: wrap_script(text.format(at), "s.sh", places, WrapOptions(), {}, ()) for at in ("/data", "/other")}
     reported = {at: [part.what for part in one.unread if "no such file" in part.what] for at, one in found.items()}
     assert reported == {"/data": [], "/other": ["a.yaml: there is no such file in /other"]}
+
+
+def test_config_files_and_models_are_read_where_the_script_goes() -> None:
+    files = {"/home/u/LF/a.yaml": "stage: dpo\nsave_steps: 7\nmax_steps: null  # none\noutput_dir: nullable\n"}
+    places = WrapSurroundings("/home/u", files.get, lambda path: path == "/home/u/LF/m", exists=files.__contains__)
+    found = wrap_script("cd LF\nllamafactory-cli train a.yaml model=m\n", "s.sh", places, WrapOptions(), {}, ())
+    assert (setting(found, "trainer.algorithm"), setting(found, "checkpoint.every_num_steps")) == ("dpo", 7)
+    assert setting(found, "model.path") == "/home/u/LF/m"
+    assert "nullable" in [part.found for part in found.read]
+    assert "optimizer steps" in [part.what for part in found.unread]
+
+
+def test_the_batch_is_read_from_config_files_as_well() -> None:
+    files = {"c.yaml": "gradient_accumulation_steps: 4\nlearning_rate: 1e-6\nlogging_steps: 5\n"}
+    line = "accelerate launch --num_processes 2 grpo.py --config c.yaml --per_device_train_batch_size 3 --max_steps 9"
+    (batch,) = [part.found for part in wrapped(line, files).read if part.what == "batch"]
+    assert batch == "24 = 3 on a rank x 4 accumulated x 2 ranks"
+
+
+def test_checkpoints_by_epoch_of_axolotl_give_way_to_those_of_the_run() -> None:
+    """It refuses save_steps next to saves_per_epoch."""
+    files = {"a.yaml": "saves_per_epoch: 1\n", "b.yaml": "save_steps: 4\n"}
+    assert "--saves-per-epoch 0" in " ".join(wrapped("axolotl train a.yaml", files).argv)
+    assert "--saves-per-epoch" not in wrapped("axolotl train b.yaml", files).argv
+
+
+def test_llamafactory_starts_one_rank_on_every_gpu() -> None:
+    job = "#SBATCH --gres=gpu:4\n"
+    assert setting(script(f"{job}llamafactory-cli train a.yaml"), "resources.ranks_per_node") == 4
+    given = script(f"{job}NPROC_PER_NODE=2 llamafactory-cli train a.yaml")
+    assert setting(given, "resources.ranks_per_node") == 2
+    assert setting(script(f"{job}swift sft --model q"), "resources.ranks_per_node") == 1
+
+
+def test_a_program_with_a_loop_of_its_own_gets_no_options_of_another() -> None:
+    options = "--per_device_train_batch_size 1 --num_train_epochs 2 --gradient_accumulation_steps 4"
+    line = f"accelerate launch --num_processes 2 finetune.py {options} --max_train_steps 100 --output_dir o"
+    found = wrapped(line)
+    assert setting(found, "trainer.framework") == "script"
+    assert not {"--max_steps", "--save_steps"} & {*found.argv}
+    assert found.argv[found.argv.index("--max_train_steps") + 1] == "{num_steps}"
+
+
+@pytest.mark.parametrize(
+    "line", ["torchrun --nnodes 4 t.py", "accelerate launch --num_machines 4 --num_processes 8 t.py"]
+)
+def test_a_job_with_another_number_of_nodes_than_its_launch_line_is_reported(line: str) -> None:
+    def reported(nodes: int) -> list[str]:
+        found = script(f"#SBATCH -N {nodes}\n{line}")
+        assert setting(found, "resources.num_nodes") == 4
+        return [part.what for part in found.unread if part.what.startswith("nodes")]
+
+    assert reported(2) == ["nodes: 4 in the launch line, but the job requests 2"]
+    assert reported(4) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "program"),
+    [
+        ("python mason.py --gpus 8 --pure_docker_mode -- accelerate launch t.py --lr 1", ["accelerate", "launch"]),
+        ("uv run mason.py --env A=1 -- source ray.sh '&&' python t.py --lr 1", ["uv", "run", "python", "t.py"]),
+    ],
+)
+def test_a_program_that_submits_a_launch_line_is_removed(line: str, program: list[str]) -> None:
+    found = wrapped(line)
+    assert list(found.argv[: len(program)]) == program
+    assert "mason.py" not in " ".join(found.argv)
+    assert any(part.what.startswith("mason.py --env" if "uv" in line else "python mason.py") for part in found.unread)
+    assert wrapped("python t.py -- data.yaml").argv[:2] == ("python", "t.py")
+
+
+def test_a_secret_that_only_the_shell_knows_is_not_to_be_written_down() -> None:
+    found = script("torchrun t.py --use_wandb ${WANDB_TOKEN} --lr $LR")
+    advice = {part.what.partition(":")[0]: part.advice for part in found.unread if part.what.startswith("$")}
+    assert "slurm.pass_environment" in advice["${WANDB_TOKEN}"]
+    assert advice["$LR"].startswith("write its value")
 
 
 def test_a_model_folder_goes_into_the_config_and_a_name_of_a_hub_stays() -> None:

@@ -183,7 +183,7 @@ def test_programs_of_ray_are_started_once_on_every_node(text: str, nodes: int) -
     found = line(text)
     assert config(found)["trainer"]["launch"] == "per_node"
     assert config(found)["resources"] == {"num_nodes": nodes, "ranks_per_node": 1, "gpus_per_node": 8}
-    assert ("Ray on the other nodes" in unread(found)) == (nodes > 1)
+    assert ("{drivers}/ray_node.sh" in found.argv) == (nodes > 1)
 
 
 def test_the_step_of_a_driver_does_not_take_the_nodes_of_its_job() -> None:
@@ -215,6 +215,28 @@ def test_an_environment_is_found_although_other_variables_are_unknown() -> None:
 def test_the_hook_of_conda_is_kept() -> None:
     found = script('eval "$(conda shell.bash hook)"\nconda activate llm\ntorchrun t.py --max_steps 9')
     assert config(found)["trainer"]["setup"] == ['eval "$(conda shell.bash hook)"', "conda activate llm"]
+
+
+def test_conda_is_made_ready_in_the_order_of_the_script() -> None:
+    """A job runs no ~/.bashrc, and `conda` may be on a PATH that the script sets."""
+    found = script(
+        "module load gcc\nexport PATH=/opt/conda/bin:$PATH\nsource ~/.bashrc\nconda activate llm\n"
+        "export PYTHONPATH=/src:$PYTHONPATH\ntorchrun t.py --max_steps 9"
+    )
+    assert config(found)["trainer"]["setup"] == [
+        "module load gcc",
+        'export PATH="/opt/conda/bin:$PATH"',
+        'eval "$(conda shell.bash hook)"',
+        "conda activate llm",
+        'export PYTHONPATH="/src:$PYTHONPATH"',
+    ]
+
+
+@pytest.mark.parametrize("line", ["source activate llm", "mamba activate llm", "micromamba activate llm"])
+def test_other_ways_to_activate_an_environment_are_kept(line: str) -> None:
+    found = script(f"{line}\ntorchrun t.py --max_steps 9")
+    assert config(found)["trainer"]["setup"] == [line]
+    assert unread(found).count(line) == 1
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,16 @@ def test_a_good_run_of_another_program_has_no_warning(facts: Facts) -> None:
     assert unwanted(facts) == []
 
 
+def test_a_program_that_places_its_ranks_itself_may_use_all_gpus_of_a_node() -> None:
+    sections = {"resources": {"num_nodes": 1, "ranks_per_node": 1, "gpus_per_node": 8}}
+    ray = "python -m openrlhf.cli.train_ppo_ray --save_path {output_dir}/model --ckpt_path {output_dir}/ckpt"
+    results = run_checks(command(ray, sections=sections, framework="openrlhf"))
+    found = {one.id: one.status for one in results}
+    assert (found["resources.gpus"], found["command.output"]) == (PASSED, PASSED)
+    (idle,) = [one for one in run_checks(command(sections=sections)) if one.id == "resources.gpus"]
+    assert (idle.status, "7 GPUs idle" in idle.found) == (WARNING, True)
+
+
 def with_deepspeed(content: Mapping[str, Any], more: str = "") -> Facts:
     return command(f"{TORCHRUN} --deepspeed /d/ds.json {more}", side={"deepspeed": content})
 
@@ -169,6 +179,13 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("command.environment", BLOCKED, command(side={"packages": {"torch": "2.13.0"}}), "trl is missing"),
     ("command.environment", SKIPPED, command(side={"unseen": "it is in the container x"}), "container x"),
     ("command.environment", SKIPPED, command(side={"python": ""}), "set trainer.environment"),
+    ("command.environment", WARNING, command(side={"setup_problem": "module: command not found"}), "module: command"),
+    (
+        "command.environment",
+        BLOCKED,
+        replace(command(side={"setup_problem": "module: command not found"}), scheduler="local"),
+        "correct trainer.setup",
+    ),
     ("command.program", BLOCKED, command(side={"program": ""}), "begins with torchrun"),
     ("command.program", WARNING, command(side={"program": "", "folder": ""}), "not on the PATH"),
     ("command.program", BLOCKED, command(side={"missing_modules": ("my.train",)}), "my.train"),

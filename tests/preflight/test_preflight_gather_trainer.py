@@ -95,8 +95,56 @@ def test_a_program_with_a_relative_path_is_in_the_working_folder(tmp_path: Path,
     assert (side.program, side.python) == (str(venv / "bin" / "swift"), str(venv / "bin" / "python"))
 
 
+def test_shell_lines_before_the_program_make_its_environment(tmp_path: Path, venv: Path) -> None:
+    (tmp_path / "env.sh").write_text("echo loaded\nexport PATH=$PWD/venv/bin:$PATH\n")
+    for setup in ([f'export PATH="{venv}/bin:$PATH"'], ["source env.sh", "ulimit -n 64 || true"]):
+        side = inspected(tmp_path, ["swift", "rlhf"], setup=setup, working_dir=str(tmp_path))
+        assert (side.unseen, side.setup_problem) == ("", "")
+        assert (side.program, side.packages) == (str(venv / "bin" / "swift"), {"ms-swift": "4.6.0"})
+    before_agents = SlurmSpec(setup=(f"export PATH={venv}/bin:$PATH",))
+    assert inspected(tmp_path, ["swift"], before_agents).program == str(venv / "bin" / "swift")
+
+
+def test_the_environment_of_the_trainer_precedes_that_of_its_shell_lines(tmp_path: Path, venv: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "swift").symlink_to("/bin/true")
+    side = inspected(tmp_path, ["swift"], setup=(f"export PATH={other}:$PATH",), environment=str(venv))
+    assert side.program == str(venv / "bin" / "swift")
+
+
+def test_shell_lines_that_fail_here_are_reported(tmp_path: Path, venv: Path) -> None:
+    setup = ("true", "no-such-folder/activate || source no-such-folder/activate")
+    assert inspected(tmp_path, ["swift"], setup=setup).setup_problem == ""  # not run: it might do anything
+    side = inspected(tmp_path, ["swift"], setup=("source no-such-folder/activate",))
+    assert "no-such-folder/activate: No such file" in side.setup_problem
+    assert "source no-such-folder" in side.unseen
+    with_folder = inspected(tmp_path, ["swift"], setup=("source no-such-folder/activate",), environment=str(venv))
+    assert with_folder.setup_problem == side.setup_problem
+    assert with_folder.packages == {"ms-swift": "4.6.0"}
+
+
+@pytest.mark.parametrize(
+    "line", ["touch {0}", "true && touch {0}", "if true; then touch {0}; fi", "f() {{ touch {0}; }}; f"]
+)
+def test_shell_lines_that_start_other_programs_run_on_the_nodes_only(line: str, tmp_path: Path) -> None:
+    side = inspected(tmp_path, ["swift"], setup=(line.format(tmp_path / "made"),))
+    assert (side.setup_problem, (tmp_path / "made").exists()) == ("", False)
+    assert line[:5] in side.unseen
+
+
+def test_a_module_is_looked_for_where_the_program_starts_and_on_its_path(tmp_path: Path) -> None:
+    package = tmp_path / "repository" / "theirs"
+    package.mkdir(parents=True)
+    (package / "train.py").write_text("raise SystemExit('it was imported')\n")
+    argv, folder = [sys.executable, "-m", "theirs.train"], str(package.parent)
+    assert inspected(tmp_path, argv, working_dir=folder).missing_modules == ()
+    assert inspected(tmp_path, argv, variables={"PYTHONPATH": folder}).missing_modules == ()
+    assert inspected(tmp_path, argv, setup=(f"export PYTHONPATH={folder}:$PYTHONPATH",)).missing_modules == ()
+    assert inspected(tmp_path, argv).missing_modules == ("theirs.train",)
+
+
 def test_what_only_the_nodes_see_is_not_judged_here(tmp_path: Path) -> None:
-    assert "module load swift" in inspected(tmp_path, ["swift"], setup=("module load swift",)).unseen
     container = SlurmSpec(container_kind="pyxis", container_image="swift.sqsh")
     assert "swift.sqsh" in inspected(tmp_path, ["swift"], container).unseen
 
@@ -123,7 +171,7 @@ def test_config_files_are_read_each_for_its_reader(tmp_path: Path) -> None:
     (tmp_path / "acc.yaml").write_text("num_machines: 2\n")
     (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": "auto"}))
     (tmp_path / "trl.yaml").write_text(
-        "num_generations: 4\nreport_to: [tensorboard, wandb]\nbf16: false\nsave-steps: 7\n"
+        "num_generations: 4\nreport_to: [tensorboard, wandb]\nbf16: false\nsave-steps: 7\nresume: null\n"
     )
     (tmp_path / "torn.yaml").write_text("a: [\n")
     argv = [

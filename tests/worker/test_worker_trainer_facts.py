@@ -102,6 +102,20 @@ def test_the_environment_is_read_after_the_shell_lines(run_dir: RunDir, tmp_path
     assert trainer_facts.gather(run_dir, spec_of(["trl", "grpo"])).complaints != ()
 
 
+def test_the_shell_lines_have_the_variables_and_placeholders_of_the_program(run_dir: RunDir, tmp_path: Path) -> None:
+    make_environment(tmp_path / "venv", "1.16.0")
+    (run_dir.root / "env.sh").write_text("export PATH=$MINE/bin:$PATH\n")
+    spec = spec_of(["trl"], setup=("source {run_dir}/env.sh",), variables={"MINE": str(tmp_path / "venv")})
+    assert trainer_facts.gather(run_dir, spec).versions["trl"] == "1.16.0"
+
+
+def test_a_shell_line_that_fails_is_named(run_dir: RunDir, tmp_path: Path) -> None:
+    folder = make_environment(tmp_path / "venv", "1.16.0")
+    spec = spec_of(["trl"], setup=("no-such-command load cuda",), environment=str(folder))
+    (complaint,) = trainer_facts.gather(run_dir, spec).complaints
+    assert "no-such-command: command not found" in complaint.found
+
+
 def test_an_interpreter_that_never_answers_is_abandoned(
     run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """The program's options for steps, batch, output folder, checkpoints, seed, model and resume: read, or replaced by
 placeholders."""
 
+import posixpath
 from collections.abc import Sequence
 
 from rlhf_core.launch.wrap.draft import Draft, number
@@ -60,7 +61,7 @@ def read_arguments(draft: Draft, family: Family, steps: int | None) -> None:
     _read_output(draft, family)
     _read_checkpoints(draft, family)
     _read_resume(draft, family)
-    _read_batch(draft)
+    _read_batch(draft, family)
     _read_seed(draft)
     _read_model(draft)
     _read_others(draft)
@@ -161,6 +162,8 @@ def _read_checkpoints(draft: Draft, family: Family) -> None:
             draft.put("argument", ["save_strategy"], "steps", family.spelled("save_strategy"))
             draft.report("--save_strategy", _value(draft, family, "save_strategy"), "number of steps of the run")
         draft.put("argument", ["save_steps"], "{checkpoint_every}", family.spelled("save_steps"))
+        if draft.line.launcher == "axolotl" and _value(draft, family, "saves_per_epoch"):  # refuses both
+            draft.put("argument", ["saves_per_epoch"], "0", "--saves-per-epoch")
     elif family.name == "openrlhf":
         _put_either(draft, family, "save_steps", "ckpt.save_steps", "{checkpoint_every}")
     elif not _put_in_first(draft, _SAVE_EVERY, "{checkpoint_every}"):
@@ -224,8 +227,8 @@ def _read_resume(draft: Draft, family: Family) -> None:
     )
 
 
-def _read_batch(draft: Draft) -> None:
-    one, accumulated = draft.given("argument", *_PER_DEVICE), draft.given("argument", *_ACCUMULATED)
+def _read_batch(draft: Draft, family: Family) -> None:
+    one, accumulated = _value(draft, family, *_PER_DEVICE), _value(draft, family, *_ACCUMULATED)
     whole = draft.given("argument", *_WHOLE_BATCH)
     nodes, ranks = draft.settings.get("resources.num_nodes"), draft.settings.get("resources.ranks_per_node")
     if whole:
@@ -254,7 +257,7 @@ def _read_model(draft: Draft) -> None:
     value = draft.value_at(index) if index is not None else ""
     if index is not None and value and draft.around.is_folder(value):
         draft.replace(index, "{model}")
-        draft.set("model.path", value, "model")
+        draft.set("model.path", posixpath.join(draft.around.folder, value), "model")
     elif value:
         draft.report("model", value, f"{_STAYS}: found no folder of this name")
 

@@ -1,8 +1,9 @@
 """Draft of a config: the launch line with the replacements so far, the settings read from it, and the missing parts."""
 
+import posixpath
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pydantic import JsonValue
 
@@ -10,9 +11,9 @@ from rlhf_core.shell.launch_line import LaunchLine, Role
 from rlhf_core.text.redaction import carries_secret, secrets_in
 
 _FLAT = re.compile(
-    r"^([A-Za-z_]\w*)[ \t]*:[ \t]*(?:\"([^\"\n]*)\"|'([^'\n]*)'|([^#\n]*?))[ \t]*(?:#.*)?$", re.MULTILINE
+    r"^([A-Za-z_]\w*)[ \t]*:[ \t]*(?:\"([^\"\n]*)\"|'([^'\n]*)'|(?!null\b|~)([^#\n]*?))[ \t]*(?:#.*)?$", re.MULTILINE
 )
-"""A line ``name: value`` at the top level of a YAML file."""
+"""A line ``name: value`` at the top level of a YAML file; null is no value."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,18 @@ class WrapSurroundings:
     """Virtual environment active in the user's shell, absolute; empty if there is none or it is rlhf's own."""
     has_program: Callable[[str], bool] = lambda name: False
     """True for a program that exists in this environment."""
+
+    def within(self, folder: str) -> "WrapSurroundings":
+        """The same for a line that is started in another folder."""
+        if folder == self.folder:
+            return self
+        return replace(
+            self,
+            folder=folder,
+            read_file=lambda path: self.read_file(posixpath.join(folder, path)),
+            is_folder=lambda path: self.is_folder(posixpath.join(folder, path)),
+            exists=lambda path: self.exists(posixpath.join(folder, path)),
+        )
 
 
 @dataclass

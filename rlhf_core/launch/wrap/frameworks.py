@@ -19,6 +19,9 @@ _TRANSFORMERS = frozenset((
 """Options of TrainingArguments that few others have: two of them identify a transformers program."""
 _COMMON = frozenset(("max_steps", "output_dir", "save_steps", "learning_rate", "model_name_or_path", "bf16", "fp16"))
 """Options of TrainingArguments that other programs share: two of them count next to one of the above."""
+_OWN_LOOPS = frozenset(("max_train_steps", "checkpointing_steps"))
+"""Options of programs with a training loop of their own (accelerate's examples, diffusers): they refuse those of
+TrainingArguments that they lack."""
 _ADVANTAGES = {"gae": "ppo", "group_norm": "grpo", "dr_grpo": "grpo", "rloo": "rloo", "reinforce_baseline": "reinforce"}
 
 
@@ -100,7 +103,7 @@ def _recognised(draft: Draft) -> Family:
     config = line.value("config")
     names = {*line.arguments} | (draft.names_in(config) if config in line.config_files else set())
     hints, common = _TRANSFORMERS & names, _COMMON & names
-    is_one = len(hints) >= 2 or (len(hints) == 1 and len(common) >= 2)
+    is_one = not _OWN_LOOPS & names and (len(hints) >= 2 or (len(hints) == 1 and len(common) >= 2))
     if is_one:
         draft.report("transformers.Trainer", ", ".join(sorted(hints)[:3]), "its logs, checkpoints and way to resume")
     return Family("transformers" if is_one else "script", _algorithm(draft))

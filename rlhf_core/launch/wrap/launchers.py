@@ -44,10 +44,7 @@ def read_launcher(draft: Draft) -> None:
         draft.set("resources.num_nodes", 1, "nodes", "not given: 1")
     if ranks is None:
         gpus = draft.settings.get("resources.gpus_per_node")
-        one = (
-            draft.line.launcher in ("python", "", "swift", "llamafactory")
-            and "NPROC_PER_NODE" not in draft.given_variables
-        )
+        one = draft.line.launcher in ("python", "", "swift") and "NPROC_PER_NODE" not in draft.given_variables
         draft.settings["resources.ranks_per_node"] = 1 if one or not gpus else gpus
         if one:
             draft.report("ranks on every node", "one process", "resources.ranks_per_node")
@@ -90,8 +87,13 @@ def _counts(draft: Draft, nodes: str | None, ranks: str | None) -> None:
         ("resources.num_nodes", "nodes", nodes),
         ("resources.ranks_per_node", "ranks on every node", ranks),
     ):
-        found = number(text)
+        found, requested = number(text), draft.settings.get("resources.num_nodes")
         if found is not None:
+            if setting == "resources.num_nodes" and requested not in (None, found):
+                draft.missing(
+                    f"nodes: {found} in the launch line, but the job requests {requested}",
+                    f"correct one of them, and resources.num_nodes, currently {found}: the ranks wait for every node",
+                )
             draft.set(setting, found, what)
         elif text and setting not in draft.settings:
             draft.missing(f"{what}: {text}", f"set {setting}; the launch line has a placeholder there")
@@ -201,6 +203,9 @@ def _by_variables(draft: Draft) -> None:
 
 def _llamafactory(draft: Draft) -> None:
     draft.variables["FORCE_TORCHRUN"] = "1"
+    gpus = draft.settings.get("resources.gpus_per_node")
+    if gpus and "NPROC_PER_NODE" not in draft.given_variables:
+        draft.set("resources.ranks_per_node", gpus, "ranks on every node", f"one on each of {gpus} GPUs")
     _by_variables(draft)
 
 
@@ -241,6 +246,11 @@ _RAY_NODES = ("trainer.nnodes", "actor_num_nodes", "actor.num_nodes", "cluster.n
 _RAY_GPUS = (
     "trainer.n_gpus_per_node", "actor_num_gpus_per_node", "actor.num_gpus_per_node", "cluster.gpus_per_node",
 )  # fmt: skip
+_RAY_NODE = (
+    "{drivers}/ray_node.sh", "{node_rank}", "{num_nodes}", "{master_addr}", "{master_port}", "{gpus_per_node}",
+    "{output_dir}/ray-{attempt}-{restart}",
+)  # fmt: skip
+"""Start of a launch line that starts Ray on its nodes, and the program on the first one."""
 _SHARED = ("colocate_all_models", "colocate_all", "train.colocate_all", "colocate")
 _OF_ALL_NODES = ("trainer.n_gpus_per_node", "cluster.gpus_per_node")
 """Options for the GPUs of a node that all parts of the program share."""
@@ -270,10 +280,9 @@ def _python(draft: Draft) -> None:
         draft.put("argument", _RAY_NODES, "{num_nodes}", "")
         draft.put("argument", _RAY_GPUS, "{gpus_per_node}", "")
     if draft.settings.get("resources.num_nodes", 1) != 1:
-        draft.missing(
-            "Ray on the other nodes",
-            "start it in trainer.setup: one line for node 0, another for the rest",
-        )
+        first = next(index for index, item in enumerate(draft.line.items) if item.role in ("launcher", "program"))
+        draft.words[first] = (*_RAY_NODE, *draft.words[first])
+        draft.report("Ray on all nodes", "not in the launch line", "ray_node.sh before the program")
 
 
 def _mpirun(draft: Draft) -> None:

@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from rlhf_core.launch.wrap.draft import UnreadPart, number
 from rlhf_core.launch.wrap.slurm_counts import derived_nodes, gpu_requests, gpus_per_node, tasks_per_node
 from rlhf_core.launch.wrap.slurm_options import read_options, split_options
-from rlhf_core.shell.launch_line import CONTAINERS, SHELLS, LaunchLine, read_launch_line
+from rlhf_core.shell.launch_line import CONTAINERS, SHELLS, SUBMITTER, LaunchLine, read_launch_line
 from rlhf_core.shell.lexer import FOLDER_OF_SCRIPT
 from rlhf_core.shell.script import ShellCommand, ShellScript, read_shell
 
@@ -32,7 +32,7 @@ SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch", ".sub", ".job")
 _OF_A_SHELL = re.compile(r"#!.*\b(?:ba|da|z)?sh\b")
 """First line of a shell script."""
 DROPPED = frozenset([
-    "srun", "sbatch", "nohup", "exec", "setsid", "time", "nice", "ray", "env", "docker", "podman",
+    "srun", "sbatch", "nohup", "exec", "setsid", "time", "nice", "ray", "env", "docker", "podman", SUBMITTER,
 ])  # fmt: skip
 """Wrappers that have no effect in a run. The others (uv, conda, apptainer) are kept."""
 _MAX_NESTED = 6
@@ -46,6 +46,7 @@ _PREPARES = re.compile(
 """Names of scripts that prepare or clean the nodes."""
 _MAX_REPORTED = 40
 _SETUP = frozenset(["module", "ml", "ulimit"])
+_CONDAS = ("conda", "mamba", "micromamba")
 _ACTIVATING = ("/bin/activate", "/etc/profile.d/conda.sh", "/etc/profile.d/mamba.sh")
 """Files that make an environment or conda ready when they are sourced, in the folder of either."""
 _HOOK = re.compile(r"\$\(\s*(?:\S*/)?(?:conda|mamba|micromamba)\s[^()]*\bhook\b[^()]*\)$")
@@ -68,6 +69,8 @@ class ScriptFacts:
     """Folder of the conda that the script makes ready."""
     folder: str = ""
     setup: list[str] = field(default_factory=list)
+    exported: list[Mapping[str, str]] = field(default_factory=list)
+    """Variables exported before each of these lines."""
     unread: list[UnreadPart] = field(default_factory=list)
 
 
@@ -235,6 +238,7 @@ def _prepare(facts: ScriptFacts, command: ShellCommand) -> None:
     """Apply a command that precedes the training."""
     before = facts.environment, len(facts.setup)
     _apply(facts, command)
+    facts.exported += [command.variables] * (len(facts.setup) - len(facts.exported))
     if command.is_conditional and before != (facts.environment, len(facts.setup)):
         shown = f"line {command.line} is inside a branch: {' '.join(command.argv)[:100]}"
         facts.unread.append(UnreadPart(shown, "check trainer.environment and trainer.setup, which it is part of"))
@@ -248,6 +252,19 @@ def _apply(facts: ScriptFacts, command: ShellCommand) -> None:
             facts.unread.append(UnreadPart(f"line {command.line}: {name} {words[1]}", "set trainer.working_dir"))
         else:
             facts.folder = posixpath.normpath(posixpath.join(facts.folder, words[1]))
+    elif words[1:2] == ("activate",) and name in (*_CONDAS, "source", "."):
+        if facts.conda and command.is_known:
+            facts.environment = _conda_environment(facts, words[2:])
+            return
+        if name == "conda" and not any("hook" in line for line in facts.setup):  # a job's shell is no login shell
+            facts.setup.append('eval "$(conda shell.bash hook)"')
+        facts.setup.append(" ".join(words))
+        facts.unread.append(
+            UnreadPart(
+                f"line {command.line}: {' '.join(words)}",
+                "if `rlhf check` finds that it fails, set trainer.environment to the folder of the environment",
+            )
+        )
     elif name in ("source", ".") and len(words) > 1:
         ending = next((ending for ending in _ACTIVATING if words[1].endswith(ending)), "")
         if ending and command.is_known:
@@ -265,16 +282,6 @@ def _apply(facts: ScriptFacts, command: ShellCommand) -> None:
         facts.setup.append(" ".join(words))
     elif name == "eval" and _HOOK.match(" ".join(words[1:])):
         facts.setup.append(f'eval "{" ".join(words[1:])}"')
-    elif name in ("conda", "mamba") and words[1:2] == ("activate",) and facts.conda and command.is_known:
-        facts.environment = _conda_environment(facts, words[2:])
-    elif name in ("conda", "mamba", "micromamba") and words[1:2] == ("activate",):
-        facts.setup.append(" ".join(words))
-        facts.unread.append(
-            UnreadPart(
-                f"line {command.line}: {' '.join(words)}",
-                "check that conda works in a shell of a job, or set trainer.environment to its folder",
-            )
-        )
 
 
 def _conda_environment(facts: ScriptFacts, words: Sequence[str]) -> str:
@@ -286,7 +293,7 @@ def _conda_environment(facts: ScriptFacts, words: Sequence[str]) -> str:
 
 
 def _report_others(facts: ScriptFacts, script: ShellScript, chosen: list[ShellCommand], origin: str) -> None:
-    applied = _SILENT | _SETUP | {"cd", "pushd", "source", ".", "conda", "mamba"}
+    applied = _SILENT | _SETUP | {"cd", "pushd", "source", ".", *_CONDAS}
     for command in script.commands:
         name = command.argv[0] if command.argv else ""
         if (chosen and command is chosen[-1]) or name in applied:
@@ -299,6 +306,8 @@ def _report_others(facts: ScriptFacts, script: ShellScript, chosen: list[ShellCo
         shown = f"line {command.line}{origin}: {' '.join(command.argv[:3])[:100]}"
         if name.startswith("-"):
             advice = "options without a program: remove any space after the backslash of the previous line"
+        elif "ray" in command.argv and {"start", "stop"} & {*command.argv}:
+            advice = "nothing: Ray is started with the program and ends with it"
         elif command in chosen:
             advice = "several lines train, the last one was used: wrap this one separately, or pass its options"
         elif command.in_background:
@@ -330,6 +339,7 @@ def take_script_within(facts: ScriptFacts, line: LaunchLine, place: ScriptPlace)
         return
     facts.unread += within.unread
     facts.setup += within.setup
+    facts.exported += within.exported
     facts.folder, facts.environment = within.folder, within.environment or facts.environment
     facts.sbatch = facts.sbatch or within.sbatch
     # Wrappers of all lines count; the other words of the outer lines are lost.

@@ -21,7 +21,8 @@ from rlhf_core.launch.wrap.launchers import axolotl_launcher_words, is_of_ray, r
 from rlhf_core.launch.wrap.scripts import DROPPED, ScriptFacts, ScriptPlace, read_script, take_script_within
 from rlhf_core.launch.wrap.slurm_options import read_options, read_slurm, split_options
 from rlhf_core.schemas.slurm_values import VARIABLE
-from rlhf_core.shell.launch_line import LaunchLine, Wrapper, read_launch_line
+from rlhf_core.shell.launch_line import SUBMITTER, LaunchLine, Wrapper, read_launch_line
+from rlhf_core.text.redaction import is_secret_name
 
 MAX_LINE = 100_000
 """Longest launch line in characters: a config is limited to 128 KiB."""
@@ -93,6 +94,7 @@ def wrap_script(
 
 def _wrapped(facts: ScriptFacts, around: WrapSurroundings, options: WrapOptions, source: str) -> WrappedLine:
     line = facts.line
+    around = around.within(facts.folder)
     facts.variables = {name: value for name, value in facts.variables.items() if not _is_part(value, line)}
     if line is None or not any(line.program):
         raise BadInput(
@@ -152,12 +154,9 @@ def _read_job(draft: Draft, facts: ScriptFacts) -> None:
 def _missing_files(draft: Draft, facts: ScriptFacts) -> None:
     """Report config files that do not exist: their settings are unknown, and the program would end at its start."""
     for name in draft.line.config_files:
-        path = posixpath.join(facts.folder, name)
-        if not set("{$") & set(path) and not draft.around.exists(path):
+        if not set("{$") & set(name) and not draft.around.exists(name):
             draft.missing(
-                f"{name}: there is no such file in {facts.folder}"
-                if path != name
-                else f"{name}: there is no such file",
+                f"{name}: there is no such file" + ("" if name.startswith("/") else f" in {facts.folder}"),
                 "correct the path in trainer.argv, or create the file and wrap the line again, which reads it",
             )
 
@@ -168,8 +167,8 @@ def _spelled(name: str, value: str) -> tuple[str, ...]:
 
 def _read_ray(draft: Draft, wrapper: Wrapper) -> None:
     draft.missing(
-        f"ray job submit to {wrapper.options.get('address') or 'Ray'}: removed, the program starts Ray itself",
-        "this suffices on one node; for several, start Ray on the nodes in trainer.setup (preset openrlhf-grpo)",
+        f"ray job submit to {wrapper.options.get('address') or 'Ray'}: removed, each start has a Ray of its own",
+        "nothing, unless the program needs a Ray that it shares with others",
     )
     text = wrapper.options.get("runtime_env_json", "{}")
     try:
@@ -187,6 +186,11 @@ def _read_ray(draft: Draft, wrapper: Wrapper) -> None:
 
 def _take_wrappers(draft: Draft) -> None:
     for index, item in enumerate(draft.line.items):
+        if item.role == "wrapper" and item.name == SUBMITTER:
+            draft.missing(
+                f"{' '.join(draft.words[index])[:100]}: removed, the run starts what follows on its nodes",
+                "set resources.num_nodes and gpus_per_node, and the variables that it would set",
+            )
         if item.role == "variable" or (item.role == "wrapper" and item.name in DROPPED):
             draft.words[index] = ()
         elif item.role == "wrapper":
@@ -259,14 +263,16 @@ def _left_unread(draft: Draft, facts: ScriptFacts) -> None:
     """Report shell expansions that are still in the config."""
     unread = reversed(facts.command.unread if facts.command else ())
     sources = [*reversed({source.partition(" (")[0]: source for source in unread}.values())]
-    exports = list[str]()
+    lines = [(at, 1, line) for at, line in enumerate(facts.setup)]
     for name, value in list(draft.variables.items()):
         if any(source.partition(" (")[0] in value for source in sources):
             del draft.variables[name]
             extended = value.replace(f"${{{name}}}", f"${name}")
             rest = extended.replace(f"${name}", "")
             if rest and rest != extended and not set('$`"\\{}') & set(rest):  # PATH=/x/bin:$PATH
-                exports.append(f'export {name}="{extended}"')
+                # Before the lines that it preceded, which may need it: `conda activate` a PATH with conda.
+                places = (at for at, exported in enumerate(facts.exported) if exported.get(name) == value)
+                lines.append((next(places, len(facts.setup)), 0, f'export {name}="{extended}"'))
                 draft.report(f"variable {name}", value[:60], "trainer.setup")
                 continue
             draft.missing(
@@ -275,11 +281,15 @@ def _left_unread(draft: Draft, facts: ScriptFacts) -> None:
     settings = [str(value) for value in draft.settings.values()]
     whole = "\0".join([*draft.argv, *settings])
     left = [source for source in sources if source.partition(" (")[0] in whole]
-    setup = draft.settings.get("trainer.setup")
-    if exports:
-        draft.settings["trainer.setup"] = [*(setup if isinstance(setup, list) else ()), *exports]
+    if lines:
+        draft.settings["trainer.setup"] = [line for *_, line in sorted(lines)]
     for source in left[:_MAX_SHOWN]:
-        draft.missing(f"{source}: known only to the shell", "write its value into the config; no shell expands it")
+        name = source.partition(" (")[0].strip("${}")
+        if is_secret_name(name):
+            advice = "remove the option, and name the variable that the program reads in slurm.pass_environment"
+        else:
+            advice = "write its value into the config; no shell expands it"
+        draft.missing(f"{source}: known only to the shell", advice)
     if len(left) > _MAX_SHOWN:
         draft.missing(f"{len(left) - _MAX_SHOWN} more of them", "look for $ in the config")
 

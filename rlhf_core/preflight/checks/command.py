@@ -108,6 +108,14 @@ def _empty_ones(facts: Facts, trainer: CommandTrainer) -> Iterator[Finding]:
 def environment(facts: Facts) -> Iterator[Finding]:
     """A virtual environment that is missing, or lacks the framework, ends every rank at its first import."""
     trainer, side = facts.spec.command_trainer, facts.trainer or TrainerSide()
+    if side.setup_problem:
+        # The machines that run the job may have modules that this one lacks.
+        report = blocked if facts.scheduler == "local" else warning
+        yield report(
+            f"the setup lines before the program fail here: {side.setup_problem}",
+            "lines that succeed where the program is started",
+            "correct trainer.setup or slurm.setup; if only the nodes have what they need, the probe tests them there",
+        )
     if side.problem:
         yield blocked(
             side.problem,
@@ -180,7 +188,9 @@ def output(facts: Facts) -> Iterator[Finding]:
             "set it to {run_dir}/trainer/output, or put {run_id} into it",
         )
     passed_dir = arguments.text("output_dir", "output", "save_path")
-    if passed_dir is not None and passed_dir.rstrip("/") not in ("{output_dir}", folder.rstrip("/")):
+    # OpenRLHF has an option for the model and one for checkpoints; transformers puts both into one folder.
+    is_within = trainer.framework == "openrlhf" and (passed_dir or "").startswith("{output_dir}/")
+    if passed_dir is not None and passed_dir.rstrip("/") not in ("{output_dir}", folder.rstrip("/")) and not is_within:
         yield blocked(
             f"the program writes to {passed_dir}, but trainer.output_dir is {folder}",
             "one folder: checkpoints and logs are read from trainer.output_dir",

@@ -5,9 +5,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from rlhf_core.preflight.facts import Facts
+from rlhf_core.preflight.launch_arguments import arguments_of
 from rlhf_core.preflight.predictions import predict
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
 from rlhf_core.scheduler.slurm_environment import OPTIONS_OF_THE_JOB
+from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.text.formatting import listed
 
 SHORT_ATTEMPT_S = 300
@@ -116,7 +118,7 @@ def gpus(facts: Facts) -> Iterator[Finding]:
             "a GPU for every rank",
             f"set resources.ranks_per_node={requested}",
         )
-    elif requested > users:
+    elif requested > users and not _places_its_ranks(facts):
         beside = f" and {engines} rollout engines" if engines else ""
         yield warning(
             f"resources.gpus_per_node = {requested} for {ranks} ranks{beside} per node: {requested - users} GPUs idle",
@@ -139,6 +141,13 @@ def gpus(facts: Facts) -> Iterator[Finding]:
         )
     else:
         yield passed(f"{requested} GPUs per node for {ranks} ranks" if requested else "CPU, no GPU requested")
+
+
+def _places_its_ranks(facts: Facts) -> bool:
+    """Return True for a program that is started once on a node, without a launcher, and may use all its GPUs (Ray)."""
+    trainer = facts.spec.trainer
+    is_once = isinstance(trainer, CommandTrainer) and trainer.launch == "per_node"
+    return is_once and arguments_of(facts).line.launcher in ("python", "")
 
 
 @check("resources.uneven_gpus")

@@ -13,7 +13,7 @@ from rlhf_core.machine.gpus import numbered_gpus
 from rlhf_core.presets import drivers_folder
 from rlhf_core.schemas.base import Int32, Label, Schema
 from rlhf_core.schemas.command_trainer import CommandTrainer, fill
-from rlhf_core.schemas.launch_values import values_of_spec
+from rlhf_core.schemas.launch_values import after_setup, values_of_spec
 from rlhf_core.training.types import WorkerContext
 from rlhf_core.worker.command.in_rank.rlhf_rank_file import PATH_VARIABLE
 from rlhf_core.worker.liveness.collectives import BUFFER_SIZE, BUFFER_VARIABLE
@@ -103,10 +103,7 @@ class LaunchPlace:
         filled = [fill(item, values) for item in line]
         if _ASSIGNMENT.match(filled[0]):  # as a shell reads it
             filled.insert(0, "env")
-        if not self.trainer.setup:
-            return filled
-        lines = [fill(line, values) for line in self.trainer.setup]
-        return ["bash", "-c", "\n".join(["set -e", *lines, 'exec "$@"']), "setup", *filled]
+        return after_setup(self.trainer, values, self.trainer.environment, filled)
 
     def program(self, search: str | None) -> str | None:
         """Path of the program that the launch line starts; None if there is none.

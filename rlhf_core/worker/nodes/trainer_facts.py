@@ -20,7 +20,7 @@ from rlhf_core.presets import drivers_folder
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.checks import CheckResult
 from rlhf_core.schemas.command_trainer import CommandTrainer, fill
-from rlhf_core.schemas.launch_values import filled_argv, values_of_spec
+from rlhf_core.schemas.launch_values import after_setup, filled_argv, values_of_spec
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.shell.launch_line import LaunchItem, LaunchLine, read_launch_line
 
@@ -53,10 +53,10 @@ def gather(run_dir: RunDir, spec: RunSpec, environment: Mapping[str, str] = os.e
         ValueError: the run's trainer is native, not an external program.
     """
     trainer = spec.command_trainer
-    values = {"run_dir": str(run_dir.root), "code": str(run_dir.code / "snapshot"), "run_id": run_dir.run_id}
-    values["drivers"] = str(drivers_folder())
+    values = {**values_of_spec(spec), "run_dir": str(run_dir.root), "run_id": run_dir.run_id}
+    values |= {"code": str(run_dir.code / "snapshot"), "drivers": str(drivers_folder())}
     line = read_launch_line(filled_argv(spec, values))
-    working_dir = fill(trainer.working_dir, {**values_of_spec(spec), **values})
+    working_dir = fill(trainer.working_dir, values)
     files = dict(_files(line, run_dir.root, Path(working_dir) if working_dir else None))
     try:
         home = Path(environment.get("RLHF_HOME") or "~/.rlhf").expanduser()
@@ -66,7 +66,7 @@ def gather(run_dir: RunDir, spec: RunSpec, environment: Mapping[str, str] = os.e
     program = line.command
     try:
         started_in = Path(working_dir) if working_dir else run_dir.root
-        versions = _versions(trainer, program, folder, environment, started_in)
+        versions = _versions(trainer, program, folder, values, environment, started_in)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return TrainerFacts(files=files, complaints=(_finding(f"{program}: {error}"),))
     return TrainerFacts(versions, files)
@@ -78,42 +78,49 @@ def _finding(found: str) -> CheckResult:
 
 
 def _versions(
-    trainer: CommandTrainer, program: str, folder: Path | None, environment: Mapping[str, str], started_in: Path
+    trainer: CommandTrainer,
+    program: str,
+    folder: Path | None,
+    values: Mapping[str, str],
+    environment: Mapping[str, str],
+    started_in: Path,
 ) -> dict[str, str]:
     """Versions of packages in the interpreter that would run a program; empty if it is not a Python program.
 
     Args:
+        values: Values of placeholders.
         started_in: Folder that it starts in; the run may have to create it.
 
     Raises:
-        ValueError: the program is not found, or its interpreter does not answer.
+        ValueError: the program is not found, a shell line before it fails, or its interpreter does not answer.
         OSError: it cannot be started.
         subprocess.SubprocessError: it takes too long.
     """
-    search = trainer.variables.get("PATH") or environment.get("PATH", os.defpath)
-    given = {**environment, "PATH": f"{folder}/bin:{search}" if folder else search}
-    shell = _shell(trainer.setup)
-    where = _answer([*shell, 'command -v "$1"'], program, given, started_in).strip()
+    given = {**environment, **{name: fill(value, values) for name, value in trainer.variables.items()}}
+    if folder:
+        given["PATH"] = f"{folder}/bin:{given.get('PATH', os.defpath)}"
+
+    def answer(*command: str) -> tuple[str, str]:
+        line = after_setup(trainer, values, str(folder or ""), command)
+        return _last_lines(line, given, started_in)
+
+    where, complaint = answer("bash", "-c", 'command -v "$1"', "rlhf-flows", program)
     if not where:
-        raise ValueError("not found on the PATH of the job")
+        raise ValueError(complaint or "not found on the PATH of the job")
     python = folder / "bin" / "python" if folder else interpreter_of(started_in / where)
     if python is None:
         return {}
-    output = _answer([*shell, 'exec "$1" -c "$2"'], str(python), given, started_in, LISTING_CODE).splitlines()
-    found = json.loads(output[-1]) if output else None
+    listed, _ = answer(str(python), "-c", LISTING_CODE)
+    found = json.loads(listed) if listed else None
     if not isinstance(found, dict):
         raise ValueError(f"{python} did not list its packages")
     return {"python": ".".join(map(str, found["version"])), **found["packages"]}
 
 
-def _shell(setup: Sequence[str]) -> list[str]:
-    """Shell setup lines to run before the program; their output is discarded."""
-    return ["{", *setup, ":", "} >/dev/null"]
-
-
-def _answer(lines: Sequence[str], first: str, environment: Mapping[str, str], started_in: Path, *more: str) -> str:
+def _last_lines(command: Sequence[str], environment: Mapping[str, str], started_in: Path) -> tuple[str, str]:
+    """Last lines that a command prints to its two outputs, or nothing for the first one if it fails."""
     result = subprocess.run(
-        ["bash", "-c", "\n".join(lines), "rlhf-flows", first, *more],
+        command,
         cwd=started_in if started_in.is_dir() else None,
         env=dict(environment),
         stdin=subprocess.DEVNULL,
@@ -121,7 +128,10 @@ def _answer(lines: Sequence[str], first: str, environment: Mapping[str, str], st
         timeout=ANSWER_S,
         check=False,
     )
-    return result.stdout.decode(errors="replace")
+    printed, complaint = (
+        (output.decode(errors="replace").strip().splitlines() or [""])[-1] for output in (result.stdout, result.stderr)
+    )
+    return ("" if result.returncode else printed), complaint
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -66,6 +66,15 @@ def test_shell_lines_come_before_it_in_the_same_shell(tmp_path: Path) -> None:
     assert line[4:] == ["run", "a b"]
 
 
+def test_programs_of_the_environment_precede_those_of_the_shell_lines(tmp_path: Path) -> None:
+    """As in the script of a user, who loads modules before the environment."""
+    folder = tmp_path / "with space"
+    setup = ["PATH=/modules/python/bin:$PATH"]
+    line = place_of(context_of(tmp_path, argv=["/usr/bin/printenv", "PATH"], setup=setup, environment=str(folder)))
+    done = subprocess.run(line.arguments(), env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{folder}/bin:/modules/python/bin:/usr/bin:/bin\n"
+
+
 def test_a_launcher_does_not_inherit_the_rank_of_its_worker(tmp_path: Path) -> None:
     """With RANK and TORCHELASTIC_USE_AGENT_STORE, torchrun's ranks would wait for a store that no process opens."""
     base = {
