@@ -18,7 +18,7 @@ run id, a prefix of one, a name (which means the newest run with that name), or 
 |---|---|
 | 0 | done |
 | 1 | the run failed (its diagnosis is printed), or there was an unexpected error |
-| 2 | bad input: config, data, a blocking check, an unknown run, a database that cannot be used as it is |
+| 2 | bad input: config, data, a blocking check (also one on the nodes), an unknown run, an unusable database |
 | 130 | interrupted or cancelled |
 """
 

@@ -24,13 +24,25 @@ allocation, the controller between allocations.
 """
 
 
-BUDGET = """
-Only retries without checkpoint progress count: each new checkpoint resets the counter. The columns below show the
-limits of the policy. Within them, the run has its own budget: `supervise.max_restarts` restarts in place (default
-{max_restarts}) and `supervise.max_attempts` attempts in a row (default {max_attempts}) without a new checkpoint. Before
-a new attempt without progress, the controller waits `supervise.backoff_s` (default {backoff_s} s). The wait doubles
-each time up to `supervise.max_backoff_s` (default {max_backoff_s} s), and the actual wait is drawn at random from its
-upper half.
+KINDS = """
+## The kinds
+
+The columns in the middle show how often each kind is retried; [the next section](#limits-and-remedies) explains *the
+budget* and *with a remedy*.
+
+| kind | what it is | restarts in place | new attempts | no more, because |
+|---|---|---|---|---|
+"""
+
+
+LIMITS = """
+## Limits and remedies
+
+Only retries without checkpoint progress count: each new checkpoint resets the counter. Within the limits of the table,
+the run has its own budget: `supervise.max_restarts` restarts in place (default {max_restarts}) and
+`supervise.max_attempts` attempts in a row (default {max_attempts}) without a new checkpoint. Before a new attempt
+without progress, the controller waits `supervise.backoff_s` (default {backoff_s} s). The wait doubles each time up to
+`supervise.max_backoff_s` (default {max_backoff_s} s), and the actual wait is drawn at random from its upper half.
 
 You can also cap all attempts together, whatever progress they make: `supervise.max_total_attempts`,
 `supervise.max_gpu_hours` and `supervise.max_node_hours`. These caps are off by default. They are checked before each
@@ -110,8 +122,6 @@ Every other silence is judged by the floor alone. This covers any activity, a sl
 file, a pipe, a child process, the kernel (state D), a debugger, an observation that is not permitted, data in transit,
 and ranks that all wait in the same collective. It also covers set-up and the first pass through a phase, unless the
 process is stopped.
-
-## The kinds
 """
 
 
@@ -187,14 +197,13 @@ themselves; the agents' outcomes and the lines of srun do.
 def failures_page() -> str:
     """Every failure kind: what it means, how often it is retried, and why not more often; and what it is known by."""
     ladder = [f"{number}. **{action}**: {text}" for number, (action, text) in enumerate(_actions(), start=1)]
-    budget = BUDGET.format(**{name: f"{value:g}" for name, value in SuperviseSpec()})
-    head = ["| kind | what it is | restarts in place | new attempts | no more, because |", "|---|---|---|---|---|"]
-    parts = [GENERATED, FAILURES, *ladder, budget, *head]
+    parts = [GENERATED, FAILURES, *ladder, KINDS.rstrip("\n")]
     meanings = strings_under_names(FailureKind)
     for kind in FailureKind:
         rule = policy.RULES[kind]
         allowed = f"{_allowed(rule.in_place)} | {_allowed(rule.attempts)}"
         parts.append(f"| `{kind.value}` | {cell(meanings[kind.name])} | {allowed} | {cell(rule.why)} |")
+    parts.append(LIMITS.format(**{name: f"{value:g}" for name, value in SuperviseSpec()}).rstrip("\n"))
     states = [f"| `{state}` | `{kind.value}` |" for state, (kind, _) in classify.SCHEDULER_STATES.items()]
     logs = LOGS.format(
         decision=READING,
