@@ -157,11 +157,12 @@ bench-train: $(VENV)/.test-ready $(PEERS)/.trl-ready
 bench-checkpoint: $(VENV)/.test-ready
 	$(BIN)/python tests/benchmarks/bench_checkpoint.py $(CHECKPOINT)
 
-# Weight sync on the loopback and over limited links (as root), with several senders, and the bytes of deltas. Options: make bench-sync SYNC="--models tiny"
+# Weight sync on the loopback and over limited links (as root), the bytes of deltas, and several senders (as root). Options
+# of the first: make bench-sync SYNC="--models tiny"
 bench-sync: $(VENV)/.test-ready
 	$(BIN)/python tests/benchmarks/bench_sync.py $(SYNC)
-	$(BIN)/python tests/benchmarks/bench_sync.py --senders 1 2 4 --sender-rate 250 --rates 1000 --models small --engines 1 2
 	$(BIN)/python tests/benchmarks/bench_delta.py
+	$(BIN)/python tests/benchmarks/bench_sync.py --senders 1 2 4 --sender-rate 250 --rates 1000 --models small --engines 1 2
 
 # Rollouts over one and two engines of their own, prefix caching, and the tail. Options: make bench-rollout ROLLOUT="--repeats 3"
 bench-rollout: $(VENV)/.test-ready
