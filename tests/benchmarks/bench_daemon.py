@@ -3,7 +3,7 @@
 Writes steps into synthetic runs as fast as real ones make them, while one ingester of the daemon reads them; prints the
 percentiles of the time from the writing of a line to the presence of its row, and the memory of the process.
 
-Usage: bench_daemon.py [database URL] [--runs 200] [--seconds 60] [--step-s 1.0]
+Usage: bench_daemon.py [URL of a database without runs] [--runs 200] [--seconds 60] [--step-s 1.0]
 """
 
 import argparse
@@ -21,6 +21,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from bench_ingest import require_empty  # noqa: E402
 from history_tools import RunFiles  # noqa: E402
 
 from rlhf_core.config.site import load_site  # noqa: E402
@@ -100,6 +101,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         url = options.url or f"sqlite:///{folder}/history.db"
         site = replace(load_site({"RLHF_HOME": folder}), database_url=url, runs_dir=Path(folder) / "runs")
+        with HistoryStore(url) as store:
+            require_empty(store)
         words = ["--write", str(site.runs_dir), "--runs", str(options.runs)]
         words += ["--seconds", str(options.seconds), "--step-s", str(options.step_s)]
         command = [sys.executable, __file__, *words]
@@ -108,7 +111,6 @@ def main() -> None:
         assert writer.stdout is not None
         writer.stdout.readline()
         with HistoryStore(url) as store:
-            store.clear()
             ingester = Ingester(site, store)
             while ingester.ingest():
                 pass

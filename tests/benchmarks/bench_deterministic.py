@@ -49,6 +49,9 @@ def measured(size: int, deterministic: bool) -> tuple[float, int]:
 
 def main() -> None:
     """Print a line for each size of a head."""
+    if not torch.cuda.is_available():
+        print("no GPU that torch can use: nothing to measure")
+        return
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for size in (64, 128):
         (fast_s, fast_equal), (exact_s, exact_equal) = (measured(size, exact) for exact in (False, True))

@@ -1,7 +1,7 @@
 """Ingestion speed: metric rows per second of a catch-up, against the bare driver inserting the same rows, and the
 seconds of one poll of a running run.
 
-    python tests/benchmarks/bench_ingest.py [URL]        default: SQLite in a temporary folder
+    python tests/benchmarks/bench_ingest.py [URL]    a database without runs; default: SQLite in a temporary folder
 """
 
 import math
@@ -29,6 +29,12 @@ def seconds(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
+
+
+def require_empty(store: HistoryStore) -> None:
+    """Refuse a database with runs, to which those of a benchmark would be added."""
+    if store.run_ids():
+        raise SystemExit(f"found runs in {store.url}; expected a database without any, which the benchmark fills")
 
 
 def long_run(runs: Path) -> RunFiles:
@@ -64,10 +70,10 @@ def main() -> None:
     """Print the figures."""
     with tempfile.TemporaryDirectory() as folder:
         url = sys.argv[1] if len(sys.argv) > 1 else f"sqlite:///{folder}/history.db"
-        run = long_run(Path(folder) / "runs")
         rows = NUM_STEPS * NUM_KEYS
         with HistoryStore(url) as store:
-            store.clear()
+            require_empty(store)
+            run = long_run(Path(folder) / "runs")
             took = seconds(lambda: sync(run.dir, store))
             updates = []
             for step in range(NUM_STEPS + 1, NUM_STEPS + 51):

@@ -121,7 +121,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             case: dict[str, Any] = {"stage": stage, "offload": offload, "dtype": options.dtype, "config": config}
             case["lora_rank"] = options.lora_rank
-            found = values(launch(bench_memory.measured, 2, Path(scratch), prefix=("env",), folder=scratch, **case))[0]
+            launched = launch(bench_memory.measured, 2, Path(scratch), 600, ("env",), folder=scratch, **case)
+            found = values(launched)[0]
         peak, estimate = found["measured"], found["estimate"]
         print(
             f"ZeRO {stage}, offload {offload:10}: peak {peak / MIB:6.0f} MiB, estimate {estimate / MIB:6.0f} MiB, "

@@ -61,6 +61,8 @@ def table(cluster: Cluster, folder: Path, num_healthy: int) -> list[str]:
         say("healthy", seen)
         seconds.append(seen.seconds)
         alarms += bool(seen.problems_with())
+    if not seconds:
+        return lines
     seconds.sort()
     typical, longest = seconds[len(seconds) // 2], seconds[-1]
     lines.append(

@@ -9,12 +9,15 @@ a shuffled reward, which must not learn.
 """
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 TARGETS = {"greedy": 0.10, "sampled": 0.30}
@@ -32,27 +35,50 @@ MODES = {
 }
 HERE = Path(__file__).parent
 CONTROL = "shuffled reward"
+COMMAND = (sys.executable, "-m", "rlhf_core.cli.main")
+
+
+def environment_of(home: Path) -> dict[str, str]:
+    """Variables with which everything of a run is in this home, whatever site the user has set."""
+    others = {name: value for name, value in os.environ.items() if not name.startswith("RLHF_")}
+    return others | {"RLHF_HOME": str(home)}
+
+
+@contextlib.contextmanager
+def running(home: Path, environment: Mapping[str, str], *words: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """``rlhf run`` with these words, in a home of its own; waits for its end, or cancels it if the block raises.
+
+    It is in a session of its own: Ctrl-C would reach it twice, upon which it leaves its workers as they are.
+    """
+    path = home.with_suffix(".out")
+    with path.open("wb") as output:
+        process = subprocess.Popen(
+            [*COMMAND, "run", *words, "--no-prefect"],
+            cwd=HERE,
+            env={**environment_of(home), **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield process
+        if process.wait():
+            raise SystemExit(f"rlhf run ended with {process.returncode}:\n{path.read_text(errors='replace')[-4000:]}")
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            process.wait()
 
 
 def run(home: Path, *overrides: str) -> tuple[dict[str, tuple[float, float]], float]:
     """One quickstart run: mapping from name to (before, after), and the seconds it took."""
-    environment = {**os.environ, "RLHF_HOME": str(home)}
-    command = [sys.executable, "-m", "rlhf_core.cli.main"]
-    words = [word for override in overrides for word in ("--set", override)]
     started = time.monotonic()
-    ended = subprocess.run(
-        [*command, "run", "quickstart", "--no-prefect", *words],
-        cwd=HERE,
-        env=environment,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    if ended.returncode:
-        raise SystemExit(f"rlhf run ended with {ended.returncode}:\n{ended.stderr}")
+    with running(home, {}, "quickstart", *(word for override in overrides for word in ("--set", override))):
+        pass
     seconds = time.monotonic() - started
     shown = subprocess.run(
-        [*command, "show", "last", "--json"], env=environment, check=True, capture_output=True, text=True
+        [*COMMAND, "show", "last", "--json"], env=environment_of(home), check=True, capture_output=True, text=True
     )
     values = {(row["name"], row["when"]): row["value"] for row in json.loads(shown.stdout)["evaluations"]}
     return {name: (values[name, "before"], values[name, "after"]) for name in TARGETS}, seconds

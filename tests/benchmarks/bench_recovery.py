@@ -10,10 +10,8 @@ workers that are not, one after the other, in one run.
 
 import argparse
 import contextlib
-import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +20,7 @@ from datetime import datetime
 from pathlib import Path
 
 import psutil
+from bench_quickstart import running
 
 from rlhf_core.files.appended import read_models
 from rlhf_core.run_dir.attempt import RestartDir
@@ -76,22 +75,18 @@ def measure(
     """Disturb one run; return the seconds of its cold start and of its recovery."""
     settings = (*SHORT, f"loops.main.num_steps={kill_at}", f"supervise.warm_workers={str(forked).lower()}")
     overrides = [word for override in settings for word in ("--set", override)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "rlhf_core.cli.main", "run", preset, "--no-prefect", *overrides],
-        env={**os.environ, **environment, "RLHF_HOME": str(home)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    restart = None
-    while restart is None or first_line_after(restart, kill_at - 1) is None:
-        time.sleep(0.02)
-        runs = list((home / "runs").iterdir()) if (home / "runs").is_dir() else []
-        restart = RunDir(runs[0]).attempt(1).restart(0) if runs else None
-    victim = a_trainer(home)
-    killed_at = time.time()
-    victim.send_signal(signal.SIGKILL)
-    if process.wait() != 0:
-        raise SystemExit("the run did not survive the kill")
+    restart, killed_at = None, 0.0
+    with running(home, environment, preset, *overrides) as process:
+        while not killed_at and process.poll() is None:
+            time.sleep(0.02)
+            runs = list((home / "runs").iterdir()) if (home / "runs").is_dir() else []
+            restart = RunDir(runs[0]).attempt(1).restart(0) if runs else None
+            if restart is not None and first_line_after(restart, kill_at - 1) is not None:
+                victim = a_trainer(home)
+                killed_at = time.time()
+                victim.send_signal(signal.SIGKILL)
+    if restart is None or not killed_at:
+        raise SystemExit(f"the run ended before step {kill_at}")
 
     reached = max(line.step for line in read_models(restart.metrics, MetricsLine))
     back_at = first_line_after(RunDir(restart.root.parents[3]).attempt(1).restart(1), reached)

@@ -34,7 +34,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "infra" / "slurm"))
 
-from node_space import Network
+from node_space import Network, why_not
 from sync_load import MODELS, num_bytes
 
 LOAD = Path(__file__).with_name("sync_load.py")
@@ -190,6 +190,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sender-rate", type=int, default=250, help="Mbit/s of the link of each of them")
     parser.add_argument("--changed", type=float, default=0.0, help="share of the elements that a version changes")
     chosen = parser.parse_args(arguments)
+    if chosen.senders and not all((chosen.sender_rate, chosen.rates[-1])):
+        parser.error("several senders are measured over limited links: give --sender-rate and --rates above 0")
+    if any(chosen.rates) and (reason := why_not()):
+        parser.error(f"{reason}; only --rates 0, the loopback and shared memory, is measured without")
     if chosen.senders:
         compare_senders(chosen)
         return

@@ -65,7 +65,8 @@ def main() -> None:
     tokenizer = build_tokenizer("char", [], 0)
     model = build_causal_lm(config, tokenizer, 0).to(getattr(torch, options.dtype))
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    folder = Path(tempfile.mkdtemp())
+    scratch = tempfile.TemporaryDirectory()
+    folder = Path(scratch.name)
     model.save_pretrained(folder)
     lora = LoraSpec(rank=options.lora_rank) if options.lora_rank else None
     if lora is not None:
@@ -95,6 +96,7 @@ def main() -> None:
         f"peak {measured / MIB:6.0f} MiB, estimate {estimate / MIB:6.0f} MiB, {estimate / measured - 1:+.0%}",
         flush=True,
     )
+    scratch.cleanup()
     os._exit(0)  # vLLM's own shutdown of the process group raises
 
 

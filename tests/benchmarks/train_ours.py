@@ -117,6 +117,9 @@ def main(folder: Path, threads: int) -> None:
     with contextlib.suppress(Measured):
         train_run(context, ranks)
     lines = read_models(context.restart_dir.metrics, MetricsLine)
+    if not load["generate"]:
+        num_given = sum(len(tokens) for group in load["completions"] for tokens in group)
+        assert {line.metrics["train/num_tokens"] for line in lines} == {num_given}, "other completions than those given"
     steps = [
         {
             "step": later[0] - earlier[0],
