@@ -276,7 +276,7 @@ class Agent:
             topic = f"{plan.role}/{generation}"
             folder = self._restart_dir if is_main else job.attempt_dir.group(plan.role, generation)
             step = yield from self._agreement.agree(
-                f"ready/{topic}", Ready(), Ready, lambda _: self._decisions.begin_start(plan)
+                f"ready/{topic}", Ready(), Ready, lambda _: self._decisions.begin_start(plan, self._restart_dir)
             )
             if step.action == "start":
                 group = self._elastic(plan, generation, folder, step.store, is_main=is_main)
