@@ -213,6 +213,7 @@ class Agent:
                 runs[plan.role] = self._run_alone(plan, alone[plan.role], serves_others=bool(together))
         try:
             while runs:
+                self._supervisor.take_turn()
                 for role, run in list(runs.items()):
                     try:
                         next(run)
@@ -230,6 +231,7 @@ class Agent:
         finally:
             for run in runs.values():
                 run.close()
+            self._supervisor.end_turns()
 
     def _independent(self, plan: GroupPlan, phase: int) -> IndependentRun:
         job = self._job
