@@ -81,7 +81,9 @@ class LineWriter:
         if is_own and own.st_size >= self._end:
             return ""
         if is_own:
-            lost, self._end = self._end - own.st_size, own.st_size
+            lost = self._end - own.st_size
+            self._file.close()
+            self._open()  # terminates a torn line, which would swallow the next one
             return f"{self._path.name} was truncated during writing: {lost} bytes are lost"
         what = "deleted" if there is None else "replaced"
         return f"{self._path.name} was {what} during writing: {self._restore()}"

@@ -46,7 +46,7 @@ class SuperviseSpec(Schema):
     evaluate_floor_s: PositiveSeconds = 180.0
     """The same while the model is evaluated."""
     setup_floor_s: PositiveSeconds = 900.0
-    """The same while a worker imports, compiles and loads."""
+    """The same while a worker imports, compiles and loads, and for an agent that is stuck in a call."""
     evidence_s: PositiveSeconds = 10.0
     """Time limit of the collection of evidence on all nodes before the workers of a hung job are ended, in seconds."""
     join_s: PositiveSeconds = 600.0

@@ -58,9 +58,8 @@ def explain(
         chance: number in [0, 1) for the jitter of the back-off.
     """
     attempt = run_dir.attempt(snapshot.attempt)
-    found = evidence.ending_incidents(attempt)
     own = _own_incident(run_dir, snapshot)
-    incident = own or (found[-1] if found else None)
+    incident = own or evidence.final_incident(attempt)
     undecided = incident is not None and incident.is_undecided
     kind = own.failure_kind if own else snapshot.verdict.failure_kind or FailureKind.UNKNOWN
     past = evidence.read_earlier_attempts(

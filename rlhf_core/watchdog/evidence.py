@@ -151,10 +151,11 @@ def incidents(attempt: AttemptDir) -> list[Incident]:
     return read_all((path for restart in attempt.restarts() for path in restart.incident_files()), Incident)
 
 
-def ending_incidents(attempt: AttemptDir) -> list[Incident]:
-    """Incidents that ended all workers, oldest first; without those that the run survived."""
-    outlived = {one.number for one in agent_decisions(attempt) if one.action.leaves_running}
-    return [incident for incident in incidents(attempt) if incident.number not in outlived]
+def final_incident(attempt: AttemptDir) -> Incident | None:
+    """The incident that ended an attempt, if its agents recorded it; the attempt survived all others."""
+    ends = (Action.NEW_ATTEMPT, Action.STOP)
+    survived = {one.number for one in agent_decisions(attempt) if one.action not in ends}
+    return next((one for one in reversed(incidents(attempt)) if one.number not in survived), None)
 
 
 def agent_decisions(attempt: AttemptDir) -> list[Decision]:
@@ -250,5 +251,5 @@ def read_earlier_attempts(run_dir: RunDir, ended: int, first_attempt: int, finge
             break
         fruitless.append(attempt)
     earlier = [attempt for attempt in fruitless if attempt.number != ended]
-    seen = {incident.fingerprint for attempt in earlier for incident in ending_incidents(attempt)[-1:]}
+    seen = {incident.fingerprint for attempt in earlier if (incident := final_incident(attempt)) is not None}
     return EarlierAttempts(len(fruitless), bool(fingerprint) and fingerprint in seen)

@@ -100,6 +100,12 @@ def test_a_truncated_file_goes_on_and_its_reader_begins_again(pair: Pair, furthe
     assert "was truncated during writing" in message
 
 
+def test_a_line_that_was_truncated_does_not_swallow_the_next(pair: Pair) -> None:
+    os.truncate(pair.path, pair.path.stat().st_size - 30)
+    pair.write(4, 5)
+    assert pair.written == [1, 2, 4, 5]
+
+
 def test_a_reader_with_an_offset_alone_loses_lines(pair: Pair) -> None:
     """Control: the former behaviour. The file has grown beyond the offset, and the part before it is never read."""
     os.truncate(pair.path, 0)

@@ -20,7 +20,7 @@ from rlhf_core.schemas.journal import AttemptMoved, AttemptSubmitted, DecisionMa
 from rlhf_core.schemas.resources import Submission
 from rlhf_core.schemas.weight_ledger import WeightSyncLine
 from rlhf_core.watchdog import ingest_reader
-from rlhf_core.watchdog.evidence import ending_incidents
+from rlhf_core.watchdog.evidence import final_incident
 from rlhf_core.watchdog.ingest import files_digest, rebuild, sync
 from rlhf_core.watchdog.ingest_reader import BLOCK_BYTES, IngestReader, SkippedLine, SyncReport
 
@@ -422,7 +422,9 @@ def test_several_incidents_of_a_restart_become_separate_rows(store: HistoryStore
         ("1.1", 0, None),
     ]
     assert [row["number"] for row in shown["decisions"]] == [1, 2, 10]
-    assert ending_incidents(run.dir.attempt(1)) == [old], "the run outlived the others"
+    assert final_incident(run.dir.attempt(1)) == old, "the run outlived the others"
+    run.decision(1, 1, Action.RESTART_IN_PLACE, 50.0, number=0)
+    assert final_incident(run.dir.attempt(1)) is None, "what ended the attempt came after the restart"
 
 
 def test_a_rewritten_incident_replaces_the_old_one(store: HistoryStore, runs: Path) -> None:

@@ -18,10 +18,18 @@ from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.reports import AgentCommand, AttemptOutcome, MetricsLine
+from rlhf_core.schemas.resources import Placement
+from rlhf_core.watchdog.evidence import agent_decisions, final_incident
 from rlhf_core.worker.agent import leader as leader_module
+from rlhf_core.worker.agent.decisions import GroupDecisions
+from rlhf_core.worker.agent.job import Job
 from rlhf_core.worker.agent.leader import Leader, RestartBudget
+from rlhf_core.worker.channel.messages import AgentChannel
+from rlhf_core.worker.channel.store import MemoryAgentStore
 from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.evidence.exit_reports import Failure
+from rlhf_core.worker.nodes.membership import Nodes
+from rlhf_core.worker.supervision.external_requests import ExternalRequests
 
 KILLED = Diagnosis(FailureKind.WORKER_KILLED, "killed", "f1")
 UNKNOWN = Diagnosis(FailureKind.UNKNOWN, "never seen", "f2")
@@ -38,6 +46,22 @@ def _outcome() -> AttemptOutcome:
 
 def _complete(run_dir: RunDir, step: int) -> None:
     write_model(run_dir.checkpoint(step).complete, checkpoint_manifest(step))
+
+
+@pytest.mark.parametrize("kind", [FailureKind.NODE_LOST, FailureKind.FILE_SYSTEM])
+def test_an_agent_lost_between_two_starts_is_an_incident_of_its_own(run_dir: RunDir, kind: FailureKind) -> None:
+    """Otherwise, the node of the incident before the restart would be blamed, and left out of the next attempt."""
+    nodes = Nodes(("here",), ("127.0.0.1",), 0)
+    job = Job(run_dir, 1, nodes, make_spec(), Placement(attempt=1, num_nodes=1, phases=()), {}, ())
+    restart, leader = run_dir.attempt(1).restart(1), Leader(run_dir, 1)
+    requests = ExternalRequests(broken="its agent is silent", broken_kind=kind, broken_node="there")
+    channel = AgentChannel(nodes, MemoryAgentStore())
+    step = GroupDecisions(job, channel, leader, EventLog("here", restart), requests).may_start(restart)
+    incident = final_incident(run_dir.attempt(1))
+    assert incident is not None
+    assert (step.action, step.kind) == ("end", kind)
+    assert (incident.failure_kind, incident.suspect_nodes, incident.restart) == (kind, ("there",), 1)
+    assert [one.action for one in agent_decisions(run_dir.attempt(1))] == [Action.NEW_ATTEMPT]
 
 
 def test_an_attempt_has_one_owner(run_dir: RunDir) -> None:

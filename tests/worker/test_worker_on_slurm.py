@@ -71,14 +71,14 @@ if "agent" in sys.orig_argv:
 
     may_start = GroupDecisions.may_start
 
-    def stop_comes_first(self):
+    def stop_comes_first(self, restart_dir):
         began_s = time.monotonic()
         while not self._requests.stop and time.monotonic() - began_s < 60.0:
             time.sleep(0.05)  # on a busy machine, the report of the other agent arrives before the signal
         stop = self._requests.stop
         if stop:
             return self.end(AttemptState.PREEMPTED, f"ended between two starts of the workers: {stop}")
-        return may_start(self)
+        return may_start(self, restart_dir)
 
     GroupDecisions.may_start = stop_comes_first
     bootstrap._await_outcome = lambda channel: None

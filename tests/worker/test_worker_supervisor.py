@@ -192,6 +192,31 @@ def test_signals_become_orders_while_the_main_thread_is_busy(
     assert supervisor.requests.to_end
 
 
+@pytest.mark.parametrize(
+    ("turns", "interval_s", "is_given_up"),
+    [("never", 0.25, True), ("always", 0.25, False), ("over", 0.25, False), ("never", 100.0, False)],
+    ids=["stuck", "control: at work", "control: between two phases", "control: the second thread was stuck too"],
+)
+def test_a_node_is_given_up_if_the_main_thread_of_its_agent_is_stuck(
+    tmp_path: Path, inbox: SignalInbox, turns: str, interval_s: float, is_given_up: bool
+) -> None:
+    """It waits in a call for a hung file system, while the supervising thread goes on."""
+    supervisor = _supervise(tmp_path, inbox, GapTracker(5.0, 60.0, 60.0))
+    supervisor.take_turn()
+    if turns == "over":
+        supervisor.end_turns()
+    now_s, ticks = time.monotonic(), int(1000 / interval_s)
+    for tick in range(ticks):
+        if turns == "always":
+            supervisor.take_turn()
+        supervisor._watch_main_thread(now_s + tick * interval_s)
+    state = supervisor._state(now_s)
+    supervisor._telemetry.stop()
+    assert ("has been stuck for 900 s" in state.broken) == is_given_up, state.broken
+    assert supervisor.requests.broken_node == ("here" if is_given_up else "")
+    assert not is_given_up or state.broken_kind is FailureKind.NODE_LOST
+
+
 @pytest.mark.parametrize("counts", [True, False], ids=["missing", "control: as its agent has said last"])
 def test_an_engine_with_a_silent_agent_is_blamed_for_waiting_trainers(
     tmp_path: Path, slots: SlotFile, inbox: SignalInbox, monkeypatch: pytest.MonkeyPatch, counts: bool

@@ -49,24 +49,28 @@ class GroupDecisions:
         num = self.budget.restarts
         return AgreedStep(action="end", state=state, message=message, kind=kind, ended_by=ended_by, num_restarts=num)
 
-    def begin_start(self, plan: GroupPlan) -> AgreedStep:
+    def begin_start(self, plan: GroupPlan, restart_dir: RestartDir) -> AgreedStep:
         """Open a new store for one start of the workers: an older store holds addresses of dead processes.
 
         The previous store is closed only now that all its workers have exited on all nodes.
         """
-        step = self.may_start()
+        step = self.may_start(restart_dir)
         nodes = self._job.nodes
         if step.action == "start" and len(plan.nodes) > 1:
             self._worker_stores[plan.role], store = host_worker_store(nodes.address, nodes.listening_address)
             step = step.model_copy(update={"store": store})
         return step
 
-    def may_start(self) -> AgreedStep:
-        """The next start, or the end of the attempt if that was requested."""
+    def may_start(self, restart_dir: RestartDir) -> AgreedStep:
+        """The next start, or the end of the attempt if that was requested or an agent was lost meanwhile."""
         step, requests = self.requested_end(), self._requests
         if step is None and requests.broken:
             # Takes precedence over a stop request: when one agent exits, Slurm ends the job with the same signal that
             # announces a preemption.
+            failure = self._loss_of_an_agent()
+            number = self._leader.record_incident(self._events, restart_dir, failure)
+            choice = self._choice_at_the_end(self.budget.choose(failure.diagnosis))
+            self._leader.record_decision(self._events, restart_dir, choice, number)
             step = self.end(AttemptState.FAILED, requests.broken, requests.broken_kind)
         if step is None and requests.stop:
             # Between two starts there is no state to save.
@@ -82,6 +86,18 @@ class GroupDecisions:
             message = f"the agent was ended by {requests.end} from outside; the run can resume from its last checkpoint"
             return self.end(AttemptState.FAILED, message, FailureKind.PREEMPTION, requests.end)
         return None
+
+    def _loss_of_an_agent(self) -> Failure:
+        kind, node = self._requests.broken_kind, self._requests.broken_node
+        nodes = (node,) if node else ()
+        return Failure(Diagnosis(kind, self._requests.broken, fingerprint(kind, node), nodes=nodes), "", None, None)
+
+    def _choice_at_the_end(self, choice: Choice) -> Choice:
+        """The choice, without a restart in place if the attempt is ending anyway."""
+        ending = self._requests.broken or self._requests.stop
+        if not ending or choice.action is not Action.RESTART_IN_PLACE:
+            return choice
+        return Choice(Action.NEW_ATTEMPT, 0.0, f"not restarted in place, because the attempt is ending: {ending}")
 
     def next_generation(self, role: Role) -> int:
         """Number of the next start of a group other than the one whose restarts are counted."""
@@ -105,9 +121,7 @@ class GroupDecisions:
         if complete and all(exit_reports.is_well(end) for end in ends.values()):
             return self._end_role(group.role, ends)
         if requests.broken:
-            kind, node = requests.broken_kind, requests.broken_node
-            diagnosis = Diagnosis(kind, requests.broken, fingerprint(kind, node), nodes=(node,) if node else ())
-            failure = Failure(diagnosis, "", None, None)
+            failure = self._loss_of_an_agent()
         else:
             names = self._job.nodes.names
             reports = [NodeReport(names[index], end, self._channel.ahead_s(index)) for index, end in ends.items()]
@@ -131,15 +145,13 @@ class GroupDecisions:
 
     def _choose(self, group: WorkerGroup, failure: Failure, restart_dir: RestartDir) -> Choice:
         """Record the failure and the decision about it, which may be carried out only after that."""
-        role, requests = group.role, self._requests
+        role = group.role
         failure = replace(failure, diagnosis=self.budget.confirmed(failure.diagnosis))
         evidence_dir = group.folder(0).evidence_dir
         number = self._leader.record_incident(self._events, restart_dir, failure, role, evidence_dir)
         choice = self.budget.choose(failure.diagnosis, self.damaged.remedy(failure))
         choice = self.damaged.choice_for(role, failure, choice)
-        if requests.stop and choice.action is Action.RESTART_IN_PLACE:
-            reason = f"not restarted in place, because the attempt is ending: {requests.stop}"
-            choice = Choice(Action.NEW_ATTEMPT, 0.0, reason)
+        choice = self._choice_at_the_end(choice)
         self._leader.record_decision(self._events, restart_dir, choice, number)
         if failure.damaged_checkpoint and choice.action is not Action.STOP:
             self.damaged.put_aside(failure, restart_dir, self._events)

@@ -145,7 +145,7 @@ class IndependentRun:
             return self._agreement.forced_end or self._channel.published(topic, AgreedStep)
         step = self._decide_about_exits(supervised)
         if step is None and not serves_others:
-            end = self._decisions.may_start() if self._supervisor.requests.to_end else None
+            end = self._decisions.may_start(self._restart_dir()) if self._supervisor.requests.to_end else None
             all_well = len(supervised.well) == self._group.plan.num_workers
             over = AgreedStep(action="next_role", generations=dict(self._decisions.generations))
             step = end or (over if all_well else None)

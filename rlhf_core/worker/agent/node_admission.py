@@ -113,11 +113,12 @@ class NodeAdmission:
     def _check_nodes(self) -> AgreedStep | None:
         """Compare and measure the nodes; return the end if one of them is unfit."""
         probe, requests, decisions = self._probe, self._requests, self._decisions
+        restart_dir = self._job.attempt_dir.restart(0)
 
         def after_facts(facts: Mapping[int, NodeFacts]) -> AgreedStep:
             # A node that cannot read its orders is a finding; it does not abort the attempt here.
             unread = requests.broken_kind is FailureKind.CONFIG and requests.broken_node != ""
-            step = decisions.requested_end() if unread else decisions.may_start()
+            step = decisions.requested_end() if unread else decisions.may_start(restart_dir)
             if step is not None and step.action == "end":
                 return step
             ahead_s = {index: self._channel.ahead_s(index) for index in facts}
@@ -125,7 +126,7 @@ class NodeAdmission:
             return self._after_checks(last=not probe.measures)
 
         def after_speeds(speeds: Mapping[int, NodeSpeed], number: int) -> AgreedStep:
-            step = decisions.may_start()
+            step = decisions.may_start(restart_dir)
             if step.action == "end":
                 return step
             return AgreedStep(action="again") if probe.take_speeds(speeds, number) else self._after_checks(last=True)

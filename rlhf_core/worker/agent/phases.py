@@ -213,6 +213,7 @@ class Agent:
                 runs[plan.role] = self._run_alone(plan, alone[plan.role], serves_others=bool(together))
         try:
             while runs:
+                self._supervisor.take_turn()
                 for role, run in list(runs.items()):
                     try:
                         next(run)
@@ -230,6 +231,7 @@ class Agent:
         finally:
             for run in runs.values():
                 run.close()
+            self._supervisor.end_turns()
 
     def _independent(self, plan: GroupPlan, phase: int) -> IndependentRun:
         job = self._job
@@ -276,7 +278,7 @@ class Agent:
             topic = f"{plan.role}/{generation}"
             folder = self._restart_dir if is_main else job.attempt_dir.group(plan.role, generation)
             step = yield from self._agreement.agree(
-                f"ready/{topic}", Ready(), Ready, lambda _: self._decisions.begin_start(plan)
+                f"ready/{topic}", Ready(), Ready, lambda _: self._decisions.begin_start(plan, self._restart_dir)
             )
             if step.action == "start":
                 group = self._elastic(plan, generation, folder, step.store, is_main=is_main)

@@ -50,7 +50,8 @@ UNHEARD_TIMEOUT_S = 3.0
 """Silence of an agent, several heartbeats long, after which its workers count as missing for those that wait for them:
 a lost node of rollout engines is diagnosed as such rather than as a hang of the trainers."""
 LEADER_LOST_TIMEOUT_S = 10.0
-"""Longest time for the main thread to exit after agent 0 was lost: without its store no agreement is possible."""
+"""Longest time for the main thread to exit after agent 0 was lost, without whose store no agreement is possible, or
+after it was found to be stuck itself."""
 END_TIMEOUT_S = 120.0
 """The same for any other cause; allows for an outcome that cannot be written for a while."""
 
@@ -81,6 +82,7 @@ class Supervisor(threading.Thread):
         self._events = events
         self._new_commands = new_commands
         self._agent_floor_s = spec.agent_floor_s
+        self._main_floor_s = spec.setup_floor_s
         self._deadline = deadline
         self._is_superseded = is_superseded
         self._owned_elsewhere = owned_elsewhere
@@ -101,6 +103,10 @@ class Supervisor(threading.Thread):
         self._unwritten = ""
         self._num_pauses = 0
         self._may_be_superseded = False
+        self._turn: int | None = None
+        self._turn_seen: int | None = None
+        self._ticked_at_s = time.monotonic()
+        self._main_stuck_s = 0.0
 
     # -----------------------------------------------------------------------------------------------------------------
     # Called by the main thread
@@ -131,6 +137,14 @@ class Supervisor(threading.Thread):
         elif self.requests.stop and not group.is_alone:
             group.seat.slots.request_stop()
         return supervised
+
+    def take_turn(self) -> None:
+        """Show that the main thread is not stuck in a call; called all the time during a phase."""
+        self._turn = (self._turn or 0) + 1
+
+    def end_turns(self) -> None:
+        """Expect no more turns until the next one: the phase is over."""
+        self._turn = None
 
     def settle(self) -> None:
         """Wait, after this node's workers have exited, until no investigation of them is in progress."""
@@ -185,6 +199,7 @@ class Supervisor(threading.Thread):
                     one.hang_check.clear()
             if self._may_be_superseded:
                 self._leave_if_superseded()
+            self._watch_main_thread(now_s)
             state = self._state(now_s)
             self._channel.send("state", state)
             if refusal := self._channel.new_refusal():
@@ -211,6 +226,18 @@ class Supervisor(threading.Thread):
                 self._deadline.leave_now()
             self._may_be_superseded = False
 
+    def _watch_main_thread(self, now_s: float) -> None:
+        """Give up this node if its main thread is stuck in a call, as on a hung file system: all nodes would wait for
+        it forever. Only time in which this thread was able to run counts."""
+        passed_s, self._ticked_at_s = min(now_s - self._ticked_at_s, 1.0), now_s
+        is_stuck = self._turn is not None and self._turn == self._turn_seen
+        self._main_stuck_s = self._main_stuck_s + passed_s if is_stuck else 0.0
+        self._turn_seen = self._turn
+        if self._main_stuck_s > self._main_floor_s:
+            stuck = f"the main thread of the agent of {self._node} has been stuck for {self._main_stuck_s:.0f} s"
+            self._give_up(self._node, stuck, FailureKind.NODE_LOST)
+            self._end_in(LEADER_LOST_TIMEOUT_S, f"{stuck}, and it has not ended")
+
     def _end_in(self, seconds: float, why: str) -> None:
         """Set a deadline after which this agent is killed, in case its main thread is stuck in a call."""
         self._deadline.set(seconds, f"{why} within {seconds:.0f} s; its second thread ends it")
@@ -223,10 +250,13 @@ class Supervisor(threading.Thread):
             pids = [pid for rank in ranks for pid in (rank.pid, *(other.pid for other in rank.speaks_for))]
             self._reading = self._telemetry.read(pids)
         groups = tuple(one.state(self.orders.group(role), self._reading) for role, one in self._groups.items())
+        is_broken = self.requests.broken_node == self._node
         return NodeState(
             wall_s=time.time(),
             groups=groups,
             ended_by=self.requests.end,
+            broken=self.requests.broken if is_broken else "",
+            broken_kind=self.requests.broken_kind,
             published=self._published,
             telemetry=self._reading,
         )
