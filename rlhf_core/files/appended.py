@@ -64,8 +64,12 @@ class LineWriter:
 
     def _append(self, content: bytes) -> None:
         rest = memoryview(content)
-        while rest:
-            rest = rest[self._file.write(rest) :]
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            error.filename = str(self._path)  # the system names a file only when it is opened
+            raise
 
     def _mend(self) -> str:
         """Make sure that the next line goes into the file at this path. Returns a description of a loss, or an empty

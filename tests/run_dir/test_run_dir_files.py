@@ -38,6 +38,13 @@ def test_a_torn_line_waits_for_its_end_and_does_not_swallow_the_next(tmp_path: P
     assert steps(path) == [1, 3]
 
 
+def test_a_line_that_a_full_disk_refuses_names_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: .*metrics\.jsonl"):
+        LineWriter(path).write(line(1))
+
+
 def test_blocks_go_on_from_an_offset_and_come_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
