@@ -1,8 +1,7 @@
 """Parser of launch lines of training programs: the launcher of the ranks, the program, and its options. Pure.
 
-For launchers, it knows which of their options take a value, according to their command lines (torch 2.13, accelerate
-1.14, deepspeed 0.19, torchtune 0.6). For programs it does not: words after an option that do not begin with a dash are
-taken as its values.
+``known_programs`` lists the options of launchers that take no value. For programs there is no such list: words after an
+option that do not begin with a dash are taken as its values.
 """
 
 import re
@@ -11,15 +10,23 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Literal
 
-Launcher = Literal[
-    "torchrun", "accelerate", "deepspeed", "swift", "trl", "axolotl", "llamafactory", "torchtune", "mpirun", "srun",
-    "python", "",
-]  # fmt: skip
-"""Program that starts the ranks. ``swift``, ``trl`` and the like start torchrun or accelerate themselves; with srun,
-mpirun and python, each process is a rank; empty for an unknown program."""
-
-SHELLS = frozenset(["bash", "sh", "zsh", "dash"])
-"""Shells that take a text to run."""
+from rlhf_core.shell.known_programs import (
+    CONFIG_OPTIONS,
+    CONFIG_SUFFIXES,
+    CONTAINERS,
+    FILES_OF_LAUNCHERS,
+    FLAGS,
+    LAUNCHER_MODULES,
+    LAUNCHERS,
+    PAIRED,
+    PYTHON,
+    SHELLS,
+    SUBMITTER,
+    SUITES,
+    WRAPPERS,
+    Launcher,
+    flags_of,
+)
 
 Role = Literal["variable", "wrapper", "launcher", "launcher_option", "program", "argument", "positional"]
 
@@ -96,136 +103,10 @@ class LaunchLine:
         return next((self.arguments[name][0] for name in names if self.arguments.get(name)), None)
 
 
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_FLAGS: Mapping[str, frozenset[str]] = {
-    "torchrun": _words("standalone m module no_python run_path virtual_local_rank use_env h help"),
-    "accelerate": _words(
-        """cpu multi_gpu tpu use_mps_device use_deepspeed use_fsdp use_megatron_lm use_parallelism_config use_xpu quiet
-        q m module no_python debug enable_cpu_affinity same_network dynamo_use_fullgraph dynamo_use_dynamic
-        dynamo_use_regional_compilation tpu_use_cluster no_tpu_cluster tpu_use_sudo fp8_override_linear_precision h
-        help"""
-    ),
-    "deepspeed": _words(
-        "no_python module no_local_rank no_ssh force_multi save_pid bind_cores_to_rank no_ssh_check elastic_training "
-        "h help"
-    ),
-    "python": _words("m u O OO B E I s S v q b d i P x"),
-    "mpirun": _words(
-        "allow_run_as_root bind_to_none oversubscribe tag_output v q nooversubscribe report_bindings display_map"
-        " display_allocation use_hwthread_cpus timestamp_output nolocal"
-    ),
-    "srun": _words(
-        "exclusive overlap overcommit O l label u unbuffered E preserve_env k no_kill v verbose Q quiet s oversubscribe"
-        " pty export_all contiguous container_mount_home no_container_mount_home container_writable K kill_on_bad_exit"
-        " I immediate X disable_status Z no_allocate H hold exact multi_prog nice propagate quit_on_interrupt"
-        " spread_job use_min_nodes container_remap_root no_container_remap_root container_entrypoint"
-        " no_container_entrypoint container_readonly"
-    ),
-    "env": _words("i ignore_environment 0 null v debug"),
-    "exec": _words("c l"),
-    "time": _words("p portability v verbose q quiet a append"),
-    "setsid": _words("c ctty f fork w wait"),
-    "numactl": _words("l localalloc a all b balancing"),
-    "sudo": _words("E preserve_env H set_home n non_interactive S stdin b background P preserve_groups"),
-    "uv": _words(
-        """no_sync frozen isolated no_project q quiet v verbose active locked offline all_extras dev no_dev only_dev
-        all_groups no_default_groups no_editable exact no_env_file all_packages s script m module no_config no_index
-        U upgrade reinstall refresh compile_bytecode no_build_isolation no_build no_binary n no_cache managed_python
-        no_managed_python no_python_downloads native_tls no_progress no_sources"""
-    ),
-    "conda": _words("no_capture_output live_stream v"),
-    "pixi": _words("frozen locked no_install clean_env skip_deps as_is q quiet v verbose"),
-    "ray": _words("no_wait verbose no_format"),
-    "sbatch": _words(
-        "parsable W wait H hold exclusive test_only requeue no_requeue Q quiet v verbose s oversubscribe O overcommit"
-        " k no_kill contiguous spread_job use_min_nodes reboot ignore_pbs I immediate container_mount_home"
-        " no_container_mount_home container_writable"
-    ),
-    "docker": _words(
-        "i t d it interactive tty detach rm privileged init P publish_all read_only no_healthcheck oom_kill_disable"
-    ),
-    "container": _words(
-        "nv nvccli rocm cleanenv e c contain C containall writable_tmpfs w writable no_home f fakeroot u userns no_eval"
-        " compat"
-    ),
-}
-"""Options without a value, or with one only in the same word; all other options of these programs take one."""
-_PAIRED = _words("mca gmca omca pmca")
-"""Options of mpirun that take two values."""
-
-_WRAPPERS: Mapping[str, tuple[str, ...]] = {
-    "env": (),
-    "nohup": (),
-    "exec": (),
-    "setsid": (),
-    "time": (),
-    "nice": (),
-    "stdbuf": (),
-    "numactl": (),
-    "srun": (),
-    "sbatch": (),
-    "uv": ("run",),
-    "poetry": ("run",),
-    "pipenv": ("run",),
-    "pixi": ("run",),
-    "conda": ("run",),
-    "micromamba": ("run",),
-    "ray": ("job", "submit"),
-    "apptainer": ("exec",),
-    "singularity": ("exec",),
-    "docker": ("run",),
-    "podman": ("run",),
-    "sudo": (),
-}
-"""Programs that only start another program, with the words of their subcommand."""
-SUBMITTER = "submitter"
-"""Name of the wrapper for any program with the words ``-- LAUNCHER``: mason.py of open-instruct, for instance."""
-CONTAINERS = _words("apptainer singularity docker podman")
-"""Wrappers with one word before the program: the image."""
-
-_SCRIPTS: Mapping[str, tuple[Launcher, tuple[str, ...]]] = {
-    "torchrun": ("torchrun", ()),
-    "torch-distributed-launch": ("torchrun", ()),
-    "accelerate": ("accelerate", ("launch",)),
-    "accelerate-launch": ("accelerate", ()),
-    "deepspeed": ("deepspeed", ()),
-    "tune": ("torchtune", ("run",)),
-    "mpirun": ("mpirun", ()),
-    "mpiexec": ("mpirun", ()),
-}
-"""Launchers with options of their own before the program."""
-_MODULES: Mapping[str, tuple[Launcher, int]] = {
-    "torch.distributed.run": ("torchrun", 0),
-    "torch.distributed.launch": ("torchrun", 0),
-    "accelerate.commands.launch": ("accelerate", 0),
-    "accelerate.commands.accelerate_cli": ("accelerate", 1),
-    "deepspeed.launcher.runner": ("deepspeed", 0),
-}
-"""Modules that are launchers, with the words of their subcommand."""
-_SUITES: Mapping[str, Launcher] = {
-    "swift": "swift",
-    "megatron": "swift",
-    "trl": "trl",
-    "axolotl": "axolotl",
-    "llamafactory-cli": "llamafactory",
-    "llamafactory": "llamafactory",
-}
-"""Programs that start their ranks themselves, with a subcommand."""
-
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=", re.ASCII)
 _SETTING = re.compile(r"\+{0,2}~?([A-Za-z_@][\w.@/-]*)=", re.ASCII)
 _EXPANSION = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*(?:\[@\])?\})", re.ASCII)
 _NUMBER = re.compile(r"-\.?\d[\d.,:eE+-]*")
-_PYTHON = re.compile(r"(?:python|pypy)[\d.]*(?:t|w)?(?:\.exe)?", re.ASCII)
-_CONFIG_OPTIONS = _words(
-    "config config_file config_path deepspeed deepspeed_config ds_config deepspeed_config_file fsdp_config"
-)
-_FILES_OF_LAUNCHERS = _words("config_file deepspeed_config_file")
-"""Options of accelerate that name a file whatever its suffix. A program may use the same option for a name."""
-_CONFIG_SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 
 
 def normalized(word: str) -> str:
@@ -270,15 +151,15 @@ class _LineReader:
             self.at = submitted
             self.read()
             return
-        if name in _SUITES and self._has_subcommand():
-            self.launcher = _SUITES[name]
+        if name in SUITES and self._has_subcommand():
+            self.launcher = SUITES[name]
             self._take("program", 2)
-        elif name in _SCRIPTS and self._goes_on(_SCRIPTS[name][1]):
-            self.launcher, words = _SCRIPTS[name]
+        elif name in LAUNCHERS and self._goes_on(LAUNCHERS[name][1]):
+            self.launcher, words = LAUNCHERS[name]
             self._take("launcher", 1 + len(words))
-            self._options(_flags(self.launcher), "launcher_option")
+            self._options(flags_of(self.launcher), "launcher_option")
             self._program()
-        elif _PYTHON.fullmatch(name):
+        elif PYTHON.fullmatch(name):
             self._python()
         else:
             self.launcher = "srun" if self._is_in("srun") else ""
@@ -288,20 +169,20 @@ class _LineReader:
     def _submitted(self) -> int:
         """Index of the launcher that another program gets after ``--``; 0 without one."""
         rest = self.argv[self.at :]
-        if "--" not in rest or self.name in _SUITES or self.name in _SCRIPTS:
+        if "--" not in rest or self.name in SUITES or self.name in LAUNCHERS:
             return 0
         after = rest.index("--") + 1
         if "&&" in rest[after:]:  # a command for a shell on the nodes
             after = len(rest) - rest[::-1].index("&&")
         name = PurePosixPath(rest[after]).name if after < len(rest) else ""
-        return self.at + after if name in _SUITES or name in _SCRIPTS or _PYTHON.fullmatch(name) else 0
+        return self.at + after if name in SUITES or name in LAUNCHERS or PYTHON.fullmatch(name) else 0
 
     def _prefix(self) -> None:
         while self.at < len(self.argv):
             name = self.name
             if _VARIABLE.match(self.word):
                 self._take("variable", 1, self.word.partition("=")[0], is_joined=True)
-            elif name in _WRAPPERS and self._goes_on(_WRAPPERS[name]) and self.at + 1 < len(self.argv):
+            elif name in WRAPPERS and self._goes_on(WRAPPERS[name]) and self.at + 1 < len(self.argv):
                 self._wrapper(name)
             else:
                 return
@@ -309,9 +190,9 @@ class _LineReader:
     def _wrapper(self, name: str) -> None:
         start = len(self.items)
         first, image = self.at, ""
-        self.at += 1 + len(_WRAPPERS[name])
+        self.at += 1 + len(WRAPPERS[name])
         kind = {"apptainer": "container", "singularity": "container", "podman": "docker"}.get(name, name)
-        flags = _FLAGS.get(kind, frozenset())
+        flags = FLAGS.get(kind, frozenset())
         self._options(flags, "wrapper")
         options = dict(self._wrapper_option(item) for item in self.items[start:])
         if name in CONTAINERS:
@@ -358,7 +239,7 @@ class _LineReader:
             is_short = role == "wrapper" or (self.launcher == "python" and word[1] in "WX")
             holds_value = is_short and len(word) > 2 and word[1] != "-"
             alone = is_joined or holds_value or is_group or name in flags
-            is_paired = self.launcher == "mpirun" and name in _PAIRED
+            is_paired = self.launcher == "mpirun" and name in PAIRED
             self._take(role, 1 if alone else 3 if is_paired else 2, name, is_joined=is_joined)
             if name in ("m", "module") or (is_group and "m" in name):
                 self.is_module = role == "launcher_option"
@@ -374,15 +255,15 @@ class _LineReader:
         first = len(self.items)
         self.launcher = "python"
         self._take("launcher", 1)
-        self._options(_FLAGS["python"], "launcher_option")
+        self._options(FLAGS["python"], "launcher_option")
         module = self.word if self.is_module else ""
-        if module in _MODULES:
-            self.launcher, words = _MODULES[module]
+        if module in LAUNCHER_MODULES:
+            self.launcher, words = LAUNCHER_MODULES[module]
             self.is_module = False
             stop = min(self.at + 1 + words, len(self.argv))
             self.items[first:] = [LaunchItem("launcher", "", self.items[first].start, stop)]
             self.at = stop
-            self._options(_flags(self.launcher), "launcher_option")
+            self._options(flags_of(self.launcher), "launcher_option")
         elif self._is_in("srun"):
             self.launcher = "srun"
         self._program()
@@ -390,12 +271,12 @@ class _LineReader:
     def _program(self) -> None:
         if self.word == "--":
             self._take("launcher", 1)
-        if self.name in _SUITES and self._has_subcommand():
+        if self.name in SUITES and self._has_subcommand():
             self._take("program", 2)
             return
-        if self.launcher == "mpirun" and _PYTHON.fullmatch(self.name):
+        if self.launcher == "mpirun" and PYTHON.fullmatch(self.name):
             self._take("launcher", 1)
-            self._options(_FLAGS["python"], "launcher_option")
+            self._options(FLAGS["python"], "launcher_option")
         self._take("program", 1)
 
     def _rest(self) -> None:
@@ -425,10 +306,10 @@ class _LineReader:
         options = {item.name: (self._values(item) or ("",))[0] for item in self.items if item.role == "launcher_option"}
         positional = tuple(self.argv[item.start] for item in self.items if item.role == "positional")
         variables = {item.name: self._values(item)[0] for item in self.items if item.role == "variable"}
-        named = [value for name in sorted(_CONFIG_OPTIONS) for value in arguments.get(name, ())[:1]]
-        named += [value for name, value in options.items() if name in _CONFIG_OPTIONS]
-        files = [value for value in [*named, *positional] if value.lower().endswith(_CONFIG_SUFFIXES)]
-        files += [value for name, value in options.items() if name in _FILES_OF_LAUNCHERS and value]
+        named = [value for name in sorted(CONFIG_OPTIONS) for value in arguments.get(name, ())[:1]]
+        named += [value for name, value in options.items() if name in CONFIG_OPTIONS]
+        files = [value for value in [*named, *positional] if value.lower().endswith(CONFIG_SUFFIXES)]
+        files += [value for name, value in options.items() if name in FILES_OF_LAUNCHERS and value]
         return LaunchLine(
             argv=self.argv,
             launcher=self.launcher,
@@ -449,10 +330,6 @@ class _LineReader:
         if item.is_joined:
             return (self.argv[item.start].partition("=")[2],)
         return self.argv[item.start + 1 : item.stop]
-
-
-def _flags(launcher: str) -> frozenset[str]:
-    return _FLAGS["torchrun" if launcher == "torchtune" else launcher]
 
 
 def _is_option(word: str) -> bool:

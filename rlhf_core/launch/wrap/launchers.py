@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 
 from rlhf_core.launch.wrap.draft import Draft, number
 from rlhf_core.launch.wrap.scripts import SCRIPTS
-from rlhf_core.shell.launch_line import Launcher, LaunchLine, Role
+from rlhf_core.shell.known_programs import Launcher
+from rlhf_core.shell.launch_line import LaunchLine, Role
 
 _TORCHRUN = {
     "nnodes": "{num_nodes}",

@@ -9,7 +9,8 @@ from pathlib import PurePosixPath
 from rlhf_core.launch.wrap.draft import UnreadPart, number
 from rlhf_core.launch.wrap.slurm_counts import derived_nodes, gpu_requests, gpus_per_node, tasks_per_node
 from rlhf_core.launch.wrap.slurm_options import read_options, split_options
-from rlhf_core.shell.launch_line import CONTAINERS, SHELLS, SUBMITTER, LaunchLine, read_launch_line
+from rlhf_core.shell.known_programs import CONTAINERS, SHELLS, SUBMITTER
+from rlhf_core.shell.launch_line import LaunchLine, read_launch_line
 from rlhf_core.shell.lexer import FOLDER_OF_SCRIPT
 from rlhf_core.shell.script import ShellCommand, ShellScript, read_shell
 

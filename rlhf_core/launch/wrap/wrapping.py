@@ -21,7 +21,8 @@ from rlhf_core.launch.wrap.launchers import axolotl_launcher_words, is_of_ray, r
 from rlhf_core.launch.wrap.scripts import DROPPED, ScriptFacts, ScriptPlace, read_script, take_script_within
 from rlhf_core.launch.wrap.slurm_options import read_options, read_slurm, split_options
 from rlhf_core.schemas.slurm_values import VARIABLE
-from rlhf_core.shell.launch_line import SUBMITTER, LaunchLine, Wrapper, read_launch_line
+from rlhf_core.shell.known_programs import SUBMITTER
+from rlhf_core.shell.launch_line import LaunchLine, Wrapper, read_launch_line
 from rlhf_core.text.redaction import is_secret_name
 
 MAX_LINE = 100_000
