@@ -87,13 +87,13 @@ def _with_program(
     variables = {name: fill(value, values) for name, value in trainer.variables.items()}
     search = variables.get("PATH") or place.variables.get("PATH") or os.defpath
     variables["PATH"] = f"{side.folder}/bin{os.pathsep}{search}" if side.folder else search
-    setup = (*place.slurm.setup, *trainer.setup)
+    setup = [*place.slurm.setup, *trainer.setup]
     if setup:
         found: Mapping[str, Any] | str = ""
         if _only_prepare(setup):
             # This interpreter prints the variables, with -I because the lines may set PYTHONHOME.
             printing = [sys.executable, "-ISc", _PRINT_VARIABLES]
-            command = after_setup(trainer.model_copy(update={"setup": setup}), values, side.folder, printing)
+            command = after_setup(setup, values, side.folder, printing)
             found = query_program(command, tick, variables=variables, folder=working_dir)
         if not isinstance(found, str):
             variables |= found

@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Mapping, Sequence
 
-from rlhf_core.schemas.command_trainer import CommandTrainer, fill
+from rlhf_core.schemas.command_trainer import fill
 from rlhf_core.schemas.run import RunSpec
 
 
@@ -36,19 +36,18 @@ def filled_argv(spec: RunSpec, further: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(fill(word, values) for word in spec.command_trainer.argv)
 
 
-def after_setup(
-    trainer: CommandTrainer, values: Mapping[str, str], environment: str, command: Sequence[str]
-) -> list[str]:
-    """Command that runs ``trainer.setup`` and then another one in the same shell; without such lines, only the latter.
+def after_setup(setup: Sequence[str], values: Mapping[str, str], environment: str, command: Sequence[str]) -> list[str]:
+    """Command that runs shell lines and then another one in the same shell; without such lines, only the latter.
 
     Args:
+        setup: The lines, such as ``trainer.setup``.
         values: Values of placeholders.
         environment: Folder of the trainer's Python environment, whose programs precede those of the lines; empty for
             none.
     """
-    if not trainer.setup:
+    if not setup:
         return [*command]
-    lines = ["set -e", *(fill(line, values) for line in trainer.setup)]
+    lines = ["set -e", *(fill(line, values) for line in setup)]
     if environment:  # `module load python` puts another one before it
         lines.append(f'export PATH={shlex.quote(f"{environment}/bin")}:"$PATH"')
     return ["bash", "-c", "\n".join([*lines, 'exec "$@"']), "setup", *command]

@@ -103,7 +103,7 @@ class LaunchPlace:
         filled = [fill(item, values) for item in line]
         if _ASSIGNMENT.match(filled[0]):  # as a shell reads it
             filled.insert(0, "env")
-        return after_setup(self.trainer, values, self.trainer.environment, filled)
+        return after_setup(self.trainer.setup, values, self.trainer.environment, filled)
 
     def program(self, search: str | None) -> str | None:
         """Path of the program that the launch line starts; None if there is none.

@@ -101,7 +101,7 @@ def _versions(
         given["PATH"] = f"{folder}/bin:{given.get('PATH', os.defpath)}"
 
     def answer(*command: str) -> tuple[str, str]:
-        line = after_setup(trainer, values, str(folder or ""), command)
+        line = after_setup(trainer.setup, values, str(folder or ""), command)
         return _last_lines(line, given, started_in)
 
     where, complaint = answer("bash", "-c", 'command -v "$1"', "rlhf-flows", program)
