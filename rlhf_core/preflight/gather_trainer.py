@@ -24,6 +24,7 @@ from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.command_trainer import CommandTrainer, fill
 from rlhf_core.schemas.launch_values import after_setup, filled_argv, values_of_spec
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.shell.known_programs import CONDAS
 from rlhf_core.shell.launch_line import LaunchLine, normalized, read_launch_line
 from rlhf_core.shell.script import read_shell
 
@@ -31,7 +32,7 @@ _DEEPSPEED = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "ds_conf
 _SCRIPTS = (".py", ".sh")
 _CALLBACK = b"rlhf_core.callback"
 _OF_SHELL = frozenset((
-    "module", "ml", "source", ".", "conda", "mamba", "micromamba", "eval", "ulimit", "umask", "shopt", "cd", "echo",
+    "module", "ml", "source", ".", *CONDAS, "eval", "ulimit", "umask", "shopt", "cd", "echo",
 ))  # fmt: skip
 """Commands that change nothing but the shell they run in."""
 _PRINT_VARIABLES = "import json, os; print(json.dumps(dict(os.environ)))"

@@ -16,6 +16,8 @@ mpirun and python, each process is a rank; empty for an unknown program."""
 
 SHELLS = frozenset(["bash", "sh", "zsh", "dash"])
 """Shells that take a text to run."""
+CONDAS = ("conda", "mamba", "micromamba")
+"""Programs that activate environments of conda."""
 
 
 def _words(text: str) -> frozenset[str]:

@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from rlhf_core.launch.wrap.draft import UnreadPart, number
 from rlhf_core.launch.wrap.slurm_counts import derived_nodes, gpu_requests, gpus_per_node, tasks_per_node
 from rlhf_core.launch.wrap.slurm_options import read_options, split_options
-from rlhf_core.shell.known_programs import CONTAINERS, SHELLS, SUBMITTER
+from rlhf_core.shell.known_programs import CONDAS, CONTAINERS, SHELLS, SUBMITTER
 from rlhf_core.shell.launch_line import LaunchLine, read_launch_line
 from rlhf_core.shell.lexer import FOLDER_OF_SCRIPT
 from rlhf_core.shell.script import ShellCommand, ShellScript, read_shell
@@ -47,7 +47,6 @@ _PREPARES = re.compile(
 """Names of scripts that prepare or clean the nodes."""
 _MAX_REPORTED = 40
 _SETUP = frozenset(["module", "ml", "ulimit"])
-_CONDAS = ("conda", "mamba", "micromamba")
 _ACTIVATING = ("/bin/activate", "/etc/profile.d/conda.sh", "/etc/profile.d/mamba.sh")
 """Files that make an environment or conda ready when they are sourced, in the folder of either."""
 _HOOK = re.compile(r"\$\(\s*(?:\S*/)?(?:conda|mamba|micromamba)\s[^()]*\bhook\b[^()]*\)$")
@@ -253,7 +252,7 @@ def _apply(facts: ScriptFacts, command: ShellCommand) -> None:
             facts.unread.append(UnreadPart(f"line {command.line}: {name} {words[1]}", "set trainer.working_dir"))
         else:
             facts.folder = posixpath.normpath(posixpath.join(facts.folder, words[1]))
-    elif words[1:2] == ("activate",) and name in (*_CONDAS, "source", "."):
+    elif words[1:2] == ("activate",) and name in (*CONDAS, "source", "."):
         if facts.conda and command.is_known:
             facts.environment = _conda_environment(facts, words[2:])
             return
@@ -294,7 +293,7 @@ def _conda_environment(facts: ScriptFacts, words: Sequence[str]) -> str:
 
 
 def _report_others(facts: ScriptFacts, script: ShellScript, chosen: list[ShellCommand], origin: str) -> None:
-    applied = _SILENT | _SETUP | {"cd", "pushd", "source", ".", *_CONDAS}
+    applied = _SILENT | _SETUP | {"cd", "pushd", "source", ".", *CONDAS}
     for command in script.commands:
         name = command.argv[0] if command.argv else ""
         if (chosen and command is chosen[-1]) or name in applied:
