@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -61,6 +61,15 @@ class Site:
 
     def wait_until(self, submission: Submission, state: JobState) -> None:
         until(lambda: self.state(submission) is state)
+
+
+def fill(site: Site) -> None:
+    """Run a job that takes every core of every node, so that further jobs wait."""
+    inventory = site.scheduler.inventory()
+    request = site.request(LONG, attempt=2, num_nodes=len(inventory.node_names))
+    job = site.scheduler.submit(replace(request, cpus_per_node=inventory.cpus_per_node))
+    site.submitted.append(job)
+    site.wait_until(job, JobState.RUNNING)
 
 
 def fake_scheduler() -> FakeScheduler:
@@ -206,10 +215,7 @@ def test_a_waiting_job_is_found_and_never_starts_once_it_is_cancelled(site: Site
     if isinstance(site.scheduler, FakeScheduler):
         site.scheduler.first_state = JobState.PENDING
     else:
-        site.submitted += [
-            site.scheduler.submit(site.request(LONG, attempt=2))
-            for _ in range(site.scheduler.inventory().cpus_per_node)
-        ]
+        fill(site)
     job = site.submit(f"touch {site.folder}/began")
     assert site.state(job) is JobState.PENDING
     assert site.found() == job.job_id
