@@ -169,6 +169,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("command.placeholders", BLOCKED, command(f"{TORCHRUN} --model {{model}}"), "model.path is not set"),
     ("command.placeholders", BLOCKED, command(variables={"OUT": "{outputdir}"}), "trainer.variables.OUT"),
     ("command.placeholders", WARNING, command(f"{TORCHRUN} --x $NODE_RANK"), "write {node_rank}"),
+    ("command.placeholders", WARNING, command(variables={"WANDB_API_KEY": "$WANDB_TOKEN"}), "slurm.pass_environment"),
     (
         "command.environment",
         BLOCKED,
@@ -250,7 +251,13 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("command.batch", BLOCKED, command(f"{TORCHRUN} --generation_batch_size 30"), "--generation_batch_size = 30"),
     ("command.batch", BLOCKED, swift(without(BATCH, SWIFT)), "4 completions at once, --num_generations 8"),
     ("command.vllm", WARNING, command(f"{TORCHRUN} --use_vllm --vllm_mode colocate"), "resources.gpus_per_node = 0"),
-    ("command.vllm", BLOCKED, on_gpus(f"{TORCHRUN} --use_vllm --vllm_mode server"), "--vllm_server_host"),
+    ("command.vllm", WARNING, on_gpus(f"{TORCHRUN} --use_vllm --vllm_mode server"), "--vllm_server_host"),
+    (
+        "command.vllm",
+        BLOCKED,
+        on_gpus(f"{SWIFT} --use_vllm true --vllm_mode server", framework="swift"),
+        "--vllm_server_host",
+    ),
     ("command.vllm", BLOCKED, on_gpus(f"{TORCHRUN} --use_vllm --vllm_tensor_parallel_size 3"), "divisor of 4"),
     ("command.vllm", WARNING, on_gpus(f"{TORCHRUN} --use_vllm --vllm_tensor_parallel_size 4"), "split across nodes"),
     ("command.vllm", BLOCKED, on_gpus(f"{TORCHRUN} --use_vllm --vllm_gpu_memory_utilization 30"), "between 0 and 1"),

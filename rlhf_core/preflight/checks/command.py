@@ -10,6 +10,7 @@ from rlhf_core.preflight.registry import Finding, blocked, check, passed, skippe
 from rlhf_core.schemas.command_trainer import PLACEHOLDERS, CommandTrainer, named_placeholders
 from rlhf_core.schemas.launch_values import values_of_spec
 from rlhf_core.shell.launch_line import read_launch_line
+from rlhf_core.text.redaction import is_secret_name
 
 OTHER_NAMES = {
     "nnodes": "num_nodes",
@@ -68,10 +69,12 @@ def placeholders(facts: Facts) -> Iterator[Finding]:
                 left.append(f"{{{name}}}")
         for name in () if setting == "trainer.argv" and text == for_a_shell else _SHELL_VARIABLE.findall(text):
             wrong = True
-            instead = f"{{{_OF_SHELL[name]}}}" if name in _OF_SHELL else "its value, or `bash -c` in front of the line"
-            yield warning(
-                f"{setting} has ${name}, but no shell expands it", "placeholders in braces", f"write {instead}"
-            )
+            if is_secret_name(name):
+                advice = "remove it, and name the variable that the program reads in slurm.pass_environment"
+            else:
+                instead = f"{{{_OF_SHELL[name]}}}" if name in _OF_SHELL else "its value, or `bash -c` before the line"
+                advice = f"write {instead}"
+            yield warning(f"{setting} has ${name}, but no shell expands it", "placeholders in braces", advice)
     yield from _empty_ones(facts, trainer)
     if not wrong:
         as_they_are = f"; not replaced: {', '.join(dict.fromkeys(left))}" if left else ""

@@ -94,11 +94,13 @@ def vllm(facts: Facts) -> Iterator[Finding]:
     mode = arguments.text("vllm_mode") or ("colocate" if arguments.trainer.framework == "trl" else "")
     problems = [*_vllm_ranks(facts, arguments, mode), *_vllm_memory(facts, arguments, mode)]
     if mode == "server" and not arguments.is_given("vllm_server_host", "vllm_server_base_url"):
+        # TRL's rank 0, the only one that asks it, then looks for a server on its own node.
+        verdict, where = (warning, "node 0") if arguments.trainer.framework == "trl" else (blocked, "some node")
         problems.append(
-            blocked(
+            verdict(
                 "--vllm_mode server without --vllm_server_host or --vllm_server_base_url",
-                "the address of a server that runs beside the training",
-                "add it, or use --vllm_mode colocate",
+                f"a server on {where}, which this run does not start",
+                "add its address, or use --vllm_mode colocate",
             )
         )
     elif not mode and arguments.is_whole and arguments.line.launcher == "swift":
