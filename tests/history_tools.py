@@ -555,7 +555,7 @@ def _postgres_programs() -> Path:
     try:
         import psycopg  # noqa: F401 - only whether it is there
     except ImportError:
-        raise LookupError("needs the PostgreSQL driver (pip install 'rlhf-flows[postgres]')") from None
+        raise LookupError("needs the PostgreSQL driver (pip install '.[postgres]')") from None
     return folders[-1]
 
 

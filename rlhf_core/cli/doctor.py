@@ -13,6 +13,7 @@ from rlhf_core import __version__
 from rlhf_core.config.site import Site
 from rlhf_core.errors import DatabaseUnavailable, RlhfError
 from rlhf_core.files import private as private_files
+from rlhf_core.machine.installation import pip_install
 from rlhf_core.preflight import gather_facts
 from rlhf_core.preflight.checks.environment import NEEDED_ALWAYS
 from rlhf_core.preflight.facts import ComputeSide
@@ -62,13 +63,13 @@ def _compute_python(compute: ComputeSide) -> Item:
     version = ".".join(map(str, compute.version))
     if compute.rlhf_flows != __version__:
         has = f"rlhf-flows {compute.rlhf_flows}" if compute.rlhf_flows else "no rlhf-flows"
-        advice = f"{compute.python} -m pip install 'rlhf-flows[training]=={__version__}'"
+        advice = f"{compute.python} -m {pip_install('training')}"
         return Item("compute interpreter", False, f"{compute.python} (Python {version}) has {has}", advice)
     return Item("compute interpreter", True, f"{compute.python} (Python {version})")
 
 
 def _packages(compute: ComputeSide) -> Iterator[Item]:
-    install = f"{compute.python} -m pip install 'rlhf-flows[training]'"
+    install = f"{compute.python} -m {pip_install('training')}"
     advice = f"{install}, or set RLHF_COMPUTE_PYTHON to an interpreter that has it"
     for name in sorted(NEEDED_ALWAYS):
         version = compute.packages.get(name, "")

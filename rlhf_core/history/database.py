@@ -17,6 +17,7 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
 
 from rlhf_core.errors import BadConfig, DatabaseUnavailable, HistoryError, UnsafeDatabase
+from rlhf_core.machine.installation import pip_install
 from rlhf_core.text.redaction import masked
 
 BUSY_TIMEOUT_S = 30.0
@@ -232,7 +233,7 @@ def _postgres_engine(url: URL) -> Engine:
         engine = create_engine(url, pool_pre_ping=True, isolation_level="READ COMMITTED", connect_args=settings)
     except (ModuleNotFoundError, NoSuchModuleError):
         raise HistoryError(
-            "RLHF_DATABASE_URL names a PostgreSQL server, but its driver is missing: pip install 'rlhf-flows[postgres]'"
+            f"RLHF_DATABASE_URL names a PostgreSQL server, but its driver is missing: {pip_install('postgres')}"
         ) from None
 
     @event.listens_for(engine, "connect")

@@ -476,7 +476,7 @@ def test_a_missing_library_is_named_with_advice(
     assert execute(["export", "last", "--to", to, "--out", str(tmp_path / "out")]) == 2
     output = capsys.readouterr().err
     assert f"exporting to {to} needs the package {package}" in output
-    assert "pip install 'rlhf-flows[export]'" in output
+    assert "pip install 'rlhf-flows[export]" in output
     assert not (tmp_path / "out").exists()
 
 

