@@ -13,7 +13,7 @@ from rlhf_core.schemas.command_trainer import PLACEHOLDERS, SIGHTS, CommandTrain
 HEAD = """\
 # Bring your own trainer
 
-Keep the trainer you have: ms-swift, TRL, OpenRLHF, or any script that torchrun starts. With `trainer.kind = "command"`,
+Keep the trainer you have: ms-swift, TRL, OpenRLHF, verl, or any script. With `trainer.kind = "command"`,
 rlhf-flows runs it unmodified in its own Python environment, and adds preflight checks, supervision, retries, resume,
 metrics and history. Nothing is installed into the trainer's environment.
 
@@ -49,6 +49,10 @@ the way it resumes │ set trainer.checkpoint_name, checkpoint_complete, resume 
                    │ starts at step 0
 ...
 ```
+
+For programs of `transformers.Trainer` (TRL, ms-swift, LLaMA-Factory, axolotl), OpenRLHF and verl, it knows the
+checkpoints and the way to resume, and adds the options for steps, output folder and checkpoints that the line lacks.
+verl's steps and metrics are read from the lines of its console logger.
 
 `rlhf check my.toml` shows all findings before anything starts; `rlhf run` makes the same checks. If your command sets a
 number of epochs, or no length at all, add `--steps N`: a run needs to know after how many optimizer steps it is

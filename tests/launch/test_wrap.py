@@ -143,9 +143,11 @@ LINES: dict[str, tuple[list[str], dict[str, Any], list[str]]] = {
     ),
     "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo trainer.n_gpus_per_node=8 trainer.nnodes=1"
     " trainer.save_freq=20 trainer.total_epochs=15": (
-        ["trainer.n_gpus_per_node={gpus_per_node} trainer.nnodes={num_nodes} trainer.save_freq={checkpoint_every}"],
-        {"trainer.launch": "per_node", "resources.gpus_per_node": 8, "trainer.algorithm": "grpo"},
-        ["optimizer steps: 15 epochs", "output folder", "the way it resumes"],
+        ["trainer.n_gpus_per_node={gpus_per_node} trainer.nnodes={num_nodes} trainer.save_freq={checkpoint_every}",
+         "trainer.total_training_steps={num_steps} trainer.default_local_dir={output_dir}"],
+        {"trainer.launch": "per_node", "resources.gpus_per_node": 8, "trainer.algorithm": "grpo",
+         "trainer.checkpoint_name": "global_step_{step}", "trainer.resume": "argument"},
+        ["optimizer steps: 15 epochs"],
     ),
     "ray job submit --address=http://h:1 -- python3 -m openrlhf.cli.train_ppo_ray --actor_num_nodes 2"
     " --actor_num_gpus_per_node 8 --advantage_estimator group_norm --colocate_all_models --bf16": (
@@ -379,6 +381,18 @@ def test_resume_options() -> None:
     kept = wrapped("swift sft --resume_from_checkpoint out/checkpoint-9 --max_steps 1")
     assert "out/checkpoint-9" in kept.argv
     assert any("the first attempt starts from it" in part.place for part in kept.read)
+
+
+def test_the_way_to_resume_of_verl() -> None:
+    recipe = "python -m recipe.dapo.main_dapo actor_rollout_ref.model.path=m trainer.total_training_steps=9"
+    given = " trainer.resume_mode=auto trainer.del_local_ckpt_after_load=True trainer.logger=['wandb']"
+    found = wrapped(recipe + given)
+    assert not {word for word in found.argv if "resume" in word or "del_local" in word}
+    resume_argv = ("trainer.resume_mode=resume_path", "trainer.resume_from_path={checkpoint}")
+    assert setting(found, "trainer.resume_argv") == [*resume_argv]
+    assert any("console" in part.advice for part in found.unread)
+    kept = wrapped(f"{recipe} trainer.resume_mode=resume_path trainer.resume_from_path=/old/global_step_7")
+    assert {"trainer.resume_mode=resume_path", "trainer.resume_from_path=/old/global_step_7"} <= {*kept.argv}
 
 
 def test_secrets_are_in_no_config() -> None:

@@ -5,7 +5,7 @@ import posixpath
 from collections.abc import Sequence
 
 from rlhf_core.launch.wrap.draft import Draft, number
-from rlhf_core.launch.wrap.frameworks import Family
+from rlhf_core.launch.wrap.frameworks import OF_VERL, Family
 from rlhf_core.schemas.command_trainer import PLACEHOLDERS, named_placeholders
 
 STEPS = (
@@ -49,6 +49,21 @@ _PER_DEVICE = (
 _ACCUMULATED = ("gradient_accumulation_steps", "grad_accum_steps", "accumulation_steps")
 _WHOLE_BATCH = ("train_batch_size", "global_batch_size", "data.train_batch_size", "train.batch_size")
 _STAYS = "stays in the launch line"
+_VERL_METRICS = {
+    "reward": "critic/score/mean",
+    "loss": "actor/pg_loss",
+    "grad_norm": "actor/grad_norm",
+    "lr": "actor/lr",
+    "entropy": "actor/entropy",
+    "completion_length": "response_length/mean",
+    "step_time": "timing_s/step",
+}
+"""Names of verl by those of transformers and TRL, which are known to all programs."""
+VERL_PATTERNS = (
+    r"\bstep:(?P<step>\d+) - ",
+    *(rf" - {theirs}:(?:np\.\w+\()?(?P<{name}>[-+.\w]+)" for name, theirs in _VERL_METRICS.items()),
+)
+"""The line of metrics that verl prints after every step; some versions print numbers as ``np.float64(0.5)``."""
 
 
 def read_arguments(draft: Draft, family: Family, steps: int | None) -> None:
@@ -104,8 +119,8 @@ def _read_steps(draft: Draft, family: Family, steps: int | None) -> None:
     found = steps or number(text)
     if found is not None:
         draft.set("trainer.num_steps", found, "optimizer steps", f"{found} (--steps)" if steps else found)
-    if family.has_trainer:
-        draft.put("argument", ["max_steps"], "{num_steps}", family.spelled("max_steps"))
+    if (known := family.known) is not None:
+        draft.put("argument", [known.steps], "{num_steps}", family.spelled(known.steps))
     elif not _put_in_first(draft, STEPS, "{num_steps}") and found is not None:
         draft.missing(
             "the option that sets the number of steps of the program",
@@ -113,13 +128,13 @@ def _read_steps(draft: Draft, family: Family, steps: int | None) -> None:
         )
     epochs = _value(draft, family, *_EPOCHS)
     if found is None:
-        known = f"optimizer steps: {epochs} epochs are given" if epochs else "optimizer steps"
+        what = f"optimizer steps: {epochs} epochs are given" if epochs else "optimizer steps"
         draft.missing(
-            known + (f" ({text})" if text and "$" in text else ""),
+            what + (f" ({text})" if text and "$" in text else ""),
             "wrap again with --steps N, or set trainer.num_steps: rows x epochs / rows per step",
         )
     elif epochs:
-        draft.report("epochs", epochs, _STAYS + ("; --max_steps has precedence" if family.has_trainer else ""))
+        draft.report("epochs", epochs, _STAYS + (f"; {known.steps} has precedence" if known is not None else ""))
 
 
 def _read_output(draft: Draft, family: Family) -> None:
@@ -127,8 +142,8 @@ def _read_output(draft: Draft, family: Family) -> None:
     if family.name == "openrlhf":
         _put_either(draft, family, "save_path", "ckpt.output_dir", "{output_dir}/model")
         _put_either(draft, family, "ckpt_path", "ckpt.path", "{output_dir}/checkpoints")
-    elif family.has_trainer:
-        draft.put("argument", ["output_dir"], "{output_dir}", family.spelled("output_dir"))
+    elif (known := family.known) is not None:
+        draft.put("argument", [known.output], "{output_dir}", family.spelled(known.output))
     elif not _put_in_first(draft, _OUTPUT, "{output_dir}"):
         draft.missing("output folder", "pass {output_dir} to the program in trainer.argv, or set trainer.output_dir")
         return
@@ -157,11 +172,11 @@ def _read_checkpoints(draft: Draft, family: Family) -> None:
     every = number(text)
     if every is not None:
         draft.set("checkpoint.every_num_steps", every, "steps between checkpoints")
-    if family.has_trainer:
+    if (known := family.known) is not None:
+        draft.put("argument", [known.save_every], "{checkpoint_every}", family.spelled(known.save_every))
         if _value(draft, family, "save_strategy") not in (None, "steps"):
             draft.put("argument", ["save_strategy"], "steps", family.spelled("save_strategy"))
             draft.report("--save_strategy", _value(draft, family, "save_strategy"), "number of steps of the run")
-        draft.put("argument", ["save_steps"], "{checkpoint_every}", family.spelled("save_steps"))
         if draft.line.launcher == "axolotl" and _value(draft, family, "saves_per_epoch"):  # refuses both
             draft.put("argument", ["saves_per_epoch"], "0", "--saves-per-epoch")
     elif family.name == "openrlhf":
@@ -206,6 +221,9 @@ def _read_resume(draft: Draft, family: Family) -> None:
         draft.report("resume", option, 'trainer.resume = "in_place"')
         draft.missing("layout of the checkpoints", "compare trainer.checkpoint_name with those of earlier runs")
         return
+    if family.known is OF_VERL:
+        _read_resume_of_verl(draft)
+        return
     index = draft.find("argument", *_RESUME)
     name = draft.line.items[index].name if index is not None else "resume_from_checkpoint"
     if index is not None:
@@ -225,6 +243,30 @@ def _read_resume(draft: Draft, family: Family) -> None:
         "the way it resumes" + (f" (it has --{name})" if index is not None else ""),
         "set trainer.checkpoint_name, checkpoint_complete, resume and resume_argv; until then a retry starts at step 0",
     )
+
+
+def _read_resume_of_verl(draft: Draft) -> None:
+    """Settings for verl's checkpoints and output (0.2 to 0.7: ``trainer/ppo/ray_trainer.py``, ``utils/logger``).
+
+    It saves to ``global_step_N``, ``data.pt`` last, and its console logger prints a line of metrics after every step.
+    """
+    if (start := draft.given("argument", "trainer.resume_from_path")) is not None:
+        draft.report("trainer.resume_from_path", start, f"{_STAYS}: the first attempt starts from it")
+    else:
+        draft.drop("argument", "trainer.resume_mode")
+    draft.drop("argument", "trainer.del_local_ckpt_after_load")
+    draft.settings |= {
+        "trainer.checkpoint_name": "global_step_{step}",
+        "trainer.checkpoint_complete": ["data*.pt"],
+        "trainer.resume": "argument",
+        "trainer.resume_argv": ["trainer.resume_mode=resume_path", "trainer.resume_from_path={checkpoint}"],
+        "trainer.stdout_patterns": list(VERL_PATTERNS),
+    }
+    draft.report("resume", "trainer.resume_from_path", "trainer.resume_argv, if there is a checkpoint")
+    draft.report("progress", "lines of its console logger", "trainer.stdout_patterns")
+    logger = draft.given("argument", "trainer.logger")
+    if logger is not None and "console" not in logger:
+        draft.missing(f"trainer.logger={logger}: steps are read from the console", "add console to trainer.logger")
 
 
 def _read_batch(draft: Draft, family: Family) -> None:

@@ -12,7 +12,7 @@ from rlhf_core.text.redaction import masked
 _SECTIONS = ("model", "checkpoint", "trainer", "resources", "slurm")
 _TRAINER_ORDER = (
     "framework", "algorithm", "num_steps", "launch", "environment", "working_dir", "setup", "checkpoint_name",
-    "checkpoint_complete", "resume", "resume_argv",
+    "checkpoint_complete", "resume", "resume_argv", "stdout_patterns",
 )  # fmt: skip
 _WIDTH = 116
 

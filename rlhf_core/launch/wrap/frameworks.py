@@ -26,6 +26,19 @@ _ADVANTAGES = {"gae": "ppo", "group_norm": "grpo", "dr_grpo": "grpo", "rloo": "r
 
 
 @dataclass(frozen=True)
+class OptionNames:
+    """Names of a program's options for the values that the run decides."""
+
+    steps: str
+    output: str
+    save_every: str
+
+
+OF_TRAINER = OptionNames("max_steps", "output_dir", "save_steps")
+OF_VERL = OptionNames("trainer.total_training_steps", "trainer.default_local_dir", "trainer.save_freq")
+
+
+@dataclass(frozen=True)
 class Family:
     """A program family, and the syntax of its options."""
 
@@ -33,6 +46,8 @@ class Family:
     algorithm: str
     style: Literal["dashes", "words", "click", "hydra"] = "dashes"
     """Spelling of added options: ``--max_steps 9``, ``max_steps=9``, ``--max-steps 9``."""
+    options: OptionNames | None = None
+    """Options that the program is known to have, and that are added where the line lacks them."""
 
     def spelled(self, option: str) -> str:
         """An option in this family's spelling."""
@@ -48,8 +63,13 @@ class Family:
 
     @property
     def has_trainer(self) -> bool:
-        """True if transformers.Trainer runs the loop, so that its options are known."""
+        """True if transformers.Trainer runs the loop."""
         return self.name in ("transformers", "swift", "trl")
+
+    @property
+    def known(self) -> OptionNames | None:
+        """Options that are added where the line lacks them; None if the program's are unknown, or are OpenRLHF's."""
+        return OF_TRAINER if self.has_trainer else self.options
 
 
 def recognise(draft: Draft, framework: FrameworkName | None) -> Family:
@@ -97,7 +117,11 @@ def _recognised(draft: Draft) -> Family:
         return Family("transformers", algorithm, "words" if file is not None else "dashes")
     if line.launcher == "axolotl" or re.search(r"\baxolotl[./]cli[./]", program):
         return Family("transformers", line.value("rl") or draft.in_files("rl") or "sft", "click")
-    if line.launcher == "torchtune" or re.search(r"\btorchtune\b|\bverl[./]", program):
+    # Programs built on verl (its recipes, forks) have a module of another name and its options.
+    if re.search(r"\bverl[./]", program) or "actor_rollout_ref.model.path" in line.arguments:
+        draft.report("program of verl", program, "its options, its output, and its way to resume")
+        return Family("script", _algorithm(draft), "hydra", OF_VERL)
+    if line.launcher == "torchtune" or re.search(r"\btorchtune\b", program):
         return Family("script", _algorithm(draft), "hydra")
     # TRL's programs read their options from `--config FILE` as well.
     config = line.value("config")

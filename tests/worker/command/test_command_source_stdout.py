@@ -5,6 +5,7 @@ from pathlib import Path
 
 from watched_programs import STEPS, Polls, Start, append, make_old, watched
 
+from rlhf_core.launch.wrap.arguments import VERL_PATTERNS
 from rlhf_core.worker.command.observation import StepFigures
 from rlhf_core.worker.command.sources.stdout import MAX_BYTES_PER_POLL, Stdout
 
@@ -42,6 +43,18 @@ def test_colours_are_no_part_of_a_line(tmp_path: Path) -> None:
     polls = stdout(tmp_path)
     append(tmp_path / "log", "\x1b[36m(Task pid=7)\x1b[0m \x1b[1mstep 3\x1b[0m loss \x1b[32m0.5\x1b[0m\n")
     assert polls.poll().metrics == [StepFigures(3, {"loss": 0.5})]
+
+
+def test_the_line_that_verl_prints_after_a_step(tmp_path: Path) -> None:
+    polls = stdout(tmp_path, *VERL_PATTERNS)
+    begin = "\x1b[36m(TaskRunner pid=7)\x1b[0m step:"
+    new = " - actor/entropy:0.4 - actor/pg_loss:np.float64(-0.013) - actor/lr:1e-06 - critic/score/mean:0.25"
+    append(tmp_path / "log", f"{begin}0 - val-core/gsm8k/reward/mean@1:0.1\n{begin}1{new}\n")
+    append(tmp_path / "log", f"{begin}2 - actor/grad_norm:0.300 - response_length/mean:98.000 - timing_s/step:41.200\n")
+    assert {one.step: one.values for one in polls.poll().metrics} == {
+        1: {"entropy": 0.4, "loss": -0.013, "lr": 1e-6, "reward": 0.25},
+        2: {"grad_norm": 0.3, "completion_length": 98.0, "step_time": 41.2},
+    }
 
 
 def test_a_step_that_is_printed_again_shows_no_progress(tmp_path: Path) -> None:
