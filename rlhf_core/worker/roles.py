@@ -8,14 +8,11 @@ progress through ``context.reporter``; a worker that does not beat counts as hun
 
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from rlhf_core.errors import BadInput
 from rlhf_core.garbage import uncollected
 from rlhf_core.schemas.attempts import Role
-
-if TYPE_CHECKING:
-    from rlhf_core.training.types import RoleResult, WorkerContext
 
 TARGETS: dict[Role, str] = {
     Role.TRAINER: "rlhf_core.training.trainers.run:run_trainer",
@@ -67,8 +64,3 @@ def load(path: str) -> Callable[..., object]:
     if not callable(function):
         raise BadInput(f"{path} is not a function but {type(function).__name__}")
     return cast("Callable[..., object]", function)
-
-
-def load_role(path: str) -> "Callable[[WorkerContext], RoleResult]":
-    """Import a role's target; see :func:`load`."""
-    return cast("Callable[[WorkerContext], RoleResult]", load(path))

@@ -10,11 +10,11 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, cast
 
 from rlhf_core.errors import CheckpointCorrupt, DegenerateRl, RunDirError
 from rlhf_core.files.whole import read_model, write_model
@@ -30,7 +30,7 @@ from rlhf_core.worker import processes
 from rlhf_core.worker.liveness.collectives import answer_in_background
 from rlhf_core.worker.liveness.heartbeat import Beat, memory_folder
 from rlhf_core.worker.nodes.membership import Nodes
-from rlhf_core.worker.roles import load_role, target_of
+from rlhf_core.worker.roles import load, target_of
 
 SLOTS_VARIABLE = "RLHF_SLOTS"
 """Environment variable with the path of the slot file; set by the agent."""
@@ -171,7 +171,8 @@ def _run(
             memory=memory_folder(Path(slots)) if (slots := os.environ.get(SLOTS_VARIABLE)) else None,
         )
         given = {arguments.role: arguments.target} if arguments.target else {}
-        return load_role(target_of(arguments.role, given))(context)
+        run = cast("Callable[[WorkerContext], RoleResult]", load(target_of(arguments.role, given)))
+        return run(context)
     except BaseException as error:  # noqa: BLE001 - whatever ends the role ends as text in the outcome file
         return error
 

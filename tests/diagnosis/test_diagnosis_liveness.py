@@ -13,7 +13,11 @@ from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.reports import Phase, RankStatus, RepresentedProcess
 from rlhf_core.schemas.supervision import SuperviseSpec
 
-FLOOR_S, SETUP_S, FACTOR = 10.0, 100.0, 5.0
+FLOOR_S = 10.0
+SPEC = SuperviseSpec(
+    floor_s=FLOOR_S, setup_floor_s=100.0, rollout_floor_s=FLOOR_S, reward_floor_s=FLOOR_S, checkpoint_floor_s=FLOOR_S,
+    weight_sync_floor_s=FLOOR_S, evaluate_floor_s=FLOOR_S,
+)  # fmt: skip
 _sequence = itertools.count(1)
 
 
@@ -34,7 +38,7 @@ def rank(
 
 def make_tracker() -> GapTracker:
     """Tracker that has seen fast progress of four ranks."""
-    tracker = GapTracker(FACTOR, FLOOR_S, SETUP_S)
+    tracker = GapTracker(SPEC)
     for _ in range(2):
         tracker.observe([rank(number, 0.1, sequence=next(_sequence)) for number in range(4)])
     return tracker
@@ -46,7 +50,7 @@ def suspects(ranks: Sequence[RankStatus], tracker: GapTracker | None = None) -> 
 
 def test_a_phase_may_have_a_floor_of_its_own() -> None:
     spec = SuperviseSpec(floor_s=10.0, setup_floor_s=60.0, checkpoint_floor_s=30.0, rollout_floor_s=5.0)
-    tracker = GapTracker.of(spec)
+    tracker = GapTracker(spec)
     limits = {phase: tracker.limit_s(rank(0, 0.1, phase=phase)) for phase in Phase}
     assert limits[Phase.TRAIN] == 10.0
     assert limits[Phase.CHECKPOINT] == 30.0
@@ -79,7 +83,7 @@ def test_the_first_time_in_a_phase_has_the_allowance_of_set_up_and_teaches_nothi
 
 def test_what_earlier_runs_have_taught_holds_from_the_beginning_and_is_not_handed_on() -> None:
     """Control: if passed on, one long silence would raise the thresholds of all later runs forever."""
-    tracker = GapTracker(FACTOR, FLOOR_S, SETUP_S, longest_s={"trainer/rollout": 50.0})
+    tracker = GapTracker(SPEC, {"trainer/rollout": 50.0})
     assert suspects([rank(0, 200.0, phase=Phase.ROLLOUT)], tracker) == []
     assert suspects([rank(0, 251.0, phase=Phase.ROLLOUT)], tracker) == [0]
     assert suspects([rank(0, 20.0)], tracker) == [0], "another phase"
@@ -93,7 +97,7 @@ def test_what_earlier_runs_have_taught_holds_from_the_beginning_and_is_not_hande
 
 def test_ranks_of_different_nodes_are_told_apart_by_their_node() -> None:
     """Control: if treated as one worker, each would seem to end the other's silence."""
-    tracker = GapTracker(FACTOR, FLOOR_S, SETUP_S)
+    tracker = GapTracker(SPEC)
     for sequence in (5, 6):
         here = rank(0, 9.0, sequence=100)
         tracker.observe([here, here.model_copy(update={"node": "n2", "rank": 1, "sequence": sequence, "age_s": 0.1})])
@@ -207,7 +211,7 @@ def test_a_trainer_has_its_whole_limit_once_the_rollout_workers_are_well_again()
 @pytest.mark.parametrize("at_fault", [True, False])
 def test_waiting_for_a_group_at_fault_teaches_nothing(at_fault: bool) -> None:
     """Control: a wait for healthy workers."""
-    tracker = GapTracker(FACTOR, FLOOR_S, SETUP_S)
+    tracker = GapTracker(SPEC)
     conditions = {Role.ROLLOUT: Condition(is_at_fault=at_fault)}
     for sequence, age_s in ((1, 0.1), (1, 50.0), (2, 0.1)):
         tracker.observe([rank(0, age_s, phase=Phase.ROLLOUT, sequence=sequence)], conditions)
@@ -217,7 +221,7 @@ def test_waiting_for_a_group_at_fault_teaches_nothing(at_fault: bool) -> None:
 def test_the_silence_of_a_worker_that_died_teaches_nothing() -> None:
     """Control: a worker that continued."""
     for pid, learned in ((1, 0.0), (1000, 50.0)):
-        tracker = GapTracker(FACTOR, FLOOR_S, SETUP_S)
+        tracker = GapTracker(SPEC)
         tracker.observe([rank(0, 50.0, sequence=1)])
         tracker.observe([rank(0, 0.1, sequence=2).model_copy(update={"pid": pid})])
         assert tracker.longest_s(Phase.TRAIN) == learned

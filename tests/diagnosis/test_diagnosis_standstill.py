@@ -65,7 +65,7 @@ def watch(
 
 def tracker() -> GapTracker:
     """The default settings, in a run that has learned nothing unusual."""
-    return GapTracker.of(SuperviseSpec())
+    return GapTracker(SuperviseSpec())
 
 
 def suspects_of(ranks: Sequence[RankStatus]) -> list[Suspect]:

@@ -43,7 +43,7 @@ class Job:
     """Two nodes with one rank each, and agent 0's suspicion; time is advanced by hand."""
 
     def __init__(self, *ranks: RankStatus) -> None:
-        self.suspicion = EarlyHangCheck(GapTracker.of(SuperviseSpec()))
+        self.suspicion = EarlyHangCheck(GapTracker(SuperviseSpec()))
         self.ranks = list(ranks)
         self.now_s = 100.0
 

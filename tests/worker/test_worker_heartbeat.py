@@ -16,6 +16,7 @@ from rlhf_core.run_dir.run import new_run_id
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.resources import GroupPlan
+from rlhf_core.schemas.supervision import SuperviseSpec
 from rlhf_core.training.types import Reporter
 from rlhf_core.worker.groups.base import GroupSeat
 from rlhf_core.worker.liveness.heartbeat import MAX_REPRESENTED, WARM_BEATS, Beat, SlotFile, memory_folder, slots_folder
@@ -265,7 +266,7 @@ def test_a_thread_that_beats_would_hide_an_endless_loop(
     until = time.monotonic() + 2 * limit_s
     while time.monotonic() < until:
         pass  # the endless loop
-    suspects = overdue(watch.living(), GapTracker(5.0, limit_s, limit_s).limit_s)
+    suspects = overdue(watch.living(), GapTracker(SuperviseSpec(floor_s=limit_s, setup_floor_s=limit_s)).limit_s)
     over.set()
     assert bool(suspects) is not beats_from_thread
 

@@ -97,7 +97,7 @@ def test_a_hang_is_found_although_nothing_can_be_written(
 ) -> None:
     folder = tmp_path / "no-folder"
     folder.write_text("every write below this path fails", encoding="utf-8")
-    supervisor = _supervise(folder, inbox, GapTracker(5.0, 0.5, 0.5))
+    supervisor = _supervise(folder, inbox, GapTracker(SuperviseSpec(floor_s=0.5, setup_floor_s=0.5)))
     watch = _watch(supervisor, folder, slots, silent_worker.pid)
     supervisor.start()
     until(lambda: watch.poll() or watch.exits, timeout_s=10.0)
@@ -122,7 +122,7 @@ def test_a_woken_agent_asks_until_it_knows_whether_the_run_went_on_without_it(
 
     deadline = NoDeadline()
     channel = AgentChannel(Nodes(("here",), ("127.0.0.1",), 0), MemoryAgentStore())
-    tracker = GapTracker(5.0, 60.0, 60.0)
+    tracker = GapTracker(SuperviseSpec(floor_s=60.0, setup_floor_s=60.0))
     supervisor = _supervise(tmp_path, inbox, tracker, channel, deadline, is_superseded)
     supervisor._num_pauses = -1  # a pause that it has not noticed yet
     for _ in range(3):
@@ -136,7 +136,7 @@ def test_a_woken_agent_asks_until_it_knows_whether_the_run_went_on_without_it(
 def test_one_error_does_not_end_supervision(
     tmp_path: Path, slots: SlotFile, inbox: SignalInbox, silent_worker: "subprocess.Popen[bytes]"
 ) -> None:
-    supervisor = _supervise(tmp_path, inbox, GapTracker(5.0, 0.5, 0.5))
+    supervisor = _supervise(tmp_path, inbox, GapTracker(SuperviseSpec(floor_s=0.5, setup_floor_s=0.5)))
     calls: list[int] = []
 
     def stumble() -> list[AgentCommand]:
@@ -161,7 +161,7 @@ def test_a_worker_that_resumes_while_evidence_is_collected_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Suspect, collect evidence, read again: the second reading decides."""
-    supervisor = _supervise(tmp_path, inbox, GapTracker(5.0, 0.5, 0.5))
+    supervisor = _supervise(tmp_path, inbox, GapTracker(SuperviseSpec(floor_s=0.5, setup_floor_s=0.5)))
     watch = _watch(supervisor, tmp_path, slots, silent_worker.pid)
 
     def collect(*_: object) -> list[str]:
@@ -181,7 +181,7 @@ def test_a_worker_that_resumes_while_evidence_is_collected_is_left_alone(
 def test_signals_become_orders_while_the_main_thread_is_busy(
     tmp_path: Path, slots: SlotFile, inbox: SignalInbox
 ) -> None:
-    supervisor = _supervise(tmp_path, inbox, GapTracker(5.0, 60.0, 60.0))
+    supervisor = _supervise(tmp_path, inbox, GapTracker(SuperviseSpec(floor_s=60.0, setup_floor_s=60.0)))
     supervisor.start()
     os.kill(os.getpid(), signal.SIGUSR2)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -201,7 +201,7 @@ def test_a_node_is_given_up_if_the_main_thread_of_its_agent_is_stuck(
     tmp_path: Path, inbox: SignalInbox, turns: str, interval_s: float, is_given_up: bool
 ) -> None:
     """It waits in a call for a hung file system, while the supervising thread goes on."""
-    supervisor = _supervise(tmp_path, inbox, GapTracker(5.0, 60.0, 60.0))
+    supervisor = _supervise(tmp_path, inbox, GapTracker(SuperviseSpec(floor_s=60.0, setup_floor_s=60.0)))
     supervisor.take_turn()
     if turns == "over":
         supervisor.end_turns()
@@ -232,7 +232,8 @@ def test_an_engine_with_a_silent_agent_is_blamed_for_waiting_trainers(
         AgentChannel(Nodes(names, ("127.0.0.1",) * 2, index), store, MessageSigner(key, "toy/1", index))
         for index in range(2)
     )
-    restart_dir, tracker = AttemptDir(tmp_path, 1).restart(0), GapTracker(5.0, 5.0, 5.0)
+    restart_dir = AttemptDir(tmp_path, 1).restart(0)
+    tracker = GapTracker(SuperviseSpec(floor_s=5.0, setup_floor_s=5.0, weight_sync_floor_s=5.0))
     watcher = _supervise(tmp_path, inbox, tracker, leader)
     plan = GroupPlan(role=Role.ROLLOUT, nodes=(1,), workers_per_node=1, restart="alone")
     supervised = watcher.supervise(GivenProcess(plan, 0, restart_dir, GroupSeat("here", -1, slots, leader.clock)), 0)

@@ -83,41 +83,23 @@ Conditions = Mapping[Role, Condition]
 class GapTracker:
     """Longest silence of each role and phase that ended well, over all restarts."""
 
-    def __init__(
-        self,
-        gap_factor: float,
-        floor_s: float,
-        setup_floor_s: float,
-        phase_floors_s: Mapping[Phase, float] | None = None,
-        longest_s: Mapping[str, float] | None = None,
-        suspect_s: float = float("inf"),
-    ) -> None:
-        """Args: gap_factor: Allowed multiple of the longest silence that ended well. floor_s: Silence that is always
-        allowed, in seconds. setup_floor_s: The same in set-up, and in the first pass of any phase. phase_floors_s: The
-        same in phases with their own floor. longest_s: Longest silences of earlier runs of the same shape:
-        ``role/phase`` to seconds. suspect_s: Minimum silence after which a worker is inspected, in seconds.
+    def __init__(self, spec: SuperviseSpec, longest_s: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Args:
+        spec: Thresholds of the run.
+        longest_s: Longest silences of earlier runs of the same shape: ``role/phase`` to seconds.
         """
-        self._suspect_s = suspect_s
-        self._gap_factor = gap_factor
-        self._floor_s = floor_s
-        self._setup_floor_s = setup_floor_s
-        self._phase_floors_s = dict(phase_floors_s or {})
-        self._earlier_s: dict[str, float] = dict(longest_s or {})
-        self._longest_s: dict[str, float] = {}
-        self._last: dict[Place, RankStatus] = {}
-        self._spoiled: set[Place] = set()
-
-    @classmethod
-    def of(cls, spec: SuperviseSpec, longest_s: Mapping[str, float] | None = None) -> "GapTracker":
-        """Create a tracker with the thresholds of a run and the longest silences of earlier runs of the same shape."""
-        floors_s = {
+        self._spec = spec
+        self._floors_s = {
             Phase.ROLLOUT: spec.rollout_floor_s,
             Phase.REWARD: spec.reward_floor_s,
             Phase.WEIGHT_SYNC: spec.weight_sync_floor_s,
             Phase.CHECKPOINT: spec.checkpoint_floor_s,
             Phase.EVALUATE: spec.evaluate_floor_s,
         }
-        return cls(spec.gap_factor, spec.floor_s, spec.setup_floor_s, floors_s, longest_s, spec.suspect_s)
+        self._earlier_s = dict(longest_s)
+        self._longest_s: dict[str, float] = {}
+        self._last: dict[Place, RankStatus] = {}
+        self._spoiled: set[Place] = set()
 
     def begin_restart(self, role: Role) -> None:
         """Forget the observed workers of a role that restarts; the learned silences remain."""
@@ -161,12 +143,12 @@ class GapTracker:
 
     def limit_s(self, rank: RankStatus) -> float:
         """Allowed silence of a worker in its current phase, in seconds."""
-        learned = self._gap_factor * self.longest_s(rank.phase, rank.role)
+        learned = self._spec.gap_factor * self.longest_s(rank.phase, rank.role)
         if rank.phase is Phase.SETUP:
-            return max(self._setup_floor_s, learned)
-        floor_s = self._phase_floors_s.get(rank.phase, self._floor_s)
+            return max(self._spec.setup_floor_s, learned)
+        floor_s = self._floors_s.get(rank.phase, self._spec.floor_s)
         if not rank.warm:
-            return max(floor_s, self._setup_floor_s, learned)
+            return max(floor_s, self._spec.setup_floor_s, learned)
         return max(floor_s, learned)
 
     def suspicion_s(self, rank: RankStatus) -> float:
@@ -177,10 +159,10 @@ class GapTracker:
         """
         limit_s = self.limit_s(rank)
         if rank.is_stopped:
-            return min(limit_s, self._suspect_s)
+            return min(limit_s, self._spec.suspect_s)
         if rank.phase is Phase.SETUP or not rank.warm:
             return limit_s
-        return min(limit_s, max(self._suspect_s, self.longest_s(rank.phase, rank.role)))
+        return min(limit_s, max(self._spec.suspect_s, self.longest_s(rank.phase, rank.role)))
 
 
 Place = tuple[Role, str, int]

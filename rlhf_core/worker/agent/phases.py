@@ -84,7 +84,7 @@ class Agent:
         self._supervisor = Supervisor(
             channel,
             inbox,
-            GapTracker.of(supervise, job.placement.longest_gaps_s),
+            GapTracker(supervise, job.placement.longest_gaps_s),
             events,
             leader.new_commands if channel.leads else list,
             supervise,
