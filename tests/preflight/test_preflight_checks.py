@@ -155,7 +155,7 @@ def scoring(**folder: Any) -> Facts:
 
 
 def found(facts: Facts, id: str) -> list[CheckResult]:
-    return [result for result in run_checks(facts) if result.id == id]
+    return [result for result in run_checks(facts, id) if result.id == id]
 
 
 def test_a_healthy_run_has_no_finding() -> None:
