@@ -1,7 +1,7 @@
 """The plan of a run before it starts: memory of each role, duration of a step, possible layouts, and the measurements
 of earlier runs of the same shape."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,10 +9,10 @@ from rlhf_core.allocation.layouts import Cluster, Layout, Problem, layouts, near
 from rlhf_core.history.queries import Facts as Measured
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.memory.engines import token_cache_bytes, vllm_cache_budget
-from rlhf_core.preflight.memory.gpus import GIB, gpu_memory_bytes
+from rlhf_core.preflight.memory.gpus import GIB
 from rlhf_core.preflight.memory.roles import Estimate, engine_estimate, evaluator_estimate, trainer_estimate
 from rlhf_core.preflight.memory.shapes import Shape, part_of
-from rlhf_core.preflight.predictions import gpu_kinds
+from rlhf_core.preflight.predictions import node_memory_gb, slowest_step, smallest_gpu_bytes
 from rlhf_core.preflight.registry import run_checks
 from rlhf_core.preflight.runner import blocking
 from rlhf_core.preflight.size_estimates import shape_of_model
@@ -91,9 +91,8 @@ def plan_run(facts: Facts, measured: Measured) -> RunPlan:
     shape = shape_of_model(spec, facts.model_config, facts.model_folder)
     if shape is None:
         return RunPlan(spec, layout, refused, found, measured=measured)
-    kinds = gpu_kinds(spec.resources, facts.slurm, facts.inventory)
-    gpu = _gpu_bytes(spec, kinds)
-    kind, step = _slowest(spec, kinds, shape)
+    gpu = smallest_gpu_bytes(facts)
+    kind, step = slowest_step(facts, shape)
     scale = _scale(step, measured)
     return RunPlan(
         spec=spec,
@@ -142,25 +141,11 @@ def _memory(facts: Facts, shape: Shape, gpu: int | None) -> dict[str, Estimate]:
     return found
 
 
-def _gpu_bytes(spec: RunSpec, kinds: Collection[str]) -> int | None:
-    """Usable memory of the smallest GPU that the run may get."""
-    if not spec.resources.gpus_per_node:
-        return None
-    sizes = (gpu_memory_bytes(kind) for kind in kinds)
-    return min((size for size in sizes if size is not None), default=None)
-
-
 def _main_memory(facts: Facts) -> int | None:
     spec = facts.spec
-    node = spec.resources.memory_gb or facts.inventory.memory_for(facts.slurm)
+    node = node_memory_gb(facts)
     processes = max(spec.resources.ranks_per_node + spec.engines_beside_trainers, spec.engines_per_node)
     return int(node * GIB / processes) if node else None
-
-
-def _slowest(spec: RunSpec, kinds: Collection[str], shape: Shape) -> tuple[str, StepTime | None]:
-    """The kind of GPU on which a step takes longest, and that step."""
-    times = {kind: time for kind in kinds if (time := step_time(spec, shape, kind)) is not None}
-    return max(times.items(), key=lambda found: found[1].seconds, default=("", None))
 
 
 def _scale(step: StepTime | None, measured: Measured) -> dict[str, float]:

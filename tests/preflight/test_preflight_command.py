@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from control_fakes import FakeScheduler
-from test_preflight_checks import GIB, healthy
+from test_preflight_checks import GIB, found, healthy
 
 from rlhf_core.preflight.facts import CheckpointFacts, DataFile, Facts, ModelFolder, TrainerSide
 from rlhf_core.preflight.registry import CHECKS, run_checks
@@ -95,10 +95,6 @@ def on_gpus(line: str, weight_bytes: int = 0, kind: str = "NVIDIA L4", **changes
     ).inventory()
     model = ModelFolder(Path("/m"), weight_bytes=weight_bytes)
     return replace(facts, inventory=inventory, model_folder=model if weight_bytes else None)
-
-
-def found(facts: Facts, id: str) -> list[CheckResult]:
-    return [result for result in run_checks(facts) if result.id == id]
 
 
 def unwanted(facts: Facts) -> list[CheckResult]:

@@ -684,6 +684,15 @@ def test_main_memory_is_that_of_the_nodes_with_gpus() -> None:
     assert only(replace(facts, inventory=known), "memory.offload").status is CheckStatus.BLOCKED
 
 
+def test_the_plan_knows_no_memory_where_the_checks_know_none() -> None:
+    """The largest of the nodes that the job may not get is no limit for it."""
+    facts = healthy()
+    assert run_plan.plan_run(facts, {}).limit, "control"
+    none_left = replace(facts, site_slurm=SlurmSpec(exclude=facts.inventory.node_names))
+    assert only(none_left).status is CheckStatus.SKIPPED
+    assert run_plan.plan_run(none_left, {}).limit is None
+
+
 @pytest.mark.parametrize(("share", "status"), [(0.85, CheckStatus.PASSED), (0.95, CheckStatus.WARNING)])
 def test_an_engine_may_take_the_share_that_rlhf_plan_proposes(share: float, status: CheckStatus) -> None:
     assert run_plan.OWN_SHARE == 0.85

@@ -160,7 +160,7 @@ def _vllm_memory(facts: Facts, arguments: TrainerArguments, mode: str) -> Iterat
 
 
 def _gpu_bytes(facts: Facts) -> int | None:
-    kinds = gpu_kinds(facts.spec.resources, facts.slurm, facts.inventory)
+    kinds = gpu_kinds(facts)
     known = [size for kind in kinds if (size := gpu_memory_bytes(with_largest_size(kind))) is not None]
     if not known:
         return None

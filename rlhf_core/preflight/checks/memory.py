@@ -31,7 +31,7 @@ from rlhf_core.preflight.memory.roles import (
     zero_of,
 )
 from rlhf_core.preflight.memory.shapes import Shape, part_of, shape_of
-from rlhf_core.preflight.predictions import gpu_kinds
+from rlhf_core.preflight.predictions import gpu_kinds, node_memory_gb, smallest_gpu_bytes
 from rlhf_core.preflight.registry import CheckFunction, Finding, blocked, check, passed, skipped, warning
 from rlhf_core.preflight.size_estimates import shape_of_model, stored_parameters, trained_models
 from rlhf_core.schemas.checks import CheckStatus
@@ -70,7 +70,7 @@ def _with_largest_gpus(facts: Facts) -> Facts:
     larger = replace(facts, inventory=facts.inventory.model_copy(update={"node_gpu_types": kinds}))
     gpu_type = with_largest_size(facts.slurm.gpu_type)
     if not gpu_type and facts.slurm.selects_nodes:
-        possible = gpu_kinds(facts.spec.resources, facts.slurm, larger.inventory)
+        possible = gpu_kinds(larger)
         gpu_type = max(sorted(possible), key=lambda kind: gpu_memory_bytes(kind) or 0, default="")
     return replace(larger, spec=with_changes(facts.spec, {"slurm.gpu_type": gpu_type})) if gpu_type else larger
 
@@ -180,7 +180,7 @@ def _cache_finding(spec: RunSpec, shape: Shape, room: int) -> Finding:
 @check("memory.offload", trainer="native")
 def offload(facts: Facts) -> Iterator[Finding]:
     """One main memory holds what ranks offload and engines receive; when it is full, the kernel kills a process."""
-    spec, node = facts.spec, _node_memory_gb(facts) * GIB
+    spec, node = facts.spec, node_memory_gb(facts) * GIB
     if not spec.resources.gpus_per_node or not node:
         return
     of_ranks, of_engines = _held_by_ranks(facts), _held_by_engines(facts)
@@ -266,7 +266,7 @@ def _snapshot_and_room(facts: Facts) -> tuple[int, float] | None:
     """Bytes of a node's snapshots, and of its main memory beside its ranks; None if they are unknown, or if checkpoints
     are written without snapshots, as those of an adapter are."""
     spec, shape, resources = facts.spec, _shape(facts), facts.spec.resources
-    node = _node_memory_gb(facts) * GIB
+    node = node_memory_gb(facts) * GIB
     if shape is None or not node or not spec.checkpoint.background or spec.model.lora is not None:
         return None
     held = CPU_BASE_BYTES + sum(main_memory_bytes(shape, spec.model.dtype, zero_of(spec)).values())
@@ -308,26 +308,16 @@ def _reward_models(facts: Facts) -> dict[str, Shape]:
 def _room(facts: Facts) -> int | str:
     """Memory of one rank, or the reason why it is unknown. Without GPUs, the rollout engines of its node are
     subtracted."""
-    resources, inventory = facts.spec.resources, facts.inventory
+    resources = facts.spec.resources
     if not resources.gpus_per_node:
-        node = _node_memory_gb(facts)
+        node = node_memory_gb(facts)
         if not node:
             return "the memory of the nodes is unknown"
         return int(max(0, node * GIB - _engine_bytes(facts)) / resources.ranks_per_node)
-    kinds = gpu_kinds(resources, facts.slurm, inventory)
+    smallest, kinds = smallest_gpu_bytes(facts), sorted(gpu_kinds(facts))
     if not kinds:
         return "the type of GPU is unknown; set slurm.gpu_type to have its memory checked"
-    sizes = {kind: gpu_memory_bytes(kind) for kind in kinds}
-    known = [size for size in sizes.values() if size is not None]
-    # The job may get any of them, so the smallest must suffice.
-    return min(known) if known else f"the memory of {', '.join(sorted(sizes))} is not in the table of GPUs"
-
-
-def _node_memory_gb(facts: Facts) -> float:
-    """Main memory of a node of the job in GiB; 0 if unknown, as where no node has the GPUs."""
-    resources, inventory = facts.spec.resources, facts.inventory
-    known = inventory.nodes_for(facts.slurm, resources.gpus_per_node)
-    return resources.memory_gb or (inventory.memory_for(facts.slurm, resources.gpus_per_node) if known else 0.0)
+    return smallest or f"the memory of {', '.join(kinds)} is not in the table of GPUs"
 
 
 def _engine_bytes(facts: Facts) -> int:
@@ -338,7 +328,7 @@ def _engine_bytes(facts: Facts) -> int:
 
 def _engine_room(facts: Facts) -> int:
     """Main memory per engine on a node that runs only engines; 0 if the memory of the nodes is unknown."""
-    node = _node_memory_gb(facts)
+    node = node_memory_gb(facts)
     return int(node * GIB / max(1, facts.spec.engines_per_node))
 
 
@@ -356,7 +346,7 @@ def _finding(facts: Facts, role: str, estimate: Estimate, room: int, advice: str
 
 def _larger_gpus(facts: Facts, room: int) -> str:
     """Advice to request one of the larger types of GPU that the job may get; empty if there is none."""
-    kinds = gpu_kinds(facts.spec.resources, facts.slurm, facts.inventory) if facts.spec.resources.gpus_per_node else ()
+    kinds = gpu_kinds(facts) if facts.spec.resources.gpus_per_node else ()
     larger = sorted(kind for kind in kinds if (gpu_memory_bytes(kind) or 0) > room)
     return f"; or set slurm.gpu_type to a larger type that the nodes have: {', '.join(larger)}" if larger else ""
 

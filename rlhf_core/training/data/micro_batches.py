@@ -57,8 +57,7 @@ def evened(cut: Sequence[list[int]], count: int) -> list[list[int]]:
     """Pad with empty micro-batches to the largest number on any rank.
 
     Stages 2 and 3 of ZeRO communicate in every pass, so all ranks must run the same number of passes. The pass of an
-    empty
-    micro-batch runs over padding and contributes nothing.
+    empty micro-batch runs over padding and contributes nothing.
     """
     return [*cut, *([] for _ in range(count - len(cut)))]
 

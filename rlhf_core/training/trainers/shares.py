@@ -140,8 +140,7 @@ def load_shares(own: Iterable[Piece], state: Any, shares: Iterable[dict[str, Any
         own: parts that this rank updates.
         state: state of AdamW.
         shares: shares of the ranks in any order. Reading stops once this rank has all it needs, so the share most
-            likely
-            to hold everything should come first.
+            likely to hold everything should come first.
 
     Raises:
         CheckpointCorrupt: the shares together are incomplete.
