@@ -32,7 +32,7 @@ _ENDED = frozenset(
 
 def has_ended(row: QueuedJob) -> bool:
     """Return True if a job in the queue has ended."""
-    return row.state.split()[0] in _ENDED
+    return row.state.partition(" ")[0] in _ENDED
 
 
 def status_of(row: QueuedJob, marker: str = "") -> JobStatus:
@@ -44,7 +44,7 @@ def status_of(row: QueuedJob, marker: str = "") -> JobStatus:
     """
     if marker and row.comment != marker and parse_job_marker(row.comment) is not None:
         return JobStatus(JobState.ENDED, f"Slurm has given the number of the job again, to {row.comment}")
-    word = row.state.split()[0]
+    word = row.state.partition(" ")[0] or "?"
     if word in _ENDED:
         why = f" ({row.reason})" if row.reason not in ("None", "") else ""
         lost = _down(row.nodes) if word in ("NODE_FAIL", "BOOT_FAIL") else ()
@@ -130,7 +130,7 @@ def _down(nodes: str) -> tuple[str, ...]:
     """
     with contextlib.suppress(SchedulerError):
         text = slurm_queue.run("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %t")
-        rows = [line.split() for line in text.splitlines()]
+        rows = [row for line in text.splitlines() if len(row := line.split()) == 2]
         for pattern in (r"down|fail|unk|inval|.*\*$", r"drain"):
             found = tuple(dict.fromkeys(row[0] for row in rows if re.match(pattern, row[1])))
             if found:

@@ -248,12 +248,13 @@ def test_the_site_fills_in_missing_settings_of_the_run() -> None:
         ("PREEMPTED", JobState.ENDED),
         ("OUT_OF_MEMORY", JobState.ENDED),
         ("A_STATE_OF_TOMORROW", JobState.UNKNOWN),
+        ("", JobState.UNKNOWN),  # a line that was cut short
     ],
 )
 def test_states(state: str, expected: JobState) -> None:
     status = status_of(QueuedJob("1", state, "None", "node1", "N/A", "toy-1/2"))
     assert status.state is expected
-    assert status.scheduler_state == state.split()[0]
+    assert status.scheduler_state == (state.partition(" ")[0] or "?")
 
 
 @pytest.mark.parametrize(
@@ -289,6 +290,7 @@ def test_cancellations_by_the_administrator_and_by_the_user_are_distinguished(
         ("node1 idle\nnode2 drain", ("node2",)),
         ("node1 alloc*\nnode2 down*", ("node1", "node2")),
         ("node1 inval\nnode2 drain", ("node1",)),
+        ("node1\nnode2 down", ("node2",)),  # a line that was cut short
     ],
 )
 def test_a_node_that_an_administrator_drains_is_not_the_one_that_failed(

@@ -1,12 +1,14 @@
 """Heartbeat slots: the agent reads exactly what the worker wrote, and only the main thread counts."""
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from given_process import GivenProcess
@@ -42,6 +44,21 @@ def test_the_agent_reads_what_the_worker_wrote(slots: SlotFile) -> None:
     assert after.sequence > inside.sequence > 0
     assert time.monotonic_ns() - after.beat_ns < 1e9
     assert slots.read(0).pid == 0
+
+
+def test_a_full_shared_memory_ends_no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that memory has no room for would kill the process that writes to it, here at the first beat."""
+    run = new_run_id("full")
+    whole = SlotFile(run, 1, "here", 500)
+    found = whole.path.stat()
+    assert found.st_blocks * 512 >= found.st_size
+    whole.remove()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    elsewhere = SlotFile(run, 2, "here", 2)
+    assert memory_folder(elsewhere.path) is None
+    Beat(elsewhere.path, 0).beat(Phase.TRAIN, 3)
+    assert elsewhere.read(0).step == 3
+    elsewhere.remove()
 
 
 def test_a_phase_is_warm_once_it_was_left_or_after_some_beats(slots: SlotFile) -> None:

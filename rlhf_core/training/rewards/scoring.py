@@ -315,7 +315,8 @@ class RewardScorer:
         index, problem = next(iter(problems.items()))
         sentence = self._sentence(name, index, problem, made)
         advice = (
-            'Call it with this completion alone to find the cause; reward.on_failure = "zero" counts it as 0'
+            "Call it with this completion alone to find the cause; "
+            'reward.on_failure = "zero" counts it as 0 in training, but not in evaluations'
             if not allowed
             else f"It has failed for {len(problems)} of {len(made.texts)} completions, more than "
             f"reward.max_failed_share = {self._reward.max_failed_share:g}"

@@ -22,6 +22,7 @@ import fcntl
 import mmap
 import os
 import re
+import shutil
 import sys
 import tempfile
 import threading
@@ -45,6 +46,7 @@ WORD_BYTES = 8
 
 _SUFFIX = ".slots"
 _MEMORY_SUFFIX = ".memory"
+_LEAST_FREE_BYTES = 1 << 20
 
 WARM_BEATS = 16
 """Beats in a phase after which it is warm, as it also is once left: some roles never leave their phase."""
@@ -87,8 +89,13 @@ class Slot:
 
 
 def slots_folder() -> Path:
-    """Folder of slot files, private to this user: in memory if possible, otherwise in the temporary directory."""
-    return own_folder(SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK | os.X_OK) else Path(tempfile.gettempdir()))
+    """Folder of slot files, private to this user: in memory if there is room, otherwise in the temporary directory.
+
+    A full /dev/shm must not end the agent: the checks before training, which name it, come later.
+    """
+    may_write = os.access(SHARED_MEMORY, os.W_OK | os.X_OK)
+    in_memory = may_write and shutil.disk_usage(SHARED_MEMORY).free >= _LEAST_FREE_BYTES
+    return own_folder(SHARED_MEMORY if in_memory else Path(tempfile.gettempdir()))
 
 
 class SlotFile:
@@ -110,7 +117,8 @@ class SlotFile:
         unlocked = folder / f".{self.path.name}.{os.getpid()}"
         descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL, FILE_MODE)
         try:
-            os.ftruncate(descriptor, size)
+            # All of it now: writing to a page that memory has no room for would kill the process (SIGBUS).
+            os.posix_fallocate(descriptor, 0, size)
             self._words = _words(descriptor, size)
             # The map keeps its own descriptor, so the lock lasts until this process exits, for whatever reason.
             fcntl.flock(descriptor, fcntl.LOCK_EX)
