@@ -161,7 +161,7 @@ def test_roles_alone_names_functions_of_training() -> None:
     }
     assert naming == {"roles.py"}
     followers = {"follower.py", "job_record.py", "launch.py", "published.py", "save_requests.py"}
-    assert importers("rlhf_core.training", late=False) == {"roles.py", "worker_process.py", *followers}
+    assert importers("rlhf_core.training", late=False) == {"worker_process.py", *followers}
     assert importers("rlhf_core.training", late=True) == set()
     used = {
         name
