@@ -208,6 +208,9 @@ def _from_agents(evidence: Evidence) -> list[_Finding]:
     match = log_diagnosis.find(evidence.agent_log)
     if match is None:
         return []
+    if match.kind is FailureKind.USER_CANCEL and evidence.scheduler_state.startswith("FAILED"):
+        # Slurm also cancels a step of which a task has ended. A job that the user cancels is never FAILED.
+        return []
     if evidence.agent_vanished and match.is_end:
         # The tasks of a job are its agents: if one ended without an outcome, srun reports the exit and the node.
         match = dataclasses.replace(match, kind=FailureKind.AGENT_KILLED)

@@ -269,6 +269,14 @@ def test_the_state_of_the_job_decides_before_its_log_but_a_cancellation_does_not
         assert classify(Evidence(scheduler_state=state, agent_log=log, agent_vanished=True)).kind is kind
 
 
+def test_a_cancelled_step_of_a_job_that_nobody_cancelled_is_no_order_of_the_user() -> None:
+    """As of a preempted job whose agents end while they wait for each other: Slurm calls the job FAILED."""
+    log = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-01-01T00:00:00 ***"
+    kinds = {"FAILED": FailureKind.AGENT_KILLED, "CANCELLED": FailureKind.USER_CANCEL, "": FailureKind.USER_CANCEL}
+    for state, kind in kinds.items():
+        assert classify(Evidence(scheduler_state=state, agent_log=log, agent_vanished=True)).kind is kind
+
+
 def test_what_a_worker_printed_last_is_its_own_and_no_echo() -> None:
     log = "AttributeError: 'X' object has no attribute 'y'"
     assert kind_of(cascade(0), ended(1, 1, order=1, log=log)) is FailureKind.UNKNOWN
