@@ -84,9 +84,10 @@ class GapTracker:
     """Longest silence of each role and phase that ended well, over all restarts."""
 
     def __init__(self, spec: SuperviseSpec, longest_s: Mapping[str, float] = MappingProxyType({})) -> None:
-        """Args:
-        spec: Thresholds of the run.
-        longest_s: Longest silences of earlier runs of the same shape: ``role/phase`` to seconds.
+        """Apply the thresholds of a run.
+
+        Args:
+            longest_s: Longest silences of earlier runs of the same shape: ``role/phase`` to seconds.
         """
         self._spec = spec
         self._floors_s = {
