@@ -393,6 +393,7 @@ def test_the_way_to_resume_of_verl() -> None:
     assert any("console" in part.advice for part in found.unread)
     kept = wrapped(f"{recipe} trainer.resume_mode=resume_path trainer.resume_from_path=/old/global_step_7")
     assert {"trainer.resume_mode=resume_path", "trainer.resume_from_path=/old/global_step_7"} <= {*kept.argv}
+    assert "trainer" not in " ".join(wrapped("python /home/u/verl/my_train.py --steps 9").argv)
 
 
 def test_secrets_are_in_no_config() -> None:

@@ -118,10 +118,10 @@ def _recognised(draft: Draft) -> Family:
     if line.launcher == "axolotl" or re.search(r"\baxolotl[./]cli[./]", program):
         return Family("transformers", line.value("rl") or draft.in_files("rl") or "sft", "click")
     # Programs built on verl (its recipes, forks) have a module of another name and its options.
-    if re.search(r"\bverl[./]", program) or "actor_rollout_ref.model.path" in line.arguments:
+    if re.search(r"\bverl[./](trainer|experimental)[./]", program) or "actor_rollout_ref.model.path" in line.arguments:
         draft.report("program of verl", program, "its options, its output, and its way to resume")
         return Family("script", _algorithm(draft), "hydra", OF_VERL)
-    if line.launcher == "torchtune" or re.search(r"\btorchtune\b", program):
+    if line.launcher == "torchtune" or re.search(r"\btorchtune\b|\bverl[./]", program):
         return Family("script", _algorithm(draft), "hydra")
     # TRL's programs read their options from `--config FILE` as well.
     config = line.value("config")
