@@ -25,6 +25,7 @@ from rlhf_core.files.whole import write_model
 from rlhf_core.history.queries import evaluation_samples
 from rlhf_core.history.queries.exports import curve_points, reading_tables
 from rlhf_core.history.store import HistoryStore
+from rlhf_core.machine.installation import pip_install
 from rlhf_core.render.exports import common
 from rlhf_core.schemas.attempts import PromotionState, RunState
 from rlhf_core.schemas.journal import PromotionMoved
@@ -476,7 +477,7 @@ def test_a_missing_library_is_named_with_advice(
     assert execute(["export", "last", "--to", to, "--out", str(tmp_path / "out")]) == 2
     output = capsys.readouterr().err
     assert f"exporting to {to} needs the package {package}" in output
-    assert "pip install 'rlhf-flows[export]" in output
+    assert f": {pip_install('export')}" in output
     assert not (tmp_path / "out").exists()
 
 
