@@ -51,8 +51,9 @@ the way it resumes │ set trainer.checkpoint_name, checkpoint_complete, resume 
 ```
 
 For programs of `transformers.Trainer` (TRL, ms-swift, LLaMA-Factory, axolotl), OpenRLHF and verl, it knows the
-checkpoints and the way to resume, and adds the options for steps, output folder and checkpoints that the line lacks.
-verl's steps and metrics are read from the lines of its console logger.
+checkpoints and the way to resume, and adds the options for output folder and checkpoints that the line lacks; also the
+one for steps, except to OpenRLHF. verl's steps and metrics are read from the lines of its console logger. verl itself
+has not been run.
 
 `rlhf check my.toml` shows all findings before anything starts; `rlhf run` makes the same checks. If your command sets a
 number of epochs, or no length at all, add `--steps N`: a run needs to know after how many optimizer steps it is

@@ -246,7 +246,7 @@ def _read_resume(draft: Draft, family: Family) -> None:
 
 
 def _read_resume_of_verl(draft: Draft) -> None:
-    """Settings for verl's checkpoints and output (0.2 to 0.7: ``trainer/ppo/ray_trainer.py``, ``utils/logger``).
+    """Settings for verl's checkpoints and output, as in its ``trainer/ppo/ray_trainer.py`` and ``utils/logger``.
 
     It saves to ``global_step_N``, ``data.pt`` last, and its console logger prints a line of metrics after every step.
     """
