@@ -361,7 +361,8 @@ TROUBLE = {
     "the program has trained but does not exit": "with gloo, torch can hang during shutdown (pytorch #56297). "
     "`trl_train.py`, which the presets start, exits with `os._exit(0)` once everything is saved",
     "a false hang is reported": "a phase shows no sign of life, such as a long rollout. Add the callback or an output "
-    "pattern, or raise the floor of that phase (`supervise.floor_s`)",
+    "pattern, or raise the floor of that phase (`supervise.floor_s`; after the last step, "
+    "`supervise.checkpoint_floor_s`)",
     "the log of the first rank holds all the output": "ranks of torchrun, and of launchers built on it, have their own "
     "logs (`rlhf logs RUN --rank 1`); other launchers mix the output",
     "CPO hangs on two ranks": "TRL is older than 0.17; `rlhf check` warns of "

@@ -294,6 +294,11 @@ class Follower:
 
     def _present_phase(self, readings: Sequence[tuple[ProgressSource, Reading]]) -> Phase:
         reported = next((one.phase for _, one in readings if one.phase is not None), None)
+        if reported not in (None, Phase.TRAIN):
+            return reported
+        if self._step >= self._trainer.num_steps:
+            # The program may now write, merge or upload its model for minutes, without a further step.
+            return Phase.CHECKPOINT
         if reported is not None:
             return reported
         if self._step > self._first_step or self._phase is Phase.TRAIN:

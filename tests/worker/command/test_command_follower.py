@@ -219,6 +219,14 @@ def test_a_program_that_finishes_although_it_was_asked_to_stop_is_complete(agent
     assert (code, run.outcome().state) == (0, AttemptState.COMPLETED), output
 
 
+def test_a_program_that_works_silently_after_its_last_step_has_not_hung(agent_run: MakeRun) -> None:
+    """As it does when it merges, writes or uploads its model; only the floor of a checkpoint applies then."""
+    supervise = {"floor_s": 3.0, "suspect_s": 1.0}
+    run = agent_run(trainer=external_program("--uploads", "8", "--every", "80", steps=80), supervise=supervise)
+    code, output = run.run_through(native=True)
+    assert (code, run.outcome().state, run.outcome().num_restarts) == (0, AttemptState.COMPLETED, 0), output
+
+
 def test_a_warning_of_health_leaves_the_run_going(agent_run: MakeRun) -> None:
     run = agent_run(trainer=external_program("--fault", "1:900:flat", steps=40), health={"window_steps": 10})
     code, output = run.run_through(native=True)

@@ -1,7 +1,7 @@
 """A training script that knows nothing of this project and needs no torch: one process for each rank, started by hand.
 
     external_program.py OUTPUT STEPS [--every N] [--resume CHECKPOINT] [--fault RANK:STEP:KIND] [--forgets] [--leaves]
-        [--evaluates] [--daemon]
+        [--evaluates] [--daemon] [--uploads SECONDS]
 
 The first rank prints its steps and saves. A fault strikes once: a file in the output folder remembers it.
 """
@@ -25,6 +25,7 @@ parser.add_argument("--forgets", action="store_true", help="begin anew whatever 
 parser.add_argument("--daemon", action="store_true", help="leave a process behind")
 parser.add_argument("--evaluates", action="store_true", help="log an evaluation at step 0 before it trains")
 parser.add_argument("--leaves", action="store_true", help="exit once it has saved on a signal")
+parser.add_argument("--uploads", type=float, default=0.0, help="seconds of silent work after the last step")
 parser.add_argument("--pause", type=float, default=0.1)
 given = parser.parse_args()
 
@@ -83,3 +84,4 @@ for step in range(start + 1, given.steps + 1):
         print(f"rank {rank} at {step}", flush=True)
     if leaves:
         sys.exit(0)
+time.sleep(given.uploads)
