@@ -268,8 +268,8 @@ class Supervisor(threading.Thread):
         if number == SAVING:
             self._order_stop(f"{number.name}: the time limit is near or Slurm is reclaiming the nodes")
         elif number == signal.SIGTERM and "SLURM_JOB_ID" in os.environ and not self.requests.stop:
-            # Slurm announces preemption and scancel in this way; it kills by itself when the time is up.
-            self._order_stop(f"{number.name}: Slurm is reclaiming the nodes or ending the job")
+            # So do preemption, scancel, and srun once another task of the step has failed; Slurm then kills by itself.
+            self._order_stop(f"{number.name}: Slurm preempts or cancels the job, or srun ends it after another failure")
         elif number in ENDING:
             self._order_end(number.name)
 
