@@ -25,6 +25,7 @@ from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.models.gathering import is_split
 from rlhf_core.training.rollouts.base import Sampling, WeightTransfer, require_prompts, require_version
 from rlhf_core.training.rollouts.engine_adapter import base_digest
+from rlhf_core.training.rollouts.http_clients import async_engine_http
 from rlhf_core.training.rollouts.remote.background import RolloutAhead
 from rlhf_core.training.rollouts.remote.client import EngineClient, EngineUnusable, HttpEngineControl
 from rlhf_core.training.rollouts.remote.dispatch import Dispatcher, PromptTask
@@ -162,7 +163,7 @@ class RemoteEngines:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self._spec.remote.start_timeout_s
         wanted = 1 if self._was_complete else self._spec.engines
-        async with httpx.AsyncClient(trust_env=False) as http:
+        async with async_engine_http() as http:
             while True:
                 clients = self._clients()
                 answers = await asyncio.gather(*(client.health(http) for client in clients), return_exceptions=True)

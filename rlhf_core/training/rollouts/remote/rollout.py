@@ -20,6 +20,7 @@ from rlhf_core.schemas.engines import (
 )
 from rlhf_core.schemas.rollouts import RemoteSettings
 from rlhf_core.training.rollouts.base import Sampling
+from rlhf_core.training.rollouts.http_clients import async_engine_http
 from rlhf_core.training.rollouts.remote.client import EngineClient, EngineUnusable
 from rlhf_core.training.rollouts.remote.dispatch import Dispatcher, PromptTask
 from rlhf_core.training.types import Completion
@@ -114,8 +115,7 @@ class RemoteRollout:
         watchers: dict[int, asyncio.Task[None]] = {}
         clients: Collection[EngineClient] = ()
         read_at_s, begun_s = -math.inf, time.monotonic()
-        # Engines are in the allocation: a proxy from the environment must not be used, nor see the token.
-        async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None), trust_env=False) as http:
+        async with async_engine_http() as http:
             try:
                 while not (self._dispatcher.is_done and self._may_leave()):
                     if time.monotonic() - read_at_s >= self._interval_s:

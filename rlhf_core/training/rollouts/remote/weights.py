@@ -13,6 +13,7 @@ from rlhf_core.schemas.weight_sync import LinkBackend, Transport, WeightSyncRepo
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.models.adapters import has_adapter
 from rlhf_core.training.rollouts.engine_adapter import given_shapes, given_weights
+from rlhf_core.training.rollouts.http_clients import engine_http
 from rlhf_core.training.rollouts.remote.client import HttpEngineControl
 from rlhf_core.training.types import WorkerContext
 from rlhf_core.weight_sync.base import Beat, Outgoing
@@ -74,7 +75,7 @@ class WeightPublisher:
             StaleWeights: the outputs of all engines that loaded it differ from the trainer's.
         """
         tensors = entries_of(given_shapes(model), None if has_adapter(model) else tied_names(model))
-        with httpx.Client(limits=httpx.Limits(max_connections=None), trust_env=False) as http:
+        with engine_http() as http:
             engines = controls(http)
             addresses = {engine.name: engine.address for engine in engines}
             if any(self._addresses.get(name, address) != address for name, address in addresses.items()):

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.errors import StaleWeights, WorkerError
 from rlhf_core.training.rollouts.base import Sampling, completion_of
 from rlhf_core.training.rollouts.checkpoint_layout import CheckpointLayout
+from rlhf_core.training.rollouts.http_clients import async_engine_http, engine_http
 from rlhf_core.training.rollouts.response_lines import response_lines
 from rlhf_core.training.rollouts.samplers import OpenPrompts, SamplerRequest
 from rlhf_core.training.rollouts.sglang.server import SglangServer
@@ -50,17 +51,14 @@ class SglangSampler:
         shutil.rmtree(weights, ignore_errors=True)
         without_weights = shutil.ignore_patterns("*.safetensors*", "*.bin*")
         shutil.copytree(folder, weights, ignore=without_weights)
-        self._http = httpx.Client(base_url=server.url, headers=server.headers, timeout=UNLIMITED, trust_env=False)
+        self._http = engine_http(base_url=server.url, headers=server.headers, timeout=UNLIMITED)
         self._open = OpenPrompts()
         self._sent: dict[tuple[int, int], Future[None]] = {}
         self._made: queue.SimpleQueue[tuple[int, int, Completion | Exception]] = queue.SimpleQueue()
         self._num_chunks = 0
         self._loop = asyncio.new_event_loop()
         Thread(target=self._loop.run_forever, name="sglang", daemon=True).start()
-        limits = httpx.Limits(max_connections=None)
-        self._stream = httpx.AsyncClient(
-            base_url=server.url, headers=server.headers, timeout=UNLIMITED, limits=limits, trust_env=False
-        )
+        self._stream = async_engine_http(base_url=server.url, headers=server.headers, timeout=UNLIMITED)
 
     @property
     def num_waiting(self) -> int:
