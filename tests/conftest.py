@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from hypothesis import settings
 gc.disable()
 
 _PROCESS = os.getpid()
+_NUMBERS = itertools.count()
 
 
 @atexit.register
@@ -112,12 +114,19 @@ def plots_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_home(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Site settings of this test alone: a fresh RLHF_HOME and no setting of the user who runs the tests."""
     for variable in SITE_VARIABLES:
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "rlhf-home"))
-    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect-home"))
+    # Half of the tests use no folder: to make and remove one for each of them takes as long as many of them do.
+    if "tmp_path" in request.fixturenames:
+        folder = request.getfixturevalue("tmp_path")
+    else:
+        folder = tmp_path_factory.getbasetemp() / f"unused-{next(_NUMBERS)}"
+    monkeypatch.setenv("RLHF_HOME", str(folder / "rlhf-home"))
+    monkeypatch.setenv("PREFECT_HOME", str(folder / "prefect-home"))
 
 
 LONGEST = (
