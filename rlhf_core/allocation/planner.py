@@ -124,7 +124,8 @@ def shortages(
     usable = [name for name in inventory.nodes_for(slurm, resources.gpus_per_node) if name not in set(excluded_nodes)]
     if not found and resources.num_nodes > len(usable):
         within = f" in {', '.join(sorted(slurm.partitions))}" if slurm.partitions else ""
-        having = f" with {resources.gpus_per_node} GPUs" if resources.gpus_per_node else ""
+        kind = f"{slurm.gpu_type} " if slurm.gpu_type else ""
+        having = f" with {resources.gpus_per_node} {kind}GPUs" if resources.gpus_per_node else ""
         without = f" without the excluded {', '.join(excluded_nodes)}" if excluded_nodes else ""
         found.append(f"{resources.num_nodes} nodes requested, {len(usable)} available{within}{having}{without}")
     memory_gb = inventory.memory_for(slurm, resources.gpus_per_node)

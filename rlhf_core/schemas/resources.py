@@ -57,12 +57,15 @@ class Inventory(Schema):
         # Of a partition that the scheduler does not list, the nodes are unknown.
         listed = {partition for found in self.node_partitions.values() for partition in found}
         allowed = listed & (slurm.partitions or {*self.default_partition.split(",")})
+        # Only Slurm selects by type; it has partitions, and a node whose type it does not report may have any.
+        kind = slurm.gpu_type.casefold() if listed else ""
         return [
             name
             for name in self.node_names
             if not slurm.excludes(name)
             and self.gpus_of(name) >= gpus_per_node
             and (not allowed or allowed & {*self.node_partitions.get(name, ())})
+            and (not kind or self.node_gpu_types.get(name, kind).casefold() == kind)
         ]
 
 

@@ -6,6 +6,7 @@ import pytest
 from control_fakes import FakeScheduler, make_spec
 from pydantic import ValidationError
 
+from rlhf_core.allocation.planner import shortages
 from rlhf_core.allocation.sizing import Size, size_of
 from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.run import RunSpec
@@ -57,6 +58,22 @@ def test_a_suspect_is_taken_again_where_its_partition_has_no_other_node() -> Non
     assert (dict(found.excluded), found.spared) == ({}, ["d"]), "Slurm would refuse 4 of 3 nodes permanently"
     larger = FakeScheduler(nodes=(*NODES, "e"), node_partitions={**partitions, "e": ("gpu",)}).inventory()
     assert dict(size_of(spec_of(0), slurm, larger, {"d": "lost"}, {"d"}).excluded) == {"d": "lost"}, "control"
+
+
+def test_nodes_with_gpus_of_another_type_do_not_count() -> None:
+    kinds = {**dict.fromkeys("abcd", "H100"), **dict.fromkeys("ef", "a100")}
+    partitions = dict.fromkeys("abcdefg", ("gpu",))
+    gpus = {"gpus_per_node": 8, "node_gpu_types": kinds, "out_of_service": {"d": "drained"}}
+    inventory = FakeScheduler(nodes=tuple(partitions), node_partitions=partitions, **gpus).inventory()
+    typed = SlurmSpec(gpu_type="h100")
+    assert inventory.nodes_for(typed) == ["a", "b", "c", "d", "g"], "that of g is unknown"
+    without_g = SlurmSpec(gpu_type="h100", exclude=("g",))
+    assert size_of(spec_of(2), without_g, inventory, {}, set()).num_nodes == 2
+    assert size_of(spec_of(2), SlurmSpec(), inventory, {}, set()).num_nodes == 4, "control"
+    many = make_spec(resources={"num_nodes": 6, "gpus_per_node": 8}).resources
+    assert shortages(many, typed, inventory) == ["6 nodes requested, 5 available with 8 h100 GPUs"]
+    local = inventory.model_copy(update={"node_partitions": {}})
+    assert len(local.nodes_for(typed)) == 7, "the local scheduler does not select, and has names of its own for types"
 
 
 def test_a_suspect_is_not_spared_because_others_are_out_of_service() -> None:

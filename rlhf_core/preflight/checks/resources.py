@@ -43,7 +43,7 @@ def nodes(facts: Facts) -> Iterator[Finding]:
             f"at most {available} nodes",
             f"set resources.num_nodes={max(available, 1)}"
             + (f", and fewer in rollout.nodes ({beside})" if beside else "")
-            + (", or another slurm.partition" if available < len(facts.inventory.node_names) else ""),
+            + (", or another slurm.partition or slurm.gpu_type" if available < len(facts.inventory.node_names) else ""),
         )
     else:
         kinds = f": {facts.spec.num_trainer_nodes} for training, {beside} for rollout engines" if beside else ""
@@ -292,7 +292,7 @@ def backoff(facts: Facts) -> Iterator[Finding]:
 
 
 def _nodes(facts: Facts) -> list[str]:
-    """Nodes that the job may get, whatever GPUs they have."""
+    """Nodes that the job may get, however many GPUs they have."""
     return facts.inventory.nodes_for(facts.slurm)
 
 
