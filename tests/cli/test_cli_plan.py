@@ -12,9 +12,11 @@ from history_tools import RunFiles
 from rlhf_core.cli.main import execute
 from rlhf_core.config import loading as config
 from rlhf_core.config.site import load_site
+from rlhf_core.control.new_run import resolve
 from rlhf_core.files.whole import write_model
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.run import shape_key
 from rlhf_core.schemas.stored_spec import StoredSpec
 from rlhf_core.watchdog.ingest import sync
 
@@ -80,7 +82,7 @@ def run_of(
     Its second node has twice the figures.
     """
     site = load_site()
-    spec = config.load(preset, overrides)
+    spec = resolve(preset, overrides)
     run = RunFiles(site.runs_dir, name=spec.name)
     stored = StoredSpec.model_validate_json(run.dir.spec.read_bytes())
     write_model(run.dir.spec, stored.model_copy(update={"spec": spec}))
@@ -249,6 +251,33 @@ def test_predictions_are_compared_with_completed_runs_of_the_same_shape(
     # Another shape has no history.
     _, other = plan("qwen2.5-7b-gsm8k", "rollout.max_new_tokens=2048")
     assert other["measured"]["runs"] == []
+
+
+def test_a_run_of_a_relative_path_is_found_again(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(dict(config.load("qwen2.5-7b-gsm8k").model.config)))
+    monkeypatch.chdir(tmp_path)
+    settings = ("model.path=model", "model.config={}", 'model.tokenizer=""')
+    run_id = run_of("qwen2.5-7b-gsm8k", {"time/step_s": 0.9}, overrides=settings)
+    _, found = plan("qwen2.5-7b-gsm8k", *settings)
+    assert found["measured"]["runs"] == [run_id]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "data.max_prompt_tokens=8192",
+        "data.max_completion_tokens=100",
+        "loops.main.algorithm.num_epochs=8",
+        "loops.main.algorithm.num_minibatches=2",
+        "loops.main.algorithm.measure_kl=false",
+        "trainer.deterministic=true",
+        "slurm.gpu_type=l4",
+    ],
+)
+def test_settings_that_multiply_the_time_of_a_step_belong_to_the_shape(setting: str) -> None:
+    of = [shape_key(config.load("gsm8k", given)) for given in ((), (setting,), ("loops.main.num_steps=7", "seed=3"))]
+    assert of[0] == of[2] != of[1]
 
 
 def test_failed_runs_are_not_used_for_comparison(plan: Plan) -> None:

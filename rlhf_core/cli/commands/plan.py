@@ -34,15 +34,17 @@ def plan(config: ConfigArgument, set_: SetOption = None, as_json: JsonOption = F
 
 
 def _plan(config: str, overrides: list[str]) -> "RunPlan":
-    from rlhf_core.config.loading import load
     from rlhf_core.config.site import load_site
+    from rlhf_core.control.new_run import resolve
     from rlhf_core.control.run_plan import plan_run
+    from rlhf_core.control.site_names import for_site
     from rlhf_core.history import queries
     from rlhf_core.preflight.gather_facts import gather_for_predictions
     from rlhf_core.scheduler import get_scheduler
     from rlhf_core.schemas.run import shape_key
 
-    spec = load(config, overrides)
+    site = load_site()
+    spec = for_site(resolve(config, overrides), site)  # the shape of a run includes paths as it stores them
     if spec.trainer.kind != "native":
         raise BadInput('found trainer.kind = "command"; expected the native trainer: the layout of another program is '
                        "set by its own arguments")  # fmt: skip
@@ -52,7 +54,6 @@ def _plan(config: str, overrides: list[str]) -> "RunPlan":
     except HistoryError as error:
         output.warn(f"the history is unavailable, so nothing is compared: {error}")
         measured = {}
-    site = load_site()
     return plan_run(gather_for_predictions(spec, get_scheduler(site.scheduler).inventory(), site.slurm), measured)
 
 
