@@ -172,7 +172,12 @@ def _explain(detail: Any) -> str:
 
 
 def prefilled(spec: RunSpec) -> dict[str, Any]:
-    """The fields that correspond to settings, with the values of a config."""
+    """The fields that correspond to settings, with the values of a config; a seed that the form cannot hold is left
+    out, and so stays as in the config."""
+    return {field: value for field, value in _values_of(spec).items() if field != "seed" or value <= MAX_SEED}
+
+
+def _values_of(spec: RunSpec) -> dict[str, Any]:
     return {field: attrgetter(setting)(spec) for field, setting in _settings_of(spec).items()}
 
 
@@ -208,9 +213,9 @@ def overrides_of(form: Form, given_as: str = OVERRIDES) -> list[str]:
             f"found learning_rate = {form.learning_rate:g}, and a config whose trainer is another program: change it "
             "in trainer.argv, among the overrides"
         )
-    after = prefilled(spec)
+    after = _values_of(spec)
     try:
-        before = prefilled(config.load(form.config))
+        before = _values_of(config.load(form.config))
     except BadConfig:
         before = after  # the config is complete only with the overrides
     named = [setting_of(text) for text in form.overrides]

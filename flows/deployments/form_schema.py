@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flows.form import BOUNDS, MAX_SEED, settings_text
+from flows.form import BOUNDS, settings_text
 from flows.run import DESCRIPTION, rlhf_run
 from rlhf_core.text.escaping import markdown_code
 
@@ -25,6 +25,4 @@ def form_of(parameters: Mapping[str, Any], hidden: Sequence[str]) -> dict[str, A
         if name in BOUNDS:
             field.pop("minimum", None)
             field |= BOUNDS[name]
-            if name == "seed" and parameters[name] > MAX_SEED:
-                del field["maximum"]
     return {**schema, "properties": fields, "required": ["run_id"] if "run_id" in fields else []}

@@ -84,6 +84,16 @@ def test_an_override_wins_over_an_unchanged_field(folder: Path) -> None:
     assert config.load(source, overrides_of(form)).loops.main.num_steps == 3
 
 
+def test_a_seed_that_a_browser_would_round_stays_as_in_the_config(folder: Path) -> None:
+    source = str(folder / "small.toml")
+    spec = config.load(source, [f"seed={2**63 - 1}"])
+    filled = prefilled(spec)
+    assert "seed" not in filled
+    kept = str(keep(source, [f"seed={2**63 - 1}"], "nightly", folder / "home", folder).config)
+    assert config.load(kept, overrides_of(read_form({"config": kept, **filled}))).seed == spec.seed
+    assert overrides_of(read_form({"config": kept, **filled, "seed": 7})) == ["seed=7"]
+
+
 def test_a_setting_that_is_given_twice_is_refused(folder: Path) -> None:
     form = read_form({"config": str(folder / "small.toml"), "steps": 5, "overrides": "loops.main.num_steps=3"})
     with pytest.raises(BadInput, match=r"steps = 5, and loops.main.num_steps = 3 among the overrides"):
