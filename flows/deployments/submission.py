@@ -10,7 +10,7 @@ from prefect.exceptions import ObjectNotFound
 from flows.deployments.registration import connected, deployed, register
 from flows.flow_runs.facts import RESUME_DEPLOYMENT
 from flows.flow_runs.links import page
-from flows.form import overrides_of, prefilled, read_form
+from flows.form import SETTINGS, overrides_of, prefilled, read_form
 from flows.queries import RUN_FLOW
 from rlhf_core.config import loading as configs
 from rlhf_core.config.site import Site
@@ -67,12 +67,17 @@ def submit(
             given["tags"] = ", ".join(dict.fromkeys((*present, *tags)))
         if owner:
             given["owner"] = owner
+        # Prefect adds the parameters of the deployment, whose config may have settings that this one lacks.
+        lacking = SETTINGS.keys() - given.keys() if config else set()
         # Errors are reported here, not by a flow run that fails later.
-        form = read_form({**deployment.parameters, **given})
+        form = read_form(
+            {name: value for name, value in {**deployment.parameters, **given}.items() if name not in lacking}
+        )
         spec = configs.load(form.config, overrides_of(form, given_as="--set"))
         flow_run = client.create_flow_run_from_deployment(deployment.id, parameters=given, tags=form.tags)
         run_id = FlowRunLink(str(flow_run.id), created=flow_run.created).run_id(spec.name)
-        client.update_flow_run(flow_run.id, name=run_id)
+        parameters = {name: value for name, value in flow_run.parameters.items() if name not in lacking}
+        client.update_flow_run(flow_run.id, name=run_id, parameters=parameters)
     return Submitted(run_id, str(flow_run.id), page(site, "runs/flow-run", flow_run.id))
 
 

@@ -19,6 +19,7 @@ from flows.deployments.registration import SCHEDULE, environment, register, regi
 from flows.deployments.submission import submit, submit_config
 from flows.deployments.work_pool import QUEUES
 from flows.flow_runs.facts import RESUME_DEPLOYMENT
+from flows.form import overrides_of, read_form
 from flows.schedules import SKIP_IF_BUSY
 from rlhf_core.cli.main import execute
 from rlhf_core.config import loading as config
@@ -248,6 +249,11 @@ def test_a_submission_uses_the_current_file_and_leaves_schedules_alone(
     assert flow_run.parameters["steps"] == 50
     assert config.load(flow_run.parameters["config"]).loops.main.num_steps == 50
     assert client.read_deployment(UUID(done.id)).parameters["steps"] == 100
+    (tmp_path / "train.py").touch()
+    file.write_text(preset_path("torchrun").read_text().replace('name = "torchrun"', 'name = "edited"'))
+    submitted = submit_config("mine.toml", site)
+    parameters = client.read_flow_run(UUID(submitted.flow_run_id)).parameters
+    assert overrides_of(read_form(parameters)) == [], "the learning rate of the deployment is no setting of this one"
     with pytest.raises(BadConfig, match=r"loops\.main\.num_steps"):
         submit("edited", site, overrides=["loops.main.num_steps=0"])
     with pytest.raises(BadInput, match="there is no deployment"):
