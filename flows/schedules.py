@@ -33,6 +33,9 @@ SKIP_IF_BUSY = "rlhf-skip-if-busy"
 EVENT = "rlhf.schedule.skipped"
 
 _AT_WORK = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
+_PERHAPS_AT_WORK = [StateType.CRASHED, StateType.PAUSED]
+"""States in which a run may go on: its flow run will be adopted, or was paused in the UI. A flow run that waits for an
+approval is paused too, and its run has ended."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +55,13 @@ def is_to_be_skipped(flow_run: FlowRun) -> bool:
 def busy_with(client: SyncPrefectClient, flow_run: FlowRun, runs_dir: Path) -> str:
     """The run of the same deployment that is still running; empty if there is none.
 
-    A run whose flow run crashed counts until the run itself has ended: it will be adopted, and its job is running. Of
+    A run whose flow run crashed or was paused counts until the run itself has ended, because its job is running. Of
     scheduled flow runs that may themselves be skipped and have not made a run yet, only earlier ones count: two that
     were due at once, after an outage for instance, must not both be skipped in favour of the other.
     """
     if flow_run.deployment_id is None:
         return ""
-    for states in (_AT_WORK, [StateType.CRASHED]):  # a crashed one costs a look at its run
+    for states in (_AT_WORK, _PERHAPS_AT_WORK):  # these cost a look at their runs
         for other in _flow_runs(client, flow_run.deployment_id, states):
             if other.id != flow_run.id and _precedes(other, flow_run, runs_dir):
                 return other.name
@@ -81,13 +84,17 @@ def skipped_for(flow_run: FlowRun, runs_dir: Path) -> str:
         busy = busy_with(client, flow_run, runs_dir)
     if not busy:
         return ""
-    why = f"run {busy} of the same deployment still goes on"
+    why = _still_goes_on(busy)
     emit_skipped(flow_run, why)
     return why
 
 
+def _still_goes_on(busy: str) -> str:
+    return f"run {busy} of the same deployment still goes on"
+
+
 def _precedes(other: FlowRun, flow_run: FlowRun, runs_dir: Path) -> bool:
-    if other.state_type is StateType.CRASHED:
+    if other.state_type in _PERHAPS_AT_WORK:
         return _goes_on(other, runs_dir)
     if not is_to_be_skipped(other) or _order(other) < _order(flow_run):
         return True
@@ -99,7 +106,7 @@ def _order(flow_run: FlowRun) -> tuple[datetime, UUID]:
 
 
 def _goes_on(flow_run: FlowRun, runs_dir: Path) -> bool:
-    """True if the run of a crashed flow run has not ended."""
+    """True if the run of a crashed or paused flow run has not ended."""
     try:
         run_dir = RunDir.find(runs_dir, flow_run.name)
         return run_dir is not None and not read_record(run_dir).ended
@@ -154,7 +161,7 @@ def _why_not(client: SyncPrefectClient, flow_run: FlowRun, runs_dir: Path) -> st
     if schedule is not None and flow_run.deployment_id is not None and not _is_active(client, flow_run, schedule):
         return "it was due, had not begun, and its schedule was paused or removed since"
     busy = busy_with(client, flow_run, runs_dir) if is_to_be_skipped(flow_run) else ""
-    return f"run {busy} of the same deployment still goes on" if busy else ""
+    return _still_goes_on(busy) if busy else ""
 
 
 def _is_active(client: SyncPrefectClient, flow_run: FlowRun, schedule: UUID) -> bool:

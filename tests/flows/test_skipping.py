@@ -1,6 +1,6 @@
 """Scheduled flow runs that must not start: those of a paused schedule, and those of a busy deployment."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from uuid import UUID
@@ -13,7 +13,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.exceptions import CancelledRun
 from prefect.flow_engine import run_flow
-from prefect.states import Completed, Crashed, Running
+from prefect.states import Completed, Crashed, Paused, Running, State
 from process_tools import ASKING_INTERVAL_S, until
 from sites import Site
 
@@ -132,16 +132,17 @@ def test_a_scheduled_run_taken_by_a_worker_does_not_start_while_its_deployment_i
     assert [one.name for one in harness.site.runs_dir.iterdir()] == [run_dir.run_id], "it made no run"
 
 
-def test_a_crashed_flow_run_keeps_its_deployment_busy_only_while_its_run_continues(
-    client: SyncPrefectClient, harness: ControllerHarness
+@pytest.mark.parametrize("state", [Crashed, Paused])
+def test_a_crashed_or_paused_flow_run_keeps_its_deployment_busy_only_while_its_run_continues(
+    state: Callable[[], State], client: SyncPrefectClient, harness: ControllerHarness
 ) -> None:
-    deployment = deployed(client, "crashes")
+    deployment = deployed(client, f"goes on as {state().name}")
     flow_run = client.create_flow_run_from_deployment(deployment)
     assert schedules.busy_with(client, flow_run, harness.site.runs_dir) == ""
-    client.set_flow_run_state(at_work(client, deployment).id, Crashed(), force=True)
+    client.set_flow_run_state(at_work(client, deployment).id, state(), force=True)
     assert schedules.busy_with(client, flow_run, harness.site.runs_dir) == "", "it had made no run"
     run_dir = harness.run()
-    client.set_flow_run_state(at_work(client, deployment, run_dir.run_id).id, Crashed(), force=True)
+    client.set_flow_run_state(at_work(client, deployment, run_dir.run_id).id, state(), force=True)
     assert schedules.busy_with(client, flow_run, harness.site.runs_dir) == run_dir.run_id
     assert RunDir.of(harness.site.runs_dir, run_dir.run_id).spec.is_file()
     run_dir.spec.unlink()
