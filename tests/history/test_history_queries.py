@@ -207,10 +207,14 @@ def test_show_tells_what_happened(store: HistoryStore, runs: Path) -> None:
     assert shown["metric_keys"] == ["time/step_s", "train/loss"]
 
 
-def test_checks_of_a_resumed_run_are_the_newest_of_each(store: HistoryStore, runs: Path) -> None:
+def test_findings_of_a_resumed_run_are_those_of_its_last_preflight(store: HistoryStore, runs: Path) -> None:
+    """A finding that was fixed is gone: its check may have none when it passes."""
     run = whole_run(runs)
+    blocked = CheckResult(id="code.paths", status=CheckStatus.BLOCKED, found="a.py is missing", advice="create it")
+    passed = CheckResult(id="batch.divides_ranks", status=CheckStatus.PASSED, found="32 over 2 ranks")
     again = CheckResult(id="disk.free", status=CheckStatus.PASSED, found="99 GiB free")
-    run.journal(ChecksMade(results=(again,)), 90)
+    run.journal(ChecksMade(results=(passed, blocked)), 89)
+    run.journal(ChecksMade(results=(passed, again)), 90)
     sync(run.dir, store)
     checks = queries.show_run(store, run.run_id)["checks"]
     assert [(check["id"], check["status"], check["found"]) for check in checks] == [

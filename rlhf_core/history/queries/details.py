@@ -50,9 +50,10 @@ def show_run(store: HistoryStore, run_id: str) -> Facts:
     """Read all details of a run, in the format of ``rlhf show --json``, as of one moment.
 
     Returns:
-        ``run`` (with ``spec``; ``seconds`` and ``undriven_s`` as in :func:`list_runs`), ``stages``, ``checks`` (the
-        newest result of each), ``attempts``, ``restarts``, ``incidents``, ``decisions``, ``checkpoints``,
-        ``evaluations``, ``regressed`` (held-out scores that decreased: ``name, metric, before, after``),
+        ``run`` (with ``spec``; ``seconds`` and ``undriven_s`` as in :func:`list_runs`), ``stages``, ``checks`` (of the
+        newest preflight, and the newest result of each on nodes), ``attempts``, ``restarts``, ``incidents``,
+        ``decisions``, ``checkpoints``, ``evaluations``, ``regressed`` (held-out scores that decreased: ``name, metric,
+        before, after``),
         ``controllers`` (with their pages in Prefect, newest last), ``promotion`` (its state; empty without one),
         ``metrics`` (newest value of each), ``metric_keys``, ``goodput`` (view ``run_goodput``), ``weight_syncs``
         (:func:`weight_sync_facts`) and ``lost_time`` (view ``run_lost_time``).
@@ -131,6 +132,9 @@ def _checks(connection: Connection, run_id: str) -> list[Facts]:
     rows = connection.execute(
         select(CHECKS).where(CHECKS.c.run_id == run_id).order_by(CHECKS.c.attempt, CHECKS.c.round, CHECKS.c.check_index)
     ).all()
+    # Each round before the attempts has all findings: those that it lacks were fixed, and many checks pass silently.
+    last = max((row.round for row in rows if not row.attempt), default=0)
+    rows = [row for row in rows if row.attempt or row.round == last]
     # A check may have several findings in a round, for instance one for each data file.
     newest = {(row.check_id, row.node): (row.attempt, row.round) for row in rows}
     found = []
