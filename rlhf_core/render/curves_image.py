@@ -33,13 +33,11 @@ STEP_TIME = LinePlot(
     from_zero=True,
 )
 
-NAMES = {
-    True: ("reward", "kl", "entropy", "length", "loss-sft", "loss-main", "grad-norm"),
-    False: ("preference", "margin", "loss-sft", "loss-preference", "grad-norm"),
-    None: ("reward", "kl", "preference", "margin", "entropy", "length", "loss", "grad-norm"),
-}
-"""Plots to draw from the report, by whether the algorithm samples (None for an external trainer, which may or may not);
-the step-time plot is always drawn."""
+NAMES = (
+    *("reward", "kl", "preference", "margin", "entropy", "length"),
+    *("loss-sft", "loss-preference", "loss-main", "loss", "grad-norm"),
+)
+"""Plots to draw from the report, in this order, if the trainer has them; the step-time plot is always drawn."""
 
 WIDTH_IN, ROW_IN, DPI = 6.9, 1.65, 200
 """The page shows the image about 690 points wide: at twice as many pixels it is sharp, and 8.5-point text is
@@ -77,9 +75,9 @@ _STYLE = {
 
 def plots_of(spec: RunSpec) -> tuple[LinePlot, ...]:
     """Plots to draw for a run."""
-    others = LEARNING_ELSEWHERE if spec.samples is None else LEARNING_FROM_PREFERENCES
-    known = {plot.name: plot for plot in (*LEARNING, *others)}
-    return (*(known[name] for name in NAMES[spec.samples]), STEP_TIME)
+    plots = LEARNING_ELSEWHERE if spec.samples is None else (*LEARNING, *LEARNING_FROM_PREFERENCES)
+    known = {plot.name: plot for plot in plots}
+    return (*(known[name] for name in NAMES if name in known), STEP_TIME)
 
 
 def draw(

@@ -51,6 +51,9 @@ def test_the_curves_are_those_of_the_algorithm() -> None:
     assert losses_drawn(make_spec(), 2) == {"loss-sft": [1, 2], "loss-main": [3, 4]}
     assert losses_drawn(config.load("kto"), 0) == {"loss-preference": [1, 2, 3, 4]}
     assert losses_drawn(config.load("dpo"), 2) == {"loss-sft": [1, 2], "loss-preference": [3, 4]}
+    from_pairs = config.load("quickstart", ["loops.warm_start.algorithm.name=dpo"])
+    assert losses_drawn(from_pairs, 2) == {"loss-preference": [1, 2], "loss-main": [3, 4]}
+    assert {"loss", "preference"} <= {plot.name for plot in plots_of(config.load("torchrun"))}
 
 
 def losses_drawn(spec: RunSpec, warm_start_steps: int) -> dict[str, list[int]]:
