@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from history_tools import RunFiles, at, dump, new_sqlite, postgres, synced, whole_run
 from made_reports import decision_of
+from sqlalchemy import event
 
 from rlhf_core.errors import BadInput, UnknownRun
+from rlhf_core.files.appended import append_lines
 from rlhf_core.history import queries, saved_queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.compare import compare
@@ -19,6 +21,7 @@ from rlhf_core.schemas.attempts import AttemptState, RunState, StageName
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import Action, DecidedBy, FailureKind
 from rlhf_core.schemas.journal import AttemptMoved, ChecksMade, DecisionMade, IncidentFound, StageStarted
+from rlhf_core.schemas.reports import MetricsLine
 from rlhf_core.schemas.run import RunSpec, shape_key
 from rlhf_core.watchdog.ingest import sync
 
@@ -238,6 +241,31 @@ def test_a_check_shows_every_finding_of_its_newest_round(store: HistoryStore, ru
         "round 1: runs is full",
         "round 1: data is full",
     ]
+
+
+def test_a_list_takes_as_many_queries_however_many_runs_failed(store: HistoryStore, runs: Path) -> None:
+    """One of them has no step times, and one no metrics at all."""
+    asked: list[str] = []
+
+    def note(connection: Any, cursor: Any, statement: str, *rest: Any) -> None:
+        asked.append(statement)
+
+    counts, listed = [], []
+    kinds: tuple[dict[str, float], ...] = ({"time/step_s": 1.0}, {"reward/mean": 1.0}, {})
+    for number, metrics in enumerate(kinds):
+        run = RunFiles(runs, tail=f"{number:06}", created=number).created()
+        for step in (1, 3) if metrics else ():
+            line = MetricsLine(step=step, time=at(step), loop="grpo", metrics=metrics)
+            append_lines(run.dir.attempt(1).restart(0).metrics, line)
+        run.moved(RunState.FAILED, 9)
+        sync(run.dir, store)
+        asked.clear()
+        event.listen(store._reading, "before_cursor_execute", note)
+        listed = queries.list_runs(store)
+        event.remove(store._reading, "before_cursor_execute", note)
+        counts.append(len(asked))
+    assert [one["missing_steps"] for one in listed] == ["", *["no metrics of 1 of 3 steps: 2"] * 2]
+    assert counts == [counts[0]] * 3
 
 
 def test_what_is_usual_on_a_node_are_medians_of_enough_probes(store: HistoryStore, runs: Path) -> None:

@@ -73,8 +73,9 @@ def show_run(store: HistoryStore, run_id: str) -> Facts:
         undriven_s = connection.execute(select(undriven_seconds(literal(run_id)))).scalar() or 0.0
         until = lasted_until(run, store.time(connection))
         times = {"seconds": driven_seconds(run, until, undriven_s), "undriven_s": undriven_s}
+        missing = missing_steps_of(connection, [run]).get(run_id, "")
         return {
-            "run": {**_run(run, len(attempts)), "missing_steps": missing_steps_of(connection, run), **times},
+            "run": {**_run(run, len(attempts)), "missing_steps": missing, **times},
             "stages": _stages(connection, run_id, until),
             "checks": _checks(connection, run_id),
             "attempts": attempts,

@@ -25,6 +25,8 @@ from rlhf_core.schemas.attempts import RUN_ENDS
 from rlhf_core.schemas.regression import regressions
 from rlhf_core.text.formatting import missing_steps
 
+_ENDS = frozenset(state.value for state in RUN_ENDS)
+
 
 def list_runs(
     store: HistoryStore,
@@ -98,7 +100,7 @@ def list_runs(
         rows = connection.execute(query).all()
         now = store.time(connection)
         whole = _with_every_step(connection, chosen)
-        missing = {row.run_id: missing_steps_of(connection, row) for row in rows if row.run_id not in whole}
+        missing = missing_steps_of(connection, [row for row in rows if row.run_id not in whole])
         measured = connection.execute(
             select(EVALUATIONS).join(chosen, chosen.c.run_id == EVALUATIONS.c.run_id).order_by(EVALUATIONS.c.name)
         ).all()
@@ -129,23 +131,25 @@ def _with_every_step(connection: Connection, chosen: Subquery) -> set[str]:
     return set(connection.execute(counted).scalars())
 
 
-def missing_steps_of(connection: Connection, row: Any) -> str:
-    """List the steps without metrics of an ended run; see :func:`missing_steps`. Empty for external trainers, which may
-    log only every tenth step, or none."""
-    if row.state not in {state.value for state in RUN_ENDS}:
-        return ""
-    kind = select(RUNS.c.spec["trainer"]["kind"].as_string()).where(RUNS.c.run_id == row.run_id)
-    if connection.execute(kind).scalar() == "command":
-        return ""
+def missing_steps_of(connection: Connection, rows: Iterable[Any]) -> dict[str, str]:
+    """List the steps without metrics of each ended run; see :func:`missing_steps`. External trainers are left out,
+    because they may log only every tenth step, or none."""
+    ended = {row.run_id: row for row in rows if row.state in _ENDS}
+    if not ended:
+        return {}
+    is_external = RUNS.c.spec["trainer"]["kind"].as_string() == "command"
+    external = connection.execute(select(RUNS.c.run_id).where(RUNS.c.run_id.in_(ended), is_external)).scalars()
+    known: dict[str, set[int]] = {run_id: set() for run_id in ended.keys() - set(external)}
     # From the index of that metric, or from all metrics if it is missing.
-    known: set[int] = set()
     for condition in (_step_times(), true()):
-        known = known or set(
-            connection.execute(
-                select(METRICS.c.step).distinct().where(METRICS.c.run_id == row.run_id, condition)
-            ).scalars()
-        )
-    return missing_steps(known, row.total_steps, row.state)
+        runs = [run_id for run_id, steps in known.items() if not steps]
+        for run_id, step in connection.execute(
+            select(METRICS.c.run_id, METRICS.c.step).distinct().where(METRICS.c.run_id.in_(runs), condition)
+        ):
+            known[run_id].add(step)
+    return {
+        run_id: missing_steps(steps, ended[run_id].total_steps, ended[run_id].state) for run_id, steps in known.items()
+    }
 
 
 def undriven_seconds(run_id: ColumnElement[str]) -> ScalarSelect[float]:
