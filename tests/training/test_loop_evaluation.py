@@ -24,7 +24,13 @@ torch = pytest.importorskip("torch")
 
 from rlhf_core.training.data.tokenizers import build_tokenizer  # noqa: E402
 from rlhf_core.training.distributed import Ranks, collective_timeout  # noqa: E402 - needs torch
-from rlhf_core.training.evaluation.evaluator import are_written, load_evaluator, run_evaluator, write_reports  # noqa: E402
+from rlhf_core.training.evaluation.evaluator import (  # noqa: E402
+    _evaluate_start,
+    are_written,
+    load_evaluator,
+    run_evaluator,
+    write_reports,
+)
 from rlhf_core.training.models.causal_lm import build_causal_lm  # noqa: E402
 from rlhf_core.training.rewards.scoring import RewardScorer  # noqa: E402
 from rlhf_core.training.rollouts.remote.engine import RemoteEngines  # noqa: E402
@@ -213,6 +219,18 @@ def test_reports_are_whole_files(ranks: Ranks, tmp_path: Path) -> None:
     assert not are_written(run_dir, "before")
     stored = EvaluationReport.model_validate_json(run_dir.evaluation("after", "greedy").read_bytes())
     assert stored == reports[0]
+
+
+def test_the_model_before_training_leaves_room_for_the_trained_one(ranks: Ranks, tmp_path: Path) -> None:
+    """The engine still refers to it then."""
+    trainer = {"kind": "command", "argv": ["python", "train.py"], "num_steps": 2}
+    spec = {"name": "other", "model": {"path": str(tmp_path)}, "trainer": trainer}
+    context, model, evaluator = make_context(str(tmp_path / "run"), spec, 0, 1), torch.nn.Linear(2, 2), mock.Mock()
+    evaluator.run.return_value = []
+    with mock.patch("rlhf_core.training.evaluation.evaluator.load_causal_lm", return_value=model):
+        _evaluate_start(context, ranks, evaluator)
+    assert evaluator.run.call_args.args[:3] == (model, "before", 0)
+    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 def evaluate_nothing(rank: int, num_ranks: int, run_dir: str) -> str:

@@ -316,11 +316,6 @@ def run_evaluator(context: WorkerContext) -> RoleResult:
     disable_progress_bar()
     tokenizer = load_tokenizer(checkpoint.model)
     base = None if isinstance(spec.trainer, CommandTrainer) else initial
-    if spec.makes_reward_model:
-        model = load_reward_model(checkpoint.model, spec.model.dtype, spec.seed, tokenizer.pad_token_id, base)
-    else:
-        model = load_causal_lm(checkpoint.model, spec.model.dtype, base)
-    model.to(ranks.device)
     beat = functools.partial(reporter.beat, Phase.EVALUATE, checkpoint.step)
     with contextlib.closing(RewardScorer(spec, ranks.rank)) as scorer:
         folder = (base or base_of(checkpoint.model)) if is_adapter(checkpoint.model) else checkpoint.model
@@ -328,6 +323,12 @@ def run_evaluator(context: WorkerContext) -> RoleResult:
         now = context.stored.created_at
         evaluator = load_evaluator(spec, ranks, tokenizer, scorer, start, trains_on_samples=False, now=now)
         _evaluate_start(context, ranks, evaluator)
+        reporter.beat(Phase.SETUP, checkpoint.step)
+        if spec.makes_reward_model:
+            model = load_reward_model(checkpoint.model, spec.model.dtype, spec.seed, tokenizer.pad_token_id, base)
+        else:
+            model = load_causal_lm(checkpoint.model, spec.model.dtype, base)
+        model.to(ranks.device)
         reports = evaluator.run(model, "after", checkpoint.step, beat, _reference(context, ranks, evaluator))
     evaluator.rollouts.close()
     if ranks.is_first and base is not None and is_adapter(checkpoint.model) and spec.promote.when != "never":
@@ -358,6 +359,7 @@ def _evaluate_start(context: WorkerContext, ranks: Ranks, evaluator: Evaluator) 
     model.to(ranks.device)
     reports = evaluator.run(model, "before", 0, functools.partial(context.reporter.beat, Phase.EVALUATE, 0))
     write_reports(run_dir, reports, ranks)
+    model.to("meta")  # the engine refers to it until it loads the next one, which needs its memory
 
 
 def _last_checkpoint(context: WorkerContext, ranks: Ranks) -> CheckpointDir:
