@@ -152,8 +152,9 @@ of 50 million parameters on two ranks, we measured the peak of an update (`tests
 vLLM in the process of a rank takes `rollout.vllm.gpu_memory_share` of a GPU while it samples, including weights, and
 releases it for training. On CPU, its copy of the weights, `rollout.vllm.cpu_cache_gb` and its libraries stay in memory.
 `memory.rollout` refuses a share that cannot hold the weights, a step and one sequence of the full length, and says how
-many sequences fit at once. If pairs are ranked against a reference, `memory.evaluator` counts that model too. The
-figures for CPU were checked against measured peaks ([benchmarks.md](benchmarks.md)); those for GPUs were not.
+many sequences fit at once. If pairs are ranked against a reference, `memory.evaluator` counts that model too. It also
+judges the evaluation of other trainers, which has one model in memory at a time. The figures for CPU were checked
+against measured peaks ([benchmarks.md](benchmarks.md)); those for GPUs were not.
 
 With `[model.lora]`, gradients and optimizer cover only the adapter, a reference needs no second model, and frozen
 layers keep fewer activations ([adapters.md](adapters.md)).

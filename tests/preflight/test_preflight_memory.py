@@ -668,6 +668,20 @@ def test_gpus_that_slurm_selects_are_in_doubt(selection: dict[str, Any]) -> None
     assert only(smaller).status is CheckStatus.BLOCKED, "it fits into none of them"
 
 
+def test_the_evaluator_of_another_trainer_has_to_fit_too() -> None:
+    content = {
+        "name": "other",
+        "model": {"path": "/m", "dtype": "bfloat16"},
+        "trainer": {"kind": "command", "argv": ["python", "train.py"], "num_steps": 2},
+        "resources": {"gpus_per_node": 8, "ranks_per_node": 8},
+        "slurm": {"gpu_type": "t4"},
+    }
+    evaluated = RunSpec.model_validate({**content, "data": {"eval": "/d/eval.jsonl"}})
+    result = only(replace(big("t4"), spec=evaluated), "memory.evaluator")
+    assert (result.status, "reference" in result.found) == (CheckStatus.BLOCKED, False)
+    assert found(replace(big("t4"), spec=RunSpec.model_validate(content)), "memory.evaluator") == [], "it has none"
+
+
 def test_the_advice_for_an_evaluator_is_a_setting_only_if_one_helps() -> None:
     """The weights of Qwen3-8B alone, 15 GiB, do not fit into 15 GiB; with the cache, they do not fit into 22 GiB."""
     assert "an evaluator holds whole models" in only(big("t4"), "memory.evaluator").advice

@@ -115,13 +115,13 @@ def min_nodes(facts: Facts) -> Iterator[Finding]:
     yield passed(f"a trainer rank fits on {', '.join(map(str, sorted(fits)))} nodes too")
 
 
-@check("memory.evaluator", trainer="native")
+@check("memory.evaluator")
 @_in_doubt_the_largest
 def evaluator(facts: Facts) -> Iterator[Finding]:
     """An evaluation that runs out of memory spoils the last stage of a run that has trained to the end."""
     shape, room = _shape(facts), _room(facts)
-    if shape is None or isinstance(room, str):
-        return  # reported by memory.trainer
+    if not facts.spec.is_evaluated or shape is None or isinstance(room, str):
+        return  # what is unknown is reported by memory.trainer
     estimate = evaluator_estimate(facts.spec, shape, _gpu(facts), pairs_have_answers=facts.pairs_have_answers)
     vllm, on_gpu = facts.spec.starts_vllm_in_evaluators, bool(facts.spec.resources.gpus_per_node)
     if on_gpu and estimate.resident_bytes > TIGHT * room:

@@ -186,14 +186,14 @@ def evaluator_estimate(
         pairs_have_answers: likewise.
     """
     samples = _samples(spec, pairs_have_answers)
-    algorithm, moments = spec.main_loop.algorithm, dict[str, dict[str, int]]()
+    main, moments = spec.loops.main, dict[str, dict[str, int]]()
     weights = weight_bytes(shape, spec.model.dtype)
     resident = {
         "weights": weights,
         "libraries": GPU_BASE_BYTES if spec.resources.gpus_per_node else CPU_BASE_BYTES,
         **(vllm_resident(spec, shape) if spec.starts_vllm_in_evaluators and samples else {}),
     }
-    if algorithm.reference and (algorithm.pairs or algorithm.labelled):
+    if main is not None and main.algorithm.reference and (main.algorithm.pairs or main.algorithm.labelled):
         resident["reference model"] = weights
     if spec.evaluates_with_engines:
         if not spec.resources.gpus_per_node:
