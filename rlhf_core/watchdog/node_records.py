@@ -92,7 +92,8 @@ def clearings(runs: Path) -> Mapping[str, NodeCleared]:
 
 
 def _strikes(store: HistoryStore, now: datetime) -> list[Strike]:
-    return [Strike(node, FailureKind(kind), time) for node, kind, time in queries.node_strikes(store, now - REMEMBERED)]
+    found = queries.node_strikes(store, now - REMEMBERED)
+    return [Strike(run_id, node, FailureKind(kind), time) for run_id, node, kind, time in found]
 
 
 def _counting(strikes: list[Strike], cleared: Mapping[str, NodeCleared]) -> list[Strike]:

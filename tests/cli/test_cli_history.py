@@ -334,10 +334,10 @@ def test_a_node_is_cleared_with_user_and_reason(rlhf: Rlhf, known: RunFiles, mon
     assert (rlhf("nodes", "--clear", "n2").code, rlhf("nodes", "--reason", "why").code) == (2, 2)
     assert rlhf("nodes", "--json").json() == before, "nothing was written"
     output = rlhf("nodes", "--clear", "n2", "--reason", "new cable", "--by", "bea").out
-    assert "n2 is cleared (2 strikes, " in output
+    assert "n2 is cleared (1 strike, " in output
     assert f"by bea ({account()}): new cable" in output
     (node,) = [one for one in rlhf("nodes", "--json").json() if one["node"] == "n2"]
-    assert (node["excluded_until"], node["num_strikes"], node["num_cleared"]) == (None, 0, 2)
+    assert (node["excluded_until"], node["num_strikes"], node["num_cleared"]) == (None, 0, 1)
     assert (node["cleared"]["by"], node["cleared"]["reason"]) == (f"bea ({account()})", "new cable")
     table = " ".join(rlhf("nodes").out.replace("│", " ").split())
     assert f"bea ({account()}): new cable" in table

@@ -428,8 +428,8 @@ def test_strikes_are_kept_once_and_from_a_time_on(store: HistoryStore, runs: Pat
     for _ in range(2):  # read again, as after a crash
         sync(run.dir, store)
     strikes = queries.node_strikes(store, at(0))
-    assert [(node, kind) for node, kind, _ in strikes] == [("n2", "worker_killed"), ("n2", "node_lost")]
-    last = strikes[-1][2]
+    assert [(node, kind) for _, node, kind, _ in strikes] == [("n2", "worker_killed"), ("n2", "node_lost")]
+    last = strikes[-1][3]
     assert queries.node_strikes(store, last) == strikes[1:]
     assert queries.node_strikes(store, last + timedelta(seconds=1)) == []
 

@@ -42,7 +42,7 @@ def test_strikes_before_a_repair_no_longer_count(store: HistoryStore, runs: Path
     done = clear_node(store, runs, "n2", "bea", " new cable ", NOW)
     assert done.cleared is not None
     assert (done.cleared.by, done.cleared.reason, done.cleared.time) == ("bea", "new cable", NOW)
-    assert (done.num_cleared, done.standing.num_strikes, done.standing.score) == (2, 0, 0.0)
+    assert (done.num_cleared, done.standing.num_strikes, done.standing.score) == (1, 0, 0.0)
     assert excluded(store, runs) == []
     assert queries.node_strikes(store, at(0)) == struck, "the history keeps it"
     (shown,) = [one for one in node_records(store, NOW, runs) if one.standing.node == "n2"]
@@ -50,13 +50,13 @@ def test_strikes_before_a_repair_no_longer_count(store: HistoryStore, runs: Path
 
 
 def test_strikes_after_a_repair_count(store: HistoryStore, runs: Path) -> None:
-    first, second = [time for node, _, time in queries.node_strikes(store, at(0)) if node == "n2"]
+    first, second = [time for _, node, _, time in queries.node_strikes(store, at(0)) if node == "n2"]
     clear_node(store, runs, "n2", "bea", "new cable", first + (second - first) / 2)
     (standing,) = [one for one in node_standings(store, NOW, runs) if one.node == "n2"]
     assert (standing.num_strikes, standing.last_at, standing.excluded_until is not None) == (1, second, True)
     again = clear_node(store, runs, "n2", "carl", "new board", NOW)
     assert again.cleared is not None
-    assert (again.cleared.by, again.num_cleared) == ("carl", 2)
+    assert (again.cleared.by, again.num_cleared) == ("carl", 1)
     assert len(list(cleared_nodes(runs).iterdir())) == 2, "both are kept"
 
 

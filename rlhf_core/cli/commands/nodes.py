@@ -30,9 +30,9 @@ def nodes(
 ) -> None:
     """Show the strikes against nodes from the incidents of all runs, and which nodes are currently excluded.
 
-    A strike counts half after three days. A lost node, or one with a failed GPU, is excluded for a day; one
-    with repeated strikes for six hours. New attempts on Slurm avoid these nodes as long as enough others are available.
-    With --clear, previous strikes no longer count; the history keeps them.
+    A run counts once against a node, half after three days. A lost node, or one with a failed GPU, is excluded for a
+    day; one with strikes by several runs for six hours. New attempts on Slurm avoid these nodes as long as enough
+    others are available. With --clear, previous strikes no longer count; the history keeps them.
     """
     from rlhf_core.config.site import load_site
     from rlhf_core.schemas.base import utc_now

@@ -1,7 +1,8 @@
 """Strikes against nodes over all runs: they decay, and a node with too many is excluded for a while. Pure.
 
-A strike is one incident that suspects a node. Its weight is 1 at first and halves every three days, so a node that was
-repaired, or failed once by chance, recovers by itself.
+A strike is an incident that suspects a node; of those of one run, only the newest has a weight, because a bug in the
+run's own code fails on every node it gets, and twice within minutes. The weight is 1 at first and halves every three
+days, so a node that was repaired, or failed once by chance, recovers by itself.
 """
 
 from collections.abc import Iterable
@@ -27,6 +28,7 @@ two strikes never reach, because the older one has always decayed a little."""
 class Strike:
     """One incident that suspects a node."""
 
+    run_id: str
     node: str
     kind: FailureKind
     time: datetime
@@ -40,6 +42,7 @@ class NodeStanding:
     score: float
     """Weight of its strikes now."""
     num_strikes: int
+    """Runs with a strike against it."""
     last_kind: FailureKind
     last_at: datetime
     excluded_until: datetime | None
@@ -57,9 +60,10 @@ def standings(strikes: Iterable[Strike], now: datetime) -> list[NodeStanding]:
 
 
 def _standing(node: str, strikes: list[Strike], now: datetime) -> NodeStanding:
-    score = sum(0.5 ** (max(now - strike.time, timedelta(0)) / HALF_LIFE) for strike in strikes)
+    newest = {strike.run_id: strike for strike in strikes}
+    score = sum(0.5 ** (max(now - strike.time, timedelta(0)) / HALF_LIFE) for strike in newest.values())
     until = [strike.time + BROKEN_FOR for strike in strikes if strike.kind in EXCLUDED_AT_ONCE]
     if score >= SUSPECT_SCORE:
         until.append(strikes[-1].time + SUSPECT_FOR)
     later = [time for time in until if time > now]
-    return NodeStanding(node, score, len(strikes), strikes[-1].kind, strikes[-1].time, max(later, default=None))
+    return NodeStanding(node, score, len(newest), strikes[-1].kind, strikes[-1].time, max(later, default=None))

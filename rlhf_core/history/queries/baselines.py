@@ -28,20 +28,20 @@ _NEWEST_RUNS = 5
 _MIN_PROBES, _MAX_PROBES = 3, 10
 
 
-def node_strikes(store: HistoryStore, since: datetime) -> list[tuple[str, str, datetime]]:
-    """Read the strikes against nodes: node, kind of failure, time; oldest first, each incident once."""
+def node_strikes(store: HistoryStore, since: datetime) -> list[tuple[str, str, str, datetime]]:
+    """Read the strikes against nodes: run, node, kind of failure, time; oldest first, each incident once."""
     is_duplicate = (
         select(DUPLICATES.c.run_id)
         .where(DUPLICATES.c.run_id == STRIKES.c.run_id, DUPLICATES.c.incident_id == STRIKES.c.incident_id)
         .exists()
     )
     query = (
-        select(STRIKES.c.node, STRIKES.c.failure_kind, STRIKES.c.struck_at)
+        select(STRIKES.c.run_id, STRIKES.c.node, STRIKES.c.failure_kind, STRIKES.c.struck_at)
         .where(STRIKES.c.struck_at >= since, ~is_duplicate)
         .order_by(STRIKES.c.struck_at)
     )
     with store.reading() as connection:
-        return [(row.node, row.failure_kind, row.struck_at) for row in connection.execute(query)]
+        return [(row.run_id, row.node, row.failure_kind, row.struck_at) for row in connection.execute(query)]
 
 
 def restarts_since(store: HistoryStore, since: datetime) -> int:
