@@ -1,4 +1,4 @@
-"""Slurm, through submitit, which only writes and submits the batch script.
+"""Slurm, through submitit, which only writes the batch script.
 
 Three things differ from plain submitit. The script runs the agent's own command line, so no pickle is loaded in the
 compute environment. The job's comment names the run and the attempt, so that a job whose submission was never
@@ -15,31 +15,31 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from submitit.core.utils import CommandFunction, FailedJobError, FailedSubmissionError
-from submitit.slurm.slurm import SlurmExecutor, SlurmJob
+from submitit.core.utils import JobPaths
+from submitit.slurm.slurm import SlurmExecutor
 
-from rlhf_core.errors import SchedulerError, SchedulerUnavailable, SubmissionDeferred, SubmissionFailed
+from rlhf_core.errors import SchedulerError, SchedulerUnavailable, SubmissionFailed
 from rlhf_core.scheduler import slurm_environment, slurm_queue
 from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus, LivingJob
 from rlhf_core.scheduler.job_environment import job_environment
 from rlhf_core.scheduler.passed_environment import without_private
 from rlhf_core.scheduler.script_quoting import command_line, exported, is_node_name, one_line
 from rlhf_core.scheduler.slurm_answers import (
+    accepted_job,
     another_cluster,
     gpu_type,
     has_ended,
-    is_no_answer,
     leading_number,
     num_gpus,
     only_the_lost_remain,
     query_job,
-    refusal,
     status_of,
     takes_no_job,
-    will_pass,
 )
 from rlhf_core.schemas.resources import Inventory, Submission, job_marker, parse_job_marker
 
+SUBMIT_S = 180.0
+"""Timeout of sbatch, which itself asks a busy controller again for two minutes."""
 CANCEL_S = 90.0
 """Time that a cancelled job has to disappear; Slurm's own KillWait is 30 s by default."""
 COMPLETING_S = 300.0
@@ -105,7 +105,7 @@ class SlurmScheduler:
     def script(self, request: JobRequest) -> str:
         """Render the batch script."""
         executor = _SlurmExecutor(request)
-        return str(executor._make_submission_file_text(executor._submitit_command_str, "dry-run"))
+        return executor.text("dry-run")
 
     def submit(self, request: JobRequest) -> Submission:
         """Submit the batch script once.
@@ -113,33 +113,22 @@ class SlurmScheduler:
         Raises:
             SubmissionDeferred: Slurm refused it for now; the message quotes Slurm.
             SubmissionFailed: Slurm refused it for good, or a variable of ``slurm.pass_environment`` has no value here.
-            SchedulerUnavailable: Slurm does not answer. The job may have been accepted; :meth:`find` can tell.
+            SchedulerUnavailable: Slurm does not answer, or the file system fails. The job may have been accepted;
+                :meth:`find` can tell.
         """
         slurm_queue.require_controller()
         if not Path(request.command[0]).is_absolute() and shutil.which(request.command[0]) is None:
             raise SubmissionFailed(
                 f"{request.command[0]} is not a program on this machine; set RLHF_COMPUTE_PYTHON to an absolute path"
             )
-        request.scheduler_dir.mkdir(parents=True, exist_ok=True)
         executor = _SlurmExecutor(request)
         cluster = slurm_queue.cluster_name()  # not asked for between the acceptance of the job and its record
         try:
-            job = executor._submit_command(executor._submitit_command_str)
-        except FailedSubmissionError as error:  # sbatch succeeded: there is a job, whose number is unknown
-            raise SchedulerUnavailable(f"Slurm did not confirm the job: {str(error).splitlines()[0]}") from error
-        except FailedJobError as error:
-            answer = refusal(str(error))
-            if not answer:  # a refusal has a reason
-                silent = "sbatch was killed, or failed silently"
-                raise SchedulerUnavailable(f"Slurm did not confirm the job: {silent}") from error
-            if is_no_answer(answer):
-                raise SchedulerUnavailable(f"Slurm did not confirm the job: {answer}") from error
-            if will_pass(answer):
-                raise SubmissionDeferred(f"Slurm does not accept the job for now: {answer}") from error
-            raise SubmissionFailed(f"Slurm refused the job: {answer}") from error
+            request.scheduler_dir.mkdir(parents=True, exist_ok=True)
+            job_id = executor.submit_script()
         except OSError as error:
-            raise SubmissionFailed(f"failed to submit the job: {error}") from error
-        return _submission(request.run_id, request.placement.attempt, job.job_id, request.command, cluster)
+            raise SchedulerUnavailable(f"the batch script could not be written: {error}") from error
+        return _submission(request.run_id, request.placement.attempt, job_id, request.command, cluster)
 
     def status(self, submissions: Sequence[Submission]) -> dict[str, JobStatus]:
         """Query the state of jobs, by job id, with one query for all jobs of this user."""
@@ -241,21 +230,29 @@ class _SlurmExecutor(SlurmExecutor):  # type: ignore[misc]
         words += [word for mount in _mounts(request) for word in ("--bind", mount)]
         return f"{command_line([*words, slurm.container_image])} {command}"
 
-    def _submit_command(self, command: str) -> SlurmJob[object]:
-        # Like submitit.core.core.PicklingExecutor, but with our own environment, which sbatch passes on to
-        # the job. This keeps secrets out of scripts and of command lines, which every user of this host can read.
+    def text(self, name: str) -> str:
+        """Render the batch script."""
+        return str(self._make_submission_file_text(self._submitit_command_str, name))
+
+    def submit_script(self) -> str:
+        """Write the batch script and submit it; returns the number of the job.
+
+        Raises:
+            OSError: it could not be written; nothing was submitted.
+            SchedulerError: as :meth:`SlurmScheduler.submit`.
+        """
+        # With our own environment, which sbatch passes on to the job. This keeps secrets out of scripts and of
+        # command lines, which every user of this host can read.
         environment = slurm_environment.for_submission(without_private(os.environ), self._request.slurm)
         secrets = self._request.passed.values()
         script = self.folder / f".submission_file_{uuid.uuid4().hex}.sh"
-        script.write_text(self._make_submission_file_text(command, script.stem), encoding="utf-8")
+        script.write_text(self.text(script.stem), encoding="utf-8")
         words = ["sbatch", *_export_option(self._request, environment), str(script)]
-        output = CommandFunction(words, verbose=False, env=environment | secrets)()
-        job_id = self._get_job_id_from_submission_command(output)
-        job: SlurmJob[object] = SlurmJob(folder=self.folder, job_id=job_id, tasks=[0])
+        job_id = accepted_job(slurm_queue.ended(words, environment | secrets, SUBMIT_S))
         # The job is accepted, and Slurm has its own copy of the script: no error may hide its number from here on.
         with contextlib.suppress(OSError):
-            job.paths.move_temporary_file(script, "submission_file", keep_as_symlink=True)
-        return job
+            JobPaths(self.folder, job_id).move_temporary_file(script, "submission_file", keep_as_symlink=True)
+        return job_id
 
     @classmethod
     def affinity(cls) -> int:

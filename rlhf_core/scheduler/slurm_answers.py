@@ -4,8 +4,9 @@ import contextlib
 import functools
 import os
 import re
+import subprocess
 
-from rlhf_core.errors import SchedulerError
+from rlhf_core.errors import SchedulerError, SchedulerUnavailable, SubmissionDeferred, SubmissionFailed
 from rlhf_core.scheduler import slurm_queue
 from rlhf_core.scheduler.base import JobState, JobStatus
 from rlhf_core.scheduler.slurm_queue import QueuedJob
@@ -171,8 +172,29 @@ def gpu_type(gres: str) -> str:
     return kinds.pop() if len(kinds) == 1 else ""
 
 
+def accepted_job(sbatch: subprocess.CompletedProcess[str]) -> str:
+    """Return the number of the job that sbatch submitted.
+
+    Raises:
+        SchedulerUnavailable: sbatch did not confirm the job, which may have been accepted.
+        SubmissionDeferred: Slurm refused the job for now; the message quotes Slurm.
+        SubmissionFailed: Slurm refused it for good.
+    """
+    answer = refusal(sbatch.stderr)
+    if sbatch.returncode == 0:
+        number = re.search(r"job ([0-9]+)", sbatch.stdout)
+        if number is not None:
+            return number[1]
+        answer = f"found no number of a job in {sbatch.stdout.strip()[-500:]!r}"
+    elif sbatch.returncode > 0 and answer and not is_no_answer(answer):  # a refusal has a reason
+        if will_pass(answer):
+            raise SubmissionDeferred(f"Slurm does not accept the job for now: {answer}")
+        raise SubmissionFailed(f"Slurm refused the job: {answer}")
+    raise SchedulerUnavailable(f"Slurm did not confirm the job: {answer or 'sbatch was killed, or failed silently'}")
+
+
 def refusal(text: str) -> str:
-    """Extract sbatch's own message from submitit's error."""
+    """Extract Slurm's own message from the errors of sbatch, which a program of the site may wrap."""
     lines = [line.strip() for line in text.splitlines() if "sbatch:" in line]
     return " ".join(line.removeprefix("sbatch: error: ") for line in lines) or text.strip()[-500:]
 

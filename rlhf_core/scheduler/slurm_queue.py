@@ -15,7 +15,7 @@ import re
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -79,10 +79,25 @@ def run(*words: str, seconds: float = COMMAND_S) -> str:
         SchedulerUnavailable: it failed or did not answer; the message includes its output.
         SchedulerError: it is not installed.
     """
+    done = ended(words, for_queries(os.environ), seconds)
+    if done.returncode != 0:
+        output = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
+        raise SchedulerUnavailable(f"{words[0]}: {output}")
+    return done.stdout
+
+
+def ended(
+    words: Sequence[str], environment: Mapping[str, str], seconds: float = COMMAND_S
+) -> subprocess.CompletedProcess[str]:
+    """Run a Slurm command to its end, successful or not.
+
+    Raises:
+        SchedulerUnavailable: it did not end in time, or could not be started, as on a crowded login node.
+        SchedulerError: it is not installed.
+    """
     try:
-        environment = for_queries(os.environ)
         # Comments of this user's other jobs, and messages in the language of the site, may not be UTF-8.
-        done = subprocess.run(
+        return subprocess.run(
             words, capture_output=True, text=True, errors="replace", timeout=seconds, check=False, env=environment
         )
     except FileNotFoundError:
@@ -90,10 +105,8 @@ def run(*words: str, seconds: float = COMMAND_S) -> str:
         raise SchedulerError(message) from None
     except subprocess.TimeoutExpired:
         raise SchedulerUnavailable(f"{words[0]} did not respond within {seconds:.0f} s") from None
-    if done.returncode != 0:
-        output = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
-        raise SchedulerUnavailable(f"{words[0]}: {output}")
-    return done.stdout
+    except OSError as error:
+        raise SchedulerUnavailable(f"{words[0]} could not be started: {error.strerror}") from error
 
 
 def require_job_id(text: str) -> str:

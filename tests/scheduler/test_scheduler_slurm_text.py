@@ -1,16 +1,18 @@
 """Options passed to Slurm, and the parsing of its output, without a cluster."""
 
+import errno
 import os
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 from control_fakes import Clock
 from job_requests import job_request
-from submitit.core.utils import FailedJobError
 
 from rlhf_core.errors import SchedulerError, SchedulerUnavailable, SubmissionDeferred, SubmissionFailed
 from rlhf_core.scheduler import get_scheduler, slurm, slurm_answers, slurm_queue
@@ -336,11 +338,7 @@ def test_temporary_refusals(message: str, passes: bool) -> None:
 def test_temporary_and_permanent_refusals_are_distinguished(
     message: str, error: type[SubmissionFailed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(executor: object, command: str) -> None:
-        raise FailedJobError(f"sbatch: error: {message}")
-
-    monkeypatch.setattr(slurm_queue, "require_controller", lambda: None)
-    monkeypatch.setattr(slurm._SlurmExecutor, "_submit_command", refuse)
+    stand_ins(tmp_path, monkeypatch, sbatch=f'echo "sbatch: error: {message}" >&2; exit 1')
     job_request = replace(request(), scheduler_dir=tmp_path / "attempts" / "2" / "scheduler", command=(sys.executable,))
     with pytest.raises(SubmissionFailed) as found:
         SlurmScheduler().submit(job_request)
@@ -358,13 +356,46 @@ def stand_ins(folder: Path, monkeypatch: pytest.MonkeyPatch, **programs: str) ->
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
 
 
-@pytest.mark.parametrize("answer", ["kill -9 $$", "exit 1", "echo 'accepted as 7'"])
+@pytest.mark.parametrize(
+    "answer", ["kill -9 $$", "exit 1", "echo 'accepted as 7'", "echo sbatch: hello >&2; kill -9 $$"]
+)
 def test_an_unclear_end_of_sbatch_is_no_refusal(answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The job may have been accepted: the next controller looks for it before it submits another one."""
     stand_ins(tmp_path, monkeypatch, sbatch=answer)
     job_request = replace(request(), scheduler_dir=tmp_path / "attempts" / "2" / "scheduler", command=(sys.executable,))
     with pytest.raises(SchedulerUnavailable, match="did not confirm"):
         SlurmScheduler().submit(job_request)
+
+
+def test_a_submission_that_the_operating_system_prevents_is_made_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a crowded login node, or without quota. No error of the config, which would end the run."""
+    folder = tmp_path / "attempts" / "2" / "scheduler"
+    job_request = replace(request(), scheduler_dir=folder, command=(sys.executable,))
+    stand_ins(tmp_path, monkeypatch, sbatch="echo Submitted batch job 7")
+    with monkeypatch.context() as crowded:
+        crowded.setattr(slurm_queue.subprocess, "run", raising(BlockingIOError(errno.EAGAIN, "try again")))
+        with pytest.raises(SchedulerUnavailable, match="scontrol could not be started: try again"):
+            SlurmScheduler().submit(job_request)
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_text", raising(OSError(errno.EDQUOT, "Disk quota exceeded")))
+        with pytest.raises(SchedulerUnavailable, match=r"script could not be written: .*quota"):
+            SlurmScheduler().submit(job_request)
+    assert SlurmScheduler().submit(job_request).job_id == "7"
+
+
+def raising(error: OSError) -> Callable[..., NoReturn]:
+    def call(*args: object, **options: object) -> NoReturn:
+        raise error
+
+    return call
+
+
+def test_sbatch_may_answer_in_any_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_ins(tmp_path, monkeypatch, sbatch=r"printf 'caf\xe9\n' >&2; printf 'caf\xe9\nSubmitted batch job 7\n'")
+    job_request = replace(request(), scheduler_dir=tmp_path / "attempts" / "2" / "scheduler", command=(sys.executable,))
+    assert SlurmScheduler().submit(job_request).job_id == "7"
 
 
 def test_an_outage_is_told_from_a_machine_without_slurm_and_from_another_cluster(
