@@ -214,7 +214,7 @@ _FOR_NOW = (
     "I/O error writing script/environment to file",  # the disk of slurmctld is full
 )
 """Refusals that end when an administrator or other jobs of the user do something."""
-_OF_THE_JOB = re.compile(r"Per(Job|Node)|MaxWall|TimeLimit|NotSatisfied|MinNode|MinCpu", re.IGNORECASE)
+_OF_THE_JOB = re.compile(r"Per(Job|Node)|MaxWall|TimeLimit|QOSMin", re.IGNORECASE)
 """Limits, in Slurm's names, that the job itself exceeds, whatever else is running."""
 
 

@@ -325,6 +325,8 @@ POLICY = (
         (f"QOSMaxNodePerJobLimit {POLICY}", False),
         (f"AssocMaxWallDurationPerJobLimit {POLICY}", False),
         (f"QOSMinCpuNotSatisfied {POLICY}", False),
+        (f"QOSMinGRES {POLICY}", False),
+        (f"QOSMinMemory {POLICY}", False),
         ("Batch job submission failed: Requested node configuration is not available", False),
         ("invalid partition specified: nowhere", False),
         ("Batch job submission failed: Invalid account or account/partition combination specified", False),
