@@ -158,8 +158,8 @@ def decide_next(
         kind: Kind of the failure.
         attempts_without_progress: Consecutive attempts without a new checkpoint, including the last one; 0 if that
             saved one.
-        same_fingerprint_before: True if an earlier attempt ended with the same fingerprint, without a new checkpoint in
-            between.
+        same_fingerprint_before: True if the same failure occurred before, in an earlier attempt or in this one, without
+            a new checkpoint in between.
         spec: The run's budget.
         random: A number in [0, 1) that spreads the back-off, so that many runs do not retry at once.
         remedy: Change for the next attempt, for kinds that would recur otherwise; empty if there is none.
@@ -172,7 +172,7 @@ def decide_next(
     if rule.attempts == 0:
         return Choice(Action.STOP, 0.0, f"{kind} is not retried, because {rule.why}")
     if kind is FailureKind.UNKNOWN and same_fingerprint_before:
-        return Choice(Action.STOP, 0.0, "the same unknown failure recurred in a new attempt: it is not chance")
+        return Choice(Action.STOP, 0.0, "the same unknown failure recurred: it is not chance")
     if rule.attempts == REMEDY and not remedy:
         return Choice(Action.STOP, 0.0, f"{kind} is not retried, because {rule.why}")
     changed = Choice(Action.NEW_ATTEMPT, 0.0, f"{kind}: {remedy}")

@@ -233,7 +233,7 @@ class EarlierAttempts:
     attempts_without_progress: int
     """Consecutive attempts, including the one that just ended, without a newer checkpoint."""
     same_fingerprint_before: bool
-    """True if an earlier one of these ended with the same fingerprint."""
+    """True if an earlier one of these ended with the same fingerprint, or the agents stopped the last for it."""
 
 
 def read_earlier_attempts(run_dir: RunDir, ended: int, first_attempt: int, fingerprint: str) -> EarlierAttempts:
@@ -252,4 +252,6 @@ def read_earlier_attempts(run_dir: RunDir, ended: int, first_attempt: int, finge
         fruitless.append(attempt)
     earlier = [attempt for attempt in fruitless if attempt.number != ended]
     seen = {incident.fingerprint for attempt in earlier if (incident := final_incident(attempt)) is not None}
-    return EarlierAttempts(len(fruitless), bool(fingerprint) and fingerprint in seen)
+    # The agents see best if the attempt saved a checkpoint between two failures of its own.
+    stopped = any(decision.action is Action.STOP for decision in agent_decisions(run_dir.attempt(ended)))
+    return EarlierAttempts(len(fruitless), bool(fingerprint) and (fingerprint in seen or stopped))

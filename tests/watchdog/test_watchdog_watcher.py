@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from control_fakes import Clock, FakeAgent, FakeScheduler, make_run, make_spec
+from made_reports import decision_of
 
 from rlhf_core.errors import DatabaseUnavailable, SchedulerError
 from rlhf_core.files.appended import append_lines
@@ -307,6 +308,22 @@ def test_a_failure_is_explained_by_the_agents_incident(run_dir: RunDir) -> None:
     assert failure.incident is not None
     assert failure.incident.suspect_ranks == (1,)
     assert failure.decision.action is Action.NEW_ATTEMPT
+
+
+@pytest.mark.parametrize(
+    ("decided", "follows"), [(Action.STOP, Action.STOP), (Action.NEW_ATTEMPT, Action.NEW_ATTEMPT)]
+)
+def test_an_unknown_failure_that_the_agents_saw_recur_is_not_retried(
+    run_dir: RunDir, decided: Action, follows: Action
+) -> None:
+    """The attempt that just ended is the only one: its agents restarted in place once."""
+    placed(run_dir, 1)
+    agent = FakeAgent(run_dir)
+    agent.begin()
+    agent.incident(FailureKind.UNKNOWN, fingerprint="abc")
+    write_model(run_dir.attempt(1).restart(0).decision(0), decision_of(decided))
+    agent.end(AttemptState.FAILED, FailureKind.UNKNOWN, "it crashed")
+    assert explain(run_dir, ended(run_dir), make_spec(), first_attempt=1).decision.action is follows
 
 
 def test_a_killed_agent_is_found_by_the_controller(run_dir: RunDir) -> None:
