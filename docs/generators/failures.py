@@ -88,7 +88,8 @@ evaluations always ends the run.
 starts, because nodes that pull a container image or read a cold file system start minutes apart. After that, the
 attempt ends with `rendezvous`. The message says which nodes arrived and which did not, and only the latter are blamed:
 by agent 0, or by the controller if agent 0 itself is missing. If all arrived but some did not connect to agent 0, those
-are blamed; if no node did, agent 0's; of two nodes, neither.
+are blamed; if no node did, agent 0's; of two nodes, neither. If no agent has started an hour after
+`supervise.join_s`, for instance because `srun` hangs, the controller gives the job up and blames no node.
 
 **Excluded nodes.** A new attempt excludes the nodes at fault: at once if a node was lost, did not arrive or did not
 pass its checks, or if a GPU failed, otherwise after a node's second strike in the run. It excludes at most

@@ -231,7 +231,13 @@ class Controller:
         if self._watcher is None or self._watched != number:
             attempt = self.journal.record.attempts[number]
             self._watcher = Watcher(
-                self.run_dir, attempt.placement, attempt.submission, self.scheduler, self.store, self.clock
+                self.run_dir,
+                attempt.placement,
+                attempt.submission,
+                self.scheduler,
+                self.store,
+                self.clock,
+                self.spec.supervise.join_s,
             )
             self._watched = number
         return self._watcher

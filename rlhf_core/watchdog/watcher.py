@@ -10,6 +10,7 @@ from datetime import timedelta
 
 from rlhf_core.diagnosis.classify import SCHEDULER_STATES
 from rlhf_core.errors import HistoryError, JournalDamaged, SchedulerError
+from rlhf_core.files.lookups import is_there
 from rlhf_core.files.whole import read_model
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir.run import RunDir
@@ -18,6 +19,7 @@ from rlhf_core.schemas.attempts import ATTEMPT_ENDS, AttemptState, Role
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import AgentEvent, AttemptOutcome
 from rlhf_core.schemas.resources import Placement, Submission
+from rlhf_core.schemas.supervision import SuperviseSpec
 from rlhf_core.watchdog import evidence
 from rlhf_core.watchdog.ingest import sync
 from rlhf_core.watchdog.silence import Silence, SilenceClock
@@ -96,6 +98,7 @@ class Watcher:
         submission: its job; None if the job is known to have ended without ever being recorded.
         store: the history, updated at every poll; None for no updates.
         clock: monotonic seconds.
+        join_s: ``supervise.join_s``.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class Watcher:
         scheduler: Scheduler,
         store: HistoryStore | None,
         clock: Callable[[], float] = time.monotonic,
+        join_s: float = SuperviseSpec().join_s,
     ) -> None:
         self._run_dir = run_dir
         self._attempt = run_dir.attempt(placement.attempt)
@@ -120,7 +124,7 @@ class Watcher:
         self._outcome_since: float | None = None
         self._answered = False
         self._given_up: Silence | None = None
-        self._silences = SilenceClock(clock())
+        self._silences = SilenceClock(clock(), join_s)
 
     def poll(self) -> AttemptSnapshot:
         """Poll scheduler and files, and update the history. Does not raise if the scheduler or database is
@@ -228,7 +232,8 @@ class Watcher:
         """
         # The scheduler's last answer does not count here: scheduler and file system may be down together.
         runs = self._answered and job.state is JobState.RUNNING and job.scheduler_state not in _PAUSED
-        silence = self._silences.observe(self._clock(), self._progress.published, counts=runs)
+        started = self._progress.restart >= 0 or is_there(self._attempt.claim)
+        silence = self._silences.observe(self._clock(), self._progress.published, counts=runs, started=started)
         if silence is not None and self._given_up is None and evidence.can_be_written(self._attempt):
             self._given_up = silence
         return self._given_up
@@ -298,6 +303,12 @@ def judge(
 def _given_up(silence: Silence) -> AttemptVerdict:
     """Verdict on silent agents. If all are silent, no single node is to blame; if only some are, the file system still
     works."""
+    if not silence.nodes:
+        cause = (
+            f"no agent has started for {silence.seconds:.0f} s, although the scheduler reports the job as running. If "
+            "the nodes need longer, raise supervise.join_s"
+        )
+        return AttemptVerdict(AttemptState.LOST, cause, FailureKind.RENDEZVOUS)
     of = "its agents have" if silence.of_all else f"the agents of {', '.join(silence.nodes)} have"
     cause = f"{of} been silent for {silence.seconds:.0f} s, although the scheduler reports the job as running"
     if silence.of_all:

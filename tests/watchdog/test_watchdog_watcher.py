@@ -310,9 +310,7 @@ def test_a_failure_is_explained_by_the_agents_incident(run_dir: RunDir) -> None:
     assert failure.decision.action is Action.NEW_ATTEMPT
 
 
-@pytest.mark.parametrize(
-    ("decided", "follows"), [(Action.STOP, Action.STOP), (Action.NEW_ATTEMPT, Action.NEW_ATTEMPT)]
-)
+@pytest.mark.parametrize(("decided", "follows"), [(Action.STOP, Action.STOP), (Action.NEW_ATTEMPT, Action.NEW_ATTEMPT)])
 def test_an_unknown_failure_that_the_agents_saw_recur_is_not_retried(
     run_dir: RunDir, decided: Action, follows: Action
 ) -> None:

@@ -22,7 +22,7 @@ from rlhf_core.schemas.reports import AgentEvent, AgentStatus, AttemptOutcome
 from rlhf_core.schemas.resources import Placement, Submission
 from rlhf_core.watchdog import evidence
 from rlhf_core.watchdog.attempt_failure import explain
-from rlhf_core.watchdog.silence import BLIND_S, SILENT_S
+from rlhf_core.watchdog.silence import BLIND_S, SILENT_S, UNSTARTED_S
 from rlhf_core.watchdog.watcher import LEADER_LOST_TIMEOUT_S, AttemptSnapshot, Watcher
 
 RUNNING = JobStatus(JobState.RUNNING, scheduler_state="RUNNING")
@@ -101,6 +101,25 @@ def test_silence_counts_only_while_the_scheduler_says_that_the_job_runs(
 
 def test_agents_that_have_not_started_are_awaited(tmp_path: Path) -> None:
     assert World(tmp_path).pass_by(10 * SILENT_S).verdict.state is AttemptState.RUNNING
+
+
+def test_a_job_whose_agents_never_start_is_abandoned(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    limit_s = make_spec().supervise.join_s + UNSTARTED_S
+    assert world.pass_by(limit_s).verdict.state is AttemptState.RUNNING
+    snapshot = world.pass_by(POLL_INTERVAL_S)
+    assert (snapshot.verdict.state, snapshot.verdict.failure_kind) == (AttemptState.LOST, FailureKind.RENDEZVOUS)
+    failure = explain(world.run_dir, snapshot, make_spec(), first_attempt=1)
+    assert (failure.decision.action, failure.decision.excluded_nodes) == (Action.NEW_ATTEMPT, ())
+    assert "no agent has started for 4210 s" in failure.message
+
+
+@pytest.mark.parametrize("trace", ["claim", "restarts/0"])
+def test_agents_that_have_started_are_not_missed(tmp_path: Path, trace: str) -> None:
+    """They wait for each other, and end the attempt by themselves."""
+    world = World(tmp_path)
+    (world.run_dir.attempt(1).root / trace).mkdir(parents=True)
+    assert world.pass_by(2 * (make_spec().supervise.join_s + UNSTARTED_S)).verdict.state is AttemptState.RUNNING
 
 
 def test_a_controller_that_was_paused_blames_no_node(world: World) -> None:
