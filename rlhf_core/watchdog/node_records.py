@@ -5,7 +5,9 @@ directories (:class:`NodeCleared`): from then on no controller that shares those
 """
 
 import secrets
+import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -13,7 +15,7 @@ from pathlib import Path
 from rlhf_core.diagnosis.nodes.strikes import REMEMBERED, NodeStanding, Strike, standings
 from rlhf_core.errors import BadInput
 from rlhf_core.files.lookups import paths_in
-from rlhf_core.files.whole import read_all, write_model
+from rlhf_core.files.whole import read_all, replacing, write_model
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir.run import cleared_nodes
@@ -79,7 +81,13 @@ def clear_node(store: HistoryStore, runs: Path, node: str, by: str, reason: str,
         return records[node]
     path = cleared_nodes(runs) / f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}.json"  # one file per writer
     try:
-        write_model(path, NodeCleared(node=node, time=now, by=by, reason=reason.strip()))
+        path.parent.mkdir(exist_ok=True)
+        rights = stat.S_IMODE(runs.stat().st_mode)
+        with suppress(PermissionError):  # another user has made it
+            path.parent.chmod(rights)
+        with replacing(path) as temporary:
+            write_model(temporary, NodeCleared(node=node, time=now, by=by, reason=reason.strip()))
+            temporary.chmod(0o600 | rights & 0o044)  # whatever the umask: the controllers of all users read it
     except OSError as error:
         raise BadInput(f"cannot write {path}: {error.strerror}; run this as a user with write access") from None
     return next(one for one in node_records(store, now, runs) if one.standing.node == node)

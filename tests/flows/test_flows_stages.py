@@ -1,5 +1,6 @@
 """The order of the steps of a run, for every way they can end and every point at which a controller can die."""
 
+import errno
 import json
 from collections.abc import Callable
 from datetime import timedelta
@@ -361,6 +362,18 @@ def test_a_node_that_was_cleared_is_used_again_until_it_fails_again(harness: Con
     harness.completed()
     placement = harness.scheduler.submitted[-1].placement
     assert placement.exclusion_reasons["n1"].startswith("strikes in all runs: 1, the last node_lost; until ")
+
+
+def test_repairs_that_cannot_be_read_stop_no_attempt(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "cleared-nodes")
+
+    monkeypatch.setattr("rlhf_core.control.attempts.planning.node_standings", closed)
+    harness.scheduler.name = "slurm"
+    harness.completed()
+    assert any("no nodes are excluded for their strikes" in text for text in harness.notes.messages)
 
 
 def test_an_unfit_node_is_replaced_at_once(harness: ControllerHarness) -> None:

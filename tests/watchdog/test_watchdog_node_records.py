@@ -1,6 +1,8 @@
 """Strikes against nodes in the history, without those from before a repair of the node."""
 
+import os
 import shutil
+import stat
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -85,3 +87,18 @@ def test_a_node_that_cannot_be_cleared_is_reported(store: HistoryStore, runs: Pa
     assert excluded(store, runs) == ["n2"]
     write_text(cleared_nodes(runs) / "torn.json", "{")
     assert clearings(runs) == {}
+
+
+@pytest.mark.parametrize(("rights", "of_file"), [(0o3770, 0o640), (0o755, 0o644), (0o700, 0o600)])
+def test_all_who_share_the_runs_read_a_repair_whatever_the_umask(
+    store: HistoryStore, runs: Path, rights: int, of_file: int
+) -> None:
+    runs.chmod(rights)
+    before = os.umask(0o077)
+    try:
+        clear_node(store, runs, "n2", "bea", "new cable", NOW)
+    finally:
+        os.umask(before)
+    (file,) = cleared_nodes(runs).iterdir()
+    assert stat.S_IMODE(cleared_nodes(runs).stat().st_mode) == rights
+    assert stat.S_IMODE(file.stat().st_mode) == of_file

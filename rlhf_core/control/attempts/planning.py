@@ -113,6 +113,9 @@ def _left_alone(controller: Controller) -> dict[str, str]:
     except HistoryError as error:
         controller.observer.log(f"the history is unreachable, so no nodes are excluded for their strikes: {error}")
         return {}
+    except OSError as error:
+        controller.observer.log(f"no nodes are excluded for their strikes, since repairs cannot be read: {error}")
+        return {}
     return {
         one.node: f"strikes in all runs: {one.num_strikes}, the last {one.last_kind}; until {one.excluded_until:%F %R}"
         for one in reversed(known)
