@@ -50,7 +50,12 @@ class Ingester:
 
     def _next_of_the_others(self) -> list[str]:
         if not self._sweep:
-            self._sweep = [one.run_id for one in run_dirs(self.site.runs_dir)]
+            try:
+                self._sweep = [one.run_id for one in run_dirs(self.site.runs_dir)]
+            except OSError as error:
+                self._warn_once(str(self.site.runs_dir), f"cannot be listed: {error.strerror}")
+                return []
+            self._problems.pop(str(self.site.runs_dir), None)
             for gone in self._read.keys() - set(self._sweep):
                 del self._read[gone]
         taken, self._sweep = self._sweep[:SWEEP_RUNS], self._sweep[SWEEP_RUNS:]
@@ -69,8 +74,8 @@ class Ingester:
         self._warn_once(run_id, found.message)
         return False
 
-    def _warn_once(self, run_id: str, problem: str) -> None:
+    def _warn_once(self, about: str, problem: str) -> None:
         """Log each problem once, not every two seconds."""
-        if self._problems.get(run_id) != problem:
-            self._problems[run_id] = problem
-            self.warn(f"{run_id}: {problem}" if run_id else problem)
+        if self._problems.get(about) != problem:
+            self._problems[about] = problem
+            self.warn(f"{about}: {problem}" if about else problem)

@@ -66,12 +66,11 @@ class RunDir:
 
     @classmethod
     def find(cls, runs: Path, text: str) -> "RunDir | None":
-        """Return the directory of a run if the text is the id of an existing one."""
-        try:
+        """Return the directory of a run if the text is the id of an existing one that this user may enter."""
+        with contextlib.suppress(RunDirError, OSError):  # its owner may have closed it to others
             found = cls.of(runs, text)
-        except RunDirError:
-            return None
-        return found if found.spec.is_file() else None
+            return found if found.spec.is_file() else None
+        return None
 
     @property
     def run_id(self) -> str:
@@ -290,13 +289,14 @@ def _numbers_in(folder: Path, name: re.Pattern[str]) -> list[int]:
 
 
 def run_dirs(runs: Path) -> list[RunDir]:
-    """Every run directory under ``runs``, by name. Folders with other names (unfinished, copies, links that lead
-    elsewhere) are skipped."""
-    found = []
-    for name in (path.name for path in paths_in(runs) if is_run_id(path.name)):
-        with contextlib.suppress(RunDirError):
-            found.append(RunDir.of(runs, name))
-    return [run_dir for run_dir in found if run_dir.spec.is_file()]
+    """Every run directory under ``runs``, by name. Folders with other names (unfinished, copies), links that lead
+    elsewhere, and folders that this user may not enter are skipped.
+
+    Raises:
+        OSError: ``runs`` itself cannot be listed.
+    """
+    found = (RunDir.find(runs, path.name) for path in paths_in(runs))
+    return [run_dir for run_dir in found if run_dir is not None]
 
 
 def promoted_models(runs: Path) -> Path:

@@ -448,5 +448,5 @@ def test_rebuild_reports_failures(rlhf: Rlhf, known: RunFiles, runs: Path) -> No
 
 def test_rebuild_keeps_runs_without_a_directory(rlhf: Rlhf, known: RunFiles) -> None:
     shutil.rmtree(known.dir.root)
-    assert "1 run without a directory there left" in " ".join(rlhf("db", "rebuild").out.split())
+    assert "1 run without a readable directory there left" in " ".join(rlhf("db", "rebuild").out.split())
     assert len(rlhf("runs", "--json").json()) == 1

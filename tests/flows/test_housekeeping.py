@@ -1,6 +1,7 @@
 """The reconciler on a fake scheduler and a real history: its findings, its actions, and its limits."""
 
 import dataclasses
+import errno
 import os
 import threading
 from collections.abc import Callable
@@ -325,6 +326,22 @@ def test_a_damaged_journal_is_reported_once_and_the_other_runs_are_read(harness:
         assert rows == sorted([[run_dir.run_id, step], [damaged.run_id, step]])
     (complaint,) = messages
     assert f"{damaged.control}, line 2 cannot be read" in complaint
+
+
+def test_a_folder_of_runs_that_cannot_be_listed_does_not_end_the_daemon(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unlisted(runs: Path) -> list[RunDir]:
+        raise OSError(errno.ESTALE, "Stale file handle", str(runs))
+
+    run_dir = training(harness)
+    monkeypatch.setattr("rlhf_core.control.ingester.run_dirs", unlisted)
+    messages: list[str] = []
+    ingester = Ingester(harness.site, harness.store, messages.append)
+    for step in (3, 4):
+        FakeAgent(run_dir).step(step)
+        assert ingester.ingest() == 1
+    assert messages == [f"{harness.site.runs_dir}: cannot be listed: Stale file handle"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

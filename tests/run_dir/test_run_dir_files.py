@@ -11,7 +11,7 @@ from made_reports import checkpoint_manifest
 from rlhf_core.files import whole
 from rlhf_core.files.appended import LineWriter, read_blocks, read_lines, read_models, read_tail
 from rlhf_core.files.whole import RESERVE_BYTES, Reserve, claim, create_once, write_for_user, write_model
-from rlhf_core.run_dir.run import RunDir
+from rlhf_core.run_dir.run import RunDir, new_run_id, run_dirs
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import MetricsLine
 
@@ -158,3 +158,19 @@ def test_a_file_for_the_user_is_whole_or_absent(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         write_for_user(target, "another\n")
     assert target.read_text() == "whole\n"
+
+
+def test_a_run_directory_closed_by_its_owner_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [RunDir(tmp_path / new_run_id(name)) for name in ("a", "b", "c")]
+    for one in runs:
+        write_model(one.spec, line(1))
+    found = Path.stat
+
+    def stat(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        if path == runs[1].spec:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return found(path, follow_symlinks=follow_symlinks)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    assert run_dirs(tmp_path) == [runs[0], runs[2]]
+    assert [RunDir.find(tmp_path, one.run_id) for one in runs] == [runs[0], None, runs[2]]

@@ -46,7 +46,7 @@ def rebuild(as_json: output.JsonOption = False) -> None:
     else:
         output.print_text(f"{count(len(report.runs), 'run')} rebuilt from {runs_dir}.")
         if report.kept:
-            output.print_text(f"{count(len(report.kept), 'run')} without a directory there left unchanged.")
+            output.print_text(f"{count(len(report.kept), 'run')} without a readable directory there left unchanged.")
     for run_id, why in report.failed.items():
         output.warn(f"{run_id}: {why}")
     for run_id, done in report.runs.items():

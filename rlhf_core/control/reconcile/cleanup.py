@@ -154,7 +154,7 @@ class SnapshotCleanup:
         if run_dir.run_id not in self._sources:
             try:
                 self._sources[run_dir.run_id] = run_dir.read_spec().config_source
-            except RunDirError:
+            except (RunDirError, OSError):
                 return ""  # it cannot be resumed; the next round tries again
         return self._sources[run_dir.run_id]
 
@@ -162,6 +162,6 @@ class SnapshotCleanup:
     def _may_go_on(run_dir: RunDir) -> bool:
         try:
             record = read_record(run_dir)
-        except RunDirError:
-            return True  # its journal is damaged: it can be resumed once that is repaired
-        return record.state is not RunState.COMPLETED or is_due(run_dir.read_spec(), record)
+            return record.state is not RunState.COMPLETED or is_due(run_dir.read_spec(), record)
+        except (RunDirError, OSError):
+            return True  # its journal is damaged or closed to others: it can be resumed once that is repaired
