@@ -37,7 +37,7 @@ from rlhf_core.machine.accounts import account, user_name
 from rlhf_core.run_dir.journal import read_journal
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler import JobState, Scheduler, get_scheduler
-from rlhf_core.schemas.attempts import AttemptState, RunState, StageState
+from rlhf_core.schemas.attempts import ATTEMPT_ENDS, AttemptState, RunState, StageState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.journal import CancelStarted, ControllerStarted
@@ -78,16 +78,22 @@ def cancel(controller: Controller, reason: str, *, save: bool = False) -> None:
     number, attempt = journal.record.last_number, journal.record.last_attempt
     if attempt is not None and not attempt.ended:
         # A job that is still waiting for nodes has nothing to save.
-        save = save and controller.watcher(number).poll().verdict.state is AttemptState.RUNNING
+        save = save and _state(controller, number) is AttemptState.RUNNING
         controller.observer.log(f"{'saving, then ' if save else ''}cancelling attempt {number}")
-        give_order(controller.run_dir, number, order_to_end(reason, save=save))
+        try:
+            give_order(controller.run_dir, number, order_to_end(reason, save=save))
+        except OSError as error:  # the scheduler ends the job without it
+            save = False
+            controller.observer.log(f"attempt {number} cannot be told to end: {error}")
         submission = submission_of(controller.scheduler, controller.run_dir.run_id, attempt)
         deadline = controller.clock() + (SAVE_TIMEOUT_S if save else CANCEL_TIMEOUT_S)
-        while submission is not None and not controller.watcher(number).poll().ended and controller.clock() < deadline:
+        while submission is not None and _state(controller, number) not in ATTEMPT_ENDS:
+            if controller.clock() >= deadline:
+                break
             controller.lease.keep()
             controller.sleep(0.2)
         end_job(controller, submission, on_request=True)
-        if controller.watcher(number).poll().verdict.state is AttemptState.COMPLETED:
+        if _state(controller, number) is AttemptState.COMPLETED:
             _end_stage(controller, StageState.COMPLETED)
             conclude(controller, number)  # it completed before the order arrived
             return
@@ -99,6 +105,13 @@ def cancel(controller: Controller, reason: str, *, save: bool = False) -> None:
     journal.move_run(RunState.CANCELLED, reason)
     controller.run_dir.cancel_request.unlink(missing_ok=True)
     controller.record()
+
+
+def _state(controller: Controller, number: int) -> AttemptState | None:
+    """State of an attempt; None if its files cannot be read, which must not keep its job from being ended."""
+    with suppress(OSError):
+        return controller.watcher(number).poll().verdict.state
+    return None
 
 
 def _end_stage(controller: Controller, state: StageState, message: str = "") -> None:

@@ -10,7 +10,7 @@ from control_fakes import FakeAgent
 from harness import ControllerHarness
 from kill_points import Killed
 
-from rlhf_core.control.attempts.jobs import CANCEL_TIMEOUT_S
+from rlhf_core.control.attempts.jobs import CANCEL_TIMEOUT_S, SAVE_TIMEOUT_S
 from rlhf_core.control.cancel import Cancelled, cancel, cancel_run
 from rlhf_core.control.steps import drive
 from rlhf_core.errors import RunDirError, SchedulerError
@@ -250,3 +250,37 @@ def test_a_job_that_still_waits_for_nodes_has_nothing_to_save(harness: Controlle
     cancel(session, "enough", save=True)
     assert harness.clock.now - began < 2 * CANCEL_TIMEOUT_S
     assert read_record(run_dir).state is RunState.CANCELLED
+
+
+@pytest.mark.usefixtures("follows_orders")
+@pytest.mark.parametrize("save", [True, False])
+def test_a_job_is_ended_even_if_its_agent_cannot_be_told(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch, save: bool
+) -> None:
+    """On a full disk, the run stayed "cancelling", and each new controller failed in the same way."""
+    run_dir = harness.killed_in_training()
+
+    def full(path: Path, model: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr("rlhf_core.control.attempts.jobs.write_model", full)
+    began = harness.clock.now
+    cancel(harness.controller(run_dir), "enough", save=save)
+    assert read_record(run_dir).state is RunState.CANCELLED
+    assert harness.scheduler.cancelled == ["101"]
+    assert harness.clock.now - began < SAVE_TIMEOUT_S, "nothing is waited for that nobody was told to save"
+
+
+def test_a_job_is_ended_even_if_its_files_cannot_be_read(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = harness.killed_in_training()
+    session = harness.controller(run_dir)
+
+    def stale() -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(session.watcher(1), "poll", stale)
+    cancel(session, "enough")
+    assert read_record(run_dir).state is RunState.CANCELLED
+    assert harness.scheduler.cancelled == ["101"]
