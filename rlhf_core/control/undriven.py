@@ -4,9 +4,9 @@ from collections.abc import Collection
 from datetime import datetime, timedelta
 
 from rlhf_core.control.reconcile.facts import lease_holder
-from rlhf_core.diagnosis.reconcile.decisions import ADOPT_AFTER_S, NEW_RUN_S
+from rlhf_core.diagnosis.reconcile.decisions import grace_s
 from rlhf_core.diagnosis.reconcile.facts import LeaseState
-from rlhf_core.history.queries.open_runs import OpenRun, named
+from rlhf_core.history.queries.open_runs import named
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.schemas.base import utc_now
 
@@ -14,14 +14,16 @@ from rlhf_core.schemas.base import utc_now
 def undriven_since(store: HistoryStore, run_ids: Collection[str]) -> dict[str, datetime]:
     """Find those of the given runs that have not ended and have no controller. Returns, by id, the time since when.
 
-    A controller of this machine that died counts at once. One on another machine counts once its lease has expired, and
-    a run between two controllers, or before its first, after the time at which the site daemon would adopt it.
+    A controller of this machine that died counts at once. One that is silent, a run between two controllers, and one
+    before its first, count after the time at which the site daemon would adopt it.
     """
     now = utc_now()
     found: dict[str, datetime] = {}
     for run_id, standing in named(store, now, run_ids).items():
         holder, undriven_s = lease_holder(standing, now)
-        if standing.ended_at is None and holder is not LeaseState.LIVING and undriven_s >= _grace_s(holder, standing):
+        if standing.ended_at is not None or holder is LeaseState.LIVING:
+            continue
+        if undriven_s >= grace_s(holder, was_driven=bool(standing.controllers)):
             found[run_id] = now - timedelta(seconds=undriven_s)
     return found
 
@@ -37,9 +39,3 @@ def undriven_text(run_id: str, since: datetime) -> str:
         f"No controller has driven this run since {since:%Y-%m-%d %H:%M} UTC. `rlhf resume {run_id}` continues it: it "
         "adopts the job if that is still running, otherwise it starts a new attempt from the last complete checkpoint"
     )
-
-
-def _grace_s(holder: LeaseState, standing: OpenRun) -> float:
-    if holder is LeaseState.DEAD:
-        return 0.0
-    return ADOPT_AFTER_S if standing.controllers else NEW_RUN_S

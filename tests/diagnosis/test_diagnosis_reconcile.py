@@ -35,6 +35,7 @@ RUN = RunFacts(
 )
 ENDED = replace(RUN, state=RunState.COMPLETED, recorded="completed", ended_s=100.0, holder=LeaseState.FREE)
 WAITS = replace(ENDED, promotion_due=True)
+SILENT = replace(RUN, holder=LeaseState.SILENT, undriven_s=1000.0, silent_s=31.0, flow_run_id="f")
 DRIVEN = replace(RUN, holder=LeaseState.LIVING, undriven_s=0.0)
 FLOW = FlowRunFacts("f", "r", FlowState.RUNNING, NOW, 1000.0, NOW - timedelta(hours=1), ProcessState.GONE)
 ALIVE = replace(FLOW, process=ProcessState.ALIVE)
@@ -43,7 +44,7 @@ ASKS = replace(FLOW, state=FlowState.PAUSED)
 
 def decided(run: RunFacts | None = RUN, *flow_runs: FlowRunFacts, **world: Any) -> list[str]:
     runs = {} if run is None else {run.run_id: run}
-    actions = decide(World(runs, flow_runs, **{"watched_s": 1000.0, **world}))
+    actions = decide(World(runs, flow_runs, **world))
     return [one.kind.value + (f" {one.flow_state}" if one.flow_state else "") + one.job_id for one in actions]
 
 
@@ -58,8 +59,9 @@ def decided(run: RunFacts | None = RUN, *flow_runs: FlowRunFacts, **world: Any) 
         (replace(RUN, holder=LeaseState.FREE, undriven_s=29.0), []),
         (replace(RUN, holder=LeaseState.FREE, controller_started_at=None), []),
         (replace(RUN, holder=LeaseState.FREE, controller_started_at=None, undriven_s=121.0), ["adopt"]),
-        (replace(RUN, holder=LeaseState.SILENT, undriven_s=31.0), ["adopt"]),
-        (replace(RUN, holder=LeaseState.SILENT, undriven_s=29.0), []),
+        (SILENT, ["adopt"]),
+        (replace(SILENT, undriven_s=29.0), []),
+        (replace(SILENT, silent_s=29.0), []),  # such as after an outage of the history
         # A run that keeps losing its controllers waits longer each time.
         (replace(RUN, num_controllers=2, undriven_s=14.0), []),
         (replace(RUN, num_controllers=4, undriven_s=59.0), []),
@@ -86,12 +88,6 @@ def test_a_run_without_flow_runs(run: RunFacts, expected: list[str]) -> None:
     assert decided(run) == expected
 
 
-def test_a_silent_controller_is_given_time_after_an_outage_of_the_history() -> None:
-    run = replace(RUN, holder=LeaseState.SILENT, undriven_s=1000.0)
-    assert decided(run, watched_s=5.0) == []
-    assert decided(run, watched_s=31.0) == ["adopt"]
-
-
 def test_while_prefect_restarts_no_run_is_adopted() -> None:
     assert decided(prefect_away_s=1.0) == []
     assert decided(prefect_away_s=121.0) == ["adopt"]
@@ -103,6 +99,11 @@ def test_while_prefect_restarts_no_run_is_adopted() -> None:
     [
         (RUN, FLOW, ["adopt", "end_flow_run CRASHED"]),
         (RUN, ALIVE, []),
+        # A controller of this machine that is stopped, or hangs, with and without a flow run that is about to start.
+        (SILENT, ALIVE, ["adopt"]),
+        (SILENT, replace(ALIVE, flow_run_id="g"), []),
+        (SILENT, replace(ALIVE, state=FlowState.SCHEDULED), []),
+        (SILENT, replace(ALIVE, state_s=10.0), []),
         (RUN, replace(FLOW, state=FlowState.SCHEDULED, process=ProcessState.UNKNOWN), []),
         (RUN, replace(FLOW, state=FlowState.PENDING, process=ProcessState.UNKNOWN, state_s=10.0), []),
         (RUN, replace(FLOW, state=FlowState.PENDING, process=ProcessState.UNKNOWN), ["adopt", "end_flow_run CRASHED"]),
@@ -262,7 +263,7 @@ def test_of_two_jobs_of_an_attempt_the_recorded_one_stays() -> None:
 def test_a_trial_is_its_runs_business_until_that_has_ended() -> None:
     trial = replace(RUN, run_id="t", trial_of="r", undriven_s=200.0)
     for parent, expected in ((DRIVEN, []), (ENDED, [ActionKind.CANCEL_RUN])):
-        world = World({"r": parent, "t": trial}, watched_s=1000.0)
+        world = World({"r": parent, "t": trial})
         assert [one.kind for one in decide(world)] == expected
 
 

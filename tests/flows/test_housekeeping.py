@@ -3,6 +3,8 @@
 import dataclasses
 import errno
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,15 +14,18 @@ import psutil
 import pytest
 from control_fakes import FakeAgent, FakeJob, make_run, make_spec
 from harness import ControllerHarness
+from process_tools import until
 
 from flows.reconcile import Turn
 from rlhf_core.control import adopt
 from rlhf_core.control.ingester import Ingester
 from rlhf_core.control.reconcile import loop
 from rlhf_core.control.reconcile.actions import ActionResult, Reconciler
+from rlhf_core.control.reconcile.facts import HUNG_S
 from rlhf_core.control.reconcile.loop import lease_name
 from rlhf_core.control.reconcile.once import poll_once, reconcile_once
 from rlhf_core.control.steps import drive, steps
+from rlhf_core.control.undriven import undriven_since
 from rlhf_core.diagnosis.reconcile.decisions import ActionKind, ReconcileAction
 from rlhf_core.errors import DatabaseUnavailable, LeaseLost, RunDirError
 from rlhf_core.files.whole import write_model
@@ -28,6 +33,7 @@ from rlhf_core.history import queries
 from rlhf_core.history.queries.controllers import lease_holder
 from rlhf_core.launch.journal import Journal, read_record
 from rlhf_core.launch.lease import HeldLease, Owner
+from rlhf_core.machine.accounts import user_name
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import RunState, StageName
 from rlhf_core.schemas.base import utc_now
@@ -228,6 +234,28 @@ def test_jobs_of_other_sites_are_never_touched(
     assert harness.scheduler.cancelled == []
     (result,) = one_round(Reconciler(other, harness.store, flow_runs=None, now=lambda: utc_now() + timedelta(hours=2)))
     assert result.action.job_id == "900", "the control: its own site would"
+
+
+@pytest.mark.parametrize(("expired_s", "is_replaced"), [(HUNG_S - 60, False), (HUNG_S + 60, True)])
+def test_a_controller_that_is_stopped_is_replaced(
+    harness: ControllerHarness, reconciler: Reconciler, started: list[str], expired_s: float, is_replaced: bool
+) -> None:
+    """By Ctrl-Z, for instance. Before, it kept its run for as long as its process existed."""
+    run_dir = harness.killed_in_training()
+    stopped = subprocess.Popen([sys.executable, "-c", "import os; os.kill(os.getpid(), 19)"])
+    try:
+        until(lambda: psutil.Process(stopped.pid).status() == psutil.STATUS_STOPPED)
+        owner = Owner(user_name(), os.uname().nodename, stopped.pid, psutil.Process(stopped.pid).create_time())
+        harness.store.acquire_lease(run_dir.run_id, str(owner), -expired_s)
+        one_round(reconciler)
+        assert started == [], "the machine may have been suspended: both had no time to renew anything"
+        assert ([*undriven_since(harness.store, [run_dir.run_id])] == [run_dir.run_id]) is is_replaced
+        harness.clock.now += 31
+        one_round(reconciler)
+        assert started == ([run_dir.run_id] if is_replaced else [])
+    finally:
+        stopped.kill()
+        stopped.wait()
 
 
 def test_a_lost_folder_of_runs_is_not_taken_for_lost_runs(harness: ControllerHarness, reconciler: Reconciler) -> None:

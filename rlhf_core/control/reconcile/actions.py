@@ -22,7 +22,7 @@ from rlhf_core.control.reconcile.cleanup import old_checkpoints
 from rlhf_core.control.reconcile.facts import foreign_owner, lease_holder, run_facts
 from rlhf_core.control.reconcile.flow_runs import FlowRuns, FlowRunSnapshot, NotRegistered
 from rlhf_core.diagnosis.reconcile.decisions import ActionKind, ReconcileAction, decide
-from rlhf_core.diagnosis.reconcile.facts import FLOW_ENDS, JobFacts, RunFacts, World
+from rlhf_core.diagnosis.reconcile.facts import FLOW_ENDS, JobFacts, LeaseState, RunFacts, World
 from rlhf_core.errors import HistoryError, RlhfError, SchedulerError
 from rlhf_core.files.appended import append_lines
 from rlhf_core.files.lookups import is_there
@@ -91,7 +91,7 @@ class Reconciler:
         self._missing_since: dict[str, float] = {}
         self._runs_with_runs: tuple[int, int] | None = None
         """Identity of the folder of run directories when a run was last seen in it."""
-        self._watched_since: float | None = None
+        self._silent_since: dict[str, float] = {}
         self._away_since: float | None = None
         self._noted: set[tuple[str, str, str]] = set()
         self._adopters: dict[str, subprocess.Popen[bytes]] = {}
@@ -114,7 +114,7 @@ class Reconciler:
         try:
             world = self._world()
         except HistoryError:
-            self._watched_since = None
+            self._silent_since.clear()
             raise
         actions = decide(world)
         if retention:
@@ -153,7 +153,6 @@ class Reconciler:
         jobs = self._jobs()
         run_ids = {job.run_id for job in jobs}
         self._standings = open_runs.find(self._store, now, since=now - RECENT, run_ids=run_ids)
-        self._watched_since = self._clock() if self._watched_since is None else self._watched_since
         self._seen = self._poll_prefect(now)
         seen = self._seen or FlowRunSnapshot()
         mentioned = {one.run_id for one in seen.flow_runs if one.state not in FLOW_ENDS and one.run_id}
@@ -163,13 +162,16 @@ class Reconciler:
             run = self._run(run_id, self._standings.get(run_id), now)
             if run is not None:
                 runs[run_id] = run
+        silent = [run_id for run_id, run in runs.items() if run.holder is LeaseState.SILENT]
+        self._silent_since = {run_id: self._silent_since.get(run_id, self._clock()) for run_id in silent}
+        for run_id, since in self._silent_since.items():
+            runs[run_id] = replace(runs[run_id], silent_s=self._clock() - since)
         return World(
             runs=runs,
             flow_runs=seen.flow_runs,
             task_runs=seen.task_runs,
             jobs=jobs,
             prefect_away_s=self._prefect_away_s(),
-            watched_s=self._clock() - self._watched_since,
         )
 
     def _jobs(self) -> list[JobFacts]:

@@ -12,6 +12,10 @@ from rlhf_core.launch.lease import TTL_S, Owner
 from rlhf_core.machine.accounts import user_name
 from rlhf_core.schemas.stored_spec import StoredSpec
 
+HUNG_S = 600.0
+"""Time after the expiry of its lease until a controller on this machine counts as silent although its process exists,
+because it is stopped (Ctrl-Z) or hangs. Until then, it may only be unable to reach the database."""
+
 
 def run_facts(
     run_id: str, standing: OpenRun | None, written: RunRecord, cancel_requested: str, stored: StoredSpec, now: datetime
@@ -67,8 +71,9 @@ def lease_holder(standing: OpenRun | None, now: datetime) -> tuple[LeaseState, f
         return LeaseState.FREE, standing.expired_s
     owner = Owner.parse(standing.holder)
     if owner is not None and owner.is_here():
-        # A controller that is alive but cannot reach the database keeps its run, even after its lease has expired.
-        if not owner.is_known_dead():
-            return LeaseState.LIVING, 0.0
-        return LeaseState.DEAD, max(standing.expired_s + TTL_S, 0.0)
-    return (LeaseState.LIVING, 0.0) if standing.expired_s < 0 else (LeaseState.SILENT, standing.expired_s)
+        if owner.is_known_dead():
+            return LeaseState.DEAD, max(standing.expired_s + TTL_S, 0.0)
+        is_living = standing.expired_s < HUNG_S
+    else:
+        is_living = standing.expired_s < 0
+    return (LeaseState.LIVING, 0.0) if is_living else (LeaseState.SILENT, standing.expired_s)

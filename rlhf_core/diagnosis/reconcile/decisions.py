@@ -6,7 +6,7 @@ unknown never counts as dead.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from rlhf_core.diagnosis.reconcile.facts import (
@@ -158,7 +158,7 @@ def _about_run(run: RunFacts, flow_runs: Sequence[FlowRunFacts], world: World) -
             yield ReconcileAction(
                 ActionKind.CANCEL_RUN, run.run_id, f"it is a trial of {run.trial_of}, which has ended"
             )
-    elif _is_to_be_adopted(run, flow_runs, world) and not any(one.may_drive for one in flow_runs):
+    elif _is_to_be_adopted(run, flow_runs, world) and not any(_may_drive(one, run) for one in flow_runs):
         yield ReconcileAction(ActionKind.ADOPT, run.run_id, _why_undriven(run), run.attempt)
 
 
@@ -194,13 +194,22 @@ def _is_to_be_adopted(run: RunFacts, flow_runs: Sequence[FlowRunFacts], world: W
     tried_s = [one.state_s for one in flow_runs if one.state in FLOW_ENDS and one.state_s < RECENT_S]
     if min([run.undriven_s, *tried_s]) < _pause(max(run.num_controllers, len(tried_s))):
         return False
-    match run.holder:
-        case LeaseState.DEAD:
-            return True
-        case LeaseState.SILENT:
-            return min(run.undriven_s, world.watched_s) >= ADOPT_AFTER_S
-        case _:
-            return run.undriven_s >= (NEW_RUN_S if run.controller_started_at is None else ADOPT_AFTER_S)
+    undriven_s = min(run.undriven_s, run.silent_s) if run.holder is LeaseState.SILENT else run.undriven_s
+    return undriven_s >= grace_s(run.holder, was_driven=run.controller_started_at is not None)
+
+
+def grace_s(holder: LeaseState, *, was_driven: bool) -> float:
+    """Time that a run may be without a controller, in seconds, before it gets another one."""
+    if holder is LeaseState.DEAD:
+        return 0.0
+    return NEW_RUN_S if holder is LeaseState.FREE and not was_driven else ADOPT_AFTER_S
+
+
+def _may_drive(flow_run: FlowRunFacts, run: RunFacts) -> bool:
+    """True if a flow run drives its run, or soon will. The process of a silent controller, if it exists, says
+    nothing."""
+    is_silent = run.holder is LeaseState.SILENT and flow_run.flow_run_id == run.flow_run_id
+    return (replace(flow_run, process=ProcessState.UNKNOWN) if is_silent else flow_run).may_drive
 
 
 def _pause(num_controllers: int) -> float:

@@ -19,7 +19,8 @@ class LeaseState(StrEnum):
     DEAD = "dead"
     """Held by a process of this machine that is gone."""
     SILENT = "silent"
-    """Held by a process of another machine that has not renewed it in time."""
+    """Held by a process of another machine that has not renewed it in time, or by one of this machine that is stopped
+    or hangs."""
     LIVING = "living"
     """Held by a running controller."""
 
@@ -64,6 +65,9 @@ class RunFacts:
     """Name of the controller, for display."""
     undriven_s: float = 0.0
     """Minimum time without a controller, in seconds."""
+    silent_s: float = 0.0
+    """Time for which the reconciler has watched its controller be silent, in seconds. An outage of the database or a
+    suspension of the machine does not count: after it, a controller needs a moment to renew its lease."""
     num_controllers: int = 0
     """Number of controllers that took it within the last hour."""
     controller_started_at: datetime | None = None
@@ -171,6 +175,3 @@ class World:
     """Also empty if the scheduler does not respond: then nothing is known, and nothing is done."""
     prefect_away_s: float = 0.0
     """Time since Prefect last responded, in seconds; infinite if the site has no Prefect."""
-    watched_s: float = 0.0
-    """Time that the history has responded without interruption: after an outage, leases have expired that are still
-    renewed."""
