@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,7 +20,7 @@ from process_tools import until
 from flows.reconcile import Turn
 from rlhf_core.control import adopt
 from rlhf_core.control.ingester import Ingester
-from rlhf_core.control.reconcile import loop
+from rlhf_core.control.reconcile import cleanup, loop
 from rlhf_core.control.reconcile.actions import ActionResult, Reconciler
 from rlhf_core.control.reconcile.facts import HUNG_S
 from rlhf_core.control.reconcile.loop import lease_name
@@ -394,6 +395,44 @@ def test_old_checkpoints_are_removed_and_the_history_remembers_them(harness: Con
     rows = queries.run_sql(harness.store, "SELECT step, removed_at IS NOT NULL FROM checkpoints ORDER BY step").rows
     assert [list(map(int, row)) for row in rows] == [[4, 1], [8, 1], [10, 0]]
     assert reconciler.poll(retention=True) == []
+
+
+@pytest.mark.usefixtures("reconciler")
+def test_a_run_with_nothing_left_to_remove_is_not_read_again(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, retention read the files of all runs that ever ended, once an hour."""
+    run_dir = completed(harness)
+    harness.scheduler.end_all()
+    read: list[str] = []
+    old = cleanup._old_steps
+
+    def counted(run: RunDir, *rest: Any) -> list[int]:
+        read.append(run.run_id)
+        return old(run, *rest)
+
+    monkeypatch.setattr(cleanup, "_old_steps", counted)
+    reconciler = with_retention(harness, 6)
+    reconciler.carry_out(reconciler.poll(retention=True))
+    for expected in (2, 2):
+        assert reconciler.poll(retention=True) == []
+        assert len(read) == expected
+    assert with_retention(harness, 6).poll(retention=True) == []
+    assert len(read) == 3, "the control: another process has to look for itself"
+    assert [one.step for one in run_dir.checkpoints()] == [10]
+
+
+@pytest.mark.usefixtures("reconciler")
+def test_checkpoints_of_another_user_are_left_alone(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    completed(harness)
+    harness.scheduler.end_all()
+    reconciler = with_retention(harness, 7)
+    with monkeypatch.context() as foreign:
+        foreign.setattr(cleanup, "foreign_owner", lambda root: "ben")
+        assert reconciler.poll(retention=True) == []
+    assert len(reconciler.poll(retention=True)) == 2
 
 
 @pytest.mark.usefixtures("reconciler")

@@ -18,7 +18,7 @@ from pathlib import Path
 from rlhf_core.config.site import Site
 from rlhf_core.control import adopt
 from rlhf_core.control.cancel import cancel_run
-from rlhf_core.control.reconcile.cleanup import old_checkpoints
+from rlhf_core.control.reconcile.cleanup import Settled, old_checkpoints
 from rlhf_core.control.reconcile.facts import foreign_owner, lease_holder, run_facts
 from rlhf_core.control.reconcile.flow_runs import FlowRuns, FlowRunSnapshot, NotRegistered
 from rlhf_core.diagnosis.reconcile.decisions import ActionKind, ReconcileAction, decide
@@ -101,6 +101,7 @@ class Reconciler:
         self._published: set[tuple[str, str, str]] = set()
         """Run, its end and the state of its promotion, for everything that Prefect is known to have."""
         self._submissions: dict[str, Submission] = {}
+        self._settled: Settled = {}
 
     def poll(self, *, retention: bool = False) -> list[ReconcileAction]:
         """The actions that are due now.
@@ -118,7 +119,7 @@ class Reconciler:
             raise
         actions = decide(world)
         if retention:
-            actions += old_checkpoints(self._site, self._store, world, self._now())
+            actions += old_checkpoints(self._site, self._store, world, self._now(), self._settled)
         return actions
 
     def carry_out(

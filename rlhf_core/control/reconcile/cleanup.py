@@ -10,6 +10,7 @@ from pathlib import Path
 from rlhf_core.config.site import Site
 from rlhf_core.control import snapshots
 from rlhf_core.control.promotion import is_due
+from rlhf_core.control.reconcile.facts import foreign_owner
 from rlhf_core.control.reconcile.flow_runs import FlowRuns
 from rlhf_core.diagnosis.reconcile.decisions import ActionKind, ReconcileAction
 from rlhf_core.diagnosis.reconcile.facts import World
@@ -31,9 +32,18 @@ log = logging.getLogger("rlhf.daemon")
 # Checkpoints
 
 
-def old_checkpoints(site: Site, store: HistoryStore, world: World, now: datetime) -> Iterator[ReconcileAction]:
+Settled = dict[str, tuple[object, ...]]
+"""Runs of which nothing is left to remove, each with what may change that: its end and its promotion."""
+
+
+def old_checkpoints(
+    site: Site, store: HistoryStore, world: World, now: datetime, settled: Settled
+) -> Iterator[ReconcileAction]:
     """Removals of checkpoints that are older than the site keeps them and are neither the newest, the best, promoted
     nor in use.
+
+    Args:
+        settled: what earlier calls have found. Without it, each would read the files of all runs that ever ended.
 
     Raises:
         HistoryError: the history does not answer.
@@ -41,20 +51,34 @@ def old_checkpoints(site: Site, store: HistoryStore, world: World, now: datetime
     days = site.retention.checkpoints_days
     if not days:
         return
-    candidates = open_runs.with_checkpoints(store, now - timedelta(days=days))
-    begun_from = _begun_from(site, world) if candidates else []
-    for run_id, (path, ended_at) in candidates.items():
-        run_dir = RunDir.find(site.runs_dir, run_id)
-        if Path(path).parent != site.runs_dir or run_dir is None or run_dir.checkpoints_dir.is_symlink():
+    found = open_runs.with_checkpoints(store, now - timedelta(days=days))
+    ended_at = {run_id: ended for run_id, (path, ended) in found.items() if Path(path).parent == site.runs_dir}
+    begun_from = _begun_from(site, world) if ended_at else []
+    for run_id, standing in open_runs.named(store, now, ended_at).items():
+        end = (ended_at[run_id], standing.promotion, standing.promoted_step)
+        run_dir = RunDir.find(site.runs_dir, run_id) if settled.get(run_id) != end else None
+        if run_dir is None:
             continue
-        standing = open_runs.find(store, now, run_ids=[run_id])[run_id]
         with suppress(RlhfError, OSError):
-            for step in _old_steps(run_dir, standing, ended_at, begun_from, days, now):
-                reason = f"older than {days} days, and neither the newest, the best, promoted nor in use"
-                yield ReconcileAction(ActionKind.REMOVE_CHECKPOINT, run_id, reason, step=step)
-            for name in _old_put_aside(run_dir, ended_at, now - timedelta(days=days)):
-                reason = f"put aside, damaged or given up, and older than {days} days"
-                yield ReconcileAction(ActionKind.REMOVE_PUT_ASIDE, run_id, reason, folder=name)
+            if run_dir.checkpoints_dir.is_symlink() or foreign_owner(run_dir.root):
+                continue
+            actions = [*_removals(run_dir, standing, ended_at[run_id], begun_from, days, now)]
+            may_change = run_dir.put_aside_folders() or any(path.is_relative_to(run_dir.root) for path in begun_from)
+            # A day more, because the clocks of its nodes may have been ahead.
+            if not actions and not may_change and ended_at[run_id] < now - timedelta(days=days + 1):
+                settled[run_id] = end
+            yield from actions
+
+
+def _removals(
+    run_dir: RunDir, standing: OpenRun, ended_at: datetime, begun_from: Sequence[Path], days: int, now: datetime
+) -> Iterator[ReconcileAction]:
+    for step in _old_steps(run_dir, standing, ended_at, begun_from, days, now):
+        reason = f"older than {days} days, and neither the newest, the best, promoted nor in use"
+        yield ReconcileAction(ActionKind.REMOVE_CHECKPOINT, run_dir.run_id, reason, step=step)
+    for name in _old_put_aside(run_dir, ended_at, now - timedelta(days=days)):
+        reason = f"put aside, damaged or given up, and older than {days} days"
+        yield ReconcileAction(ActionKind.REMOVE_PUT_ASIDE, run_dir.run_id, reason, folder=name)
 
 
 def _old_put_aside(run_dir: RunDir, ended_at: datetime, latest: datetime) -> list[str]:

@@ -196,7 +196,9 @@ class _Rounds:
         while goes_on():
             retention = time.monotonic() - cleaned_up_s >= CLEANUP_INTERVAL_S
             with _survived("a round could not be made"):
-                self.carry_out(reconciler, may, retention)
+                self.carry_out(reconciler, may, False)
+                if retention:  # reads many files: the repairs come first
+                    self.carry_out(reconciler, may, True)
                 cleaned_up_s = time.monotonic() if retention else cleaned_up_s
             for chore in self.chores:
                 if may() and self.flow_runs is not None and self.flow_runs.answers():
