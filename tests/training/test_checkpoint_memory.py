@@ -8,20 +8,32 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from rank_launcher import flip_last_bit, launch, make_context, tiny_spec, values
+from test_loop_online import spec_of
 from test_loop_runs import SUPERVISED, final_state, metrics_of
 
 from rlhf_core.files.appended import read_models
+from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.checkpoint_files import FileChecksum
 from rlhf_core.schemas.reports import AgentEvent
 
 pytest.importorskip("torch")
 
+import torch
+
 from rlhf_core.training.checkpoints.memory import resume as memory_resume
 from rlhf_core.training.checkpoints.memory.copies import MemoryPart, newest_in_memory
+from rlhf_core.training.checkpoints.state import Progress, TrainerState
+from rlhf_core.training.data.tokenizers import build_tokenizer
+from rlhf_core.training.models.causal_lm import build_causal_lm
+from rlhf_core.training.models.gathering import save_weights
+from rlhf_core.training.trainers import ppo
+from rlhf_core.training.trainers import run as run_module
+from rlhf_core.training.trainers.context import loops
 
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
 
@@ -149,6 +161,25 @@ def test_a_node_keeps_the_weights_that_a_restart_brought_only_until_the_next_sav
         "trainer_state/rank-00001.safetensors",
         "trainer_state/settings.json",
     }
+
+
+def test_a_value_model_comes_from_the_same_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the checkpoint on disk is read, which was not verified."""
+    monkeypatch.setattr(run_module, "Engine", Mock())
+    ranks = Mock(device=torch.device("cpu"))
+    context = make_context(str(tmp_path / "run"), spec_of("ppo"), 0, 1, restart=1)
+    tokenizer = build_tokenizer("char", [], 0)
+    policy, memory = build_causal_lm(tiny_spec()["model"]["config"], tokenizer, 0), CheckpointDir(tmp_path, 4)
+    policy.save_pretrained(memory.model)
+    saved = ppo.ValueModel(policy)
+    torch.nn.init.ones_(saved.head.bias)
+    memory.critic.mkdir()
+    save_weights(saved, memory.critic / ppo.WEIGHTS, True, lambda: None)
+    models = run_module._Models(context, ranks, tokenizer, tmp_path / "initial", memory)
+    state = TrainerState(Progress(step=4, loop="ppo", loop_finished=False, position=0), (), None, critic=({},))
+    critic = models.critic(loops(context.spec)[-1], state)
+    assert critic is not None
+    assert critic.model.head.bias.item() == 1.0
 
 
 def events(folder: Path, name: str) -> list[AgentEvent]:

@@ -102,8 +102,8 @@ def _train_run(context: WorkerContext, ranks: Ranks, scorer: RewardScorer) -> Ro
     context.reporter.beat(Phase.SETUP, step)
 
     tokenizer = load_tokenizer(tokenizer_folder(spec, initial))
-    models = _Models(context, ranks, tokenizer, initial)
-    model = models.to_train(checkpoint, step)
+    models = _Models(context, ranks, tokenizer, initial, checkpoint)
+    model = models.to_train(step)
     data = encode_prompts(rows, tokenizer, spec.data, context.stored.created_at)
     require_embeddings(model, tokenizer, data)
     _log_start(ranks, report, data, checkpoint)
@@ -213,17 +213,26 @@ def _scoring_models(context: WorkerContext, training: TrainingContext, state: Tr
 class _Models:
     """The models of a run, loaded onto the device of a rank."""
 
-    def __init__(self, context: WorkerContext, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, initial: Path) -> None:
+    def __init__(
+        self,
+        context: WorkerContext,
+        ranks: Ranks,
+        tokenizer: PreTrainedTokenizerBase,
+        initial: Path,
+        checkpoint: CheckpointDir | None,
+    ) -> None:
         """Args:
         initial: folder of the model that the run began with.
+        checkpoint: verified checkpoint to resume from, on disk or in memory.
         """
         self.context, self._spec = context, context.spec
         self._ranks, self._tokenizer, self._initial = ranks, tokenizer, initial
+        self._checkpoint = checkpoint
 
-    def to_train(self, checkpoint: CheckpointDir | None, step: int) -> PreTrainedModel:
+    def to_train(self, step: int) -> PreTrainedModel:
         """Load the initial model or that of the checkpoint; a loop that trains a reward model loads a reward model."""
         current = next((loop for loop in loops(self._spec) if loop.first_step <= max(1, step) <= loop.last_step), None)
-        folder = checkpoint.model if checkpoint else self._initial
+        folder = self._checkpoint.model if self._checkpoint else self._initial
         if current is not None and current.algorithm.ranks_completions:
             return self.reward_model(folder)
         if self._spec.model.lora is None:
@@ -264,7 +273,7 @@ class _Models:
         spec, algorithm, lora = self._spec, loop.algorithm, self._spec.model.lora
         if not isinstance(algorithm, PpoSpec):
             return None
-        saved = self.context.run_dir.checkpoint(state.progress.step) if state and state.critic else None
+        saved = self._checkpoint if state and state.critic else None
         # An adapter is saved without its base weights, which are those that the loop began with.
         source = saved.model if saved is not None and lora is None else self.before(loop)
         base = self._causal_lm(source, self._initial)
