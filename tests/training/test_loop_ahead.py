@@ -17,13 +17,18 @@ from test_loop_online import spec_of
 from test_loop_runs import Interrupting, final_state, interrupt, metrics_of
 from test_remote_engines import tokens_of
 
+from rlhf_core.errors import EnginesLost
 from rlhf_core.files.appended import read_models
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.reports import Phase, SampleLine
+from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.seeds import sample_seed
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
+from rlhf_core.training.trainers import saving
 from rlhf_core.training.trainers.in_flight import kept_completions
+from rlhf_core.training.trainers.sampling import PromptBatch, StepSampler
+from rlhf_core.training.types import Completion, Row
 
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
 
@@ -204,6 +209,41 @@ def test_completions_that_are_too_old_are_sampled_again(results: list[dict[str, 
     """The same prompts, with the weights of the step; with the control, those that are not too old."""
     assert metrics(folder, "ahead, too old")[5] == metrics(folder, "ahead, forgetful")[5]
     assert metrics(folder, "ahead, killed")[5]["rollout/staleness"] == 1
+
+
+def test_completions_are_saved_though_the_engines_are_lost() -> None:
+    """Otherwise a run would lose the steps since the checkpoint before."""
+    made = Completion([1, 2], "text", True, [-1.0, -2.0], weight_version=3)
+    lost = EnginesLost("no rollout engine has served")
+    training, loop = mock.Mock(), mock.Mock(**{"algorithm.sampling_rounds": 1})
+    training.rollouts.ahead.wait.side_effect = lost
+    training.rollouts.ahead.peek.return_value = {1: [made]}
+    sampler = StepSampler(training, loop, mock.Mock())
+    sampler._request = PromptBatch(5, [Row(uid, "", "", "", {}) for uid in "ab"], [[1], [2]], [[1], [2]])
+    stored = sampler.in_flight(False)
+    assert stored is not None
+    assert kept_completions([stored]) == {5: {"b": [made]}}
+    with pytest.raises(EnginesLost):
+        sampler.sample(mock.MagicMock(number=5))
+
+
+def test_the_wait_for_completions_is_part_of_the_time_of_a_checkpoint(
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = mock.Mock(**{"monotonic.return_value": 10.0})
+    monkeypatch.setattr(saving, "time", clock)
+    monkeypatch.setattr(saving, "CheckpointWriter", mock.Mock())
+    context = make_context(str(tmp_path), tiny_spec(), 0, 1)
+    saver = saving.Saving(context, ranks, mock.Mock(), mock.Mock(), mock.Mock())
+    saver.writer.take_write_s.return_value = 0.0  # type: ignore[attr-defined]
+
+    def wait(is_last: bool) -> dict[str, Any]:
+        clock.monotonic.return_value += 7.0
+        return {"step": 5, "is_last": is_last}
+
+    saver.save(mock.Mock(), mock.Mock(), mock.Mock(), None, wait, is_last=False)
+    assert saver.writer.begin.call_args.args[-1] == {"step": 5, "is_last": False}  # type: ignore[attr-defined]
+    assert saver.times() == {"checkpoint": 7.0, "checkpoint_wait": 0.0, "checkpoint_write": 0.0}
 
 
 @pytest.mark.usefixtures("ranks")

@@ -382,9 +382,8 @@ class TrainingContext:
                 health=self._judge.state,
                 reward_models=self.scorer.model_states,
             )
-            is_last = finished or reduced.stop
-            in_flight = ahead.in_flight(is_last=is_last) if ahead else None
-            self._saving.save(progress, model, engine, critic, in_flight, is_last=is_last)
+            in_flight = ahead.in_flight if ahead else None
+            self._saving.save(progress, model, engine, critic, in_flight, is_last=finished or reduced.stop)
         return reduced.stop
 
     def is_evaluated(self, number: int) -> bool:

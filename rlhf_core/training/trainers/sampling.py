@@ -5,6 +5,7 @@ step ``n``, while step ``n`` trains. In-flight completions are part of a checkpo
 on the same completions.
 """
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rlhf_core.errors import EnginesLost
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.algorithms.grpo import zero_std_groups
@@ -147,8 +149,10 @@ class StepSampler:
         """Number of rows taken for the next step, over all ranks."""
         return self._loop.algorithm.rows_per_step if self._request is not None else 0
 
-    def in_flight(self, *, is_last: bool) -> dict[str, Any] | None:
+    def in_flight(self, is_last: bool) -> dict[str, Any] | None:
         """This rank's completions for the next step, for a checkpoint; None if sampling has not begun.
+
+        If the engines are lost, these are the completions so far: the next step fails, after the checkpoint.
 
         Args:
             is_last: the process ends after this checkpoint, so unfinished completions are not waited for.
@@ -158,7 +162,9 @@ class StepSampler:
         if is_last:
             self._ahead.stop()
         else:
-            self._ahead.wait(self._training.beating(Phase.ROLLOUT))
+            self._training.beat(Phase.ROLLOUT)
+            with contextlib.suppress(EnginesLost):
+                self._ahead.wait(self._training.beating(Phase.ROLLOUT))
         made = {self._request.rows[index].uid: group for index, group in self._ahead.peek().items()}
         return stored_completions(self._request.step, made)
 

@@ -77,14 +77,14 @@ class Saving:
         model: PreTrainedModel,
         engine: Engine,
         critic: SavedModel | None,
-        in_flight: dict[str, Any] | None,
+        in_flight: Callable[[bool], dict[str, Any] | None] | None,
         *,
         is_last: bool,
     ) -> None:
         """Begin a checkpoint.
 
         Args:
-            in_flight: completions of this rank for the next step, if any.
+            in_flight: returns this rank's completions for the next step, after waiting for them unless ``is_last``.
             is_last: the checkpoint must be complete before the caller continues.
 
         Raises:
@@ -93,9 +93,10 @@ class Saving:
         started = time.monotonic()
         self.writer.finish()
         self._wait_s = time.monotonic() - started
+        sampled = in_flight(is_last) if in_flight else None
         self._beat(Phase.CHECKPOINT)
         self._sync_files()
-        saved = self.writer.begin(progress, model, engine.state(), critic, in_flight)
+        saved = self.writer.begin(progress, model, engine.state(), critic, sampled)
         if is_last:
             self.writer.finish()
         self._waited_s = time.monotonic() - started
