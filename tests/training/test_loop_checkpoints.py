@@ -26,6 +26,8 @@ from rlhf_core.files.whole import write_model
 from rlhf_core.run_dir import checkpoint as checkpoint_dir
 from rlhf_core.run_dir.checkpoint import CheckpointDir, checksum
 from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.checkpoint_files import CheckpointManifest
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.resources import Placement
 from rlhf_core.schemas.run import RunSpec
@@ -42,6 +44,7 @@ from rlhf_core.training.checkpoints.state import (  # noqa: E402
     load_trainer_state,
     random_state,
     restore_random_state,
+    state_file,
 )
 from rlhf_core.training.checkpoints.writer import CheckpointWriter  # noqa: E402
 from rlhf_core.training.data.tokenizers import build_tokenizer, load_tokenizer  # noqa: E402
@@ -300,6 +303,46 @@ def test_memory_of_a_snapshot_is_used_again(run_dir: RunDir, ranks: Ranks, model
     assert saver._buffers._buffers == before
     assert all(saver._buffers[name] is memory for name, memory in before.items())
     verify_checkpoint(run_dir.checkpoint(6), spec_with(), ranks)
+
+
+def test_memory_is_used_again_with_completions_in_flight_of_another_size(
+    run_dir: RunDir, ranks: Ranks, model: Any
+) -> None:
+    saver = writer(run_dir, ranks)
+    memories: list[set[Any]] = []
+    num_tokens = [50_000, 60_000, 20, 100_000, 70_000]
+    for step, count in enumerate(num_tokens):
+        in_flight = {"step": step, "uids": ["a"] * (count // 10), "tokens": torch.arange(count)}
+        saved = save_whole(saver, progress(step), model, ENGINE_STATE, None, in_flight)
+        verify_checkpoint(saved, spec_with(), ranks)
+        (found,) = load_trainer_state(saved, ranks).in_flight
+        assert torch.equal(found.pop("tokens"), in_flight.pop("tokens"))
+        assert found == in_flight
+        memories.append(set(saver._buffers._buffers.values()))
+    assert memories[0] == memories[1] == memories[2]
+    assert memories[3] == memories[4]
+    assert len(memories[2] & memories[3]) == 1, "that of the weights"
+
+
+@pytest.mark.parametrize(("num_ranks", "found"), [(2, [1]), (4, [1, 0])])
+def test_with_as_many_ranks_each_reads_its_own_completions_in_flight(
+    num_ranks: int, found: list[int], tmp_path: Path, ranks: Ranks
+) -> None:
+    """A node's memory has no others."""
+    checkpoint = CheckpointDir(tmp_path, 4)
+    checkpoint.trainer_state.mkdir()
+    for rank in range(2):
+        state = {"progress": progress(4).model_dump(mode="json"), "random": None, "in_flight": {"step": rank}}
+        tensors, metadata = tensor_files.flattened(state)
+        tensor_files.write_tensors(state_file(checkpoint, rank), tensors, metadata)
+    write_model(
+        checkpoint.complete,
+        CheckpointManifest(
+            step=4, loop="grpo", loop_finished=False, num_ranks=2, spec_hash="", files={}, time=utc_now()
+        ),
+    )
+    state = load_trainer_state(checkpoint, dataclasses.replace(ranks, rank=1, num_ranks=num_ranks))
+    assert [share["step"] for share in state.in_flight] == found
 
 
 def test_a_save_leaves_no_list_of_its_files_in_the_store(run_dir: RunDir, ranks: Ranks, model: Any) -> None:

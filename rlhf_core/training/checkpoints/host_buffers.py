@@ -37,6 +37,11 @@ class HostBuffers:
         """Return the memory that :meth:`reserve` allocated for a file."""
         return self._buffers[name]
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of each buffer in bytes."""
+        return {name: len(memory) for name, memory in self._buffers.items()}
+
     def num_missing(self, sizes: Mapping[str, int]) -> int:
         """Number of bytes to allocate for files of these sizes. Buffers of other sizes, and of files that no longer
         exist, are released."""

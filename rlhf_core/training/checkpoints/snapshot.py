@@ -23,6 +23,9 @@ from rlhf_core.training.models.gathering import (
     write_model_texts,
 )
 
+PADDING = "padding"
+"""Name of a tensor in the file of a rank's state that fills it up; nothing reads it."""
+
 
 def can_be_snapshot(model: nn.Module) -> bool:
     """True if a model's files hold its tensors unchanged, that is, if transformers does not convert them on saving."""
@@ -33,7 +36,12 @@ class Snapshot:
     """Files of one rank: first laid out, then filled."""
 
     def __init__(
-        self, ranks: Ranks, state_file: str, state: Mapping[str, Any], weights: Mapping[str, nn.Module]
+        self,
+        ranks: Ranks,
+        state_file: str,
+        state: Mapping[str, Any],
+        weights: Mapping[str, nn.Module],
+        previous_sizes: Mapping[str, int],
     ) -> None:
         """Lay out the files.
 
@@ -41,15 +49,26 @@ class Snapshot:
             state_file: path of the file with the state of this rank in the checkpoint.
             state: its content.
             weights: models by their folder in the checkpoint; rank 0 holds their files.
+            previous_sizes: sizes of the files of the previous snapshot, whose memory is reused.
         """
         self._ranks = ranks
         self._weights = weights
         self._state_file = state_file
         self._state, metadata = flattened(state)
+        if "in_flight" in state:
+            self._state[PADDING] = self._padding(metadata, previous_sizes.get(state_file, 0))
         self._layouts = {state_file: lay_out(shapes_of(self._state), metadata)}
         if ranks.is_first:
             for folder, model in weights.items():
                 self._layouts |= _weight_layouts(folder, model)
+
+    def _padding(self, metadata: Mapping[str, str], previous_size: int) -> torch.Tensor:
+        """Tensor that gives the file the size of the previous one: the completions are of another size at every save.
+        If they no longer fit, it leaves room for half as many again."""
+        empty = torch.zeros(0, dtype=torch.uint8)
+        size = lay_out(shapes_of({**self._state, PADDING: empty}), metadata).num_bytes
+        in_flight = sum(tensor.nbytes for name, tensor in self._state.items() if name.startswith("/in_flight/"))
+        return empty.new_zeros(previous_size - size if previous_size >= size else in_flight // 2)
 
     @property
     def sizes(self) -> dict[str, int]:

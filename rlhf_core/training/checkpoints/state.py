@@ -54,8 +54,8 @@ class TrainerState:
     critic: Iterable[dict[str, Any]] | None = None
     """``Engine.state`` of the value model's engine in the same order, for an algorithm with a critic."""
     in_flight: Iterable[dict[str, Any]] = ()
-    """Completions that each of those ranks had sampled for the next step (``trainers/in_flight.py``), in the same
-    order."""
+    """Completions for the next step (``trainers/in_flight.py``) of the ranks that had sampled them for the prompts of
+    this one."""
 
 
 def load_trainer_state(checkpoint: CheckpointDir, ranks: Ranks) -> TrainerState:
@@ -75,7 +75,9 @@ def load_trainer_state(checkpoint: CheckpointDir, ranks: Ranks) -> TrainerState:
     # Copied: any tensor of a file keeps all of it mapped, which takes its disk or memory until the process ends.
     random = copy.deepcopy(state["random"]) if ranks.rank < num_saved else None
     critic = _shares(checkpoint, order, "critic") if "critic" in state else None
-    in_flight = _shares(checkpoint, order, "in_flight") if "in_flight" in state else ()
+    # With as many ranks, each has its own prompts again, and in memory there may be no other rank's file.
+    makers = [own] if num_saved == ranks.num_ranks else order
+    in_flight = _shares(checkpoint, makers, "in_flight") if "in_flight" in state else ()
     return TrainerState(progress, _shares(checkpoint, order, "engine"), random, critic, in_flight)
 
 

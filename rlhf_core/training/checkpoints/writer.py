@@ -226,7 +226,7 @@ class CheckpointWriter:
         if not self._is_in_background(part.model):
             return None
         name = state_file(part.partial, self._ranks.rank).relative_to(part.partial.root).as_posix()
-        snapshot = Snapshot(self._ranks, name, part.state, part.weights)
+        snapshot = Snapshot(self._ranks, name, part.state, part.weights, self._buffers.sizes)
         return snapshot if self._reserve(snapshot.sizes) else None
 
     def _reserve(self, sizes: Mapping[str, int]) -> bool:
