@@ -1,25 +1,33 @@
 """One rollout over real engine servers with a scripted sampler: texts, errors, tails and losses."""
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import httpx
 import pytest
+from core_models import tiny_model
 from process_tools import until
+from rank_launcher import make_context, tiny_spec
 
-from rlhf_core.errors import EnginesLost
+from rlhf_core.errors import EnginesLost, WeightSyncFailed
 from rlhf_core.schemas.engines import EngineAddress, EngineHealth, WeightsId
 from rlhf_core.schemas.rollouts import RemoteSettings
+from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.remote import client as client_module
+from rlhf_core.training.rollouts.remote import engine as engine_module
+from rlhf_core.training.rollouts.remote import rollout as rollout_module
 from rlhf_core.training.rollouts.remote.client import EngineClient
 from rlhf_core.training.rollouts.remote.dispatch import Dispatcher, PromptTask
+from rlhf_core.training.rollouts.remote.engine import RemoteEngines
 from rlhf_core.training.rollouts.remote.rollout import POLL_S, RemoteRollout, check_interval_s
 from rlhf_core.training.rollouts.samplers import SamplerRequest
 from rlhf_core.training.rollouts.server.app import EngineServer
@@ -274,15 +282,64 @@ def test_an_engine_that_does_not_respond_delays_no_prompt_for_long() -> None:
     assert dispatcher.is_done
 
 
-def test_addresses_are_not_read_for_every_prompt() -> None:
+@pytest.mark.parametrize("num_reads", [1, 4])
+def test_addresses_are_read_again_only_while_an_engine_is_lost(num_reads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank reads those of all engines, from a file system that all share."""
+    monkeypatch.setattr(rollout_module, "REREAD_S", math.inf)
     reads = []
-    with engine(0, ScriptedSampler()) as client:
-        dispatcher, run = rollout([client], 100)
-        run._clients = lambda: reads.append(1) or [client]  # type: ignore[func-returns-value]
-        began = time.monotonic()
+    with engine(0, ScriptedSampler(delay_s=0.01)) as client:
+        lost = EngineClient(client.address.model_copy(update={"rank": 1}), TOKEN, 5.0)  # another one responds there
+        dispatcher, run = rollout([client], 40, interval_s=0.02, may_leave=lambda: len(reads) >= num_reads)
+
+        def read() -> list[EngineClient]:
+            reads.append(1)
+            return [client, lost] if len(reads) < num_reads else [client]
+
+        run._clients = read
         asyncio.run(run.run())
-        assert len(reads) <= (time.monotonic() - began) / 0.2 + 1
+    assert len(reads) == num_reads
     assert dispatcher.is_done
+
+
+def test_an_engine_that_keeps_failing_costs_the_next_versions_no_sync(
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried again later, and forgiven once it acknowledges a version."""
+    clock = mock.Mock(**{"monotonic.return_value": 1e6})
+    monkeypatch.setattr(engine_module, "time", clock)
+    context = make_context(str(tmp_path), tiny_spec(rollout={"engines": 2, "sync": {"transport": "files"}}), 0, 1)
+    trainer = RemoteEngines(context, ranks)
+    addresses = [EngineAddress(rank=rank, generation=0, node="n", host="127.0.0.1", port=1) for rank in range(2)]
+    monkeypatch.setattr(trainer, "_live_engines", lambda beat: [EngineClient(one, TOKEN, 5.0) for one in addresses])
+    tried: list[list[str]] = []
+    fails = True
+
+    def send(controls: Callable[[Any], Any], model: Any, version: int, beat: Any) -> Any:
+        names = [one.name for one in controls(None)]
+        tried.append(names)
+        if fails and "engine-1" in names:
+            raise WeightSyncFailed("engine-1: no link", "engine-1")
+        return mock.MagicMock(lost={}, applied=[mock.Mock(receiver=name) for name in names], wire_s=0.0, apply_s=0.0)
+
+    trainer._sync = mock.Mock(send=send)
+    versions = iter(range(1, 10))
+
+    def load() -> list[int]:
+        tried.clear()
+        trainer.load(tiny_model(), next(versions), lambda: None)
+        return list(map(len, tried))
+
+    assert load() == [2, 2, 1]
+    assert load() == [1]
+    clock.monotonic.return_value += context.spec.rollout.remote.sync_timeout_s
+    assert load() == [2, 1]
+    clock.monotonic.return_value += context.spec.rollout.remote.sync_timeout_s
+    assert load() == [1], "longer every time"
+    clock.monotonic.return_value += context.spec.rollout.remote.sync_timeout_s
+    fails = False
+    assert load() == [2]
+    fails = True
+    assert load() == [2, 2, 1]
 
 
 def test_checks_of_engines_take_a_small_part_of_a_core() -> None:

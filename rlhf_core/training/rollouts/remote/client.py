@@ -50,6 +50,11 @@ class EngineClient:
         """Name of the engine."""
         return engine_name(self.address.rank)
 
+    @property
+    def start(self) -> tuple[int, int]:
+        """Rank of the engine, and the number of this start of it."""
+        return self.address.rank, self.address.generation
+
     # -----------------------------------------------------------------------------------------------------------------
     # Sampling
 

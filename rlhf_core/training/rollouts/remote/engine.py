@@ -8,7 +8,6 @@ restarts it, and it serves again once rank 0 has sent it the weights.
 import asyncio
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
@@ -75,6 +74,7 @@ class RemoteEngines:
         self._model: PreTrainedModel | None = None
         self._probe: WeightProbe | None = None
         self._restore_at_s: dict[tuple[int, int], float] = {}
+        self._failures: dict[tuple[int, int], tuple[int, float]] = {}
         self._num_rollouts = 0
         self._was_complete = False
         self._counts = dict.fromkeys(COUNTS, 0.0)
@@ -103,20 +103,30 @@ class RemoteEngines:
         self._model = model
         self._probe = probe_of(model, self._max_tokens, self._dtype)
         problem: WorkerError | None = None
-        blamed = Counter[str]()
         for _ in range(MAX_SYNCS):
             live_engines = self._live_engines(beat)
-            # The first failure of an engine may be due to its restart at that moment; links are then made anew.
-            others = [engine for engine in live_engines if blamed[engine.name] < 2]
+            now_s = time.monotonic()
+            others = [one for one in live_engines if self._failures.get(one.start, (0, 0.0))[1] <= now_s]
             problem, transfer = self._send(others or live_engines, model, version, beat)
             if problem is None:
                 self.version = version
                 return transfer
             self._ranks.log(f"the engines did not receive the weights of step {version}: {problem}")
             if isinstance(problem, WeightSyncFailed):
-                blamed.update([problem.peer, *problem.others])
+                blamed = {problem.peer, *problem.others}
+                self._blame([engine for engine in live_engines if engine.name in blamed])
         assert problem is not None
         raise problem
+
+    def _blame(self, engines: Iterable[EngineClient]) -> None:
+        """Leave engines out of the next syncs after their second failure in a row, each time for longer.
+
+        The first one may be due to a restart at that moment; links are then made anew.
+        """
+        for engine in engines:
+            count, _ = self._failures.get(engine.start, (0, 0.0))
+            until_s = time.monotonic() + count * self._spec.remote.sync_timeout_s
+            self._failures[engine.start] = count + 1, until_s
 
     def _send(
         self, engines: Sequence[EngineClient], model: PreTrainedModel, version: int, beat: Callable[[], None]
@@ -132,6 +142,10 @@ class RemoteEngines:
         def send() -> WeightTransfer:
             assert sync is not None  # only rank 0 calls it
             report = sync.send(self._controlled(engines, version), model, version, beat)
+            applied = {answer.receiver for answer in report.applied}
+            for engine in engines:
+                if engine.name in applied:
+                    self._failures.pop(engine.start, None)
             self._counts["time/weight_wire_s"] += report.wire_s
             self._counts["time/weight_apply_s"] += report.apply_s
             self._counts["rollout/sync_bytes"] += report.sent.bytes_sent
@@ -185,7 +199,7 @@ class RemoteEngines:
 
         After a failure, the next try comes only ``sync_timeout_s`` later: the rollout of this rank waits meanwhile.
         """
-        start = (client.address.rank, client.address.generation)
+        start = client.start
         if time.monotonic() < self._restore_at_s.get(start, 0.0):
             return
         version = self.version
@@ -198,6 +212,7 @@ class RemoteEngines:
             self._restore_at_s[start] = time.monotonic() + self._spec.remote.sync_timeout_s
             self._ranks.log(f"{client.name} came back and did not receive the weights of step {version}: {error}")
         else:
+            self._failures.pop(start, None)
             self._ranks.log(f"{client.name} came back and has the weights of step {version}")
 
     def _controlled(

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 
 import httpx
@@ -31,6 +31,8 @@ CHECKS_PER_S = 100
 """Most health checks that a rank makes per second: one takes 2 ms of its CPU."""
 ANSWERS_PER_S = 400
 """Most health checks that an engine answers per second: one takes 0.5 ms of its CPU."""
+REREAD_S = 5.0
+"""Interval at which the addresses of engines are read while those known respond, in seconds."""
 FIRST_CHECKS_S = 1.0
 """Longest time for which a rollout waits to hear from every engine before it sends its first prompts, in seconds."""
 MAX_MOVES = 8
@@ -118,7 +120,7 @@ class RemoteRollout:
         async with async_engine_http() as http:
             try:
                 while not (self._dispatcher.is_done and self._may_leave()):
-                    if time.monotonic() - read_at_s >= self._interval_s:
+                    if time.monotonic() - read_at_s >= self._reread_s(clients, watchers):
                         clients, read_at_s = self._clients(), time.monotonic()
                     if self._is_stopped or self._is_stranded(clients):
                         break
@@ -127,7 +129,7 @@ class RemoteRollout:
                         if rank not in watchers or watchers[rank].done():
                             watchers[rank] = asyncio.create_task(self._watch(http, client))
                     # Else the first engine to respond gets the longest prompts, and all of them if its window has room.
-                    if self._checked.issuperset(map(_start_of, clients)) or time.monotonic() - begun_s > FIRST_CHECKS_S:
+                    if self._checked >= {one.start for one in clients} or time.monotonic() - begun_s > FIRST_CHECKS_S:
                         self._deal(http)
                     self._require_an_engine()
                     with contextlib.suppress(TimeoutError):
@@ -140,13 +142,18 @@ class RemoteRollout:
                 await _cancel_all([*watchers.values(), *(task for tasks in self._requests.values() for task in tasks)])
                 self._dispatcher.recall()
 
+    def _reread_s(self, clients: Collection[EngineClient], watchers: Mapping[int, asyncio.Task[None]]) -> float:
+        """Interval at which the addresses of the engines are read: all ranks read them from the shared file system."""
+        is_any_lost = any(watchers[one.address.rank].done() for one in clients)
+        return self._interval_s if is_any_lost or not clients else max(self._interval_s, REREAD_S)
+
     def _is_stranded(self, clients: Collection[EngineClient]) -> bool:
         """True if engines have other weights and will keep them, and all others have not responded for long."""
         if self._are_restored:
             return False
         limit_s = time.monotonic() - self._settings.stall_timeout_s
         unresponsive = {start for start, since_s in self._unresponsive_since_s.items() if since_s < limit_s}
-        starts = {_start_of(client) for client in clients}
+        starts = {client.start for client in clients}
         return bool(starts & self._others) and starts <= self._others | unresponsive
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -160,15 +167,15 @@ class RemoteRollout:
             try:
                 health = await client.health(http)
             except EngineUnusable as error:
-                self._unresponsive_since_s.setdefault(_start_of(client), time.monotonic())
+                self._unresponsive_since_s.setdefault(client.start, time.monotonic())
                 self._lose(rank, str(error))
-                self._checked.add(_start_of(client))
+                self._checked.add(client.start)
                 self._wake.set()
                 await asyncio.sleep(self._interval_s)
                 return
-            self._unresponsive_since_s.pop(_start_of(client), None)
+            self._unresponsive_since_s.pop(client.start, None)
             self._judge(client, health, asked_s)
-            self._checked.add(_start_of(client))
+            self._checked.add(client.start)
             await asyncio.sleep(self._interval_s)
 
     def _judge(self, client: EngineClient, health: EngineHealth, now_s: float) -> None:
@@ -180,9 +187,9 @@ class RemoteRollout:
             if self._restore is not None:
                 self._restore(client)
             else:
-                self._others.add(_start_of(client))
+                self._others.add(client.start)
             return
-        start = _start_of(client)
+        start = client.start
         seen, busy = self._progress.get(start), bool(self._dispatcher.outstanding(rank))
         if seen is None or health.progress != seen.count:
             self._progress[start] = _Progress(health.progress, now_s)
@@ -266,10 +273,6 @@ class RemoteRollout:
         else:
             self._dispatcher.answer(rank, made.index, [_completion(one) for one in made.completions])
         self._wake.set()
-
-
-def _start_of(client: EngineClient) -> tuple[int, int]:
-    return client.address.rank, client.address.generation
 
 
 def _completion(made: SampledCompletion) -> Completion:
