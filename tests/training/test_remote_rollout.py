@@ -1,6 +1,7 @@
 """One rollout over real engine servers with a scripted sampler: texts, errors, tails and losses."""
 
 import asyncio
+import dataclasses
 import math
 import threading
 import time
@@ -29,6 +30,7 @@ from rlhf_core.training.rollouts.remote.client import EngineClient
 from rlhf_core.training.rollouts.remote.dispatch import Dispatcher, PromptTask
 from rlhf_core.training.rollouts.remote.engine import RemoteEngines
 from rlhf_core.training.rollouts.remote.rollout import POLL_S, RemoteRollout, check_interval_s
+from rlhf_core.training.rollouts.remote.weights import WeightPublisher
 from rlhf_core.training.rollouts.samplers import SamplerRequest
 from rlhf_core.training.rollouts.server.app import EngineServer
 from rlhf_core.training.rollouts.server.worker import EngineWorker
@@ -340,6 +342,17 @@ def test_an_engine_that_keeps_failing_costs_the_next_versions_no_sync(
     assert load() == [2]
     fails = True
     assert load() == [2, 2, 1]
+
+
+def test_versions_that_a_killed_attempt_left_are_removed(tmp_path: Path) -> None:
+    spec = tiny_spec(rollout={"engines": 2, "sync": {"transport": "files"}})
+    context = dataclasses.replace(make_context(str(tmp_path), spec, 0, 1), attempt=3)
+    folders = [context.run_dir.attempt(number).weights for number in (1, 2, 3)]
+    for folder in folders:
+        (folder / "00000007").mkdir(parents=True)
+    WeightPublisher(context, None)
+    assert [folder.exists() for folder in folders] == [False, False, True]
+    assert context.run_dir.attempt(2).engines.exists()
 
 
 def test_checks_of_engines_take_a_small_part_of_a_core() -> None:

@@ -1,6 +1,7 @@
 """Transfer of the weights from the trainer to the engines of the group."""
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 
 import httpx
@@ -43,6 +44,8 @@ class WeightPublisher:
             WeightSyncFailed: the transport is not available.
         """
         settings = context.spec.rollout.sync
+        for earlier in range(1, context.attempt):  # one that was killed left its versions, if they went through files
+            shutil.rmtree(context.run_dir.attempt(earlier).weights, ignore_errors=True)
         self._delta = DeltaEncoder(settings.full_every) if settings.delta else None
         self._outgoing = outgoing_of(context)
         self._sender = Sender(self._outgoing, delta=self._delta, group=group)
