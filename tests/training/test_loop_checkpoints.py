@@ -185,7 +185,7 @@ def test_a_rank_that_wakes_up_after_a_newer_attempt_began_replaces_no_checkpoint
 
 
 def test_what_an_interrupted_save_left_is_cleared_away(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
-    for name in (".step-000004.partial", ".step-000002.1234.gone"):
+    for name in (".step-000004.partial", ".step-000002.1234.gone", "..step-000006.partial.5678.gone"):
         (run_dir.checkpoints_dir / name / "model").mkdir(parents=True)
     (run_dir.checkpoints_dir / "step-000004").mkdir()  # without COMPLETE it does not count
     assert run_dir.checkpoints() == []
