@@ -6,7 +6,6 @@ that fails or stalls costs only that copy.
 """
 
 import os
-import socket
 import threading
 from collections.abc import Sequence
 
@@ -17,6 +16,7 @@ from rlhf_core.training.checkpoints.memory.copies import PEER, MemoryPart
 from rlhf_core.training.checkpoints.memory.peer_transfer import PartReceiver, PeerRefused, send_part
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.types import WorkerContext
+from rlhf_core.weight_sync.links import own_address
 
 
 class PeerCopies:
@@ -113,18 +113,6 @@ def _receiver(context: WorkerContext) -> tuple[PartReceiver | None, bytes, str]:
         return None, b"", "no in-memory file system"
     try:
         key = shared_secret(context.run_dir.attempt(context.attempt).key)
-        return PartReceiver(context.memory / PEER, key, _own_address(), own_line), key, ""
+        return PartReceiver(context.memory / PEER, key, own_address(os.environ["MASTER_ADDR"]), own_line), key, ""
     except (OSError, ValueError) as error:
         return None, b"", str(error)
-
-
-def _own_address() -> str:
-    """Address of the interface that routes to the rendezvous of the ranks.
-
-    Raises:
-        OSError: no interface does.
-    """
-    family, kind, _, _, address = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)  # sends nothing, only selects the interface
-        return str(probe.getsockname()[0])
