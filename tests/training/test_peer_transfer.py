@@ -13,12 +13,13 @@ from rlhf_core.schemas.checkpoint_files import FileChecksum
 pytest.importorskip("torch")
 
 from rlhf_core.training.checkpoints.memory import peer_copies, peer_transfer
-from rlhf_core.training.checkpoints.memory.copies import MemoryPart, parts_here
-from rlhf_core.training.checkpoints.memory.peer_copies import rank_on_next_node
+from rlhf_core.training.checkpoints.memory.copies import MemoryCopy, MemoryPart, parts_here
+from rlhf_core.training.checkpoints.memory.peer_copies import kept_ranks, rank_on_next_node
 from rlhf_core.training.checkpoints.memory.peer_transfer import PartReceiver, PeerRefused, send_part
 
 pytestmark = pytest.mark.training
 
+KINDS = ("parts/rank", "trainer_state/rank")
 KEY, OTHER_KEY = b"0" * 64, b"1" * 64
 CONTENT = {"trainer_state/rank-00001.safetensors": bytes(range(256)) * 100, "empty": b""}
 
@@ -70,6 +71,34 @@ def test_a_part_arrives_and_counts(listen: Listen, tmp_path: Path) -> None:
         path = tmp_path / "peer" / name
         assert path.read_bytes() == content
         assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_parts_of_ranks_that_have_moved_are_removed_at_the_first_save(tmp_path: Path) -> None:
+    """A node was lost, so that ranks are on other nodes; the memory of their copies is needed for those of others."""
+    left = {f"{place}{kind}-{rank:05d}.x" for place in ("", "peer/") for kind in KINDS for rank in range(4)}
+    left |= {f"{place}{folder}/weights" for place in ("", "peer/") for folder in ("model", "critic")}
+    for name in left:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    kept = kept_ranks(["a", "a", "b", "c"], "b")
+    assert kept == {"": [2], "peer": [0, 1]}
+    copy = MemoryCopy(tmp_path, 2, 1, kept)
+    expected = {
+        *(f"{kind}-00002.x" for kind in KINDS),
+        *(f"peer/{kind}-{rank:05d}.x" for kind in KINDS for rank in (0, 1)),
+        "peer/model/weights",
+        "peer/critic/weights",
+    }
+    for _ in range(2):
+        copy.invalidate()
+        found = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+        assert found == expected
+        (tmp_path / "peer/parts/rank-00003.x").touch()  # not at the first save
+        expected.add("peer/parts/rank-00003.x")
+
+
+def test_a_node_alone_keeps_no_parts_of_others() -> None:
+    assert kept_ranks(["a", "a"], "a") == {"": [0, 1], "peer": []}
 
 
 def test_a_sender_without_the_key_leaves_nothing(listen: Listen, tmp_path: Path, lines: list[str]) -> None:

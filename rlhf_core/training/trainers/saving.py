@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.checkpoints.memory.copies import MemoryCopy
-from rlhf_core.training.checkpoints.memory.peer_copies import peer_copies
+from rlhf_core.training.checkpoints.memory.peer_copies import kept_ranks, peer_copies
 from rlhf_core.training.checkpoints.saving import SavedModel
 from rlhf_core.training.checkpoints.state import Progress
 from rlhf_core.training.checkpoints.writer import CheckpointWriter
@@ -105,6 +105,12 @@ class Saving:
 
 
 def _memory_of(context: WorkerContext, ranks: Ranks) -> MemoryCopy | None:
-    if context.memory is None or context.spec.checkpoint.memory == "off":
+    """Collective unless the settings turn copies off."""
+    if context.spec.checkpoint.memory == "off":
         return None
-    return MemoryCopy(context.memory, ranks.rank, context.attempt, is_first_here=context.local_rank == 0)
+    nodes = ranks.gather(context.node)
+    if context.memory is None:
+        return None
+    is_first_here = nodes.index(context.node) == ranks.rank
+    kept = kept_ranks(nodes, context.node) if is_first_here else None
+    return MemoryCopy(context.memory, ranks.rank, context.attempt, kept)

@@ -13,7 +13,7 @@ ranks until the node's agent ends. A copy that a kill left half overwritten has 
 import functools
 import hmac
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,25 +57,30 @@ class MemoryPart(Schema):
 class MemoryCopy:
     """In-memory copy of one rank's part, on its node."""
 
-    def __init__(self, folder: Path, rank: int, attempt: int, *, is_first_here: bool = False) -> None:
+    def __init__(
+        self, folder: Path, rank: int, attempt: int, kept: Mapping[str, Collection[int]] | None = None
+    ) -> None:
         """Write nothing yet.
 
         Args:
-            is_first_here: the rank is the first one of its node.
+            kept: ranks whose parts this node keeps, by folder, if this rank is to remove those of others.
         """
         self.folder = folder
         self.attempt = attempt
         self._part = _part_file(folder, rank)
-        # Weights belong to rank 0: to another node, only a restart brings them.
-        self._brought = ("model", "critic") if is_first_here and rank > 0 else ()
+        self._kept = kept or {}
 
     def invalidate(self) -> None:
-        """Invalidate the copy before its files change, and remove weights that a restart brought: all ranks have loaded
-        them."""
+        """Invalidate the copy before its files change.
+
+        The first time, remove what other ranks had here before a restart, and weights that it brought: all ranks have
+        loaded theirs, and the checkpoint that they resumed from is on disk.
+        """
         self._part.unlink(missing_ok=True)
         (self.folder / "COMPLETE").unlink(missing_ok=True)
-        for name in self._brought:
-            shutil.rmtree(self.folder / name, ignore_errors=True)
+        for place, ranks in self._kept.items():
+            _remove_others(self.folder / place, ranks)
+        self._kept = {}
 
     def keep(self, part: MemoryPart, content: Content) -> None:
         """Complete and publish the copy, whose large files are already in place.
@@ -96,6 +101,16 @@ class MemoryCopy:
         """Publish the copy, whose files are all in place."""
         make_folder(self._part.parent)
         write_model(self._part, part, FILE_MODE)
+
+
+def _remove_others(folder: Path, ranks: Collection[int]) -> None:
+    names = {f"rank-{rank:05d}" for rank in ranks}
+    for path in (*folder.glob("parts/rank-*"), *folder.glob("trainer_state/rank-*")):
+        if path.stem not in names:
+            path.unlink(missing_ok=True)
+    if 0 not in ranks:  # which has the weights
+        for name in ("model", "critic"):
+            shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def _part_file(folder: Path, rank: int) -> Path:

@@ -102,6 +102,20 @@ def rank_on_next_node(nodes: Sequence[str], rank: int) -> int | None:
     return there[here.index(rank) % len(there)]
 
 
+def kept_ranks(nodes: Sequence[str], node: str) -> dict[str, list[int]]:
+    """Ranks whose parts a node keeps, by the folder: its own, and those of the previous node.
+
+    Args:
+        nodes: node of each rank.
+    """
+    names = list(dict.fromkeys(nodes))
+    previous = names[names.index(node) - 1] if len(names) > 1 else None
+    return {
+        place: [rank for rank, name in enumerate(nodes) if name == owner]
+        for place, owner in (("", node), (PEER, previous))
+    }
+
+
 def own_line(message: str) -> None:
     """Write a line to this rank's own log."""
     print(f"{utc_now():%Y-%m-%d %H:%M:%S} {message}", flush=True)
