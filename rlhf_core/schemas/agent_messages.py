@@ -170,7 +170,7 @@ class Orders(Schema):
     stop: str = ""
     """Requester if the run is to save and end."""
     saves: int = 0
-    """Number of requests so far to save and continue."""
+    """Always 0; in messages of earlier versions."""
     groups: dict[Role, GroupOrders] = {}
     """Orders by the role of the group, for the current phase."""
     over: AgreedStep | None = None

@@ -328,9 +328,8 @@ class EvaluationReport(Schema):
 class AgentCommand(Schema):
     """Command of the control plane to agent 0 (``commands/<k>.json``)."""
 
-    kind: Literal["cancel", "save", "stop_after_step"]
-    """``cancel``: end at once. ``save``: write a checkpoint now and continue. ``stop_after_step``: write one and
-    end."""
+    kind: Literal["cancel", "stop_after_step"]
+    """``cancel``: end at once. ``stop_after_step``: write a checkpoint and end."""
     reason: Message = ""
     """Reason, as a sentence for the user."""
     time: Moment

@@ -4,7 +4,7 @@ Ranks that reduce metrics one by one hang, or silently mix metrics up, when one 
 skipped a step: a collective compares shapes at best (ms-swift #3827, trl #3068). Here every rank contributes one vector
 of fixed size (2.3 KB), so the collective itself always matches, and the vectors of all ranks are gathered:
 
-    [fingerprint, step, votes: save, stop, save failed, sum_0, weight_0, sum_1, weight_1, ..., own values, sketch]
+    [fingerprint, step, votes: stop, save failed, sum_0, weight_0, sum_1, weight_1, ..., own values, sketch]
 
 The fingerprint covers the step and the names of the metrics. Gathering instead of reducing yields sums, extremes,
 per-rank values and the rank that differs from a single collective; sums are taken in rank order. Every rank sees the
@@ -32,7 +32,7 @@ RANK_CAPACITY = 12
 SKETCH_SIZE = 16
 """Number of hashes in the sketch of a rank's completions, which holds the smallest ones."""
 
-_VOTES = ("save", "stop", "failed")
+_VOTES = ("stop", "failed")
 _HEADER = 2 + len(_VOTES)
 _DIGEST_BITS = 40  # a sum over 8192 ranks stays within 2^53: exact in double precision
 _NO_HASH = -1.0
@@ -156,8 +156,6 @@ class ReducedMetrics:
     """Metric to value, names sorted."""
     by_rank: dict[str, tuple[float, ...]]
     """Per-rank values (``StepMetrics.each``), in rank order."""
-    save: bool
-    """At least one rank was asked to save."""
     stop: bool
     """At least one rank was asked to save and stop."""
     save_failed: bool
@@ -168,8 +166,8 @@ def reduce_metrics(metrics: StepMetrics, ranks: Ranks, request: str = "") -> Red
     """Combine the metrics of all ranks with one collective.
 
     Args:
-        request: the agent's request to this rank (none, ``save`` or ``stop``), or ``failed`` after a checkpoint that
-            could not be written. The votes travel with the metrics, so that all ranks act on them at the same step.
+        request: the agent's request to this rank (none or ``stop``), or ``failed`` after a checkpoint that could not
+            be written. The votes travel with the metrics, so that all ranks act on them at the same step.
 
     Raises:
         MetricsMismatch: the ranks have different metrics or are at different steps. Raised by every rank; names the

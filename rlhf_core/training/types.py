@@ -36,8 +36,8 @@ class Reporter(Protocol):
         """Declare the other processes of the node that the heartbeats cover: if one of them stalls, so does this
         worker."""
 
-    def request(self) -> Literal["", "save", "stop"]:
-        """The agent's request to this worker: none, save and continue, or save and stop."""
+    def request(self) -> Literal["", "stop"]:
+        """The agent's request to this worker: none, or save and stop."""
 
 
 class NullReporter:
@@ -53,7 +53,7 @@ class NullReporter:
     def represent(self, pids: Sequence[int]) -> None:
         """Do nothing."""
 
-    def request(self) -> Literal["", "save", "stop"]:
+    def request(self) -> Literal["", "stop"]:
         """Return no request."""
         return ""
 

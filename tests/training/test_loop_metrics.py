@@ -32,7 +32,7 @@ def every_scenario(rank: int, num_ranks: int, run_dir: str) -> dict[str, Any]:
             metrics.mean(name, value, 1)
         try:
             reduced = module.reduce_metrics(metrics, own, request)
-            results[case] = [reduced.values, reduced.save, reduced.stop]
+            results[case] = [reduced.values, reduced.stop, reduced.save_failed]
         except module.MetricsMismatch as error:
             results[case] = str(error)
 
@@ -56,8 +56,8 @@ def every_scenario(rank: int, num_ranks: int, run_dir: str) -> dict[str, Any]:
 
     reduce("same", 7, {"a": rank, "b": 1.0})
     reduce("order", 7, {"a": 1.0, "b": 2.0} if rank == 0 else {"b": 2.0, "a": 1.0})
-    reduce("votes", 7, {"a": 0.0}, request="save" if rank == 1 else "")
-    reduce("stop", 7, {"a": 0.0}, request="stop" if rank == 0 else "save")
+    reduce("votes", 7, {"a": 0.0}, request="failed" if rank == 1 else "")
+    reduce("stop", 7, {"a": 0.0}, request="stop" if rank == 0 else "")
     reduce("not a number", 7, {"a": float("nan") if rank == 1 else 1.0, "b": 1.0})
     reduce("other name", 7, {"loss": 1.0, ("reward" if rank == 0 else "kl"): 2.0})
     reduce("one metric more", 7, {"loss": 1.0} if rank == 0 else {"loss": 1.0, "kl": 2.0})
@@ -104,8 +104,8 @@ def test_all_ranks_get_the_same(results: list[dict[str, Any]]) -> None:
 
 
 def test_one_vote_is_enough_and_reaches_everybody(results: list[dict[str, Any]]) -> None:
-    assert [result["votes"][1:] for result in results] == [[True, False]] * 2
-    assert [result["stop"][1:] for result in results] == [[True, True]] * 2
+    assert [result["votes"][1:] for result in results] == [[False, True]] * 2
+    assert [result["stop"][1:] for result in results] == [[True, False]] * 2
 
 
 def test_a_value_that_is_not_finite_spoils_only_itself(results: list[dict[str, Any]]) -> None:

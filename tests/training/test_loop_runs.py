@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import pytest
@@ -61,21 +61,18 @@ def kill_once_saved(run_dir: str, step: int) -> Callable[[], None]:
     return kill
 
 
-class RequestingReporter(NullReporter):
-    """Asks for something from the reduction of one step on, until a checkpoint is begun."""
+class StopRequested(NullReporter):
+    """Asks to stop from the reduction of one step on."""
 
-    def __init__(self, request: str, step: int) -> None:
-        self.wish = request
+    def __init__(self, step: int) -> None:
         self.step = step
         self.seen = 0
-        self.done = False
 
     def beat(self, phase: Phase, step: int) -> None:
         self.seen = step
-        self.done = self.done or (phase == Phase.CHECKPOINT and step >= self.step)
 
-    def request(self) -> Any:
-        return self.wish if self.seen >= self.step and not self.done else ""
+    def request(self) -> Literal["", "stop"]:
+        return "stop" if self.seen >= self.step else ""
 
 
 class Counting(NullReporter):
@@ -155,12 +152,9 @@ def runs_of(group: TrainingGroup) -> dict[str, Any]:
         forget = {"health": HealthState()}
         results["without health"] = train("without-health", restart=1)
 
-    results["save"] = train(
-        "save", reporter=RequestingReporter("save", 3) if rank == 1 else None, checkpoint={"keep_last": 9}
-    )
-    results["stop"] = train("stop", reporter=RequestingReporter("stop", 3) if rank == 0 else None)
+    results["stop"] = train("stop", reporter=StopRequested(3) if rank == 0 else None)
     results["after stop"] = train("stop", restart=1)
-    results["stop at the end"] = train("stop-late", reporter=RequestingReporter("stop", 6))
+    results["stop at the end"] = train("stop-late", reporter=StopRequested(6))
     results["finished already"] = train("straight", restart=1)
     copy("again", "longer")
     results["longer"] = train("longer", restart=1, train={"num_steps": 6})
@@ -480,12 +474,6 @@ def test_the_evaluation_before_is_made_once(results: list[dict[str, Any]], folde
     killed_later = RunDir(folder / "update").evaluation("before", "greedy")
     report = EvaluationReport.model_validate_json(killed_later.read_bytes())
     assert report.checkpoint_step == 2
-
-
-def test_save_and_go_on_happens_at_the_same_step_on_all_ranks(results: list[dict[str, Any]], folder: Path) -> None:
-    assert [result["save"] for result in results] == ["done", "done"]
-    assert [checkpoint.step for checkpoint in RunDir(folder / "save").checkpoints()] == [2, 3, 4, 6]
-    assert metrics_of(folder, "save") == metrics_of(folder, "straight"), "saving changes nothing"
 
 
 def test_save_and_end_leaves_the_rest_to_later(results: list[dict[str, Any]], folder: Path) -> None:

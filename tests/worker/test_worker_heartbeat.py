@@ -83,18 +83,9 @@ def test_a_collective_that_raises_has_been_left(slots: SlotFile) -> None:
     assert slots.read(0).left == 1
 
 
-def test_save_is_requested_until_the_checkpoint_and_stop_forever(slots: SlotFile) -> None:
-    beat, late = Beat(slots.path, 0), Beat(slots.path, 1)
+def test_a_request_to_stop_outlives_the_workers(slots: SlotFile) -> None:
+    beat = Beat(slots.path, 0)
     assert beat.request() == ""
-    slots.request_save()
-    assert [beat.request(), beat.request(), late.request()] == ["save", "save", "save"]
-    beat.beat(Phase.CHECKPOINT, 5)
-    assert beat.request() == ""
-    # The other rank saves at the same step, so its request is met too, although it never saw it.
-    late.beat(Phase.CHECKPOINT, 5)
-    assert late.request() == ""
-    slots.request_save()
-    assert beat.request() == "save"
     slots.request_stop()
     assert beat.request() == "stop"
     slots.clear()
@@ -103,10 +94,8 @@ def test_save_is_requested_until_the_checkpoint_and_stop_forever(slots: SlotFile
 
 def test_a_restart_finds_no_worker_of_the_previous_one(slots: SlotFile) -> None:
     Beat(slots.path, 0).beat(Phase.TRAIN, 9)
-    slots.request_save()
     slots.clear()
     assert slots.read(0).pid == 0
-    assert Beat(slots.path, 0).request() == ""
 
 
 def test_another_process_beats_into_the_same_slot(slots: SlotFile) -> None:

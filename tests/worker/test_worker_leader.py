@@ -81,12 +81,12 @@ def test_orders_are_delivered_once_and_in_numerical_order(run_dir: RunDir) -> No
     leader = Leader(run_dir, 1)
     assert leader.new_commands() == []
     commands = run_dir.attempt(1).commands
-    for number, kind in ((10, "cancel"), (2, "save")):
+    for number, kind in ((10, "cancel"), (2, "stop_after_step")):
         order = AgentCommand.model_validate({"kind": kind, "time": utc_now()})
         write_model(commands / f"{number}.json", order)
-    write_text(commands / "3.json", '{"kind": "sa')
+    write_text(commands / "3.json", '{"kind": "st')
     write_text(commands / ".4.json.tmp", "{}")
-    assert [command.kind for command in leader.new_commands()] == ["save", "cancel"]
+    assert [command.kind for command in leader.new_commands()] == ["stop_after_step", "cancel"]
     write_model(commands / "3.json", AgentCommand(kind="stop_after_step", time=utc_now()))
     assert [command.kind for command in leader.new_commands()] == ["stop_after_step"]
     assert leader.new_commands() == []

@@ -371,7 +371,7 @@ class TrainingContext:
         self.steps_done = step.number
         finished = step.number == loop.last_step
         is_due = finished or step.number % self.spec.checkpoint.every_num_steps == 0
-        if is_due or reduced.save or reduced.stop:
+        if is_due or reduced.stop:
             progress = Progress(
                 step=step.number,
                 loop=loop.algorithm.name,

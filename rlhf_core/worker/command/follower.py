@@ -255,9 +255,6 @@ class Follower:
         if self._context.rank == 0:
             self._record.take(readings, now_s, ended=False)
         self._saves.answer(self._beat.request(), now_s)
-        if self._saves.is_done:
-            self._beat.beat(Phase.CHECKPOINT, self._step)
-            self._saves.close()
 
     def _note_collectives(self) -> None:
         source = next((one for one in self._sources if isinstance(one, CollectivesSource)), None)

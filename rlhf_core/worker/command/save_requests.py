@@ -1,4 +1,4 @@
-"""Relays requests to save, or to save and stop, to an external trainer.
+"""Relays the request to save and stop to an external trainer.
 
 The first of three methods that is available is used: ``rlhf_core.callback`` saves at a step that rank 0 announces;
 ``trainer.save_signal`` is sent to every rank; for a program that supports neither, the worker waits for the next
@@ -25,19 +25,15 @@ class SaveRequests:
         self._context = context
         self._signal = signal.Signals[trainer.save_signal] if trainer.save_signal else None
         self._status = status
-        self._pending: Literal["", "save", "stop"] = ""
         self._newest_before = 0
         self._next_poll_s = 0.0
-        self._is_saved = False
+        self._is_ended = False
+        self.is_stop_requested = False
+        """True once the program was asked to stop, whether or not it has saved its state."""
         self.rank: RankProcess | None = None
         """The rank's process."""
         self.launcher: int | None = None
         """Process id of the program, if this worker has started it."""
-
-    @property
-    def is_stop_requested(self) -> bool:
-        """True once the program was asked to stop, whether or not it has saved its state."""
-        return self._pending == "stop"
 
     @property
     def is_stopping(self) -> bool:
@@ -47,35 +43,25 @@ class SaveRequests:
         """
         return self.is_stop_requested and self.newest_step > self._newest_before
 
-    @property
-    def is_done(self) -> bool:
-        """True once the requested checkpoint is saved and the program continues."""
-        return self._pending == "save" and self._is_saved
-
-    def close(self) -> None:
-        """Get ready for the next request."""
-        self._pending, self._is_saved = "", False
-
-    def answer(self, request: Literal["", "save", "stop"], now_s: float) -> None:
+    def answer(self, request: Literal["", "stop"], now_s: float) -> None:
         """Record a request and advance it.
 
         Args:
             request: Value of :meth:`rlhf_core.worker.liveness.heartbeat.Beat.request`.
             now_s: Monotonic time in seconds.
         """
-        if request and request != self._pending and not self._is_saved:
-            self._begin(request)
-        if not self._pending or self._is_saved or now_s < self._next_poll_s:
+        if not request or self._is_ended or now_s < self._next_poll_s:
             return
         self._next_poll_s = now_s + POLL_INTERVAL_S
-        if self.newest_step > self._newest_before:
-            self._is_saved = True
-            if self._pending == "stop":
-                self._end()
+        if not self.is_stop_requested:
+            self._begin()
+        elif self.is_stopping:
+            self._is_ended = True
+            self._end()
 
-    def _begin(self, request: Literal["save", "stop"]) -> None:
-        self._pending, self._newest_before, self._next_poll_s = request, self.newest_step, 0.0
-        self._status.set(words.STOP, int(request == "stop"))
+    def _begin(self) -> None:
+        self._newest_before, self.is_stop_requested = self.newest_step, True
+        self._status.set(words.STOP, 1)
         self._status.set(words.SAVE, self._status.get(words.SAVE) + 1)
         has_callback = self._status.get(words.BEATS) > 0
         if not has_callback and self._signal is not None and self.rank is not None:

@@ -52,7 +52,7 @@ WARM_BEATS = 16
 """Beats in a phase after which it is warm, as it also is once left: some roles never leave their phase."""
 
 # Word offsets in the header, and in a slot.
-_MAGIC_AT, _NUM_SLOTS_AT, _SAVE_AT, _STOP_AT, _QUESTIONS_AT = range(5)
+_MAGIC_AT, _NUM_SLOTS_AT, _, _STOP_AT, _QUESTIONS_AT = range(5)
 _PID, _ENTERED, _LEFT, _SEQUENCE, _STEP, _PHASE, _BEAT_NS, _WARM, _NUM_REPRESENTED = range(9)
 _REPRESENTED = _NUM_REPRESENTED + 1
 
@@ -65,7 +65,6 @@ _this_thread = threading.get_ident
 
 _PHASES: tuple[Phase, ...] = tuple(Phase)
 _NUMBER = {phase: number for number, phase in enumerate(_PHASES)}
-_CHECKPOINT = _NUMBER[Phase.CHECKPOINT]
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ def slots_folder() -> Path:
 
 
 class SlotFile:
-    """The agent's side: creates the file, reads slots, asks workers to save or stop."""
+    """The agent's side: creates the file, reads slots, asks workers to save and stop."""
 
     def __init__(self, run_id: str, attempt: int, node: str, num_slots: int, role: str = "") -> None:
         """Create the file. Removes the file of an earlier agent of the same run on this node and takes over what its
@@ -143,10 +142,9 @@ class SlotFile:
             _remove(stale)
 
     def clear(self) -> None:
-        """Clear the previous restart's workers and all requests to them except a stop."""
+        """Clear the previous restart's workers. A request to stop stays."""
         for local_rank in range(self.num_slots):
             self.clear_worker(local_rank)
-        self._words[_SAVE_AT] = 0
 
     def read(self, local_rank: int) -> Slot:
         """Read one slot. Its worker may be writing meanwhile: no number is torn, but some may be one beat newer."""
@@ -162,10 +160,6 @@ class SlotFile:
         first = HEADER_WORDS + local_rank * SLOT_WORDS
         for place in range(first, first + SLOT_WORDS):
             self._words[place] = 0
-
-    def request_save(self) -> None:
-        """Ask every worker to save and continue."""
-        self._words[_SAVE_AT] += 1
 
     def request_stop(self) -> None:
         """Ask every worker to save and stop. Also applies to workers that start later."""
@@ -287,7 +281,6 @@ class Beat:
         self.entered = 0
         self.left = 0
         self._sequence = 0
-        self._saved = 0
         self._number = _NUMBER[Phase.SETUP]
         self._beats_in_phase = 0
         self._warm = 0
@@ -319,9 +312,6 @@ class Beat:
             words[self._warm_at] = self._warm
             words[self._phase_at] = self._number = number
             self._beats_in_phase = 0
-        if number == _CHECKPOINT:
-            # All ranks enter a checkpoint at the same step, so every request up to now is being fulfilled.
-            self._saved = words[_SAVE_AT]
         self._sequence += 1
         words[self._sequence_at] = self._sequence
 
@@ -347,11 +337,9 @@ class Beat:
             self._words[first + _REPRESENTED + place] = pid
         self._words[first + _NUM_REPRESENTED] = len(pids)
 
-    def request(self) -> Literal["", "save", "stop"]:
-        """The agent's current request. ``save`` is returned until this worker enters the checkpoint phase."""
-        if self._words[_STOP_AT]:
-            return "stop"
-        return "save" if self._words[_SAVE_AT] > self._saved else ""
+    def request(self) -> Literal["", "stop"]:
+        """The agent's current request."""
+        return "stop" if self._words[_STOP_AT] else ""
 
     def questions(self) -> int:
         """Number of times the agent has asked for this worker's collective. Callable from any thread."""

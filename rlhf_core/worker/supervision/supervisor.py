@@ -281,10 +281,6 @@ class Supervisor(threading.Thread):
                 self.requests.cancel = command.reason or "the user cancelled the run"
                 self._kill_workers()
                 self.orders.change(cancel=self.requests.cancel)
-            case "save":
-                self._request_save()
-                self.orders.change(saves=self.orders.current.saves + 1)
-                self._events.add("save_requested", "the workers were asked to save and continue")
             case "stop_after_step":
                 self._order_stop(command.reason or "the user asked to save and stop")
 
@@ -310,10 +306,6 @@ class Supervisor(threading.Thread):
     def _trained_groups(self) -> list[SupervisedGroup]:
         """Groups whose state is saved. Groups with individual restarts only serve these, until these have finished."""
         return [one for one in self._groups.values() if not one.is_alone]
-
-    def _request_save(self) -> None:
-        for one in self._trained_groups():
-            one.group.seat.slots.request_save()
 
     # -----------------------------------------------------------------------------------------------------------------
     # On agent 0
@@ -391,8 +383,6 @@ class Supervisor(threading.Thread):
             self._kill_workers()
         if orders.stop:
             self._order_stop(orders.stop)
-        if orders.saves > before.saves:
-            self._request_save()
         if orders.over is not None:
             self._kill_workers()
         for role, one in list(self._groups.items()):

@@ -79,7 +79,7 @@ def train(context: WorkerContext) -> RoleResult:
             _await_rollouts(context, step)
         time.sleep(STEP_S)
         context.reporter.beat(Phase.TRAIN, step)
-        wants = {"": 0, "save": 1, "stop": 1000}[context.reporter.request()]
+        wants = {"": 0, "stop": 1000}[context.reporter.request()]
         votes = ring.sum(wants)
         if metrics is not None:
             line = MetricsLine(step=step, time=utc_now(), loop="sft", metrics={"loss/value": 1.0 / step})
