@@ -254,7 +254,7 @@ class Follower:
             self._beat.beat(self._phase, self._step)
         if self._context.rank == 0:
             self._record.take(readings, now_s, ended=False)
-        self._saves.answer(self._beat.request(), now_s)
+        self._saves.answer(self._beat.request(), self._step, now_s)
 
     def _note_collectives(self) -> None:
         source = next((one for one in self._sources if isinstance(one, CollectivesSource)), None)

@@ -26,6 +26,7 @@ class SaveRequests:
         self._signal = signal.Signals[trainer.save_signal] if trainer.save_signal else None
         self._status = status
         self._newest_before = 0
+        self._wanted_step = 0
         self._next_poll_s = 0.0
         self._is_ended = False
         self.is_stop_requested = False
@@ -41,35 +42,51 @@ class SaveRequests:
 
         Checks again: a checkpoint is published some time after it was saved, and the program may have exited since.
         """
-        return self.is_stop_requested and self.newest_step > self._newest_before
+        newest = self.newest_step
+        return self.is_stop_requested and newest > self._newest_before and newest >= self._wanted_step
 
-    def answer(self, request: Literal["", "stop"], now_s: float) -> None:
+    def answer(self, request: Literal["", "stop"], step: int, now_s: float) -> None:
         """Record a request and advance it.
 
         Args:
             request: Value of :meth:`rlhf_core.worker.liveness.heartbeat.Beat.request`.
+            step: Newest known step of the program.
             now_s: Monotonic time in seconds.
         """
         if not request or self._is_ended or now_s < self._next_poll_s:
             return
         self._next_poll_s = now_s + POLL_INTERVAL_S
         if not self.is_stop_requested:
-            self._begin()
+            self._begin(step)
         elif self.is_stopping:
             self._is_ended = True
             self._end()
 
-    def _begin(self) -> None:
-        self._newest_before, self.is_stop_requested = self.newest_step, True
+    def _begin(self, step: int) -> None:
+        try:
+            self._newest_before = self._read_newest()
+        except OSError:
+            return  # begun at the next poll: an older checkpoint must not pass for the answer
+        self.is_stop_requested = True
         self._status.set(words.STOP, 1)
         self._status.set(words.SAVE, self._status.get(words.SAVE) + 1)
         has_callback = self._status.get(words.BEATS) > 0
-        if not has_callback and self._signal is not None and self.rank is not None:
+        if has_callback:
+            # A checkpoint saved before may be published only now; ending the program then would cut the new one off.
+            self._wanted_step = step
+        elif self._signal is not None and self.rank is not None:
+            self._wanted_step = step - 1  # some programs print a step as it begins
             self.rank.send(self._signal)
 
     @property
     def newest_step(self) -> int:
-        """Step of the newest published checkpoint, 0 if there is none."""
+        """Step of the newest published checkpoint, 0 if there is none or none can be read at the moment."""
+        try:
+            return self._read_newest()
+        except OSError:
+            return 0
+
+    def _read_newest(self) -> int:
         newest = self._context.run_dir.newest_checkpoint()
         return newest.step if newest is not None else 0
 
