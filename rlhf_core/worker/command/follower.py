@@ -82,6 +82,7 @@ class Follower:
         self._place = LaunchPlace(context, trainer, self._agree())
         self._first_step = int(self._place.values["checkpoint_step"])
         self._step = self._first_step
+        self._has_resumed = self._first_step == 0
         self._phase = Phase.SETUP
         self._has_strong = False
         self._num_strong = 0
@@ -263,17 +264,18 @@ class Follower:
 
     def _note_steps(self, readings: Sequence[tuple[ProgressSource, Reading]]) -> None:
         """Record the program's current step; raise if it has started from scratch."""
-        for kind, one in readings:
-            if one.step is None:
-                continue
+        steps = [(kind, one.step) for kind, one in readings if one.step is not None]
+        # Once it has resumed, lower numbers count something else, such as epochs or the batches of an evaluation.
+        self._has_resumed = self._has_resumed or any(step >= self._first_step for _, step in steps)
+        for kind, step in steps:
             # A program that resumes may still log at step 0: an evaluation before training, or a scalar without a step.
-            if 0 < one.step < self._first_step:
+            if not self._has_resumed and step > 0:
                 raise TrainerIncomplete(
-                    f"found step {one.step} ({kind}), expected {self._first_step} or later: the trainer was to resume "
+                    f"found step {step} ({kind}), expected {self._first_step} or later: the trainer was to resume "
                     f"from {self._place.order.checkpoint} but started over. Check trainer.resume and "
                     "trainer.resume_argv; the checkpoint is unchanged"
                 )
-            self._step = max(self._step, one.step)
+            self._step = max(self._step, step)
         self._require_together()
 
     def _require_together(self) -> None:

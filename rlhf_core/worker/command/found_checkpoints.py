@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rlhf_core.schemas.command_trainer import STEP_FIELD, CommandTrainer
 from rlhf_core.worker.command.following import output_folders
+from rlhf_core.worker.command.observation import is_step
 
 QUIET_S = 2.0
 """Time a checkpoint must remain unchanged before it counts as complete, in seconds."""
@@ -154,6 +155,8 @@ def _matching(folder: Path, parts: list[re.Pattern[str]], step: int | None) -> I
         if found is None:
             continue
         number = found.groupdict().get("step")
+        if number is not None and not is_step(int(number)):
+            continue
         if number is not None and step is not None and int(number) != step:
             continue
         yield from _matching(folder / name, parts[1:], step if number is None else int(number))

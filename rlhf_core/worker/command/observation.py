@@ -9,6 +9,11 @@ from rlhf_core.schemas.command_trainer import CommandTrainer, ProgressSource
 from rlhf_core.schemas.reports import Phase
 
 
+def is_step(number: float) -> bool:
+    """False for a number too large for a step, such as one of tokens or a date."""
+    return abs(number) < 2**31
+
+
 @dataclass(frozen=True)
 class StepFigures:
     """Figures of one step, under the program's own names."""

@@ -30,6 +30,7 @@ def save(folder: Path, *names: str) -> Path:
         ("checkpoint-{step}", "tmp-checkpoint-12", None),
         ("checkpoint-{step}", "checkpoint-12-merged", None),
         ("checkpoint-{step}", "checkpoint-last", None),
+        ("checkpoint-{step}", "checkpoint-20261122170333", None),
         ("checkpoint-{step}", "other/checkpoint-12", None),
         ("_actor/global_step{step}", "_actor/global_step7", 7),
         ("*/step_{step}.d", "a b/step_00040.d", 40),

@@ -80,6 +80,13 @@ def test_scalars_by_samples_are_progress_and_no_steps(tmp_path: Path) -> None:
     assert (reading.moved, reading.step, reading.metrics) == (True, 3, [])
 
 
+def test_epochs_and_tokens_are_no_steps(tmp_path: Path) -> None:
+    """Some programs write a validation at its epoch, or use the number of tokens as axis."""
+    write(tmp_path, event(4001, loss=1.5), event(3, val=1.0), event(2**31, loss=1.5))
+    reading = TensorBoard(watched(tmp_path)).poll(0)
+    assert (reading.moved, reading.step, [one.step for one in reading.metrics]) == (True, 4001, [4001, 3])
+
+
 def test_a_torn_last_record_waits_for_its_end(tmp_path: Path) -> None:
     whole = write(tmp_path / "made", event(1, loss=1.0), event(2, loss=2.0)).read_bytes()
     (tmp_path / "run").mkdir()

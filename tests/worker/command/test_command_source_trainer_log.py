@@ -50,6 +50,13 @@ def test_lines_of_llama_factory(tmp_path: Path) -> None:
     assert polls.poll().metrics == [StepFigures(5, {"loss": 0.7, "lr": 1e-5, "percentage": 5.0})]
 
 
+def test_numbers_too_large_for_a_step_are_none(tmp_path: Path) -> None:
+    polls = Polls(TrainerLog(watched(tmp_path)))
+    append(tmp_path / "logging.jsonl", line(4) + line(2**31))
+    reading = polls.poll()
+    assert (reading.step, [one.step for one in reading.metrics]) == (4, [4])
+
+
 def test_existing_lines_are_no_progress(tmp_path: Path) -> None:
     log = tmp_path / "logging.jsonl"
     append(log, line(1) + line(2))

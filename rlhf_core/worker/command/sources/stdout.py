@@ -11,7 +11,7 @@ from rlhf_core.diagnosis.logs.lines import ANSI
 from rlhf_core.files.reading import UnfitFile, open_regular
 from rlhf_core.schemas.command_trainer import ProgressSource
 from rlhf_core.worker.command.following import by_step, is_of_this_start, numbers_of
-from rlhf_core.worker.command.observation import Reading, StepFigures, Watched
+from rlhf_core.worker.command.observation import Reading, StepFigures, Watched, is_step
 
 POLL_S = 0.5
 """Minimum time between readings, in seconds."""
@@ -61,7 +61,7 @@ class Stdout:
                 continue
             values = numbers_of({name: text for name, text in found.groupdict().items() if text is not None})
             step = values.pop(STEP_GROUP, None)
-            if step is not None and abs(step) < 2**31:
+            if step is not None and is_step(step):
                 self._step = int(step)
                 moved |= self._steps.get(pattern) != self._step
                 self._steps[pattern] = self._step

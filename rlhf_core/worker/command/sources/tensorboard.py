@@ -20,7 +20,7 @@ from rlhf_core.files.reading import open_regular
 from rlhf_core.schemas.command_trainer import ProgressSource
 from rlhf_core.worker.command.following import by_step
 from rlhf_core.worker.command.found_checkpoints import name_pattern
-from rlhf_core.worker.command.observation import Reading, StepFigures, Watched
+from rlhf_core.worker.command.observation import Reading, StepFigures, Watched, is_step
 
 POLL_S = 1.0
 """Minimum time between readings, in seconds."""
@@ -74,7 +74,8 @@ class TensorBoard:
             problem = f"TensorBoard's event files cannot be read: {error}; expected files that the job can read"
         figures = [one for one in found if one is not None]
         if figures:
-            self._step = figures[-1].step
+            # Epochs and the like are lower than the step.
+            self._step = max(one.step for one in figures)
         return Reading(bool(found), self._step, metrics=by_step(figures), problem=problem)
 
     def _search(self) -> str:
@@ -180,7 +181,7 @@ def _scalars(content: bytes, started_at_s: float) -> Iterator[StepFigures | None
     values = {value.tag: number for value in event.summary.value if (number := _number(value)) is not None}
     of_step = {tag: number for tag, number in values.items() if _BY_SAMPLES.fullmatch(tag) is None}
     if values:
-        yield StepFigures(int(event.step), of_step) if of_step else None
+        yield StepFigures(int(event.step), of_step) if of_step and is_step(event.step) else None
 
 
 def _number(value: Any) -> float | None:

@@ -23,7 +23,7 @@ from rlhf_core.worker.command.following import (
     output_folders,
 )
 from rlhf_core.worker.command.found_checkpoints import checkpoint_folders
-from rlhf_core.worker.command.observation import Reading, StepFigures, Watched
+from rlhf_core.worker.command.observation import Reading, StepFigures, Watched, is_step
 
 POLL_S = 1.0
 """Minimum time between readings, in seconds."""
@@ -166,7 +166,7 @@ def _parsed(text: bytes | None) -> dict[str, Any]:
 def _step_of(content: Mapping[str, Any]) -> int | None:
     for key in STEP_KEYS:
         found = _STEP.fullmatch(str(content[key])) if key in content else None
-        if found:
+        if found and is_step(int(found[1])):
             return int(found[1])
     return None
 
