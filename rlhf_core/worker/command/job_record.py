@@ -132,4 +132,5 @@ class JobRecord:
     def _print_once(self, problem: str) -> None:
         if problem and problem not in self._reported:
             self._reported.add(problem)
-            print(problem, flush=True)
+            with contextlib.suppress(OSError):  # the log may be on the disk that is full
+                print(problem, flush=True)

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+from rlhf_core.files.appended import append_lines
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.command_trainer import CommandTrainer, ProgressSource
 from rlhf_core.schemas.reports import MetricsLine
@@ -91,8 +92,7 @@ class StepMetricsFile:
         now = utc_now()
         lines = [MetricsLine(step=step, time=now, loop=self._loop, metrics=self._pending[step]) for step in ready]
         if lines:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write("".join(f"{line.model_dump_json()}\n" for line in lines))
+            append_lines(self._path, *lines)
         for line in lines:
             del self._pending[line.step], self._touched_s[line.step]
             if line.step >= self._last:

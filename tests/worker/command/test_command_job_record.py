@@ -161,6 +161,24 @@ def test_the_last_checkpoint_is_published_when_metrics_cannot_be_written(
     assert "failed to write metrics: [Errno 122] Disk quota exceeded" in capsys.readouterr().out
 
 
+def test_a_log_on_a_full_disk_does_not_end_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("builtins.print", fail)
+    record = JobRecord(context_of(tmp_path), TRL, tmp_path / "output", first_step=0)
+    record.take([(ProgressSource.STDOUT, Reading(problem="it cannot be read"))], 1.0, ended=False)
+
+
+def test_a_torn_line_does_not_swallow_the_next_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "ti')
+    file = StepMetricsFile(path, TRL, first_step=1)
+    file.add(ProgressSource.TENSORBOARD, [StepFigures(2, {"train/loss": 0.2})], 1.0)
+    file.write(1.0, all_of_them=True)
+    assert [line.step for line in read_models(path, MetricsLine)] == [2]
+
+
 def test_a_model_older_than_the_training_is_an_incident(tmp_path: Path) -> None:
     record, run_dir = closed_record(tmp_path, last_step=16)
     record.close(lambda: None)
