@@ -5,6 +5,7 @@ restart) is the same as for a native worker. The program's output goes to the wo
 """
 
 import contextlib
+import functools
 import os
 import shlex
 import signal
@@ -134,7 +135,8 @@ class Follower:
         )
         place = LaunchPlace(self._context, self._trainer, order)
         aside = self._context.restart_dir.checkpoints_aside
-        published.restore(checkpoint, self._trainer, place.output_dir, aside)
+        beat = functools.partial(self._context.reporter.beat, Phase.SETUP, checkpoint.step if checkpoint else 0)
+        published.restore(checkpoint, self._trainer, place.output_dir, aside, beat)
         place.output_dir.mkdir(parents=True, exist_ok=True)
         place.working_dir.mkdir(parents=True, exist_ok=True)
         print(f"resuming from {checkpoint.root.name}" if checkpoint else "starting from the beginning", flush=True)

@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
@@ -87,7 +88,13 @@ def resume_point(context: WorkerContext) -> CheckpointDir | None:
     return chosen
 
 
-def restore(checkpoint: CheckpointDir | None, trainer: CommandTrainer, output_dir: Path, aside: Path) -> None:
+def restore(
+    checkpoint: CheckpointDir | None,
+    trainer: CommandTrainer,
+    output_dir: Path,
+    aside: Path,
+    beat: Callable[[], None] = lambda: None,
+) -> None:
     """Bring the output folder into line with the checkpoint that the program resumes from.
 
     Checkpoints of later steps are moved aside: they belong to an abandoned branch or are incomplete. With
@@ -95,7 +102,13 @@ def restore(checkpoint: CheckpointDir | None, trainer: CommandTrainer, output_di
 
     Args:
         aside: Folder to which later checkpoints are moved.
+        beat: Called before each file that is copied.
     """
+
+    def copy(source: str | Path, target: str | Path) -> None:
+        beat()
+        shutil.copy2(source, target)
+
     step = checkpoint.step if checkpoint is not None else 0
     later = [(number, path) for number, path in checkpoint_folders(trainer, output_dir) if number > step]
     name = own_name(checkpoint.root) if checkpoint is not None and trainer.resume == "in_place" else ""
@@ -104,11 +117,12 @@ def restore(checkpoint: CheckpointDir | None, trainer: CommandTrainer, output_di
         target = aside / path.relative_to(output_dir)
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_tree(target)
-        shutil.move(path, target)  # it may have to be copied: the output folder may be on another file system
+        # It may have to be copied: the output folder may be on another file system.
+        shutil.move(path, target, copy_function=copy)
     remove_emptied(output_dir, later)
     if checkpoint is not None and name:
         remove_tree(output_dir / name)
-        _link_tree(checkpoint.root / name, output_dir / name)
+        _link_tree(checkpoint.root / name, output_dir / name, copy)
 
 
 class CheckpointPublisher:
@@ -245,11 +259,11 @@ def publish(context: WorkerContext, trainer: CommandTrainer, output_dir: Path, f
     run_dir.remove_checkpoints_but(kept_steps(steps, found.step, context.spec))
 
 
-def _link_tree(source: Path, target: Path) -> int:
+def _link_tree(source: Path, target: Path, copy: Callable[[Path, Path], object] = shutil.copy2) -> int:
     """Hard-link all files of a checkpoint, which may be a folder or a single file, and return the number found."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_file():
-        _link(source.resolve(), target)
+        _link(source.resolve(), target, copy)
         return 1
     num_found = 0
     target.mkdir(exist_ok=True)
@@ -259,20 +273,20 @@ def _link_tree(source: Path, target: Path) -> int:
             place.mkdir(parents=True, exist_ok=True)
         elif path.is_file():
             place.parent.mkdir(parents=True, exist_ok=True)
-            _link(path.resolve(), place)
+            _link(path.resolve(), place, copy)
             num_found += 1
         elif os.path.lexists(path) and not path.is_dir():
             num_found += 1  # a link to nothing, for instance
     return num_found
 
 
-def _link(source: Path, target: Path) -> None:
+def _link(source: Path, target: Path, copy: Callable[[Path, Path], object] = shutil.copy2) -> None:
     try:
         os.link(source, target)
     except OSError as error:
         if error.errno not in NO_LINK:
             raise
-        shutil.copy2(source, target)
+        copy(source, target)
 
 
 def _link_model(source: Path, target: Path) -> None:
