@@ -17,7 +17,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
@@ -126,7 +127,8 @@ def restore(
 
 
 class CheckpointPublisher:
-    """Publishes complete checkpoints of the program, one at a time."""
+    """Publishes complete checkpoints of the program, one at a time, the newest first: reading one may take longer than
+    the time between two saves, and a crash costs all steps since the newest one published."""
 
     def __init__(self, context: WorkerContext, trainer: CommandTrainer, output_dir: Path, first_step: int) -> None:
         self._context = context
@@ -139,6 +141,9 @@ class CheckpointPublisher:
         self._newest_found: FoundCheckpoint | None = None
         self._failure: OSError | WorkerError | None = None
         self._running: list[Future[None]] = []
+        self._lock = threading.Lock()
+        self._waiting: list[FoundCheckpoint] = []
+        self._published: set[int] = set()
         self.newest_step = first_step
         """Step of the newest published checkpoint."""
         self.problem = ""
@@ -190,10 +195,25 @@ class CheckpointPublisher:
             self.problem = f"failed to search for checkpoints: {error}"
             return
         self._newest_found = found[-1] if found else None
-        for one in found:
-            # Checkpoints up to the resumed one are published already, and may still lie in the program's own folder.
-            if one.complete and one.step > self._first_step and self._is_new(one.path):
-                self._running.append(self._thread.submit(self._publish_guarded, one))
+        # Checkpoints up to the resumed one are published already, and may still lie in the program's own folder.
+        new = [one for one in found if one.complete and one.step > self._first_step and self._is_new(one.path)]
+        if new:
+            self._queue(new)
+
+    def _queue(self, new: Sequence[FoundCheckpoint]) -> None:
+        """Let checkpoints wait, except for those that would be removed at once."""
+        with self._lock:
+            waiting = {one.step: one for one in [*self._waiting, *new]}
+            steps = sorted({*waiting, *self._published})
+            kept = kept_steps(steps, steps[-1], self._context.spec)
+            self._waiting = [one for step, one in sorted(waiting.items()) if step in kept]
+            self._running += [self._thread.submit(self._publish_next) for _ in self._waiting]
+
+    def _publish_next(self) -> None:
+        with self._lock:
+            found = self._waiting.pop() if self._waiting else None
+        if found is not None:
+            self._publish_guarded(found)
 
     def _is_new(self, path: Path) -> bool:
         """Note the content of a checkpoint; True unless it was published with this content.
@@ -216,6 +236,7 @@ class CheckpointPublisher:
             if isinstance(error, OSError):  # a file system may fail for a moment only
                 self._begun.pop(found.path, None)
             return
+        self._published.add(found.step)
         self.newest_step = max(self.newest_step, found.step)
         self.problem, self._failure = "", None
 
@@ -256,7 +277,7 @@ def publish(context: WorkerContext, trainer: CommandTrainer, output_dir: Path, f
             remove_tree(partial.root)
         raise
     steps = [one.step for one in run_dir.checkpoints()]
-    run_dir.remove_checkpoints_but(kept_steps(steps, found.step, context.spec))
+    run_dir.remove_checkpoints_but(kept_steps(steps, steps[-1], context.spec) | {found.step})
 
 
 def _link_tree(source: Path, target: Path, copy: Callable[[Path, Path], object] = shutil.copy2) -> int:

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import os
+import threading
 import time
 from pathlib import Path
 from unittest.mock import Mock
@@ -209,6 +210,31 @@ def test_a_last_checkpoint_that_is_incomplete_is_named(tmp_path: Path) -> None:
     assert publisher.newest_step == 30
     with pytest.raises(TrainerIncomplete, match=r"checkpoint-40 is incomplete: found no file for trainer_state\.json"):
         publisher.require_newest()
+
+
+def test_the_newest_is_published_first_and_those_that_would_be_removed_never(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the newest published one falls ever further behind if reading takes longer than the time between saves."""
+    context = context_of(tmp_path)
+    publisher = publisher_of(context)
+    begun, may_end = list[int](), threading.Event()
+
+    def slow(context: object, trainer: object, folder: object, found: FoundCheckpoint) -> None:
+        begun.append(found.step)
+        assert may_end.wait(60)
+
+    monkeypatch.setattr(published, "publish", slow)
+    for step in (10, 20, 30, 40):
+        save(context, step)
+        publisher.consider(0.0, ended=True)
+        until(lambda: begun == [10])
+    save(context, 50)
+    save(context, 60)
+    publisher.consider(0.0, ended=True)
+    may_end.set()
+    until(lambda: not publisher.is_busy)
+    assert (begun, publisher.newest_step) == ([10, 60, 50, 40], 60), "40 is the one before the window of [health]"
 
 
 def test_a_step_saved_again_is_published_again(tmp_path: Path) -> None:
