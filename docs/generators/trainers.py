@@ -281,8 +281,8 @@ run goes on. You decide whether to end it. To turn a rule off, give a reason:
 
 Any folder or file in `trainer.output_dir` whose path matches `trainer.checkpoint_name` is a checkpoint; `{{step}}`
 matches its step, and `*` any name. It is complete once it has a file for each pattern in `trainer.checkpoint_complete`
-and has not changed for two seconds. List the files that the program writes last. A checkpoint that is a single file
-needs no patterns, and `checkpoint_complete` is ignored.
+and has not changed for two seconds, or ten in a job of several nodes. List the files that the program writes last. A
+checkpoint that is a single file needs no patterns, and `checkpoint_complete` is ignored.
 
 Complete checkpoints are published in the run directory as *hard links*:
 
@@ -297,7 +297,7 @@ checkpoints/step-000040/
 They take no space as long as the trainer keeps its own copy (on another file system, they are real copies). When the
 trainer deletes its copy, they stay: `checkpoint.keep_last` and the site's retention decide when they go. A program that
 changes the files of a checkpoint in place also changes the published one. Until it is published again with new
-checksums, which happens once it has not changed for two seconds, it is not used.
+checksums, which happens once it has not changed for as long, it is not used.
 
 After a failure, rlhf-flows verifies the checksums of the newest complete checkpoint and tells the program to resume
 from it, as `trainer.resume` says:

@@ -239,7 +239,9 @@ class Follower:
             if not any(one.moved or one.metrics for _, one in new):
                 break
         if self._context.rank == 0:
-            self._record.take(readings, now_s + MAX_LAST_POLLS * LAST_POLL_STEP_S, ended=True)
+            self._record.take(readings, now_s, ended=True)
+            if self._saves.is_stop_requested:  # it may exit with another code than 0 once it has saved
+                self._record.publish_last()
 
     def _poll(self, now_s: float) -> None:
         if now_s < self._next_poll_s:

@@ -17,6 +17,9 @@ from rlhf_core.worker.command.observation import is_step
 
 QUIET_S = 2.0
 """Time a checkpoint must remain unchanged before it counts as complete, in seconds."""
+QUIET_OF_NODES_S = 10.0
+"""The same for a job of several nodes: NFS shows a file that grows on another node unchanged for 3 s and more
+(``acregmin``)."""
 REREAD_S = 30.0
 """Time between readings of a complete checkpoint that is not the newest, in seconds: every rank reads them, all from
 the same file server."""
@@ -57,20 +60,21 @@ class _LastReading:
     """First reading with this content."""
     read_s: float
 
-    def is_complete(self, now_s: float) -> bool:
-        return not self.lacks and now_s - self.since_s >= QUIET_S
+    def is_complete(self, now_s: float, quiet_s: float) -> bool:
+        return not self.lacks and now_s - self.since_s >= quiet_s
 
-    def is_settled(self, now_s: float) -> bool:
-        return self.is_complete(self.read_s) and now_s - self.read_s < REREAD_S
+    def is_settled(self, now_s: float, quiet_s: float) -> bool:
+        return self.is_complete(self.read_s, quiet_s) and now_s - self.read_s < REREAD_S
 
 
 class WatchedCheckpoints:
     """The checkpoints of a running program. Two readings by this machine's clock show that one is unchanged: a file
     server's clock may be ahead or behind."""
 
-    def __init__(self, trainer: CommandTrainer, output_dir: Path) -> None:
+    def __init__(self, trainer: CommandTrainer, output_dir: Path, quiet_s: float = QUIET_S) -> None:
         self._trainer = trainer
         self._output_dir = output_dir
+        self._quiet_s = quiet_s
         self._read: dict[Path, _LastReading] = {}
 
     def find(self, now_s: float, *, has_ended: bool = False) -> list[FoundCheckpoint]:
@@ -78,7 +82,7 @@ class WatchedCheckpoints:
 
         Args:
             now_s: Monotonic time in seconds.
-            has_ended: The program has exited, so nothing more is written.
+            has_ended: The program has exited by itself, so what it has written is whole.
 
         Returns:
             All checkpoints in the output folder and in ms-swift's version folders, by step; among those with the same
@@ -92,10 +96,10 @@ class WatchedCheckpoints:
         newest = max((step for step, _ in folders), default=0)
         for step, path in folders:
             last = self._read.get(path)
-            is_settled = last is not None and step < newest and last.is_settled(now_s) and not has_ended
+            is_settled = last is not None and step < newest and last.is_settled(now_s, self._quiet_s) and not has_ended
             reading = last if last is not None and is_settled else self._reading(step, path, now_s)
             readings[path] = reading
-            is_complete = reading.is_complete(now_s) or (has_ended and not reading.lacks)
+            is_complete = reading.is_complete(now_s, self._quiet_s) or (has_ended and not reading.lacks)
             one = FoundCheckpoint(step, path, is_complete, reading.lacks, reading.content.num_files)
             found.append((reading.content.changed_ns, one))
         self._read = readings

@@ -77,17 +77,25 @@ class JobRecord:
                 self._warn(found.kind, f"{found.message}.", found.step, found.rule)
         if ended or now_s >= self._next_poll_s:
             self._next_poll_s = now_s + POLL_INTERVAL_S
-            self._publisher.consider(now_s, ended=ended)
+            self._publisher.consider(now_s)
             self._print_once(self._publisher.problem)
 
+    def publish_last(self) -> None:
+        """Begin to publish what a program that has exited by itself has left: nothing of it is cut off."""
+        self._publisher.consider(time.monotonic(), ended=True)
+
     def close(self, beat: Callable[[], None]) -> None:
-        """Publish what the program has left and keep extra files, calling ``beat`` in the meantime."""
+        """Publish what the program has left and keep extra files, calling ``beat`` in the meantime.
+
+        The program has exited by itself.
+        """
+        self.publish_last()
         self._await_publisher(beat)
         for _ in range(LAST_RETRIES):
             if not self._publisher.has_unpublished:
                 break
             time.sleep(POLL_INTERVAL_S)
-            self._publisher.consider(time.monotonic(), ended=True)
+            self.publish_last()
             self._await_publisher(beat)
         for pattern in self._trainer.artifacts:
             for path in sorted(self._output_dir.glob(pattern)):

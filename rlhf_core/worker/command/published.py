@@ -35,6 +35,8 @@ from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.types import WorkerContext
 from rlhf_core.worker.command.checkpoint_trackers import correct_trackers, remove_emptied
 from rlhf_core.worker.command.found_checkpoints import (
+    QUIET_OF_NODES_S,
+    QUIET_S,
     CheckpointContent,
     FoundCheckpoint,
     WatchedCheckpoints,
@@ -134,7 +136,8 @@ class CheckpointPublisher:
         self._context = context
         self._trainer = trainer
         self._output_dir = output_dir
-        self._watched = WatchedCheckpoints(trainer, output_dir)
+        quiet_s = QUIET_OF_NODES_S if context.placement.num_nodes > 1 else QUIET_S
+        self._watched = WatchedCheckpoints(trainer, output_dir, quiet_s)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._first_step = first_step
         self._begun: dict[Path, CheckpointContent] = {}
@@ -187,7 +190,7 @@ class CheckpointPublisher:
 
         Args:
             now_s: Monotonic time in seconds.
-            ended: The program has exited, so nothing more is written.
+            ended: The program has exited by itself, so what it has written is whole.
         """
         try:
             found = self._watched.find(now_s, has_ended=ended)

@@ -1,15 +1,14 @@
 """Metrics and checkpoints of a restarted program: none is lost, and none is recorded twice."""
 
+import dataclasses
 import errno
 import json
 import os
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-from unittest.mock import Mock
 
 import pytest
+from process_tools import until
 from program_contexts import context_of, trainer_of
 
 from rlhf_core.files.appended import read_models
@@ -17,7 +16,6 @@ from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.command_trainer import CommandTrainer, ProgressSource
 from rlhf_core.schemas.failures import FailureKind
-from rlhf_core.schemas.health import HealthSpec
 from rlhf_core.schemas.reports import MetricsLine, TrainerWarning
 from rlhf_core.worker.command import published
 from rlhf_core.worker.command.job_record import JobRecord
@@ -76,7 +74,7 @@ def test_a_start_considers_the_records_of_all_earlier_starts(tmp_path: Path) -> 
     saved.mkdir(parents=True)
     (saved / OWN_NAME).write_text("checkpoint-8\n")
     state(saved / "checkpoint-8", 8)
-    context: Any = SimpleNamespace(run_dir=run, restart_dir=second, spec=SimpleNamespace(health=HealthSpec()))
+    context = dataclasses.replace(context_of(tmp_path, restart=1), run_dir=run)
     record = JobRecord(context, TRL, tmp_path / "output", first_step=8)
     record.recover(saved)
     record.take([], 1.0, ended=False)
@@ -84,9 +82,7 @@ def test_a_start_considers_the_records_of_all_earlier_starts(tmp_path: Path) -> 
 
 
 def test_a_problem_of_a_source_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    restart = RunDir(tmp_path / "run").attempt(1).restart(0)
-    context: Any = SimpleNamespace(restart_dir=restart, spec=SimpleNamespace(health=HealthSpec()))
-    record = JobRecord(context, TRL, tmp_path / "output", first_step=0)
+    record = JobRecord(context_of(tmp_path), TRL, tmp_path / "output", first_step=0)
     for problem in ("it cannot be read", "", "it is damaged", "it cannot be read"):
         record.take([(ProgressSource.STDOUT, Reading(problem=problem))], 1.0, ended=False)
     assert capsys.readouterr().out == "it cannot be read\nit is damaged\n"
@@ -111,7 +107,7 @@ def test_checkpoints_of_the_previous_start_are_not_published_again(
     monkeypatch.setattr(published, "publish", lambda context, trainer, folder, found: begun.append(found.step))
     for steps in (4, 8, 12):
         state(tmp_path / f"checkpoint-{steps}", steps)
-    of_restart = published.CheckpointPublisher(Mock(), TRL, tmp_path, first_step=8)
+    of_restart = published.CheckpointPublisher(context_of(tmp_path), TRL, tmp_path, first_step=8)
     of_restart.consider(0.0, ended=True)
     of_restart.consider(10.0, ended=True)
     while of_restart.is_busy:
@@ -177,6 +173,19 @@ def test_a_torn_line_does_not_swallow_the_next_one(tmp_path: Path) -> None:
     file.add(ProgressSource.TENSORBOARD, [StepFigures(2, {"train/loss": 0.2})], 1.0)
     file.write(1.0, all_of_them=True)
     assert [line.step for line in read_models(path, MetricsLine)] == [2]
+
+
+def test_a_file_that_a_killed_program_was_writing_is_not_published(tmp_path: Path) -> None:
+    """A single file has no last file that would show that it is complete."""
+    context = context_of(tmp_path, checkpoint_name="state-{step}.pt")
+    output = tmp_path / "output"
+    output.mkdir()
+    record = JobRecord(context, trainer_of(context), output, first_step=0)
+    (output / "state-10.pt").write_text("half of it")
+    record.take([], time.monotonic(), ended=True)
+    assert record.newest_step == 0
+    record.publish_last()  # as after exit code 0
+    until(lambda: record.newest_step == 10)
 
 
 def test_a_model_older_than_the_training_is_an_incident(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.types import WorkerContext
 from rlhf_core.worker.command import published
 from rlhf_core.worker.command.follower import Follower
-from rlhf_core.worker.command.found_checkpoints import FoundCheckpoint, WatchedCheckpoints
+from rlhf_core.worker.command.found_checkpoints import QUIET_OF_NODES_S, QUIET_S, FoundCheckpoint, WatchedCheckpoints
 from rlhf_core.worker.command.launch import LaunchOrder, resume_folder
 
 
@@ -235,6 +235,18 @@ def test_the_newest_is_published_first_and_those_that_would_be_removed_never(
     may_end.set()
     until(lambda: not publisher.is_busy)
     assert (begun, publisher.newest_step) == ([10, 60, 50, 40], 60), "40 is the one before the window of [health]"
+
+
+def test_files_of_several_nodes_have_to_be_unchanged_for_longer(tmp_path: Path) -> None:
+    """Attributes that NFS keeps for seconds make a file that grows on another node look unchanged."""
+    context = context_of(tmp_path, num_nodes=2)
+    publisher = publisher_of(context)
+    save(context, 10)
+    for now_s in (0.0, QUIET_S, QUIET_OF_NODES_S - 0.1):
+        publisher.consider(now_s)
+        assert not publisher.is_busy
+    publisher.consider(QUIET_OF_NODES_S)
+    until(lambda: publisher.newest_step == 10)
 
 
 def test_a_step_saved_again_is_published_again(tmp_path: Path) -> None:
