@@ -63,8 +63,13 @@ def test_a_suspect_is_taken_again_where_its_partition_has_no_other_node() -> Non
 def test_nodes_with_gpus_of_another_type_do_not_count() -> None:
     kinds = {**dict.fromkeys("abcd", "H100"), **dict.fromkeys("ef", "a100")}
     partitions = dict.fromkeys("abcdefg", ("gpu",))
-    gpus = {"gpus_per_node": 8, "node_gpu_types": kinds, "out_of_service": {"d": "drained"}}
-    inventory = FakeScheduler(nodes=tuple(partitions), node_partitions=partitions, **gpus).inventory()
+    inventory = FakeScheduler(
+        nodes=tuple(partitions),
+        node_partitions=partitions,
+        gpus_per_node=8,
+        node_gpu_types=kinds,
+        out_of_service={"d": "drained"},
+    ).inventory()
     typed = SlurmSpec(gpu_type="h100")
     assert inventory.nodes_for(typed) == ["a", "b", "c", "d", "g"], "that of g is unknown"
     without_g = SlurmSpec(gpu_type="h100", exclude=("g",))

@@ -341,8 +341,8 @@ def test_with_as_many_ranks_each_reads_its_own_completions_in_flight(
             step=4, loop="grpo", loop_finished=False, num_ranks=2, spec_hash="", files={}, time=utc_now()
         ),
     )
-    state = load_trainer_state(checkpoint, dataclasses.replace(ranks, rank=1, num_ranks=num_ranks))
-    assert [share["step"] for share in state.in_flight] == found
+    loaded = load_trainer_state(checkpoint, dataclasses.replace(ranks, rank=1, num_ranks=num_ranks))
+    assert [share["step"] for share in loaded.in_flight] == found
 
 
 def test_a_save_leaves_no_list_of_its_files_in_the_store(run_dir: RunDir, ranks: Ranks, model: Any) -> None:

@@ -75,7 +75,7 @@ class SampledAhead(Protocol):
     def num_rows_ahead(self) -> int:
         """Number of rows taken for the next step, over all ranks."""
 
-    def in_flight(self, *, is_last: bool) -> dict[str, Any] | None:
+    def in_flight(self, is_last: bool) -> dict[str, Any] | None:
         """This rank's completions, for a checkpoint: tensors and JSON values."""
 
 

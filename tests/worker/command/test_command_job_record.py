@@ -183,6 +183,7 @@ def test_a_file_that_a_killed_program_was_writing_is_not_published(tmp_path: Pat
     record = JobRecord(context, trainer_of(context), output, first_step=0)
     (output / "state-10.pt").write_text("half of it")
     record.take([], time.monotonic(), ended=True)
+    until(lambda: not record._publisher.is_busy)
     assert record.newest_step == 0
     record.publish_last()  # as after exit code 0
     until(lambda: record.newest_step == 10)
