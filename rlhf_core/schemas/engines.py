@@ -97,7 +97,6 @@ class CommitRequest(Schema):
 class Committed(Schema):
     """Answer to a :class:`CommitRequest`."""
 
-    weights: WeightsId
     apply_s: NonNegativeFloat
     """Seconds to load the staged tensors."""
     probe_logprobs: tuple[Finite, ...]

@@ -52,7 +52,7 @@ class LinkEnd:
     """Name of the process at the other end, for messages."""
     stall_timeout_s: float
     """Longest wait for one message."""
-    require_wanted: Callable[[], None] = lambda: None
+    require_wanted: Callable[[], None]
     """Called while the other end is waited for; raises WeightSyncFailed once the version is given up."""
 
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from rlhf_core.errors import WeightSyncFailed
 from rlhf_core.files.private import FILE_MODE
-from rlhf_core.machine.shared_names import SHARED_MEMORY
 from rlhf_core.schemas.weight_sync import Chain, Manifest, Offer, Transport
 from rlhf_core.weight_sync.base import Beat, Weights
 from rlhf_core.weight_sync.layout import WHOLE, Share, buckets_of, checksum, packed, require_whole
@@ -78,7 +77,7 @@ def _ends(manifest: Manifest) -> tuple[int, int]:
 class SharedMemoryOutgoing:
     """The trainer's end."""
 
-    def __init__(self, name: str, *, folder: Path = SHARED_MEMORY, stall_timeout_s: float = 60.0) -> None:
+    def __init__(self, name: str, *, folder: Path, stall_timeout_s: float = 60.0) -> None:
         """Take over the file of an earlier process of this name, or create it.
 
         Args:

@@ -150,7 +150,7 @@ def test_a_sender_whose_gpu_is_full_sends_from_main_memory(fleet: Fleet, monkeyp
 def linked(stall_timeout_s: float = 60.0) -> tuple[GpuLink, GpuLink]:
     """Both ends of a link: the source and the receiver."""
     store = HashStore()
-    ends = [LinkEnd(is_source, "127.0.0.1", "peer", stall_timeout_s) for is_source in (True, False)]
+    ends = [LinkEnd(is_source, "127.0.0.1", "peer", stall_timeout_s, lambda: None) for is_source in (True, False)]
     with ThreadPoolExecutor() as pool:
         source, sink = pool.map(lambda end: GpuLink(store, "link", end), ends)
     return source, sink

@@ -195,7 +195,6 @@ class EngineWorker:
         self._sampler.load(staged.tensors(), lambda: self._beat(Phase.WEIGHT_SYNC))
         seconds = time.monotonic() - started
         return Committed(
-            weights=request.weights,
             apply_s=seconds,
             probe_logprobs=tuple(self._sampler.score(request.probe)),
             base=self._base,
