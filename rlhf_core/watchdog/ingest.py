@@ -32,10 +32,13 @@ class RebuildReport:
     """Runs without a directory, whose rows were left unchanged."""
 
 
-def sync(run_dir: RunDir, store: HistoryStore) -> SyncReport:
+def sync(run_dir: RunDir, store: HistoryStore, first_attempt: int = 1) -> SyncReport:
     """Update the history from a run directory.
 
     A directory without a journal is not a run yet and is skipped.
+
+    Args:
+        first_attempt: the first attempt to read, if the history has the run; earlier ones have been read to their end.
 
     Raises:
         RunDirError: it has no readable ``spec.json``.
@@ -52,7 +55,9 @@ def sync(run_dir: RunDir, store: HistoryStore) -> SyncReport:
         if GONE_MARK in state.offsets:
             store.forget(run_dir.run_id)  # it is back: drop the rows written in its absence
             continue
-        reader = IngestReader(run_dir, state)
+        if not state.offsets:  # new, or forgotten since
+            first_attempt = 1
+        reader = IngestReader(run_dir, state, first_attempt)
         batch = reader.read()
         if not batch.is_empty():
             if not store.apply(run_dir.run_id, batch):

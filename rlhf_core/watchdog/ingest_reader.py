@@ -112,9 +112,10 @@ class SyncReport:
 
 
 class IngestReader:
-    """Reader of the lines and files of a run directory that are new since ``state``, up to about ``BATCH_BYTES``."""
+    """Reader of the lines and files of a run directory that are new since ``state``, up to about ``BATCH_BYTES``,
+    without attempts before ``first_attempt``."""
 
-    def __init__(self, run_dir: RunDir, state: IngestState) -> None:
+    def __init__(self, run_dir: RunDir, state: IngestState, first_attempt: int = 1) -> None:
         self.report = SyncReport(batches=1)
         self.left_some = False
         """True if the batch does not contain everything new."""
@@ -122,6 +123,7 @@ class IngestReader:
         """Reason why the journal was not read to its end."""
         self._run_dir = run_dir
         self._state = state
+        self._first_attempt = first_attempt
         self._batch = IngestBatch(base=state, journal_token=state.journal_token)
         self._bytes = 0
 
@@ -133,7 +135,8 @@ class IngestReader:
         self._read_journal()
         self._batch.notes += self._new_lines(self._run_dir.housekeeping, ReconcileNote)
         for attempt in self._run_dir.attempts():
-            self._read_attempt(attempt)
+            if attempt.number >= self._first_attempt:
+                self._read_attempt(attempt)
         self._read_checkpoints()
         self._read_evaluations()
         self._batch.is_last = not self.left_some

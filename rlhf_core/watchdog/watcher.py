@@ -124,6 +124,7 @@ class Watcher:
         self._outcome_since: float | None = None
         self._answered = False
         self._given_up: Silence | None = None
+        self._read_from = 1
         self._silences = SilenceClock(clock(), join_s)
 
     def poll(self) -> AttemptSnapshot:
@@ -160,7 +161,7 @@ class Watcher:
             evaluating=progress.evaluating,
             events=tuple(progress.events),
             outcome=outcome,
-            history_behind=record(self._run_dir, self._store),
+            history_behind=self._record(),
         )
 
     def _job(self) -> JobStatus:
@@ -238,6 +239,15 @@ class Watcher:
             self._given_up = silence
         return self._given_up
 
+    def _record(self) -> str:
+        """Update the history. After the first poll without the attempts before the last two, whose files only late
+        lines could change: these are read when this attempt is concluded. A poll must not cost as much as all of
+        them."""
+        behind = record(self._run_dir, self._store, self._read_from)
+        if not behind:
+            self._read_from = max(1, self._attempt.number - 1)
+        return behind
+
     def _outcome_age_s(self, outcome: AttemptOutcome | None) -> float:
         if outcome is None:
             return 0.0
@@ -246,17 +256,20 @@ class Watcher:
         return now - self._outcome_since
 
 
-def record(run_dir: RunDir, store: HistoryStore | None) -> str:
+def record(run_dir: RunDir, store: HistoryStore | None, first_attempt: int = 1) -> str:
     """Update the history from a run directory. Returns the reason if that failed, otherwise an empty string.
 
     The run directory has everything, so an unavailable database or a file system that briefly does not answer only
     delays the history. The same holds for a journal that is damaged while its controller runs: the controller knows
     what it wrote, and the next reader raises an error.
+
+    Args:
+        first_attempt: as in :func:`sync`.
     """
     if store is None:
         return ""
     try:
-        sync(run_dir, store)
+        sync(run_dir, store, first_attempt)
     except (HistoryError, JournalDamaged, OSError) as error:
         return str(error)
     return ""

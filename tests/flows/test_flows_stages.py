@@ -675,7 +675,7 @@ def test_a_database_that_goes_away_changes_nothing_but_the_view(
     controller = harness.controller(run_dir)
     away = True
 
-    def sync(directory: RunDir, store: HistoryStore) -> None:
+    def sync(directory: RunDir, store: HistoryStore, first_attempt: int) -> None:
         if away:
             raise DatabaseUnavailable("it is away")
         real_sync(directory, store)

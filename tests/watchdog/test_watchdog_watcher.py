@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 from control_fakes import Clock, FakeAgent, FakeScheduler, make_run, make_spec
+from history_tools import RunFiles
 from made_reports import decision_of
 
 from rlhf_core.errors import DatabaseUnavailable, SchedulerError
 from rlhf_core.files.appended import append_lines
 from rlhf_core.files.whole import write_model
+from rlhf_core.history import queries
+from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState, JobStatus
 from rlhf_core.schemas.attempts import AttemptState, Role
@@ -29,6 +32,7 @@ from rlhf_core.watchdog.watcher import (
     AttemptVerdict,
     Watcher,
     judge,
+    record,
 )
 
 
@@ -275,7 +279,7 @@ class Away:
 
 
 def test_an_unresponsive_history_is_only_late(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    def sync(directory: RunDir, store: object) -> None:
+    def sync(directory: RunDir, store: object, first_attempt: int) -> None:
         raise DatabaseUnavailable("no answer from the database")
 
     monkeypatch.setattr("rlhf_core.watchdog.watcher.sync", sync)
@@ -283,6 +287,31 @@ def test_an_unresponsive_history_is_only_late(run_dir: RunDir, monkeypatch: pyte
     snapshot = one.poll()
     assert snapshot.history_behind == "no answer from the database"
     assert snapshot.verdict.state is AttemptState.RUNNING
+
+
+def test_polls_read_the_last_two_attempts_and_a_record_all(store: HistoryStore, runs: Path) -> None:
+    """A run of many attempts would otherwise open all files of all of them every second."""
+    run = RunFiles(runs).created()
+    for attempt in (1, 2, 3):
+        run.planned(attempt, attempt)
+        run.metrics(attempt, 0, 1, 10 * attempt)
+
+    def steps() -> dict[int, int]:
+        rows = queries.run_sql(store, "SELECT attempt, MAX(step) FROM metrics GROUP BY attempt").rows
+        return {int(str(attempt)): int(str(step)) for attempt, step in rows}
+
+    one = Watcher(run.dir, placed(run.dir, 3), submission(3), Answers(JobState.RUNNING), store)
+    assert one.poll().history_behind == ""
+    assert steps() == {1: 1, 2: 1, 3: 1}, "the first poll reads all"
+    for attempt in (1, 2, 3):
+        run.metrics(attempt, 0, 2, 10 * attempt + 1)
+    assert one.poll().history_behind == ""
+    assert steps() == {1: 1, 2: 2, 3: 2}
+    assert record(run.dir, store) == ""
+    assert steps() == {1: 2, 2: 2, 3: 2}, "a late line is not lost"
+    store.forget(run.run_id)
+    assert one.poll().history_behind == ""
+    assert steps() == {1: 2, 2: 2, 3: 2}, "a history that lost the run gets all of it"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
