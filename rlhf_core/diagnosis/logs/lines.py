@@ -5,7 +5,6 @@ removed from the left, one by one, so the rest of the parser gets the same text 
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 LONGEST_LINE = 4000
@@ -62,13 +61,6 @@ class LogLine:
     """True if it was logged as a warning or below, which is not a failure by itself."""
     raw: str
     """Line as printed."""
-
-
-def read_lines(text: str) -> Iterator[LogLine]:
-    """Yield all non-blank lines, in order."""
-    for number, raw in enumerate(text.splitlines()):
-        if raw and not raw.isspace():
-            yield read_line(raw, number)
 
 
 def read_line(raw: str, number: int = 0) -> LogLine:
