@@ -30,8 +30,8 @@ from rlhf_core.worker import processes
 from rlhf_core.worker.nodes import facts as node_facts
 from rlhf_core.worker.nodes.membership import Nodes
 
-FACTS_S = 60.0
-"""Time that a node has to gather its facts, in seconds."""
+FACTS_S = 300.0
+"""Time that a node has to gather its facts, in seconds; an external trainer's take up to twice its ``ANSWER_S``."""
 GRACE_S = 15.0
 """Time that agent 0 waits for measurements beyond the nodes' own limit, in seconds."""
 KILL_TIMEOUT_S = 5.0

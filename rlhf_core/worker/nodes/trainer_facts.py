@@ -24,8 +24,9 @@ from rlhf_core.schemas.launch_values import after_setup, filled_argv, values_of_
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.shell.launch_line import LaunchItem, LaunchLine, read_launch_line
 
-ANSWER_S = 20.0
-"""Time that its interpreter has to list the installed packages, in seconds."""
+ANSWER_S = 120.0
+"""Time that its interpreter has to list the installed packages, after the lines of ``trainer.setup``, in seconds. On a
+cold file system, conda, environment modules and the start of Python take long, at once on all nodes."""
 
 _WRITTEN = re.compile(r"out|log|cache|save|ckpt|checkpoint|tmp|temp|dump|report", re.IGNORECASE)
 """Names of options whose files the program writes; these differ between nodes."""
@@ -67,7 +68,10 @@ def gather(run_dir: RunDir, spec: RunSpec, environment: Mapping[str, str] = os.e
     try:
         started_in = Path(working_dir) if working_dir else run_dir.root
         versions = _versions(trainer, program, folder, values, environment, started_in)
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
+    except subprocess.TimeoutExpired:
+        late = f"{program}: no answer within {ANSWER_S:g} s, in which trainer.setup and its Python have to run"
+        return TrainerFacts(files=files, complaints=(_finding(late),))
+    except (OSError, ValueError) as error:
         return TrainerFacts(files=files, complaints=(_finding(f"{program}: {error}"),))
     return TrainerFacts(versions, files)
 
@@ -94,7 +98,7 @@ def _versions(
     Raises:
         ValueError: the program is not found, a shell line before it fails, or its interpreter does not answer.
         OSError: it cannot be started.
-        subprocess.SubprocessError: it takes too long.
+        subprocess.TimeoutExpired: it takes too long.
     """
     given = {**environment, **{name: fill(value, values) for name, value in trainer.variables.items()}}
     if folder:
