@@ -23,8 +23,11 @@ IN_RANK = Path(__file__).parent / "in_rank"
 OWN_NAME = "published.txt"
 """File in a published checkpoint that holds the path of the program's own folder below its output folder."""
 
-_OF_ELASTIC = ("TORCHELASTIC_", "GROUP_", "ROLE_", "PET_")
-_OF_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OF_ELASTIC = ("TORCHELASTIC_", "PET_")
+_OF_RANK = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE",
+)  # fmt: skip
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=", re.ASCII)
 _OF_WORKER = ("RLHF_SLOTS",)
 """Worker variables that the program must not see: it would use the worker's slot as its own."""
@@ -39,6 +42,8 @@ class LaunchOrder(Schema):
     """A free port on that node."""
     checkpoint: Label = ""
     """Name of the checkpoint to resume from; empty to start from the beginning."""
+    node: Label = ""
+    """Name of the first node."""
 
 
 @dataclass(frozen=True)

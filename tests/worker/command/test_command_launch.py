@@ -83,12 +83,15 @@ def test_a_launcher_does_not_inherit_the_rank_of_its_worker(tmp_path: Path) -> N
         "WORLD_SIZE": "2",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "GROUP_RANK": "0",
+        "ROLE_NAME": "default",
+        "GROUP_SIZE": "8",
         "RLHF_SLOTS": "/dev/shm/slots",
         "PATH": "/usr/bin",
         "HOME": "/root",
     }
     per_node = place_of(context_of(tmp_path)).environment("/s", base, Path("/venv"), Path("/logs"))
-    assert not per_node.keys() & {"RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "RLHF_SLOTS"}
+    assert not per_node.keys() & (base.keys() - {"GROUP_SIZE", "PATH", "HOME"})
+    assert per_node["GROUP_SIZE"] == "8", "a variable of the user"
     assert (per_node["MASTER_ADDR"], per_node["MASTER_PORT"]) == ("10.0.0.1", "29511")
     assert (per_node["NNODES"], per_node["NODE_RANK"], per_node["NPROC_PER_NODE"]) == ("1", "0", "2")
     assert (per_node["PATH"], per_node["HOME"]) == ("/venv/bin:/usr/bin", "/root")
