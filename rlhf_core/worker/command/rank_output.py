@@ -4,6 +4,7 @@ This lets ``rlhf logs`` show each rank separately and attributes an error to the
 start their ranks differently leave all output in the log of the node's first worker.
 """
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -25,14 +26,12 @@ class RankOutput:
         self._offsets: dict[Path, int] = {}
 
     def copy(self) -> None:
-        """Copy new output to standard output. On a full disk this output is lost, but nothing else fails."""
+        """Copy new output to standard output. If a file system fails or is full, it is tried again at the next call."""
         if not self._follows:
             return
-        for path in sorted(self._folder.glob(self._pattern)):
-            try:
+        with contextlib.suppress(OSError):
+            for path in sorted(self._folder.glob(self._pattern)):
                 self._copy(path)
-            except OSError:
-                return
 
     def _copy(self, path: Path) -> None:
         with path.open("rb") as file:
