@@ -49,7 +49,6 @@ class SupervisionCallback(TrainerCallback):  # type: ignore[misc]  # mypy does n
         if self._file is not None:
             self._file.set(_words.STEP, step)
             self._file.set(_words.PHASE, number)
-            self._file.set(_words.BEAT_NS, _words.now_ns())
             self._file.set(_words.BEATS, self._file.get(_words.BEATS) + 1)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:

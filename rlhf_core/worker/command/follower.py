@@ -5,7 +5,6 @@ restart) is the same as for a native worker. The program's output goes to the wo
 """
 
 import contextlib
-import functools
 import os
 import shlex
 import signal
@@ -15,26 +14,25 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rlhf_core.errors import BadInput, TrainerIncomplete
-from rlhf_core.files.whole import read_model, write_model
 from rlhf_core.machine.parent_death import die_with_parent
 from rlhf_core.schemas.command_trainer import SIGHTS, CommandTrainer, ProgressSource
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.types import RoleResult, WorkerContext
 from rlhf_core.worker import processes
-from rlhf_core.worker.command import published
 from rlhf_core.worker.command.in_rank import rlhf_rank_file as words
 from rlhf_core.worker.command.job_record import JobRecord
-from rlhf_core.worker.command.launch import LaunchOrder, LaunchPlace
+from rlhf_core.worker.command.launch import LaunchPlace
+from rlhf_core.worker.command.launch_order import agree
 from rlhf_core.worker.command.launcher_report import await_exit_code
 from rlhf_core.worker.command.observation import Reading, Source, Watched
 from rlhf_core.worker.command.rank_output import RankOutput
-from rlhf_core.worker.command.rank_process import RankProcess, find_rank
+from rlhf_core.worker.command.rank_process import RankProcess, RankSearch
 from rlhf_core.worker.command.save_requests import SaveRequests
 from rlhf_core.worker.command.sources import make_sources
 from rlhf_core.worker.command.sources.collectives import CollectivesSource
 from rlhf_core.worker.liveness import collectives
 from rlhf_core.worker.liveness.heartbeat import Beat
-from rlhf_core.worker.nodes.membership import unused_port
+from rlhf_core.worker.liveness.inspection import descendants_of
 from rlhf_core.worker.worker_process import SLOTS_VARIABLE
 
 POLL_INTERVAL_S = 0.1
@@ -77,10 +75,9 @@ class Follower:
         self._context = context
         self._trainer = trainer
         self._beat = reporter
-        self._slots = os.environ[SLOTS_VARIABLE]
-        self._prefix = f"{self._slots}.rank-{context.restart}"
+        self._prefix = f"{os.environ[SLOTS_VARIABLE]}.rank-{context.restart}"
         self._status = words.RankFile(words.rank_path(self._prefix, context.local_rank), create=True)
-        self._place = LaunchPlace(context, trainer, self._agree())
+        self._place = LaunchPlace(context, trainer, agree(context, trainer))
         self._first_step = int(self._place.values["checkpoint_step"])
         self._step = self._first_step
         self._has_resumed = self._first_step == 0
@@ -91,6 +88,7 @@ class Follower:
         self._failed_at_s: float | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._rank: RankProcess | None = None
+        self._search = RankSearch(self._status, self._prefix, context.local_rank)
         self._output = RankOutput(self._logs, context.local_rank, follows=trainer.launch == "per_node")
         self._sources: list[Source] = []
         self._record = JobRecord(context, trainer, self._place.output_dir, self._first_step)
@@ -114,34 +112,6 @@ class Follower:
 
     # -----------------------------------------------------------------------------------------------------------------
     # Start
-
-    def _agree(self) -> LaunchOrder:
-        """Let rank 0 choose the port and checkpoint for all ranks."""
-        path = self._context.restart_dir.launch_order
-        if self._context.rank == 0:
-            return self._choose(path)
-        while True:
-            order = read_model(path, LaunchOrder)
-            if order is not None:
-                return order
-            self._context.reporter.beat(Phase.SETUP, 0)  # rank 0 may read a checkpoint for longer than the floor
-            time.sleep(POLL_INTERVAL_S)  # if rank 0 fails, or the agent kills all workers, that is handled elsewhere
-
-    def _choose(self, path: Path) -> LaunchOrder:
-        checkpoint = published.resume_point(self._context) if self._trainer.resume != "none" else None
-        address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        order = LaunchOrder(
-            address=address, port=unused_port(address), checkpoint=checkpoint.root.name if checkpoint else ""
-        )
-        place = LaunchPlace(self._context, self._trainer, order)
-        aside = self._context.restart_dir.checkpoints_aside
-        beat = functools.partial(self._context.reporter.beat, Phase.SETUP, checkpoint.step if checkpoint else 0)
-        published.restore(checkpoint, self._trainer, place.output_dir, aside, beat)
-        place.output_dir.mkdir(parents=True, exist_ok=True)
-        place.working_dir.mkdir(parents=True, exist_ok=True)
-        print(f"resuming from {checkpoint.root.name}" if checkpoint else "starting from the beginning", flush=True)
-        write_model(path, order)
-        return order
 
     @contextlib.contextmanager
     def _launched(self) -> Iterator[None]:
@@ -176,6 +146,13 @@ class Follower:
             preexec_fn=die_with_parent,
         )
         self._saves.launcher = self._child.pid
+        self._show_launcher(self._child.pid)
+
+    def _show_launcher(self, pid: int) -> None:
+        """Show the launcher to the workers of this node's ranks."""
+        if self._trainer.launch == "per_node":
+            for index in range(self._place.ranks_per_node):
+                words.RankFile(words.rank_path(self._prefix, index)).set(words.LAUNCHER, pid)
 
     def _watched(self) -> Watched:
         place = self._place
@@ -186,9 +163,25 @@ class Follower:
             # Rank 0 writes it after the earlier program has ended and before this one is started.
             files_since_s=self._context.restart_dir.launch_order.stat().st_mtime,
             first_step=self._first_step,
-            logs=[self._context.restart_dir.log(self._context.role, self._context.node, self._context.local_rank)],
-            pids=lambda: self._rank.pids() if self._rank is not None else [],
+            logs=self._logs_of_rank,
+            pids=self._pids,
         )
+
+    def _logs_of_rank(self) -> list[Path]:
+        """The worker's own log. Without a rank of its own, as with Ray, its job is that of the first worker."""
+        context = self._context
+        own = context.restart_dir.log(context.role, context.node, context.local_rank)
+        first = context.restart_dir.log(context.role, self._place.order.node or context.node, 0)
+        return [own] if self._rank is not None or first == own else [own, first]
+
+    def _pids(self) -> list[int]:
+        """The rank and its descendants; without a rank, the launcher of this node with all that it has started."""
+        pid = self._rank.pid if self._rank is not None else self._status.get(words.LAUNCHER)
+        if pid <= 0:
+            return []
+        with contextlib.suppress(OSError):
+            return [pid, *descendants_of(pid)]
+        return [pid]
 
     # -----------------------------------------------------------------------------------------------------------------
     # Following
@@ -202,10 +195,13 @@ class Follower:
                 self._rank.poll(POLL_INTERVAL_S)
             else:
                 time.sleep(POLL_INTERVAL_S)
-            return self._child.poll() is not None or self._has_failed()
+            if self._child.poll() is not None:
+                self._show_launcher(words.LAUNCHER_ENDED)
+                return True
+            return self._has_failed()
         if self._rank is None:
             time.sleep(POLL_INTERVAL_S)
-            return False
+            return self._status.get(words.LAUNCHER) == words.LAUNCHER_ENDED
         return self._rank.poll(POLL_INTERVAL_S)
 
     def _has_failed(self) -> bool:
@@ -216,7 +212,7 @@ class Follower:
         return time.monotonic() - self._failed_at_s > LAUNCHER_TIMEOUT_S
 
     def _find_rank(self) -> None:
-        pid = find_rank(self._status, self._prefix, self._context.local_rank)
+        pid = self._search.find(time.monotonic())
         if pid is None and self._child is not None and self._trainer.launch == "per_rank":
             pid = self._child.pid
         if pid is None:
@@ -248,13 +244,17 @@ class Follower:
             return
         self._next_poll_s = now_s + SOURCES_INTERVAL_S
         self._output.copy()
+        if self._phase is Phase.TRAIN:  # mere signs of life, which take processor time to find, no longer count
+            self._sources = [source for source in self._sources if SIGHTS[source.kind].is_strong]
         readings = [(source.kind, source.poll(now_s)) for source in self._sources]
         self._note_collectives()
         self._note_steps(readings)
         strong = any(one.moved and SIGHTS[kind].is_strong for kind, one in readings)
         self._has_strong = self._has_strong or strong
         self._num_strong += strong
-        if strong or (not self._has_strong and any(one.moved for _, one in readings)):
+        # A set-up has collectives as well, and between them a rank may prepare data for long while the others wait.
+        is_setting_up = self._phase is Phase.SETUP and self._beat.entered == self._beat.left
+        if strong or ((is_setting_up or not self._has_strong) and any(one.moved for _, one in readings)):
             self._phase = self._present_phase(readings)
             self._beat.beat(self._phase, self._step)
         if self._context.rank == 0:

@@ -53,10 +53,10 @@ class Watched:
     count as read."""
     first_step: int = 0
     """Step of the checkpoint that it resumes from; 0 if it starts from the beginning."""
-    logs: Sequence[Path] = ()
-    """Logs of the program that can be read on this node."""
+    logs: Callable[[], Sequence[Path]] = tuple
+    """Returns the current logs of the rank."""
     pids: Callable[[], Sequence[int]] = tuple
-    """Returns the current processes of the rank on this node."""
+    """Returns the current processes of the rank on this node: the rank itself, then its descendants."""
 
 
 class Source(Protocol):

@@ -11,6 +11,9 @@ import psutil
 
 from rlhf_core.worker.command.in_rank.rlhf_rank_file import PATH_VARIABLE, PID, RankFile
 
+MAX_WAIT_S = 30.0
+"""Longest wait for the next reading of the environments of all processes, in seconds; with Ray, no rank is found."""
+
 
 def find_rank(status: RankFile, prefix: str, local_rank: int) -> int | None:
     """Process id of a rank; None until it has been started.
@@ -27,6 +30,27 @@ def find_rank(status: RankFile, prefix: str, local_rank: int) -> int | None:
             if variables.get(PATH_VARIABLE) == prefix and variables.get("LOCAL_RANK") == str(local_rank):
                 found.append((process.create_time(), process.pid))
     return min(found)[1] if found else None
+
+
+class RankSearch:
+    """Repeated search for one rank. Between two readings of the environments of all processes, the wait doubles."""
+
+    def __init__(self, status: RankFile, prefix: str, local_rank: int) -> None:
+        self._status = status
+        self._place = prefix, local_rank
+        self._wait_s = 0.1
+        self._next_s = float("-inf")
+
+    def find(self, now_s: float) -> int | None:
+        """Process id of the rank; None while it has not been found.
+
+        Args:
+            now_s: Monotonic time in seconds.
+        """
+        if now_s < self._next_s:
+            return self._status.get(PID) or None
+        self._next_s, self._wait_s = now_s + self._wait_s, min(2 * self._wait_s, MAX_WAIT_S)
+        return find_rank(self._status, *self._place)
 
 
 class RankProcess:
@@ -75,14 +99,6 @@ class RankProcess:
     def has_launcher_exited(self) -> bool:
         """True once the process that started it, which collects its exit code, has exited; False if it is unknown."""
         return self._launcher is not None and bool(select.select([self._launcher], [], [], 0.0)[0])
-
-    def pids(self) -> list[int]:
-        """The process and its descendants."""
-        try:
-            process = psutil.Process(self.pid)
-            return [self.pid, *(child.pid for child in process.children(recursive=True))]
-        except psutil.Error:
-            return []
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal; a no-op once it has exited."""

@@ -18,9 +18,9 @@ from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.types import WorkerContext
 from rlhf_core.worker.command import published
-from rlhf_core.worker.command.follower import Follower
 from rlhf_core.worker.command.found_checkpoints import QUIET_OF_NODES_S, QUIET_S, FoundCheckpoint, WatchedCheckpoints
 from rlhf_core.worker.command.launch import LaunchOrder, resume_folder
+from rlhf_core.worker.command.launch_order import agree
 
 
 def save(context: WorkerContext, step: int, name: str = "checkpoint-{step}") -> FoundCheckpoint:
@@ -117,7 +117,7 @@ def test_ranks_beat_while_rank_0_verifies_a_checkpoint(tmp_path: Path, monkeypat
     waiting = dataclasses.replace(context, rank=1)
     order = LaunchOrder(address="127.0.0.1", port=1, checkpoint="step-000010")
     monkeypatch.setattr(time, "sleep", lambda _: write_model(waiting.restart_dir.launch_order, order))
-    assert Follower._agree(Mock(_context=waiting)) == order
+    assert agree(waiting, trainer_of(waiting)) == order
     assert reporter.beat.call_args_list == [((Phase.SETUP, 0),)]
 
 

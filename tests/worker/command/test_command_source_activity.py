@@ -67,15 +67,15 @@ def test_it_is_blind_to_an_endless_loop(tmp_path: Path, start: Start) -> None:
 
 def test_work_of_a_child_is_a_sign_of_life(tmp_path: Path, start: Start) -> None:
     program = start(WITH_CHILD, LOOP, tmp_path / "child")
-    until((tmp_path / "child").exists)
-    assert samples(tmp_path, [program.pid]) == [True] * 3
+    child = until(lambda: (tmp_path / "child").exists() and (tmp_path / "child").read_text())
+    assert samples(tmp_path, [program.pid, int(child)]) == [True] * 3
 
 
 def test_work_of_a_child_is_no_sign_of_life_of_a_stopped_rank(tmp_path: Path, start: Start) -> None:
     program = start(WITH_CHILD, LOOP, tmp_path / "child")
-    until((tmp_path / "child").exists)
+    child = until(lambda: (tmp_path / "child").exists() and (tmp_path / "child").read_text())
     program.stop()
-    assert samples(tmp_path, [program.pid]) == [False] * 3
+    assert samples(tmp_path, [program.pid, int(child)]) == [False] * 3
 
 
 def test_writing_is_a_sign_of_life(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

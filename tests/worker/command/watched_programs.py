@@ -82,7 +82,7 @@ def watched(
 ) -> Watched:
     """A program with this output folder; started shortly before by default, on a file server whose clock is ahead."""
     at_s = time.time() - 1 if started_at_s is None else started_at_s
-    return Watched(trainer(**changes), folder, at_s, at_s + ahead_s, first_step, logs, lambda: pids)
+    return Watched(trainer(**changes), folder, at_s, at_s + ahead_s, first_step, lambda: logs, lambda: pids)
 
 
 class Polls:

@@ -7,7 +7,6 @@ module, so it uses the standard library alone.
 import mmap
 import os
 import struct
-import time
 
 MAGIC = 0x726C68666D6401
 WORDS = 16
@@ -16,12 +15,15 @@ PATH_VARIABLE = "RLHF_RANK_STATUS"
 """Environment variable with the path of the files, without the local rank that ends it."""
 
 # Written by the rank.
-PID, GROUP, ENTERED, LEFT, ANSWERED, BEATS, BEAT_NS, STEP, PHASE = range(1, 10)
-# Written by the worker. SAVE counts the requests to save; STOP is 1 if the newest of them is also one to stop.
-QUESTION, SAVE, STOP = range(10, 13)
+PID, GROUP, ENTERED, LEFT, ANSWERED, BEATS, STEP, PHASE = range(1, 9)
+# Written by the worker. SAVE counts the requests to save; STOP is 1 if the newest of them is also one to stop. LAUNCHER
+# is the process id of the launch line on the node, which the worker that starts it writes for all ranks.
+QUESTION, SAVE, STOP, LAUNCHER = range(9, 13)
 
 NO_GROUP, HAS_GROUP = 1, 2
 """Values of ``GROUP`` once torch is loaded: the rank has joined no process group, or has joined one. 0 before that."""
+LAUNCHER_ENDED = -1
+"""Value of ``LAUNCHER`` once the launch line has ended."""
 
 _INT64 = struct.Struct("q")
 
@@ -96,8 +98,3 @@ def _is_there(pid: int) -> bool:
     except OSError:
         pass  # it belongs to another user
     return True
-
-
-def now_ns() -> int:
-    """Monotonic time of the node in nanoseconds, the same for both sides."""
-    return time.monotonic_ns()

@@ -18,7 +18,6 @@ from rlhf_core.machine.amd_gpus import AmdGpus
 from rlhf_core.machine.gpus import HIDDEN_FROM_HIP, HIP_VARIABLE
 from rlhf_core.schemas.command_trainer import ProgressSource
 from rlhf_core.worker.command.observation import Reading, Watched
-from rlhf_core.worker.liveness.inspection import descendants_of
 
 SAMPLE_S = 2.0
 """Minimum time between samples, in seconds: CPU time is counted in hundredths of a second."""
@@ -38,7 +37,7 @@ class _Usage(NamedTuple):
 
 
 class Activity:
-    """CPU, I/O and GPU use of the rank's processes and their descendants since the previous sample."""
+    """CPU, I/O and GPU use of the rank's processes since the previous sample."""
 
     kind = ProgressSource.ACTIVITY
 
@@ -61,10 +60,10 @@ class Activity:
         if self._sampled_at_s is not None and now_s - self._sampled_at_s < SAMPLE_S:
             return Reading()
         own = _processes(self._watched.pids())
-        usage = _usage(_with_descendants(own))
+        usage = _usage(own)
         passed_s = 0.0 if self._sampled_at_s is None else now_s - self._sampled_at_s
         before, self._before, self._sampled_at_s = self._before, usage, now_s
-        if not own or not before or all(_is_stopped(process) for process in own):
+        if not own or not before or _is_stopped(own[0]):
             return Reading(problem=self._problem)
         # Everything used by a process started after the previous sample counts.
         began_s = time.time() - passed_s
@@ -83,14 +82,6 @@ def _processes(pids: Iterable[int]) -> list[psutil.Process]:
         with contextlib.suppress(psutil.Error):
             found.append(psutil.Process(pid))
     return found
-
-
-def _with_descendants(processes: list[psutil.Process]) -> list[psutil.Process]:
-    found = {process.pid: process for process in processes}
-    for process in processes:
-        with contextlib.suppress(OSError):
-            found |= {child.pid: child for child in _processes(descendants_of(process.pid))}
-    return list(found.values())
 
 
 def _usage(processes: list[psutil.Process]) -> dict[tuple[int, float], _Usage]:

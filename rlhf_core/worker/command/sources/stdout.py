@@ -32,7 +32,8 @@ class Stdout:
         self._patterns = [re.compile(pattern) for pattern in watched.trainer.stdout_patterns]
         self._steps: dict[re.Pattern[str], int] = {}
         self._step: int | None = None
-        self._logs = [_Log(path, watched) for path in watched.logs]
+        self._watched = watched
+        self._logs = {path: _Log(path, watched) for path in watched.logs()}
         self._next_poll_s = float("-inf")
 
     def poll(self, now_s: float) -> Reading:
@@ -42,9 +43,11 @@ class Stdout:
         self._next_poll_s = now_s + POLL_S
         moved, problem = False, ""
         figures: list[StepFigures] = []
-        for log in self._logs:
+        for path in self._watched.logs():
+            if path not in self._logs:
+                self._logs[path] = _Log(path, self._watched)
             try:
-                lines = log.new_lines()
+                lines = self._logs[path].new_lines()
             except OSError as error:
                 problem = f"the program's output cannot be read: {error}; expected a log that the job can read"
                 continue
