@@ -196,7 +196,10 @@ For environment modules and containers:
 
 rlhf-flows watches an unmodified program from outside, through several sources. Only a *strong* source shows actual
 progress. Activity and stacks show merely that something is happening, which is also true of a busy loop; they count
-only until a strong source has reported.
+only until a strong source has reported, and before the first step, while the rank is in no collective.
+
+The actors of Ray (OpenRLHF, verl) are not found: before the first step, any process of the launch line counts, and then
+only steps and checkpoints of the job. `rlhf wrap` therefore sets `supervise.floor_s` to half an hour for them.
 
 | source | reads | detects | misses | strong |
 |---|---|---|---|---|
@@ -234,8 +237,7 @@ The thread calls nothing else in torch and never reports progress on behalf of t
 
 `trainer.record_collectives = false` turns off both the thread and the source.
 
-It cannot see programs that are not Python, ranks that do not descend from the launch line (Ray actors), or Python
-started with `-S`, `-I` or `-E`.
+It cannot see programs that are not Python, actors of Ray, or Python started with `-S`, `-I` or `-E`.
 
 ### An optional callback
 

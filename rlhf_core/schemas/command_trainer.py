@@ -86,7 +86,7 @@ class SourceSight(Schema):
     blind: str
     is_strong: bool
     """True if it shows progress. The others only show activity, as in a busy loop: they count only until a strong
-    source reports."""
+    source reports, and before the first step while the rank is outside collectives."""
 
 
 SIGHTS: dict[ProgressSource, SourceSight] = {

@@ -153,3 +153,13 @@ CONFIG_SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 def flags_of(launcher: str) -> frozenset[str]:
     """Options without a value of a program that starts the ranks."""
     return FLAGS["torchrun" if launcher == "torchtune" else launcher]
+
+
+RAY_NODE = "ray_node.sh"
+"""Our script that starts Ray on the nodes of a job, and a program on the first."""
+RAY_PROGRAMS = ("train_ppo_ray", "verl.trainer.main_ppo", "main_dapo")
+"""Ends of the names of programs that start Ray."""
+RAY_GPUS = (
+    "trainer.n_gpus_per_node", "actor_num_gpus_per_node", "actor.num_gpus_per_node", "cluster.gpus_per_node",
+)  # fmt: skip
+"""Options of such programs for the GPUs of each node."""

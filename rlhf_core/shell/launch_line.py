@@ -20,6 +20,9 @@ from rlhf_core.shell.known_programs import (
     LAUNCHERS,
     PAIRED,
     PYTHON,
+    RAY_GPUS,
+    RAY_NODE,
+    RAY_PROGRAMS,
     SHELLS,
     SUBMITTER,
     SUITES,
@@ -96,6 +99,16 @@ class LaunchLine:
     def starts_itself(self) -> bool:
         """True for a program that neither a launcher nor Python starts; ``srun`` starts any."""
         return self.launcher in ("", "srun") and not any(item.role == "launcher" for item in self.items)
+
+    @property
+    def is_of_ray(self) -> bool:
+        """True for a program that starts Ray, or is submitted to it, and so places its ranks itself."""
+        if PurePosixPath(self.command).name == RAY_NODE:
+            return True
+        is_submitted = any(wrapper.name == "ray" for wrapper in self.wrappers)
+        by_name = any(word.endswith(RAY_PROGRAMS) for word in self.program)
+        is_one = is_submitted or by_name or any(name in self.arguments for name in RAY_GPUS)
+        return is_one and self.launcher in ("python", "srun")
 
     def value(self, *names: str) -> str | None:
         """First value of the first of these options of the program that is present; None without such an option or

@@ -146,7 +146,7 @@ LINES: dict[str, tuple[list[str], dict[str, Any], list[str]]] = {
         ["trainer.n_gpus_per_node={gpus_per_node} trainer.nnodes={num_nodes} trainer.save_freq={checkpoint_every}",
          "trainer.total_training_steps={num_steps} trainer.default_local_dir={output_dir}"],
         {"trainer.launch": "per_node", "resources.gpus_per_node": 8, "trainer.algorithm": "grpo",
-         "trainer.checkpoint_name": "global_step_{step}", "trainer.resume": "argument"},
+         "trainer.checkpoint_name": "global_step_{step}", "trainer.resume": "argument", "supervise.floor_s": 1800.0},
         ["optimizer steps: 15 epochs"],
     ),
     "ray job submit --address=http://h:1 -- python3 -m openrlhf.cli.train_ppo_ray --actor_num_nodes 2"

@@ -14,6 +14,7 @@ from rlhf_core.preflight.registry import CHECKS, run_checks
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.command_trainer import SIGHTS, CommandTrainer, ProgressSource
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.schemas.supervision import SuperviseSpec
 
 BLOCKED, WARNING, SKIPPED, PASSED = CheckStatus.BLOCKED, CheckStatus.WARNING, CheckStatus.SKIPPED, CheckStatus.PASSED
 NODES = "--nnodes {num_nodes} --nproc_per_node {ranks_per_node} --node_rank {node_rank} --master_addr {master_addr}"
@@ -152,6 +153,17 @@ def test_a_program_that_places_its_ranks_itself_may_use_all_gpus_of_a_node() -> 
     assert (found["resources.gpus"], found["command.output"]) == (PASSED, PASSED)
     (idle,) = [one for one in run_checks(command(sections=sections)) if one.id == "resources.gpus"]
     assert (idle.status, "7 GPUs idle" in idle.found) == (WARNING, True)
+
+
+def test_sources_that_see_nothing_of_a_program_on_ray_are_named() -> None:
+    ray = command("python -m openrlhf.cli.train_ppo_ray --ckpt.path {output_dir}/ckpt", framework="openrlhf")
+    results = found(ray, "command.progress")
+    silent = {one.found.partition(":")[0] for one in results if one.status is SKIPPED}
+    assert silent == {"callback", "collectives", "activity", "stacks"}
+    (floor,) = [one for one in results if one.status is WARNING]
+    assert "supervise.floor_s = 120" in floor.found
+    raised = replace(ray, spec=ray.spec.model_copy(update={"supervise": SuperviseSpec(floor_s=1800)}))
+    assert not [one for one in found(raised, "command.progress") if one.status is WARNING]
 
 
 def with_deepspeed(content: Mapping[str, Any], more: str = "") -> Facts:
@@ -328,7 +340,7 @@ def test_every_source_of_progress_says_what_it_sees_and_what_not() -> None:
     for source, sight in SIGHTS.items():
         assert sight.sees in messages[source]
         assert sight.blind in messages[source]
-        assert ("until another source reports" in messages[source]) == (not sight.is_strong)
+        assert ("before the first step" in messages[source]) == (not sight.is_strong)
 
 
 def test_a_callback_that_the_script_does_not_have_does_not_tell_the_rank() -> None:

@@ -9,7 +9,7 @@ import tomli_w
 from rlhf_core.launch.wrap.draft import Draft
 from rlhf_core.text.redaction import masked
 
-_SECTIONS = ("model", "checkpoint", "trainer", "resources", "slurm")
+_SECTIONS = ("model", "checkpoint", "trainer", "supervise", "resources", "slurm")
 _TRAINER_ORDER = (
     "framework", "algorithm", "num_steps", "launch", "environment", "working_dir", "setup", "checkpoint_name",
     "checkpoint_complete", "resume", "resume_argv", "stdout_patterns",

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 
 from rlhf_core.launch.wrap.draft import Draft, number
 from rlhf_core.launch.wrap.scripts import SCRIPTS
-from rlhf_core.shell.known_programs import Launcher
-from rlhf_core.shell.launch_line import LaunchLine, Role
+from rlhf_core.shell.known_programs import RAY_GPUS, Launcher
+from rlhf_core.shell.launch_line import Role
 
 _TORCHRUN = {
     "nnodes": "{num_nodes}",
@@ -242,11 +242,7 @@ def _per_rank(draft: Draft) -> None:
     draft.set("trainer.launch", "per_rank", "launcher", "none: each rank is started by the run")
 
 
-_RAY_PROGRAMS = ("train_ppo_ray", "verl.trainer.main_ppo", "main_dapo")
 _RAY_NODES = ("trainer.nnodes", "actor_num_nodes", "actor.num_nodes", "cluster.num_nodes")
-_RAY_GPUS = (
-    "trainer.n_gpus_per_node", "actor_num_gpus_per_node", "actor.num_gpus_per_node", "cluster.gpus_per_node",
-)  # fmt: skip
 _RAY_NODE = (
     "{drivers}/ray_node.sh", "{node_rank}", "{num_nodes}", "{master_addr}", "{master_port}", "{gpus_per_node}",
     "{output_dir}/ray-{attempt}-{restart}",
@@ -257,29 +253,25 @@ _OF_ALL_NODES = ("trainer.n_gpus_per_node", "cluster.gpus_per_node")
 """Options for the GPUs of a node that all parts of the program share."""
 
 
-def is_of_ray(line: LaunchLine) -> bool:
-    """True for a program that starts Ray, or is submitted to it, and so places its ranks itself."""
-    if line.launcher not in ("python", "srun"):
-        return False
-    is_submitted = any(wrapper.name == "ray" for wrapper in line.wrappers)
-    by_name = any(word.endswith(_RAY_PROGRAMS) for word in line.program)
-    return is_submitted or by_name or any(name in line.arguments for name in _RAY_GPUS)
+_STEP_OF_RAY_S = 1800.0
+"""Silence allowed to a program on Ray, in seconds: only its steps are seen, which last for minutes."""
 
 
 def _python(draft: Draft) -> None:
-    if not is_of_ray(draft.line):
+    if not draft.line.is_of_ray:
         _per_rank(draft)
         return
     nodes = draft.given("argument", *_RAY_NODES)
-    gpus = number(draft.given("argument", *_RAY_GPUS))
+    gpus = number(draft.given("argument", *RAY_GPUS))
     shares = draft.find("argument", *_SHARED, *_OF_ALL_NODES) is not None
     draft.set("trainer.launch", "per_node", "launcher", "Ray, which the program starts itself")
+    draft.set("supervise.floor_s", _STEP_OF_RAY_S, "longest step", f"not given: {_STEP_OF_RAY_S:g} s")
     # Parts of the program with nodes of their own are more than one of them; the job has them all.
     _counts(draft, None if "resources.num_nodes" in draft.settings and not shares else nodes, "1")
     if gpus and shares:
         draft.set("resources.gpus_per_node", gpus, "GPUs on every node")
         draft.put("argument", _RAY_NODES, "{num_nodes}", "")
-        draft.put("argument", _RAY_GPUS, "{gpus_per_node}", "")
+        draft.put("argument", RAY_GPUS, "{gpus_per_node}", "")
     if draft.settings.get("resources.num_nodes", 1) != 1:
         first = next(index for index, item in enumerate(draft.line.items) if item.role in ("launcher", "program"))
         draft.words[first] = (*_RAY_NODE, *draft.words[first])

@@ -17,7 +17,7 @@ from rlhf_core.launch.wrap.arguments import read_arguments
 from rlhf_core.launch.wrap.config_text import config_text, shown_line
 from rlhf_core.launch.wrap.draft import Draft, ReadPart, UnreadPart, WrapSurroundings
 from rlhf_core.launch.wrap.frameworks import Family, FrameworkName, recognise
-from rlhf_core.launch.wrap.launchers import axolotl_launcher_words, is_of_ray, read_launcher
+from rlhf_core.launch.wrap.launchers import axolotl_launcher_words, read_launcher
 from rlhf_core.launch.wrap.scripts import DROPPED, ScriptFacts, ScriptPlace, read_script, take_script_within
 from rlhf_core.launch.wrap.slurm_options import read_options, read_slurm, split_options
 from rlhf_core.schemas.slurm_values import VARIABLE
@@ -140,7 +140,7 @@ def _read_job(draft: Draft, facts: ScriptFacts) -> None:
         if wrapper.name in ("srun", "sbatch"):
             words = [word for pair in wrapper.options.items() for word in _spelled(*pair)]
             found = read_options(words)
-            if wrapper.name == "srun" and is_of_ray(draft.line):  # a step for the driver, not for the nodes of Ray
+            if wrapper.name == "srun" and draft.line.is_of_ray:  # a step for the driver, not for the nodes of Ray
                 found = {name: value for name, value in found.items() if name not in _OF_STEP}
             read_slurm(draft, found, wrapper.name)
         elif wrapper.name == "ray":

@@ -7,6 +7,7 @@ from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.launch_arguments import TRANSFORMERS, TrainerArguments, arguments_of
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
 from rlhf_core.schemas.command_trainer import SIGHTS, ProgressSource, named_placeholders
+from rlhf_core.schemas.supervision import SuperviseSpec
 
 PER_RANK_SOURCES = frozenset({ProgressSource.CALLBACK, ProgressSource.COLLECTIVES})
 """Strong sources that report the progress of each rank; the others report only that of the job."""
@@ -162,16 +163,24 @@ def progress(facts: Facts) -> Iterator[Finding]:
         if source in silent:
             yield skipped(f"{source}: detects nothing here: {silent[source]}")
         else:
-            weak = "" if sight.is_strong else " (counts only until another source reports)"
+            weak = "" if sight.is_strong else " (counts only before the first step)"
             yield passed(f"{source}{weak}: detects {sight.sees}; misses {sight.blind}")
     strong = [source for source in sources if SIGHTS[source].is_strong and source not in silent]
+    floor_s = facts.spec.supervise.floor_s
+    if strong and arguments.line.is_of_ray and floor_s <= SuperviseSpec().floor_s:
+        yield warning(
+            f"only the steps of a program on Ray are seen, and a step longer than supervise.floor_s = {floor_s:g} "
+            "counts as a hang",
+            "more than the longest step takes, with its rollout",
+            "set supervise.floor_s, for instance to 1800",
+        )
     if not strong:
         yield warning(
             "no source reports steps: an endless loop counts as progress",
             "trainer_log, tensorboard, stdout, checkpoints or the callback",
             "add one to trainer.progress, for instance stdout with trainer.stdout_patterns",
         )
-    elif facts.spec.num_ranks > 1 and not PER_RANK_SOURCES & set(strong):
+    elif facts.spec.num_ranks > 1 and not PER_RANK_SOURCES & set(strong) and not arguments.line.is_of_ray:
         yield warning(
             f"{', '.join(strong)} see only the job as a whole: the rank that causes a hang stays unknown",
             "a source that sees each rank: collectives, or the callback",
@@ -189,7 +198,11 @@ def _silent(source: ProgressSource, facts: Facts, arguments: TrainerArguments) -
     if source is ProgressSource.COLLECTIVES:
         if not trainer.record_collectives:
             return "trainer.record_collectives is off"
+        if arguments.line.is_of_ray:
+            return "the ranks are actors of Ray, which are not found"
         return "a single rank has none" if facts.spec.num_ranks == 1 else ""
+    if not SIGHTS[source].is_strong and arguments.line.is_of_ray:
+        return "Ray's own processes are never idle; it only keeps the set-up from counting as a hang"
     if source is ProgressSource.TENSORBOARD and trainer.framework in TRANSFORMERS:
         return _no_tensorboard(arguments)
     return ""
