@@ -9,6 +9,7 @@ from prefect.logging.loggers import flow_run_logger
 
 from flows.server.clients import api_client
 from rlhf_core.config.site import Site, load_site
+from rlhf_core.control.attempts.jobs import is_to_save
 from rlhf_core.control.cancel import cancel_run
 from rlhf_core.control.controller import FlowRunLink
 from rlhf_core.files.lookups import is_there
@@ -39,7 +40,8 @@ def leave_run(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> Non
         if run_dir is None:
             return
         if is_there(run_dir.cancel_request):
-            log(cancel_run(run_dir, site, store, "it was to be ended when its controller died", log=log).message)
+            reason = "it was to be ended when its controller died"
+            log(cancel_run(run_dir, site, store, reason, save=is_to_save(run_dir), log=log).message)
         else:
             log(
                 f"the controller of run {run_dir.run_id} died; what it has started goes on. Retry this flow run, or "

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from hashlib import blake2b
@@ -145,11 +145,6 @@ class Controller:
         """Options of its jobs, those of the site included."""
         return self.spec.slurm.over(self.site.slurm)
 
-    @property
-    def first_attempt(self) -> int:
-        """First attempt since the user last started or resumed the run: retry budgets count from here."""
-        return max(self.journal.record.first_attempt, self.resumed_at)
-
     def check(self) -> None:
         """Renew the lease and check for a cancel request. Called about every half second.
 
@@ -272,7 +267,9 @@ class Controller:
         if not self.is_recorded:
             controller = str(Owner.this_process())
             self.journal.append(
-                ControllerStarted(controller=controller, flow_run_id=flow_run.id, flow_run_url=flow_run.url)
+                ControllerStarted(
+                    controller=controller, flow_run_id=flow_run.id, flow_run_url=flow_run.url, resumed=self.resumed
+                )
             )
             self.is_recorded = True
             self.record()
@@ -370,14 +367,13 @@ def _require_writable(run_dir: RunDir) -> None:
 def close(controller: Controller) -> None:
     """Release the run: bring the history up to date, close the journal, return the lease."""
     lost = controller.lease_lost or controller.lease.lost
-    if not lost:
-        problem = controller.record()
+    with ExitStack() as released:
+        released.callback(controller.lease.release)
+        # Before another controller has the run, and a reserve of its own.
+        released.callback(controller.journal.close, lease_lost=lost)
+        problem = "" if lost else controller.record()
         if problem:
             controller.observer.log(
                 f"the history is out of date: {problem.rstrip('.')}. Nothing is lost; "
                 f"`rlhf db rebuild` restores it from the run directories"
             )
-    try:
-        controller.journal.close(lease_lost=lost)  # before another controller has the run, and a reserve of its own
-    finally:
-        controller.lease.release()

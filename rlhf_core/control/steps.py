@@ -15,7 +15,7 @@ from datetime import timedelta
 from functools import partial
 
 from rlhf_core.control import promotion, stages
-from rlhf_core.control.attempts.jobs import release
+from rlhf_core.control.attempts.jobs import is_to_save, release
 from rlhf_core.control.attempts.recovery import conclude
 from rlhf_core.control.cancel import cancel
 from rlhf_core.control.controller import CancelRequested, Controller
@@ -150,7 +150,7 @@ def _carried_out(name: str, title: str, work: Callable[[], None]) -> Iterator[St
 
 def _finish_cancelling(controller: Controller, reason: str) -> None:
     """Finish a cancellation that the previous controller had begun."""
-    cancel(controller, reason)
+    cancel(controller, reason, save=is_to_save(controller.run_dir))
     if not controller.resumed and controller.journal.record.state is RunState.CANCELLED:
         raise RunCancelled(f"run {controller.run_dir.run_id} was cancelled: {reason}")
 

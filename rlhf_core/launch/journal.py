@@ -37,6 +37,7 @@ from rlhf_core.schemas.journal import (
     CancelStarted,
     ChecksMade,
     ControlEvent,
+    ControllerStarted,
     DecisionMade,
     IncidentFound,
     JournalLine,
@@ -160,6 +161,8 @@ class RunRecord:
                 self.state, self.cause = state, cause
                 if self.ended:
                     self.cancelling = None
+            case ControllerStarted(resumed=True):
+                self.first_attempt = max(self.first_attempt, self.last_number)
             case StageStarted(stage_index=index, name=name, attempt=attempt):
                 self.stages.append(StageRecord(index, name, attempt, line.time))
             case StageEnded(stage_index=index, state=stage_state, message=message):

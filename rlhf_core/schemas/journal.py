@@ -141,6 +141,8 @@ class ControllerStarted(Schema):
     """Its Prefect flow run; empty without Prefect."""
     flow_run_url: Message = ""
     """Page of that flow run, for browsers of the site."""
+    resumed: bool = False
+    """True if a user resumed the run: its budgets count from the newest attempt on."""
 
 
 class CodeTaken(Schema):

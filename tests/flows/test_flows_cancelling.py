@@ -10,15 +10,17 @@ from control_fakes import FakeAgent
 from harness import ControllerHarness
 from kill_points import Killed
 
-from rlhf_core.control.attempts.jobs import CANCEL_TIMEOUT_S, SAVE_TIMEOUT_S
+from rlhf_core.control.attempts.jobs import CANCEL_TIMEOUT_S, SAVE_TIMEOUT_S, order_to_end
 from rlhf_core.control.cancel import Cancelled, cancel, cancel_run
+from rlhf_core.control.controller import close
 from rlhf_core.control.steps import drive
-from rlhf_core.errors import RunDirError, SchedulerError
-from rlhf_core.files.whole import read_model
+from rlhf_core.errors import RunCancelled, RunDirError, SchedulerError
+from rlhf_core.files.whole import read_model, write_model
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState
 from rlhf_core.schemas.attempts import AttemptState, RunState, StageState
+from rlhf_core.schemas.journal import CancelStarted
 from rlhf_core.schemas.reports import AgentCommand
 
 
@@ -284,3 +286,32 @@ def test_a_job_is_ended_even_if_its_files_cannot_be_read(
     cancel(session, "enough")
     assert read_record(run_dir).state is RunState.CANCELLED
     assert harness.scheduler.cancelled == ["101"]
+
+
+@pytest.mark.usefixtures("follows_orders")
+def test_a_controller_that_takes_over_still_saves(harness: ControllerHarness) -> None:
+    """The first one died after it had begun to cancel and before a checkpoint was written."""
+    run_dir = harness.killed_in_training()
+    write_model(run_dir.cancel_request, order_to_end("enough", save=True))
+    harness.controller(run_dir).journal.append(CancelStarted(reason="enough"))
+    with pytest.raises(RunCancelled):
+        drive(harness.controller(run_dir))
+    order = read_model(run_dir.attempt(1).commands / "1.json", AgentCommand)
+    assert order is not None
+    assert order.kind == "stop_after_step"
+
+
+def test_a_run_whose_history_cannot_be_updated_is_released(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = harness.run()
+    session = harness.controller(run_dir)
+
+    def gone() -> str:
+        raise RunDirError("gone")
+
+    monkeypatch.setattr(session, "record", gone)
+    with pytest.raises(RunDirError, match="gone"):
+        close(session)
+    harness.store.acquire_lease(run_dir.run_id, "b@elsewhere:1:1.00", 60)
+    monkeypatch.undo()

@@ -284,6 +284,27 @@ def test_the_cap_on_attempts_applies_even_with_progress(harness: ControllerHarne
     assert queries.show_run(harness.store, run_dir.run_id)["decisions"][-1]["action"] == "stop"
 
 
+def test_a_budget_that_a_user_renewed_outlasts_the_controller(harness: ControllerHarness) -> None:
+    """`rlhf resume` of a run in its third attempt; its controller dies, and the daemon's adopts the run."""
+    run_dir = harness.run(make_spec(supervise={"max_attempts": 1, "max_total_attempts": 3}))
+    gets_further_each_time(harness, run_dir)
+    fail = harness.scheduler.on_submit
+
+    def killed(request: JobRequest) -> None:
+        fail(request)
+        if request.placement.attempt == 3:
+            raise Killed
+
+    harness.scheduler.on_submit = killed
+    with pytest.raises(Killed):
+        drive(harness.controller(run_dir))
+    harness.scheduler.on_submit = fail
+    harness.controller(run_dir, resumed=True)
+    with pytest.raises(RunFailed, match=r"max_total_attempts = 3: 3 attempts made"):
+        drive(harness.controller(run_dir))
+    assert sorted(read_record(run_dir).attempts) == [1, 2, 3, 4, 5], "the third one counts again"
+
+
 def test_the_cap_on_hours_bounds_the_time_limit_and_then_the_attempts(harness: ControllerHarness) -> None:
     run_dir = harness.run(
         make_spec(supervise={"max_node_hours": 5}, resources={"num_nodes": 2, "time_limit_s": 7000}),

@@ -7,7 +7,7 @@ from typing import TypeVar
 from rlhf_core.control.controller import Controller
 from rlhf_core.errors import DatabaseUnavailable, SchedulerError, SchedulerUnavailable
 from rlhf_core.files.lookups import paths_in
-from rlhf_core.files.whole import write_model
+from rlhf_core.files.whole import read_model, write_model
 from rlhf_core.launch.journal import AttemptRecord
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState, Scheduler
@@ -52,6 +52,14 @@ def answer_of(controller: Controller, ask: Callable[[], _Answer]) -> _Answer:
 def order_to_end(reason: str, *, save: bool) -> AgentCommand:
     """The command to end, with or without writing a checkpoint first."""
     return AgentCommand(kind="stop_after_step" if save else "cancel", reason=reason, time=utc_now())
+
+
+def is_to_save(run_dir: RunDir) -> bool:
+    """True if the pending request to end a run asks for a checkpoint first."""
+    with suppress(OSError):  # if it cannot be read, the run is ended without one
+        request = read_model(run_dir.cancel_request, AgentCommand)
+        return request is not None and request.kind == "stop_after_step"
+    return False
 
 
 def give_order(run_dir: RunDir, number: int, command: AgentCommand) -> None:

@@ -76,7 +76,7 @@ def _after_failure(controller: Controller, number: int, attempt: AttemptRecord, 
         controller.run_dir,
         snapshot,
         controller.spec,
-        first_attempt=controller.first_attempt,
+        first_attempt=controller.journal.record.first_attempt,
         rolled_back=_went_back_in_vain(controller, number),
     )
     # This process may be killed after any of these lines: what is already recorded is not recorded again.
@@ -138,7 +138,7 @@ def _within_caps(controller: Controller, decision: Decision) -> Decision:
 
 def used_so_far(controller: Controller) -> attempt_caps.Used:
     """Resources used by all attempts since the user last started or resumed the run."""
-    first = controller.first_attempt
+    first = controller.journal.record.first_attempt
     attempts = {number: one for number, one in controller.journal.record.attempts.items() if number >= first}
     # Seconds of a full-size allocation: an attempt on half of the nodes counts half.
     most = controller.spec.resources.num_nodes
@@ -163,7 +163,7 @@ def _went_back_in_vain(controller: Controller, number: int) -> bool:
         and bool(before.decision.resume_checkpoint)
         and reached <= controller.run_dir.newest_put_aside(past)
         for past, before in controller.journal.record.attempts.items()
-        if controller.first_attempt <= past < number
+        if controller.journal.record.first_attempt <= past < number
     )
 
 

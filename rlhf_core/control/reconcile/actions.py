@@ -17,6 +17,7 @@ from pathlib import Path
 
 from rlhf_core.config.site import Site
 from rlhf_core.control import adopt
+from rlhf_core.control.attempts.jobs import is_to_save
 from rlhf_core.control.cancel import cancel_run
 from rlhf_core.control.reconcile.cleanup import Settled, old_checkpoints
 from rlhf_core.control.reconcile.facts import foreign_owner, lease_holder, run_facts
@@ -284,7 +285,9 @@ class Reconciler:
             case ActionKind.ADOPT:
                 return True, self._adopt(action.run_id)
             case ActionKind.CANCEL_RUN:
-                ended = cancel_run(self._run_dir(action), self._site, self._store, action.reason, log=log.info)
+                run_dir, reason = self._run_dir(action), action.reason
+                save = is_to_save(run_dir)
+                ended = cancel_run(run_dir, self._site, self._store, reason, save=save, log=log.info)
                 return ended.job_ended, ended.message
             case ActionKind.CLOSE_RUN:
                 cause = f"the run directory is gone: {self._run_dir(action).root}, and no controller was at work on it"

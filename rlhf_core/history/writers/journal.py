@@ -115,7 +115,7 @@ def _write_journal_event(connection: Connection, run_id: str, entry: JournalEntr
         case DecisionMade() as event:
             write_decisions(connection, run_id, [event.decision], _control_id(entry))
         case ControllerStarted() as event:
-            row = {**event.model_dump(exclude={"kind"}), "started_at": line.time}
+            row = {**event.model_dump(exclude={"kind", "resumed"}), "started_at": line.time}
             insert_or_keep(connection, CONTROLLERS, [{"run_id": run_id, "position": entry.position, **row}])
         case PromotionMoved() as event:
             _move_promotion(connection, run_id, event, line.time)
