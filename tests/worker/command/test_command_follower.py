@@ -290,10 +290,11 @@ def test_a_hang_that_only_collectives_show_is_found(
 ) -> None:
     """The program prints and saves nothing; only the flight recorder shows which rank is to blame.
 
-    A busy machine takes half a minute to import torch, and the program is equally silent during that time.
+    A busy machine takes half a minute to import torch, and the program is equally silent during that time. The loop
+    begins once steady progress counts as training: in a set-up, it would count as a sign of life.
     """
     run = agent_run(
-        trainer=settings("2000", "100", kind),
+        trainer=settings("2000", "300" if kind == "loop" else "100", kind),
         supervise={"floor_s": 5.0, "setup_floor_s": 45.0, "suspect_s": 2.0, "max_restarts": 0},
     )
     run.start(native=True)
