@@ -297,9 +297,7 @@ class Follower:
 
     def _present_phase(self, readings: Sequence[tuple[ProgressSource, Reading]]) -> Phase:
         reported = next((one.phase for _, one in readings if one.phase is not None), None)
-        if reported not in (None, Phase.TRAIN):
-            return reported
-        if self._step >= self._trainer.num_steps:
+        if self._step >= self._trainer.num_steps and reported in (None, Phase.TRAIN):
             # The program may now write, merge or upload its model for minutes, without a further step.
             return Phase.CHECKPOINT
         if reported is not None:
