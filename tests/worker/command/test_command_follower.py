@@ -221,7 +221,7 @@ def test_a_program_that_finishes_although_it_was_asked_to_stop_is_complete(agent
 
 def test_a_program_that_works_silently_after_its_last_step_has_not_hung(agent_run: MakeRun) -> None:
     """As it does when it merges, writes or uploads its model; only the floor of a checkpoint applies then."""
-    supervise = {"floor_s": 3.0, "suspect_s": 1.0}
+    supervise = {"floor_s": 3.0, "suspect_s": 1.0, "checkpoint_floor_s": 60.0}
     run = agent_run(trainer=external_program("--uploads", "8", "--every", "80", steps=80), supervise=supervise)
     code, output = run.run_through(native=True)
     assert (code, run.outcome().state, run.outcome().num_restarts) == (0, AttemptState.COMPLETED, 0), output
