@@ -121,12 +121,11 @@ def _own_home(
     for variable in SITE_VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     # Half of the tests use no folder: to make and remove one for each of them takes as long as many of them do.
+    folder, number = tmp_path_factory.getbasetemp(), f"-{next(_NUMBERS)}"
     if "tmp_path" in request.fixturenames:
-        folder = request.getfixturevalue("tmp_path")
-    else:
-        folder = tmp_path_factory.getbasetemp() / f"unused-{next(_NUMBERS)}"
-    monkeypatch.setenv("RLHF_HOME", str(folder / "rlhf-home"))
-    monkeypatch.setenv("PREFECT_HOME", str(folder / "prefect-home"))
+        folder, number = request.getfixturevalue("tmp_path"), ""
+    monkeypatch.setenv("RLHF_HOME", str(folder / f"rlhf-home{number}"))
+    monkeypatch.setenv("PREFECT_HOME", str(folder / f"prefect-home{number}"))
 
 
 LONGEST = (

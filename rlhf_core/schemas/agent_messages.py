@@ -169,8 +169,6 @@ class Orders(Schema):
     """Reason if the user cancels the run."""
     stop: str = ""
     """Requester if the run is to save and end."""
-    saves: int = 0
-    """Always 0; in messages of earlier versions."""
     groups: dict[Role, GroupOrders] = {}
     """Orders by the role of the group, for the current phase."""
     over: AgreedStep | None = None

@@ -160,7 +160,10 @@ def test_roles_alone_names_functions_of_training() -> None:
         if isinstance(node, ast.Constant) and re.fullmatch(r"rlhf_core\.training\.[\w.]+:\w+", str(node.value))
     }
     assert naming == {"roles.py"}
-    followers = {"follower.py", "job_record.py", "launch.py", "published.py", "save_requests.py"}
+    followers = {
+        *("follower.py", "job_record.py", "launch.py", "launch_order.py"),
+        *("published.py", "save_requests.py"),
+    }
     assert importers("rlhf_core.training", late=False) == {"worker_process.py", *followers}
     assert importers("rlhf_core.training", late=True) == set()
     used = {

@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -202,7 +203,7 @@ def test_check_proceeds_without_an_unresponsive_history(capsys: Printed, monkeyp
     rlhf("check", "quickstart")
     file = load_site().home / "history.db"
     assert not file.exists(), "checking makes no history"
-    file.parent.mkdir(exist_ok=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("this is no database" * 100)
     rlhf("check", "quickstart")
     assert "skipping the comparison with earlier runs" in capsys.readouterr().err
@@ -466,7 +467,7 @@ def test_following_goes_on_while_a_new_attempt_has_no_logs(with_logs: RunDir, ca
             raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(log_files.time, "sleep", meanwhile)
+        patch.setattr(log_files, "time", SimpleNamespace(sleep=meanwhile))
         rlhf("logs", with_logs.run_id, "--follow", "--rank", "0", "--tail", "1", expect=130)
     assert "second attempt\n" in capsys.readouterr().out
 
@@ -487,7 +488,7 @@ def test_following_prints_new_lines_until_the_run_ends(with_logs: RunDir, capsys
                 )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(log_files.time, "sleep", meanwhile)
+        patch.setattr(log_files, "time", SimpleNamespace(sleep=meanwhile))
         rlhf("logs", with_logs.run_id, "--follow", "--rank", "0", "--tail", "1")
     shown = capsys.readouterr().out
     assert shown.count("added 1\n") == shown.count("added 2\n") == 1
@@ -504,7 +505,7 @@ def test_following_waits_for_the_rest_of_a_character(with_logs: RunDir, capsys: 
             file.write(parts.pop(0))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(log_files.time, "sleep", meanwhile)
+        patch.setattr(log_files, "time", SimpleNamespace(sleep=meanwhile))
         rlhf("logs", with_logs.run_id, "--follow", "--rank", "0", "--tail", "1", expect=130)
     assert capsys.readouterr().out.endswith("evaluator 0 line 99\ncafé 日\n")
 
@@ -528,7 +529,7 @@ def test_following_prints_lines_written_during_a_reading_once(with_logs: RunDir,
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "open", opened)
-        patch.setattr(log_files.time, "sleep", meanwhile)
+        patch.setattr(log_files, "time", SimpleNamespace(sleep=meanwhile))
         rlhf("logs", with_logs.run_id, "--follow", "--rank", "0", "--tail", "2", expect=130)
     assert capsys.readouterr().out.count("written meanwhile\n") == 1
 
