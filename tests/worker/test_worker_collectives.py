@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,11 +100,19 @@ def test_a_stopped_rank_is_not_awaited_and_late_answers_are_removed(
     assert not late.exists()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_answer_that_was_not_read_makes_room_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slots = SlotFile("collectives-unread", 1, tmp_path.name, 1)
-    monkeypatch.setattr(collectives, "INSPECTION_INTERVAL_S", 0.01)
     monkeypatch.setattr(collectives, "_source", [lambda: "{}"])
     monkeypatch.setattr(collectives.processes, "name_thread", lambda name: None)
+    is_over = threading.Event()
+
+    def pause(seconds: float) -> None:
+        if is_over.wait(0.01):
+            sys.exit()  # this thread: in a worker, it lives as long as the process
+
+    monkeypatch.setattr(collectives, "time", SimpleNamespace(sleep=pause))
+    before = {*threading.enumerate()}
     try:
         collectives.answer_in_background(Beat(slots.path, 0), slots.path, 0)
         for _ in range(3):
@@ -113,6 +122,9 @@ def test_an_answer_that_was_not_read_makes_room_for_the_next(tmp_path: Path, mon
             answer_path(slots.path, 0, number).name
         ]
     finally:
+        is_over.set()
+        for thread in {*threading.enumerate()} - before:
+            thread.join(30)
         slots.remove()
 
 
