@@ -18,7 +18,8 @@ from test_loop_runs import SUPERVISED, final_state, metrics_of
 from rlhf_core.files.appended import read_models
 from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.schemas.checkpoint_files import FileChecksum
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
 from rlhf_core.schemas.reports import AgentEvent
 
 pytest.importorskip("torch")
@@ -194,17 +195,16 @@ def events(folder: Path, name: str) -> list[AgentEvent]:
 def part(rank: int, step: int = 4, save: str = "a", num_ranks: int = 2, spec_hash: str = "spec") -> MemoryPart:
     names = [f"trainer_state/rank-{rank:05d}.safetensors", *(["model/config.json"] if rank == 0 else [])]
     files = {name: FileChecksum(bytes=1, sha256="0" * 64) for name in names}
-    return MemoryPart(
-        save=save,
-        attempt=1,
+    manifest = CheckpointManifest(
         step=step,
         loop="sft",
         loop_finished=False,
-        rank=rank,
         num_ranks=num_ranks,
         spec_hash=spec_hash,
         files=files,
+        time=utc_now(),
     )
+    return MemoryPart(save=save, attempt=1, rank=rank, manifest=manifest)
 
 
 @pytest.mark.parametrize(

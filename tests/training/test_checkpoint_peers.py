@@ -80,18 +80,18 @@ def kill_at(moment: str, rank: int, memory: Path) -> None:
         die()
 
     def send(address: Any, key: bytes, part: MemoryPart, content: Any) -> None:
-        if part.step == 4 and moment == "announced":
+        if part.manifest.step == 4 and moment == "announced":
             peer_transfer.chunks = lambda data, size: die()  # type: ignore[assignment,return-value,func-returns-value]
-        if part.step == 4 and moment == "half sent":
+        if part.manifest.step == 4 and moment == "half sent":
             peer_transfer.chunks = half  # type: ignore[assignment]
         plain_send(address, key, part, content)
-        if part.step == 4 and moment == "kept":
-            while not any(found.rank == 0 and found.step == 4 for found in parts_here(memory)):
+        if part.manifest.step == 4 and moment == "kept":
+            while not any(found.rank == 0 and found.manifest.step == 4 for found in parts_here(memory)):
                 time.sleep(0.01)
             die()
 
     def publish(copy: memory_copies.MemoryCopy, part: MemoryPart) -> None:
-        if copy.folder.name == "peer" and part.step == 4 and moment == "received":
+        if copy.folder.name == "peer" and part.manifest.step == 4 and moment == "received":
             die()
         plain_publish(copy, part)
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.schemas.checkpoint_files import FileChecksum
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
 
 pytest.importorskip("torch")
 
@@ -21,22 +22,16 @@ pytestmark = pytest.mark.training
 
 KINDS = ("parts/rank", "trainer_state/rank")
 KEY, OTHER_KEY = b"0" * 64, b"1" * 64
+TIME = utc_now()
 CONTENT = {"trainer_state/rank-00001.safetensors": bytes(range(256)) * 100, "empty": b""}
 
 
 def part_of(content: dict[str, bytes], step: int = 4) -> MemoryPart:
     files = {name: FileChecksum(bytes=len(d), sha256=hashlib.sha256(d).hexdigest()) for name, d in content.items()}
-    return MemoryPart(
-        save="a",
-        attempt=1,
-        step=step,
-        loop="sft",
-        loop_finished=False,
-        rank=1,
-        num_ranks=2,
-        spec_hash="spec",
-        files=files,
+    manifest = CheckpointManifest(
+        step=step, loop="sft", loop_finished=False, num_ranks=2, spec_hash="spec", files=files, time=TIME
     )
+    return MemoryPart(save="a", attempt=1, rank=1, manifest=manifest)
 
 
 Listen = Callable[[bytes], PartReceiver]

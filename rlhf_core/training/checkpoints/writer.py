@@ -48,7 +48,7 @@ from rlhf_core.training.checkpoints.memory.copies import MemoryCopy, MemoryPart
 from rlhf_core.training.checkpoints.memory.peer_copies import PeerCopies
 from rlhf_core.training.checkpoints.saving import CheckpointPart, CheckpointPublication, SavedModel
 from rlhf_core.training.checkpoints.snapshot import Snapshot, can_be_snapshot, model_texts, tokenizer_texts
-from rlhf_core.training.checkpoints.soundness import initial_folder, settings_file, spec_hash
+from rlhf_core.training.checkpoints.soundness import initial_folder, settings_file
 from rlhf_core.training.checkpoints.state import Progress, random_state, state_file
 from rlhf_core.training.checkpoints.tensor_files import flattened
 from rlhf_core.training.distributed import Ranks, collective_timeout
@@ -318,22 +318,16 @@ class CheckpointWriter:
         """Publish the snapshot as an in-memory copy; if that fails, a restart reads the disk."""
         if self._memory is None:
             return
-        progress, ranks = part.progress, self._ranks
         own = MemoryPart(
-            save=f"{self._topic} {progress.step}",
+            save=f"{self._topic} {part.progress.step}",
             attempt=self._memory.attempt,
-            step=progress.step,
-            loop=progress.loop,
-            loop_finished=progress.loop_finished,
-            rank=ranks.rank,
-            num_ranks=ranks.num_ranks,
-            spec_hash=spec_hash(self._spec),
-            files=files,
+            rank=self._ranks.rank,
+            manifest=self._publication.manifest(part.progress, files),
         )
         try:
             self._memory.keep(own, content)
         except OSError as error:
-            ranks.log(f"no copy of {part.final.root.name} in memory: {error}")
+            self._ranks.log(f"no copy of {part.final.root.name} in memory: {error}")
         if self._peer is not None:
             self._peer.begin(own, content)
 

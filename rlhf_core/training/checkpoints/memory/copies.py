@@ -17,12 +17,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import Field
-
 from rlhf_core.files.private import FILE_MODE, make_folder
 from rlhf_core.files.whole import read_all, write_model
-from rlhf_core.schemas.base import Int32, Label, Schema, utc_now
-from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum, FileName
+from rlhf_core.schemas.base import Int32, Label, Schema
+from rlhf_core.schemas.checkpoint_files import CheckpointManifest
 from rlhf_core.training.checkpoints.background_save import Content
 
 PEER = "peer"
@@ -38,20 +36,10 @@ class MemoryPart(Schema):
     """Identity of the save, shared by all of its parts."""
     attempt: Int32
     """Attempt of the run that wrote it."""
-    step: Int32
-    """Number of optimizer steps done."""
-    loop: Label
-    """Algorithm of the loop that wrote it."""
-    loop_finished: bool
-    """True if that loop was at its end."""
     rank: Int32
     """Rank that wrote it."""
-    num_ranks: Int32
-    """Number of ranks that wrote the save."""
-    spec_hash: Label
-    """Hash of the settings that training depends on."""
-    files: dict[FileName, FileChecksum] = Field(default_factory=dict)
-    """Checksums of its files, by path."""
+    manifest: CheckpointManifest
+    """Manifest of the checkpoint, with the files of this rank only."""
 
 
 class MemoryCopy:
@@ -136,23 +124,14 @@ class MemoryCheckpoint:
     @functools.cached_property
     def manifest(self) -> CheckpointManifest:
         """Manifest that its ``COMPLETE`` would hold."""
-        first = self.parts[0]
-        files = {name: found for part in self.parts for name, found in part.files.items()}
-        return CheckpointManifest(
-            step=first.step,
-            loop=first.loop,
-            loop_finished=first.loop_finished,
-            num_ranks=first.num_ranks,
-            spec_hash=first.spec_hash,
-            files=dict(sorted(files.items())),
-            time=utc_now(),
-        )
+        files = {name: found for part in self.parts for name, found in part.manifest.files.items()}
+        return self.parts[0].manifest.model_copy(update={"files": dict(sorted(files.items()))})
 
     def needed(self, ranks: Sequence[int]) -> list[str]:
         """Files that a node needs: the states of its ranks and the shared files."""
-        own = {name for rank in ranks for name in self.parts[rank].files}
-        states = {name for part in self.parts for name in part.files if name.startswith("trainer_state/rank-")}
-        return [name for name in self.manifest.files if name in own or name not in states]
+        own = {name for rank in ranks for name in self.parts[rank].manifest.files}
+        all_files = self.manifest.files
+        return [name for name in all_files if name in own or not name.startswith("trainer_state/rank-")]
 
 
 def parts_here(folder: Path) -> list[MemoryPart]:
@@ -171,10 +150,10 @@ def newest_in_memory(parts: Iterable[MemoryPart], num_ranks: int, hash_of_spec: 
     """
     by_save: dict[str, dict[int, MemoryPart]] = {}
     for part in parts:
-        if part.num_ranks == num_ranks and hmac.compare_digest(part.spec_hash, hash_of_spec):
+        if part.manifest.num_ranks == num_ranks and hmac.compare_digest(part.manifest.spec_hash, hash_of_spec):
             by_save.setdefault(part.save, {})[part.rank] = part
     whole = [found for found in by_save.values() if found.keys() == set(range(num_ranks))]
     if not whole:
         return None
-    newest = max(whole, key=lambda found: found[0].step)
+    newest = max(whole, key=lambda found: found[0].manifest.step)
     return MemoryCheckpoint([newest[rank] for rank in range(num_ranks)])

@@ -39,7 +39,7 @@ class PeerCopies:
         """Send a part in the background. Its buffers must stay as they are until :meth:`finish` returns."""
         # A daemon: a thread waiting for another node must not keep the process from exiting.
         self._sending = threading.Thread(
-            target=self._send, args=(part, content), name=f"peer-copy-{part.step}", daemon=True
+            target=self._send, args=(part, content), name=f"peer-copy-{part.manifest.step}", daemon=True
         )
         self._sending.start()
 
@@ -57,7 +57,7 @@ class PeerCopies:
         try:
             send_part(self._address, self._key, part, content)
         except (OSError, PeerRefused) as error:
-            own_line(f"no copy of step {part.step} on {self._peer}: {error}")
+            own_line(f"no copy of step {part.manifest.step} on {self._peer}: {error}")
 
 
 def peer_copies(context: WorkerContext, ranks: Ranks) -> PeerCopies | None:

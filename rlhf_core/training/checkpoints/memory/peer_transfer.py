@@ -61,7 +61,7 @@ def send_part(address: tuple[str, int], key: bytes, part: MemoryPart, content: C
         text = part.model_dump_json().encode()
         connection.sendall(len(text).to_bytes(_LENGTH_BYTES, "big") + text + _code(key, b"sender", nonces + text))
         _require_empty(_receive_line(connection))
-        for name in part.files:
+        for name in part.manifest.files:
             for piece in chunks(content[name], _CHUNK_BYTES):
                 connection.sendall(piece)
         _require_empty(_receive_line(connection))
@@ -117,7 +117,7 @@ class PartReceiver:
             reason = ""
         except (OSError, PeerRefused) as error:
             reason = str(error) or type(error).__name__
-            self._log(f"the copy of rank {part.rank}, step {part.step}, does not count here: {reason}")
+            self._log(f"the copy of rank {part.rank}, step {part.manifest.step}, does not count here: {reason}")
         with contextlib.suppress(OSError):
             _send_line(connection, reason)
 
@@ -149,13 +149,13 @@ class PartReceiver:
         connection.settimeout(STALL_S)
         copy = MemoryCopy(self._folder, part.rank, part.attempt)
         copy.invalidate()
-        for name in part.files:
+        for name in part.manifest.files:
             (self._folder / name).unlink(missing_ok=True)
-        needed, free = sum(found.bytes for found in part.files.values()), free_memory(self._folder)
+        needed, free = sum(found.bytes for found in part.manifest.files.values()), free_memory(self._folder)
         if needed > (1 - SPARE_SHARE) * free:
             raise PeerRefused(f"it needs {needed} bytes of main memory, of {free} free bytes a tenth stays free")
         _send_line(connection, "")
-        for name, expected in part.files.items():
+        for name, expected in part.manifest.files.items():
             receive_file(_stream(connection, expected.bytes), self._folder / name, expected)
         copy.publish(part)
 

@@ -113,7 +113,7 @@ def _bring_to_disk(
     )
 
     def write_own() -> None:
-        for name in found.parts[ranks.rank].files:
+        for name in found.parts[ranks.rank].manifest.files:
             with _mapped(source, name) as data:
                 write_files(partial.root, {name: data}, beat)
 
