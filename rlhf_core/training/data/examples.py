@@ -114,10 +114,18 @@ def score_batch(
         scores = policy(batch.input_ids)
         return PolicyOutput(scores.new_empty(0), scores=scores)
     mask = sequences.mask if sequences.prompt_mask is None else sequences.mask | sequences.prompt_mask
+    return scored(policy, reference, batch.input_ids, mask)[0]
+
+
+def scored(
+    policy: Scorer, reference: Scorer | None, input_ids: Tensor, target_mask: Tensor, temperature: float = 1.0
+) -> tuple[PolicyOutput, Tensor]:
+    """Log-probabilities of policy and reference, and entropy of the policy, ``[B, T]``; see ``PolicyModel.forward``."""
+    inputs = {"target_mask": target_mask, "temperature": temperature}
     # The reference goes first: it may be the policy without its adapter, whose pass must end before the next begins.
     ref_logprobs: Tensor | None = None
     if reference is not None:
         with torch.no_grad():
-            ref_logprobs, _ = reference(batch.input_ids, target_mask=mask)
-    logprobs, _ = policy(batch.input_ids, target_mask=mask)
-    return PolicyOutput(logprobs, ref_logprobs)
+            ref_logprobs, _ = reference(input_ids, **inputs)
+    logprobs, entropy = policy(input_ids, **inputs)
+    return PolicyOutput(logprobs, ref_logprobs), entropy

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.errors import BadConfig, DegenerateRl
@@ -20,11 +19,10 @@ from rlhf_core.schemas.loops import LoopSpec
 from rlhf_core.schemas.reports import MetricsLine, Phase, SampleLine, TrainerWarning
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.algorithms.aggregation import Stats
-from rlhf_core.training.algorithms.objective import MetricDef, PolicyOutput
+from rlhf_core.training.algorithms.objective import MetricDef
 from rlhf_core.training.checkpoints.saving import SavedModel
 from rlhf_core.training.checkpoints.state import Progress
 from rlhf_core.training.data.batches import SequenceBatch, collate
-from rlhf_core.training.data.examples import Scorer
 from rlhf_core.training.data.loading import DataReport, EncodedPrompts, occurrences_before, repeated, row_indices
 from rlhf_core.training.data.micro_batches import balanced, micro_batches
 from rlhf_core.training.distributed import Ranks
@@ -259,36 +257,6 @@ class TrainingContext:
         trainer = self.spec.native_trainer
         max_tokens = max(1, trainer.micro_batch_tokens // sequences_each) if trainer.micro_batch_tokens else 0
         return micro_batches(lengths, max(1, trainer.micro_batch_size // sequences_each), max_tokens, packed=packed)
-
-    def forward(
-        self,
-        engine: Engine,
-        reference: Scorer | None,
-        prompts: Sequence[Sequence[int]],
-        completions: Sequence[Sequence[int]],
-        temperature: float = 1.0,
-    ) -> tuple[SequenceBatch, PolicyOutput, Tensor]:
-        """Run the forward passes for one micro-batch of ``B`` sequences.
-
-        Args:
-            reference: the reference model, if the algorithm has one.
-            prompts: tokens of each sequence's prompt.
-            completions: tokens of each sequence's completion, the targets.
-            temperature: divisor of the logits, the same as in sampling.
-
-        Returns:
-            The padded batch, the log-probabilities, and the entropy of the policy, ``[B, T]``.
-        """
-        batch = self.collated(prompts, completions)
-        inputs = {"target_mask": batch.target_mask, "temperature": temperature}
-        # The reference goes first: it may be the policy without its adapter, whose pass must end before the next
-        # begins.
-        ref_logprobs = None
-        if reference is not None:
-            with torch.no_grad():
-                ref_logprobs, _ = reference(batch.input_ids, **inputs)
-        logprobs, entropy = engine(batch.input_ids, **inputs)
-        return batch, PolicyOutput(logprobs, ref_logprobs), entropy
 
     def collated(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> SequenceBatch:
         """Collate one micro-batch on this rank's device, after a heartbeat."""

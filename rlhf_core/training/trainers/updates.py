@@ -18,7 +18,7 @@ from rlhf_core.training.algorithms.advantages import moments, whitened_sequences
 from rlhf_core.training.algorithms.aggregation import masked_stat
 from rlhf_core.training.algorithms.objective import Advantages, MicroBatch, PolicyOutput, SampledBatch, StepSums
 from rlhf_core.training.data.batches import SequenceBatch
-from rlhf_core.training.data.examples import Scorer
+from rlhf_core.training.data.examples import Scorer, scored
 from rlhf_core.training.data.micro_batches import evened
 from rlhf_core.training.models.causal_lm import PolicyModel
 from rlhf_core.training.trainers.context import Loop, Totals, TrainingContext, TrainingStep
@@ -246,8 +246,11 @@ class PolicyUpdates:
         return [self._batch.prompts[index] for index in part], [completions[index].token_ids for index in part]
 
     def _forward(self, part: Sequence[int], reference: Scorer | None) -> tuple[SequenceBatch, PolicyOutput, Tensor]:
-        temperature = self._training.spec.rollout.temperature
-        return self._training.forward(self._engine, reference, *self._tokens(part), temperature)
+        """Run the forward passes of one micro-batch, at the temperature of sampling; also returns the entropy of the
+        policy."""
+        batch, temperature = self._training.collated(*self._tokens(part)), self._training.spec.rollout.temperature
+        output, entropy = scored(self._engine, reference, batch.input_ids, batch.target_mask, temperature)
+        return batch, output, entropy
 
     def _keep(self, part: Sequence[int], sequences: SequenceBatch, **found: Tensor | None) -> None:
         """Keep the results of a pass for later, under their name in :class:`SampledBatch`."""
