@@ -43,18 +43,32 @@ VECTOR_SIZE = _HEADER + 2 * CAPACITY + RANK_CAPACITY + SKETCH_SIZE
 """Length of one rank's vector."""
 
 
+@dataclass(frozen=True)
+class ReducedMetrics:
+    """Metrics of one step reduced over all ranks; the same on every rank."""
+
+    values: dict[str, float]
+    """Metric to value, names sorted."""
+    by_rank: dict[str, tuple[float, ...]]
+    """Per-rank values (``StepMetrics.each``), in rank order."""
+    stop: bool
+    """At least one rank was asked to save and stop."""
+    save_failed: bool
+    """At least one rank knows that a checkpoint could not be written."""
+
+
 class StepMetrics:
     """Metrics of one rank for one step. Every rank adds the same names; the order does not matter."""
 
     def __init__(self, step: int, ranks: Ranks) -> None:
         self.step = step
-        self._is_first = ranks.is_first
+        self._ranks = ranks
         self._entries: dict[str, tuple[float, float]] = {}
         self._own: dict[str, float] = {}
         self._digests: set[str] = set()
         self._extremes: dict[str, Callable[[Iterable[float]], float]] = {}
         self._correlations: list[str] = []
-        self._hashes: list[int] = []
+        self._sketch = sketch_of([])
         self._shared = ""
 
     def mean(self, name: str, total: float, weight: float) -> None:
@@ -66,11 +80,11 @@ class StepMetrics:
 
     def total(self, name: str, value: float) -> None:
         """Add a sum over the ranks; integers stay exact up to 2^53."""
-        self._entries[name] = (float(value), 1.0 if self._is_first else 0.0)
+        self._entries[name] = (float(value), 1.0 if self._ranks.is_first else 0.0)
 
     def shared(self, name: str, value: float) -> None:
         """Add a value that is the same on all ranks, or for which rank 0's counts."""
-        self._entries[name] = (float(value), 1.0) if self._is_first else (0.0, 0.0)
+        self._entries[name] = (float(value), 1.0) if self._ranks.is_first else (0.0, 0.0)
 
     def digest(self, name: str, texts: Iterable[str]) -> None:
         """Add a 40-bit digest that is equal for two steps with the same texts, in any order and on any ranks."""
@@ -103,119 +117,78 @@ class StepMetrics:
         self._entries[name + _OTHER] = (float(other_squares), 1.0)
         self._correlations.append(name)
 
-    def correlations(self, totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-        """Compute the correlations from the sums of all ranks."""
-        found = {}
-        for name in self._correlations:
-            (products, squares), (other, _) = totals[name], totals[name + _OTHER]
-            if squares > 0 and other > 0:
-                found[name] = products / math.sqrt(squares * other)
-        return found
-
-    def is_correlation(self, name: str) -> bool:
-        """True for an entry that a correlation is computed from."""
-        return name.removesuffix(_OTHER) in self._correlations
-
     def shared_share(self, name: str, texts: Iterable[str]) -> None:
         """Add the estimated share of distinct texts that more than one rank has, from a sketch of each rank's
         hashes."""
-        self._hashes = sorted({_hash(text, _DIGEST_BITS) for text in texts})[:SKETCH_SIZE]
+        self._sketch = sketch_of(texts)
         self._shared = name
 
-    def sketch(self) -> list[float]:
-        """Smallest hashes of this rank's texts, padded to ``SKETCH_SIZE``."""
-        return [*map(float, self._hashes), *[_NO_HASH] * (SKETCH_SIZE - len(self._hashes))]
+    def reduced(self, request: str = "") -> ReducedMetrics:
+        """Combine the metrics of all ranks with one collective.
 
-    def of_sketches(self, sketches: Sequence[Sequence[float]]) -> dict[str, float]:
-        """Compute the metric from the sketches of all ranks, if it was requested."""
-        return {self._shared: share_of_shared(sketches)} if self._shared else {}
+        Args:
+            request: the agent's request to this rank (none or ``stop``), or ``failed`` after a checkpoint that could
+                not be written. The votes travel with the metrics, so that all ranks act on them at the same step.
 
-    def is_digest(self, name: str) -> bool:
-        """True if the metric is a digest."""
-        return name in self._digests
+        Raises:
+            MetricsMismatch: the ranks have different metrics or are at different steps. Raised by every rank; names the
+                ranks that differ from the majority.
+            ValueError: more than ``CAPACITY`` metrics, or more than ``RANK_CAPACITY`` per-rank values.
+        """
+        entries, own = dict(sorted(self._entries.items())), dict(sorted(self._own.items()))
+        vectors = self._ranks.gather_numbers(self._packed(entries, own, request))
+        odd = odd_ranks([vector[0] for vector in vectors])
+        if odd:
+            steps_found = [vector[1] for vector in vectors]
+            raise MetricsMismatch(_explain(self.step, [*entries, *own], odd, steps_found, self._ranks))
+        totals: dict[str, tuple[float, float]] = {}
+        for index, name in enumerate(entries):
+            place = _HEADER + 2 * index
+            total, weight = (reduce(add, (vector[place + part] for vector in vectors)) for part in (0, 1))
+            totals[name] = (total, weight)
+        first = _HEADER + 2 * CAPACITY
+        by_rank = {name: tuple(vector[first + index] for vector in vectors) for index, name in enumerate(own)}
+        values = {name: choose(by_rank.pop(name)) for name, choose in self._extremes.items()}
+        values |= self._values_of(totals)
+        if self._shared:
+            values[self._shared] = share_of_shared([vector[-SKETCH_SIZE:] for vector in vectors])
+        votes = (any(vector[2 + vote] > 0 for vector in vectors) for vote in range(len(_VOTES)))
+        return ReducedMetrics(dict(sorted(values.items())), by_rank, *votes)
 
-    def entries(self) -> dict[str, tuple[float, float]]:
-        """Name to sum and weight, names sorted."""
-        return dict(sorted(self._entries.items()))
+    def _packed(
+        self, entries: Mapping[str, tuple[float, float]], own: Mapping[str, float], request: str
+    ) -> list[float]:
+        """Build this rank's vector.
 
-    def own(self) -> dict[str, float]:
-        """Name to this rank's value of each per-rank metric, names sorted."""
-        return dict(sorted(self._own.items()))
+        Raises:
+            ValueError: the metrics do not fit.
+        """
+        if len(entries) > CAPACITY:
+            raise ValueError(
+                f"found {len(entries)} metrics in one step, expected at most {CAPACITY} (metrics.CAPACITY)"
+            )
+        if len(own) > RANK_CAPACITY:
+            raise ValueError(
+                f"found {len(own)} values of each rank in one step, expected at most {RANK_CAPACITY} "
+                "(metrics.RANK_CAPACITY)"
+            )
+        mark = _hash(json.dumps([self.step, *entries, *own]), _DIGEST_BITS)
+        votes = [float(request == vote) for vote in _VOTES]
+        body = [number for entry in entries.values() for number in entry]
+        body += [0.0] * (2 * (CAPACITY - len(entries)))
+        own_values = [*own.values(), *[0.0] * (RANK_CAPACITY - len(own))]
+        return [float(mark), float(self.step), *votes, *body, *own_values, *self._sketch]
 
-    def split(self, by_rank: Mapping[str, tuple[float, ...]]) -> tuple[dict[str, float], dict[str, tuple[float, ...]]]:
-        """Split the gathered values into maxima, minima, and those to keep per rank."""
-        extremes = {name: choose(by_rank[name]) for name, choose in self._extremes.items()}
-        return extremes, {name: values for name, values in by_rank.items() if name not in extremes}
-
-
-@dataclass(frozen=True)
-class ReducedMetrics:
-    """Metrics of one step reduced over all ranks; the same on every rank."""
-
-    values: dict[str, float]
-    """Metric to value, names sorted."""
-    by_rank: dict[str, tuple[float, ...]]
-    """Per-rank values (``StepMetrics.each``), in rank order."""
-    stop: bool
-    """At least one rank was asked to save and stop."""
-    save_failed: bool
-    """At least one rank knows that a checkpoint could not be written."""
-
-
-def reduce_metrics(metrics: StepMetrics, ranks: Ranks, request: str = "") -> ReducedMetrics:
-    """Combine the metrics of all ranks with one collective.
-
-    Args:
-        request: the agent's request to this rank (none or ``stop``), or ``failed`` after a checkpoint that could not
-            be written. The votes travel with the metrics, so that all ranks act on them at the same step.
-
-    Raises:
-        MetricsMismatch: the ranks have different metrics or are at different steps. Raised by every rank; names the
-            ranks that differ from the majority.
-        ValueError: more than ``CAPACITY`` metrics, or more than ``RANK_CAPACITY`` per-rank values.
-    """
-    entries, own = metrics.entries(), metrics.own()
-    names = [*entries, *own]
-    vectors = ranks.gather_numbers(_pack(metrics, request))
-    odd = odd_ranks([vector[0] for vector in vectors])
-    if odd:
-        raise MetricsMismatch(_explain(metrics.step, names, odd, [vector[1] for vector in vectors], ranks))
-    values = metrics.of_sketches([vector[-SKETCH_SIZE:] for vector in vectors])
-    totals: dict[str, tuple[float, float]] = {}
-    for index, name in enumerate(entries):
-        place = _HEADER + 2 * index
-        total, weight = (reduce(add, (vector[place + part] for vector in vectors)) for part in (0, 1))
-        totals[name] = (total, weight)
-        if weight != 0 and not metrics.is_correlation(name):
-            values[name] = total % (1 << _DIGEST_BITS) if metrics.is_digest(name) else total / weight
-    values |= metrics.correlations(totals)
-    first = _HEADER + 2 * CAPACITY
-    by_rank = {name: tuple(vector[first + index] for vector in vectors) for index, name in enumerate(own)}
-    extremes, by_rank = metrics.split(by_rank)
-    votes = (any(vector[2 + vote] > 0 for vector in vectors) for vote in range(len(_VOTES)))
-    return ReducedMetrics(dict(sorted((values | extremes).items())), by_rank, *votes)
-
-
-def _pack(metrics: StepMetrics, request: str) -> list[float]:
-    """Build this rank's vector.
-
-    Raises:
-        ValueError: the metrics do not fit.
-    """
-    entries, own = metrics.entries(), metrics.own()
-    if len(entries) > CAPACITY:
-        raise ValueError(f"found {len(entries)} metrics in one step, expected at most {CAPACITY} (metrics.CAPACITY)")
-    if len(own) > RANK_CAPACITY:
-        raise ValueError(
-            f"found {len(own)} values of each rank in one step, expected at most {RANK_CAPACITY} "
-            "(metrics.RANK_CAPACITY)"
-        )
-    mark = _hash(json.dumps([metrics.step, *entries, *own]), _DIGEST_BITS)
-    votes = [float(request == vote) for vote in _VOTES]
-    body = [number for entry in entries.values() for number in entry]
-    body += [0.0] * (2 * (CAPACITY - len(entries)))
-    own_values = [*own.values(), *[0.0] * (RANK_CAPACITY - len(own))]
-    return [float(mark), float(metrics.step), *votes, *body, *own_values, *metrics.sketch()]
+    def _values_of(self, totals: dict[str, tuple[float, float]]) -> dict[str, float]:
+        """Means, digests and correlations from the sums of all ranks."""
+        values = {}
+        for name in self._correlations:
+            (products, squares), (other, _) = totals.pop(name), totals.pop(name + _OTHER)
+            if squares > 0 and other > 0:
+                values[name] = products / math.sqrt(squares * other)
+        values |= {name: total / weight for name, (total, weight) in totals.items() if weight != 0}
+        values |= {name: totals[name][0] % (1 << _DIGEST_BITS) for name in self._digests}
+        return values
 
 
 def odd_ranks(fingerprints: Sequence[float]) -> list[int]:
@@ -226,6 +199,12 @@ def odd_ranks(fingerprints: Sequence[float]) -> list[int]:
     if frequent[0][1] == frequent[1][1]:
         return list(range(len(fingerprints)))
     return [rank for rank, found in enumerate(fingerprints) if found != frequent[0][0]]
+
+
+def sketch_of(texts: Iterable[str]) -> list[float]:
+    """Smallest hashes of the texts of a rank, padded to ``SKETCH_SIZE``."""
+    hashes = sorted({_hash(text, _DIGEST_BITS) for text in texts})[:SKETCH_SIZE]
+    return [*map(float, hashes), *[_NO_HASH] * (SKETCH_SIZE - len(hashes))]
 
 
 def share_of_shared(sketches: Sequence[Sequence[float]]) -> float:

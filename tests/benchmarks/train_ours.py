@@ -24,9 +24,9 @@ from rank_launcher import make_context
 from rlhf_core.files.appended import read_models
 from rlhf_core.schemas.reports import MetricsLine
 from rlhf_core.training.distributed import init_process_group
+from rlhf_core.training.metrics import StepMetrics
 from rlhf_core.training.rollouts import transformers_engine
 from rlhf_core.training.rollouts.base import Sampling
-from rlhf_core.training.trainers import context as trainers_context
 from rlhf_core.training.trainers.engine import Engine, load_deepspeed
 from rlhf_core.training.trainers.run import train_run
 from rlhf_core.training.types import Completion
@@ -109,7 +109,7 @@ def main(folder: Path, threads: int) -> None:
     Engine.backward = timed("backward", parts, Engine.backward)
     stamps: list[tuple[float, float, dict[str, float]]] = []
     most = load["steps"] if load["on_gpu"] else None
-    trainers_context.reduce_metrics = stamped(stamps, parts, trainers_context.reduce_metrics, most)
+    StepMetrics.reduced = stamped(stamps, parts, StepMetrics.reduced, most)
     context = make_context(str(folder / "run"), settings(load, folder, threads), 0, 1)
     ranks = init_process_group(context)
     load_deepspeed(on_cpu=not load["on_gpu"])

@@ -319,16 +319,16 @@ _REWARD_FAULTS: dict[str, Callable[[dict[str, Any]], None]] = {
 
 def _patch_metrics() -> None:
     """Add a collective right before the reduction of the metrics, in which one rank deviates from the rest."""
-    from rlhf_core.training.trainers import context
+    from rlhf_core.training.metrics import StepMetrics
 
-    plain = context.reduce_metrics
+    plain: Any = StepMetrics.reduced
 
-    def reduce_metrics(metrics: Any, ranks: Any, request: str = "") -> Any:
+    def reduced(metrics: Any, request: str = "") -> Any:
         for fault in _due("metrics"):
-            _odd_collective(fault, ranks)
-        return plain(metrics, ranks, request)
+            _odd_collective(fault, metrics._ranks)
+        return plain(metrics, request)
 
-    context.reduce_metrics = reduce_metrics
+    StepMetrics.reduced = reduced
 
 
 def _odd_collective(fault: dict[str, Any], ranks: Any) -> None:

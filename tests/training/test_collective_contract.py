@@ -66,7 +66,7 @@ def keep_the_contract(rank: int, num_ranks: int, run_dir: str) -> dict[str, Any]
     logits, mask = logits_of(rank)
     step = module.StepMetrics(1, ranks)
     step.mean("logits", *(float(part) for part in masked_stat(logits.mean(-1), mask)))
-    found: dict[str, Any] = {"mean": module.reduce_metrics(step, ranks).values["logits"], "raised": []}
+    found: dict[str, Any] = {"mean": step.reduced().values["logits"], "raised": []}
 
     order = ("loss", "reward") if rank == 0 else ("reward", "loss")
     for name in order:
@@ -74,7 +74,7 @@ def keep_the_contract(rank: int, num_ranks: int, run_dir: str) -> dict[str, Any]
         metrics = module.StepMetrics(2, own)
         metrics.mean(name, 1.0, 1)
         try:
-            module.reduce_metrics(metrics, own)
+            metrics.reduced()
         except module.MetricsMismatch as error:
             found["raised"].append(str(error))
 

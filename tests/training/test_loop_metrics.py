@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ def every_scenario(rank: int, num_ranks: int, run_dir: str) -> dict[str, Any]:
         for name, value in names.items():
             metrics.mean(name, value, 1)
         try:
-            reduced = module.reduce_metrics(metrics, own, request)
+            reduced = metrics.reduced(request)
             results[case] = [reduced.values, reduced.stop, reduced.save_failed]
         except module.MetricsMismatch as error:
             results[case] = str(error)
@@ -42,16 +43,17 @@ def every_scenario(rank: int, num_ranks: int, run_dir: str) -> dict[str, Any]:
     kinds.total("total", 2**51 + rank)
     kinds.shared("shared", 0.1 if rank == 0 else 99)
     kinds.digest("digest", [f"text {index}" for index in range(rank, 10, num_ranks)])
-    alone = module.StepMetrics(1, dataclasses.replace(ranks, rank=0, num_ranks=1))
+    lone_rank: Any = SimpleNamespace(is_first=True, gather_numbers=lambda vector: [vector])
+    alone = module.StepMetrics(1, lone_rank)
     alone.digest("digest", [f"text {index}" for index in reversed(range(10))])
-    results["kinds"] = module.reduce_metrics(kinds, ranks).values
-    results["digest alone"] = alone.entries()["digest"][0]
+    results["kinds"] = kinds.reduced().values
+    results["digest alone"] = alone.reduced().values["digest"]
 
     own = module.StepMetrics(1, ranks)
     own.each("each", 10 + rank)
     own.highest("highest", -1 - rank)
     own.lowest("lowest", -1 - rank)
-    reduced = module.reduce_metrics(own, ranks)
+    reduced = own.reduced()
     results["by rank"] = [reduced.values, reduced.by_rank]
 
     reduce("same", 7, {"a": rank, "b": 1.0})
@@ -162,7 +164,7 @@ def odd_scenario(rank: int, num_ranks: int, run_dir: str) -> dict[str, str]:
         metrics.mean(name, 1.0, 1)
         metrics.shared_share("shared", ["same", f"of {rank}"])
         try:
-            found[case] = str(module.reduce_metrics(metrics, own).values)
+            found[case] = str(metrics.reduced().values)
         except module.MetricsMismatch as error:
             found[case] = str(error)
     ranks.barrier()
@@ -177,19 +179,6 @@ def test_the_odd_rank_is_named_and_none_where_all_agree(tmp_path: Path) -> None:
         assert found["none"] == "{'a': 1.0, 'shared': 0.25}", "one of four different texts is on several ranks"
 
 
-def sketch_of(texts: range) -> list[float]:
-    import torch
-    from torch.distributed import HashStore
-
-    from rlhf_core.training.distributed import Ranks
-    from rlhf_core.training.metrics import StepMetrics
-    from rlhf_core.training.types import NullReporter
-
-    metrics = StepMetrics(1, Ranks(0, 1, torch.device("cpu"), NullReporter(), HashStore()))
-    metrics.shared_share("shared", (f"text {number}" for number in texts))
-    return metrics.sketch()
-
-
 @pytest.mark.parametrize(
     ("ranks", "share"),
     [
@@ -201,9 +190,10 @@ def sketch_of(texts: range) -> list[float]:
     ],
 )
 def test_a_sketch_tells_how_much_ranks_share(ranks: tuple[range, ...], share: float) -> None:
-    from rlhf_core.training.metrics import share_of_shared
+    from rlhf_core.training.metrics import share_of_shared, sketch_of
 
-    assert share_of_shared([sketch_of(texts) for texts in ranks]) == share
+    sketches = [sketch_of(f"text {number}" for number in texts) for texts in ranks]
+    assert share_of_shared(sketches) == share
 
 
 def test_too_many_metrics_are_refused(tmp_path: Path) -> None:
@@ -211,7 +201,7 @@ def test_too_many_metrics_are_refused(tmp_path: Path) -> None:
     from torch.distributed import HashStore
 
     from rlhf_core.training.distributed import Ranks
-    from rlhf_core.training.metrics import CAPACITY, StepMetrics, reduce_metrics
+    from rlhf_core.training.metrics import CAPACITY, StepMetrics
     from rlhf_core.training.types import NullReporter
 
     ranks = Ranks(0, 1, torch.device("cpu"), NullReporter(), HashStore())
@@ -219,4 +209,4 @@ def test_too_many_metrics_are_refused(tmp_path: Path) -> None:
     for index in range(CAPACITY + 1):
         metrics.shared(f"group/{index}", 0.0)
     with pytest.raises(ValueError, match="found 129 metrics in one step, expected at most 128"):
-        reduce_metrics(metrics, ranks)
+        metrics.reduced()

@@ -29,7 +29,7 @@ from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.evaluation.evaluator import Evaluator
 from rlhf_core.training.health.judge import Judge
 from rlhf_core.training.health.state import Batch
-from rlhf_core.training.metrics import StepMetrics, reduce_metrics
+from rlhf_core.training.metrics import StepMetrics
 from rlhf_core.training.trainers.engine import Engine, learning_rate
 from rlhf_core.training.trainers.saving import Saving
 from rlhf_core.training.trainers.step_reports import refuse_non_finite, summary
@@ -314,7 +314,7 @@ class TrainingContext:
         if step.number == 1:
             for name, count in self._data_counts.items():
                 step.metrics.shared(name, count)
-        reduced = reduce_metrics(step.metrics, self.ranks, self._saving.request())
+        reduced = step.metrics.reduced(self._saving.request())
         if self._metrics_file is not None:
             self._metrics_file.write(
                 MetricsLine(step=step.number, time=utc_now(), loop=loop.algorithm.name, metrics=reduced.values)
