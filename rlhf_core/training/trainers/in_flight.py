@@ -1,40 +1,36 @@
 """In-flight completions as a checkpoint stores them: sampled for a step that has not run yet."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from rlhf_core.training.types import Completion
 
-Item = TypeVar("Item")
 Groups = Mapping[str, list[Completion]]
 """Completions by the uid of their prompt."""
 
 
 def stored_completions(step: int, made: Groups) -> dict[str, Any]:
-    """Convert the completions of one rank to tensors, with small values as strings and numbers.
+    """Convert the completions of one rank to tensors: of their tokens, of the log-probabilities, and of a JSON text.
 
     Args:
         step: step that the completions are for.
     """
     flat = [completion for group in made.values() for completion in group]
-    texts = [completion.text.encode(errors="surrogatepass") for completion in flat]
-    whole_numbers = {
-        "sizes": [len(group) for group in made.values()],
-        "lengths": [len(completion.token_ids) for completion in flat],
-        "tokens": [token for completion in flat for token in completion.token_ids],
-        "finished": [int(completion.finished) for completion in flat],
-        "versions": [completion.weight_version for completion in flat],
-        "text_lengths": list(map(len, texts)),
+    groups = {
+        uid: [[len(one.token_ids), one.text, one.finished, one.weight_version] for one in group]
+        for uid, group in made.items()
     }
+    text = json.dumps(groups, ensure_ascii=False).encode(errors="surrogatepass")
     return {
         "step": step,
-        "uids": list(made),
-        **{name: torch.tensor(values, dtype=torch.int64) for name, values in whole_numbers.items()},
+        "tokens": torch.tensor([token for completion in flat for token in completion.token_ids], dtype=torch.int64),
         "logprobs": torch.tensor([value for completion in flat for value in completion.logprobs], dtype=torch.float64),
-        "texts": torch.tensor(list(b"".join(texts)), dtype=torch.uint8),
+        # A tensor: as a string, it would be part of the header of the file.
+        "groups": torch.frombuffer(bytearray(text), dtype=torch.uint8),
     }
 
 
@@ -42,23 +38,13 @@ def kept_completions(stored: Iterable[Mapping[str, Any]]) -> dict[int, dict[str,
     """Restore the completions that any number of ranks stored, by step and prompt."""
     found: dict[int, dict[str, list[Completion]]] = {}
     for part in stored:
-        numbers = {name: value.tolist() for name, value in part.items() if isinstance(value, torch.Tensor)}
-        flat = [
-            Completion(tokens, bytes(text).decode(errors="surrogatepass"), bool(finished), logprobs, version)
-            for tokens, text, finished, logprobs, version in zip(
-                _divided(numbers["tokens"], numbers["lengths"]),
-                _divided(numbers["texts"], numbers["text_lengths"]),
-                numbers["finished"],
-                _divided(numbers["logprobs"], numbers["lengths"]),
-                numbers["versions"],
-                strict=True,
-            )
-        ]
+        if "groups" not in part:
+            continue  # of an earlier form: its prompts are sampled again
+        tokens, logprobs = iter(part["tokens"].tolist()), iter(part["logprobs"].tolist())
         groups = found.setdefault(int(part["step"]), {})
-        groups.update(zip(part["uids"], _divided(flat, numbers["sizes"]), strict=True))
+        for uid, group in json.loads(part["groups"].numpy().tobytes()).items():
+            groups[uid] = [
+                Completion(list(islice(tokens, length)), text, finished, list(islice(logprobs, length)), version)
+                for length, text, finished, version in group
+            ]
     return found
-
-
-def _divided(items: Iterable[Item], sizes: Sequence[int]) -> list[list[Item]]:
-    left = iter(items)
-    return [list(islice(left, size)) for size in sizes]
