@@ -2,6 +2,7 @@
 ending."""
 
 import dataclasses
+import json
 import math
 import shutil
 from pathlib import Path
@@ -279,15 +280,23 @@ def headless(folder: Path) -> None:
     (folder / "config.json").write_text(config.replace("{", '{"id2label": {"0": "LABEL_0"},', 1))
 
 
+def of_another_width(folder: Path) -> None:
+    """A reward model whose config gives its weights another shape."""
+    make_reward_model(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 2 * config["intermediate_size"]}))
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (lambda folder: None, "which is not a folder"),
         (language_model, "has 2 outputs"),
-        (headless, "lacks score.weight, so its scores would be random"),
+        (headless, r"reward.models.good: .*/model does not hold all weights of .* found no score.weight"),
+        (of_another_width, r"reward.models.good: .*/model does not hold .* of shape \[.*\] instead of \["),
         (lambda folder: make_reward_model(folder, num_labels=2), "has 2 outputs; expected a reward model"),
     ],
-    ids=["nothing", "language model", "headless", "two outputs"],
+    ids=["nothing", "language model", "headless", "another width", "two outputs"],
 )
 def test_what_is_no_reward_model_is_refused(make: Any, words: str, tmp_path: Path) -> None:
     make(tmp_path / "model")

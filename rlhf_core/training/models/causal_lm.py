@@ -32,7 +32,7 @@ from rlhf_core.training.data.tokenizers import build_tokenizer, load_tokenizer
 from rlhf_core.training.models.adapters import base_of, is_adapter, merged
 from rlhf_core.training.models.gathering import most_on_any_rank, whole_shape
 from rlhf_core.training.models.lean_layers import use_lean_layers
-from rlhf_core.training.models.loaded_weights import REPORTED_LOADING, require_weights
+from rlhf_core.training.models.loaded_weights import load_whole
 from rlhf_core.training.models.packing import can_pack, hidden_of_targets
 from rlhf_core.training.models.token_logprobs import token_logprobs
 from rlhf_core.training.types import Row
@@ -139,17 +139,12 @@ def load_causal_lm(path: Path, dtype: str, base: Path | None = None) -> PreTrain
     folder = _existing_folder(path, "model.path")
     if is_adapter(folder):
         return merged(load_causal_lm(base or base_of(folder), dtype), folder)
-    model: PreTrainedModel
     try:
-        config = dropout_free_config(folder)
-        model, about = AutoModelForCausalLM.from_pretrained(
-            str(folder), config=config, dtype=getattr(torch, dtype), **REPORTED_LOADING
-        )
+        model = load_whole(AutoModelForCausalLM, folder, dropout_free_config(folder), dtype)
     except (OSError, ValueError) as error:
         raise BadConfig(
             f"{folder} holds no causal language model that transformers can load: {_first_lines(error)}"
         ) from error
-    require_weights(folder, model, about)
     _make_savable(model.generation_config, folder)
     use_lean_layers(model)
     return model

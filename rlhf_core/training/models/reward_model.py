@@ -11,7 +11,7 @@ from rlhf_core.errors import BadConfig
 from rlhf_core.training.models.adapters import base_of, is_adapter, merged
 from rlhf_core.training.models.causal_lm import dropout_free_config
 from rlhf_core.training.models.lean_layers import use_lean_layers
-from rlhf_core.training.models.loaded_weights import REPORTED_LOADING, require_weights
+from rlhf_core.training.models.loaded_weights import load_whole
 
 
 def load_reward_model(folder: Path, dtype: str, seed: int, pad_id: int, base: Path | None = None) -> PreTrainedModel:
@@ -30,23 +30,20 @@ def load_reward_model(folder: Path, dtype: str, seed: int, pad_id: int, base: Pa
     """
     if is_adapter(folder):
         return merged(load_reward_model(base or base_of(folder), dtype, seed, pad_id), folder)
-    model: PreTrainedModel
     try:
         config = dropout_free_config(folder)
         config.num_labels = 1
         config.pad_token_id = pad_id
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model, about = AutoModelForSequenceClassification.from_pretrained(
-                str(folder), config=config, dtype=getattr(torch, dtype), **REPORTED_LOADING
-            )
+            heads = ("score.", "classifier.")  # the second is refused below, with the reason
+            model = load_whole(AutoModelForSequenceClassification, folder, config, dtype, new=heads)
     except (OSError, ValueError) as error:
         found = " ".join(str(error).split())[:400]
         raise BadConfig(
             f"{folder} holds no model that transformers can give a head with one output: {found}"
         ) from error
     RewardModel(model)
-    require_weights(folder, model, about, new="score.")
     use_lean_layers(model)
     return model
 

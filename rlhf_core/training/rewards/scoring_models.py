@@ -28,6 +28,7 @@ from rlhf_core.training.data.loading import completion_tokens, continued_tokens,
 from rlhf_core.training.data.tokenizers import load_tokenizer
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.models.causal_lm import dropout_free_config
+from rlhf_core.training.models.loaded_weights import load_whole
 from rlhf_core.training.models.reward_model import RewardModel, is_reward_model
 from rlhf_core.training.types import Conversation, Row
 
@@ -313,8 +314,7 @@ def load_scoring_model(
     """Load a reward model and its tokenizer.
 
     Raises:
-        BadConfig: the folder holds no sequence classifier with one output, or not all of its weights: transformers
-            would initialise the rest at random.
+        BadConfig: the folder holds no sequence classifier with one output, or not all of its weights.
     """
     folder, setting = Path(settings.path), f"reward.models.{name}"
     if not folder.is_dir():
@@ -326,22 +326,10 @@ def load_scoring_model(
             raise BadConfig(
                 f"{setting}: {folder} has {config.num_labels} outputs; expected a reward model with one output"
             )
-        model, about = AutoModelForSequenceClassification.from_pretrained(
-            str(folder),
-            config=config,
-            dtype=getattr(torch, settings.dtype),
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        model = load_whole(AutoModelForSequenceClassification, folder, config, settings.dtype, setting=f"{setting}: ")
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:400]
         raise BadConfig(f"{setting}: {folder} has no sequence classifier for transformers: {reason}") from error
-    missing = sorted(about["missing_keys"])
-    if missing:
-        raise BadConfig(
-            f"{setting}: {folder} lacks {', '.join(missing[:3])}, so its scores would be random; expected a reward "
-            "model, not a language model"
-        )
     model.to(device if settings.device == "rank" else torch.device("cpu"))
     return model, tokenizer
 
