@@ -24,8 +24,8 @@ from rlhf_core.training.algorithms.objective import MetricDef, Objective
 
 class Toy(Objective):
     metrics = (
-        MetricDef("train/loss", ("loss/toy",), "Policy loss."),
-        MetricDef("toy/gain", ("gain",), "Scaled advantage, mean over tokens."),
+        MetricDef("train/loss", ("loss/toy",)),
+        MetricDef("toy/gain", ("gain",)),
     )
 
     def loss(self, output, batch, sums, spec):

@@ -61,8 +61,8 @@ class ContrastivePreferenceOptimisation(Objective):
     """:func:`cpo_losses` and the cross-entropy as an objective."""
 
     metrics = (
-        MetricDef("train/loss", ("loss/cpo", "loss/nll"), "Loss, mean over pairs, cross-entropy included."),
-        MetricDef("preference/nll", ("nll",), "Cross-entropy of the chosen completions, in nats per token."),
+        MetricDef("train/loss", ("loss/cpo", "loss/nll")),
+        MetricDef("preference/nll", ("nll",)),
         *PAIR_METRICS,
     )
 

@@ -65,7 +65,7 @@ def dpo_losses(
 class DirectPreferenceOptimisation(Objective):
     """:func:`dpo_losses` as an objective."""
 
-    metrics = (MetricDef("train/loss", ("loss/dpo",), "Loss, mean over pairs."), *PAIR_METRICS)
+    metrics = (MetricDef("train/loss", ("loss/dpo",)), *PAIR_METRICS)
 
     def rewards(self, output: PolicyOutput, batch: MicroBatch, spec: DpoSpec) -> Tensor:
         """Implicit rewards: beta times the log-ratio of policy and reference, whatever the loss."""

@@ -55,11 +55,11 @@ class KahnemanTverskyOptimisation(Objective):
     """:func:`kto_losses` as an objective."""
 
     metrics = (
-        MetricDef("train/loss", ("loss/kto",), "Loss, mean over rows."),
-        MetricDef("preference/kl", ("kl",), "Divergence from the reference (z), in nats per completion."),
-        MetricDef("preference/accuracy", ("accuracy",), "Share of rows on the side of z that their label says."),
-        MetricDef("preference/chosen_reward", ("chosen_reward",), "Implicit reward of desirable completions."),
-        MetricDef("preference/rejected_reward", ("rejected_reward",), "Implicit reward of undesirable completions."),
+        MetricDef("train/loss", ("loss/kto",)),
+        MetricDef("preference/kl", ("kl",)),
+        MetricDef("preference/accuracy", ("accuracy",)),
+        MetricDef("preference/chosen_reward", ("chosen_reward",)),
+        MetricDef("preference/rejected_reward", ("rejected_reward",)),
     )
 
     def measure(self, output: PolicyOutput, batch: MicroBatch, spec: KtoSpec) -> Mapping[str, Tensor]:

@@ -15,15 +15,13 @@ Whitening = Literal["no", "tokens", "sequences"]
 
 @dataclass(frozen=True)
 class MetricDef:
-    """A metric that a loss contributes to ``metrics.jsonl``."""
+    """A metric that a loss contributes to ``metrics.jsonl``; docs/metrics.md has its meaning."""
 
     name: str
     """Name, as ``group/name``. ``train/loss`` is required of every objective."""
     stats: tuple[str, ...]
     """Statistics of the loss whose sums are added; the weight is that of the first. A step without them omits the
     metric."""
-    meaning: str
-    """Unit and meaning, in a sentence."""
 
 
 @dataclass(frozen=True)

@@ -44,9 +44,9 @@ class OddsRatioPreferenceOptimisation(Objective):
     """Cross-entropy and odds ratio as an objective."""
 
     metrics = (
-        MetricDef("train/loss", ("loss/odds", "loss/nll"), "Loss, mean over pairs, cross-entropy included."),
-        MetricDef("preference/nll", ("nll",), "Cross-entropy of chosen completions and their prompts, per token."),
-        MetricDef("preference/log_odds_chosen", ("log_odds",), "Log odds ratio of chosen against rejected."),
+        MetricDef("train/loss", ("loss/odds", "loss/nll")),
+        MetricDef("preference/nll", ("nll",)),
+        MetricDef("preference/log_odds_chosen", ("log_odds",)),
         *PAIR_METRICS,
     )
 

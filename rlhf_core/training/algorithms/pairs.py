@@ -8,10 +8,10 @@ from rlhf_core.training.algorithms.aggregation import Stats, masked_stat
 from rlhf_core.training.algorithms.objective import MetricDef, PolicyOutput, StepSums
 
 PAIR_METRICS = (
-    MetricDef("preference/accuracy", ("accuracy",), "Share of pairs whose chosen completion has the higher reward."),
-    MetricDef("preference/margin", ("margin",), "Reward of the chosen completion less that of the rejected one."),
-    MetricDef("preference/chosen_reward", ("chosen_reward",), "Implicit reward of the chosen completions."),
-    MetricDef("preference/rejected_reward", ("rejected_reward",), "Implicit reward of the rejected completions."),
+    MetricDef("preference/accuracy", ("accuracy",)),
+    MetricDef("preference/margin", ("margin",)),
+    MetricDef("preference/chosen_reward", ("chosen_reward",)),
+    MetricDef("preference/rejected_reward", ("rejected_reward",)),
 )
 """Metrics of every algorithm that learns from pairs; wrapped trainers use the same names."""
 

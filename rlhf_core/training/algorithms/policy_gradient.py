@@ -14,18 +14,10 @@ from rlhf_core.training.algorithms.objective import MetricDef, MicroBatch, Objec
 from rlhf_core.training.algorithms.surrogate import clipped_surrogate, mismatch_weights, policy_loss, token_ratio
 
 POLICY_METRICS: tuple[MetricDef, ...] = (
-    MetricDef("train/loss", ("loss/policy",), "Policy loss, penalty included; near 0 is normal."),
-    MetricDef(
-        "policy/clip_share",
-        ("policy/clip_low_share", "policy/clip_high_share"),
-        "Share of tokens whose probability ratio was clipped; 0 when strictly on-policy.",
-    ),
-    MetricDef("policy/kl", ("policy/kl",), "Estimated divergence from the reference model, in nats per token."),
-    MetricDef(
-        "policy/mismatch_weight",
-        ("policy/mismatch_weight",),
-        "Mean weight of the correction for what sampler and trainer do not agree on; 1 where they agree.",
-    ),
+    MetricDef("train/loss", ("loss/policy",)),
+    MetricDef("policy/clip_share", ("policy/clip_low_share", "policy/clip_high_share")),
+    MetricDef("policy/kl", ("policy/kl",)),
+    MetricDef("policy/mismatch_weight", ("policy/mismatch_weight",)),
 )
 
 

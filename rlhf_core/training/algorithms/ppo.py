@@ -52,8 +52,8 @@ class ProximalPolicyOptimisation(PolicyGradient):
 
     metrics = (
         *POLICY_METRICS,
-        MetricDef("value/loss", ("value/loss",), "Clipped loss of the value model, in squared reward."),
-        MetricDef("value/clip_share", ("value/clip_share",), "Share of tokens at which the clip of the value counts."),
+        MetricDef("value/loss", ("value/loss",)),
+        MetricDef("value/clip_share", ("value/clip_share",)),
     )
 
     def advantages(self, batch: SampledBatch, sums: StepSums, spec: PpoSpec) -> Advantages:

@@ -37,7 +37,7 @@ def bradley_terry_losses(
 class BradleyTerry(Objective):
     """:func:`bradley_terry_losses` as an objective."""
 
-    metrics = (MetricDef("train/loss", ("loss/reward_model",), "Loss, mean over pairs."), *PAIR_METRICS)
+    metrics = (MetricDef("train/loss", ("loss/reward_model",)), *PAIR_METRICS)
 
     def rewards(self, output: PolicyOutput, batch: MicroBatch, spec: RewardModelSpec) -> Tensor:
         """Outputs of the model."""

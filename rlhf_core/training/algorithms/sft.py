@@ -27,7 +27,7 @@ def sft_loss(logprobs: Tensor, mask: Tensor, normaliser: float) -> tuple[Tensor,
 class SupervisedFineTuning(Objective):
     """:func:`sft_loss` as an objective."""
 
-    metrics = (MetricDef("train/loss", ("loss/sft",), "Cross-entropy of the reference answers, in nats per token."),)
+    metrics = (MetricDef("train/loss", ("loss/sft",)),)
 
     def loss(self, output: PolicyOutput, batch: MicroBatch, sums: StepSums, spec: SftSpec) -> tuple[Tensor, Stats]:
         """See :func:`sft_loss`."""

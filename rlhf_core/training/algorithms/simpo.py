@@ -37,7 +37,7 @@ def simpo_losses(
 class SimplePreferenceOptimisation(Objective):
     """:func:`simpo_losses` as an objective."""
 
-    metrics = (MetricDef("train/loss", ("loss/simpo",), "Loss, mean over pairs."), *PAIR_METRICS)
+    metrics = (MetricDef("train/loss", ("loss/simpo",)), *PAIR_METRICS)
 
     def rewards(self, output: PolicyOutput, batch: MicroBatch, spec: SimpoSpec) -> Tensor:
         """Implicit rewards: beta times the mean log-probability."""
