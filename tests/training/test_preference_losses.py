@@ -17,9 +17,9 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from rlhf_core.schemas.algorithms import Algorithm
 from rlhf_core.schemas.algorithms.base import AlgorithmSpec
 from rlhf_core.training.algorithms import ALGORITHMS
-from rlhf_core.training.algorithms.dpo import dpo_losses
 from rlhf_core.training.algorithms.objective import MicroBatch, PolicyOutput, StepSums
 from rlhf_core.training.algorithms.orpo import log1mexp
+from rlhf_core.training.algorithms.pairs import pair_losses
 from rlhf_core.training.data.examples import Example, make_batch, score_batch, step_sums
 from rlhf_core.training.evaluation.ranking import desirable_sample, pair_sample
 from rlhf_core.training.models.causal_lm import PolicyModel
@@ -172,13 +172,17 @@ def logistic(value: float) -> float:
         ({"loss": "hinge", "beta": 2.0}, lambda d: max(0.0, 1 - 2 * d)),
         ({"loss": "ipo", "beta": 0.5}, lambda d: (d - 1) ** 2),
         (
+            {"label_smoothing": 0.25},
+            lambda d: -0.75 * math.log(logistic(0.1 * d)) - 0.25 * math.log(logistic(-0.1 * d)),
+        ),
+        (
             {"loss": "robust", "label_smoothing": 0.25},
             lambda d: (-0.75 * math.log(logistic(0.1 * d)) + 0.25 * math.log(logistic(-0.1 * d))) / 0.5,
         ),
     ],
 )
-def test_dpo_is_its_formula(settings: dict[str, Any], expected: Any) -> None:
-    found = dpo_losses(CHOSEN, REJECTED, **settings).tolist()
+def test_the_loss_of_a_pair_is_its_formula(settings: dict[str, Any], expected: Any) -> None:
+    found = pair_losses(CHOSEN, REJECTED, **settings).tolist()
     assert found == pytest.approx([expected(0.7), expected(-3.0)], abs=1e-12)
 
 

@@ -13,11 +13,7 @@ after consulting its authors. The loss of a step is the mean over its pairs. Val
 1.16.0 (``trl/trainer/dpo_trainer.py``, ``_compute_loss``).
 """
 
-from typing import Literal
-
-import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from rlhf_core.schemas.algorithms.preference import DpoSpec
 from rlhf_core.training.algorithms.aggregation import Stats
@@ -25,6 +21,7 @@ from rlhf_core.training.algorithms.objective import MetricDef, MicroBatch, Objec
 from rlhf_core.training.algorithms.pairs import (
     PAIR_METRICS,
     log_ratios,
+    pair_losses,
     pair_stats,
     sequence_means,
     sequence_sums,
@@ -32,38 +29,8 @@ from rlhf_core.training.algorithms.pairs import (
 )
 
 
-def dpo_losses(
-    chosen: Tensor,
-    rejected: Tensor,
-    *,
-    beta: float = 0.1,
-    loss: Literal["sigmoid", "ipo", "hinge", "robust"] = "sigmoid",
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    """Loss of each pair.
-
-    Args:
-        chosen: ``[P]`` log-ratios of policy and reference: sums over tokens, for ``ipo`` means.
-        rejected: ``[P]``, likewise.
-        beta: strength of the tie to the reference model.
-        label_smoothing: share of flipped pairs, below one half; of ``robust`` only.
-
-    Returns:
-        ``[P]``, with gradient.
-    """
-    difference = chosen - rejected
-    if loss == "ipo":
-        return (difference - 1 / (2 * beta)).square()
-    if loss == "hinge":
-        return torch.relu(1 - beta * difference)
-    if loss == "robust":
-        clean, flipped = logsigmoid(beta * difference), logsigmoid(-beta * difference)
-        return (-(1 - label_smoothing) * clean + label_smoothing * flipped) / (1 - 2 * label_smoothing)
-    return -logsigmoid(beta * difference)
-
-
 class DirectPreferenceOptimisation(Objective):
-    """:func:`dpo_losses` as an objective."""
+    """:func:`pairs.pair_losses` of the log-ratios of policy and reference."""
 
     metrics = (MetricDef("train/loss", ("loss/dpo",)), *PAIR_METRICS)
 
@@ -72,10 +39,10 @@ class DirectPreferenceOptimisation(Objective):
         return spec.beta * sequence_sums(log_ratios(output), batch.mask)
 
     def loss(self, output: PolicyOutput, batch: MicroBatch, sums: StepSums, spec: DpoSpec) -> tuple[Tensor, Stats]:
-        """See :func:`dpo_losses`."""
+        """See :func:`pairs.pair_losses`."""
         reduce = sequence_means if spec.loss == "ipo" else sequence_sums
         chosen, rejected = reduce(log_ratios(output), batch.mask).chunk(2)
-        losses = dpo_losses(chosen, rejected, beta=spec.beta, loss=spec.loss, label_smoothing=spec.label_smoothing)
+        losses = pair_losses(chosen, rejected, beta=spec.beta, loss=spec.loss, label_smoothing=spec.label_smoothing)
         stats = {"loss/dpo": value_stat(losses), **pair_stats(self.rewards(output, batch, spec))}
         return losses.sum() / sums.num_pairs, stats
 

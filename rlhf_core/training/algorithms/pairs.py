@@ -1,5 +1,7 @@
 """Common parts of pairwise losses: one number per sequence, and the comparison of the two sequences of a pair."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -30,6 +32,36 @@ def log_ratios(output: PolicyOutput) -> Tensor:
     """``[B, T]`` log-ratios of policy and reference, for an algorithm that has one."""
     assert output.ref_logprobs is not None
     return output.logprobs - output.ref_logprobs
+
+
+def pair_losses(
+    chosen: Tensor,
+    rejected: Tensor,
+    *,
+    beta: float = 0.1,
+    loss: Literal["sigmoid", "hinge", "ipo", "robust"] = "sigmoid",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Loss of each pair, by the formulas of ``dpo.py`` and ``cpo.py``.
+
+    Args:
+        chosen: ``[P]`` log-probabilities, or log-ratios of policy and reference: sums over tokens, for ``ipo`` means.
+        rejected: ``[P]``, likewise.
+        beta: factor of the difference.
+        label_smoothing: share of flipped pairs, below one half; of ``sigmoid`` and ``robust`` only.
+
+    Returns:
+        ``[P]``, with gradient.
+    """
+    difference = chosen - rejected
+    if loss == "ipo":
+        return (difference - 1 / (2 * beta)).square()
+    if loss == "hinge":
+        return torch.relu(1 - beta * difference)
+    if loss == "robust":
+        clean, flipped = logsigmoid(beta * difference), logsigmoid(-beta * difference)
+        return (-(1 - label_smoothing) * clean + label_smoothing * flipped) / (1 - 2 * label_smoothing)
+    return smoothed_losses(beta * difference, label_smoothing)
 
 
 def smoothed_losses(logits: Tensor, label_smoothing: float) -> Tensor:
