@@ -110,7 +110,7 @@ def test_the_penalty_is_k3_and_needs_a_reference() -> None:
     measured, stats = policy_loss_of("grpo", logprobs, None, nothing, mask, **step)
     assert measured.item() == 0.0
     assert stats["policy/kl"][0].item() == pytest.approx(sum(divergences))
-    with pytest.raises(ValueError, match="needs a reference model"):
+    with pytest.raises(AssertionError):
         policy_loss_of("grpo", logprobs, None, nothing, mask, kl_coefficient=0.1)
 
 

@@ -48,16 +48,15 @@ class PolicyGradient(Objective):
     def loss(
         self, output: PolicyOutput, batch: MicroBatch, sums: StepSums, spec: PolicyGradientSpec
     ) -> tuple[Tensor, Stats]:
-        """See :func:`surrogate.policy_loss`.
-
-        Raises:
-            ValueError: a penalty is configured, but the reference's log-probabilities are missing.
-        """
+        """See :func:`surrogate.policy_loss`."""
         assert batch.advantages is not None  # of every loop that samples
+        assert output.ref_logprobs is not None or not spec.reference  # of every loop with a reference
         old_logprobs = output.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        divergences = _divergences(output, spec)
-        if divergences is not None and self.weighs_penalty(spec):
-            divergences = divergences * self.ratio(output.logprobs, old_logprobs, batch.mask)
+        divergences = None
+        if output.ref_logprobs is not None:
+            divergences = divergence(output.logprobs, output.ref_logprobs, spec.kl_estimator)
+            if self.weighs_penalty(spec):
+                divergences = divergences * self.ratio(output.logprobs, old_logprobs, batch.mask)
         token_losses, stats = self.surrogate(output.logprobs, old_logprobs, batch.advantages, batch.mask, spec)
         loss, more = policy_loss(
             token_losses,
@@ -77,14 +76,3 @@ def _weights(old_logprobs: Tensor, batch: MicroBatch, spec: PolicyGradientSpec) 
     if spec.correction == "none" or batch.sampler_logprobs is None:
         return None
     return mismatch_weights(old_logprobs, batch.sampler_logprobs, batch.mask, spec.correction, spec.correction_cap)
-
-
-def _divergences(output: PolicyOutput, spec: PolicyGradientSpec) -> Tensor | None:
-    if output.ref_logprobs is None:
-        if spec.kl_coefficient and not spec.penalises_rewards:
-            raise ValueError(
-                f"found kl_coefficient = {spec.kl_coefficient} without ref_logprobs; the penalty needs a reference "
-                f"model"
-            )
-        return None
-    return divergence(output.logprobs, output.ref_logprobs, spec.kl_estimator)

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rlhf_core.errors import BadConfig, ResumeMismatch
+from rlhf_core.errors import ResumeMismatch
 from rlhf_core.machine.variables import with_variables
 from rlhf_core.schemas.loops import OptimizerSpec
 from rlhf_core.schemas.trainers import LIVE_ELEMENTS, REDUCE_BUCKET_ELEMENTS, NativeTrainer
@@ -71,9 +71,6 @@ class Engine:
 
         Args:
             trainer: ZeRO stage and offloading to main memory; the defaults of the settings if omitted.
-
-        Raises:
-            BadConfig: this DeepSpeed is too old for stages 2 and 3.
         """
         self._ranks = ranks
         self._policy = policy
@@ -87,11 +84,6 @@ class Engine:
                 model=policy,
                 model_parameters=_parameter_groups(policy, spec.weight_decay),
                 config=_config(spec, dtype, trainer, policy),
-            )
-        if self._stage >= 2 and not hasattr(engine, "managed_gradient_accumulation"):
-            raise BadConfig(
-                f"found trainer.zero_stage = {self._stage} and DeepSpeed {deepspeed.__version__}, which treats every "
-                "backward pass as a whole step; install the version of constraints.txt, or use stage 0 or 1"
             )
         # Stages 0 and 1: step() reduces, so no micro-batch needs to know whether it is the last.
         engine.enable_backward_allreduce = self._stage >= 2
@@ -142,8 +134,7 @@ class Engine:
 
     def _clip(self) -> float:
         """Clip in stage 0, where DeepSpeed clips without reporting the norm."""
-        most = self._spec.max_grad_norm or math.inf
-        return float(nn.utils.clip_grad_norm_(self._policy.parameters(), most))
+        return float(nn.utils.clip_grad_norm_(self._policy.parameters(), self._spec.max_grad_norm))
 
     def changed_share(self, policy: nn.Module) -> float:
         """Share of the trained tensors that changed since the last call, judged by a few entries of each.
