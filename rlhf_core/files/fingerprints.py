@@ -22,6 +22,9 @@ def fingerprint(path: Path, max_files: int | None = None) -> str:
 
     Args:
         max_files: of a folder with more files, only this many names and sizes are hashed. Default: no limit.
+
+    Raises:
+        OSError: a file cannot be read, which says nothing about its content.
     """
     digest = hashlib.blake2b(digest_size=8)
     try:
@@ -33,9 +36,15 @@ def fingerprint(path: Path, max_files: int | None = None) -> str:
             _add_file(digest, path)
     except FileNotFoundError:
         return NOT_THERE
+    return digest.hexdigest()
+
+
+def fingerprint_or_problem(path: Path, max_files: int | None = None) -> str:
+    """Return :func:`fingerprint`, or the reason for having none, as a fact to show and to compare between nodes."""
+    try:
+        return fingerprint(path, max_files)
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    return digest.hexdigest()
 
 
 def _add_folder(digest: "hashlib._Hash | hashlib.blake2b", path: Path, max_files: int | None) -> None:

@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 
 from rlhf_core import __version__
 from rlhf_core.config.site import Site
-from rlhf_core.files.fingerprints import fingerprint
+from rlhf_core.files.fingerprints import fingerprint_or_problem
 from rlhf_core.machine.interpreters import LISTING_CODE
 from rlhf_core.preflight.data_file import scan
 from rlhf_core.preflight.facts import (
@@ -325,7 +325,7 @@ def inspect_reward_model(text: str) -> RewardModelFolder:
         weight_bytes=found.weight_bytes,
         has_chat_template=not found.problem
         and ("chat_template" in tokenizer or (path / "chat_template.jinja").is_file()),
-        fingerprint=fingerprint(path),
+        fingerprint=fingerprint_or_problem(path),
     )
 
 

@@ -1,5 +1,7 @@
 """Adapters in one process: their layers, reference, files, and the merged model."""
 
+import errno
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from safetensors import SafetensorError  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from rlhf_core.errors import BadConfig, DiskFull, ResumeMismatch, WorkerError  # noqa: E402
+from rlhf_core.files import fingerprints  # noqa: E402
 from rlhf_core.run_dir.checkpoint import ADAPTER_WEIGHTS, BASE_RECORD  # noqa: E402
 from rlhf_core.run_dir.run import RunDir  # noqa: E402
 from rlhf_core.schemas.model import LoraSpec  # noqa: E402
@@ -23,6 +26,7 @@ from rlhf_core.schemas.run import RunSpec  # noqa: E402
 from rlhf_core.training.models.adapters import (  # noqa: E402
     AdapterReference,
     add_adapter,
+    base_fingerprint,
     linear_names,
     load_adapter,
     require_base,
@@ -194,6 +198,23 @@ def test_an_adapter_of_other_layers_or_another_base_is_refused(tmp_path: Path) -
     shutil.copy(tmp_path / "adapter" / BASE_RECORD, tmp_path / "kept")
     (tmp_path / "adapter" / BASE_RECORD).unlink()
     require_base(tmp_path / "adapter", other)  # written by another program: nothing is known
+
+
+def test_a_base_that_cannot_be_read_is_not_taken_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A passing error of the file system must not end the run as a mismatch, which is not retried."""
+    folder, adapter = base(tmp_path / "base"), tmp_path / "adapter"
+    save_adapter(adapted(folder), adapter, folder, is_first=True, beat=lambda: None)
+    (tmp_path / "base").rename(tmp_path / "again")  # under a name that this process has not read yet
+
+    def fail(digest: Any, path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fingerprints, "_add_file", fail)
+        for read in (lambda: require_base(adapter, tmp_path / "again"), lambda: base_fingerprint(tmp_path / "again")):
+            with pytest.raises(OSError, match="Input/output error"):
+                read()
+    require_base(adapter, tmp_path / "again")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 import rlhf_core
 from rlhf_core.diagnosis.nodes import checks as node_checks
 from rlhf_core.diagnosis.nodes.checks import blocked, warning
-from rlhf_core.files.fingerprints import fingerprint
+from rlhf_core.files.fingerprints import fingerprint_or_problem
 from rlhf_core.files.lookups import paths_in
 from rlhf_core.files.whole import read_all
 from rlhf_core.machine import amd_gpus
@@ -85,7 +85,7 @@ def gather(
         variables=shown_variables(environment, attempt_key(run_dir.attempt(attempt).probe_key)),
         content={
             **content(run_dir, attempt, spec),
-            **{name: fingerprint(path, MAX_FILES) for name, path in trainer.files.items()},
+            **{name: fingerprint_or_problem(path, MAX_FILES) for name, path in trainer.files.items()},
         },
         hardware=hardware,
         complaints=tuple(one.model_copy(update={"node": nodes.name}) for one in complaints),
@@ -136,7 +136,7 @@ def content(run_dir: RunDir, attempt: int, spec: RunSpec) -> dict[str, str]:
         "model.tokenizer": None if spec.model.tokenizer in BUILT_TOKENIZERS else _path(spec.model.tokenizer),
         **{f"reward.models.{name}": Path(one.path) for name, one in models.items()},
     }
-    return {name: fingerprint(path) for name, path in sources.items() if path is not None}
+    return {name: fingerprint_or_problem(path) for name, path in sources.items() if path is not None}
 
 
 def _path(text: str) -> Path | None:
