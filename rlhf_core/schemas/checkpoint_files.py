@@ -31,8 +31,8 @@ class FileChecksum(Schema):
 class BaseModelRecord(Schema):
     """Content of ``base_model.json``: the base model of the adapter in the same folder."""
 
-    files: dict[FileName, FileChecksum]
-    """Its configuration and weights."""
+    files: dict[FileName, Label]
+    """Fingerprints of its configuration and weights; of large files, only samples are hashed."""
 
 
 class CheckpointManifest(Schema):

@@ -197,7 +197,7 @@ def test_a_warm_started_adapter_is_its_own_reference(results: list[dict[str, Any
 def test_an_adapter_on_another_base_model_is_refused(results: list[dict[str, Any]]) -> None:
     for result in results:
         assert result["other base"].startswith("ResumeMismatch: the adapter in ")
-        assert "model.safetensors differ by their checksums" in result["other base"]
+        assert "model.safetensors differ by their fingerprints" in result["other base"]
 
 
 def test_one_rank_goes_on_with_what_two_began(alone: list[str], folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Adapters in one process: their layers, reference, files, and the merged model."""
 
 import errno
+import json
 import os
 import shutil
 from pathlib import Path
@@ -198,6 +199,34 @@ def test_an_adapter_of_other_layers_or_another_base_is_refused(tmp_path: Path) -
     shutil.copy(tmp_path / "adapter" / BASE_RECORD, tmp_path / "kept")
     (tmp_path / "adapter" / BASE_RECORD).unlink()
     require_base(tmp_path / "adapter", other)  # written by another program: nothing is known
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["whole", "in pieces"])
+def test_a_base_that_was_trained_further_is_refused(
+    sampled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place, with the same shapes and sizes, and where only one part in a thousand of the file is read."""
+    if sampled:
+        monkeypatch.setattr(fingerprints, "WHOLE_FILE_BYTES", 100)
+        monkeypatch.setattr(fingerprints, "PIECES", 4)
+        monkeypatch.setattr(fingerprints, "PIECE_BYTES", 64)
+    folder, adapter = base(tmp_path / "base"), tmp_path / "adapter"
+    save_adapter(adapted(folder), adapter, folder, is_first=True, beat=lambda: None)
+    require_base(adapter, folder)
+    size = (folder / "model.safetensors").stat().st_size
+    further = load_causal_lm(folder, "float32")
+    further(IDS, labels=IDS).loss.backward()
+    torch.optim.AdamW(further.parameters(), lr=1e-5).step()
+    further.save_pretrained(folder)
+    assert (folder / "model.safetensors").stat().st_size == size
+    with pytest.raises(ResumeMismatch, match=r"another base model .* model.safetensors differ"):
+        require_base(adapter, folder)
+
+
+def test_a_record_of_the_form_before_fingerprints_counts_as_unknown(tmp_path: Path) -> None:
+    checksum = {"bytes": 1, "sha256": "0" * 64}
+    (tmp_path / BASE_RECORD).write_text(json.dumps({"files": {"model.safetensors": checksum}}))
+    require_base(tmp_path, base(tmp_path / "base"))
 
 
 def test_a_base_that_cannot_be_read_is_not_taken_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

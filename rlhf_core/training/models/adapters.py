@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 from rlhf_core.errors import BadConfig, ResumeMismatch
 from rlhf_core.files.fingerprints import fingerprint
 from rlhf_core.files.whole import read_model, write_text
-from rlhf_core.run_dir.checkpoint import ADAPTER_WEIGHTS, BASE_RECORD, checksum
-from rlhf_core.schemas.checkpoint_files import BaseModelRecord, FileChecksum
+from rlhf_core.run_dir.checkpoint import ADAPTER_WEIGHTS, BASE_RECORD
+from rlhf_core.schemas.checkpoint_files import BaseModelRecord
 from rlhf_core.schemas.model import ALL_LINEAR, LoraSpec
 from rlhf_core.training.models.gathering import weights_of_first
 
@@ -178,7 +178,7 @@ class AdapterReference:
 
 
 def save_adapter(model: PreTrainedModel, folder: Path, base: Path, is_first: bool, beat: Callable[[], None]) -> None:
-    """Write the trained adapter in peft's format, together with the checksums of its base model.
+    """Write the trained adapter in peft's format, together with the fingerprints of its base model.
 
     Collective if the model is split: the trained weights are gathered, those of the base model are not. Rank 0 writes.
 
@@ -285,30 +285,32 @@ def merged(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
 # The base model
 
 
-def base_files(base: Path, beat: Callable[[], None] = lambda: None) -> dict[str, FileChecksum]:
-    """Checksums of the configuration and the weights of a base model; each file is read once per process."""
+def base_files(base: Path, beat: Callable[[], None]) -> dict[str, str]:
+    """Fingerprints of the configuration and the weights of a base model, by name; each file is read once per process.
+
+    Of large files only samples are read, in a fraction of the time of loading them: training changes all weights.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
     found = {}
-    for path in _base_files(base):
+    for path in sorted(path for pattern in _BASE_FILES for path in base.glob(pattern) if path.is_file()):
         facts = path.stat()
-        found[path.name] = _checksum(path.resolve(), facts.st_size, facts.st_mtime_ns)
+        found[path.name] = _fingerprint(path.resolve(), facts.st_size, facts.st_mtime_ns)
         beat()
     return found
 
 
-def _base_files(base: Path) -> list[Path]:
-    return sorted(path for pattern in _BASE_FILES for path in base.glob(pattern) if path.is_file())
-
-
-def base_fingerprint(base: Path) -> str:
-    """Fingerprint of the same files; of large ones only samples are read, in a fraction of the time of loading them."""
-    found = "".join(f"{path.name} {fingerprint(path)}\n" for path in _base_files(base))
+def base_fingerprint(base: Path, beat: Callable[[], None] = lambda: None) -> str:
+    """Fingerprint of all these files."""
+    found = "".join(f"{name} {one}\n" for name, one in base_files(base, beat).items())
     return blake2b(found.encode(), digest_size=8).hexdigest()
 
 
 @functools.lru_cache(maxsize=1024)
-def _checksum(path: Path, size: int, modified_ns: int) -> FileChecksum:
-    """Checksum of a file, cached while its size and modification time stay the same."""
-    return checksum(path)
+def _fingerprint(path: Path, size: int, modified_ns: int) -> str:
+    """Fingerprint of a file, cached while its size and modification time stay the same."""
+    return fingerprint(path)
 
 
 def require_base(folder: Path, base: Path, beat: Callable[[], None] = lambda: None) -> None:
@@ -332,7 +334,7 @@ def require_base(folder: Path, base: Path, beat: Callable[[], None] = lambda: No
     if differing:
         raise ResumeMismatch(
             f"the adapter in {folder} was trained on another base model than {base} holds now: {', '.join(differing)} "
-            f"differ by their checksums. Bring the base model back, or start a new run"
+            f"differ by their fingerprints. Bring the base model back, or start a new run"
         )
 
 

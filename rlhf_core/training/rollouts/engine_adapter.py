@@ -5,7 +5,6 @@ model, as the trainer does: merging into bfloat16 weights would round away the s
 0041). Nothing accumulates from version to version, so nothing can drift.
 """
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -13,9 +12,8 @@ import torch
 from torch import Size, Tensor, dtype, nn
 from transformers import PreTrainedModel
 
-from rlhf_core.schemas.checkpoint_files import BaseModelRecord
 from rlhf_core.schemas.model import LoraSpec
-from rlhf_core.training.models.adapters import add_adapter, base_files, has_adapter
+from rlhf_core.training.models.adapters import add_adapter, has_adapter
 from rlhf_core.training.models.causal_lm import load_causal_lm
 from rlhf_core.training.models.gathering import named_weights, weight_shapes
 
@@ -28,12 +26,6 @@ def given_shapes(model: nn.Module) -> dict[str, tuple[dtype, Size]]:
 def given_weights(model: nn.Module, beat: Callable[[], None]) -> Iterator[tuple[str, Tensor]]:
     """Yield the full tensors of :func:`given_shapes`, in that order. Collective if the model is split."""
     return named_weights(model, beat, trained_only=has_adapter(model))
-
-
-def base_digest(folder: Path, beat: Callable[[], None]) -> str:
-    """Digest of the configuration and the weights of a base model, from the checksums of its files."""
-    record = BaseModelRecord(files=base_files(folder, beat))
-    return hashlib.sha256(record.model_dump_json().encode()).hexdigest()
 
 
 def adapted_causal_lm(folder: Path, dtype: str, lora: LoraSpec) -> PreTrainedModel:

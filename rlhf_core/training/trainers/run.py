@@ -36,7 +36,6 @@ from rlhf_core.training.evaluation.evaluator import are_written, load_evaluator,
 from rlhf_core.training.models.adapters import (
     AdapterReference,
     add_adapter,
-    base_files,
     base_fingerprint,
     has_adapter,
     is_adapter,
@@ -304,15 +303,11 @@ def _initial_model(context: WorkerContext, ranks: Ranks, rows: list[Row]) -> Pat
     """Have rank 0 build or find the initial model; the others wait for its path."""
     path = str(prepare_initial_model(context.spec, context.run_dir, rows)) if ranks.is_first else ""
     initial = Path(ranks.from_first(path))
-    if context.spec.model.lora is not None:
-        if is_adapter(initial):
-            raise BadConfig(
-                f"found model.path = {initial}, an adapter, and model.lora, expected a whole model for the new "
-                "adapter: merge the existing adapter (peft: merge_and_unload), and use the folder of the result"
-            )
-        if ranks.is_first:
-            # Read once, so that the first checkpoint does not wait for it.
-            base_files(initial, lambda: context.reporter.beat(Phase.SETUP, 0))
+    if context.spec.model.lora is not None and is_adapter(initial):
+        raise BadConfig(
+            f"found model.path = {initial}, an adapter, and model.lora, expected a whole model for the new adapter: "
+            "merge the existing adapter (peft: merge_and_unload), and use the folder of the result"
+        )
     return initial
 
 

@@ -21,9 +21,9 @@ from rlhf_core.schemas.engines import EngineAddress, WeightsId
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.checkpoints.soundness import initial_folder
 from rlhf_core.training.distributed import Ranks
+from rlhf_core.training.models.adapters import base_fingerprint
 from rlhf_core.training.models.gathering import is_split
 from rlhf_core.training.rollouts.base import Sampling, WeightTransfer, require_prompts, require_version
-from rlhf_core.training.rollouts.engine_adapter import base_digest
 from rlhf_core.training.rollouts.http_clients import async_engine_http
 from rlhf_core.training.rollouts.remote.background import RolloutAhead
 from rlhf_core.training.rollouts.remote.client import EngineClient, EngineUnusable, HttpEngineControl
@@ -68,7 +68,7 @@ class RemoteEngines:
         self._base = ""
         if ranks.is_first and spec.model.lora is not None:
             # Computed now, while the files are the ones that the trainers read.
-            self._base = base_digest(
+            self._base = base_fingerprint(
                 initial_folder(spec, context.run_dir), partial(ranks.reporter.beat, Phase.SETUP, 0)
             )
         self._model: PreTrainedModel | None = None

@@ -22,8 +22,8 @@ from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.checkpoints.soundness import initial_folder
 from rlhf_core.training.data.tokenizers import load_tokenizer
 from rlhf_core.training.distributed import make_deterministic
+from rlhf_core.training.models.adapters import base_fingerprint
 from rlhf_core.training.models.causal_lm import tokenizer_folder
-from rlhf_core.training.rollouts.engine_adapter import base_digest
 from rlhf_core.training.rollouts.remote.client import engine_name
 from rlhf_core.training.rollouts.samplers import Sampler, TransformersSampler
 from rlhf_core.training.rollouts.server.app import EngineServer
@@ -49,7 +49,7 @@ def run_engine(context: WorkerContext) -> RoleResult:
     attempt = context.run_dir.attempt(context.attempt)
     folder = _model_folder(context)
     tokenizer = load_tokenizer(tokenizer_folder(spec, folder))
-    base = "" if spec.model.lora is None else base_digest(folder, partial(context.reporter.beat, Phase.SETUP, 0))
+    base = "" if spec.model.lora is None else base_fingerprint(folder, partial(context.reporter.beat, Phase.SETUP, 0))
     scratch = _scratch(context)
     try:
         sampler = _sampler(context, folder, tokenizer, scratch)
