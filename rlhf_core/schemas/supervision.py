@@ -5,6 +5,7 @@ from typing import Annotated
 from pydantic import Field
 
 from rlhf_core.schemas.base import NonNegative, NonNegativeFloat, NonNegativeSeconds, Positive, PositiveSeconds, Schema
+from rlhf_core.schemas.reports import Phase
 
 
 class SuperviseSpec(Schema):
@@ -67,3 +68,8 @@ class SuperviseSpec(Schema):
     rollback_on_non_finite: bool = True
     """After a NaN or infinite loss, or if training no longer learns, resume once from a checkpoint older than the
     newest."""
+
+    def phase_floor_s(self, phase: Phase) -> float:
+        """Silence in a phase that never counts as a hang, in seconds: its own floor, or the common one."""
+        floor_s: float = getattr(self, f"{phase}_floor_s", self.floor_s)
+        return floor_s

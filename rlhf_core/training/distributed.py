@@ -21,6 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from rlhf_core.errors import WorkerError
 from rlhf_core.schemas.base import LONGEST_S, utc_now
+from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.supervision import SuperviseSpec
 from rlhf_core.schemas.trainers import NativeTrainer
 from rlhf_core.training.types import Reporter, WorkerContext
@@ -214,7 +215,7 @@ def collective_timeout(supervise: SuperviseSpec) -> timedelta:
 
     A collective that timed out first would reset its peers' connections and destroy the evidence.
     """
-    longest_floor_s = max(supervise.floor_s, supervise.setup_floor_s)
+    longest_floor_s = max(map(supervise.phase_floor_s, Phase))
     return timedelta(seconds=min(supervise.gap_factor * longest_floor_s + _EVIDENCE_S, LONGEST_S))
 
 

@@ -261,8 +261,9 @@ def test_parts_make_up_the_batch_in_order(count: int, num_ranks: int) -> None:
 
 
 def test_a_collective_waits_longer_than_hangs_are_looked_for() -> None:
-    supervise = SuperviseSpec(floor_s=1000, setup_floor_s=2000, gap_factor=3)
-    assert collective_timeout(supervise).total_seconds() > 3 * 2000
+    for phase in ("", "setup_", "rollout_", "reward_", "weight_sync_", "checkpoint_", "evaluate_"):
+        supervise = SuperviseSpec.model_validate({f"{phase}floor_s": 20_000, "gap_factor": 3})
+        assert collective_timeout(supervise).total_seconds() > 3 * 20_000, phase
     assert json.loads(SuperviseSpec().model_dump_json())["setup_floor_s"] < collective_timeout(SuperviseSpec()).seconds
     # torch adds it to a clock that counts nanoseconds in 64 bits
     assert collective_timeout(SuperviseSpec(floor_s=2**31 - 1, gap_factor=1e300)).total_seconds() == 2**31 - 1

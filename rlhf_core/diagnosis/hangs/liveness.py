@@ -90,13 +90,6 @@ class GapTracker:
             longest_s: Longest silences of earlier runs of the same shape: ``role/phase`` to seconds.
         """
         self._spec = spec
-        self._floors_s = {
-            Phase.ROLLOUT: spec.rollout_floor_s,
-            Phase.REWARD: spec.reward_floor_s,
-            Phase.WEIGHT_SYNC: spec.weight_sync_floor_s,
-            Phase.CHECKPOINT: spec.checkpoint_floor_s,
-            Phase.EVALUATE: spec.evaluate_floor_s,
-        }
         self._earlier_s = dict(longest_s)
         self._longest_s: dict[str, float] = {}
         self._last: dict[Place, RankStatus] = {}
@@ -145,11 +138,9 @@ class GapTracker:
     def limit_s(self, rank: RankStatus) -> float:
         """Allowed silence of a worker in its current phase, in seconds."""
         learned = self._spec.gap_factor * self.longest_s(rank.phase, rank.role)
-        if rank.phase is Phase.SETUP:
-            return max(self._spec.setup_floor_s, learned)
-        floor_s = self._floors_s.get(rank.phase, self._spec.floor_s)
+        floor_s = self._spec.phase_floor_s(rank.phase)
         if not rank.warm:
-            return max(floor_s, self._spec.setup_floor_s, learned)
+            floor_s = max(floor_s, self._spec.setup_floor_s)
         return max(floor_s, learned)
 
     def suspicion_s(self, rank: RankStatus) -> float:
