@@ -283,7 +283,14 @@ class RunSpec(Schema):
         """Evaluations that are always made; completions of held-out pairs are also scored if they have answers."""
         completes = self.completes_held_out(pairs_have_answers=False)
         made: tuple[EvaluationName, ...] = ("greedy", "sampled") if completes else ()
-        return (*made, "preference") if self.data_kinds & {"pair", "label"} else made
+        return (*made, "preference") if self.ranks_held_out else made
+
+    @property
+    def ranks_held_out(self) -> bool:
+        """True if the main loop learns from preferences: the rewards that it assigns to held-out completions then rank
+        them."""
+        main = self.loops.main
+        return main is not None and (main.algorithm.pairs or main.algorithm.labelled)
 
     def completes_held_out(self, *, pairs_have_answers: bool) -> bool:
         """True if completions of held-out prompts are sampled and scored.

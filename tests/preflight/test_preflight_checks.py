@@ -131,10 +131,11 @@ MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 GPT2 = ModelFolder(Path("/m"), weight_bytes=4000, matrices=frozenset({"c_attn", "wte", "lm_head"}))
 
 
-def promoted(algorithm: str, metric: str) -> Facts:
-    """A run of one algorithm without a warm start, whose best checkpoint is promoted by an evaluation."""
+def promoted(algorithm: str, metric: str, warm_start: str = "") -> Facts:
+    """A run whose best checkpoint is promoted by an evaluation."""
     loop = {"num_steps": 1, "algorithm": {"name": algorithm}, "optimizer": {"learning_rate": 1e-4}}
-    return with_spec(loops={"main": loop, "warm_start": None}, promote={"when": "always", "metric": metric})
+    first = {**loop, "algorithm": {"name": warm_start}} if warm_start else None
+    return with_spec(loops={"main": loop, "warm_start": first}, promote={"when": "always", "metric": metric})
 
 
 def with_algorithm(**settings: Any) -> Facts:
@@ -478,6 +479,8 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         "promote.when=never",
     ),
     ("promote.metric", BLOCKED, promoted("grpo", "preference"), "promote.metric=greedy"),
+    ("promote.metric", BLOCKED, promoted("grpo", "preference", warm_start="dpo"), "promote.metric=greedy"),
+    ("promote.metric", BLOCKED, promoted("grpo", "greedy", warm_start="kto"), "set promote.when=never"),
     ("promote.metric", BLOCKED, promoted("reward_model", "greedy"), "promote.metric=preference"),
     ("promote.metric", WARNING, promoted("dpo", "sampled"), "unless every held-out pair has an answer"),
     ("disk.writable", BLOCKED, healthy(disk=Disk(Path("/runs"), problem="Read-only file system")), "RLHF_RUNS"),

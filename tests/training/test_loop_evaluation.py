@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rank_launcher import TINY_MODEL, launch, make_context, tiny_spec, training_group, values
 from test_preference_runs import spec_of
 
-from rlhf_core.errors import RewardFailed, WorkerError
+from rlhf_core.errors import BadData, RewardFailed, WorkerError
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.reports import EvaluationReport
@@ -172,6 +172,26 @@ def test_an_engine_is_started_where_something_is_sampled(
     load_evaluator(spec, ranks, tokenizer, RewardScorer(spec), start, trains_on_samples=trains_on_samples)
     assert len(started) == num_started
     assert ("'vllm' is not started" in capsys.readouterr().out) is (num_started == 0)
+
+
+def desirable_only(split: str, seed: int, **arguments: Any) -> list[dict[str, Any]]:
+    return [{"prompt": f"{digit}>", "answer": "1", "completion": "1", "label": True} for digit in range(4)]
+
+
+def test_the_main_loop_decides_whether_held_out_completions_are_ranked(ranks: Ranks) -> None:
+    """A warm start with labelled completions ranks nothing, so held-out rows of one label fit."""
+    content = spec_of({"name": "kto"}, data={"generator": "test_loop_evaluation:desirable_only"})
+    content["data"] |= {"generator_args": {}, "completion_template": "{completion}"}
+    kto = RunSpec.model_validate(content)
+    main = {**content["loops"]["main"], "algorithm": {"name": "grpo"}}
+    before = RunSpec.model_validate({**content, "loops": {"warm_start": content["loops"]["main"], "main": main}})
+    tokenizer = build_tokenizer("char", [], 0)
+    start = functools.partial(TransformersEngine, tokenizer)
+    evaluator = load_evaluator(before, ranks, tokenizer, RewardScorer(before), start, trains_on_samples=True)
+    assert evaluator.names == before.evaluations == ("greedy", "sampled")
+    assert "preference" in kto.evaluations
+    with pytest.raises(BadData, match="found held-out rows of one label only"):
+        load_evaluator(kto, ranks, tokenizer, RewardScorer(kto), start, trains_on_samples=False)
 
 
 @pytest.mark.parametrize(

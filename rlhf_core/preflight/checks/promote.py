@@ -26,10 +26,10 @@ def promote_metric(facts: Facts) -> Iterator[Finding]:
     """A metric that is never evaluated has no best checkpoint, so nothing is promoted."""
     spec = facts.spec
     metric, made = spec.promote.metric, spec.evaluations
-    if spec.promote.when == "never" or not made:
+    if spec.promote.when == "never":
         return
     found = f'promote.metric = "{metric}"'
-    available = f"evaluations of this run: {', '.join(made)}"
+    available = f"evaluations of this run: {', '.join(made) or 'none'}"
     if metric in made:
         yield passed(f"{found}; {available}")
     elif metric != "preference" and spec.data_kinds == {"pair"} and not spec.main_loop.algorithm.ranks_completions:
@@ -39,4 +39,5 @@ def promote_metric(facts: Facts) -> Iterator[Finding]:
             f"set promote.metric={made[0]}, unless every held-out pair has an answer",
         )
     else:
-        yield blocked(found, available, f"set promote.metric={made[0]}, or promote.when=never")
+        other = f"promote.metric={made[0]}, or " if made else ""
+        yield blocked(found, available, f"set {other}promote.when=never")

@@ -73,17 +73,12 @@ class Evaluator:
     def names(self) -> tuple[EvaluationName, ...]:
         """Names of the evaluations: completions are scored if the held-out rows have answers."""
         made: tuple[EvaluationName, ...] = ("greedy", "sampled") if completes(self.spec, self.data) else ()
-        return (*made, "preference") if self.prefers else made
-
-    @property
-    def prefers(self) -> bool:
-        """True if the main loop learns from preferences, in which case held-out completions are ranked."""
-        return not isinstance(self.spec.trainer, CommandTrainer) and self.ranks_for(self.spec.main_loop.algorithm)
+        return (*made, "preference") if self.spec.ranks_held_out else made
 
     def ranks_for(self, algorithm: AlgorithmSpec) -> bool:
         """True if completions are ranked while this algorithm trains: only for the main loop's algorithm, whose rewards
         rank them."""
-        return algorithm == self.spec.main_loop.algorithm and (algorithm.pairs or algorithm.labelled)
+        return self.spec.ranks_held_out and algorithm == self.spec.main_loop.algorithm
 
     def run(
         self,
@@ -271,7 +266,7 @@ def load_evaluator(
     limit = spec.evaluate.num_prompts or len(rows)
     encoded = encode_prompts(rows, tokenizer, spec.data, now)
     data = dataclasses.replace(encoded, rows=encoded.rows[:limit], token_ids=encoded.token_ids[:limit])
-    if "label" in spec.data_kinds and len({row.desirable for row in data.rows}) < 2:
+    if spec.ranks_held_out and spec.main_loop.algorithm.labelled and len({row.desirable for row in data.rows}) < 2:
         raise BadData(
             f"found held-out rows of one label only (data.{spec.data.label_column} of {len(data.rows)} rows), expected "
             "desirable and undesirable ones: the evaluation measures their ranking"
@@ -329,7 +324,7 @@ def run_evaluator(context: WorkerContext) -> RoleResult:
         else:
             model = load_causal_lm(checkpoint.model, spec.model.dtype, base)
         model.to(ranks.device)
-        reports = evaluator.run(model, "after", checkpoint.step, beat, _reference(context, ranks, evaluator))
+        reports = evaluator.run(model, "after", checkpoint.step, beat, _reference(context, ranks))
     evaluator.rollouts.close()
     if ranks.is_first and base is not None and is_adapter(checkpoint.model) and spec.promote.when != "never":
         write_merged(context.run_dir, checkpoint, model, tokenizer, beat)
@@ -338,10 +333,10 @@ def run_evaluator(context: WorkerContext) -> RoleResult:
     return RoleResult.DONE
 
 
-def _reference(context: WorkerContext, ranks: Ranks, evaluator: Evaluator) -> PreTrainedModel | None:
+def _reference(context: WorkerContext, ranks: Ranks) -> PreTrainedModel | None:
     """Load the reference model of the main loop, if pairs are ranked against it."""
     spec = context.spec
-    if not evaluator.prefers or not spec.main_loop.algorithm.reference:
+    if not spec.ranks_held_out or not spec.main_loop.algorithm.reference:
         return None
     initial = initial_folder(spec, context.run_dir)
     model = load_causal_lm(reference_folder(context, ranks, spec.warm_start_steps, initial), spec.model.dtype, initial)
