@@ -153,19 +153,6 @@ def _missing(scene: Scene, stack: ExitStack) -> None:
     stack.enter_context(scene.variables(node3={"PYTHONPATH": str(scene.folder)}))
 
 
-def _port(scene: Scene, stack: ExitStack) -> None:
-    port = 29517
-    code = (
-        f"import socket, time; kept = socket.create_server(('', {port})); print('listens', flush=True); time.sleep(120)"
-    )
-    words = [*scene.inside("node1"), sys.executable, "-c", code]
-    listener = stack.enter_context(subprocess.Popen(words, stdout=subprocess.PIPE, text=True))
-    stack.callback(listener.kill)
-    assert listener.stdout is not None
-    assert listener.stdout.readline() == "listens\n"
-    stack.enter_context(scene.variables(**all_nodes(MASTER_PORT=str(port))))
-
-
 def _clock(scene: Scene, stack: ExitStack) -> None:
     scene.cluster.clock("node3", 3600)
     stack.callback(scene.cluster.clock, "node3", 0)
@@ -216,7 +203,6 @@ UNLIKE_THE_PLAN = (
     Case("NPROC_PER_NODE 7 against 8", _nproc, "node.launch", "node3", ("NPROC_PER_NODE = 7",)),
     Case("NNODES unset on one node", _no_nnodes, "node.launch", "node2", ("NNODES absent",)),
     Case("another vllm version", _version, "node.versions", "node2", ("vllm = 0.31.1",), ("node.variables",)),
-    Case("MASTER_PORT in use", _port, "node.network", "node1", ("29517",)),
     Case("a wrong clock", _clock, "node.clock", "node3", ("s ahead",), ("node.variables",)),
 )
 UNLIKE_THE_OTHERS = (

@@ -10,7 +10,6 @@ import platform
 import re
 import resource
 import shutil
-import socket
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -206,24 +205,6 @@ def _network(nodes: Nodes) -> Iterable[CheckResult]:
             "the address of this node in Slurm (NodeAddr)",
             "correct NodeAddr, or the hosts file of the node",
         )
-    port = os.environ.get("MASTER_PORT", "")
-    if nodes.is_first and port.isdigit() and not _is_free(int(port)):
-        yield blocked(
-            node_checks.NETWORK,
-            f"MASTER_PORT = {port} is in use on the first node",
-            "a free port",
-            f"find its owner (`ss -ltnp sport = :{port}`), or unset MASTER_PORT: rlhf-flows does not need it",
-        )
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-    return True
 
 
 def _gpus() -> tuple[dict[str, str], dict[str, str], list[CheckResult]]:
