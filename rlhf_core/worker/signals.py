@@ -1,7 +1,7 @@
 """Delivery of the agent's signals to its supervising thread.
 
-Python runs signal handlers only in the main thread and only between bytecodes, while the agent's main thread may be
-inside a C++ rendezvous call. The C-level handler, however, writes to the interpreter's wake-up descriptor at once.
+Python runs signal handlers only in the main thread and only between bytecodes, so not while that thread is inside a
+call. The C-level handler, however, writes to the interpreter's wake-up descriptor at once.
 """
 
 import os

@@ -44,7 +44,7 @@ def written(run: AgentRun) -> dict[Path, int]:
 
 
 def test_the_others_end_when_agent_0_is_stopped_and_a_newer_attempt_is_left_alone(agent_run: MakeRun) -> None:
-    """The others use its store: their main threads wait in torch elastic for an answer that never comes."""
+    """The others use its store: the threads of their channels wait there for an answer that never comes."""
     run = training(agent_run)
     workers = run.pids(0)
     frozen = whole_node(run, 0)

@@ -1,7 +1,6 @@
 """Forced exit of an agent that cannot exit by itself because its main thread is stuck in a call.
 
-Torch elastic queries agent 0's store without a timeout. If agent 0 is stopped or the network drops packets, the answer
-never comes, and nothing in Python can wake the waiting thread.
+A read or write on a hung file system may never return, and nothing in Python can wake the waiting thread.
 """
 
 import os
