@@ -19,7 +19,7 @@ from rlhf_core.schemas.health import HealthRule, HealthSpec
 
 SURE_GAIN = 3.0
 """Standard errors by which one mean must exceed another to count as higher. This and the next two constants repeat the
-native judge's, which a worker without torch cannot import."""
+native judge's: of the training package, this one imports nothing but the types."""
 SOLVED_WITHIN = 0.02
 """Share of the reward range by which a solved task may fall short of the maximum."""
 BLOCKS_PER_WINDOW = 4
