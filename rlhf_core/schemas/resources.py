@@ -121,7 +121,8 @@ class Placement(Schema):
     size_reason: Message = ""
     """Reason why there are fewer than requested; empty if there are not."""
     phases: Phases
-    """Groups of one phase run side by side; a phase starts when the previous one has succeeded."""
+    """Groups of one phase run side by side: one that restarts together and, beside it, those that serve it and restart
+    alone. A phase starts when the previous one has succeeded."""
     gpus_per_node: Int32 = 0
     """GPUs requested on every node."""
     excluded_nodes: tuple[Label, ...] = ()
@@ -155,6 +156,12 @@ class Placement(Schema):
             roles = [group.role.value for group in phase]
             if len(roles) != len(set(roles)):
                 raise ValueError(f"found the groups {', '.join(roles)} in one phase, expected each role once")
+            restarts = [group.restart for group in phase]
+            if restarts != ["together", *["alone"] * (len(phase) - 1)]:
+                found = ", ".join(restarts) or "none"
+                raise ValueError(
+                    f"found groups restarted {found}, expected the first together, and those beside it alone"
+                )
             for group in phase:
                 if group.nodes[-1] >= self.num_nodes:
                     raise ValueError(

@@ -9,7 +9,6 @@ from rlhf_core.schemas.agent_messages import AgreedStep, NodeState, WorkerExit, 
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.failures import Action
 from rlhf_core.worker import processes
-from rlhf_core.worker.agent.agreement import Agreement
 from rlhf_core.worker.agent.decisions import GroupDecisions
 from rlhf_core.worker.channel.messages import AgentChannel
 from rlhf_core.worker.evidence import exit_reports
@@ -32,7 +31,6 @@ class IndependentRun:
         group: IndependentGroup,
         phase: int,
         channel: AgentChannel,
-        agreement: Agreement,
         decisions: GroupDecisions,
         supervisor: Supervisor,
         events: GroupEvents,
@@ -45,11 +43,10 @@ class IndependentRun:
         restart_dir: The current restart of the attempt.
         """
         self.is_closing = False
-        """True once the groups it serves have finished, so that it has nothing left to do."""
+        """True once the group it serves has finished, so that it has nothing left to do."""
         self._group = group
         self._phase = phase
         self._channel = channel
-        self._agreement = agreement
         self._decisions = decisions
         self._supervisor = supervisor
         self._events = events
@@ -57,15 +54,11 @@ class IndependentRun:
         self._restart_dir = restart_dir
         self._seen: set[tuple[int, int, int]] = set()
 
-    def run(self, *, serves_others: bool) -> Generator[None, None, AgreedStep | None]:
-        """Start the workers and restart those that fail; yields while there is nothing to do.
-
-        Args:
-            serves_others: True if other groups of the phase decide when it is over; otherwise it is over once all
-                workers have succeeded.
+    def run(self) -> Generator[None, None, AgreedStep | None]:
+        """Start the workers and restart those that fail, until it is closing; yields while there is nothing to do.
 
         Returns:
-            The end of the attempt; None once the phase is over.
+            The end of the attempt, on agent 0 alone: the other agents learn of it from the group that this one serves.
         """
         role = self._group.role
         supervised = self._supervisor.supervise(self._group, self._phase)
@@ -74,12 +67,10 @@ class IndependentRun:
             while True:
                 self._report_exits(supervised)
                 self._restart_ordered(supervised)
-                step = self._decide(supervised, serves_others=serves_others)
-                if step is not None and step.action == "end":
-                    return step
-                if step is not None:
-                    self._decisions.take_generations(step)
-                if self.is_closing or step is not None:
+                end = self._decide_about_exits(supervised) if self._channel.leads else None
+                if end is not None:
+                    return end
+                if self.is_closing:
                     break
                 yield
             yield from self._end()
@@ -135,23 +126,6 @@ class IndependentRun:
 
     # -----------------------------------------------------------------------------------------------------------------
     # On agent 0
-
-    def _decide(self, supervised: SupervisedGroup, *, serves_others: bool) -> AgreedStep | None:
-        """The step for all agents; None while the workers keep running."""
-        topic = f"step/phase/{self._phase}/{self._group.role}"
-        if not self._channel.leads:
-            if serves_others:
-                return None  # the code that ends the phase also learns of the end of the attempt
-            return self._agreement.forced_end or self._channel.published(topic, AgreedStep)
-        step = self._decide_about_exits(supervised)
-        if step is None and not serves_others:
-            end = self._decisions.may_start(self._restart_dir()) if self._supervisor.requests.to_end else None
-            all_well = len(supervised.well) == self._group.plan.num_workers
-            over = AgreedStep(action="next_role", generations=dict(self._decisions.generations))
-            step = end or (over if all_well else None)
-            if step is not None:
-                self._channel.publish(topic, step)
-        return step
 
     def _decide_about_exits(self, supervised: SupervisedGroup) -> AgreedStep | None:
         """Decide about workers that exited since the last call; returns the end of the attempt if one forces it."""

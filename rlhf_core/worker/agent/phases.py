@@ -197,20 +197,17 @@ class Agent:
     def _run_phase(self, number: int, phase: Sequence[GroupPlan]) -> AgreedStep | None:
         """Run the groups of one phase concurrently, until they succeed (None) or the attempt ends.
 
-        The restarts of the attempt are those of the first group that restarts as a whole. The phase is over once all
-        such groups have succeeded; groups whose workers restart individually serve them until then.
+        The restarts of the attempt are those of the first group, which restarts as a whole. The phase is over once it
+        has succeeded; the other groups, whose workers restart individually, serve it until then.
         """
-        together = [plan for plan in phase if plan.restart == "together"]
-        main = together[0] if together else phase[0]
+        main, *beside = phase
         self._enter_restart(main.role)
         on_each = f" on each of {len(main.nodes)} nodes" if len(main.nodes) > 1 else ""
         message = f"role {main.role} starts with {main.workers_per_node} workers{on_each}"
         self._events.add("role_started", message, main.role, workers=main.workers_per_node)
-        alone = {plan.role: self._independent(plan, number) for plan in phase if plan not in together}
-        runs = {plan.role: self._run_together(plan, phase, is_main=plan is main) for plan in together}
-        for plan in phase:
-            if plan.role in alone:
-                runs[plan.role] = self._run_alone(plan, alone[plan.role], serves_others=bool(together))
+        alone = {plan.role: self._independent(plan, number) for plan in beside}
+        runs = {main.role: self._run_together(main, beside)}
+        runs |= {plan.role: self._run_alone(plan, alone[plan.role]) for plan in beside}
         try:
             while runs:
                 self._supervisor.take_turn()
@@ -222,9 +219,9 @@ class Agent:
                             ending: AgreedStep = end.value
                             return ending
                         del runs[role]
-                        is_closing = bool(together) and not any(plan.role in runs for plan in together)
-                        for one in alone.values():
-                            one.is_closing = is_closing
+                        if role is main.role:
+                            for one in alone.values():
+                                one.is_closing = True
                 if runs:
                     self._channel.wait(POLL_INTERVAL_S)
             return None
@@ -251,7 +248,6 @@ class Agent:
             group,
             phase,
             self._channel,
-            self._agreement,
             self._decisions,
             self._supervisor,
             self._group_events,
@@ -259,30 +255,28 @@ class Agent:
             lambda: self._restart_dir,
         )
 
-    def _run_alone(
-        self, plan: GroupPlan, run: IndependentRun, *, serves_others: bool
-    ) -> Generator[None, None, AgreedStep | None]:
+    def _run_alone(self, plan: GroupPlan, run: IndependentRun) -> Generator[None, None, AgreedStep | None]:
         """Run a group whose workers restart individually; see :meth:`IndependentRun.run`."""
         yield from self._imported(plan)
-        return (yield from run.run(serves_others=serves_others))
+        return (yield from run.run())
 
-    def _run_together(
-        self, plan: GroupPlan, phase: Sequence[GroupPlan], *, is_main: bool
-    ) -> Generator[None, None, AgreedStep | None]:
-        """Run a group that restarts as a whole, until it succeeds (None) or the attempt ends."""
+    def _run_together(self, plan: GroupPlan, beside: Sequence[GroupPlan]) -> Generator[None, None, AgreedStep | None]:
+        """Run a group that restarts as a whole, until it succeeds (None) or the attempt ends.
+
+        Args:
+            plan: The group.
+            beside: Other groups of the phase, which keep running while it restarts.
+        """
         job = self._job
-        generation = self._restart if is_main else self._decisions.next_generation(plan.role)
-        others = [one for one in phase if one is not plan]
         while True:
             yield from self._imported(plan)
-            topic = f"{plan.role}/{generation}"
-            folder = self._restart_dir if is_main else job.attempt_dir.group(plan.role, generation)
+            topic = f"{plan.role}/{self._restart}"
             step = yield from self._agreement.agree(
                 f"ready/{topic}", Ready(), Ready, lambda _: self._decisions.begin_start(plan, self._restart_dir)
             )
             if step.action == "start":
-                group = self._elastic(plan, generation, folder, step.store, is_main=is_main)
-                end = yield from self._run_once(group, is_main=is_main, others=others)
+                group = self._elastic(plan, step.store)
+                end = yield from self._run_once(group, beside)
                 step = yield from self._agreement.agree(
                     f"end/{topic}",
                     end,
@@ -296,15 +290,11 @@ class Agent:
             if step.action == "end":
                 return step
             self._decisions.damaged.names = list(step.damaged)
-            if is_main:
-                self._enter_restart(plan.role)
-            generation = self._restart if is_main else self._decisions.next_generation(plan.role)
+            self._enter_restart(plan.role)
             if self._gpus is not None and job.has(plan):
-                yield from self._gpus.wait(without={gpu for one in others if job.has(one) for gpu in one.gpus})
+                yield from self._gpus.wait(without={gpu for one in beside if job.has(one) for gpu in one.gpus})
 
-    def _elastic(
-        self, plan: GroupPlan, generation: int, folder: RestartDir, store: str, *, is_main: bool
-    ) -> WorkerGroup:
+    def _elastic(self, plan: GroupPlan, store: str) -> WorkerGroup:
         """Create the worker group for one start.
 
         Args:
@@ -314,13 +304,12 @@ class Agent:
         from rlhf_core.worker.groups.elastic import ElasticGroup, ElasticStart
 
         job, seat = self._job, self._seat(plan)
-        file = seat.slots.store(generation) if len(plan.nodes) == 1 else None
-        beside = None if is_main else generation
-        command = job.worker_command(plan, self._restart, beside, file, self._decisions.damaged.names)
-        name = f"{job.run_dir.run_id}.{job.attempt}.{generation}" + ("" if is_main else f".{plan.role}")
-        start = ElasticStart(name, store, command, folder)
+        file = seat.slots.store(self._restart) if len(plan.nodes) == 1 else None
+        command = job.worker_command(plan, self._restart, None, file, self._decisions.damaged.names)
+        name = f"{job.run_dir.run_id}.{job.attempt}.{self._restart}"
+        start = ElasticStart(name, store, command, self._restart_dir)
         fork_server = self._fork_server if self._is_forked(plan) else None
-        return ElasticGroup(plan, generation, seat, start, self._inbox, fork_server)
+        return ElasticGroup(plan, self._restart, seat, start, self._inbox, fork_server)
 
     def _seat(self, plan: GroupPlan) -> GroupSeat:
         job, slots = self._job, self._slots[plan.role]
@@ -335,22 +324,19 @@ class Agent:
             self._events.move_to(self._restart_dir)
         self._supervisor.enter(role, self._restart_dir)
 
-    def _run_once(
-        self, group: WorkerGroup, *, is_main: bool, others: Sequence[GroupPlan]
-    ) -> Generator[None, None, NodeEnd]:
+    def _run_once(self, group: WorkerGroup, beside: Sequence[GroupPlan]) -> Generator[None, None, NodeEnd]:
         """Start this node's workers and wait until they and all their descendants have exited."""
-        self._restart_is_used = self._restart_is_used or is_main
-        generation = None if is_main else group.generation
+        self._restart_is_used = True
         self._supervisor.supervise(group, group.generation)
         try:
             # Elastic raises many types; the classifier reads the text.
             with suppress(StartAbandoned), Survived(but=(StartAbandoned,)) as failed:
                 group.start()
                 if group.workers:
-                    self._group_events.started(group.role, list(group.workers.values()), generation)
+                    self._group_events.started(group.role, list(group.workers.values()))
                 while True:
                     for worker, end in group.poll():
-                        self._group_events.exited(group.role, worker, end, generation)
+                        self._group_events.exited(group.role, worker, end)
                     self._take_warnings()
                     if group.is_over:
                         break
@@ -360,7 +346,7 @@ class Agent:
             self._supervisor.settle()
             self._take_warnings(now=True)
             # If other groups are running, kill only the processes marked as this group's.
-            self._end_descendants(group if others else None)
+            self._end_descendants(group if beside else None)
         return exit_reports.report(group, failed.trace, self._write)
 
     def _take_warnings(self, *, now: bool = False) -> None:
