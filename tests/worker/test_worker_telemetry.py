@@ -143,6 +143,7 @@ class Nvml:
             "nvmlDeviceGetHandleByUUID": lambda uuid: 0,
             "nvmlDeviceGetUtilizationRates": lambda handle: SimpleNamespace(gpu=90 + handle, memory=3),
             "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(used=3 * GIB, total=80 * GIB, free=77 * GIB),
+            "nvmlDeviceGetComputeRunningProcesses": lambda handle: [SimpleNamespace(pid=100 + handle)],
             "nvmlDeviceGetPowerUsage": lambda handle: 512_500,
             "nvmlDeviceGetEnforcedPowerLimit": lambda handle: 700_000,
             "nvmlDeviceGetTemperature": lambda handle, sensor: 61,
@@ -207,6 +208,7 @@ def test_the_real_library_has_every_name_that_is_used(nvml: Nvml) -> None:
     GpuTelemetry().read()
     nvml.answers["nvmlDeviceGetPowerUsage"] = refuses(pynvml.NVML_ERROR_GPU_IS_LOST)
     GpuTelemetry().read()
+    assert GpuTelemetry().are_used_by({100})
     assert set(nvml.answers) - nvml.asked == {"nvmlDeviceGetHandleByUUID"}
     assert all(hasattr(pynvml, name) for name in {*nvml.asked, *nvml.answers})
     with pytest.raises(AttributeError):
@@ -258,6 +260,22 @@ def test_a_gpu_off_the_bus_is_lost(nvml: Nvml) -> None:
     for name in [name for name in nvml.answers if name.startswith("nvmlDeviceGet")]:
         nvml.answers[name] = refuses(pynvml.NVML_ERROR_GPU_IS_LOST)
     assert reads.read() == {"gpu0_lost": 1.0, "gpu1_lost": 1.0}
+    assert not reads.are_used_by({100, 101})
+    with pytest.raises(OSError, match="NVML: GPU is lost"):
+        reads.used_bytes()
+
+
+def test_memory_is_that_of_the_devices_of_the_job(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml.answers["nvmlDeviceGetMemoryInfo"] = lambda handle: SimpleNamespace(used=handle * GIB)
+    assert GpuTelemetry().used_bytes() == [0, GIB]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert GpuTelemetry().used_bytes() == [GIB]
+
+
+@pytest.mark.parametrize(("pids", "percent", "is_used"), [({7, 101}, 90, True), ({101}, 0, False), ({7}, 90, False)])
+def test_a_busy_gpu_is_used_by_the_processes_on_it(nvml: Nvml, pids: set[int], percent: int, is_used: bool) -> None:
+    nvml.answers["nvmlDeviceGetUtilizationRates"] = lambda handle: SimpleNamespace(gpu=percent * handle)
+    assert GpuTelemetry().are_used_by(pids) == is_used
 
 
 def test_without_a_driver_there_are_no_gpu_figures_and_one_message(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ Names and units of the calls follow NVIDIA's "NVML API Reference Guide".
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,7 @@ class GpuTelemetry:
         try:
             import pynvml
         except ImportError as error:
-            raise OSError(f"nvidia-ml-py is not installed ({error})") from error
+            raise OSError(f"nvidia-ml-py is not installed ({error}); it comes with rlhf-flows[training]") from error
         self._nvml: Any = pynvml
         try:
             self._nvml.nvmlInit()
@@ -81,6 +81,26 @@ class GpuTelemetry:
     def driver(self) -> str:
         """Version of the driver."""
         return str(self._nvml.nvmlSystemGetDriverVersion())
+
+    def used_bytes(self) -> list[int]:
+        """Memory in use on each GPU, in bytes.
+
+        Raises:
+            OSError: the driver refuses to answer, as for a GPU that has fallen off the bus.
+        """
+        try:
+            return [int(self._nvml.nvmlDeviceGetMemoryInfo(device.handle).used) for device in self._devices]
+        except self._nvml.NVMLError as error:
+            raise OSError(f"NVML: {error}") from error
+
+    def are_used_by(self, pids: Collection[int]) -> bool:
+        """True if a GPU used by one of these processes was busy during the driver's last sample."""
+        for device in self._devices:
+            with contextlib.suppress(self._nvml.NVMLError):
+                present = {process.pid for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(device.handle)}
+                if present & set(pids) and self._nvml.nvmlDeviceGetUtilizationRates(device.handle).gpu > 0:
+                    return True
+        return False
 
     def _visible(self) -> list[str]:
         listed = listed_gpus()

@@ -114,30 +114,15 @@ def test_a_poll_is_short(tmp_path: Path, start: Start) -> None:
     assert (time.process_time() - before) / 20 < 0.05
 
 
-class _NvmlError(Exception):
-    pass
-
-
-def _nvml(pids: Sequence[int], percent: int) -> SimpleNamespace:
-    """A driver with one GPU."""
-    return SimpleNamespace(
-        NVMLError=_NvmlError,
-        nvmlInit=lambda: None,
-        nvmlDeviceGetCount=lambda: 1,
-        nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetComputeRunningProcesses=lambda handle: [SimpleNamespace(pid=pid) for pid in pids],
-        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=percent),
-    )
-
-
-@pytest.mark.parametrize(("is_own", "percent", "moved"), [(True, 90, True), (True, 0, False), (False, 90, False)])
+@pytest.mark.parametrize("is_own", [True, False])
 def test_a_busy_gpu_counts_for_the_ranks_that_use_it(
-    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch, is_own: bool, percent: int, moved: bool
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch, is_own: bool
 ) -> None:
     program = start(WAIT)
+    user = program.pid if is_own else os.getpid()
     monkeypatch.setattr(activity, "_DRIVER", tmp_path)
-    monkeypatch.setitem(sys.modules, "pynvml", _nvml([program.pid if is_own else os.getpid()], percent))
-    assert samples(tmp_path, [program.pid], num=1) == [moved]
+    monkeypatch.setattr(activity, "GpuTelemetry", lambda: SimpleNamespace(are_used_by=lambda pids: user in pids))
+    assert samples(tmp_path, [program.pid], num=1) == [is_own]
 
 
 @pytest.mark.parametrize(("listed", "problem"), [("-1", ""), ("7", "GPU utilization is unavailable")])

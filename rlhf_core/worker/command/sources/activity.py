@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 
@@ -18,6 +18,7 @@ from rlhf_core.machine.amd_gpus import AmdGpus
 from rlhf_core.machine.gpus import HIDDEN_FROM_HIP, HIP_VARIABLE
 from rlhf_core.schemas.command_trainer import ProgressSource
 from rlhf_core.worker.command.observation import Reading, Watched
+from rlhf_core.worker.telemetry.gpus import GpuTelemetry
 
 SAMPLE_S = 2.0
 """Minimum time between samples, in seconds: CPU time is counted in hundredths of a second."""
@@ -46,10 +47,10 @@ class Activity:
         self._before: dict[tuple[int, float], _Usage] = {}
         self._sampled_at_s: float | None = None
         self._problem = ""
-        self._gpus: _Gpus | AmdGpus | None = None
+        self._gpus: GpuTelemetry | AmdGpus | None = None
         try:
             if _DRIVER.exists():
-                self._gpus = _Gpus()
+                self._gpus = GpuTelemetry()
             elif amd_gpus.are_present() and os.environ.get(HIP_VARIABLE) != HIDDEN_FROM_HIP:
                 self._gpus = AmdGpus()
         except OSError as error:
@@ -112,33 +113,3 @@ def _is_stopped(process: psutil.Process) -> bool:
         return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return True
-
-
-class _Gpus:
-    """The node's NVIDIA GPUs, through NVML."""
-
-    def __init__(self) -> None:
-        """Load NVML.
-
-        Raises:
-            OSError: NVML is missing or fails to initialise.
-        """
-        try:
-            import pynvml
-        except ImportError as error:
-            raise OSError(f"nvidia-ml-py is not installed ({error}); it comes with rlhf-flows[training]") from error
-        self._nvml: Any = pynvml
-        try:
-            self._nvml.nvmlInit()
-            self._handles = [self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(self._nvml.nvmlDeviceGetCount())]
-        except self._nvml.NVMLError as error:
-            raise OSError(f"NVML: {error}") from error
-
-    def are_used_by(self, pids: set[int]) -> bool:
-        """True if a GPU used by one of these processes was busy during the driver's last sample."""
-        for handle in self._handles:
-            with contextlib.suppress(self._nvml.NVMLError):
-                present = {process.pid for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
-                if present & pids and self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu > 0:
-                    return True
-        return False
