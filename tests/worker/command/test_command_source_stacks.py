@@ -2,15 +2,17 @@
 
 import os
 import time
+from concurrent.futures import wait
 from pathlib import Path
 
+import psutil
 import pytest
-from process_tools import until
 from watched_programs import Polls, Start, watched
 
 from rlhf_core.worker.command.observation import Reading
 from rlhf_core.worker.command.sources import stacks
 from rlhf_core.worker.command.sources.stacks import Stacks, stacks_of
+from rlhf_core.worker.evidence.collection import find_py_spy
 
 LOOP = """
 def one():
@@ -36,10 +38,7 @@ def samples(source: Stacks, num: int) -> list[Reading]:
     polls, found = Polls(source), []
     for _ in range(num):
         polls.poll()
-        deadline = time.monotonic() + 10
-        while any(dump.is_running for dump in source._dumps):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        assert not wait(source._samples.values(), timeout=10).not_done
         found.append(polls.poll())
     return found
 
@@ -74,40 +73,61 @@ def test_it_is_blind_to_a_thread_that_goes_on_beside_a_hang(tmp_path: Path, star
     assert any(one.moved for one in samples(Stacks(watched(tmp_path, pids=[program.pid])), 12))
 
 
-def test_a_poll_does_not_block(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A py-spy that never responds is killed after its timeout, and reported."""
+@pytest.fixture
+def silent_py_spy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A py-spy that never answers and is killed after half a second."""
     slow = tmp_path / "py-spy"
     slow.write_text("#!/bin/sh\nexec sleep 1000\n")
     slow.chmod(0o755)
     monkeypatch.setattr(stacks, "find_py_spy", lambda: str(slow))
-    source = Stacks(watched(tmp_path, pids=[start(WAIT).pid]))
-    began = time.monotonic()
+    monkeypatch.setattr(stacks, "TIMEOUT_S", 0.5)
+
+
+@pytest.mark.usefixtures("silent_py_spy")
+def test_a_poll_does_not_block(tmp_path: Path, start: Start) -> None:
+    """A py-spy that never responds is killed after its timeout, and reported."""
+    program = start(WAIT)
+    source = Stacks(watched(tmp_path, pids=[program.pid]))
+    assert source.poll(0.0) == Reading()
+    (sample,) = source._samples.values()
+    assert not sample.done()
+    wait([sample], timeout=10)
+    assert source.poll(1.0).problem == f"no stack of process {program.pid} from py-spy: no answer within 0 s"
+
+
+@pytest.mark.usefixtures("silent_py_spy")
+def test_a_process_that_cannot_be_read_does_not_hide_the_others(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if its py-spy hung in the kernel, where it cannot be killed."""
+    monkeypatch.setattr(stacks, "TIMEOUT_S", 60.0)
+    first, second = start(WAIT), start(WAIT)
+    pids = [first.pid]
+    source = Stacks(watched(tmp_path, pids=pids))
     source.poll(0.0)
-    source.poll(1.0)
-    (dump,) = source._dumps
-    assert dump.is_running
-    source.poll(stacks.TIMEOUT_S + 1)
-    took_s = time.monotonic() - began
-    while dump.is_running:
-        time.sleep(0.02)
-    problem = source.poll(stacks.TIMEOUT_S + 2).problem
-    (next_dump,) = source._dumps
-    next_dump.kill()
-    until(lambda: not next_dump.is_running)
-    assert took_s < stacks.TIMEOUT_S
-    assert problem == f"no stack of process {dump.pid} from py-spy: no answer within 20 s"
+    stuck = source._samples[first.pid]
+    source._program = find_py_spy()
+    pids.append(second.pid)
+    for now_s in (10.0, 20.0):
+        source.poll(now_s)
+        wait([source._samples[second.pid]], timeout=10)
+    assert (source.poll(30.0).problem, source._samples[first.pid]) == ("", stuck)
+    assert second.pid in source._before
+    silent = [one for one in psutil.Process().children() if one.cmdline()[:1] == ["sleep"]]
+    for process in silent:
+        process.kill()
+    wait([stuck], timeout=10)
 
 
 def test_samples_are_five_seconds_apart(tmp_path: Path, start: Start) -> None:
-    source = Stacks(watched(tmp_path, pids=[start(WAIT).pid]))
+    program = start(WAIT)
+    source = Stacks(watched(tmp_path, pids=[program.pid]))
     source.poll(0.0)
-    (first,) = source._dumps
-    while first.is_running:
-        time.sleep(0.02)
+    wait(source._samples.values(), timeout=10)
     source.poll(stacks.SAMPLE_S - 0.1)
-    assert source._dumps == []
+    assert source._samples == {}
     source.poll(stacks.SAMPLE_S)
-    assert len(source._dumps) == 1
+    assert [*source._samples] == [program.pid]
 
 
 def test_an_ended_process_is_no_progress(tmp_path: Path, start: Start) -> None:

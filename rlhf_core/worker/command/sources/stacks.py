@@ -8,10 +8,8 @@ process can be read too. Reading a running process may give inconsistent stacks,
 """
 
 import json
-import os
 import subprocess
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,10 @@ Stack = tuple[tuple[str, str, int], ...]
 """Function, file and line of each frame, innermost first."""
 
 
+class _NoStack(Exception):
+    """Raised if py-spy gave no stacks; the message says why."""
+
+
 class Stacks:
     """Python stacks of all threads of the rank's processes, compared with the previous sample."""
 
@@ -38,7 +40,9 @@ class Stacks:
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
         self._program = find_py_spy()
-        self._dumps: list[_Dump] = []
+        # Its threads do not hold the worker, which exits without waiting for any.
+        self._pool = ThreadPoolExecutor(MAX_PROCESSES, thread_name_prefix="py-spy")
+        self._samples: dict[int, Future[dict[int, Stack]]] = {}
         self._began_at_s = float("-inf")
         self._before: dict[int, dict[int, Stack]] = {}
 
@@ -46,91 +50,54 @@ class Stacks:
         """Collect finished samples and start the next ones, without waiting."""
         if self._program is None:
             return Reading(problem=_MISSING)
-        moved, problem, waiting = False, "", []
-        for dump in self._dumps:
-            if dump.is_running:
-                waiting.append(dump)
-                if now_s - self._began_at_s > TIMEOUT_S:
-                    dump.kill()
-                continue
-            stacks, reason = dump.result()
-            if stacks is None:
-                self._before.pop(dump.pid, None)
-                problem = f"no stack of process {dump.pid} from py-spy: {reason}" if dump.is_wanted else problem
+        moved, problem = False, ""
+        for pid in [pid for pid, sample in self._samples.items() if sample.done()]:
+            try:
+                stacks = self._samples.pop(pid).result()
+            except _NoStack as error:
+                self._before.pop(pid, None)
+                if Path(f"/proc/{pid}").exists():
+                    problem = f"no stack of process {pid} from py-spy: {error}"
             else:
-                moved |= dump.pid in self._before and self._before[dump.pid] != stacks
-                self._before[dump.pid] = stacks
-        self._dumps = waiting
-        if not waiting and now_s - self._began_at_s >= SAMPLE_S:
-            problem = self._begin(now_s) or problem
+                moved |= pid in self._before and self._before[pid] != stacks
+                self._before[pid] = stacks
+        if now_s - self._began_at_s >= SAMPLE_S:
+            self._begin(self._program, now_s)
         return Reading(moved, problem=problem)
 
-    def _begin(self, now_s: float) -> str:
-        """Start a sample of each process; returns a sentence if that fails."""
+    def _begin(self, program: str, now_s: float) -> None:
+        """Start a sample of each process, except those whose last one has not ended: py-spy may hang in the kernel."""
         self._began_at_s = now_s
         pids = list(self._watched.pids())[:MAX_PROCESSES]
         self._before = {pid: stacks for pid, stacks in self._before.items() if pid in pids}
-        try:
-            self._dumps = [_Dump(str(self._program), pid) for pid in pids]
-        except OSError as error:
-            return f"stacks are unavailable: py-spy could not be started ({error})"
-        return ""
+        for pid in pids:
+            if pid not in self._samples:
+                self._samples[pid] = self._pool.submit(_sample, program, pid)
 
 
 _MISSING = "stacks are unavailable: py-spy is not installed; it comes with rlhf-flows[training]"
 
 
-class _Dump:
-    """One run of py-spy."""
+def _sample(program: str, pid: int) -> dict[int, Stack]:
+    """Stacks of one process by thread id.
 
-    def __init__(self, program: str, pid: int) -> None:
-        """Start it.
-
-        Raises:
-            OSError: py-spy cannot be started.
-        """
-        self.pid = pid
-        self._is_late = False
-        self._files = ExitStack()
-        # Write to in-memory files: a full pipe would block py-spy until it is read.
-        self._output = self._files.enter_context(os.fdopen(os.memfd_create("py-spy"), "w+b"))
-        self._errors = self._files.enter_context(os.fdopen(os.memfd_create("py-spy"), "w+b"))
-        command: Sequence[str] = (program, "dump", "--nonblocking", "--json", "--pid", str(pid))
-        try:
-            self._process = subprocess.Popen(command, stdout=self._output, stderr=self._errors)
-        except OSError:
-            self._files.close()
-            raise
-
-    @property
-    def is_running(self) -> bool:
-        return self._process.poll() is None
-
-    @property
-    def is_wanted(self) -> bool:
-        """True if the sampled process is still alive."""
-        return Path(f"/proc/{self.pid}").exists()
-
-    def kill(self) -> None:
-        """Kill py-spy; a later poll reaps it like any other."""
-        self._is_late = True
-        with suppress(ProcessLookupError):
-            self._process.kill()
-
-    def result(self) -> tuple[dict[int, Stack] | None, str]:
-        """Stacks by thread id, or None with the reason."""
-        with self._files:
-            self._output.seek(0)
-            self._errors.seek(0)
-            text, reason = self._output.read(), self._errors.read(2_000).decode(errors="replace").strip()
-        if self._is_late:
-            return None, f"no answer within {TIMEOUT_S:.0f} s"
-        if self._process.returncode != 0:
-            return None, reason.partition("\n")[0] or f"exit code {self._process.returncode}"
-        try:
-            return stacks_of(json.loads(text)), ""
-        except (ValueError, KeyError, TypeError) as error:
-            return None, f"its response could not be read ({error!r})"
+    Raises:
+        _NoStack: py-spy cannot be started, fails, or does not answer in time.
+    """
+    command = (program, "dump", "--nonblocking", "--json", "--pid", str(pid))
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise _NoStack(f"no answer within {TIMEOUT_S:.0f} s") from None
+    except OSError as error:
+        raise _NoStack(f"it could not be started ({error})") from error
+    if done.returncode != 0:
+        reason = done.stderr.decode(errors="replace").strip().partition("\n")[0]
+        raise _NoStack(reason or f"exit code {done.returncode}")
+    try:
+        return stacks_of(json.loads(done.stdout))
+    except (ValueError, KeyError, TypeError) as error:
+        raise _NoStack(f"its response could not be read ({error!r})") from error
 
 
 def stacks_of(threads: list[dict[str, Any]]) -> dict[int, Stack]:
