@@ -90,12 +90,6 @@ class SyncReport:
 
     batches: int = 0
     """Number of transactions."""
-    lines: int = 0
-    """Number of lines that became rows."""
-    documents: int = 0
-    """Number of whole files that became rows."""
-    fenced: int = 0
-    """Number of journal lines that do not count because their writer had lost its lease."""
     num_skipped: int = 0
     """Number of lines that could not be read or stored: torn by a kill, written by another version, or hostile."""
     skipped: list[SkippedLine] = field(default_factory=list)
@@ -104,9 +98,6 @@ class SyncReport:
     def add(self, other: "SyncReport") -> None:
         """Add the result of another synchronisation."""
         self.batches += other.batches
-        self.lines += other.lines
-        self.documents += other.documents
-        self.fenced += other.fenced
         self.num_skipped += other.num_skipped
         self.skipped += other.skipped
 
@@ -169,10 +160,8 @@ class IngestReader:
                     self.left_some = True
                     break
                 position = found.end
-                if found.line.token < self._batch.journal_token:
-                    self.report.fenced += 1
-                else:
-                    self.report.lines += 1
+                # Lines of a writer that had lost its lease do not count.
+                if found.line.token >= self._batch.journal_token:
                     self._batch.journal_token = found.line.token
                     self._batch.journal.append(JournalEntry(found.begin, found.line))
         except JournalDamaged as damage:
@@ -276,7 +265,6 @@ class IngestReader:
                 if len(skipped) < _NAMED_LINES:
                     skipped.append(SkippedLine(name, begin, _reason(error)))
             else:
-                self.report.lines += 1
                 yield begin + beyond, parsed
         if skipped:
             first = skipped[0]
@@ -310,7 +298,6 @@ class IngestReader:
             return
         found.append(content)
         self._bytes += path.stat().st_size
-        self.report.documents += 1
 
     def _is_full(self) -> bool:
         full = self._bytes >= BATCH_BYTES
