@@ -1,5 +1,5 @@
-"""Recovery from errors that cannot be named beforehand: those of Prefect's client or torch elastic, of a plug-in of a
-site or a user, of a complete iteration of a thread that must live on, or of work whose outcome is reported elsewhere.
+"""Recovery from errors that cannot be named beforehand: those of Prefect's client, of a plug-in of a site or a user, of
+a complete iteration of a thread that must live on, or of work whose outcome is reported elsewhere.
 
 Every use has a plan for the error. Where its kinds are known, they are named there, and this is not used.
 """

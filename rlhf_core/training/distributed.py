@@ -171,7 +171,7 @@ def init_process_group(context: WorkerContext) -> Ranks:
     """Join the ranks of this role (gloo on CPU, NCCL on GPU), and set threads and determinism.
 
     Ranks on a single node rendezvous through the file ``context.store``, which needs no port. Otherwise they rendezvous
-    at MASTER_ADDR and MASTER_PORT, where agent 0 hosts a store (torch elastic sets the variables).
+    at MASTER_ADDR and MASTER_PORT, where agent 0 hosts a store (the agent sets the variables).
 
     Raises:
         WorkerError: the spec asks for GPUs, but none is visible to this rank.

@@ -23,10 +23,6 @@ class SignalInbox:
     def __init__(self) -> None:
         self._reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        self.install()
-
-    def install(self) -> None:
-        """Install the handlers; also reclaims signals that a library has taken since (as elastic does with SIGQUIT)."""
         for number in (*ENDING, SAVING):
             signal.signal(number, _wake_up)
 

@@ -43,7 +43,7 @@ STACK_SIGNAL = signal.SIGUSR1
 
 @dataclass(frozen=True)
 class WorkerArguments:
-    """Command-line arguments of one worker; ranks and addresses come from the environment, as set by elastic."""
+    """Command-line arguments of one worker; ranks and addresses come from the environment."""
 
     role: Role
     run_dir: Path

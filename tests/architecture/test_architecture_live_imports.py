@@ -69,6 +69,13 @@ def test_the_compute_plane_imports_without_the_control_libraries() -> None:
     assert {"rlhf_core.training.trainers.online", "rlhf_core.worker.agent.phases"} <= imported
 
 
+def test_an_agent_and_a_worker_of_another_program_import_without_torch() -> None:
+    done = _import_all(["rlhf_core.worker"], ["rlhf_core.worker.command.in_rank"], TORCH_AND_KIN)
+    assert done.returncode == 0, done.stderr
+    imported = set(json.loads(done.stdout.splitlines()[-1]))
+    assert {"rlhf_core.worker.agent.bootstrap", "rlhf_core.worker.command.follower"} <= imported
+
+
 def test_the_blocker_blocks() -> None:
     done = _import_all(["rlhf_core.training"], [], ("torch",))
     assert done.returncode != 0

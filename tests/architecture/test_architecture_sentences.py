@@ -13,7 +13,7 @@ from english import nodes
 
 from rlhf_core import errors
 from rlhf_core.worker import roles, worker_process
-from rlhf_core.worker.groups import elastic
+from rlhf_core.worker.channel import store
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [path for package in ("flows", "rlhf_core", "migrations") for path in sorted((ROOT / package).rglob("*.py"))]
@@ -143,13 +143,10 @@ def importers(package: str, *, late: bool) -> set[str]:
     }
 
 
-def test_elastic_alone_imports_torch_as_it_is_loaded() -> None:
-    assert importers("torch", late=False) == {"elastic.py"}
+def test_the_store_of_several_nodes_alone_imports_torch() -> None:
+    assert importers("torch", late=False) == set()
     assert importers("torch", late=True) == {"store.py"}
-    assert importers("rlhf_core.worker.groups.elastic", late=False) == set(), "so that an agent starts without torch"
-    sentence = " ".join((elastic.__doc__ or "").split())
-    assert "the agent's only module that imports torch at load time" in sentence
-    assert "``channel/store.py``" in sentence
+    assert "an agent of several nodes alone imports torch" in " ".join((store.__doc__ or "").split())
 
 
 def test_roles_alone_names_functions_of_training() -> None:

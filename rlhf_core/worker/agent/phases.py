@@ -41,6 +41,7 @@ from rlhf_core.worker.groups.base import GroupSeat, StartAbandoned, WorkerGroup
 from rlhf_core.worker.groups.events import GroupEvents
 from rlhf_core.worker.groups.fork_server import ForkServer
 from rlhf_core.worker.groups.independent import IndependentGroup
+from rlhf_core.worker.groups.joint import JointGroup, JointStart
 from rlhf_core.worker.liveness.collectives import BUFFER_SIZE, BUFFER_VARIABLE
 from rlhf_core.worker.liveness.heartbeat import SlotFile
 from rlhf_core.worker.nodes.membership import interface_of
@@ -70,7 +71,6 @@ class Agent:
         deadline: ExitDeadline,
     ) -> None:
         self._job = job
-        self._inbox = inbox
         self._leader = leader
         self._events = events
         self._channel = channel
@@ -275,7 +275,7 @@ class Agent:
                 f"ready/{topic}", Ready(), Ready, lambda _: self._decisions.begin_start(plan, self._restart_dir)
             )
             if step.action == "start":
-                group = self._elastic(plan, step.store)
+                group = self._joint(plan, step.store)
                 end = yield from self._run_once(group, beside)
                 step = yield from self._agreement.agree(
                     f"end/{topic}",
@@ -294,22 +294,19 @@ class Agent:
             if self._gpus is not None and job.has(plan):
                 yield from self._gpus.wait(without={gpu for one in beside if job.has(one) for gpu in one.gpus})
 
-    def _elastic(self, plan: GroupPlan, store: str) -> WorkerGroup:
+    def _joint(self, plan: GroupPlan, store: str) -> WorkerGroup:
         """Create the worker group for one start.
 
         Args:
             store: ``host:port`` of the rendezvous store for workers on several nodes; empty for a single node.
         """
-        # Torch is imported only here, after every check that can fail without it.
-        from rlhf_core.worker.groups.elastic import ElasticGroup, ElasticStart
-
         job, seat = self._job, self._seat(plan)
         file = seat.slots.store(self._restart) if len(plan.nodes) == 1 else None
         command = job.worker_command(plan, self._restart, None, file, self._decisions.damaged.names)
         name = f"{job.run_dir.run_id}.{job.attempt}.{self._restart}"
-        start = ElasticStart(name, store, command, self._restart_dir)
+        start = JointStart(name, store, command, self._restart_dir)
         fork_server = self._fork_server if self._is_forked(plan) else None
-        return ElasticGroup(plan, self._restart, seat, start, self._inbox, fork_server)
+        return JointGroup(plan, self._restart, seat, start, fork_server)
 
     def _seat(self, plan: GroupPlan) -> GroupSeat:
         job, slots = self._job, self._slots[plan.role]
@@ -329,7 +326,7 @@ class Agent:
         self._restart_is_used = True
         self._supervisor.supervise(group, group.generation)
         try:
-            # Elastic raises many types; the classifier reads the text.
+            # Whatever prevents a start is a failure to be explained: the classifier reads the text.
             with suppress(StartAbandoned), Survived(but=(StartAbandoned,)) as failed:
                 group.start()
                 if group.workers:

@@ -6,6 +6,8 @@ store that carries the mark of this attempt.
 
 torch's store does not authenticate clients. It therefore listens only on the node's address in the allocation, and
 agents trust only the signed messages they read from it (``signing.py``).
+
+For this store, an agent of several nodes alone imports torch: that of a single node sends no messages.
 """
 
 import contextlib

@@ -1,1 +1,1 @@
-"""Groups of workers: one elastic start for all, or separate processes; both forked by the fork server of a node."""
+"""Groups of workers: started together, or each by itself; both forked by the fork server of a node."""

@@ -3,10 +3,12 @@
 The main thread starts workers and reaps them; the supervising thread reads their slots and may kill them for a hang.
 """
 
+import os
+import subprocess
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,14 +18,10 @@ from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.reports import Phase, RankStatus, RepresentedProcess
 from rlhf_core.schemas.resources import GroupPlan
 from rlhf_core.worker import processes
+from rlhf_core.worker.groups.fork_server import ForkedWorker, ForkServer, start_new
 from rlhf_core.worker.liveness.heartbeat import SlotFile
 from rlhf_core.worker.liveness.pause_clock import PauseClock
-from rlhf_core.worker.worker_process import spare_outcome
-
-ELASTIC_VARIABLES = {"TORCH_ELASTIC_WORKER_IDENTICAL": "1", "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT"}
-"""Settings that torch elastic reads from the agent's environment. All nodes have the same number of workers, so ranks
-need not be exchanged through a store. The list of signals must not be empty; SIGQUIT is the one whose handler the agent
-can reclaim without missing a signal that it needs."""
+from rlhf_core.worker.worker_process import SLOTS_VARIABLE, spare_outcome
 
 PEER_TIMEOUT_S = 1.0
 """Time that a dead worker's peers have to report what they saw before they are killed, in seconds."""
@@ -87,7 +85,9 @@ class GroupSeat:
 class WorkerGroup(ABC):
     """The workers of one group on this node."""
 
-    def __init__(self, plan: GroupPlan, generation: int, seat: GroupSeat) -> None:
+    def __init__(
+        self, plan: GroupPlan, generation: int, seat: GroupSeat, fork_server: ForkServer | None = None
+    ) -> None:
         self.plan = plan
         self.generation = generation
         """Number of the newest start."""
@@ -106,6 +106,8 @@ class WorkerGroup(ABC):
         """The hang for which all workers were killed."""
         self.oom_kills_before = processes.oom_kills()
         """The node's OOM kill count before the workers were started."""
+        self._fork_server = fork_server
+        self._processes: dict[int, subprocess.Popen[bytes] | ForkedWorker] = {}
         self._ended: set[int] = set()
         self._num_exits = 0
         self._lock = threading.Lock()
@@ -160,6 +162,32 @@ class WorkerGroup(ABC):
 
     def close(self) -> None:  # noqa: B027 - most groups have nothing to release
         """Release what remains of workers that have exited or are given up."""
+
+    def _launch(self, local_rank: int, command: Sequence[str], variables: Mapping[str, str]) -> Started:
+        """Start one worker: forked if the group has a fork server, otherwise as a new process.
+
+        Args:
+            local_rank: Its local rank.
+            command: Interpreter arguments.
+            variables: Environment variables beside those of its rank and slot.
+
+        Raises:
+            OSError: the process cannot be started.
+        """
+        rank = self.rank(local_rank)
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(self.plan.num_workers),
+            SLOTS_VARIABLE: str(self.seat.slots.path),
+            **variables,
+        }
+        started_ns = time.monotonic_ns()
+        start = start_new if self._fork_server is None else self._fork_server.start
+        process = start(command, environment)
+        self._processes[local_rank] = process
+        return Started(local_rank, rank, process.pid, started_ns)
 
     def _begin(self, started: dict[int, Started]) -> None:
         """Record that all workers were started."""

@@ -22,13 +22,10 @@ from hashlib import blake2b
 from pathlib import Path
 
 import rlhf_core
-from rlhf_core.machine.gpus import HIP_VARIABLE, VISIBLE_VARIABLE
 from rlhf_core.machine.main_memory import memory_bytes
 from rlhf_core.worker import processes
-from rlhf_core.worker.groups.base import ELASTIC_VARIABLES
 from rlhf_core.worker.roles import WARM
 from rlhf_core.worker.signals import SAVING, held_back
-from rlhf_core.worker.worker_process import SLOTS_VARIABLE
 
 PACKAGE = "rlhf_core.worker"
 """Module that a worker's command line runs; the worker's arguments follow it."""
@@ -49,9 +46,6 @@ SERVER_BYTES = 1 << 30
 
 SHORT_OF_MEMORY = 0.1
 """Share of memory kept free for the run. Below it, the server is killed and no new one is started."""
-
-OF_A_START = frozenset({SLOTS_VARIABLE, processes.GROUP_VARIABLE, VISIBLE_VARIABLE, HIP_VARIABLE, *ELASTIC_VARIABLES})
-"""Variables set afresh for each start of workers. A worker adopts them before anything reads them."""
 
 CHECK_INTERVAL_S = 1.0
 """Interval of memory checks, in seconds."""
@@ -321,8 +315,6 @@ def fingerprint() -> str:
     """Hash of this process's environment and this package's files, as a new process would find them."""
     digest = blake2b(digest_size=16)
     for name, value in sorted(os.environ.items()):
-        if name in OF_A_START:
-            continue
         digest.update(f"{name}={value}\0".encode(errors="surrogateescape"))
     for path in sorted(Path(rlhf_core.__file__).parent.rglob("*.py")):
         with contextlib.suppress(OSError):

@@ -1,17 +1,13 @@
 """Independent workers: one process each, restarted individually while all others keep running."""
 
-import os
-import subprocess
-import time
 from collections.abc import Callable, Sequence
 
 from rlhf_core.run_dir.attempt import AttemptDir, RestartDir
 from rlhf_core.schemas.resources import GroupPlan
 from rlhf_core.worker.groups.base import Exit, GroupSeat, StartAbandoned, Started, WorkerGroup
-from rlhf_core.worker.groups.fork_server import ForkedWorker, ForkServer, start_new
+from rlhf_core.worker.groups.fork_server import ForkServer
 from rlhf_core.worker.groups.gpus import visible_gpus
 from rlhf_core.worker.processes import GROUP_VARIABLE
-from rlhf_core.worker.worker_process import SLOTS_VARIABLE
 
 REAP_TIMEOUT_S = 5.0
 
@@ -34,13 +30,11 @@ class IndependentGroup(WorkerGroup):
         command: Returns the interpreter arguments for a generation.
         fork_server: Forks the workers, if given.
         """
-        super().__init__(plan, generation, seat)
+        super().__init__(plan, generation, seat, fork_server)
         self.generations = dict.fromkeys(range(self.num_workers), generation)
         """Current generation of each worker, by local rank."""
         self._attempt = attempt
         self._command = command
-        self._fork_server = fork_server
-        self._processes: dict[int, subprocess.Popen[bytes] | ForkedWorker] = {}
 
     def folder(self, local_rank: int) -> RestartDir:
         """Folder of a worker's current start."""
@@ -64,7 +58,7 @@ class IndependentGroup(WorkerGroup):
         if self.killing:
             raise StartAbandoned
         self.seat.slots.clear()
-        self._begin({local_rank: self._launch(local_rank) for local_rank in range(self.num_workers)})
+        self._begin({local_rank: self._launch_one(local_rank) for local_rank in range(self.num_workers)})
 
     def restart(self, local_rank: int, generation: int) -> Started | None:
         """Restart one worker that has exited.
@@ -84,7 +78,7 @@ class IndependentGroup(WorkerGroup):
             self.seat.slots.clear_worker(local_rank)
         if self._fork_server is not None:
             self._fork_server.prepare()
-        started = self._launch(local_rank)
+        started = self._launch_one(local_rank)
         with self._lock:
             self.workers[local_rank] = started
             del self.exits[local_rank]
@@ -99,18 +93,7 @@ class IndependentGroup(WorkerGroup):
             self._processes[worker.local_rank].wait(REAP_TIMEOUT_S)
         return found
 
-    def _launch(self, local_rank: int) -> Started:
-        rank = self.rank(local_rank)
-        environment = os.environ | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(local_rank),
-            "WORLD_SIZE": str(self.plan.num_workers),
-            SLOTS_VARIABLE: str(self.seat.slots.path),
-            GROUP_VARIABLE: self.marker(local_rank),
-            **visible_gpus(self.plan, self.seat.num_gpus, local_rank),
-        }
-        started_ns = time.monotonic_ns()
-        start = start_new if self._fork_server is None else self._fork_server.start
-        process = start(self._command(self.generations[local_rank]), environment)
-        self._processes[local_rank] = process
-        return Started(local_rank, rank, process.pid, started_ns)
+    def _launch_one(self, local_rank: int) -> Started:
+        gpus = visible_gpus(self.plan, self.seat.num_gpus, local_rank)
+        command = self._command(self.generations[local_rank])
+        return self._launch(local_rank, command, {GROUP_VARIABLE: self.marker(local_rank), **gpus})

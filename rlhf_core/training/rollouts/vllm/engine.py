@@ -70,7 +70,7 @@ class VllmEngine:
         Args:
             folder: Hugging Face folder of the model; without ``lora`` only its configuration is read.
             max_tokens: longest sequence, prompt and completion together.
-            variables: variables of torch elastic for this rank (RANK, LOCAL_RANK, WORLD_SIZE), for vLLM to read.
+            variables: variables of torchrun for this rank (RANK, LOCAL_RANK, WORLD_SIZE), for vLLM to read.
             lora: adapter that versions consist of; None for full weights.
             tensor_parallel: number of computing processes, each with its own GPU. Above 1 they are children of this
                 process, which then has no process group, and weights must be in shared memory.
