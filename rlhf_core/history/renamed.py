@@ -39,8 +39,9 @@ RENAMED = (
 """Every name changed since version 0.1."""
 
 _OLD_EVENTS = re.compile(r"'keeper[_\\%][^']*'")
-_NO_COLUMN = re.compile(r"""no such column: (?:\w+\.)?"?(\w+)|column (?:\w+\.)?"?(\w+)"? does not exist""")
-_NO_TABLE = re.compile(r"""no such table: (?:main\.)?(\w+)|relation "(?:\w+\.)?(\w+)" does not exist""")
+NO_COLUMN = re.compile(r"""no such column: (?:\w+\.)?"?(\w+)|column (?:\w+\.)?"?([^"]+?)"? does not exist""")
+NO_TABLE = re.compile(r"""no such table: (?:main\.)?(\w+)|relation "(?:\w+\.)?([^"]+)" does not exist""")
+"""Messages of both databases about a missing column or table, with its name."""
 
 
 def advice(text: str, error: str) -> str:
@@ -54,10 +55,10 @@ def advice(text: str, error: str) -> str:
         A sentence with the new name; empty if no migration explains the error.
     """
     words = set(re.findall(r"\w+", text.lower()))
-    if found := _NO_TABLE.search(error):
+    if found := NO_TABLE.search(error):
         table = (found[1] or found[2]).lower()
         fitting = [one for one in RENAMED if not one.column and one.table == table]
-    elif found := _NO_COLUMN.search(error):
+    elif found := NO_COLUMN.search(error):
         column = (found[1] or found[2]).lower()
         fitting = [one for one in RENAMED if one.column == column and one.table in words]
     else:

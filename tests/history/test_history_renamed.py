@@ -40,6 +40,7 @@ def test_an_old_name_is_answered_with_the_new_one(store: HistoryStore, statement
         ("SELECT d.position FROM decisions d", "Columns of decisions: run_id, decision_id"),
         ("SELECT wall FROM Run_Goodput", "Columns of run_goodput: run_id, name, state, wall_s"),
         ("SELECT r.x FROM runs r, stages s", "Columns of runs: .*. Columns of stages: "),
+        ('SELECT r."time/step_s" FROM runs r', "Columns of runs: "),
     ],
 )
 def test_an_unknown_column_gets_the_columns_of_the_tables_that_are_read(
@@ -55,6 +56,12 @@ def test_any_other_unknown_name_gets_the_list_of_tables(store: HistoryStore, sta
         BadInput, match=r"names a missing table or column: .* Tables and views: all_goodput, attempt_nodes"
     ):
         run_sql(store, statement)
+
+
+def test_an_unknown_function_is_no_missing_name(store: HistoryStore) -> None:
+    """PostgreSQL says of it, too, that it does not exist."""
+    with pytest.raises(BadInput, match=r"^the database rejected the query: .*no_such_function"):
+        run_sql(store, "SELECT no_such_function(run_id) FROM runs")
 
 
 def test_the_word_alone_is_no_old_name(store: HistoryStore) -> None:

@@ -171,7 +171,6 @@ def _translated_errors(text: str, errors: type[Exception], clock: WorkClock) -> 
         raise _refusal(text, error) from None
 
 
-_NOT_THERE = ("no such table", "no such column", "does not exist")
 _TOO_LONG = ("interrupted", "statement timeout")
 _FORBIDDEN = (
     *("not authorized", "prohibited", "read-only", "readonly", "multiple commands", "one statement", "VACUUM"),
@@ -205,7 +204,7 @@ def _refusal(text: str, error: Exception) -> BadInput:
             f"a value of the query or of its result is larger than {sql_limits.MAX_VALUE_BYTES >> 20} MiB, the "
             "limit of `rlhf sql`: omit its column"
         )
-    if any(sign in message for sign in _NOT_THERE):
+    if renamed.NO_TABLE.search(message) or renamed.NO_COLUMN.search(message):
         advice = renamed.advice(text, message)
         if advice:
             return BadInput(f"{advice} (The database reports: {message})")
