@@ -1,4 +1,4 @@
-"""Lost time, recoveries and goodput of random histories: as computed here, and as views of schema 0014 answer."""
+"""Lost time, recoveries and goodput of random histories, as computed without SQL."""
 
 import itertools
 import random
@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from expected_times import LOSS, STEP_SECONDS, ExpectedTimes, Rows, seconds
 from history_tools import at, new_sqlite
 from sqlalchemy import insert
-from test_history_migrations import downgrade, upgrade
 from test_history_views import ask
 
 from rlhf_core.history import queries
@@ -17,16 +17,12 @@ from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import metadata
 from rlhf_core.history.writers.attempts import write_last_valid_steps
 
-Row = dict[str, Any]
-Rows = dict[str, list[Row]]
-
 LOST = "SELECT run_id, incident_id, failure_kind, downtime_s, repeated_s, lost_s FROM incident_lost_time ORDER BY 1, 2"
-RECOVERED = "SELECT * FROM run_recoveries ORDER BY run_id, incident_id"
+RECOVERED = (
+    "SELECT run_id, incident_id, first_step_at, recovery_s, new_step_at, caught_up_s FROM run_recoveries ORDER BY 1, 2"
+)
 GOODPUT = "SELECT run_id, wall_s, queue_s, productive_s, repeated_s, lost_s, ettr FROM run_goodput ORDER BY 1"
 UNDRIVEN = "SELECT run_id, began_at, ended_at, seconds FROM undriven_times ORDER BY 1, 2, 3"
-
-STEP_SECONDS, LOSS = 1, 2
-"""Ids of the names of metrics."""
 
 
 def made_run(number: int, chance: random.Random) -> Rows:
@@ -125,68 +121,36 @@ def same(found: list[list[object]], expected: list[list[object]]) -> bool:
     )
 
 
-def interruptions(rows: Rows) -> list[Row]:
-    """Incidents that ended all workers, each once, in the order of their detection."""
-    survived = {one["decision_id"] for one in rows["decisions"] if one["action"] in ("continue", "restart_workers")}
-    by_controller = {place(one) for one in rows["incidents"] if one["found_by"] == "controller"}
-    found = [
-        one
-        for one in rows["incidents"]
-        if one["incident_id"] not in survived and (one["found_by"] == "controller" or place(one) not in by_controller)
-    ]
-    return sorted(found, key=lambda one: (one["seen_at"], one["incident_id"]))
+def with_times(rows: list[list[object]], *columns: int) -> list[list[object]]:
+    """Rows of an answer with the times in some columns, which have no time zone on SQLite."""
 
+    def as_time(value: object) -> datetime | None:
+        return None if value is None else datetime.fromisoformat(str(value)).replace(tzinfo=at(0).tzinfo)
 
-def place(row: Row) -> tuple[int, int]:
-    """Attempt and restart."""
-    return row["attempt"], row["restart"]
-
-
-def seconds(begin: datetime, end: datetime) -> float:
-    """Seconds between two times."""
-    return (end - begin).total_seconds()
-
-
-def recoveries(rows: Rows, undriven: list[tuple[datetime, datetime]]) -> list[list[object]]:
-    """Incident, recovery and catching up, as in the view ``run_recoveries``."""
-    steps = [row for row in rows["metrics"] if row["key_id"] == STEP_SECONDS] or rows["metrics"]
-    answers = []
-    for one in interruptions(rows):
-        later = [row for row in steps if place(row) > place(one)]
-        highest = max((row["step"] for row in steps if place(row) <= place(one)), default=0)
-        passed: list[object] = []
-        for candidates in (later, [row for row in later if row["step"] > highest]):
-            reached = min((row["time"] for row in candidates), default=None)
-            rest = sum(
-                seconds(*span) for span in undriven if reached and one["seen_at"] <= span[0] and span[1] <= reached
-            )
-            passed.append(seconds(one["seen_at"], reached) - rest if reached else None)
-        answers.append([one["run_id"], one["incident_id"], *passed])
-    return answers
+    return [[as_time(value) if index in columns else value for index, value in enumerate(row)] for row in rows]
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_views_of_incidents_answer_as_before_and_as_computed_here(
-    store: HistoryStore, database_url: str, seed: int
-) -> None:
+def test_views_answer_as_computed_without_sql(store: HistoryStore, seed: int) -> None:
     chance = random.Random(seed)
     runs = [made_run(number, chance) for number in range(60)]
     fill(store, runs)
-    found = [ask(store, question) for question in (LOST, RECOVERED, GOODPUT, UNDRIVEN)]
-    assert all(len(answer) > 20 for answer in found), "the history has what is compared"
-    downgrade(database_url, "0014")
-    before = [ask(store, question) for question in (LOST, RECOVERED, GOODPUT, UNDRIVEN)]
-    upgrade(database_url, "head")
-    for new, old in zip(found, before, strict=True):
-        assert same(new, old)
-    undriven: dict[object, list[tuple[datetime, datetime]]] = {}
-    for run_id, began_at, ended_at, _ in ask(store, UNDRIVEN):
-        times = tuple(datetime.fromisoformat(str(one)) for one in (began_at, ended_at))
-        begin, end = (one if one.tzinfo else one.replace(tzinfo=at(0).tzinfo) for one in times)
-        undriven.setdefault(run_id, []).append((begin, end))
-    expected = [one for rows in runs for one in recoveries(rows, undriven.get(rows["runs"][0]["run_id"], []))]
-    answers = ask(store, "SELECT run_id, incident_id, recovery_s, caught_up_s FROM run_recoveries")
-    assert same(sorted(answers, key=lambda row: row[:2]), sorted(expected, key=lambda row: row[:2]))  # type: ignore[arg-type, return-value]
+    lost, recovered, goodput, undriven = (ask(store, question) for question in (LOST, RECOVERED, GOODPUT, UNDRIVEN))
+    assert all(len(answer) > 20 for answer in (lost, recovered, goodput, undriven)), "the history has what is compared"
+    times = {expected.run["run_id"]: expected for expected in map(ExpectedTimes, runs)}
+    incidents = [(run_id, one) for run_id, of in times.items() for one in of.interruptions]
+    incidents.sort(key=lambda found: (found[0], found[1]["incident_id"]))
+    expected_lost: list[list[object]] = []
+    for run_id, one in incidents:
+        downtime_s, repeated_s = times[run_id].lost_s[one["incident_id"]]
+        lost_s = downtime_s + repeated_s
+        expected_lost.append([run_id, one["incident_id"], one["failure_kind"], downtime_s, repeated_s, lost_s])
+    assert same(lost, expected_lost)
+    expected_recovered = [[run_id, one["incident_id"], *times[run_id].recovery(one)] for run_id, one in incidents]
+    assert same(with_times(recovered, 2, 4), expected_recovered)
+    assert same(goodput, [[run_id, *of.goodput] for run_id, of in times.items()])
+    spans = [[run_id, *span, seconds(*span)] for run_id, of in times.items() for span in sorted(of.undriven)]
+    assert same(with_times(undriven, 1, 2), spans)
 
 
 def long_run(*, external: bool, timed: bool) -> Rows:
