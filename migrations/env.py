@@ -1,24 +1,73 @@
 """Connection of Alembic to the database: that of ``rlhf db upgrade``, or, on its own command line, the one named by
-``-x url=...`` or RLHF_DATABASE_URL."""
+``-x url=...`` or RLHF_DATABASE_URL. An upgrade replaces the views after the last script."""
 
 import os
 import sqlite3
+from typing import Any
 
 from alembic import context
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
 
-from rlhf_core.history.tables import metadata
+from rlhf_core.history.tables import SCHEMA_REVISION, metadata
+from rlhf_core.history.tables.view_sql import ENDED, GOODPUT, view_sql
+
+CACHE_GOODPUT = f"""
+INSERT INTO goodput_cache (run_id, ingest_stamp, {GOODPUT})
+SELECT n.run_id, n.ingest_stamp, {GOODPUT}
+FROM runs n JOIN run_goodput g ON g.run_id = n.run_id
+WHERE n.state IN {ENDED} AND NOT EXISTS (SELECT 1 FROM goodput_cache k WHERE k.run_id = n.run_id)"""
+"""Goodput of ended runs of which no row is cached: scripts remove the rows that the new views do not confirm."""
 
 
-def _run(connection: Connection) -> None:
-    context.configure(
-        connection=connection,
-        target_metadata=metadata,
-        compare_type=True,
-        render_as_batch=connection.dialect.name == "sqlite",  # SQLite changes a table by recreating it
-    )
+def _run(**options: Any) -> None:
+    context.configure(target_metadata=metadata, **options)
     with context.begin_transaction():
-        context.run_migrations()
+        if "destination_rev" in context.get_context().opts:
+            _upgrade()
+        else:  # `alembic current`, `check` or `revision`
+            context.run_migrations()
+
+
+def _upgrade() -> None:
+    dialect = context.get_context().dialect.name
+    views_of_users = _drop_views(context.get_bind()) if dialect == "sqlite" else []
+    context.run_migrations()
+    if _is_newest():
+        # PostgreSQL keeps permissions on a view that is replaced, and views of users that depend on it.
+        create = "CREATE VIEW" if dialect == "sqlite" else "CREATE OR REPLACE VIEW"
+        for name, query in view_sql(dialect).items():
+            _execute(f"{create} {name} AS {query}")
+        _execute(CACHE_GOODPUT)
+    for sql in views_of_users:
+        _execute(sql)
+
+
+def _drop_views(connection: Connection) -> list[str]:
+    """Drop all views of a SQLite database, which refuses to recreate a table under a view.
+
+    Returns:
+        SQL of those that are not ours.
+    """
+    views = connection.exec_driver_sql("SELECT name, sql FROM sqlite_master WHERE type = 'view'").all()
+    for name, _ in views:
+        connection.exec_driver_sql(f"DROP VIEW {connection.dialect.identifier_preparer.quote(name)}")
+    return [sql for name, sql in views if name not in view_sql("sqlite")]
+
+
+def _is_newest() -> bool:
+    """Return False if a developer upgrades to an older revision, whose tables the views do not fit."""
+    if context.is_offline_mode():
+        return context.get_revision_argument() == SCHEMA_REVISION
+    return context.get_context().get_current_heads() == (SCHEMA_REVISION,)
+
+
+def _execute(sql: str) -> None:
+    context.execute(sql.replace(":", "\\:"))  # a colon would be a parameter
+
+
+def _run_on(connection: Connection) -> None:
+    # SQLite changes a table by recreating it.
+    _run(connection=connection, compare_type=True, render_as_batch=connection.dialect.name == "sqlite")
 
 
 def _begin_transactions(engine: Engine) -> None:
@@ -49,20 +98,18 @@ def _run_from_command_line() -> None:
             raise SystemExit(
                 "no SQL for SQLite, whose tables are recreated from what is in the database; leave out --sql"
             )
-        context.configure(url=url, target_metadata=metadata, literal_binds=True)
-        with context.begin_transaction():
-            context.run_migrations()
+        _run(url=url, literal_binds=True)
         return
     engine = create_engine(url)
     if url.get_backend_name() == "sqlite":
         _begin_transactions(engine)
     with engine.begin() as connection:
-        _run(connection)
+        _run_on(connection)
     engine.dispose()
 
 
 _given: Connection | None = context.config.attributes.get("connection")
 if _given is not None:
-    _run(_given)
+    _run_on(_given)
 else:
     _run_from_command_line()

@@ -21,11 +21,3 @@ def upgrade() -> None:
     op.add_column("attempt_nodes", sa.Column("longest_gaps_s", JSON, nullable=False, server_default=sa.text("'{}'")))
     op.add_column("incidents", sa.Column("collective", sa.Text(), nullable=False, server_default=sa.text("''")))
     op.add_column("incidents", sa.Column("collective_sequence", sa.BigInteger(), nullable=True))
-
-
-def downgrade() -> None:
-    op.drop_column("incidents", "collective_sequence")
-    op.drop_column("incidents", "collective")
-    op.drop_column("attempt_nodes", "longest_gaps_s")
-    op.drop_index("ix_runs_shape_created_at", "runs")
-    op.drop_column("runs", "shape")

@@ -29,8 +29,3 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("run_id", "attempt", "node", name="pk_node_speeds"),
     )
     op.create_index("ix_node_speeds_node_measured_at", "node_speeds", ["node", "measured_at"])
-
-
-def downgrade() -> None:
-    op.drop_table("node_speeds")
-    op.drop_column("checks", "attempt")

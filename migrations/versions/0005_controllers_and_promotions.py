@@ -43,9 +43,3 @@ def upgrade() -> None:
         sa.ForeignKeyConstraint(["run_id"], ["runs.run_id"], name="fk_promotions_run_id", ondelete="CASCADE"),
         sa.PrimaryKeyConstraint("run_id", name="pk_promotions"),
     )
-
-
-def downgrade() -> None:
-    op.drop_table("promotions")
-    op.drop_table("controllers")
-    op.drop_column("runs", "tags")

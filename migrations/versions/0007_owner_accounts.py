@@ -14,7 +14,3 @@ depends_on = None
 
 def upgrade() -> None:
     op.add_column("runs", sa.Column("owner_account", sa.Text(), nullable=False, server_default=sa.text("''")))
-
-
-def downgrade() -> None:
-    op.drop_column("runs", "owner_account")

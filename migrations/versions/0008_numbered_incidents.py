@@ -16,9 +16,3 @@ def upgrade() -> None:
     op.add_column("incidents", sa.Column("number", sa.Integer(), nullable=False, server_default=sa.text("0")))
     op.add_column("incidents", sa.Column("role", sa.Text(), nullable=True))
     op.add_column("decisions", sa.Column("number", sa.Integer(), nullable=False, server_default=sa.text("0")))
-
-
-def downgrade() -> None:
-    op.drop_column("decisions", "number")
-    op.drop_column("incidents", "role")
-    op.drop_column("incidents", "number")

@@ -3,7 +3,8 @@
 Revision: 0009, after 0008. Every row is carried over. ``rlhf_core.history.renamed`` has the same names, for the advice
 that answers saved SQL with an old name.
 
-Both databases rename a column in the views, triggers and references that use it, so nothing has to be recreated.
+Both databases rename a column in the triggers and references that use it, PostgreSQL also in the views, so nothing has
+to be recreated.
 """
 
 import sqlalchemy as sa
@@ -35,14 +36,6 @@ def upgrade() -> None:
     rename_table(*TABLE)
     rename_events(*EVENTS)
     rename_events(*PUBLISHED)
-
-
-def downgrade() -> None:
-    rename_events(*reversed(PUBLISHED))
-    rename_events(*reversed(EVENTS))
-    rename_table(*reversed(TABLE))
-    for table, before, after in reversed(COLUMNS):
-        op.execute(f"ALTER TABLE {table} RENAME COLUMN {after} TO {before}")
 
 
 def rename_table(before: str, after: str) -> None:

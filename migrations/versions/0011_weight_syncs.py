@@ -33,7 +33,3 @@ def upgrade() -> None:
         sa.ForeignKeyConstraint(["run_id"], ["runs.run_id"], name="fk_weight_syncs_run_id", ondelete="CASCADE"),
         sa.PrimaryKeyConstraint("run_id", "attempt", "restart", "number", name="pk_weight_syncs"),
     )
-
-
-def downgrade() -> None:
-    op.drop_table("weight_syncs")

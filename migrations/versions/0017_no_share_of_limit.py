@@ -14,7 +14,3 @@ depends_on = None
 
 def upgrade() -> None:
     op.drop_column("weight_syncs", "share_of_limit")
-
-
-def downgrade() -> None:
-    op.add_column("weight_syncs", sa.Column("share_of_limit", sa.Double(), nullable=True))

@@ -1,7 +1,7 @@
 """The history of all runs in a SQL database: SQLite on one machine, PostgreSQL for a team. Only this package uses
 SQLAlchemy.
 
-tables         tables and views; migrations import only this (docs/database.md describes every column)
+tables         tables and views (docs/database.md describes every column)
 database       opening a database safely: file systems, locks, errors that name the remedy
 migrate        bringing a schema up to date
 batch          data of one round of ingestion

@@ -33,12 +33,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import history_load
-from alembic import command
-from alembic.config import Config
 from bench_ingest import NUM_KEYS, long_run, seconds
 from history_tools import T0, RunFiles, new_sqlite, postgres
 
-from rlhf_core.history import migrate, queries, saved_queries
+from rlhf_core.history import queries, saved_queries
 from rlhf_core.history.batch import IngestBatch
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.compare import compare
@@ -324,36 +322,17 @@ def asked(url: str, ask: Callable[[HistoryStore], object]) -> float:
 
 
 def bench_incidents(kind: str, folder: Path, size: Size, mlflow: str | None) -> Lines:
-    """Times of the saved queries about the cost of incidents, two of every run, and with the views of schema 0014."""
+    """Times of the saved queries about the cost of incidents, two of every run."""
     scale = history_load.Scale(size.scale.num_runs, days=28, num_incidents=2, broken_every=1)
     days = {"days": str((datetime.now(UTC) - T0).days + 1)}
+    yield f"incidents: {scale.num_runs:,} runs, {2 * scale.num_runs:,} incidents in the period"
     with new_history(kind, folder) as store:
         history_load.load(store, scale)
-        url = store.url.render_as_string(hide_password=False)
-    yield f"incidents: {scale.num_runs:,} runs, {2 * scale.num_runs:,} incidents in the period"
-    took: dict[str, list[float]] = {}
-    try:
-        for revision in ("head", "0014"):
-            if revision == "0014":
-                command.downgrade(alembic_config(url), revision)
-            with HistoryStore(url, check_schema=False) as store:
-                for name in ("recovery-times", "time-lost", "nodes-by-cost"):
-                    query = saved_queries.find(name)
-                    took.setdefault(name, []).append(
-                        seconds(lambda query=query, store=store: saved_queries.run(store, query, days))  # type: ignore[misc]
-                    )
-    finally:
-        command.upgrade(alembic_config(url), "head")
-    for name, (now, before) in took.items():
-        verdict = "" if now <= INCIDENTS_LIMIT_S else f"   MORE THAN {INCIDENTS_LIMIT_S:.0f} s"
-        yield f"  {name:38} {now:6.2f} s   views of 0014: {before:6.2f} s   ratio: {before / now:.1f}{verdict}"
-
-
-def alembic_config(url: str) -> Config:
-    """Alembic's settings for a database."""
-    config = Config(cmd_opts=argparse.Namespace(x=[f"url={url}"]))
-    config.set_main_option("script_location", str(migrate.SCRIPTS))
-    return config
+        for name in ("recovery-times", "time-lost", "nodes-by-cost"):
+            query = saved_queries.find(name)
+            took = seconds(lambda query=query: saved_queries.run(store, query, days))  # type: ignore[misc]
+            verdict = "" if took <= INCIDENTS_LIMIT_S else f"   MORE THAN {INCIDENTS_LIMIT_S:.0f} s"
+            yield f"  {name:38} {took:6.2f} s{verdict}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

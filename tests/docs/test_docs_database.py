@@ -91,7 +91,7 @@ def test_every_column_of_every_table_and_view_has_its_meaning() -> None:
 
 
 def test_the_views_of_the_page_are_those_of_the_database(store: HistoryStore) -> None:
-    """Their columns are declared beside the migrations that create them: the declaration must be correct."""
+    """Their columns are declared beside the SQL that creates them: the declaration must be correct."""
     from rlhf_core.history.tables import ViewBase
 
     for name, view in ViewBase.metadata.tables.items():

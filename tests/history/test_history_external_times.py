@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 from history_tools import RunFiles, at, synced
-from test_history_migrations import downgrade, upgrade
 from test_history_views import ask, assert_goodput_is_the_view
 
 from rlhf_core.files.appended import append_lines
@@ -62,18 +61,3 @@ def test_goodput_and_lost_time_count_the_steps_between_two_logged_ones(
     assert ask(store, "SELECT recovery_s, caught_up_s FROM run_recoveries") == [[pytest.approx(20), pytest.approx(30)]]
     restarts = queries.show_run(store, run.run_id)["restarts"]
     assert [one["first_step_at"] for one in restarts] == [at(20).isoformat(), at(65).isoformat()]
-
-
-@pytest.mark.parametrize(("other", "before", "after"), [(TIMED, 5.0, 40.0), (UNTIMED, 0.0, 20.0)])
-def test_an_upgrade_computes_cached_totals_again(
-    store: HistoryStore, database_url: str, runs: Path, other: dict[str, float], before: float, after: float
-) -> None:
-    """The step made again counted, and the nine between two logged ones did not."""
-    synced(external(runs, other), store)
-    downgrade(database_url, "0013")
-    timed = 4.0 if other is TIMED else 0.0
-    assert ask(store, "SELECT productive_s, productive_s + repeated_s FROM all_goodput") == [[timed, before]]
-    upgrade(database_url, "head")
-    assert ask(store, "SELECT productive_s FROM all_goodput") == [[pytest.approx(after, abs=1e-3)]]
-    assert_goodput_is_the_view(store)
-    assert ask(store, "SELECT COUNT(*) FROM goodput_cache") == [[1]]

@@ -8,7 +8,7 @@ import sqlite3
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -190,16 +190,13 @@ def test_alembic_works_from_the_checkout(tmp_path: Path) -> None:
     assert "No new upgrade operations" in done
     with HistoryStore(url) as store:
         assert store.run_ids() == []
-    alembic("downgrade", "base", url=url)
-    with database.writing_engine(database.parse_url(url)).begin() as connection:
-        assert sa.inspect(connection).get_table_names() == ["alembic_version"]
-        assert sa.inspect(connection).get_view_names() == []
 
 
 def test_alembic_leaves_nothing_of_a_migration_that_fails(tmp_path: Path) -> None:
     """Like `rlhf db upgrade`: neither the tables that it has created nor the views that it has dropped."""
     url = f"sqlite:///{tmp_path}/history.db"
     upgrade(url, "0005")
+    write(url, "CREATE VIEW run_curve AS SELECT * FROM metrics")
     write(url, "CREATE TABLE old_metrics (a)")  # a name that 0006 needs
 
     def schema() -> list[str]:
@@ -221,11 +218,6 @@ def empty_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def upgrade(url: str, revision: str) -> None:
     """Upgrade a database like Alembic's command line, but in this process: a separate process takes 0.5 s."""
     command.upgrade(_config(url), revision)
-
-
-def downgrade(url: str, revision: str) -> None:
-    """Downgrade a database in the same way."""
-    command.downgrade(_config(url), revision)
 
 
 def _config(url: str) -> Config:
@@ -297,6 +289,16 @@ def read(url: str, known: Collection[str] | None = None) -> dict[str, dict[str, 
     return found
 
 
+def copy_row(url: str, name: str, **changed: object) -> None:
+    """Insert the only row of a table once more, with other values in some columns."""
+    engine = database.writing_engine(database.parse_url(url))
+    with engine.begin() as connection:
+        table = sa.Table(name, sa.MetaData(), autoload_with=connection)
+        row = connection.execute(table.select()).one()._mapping
+        connection.execute(table.insert(), [{**row, **changed}])
+    engine.dispose()
+
+
 def renamed(rows: dict[str, dict[str, object]]) -> dict[str, dict[str, object]]:
     """The same rows with the current schema's names of tables and columns."""
     tables = {one.table: one.now for one in RENAMED if not one.column}
@@ -336,11 +338,83 @@ def test_an_older_database_is_upgraded_with_what_is_in_every_table(empty_url: st
         assert kept == true
         sync(whole_run(runs, "sort", "bbbbbb", 0).dir, store)
         assert len(store.run_ids()) == 2
-    downgrade(empty_url, old)
-    upgrade(empty_url, "head")
-    with HistoryStore(empty_url) as store:
-        assert differences(store, metadata) == []
-        assert len(store.run_ids()) == 2
+
+
+def views_of(url: str) -> dict[str, str]:
+    """Definitions of all views of a database."""
+    engine = database.writing_engine(database.parse_url(url))
+    with engine.begin() as connection:
+        inspector = sa.inspect(connection)
+        found = {name: inspector.get_view_definition(name) for name in inspector.get_view_names()}
+    engine.dispose()
+    return found
+
+
+NODE_HEALTH = """CREATE VIEW node_health AS
+SELECT node, COUNT(*) AS num_attempts, COUNT(*) AS num_runs, COUNT(*) AS num_strikes,
+       MAX(measured_at) AS last_strike_at, 'oom' AS last_failure_kind
+FROM node_speeds GROUP BY node"""
+"""A view as an earlier version may have created it."""
+
+
+def test_an_upgrade_replaces_the_views_and_keeps_those_of_users(empty_url: str, tmp_path: Path) -> None:
+    is_sqlite = empty_url.startswith("sqlite")
+    upgrade(empty_url, "0007")
+    write(empty_url, NODE_HEALTH)
+    write(empty_url, "CREATE VIEW my_nodes AS SELECT node FROM node_health")
+    mine = views_of(empty_url)["my_nodes"]
+    if not is_sqlite:
+        write(empty_url, "GRANT SELECT ON node_health TO pg_monitor")
+    migrate.upgrade(database.parse_url(empty_url))
+    (tmp_path / "new").mkdir()
+    new = new_sqlite(tmp_path / "new") if is_sqlite else postgres().migrated_database()
+    assert views_of(empty_url) == {**views_of(new), "my_nodes": mine}
+    if not is_sqlite:
+        with HistoryStore(empty_url) as store, store.reading() as connection:
+            permission = "SELECT has_table_privilege('pg_monitor', 'node_health', 'SELECT')"
+            assert connection.exec_driver_sql(permission).scalar_one()
+    upgrade(empty_url, "head")  # no script runs
+    assert views_of(empty_url) == {**views_of(new), "my_nodes": mine}
+
+
+def test_alembic_changes_no_views_unless_it_upgrades(empty_url: str) -> None:
+    upgrade(empty_url, "0007")
+    write(empty_url, NODE_HEALTH)
+    before = views_of(empty_url)
+    command.current(_config(empty_url))
+    assert views_of(empty_url) == before
+
+
+def resume(url: str) -> None:
+    """Make the run one with two controllers."""
+    write(url, "UPDATE events SET source = 'control.jsonl', kind = 'controller_started'")
+    copy_row(url, "events", position=2)
+
+
+def find_twice(url: str) -> None:
+    """Make the controller find the incident too."""
+    write(url, "UPDATE incidents SET found_by = 'agent'")
+    copy_row(url, "incidents", incident_id="2.0", found_by="controller")
+
+
+def make_external(url: str) -> None:
+    """Make the trainer an external program."""
+    write(url, """UPDATE runs SET spec = '{"trainer": {"kind": "command"}}'""")
+
+
+@pytest.mark.parametrize(
+    ("old", "change", "is_renewed"),
+    [("0011", resume, True), ("0012", find_twice, True), ("0013", make_external, True), ("0011", None, False)],
+)
+def test_cached_totals_that_the_new_views_would_not_confirm_are_computed_again(
+    empty_url: str, old: str, change: Callable[[str], None] | None, *, is_renewed: bool
+) -> None:
+    upgrade(empty_url, old)
+    fill(empty_url)  # with a run of no length, and a cached one of 1.5 s
+    if change:
+        change(empty_url)
+    migrate.upgrade(database.parse_url(empty_url))
+    assert read(empty_url, known=["goodput_cache"])["goodput_cache"]["wall_s"] == (0.0 if is_renewed else 1.5)
 
 
 def test_a_migration_that_forgets_rows_would_be_seen(tmp_path: Path) -> None:
@@ -354,7 +428,7 @@ def test_a_migration_that_forgets_rows_would_be_seen(tmp_path: Path) -> None:
         assert read(url) == before
 
 
-def test_renamed_tables_columns_and_events_keep_their_rows_both_ways(empty_url: str) -> None:
+def test_renamed_tables_columns_and_events_keep_their_rows(empty_url: str) -> None:
     upgrade(empty_url, "0008")
     before = fill(empty_url)
     write(empty_url, "UPDATE events SET kind = 'keeper_adopt'")
@@ -366,16 +440,14 @@ def test_renamed_tables_columns_and_events_keep_their_rows_both_ways(empty_url: 
     assert expected["events"].pop("kind") == "keeper_adopt"
     assert now == expected
     assert now["checkpoints"]["loop"] == "some stage"
-    upgrade(empty_url, "head")  # every view exists by then, and must survive the downgrade
-    with HistoryStore(empty_url, check_schema=False) as store, store.reading() as connection:
+    upgrade(empty_url, "head")
+    with HistoryStore(empty_url) as store, store.reading() as connection:
         for view in VIEWS:
             connection.exec_driver_sql(f"SELECT * FROM {view}").all()
         if connection.dialect.name == "postgresql":
             inspector = sa.inspect(connection)
             assert inspector.get_pk_constraint("goodput_cache")["name"] == "pk_goodput_cache"
             assert [one["name"] for one in inspector.get_foreign_keys("goodput_cache")] == ["fk_goodput_cache_run_id"]
-    downgrade(empty_url, "0008")
-    assert read(empty_url) == before
 
 
 @pytest.mark.parametrize(
@@ -391,8 +463,6 @@ def test_only_the_kinds_of_the_site_daemon_are_renamed(empty_url: str, before: s
     write(empty_url, f"UPDATE events SET kind = '{before}'")
     upgrade(empty_url, "0009")
     assert read(empty_url)["events"]["kind"] == after
-    downgrade(empty_url, "0008")
-    assert read(empty_url)["events"]["kind"] == before
 
 
 def test_the_advice_on_old_names_is_that_of_the_migration() -> None:
@@ -412,7 +482,7 @@ def write(url: str, statement: str) -> None:
 
 def test_alembic_prints_the_sql(tmp_path: Path) -> None:
     sql = alembic("upgrade", "head", "--sql", url="postgresql://host/database")
-    assert "CREATE VIEW run_curve" in sql
+    assert "CREATE OR REPLACE VIEW run_curve" in sql
     assert "JSONB" in sql
     with pytest.raises(SystemExit, match="no SQL for SQLite"):
         command.upgrade(_config(f"sqlite:///{tmp_path}/history.db"), "head", sql=True)

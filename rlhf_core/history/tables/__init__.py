@@ -5,8 +5,8 @@ Conventions: ids are text; times are UTC and aware (:class:`UtcDateTime`); units
 never from a counter of the database, so reading the same file twice cannot create two rows. The only exception is
 ``metric_keys.key_id``: names of metrics are stored once.
 
-``docs/database.md`` is generated from the docstrings of these classes and their columns. Views are declared here for
-queries and that page; the migrations create them.
+``docs/database.md`` is generated from the docstrings of these classes and their columns. Migration scripts create the
+tables. Views are declared for queries and that page in ``views``, and their SQL is in ``view_sql``.
 """
 
 from rlhf_core.history.tables import attempts, incidents, metrics, results, runs  # noqa: F401 - registers the tables

@@ -1,4 +1,4 @@
-"""Views of the history: declared for queries and for ``docs/database.md``, created by the migrations."""
+"""Views of the history, declared for queries and for ``docs/database.md``. Their SQL is in ``view_sql``."""
 
 from datetime import datetime
 
