@@ -2,12 +2,12 @@
 ``-x url=...`` or RLHF_DATABASE_URL. An upgrade replaces the views after the last script."""
 
 import os
-import sqlite3
 from typing import Any
 
 from alembic import context
-from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
+from sqlalchemy import URL, Connection
 
+from rlhf_core.history import database
 from rlhf_core.history.tables import SCHEMA_REVISION, metadata
 from rlhf_core.history.tables.view_sql import ENDED, GOODPUT, view_sql
 
@@ -70,39 +70,23 @@ def _run_on(connection: Connection) -> None:
     _run(connection=connection, compare_type=True, render_as_batch=connection.dialect.name == "sqlite")
 
 
-def _begin_transactions(engine: Engine) -> None:
-    """Include changes of the schema in transactions. The sqlite3 module begins one only at the first change of a row,
-    and a migration that fails would leave what it has done until then."""
-
-    @event.listens_for(engine, "connect")
-    def _connect(connection: sqlite3.Connection, _record: object) -> None:
-        connection.isolation_level = None
-
-    @event.listens_for(engine, "begin")
-    def _begin(connection: Connection) -> None:
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
-
-
 def _url() -> URL:
     text = context.get_x_argument(as_dictionary=True).get("url") or os.environ.get("RLHF_DATABASE_URL")
     if not text:
         raise SystemExit("no database given: use `alembic -x url=sqlite:///history.db ...` or set RLHF_DATABASE_URL")
-    url = make_url(text)
-    return url.set(drivername="postgresql+psycopg") if url.get_backend_name().startswith("postgres") else url
+    return database.parse_url(text)
 
 
 def _run_from_command_line() -> None:
     url = _url()
     if context.is_offline_mode():
-        if url.get_backend_name() == "sqlite":
+        if database.sqlite_file(url) is not None:
             raise SystemExit(
                 "no SQL for SQLite, whose tables are recreated from what is in the database; leave out --sql"
             )
         _run(url=url, literal_binds=True)
         return
-    engine = create_engine(url)
-    if url.get_backend_name() == "sqlite":
-        _begin_transactions(engine)
+    engine = database.writing_engine(url, foreign_keys=False)  # as `rlhf db upgrade` does
     with engine.begin() as connection:
         _run_on(connection)
     engine.dispose()
