@@ -59,7 +59,7 @@ class Owner:
         """Parse the text of a lease; None if it has another form."""
         try:
             user_and_host, pid, started = text.rsplit(":", 2)
-            user, host = user_and_host.split("@", 1)
+            user, host = user_and_host.rsplit("@", 1)  # a user of a domain may be anna@corp.example
             started, _, mark = started.partition("/")
             return cls(user, host, int(pid), float(started), mark)
         except ValueError:

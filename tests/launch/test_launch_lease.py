@@ -33,6 +33,15 @@ def test_an_owner_survives_serialization() -> None:
     assert Owner.parse("somebody else") is None
 
 
+def test_a_user_of_a_domain_is_known_on_its_host() -> None:
+    """SSSD gives users of a domain names such as anna@corp.example."""
+    here = replace(Owner.this_process(), user="anna@corp.example")
+    found = Owner.parse(str(here))
+    assert found is not None
+    assert (found.user, found.host) == (here.user, here.host)
+    assert known_dead(str(replace(here, started=here.started - 3600, mark="")))
+
+
 def test_this_process_is_not_dead() -> None:
     assert not known_dead(str(Owner.this_process()))
 
