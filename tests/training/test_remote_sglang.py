@@ -130,6 +130,19 @@ def test_an_end_token_in_the_last_place_ends_the_completion(last: int, reason: s
     assert completion.text == char_tokenizer().decode([30] if finished else [30, last])
 
 
+def test_no_weights_of_the_model_folder_are_copied_to_main_memory(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    tiny_model().config.save_pretrained(folder)
+    (folder / "original").mkdir()
+    weights = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "tf_model.h5", "model.gguf")
+    for name in (*weights, "original/consolidated.00.pth", "merges.txt", "modeling_own.py"):
+        (folder / name).touch()
+    server: Any = SimpleNamespace(url="http://engine", headers={}, exit_code=None)
+    SglangSampler(server, folder, char_tokenizer(), tmp_path / "weights")
+    copied = sorted(path.name for path in (tmp_path / "weights").rglob("*"))
+    assert copied == ["config.json", "merges.txt", "modeling_own.py"]
+
+
 def test_an_answer_that_ends_early_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, its prompt was waited for until the trainers took the engine for stalled."""
     tiny_model().config.save_pretrained(tmp_path / "model")

@@ -33,6 +33,8 @@ from rlhf_core.training.types import Completion
 POLL_S = 0.05
 """Longest wait of a step for a completion, in seconds."""
 UNLIMITED = httpx.Timeout(None, connect=10.0)
+_SMALL_FILES = frozenset((".json", ".txt", ".model", ".jinja", ".py"))
+"""Suffixes of the files of a model that are not weights."""
 
 
 class SglangSampler:
@@ -49,8 +51,7 @@ class SglangSampler:
         self._end_ids = end_ids_of(folder, tokenizer)
         self._layout = CheckpointLayout(folder)
         shutil.rmtree(weights, ignore_errors=True)
-        without_weights = shutil.ignore_patterns("*.safetensors*", "*.bin*")
-        shutil.copytree(folder, weights, ignore=without_weights)
+        _copy_without_weights(folder, weights)
         self._http = engine_http(base_url=server.url, headers=server.headers, timeout=UNLIMITED)
         self._open = OpenPrompts()
         self._sent: dict[tuple[int, int], Future[None]] = {}
@@ -180,6 +181,17 @@ class SglangSampler:
         if "error" in chunk or not chunk:
             raise WorkerError(str(chunk.get("error", "a response without tokens")))
         return chunk
+
+
+def _copy_without_weights(folder: Path, target: Path) -> None:
+    """Copy the configuration, the tokenizer and the code of a model.
+
+    Nothing else: a folder may also hold its weights in other formats, and the copy is in main memory.
+    """
+    target.mkdir(parents=True)
+    for file in folder.iterdir():
+        if file.suffix in _SMALL_FILES and not file.name.endswith(".index.json") and file.is_file():
+            shutil.copyfile(file, target / file.name)
 
 
 def answered_completion(
