@@ -16,7 +16,7 @@ A transport is a pair of :class:`Outgoing` and :class:`Incoming`, in files of it
 of a trainer may send, each its share of the buckets (``sender_group``); the first of them drives the exchange.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -88,20 +88,6 @@ class Incoming(Protocol):
 
         Raises:
             WeightSyncFailed: a bucket did not arrive, or is damaged. The row may still be written to afterwards.
-        """
-
-
-class StagedVersion(Protocol):
-    """A version in an engine's staging area, verified."""
-
-    @property
-    def receipt(self) -> Receipt:
-        """Answer to the offer."""
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and whole tensors in main memory, aliases left out.
-
-        They are views of the staging area: valid until the next version is received, and not to be written to.
         """
 
 

@@ -9,7 +9,7 @@ exactly the trainer's weights or is refused.
 """
 
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,7 +19,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlhf_core.errors import WeightSyncFailed
 from rlhf_core.schemas.weight_sync import Manifest, SentVersion, TensorEntry
 from rlhf_core.weight_sync.base import Beat
 from rlhf_core.weight_sync.layout import (
@@ -209,43 +208,24 @@ def row_digest(manifest: Manifest, row: Tensor, beat: Beat) -> str:
     return digest_of(manifest, checksums())
 
 
-def apply_delta(delta: Manifest, parts: dict[str, Tensor], layout: Manifest, row: Tensor) -> Callable[[], None]:
+def apply_delta(delta: Manifest, parts: dict[str, Tensor], layout: Manifest, row: Tensor) -> None:
     """Change a row of bytes in place.
 
     Args:
         delta: manifest of the delta.
         parts: its tensors by name.
         layout: manifest of the whole weights in ``row``.
-
-    Returns:
-        Function that restores the base.
-
-    Raises:
-        WeightSyncFailed: it does not fit the row, which is unchanged.
     """
     whole = tensors_of(layout, row)
-    before: list[tuple[_Bits, Places | slice, _Bits]] = []
-
-    def undo() -> None:
-        for target, places, values in reversed(before):
-            target[places] = values
-
     for entry in delta.tensors:
         name = entry.name.removesuffix(GAPS)
         if name.endswith(VALUES):
             continue
         target = _bits(whole[name])
-        places: Places | slice = slice(None)
-        if name != entry.name:
-            places = decode_places(parts[entry.name])
-            if int(places[-1]) >= len(target):
-                undo()
-                raise WeightSyncFailed(
-                    f"found a change of element {int(places[-1])} of {name}, which has {len(target)} elements"
-                )
-        before.append((target, places, target[places].copy()))
-        target[places] = _bits(parts[name if name == entry.name else name + VALUES])
-    return undo
+        if name == entry.name:
+            target[:] = _bits(parts[name])
+        else:
+            target[decode_places(parts[entry.name])] = _bits(parts[name + VALUES])
 
 
 def _bits(tensor: Tensor) -> _Bits:

@@ -3,13 +3,14 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rlhf_core.errors import WeightSyncFailed
 from rlhf_core.schemas.weight_sync import Manifest, Offer, Receipt, Transport
-from rlhf_core.weight_sync.base import Beat, Incoming, StagedVersion
+from rlhf_core.weight_sync.base import Beat, Incoming
 from rlhf_core.weight_sync.broadcast_incoming import BroadcastIncoming
 from rlhf_core.weight_sync.delta import apply_delta, row_digest
 from rlhf_core.weight_sync.files import FilesIncoming
@@ -17,32 +18,22 @@ from rlhf_core.weight_sync.layout import digest_of, tensors_of
 from rlhf_core.weight_sync.shared_memory import SharedMemoryIncoming
 
 
-def _nothing() -> None:
-    """Undo nothing."""
+@dataclass
+class StagedVersion:
+    """A version in an engine's staging area, verified."""
 
-
-class Staged:
-    """A version in staging; see :class:`rlhf_core.weight_sync.base.StagedVersion`."""
-
-    def __init__(self, receipt: Receipt, layout: Manifest, row: Tensor, undo: Callable[[], None] = _nothing) -> None:
-        """Args:
-        layout: manifest of the whole weights in ``row``.
-        undo: restores the previous version in ``row``, if this one arrived as a delta.
-        """
-        self.receipt, self.layout = receipt, layout
-        self._row, self._undo = row, undo
-
-    def undo(self) -> None:
-        """Restore the previous version, unless this one is kept."""
-        self._undo()
-
-    def keep(self) -> None:
-        """Release the values that a delta has replaced: up to a second copy of the weights."""
-        self._undo = _nothing
+    receipt: Receipt
+    """Answer to the offer."""
+    layout: Manifest
+    """Manifest of the whole weights, also of a version that arrived as a delta."""
+    row: Tensor
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and whole tensors, also of a version that arrived as a delta."""
-        yield from tensors_of(self.layout, self._row).items()
+        """Names and whole tensors in main memory.
+
+        They are views of the staging area: valid until the next version is received, and not to be written to.
+        """
+        yield from tensors_of(self.layout, self.row).items()
 
 
 def _own_memory(size: int) -> Tensor:
@@ -67,8 +58,8 @@ class Receiver:
         self._allocate = allocate
         self.version: int | None = None
         self._row: Tensor | None = None
-        self._base: Staged | None = None
-        self._staged: Staged | None = None
+        self._base: StagedVersion | None = None
+        self._staged: StagedVersion | None = None
         self._incoming: dict[Transport, Incoming] = {}
         self._receiving = threading.Lock()
         self._newest: Offer | None = None
@@ -92,27 +83,26 @@ class Receiver:
         finally:
             self._receiving.release()
 
-    def _receive_exclusively(self, offer: Offer, beat: Beat) -> Staged:
+    def _receive_exclusively(self, offer: Offer, beat: Beat) -> StagedVersion:
         if self._newest is not offer:
             raise self._superseded(offer)
-        self._drop()
+        base, self._base, self._staged = self._base, None, None
         begin = time.perf_counter()
-        manifest = offer.manifest
-        if manifest.is_delta:
-            staged = self._receive_delta(offer, begin, beat)
+        if offer.manifest.is_delta:
+            layout, row, digest = self._receive_delta(offer, base, beat)
         else:
-            self._base = None
-            row = self._row = self._take_row(manifest.total_bytes, beat)
-            incoming = self._connected(offer)
-            self._row = None  # after a failure the transport may still write to it
-            digest = digest_of(manifest, incoming.fill(offer, row, beat))
-            self._row = row
-            staged = Staged(self._receipt(manifest, digest, begin), manifest, row)
+            layout, row, digest = self._receive_whole(offer, beat)
         if self._newest is not offer:
-            staged.undo()
             raise self._superseded(offer)
-        self._staged = staged
-        return staged
+        receipt = Receipt(
+            receiver=self.name,
+            version=offer.manifest.version,
+            digest=digest,
+            bytes_received=offer.manifest.total_bytes,
+            wire_s=time.perf_counter() - begin,
+        )
+        self._staged = StagedVersion(receipt, layout, row)
+        return self._staged
 
     def _superseded(self, offer: Offer) -> WeightSyncFailed:
         text = f"{self.name} gave up version {offer.manifest.version}: a later transfer has begun"
@@ -132,18 +122,28 @@ class Receiver:
             found = "none" if self._staged is None else f"version {self._staged.receipt.version}"
             raise WeightSyncFailed(f"{self.name} has {found} staged, expected version {version}", self.name)
         self._base, self._staged, self.version = self._staged, None, version
-        self._base.keep()
         return self._base
 
     def abort(self, version: int) -> None:
         """Drop a staged version. Does nothing if it is not staged."""
         if self.is_ready(version):
-            self._drop()
+            self._staged = None
 
-    def _receive_delta(self, offer: Offer, begin: float, beat: Beat) -> Staged:
-        manifest, base, row = offer.manifest, self._base, self._row
+    def _receive_whole(self, offer: Offer, beat: Beat) -> tuple[Manifest, Tensor, str]:
+        """Layout, row and digest of the version."""
+        manifest = offer.manifest
+        row = self._row = self._take_row(manifest.total_bytes, beat)
+        incoming = self._connected(offer)
+        self._row = None  # after a failure the transport may still write to it
+        digest = digest_of(manifest, incoming.fill(offer, row, beat))
+        self._row = row
+        return manifest, row, digest
+
+    def _receive_delta(self, offer: Offer, base: StagedVersion | None, beat: Beat) -> tuple[Manifest, Tensor, str]:
+        """Likewise, after changing the base in place: the sender relies on it only if the version is committed."""
+        manifest = offer.manifest
         found = None if base is None else (base.receipt.version, base.receipt.digest)
-        if base is None or row is None or found != (manifest.base_version, manifest.base_digest):
+        if base is None or found != (manifest.base_version, manifest.base_digest):
             raise WeightSyncFailed(
                 f"{self.name} has {'no version' if found is None else f'version {found[0]} ({found[1]})'} as base, "
                 f"but the delta of version {manifest.version} is against version {manifest.base_version} "
@@ -152,16 +152,15 @@ class Receiver:
             )
         parts_row = torch.empty(manifest.total_bytes, dtype=torch.uint8)
         self._connected(offer).fill(offer, parts_row, beat)
-        undo = apply_delta(manifest, tensors_of(manifest, parts_row), base.layout, row)
-        digest = row_digest(base.layout, row, beat)
+        apply_delta(manifest, tensors_of(manifest, parts_row), base.layout, base.row)
+        digest = row_digest(base.layout, base.row, beat)
         if digest != manifest.result_digest:
-            undo()
             raise WeightSyncFailed(
                 f"the weights of version {manifest.version} have digest {digest} after the delta, expected "
                 f"{manifest.result_digest}; send the whole weights",
                 self.name,
             )
-        return Staged(self._receipt(manifest, digest, begin), base.layout, row, undo)
+        return base.layout, base.row, digest
 
     def _connected(self, offer: Offer) -> Incoming:
         incoming = self._incoming.setdefault(offer.transport, _INCOMING[offer.transport]())
@@ -180,20 +179,6 @@ class Receiver:
             raise WeightSyncFailed(text, self.name) from error
         beat()
         return row
-
-    def _receipt(self, manifest: Manifest, digest: str, begin: float) -> Receipt:
-        return Receipt(
-            receiver=self.name,
-            version=manifest.version,
-            digest=digest,
-            bytes_received=manifest.total_bytes,
-            wire_s=time.perf_counter() - begin,
-        )
-
-    def _drop(self) -> None:
-        staged, self._staged = self._staged, None
-        if staged is not None:
-            staged.undo()
 
 
 _INCOMING: dict[Transport, type[Incoming]] = {

@@ -16,7 +16,7 @@ from rlhf_core.training.rollouts.server import app
 from rlhf_core.training.rollouts.server.app import EngineServer
 from rlhf_core.training.rollouts.server.worker import EngineWorker
 from rlhf_core.training.types import NullReporter
-from rlhf_core.weight_sync.receiver import Receiver, Staged
+from rlhf_core.weight_sync.receiver import Receiver, StagedVersion
 
 pytestmark = [pytest.mark.training]
 
@@ -39,12 +39,12 @@ class SlowReceiver(Receiver):
         self.released = threading.Event()
         self._shows_progress = shows_progress
 
-    def receive(self, offer: Offer, beat: Callable[[], None]) -> Staged:
+    def receive(self, offer: Offer, beat: Callable[[], None]) -> StagedVersion:
         """Wait instead of receiving."""
         while not self.released.wait(0.01):
             if self._shows_progress:
                 beat()
-        return Staged(RECEIPT, offer.manifest, None)  # type: ignore[arg-type]  # it has no tensors
+        return StagedVersion(RECEIPT, offer.manifest, None)  # type: ignore[arg-type]  # it has no tensors
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +117,7 @@ def test_an_engine_that_cannot_load_its_weights_ends_for_the_reason(error: Excep
     sampler: Sampler = FailingSampler(error)  # type: ignore[assignment]  # nothing is sampled
     worker = EngineWorker(0, 0, sampler, receiver, NullReporter())
     for _ in range(2):
-        receiver._staged = Staged(RECEIPT, OFFER.manifest, None)  # type: ignore[arg-type]  # it has no tensors
+        receiver._staged = StagedVersion(RECEIPT, OFFER.manifest, None)  # type: ignore[arg-type]  # it has no tensors
         with pytest.raises(type(error)):
             worker.commit(CommitRequest(weights=WeightsId(start=0, version=7), probe=()))
     with pytest.raises(kind) as raised:

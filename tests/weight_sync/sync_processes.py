@@ -145,17 +145,17 @@ def _keep_first_share_only() -> None:
 def _trust_deltas() -> None:
     fill = receiver.Receiver._receive_delta
 
-    def receive_anyhow(self: receiver.Receiver, offer: Offer, begin: float, beat: Callable[[], None]) -> Any:
+    def receive_anyhow(
+        self: receiver.Receiver, offer: Offer, base: receiver.StagedVersion, beat: Callable[[], None]
+    ) -> Any:
         manifest = offer.manifest
-        assert self._base is not None
-        claimed = self._base.receipt.model_copy(
+        base.receipt = base.receipt.model_copy(
             update={"version": manifest.base_version, "digest": manifest.base_digest}
         )
-        self._base.receipt = claimed
         receiver.row_digest = lambda *_: manifest.result_digest  # type: ignore[attr-defined]
-        return fill(self, offer, begin, beat)
+        return fill(self, offer, base, beat)
 
-    receiver.Receiver._receive_delta = receive_anyhow  # type: ignore[method-assign]
+    receiver.Receiver._receive_delta = receive_anyhow  # type: ignore[method-assign, assignment]
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,9 +23,11 @@ from sync_processes import (
 from torch import Tensor
 
 from rlhf_core.errors import WeightSyncFailed
-from rlhf_core.schemas.weight_sync import Manifest, SentVersion, TensorEntry
-from rlhf_core.weight_sync.delta import DeltaEncoder, apply_delta, decode_places, encode, row_digest, take_over
+from rlhf_core.schemas.weight_sync import Manifest, Offer, TensorEntry
+from rlhf_core.weight_sync.delta import DeltaEncoder, apply_delta, decode_places, encode, take_over
+from rlhf_core.weight_sync.files import FilesOutgoing
 from rlhf_core.weight_sync.layout import WHOLE, packed, tensors_of
+from rlhf_core.weight_sync.receiver import Receiver
 from rlhf_core.weight_sync.session import synchronize
 
 pytestmark = pytest.mark.training
@@ -151,18 +154,30 @@ def test_without_a_base_and_a_digest_a_delta_gives_other_weights(fleet: Fleet) -
     assert found != digests(new)
 
 
-def test_a_delta_with_a_wrong_result_is_undone() -> None:
-    old = odd_weights(0)
-    whole = _manifest(layout_of(old))
-    encoder = DeltaEncoder(full_every=50)
-    base_row = _row(whole, encoder.encode(whole, streamed(old), ["engine"], beat)[1])
-    base_digest = row_digest(whole, base_row, beat)
-    encoder.settle(SentVersion(version=0, digest=base_digest, bytes_sent=0, is_delta=False, wire_s=0), ["engine"])
-    delta, parts = encoder.encode(whole.model_copy(update={"version": 1}), streamed(changed(old)), ["engine"], beat)
-    undo = apply_delta(delta, dict(parts), whole, base_row)
-    assert row_digest(whole, base_row, beat) == delta.result_digest
-    undo()
-    assert row_digest(whole, base_row, beat) == base_digest
+def test_a_delta_with_another_result_is_refused_and_the_whole_weights_follow(tmp_path: Path) -> None:
+    engine = Receiver("engine-1")
+    sender = new_sender(FilesOutgoing("trainer", tmp_path), delta=DeltaEncoder(full_every=50))
+    old, new = odd_weights(0), changed(odd_weights(0))
+
+    def offered(version: int, weights: dict[str, Tensor]) -> Offer:
+        (offer,) = sender.offer(version, layout_of(weights), streamed(weights), ["engine-1"], beat)
+        sender.send(beat)
+        return offer
+
+    first = engine.receive(offered(0, old), beat)
+    engine.commit(0)
+    sender.settle(sender.sent(), ["engine-1"])
+    delta = offered(1, new)
+    wrong = delta.manifest.model_copy(update={"result_digest": first.receipt.digest})
+    with pytest.raises(WeightSyncFailed, match="after the delta, expected"):
+        engine.receive(delta.model_copy(update={"manifest": wrong}), beat)
+    assert not engine.is_ready(1)
+    with pytest.raises(WeightSyncFailed, match="engine-1 has no version as base"):
+        engine.receive(delta, beat)
+    again = offered(1, new)
+    assert (delta.manifest.is_delta, again.manifest.is_delta) == (True, False)
+    engine.receive(again, beat)
+    assert digests(dict(engine.commit(1).tensors())) == digests(new)
 
 
 def _manifest(entries: tuple[TensorEntry, ...]) -> Manifest:
@@ -175,7 +190,7 @@ def _row(manifest: Manifest, weights: Iterable[tuple[str, Tensor]]) -> Tensor:
     return torch.cat([bucket for _, bucket in buckets])
 
 
-def test_an_aborted_delta_leaves_the_base_as_it_was(fleet: Fleet) -> None:
+def test_an_aborted_delta_leaves_the_old_version_in_force(fleet: Fleet) -> None:
     engines = fleet.start(2, {2: Faults(die_after_receipt=True)})
     encoder = DeltaEncoder(full_every=50)
     sender = new_sender(delta=encoder)

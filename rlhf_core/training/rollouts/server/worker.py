@@ -29,8 +29,7 @@ from rlhf_core.survival import Survived
 from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.samplers import Sampler, SamplerRequest
 from rlhf_core.training.types import Completion, Reporter
-from rlhf_core.weight_sync.base import StagedVersion
-from rlhf_core.weight_sync.receiver import Receiver
+from rlhf_core.weight_sync.receiver import Receiver, StagedVersion
 
 IDLE_BEAT_S = 0.1
 """Heartbeat interval of an idle engine."""
