@@ -16,7 +16,7 @@ A transport is a pair of :class:`Outgoing` and :class:`Incoming`, in files of it
 of a trainer may send, each its share of the buckets (``sender_group``); the first of them drives the exchange.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -40,13 +40,10 @@ class Outgoing(Protocol):
         """Name of this process, for messages."""
 
     def offer(self, manifest: Manifest, receivers: Sequence[str], share: Share) -> Offer:
-        """Announce a share of a version.
+        """Announce a share of a version; over shared memory and files, the share is always the whole.
 
         Returns:
             Offer to the first receiver, with the chain of this sender alone.
-
-        Raises:
-            ValueError: the transport supports a single sender, and the share is not the whole.
         """
 
     def send(self, manifest: Manifest, weights: Weights, beat: Beat) -> list[bytes]:
@@ -115,17 +112,16 @@ class EngineControl(Protocol):
         """Have the engine drop its staged version."""
 
 
-def require_agreement(sent: SentVersion, receipts: Sequence[Receipt], receivers: Sequence[str]) -> None:
-    """Refuse a commit unless every receiver has staged exactly the version that was sent.
+def require_agreement(sent: SentVersion, receipts: Mapping[str, Receipt]) -> None:
+    """Refuse a commit unless every engine has staged exactly the version that was sent.
+
+    Args:
+        receipts: by the name of the engine.
 
     Raises:
-        WeightSyncFailed: a receipt is missing, or is for another version or other weights. ``peer`` names the engine.
+        WeightSyncFailed: one is for another version or other weights. ``peer`` names the engine.
     """
-    by_name = {receipt.receiver: receipt for receipt in receipts}
-    for name in receivers:
-        receipt = by_name.get(name)
-        if receipt is None:
-            raise WeightSyncFailed(f"{name} did not send a receipt for version {sent.version}", name)
+    for name, receipt in receipts.items():
         if (receipt.version, receipt.digest) != (sent.version, sent.digest):
             raise WeightSyncFailed(
                 f"{name} has staged version {receipt.version} with digest {receipt.digest}, expected version "

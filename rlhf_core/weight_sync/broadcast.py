@@ -68,8 +68,6 @@ class BroadcastOutgoing:
 
     def offer(self, manifest: Manifest, receivers: Sequence[str], share: Share) -> Offer:
         """Announce a share of a version; see :class:`rlhf_core.weight_sync.base.Outgoing`."""
-        if not receivers:
-            raise ValueError("found no receivers, expected at least one")
         if self._link is None:
             self._session = uuid.uuid4().hex
         self._receivers, self._share = tuple(receivers), share

@@ -21,7 +21,7 @@ from rlhf_core.errors import WeightSyncFailed
 from rlhf_core.files.whole import write_text
 from rlhf_core.schemas.weight_sync import Chain, Manifest, Offer, Transport
 from rlhf_core.weight_sync.base import Beat, Weights
-from rlhf_core.weight_sync.layout import WHOLE, Share, buckets_of, checksum, packed, require_whole, tensors_of
+from rlhf_core.weight_sync.layout import WHOLE, Share, buckets_of, checksum, packed, tensors_of
 
 COMPLETE, ABANDONED = "COMPLETE", "ABANDONED"
 SHARD_BYTES = 1 << 30
@@ -49,7 +49,6 @@ class FilesOutgoing:
         Raises:
             WeightSyncFailed: its folder cannot be created.
         """
-        require_whole(share)
         path = self._path(manifest.version)
         try:
             shutil.rmtree(path, ignore_errors=True)

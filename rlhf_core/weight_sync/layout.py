@@ -45,18 +45,6 @@ WHOLE = Share(0, 1)
 """All buckets, for a single sender."""
 
 
-def require_whole(share: Share) -> None:
-    """Refuse a share of a version on a transport with a single sender.
-
-    Raises:
-        ValueError: it is not the whole.
-    """
-    if share != WHOLE:
-        raise ValueError(
-            f"found share {share.place + 1} of {share.senders}, expected the whole: this transport has one sender"
-        )
-
-
 def entries_of(
     shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]], aliases: Mapping[str, str] | None = None
 ) -> tuple[TensorEntry, ...]:

@@ -104,7 +104,7 @@ def _transfer(
     if failures:
         raise _failure_of(failures, sender.names)
     sent = sender.sent()
-    require_agreement(sent, list(receipts.values()), list(offer_of))
+    require_agreement(sent, receipts)
     return WeightSyncReport(sent=sent, receipts=tuple(receipts.values()), applied=())
 
 

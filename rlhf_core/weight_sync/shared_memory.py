@@ -21,7 +21,7 @@ from rlhf_core.errors import WeightSyncFailed
 from rlhf_core.files.private import FILE_MODE
 from rlhf_core.schemas.weight_sync import Chain, Manifest, Offer, Transport
 from rlhf_core.weight_sync.base import Beat, Weights
-from rlhf_core.weight_sync.layout import WHOLE, Share, buckets_of, checksum, packed, require_whole
+from rlhf_core.weight_sync.layout import WHOLE, Share, buckets_of, checksum, packed
 
 POLL_INTERVAL_S = 0.001
 LOCK_TIMEOUT_S = 1.0
@@ -107,7 +107,6 @@ class SharedMemoryOutgoing:
         Raises:
             WeightSyncFailed: there is not enough memory.
         """
-        require_whole(share)
         self._allocate(_ends(manifest)[1] + manifest.total_bytes)
         self._area = _Area(self._mapping, self._file, manifest)
         self._area.state[_BUCKETS] = 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 from gpu_stand_in import CpuForGpu
 from sender_processes import SenderFault, Trainer
-from sync_processes import EngineProcess, Faults, Fleet, beat, digests, layout_of, new_sender, odd_weights, streamed
+from sync_processes import EngineProcess, Faults, Fleet, beat, digests, layout_of, odd_weights, streamed
 from torch import Tensor
 
 from rlhf_core.errors import WeightSyncFailed
@@ -309,12 +309,3 @@ def test_an_engine_that_is_offered_one_chain_alone_refuses_the_second_bucket(
     with pytest.raises(WeightSyncFailed, match="trainer-0 has sent bucket 2 of version 0, expected bucket 1"):
         trainers[0].sync([engine], 0, seed=0)
     assert engine.active_weights() == (None, {})
-
-
-def test_a_way_with_one_sender_refuses_a_share(fleet: Fleet) -> None:
-    from rlhf_core.weight_sync.files import FilesOutgoing
-
-    sender = new_sender(FilesOutgoing("trainer", None))  # type: ignore[arg-type]
-    manifest = Manifest(version=0, tensors=(), bucket_bytes=64)
-    with pytest.raises(ValueError, match="found share 2 of 2, expected the whole"):
-        sender._outgoing.offer(manifest, ["engine-1"], Share(1, 2))
