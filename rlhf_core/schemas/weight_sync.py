@@ -1,4 +1,4 @@
-"""Messages of a weight sync: offers of the trainer, staged versions of an engine, and applied versions.
+"""Messages of a weight sync: offers of the trainer and receipts of the engines.
 
 The trainer sends them to the engines as JSON over their control channel (HTTP); the weights take the transport in the
 offer.
@@ -60,8 +60,6 @@ class TensorEntry(Schema):
     """Torch's name of its element type, without ``torch.``."""
     shape: tuple[Int64, ...]
     """Sizes of its dimensions; empty for a scalar."""
-    alias_of: str = ""
-    """Name of an earlier tensor that this one is tied to; it then has no bytes."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -71,8 +69,8 @@ class TensorEntry(Schema):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its elements; 0 for an alias."""
-        return 0 if self.alias_of else math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+        """Bytes of its elements."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 class Manifest(Schema):
@@ -81,7 +79,7 @@ class Manifest(Schema):
     version: NonNegative
     """Number of optimizer steps of the weights."""
     tensors: tuple[TensorEntry, ...]
-    """Tensors in the order of sending. Names of a delta's parts end in ``#gaps`` and ``#values``."""
+    """Tensors in the order of sending, tied ones once. Names of a delta's parts end in ``#gaps`` and ``#values``."""
     bucket_bytes: Annotated[Positive, Field(multiple_of=ALIGNMENT)]
     """Bytes of every bucket except the last."""
     base_version: NonNegative | None = None
@@ -195,11 +193,9 @@ class SentShare(Schema):
 class Receipt(Schema):
     """Answer of an engine to an offer: the version is staged and verified, and can be applied."""
 
-    receiver: Label
     version: NonNegative
     digest: str
     """Digest of the staged version; of the whole weights after a delta."""
-    bytes_received: Int64
     wire_s: NonNegativeFloat
     """Seconds from the first wait for a bucket to the last one verified."""
 
@@ -217,22 +213,13 @@ class SentVersion(Schema):
     """Seconds from the first bucket to the last one taken by the first engine of a chain; the slowest sender's."""
 
 
-class AppliedVersion(Schema):
-    """Answer of an engine to a commit: the version is applied."""
-
-    receiver: Label
-    version: NonNegative
-    apply_s: NonNegativeFloat
-    """Seconds to load the staged tensors."""
-
-
 class WeightSyncReport(Schema):
     """Report on one sync over all engines."""
 
     sent: SentVersion
     receipts: tuple[Receipt, ...]
-    applied: tuple[AppliedVersion, ...]
-    """Answers of the engines that have applied the version."""
+    applied: dict[str, NonNegativeFloat]
+    """Seconds in which each engine has loaded the version, by its name."""
     lost: dict[str, Message] = Field(default_factory=dict)
     """Engines that did not confirm the commit, with the error; they must be restarted and synced before they serve
     again."""
@@ -245,4 +232,4 @@ class WeightSyncReport(Schema):
     @property
     def apply_s(self) -> float:
         """Seconds of the slowest engine to load the version."""
-        return max((answer.apply_s for answer in self.applied), default=0.0)
+        return max(self.applied.values(), default=0.0)

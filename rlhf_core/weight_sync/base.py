@@ -5,9 +5,9 @@
          -- offer (HTTP) ---------------------------------->  staged = receiver.receive(offer, beat)
     sender.send(beat)  ================== weights =========>  ... into its staging area
          <--------------------------------- staged.receipt --  verified, not active
-    require_agreement(sender.sent(beat), receipts, names)
+    require_agreement(sender.sent(), receipts)
          -- commit (HTTP) --------------------------------->  load(receiver.commit(version).tensors())
-         <------------------------------- applied version --
+         <---------------------------- seconds of loading --
 
 Until the commit, the old version stays active everywhere: the death of a sender or an engine before it, or a damaged
 bucket, costs one sync and nothing else. ``session.synchronize`` is this exchange over any control channel.
@@ -22,14 +22,14 @@ from typing import Protocol
 from torch import Tensor
 
 from rlhf_core.errors import WeightSyncFailed
-from rlhf_core.schemas.weight_sync import AppliedVersion, Manifest, Offer, Receipt, SentVersion
+from rlhf_core.schemas.weight_sync import Manifest, Offer, Receipt, SentVersion
 from rlhf_core.weight_sync.layout import Share
 
 Beat = Callable[[], None]
 """Called after every bucket, so that a busy process is not taken for a hung one."""
 Weights = Iterable[tuple[str, Tensor]]
-"""Names and tensors in the order of a manifest, without aliases. On any device, with any strides; each is read before
-the next one is requested."""
+"""Names and tensors in the order of a manifest. On any device, with any strides; each is read before the next one is
+requested."""
 
 
 class Outgoing(Protocol):
@@ -105,8 +105,8 @@ class EngineControl(Protocol):
     def is_ready(self, version: int) -> bool:
         """True if the engine is alive and has this version staged."""
 
-    def commit(self, version: int) -> AppliedVersion:
-        """Have the engine load its staged version."""
+    def commit(self, version: int) -> float:
+        """Have the engine load its staged version; returns the seconds that this took."""
 
     def abort(self, version: int) -> None:
         """Have the engine drop its staged version."""

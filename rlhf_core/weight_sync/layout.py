@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhf_core.errors import WeightSyncFailed
 from rlhf_core.schemas.weight_sync import ALIGNMENT, Manifest, TensorEntry
@@ -45,33 +45,12 @@ WHOLE = Share(0, 1)
 """All buckets, for a single sender."""
 
 
-def entries_of(
-    shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]], aliases: Mapping[str, str] | None = None
-) -> tuple[TensorEntry, ...]:
-    """Entries of tensors of these types and shapes, in their order (``gathering.weight_shapes`` of a model).
-
-    Args:
-        aliases: names of tied tensors, each with the name in ``shapes`` that it is tied to (:func:`tied_names`).
-    """
-    own = [
+def entries_of(shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tuple[TensorEntry, ...]:
+    """Entries of tensors of these types and shapes, in their order (``gathering.weight_shapes`` of a model)."""
+    return tuple(
         TensorEntry(name=name, dtype=str(dtype).removeprefix("torch."), shape=tuple(shape))
         for name, (dtype, shape) in shapes.items()
-    ]
-    by_name = {entry.name: entry for entry in own}
-    tied = [
-        by_name[first].model_copy(update={"name": name, "alias_of": first}) for name, first in (aliases or {}).items()
-    ]
-    return (*own, *tied)
-
-
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """Additional names of parameters that have several, each with the first name of the parameter."""
-    first: dict[int, str] = {}
-    tied = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if first.setdefault(id(parameter), name) != name:
-            tied[name] = first[id(parameter)]
-    return tied
+    )
 
 
 def bucket_bytes_for(tensors: Iterable[TensorEntry]) -> int:
@@ -129,7 +108,7 @@ def matched(manifest: Manifest, weights: Iterable[tuple[str, Tensor]]) -> Iterat
     Raises:
         WeightSyncFailed: ``weights`` are not the tensors of the manifest, in its order.
     """
-    expected = iter([entry for entry in manifest.tensors if not entry.alias_of])
+    expected = iter(manifest.tensors)
     for name, tensor in weights:
         entry = next(expected, None)
         found = (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
@@ -168,12 +147,11 @@ def merged(manifest: Manifest, shares: Sequence[Sequence[bytes]]) -> list[bytes]
 
 
 def tensors_of(manifest: Manifest, row: Tensor) -> dict[str, Tensor]:
-    """Tensors of a row of bytes by name, as views of it; aliases left out."""
+    """Tensors of a row of bytes by name, as views of it."""
     found = {}
     for entry, offset in zip(manifest.tensors, manifest.offsets, strict=True):
-        if not entry.alias_of:
-            data = row[offset : offset + entry.num_bytes]
-            found[entry.name] = data.view(getattr(torch, entry.dtype)).view(entry.shape)
+        data = row[offset : offset + entry.num_bytes]
+        found[entry.name] = data.view(getattr(torch, entry.dtype)).view(entry.shape)
     return found
 
 

@@ -94,13 +94,7 @@ class Receiver:
             layout, row, digest = self._receive_whole(offer, beat)
         if self._newest is not offer:
             raise self._superseded(offer)
-        receipt = Receipt(
-            receiver=self.name,
-            version=offer.manifest.version,
-            digest=digest,
-            bytes_received=offer.manifest.total_bytes,
-            wire_s=time.perf_counter() - begin,
-        )
+        receipt = Receipt(version=offer.manifest.version, digest=digest, wire_s=time.perf_counter() - begin)
         self._staged = StagedVersion(receipt, layout, row)
         return self._staged
 

@@ -5,7 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 from rlhf_core.errors import WeightSyncFailed
-from rlhf_core.schemas.weight_sync import Offer, TensorEntry, WeightSyncReport
+from rlhf_core.schemas.weight_sync import Offer, Receipt, SentVersion, TensorEntry, WeightSyncReport
 from rlhf_core.weight_sync.base import Beat, EngineControl, Weights, require_agreement
 from rlhf_core.weight_sync.sender import Sender
 
@@ -41,19 +41,17 @@ def synchronize(
     with ThreadPoolExecutor(max_workers=len(engines), thread_name_prefix="weight-sync") as pool:
         offers = sender.offer(version, tensors, weights, [engine.name for engine in engines], beat, is_alone=is_alone)
         try:
-            report = _transfer(sender, engines, offers, pool, beat)
+            sent, receipts = _transfer(sender, engines, offers, pool, beat)
             _require_ready(engines, version, pool, beat)
         except BaseException:
             _outcomes(engines, lambda engine: engine.abort(version), pool, beat)  # whatever those say that are lost
             raise
         applied, lost = _outcomes(engines, lambda engine: engine.commit(version), pool, beat)
-    report = report.model_copy(
-        update={"applied": tuple(applied.values()), "lost": {name: str(error) for name, error in lost.items()}}
-    )
-    sender.settle(report.sent, applied)
+    sender.settle(sent, applied)
     if lost:
         sender.reset()
-    return report
+    problems = {name: str(error) for name, error in lost.items()}
+    return WeightSyncReport(sent=sent, receipts=receipts, applied=applied, lost=problems)
 
 
 def culprit(failures: Mapping[str, Exception], senders: Collection[str]) -> str:
@@ -85,8 +83,8 @@ def _follow_peers(name: str, failures: Mapping[str, Exception]) -> str:
 
 def _transfer(
     sender: Sender, engines: Sequence[EngineControl], offers: Sequence[Offer], pool: ThreadPoolExecutor, beat: Beat
-) -> WeightSyncReport:
-    """Send the weights while every engine receives; returns the report so far, after all receipts agree."""
+) -> tuple[SentVersion, tuple[Receipt, ...]]:
+    """Send the weights while every engine receives; returns after all receipts agree."""
     offer_of = dict(zip((engine.name for engine in engines), offers, strict=True))
     receiving = {engine.name: pool.submit(engine.receive, offer_of[engine.name]) for engine in engines}
     for future in receiving.values():
@@ -105,7 +103,7 @@ def _transfer(
         raise _failure_of(failures, sender.names)
     sent = sender.sent()
     require_agreement(sent, receipts)
-    return WeightSyncReport(sent=sent, receipts=tuple(receipts.values()), applied=())
+    return sent, tuple(receipts.values())
 
 
 def _failure_of(failures: Mapping[str, Exception], senders: Collection[str]) -> WeightSyncFailed:

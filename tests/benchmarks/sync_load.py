@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
 from rlhf_core.errors import WeightSyncFailed
-from rlhf_core.schemas.weight_sync import AppliedVersion, Offer, Receipt
+from rlhf_core.schemas.weight_sync import Offer, Receipt
 from rlhf_core.weight_sync.base import Outgoing
 from rlhf_core.weight_sync.broadcast import BroadcastOutgoing
 from rlhf_core.weight_sync.delta import DeltaEncoder
@@ -131,7 +131,7 @@ def serve(pipe: Connection, receiver: Receiver, address: str) -> None:
             begin = time.perf_counter()
             for key, tensor in receiver.commit(argument).tensors():
                 model[key].copy_(tensor)
-            answer = AppliedVersion(receiver=receiver.name, version=argument, apply_s=time.perf_counter() - begin)
+            answer = time.perf_counter() - begin
         elif command == "join":
             host, port, rank, size = argument
             group = gloo_group(TCPStore(host, port, is_master=False), rank, size, address)
@@ -175,9 +175,9 @@ class RemoteEngine:
     def is_ready(self, version: int) -> bool:
         return bool(self.ask("is_ready", version))
 
-    def commit(self, version: int) -> AppliedVersion:
-        applied: AppliedVersion = self.ask("commit", version)
-        return applied
+    def commit(self, version: int) -> float:
+        seconds: float = self.ask("commit", version)
+        return seconds
 
     def abort(self, version: int) -> None:
         raise WeightSyncFailed("a sync of a benchmark has failed")

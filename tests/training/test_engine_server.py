@@ -28,7 +28,7 @@ OFFER = Offer(
     stall_timeout_s=0.2,
 )
 LIMIT_S = 0.6
-RECEIPT = Receipt(receiver="engine-0", version=7, digest="", bytes_received=0, wire_s=0.0)
+RECEIPT = Receipt(version=7, digest="", wire_s=0.0)
 
 
 class SlowReceiver(Receiver):

@@ -321,7 +321,7 @@ def test_an_engine_that_keeps_failing_costs_the_next_versions_no_sync(
         tried.append(names)
         if fails and "engine-1" in names:
             raise WeightSyncFailed("engine-1: no link", "engine-1")
-        return mock.MagicMock(lost={}, applied=[mock.Mock(receiver=name) for name in names], wire_s=0.0, apply_s=0.0)
+        return mock.MagicMock(lost={}, applied=dict.fromkeys(names, 0.0), wire_s=0.0, apply_s=0.0)
 
     trainer._sync = mock.Mock(send=send)
     versions = iter(range(1, 10))

@@ -15,7 +15,7 @@ from gpu_stand_in import CpuForGpu
 from torch import Tensor
 
 from rlhf_core.errors import WeightSyncFailed
-from rlhf_core.schemas.weight_sync import AppliedVersion, LinkBackend, Offer, Receipt, TensorEntry, WeightSyncReport
+from rlhf_core.schemas.weight_sync import LinkBackend, Offer, Receipt, TensorEntry, WeightSyncReport
 from rlhf_core.weight_sync import broadcast, broadcast_incoming, gpu_links, receiver
 from rlhf_core.weight_sync.layout import buckets_of, bytes_of, entries_of
 from rlhf_core.weight_sync.sender import Sender
@@ -98,7 +98,7 @@ def _answer(own: receiver.Receiver, active_weights: dict[str, str], faults: Faul
             os.kill(os.getpid(), signal.SIGKILL)
         begin = time.perf_counter()
         active_weights |= digests(dict(own.commit(argument).tensors()))
-        return AppliedVersion(receiver=own.name, version=argument, apply_s=time.perf_counter() - begin)
+        return time.perf_counter() - begin
     if command == "abort":
         return own.abort(argument)
     return own.version, dict(active_weights)
@@ -205,9 +205,9 @@ class EngineProcess:
     def is_ready(self, version: int) -> bool:
         return bool(self._call("is_ready", version))
 
-    def commit(self, version: int) -> AppliedVersion:
-        applied: AppliedVersion = self._call("commit", version)
-        return applied
+    def commit(self, version: int) -> float:
+        seconds: float = self._call("commit", version)
+        return seconds
 
     def abort(self, version: int) -> None:
         self._call("abort", version)
@@ -269,9 +269,9 @@ def odd_weights(seed: int = 0) -> dict[str, Tensor]:
     }
 
 
-def layout_of(weights: Mapping[str, Tensor], aliases: Mapping[str, str] | None = None) -> tuple[TensorEntry, ...]:
+def layout_of(weights: Mapping[str, Tensor]) -> tuple[TensorEntry, ...]:
     """Layout of these tensors."""
-    return entries_of({name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}, aliases)
+    return entries_of({name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()})
 
 
 def streamed(weights: Mapping[str, Tensor], read: list[str] | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -75,8 +75,7 @@ def test_every_bucket_belongs_to_one_share(senders: int, bucket_bytes: int) -> N
     """Weights of every kind, in many buckets and in one, with a ragged last bucket; the digest equals that of one
     sender."""
     weights = odd_weights(3)
-    layout = layout_of(weights, {"tied": "embed"})
-    manifest = Manifest(version=0, tensors=layout, bucket_bytes=bucket_bytes)
+    manifest = manifest_of(3, bucket_bytes)
     shares = shares_of(manifest, weights, senders)
     assert [list(share) for share in shares] == [list(Share(k, senders).buckets(manifest)) for k in range(senders)]
     ((_, whole),) = enumerate(shares_of(manifest, weights, 1))
@@ -88,7 +87,7 @@ def test_every_bucket_belongs_to_one_share(senders: int, bucket_bytes: int) -> N
 
 
 def test_shares_are_equal_to_within_a_bucket() -> None:
-    manifest = Manifest(version=0, tensors=layout_of(odd_weights(3)), bucket_bytes=8192)
+    manifest = manifest_of(3, 8192)
     sizes = [len(Share(place, 3).buckets(manifest)) for place in range(3)]
     assert max(sizes) - min(sizes) <= 1
 
@@ -123,12 +122,15 @@ def test_every_engine_has_the_weights_bit_by_bit(
         assert have(engines, version, seed=version)
         assert report.sent.digest == digest_of_one_sender(version, bucket_bytes)
         assert {receipt.digest for receipt in report.receipts} == {report.sent.digest}
-        assert report.sent.bytes_sent == report.receipts[0].bytes_received
+        assert report.sent.bytes_sent == manifest_of(version, bucket_bytes).total_bytes
+
+
+def manifest_of(seed: int, bucket_bytes: int) -> Manifest:
+    return Manifest(version=seed, tensors=layout_of(odd_weights(seed)), bucket_bytes=bucket_bytes)
 
 
 def digest_of_one_sender(seed: int, bucket_bytes: int) -> str:
-    weights = odd_weights(seed)
-    manifest = Manifest(version=seed, tensors=layout_of(weights), bucket_bytes=bucket_bytes)
+    weights, manifest = odd_weights(seed), manifest_of(seed, bucket_bytes)
     (buckets,) = shares_of(manifest, weights, 1)
     return digest_of(manifest, map(checksum, buckets.values()))
 

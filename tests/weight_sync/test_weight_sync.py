@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 
 import pytest
-import torch
 from fork_server import fork_server
 from sync_processes import (
     EngineProcess,
@@ -25,7 +24,6 @@ from torch import Tensor
 
 from rlhf_core.errors import WeightSyncFailed
 from rlhf_core.weight_sync import broadcast
-from rlhf_core.weight_sync.layout import tied_names
 from rlhf_core.weight_sync.links import CONNECT_TIMEOUT_S, GlooLink, Pending
 from rlhf_core.weight_sync.session import culprit, synchronize
 
@@ -115,7 +113,7 @@ def test_an_engine_that_dies_at_its_commit_is_lost_and_has_nothing_in_force(flee
     sync(sender, engines, 0, OLD)
     report = sync(sender, engines, 1, NEW)
     assert set(report.lost) == {"engine-2"}
-    assert {answer.receiver for answer in report.applied} == {"engine-1", "engine-3"}
+    assert set(report.applied) == {"engine-1", "engine-3"}
     engines[1].restart()
     sync(sender, engines, 2, OLD)
     assert [engine.active_weights() for engine in engines] == [(2, digests(OLD))] * 3
@@ -293,16 +291,6 @@ def test_an_error_of_gathering_is_raised_as_it_is_and_engines_give_up(fleet: Fle
     assert [engine.active_weights() for engine in engines] == [(0, digests(OLD))] * 2
     sync(sender, engines, 1, NEW)
     assert [engine.active_weights() for engine in engines] == [(1, digests(NEW))] * 2
-
-
-def test_tied_names_come_with_the_version() -> None:
-    layer = torch.nn.Linear(2, 3, bias=False)
-    model = torch.nn.ModuleDict({"embed": layer, "head": layer})
-    tied = tied_names(model)
-    assert tied == {"head.weight": "embed.weight"}
-    layout = layout_of({"embed.weight": layer.weight}, tied)
-    assert [entry.num_bytes for entry in layout] == [24, 0]
-    assert {entry.name: entry.alias_of for entry in layout if entry.alias_of} == tied
 
 
 @pytest.mark.parametrize(

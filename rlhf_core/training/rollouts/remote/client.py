@@ -19,7 +19,7 @@ from rlhf_core.schemas.engines import (
     WeightsId,
     WeightsRefused,
 )
-from rlhf_core.schemas.weight_sync import AppliedVersion, Offer, Receipt
+from rlhf_core.schemas.weight_sync import Offer, Receipt
 from rlhf_core.training.rollouts.response_lines import response_lines
 from rlhf_core.training.rollouts.weight_probe import WeightProbe, require_same
 
@@ -156,8 +156,11 @@ class HttpEngineControl:
         """True if the engine is alive and has this version staged."""
         return bool(json.loads(self._client.request(self._http, "GET", f"/weights/ready?version={version}")))
 
-    def commit(self, version: int) -> AppliedVersion:
+    def commit(self, version: int) -> float:
         """Have the engine load the staged weights, and let it serve once its outputs match them.
+
+        Returns:
+            Seconds of loading.
 
         Raises:
             WeightSyncFailed: its outputs do not match the weights; it does not serve.
@@ -173,7 +176,7 @@ class HttpEngineControl:
                 self._post("/weights/refuse", WeightsRefused(weights=self._weights, why=str(error)))
             raise WeightSyncFailed(str(error), self.name) from error
         self._post("/weights/confirm", self._weights)
-        return AppliedVersion(receiver=self.name, version=version, apply_s=committed.apply_s)
+        return committed.apply_s
 
     def _require_match(self, committed: Committed) -> None:
         """Refuse an engine whose outputs do not match the weights that it was sent.

@@ -142,9 +142,8 @@ class RemoteEngines:
         def send() -> WeightTransfer:
             assert sync is not None  # only rank 0 calls it
             report = sync.send(self._controlled(engines, version), model, version, beat)
-            applied = {answer.receiver for answer in report.applied}
             for engine in engines:
-                if engine.name in applied:
+                if engine.name in report.applied:
                     self._failures.pop(engine.start, None)
             self._counts["time/weight_wire_s"] += report.wire_s
             self._counts["time/weight_apply_s"] += report.apply_s

@@ -12,7 +12,6 @@ from rlhf_core.schemas.engines import EngineAddress
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.weight_sync import LinkBackend, Transport, WeightSyncReport
 from rlhf_core.training.distributed import Ranks
-from rlhf_core.training.models.adapters import has_adapter
 from rlhf_core.training.rollouts.engine_adapter import given_shapes, given_weights
 from rlhf_core.training.rollouts.http_clients import engine_http
 from rlhf_core.training.rollouts.remote.client import HttpEngineControl
@@ -23,7 +22,7 @@ from rlhf_core.weight_sync.delta import DeltaEncoder
 from rlhf_core.weight_sync.files import FilesOutgoing
 from rlhf_core.weight_sync.further_sender import FurtherSender
 from rlhf_core.weight_sync.gpu import has_nccl
-from rlhf_core.weight_sync.layout import entries_of, tied_names
+from rlhf_core.weight_sync.layout import entries_of
 from rlhf_core.weight_sync.links import listen, numeric, reach
 from rlhf_core.weight_sync.sender import Sender
 from rlhf_core.weight_sync.sender_group import SenderGroup, sender_ranks
@@ -77,7 +76,7 @@ class WeightPublisher:
             WeightSyncFailed: no engine loaded the version.
             StaleWeights: the outputs of all engines that loaded it differ from the trainer's.
         """
-        tensors = entries_of(given_shapes(model), None if has_adapter(model) else tied_names(model))
+        tensors = entries_of(given_shapes(model))
         with engine_http() as http:
             engines = controls(http)
             addresses = {engine.name: engine.address for engine in engines}
