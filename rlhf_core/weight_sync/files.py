@@ -1,31 +1,30 @@
 """A file system that trainer and engines share: the fallback for processes that cannot reach each other otherwise.
 
-Every version is a folder of safetensors files, which engines can also load by their own means, and ``COMPLETE``,
-written last, with the same bucket checksums that the weights have on every other transport.
+Every version is a folder with the row of bytes in one file, and ``COMPLETE``, written last, with the checksums of the
+buckets.
 """
 
 import contextlib
 import json
+import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rlhf_core.errors import WeightSyncFailed
-from rlhf_core.files.whole import write_text
+from rlhf_core.files.lookups import is_there
+from rlhf_core.files.reading import open_regular
+from rlhf_core.files.whole import replacing
 from rlhf_core.schemas.weight_sync import Chain, Manifest, Offer, Transport
 from rlhf_core.weight_sync.base import Beat, Weights
-from rlhf_core.weight_sync.layout import WHOLE, Share, buckets_of, checksum, packed, tensors_of
+from rlhf_core.weight_sync.layout import WHOLE, Share, buckets_of, checksum, packed
 
-COMPLETE, ABANDONED = "COMPLETE", "ABANDONED"
-SHARD_BYTES = 1 << 30
-"""Size of a file; the trainer holds one file in main memory."""
+WEIGHTS, COMPLETE, ABANDONED = "weights", "COMPLETE", "ABANDONED"
 POLL_INTERVAL_S = 0.05
 
 
@@ -38,7 +37,7 @@ class FilesOutgoing:
         Args:
             name: name of this process, for messages.
             folder: its own folder for versions; the two newest are kept.
-            stall_timeout_s: longest time without growth of a file before an engine gives up.
+            stall_timeout_s: longest time without growth of the file before an engine gives up.
         """
         self.name, self._folder, self._timeout_s = name, folder, stall_timeout_s
         self._cancelled = threading.Event()
@@ -74,34 +73,35 @@ class FilesOutgoing:
             WeightSyncFailed: also if the file system accepts no more data.
         """
         path = self._path(manifest.version)
-        buffer = torch.empty(manifest.bucket_bytes, dtype=torch.uint8)
-        shards = _Shards(path)
-        found = []
         try:
-            for _, bucket in packed(manifest, self._recorded(weights, shards), WHOLE, lambda _: buffer):
-                found.append(checksum(bucket))
-                beat()
-            shards.write()
-            write_text(path / COMPLETE, json.dumps([one.hex() for one in found]))
+            found = self._written(path / WEIGHTS, manifest, weights, beat)
+            with replacing(path / COMPLETE) as temporary:
+                temporary.write_text(json.dumps([one.hex() for one in found]))
         except BaseException as error:
             with contextlib.suppress(OSError):  # without it, engines wait for stall_timeout_s
                 (path / ABANDONED).touch()
-            if isinstance(error, OSError | SafetensorError):
+            if isinstance(error, OSError):
                 raise WeightSyncFailed(f"{path} cannot be written: {error}", self.name) from error
             raise
         return found
 
-    def _recorded(self, weights: Weights, shards: "_Shards") -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in weights:
-            if self._cancelled.is_set():
-                raise WeightSyncFailed("sending was cancelled: an engine has failed")
-            yield name, shards.add(name, tensor)
+    def _written(self, file: Path, manifest: Manifest, weights: Weights, beat: Beat) -> list[bytes]:
+        buffer = torch.empty(manifest.bucket_bytes, dtype=torch.uint8)
+        found = []
+        with file.open("wb") as opened:
+            for _, bucket in packed(manifest, weights, WHOLE, lambda _: buffer):
+                if self._cancelled.is_set():
+                    raise WeightSyncFailed("sending was cancelled: an engine has failed")
+                opened.write(bucket.numpy().data)
+                found.append(checksum(bucket))
+                beat()
+        return found
 
     def _path(self, version: int) -> Path:
         return self._folder / f"{version:08d}"
 
     def cancel(self) -> None:
-        """Have :meth:`send` fail at its next tensor."""
+        """Have :meth:`send` fail at its next bucket."""
         self._cancelled.set()
 
     def reset(self) -> None:
@@ -110,31 +110,6 @@ class FilesOutgoing:
     def close(self) -> None:
         """Remove the versions."""
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-class _Shards:
-    """Tensors that wait to be written to files."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._waiting: dict[str, Tensor] = {}
-        self._bytes = self._written = 0
-
-    def add(self, name: str, tensor: Tensor) -> Tensor:
-        """Copy a tensor; returns the copy."""
-        copy = tensor.detach().to("cpu", copy=True).contiguous()
-        if self._waiting and self._bytes + copy.nbytes > SHARD_BYTES:
-            self.write()
-        self._waiting[name] = copy
-        self._bytes += copy.nbytes
-        return copy
-
-    def write(self) -> None:
-        """Write the tensors that wait."""
-        if self._waiting:
-            self._written += 1
-            save_file(self._waiting, self._folder / f"weights-{self._written:05d}.safetensors")
-        self._waiting, self._bytes = {}, 0
 
 
 class FilesIncoming:
@@ -147,41 +122,30 @@ class FilesIncoming:
         """Read a version; see :class:`rlhf_core.weight_sync.base.Incoming`."""
         path = Path(offer.path)
         _await_complete(offer, path, beat)
-        row.zero_()  # the checksums include the gaps between tensors
-        targets = tensors_of(offer.manifest, row)
+        found = []
         try:
             expected = [bytes.fromhex(text) for text in json.loads((path / COMPLETE).read_bytes())]
-            for file in sorted(path.glob("*.safetensors")):
-                with safe_open(file, framework="pt") as opened:
-                    for name in opened.keys():  # noqa: SIM118 - not a mapping
-                        targets.pop(name).copy_(opened.get_tensor(name))
-                beat()
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            with open_regular(path / WEIGHTS) as opened:
+                for bucket in buckets_of(offer.manifest, row):
+                    opened.readinto(bucket.numpy().data)  # of a file that is too short, the checksums differ
+                    found.append(checksum(bucket))
+                    beat()
+        except (OSError, ValueError) as error:
             raise WeightSyncFailed(f"{path} cannot be read: {error}", offer.sender) from error
-        found = [checksum(bucket) for bucket in buckets_of(offer.manifest, row)]
-        if targets or found != expected:
-            what = f"without {next(iter(targets))}" if targets else "damaged"
-            raise WeightSyncFailed(f"version {offer.manifest.version} in {path} is {what}; send it again", offer.sender)
+        if found != expected:
+            raise WeightSyncFailed(
+                f"version {offer.manifest.version} in {path} is damaged; send it again", offer.sender
+            )
         return found
 
 
-def _sizes(folder: Path) -> dict[str, int]:
-    """Sizes of the files in a folder, without those that the trainer renames or removes in the meantime."""
-    sizes = {}
-    with contextlib.suppress(FileNotFoundError):
-        for file in folder.iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                sizes[file.name] = file.stat().st_size
-    return sizes
-
-
 def _await_complete(offer: Offer, path: Path, beat: Beat) -> None:
-    seen: dict[str, int] = {}
+    seen = 0
     deadline = time.monotonic() + offer.stall_timeout_s
-    while not (path / COMPLETE).exists():
-        if (path / ABANDONED).exists() or not path.exists():
+    while not is_there(path / COMPLETE):
+        if is_there(path / ABANDONED) or not is_there(path):
             raise WeightSyncFailed(f"{offer.sender} gave up version {offer.manifest.version}", offer.sender)
-        found = _sizes(path)
+        found = _size_of(path / WEIGHTS)
         if found != seen:
             seen, deadline = found, time.monotonic() + offer.stall_timeout_s
         if time.monotonic() > deadline:
@@ -190,3 +154,10 @@ def _await_complete(offer: Offer, path: Path, beat: Beat) -> None:
             )
         beat()
         time.sleep(POLL_INTERVAL_S)
+
+
+def _size_of(file: Path) -> int:
+    """Bytes written so far; 0 before the first. An NFS client asks for the size of a file when it is opened."""
+    with contextlib.suppress(FileNotFoundError), open_regular(file) as opened:
+        return os.fstat(opened.fileno()).st_size
+    return 0

@@ -181,24 +181,17 @@ def test_a_version_without_complete_is_not_read(fleet: Fleet, tmp_path: Path) ->
         engine.finish()
 
 
-def test_a_file_that_is_renamed_meanwhile_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``COMPLETE`` is first written under another name: an engine that has just listed that name does not find it."""
-    sender = new_sender(FilesOutgoing("trainer", tmp_path))
+def test_a_file_that_is_too_short_is_damaged(tmp_path: Path) -> None:
+    sender, engine = new_sender(FilesOutgoing("trainer", tmp_path)), Receiver("engine-1")
     (offer,) = sender.offer(1, layout_of(NEW), streamed(NEW), ["engine-1"], beat)
-    folder = Path(offer.path)
-    (folder / ".COMPLETE.tmp").touch()
-    listed = Path.iterdir
-
-    def list_and_complete(self: Path) -> Iterator[Path]:
-        found = list(listed(self))
-        if self == folder and folder / ".COMPLETE.tmp" in found:
-            (folder / ".COMPLETE.tmp").unlink()
-            sender.send(beat)
-        return iter(found)
-
-    monkeypatch.setattr(Path, "iterdir", list_and_complete)
-    staged = Receiver("engine-1").receive(offer, beat)
-    assert digests(dict(staged.tensors())) == digests(NEW)
+    sender.send(beat)
+    file = Path(offer.path) / files.WEIGHTS
+    whole = file.read_bytes()
+    os.truncate(file, len(whole) - 100_000)
+    with pytest.raises(WeightSyncFailed, match=r"version 1 in .* is damaged"):
+        engine.receive(offer, beat)
+    file.write_bytes(whole)  # the control
+    assert digests(dict(engine.receive(offer, beat).tensors())) == digests(NEW)
 
 
 def test_a_folder_that_is_gone_fails_the_sync_alone(tmp_path: Path) -> None:
