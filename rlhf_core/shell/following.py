@@ -9,7 +9,7 @@ from rlhf_core.shell.assignments import DECLARING, NAME, Assignments, doubtful
 from rlhf_core.shell.blocks import CLOSING, OPENING, PREFIXES, Block, CommandList, end_of_group, is_pattern_of
 from rlhf_core.shell.conditions import ConditionWord, Outcome, outcome_of_calculation, outcome_of_test
 from rlhf_core.shell.lexer import FOLDER_OF_SCRIPT, ShellLexer, ShellPiece, ShellToken, UnclosedShell
-from rlhf_core.shell.values import ShellValue
+from rlhf_core.shell.values import ShellCommand, ShellValue
 
 _MAX_COMMANDS = 10_000
 _MAX_ROUNDS = 100
@@ -28,24 +28,12 @@ _SHELLS = frozenset(["bash", "sh", "zsh", "dash", "sbatch"])
 """Programs that run a script from their standard input."""
 
 
-@dataclass(frozen=True)
-class FollowedCommand:
-    """A simple command in its place."""
-
-    words: tuple[ShellValue, ...]
-    variables: dict[str, ShellValue]
-    line: int
-    in_background: bool
-    is_conditional: bool
-    folder: str
-
-
 @dataclass
 class ScriptFollower(Assignments):
     """State of a shell at a place of the script."""
 
     sourced: Callable[[str], str | None]
-    commands: list[FollowedCommand] = field(default_factory=list)
+    commands: list[ShellCommand] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
     functions: dict[str, Sequence[ShellToken]] = field(default_factory=dict)
@@ -293,9 +281,17 @@ class ScriptFollower(Assignments):
         if len(self.commands) >= _MAX_COMMANDS or self.steps > _MAX_STEPS:
             raise UnclosedShell(f"more than {_MAX_COMMANDS} commands")
         exported = {name: self.variables.known[name] for name in sorted(self.exported & self.variables.known.keys())}
+        variables = exported | given
         self.commands.append(
-            FollowedCommand(
-                tuple(words), exported | given, self.line or line, end == "&", self.state is not True, self.folder()
+            ShellCommand(
+                argv=tuple(word.text for word in words),
+                variables={name: value.text for name, value in variables.items()},
+                line=self.line or line,
+                in_background=end == "&",
+                is_conditional=self.state is not True,
+                unread=tuple(dict.fromkeys(name for value in [*words, *variables.values()] for name in value.unread)),
+                is_known=not any(word.unread for word in words),
+                folder=self.folder(),
             )
         )
 

@@ -11,34 +11,13 @@ from dataclasses import dataclass, field
 
 from rlhf_core.shell.following import ScriptFollower
 from rlhf_core.shell.lexer import ShellLexer, UnclosedShell
-from rlhf_core.shell.values import ShellValue
+from rlhf_core.shell.values import ShellCommand, ShellValue
 from rlhf_core.shell.variables import ShellVariables
 
 MAX_CHARACTERS = 1 << 20
 """Longest script that is parsed."""
 
 _SBATCH = re.compile(r"^[ \t]*#SBATCH[ \t]+(.*)$", re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class ShellCommand:
-    """A simple command of a script."""
-
-    argv: tuple[str, ...]
-    """Words with known variables expanded; other expansions stay as written."""
-    variables: Mapping[str, str]
-    """Variables that the script sets for it: exported earlier, or assigned before the command."""
-    line: int
-    """Number of its first line, from 1."""
-    in_background: bool = False
-    is_conditional: bool = False
-    """True in a branch or a loop, after ``||``, or after a test and ``&&``: it may or may not run."""
-    unread: tuple[str, ...] = ()
-    """Expansions in its words and variables that stay as written, for instance ``$(hostname)``."""
-    is_known: bool = True
-    """True if none of them is in its words."""
-    folder: str = ""
-    """Folder that it starts in; empty if it is unknown."""
 
 
 @dataclass(frozen=True)
@@ -85,20 +64,12 @@ def read_shell(
     except UnclosedShell as error:
         follower.notes.append(f"everything from line {lexer.line}: {error}")
     sbatch = tuple(re.sub(r"\s#.*", "", found[1]).strip() for found in _SBATCH.finditer(text))
-    commands = tuple(
-        ShellCommand(
-            argv=tuple(word.text for word in found.words),
-            variables={name: value.text for name, value in found.variables.items()},
-            line=found.line,
-            in_background=found.in_background,
-            is_conditional=found.is_conditional,
-            unread=tuple(
-                dict.fromkeys(name for value in [*found.words, *found.variables.values()] for name in value.unread)
-            ),
-            is_known=not any(word.unread for word in found.words),
-            folder=found.folder,
-        )
-        for found in follower.commands
-    )
     tested = tuple(name for name in variables.tested if name not in variables.absent)
-    return ShellScript(commands, sbatch, tuple(follower.notes), dict(follower.files), tuple(variables.absent), tested)
+    return ShellScript(
+        tuple(follower.commands),
+        sbatch,
+        tuple(follower.notes),
+        dict(follower.files),
+        tuple(variables.absent),
+        tested,
+    )

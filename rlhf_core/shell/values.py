@@ -1,4 +1,4 @@
-"""Values of shell variables, with the parts of them that only a shell knows. Pure."""
+"""Values of shell variables and commands, with the parts of them that only a shell knows. Pure."""
 
 import ast
 import fnmatch
@@ -23,6 +23,27 @@ class ShellValue:
     def is_whole(self) -> bool:
         """True if it is one word in a shell as well: an unknown expansion alone may become any number of them."""
         return self.text not in self.unread
+
+
+@dataclass(frozen=True)
+class ShellCommand:
+    """A simple command of a script."""
+
+    argv: tuple[str, ...]
+    """Words with known variables expanded; other expansions stay as written."""
+    variables: Mapping[str, str]
+    """Variables that the script sets for it: exported earlier, or assigned before the command."""
+    line: int
+    """Number of its first line, from 1."""
+    in_background: bool
+    is_conditional: bool
+    """True in a branch or a loop, after ``||``, or after a test and ``&&``: it may or may not run."""
+    unread: tuple[str, ...]
+    """Expansions in its words and variables that stay as written, for instance ``$(hostname)``."""
+    is_known: bool
+    """True if none of them is in its words."""
+    folder: str
+    """Folder that it starts in; empty if it is unknown."""
 
 
 def split(value: ShellValue) -> list[str]:

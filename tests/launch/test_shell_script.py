@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_core.shell.script import MAX_CHARACTERS, ShellCommand, read_shell
+from rlhf_core.shell.script import MAX_CHARACTERS, read_shell
+from rlhf_core.shell.values import ShellCommand
 
 SWIFT = """
 # before: swift rollout --model x

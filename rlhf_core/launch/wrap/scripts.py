@@ -12,7 +12,8 @@ from rlhf_core.launch.wrap.slurm_options import read_options, split_options
 from rlhf_core.shell.known_programs import CONDAS, CONTAINERS, SHELLS, SUBMITTER
 from rlhf_core.shell.launch_line import LaunchLine, read_launch_line
 from rlhf_core.shell.lexer import FOLDER_OF_SCRIPT
-from rlhf_core.shell.script import ShellCommand, ShellScript, read_shell
+from rlhf_core.shell.script import ShellScript, read_shell
+from rlhf_core.shell.values import ShellCommand
 
 _NOT_TRAINING = frozenset((
     "rollout", "deploy", "infer", "eval", "export", "app", "web-ui", "sample", "vllm-serve", "env", "chat", "api",
