@@ -3,7 +3,6 @@
 Nothing of it is imported: its interpreter runs once and lists the installed packages.
 """
 
-import importlib
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,10 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic_core import from_json
-
 from rlhf_core.errors import BadConfig
 from rlhf_core.files.reading import read_document
+from rlhf_core.files.settings_files import settings_in, text_of
 from rlhf_core.machine.environments import environment_folder
 from rlhf_core.machine.interpreters import LISTING_CODE, find_program, interpreter_of
 from rlhf_core.preflight.facts import TrainerSide
@@ -28,7 +26,6 @@ from rlhf_core.shell.known_programs import CONDAS
 from rlhf_core.shell.launch_line import LaunchLine, normalized, read_launch_line
 from rlhf_core.shell.script import read_shell
 
-_DEEPSPEED = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "ds_config")
 _SCRIPTS = (".py", ".sh")
 _CALLBACK = b"rlhf_core.callback"
 _OF_SHELL = frozenset((
@@ -169,44 +166,21 @@ def _configs(line: LaunchLine, folder: Path | None) -> TrainerSide:
     launcher: dict[str, str] = {}
     deepspeed: Mapping[str, Any] = {}
     unread = []
-    of_deepspeed = {found for name in _DEEPSPEED for found in (line.value(name), line.launcher_options.get(name))}
     for name in line.config_files:
         content = _read(Path(name) if folder is None else folder / name)
         if content is None:
             unread.append(name)
-        elif name in of_deepspeed:
+        elif name in line.deepspeed_configs:
             deepspeed = content
         else:
             target = launcher if name in line.launcher_options.values() else settings
-            target.update({normalized(key): _text(value) for key, value in content.items() if value is not None})
+            target.update({normalized(key): text_of(value) for key, value in content.items() if value is not None})
     return TrainerSide(settings=settings, launcher_settings=launcher, deepspeed=deepspeed, unread=tuple(unread))
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
 def _read(path: Path) -> Mapping[str, Any] | None:
-    """Content of a JSON or YAML file; None if it cannot be read."""
+    """Settings in a config file; None if it cannot be read."""
     try:
-        text = read_document(path, follow_link=True)
-        content = from_json(text) if path.suffix == ".json" else _from_yaml(text)
-    except (OSError, ValueError, ImportError):
+        return settings_in(read_document(path, follow_link=True), path.name)
+    except OSError:
         return None
-    return content if isinstance(content, dict) else None
-
-
-def _from_yaml(text: bytes) -> Any:
-    """Parse a YAML document with PyYAML, a dependency of Prefect.
-
-    Raises:
-        ValueError: the document is invalid.
-        ImportError: PyYAML is not installed.
-    """
-    yaml: Any = importlib.import_module("yaml")
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from None

@@ -142,9 +142,9 @@ SUITES: Mapping[str, Launcher] = {
 PYTHON = re.compile(r"(?:python|pypy)[\d.]*(?:t|w)?(?:\.exe)?", re.ASCII)
 """Name of a Python interpreter."""
 
-CONFIG_OPTIONS = _words(
-    "config config_file config_path deepspeed deepspeed_config ds_config deepspeed_config_file fsdp_config"
-)
+CONFIGS_OF_DEEPSPEED = _words("deepspeed deepspeed_config ds_config deepspeed_config_file")
+"""Options of launchers and programs for a config of DeepSpeed."""
+CONFIG_OPTIONS = CONFIGS_OF_DEEPSPEED | _words("config config_file config_path fsdp_config")
 FILES_OF_LAUNCHERS = _words("config_file deepspeed_config_file")
 """Options of accelerate that name a file whatever its suffix. A program may use the same option for a name."""
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json", ".toml")

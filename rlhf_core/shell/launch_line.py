@@ -13,6 +13,7 @@ from typing import Literal
 from rlhf_core.shell.known_programs import (
     CONFIG_OPTIONS,
     CONFIG_SUFFIXES,
+    CONFIGS_OF_DEEPSPEED,
     CONTAINERS,
     FILES_OF_LAUNCHERS,
     FLAGS,
@@ -109,6 +110,13 @@ class LaunchLine:
         by_name = any(word.endswith(RAY_PROGRAMS) for word in self.program)
         is_one = is_submitted or by_name or any(name in self.arguments for name in RAY_GPUS)
         return is_one and self.launcher in ("python", "srun")
+
+    @property
+    def deepspeed_configs(self) -> frozenset[str]:
+        """Configs of DeepSpeed; the other files are those of the launcher and the program."""
+        options = self.launcher_options
+        given = {found for name in CONFIGS_OF_DEEPSPEED for found in (self.value(name), options.get(name))}
+        return frozenset(self.config_files) & given
 
     def value(self, *names: str) -> str | None:
         """First value of the first of these options of the program that is present; None without such an option or

@@ -297,6 +297,31 @@ def test_config_files_and_models_are_read_where_the_script_goes() -> None:
     assert "optimizer steps" in [part.what for part in found.unread]
 
 
+def test_config_files_in_json_are_read_as_well() -> None:
+    files = {
+        "c.yaml": "max_steps: 60\nsave_steps: 7\nper_device_train_batch_size: 2\nsave_strategy: epoch\n",
+        "c.json": '{"max_steps": 60, "save_steps": 7, "per_device_train_batch_size": 2, "save_strategy": "epoch"}',
+    }
+    in_yaml, in_json = (wrapped(f"trl sft --config {name}", files) for name in files)
+    assert (in_json.num_steps, setting(in_json, "checkpoint.every_num_steps")) == (60, 7)
+    assert (in_json.read, in_json.unread) == (in_yaml.read, in_yaml.unread)
+
+
+@pytest.mark.parametrize("content", ["{torn", "[1, 2]", "max_steps: [\n", None])
+def test_a_config_file_that_cannot_be_read_is_reported(content: str | None) -> None:
+    files = {} if content is None else {"c.json": content, "c.yaml": content}
+    for name in ("c.json", "c.yaml"):
+        unread = [part.what for part in wrapped(f"trl sft --config {name}", files).unread]
+        assert f"{name}: not read, expected names with values in JSON or YAML" in unread
+
+
+def test_settings_of_deepspeed_are_not_those_of_the_program() -> None:
+    files = {"ds.json": '{"gradient_accumulation_steps": "auto", "train_micro_batch_size_per_gpu": "auto"}'}
+    line = "deepspeed --num_gpus 2 t.py --per_device_train_batch_size 3 --deepspeed ds.json"
+    (batch,) = [part.found for part in wrapped(line, files).read if part.what == "batch"]
+    assert batch == "6 = 3 on a rank x 1 accumulated x 2 ranks"
+
+
 def test_the_batch_is_read_from_config_files_as_well() -> None:
     files = {"c.yaml": "gradient_accumulation_steps: 4\nlearning_rate: 1e-6\nlogging_steps: 5\n"}
     line = "accelerate launch --num_processes 2 grpo.py --config c.yaml --per_device_train_batch_size 3 --max_steps 9"

@@ -2,18 +2,15 @@
 
 import posixpath
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from pydantic import JsonValue
 
+from rlhf_core.files.settings_files import settings_in, text_of
 from rlhf_core.shell.launch_line import LaunchLine, Role
 from rlhf_core.text.redaction import carries_secret, secrets_in
-
-_FLAT = re.compile(
-    r"^([A-Za-z_]\w*)[ \t]*:[ \t]*(?:\"([^\"\n]*)\"|'([^'\n]*)'|(?!null\b|~)([^#\n]*?))[ \t]*(?:#.*)?$", re.MULTILINE
-)
-"""A line ``name: value`` at the top level of a YAML file; null is no value."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +79,7 @@ class Draft:
     """Words added at the end."""
     words: list[tuple[str, ...]] = field(default_factory=list)
     """Words of each item of the line; empty for removed items."""
+    _files: dict[str, Mapping[str, Any] | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.given_variables = dict(self.variables)
@@ -114,14 +112,23 @@ class Draft:
     def in_files(self, *names: str) -> str | None:
         """Value that a config file of the line gives one of these names at its top level."""
         for path in self.line.config_files:
-            for name, quoted, single, plain in _FLAT.findall(self.around.read_file(path) or ""):
-                if name in names and (quoted or single or plain):
-                    return str(quoted or single or plain)
+            # DeepSpeed's has options of the same name, most of them "auto".
+            found = {} if path in self.line.deepspeed_configs else self.settings_of(path) or {}
+            for name, value in found.items():
+                if name in names and isinstance(value, str | int | float) and value != "":
+                    return text_of(value)
         return None
 
     def names_in(self, path: str) -> set[str]:
-        """Names at the top level of a config file."""
-        return {found[0] for found in _FLAT.findall(self.around.read_file(path) or "")}
+        """Names with a value at the top level of a config file."""
+        return {name for name, value in (self.settings_of(path) or {}).items() if value is not None}
+
+    def settings_of(self, path: str) -> Mapping[str, Any] | None:
+        """Settings at the top level of a config file; None if it cannot be read."""
+        if path not in self._files:
+            text = self.around.read_file(path)
+            self._files[path] = None if text is None else settings_in(text, path)
+        return self._files[path]
 
     # -- changing
 

@@ -153,12 +153,20 @@ def _read_job(draft: Draft, facts: ScriptFacts) -> None:
 
 
 def _missing_files(draft: Draft, facts: ScriptFacts) -> None:
-    """Report config files that do not exist: their settings are unknown, and the program would end at its start."""
+    """Report config files that do not exist or cannot be read: their settings are unknown, and the program may end at
+    its start."""
     for name in draft.line.config_files:
-        if not set("{$") & set(name) and not draft.around.exists(name):
+        if set("{$") & set(name):
+            continue
+        if not draft.around.exists(name):
             draft.missing(
                 f"{name}: there is no such file" + ("" if name.startswith("/") else f" in {facts.folder}"),
                 "correct the path in trainer.argv, or create the file and wrap the line again, which reads it",
+            )
+        elif draft.settings_of(name) is None:
+            draft.missing(
+                f"{name}: not read, expected names with values in JSON or YAML",
+                "if it sets the steps, the output folder or checkpoints, give them in the line as well",
             )
 
 
