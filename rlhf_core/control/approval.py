@@ -55,6 +55,7 @@ def answer_promotion(
 
     Raises:
         BadInput: the run is not completed, the promotion was already answered, or there is nothing to answer.
+        LeaseLost: the answer is not recorded, because another controller has the run and is not waiting for one.
         PromotionFailed: the model could not be written.
     """
     problem = label_problem(by)
@@ -62,11 +63,11 @@ def answer_promotion(
         raise BadInput(f"--by: {problem}")
     _require_open(run_dir, verdict)
     present = read_record(run_dir).promotion
-    given = present is not None and present.state is PromotionState.WAITING
-    if given:
-        _record(run_dir, PromotionAnswer(verdict=verdict, by=by, reason=reason, time=utc_now()))
+    answer = PromotionAnswer(verdict=verdict, by=by, reason=reason, time=utc_now())
+    given = False
     until = time.monotonic() + timeout_s
     while True:
+        given = given or _give(run_dir, answer)
         try:
             with opened(run_dir, site, store, timeout_s=0) as controller:
                 settled = controller.journal.record.promotion
@@ -81,10 +82,17 @@ def answer_promotion(
                 _require_ours(run_dir, promotion, verdict, by)
                 return _result(run_dir)
         if time.monotonic() >= until:
-            return Answered(
-                PromotionState.WAITING, f"the answer is recorded; the controller of {run_dir.run_id} will act on it"
-            )
+            break
         time.sleep(0.3)
+    if not given:
+        found = describe(promotion) or "its promotion has not been requested yet"
+        raise LeaseLost(
+            f"the answer is not recorded, because the controller of {run_dir.run_id} is not waiting for one: {found}. "
+            "Try again later"
+        )
+    return Answered(
+        PromotionState.WAITING, f"the answer is recorded; the controller of {run_dir.run_id} will act on it"
+    )
 
 
 def _act(controller: Controller, verdict: Verdict, by: str, reason: str) -> None:
@@ -123,12 +131,21 @@ def _require_open(run_dir: RunDir, verdict: Verdict) -> None:
         raise BadInput(f"too late: {describe(record.promotion)}")
 
 
-def _record(run_dir: RunDir, answer: PromotionAnswer) -> None:
+def _give(run_dir: RunDir, answer: PromotionAnswer) -> bool:
+    """Record an answer; False if the promotion does not wait for one, or its deadline came first.
+
+    Raises:
+        BadInput: another answer came first.
+    """
+    promotion = read_record(run_dir).promotion
+    if promotion is None or promotion.state is not PromotionState.WAITING:
+        return False
     if give_answer(run_dir, answer):
-        return
+        return True
     first = read_answer(run_dir)
     if first is not None and first.verdict != "expired":
         raise BadInput(f"too late: {first.by} already {first.verdict} it" + f": {first.reason}" * bool(first.reason))
+    return False
 
 
 def _require_ours(run_dir: RunDir, settled: PromotionRecord, verdict: Verdict, by: str) -> None:

@@ -6,7 +6,9 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +23,7 @@ from made_reports import checkpoint_manifest
 from rlhf_core.control import approval, promotion
 from rlhf_core.control.approval import answer_promotion
 from rlhf_core.control.steps import drive
-from rlhf_core.errors import BadInput, IllegalMove, PromotionFailed
+from rlhf_core.errors import BadInput, IllegalMove, LeaseLost, PromotionFailed
 from rlhf_core.files.appended import read_models
 from rlhf_core.files.whole import read_model, write_model, write_text
 from rlhf_core.history import queries
@@ -108,10 +110,15 @@ def when_shown(run_dir: RunDir, do: Callable[[], object]) -> ShowQuestion:
 
 
 def answer(
-    harness: ControllerHarness, run_dir: RunDir, verdict: approval.Verdict, by: str, reason: str = ""
+    harness: ControllerHarness,
+    run_dir: RunDir,
+    verdict: approval.Verdict,
+    by: str,
+    reason: str = "",
+    timeout_s: float = 20,
 ) -> approval.Answered:
     return answer_promotion(
-        run_dir, harness.site, harness.store, verdict, by, reason, log=harness.notes.log, timeout_s=20
+        run_dir, harness.site, harness.store, verdict, by, reason, log=harness.notes.log, timeout_s=timeout_s
     )
 
 
@@ -324,6 +331,52 @@ def test_of_many_concurrent_answers_one_counts_and_the_others_are_refused(harnes
     assert len(losers) == 7
     assert {text.partition(" already ")[0] for text in losers.values()} == {f"refused: too late: {winner}"}
     assert f"by {winner}" in outcomes[winner]
+
+
+@pytest.mark.usefixtures("threads_are_processes")
+def test_an_answer_before_the_request_is_given_once_the_controller_waits_for_it(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is completed while its job still ends, up to a minute before approval is requested."""
+    run_dir = completed(harness, needs_approval())
+    controller = harness.controller(run_dir)
+    opened, has_opened = approval.opened, threading.Event()
+
+    def opens(*arguments: Any, **options: Any) -> Any:
+        has_opened.set()
+        return opened(*arguments, **options)
+
+    monkeypatch.setattr(approval, "opened", opens)
+    with ThreadPoolExecutor(1) as pool:
+        answered = pool.submit(answer, harness, run_dir, "approved", "ada")
+        has_opened.wait()
+
+        def await_answer() -> None:
+            while not run_dir.promotion_answer.exists() and not answered.done():
+                time.sleep(0.01)
+            answers(run_dir, "refused", by="grace")  # ends the wait if no answer was given
+
+        controller.show_question = when_shown(run_dir, await_answer)
+        promotion.carry_out(controller)
+        assert answered.result().state is PromotionState.PROMOTED
+    assert (standing(run_dir).state, standing(run_dir).by) == (PromotionState.PROMOTED, "ada")
+
+
+@pytest.mark.usefixtures("threads_are_processes")
+@pytest.mark.parametrize(
+    ("state", "found"),
+    [(None, "its promotion has not been requested yet"), (PromotionState.APPROVED, "step 10 was approved by bea")],
+)
+def test_an_answer_that_nobody_waits_for_is_not_called_recorded(
+    harness: ControllerHarness, state: PromotionState | None, found: str
+) -> None:
+    run_dir = completed(harness, needs_approval())
+    controller = harness.controller(run_dir)
+    if state is not None:
+        controller.journal.move_promotion(PromotionMoved(state=state, checkpoint_step=10, by="bea"))
+    with ThreadPoolExecutor(1) as pool, pytest.raises(LeaseLost, match=f"the answer is not recorded, .*: {found}"):
+        pool.submit(answer, harness, run_dir, "approved", "ada", timeout_s=0).result()
+    assert not run_dir.promotion_answer.exists()
 
 
 @pytest.mark.usefixtures("threads_are_processes")
