@@ -89,7 +89,8 @@ class RetriedWhenBusy:
         if scope["type"] != "http" or (scope["method"] in READING and not scope["path"].endswith(_WRITING_PATH)):
             await self._app(scope, receive, send)
             return
-        body = await _whole_body(receive)
+        # Only reading requests arrive without a password (Authenticated); their bodies stay unread.
+        body = b"" if scope["method"] in READING else await _whole_body(receive)
         if body is None:
             return
         until = time.monotonic() + BUSY_TIMEOUT_S

@@ -142,6 +142,24 @@ def test_a_request_is_retried_whole_and_answered_once() -> None:
     assert app.bodies == [b"what was typed"] * 3
 
 
+def test_the_body_of_a_reading_request_is_not_read() -> None:
+    """It is the only request that is retried without a password."""
+    from flows.server.app import RetriedWhenBusy
+
+    sent: list[Any] = []
+
+    async def unread() -> dict[str, Any]:
+        raise AssertionError("its body is read")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    app = Busy([503, 200])
+    scope = {"type": "http", "method": "GET", "path": "/api/csrf-token"}
+    asyncio.run(RetriedWhenBusy(app)(scope, unread, send))  # type: ignore[arg-type]
+    assert (app.bodies, sent[0]["status"]) == ([b"", b""], 200)
+
+
 @pytest.mark.parametrize(("method", "status"), [("GET", 503), ("POST", 500), ("POST", 409), ("POST", 201)])
 def test_no_other_request_is_retried(method: str, status: int) -> None:
     app = Busy([status])
