@@ -1,9 +1,9 @@
 """This machine as a scheduler, for development, tests and single-node runs.
 
-submitit's local executor starts a small controller process, which starts the agent, captures its output and enforces
-the time limit (with SIGUSR2 before it: save and stop). Two things differ here. The controller runs the agent's own
-command line, so no pickle is loaded in the compute environment. And it gets its own session, so that the job survives
-the process that submitted it and is not reached by a Ctrl-C in its terminal.
+A small controller process, that of submitit's local executor, starts the agent, captures its output and enforces the
+time limit (with SIGUSR2 before it: save and stop). Two things differ here. The controller runs the agent's own command
+line, so there is no pickle. And it gets its own session, so that the job survives the process that submitted it and is
+not reached by a Ctrl-C in its terminal.
 
 No state is kept in memory: status, find and cancel work from any process of this user on this machine.
 """
@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
-from submitit.local.local import LocalExecutor, LocalJob
 
 from rlhf_core.errors import SubmissionFailed
 from rlhf_core.machine import amd_gpus
@@ -91,12 +90,12 @@ class LocalScheduler:
                 f"{request.command[0]} is not an executable program here; set RLHF_COMPUTE_PYTHON to the Python "
                 "interpreter of the compute environment"
             )
-        executor = _LocalExecutor(request)
         try:
-            job = executor.submit(_replaced_by_the_command)
+            process = _start_controller(request)
         except OSError as error:
             raise SubmissionFailed(f"failed to start the job: {error}") from error
-        pid = int(job.job_id)
+        pid = process.pid
+        _children[pid] = process
         return _submission(request.run_id, request.placement.attempt, pid, request.command, _start_time(pid))
 
     def status(self, submissions: Sequence[Submission]) -> dict[str, JobStatus]:
@@ -139,38 +138,24 @@ class LocalScheduler:
         return True
 
 
-class _LocalExecutor(LocalExecutor):  # type: ignore[misc]
-    """submitit's local executor, running our command line in its own session."""
-
-    def __init__(self, request: JobRequest) -> None:
-        request.scheduler_dir.mkdir(parents=True, exist_ok=True)
-        super().__init__(folder=request.scheduler_dir)
-        self._variables = job_environment(request)
-        self._command = request.command
-        self._passed = request.passed
-        self._time_limit_s = request.time_limit_s
-
-    @property
-    def _submitit_command_str(self) -> str:
-        return shlex.join(self._command)
-
-    def _submit_command(self, command: str) -> LocalJob:
-        # Like submitit.local.local.start_controller, except for the session, the output and the extra variables.
-        environment = without_private(os.environ) | self._variables | self._passed.values()
-        environment |= _controller_variables(command, self._time_limit_s)
-        with (self.folder / "controller.log").open("ab") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", _CONTROLLER_MODULE, str(self.folder)],
-                env=environment,
-                # Not the current folder: that of a flow run is temporary, and differs for a later attempt.
-                cwd=self.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        _children[process.pid] = process
-        return LocalJob(folder=self.folder, job_id=str(process.pid), process=process)
+def _start_controller(request: JobRequest) -> "subprocess.Popen[bytes]":
+    """Start the controller of a job, like ``submitit.local.local.start_controller``, except for the session, the output
+    and the extra variables."""
+    environment = without_private(os.environ) | job_environment(request) | request.passed.values()
+    environment |= _controller_variables(shlex.join(request.command), request.time_limit_s)
+    folder = request.scheduler_dir
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "controller.log").open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", _CONTROLLER_MODULE, str(folder)],
+            env=environment,
+            # Not the current folder: that of a flow run is temporary, and differs for a later attempt.
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 def _controller_variables(command: str, time_limit_s: int) -> Mapping[str, str]:
@@ -187,10 +172,6 @@ def _controller_variables(command: str, time_limit_s: int) -> Mapping[str, str]:
         "SUBMITIT_EXECUTOR": "local",
         "SUBMITIT_LOCAL_WITH_SHELL": "",
     }
-
-
-def _replaced_by_the_command() -> None:
-    """Placeholder for the function that submitit requires; the command line runs in its place."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
