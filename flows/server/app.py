@@ -10,6 +10,7 @@ Two faults of Prefect 3.7 on SQLite are worked around here as well: schedules th
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -20,7 +21,7 @@ from typing import Any
 from prefect.server.api import collections
 from prefect.server.api.server import create_app as prefect_app
 from prefect.server.database.orm_models import Base
-from prefect.settings import PREFECT_SERVER_API_AUTH_STRING
+from prefect.settings import PREFECT_SERVER_API_AUTH_STRING, PREFECT_UI_STATIC_DIRECTORY
 
 from flows.server.guards import (
     READING,
@@ -36,6 +37,7 @@ from flows.server.guards import (
     names_of,
 )
 from rlhf_core.errors import BadInput
+from rlhf_core.files.whole import write_text
 
 POLICY = "; ".join(
     [
@@ -157,52 +159,20 @@ class Guarded:
 
 
 STYLE = (
-    b"<style>a[href^='data:']{display:inline-block;max-width:40rem;overflow:hidden;text-overflow:ellipsis;"
-    b"white-space:nowrap}</style>"
+    "<style>a[href^='data:']{display:inline-block;max-width:40rem;overflow:hidden;text-overflow:ellipsis;"
+    "white-space:nowrap}</style>"
 )
 """Styles for Prefect's pages. Prefect prints an image's address below it, and for the curves that is the whole image as
 a data URI, wider than any screen."""
 
 
-class Styled:
-    """ASGI wrapper that adds :data:`STYLE` to each page."""
-
-    def __init__(self, app: App) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass everything on; buffer pages, and insert the style into their head."""
-        if scope["type"] != "http" or scope["method"] != "GET":
-            await self._app(scope, receive, send)
-            return
-        start: Message = {}
-        body = bytearray()
-
-        async def styled(message: Message) -> None:
-            nonlocal start
-            if message["type"] == "http.response.start" and _is_page(message):
-                start = message
-            elif not start:
-                await send(message)
-            else:
-                body.extend(message.get("body", b""))
-                if not message.get("more_body", False):
-                    page = bytes(body).replace(b"</head>", STYLE + b"</head>", 1)
-                    await send({**start, "headers": _with_length(start["headers"], len(page))})
-                    await send({"type": "http.response.body", "body": page})
-
-        await self._app(scope, receive, styled)
-
-
-def _is_page(start: Message) -> bool:
-    kinds = [value for name, value in start.get("headers", ()) if name == b"content-type"]
-    return start["status"] == 200 and any(kind.startswith(b"text/html") for kind in kinds)
-
-
-def _with_length(headers: list[tuple[bytes, bytes]], length: int) -> list[tuple[bytes, bytes]]:
-    """The headers of a modified page: the new length, and no ETag of the original file."""
-    changed = {b"content-length", b"etag", b"last-modified"}
-    return [*(pair for pair in headers if pair[0] not in changed), (b"content-length", str(length).encode())]
+def style_pages(folder: Path) -> None:
+    """Add :data:`STYLE` to the pages of the UI that Prefect has copied into a folder, unless they have it."""
+    with contextlib.suppress(OSError):  # pages without it work, too
+        for page in folder.rglob("index.html"):
+            text = page.read_text(encoding="utf-8")
+            if STYLE not in text:
+                write_text(page, text.replace("</head>", f"{STYLE}</head>", 1))
 
 
 def create_app(names: Names | None = None) -> Guarded:
@@ -221,7 +191,10 @@ def create_app(names: Names | None = None) -> Guarded:
     for name in RETRYING_LOGGERS:
         logging.getLogger(name).addFilter(is_news)
     let_schedules_be_inserted()
-    inner = Limited(Styled(RetriedWhenBusy(prefect_app())))
+    inner = Limited(RetriedWhenBusy(prefect_app()))
+    copied_pages = PREFECT_UI_STATIC_DIRECTORY.value()
+    if copied_pages:
+        style_pages(Path(copied_pages))
     return Guarded(Known(Authenticated(inner, password), names or names_of(())))
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from process_tools import ASKING_INTERVAL_S, until
@@ -114,6 +115,13 @@ with prefect_server(site.home, print) as url:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The UI
+
+
+@pytest.mark.parametrize("path", ["/", "/runs", "/v2/"])
+def test_every_page_has_our_style_when_compressed_for_a_browser(site: Site, path: str) -> None:
+    answer = httpx.get(f"http://127.0.0.1:{site.port}{path}", headers={"Accept": "text/html"}, trust_env=False)
+    assert answer.headers["content-encoding"] == "gzip"
+    assert answer.text.count("text-overflow:ellipsis") == 1
 
 
 class Outside:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -547,28 +546,19 @@ def test_only_retries_of_a_busy_sqlite_are_not_logged() -> None:
     assert {rules.logger.name, block_registration.logger.name} == {SERVER_LOGGER}
 
 
-@pytest.mark.parametrize(("kind", "changed"), [("text/html; charset=utf-8", True), ("application/json", False)])
-def test_a_page_gets_a_style_and_the_correct_length(kind: str, changed: bool) -> None:
-    from flows.server.app import STYLE, Styled
+def test_the_copied_pages_of_the_ui_get_a_style_once(tmp_path: Path) -> None:
+    from flows.server.app import STYLE, style_pages
 
-    sent: list[Any] = []
-    page = b"<html><head></head><body></body></html>"
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        headers = [(b"content-type", kind.encode()), (b"content-length", str(len(page)).encode()), (b"etag", b"x")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": page[:10], "more_body": True})
-        await send({"type": "http.response.body", "body": page[10:]})
-
-    async def keep(message: Any) -> None:
-        sent.append(message)
-
-    asyncio.run(Styled(app)({"type": "http", "method": "GET"}, None, keep))  # type: ignore[arg-type]
-    body = b"".join(message.get("body", b"") for message in sent)
-    headers = dict(sent[0]["headers"])
-    assert (STYLE in body) is changed
-    assert (b"etag" not in headers) is changed
-    assert headers[b"content-length"] == str(len(body)).encode()
+    page = tmp_path / "v1" / "index.html"
+    page.parent.mkdir()
+    page.write_text("<html><head></head><body></body></html>")
+    script = tmp_path / "v1" / "index.js"
+    script.write_text("</head>")
+    for _ in range(2):  # the server starts again with the same copy
+        style_pages(tmp_path)
+        assert page.read_text() == f"<html><head>{STYLE}</head><body></body></html>"
+    assert script.read_text() == "</head>"
+    style_pages(tmp_path / "missing")
 
 
 STOPPED = """
