@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 
 from flows.deployments import work_pool
+from flows.server.required import require
 from flows.server.settings import (
     ANSWER_TIMEOUT_S,
     answers_within,
@@ -16,7 +17,7 @@ from flows.server.settings import (
 )
 from flows.worker import FLOW_STOP_TIMEOUT_S, flow_processes
 from rlhf_core.config.site import Site
-from rlhf_core.errors import BadInput, PrefectUnavailable
+from rlhf_core.errors import BadInput
 from rlhf_core.services.lifecycle import Lifecycle, Log, Service, StartedService
 from rlhf_core.services.presence import OURS, ServiceState, ServiceStatus, service_status
 from rlhf_core.services.processes import terminate_all
@@ -136,13 +137,5 @@ def _require_server(site: Site) -> None:
     Raises:
         PrefectUnavailable: no server answers.
     """
-    url = configured_url() or own_url(site)
-    if answers_within(ANSWER_TIMEOUT_S, url):
-        return
-    if url == own_url(site):
-        raise PrefectUnavailable(f"no Prefect server answers at {url}; `rlhf up` without names starts it too")
-    raise PrefectUnavailable(
-        f"the Prefect server at {url} does not answer. It is the one that PREFECT_API_URL names, in the environment or "
-        f"in Prefect's active profile, so `rlhf up` starts none. Start it; or unset PREFECT_API_URL, and `rlhf up` "
-        f"starts a server on this machine."
-    )
+    if not answers_within(ANSWER_TIMEOUT_S, configured_url() or own_url(site)):
+        require(site)
