@@ -9,10 +9,11 @@ asks ``sacct``, which many clusters lack and which lags behind on the others.
 import contextlib
 import math
 import os
+import shlex
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from submitit.core.utils import JobPaths
@@ -23,7 +24,6 @@ from rlhf_core.scheduler import slurm_environment, slurm_queue
 from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus, LivingJob
 from rlhf_core.scheduler.job_environment import job_environment
 from rlhf_core.scheduler.passed_environment import without_private
-from rlhf_core.scheduler.script_quoting import command_line, exported, is_node_name, one_line
 from rlhf_core.scheduler.slurm_answers import (
     accepted_job,
     another_cluster,
@@ -37,6 +37,7 @@ from rlhf_core.scheduler.slurm_answers import (
     takes_no_job,
 )
 from rlhf_core.schemas.resources import Inventory, Submission, job_marker, parse_job_marker
+from rlhf_core.schemas.slurm_values import CONTROL, NODE_NAMES
 
 SUBMIT_S = 180.0
 """Timeout of sbatch, which itself asks a busy controller again for two minutes."""
@@ -104,8 +105,7 @@ class SlurmScheduler:
 
     def script(self, request: JobRequest) -> str:
         """Render the batch script."""
-        executor = _SlurmExecutor(request)
-        return executor.text("dry-run")
+        return _SlurmExecutor(request).text("dry-run")
 
     def submit(self, request: JobRequest) -> Submission:
         """Submit the batch script once.
@@ -223,12 +223,12 @@ class _SlurmExecutor(SlurmExecutor):  # type: ignore[misc]
     @property
     def _submitit_command_str(self) -> str:
         request, slurm = self._request, self._request.slurm
-        command = command_line(request.command)
+        command = shlex.join(request.command)
         if slurm.container_kind != "apptainer":
             return command
         words = ["apptainer", "exec", *(["--nv"] if request.placement.gpus_per_node else [])]
         words += [word for mount in _mounts(request) for word in ("--bind", mount)]
-        return f"{command_line([*words, slurm.container_image])} {command}"
+        return f"{shlex.join([*words, slurm.container_image])} {command}"
 
     def text(self, name: str) -> str:
         """Render the batch script."""
@@ -247,7 +247,7 @@ class _SlurmExecutor(SlurmExecutor):  # type: ignore[misc]
         secrets = self._request.passed.values()
         script = self.folder / f".submission_file_{uuid.uuid4().hex}.sh"
         script.write_text(self.text(script.stem), encoding="utf-8")
-        words = ["sbatch", *_export_option(self._request, environment), str(script)]
+        words = ["sbatch", *slurm_environment.export_option(self._request, environment), str(script)]
         job_id = accepted_job(slurm_queue.ended(words, environment | secrets, SUBMIT_S))
         # The job is accepted, and Slurm has its own copy of the script: no error may hide its number from here on.
         with contextlib.suppress(OSError):
@@ -307,7 +307,7 @@ def _excluded_nodes(request: JobRequest) -> Sequence[str]:
     named = [*request.placement.excluded_nodes, *request.slurm.exclude]
     for value in request.slurm.in_extra("exclude"):
         named += _nodes_in_file(Path(value)) if "/" in value else [_node_names(value, "--exclude")]
-    return list(dict.fromkeys(filter(is_node_name, named)))
+    return list(dict.fromkeys(filter(NODE_NAMES.fullmatch, named)))
 
 
 def _nodes_in_file(path: Path) -> list[str]:
@@ -321,37 +321,37 @@ def _nodes_in_file(path: Path) -> list[str]:
 
 
 def _node_names(text: str, where: str) -> str:
-    if not is_node_name(text):
+    if not NODE_NAMES.fullmatch(text):
         raise SubmissionFailed(f"slurm.extra: {where}: found {text!r}, expected names of nodes such as node[1-3],node7")
     return text
 
 
 def _one_line(name: str, value: object) -> object:
-    return one_line(f"sbatch --{name.replace('_', '-')}", value) if isinstance(value, str) else value
+    """Return the value of an option unchanged, if it is one line: quotes do not help against a line break in an
+    ``#SBATCH`` line, the rest of which becomes a line of the script.
+
+    Raises:
+        SubmissionFailed: it contains a control character, such as a line break; the message names the option.
+    """
+    if isinstance(value, str) and CONTROL.search(value):
+        raise SubmissionFailed(
+            f"sbatch --{name.replace('_', '-')}: found {value!r}, expected one line without control characters. "
+            "Correct it in the config, or move the run to a folder with a path without them"
+        )
+    return value
 
 
 def _exports(request: JobRequest) -> Iterator[str]:
     for name, value in job_environment(request).items():
         # Slurm assigns the GPUs; if it assigns none, the job must see none.
         if name != "CUDA_VISIBLE_DEVICES" or request.placement.gpus_per_node == 0:
-            yield exported(name, value)
+            yield f"export {name}={shlex.quote(value)}"
 
 
 def _require_passed(request: JobRequest) -> Iterator[str]:
     for name in request.passed.names:
         why = "named in slurm.pass_environment, but the job did not receive it; does the cluster filter variables?"
         yield f': "${{{name}:?{why}}}"'
-
-
-def _export_option(request: JobRequest, environment: Mapping[str, str]) -> list[str]:
-    """Names that sbatch must export if the job does not export everything; it takes the values from its own
-    environment."""
-    options = dict(_further_options(request.slurm.extra))
-    exported_names = str(options.get("export") or environment.get("SBATCH_EXPORT") or "ALL")
-    if not request.passed.names or "ALL" in exported_names.upper().split(","):
-        return []
-    kept = [] if exported_names.upper() in ("NONE", "NIL") else [exported_names]
-    return [f"--export={','.join([*kept, *request.passed.names])}"]
 
 
 def _srun_arguments(request: JobRequest) -> list[str]:

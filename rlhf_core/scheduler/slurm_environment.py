@@ -3,6 +3,7 @@ allocation that a run is submitted from, must not change what a job requests or 
 
 from collections.abc import Mapping
 
+from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.schemas.cluster import SlurmSpec
 
 _QUERIES = ("SQUEUE_", "SINFO_", "SCONTROL_", "SACCT_", "SCANCEL_")
@@ -65,3 +66,13 @@ def for_submission(environment: Mapping[str, str], slurm: SlurmSpec) -> dict[str
         return name not in _OF_THE_SCRIPT and not (name in _DEFAULTS and getattr(slurm, _DEFAULTS[name]))
 
     return {name: value for name, value in environment.items() if is_kept(name)}
+
+
+def export_option(request: JobRequest, environment: Mapping[str, str]) -> list[str]:
+    """Names that sbatch must export if the job does not export everything; it takes the values from its own
+    environment."""
+    exported = next(reversed(request.slurm.in_extra("export")), "") or environment.get("SBATCH_EXPORT") or "ALL"
+    if not request.passed.names or "ALL" in exported.upper().split(","):
+        return []
+    kept = [] if exported.upper() in ("NONE", "NIL") else [exported]
+    return [f"--export={','.join([*kept, *request.passed.names])}"]

@@ -20,7 +20,6 @@ from rlhf_core.config import loading as config
 from rlhf_core.errors import BadConfig, SubmissionFailed
 from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.scheduler.passed_environment import PassedEnvironment
-from rlhf_core.scheduler.script_quoting import one_line
 from rlhf_core.scheduler.slurm import SlurmScheduler
 from rlhf_core.schemas.cluster import SlurmSpec
 
@@ -146,9 +145,6 @@ def test_what_no_schema_has_seen_is_refused_where_the_script_is_made(cluster: Pa
         slurm = SlurmSpec.model_construct(**{**SlurmSpec().__dict__, name: text})
         with pytest.raises(SubmissionFailed, match="without control characters"):
             SlurmScheduler().submit(request(cluster, slurm))
-    slurm = SlurmSpec.model_construct(**{**SlurmSpec().__dict__, "environment": {"A;touch PLANTED": "x"}})
-    with pytest.raises(SubmissionFailed, match="name of a variable"):
-        SlurmScheduler().submit(request(cluster, slurm))
     with pytest.raises(SubmissionFailed, match="control characters"):
         SlurmScheduler().submit(request(cluster / text, SlurmSpec()))
     assert planted(cluster) == []
@@ -176,8 +172,7 @@ def test_a_secret_with_shell_in_it_reaches_the_job_as_it_is(cluster: Path, monke
 
 def test_without_the_refusal_a_line_break_runs_a_command(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: quotes alone are not enough, and this cluster runs the commands of a script."""
-    monkeypatch.setattr("rlhf_core.scheduler.slurm.one_line", lambda name, value: value)
-    assert one_line("x", "y") == "y"
+    monkeypatch.setattr("rlhf_core.scheduler.slurm._one_line", lambda name, value: value)
     slurm = SlurmSpec.model_construct(**{**SlurmSpec().__dict__, "partition": "x\ntouch PLANTED\n"})
     SlurmScheduler().submit(request(cluster, slurm))
     assert planted(cluster)
