@@ -55,7 +55,6 @@ class Question:
     checkpoint_step: int
     target: Path
     """Folder that the model will be written to."""
-    requested_at: datetime
     deadline: datetime
     reason: str
     """Reason for promoting it."""
@@ -233,7 +232,6 @@ def _question(controller: Controller, waiting: PromotionRecord) -> Question:
         controller.run_dir,
         waiting.checkpoint_step,
         promoted_folder(controller.run_dir, controller.spec.promote),
-        waiting.requested_at,
         waiting.requested_at + timedelta(hours=controller.spec.promote.timeout_h),
         waiting.reason,
     )

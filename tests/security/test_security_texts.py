@@ -181,7 +181,7 @@ def pages(run_dir: RunDir) -> dict[str, str]:
     timeline, summary = read_timeline(run_dir), summarise(run_dir)
     message = timeline.incidents[0].incident.message
     reason = "\n".join(summary.accuracy[0].after.samples[0].prompt if summary.accuracy[0].after else "")
-    question = Question(run_dir, 10, Path("/models/x"), utc_now(), utc_now(), reason)
+    question = Question(run_dir, 10, Path("/models/x"), utc_now(), reason)
     finding = CheckResult.model_construct(
         status=CheckStatus.WARNING, id=message, found=message, advice=message, expected=message, node=message
     )
