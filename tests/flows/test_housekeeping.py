@@ -22,7 +22,7 @@ from rlhf_core.control import adopt
 from rlhf_core.control.ingester import Ingester
 from rlhf_core.control.reconcile import cleanup, loop
 from rlhf_core.control.reconcile.actions import ActionResult, Reconciler
-from rlhf_core.control.reconcile.facts import HUNG_S
+from rlhf_core.control.reconcile.facts import SILENT_AFTER_S
 from rlhf_core.control.reconcile.loop import lease_name
 from rlhf_core.control.reconcile.once import poll_once, reconcile_once
 from rlhf_core.control.steps import drive, steps
@@ -237,7 +237,7 @@ def test_jobs_of_other_sites_are_never_touched(
     assert result.action.job_id == "900", "the control: its own site would"
 
 
-@pytest.mark.parametrize(("expired_s", "is_replaced"), [(HUNG_S - 60, False), (HUNG_S + 60, True)])
+@pytest.mark.parametrize(("expired_s", "is_replaced"), [(SILENT_AFTER_S - 60, False), (SILENT_AFTER_S + 60, True)])
 def test_a_controller_that_is_stopped_is_replaced(
     harness: ControllerHarness, reconciler: Reconciler, started: list[str], expired_s: float, is_replaced: bool
 ) -> None:

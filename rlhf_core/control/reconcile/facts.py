@@ -12,7 +12,7 @@ from rlhf_core.launch.lease import TTL_S, Owner
 from rlhf_core.machine.accounts import user_name
 from rlhf_core.schemas.stored_spec import StoredSpec
 
-HUNG_S = 600.0
+SILENT_AFTER_S = 600.0
 """Time after the expiry of its lease until a controller on this machine counts as silent although its process exists,
 because it is stopped (Ctrl-Z) or hangs. Until then, it may only be unable to reach the database."""
 
@@ -73,7 +73,7 @@ def lease_holder(standing: OpenRun | None, now: datetime) -> tuple[LeaseState, f
     if owner is not None and owner.is_here():
         if owner.is_known_dead():
             return LeaseState.DEAD, max(standing.expired_s + TTL_S, 0.0)
-        is_living = standing.expired_s < HUNG_S
+        is_living = standing.expired_s < SILENT_AFTER_S
     else:
         is_living = standing.expired_s < 0
     return (LeaseState.LIVING, 0.0) if is_living else (LeaseState.SILENT, standing.expired_s)
