@@ -145,8 +145,6 @@ class HeldLease:
         ttl_s: float = TTL_S,
     ) -> None:
         self.token = token
-        self.behind = ""
-        """Reason why the database could not be reached at the last renewal; empty after a success."""
         self._store = store
         self._run_id = run_id
         self._owner = owner
@@ -214,10 +212,8 @@ class HeldLease:
         self._released.set()
         if self._thread is not None:
             self._thread.join(timeout=RELEASE_TIMEOUT_S)
-        try:
+        with contextlib.suppress(DatabaseUnavailable):
             self._store.release_lease(self._run_id, self._owner, self.token)
-        except DatabaseUnavailable as error:
-            self.behind = str(error)
 
     def _renew(self) -> None:
         """Renew the lease; the caller must hold the turn.
@@ -230,13 +226,9 @@ class HeldLease:
         began = self._clock()
         try:
             self._store.renew_lease(self._run_id, self._owner, self.token, self._ttl_s)
-        except DatabaseUnavailable as error:
-            self.behind = str(error)
-            raise
         except LeaseLost as error:
             self._lost = error
             raise
-        self.behind = ""
         self._renewed = began
 
     def _row_shows_lease(self) -> bool:
