@@ -60,6 +60,8 @@ _WITHOUT_EFFECT = tuple(
     f"trainer.{name}."
     for name in ("log_samples_every", "num_steps", "artifacts", "progress", "stdout_patterns", "metrics")
 )
+_OF_THE_USER = ("model.config", "data.generator_args", "reward.models", "trainer.variables")
+"""Tables whose keys the user chooses: there, an added or removed key is a change."""
 NOTHING = "nothing"
 _LONGEST = 60
 
@@ -78,12 +80,13 @@ class Change:
 
 
 def changes_since(before: GoodRun, spec: RunSpec, basis: Mapping[str, str]) -> list[Change]:
-    """List the differences from an earlier run. A value that only one of the runs has counts as unchanged: another
+    """List the differences from an earlier run. A setting that only one of the runs has counts as unchanged: another
     version of this program may have had different settings or recorded less."""
     then, now = current_document(before.spec), spec.model_dump(mode="json")
     found = [
         Change(name, _shown(old), _shown(new))
         for watched in WATCHED
+        if _pick(then, watched) is not None and _pick(now, watched) is not None
         for name, old, new in _differences(watched, _pick(then, watched), _pick(now, watched))
         if not f"{name}.".startswith(_WITHOUT_EFFECT)
     ]
@@ -156,11 +159,10 @@ def _pick(spec: Mapping[str, Any], name: str) -> Any:
 
 def _differences(name: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
-        free = name in ("model.config", "data.generator_args")  # there a missing key is a change
         for key in dict.fromkeys([*old, *new]):
-            if free or (key in old and key in new):
+            if name in _OF_THE_USER or (key in old and key in new):
                 yield from _differences(f"{name}.{key}", old.get(key, NOTHING), new.get(key, NOTHING))
-    elif old is not None and new is not None and old != new:
+    elif old != new:
         yield name, old, new
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_preflight_checks import found, healthy, with_algorithm, with_spec
+from test_preflight_checks import found, healthy, with_algorithm, with_lora, with_spec
 from test_preflight_command import SIDE, TORCHRUN, command
 
 from rlhf_core.preflight.facts import Baseline, Facts, GoodRun
@@ -48,13 +48,15 @@ def test_the_same_again_needs_no_trial() -> None:
             "model.config.hidden_size 64 -> 128",
         ),
         (with_spec(model={"config": {"model_type": "qwen3"}}), "model.config.hidden_size 64 -> nothing"),
+        (with_lora(rank=8), "model.lora null -> "),
+        (with_spec(reward={"models": {"good": {"path": "/m"}}}), "reward.models.good nothing -> "),
         (healthy(control_version="0.2.0"), "rlhf-flows 0.1.0 -> 0.2.0"),
         (healthy(compute=replace(healthy().compute, packages={"torch": "2.14.0"})), "torch 2.13.0 -> 2.14.0"),
         (healthy(code_hash="ab12"), "code none -> ab12"),
         (healthy(train=replace(healthy().train, num_rows=99)), "rows of data.train 100, prompts"),
         (healthy(train=replace(healthy().train, prompt_hashes=frozenset({b"z"}))), "rows of data.train 100, prompts"),
     ],
-    ids=range(12),
+    ids=range(14),
 )
 def test_changes_are_reported_with_old_and_new_value(changed: Facts, message: str) -> None:
     finding = needed(after(healthy(), changed))
@@ -62,6 +64,14 @@ def test_changes_are_reported_with_old_and_new_value(changed: Facts, message: st
     assert finding.found.startswith(f"changed since {RUN_ID}")
     assert message in finding.found
     assert "--set preflight.trial=run" in finding.advice
+
+
+def test_what_is_taken_away_is_a_change_too() -> None:
+    for past, message in (
+        (with_lora(rank=8), " -> null"),
+        (with_spec(reward={"models": {"good": {"path": "/m"}}}), " -> nothing"),
+    ):
+        assert message in needed(after(past, healthy())).found
 
 
 @pytest.mark.parametrize(
@@ -81,8 +91,10 @@ def test_what_a_trial_would_not_tell_asks_for_none(changed: Facts) -> None:
 def test_a_setting_that_the_older_version_did_not_have_is_no_change() -> None:
     content: dict[str, Any] = healthy().spec.model_dump(mode="json")
     del content["loops"]["main"]["algorithm"]["measure_kl"], content["rollout"]
+    del content["model"]["lora"], content["reward"]["models"]
     good = GoodRun(RUN_ID, content, {"a package of then": "1"})
-    assert changes_since(good, healthy().spec, basis_of(healthy())) == []
+    now = with_spec(model={"lora": {}}, reward={"models": {"good": {"path": "/m"}}})
+    assert changes_since(good, now.spec, basis_of(healthy())) == []
 
 
 @pytest.mark.parametrize(("num_nodes", "status"), [(1, CheckStatus.PASSED), (2, CheckStatus.WARNING)])
@@ -282,3 +294,4 @@ def test_more_steps_of_another_program_need_no_trial_and_other_arguments_do() ->
     past = command()
     assert needed(after(past, command(num_steps=200, metrics={"a": "b"}))).status is CheckStatus.PASSED
     assert "trainer.argv" in needed(after(past, command(f"{TORCHRUN} --bf16"))).found
+    assert "trainer.variables.TOKENS nothing -> 8" in needed(after(past, command(variables={"TOKENS": "8"}))).found
