@@ -28,9 +28,16 @@ def test_the_longest_go_first_to_the_engine_with_the_least_work() -> None:
     assert indices(dispatcher.assign([0, 1])) == {0: [1, 2], 1: [3, 4, 5, 0]}
 
 
-def test_ranks_begin_with_different_engines() -> None:
-    dealt = [Dispatcher(tasks(5), 1, 100, first=rank).assign([0, 1]) for rank in range(2)]
-    assert [list(one) for one in dealt] == [[0], [1]]
+@pytest.mark.parametrize(("ranks", "engines", "each"), [(2, 2, 1), (2, 4, 2), (8, 24, 6), (5, 3, 4), (7, 8, 8)])
+def test_the_prompts_of_all_ranks_are_dealt_evenly(ranks: int, engines: int, each: int) -> None:
+    """Also more engines than prompts of a rank, and numbers of which neither divides the other."""
+    number = [0] * engines
+    for rank in range(ranks):
+        dealt = Dispatcher(tasks(*[5] * each), 1, 100, rank=rank).assign(range(engines))
+        for engine, own in dealt.items():
+            number[engine] += len(own)
+    assert sum(number) == ranks * each
+    assert max(number) - min(number) <= 1
 
 
 def test_an_engine_is_asked_for_a_window_at_a_time() -> None:

@@ -19,10 +19,11 @@ class PromptTask:
 class Dispatcher:
     """The prompts of one rollout of a rank. Pure bookkeeping, without any communication."""
 
-    def __init__(self, tasks: Sequence[PromptTask], max_new_tokens: int, window: int, first: int = 0) -> None:
+    def __init__(self, tasks: Sequence[PromptTask], max_new_tokens: int, window: int, rank: int = 0) -> None:
         """Args:
         window: maximum number of completions requested from an engine at once.
-        first: engine preferred among equals, a different one on every rank.
+        rank: rank whose prompts they are. Among equal engines, it begins where those of the ranks before it end, as all
+            ranks have the same number of prompts: otherwise few prompts per rank would leave many engines idle.
         """
         self.made: dict[int, list[Completion]] = {}
         """Completions by prompt."""
@@ -32,7 +33,7 @@ class Dispatcher:
         """Number of completions made with other weights or received twice."""
         self._max_new_tokens = max_new_tokens
         self._window = window
-        self._first = first
+        self._first = rank * len(tasks)
         self._tasks = {task.index: task for task in tasks}
         self._pending: list[int] = []
         self._enqueue(self._tasks)

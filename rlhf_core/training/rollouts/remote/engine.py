@@ -245,7 +245,7 @@ class RemoteEngines:
         require_version(self.version, version)
         require_prompts(prompts, seeds)
         tasks = [PromptTask(index, *one) for index, one in enumerate(zip(prompts, seeds, strict=True))]
-        return Dispatcher(tasks, sampling.max_new_tokens, sampling.batch_size, first=self._ranks.rank)
+        return Dispatcher(tasks, sampling.max_new_tokens, sampling.batch_size, rank=self._ranks.rank)
 
     def _run(self, dispatcher: Dispatcher, sampling: Sampling, beat: Callable[[], None]) -> None:
         """Sample the unanswered prompts with the current weights, which the model still holds."""
