@@ -2,10 +2,11 @@
 of earlier runs of the same shape."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlhf_core.allocation.layouts import Cluster, Layout, Problem, layouts, nearest, problems
+import rlhf_core.preflight.checks  # noqa: F401 - importing it registers the checks
+from rlhf_core.allocation.layouts import Cluster, Layout, layouts, nearest
 from rlhf_core.history.queries import Facts as Measured
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.memory.engines import token_cache_bytes, vllm_cache_budget
@@ -14,15 +15,18 @@ from rlhf_core.preflight.memory.roles import Estimate, engine_estimate, evaluato
 from rlhf_core.preflight.memory.shapes import Shape, part_of
 from rlhf_core.preflight.predictions import node_memory_gb, slowest_step, smallest_gpu_bytes
 from rlhf_core.preflight.registry import run_checks
-from rlhf_core.preflight.runner import blocking
 from rlhf_core.preflight.size_estimates import shape_of_model
 from rlhf_core.preflight.step_time import StepTime, step_time
+from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.run import RunSpec
 
 NUM_PROPOSED = 5
 """Number of proposed layouts, the fastest first."""
 OWN_SHARE = 0.85
 """Share of its GPU's memory for an engine that does not share the GPU."""
+
+_OF_LAYOUT = ("batch.", "rollout.engines", "resources.gpus")
+"""Preflight checks of the layout."""
 
 PHASES: Mapping[str, tuple[str, ...]] = {
     "sampling": ("time/rollout_s",),
@@ -57,10 +61,12 @@ class RunPlan:
 
     spec: RunSpec
     layout: Layout
-    problems: list[Problem]
-    """Reasons why the layout is refused."""
+    problems: list[CheckResult]
+    """Findings of preflight on layout and memory that block the run."""
+    warnings: list[CheckResult]
+    """Those that only warn."""
     nearest: list[Layout]
-    """Nearest valid layouts, if the requested one is not valid."""
+    """Nearest layouts that divide, if the requested one does not."""
     memory: Mapping[str, Estimate] = field(default_factory=dict)
     """By role; empty if the model's config does not give its dimensions."""
     limit: int | None = None
@@ -85,12 +91,14 @@ def plan_run(facts: Facts, measured: Measured) -> RunPlan:
     """
     spec = facts.spec
     layout, cluster = layout_of(spec), cluster_of(spec, facts.model_config)
-    refused = problems(layout, cluster)
-    found = nearest(layout, cluster) if refused else []
-    refused += [Problem(one.found, f"{one.expected}; {one.advice}") for one in blocking(run_checks(facts, "memory."))]
+    of_layout = _unwanted(_with_the_gpus(facts), *_OF_LAYOUT)
+    unwanted = [*of_layout, *_unwanted(facts, "memory.")]
+    refused = [one for one in unwanted if one.status is CheckStatus.BLOCKED]
+    warnings = [one for one in unwanted if one.status is CheckStatus.WARNING]
+    found = nearest(layout, cluster) if of_layout else []
     shape = shape_of_model(spec, facts.model_config, facts.model_folder)
     if shape is None:
-        return RunPlan(spec, layout, refused, found, measured=measured)
+        return RunPlan(spec, layout, refused, warnings, found, measured=measured)
     gpu = smallest_gpu_bytes(facts)
     kind, step = slowest_step(facts, shape)
     scale = _scale(step, measured)
@@ -98,6 +106,7 @@ def plan_run(facts: Facts, measured: Measured) -> RunPlan:
         spec=spec,
         layout=layout,
         problems=refused,
+        warnings=warnings,
         nearest=found,
         memory=_memory(facts, shape, gpu),
         limit=gpu if spec.resources.gpus_per_node else _main_memory(facts),
@@ -109,6 +118,17 @@ def plan_run(facts: Facts, measured: Measured) -> RunPlan:
     )
 
 
+def _unwanted(facts: Facts, *checks: str) -> list[CheckResult]:
+    unwanted = (CheckStatus.BLOCKED, CheckStatus.WARNING)
+    return [one for one in run_checks(facts, checks) if one.status in unwanted]
+
+
+def _with_the_gpus(facts: Facts) -> Facts:
+    """Facts with the requested GPUs on every node: a plan can be made where there are no such nodes yet."""
+    gpus = {"gpus_per_node": facts.spec.resources.gpus_per_node, "node_gpus": {}}
+    return replace(facts, inventory=facts.inventory.model_copy(update=gpus))
+
+
 def layout_of(spec: RunSpec) -> Layout:
     """The layout that a config requests."""
     return Layout(spec.num_ranks, spec.rollout.engines, spec.rollout.gpus_per_engine, spec.rollout.nodes)
@@ -116,9 +136,16 @@ def layout_of(spec: RunSpec) -> Layout:
 
 def cluster_of(spec: RunSpec, config: Mapping[str, Any]) -> Cluster:
     """Nodes of the run, and the numbers that a layout must divide."""
-    rows = {name: loop.algorithm.rows_per_step for name, loop in spec.loops.named.items()}
+    algorithms = [loop.algorithm for loop in spec.loops.named.values()]
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
-    return Cluster(spec.resources.num_nodes, spec.resources.gpus_per_node, rows, heads, kv_heads or heads)
+    return Cluster(
+        spec.resources.num_nodes,
+        spec.resources.gpus_per_node,
+        rows=frozenset(one.rows_per_step for one in algorithms),
+        prompts=frozenset(one.rows_per_step for one in algorithms if one.samples),
+        num_heads=heads,
+        num_kv_heads=kv_heads or heads,
+    )
 
 
 def in_layout(spec: RunSpec, layout: Layout) -> RunSpec:

@@ -65,13 +65,13 @@ def check(id: str, *, trainer: Literal["", "native", "command"] = "") -> Callabl
     return register
 
 
-def run_checks(facts: Facts, prefix: str = "") -> tuple[CheckResult, ...]:
+def run_checks(facts: Facts, prefix: str | tuple[str, ...] = "") -> tuple[CheckResult, ...]:
     """Run every check in order, then those of plug-ins, and return all findings.
 
     A check in ``preflight.off`` does not run; its only finding is the reason given there.
 
     Args:
-        prefix: of the ids of the checks to run.
+        prefix: of the ids of the checks to run, or several.
     """
     off = facts.spec.preflight.off
     results = []

@@ -1,5 +1,6 @@
 """Settings of rollouts: engines and sampling."""
 
+import math
 from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
@@ -30,6 +31,18 @@ def uneven_heads(num_heads: object, num_kv_heads: object, width: int) -> str:
     if isinstance(num_kv_heads, int) and num_kv_heads and num_kv_heads % width and width % num_kv_heads:
         return f"{num_kv_heads} key-value heads"
     return ""
+
+
+MOST_IDLE = 0.1
+"""Share of a rollout for which its engines may have nothing to do without a warning."""
+
+
+def idle_share(num_prompts: int, num_engines: int) -> float:
+    """Share of a rollout for which its engines have nothing to do, if all prompts take equally long.
+
+    An engine samples whole prompts, of any rank; the busiest engine finishes last.
+    """
+    return 1 - num_prompts / (num_engines * math.ceil(num_prompts / num_engines))
 
 
 class EngineLayout(NamedTuple):

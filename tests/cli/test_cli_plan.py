@@ -153,7 +153,7 @@ def test_engines_of_several_gpus_are_planned(plan: Plan) -> None:
     assert found["step_s"]["weight sync"] == whole["step_s"]["weight sync"], "a host is given the weights once"
     code, uneven = plan("qwen2.5-32b", *split[:2], "rollout.vllm.tensor_parallel=3", split[3])
     assert code == 2
-    assert "40 attention heads over 3 GPUs of an engine" in str(uneven["problems"])
+    assert "rollout.vllm.tensor_parallel = 3 for 40 attention heads" in str(uneven["problems"])
 
 
 def test_a_model_larger_than_all_gpus_is_said_to_fit_in_no_layout(capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,12 +215,33 @@ def test_seven_trainers_are_refused_with_the_nearest_valid_numbers(
 ) -> None:
     code, found = plan("qwen2.5-7b-gsm8k", "resources.ranks_per_node=7")
     assert code == 2
-    assert found["problems"][0]["found"] == "64 rows of a step of loops.main for 7 trainers"
+    assert found["problems"][0]["found"] == "loops.main.algorithm.prompts_per_step = 64 with 7 ranks"
     assert found["nearest"][0] == {"trainers": 8, "engines": 0, "tensor_parallel": 1, "engine_nodes": 0}
     assert execute(["plan", "qwen2.5-7b-gsm8k", "--set", "resources.ranks_per_node=7"]) == 2
     shown = " ".join(capsys.readouterr().out.split())
     assert "Refused: 7 trainers with in-process sampling." in shown
     assert "Nearest that divide: 8 trainers with in-process sampling" in shown
+
+
+@pytest.mark.parametrize(
+    ("prompts", "ranks", "engines", "check", "divides"),
+    [(40, 5, 3, "", True), (56, 7, 0, "resources.gpus", True), (6, 2, 4, "rollout.engines", False)],
+    ids=["neither divides the other", "an idle GPU", "idle engines"],
+)
+def test_a_plan_refuses_only_what_preflight_blocks(
+    plan: Plan, capsys: pytest.CaptureFixture[str], prompts: int, ranks: int, engines: int, check: str, divides: bool
+) -> None:
+    settings = [f"resources.ranks_per_node={ranks}", f"rollout.engines={engines}", "slurm.gpu_type=h200"]
+    settings += [f"loops.main.algorithm.prompts_per_step={prompts}", "trainer.micro_batch_size=1"]
+    code, found = plan("qwen2.5-7b-gsm8k", *settings)
+    of_layout = [one["check"] for one in found["warnings"] if not one["check"].startswith("memory.")]
+    assert (code, found["problems"]) == (0, [])
+    assert check in of_layout or not (check or of_layout)
+    assert (found["nearest"] == []) is divides
+    assert execute(["plan", "qwen2.5-7b-gsm8k", *(word for one in settings for word in ("--set", one))]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ("It divides." in shown) is divides
+    assert ("warning: found" in shown) is bool(found["warnings"])
 
 
 def test_another_program_has_its_own_layout(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,15 +14,15 @@ from rlhf_core.errors import BadInput, HistoryError
 if TYPE_CHECKING:
     from rlhf_core.control.run_plan import Proposal, RunPlan
     from rlhf_core.preflight.memory.roles import Estimate
+    from rlhf_core.schemas.checks import CheckResult
 
 
 def plan(config: ConfigArgument, set_: SetOption = None, as_json: JsonOption = False) -> None:
     """Predict what a run needs before it takes a node: memory per role, seconds per step, layout of trainers and
     engines.
 
-    Layouts that do not divide are refused, and the nearest ones that do are shown; so are runs that `rlhf check` blocks
-    for their memory. After runs of the same shape, the prediction is compared with what they took. Exit code 0: fine,
-    2: refused.
+    A run that `rlhf check` blocks for its layout or its memory is refused, and the nearest layouts that divide are
+    shown. After runs of the same shape, the prediction is compared with what they took. Exit code 0: fine, 2: refused.
     """
     found = _plan(config, set_ or [])
     if as_json:
@@ -76,12 +76,12 @@ def _print_plan(found: "RunPlan") -> None:
 
 
 def _print_verdict(found: "RunPlan") -> None:
-    if not found.problems:
-        output.print_text(f"Layout: {found.layout}. It divides.")
-        return
-    output.print_text(f"Refused: {found.layout}.")
-    for problem in found.problems:
-        output.print_text(f"  found {problem.found}; expected {problem.expected}")
+    if found.problems:
+        output.print_text(f"Refused: {found.layout}.")
+    else:
+        output.print_text(f"Layout: {found.layout}.{'' if found.nearest else ' It divides.'}")
+    for one in (*found.problems, *found.warnings):
+        output.print_text(f"  {one.status}: found {one.found}; expected {one.expected}; {one.advice}")
     if found.nearest:
         output.print_text(f"Nearest that divide: {'; '.join(map(str, found.nearest))}.")
 
@@ -193,7 +193,8 @@ def plan_json(found: "RunPlan") -> dict[str, Any]:
     return {
         "name": found.spec.name,
         "layout": _layout_json(found.layout),
-        "problems": [{"found": one.found, "expected": one.expected} for one in found.problems],
+        "problems": list(map(_finding_json, found.problems)),
+        "warnings": list(map(_finding_json, found.warnings)),
         "nearest": [_layout_json(one) for one in found.nearest],
         "memory": {
             role: {"parts": dict(_peak_parts(one)), "peak_bytes": one.peak_bytes} for role, one in found.memory.items()
@@ -216,6 +217,10 @@ def plan_json(found: "RunPlan") -> dict[str, Any]:
         "measured": found.measured,
         "measured_over_predicted": dict(found.scale),
     }
+
+
+def _finding_json(one: "CheckResult") -> dict[str, str]:
+    return {"check": one.id, "found": one.found, "expected": one.expected, "advice": one.advice}
 
 
 def _layout_json(layout: Any) -> dict[str, int]:

