@@ -187,8 +187,6 @@ class CheckpointFacts:
     num_ranks: int
     problems: tuple[str, ...] = ()
     """Files that are missing or have another size than ``COMPLETE`` says."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that affect the training result, as it was trained; sections as in the config."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,6 @@ from rlhf_core.run_dir.run import promoted_models
 from rlhf_core.scheduler.passed_environment import PassedEnvironment
 from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.content import ContentReport
-from rlhf_core.schemas.migration import current_settings
 from rlhf_core.schemas.model import BUILT_TOKENIZERS, ModelSpec
 from rlhf_core.schemas.resources import Inventory
 from rlhf_core.schemas.run import RunSpec
@@ -386,5 +385,4 @@ def inspect_checkpoint(checkpoint: CheckpointDir | None) -> CheckpointFacts | No
             continue
         if size != expected.bytes:
             problems.append(f"{name}: found {size} bytes, expected {expected.bytes}")
-    settings = current_settings(read_object(checkpoint.trainer_state / "settings.json"))
-    return CheckpointFacts(checkpoint.root.name, checkpoint.step, manifest.num_ranks, tuple(problems), settings)
+    return CheckpointFacts(checkpoint.root.name, checkpoint.step, manifest.num_ranks, tuple(problems))

@@ -457,12 +457,6 @@ def test_the_advice_on_the_number_of_ranks_is_a_number(
     assert result.advice.endswith(advice)
 
 
-def test_a_checkpoint_of_another_number_of_ranks_is_a_warning_there() -> None:
-    facts = replace(command(), resume=CheckpointFacts("step-000020", 20, num_ranks=8))
-    (result,) = unwanted(facts)
-    assert (result.id, result.status) == ("resume.checkpoint", WARNING)
-
-
 def test_the_room_for_checkpoints_is_estimated_where_all_weights_are_trained() -> None:
     disk = replace(healthy().disk, free_bytes=2 * GIB)
     model = ModelFolder(Path("/m"), weight_bytes=GIB)

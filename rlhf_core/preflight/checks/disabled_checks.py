@@ -10,7 +10,7 @@ from rlhf_core.preflight.registry import CHECKS, OFF, Finding, blocked, check, p
 SITE = "site."
 """Prefix of the ids of a site's own node checks, which are installed on the nodes and unknown here."""
 
-RETIRED = ("environment.compiler",)
+RETIRED = ("environment.compiler", "resume.settings", "resume.steps")
 """Ids of checks that only earlier versions had."""
 
 
