@@ -6,8 +6,10 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from rlhf_core.schemas.algorithms import Algorithm
-from rlhf_core.schemas.base import NonNegative, NonNegativeFloat, PositiveFloat, Schema, Share
+from rlhf_core.schemas.base import NonNegative, NonNegativeFloat, PositiveFloat, Schema
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+"""With a decay of exactly 1, which never forgets its initial zero, AdamW divides by zero in its first step."""
 MAX_STEPS = 1_000_000_000
 """Maximum steps of a loop; the sum of both loops fits a column of the history."""
 
@@ -23,10 +25,10 @@ class OptimizerSpec(Schema):
     """Shape of the learning rate after the warm-up; `linear` and `cosine` end at zero on the last step."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay of AdamW."""
-    adam_beta1: Share = 0.9
-    """Decay of AdamW's first moment."""
-    adam_beta2: Share = 0.95
-    """Decay of AdamW's second moment."""
+    adam_beta1: Decay = 0.9
+    """Decay of AdamW's first moment, less than 1."""
+    adam_beta2: Decay = 0.95
+    """Decay of AdamW's second moment, less than 1."""
     max_grad_norm: PositiveFloat = 1.0
     """Global gradient norm is clipped to this."""
 

@@ -126,6 +126,8 @@ def test_an_unknown_key_is_answered_with_the_nearest_right_one(minimal: Path, ov
         ("seed=1.5", "seed: found 1.5, expected a whole number"),
         ("seed=true", "seed: found true, expected a number"),
         ("loops.main.optimizer.learning_rate=true", "learning_rate: found true, expected a number"),
+        ("loops.main.optimizer.adam_beta2=1.0", "adam_beta2: found 1.0, expected less than 1"),
+        ("loops.main.algorithm.correction_cap=1", "correction_cap: found 1, expected more than 1"),
         ("loops.main.num_steps=0", "loops.main.num_steps: found 0, expected at least 1"),
         ("resources.memory_gb=1e300", "resources.memory_gb: found 1e+300, expected at most 2147483647"),
         ("supervise.backoff_s=-1e300", "supervise.backoff_s: found -1e+300, expected at least 0"),

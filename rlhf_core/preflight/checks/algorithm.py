@@ -6,8 +6,6 @@ from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
 from rlhf_core.schemas.algorithms.policy_gradient import DapoSpec, PolicyGradientSpec, PpoSpec
 
-_LEAST_CAP = 1.0
-
 
 @check("algorithm.minibatches", trainer="native")
 def minibatches(facts: Facts) -> Iterator[Finding]:
@@ -47,15 +45,6 @@ def kl_estimator(facts: Facts) -> Iterator[Finding]:
         if in_loss and algorithm.kl_estimator == "k1":
             name = f"loops.{loop}.algorithm.kl_estimator"
             yield warning(f'{name} = "k1" in the loss', '"k2" or "k3" for a penalty in the loss', f"set {name}=k2")
-
-
-@check("algorithm.correction", trainer="native")
-def correction(facts: Facts) -> Iterator[Finding]:
-    """A cap below 1 excludes tokens on which the sampler and the trainer agree."""
-    for loop, algorithm in _sampling(facts).items():
-        if algorithm.correction != "none" and algorithm.correction_cap <= _LEAST_CAP:
-            name = f"loops.{loop}.algorithm.correction_cap"
-            yield blocked(f"{name} = {algorithm.correction_cap}", "a number above 1", f"set {name}=3, for instance")
 
 
 @check("algorithm.overlong_buffer", trainer="native")

@@ -71,16 +71,6 @@ def learning_rate_warmup(facts: Facts) -> Iterator[Finding]:
         )
 
 
-@check("optimizer.betas", trainer="native")
-def betas(facts: Facts) -> Iterator[Finding]:
-    """A decay of exactly 1 never forgets its initial zero: AdamW divides by zero in its first step."""
-    for loop, spec in facts.spec.loops.named.items():
-        for name in ("adam_beta1", "adam_beta2"):
-            if getattr(spec.optimizer, name) >= 1:
-                setting = f"loops.{loop}.optimizer.{name}"
-                yield blocked(f"{setting} = 1", "a number below 1", f"set {setting}=0.95, for instance")
-
-
 @check("steps.checkpoints")
 def checkpoints(facts: Facts) -> Iterator[Finding]:
     """Without an intermediate checkpoint, a failure in the last step costs the whole run."""

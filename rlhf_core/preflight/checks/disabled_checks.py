@@ -10,7 +10,14 @@ from rlhf_core.preflight.registry import CHECKS, OFF, Finding, blocked, check, p
 SITE = "site."
 """Prefix of the ids of a site's own node checks, which are installed on the nodes and unknown here."""
 
-RETIRED = ("environment.compiler", "resume.settings", "resume.steps")
+RETIRED = (
+    "algorithm.correction",
+    "environment.compiler",
+    "optimizer.betas",
+    "resume.settings",
+    "resume.steps",
+    "supervise.backoff",
+)
 """Ids of checks that only earlier versions had."""
 
 

@@ -279,18 +279,6 @@ def _time(seconds: float) -> str:
     return f"{hours} h {rest} min" if rest else f"{hours} h"
 
 
-@check("supervise.backoff")
-def backoff(facts: Facts) -> Iterator[Finding]:
-    """If the longest wait is below the first, every retry comes too soon and hits the same broken node."""
-    supervise = facts.spec.supervise
-    if supervise.max_backoff_s < supervise.backoff_s:
-        yield warning(
-            f"supervise.backoff_s = {supervise.backoff_s:g}, supervise.max_backoff_s = {supervise.max_backoff_s:g}",
-            "a maximum wait of at least the first wait",
-            f"every wait will be {supervise.max_backoff_s:g} s; raise supervise.max_backoff_s if that is not intended",
-        )
-
-
 def _nodes(facts: Facts) -> list[str]:
     """Nodes that the job may get, however many GPUs they have."""
     return facts.inventory.nodes_for(facts.slurm)

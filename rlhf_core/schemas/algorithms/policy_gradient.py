@@ -40,8 +40,8 @@ class PolicyGradientSpec(AlgorithmSpec):
     """Importance-sampling correction for the different probabilities that the sampling engine and the trainer give to
     tokens. The ratio of the two, of each token or of the whole completion, is truncated at `correction_cap`, or
     anything above it is masked."""
-    correction_cap: PositiveFloat = 3.0
-    """Largest such ratio that is not truncated or masked."""
+    correction_cap: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 3.0
+    """Largest such ratio that is not truncated or masked; more than 1, the ratio of tokens on which both agree."""
     mask_truncated: bool = False
     """Leave completions that were truncated at the maximum length out of the loss; their rewards still count in their
     groups."""
