@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 import pytest
 
-from rlhf_core.text.formatting import count, duration, figure, listed, missing_steps
+from rlhf_core.text.formatting import count, duration, figure, listed, missing_steps, size
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,17 @@ from rlhf_core.text.formatting import count, duration, figure, listed, missing_s
 )  # fmt: skip
 def test_durations_read_naturally(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1.5 * 2**20, "1.5 MiB"), (99.9 * 2**30, "99.9 GiB"),
+        (149.4 * 2**30, "149 GiB"), (1.25 * 2**40, "1.2 TiB"), (3000 * 2**40, "3000 TiB"),
+    ],
+)  # fmt: skip
+def test_sizes_have_the_unit_that_suits_them(num_bytes: float, text: str) -> None:
+    assert size(num_bytes) == text
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,16 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def size(num_bytes: float) -> str:
+    """Format a size: ``512 B``, ``1.5 MiB``, ``23.8 GiB``, ``149 GiB``."""
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if num_bytes >= 1024:
+            num_bytes, unit = num_bytes / 1024, larger
+    digits = 0 if unit == "B" or num_bytes >= 100 else 1
+    return f"{num_bytes:.{digits}f} {unit}"
+
+
 def figure(value: float, digits: int = 4) -> str:
     """Format a number to some significant digits, a large one to the nearest whole number: ``0.01235``, ``123457``,
     ``1e+20``."""

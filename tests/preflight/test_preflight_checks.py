@@ -468,7 +468,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("rollout.max_staleness", BLOCKED, with_staleness("dpo"), "no loop samples"),
     ("rollout.max_staleness", BLOCKED, with_staleness("grpo", engines=0), "set rollout.engines"),
     ("rollout.max_staleness", BLOCKED, with_staleness("rloo"), "set loops.main.algorithm.correction to"),
-    ("memory.trainer", BLOCKED, with_engines(8, resources={"memory_gb": 4}), "a rank of a node has 0.0 GiB"),
+    ("memory.trainer", BLOCKED, with_engines(8, resources={"memory_gb": 4}), "a rank of a node has 0 B"),
     (
         "promote.folder",
         BLOCKED,
@@ -539,7 +539,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("resources.uneven_gpus", BLOCKED, on_gpus({"a": 8, "b": 7}), "b (7)"),
     ("resources.uneven_gpus", WARNING, on_gpus({"a": 8, "b": 8, "c": 7}), "c (7)"),
     ("resources.uneven_gpus", WARNING, on_gpus({"a": 8, "b": 8, "c": 7}, gpus_per_node=7), "slurm.exclude to ['c']"),
-    ("memory.trainer", BLOCKED, with_spec(resources={"memory_gb": 0.5}), "0.2"),
+    ("memory.trainer", BLOCKED, with_spec(resources={"memory_gb": 0.5}), "a rank of a node has 256 MiB"),
     ("memory.trainer", SKIPPED, healthy(model_config={}), "lacks its dimensions"),
     ("memory.evaluator", BLOCKED, with_spec(resources={"memory_gb": 0.5}), "rollout.batch_size"),
     (
@@ -563,7 +563,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("resources.memory", BLOCKED, with_spec(resources={"memory_gb": 64}), "resources.memory_gb=32"),
     ("resources.time_limit", WARNING, with_spec(resources={"time_limit_s": 60}), "at least 300 s"),
     ("resources.time_limit", WARNING, with_spec(resources={"time_limit_s": 400}, supervise={"floor_s": 900}), "hang"),
-    ("resources.duration", WARNING, lasts(600.0, time_limit_s=3600), "about 4 attempts of 60 min"),
+    ("resources.duration", WARNING, lasts(600.0, time_limit_s=3600), "about 4 attempts of 1 h 00 min"),
     (
         "resume.checkpoint",
         BLOCKED,
@@ -835,7 +835,7 @@ def test_messages_are_sentences() -> None:
 def test_a_reward_model_that_can_score_is_named_with_its_fingerprint() -> None:
     (result,) = found(scoring(), "reward.models")
     assert result.status is CheckStatus.PASSED
-    assert result.found == "/m: 0 MiB of weights, fingerprint f1"
+    assert result.found == "/m: 0 B of weights, fingerprint f1"
     assert basis_of(scoring())["reward model good"] == "f1", "another one asks for a trial"
 
 

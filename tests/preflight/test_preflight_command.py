@@ -464,6 +464,6 @@ def test_the_room_for_checkpoints_is_estimated_where_all_weights_are_trained() -
     assert [one.id for one in unwanted(full)] == ["disk.space"]
     for option in ("--save_only_model true", "--optim adafactor"):
         (kept,) = found(replace(full, spec=command(f"{TORCHRUN} {option}").spec), "disk.space")
-        assert "a checkpoint takes about 1 GiB" in kept.found, option
+        assert "a checkpoint takes about 1.0 GiB" in kept.found, option
     adapters = replace(command(f"{TORCHRUN} --use_peft"), disk=disk, model_folder=model)
     assert [one.status for one in found(adapters, "disk.space")] == [SKIPPED]

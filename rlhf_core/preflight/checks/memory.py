@@ -36,6 +36,7 @@ from rlhf_core.preflight.registry import CheckFunction, Finding, blocked, check,
 from rlhf_core.preflight.size_estimates import shape_of_model, stored_parameters, trained_models
 from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.run import RunSpec, with_changes
+from rlhf_core.text.formatting import size
 
 SURELY_TOO_MUCH = 1.15
 """Share of the memory above which an estimate blocks the run; up to it, the estimate itself may be wrong."""
@@ -106,7 +107,7 @@ def min_nodes(facts: Facts) -> Iterator[Finding]:
             least = min(fits, default=facts.spec.resources.num_nodes)
             yield blocked(
                 f"on {number} of {facts.spec.resources.num_nodes} nodes a trainer rank takes about "
-                f"{_gib(estimate.peak_bytes)} GiB (estimate), but has {_gib(room)} GiB",
+                f"{size(estimate.peak_bytes)} (estimate), but has {size(room)}",
                 "a run that fits on any number of nodes from resources.min_nodes up",
                 f"set resources.min_nodes={least if fits else 0}",
             )
@@ -166,9 +167,9 @@ def _cache_finding(spec: RunSpec, shape: Shape, room: int) -> Finding:
     name = "rollout.vllm.gpu_memory_share" if on_gpu else "rollout.vllm.cpu_cache_gb"
     fixed = vllm_fixed_bytes(spec, shape)
     value = spec.rollout.vllm.gpu_memory_share if on_gpu else spec.rollout.vllm.cpu_cache_gb
-    of = f", {_gib(fixed)} of it for weights and a step" if on_gpu else " for its cache"
-    taken = _gib(vllm_share_bytes(spec, room)) if on_gpu else value
-    found = f"vLLM has {taken} GiB per rank{of} ({name} = {value}); a sequence of {length} tokens takes {_mib(needed)}"
+    of = f", {size(fixed)} of it for weights and a step" if on_gpu else " for its cache"
+    taken = size(vllm_share_bytes(spec, room)) if on_gpu else f"{value} GiB"
+    found = f"vLLM has {taken} per rank{of} ({name} = {value}); a sequence of {length} tokens takes {size(needed)}"
     if budget < needed:
         least = math.ceil(100 * (fixed + needed) * USABLE_SHARE / room) / 100 if on_gpu else math.ceil(needed / GIB)
         fits = not on_gpu or least <= 1
@@ -188,10 +189,10 @@ def offload(facts: Facts) -> Iterator[Finding]:
     on_nodes = [(of_ranks, libraries), (of_engines, 0)] if spec.rollout.nodes else [(of_ranks | of_engines, libraries)]
     for parts, further in on_nodes:
         needed = sum(parts.values()) + further
-        text = f"the processes of a node take about {_gib(needed)} GiB of its main memory ({', '.join(parts)})"
+        text = f"the processes of a node take about {size(needed)} of its main memory ({', '.join(parts)})"
         if parts and needed > TIGHT * node:
             advice = _FEWER_ENGINES if max(parts, key=parts.__getitem__) in of_engines else _LESS_OFFLOAD
-            yield blocked(f"{text}, which has {_gib(node)} GiB", f"at most {_gib(TIGHT * node)} GiB", advice)
+            yield blocked(f"{text}, which has {size(node)}", f"at most {size(TIGHT * node)}", advice)
         elif parts:
             yield passed(text)
 
@@ -213,8 +214,8 @@ def _held_by_ranks(facts: Facts) -> dict[str, int]:
         each |= main_memory_bytes(shape, spec.model.dtype, zero_of(spec), spec.model.lora)
         each |= waiting_base_bytes(spec, shape)
     to_send = weights_to_send_bytes(spec, shape) if shape is not None and spec.rollout.engines else 0
-    held = {f"{count} times {name} {_gib(size)}": count * size for name, size in each.items()}
-    return held | ({f"weights to send {_gib(to_send)}": to_send} if to_send else {})
+    held = {f"{count} times {name} {size(number)}": count * number for name, number in each.items()}
+    return held | ({f"weights to send {size(to_send)}": to_send} if to_send else {})
 
 
 def _held_by_engines(facts: Facts) -> dict[str, int]:
@@ -223,7 +224,7 @@ def _held_by_engines(facts: Facts) -> dict[str, int]:
     if shape is None or not count:
         return {}
     each = engine_main_memory_bytes(spec, shape)
-    return {f"{count} times an engine with the weights that it receives {_gib(each)}": count * each}
+    return {f"{count} times an engine with the weights that it receives {size(each)}": count * each}
 
 
 @check("memory.snapshot", trainer="native")
@@ -233,9 +234,9 @@ def snapshot(facts: Facts) -> Iterator[Finding]:
     if known is None:
         return
     needed, free = known
-    text = f"a snapshot of the state of a node's ranks takes {_gib(needed)} GiB of main memory"
+    text = f"a snapshot of the state of a node's ranks takes {size(needed)} of main memory"
     if needed > TIGHT * free:
-        found = f"{text}, but only {_gib(free)} GiB is free beside the ranks: training waits for the disk instead"
+        found = f"{text}, but only {size(free)} is free beside the ranks: training waits for the disk instead"
         yield warning(found, "room for a snapshot", 'use nodes with more memory, or set "checkpoint.background=false"')
     else:
         yield passed(text)
@@ -254,9 +255,9 @@ def peer_copy(facts: Facts) -> Iterator[Finding]:
         yield warning(text, "two or more of them", own)
         return
     needed, free = known
-    text = f"a snapshot and the copy of another node's snapshot take {_gib(2 * needed)} GiB of a node's main memory"
+    text = f"a snapshot and the copy of another node's snapshot take {size(2 * needed)} of a node's main memory"
     if 2 * needed > TIGHT * free:
-        found = f"{text}, but only {_gib(free)} GiB is free beside the ranks: there may be no copy on another node"
+        found = f"{text}, but only {size(free)} is free beside the ranks: there may be no copy on another node"
         yield warning(found, "room for both", f"use nodes with more memory, or {own}")
     else:
         yield passed(text)
@@ -333,14 +334,14 @@ def _engine_room(facts: Facts) -> int:
 
 
 def _finding(facts: Facts, role: str, estimate: Estimate, room: int, advice: str, tight: float = TIGHT) -> Finding:
-    parts = ", ".join(f"{name} {_gib(size)}" for name, size in estimate.largest[:4] if size > GIB / 20)
+    parts = ", ".join(f"{name} {size(part)}" for name, part in estimate.largest[:4] if part > GIB / 20)
     peak, where = estimate.peak_bytes, "GPU" if facts.spec.resources.gpus_per_node else "rank of a node"
     advice += _larger_gpus(facts, room)
-    found = f"{role} rank takes about {_gib(peak)} GiB (estimate: {parts}), a {where} has {_gib(room)} GiB"
+    found = f"{role} rank takes about {size(peak)} (estimate: {parts}), a {where} has {size(room)}"
     if estimate.resident_bytes > room or peak > SURELY_TOO_MUCH * room:
-        return blocked(found, f"at most {_gib(room)} GiB per rank: this is {_gib(peak - room)} GiB too much", advice)
+        return blocked(found, f"at most {size(room)} per rank: this is {size(peak - room)} too much", advice)
     if peak > tight * room:
-        return warning(found, f"at most {_gib(tight * room)} GiB, to leave room for memory that is not counted", advice)
+        return warning(found, f"at most {size(tight * room)}, to leave room for memory that is not counted", advice)
     return passed(found)
 
 
@@ -353,7 +354,7 @@ def _larger_gpus(facts: Facts, room: int) -> str:
 
 def _advice(facts: Facts, shape: Shape, estimate: Estimate, room: int) -> str:
     changes = [
-        f"{_set(change)} ({_gib(peak)} GiB)"
+        f"{_set(change)} ({size(peak)})"
         for change, peak in remedies(
             facts.spec, shape, int(TIGHT * room), _gpu(facts), pairs_have_answers=facts.pairs_have_answers
         )
@@ -367,11 +368,3 @@ def _advice(facts: Facts, shape: Shape, estimate: Estimate, room: int) -> str:
 
 def _set(change: Mapping[str, JsonValue]) -> str:
     return " and ".join(f"{name}={json.dumps(value)}" for name, value in change.items())
-
-
-def _mib(size: float) -> str:
-    return f"{_gib(size)} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.1f}" if size < 100 * GIB else f"{size / GIB:.0f}"

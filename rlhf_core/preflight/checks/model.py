@@ -16,6 +16,7 @@ from rlhf_core.preflight.size_estimates import (
     shape_of_model,
 )
 from rlhf_core.schemas.model import ALL_LINEAR
+from rlhf_core.text.formatting import size
 
 
 @check("model.folder")
@@ -31,7 +32,7 @@ def folder(facts: Facts) -> Iterator[Finding]:
             "correct model.path, or finish the download; on a cluster it must be on a file system that the nodes see",
         )
     else:
-        yield passed(f"{found.path}: {found.weight_bytes / 2**20:.0f} MiB of weights")
+        yield passed(f"{found.path}: {size(found.weight_bytes)} of weights")
 
 
 @check("model.config", trainer="native")
@@ -213,8 +214,8 @@ def disk_space(facts: Facts) -> Iterator[Finding]:
         yield skipped("the size of a checkpoint cannot be estimated from this model's config")
         return
     kept, merged, free = checkpoints_kept(facts.spec), merged_bytes(facts), facts.disk.free_bytes
-    found = f"{_size(free)} free in {facts.disk.runs_dir}, a checkpoint takes about {_size(one)} (estimate)"
-    found += f", the merged model of a promotion {_size(merged)}" if merged else ""
+    found = f"{size(free)} free in {facts.disk.runs_dir}, a checkpoint takes about {size(one)} (estimate)"
+    found += f", the merged model of a promotion {size(merged)}" if merged else ""
     beside = " and the merged model" if merged else ""
     if free < one + merged:
         expected = f"room for at least one checkpoint{beside}"
@@ -222,7 +223,7 @@ def disk_space(facts: Facts) -> Iterator[Finding]:
     elif free < (kept + 1) * one + merged:
         yield warning(
             found,
-            f"room for {kept} checkpoints kept, one being written{beside}, about {_size((kept + 1) * one + merged)}",
+            f"room for {kept} checkpoints kept, one being written{beside}, about {size((kept + 1) * one + merged)}",
             "free some space, lower checkpoint.keep_last, or set RLHF_RUNS to another file system",
         )
     else:
@@ -250,11 +251,3 @@ def disk_files(facts: Facts) -> Iterator[Finding]:
         )
     else:
         yield passed(found)
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"

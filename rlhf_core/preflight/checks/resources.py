@@ -10,6 +10,7 @@ from rlhf_core.preflight.predictions import predict
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
 from rlhf_core.scheduler.slurm_environment import OPTIONS_OF_THE_JOB
 from rlhf_core.schemas.command_trainer import CommandTrainer
+from rlhf_core.text.formatting import duration as duration_text
 from rlhf_core.text.formatting import listed
 
 SHORT_ATTEMPT_S = 300
@@ -255,28 +256,17 @@ def duration(facts: Facts) -> Iterator[Finding]:
         seconds, source = predicted_step.seconds, "as predicted from the dimensions of the model"
     steps = facts.spec.total_steps - (facts.resume.step if facts.resume is not None else 0)
     predicted = steps * seconds
-    found = f"{steps} steps x {seconds:.3g} s, {source}, take {_time(predicted)}"
+    found = f"{steps} steps x {seconds:.3g} s, {source}, take {duration_text(predicted)}"
     if predicted <= limit:
-        yield passed(f"{found}; an attempt may take {_time(limit)}")
+        yield passed(f"{found}; an attempt may take {duration_text(limit)}")
         return
     yield warning(
-        f"{found}; resources.time_limit_s allows {_time(limit)}",
+        f"{found}; resources.time_limit_s allows {duration_text(limit)}",
         "a run that fits into one attempt",
-        f"expect about {math.ceil(predicted / limit)} attempts of {_time(limit)}; each resumes from the newest "
+        f"expect about {math.ceil(predicted / limit)} attempts of {duration_text(limit)}; each resumes from the newest "
         "checkpoint automatically. For a single attempt, set resources.time_limit_s to about "
         f"{math.ceil(predicted * 1.2)}",
     )
-
-
-def _time(seconds: float) -> str:
-    """Format a duration in at most two units."""
-    minutes = round(seconds / 60)
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    if minutes < 120:
-        return f"{minutes} min"
-    hours, rest = divmod(minutes, 60)
-    return f"{hours} h {rest} min" if rest else f"{hours} h"
 
 
 def _nodes(facts: Facts) -> list[str]:

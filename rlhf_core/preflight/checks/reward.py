@@ -6,6 +6,7 @@ from rlhf_core.preflight.facts import Facts, RewardModelFolder
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
 from rlhf_core.preflight.size_estimates import num_positions
 from rlhf_core.schemas.scoring_models import PROMOTED, ScoringModelSpec
+from rlhf_core.text.formatting import size
 
 
 @check("reward.models", trainer="native")
@@ -58,4 +59,4 @@ def _model(setting: str, settings: ScoringModelSpec, found: RewardModelFolder) -
             f"at most {positions}",
             f"set {setting}.max_tokens={positions}, or 0 for all of them",
         )
-    return passed(f"{found.path}: {found.weight_bytes / 2**20:.0f} MiB of weights, fingerprint {found.fingerprint}")
+    return passed(f"{found.path}: {size(found.weight_bytes)} of weights, fingerprint {found.fingerprint}")
