@@ -24,7 +24,8 @@ from rlhf_core.render.summary import summary_markdown
 from rlhf_core.schemas.attempts import PromotionState, RunState
 from rlhf_core.schemas.command_trainer import STEPS_HINT
 from rlhf_core.schemas.failures import FailureKind
-from rlhf_core.schemas.journal import ControllerStarted, PromotionMoved
+from rlhf_core.schemas.journal import AttemptPlanned, ControllerStarted, PromotionMoved
+from rlhf_core.schemas.resources import Placement
 from rlhf_core.watchdog.ingest import sync
 
 
@@ -199,6 +200,13 @@ def test_an_answer_that_is_too_wide_is_printed_line_by_line(
     ]
     monkeypatch.setenv("COLUMNS", "100")
     assert "┃" in rlhf("sql", question).out
+
+
+def test_the_reasons_for_excluded_nodes_are_shown(rlhf: Rlhf, known: RunFiles) -> None:
+    assert "excluded" not in rlhf("show").out
+    known.journal(AttemptPlanned(placement=Placement(attempt=7, num_nodes=1, phases=(),
+                                                     exclusion_reasons={"node7": "3 strikes"})), 60)  # fmt: skip
+    assert "Attempt 7 excluded node7: 3 strikes\n" in rlhf("show").out
 
 
 def test_the_driver_of_a_run_and_the_promotion_of_its_model_are_shown(rlhf: Rlhf, known: RunFiles) -> None:

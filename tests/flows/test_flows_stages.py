@@ -368,6 +368,7 @@ def test_a_lost_node_is_excluded_by_its_run_and_by_the_next(harness: ControllerH
     placement = harness.scheduler.submitted[-1].placement
     assert placement.excluded_nodes == ("n1",)
     assert placement.exclusion_reasons["n1"].startswith("strikes in all runs: 1, the last node_lost; until ")
+    assert f"attempt 1 excludes n1: {placement.exclusion_reasons['n1']}" in harness.notes.messages
 
 
 def test_a_node_that_was_cleared_is_used_again_until_it_fails_again(harness: ControllerHarness) -> None:

@@ -145,6 +145,10 @@ def _print_attempts(attempts: Sequence[Facts]) -> None:
         for attempt in attempts
     ]
     output.print_section(("attempt", "state", "job", "nodes", "from step", "restarts", "why"), rows, "Attempts")
+    for attempt in attempts:
+        excluded = (attempt["placement"] or {}).get("exclusion_reasons", {})
+        for node, why in excluded.items():
+            output.print_text(f"Attempt {attempt['number']} excluded {node}: {why}")
 
 
 def _print_timeline(shown: Facts) -> None:

@@ -30,6 +30,8 @@ def plan_attempt(controller: Controller, number: int) -> None:
     if size.spared:
         names = ", ".join(size.spared)
         controller.observer.log(f"not excluding {names}, although suspect: too few nodes would be left")
+    for node, why in size.excluded.items():
+        controller.observer.log(f"attempt {number} excludes {node}: {why}")
     if size.reason:
         controller.observer.log(f"attempt {number}: {size.reason}")
     changes = {
