@@ -99,6 +99,6 @@ def _divides(name: str, value: int, ranks: int) -> Finding:
     options = " or ".join(str(option) for option in (below, below + ranks) if option)
     return blocked(
         f"{name} = {value} with {ranks} ranks",
-        f"a multiple of {ranks} (resources.num_nodes x resources.ranks_per_node)",
+        f"a multiple of {ranks}, the number of trainer ranks",
         f"set {name} to {options}",
     )
