@@ -20,15 +20,6 @@ from matplotlib.ticker import MaxNLocator
 from rlhf_core.render.series import Curve, Marks, PointSeries, Series, drawable, rolling_mean, smoothing_window, thin
 from rlhf_core.text.escaping import page
 
-_AXIS_HEIGHT = 130.0
-"""Approximate height of the drawing's axis, in points of the page."""
-
-_LINE = 10.5
-"""Height of a line of text, in points of the page."""
-
-_MAX_LABELLED = 3
-"""Number of points at one step above which their values are not written: they would cover the lines."""
-
 MAX_BARS = 240
 """Number of bars above which neighbours are averaged: stacked parts are wider than points."""
 
@@ -172,14 +163,9 @@ def point_chart(series: Sequence[PointSeries], *, unit: str, marks: Marks, name:
                 capthick=1.4,
                 label=item.label,
             )
-        ends = _score_axis(series)
-        axes.set_ylim(*ends)
-        steps = {point.step for item in series for point in item.points}
-        for step in steps:
-            _label_points(axes, step, series, marks, ends)
-        # The values of the first points are written left of them, where no line is.
-        needs_room = any(step < 0.2 * marks.last_step for step in steps)
-        draw_steps(axes, (-round(0.13 * marks.last_step) if needs_room else 0, marks.last_step), marks, _CSS)
+        axes.set_ylim(*_score_axis(series))
+        reach = spread * (len(series) - 1)
+        draw_steps(axes, (-reach, marks.last_step + reach), marks, _CSS)
         _legend(axes)
         return _svg(figure, name, description)
 
@@ -230,57 +216,6 @@ def _score_axis(series: Sequence[PointSeries]) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _label_points(
-    axes: Axes, step: int, series: Sequence[PointSeries], marks: Marks, ends: tuple[float, float]
-) -> None:
-    """Write the values at one step away from the lines: left of early points, above and below late ones."""
-    early = step <= marks.last_step / 2
-    found = [
-        (point, colour)
-        for item, colour in zip(series, itertools.cycle(_SERIES))
-        for point in item.points
-        if point.step == step
-    ]
-    if len(found) > _MAX_LABELLED:
-        return
-    found.sort(key=lambda entry: entry[0].value)
-    bottom, top = ends
-    low, height, high = (
-        [(getattr(point, end) - bottom) * _AXIS_HEIGHT / (top - bottom) for point, _ in found]
-        for end in ("low", "value", "high")
-    )
-    offsets = label_offsets(height, beside=early, intervals=list(zip(low, high, strict=True)))
-    for (point, colour), offset in zip(found, offsets, strict=True):
-        axes.annotate(
-            f"{point.value:.3f}" if abs(point.value) < 100 else f"{point.value:.6g}",
-            (step, point.value),
-            xytext=(-9 if early else 3, offset),
-            textcoords="offset points",
-            ha="right",
-            va="center",
-            color=colour,
-        )
-
-
-def label_offsets(heights: Sequence[float], *, beside: bool, intervals: Sequence[tuple[float, float]]) -> list[float]:
-    """Offsets from the points at which their values are written, so that no two overlap.
-
-    Args:
-        heights: heights of the points above the axis, rising, in points of the page.
-        beside: True if there is room beside the points; otherwise the highest value goes above its point, and the
-            others below theirs if the axis leaves room.
-        intervals: lower and upper end of each point's interval, likewise; a value above or below it is outside.
-    """
-    placed: list[float] = []
-    for index, (height, (low, high)) in enumerate(zip(heights, intervals, strict=True)):
-        below = min(height - _LINE, low - 0.7 * _LINE)
-        above = index == len(heights) - 1 or below < 4
-        wanted = height if beside else max(height + _LINE, high + 0.7 * _LINE) if above else below
-        floor = placed[-1] + _LINE if placed else _LINE / 2
-        placed.append(max(wanted, floor))
-    return [place - height for place, height in zip(placed, heights, strict=True)]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Shared parts of a drawing
 
@@ -295,7 +230,7 @@ def _canvas(unit: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def draw_steps(axes: Axes, span: tuple[int, int], marks: Marks, palette: Palette) -> None:
+def draw_steps(axes: Axes, span: tuple[float, float], marks: Marks, palette: Palette) -> None:
     """Draw the step axis, from the first step of ``span`` to its last, with its marks."""
     low, high = span
     margin = max(0.5, 0.02 * (high - low))
@@ -327,7 +262,7 @@ def style_axes(axes: Axes, unit: str, palette: Palette) -> None:
     axes.set_ylabel(unit, color=palette.muted)
 
 
-def _within(steps: Iterable[int], low: int, high: int) -> list[int]:
+def _within(steps: Iterable[int], low: float, high: float) -> list[int]:
     return sorted({step for step in steps if low <= step <= high})
 
 
