@@ -15,7 +15,7 @@ from rlhf_core.render.line_plots import (
     stages_of,
 )
 from rlhf_core.render.markup import Markup, figure, join, number, remark, tag, words
-from rlhf_core.render.series import Curve, Marks, PointSeries, Series, drawable_point, finite, smoothing_window
+from rlhf_core.render.series import Curve, Marks, Point, PointSeries, Series, finite, is_finite, smoothing_window
 from rlhf_core.schemas.reports import EVALUATIONS
 
 EVALUATION_CURVES = {"greedy": "eval/greedy", "preference": "eval/preference"}
@@ -123,9 +123,9 @@ def _accuracy(record: ReportData) -> tuple[Markup | None, str]:
             key=lambda row: (row["checkpoint_step"], row["when"] != "before"),
         )
         points = tuple(
-            drawable_point(row["checkpoint_step"], row["value"], row["ci_low"], row["ci_high"])
+            Point(row["checkpoint_step"], row["value"], row["ci_low"], row["ci_high"])
             for row in rows
-            if None not in (row["value"], row["ci_low"], row["ci_high"])
+            if all(map(is_finite, (row["value"], row["ci_low"], row["ci_high"])))
         )
         between = finite(record.curves.get(EVALUATION_CURVES.get(name, ""), ()))
         if points:

@@ -25,7 +25,7 @@ from rlhf_core.render.markup import (
     words,
 )
 from rlhf_core.render.run_page import document
-from rlhf_core.render.series import Marks, Point, PointSeries, Series, finite, smoothing_window
+from rlhf_core.render.series import Marks, Point, PointSeries, Series, finite, is_finite, smoothing_window
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.text.formatting import count
 
@@ -148,7 +148,7 @@ def _evaluation_plots(compared: Facts) -> Markup:
             points = tuple(
                 Point(found["checkpoint_step"], found["value"], found["ci_low"], found["ci_high"])
                 for found in (of_run["before"], of_run["after"])
-                if found is not None and None not in (found["ci_low"], found["ci_high"])
+                if found is not None and all(map(is_finite, (found["value"], found["ci_low"], found["ci_high"])))
             )
             series.append(PointSeries(run["label"], points))
         if any(item.points for item in series):

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
-from rlhf_core.render.series import Curve, Marks, PointSeries, Series, drawable, rolling_mean, smoothing_window, thin
+from rlhf_core.render.series import Curve, Marks, PointSeries, Series, finite, smoothing_window, thin
 from rlhf_core.text.escaping import page
 
 MAX_BARS = 240
@@ -115,7 +116,7 @@ def draw_lines(
     axes: Axes, series: Sequence[Series], marks: Marks, palette: Palette, *, smooth: bool, from_zero: bool
 ) -> None:
     """Draw curves into axes; see :func:`line_chart`."""
-    drawn = [(item.label, drawable(item.curve), item.colour) for item in series]
+    drawn = [(item.label, finite(item.curve), item.colour) for item in series]
     for (label, curve, own_colour), next_colour in zip(drawn, itertools.cycle(palette.series)):
         colour = next_colour if own_colour is None else palette.series[own_colour % len(palette.series)]
         for part in _loops(curve, marks):
@@ -144,7 +145,7 @@ def point_chart(series: Sequence[PointSeries], *, unit: str, marks: Marks, name:
             shift = spread * (2 * index - len(series) + 1)
             xs = [point.step + shift for point in item.points]
             measured = [(x, point.value) for x, point in zip(xs, item.points, strict=True)]
-            between = thin(drawable(item.between))
+            between = thin(finite(item.between))
             axes.plot(*_columns(sorted([*measured, *between])), color=colour, linewidth=1.1, alpha=0.55)
             axes.plot(*_columns(between), "o", color=colour, markersize=2.5)
             axes.errorbar(
@@ -181,7 +182,7 @@ def stacked_chart(series: Sequence[Series], *, unit: str, marks: Marks, name: st
         steps = sorted({step for item in series for step, _ in item.curve})
         rows = []
         for item in series:
-            values = dict(drawable(item.curve))
+            values = dict(finite(item.curve))
             rows.append(thin([(step, values.get(step, 0.0)) for step in steps], MAX_BARS))
         places = [x for x, _ in rows[0]]
         width = (places[-1] - places[0]) / max(len(places) - 1, 1) or 1.0
@@ -205,10 +206,23 @@ def _loops(curve: Curve, marks: Marks) -> list[Curve]:
     return [part for part in parts if part]
 
 
+def rolling_mean(curve: Curve, window: int) -> list[tuple[int, float]]:
+    """Mean over ``window`` neighbouring points around each one; near the ends, over the available ones.
+
+    Args:
+        window: an odd number.
+    """
+    around = slice(window // 2, window // 2 + len(curve))
+    totals = np.convolve([value for _, value in curve], np.ones(window))[around]
+    counts = np.convolve(np.ones(len(curve)), np.ones(window))[around]
+    means: list[float] = (totals / counts).tolist()
+    return [(step, mean) for (step, _), mean in zip(curve, means, strict=True)]
+
+
 def _score_axis(series: Sequence[PointSeries]) -> tuple[float, float]:
     """Ends of an axis of scores: from 0 to above 1 for shares, and around all scores if some are below 0."""
     values = [value for item in series for point in item.points for value in (point.low, point.high)]
-    values += [value for item in series for _, value in drawable(item.between)]
+    values += [value for item in series for _, value in finite(item.between)]
     low, high = min(values), max(values)
     if low >= 0:
         return 0.0, max(1.1, 1.1 * high)

@@ -1,6 +1,5 @@
 """Series of a plot: the numbers of its curves and points, prepared for drawing."""
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ MAX_POINTS = 600
 """Number of points above which a curve is averaged in equal stretches: more are not visible at this size."""
 
 LARGEST = 1e300
-"""Largest magnitude that is drawn: beyond it, ends and ticks of an axis exceed the largest number."""
+"""Largest magnitude that counts as finite: beyond it, ends and ticks of an axis exceed the largest number."""
 
 
 @dataclass(frozen=True)
@@ -64,23 +63,14 @@ class PointSeries:
 # Numbers
 
 
+def is_finite(value: float | None) -> bool:
+    """True for a number that is neither NaN nor infinite, nor larger than :data:`LARGEST`."""
+    return value is not None and abs(value) <= LARGEST
+
+
 def finite(curve: Curve) -> list[tuple[int, float]]:
-    """The points that are neither NaN nor infinite."""
-    return [(step, value) for step, value in curve if math.isfinite(value)]
-
-
-def drawable(curve: Curve) -> list[tuple[int, float]]:
-    """The points that can be drawn: the finite ones, with values beyond :data:`LARGEST` moved there."""
-    return [(step, _limited(value)) for step, value in finite(curve)]
-
-
-def drawable_point(step: int, value: float, low: float, high: float) -> Point:
-    """A point of finite numbers that can be drawn, likewise."""
-    return Point(step, _limited(value), _limited(low), _limited(high))
-
-
-def _limited(value: float) -> float:
-    return max(-LARGEST, min(value, LARGEST))
+    """The points that can be drawn."""
+    return [(step, value) for step, value in curve if is_finite(value)]
 
 
 def thin(curve: Curve, max_points: int = MAX_POINTS) -> list[tuple[float, float]]:
@@ -93,26 +83,6 @@ def thin(curve: Curve, max_points: int = MAX_POINTS) -> list[tuple[float, float]
         (sum(step for step, _ in stretch) / len(stretch), sum(value for _, value in stretch) / len(stretch))
         for stretch in stretches
     ]
-
-
-def rolling_mean(curve: Curve, window: int) -> list[tuple[int, float]]:
-    """Mean over ``window`` neighbouring points around each one; near the ends, over the available ones."""
-    half = window // 2
-    values = [value for _, value in curve]
-    # Sums within blocks of the window's length, of which a window touches two at most. In differences of sums over the
-    # whole curve, all points after a huge value would lose their digits.
-    blocks = [values[start : start + window] for start in range(0, len(values), window)]
-    from_start = [total for block in blocks for total in itertools.accumulate(block)]
-    to_end = [total for block in blocks for total in [*itertools.accumulate(reversed(block))][::-1]]
-    smooth = []
-    for index, (step, _) in enumerate(curve):
-        first, last = max(0, index - half), min(len(curve), index + half + 1) - 1
-        if first // window != last // window:
-            total = to_end[first] + from_start[last]
-        else:
-            total = from_start[last] if first % window == 0 else to_end[first]
-        smooth.append((step, total / (last + 1 - first)))
-    return smooth
 
 
 def smoothing_window(num_points: int) -> int:

@@ -209,6 +209,7 @@ PARTS = {
     "pydantic": {"pydantic_core"},
     "typer": {"click"},
     "torch": {"numpy"},
+    "matplotlib": {"numpy"},
     "nvidia_ml_py": {"pynvml"},
     "pillow": {"PIL"},
     "mlflow_skinny": {"mlflow"},

@@ -222,7 +222,7 @@ def test_sparklines_share_their_axes() -> None:
     assert sparklines([rising, []], 4) == ["▁▃▆█", ""]
     assert sparklines([[(1, 2.0), (3, 2.0)]]) == ["▅▅▅"]
     assert sparklines([[], []]) == ["", ""]
-    assert sparklines([[(1, -1.7e308), (2, 1.7e308)]]) == ["▁█"], "their difference is infinite"
+    assert sparklines([[(1, 1.0), (2, 1.7e308), (3, 2.0)]]) == ["▁▁█"], "beside it, nothing could be seen"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import typer
 from rlhf_core.cli import output
 from rlhf_core.cli.commands.history import catch_up, open_history
 from rlhf_core.errors import BadInput
-from rlhf_core.render.series import drawable
+from rlhf_core.render.series import finite
 from rlhf_core.text.formatting import figure
 
 Facts = Mapping[str, Any]
@@ -144,7 +144,7 @@ def _print_metrics(compared: Facts) -> None:
 
 def sparklines(curves: Sequence[Sequence[tuple[int, float]]], width: int = _CURVE_WIDTH) -> list[str]:
     """Draw each curve as a line of bars, all on the same axes; blank before its first step and after its last one."""
-    finite_curves = [drawable(curve) for curve in curves]
+    finite_curves = [finite(curve) for curve in curves]
     points = [point for curve in finite_curves for point in curve]
     if not points:
         return [""] * len(curves)
