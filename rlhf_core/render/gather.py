@@ -2,7 +2,6 @@
 
 import json
 import math
-import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -221,13 +220,13 @@ def _training_samples(run_dir: RunDir) -> list[SampleLine]:
 
 
 def _num_parameters(run_dir: RunDir) -> int | None:
-    """Number of parameters in the run's newest model folder, from the headers of its safetensors files."""
-    folders = [checkpoint.model for checkpoint in reversed(run_dir.checkpoints())] + [run_dir.initial_model]
-    for folder in folders:
-        files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    """Number of parameters in the newest whole weights of the run, from the headers of their files. A checkpoint of an
+    adapter has none: the base model is elsewhere."""
+    for folder in [*(checkpoint.model for checkpoint in reversed(run_dir.checkpoints())), run_dir.initial_model]:
+        files = sorted(folder.glob("model*.safetensors"))
         if files:
-            with suppress(struct.error, ValueError, LookupError, TypeError, AttributeError):  # damaged: look further
-                return sum(_count_elements(file) for file in files)
+            with suppress(ValueError, LookupError, TypeError, AttributeError):  # damaged: look further
+                return sum(map(_count_elements, files))
     return None
 
 
@@ -238,6 +237,6 @@ _MAX_HEADER_BYTES = 100_000_000
 def _count_elements(path: Path) -> int:
     """Number of elements in a safetensors file, whose first 8 bytes give the length of the JSON header that follows."""
     with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
+        length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
     return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")

@@ -19,6 +19,7 @@ from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.gather import _evidence, gather
 from rlhf_core.render.markdown import incidents_markdown
 from rlhf_core.render.run_page import write_report
+from rlhf_core.run_dir.checkpoint import ADAPTER_WEIGHTS
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import PromotionState, StageName, StageState
 from rlhf_core.schemas.journal import PromotionMoved, StageEnded, StageStarted
@@ -202,13 +203,27 @@ def test_evidence_outside_of_the_run_is_not_opened(site: site_config.Site, run_d
         assert inside in _evidence(run_dir, timeline), "control"
 
 
+def _weights(path: Path, **shapes: list[int]) -> None:
+    header = json.dumps({"__metadata__": {"format": "pt"}, **{name: {"shape": of} for name, of in shapes.items()}})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(68))
+
+
 def test_parameters_are_counted_from_the_headers_of_the_weights(site: site_config.Site, run_dir: RunDir) -> None:
     _ingest(site, run_dir)
-    header = json.dumps({"__metadata__": {"format": "pt"}, "a": {"shape": [3, 4]}, "b": {"shape": [5]}}).encode()
-    run_dir.initial_model.mkdir()
-    (run_dir.initial_model / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(68))
+    _weights(run_dir.initial_model / "model.safetensors", a=[3, 4], b=[5])
     with HistoryStore(site.database_url) as store:
         assert gather(store, run_dir).num_parameters == 17
+
+
+def test_the_size_of_an_adapter_is_not_called_that_of_the_model(site: site_config.Site, run_dir: RunDir) -> None:
+    _ingest(site, run_dir)
+    newest = run_dir.checkpoints()[-1]
+    _weights(newest.model / ADAPTER_WEIGHTS, a=[3, 4])
+    with HistoryStore(site.database_url) as store:
+        assert gather(store, run_dir).num_parameters is None
+        _weights(newest.model / "model-00001-of-00001.safetensors", a=[30, 40])
+        assert gather(store, run_dir).num_parameters == 1200, "control"
 
 
 def test_a_damaged_journal_costs_the_report_only_what_is_read_from_it(
