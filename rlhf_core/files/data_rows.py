@@ -47,7 +47,7 @@ def _parse_line(line: bytes) -> Mapping[str, JsonValue] | Malformed:
     except UnicodeDecodeError as error:
         return Malformed(f"not UTF-8 at byte {error.start + 1} of the line")
     except json.JSONDecodeError as error:
-        return Malformed(f"not valid JSON: {_json_problem(error)}")
+        return Malformed(f"not valid JSON: {error.msg} (character {error.pos + 1} of the line)")
     except ValueError:  # Python's own limit; nothing else is refused
         return Malformed(f"found an integer of more than {sys.get_int_max_str_digits()} digits; write it as text")
     except RecursionError:
@@ -55,29 +55,6 @@ def _parse_line(line: bytes) -> Mapping[str, JsonValue] | Malformed:
     if not isinstance(content, dict):
         return Malformed(f"expected a JSON object, found {type(content).__name__}")
     return content
-
-
-_JSON_PROBLEMS: Mapping[str, str] = {
-    "Expecting value": "expected a value",
-    "Expecting ',' delimiter": "expected a comma or the end",
-    "Expecting ':' delimiter": "expected a colon",
-    "Expecting property name enclosed in double quotes": "expected a name in double quotes",
-    "Extra data": "found more text behind the end",
-    "Invalid control character at": "found a control character, which must be escaped,",
-    "Invalid \\escape": "found an unknown escape after a backslash",
-    "Invalid \\uXXXX escape": "found an incomplete \\u escape",
-}
-"""Messages of Python's parser, in the wording of our other messages."""
-
-
-def _json_problem(error: json.JSONDecodeError) -> str:
-    """Describe the problem of a line. Characters are counted from 1, from the beginning of the line."""
-    length = len(error.doc)
-    if error.msg.startswith("Unterminated string"):
-        return f"the line ends at character {length}, inside the text that begins at character {error.pos + 1}"
-    if error.pos >= length:
-        return f"the line ends at character {length}, before its JSON value is complete"
-    return f"{_JSON_PROBLEMS.get(error.msg, error.msg)} at character {error.pos + 1}"
 
 
 def _read_csv(path: Path) -> Iterator[FileRow]:

@@ -29,10 +29,9 @@ def test_a_good_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"prompt": "3', "not valid JSON: the line ends at character 13, inside the text that begins at character 12"),
-        ('{"prompt": ', "not valid JSON: the line ends at character 10, before its JSON value is complete"),
-        ('{"prompt": "3" "answer": "3"}', "not valid JSON: expected a comma or the end at character 16"),
-        ("{'prompt': '3'}", "not valid JSON: expected a name in double quotes at character 2"),
+        ('{"prompt": "3', "not valid JSON: Unterminated string starting at (character 12 of the line)"),
+        ('{"prompt": ', "not valid JSON: Expecting value (character 11 of the line)"),
+        ('{"prompt": "3" "answer": "3"}', "not valid JSON: Expecting ',' delimiter (character 16 of the line)"),
         ("[1, 2]", "expected a JSON object, found list"),
         ('{"prompt": null, "answer": "3"}', 'column "prompt" is null'),
         ('{"prompt": "3>"}', 'no column "answer"'),

@@ -92,7 +92,7 @@ def test_templates_that_are_not_well_formed_are_named(load: Callable[..., Any], 
 # --- bad rows ---
 
 BAD_LINES = {
-    '{"question": "1+1?", "answer": ': "not valid JSON: the line ends at character 30, before",
+    '{"question": "1+1?", "answer": ': r"not valid JSON: Expecting value \(character 31 of the line\)",
     "[1, 2]": "expected a JSON object, found list",
     '{"answer": "2"}': r'no column "question" \(data.prompt_column\); it has: answer',
     '{"question": "1+1?", "answer": null}': 'column "answer" is null',
