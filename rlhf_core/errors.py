@@ -44,27 +44,9 @@
 
 A message says what was found, what was expected and what to do. Errors stay picklable: one message argument.
 
-Exceptions for control flow within one package are not among them:
-
-    rlhf_core.control.controller.CancelRequested                     a wait ends because the user cancels the run
-    rlhf_core.control.stages.StageFailed                             a stage ends with its attempt
-    rlhf_core.control.reconcile.flow_runs.NotRegistered              a deployment is not on the server
-    rlhf_core.schemas.migration.OldSettings                          a warning: a config of an earlier version was read
-    rlhf_core.files.reading.UnfitFile                                the path of a file holds something else
-    rlhf_core.shell.lexer.UnclosedShell                              a quote or bracket of a script is never closed
-    rlhf_core.services.supervisord.SupervisordFault                  a ServiceFailed: supervisord refused a call
-    rlhf_core.training.rollouts.remote.client.EngineUnusable         the request goes to another engine
-    rlhf_core.training.data.row_reader.MalformedRow                  one row is not valid
-    rlhf_core.worker.agent.job.AttemptAborted                        the attempt ends before workers are started
-    rlhf_core.worker.agent.arrivals.AgentsMissing                    not all agents arrive at the start of an attempt
-    rlhf_core.worker.channel.store.AgentStoreLost                    agents lose the store that they communicate through
-    rlhf_core.worker.groups.base.StartAbandoned                      workers were told to stop before they were started
-    rlhf_core.worker.nodes.membership.NodesError                     the environment of a node contradicts itself
-    rlhf_core.worker.channel.signing.MessageRefused                  a value in the agents' store is not a valid message
-    rlhf_core.training.checkpoints.memory.peer_transfer.PeerRefused  a node does not send or keep a part of a checkpoint
-
-Python's own exceptions are raised where its conventions require them (validators, invalid numbers) and for bugs of this
-program, which ``rlhf`` then reports as such.
+Exceptions for control flow within one package are in that package. Python's own exceptions are raised where its
+conventions require them (validators, invalid numbers) and for bugs of this program, which ``rlhf`` then reports as
+such.
 """
 
 

@@ -1,7 +1,6 @@
-"""Truth of docstrings about the whole project: location of errors, handlers of all exceptions, importers of torch."""
+"""Truth of docstrings about the whole project: the tree of errors, handlers of all exceptions, importers of torch."""
 
 import ast
-import builtins
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -32,35 +31,6 @@ def of_worker() -> dict[str, ast.Module]:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # errors.py
-
-
-def is_exception(name: str, known: set[str]) -> bool:
-    found = getattr(builtins, name, None)
-    return name in known or (isinstance(found, type) and issubclass(found, BaseException))
-
-
-def exceptions_elsewhere(trees: dict[str, ast.Module]) -> set[str]:
-    """Public exception classes outside errors.py, as ``module.Class``."""
-    known = {name for name, value in vars(errors).items() if isinstance(value, type)}
-    found = set()
-    for path, tree in trees.items():
-        for node in nodes(tree):
-            if isinstance(node, ast.ClassDef) and path != "rlhf_core/errors.py" and not node.name.startswith("_"):
-                bases = [getattr(base, "id", getattr(base, "attr", "")) for base in node.bases]
-                if any(is_exception(base, known) for base in bases):
-                    found.add(f"{path.removesuffix('.py').replace('/', '.')}.{node.name}")
-    return found
-
-
-def test_every_error_is_in_errors_py_but_for_those_that_it_names() -> None:
-    text = errors.__doc__ or ""
-    named = set(re.findall(r"^    ((?:flows|rlhf_core)\.[\w.]+\.\w+)", text, re.MULTILINE))
-    assert exceptions_elsewhere(trees()) == named
-
-
-def test_an_error_in_another_module_is_seen() -> None:
-    tree = ast.parse("class Broken(RunDirError): ...\nclass Late(Exception): ...\nclass _Mine(Exception): ...")
-    assert exceptions_elsewhere({"flows/new.py": tree}) == {"flows.new.Broken", "flows.new.Late"}
 
 
 def test_the_tree_of_errors_is_the_one_in_its_docstring() -> None:
