@@ -351,7 +351,16 @@ def synced(run: RunFiles, store: HistoryStore) -> RunFiles:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Dumps
+# What the history has
+
+
+def events_of(store: HistoryStore, run_id: str) -> list[dict[str, Any]]:
+    """Events of a run, by time."""
+    events = metadata.tables["events"]
+    of_run = events.select().where(events.c.run_id == run_id)
+    by_time = of_run.order_by(events.c.time, events.c.source, events.c.position)
+    with store.reading() as connection:
+        return [dict(row) for row in connection.execute(by_time).mappings()]
 
 
 def dump(store: HistoryStore) -> dict[str, list[tuple[Any, ...]]]:

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 from control_fakes import FakeAgent, FakeScheduler, only_scheduler
+from history_tools import events_of
 
 from rlhf_core.cli.main import execute
 from rlhf_core.config.site import load_site
-from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal
 from rlhf_core.run_dir.run import RunDir, run_dirs
@@ -87,7 +87,7 @@ def test_resume_with_code_uses_the_current_files_and_records_it(
     assert used_code(run_dir) == MENDED
     assert (run_dir.root / "code" / "snapshot" / "my_rewards.py").read_text() == BROKEN, "the first copy is kept"
     with HistoryStore(load_site().database_url) as store:
-        (event,) = (one for one in queries.events(store, run_dir.run_id) if one["kind"] == "code_taken")
+        (event,) = (one for one in events_of(store, run_dir.run_id) if one["kind"] == "code_taken")
     assert "had the code copied again; changed: my_rewards.py" in event["message"]
 
 

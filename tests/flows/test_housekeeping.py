@@ -15,6 +15,7 @@ import psutil
 import pytest
 from control_fakes import FakeAgent, FakeJob, make_run, make_spec
 from harness import ControllerHarness
+from history_tools import events_of
 from process_tools import until
 
 from flows.reconcile import Turn
@@ -103,7 +104,7 @@ def recorded_actions(harness: ControllerHarness, run_dir: RunDir) -> list[tuple[
     """Actions of the daemon recorded in the history."""
     return [
         (str(one["kind"]), str(one["message"]))
-        for one in queries.events(harness.store, run_dir.run_id)
+        for one in events_of(harness.store, run_dir.run_id)
         if str(one["kind"]).startswith("reconcile_")
     ]
 

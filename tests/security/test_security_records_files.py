@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-from history_tools import RunFiles, dump, new_sqlite, synced, whole_run
+from history_tools import RunFiles, dump, events_of, new_sqlite, synced, whole_run
 
 from rlhf_core.errors import JournalDamaged, RunDirError
 from rlhf_core.files import reading
@@ -124,7 +124,7 @@ def test_fifos_in_every_place_stop_neither_their_run_nor_the_others(tmp_path: Pa
     assert report.failed == {}
     assert {run["state"] for run in queries.list_runs(store)} == {"completed"}
     assert queries.curve(store, healthy.run_id, ["time/step_s"])["time/step_s"]
-    set_aside = [event for event in queries.events(store, hostile.run_id) if event["kind"] == "set_aside"]
+    set_aside = [event for event in events_of(store, hostile.run_id) if event["kind"] == "set_aside"]
     assert {event["source"] for event in set_aside} >= {"attempts/2/outcome.json", "evaluations/after-greedy.json"}
     assert "it is no AttemptOutcome" in " ".join(event["message"] for event in set_aside)
 
@@ -184,7 +184,7 @@ def test_500_mb_without_a_newline_are_skipped_in_bounded_memory(tmp_path: Path, 
         tracemalloc.stop()
     assert peak < 64 << 20
     assert progress.step == 1
-    (set_aside,) = [event for event in queries.events(store, run.run_id) if event["kind"] == "set_aside"]
+    (set_aside,) = [event for event in events_of(store, run.run_id) if event["kind"] == "set_aside"]
     assert f"longer than {reading.MAX_LINE_BYTES} bytes" in set_aside["message"]
     with path.open("ab") as file:
         file.write(b"\n" + GOOD % 2)

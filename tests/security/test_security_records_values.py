@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
 from control_fakes import FakeAgent, FakeScheduler, make_run, only_scheduler
-from history_tools import RunFiles, at, dump, new_sqlite, postgres, remove_run, whole_run
+from history_tools import RunFiles, at, dump, events_of, new_sqlite, postgres, remove_run, whole_run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
@@ -148,7 +148,7 @@ def test_every_hostile_value_is_stored_or_set_aside_alike_on_both_databases(
     (evil,) = [run_id for run_id in report.runs if run_id.startswith("evil")]
     assert report.runs[evil].num_skipped > 1_000
     assert sync(RunDir.of(hostile_runs, evil), store).batches == 0, "nothing is left to be retried"
-    set_aside = [event for event in queries.events(store, evil) if event["kind"] == "set_aside"]
+    set_aside = [event for event in events_of(store, evil) if event["kind"] == "set_aside"]
     assert {"metrics.jsonl", "events-n1.jsonl", "telemetry-n2.jsonl"} <= {Path(one["source"]).name for one in set_aside}
     assert {run["state"] for run in queries.list_runs(store)} == {"completed"}
     queries.show_run(store, evil)
@@ -288,7 +288,7 @@ def test_whatever_its_schema_takes_a_line_can_be_stored(
     restart.events("n1").write_text(json.dumps(event) + "\n")
     remove_run(store, files.run_id)
     sync(files.dir, store)
-    assert len(queries.events(store, files.run_id)) >= 2
+    assert len(events_of(store, files.run_id)) >= 2
 
 
 _stores: list[HistoryStore] = []
@@ -366,7 +366,7 @@ def test_hostile_lines_stop_neither_their_run_nor_any_command(
         assert (ingester.ingest(), messages) == (0, [])
         for run_dir, last in ((hostile, 2), (healthy, 1)):
             assert queries.show_run(store, run_dir.run_id)["metrics"]["train/loss"]["step"] == last
-        set_aside = [one for one in queries.events(store, hostile.run_id) if one["kind"] == "set_aside"]
+        set_aside = [one for one in events_of(store, hostile.run_id) if one["kind"] == "set_aside"]
     assert sorted(Path(one["source"]).name for one in set_aside) == ["events-n9.jsonl", "metrics.jsonl"]
     assert "5 lines were left out, the first at byte" in set_aside[1]["message"] + set_aside[0]["message"]
     for run_dir in (hostile, healthy):

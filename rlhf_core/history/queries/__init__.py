@@ -14,9 +14,9 @@ from rlhf_core.history.queries.baselines import (
     seconds_per_step,
     usual_speeds,
 )
-from rlhf_core.history.queries.details import counted_incidents, evaluation_samples, events, show_run
+from rlhf_core.history.queries.details import counted_incidents, evaluation_samples, show_run
 from rlhf_core.history.queries.measured import measured_shape
-from rlhf_core.history.queries.metrics import STEP_SECONDS, curve, last_step, telemetry
+from rlhf_core.history.queries.metrics import STEP_SECONDS, curve, last_step
 from rlhf_core.history.queries.plain import Facts
 from rlhf_core.history.queries.runs import list_runs, resolve_run, run_dir_of
 from rlhf_core.history.queries.sql import SqlResult, SqlStream, run_sql, stream_sql
@@ -29,7 +29,6 @@ __all__ = [
     "counted_incidents",
     "curve",
     "evaluation_samples",
-    "events",
     "last_good",
     "last_step",
     "list_runs",
@@ -43,6 +42,5 @@ __all__ = [
     "seconds_per_step",
     "show_run",
     "stream_sql",
-    "telemetry",
     "usual_speeds",
 ]

@@ -25,7 +25,6 @@ from rlhf_core.history.tables.sqlalchemy_core import (
     CONTROLLERS,
     DECISIONS,
     EVALUATIONS,
-    EVENTS,
     GOODPUT,
     GOODPUT_CACHE,
     INCIDENTS,
@@ -203,12 +202,6 @@ def _goodput(connection: Connection, run_id: str) -> Facts:
         view = select(*(GOODPUT.c[column.name] for column in columns)).where(GOODPUT.c.run_id == run_id)
         found = connection.execute(view).one()
     return without_run(found)
-
-
-def events(store: HistoryStore, run_id: str) -> list[Facts]:
-    """Read the events of a run, by time."""
-    with store.reading() as connection:
-        return parts(connection, EVENTS, run_id, "time", "source", "position")
 
 
 def evaluation_samples(store: HistoryStore, run_id: str, when: str, name: str) -> list[Facts]:

@@ -1,4 +1,4 @@
-"""Reads of metrics and telemetry."""
+"""Reads of metrics."""
 
 from collections.abc import Iterable, Mapping
 
@@ -6,7 +6,7 @@ from sqlalchemy import Connection, select
 
 from rlhf_core.history.queries.plain import Facts, plain_value
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.history.tables.sqlalchemy_core import CURVE, KEYS, LATEST, TELEMETRY
+from rlhf_core.history.tables.sqlalchemy_core import CURVE, KEYS, LATEST
 
 STEP_SECONDS = "time/step_s"
 """Metric of every step."""
@@ -58,26 +58,4 @@ def curve(store: HistoryStore, run_id: str, keys: Iterable[str] | None = None) -
     with store.reading() as connection:
         for key, step, value, non_finite in connection.execute(query.order_by(CURVE.c.key, CURVE.c.step)):
             found.setdefault(key, []).append((step, float(non_finite) if value is None else value))
-    return found
-
-
-def telemetry(store: HistoryStore, run_id: str, keys: Iterable[str] | None = None) -> dict[str, list[Facts]]:
-    """Read the telemetry of the nodes: node -> readings by time, each ``time, seconds, attempt, restart, figures``.
-
-    Args:
-        keys: names of values; None for all.
-    """
-    wanted = None if keys is None else set(keys)
-    query = (
-        select(TELEMETRY)
-        .where(TELEMETRY.c.run_id == run_id)
-        .order_by(TELEMETRY.c.node, TELEMETRY.c.attempt, TELEMETRY.c.restart, TELEMETRY.c.position)
-    )
-    found: dict[str, list[Facts]] = {}
-    with store.reading() as connection:
-        for row in connection.execute(query):
-            figures = {name: value for name, value in row.figures.items() if wanted is None or name in wanted}
-            reading = {"time": plain_value(row.time), "seconds": row.seconds}
-            where = {"attempt": row.attempt, "restart": row.restart}
-            found.setdefault(row.node, []).append({**reading, **where, "figures": figures})
     return found
