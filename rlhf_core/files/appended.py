@@ -120,19 +120,17 @@ def append_lines(path: Path, *models: BaseModel) -> None:
             writer.write(model)
 
 
-def read_lines(
-    path: Path, offset: int = 0, limit_bytes: int = 16 << 20, *, is_inside: bool = False, longest: int | None = None
-) -> FileLines:
+def read_lines(path: Path, offset: int = 0, limit_bytes: int = 16 << 20, *, longest: int | None = None) -> FileLines:
     """Read complete lines of an appended file from ``offset`` on, and the offset after the last of them.
 
-    Reads about ``limit_bytes`` at most. A path without a regular file has no lines. For the other arguments, see
+    Reads about ``limit_bytes`` at most. A path without a regular file has no lines. For ``longest``, see
     :func:`rlhf_core.files.reading.lines_of`.
     """
     try:
         with open_regular(path) as file:
-            return lines_of(file, offset, limit_bytes, is_inside=is_inside, longest=longest)
+            return lines_of(file, offset, limit_bytes, longest=longest)
     except (FileNotFoundError, NotADirectoryError, UnfitFile):
-        return FileLines([], offset, is_inside)
+        return FileLines([], offset)
 
 
 @dataclass(frozen=True)
@@ -148,8 +146,6 @@ class FilePosition:
     """Fingerprint of the last bytes before the offset; 0 if unknown."""
     head: int = 0
     """Fingerprint of the first bytes; 0 if unknown."""
-    is_inside: bool = False
-    """True if the offset is within a line that is too long."""
 
 
 def read_on(path: Path, place: FilePosition, limit_bytes: int = 16 << 20) -> tuple[list[FileLine], FilePosition, bool]:
@@ -171,9 +167,9 @@ def read_on(path: Path, place: FilePosition, limit_bytes: int = 16 << 20) -> tup
             else:
                 is_other = bool(place.tail) and _tail(file, place.offset) != place.tail
             begin = FilePosition() if is_other else place
-            lines, end, is_inside = lines_of(file, begin.offset, limit_bytes, is_inside=begin.is_inside)
+            lines, end = lines_of(file, begin.offset, limit_bytes)
             head = _mark(file, 0, _HEAD_BYTES) if end >= _HEAD_BYTES else 0
-            return lines, FilePosition(end, _tail(file, end), head, is_inside), is_other
+            return lines, FilePosition(end, _tail(file, end), head), is_other
     except (FileNotFoundError, NotADirectoryError, UnfitFile):
         return [], place, False
 
@@ -224,9 +220,8 @@ def parse_lines(lines: Iterable[FileLine], schema: type[Model]) -> Iterator[Mode
 
 def read_blocks(path: Path, offset: int = 0, longest: int | None = None) -> Iterator[tuple[list[FileLine], int]]:
     """Yield all complete lines of an appended file from ``offset`` on, in blocks, each with the offset after it."""
-    is_inside = False
     while True:
-        lines, end, is_inside = read_lines(path, offset, is_inside=is_inside, longest=longest)
+        lines, end = read_lines(path, offset, longest=longest)
         if end == offset:
             return
         yield lines, end

@@ -19,8 +19,9 @@ MAX_LINE_BYTES = 1 << 20
 MAX_DOCUMENT_BYTES = 64 << 20
 """Largest file that is read as one JSON document: an evaluation with ten thousand samples has about 20 MiB."""
 
-_SKIP_BYTES = 1 << 30
-"""Most bytes of a line skipped at a time: a sparse file of a terabyte must not block the reader of all runs."""
+MAX_SKIP_BYTES = 1 << 30
+"""Most bytes of a line skipped at a time: a sparse file of a terabyte must not block the reader of all runs. What
+follows counts as another line."""
 _CHUNK_BYTES = 1 << 20
 
 _KINDS = (
@@ -123,46 +124,36 @@ class FileLines(NamedTuple):
     lines: list[FileLine]
     end: int
     """Offset at which to continue."""
-    is_inside: bool
-    """True if that is within a line that is too long, which is already among ``lines``."""
 
 
-def lines_of(
-    file: BinaryIO, offset: int, limit_bytes: int, *, is_inside: bool = False, longest: int | None = None
-) -> FileLines:
+def lines_of(file: BinaryIO, offset: int, limit_bytes: int, *, longest: int | None = None) -> FileLines:
     """Complete lines of an open file from ``offset`` on, about ``limit_bytes`` of them, in bounded memory.
 
     Args:
-        is_inside: the offset is within a line that was too long; its rest is skipped.
         longest: longest accepted line in bytes. Default: ``MAX_LINE_BYTES``.
     """
     longest = MAX_LINE_BYTES if longest is None else longest
     file.seek(offset)
-    if is_inside:
-        offset, is_inside = _skip_line(file, offset)
-        if is_inside:
-            return FileLines([], offset, is_inside=True)
-        file.seek(offset)
     block = file.read(limit_bytes)
     if len(block) == limit_bytes <= longest and b"\n" not in block:
         block += file.readline(longest + 1 - len(block))
     if len(block) > longest and b"\n" not in block:
-        return FileLines([FileLine(offset, None)], *_skip_line(file, offset + len(block)))
+        return FileLines([FileLine(offset, None)], _end_of_line(file, offset + len(block)))
     end = block.rfind(b"\n") + 1
     # Not splitlines(): it also splits at a stray carriage return, and the offsets of lines would no longer add up.
     lines, begin = [], offset
     for text in block[:end].split(b"\n")[:-1]:
         lines.append(FileLine(begin, text if len(text) <= longest else None))
         begin += len(text) + 1
-    return FileLines(lines, offset + end, is_inside=False)
+    return FileLines(lines, offset + end)
 
 
-def _skip_line(file: BinaryIO, offset: int) -> tuple[int, bool]:
-    """Offset after the line around ``offset``, or the offset reached, and whether the line continues there."""
-    limit = offset + _SKIP_BYTES
+def _end_of_line(file: BinaryIO, offset: int) -> int:
+    """Offset after the line around ``offset``, or the one reached."""
+    limit = offset + MAX_SKIP_BYTES
     while offset < limit and (chunk := file.read(_CHUNK_BYTES)):
         found = chunk.find(b"\n")
         if found >= 0:
-            return offset + found + 1, False
+            return offset + found + 1
         offset += len(chunk)
-    return offset, True
+    return offset

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from rlhf_core.errors import JournalDamaged, RunDirError
 from rlhf_core.files.appended import FilePosition, is_as_read, read_lines, read_on, tail_mark
 from rlhf_core.files.lookups import is_there, paths_in, status_of
-from rlhf_core.files.reading import MAX_LINE_BYTES, FileLine
+from rlhf_core.files.reading import MAX_LINE_BYTES, MAX_SKIP_BYTES, FileLine
 from rlhf_core.files.whole import read_model
 from rlhf_core.history.batch import (
     EventEntry,
@@ -62,9 +62,7 @@ _NAMED_LINES = 20
 _TAIL = "#tail"
 _HEAD = "#head"
 _TIMES = "#times"
-_INSIDE = "#inside"
-"""Suffixes of the marks stored with the offset of an appended file: its fingerprints, the number of replacements, and 1
-if the offset is inside an overlong line."""
+"""Suffixes of the marks stored with the offset of an appended file: its fingerprints, the number of replacements."""
 _FAR = 1 << 44
 
 _CHECKPOINT_MARK = re.compile(r"^checkpoints/step-(\d+)/COMPLETE$")
@@ -228,8 +226,7 @@ class IngestReader:
         """Yield the new lines, parsed, each with its offset, which identifies it permanently."""
         name = self._relative(path)
         known = self._state.offsets
-        offset, tail, head, is_inside = (known.get(f"{name}{mark}", 0) for mark in ("", _TAIL, _HEAD, _INSIDE))
-        before = FilePosition(offset, tail, head, bool(is_inside))
+        before = FilePosition(*(known.get(f"{name}{mark}", 0) for mark in ("", _TAIL, _HEAD)))
         times = known.get(f"{name}{_TIMES}", 0)
         if self._is_full():
             return
@@ -237,8 +234,6 @@ class IngestReader:
         if after.offset == before.offset and not is_other:
             return
         self._batch.offsets |= {name: after.offset, f"{name}{_TAIL}": after.tail, f"{name}{_HEAD}": after.head}
-        if after.is_inside or before.is_inside:
-            self._batch.offsets[f"{name}{_INSIDE}"] = int(after.is_inside)
         position = before.offset
         if is_other:
             # Lines of the replaced file keep their positions, so the new ones start beyond any offset of a file.
@@ -246,7 +241,7 @@ class IngestReader:
             self._batch.offsets[f"{name}{_TIMES}"] = times
         # Only the parsed part of an overlong line counts.
         self._bytes += sum(len(line.text or b"") for line in lines)
-        if not after.is_inside:
+        if after.offset - position < MAX_SKIP_BYTES:  # the rest of a longer line waits for the next synchronisation
             self.left_some |= path.stat().st_size - position > BLOCK_BYTES  # a smaller remainder is a torn last line
         yield from self._parsed(name, lines, schema, times * _FAR)
 

@@ -24,6 +24,7 @@ from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir.checkpoint import checksum
 from rlhf_core.run_dir.journal import read_journal, remove_unfinished_line
 from rlhf_core.schemas.reports import AttemptOutcome, MetricsLine
+from rlhf_core.watchdog import ingest_reader
 from rlhf_core.watchdog.evidence import AttemptProgress
 from rlhf_core.watchdog.ingest import files_digest, rebuild, sync
 
@@ -194,6 +195,17 @@ def test_500_mb_without_a_newline_are_skipped_in_bounded_memory(tmp_path: Path, 
     assert progress.step == 2
 
 
+def test_a_line_without_an_end_is_skipped_in_bounded_reads(
+    tmp_path: Path, store: HistoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (reading, ingest_reader):
+        monkeypatch.setattr(module, "MAX_SKIP_BYTES", 8 << 20)
+    run = RunFiles(tmp_path / "runs").created()
+    run.metrics(1, 0, 1, 10)
+    os.truncate(run.dir.attempt(1).restart(0).metrics, 25 << 20)
+    assert [sync(run.dir, store).num_skipped for _ in range(4)] == [1, 1, 1, 0]
+
+
 def test_lines_around_one_that_is_too_long_keep_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "MAX_LINE_BYTES", 100)
     monkeypatch.setattr(reading, "_CHUNK_BYTES", 7)
@@ -213,12 +225,12 @@ def test_lines_around_one_that_is_too_long_keep_their_places(tmp_path: Path, mon
     with path.open("ab") as file:
         file.write(b"x" * 200)
     lines, place, _ = read_on(path, place)
-    assert (lines, place.is_inside) == ([FileLine(810, None)], True)
+    assert lines == [FileLine(810, None)]
     assert read_on(path, place)[0] == []
     with path.open("ab") as file:
         file.write(b"y" * 200 + b"\nnext\n")
     lines, place, _ = read_on(path, place)
-    assert ([line.text for line in lines], place.is_inside) == ([b"next"], False)
+    assert [line.text for line in lines] == [None, b"next"], "the rest counts as another line"
     assert list(parse_lines([FileLine(0, None)], MetricsLine)) == []
 
 
