@@ -7,7 +7,6 @@ from rlhf_core.render.gather import ReportData
 from rlhf_core.render.line_plots import (
     LEARNING,
     LEARNING_ELSEWHERE,
-    LEARNING_FROM_PREFERENCES,
     SPEED,
     LinePlot,
     kinds_of_loops,
@@ -43,7 +42,7 @@ def learning_plots(record: ReportData) -> Markup:
 def _plots_of_loops(record: ReportData) -> list[LinePlot]:
     """Plots of the native trainer, without those that no loop of the run could fill."""
     kinds = {"", *kinds_of_loops(record.spec)}
-    return [plot for plot in (*LEARNING, *LEARNING_FROM_PREFERENCES) if (plot.stage or plot.only_with) in kinds]
+    return [plot for plot in LEARNING if (plot.stage or plot.only_with) in kinds]
 
 
 def speed_plots(record: ReportData) -> Markup:

@@ -12,13 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
-from rlhf_core.render.line_plots import (
-    LEARNING,
-    LEARNING_ELSEWHERE,
-    LEARNING_FROM_PREFERENCES,
-    LinePlot,
-    of_stage,
-)
+from rlhf_core.render.line_plots import LEARNING, LEARNING_ELSEWHERE, LinePlot, of_stage
 from rlhf_core.render.plots import STYLE, Palette, draw_lines, draw_steps, style_axes
 from rlhf_core.render.series import Curve, Marks, Series
 from rlhf_core.schemas.run import RunSpec
@@ -75,7 +69,7 @@ _STYLE = {
 
 def plots_of(spec: RunSpec) -> tuple[LinePlot, ...]:
     """Plots to draw for a run."""
-    plots = LEARNING_ELSEWHERE if spec.samples is None else (*LEARNING, *LEARNING_FROM_PREFERENCES)
+    plots = LEARNING_ELSEWHERE if spec.samples is None else LEARNING
     known = {plot.name: plot for plot in plots}
     return (*(known[name] for name in NAMES if name in known), STEP_TIME)
 

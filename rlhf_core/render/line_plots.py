@@ -110,9 +110,6 @@ LEARNING = (
         if_missing="the run made no step of reinforcement learning",
         stage="main",
     ),
-)
-
-LEARNING_FROM_PREFERENCES = (
     LinePlot(
         name="preference",
         title="Preferences",
@@ -142,27 +139,9 @@ LEARNING_FROM_PREFERENCES = (
         stage="preference",
     ),
 )
-"""More plots of a run with a loop that learns from pairs or labelled rows."""
 
 LEARNING_ELSEWHERE = (
-    *(plot for plot in LEARNING if plot.name not in ("loss-sft", "loss-main")),
-    LinePlot(
-        name="preference",
-        title="Preferences",
-        unit="share of pairs",
-        keys=(("preference/accuracy", "chosen above rejected"),),
-        explanation="Pairs whose chosen completion has the higher implicit reward.",
-        if_missing="it was not logged",
-        from_zero=True,
-    ),
-    LinePlot(
-        name="margin",
-        title="Preference margin",
-        unit="implicit reward",
-        keys=(("preference/margin", "chosen minus rejected"),),
-        explanation="Implicit reward of the chosen completion less that of the rejected one.",
-        if_missing="it was not logged",
-    ),
+    *(plot for plot in LEARNING if not plot.stage),
     LinePlot(
         name="loss",
         title="Loss",

@@ -141,18 +141,26 @@ def test_a_blocked_run_shows_the_finding() -> None:
     assert "No step was made, so there is nothing to draw." in text
 
 
+NUM_PLOTS = (
+    2
+    + len(line_plots.SPEED)
+    + len([plot for plot in line_plots.LEARNING if "preference" not in (plot.stage, plot.only_with)])
+)
+"""Plots of a run with a supervised warm start and reinforcement learning."""
+
+
 def test_what_cannot_be_drawn_is_a_sentence_and_not_a_frame() -> None:
     curves = {name: curve for name, curve in records.curves().items() if name != "policy/kl"}
     page = run_page.page(records.learned(curves=curves))
     assert "Distance from the start (KL): it was not measured; set measure_kl = true" in page
     figures = [name for name, _ in _read(page).seen if name == "figure"]
     drawings = [name for name, _ in _read(page).seen if name == "svg"]
-    assert len(figures) == len(drawings) == len(line_plots.LEARNING) + len(line_plots.SPEED) + 2 - 1
+    assert len(figures) == len(drawings) == NUM_PLOTS - 1
 
 
 def test_every_plot_is_drawn_for_a_whole_run() -> None:
     page = run_page.page(records.learned())
-    assert page.count("<svg") == len(line_plots.LEARNING) + len(line_plots.SPEED) + 2
+    assert page.count("<svg") == NUM_PLOTS
     assert 'class="missing"' not in page
 
 
