@@ -30,8 +30,9 @@ from sqlalchemy import Engine, create_engine, text
 from rlhf_core.config.site import Site
 from rlhf_core.files.appended import append_lines
 from rlhf_core.files.whole import write_model
-from rlhf_core.history import migrate
+from rlhf_core.history import migrate, saved_queries
 from rlhf_core.history.database import parse_url
+from rlhf_core.history.saved_queries import SqlResult
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import metadata
 from rlhf_core.launch.journal import Journal
@@ -352,6 +353,11 @@ def synced(run: RunFiles, store: HistoryStore) -> RunFiles:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What the history has
+
+
+def run_sql(store: HistoryStore, text: str, limit: int | None = None) -> SqlResult:
+    """Result of a statement of a user."""
+    return saved_queries.run(store, saved_queries.parse(text), {}, limit)
 
 
 def events_of(store: HistoryStore, run_id: str) -> list[dict[str, Any]]:

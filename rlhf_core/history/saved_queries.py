@@ -14,10 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import resources
+from typing import Any
 
 from rlhf_core.errors import BadInput
-from rlhf_core.history import queries
-from rlhf_core.history.queries import SqlResult, SqlStream
+from rlhf_core.history import queries, sql_limits
+from rlhf_core.history.queries import SqlStream
 from rlhf_core.history.sql_limits import WorkClock
 from rlhf_core.history.store import HistoryStore
 
@@ -91,6 +92,18 @@ class SavedQuery:
     """The whole text, including its comment."""
 
 
+@dataclass(frozen=True)
+class SqlResult:
+    """Result of a query."""
+
+    columns: list[str]
+    """Names of the columns."""
+    rows: list[list[Any]]
+    """Rows, in the order of the columns."""
+    truncated: bool
+    """True if there were more rows than the limit."""
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The saved queries
 
@@ -148,25 +161,44 @@ def parse(text: str) -> SavedQuery:
 def run(
     store: HistoryStore, query: SavedQuery, given: Mapping[str, str], limit: int | None = None, clock: Clock = None
 ) -> SqlResult:
-    """Run a query, under the guards of :func:`queries.run_sql`.
+    """Run a query and load its result into memory; see :func:`stream`.
 
     Args:
-        given: values of arguments, as text.
         limit: maximum number of rows; None for all.
-        clock: time limit of the database's work.
 
     Raises:
-        BadInput: an argument is missing, unknown or of the wrong type; or as :func:`queries.run_sql`.
+        BadInput: as :func:`stream`, or the result is larger than 256 MiB.
     """
-    text, values = _bound_query(store, query, given)
-    return queries.run_sql(store, text, limit, values, shipped=bool(query.name), clock=clock)
+    rows: list[list[Any]] = []
+    size = 0
+    with stream(store, query, given, clock) as answer:
+        for row in answer.rows:
+            rows.append(row)
+            size += sum(map(sql_limits.size_of, row))
+            if size > sql_limits.MAX_ANSWER_BYTES:
+                raise BadInput(
+                    f"the result is larger than {sql_limits.MAX_ANSWER_BYTES >> 20} MiB after {len(rows)} rows: "
+                    f"select fewer columns or rows (LIMIT), or print it row by row with --json"
+                )
+            if limit is not None and len(rows) > limit:
+                break
+    kept = rows if limit is None else rows[:limit]
+    return SqlResult(answer.columns, kept, len(kept) < len(rows))
 
 
 @contextmanager
 def stream(
     store: HistoryStore, query: SavedQuery, given: Mapping[str, str], clock: Clock = None
 ) -> Iterator[SqlStream]:
-    """Run a query and read its result row by row. Arguments and errors: as :func:`run`."""
+    """Run a query under the guards of :func:`queries.stream_sql`, and read its result row by row.
+
+    Args:
+        given: values of arguments, as text.
+        clock: time limit of the database's work.
+
+    Raises:
+        BadInput: an argument is missing, unknown or of the wrong type; or as :func:`queries.stream_sql`.
+    """
     text, values = _bound_query(store, query, given)
     with queries.stream_sql(store, text, values, shipped=bool(query.name), clock=clock) as result:
         yield result

@@ -22,11 +22,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from bench_ingest import require_empty  # noqa: E402
-from history_tools import RunFiles  # noqa: E402
+from history_tools import RunFiles, run_sql  # noqa: E402
 
 from rlhf_core.config.site import load_site  # noqa: E402
 from rlhf_core.control.ingester import Ingester  # noqa: E402
-from rlhf_core.history import queries  # noqa: E402
 from rlhf_core.history.store import HistoryStore  # noqa: E402
 from rlhf_core.schemas.attempts import RunState  # noqa: E402
 
@@ -78,7 +77,7 @@ def measure(store: HistoryStore, ingester: Ingester, seconds: float, pause_s: fl
             "SELECT m.run_id, m.step, m.value FROM metrics m JOIN metric_keys k ON k.key_id = m.key_id "
             f"WHERE k.name = 'written' AND m.step > {min(seen.values())} ORDER BY m.step"
         )
-        for run_id, step, written in queries.run_sql(store, question).rows:
+        for run_id, step, written in run_sql(store, question).rows:
             if step > seen[run_id]:
                 seen[run_id] = step
                 lags.append(now - written)

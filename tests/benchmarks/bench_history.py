@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import history_load
 from bench_ingest import NUM_KEYS, long_run, seconds
-from history_tools import T0, RunFiles, new_sqlite, postgres
+from history_tools import T0, RunFiles, new_sqlite, postgres, run_sql
 
 from rlhf_core.history import queries, saved_queries
 from rlhf_core.history.batch import IngestBatch
@@ -256,7 +256,7 @@ def what_people_ask(ids: Sequence[str], chance: random.Random) -> dict[str, Call
     goodput = "SELECT * FROM all_goodput WHERE created_at >= '{}' AND created_at < '{}'".format(*month)
 
     def about_a_run(view: str) -> Callable[[HistoryStore], object]:
-        return lambda store: queries.run_sql(store, f"SELECT * FROM {view} WHERE run_id = '{chance.choice(ids)}'")
+        return lambda store: run_sql(store, f"SELECT * FROM {view} WHERE run_id = '{chance.choice(ids)}'")
 
     return {
         "list": lambda store: queries.list_runs(store),
@@ -272,7 +272,7 @@ def what_people_ask(ids: Sequence[str], chance: random.Random) -> dict[str, Call
         "curve, all metrics": lambda store: queries.curve(store, chance.choice(ids)),
         "compare two runs": lambda store: compare(store, chance.sample(ids, 2)),
         "goodput of a run": about_a_run("run_goodput"),
-        "goodput of all runs of a month": lambda store: queries.run_sql(store, goodput),
+        "goodput of all runs of a month": lambda store: run_sql(store, goodput),
         "where the time of a run's steps went": about_a_run("run_step_time"),
         "recoveries of a run": about_a_run("run_recoveries"),
     }

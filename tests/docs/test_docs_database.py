@@ -6,10 +6,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from history_tools import RunFiles, at, whole_run
+from history_tools import RunFiles, at, run_sql, whole_run
 from made_reports import decision_of
 
-from rlhf_core.history.queries import run_sql
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import VIEWS, metadata
 from rlhf_core.schemas.attempts import RunState

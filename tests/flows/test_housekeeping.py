@@ -15,7 +15,7 @@ import psutil
 import pytest
 from control_fakes import FakeAgent, FakeJob, make_run, make_spec
 from harness import ControllerHarness
-from history_tools import events_of
+from history_tools import events_of, run_sql
 from process_tools import until
 
 from flows.reconcile import Turn
@@ -350,9 +350,7 @@ def test_a_damaged_journal_is_reported_once_and_the_other_runs_are_read(harness:
         FakeAgent(run_dir).step(step)
         FakeAgent(damaged).step(step)
         ingester.ingest()
-        rows = queries.run_sql(
-            harness.store, "SELECT run_id, max(step) FROM metrics GROUP BY run_id ORDER BY run_id"
-        ).rows
+        rows = run_sql(harness.store, "SELECT run_id, max(step) FROM metrics GROUP BY run_id ORDER BY run_id").rows
         assert rows == sorted([[run_dir.run_id, step], [damaged.run_id, step]])
     (complaint,) = messages
     assert f"{damaged.control}, line 2 cannot be read" in complaint
@@ -393,7 +391,7 @@ def test_old_checkpoints_are_removed_and_the_history_remembers_them(harness: Con
     assert [one.step for one in run_dir.checkpoints()] == [4, 8, 10], "looking removes nothing"
     reconciler.carry_out(reconciler.poll(retention=True))
     assert [one.step for one in run_dir.checkpoints()] == [10]
-    rows = queries.run_sql(harness.store, "SELECT step, removed_at IS NOT NULL FROM checkpoints ORDER BY step").rows
+    rows = run_sql(harness.store, "SELECT step, removed_at IS NOT NULL FROM checkpoints ORDER BY step").rows
     assert [list(map(int, row)) for row in rows] == [[4, 1], [8, 1], [10, 0]]
     assert reconciler.poll(retention=True) == []
 
@@ -597,5 +595,5 @@ def test_the_ingester_skips_unchanged_runs(harness: ControllerHarness, monkeypat
     assert ingester.ingest() == 0
     FakeAgent(run_dir).step(3)
     assert ingester.ingest() == 1
-    assert queries.run_sql(harness.store, "SELECT max(step) FROM metrics").rows == [[3]]
+    assert run_sql(harness.store, "SELECT max(step) FROM metrics").rows == [[3]]
     assert ingester.ingest() == 0

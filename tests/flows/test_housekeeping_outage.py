@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from control_fakes import FakeAgent, FakeScheduler, make_run
-from history_tools import postgres
+from history_tools import postgres, run_sql
 from sqlalchemy import text
 from sqlalchemy.engine import make_url
 
@@ -13,7 +13,6 @@ from rlhf_core.config.site import load_site
 from rlhf_core.control.ingester import Ingester
 from rlhf_core.control.reconcile.actions import Reconciler
 from rlhf_core.errors import HistoryError
-from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 
 
@@ -59,6 +58,6 @@ def test_the_daemon_survives_a_lost_database(
             allow(True)
         assert len(messages) == 1, "once, not at every turn"
         assert ingester.ingest() == 1
-        assert queries.run_sql(store, "SELECT max(step) FROM metrics").rows == [[1]]
+        assert run_sql(store, "SELECT max(step) FROM metrics").rows == [[1]]
         assert reconciler.poll() == []
         store.clear()

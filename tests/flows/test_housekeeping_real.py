@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from control_fakes import checked_run
+from history_tools import run_sql
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import FlowRun
@@ -22,7 +23,6 @@ from rlhf_core.config.site import load_site
 from rlhf_core.control.reconcile.actions import ActionResult, Reconciler
 from rlhf_core.diagnosis.reconcile import decisions
 from rlhf_core.diagnosis.reconcile.decisions import ActionKind
-from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.slurm import SlurmScheduler
@@ -129,7 +129,7 @@ def ended(client: SyncPrefectClient, store: HistoryStore, run_dir: RunDir, state
     until(lambda: state_of(run_dir) is state, f"it is {state}")
     until(lambda: flow_runs(client, run_dir)[-1][0] == flow_state, f"Prefect says {flow_state}")
     until(lambda: SlurmScheduler().living() == [], "its job is gone from the queue")
-    rows = queries.run_sql(store, "SELECT run_id, state FROM runs").rows
+    rows = run_sql(store, "SELECT run_id, state FROM runs").rows
     assert [run_dir.run_id, state.value] in [list(row) for row in rows]
     assert len(starts(run_dir)) == len(set(starts(run_dir)))
 
@@ -152,7 +152,7 @@ def test_a_zombie_of_a_killed_worker_is_ended_and_its_run_adopted(
     ended(client, store, run_dir, RunState.COMPLETED, "Completed")
     ended(client, store, other, RunState.COMPLETED, "Completed")
     assert starts(run_dir) == ["1"], "adopted, not submitted again"
-    kinds = {row[0] for row in queries.run_sql(store, "SELECT kind FROM events WHERE kind LIKE 'reconcile%'").rows}
+    kinds = {row[0] for row in run_sql(store, "SELECT kind FROM events WHERE kind LIKE 'reconcile%'").rows}
     assert kinds - {f"reconcile_{kind}" for kind in LATE} == {"reconcile_adopt", "reconcile_end_flow_run"}
     assert len(flow_runs(client, run_dir)) == 2
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from history_tools import dump, new_sqlite, postgres, whole_run
+from history_tools import dump, new_sqlite, postgres, run_sql, whole_run
 from psycopg import sql
 
 from rlhf_core.errors import BadInput, UnsafeDatabase
-from rlhf_core.history import database, migrate, queries, read_only, saved_queries
+from rlhf_core.history import database, migrate, read_only, saved_queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.watchdog.ingest import sync
 
@@ -122,7 +122,7 @@ def test_postgresql_refuses_harm(postgres_store: HistoryStore, statement: str) -
     with postgres().superuser() as victim:
         asked = statement.format(folder=folder, victim=victim.info.backend_pid)
         with pytest.raises(BadInput, match=REFUSED_BY_POSTGRES[statement]):
-            queries.run_sql(postgres_store, asked)
+            run_sql(postgres_store, asked)
         assert victim.execute("SELECT 1").fetchone() == (1,)
     assert dump(postgres_store) == before
     assert not (folder / "made").exists()
@@ -154,20 +154,20 @@ def test_without_the_reading_role_a_superuser_is_refused_and_told_what_to_do(
     with HistoryStore(bare_superuser) as store:
         for statement in ("SELECT 1", "SELECT current_user", *REFUSED_BY_POSTGRES):
             with pytest.raises(UnsafeDatabase, match="superuser") as refused:
-                queries.run_sql(store, statement)
+                run_sql(store, statement)
         assert saved_queries.run(store, saved_queries.find("goodput"), {}).rows == [], (
             "functions that come with the program may be called"
         )
         (advice,) = re.findall(r"`(rlhf db reader .*?)`", str(refused.value))
         programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         subprocess.run(["sh", "-ec", advice], check=True, env={**os.environ, "PATH": programs}, capture_output=True)
-        assert queries.run_sql(store, "SELECT current_user").rows == [["rlhf_reader"]]
+        assert run_sql(store, "SELECT current_user").rows == [["rlhf_reader"]]
 
 
 def test_the_advice_to_make_the_role_lets_psql_ask_for_the_password(bare_superuser: str) -> None:
     url = bare_superuser.replace("//rlhf@", "//rlhf:s3cret@") + ("&" if "?" in bare_superuser else "?")
     with HistoryStore(f"{url}sslpassword=s3cret") as store, pytest.raises(UnsafeDatabase) as refused:
-        queries.run_sql(store, "SELECT 1")
+        run_sql(store, "SELECT 1")
     assert "s3cret" not in str(refused.value)
     assert "| psql postgresql://rlhf@" in str(refused.value).replace("'", "")
 
@@ -188,13 +188,13 @@ def test_a_reading_role_that_a_question_could_leave_is_not_enough_for_a_superuse
         with psycopg.connect(bare_superuser, autocommit=True) as admin:
             admin.execute(weakened)
         with HistoryStore(bare_superuser) as store, pytest.raises(UnsafeDatabase, match="rlhf db reader"):
-            queries.run_sql(store, "SELECT 1")
+            run_sql(store, "SELECT 1")
     finally:
         with psycopg.connect(bare_superuser, autocommit=True) as admin:
             admin.execute("REVOKE pg_read_server_files FROM rlhf_reader")
         postgres().make_reader(bare_superuser, "rlhf")
     with HistoryStore(bare_superuser) as store:
-        assert queries.run_sql(store, "SELECT 1").rows == [[1]]
+        assert run_sql(store, "SELECT 1").rows == [[1]]
 
 
 def test_an_ordinary_user_who_may_become_a_superuser_counts_as_one(bare_superuser: str) -> None:
@@ -202,10 +202,10 @@ def test_an_ordinary_user_who_may_become_a_superuser_counts_as_one(bare_superuse
         admin.execute("CREATE ROLE promoted LOGIN")
         try:
             with HistoryStore(bare_superuser.replace("//rlhf@", "//promoted@"), check_schema=False) as store:
-                assert queries.run_sql(store, "SELECT 1").rows == [[1]], "control: with the owner's own rights"
+                assert run_sql(store, "SELECT 1").rows == [[1]], "control: with the owner's own rights"
                 admin.execute("GRANT rlhf TO promoted")
                 with pytest.raises(UnsafeDatabase, match="superuser"):
-                    queries.run_sql(store, "SELECT 1")
+                    run_sql(store, "SELECT 1")
         finally:
             admin.execute("DROP ROLE promoted")
 
@@ -239,17 +239,17 @@ def test_without_these_walls_a_read_only_transaction_does_harm() -> None:
 
 def test_what_a_question_makes_is_gone_with_it(postgres_store: HistoryStore) -> None:
     """Before 16, PostgreSQL lets a read-only transaction create large objects."""
-    queries.run_sql(postgres_store, "SELECT lo_creat(-1)")
-    assert queries.run_sql(postgres_store, "SELECT oid FROM pg_largeobject_metadata").rows == []
+    run_sql(postgres_store, "SELECT lo_creat(-1)")
+    assert run_sql(postgres_store, "SELECT oid FROM pg_largeobject_metadata").rows == []
 
 
 def test_a_question_cannot_take_the_rights_of_the_owner_back(database_of_an_owner: str) -> None:
     with HistoryStore(database_of_an_owner) as store:
-        assert queries.run_sql(store, "SELECT current_user").rows == [["rlhf_reader"]]
+        assert run_sql(store, "SELECT current_user").rows == [["rlhf_reader"]]
         with pytest.raises(BadInput, match="permission denied for function set_config"):
-            queries.run_sql(store, "SELECT set_config('role', 'none', true)")
+            run_sql(store, "SELECT set_config('role', 'none', true)")
         with pytest.raises(BadInput, match="permission denied for table pg_authid"):
-            queries.run_sql(store, "SELECT rolpassword FROM pg_authid")
+            run_sql(store, "SELECT rolpassword FROM pg_authid")
 
 
 @pytest.mark.parametrize("of_the_user", [True, False], ids=["schema of the user", "named schema"])
@@ -267,7 +267,7 @@ def test_the_tables_may_be_in_another_schema_than_public(of_the_user: bool) -> N
             migrate.upgrade(database.parse_url(theirs))
             postgres().make_reader(url, owner)
             with HistoryStore(theirs) as store:
-                assert queries.run_sql(store, "SELECT current_user, count(*) FROM runs").rows == [["rlhf_reader", 0]]
+                assert run_sql(store, "SELECT current_user, count(*) FROM runs").rows == [["rlhf_reader", 0]]
             with psycopg.connect(url.replace("//rlhf@", "//rlhf_reader@")) as grafana:
                 assert grafana.execute("SELECT count(*) FROM runs").fetchone() == (0,)
         finally:
@@ -278,7 +278,7 @@ def test_the_tables_may_be_in_another_schema_than_public(of_the_user: bool) -> N
 def test_a_question_has_a_time_limit(postgres_store: HistoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_only, "QUERY_TIMEOUT_S", 1)
     with pytest.raises(BadInput, match="took longer than 1 s of the"):
-        queries.run_sql(postgres_store, "SELECT pg_sleep(60)")
+        run_sql(postgres_store, "SELECT pg_sleep(60)")
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def test_a_question_has_a_time_limit(postgres_store: HistoryStore, monkeypatch: 
     ],
 )
 def test_postgresql_answers_questions(postgres_store: HistoryStore, statement: str) -> None:
-    assert len(queries.run_sql(postgres_store, statement).rows) == 1
+    assert len(run_sql(postgres_store, statement).rows) == 1
 
 
 REFUSED_BY_SQLITE = {
@@ -339,6 +339,6 @@ def test_sqlite_refuses_harm(tmp_path: Path, runs: Path, statement: str) -> None
         sync(whole_run(runs).dir, store)
         before = dump(store)
         with pytest.raises(BadInput, match=REFUSED_BY_SQLITE[statement]):
-            queries.run_sql(store, statement.format(folder=tmp_path))
+            run_sql(store, statement.format(folder=tmp_path))
         assert dump(store) == before
     assert not (tmp_path / "made").exists()

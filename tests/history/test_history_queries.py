@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from history_tools import RunFiles, at, dump, events_of, new_sqlite, postgres, synced, whole_run
+from history_tools import RunFiles, at, dump, events_of, new_sqlite, postgres, run_sql, synced, whole_run
 from made_reports import decision_of
 from sqlalchemy import event
 
@@ -419,7 +419,7 @@ def test_time_between_an_end_and_a_resume_does_not_count(store: HistoryStore, ru
 def test_node_health(store: HistoryStore, runs: Path) -> None:
     synced(whole_run(runs), store)
     question = "SELECT node, num_attempts, num_runs, num_strikes, last_failure_kind FROM node_health ORDER BY node"
-    assert queries.run_sql(store, question).rows == [["n1", 2, 1, 0, None], ["n2", 1, 1, 2, "node_lost"]]
+    assert run_sql(store, question).rows == [["n1", 2, 1, 0, None], ["n2", 1, 1, 2, "node_lost"]]
 
 
 def test_strikes_are_kept_once_and_from_a_time_on(store: HistoryStore, runs: Path) -> None:
@@ -453,7 +453,7 @@ def test_an_incident_that_agents_and_controller_have_found_counts_once(
         ("SELECT SUM(num_incidents) FROM run_lost_time", interruptions),
         ("SELECT num_strikes FROM node_health WHERE node = 'n2'", strikes),
     ):
-        assert queries.run_sql(store, question).rows == [[expected]], question
+        assert run_sql(store, question).rows == [[expected]], question
     found = saved_queries.run(store, saved_queries.find("failures-by-kind"), {"days": "36500"})
     assert [row[1] for row in found.rows] == [strikes]
     other = synced(RunFiles(runs, tail="bbbbbb").created(), store)
@@ -513,7 +513,7 @@ def test_restarts_of_all_runs_are_counted_from_a_time_on(store: HistoryStore, ru
 
 
 def test_any_question(store: HistoryStore, three: dict[str, str]) -> None:
-    answer = queries.run_sql(store, "SELECT name, count(*) AS runs FROM runs WHERE name LIKE 's%' GROUP BY name;")
+    answer = run_sql(store, "SELECT name, count(*) AS runs FROM runs WHERE name LIKE 's%' GROUP BY name;")
     assert (answer.columns, answer.rows, answer.truncated) == (["name", "runs"], [["sort", 2]], False)
 
 
@@ -521,7 +521,7 @@ def test_answers_are_plain_data(store: HistoryStore, three: dict[str, str]) -> N
     question = (
         "SELECT created_at, seed, spec, SUM(total_steps) OVER () AS total, AVG(seed) OVER () AS mean FROM runs LIMIT 1"
     )
-    answer = queries.run_sql(store, question)
+    answer = run_sql(store, question)
     json.dumps(answer.rows, allow_nan=False)
     assert answer.rows[0][3] == 30
     assert math.isclose(answer.rows[0][4], 7)
@@ -539,13 +539,13 @@ def test_answers_are_plain_data(store: HistoryStore, three: dict[str, str]) -> N
 def test_answers_with_types_of_postgresql_alone_are_plain_data(runs: Path, value: str, plain: object) -> None:
     with HistoryStore(postgres().migrated_database()) as store:
         synced(whole_run(runs), store)
-        assert queries.run_sql(store, f"SELECT {value} FROM runs GROUP BY run_id").rows == [[plain]]
+        assert run_sql(store, f"SELECT {value} FROM runs GROUP BY run_id").rows == [[plain]]
 
 
 def test_a_limit_says_that_there_is_more(store: HistoryStore, three: dict[str, str]) -> None:
-    answer = queries.run_sql(store, "SELECT run_id FROM runs", limit=2)
+    answer = run_sql(store, "SELECT run_id FROM runs", limit=2)
     assert (len(answer.rows), answer.truncated) == (2, True)
-    assert not queries.run_sql(store, "SELECT run_id FROM runs", limit=3).truncated
+    assert not run_sql(store, "SELECT run_id FROM runs", limit=3).truncated
 
 
 WRITES = [
@@ -564,7 +564,7 @@ WRITES = [
 def test_the_database_refuses_to_write(store: HistoryStore, three: dict[str, str], statement: str) -> None:
     before = dump(store)
     with pytest.raises(BadInput, match=r"refused: .* runs one read-only statement") as error:
-        queries.run_sql(store, statement)
+        run_sql(store, statement)
     assert error.value.exit_code == 2
     assert dump(store) == before
 
@@ -597,7 +597,7 @@ def test_the_same_statements_write_elsewhere(store: HistoryStore, three: dict[st
 )
 def test_sqlite_settings_cannot_be_changed(tmp_path: Path, statement: str) -> None:
     with HistoryStore(new_sqlite(tmp_path)) as store, pytest.raises(BadInput, match="refused"):
-        queries.run_sql(store, statement.format(folder=tmp_path))
+        run_sql(store, statement.format(folder=tmp_path))
     assert not [path for path in tmp_path.iterdir() if path.stem in ("other", "copy")]
 
 
@@ -610,13 +610,13 @@ def test_postgresql_settings_do_not_outlive_the_question(runs: Path, statement: 
         sync(run.dir, store)
         for question in (statement, "DELETE FROM runs"):
             with pytest.raises(BadInput, match="refused"):
-                queries.run_sql(store, question)
+                run_sql(store, question)
         assert len(queries.list_runs(store)) == 1
 
 
 def test_the_history_answers_after_a_refusal(store: HistoryStore, three: dict[str, str]) -> None:
     with pytest.raises(BadInput):
-        queries.run_sql(store, "DELETE FROM runs")
+        run_sql(store, "DELETE FROM runs")
     assert len(queries.list_runs(store)) == 3
     assert store.acquire_lease(three["old"], "me", 60) == 2
 
@@ -631,18 +631,18 @@ def test_the_history_answers_after_a_refusal(store: HistoryStore, three: dict[st
 )
 def test_a_wrong_name_is_answered_with_the_right_ones(store: HistoryStore, statement: str, names: str) -> None:
     with pytest.raises(BadInput, match=names):
-        queries.run_sql(store, statement)
+        run_sql(store, statement)
 
 
 @pytest.mark.parametrize("statement", ["SELEC 1", "SELECT ("])
 def test_what_is_no_sql(store: HistoryStore, statement: str) -> None:
     with pytest.raises(BadInput, match="rejected the query"):
-        queries.run_sql(store, statement)
+        run_sql(store, statement)
 
 
 @pytest.mark.parametrize("statement", ["", "-- nothing"])
 def test_no_question_has_no_answer(store: HistoryStore, statement: str) -> None:
-    assert queries.run_sql(store, statement) == queries.SqlResult([], [], False)
+    assert run_sql(store, statement) == saved_queries.SqlResult([], [], False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

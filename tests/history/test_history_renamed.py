@@ -3,11 +3,10 @@
 from pathlib import Path
 
 import pytest
-from history_tools import at, whole_run
+from history_tools import at, run_sql, whole_run
 
 from rlhf_core.errors import BadInput
 from rlhf_core.files.appended import append_lines
-from rlhf_core.history.queries import run_sql
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.schemas.reports import ReconcileNote
 from rlhf_core.watchdog.ingest import sync

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from history_tools import T0, RunFiles, at, dump, new_sqlite, remove_run, synced, whole_run
+from history_tools import T0, RunFiles, at, dump, new_sqlite, remove_run, run_sql, synced, whole_run
 
 from rlhf_core.errors import DatabaseUnavailable
 from rlhf_core.files.appended import LineWriter
@@ -23,7 +23,7 @@ from rlhf_core.watchdog.ingest import rebuild, sync
 
 def ask(store: HistoryStore, question: str) -> list[list[object]]:
     """Rows of a query in SQL."""
-    return queries.run_sql(store, question).rows
+    return run_sql(store, question).rows
 
 
 COLUMNS = "run_id, name, state, wall_s, queue_s, productive_s, repeated_s, lost_s, ettr"

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
 from control_fakes import FakeAgent, FakeScheduler, make_run, only_scheduler
-from history_tools import RunFiles, at, dump, events_of, new_sqlite, postgres, remove_run, whole_run
+from history_tools import RunFiles, at, dump, events_of, new_sqlite, postgres, remove_run, run_sql, whole_run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
@@ -153,7 +153,7 @@ def test_every_hostile_value_is_stored_or_set_aside_alike_on_both_databases(
     assert {run["state"] for run in queries.list_runs(store)} == {"completed"}
     queries.show_run(store, evil)
     for view in ("run_goodput", "run_curve", "node_health", "node_figures", "node_imbalance", "run_step_time"):
-        queries.run_sql(store, f"SELECT * FROM {view}")
+        run_sql(store, f"SELECT * FROM {view}")
     rows = {
         name: [_with_numbers_alike(row) for row in found]
         for name, found in dump(store).items()

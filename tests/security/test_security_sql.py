@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from history_tools import new_sqlite
+from history_tools import new_sqlite, run_sql
 
 from rlhf_core.cli.main import execute
 from rlhf_core.errors import BadInput
@@ -55,8 +55,8 @@ def test_a_question_without_an_end_is_given_up(store: HistoryStore, text: str, m
     with pytest.raises(
         BadInput, match=r"took longer than 0.3 s of the database's time and was stopped: select fewer runs"
     ):
-        queries.run_sql(store, text, limit=10)
-    assert queries.run_sql(store, "SELECT 1").rows == [[1]], "control: the next query is answered"
+        run_sql(store, text, limit=10)
+    assert run_sql(store, "SELECT 1").rows == [[1]], "control: the next query is answered"
 
 
 INTERRUPTED = """
@@ -120,8 +120,8 @@ def test_a_stored_value_that_is_too_large_leaves_the_other_columns(
     monkeypatch.setattr(sql_limits, "MAX_VALUE_BYTES", 1_000_000)
     with HistoryStore(url) as store:
         with pytest.raises(BadInput, match="omit its column"):
-            queries.run_sql(store, "SELECT * FROM metric_keys")
-        assert queries.run_sql(store, "SELECT key_id FROM metric_keys").rows == [[1]]
+            run_sql(store, "SELECT * FROM metric_keys")
+        assert run_sql(store, "SELECT key_id FROM metric_keys").rows == [[1]]
 
 
 @pytest.mark.parametrize(
@@ -137,13 +137,13 @@ def test_a_stored_value_that_is_too_large_leaves_the_other_columns(
 )
 def test_what_is_too_large_in_another_way_is_refused(store: HistoryStore, text: str) -> None:
     with pytest.raises(BadInput):
-        queries.run_sql(store, text)
+        run_sql(store, text)
 
 
 def test_an_answer_that_memory_would_not_hold_is_refused(store: HistoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sql_limits, "MAX_ANSWER_BYTES", 1_000_000)
     with pytest.raises(BadInput, match="after 11 rows: select fewer columns or rows"):
-        queries.run_sql(store, ENDLESS.format("hex(zeroblob(50000))"), limit=1000)
+        run_sql(store, ENDLESS.format("hex(zeroblob(50000))"), limit=1000)
 
 
 def test_rows_are_read_as_they_are_asked_for(store: HistoryStore, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from history_tools import RunFiles, at, dump, synced, whole_run
+from history_tools import RunFiles, at, dump, run_sql, synced, whole_run
 from made_reports import decision_of, incident_of
 
 from rlhf_core.errors import IllegalMove, JournalDamaged, RunDirError
@@ -27,7 +27,7 @@ from rlhf_core.watchdog.ingest_reader import BLOCK_BYTES, IngestReader, SkippedL
 
 def ask(store: HistoryStore, question: str) -> list[list[object]]:
     """Rows of an SQL query."""
-    return queries.run_sql(store, question).rows
+    return run_sql(store, question).rows
 
 
 def test_every_file_becomes_rows(store: HistoryStore, runs: Path) -> None:

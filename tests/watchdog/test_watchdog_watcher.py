@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 from control_fakes import Clock, FakeAgent, FakeScheduler, make_run, make_spec
-from history_tools import RunFiles
+from history_tools import RunFiles, run_sql
 from made_reports import decision_of
 
 from rlhf_core.errors import DatabaseUnavailable, SchedulerError
 from rlhf_core.files.appended import append_lines
 from rlhf_core.files.whole import write_model
-from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState, JobStatus
@@ -297,7 +296,7 @@ def test_polls_read_the_last_two_attempts_and_a_record_all(store: HistoryStore, 
         run.metrics(attempt, 0, 1, 10 * attempt)
 
     def steps() -> dict[int, int]:
-        rows = queries.run_sql(store, "SELECT attempt, MAX(step) FROM metrics GROUP BY attempt").rows
+        rows = run_sql(store, "SELECT attempt, MAX(step) FROM metrics GROUP BY attempt").rows
         return {int(str(attempt)): int(str(step)) for attempt, step in rows}
 
     one = Watcher(run.dir, placed(run.dir, 3), submission(3), Answers(JobState.RUNNING), store)

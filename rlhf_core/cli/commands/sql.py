@@ -16,8 +16,7 @@ from rlhf_core.errors import BadInput
 from rlhf_core.history.sql_limits import WorkClock
 
 if TYPE_CHECKING:
-    from rlhf_core.history.queries import SqlResult
-    from rlhf_core.history.saved_queries import SavedQuery
+    from rlhf_core.history.saved_queries import SavedQuery, SqlResult
 
 _TABLE_ROWS = 1000
 """Maximum number of rows of a table by default."""

@@ -19,12 +19,11 @@ from rlhf_core.history.queries.measured import measured_shape
 from rlhf_core.history.queries.metrics import STEP_SECONDS, curve, last_step
 from rlhf_core.history.queries.plain import Facts
 from rlhf_core.history.queries.runs import list_runs, resolve_run, run_dir_of
-from rlhf_core.history.queries.sql import SqlResult, SqlStream, run_sql, stream_sql
+from rlhf_core.history.queries.sql import SqlStream, stream_sql
 
 __all__ = [
     "STEP_SECONDS",
     "Facts",
-    "SqlResult",
     "SqlStream",
     "counted_incidents",
     "curve",
@@ -38,7 +37,6 @@ __all__ = [
     "resolve_run",
     "restarts_since",
     "run_dir_of",
-    "run_sql",
     "seconds_per_step",
     "show_run",
     "stream_sql",

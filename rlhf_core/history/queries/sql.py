@@ -17,18 +17,6 @@ from rlhf_core.schemas.base import storable_text
 
 
 @dataclass(frozen=True)
-class SqlResult:
-    """Result of a SQL statement."""
-
-    columns: list[str]
-    """Names of the columns."""
-    rows: list[list[Any]]
-    """Rows, in the order of the columns."""
-    truncated: bool
-    """True if there were more rows than the limit."""
-
-
-@dataclass(frozen=True)
 class SqlStream:
     """Result of a SQL statement, row by row."""
 
@@ -36,40 +24,6 @@ class SqlStream:
     """Names of the columns."""
     rows: Iterator[list[Any]]
     """Rows, read one by one; raises the errors of :func:`stream_sql`."""
-
-
-def run_sql(
-    store: HistoryStore,
-    text: str,
-    limit: int | None = None,
-    values: Mapping[str, Any] | None = None,
-    *,
-    shipped: bool = False,
-    clock: WorkClock | None = None,
-) -> SqlResult:
-    """Run one SQL statement of a user and load its result into memory; see :func:`stream_sql`.
-
-    Args:
-        limit: maximum number of rows; None for all.
-
-    Raises:
-        BadInput: as :func:`stream_sql`, or the result is larger than 256 MiB.
-    """
-    rows: list[list[Any]] = []
-    size = 0
-    with stream_sql(store, text, values, shipped=shipped, clock=clock) as answer:
-        for row in answer.rows:
-            rows.append(row)
-            size += sum(map(sql_limits.size_of, row))
-            if size > sql_limits.MAX_ANSWER_BYTES:
-                raise BadInput(
-                    f"the result is larger than {sql_limits.MAX_ANSWER_BYTES >> 20} MiB after {len(rows)} rows: "
-                    f"select fewer columns or rows (LIMIT), or print it row by row with --json"
-                )
-            if limit is not None and len(rows) > limit:
-                break
-    kept = rows if limit is None else rows[:limit]
-    return SqlResult(answer.columns, kept, len(kept) < len(rows))
 
 
 @contextmanager
