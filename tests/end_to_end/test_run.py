@@ -1,18 +1,14 @@
 """The main job and its results; kills during the run; identical numbers every time."""
 
-import signal
 import subprocess
 from pathlib import Path
 
-import psutil
 import pytest
 from process_tools import kill_tree, until
 from sites import Site, last_step
 
-from rlhf_core.files.appended import read_models
 from rlhf_core.run_dir.checkpoint import checksum
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.schemas.reports import SampleLine
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training]
 
@@ -116,49 +112,6 @@ def test_kill_everything_then_resume_gives_the_same_numbers(site: Site, undistur
     assert second["resumed_from_step"] <= reached
     assert curve(site) == curve(undisturbed)
     assert final_weights(run) == final_weights(undisturbed.only_run())
-
-
-def test_kill_one_rank_and_training_continues_by_itself(site: Site, undisturbed: Site) -> None:
-    process = site.start("run", site.config(), "--no-prefect")
-    run = wait_for_step(site, 18, process)
-    ranks = [child for child in psutil.Process(process.pid).children(recursive=True) if "trainer" in child.cmdline()]
-    assert len(ranks) == 2
-    ranks[1].send_signal(signal.SIGKILL)
-    stdout, stderr = process.communicate(timeout=240)
-    assert process.returncode == 0, stdout + stderr
-
-    shown = site.rlhf("show", run.run_id, "--json").json()
-    assert len(shown["attempts"]) == 1
-    assert [row["role"] for row in shown["restarts"]] == ["trainer", "trainer", "evaluator"]
-    (incident,) = shown["incidents"]
-    assert incident["failure_kind"] == "worker_killed"
-    (decision,) = shown["decisions"]
-    assert decision["action"] == "restart_in_place"
-    output = "".join(path.read_text() for path in (run.attempt(1).root / "scheduler").glob("*.out"))
-    assert "attempt 1" in output
-    assert "fork server" not in output, "that of the first start has forked again"
-    assert curve(site) == curve(undisturbed)
-    assert final_weights(run) == final_weights(undisturbed.only_run())
-
-
-def first_samples(run: RunDir) -> dict[tuple[str, int], str]:
-    """Completion by prompt and sample index, of the first step of the main algorithm."""
-    lines = read_models(run.attempt(1).restart(0).samples, SampleLine)
-    first = min(line.step for line in lines)
-    return {(line.prompt_uid, line.sample_index): line.completion for line in lines if line.step == first}
-
-
-def test_one_rank_and_two_ranks_sample_with_the_same_seeds(site: Site, undisturbed: Site) -> None:
-    # The warm start is left out of the comparison of weights: reduction order moves them in the last bits.
-    site.rlhf("run", site.config(), "--no-prefect", "--set", "resources.ranks_per_node=1")
-    one, two = curve(site), curve(undisturbed)
-    seeds_one = {step: value for (key, step), value in one.items() if key == "rollout/seed_digest"}
-    seeds_two = {step: value for (key, step), value in two.items() if key == "rollout/seed_digest"}
-    assert len(seeds_one) == 30
-    assert seeds_one == seeds_two
-    assert len(set(seeds_one.values())) == 30, "seeds must change with the step"
-    assert one["rollout/completion_digest", 13] == two["rollout/completion_digest", 13]
-    assert first_samples(site.only_run()) == first_samples(undisturbed.only_run())
 
 
 def test_another_seed_gives_other_numbers(site: Site, undisturbed: Site) -> None:

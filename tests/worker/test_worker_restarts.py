@@ -38,6 +38,7 @@ def test_killed_and_stopped_ranks_are_restarted_until_the_run_is_done(agent_run:
 
     outcome = run.outcome()
     assert (code, outcome.state, outcome.num_restarts, outcome.last_step) == (0, AttemptState.COMPLETED, 2, 20), output
+    assert "fork server" not in output, "that of the first start has forked again"
 
     killed = run.incident(0)
     assert killed.failure_kind is FailureKind.WORKER_KILLED
