@@ -61,15 +61,6 @@ def test_an_existing_plan_is_kept(run_dir: RunDir) -> None:
     assert record_plan(run_dir, other, journal) == first
 
 
-def test_submitting_again_adopts(run_dir: RunDir) -> None:
-    scheduler, journal = FakeScheduler(), Journal(run_dir, token=1)
-    request = planned(run_dir, journal, scheduler)
-    first = submit_once(run_dir, request, scheduler, journal)
-    again = submit_once(run_dir, request, scheduler, Journal(run_dir, token=2))
-    assert again == first
-    assert len(scheduler.submitted) == 1
-
-
 def killed_after_submission(run_dir: RunDir, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch) -> JobRequest:
     """A controller that is killed after the scheduler has accepted the job and before anything is recorded."""
 
@@ -85,43 +76,6 @@ def killed_after_submission(run_dir: RunDir, scheduler: FakeScheduler, monkeypat
     assert len(scheduler.submitted) == 1
     assert not run_dir.attempt(1).submission.exists()
     return request
-
-
-def test_killed_between_submitting_and_recording_the_job_is_found_again(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scheduler = FakeScheduler()
-    request = killed_after_submission(run_dir, scheduler, monkeypatch)
-    journal = Journal(run_dir, token=2)
-    submission = submit_once(run_dir, request, scheduler, journal)
-    assert len(scheduler.submitted) == 1
-    assert submission is not None
-    assert journal.record.attempts[1].submission == submission
-
-
-def test_a_scheduler_that_cannot_find_its_jobs_gets_a_second_one(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Negative control: without the search, the same kill results in two jobs of one attempt."""
-    scheduler = FakeScheduler()
-    request = killed_after_submission(run_dir, scheduler, monkeypatch)
-    scheduler.find = lambda run_id, attempt, cluster="": None  # type: ignore[method-assign]
-    submit_once(run_dir, request, scheduler, Journal(run_dir, token=2))
-    assert len(scheduler.submitted) == 2
-
-
-def test_killed_after_recording_the_journal_is_completed(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler, journal = FakeScheduler(), Journal(run_dir, token=1)
-    request = planned(run_dir, journal, scheduler)
-    with monkeypatch.context() as patch:
-        patch.setattr(Journal, "append", lambda self, event: (_ for _ in ()).throw(Killed()))
-        with pytest.raises(Killed):
-            submit_once(run_dir, request, scheduler, journal)
-    again = Journal(run_dir, token=2)
-    assert again.record.attempts[1].state is AttemptState.PLANNED
-    submit_once(run_dir, request, scheduler, again)
-    assert again.record.attempts[1].state is AttemptState.SUBMITTED
-    assert len(scheduler.submitted) == 1
 
 
 def test_an_attempt_that_ran_and_ended_unrecorded_is_not_started_again(
