@@ -106,18 +106,6 @@ def test_an_agent_that_falls_silent_is_a_lost_node(agent_run: MakeRun) -> None:
     assert not any(map(is_alive, workers.values()))
 
 
-def test_a_killed_agent_takes_its_workers_along_and_the_others_end(agent_run: MakeRun) -> None:
-    """Slurm would end the other agents at once; without it, agent 0 notices by itself."""
-    run = agent_run(num_nodes=2, train={"num_steps": 5000}, supervise={"floor_s": 60.0, "agent_floor_s": 5.0})
-    run.start_all(2)
-    until(lambda: started(run, 0, 4))
-    workers = run.pids(0)
-    run.agents[1].kill()
-    assert run.agents[0].wait(60) == 1
-    assert run.outcome().state is AttemptState.FAILED
-    assert not any(map(is_alive, workers.values()))
-
-
 def test_without_agent_0_the_others_end_their_workers(agent_run: MakeRun) -> None:
     run = agent_run(num_nodes=2, train={"num_steps": 5000})
     run.start_all(2)
@@ -139,17 +127,6 @@ def test_signals_reach_all_nodes(agent_run: MakeRun) -> None:
     outcome = run.outcome()
     assert outcome.state is AttemptState.PREEMPTED
     assert run.run_dir.checkpoints()[-1].step == outcome.last_step
-
-
-def test_cancel_ends_all_nodes(agent_run: MakeRun) -> None:
-    run = agent_run(num_nodes=2, train={"num_steps": 5000})
-    run.start_all(2)
-    until(lambda: started(run, 0, 4))
-    workers = run.pids(0)
-    run.order("cancel")
-    assert run.finish_all() == [1, 1]
-    assert run.outcome().state is AttemptState.CANCELLED
-    assert not any(map(is_alive, workers.values()))
 
 
 def test_a_node_that_never_arrives_is_named(agent_run: MakeRun) -> None:

@@ -86,6 +86,7 @@ def test_a_stopped_agent_0_that_wakes_up_blames_its_own_node(agent_run: MakeRun)
 def test_a_job_that_is_suspended_as_a_whole_continues(agent_run: MakeRun) -> None:
     """Control: the pause is longer than any allowed silence, but no agent was awake to notice a loss."""
     run = training(agent_run)
+    workers = run.pids(0)
     everything = [process for index in range(2) for process in whole_node(run, index)]
     for process in everything:
         process.suspend()
@@ -98,3 +99,4 @@ def test_a_job_that_is_suspended_as_a_whole_continues(agent_run: MakeRun) -> Non
     run.order("cancel")
     assert run.finish_all() == [1, 1]
     assert run.outcome().state is AttemptState.CANCELLED
+    assert not any(map(is_alive, workers.values()))
