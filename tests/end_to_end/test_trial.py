@@ -50,7 +50,3 @@ def test_a_change_gets_a_trial_and_a_broken_one_costs_only_its_trial(site: Site)
 
     trials = [one for one in site.rlhf("runs", "--trials", "--json").json() if one["trial_of"]]
     assert [one["state"] for one in trials] == ["completed", "failed"]
-    checked = site.rlhf("check", config, "--set", "rollout.max_new_tokens=5", "--json").json()
-    needed = next(check for check in checked if check["id"] == "trial.needed")
-    assert (needed["status"], run["run_id"] in needed["found"]) == ("passed", True)
-    assert any(check["id"] == "resources.duration" for check in checked)
