@@ -218,17 +218,17 @@ class FakeAgent:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
 
-    def role(self, role: Role, step: int = 0) -> None:
+    def role(self, role: Role) -> None:
         """Start a role and publish a status."""
         folder = self.run_dir.attempt(self.attempt).restart(self.restart)
         event = AgentEvent(time=utc_now(), kind="role_started", node=NODE, message=f"role {role} starts", role=role)
         append_lines(folder.events(NODE), event)
-        self.status(role, step)
+        self.status(role)
 
-    def status(self, role: Role = Role.TRAINER, step: int = 0, sequence: int = 1) -> None:
+    def status(self, role: Role = Role.TRAINER, sequence: int = 1) -> None:
         """Publish a status."""
         folder = self.run_dir.attempt(self.attempt).restart(self.restart)
-        ranks = tuple(rank_status(rank, role=role, step=step, process_state="R") for rank in (0, 1))
+        ranks = tuple(rank_status(rank, role=role, step=0, process_state="R") for rank in (0, 1))
         status = AgentStatus(
             node=NODE,
             node_index=0,

@@ -20,7 +20,7 @@ Fault = Callable[[str, float, Figures], None]
 """Function that changes the figures of a node at a given second."""
 
 
-def healthy(chance: random.Random, now_s: float, num_gpus: int = 2) -> Figures:
+def healthy(chance: random.Random, now_s: float) -> Figures:
     """Telemetry of a node with GPUs that sample half of the time and train the other half, with realistic jitter."""
     trains = now_s % STEP_S > STEP_S / 2
     found = {
@@ -31,7 +31,7 @@ def healthy(chance: random.Random, now_s: float, num_gpus: int = 2) -> Figures:
         "network_sent_mb_per_s": chance.expovariate(1 / 300),
         "loopback_mb_per_s": chance.expovariate(1 / 50),
     }
-    for index in range(num_gpus):
+    for index in range(2):
         found |= {
             f"gpu{index}_util_percent": min(100.0, chance.gauss(97, 3)) if trains else max(0.0, chance.gauss(30, 25)),
             f"gpu{index}_power_w": chance.gauss(600 if trains else 250, 40),

@@ -51,14 +51,12 @@ def record(*at_every_inspection: Sequence[Inspection]) -> Standstill:
     return found
 
 
-def watch(
-    stuck: dict[str, Any], peer: dict[str, Any] | None = None, num_inspections: int = 3, **status: Any
-) -> list[Suspect]:
-    """Proof after observations two seconds apart of rank 1 and of its peer, which waits in a collective for it."""
+def watch(stuck: dict[str, Any], peer: dict[str, Any] | None = None, **status: Any) -> list[Suspect]:
+    """Proof after three observations of rank 1 and of its peer, which waits in a collective for it."""
     ranks = [rank(0, **(peer or {}).pop("status", {})), rank(1, **status)]
     inspections = [
         [inspected(ranks[0], 2.0 * number, Wait.TIME, **(peer or {})), inspected(ranks[1], 2.0 * number, **stuck)]
-        for number in range(num_inspections)
+        for number in range(3)
     ]
     return prove(record(*inspections).still, suspects_of(ranks), len(ranks))
 

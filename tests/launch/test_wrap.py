@@ -37,8 +37,8 @@ def wrapped(
     return wrap_line(shlex.split(text), around(files, folders), WrapOptions(**options))
 
 
-def script(text: str, *arguments: str, known: dict[str, str] | None = None, **options: Any) -> WrappedLine:
-    return wrap_script(text, "s.sh", around(), WrapOptions(**options), known or {}, arguments)
+def script(text: str, *arguments: str, **options: Any) -> WrappedLine:
+    return wrap_script(text, "s.sh", around(), WrapOptions(**options), {}, arguments)
 
 
 def content(found: WrappedLine) -> dict[str, Any]:

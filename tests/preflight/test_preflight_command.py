@@ -88,11 +88,14 @@ def swift(line: str = SWIFT, **changes: Any) -> Facts:
     return command(line, framework="swift", **{"environment": "swift", **changes})
 
 
-def on_gpus(line: str, weight_bytes: int = 0, kind: str = "NVIDIA L4", **changes: Any) -> Facts:
+def on_gpus(line: str, weight_bytes: int = 0, **changes: Any) -> Facts:
     facts = command(without(" --use_cpu true", line), sections={"resources": {"gpus_per_node": 2}}, **changes)
     nodes = ("a", "b")
     inventory = FakeScheduler(
-        nodes=nodes, gpus_per_node=2, node_gpus=dict.fromkeys(nodes, 2), node_gpu_types=dict.fromkeys(nodes, kind)
+        nodes=nodes,
+        gpus_per_node=2,
+        node_gpus=dict.fromkeys(nodes, 2),
+        node_gpu_types=dict.fromkeys(nodes, "NVIDIA L4"),
     ).inventory()
     model = ModelFolder(Path("/m"), weight_bytes=weight_bytes)
     return replace(facts, inventory=inventory, model_folder=model if weight_bytes else None)

@@ -14,8 +14,6 @@ from control_fakes import make_run
 from process_tools import is_alive, until
 from typer.testing import CliRunner
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "worker"))
-
 from rlhf_core.cli.main import app
 from rlhf_core.config.site import Site, load_site
 from rlhf_core.control.controller import Controller, opened

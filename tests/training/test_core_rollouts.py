@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -54,8 +54,6 @@ ROUTED: dict[str, JsonValue] = {
     **{f"{kind}_lora_rank": 8 for kind in ("q", "kv")},
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
 }
-
-DrawTokens = Callable[[Tensor, Tensor, int, float], tuple[Tensor, Tensor]]
 
 
 @pytest.fixture(scope="module")

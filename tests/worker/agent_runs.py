@@ -137,9 +137,9 @@ class AgentRun:
         self.start(native=native, **variables)
         return self.finish()
 
-    def order(self, kind: str, number: int = 0) -> None:
+    def order(self, kind: str) -> None:
         command = AgentCommand.model_validate({"kind": kind, "reason": "the test asked", "time": utc_now()})
-        write_model(self.dir.commands / f"{number}.json", command)
+        write_model(self.dir.commands / "0.json", command)
 
     def outcome(self) -> AttemptOutcome:
         found = read_model(self.dir.outcome, AttemptOutcome)

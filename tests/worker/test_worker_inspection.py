@@ -93,11 +93,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.wait()
 
 
-def inspect(*pids: int, in_collective: bool = False) -> list[Inspection]:
-    ranks = [
-        rank_status(number, node="here", pid=pid, in_collective=in_collective, step=20, age_s=11.0)
-        for number, pid in enumerate(pids)
-    ]
+def inspect(*pids: int) -> list[Inspection]:
+    ranks = [rank_status(number, node="here", pid=pid, step=20, age_s=11.0) for number, pid in enumerate(pids)]
     return inspect_workers(ranks, {})
 
 
