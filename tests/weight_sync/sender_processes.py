@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -99,10 +99,11 @@ class Trainer:
         """Start the other senders."""
         names = [f"trainer-{place}" for place in range(self.num_senders)]
         self._store = listen(HOST)
-        group = SenderGroup(names, 0, self._store, timeout_s=self.timeout_s)
+        group = SenderGroup(names, 0, self._store, timeout_s=self.timeout_s) if self.num_senders > 1 else None
         way = BroadcastOutgoing(names[0], HOST, stall_timeout_s=self.timeout_s, backend=self.backend)
         self.sender = Sender(way, bucket_bytes=self.bucket_bytes, group=group)
         self.others = [self._start(names, place) for place in range(1, self.num_senders)]
+        self._read: list[str] = []
 
     def _start(self, names: Sequence[str], place: int) -> tuple[Any, Connection]:
         ours, theirs = fork_server().Pipe()
@@ -119,19 +120,20 @@ class Trainer:
         seed: int,
         *,
         is_alone: bool = False,
-        beat: Callable[[], None] = beat,
     ) -> WeightSyncReport:
         """Bring the odd weights with this seed into force."""
-        weights = odd_weights(seed)
+        weights, self._read = odd_weights(seed), []
         if not is_alone:
             for _, pipe in self.others:
                 pipe.send((version, seed))
         return synchronize(
-            self.sender, engines, version, layout_of(weights), streamed(weights), beat, is_alone=is_alone
+            self.sender, engines, version, layout_of(weights), streamed(weights, self._read), beat, is_alone=is_alone
         )
 
     def read(self, place: int) -> list[str]:
         """Names of the tensors that a sender has read for the last version."""
+        if place == 0:
+            return self._read
         _, pipe = self.others[place - 1]
         assert pipe.poll(ANSWER_TIMEOUT_S)
         found: list[str] = pipe.recv()

@@ -1,4 +1,4 @@
-"""Several senders with a share each: the weights that arrive, and those that remain in force after a loss."""
+"""One sender, and several with a share each: the weights that arrive, and those that remain in force after a loss."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,7 +6,18 @@ import pytest
 import torch
 from gpu_stand_in import CpuForGpu
 from sender_processes import SenderFault, Trainer
-from sync_processes import EngineProcess, Faults, Fleet, beat, digests, layout_of, odd_weights, streamed
+from sync_processes import (
+    EngineProcess,
+    Faults,
+    Fleet,
+    beat,
+    digests,
+    layout_of,
+    living,
+    new_sender,
+    odd_weights,
+    streamed,
+)
 from torch import Tensor
 
 from rlhf_core.errors import WeightSyncFailed
@@ -99,6 +110,7 @@ def test_shares_are_equal_to_within_a_bucket() -> None:
 @pytest.mark.parametrize(
     ("senders", "bucket_bytes", "backend"),
     [
+        (1, 8192, LinkBackend.GLOO),
         (2, 8192, LinkBackend.GLOO),
         (3, 8192, LinkBackend.GLOO),
         (3, 1 << 20, LinkBackend.GLOO),
@@ -116,13 +128,14 @@ def test_every_engine_has_the_weights_bit_by_bit(
     """Also with more senders than buckets, and from GPU to GPU; the digest equals that of one sender."""
     monkeypatch.setattr(gpu_links, "Gpu", CpuForGpu)
     trainers.append(Trainer(senders, bucket_bytes=bucket_bytes, backend=backend))
-    engines = fleet.start(2)
+    engines = fleet.start(3)
     for version in (0, 1, 4):
         report = trainers[0].sync(engines, version, seed=version)
         assert have(engines, version, seed=version)
         assert report.sent.digest == digest_of_one_sender(version, bucket_bytes)
         assert {receipt.digest for receipt in report.receipts} == {report.sent.digest}
         assert report.sent.bytes_sent == manifest_of(version, bucket_bytes).total_bytes
+        assert not report.lost
 
 
 def manifest_of(seed: int, bucket_bytes: int) -> Manifest:
@@ -167,8 +180,9 @@ def test_without_a_check_of_the_participants_the_next_version_would_be_lost(
     assert have(engines, 2, seed=2)
 
 
-def test_an_engine_that_was_restarted_says_so_at_once(fleet: Fleet, trainers: list[Trainer]) -> None:
-    trainers.append(Trainer(2))
+@pytest.mark.parametrize("senders", [1, 2])
+def test_an_engine_that_was_restarted_says_so_at_once(fleet: Fleet, trainers: list[Trainer], senders: int) -> None:
+    trainers.append(Trainer(senders))
     engines = fleet.start(2)
     trainers[0].sync(engines, 0, seed=0)
     engines[1].restart()
@@ -183,19 +197,21 @@ def test_an_engine_that_was_restarted_says_so_at_once(fleet: Fleet, trainers: li
 # Losses
 
 
-@pytest.mark.parametrize("dead", [1, 2])
+@pytest.mark.parametrize(("senders", "dead"), [(1, 1), (1, 2), (1, 3), (2, 1), (2, 3)])
 def test_an_engine_that_dies_in_mid_transfer_leaves_the_old_version_everywhere(
-    fleet: Fleet, trainers: list[Trainer], dead: int
+    fleet: Fleet, trainers: list[Trainer], senders: int, dead: int
 ) -> None:
-    trainers.append(Trainer(2))
-    engines = fleet.start(2, {dead: Faults(die_at_bucket=9)})
+    trainers.append(Trainer(senders))
+    engines = fleet.start(3, {dead: Faults(die_at_bucket=5 if senders == 1 else 9)})
     trainers[0].sync(engines, 0, seed=0)
-    trainers[0].read(1)
-    with pytest.raises(WeightSyncFailed) as failed:
+    for place in range(senders):
+        trainers[0].read(place)
+    with pytest.raises(WeightSyncFailed, match=f"engine-{dead}") as failed:
         trainers[0].sync(engines, 1, seed=1)
     assert failed.value.peer == f"engine-{dead}"
-    assert trainers[0].read(1) == list(odd_weights()), "the other sender has read its weights to the end"
-    others = [engine for engine in engines if engine.name != failed.value.peer]
+    for place in range(senders):
+        assert trainers[0].read(place) == list(odd_weights()), "other ranks gather too, so all read to the end"
+    others = living(engines, failed.value.peer)
     assert have(others, 0, seed=0)
     trainers[0].sync(others, 1, seed=1)
     assert have(others, 1, seed=1)
@@ -265,22 +281,29 @@ def test_the_first_sender_that_fails_has_the_others_give_up(fleet: Fleet, traine
 
 
 @pytest.mark.parametrize(
-    ("failures", "name"),
+    ("senders", "failures", "name"),
     [
-        ({"a": "b", "b": None, "t0": "", "t1": "b"}, "b"),
-        ({"a": "t0", "b": "a", "t0": "", "t1": "t1"}, "t1"),
-        ({"a": "t1", "b": "t0", "t0": "t0", "t1": ""}, "t0"),
-        ({"a": "t0", "b": "t1", "t0": "", "t1": "t1"}, "t1"),
-        ({"a": "t1", "t0": ""}, "t1"),
-        ({"a": "t0", "b": "b", "t0": "", "t1": ""}, "b"),
+        (1, {"a": "b", "b": None, "c": "b", "t0": ""}, "b"),
+        (1, {"a": "b", "c": "b"}, "b"),
+        (1, {"a": "t0", "b": "b", "t0": ""}, "b"),
+        (1, {"a": "t0", "b": "a", "t0": ""}, "t0"),
+        (1, {"a": "b", "b": "a"}, "a"),
+        (2, {"a": "b", "b": None, "t0": "", "t1": "b"}, "b"),
+        (2, {"a": "t0", "b": "a", "t0": "", "t1": "t1"}, "t1"),
+        (2, {"a": "t1", "b": "t0", "t0": "t0", "t1": ""}, "t0"),
+        (2, {"a": "t0", "b": "t1", "t0": "", "t1": "t1"}, "t1"),
+        (2, {"a": "t1", "t0": ""}, "t1"),
+        (2, {"a": "t0", "b": "b", "t0": "", "t1": ""}, "b"),
     ],
 )
-def test_a_failure_is_followed_to_the_sender_that_has_failed_itself(failures: dict[str, str | None], name: str) -> None:
+def test_a_failure_is_followed_to_the_process_it_goes_back_to(
+    senders: int, failures: dict[str, str | None], name: str
+) -> None:
     errors = {
         process: ConnectionError("gone") if peer is None else WeightSyncFailed("x", peer)
         for process, peer in failures.items()
     }
-    assert culprit(errors, ["t0", "t1"]) == name
+    assert culprit(errors, ["t0", "t1"][:senders]) == name
 
 
 # ---------------------------------------------------------------------------------------------------------------------
