@@ -33,27 +33,42 @@ POLL_INTERVAL_S = 10.0
 class World:
     """One attempt, its job and a clock; nothing happens except through the test."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *nodes: str) -> None:
         self.now = 0.0
-        self.answer: JobStatus | Exception = RUNNING
+        self.job: JobStatus | Exception = replace(RUNNING, nodes=nodes)
         self.run_dir = make_run(folder / "runs")
         self.agent = FakeAgent(self.run_dir)
-        placement = Placement(attempt=1, num_nodes=1, phases=())
+        placement = Placement(attempt=1, num_nodes=max(1, len(nodes)), phases=())
         write_model(self.run_dir.attempt(1).placement, placement)
         submission = Submission(attempt=1, scheduler="slurm", job_id="101", command=())
         self.watcher = Watcher(self.run_dir, placement, submission, self, None, lambda: self.now)  # type: ignore[arg-type]
+        self._sequence = 0
 
     def status(self, submissions: object) -> dict[str, JobStatus]:
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return {"101": self.answer}
+        if isinstance(self.job, Exception):
+            raise self.job
+        return {"101": self.job}
 
-    def pass_by(self, seconds: float, every_s: float = POLL_INTERVAL_S) -> AttemptSnapshot:
-        """Poll repeatedly for a period; returns the last poll."""
+    def publish(self, *nodes: str) -> None:
+        """Have the agents of some of the nodes n1 and n2 publish their status."""
+        self._sequence += 1
+        restart = self.run_dir.attempt(1).restart(0)
+        for index, node in enumerate(("n1", "n2")):
+            if node in nodes:
+                numbers = {"attempt": 1, "restart": 0, "sequence": self._sequence, "node_index": index}
+                write_model(restart.agent_status(node), AgentStatus(node=node, role=Role.TRAINER, ranks=(), **numbers))
+
+    def add_event(self, node: str, **data: object) -> None:
+        event = {"time": utc_now(), "kind": "peer", "node": node, "message": "lost", "data": data}
+        append_lines(self.run_dir.attempt(1).restart(0).events(node), AgentEvent.model_validate(event))
+
+    def pass_by(self, seconds: float, *publishing: str, every_s: float = POLL_INTERVAL_S) -> AttemptSnapshot:
+        """Poll repeatedly for a period, while the agents of these nodes publish; returns the last poll."""
         until = self.now + seconds
         snapshot = self.watcher.poll()
         while self.now < until:
             self.now += every_s
+            self.publish(*publishing)
             snapshot = self.watcher.poll()
         return snapshot
 
@@ -92,9 +107,9 @@ def test_silence_counts_only_while_the_scheduler_says_that_the_job_runs(
     world: World, answer: JobStatus | Exception
 ) -> None:
     world.pass_by(POLL_INTERVAL_S)
-    world.answer = answer
+    world.job = answer
     assert world.pass_by(10 * SILENT_S).verdict.state is not AttemptState.LOST
-    world.answer = RUNNING
+    world.job = RUNNING
     assert world.pass_by(SILENT_S - POLL_INTERVAL_S).verdict.state is AttemptState.RUNNING, "counted from here"
     assert world.pass_by(2 * POLL_INTERVAL_S).verdict.state is AttemptState.LOST
 
@@ -148,53 +163,16 @@ def test_an_abandoned_job_stays_abandoned_but_an_outcome_counts(world: World) ->
 # Each agent by itself
 
 
-class Pair:
-    """An attempt on two nodes, its job and a clock."""
-
-    def __init__(self, folder: Path) -> None:
-        self.now = 0.0
-        self.job = JobStatus(JobState.RUNNING, nodes=("n1", "n2"), scheduler_state="RUNNING")
-        self.run_dir = make_run(folder / "runs")
-        placement = Placement(attempt=1, num_nodes=2, phases=())
-        write_model(self.run_dir.attempt(1).placement, placement)
-        submission = Submission(attempt=1, scheduler="slurm", job_id="101", command=())
-        self.watcher = Watcher(self.run_dir, placement, submission, self, None, lambda: self.now)  # type: ignore[arg-type]
-        self._sequence = 0
-
-    def status(self, submissions: object) -> dict[str, JobStatus]:
-        return {"101": self.job}
-
-    def publish(self, *nodes: str) -> None:
-        self._sequence += 1
-        restart = self.run_dir.attempt(1).restart(0)
-        for index, node in enumerate(("n1", "n2")):
-            if node in nodes:
-                numbers = {"attempt": 1, "restart": 0, "sequence": self._sequence, "node_index": index}
-                write_model(restart.agent_status(node), AgentStatus(node=node, role=Role.TRAINER, ranks=(), **numbers))
-
-    def add_event(self, node: str, **data: object) -> None:
-        event = {"time": utc_now(), "kind": "peer", "node": node, "message": "lost", "data": data}
-        append_lines(self.run_dir.attempt(1).restart(0).events(node), AgentEvent.model_validate(event))
-
-    def pass_by(self, seconds: float, *publishing: str) -> AttemptSnapshot:
-        until = self.now + seconds
-        snapshot = self.watcher.poll()
-        while self.now < until:
-            self.now += POLL_INTERVAL_S
-            self.publish(*publishing)
-            snapshot = self.watcher.poll()
-        return snapshot
-
-
 @pytest.fixture
-def pair(tmp_path: Path) -> Pair:
-    one = Pair(tmp_path)
+def pair(tmp_path: Path) -> World:
+    """An attempt on two nodes."""
+    one = World(tmp_path, "n1", "n2")
     one.publish("n1", "n2")
     return one
 
 
 @pytest.mark.parametrize("silent", ["n1", "n2"])
-def test_one_silent_agent_is_not_hidden_by_the_others(pair: Pair, silent: str) -> None:
+def test_one_silent_agent_is_not_hidden_by_the_others(pair: World, silent: str) -> None:
     (other,) = {"n1", "n2"} - {silent}
     assert pair.pass_by(SILENT_S, other).verdict.state is AttemptState.RUNNING
     snapshot = pair.pass_by(2 * POLL_INTERVAL_S, other)
@@ -204,7 +182,7 @@ def test_one_silent_agent_is_not_hidden_by_the_others(pair: Pair, silent: str) -
     assert f"the agents of {silent} have been silent for" in failure.message.lower()
 
 
-def test_a_file_system_that_stalls_for_all_blames_no_node(pair: Pair) -> None:
+def test_a_file_system_that_stalls_for_all_blames_no_node(pair: World) -> None:
     """Control: nothing happens within the allowed time; after that the job is abandoned, and no node gets a strike."""
     assert pair.pass_by(SILENT_S).verdict.state is AttemptState.RUNNING
     pair.publish("n1", "n2")
@@ -213,7 +191,7 @@ def test_a_file_system_that_stalls_for_all_blames_no_node(pair: Pair) -> None:
     assert (snapshot.verdict.failure_kind, snapshot.verdict.nodes) == (FailureKind.AGENT_KILLED, ())
 
 
-def test_a_loss_reported_from_the_network_is_believed_at_once(pair: Pair) -> None:
+def test_a_loss_reported_from_the_network_is_believed_at_once(pair: World) -> None:
     """Agent 0 is stopped: the other agent reports it within seconds."""
     pair.add_event("n2", leader_lost=True)
     assert pair.watcher.poll().verdict.state is AttemptState.RUNNING
@@ -225,7 +203,7 @@ def test_a_loss_reported_from_the_network_is_believed_at_once(pair: Pair) -> Non
     assert failure.decision.action is Action.NEW_ATTEMPT
 
 
-def test_a_job_ended_by_slurm_after_the_loss_of_agent_0_has_a_lost_node(pair: Pair) -> None:
+def test_a_job_ended_by_slurm_after_the_loss_of_agent_0_has_a_lost_node(pair: World) -> None:
     """The other agent ends at once, and the job with it: it is over before the wait for an outcome ends."""
     pair.add_event("n2", leader_lost=True)
     pair.job = JobStatus(JobState.ENDED, nodes=("n1", "n2"), scheduler_state="FAILED")
@@ -237,8 +215,8 @@ def test_a_job_ended_by_slurm_after_the_loss_of_agent_0_has_a_lost_node(pair: Pa
 
 def test_the_nodes_of_a_completing_job_are_those_it_had(tmp_path: Path) -> None:
     """Slurm names those that are not done yet: the first of them is not that of agent 0, and the last one is alone."""
-    pair = Pair(tmp_path)
-    pair.job = replace(pair.job, nodes=("n1", "n2", "n3"))
+    pair = World(tmp_path, "n1", "n2")
+    pair.job = replace(RUNNING, nodes=("n1", "n2", "n3"))
     pair.watcher.poll()
     for node in ("n2", "n3"):
         pair.add_event(node, leader_lost=True)
@@ -255,7 +233,7 @@ def outcome(seconds_ago: float, kind: FailureKind = FailureKind.PREEMPTION) -> A
     return AttemptOutcome(attempt=1, state=AttemptState.FAILED, failure_kind=kind, message="so it says", time=time)
 
 
-def test_an_agent_0_that_wakes_up_does_not_explain_its_loss(pair: Pair) -> None:
+def test_an_agent_0_that_wakes_up_does_not_explain_its_loss(pair: World) -> None:
     """Slurm wakes it to end the job, and that signal is all it knows about."""
     pair.add_event("n2", leader_lost=True)
     write_model(pair.run_dir.attempt(1).outcome, outcome(0.0))
@@ -263,14 +241,14 @@ def test_an_agent_0_that_wakes_up_does_not_explain_its_loss(pair: Pair) -> None:
     assert (snapshot.verdict.failure_kind, snapshot.verdict.nodes) == (FailureKind.NODE_LOST, ("n1",))
 
 
-def test_an_outcome_from_before_the_loss_of_agent_0_counts(pair: Pair) -> None:
+def test_an_outcome_from_before_the_loss_of_agent_0_counts(pair: World) -> None:
     """Control: agent 0 had ended, and the other agent noticed late."""
     pair.add_event("n2", leader_lost=True)
     write_model(pair.run_dir.attempt(1).outcome, outcome(15.0, FailureKind.SHAPE))
     assert pair.watcher.poll().verdict.failure_kind is FailureKind.SHAPE
 
 
-def test_two_nodes_that_have_lost_each_other_are_both_suspect(pair: Pair) -> None:
+def test_two_nodes_that_have_lost_each_other_are_both_suspect(pair: World) -> None:
     """Both were alive, and it is unknown whose link drops packets; a first strike excludes neither."""
     pair.add_event("n2", leader_lost=True)
     pair.add_event("n1", node_lost="n2")
@@ -289,7 +267,7 @@ def test_two_nodes_that_have_lost_each_other_are_both_suspect(pair: Pair) -> Non
 # Agents that never connected
 
 
-def not_met(pair: Pair) -> None:
+def not_met(pair: World) -> None:
     """The agent of n2 reports that agent 0 did not connect, and exits; srun reports its exit."""
     message = "The agent of n1 did not arrive within 600 s (supervise.join_s), those of n2 did."
     pair.add_event("n2", not_met=message, blamed=["n1"])
@@ -299,7 +277,7 @@ def not_met(pair: Pair) -> None:
     pair.job = JobStatus(JobState.ENDED, nodes=("n1", "n2"), scheduler_state="FAILED")
 
 
-def test_the_agent_that_waited_is_not_blamed_for_the_absent_one(pair: Pair) -> None:
+def test_the_agent_that_waited_is_not_blamed_for_the_absent_one(pair: World) -> None:
     not_met(pair)
     failure = explain(pair.run_dir, pair.watcher.poll(), make_spec(), first_attempt=1)
     assert failure.incident is not None
@@ -308,7 +286,7 @@ def test_the_agent_that_waited_is_not_blamed_for_the_absent_one(pair: Pair) -> N
     assert failure.message.startswith("The agent of n1 did not arrive within 600 s")
 
 
-def test_an_agent_0_that_starts_too_late_does_not_explain_its_absence(pair: Pair) -> None:
+def test_an_agent_0_that_starts_too_late_does_not_explain_its_absence(pair: World) -> None:
     """Slurm ends it with the job, and that signal is all it knows about."""
     not_met(pair)
     write_model(pair.run_dir.attempt(1).outcome, outcome(-1.0))
@@ -316,20 +294,20 @@ def test_an_agent_0_that_starts_too_late_does_not_explain_its_absence(pair: Pair
     assert (snapshot.verdict.failure_kind, snapshot.verdict.nodes) == (FailureKind.RENDEZVOUS, ("n1",))
 
 
-def test_an_outcome_from_before_an_agent_left_counts(pair: Pair) -> None:
+def test_an_outcome_from_before_an_agent_left_counts(pair: World) -> None:
     """Control: agent 0 decided first."""
     not_met(pair)
     write_model(pair.run_dir.attempt(1).outcome, outcome(5.0, FailureKind.NODE_UNFIT))
     assert pair.watcher.poll().verdict.failure_kind is FailureKind.NODE_UNFIT
 
 
-def test_a_job_that_its_user_cancels_while_agents_wait_is_cancelled(pair: Pair) -> None:
+def test_a_job_that_its_user_cancels_while_agents_wait_is_cancelled(pair: World) -> None:
     not_met(pair)
     pair.job = JobStatus(JobState.ENDED, nodes=("n1", "n2"), scheduler_state="CANCELLED")
     assert pair.watcher.poll().verdict.failure_kind is FailureKind.USER_CANCEL
 
 
-def test_agents_that_cannot_connect_blame_no_node(pair: Pair) -> None:
+def test_agents_that_cannot_connect_blame_no_node(pair: World) -> None:
     """Not even the one whose exit the log names. Only the first report counts, because its agent ended the job."""
     pair.add_event("n2", not_met="The agents of n1 and n2 both arrived, but did not connect: refused.", blamed=[])
     not_met(pair)
@@ -341,7 +319,7 @@ def test_agents_that_cannot_connect_blame_no_node(pair: Pair) -> None:
 
 def test_a_node_whose_agent_is_still_awaited_is_not_silent(tmp_path: Path) -> None:
     """Agent 0 waits for it longer than the allowed silence."""
-    one = Pair(tmp_path)
+    one = World(tmp_path, "n1", "n2")
     one.publish("n1")
     assert one.pass_by(2 * SILENT_S, "n1").verdict.state is AttemptState.RUNNING
 
