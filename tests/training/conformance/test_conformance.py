@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conformance_built import BUILT, NOT_BUILT
 from conformance_cases import CASES, CONTROLS, Case
 
 pytestmark = pytest.mark.training
@@ -14,7 +13,7 @@ BY_NAME = {case.name: case for case in CASES}
 PAGE = Path(__file__).parents[3] / "docs" / "conformance.md"
 
 
-@pytest.mark.parametrize("case", BUILT, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_value_gradient_and_advantages_are_those_of_trl(case: Case) -> None:
     from conformance_run import difference, ours, theirs
 
@@ -26,7 +25,7 @@ def test_value_gradient_and_advantages_are_those_of_trl(case: Case) -> None:
             assert found.metrics[name] == pytest.approx(value, abs=TOLERANCE), name
 
 
-@pytest.mark.parametrize("case", BUILT, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_cut_into_micro_batches_changes_nothing(case: Case) -> None:
     from conformance_run import difference, ours
 
@@ -38,12 +37,6 @@ def test_negative_control_another_setting_disagrees(name: str, changes: dict[str
     from conformance_run import difference, ours, theirs
 
     assert difference(ours(BY_NAME[name], **changes), theirs(BY_NAME[name])).gradient > 1e-3
-
-
-def test_the_page_marks_cases_that_are_not_built_yet() -> None:
-    rows = {row.split(" | ")[0].removeprefix("| "): row for row in PAGE.read_text(encoding="utf-8").splitlines()}
-    assert [name for name, reason in NOT_BUILT.items() if reason not in rows[name]] == []
-    assert [case.name for case in BUILT if " yet" in rows[case.name]] == []
 
 
 def test_the_recorded_cases_reach_what_is_hard() -> None:
