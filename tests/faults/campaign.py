@@ -331,17 +331,12 @@ def _go_on(campaign: Campaign, options: argparse.Namespace) -> None:
     available |= {"namespaces"} if options.namespaces else set()
     if has_memory_groups():
         available.add("memory_group")
-    planned = scenarios(
-        options.seed,
-        options.times_hang,
-        options.times,
-        options.controls,
-        frozenset(available),
-        one_node=not campaign.cluster,
-    )
-    planned += soon_scenarios(options.seed, options.times, one_node=not campaign.cluster)
-    planned += wrapped_scenarios(options.seed, options.times, one_node=not campaign.cluster)
-    planned += engine_scenarios(options.seed, options.times, frozenset(available), one_node=not campaign.cluster)
+    planned = scenarios(options.seed, options.times_hang, options.times, options.controls, frozenset(available))
+    planned += soon_scenarios(options.seed, options.times)
+    planned += wrapped_scenarios(options.seed, options.times)
+    planned += engine_scenarios(options.seed, options.times, frozenset(available))
+    if not campaign.cluster:
+        planned = [on_one_node(scenario) for scenario in planned]
     index, count = map(int, options.shard.split("/"))
     mine = [one for one in planned[index::count] if any(options.only in fault.row for fault in one.faults)]
     done = {row.scenario for row in campaign.rows()}

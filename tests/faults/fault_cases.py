@@ -389,14 +389,11 @@ def scenarios(
     times_other: int,
     num_controls: int,
     available: frozenset[str],
-    *,
-    one_node: bool = False,
 ) -> list[Scenario]:
     """All runs of a campaign. The same arguments give the same faults at the same moments.
 
     Args:
         available: available services out of ``slurm``, ``postgres`` and so on; kinds that need others are left out.
-        one_node: all ranks on one node.
     """
     found: list[Scenario] = []
     for kind in (kind for kind in KINDS if kind.needs <= available):
@@ -409,7 +406,17 @@ def scenarios(
     in_order = sorted(controls, key=lambda kind: kind.fixed_step != 1)
     for number, chunk in enumerate(_deal(in_order, CHAIN)):
         found.append(chain(f"controls-{number}", chunk, seed))
-    return [on_one_node(scenario) for scenario in found] if one_node else found
+    return found
+
+
+def repeated(name: str, kinds: Iterable[Kind], seed: int, times: int, size: int) -> list[Scenario]:
+    """Runs with every kind this many times, at most ``size`` in one run; a kind that ends its run is alone in it."""
+    found: list[Scenario] = []
+    for number, kind in enumerate(kinds):
+        length = 1 if kind.ends_run else min(size, times)
+        for first in range(0, times, length):
+            found.append(chain(f"{name}-{number}-{first}", [kind] * min(length, times - first), seed))
+    return found
 
 
 def on_one_node(scenario: Scenario) -> Scenario:

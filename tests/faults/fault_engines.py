@@ -1,7 +1,7 @@
 """Runs with rollout engines beside the trainers: two nodes, each with two trainer ranks and an engine; or one node with
 a vLLM engine in two processes."""
 
-from fault_cases import CHAIN, NUM_RANKS, Expected, Kind, Scenario, chain, on_one_node
+from fault_cases import CHAIN, Expected, Kind, Scenario, repeated
 
 PREFIX = "rollout engines"
 SPLIT_PREFIX = "split engine"
@@ -72,17 +72,11 @@ KINDS: tuple[Kind, ...] = (
 )
 
 
-def engine_scenarios(seed: int, times: int, available: frozenset[str], *, one_node: bool = False) -> list[Scenario]:
+def engine_scenarios(seed: int, times: int, available: frozenset[str]) -> list[Scenario]:
     """Runs with every kind this many times.
 
     Args:
         available: see ``fault_cases.scenarios``.
-        one_node: all ranks and engines on one node.
     """
-    found: list[Scenario] = []
-    for number, kind in enumerate(kind for kind in KINDS if kind.needs <= available):
-        size = min(CHAIN - 1, times)
-        for first in range(0, times, size):
-            found.append(chain(f"{PREFIX.replace(' ', '-')}-{number}-{first}", [kind] * min(size, times - first), seed))
-    assert all(one.num_ranks == NUM_RANKS for one in found)
-    return [on_one_node(scenario) for scenario in found] if one_node else found
+    possible = [kind for kind in KINDS if kind.needs <= available]
+    return repeated(PREFIX.replace(" ", "-"), possible, seed, times, CHAIN - 1)

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from fault_cases import NUM_RANKS, Expected, Kind, Scenario, chain, on_one_node
+from fault_cases import NUM_RANKS, Expected, Kind, Scenario, chain, repeated
 
 from rlhf_core.schemas.supervision import SuperviseSpec
 
@@ -68,13 +68,9 @@ CONTROLS: tuple[Kind, ...] = (
 )
 
 
-def soon_scenarios(seed: int, times: int, *, one_node: bool = False) -> list[Scenario]:
+def soon_scenarios(seed: int, times: int) -> list[Scenario]:
     """Runs at default floors: every fault ``times`` times, every control once."""
-    found: list[Scenario] = []
-    for number, kind in enumerate(KINDS):
-        size = 1 if kind.ends_run else min(PER_RUN, times)
-        for first in range(0, times, size):
-            found.append(chain(f"default-floors-{number}-{first}", [kind] * min(size, times - first), seed))
+    found = repeated("default-floors", KINDS, seed, times, PER_RUN)
     for first in range(0, len(CONTROLS), PER_RUN):
         found.append(chain(f"default-floors-controls-{first}", CONTROLS[first : first + PER_RUN], seed))
-    return [on_one_node(scenario) for scenario in found] if one_node else found
+    return found

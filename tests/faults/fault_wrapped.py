@@ -1,6 +1,6 @@
 """Runs of a program that knows nothing of this project: a script that torchrun starts on four nodes."""
 
-from fault_cases import CHAIN, NUM_RANKS, Expected, Kind, Scenario, chain, on_one_node
+from fault_cases import CHAIN, NUM_RANKS, Expected, Kind, Scenario, repeated
 
 PREFIX = "torchrun script"
 STEPS_BEFORE = 20
@@ -41,11 +41,6 @@ KINDS: tuple[Kind, ...] = (
 )
 
 
-def wrapped_scenarios(seed: int, times: int, *, one_node: bool = False) -> list[Scenario]:
+def wrapped_scenarios(seed: int, times: int) -> list[Scenario]:
     """Runs with every kind this many times."""
-    found: list[Scenario] = []
-    for number, kind in enumerate(KINDS):
-        size = 1 if kind.ends_run else min(CHAIN, times)
-        for first in range(0, times, size):
-            found.append(chain(f"torchrun-script-{number}-{first}", [kind] * min(size, times - first), seed))
-    return [on_one_node(scenario) for scenario in found] if one_node else found
+    return repeated("torchrun-script", KINDS, seed, times, CHAIN)
