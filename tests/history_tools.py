@@ -4,18 +4,11 @@ Run directories made by hand, database dumps, and a throw-away PostgreSQL server
 """
 
 import atexit
-import ctypes
 import functools
 import json
-import os
-import pwd
 import shutil
-import signal
-import socket
 import subprocess
-import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -25,6 +18,7 @@ import pytest
 from control_fakes import make_run
 from history_template import sqlite_template
 from made_reports import checkpoint_manifest, decision_of, evaluation_report, incident_of, rank_status, stored_spec
+from postgres_server import PostgresServer
 from sqlalchemy import Engine, create_engine, text
 
 from rlhf_core.config.site import Site
@@ -167,9 +161,9 @@ class RunFiles:
         event = AgentEvent(time=at(seconds), kind=kind, node=node, message=message, role=role, data=data)
         append_lines(self.dir.attempt(attempt).restart(restart).events(node), event)
 
-    def status(self, attempt: int, restart: int, sequence: int, node: str = "n1", step: int = 1) -> None:
+    def status(self, attempt: int, restart: int, sequence: int, node: str = "n1") -> None:
         """Build the status that an agent publishes."""
-        rank = rank_status(0, pid=4711, sequence=9 * sequence, collectives=3, step=step, age_s=0.2, process_state="R")
+        rank = rank_status(0, pid=4711, sequence=9 * sequence, collectives=3, age_s=0.2, process_state="R")
         status = AgentStatus(
             node=node,
             node_index=int(node[1:]) - 1,
@@ -434,32 +428,13 @@ def new_sqlite(folder: Path) -> str:
     return f"sqlite:///{file}"
 
 
-class PostgresServer:
-    """A PostgreSQL server for this test session in a temporary folder, on a free port; stopped at its end.
-
-    Raises:
-        LookupError: the server programs are not installed or cannot start; the message says so.
-    """
+class PostgresDatabases(PostgresServer):
+    """A PostgreSQL server for this test session, and its databases; stopped at the end of the session."""
 
     def __init__(self) -> None:
-        programs = _postgres_programs()
-        self._folder = Path(tempfile.mkdtemp(prefix="rlhf-postgres-"))
+        super().__init__()
+        atexit.register(self.remove)
         self._count = 0
-        # PostgreSQL refuses to run as root.
-        owner = pwd.getpwnam("nobody") if os.geteuid() == 0 else None
-        identity: dict[str, Any] = {}
-        if owner is not None:
-            os.chown(self._folder, owner.pw_uid, owner.pw_gid)
-            identity = {"user": owner.pw_uid, "group": owner.pw_gid, "extra_groups": []}
-        data = self._folder / "data"
-        settings = ("-U", "rlhf", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync")
-        initialise = (programs / "initdb", "-D", data, *settings)
-        made = subprocess.run(initialise, capture_output=True, text=True, cwd=self._folder, check=False, **identity)
-        if made.returncode != 0:
-            raise LookupError(f"PostgreSQL cannot be started here: {made.stderr.strip().splitlines()[-1]}")
-        while not self._starts(programs / "postgres", data, identity):
-            pass
-        atexit.register(self._end)
         self._migrated = self.empty_database()
         migrate.upgrade(parse_url(self._migrated))
         self.make_reader(self._migrated, "rlhf")  # connects as a superuser, limited to this role
@@ -489,100 +464,37 @@ class PostgresServer:
             for setting in settings:
                 connection.execute(text(f"ALTER DATABASE test_{self._count} SET {setting}"))
         engine.dispose()
-        return f"postgresql://rlhf@127.0.0.1:{self._port}/test_{self._count}"
+        return self.url(f"test_{self._count}")
 
     def admin_environment(self) -> dict[str, str]:
         """Environment variables with which PostgreSQL's own programs connect to this server as its superuser."""
-        return {"PGHOST": "127.0.0.1", "PGPORT": str(self._port), "PGUSER": "rlhf", "PGDATABASE": "postgres"}
+        return {"PGHOST": "127.0.0.1", "PGPORT": str(self.port), "PGUSER": "rlhf", "PGDATABASE": "postgres"}
 
     def make_reader(self, url: str, owner: str) -> None:
         """Create the read-only role in a database, as ``infra/reader.sql`` defines it."""
-        psql = shutil.which("psql") or _postgres_programs() / "psql"
+        psql = shutil.which("psql") or self._programs / "psql"
         script = Path(__file__).parents[1] / "infra" / "reader.sql"
         subprocess.run([psql, "-q", "-d", url, "-v", f"owner={owner}", "-f", script], check=True)
-
-    @property
-    def folder(self) -> Path:
-        """A folder that the server may write to."""
-        return self._folder
 
     def superuser(self) -> Any:
         """Connect as the server's superuser, without SQLAlchemy."""
         import psycopg
 
-        return psycopg.connect(f"host=127.0.0.1 port={self._port} user=rlhf dbname=postgres", autocommit=True)
+        return psycopg.connect(self.url(), autocommit=True)
 
     def _admin(self) -> Engine:
-        url = f"postgresql+psycopg://rlhf@127.0.0.1:{self._port}/postgres"
-        return create_engine(url, isolation_level="AUTOCOMMIT")
-
-    def _starts(self, program: Path, data: Path, identity: Mapping[str, Any]) -> bool:
-        """Start the server; False if another process has taken its port in the meantime."""
-        import psycopg
-
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
-        settings = ("listen_addresses=127.0.0.1", f"unix_socket_directories={self._folder}", "fsync=off")
-        command = [str(program), "-D", str(data), "-p", str(self._port)]
-        messages = self._folder / "log"
-        with messages.open("wb") as log:
-            self._process = subprocess.Popen(
-                command + [word for setting in settings for word in ("-c", setting)],
-                cwd=self._folder,
-                stdout=subprocess.DEVNULL,
-                stderr=log,
-                preexec_fn=_end_with_parent,
-                **identity,
-            )
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                with psycopg.connect(
-                    f"host=127.0.0.1 port={self._port} user=rlhf dbname=postgres connect_timeout=5"
-                ) as connection:
-                    answer = connection.execute("SHOW data_directory").fetchone()
-                return answer == (str(data),)  # otherwise it is the server of another test process
-            except psycopg.OperationalError:
-                if self._process.poll() is not None and "Address already in use" in messages.read_text():
-                    return False
-                if time.monotonic() > deadline or self._process.poll() is not None:
-                    raise
-                time.sleep(0.05)
-
-    def _end(self) -> None:
-        self._process.send_signal(signal.SIGINT)  # "fast" shutdown: does not wait for clients
-        self._process.wait(30)
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _end_with_parent() -> None:
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGINT)
-
-
-def _postgres_programs() -> Path:
-    folders = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda path: int(path.parent.name))
-    found = shutil.which("postgres")
-    folders += [Path(found).parent] if found else []
-    if not folders or not (folders[-1] / "initdb").exists():
-        raise LookupError("needs the PostgreSQL server programs (Debian: apt-get install postgresql)")
-    try:
-        import psycopg  # noqa: F401 - only whether it is there
-    except ImportError:
-        raise LookupError("needs the PostgreSQL driver (pip install '.[postgres]')") from None
-    return folders[-1]
+        return create_engine(parse_url(self.url()), isolation_level="AUTOCOMMIT")
 
 
 @functools.cache
-def _postgres() -> PostgresServer | str:
+def _postgres() -> PostgresDatabases | str:
     try:
-        return PostgresServer()
+        return PostgresDatabases()
     except LookupError as missing:
         return str(missing)
 
 
-def postgres() -> PostgresServer:
+def postgres() -> PostgresDatabases:
     """PostgreSQL server, started on first use; skips the test if it is not available."""
     server = _postgres()
     if isinstance(server, str):

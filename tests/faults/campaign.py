@@ -38,7 +38,6 @@ from fault_measure import Row, all_incidents, measure, measure_gone, same_parame
 from fault_runs import DisturbedSite, Stuck, engines, steps
 from fault_services import (
     Cluster,
-    Postgres,
     PrefectServer,
     has_memory_groups,
     left_behind,
@@ -49,6 +48,7 @@ from fault_soon import PREFIX, soon_scenarios
 from fault_table import markdown, write_between
 from fault_wrapped import PREFIX as OF_SCRIPTS
 from fault_wrapped import wrapped_scenarios
+from postgres_server import PostgresServer
 from sites import last_step
 
 from rlhf_core.launch.journal import read_record
@@ -131,9 +131,9 @@ class Campaign:
             place = Place(site, RunDir(home), random.Random(f"{self.seed} {scenario.name}"))
             place.cluster = self.cluster
             if "postgres" in scenario.needs:
-                place.postgres = Postgres()
+                place.postgres = PostgresServer()
                 stack.callback(place.postgres.remove)
-                site.database_url = place.postgres.url
+                site.database_url = place.postgres.url()
             if "prefect" in scenario.needs:
                 place.prefect = PrefectServer(home / "prefect-server")
                 stack.callback(place.prefect.stop)

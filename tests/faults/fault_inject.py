@@ -16,7 +16,8 @@ from pathlib import Path
 
 import psutil
 from fault_runs import DisturbedSite, Stuck, agent_pids, engine_parts, engines, program_ranks, workers
-from fault_services import Cluster, Postgres, PrefectServer
+from fault_services import Cluster, PrefectServer
+from postgres_server import PostgresServer
 from sites import last_step
 
 from rlhf_core.files.appended import read_models
@@ -48,7 +49,7 @@ class Place:
     run: RunDir
     chance: random.Random
     cluster: Cluster | None = None
-    postgres: Postgres | None = None
+    postgres: PostgresServer | None = None
     prefect: PrefectServer | None = None
     memory_group: Path | None = None
 

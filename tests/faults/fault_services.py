@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import os
-import pwd
 import shutil
 import signal
 import subprocess
@@ -46,84 +45,6 @@ def _processes_of(run_id: str) -> Iterator[str]:
             marker = process.environ().get(JOB_VARIABLE, "")
             if marker.startswith(f"{run_id}/") and process.status() != psutil.STATUS_ZOMBIE:
                 yield f"{process.pid} ({' '.join(process.cmdline())[:80]})"
-
-
-class Postgres:
-    """A PostgreSQL server with one database, on a fixed port."""
-
-    def __init__(self) -> None:
-        # A separate folder: PostgreSQL runs as another user, who must be able to reach it.
-        self._folder = folder = Path(tempfile.mkdtemp(prefix="rlhf-postgres-"))
-        self._programs = _postgres_programs()
-        self._port = free_port()
-        self._identity: dict[str, Any] = {}
-        if os.geteuid() == 0:  # PostgreSQL refuses to run as root
-            owner = pwd.getpwnam("nobody")
-            os.chown(folder, owner.pw_uid, owner.pw_gid)
-            self._identity = {"user": owner.pw_uid, "group": owner.pw_gid, "extra_groups": []}
-        command: list[str | Path] = [
-            self._programs / "initdb",
-            "-D",
-            folder / "data",
-            "-U",
-            "rlhf",
-            "-A",
-            "trust",
-            "--no-sync",
-        ]
-        subprocess.run(command, check=True, capture_output=True, cwd=folder, **self._identity)
-        self._process: subprocess.Popen[Any] | None = None
-        self.start()
-
-    @property
-    def url(self) -> str:
-        """Address of the server, in the form of ``RLHF_DATABASE_URL``."""
-        return f"postgresql://rlhf@127.0.0.1:{self._port}/postgres"
-
-    def start(self) -> None:
-        """Start the server, and wait until it answers."""
-        import psycopg
-
-        settings = ("listen_addresses=127.0.0.1", f"unix_socket_directories={self._folder}", "fsync=off")
-        command: list[str | Path] = [self._programs / "postgres", "-D", self._folder / "data", "-p", str(self._port)]
-        self._process = subprocess.Popen(
-            command + [word for setting in settings for word in ("-c", setting)],
-            cwd=self._folder,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            preexec_fn=_end_with_parent,
-            **self._identity,
-        )
-
-        def answers() -> bool:
-            try:
-                psycopg.connect(f"host=127.0.0.1 port={self._port} user=rlhf dbname=postgres").close()
-            except psycopg.OperationalError:
-                return False
-            return True
-
-        until(answers, "PostgreSQL")
-
-    def stop(self) -> None:
-        """Stop the server, without waiting for its clients."""
-        if self._process is not None:
-            self._process.send_signal(signal.SIGINT)
-            self._process.wait(30)
-
-    def remove(self) -> None:
-        """Stop the server and remove its files."""
-        self.stop()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _postgres_programs() -> Path:
-    folders = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda path: int(path.parent.name))
-    if folders:
-        return folders[-1]
-    found = shutil.which("initdb")
-    if found is None:
-        raise LookupError("needs the PostgreSQL server programs (Debian: apt-get install postgresql)")
-    return Path(found).resolve().parent
 
 
 class PrefectServer:
