@@ -1,8 +1,11 @@
-"""Helpers to wait for other processes, to find the processes of a site, and to kill them."""
+"""Helpers to run the ``rlhf`` command, to wait for other processes, to find those of a site, and to kill them."""
 
 import contextlib
 import json
+import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,6 +40,19 @@ def until(condition: Callable[[], Any], what: str = "", timeout_s: float = 120.0
         assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what or 'a condition'}"
         time.sleep(interval_s)
     return found
+
+
+def run_rlhf(folder: Path, *words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Run the ``rlhf`` command in a folder, with ``home`` in it as its home folder, and Python's programs in PATH."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        [sys.executable, "-m", "rlhf_core.cli.main", *words],
+        cwd=folder,
+        env={**os.environ, "RLHF_HOME": str(folder / "home"), "PATH": path, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def is_alive(pid: int) -> bool:

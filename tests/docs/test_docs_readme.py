@@ -1,17 +1,16 @@
 """The config in the README can be run: it is checked here with a small model of the same kind."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from process_tools import run_rlhf
+from site_files import options
 
 README = Path(__file__).parents[2] / "README.md"
 ROWS = [{"question": f"What is {n} and {n}?", "answer": f"They are {2 * n}.\n#### {2 * n}"} for n in range(40)]
-HERE = ("resources.num_nodes=1", "resources.ranks_per_node=1", "resources.gpus_per_node=0")
+HERE = options("resources.num_nodes=1", "resources.ranks_per_node=1", "resources.gpus_per_node=0")
 """Resources of this machine."""
 
 
@@ -53,26 +52,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def rlhf(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    settings = [word for setting in HERE for word in ("--set", setting)]
-    return subprocess.run(
-        [sys.executable, "-m", "rlhf_core.cli.main", *words, *settings],
-        cwd=folder,
-        env=os.environ | {"RLHF_HOME": str(folder / "home")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 @pytest.mark.training
 def test_the_config_of_the_readme_passes_its_checks(folder: Path) -> None:
-    done = rlhf(folder, "check", "my.toml")
+    done = run_rlhf(folder, "check", "my.toml", *HERE)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.training
 def test_a_config_that_names_no_model_does_not(folder: Path) -> None:
-    done = rlhf(folder, "check", "my.toml", "--set", "model.path=models/none")
+    done = run_rlhf(folder, "check", "my.toml", *HERE, "--set", "model.path=models/none")
     assert done.returncode == 2
     assert "models/none" in done.stdout + done.stderr

@@ -1,12 +1,10 @@
 """The page on trainers of your own: its script, its launch line, and the settings that it adds."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from process_tools import run_rlhf
 
 from rlhf_core.config.loading import load
 from rlhf_core.schemas.command_trainer import PLACEHOLDERS, SIGHTS, CommandTrainer
@@ -31,18 +29,6 @@ def commands() -> list[list[str]]:
     return [line.removeprefix("$ rlhf ").split() for line in blocks("console")[0].splitlines()]
 
 
-def rlhf(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    python = Path(sys.executable).parent
-    return subprocess.run(
-        [sys.executable, "-m", "rlhf_core.cli.main", *words],
-        cwd=folder,
-        env=os.environ | {"RLHF_HOME": str(folder / "home"), "PATH": f"{python}{os.pathsep}{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 def with_settings_of_the_page(config: Path) -> None:
     added = blocks("toml")[0].removeprefix("[trainer]\n")
     text = config.read_text()
@@ -59,7 +45,7 @@ def test_every_placeholder_and_every_source_stands_in_the_page() -> None:
 
 def test_the_settings_of_the_page_fit_what_wrap_writes(folder: Path) -> None:
     wrap, run = commands()
-    done = rlhf(folder, *wrap)
+    done = run_rlhf(folder, *wrap)
     assert done.returncode == 0, done.stdout + done.stderr
     config = folder / run[-1]
     with_settings_of_the_page(config)
@@ -72,9 +58,9 @@ def test_the_settings_of_the_page_fit_what_wrap_writes(folder: Path) -> None:
 @pytest.mark.end_to_end
 def test_the_two_commands_of_the_page_train(folder: Path) -> None:
     wrap, run = commands()
-    assert rlhf(folder, *wrap).returncode == 0
+    assert run_rlhf(folder, *wrap).returncode == 0
     with_settings_of_the_page(folder / run[-1])
-    done = rlhf(folder, *run, "--no-prefect", "--set", "trainer.num_steps=20", "--set", 'preflight.trial="off"')
+    done = run_rlhf(folder, *run, "--no-prefect", "--set", "trainer.num_steps=20", "--set", 'preflight.trial="off"')
     assert done.returncode == 0, done.stdout + done.stderr
     assert "20 of 20" in done.stdout
     (checkpoint,) = (folder / "home" / "runs").glob("train-*/checkpoints/step-000020")

@@ -1,15 +1,14 @@
 """Whole runs on a real Slurm with unfit nodes: each is found, gets a strike and is replaced; not without a probe."""
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from process_tools import run_rlhf
 from slurm_cluster import WHY_NO_NAMESPACES, Cluster
 
 pytestmark = [
@@ -65,9 +64,7 @@ def rows(path: Path, offset: int) -> Path:
 
 
 def rlhf(cluster: Cluster, home: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    environment = {**os.environ, **cluster.environment, "RLHF_SCHEDULER": "slurm", "RLHF_HOME": str(home)}
-    command = [sys.executable, "-m", "rlhf_core.cli.main", *words]
-    return subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True, check=False)
+    return run_rlhf(home, *words, RLHF_SCHEDULER="slurm", RLHF_HOME=str(home), **cluster.environment)
 
 
 def run(cluster: Cluster, home: Path, *settings: str) -> tuple["subprocess.CompletedProcess[str]", dict[str, Any]]:
