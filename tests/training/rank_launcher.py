@@ -321,10 +321,16 @@ def training_group(rank: int, num_ranks: int, folder: str, spec: dict[str, Any])
     leave_process_group(ranks)
 
 
-def flip_last_bit(path: Path) -> None:
-    """Flip the last bit of a file."""
+def every_scenario(rank: int, num_ranks: int, folder: str, module: str) -> Any:
+    """Scenario: the function ``runs_of`` of a test module, whose runs share one process group."""
+    with training_group(rank, num_ranks, folder, tiny_spec()) as group:
+        return importlib.import_module(module).runs_of(group)
+
+
+def flip_last_bit(path: Path, where: int = -1) -> None:
+    """Flip the last bit of a file, or of another byte of it."""
     content = bytearray(path.read_bytes())
-    content[-1] ^= 1
+    content[where] ^= 1
     path.write_bytes(content)
 
 

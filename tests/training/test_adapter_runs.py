@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from rank_launcher import TrainingGroup, launch, make_context, tiny_spec, training_group, values
+from rank_launcher import TrainingGroup, every_scenario, launch, make_context, tiny_spec, values
 from test_loop_runs import final_state, metrics_of
 from test_preference_runs import IPO, RANKER, WARM, spec_of
 from test_promoted_model import origin
@@ -74,11 +74,6 @@ RESUMED = ("stage-0", "ranker", "grpo", "ppo")
 """One of each stage and loop."""
 
 
-def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
-    with training_group(rank, num_ranks, folder, RUNS["grpo"]) as group:
-        return runs_of(group)
-
-
 def runs_of(group: TrainingGroup) -> dict[str, Any]:
     from rlhf_core.training.evaluation import evaluator
     from rlhf_core.training.trainers import run as run_module
@@ -124,7 +119,7 @@ def on_one_rank(rank: int, num_ranks: int, folder: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[dict[str, Any]]:
-    return values(launch(every_scenario, 2, folder / "launch", timeout_s=900, folder=str(folder)))
+    return values(launch(every_scenario, 2, folder / "launch", timeout_s=900, folder=str(folder), module=__name__))
 
 
 @pytest.fixture(scope="module")

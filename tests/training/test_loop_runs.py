@@ -15,6 +15,7 @@ import pytest
 from rank_launcher import (
     DATED_TEMPLATE,
     TrainingGroup,
+    every_scenario,
     flip_last_bit,
     launch,
     make_context,
@@ -101,12 +102,6 @@ WITHOUT_NOISE: dict[str, Any] = {
 
 def interrupt() -> None:
     raise InterruptedError("the test ends this worker here")
-
-
-def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
-    """Runs of seconds, one after the other in one process group."""
-    with training_group(rank, num_ranks, folder, tiny_spec()) as group:
-        return runs_of(group)
 
 
 def runs_of(group: TrainingGroup) -> dict[str, Any]:
@@ -263,7 +258,7 @@ def on_one_rank(rank: int, num_ranks: int, folder: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[dict[str, Any]]:
-    return values(launch(every_scenario, 2, folder / "launch", timeout_s=600, folder=str(folder)))
+    return values(launch(every_scenario, 2, folder / "launch", timeout_s=600, folder=str(folder), module=__name__))
 
 
 def metrics_of(folder: Path, name: str, restart: int = 0) -> dict[int, dict[str, float]]:

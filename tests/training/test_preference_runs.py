@@ -1,6 +1,5 @@
 """Runs that learn from pairs, on two real processes: resuming is exact, frozen weights are found, pairs are ranked."""
 
-import signal
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -8,8 +7,17 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from rank_launcher import TrainingGroup, launch, make_context, tiny_spec, training_group, values, whole_role
-from test_loop_runs import assert_resumed_bitwise, final_state, killed_for_real, metrics_of
+from rank_launcher import (
+    TrainingGroup,
+    every_scenario,
+    launch,
+    make_context,
+    tiny_spec,
+    training_group,
+    values,
+    whole_role,
+)
+from test_loop_runs import assert_resumed_bitwise, metrics_of
 
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.reports import EvaluationReport
@@ -72,11 +80,6 @@ KTO = spec_of(
 )
 
 
-def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
-    with training_group(rank, num_ranks, folder, spec_of(DPO)) as group:
-        return runs_of(group)
-
-
 def runs_of(group: TrainingGroup) -> dict[str, Any]:
     from rlhf_core.training.trainers import context as trainers_context
     from rlhf_core.training.trainers import offline
@@ -133,7 +136,7 @@ def evaluated(rank: int, num_ranks: int, run_dir: str) -> str:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[dict[str, Any]]:
-    return values(launch(every_scenario, 2, folder / "launch", timeout_s=600, folder=str(folder)))
+    return values(launch(every_scenario, 2, folder / "launch", timeout_s=600, folder=str(folder), module=__name__))
 
 
 def report(folder: Path, run: str, when: str, name: str = "preference") -> EvaluationReport:
@@ -163,16 +166,6 @@ def test_every_stage_of_zero_learns_the_same_and_resumes_bitwise(
     straight = metrics_of(folder, f"stage-{stage}")
     for number, line in metrics_of(folder, "straight").items():
         assert straight[number]["train/loss"] == pytest.approx(line["train/loss"], rel=1e-3), number
-
-
-def test_a_rank_killed_for_real_and_the_run_resumed_bitwise(results: list[dict[str, Any]], folder: Path) -> None:
-    run: dict[str, Any] = {"run_dir": str(folder / "killed"), "spec": spec_of(DPO)}
-    ended = launch(killed_for_real, 2, folder / "killed-launch", **run)
-    assert ended[1].exit_code == -signal.SIGKILL
-    assert set(metrics_of(folder, "killed")) == {1, 2, 3, 4}
-    assert values(launch(whole_role, 2, folder / "resumed-launch", restart=1, **run)) == ["done", "done"]
-    assert metrics_of(folder, "killed") | metrics_of(folder, "killed", restart=1) == metrics_of(folder, "straight")
-    assert final_state(folder, "killed") == final_state(folder, "straight")
 
 
 def test_one_rank_makes_the_steps_of_two(results: list[dict[str, Any]], folder: Path) -> None:

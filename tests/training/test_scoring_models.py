@@ -14,7 +14,7 @@ import pytest
 import torch
 from core_models import QWEN, char_tokenizer, tiny_model
 from pydantic import ValidationError
-from rank_launcher import TrainingGroup, flip_last_bit, launch, tiny_spec, training_group, values
+from rank_launcher import TrainingGroup, every_scenario, flip_last_bit, launch, tiny_spec, values
 from test_loop_runs import assert_resumed_bitwise, metrics_of
 from tokenizers.processors import TemplateProcessing
 from transformers import (
@@ -418,11 +418,6 @@ GRPO = {"algorithm": {"name": "grpo", "prompts_per_step": 4, "samples_per_prompt
 SFT = {"algorithm": {"name": "sft", "batch_size": 8}, "optimizer": RATE}
 
 
-def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
-    with training_group(rank, num_ranks, folder, tiny_spec()) as group:
-        return runs_of(group)
-
-
 def runs_of(group: TrainingGroup) -> dict[str, Any]:
     from rlhf_core.training.trainers import run as run_module
 
@@ -468,7 +463,7 @@ def results(folder: Path) -> list[dict[str, Any]]:
     RewardModel(model).requires_grad_(False).classifier.score.weight.zero_()  # type: ignore[union-attr, operator]
     model.save_pretrained(folder / "zero")
     shutil.copy(folder / "zero" / "model.safetensors", folder / "zero.safetensors")
-    return values(launch(every_scenario, 2, folder / "launch", timeout_s=300, folder=str(folder)))
+    return values(launch(every_scenario, 2, folder / "launch", timeout_s=300, folder=str(folder), module=__name__))
 
 
 @pytest.mark.end_to_end
