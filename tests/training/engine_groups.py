@@ -7,13 +7,15 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from core_models import QWEN, char_tokenizer, tiny_model
@@ -27,11 +29,13 @@ from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.engines import EngineAddress
 from rlhf_core.training.distributed import Ranks
+from rlhf_core.training.rollouts.base import RolloutEngine, Sampling
 from rlhf_core.training.rollouts.remote.engine import RemoteEngines
 from rlhf_core.training.rollouts.samplers import TransformersSampler
 from rlhf_core.training.rollouts.server.process import run_engine
 from rlhf_core.training.rollouts.server.worker import EngineWorker
 from rlhf_core.training.rollouts.sglang import server as sglang_server
+from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 from rlhf_core.training.rollouts.vllm import engine as vllm_engine
 from rlhf_core.training.types import NullReporter
 from rlhf_core.weight_sync.receiver import Receiver
@@ -44,6 +48,28 @@ PATHS = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 def no_beat() -> None:
     """Heartbeat that is discarded."""
+
+
+def assert_follows(
+    engine: RolloutEngine,
+    models: Iterable[Any],
+    prompts: Sequence[Sequence[int]],
+    seeds: Sequence[Sequence[int]],
+    greedy: Sampling,
+) -> None:
+    """Assert that greedy completions and all log-probabilities equal those of transformers, for each version."""
+    peer = TransformersEngine(char_tokenizer())
+    answers = []
+    for version, model in enumerate(models):
+        for one in (engine, peer):
+            one.load(model, version, no_beat)
+        found, expected = (one.sample(prompts, seeds, greedy, version, no_beat) for one in (engine, peer))
+        for made, right in zip(chain(*found), chain(*expected), strict=True):
+            assert (made.token_ids, made.text, made.finished) == (right.token_ids, right.text, right.finished)
+            assert made.logprobs == pytest.approx(right.logprobs, abs=1e-4)
+            assert made.weight_version == version
+        answers.append([made.token_ids for made in chain(*found)])
+    assert all(one != other for one, other in pairwise(answers)), "weights without effect would prove nothing"
 
 
 def sglang_stand_in() -> tuple[str, ...]:

@@ -15,7 +15,7 @@ import httpx
 import pytest
 import torch
 from core_models import QWEN, char_tokenizer, tiny_model
-from engine_groups import EngineGroup, engine_group, no_beat
+from engine_groups import EngineGroup, assert_follows, engine_group, no_beat
 from process_tools import until
 from rank_launcher import launch, make_context, values
 
@@ -74,19 +74,8 @@ def test_every_version_is_that_of_the_trainer(group: EngineGroup, tied: bool, tm
 
 
 def follows_the_trainer(group: EngineGroup, **sync: Any) -> None:
-    remote, peer = group.trainer(restart=next(STARTS), **sync), TransformersEngine(char_tokenizer())
-    answers = []
-    for version in range(3):
-        model = tiny_model(group.spec["model"]["config"], seed=version)
-        for one in (remote, peer):
-            one.load(model, version, no_beat)
-        found, expected = (one.sample(PROMPTS, SEEDS, GREEDY, version, no_beat) for one in (remote, peer))
-        for made, right in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
-            assert (made.token_ids, made.text, made.finished) == (right.token_ids, right.text, right.finished)
-            assert made.logprobs == pytest.approx(right.logprobs, abs=1e-4)
-            assert made.weight_version == version
-        answers.append(tokens_of(found))
-    assert answers[0] != answers[1] != answers[2], "weights without effect would prove nothing"
+    models = [tiny_model(group.spec["model"]["config"], seed=version) for version in range(3)]
+    assert_follows(group.trainer(restart=next(STARTS), **sync), models, PROMPTS, SEEDS, GREEDY)
 
 
 @pytest.mark.parametrize("transport", [Transport.SHARED_MEMORY, Transport.FILES])

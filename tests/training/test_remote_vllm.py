@@ -2,23 +2,20 @@
 
 import signal
 import time
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from adapted_models import LORA, adapted
-from core_models import QWEN, char_tokenizer, tiny_model
-from engine_groups import TIMEOUT_S, EngineGroup, engine_group, no_beat
+from core_models import QWEN, tiny_model
+from engine_groups import TIMEOUT_S, EngineGroup, assert_follows, engine_group, no_beat
 
 from rlhf_core.errors import StaleWeights
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.remote import engine as remote_module
 from rlhf_core.training.rollouts.remote.engine import RemoteEngines
-from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 
 # Not with importorskip: every test process imports this module, and vLLM takes seconds to import.
 pytestmark = [
@@ -39,7 +36,7 @@ def test_vllm_of_its_own_follows_the_trainer(tmp_path: Path) -> None:
     config = {**QWEN, "head_dim": 32}
     with engine_group(tmp_path, 1, config, engine="vllm") as group:
         remote = group.trainer()
-        _assert_follows(remote, [tiny_model(config, seed=version) for version in range(2)])
+        assert_follows(remote, [tiny_model(config, seed=version) for version in range(2)], PROMPTS, SEEDS, GREEDY)
         _assert_reproducible_and_diverse(remote)
 
 
@@ -51,7 +48,7 @@ def test_an_engine_that_is_split_follows_the_trainer(tmp_path: Path, monkeypatch
     (tmp_path / "fork-parts-0").touch()
     with engine_group(tmp_path, 1, config, engine="vllm", vllm={"tensor_parallel": 2}) as group:
         remote = group.trainer()
-        _assert_follows(remote, [tiny_model(config, seed=version) for version in range(2)])
+        assert_follows(remote, [tiny_model(config, seed=version) for version in range(2)], PROMPTS, SEEDS, GREEDY)
         _assert_reproducible_and_diverse(remote)
         skip = group.gate("skip-part", 0).close()
         with pytest.raises(StaleWeights, match="engine-0 and the trainer compute different log-probabilities"):
@@ -84,7 +81,7 @@ def test_a_split_engine_that_is_killed_leaves_nothing_and_is_given_adapters(
     with engine_group(tmp_path, 1, config, {"lora": LORA}, engine="vllm", vllm={"tensor_parallel": 2}) as group:
         remote = group.trainer()
         models = [adapted(RunDir(tmp_path).initial_model, version) for version in range(3)]
-        _assert_follows(remote, models[:2])
+        assert_follows(remote, models[:2], PROMPTS, SEEDS, GREEDY)
         skip = group.gate("skip-part", 0).close()
         with pytest.raises(StaleWeights, match="has 1 tensors of the adapter"):
             remote.load(models[2], 2, no_beat)
@@ -110,22 +107,6 @@ def _parts(group: EngineGroup) -> list[psutil.Process]:
     found = [one for one in psutil.Process(group.processes[0].pid).children() if one.name().startswith("VLLM::Worker")]
     assert len(found) == 2
     return found
-
-
-def _assert_follows(remote: RemoteEngines, models: Sequence[Any]) -> None:
-    """Assert that greedy completions and all log-probabilities equal those of transformers, for each version."""
-    peer = TransformersEngine(char_tokenizer())
-    answers = []
-    for version, model in enumerate(models):
-        for one in (remote, peer):
-            one.load(model, version, no_beat)
-        found, expected = (one.sample(PROMPTS, SEEDS, GREEDY, version, no_beat) for one in (remote, peer))
-        for (made, *_), (right, *_) in zip(found, expected, strict=True):
-            assert (made.token_ids, made.text, made.finished) == (right.token_ids, right.text, right.finished)
-            assert made.logprobs == pytest.approx(right.logprobs, abs=1e-4)
-            assert made.weight_version == version
-        answers.append([group[0].text for group in found])
-    assert answers[0] != answers[1], "weights without effect would prove nothing"
 
 
 def _assert_reproducible_and_diverse(remote: RemoteEngines) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from adapted_models import LORA, adapted
 from core_models import QWEN, char_tokenizer, tiny_model
+from engine_groups import assert_follows, no_beat
 from pydantic import JsonValue
 from rank_launcher import TINY_MODEL, launch, make_context, tiny_spec
 from test_loop_runs import Interrupting, final_state, kill_once_saved, metrics_of
@@ -42,10 +43,6 @@ PROMPTS = [[40, 41, 42], [50], [60, 61, 62, 63, 64]]
 SEEDS = [[100 * prompt + sample for sample in range(4)] for prompt in range(3)]
 GREEDY = Sampling(max_new_tokens=8, temperature=0.0, batch_size=5)
 DRAWN = Sampling(max_new_tokens=8, temperature=0.7, batch_size=64)
-
-
-def no_beat() -> None:
-    """Heartbeat that is discarded."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -307,18 +304,6 @@ def scattered(config: Mapping[str, JsonValue], seed: int) -> PreTrainedModel:
     return model
 
 
-def assert_both_versions_are_taken_over(engine: VllmEngine, config: Mapping[str, JsonValue]) -> None:
-    peer = TransformersEngine(char_tokenizer())
-    for version in range(2):
-        model = scattered(config, version)
-        engine.load(model, version, no_beat)
-        peer.load(model, version, no_beat)
-        found, expected = (flat(one.sample(PROMPTS, SEEDS, GREEDY, version, no_beat)) for one in (engine, peer))
-        for made, right in zip(found, expected, strict=True):
-            assert made.token_ids == right.token_ids
-            assert made.logprobs == pytest.approx(right.logprobs, abs=1e-4)
-
-
 MENDS: Mapping[str, tuple[str, Callable[..., object]]] = {
     # Without it, vLLM on CPU reads experts in another order than they are packed in.
     "mixtral": ("_packed_experts", contextlib.nullcontext),
@@ -334,7 +319,7 @@ def mixture_reloaded(rank: int, num_ranks: int, folder: str, config: dict[str, J
 
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks, store=dist.HashStore())
     engine = started(Path(folder))
-    assert_both_versions_are_taken_over(engine, config)
+    assert_follows(engine, [scattered(config, version) for version in range(2)], PROMPTS, SEEDS, GREEDY)
     engine._is_verified = False
     without = mock.patch.object(vllm_worker, *MENDS[str(config["model_type"])])
     with without, pytest.raises(StaleWeights) as refused:
@@ -372,7 +357,7 @@ def test_models_beside_vllm_are_constructed_and_called_as_without_it(tmp_path: P
         model.base_model.register_forward_hook(lambda *_: calls.append(1))
         assert torch.equal(model(tokens).logits, expected)
     assert len(calls) == 2, "DeepSpeed gathers weights in such hooks"
-    assert_both_versions_are_taken_over(engine, GPT_NEOX)
+    assert_follows(engine, [scattered(GPT_NEOX, version) for version in range(2)], PROMPTS, SEEDS, GREEDY)
     engine.close()
 
 
