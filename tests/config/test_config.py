@@ -227,7 +227,7 @@ def test_no_tokenizer_is_built_for_a_model_that_exists(minimal: Path) -> None:
 
 
 def test_a_missing_file_suggests_the_preset(tmp_path: Path) -> None:
-    with pytest.raises(BadConfig, match='did you mean the preset "quickstart"'):
+    with pytest.raises(BadConfig, match='/quickstrt does not exist; did you mean the preset "quickstart"'):
         config.load("quickstrt")
     with pytest.raises(BadConfig, match="is a folder"):
         config.load(tmp_path)

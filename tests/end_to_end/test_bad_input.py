@@ -1,13 +1,11 @@
 """Bad input and a full disk: a clear message, the right exit code, and no loss of existing data."""
 
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from site_files import TINY
 from sites import Site
+from small_disk import small_disk
 
 from rlhf_core.cli import main
 
@@ -37,47 +35,15 @@ def test_a_config_that_cannot_work_ends_with_2(
         assert "Traceback" not in output.err
 
 
-def test_a_malformed_line_is_named_by_file_and_number(site: Site) -> None:
-    good = '{"prompt": "12>", "answer": "12"}\n'
-    (site.home / "train.jsonl").write_text(good * 40 + '{"prompt": "3\n' + good)
-    (site.home / "eval.jsonl").write_text(good.replace("12", "21"))
-    without_generator = {name: None for name in TINY if name.startswith("data.generator")}
-    ended = site.rlhf(
-        "run",
-        site.config(without_generator),
-        "--no-prefect",
-        "--set",
-        "data.train=train.jsonl",
-        "--set",
-        "data.eval=eval.jsonl",
-        code=2,
-    )
-    assert "train.jsonl:41" in (ended.stdout + ended.stderr).replace("\n", "")
-
-
-def test_a_missing_file_is_named(site: Site) -> None:
-    ended = site.rlhf("run", "nothing.toml", code=2)
-    assert "nothing.toml" in ended.stderr
-
-
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small file system needs root")
-    mount = tmp_path / "small"
-    mount.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(mount)], capture_output=True, text=True, check=False
-    )
-    if made.returncode:
-        pytest.skip(f"cannot mount a tmpfs here: {made.stderr.strip()}")
-    yield mount
-    subprocess.run(["umount", "-l", str(mount)], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "small", "6m") as mount:
+        yield mount
 
 
 @pytest.mark.training
-def test_a_full_disk_at_checkpoint_time_loses_nothing(site: Site, small_disk: Path) -> None:
-    site.variables["RLHF_RUNS"] = str(small_disk)
+def test_a_full_disk_at_checkpoint_time_loses_nothing(site: Site, disk: Path) -> None:
+    site.variables["RLHF_RUNS"] = str(disk)
     keep_all = ("--set", "checkpoint.keep_last=100", "--set", "checkpoint.every_num_steps=3")
     ended = site.rlhf("run", site.config(), "--no-prefect", *keep_all, code=None)
     assert ended.returncode in (1, 2), ended.stdout + ended.stderr
@@ -90,7 +56,7 @@ def test_a_full_disk_at_checkpoint_time_loses_nothing(site: Site, small_disk: Pa
     assert shown["checkpoints"], "this test is valid only if the disk filled after the first checkpoint"
     from rlhf_core.run_dir.run import RunDir
 
-    kept = RunDir(small_disk / run["run_id"]).checkpoints()
+    kept = RunDir(disk / run["run_id"]).checkpoints()
     assert [checkpoint.step for checkpoint in kept] == [row["step"] for row in shown["checkpoints"]]
     for checkpoint in kept:
         assert checkpoint.damage() == []

@@ -3,7 +3,6 @@
 import os
 import shutil
 import sqlite3
-import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +14,7 @@ import pytest
 from control_fakes import FakeScheduler, make_run, make_spec
 from history_tools import whole_run
 from pydantic import ValidationError
+from small_disk import small_disk
 
 from flows.flow_runs.ended import _run_of
 from flows.flow_runs.task_runs import _stage
@@ -85,14 +85,14 @@ def test_what_is_no_id_opens_nothing(tmp_path: Path, text: str) -> None:
     assert _stage(runs, text, "train") is None
 
 
-def planted(folder: Path, name: str = ID) -> RunDir:
+def planted(folder: Path) -> RunDir:
     """Run directory made by another user, outside the runs of this site."""
     folder.mkdir()
     run_dir = make_run(folder / "theirs")
-    target = folder / name
+    target = folder / ID
     run_dir.root.rename(target)
     content = (target / "spec.json").read_text()
-    (target / "spec.json").write_text(content.replace(run_dir.run_id, name))
+    (target / "spec.json").write_text(content.replace(run_dir.run_id, ID))
     return RunDir(target)
 
 
@@ -328,23 +328,14 @@ def test_jobs_of_slurm_are_taken() -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MiB, removed at the end."""
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(mount)], capture_output=True, text=True, check=False
-    )
-    if made.returncode != 0:
-        pytest.skip(f"cannot mount a tmpfs here: {made.stderr.strip()}")
-    try:
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB."""
+    with small_disk(tmp_path / "disk", "2m") as mount:
         yield mount
-    finally:
-        subprocess.run(["umount", "-l", str(mount)], check=True)
 
 
-def test_a_history_is_whole_or_not_there_on_a_nearly_full_disk(small_disk: Path) -> None:
-    file, filler = small_disk / "history.db", small_disk / "filler"
+def test_a_history_is_whole_or_not_there_on_a_nearly_full_disk(disk: Path) -> None:
+    file, filler = disk / "history.db", disk / "filler"
     url = f"sqlite:///{file}"
     whole = refused = 0
     messages: list[str] = []
@@ -352,7 +343,7 @@ def test_a_history_is_whole_or_not_there_on_a_nearly_full_disk(small_disk: Path)
     # Without the check of what SQLite left (`database.require_whole`), four of these would publish a broken file.
     for left_kib in range(60, 1_100, 75):
         filler.write_bytes(b"")
-        room = os.statvfs(small_disk)
+        room = os.statvfs(disk)
         filler.write_bytes(b"x" * max(0, room.f_bavail * room.f_bsize - (left_kib << 10)))
         try:
             with HistoryStore(url) as store:
@@ -365,7 +356,7 @@ def test_a_history_is_whole_or_not_there_on_a_nearly_full_disk(small_disk: Path)
             whole += 1
             _require_whole(file)
         filler.unlink()
-        for path in small_disk.iterdir():
+        for path in disk.iterdir():
             path.unlink()
     assert published == []
     assert min(whole, refused) >= 3, (whole, refused)

@@ -1,12 +1,11 @@
 """Fixtures for the worker tests."""
 
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from agent_runs import AgentRun, toy_runs
+from small_disk import small_disk
 
 from rlhf_core.run_dir.run import new_run_id
 from rlhf_core.worker.liveness.heartbeat import SlotFile
@@ -15,13 +14,8 @@ from rlhf_core.worker.liveness.heartbeat import SlotFile
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 512 KiB; toy runs that use it are placed there."""
-    mount = tmp_path / "runs"
-    mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(mount)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        pytest.skip("needs the right to mount a small file system")
-    yield mount
-    subprocess.run(["umount", "--lazy", str(mount)], check=True)
+    with small_disk(tmp_path / "runs", "512k") as mount:
+        yield mount
 
 
 @pytest.fixture
