@@ -4,17 +4,16 @@ import contextlib
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from uuid import UUID
 
 import pytest
 import sites
 from control_fakes import Clock
+from http_stand_in import QuietHandler, serving
 from prefect import flow
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Scheduled
@@ -171,7 +170,7 @@ def test_a_lost_server_is_reported() -> None:
 def failing_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A server that lives but has lost its database: it answers everything but questions about its health with 500."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             self.send_response(200 if self.path.endswith(("/health", "/version")) else 500)
             self.send_header("Content-Length", "4")
@@ -180,18 +179,13 @@ def failing_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
         do_POST = do_GET
 
-        def log_message(self, format: str, *args: Any) -> None:
-            """Print nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}/api"
-    monkeypatch.setenv("PREFECT_API_URL", url)
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    with temporary_settings({PREFECT_API_URL: url}):
-        yield
-    server.shutdown()
+    with serving(Handler) as port:
+        url = f"http://127.0.0.1:{port}/api"
+        monkeypatch.setenv("PREFECT_API_URL", url)
+        with temporary_settings({PREFECT_API_URL: url}):
+            yield
 
 
 @pytest.mark.usefixtures("failing_server")

@@ -1,15 +1,14 @@
 """Messages sent by a real Prefect server to a real receiver."""
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 import sites
+from http_stand_in import QuietHandler, serving
 from prefect.events import emit_event
 
 from flows import notify, reconcile
@@ -41,23 +40,15 @@ class Receiver:
 
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_POST(self) -> None:
             got.bodies.append(self.rfile.read(int(self.headers["Content-Length"])).decode())
             self.send_response(got.status)
             self.end_headers()
 
-        def log_message(self, format: str, *args: Any) -> None:
-            """Print nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    got = Receiver(f"http://127.0.0.1:{server.server_port}/hooks/{SECRET}")
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield got
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(Handler) as port:
+        got = Receiver(f"http://127.0.0.1:{port}/hooks/{SECRET}")
+        yield got
 
 
 @pytest.fixture

@@ -1,15 +1,14 @@
 """Attackers of the server and the folders of a site: another user of the machine, and a page from another origin."""
 
-import http.server
 import json
 import os
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from http_stand_in import QuietHandler, serving
 
 STRANGER = 65534
 """The user ``nobody``."""
@@ -49,20 +48,12 @@ def _tried(attack: Callable[[], Any]) -> Any:
 def page_of_a_stranger(html: str) -> Iterator[str]:
     """A web page on another port of this machine, as any of its users can serve one; yields its address."""
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             self.send_response(200)
             self.send_header("Content-Type", "text/html")
             self.end_headers()
             self.wfile.write(html.encode())
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with serving(Handler) as port:
+        yield f"http://127.0.0.1:{port}/"

@@ -1,16 +1,15 @@
 """Proxy variables: our requests and Prefect's reach a server on this machine without a proxy."""
 
-import http.server
 import os
 import subprocess
 import sys
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from http_stand_in import QuietHandler, serving
 
 from flows.server import proxies
 from flows.server import settings as server
@@ -32,23 +31,18 @@ print(get_proxy(parse_uri("ws://" + sys.argv[1] + "/events")))
 """
 
 
-class Healthy(http.server.BaseHTTPRequestHandler):
+class Healthy(QuietHandler):
     """A server that reports itself healthy."""
 
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()
 
-    def log_message(self, *arguments: object) -> None:
-        """Print nothing."""
-
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as running:
-        threading.Thread(target=running.serve_forever, daemon=True).start()
-        yield running.server_address[1]
-        running.shutdown()
+    with serving(Healthy) as port:
+        yield port
 
 
 @pytest.fixture(autouse=True)

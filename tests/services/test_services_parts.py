@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import errno
-import http.server
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from http_stand_in import QuietHandler, serving
 
 from flows import services, worker
 from flows.server import required, temporary
@@ -353,7 +353,7 @@ def test_the_address_of_an_unresponsive_server_is_reported(site: Site, monkeypat
         required.require(site)
 
 
-class _Guarded(http.server.BaseHTTPRequestHandler):
+class _Guarded(QuietHandler):
     """A server of a site: health is public, the rest requires me:right."""
 
     def do_GET(self) -> None:
@@ -362,17 +362,11 @@ class _Guarded(http.server.BaseHTTPRequestHandler):
         self.send_response(200 if allowed else 401)
         self.end_headers()
 
-    def log_message(self, format: str, *args: object) -> None: ...
-
 
 @pytest.fixture
 def guarded() -> Iterator[str]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Guarded) as listening:
-        thread = threading.Thread(target=listening.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{listening.server_port}/api"
-        listening.shutdown()
-        thread.join()
+    with serving(_Guarded) as port:
+        yield f"http://127.0.0.1:{port}/api"
 
 
 def test_a_server_that_refuses_the_password_is_reported_with_the_variable_to_set(site: Site, guarded: str) -> None:
