@@ -50,21 +50,21 @@ def sign_in(context: Any, password: str) -> None:
     )
 
 
-def browser() -> str | None:
-    """The browser of this machine."""
-    names = ("chromium", "chromium-browser", "google-chrome")
-    return next((path for name in names if (path := shutil.which(name)) is not None), None)
-
-
 @contextmanager
-def chromium() -> Iterator[Any]:
-    """Run a browser for the block; skips the test if none is installed."""
-    executable = browser()
+def chromium(*arguments: str, **options: Any) -> Iterator[Any]:
+    """Run a browser for the block; skips the test if none is installed.
+
+    Args:
+        arguments: further arguments of its command line.
+        options: further options of Playwright.
+    """
+    names = ("chromium", "chromium-browser", "google-chrome")
+    executable = next((path for name in names if (path := shutil.which(name)) is not None), None)
     if executable is None:
         pytest.skip("there is no browser on this machine (chromium): sh infra/system_packages.sh browser")
     playwright = pytest.importorskip("playwright.sync_api")
     with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        started = driver.chromium.launch(executable_path=executable, args=["--no-sandbox", *arguments], **options)
         yield started
         started.close()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from history_tools import RunFiles, whole_run
+from signing_in import chromium
 
 from rlhf_core.cli.commands.compare import sparklines
 from rlhf_core.cli.main import execute
@@ -286,15 +287,8 @@ def shown() -> dict[tuple[int, str], tuple[int, int, list[str]]]:
 
 def _see(page: Path) -> dict[tuple[int, str], tuple[int, int, list[str]]]:
     """Show a page on every screen in one browser, because starting it takes longer than everything else."""
-    from shutil import which
-
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
-    chromium = which("chromium") or which("google-chrome")
-    if chromium is None:
-        pytest.skip("needs a browser (Debian: apt-get install chromium)")
     shown = {}
-    with playwright.sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+    with chromium() as browser:
         for width, scheme in SCREENS:
             tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
             tab.goto(page.as_uri())
@@ -304,7 +298,6 @@ def _see(page: Path) -> dict[tuple[int, str], tuple[int, int, list[str]]]:
                 tab.eval_on_selector_all("svg.plot path", "all => all.map(one => getComputedStyle(one).stroke)"),
             )
             tab.close()
-        browser.close()
     return shown
 
 

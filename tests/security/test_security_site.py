@@ -13,7 +13,7 @@ import psutil
 import pytest
 import websockets.exceptions
 import websockets.sync.client
-from signing_in import authorization, browser
+from signing_in import authorization, chromium
 from site_stranger import as_stranger, needs_root, page_of_a_stranger
 from sites import Site
 
@@ -23,7 +23,6 @@ from flows.server.guards import MAX_BODY_BYTES
 pytestmark = pytest.mark.end_to_end
 
 MB = 1 << 20
-BROWSER = browser()
 
 
 @pytest.fixture(scope="module")
@@ -98,18 +97,6 @@ def websocket(site: Site, path: str, password: str) -> str:
         return str(refused.response.status_code)
     except websockets.exceptions.ConnectionClosed:
         return "closed"
-
-
-def test_the_password_is_no_word_of_a_command_line_nor_of_a_log(site: Site) -> None:
-    secret = site.password.partition(":")[2]
-    assert len(secret) > 30
-    commands = site.commands()
-    assert commands
-    assert not [line for line in commands if secret in line]
-    holding = [path for path in site.home.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
-    assert holding == [site.home / "prefect" / "auth"]
-    assert holding[0].stat().st_mode & 0o777 == 0o600
-    assert site.rlhf("password").stdout.strip() == site.password, "the user is told when asking for it"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -200,18 +187,15 @@ async function attack() {{
 """
 
 
-@pytest.mark.skipif(BROWSER is None, reason="needs a browser: chromium is not installed")
 def test_a_page_on_another_port_can_neither_write_nor_read(site: Site) -> None:
     """This holds even for a page that knows the password, in the browser of a signed-in user, under a name that it
     controls."""
-    from playwright.sync_api import sync_playwright
-
     header = authorization(site.password)["authorization"]
     base = f"http://127.0.0.1:{site.port}"
-    with page_of_a_stranger(PAGE.format(api=f"{base}/api", authorization=header)) as evil, sync_playwright() as driver:
-        mapped = "--host-resolver-rules=MAP evil.example 127.0.0.1"
-        chromium = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox", mapped])
-        context = chromium.new_context()
+    mapped = "--host-resolver-rules=MAP evil.example 127.0.0.1"
+    page_of_the_stranger = page_of_a_stranger(PAGE.format(api=f"{base}/api", authorization=header))
+    with page_of_the_stranger as evil, chromium(mapped) as browser:
+        context = browser.new_context()
         page = context.new_page()
         page.goto(evil)
         with context.expect_page() as opened:
@@ -227,7 +211,6 @@ def test_a_page_on_another_port_can_neither_write_nor_read(site: Site) -> None:
         page.keyboard.press("Enter")
         page.get_by_role("link", name="Deployments").first.wait_for()
         assert page.evaluate(OWN_PAGE, header) == 201
-        chromium.close()
     assert "by-own-page" in flows(site)
 
 

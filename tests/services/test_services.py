@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 import pytest
 from process_tools import ASKING_INTERVAL_S, until
-from signing_in import PAGE_TIMEOUT_MS, browser
+from signing_in import PAGE_TIMEOUT_MS, chromium
 from sites import TIMEOUT_S, Site
 
 from flows.services import SERVICES
@@ -149,8 +150,6 @@ class Outside:
         self._listener.close()
 
 
-BROWSER = browser()
-needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs a browser: chromium is not installed")
 ITS_OWN_BUSINESS = (".google.com:443", "content-autofill.googleapis.com:443", ".gvt1.com:443")
 """Whom the browser itself asks, whatever page it shows."""
 
@@ -160,22 +159,15 @@ MARKDOWN = f"# Shown\n\n![inside](data:image/png;base64,{PIXEL})\n\n![outside](h
 
 def visit_pages(site: Site, outside: Outside, artifact: str, *, guarded: bool) -> tuple[list[int], str]:
     """Visit pages of both UIs in a browser; returns the widths of the pictures in an artifact, and its text."""
-    from playwright.sync_api import Route, sync_playwright
-
     base = f"http://127.0.0.1:{site.port}"
 
-    def without_policy(route: Route) -> None:
+    def without_policy(route: Any) -> None:
         answer = route.fetch()
         headers = {name: value for name, value in answer.headers.items() if name != "content-security-policy"}
         route.fulfill(response=answer, headers=headers)
 
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(
-            executable_path=BROWSER,
-            args=["--no-sandbox"],
-            proxy={"server": f"http://127.0.0.1:{outside.port}", "bypass": "127.0.0.1"},
-        )
-        page = chromium.new_page()
+    with chromium(proxy={"server": f"http://127.0.0.1:{outside.port}", "bypass": "127.0.0.1"}) as browser:
+        page = browser.new_page()
         page.set_default_timeout(PAGE_TIMEOUT_MS)
         if not guarded:
             page.route(lambda url: url.startswith(base) and "/api/" not in url, without_policy)
@@ -188,11 +180,9 @@ def visit_pages(site: Site, outside: Outside, artifact: str, *, guarded: bool) -
         page.wait_for_load_state("networkidle")
         widths = page.eval_on_selector_all("img[alt=inside]", "all => all.map(one => one.naturalWidth)")
         text = page.inner_text("body")
-        chromium.close()
     return widths, text
 
 
-@needs_browser
 def test_the_ui_works_and_no_request_leaves_the_machine(site: Site) -> None:
     made = site.ask("/artifacts/", {"key": "shown", "type": "markdown", "data": MARKDOWN})[1]
     outside = Outside()
@@ -203,7 +193,6 @@ def test_the_ui_works_and_no_request_leaves_the_machine(site: Site) -> None:
     assert outside.asked == []
 
 
-@needs_browser
 def test_without_the_policy_requests_leave_the_machine(site: Site) -> None:
     """Negative control of the previous test."""
     made = site.ask("/artifacts/", {"key": "shown", "type": "markdown", "data": MARKDOWN})[1]
