@@ -8,7 +8,6 @@ import signal
 import stat
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -131,16 +130,6 @@ def test_another_environment_is_named_but_not_shown(house: House, monkeypatch: p
     assert "which differs in RLHF_PREFECT_AUTH; run `rlhf down`, then `rlhf up`" in house.message[-1]
     assert not [text for text in house.message if "s3cret" in text or "an0ther" in text]
     assert "s3cret" not in house.supervisord.config.read_text()
-
-
-def test_two_at_once_start_one_of_each(house: House) -> None:
-    both = [threading.Thread(target=house.up) for _ in range(2)]
-    for thread in both:
-        thread.start()
-    for thread in both:
-        thread.join()
-    assert [house.num_of(name) for name in NAMES] == [1, 1, 1]
-    assert [house.message.count(f"starting the {name}") for name in NAMES] == [1, 1, 1]
 
 
 def test_other_users_have_no_access_and_it_listens_on_no_port(house: House) -> None:
