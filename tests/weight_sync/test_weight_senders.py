@@ -14,7 +14,6 @@ from sync_processes import (
     digests,
     layout_of,
     living,
-    new_sender,
     odd_weights,
     streamed,
 )

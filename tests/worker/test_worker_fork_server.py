@@ -16,7 +16,6 @@ from process_tools import until
 
 from rlhf_core.worker import processes
 from rlhf_core.worker.groups import fork_server
-from rlhf_core.worker.groups.base import ELASTIC_VARIABLES
 from rlhf_core.worker.groups.fork_server import ForkedWorker, ForkServer
 from rlhf_core.worker.worker_process import AGENT_VARIABLE
 
@@ -217,17 +216,6 @@ def test_a_server_whose_forks_would_differ_is_replaced(
     assert why in " ".join(messages)
     assert not Path(f"/proc/{pid}").exists()
     assert fork(server, tmp_path / "said").wait(30) == 7
-
-
-def test_variables_of_torch_elastic_leave_the_server_in_use(
-    server: ForkServer, messages: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are set once the server has been started; it would be replaced at the first restart."""
-    pid = ready(server)
-    for name, value in ELASTIC_VARIABLES.items():
-        monkeypatch.setenv(name, value)
-    assert ready(server) == pid
-    assert messages == []
 
 
 @pytest.mark.parametrize("damage", [kill, stop])
