@@ -76,10 +76,7 @@ def _print_plan(found: "RunPlan") -> None:
 
 
 def _print_verdict(found: "RunPlan") -> None:
-    if found.problems:
-        output.print_text(f"Refused: {found.layout}.")
-    else:
-        output.print_text(f"Layout: {found.layout}.{'' if found.nearest else ' It divides.'}")
+    output.print_text(f"{'Refused' if found.problems else 'Accepted'}: {found.layout}.")
     for one in (*found.problems, *found.warnings):
         output.print_text(f"  {one.status}: found {one.found}; expected {one.expected}; {one.advice}")
     if found.nearest:
