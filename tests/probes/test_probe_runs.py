@@ -101,13 +101,25 @@ def test_unfit_nodes_are_replaced_and_avoided_afterwards(unfit: Unfit, tmp_path:
     assert len(speeds) == 6, "of the attempts that got as far as measuring"
 
 
-def test_without_a_probe_unfit_nodes_are_used_silently(unfit: Unfit, tmp_path: Path) -> None:
-    """Negative control: node1 trains on other prompts, node2 slows all down, and the run completes."""
-    done, shown = run(unfit.cluster, tmp_path / "home", *unfit.data, "preflight.probe=false", "resources.num_nodes=2")
+UNPROBED = ("preflight.probe=false", "resources.num_nodes=2")
+
+
+def test_without_a_probe_a_slow_node_is_used_silently(unfit: Unfit, tmp_path: Path) -> None:
+    """Negative control: node2 slows all down, and the run completes."""
+    done, shown = run(unfit.cluster, tmp_path / "home", *unfit.data, *UNPROBED, 'slurm.exclude=["node1"]')
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [one["nodes"] for one in shown["attempts"]] == [["node1", "node2"]]
+    assert [one["nodes"] for one in shown["attempts"]] == [["node2", "node3"]]
     assert shown["incidents"] == []
     assert not any(one["node"] or one["status"] == "blocked" for one in shown["checks"])
+
+
+def test_without_a_probe_other_data_ends_the_run(unfit: Unfit, tmp_path: Path) -> None:
+    """Negative control: the ranks find other rows than those of the first, but no other node is tried."""
+    done, shown = run(unfit.cluster, tmp_path / "home", *unfit.data, *UNPROBED)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert [one["failure_kind"] for one in shown["incidents"]] == ["data"]
+    assert "rank 1 has loaded other rows than rank 0" in done.stderr
+    assert [one["nodes"] for one in shown["attempts"]] == [["node1", "node2"]]
 
 
 def test_a_run_that_needs_every_node_ends_with_advice(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
