@@ -17,8 +17,12 @@ class GivenProcess(WorkerGroup):
         self._folder = folder if isinstance(folder, RestartDir) else RestartDir(folder, 1, 0)
 
     def start(self) -> None:
-        """Use the given process as the worker."""
-        self._begin({0: Started(0, 0, self._pid, time.monotonic_ns())})
+        """Use the given process as the worker, with what its slot has already."""
+        self.workers = {0: self._start_worker(0)}
+        self.started = True
+
+    def _start_worker(self, local_rank: int) -> Started:
+        return Started(local_rank, 0, self._pid, time.monotonic_ns())
 
     def folder(self, local_rank: int) -> RestartDir:
         """The folder that was given."""

@@ -115,12 +115,28 @@ class WorkerGroup(ABC):
     # -----------------------------------------------------------------------------------------------------------------
     # Starting and ending
 
-    @abstractmethod
     def start(self) -> None:
         """Start this node's workers.
 
         Raises:
             StartAbandoned: the order to kill arrived before they were started.
+            OSError: a process cannot be started.
+        """
+        if self.killing:
+            raise StartAbandoned
+        self.seat.slots.clear()
+        started = {local_rank: self._start_worker(local_rank) for local_rank in range(self.num_workers)}
+        with self._lock:
+            self.workers = started
+            self.started = True
+        self._end_if_killed()
+
+    @abstractmethod
+    def _start_worker(self, local_rank: int) -> Started:
+        """Start one worker with :meth:`_launch`.
+
+        Raises:
+            OSError: the process cannot be started.
         """
 
     @abstractmethod
@@ -188,13 +204,6 @@ class WorkerGroup(ABC):
         process = start(command, environment)
         self._processes[local_rank] = process
         return Started(local_rank, rank, process.pid, started_ns)
-
-    def _begin(self, started: dict[int, Started]) -> None:
-        """Record that all workers were started."""
-        with self._lock:
-            self.workers = started
-            self.started = True
-        self._end_if_killed()
 
     def _end_if_killed(self) -> None:
         """Kill the workers again if the order arrived while they were being started."""

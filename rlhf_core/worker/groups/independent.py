@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from rlhf_core.run_dir.attempt import AttemptDir, RestartDir
 from rlhf_core.schemas.resources import GroupPlan
-from rlhf_core.worker.groups.base import Exit, GroupSeat, StartAbandoned, Started, WorkerGroup
+from rlhf_core.worker.groups.base import Exit, GroupSeat, Started, WorkerGroup
 from rlhf_core.worker.groups.fork_server import ForkServer
 from rlhf_core.worker.groups.gpus import visible_gpus
 from rlhf_core.worker.processes import GROUP_VARIABLE
@@ -48,18 +48,6 @@ class IndependentGroup(WorkerGroup):
         """Value of ``GROUP_VARIABLE`` for a worker and all its descendants."""
         return f"{self.role}/{local_rank}"
 
-    def start(self) -> None:
-        """Start all of this node's workers.
-
-        Raises:
-            StartAbandoned: the order to kill arrived before they were started.
-            OSError: a process cannot be started.
-        """
-        if self.killing:
-            raise StartAbandoned
-        self.seat.slots.clear()
-        self._begin({local_rank: self._launch_one(local_rank) for local_rank in range(self.num_workers)})
-
     def restart(self, local_rank: int, generation: int) -> Started | None:
         """Restart one worker that has exited.
 
@@ -78,7 +66,7 @@ class IndependentGroup(WorkerGroup):
             self.seat.slots.clear_worker(local_rank)
         if self._fork_server is not None:
             self._fork_server.prepare()
-        started = self._launch_one(local_rank)
+        started = self._start_worker(local_rank)
         with self._lock:
             self.workers[local_rank] = started
             del self.exits[local_rank]
@@ -93,7 +81,7 @@ class IndependentGroup(WorkerGroup):
             self._processes[worker.local_rank].wait(REAP_TIMEOUT_S)
         return found
 
-    def _launch_one(self, local_rank: int) -> Started:
+    def _start_worker(self, local_rank: int) -> Started:
         gpus = visible_gpus(self.plan, self.seat.num_gpus, local_rank)
         command = self._command(self.generations[local_rank])
         return self._launch(local_rank, command, {GROUP_VARIABLE: self.marker(local_rank), **gpus})

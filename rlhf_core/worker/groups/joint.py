@@ -3,6 +3,7 @@
 They find their ranks and each other as under torchrun, by the same environment variables.
 """
 
+import functools
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from rlhf_core.run_dir.attempt import RestartDir
 from rlhf_core.schemas.resources import GroupPlan
 from rlhf_core.worker.channel.store import LOOPBACK
-from rlhf_core.worker.groups.base import PEER_TIMEOUT_S, Exit, GroupSeat, StartAbandoned, Started, WorkerGroup
+from rlhf_core.worker.groups.base import PEER_TIMEOUT_S, Exit, GroupSeat, Started, WorkerGroup
 from rlhf_core.worker.groups.fork_server import ForkServer
 from rlhf_core.worker.groups.gpus import visible_gpus
 from rlhf_core.worker.nodes.membership import unused_port
@@ -59,23 +60,6 @@ class JointGroup(WorkerGroup):
         """Folder of this start, shared by all workers."""
         return self._start.folder
 
-    def start(self) -> None:
-        """Start this node's workers.
-
-        Raises:
-            StartAbandoned: the order to kill arrived before they were started.
-            OSError: a process cannot be started.
-        """
-        if self.killing:
-            raise StartAbandoned
-        self.seat.slots.clear()
-        shared = self._shared_variables()
-        started = {}
-        for local_rank in range(self.num_workers):
-            variables = {**shared, "ROLE_RANK": str(self.rank(local_rank))}
-            started[local_rank] = self._launch(local_rank, self._start.command, variables)
-        self._begin(started)
-
     def poll(self) -> Sequence[tuple[Started, Exit]]:
         """Record exited workers. Once one has failed, its peers are killed too, after ``PEER_TIMEOUT_S`` to report what
         they saw."""
@@ -103,6 +87,11 @@ class JointGroup(WorkerGroup):
             self.end()
         kill_and_reap(self._processes.values(), CLOSE_TIMEOUT_S)
 
+    def _start_worker(self, local_rank: int) -> Started:
+        variables = {**self._shared_variables, "ROLE_RANK": str(self.rank(local_rank))}
+        return self._launch(local_rank, self._start.command, variables)
+
+    @functools.cached_property
     def _shared_variables(self) -> Mapping[str, str]:
         """Environment variables of all workers of this node: torchrun's, beside those that limit their GPUs."""
         # Without a store no native worker listens on MASTER_PORT, but a user's target may; DeepSpeed also puts the port
