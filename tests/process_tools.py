@@ -109,3 +109,14 @@ def kill_tree(pid: int) -> int:
     doomed = [root, *root.children(recursive=True)]
     kill(doomed)
     return len(doomed)
+
+
+def python_stacks(pid: int) -> str:
+    """State and stacks of a Python process that does not respond, as far as they can be had."""
+    program = Path(sys.executable).with_name("py-spy")
+    command = [str(program), "dump", "--nonblocking", "--pid", str(pid)]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        return f"{psutil.Process(pid).status()}\n{found.stdout}{found.stderr}"
+    except (psutil.Error, subprocess.TimeoutExpired) as error:
+        return f"no stacks: {error}"

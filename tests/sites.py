@@ -6,6 +6,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from process_tools import (
     kill_all,
     kill_tree,
     processes_of,
+    python_stacks,
     until,
 )
 from site_files import GRADED, GRADER, ROOT, small, tiny_config, write_pretended_agent
@@ -45,6 +47,13 @@ TIMEOUT_S = 250.0
 
 START_TIMEOUT_S = 400.0
 """A server starts in 15 s alone and takes minutes beside other work; one that fails ends, and is seen at once."""
+
+SILENT_S = 60.0
+"""Time without an answer after which a server counts as lost."""
+
+
+class LostServer(UserWarning):
+    """A server that test files share has ended or does not respond."""
 
 
 @dataclass
@@ -223,22 +232,23 @@ class Site:
             assert process.poll() is None, self.logs()
 
     def require_server(self) -> None:
-        """Fail with the reason if the server that this process has started serves no more.
+        """Start the server that this process has started again if it serves no more, with a warning that says why.
 
-        It is started again, so that the loss costs one test, and a rerun of that one shows nothing of it.
+        A warning, as the test that lost it has failed already, and its rerun finds the loss here.
         """
         if (process := self._served.get("server")) is None:
             return
         with suppress(AssertionError):
-            until(lambda: answers(self.api) or process.poll() is not None, "the server", 60.0)
+            until(lambda: answers(self.api) or process.poll() is not None, "the server", SILENT_S)
         if process.poll() is None and answers(self.api):
             return
-        lost = f"The server of {self.home} has ended with {process.poll()} or is not responding:\n{self.logs()}"
-        if process.poll() is None:
+        ended = process.poll()
+        found = f"does not respond:\n{python_stacks(process.pid)}" if ended is None else f"has ended with {ended}"
+        warnings.warn(LostServer(f"the server of {self.home} {found}\n{self.logs()}"), stacklevel=2)
+        if ended is None:
             kill_tree(process.pid)
             process.wait()
         self.serve("server")
-        pytest.fail(lost)
 
     def status(self) -> dict[str, dict[str, Any]]:
         """State of each service, as ``rlhf up --status`` reports it."""

@@ -1,16 +1,28 @@
-"""The server that test files share: if it is lost, one test fails with the reason, and the others have one again."""
+"""The server that test files share: if it is lost, the next test has one again, and the summary says what was lost."""
+
+import signal
 
 import pytest
-from sites import Site
+from sites import LostServer, Site
 
 from flows.server.settings import server_answers
 
 
-def test_a_lost_server_is_reported_and_started_again(real_prefect: Site) -> None:
+def test_a_server_that_ended_is_reported_and_started_again(real_prefect: Site) -> None:
     with real_prefect.in_use():
         assert server_answers()
     real_prefect.kill("server")
-    with pytest.raises(pytest.fail.Exception, match="The server of"), real_prefect.in_use():
-        pytest.fail("there is no server")
-    with real_prefect.in_use():
+    with pytest.warns(LostServer, match="has ended"), real_prefect.in_use():
         assert server_answers()
+
+
+def test_the_stacks_of_a_server_that_does_not_respond_are_reported(
+    real_prefect: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sites.SILENT_S", 1.0)
+    with real_prefect.in_use():
+        (server,) = [one for one in real_prefect.processes() if "serve server" in " ".join(one.cmdline())]
+    server.send_signal(signal.SIGSTOP)
+    with pytest.warns(LostServer, match=r"does not respond:\nstopped[\s\S]*uvicorn"), real_prefect.in_use():
+        assert server_answers()
+    assert not server.is_running()
