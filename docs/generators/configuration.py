@@ -35,7 +35,8 @@ SITE = """
 
 The locations of things on a machine do not belong in the config of a run. Set them with environment variables, or in
 `rlhf.toml` in `RLHF_HOME` with the keys in the second column; environment variables take precedence. A relative path in
-that file starts at its folder, also in `sqlite:///history.db`. The tables of that file follow below.
+that file starts at its folder, also in `sqlite:///history.db`; one in a variable starts at the current folder of the
+command, also for the services and jobs that it starts. The tables of that file follow below.
 """
 
 

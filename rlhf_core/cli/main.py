@@ -34,6 +34,7 @@ from rlhf_core.cli.commands import services as service_commands
 from rlhf_core.cli.commands import show as show_command
 from rlhf_core.cli.commands import sql as sql_command
 from rlhf_core.cli.commands import wrap as wrap_command
+from rlhf_core.config.site_paths import make_absolute
 from rlhf_core.errors import BadConfig, RlhfError
 from rlhf_core.garbage import collect_rarely
 from rlhf_core.machine.accounts import expanded
@@ -74,6 +75,7 @@ def _root(
     ] = False,
 ) -> None:
     del version  # handled by its callback
+    make_absolute(os.environ)
 
 
 app.command("init", rich_help_panel=_RUNNING)(check_commands.init)

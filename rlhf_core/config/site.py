@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import difflib
 import os
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from rlhf_core.config.problems import MAX_PROBLEMS, cut, explain, flags_for_numbers
+from rlhf_core.config.site_paths import RELATIVE_SQLITE
 from rlhf_core.config.toml_files import SHOWN_CHARACTERS, read_toml, shortened
 from rlhf_core.errors import BadConfig
 from rlhf_core.files import private as private_files
@@ -66,8 +66,6 @@ SITE_KEYS = {
 }
 """Settings of ``rlhf.toml`` outside its tables, and the variable that overrides each."""
 _PATHS = ("runs", "job_secrets")
-_RELATIVE_SQLITE = re.compile(r"\Asqlite(?:\+\w+)?:///(?![/~]|:memory:|\Z)")
-"""Beginning of the URL of a SQLite file whose path is relative."""
 _SITE_TABLES = ("prefect", "notify", "retention", "slurm")
 _SECRETS = {
     "prefect": {"database_url": "RLHF_PREFECT_DATABASE_URL"},
@@ -200,7 +198,7 @@ def _site_file(path: Path) -> dict[str, Any]:
             # Commands and services that start in other folders must find the same path.
             content[key] = str(path.parent / expanded(value))
         elif key == "database_url":
-            content[key] = _RELATIVE_SQLITE.sub(lambda found: f"{found[0]}{path.parent}/", value)
+            content[key] = RELATIVE_SQLITE.sub(lambda found: f"{found[0]}{path.parent}/", value)
     if problems:
         raise BadConfig(f"{path}:\n" + "\n".join(f"  {problem}" for problem in problems))
     return content

@@ -1,5 +1,6 @@
 """The command line as a whole: help, versions, exit codes, and unexpected errors."""
 
+import dataclasses
 import errno
 import io
 import json
@@ -18,7 +19,9 @@ from typer.main import get_command
 from rlhf_core import __version__
 from rlhf_core.cli import main, output
 from rlhf_core.config.fields import describe_fields
+from rlhf_core.config.site import load_site
 from rlhf_core.errors import BadConfig, RunCancelled, RunFailed
+from rlhf_core.history.database import parse_url
 
 COMMANDS = (
     "init check plan run resume cancel runs show watch logs report sql doctor db".split()  # noqa: SIM905 - as one types them
@@ -143,6 +146,29 @@ def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("rlhf_core.config.site.load_site", interrupt)
     assert main.execute(["runs"]) == 130
+
+
+def test_relative_paths_in_variables_stay_the_same_in_other_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Services and jobs inherit the variables of a command."""
+    (tmp_path / "elsewhere").mkdir()
+    given = {
+        "RLHF_HOME": "home",
+        "RLHF_RUNS": "runs",
+        "RLHF_DATABASE_URL": "sqlite:///history.db",
+        "RLHF_COMPUTE_PYTHON": ".venv/bin/python",
+        "RLHF_JOB_SECRETS": "../secrets.env",
+    }
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    expected = load_site()
+    assert main.execute(["runs"]) == 0
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    found = load_site()
+    assert parse_url(found.database_url).database == str(tmp_path / "history.db")
+    assert dataclasses.replace(found, database_url=expected.database_url) == expected
 
 
 def test_help_in_a_real_process_imports_nothing_heavy() -> None:

@@ -12,6 +12,7 @@ import pytest
 from rlhf_core.config import fields as config_fields
 from rlhf_core.config import loading as config
 from rlhf_core.config import site as site_config
+from rlhf_core.config.site_paths import make_absolute
 from rlhf_core.errors import BadConfig
 from rlhf_core.history.database import parse_url
 from rlhf_core.presets import PRESETS
@@ -377,6 +378,24 @@ def test_a_relative_database_in_the_environment_is_in_the_current_folder(
     monkeypatch.chdir(tmp_path)
     site = site_config.load_site({"RLHF_HOME": "/home-of-ours", "RLHF_DATABASE_URL": "sqlite:///ours.db"})
     assert parse_url(site.database_url).database == str(tmp_path / "ours.db")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("RLHF_RUNS", "/shared/runs"),
+        ("RLHF_RUNS", "~/runs"),
+        ("RLHF_RUNS", ""),
+        ("RLHF_COMPUTE_PYTHON", "python3.11"),
+        ("RLHF_DATABASE_URL", "postgresql://user@host/ours"),
+        ("RLHF_DATABASE_URL", "sqlite:////var/ours.db"),
+        ("RLHF_DATABASE_URL", "sqlite:///~/ours.db"),
+    ],
+)
+def test_variables_without_a_relative_path_stay_as_they_are(name: str, value: str) -> None:
+    variables = {name: value}
+    make_absolute(variables)
+    assert variables == {name: value}
 
 
 @pytest.mark.parametrize(
