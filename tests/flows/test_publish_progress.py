@@ -10,6 +10,7 @@ from harness import ControllerHarness
 from rlhf_core.control.views.progress import RunReader, StepTimer, progress_of_poll
 from rlhf_core.control.views.timeline import read_timeline
 from rlhf_core.render.markdown import progress_markdown
+from rlhf_core.render.progress import progress_text
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.watchdog.watcher import AttemptSnapshot
@@ -40,6 +41,15 @@ def test_polls_of_the_same_step_count_once_in_the_time_of_a_step() -> None:
     timer.update((1, 0, 3), "grpo", {"time/step_s": 1.0})
     means = [timer.update((1, 0, 4), "grpo", {"time/step_s": 2.0}) for _ in range(100)]
     assert means[-1] == 1.1
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 1e308, -1e308])
+def test_an_impossible_time_of_a_step_changes_no_prediction(seconds: float) -> None:
+    spec, timer = make_spec(), StepTimer()
+    assert progress_of_poll(snapshot(2, metrics={"time/step_s": seconds}), spec, timer).left_s is None
+    assert progress_of_poll(snapshot(3), spec, timer).left_s == 14.0
+    progress = progress_of_poll(snapshot(4, metrics={"time/step_s": seconds}), spec, timer)
+    assert progress_text(progress) == "grpo step 4/10, 12 s left"
 
 
 def gone_back(run_dir: RunDir) -> None:

@@ -11,6 +11,7 @@ from rlhf_core.render.progress import RunProgress
 from rlhf_core.render.timeline import Timeline
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import RUN_ENDS, RunState
+from rlhf_core.schemas.base import LONGEST_S
 from rlhf_core.schemas.regression import Regression
 from rlhf_core.schemas.reports import AgentStatus, RankStatus
 from rlhf_core.schemas.run import RunSpec
@@ -52,7 +53,8 @@ class StepTimer:
             place: attempt, restart and step.
         """
         seconds = metrics.get("time/step_s")
-        if seconds is not None and loop and place != self._newest:
+        # External trainers may log NaN, for instance, which would stay in the mean.
+        if seconds is not None and 0 <= seconds <= LONGEST_S and loop and place != self._newest:
             mean_s = self._mean_s.get(loop, seconds)
             self._mean_s[loop] = mean_s + SMOOTHING * (seconds - mean_s)
             self._newest = place
