@@ -16,7 +16,7 @@ from rlhf_core.config import loading as configs
 from rlhf_core.config.site import Site
 from rlhf_core.control.controller import FlowRunLink
 from rlhf_core.control.snapshots import keep
-from rlhf_core.errors import BadInput
+from rlhf_core.errors import BadConfig, BadInput
 from rlhf_core.presets import PRESETS
 
 
@@ -93,10 +93,15 @@ def submit_config(
         if config in PRESETS and not _is_deployed(config):
             register(config, site)
         return submit(config, site, overrides=overrides, tags=tags, owner=owner)
-    name = configs.load(config).name
+    needed: Sequence[str] = ()
+    try:
+        name = configs.load(config).name
+    except BadConfig:  # the file is complete only with the overrides, which become part of the config
+        needed, overrides = overrides, ()
+        name = configs.load(config, needed).name
     if not _is_deployed(name):
-        register(config, site, tags=tags, owner=owner)
-    kept = keep(config, (), name, site.home, Path.cwd(), further=overrides)
+        register(config, site, tags=tags, owner=owner, overrides=needed)
+    kept = keep(config, needed, name, site.home, Path.cwd(), further=overrides)
     return submit(name, site, overrides=overrides, config=str(kept.config), tags=tags, owner=owner)
 
 

@@ -260,6 +260,20 @@ def test_a_submission_uses_the_current_file_and_leaves_schedules_alone(
         submit("unheard-of", site)
 
 
+def test_a_file_that_only_its_overrides_complete_is_submitted(
+    client: Any, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = preset_path("quickstart").read_text()
+    (tmp_path / "open.toml").write_text(
+        text.replace('name = "quickstart"', 'name = "open"').replace("num_steps = 100", "")
+    )
+    monkeypatch.chdir(tmp_path)
+    for steps in (5, 6):  # the second time, it is deployed
+        submitted = submit_config("open.toml", site, overrides=[f"loops.main.num_steps={steps}"])
+        form = read_form(client.read_flow_run(UUID(submitted.flow_run_id)).parameters)
+        assert config.load(form.config, overrides_of(form)).loops.main.num_steps == steps
+
+
 def test_the_commands_print_names_and_pages(
     site: Site, server: sites.Site, pool: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
