@@ -249,9 +249,9 @@ def _bound(text: str) -> str:
 
 def _values(store: HistoryStore, query: SavedQuery, given: Mapping[str, str]) -> dict[str, Value]:
     declared = {argument.name: argument for argument in query.arguments}
-    values: dict[str, Value] = {
-        name: _number(text) if _is_number(text) else text for name, text in given.items() if name not in declared
-    }
+    # PostgreSQL takes text as the type of its place. SQLite does so only beside a column.
+    convert = _plain_number if dialect_of(store) == "sqlite" else str
+    values: dict[str, Value] = {name: convert(text) for name, text in given.items() if name not in declared}
     for name, argument in declared.items():
         text = given.get(name, argument.default)
         if text is not None:
@@ -269,6 +269,11 @@ def _value(store: HistoryStore, argument: Argument, text: str) -> Value:
             return _number(text)
         case _:
             return text
+
+
+def _plain_number(text: str) -> Value:
+    """A number as people write it; the text of any other, as of a fingerprint that begins with zeros."""
+    return _number(text) if re.fullmatch(r"-?(0|[1-9]\d*)(\.\d+)?", text) and _is_number(text) else text
 
 
 def _is_number(text: str) -> bool:

@@ -501,6 +501,27 @@ def test_a_statement_of_ones_own_takes_values(history: History) -> None:
     assert run(history.store, parse(own), {"seed": "3"}).rows == [["b", ":name"]]
 
 
+@pytest.mark.parametrize(
+    ("condition", "value", "found"),
+    [
+        ("name = :v", "123", True),
+        ("name = :v", "124", False),
+        ("message = :v", "00123456", True),
+        ("message = :v", "123456", False),
+        ("seed = :v", "3", True),
+        ("seed > :v", "-1", True),
+        ("seed + 0.5 > :v", "3.25", True),
+        ("seed * 2 > :v", "10", False),
+        ("length(name) = :v", "3", True),
+        ("run_id IN (SELECT run_id FROM runs LIMIT :v)", "0", False),
+    ],
+)
+def test_a_value_has_the_type_of_its_place(history: History, condition: str, value: str, *, found: bool) -> None:
+    history.run("a", name="123", message="00123456", seed=3)
+    own = parse(f"SELECT run_id FROM runs WHERE {condition}")
+    assert run(history.store, own, {"v": value}).rows == ([["a"]] if found else [])
+
+
 Given = Mapping[str, str]
 
 
