@@ -277,7 +277,7 @@ def _plain_number(text: str) -> Value:
 
 
 def _is_number(text: str) -> bool:
-    return re.fullmatch(r"[+-]?\d+(\.\d+)?", text) is not None
+    return re.fullmatch(r"[+-]?\d{1,18}(\.\d+)?", text) is not None  # an integer of SQLite has 64 bits
 
 
 def _number(text: str) -> int | float:

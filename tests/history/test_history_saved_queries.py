@@ -530,6 +530,7 @@ Given = Mapping[str, str]
     [
         ("goodput", {"dys": "3"}, "the query has no argument 'dys'. Its arguments: days, name."),
         ("goodput", {"days": "many"}, "found days=many, expected a number: length of the period."),
+        ("goodput", {"days": "9" * 20}, f"found days={'9' * 20}, expected a number: length of the period."),
         ("config-differences", {}, "the query needs a value for 'a': give a=VALUE."),
     ],
 )
