@@ -48,6 +48,7 @@ class Summary:
     cause: str
     accuracy: Sequence[Accuracy]
     steps: int
+    """Last step since the last rewind."""
     missing_steps: str
     """Steps without metrics; empty if none is missing."""
     num_attempts: int

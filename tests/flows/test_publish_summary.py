@@ -1,11 +1,14 @@
 """Summary of a run, made from its directory alone."""
 
+from control_fakes import FakeAgent
 from harness import ControllerHarness
 
 from rlhf_core.control.views.summary import summarise
 from rlhf_core.control.views.timeline import read_timeline
+from rlhf_core.history.queries import last_step, show_run
 from rlhf_core.render.summary import interval, signed, summary_markdown
-from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.attempts import Role, RunState
+from rlhf_core.watchdog.ingest import rebuild
 
 
 def test_a_completed_run_in_a_dozen_facts(harness: ControllerHarness) -> None:
@@ -31,6 +34,19 @@ def test_steps_without_metrics_are_listed(harness: ControllerHarness) -> None:
     summary = summarise(run_dir)
     assert (summary.steps, summary.missing_steps) == (4, "no metrics of 6 of 10 steps: 5-10")
     assert "> no metrics of 6 of 10 steps: 5-10" in summary_markdown(summary, read_timeline(run_dir), {}, "")
+
+
+def test_steps_lost_in_a_rewind_do_not_count(harness: ControllerHarness) -> None:
+    """As in the history."""
+    run_dir = harness.run()
+    for restart, steps in enumerate((range(1, 7), range(4, 6), ())):
+        agent = FakeAgent(run_dir, restart=restart)
+        agent.role(Role.TRAINER)
+        for step in steps:
+            agent.step(step)
+    assert summarise(run_dir).steps == 5
+    rebuild(harness.site.runs_dir, harness.store)
+    assert last_step(show_run(harness.store, run_dir.run_id)["metrics"]) == 5
 
 
 def test_missing_values_are_dashes() -> None:

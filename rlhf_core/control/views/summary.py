@@ -21,14 +21,15 @@ def summarise(run_dir: RunDir) -> Summary:
     """
     stored = run_dir.read_spec()
     record = read_record(run_dir)
-    steps = _steps(run_dir)
+    by_restart = _steps(run_dir)
+    steps = {step for made in by_restart for step in made}
     return Summary(
         run_dir=run_dir.root,
         stored=stored,
         state=record.state,
         cause=record.cause,
         accuracy=_accuracies(run_dir, stored.spec) if stored.spec.is_evaluated else [],
-        steps=max(steps, default=0),
+        steps=max(by_restart[-1]) if by_restart else 0,
         # Another program may log every tenth step, or none.
         missing_steps=missing_steps(steps, stored.spec.total_steps, record.state)
         if stored.spec.trainer.kind == "native"
@@ -53,9 +54,10 @@ def _accuracy(run_dir: RunDir, name: str) -> Accuracy:
     return Accuracy(name, known.metric if known else "accuracy", before, after)
 
 
-def _steps(run_dir: RunDir) -> set[int]:
-    """Steps that left metrics."""
-    return {line.step for restart in run_dir.restarts() for line in read_models(restart.metrics, MetricsLine)}
+def _steps(run_dir: RunDir) -> list[set[int]]:
+    """Steps that left metrics, for each restart with such steps."""
+    found = [{line.step for line in read_models(restart.metrics, MetricsLine)} for restart in run_dir.restarts()]
+    return [steps for steps in found if steps]
 
 
 def _stage_seconds(record: RunRecord) -> list[tuple[str, float]]:
