@@ -11,7 +11,7 @@ from made_reports import decision_of
 
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import VIEWS, metadata
-from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.attempts import AttemptState, PromotionState, RunState, StageState
 from rlhf_core.schemas.failures import Action, DecidedBy, FailureKind
 from rlhf_core.schemas.journal import DecisionMade, IncidentFound
 from rlhf_core.watchdog.ingest import sync
@@ -87,6 +87,12 @@ def test_every_column_of_every_table_and_view_has_its_meaning() -> None:
     assert [name for name, meaning in rows if not meaning.strip()] == []
     headings = set(re.findall(r"^### `(\w+)`$", PAGE, flags=re.MULTILINE))
     assert headings == {*metadata.tables, *VIEWS}
+
+
+def test_every_state_of_the_tables_is_listed() -> None:
+    listed = re.findall(r"^\| `state` \| text \|  \| (`.*) \|$", PAGE, flags=re.MULTILINE)
+    known = (RunState, StageState, PromotionState, AttemptState)
+    assert [set(re.findall(r"`(\w+)`", states)) for states in listed] == [{*states} for states in known]
 
 
 def test_the_views_of_the_page_are_those_of_the_database(store: HistoryStore) -> None:

@@ -19,7 +19,8 @@ class Attempt(Base):
     number: Mapped[int] = mapped_column(primary_key=True)
     """Number, from 1; column ``attempt`` of other tables refers to it."""
     state: Mapped[str]
-    """``planned``, ``submitted``, ``running``, ``completed``, ``failed`` or ``cancelled``."""
+    """``planned``, ``submitted``, ``running``, ``completed``, ``failed``, ``cancelled``, ``preempted`` (saved and ended
+    early) or ``lost`` (its job is gone without an outcome)."""
     message: Mapped[str]
     """Cause of the last change of state."""
     failure_kind: Mapped[str | None]
