@@ -1,11 +1,13 @@
 """Promoted models referenced by a run: the newest of a name, resolved when the run is created."""
 
+import json
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 from control_fakes import make_spec
 
+from rlhf_core.cli.main import execute
 from rlhf_core.config.site import Site, load_site
 from rlhf_core.control.site_names import for_site
 from rlhf_core.files.whole import write_model
@@ -59,6 +61,14 @@ def test_the_newest_promoted_model_of_a_name_is_taken(path: str, folder: str, si
     spec = absolute_paths(make_spec(reward={"models": {"good": {"path": path}}}), tmp_path)
     found = for_site(spec, site).reward.models["good"].path
     assert found == (str(tmp_path / "promoted" / folder) if folder else path)
+
+
+@pytest.mark.usefixtures("site")
+def test_a_dry_run_reads_the_promoted_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["reward.models.good.path=promoted:rm"]
+    assert execute(["run", "quickstart", "--dry-run", "--json", *(f"--set={one}" for one in settings)]) == 0
+    found = json.loads(capsys.readouterr().out)["spec"]["reward"]["models"]["good"]["path"]
+    assert found == str(tmp_path / "promoted" / NEW)
 
 
 def test_a_relative_folder_becomes_an_absolute_path(site: Site, tmp_path: Path) -> None:

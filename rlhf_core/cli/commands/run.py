@@ -52,6 +52,7 @@ def run(
     """
     from rlhf_core.config.site import load_site
     from rlhf_core.control.new_run import new_run, resolve
+    from rlhf_core.control.site_names import for_site
     from rlhf_core.history.store import HistoryStore
     from rlhf_core.watchdog.watcher import record
 
@@ -59,7 +60,7 @@ def run(
     site = load_site()
     spec = resolve(config, overrides, name)  # its errors are reported before anything is started
     if dry_run:
-        print_plan(spec, site, as_json)
+        print_plan(for_site(spec, site), site, as_json)
         return
     with HistoryStore(site.database_url) as store, _server(site, no_prefect):
         run_dir = new_run(config, overrides, site, name, tags=tag or ())
