@@ -106,7 +106,7 @@ class Campaign:
             with self.site(plain) as place:
                 config = place.site.prepare([], pace_s=0.0)
                 place.site.drive("run", config, "--no-prefect", *plain.settings)
-                run = place.site.wait_for(lambda: place.site.run if place.site.ended else None, "the reference", 600)
+                run = place.site.wait_for(lambda: place.site.run if place.site.ended else None, "the reference", 1200)
                 hashes = {
                     str(checkpoint.step): checksum(checkpoint.model / "model.safetensors").sha256
                     for checkpoint in run.checkpoints()

@@ -20,7 +20,7 @@ SPLIT = (
     "model.config.head_dim=32",  # the minimum for vLLM's attention on CPU
     # Seven processes share the cores of one machine.
     "supervise.rollout_floor_s=10",
-    "supervise.setup_floor_s=180",
+    "supervise.setup_floor_s=600",
 )
 _SLURM = frozenset({"slurm"})
 _ALONE = frozenset({"restart_workers"})
