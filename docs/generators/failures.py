@@ -98,11 +98,11 @@ the cluster does not list are not excluded: Slurm refuses a job that names one.
 
 **Fewer nodes.** With `resources.min_nodes`, an attempt can run on fewer nodes when the cluster cannot provide
 `resources.num_nodes` because some are down, drained or excluded. It requests the largest available number that divides
-the rows of a step evenly. The global batch stays the same, each rank processes more of it, and the decision names the
-missing nodes. A node is left out of at least one attempt and can then be used again, so attempts grow back as nodes
-return. A running job is never ended for this, and nodes that are merely busy are waited for. Without `min_nodes`, or if
-fewer than that are available, the attempt waits for all nodes. With `rollout.nodes`, both settings count all nodes: the
-number of engine nodes stays, and fewer nodes train.
+the rows of a step evenly and, beside its ranks, has GPUs for all rollout engines. The global batch stays the same, each
+rank processes more of it, and the decision names the missing nodes. A node is left out of at least one attempt and can
+then be used again, so attempts grow back as nodes return. A running job is never ended for this, and nodes that are
+merely busy are waited for. Without `min_nodes`, or if fewer than that are available, the attempt waits for all nodes.
+With `rollout.nodes`, both settings count all nodes: the number of engine nodes stays, and fewer nodes train.
 
 ## Detection of hangs
 

@@ -33,7 +33,7 @@ def job_request(run_dir: RunDir, spec: RunSpec, placement: Placement, site: Site
         placement=placement,
         scheduler_dir=run_dir.attempt(placement.attempt).scheduler_dir,
         command=agent_command(run_dir, placement.attempt, site.compute_python),
-        cpus_per_node=spec.processes_per_node * resources.cpus_per_rank,
+        cpus_per_node=spec.processes_on_each_of(placement.num_nodes) * resources.cpus_per_rank,
         memory_gb=resources.memory_gb,
         time_limit_s=resources.time_limit_s,
         slurm=slurm,

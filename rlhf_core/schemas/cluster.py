@@ -16,9 +16,9 @@ class ResourceSpec(Schema):
     """Nodes of the allocation, including `rollout.nodes`; the others train."""
     min_nodes: NonNegative = 0
     """Minimum number of nodes of an attempt if the cluster cannot provide `num_nodes` (nodes are down, drained or
-    excluded). The attempt requests the largest available number that divides the batch; the global batch is unchanged,
-    and a later attempt requests all nodes again once they are back. 0 always waits for all of them. `rollout.nodes` are
-    included, and their number is unchanged."""
+    excluded). The attempt requests the largest available number that divides the batch and has GPUs for the rollout
+    engines; the global batch is unchanged, and a later attempt requests all nodes again once they are back. 0 always
+    waits for all of them. `rollout.nodes` are included, and their number is unchanged."""
     ranks_per_node: Positive = 1
     """Trainer ranks on every training node: one per GPU, or per group of cores on CPU."""
     gpus_per_node: NonNegative = 0

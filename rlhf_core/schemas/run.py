@@ -153,8 +153,9 @@ class RunSpec(Schema):
     @property
     def possible_nodes(self) -> tuple[int, ...]:
         """Possible numbers of nodes of an attempt, in descending order: from ``resources.min_nodes`` up, those whose
-        ranks divide the rows of a step in every loop. ``rollout.nodes`` is unchanged, and fewer nodes train. External
-        trainers, which divide their batch by their own arguments, always have all nodes."""
+        ranks divide the rows of a step in every loop, and whose GPUs suffice for the rollout engines. ``rollout.nodes``
+        is unchanged, and fewer nodes train. External trainers, which divide their batch by their own arguments, always
+        have all nodes."""
         most, least = self.resources.num_nodes, self.resources.min_nodes
         if not least or isinstance(self.trainer, CommandTrainer):
             return (most,)
@@ -162,13 +163,21 @@ class RunSpec(Schema):
         beside, per_node = self.rollout.nodes, self.resources.ranks_per_node
         fewer = range(most - 1, max(least, beside + 1) - 1, -1)
         divides = (n for n in fewer if not any(count % ((n - beside) * per_node) for count in rows))
-        return (most, *(n for n in divides if self.rollout.layout(n) is not None))
+        gpus = self.resources.gpus_per_node
+        spread = (n for n in divides if self.rollout.layout(n) is not None)
+        return (most, *(n for n in spread if not gpus or self.processes_on_each_of(n) <= gpus))
 
     @property
     def processes_per_node(self) -> int:
         """Maximum number of computing processes on a node, each on its own GPU if there are any: trainer ranks, and
         those of rollout engines unless these have separate nodes."""
-        ranks, of_engines = self.resources.ranks_per_node, self.engines_per_node * self.rollout.gpus_per_engine
+        return self.processes_on_each_of(self.resources.num_nodes)
+
+    def processes_on_each_of(self, num_nodes: int) -> int:
+        """:attr:`processes_per_node` of an attempt with that number of nodes."""
+        layout = self.rollout.layout(num_nodes)
+        ranks = self.resources.ranks_per_node
+        of_engines = layout.per_node * self.rollout.gpus_per_engine if layout is not None else 0
         return max(ranks, of_engines) if self.rollout.nodes else ranks + of_engines
 
     @property

@@ -179,6 +179,18 @@ def test_fewer_nodes_are_taken_only_where_the_engines_still_spread_evenly() -> N
     assert make_spec(**sections).possible_nodes == (4, 3, 2, 1)
 
 
+@pytest.mark.parametrize(("gpus", "possible"), [(8, (4,)), (12, (4, 2)), (0, (4, 2))])
+def test_fewer_nodes_are_taken_only_where_the_engines_have_gpus(gpus: int, possible: tuple[int, ...]) -> None:
+    resources = {"num_nodes": 4, "min_nodes": 2, "ranks_per_node": 4, "gpus_per_node": gpus}
+    spec = make_spec(rollout={"engines": 16}, resources=resources)
+    assert spec.possible_nodes == possible
+    inventory = FakeScheduler(nodes=tuple("abcd"), gpus_per_node=gpus).inventory()
+    for number in possible:
+        placement = plan(with_changes(spec, {"resources.num_nodes": number}), inventory, attempt=2)
+        _, engines = placement.phases[1]
+        assert spec.processes_on_each_of(placement.num_nodes) == 4 + engines.workers_per_node
+
+
 def test_of_fewer_nodes_those_of_engines_stay_and_fewer_train() -> None:
     """Control: the same nodes with engines beside the trainers."""
     sections: dict[str, Any] = {

@@ -15,6 +15,7 @@ from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.resources import Submission
+from rlhf_core.schemas.run import with_changes
 
 
 @pytest.fixture
@@ -50,6 +51,14 @@ def test_plan_and_submission_are_recorded_in_order(run_dir: RunDir) -> None:
     record = journal.record.attempts[1]
     assert record.state is AttemptState.SUBMITTED
     assert record.submission == submission == read_model(run_dir.attempt(1).submission, Submission)
+
+
+def test_a_smaller_attempt_has_cores_for_all_engines(run_dir: RunDir) -> None:
+    spec = make_spec(rollout={"engines": 4}, resources={"num_nodes": 4, "min_nodes": 1})
+    for num_nodes, num_processes in ((4, 2 + 1), (1, 2 + 4)):
+        smaller = with_changes(spec, {"resources.num_nodes": num_nodes})
+        placement = plan(smaller, FakeScheduler(nodes=tuple("abcd")).inventory(), attempt=1)
+        assert job_request(run_dir, spec, placement, load_site()).cpus_per_node == num_processes
 
 
 def test_an_existing_plan_is_kept(run_dir: RunDir) -> None:

@@ -261,7 +261,16 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         "resources.min_nodes",
         BLOCKED,
         with_spec(resources={"num_nodes": 4, "min_nodes": 3, "ranks_per_node": 2}),
-        "are divisible by no smaller number of nodes",
+        "no smaller number of nodes x 2 ranks divides the rows of a step",
+    ),
+    (
+        "resources.min_nodes",
+        BLOCKED,
+        with_spec(
+            rollout={"engines": 16},
+            resources={"num_nodes": 4, "min_nodes": 2, "ranks_per_node": 4, "gpus_per_node": 8},
+        ),
+        "divides the rows of every loop and suits 16 rollout engines",
     ),
     (
         "memory.min_nodes",

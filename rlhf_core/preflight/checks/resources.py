@@ -71,7 +71,7 @@ def slurm_options(facts: Facts) -> Iterator[Finding]:
 
 @check("resources.min_nodes")
 def min_nodes(facts: Facts) -> Iterator[Finding]:
-    """A run that may continue with fewer nodes still waits if its batch divides by none of these numbers."""
+    """A run that may continue with fewer nodes still waits if none of these numbers suits its batch and engines."""
     resources, possible = facts.spec.resources, facts.spec.possible_nodes
     if not resources.min_nodes:
         return
@@ -87,11 +87,13 @@ def min_nodes(facts: Facts) -> Iterator[Finding]:
         rows_per_loop = ", ".join(f"loops.{name} {count}" for name, count in rows.items())
         beside = facts.spec.rollout.nodes
         of = f"for training, beside {beside} with engines, " if beside else ""
+        engines = facts.spec.rollout.engines
+        room = f" and suits {engines} rollout engines" if engines else ""
         yield blocked(
-            f"{setting}, but the rows of a step ({rows_per_loop}) are divisible by no smaller number of nodes {of}x "
-            f"{resources.ranks_per_node} ranks",
-            "a number of nodes below resources.num_nodes that divides the rows of every loop",
-            "lower resources.min_nodes, or change the rows per step",
+            f"{setting}, but no smaller number of nodes {of}x {resources.ranks_per_node} ranks divides the rows of a "
+            f"step ({rows_per_loop}){room}",
+            f"a number of nodes below resources.num_nodes that divides the rows of every loop{room}",
+            "lower resources.min_nodes, or change the rows per step" + (" or rollout.engines" if engines else ""),
         )
     else:
         numbers = ", ".join(map(str, sorted(possible)))
