@@ -214,8 +214,10 @@ _FOR_NOW = (
     "I/O error writing script/environment to file",  # the disk of slurmctld is full
 )
 """Refusals that end when an administrator or other jobs of the user do something."""
-_OF_THE_JOB = re.compile(r"Per(Job|Node)|MaxWall|TimeLimit|QOSMin", re.IGNORECASE)
-"""Limits, in Slurm's names, that the job itself exceeds, whatever else is running."""
+_OF_THE_JOB = re.compile(r"\b(QOS|Assoc)(?!\w*Submit)\w+")
+"""Limits, in Slurm's names, that the job itself exceeds, whatever else is running. When a job is submitted, Slurm adds
+what others use only for the number of submitted jobs (``acct_policy_validate`` in its ``acct_policy.c``); for the other
+limits of a user, an account or a group, accepted jobs wait in the queue."""
 
 
 def will_pass(text: str) -> bool:
