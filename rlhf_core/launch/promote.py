@@ -11,6 +11,7 @@ holds a complete model, even after a kill or a power cut.
 
 import hashlib
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -160,16 +161,17 @@ def write_model_directory(
 ) -> None:
     """Write ``target``, completely or not at all. If it already holds this model, it stays unchanged.
 
-    The caller must hold the run's lease: unfinished files of an earlier writer of this target are removed.
+    The caller must hold the run's lease: unfinished files of earlier writers of this target are removed. One of them
+    may only be suspended. When it goes on, it has lost the lease and removes only its own files.
 
     Args:
         checkpoint: folder with the model, from :func:`model_source`.
         card: text of the model card.
         provenance: provenance, without its list of files.
-        tick: called for every copied block; may raise to stop.
+        tick: called before anything is removed, copied or published; may raise to stop.
 
     Raises:
-        PromotionFailed: something else exists there, or space or permission is missing.
+        PromotionFailed: something else exists there, space or permission is missing, or copied files have disappeared.
         CheckpointCorrupt: a file of the checkpoint does not match its manifest.
     """
     manifest = checkpoint.manifest()
@@ -178,11 +180,14 @@ def write_model_directory(
     if target.exists():
         _require_same(target, manifest, provenance)
         return
-    partial = target.with_name(f".{target.name}.partial")
+    tick()
+    for left in target.parent.glob(f".{target.name}.*partial"):  # rlhf-flows 0.1 wrote all of them to one folder
+        shutil.rmtree(left, ignore_errors=True)
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         _fill(partial, checkpoint, manifest, card, provenance, tick)
+        tick()
         partial.rename(target)
         bring_to_disk(target.parent)
     except OSError as error:
@@ -218,6 +223,12 @@ def _fill(
     files[CARD] = checksum(folder / CARD)
     whole = provenance.model_copy(update={"files": dict(sorted(files.items()))})
     write_text(folder / PROVENANCE, whole.model_dump_json(indent=2) + "\n")
+    missing = files.keys() - {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+    if missing:
+        raise PromotionFailed(
+            f"{', '.join(sorted(missing))} disappeared from {folder} while the model was being written. Nothing was "
+            f"promoted. Find out what removes files there, then `rlhf approve {provenance.run_id}`"
+        )
     for path in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
         bring_to_disk(path)
 

@@ -577,9 +577,7 @@ def write_and_die(run_dir: RunDir, target: Path, origin: ModelProvenance, die_at
 def test_a_kill_during_the_write_leaves_nothing_or_a_whole_model(harness: ControllerHarness, in_place: bool) -> None:
     """And, as a control, a writer without the temporary name leaves partial models behind."""
     run_dir = approved(harness)
-    origin = promotion._provenance(
-        harness.controller(run_dir), PromotionRecord(PromotionState.APPROVED, 10, utc_now(), "ada")
-    )
+    origin = origin_of(harness, run_dir)
     halves, point = 0, 0
     with pytest.MonkeyPatch.context() as patch:
         if in_place:
@@ -593,6 +591,54 @@ def test_a_kill_during_the_write_leaves_nothing_or_a_whole_model(harness: Contro
             point += 1
     assert point > 15
     assert (halves > 0) == in_place
+
+
+def test_a_controller_that_lost_its_run_removes_nothing_of_the_next_one(harness: ControllerHarness) -> None:
+    """The first one is suspended while it copies, and goes on while the next one copies its second file."""
+    run_dir = approved(harness)
+    target, origin = harness.site.home / "models" / run_dir.run_id, origin_of(harness, run_dir)
+    halfway, woken = threading.Event(), threading.Event()
+
+    def suspended() -> None:
+        if list(target.parent.glob(".*/config.json")):
+            halfway.set()
+            woken.wait(60)
+            raise LeaseLost("another controller has the run")
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(promote.write_model_directory, run_dir.checkpoint(10), target, "card", origin, suspended)
+        halfway.wait(60)
+
+        def copying() -> None:
+            if not woken.is_set() and list(target.parent.glob(".*/model.safetensors")):
+                woken.set()
+                with pytest.raises(LeaseLost):
+                    first.result()
+
+        promote.write_model_directory(run_dir.checkpoint(10), target, "card", origin, copying)
+    assert woken.is_set()
+    assert damage(target) == []
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_a_model_whose_copied_files_disappear_is_not_promoted(harness: ControllerHarness) -> None:
+    run_dir = approved(harness)
+    target = harness.site.home / "models" / run_dir.run_id
+
+    def removing() -> None:
+        for weights in target.parent.glob(".*/model.safetensors"):
+            (weights.parent / "config.json").unlink(missing_ok=True)
+
+    origin = origin_of(harness, run_dir)
+    with pytest.raises(PromotionFailed, match=r"config\.json disappeared from"):
+        promote.write_model_directory(run_dir.checkpoint(10), target, "card", origin, removing)
+    assert list(target.parent.iterdir()) == []
+
+
+def origin_of(harness: ControllerHarness, run_dir: RunDir) -> ModelProvenance:
+    return promotion._provenance(
+        harness.controller(run_dir), PromotionRecord(PromotionState.APPROVED, 10, utc_now(), "ada")
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
