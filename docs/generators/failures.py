@@ -187,8 +187,9 @@ STATES = """
 
 The final state of a job takes precedence over any log. The exception is a cancellation, which also ends steps that have
 already failed. `CANCELLED by 0` means the administrator or the scheduler, not the user. Only accounting (`sacct`)
-knows; without it, every cancellation counts as the user's. States that are not listed, such as FAILED, prove nothing by
-themselves; the agents' outcomes and the lines of srun do.
+knows; without it, every cancellation counts as the user's. A job that Slurm cancelled because the Prolog failed on a
+node, which it drained for that reason, counts as `LAUNCH_FAILED`. States that are not listed, such as FAILED, prove
+nothing by themselves; the agents' outcomes and the lines of srun do.
 
 | state | kind |
 |---|---|

@@ -5,6 +5,7 @@ import functools
 import os
 import re
 import subprocess
+from datetime import UTC, datetime, timedelta
 
 from rlhf_core.errors import SchedulerError, SchedulerUnavailable, SubmissionDeferred, SubmissionFailed
 from rlhf_core.scheduler import slurm_queue
@@ -46,6 +47,9 @@ def status_of(row: QueuedJob, marker: str = "") -> JobStatus:
     if marker and row.comment != marker and parse_job_marker(row.comment) is not None:
         return JobStatus(JobState.ENDED, f"Slurm has given the number of the job again, to {row.comment}")
     word = row.state.partition(" ")[0] or "?"
+    if word == "CANCELLED" and (failed := _without_prolog(row)):
+        reason = f"Slurm says CANCELLED, because the Prolog failed on {', '.join(failed)}"
+        return JobStatus(JobState.ENDED, reason, _names(row.nodes), scheduler_state="LAUNCH_FAILED", lost_nodes=failed)
     if word in _ENDED:
         why = f" ({row.reason})" if row.reason not in ("None", "") else ""
         lost = _down(row.nodes) if word in ("NODE_FAIL", "BOOT_FAIL") else ()
@@ -137,6 +141,35 @@ def _down(nodes: str) -> tuple[str, ...]:
             if found:
                 return found
     return ()
+
+
+_PROLOG_WITHIN = timedelta(minutes=30)
+"""Time after the start of a job in which its Prolog may fail; a later failure is that of another job on the node."""
+
+
+def _without_prolog(row: QueuedJob) -> tuple[str, ...]:
+    """List the nodes that Slurm drained because they could not be prepared for a job. It then cancels the job, unless
+    the job may be requeued."""
+    start = _time(row.start)
+    if not row.nodes or start is None:
+        return ()
+    with contextlib.suppress(SchedulerError):
+        text = slurm_queue.run("sinfo", "--noheader", "--Node", f"--nodes={row.nodes}", "--format=%N|%H|%E")
+        found = [line.split("|", 2) for line in text.splitlines() if line.count("|") >= 2]
+        failed = [(name, _time(since)) for name, since, why in found if why.startswith(_NOT_PREPARED)]
+        return tuple(dict.fromkeys(name for name, since in failed if since and since - start < _PROLOG_WITHIN))
+    return ()
+
+
+_NOT_PREPARED = ("Prolog error", "Job env setup error")
+"""Reasons with which Slurm drains such a node (``validate_node_specs`` in its ``node_mgr.c``)."""
+
+
+def _time(text: str) -> datetime | None:
+    """Read a time of Slurm, which is local; None if there is none."""
+    with contextlib.suppress(ValueError):
+        return datetime.fromisoformat(text).astimezone(UTC)
+    return None
 
 
 def _names(nodes: str) -> tuple[str, ...]:

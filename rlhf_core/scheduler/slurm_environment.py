@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.schemas.cluster import SlurmSpec
 
-_QUERIES = ("SQUEUE_", "SINFO_", "SCONTROL_", "SACCT_", "SCANCEL_")
+_QUERIES = ("SQUEUE_", "SINFO_", "SCONTROL_", "SACCT_", "SCANCEL_", "SLURM_TIME_FORMAT")
 """Prefixes of the options of queries: a filter such as SQUEUE_PARTITION would hide jobs that are running."""
 
 _JOB = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_", "PMI_", "PMIX_")

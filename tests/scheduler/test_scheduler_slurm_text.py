@@ -302,6 +302,31 @@ def test_a_node_that_an_administrator_drains_is_not_the_one_that_failed(
     assert status_of(QueuedJob("7", "NODE_FAIL", "None", "node[1-4]", "N/A", "toy-1/2")).lost_nodes == lost
 
 
+@pytest.mark.parametrize(
+    ("drained", "lost"),
+    [
+        ("2026-11-28T15:18:51|Prolog error", ("node2",)),
+        ("2026-11-28T15:18:51|Job env setup error", ("node2",)),
+        ("2026-11-28T17:18:51|Prolog error", ()),  # that of another job on the node
+        ("2026-11-28T15:18:51|bad fan", ()),
+        ("Unknown|none", ()),
+    ],
+)
+def test_a_job_without_the_prolog_of_a_node_is_not_cancelled_by_its_user(
+    drained: str, lost: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Slurm 22.05 answers: with --no-requeue, slurmd cancels the job, and slurmctld drains the node."""
+    answers = {
+        "sinfo": f"node1|Unknown|none\nnode2|{drained}\nnode2|{drained}\n",
+        "scontrol": "node1 node2",
+        "sacct": "",
+    }
+    monkeypatch.setattr(slurm_queue, "run", lambda *words: answers[words[0]])
+    status = status_of(QueuedJob("7", "CANCELLED", "None", "node[1-2]", "2026-11-28T15:18:50", "toy-1/2"))
+    assert (status.state, status.nodes, status.lost_nodes) == (JobState.ENDED, ("node1", "node2"), lost)
+    assert status.scheduler_state == ("LAUNCH_FAILED" if lost else "CANCELLED")
+
+
 def test_a_submission_takes_only_defaults_from_variables() -> None:
     kept = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf", "SBATCH_ACCOUNT": "nlp", "SBATCH_EXPORT": "NONE"}
     ignored = {"SLURM_JOB_ID": "1", "SLURM_MEM_PER_CPU": "64", "SBATCH_TIMELIMIT": "1", "SBATCH_PARTITION": "debug"}
