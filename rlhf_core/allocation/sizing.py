@@ -47,7 +47,7 @@ def size_of(
         size = _largest(possible, len(usable_nodes(spec, slurm, inventory, kept)))
         if size and size >= best:
             spared = [node for node in excluded if node not in kept]
-            return Size(size, kept, spared, _reason(spec, inventory, kept, size))
+            return Size(size, kept, spared, _reason(spec, slurm, inventory, kept, size))
     kept, spared = dict(excluded), []
     while kept and shortages(spec.resources, slurm, inventory, tuple(kept)):
         spared.append(next(iter(kept)))
@@ -75,11 +75,12 @@ def _largest(possible: Sequence[int], available: int) -> int:
     return next((number for number in possible if number <= available), 0)
 
 
-def _reason(spec: RunSpec, inventory: Inventory, excluded: Mapping[str, str], size: int) -> str:
+def _reason(spec: RunSpec, slurm: SlurmSpec, inventory: Inventory, excluded: Mapping[str, str], size: int) -> str:
     if size == spec.resources.num_nodes:
         return ""
-    lacking = [f"{node} is {state}" for node, state in inventory.out_of_service.items() if node not in excluded]
-    lacking += [f"{node} is excluded" for node in excluded]
+    states = {**inventory.out_of_service, **dict.fromkeys(excluded, "excluded")}
+    fitting = inventory.nodes_for(slurm, spec.resources.gpus_per_node)
+    lacking = [f"{node} is {states[node]}" for node in fitting if node in states]
     why = f" ({', '.join(lacking[:8])})" if lacking else ""
     return (
         f"the cluster cannot give {spec.resources.num_nodes} nodes{why}: continuing with {size}, at least "

@@ -60,6 +60,15 @@ def test_a_suspect_is_taken_again_where_its_partition_has_no_other_node() -> Non
     assert dict(size_of(spec_of(0), slurm, larger, {"d": "lost"}, {"d"}).excluded) == {"d": "lost"}, "control"
 
 
+def test_the_reason_for_fewer_nodes_names_none_of_another_partition() -> None:
+    others = [f"cpu{number}" for number in range(9)]
+    partitions = {**dict.fromkeys(others, ("cpu",)), **dict.fromkeys(NODES, ("gpu",))}
+    down = {**dict.fromkeys(others, "drained"), "d": "down*"}
+    inventory = FakeScheduler(nodes=tuple(partitions), node_partitions=partitions, out_of_service=down).inventory()
+    found = size_of(spec_of(1), SlurmSpec(partition="gpu"), inventory, {"cpu0": "suspect", "c": "suspect"}, {"c"})
+    assert "the cluster cannot give 4 nodes (c is excluded, d is down*): continuing with 2" in found.reason
+
+
 def test_nodes_with_gpus_of_another_type_do_not_count() -> None:
     kinds = {**dict.fromkeys("abcd", "H100"), **dict.fromkeys("ef", "a100")}
     partitions = dict.fromkeys("abcdefg", ("gpu",))
