@@ -124,6 +124,8 @@ class FakeScheduler:
     node_gpu_types: dict[str, str] = field(default_factory=dict)
     out_of_service: dict[str, str] = field(default_factory=dict)
     node_partitions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    node_features: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    reservations: dict[str, str] = field(default_factory=dict)
     default_partition: str = ""
     first_state: JobState = JobState.RUNNING
     on_submit: Callable[[JobRequest], None] = lambda request: None
@@ -148,6 +150,8 @@ class FakeScheduler:
             node_gpu_types=self.node_gpu_types,
             out_of_service=self.out_of_service,
             node_partitions=self.node_partitions,
+            node_features=self.node_features,
+            reservations=self.reservations,
             default_partition=self.default_partition,
         )
 

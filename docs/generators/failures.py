@@ -93,8 +93,9 @@ are blamed; if no node did, agent 0's; of two nodes, neither. If no agent has st
 
 **Excluded nodes.** A new attempt excludes the nodes at fault: at once if a node was lost, did not arrive or did not
 pass its checks, or if a GPU failed, otherwise after a node's second strike in the run. It excludes at most
-`supervise.max_excluded_nodes`, and never so many that the partition has too few others with as many GPUs. Nodes that
-the cluster does not list are not excluded: Slurm refuses a job that names one.
+`supervise.max_excluded_nodes`, and never so many that too few others are left for the job: those of its partition and
+reservation, with as many GPUs and its features. Nodes that the cluster does not list are not excluded: Slurm refuses a
+job that names one.
 
 **Fewer nodes.** With `resources.min_nodes`, an attempt can run on fewer nodes when the cluster cannot provide
 `resources.num_nodes` because some are down, drained or excluded. It requests the largest available number that divides

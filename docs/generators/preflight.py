@@ -132,10 +132,10 @@ with its source):
 
 The model assumes the longest prompts and completions that the config allows. Offloaded parts, and the weights that
 separate engines receive, must fit into the main memory of a node (`memory.offload`). The estimate is compared with the
-memory of the GPU, from `slurm.gpu_type` or the smallest of the nodes that the job may get (by partition,
-`slurm.exclude` and number of GPUs); on CPU, with the memory of the node divided by its ranks. If the name of a type
-leaves open which of several sizes it is (`a100`), a run that fits only into the largest gets a warning, as does one
-whose nodes Slurm selects by `slurm.constraint`, for instance, and that fits only into the largest type among them.
+memory of the GPU, from `slurm.gpu_type` or the smallest of the nodes that the job may get (by partition, features,
+reservation, `slurm.exclude` and number of GPUs); on CPU, with the memory of the node divided by its ranks. If the name
+of a type leaves open which of several sizes it is (`a100`), a run that fits only into the largest gets a warning, as
+does one whose nodes Slurm selects by `slurm.gres`, for instance, and that fits only into the largest type among them.
 
 Before lean layers ([0045](decisions/0045-lean-layers.md)), for one rank of a float32 model with 34 million parameters
 (8 layers, hidden size 512, 32 sequences of 256 tokens at once) on CPU, the estimate was 6.2 GiB, and the peak in a run

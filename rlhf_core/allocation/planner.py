@@ -126,6 +126,8 @@ def shortages(
         within = f" in {', '.join(sorted(slurm.partitions))}" if slurm.partitions else ""
         kind = f"{slurm.gpu_type} " if slurm.gpu_type else ""
         having = f" with {resources.gpus_per_node} {kind}GPUs" if resources.gpus_per_node else ""
+        options = ("constraint", "reservation")
+        having += "".join(f", {name} {value}" for name in options if (value := slurm.chosen(name)))
         without = f" without the excluded {', '.join(excluded_nodes)}" if excluded_nodes else ""
         found.append(f"{resources.num_nodes} nodes requested, {len(usable)} available{within}{having}{without}")
     memory_gb = inventory.memory_for(slurm, resources.gpus_per_node)

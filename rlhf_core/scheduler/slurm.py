@@ -33,6 +33,7 @@ from rlhf_core.scheduler.slurm_answers import (
     num_gpus,
     only_the_lost_remain,
     query_job,
+    reserved_nodes,
     status_of,
     takes_no_job,
 )
@@ -76,13 +77,13 @@ class SlurmScheduler:
         """
         slurm_queue.require_controller()
         # --all: a job may name a hidden partition, whose nodes may be in no other.
-        text = slurm_queue.run("sinfo", "--all", "--noheader", "--Node", "--format=%N|%c|%m|%G|%T|%P")
-        listed = [row for line in text.splitlines() if len(row := line.split("|")) == 6]
+        text = slurm_queue.run("sinfo", "--all", "--noheader", "--Node", "--format=%N|%c|%m|%G|%T|%P|%f")
+        listed = [row for line in text.splitlines() if len(row := line.split("|")) == 7]
         if not listed:
             raise SchedulerError("sinfo lists no nodes")
         rows = {row[0]: row for row in listed}  # a node is listed once per partition
         partitions: dict[str, tuple[str, ...]] = {}
-        for name, *_, partition in listed:
+        for name, *_, partition, _ in listed:
             partitions[name] = (*partitions.get(name, ()), partition.rstrip("*"))
         # Slurm gives 1 MB to nodes whose memory is not configured.
         memory_gb = {name: size / 1024 for name, row in rows.items() if (size := leading_number(row[2])) > 1}
@@ -97,6 +98,8 @@ class SlurmScheduler:
             node_gpu_types={name: kind for name, row in rows.items() if (kind := gpu_type(row[3]))},
             out_of_service={name: row[4] for name, row in rows.items() if takes_no_job(row[4])},
             node_partitions=partitions,
+            node_features={name: tuple(row[6].split(",")) for name, row in rows.items()},
+            reservations=reserved_nodes(),
             # sbatch uses the variable if the job names no partition.
             default_partition=os.environ.get("SBATCH_PARTITION")
             or next((row[5].rstrip("*") for row in listed if row[5].endswith("*")), ""),
@@ -151,9 +154,7 @@ class SlurmScheduler:
         marker = job_marker(run_id, attempt)
         matching = [row for row in found.rows.values() if row.comment == marker and not has_ended(row)]
         first = min(matching, key=lambda row: leading_number(row.job_id), default=None)
-        if first is None:
-            return None
-        return _submission(run_id, attempt, first.job_id, (), slurm_queue.cluster_name())
+        return None if first is None else _submission(run_id, attempt, first.job_id, (), slurm_queue.cluster_name())
 
     def living(self) -> Sequence[LivingJob]:
         """List this user's jobs whose comment names an attempt, with one query; without those that Slurm is completing,
@@ -378,11 +379,9 @@ def _further_options(options: Sequence[str]) -> Iterator[tuple[str, object]]:
 def _status_in(found: slurm_queue.Listing, submission: Submission) -> JobStatus:
     """State of a job by a listing of the queue; one that is too new for it, or forgotten, is asked for by itself."""
     row = found.rows.get(submission.job_id)
-    if row is None or row.comment != submission.marker:
-        # Another cluster does not know the job, or has a different one with its number.
-        problem = another_cluster(submission.cluster)
-        if problem:
-            return JobStatus(JobState.UNKNOWN, problem)
+    # Another cluster does not know the job, or has a different one with its number.
+    if (row is None or row.comment != submission.marker) and (problem := another_cluster(submission.cluster)):
+        return JobStatus(JobState.UNKNOWN, problem)
     return query_job(submission) if row is None else status_of(row, submission.marker)
 
 

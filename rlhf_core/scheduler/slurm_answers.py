@@ -205,6 +205,15 @@ def gpu_type(gres: str) -> str:
     return kinds.pop() if len(kinds) == 1 else ""
 
 
+def reserved_nodes() -> dict[str, str]:
+    """Query the nodes of each reservation, in Slurm's short form; empty if Slurm does not answer."""
+    with contextlib.suppress(SchedulerError):
+        text = slurm_queue.run("scontrol", "--oneliner", "show", "reservation")
+        found = re.findall(r"^ReservationName=(\S+).*? Nodes=(\S+)", text, re.MULTILINE)
+        return {name: nodes for name, nodes in found if nodes != "(null)"}
+    return {}
+
+
 def accepted_job(sbatch: subprocess.CompletedProcess[str]) -> str:
     """Return the number of the job that sbatch submitted.
 

@@ -1,5 +1,7 @@
 """Settings of the resources that a run takes from a cluster."""
 
+import re
+from collections.abc import Collection
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -7,6 +9,9 @@ from pydantic import Field, model_validator
 from rlhf_core.schemas.base import NonNegative, Positive, Schema
 from rlhf_core.schemas.site import is_private
 from rlhf_core.schemas.slurm_values import Lines, NodeName, OneLine, SbatchOption, VariableName, is_named
+
+_FEATURES = re.compile(r"[\w.:+-]+((&[\w.:+-]+)*|(,[\w.:+-]+)*|(\|[\w.:+-]+)*)")
+"""Constraints that can be compared with the features of nodes: all of these features, or one of them."""
 
 
 class ResourceSpec(Schema):
@@ -82,12 +87,25 @@ class SlurmSpec(Schema):
     @property
     def partitions(self) -> frozenset[str]:
         """Partitions that the job may run in; empty for the cluster's default."""
-        # In extra, it overrides the setting.
-        return frozenset(filter(None, [self.partition, *self.in_extra("partition")][-1].split(",")))
+        return frozenset(filter(None, self.chosen("partition").split(",")))
+
+    @property
+    def reservations(self) -> tuple[str, ...]:
+        """Reservations of which the job may get the nodes; empty if it runs in none."""
+        return tuple(filter(None, self.chosen("reservation").split(",")))
+
+    def accepts(self, features: Collection[str]) -> bool:
+        """False if the job never gets a node with these features, because of its constraint. Constraints with numbers,
+        brackets or parentheses are evaluated only by Slurm."""
+        constraint = self.chosen("constraint")
+        if not _FEATURES.fullmatch(constraint):
+            return True
+        wanted = [feature in features for feature in re.split(r"[&,|]", constraint)]
+        return any(wanted) if "|" in constraint else all(wanted)
 
     @property
     def selects_nodes(self) -> bool:
-        """True if the job may get only some nodes of its partitions, by something that only Slurm evaluates."""
+        """True if the job may get only some nodes of its partitions, by something that perhaps only Slurm evaluates."""
         options = (
             "constraint",
             "gpus",
@@ -103,6 +121,10 @@ class SlurmSpec(Schema):
     def excludes(self, node: str) -> bool:
         """True if the job never gets a node, by name or by Slurm's short form; files of ``--exclude`` are not read."""
         return is_named(node, [*self.exclude, *(value for value in self.in_extra("exclude") if "/" not in value)])
+
+    def chosen(self, option: str) -> str:
+        """Value of an option that is a setting too: in extra, it overrides the setting."""
+        return str([getattr(self, option), *self.in_extra(option)][-1])
 
     def in_extra(self, option: str) -> list[str]:
         """Values of an option of sbatch in ``extra``, in their order; the name may stand there without its dashes."""

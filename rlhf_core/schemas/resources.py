@@ -8,6 +8,7 @@ from pydantic import Field, JsonValue, StringConstraints, model_validator
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.base import Finite, Int32, Label, Message, Schema
 from rlhf_core.schemas.cluster import SlurmSpec
+from rlhf_core.schemas.slurm_values import is_named
 
 
 class Inventory(Schema):
@@ -33,6 +34,10 @@ class Inventory(Schema):
     """Unavailable nodes with their state in the scheduler, for instance ``drained``."""
     node_partitions: dict[str, tuple[str, ...]] = {}
     """Partitions of each node; empty if the scheduler has none."""
+    node_features: dict[str, tuple[str, ...]] = {}
+    """Features of each node that a job can require; empty if the scheduler has none."""
+    reservations: dict[str, str] = {}
+    """Nodes of each reservation, in Slurm's short form."""
     default_partition: str = ""
     """Default partition of jobs; empty if the scheduler has none."""
     cluster: str = ""
@@ -59,6 +64,8 @@ class Inventory(Schema):
         allowed = listed & (slurm.partitions or {*self.default_partition.split(",")})
         # Only Slurm selects by type; it has partitions, and a node whose type it does not report may have any.
         kind = slurm.gpu_type.casefold() if listed else ""
+        # The nodes of a reservation that the scheduler does not list are unknown, too.
+        reserved = [self.reservations.get(name, "") for name in slurm.reservations]
         return [
             name
             for name in self.node_names
@@ -66,6 +73,8 @@ class Inventory(Schema):
             and self.gpus_of(name) >= gpus_per_node
             and (not allowed or allowed & {*self.node_partitions.get(name, ())})
             and (not kind or self.node_gpu_types.get(name, kind).casefold() == kind)
+            and (name not in self.node_features or slurm.accepts(self.node_features[name]))
+            and (not reserved or "" in reserved or is_named(name, reserved))
         ]
 
 

@@ -241,6 +241,9 @@ def test_nodes_of_other_partitions_are_not_counted() -> None:
     assert shortages(resources, SlurmSpec(), inventory) == ["3 nodes requested, 2 available"]
     assert shortages(resources, SlurmSpec(partition="gpu"), inventory) == ["3 nodes requested, 2 available in gpu"]
     assert shortages(resources, SlurmSpec(partition="gpu", extra=("--partition=gpu,small",)), inventory) == []
+    featured = inventory.model_copy(update={"node_features": {"a": ("ib",), "b": ("ib",), "c": ()}})
+    (lack,) = shortages(resources, SlurmSpec(partition="gpu", constraint="ib"), featured)
+    assert lack == "3 nodes requested, 1 available in gpu, constraint ib"
     assert shortages(resources, SlurmSpec(partition="hidden"), inventory) == [], "its nodes are unknown"
     assert shortages(resources, SlurmSpec(partition="gpu,small", exclude=("a",)), inventory)
     with pytest.raises(BadInput, match="2 available in gpu"):

@@ -60,6 +60,41 @@ def test_a_suspect_is_taken_again_where_its_partition_has_no_other_node() -> Non
     assert dict(size_of(spec_of(0), slurm, larger, {"d": "lost"}, {"d"}).excluded) == {"d": "lost"}, "control"
 
 
+@pytest.mark.parametrize(
+    "slurm",
+    [
+        SlurmSpec(constraint="h100"),
+        SlurmSpec(constraint="h100&ib"),
+        SlurmSpec(constraint="gb200|h100"),
+        SlurmSpec(constraint="cpu", extra=("--constraint=h100,ib",)),
+        SlurmSpec(reservation="ours"),
+    ],
+    ids=lambda slurm: f"{slurm.constraint}{slurm.reservation}",
+)
+def test_a_suspect_is_taken_again_where_no_other_node_is_selected(slurm: SlurmSpec) -> None:
+    features = {**dict.fromkeys(NODES, ("ib", "h100")), "e": ("ib", "a100"), "f": ("(null)",)}
+    place: dict[str, Any] = {"nodes": tuple(features), "node_features": features, "reservations": {"ours": "a,b,c,d"}}
+    found = size_of(spec_of(0), slurm, FakeScheduler(**place).inventory(), {"d": "lost"}, {"d"})
+    assert (dict(found.excluded), found.spared) == ({}, ["d"]), "Slurm would refuse 4 of 3 nodes permanently"
+    place |= {"node_features": {**features, "e": ("ib", "h100")}, "reservations": {"ours": "a,b,c,d,e"}}
+    found = size_of(spec_of(0), slurm, FakeScheduler(**place).inventory(), {"d": "lost"}, {"d"})
+    assert dict(found.excluded) == {"d": "lost"}, "control"
+
+
+@pytest.mark.parametrize(
+    "slurm",
+    [
+        SlurmSpec(constraint="[rack1|rack2]"),
+        SlurmSpec(constraint="h100*4&ib*2"),
+        SlurmSpec(constraint="a&b|c"),
+        SlurmSpec(reservation="not_listed"),
+    ],
+)
+def test_nodes_selected_in_ways_that_only_slurm_knows_are_all_counted(slurm: SlurmSpec) -> None:
+    inventory = FakeScheduler(nodes=NODES, node_features=dict.fromkeys(NODES, ("ib",))).inventory()
+    assert inventory.nodes_for(slurm) == list(NODES)
+
+
 def test_the_reason_for_fewer_nodes_names_none_of_another_partition() -> None:
     others = [f"cpu{number}" for number in range(9)]
     partitions = {**dict.fromkeys(others, ("cpu",)), **dict.fromkeys(NODES, ("gpu",))}

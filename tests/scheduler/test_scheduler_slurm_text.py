@@ -479,12 +479,30 @@ def test_jobs_and_nodes_of_a_hidden_partition_are_seen(tmp_path: Path, monkeypat
         tmp_path,
         monkeypatch,
         squeue=hidden.format("8|RUNNING|None|n2|N/A|toy-1/2"),
-        sinfo="echo 'n1|8|64000|(null)|idle|cpu*'; " + hidden.format("n2|8|64000|gpu:8|idle|scavenger"),
+        sinfo="echo 'n1|8|64000|(null)|idle|cpu*|(null)'; " + hidden.format("n2|8|64000|gpu:8|idle|scavenger|(null)"),
     )
     found = SlurmScheduler().find("toy-1", 2)
     assert found is not None, "the job would be submitted a second time"
     assert [one.run_id for one in SlurmScheduler().living()] == ["toy-1"]
     assert SlurmScheduler().inventory().nodes_for(SlurmSpec(partition="scavenger"), 8) == ["n2"]
+
+
+def test_nodes_are_those_with_the_features_and_in_the_reservation(monkeypatch: pytest.MonkeyPatch) -> None:
+    reservations = (
+        "ReservationName=ours StartTime=2026-11-28T15:30:44 Duration=1-00:00:00 Nodes=n[2-3] NodeCnt=2 Flags=MAINT\n"
+        "ReservationName=licenses StartTime=2026-11-28T15:30:44 Nodes=(null) NodeCnt=0 Licenses=matlab:1\n"
+    )
+    nodes = (
+        "n1|8|64000|(null)|idle|all*|ib,h100\nn2|8|64000|(null)|idle|all*|h100\nn3|8|64000|(null)|idle|all*|(null)\n"
+    )
+    answers = {"reservation": reservations, "ping": "Slurmctld(a) is UP", "config": "ClusterName = here"}
+    monkeypatch.setattr(slurm_queue, "run", lambda *words, **_: nodes if words[0] == "sinfo" else answers[words[-1]])
+    inventory = SlurmScheduler().inventory()
+    assert inventory.nodes_for(SlurmSpec()) == ["n1", "n2", "n3"]
+    assert inventory.nodes_for(SlurmSpec(constraint="h100")) == ["n1", "n2"]
+    assert inventory.nodes_for(SlurmSpec(constraint="h100", reservation="ours")) == ["n2"]
+    assert inventory.nodes_for(SlurmSpec(extra=("--reservation=ours",))) == ["n2", "n3"]
+    assert inventory.nodes_for(SlurmSpec(reservation="licenses")) == ["n1", "n2", "n3"]
 
 
 def test_a_stopped_process_blocks_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -503,7 +521,11 @@ def test_a_stopped_process_blocks_no_other(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_memory_is_that_of_nodes_that_a_job_may_get(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = "a|8|4096000|(null)|idle|cpu*\nb|8|1024000|gpu:h100:8|idle|gpu\nc|8|512000|gpu:h100:8|idle|gpu\n"
+    rows = (
+        "a|8|4096000|(null)|idle|cpu*|(null)\n"
+        "b|8|1024000|gpu:h100:8|idle|gpu|(null)\n"
+        "c|8|512000|gpu:h100:8|idle|gpu|(null)\n"
+    )
     monkeypatch.setattr(slurm_queue, "run", lambda *words, **_: rows if words[0] == "sinfo" else "Slurmctld(a) is UP")
     inventory = SlurmScheduler().inventory()
     assert inventory.memory_gb == inventory.memory_for(SlurmSpec()) == 4000
@@ -512,7 +534,11 @@ def test_memory_is_that_of_nodes_that_a_job_may_get(monkeypatch: pytest.MonkeyPa
 
 
 def test_cores_are_those_of_nodes_that_a_job_may_get(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = "a|256|1024|(null)|idle|gpu\nb|64|1024|gpu:h100:8|idle|gpu*\nc|32|1024|gpu:h100:8|idle|gpu\n"
+    rows = (
+        "a|256|1024|(null)|idle|gpu|(null)\n"
+        "b|64|1024|gpu:h100:8|idle|gpu*|(null)\n"
+        "c|32|1024|gpu:h100:8|idle|gpu|(null)\n"
+    )
     monkeypatch.setattr(slurm_queue, "run", lambda *words, **_: rows if words[0] == "sinfo" else "Slurmctld(a) is UP")
     inventory = SlurmScheduler().inventory()
     assert inventory.cpus_per_node == inventory.cpus_for(SlurmSpec()) == 256
@@ -521,14 +547,14 @@ def test_cores_are_those_of_nodes_that_a_job_may_get(monkeypatch: pytest.MonkeyP
 
 
 def test_memory_that_is_not_configured_in_slurm_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = "a|8|1|gpu:8|idle|all*\n"
+    rows = "a|8|1|gpu:8|idle|all*|(null)\n"
     monkeypatch.setattr(slurm_queue, "run", lambda *words, **_: rows if words[0] == "sinfo" else "Slurmctld(a) is UP")
     inventory = SlurmScheduler().inventory()
     assert inventory.memory_gb == inventory.memory_for(SlurmSpec(), 8) == 0
 
 
 def test_the_default_partition_is_that_of_a_submission(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = "a|8|64000|(null)|idle|cpu*\nb|8|64000|gpu:h100:8|idle|gpu\n"
+    rows = "a|8|64000|(null)|idle|cpu*|(null)\nb|8|64000|gpu:h100:8|idle|gpu|(null)\n"
     monkeypatch.setattr(slurm_queue, "run", lambda *words, **_: rows if words[0] == "sinfo" else "Slurmctld(a) is UP")
     inventory = SlurmScheduler().inventory()
     assert (inventory.default_partition, inventory.nodes_for(SlurmSpec())) == ("cpu", ["a"])

@@ -66,7 +66,7 @@ def _is_blocked(found: Iterable[Finding]) -> bool:
 
 def _with_largest_gpus(facts: Facts) -> Facts:
     """Facts in which every type of GPU has its largest size; of several types, only the largest is left if the job
-    selects its nodes in a way that cannot be evaluated here, such as by a feature."""
+    selects its nodes in a way that may not be evaluated here, such as by generic resources."""
     kinds = {node: with_largest_size(kind) for node, kind in facts.inventory.node_gpu_types.items()}
     larger = replace(facts, inventory=facts.inventory.model_copy(update={"node_gpu_types": kinds}))
     gpu_type = with_largest_size(facts.slurm.gpu_type)

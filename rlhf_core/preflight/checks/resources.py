@@ -44,7 +44,9 @@ def nodes(facts: Facts) -> Iterator[Finding]:
             f"at most {available} nodes",
             f"set resources.num_nodes={max(available, 1)}"
             + (f", and fewer in rollout.nodes ({beside})" if beside else "")
-            + (", or another slurm.partition or slurm.gpu_type" if available < len(facts.inventory.node_names) else ""),
+            + (
+                ", or other options in [slurm] that select nodes" if available < len(facts.inventory.node_names) else ""
+            ),
         )
     else:
         kinds = f": {facts.spec.num_trainer_nodes} for training, {beside} for rollout engines" if beside else ""
