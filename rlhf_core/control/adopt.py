@@ -10,10 +10,12 @@ import subprocess
 import sys
 
 from rlhf_core.config.site import Site, load_site
+from rlhf_core.control.controller import Observer, opened
 from rlhf_core.errors import RlhfError
 from rlhf_core.files import private as private_files
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.base import utc_now
 from rlhf_core.text.escaping import terminal
 
 
@@ -43,16 +45,27 @@ def _site_variables(site: Site) -> dict[str, str]:
     }
 
 
+class _LogWriter(Observer):
+    """An observer that prints stages and messages with their times."""
+
+    def stage_started(self, title: str) -> None:
+        """Print the title of a stage that begins."""
+        self.log(title)
+
+    def log(self, text: str) -> None:
+        """Print a message."""
+        print(f"{utc_now():%Y-%m-%d %H:%M:%S} {terminal(text)}", flush=True)
+
+
 def main(run_id: str) -> int:
     """Drive the run to its end. The exit codes are those of `rlhf run`."""
-    from rlhf_core.control.controller import opened
     from rlhf_core.control.steps import drive
 
     site = load_site()
     try:
         with (
             HistoryStore(site.database_url) as store,
-            opened(RunDir.of(site.runs_dir, run_id), site, store, timeout_s=0) as controller,
+            opened(RunDir.of(site.runs_dir, run_id), site, store, observer=_LogWriter(), timeout_s=0) as controller,
         ):
             drive(controller)
     except RlhfError as error:

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -179,6 +180,17 @@ def test_a_completed_run_without_a_controller_is_adopted_to_request_approval(
     completed(harness)
     one_round(reconciler)
     assert started == [run_dir.run_id] * 2, "a run without a request for approval gets none"
+
+
+def test_the_log_of_an_adopted_run_has_its_stages_and_decisions(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = harness.run()
+    harness.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
+    monkeypatch.setattr(adopt, "load_site", lambda: harness.site)
+    assert adopt.main(run_dir.run_id) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d train attempt 1$", printed, re.MULTILINE), printed
 
 
 def test_an_adopted_run_continues_with_its_job_and_ends(harness: ControllerHarness, reconciler: Reconciler) -> None:
