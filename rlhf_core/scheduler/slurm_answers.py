@@ -60,9 +60,9 @@ def status_of(row: QueuedJob, marker: str = "") -> JobStatus:
         reason = "" if word == "RUNNING" else f"Slurm says {word}"
         return JobStatus(JobState.RUNNING, reason, _names(row.nodes), scheduler_state=word)
     if word in _WAITING:
-        start = "" if row.start == "N/A" else row.start
+        start = _time(row.start)
         why = "the scheduler has not considered it yet" if row.reason == "None" else row.reason
-        reason = f"{why}, expected to start {start}" if start else why
+        reason = f"{why}, expected to start {start:%Y-%m-%d %H:%M} UTC" if start else why
         return JobStatus(JobState.PENDING, reason, scheduler_state=word)
     return JobStatus(JobState.UNKNOWN, f"Slurm says {word}", scheduler_state=word)
 

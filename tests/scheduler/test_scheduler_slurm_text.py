@@ -4,6 +4,7 @@ import errno
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -571,9 +572,15 @@ def test_nodes_that_take_no_jobs(state: str, is_out: bool) -> None:
     assert takes_no_job(state) is is_out
 
 
-def test_the_reason_and_the_expected_start_of_a_waiting_job() -> None:
-    status = status_of(QueuedJob("1", "PENDING", "Resources", "", "2026-11-21T10:00:00", "toy-1/2"))
-    assert status.reason == "Resources, expected to start 2026-11-21T10:00:00"
+def test_the_reason_and_the_expected_start_of_a_waiting_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm gives times of the time zone in which its command runs."""
+    with monkeypatch.context() as in_tokyo:
+        in_tokyo.setenv("TZ", "JST-9")
+        time.tzset()
+        status = status_of(QueuedJob("1", "PENDING", "Resources", "", "2026-11-21T10:00:00", "toy-1/2"))
+    time.tzset()
+    assert status.reason == "Resources, expected to start 2026-11-21 01:00 UTC"
+    assert status_of(QueuedJob("1", "PENDING", "Resources", "", "N/A", "toy-1/2")).reason == "Resources"
 
 
 @pytest.mark.parametrize(
