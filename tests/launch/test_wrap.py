@@ -408,6 +408,22 @@ def test_resume_options() -> None:
     assert any("the first attempt starts from it" in part.place for part in kept.read)
 
 
+@pytest.mark.parametrize(
+    "kept", ["--init_from=gpt2-xl", "--resume base.pth", "--resume_from_checkpoint checkpoint-9", "--init_from scratch"]
+)
+def test_the_weights_to_start_from_are_kept(kept: str) -> None:
+    """Without them, the program would train from scratch or from its default model, and nothing would say so."""
+    assert kept in " ".join(wrapped(f"torchrun --nproc_per_node 2 train.py {kept} --steps 5").argv)
+
+
+@pytest.mark.parametrize("dropped", ["--init_from=resume", "--resume", "--resume auto", "--resume_from latest"])
+def test_the_newest_checkpoint_is_left_to_the_run(dropped: str) -> None:
+    found = wrapped(f"torchrun --nproc_per_node 2 train.py --steps 5 {dropped}")
+    assert found.argv[-3:] == ("train.py", "--steps", "{num_steps}")
+    assert setting(found, "trainer.resume_argv") is None
+    assert not any("resume_argv" in part.place for part in found.read)
+
+
 def test_the_way_to_resume_of_verl() -> None:
     recipe = "python -m recipe.dapo.main_dapo actor_rollout_ref.model.path=m trainer.total_training_steps=9"
     given = " trainer.resume_mode=auto trainer.del_local_ckpt_after_load=True trainer.logger=['wandb']"

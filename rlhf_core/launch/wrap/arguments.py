@@ -39,6 +39,11 @@ _DATA = (
     "data.train_files", "data.prompt_dataset", "data.dataset",
 )  # fmt: skip
 _RESUME = ("resume_from_checkpoint", "resume", "resume_from", "load_checkpoint", "trainer.resume_mode", "init_from")
+_NEWEST_OR_NONE = frozenset((
+    "", "true", "false", "yes", "no", "1", "0", "auto", "latest", "last", "none", "null", "resume", "must", "allow",
+    "never", "disable",
+))  # fmt: skip
+"""Values of these options that select the newest checkpoint or none; any other names the weights to start from."""
 _RATE = (
     "learning_rate", "lr", "actor_learning_rate", "actor_rollout_ref.actor.optim.lr", "optimizer.lr", "adam.lr",
     "actor.adam.lr",
@@ -228,11 +233,12 @@ def _read_resume(draft: Draft, family: Family) -> None:
     name = draft.line.items[index].name if index is not None else "resume_from_checkpoint"
     if index is not None:
         value = draft.value_at(index)
-        if "/" in value:
+        if value.lower() not in _NEWEST_OR_NONE:
             draft.report(f"--{name}", value, f"{_STAYS}: the first attempt starts from it")
         else:
             draft.drop("argument", name)
-            draft.report(f"--{name}", value or "(flag)", "trainer.resume_argv, if there is a checkpoint")
+            instead = "trainer.resume_argv, if there is a checkpoint" if family.has_trainer else "removed"
+            draft.report(f"--{name}", value or "(flag)", instead)
     if family.has_trainer:
         spelling = family.spelled("resume_from_checkpoint")
         joined = spelling.endswith("=")
