@@ -172,7 +172,8 @@ stay, because launch lines may contain JSON and templates; `rlhf check` blocks t
   `--nnodes {{num_nodes}} --node-rank {{node_rank}}` or with variables. Otherwise every node would train a model of its
   own, which `rlhf check` blocks.
 - `per_rank`: the line runs once for every rank, with `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`,
-  `MASTER_ADDR` and `MASTER_PORT` set. You need no launcher: `argv = ["python", "train.py", ...]`.
+  `MASTER_ADDR` and `MASTER_PORT` set. You need no launcher: `argv = ["python", "train.py", ...]`. In a Slurm job, each
+  rank also has the numbers that srun would have given it (`SLURM_PROCID`, `SLURM_LOCALID`, `SLURM_NTASKS` and others).
 
 Both set `NNODES`, `NODE_RANK`, `NPROC_PER_NODE` and `PYTHONUNBUFFERED=1`; `per_node` also sets `MASTER_ADDR` and
 `MASTER_PORT`. Variables in `trainer.variables` are added to these and override them.

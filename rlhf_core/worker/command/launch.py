@@ -145,6 +145,8 @@ class LaunchPlace:
             "RLHF_RECORD_COLLECTIVES": str(int(self.trainer.record_collectives)),
         }
         found.setdefault(BUFFER_VARIABLE, BUFFER_SIZE)
+        if not per_node and "SLURM_JOB_ID" in base:
+            found |= self._as_task_of_slurm()
         if per_node:
             found |= {
                 "MASTER_ADDR": self.order.address,
@@ -162,6 +164,19 @@ class LaunchPlace:
             found["PATH"] = os.pathsep.join([str(folder / "bin"), found.get("PATH", os.defpath)])
         paths = [str(IN_RANK), found.get("PYTHONPATH", "")]
         return found | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+    def _as_task_of_slurm(self) -> dict[str, str]:
+        """Variables of a rank that srun had started itself: those inherited are of the agent, one task per node."""
+        context, num_nodes = self.context, self.values["num_nodes"]
+        ranks, tasks = str(self.ranks_per_node), str(context.num_ranks)
+        on_nodes = ranks if num_nodes == "1" else f"{ranks}(x{num_nodes})"
+        return {
+            "SLURM_PROCID": str(context.rank),
+            "SLURM_LOCALID": str(context.local_rank),
+            **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"), tasks),
+            **dict.fromkeys(("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), on_nodes),
+            "SLURM_NTASKS_PER_NODE": ranks,
+        }
 
 
 def resume_folder(context: WorkerContext, trainer: CommandTrainer, checkpoint: str) -> Path | None:

@@ -100,6 +100,24 @@ def test_a_launcher_does_not_inherit_the_rank_of_its_worker(tmp_path: Path) -> N
     assert "RLHF_SLOTS" not in per_rank
 
 
+def test_a_rank_has_the_task_numbers_that_srun_would_have_given_it(tmp_path: Path) -> None:
+    """The agent is one task on each node, and a program that reads its rank from Slurm would take the agent's."""
+    base = {
+        "SLURM_JOB_ID": "7", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "1", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    }  # fmt: skip
+    place = place_of(context_of(tmp_path, rank=3, num_nodes=2, launch="per_rank"))
+    found = place.environment("/s", base, None, Path("/logs"))
+    assert {name: value for name, value in found.items() if name.startswith("SLURM_")} == {
+        "SLURM_JOB_ID": "7", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_NTASKS": "4",
+        "SLURM_NPROCS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    }  # fmt: skip
+    assert "SLURM_PROCID" not in place.environment("/s", {}, None, Path("/logs"))
+    per_node = place_of(context_of(tmp_path, rank=2, num_nodes=2)).environment("/s", base, None, Path("/logs"))
+    assert per_node["SLURM_PROCID"] == "1"
+
+
 def test_programs_of_the_environment_precede_the_path_of_the_trainer(tmp_path: Path) -> None:
     place = place_of(context_of(tmp_path, variables={"PATH": "/opt/bin:/usr/bin"}))
     with_folder = place.environment("/s", {"PATH": "/bin"}, Path("/venv"), Path("/logs"))
