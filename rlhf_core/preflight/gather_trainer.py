@@ -174,6 +174,9 @@ def _configs(line: LaunchLine, folder: Path | None) -> TrainerSide:
             deepspeed = content
         else:
             target = launcher if name in line.launcher_options.values() else settings
+            nested = content.get("deepspeed_config")
+            if target is launcher and isinstance(nested, dict):  # accelerate takes its keys for options as well
+                content = {**content, **nested}
             target.update({normalized(key): text_of(value) for key, value in content.items() if value is not None})
     return TrainerSide(settings=settings, launcher_settings=launcher, deepspeed=deepspeed, unread=tuple(unread))
 

@@ -9,6 +9,7 @@ TORCHRUN = "--nnodes {num_nodes} --nproc_per_node {ranks_per_node} --node_rank {
 TORCHRUN += "--master_port {master_port}"
 ACCELERATE = "--num_machines {num_nodes} --num_processes {num_ranks} --machine_rank {node_rank} "
 ACCELERATE += "--main_process_ip {master_addr} --main_process_port {master_port}"
+STANDARD = "--deepspeed_multinode_launcher standard "
 DEEPSPEED = "--no_ssh --num_nodes {num_nodes} --num_gpus {ranks_per_node} --node_rank {node_rank} "
 DEEPSPEED += "--master_addr {master_addr} --master_port {master_port}"
 PER_RANK = 'trainer.launch = "per_rank", or torchrun in front of the script'
@@ -31,6 +32,8 @@ class LaunchShape:
     """Address of the first node passed to the launcher; None if there is none."""
     needs_node_rank: bool = True
     """False if the nodes agree on their order among themselves."""
+    own_launcher: str = ""
+    """Option by which it starts the other nodes itself; empty if it starts only its own."""
     remedy: str = ""
     """Arguments that form one group over all nodes."""
 
@@ -81,7 +84,17 @@ def _accelerate(options: Mapping[str, str]) -> LaunchShape:
     if total is not None and total.isdigit() and nodes.isdigit() and int(nodes):
         share, rest = divmod(int(total), int(nodes))
         per_node = str(share) if not rest else f"{total}/{nodes}"
-    return LaunchShape(nodes, per_node, options.get("machine_rank"), options.get("main_process_ip"), remedy=ACCELERATE)
+    other = options.get("deepspeed_multinode_launcher", "pdsh")
+    by_deepspeed = "use_deepspeed" in options or options.get("distributed_type") == "DEEPSPEED"
+    starts_others = by_deepspeed and other != "standard"
+    return LaunchShape(
+        nodes,
+        per_node,
+        options.get("machine_rank"),
+        options.get("main_process_ip"),
+        own_launcher=f"--deepspeed_multinode_launcher {other}" if starts_others else "",
+        remedy=STANDARD + ACCELERATE if starts_others else ACCELERATE,
+    )
 
 
 def _deepspeed(options: Mapping[str, str]) -> LaunchShape:

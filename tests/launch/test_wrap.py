@@ -401,6 +401,18 @@ def test_the_environment_of_a_named_python() -> None:
     assert wrapped("/usr/bin/python t.py").argv[0] == "/usr/bin/python"
 
 
+def test_deepspeed_of_accelerate_does_not_start_nodes_itself() -> None:
+    """Its default is pdsh: without a file of hosts, each node would train alone."""
+    line = "accelerate launch --num_machines 2 --num_processes 8 {} t.py --max_steps 5"
+    with_option = "--use_deepspeed --deepspeed_multinode_launcher pdsh --deepspeed_hostfile hosts"
+    by_option = wrapped(line.format(with_option)).argv
+    assert by_option[by_option.index("--deepspeed_multinode_launcher") + 1] == "standard"
+    assert "--deepspeed_hostfile" not in by_option
+    files = {"a.yaml": "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_multinode_launcher: pdsh\n"}
+    assert "--deepspeed_multinode_launcher=standard" in wrapped(line.format("--config_file a.yaml"), files).argv
+    assert "deepspeed" not in " ".join(wrapped(line.format("--multi_gpu")).argv)
+
+
 def test_resume_options() -> None:
     assert "--resume_from_checkpoint" not in wrapped("swift sft --resume_from_checkpoint true --max_steps 1").argv
     kept = wrapped("swift sft --resume_from_checkpoint out/checkpoint-9 --max_steps 1")

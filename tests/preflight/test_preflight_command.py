@@ -79,6 +79,10 @@ def command(
     )
 
 
+ACCELERATE = "--num_processes {num_ranks} --machine_rank {node_rank} --main_process_ip {master_addr} "
+ACCELERATE += "--main_process_port {master_port}"
+
+
 def without(text: str, line: str = TORCHRUN) -> str:
     assert text in line
     return line.replace(text, "")
@@ -111,6 +115,10 @@ GOOD = {
     "accelerate": command(
         "accelerate launch --num_machines {num_nodes} --num_processes {num_ranks} --machine_rank {node_rank} "
         f"--main_process_ip {{master_addr}} --main_process_port {{master_port}} /d/train.py {STEPS} {BATCH}"
+    ),
+    "accelerate with DeepSpeed": command(
+        f"accelerate launch --num_machines {{num_nodes}} {ACCELERATE} --use_deepspeed "
+        f"--deepspeed_multinode_launcher standard /d/train.py {STEPS} {BATCH}"
     ),
     "deepspeed": command(
         "deepspeed --no_ssh --num_nodes {num_nodes} --num_gpus {ranks_per_node} --node_rank {node_rank} "
@@ -239,6 +247,21 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("command.nodes", BLOCKED, command(f"python /d/train.py {STEPS}"), "per_rank"),
     ("command.nodes", BLOCKED, command(f"accelerate launch --num_processes 4 /d/train.py {STEPS}"), "--machine_rank"),
     ("command.nodes", BLOCKED, command(f"deepspeed --num_nodes 2 /d/train.py {STEPS}"), "--no_ssh"),
+    (
+        "command.nodes",
+        BLOCKED,
+        command(f"accelerate launch --use_deepspeed --num_machines 2 {ACCELERATE} /d/train.py {STEPS}"),
+        "--deepspeed_multinode_launcher pdsh",
+    ),
+    (
+        "command.nodes",
+        BLOCKED,
+        command(
+            f"accelerate launch --config_file /d/a.yaml --num_machines 2 {ACCELERATE} /d/train.py {STEPS}",
+            side={"launcher_settings": {"distributed_type": "DEEPSPEED", "deepspeed_multinode_launcher": "nossh"}},
+        ),
+        "write --deepspeed_multinode_launcher standard",
+    ),
     ("command.nodes", BLOCKED, swift(variables={"NNODES": "1"}), "configured for 1"),
     ("command.nodes", BLOCKED, swift(variables={"NODE_RANK": "0"}), "gets 0 as the rank"),
     ("command.nodes", BLOCKED, command(TORCHRUN.replace("{num_nodes}", "2"), sections=ONE_NODE), "never join"),

@@ -168,7 +168,7 @@ def test_scripts_and_configs_that_are_not_there_are_named(tmp_path: Path) -> Non
 
 
 def test_config_files_are_read_each_for_its_reader(tmp_path: Path) -> None:
-    (tmp_path / "acc.yaml").write_text("num_machines: 2\n")
+    (tmp_path / "acc.yaml").write_text("num_machines: 2\ndeepspeed_config:\n  deepspeed_multinode_launcher: pdsh\n")
     (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": "auto"}))
     (tmp_path / "trl.yaml").write_text(
         "num_generations: 4\nreport_to: [tensorboard, wandb]\nbf16: false\nsave-steps: 7\nresume: null\n"
@@ -189,7 +189,9 @@ def test_config_files_are_read_each_for_its_reader(tmp_path: Path) -> None:
         str(tmp_path / "trl.yaml"),
     ]
     side = inspected(tmp_path, argv)
-    assert side.launcher_settings == {"num_machines": "2"}
+    found = side.launcher_settings
+    assert (found["num_machines"], found["deepspeed_multinode_launcher"]) == ("2", "pdsh")
+    assert "num_generations" not in found
     assert side.deepspeed == {"train_batch_size": "auto"}
     assert side.settings == {
         "num_generations": "4",

@@ -145,6 +145,12 @@ def _accelerate(draft: Draft) -> None:
     if draft.find("launcher_option", "cpu") is not None:
         draft.settings.setdefault("resources.gpus_per_node", 0)
     draft.drop("launcher_option", "rdzv_backend", "rdzv_conf", "same_network", "max_restarts")
+    by_deepspeed = draft.find("launcher_option", "use_deepspeed") is not None
+    if by_deepspeed or draft.in_files("distributed_type") == "DEEPSPEED":
+        draft.drop("launcher_option", "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter")
+        # By default it starts `deepspeed`, which reaches nodes through ssh, or trains on its own node alone.
+        name = "deepspeed_multinode_launcher"
+        draft.put("launcher_option", [name], "standard", f"--{name}=")
     _put(draft, _ACCELERATE)
 
 

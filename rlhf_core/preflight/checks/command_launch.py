@@ -54,6 +54,8 @@ def nodes(facts: Facts) -> Iterator[Finding]:
 
 
 def _wrong_nodes(shape: LaunchShape, num_nodes: int) -> Iterator[str]:
+    if shape.own_launcher:
+        yield f"leaves the others to DeepSpeed ({shape.own_launcher})"
     if shape.num_nodes is not None and shape.num_nodes not in (str(num_nodes), FROM_ENVIRONMENT):
         yield f"is configured for {shape.num_nodes}"
     if shape.needs_node_rank:
