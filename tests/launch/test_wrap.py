@@ -413,6 +413,29 @@ def test_deepspeed_of_accelerate_does_not_start_nodes_itself() -> None:
     assert "deepspeed" not in " ".join(wrapped(line.format("--multi_gpu")).argv)
 
 
+TRANSFORMERS = "torchrun --nproc_per_node 2 t.py --per_device_train_batch_size 1 --load_best_model_at_end"
+
+
+@pytest.mark.parametrize(
+    ("options", "evaluations"),
+    [
+        (
+            "true --eval_strategy epoch --save_strategy epoch",
+            ("--eval_strategy steps --save_strategy steps", "--eval_steps {checkpoint_every}"),
+        ),
+        ("--evaluation_strategy=epoch", ("--evaluation_strategy=steps", "--eval_steps {checkpoint_every}")),
+        ("--eval_strategy steps --eval_steps 500", ("--eval_steps {checkpoint_every}",)),
+        ("--eval_strategy steps --eval_steps 50 --save_steps 100", ("--eval_steps 50",)),
+        ("false --eval_strategy epoch --save_strategy steps", ("--eval_strategy epoch",)),
+    ],
+)
+def test_the_best_checkpoint_has_an_evaluation(options: str, evaluations: tuple[str, ...]) -> None:
+    """Otherwise transformers ends every rank at its start."""
+    line = " ".join(wrapped(f"{TRANSFORMERS} {options} --save_total_limit 2 --max_steps 1000").argv)
+    assert all(text in line for text in evaluations), line
+    assert ("eval_steps" in line) == any("eval_steps" in text for text in evaluations)
+
+
 def test_resume_options() -> None:
     assert "--resume_from_checkpoint" not in wrapped("swift sft --resume_from_checkpoint true --max_steps 1").argv
     kept = wrapped("swift sft --resume_from_checkpoint out/checkpoint-9 --max_steps 1")

@@ -128,6 +128,9 @@ GOOD = {
         "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint {master_addr}:{master_port} "
         f"/d/train.py {STEPS} {BATCH}"
     ),
+    "the best checkpoint": command(
+        f"{TORCHRUN} --load_best_model_at_end true --eval_strategy steps --eval_steps 10 --save_strategy steps"
+    ),
     "a share of the steps": command(TORCHRUN.replace("{checkpoint_every}", "0.2")),
     "swift": swift(),
     "swift with folders of versions": swift(
@@ -226,6 +229,18 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("command.saving", WARNING, command(without("--save_steps {checkpoint_every}")), "every 500 steps"),
     ("command.saving", BLOCKED, command(f"{TORCHRUN} --save_strategy no"), "--save_strategy no"),
     ("command.saving", WARNING, command(f"{TORCHRUN} --save_strategy epoch"), "--save_strategy epoch"),
+    (
+        "command.saving",
+        BLOCKED,
+        command(f"{TORCHRUN} --load_best_model_at_end true --eval_strategy epoch"),
+        "--load_best_model_at_end with --eval_strategy epoch and --save_strategy steps",
+    ),
+    (
+        "command.saving",
+        BLOCKED,
+        command(f"{TORCHRUN} --load_best_model_at_end --eval_strategy steps --eval_steps 15"),
+        "--eval_steps 15 and --save_strategy steps --save_steps 20",
+    ),
     ("command.resume", BLOCKED, swift(without("--add_version false", SWIFT)), "add --add_version false"),
     ("command.resume", BLOCKED, command(checkpoint_name="step-{step}"), "checkpoint-{step}"),
     ("command.resume", BLOCKED, command(f"{TORCHRUN} --save_only_model"), "without optimizer state"),

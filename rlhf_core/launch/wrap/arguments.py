@@ -182,6 +182,7 @@ def _read_checkpoints(draft: Draft, family: Family) -> None:
         if _value(draft, family, "save_strategy") not in (None, "steps"):
             draft.put("argument", ["save_strategy"], "steps", family.spelled("save_strategy"))
             draft.report("--save_strategy", _value(draft, family, "save_strategy"), "number of steps of the run")
+        _evaluate_checkpoints(draft, family, every)
         if draft.line.launcher == "axolotl" and _value(draft, family, "saves_per_epoch"):  # refuses both
             draft.put("argument", ["saves_per_epoch"], "0", "--saves-per-epoch")
     elif family.name == "openrlhf":
@@ -204,6 +205,24 @@ def _read_checkpoints(draft: Draft, family: Family) -> None:
         draft.missing(
             "--save_only_model: checkpoints lack the optimizer state", "remove it, or a retry resets the optimizer"
         )
+
+
+def _evaluate_checkpoints(draft: Draft, family: Family, every: int | None) -> None:
+    """Evaluate every checkpoint if the program loads the best one: transformers refuses other times of evaluation."""
+    loads_best = draft.given("argument", "load_best_model_at_end")
+    if loads_best is None:
+        loads_best = draft.in_files("load_best_model_at_end") or "false"
+    strategies = ("eval_strategy", "evaluation_strategy")
+    strategy, steps = _value(draft, family, *strategies), _value(draft, family, "eval_steps")
+    if loads_best.lower() not in ("", "true") or (strategy is None and steps is None):
+        return
+    between = number(steps)
+    if strategy in (None, "steps") and every and between and every % between == 0:
+        return
+    if strategy not in (None, "steps"):
+        draft.put("argument", strategies, "steps", family.spelled("eval_strategy"))
+    draft.put("argument", ["eval_steps"], "{checkpoint_every}", family.spelled("eval_steps"))
+    draft.report("evaluations", strategy or f"every {steps} steps", "with every checkpoint, for the best model")
 
 
 def _default_every(draft: Draft) -> int:

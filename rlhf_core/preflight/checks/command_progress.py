@@ -60,6 +60,7 @@ def saving(facts: Facts) -> Iterator[Finding]:
     save_steps = arguments.number("save_steps")
     if save_steps is not None and 0 < save_steps < 1:
         save_steps = math.ceil(facts.spec.total_steps * save_steps)  # transformers takes it for a share of all steps
+    yield from _evaluations_for_the_best(arguments, strategy)
     advice = "add --save_strategy steps --save_steps {checkpoint_every}"
     if strategy != "steps":
         yield (blocked if strategy == "no" else warning)(
@@ -78,6 +79,23 @@ def saving(facts: Facts) -> Iterator[Finding]:
         )
     else:
         yield passed(f"a checkpoint every {every} steps")
+
+
+def _evaluations_for_the_best(arguments: TrainerArguments, strategy: str) -> Iterator[Finding]:
+    """Report evaluations at other times than checkpoints, which end a program that loads the best one at its start."""
+    evaluated = arguments.text("eval_strategy", "evaluation_strategy")
+    if not arguments.is_on("load_best_model_at_end") or evaluated is None or strategy == "best":
+        return
+    every, eval_steps = arguments.integer("save_steps"), arguments.integer("eval_steps")
+    differs = evaluated != strategy
+    if differs or (strategy == "steps" and every and eval_steps and every % eval_steps):
+        given = f"--eval_strategy {evaluated}" if differs else f"--eval_steps {eval_steps}"
+        yield blocked(
+            f"--load_best_model_at_end with {given} and --save_strategy {strategy}"
+            + ("" if differs else f" --save_steps {every}"),
+            "an evaluation for every checkpoint: transformers ends at its start with any other",
+            "write --eval_strategy steps --eval_steps {checkpoint_every}",
+        )
 
 
 @check("command.resume", trainer="command")
