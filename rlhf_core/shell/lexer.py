@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 _MAX_NESTED = 20
@@ -278,3 +279,19 @@ def _unescaped(source: str) -> ShellPiece:
         return ShellPiece("unread", source, source, quoted=True)
     text = re.sub(r"\\(.)", lambda found: _ESCAPES[found[1]], source[2:-1])
     return ShellPiece("text", text, source, quoted=True)
+
+
+def ends_in_pipe(text: str) -> bool:
+    """True if the last command of a script is a pipe."""
+    pipes, before = ("|", "|&"), ""
+    is_pipe = is_next = False
+    with suppress(UnclosedShell):
+        for token in ShellLexer(text).tokens():
+            if token.operator in pipes:
+                is_pipe, is_next = True, False
+            elif token.operator in (";", "&", "&&", "||", "\n"):
+                is_next = before not in pipes  # a line may end in a pipe
+            elif is_next and token.pieces:
+                is_pipe = is_next = False
+            before = token.operator
+    return is_pipe

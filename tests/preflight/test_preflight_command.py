@@ -211,6 +211,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ),
     ("command.program", BLOCKED, command(side={"program": ""}), "begins with torchrun"),
     ("command.program", WARNING, command(side={"program": "", "folder": ""}), "not on the PATH"),
+    ("command.program", WARNING, command(argv=["bash", "-c", "python t.py 2>&1 |\n tee log\n"]), "set -o pipefail"),
     ("command.program", BLOCKED, command(side={"missing_modules": ("my.train",)}), "my.train"),
     ("command.program", BLOCKED, command(side={"missing_files": ("a/train.py",)}), "{code}/train.py"),
     ("command.output", BLOCKED, command(output_dir="/scratch/out"), "put {run_id} into it"),
@@ -327,6 +328,22 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("command.progress", SKIPPED, command(TORCHRUN.replace("tensorboard", "wandb")), "--report_to wandb"),
     ("command.progress", SKIPPED, command(side={"has_callback": False}), "rlhf_core.callback is not found"),
 ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "set -o pipefail; python t.py | tee log",
+        "export N=$(ls | wc -l); python t.py",
+        "ls | head -n 1\npython t.py 2>&1 >log\n",
+        "python t.py 'a | b'",
+        "python t.py || exit 3",
+    ],
+)
+def test_pipes_that_do_not_hide_the_exit_code_are_accepted(text: str) -> None:
+    results = found(command(argv=["bash", "-c", text]), "command.program")
+    assert results
+    assert not any("pipe" in result.found for result in results)
 
 
 @pytest.mark.parametrize(
