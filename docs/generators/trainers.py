@@ -314,7 +314,8 @@ from it, as `trainer.resume` says:
 Checkpoints of later steps, including incomplete ones, are first moved out of the output folder, so that the program
 cannot pick one of them up. Files that name the newest checkpoint (`latest` of DeepSpeed,
 `latest_checkpointed_iteration.txt` of Megatron and verl, symbolic links) are corrected: they name the checkpoint that
-is put back, or are removed with the one that they name.
+is put back, or are removed with the one that they name. The critic of OpenRLHF belongs to its actor's checkpoint:
+`_critic/global_step40` is complete, published and put back together with `_actor/global_step40`.
 
 ### Saving on request
 

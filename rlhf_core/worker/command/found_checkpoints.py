@@ -6,12 +6,14 @@ has changed for some seconds: with many ranks, the last file that one rank write
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from rlhf_core.files.reading import read_document
 from rlhf_core.schemas.command_trainer import STEP_FIELD, CommandTrainer
+from rlhf_core.worker.command.checkpoint_trackers import OF_NAMES
 from rlhf_core.worker.command.following import output_folders
 from rlhf_core.worker.command.observation import is_step
 
@@ -23,6 +25,9 @@ QUIET_OF_NODES_S = 10.0
 REREAD_S = 30.0
 """Time between readings of a complete checkpoint that is not the newest, in seconds: every rank reads them, all from
 the same file server."""
+
+CRITIC = "_critic"
+_ACTOR = "_actor"
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,14 @@ class CheckpointContent:
     num_bytes: int
     changed_ns: int
     """Last modification of any file or folder in it, in nanoseconds since the epoch, by the file system's clock."""
+
+    def with_other(self, other: "CheckpointContent") -> "CheckpointContent":
+        """Content of both."""
+        return CheckpointContent(
+            self.num_files + other.num_files,
+            self.num_bytes + other.num_bytes,
+            max(self.changed_ns, other.changed_ns),
+        )
 
 
 @dataclass(frozen=True)
@@ -92,7 +105,7 @@ class WatchedCheckpoints:
             OSError: a folder cannot be read.
         """
         found, readings = [], {}
-        folders = list(checkpoint_folders(self._trainer, self._output_dir))
+        folders = list(checkpoint_folders(self._trainer.checkpoint_name, self._output_dir))
         newest = max((step for step, _ in folders), default=0)
         for step, path in folders:
             last = self._read.get(path)
@@ -110,7 +123,12 @@ class WatchedCheckpoints:
         return self._read[path].content if path in self._read else None
 
     def _reading(self, step: int, path: Path, now_s: float) -> _LastReading:
-        content, lacks = _inspect(self._trainer, step, path)
+        content, lacks = _inspect(self._trainer.checkpoint_complete, step, path)
+        critic = critic_of(path)
+        if critic is not None and critic.parent.is_dir():
+            of_critic, _ = _inspect((), step, critic)
+            content = content.with_other(of_critic)
+            lacks += () if of_critic.num_files and _is_written(critic, step) else (f"{CRITIC}/{critic.name}",)
         before = self._read.get(path)
         since_s = before.since_s if before and before.content == content else now_s
         return _LastReading(content, lacks, since_s, now_s)
@@ -119,13 +137,28 @@ class WatchedCheckpoints:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def checkpoint_folders(trainer: CommandTrainer, output_dir: Path) -> Iterator[tuple[int, Path]]:
-    """Step and folder of every checkpoint, complete or not.
+def critic_of(path: Path) -> Path | None:
+    """Path of the critic that OpenRLHF saves and loads together with an actor; None for any other checkpoint."""
+    return path.parent.with_name(CRITIC) / path.name if path.parent.name == _ACTOR else None
+
+
+def _is_written(critic: Path, step: int) -> bool:
+    """True once DeepSpeed's tracker, written last, names this checkpoint or a later one."""
+    try:
+        named = read_document(critic.with_name(OF_NAMES), follow_link=True).decode("utf-8", errors="replace")
+    except OSError:
+        return False
+    number = re.search(r"(\d+)\s*\Z", named, re.ASCII)
+    return number is not None and int(number[1]) >= step
+
+
+def checkpoint_folders(checkpoint_name: str, output_dir: Path) -> Iterator[tuple[int, Path]]:
+    """Step and folder of every checkpoint with such a name, complete or not.
 
     Raises:
         OSError: a folder cannot be read.
     """
-    parts = [name_pattern(part) for part in Path(trainer.checkpoint_name).parts]
+    parts = [name_pattern(part) for part in Path(checkpoint_name).parts]
     for folder in output_folders(output_dir):
         yield from _matching(folder, parts, None)
 
@@ -166,9 +199,9 @@ def _matching(folder: Path, parts: list[re.Pattern[str]], step: int | None) -> I
         yield from _matching(folder / name, parts[1:], step if number is None else int(number))
 
 
-def _inspect(trainer: CommandTrainer, step: int, path: Path) -> tuple[CheckpointContent, tuple[str, ...]]:
+def _inspect(complete: Sequence[str], step: int, path: Path) -> tuple[CheckpointContent, tuple[str, ...]]:
     """Content of a checkpoint, and the patterns that match no file in it."""
-    expected = () if path.is_file() else trainer.checkpoint_complete
+    expected = () if path.is_file() else complete
     patterns = {pattern: Path(pattern.replace(STEP_FIELD, str(step))).parts for pattern in expected}
     num_files = num_bytes = changed_ns = 0
     for name, found in _files(path):

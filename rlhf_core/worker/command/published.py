@@ -1,7 +1,8 @@
 """Checkpoints of an external trainer, published as checkpoints of the run.
 
     checkpoints/step-000040/
-        checkpoint-40/     the program's own folder, as hard links: nothing is copied within one file system
+        checkpoint-40/     the program's own folder, as hard links: nothing is copied within one file system (OpenRLHF:
+                           _actor/global_step40, and _critic/global_step40 if there is a critic)
         model/             the model and its tokenizer alone, for evaluation and promotion (hard links)
         published.txt      path of the program's own folder below its output folder
         COMPLETE           checksums, written last
@@ -18,7 +19,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
@@ -41,6 +42,7 @@ from rlhf_core.worker.command.found_checkpoints import (
     FoundCheckpoint,
     WatchedCheckpoints,
     checkpoint_folders,
+    critic_of,
 )
 from rlhf_core.worker.command.launch import OWN_NAME, own_name
 
@@ -113,19 +115,30 @@ def restore(
         shutil.copy2(source, target)
 
     step = checkpoint.step if checkpoint is not None else 0
-    later = [(number, path) for number, path in checkpoint_folders(trainer, output_dir) if number > step]
-    name = own_name(checkpoint.root) if checkpoint is not None and trainer.resume == "in_place" else ""
-    correct_trackers(output_dir, later, (step, output_dir / name) if name else None)
-    for _, path in later:
-        target = aside / path.relative_to(output_dir)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        remove_tree(target)
-        # It may have to be copied: the output folder may be on another file system.
-        shutil.move(path, target, copy_function=copy)
-    remove_emptied(output_dir, later)
-    if checkpoint is not None and name:
-        remove_tree(output_dir / name)
-        _link_tree(checkpoint.root / name, output_dir / name, copy)
+    own = Path(own_name(checkpoint.root)) if checkpoint is not None and trainer.resume == "in_place" else None
+    for pattern, name in _parts(Path(trainer.checkpoint_name), own):
+        later = [(number, path) for number, path in checkpoint_folders(str(pattern), output_dir) if number > step]
+        source = checkpoint.root / name if checkpoint is not None and name is not None else None
+        resumed = output_dir / name if name is not None and source is not None and source.exists() else None
+        correct_trackers(output_dir, later, (step, resumed) if resumed is not None else None)
+        for _, path in later:
+            target = aside / path.relative_to(output_dir)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            remove_tree(target)
+            # It may have to be copied: the output folder may be on another file system.
+            shutil.move(path, target, copy_function=copy)
+        remove_emptied(output_dir, later)
+        if source is not None and resumed is not None:
+            remove_tree(resumed)
+            _link_tree(source, resumed, copy)
+
+
+def _parts(pattern: Path, own: Path | None) -> Iterator[tuple[Path, Path | None]]:
+    """Names of a program's checkpoints and of the one to put back; after those of an actor, those of its critic."""
+    yield pattern, own
+    critics = critic_of(pattern)
+    if critics is not None:
+        yield critics, critic_of(own) if own is not None else None
 
 
 class CheckpointPublisher:
@@ -258,6 +271,9 @@ def publish(context: WorkerContext, trainer: CommandTrainer, output_dir: Path, f
     name = found.path.relative_to(output_dir).as_posix()
     try:
         num_files = _link_tree(found.path, partial.root / name)
+        critic = critic_of(found.path)
+        if critic is not None and critic.parent.is_dir():
+            num_files += _link_tree(critic, partial.root / critic.relative_to(output_dir))
         if num_files < found.num_files:
             raise FileNotFoundError(errno.ENOENT, f"{num_files} of {found.num_files} files left: it is being removed")
         _link_model(partial.root / name, partial.model)

@@ -86,6 +86,20 @@ def test_a_file_for_every_pattern(tmp_path: Path, patterns: list[str], lacks: li
     assert (found.complete, found.lacks) == (not lacks, tuple(lacks))
 
 
+def test_an_actor_is_complete_with_its_critic(tmp_path: Path) -> None:
+    """OpenRLHF saves both at once; DeepSpeed writes `latest` last."""
+    name = "_actor/global_step{step}"
+    save(tmp_path / "_actor" / "global_step7")
+    assert [one.complete for one in after_end(tmp_path, checkpoint_name=name)] == [True]
+    save(tmp_path / "_critic" / "global_step7", "model_states.pt")
+    (tmp_path / "_critic" / "latest").write_text("global_step6")
+    (found,) = after_end(tmp_path, checkpoint_name=name)
+    assert (found.complete, found.lacks) == (False, ("_critic/global_step7",))
+    (tmp_path / "_critic" / "latest").write_text("global_step7")
+    (found,) = after_end(tmp_path, checkpoint_name=name)
+    assert (found.complete, found.num_files) == (True, 4)
+
+
 def test_another_rank_still_writes(tmp_path: Path) -> None:
     """The last file of the first rank exists, while the optimizer file of the second one is still growing."""
     checkpoints = WatchedCheckpoints(trainer(), tmp_path)

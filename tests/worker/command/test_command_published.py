@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -338,6 +339,38 @@ def test_without_a_checkpoint_neither_a_tracker_nor_an_empty_folder_is_left(tmp_
     context = context_of(tmp_path, checkpoint_name=name)
     save(context, 20, name)
     (output_dir(context) / "ckpt" / "_actor" / "latest").write_text("global_step20")
+    restore(context, None)
+    assert list(output_dir(context).iterdir()) == []
+
+
+def save_both(context: WorkerContext, step: int) -> None:
+    """Write a checkpoint as OpenRLHF does with a critic."""
+    for part in ("_actor", "_critic"):
+        save(context, step, f"ckpt/{part}/global_step{{step}}")
+        (output_dir(context) / "ckpt" / part / "latest").write_text(f"global_step{step}")
+
+
+def test_a_critic_is_published_and_put_back_with_its_actor(tmp_path: Path) -> None:
+    """OpenRLHF loads what each `latest` names: one of them alone would be of another step."""
+    context = context_of(tmp_path, checkpoint_name="ckpt/_actor/global_step{step}")
+    save_both(context, 10)
+    (found,) = WatchedCheckpoints(trainer_of(context), output_dir(context)).find(0.0, has_ended=True)
+    published.publish(context, trainer_of(context), output_dir(context), found)
+    save_both(context, 20)
+    folder = output_dir(context) / "ckpt"
+    shutil.rmtree(folder / "_critic" / "global_step10")  # by the program's own rule
+    restore(context, context.run_dir.checkpoint(10), resume="in_place")
+    left = {part: sorted(path.name for path in (folder / part).iterdir()) for part in ("_actor", "_critic")}
+    assert [*left.values()] == [["global_step10", "latest"]] * 2
+    assert {(folder / part / "latest").read_text() for part in left} == {"global_step10"}
+    assert (folder / "_critic" / "global_step10" / "optimizer.pt").read_text() == "optimizer.pt of 10"
+
+
+def test_no_critic_is_left_without_a_checkpoint(tmp_path: Path) -> None:
+    """Newer versions of OpenRLHF load a critic that they find, whether there is an actor or not."""
+    context = context_of(tmp_path, checkpoint_name="ckpt/_actor/global_step{step}")
+    save_both(context, 20)
+    shutil.rmtree(output_dir(context) / "ckpt" / "_actor")
     restore(context, None)
     assert list(output_dir(context).iterdir()) == []
 

@@ -105,7 +105,7 @@ class TrainerLog:
 
     def _present_states(self) -> Iterator[tuple[Path, tuple[int, int]]]:
         """State files of the checkpoints and the output folder, each with a mark that changes when it is written."""
-        found_checkpoints = checkpoint_folders(self._watched.trainer, self._watched.output_dir)
+        found_checkpoints = checkpoint_folders(self._watched.trainer.checkpoint_name, self._watched.output_dir)
         folders = [path for _, path in sorted(found_checkpoints)]
         for folder in [*folders, *output_folders(self._watched.output_dir)]:
             path = folder / STATE_NAME
