@@ -80,6 +80,13 @@ def test_scalars_by_samples_are_progress_and_no_steps(tmp_path: Path) -> None:
     assert (reading.moved, reading.step, reading.metrics) == (True, 3, [])
 
 
+def test_seconds_of_a_monitor_are_no_steps(tmp_path: Path) -> None:
+    """NeMo-RL's monitor of GPUs writes at the seconds since its start: all losses would be of earlier steps."""
+    write(tmp_path, event(300, **{"ray/node.0.gpu.0.util": 97.0}), event(2, **{"train/loss": 1.5}))
+    reading = TensorBoard(watched(tmp_path)).poll(0)
+    assert (reading.step, reading.metrics) == (2, [StepFigures(2, {"train/loss": 1.5})])
+
+
 def test_epochs_and_tokens_are_no_steps(tmp_path: Path) -> None:
     """Some programs write a validation at its epoch, or use the number of tokens as axis."""
     write(tmp_path, event(4001, loss=1.5), event(3, val=1.0), event(2**31, loss=1.5))

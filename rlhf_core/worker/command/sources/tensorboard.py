@@ -33,8 +33,9 @@ MAX_RECORD_BYTES = 256 << 10
 MAX_BYTES_PER_POLL = 1 << 20
 """Maximum read per poll, to keep it short; the rest follows at the next one."""
 _NAME = re.compile(r"events\.out\.tfevents\..+")
-_BY_SAMPLES = re.compile(r".+ vs samples|Train/Samples/.+")
-"""Scalars of Megatron and DeepSpeed that are written at a number of samples instead of a step."""
+_NOT_BY_STEP = re.compile(r".+ vs samples|Train/Samples/.+|ray/.+")
+"""Scalars of Megatron and DeepSpeed that are written at a number of samples instead of a step, and those of NeMo-RL's
+monitor of GPUs, written at the seconds since its start."""
 _HEADER, _FOOTER = 12, 4
 _CHECKED_LENGTH = struct.Struct("<QI")
 _DT_FLOAT, _DT_DOUBLE = 1, 2
@@ -179,7 +180,7 @@ def _scalars(content: bytes, started_at_s: float) -> Iterator[StepFigures | None
     if event.wall_time < started_at_s:
         return
     values = {value.tag: number for value in event.summary.value if (number := _number(value)) is not None}
-    of_step = {tag: number for tag, number in values.items() if _BY_SAMPLES.fullmatch(tag) is None}
+    of_step = {tag: number for tag, number in values.items() if _NOT_BY_STEP.fullmatch(tag) is None}
     if values:
         yield StepFigures(int(event.step), of_step) if of_step and is_step(event.step) else None
 
