@@ -14,6 +14,7 @@ from rlhf_core.presets import drivers_folder
 from rlhf_core.schemas.base import Int32, Label, Schema
 from rlhf_core.schemas.command_trainer import CommandTrainer, fill
 from rlhf_core.schemas.launch_values import after_setup, values_of_spec
+from rlhf_core.shell.launch_line import read_launch_line
 from rlhf_core.training.types import WorkerContext
 from rlhf_core.worker.command.in_rank.rlhf_rank_file import PATH_VARIABLE
 from rlhf_core.worker.liveness.collectives import BUFFER_SIZE, BUFFER_VARIABLE
@@ -141,7 +142,8 @@ class LaunchPlace:
             "NODE_RANK": self.values["node_rank"],
             "NPROC_PER_NODE": self.values["ranks_per_node"],
             "PYTHONUNBUFFERED": "1",
-            PATH_VARIABLE: status,
+            # An actor of Ray sets its LOCAL_RANK itself, so that a helper that it starts would pass for the rank.
+            PATH_VARIABLE: "" if read_launch_line(self.trainer.argv).is_of_ray else status,
             "RLHF_RECORD_COLLECTIVES": str(int(self.trainer.record_collectives)),
         }
         found.setdefault(BUFFER_VARIABLE, BUFFER_SIZE)

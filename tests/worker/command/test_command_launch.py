@@ -1,12 +1,15 @@
 """Launch lines and environments of other programs, filled in from the rank and node of a worker."""
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 from program_contexts import context_of, trainer_of
 
 from rlhf_core.schemas.command_trainer import PLACEHOLDERS
 from rlhf_core.training.types import WorkerContext
+from rlhf_core.worker.command.in_rank.rlhf_rank_file import PID, RankFile, rank_path
 from rlhf_core.worker.command.launch import IN_RANK, LaunchOrder, LaunchPlace
 
 ORDER = LaunchOrder(address="10.0.0.1", port=29511)
@@ -116,6 +119,17 @@ def test_a_rank_has_the_task_numbers_that_srun_would_have_given_it(tmp_path: Pat
     assert "SLURM_PROCID" not in place.environment("/s", {}, None, Path("/logs"))
     per_node = place_of(context_of(tmp_path, rank=2, num_nodes=2)).environment("/s", base, None, Path("/logs"))
     assert per_node["SLURM_PROCID"] == "1"
+
+
+def test_helpers_of_actors_of_ray_do_not_report_as_ranks(tmp_path: Path) -> None:
+    """An actor sets LOCAL_RANK after its start, and a Python program that it starts would report in its place."""
+    programs = {"actors": ["python", "-m", "openrlhf.cli.train_ppo_ray"], "ranks": ["torchrun", "train.py"]}
+    for name, argv in programs.items():
+        prefix = str(tmp_path / name)
+        status = RankFile(rank_path(prefix, 0), create=True)
+        found = place_of(context_of(tmp_path / name, argv=argv)).environment(prefix, os.environ, None, Path("/logs"))
+        subprocess.run([sys.executable, "-c", ""], env={**found, "LOCAL_RANK": "0"}, check=True)
+        assert (status.get(PID) != 0) == (name == "ranks")
 
 
 def test_programs_of_the_environment_precede_the_path_of_the_trainer(tmp_path: Path) -> None:
