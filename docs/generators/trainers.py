@@ -200,7 +200,9 @@ progress. Activity and stacks show merely that something is happening, which is 
 only until a strong source has reported, and before the first step, while the rank is in no collective.
 
 The actors of Ray (OpenRLHF, verl) are not found: before the first step, any process of the launch line counts, and then
-only steps and checkpoints of the job. `rlhf wrap` therefore sets `supervise.floor_s` to half an hour for them.
+only steps and checkpoints of the job. `rlhf wrap` therefore sets `supervise.floor_s` to half an hour for them. On
+several nodes, `ray_node.sh` waits ten minutes for all of them to join Ray (`RLHF_RAY_TIMEOUT_S`), then ends with the
+last error of `ray`.
 
 | source | reads | detects | misses | strong |
 |---|---|---|---|---|

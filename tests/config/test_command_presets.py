@@ -236,6 +236,24 @@ def test_all_nodes_end_with_the_exit_code_of_the_program(tmp_path: Path, ray: di
     assert not (tmp_path / "ray.log.head").exists(), "the head has ended"
 
 
+@pytest.mark.parametrize(
+    ("rank", "message"),
+    [
+        (0, "0 of 2 nodes have joined ray after 0 s (RLHF_RAY_TIMEOUT_S): 403 from the proxy"),
+        (1, "ray's head is not reached at 127.0.0.1:6379 after 0 s (RLHF_RAY_TIMEOUT_S): no route"),
+    ],
+)
+def test_nodes_that_do_not_find_each_other_end_with_the_error_of_ray(
+    tmp_path: Path, ray: dict[str, str], rank: int, message: str
+) -> None:
+    (tmp_path / "bin" / "ray").write_text(
+        'case "$1" in start) exec sleep 600 ;; list) echo 403 from the proxy >&2 ;; *) echo no route ;; esac\nexit 1\n'
+    )
+    node = start_node(rank, tmp_path / "ray", {**ray, "RLHF_RAY_TIMEOUT_S": "0"}, "exit 0")
+    assert message in node.communicate(timeout=60)[1]
+    assert node.returncode == 1
+
+
 def test_a_program_that_is_ended_ends_ray_as_well(tmp_path: Path, ray: dict[str, str]) -> None:
     nodes = [start_node(rank, tmp_path / "ray", ray, "echo begun; exec sleep 600") for rank in (0, 1)]
     assert nodes[0].stdout is not None
