@@ -236,7 +236,8 @@ the others are waiting for from the ranks that wait. It also reveals ranks that 
 
 The thread calls nothing else in torch and never reports progress on behalf of the rank. It passes control on to the
 `sitecustomize` of your environment if there is one. It needs only the standard library and Python 3.8 or later.
-`TORCH_FR_BUFFER_SIZE` is set to 256 unless you set it; without it, torch records nothing.
+`TORCH_FR_BUFFER_SIZE` (`TORCH_NCCL_TRACE_BUFFER_SIZE` before torch 2.6) is set to 256 unless you set it; without it,
+torch records nothing.
 
 `trainer.record_collectives = false` turns off both the thread and the source.
 

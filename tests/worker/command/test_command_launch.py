@@ -132,6 +132,22 @@ def test_helpers_of_actors_of_ray_do_not_report_as_ranks(tmp_path: Path) -> None
         assert (status.get(PID) != 0) == (name == "ranks")
 
 
+def test_older_versions_of_torch_record_collectives_as_well(tmp_path: Path) -> None:
+    """They read the size of the recorder from another variable, of which later ones warn."""
+    program = "import os; print(os.environ.get('TORCH_NCCL_TRACE_BUFFER_SIZE'))"
+    for version, expected in (("2.5.1+cu121", "256"), ("2.6.0", "None")):
+        packages = tmp_path / version
+        (packages / "torch-0.dist-info").mkdir(parents=True)
+        (packages / "torch-0.dist-info" / "METADATA").write_text(f"Name: torch\nVersion: {version}\n")
+        prefix = str(packages / "ranks")
+        RankFile(rank_path(prefix, 0), create=True)
+        base = {**os.environ, "PYTHONPATH": str(packages)}
+        found = place_of(context_of(packages / "run")).environment(prefix, base, None, Path("/logs"))
+        rank = [sys.executable, "-c", program]
+        done = subprocess.run(rank, env={**found, "LOCAL_RANK": "0"}, capture_output=True, text=True, check=True)
+        assert done.stdout == f"{expected}\n"
+
+
 def test_programs_of_the_environment_precede_the_path_of_the_trainer(tmp_path: Path) -> None:
     place = place_of(context_of(tmp_path, variables={"PATH": "/opt/bin:/usr/bin"}))
     with_folder = place.environment("/s", {"PATH": "/bin"}, Path("/venv"), Path("/logs"))

@@ -62,6 +62,19 @@ def _follow(status) -> None:  # type: ignore[no-untyped-def]  # untyped: must ru
             time.sleep(10 * INTERVAL_S)
 
 
+def _turn_on_recorder() -> None:
+    """Let torch before 2.6 record, too: it reads another variable, 0 by default, and later versions warn of that."""
+    import importlib.metadata
+
+    try:
+        version = importlib.metadata.version("torch").split(".")
+        is_old = (int(version[0]), int(version[1])) < (2, 6)
+    except (importlib.metadata.PackageNotFoundError, AttributeError, ValueError, IndexError):
+        return
+    if is_old and "TORCH_FR_BUFFER_SIZE" in os.environ:
+        os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", os.environ["TORCH_FR_BUFFER_SIZE"])
+
+
 def _dump(recorder, part):  # type: ignore[no-untyped-def]
     """Content of the flight recorder, of NCCL's if it has this part."""
     found = {}
@@ -112,6 +125,7 @@ def _begin() -> None:
     sys.meta_path.append(_OwnPackage)
     status = words.own_file()
     if status is not None and os.environ.get("RLHF_RECORD_COLLECTIVES") == "1":
+        _turn_on_recorder()
         threading.Thread(target=_follow, args=(status,), name="rlhf-collective", daemon=True).start()
 
 
