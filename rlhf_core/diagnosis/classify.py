@@ -83,6 +83,8 @@ class Evidence:
     scheduler_state: str = ""
     """State of the job in the scheduler, for instance ``NODE_FAIL`` or ``CANCELLED by 1000``; empty if there is
     none."""
+    failed_starts: tuple[tuple[str, str], ...] = ()
+    """Nodes whose agents could not run their workers, each with the traceback."""
     agent_log: str = ""
     """Last lines of the output of the agents and the scheduler's own steps."""
     agent_vanished: bool = False
@@ -129,7 +131,8 @@ def classify(evidence: Evidence) -> Diagnosis:
         return _diagnosis(by_scheduler)
     known = log_diagnosis.KnownLines()
     findings = [finding for worker in evidence.workers for finding in _from_worker(worker, known)]
-    findings += _from_agents(evidence) if not evidence.workers else []
+    findings += [_from_start(node, trace) for node, trace in evidence.failed_starts]
+    findings += _from_agents(evidence)
     findings += [by_scheduler] if by_scheduler is not None else []
     if not findings:
         return _diagnosis(_without_findings(evidence))
@@ -202,6 +205,14 @@ def _from_scheduler(state: str) -> _Finding | None:
         # Not the user: an administrator, or the scheduler itself.
         kind, part = FailureKind.PREEMPTION, EvidencePart.ROOT
     return _Finding(kind, part, f"The scheduler ended the job: {state}.", kind)
+
+
+def _from_start(node: str, trace: str) -> _Finding:
+    """Finding from a start that failed on one node: the agents end all others for it, so it is a root."""
+    match = log_diagnosis.find(trace)
+    kind, line = (match.kind, match.line) if match is not None else (FailureKind.UNKNOWN, trace.strip())
+    text = f"Workers could not be started on {node}: {line[:300]}"
+    return _Finding(kind, EvidencePart.ROOT, text, line, node=node, is_undecided=True)
 
 
 def _from_agents(evidence: Evidence) -> list[_Finding]:

@@ -114,3 +114,33 @@ def test_the_memory_of_another_node_explains_no_kill(node: str, kind: FailureKin
     ends[node] = ends[node].model_copy(update={"oom_kills": 1})
     diagnosis = explain([NodeReport(name, end) for name, end in ends.items()], None).diagnosis
     assert (diagnosis.kind, diagnosis.nodes) == (kind, ("a",))
+
+
+FORK = """Traceback (most recent call last):
+  File "subprocess.py", line 7, in _execute_child
+    self.pid = _fork_exec(
+"""
+
+
+@pytest.mark.parametrize(
+    ("trace", "kind"),
+    [
+        (f"{FORK}BlockingIOError: [Errno 11] Resource temporarily unavailable\n", FailureKind.UNKNOWN),
+        (f"{FORK}OSError: [Errno 12] Cannot allocate memory\n", FailureKind.HOST_OOM),
+        ("cut off", FailureKind.UNKNOWN),
+    ],
+)
+def test_a_start_that_fails_on_one_node_explains_the_end_of_the_others(trace: str, kind: FailureKind) -> None:
+    """The agents end the workers of all other nodes for it."""
+    ended = tuple(WorkerReport(rank=rank, local_rank=rank, code=-9, by_agent=True, ended_s=1.0) for rank in range(2))
+    cascade = WorkerReport(
+        rank=2, local_rank=0, code=-6, ended_s=1.0, log_tail="RuntimeError: Connection reset by peer"
+    )
+    ends = (
+        NodeEnd(num_workers=2, workers=ended),
+        NodeEnd(num_workers=1, workers=(cascade,)),
+        NodeEnd(num_workers=2, problem=trace),
+    )
+    diagnosis = explain([NodeReport(f"node{index}", end) for index, end in enumerate(ends)], None).diagnosis
+    assert (diagnosis.kind, diagnosis.nodes, diagnosis.ranks) == (kind, ("node2",), ())
+    assert diagnosis.message.endswith(f"could not be started on node2: {trace.strip().splitlines()[-1]}")

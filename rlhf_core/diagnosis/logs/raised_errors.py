@@ -62,6 +62,8 @@ _WRITES = re.compile(
 )
 _LABEL = re.compile(r"[\w.-]{1,60}[:=(]")
 """Name of a program before its output, or of a value before the value."""
+_FORKS = re.compile(r"_execute_child|\bfork\(")
+"""Function or line of code that makes a process."""
 _PARENT_DIED = "multiprocessing/spawn.py"
 
 
@@ -121,6 +123,9 @@ def _decide(raised: Raised, by_phrase: FailureEvent | None, tables: Tables) -> F
 
 
 def _of_class(raised: Raised, tables: Tables) -> FailureEvent | None:
+    innermost = " ".join(f"{frame.function} {frame.code}" for frame in raised.frames[-1:])
+    if raised.error == "BlockingIOError" and _FORKS.search(innermost) is not None:
+        return FailureEvent(Kind.UNKNOWN, EvidencePart.SYMPTOM, "", 0, "a limit of processes")
     row = exceptions.of_class(raised.name, tables.classes)
     return FailureEvent(row[1].kind, row[1].part, "", 0, f"class {row[0]}") if row is not None else None
 

@@ -140,7 +140,7 @@ def explain(reports: Iterable[NodeReport], hang: Hang | None) -> Failure:
         Evidence(
             workers=tuple(_worker_end(one, worker, order) for order, (one, worker) in enumerate(ends)),
             verdict=hang.verdict if hang is not None else None,
-            agent_log="\n".join(one.end.problem for one in reports if one.end.problem),
+            failed_starts=tuple((one.node, one.end.problem) for one in reports if one.end.problem),
         )
     )
     if hang is not None:
