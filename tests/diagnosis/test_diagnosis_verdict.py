@@ -33,6 +33,22 @@ def test_all_in_the_same_collective_blames_no_rank() -> None:
     assert "no single rank" in verdict.reason
 
 
+@pytest.mark.parametrize(
+    ("ended", "ranks", "words"),
+    [((1,), (1,), "rank 1 ended with exit code 0 while 3 others"), ((4, 1), (1, 4), "rank 1, rank 4 ended")],
+)
+def test_a_rank_that_ended_while_the_others_wait_for_it_is_named(
+    ended: tuple[int, ...], ranks: tuple[int, ...], words: str
+) -> None:
+    """As with data that not all ranks have the same number of batches of."""
+    verdict = blame(WAITING, ended=ended)
+    assert (verdict.kind, verdict.ranks) == (FailureKind.COLLECTIVE_MISMATCH, ranks)
+    assert verdict.reason.startswith(words)
+    assert "collective 41" in verdict.reason
+    still = [*WAITING, rank(5, 12.0, collectives=40)]
+    assert blame(still, ended=ended).ranks == (5,), "another one keeps them waiting"
+
+
 def test_outside_collectives_each_silent_rank_stands_for_itself() -> None:
     ranks = [rank(0, 0.1), rank(1, 30.0), rank(2, 40.0)]
     assert blame(ranks, silent=[1, 2]).ranks == (1, 2)

@@ -36,7 +36,10 @@ class Verdict:
 
 
 def blame(
-    ranks: Sequence[RankStatus], silent: Collection[int] = (), proven: Mapping[int, str] = MappingProxyType({})
+    ranks: Sequence[RankStatus],
+    silent: Collection[int] = (),
+    proven: Mapping[int, str] = MappingProxyType({}),
+    ended: Collection[int] = (),
 ) -> Verdict:
     """Determine the responsible ranks. The first rule that applies decides.
 
@@ -48,6 +51,8 @@ def blame(
     4. No rank is in a collective: each silent rank is at a standstill by itself.
     5. All are in the same collective: the network, or ranks that disagree about it; no single rank is responsible.
 
+    If no single rank is responsible while others have ended, those had fewer steps or batches than the ranks that wait.
+
     Before rules 4 and 5, the flight recorders are compared if all ranks have one: rule 2 applies to their collective
     numbers, and ranks with different operations or shapes for the same number disagree, which is a bug in the code.
 
@@ -55,10 +60,13 @@ def blame(
         ranks: All running workers of the role; at least one.
         silent: Ranks over their limit, for rule 4; by default, the one with the longest silence.
         proven: Ranks with a proven standstill, each with its proof.
+        ended: Ranks that have ended with exit code 0.
     """
     verdict = _blame_proven(ranks, proven) or _blame(ranks, silent)
+    if ended and verdict.kind is FailureKind.COLLECTIVE_HANG and not verdict.ranks:
+        verdict = _blame_ended(ranks, ended)
     known = [rank for rank in ranks if rank.collective_sequence is not None]
-    if not known or len(verdict.ranks) == len(ranks):
+    if not known or {rank.rank for rank in ranks} <= {*verdict.ranks}:
         return verdict
     furthest = max(known, key=lambda rank: rank.collective_sequence or 0)
     name, number = furthest.collective, furthest.collective_sequence
@@ -112,6 +120,16 @@ def _blame(ranks: Sequence[RankStatus], silent: Collection[int]) -> Verdict:
         (),
         f"all {len(ranks)} ranks wait in collective {furthest}: the network, or ranks that disagree about it; "
         f"no single rank is responsible",
+    )
+
+
+def _blame_ended(ranks: Sequence[RankStatus], ended: Collection[int]) -> Verdict:
+    named = listed([f"rank {rank}" for rank in sorted(ended)], MAX_DESCRIBED, ", ")
+    return Verdict(
+        FailureKind.COLLECTIVE_MISMATCH,
+        tuple(sorted(ended)),
+        f"{named} ended with exit code 0 while {len(ranks)} others wait in collective "
+        f"{max(rank.collectives for rank in ranks)}: their steps or batches are fewer than those of the others",
     )
 
 

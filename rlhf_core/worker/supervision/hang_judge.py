@@ -94,7 +94,10 @@ class HangJudge:
     ) -> None:
         group = one.group
         proven = {suspect.status.rank: suspect.evidence for suspect in still if suspect.evidence}
-        verdict = blame(ranks, [suspect.status.rank for suspect in still], proven)
+        # Ranks that save and end by order may do so a step apart, which is no fault of the code.
+        is_stopping = bool(self._orders.current.stop)
+        ended = set() if is_stopping else set(range(group.plan.num_workers)) - {rank.rank for rank in ranks}
+        verdict = blame(ranks, [suspect.status.rank for suspect in still], proven, ended)
         blamed = [rank for rank in before if rank.rank in verdict.ranks] or before
         group.hang = Hang(verdict, tuple(ranks), max(rank.age_s for rank in blamed))
         self._events.add("verdict", verdict.reason, group.role, ranks=list(verdict.ranks))
