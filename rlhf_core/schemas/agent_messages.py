@@ -70,7 +70,7 @@ class WorkerExit(Schema):
     generation: int
     """Generation of its start."""
     pid: int
-    """Its process id on its node."""
+    """Its process id on its node; 0 if it could not be started."""
     end: NodeEnd
     """End of a start with this single worker."""
 

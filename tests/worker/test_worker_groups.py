@@ -149,6 +149,46 @@ def test_a_rollout_worker_that_always_fails_ends_the_attempt(agent_run: MakeRun)
     assert (incident.role, decision.action) == (Role.ROLLOUT, Action.STOP)
 
 
+NO_START = """
+from rlhf_core.worker.groups.fork_server import ForkServer
+start, starts = ForkServer.start, []
+def limited(server, command, environment):
+    starts.append(environment.get("RLHF_GROUP"))
+    if environment.get("RLHF_GROUP") == "rollout/1" and starts.count("rollout/1") == NUMBER:
+        raise OSError(12, "Cannot allocate memory")
+    return start(server, command, environment)
+ForkServer.start = limited
+"""
+"""Lets one start of rank 1 of the rollout workers fail, as on a node without memory."""
+
+
+def test_a_rollout_worker_that_cannot_be_started_is_tried_again(agent_run: MakeRun) -> None:
+    run = agent_run(rollouts=2, train={"num_steps": STEPS}, supervise=SUPERVISE)
+    run.change = NO_START.replace("NUMBER", "1")
+    code, output = run.run_through()
+    assert (code, run.outcome().state) == (0, AttemptState.COMPLETED), output
+    assert_training_was_untouched(run)
+    ((incident, decision),) = incidents(run)
+    assert (incident.role, incident.failure_kind) == (Role.ROLLOUT, FailureKind.HOST_OOM)
+    assert "Group rollout: Workers could not be started" in incident.message
+    assert incident.message.endswith("Cannot allocate memory")
+    assert decision.action is Action.RESTART_WORKERS
+    assert [(generation, sorted(pids)) for generation, pids in run.beside()] == [(0, [0]), (1, [1])]
+
+
+def test_a_restart_that_fails_is_an_incident_of_its_group(agent_run: MakeRun) -> None:
+    """The budget has no further restart for it, so the attempt ends."""
+    run = agent_run(rollouts=2, train={"num_steps": 1000}, supervise=SUPERVISE, checkpoint={"every_num_steps": 1000})
+    run.change = NO_START.replace("NUMBER", "2")
+    run.script({"role": "rollout", "generation": 0, "rank": 1, "step": 5, "do": "kill"})
+    code, output = run.run_through()
+    assert (code, run.outcome().failure_kind) == (1, FailureKind.HOST_OOM), output
+    (killed, again), (unstarted, end) = incidents(run)
+    assert (killed.failure_kind, again.action) == (FailureKind.WORKER_KILLED, Action.RESTART_WORKERS)
+    assert (unstarted.role, end.action) == (Role.ROLLOUT, Action.NEW_ATTEMPT)
+    assert "could not be started" in run.outcome().message
+
+
 def test_a_worker_is_blamed_for_the_process_it_beats_for(agent_run: MakeRun) -> None:
     """A rank of a wrapped trainer does not beat by itself: the state and stack of its own process count."""
     run = agent_run(rollouts=1, train={"num_steps": STEPS}, supervise=SUPERVISE)

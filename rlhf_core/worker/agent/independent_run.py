@@ -5,7 +5,14 @@ from collections.abc import Callable, Generator
 from dataclasses import replace
 
 from rlhf_core.run_dir.attempt import RestartDir
-from rlhf_core.schemas.agent_messages import AgreedStep, NodeState, WorkerExit, WorkerStartOrder
+from rlhf_core.schemas.agent_messages import (
+    AgreedStep,
+    NodeEnd,
+    NodeState,
+    WorkerExit,
+    WorkerReport,
+    WorkerStartOrder,
+)
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.failures import Action
 from rlhf_core.worker import processes
@@ -67,6 +74,7 @@ class IndependentRun:
             while True:
                 self._report_exits(supervised)
                 self._restart_ordered(supervised)
+                self._report_unstarted(supervised)
                 end = self._decide_about_exits(supervised) if self._channel.leads else None
                 if end is not None:
                     return end
@@ -103,6 +111,15 @@ class IndependentRun:
         one = WorkerExit(generation=generation, pid=worker.pid, end=report)
         # Replace the dictionary rather than change it: the supervising thread may be reading it.
         supervised.exits = {**supervised.exits, local_rank: one}
+
+    def _report_unstarted(self, supervised: SupervisedGroup) -> None:
+        group = self._group
+        while group.unstarted:
+            local_rank, trace = group.unstarted.popitem()
+            worker = WorkerReport(rank=group.rank(local_rank), local_rank=local_rank)
+            report = NodeEnd(num_workers=1, workers=(worker,), problem=trace)
+            one = WorkerExit(generation=group.generations[local_rank], pid=0, end=report)
+            supervised.exits = {**supervised.exits, local_rank: one}
 
     def _restart_ordered(self, supervised: SupervisedGroup) -> None:
         orders = self._supervisor.orders.group(self._group.role)

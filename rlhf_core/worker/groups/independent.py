@@ -1,10 +1,11 @@
 """Independent workers: one process each, restarted individually while all others keep running."""
 
+import traceback
 from collections.abc import Callable, Sequence
 
 from rlhf_core.run_dir.attempt import AttemptDir, RestartDir
 from rlhf_core.schemas.resources import GroupPlan
-from rlhf_core.worker.groups.base import Exit, GroupSeat, Started, WorkerGroup
+from rlhf_core.worker.groups.base import Exit, GroupSeat, StartAbandoned, Started, WorkerGroup
 from rlhf_core.worker.groups.fork_server import ForkServer
 from rlhf_core.worker.groups.gpus import visible_gpus
 from rlhf_core.worker.processes import GROUP_VARIABLE
@@ -33,6 +34,8 @@ class IndependentGroup(WorkerGroup):
         super().__init__(plan, generation, seat, fork_server)
         self.generations = dict.fromkeys(range(self.num_workers), generation)
         """Current generation of each worker, by local rank."""
+        self.unstarted: dict[int, str] = {}
+        """Workers whose newest start failed, by local rank, with the traceback; their reporter removes them."""
         self._attempt = attempt
         self._command = command
 
@@ -48,14 +51,25 @@ class IndependentGroup(WorkerGroup):
         """Value of ``GROUP_VARIABLE`` for a worker and all its descendants."""
         return f"{self.role}/{local_rank}"
 
+    def start(self) -> None:
+        """Start this node's workers; those that cannot be started are in :attr:`unstarted`.
+
+        Raises:
+            StartAbandoned: the order to kill arrived before they were started.
+        """
+        if self.killing:
+            raise StartAbandoned
+        self.seat.slots.clear()
+        for local_rank in range(self.num_workers):
+            self._try_to_start(local_rank)
+        self.started = True
+        self._end_if_killed()
+
     def restart(self, local_rank: int, generation: int) -> Started | None:
         """Restart one worker that has exited.
 
         Returns:
-            The worker; None if all workers are being killed.
-
-        Raises:
-            OSError: the process cannot be started.
+            The worker; None if all workers are being killed, or if it cannot be started (:attr:`unstarted`).
         """
         with self._lock:
             if self.killing:
@@ -66,11 +80,19 @@ class IndependentGroup(WorkerGroup):
             self.seat.slots.clear_worker(local_rank)
         if self._fork_server is not None:
             self._fork_server.prepare()
-        started = self._start_worker(local_rank)
+        started = self._try_to_start(local_rank)
+        self._end_if_killed()
+        return started
+
+    def _try_to_start(self, local_rank: int) -> Started | None:
+        try:
+            started = self._start_worker(local_rank)
+        except OSError:
+            self.unstarted[local_rank] = traceback.format_exc()
+            return None
         with self._lock:
             self.workers[local_rank] = started
-            del self.exits[local_rank]
-        self._end_if_killed()
+            self.exits.pop(local_rank, None)
         return started
 
     def poll(self) -> Sequence[tuple[Started, Exit]]:

@@ -33,7 +33,8 @@ class SupervisedGroup:
     hangs: dict[Place, Hang] = field(default_factory=dict)
     """Workers that agent 0 had killed individually because they hung."""
     exits: dict[int, WorkerExit] = field(default_factory=dict)
-    """Exited workers on this node that were not restarted, by local rank; for groups with individual restarts."""
+    """Workers on this node that exited or did not start, and were not restarted, by local rank; for groups with
+    individual restarts."""
     well: frozenset[int] = frozenset()
     """Ranks that have completed their work; for groups with individual restarts."""
 
@@ -121,9 +122,7 @@ class SupervisedGroup:
             return []
         newest = {one.local_rank: one.generation for one in orders.start_workers if one.node_index == node_index}
         known = self.group.generations
-        return [
-            (local, number) for local, number in newest.items() if number > known[local] and local in self.group.exits
-        ]
+        return [(local, number) for local, number in newest.items() if number > known[local] and local in self.exits]
 
 
 def states_of(one: SupervisedGroup, states: Mapping[int, NodeState]) -> dict[int, GroupState]:
