@@ -22,7 +22,7 @@ class GivenProcess(WorkerGroup):
         self.started = True
 
     def _start_worker(self, local_rank: int) -> Started:
-        return Started(local_rank, 0, self._pid, time.monotonic_ns())
+        return Started(local_rank, 0, self._pid, time.monotonic_ns(), oom_kills_before=0)
 
     def folder(self, local_rank: int) -> RestartDir:
         """The folder that was given."""

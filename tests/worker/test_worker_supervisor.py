@@ -166,7 +166,7 @@ def test_a_worker_that_resumes_while_evidence_is_collected_is_left_alone(
 
     def collect(*_: object) -> list[str]:
         # The worker wakes up now, as if its slot had been written.
-        watch.workers[0] = Started(0, 0, silent_worker.pid, time.monotonic_ns())
+        watch.workers[0] = Started(0, 0, silent_worker.pid, time.monotonic_ns(), oom_kills_before=0)
         return []
 
     monkeypatch.setattr("rlhf_core.worker.evidence.collection.collect", collect)

@@ -72,8 +72,9 @@ def report(group: WorkerGroup, problem: str, write: Write, workers: Iterable[int
     outcomes = read_outcomes(group, write, wanted)
     started = [worker for local_rank, worker in group.workers.items() if local_rank in wanted]
     ends = tuple(_report_worker(group, worker, outcomes) for worker in started)
-    oom_kills = max(0, processes.oom_kills() - group.oom_kills_before)
-    end = NodeEnd(num_workers=len(wanted), workers=ends, problem=problem, oom_kills=oom_kills)
+    now = processes.oom_kills()
+    before = min((worker.oom_kills_before for worker in started), default=now)
+    end = NodeEnd(num_workers=len(wanted), workers=ends, problem=problem, oom_kills=max(0, now - before))
     if is_well(end):
         return end
     logs = {index: group.folder(index).log(group.role, group.seat.node, index) for index in wanted}

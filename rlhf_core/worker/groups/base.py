@@ -40,6 +40,8 @@ class Started:
     pid: int
     started_ns: int
     """Time of the start on the node's monotonic clock, in nanoseconds."""
+    oom_kills_before: int
+    """The node's OOM kill count before the start."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +106,6 @@ class WorkerGroup(ABC):
         """True once the agent has begun to kill all workers: later exits say nothing about the cause."""
         self.hang: Hang | None = None
         """The hang for which all workers were killed."""
-        self.oom_kills_before = processes.oom_kills()
-        """The node's OOM kill count before the workers were started."""
         self._fork_server = fork_server
         self._processes: dict[int, subprocess.Popen[bytes] | ForkedWorker] = {}
         self._ended: set[int] = set()
@@ -199,11 +199,11 @@ class WorkerGroup(ABC):
             SLOTS_VARIABLE: str(self.seat.slots.path),
             **variables,
         }
-        started_ns = time.monotonic_ns()
+        oom_kills, started_ns = processes.oom_kills(), time.monotonic_ns()
         start = start_new if self._fork_server is None else self._fork_server.start
         process = start(command, environment)
         self._processes[local_rank] = process
-        return Started(local_rank, rank, process.pid, started_ns)
+        return Started(local_rank, rank, process.pid, started_ns, oom_kills)
 
     def _end_if_killed(self) -> None:
         """Kill the workers again if the order arrived while they were being started."""
