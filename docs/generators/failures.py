@@ -43,6 +43,8 @@ the run has its own budget: `supervise.max_restarts` restarts in place (default 
 `supervise.max_attempts` attempts in a row (default {max_attempts}) without a new checkpoint. Before a new attempt
 without progress, the controller waits `supervise.backoff_s` (default {backoff_s} s). The wait doubles each time up to
 `supervise.max_backoff_s` (default {max_backoff_s} s), and the actual wait is drawn at random from its upper half.
+Workers are not restarted in place beside processes that do not end when they are killed (blocked in the kernel or the
+GPU driver), because these may hold GPU memory: a new attempt follows, and their node is suspected.
 
 You can also cap all attempts together, whatever progress they make: `supervise.max_total_attempts`,
 `supervise.max_gpu_hours` and `supervise.max_node_hours`. These caps are off by default. They are checked before each

@@ -62,6 +62,8 @@ class NodeEnd(Schema):
     """Traceback of the error that prevented their start."""
     oom_kills: int = 0
     """Processes that the kernel's OOM killer ended meanwhile."""
+    num_left: int = 0
+    """Number of processes that have not ended although they were killed."""
 
 
 class WorkerExit(Schema):

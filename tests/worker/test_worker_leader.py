@@ -8,26 +8,32 @@ from typing import NoReturn
 
 import pytest
 from agent_runs import make_spec
-from made_reports import checkpoint_manifest
+from given_process import GivenProcess
+from made_reports import checkpoint_manifest, rank_status
 
 from rlhf_core.diagnosis.classify import Diagnosis
+from rlhf_core.diagnosis.hangs.verdict import Verdict
 from rlhf_core.files.appended import append_lines
 from rlhf_core.files.whole import read_model, write_model, write_text
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.agent_messages import NodeEnd
+from rlhf_core.schemas.attempts import AttemptState, Role
 from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.failures import Action, FailureKind
+from rlhf_core.schemas.failures import Action, FailureKind, Incident
 from rlhf_core.schemas.reports import AgentCommand, AttemptOutcome, MetricsLine
-from rlhf_core.schemas.resources import Placement
+from rlhf_core.schemas.resources import GroupPlan, Placement
 from rlhf_core.watchdog.evidence import agent_decisions, final_incident
 from rlhf_core.worker.agent import leader as leader_module
 from rlhf_core.worker.agent.decisions import GroupDecisions
 from rlhf_core.worker.agent.job import Job
 from rlhf_core.worker.agent.leader import Leader, RestartBudget
 from rlhf_core.worker.channel.messages import AgentChannel
+from rlhf_core.worker.channel.signing import MessageSigner
 from rlhf_core.worker.channel.store import MemoryAgentStore
 from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.evidence.exit_reports import Failure
+from rlhf_core.worker.groups.base import GroupSeat, Hang
+from rlhf_core.worker.liveness.heartbeat import SlotFile
 from rlhf_core.worker.nodes.membership import Nodes
 from rlhf_core.worker.supervision.external_requests import ExternalRequests
 
@@ -46,6 +52,33 @@ def _outcome() -> AttemptOutcome:
 
 def _complete(run_dir: RunDir, step: int) -> None:
     write_model(run_dir.checkpoint(step).complete, checkpoint_manifest(step))
+
+
+@pytest.mark.parametrize(
+    ("num_left", "action", "suspects"),
+    [(0, "restart", ()), (1, "end", ("there",))],
+    ids=["control: all have ended", "one that is blocked in the kernel"],
+)
+def test_workers_are_not_restarted_beside_killed_ones_that_have_not_ended(
+    run_dir: RunDir, slots: SlotFile, num_left: int, action: str, suspects: tuple[str, ...]
+) -> None:
+    """They hold GPU memory, so the restarted workers would run out of it."""
+    nodes = Nodes(("here", "there"), ("127.0.0.1",) * 2, 0)
+    job = Job(run_dir, 1, nodes, make_spec(), Placement(attempt=1, num_nodes=2, phases=()), {}, ())
+    restart, leader = run_dir.attempt(1).restart(0), Leader(run_dir, 1)
+    channel = AgentChannel(nodes, MemoryAgentStore(), MessageSigner(b"0" * 64, "toy/1", 0))
+    seat = GroupSeat("here", 0, slots, channel.clock)
+    group = GivenProcess(GroupPlan.on_all_nodes(Role.TRAINER, 1, 2), 0, restart, seat)
+    silent = rank_status(0, age_s=90.0)
+    group.hang = Hang(Verdict(FailureKind.HANG, (), "silent"), (silent,), 90.0)
+    decisions = GroupDecisions(job, channel, leader, EventLog("here", restart), ExternalRequests())
+    ends = {index: NodeEnd(num_workers=1, num_left=index * num_left) for index in range(2)}
+    step = decisions.conclude(group, ends, restart)
+    channel.close()
+    incident = read_model(restart.incident(1), Incident)
+    assert incident is not None
+    assert (step.action, incident.suspect_nodes) == (action, suspects)
+    assert ("killed processes have not ended on there" in step.message) == bool(num_left)
 
 
 @pytest.mark.parametrize("kind", [FailureKind.NODE_LOST, FailureKind.FILE_SYSTEM])

@@ -21,6 +21,24 @@ pytestmark = [pytest.mark.end_to_end, pytest.mark.training]
 MakeRun = Callable[..., AgentRun]
 
 
+ONE_IS_LEFT = """
+from rlhf_core.worker import processes
+end_descendants = processes.end_descendants
+processes.end_descendants = lambda *args, **named: [*end_descendants(*args, **named), "4711 (python)"]
+"""
+"""Makes up a process that does not end when it is killed."""
+
+
+def test_beside_a_process_that_cannot_be_killed_nothing_is_restarted(agent_run: MakeRun) -> None:
+    run = agent_run()
+    run.change = ONE_IS_LEFT
+    run.script({"restart": 0, "rank": 1, "step": 3, "do": "kill"})
+    code, output = run.run_through()
+    assert (code, run.outcome().failure_kind) == (1, FailureKind.WORKER_KILLED), output
+    assert (run.decision(0).action, run.outcome().num_restarts) == (Action.NEW_ATTEMPT, 1)
+    assert "killed processes have not ended on" in run.decision(0).reason
+
+
 def test_killed_and_stopped_ranks_are_restarted_until_the_run_is_done(agent_run: MakeRun) -> None:
     """One long scenario: rank 1 is killed, then rank 0 is stopped, then training ends and the evaluator runs."""
     floor_s = 2.0

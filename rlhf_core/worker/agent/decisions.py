@@ -1,15 +1,17 @@
 """Decisions of agent 0 about worker groups: whether to start them, and how to respond when they exit."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rlhf_core.diagnosis.classify import Diagnosis, fingerprint
+from rlhf_core.diagnosis.hangs.verdict import MAX_DESCRIBED
 from rlhf_core.diagnosis.policy import Choice
 from rlhf_core.run_dir.attempt import RestartDir
 from rlhf_core.schemas.agent_messages import AgreedStep, NodeEnd
 from rlhf_core.schemas.attempts import AttemptState, Role
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.resources import GroupPlan
+from rlhf_core.text.formatting import listed
 from rlhf_core.worker.agent.damaged_checkpoints import DamagedCheckpoints
 from rlhf_core.worker.agent.job import Job
 from rlhf_core.worker.agent.leader import Leader, RestartBudget
@@ -95,9 +97,7 @@ class GroupDecisions:
     def _choice_at_the_end(self, choice: Choice) -> Choice:
         """The choice, without a restart in place if the attempt is ending anyway."""
         ending = self._requests.broken or self._requests.stop
-        if not ending or choice.action is not Action.RESTART_IN_PLACE:
-            return choice
-        return Choice(Action.NEW_ATTEMPT, 0.0, f"not restarted in place, because the attempt is ending: {ending}")
+        return _not_in_place(choice, f"the attempt is ending: {ending}") if ending else choice
 
     def next_generation(self, role: Role) -> int:
         """Number of the next start of a group other than the one whose restarts are counted."""
@@ -120,14 +120,18 @@ class GroupDecisions:
         complete = len(ends) == self._job.nodes.num
         if complete and all(exit_reports.is_well(end) for end in ends.values()):
             return self._end_role(group.role, ends)
+        names = self._job.nodes.names
+        left = [names[index] for index, end in ends.items() if end.num_left]
         if requests.broken:
             failure = self._loss_of_an_agent()
         else:
-            names = self._job.nodes.names
             reports = [NodeReport(names[index], end, self._channel.ahead_s(index)) for index, end in ends.items()]
             failure = exit_reports.explain(reports, group.hang)
+            if len(ends) == 1 or len(left) < len(ends):  # what holds processes on every node is not the fault of a node
+                suspects = tuple(sorted({*failure.diagnosis.nodes, *left}))
+                failure = replace(failure, diagnosis=replace(failure.diagnosis, nodes=suspects))
         failure = self.damaged.explained(failure, restart_dir)
-        choice = self._choose(group, failure, restart_dir)
+        choice = self._choose(group, failure, restart_dir, left)
         if choice.action is Action.RESTART_IN_PLACE:
             return AgreedStep(action="restart", damaged=tuple(self.damaged.names))
         return self.end(AttemptState.FAILED, f"{failure.diagnosis.message} ({choice.reason})", failure.diagnosis.kind)
@@ -143,8 +147,12 @@ class GroupDecisions:
         self.budget.renew()
         return AgreedStep(action="next_role", generations=dict(self.generations))
 
-    def _choose(self, group: WorkerGroup, failure: Failure, restart_dir: RestartDir) -> Choice:
-        """Record the failure and the decision about it, which may be carried out only after that."""
+    def _choose(self, group: WorkerGroup, failure: Failure, restart_dir: RestartDir, left: Sequence[str]) -> Choice:
+        """Record the failure and the decision about it, which may be carried out only after that.
+
+        Args:
+            left: Nodes with killed processes that have not ended: restarted workers would share the GPUs with them.
+        """
         role = group.role
         failure = replace(failure, diagnosis=self.budget.confirmed(failure.diagnosis))
         evidence_dir = group.folder(0).evidence_dir
@@ -152,6 +160,8 @@ class GroupDecisions:
         choice = self.budget.choose(failure.diagnosis, self.damaged.remedy(failure))
         choice = self.damaged.choice_for(role, failure, choice)
         choice = self._choice_at_the_end(choice)
+        if left:
+            choice = _not_in_place(choice, f"killed processes have not ended on {listed(left, MAX_DESCRIBED)}")
         self._leader.record_decision(self._events, restart_dir, choice, number)
         if failure.damaged_checkpoint and choice.action is not Action.STOP:
             self.damaged.put_aside(failure, restart_dir, self._events)
@@ -189,3 +199,10 @@ class GroupDecisions:
             choice = Choice(Action.RESTART_WORKERS, 0.0, reason)
         self._leader.record_decision(self._events, restart_dir, choice, number)
         return choice
+
+
+def _not_in_place(choice: Choice, why: str) -> Choice:
+    """The choice, with a new attempt instead of a restart in place."""
+    if choice.action is not Action.RESTART_IN_PLACE:
+        return choice
+    return Choice(Action.NEW_ATTEMPT, 0.0, f"not restarted in place, because {why}")

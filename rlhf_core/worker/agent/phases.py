@@ -343,19 +343,22 @@ class Agent:
             self._supervisor.settle()
             self._take_warnings(now=True)
             # If other groups are running, kill only the processes marked as this group's.
-            self._end_descendants(group if beside else None)
-        return exit_reports.report(group, failed.trace, self._write)
+            num_left = self._end_descendants(group if beside else None)
+        end = exit_reports.report(group, failed.trace, self._write)
+        return end.model_copy(update={"num_left": num_left})
 
     def _take_warnings(self, *, now: bool = False) -> None:
         if self._warnings is not None:
             self._warnings.take(self._restart_dir, now=now)
 
-    def _end_descendants(self, group: WorkerGroup | None = None) -> None:
-        """Kill all descendants of this process, or only those of one group's workers."""
+    def _end_descendants(self, group: WorkerGroup | None = None) -> int:
+        """Kill all descendants of this process, or only those of one group's workers; return the number left."""
         name, workers = ("", ()) if group is None else (group.role.value, group.workers.values())
         sessions = {worker.pid for worker in workers}
-        for survivor in processes.end_descendants(group=name, sessions=sessions, spared=self._fork_server.pids):
+        left = processes.end_descendants(group=name, sessions=sessions, spared=self._fork_server.pids)
+        for survivor in left:
             self._events.print_line(f"process did not end: {survivor}")
+        return len(left)
 
     @property
     def _write(self) -> Write:
