@@ -35,7 +35,7 @@ def test_beside_a_process_that_cannot_be_killed_nothing_is_restarted(agent_run: 
     run.script({"restart": 0, "rank": 1, "step": 3, "do": "kill"})
     code, output = run.run_through()
     assert (code, run.outcome().failure_kind) == (1, FailureKind.WORKER_KILLED), output
-    assert (run.decision(0).action, run.outcome().num_restarts) == (Action.NEW_ATTEMPT, 1)
+    assert (run.decision(0).action, run.outcome().num_restarts) == (Action.NEW_ATTEMPT, 0)
     assert "killed processes have not ended on" in run.decision(0).reason
 
 

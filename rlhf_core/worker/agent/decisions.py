@@ -38,7 +38,9 @@ class GroupDecisions:
         self._worker_budgets: dict[Role, RestartBudget] = {}
         self._worker_stores: dict[Role, object] = {}
         self.budget = RestartBudget(job.run_dir, job.spec.supervise)
-        """Restarts in place."""
+        """Budget of restarts in place."""
+        self.num_restarts = 0
+        """Restarts in place over the whole attempt."""
         self.generations: dict[Role, int] = {}
         """Newest generation of each group, except the one whose restarts are counted; across all phases."""
         self.damaged = DamagedCheckpoints(job.run_dir)
@@ -48,7 +50,7 @@ class GroupDecisions:
 
     def end(self, state: AttemptState, message: str, kind: FailureKind | None = None, ended_by: str = "") -> AgreedStep:
         """The end of the attempt."""
-        num = self.budget.restarts
+        num = self.num_restarts
         return AgreedStep(action="end", state=state, message=message, kind=kind, ended_by=ended_by, num_restarts=num)
 
     def begin_start(self, plan: GroupPlan, restart_dir: RestartDir) -> AgreedStep:
@@ -133,6 +135,7 @@ class GroupDecisions:
         failure = self.damaged.explained(failure, restart_dir)
         choice = self._choose(group, failure, restart_dir, left)
         if choice.action is Action.RESTART_IN_PLACE:
+            self.num_restarts += 1
             return AgreedStep(action="restart", damaged=tuple(self.damaged.names))
         return self.end(AttemptState.FAILED, f"{failure.diagnosis.message} ({choice.reason})", failure.diagnosis.kind)
 

@@ -208,8 +208,6 @@ class RestartBudget:
         self._spent = 0
         self._fingerprints: set[str] = set()
         self._to_confirm: set[FailureKind] = set()
-        self.restarts = 0
-        """Restarts in place over the whole attempt."""
 
     def renew(self) -> None:
         """Restore the budget after a role has succeeded, which is progress too."""
@@ -243,7 +241,6 @@ class RestartBudget:
             self._to_confirm.add(diagnosis.kind)
         if choice.action is Action.RESTART_IN_PLACE:
             self._spent += not remedy
-            self.restarts += 1
         return choice
 
     def _update_progress(self) -> None:
