@@ -189,6 +189,28 @@ def test_a_restart_that_fails_is_an_incident_of_its_group(agent_run: MakeRun) ->
     assert "could not be started" in run.outcome().message
 
 
+UNKILLABLE = """
+from rlhf_core.worker import processes
+from rlhf_core.worker.groups import independent
+independent.KILL_TIMEOUT_S = 1.0
+processes.kill_group = lambda pid: None
+"""
+"""Lets no worker end when it is killed, until the end of the attempt."""
+
+
+def test_a_rollout_worker_that_cannot_be_killed_ends_the_attempt(agent_run: MakeRun) -> None:
+    """It would never be restarted, and the trainers that wait for it would never be judged."""
+    run = agent_run(rollouts=1, train={"num_steps": 1000}, supervise=SUPERVISE)
+    run.change = UNKILLABLE
+    run.script({"role": "rollout", "generation": 0, "rank": 0, "step": 5, "do": "stop"})
+    code, output = run.run_through()
+    assert (code, run.outcome().failure_kind) == (1, FailureKind.HANG), output
+    ((incident, decision),) = incidents(run)
+    assert (incident.role, incident.suspect_ranks, len(incident.suspect_nodes)) == (Role.ROLLOUT, (0,), 1)
+    assert decision.action is Action.NEW_ATTEMPT
+    assert "killed processes have not ended" in decision.reason
+
+
 def test_a_worker_is_blamed_for_the_process_it_beats_for(agent_run: MakeRun) -> None:
     """A rank of a wrapped trainer does not beat by itself: the state and stack of its own process count."""
     run = agent_run(rollouts=1, train={"num_steps": STEPS}, supervise=SUPERVISE)

@@ -163,8 +163,7 @@ class GroupDecisions:
         choice = self.budget.choose(failure.diagnosis, self.damaged.remedy(failure))
         choice = self.damaged.choice_for(role, failure, choice)
         choice = self._choice_at_the_end(choice)
-        if left:
-            choice = _not_in_place(choice, f"killed processes have not ended on {listed(left, MAX_DESCRIBED)}")
+        choice = _not_beside(left, choice)
         self._leader.record_decision(self._events, restart_dir, choice, number)
         if failure.damaged_checkpoint and choice.action is not Action.STOP:
             self.damaged.put_aside(failure, restart_dir, self._events)
@@ -174,7 +173,14 @@ class GroupDecisions:
     # Workers that are restarted alone
 
     def choose_for_worker(
-        self, role: Role, failure: Failure, restart_dir: RestartDir, folder: RestartDir, *, is_needed: bool
+        self,
+        role: Role,
+        failure: Failure,
+        restart_dir: RestartDir,
+        folder: RestartDir,
+        left: Sequence[str],
+        *,
+        is_needed: bool,
     ) -> Choice:
         """Decide about one failed worker while all others keep running.
 
@@ -183,6 +189,7 @@ class GroupDecisions:
             failure: The diagnosed failure.
             restart_dir: Current restart of the attempt.
             folder: Folder of the worker's start, which holds the evidence.
+            left: Its node, if it has processes that were killed but have not ended.
             is_needed: False if the groups it serves have finished, so that it has nothing left to do.
 
         Returns:
@@ -194,7 +201,7 @@ class GroupDecisions:
         failure = replace(failure, diagnosis=diagnosis)
         number = self._leader.record_incident(self._events, restart_dir, failure, role, folder.evidence_dir)
         if is_needed:
-            choice = budget.choose(diagnosis)
+            choice = _not_beside(left, budget.choose(diagnosis))
         else:
             choice = Choice(Action.CONTINUE, 0.0, "the workers that it served have ended, so it is no longer needed")
         if choice.action is Action.RESTART_IN_PLACE:
@@ -209,3 +216,9 @@ def _not_in_place(choice: Choice, why: str) -> Choice:
     if choice.action is not Action.RESTART_IN_PLACE:
         return choice
     return Choice(Action.NEW_ATTEMPT, 0.0, f"not restarted in place, because {why}")
+
+
+def _not_beside(left: Sequence[str], choice: Choice) -> Choice:
+    """The choice, without a restart in place if nodes have killed processes that have not ended."""
+    why = f"killed processes have not ended on {listed(left, MAX_DESCRIBED)}"
+    return _not_in_place(choice, why) if left else choice

@@ -100,15 +100,21 @@ class IndependentRun:
     def _report_exits(self, supervised: SupervisedGroup) -> None:
         for worker, end in self._group.poll():
             self._report_exit(supervised, worker, end)
+        for worker in self._group.blocked:
+            if worker.local_rank not in supervised.exits:
+                self._report(supervised, worker, num_left=1)
 
     def _report_exit(self, supervised: SupervisedGroup, worker: Started, end: Exit) -> None:
         group, local_rank = self._group, worker.local_rank
-        generation = group.generations[local_rank]
-        self._events.exited(group.role, worker, end, generation)
+        self._events.exited(group.role, worker, end, group.generations[local_rank])
         # Kill everything this worker started, and nothing else.
-        processes.end_descendants(group=group.marker(local_rank), sessions={worker.pid})
-        report = exit_reports.report(group, "", self._write, [local_rank])
-        one = WorkerExit(generation=generation, pid=worker.pid, end=report)
+        left = processes.end_descendants(group=group.marker(local_rank), sessions={worker.pid})
+        self._report(supervised, worker, len(left))
+
+    def _report(self, supervised: SupervisedGroup, worker: Started, num_left: int) -> None:
+        group, local_rank = self._group, worker.local_rank
+        report = exit_reports.report(group, "", self._write, [local_rank]).model_copy(update={"num_left": num_left})
+        one = WorkerExit(generation=group.generations[local_rank], pid=worker.pid, end=report)
         # Replace the dictionary rather than change it: the supervising thread may be reading it.
         supervised.exits = {**supervised.exits, local_rank: one}
 
@@ -170,10 +176,12 @@ class IndependentRun:
         failure = exit_reports.explain([NodeReport(node, one.end, self._channel.ahead_s(index))], hang)
         # The group counts its ranks by itself: without its name, a message is read as one about a trainer.
         message = f"Group {role}: {failure.diagnosis.message}"
-        failure = replace(failure, diagnosis=replace(failure.diagnosis, message=message))
+        left = (node,) if one.end.num_left else ()
+        diagnosis = replace(failure.diagnosis, message=message, nodes=left or failure.diagnosis.nodes)
+        failure = replace(failure, diagnosis=diagnosis)
         folder = self._group.folder_of(one.generation)
         choice = self._decisions.choose_for_worker(
-            role, failure, self._restart_dir(), folder, is_needed=not self.is_closing
+            role, failure, self._restart_dir(), folder, left, is_needed=not self.is_closing
         )
         if choice.action is Action.RESTART_WORKERS:
             generation = self._decisions.next_generation(role)

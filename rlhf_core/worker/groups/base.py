@@ -108,7 +108,7 @@ class WorkerGroup(ABC):
         """The hang for which all workers were killed."""
         self._fork_server = fork_server
         self._processes: dict[int, subprocess.Popen[bytes] | ForkedWorker] = {}
-        self._ended: set[int] = set()
+        self._killed_at_s: dict[int, float] = {}
         self._num_exits = 0
         self._lock = threading.Lock()
 
@@ -150,7 +150,7 @@ class WorkerGroup(ABC):
             for local_rank, worker in self.workers.items():
                 code = None if local_rank in self.exits else processes.peek_exit(worker.pid)
                 if code is not None:
-                    by_agent = code == -9 and (self.killing or local_rank in self._ended)
+                    by_agent = code == -9 and (self.killing or local_rank in self._killed_at_s)
                     one = Exit(code, self._num_exits, by_agent, time.time(), self.read(worker))
                     self._num_exits += 1
                     self.exits[local_rank] = one
@@ -170,7 +170,8 @@ class WorkerGroup(ABC):
         """
         with self._lock:
             self.killing = self.killing or workers is None
-            self._ended |= set(self.workers if workers is None else workers)
+            for index in self.workers if workers is None else workers:
+                self._killed_at_s.setdefault(index, time.monotonic())
             running = {index: worker for index, worker in self.workers.items() if index not in self.exits}
             pids = [worker.pid for index, worker in running.items() if workers is None or index in workers]
         for pid in pids:

@@ -1,5 +1,7 @@
 """Independent workers: one process each, restarted individually while all others keep running."""
 
+import math
+import time
 import traceback
 from collections.abc import Callable, Sequence
 
@@ -11,6 +13,8 @@ from rlhf_core.worker.groups.gpus import visible_gpus
 from rlhf_core.worker.processes import GROUP_VARIABLE
 
 REAP_TIMEOUT_S = 5.0
+KILL_TIMEOUT_S = 10.0
+"""Time that a killed worker has to end, in seconds; then it counts as blocked in the kernel."""
 
 
 class IndependentGroup(WorkerGroup):
@@ -74,7 +78,7 @@ class IndependentGroup(WorkerGroup):
         with self._lock:
             if self.killing:
                 return None
-            self._ended.discard(local_rank)
+            self._killed_at_s.pop(local_rank, None)
             self.generation = max(self.generation, generation)
             self.generations[local_rank] = generation
             self.seat.slots.clear_worker(local_rank)
@@ -94,6 +98,14 @@ class IndependentGroup(WorkerGroup):
             self.workers[local_rank] = started
             self.exits.pop(local_rank, None)
         return started
+
+    @property
+    def blocked(self) -> Sequence[Started]:
+        """Workers that were killed but do not end."""
+        since_s = time.monotonic() - KILL_TIMEOUT_S
+        with self._lock:
+            running = [worker for index, worker in self.workers.items() if index not in self.exits]
+            return [worker for worker in running if self._killed_at_s.get(worker.local_rank, math.inf) < since_s]
 
     def poll(self) -> Sequence[tuple[Started, Exit]]:
         """Record exited workers and reap them."""
