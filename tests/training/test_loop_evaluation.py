@@ -16,7 +16,7 @@ from test_preference_runs import spec_of
 from rlhf_core.errors import BadData, RewardFailed, WorkerError
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import Role
-from rlhf_core.schemas.reports import EvaluationReport
+from rlhf_core.schemas.reports import EvaluationReport, Phase
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.supervision import SuperviseSpec
 
@@ -69,15 +69,26 @@ def on_ranks(rank: int, num_ranks: int, run_dir: str) -> list[Any]:
     return [report.model_dump(mode="json") for report in evaluate(ranks)]
 
 
+class LastPhase(NullReporter):
+    """Knows the phase of the last beat."""
+
+    phase: Phase | None = None
+
+    def beat(self, phase: Phase, step: int) -> None:
+        self.phase = phase
+
+
 def awake_in_training(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
     """A supervised run that is evaluated before it and after each of its steps.
 
     Returns:
-        Its result, the number of times that the engine was given weights, and for each backward pass if it was awake.
+        Its result, the number of times that the engine was given weights, for each backward pass if it was awake, and
+        the phase in which each optimizer was built.
     """
     from rlhf_core.training.trainers.engine import Engine
 
-    calls, passes, is_awake = [], [], [False]
+    calls, passes, is_awake, built_in = [], [], [False], []
+    build, reporter = Engine.__init__, LastPhase()
     load, backward = TransformersEngine.load, Engine.backward
 
     def wake(engine: TransformersEngine, *arguments: Any) -> None:
@@ -88,6 +99,10 @@ def awake_in_training(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
     def sleep(engine: TransformersEngine) -> None:
         is_awake[0], engine.version = False, None
 
+    def built(engine: Engine, *arguments: Any) -> None:
+        built_in.append(reporter.phase)
+        build(engine, *arguments)
+
     def train(engine: Engine, loss: Any) -> None:
         passes.append(is_awake[0])
         backward(engine, loss)
@@ -97,16 +112,29 @@ def awake_in_training(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
     spec["evaluate"] = {**spec["evaluate"], "num_prompts": 2, "every_num_steps": 1}
     with (
         mock.patch.multiple(TransformersEngine, load=wake, sleep=sleep),
-        mock.patch.object(Engine, "backward", train),
+        mock.patch.multiple(Engine, __init__=built, backward=train),
         training_group(rank, num_ranks, folder, spec) as group,
     ):
-        return {"result": group.train("evaluated", spec), "loads": len(calls), "passes": passes}
+        result = group.train("evaluated", spec, reporter=reporter)
+        return {"result": result, "loads": len(calls), "passes": passes, "built in": built_in}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("awake")
+    (results,) = values(launch(awake_in_training, 1, folder / "launch", folder=str(folder)))
+    return dict(results)
 
 
 @pytest.mark.end_to_end
-def test_an_engine_sleeps_while_data_is_trained_on(tmp_path: Path) -> None:
+def test_an_optimizer_is_built_in_set_up_after_an_evaluation(found: dict[str, Any]) -> None:
+    """It takes longer than an evaluation may be silent: the floor of that phase would judge it hung."""
+    assert found["built in"] == [Phase.SETUP]
+
+
+@pytest.mark.end_to_end
+def test_an_engine_sleeps_while_data_is_trained_on(found: dict[str, Any]) -> None:
     """vLLM takes a share of the GPU while it is awake; the memory model counts on its sleep."""
-    (found,) = values(launch(awake_in_training, 1, tmp_path / "launch", folder=str(tmp_path)))
     assert (found["result"], found["loads"]) == ("done", 4), "greedy and sampled before, greedy after each step"
     assert found["passes"]
     assert not any(found["passes"])

@@ -155,6 +155,7 @@ def _train_loop(
     spec, ranks = training.spec, training.ranks
     # A checkpoint of an earlier loop has optimizers, and maybe a value model, that ended with that loop.
     begun = state if state and state.progress.step >= loop.first_step else None
+    training.beat(Phase.SETUP)  # loading and splitting models may take longer than a silence of the phase before
     with kept_random_state(ranks.device):
         critic = models.critic(loop, begun)
         policy = RewardModel(model) if loop.algorithm.ranks_completions else PolicyModel(model)
