@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import errno
+import functools
 import json
 import mmap
 import os
@@ -34,6 +35,8 @@ from rlhf_core.schemas.run import RunSpec
 
 torch = pytest.importorskip("torch")
 
+from safetensors.torch import save_file  # noqa: E402 - needs torch
+
 from rlhf_core.training.checkpoints import background_save, direct_save, host_buffers, tensor_files  # noqa: E402 - needs torch
 from rlhf_core.training.checkpoints import writer as checkpoints  # noqa: E402 - needs torch
 from rlhf_core.training.checkpoints.resume import resume_point  # noqa: E402
@@ -50,6 +53,7 @@ from rlhf_core.training.checkpoints.writer import CheckpointWriter  # noqa: E402
 from rlhf_core.training.data.tokenizers import build_tokenizer, load_tokenizer  # noqa: E402
 from rlhf_core.training.distributed import Ranks  # noqa: E402
 from rlhf_core.training.health.state import HealthState, Repetition  # noqa: E402
+from rlhf_core.training.models import gathering  # noqa: E402
 from rlhf_core.training.models.causal_lm import build_causal_lm, load_causal_lm  # noqa: E402
 
 pytestmark = [pytest.mark.training]
@@ -486,6 +490,27 @@ def test_another_failure_to_write_is_not_called_a_full_disk(
     with pytest.raises(WorkerError, match="could not be written: rank 0: PermissionError") as caught:
         save_whole(saver, progress(6), model, ENGINE_STATE)
     assert not isinstance(caught.value, DiskFull)
+
+
+def test_the_weights_that_are_written_are_signs_of_life(
+    run_dir: RunDir, ranks: Ranks, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gathering, "gathered_weights", functools.partial(gathering.gathered_weights, bucket_elements=1))
+    monkeypatch.setattr(gathering, "SHARD_BYTES", 1)
+    beat, beats = Mock(), list[int]()
+
+    def saved(*arguments: Any, **options: Any) -> None:
+        beats.append(beat.call_count)
+        save_file(*arguments, **options)
+
+    monkeypatch.setattr(gathering, "save_file", saved)
+    spec = spec_with(checkpoint={"background": False})
+    saver = CheckpointWriter(run_dir, spec, build_tokenizer("char", [], 0), ranks, beat)
+    folder = save_whole(saver, progress(4), model, ENGINE_STATE).model
+    assert len(beats) > 2
+    assert beats == list(range(beats[0], beats[0] + len(beats)))
+    loaded = load_causal_lm(folder, "float32")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
 
 
 def save_on_a_small_disk(rank: int, num_ranks: int, run_dir: str) -> list[str]:

@@ -20,7 +20,7 @@ from rlhf_core.training.checkpoints.state import state_file
 from rlhf_core.training.checkpoints.tensor_files import flattened, write_tensors
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.models.adapters import has_adapter, save_adapter
-from rlhf_core.training.models.gathering import SHARD_BYTES, is_split, save_split_model
+from rlhf_core.training.models.gathering import is_split, save_model
 
 Result = TypeVar("Result")
 
@@ -88,9 +88,9 @@ class DirectSave:
                 save_adapter(model, folder, self._base, self._ranks.is_first, self._beat)
         elif is_split(model):
             with self._ranks.collective():
-                save_split_model(model, folder, self._ranks.is_first, self._beat)
+                save_model(model, folder, self._ranks.is_first, self._beat)
         elif self._ranks.is_first:
-            model.save_pretrained(folder, max_shard_size=SHARD_BYTES)
+            save_model(model, folder, is_first=True, beat=self._beat)
         if not self._ranks.is_first:
             return []
         self._beat()

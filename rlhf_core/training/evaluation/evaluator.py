@@ -327,7 +327,9 @@ def run_evaluator(context: WorkerContext) -> RoleResult:
         reports = evaluator.run(model, "after", checkpoint.step, beat, _reference(context, ranks))
     evaluator.rollouts.close()
     if ranks.is_first and base is not None and is_adapter(checkpoint.model) and spec.promote.when != "never":
-        write_merged(context.run_dir, checkpoint, model, tokenizer, beat)
+        saved = functools.partial(reporter.beat, Phase.CHECKPOINT, checkpoint.step)
+        saved()
+        write_merged(context.run_dir, checkpoint, model, tokenizer, saved)
     write_reports(context.run_dir, reports, ranks)
     leave_process_group(ranks)
     return RoleResult.DONE

@@ -111,16 +111,20 @@ def named_weights(
         beat()
 
 
-def save_split_model(model: PreTrainedModel, folder: Path, is_first: bool, beat: Callable[[], None]) -> None:
-    """Write a model split over the ranks as a Hugging Face folder, one weights file at a time.
+def save_model(model: PreTrainedModel, folder: Path, is_first: bool, beat: Callable[[], None]) -> None:
+    """Write a model as a Hugging Face folder, one weights file at a time, with a heartbeat for each bucket.
 
-    Collective: every rank gathers, rank 0 writes and holds one file of ``SHARD_BYTES`` in main memory. A model whose
-    weights have other names on disk than in memory (experts stored individually) is held entirely in rank 0's main
-    memory.
+    Rank 0 writes and holds one file of ``SHARD_BYTES`` in main memory. Collective if the model is split: every rank
+    gathers. A model whose weights have other names on disk than in memory (experts stored individually) is written
+    without heartbeats, and if it is split, held entirely in rank 0's main memory.
 
     Raises:
         OSError, SafetensorError: rank 0 could not write; raised after all ranks have iterated over all buckets.
     """
+    if not is_split(model) and not keeps_names(model):
+        if is_first:
+            model.save_pretrained(folder, max_shard_size=SHARD_BYTES)
+        return
     writer = _FolderWriter(model, folder) if is_first else None
     failure: BaseException | None = None
     for bucket in gathered_weights(model):

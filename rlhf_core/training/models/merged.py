@@ -18,7 +18,7 @@ from rlhf_core.run_dir.checkpoint import ADAPTER_OF_MERGED, ADAPTER_WEIGHTS, BAS
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest
 from rlhf_core.training.models.adapters import ADAPTER_CONFIG
-from rlhf_core.training.models.gathering import SHARD_BYTES
+from rlhf_core.training.models.gathering import save_model
 
 
 def write_merged(
@@ -32,7 +32,7 @@ def write_merged(
 
     Args:
         model: base model with the adapter of ``checkpoint`` merged into it.
-        beat: called for every file.
+        beat: called on progress.
 
     Raises:
         DiskFull: there is no room for it. No partial files are left.
@@ -68,7 +68,7 @@ def _written(
     adapter.mkdir(parents=True)
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_RECORD):
         shutil.copyfile(checkpoint.model / name, adapter / name)
-    model.save_pretrained(partial.model, max_shard_size=SHARD_BYTES)
+    save_model(model, partial.model, is_first=True, beat=beat)
     tokenizer.save_pretrained(partial.model)
     files = {}
     for path in sorted(path for path in partial.model.rglob("*") if path.is_file()):
