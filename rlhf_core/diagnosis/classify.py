@@ -31,8 +31,8 @@ SIGNAL_NAMES = {
 }
 """Names of the signals of Linux, by number, independent of the machine that reads them."""
 _SENT_FROM_OUTSIDE = {1, 2, 9, 15}
-_WAITED_IN_VAIN = {FailureKind.COLLECTIVE_HANG, FailureKind.RENDEZVOUS}
-"""Kinds whose symptoms are reported by the ranks that waited, not by the one that did not come."""
+_SEEN_BY_OTHERS = {FailureKind.COLLECTIVE_HANG, FailureKind.RENDEZVOUS, FailureKind.NETWORK}
+"""Kinds whose symptoms are reported by the ranks that waited or lost a connection, not by the one at fault."""
 
 SCHEDULER_STATES: dict[str, tuple[FailureKind, EvidencePart]] = {
     "NODE_FAIL": (FailureKind.NODE_LOST, EvidencePart.ROOT),
@@ -163,8 +163,8 @@ def _rank_of_finding(finding: _Finding) -> tuple[int, int, int]:
 
 def _diagnosis(finding: _Finding) -> Diagnosis:
     worker = finding.worker
-    waited = finding.part is EvidencePart.SYMPTOM and finding.kind in _WAITED_IN_VAIN
-    blamed = worker is not None and finding.part is not EvidencePart.CASCADE and not waited
+    by_other = finding.part is EvidencePart.SYMPTOM and finding.kind in _SEEN_BY_OTHERS
+    blamed = worker is not None and finding.part is not EvidencePart.CASCADE and not by_other
     node = finding.node or (worker.node if worker is not None and blamed else "")
     return Diagnosis(
         kind=finding.kind,

@@ -81,8 +81,11 @@ def test_what_nccl_says_about_a_dead_peer_does_not_blame_the_rank_that_says_it(l
     [
         ("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)", FailureKind.COLLECTIVE_HANG, ((), ())),
         ("Timed out after 901 seconds waiting for clients. 1/2 clients joined.", FailureKind.RENDEZVOUS, ((), ())),
-        # The negative control: a port is in use on the node of the rank that says so.
+        ("n3:7:9 [0] NCCL WARN NET/IB: Got completion from peer n7<4> with status=12", FailureKind.NETWORK, ((), ())),
+        # The negative controls: a port is in use on the node of the rank that says so, and its adapter has failed.
         ("zmq.error.ZMQError: Address already in use", FailureKind.RENDEZVOUS, ((0,), ("here",))),
+        ("mlx5_core 0000:3b:00.0 ib0: mlx5_0 port 1 link is down", FailureKind.NETWORK, ((0,), ("here",))),
+        ("NCCL WARN NET/IB : mlx5_0:1 Got async event : port error", FailureKind.NETWORK, ((0,), ("here",))),
     ],
 )
 def test_a_rank_that_waited_in_vain_is_not_to_blame(
@@ -91,6 +94,14 @@ def test_a_rank_that_waited_in_vain_is_not_to_blame(
     """Two such time-outs would have the node of a healthy rank excluded."""
     diagnosis = classify(Evidence(workers=(ended(0, -6, log=log), ended(1, -9, by_agent=True, order=1))))
     assert (diagnosis.kind, (diagnosis.ranks, diagnosis.nodes)) == (kind, blamed)
+
+
+def test_a_rank_that_lost_its_peer_in_a_collective_is_not_to_blame() -> None:
+    """All peers of a broken node report it; the first to end would have its own node excluded."""
+    message = "NCCL error in: x.cpp:7, unhandled system error\nLast error:\nNET/IB: Got completion from peer n7<33092>"
+    message += " with status=IBV_WC_RETRY_EXC_ERR(12) vendor err 129"
+    diagnosis = classify(Evidence(workers=(failed(3, "torch.distributed.DistBackendError", message), cascade(1, 1))))
+    assert (diagnosis.kind, diagnosis.ranks, diagnosis.nodes) == (FailureKind.NETWORK, (), ())
 
 
 def test_what_the_agent_killed_says_nothing() -> None:

@@ -359,14 +359,22 @@ MACHINE: tuple[Signature, ...] = (
 """Memory, GPUs, kernels, disks and files."""
 
 NETWORK: tuple[Signature, ...] = (
+    # A device of this node. The rows below tell of connections, whose other end may be at fault.
+    row(
+        Kind.NETWORK,
+        ROOT,
+        "n2:5776:5902 [0] NCCL WARN NET/IB : mlx5_0:1 Got async event : port error",
+        r"NET/\w+ ?:.{0,60}(?:async event ?: (?:port|local catastrophic) error|async fatal event: )",
+        r"(?i:\b(?:link|port) (?:is |went )?down\b.{0,40}\b(?:mlx|ib|eth|roce))",
+        r"(?i:\b(?:mlx|ib|eth|roce)\w*.{0,60}\b(?:link|port) (?:is |went )?down\b)",
+    ),
     row(
         Kind.NETWORK,
         SYMPTOM,
         "n2:5776:5902 [0] NCCL WARN NET/IB : Got completion from peer 10.2.0.5<33092> with error 12, vendor err 129",
         r"NET/\w+ ?: ?(?:\S+ )?[Gg]ot completion|\bibv_\w+ failed|NET/\w+.{0,60}(?:async|fatal) (?:event|error)",
         r"transport retry counter|retry count(?:er)? exceeded|IBV_WC_\w*ERR|vendor err \d+|local QP operation error",
-        r"(?i:rdma.{0,80}(?:fail|error)|\b(?:link|port) (?:is |went )?down\b.{0,40}\b(?:mlx|ib|eth|roce))",
-        r"(?i:mlx5_\w+.{0,60}(?:error|fatal|flap))",
+        r"(?i:rdma.{0,80}(?:fail|error)|mlx5_\w+.{0,60}(?:error|fatal|flap))",
     ),
     row(
         Kind.NETWORK,
@@ -397,7 +405,8 @@ NETWORK: tuple[Signature, ...] = (
         r"NCCL error",
     ),
 )
-"""A symptom if a device reports it, otherwise usually a consequence of a dead rank."""
+"""A root if a device of the node failed, a symptom if a device reports a connection, otherwise usually a consequence of
+a dead rank."""
 
 ENDS: tuple[Signature, ...] = (
     row(
