@@ -6,6 +6,7 @@ import pytest
 from made_tracebacks import trace
 
 from rlhf_core.diagnosis.classify import read_log
+from rlhf_core.diagnosis.logs.search import find_error
 from rlhf_core.schemas.failures import FailureKind as Kind
 
 SITE = "/opt/conda/lib/python3.11/site-packages"
@@ -110,6 +111,26 @@ def test_the_error_of_nccl_is_quoted_rather_than_what_torch_says_after_it() -> N
         assert found is not None
         assert "ncclRemoteError" in found.message
     assert kind_of(after) is Kind.NETWORK
+
+
+CUDA_ERROR = "unhandled cuda error\nncclUnhandledCudaError: x"
+
+
+@pytest.mark.parametrize(
+    ("brief", "last", "kind"),
+    [
+        (CUDA_ERROR, "Failed to CUDA calloc async 608 bytes", Kind.CUDA_OOM),
+        (CUDA_ERROR, "Cuda failure 700 'an illegal memory access was encountered'", Kind.ILLEGAL_ACCESS),
+        (CUDA_ERROR, "Cuda failure 7", Kind.NETWORK),
+        ("invalid usage\nncclInvalidUsage: x", "Duplicate GPU detected : rank 1 and rank 0 both on CUDA", Kind.CONFIG),
+    ],
+)
+def test_what_nccl_says_last_explains_its_error(brief: str, last: str, kind: Kind) -> None:
+    """In an outcome, which is one text, as in a log, which is read line by line."""
+    message = f"NCCL error in: NCCLUtils.cpp:77, {brief}.\nLast error:\n{last}"
+    frames = trace(("train.py", "step"), error=f"torch.distributed.DistBackendError: {message}")
+    assert find_error("torch.distributed.DistBackendError", message, frames).kind is kind
+    assert kind_of(frames) is kind
 
 
 def test_an_error_of_slurm_about_an_option_is_no_other_start_of_the_command() -> None:

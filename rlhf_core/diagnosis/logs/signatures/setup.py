@@ -247,7 +247,7 @@ SETTINGS: tuple[Signature, ...] = (
         ROOT,
         "Please correct the following DeepSpeed config values that mismatch TrainingArguments values:",
         r"Please correct the following .{0,100} config values|forward only supports",
-        r"invalid device ordinal|Duplicate GPU detected|: --\S+: command not found|ncclInvalidUsage",
+        r"invalid device ordinal|: --\S+: command not found",
         r"(?:job submission failed|Unable to allocate resources): (?:Invalid|Requested|.{0,100} limit)",
         r"Batch job submission failed",
         r"Unable to create step for job \d+: (?:More|Requested|Invalid|Memory required)",

@@ -226,6 +226,13 @@ MACHINE: tuple[Signature, ...] = (
         r"[Ff]ree memory on device .{0,80}is less than desired",
         r"out of (?:device|video|gpu) memory|OOM (?:when|while) allocating|insufficient (?:gpu|device) memory",
     ),
+    # A symptom: NCCL says so of any error of the allocation, also one of a kernel before it.
+    row(
+        Kind.CUDA_OOM,
+        SYMPTOM,
+        "Failed to CUDA calloc async 608 bytes",
+        r"Failed to CUDA (?:calloc|malloc)",
+    ),
     # Hardware.
     row(
         Kind.GPU_HARDWARE,
@@ -359,6 +366,13 @@ MACHINE: tuple[Signature, ...] = (
 """Memory, GPUs, kernels, disks and files."""
 
 NETWORK: tuple[Signature, ...] = (
+    # Before the rows for the errors of NCCL that quote it.
+    row(
+        Kind.CONFIG,
+        ROOT,
+        "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 50000",
+        r"Duplicate GPU detected|ncclInvalidUsage",
+    ),
     # A device of this node. The rows below tell of connections, whose other end may be at fault.
     row(
         Kind.NETWORK,
@@ -384,7 +398,6 @@ NETWORK: tuple[Signature, ...] = (
         r"No route to host|Network is (?:unreachable|down)|[Ss]ocket (?:recv|send|poll)\w* failed",
         r"(?:socketProgress|Call to (?:recv|send|connect) .{0,60}failed)"
         r"(?!.{0,80}(?:Connection (?:closed|refused|reset)|Broken pipe))",
-        r"ncclUnhandledCudaError|unhandled cuda error",
         r"\buc[pst]_\w+ failed|\bUCX +ERROR\b",
         r"HCCL.{0,60}(?:error|fail)|hcom_\w+ failed",
     ),
@@ -402,7 +415,8 @@ NETWORK: tuple[Signature, ...] = (
         r"ncclRemoteError|ncclInternalError|NCCL communicator was aborted",
         r"remote process exited or there was a network error",
         r"Application timeout caused pair closure",
-        r"NCCL error",
+        # A call of the CUDA driver failed, for a reason in another line.
+        r"NCCL error|ncclUnhandledCudaError|unhandled cuda error",
     ),
 )
 """A root if a device of the node failed, a symptom if a device reports a connection, otherwise usually a consequence of
