@@ -73,6 +73,23 @@ class FailureKind(StrEnum):
     """No rule matched; the fingerprint shows whether the failure was seen before."""
 
 
+NODE_FAILURES = frozenset(
+    {
+        FailureKind.NODE_LOST,
+        FailureKind.NODE_UNFIT,
+        FailureKind.GPU_HARDWARE,
+        FailureKind.COLLECTIVE_HANG,
+        FailureKind.NETWORK,
+        FailureKind.HANG,
+        FailureKind.ILLEGAL_ACCESS,
+        FailureKind.FILE_SYSTEM,
+        FailureKind.WORKER_KILLED,
+        FailureKind.AGENT_KILLED,
+    }
+)
+"""Failures that count against the suspected nodes. The others are caused by the code, the config or the user."""
+
+
 class Action(StrEnum):
     """Responses to an incident: the rungs of the recovery ladder, from the bottom."""
 

@@ -15,7 +15,7 @@ from rlhf_core.run_dir.attempt import AttemptDir, RestartDir
 from rlhf_core.run_dir.journal import read_journal
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import Role
-from rlhf_core.schemas.failures import Action, Decision, Incident
+from rlhf_core.schemas.failures import NODE_FAILURES, Action, Decision, Incident
 from rlhf_core.schemas.journal import IncidentFound
 from rlhf_core.schemas.regression import Regression, regressions
 from rlhf_core.schemas.reports import AgentEvent, AgentStatus, AttemptOutcome, EvaluationReport, MetricsLine
@@ -183,6 +183,8 @@ def scheduler_log(attempt: AttemptDir) -> Path | None:
 def strikes(run_dir: RunDir, own: Incident | None) -> Mapping[str, int]:
     """Count the suspicions against each node in this run, by its agents and by the controller.
 
+    Failures that the code, the config or the user causes do not count: their nodes are only where they happened.
+
     Args:
         own: the controller's finding about the attempt that just ended, which may not be in the journal yet.
     """
@@ -195,7 +197,8 @@ def strikes(run_dir: RunDir, own: Incident | None) -> Mapping[str, int]:
     reported = {(incident.attempt, incident.restart) for incident in here.values()}
     by_agents = [incident for attempt in run_dir.attempts() for incident in incidents(attempt)]
     found = [incident for incident in by_agents if (incident.attempt, incident.restart) not in reported]
-    return Counter(node for incident in [*found, *here.values()] for node in incident.suspect_nodes)
+    against_nodes = (one for one in [*found, *here.values()] if one.failure_kind in NODE_FAILURES)
+    return Counter(node for incident in against_nodes for node in incident.suspect_nodes)
 
 
 def allocated_s(attempt: AttemptDir, until: datetime) -> float:

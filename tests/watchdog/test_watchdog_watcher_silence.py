@@ -8,6 +8,7 @@ import pytest
 from control_fakes import FakeAgent, make_run, make_spec
 from made_reports import incident_of
 
+from rlhf_core.diagnosis.policy import excluded_after
 from rlhf_core.errors import SchedulerError
 from rlhf_core.files.appended import append_lines
 from rlhf_core.files.whole import write_model
@@ -341,6 +342,17 @@ def test_findings_of_the_controller_are_strikes_too(world: World) -> None:
     assert evidence.strikes(world.run_dir, first) == {"node3": 1}, "already recorded: no second strike"
     assert evidence.strikes(world.run_dir, agent_killed(world.run_dir, 2)) == {"node3": 2}
     journal.close()
+
+
+@pytest.mark.parametrize(("first", "strikes"), [(FailureKind.CUDA_OOM, 1), (FailureKind.HANG, 2)])
+def test_only_failures_that_may_be_those_of_a_node_are_strikes(world: World, first: FailureKind, strikes: int) -> None:
+    """The first hang after a GPU ran out of memory there would have a healthy node excluded."""
+    journal = Journal(world.run_dir, 1)
+    journal.append(IncidentFound(incident=incident_of(first, 1, suspect_nodes=("n1",))))
+    found = evidence.strikes(world.run_dir, incident_of(FailureKind.HANG, 2, suspect_nodes=("n1",)))
+    journal.close()
+    assert found == {"n1": strikes}
+    assert excluded_after(FailureKind.HANG, ("n1",), found, (), 4) == (("n1",) if strikes > 1 else ())
 
 
 def test_a_node_whose_agent_is_killed_twice_is_excluded(world: World) -> None:

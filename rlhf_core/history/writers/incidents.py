@@ -6,23 +6,7 @@ from sqlalchemy import Connection, delete
 
 from rlhf_core.history.tables.sqlalchemy_core import DECISIONS, INCIDENTS, STRIKES
 from rlhf_core.history.writers.upserts import columns_of, insert_or_replace
-from rlhf_core.schemas.failures import Decision, FailureKind, Incident
-
-NODE_FAILURES = frozenset(
-    {
-        FailureKind.NODE_LOST,
-        FailureKind.NODE_UNFIT,
-        FailureKind.GPU_HARDWARE,
-        FailureKind.COLLECTIVE_HANG,
-        FailureKind.NETWORK,
-        FailureKind.HANG,
-        FailureKind.ILLEGAL_ACCESS,
-        FailureKind.FILE_SYSTEM,
-        FailureKind.WORKER_KILLED,
-        FailureKind.AGENT_KILLED,
-    }
-)
-"""Failures that count against the suspected nodes. The others are caused by the code, the config or the user."""
+from rlhf_core.schemas.failures import NODE_FAILURES, Decision, Incident
 
 
 def write_incidents(
