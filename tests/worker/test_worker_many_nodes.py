@@ -15,15 +15,26 @@ from process_tools import is_alive, until
 
 from rlhf_core.files.appended import read_models
 from rlhf_core.files.whole import read_model, write_model
-from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.attempts import AttemptState, Role
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.probe import ProbeReport
 from rlhf_core.schemas.reports import AgentStatus, MetricsLine
-from rlhf_core.schemas.resources import JOB_VARIABLE, Placement, job_marker
+from rlhf_core.schemas.resources import JOB_VARIABLE, GroupPlan, Placement, job_marker
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training]
 
 MakeRun = Callable[..., AgentRun]
+
+
+DRIVER_BLOCKS = """
+import os, time
+import rlhf_core.worker.{module} as module
+from rlhf_core.worker.supervision import supervisor
+supervisor.FACTS_S = supervisor.LEADER_LOST_TIMEOUT_S = 5.0
+if os.environ["SLURMD_NODENAME"] == "{node}":
+    module.open_gpus = lambda: time.sleep(1000)
+"""
+"""Blocks the agent of a node in its first call into the driver, and shortens the limits of this."""
 
 
 def rank_on(run: AgentRun, restart: int, node: str) -> int:
@@ -104,6 +115,25 @@ def test_an_agent_that_falls_silent_is_a_lost_node(agent_run: MakeRun) -> None:
     run.agents[1].send_signal(signal.SIGCONT)
     assert run.agents[1].wait(60) == 1
     assert not any(map(is_alive, workers.values()))
+
+
+@pytest.mark.parametrize(("module", "node"), [("nodes.facts", "node1"), ("agent.gpu_wait", "node2")])
+def test_a_driver_that_blocks_an_agent_before_the_workers_start_loses_its_node(
+    agent_run: MakeRun, module: str, node: str
+) -> None:
+    """NVML does not return on a node with a broken GPU, and its agent asks before anything is supervised."""
+    run = agent_run(num_nodes=2, supervise={"floor_s": 60.0, "setup_floor_s": 5.0})
+    placement = read_model(run.dir.placement, Placement)
+    assert placement is not None
+    probe = (GroupPlan.on_all_nodes(Role.PROBE, 2, 2),)
+    phases = (probe, *placement.phases) if module == "nodes.facts" else placement.phases
+    write_model(run.dir.placement, placement.model_copy(update={"gpus_per_node": 1, "phases": phases}))
+    run.change = DRIVER_BLOCKS.format(module=module, node=node)
+    run.start_all(2)
+    assert run.finish_all() == [1, 1], run.printed(0)
+    assert {event.data["node_lost"] for event in run.events(0, "peer") if "node_lost" in event.data} == {node}
+    assert f"the main thread of the agent of {node} has been stuck for" in run.printed(int(node[-1]) - 1)
+    assert not run.pids(0)
 
 
 def test_without_agent_0_the_others_end_their_workers(agent_run: MakeRun) -> None:

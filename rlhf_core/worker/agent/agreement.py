@@ -24,9 +24,13 @@ Result = TypeVar("Result")
 class Agreement:
     """One agent's side of the agreement protocol."""
 
-    def __init__(self, channel: AgentChannel, requests: ExternalRequests) -> None:
+    def __init__(self, channel: AgentChannel, requests: ExternalRequests, take_turn: Callable[[], None]) -> None:
+        """Args:
+        take_turn: Called all the time during a wait of this object, to show that the thread is not stuck.
+        """
         self._channel = channel
         self._requests = requests
+        self._take_turn = take_turn
 
     def agree(
         self,
@@ -88,6 +92,7 @@ class Agreement:
     def complete(self, waiting: Generator[None, None, Result]) -> Result:
         """Run a single wait to completion."""
         while True:
+            self._take_turn()
             try:
                 next(waiting)
             except StopIteration as end:
@@ -99,4 +104,10 @@ class Agreement:
         """Wait for a condition, for at most ``timeout_s`` seconds."""
         deadline = time.monotonic() + timeout_s
         while not condition() and time.monotonic() < deadline:
+            self._take_turn()
             self._channel.wait(POLL_INTERVAL_S)
+
+    def is_ending(self) -> bool:
+        """True once the attempt is to end; polled by other waits of the same thread."""
+        self._take_turn()
+        return self._requests.to_end

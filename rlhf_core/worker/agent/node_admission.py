@@ -134,7 +134,7 @@ class NodeAdmission:
         step = self._agreement.complete(self._agreement.agree("facts", probe.facts(), NodeFacts, after_facts, FACTS_S))
         for number in (1, 2):
             if probe.measures and step.action in ("start", "again"):
-                speed = probe.measure(number, self._fork_server, lambda: requests.to_end)
+                speed = probe.measure(number, self._fork_server, self._agreement.is_ending)
                 after = partial(after_speeds, number=number)
                 step = self._agreement.complete(
                     self._agreement.agree(f"speed-{number}", speed, NodeSpeed, after, probe.timeout_s)

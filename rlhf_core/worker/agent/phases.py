@@ -93,7 +93,7 @@ class Agent:
             partial(job.run_dir.is_superseded, job.attempt),
             lambda: self._fork_server.started,
         )
-        self._agreement = Agreement(channel, self._supervisor.requests)
+        self._agreement = Agreement(channel, self._supervisor.requests, self._supervisor.take_turn)
         self._decisions = GroupDecisions(job, channel, leader, events, self._supervisor.requests)
         self._admission = NodeAdmission(
             job,
@@ -136,6 +136,7 @@ class Agent:
                 slots.remove(keep_memory=leaves_copies)
 
     def _run_all(self) -> AgreedStep:
+        self._supervisor.take_turn()  # from here on: the driver of a broken GPU may block the first call into it
         placement = self._job.placement
         phases = [phase for phase in placement.phases if phase[0].role is not Role.PROBE]
         self._set_environment()

@@ -29,6 +29,7 @@ from rlhf_core.worker.channel.order_book import OrderBook
 from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.evidence.collection import STACK_TIMEOUT_S
 from rlhf_core.worker.groups.base import PEER_TIMEOUT_S, WorkerGroup
+from rlhf_core.worker.nodes.probe import FACTS_S
 from rlhf_core.worker.signals import ENDING, SAVING, SignalInbox
 from rlhf_core.worker.supervision.agent_loss import find_loss
 from rlhf_core.worker.supervision.exit_deadline import ExitDeadline
@@ -82,7 +83,7 @@ class Supervisor(threading.Thread):
         self._events = events
         self._new_commands = new_commands
         self._agent_floor_s = spec.agent_floor_s
-        self._main_floor_s = spec.setup_floor_s
+        self._main_floor_s = max(spec.setup_floor_s, FACTS_S)
         self._deadline = deadline
         self._is_superseded = is_superseded
         self._owned_elsewhere = owned_elsewhere
@@ -139,7 +140,7 @@ class Supervisor(threading.Thread):
         return supervised
 
     def take_turn(self) -> None:
-        """Show that the main thread is not stuck in a call; called all the time during a phase."""
+        """Show that the main thread is not stuck in a call; called all the time from the start of an attempt on."""
         self._turn = (self._turn or 0) + 1
 
     def end_turns(self) -> None:
