@@ -9,7 +9,7 @@ that, a worker is inspected (:meth:`GapTracker.suspicion_s`), and a proven stand
   trainer that waits for a slow rollout is not hung;
 - a worker that waits for another group (:data:`WAITS_FOR`) is not judged while that group is at fault;
 - a worker in its first pass through a phase has the limit of the set-up (compilation, cold caches), and nothing is
-  learned from its silences there.
+  learned from its longest silence there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -94,6 +94,7 @@ class GapTracker:
         self._longest_s: dict[str, float] = {}
         self._last: dict[Place, RankStatus] = {}
         self._spoiled: set[Place] = set()
+        self._first_pass_s: dict[tuple[str, int, Phase], float] = {}
 
     def begin_restart(self, role: Role) -> None:
         """Forget the observed workers of a role that restarts; the learned silences remain."""
@@ -130,10 +131,23 @@ class GapTracker:
         self._spoiled.update(_place(rank) for rank in ranks if spoils or (outside and rank.in_collective))
 
     def _learn(self, ended: RankStatus) -> None:
-        if ended.warm and _place(ended) not in self._spoiled:
+        if _place(ended) not in self._spoiled:
             place = f"{ended.role}/{ended.phase}"
-            self._longest_s[place] = max(self._longest_s.get(place, 0.0), ended.age_s)
+            learned_s = ended.age_s if ended.warm else self._besides_longest_s(ended)
+            if learned_s > self._longest_s.get(place, 0.0):
+                self._longest_s[place] = learned_s
         self._spoiled.discard(_place(ended))
+
+    def _besides_longest_s(self, ended: RankStatus) -> float:
+        """Longest silence of a process's first pass through a phase, apart from the longest of all, in seconds.
+
+        The longest may be compilation. Another one like it recurs, as while a server samples for an external trainer,
+        which never leaves its phase.
+        """
+        key = ended.node, ended.pid, ended.phase
+        longest_s = self._first_pass_s.get(key, 0.0)
+        self._first_pass_s[key] = max(longest_s, ended.age_s)
+        return min(longest_s, ended.age_s)
 
     def limit_s(self, rank: RankStatus) -> float:
         """Allowed silence of a worker in its current phase, in seconds."""
