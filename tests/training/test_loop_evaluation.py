@@ -202,6 +202,46 @@ def test_an_engine_is_started_where_something_is_sampled(
     assert ("'vllm' is not started" in capsys.readouterr().out) is (num_started == 0)
 
 
+class SumOfTokens(torch.nn.Module):
+    """A reward model whose reward is the sum of the tokens of a sequence, to which padding (token 0) adds nothing."""
+
+    packs = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes: list[tuple[int, int]] = []
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        self.passes.append((len(input_ids), input_ids.shape[1]))
+        return input_ids.sum(1).float()
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_passes_that_rank_pairs_have_the_limits_of_training(ranks: Ranks, rank: int) -> None:
+    """Two pairs on three ranks: rank 0 has none, and its passes are those of the ranks with the most."""
+    content = spec_of({"name": "reward_model"}, data={"generator": "test_preference_runs:ragged"})
+    content["trainer"] |= {"micro_batch_size": 128, "micro_batch_tokens": 40}
+    spec = RunSpec.model_validate(content)
+    tokenizer = build_tokenizer("char", [], 0)
+    start = functools.partial(TransformersEngine, tokenizer)
+    whole = load_evaluator(spec, ranks, tokenizer, RewardScorer(spec), start, trains_on_samples=False)
+    policy = SumOfTokens()
+    found = whole._rated(policy, None, lambda: None)  # type: ignore[arg-type]
+    assert [row for row, _ in found] == whole.data.rows
+    for (_, rewards), prompt, row in zip(found, whole.data.token_ids, whole.data.rows, strict=True):
+        ends = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in (row.chosen, row.rejected)]
+        assert rewards == [sum([*prompt, *end]) for end in ends]
+    assert max(count * width for count, width in policy.passes) <= 40
+    assert max(count for count, _ in policy.passes) > 2, "short pairs share a pass"
+
+    two = replace(whole.data, rows=whole.data.rows[:2], token_ids=whole.data.token_ids[:2])
+    one = replace(whole, data=two, ranks=replace(ranks, rank=rank, num_ranks=3))
+    policy = SumOfTokens()
+    with mock.patch.object(Ranks, "gather_numbers", return_value=[[0.0], [1.0], [3.0]]):
+        assert len(one._rated(policy, None, lambda: None)) == (0 if rank == 0 else 1)  # type: ignore[arg-type]
+    assert len(policy.passes) == 3
+
+
 def desirable_only(split: str, seed: int, **arguments: Any) -> list[dict[str, Any]]:
     return [{"prompt": f"{digit}>", "answer": "1", "completion": "1", "label": True} for digit in range(4)]
 

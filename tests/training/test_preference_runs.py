@@ -105,13 +105,16 @@ def runs_of(group: TrainingGroup) -> dict[str, Any]:
         results[f"stage {stage}"] = train(f"stage-{stage}", spec)
         results[f"stage {stage} resumed"] = again(f"stage-{stage}", spec)
     results["cut"] = []
-    real_cut = offline._cut
+    real_cut = offline.divide_examples
 
     def noted(*given: Any, **options: Any) -> Any:
         results["cut"].append(real_cut(*given, **options))
         return results["cut"][-1]
 
-    with mock.patch.object(offline, "_cut", noted), mock.patch.object(trainers_context, "balanced", as_they_come):
+    with (
+        mock.patch.object(offline, "divide_examples", noted),
+        mock.patch.object(trainers_context, "balanced", as_they_come),
+    ):
         for bound in (0, 40):
             spec = spec_of(dpo, zero_stage=2, data={"generator": "test_preference_runs:ragged"})
             spec["trainer"] |= {"micro_batch_tokens": bound, "micro_batch_size": 64}

@@ -9,9 +9,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.schemas.algorithms.base import AlgorithmSpec
+from rlhf_core.schemas.trainers import NativeTrainer
 from rlhf_core.training.algorithms.objective import MicroBatch, PolicyOutput
 from rlhf_core.training.data.batches import SequenceBatch, collate
 from rlhf_core.training.data.loading import completion_tokens
+from rlhf_core.training.data.micro_batches import micro_batches
 from rlhf_core.training.types import Row
 
 Scorer = Callable[..., Any]
@@ -78,6 +80,21 @@ def make_batch(
     margins = torch.tensor([example.margin for example in examples], device=device) if algorithm.pairs else None
     desirable = torch.tensor([example.desirable for example in examples], device=device) if algorithm.labelled else None
     return batch, MicroBatch(batch.target_mask, prompt_mask=prompt_mask, desirable=desirable, margins=margins)
+
+
+def divide_examples(examples: Sequence[Example], trainer: NativeTrainer, *, packed: bool) -> list[list[int]]:
+    """Divide a rank's examples into micro-batches with little padding; the completions of a pair stay together.
+
+    Args:
+        packed: the model packs its sequences.
+
+    Returns:
+        The indices of the examples of each micro-batch.
+    """
+    each = max((len(example.completions) for example in examples), default=1)
+    max_tokens = max(1, trainer.micro_batch_tokens // each) if trainer.micro_batch_tokens else 0
+    lengths = [example.length for example in examples]
+    return micro_batches(lengths, max(1, trainer.micro_batch_size // each), max_tokens, packed=packed)
 
 
 def mismatched(examples: Sequence[Example], before: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[Example]:

@@ -28,8 +28,9 @@ from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.algorithms import ALGORITHMS
 from rlhf_core.training.checkpoints.resume import newest_checkpoint
 from rlhf_core.training.checkpoints.soundness import agree, initial_folder, reference_folder, verify_checkpoint
-from rlhf_core.training.data.examples import Scorer, make_batch, make_examples, score_batch
+from rlhf_core.training.data.examples import Scorer, divide_examples, make_batch, make_examples, score_batch
 from rlhf_core.training.data.loading import EncodedPrompts, encode_prompts, load_rows
+from rlhf_core.training.data.micro_batches import evened
 from rlhf_core.training.data.same_rows import require_same_rows
 from rlhf_core.training.data.tokenizers import load_tokenizer
 from rlhf_core.training.distributed import Ranks, init_process_group, leave_process_group
@@ -180,25 +181,24 @@ class Evaluator:
         """This rank's rows, each with the rewards that the main algorithm assigns to its completions.
 
         All ranks make the same number of passes, whatever their share of the rows: if the weights are split over the
-        ranks, each pass is a collective. Passes without rows left repeat the last one, and their results are dropped.
+        ranks, each pass is a collective. The results of passes without rows are dropped.
         """
         algorithm = self.spec.main_loop.algorithm
         rows, prompts = self.ranks.deal(self.data.rows), self.ranks.deal(self.data.token_ids)
-        examples = make_examples(
-            rows or self.data.rows[:1], prompts or self.data.token_ids[:1], self.tokenizer, algorithm
-        )
-        at_once = max(1, self.spec.native_trainer.micro_batch_size // 2)
-        num_passes = -(-len(self.data.rows) // (self.ranks.num_ranks * at_once))
-        rewards: list[list[float]] = []
+        examples = make_examples(rows, prompts, self.tokenizer, algorithm)
+        filler = make_examples(self.data.rows[:1], self.data.token_ids[:1], self.tokenizer, algorithm)
+        cut = divide_examples(examples, self.spec.native_trainer, packed=policy.packs)
+        num_passes = max(int(number) for (number,) in self.ranks.gather_numbers([len(cut)]))
+        rewards: dict[int, list[float]] = {}
         with in_evaluation_mode(policy):
-            for start in range(0, num_passes * at_once, at_once):
+            for part in evened(cut, num_passes):
                 beat()
-                part = examples[start : start + at_once] or examples[-1:]
-                batch, sequences = make_batch(part, algorithm, self.tokenizer.pad_token_id, self.ranks.device)
+                chosen = [examples[index] for index in part] or filler
+                batch, sequences = make_batch(chosen, algorithm, self.tokenizer.pad_token_id, self.ranks.device)
                 output = score_batch(policy, reference, batch, sequences, algorithm)
                 found = ALGORITHMS[algorithm.name].rewards(output, sequences, algorithm)
-                rewards += found.reshape(-1, len(part)).T.tolist()
-        return list(zip(rows, rewards, strict=False))
+                rewards.update(zip(part, found.reshape(-1, len(chosen)).T.tolist(), strict=False))
+        return [(row, rewards[index]) for index, row in enumerate(rows)]
 
     def _samples(
         self, model: PreTrainedModel, step: int, how: How, beat: Callable[[], None]

@@ -24,7 +24,7 @@ from rlhf_core.training.checkpoints.saving import SavedModel
 from rlhf_core.training.checkpoints.state import Progress
 from rlhf_core.training.data.batches import SequenceBatch, collate
 from rlhf_core.training.data.loading import DataReport, EncodedPrompts, occurrences_before, repeated, row_indices
-from rlhf_core.training.data.micro_batches import balanced, micro_batches
+from rlhf_core.training.data.micro_batches import balanced
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.evaluation.evaluator import Evaluator
 from rlhf_core.training.health.judge import Judge
@@ -242,21 +242,6 @@ class TrainingContext:
         only its own rows."""
         lengths = [_characters(self._data.rows[index]) for index in indices]
         return balanced(lengths, self.ranks.num_ranks)[self.ranks.rank]
-
-    def micro_batches(self, lengths: Sequence[int], sequences_each: int = 1, *, packed: bool) -> list[list[int]]:
-        """Divide this rank's sequences into micro-batches with little padding.
-
-        Args:
-            lengths: tokens of each sequence, or of the longer one in each pair.
-            sequences_each: 2 for pairs, which stay together.
-            packed: the trained model packs its sequences.
-
-        Returns:
-            The indices of the sequences, or pairs, of each micro-batch.
-        """
-        trainer = self.spec.native_trainer
-        max_tokens = max(1, trainer.micro_batch_tokens // sequences_each) if trainer.micro_batch_tokens else 0
-        return micro_batches(lengths, max(1, trainer.micro_batch_size // sequences_each), max_tokens, packed=packed)
 
     def collated(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> SequenceBatch:
         """Collate one micro-batch on this rank's device, after a heartbeat."""

@@ -13,6 +13,7 @@ from rlhf_core.training.data.batches import SequenceBatch
 from rlhf_core.training.data.examples import (
     Example,
     Scorer,
+    divide_examples,
     make_batch,
     make_examples,
     mismatched,
@@ -85,19 +86,11 @@ def _exchange(
 ) -> tuple[StepSums, list[list[int]], list[list[int]]]:
     """Exchange the sums of the step over all ranks; also return the micro-batches of matched and mismatched
     examples."""
-    cuts = [_cut(training, examples, packed=packed), _cut(training, others, packed=packed)]
+    cuts = [divide_examples(part, training.spec.native_trainer, packed=packed) for part in (examples, others)]
     own = [*step_sums(examples, loop.algorithm), *map(len, cuts)]
     tokens, sequences, chosen, *numbers = zip(*training.ranks.gather_numbers(own), strict=True)
     parts, other_parts = (evened(cut, int(max(found))) for cut, found in zip(cuts, numbers, strict=True))
     return StepSums(sum(tokens), sum(sequences), num_chosen_tokens=sum(chosen)), parts, other_parts
-
-
-def _cut(training: TrainingContext, examples: Sequence[Example], *, packed: bool) -> list[list[int]]:
-    """Divide the examples into micro-batches, as lists of indices."""
-    if not examples:
-        return []
-    lengths = [example.length for example in examples]
-    return training.micro_batches(lengths, len(examples[0].completions), packed=packed)
 
 
 def _accumulate(

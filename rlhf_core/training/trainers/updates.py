@@ -19,7 +19,7 @@ from rlhf_core.training.algorithms.aggregation import masked_stat
 from rlhf_core.training.algorithms.objective import Advantages, MicroBatch, PolicyOutput, SampledBatch, StepSums
 from rlhf_core.training.data.batches import SequenceBatch
 from rlhf_core.training.data.examples import Scorer, scored
-from rlhf_core.training.data.micro_batches import evened
+from rlhf_core.training.data.micro_batches import evened, micro_batches
 from rlhf_core.training.models.causal_lm import PolicyModel
 from rlhf_core.training.trainers.context import Loop, Totals, TrainingContext, TrainingStep
 from rlhf_core.training.trainers.engine import Engine
@@ -271,7 +271,8 @@ class PolicyUpdates:
 
     def _micro_batches(self, group: Sequence[int]) -> list[list[int]]:
         lengths = [len(self._batch.prompts[index]) + len(self._batch.completions[index].token_ids) for index in group]
-        cut = self._training.micro_batches(lengths, packed=self._policy.packs)
+        trainer = self._training.spec.native_trainer
+        cut = micro_batches(lengths, trainer.micro_batch_size, trainer.micro_batch_tokens, packed=self._policy.packs)
         return [[group[index] for index in part] for part in cut]
 
     def _padded(self, group: Sequence[int], count: int) -> list[list[int]]:
