@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import JsonValue
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.data.tokenizers import build_tokenizer
@@ -45,6 +45,15 @@ def char_tokenizer() -> PreTrainedTokenizerBase:
 def tiny_model(config: Mapping[str, JsonValue] = QWEN, seed: int = 0) -> PreTrainedModel:
     """A model with random weights over the character tokenizer."""
     return build_causal_lm(config, char_tokenizer(), seed)
+
+
+def tiny_seeing_model() -> PreTrainedModel:
+    """A model that also reads images: the settings of its layers are in a part of its configuration."""
+    nested = {**QWEN, "model_type": "gemma3_text", "vocab_size": 128, "sliding_window": 4, "num_hidden_layers": 6}
+    seeing = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = AutoConfig.for_model("gemma3", text_config=nested, vision_config={**seeing, "image_size": 28})
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model
 
 
 def sample(

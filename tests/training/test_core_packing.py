@@ -5,11 +5,11 @@ from unittest import mock
 
 import pytest
 import torch
-from core_models import OTHER_FAMILIES, QWEN, tiny_model
+from core_models import OTHER_FAMILIES, QWEN, tiny_model, tiny_seeing_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import JsonValue
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rlhf_core.training.data.batches import SequenceBatch, collate
 from rlhf_core.training.models import packing
@@ -88,11 +88,7 @@ def test_negative_control_sequences_that_see_each_other_are_caught() -> None:
 def test_models_that_attend_otherwise_are_padded() -> None:
     windows: dict[str, JsonValue] = {**QWEN, "model_type": "mistral", "sliding_window": 4}
     assert not can_pack(tiny_model(windows))
-    # A model that also reads images: the settings of its layers are in a part of its configuration.
-    nested = {**QWEN, "model_type": "gemma3_text", "vocab_size": 128, "sliding_window": 4, "num_hidden_layers": 6}
-    seeing = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    config = AutoConfig.for_model("gemma3", text_config=nested, vision_config={**seeing, "image_size": 28})
-    assert not can_pack(AutoModelForCausalLM.from_config(config))
+    assert not can_pack(tiny_seeing_model())
     eager = tiny_model()
     eager.set_attn_implementation("eager")
     assert not can_pack(eager)

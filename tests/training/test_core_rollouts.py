@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from core_models import OTHER_FAMILIES, QWEN, char_tokenizer, sample, tiny_model
+from core_models import OTHER_FAMILIES, QWEN, char_tokenizer, sample, tiny_model, tiny_seeing_model
 from pydantic import JsonValue
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -230,6 +230,12 @@ def test_weights_that_are_not_finite_are_named_as_such(temperature: float) -> No
         sample(broken, PROMPTS, SEEDS, temperature=temperature)
     with pytest.raises(NonFiniteLoss, match="log-probability nan to a token"):
         probe_of(broken, 32, "float32")
+
+
+def test_a_model_that_also_reads_images_has_a_probe() -> None:
+    probe = probe_of(tiny_seeing_model(), 8, "float32")
+    assert probe.tokens == (1, 2, 3, 4, 5, 6, 7)
+    assert len(probe.logprobs) == 6
 
 
 @pytest.mark.parametrize("norms", [[0.5], [0.5, math.nan], [math.inf]])

@@ -39,7 +39,8 @@ def probe_of(model: PreTrainedModel, max_tokens: int, dtype: str) -> WeightProbe
     Raises:
         NonFiniteLoss: a log-probability is not finite, so nothing can be sampled with these weights.
     """
-    tokens = [position % model.config.vocab_size for position in range(1, min(PROBE_TOKENS, max_tokens - 1) + 1)]
+    vocab_size = model.config.get_text_config().vocab_size  # models that also read images keep it apart
+    tokens = [position % vocab_size for position in range(1, min(PROBE_TOKENS, max_tokens - 1) + 1)]
     with in_evaluation_mode(model), whole_model(model), torch.no_grad():
         logits = model(torch.tensor([tokens], device=model.device)).logits[0]
     logprobs = probe_logprobs(logits, tokens)
