@@ -1,6 +1,7 @@
 """Models: reproducible initialization, refusals with a reason, and no more logits in memory than allowed."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -24,10 +25,10 @@ from rlhf_core.training.models.causal_lm import (
     prepare_initial_model,
     tokenizer_folder,
 )
+from rlhf_core.training.models.embeddings import replace_padding, require_embeddings
 from rlhf_core.training.models.gathering import write_model_texts
 from rlhf_core.training.models.lean_layers import use_gradient_checkpointing
-from rlhf_core.training.models.reward_model import load_reward_model
-from rlhf_core.training.trainers.run import require_embeddings
+from rlhf_core.training.models.reward_model import RewardModel, load_reward_model
 from rlhf_core.training.types import Row
 
 pytestmark = pytest.mark.training
@@ -136,10 +137,27 @@ def test_a_tokenizer_of_another_model_is_refused() -> None:
     model, tokenizer = tiny_model(), char_tokenizer()
     tokenizer.add_tokens(["<tool>"])
     data = EncodedPrompts(ROWS, [[5, 6], [7]], 0)
-    require_embeddings(model, tokenizer, data)  # a token that does not occur
-    data.token_ids[1].append(128)
-    with pytest.raises(BadConfig, match=r"found token 128 \('<tool>'\) .* embeddings for 128 tokens only"):
-        require_embeddings(model, tokenizer, data)
+    require_embeddings(model, tokenizer, data, completions=True)  # a token that does not occur
+    taught = replace(data, rows=[ROWS[0], replace(ROWS[1], target="<tool>2")])
+    require_embeddings(model, tokenizer, taught, completions=False)  # an answer that is only compared
+    prompted = replace(data, token_ids=[[5, 6], [7, 128]])
+    for found, completions in ((taught, True), (prompted, False)):
+        with pytest.raises(BadConfig, match=r"token 128 \('<tool>'\) .* prompt '21>'.* embeddings for 128 tokens only"):
+            require_embeddings(model, tokenizer, found, completions=completions)
+
+
+def test_padding_without_an_embedding_is_the_end_token(tmp_path: Path) -> None:
+    """Padding that is in the model stays; a model and a reward model are trained with either."""
+    tokenizer, end = char_tokenizer(), char_tokenizer().eos_token
+    tiny_model().save_pretrained(tmp_path)
+    replace_padding(tokenizer, tmp_path)
+    assert tokenizer.pad_token not in (end, "[PAD]")
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    assert tokenizer.pad_token_id == 128
+    replace_padding(tokenizer, tmp_path)
+    assert tokenizer.pad_token == end
+    ranker = RewardModel(load_reward_model(tmp_path, "float32", 0, tokenizer.pad_token_id))
+    assert torch.isfinite(ranker(torch.tensor([[tokenizer.pad_token_id] * 2]))).all(), "an empty micro-batch"
 
 
 def test_an_interrupted_build_leaves_nothing_that_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

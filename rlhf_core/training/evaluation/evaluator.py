@@ -38,6 +38,7 @@ from rlhf_core.training.evaluation.intervals import mean_interval, mean_score
 from rlhf_core.training.evaluation.ranking import desirable_sample, pair_sample
 from rlhf_core.training.models.adapters import base_of, is_adapter
 from rlhf_core.training.models.causal_lm import PolicyModel, in_evaluation_mode, load_causal_lm
+from rlhf_core.training.models.embeddings import require_embeddings
 from rlhf_core.training.models.merged import write_merged
 from rlhf_core.training.models.reward_model import RewardModel, load_reward_model
 from rlhf_core.training.rewards.scoring import RewardScorer
@@ -97,7 +98,11 @@ class Evaluator:
             checkpoint_step: optimizer steps that the weights have seen.
             beat: called after every generated token position and around the scorer.
             reference: reference of the main loop; None if ``model`` is unchanged since the loop began.
+
+        Raises:
+            BadConfig: a token of the held-out rows has no embedding.
         """
+        require_embeddings(model, self.tokenizer, self.data, completions=self.spec.ranks_held_out)
         return [self._report(model, reference, name, when, checkpoint_step, beat) for name in self.names]
 
     def greedy_score(self, model: PreTrainedModel, step: int, beat: Callable[[], None]) -> tuple[float, int]:

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import random
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +41,7 @@ from rlhf_core.training.models.adapters import (
     load_adapter,
 )
 from rlhf_core.training.models.causal_lm import PolicyModel, load_causal_lm, prepare_initial_model, tokenizer_folder
+from rlhf_core.training.models.embeddings import replace_padding, require_embeddings
 from rlhf_core.training.models.lean_layers import use_gradient_checkpointing
 from rlhf_core.training.models.reward_model import RewardModel, is_reward_model, load_reward_model
 from rlhf_core.training.rewards.scoring import RewardScorer
@@ -101,10 +101,12 @@ def _train_run(context: WorkerContext, ranks: Ranks, scorer: RewardScorer) -> Ro
     context.reporter.beat(Phase.SETUP, step)
 
     tokenizer = load_tokenizer(tokenizer_folder(spec, initial))
+    replace_padding(tokenizer, initial)
     models = _Models(context, ranks, tokenizer, initial, checkpoint)
     model = models.to_train(step)
     data = encode_prompts(rows, tokenizer, spec.data, context.stored.created_at)
-    require_embeddings(model, tokenizer, data)
+    teaches = any(not loop.algorithm.samples for loop in loops(spec))
+    require_embeddings(model, tokenizer, data, completions=teaches)
     _log_start(ranks, report, data, checkpoint)
     context.reporter.beat(Phase.SETUP, step)
     evaluator = load_evaluator(
@@ -116,6 +118,7 @@ def _train_run(context: WorkerContext, ranks: Ranks, scorer: RewardScorer) -> Ro
         trains_on_samples=spec.any_loop_samples,
         now=context.stored.created_at,
     )
+    require_embeddings(model, tokenizer, evaluator.data, completions=spec.ranks_held_out)
     context.reporter.beat(Phase.SETUP, step)
     training = TrainingContext(
         context, ranks, tokenizer, report, data, evaluator, state.progress if state else None, reference
@@ -330,24 +333,6 @@ def _resume_point(context: WorkerContext, ranks: Ranks, initial: Path) -> Checkp
     checkpoint = context.run_dir.checkpoint(step)
     verify_checkpoint(checkpoint, context.spec, ranks, initial)
     return checkpoint
-
-
-def require_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: EncodedPrompts) -> None:
-    """Refuse a tokenizer that is not the model's: a token without an embedding fails in the middle of a pass, on a GPU
-    as an assertion of a kernel. Tokens that never occur may be beyond the vocabulary, as one of Gemma 3 is.
-
-    Raises:
-        BadConfig: the end token or a token of a prompt has no embedding.
-    """
-    embeddings: Any = model.get_input_embeddings()
-    size = int(embeddings.weight.shape[0])
-    largest = max([tokenizer.eos_token_id, *map(max, data.token_ids)])
-    if largest >= size:
-        raise BadConfig(
-            f"found token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}) of the tokenizer in the prompts or "
-            f"at the end of completions, but {type(model).__name__} has embeddings for {size} tokens only: set "
-            "model.tokenizer to the tokenizer of this model, or resize the embeddings of the model"
-        )
 
 
 def _log_start(ranks: Ranks, report: DataReport, data: EncodedPrompts, checkpoint: CheckpointDir | None) -> None:
