@@ -33,7 +33,7 @@ from rlhf_core.training.data.examples import make_examples
 from rlhf_core.training.data.loading import prompt_tokens
 from rlhf_core.training.data.tokenizers import build_tokenizer
 from rlhf_core.training.models.reward_model import RewardModel
-from rlhf_core.training.rewards.scoring import RewardScorer
+from rlhf_core.training.rewards.scoring import RewardScorer, Scores
 from rlhf_core.training.rewards.scoring_models import (
     ModelScores,
     SampledText,
@@ -386,6 +386,32 @@ def test_a_score_that_is_no_number_is_an_error_or_counts_as_zero() -> None:
     found = totals(scorer, 3)
     assert (found.total, found.num_failed) == ([-1.0, 0.0, 1.0], 1)
     assert "counts as 0" in found.warnings[0]
+
+
+def test_a_conversation_that_the_template_refuses_fails_for_itself(tmp_path: Path) -> None:
+    """Gemma's template refuses a system message; the other completions of the rank are scored as they are alone."""
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system messages') }}{% endif %}"
+        f"{tokenizer.chat_template}"
+    )
+    models = load(make_reward_model(tmp_path, tokenizer=tokenizer))
+    user = {"role": "user", "content": "1+1"}
+    rows = [row("a", Conversation((user,))), row("b", Conversation(({"role": "system", "content": "be good"}, user)))]
+    (expected,) = only(models).scores([SampledText(rows[0], "2", True)], lambda: None).raw
+
+    def score(on_failure: str) -> Scores:
+        reward = {"functions": [], "models": {"good": {"path": "m"}}, "timeout_s": 0.0, "on_failure": on_failure}
+        scorer = RewardScorer(RunSpec.model_validate({**tiny_spec(), "reward": reward}))
+        scorer.use(models)
+        return scorer.score(rows, ["2", "2"], 1, lambda: None)
+
+    found = score("zero")
+    assert (found.total, found.num_failed) == ([pytest.approx(expected), 0.0], 1)
+    assert "reward model good gives no score" in found.warnings[0]
+    assert "no system messages" in found.warnings[0]
+    with pytest.raises(RewardFailed, match=r"reward model good gives no score .*no system messages.* completion 1"):
+        score("stop")
 
 
 @pytest.mark.parametrize(

@@ -227,9 +227,10 @@ class RewardScorer:
         return self._models.score([SampledText(*one) for one in zip(made.rows, made.texts, ended, strict=True)], beat)
 
     def _unusable(self, name: str, scores: ModelScores, made: _Completions) -> dict[int, RewardCall]:
-        """Completions whose score is not a finite number, with that score."""
+        """Completions whose score is not a finite number, with that score or the reason why there is none."""
+        reasons = {index: f"gives no score ({reason})" for index, reason in scores.unread.items()}
         gives = {index: f"gives {value}" for index, value in enumerate(scores.raw) if not math.isfinite(value)}
-        problems = {index: RewardCall(failure=text) for index, text in gives.items()}
+        problems = {index: RewardCall(failure=text) for index, text in {**gives, **reasons}.items()}
         allowed = self._num_allowed(len(made.texts))
         if len(problems) > allowed:
             self._refuse(name, problems, allowed, made)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.errors import BadConfig, ResumeMismatch
+from rlhf_core.errors import BadConfig, ResumeMismatch, UnrenderedChat
 from rlhf_core.files.fingerprints import fingerprint
 from rlhf_core.schemas.scoring_models import ScoringModelSpec, ScoringModelState
 from rlhf_core.training.data.chat import rendered
@@ -50,11 +50,13 @@ class ModelScores:
     """Scores of a rank's completions by one reward model."""
 
     raw: list[float]
-    """Raw scores of the model; NaN or infinite if it overflows."""
+    """Raw scores of the model; NaN or infinite if it overflows, NaN for a completion that it cannot read."""
     num_cut: int
     """Number of sequences truncated at the beginning because they exceed the model's maximum length."""
     counted: list[float] = field(default_factory=list)
     """Scores as they enter the sum, on the configured scale."""
+    unread: Mapping[int, str] = field(default_factory=dict)
+    """Reasons why completions cannot be read, by index: its chat template does not render their conversations."""
 
 
 class _Input(NamedTuple):
@@ -108,15 +110,21 @@ class ScoringModel:
         Args:
             beat: called after every batch.
         """
-        inputs = [self._input(one) for one in made]
-        order = sorted(range(len(inputs)), key=lambda index: len(inputs[index].ids))
-        found = [0.0] * len(inputs)
+        inputs: dict[int, _Input] = {}
+        unread: dict[int, str] = {}
+        for index, one in enumerate(made):
+            try:
+                inputs[index] = self._input(one)
+            except UnrenderedChat as error:
+                unread[index] = str(error)
+        order = sorted(inputs, key=lambda index: len(inputs[index].ids))
+        found = [math.nan] * len(made)
         for first in range(0, len(order), self._settings.batch_size):
             part = order[first : first + self._settings.batch_size]
             for index, score in zip(part, self._batch([inputs[index] for index in part]).tolist(), strict=True):
                 found[index] = score
             beat()
-        return ModelScores(found, sum(one.is_cut for one in inputs))
+        return ModelScores(found, sum(one.is_cut for one in inputs.values()), unread=unread)
 
     def _batch(self, inputs: Sequence[_Input]) -> Tensor:
         """``[B]`` scores of one batch, padded on the right."""
