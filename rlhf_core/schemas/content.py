@@ -98,6 +98,9 @@ class TokenizerReport(Schema):
     """Share of tokens for characters that the tokenizer lacks."""
     chat_problem: str = ""
     """Problem of its chat template; empty if it has none or it renders."""
+    turn_end: str | None = None
+    """Token that ends a turn of the model in its chat template, empty without one; None if no row is a conversation or
+    the template has a problem."""
 
 
 class ContentReport(Schema):

@@ -62,6 +62,8 @@ class SampleRequest(Schema):
     temperature: NonNegativeFloat
     batch_size: Positive
     """Maximum number of sequences generated at once."""
+    end_ids: tuple[NonNegative, ...] = ()
+    """Tokens that end a completion besides those that tokenizer and model name."""
     prompts: tuple[PromptRequest, ...]
 
 

@@ -324,6 +324,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("content.tokenizer", WARNING, looked_at(tokens={"num_changed": 7, "example": "'a b' came back"}), "7 of 200"),
     ("content.tokenizer", WARNING, looked_at(tokens={"unknown_share": 0.02}), "2.0% of the tokens"),
     ("content.tokenizer", WARNING, looked_at(tokens={"chat_problem": "does not render"}), "chat_template"),
+    ("content.tokenizer", WARNING, looked_at(tokens={"turn_end": ""}), "no special token after"),
     ("content.lengths", WARNING, looked_at({"num_overlong": 30, "longest_prompt": 900}), "max_prompt_tokens=900"),
     ("content.lengths", BLOCKED, looked_at({"num_overlong": 100, "longest_prompt": 900}), "100 of 100"),
     (

@@ -175,6 +175,7 @@ def test_messages_are_rendered_as_in_training(tmp_path: Path) -> None:
     report = report_of(with_files(tmp_path, rows, rows[:1], data={"max_prompt_tokens": 60}), tmp_path)
     assert report.tokenizer is not None
     assert (report.tokenizer.problem, report.tokenizer.chat_problem) == ("", "")
+    assert report.tokenizer.turn_end == "<|im_end|>"
     begins = len("user\nassistant\n\n") + len(("<|im_start|>", "<|im_end|>", "<|im_start|>"))
     assert report.splits[0].longest_prompt == begins + len("bcd")
 
@@ -191,6 +192,7 @@ def test_conversations_that_the_template_refuses_are_counted(tmp_path: Path) -> 
     report = report_of(spec, tmp_path)
     assert report.tokenizer is not None
     assert report.tokenizer.problem == ""
+    assert report.tokenizer.turn_end == "", "a vertical bar is no special token"
     train, held = report.splits
     assert (train.num_unrendered, held.num_unrendered) == (2, 0)
     assert f"{tmp_path / 'train.jsonl'}:2: " in train.unrendered

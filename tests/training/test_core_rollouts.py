@@ -17,6 +17,7 @@ from rlhf_core.errors import NonFiniteLoss
 from rlhf_core.training.data.batches import collate
 from rlhf_core.training.models.causal_lm import PolicyModel, load_causal_lm
 from rlhf_core.training.models.lean_layers import use_gradient_checkpointing
+from rlhf_core.training.models.reward_model import load_reward_model
 from rlhf_core.training.rollouts import transformers_engine
 from rlhf_core.training.rollouts.base import draw_tokens
 from rlhf_core.training.rollouts.engine_adapter import count_differing, given_shapes, given_weights, taken_weights
@@ -163,6 +164,35 @@ def test_all_engines_end_completions_at_the_same_tokens(tmp_path: Path, has_sett
     ends = end_ids_of(tmp_path, tokenizer)
     assert ends == sorted({tokenizer.eos_token_id, *([5, 6] if has_settings else [7, 8])})
     assert set(ends) == transformers_engine.end_token_ids(load_causal_lm(tmp_path, "float32"), tokenizer)
+
+
+def test_a_completion_ends_at_a_token_that_the_caller_names(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn may end with another token than the end token, and the text is without it."""
+    script = [*char_tokenizer().encode("2"), 9, 30, 30]
+
+    def scripted(logits: Tensor, seeds: Tensor, position: int, temperature: float) -> tuple[Tensor, Tensor]:
+        return torch.full((len(seeds),), script[position]), torch.zeros(len(seeds))
+
+    monkeypatch.setattr(transformers_engine, "draw_tokens", scripted)
+    ((unended,),) = sample(model, [[20, 30]], [[1]], max_new_tokens=4)
+    assert (unended.finished, len(unended.token_ids)) == (False, 4)
+    ((ended,),) = sample(model, [[20, 30]], [[1]], max_new_tokens=4, end_ids=(9,))
+    assert (ended.finished, ended.text, ended.token_ids) == (True, "2", script[:2])
+
+
+def test_a_saved_model_ends_completions_where_training_did(tmp_path: Path) -> None:
+    model, tokenizer = tiny_model(), char_tokenizer()
+    before = model.generation_config.eos_token_id
+    transformers_engine.also_end_with(model, ())
+    assert model.generation_config.eos_token_id == before
+    transformers_engine.also_end_with(model, (9,))
+    transformers_engine.also_end_with(model, (9,))
+    model.save_pretrained(tmp_path)
+    assert load_causal_lm(tmp_path, "float32").generation_config.eos_token_id == [before, 9]
+    assert end_ids_of(tmp_path, tokenizer) == sorted({before, 9})
+    transformers_engine.also_end_with(load_reward_model(tmp_path, "float32", 0, 0), (9,))  # it completes nothing
 
 
 @pytest.fixture

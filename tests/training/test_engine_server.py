@@ -3,14 +3,17 @@
 import errno
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from unittest.mock import Mock
 
 import httpx
 import pytest
 from torch import Tensor
 
 from rlhf_core.errors import DiskFull, StaleWeights, WorkerError
-from rlhf_core.schemas.engines import CommitRequest, EngineRefusal, WeightsId
+from rlhf_core.schemas.engines import CommitRequest, EngineRefusal, PromptRequest, SampleRequest, WeightsId
 from rlhf_core.schemas.weight_sync import Chain, Manifest, Offer, Receipt, Transport
+from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.samplers import Sampler
 from rlhf_core.training.rollouts.server import app
 from rlhf_core.training.rollouts.server.app import EngineServer
@@ -56,6 +59,17 @@ def _short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 def served(receiver: Receiver) -> EngineServer:
     sampler: Sampler = None  # type: ignore[assignment]  # nothing is sampled
     return EngineServer(EngineWorker(0, 0, sampler, receiver, NullReporter()), receiver, b"token", "127.0.0.1")
+
+
+def test_an_engine_samples_with_the_settings_of_the_request() -> None:
+    weights = WeightsId(start=0, version=7)
+    sampler = Mock()
+    worker = EngineWorker(0, 0, sampler, SlowReceiver(shows_progress=True), NullReporter())
+    worker._weights = weights
+    sampling = Sampling(max_new_tokens=4, temperature=0.5, batch_size=3, end_ids=(9,))
+    prompts = (PromptRequest(index=0, prompt=(1, 2), seeds=(5,)),)
+    worker.begin(SampleRequest(weights=weights, prompts=prompts, **asdict(sampling)), lambda answer: None)
+    assert sampler.submit.call_args.args[0].sampling == sampling
 
 
 def offered(server: EngineServer, receiver: SlowReceiver, limits: int) -> bytes:

@@ -37,7 +37,7 @@ from rlhf_core.training.rollouts.remote.engine import RemoteEngines  # noqa: E40
 from rlhf_core.training.rollouts.start import start_engine  # noqa: E402
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine  # noqa: E402
 from rlhf_core.training.rollouts.weight_ledger import RecordedEngine  # noqa: E402
-from rlhf_core.training.types import NullReporter  # noqa: E402
+from rlhf_core.training.types import Completion, NullReporter  # noqa: E402
 
 pytestmark = [pytest.mark.training]
 
@@ -200,6 +200,20 @@ def test_an_engine_is_started_where_something_is_sampled(
     load_evaluator(spec, ranks, tokenizer, RewardScorer(spec), start, trains_on_samples=trains_on_samples)
     assert len(started) == num_started
     assert ("'vllm' is not started" in capsys.readouterr().out) is (num_started == 0)
+
+
+def test_completions_of_conversations_end_as_their_turns_do(ranks: Ranks) -> None:
+    tokenizer = build_tokenizer("char", [], 0)
+    turn_end = tokenizer.eos_token_id
+    tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
+    spec = RunSpec.model_validate(
+        tiny_spec(data={"generator": "rank_launcher:conversations", "generator_args": {}}, evaluate={"scorer": HALF})
+    )
+    engine = mock.Mock()
+    engine.sample.side_effect = lambda prompts, *others: [[Completion([], "", True, [])]] * len(prompts)
+    evaluator = load_evaluator(spec, ranks, tokenizer, RewardScorer(spec), lambda: engine, trains_on_samples=False)
+    evaluator.greedy_score(mock.Mock(), 1, lambda: None)
+    assert engine.sample.call_args.args[2].end_ids == (turn_end,)
 
 
 class SumOfTokens(torch.nn.Module):

@@ -19,7 +19,7 @@ from rlhf_core.preflight.data_file import scan
 from rlhf_core.schemas.algorithms.preference import DpoSpec
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.data.batches import SequenceBatch
-from rlhf_core.training.data.chat import common_beginning
+from rlhf_core.training.data.chat import common_beginning, turn_end
 from rlhf_core.training.data.examples import Example, make_batch, make_examples
 from rlhf_core.training.data.loading import encode_prompts, load_data
 from rlhf_core.training.data.tokenizers import build_tokenizer
@@ -145,6 +145,24 @@ def test_conversations_go_through_the_chat_template(tmp_path: Path, form: str) -
     tokenizer = char_tokenizer()
     whole = tokenizer.apply_chat_template([*ASKED, *answer_turn("2")], tokenize=False)
     assert tokenizer.decode([*example.prompt, *example.completions[0]]) == whole, "no end token besides the template's"
+
+
+def test_completions_of_conversations_also_end_as_a_turn_does(tmp_path: Path) -> None:
+    """The tokenizer of Qwen2.5's base models ends a turn with another token than a text."""
+    rows = load(tmp_path, {"prompt": ASKED, "chosen": answer_turn("2"), "rejected": answer_turn("3")})
+    data, tokenizer = spec_of(train="x.jsonl").data, char_tokenizer()
+    end = tokenizer.eos_token_id
+    assert encode_prompts(rows, tokenizer, data).end_ids == ()
+    tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
+    assert encode_prompts(rows, tokenizer, data).end_ids == (end,)
+    assert encode_prompts(load(tmp_path, GOOD), tokenizer, data).end_ids == (), "a text ends with the end token"
+    for template, expected in (
+        ("{{ m['content'] }}<|im_end|>", end),
+        ("{{ m['content'] }}|", None),
+        ("{{ m['role'] }}", None),
+    ):
+        tokenizer.chat_template = f"<|im_start|>{{% for m in messages %}}{template}{{% endfor %}}"
+        assert turn_end(tokenizer) == expected
 
 
 def test_a_template_that_writes_the_date_is_given_a_fixed_one(tmp_path: Path) -> None:

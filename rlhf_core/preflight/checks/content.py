@@ -68,6 +68,15 @@ def tokenizer(facts: Facts) -> Iterator[Finding]:
             "a template that renders a conversation and ends with the start of the model's turn",
             "correct chat_template in the folder of the tokenizer; it is saved with the model that is trained",
         )
+    if report.turn_end:
+        yield passed(f"a turn of the model ends with {report.turn_end}")
+    elif report.turn_end == "":
+        yield warning(
+            "the chat template of the tokenizer writes no special token after a message of the model, so completions "
+            "go on until they are cut off",
+            "a template whose turns end with the end token or another special one, such as <|im_end|>",
+            "correct chat_template in the folder of the tokenizer, or make the token that ends a turn a special one",
+        )
 
 
 @check("content.conversations", trainer="native")

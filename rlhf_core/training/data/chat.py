@@ -118,6 +118,23 @@ def rendered(row: Row, tokenizer: "PreTrainedTokenizerBase", now: datetime | Non
     return dataclasses.replace(row, prompt=prompt, **texts)
 
 
+def turn_end(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+    """Token that ends a turn of the model: the first special one that the chat template writes after its message. None
+    if there is none, or if the template does not render a question with an answer.
+
+    Base models have a chat template whose turns end with ``<|im_end|>``, and ``<|endoftext|>`` as end token (Qwen 2.5).
+    """
+    answer = "An answer."
+    try:
+        text = _apply(tokenizer, [{"role": "user", "content": "A question?"}, *turns(answer)], None)
+    except UnrenderedChat:
+        return None
+    _, found, after = text.rpartition(answer)
+    added = tokenizer.added_tokens_decoder
+    tokens = tokenizer(after if found else "", add_special_tokens=False)["input_ids"]
+    return next((token for token in tokens if token in added and added[token].special), None)
+
+
 def _continued(prompt: Messages, completion: Messages) -> Messages:
     """Messages of a prompt and its completion."""
     begun, (first, *others) = prompt[-1], completion

@@ -20,7 +20,7 @@ from rlhf_core.errors import BadData
 from rlhf_core.files.data_rows import KINDS, READERS, FileRow, Malformed, place
 from rlhf_core.schemas.data import DataSpec
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.training.data.chat import render_rows
+from rlhf_core.training.data.chat import render_rows, turn_end
 from rlhf_core.training.data.generated_rows import Record, Split, generated_rows
 from rlhf_core.training.data.row_reader import MalformedRow, RowReader
 from rlhf_core.training.types import Row
@@ -56,6 +56,8 @@ class EncodedPrompts:
     """Conversations dropped because the chat template does not render them (``data.malformed_rows = "drop"``)."""
     first_problem: str = ""
     """Problem of the first of them, with file and line."""
+    end_ids: tuple[int, ...] = ()
+    """Tokens that end a completion besides the end token: of conversations, the one that ends a turn."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -243,7 +245,12 @@ def encode_prompts(
             f"all {len(rows)} prompts are longer than data.max_prompt_tokens = {data.max_prompt_tokens}, or their "
             f"completions than data.max_completion_tokens = {data.max_completion_tokens}; raise them"
         )
-    return dataclasses.replace(kept, num_overlong=num_overlong)
+    return dataclasses.replace(kept, num_overlong=num_overlong, end_ids=_turn_ends(rows, tokenizer))
+
+
+def _turn_ends(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
+    end = turn_end(tokenizer) if any(row.chat is not None for row in rows) else None
+    return () if end is None or end == tokenizer.eos_token_id else (end,)
 
 
 def _is_dropped(row: Row, prompt_length: int, lengths: Sequence[int], data: DataSpec) -> bool:

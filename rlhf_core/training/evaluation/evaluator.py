@@ -45,7 +45,7 @@ from rlhf_core.training.rewards.scoring import RewardScorer
 from rlhf_core.training.rollouts.base import RolloutEngine, Sampling
 from rlhf_core.training.rollouts.seeds import sample_seed
 from rlhf_core.training.rollouts.start import start_engine
-from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
+from rlhf_core.training.rollouts.transformers_engine import TransformersEngine, also_end_with
 from rlhf_core.training.types import Completion, RoleResult, Row, WorkerContext
 
 When = Literal["before", "after"]
@@ -216,6 +216,7 @@ class Evaluator:
             max_new_tokens=self.spec.rollout.max_new_tokens,
             temperature=0.0 if how == "greedy" else self.spec.evaluate.temperature,
             batch_size=self.spec.rollout.batch_size,
+            end_ids=self.data.end_ids,
         )
         self.rollouts.load(model, step, beat)
         completions = self.rollouts.sample(prompts, seeds, sampling, step, beat)
@@ -328,6 +329,7 @@ def run_evaluator(context: WorkerContext) -> RoleResult:
             model = load_reward_model(checkpoint.model, spec.model.dtype, spec.seed, tokenizer.pad_token_id, base)
         else:
             model = load_causal_lm(checkpoint.model, spec.model.dtype, base)
+            also_end_with(model, evaluator.data.end_ids)  # a merged adapter has the settings of its base model
         model.to(ranks.device)
         reports = evaluator.run(model, "after", checkpoint.step, beat, _reference(context, ranks))
     evaluator.rollouts.close()

@@ -18,7 +18,7 @@ from rlhf_core.schemas.content import ContentReport, RewardTrial, SplitReport, T
 from rlhf_core.schemas.model import BUILT_TOKENIZERS
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.survival import Survived, relative_path_advice
-from rlhf_core.training.data.chat import render_rows
+from rlhf_core.training.data.chat import render_rows, turn_end
 from rlhf_core.training.data.generated_rows import Split
 from rlhf_core.training.data.loading import completion_lengths, completions_of, load_data, prompt_tokens
 from rlhf_core.training.probes.reward_functions import set_limit, try_rewards
@@ -182,7 +182,13 @@ def _tokenizer(
             tokenizer = load_tokenizer(Path(kind or spec.model.path))
     except RlhfError as error:
         return None, TokenizerReport(problem=" ".join(str(error).split()))
-    return tokenizer, check_tokenizer(tokenizer, [text for of in rows.values() for row in of for text in _texts(row)])
+    every = [row for of in rows.values() for row in of]
+    report = check_tokenizer(tokenizer, [text for row in every for text in _texts(row)])
+    if tokenizer.chat_template and not report.chat_problem and any(row.chat is not None for row in every):
+        end = turn_end(tokenizer)
+        turn_ends = "" if end is None else str(tokenizer.convert_ids_to_tokens(end))
+        report = report.model_copy(update={"turn_end": turn_ends})
+    return tokenizer, report
 
 
 def _build_tokenizer(spec: RunSpec, rows: Mapping[str, Sequence[Row]]) -> "CoreTokenizer | PreTrainedTokenizerBase":

@@ -24,6 +24,8 @@ class Sampling:
     """Divisor of the logits; 0 always takes the most likely token and ignores the seeds."""
     batch_size: int
     """Sequences generated at once by this rank."""
+    end_ids: tuple[int, ...] = ()
+    """Tokens that end a completion besides those that tokenizer and model name."""
 
 
 @dataclass(frozen=True)

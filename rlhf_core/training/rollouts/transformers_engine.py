@@ -5,7 +5,7 @@ sequence would depend on its position in the batch. Here each prompt is prefille
 samples, and finished sequences leave the batch as soon as that saves work.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -91,7 +91,7 @@ def generate(
         NonFiniteLoss: a log-probability of a sampled token is not finite.
     """
     require_prompts(prompts, seeds)
-    end_ids = end_token_ids(model, tokenizer)
+    end_ids = end_token_ids(model, tokenizer).union(sampling.end_ids)
     made: dict[tuple[int, int], Completion] = {}
     # In training mode, gradient checkpointing turns the KV cache off.
     with in_evaluation_mode(model), whole_model(model):
@@ -106,9 +106,24 @@ def generate(
 
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Tokens that end a completion: the tokenizer's and those of the model's generation settings."""
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    listed = configured if isinstance(configured, list) else [configured]
-    return frozenset(token for token in (tokenizer.eos_token_id, *listed) if token is not None)
+    return frozenset((tokenizer.eos_token_id, *_configured_ends(model)))
+
+
+def also_end_with(model: PreTrainedModel, end_ids: Iterable[int]) -> None:
+    """Add tokens that end a completion to the generation settings, with which the model is saved. A reward model has
+    none."""
+    generation = getattr(model, "generation_config", None)
+    known = _configured_ends(model)
+    added = [token for token in end_ids if token not in known]
+    if added and generation is not None:
+        generation.eos_token_id = [*known, *added]
+
+
+def _configured_ends(model: PreTrainedModel) -> list[int]:
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if configured is None:
+        return []
+    return configured if isinstance(configured, list) else [configured]
 
 
 def _batches(

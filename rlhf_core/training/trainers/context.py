@@ -149,6 +149,7 @@ class TrainingContext:
         self.scorer = evaluator.scorer
         self.rollouts = evaluator.rollouts
         self._data = data
+        self.end_ids = data.end_ids
         self._rows_digest = report.digest
         self._reference = reference
         self._data_counts = {

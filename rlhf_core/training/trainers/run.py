@@ -47,6 +47,7 @@ from rlhf_core.training.models.reward_model import RewardModel, is_reward_model,
 from rlhf_core.training.rewards.scoring import RewardScorer
 from rlhf_core.training.rewards.scoring_models import ScoringModels, load_scoring_models
 from rlhf_core.training.rollouts.start import start_engine
+from rlhf_core.training.rollouts.transformers_engine import also_end_with
 from rlhf_core.training.trainers import offline, online
 from rlhf_core.training.trainers.context import Loop, TrainingContext, loops
 from rlhf_core.training.trainers.engine import Engine, split_frozen
@@ -107,6 +108,7 @@ def _train_run(context: WorkerContext, ranks: Ranks, scorer: RewardScorer) -> Ro
     data = encode_prompts(rows, tokenizer, spec.data, context.stored.created_at)
     teaches = any(not loop.algorithm.samples for loop in loops(spec))
     require_embeddings(model, tokenizer, data, completions=teaches)
+    also_end_with(model, data.end_ids)
     _log_start(ranks, report, data, checkpoint)
     context.reporter.beat(Phase.SETUP, step)
     evaluator = load_evaluator(

@@ -257,7 +257,7 @@ class StepSampler:
 
     def _sampling(self) -> Sampling:
         rollout = self._training.spec.rollout
-        return Sampling(rollout.max_new_tokens, rollout.temperature, rollout.batch_size)
+        return Sampling(rollout.max_new_tokens, rollout.temperature, rollout.batch_size, self._training.end_ids)
 
 
 def _is_usable(group: Sequence[Completion], wanted: int, oldest: int) -> bool:

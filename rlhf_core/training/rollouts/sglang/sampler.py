@@ -149,7 +149,8 @@ class SglangSampler:
     async def _request(self, key: int, place: int, prompt: Sequence[int], seed: int, sampling: Sampling) -> None:
         try:
             answer = await self._last_chunk(prompt, seed, sampling)
-            made: Completion | Exception = answered_completion(answer, self._tokenizer, self._end_ids)
+            ends = [*self._end_ids, *sampling.end_ids]
+            made: Completion | Exception = answered_completion(answer, self._tokenizer, ends)
         except (httpx.HTTPError, WorkerError, ValueError, LookupError, TypeError) as error:
             made = error  # also for an answer of another form: without it, the prompt would be waited for
         self._made.put((key, place, made))
@@ -162,7 +163,7 @@ class SglangSampler:
                 "temperature": sampling.temperature,
                 "max_new_tokens": sampling.max_new_tokens,
                 "sampling_seed": seed % 2**31,  # SGLang hashes them to 32 bits
-                "stop_token_ids": self._end_ids,
+                "stop_token_ids": [*self._end_ids, *sampling.end_ids],
                 "skip_special_tokens": False,
             },
             "return_logprob": True,

@@ -329,7 +329,7 @@ class VllmEngine:
             temperature=sampling.temperature,
             max_tokens=sampling.max_new_tokens,
             seed=seed,
-            stop_token_ids=self._end_ids,
+            stop_token_ids=[*self._end_ids, *sampling.end_ids],
             logprobs=0,
             detokenize=False,
         )
