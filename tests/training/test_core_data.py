@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -276,6 +277,21 @@ def test_rows_of_a_step_have_uids_of_their_own(num_rows: int, start: int, count:
     ]
     assert len(set(uids)) == count
     assert {f"{index}-0" for index in indices} <= set(uids), "seeds of rows that do not recur stay the same"
+
+
+@pytest.mark.training
+def test_rows_are_the_same_only_with_everything_that_training_reads() -> None:
+    from rlhf_core.training.data.same_rows import _digest
+
+    row = Row("a-0", "12>", "12", "12", {"level": 1, "seen": object(), "tags": {"b", "a"}})
+    same = replace(row, columns={"tags": {"a", "b"}, "seen": object(), "level": 1})
+    assert _digest([row]) == _digest([same])
+    others = [
+        replace(row, desirable=False),
+        replace(row, margin=0.5),
+        replace(row, columns={**row.columns, "level": 2}),
+    ]
+    assert len({_digest([one]) for one in (row, *others)}) == 4
 
 
 # --- tokens ---

@@ -1,5 +1,6 @@
 """Comparison of the rows that ranks have loaded: each loads all of them, and takes its part of a common order."""
 
+import json
 from collections.abc import Iterable
 from hashlib import blake2b
 
@@ -32,9 +33,13 @@ def require_same_rows(ranks: Ranks, source: str, rows: Iterable[Row]) -> str:
 
 
 def _digest(rows: Iterable[Row]) -> str:
+    """Digest of everything that is trained on or given to reward functions. Of a value that is not JSON, as generators
+    may give, only the type counts: its text may contain an address, and that of a set is in any order."""
     digest = blake2b(digest_size=8)
+    encoder = json.JSONEncoder(skipkeys=True, default=lambda value: type(value).__name__)
     for row in rows:
-        digest.update(
-            f"{row.uid}\0{row.answer}\0{row.target}\0{row.chosen}\0{row.rejected}\0".encode(errors="surrogatepass")
-        )
+        texts = (row.uid, row.answer, row.target, row.chosen, row.rejected)
+        columns = sorted(row.columns.items(), key=lambda column: str(column[0]))
+        content = [*texts, row.margin, row.desirable, columns]
+        digest.update(encoder.encode(content).encode())
     return digest.hexdigest()
