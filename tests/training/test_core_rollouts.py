@@ -1,5 +1,6 @@
 """Sampling: a sequence does not depend on the others in its batch, and training sees what was actually sampled."""
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from pydantic import JsonValue
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core.errors import NonFiniteLoss
+from rlhf_core.errors import NonFiniteLoss, StaleWeights
 from rlhf_core.training.data.batches import collate
 from rlhf_core.training.models.causal_lm import PolicyModel, load_causal_lm
 from rlhf_core.training.models.lean_layers import use_gradient_checkpointing
@@ -24,7 +25,7 @@ from rlhf_core.training.rollouts.engine_adapter import count_differing, given_sh
 from rlhf_core.training.rollouts.samplers import TransformersSampler
 from rlhf_core.training.rollouts.seeds import sample_seed, uniforms
 from rlhf_core.training.rollouts.vllm.engine import end_ids_of
-from rlhf_core.training.rollouts.weight_probe import probe_logprobs, probe_of
+from rlhf_core.training.rollouts.weight_probe import TOLERANCE, WeightProbe, probe_logprobs, probe_of, require_same
 from rlhf_core.training.trainers.context import TrainingContext, TrainingStep
 from rlhf_core.training.types import Completion
 
@@ -266,6 +267,21 @@ def test_a_model_that_also_reads_images_has_a_probe() -> None:
     probe = probe_of(tiny_seeing_model(), 8, "float32")
     assert probe.tokens == (1, 2, 3, 4, 5, 6, 7)
     assert len(probe.logprobs) == 6
+
+
+@pytest.mark.parametrize(
+    ("differences", "expected"),
+    [
+        ([0.03] * 14 + [0.4], ""),
+        ([1.0] * 15, "by 1 on average and up to 1;"),
+        ([0.03] * 14 + [math.nan], "by nan on average"),
+    ],
+)
+def test_rounding_of_single_tokens_is_no_reason_to_refuse_an_engine(differences: list[float], expected: str) -> None:
+    """In bfloat16 healthy engines differ by up to half a nat for some tokens, and all engines for the same ones."""
+    probe = WeightProbe(tokens=tuple(range(16)), logprobs=(-5.0,) * 15, tolerance=TOLERANCE["bfloat16"])
+    with pytest.raises(StaleWeights, match=expected) if expected else contextlib.nullcontext():
+        require_same("engine-0", [-5.0 + one for one in differences], probe)
 
 
 @pytest.mark.parametrize("norms", [[0.5], [0.5, math.nan], [math.inf]])

@@ -12,9 +12,13 @@ from rlhf_core.errors import NonFiniteLoss, StaleWeights
 from rlhf_core.training.models.causal_lm import in_evaluation_mode
 from rlhf_core.training.models.gathering import whole_model
 
-TOLERANCE: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 0.25}
-"""Largest difference of log-probabilities explained by rounding and different kernels, by number format of the weights.
-Wrong weights differ by nats."""
+TOLERANCE: Mapping[str, float] = {"float32": 0.01, "bfloat16": 0.15}
+"""Largest mean difference of log-probabilities explained by rounding and different kernels, by number format of the
+weights. Wrong weights differ by nats.
+
+At least three times what is reported of vLLM and a trainer with the same weights: means of 0.03 to 0.05 in bfloat16
+(vllm-project/vllm#18352, huggingface/trl#6789), 0.002 in float32 (ServiceNow/Fast-LLM#525). Single tokens differ by up
+to 0.5 there. As all engines have the same kernels, one such token would have all of them refused."""
 PROBE_TOKENS = 16
 """Number of probe tokens, unless the engine's limit minus one is smaller."""
 
@@ -26,7 +30,7 @@ class WeightProbe(BaseModel):
     logprobs: tuple[float, ...]
     """Log-probability of every token but the first, as the trainer computes it."""
     tolerance: float
-    """Largest difference explained by rounding and different kernels."""
+    """Largest mean difference explained by rounding and different kernels."""
 
 
 def probe_of(model: PreTrainedModel, max_tokens: int, dtype: str) -> WeightProbe:
@@ -86,9 +90,10 @@ def require_same(name: str, found: Sequence[float], probe: WeightProbe, advice: 
         StaleWeights: they differ by more than rounding explains.
     """
     differences = [abs(one - other) for one, other in zip(found, probe.logprobs, strict=True)]
-    if not all(one <= probe.tolerance for one in differences):  # not any(>): NaN is refused too
+    total, num = sum(differences), len(differences)
+    if not total <= probe.tolerance * num:  # not >: NaN is refused too
         raise StaleWeights(
-            f"{name} and the trainer compute different log-probabilities with the same weights, by up to "
-            f"{max(differences):.3g}; expected at most {probe.tolerance}. The engine did not apply all weights, or its "
-            f"kernels are wrong for this model{advice}"
+            f"{name} and the trainer compute different log-probabilities with the same weights, by {total / num:.3g} "
+            f"on average and up to {max(differences):.3g}; expected at most {probe.tolerance} on average. The engine "
+            f"did not apply all weights, or its kernels are wrong for this model{advice}"
         )
