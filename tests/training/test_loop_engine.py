@@ -248,7 +248,8 @@ def third_step_from_two_ranks(ranks: Any, folder: Path) -> dict[str, Any]:
 
 
 def sample_under_stage_3(rank: int, num_ranks: int, run_dir: str, naive: bool) -> list[Any]:
-    """Greedy completions of ranks that end at different lengths, whole and split over the ranks."""
+    """Greedy completions of ranks that end at different lengths, and log-probabilities of a probe with the number of
+    weights in place: of whole weights, and of weights that are split over the ranks."""
     from datetime import timedelta
 
     from rlhf_core.schemas.trainers import NativeTrainer
@@ -256,6 +257,7 @@ def sample_under_stage_3(rank: int, num_ranks: int, run_dir: str, naive: bool) -
     from rlhf_core.training.data.tokenizers import build_tokenizer
     from rlhf_core.training.rollouts import transformers_engine
     from rlhf_core.training.rollouts.base import Sampling
+    from rlhf_core.training.rollouts.weight_probe import probe_of
     from rlhf_core.training.trainers.engine import Engine, split_frozen
 
     distributed.collective_timeout = lambda supervise: timedelta(seconds=4 if naive else 60)
@@ -274,17 +276,30 @@ def sample_under_stage_3(rank: int, num_ranks: int, run_dir: str, naive: bool) -
         )
         return [group[0].token_ids for group in made]
 
-    whole = completions(tiny_policy())
+    def probe(policy: Any) -> tuple[tuple[float, ...], int]:
+        in_place: list[int] = []
+
+        def count(module: Any, given: Any) -> None:
+            in_place.append(sum(one.numel() for one in policy.parameters()))
+
+        hooks = [module.register_forward_pre_hook(count) for module in policy.causal_lm.modules()]
+        logprobs = probe_of(policy.causal_lm, 32, "float32").logprobs
+        for hook in hooks:
+            hook.remove()
+        return logprobs, max(in_place)
+
+    whole, probed = completions(tiny_policy()), [probe(tiny_policy())]
     trainer = NativeTrainer(zero_stage=3)
     policy, frozen = tiny_policy(), tiny_policy()
     engine = Engine(policy, OptimizerSpec.model_validate(OPTIMIZER), "float32", ranks, trainer)
     split_frozen(frozen, "float32", ranks, trainer)
+    probed += [probe(policy), probe(frozen)]
     found = [whole, completions(policy), completions(frozen)]
     for loss in losses(engine, 1, slice(6 * rank, 6 * rank + 6), 3):  # the hooks are there again
         engine.backward(loss)
     norm = engine.step(1e-3)
     distributed.leave_process_group(ranks)
-    return [*found, norm]
+    return [*found, norm, probed]
 
 
 def let_deepspeed_compile(rank: int, num_ranks: int, run_dir: str) -> None:
@@ -469,11 +484,15 @@ def test_shares_of_two_ranks_fit_one_rank_and_another_stage(
 
 def test_ranks_of_stage_3_may_end_their_completions_at_different_lengths(folder: Path) -> None:
     found = values(launch(sample_under_stage_3, 2, folder / "sampling", run_dir=str(folder / "sampling"), naive=False))
-    for whole, split, frozen, norm in found:
+    for whole, split, frozen, norm, _ in found:
         assert whole == split == frozen
         assert norm == pytest.approx(found[0][3])
     assert [len(tokens) for tokens in found[0][0]] == [4, 4]
     assert found[1][0] == []
+    for *_, probed in found:
+        (expected, size), *of_split = probed
+        assert [logprobs for logprobs, _ in of_split] == [expected] * 2
+        assert all(in_place < size / 2 for _, in_place in of_split), "a probe gathers module by module"
 
 
 def test_sampling_from_split_weights_naively_blocks(folder: Path) -> None:

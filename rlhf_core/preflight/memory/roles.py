@@ -97,8 +97,12 @@ def trainer_estimate(
     }
     if samples_itself:
         sampled = sequences if spec.any_loop_samples else _sequences_of_an_evaluation(spec)
-        moments["sample"] = _sampling(spec, shape, sampled, gpu, with_vllm=spec.rollout.engine == "vllm")
-        moments["sample"]["gathered weights"] = weight_bytes(shape, dtype) if zero.stage == 3 else 0
+        with_vllm = spec.rollout.engine == "vllm"
+        moments["sample"] = _sampling(spec, shape, sampled, gpu, with_vllm=with_vllm)
+        whole = weight_bytes(shape, dtype) if zero.stage == 3 else 0
+        # Of its weights, vLLM receives a bucket at a time, and they are verified in a forward pass.
+        live = live_weight_bytes(shape, dtype, zero, lora)
+        moments["sample"]["gathered weights"] = min(live, whole) if with_vllm else whole
     if any(algorithm.reference for algorithm in algorithms):
         # With an adapter, the reference is the policy without it, or with a second, frozen one.
         resident["reference model"] = own_weight_bytes(shape, dtype, zero) if lora is None else adapter

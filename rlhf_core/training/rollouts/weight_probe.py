@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 
 from rlhf_core.errors import NonFiniteLoss, StaleWeights
 from rlhf_core.training.models.causal_lm import in_evaluation_mode
-from rlhf_core.training.models.gathering import whole_model
 
 TOLERANCE: Mapping[str, float] = {"float32": 0.01, "bfloat16": 0.15}
 """Largest mean difference of log-probabilities explained by rounding and different kernels, by number format of the
@@ -45,7 +44,8 @@ def probe_of(model: PreTrainedModel, max_tokens: int, dtype: str) -> WeightProbe
     """
     vocab_size = model.config.get_text_config().vocab_size  # models that also read images keep it apart
     tokens = [position % vocab_size for position in range(1, min(PROBE_TOKENS, max_tokens - 1) + 1)]
-    with in_evaluation_mode(model), whole_model(model), torch.no_grad():
+    # Not under whole_model: all ranks make the same pass, so a split model is gathered module by module.
+    with in_evaluation_mode(model), torch.no_grad():
         logits = model(torch.tensor([tokens], device=model.device)).logits[0]
     logprobs = probe_logprobs(logits, tokens)
     require_finite(logprobs)
