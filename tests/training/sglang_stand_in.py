@@ -47,6 +47,7 @@ class StandIn:
             folder, AutoTokenizer.from_pretrained(folder), options["dtype"], torch.device("cpu")
         )
         self._context_length = options["context-length"]
+        self._load_format = options["load-format"]
         self._lock = threading.Lock()
         self._keys = itertools.count()
 
@@ -87,6 +88,9 @@ class StandIn:
 
     async def update(self, request: Request) -> Response:
         asked = await request.json()
+        if asked.get("load_format", self._load_format) == "dummy":  # of SGLang's loaders, one alone loads into a model
+            refusal = {"success": False, "message": "Failed to get model loader", "num_paused_requests": 0}
+            return JSONResponse(refusal, 400)
         try:
             tensors = load_file(Path(asked["model_path"]) / "model.safetensors")
             with self._lock:

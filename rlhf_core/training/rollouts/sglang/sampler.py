@@ -80,9 +80,9 @@ class SglangSampler:
         """Load all weights; see ``samplers.Sampler``."""
         save_file(dict(self._layout.whole(tensors)), self._weights / "model.safetensors", {"format": "pt"})
         beat()
-        answer = self._http.post(
-            "/update_weights_from_disk", json={"model_path": str(self._weights), "flush_cache": True}
-        )
+        # By default the format is that of the start, which is random weights, and SGLang refuses an update from those.
+        update = {"model_path": str(self._weights), "load_format": "auto", "flush_cache": True}
+        answer = self._http.post("/update_weights_from_disk", json=update)
         beat()
         if answer.status_code != httpx.codes.OK or not answer.json().get("success"):
             raise StaleWeights(f"SGLang did not apply the weights: {_error_of(answer)}")
