@@ -324,6 +324,20 @@ def test_draws_follow_the_distribution() -> None:
     torch.testing.assert_close(logprobs, expected.log()[tokens])
 
 
+def test_tokens_are_drawn_without_sums_that_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``trainer.deterministic``, torch refuses cumulative sums of floating-point numbers there."""
+    cumsum = Tensor.cumsum
+
+    def deterministic(numbers: Tensor, dim: int) -> Tensor:
+        if numbers.is_floating_point():
+            raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation")
+        return cumsum(numbers, dim)
+
+    monkeypatch.setattr(Tensor, "cumsum", deterministic)
+    tokens, _ = draw_tokens(torch.zeros(1000, 7), torch.arange(1000), 0, 1.0)
+    assert set(tokens.tolist()) == set(range(7))
+
+
 def test_draws_at_the_edges_of_the_distribution() -> None:
     certain = torch.full((1000, 7), float("-inf"))
     certain[:, 4] = 0.0

@@ -13,6 +13,9 @@ from rlhf_core.schemas.trainers import CDF_CHUNK_ELEMENTS
 from rlhf_core.training.rollouts.seeds import uniforms
 from rlhf_core.training.types import Completion
 
+CDF_UNITS = 2.0**52
+"""Units that a probability of 1 has when tokens are drawn: as fine as the random numbers, and sums stay exact."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -218,7 +221,9 @@ def _invert_cdf(logprobs: Tensor, noise: Tensor) -> Tensor:
     rows = max(1, CDF_CHUNK_ELEMENTS // logprobs.shape[1])
     drawn = []
     for part, part_noise in zip(logprobs.split(rows), noise.split(rows), strict=True):
-        cdf = part.double().exp().cumsum(-1)
-        drawn.append(torch.searchsorted(cdf, part_noise[:, None] * cdf[:, -1:], right=True).squeeze(-1))
+        # In integers, because sums of floating-point numbers have no deterministic version on a GPU.
+        cdf = (part.double().exp() * CDF_UNITS).long().cumsum(-1)
+        place = (part_noise * cdf[:, -1]).long()
+        drawn.append(torch.searchsorted(cdf, place[:, None], right=True).squeeze(-1))
     # Past the end where the distribution is NaN, and an index there would end a process on a GPU without a reason.
     return torch.cat(drawn).clamp(max=logprobs.shape[1] - 1)
