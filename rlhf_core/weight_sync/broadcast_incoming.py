@@ -256,25 +256,38 @@ class _Relay:
 
 
 def _connect(offer: Offer, chain: Chain) -> tuple[Link, Link | None]:
-    """Links of an engine to its predecessor and to its successor, if there is one."""
+    """Links of an engine to its predecessor and to its successor, if there is one.
+
+    Both are made at once. Otherwise those of a chain would be made one after the other, and NCCL may take seconds for
+    each.
+    """
     store = reach(chain.address, chain.port, chain.sender)
     own = own_address(chain.address)
-
-    def require_wanted() -> None:
-        if store.check([abandoned_key(chain.session)]):
-            raise WeightSyncFailed(f"{chain.sender} gave up version {offer.manifest.version}", chain.sender)
+    made: dict[bool, Link] = {}
 
     def link(receiver: str, is_source: bool, peer: str) -> Link:
-        end = LinkEnd(is_source, own, peer, offer.stall_timeout_s, require_wanted)
-        return connect(chain.backend, store, link_key(chain.session, receiver), end)
+        place = reach(chain.address, chain.port, chain.sender)  # a store of its own: waiting for a key blocks it
 
-    successor = chain.after(offer.receiver)
+        def require_wanted() -> None:
+            if place.check([abandoned_key(chain.session)]):
+                raise WeightSyncFailed(f"{chain.sender} gave up version {offer.manifest.version}", chain.sender)
+
+        end = LinkEnd(is_source, own, peer, offer.stall_timeout_s, require_wanted)
+        made[is_source] = connect(chain.backend, place, link_key(chain.session, receiver), end)
+        return made[is_source]
+
+    ends = [partial(link, offer.receiver, False, chain.before(offer.receiver))]
+    if (successor := chain.after(offer.receiver)) is not None:
+        ends.append(partial(link, successor, True, successor))
     try:
-        upstream = link(offer.receiver, False, chain.before(offer.receiver))
-        downstream = None if successor is None else link(successor, True, successor)
+        upstream, *downstream = _concurrently(ends)
         store.set(linked_key(chain.session, offer.receiver), "")
     except (WeightSyncFailed, RuntimeError) as error:
+        for is_source, one in made.items():
+            if is_source:  # the successor may already wait for its first bucket
+                one.post(head(offer.manifest.version, ABANDONED, bytes(16)), HEAD)
+            one.close()
         if answers(store):
             raise
         raise WeightSyncFailed(f"{chain.sender} was lost while making links", chain.sender) from error
-    return upstream, downstream
+    return upstream, downstream[0] if downstream else None

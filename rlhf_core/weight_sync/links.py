@@ -105,8 +105,14 @@ class GlooLink:
         self._other = int(end.is_source)
         place = PrefixStore(key, store)
         try:
-            place.set(f"here/{1 - self._other}", "")
-            _await_other_end(place, f"here/{self._other}", end)
+            # The source announces itself last, and only for a version that is wanted: a sink that gives up before is
+            # not connected to, which would take until gloo's timeout.
+            if not end.is_source:
+                place.set("here/sink", "")
+            _await_other_end(place, "here/sink" if end.is_source else "here/source", end)
+            if end.is_source:
+                end.require_wanted()
+                place.set("here/source", "")
             self._group: Any = gloo(place, 1 - self._other, 2, options)
         except RuntimeError as error:
             raise WeightSyncFailed(f"failed to make a link with {peer}: {first_line(error)}", peer) from error

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,13 +12,15 @@ from typing import Any
 import torch
 import xxhash
 from fork_server import fork_server
-from gpu_stand_in import CpuForGpu
+from gpu_stand_in import CpuForGpu, GlooForNccl
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
 from rlhf_core.errors import WeightSyncFailed
 from rlhf_core.schemas.weight_sync import LinkBackend, Offer, Receipt, TensorEntry, WeightSyncReport
 from rlhf_core.weight_sync import broadcast, broadcast_incoming, gpu_links, receiver
 from rlhf_core.weight_sync.layout import buckets_of, bytes_of, entries_of
+from rlhf_core.weight_sync.links import Link, LinkEnd
 from rlhf_core.weight_sync.sender import Sender
 from rlhf_core.weight_sync.session import synchronize
 
@@ -47,6 +50,10 @@ class Faults:
     """Negative control: applies a delta to any base, and trusts its digest."""
     leaves_on_gpu: bool = False
     """Negative control: relays the bytes that arrive at the GPU, and copies none of them to main memory."""
+    links_meet: bool = False
+    """Makes no link between GPUs, in no version, before it makes two of them."""
+    fails_upstream: bool = False
+    """Makes its link to its successor, and fails to make that to its predecessor."""
     has_gpu: bool = False
     """Has a GPU; otherwise it has a stand-in for one, if it is offered a link between GPUs."""
 
@@ -63,6 +70,10 @@ def _engine(name: str, faults: Faults, pipe: Connection) -> None:
         gpu_links.Gpu = CpuForGpu  # type: ignore[misc, assignment]
     if faults.leaves_on_gpu:
         CpuForGpu.copy_out = lambda *_: None  # type: ignore[method-assign, assignment]
+    if faults.links_meet:
+        _let_links_meet()
+    if faults.fails_upstream:
+        _fail_upstream()
     if faults.trusts_heads:
         _trust_heads()
     if faults.keeps_first_share_only:
@@ -116,6 +127,30 @@ def _beat_with(faults: Faults) -> Callable[[], None]:
             os.kill(os.getpid(), signal.SIGSTOP)
 
     return beat
+
+
+def _let_links_meet() -> None:
+    make, both = CpuForGpu.group, threading.Barrier(2, timeout=10.0)
+
+    def make_beside_the_other(self: CpuForGpu, store: Store, rank: int, connect_timeout_s: float) -> GlooForNccl:
+        both.wait()
+        return make(self, store, rank, connect_timeout_s)
+
+    CpuForGpu.group = make_beside_the_other  # type: ignore[method-assign]
+
+
+def _fail_upstream() -> None:
+    make, is_made = gpu_links.connect, threading.Event()
+
+    def make_downstream(backend: LinkBackend, store: Store, key: str, end: LinkEnd) -> Link:
+        if end.is_source:
+            link = make(backend, store, key, end)
+            is_made.set()
+            return link
+        is_made.wait(10.0)
+        raise WeightSyncFailed(f"failed to make a link with {end.peer}", end.peer)
+
+    broadcast_incoming.connect = make_downstream  # type: ignore[attr-defined]
 
 
 def _trust_heads() -> None:

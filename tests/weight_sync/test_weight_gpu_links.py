@@ -57,6 +57,14 @@ def test_every_engine_has_the_weights_bit_by_bit(fleet: Fleet) -> None:
 
 
 @pytest.mark.usefixtures("stand_in")
+def test_an_engine_makes_its_links_at_once(fleet: Fleet) -> None:
+    """NCCL takes up to seconds for each: those of a long chain, one after the other, would exceed their time limit."""
+    engines = fleet.start(3, {number: Faults(links_meet=True) for number in (1, 2)})
+    sync(new_sender(**OVER_NCCL), engines, 0, OLD)
+    assert [engine.active_weights() for engine in engines] == [(0, digests(OLD))] * 3
+
+
+@pytest.mark.usefixtures("stand_in")
 def test_a_bucket_that_stays_on_the_gpu_is_caught(fleet: Fleet) -> None:
     """Negative control: the relayed data are right, the staged data are not."""
     engines, sender = fleet.start(2, {1: Faults(leaves_on_gpu=True)}), new_sender(**OVER_NCCL)

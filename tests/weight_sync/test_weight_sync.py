@@ -94,6 +94,13 @@ def test_an_engine_that_dies_at_its_commit_is_lost_and_has_nothing_in_force(flee
     assert [engine.active_weights() for engine in engines] == [(2, digests(OLD))] * 3
 
 
+def test_an_engine_is_told_if_its_predecessor_has_only_the_link_between_them(fleet: Fleet) -> None:
+    """It already waits for its first bucket, up to the stall timeout."""
+    engines, sender = fleet.start(3, {2: Faults(fails_upstream=True)}), new_sender()
+    with pytest.raises(WeightSyncFailed, match="engine-3: engine-2 gave up version 0"):
+        sync(sender, engines, 0, OLD)
+
+
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_an_engine_that_refuses_before_there_are_links_is_not_waited_for(fleet: Fleet, number: int) -> None:
     """Neither the sender nor an engine beside it waits for its link."""
