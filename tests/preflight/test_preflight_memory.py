@@ -465,6 +465,14 @@ def test_vllm_takes_its_share_of_the_gpu_while_it_samples() -> None:
     assert "rollout.vllm.gpu_memory_share=" in greedy.advice
 
 
+def test_steps_of_vllm_are_smaller_on_a_gpu_with_less_memory() -> None:
+    """In vLLM 0.32, of 8,192 tokens and 256 sequences instead of 16,384 and 1,024."""
+    spec, weights = vllm().spec, 2 * shape().parameters
+    small, large = (vllm_fixed_bytes(spec, shape(), gpu_memory_bytes(kind)) - weights for kind in ("l40s", "h100"))
+    logits = 4 * shape().vocabulary
+    assert small - 256 * logits == pytest.approx((large - 1024 * logits) / 2, rel=0.01)
+
+
 def test_a_share_that_does_not_hold_one_sequence_is_refused_with_one_that_does() -> None:
     small = only(vllm(vllm={"gpu_memory_share": 0.15}), "memory.rollout")
     assert small.status is CheckStatus.BLOCKED
@@ -495,7 +503,7 @@ def test_an_engine_that_is_split_takes_a_part_of_each_gpu() -> None:
     gpu = gpu_memory_bytes("h100")
     part = part_of(shape(), 2)
     assert engine_estimate(two, shape(), gpu) == engine_estimate(one, part, gpu)
-    fixed = vllm_fixed_bytes(one, shape()) - vllm_fixed_bytes(two, part)
+    fixed = vllm_fixed_bytes(one, shape(), gpu) - vllm_fixed_bytes(two, part, gpu)
     assert fixed >= 0.95 * shape().parameters, "bytes of half the weights in bfloat16"
     whole, split = (
         engine_estimate(spec.model_copy(update={"resources": ResourceSpec()}), shape()) for spec in (one, two)
@@ -521,7 +529,7 @@ def test_a_cache_of_vllm_holds_as_many_sequences_as_counted() -> None:
     facts, gpu = vllm(), gpu_memory_bytes("h100")
     assert token_cache_bytes(shape(), "bfloat16") == 144 * 1024
     budget = vllm_cache_budget(facts.spec, shape(), gpu)
-    assert budget == pytest.approx(32 * GIB - vllm_fixed_bytes(facts.spec, shape()), abs=2)
+    assert budget == pytest.approx(32 * GIB - vllm_fixed_bytes(facts.spec, shape(), gpu), abs=2)
     length = facts.spec.data.max_prompt_tokens + 1024
     assert f"{budget // (length * 144 * 1024)} of them at once" in only(facts, "memory.rollout").found
 

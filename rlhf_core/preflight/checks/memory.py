@@ -165,7 +165,7 @@ def _cache_finding(spec: RunSpec, shape: Shape, room: int) -> Finding:
     needed = length * token_cache_bytes(shape, spec.model.dtype)
     on_gpu = bool(spec.resources.gpus_per_node)
     name = "rollout.vllm.gpu_memory_share" if on_gpu else "rollout.vllm.cpu_cache_gb"
-    fixed = vllm_fixed_bytes(spec, shape)
+    fixed = vllm_fixed_bytes(spec, shape, room)
     value = spec.rollout.vllm.gpu_memory_share if on_gpu else spec.rollout.vllm.cpu_cache_gb
     of = f", {size(fixed)} of it for weights and a step" if on_gpu else " for its cache"
     taken = size(vllm_share_bytes(spec, room)) if on_gpu else f"{value} GiB"

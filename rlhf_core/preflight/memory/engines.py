@@ -13,9 +13,12 @@ from rlhf_core.schemas.trainers import REDUCE_BUCKET_ELEMENTS
 VLLM_CPU_LIBRARIES = int(0.35 * GIB)
 """Main memory of vLLM's imports and engine objects, in addition to torch and transformers
 (``tests/benchmarks/bench_vllm_memory.py``)."""
-STEP_TOKENS = {"cpu": 4096, "gpu": 16384}
-"""Maximum tokens in a step of an engine in its caller's process: vLLM's default (0.32, ``engine/arg_utils.py``)."""
-STEP_SEQUENCES = {"cpu": 256, "gpu": 1024}
+LARGE_GPU_BYTES = 70 * GIB
+"""Total memory from which vLLM makes larger steps on a GPU."""
+STEP_TOKENS = {"cpu": 4096, "gpu": 8192, "large gpu": 16384}
+"""Maximum tokens in a step of an engine in its caller's process: vLLM's default (0.32, ``engine/arg_utils.py``). On an
+A100 of 80 GB it is that of a smaller GPU, which its memory does not show."""
+STEP_SEQUENCES = {"cpu": 256, "gpu": 256, "large gpu": 1024}
 """Maximum sequences in a step, likewise."""
 
 
@@ -61,17 +64,17 @@ def sglang_share_bytes(spec: RunSpec, gpu: int) -> int:
     return int(spec.rollout.sglang.gpu_memory_share * gpu / USABLE_SHARE)
 
 
-def vllm_fixed_bytes(spec: RunSpec, shape: Shape) -> int:
+def vllm_fixed_bytes(spec: RunSpec, shape: Shape, gpu: int | None) -> int:
     """Bytes that vLLM needs before it can hold a single token: weights, and one step with the maximum number of
     tokens."""
-    return weight_bytes(shape, spec.model.dtype) + vllm_adapter_bytes(spec, shape) + step_bytes(spec, shape)
+    return weight_bytes(shape, spec.model.dtype) + vllm_adapter_bytes(spec, shape) + step_bytes(spec, shape, gpu)
 
 
 def vllm_cache_budget(spec: RunSpec, shape: Shape, gpu: int | None) -> int | None:
     """Bytes that vLLM has for its KV cache, 0 or less if its share is too small; None if the GPU is unknown."""
     if not spec.resources.gpus_per_node:
         return spec.rollout.vllm.cpu_cache_gb * GIB
-    return None if gpu is None else vllm_share_bytes(spec, gpu) - vllm_fixed_bytes(spec, shape)
+    return None if gpu is None else vllm_share_bytes(spec, gpu) - vllm_fixed_bytes(spec, shape, gpu)
 
 
 def vllm_resident(spec: RunSpec, shape: Shape) -> dict[str, int]:
@@ -102,25 +105,29 @@ def vllm_moment(spec: RunSpec, shape: Shape, batch: int, length: int, gpu: int |
     given = trained_shape(shape, spec.model.lora).parameters
     bucket = min(given, REDUCE_BUCKET_ELEMENTS) * BYTES[dtype]
     if not spec.resources.gpus_per_node:
-        return {"vLLM's step": step_bytes(spec, shape), "bucket of weights": bucket}
+        return {"vLLM's step": step_bytes(spec, shape, gpu), "bucket of weights": bucket}
     if gpu is not None:
         return {f"vLLM ({spec.rollout.vllm.gpu_memory_share:.0%} of the GPU)": vllm_share_bytes(spec, gpu)}
     return {
         "vLLM's weights": weight_bytes(shape, dtype) + vllm_adapter_bytes(spec, shape),
         "vLLM's KV cache": batch * length * token_cache_bytes(shape, dtype),
-        "vLLM's step": step_bytes(spec, shape),
+        "vLLM's step": step_bytes(spec, shape, gpu),
     }
 
 
-def step_bytes(spec: RunSpec, shape: Shape) -> int:
+def step_bytes(spec: RunSpec, shape: Shape, gpu: int | None) -> int:
     """Bytes of one step with the maximum number of tokens and sequences: activations, and logits in float32.
 
     On a GPU the widest point of a layer: hidden states and residual, and the gated feed-forward layer. On CPU all
     activations of a layer, as measured: freed main memory is not returned at once.
+
+    Args:
+        gpu: usable memory of the GPU in bytes; None if unknown or without a GPU.
     """
     dtype = spec.model.dtype
     if not spec.resources.gpus_per_node:
         all_layers = activation_bytes(replace(shape, is_lean=False), dtype, STEP_TOKENS["cpu"], checkpointing=False)
         return all_layers // shape.layers + STEP_SEQUENCES["cpu"] * shape.vocabulary * 4
+    kind = "large gpu" if gpu is None or gpu / USABLE_SHARE >= LARGE_GPU_BYTES else "gpu"
     widest = (2 * shape.hidden + 3 * shape.feed_forward) * BYTES[dtype]
-    return STEP_TOKENS["gpu"] * widest + STEP_SEQUENCES["gpu"] * shape.vocabulary * 4
+    return STEP_TOKENS[kind] * widest + STEP_SEQUENCES[kind] * shape.vocabulary * 4
