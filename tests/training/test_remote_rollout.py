@@ -2,12 +2,12 @@
 
 import asyncio
 import dataclasses
-import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +25,6 @@ from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.remote import client as client_module
 from rlhf_core.training.rollouts.remote import engine as engine_module
-from rlhf_core.training.rollouts.remote import rollout as rollout_module
 from rlhf_core.training.rollouts.remote.client import EngineClient
 from rlhf_core.training.rollouts.remote.dispatch import Dispatcher, PromptTask
 from rlhf_core.training.rollouts.remote.engine import RemoteEngines
@@ -116,8 +115,13 @@ def rollout(clients: Sequence[EngineClient], num_prompts: int, **settings: Any) 
     remote = RemoteSettings(**{"stall_timeout_s": 1.0, "start_timeout_s": 3.0, **settings})
     tasks = [PromptTask(index, [index], [1, 2]) for index in range(num_prompts)]
     dispatcher = Dispatcher(tasks, 1, 8)
-    made = RemoteRollout(dispatcher, WEIGHTS, Sampling(1, 1.0, 8), remote, lambda: clients, log=lambda _: None, **ways)
+    read = partial(without, clients)
+    made = RemoteRollout(dispatcher, WEIGHTS, Sampling(1, 1.0, 8), remote, read, log=lambda _: None, **ways)
     return dispatcher, made
+
+
+def without(clients: Iterable[EngineClient], ranks: Collection[int]) -> list[EngineClient]:
+    return [one for one in clients if one.address.rank not in ranks]
 
 
 def texts(dispatcher: Dispatcher) -> list[str]:
@@ -284,22 +288,22 @@ def test_an_engine_that_does_not_respond_delays_no_prompt_for_long() -> None:
     assert dispatcher.is_done
 
 
-@pytest.mark.parametrize("num_reads", [1, 4])
-def test_addresses_are_read_again_only_while_an_engine_is_lost(num_reads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_address_of_an_engine_is_read_again_once_it_is_lost() -> None:
     """Every rank reads those of all engines, from a file system that all share."""
-    monkeypatch.setattr(rollout_module, "REREAD_S", math.inf)
-    reads = []
+    known: list[list[int]] = []
     with engine(0, ScriptedSampler(delay_s=0.01)) as client:
         lost = EngineClient(client.address.model_copy(update={"rank": 1}), TOKEN, 5.0)  # another one responds there
-        dispatcher, run = rollout([client], 40, interval_s=0.02, may_leave=lambda: len(reads) >= num_reads)
+        dispatcher, run = rollout([], 40, interval_s=0.02, may_leave=lambda: len(known) >= 6)
 
-        def read() -> list[EngineClient]:
-            reads.append(1)
-            return [client, lost] if len(reads) < num_reads else [client]
+        def read(ranks: Collection[int]) -> list[EngineClient]:
+            known.append(sorted(ranks))
+            return without([client, lost] if len(known) < 4 else [client], ranks)
 
         run._clients = read
         asyncio.run(run.run())
-    assert len(reads) == num_reads
+    assert known[0] == []
+    assert all(0 in ranks for ranks in known[1:])
+    assert [0] in known
     assert dispatcher.is_done
 
 

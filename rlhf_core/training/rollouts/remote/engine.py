@@ -8,7 +8,7 @@ restarts it, and it serves again once rank 0 has sent it the weights.
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -366,9 +366,10 @@ class RemoteEngines:
             if sends is not None:
                 sends.close()
 
-    def _clients(self) -> list[EngineClient]:
-        """The currently registered engines."""
-        found = read_all(map(self._attempt.engine, range(self._spec.engines)), EngineAddress)
+    def _clients(self, without: Collection[int] = ()) -> list[EngineClient]:
+        """The currently registered engines, without those of the given ranks."""
+        ranks = (rank for rank in range(self._spec.engines) if rank not in without)
+        found = read_all(map(self._attempt.engine, ranks), EngineAddress)
         return [EngineClient(address, self._token, self._spec.remote.answer_timeout_s) for address in found]
 
     def _from_first(self, act: Callable[[], Answer]) -> tuple[WorkerError | None, Answer | None]:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 
 import httpx
@@ -31,8 +31,6 @@ CHECKS_PER_S = 100
 """Most health checks that a rank makes per second: one takes 2 ms of its CPU."""
 ANSWERS_PER_S = 400
 """Most health checks that an engine answers per second: one takes 0.5 ms of its CPU."""
-REREAD_S = 5.0
-"""Interval at which the addresses of engines are read while those known respond, in seconds."""
 FIRST_CHECKS_S = 1.0
 """Longest time for which a rollout waits to hear from every engine before it sends its first prompts, in seconds."""
 MAX_MOVES = 8
@@ -63,7 +61,7 @@ class RemoteRollout:
         weights: WeightsId,
         sampling: Sampling,
         settings: RemoteSettings,
-        clients: Callable[[], Collection[EngineClient]],
+        clients: Callable[[Collection[int]], Collection[EngineClient]],
         *,
         beat: Callable[[], None],
         log: Callable[[str], None],
@@ -73,7 +71,7 @@ class RemoteRollout:
         interval_s: float = POLL_S,
     ) -> None:
         """Args:
-        clients: returns the currently registered engines.
+        clients: returns the currently registered engines, without those of the given ranks.
         beat: called whenever an engine makes progress or begins to serve.
         restore: sends the weights to an engine that came back; None if this rank cannot.
         are_restored: True if some rank sends the weights to such engines during the rollout; False if none can.
@@ -120,14 +118,18 @@ class RemoteRollout:
         async with async_engine_http() as http:
             try:
                 while not (self._dispatcher.is_done and self._may_leave()):
-                    if time.monotonic() - read_at_s >= self._reread_s(clients, watchers):
-                        clients, read_at_s = self._clients(), time.monotonic()
+                    lost = [rank for rank, watcher in watchers.items() if watcher.done()]
+                    for rank in lost:
+                        del watchers[rank]
+                    if lost or time.monotonic() - read_at_s >= self._interval_s:
+                        # Not those of engines that respond: all ranks read them from the shared file system.
+                        known = [one for one in clients if one.address.rank in watchers]
+                        clients, read_at_s = [*known, *self._clients(watchers)], time.monotonic()
                     if self._is_stopped or self._is_stranded(clients):
                         break
                     for client in clients:
-                        rank = client.address.rank
-                        if rank not in watchers or watchers[rank].done():
-                            watchers[rank] = asyncio.create_task(self._watch(http, client))
+                        if client.address.rank not in watchers:
+                            watchers[client.address.rank] = asyncio.create_task(self._watch(http, client))
                     # Else the first engine to respond gets the longest prompts, and all of them if its window has room.
                     if self._checked >= {one.start for one in clients} or time.monotonic() - begun_s > FIRST_CHECKS_S:
                         self._deal(http)
@@ -141,11 +143,6 @@ class RemoteRollout:
             finally:
                 await _cancel_all([*watchers.values(), *(task for tasks in self._requests.values() for task in tasks)])
                 self._dispatcher.recall()
-
-    def _reread_s(self, clients: Collection[EngineClient], watchers: Mapping[int, asyncio.Task[None]]) -> float:
-        """Interval at which the addresses of the engines are read: all ranks read them from the shared file system."""
-        is_any_lost = any(watchers[one.address.rank].done() for one in clients)
-        return self._interval_s if is_any_lost or not clients else max(self._interval_s, REREAD_S)
 
     def _is_stranded(self, clients: Collection[EngineClient]) -> bool:
         """True if engines have other weights and will keep them, and all others have not responded for long."""
