@@ -40,16 +40,20 @@ pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
 
 MOMENTS = {"copy": 2, "write": 4, "complete": 4}
 """Moment of the save of step 4 at which a rank is killed, and the step from which the run resumes."""
+KILLED = {**{moment: moment for moment in MOMENTS}, "unsharded": "write"}
+"""Moment of each run that is killed."""
 
 
 def context_of(rank: int, num_ranks: int, folder: str, name: str, restart: int = 0) -> Any:
-    spec = tiny_spec(**{**SUPERVISED, "train": {**SUPERVISED["train"], "num_steps": 6 if name == "longer" else 4}})
+    trainer = {"trainer": {"zero_stage": 0}} if name == "unsharded" else {}
+    num_steps = 6 if name in {"longer", "unsharded"} else 4
+    spec = tiny_spec(**{**SUPERVISED, "train": {**SUPERVISED["train"], "num_steps": num_steps}, **trainer})
     context = make_context(f"{folder}/{name}", spec, rank, num_ranks, restart)
     memory = Path(folder) / f"{name}-memory" / f"node-{rank}"
     return dataclasses.replace(context, node=f"node-{rank}", local_rank=0, memory=memory)
 
 
-def kill_at(moment: str, rank: int, memory: Path) -> None:
+def kill_at(moment: str, rank: int, memory: Path, step_2: CheckpointDir) -> None:
     """Make this rank kill itself in the second save: while it copies, before it writes, or before COMPLETE."""
     from rlhf_core.run_dir import checkpoint as checkpoint_dir
     from rlhf_core.training.checkpoints import background_save, tensor_files
@@ -61,7 +65,7 @@ def kill_at(moment: str, rank: int, memory: Path) -> None:
     }
     owner, name, victim = places[moment]
     killed_here = memory.with_name("killed")
-    plain, step_2 = getattr(owner, name), RunDir(memory.parents[1] / moment).checkpoint(2)
+    plain = getattr(owner, name)
 
     def die(*arguments: Any) -> Any:
         if not step_2.complete.exists():
@@ -85,11 +89,11 @@ def end_after(path: Path) -> None:
     os._exit(1)
 
 
-def killed(rank: int, num_ranks: int, folder: str, moment: str) -> None:
+def killed(rank: int, num_ranks: int, folder: str, name: str) -> None:
     from rlhf_core.training.trainers.run import run_trainer
 
-    context = context_of(rank, num_ranks, folder, moment)
-    kill_at(moment, rank, context.memory)
+    context = context_of(rank, num_ranks, folder, name)
+    kill_at(KILLED[name], rank, context.memory, context.run_dir.checkpoint(2))
     run_trainer(context)
 
 
@@ -100,7 +104,7 @@ def resumed(rank: int, num_ranks: int, folder: str) -> dict[str, str]:
 
     ranks = init_process_group(context_of(rank, num_ranks, folder, "straight"))
     results = {"straight": str(train_run(context_of(rank, num_ranks, folder, "straight"), ranks))}
-    for name in (*MOMENTS, "damaged", "longer"):
+    for name in (*KILLED, "damaged", "longer"):
         results[name] = str(train_run(context_of(rank, num_ranks, folder, name, restart=1), ranks))
     leave_process_group(ranks)
     return results
@@ -110,15 +114,15 @@ def resumed(rank: int, num_ranks: int, folder: str) -> dict[str, str]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the runs that were killed and resumed."""
     folder = tmp_path_factory.mktemp("memory")
-    for moment in MOMENTS:
-        ended = launch(killed, 2, folder / f"{moment}-launch", folder=str(folder), moment=moment)
+    for name in KILLED:
+        ended = launch(killed, 2, folder / f"{name}-launch", folder=str(folder), name=name)
         assert -signal.SIGKILL in [result.exit_code for result in ended], ended
     for part in ("", "-memory"):
         shutil.copytree(folder / f"write{part}", folder / f"damaged{part}")
         shutil.copytree(folder / f"write{part}", folder / f"longer{part}")
     flip_last_bit(folder / "damaged-memory" / "node-1" / "trainer_state" / "rank-00001.safetensors")
     for result in values(launch(resumed, 2, folder / "resumed", folder=str(folder))):
-        assert result == dict.fromkeys(["straight", *MOMENTS, "damaged", "longer"], "done")
+        assert result == dict.fromkeys(["straight", *KILLED, "damaged", "longer"], "done")
     return folder
 
 
@@ -162,6 +166,13 @@ def test_a_node_keeps_the_weights_that_a_restart_brought_only_until_the_next_sav
         "trainer_state/rank-00001.safetensors",
         "trainer_state/settings.json",
     }
+
+
+def test_without_shards_a_node_gets_the_states_of_all_ranks(folder: Path) -> None:
+    """In stage 0 every rank reads what the others wrote."""
+    (event,) = events(folder, "unsharded")
+    assert event.message.startswith("resuming from the copy of step 4 in the memory")
+    assert set(metrics_of(folder, "unsharded", restart=1)) == {5, 6}
 
 
 def test_a_value_model_comes_from_the_same_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,6 +241,7 @@ def test_a_node_needs_the_state_of_its_ranks_and_what_belongs_to_all() -> None:
     found = newest_in_memory([part(0), part(1)], 2, "spec")
     assert found is not None
     assert found.needed([1]) == ["model/config.json", "trainer_state/rank-00001.safetensors"]
+    assert found.needed([1], every_state=True) == list(found.manifest.files)
 
 
 @pytest.mark.parametrize(

@@ -127,11 +127,11 @@ class MemoryCheckpoint:
         files = {name: found for part in self.parts for name, found in part.manifest.files.items()}
         return self.parts[0].manifest.model_copy(update={"files": dict(sorted(files.items()))})
 
-    def needed(self, ranks: Sequence[int]) -> list[str]:
-        """Files that a node needs: the states of its ranks and the shared files."""
+    def needed(self, ranks: Sequence[int], *, every_state: bool = False) -> list[str]:
+        """Files that a node needs: the states of its ranks, or of all ranks, and the shared files."""
         own = {name for rank in ranks for name in self.parts[rank].manifest.files}
         all_files = self.manifest.files
-        return [name for name in all_files if name in own or not name.startswith("trainer_state/rank-")]
+        return [name for name in all_files if name in own or every_state or not name.startswith("trainer_state/rank-")]
 
 
 def parts_here(folder: Path) -> list[MemoryPart]:

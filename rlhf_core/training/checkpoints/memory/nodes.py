@@ -42,10 +42,18 @@ class Brought:
 class NodeMemory:
     """In-memory checkpoints of this node. All ranks call the methods together."""
 
-    def __init__(self, folder: Path, node: str, ranks: Ranks, beat: Callable[[], None]) -> None:
+    def __init__(
+        self, folder: Path, node: str, ranks: Ranks, beat: Callable[[], None], *, every_state: bool = False
+    ) -> None:
+        """Find the ranks of each node. Collective.
+
+        Args:
+            every_state: whether each rank reads the states of all ranks.
+        """
         self._folder = folder
         self._ranks = ranks
         self._beat = beat
+        self._every_state = every_state
         self._here = [rank for rank, found in enumerate(ranks.gather(node)) if found == node]
 
     @property
@@ -85,7 +93,8 @@ class NodeMemory:
 
     def _missing_files(self, found: MemoryCheckpoint) -> dict[str, str]:
         """Files that this node's ranks need and that are missing or damaged here, with the reason."""
-        problems = {name: self._damage("", name, found.manifest.files) for name in found.needed(self._here)}
+        needed = found.needed(self._here, every_state=self._every_state)
+        problems = {name: self._damage("", name, found.manifest.files) for name in needed}
         return {name: problem for name, problem in problems.items() if problem}
 
     def _available_files(self, wanted: Sequence[str], expected: Mapping[str, FileChecksum]) -> dict[str, str]:

@@ -39,7 +39,9 @@ def memory_checkpoint(context: WorkerContext, ranks: Ranks, on_disk: int | None)
     def beat() -> None:
         context.reporter.beat(Phase.SETUP, 0)
 
-    memory = NodeMemory(context.memory, context.node, ranks, beat)
+    # In stage 0 every rank has the whole optimizer state, of which each has written a part.
+    every_state = context.spec.native_trainer.zero_stage == 0
+    memory = NodeMemory(context.memory, context.node, ranks, beat, every_state=every_state)
     found = memory.find(spec_hash(context.spec))
     reason = refusal(context, found, on_disk, lambda found: _is_on_disk(context, ranks, found, on_disk))
     if found is None or reason:
