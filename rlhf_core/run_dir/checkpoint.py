@@ -16,6 +16,7 @@ BASE_RECORD = "base_model.json"
 """File next to an adapter of the native trainer, with the checksums of the base model that it was trained on."""
 ADAPTER_OF_MERGED = "adapter"
 """Folder of the adapter, within the folder of the model that it was merged into."""
+_PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -68,33 +69,32 @@ class CheckpointDir:
         """Problems of the files, by size and hash; empty for an intact checkpoint. Reads every byte.
 
         Args:
-            beat: called after every file.
+            beat: called after every piece.
         """
         manifest = self.manifest()
         if manifest is None:
             return [f"{self.complete.name} is {self._fault_of_manifest()}"]
         problems = [] if manifest.step == self.step else [f"{self.complete.name} is of step {manifest.step}"]
         for name, expected in manifest.files.items():
-            fault = self._fault_of(name, expected)
+            fault = self._fault_of(name, expected, beat)
             # Read once more before giving up a checkpoint: the failure of a disk or a network may be temporary.
-            if fault and (fault := self._fault_of(name, expected)):
+            if fault and (fault := self._fault_of(name, expected, beat)):
                 problems.append(fault)
-            beat()
         return problems
 
     def verify(self, beat: Callable[[], None] = lambda: None) -> None:
         """Raise :class:`CheckpointCorrupt` unless every file matches ``COMPLETE``.
 
         Args:
-            beat: called after every file.
+            beat: called after every piece.
         """
         problems = self.damage(beat)
         if problems:
             raise CheckpointCorrupt(f"checkpoint {self.root} is damaged: {'; '.join(problems)}", self.root.name)
 
-    def _fault_of(self, name: str, expected: FileChecksum) -> str:
+    def _fault_of(self, name: str, expected: FileChecksum, beat: Callable[[], None]) -> str:
         try:
-            found = checksum(self.root / name)
+            found = checksum(self.root / name, beat)
         except OSError as error:
             return f"{name}: {error.strerror}"
         if found == expected:
@@ -114,8 +114,15 @@ class CheckpointDir:
         return f"not a valid manifest ({size} bytes)"
 
 
-def checksum(path: Path) -> FileChecksum:
-    """Size and SHA-256 of a regular file."""
+def checksum(path: Path, beat: Callable[[], None] = lambda: None) -> FileChecksum:
+    """Size and SHA-256 of a regular file.
+
+    Args:
+        beat: called after every piece.
+    """
+    digest = hashlib.sha256()
     with open_regular(path) as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return FileChecksum(bytes=file.tell(), sha256=digest)
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+            beat()
+        return FileChecksum(bytes=file.tell(), sha256=digest.hexdigest())

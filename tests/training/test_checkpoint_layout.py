@@ -1,6 +1,7 @@
 """Weights in the layout of checkpoint files: what other engines receive is what ``save_pretrained`` writes."""
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,11 @@ import torch
 from core_models import QWEN, char_tokenizer
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from rlhf_core.training.models import gathering
 from rlhf_core.training.models.causal_lm import build_causal_lm
-from rlhf_core.training.models.gathering import named_weights
+from rlhf_core.training.models.gathering import named_weights, save_model
 from rlhf_core.training.rollouts.checkpoint_layout import CheckpointLayout
 
 pytestmark = pytest.mark.training
@@ -71,3 +73,21 @@ def test_a_version_may_be_cut_anywhere_and_the_next_one_starts_afresh(saved: tup
     list(layout.convert(given[: len(given) // 2]))
     layout.reset()
     assert_same(dict(itertools.chain(layout.convert(given), layout.rest())), files)
+
+
+def test_a_checkpoint_has_the_weights_of_its_files_in_several(
+    saved: tuple[str, PreTrainedModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, model, folder = saved
+    monkeypatch.setattr(gathering, "SHARD_BYTES", 4096)
+    beats: list[int] = []
+    save_model(model, tmp_path / "split", True, lambda: beats.append(1))
+    files = {path.name: load_file(path) for path in (tmp_path / "split").glob("*.safetensors")}
+    assert 1 < len(files) < len(beats)
+    found = {name: tensor for content in files.values() for name, tensor in content.items()}
+    assert_same(found, load_file(folder / "model.safetensors"))
+    index = json.loads((tmp_path / "split" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {name: file for file, content in files.items() for name in content}
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "split", local_files_only=True)
+    assert_same(dict(weights(loaded)), dict(weights(model)))

@@ -15,7 +15,6 @@ peft = pytest.importorskip("peft")
 
 from core_models import OTHER_FAMILIES, QWEN, char_tokenizer, tiny_model  # noqa: E402
 from pydantic import ValidationError  # noqa: E402
-from safetensors import SafetensorError  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from rlhf_core.errors import BadConfig, DiskFull, ResumeMismatch, WorkerError  # noqa: E402
@@ -24,6 +23,7 @@ from rlhf_core.run_dir.checkpoint import ADAPTER_WEIGHTS, BASE_RECORD  # noqa: E
 from rlhf_core.run_dir.run import RunDir  # noqa: E402
 from rlhf_core.schemas.model import LoraSpec  # noqa: E402
 from rlhf_core.schemas.run import RunSpec  # noqa: E402
+from rlhf_core.training.models import gathering  # noqa: E402
 from rlhf_core.training.models.adapters import (  # noqa: E402
     AdapterReference,
     add_adapter,
@@ -106,19 +106,18 @@ def test_an_adapter_whose_weights_match_no_layer_is_not_merged_away(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("problem", "expected"),
-    [("No space left on device (os error 28)", DiskFull), ("File too large (os error 27)", WorkerError)],
+    ("number", "expected"),
+    [(errno.ENOSPC, DiskFull), (errno.EFBIG, WorkerError)],
 )
 def test_weights_that_find_no_room_leave_no_merged_model(
-    tmp_path: Path, problem: str, expected: type[WorkerError]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, expected: type[WorkerError]
 ) -> None:
-    """safetensors raises an error of its own, which is not of the system."""
     folder, run_dir = base(tmp_path / "base"), RunDir(tmp_path / "run")
     save_adapter(adapted(folder), tmp_path / "adapter", folder, is_first=True, beat=lambda: None)
     checkpoint = Mock(step=4, model=tmp_path / "adapter")
-    model = Mock(save_pretrained=Mock(side_effect=SafetensorError(f"Error while serializing: I/O error: {problem}")))
+    monkeypatch.setattr(gathering, "write_tensors", Mock(side_effect=OSError(number, os.strerror(number))))
     with pytest.raises(WorkerError) as raised:
-        write_merged(run_dir, checkpoint, model, char_tokenizer(), lambda: None)
+        write_merged(run_dir, checkpoint, tiny_model(), char_tokenizer(), lambda: None)
     assert type(raised.value) is expected
     assert list(run_dir.merged(4).root.parent.iterdir()) == []
 

@@ -26,7 +26,7 @@ from rlhf_core.training.models.causal_lm import (
     tokenizer_folder,
 )
 from rlhf_core.training.models.embeddings import replace_padding, require_embeddings
-from rlhf_core.training.models.gathering import write_model_texts
+from rlhf_core.training.models.gathering import weight_shapes, write_model_texts
 from rlhf_core.training.models.lean_layers import use_gradient_checkpointing
 from rlhf_core.training.models.reward_model import RewardModel, load_reward_model
 from rlhf_core.training.types import Row
@@ -100,7 +100,7 @@ def test_a_model_with_a_temperature_and_without_sampling_is_saved(tmp_path: Path
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "temperature": 0.9, "top_p": 0.6}))
     model = load_causal_lm(tmp_path / "released", "float32")
     (tmp_path / "saved").mkdir()
-    write_model_texts(model, tmp_path / "saved")
+    write_model_texts(model, tmp_path / "saved", weight_shapes(model))
     model.save_pretrained(tmp_path / "whole")
     for name in ("saved", "whole"):
         saved = json.loads((tmp_path / name / "generation_config.json").read_text())

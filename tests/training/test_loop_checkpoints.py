@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import errno
-import functools
 import json
 import mmap
 import os
@@ -35,9 +34,7 @@ from rlhf_core.schemas.run import RunSpec
 
 torch = pytest.importorskip("torch")
 
-from safetensors.torch import save_file  # noqa: E402 - needs torch
-
-from rlhf_core.training.checkpoints import background_save, direct_save, host_buffers, tensor_files  # noqa: E402 - needs torch
+from rlhf_core.training.checkpoints import background_save, direct_save, host_buffers  # noqa: E402 - needs torch
 from rlhf_core.training.checkpoints import writer as checkpoints  # noqa: E402 - needs torch
 from rlhf_core.training.checkpoints.resume import resume_point  # noqa: E402
 from rlhf_core.training.checkpoints.soundness import hash_of_settings, spec_hash, verify_checkpoint  # noqa: E402
@@ -53,7 +50,7 @@ from rlhf_core.training.checkpoints.writer import CheckpointWriter  # noqa: E402
 from rlhf_core.training.data.tokenizers import build_tokenizer, load_tokenizer  # noqa: E402
 from rlhf_core.training.distributed import Ranks  # noqa: E402
 from rlhf_core.training.health.state import HealthState, Repetition  # noqa: E402
-from rlhf_core.training.models import gathering  # noqa: E402
+from rlhf_core.training.models import tensor_files  # noqa: E402
 from rlhf_core.training.models.causal_lm import build_causal_lm, load_causal_lm  # noqa: E402
 
 pytestmark = [pytest.mark.training]
@@ -162,6 +159,26 @@ def test_one_from_before_the_window_that_is_judged_is_always_there(every: int, w
             assert any(newest - 2 * window - every < step <= newest - window for step in steps), (newest, steps)
 
 
+def test_a_checkpoint_that_cannot_be_read_for_a_moment_stays(
+    run_dir: RunDir, ranks: Ranks, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = writer(run_dir, ranks, spec_with(checkpoint={"keep_last": 3}))
+    for step in (3, 4):
+        save_whole(saver, progress(step), model, ENGINE_STATE)
+    unreadable, manifest = [3], CheckpointDir.manifest
+
+    def manifest_or_none(checkpoint: CheckpointDir) -> Any:
+        if checkpoint.step in unreadable:
+            unreadable.remove(checkpoint.step)
+            return None
+        return manifest(checkpoint)
+
+    monkeypatch.setattr(CheckpointDir, "manifest", manifest_or_none)
+    save_whole(saver, progress(5), model, ENGINE_STATE)
+    assert unreadable == []
+    assert [checkpoint.step for checkpoint in run_dir.checkpoints()] == [3, 4, 5]
+
+
 def test_going_back_replaces_a_checkpoint_of_the_same_step(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
     saver = writer(run_dir, ranks)
     save_whole(saver, progress(4), model, ENGINE_STATE)
@@ -209,7 +226,7 @@ MOMENTS: dict[bool, list[tuple[Any, str]]] = {
         (tensor_files.TensorImage, "fill"),
         (background_save, "checksums_of"),
         (background_save, "write_files"),
-        (background_save, "bring_to_disk"),
+        (tensor_files, "bring_to_disk"),
         (checkpoints, "awaited"),
         (checkpoint_dir, "write_model"),
         (checkpoint_dir, "remove_tree"),
@@ -338,7 +355,7 @@ def test_with_as_many_ranks_each_reads_its_own_completions_in_flight(
     for rank in range(2):
         state = {"progress": progress(4).model_dump(mode="json"), "random": None, "in_flight": {"step": rank}}
         tensors, metadata = tensor_files.flattened(state)
-        tensor_files.write_tensors(state_file(checkpoint, rank), tensors, metadata)
+        tensor_files.write_tensors(state_file(checkpoint, rank), tensors, metadata, lambda: None)
     write_model(
         checkpoint.complete,
         CheckpointManifest(
@@ -387,12 +404,32 @@ def test_a_large_file_is_synced_piece_by_piece(tmp_path: Path, monkeypatch: pyte
     """Otherwise nothing shows progress while the disk takes the whole file."""
     calls: list[str] = []
     chunk = 16 << 20
-    monkeypatch.setattr(background_save, "SYNC_BYTES", 2 * chunk)
+    monkeypatch.setattr(tensor_files, "SYNC_BYTES", 2 * chunk)
     monkeypatch.setattr("os.fdatasync", lambda descriptor: calls.append("sync"))
     memory = mmap.mmap(-1, 5 * chunk)
     background_save.write_files(tmp_path, {"state": memory}, lambda: calls.append("advance"))
     assert calls == ["advance", "sync", "advance", "advance", "sync", "advance", "advance", "advance"]
     assert (tmp_path / "state").stat().st_size == 5 * chunk
+
+
+def test_each_piece_of_a_file_is_a_sign_of_life_while_the_step_waits(
+    run_dir: RunDir, ranks: Ranks, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a slow file system looks like one that hangs."""
+    calls: list[str] = []
+    chunk = 16 << 20
+    monkeypatch.setattr(tensor_files, "SYNC_BYTES", 2 * chunk)
+    monkeypatch.setattr("os.fdatasync", lambda descriptor: calls.append("sync"))
+    monkeypatch.setattr(tensor_files, "bring_to_disk", lambda path: calls.append(path.name))
+    spec, tokenizer = spec_with(checkpoint={"background": False}), build_tokenizer("char", [], 0)
+    saver = CheckpointWriter(run_dir, spec, tokenizer, ranks, lambda: calls.append("beat"))
+    saver.begin(progress(4), model, {"weight": torch.ones(3 * chunk // 4)})
+    written = calls.index("rank-00000.safetensors")
+    assert calls[:written].count("beat") >= 3
+    assert calls[:written].count("sync") == 1
+    weights = calls.index("model.safetensors")
+    assert calls[written:weights].count("beat") > len(list(model.parameters()))
+    assert calls[weights:].count("beat") >= 48, "checksums"
 
 
 @pytest.mark.parametrize("refusal", [0, 2])
@@ -450,6 +487,21 @@ def test_no_room_is_noticed_before_anything_is_written(
     assert [path.name for path in run_dir.checkpoints_dir.iterdir()] == ["step-000004"]
 
 
+def test_room_is_needed_where_the_checkpoints_are(
+    run_dir: RunDir, ranks: Ranks, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    run_dir.checkpoints_dir.symlink_to(tmp_path / "elsewhere")
+
+    def usage(path: Path) -> Any:
+        free = 1000 if path.resolve() == tmp_path / "elsewhere" else 10**9
+        return shutil._ntuple_diskusage(10**9, 10**9 - free, free)  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    with pytest.raises(DiskFull, match=r"run/checkpoints has 1\.0 kB free"):
+        save_whole(writer(run_dir, ranks), progress(4), model, ENGINE_STATE)
+
+
 WRITERS: dict[bool, tuple[Any, str]] = {False: (direct_save, "write_tensors"), True: (background_save, "write_files")}
 """Functions that write, while the step waits and in the background."""
 
@@ -490,27 +542,6 @@ def test_another_failure_to_write_is_not_called_a_full_disk(
     with pytest.raises(WorkerError, match="could not be written: rank 0: PermissionError") as caught:
         save_whole(saver, progress(6), model, ENGINE_STATE)
     assert not isinstance(caught.value, DiskFull)
-
-
-def test_the_weights_that_are_written_are_signs_of_life(
-    run_dir: RunDir, ranks: Ranks, model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gathering, "gathered_weights", functools.partial(gathering.gathered_weights, bucket_elements=1))
-    monkeypatch.setattr(gathering, "SHARD_BYTES", 1)
-    beat, beats = Mock(), list[int]()
-
-    def saved(*arguments: Any, **options: Any) -> None:
-        beats.append(beat.call_count)
-        save_file(*arguments, **options)
-
-    monkeypatch.setattr(gathering, "save_file", saved)
-    spec = spec_with(checkpoint={"background": False})
-    saver = CheckpointWriter(run_dir, spec, build_tokenizer("char", [], 0), ranks, beat)
-    folder = save_whole(saver, progress(4), model, ENGINE_STATE).model
-    assert len(beats) > 2
-    assert beats == list(range(beats[0], beats[0] + len(beats)))
-    loaded = load_causal_lm(folder, "float32")
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
 
 
 def save_on_a_small_disk(rank: int, num_ranks: int, run_dir: str) -> list[str]:
@@ -656,10 +687,10 @@ def test_a_checkpoint_is_read_again_before_it_is_given_up(
     saved = save_whole(writer(run_dir, ranks), progress(4), model, ENGINE_STATE)
     failures = [OSError(errno.EIO, "Input/output error")]
 
-    def read(path: Path) -> Any:
+    def read(path: Path, beat: Any) -> Any:
         if failures and path.name == "model.safetensors":
             raise failures.pop()
-        return checksum(path)
+        return checksum(path, beat)
 
     monkeypatch.setattr("rlhf_core.run_dir.checkpoint.checksum", read)
     verify_checkpoint(saved, spec_with(), ranks)
@@ -808,7 +839,7 @@ def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
 
     draw()
     np.random.randn()  # leaves a second number waiting
-    tensor_files.write_tensors(tmp_path / "state", *tensor_files.flattened(random_state(cpu)))
+    tensor_files.write_tensors(tmp_path / "state", *tensor_files.flattened(random_state(cpu)), lambda: None)
     expected = draw()
     draw()
     restore_random_state(tensor_files.read_content(tmp_path / "state"), cpu)

@@ -274,7 +274,7 @@ def metrics_of(folder: Path, name: str, restart: int = 0) -> dict[int, dict[str,
 
 def final_state(folder: Path, name: str, step: int = 6) -> dict[str, Any]:
     """What a checkpoint holds: files by checksum, states of the ranks by content (equal ones pickle differently)."""
-    from rlhf_core.training.checkpoints.tensor_files import read_content
+    from rlhf_core.training.models.tensor_files import read_content
 
     checkpoint = RunDir(folder / name).checkpoint(step)
     manifest = checkpoint.manifest()

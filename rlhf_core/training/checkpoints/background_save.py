@@ -7,7 +7,6 @@ checksums of each rank's files, and rank 0's verdict.
 
 import hashlib
 import mmap
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,19 +16,14 @@ from pathlib import Path
 from pydantic import Field
 from torch.distributed.distributed_c10d import Store
 
-from rlhf_core.files.reading import bring_to_disk
 from rlhf_core.files.whole import comes_from_full_disk
 from rlhf_core.schemas.base import Message, Schema
 from rlhf_core.schemas.checkpoint_files import FileChecksum
 from rlhf_core.survival import Survived
-from rlhf_core.training.checkpoints.tensor_files import chunks
+from rlhf_core.training.models.tensor_files import chunks, write_pieces
 
 FIRST_POLL_S, LONGEST_POLL_S = 0.02, 0.5
 """First and longest interval at which a rank polls for the other ranks' results."""
-
-SYNC_BYTES = 256 << 20
-"""Bytes after which a file is synced, so that progress shows while the disk works: a single sync at the end of a large
-file may take longer than a stall is tolerated."""
 
 Content = Mapping[str, mmap.mmap | bytes]
 """File contents by path in the checkpoint."""
@@ -144,18 +138,7 @@ def write_files(root: Path, content: Content, advance: Callable[[], None]) -> No
     for name, data in content.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
-            num_unsynced = 0
-            for piece in chunks(data):
-                file.write(piece)
-                num_unsynced += len(piece)
-                if num_unsynced >= SYNC_BYTES:
-                    file.flush()
-                    os.fdatasync(file.fileno())
-                    num_unsynced = 0
-                advance()
-        bring_to_disk(path)
-        advance()
+        write_pieces(path, chunks(data), advance)
 
 
 def awaited(store: Store, key: str, timeout_s: float) -> bytes:

@@ -17,10 +17,10 @@ from rlhf_core.survival import Survived
 from rlhf_core.training.checkpoints.saving import CheckpointPart, CheckpointPublication
 from rlhf_core.training.checkpoints.soundness import settings_file
 from rlhf_core.training.checkpoints.state import state_file
-from rlhf_core.training.checkpoints.tensor_files import flattened, write_tensors
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.models.adapters import has_adapter, save_adapter
 from rlhf_core.training.models.gathering import is_split, save_model
+from rlhf_core.training.models.tensor_files import flattened, write_tensors
 
 Result = TypeVar("Result")
 
@@ -77,8 +77,7 @@ class DirectSave:
 
     def _write_state(self, part: CheckpointPart) -> list[Path]:
         path = state_file(part.partial, self._ranks.rank)
-        write_tensors(path, *flattened(part.state))
-        self._beat()
+        write_tensors(path, *flattened(part.state), self._beat)
         return [path]
 
     def _write_model(self, part: CheckpointPart) -> list[Path]:
@@ -108,8 +107,7 @@ class DirectSave:
         checksums = {}
         for path in written:
             bring_to_disk(path)
-            checksums[path.relative_to(partial.root).as_posix()] = checksum(path)
-            self._beat()
+            checksums[path.relative_to(partial.root).as_posix()] = checksum(path, self._beat)
         return checksums
 
     def _together(self, partial: CheckpointDir, work: Callable[[], Result]) -> Result:

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from rlhf_core.training.checkpoints.host_buffers import HostBuffers
-from rlhf_core.training.checkpoints.tensor_files import TensorImage, TensorLayout, flattened, lay_out, shapes_of
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.models.gathering import (
     WEIGHTS_METADATA,
@@ -22,6 +21,7 @@ from rlhf_core.training.models.gathering import (
     weight_shapes,
     write_model_texts,
 )
+from rlhf_core.training.models.tensor_files import TensorImage, TensorLayout, flattened, lay_out, shapes_of
 
 PADDING = "padding"
 """Name of a tensor in the file of a rank's state that fills it up; nothing reads it."""
@@ -124,7 +124,7 @@ def _weight_layouts(folder: str, model: nn.Module) -> dict[str, TensorLayout]:
 
 def model_texts(model: PreTrainedModel) -> dict[str, bytes]:
     """Small files that accompany a model's weights, by path in its folder."""
-    return _written(lambda folder: write_model_texts(model, folder))
+    return _written(lambda folder: write_model_texts(model, folder, weight_shapes(model)))
 
 
 def tokenizer_texts(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:

@@ -15,9 +15,9 @@ from pydantic import AliasChoices, Field
 from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.schemas.base import Label, Schema
 from rlhf_core.schemas.scoring_models import ScoringModelState
-from rlhf_core.training.checkpoints.tensor_files import read_content
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.health.state import HealthState
+from rlhf_core.training.models.tensor_files import read_content
 
 
 class Progress(Schema):

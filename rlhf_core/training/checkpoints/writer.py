@@ -50,10 +50,10 @@ from rlhf_core.training.checkpoints.saving import CheckpointPart, CheckpointPubl
 from rlhf_core.training.checkpoints.snapshot import Snapshot, can_be_snapshot, model_texts, tokenizer_texts
 from rlhf_core.training.checkpoints.soundness import initial_folder, settings_file
 from rlhf_core.training.checkpoints.state import Progress, random_state, state_file
-from rlhf_core.training.checkpoints.tensor_files import flattened
 from rlhf_core.training.distributed import Ranks, collective_timeout
 from rlhf_core.training.models.adapters import has_adapter
 from rlhf_core.training.models.gathering import whole_bytes
+from rlhf_core.training.models.tensor_files import flattened
 
 LEAVE_S = 5.0
 """Time for which a process ending with an error waits for a checkpoint without progress, in seconds."""

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Size, Tensor, dtype, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rlhf_core.schemas.trainers import REDUCE_BUCKET_ELEMENTS
 from rlhf_core.survival import Survived
+from rlhf_core.training.models.tensor_files import Shapes, shapes_of, write_tensors
 
 SHARD_BYTES = 4_000_000_000
 """Maximum size of a weights file in bytes."""
@@ -112,20 +113,18 @@ def named_weights(
 
 
 def save_model(model: PreTrainedModel, folder: Path, is_first: bool, beat: Callable[[], None]) -> None:
-    """Write a model as a Hugging Face folder, one weights file at a time, with a heartbeat for each bucket.
+    """Write a model, split over the ranks or not, as a Hugging Face folder, one weights file at a time.
 
-    Rank 0 writes and holds one file of ``SHARD_BYTES`` in main memory. Collective if the model is split: every rank
-    gathers. A model whose weights have other names on disk than in memory (experts stored individually) is written
-    without heartbeats, and if it is split, held entirely in rank 0's main memory.
+    Collective if the model is split: every rank gathers, rank 0 writes and holds one file of ``SHARD_BYTES`` in main
+    memory, or the entire model if its weights have other names on disk than in memory (experts stored individually).
+
+    Args:
+        beat: called on progress.
 
     Raises:
-        OSError, SafetensorError: rank 0 could not write; raised after all ranks have iterated over all buckets.
+        OSError: rank 0 could not write; raised after all ranks have iterated over all buckets.
     """
-    if not is_split(model) and not keeps_names(model):
-        if is_first:
-            model.save_pretrained(folder, max_shard_size=SHARD_BYTES)
-        return
-    writer = _FolderWriter(model, folder) if is_first else None
+    writer = _FolderWriter(model, folder, beat) if is_first else None
     failure: BaseException | None = None
     for bucket in gathered_weights(model):
         beat()
@@ -148,12 +147,12 @@ def save_weights(model: nn.Module, path: Path, is_first: bool, beat: Callable[[]
     Collective if the model is split.
 
     Raises:
-        OSError, SafetensorError: rank 0 could not write.
+        OSError: rank 0 could not write.
     """
     weights = weights_of_first(model, is_first, beat, trained_only=not is_trained_whole(model))
     if is_first:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(weights, path)
+        write_tensors(path, weights, WEIGHTS_METADATA, beat)
 
 
 def weights_of_first(
@@ -172,30 +171,38 @@ def weights_of_first(
 class _FolderWriter:
     """Collects weights in order and writes each file as soon as it is full."""
 
-    def __init__(self, model: PreTrainedModel, folder: Path) -> None:
+    def __init__(self, model: PreTrainedModel, folder: Path, beat: Callable[[], None]) -> None:
         self._model = model
         self._folder = folder
+        self._beat = beat
+        self._is_split = is_split(model)
         self._waiting: dict[str, Tensor] = {}
         self._converts = not keeps_names(model)
-        self._files = weight_files(model)
-        self._left = list(self._files.items())
+        self._left = list(weight_files(model).items())
 
     def add(self, weights: dict[str, Tensor]) -> None:
         """Add the weights of one bucket."""
         for name, tensor in weights.items():
-            self._waiting[name] = tensor.to("cpu", copy=True).contiguous()
+            # The weights of a split model are valid until the next bucket.
+            self._waiting[name] = tensor.to("cpu", copy=True) if self._is_split else tensor
             if not self._converts and len(self._waiting) == len(self._left[0][1]):
                 file, _ = self._left.pop(0)
-                self._folder.mkdir(parents=True, exist_ok=True)
-                save_file(self._waiting, self._folder / file, metadata=WEIGHTS_METADATA)
+                self._write(file, self._waiting)
                 self._waiting = {}
 
     def finish(self) -> None:
-        """Write the files that accompany the weights."""
+        """Write the weights to be converted, and the files that accompany the weights."""
+        shapes = weight_shapes(self._model)
         if self._converts:
-            self._model.save_pretrained(self._folder, state_dict=self._waiting, max_shard_size=SHARD_BYTES)
-        else:
-            write_model_texts(self._model, self._folder)
+            weights = revert_weight_conversion(self._model, self._waiting)
+            shapes = shapes_of(weights)
+            for file, names in files_of(shapes).items():
+                self._write(file, {name: weights.pop(name) for name in names})
+        write_model_texts(self._model, self._folder, shapes)
+
+    def _write(self, file: str, weights: dict[str, Tensor]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        write_tensors(self._folder / file, weights, WEIGHTS_METADATA, self._beat)
 
 
 def keeps_names(model: PreTrainedModel) -> bool:
@@ -213,10 +220,15 @@ def weight_shapes(model: nn.Module, *, trained_only: bool = False) -> dict[str, 
 
 
 def weight_files(model: nn.Module) -> dict[str, list[str]]:
-    """Names of the weights by file, in order; no file exceeds ``SHARD_BYTES`` unless a single weight does."""
+    """Names of the weights by file, in order, if they are saved unchanged."""
+    return files_of(weight_shapes(model))
+
+
+def files_of(shapes: Shapes) -> dict[str, list[str]]:
+    """Names of tensors by file, in order; no file exceeds ``SHARD_BYTES`` unless a single tensor does."""
     parts: list[list[str]] = [[]]
     room = SHARD_BYTES
-    for name, (kind, shape) in weight_shapes(model).items():
+    for name, (kind, shape) in shapes.items():
         size = shape.numel() * kind.itemsize
         if parts[-1] and size > room:
             parts.append([])
@@ -228,8 +240,11 @@ def weight_files(model: nn.Module) -> dict[str, list[str]]:
     return {f"model-{number:05d}-of-{len(parts):05d}.safetensors": names for number, names in enumerate(parts, 1)}
 
 
-def write_model_texts(model: PreTrainedModel, folder: Path) -> None:
+def write_model_texts(model: PreTrainedModel, folder: Path, shapes: Shapes) -> None:
     """Write the files that turn weights files into a Hugging Face folder: configuration, generation settings, index.
+
+    Args:
+        shapes: types and shapes of the saved weights.
 
     Raises:
         OSError: a file cannot be written.
@@ -240,9 +255,9 @@ def write_model_texts(model: PreTrainedModel, folder: Path) -> None:
     config.save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
-    files = weight_files(model)
+    files = files_of(shapes)
     if len(files) > 1:
-        total = sum(shape.numel() * kind.itemsize for kind, shape in weight_shapes(model).values())
+        total = sum(shape.numel() * kind.itemsize for kind, shape in shapes.values())
         file_of = {name: file for file, names in files.items() for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": file_of}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"

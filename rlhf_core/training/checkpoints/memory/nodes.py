@@ -105,9 +105,8 @@ class NodeMemory:
         return {name: place for name, place in places.items() if place is not None}
 
     def _damage(self, place: str, name: str, expected: Mapping[str, FileChecksum]) -> str:
-        self._beat()
         try:
-            is_right = checksum(self._folder / place / name) == expected[name]
+            is_right = checksum(self._folder / place / name, self._beat) == expected[name]
         except OSError as error:
             return f"cannot be read: {error.strerror}"
         return "" if is_right else "does not match its checksum"

@@ -28,7 +28,7 @@ from rlhf_core.schemas.checkpoint_files import FileChecksum
 from rlhf_core.training.checkpoints.background_save import Content
 from rlhf_core.training.checkpoints.host_buffers import SPARE_SHARE, free_memory
 from rlhf_core.training.checkpoints.memory.copies import MemoryCopy, MemoryPart
-from rlhf_core.training.checkpoints.tensor_files import chunks
+from rlhf_core.training.models.tensor_files import chunks
 
 STALL_S = 10.0
 """Time without progress after which a transfer is abandoned, in seconds."""

@@ -7,7 +7,8 @@ JSON, the bytes of the tensors without gaps (https://github.com/huggingface/safe
 
 import json
 import mmap
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Size, Tensor
+
+from rlhf_core.files.reading import bring_to_disk
+
+SYNC_BYTES = 256 << 20
+"""Bytes after which a file is synced, so that progress shows while the disk works: a single sync at the end of a large
+file may take longer than a stall is tolerated."""
 
 _DTYPES = {
     torch.float64: "F64",
@@ -92,19 +99,49 @@ class TensorImage:
         place.copy_(tensor, non_blocking=True)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a file tensor by tensor, so that at most one is in main memory twice.
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], beat: Callable[[], None]
+) -> None:
+    """Write a file tensor by tensor, so that at most one is in main memory twice, and sync it to disk.
+
+    Args:
+        beat: called after every piece.
 
     Raises:
         OSError: the file cannot be written.
     """
-    layout = lay_out(shapes_of(tensors), metadata)
+    write_pieces(path, _pieces(tensors, lay_out(shapes_of(tensors), metadata)), beat)
+
+
+def _pieces(tensors: Mapping[str, Tensor], layout: TensorLayout) -> Iterator[bytes | memoryview]:
+    yield layout.header
+    for name in layout.places:
+        flat = tensors[name].detach().to("cpu").contiguous().view(-1)
+        if flat.numel():
+            yield from chunks(flat.view(torch.uint8).numpy().data)
+
+
+def write_pieces(path: Path, pieces: Iterable[bytes | memoryview], beat: Callable[[], None]) -> None:
+    """Write a file and sync it to disk.
+
+    Args:
+        beat: called after every piece.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     with path.open("wb") as file:
-        file.write(layout.header)
-        for name in layout.places:
-            flat = tensors[name].detach().to("cpu").contiguous().view(-1)
-            if flat.numel():
-                file.write(flat.view(torch.uint8).numpy().data)
+        num_unsynced = 0
+        for piece in pieces:
+            file.write(piece)
+            num_unsynced += len(piece)
+            if num_unsynced >= SYNC_BYTES:
+                file.flush()
+                os.fdatasync(file.fileno())
+                num_unsynced = 0
+            beat()
+    bring_to_disk(path)
+    beat()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -162,7 +199,7 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, Siz
     return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
 
 
-def chunks(memory: mmap.mmap | bytes, chunk_bytes: int = 16 << 20) -> Iterator[memoryview]:
+def chunks(memory: mmap.mmap | bytes | memoryview, chunk_bytes: int = 16 << 20) -> Iterator[memoryview]:
     """Yield the chunks of a file in memory, without copying."""
     with memoryview(memory) as view:
         for begin in range(0, len(view), chunk_bytes):
