@@ -210,6 +210,8 @@ def comes_from_full_disk(error: BaseException | None) -> bool:
     return False
 
 
+_GONE = ".gone"
+
 RESERVE_BYTES = 64 << 10
 
 
@@ -247,13 +249,20 @@ class Reserve:
         return [self.path.with_name(f".{self.path.name}.{number}") for number in range(self.num_files)]
 
 
-def remove_tree(path: Path) -> None:
-    """Remove a folder so that a reader never finds it partly removed under its own name; or a single file."""
+def remove_tree(path: Path) -> bool:
+    """Remove a folder so that a reader never finds it partly removed under its own name; or a single file.
+
+    Returns:
+        False if some of its files could not be removed, and stay under a hidden name.
+    """
     if not path.exists():
-        return
+        return True
     if not path.is_dir() or path.is_symlink():
         path.unlink()
-        return
-    doomed = path.with_name(f".{path.name}.{secrets.token_hex(4)}.gone")
-    path.rename(doomed)
+        return True
+    doomed = path
+    if path.suffix != _GONE:  # left by an earlier removal
+        doomed = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_GONE}")
+        path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
+    return not doomed.exists()

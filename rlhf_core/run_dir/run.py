@@ -29,6 +29,7 @@ from rlhf_core.schemas.stored_spec import READABLE_VERSIONS, StoredSpec
 
 _CHECKPOINT_NAME = re.compile(r"step-([0-9]{6,10})")
 _CODE_NAME = re.compile(r"code-([0-9]{1,6})")
+_LEFTOVER_NAME = re.compile(r"\.\.?step-.*")
 _ASIDE_NAME = re.compile(r"aside-[0-9]+|damaged-[0-9]+\.[0-9]+")
 _RUN_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}-[0-9]{8}-[0-9]{6}-[0-9a-f]{6}")
 
@@ -210,6 +211,10 @@ class RunDir:
     def put_aside_folders(self) -> list[Path]:
         """Folders of checkpoints that were put aside, damaged or of an abandoned branch, by name."""
         return [path for path in paths_in(self.checkpoints_dir) if _ASIDE_NAME.fullmatch(path.name)]
+
+    def leftovers(self) -> list[Path]:
+        """Hidden folders of checkpoints whose save or removal has not finished, by name."""
+        return [path for path in paths_in(self.checkpoints_dir) if _LEFTOVER_NAME.fullmatch(path.name)]
 
     def aside(self, attempt: int) -> Path:
         """Folder of the checkpoints whose branch was abandoned after an attempt."""

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -464,6 +465,31 @@ def test_set_aside_checkpoints_are_removed_with_the_others(harness: ControllerHa
     ]
     reconciler.carry_out(found)
     assert run_dir.put_aside_folders() == [run_dir.damaged(1, 3)], "a link is never followed"
+
+
+@pytest.mark.usefixtures("reconciler")
+@pytest.mark.parametrize("has_checkpoints", [True, False])
+def test_leftovers_of_an_ended_run_are_removed_with_the_others(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch, has_checkpoints: bool
+) -> None:
+    run_dir = completed(harness) if has_checkpoints else make_run(harness.site.runs_dir)
+    if not has_checkpoints:
+        with closing(Journal(run_dir, 1)) as journal:
+            journal.move_run(RunState.FAILED, "it failed")
+        Ingester(harness.site, harness.store).ingest()
+    harness.scheduler.end_all()
+    leftovers = [".step-000004.ab.gone", ".step-000012.partial"]
+    for name in leftovers:
+        (run_dir.checkpoints_dir / name / "model").mkdir(parents=True)
+    reconciler = with_retention(harness, 7)
+    found = [one for one in reconciler.poll(retention=True) if one.folder]
+    assert [(one.kind, one.folder) for one in found] == [(ActionKind.REMOVE_PUT_ASIDE, name) for name in leftovers]
+    with monkeypatch.context() as refusing:
+        refusing.setattr("shutil.rmtree", lambda *_, **__: None)
+        assert [one.done for one in reconciler.carry_out(found[:1])] == [False]
+    assert run_dir.leftovers()[0].name == leftovers[0]
+    assert all(one.done for one in reconciler.carry_out(found))
+    assert run_dir.leftovers() == []
 
 
 @pytest.mark.usefixtures("reconciler")

@@ -305,11 +305,9 @@ class Reconciler:
             case ActionKind.PUBLISH:
                 return True, self._publish(self._run_dir(action))
             case ActionKind.REMOVE_CHECKPOINT:
-                remove_tree(self._run_dir(action).checkpoint(action.step).root)
-                return True, "removed"
+                return _removed(self._run_dir(action).checkpoint(action.step).root)
             case ActionKind.REMOVE_PUT_ASIDE:
-                remove_tree(self._run_dir(action).checkpoints_dir / action.folder)
-                return True, "removed"
+                return _removed(self._run_dir(action).checkpoints_dir / action.folder)
             case ActionKind.NOTE:
                 self._note_once(action.run_id, action.flow_run_id, action.reason)
                 return True, "left alone"
@@ -390,6 +388,11 @@ def _end_of(run_dir: RunDir, written: RunRecord) -> tuple[str, str, str]:
     """The end of a run, as far as it is published: its id, state and state of promotion."""
     promotion = written.promotion.state.value if written.promotion is not None else ""
     return run_dir.run_id, written.state.value, promotion
+
+
+def _removed(folder: Path) -> tuple[bool, str]:
+    is_removed = remove_tree(folder)
+    return is_removed, "removed" if is_removed else "some of its files could not be removed"
 
 
 def _about(action: ReconcileAction) -> str:

@@ -51,7 +51,7 @@ def old_checkpoints(
     days = site.retention.checkpoints_days
     if not days:
         return
-    found = open_runs.with_checkpoints(store, now - timedelta(days=days))
+    found = open_runs.ended_before(store, now - timedelta(days=days))
     ended_at = {run_id: ended for run_id, (path, ended) in found.items() if Path(path).parent == site.runs_dir}
     begun_from = _begun_from(site, world) if ended_at else []
     for run_id, standing in open_runs.named(store, now, ended_at).items():
@@ -63,7 +63,7 @@ def old_checkpoints(
             if run_dir.checkpoints_dir.is_symlink() or foreign_owner(run_dir.root):
                 continue
             actions = [*_removals(run_dir, standing, ended_at[run_id], begun_from, days, now)]
-            may_change = run_dir.put_aside_folders() or any(path.is_relative_to(run_dir.root) for path in begun_from)
+            may_change = _put_aside(run_dir) or any(path.is_relative_to(run_dir.root) for path in begun_from)
             # A day more, because the clocks of its nodes may have been ahead.
             if not actions and not may_change and ended_at[run_id] < now - timedelta(days=days + 1):
                 settled[run_id] = end
@@ -77,16 +77,20 @@ def _removals(
         reason = f"older than {days} days, and neither the newest, the best, promoted nor in use"
         yield ReconcileAction(ActionKind.REMOVE_CHECKPOINT, run_dir.run_id, reason, step=step)
     for name in _old_put_aside(run_dir, ended_at, now - timedelta(days=days)):
-        reason = f"put aside, damaged or given up, and older than {days} days"
+        reason = f"put aside, given up or left of an interrupted save or removal, and older than {days} days"
         yield ReconcileAction(ActionKind.REMOVE_PUT_ASIDE, run_dir.run_id, reason, folder=name)
 
 
 def _old_put_aside(run_dir: RunDir, ended_at: datetime, latest: datetime) -> list[str]:
-    """Folders of checkpoints that were put aside and may be removed; none if the run was resumed since."""
+    """Folders of checkpoints that do not count and may be removed; none if the run was resumed since."""
     if not read_record(run_dir).ended or ended_at >= latest:
         return []
-    folders = [path for path in run_dir.put_aside_folders() if not path.is_symlink()]
+    folders = [path for path in _put_aside(run_dir) if not path.is_symlink()]
     return [path.name for path in folders if datetime.fromtimestamp(path.stat().st_mtime, UTC) < latest]
+
+
+def _put_aside(run_dir: RunDir) -> list[Path]:
+    return run_dir.put_aside_folders() + run_dir.leftovers()
 
 
 def _old_steps(

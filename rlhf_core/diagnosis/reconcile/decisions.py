@@ -82,7 +82,8 @@ class ActionKind(StrEnum):
     REMOVE_CHECKPOINT = "remove_checkpoint"
     """Remove a checkpoint that the retention rules of the site no longer keep."""
     REMOVE_PUT_ASIDE = "remove_put_aside"
-    """Remove checkpoints that were put aside because they were damaged or discarded."""
+    """Remove checkpoints that were put aside because they were damaged or discarded, or are left of an interrupted save
+    or removal."""
     NOTE = "note"
     """Report something without acting on it."""
 

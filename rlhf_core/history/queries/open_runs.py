@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from sqlalchemy import ColumnElement, func, or_, select, union_all
 
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.history.tables.sqlalchemy_core import CHECKPOINTS, CONTROLLERS, EVENTS, LEASES, PROMOTIONS, RUNS
+from rlhf_core.history.tables.sqlalchemy_core import CONTROLLERS, EVENTS, LEASES, PROMOTIONS, RUNS
 from rlhf_core.schemas.attempts import RUN_ENDS, PromotionState, RunState
 
 _CHUNK = 500
@@ -148,15 +148,11 @@ def runs_of_flow_runs(store: HistoryStore, flow_run_ids: Collection[str]) -> dic
     return found
 
 
-def with_checkpoints(store: HistoryStore, ended_before: datetime) -> dict[str, tuple[str, datetime]]:
-    """Find the directory and end of every run with checkpoints that ended before a time, by id."""
+def ended_before(store: HistoryStore, time: datetime) -> dict[str, tuple[str, datetime]]:
+    """Find the directory and end of every run that ended before a time, by id."""
     with store.reading() as connection:
         rows = connection.execute(
-            select(RUNS.c.run_id, RUNS.c.run_dir, RUNS.c.ended_at)
-            .distinct()
-            .join(CHECKPOINTS, CHECKPOINTS.c.run_id == RUNS.c.run_id)
-            .where(RUNS.c.ended_at < ended_before, CHECKPOINTS.c.removed_at.is_(None))
-            .order_by(RUNS.c.run_id)
+            select(RUNS.c.run_id, RUNS.c.run_dir, RUNS.c.ended_at).where(RUNS.c.ended_at < time).order_by(RUNS.c.run_id)
         )
         return {row.run_id: (row.run_dir, row.ended_at) for row in rows}
 

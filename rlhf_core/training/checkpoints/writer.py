@@ -216,9 +216,8 @@ class CheckpointWriter:
 
     def _remove_leftovers(self) -> None:
         """Remove leftovers of interrupted saves and removals; no other process writes here."""
-        for pattern in (".step-*", "..step-*"):  # the second: `remove_tree` of a partial checkpoint
-            for leftover in self._run_dir.checkpoints_dir.glob(pattern):
-                shutil.rmtree(leftover, ignore_errors=True)
+        for leftover in self._run_dir.leftovers():
+            shutil.rmtree(leftover, ignore_errors=True)
 
     def _snapshot(self, part: CheckpointPart) -> Snapshot | None:
         """Lay out this rank's files and reserve memory for them; None if the step has to wait for the disk."""
