@@ -7,11 +7,12 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -43,6 +44,7 @@ from rlhf_core.schemas.attempts import RunState, StageName
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.resources import Submission
+from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.site import RetentionSite
 
 DEAD = f"anna@{os.uname().nodename}:{psutil.pids()[-1]}:1.00"
@@ -95,6 +97,17 @@ def completed(harness: ControllerHarness) -> RunDir:
     harness.scheduler.on_submit = agents
     drive(harness.controller(run_dir))
     harness._stack.close()
+    return run_dir
+
+
+def failed(harness: ControllerHarness, steps: Sequence[int] = (4, 8, 10), spec: RunSpec | None = None) -> RunDir:
+    """A failed run with checkpoints of these steps."""
+    run_dir = harness.run(spec)
+    for step in steps:
+        FakeAgent(run_dir).checkpoint(step)
+    with closing(Journal(run_dir, 1)) as journal:
+        journal.move_run(RunState.FAILED, "it failed")
+    Ingester(harness.site, harness.store).ingest()
     return run_dir
 
 
@@ -410,6 +423,43 @@ def test_old_checkpoints_are_removed_and_the_history_remembers_them(harness: Con
 
 
 @pytest.mark.usefixtures("reconciler")
+def test_a_run_resumed_before_its_turn_keeps_its_checkpoints(harness: ControllerHarness) -> None:
+    run_dir = failed(harness)
+    reconciler = with_retention(harness, 7)
+    actions = reconciler.poll(retention=True)
+    assert [one.step for one in actions] == [4, 8]
+    with closing(Journal(run_dir, 2)) as journal:
+        journal.move_run(RunState.PREFLIGHT, "resumed")
+    reconciler.carry_out(actions)
+    assert [one.step for one in run_dir.checkpoints()] == [4, 8, 10]
+
+
+def test_removals_are_interrupted_for_the_next_round(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here each takes two thirds of the time between rounds."""
+    now_s, left, rounds = [0.0], ["first", "second", "third"], []
+    interval_s = 0.06
+    monkeypatch.setattr(loop, "time", Mock(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(loop, "is_held", lambda lease: True)
+    stop = threading.Event()
+
+    def carry_out(reconciler: Reconciler, may: Callable[[], bool], retention: bool) -> list[ActionResult]:
+        rounds.append(retention)
+        while retention and left and may():
+            left.pop()
+            now_s[0] += interval_s * 2 / 3
+        if len(rounds) == 5:
+            stop.set()
+        return []
+
+    prefect = harness.site.prefect.model_copy(update={"reconcile_s": interval_s})
+    site = dataclasses.replace(harness.site, prefect=prefect)
+    loop._Rounds(site, None, carry_out, ()).run(harness.store, Mock(), stop, threading.Event())
+    assert rounds == [False, True, False, True, False]
+
+
+@pytest.mark.usefixtures("reconciler")
 def test_a_run_with_nothing_left_to_remove_is_not_read_again(
     harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -472,12 +522,7 @@ def test_set_aside_checkpoints_are_removed_with_the_others(harness: ControllerHa
 def test_leftovers_of_an_ended_run_are_removed_with_the_others(
     harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch, has_checkpoints: bool
 ) -> None:
-    run_dir = completed(harness) if has_checkpoints else make_run(harness.site.runs_dir)
-    if not has_checkpoints:
-        with closing(Journal(run_dir, 1)) as journal:
-            journal.move_run(RunState.FAILED, "it failed")
-        Ingester(harness.site, harness.store).ingest()
-    harness.scheduler.end_all()
+    run_dir = failed(harness, steps=(4, 8, 10) if has_checkpoints else ())
     leftovers = [".step-000004.ab.gone", ".step-000012.partial"]
     for name in leftovers:
         (run_dir.checkpoints_dir / name / "model").mkdir(parents=True)

@@ -19,7 +19,7 @@ from rlhf_core.config.site import Site
 from rlhf_core.control import adopt
 from rlhf_core.control.attempts.jobs import is_to_save
 from rlhf_core.control.cancel import cancel_run
-from rlhf_core.control.reconcile.cleanup import Settled, old_checkpoints
+from rlhf_core.control.reconcile.cleanup import Settled, old_checkpoints, removed
 from rlhf_core.control.reconcile.facts import foreign_owner, lease_holder, run_facts
 from rlhf_core.control.reconcile.flow_runs import FlowRuns, FlowRunSnapshot, NotRegistered
 from rlhf_core.diagnosis.reconcile.decisions import ActionKind, ReconcileAction, decide
@@ -27,7 +27,7 @@ from rlhf_core.diagnosis.reconcile.facts import FLOW_ENDS, JobFacts, LeaseState,
 from rlhf_core.errors import HistoryError, RlhfError, SchedulerError
 from rlhf_core.files.appended import append_lines
 from rlhf_core.files.lookups import is_there
-from rlhf_core.files.whole import read_model, remove_tree
+from rlhf_core.files.whole import read_model
 from rlhf_core.history.queries import open_runs
 from rlhf_core.history.queries.open_runs import OpenRun
 from rlhf_core.history.store import HistoryStore
@@ -129,7 +129,8 @@ class Reconciler:
         """Carry out the actions one after the other; a failed one is retried in the next round.
 
         Args:
-            may: called before each action; False ends the round, because another process reconciles this site now.
+            may: called before each action; False ends the round: another process reconciles this site now, or the next
+                round is due.
         """
         results: list[ActionResult] = []
         failed: set[str] = set()
@@ -305,9 +306,9 @@ class Reconciler:
             case ActionKind.PUBLISH:
                 return True, self._publish(self._run_dir(action))
             case ActionKind.REMOVE_CHECKPOINT:
-                return _removed(self._run_dir(action).checkpoint(action.step).root)
+                return removed(self._run_dir(action), self._run_dir(action).checkpoint(action.step).root)
             case ActionKind.REMOVE_PUT_ASIDE:
-                return _removed(self._run_dir(action).checkpoints_dir / action.folder)
+                return removed(self._run_dir(action), self._run_dir(action).checkpoints_dir / action.folder)
             case ActionKind.NOTE:
                 self._note_once(action.run_id, action.flow_run_id, action.reason)
                 return True, "left alone"
@@ -388,11 +389,6 @@ def _end_of(run_dir: RunDir, written: RunRecord) -> tuple[str, str, str]:
     """The end of a run, as far as it is published: its id, state and state of promotion."""
     promotion = written.promotion.state.value if written.promotion is not None else ""
     return run_dir.run_id, written.state.value, promotion
-
-
-def _removed(folder: Path) -> tuple[bool, str]:
-    is_removed = remove_tree(folder)
-    return is_removed, "removed" if is_removed else "some of its files could not be removed"
 
 
 def _about(action: ReconcileAction) -> str:

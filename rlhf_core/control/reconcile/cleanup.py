@@ -16,7 +16,7 @@ from rlhf_core.diagnosis.reconcile.decisions import ActionKind, ReconcileAction
 from rlhf_core.diagnosis.reconcile.facts import World
 from rlhf_core.diagnosis.retention import Scored, removable
 from rlhf_core.errors import RlhfError, RunDirError
-from rlhf_core.files.whole import read_all
+from rlhf_core.files.whole import read_all, remove_tree
 from rlhf_core.history.queries import open_runs
 from rlhf_core.history.queries.open_runs import OpenRun
 from rlhf_core.history.store import HistoryStore
@@ -68,6 +68,18 @@ def old_checkpoints(
             if not actions and not may_change and ended_at[run_id] < now - timedelta(days=days + 1):
                 settled[run_id] = end
             yield from actions
+
+
+def removed(run_dir: RunDir, folder: Path) -> tuple[bool, str]:
+    """Remove a folder of checkpoints of a run. Returns True if nothing is left to do, and the outcome for the log.
+
+    Raises:
+        RunDirError, OSError: the file system failed, or the journal is damaged.
+    """
+    if not read_record(run_dir).ended:  # removals before this one may have taken hours
+        return True, "the run was resumed meanwhile; left alone"
+    is_removed = remove_tree(folder)
+    return is_removed, "removed" if is_removed else "some of its files could not be removed"
 
 
 def _removals(

@@ -6,6 +6,7 @@ in two threads, so that a job that takes a minute to end delays neither the inge
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -195,19 +196,37 @@ class _Rounds:
 
         while goes_on():
             retention = time.monotonic() - cleaned_up_s >= CLEANUP_INTERVAL_S
+            may_remove = _ForAWhile(may, self.site.prefect.reconcile_s)
             with _survived("a round could not be made"):
                 self.carry_out(reconciler, may, False)
                 if retention:  # reads many files: the repairs come first
-                    self.carry_out(reconciler, may, True)
-                cleaned_up_s = time.monotonic() if retention else cleaned_up_s
+                    self.carry_out(reconciler, may_remove, True)
+                cleaned_up_s = time.monotonic() if retention and not may_remove.is_over else cleaned_up_s
             for chore in self.chores:
                 if may() and self.flow_runs is not None and self.flow_runs.answers():
                     with _survived(f"{chore.title} was not possible"):
                         chore.work(store)
-            if retention and may():
+            if retention and not may_remove.is_over and may():
                 with _survived("the removal of old snapshots was not possible"):
                     cleanup.run(may)
             over.wait(self.site.prefect.reconcile_s)
+
+
+class _ForAWhile:
+    """A permission that ends some time after it was first asked for."""
+
+    def __init__(self, may: Callable[[], bool], seconds: float) -> None:
+        self._may = may
+        self._seconds = seconds
+        self._until_s = math.inf
+        self.is_over = False
+        """True once it was refused because its time was over."""
+
+    def __call__(self) -> bool:
+        now_s = time.monotonic()
+        self._until_s = min(self._until_s, now_s + self._seconds)
+        self.is_over = now_s > self._until_s
+        return not self.is_over and self._may()
 
 
 def is_held(lease: HeldLease) -> bool:
