@@ -553,15 +553,26 @@ def test_a_link_is_never_followed(harness: ControllerHarness, tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("reconciler")
-def test_the_starting_point_of_an_active_run_is_kept(harness: ControllerHarness) -> None:
-    from control_fakes import make_spec
-
-    run_dir = completed(harness)
-    harness.scheduler.end_all()
-    harness.run(make_spec(model={"path": str(run_dir.checkpoint(4).model), "config": {}, "tokenizer": ""}))
+@pytest.mark.parametrize("reads", ["model", "tokenizer", "reward", "link", "resumable"])
+def test_what_another_run_reads_is_kept(harness: ControllerHarness, tmp_path: Path, reads: str) -> None:
+    run_dir = failed(harness)
+    folder = run_dir.checkpoint(4).model
+    if reads == "link":
+        (tmp_path / "link").symlink_to(run_dir.root.parent)
+        folder = tmp_path / "link" / folder.relative_to(run_dir.root.parent)
+    own = {"path": str(tmp_path / "model"), "config": {}, "tokenizer": ""}
+    sections: dict[str, dict[str, Any]] = {
+        "tokenizer": {"model": {**own, "tokenizer": str(folder)}},
+        "reward": {"reward": {"models": {"rm": {"path": str(folder)}}}},
+    }
+    spec = make_spec(**sections.get(reads, {"model": {**own, "path": str(folder)}}))
+    if reads == "resumable":
+        failed(harness, (), spec)
+    else:
+        harness.run(spec)
     Ingester(harness.site, harness.store).ingest()
     found = [one for one in with_retention(harness, 7).poll(retention=True) if one.kind is ActionKind.REMOVE_CHECKPOINT]
-    assert [one.step for one in found] == [8]
+    assert [one.step for one in found if one.run_id == run_dir.run_id] == [8]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -53,7 +54,7 @@ def old_checkpoints(
         return
     found = open_runs.ended_before(store, now - timedelta(days=days))
     ended_at = {run_id: ended for run_id, (path, ended) in found.items() if Path(path).parent == site.runs_dir}
-    begun_from = _begun_from(site, world) if ended_at else []
+    used = _folders_in_use(site, store, world) if ended_at else []
     for run_id, standing in open_runs.named(store, now, ended_at).items():
         end = (ended_at[run_id], standing.promotion, standing.promoted_step)
         run_dir = RunDir.find(site.runs_dir, run_id) if settled.get(run_id) != end else None
@@ -62,8 +63,8 @@ def old_checkpoints(
         with suppress(RlhfError, OSError):
             if run_dir.checkpoints_dir.is_symlink() or foreign_owner(run_dir.root):
                 continue
-            actions = [*_removals(run_dir, standing, ended_at[run_id], begun_from, days, now)]
-            may_change = _put_aside(run_dir) or any(path.is_relative_to(run_dir.root) for path in begun_from)
+            actions = [*_removals(run_dir, standing, ended_at[run_id], used, days, now)]
+            may_change = _put_aside(run_dir) or _contains(run_dir.root, used)
             # A day more, because the clocks of its nodes may have been ahead.
             if not actions and not may_change and ended_at[run_id] < now - timedelta(days=days + 1):
                 settled[run_id] = end
@@ -83,9 +84,9 @@ def removed(run_dir: RunDir, folder: Path) -> tuple[bool, str]:
 
 
 def _removals(
-    run_dir: RunDir, standing: OpenRun, ended_at: datetime, begun_from: Sequence[Path], days: int, now: datetime
+    run_dir: RunDir, standing: OpenRun, ended_at: datetime, used: Sequence[Path], days: int, now: datetime
 ) -> Iterator[ReconcileAction]:
-    for step in _old_steps(run_dir, standing, ended_at, begun_from, days, now):
+    for step in _old_steps(run_dir, standing, ended_at, used, days, now):
         reason = f"older than {days} days, and neither the newest, the best, promoted nor in use"
         yield ReconcileAction(ActionKind.REMOVE_CHECKPOINT, run_dir.run_id, reason, step=step)
     for name in _old_put_aside(run_dir, ended_at, now - timedelta(days=days)):
@@ -106,7 +107,7 @@ def _put_aside(run_dir: RunDir) -> list[Path]:
 
 
 def _old_steps(
-    run_dir: RunDir, standing: OpenRun, ended_at: datetime, begun_from: Sequence[Path], days: int, now: datetime
+    run_dir: RunDir, standing: OpenRun, ended_at: datetime, used: Sequence[Path], days: int, now: datetime
 ) -> list[int]:
     if not read_record(run_dir).ended:
         return []  # resumed since; the history will show it soon
@@ -117,22 +118,32 @@ def _old_steps(
         {step: manifest.time for step, manifest in manifests.items()},
         [Scored(one.name, one.checkpoint_step, one.value) for one in reports if math.isfinite(one.value)],
         (standing.promotion, standing.promoted_step) if standing.promotion else None,
-        {one.step for one in folders if any(path.is_relative_to(one.root) for path in begun_from)},
+        {one.step for one in folders if _contains(one.root, used)},
         ended_at=ended_at,
         days=days,
         now=now,
     )
 
 
-def _begun_from(site: Site, world: World) -> list[Path]:
-    """Model folders that active runs started from."""
-    found: list[Path] = []
-    for run in world.runs.values():
-        if not run.ended and not run.missing_s:
-            with suppress(RlhfError, OSError):
-                model = RunDir.of(site.runs_dir, run.run_id).read_spec().spec.model.path
-                found += [Path(model)] if model else []
-    return found
+def _folders_in_use(site: Site, store: HistoryStore, world: World) -> list[Path]:
+    """Folders of the models and tokenizers that runs read which are active or may be resumed, without links."""
+    active = [run.run_id for run in world.runs.values() if not run.ended and not run.missing_s]
+    run_dirs = {*open_runs.resumable_dirs(store), *(str(site.runs_dir / run_id) for run_id in active)}
+    found: set[str] = set()
+    for path in run_dirs:
+        with suppress(RlhfError, OSError):
+            spec = RunDir(Path(path)).read_spec().spec
+            found |= {spec.model.path, spec.model.tokenizer, *(one.path for one in spec.reward.models.values())}
+    return [_without_links(Path(path)) for path in found if Path(path).is_absolute()]
+
+
+def _contains(folder: Path, paths: Sequence[Path]) -> bool:
+    whole = _without_links(folder)
+    return any(path.is_relative_to(whole) for path in paths)
+
+
+def _without_links(path: Path) -> Path:
+    return Path(os.path.realpath(path))  # unlike `resolve`, never fails
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -158,11 +158,21 @@ def ended_before(store: HistoryStore, time: datetime) -> dict[str, tuple[str, da
 
 
 def resumable_sources(store: HistoryStore) -> list[str]:
-    """List the config file or preset of every run that may still be resumed: not completed, or not promoted yet."""
+    """List the config file or preset of every run that may still be resumed."""
+    return _of_resumable(store, RUNS.c.config_source)
+
+
+def resumable_dirs(store: HistoryStore) -> list[str]:
+    """List the directory of every run that may still be resumed, also of other sites."""
+    return _of_resumable(store, RUNS.c.run_dir)
+
+
+def _of_resumable(store: HistoryStore, column: ColumnElement[str]) -> list[str]:
+    """Values of a column of the runs that are not completed, or not promoted yet."""
     waiting = [PromotionState.WAITING.value, PromotionState.APPROVED.value]
     joined = RUNS.outerjoin(PROMOTIONS, PROMOTIONS.c.run_id == RUNS.c.run_id)
     query = (
-        select(RUNS.c.config_source)
+        select(column)
         .distinct()
         .select_from(joined)
         .where(or_(RUNS.c.state != RunState.COMPLETED.value, PROMOTIONS.c.state.in_(waiting)))
