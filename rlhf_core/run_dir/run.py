@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 import secrets
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -244,10 +244,17 @@ class RunDir:
         """The complete checkpoint of the highest step, if any."""
         return next(reversed(self.checkpoints()), None)
 
-    def remove_checkpoints_but(self, steps: Collection[int]) -> None:
-        """Remove the complete checkpoints of all other steps."""
-        for checkpoint in self.checkpoints():
-            if checkpoint.step not in steps:
+    def keep_checkpoints(self, chosen: Callable[[Sequence[int]], Collection[int]]) -> None:
+        """Remove all complete checkpoints but those chosen.
+
+        Args:
+            chosen: returns the steps to keep of all steps, ascending.
+        """
+        # Listed once: one that cannot be read for a moment is neither counted nor removed.
+        found = self.checkpoints()
+        kept = chosen([checkpoint.step for checkpoint in found])
+        for checkpoint in found:
+            if checkpoint.step not in kept:
                 remove_tree(checkpoint.root)
 
     def evaluation(self, when: str, name: str) -> Path:

@@ -100,8 +100,7 @@ class CheckpointPublication:
             if folder.is_dir():
                 bring_to_disk(folder)
         partial.put_in_place(final, manifest)
-        steps = [checkpoint.step for checkpoint in self._run_dir.checkpoints()]
-        self._run_dir.remove_checkpoints_but(kept_steps(steps, manifest.step, self._spec))
+        self._run_dir.keep_checkpoints(lambda steps: kept_steps(steps, manifest.step, self._spec))
 
     def failure(self, step: int, problem: str, *, disk_full: bool) -> WorkerError:
         """Build the error of a checkpoint that could not be written, the same on every rank.

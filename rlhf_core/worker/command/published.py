@@ -295,8 +295,7 @@ def publish(context: WorkerContext, trainer: CommandTrainer, output_dir: Path, f
         with contextlib.suppress(OSError):
             remove_tree(partial.root)
         raise
-    steps = [one.step for one in run_dir.checkpoints()]
-    run_dir.remove_checkpoints_but(kept_steps(steps, steps[-1], context.spec) | {found.step})
+    run_dir.keep_checkpoints(lambda steps: kept_steps(steps, steps[-1], context.spec) | {found.step})
 
 
 def _link_tree(source: Path, target: Path, copy: Callable[[Path, Path], object] = shutil.copy2) -> int:
