@@ -247,12 +247,14 @@ class CheckpointWriter:
         needed = sum(tensor.nbytes for tensor in flattened(part.state)[0].values()) + SMALL_FILES_BYTES
         if self._ranks.is_first:
             needed += sum(whole_bytes(model) + SMALL_FILES_BYTES for model in part.weights.values())
-        free = shutil.disk_usage(self._run_dir.root).free if self._ranks.is_first else 0
+        folder = self._run_dir.checkpoints_dir  # which may be a link to another file system
+        folder = folder if folder.exists() else self._run_dir.root
+        free = shutil.disk_usage(folder).free if self._ranks.is_first else 0
         needed_by_all, free_for_all, without = self._ranks.sum([needed, free, float(not has_snapshot)])
         if needed_by_all > free_for_all:
             raise DiskFull(
                 f"no room for the checkpoint of step {part.progress.step}: it needs about {_readable(needed_by_all)}, "
-                f"{self._run_dir.root} has {_readable(free_for_all)} free. Older checkpoints are untouched; make room, "
+                f"{folder} has {_readable(free_for_all)} free. Older checkpoints are untouched; make room, "
                 "then resume the run"
             )
         if without and self._spec.checkpoint.background and not has_adapter(part.model):
