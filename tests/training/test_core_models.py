@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -144,6 +145,9 @@ def test_a_tokenizer_of_another_model_is_refused() -> None:
     for found, completions in ((taught, True), (prompted, False)):
         with pytest.raises(BadConfig, match=r"token 128 \('<tool>'\) .* prompt '21>'.* embeddings for 128 tokens only"):
             require_embeddings(model, tokenizer, found, completions=completions)
+    weight: Any = model.get_input_embeddings().weight
+    weight.ds_shape, weight.data = weight.shape, torch.empty(0)  # as ZeRO 3 splits it
+    require_embeddings(model, tokenizer, data, completions=True)
 
 
 def test_padding_without_an_embedding_is_the_end_token(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.errors import BadConfig
 from rlhf_core.training.data.loading import ENCODED_AT_ONCE, EncodedPrompts, completions_of, continued_tokens
 from rlhf_core.training.models.causal_lm import dropout_free_config
+from rlhf_core.training.models.gathering import whole_shape
 
 
 def replace_padding(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -36,7 +37,7 @@ def require_embeddings(
         BadConfig: the end token or a token of a row has no embedding.
     """
     embeddings: Any = model.get_input_embeddings()
-    size = int(embeddings.weight.shape[0])
+    size = whole_shape(embeddings.weight)[0]
     if max(tokenizer.get_vocab().values()) < size:
         return
     _require(model, tokenizer, [tokenizer.eos_token_id], size, "at the end of completions")

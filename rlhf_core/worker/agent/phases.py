@@ -345,8 +345,8 @@ class Agent:
             self._take_warnings(now=True)
             # If other groups are running, kill only the processes marked as this group's.
             num_left = self._end_descendants(group if beside else None)
-        end = exit_reports.report(group, failed.trace, self._write)
-        return end.model_copy(update={"num_left": num_left})
+        report = exit_reports.report(group, failed.trace, self._write)
+        return report.model_copy(update={"num_left": num_left})
 
     def _take_warnings(self, *, now: bool = False) -> None:
         if self._warnings is not None:
