@@ -67,9 +67,10 @@ Newer checkpoints are set aside (`supervise.rollback_on_non_finite`). `health.ac
 The warning is repeated only after a whole window of steps without it.
 
 **Collective mismatch.** Ranks that disagree about a collective (`collective_mismatch`) end the run at once if there is
-proof: their flight recorders, a rank that ended with exit code 0 while all others wait in a collective (its data has
-fewer batches), or one of our own errors that compared them. If the only evidence is the text of a log or an error, the
-workers are restarted once, in place if that is allowed. If the failure recurs without a new checkpoint, the run ends.
+proof: their flight recorders, or one of our own errors that compared them. If the only evidence is the text of a log or
+an error, or a rank that ended with exit code 0 while all others wait in a collective (its data may have fewer
+batches), the workers are restarted once, in place if that is allowed. If the failure recurs without a new checkpoint,
+the run ends.
 
 **Damaged checkpoints.** If a checkpoint is damaged (a wrong checksum, a missing, empty or unreadable file, an invalid
 manifest), the workers restart in place from the previous complete one, whatever is left of the restart budget. The

@@ -105,7 +105,8 @@ class Diagnosis:
     nodes: tuple[str, ...] = ()
     """Their nodes."""
     is_undecided: bool = False
-    """True if it rests only on the text of a log, not on a comparison of ranks or one of our own errors."""
+    """True if something else may have happened: it rests on the text of a log, for instance, not on a comparison of
+    ranks or one of our own errors."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,8 @@ class _Finding:
     """Suspected node, if it is not the worker's."""
     is_undecided: bool = False
     """True if it rests on the text of a log, or of an error class that is not our own."""
+    is_local: bool = False
+    """True if it is about a device of the worker's node."""
 
 
 def classify(evidence: Evidence) -> Diagnosis:
@@ -137,6 +140,9 @@ def classify(evidence: Evidence) -> Diagnosis:
     if not findings:
         return _diagnosis(_without_findings(evidence))
     best = min(findings, key=_rank_of_finding)
+    if best.kind is FailureKind.NETWORK:  # the peers of a broken adapter often end before its own node
+        local = [one for one in findings if one.is_local and one.part is best.part]
+        best = min(local, key=_rank_of_finding, default=best)
     return _diagnosis(best)
 
 
@@ -163,7 +169,7 @@ def _rank_of_finding(finding: _Finding) -> tuple[int, int, int]:
 
 def _diagnosis(finding: _Finding) -> Diagnosis:
     worker = finding.worker
-    by_other = finding.part is EvidencePart.SYMPTOM and finding.kind in _SEEN_BY_OTHERS
+    by_other = finding.part is EvidencePart.SYMPTOM and finding.kind in _SEEN_BY_OTHERS and not finding.is_local
     blamed = worker is not None and finding.part is not EvidencePart.CASCADE and not by_other
     node = finding.node or (worker.node if worker is not None and blamed else "")
     return Diagnosis(
@@ -191,6 +197,7 @@ def _hang(verdict: Verdict, workers: Sequence[WorkerEnd]) -> Diagnosis:
         fingerprint=fingerprint(verdict.kind, verdict.reason),
         ranks=verdict.ranks,
         nodes=tuple(sorted(nodes)),
+        is_undecided=verdict.is_undecided,
     )
 
 
@@ -211,7 +218,7 @@ def _from_start(node: str, trace: str) -> _Finding:
     """Finding from a start that failed on one node: the agents end all others for it, so it is a root."""
     match = log_diagnosis.find(trace)
     kind, line = (match.kind, match.line) if match is not None else (FailureKind.UNKNOWN, trace.strip())
-    text = f"Workers could not be started on {node}: {line[:300]}"
+    text = f"Workers could not be run on {node}: {line[:300]}"
     return _Finding(kind, EvidencePart.ROOT, text, line, node=node, is_undecided=True)
 
 
@@ -300,7 +307,7 @@ def _from_log(worker: WorkerEnd, end: str, known: log_diagnosis.KnownLines) -> _
     own = match.kind in (FailureKind.UNKNOWN, FailureKind.ENGINE)
     part = min(match.part, EvidencePart.SYMPTOM) if own else match.part
     text = f"{_name(worker)} {end}: {match.line[:300]}"
-    return _Finding(match.kind, part, text, match.line, worker, is_undecided=True)
+    return _Finding(match.kind, part, text, match.line, worker, is_undecided=True, is_local=match.is_local)
 
 
 def _name(worker: WorkerEnd) -> str:

@@ -104,6 +104,18 @@ def test_a_rank_that_lost_its_peer_in_a_collective_is_not_to_blame() -> None:
     assert (diagnosis.kind, diagnosis.ranks, diagnosis.nodes) == (FailureKind.NETWORK, (), ())
 
 
+def test_an_adapter_that_recovered_is_not_the_cause_of_a_later_error() -> None:
+    flap = "NCCL WARN NET/IB : mlx5_0:1 Got async event : port error"
+    bars = "\n".join(f" {step}%|# | {step}/100 [00:{step}<00:99, 1.00it/s]" for step in range(1, 9))
+    error = "RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x8 and 9x9)"
+    log = f" 0%| | 0/100 [00:00<?, ?it/s]\n{flap}\n{bars}\nTraceback (most recent call last):\n{error}"
+    assert kind_of(ended(0, 1, log=log)) is FailureKind.SHAPE
+    # The negative control: without progress after it, it counts before what its peers report, which end first.
+    peer = "n7:7:9 [0] NCCL WARN NET/IB: Got completion from peer n2<4> with status=12"
+    diagnosis = classify(Evidence(workers=(ended(0, 1, log=peer), ended(1, 1, log=flap, order=1))))
+    assert (diagnosis.kind, diagnosis.ranks) == (FailureKind.NETWORK, (1,))
+
+
 def test_what_the_agent_killed_says_nothing() -> None:
     assert kind_of(failed(0, "builtins.KeyError", "'x'"), ended(1, -9, by_agent=True, order=1)) is FailureKind.UNKNOWN
     assert kind_of(ended(0, -9, by_agent=True), ended(1, None, by_agent=True)) is FailureKind.UNKNOWN

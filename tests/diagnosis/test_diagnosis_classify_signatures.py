@@ -32,7 +32,8 @@ def test_each_row_knows_its_example_and_is_needed_for_it(number: int, row: Signa
     assert SIGNATURES.index(matched.row) == number, "an earlier row matches this line"
     # Without the row, its example is classified differently.
     other = match_line(line, SIGNATURES[:number] + SIGNATURES[number + 1 :])
-    assert other is None or (other.row.kind, other.row.part, other.node) != (row.kind, row.part, matched.node)
+    found = (row.kind, row.part, row.is_local, matched.node)
+    assert other is None or (other.row.kind, other.row.part, other.row.is_local, other.node) != found
 
 
 @pytest.mark.parametrize("row", SIGNATURES, ids=lambda row: row.example[:40])

@@ -143,4 +143,4 @@ def test_a_start_that_fails_on_one_node_explains_the_end_of_the_others(trace: st
     )
     diagnosis = explain([NodeReport(f"node{index}", end) for index, end in enumerate(ends)], None).diagnosis
     assert (diagnosis.kind, diagnosis.nodes, diagnosis.ranks) == (kind, ("node2",), ())
-    assert diagnosis.message.endswith(f"could not be started on node2: {trace.strip().splitlines()[-1]}")
+    assert diagnosis.message.endswith(f"could not be run on node2: {trace.strip().splitlines()[-1]}")

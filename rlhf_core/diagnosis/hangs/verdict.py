@@ -33,6 +33,8 @@ class Verdict:
     """The collective that others wait in or that ranks disagree about; empty if unknown."""
     collective_sequence: int | None = None
     """Number of that collective in its process group."""
+    is_undecided: bool = False
+    """True if something else would look the same."""
 
 
 def blame(
@@ -124,12 +126,15 @@ def _blame(ranks: Sequence[RankStatus], silent: Collection[int]) -> Verdict:
 
 
 def _blame_ended(ranks: Sequence[RankStatus], ended: Collection[int]) -> Verdict:
+    """Verdict on ranks that ended while others wait. A broken network that holds the others in the last collective of
+    all looks the same."""
     named = listed([f"rank {rank}" for rank in sorted(ended)], MAX_DESCRIBED, ", ")
     return Verdict(
         FailureKind.COLLECTIVE_MISMATCH,
         tuple(sorted(ended)),
         f"{named} ended with exit code 0 while {len(ranks)} others wait in collective "
         f"{max(rank.collectives for rank in ranks)}: their steps or batches are fewer than those of the others",
+        is_undecided=True,
     )
 
 

@@ -51,6 +51,8 @@ class FailureEvent:
     """True if it only reports that something ended."""
     is_later: bool = False
     """True if it was raised during the handling of another error."""
+    is_local: bool = False
+    """True if it is about a device of the node whose process printed it."""
 
 
 _CONNECTIONS = frozenset({Kind.NETWORK, Kind.RENDEZVOUS, Kind.UNKNOWN, Kind.COLLECTIVE_HANG})

@@ -210,7 +210,8 @@ class _Reading:
             return None
         row = matched.row
         is_end = signatures.is_end(row)
-        return FailureEvent(row.kind, row.part, line.raw.strip(), line.number, matched.rule, matched.node, is_end)
+        raw, number = line.raw.strip(), line.number
+        return FailureEvent(row.kind, row.part, raw, number, matched.rule, matched.node, is_end, is_local=row.is_local)
 
     def _is_progress(self, raw: str) -> bool:
         """Record a completed step: events before it have not ended the training."""

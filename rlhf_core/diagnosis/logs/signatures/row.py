@@ -20,6 +20,8 @@ class Signature:
     """Alternative patterns, searched in the line without its prefix. The group ``node`` is the suspected node."""
     after: str | None = None
     """Pattern that must match before them."""
+    is_local: bool = False
+    """True if the line is about a device of the node that prints it."""
 
     # Compiled with the first line: the agent and the controller of a run that goes well have the table and search none.
     @functools.cached_property
@@ -53,6 +55,8 @@ class Matched:
     """Node named as the cause in the line; empty if there is none."""
 
 
-def row(kind: Kind, part: EvidencePart, example: str, *expressions: str, after: str | None = None) -> Signature:
+def row(
+    kind: Kind, part: EvidencePart, example: str, *expressions: str, after: str | None = None, is_local: bool = False
+) -> Signature:
     """Make a row from its patterns."""
-    return Signature(kind, part, example, expressions, after)
+    return Signature(kind, part, example, expressions, after, is_local)

@@ -373,14 +373,15 @@ NETWORK: tuple[Signature, ...] = (
         "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 50000",
         r"Duplicate GPU detected|ncclInvalidUsage",
     ),
-    # A device of this node. The rows below tell of connections, whose other end may be at fault.
+    # The rows below tell of connections, whose other end may be at fault. A symptom, too: ports recover.
     row(
         Kind.NETWORK,
-        ROOT,
+        SYMPTOM,
         "n2:5776:5902 [0] NCCL WARN NET/IB : mlx5_0:1 Got async event : port error",
         r"NET/\w+ ?:.{0,60}(?:async event ?: (?:port|local catastrophic) error|async fatal event: )",
         r"(?i:\b(?:link|port) (?:is |went )?down\b.{0,40}\b(?:mlx|ib|eth|roce))",
         r"(?i:\b(?:mlx|ib|eth|roce)\w*.{0,60}\b(?:link|port) (?:is |went )?down\b)",
+        is_local=True,
     ),
     row(
         Kind.NETWORK,
@@ -419,8 +420,7 @@ NETWORK: tuple[Signature, ...] = (
         r"NCCL error|ncclUnhandledCudaError|unhandled cuda error",
     ),
 )
-"""A root if a device of the node failed, a symptom if a device reports a connection, otherwise usually a consequence of
-a dead rank."""
+"""A symptom if a device reports itself or a connection, otherwise usually a consequence of a dead rank."""
 
 ENDS: tuple[Signature, ...] = (
     row(
