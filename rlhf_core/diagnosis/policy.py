@@ -12,7 +12,7 @@ from typing import NamedTuple
 from pydantic import JsonValue
 
 from rlhf_core.schemas.attempts import Role
-from rlhf_core.schemas.failures import Action, FailureKind
+from rlhf_core.schemas.failures import NODE_FAILURES, Action, FailureKind
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.supervision import SuperviseSpec
 from rlhf_core.schemas.trainers import NativeTrainer
@@ -270,17 +270,9 @@ def rollback_step(
 
 
 EXCLUDED_AT_ONCE = frozenset({FailureKind.NODE_UNFIT, FailureKind.NODE_LOST, FailureKind.GPU_HARDWARE})
-"""Kinds after which a node is excluded at once; the others need a second strike, because one may be chance."""
-SUSPICIOUS = frozenset(
-    {
-        FailureKind.AGENT_KILLED,
-        FailureKind.COLLECTIVE_HANG,
-        FailureKind.HANG,
-        FailureKind.ILLEGAL_ACCESS,
-        FailureKind.NETWORK,
-        FailureKind.WORKER_KILLED,
-    }
-)
+"""Kinds after which a node is excluded at once; one strike of another may be chance."""
+SUSPICIOUS = NODE_FAILURES - EXCLUDED_AT_ONCE - {FailureKind.FILE_SYSTEM}
+"""Kinds that need a second strike; a file system is usually that of all nodes."""
 
 
 def excluded_after(
