@@ -170,7 +170,7 @@ def test_a_rollout_worker_that_cannot_be_started_is_tried_again(agent_run: MakeR
     assert_training_was_untouched(run)
     ((incident, decision),) = incidents(run)
     assert (incident.role, incident.failure_kind) == (Role.ROLLOUT, FailureKind.HOST_OOM)
-    assert "Group rollout: Workers could not be started" in incident.message
+    assert "Group rollout: Workers could not be run" in incident.message
     assert incident.message.endswith("Cannot allocate memory")
     assert decision.action is Action.RESTART_WORKERS
     assert [(generation, sorted(pids)) for generation, pids in run.beside()] == [(0, [0]), (1, [1])]
@@ -186,7 +186,7 @@ def test_a_restart_that_fails_is_an_incident_of_its_group(agent_run: MakeRun) ->
     (killed, again), (unstarted, end) = incidents(run)
     assert (killed.failure_kind, again.action) == (FailureKind.WORKER_KILLED, Action.RESTART_WORKERS)
     assert (unstarted.role, end.action) == (Role.ROLLOUT, Action.NEW_ATTEMPT)
-    assert "could not be started" in run.outcome().message
+    assert "could not be run" in run.outcome().message
 
 
 UNKILLABLE = """

@@ -55,16 +55,16 @@ def _complete(run_dir: RunDir, step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_left", "action", "suspects"),
-    [(0, "restart", ()), (1, "end", ("there",))],
-    ids=["control: all have ended", "one that is blocked in the kernel"],
+    ("left", "action", "suspects"),
+    [((0, 0), "restart", ()), ((0, 1), "end", ("there",)), ((1, 1), "end", ())],
+    ids=["control: all have ended", "one that is blocked in the kernel", "a file system that blocks all"],
 )
 def test_workers_are_not_restarted_beside_killed_ones_that_have_not_ended(
-    run_dir: RunDir, slots: SlotFile, num_left: int, action: str, suspects: tuple[str, ...]
+    run_dir: RunDir, slots: SlotFile, left: tuple[int, int], action: str, suspects: tuple[str, ...]
 ) -> None:
-    """They hold GPU memory, so the restarted workers would run out of it."""
-    nodes = Nodes(("here", "there"), ("127.0.0.1",) * 2, 0)
-    job = Job(run_dir, 1, nodes, make_spec(), Placement(attempt=1, num_nodes=2, phases=()), {}, ())
+    """They hold GPU memory, so the restarted workers would run out of it. A third node has only engines."""
+    nodes = Nodes(("here", "there", "engines"), ("127.0.0.1",) * 3, 0)
+    job = Job(run_dir, 1, nodes, make_spec(), Placement(attempt=1, num_nodes=3, phases=()), {}, ())
     restart, leader = run_dir.attempt(1).restart(0), Leader(run_dir, 1)
     channel = AgentChannel(nodes, MemoryAgentStore(), MessageSigner(b"0" * 64, "toy/1", 0))
     seat = GroupSeat("here", 0, slots, channel.clock)
@@ -72,13 +72,14 @@ def test_workers_are_not_restarted_beside_killed_ones_that_have_not_ended(
     silent = rank_status(0, age_s=90.0)
     group.hang = Hang(Verdict(FailureKind.HANG, (), "silent"), (silent,), 90.0)
     decisions = GroupDecisions(job, channel, leader, EventLog("here", restart), ExternalRequests())
-    ends = {index: NodeEnd(num_workers=1, num_left=index * num_left) for index in range(2)}
+    ends = {index: NodeEnd(num_workers=1, num_left=num_left) for index, num_left in enumerate(left)}
+    ends[2] = NodeEnd(num_workers=0)
     step = decisions.conclude(group, ends, restart)
     channel.close()
     incident = read_model(restart.incident(1), Incident)
     assert incident is not None
     assert (step.action, incident.suspect_nodes) == (action, suspects)
-    assert ("killed processes have not ended on there" in step.message) == bool(num_left)
+    assert ("killed processes have not ended on" in step.message) == any(left)
 
 
 @pytest.mark.parametrize("kind", [FailureKind.NODE_LOST, FailureKind.FILE_SYSTEM])

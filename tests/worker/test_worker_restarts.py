@@ -22,21 +22,36 @@ MakeRun = Callable[..., AgentRun]
 
 
 ONE_IS_LEFT = """
+import math
 from rlhf_core.worker import processes
-end_descendants = processes.end_descendants
-processes.end_descendants = lambda *args, **named: [*end_descendants(*args, **named), "4711 (python)"]
+from rlhf_core.worker.agent import phases
+phases.GPU_TIMEOUT_S = 2.0
+end_descendants, calls = processes.end_descendants, []
+def end(*args, **named):
+    calls.append(args)
+    return [*end_descendants(*args, **named), *["4711 (python)"] * (len(calls) <= {num_calls})]
+processes.end_descendants = end
 """
-"""Makes up a process that does not end when it is killed."""
+"""Makes up a process that has not ended when the agent looks for it so many times."""
 
 
 def test_beside_a_process_that_cannot_be_killed_nothing_is_restarted(agent_run: MakeRun) -> None:
     run = agent_run()
-    run.change = ONE_IS_LEFT
+    run.change = ONE_IS_LEFT.format(num_calls="math.inf")
     run.script({"restart": 0, "rank": 1, "step": 3, "do": "kill"})
     code, output = run.run_through()
     assert (code, run.outcome().failure_kind) == (1, FailureKind.WORKER_KILLED), output
     assert (run.decision(0).action, run.outcome().num_restarts) == (Action.NEW_ATTEMPT, 0)
     assert "killed processes have not ended on" in run.decision(0).reason
+
+
+def test_a_process_that_ends_late_is_waited_for(agent_run: MakeRun) -> None:
+    """The kernel may take long to free pinned memory."""
+    run = agent_run()
+    run.change = ONE_IS_LEFT.format(num_calls=2)
+    run.script({"restart": 0, "rank": 1, "step": 3, "do": "kill"})
+    code, output = run.run_through()
+    assert (code, run.decision(0).action) == (0, Action.RESTART_IN_PLACE), output
 
 
 def test_killed_and_stopped_ranks_are_restarted_until_the_run_is_done(agent_run: MakeRun) -> None:

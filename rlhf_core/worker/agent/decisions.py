@@ -129,7 +129,8 @@ class GroupDecisions:
         else:
             reports = [NodeReport(names[index], end, self._channel.ahead_s(index)) for index, end in ends.items()]
             failure = exit_reports.explain(reports, group.hang)
-            if len(ends) == 1 or len(left) < len(ends):  # what holds processes on every node is not the fault of a node
+            at_work = [index for index, end in ends.items() if end.num_workers]
+            if len(at_work) == 1 or len(left) < len(at_work):  # what holds those of every node is no fault of a node
                 suspects = tuple(sorted({*failure.diagnosis.nodes, *left}))
                 failure = replace(failure, diagnosis=replace(failure.diagnosis, nodes=suspects))
         failure = self.damaged.explained(failure, restart_dir)

@@ -8,6 +8,7 @@ kernel kills its workers.
 """
 
 import os
+import time
 from collections.abc import Generator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -26,7 +27,7 @@ from rlhf_core.survival import Survived
 from rlhf_core.worker import processes
 from rlhf_core.worker.agent.agreement import Agreement
 from rlhf_core.worker.agent.decisions import GroupDecisions
-from rlhf_core.worker.agent.gpu_wait import GpuWait
+from rlhf_core.worker.agent.gpu_wait import GPU_TIMEOUT_S, GpuWait
 from rlhf_core.worker.agent.independent_run import IndependentRun
 from rlhf_core.worker.agent.job import Job
 from rlhf_core.worker.agent.leader import Leader
@@ -344,22 +345,27 @@ class Agent:
             self._supervisor.settle()
             self._take_warnings(now=True)
             # If other groups are running, kill only the processes marked as this group's.
-            num_left = self._end_descendants(group if beside else None)
+            of_group = group if beside else None
+            left = self._end_descendants(of_group)
+        # The kernel may take long to free hundreds of gigabytes of pinned memory.
+        until_s = time.monotonic() + GPU_TIMEOUT_S
+        while left and time.monotonic() < until_s and not self._supervisor.requests.to_end:
+            yield
+            left = self._end_descendants(of_group, timeout_s=0.0)
+        for process in left:
+            self._events.print_line(f"process did not end: {process}")
         report = exit_reports.report(group, failed.trace, self._write)
-        return report.model_copy(update={"num_left": num_left})
+        return report.model_copy(update={"num_left": len(left)})
 
     def _take_warnings(self, *, now: bool = False) -> None:
         if self._warnings is not None:
             self._warnings.take(self._restart_dir, now=now)
 
-    def _end_descendants(self, group: WorkerGroup | None = None) -> int:
-        """Kill all descendants of this process, or only those of one group's workers; return the number left."""
+    def _end_descendants(self, group: WorkerGroup | None = None, timeout_s: float = 10.0) -> list[str]:
+        """Kill all descendants of this process, or only those of one group's workers; return those that are left."""
         name, workers = ("", ()) if group is None else (group.role.value, group.workers.values())
         sessions = {worker.pid for worker in workers}
-        left = processes.end_descendants(group=name, sessions=sessions, spared=self._fork_server.pids)
-        for survivor in left:
-            self._events.print_line(f"process did not end: {survivor}")
-        return len(left)
+        return processes.end_descendants(timeout_s, name, sessions, self._fork_server.pids)
 
     @property
     def _write(self) -> Write:

@@ -13,8 +13,9 @@ from rlhf_core.worker.groups.gpus import visible_gpus
 from rlhf_core.worker.processes import GROUP_VARIABLE
 
 REAP_TIMEOUT_S = 5.0
-KILL_TIMEOUT_S = 10.0
-"""Time that a killed worker has to end, in seconds; then it counts as blocked in the kernel."""
+KILL_TIMEOUT_S = 60.0
+"""Time that a killed worker has to end, in seconds, as the kernel may take long to free pinned memory. Then it counts
+as blocked."""
 
 
 class IndependentGroup(WorkerGroup):
