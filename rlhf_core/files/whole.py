@@ -210,7 +210,8 @@ def comes_from_full_disk(error: BaseException | None) -> bool:
     return False
 
 
-_GONE = ".gone"
+GONE = ".gone"
+"""Suffix of a folder that is being removed."""
 
 RESERVE_BYTES = 64 << 10
 
@@ -261,8 +262,8 @@ def remove_tree(path: Path) -> bool:
         path.unlink()
         return True
     doomed = path
-    if path.suffix != _GONE:  # left by an earlier removal
-        doomed = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_GONE}")
+    if path.suffix != GONE:  # left by an earlier removal
+        doomed = path.with_name(f".{path.name}.{secrets.token_hex(4)}{GONE}")
         path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
     return not doomed.exists()

@@ -29,7 +29,7 @@ from rlhf_core.schemas.stored_spec import READABLE_VERSIONS, StoredSpec
 
 _CHECKPOINT_NAME = re.compile(r"step-([0-9]{6,10})")
 _CODE_NAME = re.compile(r"code-([0-9]{1,6})")
-_LEFTOVER_NAME = re.compile(r"\.\.?step-.*")
+_LEFTOVER_NAME = re.compile(r"\.\.?(?:step|aside|damaged)-.*")
 _ASIDE_NAME = re.compile(r"aside-[0-9]+|damaged-[0-9]+\.[0-9]+")
 _RUN_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}-[0-9]{8}-[0-9]{6}-[0-9a-f]{6}")
 

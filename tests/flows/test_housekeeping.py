@@ -523,7 +523,7 @@ def test_leftovers_of_an_ended_run_are_removed_with_the_others(
     harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch, has_checkpoints: bool
 ) -> None:
     run_dir = failed(harness, steps=(4, 8, 10) if has_checkpoints else ())
-    leftovers = [".step-000004.ab.gone", ".step-000012.partial"]
+    leftovers = [".aside-1.ab.gone", ".step-000004.ab.gone", ".step-000012.partial"]
     for name in leftovers:
         (run_dir.checkpoints_dir / name / "model").mkdir(parents=True)
     reconciler = with_retention(harness, 7)
@@ -533,6 +533,8 @@ def test_leftovers_of_an_ended_run_are_removed_with_the_others(
         refusing.setattr("shutil.rmtree", lambda *_, **__: None)
         assert [one.done for one in reconciler.carry_out(found[:1])] == [False]
     assert run_dir.leftovers()[0].name == leftovers[0]
+    os.utime(run_dir.leftovers()[0])  # as the removal of some of its files does
+    assert [one.folder for one in reconciler.poll(retention=True) if one.folder] == leftovers
     assert all(one.done for one in reconciler.carry_out(found))
     assert run_dir.leftovers() == []
 

@@ -1,5 +1,6 @@
 """Removal of old checkpoints, and of snapshots of configs and code that nothing refers to any more."""
 
+import functools
 import logging
 import math
 import os
@@ -17,7 +18,7 @@ from rlhf_core.diagnosis.reconcile.decisions import ActionKind, ReconcileAction
 from rlhf_core.diagnosis.reconcile.facts import World
 from rlhf_core.diagnosis.retention import Scored, removable
 from rlhf_core.errors import RlhfError, RunDirError
-from rlhf_core.files.whole import read_all, remove_tree
+from rlhf_core.files.whole import GONE, read_all, remove_tree
 from rlhf_core.history.queries import open_runs
 from rlhf_core.history.queries.open_runs import OpenRun
 from rlhf_core.history.store import HistoryStore
@@ -99,7 +100,12 @@ def _old_put_aside(run_dir: RunDir, ended_at: datetime, latest: datetime) -> lis
     if not read_record(run_dir).ended or ended_at >= latest:
         return []
     folders = [path for path in _put_aside(run_dir) if not path.is_symlink()]
-    return [path.name for path in folders if datetime.fromtimestamp(path.stat().st_mtime, UTC) < latest]
+    # A removal changes the time of its folder.
+    return [
+        path.name
+        for path in folders
+        if path.name.endswith(GONE) or datetime.fromtimestamp(path.stat().st_mtime, UTC) < latest
+    ]
 
 
 def _put_aside(run_dir: RunDir) -> list[Path]:
@@ -132,9 +138,15 @@ def _folders_in_use(site: Site, store: HistoryStore, world: World) -> list[Path]
     found: set[str] = set()
     for path in run_dirs:
         with suppress(RlhfError, OSError):
-            spec = RunDir(Path(path)).read_spec().spec
-            found |= {spec.model.path, spec.model.tokenizer, *(one.path for one in spec.reward.models.values())}
+            run_dir = RunDir(Path(path))
+            found |= _folders_read(run_dir, run_dir.spec.stat().st_mtime_ns)
     return [_without_links(Path(path)) for path in found if Path(path).is_absolute()]
+
+
+@functools.lru_cache(1 << 16)  # a large cleanup asks for the same runs in every round
+def _folders_read(run_dir: RunDir, _changed_ns: int) -> frozenset[str]:
+    spec = run_dir.read_spec().spec
+    return frozenset({spec.model.path, spec.model.tokenizer, *(one.path for one in spec.reward.models.values())})
 
 
 def _contains(folder: Path, paths: Sequence[Path]) -> bool:
