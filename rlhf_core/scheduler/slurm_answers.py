@@ -143,6 +143,8 @@ def _down(nodes: str) -> tuple[str, ...]:
     return ()
 
 
+_BEFORE_PROLOG = -timedelta(seconds=10)
+"""A node that was drained earlier was drained for another job. Times of Slurm are in whole seconds."""
 _PROLOG_WITHIN = timedelta(minutes=30)
 """Time after the start of a job in which its Prolog may fail; a later failure is that of another job on the node."""
 
@@ -154,10 +156,11 @@ def _without_prolog(row: QueuedJob) -> tuple[str, ...]:
     if not row.nodes or start is None:
         return ()
     with contextlib.suppress(SchedulerError):
-        text = slurm_queue.run("sinfo", "--noheader", "--Node", f"--nodes={row.nodes}", "--format=%N|%H|%E")
+        query = ("--all", "--noheader", "--Node", f"--nodes={row.nodes}", "--format=%N|%H|%E")
+        text = slurm_queue.run("sinfo", *query)
         found = [line.split("|", 2) for line in text.splitlines() if line.count("|") >= 2]
         failed = [(name, _time(since)) for name, since, why in found if why.startswith(_NOT_PREPARED)]
-        return tuple(dict.fromkeys(name for name, since in failed if since and since - start < _PROLOG_WITHIN))
+        return tuple(dict.fromkeys(name for name, at in failed if at and _BEFORE_PROLOG < at - start < _PROLOG_WITHIN))
     return ()
 
 
