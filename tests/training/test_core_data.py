@@ -286,6 +286,8 @@ def test_rows_are_the_same_only_with_everything_that_training_reads() -> None:
     row = Row("a-0", "12>", "12", "12", {"level": 1, "seen": object(), "tags": {"b", "a"}})
     same = replace(row, columns={"tags": {"a", "b"}, "seen": object(), "level": 1})
     assert _digest([row]) == _digest([same])
+    nested = [replace(row, columns={"tests": dict.fromkeys(keys, 1)}) for keys in ("ab", "ba")]
+    assert _digest(nested[:1]) == _digest(nested[1:]), "as made from a set, which is in another order on every rank"
     others = [
         replace(row, desirable=False),
         replace(row, margin=0.5),

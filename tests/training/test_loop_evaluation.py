@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rank_launcher import TINY_MODEL, launch, make_context, tiny_spec, training_group, values
 from test_preference_runs import spec_of
 
-from rlhf_core.errors import BadData, RewardFailed, WorkerError
+from rlhf_core.errors import BadConfig, BadData, RewardFailed, WorkerError
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.reports import EvaluationReport, Phase
@@ -333,6 +333,20 @@ def test_the_model_before_training_leaves_room_for_the_trained_one(ranks: Ranks,
         _evaluate_start(context, ranks, evaluator)
     assert evaluator.run.call_args.args[:3] == (model, "before", 0)
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_model_without_the_tokens_that_training_added_is_not_evaluated(
+    ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The trained one is: the program has resized it."""
+    trainer = {"kind": "command", "argv": ["python", "train.py"], "num_steps": 2}
+    spec = {"name": "other", "model": {"path": str(tmp_path)}, "trainer": trainer}
+    context, model, evaluator = make_context(str(tmp_path / "run"), spec, 0, 1), torch.nn.Linear(2, 2), mock.Mock()
+    evaluator.run.side_effect = BadConfig("found token 128 of the tokenizer")
+    with mock.patch("rlhf_core.training.evaluation.evaluator.load_causal_lm", return_value=model):
+        _evaluate_start(context, ranks, evaluator)
+    assert "the model before training is not evaluated: found token 128" in capsys.readouterr().out
+    assert not are_written(context.run_dir, "before")
 
 
 def evaluate_nothing(rank: int, num_ranks: int, run_dir: str) -> str:

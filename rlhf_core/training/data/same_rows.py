@@ -1,7 +1,7 @@
 """Comparison of the rows that ranks have loaded: each loads all of them, and takes its part of a common order."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 
 from rlhf_core.errors import BadData
@@ -39,7 +39,13 @@ def _digest(rows: Iterable[Row]) -> str:
     encoder = json.JSONEncoder(skipkeys=True, default=lambda value: type(value).__name__)
     for row in rows:
         texts = (row.uid, row.answer, row.target, row.chosen, row.rejected)
-        columns = sorted(row.columns.items(), key=lambda column: str(column[0]))
-        content = [*texts, row.margin, row.desirable, columns]
+        content = [*texts, row.margin, row.desirable, _ordered(row.columns)]
         digest.update(encoder.encode(content).encode())
     return digest.hexdigest()
+
+
+def _ordered(value: object) -> object:
+    """Put mappings in an order that does not depend on that of their keys, of whatever types these are."""
+    if isinstance(value, Mapping):
+        return sorted(((str(key), _ordered(item)) for key, item in value.items()), key=lambda item: item[0])
+    return [_ordered(item) for item in value] if isinstance(value, list | tuple) else value

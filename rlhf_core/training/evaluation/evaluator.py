@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from rlhf_core.errors import BadData, WorkerError
+from rlhf_core.errors import BadConfig, BadData, WorkerError
 from rlhf_core.files.lookups import is_there
 from rlhf_core.files.whole import write_model
 from rlhf_core.run_dir.checkpoint import CheckpointDir
@@ -361,8 +361,12 @@ def _evaluate_start(context: WorkerContext, ranks: Ranks, evaluator: Evaluator) 
         return
     model = load_causal_lm(Path(spec.model.path), spec.model.dtype)
     model.to(ranks.device)
-    reports = evaluator.run(model, "before", 0, functools.partial(context.reporter.beat, Phase.EVALUATE, 0))
-    write_reports(run_dir, reports, ranks)
+    try:
+        reports = evaluator.run(model, "before", 0, functools.partial(context.reporter.beat, Phase.EVALUATE, 0))
+        write_reports(run_dir, reports, ranks)
+    except BadConfig as error:  # of all ranks: the program may have resized the model for the tokens that it added
+        if ranks.is_first:
+            print(f"the model before training is not evaluated: {error}", flush=True)
     model.to("meta")  # the engine refers to it until it loads the next one, which needs its memory
 
 

@@ -73,8 +73,7 @@ def _written(
     files = {}
     for path in sorted(path for path in partial.model.rglob("*") if path.is_file()):
         bring_to_disk(path)
-        files[path.relative_to(partial.root).as_posix()] = checksum(path)
-        beat()
+        files[path.relative_to(partial.root).as_posix()] = checksum(path, beat)
     for folder in (adapter, partial.model):
         bring_to_disk(folder)
     return manifest.model_copy(update={"files": files})
