@@ -201,7 +201,7 @@ only until a strong source has reported, and before the first step, while the ra
 
 The actors of Ray (OpenRLHF, verl) are not found: before the first step, any process of the launch line counts, and then
 only steps and checkpoints of the job. `rlhf wrap` therefore sets `supervise.floor_s` to half an hour for them. On
-several nodes, `ray_node.sh` waits ten minutes for all of them to join Ray (`RLHF_RAY_TIMEOUT_S`), then ends with the
+several nodes, `ray_node.sh` waits 15 minutes for all of them to join Ray (`RLHF_RAY_TIMEOUT_S`), then ends with the
 last error of `ray`.
 
 | source | reads | detects | misses | strong |

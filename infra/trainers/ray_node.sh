@@ -5,13 +5,13 @@
 #   ray_node.sh NODE_RANK NUM_NODES HEAD_ADDRESS HEAD_PORT GPUS_PER_NODE FOLDER COMMAND [ARGUMENT ...]
 #
 # FOLDER is visible to all nodes and belongs to this start alone; the program's exit code is stored in it.
-# RLHF_RAY_TIMEOUT_S is the longest wait for the nodes, in seconds; 600 unless it is set.
+# RLHF_RAY_TIMEOUT_S is the longest wait for the nodes, in seconds; 900 unless it is set.
 set -u
 node_rank=$1 num_nodes=$2 address=$3 port=$4 gpus=$5 folder=$6
 shift 6
 mkdir -p "$folder"
 result=$folder/exit_code
-timeout_s=${RLHF_RAY_TIMEOUT_S:-600}
+timeout_s=${RLHF_RAY_TIMEOUT_S:-900}
 # A proxy would answer requests to the head itself.
 no_proxy=$address,${no_proxy:-${NO_PROXY:-}}
 export no_proxy NO_PROXY=$no_proxy

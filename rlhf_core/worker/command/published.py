@@ -119,7 +119,10 @@ def restore(
     for pattern, name in _parts(Path(trainer.checkpoint_name), own):
         later = [(number, path) for number, path in checkpoint_folders(str(pattern), output_dir) if number > step]
         source = checkpoint.root / name if checkpoint is not None and name is not None else None
-        resumed = output_dir / name if name is not None and source is not None and source.exists() else None
+        is_published = source is not None and source.exists()
+        # A critic that was not published with its actor may be left where the program saved it.
+        is_there = name is not None and (is_published or (output_dir / name).exists())
+        resumed = output_dir / name if name is not None and is_there else None
         correct_trackers(output_dir, later, (step, resumed) if resumed is not None else None)
         for _, path in later:
             target = aside / path.relative_to(output_dir)
@@ -128,7 +131,7 @@ def restore(
             # It may have to be copied: the output folder may be on another file system.
             shutil.move(path, target, copy_function=copy)
         remove_emptied(output_dir, later)
-        if source is not None and resumed is not None:
+        if source is not None and resumed is not None and is_published:
             remove_tree(resumed)
             _link_tree(source, resumed, copy)
 
@@ -295,7 +298,7 @@ def publish(context: WorkerContext, trainer: CommandTrainer, output_dir: Path, f
         with contextlib.suppress(OSError):
             remove_tree(partial.root)
         raise
-    run_dir.keep_checkpoints(lambda steps: kept_steps(steps, steps[-1], context.spec) | {found.step})
+    run_dir.keep_checkpoints(lambda steps: kept_steps(steps, max([*steps, found.step]), context.spec) | {found.step})
 
 
 def _link_tree(source: Path, target: Path, copy: Callable[[Path, Path], object] = shutil.copy2) -> int:

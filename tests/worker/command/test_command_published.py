@@ -366,6 +366,20 @@ def test_a_critic_is_published_and_put_back_with_its_actor(tmp_path: Path) -> No
     assert (folder / "_critic" / "global_step10" / "optimizer.pt").read_text() == "optimizer.pt of 10"
 
 
+def test_a_critic_that_was_not_published_stays_the_newest_one(tmp_path: Path) -> None:
+    """As with a checkpoint of an earlier version."""
+    context = context_of(tmp_path, checkpoint_name="ckpt/_actor/global_step{step}")
+    save_both(context, 10)
+    (found,) = WatchedCheckpoints(trainer_of(context), output_dir(context)).find(0.0, has_ended=True)
+    published.publish(context, trainer_of(context), output_dir(context), found)
+    shutil.rmtree(context.run_dir.checkpoint(10).root / "ckpt" / "_critic")
+    save_both(context, 20)
+    restore(context, context.run_dir.checkpoint(10), resume="in_place")
+    critics = output_dir(context) / "ckpt" / "_critic"
+    assert sorted(path.name for path in critics.iterdir()) == ["global_step10", "latest"]
+    assert (critics / "latest").read_text() == "global_step10"
+
+
 def test_no_critic_is_left_without_a_checkpoint(tmp_path: Path) -> None:
     """Newer versions of OpenRLHF load a critic that they find, whether there is an actor or not."""
     context = context_of(tmp_path, checkpoint_name="ckpt/_actor/global_step{step}")
