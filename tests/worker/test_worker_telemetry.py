@@ -64,7 +64,8 @@ def test_the_processor_use_of_workers_excludes_the_rest_of_the_machine(reader: T
         reader.read([busy.pid])
         quiet.read([idle.pid])
         assert until(lambda: time.sleep(0.3) or reader.read([busy.pid])["workers_cpu_percent"] > 5)
-        assert quiet.read([idle.pid])["workers_cpu_percent"] <= 5
+        # At first it uses the processor itself, to start.
+        assert until(lambda: time.sleep(0.3) or quiet.read([idle.pid])["workers_cpu_percent"] <= 5)
     finally:
         quiet.stop()
         for process in (busy, idle):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from process_tools import command_of
 from watched_programs import Polls, Start, watched
 
 from rlhf_core.worker.command.observation import Reading
@@ -113,7 +114,7 @@ def test_a_process_that_cannot_be_read_does_not_hide_the_others(
         wait([source._samples[second.pid]], timeout=10)
     assert (source.poll(30.0).problem, source._samples[first.pid]) == ("", stuck)
     assert second.pid in source._before
-    silent = [one for one in psutil.Process().children() if one.cmdline()[:1] == ["sleep"]]
+    silent = [one for one in psutil.Process().children() if command_of(one)[:1] == ["sleep"]]
     for process in silent:
         process.kill()
     wait([stuck], timeout=10)
