@@ -9,7 +9,7 @@ that, a worker is inspected (:meth:`GapTracker.suspicion_s`), and a proven stand
   trainer that waits for a slow rollout is not hung;
 - a worker that waits for another group (:data:`WAITS_FOR`) is not judged while that group is at fault;
 - a worker in its first pass through a phase has the limit of the set-up (compilation, cold caches), and nothing is
-  learned from its longest silences there.
+  learned from its longest silence there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,9 +30,6 @@ WAITS_FOR: Mapping[Role, Mapping[Phase, Role]] = {
     Role.EVALUATOR: {Phase.EVALUATE: Role.ROLLOUT},
 }
 """Groups that a worker waits for in a phase, if they run beside it."""
-
-NUM_COMPILATIONS = 3
-"""Long silences of a first pass through a phase that do not recur: compilation of several models or shapes."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,8 @@ class GapTracker:
         self._longest_s: dict[str, float] = {}
         self._last: dict[Place, RankStatus] = {}
         self._spoiled: set[Place] = set()
-        self._first_pass_s: dict[tuple[str, int, Phase], list[float]] = {}
+        self._first_pass_s: dict[tuple[str, int, Phase], float] = {}
+        self._recurring_s: dict[str, float] = {}
 
     def begin_restart(self, role: Role) -> None:
         """Forget the observed workers of a role that restarts; the learned silences remain."""
@@ -136,26 +134,28 @@ class GapTracker:
     def _learn(self, ended: RankStatus) -> None:
         if _place(ended) not in self._spoiled:
             place = f"{ended.role}/{ended.phase}"
-            learned_s = ended.age_s if ended.warm else self._recurring_s(ended)
-            if learned_s > self._longest_s.get(place, 0.0):
-                self._longest_s[place] = learned_s
+            if ended.warm:
+                self._longest_s[place] = max(self._longest_s.get(place, 0.0), ended.age_s)
+            else:
+                self._recurring_s[place] = max(self._recurring_s.get(place, 0.0), self._besides_longest_s(ended))
         self._spoiled.discard(_place(ended))
 
-    def _recurring_s(self, ended: RankStatus) -> float:
-        """Length of silences that recur in a process's first pass through a phase, in seconds; 0 if none do.
+    def _besides_longest_s(self, ended: RankStatus) -> float:
+        """Longest silence of a process's first pass through a phase, apart from the longest of all, in seconds.
 
-        The longest ones may be compilation. Others like them recur, as while a server samples for an external trainer,
-        which never leaves its phase.
+        The longest may be compilation. Another one like it may recur, as while a server samples for an external
+        trainer, which never leaves its phase. As it may also be a second compilation, it raises only the limit, and
+        only in this run: a standstill that can be proven is still found at once.
         """
-        longest_s = self._first_pass_s.setdefault((ended.node, ended.pid, ended.phase), [])
-        longest_s.append(ended.age_s)
-        longest_s.sort(reverse=True)
-        del longest_s[NUM_COMPILATIONS + 1 :]
-        return longest_s[-1] if len(longest_s) > NUM_COMPILATIONS else 0.0
+        key = ended.node, ended.pid, ended.phase
+        longest_s = self._first_pass_s.get(key, 0.0)
+        self._first_pass_s[key] = max(longest_s, ended.age_s)
+        return min(longest_s, ended.age_s)
 
     def limit_s(self, rank: RankStatus) -> float:
         """Allowed silence of a worker in its current phase, in seconds."""
-        learned = self._spec.gap_factor * self.longest_s(rank.phase, rank.role)
+        recurring_s = self._recurring_s.get(f"{rank.role}/{rank.phase}", 0.0)
+        learned = self._spec.gap_factor * max(self.longest_s(rank.phase, rank.role), recurring_s)
         floor_s = self._spec.phase_floor_s(rank.phase)
         if not rank.warm:
             floor_s = max(floor_s, self._spec.setup_floor_s)
