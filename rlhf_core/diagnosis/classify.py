@@ -140,7 +140,7 @@ def classify(evidence: Evidence) -> Diagnosis:
     if not findings:
         return _diagnosis(_without_findings(evidence))
     best = min(findings, key=_rank_of_finding)
-    if best.kind is FailureKind.NETWORK:  # the peers of a broken adapter often end before its own node
+    if best.kind in _SEEN_BY_OTHERS:  # the peers of a broken adapter often end before its own node
         local = [one for one in findings if one.is_local and one.part is best.part]
         best = min(local, key=_rank_of_finding, default=best)
     return _diagnosis(best)

@@ -84,7 +84,7 @@ RULES: dict[FailureKind, Rule] = {
 UNDECIDED: dict[FailureKind, Rule] = {
     FailureKind.COLLECTIVE_MISMATCH: Rule(1, 1, "it recurred: ranks that disagree are a bug in the code"),
 }
-"""Rules that apply instead if the kind rests only on the text of a log: one more start confirms it."""
+"""Rules that apply instead if the kind is not proven, as by the text of a log alone: one more start confirms it."""
 
 
 def decide_in_place(
@@ -104,7 +104,7 @@ def decide_in_place(
         spec: The run's budget.
         same_fingerprint_before: True if the same failure occurred before in this attempt, without progress in between.
         remedy: Change for the next start of the workers, for kinds that would recur otherwise; empty if there is none.
-        undecided: The kind rests on the text of a log alone; see :data:`UNDECIDED`.
+        undecided: The kind is not proven; see :data:`UNDECIDED`.
 
     Returns:
         ``RESTART_IN_PLACE``; ``NEW_ATTEMPT`` to release the allocation, after which the controller decides on a new
@@ -163,7 +163,7 @@ def decide_next(
         spec: The run's budget.
         random: A number in [0, 1) that spreads the back-off, so that many runs do not retry at once.
         remedy: Change for the next attempt, for kinds that would recur otherwise; empty if there is none.
-        undecided: The kind rests on the text of a log alone; see :data:`UNDECIDED`.
+        undecided: The kind is not proven; see :data:`UNDECIDED`.
 
     Returns:
         ``NEW_ATTEMPT`` with its back-off, or ``STOP``.
@@ -292,7 +292,7 @@ def excluded_after(
         strikes: Number of times each node was suspected in this run so far.
         already: Nodes excluded before, oldest first.
         most: Maximum number of excluded nodes; the newest suspects remain.
-        undecided: The kind rests on the text of a log alone.
+        undecided: The kind is not proven, as by the text of a log alone.
     """
     # The agents know which node did not arrive. A log only names the node on which, for instance, a port was in use.
     at_once = kind in EXCLUDED_AT_ONCE or (kind is FailureKind.RENDEZVOUS and not undecided)

@@ -134,7 +134,7 @@ def _down(nodes: str) -> tuple[str, ...]:
     says ``drain`` of a node that was drained and went down.
     """
     with contextlib.suppress(SchedulerError):
-        text = slurm_queue.run("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %t")
+        text = slurm_queue.run("sinfo", "--all", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %t")
         rows = [row for line in text.splitlines() if len(row := line.split()) == 2]
         for pattern in (r"down|fail|unk|inval|.*\*$", r"drain"):
             found = tuple(dict.fromkeys(row[0] for row in rows if re.match(pattern, row[1])))

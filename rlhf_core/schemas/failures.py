@@ -151,7 +151,7 @@ class Incident(Schema):
     health_rule: Label = ""
     """Rule of ``[health]`` that found it; empty for other failures."""
     is_undecided: bool = False
-    """True if the kind rests only on the text of a log or an error, without proof."""
+    """True if the kind is not proven: it rests only on the text of a log or an error, for instance."""
     seen_at: Moment
     """Time of its detection (UTC)."""
     fingerprint: Label = ""

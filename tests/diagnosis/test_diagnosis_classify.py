@@ -111,9 +111,10 @@ def test_an_adapter_that_recovered_is_not_the_cause_of_a_later_error() -> None:
     log = f" 0%| | 0/100 [00:00<?, ?it/s]\n{flap}\n{bars}\nTraceback (most recent call last):\n{error}"
     assert kind_of(ended(0, 1, log=log)) is FailureKind.SHAPE
     # The negative control: without progress after it, it counts before what its peers report, which end first.
-    peer = "n7:7:9 [0] NCCL WARN NET/IB: Got completion from peer n2<4> with status=12"
-    diagnosis = classify(Evidence(workers=(ended(0, 1, log=peer), ended(1, 1, log=flap, order=1))))
-    assert (diagnosis.kind, diagnosis.ranks) == (FailureKind.NETWORK, (1,))
+    lost = "n7:7:9 [0] NCCL WARN NET/IB: Got completion from peer n2<4> with status=12"
+    for peer in (lost, "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)"):
+        diagnosis = classify(Evidence(workers=(ended(0, 1, log=peer), ended(1, 1, log=flap, order=1))))
+        assert (diagnosis.kind, diagnosis.ranks) == (FailureKind.NETWORK, (1,))
 
 
 def test_what_the_agent_killed_says_nothing() -> None:

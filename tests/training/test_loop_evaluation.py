@@ -37,7 +37,7 @@ from rlhf_core.training.rollouts.remote.engine import RemoteEngines  # noqa: E40
 from rlhf_core.training.rollouts.start import start_engine  # noqa: E402
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine  # noqa: E402
 from rlhf_core.training.rollouts.weight_ledger import RecordedEngine  # noqa: E402
-from rlhf_core.training.types import Completion, NullReporter  # noqa: E402
+from rlhf_core.training.types import Completion, NullReporter, WorkerContext  # noqa: E402
 
 pytestmark = [pytest.mark.training]
 
@@ -323,14 +323,25 @@ def test_reports_are_whole_files(ranks: Ranks, tmp_path: Path) -> None:
     assert stored == reports[0]
 
 
+def start_of_an_external_trainer(
+    folder: Path, ranks: Ranks, evaluator: mock.Mock, embeddings: mock.Mock
+) -> tuple[WorkerContext, torch.nn.Module]:  # type: ignore[name-defined]
+    """Evaluate the model before training."""
+    trainer = {"kind": "command", "argv": ["python", "train.py"], "num_steps": 2}
+    spec = {"name": "other", "model": {"path": str(folder)}, "trainer": trainer}
+    context, model = make_context(str(folder / "run"), spec, 0, 1), torch.nn.Linear(2, 2)
+    evaluator.run.return_value = []
+    module = "rlhf_core.training.evaluation.evaluator"
+    loaded = mock.patch(f"{module}.load_causal_lm", return_value=model)
+    with loaded, mock.patch(f"{module}.require_embeddings", embeddings):
+        _evaluate_start(context, ranks, evaluator)
+    return context, model
+
+
 def test_the_model_before_training_leaves_room_for_the_trained_one(ranks: Ranks, tmp_path: Path) -> None:
     """The engine still refers to it then."""
-    trainer = {"kind": "command", "argv": ["python", "train.py"], "num_steps": 2}
-    spec = {"name": "other", "model": {"path": str(tmp_path)}, "trainer": trainer}
-    context, model, evaluator = make_context(str(tmp_path / "run"), spec, 0, 1), torch.nn.Linear(2, 2), mock.Mock()
-    evaluator.run.return_value = []
-    with mock.patch("rlhf_core.training.evaluation.evaluator.load_causal_lm", return_value=model):
-        _evaluate_start(context, ranks, evaluator)
+    evaluator = mock.Mock()
+    _, model = start_of_an_external_trainer(tmp_path, ranks, evaluator, mock.Mock())
     assert evaluator.run.call_args.args[:3] == (model, "before", 0)
     assert all(parameter.is_meta for parameter in model.parameters())
 
@@ -338,15 +349,15 @@ def test_the_model_before_training_leaves_room_for_the_trained_one(ranks: Ranks,
 def test_a_model_without_the_tokens_that_training_added_is_not_evaluated(
     ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The trained one is: the program has resized it."""
-    trainer = {"kind": "command", "argv": ["python", "train.py"], "num_steps": 2}
-    spec = {"name": "other", "model": {"path": str(tmp_path)}, "trainer": trainer}
-    context, model, evaluator = make_context(str(tmp_path / "run"), spec, 0, 1), torch.nn.Linear(2, 2), mock.Mock()
-    evaluator.run.side_effect = BadConfig("found token 128 of the tokenizer")
-    with mock.patch("rlhf_core.training.evaluation.evaluator.load_causal_lm", return_value=model):
-        _evaluate_start(context, ranks, evaluator)
+    """The trained one is: the program has resized it. Control: any other wrong setting ends the role."""
+    evaluator, lacks = mock.Mock(), mock.Mock(side_effect=BadConfig("found token 128 of the tokenizer"))
+    context, _ = start_of_an_external_trainer(tmp_path, ranks, evaluator, lacks)
     assert "the model before training is not evaluated: found token 128" in capsys.readouterr().out
+    assert not evaluator.run.called
     assert not are_written(context.run_dir, "before")
+    evaluator.run.side_effect = BadConfig("no such scorer")
+    with pytest.raises(BadConfig, match="no such scorer"):
+        start_of_an_external_trainer(tmp_path, ranks, evaluator, mock.Mock())
 
 
 def evaluate_nothing(rank: int, num_ranks: int, run_dir: str) -> str:

@@ -215,9 +215,11 @@ class CheckpointWriter:
     # Room
 
     def _remove_leftovers(self) -> None:
-        """Remove leftovers of interrupted saves and removals; no other process writes here."""
+        """Remove leftovers of interrupted saves and removals of checkpoints; no other process writes here. Those of
+        whole branches that were put aside are left to the site's daemon: they may take longer than a step."""
         for leftover in self._run_dir.leftovers():
-            shutil.rmtree(leftover, ignore_errors=True)
+            if leftover.name.lstrip(".").startswith("step-"):
+                shutil.rmtree(leftover, ignore_errors=True)
 
     def _snapshot(self, part: CheckpointPart) -> Snapshot | None:
         """Lay out this rank's files and reserve memory for them; None if the step has to wait for the disk."""

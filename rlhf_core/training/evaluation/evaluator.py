@@ -362,11 +362,13 @@ def _evaluate_start(context: WorkerContext, ranks: Ranks, evaluator: Evaluator) 
     model = load_causal_lm(Path(spec.model.path), spec.model.dtype)
     model.to(ranks.device)
     try:
-        reports = evaluator.run(model, "before", 0, functools.partial(context.reporter.beat, Phase.EVALUATE, 0))
-        write_reports(run_dir, reports, ranks)
-    except BadConfig as error:  # of all ranks: the program may have resized the model for the tokens that it added
+        require_embeddings(model, evaluator.tokenizer, evaluator.data, completions=spec.ranks_held_out)
+    except BadConfig as error:  # on every rank: the program may have resized the model for tokens that it added
         if ranks.is_first:
             print(f"the model before training is not evaluated: {error}", flush=True)
+    else:
+        reports = evaluator.run(model, "before", 0, functools.partial(context.reporter.beat, Phase.EVALUATE, 0))
+        write_reports(run_dir, reports, ranks)
     model.to("meta")  # the engine refers to it until it loads the next one, which needs its memory
 
 

@@ -22,7 +22,7 @@ from rlhf_core.worker.evidence import exit_reports
 from rlhf_core.worker.evidence.exit_reports import NodeReport, Write
 from rlhf_core.worker.groups.base import Exit, StartAbandoned, Started
 from rlhf_core.worker.groups.events import GroupEvents
-from rlhf_core.worker.groups.independent import KILL_TIMEOUT_S, IndependentGroup
+from rlhf_core.worker.groups.independent import IndependentGroup
 from rlhf_core.worker.supervision.group import SupervisedGroup, states_of
 from rlhf_core.worker.supervision.supervisor import Supervisor
 
@@ -108,7 +108,7 @@ class IndependentRun:
         group, local_rank = self._group, worker.local_rank
         self._events.exited(group.role, worker, end, group.generations[local_rank])
         # Kill everything this worker started, and nothing else.
-        left = processes.end_descendants(KILL_TIMEOUT_S, group.marker(local_rank), {worker.pid})
+        left = processes.end_descendants(group=group.marker(local_rank), sessions={worker.pid})
         self._report(supervised, worker, len(left))
 
     def _report(self, supervised: SupervisedGroup, worker: Started, num_left: int) -> None:

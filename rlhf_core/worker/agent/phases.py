@@ -349,7 +349,8 @@ class Agent:
             left = self._end_descendants(of_group)
         # The kernel may take long to free hundreds of gigabytes of pinned memory.
         until_s = time.monotonic() + GPU_TIMEOUT_S
-        while left and time.monotonic() < until_s and not self._supervisor.requests.to_end:
+        requests = self._supervisor.requests
+        while left and time.monotonic() < until_s and not (requests.to_end or requests.stop):
             yield
             left = self._end_descendants(of_group, timeout_s=0.0)
         for process in left:
