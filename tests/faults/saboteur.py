@@ -36,7 +36,7 @@ _PLAN: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text
     rank         rank that is struck; -1 for every rank
     phase        phase whose beat is meant
     after_beats  beats of that phase and step that go well first
-    seconds, gap_s, odd_rank, group, message   what the single fault needs
+    seconds, gap_s, odd_rank, group   what the single fault needs
 """
 
 
@@ -113,10 +113,6 @@ def _stop(fault: dict[str, Any]) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _kill(fault: dict[str, Any]) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def _cuda_oom(fault: dict[str, Any]) -> None:
     import torch
 
@@ -137,21 +133,10 @@ def _host_oom(fault: dict[str, Any]) -> None:
         hoard.append(bytearray(os.urandom(1 << 20)) * 16)
 
 
-def _sleep(fault: dict[str, Any]) -> None:
-    time.sleep(fault["seconds"])
-
-
-def _raise(fault: dict[str, Any]) -> None:
-    raise RuntimeError(fault["message"])
-
-
 _BEAT_FAULTS: dict[str, Callable[[dict[str, Any]], None]] = {
     "stop": _stop,
-    "kill": _kill,
     "cuda_oom": _cuda_oom,
     "host_oom": _host_oom,
-    "sleep": _sleep,
-    "raise": _raise,
 }
 
 
@@ -200,6 +185,10 @@ class _Slow:
 # Faults in the reward function
 
 
+def _sleep(fault: dict[str, Any]) -> None:
+    time.sleep(fault["seconds"])
+
+
 def _endless_loop(fault: dict[str, Any]) -> None:
     while True:
         pass
@@ -210,7 +199,7 @@ def _hold_gil(fault: dict[str, Any]) -> None:
 
 
 def _fork(fault: dict[str, Any]) -> None:
-    for _ in range(fault.get("processes", 300)):
+    for _ in range(300):
         subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL, start_new_session=True)
 
 
@@ -292,15 +281,10 @@ def _delegate(fault: dict[str, Any]) -> None:
     thread.join()
 
 
-def _raise_in_reward(fault: dict[str, Any]) -> None:
-    raise KeyError("verdict of the judge")
-
-
 _REWARD_FAULTS: dict[str, Callable[[dict[str, Any]], None]] = {
     "endless_loop": _endless_loop,
     "hold_gil": _hold_gil,
     "fork": _fork,
-    "raise": _raise_in_reward,
     "sleep": _sleep,
     "deadlock": _deadlock,
     "wait_for_service": _wait_for_service,
