@@ -1,6 +1,5 @@
 """A throw-away PostgreSQL server, in a temporary folder and on a port of its own."""
 
-import ctypes
 import os
 import pwd
 import shutil
@@ -8,10 +7,13 @@ import signal
 import subprocess
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from process_tools import free_port
+
+from rlhf_core.machine.parent_death import die_with_parent
 
 
 class PostgresServer:
@@ -68,7 +70,7 @@ class PostgresServer:
                 cwd=self.folder,
                 stdout=subprocess.DEVNULL,
                 stderr=log,
-                preexec_fn=_end_with_parent,
+                preexec_fn=partial(die_with_parent, signal.SIGINT),
                 **self._identity,
             )
         deadline = time.monotonic() + 60
@@ -111,8 +113,3 @@ def postgres_programs() -> Path:
     except ImportError:
         raise LookupError("needs the PostgreSQL driver (pip install '.[postgres]')") from None
     return folders[-1]
-
-
-def _end_with_parent() -> None:
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGINT)

@@ -1,7 +1,6 @@
 """Services under a run that a fault can take away: the cluster, a database server, a Prefect server, a small disk."""
 
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
@@ -14,19 +13,14 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 from prefect_template import give_prefect_database
 from process_tools import free_port, until
 from slurm_cluster import throwaway
 
+from rlhf_core.machine.parent_death import die_with_parent
 from rlhf_core.schemas.resources import JOB_VARIABLE
-
-
-def _end_with_parent() -> None:
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def left_behind(run_id: str, timeout_s: float = 15.0) -> list[str]:
@@ -72,7 +66,7 @@ class PrefectServer:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=die_with_parent,
         )
 
         def answers() -> bool:
@@ -132,12 +126,12 @@ def _of_the_job(agent: int) -> list[psutil.Process]:
 class Cluster:
     """The throw-away Slurm of ``infra/slurm``, and the events that can happen to it."""
 
-    def __init__(self, slurm: Any) -> None:
+    def __init__(self, slurm: throwaway.Cluster) -> None:
         self._slurm = slurm
         self._without_slurmd: set[str] = set()
         self._frozen: list[psutil.Process] = []
         self._cut: set[str] = set()
-        self.environment = {"SLURM_CONF": str(slurm.conf)}
+        self.environment = slurm.environment
 
     @classmethod
     @contextmanager
@@ -161,15 +155,11 @@ class Cluster:
 
     def command(self, *words: str) -> str:
         """Output of a Slurm command."""
-        environment = {**os.environ, **self.environment}
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")
-        return done.stdout
+        return self._slurm.command(*words)
 
     def allocated(self, job_id: str) -> list[str]:
         """Nodes of a running job, in the order of its allocation."""
-        nodes = self.command("squeue", "--noheader", "--jobs", job_id, "--format=%N").strip()
+        nodes = self.command("squeue", "--noheader", "--jobs", job_id, "--format=%N")
         return self.command("scontrol", "show", "hostnames", nodes).split()
 
     def num_jobs(self, run_id: str) -> int:
@@ -185,7 +175,7 @@ class Cluster:
         """Return all nodes that were taken out of service."""
         for node, state in self._states().items():
             if state.startswith(("down", "drain")):
-                with contextlib.suppress(RuntimeError):  # a node that has just returned by itself
+                with contextlib.suppress(throwaway.ClusterError):  # a node that has just returned by itself
                     self.command("scontrol", "update", f"nodename={node}", "state=resume")
 
     def nodes(self) -> list[str]:
