@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -29,11 +30,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
+import fault_inject
 from fault_cases import CHAIN, NUM_RANKS, PACE_S, SPACING, Fault, Scenario, on_one_node, scenarios
 from fault_engines import PREFIX as OF_ENGINES
 from fault_engines import SPLIT_PREFIX as OF_SPLIT
 from fault_engines import engine_scenarios
-from fault_inject import OUTSIDE, Place, Truth
+from fault_inject import Place, Truth
 from fault_measure import Row, all_incidents, measure, measure_gone, same_parameters
 from fault_runs import DisturbedSite, Stuck, engines, steps
 from fault_services import (
@@ -61,6 +63,13 @@ START_S = 240.0
 RECOVERY_TIMEOUT_S = 240.0
 """Longest time until training continues, or the run has ended."""
 LONGEST_RUN = SPACING * (CHAIN + 1)
+TABLES = {
+    PREFIX: "default floors",
+    OF_SCRIPTS: "torchrun script",
+    OF_ENGINES: "rollout engines",
+    OF_SPLIT: "split engines",
+}
+"""First words of rows, with their table in the page."""
 
 
 @dataclass
@@ -193,7 +202,8 @@ class Campaign:
         site.wait_for(lambda: last_step(place.run) >= fault.step, f"step {fault.step}", START_S)
         if fault.step > 0:
             time.sleep(place.chance.uniform(0, 2 * PACE_S))
-        return OUTSIDE[fault.outside](place)
+        truth: Truth = getattr(fault_inject, fault.outside)(place)
+        return truth
 
     def _settle(self, place: Place, truth: Truth) -> None:
         """Wait until training has continued for two steps past the fault, or the run has ended."""
@@ -307,23 +317,14 @@ def main() -> None:
         if not options.table:
             _go_on(campaign, options)
         rows = campaign.rows()
-    at_defaults = [row for row in rows if row.row.startswith(PREFIX)]
-    of_scripts = [row for row in rows if row.row.startswith(OF_SCRIPTS)]
-    of_engines = [row for row in rows if row.row.startswith(OF_ENGINES)]
-    of_split = [row for row in rows if row.row.startswith(OF_SPLIT)]
-    others = [row for row in rows if row not in [*at_defaults, *of_scripts, *of_engines, *of_split]]
-    for place, some in (
-        ("fault campaign", others),
-        ("default floors", at_defaults),
-        ("torchrun script", of_scripts),
-        ("rollout engines", of_engines),
-        ("split engines", of_split),
-    ):
-        if some:
-            table = markdown(some)
-            print(table)
-            if not options.no_page:
-                PAGE.write_text(write_between(PAGE.read_text(), place, table))
+    by_table = defaultdict[str, list[Row]](list)
+    for row in rows:
+        by_table[TABLES.get(row.row.partition(":")[0], "fault campaign")].append(row)
+    for place, some in by_table.items():
+        table = markdown(some)
+        print(table)
+        if not options.no_page:
+            PAGE.write_text(write_between(PAGE.read_text(), place, table))
 
 
 def _go_on(campaign: Campaign, options: argparse.Namespace) -> None:

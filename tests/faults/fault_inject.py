@@ -1,6 +1,7 @@
 """Faults from outside, injected into processes, nodes and services of a run, and their exact moments.
 
-Every function waits until its own fault is over (an outage ends within it), and returns the truth about it.
+Every public function from :func:`kill_rank` on is a fault, named by the cases. It waits until its own fault is over (an
+outage ends within it), and returns the truth about it.
 """
 
 import json
@@ -12,6 +13,7 @@ import sqlite3
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -77,66 +79,33 @@ def _signal_rank(place: Place, number: signal.Signals, *, of_program: bool = Fal
     return truth
 
 
-def kill_rank(place: Place) -> Truth:
-    """SIGKILL one rank."""
-    return _signal_rank(place, signal.SIGKILL)
-
-
-def stop_rank(place: Place) -> Truth:
-    """SIGSTOP one rank."""
-    return _signal_rank(place, signal.SIGSTOP)
-
-
-def kill_program_rank(place: Place) -> Truth:
-    """SIGKILL one rank of a script: the rank's own process, not the worker that follows it."""
-    return _signal_rank(place, signal.SIGKILL, of_program=True)
-
-
-def stop_program_rank(place: Place) -> Truth:
-    """SIGSTOP one rank of a script."""
-    return _signal_rank(place, signal.SIGSTOP, of_program=True)
-
-
 def _signal_engine(place: Place, number: signal.Signals, *, a_part: bool = False) -> Truth:
     """Signal one rollout engine, and wait until it serves again: without both engines, the trainers would wait."""
     victim = place.chance.choice(engines(place.run))
     pid = place.chance.choice(engine_parts(victim.pid)) if a_part else victim.pid
     truth = place.truth(victim.rank, victim.node)
-    os.kill(pid, number)
-    wait_for_engine(place, victim.rank)
-    return truth
-
-
-def wait_for_engine(place: Place, rank: int) -> None:
-    """Wait until a newer start of an engine has registered."""
-    path = place.run.attempts()[-1].engine(rank)
+    path = place.run.attempts()[-1].engine(victim.rank)
 
     def generation() -> int:
         address = read_model(path, EngineAddress)
         return address.generation if address is not None else -1
 
     before = generation()
-    place.site.wait_for(lambda: generation() > before, f"engine {rank} to be back", 120)
+    os.kill(pid, number)
+    place.site.wait_for(lambda: generation() > before, f"engine {victim.rank} to be back", 120)
+    return truth
 
 
-def kill_engine(place: Place) -> Truth:
-    """SIGKILL one rollout engine."""
-    return _signal_engine(place, signal.SIGKILL)
-
-
-def stop_engine(place: Place) -> Truth:
-    """SIGSTOP one rollout engine."""
-    return _signal_engine(place, signal.SIGSTOP)
-
-
-def kill_engine_part(place: Place) -> Truth:
-    """SIGKILL one of the processes in which a split engine samples."""
-    return _signal_engine(place, signal.SIGKILL, a_part=True)
-
-
-def stop_engine_part(place: Place) -> Truth:
-    """SIGSTOP one of the processes in which a split engine samples."""
-    return _signal_engine(place, signal.SIGSTOP, a_part=True)
+kill_rank = partial(_signal_rank, number=signal.SIGKILL)
+stop_rank = partial(_signal_rank, number=signal.SIGSTOP)
+kill_program_rank = partial(_signal_rank, number=signal.SIGKILL, of_program=True)
+"""The rank's own process, not the worker that follows it."""
+stop_program_rank = partial(_signal_rank, number=signal.SIGSTOP, of_program=True)
+kill_engine = partial(_signal_engine, number=signal.SIGKILL)
+stop_engine = partial(_signal_engine, number=signal.SIGSTOP)
+kill_engine_part = partial(_signal_engine, number=signal.SIGKILL, a_part=True)
+"""One of the processes in which a split engine samples."""
+stop_engine_part = partial(_signal_engine, number=signal.SIGSTOP, a_part=True)
 
 
 def pause_engine(place: Place) -> Truth:
@@ -437,52 +406,3 @@ def wait_for_full_disk(place: Place) -> Truth:
 def nothing(place: Place) -> Truth:
     """Do nothing: the fault is in the config."""
     return replace(place.truth(), moment_known=False)
-
-
-OUTSIDE: dict[str, Callable[[Place], Truth]] = {
-    function.__name__: function
-    for function in (
-        kill_rank,
-        stop_rank,
-        kill_program_rank,
-        stop_program_rank,
-        kill_engine,
-        stop_engine,
-        kill_engine_part,
-        stop_engine_part,
-        pause_engine,
-        kill_leader,
-        kill_agent,
-        damage_and_kill_rank,
-        damage_and_kill_agent,
-        delete_metrics,
-        stop_leader,
-        stop_agent,
-        stop_agent_and_rank,
-        freeze_leader,
-        freeze_another,
-        cut_leader,
-        remove_directory,
-        kill_and_stop,
-        stop_all_ranks,
-        kill_all_agents,
-        kill_stepd,
-        kill_rank_without_controller,
-        kill_rank_with_locked_database,
-        node_down,
-        kill_slurmd,
-        slurmctld_away,
-        database_away,
-        prefect_away,
-        kill_flow,
-        wait_for_time_limit,
-        preempt,
-        scancel,
-        ask_to_save,
-        suspend,
-        suspend_long,
-        wait_for_full_disk,
-        nothing,
-    )
-}
-"""Functions by the name that the cases use."""

@@ -29,7 +29,7 @@ SOON_LIMIT_S = 30.0
 """Limit at default floors, from the fault to the decision."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """One finished case: one line of the results file."""
 
@@ -41,26 +41,26 @@ class Row:
     """A failure was seen between this fault and the next; for a control, this is a false alarm."""
     found_s: float | None
     """Time from the fault to its first sign: a suspicion, a noticed exit, an incident."""
-    limit_s: float | None
+    limit_s: float | None = None
     """Permitted silence before a hang."""
     decided_s: float | None
     """Time from the fault to the decision."""
-    in_time: bool | None
+    in_time: bool | None = None
     """``found_s`` is within its target; null if there is none."""
-    blame_right: bool | None
+    blame_right: bool | None = None
     """null if no single rank or node is to blame."""
     class_right: bool | None
     kind: str
     """Failure kind that the run assigned to it."""
     action: str
     action_right: bool | None
-    again_s: float | None
+    again_s: float | None = None
     """Time from the fault to the next step that was made."""
-    cold_s: float | None
+    cold_s: float | None = None
     """Cold start of the same run; see :func:`_cold_start`."""
-    again_in_time: bool | None
-    steps_lost: int | None
-    same_numbers: bool | None
+    again_in_time: bool | None = None
+    steps_lost: int | None = None
+    same_numbers: bool | None = None
     """The last checkpoint equals the undisturbed run's; null if that is not required."""
     submitted_twice: int
     """Number of the run's jobs known to the scheduler beyond one for each attempt."""
@@ -164,19 +164,11 @@ def measure_gone(
         control=False,
         found=closed,
         found_s=found_s,
-        limit_s=None,
         decided_s=found_s,
-        in_time=None,
-        blame_right=None,
         class_right=incident["failure_kind"] in fault.expected.kinds,
         kind=incident["failure_kind"],
         action=decision["action"],
         action_right=decision["action"] in fault.expected.actions,
-        again_s=None,
-        cold_s=None,
-        again_in_time=None,
-        steps_lost=None,
-        same_numbers=None,
         submitted_twice=jobs - len(history_record["attempts"]),
         state="its job is still at work" if job_left else state,
         message=message,

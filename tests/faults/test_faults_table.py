@@ -4,6 +4,7 @@ page."""
 from dataclasses import replace
 from itertools import pairwise
 
+import fault_inject
 import pytest
 from campaign import LONGEST_RUN, require_learning
 from fault_cases import CHAIN, CONTROLS, KINDS, SPACING, scenarios
@@ -62,6 +63,7 @@ def test_every_kind_is_planned_as_often_as_asked_for_and_the_plan_is_the_same_ev
     rows = [fault.row for scenario in plan for fault in scenario.faults]
     for kind in KINDS:
         assert rows.count(kind.row) == (10 if kind.is_hang else 3)
+        assert not kind.outside or hasattr(fault_inject, kind.outside)
     assert sum(rows.count(kind.row) for kind in CONTROLS) == 30
     assert len({scenario.name for scenario in plan}) == len(plan)
 
