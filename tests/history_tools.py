@@ -21,7 +21,7 @@ from made_reports import checkpoint_manifest, decision_of, evaluation_report, in
 from postgres_server import PostgresServer
 from sqlalchemy import Engine, create_engine, text
 
-from rlhf_core.config.site import Site
+from rlhf_core.config.site import Site, load_site
 from rlhf_core.files.appended import append_lines
 from rlhf_core.files.whole import write_model
 from rlhf_core.history import migrate, saved_queries
@@ -343,6 +343,12 @@ def synced(run: RunFiles, store: HistoryStore) -> RunFiles:
     """The same run, ingested into the history."""
     sync(run.dir, store)
     return run
+
+
+def ingested(run: RunFiles) -> RunFiles:
+    """The same run, ingested into the history of the site that the environment describes."""
+    with HistoryStore(load_site().database_url) as store:
+        return synced(run, store)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

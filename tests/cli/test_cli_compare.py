@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from history_tools import RunFiles, whole_run
+from history_tools import RunFiles, ingested, whole_run
 from signing_in import chromium
 
 from rlhf_core.cli.commands.compare import sparklines
@@ -17,7 +17,6 @@ from rlhf_core.config.site import load_site
 from rlhf_core.files.whole import write_model
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.compare import at_last_common_step, config_differences, evaluations
-from rlhf_core.watchdog.ingest import sync
 
 pytestmark = pytest.mark.usefixtures("plots_drawn_once")
 
@@ -38,10 +37,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
     for step in (1, 2, 3, 4):
         second.metrics(1, 0, step, 100 + 2 * step, **{"reward/mean": 0.1 * step})
     second.evaluation("after", "greedy", 0.5, 120)
-    with HistoryStore(site.database_url) as store:
-        for run in (first, second):
-            sync(run.dir, store)
-    return first.run_id, second.run_id
+    return ingested(first).run_id, ingested(second).run_id
 
 
 def _json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
@@ -275,49 +271,19 @@ def test_a_page_of_hostile_names(two: tuple[str, str], tmp_path: Path) -> None:
     assert "&lt;script&gt;" in page
 
 
-SCREENS = list(itertools.product((1280, 390), ("light", "dark")))
-"""Widths and colour schemes of screens."""
-
-
-@pytest.fixture(scope="module")
-def shown() -> dict[tuple[int, str], tuple[int, int, list[str]]]:
-    """Width of the content, number of curves, and line colours for every screen; filled on first use."""
-    return {}
-
-
-def _see(page: Path) -> dict[tuple[int, str], tuple[int, int, list[str]]]:
-    """Show a page on every screen in one browser, because starting it takes longer than everything else."""
-    shown = {}
-    with chromium() as browser:
-        for width, scheme in SCREENS:
-            tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-            tab.goto(page.as_uri())
-            shown[width, scheme] = (
-                tab.evaluate("document.documentElement.scrollWidth"),
-                tab.locator("svg.plot").count(),
-                tab.eval_on_selector_all("svg.plot path", "all => all.map(one => getComputedStyle(one).stroke)"),
-            )
-            tab.close()
-    return shown
-
-
-@pytest.mark.parametrize(("width", "scheme"), SCREENS)
-def test_the_page_fits_its_screen(
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    shown: dict[tuple[int, str], tuple[int, int, list[str]]],
-    width: int,
-    scheme: str,
-) -> None:
-    if not shown:
-        path = tmp_path / "page.html"
-        assert execute(["compare", *request.getfixturevalue("two"), "--html", str(path)]) == 0
-        shown |= _see(path)
-    content_width, num_curves, lines = shown[width, scheme]
-    assert content_width <= width
-    assert num_curves >= 3
+def test_the_page_fits_every_screen(two: tuple[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    assert execute(["compare", *two, "--html", str(path)]) == 0
     colours = {
-        "light": ("rgb(37, 99, 201)", "rgb(211, 105, 11)"),
-        "dark": ("rgb(110, 163, 247)", "rgb(240, 154, 75)"),
+        "light": {"rgb(37, 99, 201)", "rgb(211, 105, 11)"},
+        "dark": {"rgb(110, 163, 247)", "rgb(240, 154, 75)"},
     }
-    assert set(colours[scheme]) <= set(lines)
+    with chromium() as browser:
+        for width, scheme in itertools.product((1280, 390), colours):
+            tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+            tab.goto(path.as_uri())
+            assert tab.evaluate("document.documentElement.scrollWidth") <= width
+            assert tab.locator("svg.plot").count() >= 3
+            lines = tab.eval_on_selector_all("svg.plot path", "all => all.map(one => getComputedStyle(one).stroke)")
+            assert colours[scheme] <= set(lines)
+            tab.close()

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from history_tools import RunFiles, at, postgres, whole_run
+from history_tools import RunFiles, at, ingested, postgres, synced, whole_run
 
 from rlhf_core.cli.main import execute
 from rlhf_core.config.loading import load
@@ -30,7 +30,6 @@ from rlhf_core.render.exports import common
 from rlhf_core.schemas.attempts import PromotionState, RunState
 from rlhf_core.schemas.journal import PromotionMoved
 from rlhf_core.schemas.stored_spec import StoredSpec
-from rlhf_core.watchdog.ingest import sync
 
 pytestmark = pytest.mark.usefixtures("plots_drawn_once")
 
@@ -43,11 +42,7 @@ ENDS = {1: 10, 2: 12, 3: 22, 4: 24, **{step: 30 + 2 * step for step in range(5, 
 @pytest.fixture
 def run() -> RunFiles:
     """A whole run with two rewinds, known to the history."""
-    site = load_site()
-    made = whole_run(site.runs_dir)
-    with HistoryStore(site.database_url) as store:
-        sync(made.dir, store)
-    return made
+    return ingested(whole_run(load_site().runs_dir))
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +103,7 @@ def test_parquet_of_postgresql_is_the_same(run: RunFiles, tmp_path: Path, monkey
     export("parquet", tmp_path / "sqlite")
     url = postgres().migrated_database()
     with HistoryStore(url) as store:
-        sync(run.dir, store)
+        synced(run, store)
     monkeypatch.setenv("RLHF_DATABASE_URL", url)
     export("parquet", tmp_path / "postgresql")
     stamped = {"runs", "run_goodput", "run_lost_time"}  # the time of ingestion; sums in another order
@@ -132,11 +127,8 @@ def _loaded(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_only_the_requested_runs_are_exported(run: RunFiles, tmp_path: Path) -> None:
-    site = load_site()
-    others = [whole_run(site.runs_dir, "other", tail, 10) for tail in ("bbbbbb", "cccccc")]
-    with HistoryStore(site.database_url) as store:
-        for other in others:
-            sync(other.dir, store)
+    runs = load_site().runs_dir
+    others = [ingested(whole_run(runs, "other", tail, 10)) for tail in ("bbbbbb", "cccccc")]
     export("csv", tmp_path, run.run_id, others[0].run_id, others[0].run_id)
     for path in tmp_path.glob("*.csv"):
         found = {row["run_id"] for row in csv.DictReader(path.open(newline=""))}
@@ -304,14 +296,11 @@ def test_a_deleted_experiment_is_reported(run: RunFiles, tmp_path: Path, capsys:
 
 def _run_of(num_steps: int) -> RunFiles:
     """A run that has made some steps and has not ended."""
-    site = load_site()
-    run = RunFiles(site.runs_dir).created()
+    run = RunFiles(load_site().runs_dir).created()
     run.moved(RunState.PREFLIGHT, 1)
     for step in range(1, num_steps + 1):
         run.metrics(1, 0, step, 10 * step)
-    with HistoryStore(site.database_url) as store:
-        sync(run.dir, store)
-    return run
+    return ingested(run)
 
 
 @pytest.mark.usefixtures("mlflow_database")

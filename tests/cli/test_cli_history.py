@@ -4,12 +4,11 @@ import json
 import shutil
 import sqlite3
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-from history_tools import RunFiles, at, postgres, whole_run
+from history_tools import RunFiles, at, ingested, postgres, whole_run
+from process_tools import Finished
 
 from rlhf_core.cli.main import execute
 from rlhf_core.cli.run_output import print_summary
@@ -26,24 +25,8 @@ from rlhf_core.schemas.command_trainer import STEPS_HINT
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.journal import AttemptPlanned, ControllerStarted, PromotionMoved
 from rlhf_core.schemas.resources import Placement
-from rlhf_core.watchdog.ingest import sync
 
-
-@dataclass
-class Answer:
-    """Result of a command line."""
-
-    code: int
-    out: str
-    err: str
-
-    def json(self) -> Any:
-        """Parse standard output, which must be JSON and nothing else."""
-        assert self.code == 0, self.err
-        return json.loads(self.out)
-
-
-Rlhf = Callable[..., Answer]
+Rlhf = Callable[..., Finished]
 
 
 @pytest.fixture
@@ -51,10 +34,11 @@ def rlhf(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     """Run the command in this process, on a terminal with 100 columns."""
     monkeypatch.setenv("COLUMNS", "100")
 
-    def run(*arguments: str) -> Answer:
-        code = execute(arguments)
-        captured = capsys.readouterr()
-        return Answer(code, captured.out, captured.err)
+    def run(*arguments: str, code: int = 0) -> Finished:
+        found = execute(arguments)
+        output = capsys.readouterr()
+        assert found == code, output.err
+        return Finished(found, *output)
 
     return run
 
@@ -68,25 +52,20 @@ def runs() -> Path:
 @pytest.fixture
 def known(runs: Path) -> RunFiles:
     """A whole run that is in the history."""
-    run = whole_run(runs)
-    with HistoryStore(load_site().database_url) as store:
-        sync(run.dir, store)
-    return run
+    return ingested(whole_run(runs))
 
 
 def test_runs_of_a_new_site(rlhf: Rlhf) -> None:
-    assert rlhf("runs").out == "No runs yet.\n"
+    assert rlhf("runs").stdout == "No runs yet.\n"
     assert rlhf("runs", "--json").json() == []
-    assert rlhf("runs", "--state", "failed").out == "No such runs.\n"
+    assert rlhf("runs", "--state", "failed").stdout == "No such runs.\n"
 
 
 def test_a_cut_list_says_so(rlhf: Rlhf, runs: Path) -> None:
     for index in range(3):
-        run = RunFiles(runs, tail=f"aaaaa{index}").created()
-        with HistoryStore(load_site().database_url) as store:
-            sync(run.dir, store)
-    assert rlhf("runs", "--limit", "2").out.endswith("These are the newest 2; --limit 4 lists more.\n")
-    assert "newest" not in rlhf("runs", "--limit", "3").out
+        ingested(RunFiles(runs, tail=f"aaaaa{index}").created())
+    assert rlhf("runs", "--limit", "2").stdout.endswith("These are the newest 2; --limit 4 lists more.\n")
+    assert "newest" not in rlhf("runs", "--limit", "3").stdout
     assert len(rlhf("runs", "--limit", "2", "--json").json()) == 2
 
 
@@ -95,10 +74,9 @@ def test_the_days_before_a_resume_do_not_count_as_run_time(rlhf: Rlhf, runs: Pat
     for state, seconds in ((RunState.PREFLIGHT, 1), (RunState.FAILED, 10), (RunState.PREFLIGHT, 172_810)):
         run.moved(state, seconds)
     run.moved(RunState.FAILED, 172_815)
-    with HistoryStore(load_site().database_url) as store:
-        sync(run.dir, store)
-    assert "│ 15 s │" in rlhf("runs").out
-    shown = rlhf("show", run.run_id).out
+    ingested(run)
+    assert "│ 15 s │" in rlhf("runs").stdout
+    shown = rlhf("show", run.run_id).stdout
     assert "│ 15 s │" in shown
     assert "Not counted: 48 h 00 min in which nothing drove the run." in shown
 
@@ -112,7 +90,7 @@ def test_runs_as_json(rlhf: Rlhf, known: RunFiles) -> None:
 
 
 def test_runs_as_text(rlhf: Rlhf, known: RunFiles) -> None:
-    lines = rlhf("runs").out.splitlines()
+    lines = rlhf("runs").stdout.splitlines()
     assert [word.strip() for word in lines[2].split("│")] == [
         known.run_id,
         "completed",
@@ -130,11 +108,10 @@ def test_steps_without_metrics_are_listed_in_every_view(rlhf: Rlhf, runs: Path) 
     metrics = run.dir.attempt(2).restart(0).metrics
     lines = metrics.read_bytes().splitlines(keepends=True)
     metrics.write_bytes(lines[0] + lines[4])
-    with HistoryStore(load_site().database_url) as store:
-        sync(run.dir, store)
+    ingested(run)
     output = "no metrics of 4 of 10 steps: 6-8, 10"
-    assert rlhf("runs").out.splitlines()[-1] == f"{run.run_id}: {output}"
-    assert f"The run left {output}." in rlhf("show").out
+    assert rlhf("runs").stdout.splitlines()[-1] == f"{run.run_id}: {output}"
+    assert f"The run left {output}." in rlhf("show").stdout
     assert rlhf("runs", "--json").json()[0]["missing_steps"] == output
     assert rlhf("show", "--json").json()["run"]["missing_steps"] == output
     with HistoryStore(load_site().database_url) as store:
@@ -151,8 +128,7 @@ def test_steps_that_another_program_does_not_log_are_not_missing(rlhf: Rlhf, run
     stored["spec"]["trainer"] = {"kind": "command", "argv": ["torchrun"], "num_steps": 10}
     stored["spec"]["loops"] = {}
     run.dir.spec.write_text(json.dumps(stored))
-    with HistoryStore(load_site().database_url) as store:
-        sync(run.dir, store)
+    ingested(run)
     assert rlhf("runs", "--json").json()[0]["missing_steps"] == ""
     assert rlhf("show", "--json").json()["run"]["missing_steps"] == ""
 
@@ -173,15 +149,14 @@ def test_a_trainer_without_steps_is_told_how_they_are_read(
     assert "steps none reported, of 10; steps are read, with their metrics, from TensorBoard files" in summary
     assert STEPS_HINT in summary
     assert STEPS_HINT in summary_markdown(summarise(run.dir), read_timeline(run.dir), {}, "").replace("\\", "")
-    with HistoryStore(load_site().database_url) as store:
-        sync(run.dir, store)
-    shown = rlhf("show").out
+    ingested(run)
+    shown = rlhf("show").stdout
     assert f"The trainer reported no steps; {STEPS_HINT}." in " ".join(shown.split())
 
 
 def test_runs_fit_a_narrow_terminal(rlhf: Rlhf, known: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    lines = rlhf("runs").out.splitlines()
+    lines = rlhf("runs").stdout.splitlines()
     assert len(lines) == 3
     assert known.run_id in lines[2]
     assert max(map(len, lines)) <= 80
@@ -192,32 +167,32 @@ def test_an_answer_that_is_too_wide_is_printed_line_by_line(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     question = "SELECT run_id, state, owner, run_id AS the_same FROM runs"
-    assert rlhf("sql", question).out.splitlines() == [
+    assert rlhf("sql", question).stdout.splitlines() == [
         f"run_id    {known.run_id}",
         "state     completed",
         "owner     anna",
         f"the_same  {known.run_id}",
     ]
     monkeypatch.setenv("COLUMNS", "100")
-    assert "┃" in rlhf("sql", question).out
+    assert "┃" in rlhf("sql", question).stdout
 
 
 def test_the_reasons_for_excluded_nodes_are_shown(rlhf: Rlhf, known: RunFiles) -> None:
-    assert "excluded" not in rlhf("show").out
+    assert "excluded" not in rlhf("show").stdout
     known.journal(AttemptPlanned(placement=Placement(attempt=7, num_nodes=1, phases=(),
                                                      exclusion_reasons={"node7": "3 strikes"})), 60)  # fmt: skip
-    assert "Attempt 7 excluded node7: 3 strikes\n" in rlhf("show").out
+    assert "Attempt 7 excluded node7: 3 strikes\n" in rlhf("show").stdout
 
 
 def test_the_driver_of_a_run_and_the_promotion_of_its_model_are_shown(rlhf: Rlhf, known: RunFiles) -> None:
     assert rlhf("show", "--json").json()["promotion"] == {}
-    assert "Promotion" not in rlhf("show").out
+    assert "Promotion" not in rlhf("show").stdout
     for process, page in ((1, "http://prefect/1"), (2, "")):
         controller = f"anna, login-1, process {process}"
         known.journal(ControllerStarted(controller=controller, flow_run_url=page), 60 + process)
     known.journal(PromotionMoved(state=PromotionState.WAITING, checkpoint_step=10), 70)
     known.journal(PromotionMoved(state=PromotionState.APPROVED, checkpoint_step=10, by="bert", reason="it sorts"), 80)
-    text = rlhf("show").out
+    text = rlhf("show").stdout
     assert "Driven by: anna, login-1, process 2, after 1 other\n" in text
     assert "In Prefect: http://prefect/1\n" in text
     assert "Promotion: approved, checkpoint of step 10, by bert (it sorts)\n" in text
@@ -230,24 +205,22 @@ def test_a_run_is_driven_since_its_controller_took_it(rlhf: Rlhf, known: RunFile
     """The controller's process was there before: the worker of a deployment, or the command that made the run."""
     owner = Owner("anna", "login-1", 7, at(-90).timestamp())
     known.journal(ControllerStarted(controller=str(owner)), 60)
-    text = rlhf("show").out
+    text = rlhf("show").stdout
     assert "Created: 2026-03-01 12:00:00 UTC" in text
     assert "Driven by: anna on login-1, process 7, since 2026-03-01 12:01:00 UTC\n" in text
 
 
 def test_trials_are_listed_on_request(rlhf: Rlhf, runs: Path, known: RunFiles) -> None:
-    trial = RunFiles(runs, "sort", "bbbbbb", 100, trial_of=known.run_id).created()
-    with HistoryStore(load_site().database_url) as store:
-        sync(trial.dir, store)
-    assert trial.run_id not in rlhf("runs").out
-    lines = rlhf("runs", "--trials").out.splitlines()
+    trial = ingested(RunFiles(runs, "sort", "bbbbbb", 100, trial_of=known.run_id).created())
+    assert trial.run_id not in rlhf("runs").stdout
+    lines = rlhf("runs", "--trials").stdout.splitlines()
     assert trial.run_id in lines[2]
     assert [word.strip() for word in lines[2].split("│")][2] == known.run_id
-    assert f"Trial of: {known.run_id}" in rlhf("show", trial.run_id).out
+    assert f"Trial of: {known.run_id}" in rlhf("show", trial.run_id).stdout
 
 
 def test_an_unknown_state_is_bad_input(rlhf: Rlhf) -> None:
-    assert rlhf("runs", "--state", "sleeping").code == 2
+    rlhf("runs", "--state", "sleeping", code=2)
 
 
 def test_show_as_json(rlhf: Rlhf, known: RunFiles) -> None:
@@ -259,7 +232,7 @@ def test_show_as_json(rlhf: Rlhf, known: RunFiles) -> None:
 
 
 def test_show_as_text(rlhf: Rlhf, known: RunFiles) -> None:
-    text = rlhf("show").out
+    text = rlhf("show").stdout
     assert not [line for line in text.splitlines() if "│" in line and len(line) > 100], (
         "sentences are the terminal's to wrap"
     )
@@ -281,13 +254,10 @@ def test_show_as_text(rlhf: Rlhf, known: RunFiles) -> None:
 
 
 def test_show_of_a_new_run(rlhf: Rlhf, runs: Path) -> None:
-    run = RunFiles(runs).created()
-    with HistoryStore(load_site().database_url) as store:
-        sync(run.dir, store)
+    ingested(RunFiles(runs).created())
     shown = rlhf("show")
-    assert shown.code == 0
-    assert "pending" in shown.out
-    assert "Stages" not in shown.out
+    assert "pending" in shown.stdout
+    assert "Stages" not in shown.stdout
 
 
 def test_show_of_a_run_that_failed_before_its_first_step(rlhf: Rlhf, runs: Path) -> None:
@@ -295,9 +265,8 @@ def test_show_of_a_run_that_failed_before_its_first_step(rlhf: Rlhf, runs: Path)
     run.planned(1, 2)
     run.incident(1, 0, FailureKind.WORKER_KILLED, 12, step=0)
     run.moved(RunState.FAILED, 20)
-    with HistoryStore(load_site().database_url) as store:
-        sync(run.dir, store)
-    shown = rlhf("show").out
+    ingested(run)
+    shown = rlhf("show").stdout
     assert "Lost to worker killed: 18 s in 1 incident." in shown
     assert "Productive training" not in shown
 
@@ -310,9 +279,8 @@ def test_show_ingests_lines_left_by_a_killed_controller(rlhf: Rlhf, known: RunFi
 def test_show_reports_a_failed_ingestion(rlhf: Rlhf, known: RunFiles) -> None:
     known.moved(RunState.QUEUED, 60)
     answer = rlhf("show")
-    assert answer.code == 0
-    assert "could not be updated" in answer.err
-    assert "cannot become queued" in " ".join(answer.err.split())
+    assert "could not be updated" in answer.stderr
+    assert "cannot become queued" in " ".join(answer.stderr.split())
 
 
 def test_show_without_the_run_directory(rlhf: Rlhf, known: RunFiles) -> None:
@@ -321,33 +289,30 @@ def test_show_without_the_run_directory(rlhf: Rlhf, known: RunFiles) -> None:
 
 
 def test_show_of_an_unknown_run(rlhf: Rlhf, known: RunFiles) -> None:
-    answer = rlhf("show", "nothing")
-    assert (answer.code, answer.out) == (2, "")
-    assert answer.err == "error: the history has no run 'nothing'. `rlhf runs` lists them; `last` is the newest.\n"
+    answer = rlhf("show", "nothing", code=2)
+    assert answer.stdout == ""
+    assert answer.stderr == "error: the history has no run 'nothing'. `rlhf runs` lists them; `last` is the newest.\n"
 
 
-def test_nodes_as_text_and_json(rlhf: Rlhf, known: RunFiles) -> None:
-    (node,) = rlhf("nodes", "--json").json() or [None]
-    if node is None:  # the run of the fixture is older than the ledger's retention
-        assert "No node has strikes" in rlhf("nodes").out
-    else:
-        assert node["node"] == "n2"
-        assert "n2" in rlhf("nodes").out
+def test_nodes_of_a_new_site(rlhf: Rlhf) -> None:
+    assert rlhf("nodes", "--json").json() == []
+    assert "No node has strikes" in rlhf("nodes").stdout
 
 
 def test_a_node_is_cleared_with_user_and_reason(rlhf: Rlhf, known: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhf_core.schemas.base.utc_now", lambda: at(3600))
     before = rlhf("nodes", "--json").json()
     assert [one["node"] for one in before if one["excluded_until"]] == ["n2"]
-    assert (rlhf("nodes", "--clear", "n2").code, rlhf("nodes", "--reason", "why").code) == (2, 2)
+    rlhf("nodes", "--clear", "n2", code=2)
+    rlhf("nodes", "--reason", "why", code=2)
     assert rlhf("nodes", "--json").json() == before, "nothing was written"
-    output = rlhf("nodes", "--clear", "n2", "--reason", "new cable", "--by", "bea").out
+    output = rlhf("nodes", "--clear", "n2", "--reason", "new cable", "--by", "bea").stdout
     assert "n2 is cleared (1 strike, " in output
     assert f"by bea ({account()}): new cable" in output
     (node,) = [one for one in rlhf("nodes", "--json").json() if one["node"] == "n2"]
     assert (node["excluded_until"], node["num_strikes"], node["num_cleared"]) == (None, 0, 1)
     assert (node["cleared"]["by"], node["cleared"]["reason"]) == (f"bea ({account()})", "new cable")
-    table = " ".join(rlhf("nodes").out.replace("│", " ").split())
+    table = " ".join(rlhf("nodes").stdout.replace("│", " ").split())
     assert f"bea ({account()}): new cable" in table
     assert rlhf("sql", "SELECT node FROM node_strikes", "--json").json() != [], "the history keeps it"
 
@@ -358,22 +323,22 @@ def test_sql_as_text_and_json(rlhf: Rlhf, known: RunFiles) -> None:
         {"number": 1, "state": "failed"},
         {"number": 2, "state": "completed"},
     ]
-    assert "completed" in rlhf("sql", question).out
+    assert "completed" in rlhf("sql", question).stdout
 
 
 def test_sql_refuses_json_with_two_columns_of_one_name(rlhf: Rlhf, known: RunFiles) -> None:
     """The state of the attempt would replace that of the run. Control: a table shows both."""
     question = "SELECT runs.state, attempts.state FROM runs JOIN attempts USING (run_id)"
-    refused = rlhf("sql", question, "--json")
-    assert (refused.code, refused.out) == (2, "")
-    assert "several columns named state" in refused.err
-    assert "completed" in rlhf("sql", question).out
+    refused = rlhf("sql", question, "--json", code=2)
+    assert refused.stdout == ""
+    assert "several columns named state" in refused.stderr
+    assert "completed" in rlhf("sql", question).stdout
 
 
 def test_sql_reports_further_rows(rlhf: Rlhf, known: RunFiles) -> None:
     limited = rlhf("sql", "SELECT step FROM run_curve", "--limit", "3", "--json")
     assert len(limited.json()) == 3
-    assert "only the first 3 rows" in limited.err
+    assert "only the first 3 rows" in limited.stderr
     everything = rlhf(
         "sql", "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n LIMIT 2000) SELECT x FROM n", "--json"
     )
@@ -382,42 +347,40 @@ def test_sql_reports_further_rows(rlhf: Rlhf, known: RunFiles) -> None:
 
 @pytest.mark.parametrize("statement", ["DROP TABLE runs", "INSERT INTO metric_keys (name) VALUES ('x')", "SELEC"])
 def test_sql_that_is_refused(rlhf: Rlhf, known: RunFiles, statement: str) -> None:
-    answer = rlhf("sql", statement)
-    assert (answer.code, answer.out) == (2, "")
-    assert answer.err.startswith("error: ")
+    answer = rlhf("sql", statement, code=2)
+    assert answer.stdout == ""
+    assert answer.stderr.startswith("error: ")
     assert len(rlhf("runs", "--json").json()) == 1
 
 
 def test_sql_help_names_every_table(rlhf: Rlhf) -> None:
-    text = rlhf("sql", "--help").out
+    text = rlhf("sql", "--help").stdout
     for name in (*metadata.tables, *VIEWS):
         assert name in text or name in ("leases", "ingest_offsets"), name
 
 
 @pytest.mark.usefixtures("real_migrations")
 def test_upgrade(rlhf: Rlhf) -> None:
-    assert f"upgraded from nothing to schema {SCHEMA_REVISION}" in rlhf("db", "upgrade").out
-    assert f"is up to date (schema {SCHEMA_REVISION})" in rlhf("db", "upgrade").out
+    assert f"upgraded from nothing to schema {SCHEMA_REVISION}" in rlhf("db", "upgrade").stdout
+    assert f"is up to date (schema {SCHEMA_REVISION})" in rlhf("db", "upgrade").stdout
 
 
 def test_upgrade_of_postgresql(rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLHF_DATABASE_URL", postgres().empty_database())
-    before = rlhf("runs")
-    assert before.code == 2
-    assert "rlhf db upgrade" in before.err
-    assert rlhf("db", "upgrade").code == 0
+    assert "rlhf db upgrade" in rlhf("runs", code=2).stderr
+    rlhf("db", "upgrade")
     assert rlhf("runs", "--json").json() == []
 
 
 def test_the_script_of_the_reading_role_names_the_owner_of_the_tables(
     rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sqlite = rlhf("db", "reader")
-    assert (sqlite.code, sqlite.out) == (2, "")
-    assert "has no roles" in " ".join(sqlite.err.split())
+    sqlite = rlhf("db", "reader", code=2)
+    assert sqlite.stdout == ""
+    assert "has no roles" in " ".join(sqlite.stderr.split())
     monkeypatch.setenv("RLHF_DATABASE_URL", "postgresql://o'hara@localhost/history")
-    assert rlhf("db", "reader").out.startswith(r"\set owner 'o\'hara'")
-    assert rlhf("db", "reader", "--owner", "site").out.splitlines()[0] == r"\set owner 'site'"
+    assert rlhf("db", "reader").stdout.startswith(r"\set owner 'o\'hara'")
+    assert rlhf("db", "reader", "--owner", "site").stdout.splitlines()[0] == r"\set owner 'site'"
 
 
 def test_a_database_of_something_else(rlhf: Rlhf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,9 +389,8 @@ def test_a_database_of_something_else(rlhf: Rlhf, tmp_path: Path, monkeypatch: p
     connection.close()
     monkeypatch.setenv("RLHF_DATABASE_URL", f"sqlite:///{tmp_path}/other.db")
     for command in (("runs",), ("db", "upgrade"), ("db", "rebuild")):
-        answer = rlhf(*command)
-        assert answer.code == 1
-        assert "is not a history of rlhf-flows" in " ".join(answer.err.split())
+        answer = rlhf(*command, code=1)
+        assert "is not a history of rlhf-flows" in " ".join(answer.stderr.split())
 
 
 def test_rebuild_of_a_lost_database(rlhf: Rlhf, known: RunFiles) -> None:
@@ -437,7 +399,7 @@ def test_rebuild_of_a_lost_database(rlhf: Rlhf, known: RunFiles) -> None:
     for path in home.glob("history.db*"):
         path.unlink()
     answer = rlhf("db", "rebuild")
-    assert answer.out == f"1 run rebuilt from {load_site().runs_dir}.\n"
+    assert answer.stdout == f"1 run rebuilt from {load_site().runs_dir}.\n"
     assert rlhf("show", "--json").json() == before
 
 
@@ -446,15 +408,16 @@ def test_rebuild_reports_failures(rlhf: Rlhf, known: RunFiles, runs: Path) -> No
     broken.moved(RunState.COMPLETED, 1)
     with known.dir.attempt(1).restart(0).metrics.open("ab") as file:
         file.write(b"torn\n")
-    answer = rlhf("db", "rebuild", "--json")
-    assert answer.code == 1
-    report = json.loads(answer.out)
+    answer = rlhf("db", "rebuild", "--json", code=1)
+    report = answer.json()
     assert (report["rebuilt"], report["kept"]) == ([known.run_id], [])
     assert "cannot become completed" in report["failed"][broken.run_id]
-    assert "1 line could not be read, the first in attempts/1/restarts/0/metrics.jsonl" in " ".join(answer.err.split())
+    assert "1 line could not be read, the first in attempts/1/restarts/0/metrics.jsonl" in " ".join(
+        answer.stderr.split()
+    )
 
 
 def test_rebuild_keeps_runs_without_a_directory(rlhf: Rlhf, known: RunFiles) -> None:
     shutil.rmtree(known.dir.root)
-    assert "1 run without a readable directory there left" in " ".join(rlhf("db", "rebuild").out.split())
+    assert "1 run without a readable directory there left" in " ".join(rlhf("db", "rebuild").stdout.split())
     assert len(rlhf("runs", "--json").json()) == 1

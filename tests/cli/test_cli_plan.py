@@ -7,18 +7,17 @@ from typing import Any
 
 import pytest
 from control_fakes import FakeScheduler
-from history_tools import RunFiles
+from history_tools import RunFiles, ingested
+from site_files import options
 
 from rlhf_core.cli.main import execute
 from rlhf_core.config import loading as config
 from rlhf_core.config.site import load_site
 from rlhf_core.control.new_run import resolve
 from rlhf_core.files.whole import write_model
-from rlhf_core.history.store import HistoryStore
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.run import shape_key
 from rlhf_core.schemas.stored_spec import StoredSpec
-from rlhf_core.watchdog.ingest import sync
 
 GIB = 2**30
 Plan = Callable[..., tuple[int, dict[str, Any]]]
@@ -29,7 +28,7 @@ def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
     """Plan a config: exit code and JSON."""
 
     def run(name: str, *settings: str) -> tuple[int, dict[str, Any]]:
-        code = execute(["plan", name, "--json", *(word for setting in settings for word in ("--set", setting))])
+        code = execute(["plan", name, "--json", *options(*settings)])
         return code, json.loads(capsys.readouterr().out)
 
     return run
@@ -81,9 +80,8 @@ def run_of(
 
     Its second node has twice the figures.
     """
-    site = load_site()
     spec = resolve(preset, overrides)
-    run = RunFiles(site.runs_dir, name=spec.name)
+    run = RunFiles(load_site().runs_dir, name=spec.name)
     stored = StoredSpec.model_validate_json(run.dir.spec.read_bytes())
     write_model(run.dir.spec, stored.model_copy(update={"spec": spec}))
     run.created()
@@ -103,9 +101,7 @@ def run_of(
         run.telemetry(1, 0, 30, node, **{name: value * int(node[1:]) for name, value in figures.items()})
     run.moved(RunState.EVALUATING, 900)
     run.moved(end, 1000)
-    with HistoryStore(site.database_url) as store:
-        sync(run.dir, store)
-    return run.run_id
+    return ingested(run).run_id
 
 
 def test_a_preset_of_7b_is_planned_on_one_node(plan: Plan) -> None:
@@ -183,7 +179,7 @@ def test_a_run_that_preflight_blocks_for_its_memory_is_refused(
     """Scripts go by the exit code: a plan of what cannot run is none."""
     found_code, found = plan("qwen2.5-7b-gsm8k", *settings)
     assert (found_code, bool(found["problems"])) == (code, code == 2)
-    assert execute(["plan", "qwen2.5-7b-gsm8k", *(word for one in settings for word in ("--set", one))]) == code
+    assert execute(["plan", "qwen2.5-7b-gsm8k", *options(*settings)]) == code
     shown = " ".join(capsys.readouterr().out.split())
     assert ("Accepted: " in shown) == (code == 0)
     assert not found["nearest"], "another layout is not the remedy that is named"
@@ -238,7 +234,7 @@ def test_a_plan_refuses_only_what_preflight_blocks(
     assert (code, found["problems"]) == (0, [])
     assert check in of_layout or not (check or of_layout)
     assert (found["nearest"] == []) is divides
-    assert execute(["plan", "qwen2.5-7b-gsm8k", *(word for one in settings for word in ("--set", one))]) == 0
+    assert execute(["plan", "qwen2.5-7b-gsm8k", *options(*settings)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "Accepted: " in shown
     assert ("Nearest that divide" in shown) is not divides

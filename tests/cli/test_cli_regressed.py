@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from history_tools import RunFiles, at, whole_run
+from history_tools import RunFiles, at, ingested, whole_run
 
 from flows.publishing.events import FlowRunRef, events_of
 from flows.run import ended_well
@@ -25,7 +25,6 @@ from rlhf_core.render.summary import summary_markdown
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.promotion import ModelProvenance
 from rlhf_core.schemas.regression import regression_text, regressions, state_text
-from rlhf_core.watchdog.ingest import sync
 
 pytestmark = pytest.mark.usefixtures("plots_drawn_once")
 
@@ -37,14 +36,11 @@ REGRESSION = "held-out greedy exact match 0.750 → 0.200"
 def runs(monkeypatch: pytest.MonkeyPatch) -> tuple[RunFiles, RunFiles]:
     """A run that improved, and one whose greedy score fell from 0.75 to 0.20 and its sampled one from 0.30 to 0.28."""
     monkeypatch.setenv("COLUMNS", "160")
-    site = load_site()
-    gained, fell = whole_run(site.runs_dir), whole_run(site.runs_dir, "sort", "bbbbbb", 100)
+    folder = load_site().runs_dir
+    gained, fell = whole_run(folder), whole_run(folder, "sort", "bbbbbb", 100)
     fell.evaluation("after", "greedy", 0.2, 52)
     fell.evaluation("after", "sampled", 0.28, 53)
-    with HistoryStore(site.database_url) as store:
-        for run in (gained, fell):
-            sync(run.dir, store)
-    return gained, fell
+    return ingested(gained), ingested(fell)
 
 
 def _row(when: str, value: float | None, half: float | None = 0.05) -> dict[str, Any]:

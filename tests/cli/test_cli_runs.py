@@ -20,6 +20,7 @@ import pytest
 from control_fakes import FakeAgent, FakeScheduler, make_run, only_scheduler, training_snapshot
 from made_reports import rank_status
 from rich.console import Console
+from site_files import options
 
 from rlhf_core.cli import doctor, log_files, main, watching
 from rlhf_core.cli.progress import TerminalProgress
@@ -149,16 +150,8 @@ def test_init_names_what_is_wrong(tmp_path: Path, capsys: Printed) -> None:
 
 @pytest.mark.usefixtures("scheduler")
 def test_check_shows_all_findings_and_blocks(capsys: Printed) -> None:
-    rlhf(
-        "check",
-        "quickstart",
-        "--set",
-        "loops.main.algorithm.prompts_per_step=7",
-        "--set",
-        "loops.warm_start.algorithm.batch_size=33",
-        "--json",
-        expect=2,
-    )
+    changes = options("loops.main.algorithm.prompts_per_step=7", "loops.warm_start.algorithm.batch_size=33")
+    rlhf("check", "quickstart", *changes, "--json", expect=2)
     findings = json.loads(capsys.readouterr().out)
     assert {one["id"] for one in findings if one["status"] == "blocked"} >= {
         "batch.prompts_divide_ranks",
@@ -244,7 +237,7 @@ def test_a_dry_run_shows_the_layout_of_the_nodes(
     monkeypatch.setenv("COLUMNS", "500")
     scheduler.nodes = ("n1", "n2", "n3")
     changes = ("resources.num_nodes=3", "rollout.engines=2", "rollout.nodes=1")
-    rlhf("run", "quickstart", "--dry-run", *(word for change in changes for word in ("--set", change)))
+    rlhf("run", "quickstart", "--dry-run", *options(*changes))
     shown = " ".join(capsys.readouterr().out.split())
     assert "3 node(s), 0 GPUs each" in shown
     assert "trainer with 2 workers per node on the first 2 of 3 nodes" in shown

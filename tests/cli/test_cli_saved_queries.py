@@ -4,24 +4,18 @@ import io
 import json
 
 import pytest
-from history_tools import RunFiles, whole_run
+from history_tools import RunFiles, ingested, whole_run
 
 from rlhf_core.cli.main import execute
 from rlhf_core.config.site import load_site
 from rlhf_core.history.saved_queries import saved
-from rlhf_core.history.store import HistoryStore
-from rlhf_core.watchdog.ingest import sync
 
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> RunFiles:
     """A whole run that is in the history."""
     monkeypatch.setenv("COLUMNS", "120")
-    site = load_site()
-    run = whole_run(site.runs_dir)
-    with HistoryStore(site.database_url) as store:
-        sync(run.dir, store)
-    return run
+    return ingested(whole_run(load_site().runs_dir))
 
 
 def test_the_list_has_every_query(capsys: pytest.CaptureFixture[str]) -> None:

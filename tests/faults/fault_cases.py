@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fault_runs import CHECKPOINT_EVERY
+from site_files import options
 
 NUM_RANKS = 4
 SPACING = 10
@@ -89,7 +90,7 @@ class Scenario:
             *self.compared,
             *self.overrides,
         ]
-        return [word for setting in own for word in ("--set", setting)]
+        return options(*own)
 
 
 @dataclass(frozen=True)
