@@ -109,7 +109,7 @@ def _modules_after(*arguments: str) -> tuple[set[str], set[str], str]:
 def test_help_loads_nothing_heavy() -> None:
     top, names, printed = _modules_after("--help")
     assert "Usage" in printed
-    heavy = {*TORCH_AND_KIN, *CONTROL_LIBRARIES, "matplotlib", "numpy", "flows"}
+    heavy = {*TORCH_AND_KIN, *CONTROL_LIBRARIES, "matplotlib", "numpy", "pydantic", "flows"}
     assert heavy & top == set()
     assert "rlhf_core.schemas.run" not in names, "the schemas cost 0.15 s: import them inside the commands"
 
@@ -118,3 +118,4 @@ def test_help_of_a_training_command_loads_no_torch() -> None:
     top, _, printed = _modules_after("run", "--help")
     assert "Usage" in printed
     assert set(TORCH_AND_KIN) & top == set()
+    assert "pydantic" in top, "negative control of the previous test: its settings are listed"
