@@ -95,12 +95,12 @@ UnkillableStepTimeout=180
 CompleteWait=0
 InactiveLimit=0
 Waittime=0
-MinJobAge={forget_s}
+MinJobAge=300
 # Ids that no earlier cluster has given: whoever remembers a job must not take another one for it.
 FirstJobId={first_job}
 GresTypes=gpu
 {nodes}
-PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE DefaultTime=60 State=UP PriorityTier=1 GraceTime={grace_s}
+PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE DefaultTime=60 State=UP PriorityTier=1 GraceTime=20
 PartitionName=first Nodes={names} MaxTime=INFINITE DefaultTime=60 State=UP PriorityTier=10 PreemptMode=OFF
 """
 
@@ -126,11 +126,8 @@ class Cluster:
         nodes: Number of nodes, named ``node1``, ``node2`` ...
         cpus: Cores that each node claims to have, whatever the machine has.
         gpus: GPUs that each node claims to have; jobs get ``CUDA_VISIBLE_DEVICES``, but the GPUs do not exist.
-        memory_mb: Main memory that each node claims to have, in MiB.
         node_timeout_s: Silence of a slurmd after which the controller considers its node dead, in seconds.
         kill_wait_s: Time between SIGTERM and SIGKILL when a job is cancelled, in seconds.
-        grace_s: Time that a preempted job has to save, in seconds.
-        forget_s: Time for which ended jobs are remembered, in seconds.
         namespaces: Give every node its own network, address, host name and control group; requires root.
 
     Raises:
@@ -145,11 +142,8 @@ class Cluster:
         cpus: int = 8,
         gpus: int = 0,
         *,
-        memory_mb: int = 8000,
         node_timeout_s: int = 5,
         kill_wait_s: int = 5,
-        grace_s: int = 20,
-        forget_s: int = 300,
         namespaces: bool = False,
     ) -> None:
         _require_own(Path(folder))
@@ -166,9 +160,8 @@ class Cluster:
                 "install slurmctld, slurmd, slurm-client and munge (on Debian: sh infra/system_packages.sh slurm)"
             )
         self.nodes = tuple(f"node{index}" for index in range(1, nodes + 1))
-        self._cpus, self._gpus, self._memory_mb = cpus, gpus, memory_mb
+        self._cpus, self._gpus = cpus, gpus
         self._node_timeout_s, self._kill_wait_s = node_timeout_s, kill_wait_s
-        self._grace_s, self._forget_s = grace_s, forget_s
         self._namespaces = namespaces
         self._network, self._processor = Network(self.folder), Processor(self.folder)
 
@@ -439,8 +432,6 @@ class Cluster:
             "controller_port": next(ports),
             "node_timeout_s": self._node_timeout_s,
             "kill_wait_s": self._kill_wait_s,
-            "grace_s": self._grace_s,
-            "forget_s": self._forget_s,
             "first_job": 1 + int(time.time()) % 60_000_000,
             "nodes": "\n".join(self._node_lines(addresses, ports)),
             "names": names,
@@ -478,7 +469,7 @@ class Cluster:
 
     def _node_lines(self, addresses: Mapping[str, str], ports: Iterator[int]) -> Iterator[str]:
         for node in self.nodes:
-            has = f"CPUs={self._cpus} RealMemory={self._memory_mb}" + (f" Gres=gpu:{self._gpus}" if self._gpus else "")
+            has = f"CPUs={self._cpus} RealMemory=8000" + (f" Gres=gpu:{self._gpus}" if self._gpus else "")
             host, address = (node, addresses[node]) if addresses else (socket.gethostname(), "127.0.0.1")
             where = f"NodeHostname={host} NodeAddr={address} Port={next(ports)}"
             yield f"NodeName={node} {where} {has} State=UNKNOWN"

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,13 @@ def values_of(board: dict[str, Any], run_id: str) -> dict[str, list[str]]:
     """Selected values of each variable."""
     picked = {"run": [run_id], "metric": ["train/loss"], "node": ["n1", "n2"]}
     return {variable["name"]: picked[variable["name"]] for variable in board["templating"]["list"]}
+
+
+def answers(grafana: Any, run_id: str, board: str, title: str) -> list[tuple[Any, ...]]:
+    """Rows of the panel with a title."""
+    (panel,) = [panel for panel in BOARDS[board]["panels"] if panel["title"] == title]
+    sql = expanded(panel["targets"][0]["rawSql"], values_of(BOARDS[board], run_id))
+    return list(grafana.execute(sql).fetchall())
 
 
 def misfit(kind: str, names: list[str], rows: list[tuple[Any, ...]]) -> str:
@@ -153,12 +161,7 @@ def test_an_unknown_macro_is_detected() -> None:
 
 def test_the_results_are_correct(grafana: Any, run_id: str) -> None:
     """Results for the whole run of the history tests, computed there."""
-
-    def ask(board: str, title: str) -> list[tuple[Any, ...]]:
-        (panel,) = [panel for panel in BOARDS[board]["panels"] if panel["title"] == title]
-        sql = expanded(panel["targets"][0]["rawSql"], values_of(BOARDS[board], run_id))
-        return list(grafana.execute(sql).fetchall())
-
+    ask = partial(answers, grafana, run_id)
     assert ask("overview", "Runs by state") == [("completed", 1)]
     assert [row[1] for row in ask("overview", "Runs")] == ["completed"]
     assert [row[0] for row in ask("run", "Run")] == ["completed"]
@@ -190,10 +193,7 @@ def test_incidents_that_the_run_survived_and_those_found_twice(url: str, grafana
     run.planned(2, 215, resumed_from=1)
     run.metrics(2, 0, 2, 222)  # began at 220: 8 s without a step, and 4 s of steps made again
 
-    def ask(board: str, title: str) -> list[tuple[Any, ...]]:
-        (panel,) = [panel for panel in BOARDS[board]["panels"] if panel["title"] == title]
-        sql = expanded(panel["targets"][0]["rawSql"], values_of(BOARDS[board], run.run_id))
-        return list(grafana.execute(sql).fetchall())
+    ask = partial(answers, grafana, run.run_id)
 
     def counted() -> tuple[dict[str, int], float, int]:
         failures: dict[str, int] = {}
@@ -225,9 +225,7 @@ def test_a_fallen_held_out_score_is_shown(url: str, grafana: Any, tmp_path: Path
     with HistoryStore(url) as store:
         sync(run.dir, store)
         for board, title, column in (("overview", "Runs", 1), ("run", "Run", 0)):
-            (panel,) = [panel for panel in BOARDS[board]["panels"] if panel["title"] == title]
-            sql = expanded(panel["targets"][0]["rawSql"], values_of(BOARDS[board], run.run_id))
-            rows = grafana.execute(sql).fetchall()
+            rows = answers(grafana, run.run_id, board, title)
             assert [row[column] for row in rows if board == "run" or row[0] == run.run_id] == [state]
         remove_run(store, run.run_id)  # the other tests expect a single run
 
