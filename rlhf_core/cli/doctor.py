@@ -17,7 +17,7 @@ from rlhf_core.machine.installation import pip_install
 from rlhf_core.preflight import gather_facts
 from rlhf_core.preflight.checks.environment import NEEDED_ALWAYS
 from rlhf_core.preflight.facts import ComputeSide
-from rlhf_core.schemas.resources import Inventory
+from rlhf_core.text.formatting import count
 
 LEAST_FREE_BYTES = 100 << 20
 """Free space below which a disk is reported as full: no run fits on it."""
@@ -146,17 +146,13 @@ def _scheduler(site: Site) -> Item:
     def inspect() -> str:
         from rlhf_core.scheduler import get_scheduler
 
-        return _inventory(site.scheduler, get_scheduler(site.scheduler).inventory())
+        inventory = get_scheduler(site.scheduler).inventory()
+        return (
+            f"{site.scheduler}: {count(len(inventory.node_names), 'node')} with {inventory.cpus_per_node} cores, "
+            f"{inventory.memory_gb:.0f} GiB, {inventory.gpus_per_node} GPUs each"
+        )
 
     return _tried("scheduler", inspect)
-
-
-def _inventory(name: str, inventory: Inventory) -> str:
-    nodes = f"{len(inventory.node_names)} node" + ("" if len(inventory.node_names) == 1 else "s")
-    return (
-        f"{name}: {nodes} with {inventory.cpus_per_node} cores, {inventory.memory_gb:.0f} GiB, "
-        f"{inventory.gpus_per_node} GPUs each"
-    )
 
 
 def _prefect(server: str, services: Mapping[str, str]) -> Item:

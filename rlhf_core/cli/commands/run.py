@@ -201,8 +201,25 @@ def _drive(
     resumed: bool,
     code: bool = False,
 ) -> None:
+    """Drive a run to its end. If the user or the scheduler ends that early, a note names the commands that go on."""
+
+    def waits(owner: str, seconds: float) -> None:
+        output.note(f"{owner} Waiting for its renewal or expiry, {seconds:.0f} s at most ...")
+
     try:
-        _control(run_dir, site, store, no_prefect=no_prefect, resumed=resumed, code=code)
+        from rlhf_core.cli.progress import TerminalProgress, terminal_prompt
+        from rlhf_core.control.controller import FlowRunLink, opened
+
+        progress = TerminalProgress(run_dir.read_spec().spec, run_dir.run_id, terminal_prompt())
+        # With Prefect, the flow run of this process starts only later and records itself in the journal.
+        link = FlowRunLink() if no_prefect else None
+        with opened(
+            run_dir, site, store, progress, resumed=resumed, flow_run=link, on_wait=waits, fail_if_held=True
+        ) as controller:
+            if resumed:
+                _settle_code(controller, take=code)
+            with progress:
+                _carry_out(controller, no_prefect)
     except KeyboardInterrupt:
         output.note(_left_behind(run_dir))
         raise
@@ -212,46 +229,13 @@ def _left_behind(run_dir: "RunDir") -> str:
     """Describe a run that this process leaves without a controller: Ctrl-C was pressed early, or twice."""
     from rlhf_core.launch.journal import read_record
 
-    attempt = read_record(run_dir).last_attempt
+    run_id, attempt = run_dir.run_id, read_record(run_dir).last_attempt
     if attempt is None or attempt.ended:
-        return (
-            f"run {run_dir.run_id} stays as it is: `rlhf resume {run_dir.run_id}` continues it, "
-            f"`rlhf cancel {run_dir.run_id}` ends it"
-        )
+        return f"run {run_id} stays as it is: `rlhf resume {run_id}` continues it, `rlhf cancel {run_id}` ends it"
     return (
-        f"stopped watching; the job of {run_dir.run_id} continues. `rlhf resume {run_dir.run_id}` adopts it, "
-        f"`rlhf cancel {run_dir.run_id}` ends it"
+        f"stopped watching; the job of {run_id} continues. `rlhf resume {run_id}` adopts it, `rlhf cancel {run_id}` "
+        "ends it"
     )
-
-
-def _control(
-    run_dir: "RunDir", site: "Site", store: "HistoryStore", *, no_prefect: bool, resumed: bool, code: bool
-) -> None:
-    from rlhf_core.cli.progress import TerminalProgress, terminal_prompt
-    from rlhf_core.control.controller import FlowRunLink, opened
-
-    progress = TerminalProgress(run_dir.read_spec().spec, run_dir.run_id, terminal_prompt())
-
-    def waits(owner: str, seconds: float) -> None:
-        output.note(f"{owner} Waiting for its renewal or expiry, {seconds:.0f} s at most ...")
-
-    # With Prefect, the flow run of this process starts only later and records itself in the journal.
-    link = FlowRunLink() if no_prefect else None
-    controlling = opened(
-        run_dir, site, store, progress, resumed=resumed, flow_run=link, on_wait=waits, fail_if_held=True
-    )
-    with controlling as controller:
-        if resumed:
-            _settle_code(controller, take=code)
-        with progress:
-            try:
-                _carry_out(controller, no_prefect)
-            except SchedulerError:
-                output.note(
-                    f"run {run_dir.run_id} stays as it is: `rlhf resume {run_dir.run_id}` continues it once the "
-                    f"scheduler responds, `rlhf cancel {run_dir.run_id}` ends it"
-                )
-                raise
 
 
 def _settle_code(controller: "Controller", *, take: bool) -> None:
@@ -265,14 +249,22 @@ def _settle_code(controller: "Controller", *, take: bool) -> None:
 
 
 def _carry_out(controller: "Controller", no_prefect: bool) -> None:
-    if no_prefect:
-        from rlhf_core.control.steps import drive
+    try:
+        if no_prefect:
+            from rlhf_core.control.steps import drive
 
-        drive(controller)
-    else:
-        from flows.run import run_in_prefect
+            drive(controller)
+        else:
+            from flows.run import run_in_prefect
 
-        run_in_prefect(controller)
+            run_in_prefect(controller)
+    except SchedulerError:
+        run_id = controller.run_dir.run_id
+        output.note(
+            f"run {run_id} stays as it is: `rlhf resume {run_id}` continues it once the scheduler responds, "
+            f"`rlhf cancel {run_id}` ends it"
+        )
+        raise
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -315,9 +307,13 @@ def logs(
 ) -> None:
     """Print the logs of a run's workers and agents."""
     from rlhf_core.cli.log_files import LogChoice, find_logs, follow_logs, last_lines, print_logs
+    from rlhf_core.config.site import load_site
+    from rlhf_core.history.store import HistoryStore
 
     choice = LogChoice(role=role, rank=rank, attempt=attempt, restart=restart)
-    run_dir = _find(run)
+    site = load_site()
+    with HistoryStore(site.database_url) as store:
+        run_dir = find_run(store, site, run)
     if as_json:
         found = find_logs(run_dir, choice)
         output.print_json([{"title": log.title, "path": log.path, "text": last_lines(log.path, tail)} for log in found])
@@ -325,15 +321,6 @@ def logs(
         follow_logs(run_dir, choice, tail)
     else:
         print_logs(run_dir, choice, tail)
-
-
-def _find(text: str) -> "RunDir":
-    from rlhf_core.config.site import load_site
-    from rlhf_core.history.store import HistoryStore
-
-    site = load_site()
-    with HistoryStore(site.database_url) as store:
-        return find_run(store, site, text)
 
 
 def doctor(as_json: JsonOption = False) -> None:

@@ -1,16 +1,19 @@
-"""``rlhf runs``: the runs of this site.
+"""``rlhf runs``: the runs of this site, and the requests in Prefect that have not become runs.
 
 Heavy modules are imported inside the functions, so that ``rlhf --help`` stays fast.
 """
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhf_core.cli import output, pending_requests
+from rlhf_core.cli import output
 from rlhf_core.cli.commands.history import Facts, moment, open_history, state_text, undriven_text, with_undriven
 from rlhf_core.schemas.attempts import RunState
+
+if TYPE_CHECKING:
+    from rlhf_core.schemas.site import Requests
 
 
 def runs(
@@ -28,7 +31,7 @@ def runs(
 ) -> None:
     """List runs, newest first, followed by waiting or refused requests in Prefect as the site daemon last saw them."""
     if queued:
-        pending_requests.show(as_json=as_json)
+        _show_requests(as_json=as_json)
         return
     from rlhf_core.history import queries
 
@@ -46,8 +49,9 @@ def runs(
         _print_runs(found, trials=trials)
         if len(listed) > limit:
             output.print_text(f"These are the newest {limit}; --limit {2 * limit} lists more.")
-    if is_whole:
-        pending_requests.show_below_runs()
+    if is_whole and (pending := _read_requests()) is not None and pending.requests:
+        output.print_text("")
+        _print_requests(pending)
 
 
 def _print_runs(found: Sequence[Facts], *, trials: bool) -> None:
@@ -70,3 +74,30 @@ def _print_runs(found: Sequence[Facts], *, trials: bool) -> None:
             output.print_text(f"{run['run_id']}: {run['missing_steps']}")
         if run["undriven_since"] is not None:
             output.print_text(f"{run['run_id']}: {undriven_text(run, run['undriven_since'])}.")
+
+
+def _show_requests(*, as_json: bool) -> None:
+    found = _read_requests()
+    if as_json:
+        output.print_json([] if found is None else found.model_dump(mode="json")["requests"])
+    elif found is None:
+        output.print_text("Unknown: the site daemon (`rlhf up`) lists the requests made in Prefect.")
+    elif not found.requests:
+        output.print_text(f"No request is waiting or refused (as of {found.as_of:%Y-%m-%d %H:%M:%S} UTC).")
+    else:
+        _print_requests(found)
+
+
+def _read_requests() -> "Requests | None":
+    """Requests as of the file that the site daemon writes; None without one."""
+    from rlhf_core.config.site import load_site
+    from rlhf_core.files.whole import read_model
+    from rlhf_core.schemas.site import Requests, requests_file
+
+    return read_model(requests_file(load_site().home), Requests)
+
+
+def _print_requests(found: "Requests") -> None:
+    rows = [(one.run_id, one.state, one.asked_at, " ".join(one.why.split())) for one in found.requests]
+    title = f"Requests in Prefect that are not runs (as of {found.as_of:%Y-%m-%d %H:%M:%S} UTC)"
+    output.print_table(("run", "state", "asked (UTC)", "why"), rows, title)
