@@ -1,5 +1,6 @@
 """Proxy variables: our requests and Prefect's reach a server on this machine without a proxy."""
 
+import json
 import os
 import subprocess
 import sys
@@ -19,16 +20,20 @@ PROXY = "http://127.0.0.1:9"
 """Nothing listens there."""
 
 PREFECT_CLIENTS = """
-import sys
+import json, os, sys
 from rlhf_core.garbage import collect_rarely
 collect_rarely()
 from prefect.client.orchestration import get_client
 from websockets.proxy import get_proxy
 from websockets.uri import parse_uri
-with get_client(sync_client=True) as client:
-    print(client.api_healthcheck())
-print(get_proxy(parse_uri("ws://" + sys.argv[1] + "/events")))
+for environment in json.loads(sys.argv[2]):
+    os.environ.clear()
+    os.environ.update(environment)
+    with get_client(sync_client=True) as client:
+        found = [client.api_healthcheck(), get_proxy(parse_uri("ws://" + sys.argv[1] + "/events"))]
+    print(json.dumps(list(map(str, found))))
 """
+"""Error of a request, and proxy of a websocket, in each environment."""
 
 
 class Healthy(QuietHandler):
@@ -74,22 +79,22 @@ def test_a_remote_server_is_reached_through_the_proxy(port: int, environment: di
     assert proxies.exemption("http://prefect.invalid:4200/api") == {}
 
 
-@pytest.mark.parametrize("way", ["connected", "served"])
 def test_clients_of_prefect_reach_a_local_server_directly(
-    port: int, way: str, tmp_path: Path, environment: dict[str, str]
+    port: int, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     environment |= {"PREFECT_API_URL": f"http://127.0.0.1:{port}/api", "NO_PROXY": "example.com"}
     site = load_site({"RLHF_HOME": str(tmp_path / "home")})
-    command = [sys.executable, "-c", PREFECT_CLIENTS, f"127.0.0.1:{port}"]
-    proxied = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert PROXY in proxied.stdout, "negative control"
-    if way == "connected":
-        server.connect(site)
-    else:
-        environment |= server.service_settings(site)
-    direct = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert direct.stdout.split() == ["None", "None"], direct.stderr
-    assert environment["NO_PROXY"] == "example.com,127.0.0.1"
+    proxied = dict(environment)
+    served = proxied | server.service_settings(site)
+    server.connect(site)
+    environments = [proxied, served, environment]
+    assert [one["NO_PROXY"] for one in environments[1:]] == ["example.com,127.0.0.1"] * 2
+    command = [sys.executable, "-c", PREFECT_CLIENTS, f"127.0.0.1:{port}", json.dumps(environments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    control, *direct = map(json.loads, done.stdout.splitlines())
+    assert control[1] == PROXY, "negative control"
+    assert control[0] != "None"
+    assert direct == [["None", "None"]] * 2, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -313,18 +313,3 @@ def test_the_password_is_nowhere_and_down_leaves_nothing_behind(site: Site) -> N
     assert not (site.home / ".prefect").exists(), "the files of Prefect that belong to the person are left alone"
     assert "database is locked" not in (site.home / "logs" / "server.log").read_text()
     assert not [line for line in lines if secret in line]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Without a server
-
-
-def test_a_used_port_is_named_with_its_owner(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        site = Site(tmp_path / "site", port)
-        site.write_settings()
-        found = site.rlhf("up", "server", code=2)
-    assert f"port {port}" in found.stderr
-    assert f"process {os.getpid()}" in found.stderr
-    assert {one["state"] for one in site.status().values()} == {"stopped"}

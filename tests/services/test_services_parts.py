@@ -3,8 +3,10 @@
 import asyncio
 import base64
 import errno
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -166,6 +168,15 @@ def test_a_worker_is_not_started_for_an_unresponsive_server(site: Site, monkeypa
     with pytest.raises(PrefectUnavailable, match=rf"at {away} does not answer.*unset PREFECT_API_URL"):
         services.up(site)
     assert service_status(site.home, "worker").state is ServiceState.STOPPED
+
+
+def test_a_used_port_is_named_with_its_owner(site: Site) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        site = replace(site, prefect=site.prefect.model_copy(update={"port": port}))
+        with pytest.raises(BadInput, match=rf"port {port}: .*process {os.getpid()}"):
+            services.up(site, ("server",))
+    assert service_status(site.home, "server").state is ServiceState.STOPPED
 
 
 def test_a_long_log_is_rotated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,31 +411,38 @@ def test_the_temporary_files_of_a_worker_are_in_the_home_folder(site: Site, monk
     assert not left.exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["submit", "quickstart", "--set", "loops.main.num_stepz=3"], 2, 'did you mean "loops.main.num_steps"'),
-        (["submit", "quickstart", "--set", "name=MyRun"], 2, 'for instance "myrun"'),
-        (["submit", "My.Deployment"], 2, "there is no such file"),
-        (["deploy", "quickstart", "--set", "seed=x"], 2, "1 problem in --set"),
-        (["submit", "quickstart"], 1, "`rlhf up` starts"),
-    ],
-)
-def test_invalid_requests_are_refused_before_prefect_is_imported(
-    site: Site, arguments: list[str], code: int, message: str
-) -> None:
+REFUSED = [
+    (["submit", "quickstart", "--set", "loops.main.num_stepz=3"], 2, 'did you mean "loops.main.num_steps"'),
+    (["submit", "quickstart", "--set", "name=MyRun"], 2, 'for instance "myrun"'),
+    (["submit", "My.Deployment"], 2, "there is no such file"),
+    (["deploy", "quickstart", "--set", "seed=x"], 2, "1 problem in --set"),
+    (["submit", "quickstart"], 1, "`rlhf up` starts"),
+]
+"""Requests, each with its exit code and words of its error."""
+
+REQUESTS = """
+import contextlib, io, json, sys
+from rlhf_core.cli.main import execute
+for arguments in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        code = execute(arguments)
+    print(json.dumps([code, "prefect" in sys.modules, errors.getvalue()]))
+"""
+
+
+def test_invalid_requests_are_refused_before_prefect_is_imported(site: Site) -> None:
     """The import takes seconds of CPU time."""
-    program = f"import sys; from rlhf_core.cli.main import execute; code = execute({arguments!r}); "
-    program += "print(code, 'prefect' in sys.modules)"
     found = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", REQUESTS, json.dumps([arguments for arguments, _, _ in REFUSED])],
         env={**os.environ, "RLHF_HOME": str(site.home)},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert found.stdout.split() == [str(code), "False"]
-    assert message in " ".join(found.stderr.split())
+    for line, (arguments, expected, message) in zip(found.stdout.splitlines(), REFUSED, strict=True):
+        code, is_imported, error = json.loads(line)
+        assert (code, is_imported) == (expected, False), arguments
+        assert message in " ".join(error.split())
 
 
 def test_something_else_on_the_port_is_not_the_server_of_the_site(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,19 +84,24 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
-def houses(folder: Path, *names: str, interval_s: float = 0.1) -> Iterator[House]:
-    made = [House(folder / name, interval_s) for name in names]
+def ended(house: House) -> Iterator[House]:
+    """A house whose processes are ended with the fixture, or the loop, that it is made for."""
     try:
-        yield from made
+        yield house
     finally:
-        for house in made:
-            house.kill_all()
+        house.kill_all()
 
 
 @pytest.fixture
 def house(tmp_path: Path) -> Iterator[House]:
     """A home folder whose path is longer than a Unix socket path may be."""
-    yield from houses(tmp_path, "a-long-name-with 100% of what means something;#" * 3)
+    yield from ended(House(tmp_path / ("a-long-name-with 100% of what means something;#" * 3)))
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    """A home folder shared by tests that call ``up`` first and leave all services running: a start takes seconds."""
+    yield from ended(House(tmp_path_factory.mktemp("running") / "home"))
 
 
 def kill(*pids: int) -> None:
@@ -132,48 +137,47 @@ def test_another_environment_is_named_but_not_shown(house: House, monkeypatch: p
     assert "s3cret" not in house.supervisord.config.read_text()
 
 
-def test_other_users_have_no_access_and_it_listens_on_no_port(house: House) -> None:
-    house.up("server")
-    folder = house.home / "services"
+def test_other_users_have_no_access_and_it_listens_on_no_port(running: House) -> None:
+    running.up()
+    folder = running.home / "services"
     (socket_file,) = folder.glob("*.sock")
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE(socket_file.stat().st_mode) == 0o600
-    assert stat.S_IMODE(house.supervisord.config.stat().st_mode) == 0o600
-    process = psutil.Process(house.supervisord.pid())
+    assert stat.S_IMODE(running.supervisord.config.stat().st_mode) == 0o600
+    process = psutil.Process(running.supervisord.pid())
     assert process.net_connections(kind="inet") == []
     assert process.net_connections(kind="unix") != [], "negative control"
 
 
-def test_two_homes_are_independent(tmp_path: Path) -> None:
-    for one, other in zip(*[houses(tmp_path, "one", "other")] * 2, strict=True):
-        one.up()
-        other.up("server")
-        before = one.pids()
-        other.lifecycle.down(NAMES)
-        assert other.processes() == []
-        assert one.pids() == before
-        assert one.supervisord.answers()
+def test_two_homes_are_independent(running: House, house: House) -> None:
+    running.up()
+    house.up("server")
+    before = running.pids()
+    house.lifecycle.down(NAMES)
+    assert house.processes() == []
+    assert running.pids() == before
+    assert running.supervisord.answers()
 
 
-def test_killed_services_are_restarted_and_stopped_ones_are_not(house: House) -> None:
-    house.up()
-    before = house.pids()
+def test_killed_services_are_restarted_and_stopped_ones_are_not(running: House) -> None:
+    running.up()
+    before, ends = running.pids(), [running.supervisord.recent_ends(name) for name in NAMES]
     kill(before["server"], before["worker"])
-    after = house.settled()
+    after = running.settled()
     assert after["daemon"] == before["daemon"]
     assert {after["server"], after["worker"]}.isdisjoint(before.values())
-    assert [len(house.supervisord.recent_ends(name)) for name in NAMES] == [1, 1, 0]
-    assert house.supervisord.recent_ends("server") == ["terminated by SIGKILL"]
-    house.lifecycle.down(["worker"])
+    killed = ["terminated by SIGKILL"]
+    assert [running.supervisord.recent_ends(name) for name in NAMES] == [ends[0] + killed, ends[1] + killed, ends[2]]
+    running.lifecycle.down(["worker"])
     kill(after["daemon"])
-    until(lambda: house.pids().get("daemon", after["daemon"]) != after["daemon"])
-    assert service_status(house.home, "worker").state is ServiceState.STOPPED
-    assert house.up() == {"server": "was running", "worker": "started", "daemon": "was running"}
+    until(lambda: running.pids().get("daemon", after["daemon"]) != after["daemon"])
+    assert service_status(running.home, "worker").state is ServiceState.STOPPED
+    assert running.up() == {"server": "was running", "worker": "started", "daemon": "was running"}
 
 
 def test_without_restarts_killed_services_stay_down(tmp_path: Path) -> None:
     """Negative control of the previous test; `rlhf up` brings the service back."""
-    for house in houses(tmp_path, "house", interval_s=0):
+    for house in ended(House(tmp_path / "home", interval_s=0)):
         house.up()
         before = house.pids()
         kill(before["server"])
@@ -184,15 +188,15 @@ def test_without_restarts_killed_services_stay_down(tmp_path: Path) -> None:
             house.health_pid()
 
 
-def test_a_killed_supervisord_comes_back_without_duplicate_services(house: House) -> None:
-    house.up()
-    old = house.supervisord.pid()
-    until(house.health_pid)
+def test_a_killed_supervisord_comes_back_without_duplicate_services(running: House) -> None:
+    running.up()
+    old = running.supervisord.pid()
+    until(running.health_pid)
     os.kill(old, signal.SIGKILL)
-    until(lambda: house.supervisord.pid() not in (0, old) and house.supervisord.answers())
-    house.settled()
-    assert [house.num_of(name) for name in NAMES] == [1, 1, 1]
-    assert set(house.up().values()) == {"was running"}
+    until(lambda: running.supervisord.pid() not in (0, old) and running.supervisord.answers())
+    running.settled()
+    assert [running.num_of(name) for name in NAMES] == [1, 1, 1]
+    assert set(running.up().values()) == {"was running"}
 
 
 def test_a_killed_supervisord_does_not_come_back_after_down(house: House) -> None:
@@ -204,11 +208,11 @@ def test_a_killed_supervisord_does_not_come_back_after_down(house: House) -> Non
     assert house.processes() == []
 
 
-def test_after_a_kill_of_everything_the_next_up_starts_all_services(house: House) -> None:
-    house.up()
-    house.kill_all()
-    assert house.up() == dict.fromkeys(NAMES, "started")
-    assert [house.num_of(name) for name in NAMES] == [1, 1, 1]
+def test_after_a_kill_of_everything_the_next_up_starts_all_services(running: House) -> None:
+    running.up()
+    running.kill_all()
+    assert running.up() == dict.fromkeys(NAMES, "started")
+    assert [running.num_of(name) for name in NAMES] == [1, 1, 1]
 
 
 def test_a_service_that_outlives_its_supervisord_is_killed_by_the_next_up(house: House) -> None:
@@ -244,45 +248,40 @@ def test_services_of_the_previous_version_are_stopped(house: House) -> None:
     assert [process.wait() for process in earlier] == [-signal.SIGTERM] * 2
 
 
-def test_a_stopped_supervisord_is_replaced(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    house.up()
-    old = house.supervisord.pid()
+def test_a_stopped_supervisord_is_replaced(running: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    running.up()
+    old = running.supervisord.pid()
     monkeypatch.setattr(supervisord, "ANSWER_TIMEOUT_S", 1.0)
     os.kill(old, signal.SIGSTOP)
     until(lambda: process_state(old) == "T")
-    assert set(house.up()) == set(NAMES)
-    assert house.supervisord.pid() not in (0, old)
-    assert "supervisord does not respond and is replaced" in house.message
-    assert [house.num_of(name) for name in NAMES] == [1, 1, 1]
+    assert set(running.up()) == set(NAMES)
+    assert running.supervisord.pid() not in (0, old)
+    assert "supervisord does not respond and is replaced" in running.message
+    assert [running.num_of(name) for name in NAMES] == [1, 1, 1]
 
 
-def test_a_service_that_is_silent_is_replaced_by_up(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_that_is_silent_is_replaced_by_up(running: House, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(presence, "HEARTBEAT_TIMEOUT_S", 3.0)
     monkeypatch.setattr(lifecycle, "ANSWER_TIMEOUT_S", 1.0)
-    house.up()
-    before = house.pids()
+    running.up()
+    before = running.pids()
     os.kill(before["worker"], signal.SIGSTOP)
-    until(lambda: service_status(house.home, "worker").state is ServiceState.SILENT)
-    assert house.up()["worker"] == "replaced"
-    assert house.pids()["worker"] != before["worker"]
+    until(lambda: service_status(running.home, "worker").state is ServiceState.SILENT)
+    assert running.up()["worker"] == "replaced"
+    assert running.pids()["worker"] != before["worker"]
     assert not lives(before["worker"])
 
 
-def test_a_service_that_does_not_start_is_an_error_with_its_log_and_is_removed(house: House) -> None:
+def test_a_service_that_does_not_start_is_an_error_with_its_log_and_is_removed(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
     house.home.mkdir()
     (house.home / "fails").touch()
     with pytest.raises(ServiceFailed, match=r"(?s)the server ended with exit code 1; its log is .*it cannot start"):
         house.up()
     assert house.processes() == []
     assert house.supervisord.programs() == ()
-
-
-def test_a_service_that_ends_on_a_full_disk_is_reported_with_the_room_there(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    house.home.mkdir()
-    (house.home / "fails").touch()
-    monkeypatch.setattr(lifecycle, "FULL_BYTES", 1 << 62)
+    monkeypatch.setattr(lifecycle, "FULL_BYTES", 1 << 62)  # on a full disk
     with pytest.raises(ServiceFailed, match=r"exit code 1; RLHF_HOME, .*MiB free: make room there, then run `rlhf up`"):
         house.up("server")
 
@@ -309,14 +308,14 @@ def test_a_service_that_does_not_start_does_not_affect_the_others(house: House) 
     assert house.supervisord.programs() == ("server",)
 
 
-def test_a_service_that_waits_for_its_next_start_is_started_by_up_at_once(house: House) -> None:
-    house.up()
-    (house.home / "fails").touch()
-    kill(house.pids()["worker"])
-    until(lambda: house.supervisord.process("worker")[0] == "BACKOFF" or not house.pids().get("worker"))
-    (house.home / "fails").unlink()
-    assert set(house.up()) == set(NAMES)
-    assert house.num_of("worker") == 1
+def test_a_service_that_waits_for_its_next_start_is_started_by_up_at_once(running: House) -> None:
+    running.up()
+    (running.home / "fails").touch()
+    kill(running.pids()["worker"])
+    until(lambda: running.supervisord.process("worker")[0] == "BACKOFF" or not running.pids().get("worker"))
+    (running.home / "fails").unlink()
+    assert set(running.up()) == set(NAMES)
+    assert running.num_of("worker") == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -327,23 +326,23 @@ def checks(house: House, clock: Sequence[float]) -> health.HealthCheck:
     return health.HealthCheck(house.home, dict.fromkeys(NAMES, 2.0), 0.1, lambda: clock[0])
 
 
-def test_a_service_that_is_silent_for_long_is_restarted(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    house.up()
-    before = house.pids()
+def test_a_service_that_is_silent_for_long_is_restarted(running: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    running.up()
+    before = running.pids()
     os.kill(before["daemon"], signal.SIGSTOP)
     clock = [0.0]
-    check = checks(house, clock)
+    check = checks(running, clock)
     check.check()
     monkeypatch.setattr(presence, "HEARTBEAT_TIMEOUT_S", 3.0)
-    until(lambda: service_status(house.home, "daemon").state is ServiceState.SILENT)
+    until(lambda: service_status(running.home, "daemon").state is ServiceState.SILENT)
     check.check()
     clock[0] = health.SILENCE_TIMEOUT_S - 1
     check.check()
     assert lives(before["daemon"]), "a machine may be busy"
     clock[0] = health.SILENCE_TIMEOUT_S
     check.check()
-    until(lambda: house.pids().get("daemon") not in (None, before["daemon"]))
-    assert {house.pids()[name] for name in ("server", "worker")} == {before[name] for name in ("server", "worker")}
+    until(lambda: running.pids().get("daemon") not in (None, before["daemon"]))
+    assert {running.pids()[name] for name in ("server", "worker")} == {before[name] for name in ("server", "worker")}
 
 
 def test_a_silent_service_that_ignores_signals_is_killed(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
