@@ -6,7 +6,6 @@ goals.
 
 import argparse
 import ast
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +15,6 @@ from pathlib import Path
 import english
 
 PROGRAM, TESTS = ("rlhf_core", "flows"), ("tests",)
-OPENINGS = frozenset({"what", "whether", "how", "who", "where", "when", "which", "why"})
-"""First words of a docstring that begins with a question instead of a noun phrase or an imperative."""
 LONG = 400
 """Number of lines from which a file counts as long."""
 
@@ -89,38 +86,20 @@ def _filled(text: Sequence[str]) -> int:
     return sum(bool(line.strip()) for line in text)
 
 
-def docstrings(modules: Sequence[Module]) -> Iterator[tuple[str, str]]:
-    """Place and text of every docstring of a module, class or function, and of every string below a name."""
-    for module in modules:
-        for node in ast.walk(module.tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                before: ast.stmt | None = None
-                for statement in node.body:
-                    text = _text(statement)
-                    if text is not None and (before is None or isinstance(before, ast.Assign | ast.AnnAssign)):
-                        yield f"{module.path}:{statement.lineno}", text
-                    before = statement
-
-
-def _text(statement: ast.stmt) -> str | None:
-    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-        return statement.value.value if isinstance(statement.value.value, str) else None
-    return None
-
-
 def questions(modules: Sequence[Module]) -> list[str]:
-    """Docstrings that open with a question word."""
-    return [f"{place}: {text.split()[0]}" for place, text in docstrings(modules) if _first_word(text) in OPENINGS]
-
-
-def _first_word(text: str) -> str:
-    found = re.match(r"\W*(\w+)", text)
-    return found[1].lower() if found else ""
+    """Docstrings that open with a question word (``english.OPENING``)."""
+    return [
+        f"{module.path}:{line}: {text.split()[0]}"
+        for module in modules
+        for line, text in english.docstrings(module.tree)
+        if english.OPENING.match(text)
+    ]
 
 
 def share_of_questions(modules: Sequence[Module]) -> str:
     """Share of docstrings that open with a question word."""
-    return f"{100 * len(questions(modules)) / max(1, len([*docstrings(modules)])):.1f} %"
+    total = sum(len([*english.docstrings(module.tree)]) for module in modules)
+    return f"{100 * len(questions(modules)) / max(1, total):.1f} %"
 
 
 def repeated_classes(modules: Sequence[Module]) -> list[str]:
