@@ -26,6 +26,20 @@ CASES = ((0, "none"), (1, "none"), (2, "none"), (3, "none"), (2, "optimizer"), (
 MIB = 1 << 20
 
 
+def qwen3(hidden: int, layers: int, **more: Any) -> dict[str, Any]:
+    """Config of a Qwen3 with this width and number of layers."""
+    return {
+        "model_type": "qwen3",
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 128,
+        "head_dim": 64,
+        **more,
+    }
+
+
 def resident_bytes(name: str) -> int:
     """Resident memory of this process: current (``VmRSS``) or peak (``VmHWM``)."""
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -104,17 +118,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--lora-rank", type=int, default=0, help="train an adapter of this rank; 0 trains all weights")
     options = parser.parse_args()
-    config = {
-        "model_type": "qwen3",
-        "hidden_size": options.hidden,
-        "intermediate_size": 3 * options.hidden,
-        "num_hidden_layers": options.layers,
-        "num_attention_heads": options.hidden // 64,
-        "num_key_value_heads": options.hidden // 128,
-        "head_dim": 64,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 256,
-    }
+    config = qwen3(options.hidden, options.layers, tie_word_embeddings=True, max_position_embeddings=256)
     for stage, offload in CASES:
         if stage == 0 and options.dtype != "float32":
             continue

@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "training"), str(Path(__file__).parent)]
 
-from bench_memory import MIB, resident_bytes  # noqa: E402 - of this folder
+from bench_memory import MIB, qwen3, resident_bytes  # noqa: E402 - of this folder
 from rank_launcher import tiny_spec  # noqa: E402 - of the tests
 
 SEQUENCES, PROMPT_TOKENS, NEW_TOKENS = 32, 512, 64
@@ -49,18 +49,8 @@ def main() -> None:
     from rlhf_core.training.rollouts.base import Sampling
     from rlhf_core.training.rollouts.vllm.engine import VllmEngine
 
-    config = {
-        "model_type": "qwen3",
-        "hidden_size": options.hidden,
-        "intermediate_size": 3 * options.hidden,
-        "num_hidden_layers": options.layers,
-        "num_attention_heads": options.hidden // 64,
-        "num_key_value_heads": options.hidden // 128,
-        "head_dim": 64,
-        "vocab_size": options.vocabulary,
-        "tie_word_embeddings": options.tied,
-        "max_position_embeddings": 2048,
-    }
+    more = {"vocab_size": options.vocabulary, "tie_word_embeddings": options.tied, "max_position_embeddings": 2048}
+    config = qwen3(options.hidden, options.layers, **more)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     tokenizer = build_tokenizer("char", [], 0)
     model = build_causal_lm(config, tokenizer, 0).to(getattr(torch, options.dtype))

@@ -8,14 +8,12 @@ buttons.
 from collections.abc import Mapping
 
 from playwright.sync_api import Locator, Page
-from signing_in import PAGE_TIMEOUT_MS
 
 BUSY = 503
 
 
 def sign_in(page: Page, ui: str, password: str) -> None:
     """Enter the password on the page that requests it at a first visit, whatever page was requested."""
-    page.set_default_timeout(PAGE_TIMEOUT_MS)
     page.goto(f"{ui}/v2/dashboard", wait_until="domcontentloaded")
     page.locator("input[type=password]").fill(password)
     page.keyboard.press("Enter")
@@ -29,7 +27,6 @@ def leave(page: Page) -> None:
 
 def open_run_form(page: Page, ui: str, deployment_id: str) -> None:
     """Open the form of a deployment."""
-    page.set_default_timeout(PAGE_TIMEOUT_MS)
     page.goto(f"{ui}/v2/deployments/deployment/{deployment_id}/run", wait_until="domcontentloaded")
     page.get_by_role("button", name="Submit").wait_for()
 
@@ -73,7 +70,6 @@ def browser_says(page: Page, name: str) -> str:
 
 def open_deployment(page: Page, ui: str, deployment_id: str) -> None:
     """Open the page of a deployment."""
-    page.set_default_timeout(PAGE_TIMEOUT_MS)
     page.goto(f"{ui}/v2/deployments/deployment/{deployment_id}", wait_until="domcontentloaded")
     page.get_by_role("button", name="Run", exact=True).wait_for()
 
@@ -108,7 +104,6 @@ def delete_schedule(page: Page, words: str) -> None:
 
 def open_flow_run(page: Page, ui: str, flow_run_id: str) -> None:
     """Open the page of a flow run."""
-    page.set_default_timeout(PAGE_TIMEOUT_MS)
     page.goto(f"{ui}/v2/runs/flow-run/{flow_run_id}", wait_until="domcontentloaded")
     menu(page).wait_for()
 

@@ -15,7 +15,7 @@ import pages
 import psutil
 import pytest
 from process_tools import until
-from signing_in import sign_in
+from signing_in import PAGE_TIMEOUT_MS, sign_in
 from sites import TIMEOUT_S, Site
 
 Shoot = Callable[[str], None]
@@ -52,6 +52,7 @@ def asked(site: Site, chromium: Any) -> dict[str, str]:
     """The flow runs of :data:`ASKED`."""
     deployment = site.deploy("sorting.toml")
     page = chromium.new_page()
+    page.set_default_timeout(PAGE_TIMEOUT_MS)
     sign_in(page, site.password)
     flow_runs = {}
     for name, overrides in ASKED.items():
