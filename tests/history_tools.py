@@ -7,13 +7,16 @@ import atexit
 import functools
 import json
 import shutil
+import socket
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
 import pytest
 from control_fakes import make_run
 from history_template import sqlite_template
@@ -31,6 +34,7 @@ from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import metadata
 from rlhf_core.launch.journal import Journal
 from rlhf_core.launch.lease import Owner
+from rlhf_core.machine.accounts import user_name
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import AttemptState, Role, RunState, StageName, StageState
 from rlhf_core.schemas.checkpoint_files import FileChecksum
@@ -404,6 +408,17 @@ def _stable(value: Any) -> str:
 
 GONE = str(Owner.this_process()).rpartition(":")[0] + ":1.00"
 """This process as if it had been started long ago: its number was given to another one since."""
+
+
+@contextmanager
+def living_controller() -> Iterator[Owner]:
+    """A process that lives as long as the block and could be a controller."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        yield Owner(user_name(), socket.gethostname(), process.pid, psutil.Process(process.pid).create_time())
+    finally:
+        process.kill()
+        process.wait()
 
 
 def orphaned_run(site: Site) -> RunDir:

@@ -4,9 +4,6 @@ import json
 import os
 import shlex
 import signal
-import socket
-import subprocess
-import sys
 import time
 import tomllib
 from collections.abc import Sequence
@@ -15,9 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 from control_fakes import FakeAgent, FakeScheduler, make_run, only_scheduler, training_snapshot
+from history_tools import living_controller
 from made_reports import rank_status
 from rich.console import Console
 from site_files import options
@@ -31,8 +28,7 @@ from rlhf_core.control.views.progress import RunReader, StepTimer, progress_of_p
 from rlhf_core.errors import SchedulerError
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal, read_record
-from rlhf_core.launch.lease import Owner
-from rlhf_core.machine.accounts import account, user_name
+from rlhf_core.machine.accounts import account
 from rlhf_core.preflight.facts import Disk
 from rlhf_core.preflight.gather_facts import Surroundings
 from rlhf_core.preflight.runner import make_checks
@@ -313,22 +309,17 @@ def test_a_completed_run_is_not_resumed(scheduler: FakeScheduler, capsys: Printe
 def test_a_run_with_a_controller_is_refused_at_once(scheduler: FakeScheduler, capsys: Printed) -> None:
     """And taken over at once if the controller died: the same lease, in the name of a dead process."""
     run_dir = make_run(load_site().runs_dir)
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    try:
-        owner = str(Owner(user_name(), socket.gethostname(), other.pid, psutil.Process(other.pid).create_time()))
-        link = ControllerStarted(controller=owner, flow_run_id="f", flow_run_url="https://prefect/runs/f")
+    with living_controller() as owner:
+        link = ControllerStarted(controller=str(owner), flow_run_id="f", flow_run_url="https://prefect/runs/f")
         with HistoryStore(load_site().database_url) as store:
-            journal = Journal(run_dir, store.acquire_lease(run_dir.run_id, owner, 3600))
+            journal = Journal(run_dir, store.acquire_lease(run_dir.run_id, str(owner), 3600))
             journal.append(link)
             journal.close()
         began = time.monotonic()
         rlhf("resume", run_dir.run_id, expect=1)  # with Prefect: no server is started for it either
         assert time.monotonic() - began < 10
-    finally:
-        other.kill()
-        other.wait()
     output = capsys.readouterr().err
-    assert f"on {socket.gethostname()}, process {other.pid}, since 20" in output
+    assert f"on {owner.host}, process {owner.pid}, since 20" in output
     assert "flow run https://prefect/runs/f" in output
     assert f"`rlhf watch {run_dir.run_id}`" in output
     assert f"`rlhf cancel {run_dir.run_id}`" in output

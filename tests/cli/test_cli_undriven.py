@@ -1,18 +1,13 @@
 """``rlhf runs``, ``show`` and ``watch`` of a run without controller and job, whose state alone looks healthy."""
 
 import json
-import socket
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 from control_fakes import make_run
+from history_tools import living_controller
 
 from flows.deployments.submission import Submitted
 from rlhf_core.cli import watching
@@ -24,7 +19,6 @@ from rlhf_core.errors import RunFailed
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal
 from rlhf_core.launch.lease import TTL_S, Owner
-from rlhf_core.machine.accounts import user_name
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.base import utc_now
@@ -32,17 +26,6 @@ from rlhf_core.schemas.journal import ControllerStarted
 from rlhf_core.watchdog.watcher import record
 
 Printed = pytest.CaptureFixture[str]
-
-
-@contextmanager
-def controller() -> Iterator[Owner]:
-    """A process that lives as long as the block and could be a controller."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    try:
-        yield Owner(user_name(), socket.gethostname(), process.pid, psutil.Process(process.pid).create_time())
-    finally:
-        process.kill()
-        process.wait()
 
 
 def driven_by(owner: Owner, runs: Path) -> RunDir:
@@ -82,7 +65,7 @@ def watched(run_dir: RunDir, capsys: Printed, monkeypatch: pytest.MonkeyPatch, *
 
 
 def test_a_run_without_a_controller_is_shown_as_such(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
-    with controller() as owner:
+    with living_controller() as owner:
         run_dir = driven_by(owner, load_site().runs_dir)
         for command in ("runs", "show"):
             assert "no controller" not in printed(capsys, command).lower(), "control: one that is driven"
@@ -99,7 +82,7 @@ def test_a_run_without_a_controller_is_shown_as_such(capsys: Printed, monkeypatc
 
 
 def test_watch_as_json_has_the_time_without_a_controller(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
-    with controller() as owner:
+    with living_controller() as owner:
         run_dir = driven_by(owner, load_site().runs_dir)
     running, failed = map(json.loads, watched(run_dir, capsys, monkeypatch, "--json").splitlines())
     assert running["undriven_since"] is not None
@@ -108,7 +91,7 @@ def test_watch_as_json_has_the_time_without_a_controller(capsys: Printed, monkey
 
 def test_a_run_between_two_controllers_is_given_time() -> None:
     """As in the site daemon: the next controller of a released lease may be about to start."""
-    with controller() as owner:
+    with living_controller() as owner:
         run_dir = driven_by(owner, load_site().runs_dir)
         url = load_site().database_url
         with HistoryStore(url) as store:
@@ -122,7 +105,7 @@ def test_a_submitted_run_that_loses_its_controller_is_shown_as_such(
     capsys: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before, ``rlhf submit --watch`` showed its last state for as long as nothing drove it."""
-    with controller() as owner:
+    with living_controller() as owner:
         run_dir = driven_by(owner, load_site().runs_dir)
     fails_soon(run_dir, monkeypatch)
     with pytest.raises(RunFailed):
@@ -131,7 +114,7 @@ def test_a_submitted_run_that_loses_its_controller_is_shown_as_such(
 
 
 def test_a_submitted_run_is_watched_without_its_history(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
-    with controller() as owner:
+    with living_controller() as owner:
         run_dir = driven_by(owner, load_site().runs_dir)
     monkeypatch.setenv("RLHF_DATABASE_URL", f"sqlite:///{run_dir.root}")
     fails_soon(run_dir, monkeypatch)
