@@ -118,25 +118,30 @@ def pause_engine(place: Place) -> Truth:
     return truth
 
 
-def _kill_agent(place: Place, node: str) -> Truth:
-    truth = place.truth(node=node)
-    os.kill(agent_pids(place.run)[node], signal.SIGKILL)
-    return truth
-
-
 def _nodes(place: Place) -> list[str]:
     return place.cluster.allocated(place.job_id) if place.cluster else list(agent_pids(place.run))
 
 
+def _another(place: Place) -> str:
+    """A node other than the first, if there is one."""
+    nodes = _nodes(place)
+    return place.chance.choice(nodes[1:] or nodes)
+
+
+def _signal_agent(place: Place, node: str, number: signal.Signals) -> Truth:
+    truth = place.truth(node=node)
+    os.kill(agent_pids(place.run)[node], number)
+    return truth
+
+
 def kill_leader(place: Place) -> Truth:
     """SIGKILL the agent of the first node."""
-    return _kill_agent(place, _nodes(place)[0])
+    return _signal_agent(place, _nodes(place)[0], signal.SIGKILL)
 
 
 def kill_agent(place: Place) -> Truth:
     """SIGKILL the agent of another node, if there is one."""
-    nodes = _nodes(place)
-    return _kill_agent(place, place.chance.choice(nodes[1:] or nodes))
+    return _signal_agent(place, _another(place), signal.SIGKILL)
 
 
 def damage_and_kill_rank(place: Place) -> Truth:
@@ -175,20 +180,14 @@ def delete_metrics(place: Place) -> Truth:
     return truth
 
 
-def _stop_agent(place: Place, node: str) -> Truth:
-    truth = place.truth(node=node)
-    os.kill(agent_pids(place.run)[node], signal.SIGSTOP)
-    return truth
-
-
 def stop_leader(place: Place) -> Truth:
     """SIGSTOP the agent of the first node, and nothing else there."""
-    return _stop_agent(place, _nodes(place)[0])
+    return _signal_agent(place, _nodes(place)[0], signal.SIGSTOP)
 
 
 def stop_agent(place: Place) -> Truth:
     """SIGSTOP the agent of another node."""
-    return _stop_agent(place, place.chance.choice(_nodes(place)[1:]))
+    return _signal_agent(place, _another(place), signal.SIGSTOP)
 
 
 def stop_agent_and_rank(place: Place) -> Truth:
@@ -211,7 +210,7 @@ def freeze_leader(place: Place) -> Truth:
 
 def freeze_another(place: Place) -> Truth:
     """SIGSTOP everything on another node."""
-    return _freeze(place, place.chance.choice(_nodes(place)[1:]))
+    return _freeze(place, _another(place))
 
 
 def cut_leader(place: Place) -> Truth:
