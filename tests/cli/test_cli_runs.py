@@ -624,6 +624,8 @@ def test_the_view_of_a_run_in_trouble_has_its_timeline(with_logs: RunDir) -> Non
     view = RunReader(with_logs).read()
     lines = watching.timeline_lines(view)
     assert any("worker killed" in line and "it was worker_killed" in line for line in lines)
+    (shown,) = watching.json_lines(view)
+    assert json.loads(shown)["timeline"] == lines
     assert "attempt 1, evaluating" in watching.headline(view)
     assert view.progress.metrics["reward/mean"] == 0.5
     assert [rank.rank for rank in view.ranks] == [0, 1]

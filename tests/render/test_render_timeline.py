@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
 import records
 from history_tools import RunFiles, at, database_url, runs, store
 
@@ -23,7 +22,6 @@ from rlhf_core.render.timeline import (
     timeline_from_rows,
 )
 from rlhf_core.render.timeline_chart import timeline_chart
-from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import Role, RunState
 from rlhf_core.schemas.failures import Action, FailureKind, Incident
 from rlhf_core.watchdog.ingest import sync
@@ -172,22 +170,3 @@ def test_times_have_dates_because_runs_take_days(runs: Path) -> None:
     assert shown[0].startswith(f"{at(12):%Y-%m-%d} 12:00:12 progress stopped")
     chart = str(timeline_chart(records.learned()))
     assert "From 2026-11-20 14:03:07 UTC to 2026-11-20 14:06:19 UTC" in chart
-
-
-@pytest.mark.parametrize("as_json", [False, True])
-def test_watch_in_a_pipe_prints_each_entry_once(
-    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, as_json: bool
-) -> None:
-    run = hung_run(runs)
-    polls = iter(range(3))
-
-    def wait(_seconds: float) -> None:
-        if next(polls) == 1:
-            run.moved(RunState.FAILED, 60, "enough")
-
-    monkeypatch.setattr(watching.time, "sleep", wait)
-    watching.watch_run(RunDir(run.dir.root), 0.0, as_json=as_json)
-    out = capsys.readouterr().out.splitlines()
-    texts = [line for line in out if "progress stopped" in line]
-    assert len(texts) == (2 if as_json else 1), "JSON contains the timeline in both of its lines"
-    assert "failed" in out[-1]
