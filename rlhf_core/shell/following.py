@@ -50,14 +50,10 @@ class ScriptFollower(Assignments):
             UnclosedShell: it has too many commands, or the tokens end with this error.
         """
         tokens: list[ShellToken] = []
-        error: UnclosedShell | None = None
         try:
             tokens.extend(found)
-        except UnclosedShell as unclosed:
-            error = unclosed
-        self._run(tokens)
-        if error is not None:
-            raise error
+        finally:  # those before an error are followed, too
+            self._run(tokens)
 
     # -- control flow
 
