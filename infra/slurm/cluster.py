@@ -216,6 +216,15 @@ class Cluster:
             self.stop(name)
         self._undisturb()
 
+    @contextlib.contextmanager
+    def running(self) -> "Iterator[Cluster]":
+        """Start it for the block, and end it completely afterwards."""
+        self.up()
+        try:
+            yield self
+        finally:
+            self.down()
+
     # -----------------------------------------------------------------------------------------------------------------
     # Single daemons
 

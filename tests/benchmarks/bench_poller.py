@@ -68,9 +68,7 @@ def main() -> None:
     seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 12.0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        cluster = Cluster(folder / "slurm")
-        cluster.up()
-        try:
+        with Cluster(folder / "slurm").running() as cluster:
             os.environ.update(cluster.environment, XDG_CACHE_HOME=str(folder / "cache"))
             submit = ("sbatch", "--parsable", "--output=/dev/null", "--time=60", "--wrap=sleep 3600")
             jobs: list[str] = []
@@ -84,8 +82,6 @@ def main() -> None:
             start = time.monotonic()
             rows = slurm_queue.listing(max_age_s=0.0).rows
             print(f"one question about {len(rows)} jobs: {time.monotonic() - start:.3f} s")
-        finally:
-            cluster.down()
 
 
 if __name__ == "__main__":

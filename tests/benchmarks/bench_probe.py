@@ -32,14 +32,9 @@ def main() -> None:
         sys.exit(WHY_NO_NAMESPACES)
     with tempfile.TemporaryDirectory(prefix="rlhf-probes-") as name:
         folder = Path(name)
-        cluster = Cluster(folder / "slurm", nodes=NUM_NODES, namespaces=True)
-        cluster.up()
-        os.environ.update(cluster.environment)
-        os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
-        try:
+        with Cluster(folder / "slurm", nodes=NUM_NODES, namespaces=True).running() as cluster:
+            os.environ.update(cluster.environment, XDG_CACHE_HOME=str(folder / "cache"))
             lines = table(cluster, folder, options.healthy)
-        finally:
-            cluster.down()
     print("\n".join(lines))
     if options.write:
         page = PAGE.read_text(encoding="utf-8")

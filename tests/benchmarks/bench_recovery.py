@@ -51,12 +51,8 @@ def nodes(number: int, folder: Path) -> Iterator[Mapping[str, str]]:
         return
     if missing_programs():
         raise SystemExit(WHY_NOT)
-    cluster = Cluster(folder, nodes=number)
-    cluster.up()
-    try:
+    with Cluster(folder, nodes=number).running() as cluster:
         yield {**cluster.environment, "RLHF_SCHEDULER": "slurm"}
-    finally:
-        cluster.down()
 
 
 def a_trainer(home: Path) -> psutil.Process:

@@ -143,14 +143,11 @@ class Cluster:
             node_timeout_s: silence of a slurmd after which Slurm considers its node dead.
         """
         folder = Path(tempfile.mkdtemp(prefix="rlhf-slurm-"))
-        slurm = throwaway.Cluster(
-            folder, nodes=num_nodes, cpus=8, gpus=0, namespaces=namespaces, node_timeout_s=node_timeout_s
-        )
-        slurm.up()
+        made = throwaway.Cluster(folder, nodes=num_nodes, namespaces=namespaces, node_timeout_s=node_timeout_s)
         try:
-            yield cls(slurm)
+            with made.running() as slurm:
+                yield cls(slurm)
         finally:
-            slurm.down()
             shutil.rmtree(folder, ignore_errors=True)
 
     def command(self, *words: str) -> str:

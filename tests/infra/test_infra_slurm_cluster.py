@@ -8,19 +8,16 @@ from pathlib import Path
 
 import psutil
 import pytest
-from slurm_cluster import WHY_NOT, throwaway
+from slurm_cluster import needs_slurm, throwaway
 
 SLURM = Path(__file__).parents[2] / "infra" / "slurm"
-needs_slurm = pytest.mark.skipif(bool(throwaway.missing_programs()), reason=WHY_NOT)
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[throwaway.Cluster]:
     """A cluster that ends without a trace."""
-    cluster = throwaway.Cluster(tmp_path_factory.mktemp("slurm"), nodes=3, gpus=2)
-    cluster.up()
-    yield cluster
-    cluster.down()
+    with throwaway.Cluster(tmp_path_factory.mktemp("slurm"), nodes=3, gpus=2).running() as cluster:
+        yield cluster
     assert daemons(cluster.folder) == []
 
 
@@ -91,14 +88,10 @@ def test_a_cluster_that_is_up_is_left_alone(cluster: throwaway.Cluster) -> None:
 
 @needs_slurm
 def test_two_clusters_live_side_by_side(cluster: throwaway.Cluster, tmp_path: Path) -> None:
-    other = throwaway.Cluster(tmp_path, nodes=1)
-    other.up()
-    try:
+    with throwaway.Cluster(tmp_path, nodes=1).running() as other:
         job = sleeping_job(cluster)
         assert job in jobs(cluster)
         assert jobs(other) == []
-    finally:
-        other.down()
     assert daemons(tmp_path) == []
     assert job in jobs(cluster)
     assert cluster.command("srun", "echo", "still here") == "still here"

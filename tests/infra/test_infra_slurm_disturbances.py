@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slurm_cluster import WHY_NO_NAMESPACES, WHY_NOT, missing_programs, node_space, throwaway
+from slurm_cluster import WHY_NO_NAMESPACES, needs_namespaces, needs_slurm, node_space, throwaway
 
 CLUSTER = Path(__file__).parents[2] / "infra" / "slurm" / "cluster.py"
-needs_slurm = pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT)
-needs_namespaces = pytest.mark.skipif(bool(WHY_NO_NAMESPACES), reason=WHY_NO_NAMESPACES)
 needs_compiler = pytest.mark.skipif(node_space.program_path("cc") is None, reason="no C compiler")
 
 # The first task of the step receives ``NUM_BYTES`` from the second, and then sends as many: seconds for each direction.
@@ -74,10 +72,8 @@ print(time.monotonic() - start)
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[throwaway.Cluster]:
-    cluster = throwaway.Cluster(tmp_path_factory.mktemp("slurm"), namespaces=not WHY_NO_NAMESPACES)
-    cluster.up()
-    yield cluster
-    cluster.down()
+    with throwaway.Cluster(tmp_path_factory.mktemp("slurm"), namespaces=not WHY_NO_NAMESPACES).running() as cluster:
+        yield cluster
 
 
 def on_all(cluster: throwaway.Cluster, program: str, *options: str) -> dict[str, str]:
@@ -256,19 +252,14 @@ def test_every_disturbance_is_a_command(cluster: throwaway.Cluster) -> None:
 
 @needs_slurm
 def test_without_namespaces_a_link_cannot_be_slowed_and_a_new_cluster_is_undisturbed(tmp_path: Path) -> None:
-    cluster = throwaway.Cluster(tmp_path, nodes=1)
-    cluster.up()
-    try:
+    with throwaway.Cluster(tmp_path, nodes=1).running() as cluster:
         for disturb in (lambda: cluster.slow_link("node1", 100), lambda: cluster.slow_cpu("node1", 0.5)):
             with pytest.raises(throwaway.ClusterError, match="start the cluster with --namespaces"):
                 disturb()
         cluster.variables("node1", ODD="yes")
         assert cluster.command("srun", "sh", "-c", "echo $ODD") == "yes"
-        cluster.down()
-        cluster.up()
+    with cluster.running():
         assert cluster.command("srun", "sh", "-c", "echo $ODD") == ""
-    finally:
-        cluster.down()
 
 
 def test_control_groups_of_the_second_version_are_written_too(tmp_path: Path) -> None:

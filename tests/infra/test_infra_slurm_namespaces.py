@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slurm_cluster import WHY_NO_NAMESPACES, node_space, throwaway
+from slurm_cluster import WHY_NO_NAMESPACES, needs_namespaces, node_space, throwaway
 
 CLUSTER = Path(__file__).parents[2] / "infra" / "slurm" / "cluster.py"
 NODES = ["node1", "node2", "node3", "node4"]
-needs_namespaces = pytest.mark.skipif(bool(WHY_NO_NAMESPACES), reason=WHY_NO_NAMESPACES)
 
 # node2 sends a line to node1, on a port and by a name that are the nodes' own business.
 GREET = """
@@ -37,10 +36,8 @@ else:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[throwaway.Cluster]:
-    cluster = throwaway.Cluster(tmp_path_factory.mktemp("slurm"), namespaces=True)
-    cluster.up()
-    yield cluster
-    cluster.down()
+    with throwaway.Cluster(tmp_path_factory.mktemp("slurm"), namespaces=True).running() as cluster:
+        yield cluster
     assert traces(cluster.folder) == []
 
 
@@ -97,26 +94,18 @@ def test_a_restarted_node_keeps_its_own_network(cluster: throwaway.Cluster) -> N
 
 @needs_namespaces
 def test_two_clusters_with_namespaces_live_side_by_side(cluster: throwaway.Cluster, tmp_path: Path) -> None:
-    other = throwaway.Cluster(tmp_path, nodes=2, namespaces=True)
-    try:
-        other.up()
+    with throwaway.Cluster(tmp_path, nodes=2, namespaces=True).running() as other:
         assert set(addresses(other).values()).isdisjoint(addresses(cluster).values())
         assert len(other.command("srun", "-N2", "uname", "-n").split()) == 2
-    finally:
-        other.down()
     assert traces(tmp_path) == []
     assert len(cluster.command("srun", "-N4", "uname", "-n").split()) == 4
 
 
 @needs_namespaces
 def test_leftovers_of_a_job_end_with_their_node(tmp_path: Path) -> None:
-    cluster = throwaway.Cluster(tmp_path, nodes=1, namespaces=True)
-    cluster.up()
-    try:
+    with throwaway.Cluster(tmp_path, nodes=1, namespaces=True).running() as cluster:
         orphan = int(cluster.command("srun", "sh", "-c", "setsid sleep 600 >/dev/null 2>&1 & echo $!"))
         assert throwaway._lives(orphan)
-    finally:
-        cluster.down()
     assert not throwaway._lives(orphan)
     assert traces(tmp_path) == []
 
