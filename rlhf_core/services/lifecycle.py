@@ -33,10 +33,6 @@ EARLIER_NAMES = {"keeper": "daemon"}
 """Names of services in version 0.1, with their current names."""
 
 
-def _nothing() -> None:
-    """No further action."""
-
-
 @dataclass(frozen=True)
 class Service(Program):
     """A service, with its hooks around start and stop."""
@@ -44,10 +40,10 @@ class Service(Program):
     is_well: Callable[[], bool] = lambda: True
     """Called if the service sends heartbeats: True if it also does its work, within ``ANSWER_TIMEOUT_S``. Raises if a
     user has to act first."""
-    before_start: Callable[[], None] = _nothing
+    before_start: Callable[[], None] = lambda: None
     """Raises if the service cannot be started."""
-    after_ready: Callable[[], None] = _nothing
-    after_end: Callable[[], None] = _nothing
+    after_ready: Callable[[], None] = lambda: None
+    after_end: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,16 @@
 """``rlhf compare``: differences between runs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from rlhf_core.cli import output
-from rlhf_core.cli.commands.history import catch_up, open_history
+from rlhf_core.cli.commands.history import Facts, catch_up, open_history
 from rlhf_core.errors import BadInput
 from rlhf_core.render.series import finite
 from rlhf_core.text.formatting import figure
-
-Facts = Mapping[str, Any]
 
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 32
