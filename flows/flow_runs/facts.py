@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -57,12 +57,14 @@ class PrefectFlowRuns:
         self, run_ids: Collection[str], flow_run_ids: Collection[str], runs: RunsOfFlowRuns, now: datetime
     ) -> FlowRunSnapshot:
         """Flow runs that Prefect considers alive, those named after a run, and those given by id."""
-        seen = _poll(run_ids, flow_run_ids)
+        flow_runs, open_task_runs = _poll(run_ids, flow_run_ids)
+        # Processes come last: one that is alive now was not dead when Prefect was queried.
+        processes = dict(_flow_run_processes())
         pool = self.site.prefect.pool if _worker_is_visible(self.site) else ""
-        controllers = runs({str(one.id) for one in seen.flow_runs})
-        found = [_facts(one, seen.processes, controllers, pool, now) for one in seen.flow_runs if one.state is not None]
+        controllers = runs({str(one.id) for one in flow_runs})
+        found = [_facts(one, processes, controllers, pool, now) for one in flow_runs if one.state is not None]
         run_of = {one.flow_run_id: one.run_id for one in found}
-        return FlowRunSnapshot(found, task_runs.facts(seen.task_runs, run_of, self.site.runs_dir))
+        return FlowRunSnapshot(found, task_runs.facts(open_task_runs, run_of, self.site.runs_dir))
 
     def adopt(self, run_id: str, key: str) -> str:
         """Start a flow run that resumes a run, and return its id. The same key never creates a second one."""
@@ -125,19 +127,9 @@ def _publication(run_dir: RunDir, store: HistoryStore, known: Collection[str]) -
     return publication_of(run_dir, store, source)
 
 
-@dataclass(frozen=True)
-class _Found:
-    """Flow runs from Prefect, and facts about the processes on this machine, collected afterwards."""
-
-    flow_runs: Sequence[FlowRun]
-    processes: Mapping[str, bool]
-    """Ids of the flow runs with a process here, and True if it belongs to a worker, which can cancel it."""
-    task_runs: Sequence[TaskRun] = ()
-    """Task runs that Prefect considers alive although their flow runs have ended."""
-
-
-def _poll(run_ids: Collection[str], flow_run_ids: Collection[str]) -> _Found:
-    """Flow runs that Prefect considers alive, those named after a run, and those given by id, in a few queries.
+def _poll(run_ids: Collection[str], flow_run_ids: Collection[str]) -> tuple[list[FlowRun], list[TaskRun]]:
+    """Flow runs that Prefect considers alive, those named after a run, and those given by id, in a few queries; and the
+    task runs that it considers alive although their flow runs have ended.
 
     Raises Prefect's own errors if the server does not answer.
     """
@@ -148,9 +140,7 @@ def _poll(run_ids: Collection[str], flow_run_ids: Collection[str]) -> _Found:
             *(FlowRunFilter(id=FlowRunFilterId(any_=list(map(UUID, ids)))) for ids in _chunks(flow_run_ids)),
         ]
         found = {one.id: one for which in wanted for one in _pages(client, which)}
-        left_open = task_runs.left_open(client, found.keys())
-    # Processes come last: one that is alive now was not dead when Prefect was queried.
-    return _Found(list(found.values()), dict(_flow_run_processes()), left_open)
+        return list(found.values()), task_runs.left_open(client, found.keys())
 
 
 def _facts(
@@ -163,7 +153,7 @@ def _facts(
     """Derive the facts about a flow run.
 
     Args:
-        processes: as in :class:`_Found`.
+        processes: from :func:`_flow_run_processes`.
         controllers: run and controller of each flow run in the history.
         pool: work pool whose worker is visible here (:func:`_worker_is_visible`); empty if it is not.
         now: the current time.
@@ -214,7 +204,8 @@ def _worker_is_visible(site: Site) -> bool:
 
 
 def _flow_run_processes() -> Iterator[tuple[str, bool]]:
-    """Ids of the flow runs with a live process of this user here, and True for those whose process belongs to a worker.
+    """Ids of the flow runs with a live process of this user here, and True for those whose process belongs to a worker,
+    which can cancel it.
 
     The command line is checked too, because jobs inherit the environment of the flow run that submitted them.
     """

@@ -34,7 +34,7 @@ def found(site: Site, monkeypatch: pytest.MonkeyPatch) -> Callable[[StateType, f
             work_pool_name=site.prefect.pool,
             infrastructure_pid="login1:12",
         )
-        monkeypatch.setattr(facts, "_poll", lambda run_ids, flow_run_ids: facts._Found([flow_run], {}))
+        monkeypatch.setattr(facts, "_poll", lambda run_ids, flow_run_ids: ([flow_run], []))
         (one,) = facts.PrefectFlowRuns(site).poll((), (), lambda ids: {}, NOW).flow_runs
         return one
 
