@@ -32,5 +32,5 @@ def flow_runs_of(site: Site) -> PrefectFlowRuns | None:
 
 
 def _skip(site: Site) -> None:
-    for one in schedules.cancel_skipped(site.runs_dir):
-        log.info("skipped the scheduled flow run %s (%s): %s", one.name, one.flow_run_id, one.why)
+    for flow_run, why in schedules.cancel_skipped(site.runs_dir):
+        log.info("skipped the scheduled flow run %s (%s): %s", flow_run.name, flow_run.id, why)

@@ -5,7 +5,6 @@ start hours later. Nor can its schedules skip a time.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -36,15 +35,6 @@ _AT_WORK = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
 _PERHAPS_AT_WORK = [StateType.CRASHED, StateType.PAUSED]
 """States in which a run may go on: its flow run will be adopted, or was paused in the UI. A flow run that waits for an
 approval is paused too, and its run has ended."""
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """A scheduled flow run that was cancelled."""
-
-    flow_run_id: str
-    name: str
-    why: str
 
 
 def is_to_be_skipped(flow_run: FlowRun) -> bool:
@@ -114,8 +104,8 @@ def _goes_on(flow_run: FlowRun, runs_dir: Path) -> bool:
         return False
 
 
-def cancel_skipped(runs_dir: Path) -> list[Skipped]:
-    """Cancel the due flow runs that must not start, and emit an event for each.
+def cancel_skipped(runs_dir: Path) -> list[tuple[FlowRun, str]]:
+    """Cancel the due flow runs that must not start, and emit an event for each. Returns each with the reason.
 
     Raises Prefect's own errors if the server does not answer.
     """
@@ -126,7 +116,7 @@ def cancel_skipped(runs_dir: Path) -> list[Skipped]:
             if why:
                 client.set_flow_run_state(flow_run.id, Cancelled(message=f"skipped: {why}"))
                 emit_skipped(flow_run, why)
-                skipped.append(Skipped(str(flow_run.id), flow_run.name, why))
+                skipped.append((flow_run, why))
     return skipped
 
 

@@ -103,7 +103,7 @@ def test_waiting_flow_runs_of_a_paused_schedule_or_a_busy_deployment_are_cancell
     for one in (busy, other):
         at_work(client, one)
     found = schedules.cancel_skipped(harness.site.runs_dir)
-    assert {one.flow_run_id for one in found} == {str(waiting[one].id) for one in (paused, busy)}
+    assert {flow_run.id for flow_run, _ in found} == {waiting[one].id for one in (paused, busy)}
     name, message = state(client, waiting[paused])
     assert (name, "its schedule was paused" in message) == ("Cancelled", True)
     name, message = state(client, waiting[busy])
