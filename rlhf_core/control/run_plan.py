@@ -28,13 +28,12 @@ OWN_SHARE = 0.85
 _OF_LAYOUT = ("batch.", "rollout.engines", "resources.gpus")
 """Preflight checks of the layout."""
 
-PHASES: Mapping[str, tuple[str, ...]] = {
-    "sampling": ("time/rollout_s",),
-    "training": ("time/train_s",),
-    "weight sync": ("time/weight_sync_s",),
+PHASES = {
+    "sampling": "time/rollout_s",
+    "training": "time/train_s",
+    "weight sync": "time/weight_sync_s",
 }
-"""Predicted phases, and the metrics that measure them; communication is part of training where training is
-measured."""
+"""Predicted phases, and the metric that measures each; communication is part of training where training is measured."""
 
 
 @dataclass(frozen=True)
@@ -180,9 +179,9 @@ def _scale(step: StepTime | None, measured: Measured) -> dict[str, float]:
     if step is None:
         return {}
     found = {}
-    for phase, keys in PHASES.items():
+    for phase, key in PHASES.items():
         predicted = step.parts.get(phase, 0.0) + (step.parts.get("communication", 0.0) if phase == "training" else 0.0)
-        seconds = sum(measured.get("seconds", {}).get(key, 0.0) for key in keys)
+        seconds = measured.get("seconds", {}).get(key, 0.0)
         if predicted and seconds:
             found[phase] = seconds / predicted
     return found | ({"communication": found["training"]} if "training" in found else {})

@@ -110,7 +110,7 @@ def _step_rows(found: "RunPlan") -> Iterator[tuple[str, str, str, str]]:
     predicted = dict(found.step.parts) if found.step is not None else {}
     seconds = found.measured.get("seconds", {})
     for phase in dict.fromkeys([*predicted, *PHASES]):
-        measured = sum(seconds.get(key, 0.0) for key in PHASES.get(phase, ())) or None
+        measured = seconds.get(PHASES.get(phase, "")) or None
         ratio = found.scale.get(phase) if phase in PHASES else None
         if phase in predicted or measured is not None:
             yield phase, _seconds(predicted.get(phase)), _seconds(measured), f"{ratio:.2f}" if ratio else "-"
