@@ -8,6 +8,7 @@ the next one as tasks again, with the excluded nodes in their names. The flow it
 (:mod:`rlhf_core.control.attempts.recovery`) decides from the evidence of a failure whether and where to retry a job.
 """
 
+import logging
 import textwrap
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -15,7 +16,7 @@ from contextvars import ContextVar, copy_context
 from typing import Any
 
 from prefect import State, flow, get_run_logger
-from prefect.exceptions import CancelledRun
+from prefect.exceptions import CancelledRun, FailedRun
 from prefect.states import Cancelled, Completed, Failed
 
 from flows import schedules
@@ -24,7 +25,6 @@ from flows.flow_runs.ended import end_run, leave_run
 from flows.form import Form, meanings, overrides_of, read_form
 from flows.gate import shown_in_prefect
 from flows.limits import run_slot
-from flows.log_filter import leave_out
 from flows.publishing.publisher import published
 from flows.queries import RUN_FLOW
 from flows.tasks import TaskRunner, without_prefect
@@ -93,7 +93,8 @@ def rlhf_run(
     run_id: str = "",
 ) -> State[None]:
     form = {name: value for name, value in locals().items() if name in Form.model_fields}
-    leave_out()
+    for logger in ("prefect.flow_runs", "prefect.engine"):  # of the flow run, and of its process
+        logging.getLogger(logger).addFilter(_is_news)
     try:
         handed = _handed.get()
         return _of_the_terminal(*handed) if handed is not None else _of_the_form(form)
@@ -101,6 +102,13 @@ def rlhf_run(
         # Raised on purpose, with a complete message: Prefect would also log a traceback.
         get_run_logger().error("%s", error)
         return Failed(message=str(error))
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Log filter, False for an error that the state of the flow run already describes: Prefect's engine raises a failed
+    or cancelled state that a flow returned when it reads the result, and logs 2,800 characters of its internals."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, FailedRun | CancelledRun)
 
 
 def ended_well(run_dir: RunDir, promoted: str = "") -> State[None]:

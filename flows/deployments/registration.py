@@ -22,12 +22,12 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 
 from flows.deployments.cron_schedule import cron_schedule
-from flows.deployments.form_schema import description_of, form_of
 from flows.deployments.work_pool import QUEUES
 from flows.flow_runs.facts import RESUME
 from flows.flow_runs.links import page
-from flows.form import Form, prefilled, read_form, without_setting
+from flows.form import BOUNDS, Form, prefilled, read_form, settings_text, without_setting
 from flows.queries import RUN_FLOW, of_flow
+from flows.run import DESCRIPTION, rlhf_run
 from flows.schedules import SKIP_IF_BUSY
 from flows.server.clients import commanding_client
 from flows.server.settings import START_IT, server_answers
@@ -40,6 +40,7 @@ from rlhf_core.files import private as private_files
 from rlhf_core.machine.accounts import user_name
 from rlhf_core.presets import PRESETS
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.text.escaping import markdown_code
 from rlhf_core.text.redaction import carries_secret
 
 ENTRYPOINT = "flows.run.rlhf_run"
@@ -174,11 +175,31 @@ def _wanted(
     }
     return _Wanted(
         name=name,
-        description=description_of(config, overrides),
+        description=_description(config, overrides),
         parameters=parameters,
-        schema=form_of(parameters, hidden=("config", "run_id", *without_setting(spec))),
+        schema=_form(parameters, hidden=("config", "run_id", *without_setting(spec))),
         tags=["rlhf", *tags],
     )
+
+
+def _description(config: str, overrides: Sequence[str]) -> str:
+    """Description of one deployment, as Markdown: its flow, its config and all its settings."""
+    changed = f", with {', '.join(map(markdown_code, overrides))}" if overrides else ""
+    return f"{DESCRIPTION}\n\nFrom {markdown_code(config)}{changed}.\n\n## Settings\n\n{settings_text()}"
+
+
+def _form(parameters: Mapping[str, Any], hidden: Sequence[str]) -> dict[str, Any]:
+    """The form of one deployment as a parameter schema, with its own values and without the fields it fixes."""
+    schema = rlhf_run.parameters.model_dump()
+    fields = {name: dict(field) for name, field in schema["properties"].items() if name not in hidden}
+    for name, field in fields.items():
+        if name not in parameters:
+            continue
+        field["default"] = parameters[name]
+        if name in BOUNDS:
+            field.pop("minimum", None)
+            field |= BOUNDS[name]
+    return {**schema, "properties": fields, "required": ["run_id"] if "run_id" in fields else []}
 
 
 def register_presets(site: Site) -> list[Registered]:
@@ -194,7 +215,7 @@ def register_presets(site: Site) -> list[Registered]:
         description="Goes on with a run: adopts its job if it is alive, else starts it again from its last complete "
         "checkpoint. `rlhf runs` lists the ids.",
         parameters={},
-        schema=form_of({}, hidden=[field for field in Form.model_fields if field != "run_id"]),
+        schema=_form({}, hidden=[field for field in Form.model_fields if field != "run_id"]),
         tags=["rlhf"],
     )
     specs = {preset: configs.load(preset) for preset in PRESETS}
