@@ -13,7 +13,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.exceptions import CancelledRun
 from prefect.flow_engine import run_flow
-from prefect.states import Completed, Crashed, Paused, Running, State
+from prefect.states import Completed, Crashed, Paused, Running, Scheduled, State
 from process_tools import ASKING_INTERVAL_S, until
 from sites import Site
 
@@ -39,10 +39,8 @@ def client() -> Iterator[SyncPrefectClient]:
 
 
 def deployed(client: SyncPrefectClient, name: str, *tags: str) -> UUID:
-    """A deployment whose schedule is due in some seconds, and then in a day."""
-    schedule = IntervalSchedule(
-        interval=timedelta(days=1), anchor_date=datetime.now(UTC) - timedelta(days=2, seconds=-15)
-    )
+    """A deployment whose schedule is due every day."""
+    schedule = IntervalSchedule(interval=timedelta(days=1), anchor_date=datetime.now(UTC))
     return client.create_deployment(
         client.create_flow(rlhf_run),
         name=name,
@@ -53,19 +51,15 @@ def deployed(client: SyncPrefectClient, name: str, *tags: str) -> UUID:
 
 
 def due(client: SyncPrefectClient, deployment: UUID) -> FlowRun:
-    """The waiting flow run of the deployment that is due."""
-    found: list[FlowRun] = until(
-        lambda: [
-            one
-            for one in client.read_flow_runs(limit=200)
-            if one.deployment_id == deployment
-            and one.auto_scheduled
-            and (one.expected_start_time or datetime.now(UTC)) < datetime.now(UTC)
-        ],
-        "it is planned and due",
-        interval_s=ASKING_INTERVAL_S,
-    )
-    return found[0]
+    """A flow run that the schedule of the deployment has planned, and that is due since a moment."""
+
+    def planned() -> list[FlowRun]:
+        found = client.read_flow_runs(limit=200)
+        return [one for one in found if one.deployment_id == deployment and one.auto_scheduled]
+
+    one: FlowRun = until(planned, "it is planned", interval_s=ASKING_INTERVAL_S)[0]
+    client.set_flow_run_state(one.id, Scheduled(scheduled_time=datetime.now(UTC)), force=True)
+    return one
 
 
 def state(client: SyncPrefectClient, flow_run: FlowRun) -> tuple[str, str]:
