@@ -132,23 +132,18 @@ def test_a_user_refuses_in_the_newer_ui(harness: ControllerHarness, real_prefect
     assert read_record(run_dir).state is RunState.COMPLETED
 
 
-def test_an_answer_from_a_terminal_resumes_the_flow_run_by_itself(harness: ControllerHarness) -> None:
-    with waiting_run(harness) as run_dir:
-        answers(run_dir, "approved", by="cy")
-    assert standing(run_dir).state is PromotionState.PROMOTED
-    assert message_of(run_dir)[0] == "Completed"
-
-
-def test_a_run_waiting_for_approval_frees_its_slot_for_others(harness: ControllerHarness) -> None:
+def test_an_answer_from_a_terminal_resumes_the_flow_run_which_has_freed_its_slot(harness: ControllerHarness) -> None:
     limit = GlobalConcurrencyLimitCreate(name=LIMIT, limit=1)
     with get_client(sync_client=True) as client:
         client.create_global_concurrency_limit(limit)
         try:
             with waiting_run(harness) as run_dir:
-                assert client.read_global_concurrency_limit_by_name(LIMIT).active_slots == 0
-                answers(run_dir, "refused")
+                assert client.read_global_concurrency_limit_by_name(LIMIT).active_slots == 0, "others need not wait"
+                answers(run_dir, "approved", by="cy")
         finally:
             client.delete_global_concurrency_limit_by_name(LIMIT)
+    assert standing(run_dir).state is PromotionState.PROMOTED
+    assert message_of(run_dir)[0] == "Completed"
 
 
 def test_a_flow_run_that_is_resumed_without_the_form_asks_again(harness: ControllerHarness) -> None:
