@@ -10,7 +10,6 @@ import os
 import pickle
 import signal
 import stat
-import subprocess
 import sys
 import threading
 import time
@@ -33,6 +32,7 @@ from rlhf_core.schemas.resources import job_marker
 from rlhf_core.weight_sync.links import answers, listen, reach
 from rlhf_core.worker.channel.signing import MessageSigner
 from rlhf_core.worker.channel.store import candidate_ports
+from rlhf_core.worker.liveness.heartbeat import slots_folder
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training]
 
@@ -122,37 +122,29 @@ def test_the_store_for_weights_listens_only_at_the_address_of_its_node() -> None
     assert answers(reach("127.0.0.1", store.port, "the trainer"))
 
 
-def test_files_of_workers_on_a_node_lie_where_no_other_user_reaches_them(tmp_path: Path) -> None:
+def test_files_of_workers_on_a_node_lie_where_no_other_user_reaches_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise, another user could plant a file there that would be read as, say, a worker's outcome."""
-    script = (
-        "import os, stat, sys, tempfile\n"
-        "tempfile.tempdir = sys.argv[1]\n"
-        "os.access = lambda *anything: False\n"  # no /dev/shm
-        "from rlhf_core.worker.liveness.heartbeat import slots_folder\n"
-        "print(slots_folder())\n"
-    )
-
-    def folder() -> Path:
-        made = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
-        return Path(made.stdout.strip())
-
-    usual = folder()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda *anything: False)  # no /dev/shm
+    usual = slots_folder()
     usual.chmod(0o777)
-    assert folder() == usual
+    assert slots_folder() == usual
     assert stat.S_IMODE(usual.stat().st_mode) == 0o700
     # Another user was there first, with a link to their own folder, or with a folder of their own.
     usual.rmdir()
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     usual.symlink_to(elsewhere)
-    own = folder()
+    own = slots_folder()
     assert own not in (usual, elsewhere)
     assert stat.S_IMODE(own.stat().st_mode) == 0o700
     if os.geteuid() == 0:
         usual.unlink()
         usual.mkdir()
         os.chown(usual, 65534, 65534)
-        assert folder() != usual
+        assert slots_folder() != usual
 
 
 # ---------------------------------------------------------------------------------------------------------------------
