@@ -13,6 +13,7 @@ import psutil
 import pytest
 import websockets.exceptions
 import websockets.sync.client
+from prefect_template import REGISTERED, give_prefect_database
 from signing_in import authorization, chromium
 from site_stranger import as_stranger, needs_root, page_of_a_stranger
 from sites import Site
@@ -301,6 +302,9 @@ def test_the_temporary_server_of_a_run_has_a_password_that_is_never_shown(
     from prefect.settings import PREFECT_API_AUTH_STRING
 
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
+    give_prefect_database(tmp_path / "prefect")
+    for name, value in REGISTERED.items():
+        monkeypatch.setenv(name, value)
     printed: list[str] = []
     with temporary_server.prefect_server(tmp_path, printed.append) as url:
         port = int(url.rpartition(":")[2].partition("/")[0])
