@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 
 from rlhf_core.launch.wrap.draft import UnreadPart, number
 from rlhf_core.launch.wrap.slurm_counts import derived_nodes, gpu_requests, gpus_per_node, tasks_per_node
-from rlhf_core.launch.wrap.slurm_options import read_options, split_options
+from rlhf_core.launch.wrap.slurm_options import read_options, spelled, split_options
 from rlhf_core.shell.known_programs import CONDAS, CONTAINERS, SHELLS, SUBMITTER
 from rlhf_core.shell.launch_line import LaunchLine, read_launch_line
 from rlhf_core.shell.lexer import FOLDER_OF_SCRIPT
@@ -171,7 +171,7 @@ def script_within(line: LaunchLine, place: ScriptPlace) -> tuple[str, ScriptPlac
     """Script that a line runs, as a text or a file that can be read, with its place; None without one."""
     if place.nested >= _MAX_NESTED or len(place.read_so_far) >= _MAX_READ:
         return None
-    job = [f"-{name}{value}" if len(name) == 1 else f"--{name}={value}" for name, value in _options_of_job(line)]
+    job = [word for one in line.wrappers if one.name in ("sbatch", "srun") for word in spelled(one.options)]
     inner = replace(place, job=(*place.job, *job), nested=place.nested + 1, arguments=(), name="")
     text = line.shell_text or next((one.options["wrap"] for one in line.wrappers if "wrap" in one.options), "")
     if text:
@@ -194,10 +194,6 @@ def script_within(line: LaunchLine, place: ScriptPlace) -> tuple[str, ScriptPlac
     place.read_so_far.append(path)
     callers = (*place.callers, path)
     return found, replace(inner, arguments=tuple(words[1:]), known=known, name=name, line=1, callers=callers)
-
-
-def _options_of_job(line: LaunchLine) -> list[tuple[str, str]]:
-    return [pair for one in line.wrappers if one.name in ("sbatch", "srun") for pair in one.options.items()]
 
 
 def _values(command: ShellCommand) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from pydantic import JsonValue
 
@@ -62,6 +62,11 @@ def _full(name: str) -> str:
     names = {*_NAMED, *_KNOWN, *_OF_RUN}
     matches = [known for known in names if known.startswith(name)] if len(name) > 2 and name not in names else []
     return matches[0] if len(matches) == 1 else name
+
+
+def spelled(options: Mapping[str, str]) -> list[str]:
+    """Words of the options of a command line, for :func:`read_options`."""
+    return [f"-{name}{value}" if len(name) == 1 else f"--{name}={value}" for name, value in options.items()]
 
 
 def split_options(texts: Iterable[str]) -> list[str]:

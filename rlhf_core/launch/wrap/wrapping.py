@@ -19,7 +19,7 @@ from rlhf_core.launch.wrap.draft import Draft, ReadPart, UnreadPart, WrapSurroun
 from rlhf_core.launch.wrap.frameworks import Family, FrameworkName, recognise
 from rlhf_core.launch.wrap.launchers import axolotl_launcher_words, read_launcher
 from rlhf_core.launch.wrap.scripts import DROPPED, ScriptFacts, ScriptPlace, read_script, take_script_within
-from rlhf_core.launch.wrap.slurm_options import read_options, read_slurm, split_options
+from rlhf_core.launch.wrap.slurm_options import read_options, read_slurm, spelled, split_options
 from rlhf_core.schemas.slurm_values import VARIABLE
 from rlhf_core.shell.known_programs import SUBMITTER
 from rlhf_core.shell.launch_line import LaunchLine, Wrapper, read_launch_line
@@ -138,8 +138,7 @@ def _read_job(draft: Draft, facts: ScriptFacts) -> None:
     outer = [wrapper for line in facts.outer for wrapper in line.wrappers]
     for wrapper in (*outer, *draft.line.wrappers):
         if wrapper.name in ("srun", "sbatch"):
-            words = [word for pair in wrapper.options.items() for word in _spelled(*pair)]
-            found = read_options(words)
+            found = read_options(spelled(wrapper.options))
             if wrapper.name == "srun" and draft.line.is_of_ray:  # a step for the driver, not for the nodes of Ray
                 found = {name: value for name, value in found.items() if name not in _OF_STEP}
             read_slurm(draft, found, wrapper.name)
@@ -168,10 +167,6 @@ def _missing_files(draft: Draft, facts: ScriptFacts) -> None:
                 f"{name}: not read, expected names with values in JSON or YAML",
                 "if it sets the steps, the output folder or checkpoints, give them in the line as well",
             )
-
-
-def _spelled(name: str, value: str) -> tuple[str, ...]:
-    return (f"-{name}{value}",) if len(name) == 1 else (f"--{name}={value}",)
 
 
 def _read_ray(draft: Draft, wrapper: Wrapper) -> None:
