@@ -283,12 +283,7 @@ def server_answers() -> bool:
     from prefect.settings import PREFECT_API_URL
 
     url = PREFECT_API_URL.value()
-    return bool(url) and is_there(url)
-
-
-def is_there(url: str) -> bool:
-    """True if anything answers at an API address, within two seconds. It may require a key, as a hosted one does."""
-    return status_of(f"{url}/health", 2.0) is not None
+    return bool(url) and status_of(f"{url}/health", 2.0) is not None  # any: a hosted one may require a key
 
 
 def answers(url: str) -> bool:
