@@ -6,8 +6,6 @@ from urllib.parse import urlsplit
 
 import pytest
 from harness import ControllerHarness
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from signing_in import page_of
 from sites import Site
 
@@ -15,10 +13,11 @@ from flows.publishing.artifacts import artifact_key
 from flows.run import run_in_prefect
 from rlhf_core.cli.main import execute
 from rlhf_core.control.controller import opened
+from rlhf_core.run_dir.run import RunDir
 
 
 @pytest.fixture
-def run_id(harness: ControllerHarness, real_prefect: Site, monkeypatch: pytest.MonkeyPatch) -> str:
+def run_dir(harness: ControllerHarness, real_prefect: Site, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """A run that has completed as a flow run, on the site that `rlhf show` uses."""
     monkeypatch.setenv("RLHF_HOME", str(harness.site.home))
     run_dir = harness.good_run()
@@ -29,14 +28,7 @@ def run_id(harness: ControllerHarness, real_prefect: Site, monkeypatch: pytest.M
     ):
         controller.clock, controller.sleep = harness.clock, harness.clock.sleep
         run_in_prefect(controller)
-    return run_dir.run_id
-
-
-def flow_run_of(server: Site, run_id: str) -> str:
-    wanted = FlowRunFilter(name=FlowRunFilterName(any_=[run_id]))
-    with server.in_use(), get_client(sync_client=True) as client:
-        (found,) = client.read_flow_runs(flow_run_filter=wanted)
-    return str(found.id)
+    return run_dir
 
 
 def shows(page: Any, path: str, text: str) -> None:
@@ -57,22 +49,22 @@ def opened_by(page: Any, name: str) -> Any:
 
 
 def test_the_link_of_rlhf_show_opens_the_flow_run_in_the_ui_of_the_first_page(
-    run_id: str, real_prefect: Site, capsys: pytest.CaptureFixture[str]
+    run_dir: RunDir, real_prefect: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert execute(["show", run_id]) == 0
+    assert execute(["show", run_dir.run_id]) == 0
     (link,) = re.findall(r"In Prefect: (\S+)", capsys.readouterr().out)
-    path = f"/runs/flow-run/{flow_run_of(real_prefect, run_id)}"
+    path = f"/runs/flow-run/{real_prefect.flow_run(run_dir)}"
     assert link == f"{real_prefect.url}{path}"
     with page_of(real_prefect, "/") as page:
         shows(page, "/dashboard", "Deployments")  # the newer UI would redirect to /v2/dashboard
         page.goto(link, wait_until="domcontentloaded")
-        shows(page, path, run_id)
+        shows(page, path, run_dir.run_id)
         shows(page, path, "Completed")
 
 
 @pytest.mark.parametrize("ui", ["", "/v2"])
-def test_links_of_an_artifact_stay_in_the_ui_and_lead_to_the_run(run_id: str, real_prefect: Site, ui: str) -> None:
-    flow_run = flow_run_of(real_prefect, run_id)
+def test_links_of_an_artifact_stay_in_the_ui_and_lead_to_the_run(run_dir: RunDir, real_prefect: Site, ui: str) -> None:
+    flow_run, run_id = real_prefect.flow_run(run_dir), run_dir.run_id
     with page_of(real_prefect, f"{ui}/artifacts/key/{artifact_key(run_id, 'result')}") as page:
         page.locator(f"a[href^='{ui}/artifacts/artifact/']").first.click()
         checks = opened_by(page, "checks")
