@@ -2,17 +2,15 @@
 
 import errno
 import json
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 from control_fakes import FakeAgent, make_spec
-from harness import ControllerHarness, left_behind
+from harness import ControllerHarness
 from kill_points import Killed
 
 from rlhf_core.control.attempts.jobs import SCHEDULER_RETRY_INTERVAL_S
-from rlhf_core.control.controller import Controller
 from rlhf_core.control.steps import drive
 from rlhf_core.errors import (
     DatabaseUnavailable,
@@ -28,7 +26,7 @@ from rlhf_core.files.appended import read_models
 from rlhf_core.files.whole import write_model
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.launch.journal import Journal, read_record
+from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobRequest, JobState
 from rlhf_core.schemas.attempts import AttemptState, Role, RunState
@@ -536,77 +534,8 @@ def test_a_cancelled_run_can_be_resumed(harness: ControllerHarness) -> None:
 # Controllers that die
 
 
-def dies_at_line(journal: Journal, number: int, after: bool) -> None:
-    """Kill the controller just before, or just after, its journal gets the line with that number."""
-    write = journal.append
-
-    def append(event: object) -> None:
-        here = journal.record.next_sequence == number
-        if here and not after:
-            raise Killed
-        write(event)  # type: ignore[arg-type]
-        if here:
-            raise Killed
-
-    journal.append = append  # type: ignore[method-assign, assignment]
-
-
 def events(run_dir: RunDir) -> list[str]:
     return [line.event.kind for line in read_models(run_dir.control, JournalLine)]
-
-
-def undisturbed_lines(harness: ControllerHarness) -> tuple[int, set[int]]:
-    """The number of lines of a whole run, and those before which a kill equals one after the previous line."""
-    run_dir = harness.run()
-    fails_then_runs(harness, run_dir, FailureKind.NODE_LOST, failures=1, checkpoint=6)
-    controller = harness.controller(run_dir)
-    write, after, same = controller.journal.append, b"", set()
-
-    def append(event: object) -> None:
-        nonlocal after
-        if left_behind(harness) == after:
-            same.add(controller.journal.record.next_sequence)
-        write(event)  # type: ignore[arg-type]
-        after = left_behind(harness)
-
-    controller.journal.append = append  # type: ignore[method-assign, assignment]
-    drive(controller)
-    return len(events(run_dir)), same
-
-
-def drive_through_one_kill(harness: ControllerHarness, run_dir: RunDir, prepare: Callable[[Controller], None]) -> None:
-    controller = harness.controller(run_dir)
-    prepare(controller)
-    with pytest.raises(Killed):
-        drive(controller)
-    drive(harness.controller(run_dir))
-
-
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_killed_at_any_line_of_the_journal_the_next_controller_ends_the_same_way(
-    harness: ControllerHarness, after: bool
-) -> None:
-    """Every line of a run with a failure and a recovery is a failpoint, twice."""
-    # The first line is written by the creator of the run, the second by the controller that holds it.
-    lines, same = undisturbed_lines(harness)
-    numbers = [number for number in range(2, lines - after) if after or number not in same]
-    assert len(numbers) >= (25 if after else 6)
-    for number in numbers:
-        harness.scheduler.submitted.clear()
-        run_dir = harness.run()
-        fails_then_runs(harness, run_dir, FailureKind.NODE_LOST, failures=1, checkpoint=6)
-
-        def die(controller: Controller, number: int = number) -> None:
-            dies_at_line(controller.journal, number, after)
-
-        drive_through_one_kill(harness, run_dir, die)
-        shown = queries.show_run(harness.store, run_dir.run_id)
-        assert shown["run"]["state"] == "completed", number
-        assert [attempt["state"] for attempt in shown["attempts"]] == ["failed", "completed"], number
-        assert [request.placement.attempt for request in harness.scheduler.submitted] == [1, 2], number
-        assert len(shown["decisions"]) == 1, number
-        kinds = events(run_dir)
-        assert kinds.count("attempt_planned") == kinds.count("attempt_submitted") == 2, number
 
 
 def test_a_controller_started_after_the_end_adopts_the_outcome(harness: ControllerHarness) -> None:
