@@ -7,11 +7,8 @@ from datetime import datetime, timedelta
 from sqlalchemy import ColumnElement, func, or_, select, union_all
 
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.history.tables.sqlalchemy_core import CONTROLLERS, EVENTS, LEASES, PROMOTIONS, RUNS
+from rlhf_core.history.tables.sqlalchemy_core import CONTROLLERS, EVENTS, LEASES, PROMOTIONS, RUNS, chunks
 from rlhf_core.schemas.attempts import RUN_ENDS, PromotionState, RunState
-
-_CHUNK = 500
-"""Number of ids in a statement, because SQLite limits the number of parameters."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +63,8 @@ def find(
 def named(store: HistoryStore, now: datetime, run_ids: Collection[str]) -> dict[str, OpenRun]:
     """Find runs by their ids, whatever their state."""
     found: dict[str, OpenRun] = {}
-    ids = sorted(run_ids)
-    for start in range(0, len(ids), _CHUNK):
-        found |= _find(store, now, RUNS.c.run_id.in_(ids[start : start + _CHUNK]))
+    for ids in chunks(run_ids):
+        found |= _find(store, now, RUNS.c.run_id.in_(ids))
     return found
 
 
@@ -95,9 +91,7 @@ def _find(store: HistoryStore, now: datetime, which: ColumnElement[bool]) -> dic
         newest = select(CONTROLLERS.c.run_id, func.max(CONTROLLERS.c.position).label("last")).group_by(
             CONTROLLERS.c.run_id
         )
-        ids = [row.run_id for row in rows]
-        for start in range(0, len(ids), _CHUNK):
-            among = ids[start : start + _CHUNK]
+        for among in chunks([row.run_id for row in rows]):
             last = newest.where(CONTROLLERS.c.run_id.in_(among)).subquery()
             found = connection.execute(
                 select(CONTROLLERS)
@@ -135,12 +129,11 @@ def _find(store: HistoryStore, now: datetime, which: ColumnElement[bool]) -> dic
 def runs_of_flow_runs(store: HistoryStore, flow_run_ids: Collection[str]) -> dict[str, tuple[str, str]]:
     """Find the run and controller of each flow run that drove one, by the flow run's id."""
     found: dict[str, tuple[str, str]] = {}
-    ids = sorted(flow_run_ids)
     with store.reading() as connection:
-        for start in range(0, len(ids), _CHUNK):
+        for ids in chunks(flow_run_ids):
             rows = connection.execute(
                 select(CONTROLLERS.c.flow_run_id, CONTROLLERS.c.run_id, CONTROLLERS.c.controller)
-                .where(CONTROLLERS.c.flow_run_id.in_(ids[start : start + _CHUNK]))
+                .where(CONTROLLERS.c.flow_run_id.in_(ids))
                 .order_by(CONTROLLERS.c.position)
             )
             # A retried flow run had several processes: the newest counts.

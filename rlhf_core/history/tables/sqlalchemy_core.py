@@ -1,4 +1,6 @@
-"""Tables and views for statements."""
+"""Tables and views for statements, and lists of values in them."""
+
+from collections.abc import Collection, Iterator
 
 from rlhf_core.history.tables import metadata
 from rlhf_core.history.tables.views import ViewBase
@@ -36,3 +38,12 @@ FIGURES = ViewBase.metadata.tables["node_figures"]
 GOODPUT = ViewBase.metadata.tables["run_goodput"]
 LOST_TIME = ViewBase.metadata.tables["run_lost_time"]
 UNDRIVEN = ViewBase.metadata.tables["undriven_times"]
+
+_CHUNK = 500
+
+
+def chunks(values: Collection[str]) -> Iterator[list[str]]:
+    """Split values, in order, into lists for statements, because databases limit the number of parameters of each."""
+    ordered = sorted(values)
+    for begin in range(0, len(ordered), _CHUNK):
+        yield ordered[begin : begin + _CHUNK]

@@ -8,9 +8,9 @@ from typing import Any
 from sqlalchemy import Connection, select, tuple_
 
 from rlhf_core.history.batch import MetricsEntry
-from rlhf_core.history.tables.sqlalchemy_core import KEYS, LATEST
+from rlhf_core.history.tables.sqlalchemy_core import KEYS, LATEST, chunks
 from rlhf_core.history.writers import metric_rows
-from rlhf_core.history.writers.upserts import CHUNK, Row, insert_or_keep, upsert
+from rlhf_core.history.writers.upserts import Row, insert_or_keep, upsert
 
 
 def write_metric_keys(connection: Connection, names: Set[str]) -> dict[str, int]:
@@ -19,21 +19,17 @@ def write_metric_keys(connection: Connection, names: Set[str]) -> dict[str, int]
     Queried in every batch instead of cached: an id from a rolled-back transaction or a recreated database would
     silently store values under another name.
     """
-    ordered = sorted(names)
-    ids = _metric_key_ids(connection, ordered)
-    new = [{"name": name} for name in ordered if name not in ids]  # sorted, so that two controllers cannot deadlock
+    ids = _metric_key_ids(connection, names)
+    new = [{"name": name} for name in sorted(names - ids.keys())]  # sorted, so that two controllers cannot deadlock
     if new:
         insert_or_keep(connection, KEYS, new)
-        ids = _metric_key_ids(connection, ordered)
+        ids = _metric_key_ids(connection, names)
     return ids
 
 
-def _metric_key_ids(connection: Connection, names: Sequence[str]) -> dict[str, int]:
-    ids: dict[str, int] = {}
-    for begin in range(0, len(names), CHUNK):
-        part = select(KEYS.c.name, KEYS.c.key_id).where(KEYS.c.name.in_(names[begin : begin + CHUNK]))
-        ids |= {row.name: row.key_id for row in connection.execute(part)}
-    return ids
+def _metric_key_ids(connection: Connection, names: Set[str]) -> dict[str, int]:
+    queries = (select(KEYS.c.name, KEYS.c.key_id).where(KEYS.c.name.in_(part)) for part in chunks(names))
+    return {row.name: row.key_id for query in queries for row in connection.execute(query)}
 
 
 def write_metrics(

@@ -3,8 +3,8 @@
 from sqlalchemy import Connection, bindparam, case, delete, insert, select, update
 
 from rlhf_core.history.batch import IngestBatch
-from rlhf_core.history.tables.sqlalchemy_core import GOODPUT, GOODPUT_CACHE, OFFSETS, RUNS, TAGS
-from rlhf_core.history.writers.upserts import CHUNK, Row, columns_of, insert_new, insert_or_keep, insert_or_replace
+from rlhf_core.history.tables.sqlalchemy_core import GOODPUT, GOODPUT_CACHE, OFFSETS, RUNS, TAGS, chunks
+from rlhf_core.history.writers.upserts import Row, columns_of, insert_new, insert_or_keep, insert_or_replace
 from rlhf_core.schemas.attempts import RUN_ENDS, RunState
 from rlhf_core.schemas.journal import RunMoved
 from rlhf_core.schemas.run import shape_key
@@ -96,7 +96,5 @@ def write_offsets(connection: Connection, run_id: str, batch: IngestBatch) -> No
         OFFSETS,
         [{"run_id": run_id, "path": path, "position": position} for path, position in sorted(batch.offsets.items())],
     )
-    forgotten = sorted(batch.forgotten)
-    for begin in range(0, len(forgotten), CHUNK):
-        part = forgotten[begin : begin + CHUNK]
+    for part in chunks(batch.forgotten):
         connection.execute(delete(OFFSETS).where(OFFSETS.c.run_id == run_id, OFFSETS.c.path.in_(part)))

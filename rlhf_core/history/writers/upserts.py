@@ -16,10 +16,6 @@ from rlhf_core.history.tables import CleanJson
 Row = dict[str, Any]
 
 
-CHUNK = 1000
-"""Maximum number of values in a list of a statement, because databases limit it."""
-
-
 def upsert(dialect: str, table: Table) -> Any:
     """Start an ``INSERT`` with ``on_conflict_*`` methods, which both dialects have but without a common type."""
     return sqlite.insert(table) if dialect == "sqlite" else postgresql.insert(table)
