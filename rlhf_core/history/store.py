@@ -23,8 +23,6 @@ from rlhf_core.schemas.base import utc_now
 _REMEMBERED = frozenset({"checkpoints", "weight_versions"})
 """Tables with rows whose files may be gone from the run directory."""
 
-_ENDS = frozenset(state.value for state in RUN_ENDS)
-
 # Built once: each round of ingestion executes them, and building a statement takes longer than executing it.
 _STATE = (
     select(RUNS.c.ingest_stamp, RUNS.c.journal_token, RUNS.c.state, OFFSETS.c.path, OFFSETS.c.position)
@@ -214,7 +212,7 @@ class HistoryStore:
             return IngestState()
         stamp, token, state = found[0][:3]
         positions = {path: position for *_, path, position in found if path is not None}
-        return IngestState(stamp, positions, token, state in _ENDS)
+        return IngestState(stamp, positions, token, state in RUN_ENDS)
 
     def apply(self, run_id: str, batch: IngestBatch) -> bool:
         """Write a batch and the offsets after it, in one transaction.

@@ -42,8 +42,6 @@ from rlhf_core.history.tables.sqlalchemy_core import (
 from rlhf_core.schemas.attempts import ATTEMPT_ENDS
 from rlhf_core.schemas.failures import Action
 
-_ENDED_ATTEMPTS = frozenset(state.value for state in ATTEMPT_ENDS)
-
 
 def show_run(store: HistoryStore, run_id: str) -> Facts:
     """Read all details of a run, in the format of ``rlhf show --json``, as of one moment.
@@ -160,7 +158,7 @@ def _attempts(connection: Connection, run_id: str) -> list[Facts]:
     for row in rows:
         facts = without_run(row)
         # A lost attempt has no outcome: its state is then the one found by its controller.
-        ended_as = row.state if row.state in _ENDED_ATTEMPTS else None
+        ended_as = row.state if row.state in ATTEMPT_ENDS else None
         found.append({**facts, "nodes": nodes.get(row.number, []), "outcome": row.outcome_state or ended_as})
     return found
 

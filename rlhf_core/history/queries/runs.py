@@ -25,8 +25,6 @@ from rlhf_core.schemas.attempts import RUN_ENDS
 from rlhf_core.schemas.regression import regressions
 from rlhf_core.text.formatting import missing_steps
 
-_ENDS = frozenset(state.value for state in RUN_ENDS)
-
 
 def list_runs(
     store: HistoryStore,
@@ -134,7 +132,7 @@ def _with_every_step(connection: Connection, chosen: Subquery) -> set[str]:
 def missing_steps_of(connection: Connection, rows: Iterable[Any]) -> dict[str, str]:
     """List the steps without metrics of each ended run; see :func:`missing_steps`. External trainers are left out,
     because they may log only every tenth step, or none."""
-    ended = {row.run_id: row for row in rows if row.state in _ENDS}
+    ended = {row.run_id: row for row in rows if row.state in RUN_ENDS}
     if not ended:
         return {}
     is_external = RUNS.c.spec["trainer"]["kind"].as_string() == "command"
