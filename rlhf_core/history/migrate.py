@@ -1,11 +1,9 @@
 """Migration of the schema. Alembic is imported only if there is something to do."""
 
-import contextlib
 import fcntl
 import os
 import secrets
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -104,32 +102,20 @@ def _create(url: URL, file: Path) -> None:
 
 
 def _put_in_place(unfinished: Path, file: Path) -> None:
+    """Give a file its name, without log and index of an earlier file that was removed or moved away without them, as
+    after a kill: SQLite would take them for those of the new file and copy the pages of the old one into it."""
+    folder = os.open(file.parent, os.O_RDONLY)
     try:
-        with _locked(file.parent):
-            _remove_remains(file)
-            place_once(unfinished, file)
+        fcntl.flock(folder, fcntl.LOCK_EX)  # the log of a file that another process has just put there must stay
+        if not file.exists():
+            for suffix in ("-wal", "-shm"):
+                file.with_name(f"{file.name}{suffix}").unlink(missing_ok=True)
+        place_once(unfinished, file)
     except FileExistsError:
         return
-    bring_to_disk(file.parent)
-
-
-def _remove_remains(file: Path) -> None:
-    """Remove log and index of a file that was removed or moved away without them, as after a kill. SQLite would take
-    them for those of the new file and copy the pages of the old one into it."""
-    if not file.exists():
-        for suffix in ("-wal", "-shm"):
-            file.with_name(f"{file.name}{suffix}").unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Let one process at a time put a file in place: the log of a file that another has just put there must stay."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX)
-        yield
     finally:
-        os.close(opened)
+        os.close(folder)
+    bring_to_disk(file.parent)
 
 
 def _migrate(url: URL) -> Upgraded:
