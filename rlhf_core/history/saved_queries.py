@@ -21,13 +21,14 @@ from rlhf_core.history import queries, sql_limits
 from rlhf_core.history.queries import SqlStream
 from rlhf_core.history.sql_limits import WorkClock
 from rlhf_core.history.store import HistoryStore
+from rlhf_core.history.tables.dialects import Postgresql, Sqlite
 
 Value = str | int | float
 Clock = WorkClock | None
 
 FUNCTIONS: Mapping[str, Mapping[str, str]] = {
     "sqlite": {
-        "seconds": "((julianday({1}) - julianday({0})) * 86400.0)",
+        "seconds": Sqlite.seconds("{0}", "{1}"),
         # In the format of stored times, so that they compare as text.
         "days_ago": "strftime('%Y-%m-%d %H:%M:%f000', 'now', '-' || {0} || ' days')",
         "week": "date({0}, 'weekday 0', '-6 days')",
@@ -38,7 +39,7 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
         "is_leaf": "({0}.type <> 'object' AND {0}.fullkey NOT LIKE '%[%')",
     },
     "postgresql": {
-        "seconds": "CAST(EXTRACT(EPOCH FROM ({1} - {0})) AS double precision)",
+        "seconds": Postgresql.seconds("{0}", "{1}"),
         "days_ago": "(now() - CAST({0} AS double precision) * INTERVAL '1 day')",
         "week": "to_char(date_trunc('week', {0} AT TIME ZONE 'UTC'), 'YYYY-MM-DD')",
         "leaves": "LATERAL (WITH RECURSIVE walk(name, value) AS (SELECT '', {0} UNION ALL "
