@@ -111,6 +111,13 @@ class ReportData:
         return self.spec.warm_start_steps if self.spec else 0
 
 
+_SHOWN = (
+    *("run", "stages", "checks", "attempts", "restarts", "checkpoints", "evaluations", "promotion"),
+    *("goodput", "lost_time", "weight_syncs"),
+)
+"""Fields taken as they are from ``queries.show_run``."""
+
+
 def gather(store: HistoryStore, run_dir: RunDir) -> ReportData:
     """Read a run. Without its directory, the report lacks training samples and model size, and says so. The same holds
     for files that cannot be read: a run directory may belong to another user.
@@ -137,17 +144,8 @@ def gather(store: HistoryStore, run_dir: RunDir) -> ReportData:
         )
     timeline = timeline_from_rows(run_dir, shown["run"], shown["incidents"], shown["decisions"], shown["restarts"])
     return ReportData(
-        run=shown["run"],
-        stages=shown["stages"],
-        checks=shown["checks"],
-        attempts=shown["attempts"],
-        restarts=shown["restarts"],
+        **{name: shown[name] for name in _SHOWN},
         timeline=timeline,
-        checkpoints=shown["checkpoints"],
-        evaluations=shown["evaluations"],
-        goodput=shown["goodput"],
-        lost_time=shown["lost_time"],
-        weight_syncs=shown["weight_syncs"],
         curves=queries.curve(store, run_id),
         spec=spec,
         tables={
@@ -159,7 +157,6 @@ def gather(store: HistoryStore, run_dir: RunDir) -> ReportData:
         num_parameters=_readable(lambda: _num_parameters(run_dir), None, "The model's size is", notes),
         notes=notes,
         probes=_probes(store, run_id),
-        promotion=shown["promotion"],
         promotion_moves=_readable(lambda: _promotion_moves(run_dir), [], "Changes of the promotion are", notes),
     )
 

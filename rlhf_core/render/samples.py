@@ -97,8 +97,9 @@ def _group(step: int, lines: Sequence[SampleLine]) -> Markup:
             [line.sample_index, _text(line.completion), line.reward, signed(line.advantage)]
             for line in group[:_GROUP_SHOWN]
         ]
-        mean = sum(line.reward for line in group) / len(group)
-        head = _group_title(step, group, mean)
+        distinct = len({line.completion for line in group})
+        mean = number(sum(line.reward for line in group) / len(group), 3)
+        head = f"Step {step}: {count(len(group), 'completion')}, {distinct} distinct, mean reward {mean}"
         more = len(group) - len(rows)
         parts.append(
             fold(
@@ -109,12 +110,6 @@ def _group(step: int, lines: Sequence[SampleLine]) -> Markup:
             )
         )
     return join(parts)
-
-
-def _group_title(step: int, group: Sequence[SampleLine], mean: float) -> str:
-    """Describe a group in one line: step, size, diversity, reward."""
-    distinct = len({line.completion for line in group})
-    return f"Step {step}: {count(len(group), 'completion')}, {distinct} distinct, mean reward {number(mean, 3)}"
 
 
 def _style(rows: Sequence[Sequence[object]]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.files.whole import replacing
-from rlhf_core.history.queries.exports import Column, ExportTable, reading_tables
+from rlhf_core.history.queries.exports import ExportTable, reading_tables
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.exports.common import make_folder, require
 from rlhf_core.text.escaping import csv_cell, json_text
@@ -68,21 +68,14 @@ def _write_parquet(table: ExportTable, path: Path) -> None:
         for batch in table.batches():
             values = zip(*batch, strict=True)
             arrays = [
-                pyarrow.array(_plain(column, content), kinds[column.kind])
+                pyarrow.array(map(_json, content) if column.kind == "json" else content, kinds[column.kind])
                 for column, content in zip(table.columns, values, strict=True)
             ]
             writer.write_table(pyarrow.Table.from_arrays(arrays, schema=schema))
 
 
-def _plain(column: Column, values: Sequence[Any]) -> Sequence[Any]:
-    match column.kind:
-        case "json":
-            return [None if value is None else json_text(value) for value in values]
-        case "number":
-            return [None if value is None else float(value) for value in values]
-        case "integer":
-            return [None if value is None else int(value) for value in values]
-    return values
+def _json(value: Any) -> str | None:
+    return None if value is None else json_text(value)
 
 
 def _text(value: Any) -> Any:
