@@ -10,8 +10,7 @@ from rlhf_core.history.queries.plain import Facts
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables.sqlalchemy_core import ATTEMPTS, CURVE, FIGURES, NODES, RUNS
 
-_MEMORY = ("workers_rss_gb", "gpu0_memory_used_gb", "gpu1_memory_used_gb", "gpu2_memory_used_gb", "gpu3_memory_used_gb",
-           "gpu4_memory_used_gb", "gpu5_memory_used_gb", "gpu6_memory_used_gb", "gpu7_memory_used_gb")  # fmt: skip
+_MEMORY = ("workers_rss_gb", *(f"gpu{index}_memory_used_gb" for index in range(8)))
 
 
 def measured_shape(store: HistoryStore, shape: str, engine_nodes: int = 0) -> Facts:
