@@ -108,19 +108,6 @@ def test_goodput_of_a_month(store: HistoryStore, runs: Path) -> None:
     assert ask(store, listed.format(T0)) == [[early.run_id], [late.run_id]]
 
 
-def test_recoveries(store: HistoryStore, runs: Path) -> None:
-    """Killed at 17, first step again at 22, first new step (5) at 26; lost at 30, step 5 again at 40, step 6 at 42."""
-    sync(whole_run(runs).dir, store)
-    found = ask(
-        store,
-        "SELECT incident_id, failure_kind, recovery_s, caught_up_s FROM run_recoveries ORDER BY incident_id",
-    )
-    assert found == [
-        ["1.0", "worker_killed", pytest.approx(5, abs=1e-4), pytest.approx(9, abs=1e-4)],
-        ["1.1", "node_lost", pytest.approx(10, abs=1e-4), pytest.approx(12, abs=1e-4)],
-    ]
-
-
 def test_an_incident_without_a_step_after_it(store: HistoryStore, runs: Path) -> None:
     run = RunFiles(runs).created()
     run.metrics(1, 0, 1, 10)
