@@ -69,7 +69,7 @@ def mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
 
 @pytest.mark.parametrize(
     "kind",
-    ["nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "9p", "afs", "fuse.sshfs", "fuse.s3fs"],
+    ["nfs4", "lustre", "fuse.sshfs"],
 )
 def test_sqlite_is_refused_on_a_network_file_system(mounted: Callable[[str], None], tmp_path: Path, kind: str) -> None:
     mounted(kind)
@@ -82,7 +82,7 @@ def test_sqlite_is_refused_on_a_network_file_system(mounted: Callable[[str], Non
     assert not (tmp_path / "not").exists()
 
 
-@pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "fuseblk", "fuse.mergerfs"])
+@pytest.mark.parametrize("kind", ["ext4", "fuseblk", "fuse.mergerfs"])
 def test_sqlite_is_taken_on_a_local_file_system(mounted: Callable[[str], None], tmp_path: Path, kind: str) -> None:
     """Negative control of the refusal: it is the file system that is refused, not the test's folder."""
     mounted(kind)
@@ -251,12 +251,11 @@ def test_a_lost_connection_is_made_anew(runs: Path) -> None:
         store.acquire_lease(run.run_id, "me", 60)
 
 
-@pytest.mark.parametrize("encoding", ["SQL_ASCII", "LATIN1"])
-def test_a_database_that_cannot_store_every_text_is_refused(encoding: str) -> None:
+def test_a_database_that_cannot_store_every_text_is_refused() -> None:
     """SQL_ASCII is the encoding of a server that was set up without a locale."""
-    url = postgres().empty_database(encoding)
+    url = postgres().empty_database("SQL_ASCII")
     for use in (lambda: migrate.upgrade(database.parse_url(url)), lambda: HistoryStore(url)):
-        with pytest.raises(HistoryError, match=f"has the encoding {encoding}, expected UTF8.*createdb -E UTF8"):
+        with pytest.raises(HistoryError, match=r"has the encoding SQL_ASCII, expected UTF8.*createdb -E UTF8"):
             use()
 
 
@@ -326,9 +325,8 @@ def test_writers_take_turns(store: HistoryStore, database_url: str) -> None:
         connection.exec_driver_sql("DROP TABLE counter")
 
 
-@pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
-def test_a_writer_does_not_fail_by_the_isolation_that_the_server_prefers(isolation: str, runs: Path) -> None:
-    url = postgres().empty_database(settings=(f"default_transaction_isolation = '{isolation}'",))
+def test_a_writer_does_not_fail_by_the_isolation_that_the_server_prefers(runs: Path) -> None:
+    url = postgres().empty_database(settings=("default_transaction_isolation = 'serializable'",))
     migrate.upgrade(database.parse_url(url))
     with HistoryStore(url) as store, HistoryStore(url) as other:
         synced(RunFiles(runs).created(), store)
