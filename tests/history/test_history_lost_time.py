@@ -195,7 +195,7 @@ def test_many_incidents_of_a_long_run_read_few_rows(tmp_path: Path, limit: int, 
 
 def test_a_run_counts_its_incidents_as_the_view_does(store: HistoryStore) -> None:
     chance = random.Random(7)
-    fill(store, [made_run(number, chance) for number in range(60)])
+    fill(store, [made_run(number, chance) for number in range(20)])
     duplicates, incidents = (
         {str(row[0]) for row in ask(store, f"SELECT run_id || incident_id FROM {table}")}
         for table in ("duplicate_incidents", "incidents")

@@ -35,8 +35,9 @@ def only(rows: dict[str, dict[str, object]], known: dict[str, dict[str, object]]
     return {table: {name: rows[table][name] for name in row} for table, row in known.items()}
 
 
-@pytest.mark.parametrize("old", ["0001", "0002", "0003", "0004", "0005"])
+@pytest.mark.parametrize("old", ["0001", "0005"])
 def test_an_older_database_is_upgraded_with_what_is_in_every_table(empty_url: str, runs: Path, old: str) -> None:
+    """From the first schema by every script, and from 0005 with the tables that the scripts before it have created."""
     upgrade(empty_url, old)
     before = renamed(fill(empty_url))
     with pytest.raises(SchemaOutOfDate, match="Run `rlhf db upgrade`"):
@@ -171,19 +172,16 @@ def test_renamed_tables_columns_and_events_keep_their_rows(empty_url: str) -> No
             assert [one["name"] for one in inspector.get_foreign_keys("goodput_cache")] == ["fk_goodput_cache_run_id"]
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        pytest.param("keeper_tell", "reconcile_publish", id="publishing has its own word"),
-        pytest.param("keepers", "keepers", id="an underscore in LIKE stands for any character: others stay"),
-    ],
-)
-def test_only_the_kinds_of_the_site_daemon_are_renamed(empty_url: str, before: str, after: str) -> None:
+def test_only_the_kinds_of_the_site_daemon_are_renamed(empty_url: str) -> None:
+    """Publishing has its own word, and an underscore in LIKE stands for any character: other kinds stay."""
     upgrade(empty_url, "0008")
     fill(empty_url)
-    write(empty_url, f"UPDATE events SET kind = '{before}'")
+    write(empty_url, "UPDATE events SET kind = 'keeper_tell'")
+    copy_row(empty_url, "events", position=2, kind="keepers")
     upgrade(empty_url, "0009")
-    assert read(empty_url)["events"]["kind"] == after
+    with HistoryStore(empty_url, check_schema=False) as store, store.reading() as connection:
+        found = connection.exec_driver_sql("SELECT kind FROM events ORDER BY position").scalars().all()
+    assert found == ["reconcile_publish", "keepers"]
 
 
 def test_the_advice_on_old_names_is_that_of_the_migration() -> None:
