@@ -64,26 +64,22 @@ def _text(record: ReportData) -> str:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_page_needs_nothing_from_anywhere(name: str) -> None:
+def test_the_page_needs_nothing_from_anywhere_and_ids_are_unique(name: str) -> None:
     page = run_page.page(RUNS[name]())
     assert "http:" not in page
     assert "https:" not in page
     assert "@import" not in page
-    names = {name for name, _ in _read(page).seen}
-    assert names & {"script", "link", "img", "iframe", "object", "base"} == set()
+    seen = _read(page).seen
+    assert {name for name, _ in seen} & {"script", "link", "img", "iframe", "object", "base"} == set()
     loaded = [
         value
-        for _, attributes in _read(page).seen
+        for _, attributes in seen
         for key, value in attributes.items()
         if key in ("src", "href", "xlink:href", "srcset") and not (value or "").startswith("#")
     ]
     assert loaded == []
     assert [target for target in re.findall(r"url\(([^)]*)\)", page) if not target.startswith("#")] == []
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_ids_are_unique(name: str) -> None:
-    ids = [attributes["id"] for _, attributes in _read(run_page.page(RUNS[name]())).seen if "id" in attributes]
+    ids = [attributes["id"] for _, attributes in seen if "id" in attributes]
     assert len(ids) == len(set(ids))
 
 
@@ -95,6 +91,10 @@ def test_a_run_that_learned_says_so() -> None:
     assert "40 warm-start steps, then 80 steps of GRPO" in text
     assert "0.81 M parameters" in text
     assert "torch 2.13.0+cpu" in text
+    assert "Learned: wrong before, right after: 5" in text, "completions by what training did to them"
+    assert "Wrong both times: 2" in text
+    assert "Right both times: 17" in text
+    assert "Lost: right before" not in text
 
 
 def _evaluations(before: tuple[float, float, float], after: tuple[float, float, float]) -> list[dict[str, Any]]:
@@ -158,16 +158,13 @@ def test_what_cannot_be_drawn_is_a_sentence_and_not_a_frame() -> None:
     assert len(figures) == len(drawings) == NUM_PLOTS - 1
 
 
-def test_every_plot_is_drawn_for_a_whole_run() -> None:
-    page = run_page.page(records.learned())
-    assert page.count("<svg") == NUM_PLOTS
-    assert 'class="missing"' not in page
-
-
-def test_the_two_loops_are_told_apart() -> None:
+def test_every_plot_is_drawn_for_a_whole_run_and_the_two_loops_are_told_apart() -> None:
     record = records.learned()
     assert charts.marks_of(record).warm_start_steps == 40
+    assert charts.marks_of(record).resumes == (60, 80), "returns to a checkpoint"
     page = run_page.page(record)
+    assert page.count("<svg") == NUM_PLOTS
+    assert 'class="missing"' not in page
     assert "supervised warm start" in page
     labels = re.findall(r'aria-label="(Loss of [^"]+)"', page)
     assert [label.split(":")[0] for label in labels] == ["Loss of the supervised steps", "Loss of the policy steps"]
@@ -245,10 +242,6 @@ def test_times_that_another_program_logs_are_drawn() -> None:
     assert "Where the time goes" in text
     assert "goodput" in text
     assert "neither times" not in text
-
-
-def test_returns_to_a_checkpoint_are_marked() -> None:
-    assert charts.marks_of(records.learned()).resumes == (60, 80)
 
 
 def test_numbers_that_are_not_finite_do_not_break_the_page() -> None:
@@ -356,14 +349,6 @@ def _lenient(page: str) -> _Reader:
     return reader
 
 
-def test_completions_are_sorted_by_what_training_did_to_them() -> None:
-    text = _text(records.learned())
-    assert "Learned: wrong before, right after: 5" in text
-    assert "Wrong both times: 2" in text
-    assert "Right both times: 17" in text
-    assert "Lost: right before" not in text
-
-
 def test_completions_with_scores_that_are_no_shares_are_sorted_by_their_change() -> None:
     """A penalty of zero is the best score, and no completion with it is wrong."""
 
@@ -403,11 +388,10 @@ def test_an_empty_completion_is_named_a_long_one_is_cut_and_control_characters_a
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("only_set", [False, True])
-def test_settings_are_shown_as_the_toml_that_gives_them(preset: str, only_set: bool) -> None:
+def test_settings_are_shown_as_the_toml_that_gives_them(preset: str) -> None:
     spec = config.load(preset)
-    shown = as_toml(spec, only_set=only_set)
-    assert RunSpec.model_validate(tomllib.loads(shown)) == spec
+    for only_set in (False, True):
+        assert RunSpec.model_validate(tomllib.loads(as_toml(spec, only_set=only_set))) == spec
 
 
 def test_settings_that_differ_leave_out_the_defaults() -> None:
