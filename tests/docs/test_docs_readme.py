@@ -39,27 +39,13 @@ def model_folder(folder: Path) -> None:
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the config of the README and the files that it names."""
-    folder = tmp_path_factory.mktemp("readme")
+@pytest.mark.training
+def test_the_config_of_the_readme_passes_its_checks(tmp_path: Path) -> None:
     (config,) = re.findall(r"^```toml\n(# my\.toml\n.*?)^```$", README.read_text(), flags=re.DOTALL | re.MULTILINE)
-    (folder / "my.toml").write_text(config)
-    model_folder(folder / "models" / "Qwen3-0.6B")
-    (folder / "gsm8k").mkdir()
+    (tmp_path / "my.toml").write_text(config)
+    model_folder(tmp_path / "models" / "Qwen3-0.6B")
+    (tmp_path / "gsm8k").mkdir()
     for split in ("train", "test"):
-        (folder / "gsm8k" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return folder
-
-
-@pytest.mark.training
-def test_the_config_of_the_readme_passes_its_checks(folder: Path) -> None:
-    done = run_rlhf(folder, "check", "my.toml", *HERE)
+        (tmp_path / "gsm8k" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    done = run_rlhf(tmp_path, "check", "my.toml", *HERE)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.training
-def test_a_config_that_names_no_model_does_not(folder: Path) -> None:
-    done = run_rlhf(folder, "check", "my.toml", *HERE, "--set", "model.path=models/none")
-    assert done.returncode == 2
-    assert "models/none" in done.stdout + done.stderr

@@ -43,7 +43,9 @@ def test_every_placeholder_and_every_source_stands_in_the_page() -> None:
     assert [str(source) for source, sight in SIGHTS.items() if sight.blind not in page] == []
 
 
-def test_the_settings_of_the_page_fit_what_wrap_writes(folder: Path) -> None:
+@pytest.mark.training
+@pytest.mark.end_to_end
+def test_the_two_commands_of_the_page_train_with_its_settings(folder: Path) -> None:
     wrap, run = commands()
     done = run_rlhf(folder, *wrap)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -52,14 +54,6 @@ def test_the_settings_of_the_page_fit_what_wrap_writes(folder: Path) -> None:
     trainer = load(str(config)).trainer
     assert isinstance(trainer, CommandTrainer)
     assert (trainer.checkpoint_name, trainer.resume, trainer.num_steps) == ("step-{step}.pt", "argument", 60)
-
-
-@pytest.mark.training
-@pytest.mark.end_to_end
-def test_the_two_commands_of_the_page_train(folder: Path) -> None:
-    wrap, run = commands()
-    assert run_rlhf(folder, *wrap).returncode == 0
-    with_settings_of_the_page(folder / run[-1])
     done = run_rlhf(folder, *run, "--no-prefect", "--set", "trainer.num_steps=20", "--set", 'preflight.trial="off"')
     assert done.returncode == 0, done.stdout + done.stderr
     assert "20 of 20" in done.stdout
