@@ -463,13 +463,14 @@ class PostgresDatabases(PostgresServer):
     def migrated_database(self) -> str:
         """URL of a migrated database without rows.
 
-        Always the same database, because making one takes longer than most tests.
+        Always the same database, because making one takes longer than most tests. Emptied by DELETE, because TRUNCATE
+        creates every table and index anew.
         """
-        engine = create_engine(parse_url(self._migrated))
-        with engine.begin() as connection:
-            names = ", ".join(table.name for table in metadata.sorted_tables)
-            connection.execute(text(f"TRUNCATE {names} RESTART IDENTITY"))
-        engine.dispose()
+        import psycopg
+
+        deletions = [f"DELETE FROM {table.name}" for table in reversed(metadata.sorted_tables)]
+        with psycopg.connect(self._migrated) as connection:
+            connection.execute("; ".join([*deletions, "SELECT setval('metric_keys_key_id_seq', 1, false)"]))
         return self._migrated
 
     def empty_database(self, encoding: str = "UTF8", settings: Sequence[str] = ()) -> str:
