@@ -23,15 +23,12 @@ def expire(store: HistoryStore) -> None:
         connection.execute(update(LEASES).values(expires_at=at(-1e6)))
 
 
-def test_one_holds_the_lease(store: HistoryStore) -> None:
+def test_one_controller_holds_the_lease_of_a_run(store: HistoryStore) -> None:
     assert store.acquire_lease(RUN, "first", 60) == 1
     with pytest.raises(LeaseLost, match=r"driven by another controller, first; its lease expires in (59|60) s"):
         store.acquire_lease(RUN, "second", 60)
-
-
-def test_leases_of_different_runs_do_not_meet(store: HistoryStore) -> None:
-    store.acquire_lease(RUN, "first", 60)
-    assert store.acquire_lease("another", "second", 60) == 1
+    assert store.acquire_lease(RUN, "first", 60) == 2, "the same controller may take it again"
+    assert store.acquire_lease("another", "second", 60) == 1, "leases of different runs do not meet"
 
 
 def test_a_released_lease_is_free_and_its_token_is_not_used_again(store: HistoryStore) -> None:
@@ -45,6 +42,8 @@ def test_an_expired_lease_can_be_taken_and_its_owner_learns_of_it(store: History
     assert store.acquire_lease(RUN, "second", 60) == token + 1
     with pytest.raises(LeaseLost, match=r"\(first\) held lease 1, now it is held by second with token 2"):
         store.renew_lease(RUN, "first", token, 60)
+    store.release_lease(RUN, "first", token)  # does nothing
+    store.renew_lease(RUN, "second", token + 1, 60)
 
 
 def test_an_expired_lease_can_be_renewed_until_another_controller_takes_it(store: HistoryStore) -> None:
@@ -56,8 +55,10 @@ def test_an_expired_lease_can_be_renewed_until_another_controller_takes_it(store
         store.acquire_lease(RUN, "second", 60)
 
 
-def test_a_dead_owner_is_not_waited_for(store: HistoryStore) -> None:
-    store.acquire_lease(RUN, "dead", 60)
+def test_a_living_owner_is_respected_and_a_dead_one_is_not_waited_for(store: HistoryStore) -> None:
+    store.acquire_lease(RUN, "first", 60)
+    with pytest.raises(LeaseLost):
+        store.acquire_lease(RUN, "second", 60, takeover=lambda _holder: False)
     holders = []
 
     def is_dead(holder: str) -> bool:
@@ -65,26 +66,7 @@ def test_a_dead_owner_is_not_waited_for(store: HistoryStore) -> None:
         return True
 
     assert store.acquire_lease(RUN, "second", 60, takeover=is_dead) == 2
-    assert holders == ["dead"]
-
-
-def test_a_living_owner_is_respected(store: HistoryStore) -> None:
-    store.acquire_lease(RUN, "alive", 60)
-    with pytest.raises(LeaseLost):
-        store.acquire_lease(RUN, "second", 60, takeover=lambda _holder: False)
-
-
-def test_the_same_controller_may_take_it_again(store: HistoryStore) -> None:
-    assert store.acquire_lease(RUN, "me", 60) == 1
-    assert store.acquire_lease(RUN, "me", 60) == 2
-
-
-def test_releasing_what_is_no_longer_ours_does_nothing(store: HistoryStore) -> None:
-    token = store.acquire_lease(RUN, "first", 60)
-    expire(store)
-    second = store.acquire_lease(RUN, "second", 60)
-    store.release_lease(RUN, "first", token)
-    store.renew_lease(RUN, "second", second, 60)
+    assert holders == ["first"]
 
 
 def test_renewing_a_lease_that_never_was(store: HistoryStore) -> None:

@@ -8,7 +8,7 @@ from control_fakes import FakeAgent, make_run, make_spec
 from PIL import Image
 
 from rlhf_core.config import loading as config
-from rlhf_core.control.views.curves import effective_curves, marks_of
+from rlhf_core.control.views.curves import effective_curves, marks_of, picture_of
 from rlhf_core.control.views.drawing import draw_in_process
 from rlhf_core.render.curves_image import draw, drawn_series, plots_of
 from rlhf_core.render.line_plots import LEARNING, stages_of
@@ -79,7 +79,7 @@ def test_the_picture_is_drawn_by_a_process_of_its_own(tmp_path: Path) -> None:
 
 
 def test_nothing_is_drawn_before_the_first_step(tmp_path: Path) -> None:
-    assert draw_in_process(make_run(tmp_path / "runs")) == b""
+    assert picture_of(make_run(tmp_path / "runs")) == b""
     assert draw(LEARNING, {}, Marks()) == b""
 
 
