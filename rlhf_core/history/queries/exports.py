@@ -16,6 +16,7 @@ from sqlalchemy import (
     FromClause,
     Integer,
     Select,
+    Table,
     TypeDecorator,
     select,
 )
@@ -81,19 +82,19 @@ def reading_tables(store: HistoryStore, run_ids: Sequence[str]) -> Iterator[list
     keys = metadata.tables["metric_keys"]
     with store.reading() as connection:
         found = []
-        for source in metadata.sorted_tables:
-            if source.name in _INTERNAL or "run_id" not in source.c:
+        for table in metadata.sorted_tables:
+            if table.name in _INTERNAL or "run_id" not in table.c:
                 continue
-            if "key_id" not in source.c:
-                found.append(_table(connection, source.name, source, list(source.c), run_ids))
-                continue
-            joined = source.join(keys, keys.c.key_id == source.c.key_id)
-            columns = [keys.c.name.label("key") if one.name == "key_id" else one for one in source.c]
-            found.append(_table(connection, source.name, joined, columns, run_ids, source))
+            source: FromClause = table
+            columns: list[ColumnElement[Any]] = list(table.c)
+            if "key_id" in table.c:
+                source = table.join(keys, keys.c.key_id == table.c.key_id)
+                columns = [keys.c.name.label("key") if one.name == "key_id" else one for one in table.c]
+            found.append(_export(connection, table, source, columns, run_ids))
         for name in _VIEWS:
             view = ViewBase.metadata.tables[name]
             columns = [one for one in view.c if one.name not in _TWICE.get(name, ())]
-            found.append(_table(connection, name, view, columns, run_ids))
+            found.append(_export(connection, view, view, columns, run_ids))
         yield found
 
 
@@ -115,19 +116,16 @@ def curve_points(
             yield CurvePoint(key, step, float(non_finite) if value is None else value, time)
 
 
-def _table(
+def _export(
     connection: Connection,
-    name: str,
+    table: Table,
     source: FromClause,
     columns: Sequence[ColumnElement[Any]],
     run_ids: Sequence[str],
-    keyed: FromClause | None = None,
 ) -> ExportTable:
-    owner = source if keyed is None else keyed
-    order: list[ColumnElement[Any]] = [*owner.primary_key] or [owner.c[0], owner.c[1]]
-    query = select(*columns).select_from(source).where(owner.c.run_id.in_(run_ids)).order_by(*order)
+    query = select(*columns).select_from(source).where(table.c.run_id.in_(run_ids)).order_by(*table.primary_key)
     described = tuple(Column(str(one.key), _kind(one.type)) for one in columns)
-    return ExportTable(name, described, connection, query)
+    return ExportTable(table.name, described, connection, query)
 
 
 def _kind(kind: TypeEngine[Any]) -> str:
