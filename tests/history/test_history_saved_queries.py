@@ -4,7 +4,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import Integer, Table, insert, select
+from sqlalchemy import Integer, Table, insert
 
 from rlhf_core.errors import BadInput, UnknownRun
 from rlhf_core.history import saved_queries
@@ -21,6 +21,8 @@ class History:
 
     def __init__(self, store: HistoryStore) -> None:
         self.store = store
+        self._keys: dict[str, int] = {}
+        self._measured: set[tuple[str, str]] = set()
 
     def add(self, table: str, **facts: Any) -> None:
         """Add a row. Times may be given in seconds before :data:`NOW`."""
@@ -40,18 +42,15 @@ class History:
         self, run_id: str, key: str, step: int, ago: float, value: float, start: tuple[int, int] = (1, 0)
     ) -> None:
         """Add a metric of a step, with its end in seconds before now."""
-        keys = metadata.tables["metric_keys"]
-        with self.store.writing() as connection:
-            found = connection.execute(select(keys.c.key_id).where(keys.c.name == key)).scalar()
-            if found is None:
-                found = connection.execute(insert(keys).values(name=key).returning(keys.c.key_id)).scalar_one()
-            latest = metadata.tables["latest_metrics"].c
-            is_first = not connection.execute(
-                select(latest.key_id).where(latest.run_id == run_id, latest.key_id == found)
-            ).all()
+        if key not in self._keys:
+            self._keys[key] = len(self._keys) + 1
+            self.add("metric_keys", key_id=self._keys[key], name=key)
         place = {"step": step, "attempt": start[0], "restart": start[1], "time": ago}
-        for table in ("metrics", "latest_metrics") if is_first else ("metrics",):
-            self.add(table, run_id=run_id, key_id=found, value=value, **place)
+        facts: dict[str, Any] = {"run_id": run_id, "key_id": self._keys[key], "value": value, **place}
+        self.add("metrics", **facts)
+        if (run_id, key) not in self._measured:
+            self._measured.add((run_id, key))
+            self.add("latest_metrics", **facts)
 
     def run(self, run_id: str, **facts: Any) -> None:
         """Add a completed run with one attempt on two nodes, requested 1000 s ago and ended 100 s ago."""
