@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf_core.files.data_rows import KINDS, READERS, Malformed, label_of, pair_problem
 from rlhf_core.files.reading import open_regular
-from rlhf_core.preflight.facts import DataFile, LineProblem
+from rlhf_core.preflight.facts import BadRows, DataFile, LineProblem
 from rlhf_core.preflight.templates import named_columns
 from rlhf_core.schemas.data import DataKind, DataSpec
 
@@ -74,8 +74,8 @@ class _First:
         if len(self.problems) < SHOWN:
             self.problems.append(LineProblem(line, message))
 
-    def lines(self) -> tuple[int, ...]:
-        return tuple(problem.line for problem in self.problems)
+    def rows(self) -> BadRows:
+        return BadRows(self.count, tuple(self.problems))
 
 
 class _Scan:
@@ -160,18 +160,12 @@ class _Scan:
             path,
             num_rows=self._num_rows,
             columns=frozenset(self._columns),
-            malformed=tuple(problems[:SHOWN]),
-            num_malformed=sum(kind.count for kind in kinds),
-            empty_prompts=self._empty_prompts.lines(),
-            num_empty_prompts=self._empty_prompts.count,
-            empty_answers=self._empty_answers.lines(),
-            num_empty_answers=self._empty_answers.count,
-            blank_prompts=self._blank_prompts.lines(),
-            num_blank_prompts=self._blank_prompts.count,
-            duplicates=self._duplicates.lines(),
-            num_duplicates=self._duplicates.count,
-            contradictions=self._contradictions.lines(),
-            num_contradictions=self._contradictions.count,
+            malformed=BadRows(sum(kind.count for kind in kinds), tuple(problems[:SHOWN])),
+            empty_prompts=self._empty_prompts.rows(),
+            empty_answers=self._empty_answers.rows(),
+            blank_prompts=self._blank_prompts.rows(),
+            duplicates=self._duplicates.rows(),
+            contradictions=self._contradictions.rows(),
             prompt_hashes=frozenset(self._answers),
         )
 

@@ -17,8 +17,17 @@ class LineProblem:
 
     line: int
     """Line number, from 1."""
-    message: str
-    """Problem of the row."""
+    message: str = ""
+    """Problem of the row; empty if its kind says everything."""
+
+
+@dataclass(frozen=True)
+class BadRows:
+    """Rows of a data file with a problem of one kind."""
+
+    count: int = 0
+    first: tuple[LineProblem, ...] = ()
+    """The first few of them."""
 
 
 @dataclass(frozen=True)
@@ -34,25 +43,16 @@ class DataFile:
     """Rows that could be read."""
     columns: frozenset[str] = frozenset()
     """Columns that some row has."""
-    malformed: tuple[LineProblem, ...] = ()
-    """The first rows that are not valid, or lack a column that other rows have."""
-    num_malformed: int = 0
-    """Number of such rows in all."""
-    empty_prompts: tuple[int, ...] = ()
-    """First lines whose prompt is empty."""
-    num_empty_prompts: int = 0
-    empty_answers: tuple[int, ...] = ()
-    """First lines whose answer is empty."""
-    num_empty_answers: int = 0
-    blank_prompts: tuple[int, ...] = ()
-    """First lines whose prompt is white space only."""
-    num_blank_prompts: int = 0
-    duplicates: tuple[int, ...] = ()
-    """First lines that repeat the prompt and answer of an earlier line."""
-    num_duplicates: int = 0
-    contradictions: tuple[int, ...] = ()
-    """First lines that repeat the prompt of an earlier line with a different answer."""
-    num_contradictions: int = 0
+    malformed: BadRows = BadRows()
+    """Rows that are not valid, or lack a column that other rows have."""
+    empty_prompts: BadRows = BadRows()
+    empty_answers: BadRows = BadRows()
+    blank_prompts: BadRows = BadRows()
+    """Rows whose prompt is white space only."""
+    duplicates: BadRows = BadRows()
+    """Rows that repeat the prompt and answer of an earlier row."""
+    contradictions: BadRows = BadRows()
+    """Rows that repeat the prompt of an earlier row with a different answer."""
     prompt_hashes: frozenset[bytes] = frozenset()
     """Short hashes of the prompts, to find the same prompt in another file."""
 

@@ -11,6 +11,7 @@ from control_fakes import FakeScheduler, make_spec
 from rlhf_core.errors import PreflightBlocked
 from rlhf_core.preflight import runner
 from rlhf_core.preflight.facts import (
+    BadRows,
     Baseline,
     CheckpointFacts,
     ComputeSide,
@@ -188,6 +189,10 @@ def train_file(**changes: Any) -> Facts:
     return healthy(train=replace(base.train, **changes))
 
 
+def bad_rows(*lines: int) -> BadRows:
+    return BadRows(len(lines), tuple(map(LineProblem, lines)))
+
+
 def compute(**changes: Any) -> Facts:
     return healthy(compute=replace(healthy().compute, **changes))
 
@@ -252,7 +257,7 @@ def lasts(seconds_per_step: float, **resources: Any) -> Facts:
 
 BLOCKED, WARNING, SKIPPED = CheckStatus.BLOCKED, CheckStatus.WARNING, CheckStatus.SKIPPED
 UNRENDERED = {"num_unrendered": 3, "unrendered": "a.jsonl: line 7: roles must alternate"}
-BAD_LINES = (LineProblem(41, "not valid JSON"),)
+BAD_LINES = BadRows(1, (LineProblem(41, "not valid JSON"),))
 
 BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("batch.prompts_divide_ranks", BLOCKED, with_spec(grpo={"prompts_per_step": 7}), "6 or 8"),
@@ -300,18 +305,18 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("data.readable", BLOCKED, train_file(problem="there is no such file"), "no such file"),
     ("data.readable", SKIPPED, train_file(path=Path("/d/a.parquet"), scanned=False), "parquet"),
     ("data.held_out", BLOCKED, with_spec(data={"eval": ""}), "data.eval"),
-    ("data.lines", BLOCKED, train_file(malformed=BAD_LINES, num_malformed=1), "train.jsonl:41"),
-    ("data.lines", BLOCKED, train_file(malformed=BAD_LINES, num_malformed=7), "and 6 more"),
+    ("data.lines", BLOCKED, train_file(malformed=BAD_LINES), "train.jsonl:41"),
+    ("data.lines", BLOCKED, train_file(malformed=replace(BAD_LINES, count=7)), "and 6 more"),
     ("data.rows", BLOCKED, train_file(num_rows=0), "no rows"),
     ("data.templates", BLOCKED, with_spec(data={"prompt_template": "{prompt!r}"}), "{prompt!r}"),
     ("data.templates", BLOCKED, with_spec(data={"completion_template": "{"}), "braces"),
     ("data.columns", BLOCKED, with_spec(data={"prompt_column": "question"}), "answer, prompt"),
     ("data.columns", BLOCKED, with_spec(data={"prompt_template": "{context} {prompt}"}), "'context'"),
-    ("data.empty_prompts", BLOCKED, train_file(empty_prompts=(3,), num_empty_prompts=1), "train.jsonl:3"),
-    ("data.empty_answers", WARNING, train_file(empty_answers=(4,), num_empty_answers=1), "train.jsonl:4"),
-    ("data.blank_prompts", WARNING, train_file(blank_prompts=(8,), num_blank_prompts=1), "train.jsonl:8"),
-    ("data.duplicates", WARNING, train_file(duplicates=(5, 6), num_duplicates=2), "2 of 100 rows"),
-    ("data.duplicates", WARNING, train_file(contradictions=(7,), num_contradictions=1), "train.jsonl:7"),
+    ("data.empty_prompts", BLOCKED, train_file(empty_prompts=bad_rows(3)), "train.jsonl:3"),
+    ("data.empty_answers", WARNING, train_file(empty_answers=bad_rows(4)), "train.jsonl:4"),
+    ("data.blank_prompts", WARNING, train_file(blank_prompts=bad_rows(8)), "train.jsonl:8"),
+    ("data.duplicates", WARNING, train_file(duplicates=bad_rows(5, 6)), "2 of 100 rows"),
+    ("data.duplicates", WARNING, train_file(contradictions=bad_rows(7)), "train.jsonl:7"),
     ("data.overlap", WARNING, train_file(prompt_hashes=frozenset({b"b"})), "1 of 1 held-out"),
     ("data.enough_prompts", WARNING, train_file(num_rows=5), "5 training rows"),
     ("data.enough_prompts", WARNING, with_spec(evaluate={"num_prompts": 500}), "num_prompts = 500"),
@@ -793,8 +798,8 @@ def test_a_resumed_run_has_only_its_rest_before_it() -> None:
 
 def test_rows_that_are_left_out_on_purpose_only_warn() -> None:
     for id, changes in (
-        ("data.lines", {"malformed": BAD_LINES, "num_malformed": 1}),
-        ("data.empty_prompts", {"empty_prompts": (3,), "num_empty_prompts": 1}),
+        ("data.lines", {"malformed": BAD_LINES}),
+        ("data.empty_prompts", {"empty_prompts": bad_rows(3)}),
     ):
         facts = replace(train_file(**changes), spec=with_spec(data={"malformed_rows": "drop"}).spec)
         assert [one.status for one in found(facts, id) if one.status is not CheckStatus.PASSED] == [WARNING]
@@ -803,8 +808,8 @@ def test_rows_that_are_left_out_on_purpose_only_warn() -> None:
 @pytest.mark.parametrize(
     ("id", "changes"),
     [
-        ("data.lines", {"malformed": BAD_LINES, "num_malformed": 1, "num_rows": 0}),
-        ("data.empty_prompts", {"empty_prompts": (3,), "num_empty_prompts": 100}),
+        ("data.lines", {"malformed": BAD_LINES, "num_rows": 0}),
+        ("data.empty_prompts", {"empty_prompts": replace(bad_rows(3), count=100)}),
     ],
 )
 def test_dropping_every_row_still_blocks(id: str, changes: dict[str, Any]) -> None:
@@ -816,7 +821,7 @@ def test_dropping_every_row_still_blocks(id: str, changes: dict[str, Any]) -> No
 
 def test_an_empty_prompt_inside_a_template_is_no_empty_prompt() -> None:
     spec = with_spec(data={"prompt_template": "Question: {prompt}"}).spec
-    facts = replace(train_file(empty_prompts=(3,), num_empty_prompts=1), spec=spec)
+    facts = replace(train_file(empty_prompts=bad_rows(3)), spec=spec)
     assert [one.status for one in found(facts, "data.empty_prompts")] == [WARNING]
 
 

@@ -9,7 +9,7 @@ import pytest
 from control_fakes import FakeScheduler
 from test_preflight_checks import GIB, found, healthy
 
-from rlhf_core.preflight.facts import CheckpointFacts, DataFile, Facts, ModelFolder, TrainerSide
+from rlhf_core.preflight.facts import BadRows, CheckpointFacts, DataFile, Facts, ModelFolder, TrainerSide
 from rlhf_core.preflight.registry import CHECKS, run_checks
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.command_trainer import SIGHTS, CommandTrainer, ProgressSource
@@ -481,7 +481,7 @@ def test_training_data_of_another_program_need_not_have_our_columns() -> None:
     train = DataFile(Path("/d/train.jsonl"), num_rows=100, columns=frozenset({"messages"}))
     facts = command(sections={"data": {"train": "/d/train.jsonl"}})
     assert unwanted(replace(facts, train=train)) == []
-    torn = replace(train, num_malformed=1)
+    torn = replace(train, malformed=BadRows(1))
     assert [one.id for one in unwanted(replace(facts, train=torn))] == ["data.lines"]
 
 

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from test_preflight_checks import bad_rows
 
 from rlhf_core.files.data_rows import template_columns
 from rlhf_core.preflight.data_file import SHOWN, scan
@@ -21,7 +22,7 @@ def write(path: Path, *rows: object) -> Path:
 
 def test_a_good_file(tmp_path: Path) -> None:
     found = scan(write(tmp_path / "a.jsonl", GOOD, {"prompt": "3>", "answer": 3, "level": 1}), DATA)
-    assert (found.problem, found.num_rows, found.num_malformed) == ("", 2, 0)
+    assert (found.problem, found.num_rows, found.malformed.count) == ("", 2, 0)
     assert found.columns == {"prompt", "answer", "level"}
     assert len(found.prompt_hashes) == 2
 
@@ -42,8 +43,8 @@ def test_a_good_file(tmp_path: Path) -> None:
 )
 def test_a_bad_row_is_named_by_its_line(tmp_path: Path, line: str, message: str) -> None:
     found = scan(write(tmp_path / "a.jsonl", GOOD, "", line, GOOD), DATA)
-    assert found.num_malformed == 1
-    (problem,) = found.malformed
+    assert found.malformed.count == 1
+    (problem,) = found.malformed.first
     assert problem.line == 3, "empty lines count as lines"
     assert message in problem.message
 
@@ -68,38 +69,38 @@ def test_a_file_that_cannot_be_looked_up_is_a_finding(tmp_path: Path, *, read_el
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(json.dumps(GOOD).encode() + b'\n{"prompt": "\xff", "answer": "1"}\n')
-    (problem,) = scan(path, DATA).malformed
+    (problem,) = scan(path, DATA).malformed.first
     assert (problem.line, "not UTF-8" in problem.message) == (2, True)
 
 
 def test_the_first_problems_are_shown_and_all_are_counted(tmp_path: Path) -> None:
     found = scan(write(tmp_path / "a.jsonl", GOOD, *["{"] * 12), DATA)
-    assert found.num_malformed == 12
-    assert [problem.line for problem in found.malformed] == list(range(2, 2 + SHOWN))
+    assert found.malformed.count == 12
+    assert [problem.line for problem in found.malformed.first] == list(range(2, 2 + SHOWN))
 
 
 def test_a_column_that_no_row_has_is_no_fault_of_the_rows(tmp_path: Path) -> None:
     data = DataSpec(train="x.jsonl", prompt_column="question")
     found = scan(write(tmp_path / "a.jsonl", GOOD, GOOD), data)
-    assert found.num_malformed == 0
+    assert found.malformed.count == 0
     assert "question" not in found.columns
 
 
 def test_empty_prompts_and_answers_are_counted(tmp_path: Path) -> None:
     rows = [GOOD, {"prompt": "", "answer": "1"}, {"prompt": "2>", "answer": ""}]
     found = scan(write(tmp_path / "a.jsonl", *rows), DATA)
-    assert (found.empty_prompts, found.empty_answers) == ((2,), (3,))
+    assert (found.empty_prompts, found.empty_answers) == (bad_rows(2), bad_rows(3))
 
 
 def test_the_number_0_is_a_prompt(tmp_path: Path) -> None:
     found = scan(write(tmp_path / "a.jsonl", {"prompt": 0, "answer": 0}, {"prompt": [], "answer": ""}), DATA)
-    assert (found.empty_prompts, found.empty_answers) == ((2,), (2,))
+    assert (found.empty_prompts, found.empty_answers) == (bad_rows(2), bad_rows(2))
 
 
 def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode() + b"\n")
-    assert scan(path, DATA).num_malformed == 0
+    assert scan(path, DATA).malformed.count == 0
 
 
 def test_csv_rows_have_their_line(tmp_path: Path) -> None:
@@ -107,7 +108,7 @@ def test_csv_rows_have_their_line(tmp_path: Path) -> None:
     path.write_text('prompt,answer\n"1>",1\n"two\nlines>",2\n3>\n')
     found = scan(path, DATA)
     assert found.num_rows == 2
-    (problem,) = found.malformed
+    (problem,) = found.malformed.first
     assert (problem.line, problem.message) == (5, "found 1 values for 2 columns")
 
 
@@ -219,7 +220,7 @@ def test_the_nodes_would_say_the_same(tmp_path: Path, line: str) -> None:
         }
     )
     found = scan(path, spec.data)
-    refused_here = bool(found.num_malformed or found.num_empty_prompts)
+    refused_here = bool(found.malformed.count or found.empty_prompts.count)
     try:
         load_rows(spec, "train")
         refused_there = False
@@ -231,7 +232,5 @@ def test_the_nodes_would_say_the_same(tmp_path: Path, line: str) -> None:
 def test_rows_that_come_twice_are_counted(tmp_path: Path) -> None:
     other = {"prompt": "12>", "answer": "21"}
     found = scan(write(tmp_path / "a.jsonl", GOOD, other, GOOD, {"prompt": " \t", "answer": "1"}), DATA)
-    assert (found.duplicates, found.num_duplicates) == ((3,), 1)
-    assert (found.contradictions, found.num_contradictions) == ((2,), 1)
-    assert (found.blank_prompts, found.num_blank_prompts) == ((4,), 1)
+    assert (found.duplicates, found.contradictions, found.blank_prompts) == (bad_rows(3), bad_rows(2), bad_rows(4))
     assert len(found.prompt_hashes) == 2

@@ -72,7 +72,7 @@ def test_pairs_may_have_a_column_of_answers_with_gaps(tmp_path: Path, missing: A
     rows = load(tmp_path, {**pair, "prompt": prompt, "answer": missing}, {**pair, "prompt": prompt, "answer": "2"})
     assert [(row.answer, row.chosen) for row in rows] == [("", "2"), ("2", "2")]
     path = tmp_path / "rows.jsonl"
-    assert scan(path, spec_of(train=str(path)).data, kinds=frozenset({"pair"})).num_malformed == 0, "preflight agrees"
+    assert scan(path, spec_of(train=str(path)).data, kinds=frozenset({"pair"})).malformed.count == 0, "preflight agrees"
     with pytest.raises(BadData, match=r'column "answer" is (null|NaN)'):
         load_data(spec_of("sft", train=str(path)), "train")
 
@@ -113,9 +113,9 @@ def test_preflight_counts_pairs_that_teach_nothing(tmp_path: Path) -> None:
     rows = [{**GOOD, **changed} for changed in ({}, *pairs)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = scan(path, spec_of(train="x").data, kinds=frozenset({"pair"}))
-    assert [problem.line for problem in found.malformed] == [4, 5]
-    assert (found.num_duplicates, found.duplicates) == (1, (3,))
-    assert not found.num_contradictions, "several pairs with one prompt are no contradiction"
+    assert [problem.line for problem in found.malformed.first] == [4, 5]
+    assert (found.duplicates.count, [problem.line for problem in found.duplicates.first]) == (1, [3])
+    assert not found.contradictions.count, "several pairs with one prompt are no contradiction"
 
 
 def test_completions_end_once_and_only_they_are_learned() -> None:
@@ -358,7 +358,7 @@ def test_labels_may_be_numbers_or_words(tmp_path: Path) -> None:
     assert 'expected true or false in column "label"' in report.first_problem
     assert not spec.has_references
     found = scan(path, spec.data, kinds=spec.data_kinds)
-    assert [problem.line for problem in found.malformed] == [4]
+    assert [problem.line for problem in found.malformed.first] == [4]
 
 
 def test_the_script_of_the_page_makes_pairs_of_judged_solutions(tmp_path: Path) -> None:

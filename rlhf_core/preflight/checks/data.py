@@ -1,9 +1,9 @@
 """Data files and the functions that the config names."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from rlhf_core.files.data_rows import template_columns
-from rlhf_core.preflight.facts import DataFile, Facts
+from rlhf_core.preflight.facts import BadRows, DataFile, Facts
 from rlhf_core.preflight.registry import Finding, bad_rows, blocked, check, passed, skipped, warning
 from rlhf_core.preflight.templates import named_columns, templates_of
 
@@ -35,12 +35,12 @@ def held_out(facts: Facts) -> Iterator[Finding]:
 def lines(facts: Facts) -> Iterator[Finding]:
     """One malformed line in a million stops a run hours later, when it is read."""
     for name, file in _read(facts):
-        if not file.num_malformed:
+        if not file.malformed.count:
             yield passed(f"{name}: every row is well-formed")
             continue
-        shown = "; ".join(f"{file.path}:{problem.line}: {problem.message}" for problem in file.malformed)
-        more = file.num_malformed - len(file.malformed)
-        found = f"{file.num_malformed} malformed: {shown}" + (f"; and {more} more" if more else "")
+        shown = "; ".join(f"{file.path}:{problem.line}: {problem.message}" for problem in file.malformed.first)
+        more = file.malformed.count - len(file.malformed.first)
+        found = f"{file.malformed.count} malformed: {shown}" + (f"; and {more} more" if more else "")
         if _is_read_elsewhere(facts, name):
             yield blocked(found, "well-formed rows", "correct them: data.malformed_rows has no effect on this trainer")
         else:
@@ -93,9 +93,9 @@ def columns(facts: Facts) -> Iterator[Finding]:
 def empty_prompts(facts: Facts) -> Iterator[Finding]:
     """A prompt without a token gives the model nothing to continue."""
     for name, file in _read(facts):
-        if not file.num_empty_prompts:
+        if not file.empty_prompts.count:
             continue
-        found = f"{file.num_empty_prompts} rows of {name} have an empty prompt: {_places(file, file.empty_prompts)}"
+        found = f"{file.empty_prompts.count} rows of {name} have an empty prompt: {_places(file, file.empty_prompts)}"
         data = facts.spec.data
         if data.prompt_template != "{prompt}":
             yield warning(
@@ -107,7 +107,7 @@ def empty_prompts(facts: Facts) -> Iterator[Finding]:
                 "text in every prompt",
                 "remove these rows",
                 dropped=data.malformed_rows == "drop",
-                leave_others=file.num_rows > file.num_empty_prompts,
+                leave_others=file.num_rows > file.empty_prompts.count,
             )
 
 
@@ -115,9 +115,9 @@ def empty_prompts(facts: Facts) -> Iterator[Finding]:
 def empty_answers(facts: Facts) -> Iterator[Finding]:
     """A row without an answer teaches the model to say nothing, or can never be rewarded."""
     for name, file in _read(facts):
-        if file.num_empty_answers:
+        if file.empty_answers.count:
             yield warning(
-                f"{file.num_empty_answers} rows of {name} have an empty answer: {_places(file, file.empty_answers)}",
+                f"{file.empty_answers.count} rows of {name} have an empty answer: {_places(file, file.empty_answers)}",
                 "an answer in every row",
                 "remove these rows unless they are intended",
             )
@@ -127,9 +127,9 @@ def empty_answers(facts: Facts) -> Iterator[Finding]:
 def blank_prompts(facts: Facts) -> Iterator[Finding]:
     """A prompt of only white space asks nothing: its reward is noise, and its share of every batch is wasted."""
     for name, file in _read(facts):
-        if file.num_blank_prompts:
+        if file.blank_prompts.count:
             yield warning(
-                f"{file.num_blank_prompts} rows of {name} have a prompt of white space only: "
+                f"{file.blank_prompts.count} rows of {name} have a prompt of white space only: "
                 f"{_places(file, file.blank_prompts)}",
                 "text in every prompt",
                 "remove these rows",
@@ -140,16 +140,16 @@ def blank_prompts(facts: Facts) -> Iterator[Finding]:
 def duplicates(facts: Facts) -> Iterator[Finding]:
     """Repeated rows are trained on twice as often; the same prompt with two answers cannot be learned at all."""
     for name, file in _read(facts):
-        if file.num_duplicates:
+        if file.duplicates.count:
             yield warning(
-                f"{file.num_duplicates} of {file.num_rows} rows of {name} repeat an earlier row: "
+                f"{file.duplicates.count} of {file.num_rows} rows of {name} repeat an earlier row: "
                 f"{_places(file, file.duplicates)}",
                 "every row once",
                 "remove them, unless the extra weight is intended",
             )
-        if file.num_contradictions:
+        if file.contradictions.count:
             yield warning(
-                f"{file.num_contradictions} rows of {name} have the prompt of an earlier row but a different answer: "
+                f"{file.contradictions.count} rows of {name} have the prompt of an earlier row but a different answer: "
                 f"{_places(file, file.contradictions)}",
                 "one answer for each prompt",
                 "keep one of them, unless several answers are right and the reward functions accept them",
@@ -239,5 +239,5 @@ def _rows(file: DataFile | None) -> int:
     return 0 if file is None else file.num_rows
 
 
-def _places(file: DataFile, lines: Sequence[int]) -> str:
-    return ", ".join(f"{file.path.name}:{line}" for line in lines)
+def _places(file: DataFile, rows: BadRows) -> str:
+    return ", ".join(f"{file.path.name}:{row.line}" for row in rows.first)
