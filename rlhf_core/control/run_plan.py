@@ -95,7 +95,7 @@ def plan_run(facts: Facts, measured: Measured) -> RunPlan:
     refused = [one for one in unwanted if one.status is CheckStatus.BLOCKED]
     warnings = [one for one in unwanted if one.status is CheckStatus.WARNING]
     found = nearest(layout, cluster) if of_layout else []
-    shape = shape_of_model(spec, facts.model_config, facts.model_folder)
+    shape = shape_of_model(facts)
     if shape is None:
         return RunPlan(spec, layout, refused, warnings, found, measured=measured)
     gpu = smallest_gpu_bytes(facts)

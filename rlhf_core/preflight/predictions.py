@@ -26,7 +26,7 @@ def predict(facts: Facts) -> Predictions:
     spec = facts.spec
     if spec.trainer.kind != "native":
         return Predictions()
-    shape = shape_of_model(spec, facts.model_config, facts.model_folder)
+    shape = shape_of_model(facts)
     if shape is None:
         return Predictions()
     estimate = trainer_estimate(spec, shape, smallest_gpu_bytes(facts), pairs_have_answers=facts.pairs_have_answers)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_core.preflight.facts import Facts, ModelFolder
+from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.launch_arguments import arguments_of, copies_in_optimizer, trains_all_weights
 from rlhf_core.preflight.memory.shapes import Shape, shape_of, trained_shape
 from rlhf_core.schemas.run import RunSpec
@@ -40,7 +40,7 @@ def checkpoint_bytes(facts: Facts) -> int | None:
     if parameters is None:
         return None
     if facts.spec.model.lora is not None:
-        shape = shape_of_model(facts.spec, facts.model_config, facts.model_folder)
+        shape = shape_of_model(facts)
         if shape is None:
             return None
         parameters = trained_shape(shape, facts.spec.model.lora).parameters
@@ -107,21 +107,17 @@ def _stretched(scaling: Mapping[str, Any], stored: int) -> int:
 
 
 def num_parameters(facts: Facts) -> int | None:
-    """Number of parameters of the model; None if its config lacks the dimensions."""
-    return parameters_of(facts.spec, facts.model_config, facts.model_folder)
-
-
-def shape_of_model(spec: RunSpec, config: Mapping[str, Any], folder: ModelFolder | None) -> Shape | None:
-    """Shape of a run's model; None if its config lacks the dimensions."""
-    return shape_of(config, parameters_of(spec, config, folder), vocabulary_size(spec))
-
-
-def parameters_of(spec: RunSpec, config: Mapping[str, Any], folder: ModelFolder | None) -> int | None:
-    """Number of parameters of a model, from the size of its weights if there are any, otherwise from its config; None
+    """Number of parameters of the model, from the size of its weights if there are any, otherwise from its config; None
     if unknown."""
+    folder, config = facts.model_folder, facts.model_config
     if folder is not None and folder.weight_bytes:
         return stored_parameters(config, folder.weight_bytes)
-    return decoder_parameters({"vocab_size": vocabulary_size(spec), **config})
+    return decoder_parameters({"vocab_size": _vocabulary_size(facts.spec), **config})
+
+
+def shape_of_model(facts: Facts) -> Shape | None:
+    """Shape of the model; None if its config lacks the dimensions."""
+    return shape_of(facts.model_config, num_parameters(facts), _vocabulary_size(facts.spec))
 
 
 def stored_parameters(config: Mapping[str, Any], weight_bytes: int) -> int | None:
@@ -130,7 +126,7 @@ def stored_parameters(config: Mapping[str, Any], weight_bytes: int) -> int | Non
     return weight_bytes // _BYTES.get(stored, 4) if weight_bytes else None
 
 
-def vocabulary_size(spec: RunSpec) -> int:
+def _vocabulary_size(spec: RunSpec) -> int:
     """Vocabulary size of a built tokenizer."""
     return _SMALL_VOCABULARIES.get(spec.model.tokenizer, spec.model.tokenizer_vocab_size)
 

@@ -80,7 +80,7 @@ def _with_largest_gpus(facts: Facts) -> Facts:
 @_in_doubt_the_largest
 def trainer(facts: Facts) -> Iterator[Finding]:
     """CUDA out of memory, or the kernel's OOM killer on CPU, strikes only after loading or at the first long batch."""
-    shape, room = _shape(facts), _room(facts)
+    shape, room = shape_of_model(facts), _room(facts)
     if isinstance(room, str) or shape is None:
         yield skipped(room if isinstance(room, str) else "the model's config lacks its dimensions")
         return
@@ -94,7 +94,7 @@ def trainer(facts: Facts) -> Iterator[Finding]:
 @_in_doubt_the_largest
 def min_nodes(facts: Facts) -> Iterator[Finding]:
     """Fewer nodes share optimizer, gradients and batch, so an attempt with fewer nodes may run out of memory."""
-    shape, room = _shape(facts), _room(facts)
+    shape, room = shape_of_model(facts), _room(facts)
     fewer = facts.spec.possible_nodes[1:]
     if shape is None or isinstance(room, str) or not fewer:
         return
@@ -120,7 +120,7 @@ def min_nodes(facts: Facts) -> Iterator[Finding]:
 @_in_doubt_the_largest
 def evaluator(facts: Facts) -> Iterator[Finding]:
     """An evaluation that runs out of memory spoils the last stage of a run that has trained to the end."""
-    shape, room = _shape(facts), _room(facts)
+    shape, room = shape_of_model(facts), _room(facts)
     if not facts.spec.is_evaluated or shape is None or isinstance(room, str):
         return  # what is unknown is reported by memory.trainer
     estimate = evaluator_estimate(facts.spec, shape, _gpu(facts), pairs_have_answers=facts.pairs_have_answers)
@@ -138,7 +138,7 @@ def evaluator(facts: Facts) -> Iterator[Finding]:
 @_in_doubt_the_largest
 def rollout(facts: Facts) -> Iterator[Finding]:
     """vLLM without room for its weights and one full sequence fails at its start, on every node at once."""
-    spec, shape, room = facts.spec, _shape(facts), _room(facts)
+    spec, shape, room = facts.spec, shape_of_model(facts), _room(facts)
     if shape is None or isinstance(room, str):
         return  # reported by memory.trainer
     if spec.rollout.engines and spec.resources.gpus_per_node:
@@ -208,7 +208,7 @@ _FEWER_ENGINES = (
 
 def _held_by_ranks(facts: Facts) -> dict[str, int]:
     """Main memory of a node that its trainer ranks take beside their GPUs, apart from their libraries, by purpose."""
-    spec, shape, count = facts.spec, _shape(facts), facts.spec.resources.ranks_per_node
+    spec, shape, count = facts.spec, shape_of_model(facts), facts.spec.resources.ranks_per_node
     each = reward_model_bytes(spec, _reward_models(facts), in_main_memory=True)
     if shape is not None:
         each |= main_memory_bytes(shape, spec.model.dtype, zero_of(spec), spec.model.lora)
@@ -220,7 +220,7 @@ def _held_by_ranks(facts: Facts) -> dict[str, int]:
 
 def _held_by_engines(facts: Facts) -> dict[str, int]:
     """Main memory of a node that its separate engines take beside their GPUs, likewise."""
-    spec, shape, count = facts.spec, _shape(facts), facts.spec.engines_per_node
+    spec, shape, count = facts.spec, shape_of_model(facts), facts.spec.engines_per_node
     if shape is None or not count:
         return {}
     each = engine_main_memory_bytes(spec, shape)
@@ -266,7 +266,7 @@ def peer_copy(facts: Facts) -> Iterator[Finding]:
 def _snapshot_and_room(facts: Facts) -> tuple[int, float] | None:
     """Bytes of a node's snapshots, and of its main memory beside its ranks; None if they are unknown, or if checkpoints
     are written without snapshots, as those of an adapter are."""
-    spec, shape, resources = facts.spec, _shape(facts), facts.spec.resources
+    spec, shape, resources = facts.spec, shape_of_model(facts), facts.spec.resources
     node = node_memory_gb(facts) * GIB
     if shape is None or not node or not spec.checkpoint.background or spec.model.lora is not None:
         return None
@@ -291,10 +291,6 @@ def _gpu(facts: Facts) -> int | None:
     """Usable memory of a rank's GPU; None without a GPU or if it is unknown."""
     room = _room(facts)
     return room if facts.spec.resources.gpus_per_node and isinstance(room, int) else None
-
-
-def _shape(facts: Facts) -> Shape | None:
-    return shape_of_model(facts.spec, facts.model_config, facts.model_folder)
 
 
 def _reward_models(facts: Facts) -> dict[str, Shape]:
@@ -323,7 +319,7 @@ def _room(facts: Facts) -> int | str:
 
 def _engine_bytes(facts: Facts) -> int:
     """Main memory of the rollout engines beside the ranks of a node; 0 if the config does not define it."""
-    shape, number = _shape(facts), facts.spec.engines_beside_trainers
+    shape, number = shape_of_model(facts), facts.spec.engines_beside_trainers
     return number * engine_main_memory_bytes(facts.spec, shape) if shape is not None and number else 0
 
 

@@ -165,7 +165,7 @@ def _layers(facts: Facts) -> Collection[str]:
     """Names of the model's layers, from its weights or its dimensions; empty if neither is available."""
     if facts.model_folder is not None:
         return facts.model_folder.matrices
-    shape = shape_of_model(facts.spec, facts.model_config, facts.model_folder)
+    shape = shape_of_model(facts)
     return shape.linear_layers if shape is not None else ()
 
 
