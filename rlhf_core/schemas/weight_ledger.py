@@ -34,8 +34,6 @@ class WeightSyncLine(Schema):
     """Part of it on the wire; 0 if the weights stay in the process."""
     apply_s: Finite = 0.0
     """Part of it in which engines loaded the weights. The two overlap if buckets are sent ahead."""
-    limit_gb_per_s: Annotated[None, Field(exclude=True)] = None
-    """Always null; in files of earlier versions."""
 
     @property
     def gb_per_s(self) -> float | None:

@@ -18,7 +18,6 @@ from rlhf_core.schemas.attempts import AttemptState, Role, RunState
 from rlhf_core.schemas.failures import Action, DecidedBy, FailureKind
 from rlhf_core.schemas.journal import AttemptMoved, AttemptSubmitted, DecisionMade, IncidentFound
 from rlhf_core.schemas.resources import Submission
-from rlhf_core.schemas.weight_ledger import WeightSyncLine
 from rlhf_core.watchdog import ingest_reader
 from rlhf_core.watchdog.evidence import final_incident
 from rlhf_core.watchdog.ingest import files_digest, rebuild, sync
@@ -97,11 +96,6 @@ def test_a_sync_in_progress_is_not_reported_as_missing_during_the_run(store: His
     sync(run.dir, store)
     (missing,) = queries.show_run(store, run.run_id)["weight_syncs"]["unacknowledged"]
     assert (missing["version"], missing["acknowledged"]) == (3, 0)
-
-
-def test_a_ledger_of_an_earlier_version_is_read() -> None:
-    line = '{"number": 0, "time": "2026-03-01T12:00:00Z", "version": 2, "engines": 1, "limit_gb_per_s": null}'
-    assert "limit" not in WeightSyncLine.model_validate_json(line).model_dump_json()
 
 
 def test_a_ledger_that_is_read_again_adds_no_duplicate_rows(store: HistoryStore, runs: Path) -> None:

@@ -11,14 +11,13 @@ SITE = "site."
 """Prefix of the ids of a site's own node checks, which are installed on the nodes and unknown here."""
 
 RETIRED = (
-    "algorithm.correction",
     "environment.compiler",
     "optimizer.betas",
     "resume.settings",
     "resume.steps",
     "supervise.backoff",
 )
-"""Ids of checks that only earlier versions had."""
+"""Ids of checks that only rlhf-flows 0.1 had."""
 
 
 @check(OFF)
