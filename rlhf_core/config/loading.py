@@ -15,7 +15,6 @@ from pydantic import BaseModel, ValidationError
 from rlhf_core.config.fields import field_meanings
 from rlhf_core.config.problems import (
     MAX_PROBLEMS,
-    cut,
     explain,
     explain_override,
     flags_for_numbers,
@@ -220,7 +219,7 @@ def _require_one_form(overrides: Sequence[str], given_as: str) -> None:
     if "train.algorithm" in names and discarded:
         raise BadConfig(
             f"{given_as}: found train.algorithm, a name of rlhf-flows 0.1, which would discard "
-            f"{', '.join(map(cut, discarded))}; write loops.main.algorithm.name instead"
+            f"{', '.join(map(readable, discarded))}; write loops.main.algorithm.name instead"
         )
 
 
@@ -250,7 +249,7 @@ def _apply(content: dict[str, Any], override: str, given_as: str) -> None:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
             inner = ".".join(sections[: depth + 1])
-            what = f"{cut(inner)} is a value, not a section"
+            what = f"{readable(inner)} is a value, not a section"
             raise BadConfig(f"{given_as}: override {shortened(override)}: {what}")
     if sections[-1:] == ["algorithm"] and field == "name" and table.get(field) != value:
         table.clear()  # settings of one algorithm are not valid for another

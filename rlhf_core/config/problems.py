@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rlhf_core.config.toml_files import SHOWN_CHARACTERS, shortened
+from rlhf_core.config.toml_files import SHOWN_CHARACTERS, readable, shortened
 from rlhf_core.schemas.migration import current_name
 from rlhf_core.text.formatting import count
 
@@ -57,7 +57,9 @@ def explain_override(detail: Any, override: str) -> str:
     if location_of(detail).startswith(f"{setting_of(override)}."):  # of a table that is the override's value
         return with_old_name(explain(detail), location_of(detail), [name])
     if detail["type"] == "extra_forbidden":
-        return f'unknown setting "{cut(name)}" ({cut(override.strip())}){_nearest_setting(current_name(name))}'
+        return (
+            f'unknown setting "{readable(name)}" ({readable(override.strip())}){_nearest_setting(current_name(name))}'
+        )
     found = detail.get("input")
     is_text = isinstance(found, str) and found == given
     unfinished = is_text and found[:1] in ("[", "{") and not detail["type"].startswith("string_")
@@ -66,7 +68,7 @@ def explain_override(detail: Any, override: str) -> str:
     is_value = not isinstance(found, list | dict) and location_of(detail) == setting_of(override)
     if detail["type"] == "string_type" and is_value:
         # With the outer quotes: a shell would remove the inner ones.
-        advice = f"; as text it needs quotes: '{cut(name)}=\"{cut(given)}\"'"
+        advice = f"; as text it needs quotes: '{readable(name)}=\"{readable(given)}\"'"
     return with_old_name(explain(detail), location_of(detail), [name]) + advice
 
 
@@ -81,8 +83,8 @@ def with_old_name(problem: str, location: str, names: Iterable[str]) -> str:
     for old in names:
         now = current_name(old)
         if now != old and f"{location}.".startswith(f"{now}."):
-            marked = next((shown for shown in (f'"{cut(location)}"', location) if shown in problem), "")
-            written = f"{marked} (written as {cut(old + location[len(now) :])})"
+            marked = next((shown for shown in (f'"{readable(location)}"', location) if shown in problem), "")
+            written = f"{marked} (written as {readable(old + location[len(now) :])})"
             return problem.replace(marked, written, 1) if marked else problem
     return problem
 
@@ -127,7 +129,7 @@ def explain(detail: Any) -> str:
     kind = detail["type"]
     found = detail.get("input")
     if kind == "extra_forbidden":
-        return f'unknown key "{cut(location)}"{_nearest(location)}'
+        return f'unknown key "{readable(location)}"{_nearest(location)}'
     if kind in ("missing", "union_tag_not_found"):
         return _explain_missing(location)
     if kind == "union_tag_invalid":
@@ -221,11 +223,6 @@ def _listed(tags: str) -> str:
     """Format the tags of a union, which pydantic writes as ``'a', 'b', 'c'``, as a readable alternative."""
     *first, last = tags.split(", ")
     return f"{', '.join(first)} or {last}" if first else last
-
-
-def cut(text: str) -> str:
-    """Shorten a text of the user for display."""
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
 
 def expected_name(found: str) -> str:

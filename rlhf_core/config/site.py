@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from rlhf_core.config.problems import MAX_PROBLEMS, cut, explain, flags_for_numbers
+from rlhf_core.config.problems import MAX_PROBLEMS, explain, flags_for_numbers
 from rlhf_core.config.site_paths import RELATIVE_SQLITE
-from rlhf_core.config.toml_files import SHOWN_CHARACTERS, read_toml, shortened
+from rlhf_core.config.toml_files import SHOWN_CHARACTERS, read_toml, readable, shortened
 from rlhf_core.errors import BadConfig
 from rlhf_core.files import private as private_files
 from rlhf_core.machine.accounts import expanded
@@ -160,7 +160,7 @@ def _explain_in_table(schema: type[Schema], name: str, detail: Any) -> str:
     location = detail["loc"]
     if detail["type"] == "extra_forbidden" and len(location) == 1:  # explain() knows the settings of a run only
         key = str(location[0])
-        return f'unknown key "{cut(f"{name}.{key}")}"; {_hint(key, list(schema.model_fields), f"{name}.")}'
+        return f'unknown key "{readable(f"{name}.{key}")}"; {_hint(key, list(schema.model_fields), f"{name}.")}'
     return explain({**detail, "loc": (name, *location)})
 
 
@@ -189,7 +189,7 @@ def _site_file(path: Path) -> dict[str, Any]:
             problems.append("the rest of the file was not checked")
             break
         if key not in SITE_KEYS:
-            problems.append(f'unknown key "{cut(key)}"; {_hint(key, [*SITE_KEYS, *_SITE_TABLES])}')
+            problems.append(f'unknown key "{readable(key)}"; {_hint(key, [*SITE_KEYS, *_SITE_TABLES])}')
         elif key == "max_restarts_per_hour" and isinstance(value, int):
             content[key] = str(value)
         elif not isinstance(value, str):
