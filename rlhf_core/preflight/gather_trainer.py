@@ -6,7 +6,7 @@ Nothing of it is imported: its interpreter runs once and lists the installed pac
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +43,8 @@ class TrainerPlace:
     """Home folder of the site, which holds the environments."""
     code: Path
     """Folder with the copy of the user's code."""
-    slurm: SlurmSpec = field(default_factory=SlurmSpec)
+    slurm: SlurmSpec
     """Slurm settings of run and site."""
-    variables: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    """Environment of the job, as far as it is known here."""
 
 
 def inspect_trainer(spec: RunSpec, place: TrainerPlace, tick: Tick = lambda: None) -> TrainerSide:
@@ -83,7 +81,7 @@ def _with_program(
 ) -> TrainerSide:
     working_dir = _working_dir(trainer, values)
     variables = {name: fill(value, values) for name, value in trainer.variables.items()}
-    search = variables.get("PATH") or place.variables.get("PATH") or os.defpath
+    search = variables.get("PATH") or os.environ.get("PATH") or os.defpath
     variables["PATH"] = f"{side.folder}/bin{os.pathsep}{search}" if side.folder else search
     setup = [*place.slurm.setup, *trainer.setup]
     if setup:
