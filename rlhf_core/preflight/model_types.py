@@ -23,9 +23,9 @@ def read_model_types(package: Path, config: Mapping[str, Any]) -> ModelTypes:
     """
     if not config:
         return ModelTypes()
+    auto = package / "models" / "auto"
     try:
-        trees = [_parse(path) for path in sorted((package / "models" / "auto").glob("*_auto.py"))]
-        trees += [_parse(path) for path in (package / "models" / "auto").glob("auto_mappings.py")]
+        trees = [_parse(auto / "configuration_auto.py"), *map(_parse, auto.glob("auto_mappings.py"))]
         classes = dict(pair for tree in trees for pair in _pairs(tree, "CONFIG_MAPPING_NAMES"))
         packages = dict(pair for tree in trees for pair in _pairs(tree, "SPECIAL_MODEL_TYPE_TO_MODULE_NAME"))
     except (OSError, SyntaxError, ValueError):
