@@ -1,5 +1,6 @@
 """Table of incompatible versions: every row can match, names its source, and blocks the affected runs."""
 
+import functools
 from dataclasses import replace
 from typing import get_args
 
@@ -11,7 +12,6 @@ from test_preflight_checks import found, with_packages
 
 from rlhf_core.preflight.known_bad_versions import KNOWN_BAD, KnownBad, Use
 from rlhf_core.schemas.algorithms import specs
-from rlhf_core.schemas.base import Schema
 from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.run import RolloutSpec, RunSpec
 
@@ -61,11 +61,12 @@ def test_what_a_row_advises_is_not_bad_itself(row: KnownBad) -> None:
         assert not any(SpecifierSet(bad).contains(version) for version in good)
 
 
+@functools.cache
 def valid_specs() -> list[RunSpec]:
     """Every valid kind of run that the table distinguishes. Algorithms and engines are taken from the schema."""
     found = []
     for algorithm in specs():
-        for engine in choices(RolloutSpec, "engine"):
+        for engine in get_args(RolloutSpec.model_fields["engine"].annotation):
             for resources in (
                 {"ranks_per_node": 1, "gpus_per_node": 0},
                 {"ranks_per_node": 2, "gpus_per_node": 0},
@@ -75,10 +76,6 @@ def valid_specs() -> list[RunSpec]:
                 base["loops"]["main"]["algorithm"], base["rollout"]["engine"] = {"name": algorithm}, engine
                 found.append(RunSpec.model_validate(base))
     return found
-
-
-def choices(section: type[Schema], field: str) -> tuple[str, ...]:
-    return get_args(section.model_fields[field].annotation)
 
 
 def commands() -> list[tuple[RunSpec, Use]]:
@@ -108,10 +105,10 @@ def test_a_row_concerns_a_run_that_can_be_asked_for(row: KnownBad) -> None:
 def test_a_row_in_force_is_reported_for_the_runs_that_meet_it(row: KnownBad) -> None:
     """The row goes through validation, gathered facts and the check itself; a run that does not meet it has no
     finding."""
-    installed = an_example(row)
+    facts = with_packages(an_example(row))
     for spec in valid_specs():
-        facts = replace(with_packages(installed), spec=spec)
-        findings = [one for one in found(facts, "environment.versions") if row.happens in one.found]
+        results = found(replace(facts, spec=spec), "environment.versions")
+        findings = [one for one in results if row.happens in one.found]
         fatal = row.concerns(spec) and row.certain
         assert [one.status for one in findings] == [CheckStatus.BLOCKED if fatal else CheckStatus.WARNING]
         assert ("is not affected" in findings[0].found) == (not row.concerns(spec))

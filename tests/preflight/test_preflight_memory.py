@@ -1,6 +1,7 @@
 """The memory model compared with hand counts and with tensors kept by torch, and its messages."""
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,8 +49,8 @@ QWEN3_8B = {
 }
 
 
-def shape() -> Shape:
-    found = shape_of(QWEN3_8B, 8_190_000_000, 0)
+def shape(config: Mapping[str, Any] = QWEN3_8B, parameters: int = 8_190_000_000, vocabulary: int = 0) -> Shape:
+    found = shape_of(config, parameters, vocabulary)
     assert found is not None
     return found
 
@@ -125,15 +126,11 @@ def test_multi_head_latent_attention_caches_its_latent_alone() -> None:
         "num_attention_heads": 128, "num_key_value_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
         "qk_nope_head_dim": 128, "v_head_dim": 128,
     }  # fmt: skip
-    found = shape_of(config, 671_000_000_000, 0)
-    assert found is not None
+    found = shape(config, 671_000_000_000)
     assert token_cache_bytes(found, "bfloat16") == 61 * 576 * 2 == 70_272
     assert token_cache_bytes(part_of(found, 8), "bfloat16") == 70_272
     assert cache_bytes(found, "bfloat16", 3, 10) == 3 * 10 * 62 * 576 * 2
     assert found.query == 128 * 192
-
-
-SLIDING = {"sliding_window": 100}
 
 
 @pytest.mark.parametrize(
@@ -148,8 +145,7 @@ SLIDING = {"sliding_window": 100}
     ],
 )
 def test_a_layer_with_a_sliding_window_keeps_no_more_tokens(settings: dict[str, Any], windowed: int) -> None:
-    found = shape_of({**QWEN3_8B, **SLIDING, **settings}, 8_190_000_000, 0)
-    assert found is not None
+    found = shape({**QWEN3_8B, "sliding_window": 100, **settings})
     token = 2 * 8 * 128 * 2
     largest = 1000 if windowed < 36 else 100
     assert cache_bytes(found, "bfloat16", 1, 1000) == token * ((36 - windowed) * 1000 + windowed * 100 + largest)
@@ -274,15 +270,12 @@ def test_a_reference_model_is_counted_when_there_is_one() -> None:
 
 def test_an_adapter_has_an_optimizer_of_its_own_and_no_second_model() -> None:
     """Trained parameters as peft counts them for Qwen2.5-7B with rank 16 on all linear layers: 40,370,176."""
-    whole, lora = big(), LoraSpec()
-    whole = replace(whole, spec=with_changes(whole.spec, {"loops.main.algorithm": {"name": "dpo"}}))
+    spec = with_changes(big().spec, {"loops.main.algorithm": {"name": "dpo"}})
     config = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
-    seven = shape_of({**config, "num_key_value_heads": 4}, 7_615_616_512, 152064)
-    assert seven is not None
-    assert trained_shape(seven, lora).parameters == 40_370_176
-    model = whole.spec.model.model_copy(update={"lora": lora})
-    parts = trainer_estimate(whole.spec.model_copy(update={"model": model}), shape()).resident
-    all_weights = trainer_estimate(whole.spec, shape()).resident
+    seven = shape({**config, "num_key_value_heads": 4}, 7_615_616_512, 152064)
+    assert trained_shape(seven, LoraSpec()).parameters == 40_370_176
+    parts = trainer_estimate(with_changes(spec, {"model.lora": {}}), shape()).resident
+    all_weights = trainer_estimate(spec, shape()).resident
     assert parts["weights"] == pytest.approx(all_weights["weights"], rel=0.01)
     assert parts["gradients"] < 0.01 * all_weights["gradients"]
     assert parts["optimizer (ZeRO 1 over 8 ranks)"] < 0.01 * all_weights["optimizer (ZeRO 1 over 8 ranks)"]
@@ -292,9 +285,7 @@ def test_the_snapshot_of_an_adapter_needs_no_memory() -> None:
     """Adapters are written without one, as they are small."""
     memory_gb = {"memory_gb": 64.0}
     assert only(big(resources=memory_gb), "memory.snapshot").status is CheckStatus.WARNING
-    facts = big(resources=memory_gb)
-    adapter = facts.spec.model.model_copy(update={"lora": LoraSpec(rank=16)})
-    assert found(replace(facts, spec=facts.spec.model_copy(update={"model": adapter})), "memory.snapshot") == []
+    assert found(big(resources=memory_gb, model={"lora": {}}), "memory.snapshot") == []
 
 
 @pytest.mark.parametrize(
@@ -315,9 +306,7 @@ def test_the_snapshot_of_an_adapter_needs_no_memory() -> None:
     ],
 )
 def test_a_token_passes_through_several_experts(config: dict[str, int], width: int) -> None:
-    mixture = shape_of({**QWEN3_8B, **config}, 46_702_792_704, 0)
-    assert mixture is not None
-    assert mixture.feed_forward == width
+    assert shape({**QWEN3_8B, **config}, 46_702_792_704).feed_forward == width
 
 
 def test_completions_of_the_data_are_as_long_as_they_may_be() -> None:
@@ -572,9 +561,7 @@ def test_the_value_model_is_counted_in_a_checkpoint_on_the_disk() -> None:
     plain = big()
     one = checkpoint_bytes(plain)
     assert one is not None
-    loops = plain.spec.model_dump()["loops"]
-    loops["main"]["algorithm"] = {"name": "ppo"}
-    spec = RunSpec.model_validate({**plain.spec.model_dump(), "loops": loops})
+    spec = with_changes(plain.spec, {"loops.main.algorithm": {"name": "ppo"}})
     facts = replace(plain, spec=spec, disk=replace(plain.disk, free_bytes=int(1.5 * one)))
     assert checkpoint_bytes(facts) == 2 * one
     assert only(facts, "disk.space").status is CheckStatus.BLOCKED
@@ -582,13 +569,9 @@ def test_the_value_model_is_counted_in_a_checkpoint_on_the_disk() -> None:
 
 def test_a_merged_model_is_counted_among_what_fills_the_disk() -> None:
     room = replace(healthy().disk, free_bytes=6 * GIB)
-    adapter = replace(big(), disk=room)
-    model = adapter.spec.model.model_copy(update={"lora": LoraSpec()})
-    adapter = replace(adapter, spec=adapter.spec.model_copy(update={"model": model}))
+    adapter = replace(big(model={"lora": {}}), disk=room)
     assert only(adapter, "disk.space").status is not CheckStatus.BLOCKED, "the checkpoints alone have room"
-    promote = adapter.spec.promote.model_copy(update={"when": "always"})
-    promoted = replace(adapter, spec=adapter.spec.model_copy(update={"promote": promote}))
-    result = only(promoted, "disk.space")
+    result = only(replace(adapter, spec=with_changes(adapter.spec, {"promote.when": "always"})), "disk.space")
     assert result.status is CheckStatus.BLOCKED
     assert "the merged model of a promotion 1" in result.found
 
