@@ -129,9 +129,9 @@ def _unusable(id: str, problem: str) -> CheckFunction:
     )
 
 
-def one_line(problem: str, limit: int = 300) -> str:
+def one_line(problem: str) -> str:
     """Format type and text of an exception in one line."""
-    return " ".join(problem.split())[:limit].removesuffix(":")
+    return " ".join(problem.split())[:300].removesuffix(":")
 
 
 def passed(found: str) -> Finding:
