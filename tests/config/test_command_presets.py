@@ -187,13 +187,6 @@ def test_batches_of_a_preset_hold_whole_groups(name: str) -> None:
         assert batch * spec.num_ranks % int(given["--num_generations"]) == 0
 
 
-def test_the_wheel_carries_environments_and_drivers() -> None:
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
-    carried = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    assert carried["infra/environments"] == "rlhf_core/definitions"
-    assert carried["infra/trainers"] == "rlhf_core/drivers"
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Ray on the nodes of a job, with a stand-in for Ray
 

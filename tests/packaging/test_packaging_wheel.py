@@ -73,6 +73,8 @@ def test_the_wheel_carries_flows_core_migrations_and_presets(wheel: Path) -> Non
         "rlhf_core/py.typed",
         "rlhf_core/presets/quickstart.toml",
         "rlhf_core/presets/gsm8k.toml",
+        "rlhf_core/definitions/trl.toml",
+        "rlhf_core/drivers/ray_node.sh",
         "rlhf_core/history/reader.sql",
         "migrations/env.py",
     ):
