@@ -6,10 +6,10 @@ from typing import Any
 
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.launch_arguments import arguments_of, copies_in_optimizer, trains_all_weights
+from rlhf_core.preflight.memory.formulas import BYTES
 from rlhf_core.preflight.memory.shapes import Shape, shape_of, trained_shape
 from rlhf_core.schemas.run import RunSpec
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _SHARD_BYTES = 4e9
 """Largest file of weights that the trainer writes."""
 _FILES_BESIDES = 12
@@ -44,7 +44,7 @@ def checkpoint_bytes(facts: Facts) -> int | None:
         if shape is None:
             return None
         parameters = trained_shape(shape, facts.spec.model.lora).parameters
-    return parameters * (_BYTES[facts.spec.model.dtype] + 3 * 4) * trained_models(facts.spec)
+    return parameters * (BYTES[facts.spec.model.dtype] + 3 * 4) * trained_models(facts.spec)
 
 
 def trained_models(spec: RunSpec) -> int:
@@ -58,12 +58,12 @@ def merged_bytes(facts: Facts) -> int:
     spec = facts.spec
     if spec.trainer.kind != "native" or spec.model.lora is None or spec.promote.when == "never":
         return 0
-    return (num_parameters(facts) or 0) * _BYTES[spec.model.dtype]
+    return (num_parameters(facts) or 0) * BYTES[spec.model.dtype]
 
 
 def checkpoint_files(facts: Facts) -> int:
     """Files and folders of one checkpoint: a state per rank, the shards of the weights, and metadata."""
-    weights = (num_parameters(facts) or 0) * _BYTES[facts.spec.model.dtype]
+    weights = (num_parameters(facts) or 0) * BYTES[facts.spec.model.dtype]
     shards = max(1, math.ceil(weights / _SHARD_BYTES))
     return facts.spec.num_ranks + shards * trained_models(facts.spec) + _FILES_BESIDES
 
@@ -123,7 +123,7 @@ def shape_of_model(facts: Facts) -> Shape | None:
 def stored_parameters(config: Mapping[str, Any], weight_bytes: int) -> int | None:
     """Number of parameters of a model on the disk; None without weights."""
     stored = str(config.get("torch_dtype") or config.get("dtype") or "float32")
-    return weight_bytes // _BYTES.get(stored, 4) if weight_bytes else None
+    return weight_bytes // BYTES.get(stored, 4) if weight_bytes else None
 
 
 def _vocabulary_size(spec: RunSpec) -> int:

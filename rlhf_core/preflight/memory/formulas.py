@@ -12,7 +12,8 @@ GPU_BASE_BYTES = int(1.5 * GIB)
 CPU_BASE_BYTES = int(0.7 * GIB)
 """The interpreter with torch, transformers and DeepSpeed imported."""
 
-BYTES = {"float32": 4, "bfloat16": 2}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a number, by the name of its format."""
 
 
 @dataclass(frozen=True)
