@@ -115,38 +115,16 @@ def test_killed_and_stopped_ranks_are_restarted_until_the_run_is_done(agent_run:
     assert not run.dir.reserve.exists()
 
 
-def test_a_rank_that_is_killed_repeatedly_exhausts_the_budget(agent_run: MakeRun) -> None:
-    run = agent_run(supervise={"floor_s": 60.0, "max_restarts": 1}, checkpoint={"every_num_steps": 100})
-    run.script({"rank": 0, "step": 2, "do": "kill"})
-    code, _ = run.run_through()
-    assert code == 1
-    assert len(run.dir.restarts()) == 2
-    assert [run.decision(number).action for number in (0, 1)] == [Action.RESTART_IN_PLACE, Action.NEW_ATTEMPT]
-    outcome = run.outcome()
-    assert (outcome.state, outcome.failure_kind) == (AttemptState.FAILED, FailureKind.WORKER_KILLED)
-    assert outcome.num_restarts == 1
-
-
-@pytest.mark.parametrize(
-    ("fault", "kind", "words", "action"),
-    [
-        ("reward", FailureKind.REWARD_FUNCTION, "always answered 'x', expected a number", Action.STOP),
-        # Changes for a new attempt are decided by the controller.
-        ("nan", FailureKind.NON_FINITE, "loss is nan at step 3", Action.NEW_ATTEMPT),
-    ],
-)
-def test_a_permanent_error_ends_the_attempt_at_once_with_its_message(
-    agent_run: MakeRun, fault: str, kind: FailureKind, words: str, action: Action
-) -> None:
+def test_a_permanent_error_ends_the_attempt_at_once_with_its_message(agent_run: MakeRun) -> None:
     run = agent_run()
-    run.script({"rank": 1, "step": 3, "do": fault})
+    run.script({"rank": 1, "step": 3, "do": "reward"})
     code, _ = run.run_through()
     outcome = run.outcome()
-    assert (code, outcome.state, outcome.failure_kind) == (1, AttemptState.FAILED, kind)
-    assert words in outcome.message
+    assert (code, outcome.state, outcome.failure_kind) == (1, AttemptState.FAILED, FailureKind.REWARD_FUNCTION)
+    assert "always answered 'x', expected a number" in outcome.message
     assert "Rank 1" in outcome.message
     assert len(run.dir.restarts()) == 1
-    assert run.decision(0).action is action
+    assert run.decision(0).action is Action.STOP
 
 
 @pytest.mark.usefixtures("tiny_disk")
@@ -233,21 +211,6 @@ def test_endless_work_outside_a_collective_is_a_hang_of_that_rank(agent_run: Mak
     assert (code, incident.failure_kind, incident.suspect_ranks) == (1, FailureKind.HANG, (1,))
     assert "has not entered collective" in incident.message
     assert run.decision(0).action is Action.NEW_ATTEMPT
-
-
-def test_stop_saves_and_ends_as_preempted(agent_run: MakeRun) -> None:
-    run = agent_run(evaluator=True, train={"num_steps": 2000}, checkpoint={"every_num_steps": 10_000})
-    run.start()
-    until(lambda: run.reached(0, 3))
-    for pid in run.pids(0).values():
-        os.kill(
-            pid, signal.SIGUSR2
-        )  # some clusters send it to every process of a job; workers ignore it in favour of the agent
-    run.agents[0].send_signal(signal.SIGUSR2)  # as a scheduler does ahead of the time limit
-    code, _ = run.finish()
-    assert (code, run.outcome().state) == (0, AttemptState.PREEMPTED)
-    assert run.run_dir.checkpoints()[-1].step == run.outcome().last_step
-    assert not (run.run_dir.root / "evaluated-0").exists()
 
 
 def test_a_second_agent_exits_and_a_killed_agent_takes_its_workers_along(agent_run: MakeRun) -> None:

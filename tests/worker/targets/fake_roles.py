@@ -15,7 +15,7 @@ import threading
 import time
 from pathlib import Path
 
-from rlhf_core.errors import DiskFull, NonFiniteLoss, RewardFailed
+from rlhf_core.errors import DiskFull, RewardFailed
 from rlhf_core.files.appended import LineWriter
 from rlhf_core.files.whole import remove_tree, write_model
 from rlhf_core.run_dir.checkpoint import CheckpointDir, checksum
@@ -209,8 +209,6 @@ def _do(what: str, context: WorkerContext) -> None:
             raise RewardFailed("reward function broken:always answered 'x', expected a number")
         case "full_disk":
             _fill_disk(context)
-        case "nan":
-            raise NonFiniteLoss("loss is nan at step 3")
         case "value":
             raise ValueError(f"something never seen before, number {context.restart}")
         case "child_stops":
