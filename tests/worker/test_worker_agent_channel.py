@@ -1,12 +1,10 @@
 """The store in which agents meet: recognised by its marker alone; a foreign store is never accepted."""
 
 import socket
-import subprocess
-import sys
-import textwrap
 import time
 
 import pytest
+from fork_server import fork_server
 from process_tools import until
 
 from rlhf_core.run_dir.run import new_run_id
@@ -123,32 +121,27 @@ def test_a_single_agent_receives_its_own_messages() -> None:
     alone.close()
 
 
-HOST = textwrap.dedent(
-    """
-    import sys, time
-    from rlhf_core.worker.channel.store import host_agent_store
-    from rlhf_core.worker.channel.signing import MessageSigner
-    store = host_agent_store("127.0.0.1", "", MessageSigner(b"0" * 64, sys.argv[1], 0))
+def host(marker: str) -> None:
+    """Be agent 0, in whose process the store lives."""
+    store = host_agent_store("127.0.0.1", "", signer(marker))
     store.set("orders", "")
-    print("up", flush=True)
-    time.sleep(60)
-    """
-)
+    time.sleep(600)
 
 
-@pytest.mark.parametrize("dies", [True, False])
-def test_agent_0_is_lost_when_its_process_dies(marker: str, monkeypatch: pytest.MonkeyPatch, dies: bool) -> None:
+def test_agent_0_is_lost_when_its_process_dies(marker: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the control: it is not lost while its process lives."""
     monkeypatch.setattr(messages, "LOST_TIMEOUT_S", 4.0)
-    with subprocess.Popen([sys.executable, "-c", HOST, marker], stdout=subprocess.PIPE, text=True) as host:
-        assert host.stdout is not None
-        assert host.stdout.readline() == "up\n"
-        nodes = Nodes(("a", "b"), ("127.0.0.1",) * 2, 1)
+    agent_0 = fork_server().Process(target=host, args=(marker,))
+    agent_0.start()
+    try:
         own = signer(marker, 1)
-        follower = AgentChannel(nodes, join_agent_store("127.0.0.1", own, asleep, 20.0), own)
-        if dies:
-            host.kill()
-        time.sleep(7.0)
-        assert follower.is_lost is dies
-        host.kill()
+        store = join_agent_store("127.0.0.1", own, asleep, 60.0)
+        follower = AgentChannel(Nodes(("a", "b"), ("127.0.0.1",) * 2, 1), store, own)
+        time.sleep(6.0)
+        assert not follower.is_lost
+        agent_0.kill()
+        until(lambda: follower.is_lost)
         follower.close()
+    finally:
+        agent_0.kill()
+        agent_0.join()
