@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Collection
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import psutil
 
@@ -83,20 +83,40 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-class Child(Protocol):
-    """Subset of ``subprocess.Popen`` in use. The process leads its own process group."""
+class ForkedWorker:
+    """A forked worker's process: a child of the agent, with the subset of ``subprocess.Popen`` in use."""
 
-    pid: int
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit code; None while it is alive."""
+        """Reap it and return its exit code, negative for a signal; None while it is alive."""
+        if self.returncode is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # reaped elsewhere: report 0, as Popen does
+                pid, status = self.pid, 0
+            if pid == self.pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout: float) -> int:
         """Wait for it to exit.
 
         Raises:
             subprocess.TimeoutExpired: it is still alive.
         """
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout)
+            time.sleep(0.01)
+        return code
+
+
+Child = subprocess.Popen[bytes] | ForkedWorker
+"""A started process, which leads its own process group."""
 
 
 def kill_and_reap(children: Collection[Child], timeout_s: float) -> list[int]:

@@ -17,7 +17,8 @@ from pathlib import Path
 from fork_server import fork_server
 
 from rlhf_core.schemas.resources import GroupPlan
-from rlhf_core.worker.groups.fork_server import ForkedWorker, ForkServer, _Server
+from rlhf_core.worker.groups.fork_server import ForkServer, _Server
+from rlhf_core.worker.processes import ForkedWorker
 from rlhf_core.worker.roles import COMMAND
 
 
@@ -107,7 +108,7 @@ def _fork_workers(become: Callable[[list[str]], int]) -> None:
     def take(server: ForkServer, mark: str) -> _Server:
         ForkServer._start = start  # type: ignore[method-assign]
         server.started.add(pid)
-        return _Server(ForkedWorker(pid), order_in, answer_out, mark)  # type: ignore[arg-type]
+        return _Server(ForkedWorker(pid), order_in, answer_out, mark)
 
     def is_forked(agent: Agent, plan: GroupPlan) -> bool:
         return agent._job.spec.supervise.warm_workers and agent._job.targets.get(plan.role) != COMMAND

@@ -16,7 +16,8 @@ from process_tools import until
 
 from rlhf_core.worker import processes
 from rlhf_core.worker.groups import fork_server
-from rlhf_core.worker.groups.fork_server import ForkedWorker, ForkServer
+from rlhf_core.worker.groups.fork_server import ForkServer
+from rlhf_core.worker.processes import ForkedWorker
 from rlhf_core.worker.worker_process import AGENT_VARIABLE
 
 GIB = 2**30

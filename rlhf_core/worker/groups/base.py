@@ -4,7 +4,6 @@ The main thread starts workers and reaps them; the supervising thread reads thei
 """
 
 import os
-import subprocess
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -18,7 +17,7 @@ from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.reports import Phase, RankStatus, RepresentedProcess
 from rlhf_core.schemas.resources import GroupPlan
 from rlhf_core.worker import processes
-from rlhf_core.worker.groups.fork_server import ForkedWorker, ForkServer, start_new
+from rlhf_core.worker.groups.fork_server import ForkServer, start_new
 from rlhf_core.worker.liveness.heartbeat import SlotFile
 from rlhf_core.worker.liveness.pause_clock import PauseClock
 from rlhf_core.worker.worker_process import SLOTS_VARIABLE, spare_outcome
@@ -107,7 +106,7 @@ class WorkerGroup(ABC):
         self.hang: Hang | None = None
         """The hang for which all workers were killed."""
         self._fork_server = fork_server
-        self._processes: dict[int, subprocess.Popen[bytes] | ForkedWorker] = {}
+        self._processes: dict[int, processes.Child] = {}
         self._killed_at_s: dict[int, float] = {}
         self._num_exits = 0
         self._lock = threading.Lock()

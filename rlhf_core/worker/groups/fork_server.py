@@ -24,6 +24,7 @@ from pathlib import Path
 import rlhf_core
 from rlhf_core.machine.main_memory import memory_bytes
 from rlhf_core.worker import processes
+from rlhf_core.worker.processes import Child, ForkedWorker
 from rlhf_core.worker.roles import WARM
 from rlhf_core.worker.signals import SAVING, held_back
 
@@ -54,47 +55,11 @@ COMMAND_BYTES = 2048
 """Space reserved in the server's command line for a worker's, as shown by ``ps``."""
 
 
-class ForkedWorker:
-    """A forked worker's process: a child of the agent, with the subset of ``subprocess.Popen`` in use."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        """Reap it and return its exit code, negative for a signal; None while it is alive."""
-        return self._collect(os.WNOHANG)
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for it to exit.
-
-        Raises:
-            subprocess.TimeoutExpired: it is still alive.
-        """
-        deadline_s = None if timeout is None else time.monotonic() + timeout
-        while self._collect(0 if deadline_s is None else os.WNOHANG) is None:
-            if deadline_s is not None and time.monotonic() > deadline_s:
-                raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or 0.0)
-            time.sleep(0.01)
-        assert self.returncode is not None
-        return self.returncode
-
-    def _collect(self, options: int) -> int | None:
-        if self.returncode is None:
-            try:
-                pid, status = os.waitpid(self.pid, options)
-            except ChildProcessError:  # reaped elsewhere: report 0, as Popen does
-                pid, status = self.pid, 0
-            if pid == self.pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-
 @dataclass
 class _Server:
     """A server process that has done its imports or is doing them."""
 
-    process: "subprocess.Popen[bytes]"
+    process: Child
     orders: int
     """File descriptor for writing orders, one line of JSON each."""
     answers: int
@@ -241,7 +206,7 @@ class ForkServer:
         self.close()
         return None
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> "ForkedWorker | subprocess.Popen[bytes]":
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> Child:
         """Fork a process, or start a new one if no server is usable.
 
         Args:
