@@ -219,16 +219,11 @@ def test_a_server_whose_forks_would_differ_is_replaced(
     assert fork(server, tmp_path / "said").wait(30) == 7
 
 
-@pytest.mark.parametrize("damage", [kill, stop])
 def test_a_server_that_is_lost_during_a_start_forks_nothing(
-    server: ForkServer,
-    messages: list[str],
-    damage: Callable[[int, pytest.MonkeyPatch], str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    server: ForkServer, messages: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No worker is returned; the caller then starts a new process."""
-    why = damage(ready(server), monkeypatch)
+    why = kill(ready(server), monkeypatch)
     assert server.fork([str(tmp_path / "said")], environment()) is None
     assert why in " ".join(messages)
     assert server.pids == frozenset()

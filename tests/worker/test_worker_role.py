@@ -63,14 +63,16 @@ def test_a_role_knows_its_rank_and_its_output_is_kept(run_dir: RunDir) -> None:
 
 
 def test_an_error_is_passed_on_as_text_with_its_step_and_phase(run_dir: RunDir) -> None:
+    """No thread keeps the process alive, since peers notice only when the connections close; its output is kept."""
     slots = SlotFile(run_dir.run_id, 1, "here", 2)
     try:
         body = (
-            "from rlhf_core.errors import RewardFailed\n"
+            "import threading, time\nfrom rlhf_core.errors import RewardFailed\n"
+            "threading.Thread(target=time.sleep, args=(60,)).start()\nprint('said before', end='')\n"
             "context.reporter.beat(Phase.REWARD, 8)\n"
             "raise RewardFailed('no')"
         )
-        code, outcome, log = work(run_dir, body, slots.path)
+        code, outcome, log = work(run_dir, body, slots.path)  # times out if the thread keeps it alive
     finally:
         slots.remove()
     assert code == 1
@@ -79,14 +81,13 @@ def test_an_error_is_passed_on_as_text_with_its_step_and_phase(run_dir: RunDir) 
     assert (outcome.phase, outcome.step) == (Phase.REWARD, 8)
     assert 'user_role.py", line' in outcome.traceback
     assert "RewardFailed: no" in log
+    assert "said before" in log
 
 
 @pytest.mark.parametrize(
     ("body", "error_type"),
     [
         ("raise SystemExit(0)", "builtins.SystemExit"),
-        ("raise KeyboardInterrupt", "builtins.KeyboardInterrupt"),
-        ("import not_installed", "builtins.ModuleNotFoundError"),
         ("class Own(Exception): pass\nraise Own", "user_role.run.<locals>.Own"),
     ],
 )
@@ -95,17 +96,6 @@ def test_only_a_return_is_a_success(run_dir: RunDir, body: str, error_type: str)
     assert code == 1
     assert outcome is not None
     assert outcome.error_type == error_type
-
-
-def test_after_an_error_no_thread_keeps_the_process_alive(run_dir: RunDir) -> None:
-    """Peers notice only when the connections close; all output is in the log nevertheless."""
-    body = (
-        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n"
-        "print('said before', end='')\nraise ValueError('boom')"
-    )
-    code, _, log = work(run_dir, body)  # otherwise `work` would time out
-    assert code == 1
-    assert "said before" in log
 
 
 def test_a_missing_placement_is_named(run_dir: RunDir) -> None:
