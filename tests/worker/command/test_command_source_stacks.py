@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Iterator
 from concurrent.futures import wait
 from pathlib import Path
 
@@ -34,14 +35,13 @@ collective()
 """
 
 
-def samples(source: Stacks, num: int) -> list[Reading]:
+def samples(source: Stacks, num: int) -> Iterator[Reading]:
     """Readings at sample intervals: every poll starts a dump and collects it a little later."""
-    polls, found = Polls(source), []
+    polls = Polls(source)
     for _ in range(num):
         polls.poll()
         assert not wait(source._samples.values(), timeout=10).not_done
-        found.append(polls.poll())
-    return found
+        yield polls.poll()
 
 
 def test_it_detects_a_rank_that_stands_still(tmp_path: Path, start: Start) -> None:
@@ -134,13 +134,13 @@ def test_samples_are_five_seconds_apart(tmp_path: Path, start: Start) -> None:
 def test_an_ended_process_is_no_progress(tmp_path: Path, start: Start) -> None:
     program = start("pass")
     program.process.wait()
-    assert samples(Stacks(watched(tmp_path, pids=[program.pid])), 2) == [Reading()] * 2
+    assert [*samples(Stacks(watched(tmp_path, pids=[program.pid])), 2)] == [Reading()] * 2
 
 
 def test_a_process_that_is_not_python_is_reported(tmp_path: Path, start: Start) -> None:
     program = start("import os; os.execvp('sleep', ['sleep', '1000'])")
     time.sleep(1)
-    found = samples(Stacks(watched(tmp_path, pids=[program.pid])), 2)
+    found = [*samples(Stacks(watched(tmp_path, pids=[program.pid])), 2)]
     assert found[0].problem.startswith(f"no stack of process {program.pid} from py-spy: ")
     assert not any(one.moved for one in found)
 
