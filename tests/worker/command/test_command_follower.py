@@ -154,17 +154,6 @@ def test_a_program_that_starts_over_has_failed(agent_run: MakeRun) -> None:
     assert saved(run)[-1] >= 5, "the training so far is untouched"
 
 
-def test_a_program_that_evaluates_before_it_resumes_has_not_started_over(agent_run: MakeRun) -> None:
-    """``trainer.evaluate()`` before ``trainer.train(resume_from_checkpoint=...)`` logs step 0."""
-    run = agent_run(
-        trainer=external_program("--fault", "0:14:kill", "--evaluates", "--pause", "0.3"),
-        checkpoint={"every_num_steps": 5},
-    )
-    code, output = run.run_through(native=True)
-    assert (code, run.outcome().state, run.outcome().num_restarts) == (0, AttemptState.COMPLETED, 1), output
-    assert next(line.step for line in read_models(run.restart(1).metrics, MetricsLine)) > 5, "it has resumed"
-
-
 def test_a_program_that_is_not_there_is_named(agent_run: MakeRun) -> None:
     run = agent_run(trainer=external_program() | {"argv": ["no-such-program"]})
     code, _ = run.run_through(native=True)

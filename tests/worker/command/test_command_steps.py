@@ -28,8 +28,8 @@ def follower_from(step: int) -> Any:
     )
 
 
-def test_lower_numbers_after_a_resume_are_no_steps() -> None:
-    """The epoch of a validation, or the bar of an evaluation (3/50)."""
+def test_lower_numbers_around_a_resume_are_no_steps() -> None:
+    """Step 0 of an evaluation before training resumes; later the epoch of a validation, or its bar (3/50)."""
     follower = follower_from(4000)
     assert [note(follower, *steps) for steps in [(None, 0), (3, 4001), (4002,), (3, None)]] == [4000, 4001, 4002, 4002]
 

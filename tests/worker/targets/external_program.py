@@ -1,7 +1,7 @@
 """A training script that knows nothing of this project and needs no torch: one process for each rank, started by hand.
 
     external_program.py OUTPUT STEPS [--every N] [--resume CHECKPOINT] [--fault RANK:STEP:KIND] [--forgets] [--leaves]
-        [--evaluates] [--daemon] [--uploads SECONDS]
+        [--daemon] [--uploads SECONDS]
 
 The first rank prints its steps and saves. A fault strikes once: a file in the output folder remembers it.
 """
@@ -23,7 +23,6 @@ parser.add_argument("--resume", type=Path)
 parser.add_argument("--fault", default="")
 parser.add_argument("--forgets", action="store_true", help="begin anew whatever it is told")
 parser.add_argument("--daemon", action="store_true", help="leave a process behind")
-parser.add_argument("--evaluates", action="store_true", help="log an evaluation at step 0 before it trains")
 parser.add_argument("--leaves", action="store_true", help="exit once it has saved on a signal")
 parser.add_argument("--uploads", type=float, default=0.0, help="seconds of silent work after the last step")
 parser.add_argument("--pause", type=float, default=0.1)
@@ -58,8 +57,6 @@ if given.resume and not given.forgets:
 if given.daemon and rank == 0:
     left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     (given.output / "daemon").write_text(str(left.pid))
-if given.evaluates and rank == 0:
-    print("step 0 loss 1.0000 reward_std 0.5", flush=True)
 for step in range(start + 1, given.steps + 1):
     time.sleep(given.pause)
     once = given.output / "struck"
