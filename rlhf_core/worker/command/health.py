@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, variance
-from typing import Self
 
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.health import HealthRule, HealthSpec
@@ -48,18 +47,10 @@ class MetricWarning:
     """Finding, expectation and remedy in words, without a full stop."""
 
 
-@dataclass(frozen=True)
-class _Mean:
-    """A mean of rewards with its standard error."""
-
-    value: float
-    error: float
-
-    @classmethod
-    def of(cls, rewards: list[float]) -> Self:
-        """The mean of at least one reward."""
-        spread = variance(rewards) if len(rewards) > 1 else 0.0
-        return cls(fmean(rewards), math.sqrt(spread / len(rewards)))
+def _mean(rewards: list[float]) -> tuple[float, float]:
+    """The mean of at least one reward, and its standard error."""
+    spread = variance(rewards) if len(rewards) > 1 else 0.0
+    return fmean(rewards), math.sqrt(spread / len(rewards))
 
 
 @dataclass
@@ -86,11 +77,11 @@ class _Rewards:
         """True if the rewards are the highest ever seen, or have risen since the first steps."""
         if not self.recent:
             return False
-        now, first = _Mean.of(self.recent), _Mean.of(self.first)
+        (now, now_error), (first, first_error) = _mean(self.recent), _mean(self.first)
         if self.top == self.floor:
             return self.top > 0
-        is_solved = now.value >= self.top - SOLVED_WITHIN * (self.top - self.floor)
-        return is_solved or now.value - first.value > SURE_GAIN * math.hypot(now.error, first.error)
+        is_solved = now >= self.top - SOLVED_WITHIN * (self.top - self.floor)
+        return is_solved or now - first > SURE_GAIN * math.hypot(now_error, first_error)
 
     @property
     def in_words(self) -> str:
