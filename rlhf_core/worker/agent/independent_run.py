@@ -18,10 +18,11 @@ from rlhf_core.schemas.failures import Action
 from rlhf_core.worker import processes
 from rlhf_core.worker.agent.decisions import GroupDecisions
 from rlhf_core.worker.channel.messages import AgentChannel
+from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.evidence import exit_reports
 from rlhf_core.worker.evidence.exit_reports import NodeReport, Write
 from rlhf_core.worker.groups.base import Exit, StartAbandoned, Started
-from rlhf_core.worker.groups.events import GroupEvents
+from rlhf_core.worker.groups.events import log_exit, log_start
 from rlhf_core.worker.groups.independent import IndependentGroup
 from rlhf_core.worker.supervision.group import SupervisedGroup, states_of
 from rlhf_core.worker.supervision.supervisor import Supervisor
@@ -40,7 +41,7 @@ class IndependentRun:
         channel: AgentChannel,
         decisions: GroupDecisions,
         supervisor: Supervisor,
-        events: GroupEvents,
+        events: EventLog,
         write: Write,
         restart_dir: Callable[[], RestartDir],
     ) -> None:
@@ -95,7 +96,7 @@ class IndependentRun:
         except StartAbandoned:
             return
         if self._group.workers:
-            self._events.started(self._group.role, list(self._group.workers.values()), self._group.generation)
+            log_start(self._events, self._group.role, self._group.workers.values(), self._group.generation)
 
     def _report_exits(self, supervised: SupervisedGroup) -> None:
         for worker, end in self._group.poll():
@@ -106,7 +107,7 @@ class IndependentRun:
 
     def _report_exit(self, supervised: SupervisedGroup, worker: Started, end: Exit) -> None:
         group, local_rank = self._group, worker.local_rank
-        self._events.exited(group.role, worker, end, group.generations[local_rank])
+        log_exit(self._events, group.role, worker, end, group.generations[local_rank])
         # Kill everything this worker started, and nothing else.
         left = processes.end_descendants(group=group.marker(local_rank), sessions={worker.pid})
         self._report(supervised, worker, len(left))
@@ -133,7 +134,7 @@ class IndependentRun:
             started = self._group.restart(local_rank, generation)
             supervised.exits = {index: one for index, one in supervised.exits.items() if index != local_rank}
             if started is not None:
-                self._events.started(self._group.role, [started], generation)
+                log_start(self._events, self._group.role, [started], generation)
 
     def _end(self) -> Generator[None, None, None]:
         """Kill the workers, whatever they are doing."""
@@ -142,7 +143,7 @@ class IndependentRun:
         deadline = time.monotonic() + END_TIMEOUT_S
         while not group.all_ended and group.started and time.monotonic() < deadline:
             for worker, end in group.poll():
-                self._events.exited(group.role, worker, end, group.generations[worker.local_rank])
+                log_exit(self._events, group.role, worker, end, group.generations[worker.local_rank])
             yield
         for local_rank, worker in group.workers.items():
             processes.end_descendants(group=group.marker(local_rank), sessions={worker.pid})

@@ -39,7 +39,7 @@ from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.evidence import exit_reports
 from rlhf_core.worker.evidence.exit_reports import Write
 from rlhf_core.worker.groups.base import GroupSeat, StartAbandoned, WorkerGroup
-from rlhf_core.worker.groups.events import GroupEvents
+from rlhf_core.worker.groups.events import log_exit, log_start
 from rlhf_core.worker.groups.fork_server import ForkServer
 from rlhf_core.worker.groups.independent import IndependentGroup
 from rlhf_core.worker.groups.joint import JointGroup, JointStart
@@ -79,7 +79,6 @@ class Agent:
         self._restart_is_used = False
         self._gpus: GpuWait | None = None
         self._slots: dict[Role, SlotFile] = {}
-        self._group_events = GroupEvents(events)
         supervise = job.spec.supervise
         self._fork_server = ForkServer(events.print_line)
         self._supervisor = Supervisor(
@@ -252,7 +251,7 @@ class Agent:
             self._channel,
             self._decisions,
             self._supervisor,
-            self._group_events,
+            self._events,
             self._write,
             lambda: self._restart_dir,
         )
@@ -332,10 +331,10 @@ class Agent:
             with suppress(StartAbandoned), Survived(but=(StartAbandoned,)) as failed:
                 group.start()
                 if group.workers:
-                    self._group_events.started(group.role, list(group.workers.values()))
+                    log_start(self._events, group.role, group.workers.values())
                 while True:
                     for worker, end in group.poll():
-                        self._group_events.exited(group.role, worker, end)
+                        log_exit(self._events, group.role, worker, end)
                     self._take_warnings()
                     if group.is_over:
                         break
