@@ -51,17 +51,12 @@ class SupervisionCallback(TrainerCallback):  # type: ignore[misc]  # mypy does n
             self._file.set(_words.PHASE, number)
             self._file.set(_words.BEATS, self._file.get(_words.BEATS) + 1)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Send a heartbeat: the training loop begins."""
-        self.beat("train", state.global_step)
-
     def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Send a heartbeat: an optimizer step begins."""
+        """Send a heartbeat: the training loop or an optimizer step begins, a part of a step is done, or metrics were
+        logged."""
         self.beat("train", state.global_step)
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Send a heartbeat: one part of an accumulated step is done."""
-        self.beat("train", state.global_step)
+    on_train_begin = on_substep_end = on_log = on_step_begin
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> Any:
         """Send a heartbeat after an optimizer step; here all ranks agree on a save.
@@ -102,20 +97,14 @@ class SupervisionCallback(TrainerCallback):  # type: ignore[misc]  # mypy does n
         self._orders[save_at] = bool(stop)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Send a heartbeat: an evaluation is done."""
+        """Send a heartbeat: an evaluation, or a batch of it, is done."""
         self.beat("evaluate", state.global_step)
 
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Send a heartbeat: a batch of an evaluation is done."""
-        self.beat("evaluate", state.global_step)
+    on_prediction_step = on_evaluate
 
     def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Send a heartbeat: a checkpoint was written."""
         self.beat("checkpoint", state.global_step)
-
-    def on_log(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Send a heartbeat: metrics were logged."""
-        self.beat("train", state.global_step)
 
 
 def _key(number: int) -> str:

@@ -54,6 +54,8 @@ def test_every_event_is_a_beat_with_step_and_phase(callback: ModuleType, status:
     assert (reading.moved, reading.step, reading.phase) == (True, 6, Phase.TRAIN)
     one.on_save(None, at(7), None)
     assert source.poll(0.0).phase is Phase.CHECKPOINT
+    one.on_prediction_step(None, at(7), None)
+    assert source.poll(0.0).phase is Phase.EVALUATE
     one.beat("reward", 7)
     assert source.poll(0.0).phase is Phase.REWARD
     assert not source.poll(0.0).moved
