@@ -23,17 +23,19 @@ PHASES = ("setup", "rollout", "reward", "train", "weight_sync", "checkpoint", "e
 LEAD_STEPS = 2
 """Steps from the announcement of a save to the save. No rank completes the gradients of the next step without rank 0,
 which announces first; one more, since a rank may be a step ahead of its GPU."""
+SAVE_AT = "rlhf-flows/save"
+"""Key in the store of the ranks that holds the step of the save."""
 
 
 class SupervisionCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not read transformers
-    """Updates the heartbeat at every event of the trainer, and saves when the run requests it."""
+    """Updates the heartbeat at every event of the trainer, and saves and stops when the run requests it."""
 
     def __init__(self) -> None:
         self._file = _words.own_file() if _words is not None else None
-        self._request = self._num_orders = 0
-        self._orders: dict[int, bool] = {}
         self._store: Any = None
         self._leads = False
+        self._has_announced = False
+        self._save_at: int | None = None
 
     def beat(self, phase: str, step: int) -> None:
         """Update the heartbeat of this rank. Call it from your own code that takes long, such as a reward function.
@@ -59,42 +61,30 @@ class SupervisionCallback(TrainerCallback):  # type: ignore[misc]  # mypy does n
     on_train_begin = on_substep_end = on_log = on_step_begin
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> Any:
-        """Send a heartbeat after an optimizer step; here all ranks agree on a save.
+        """Send a heartbeat after an optimizer step; here all ranks agree on the step at which they save and stop.
 
         Raises:
             RuntimeError: the other ranks have saved at an earlier step, without this one.
         """
-        self.beat("train", state.global_step)
+        step = state.global_step
+        self.beat("train", step)
         if self._file is None:
             return control
         if self._store is None:
             self._store, self._leads = _shared_store()
-        self._send_order(self._file, state.global_step)
-        self._take_order(state.global_step)
-        stop = self._orders.pop(state.global_step, None)
-        if stop is not None:
-            control.should_save = True
-            control.should_training_stop = control.should_training_stop or stop
+        if self._leads and not self._has_announced and self._file.get(_words.STOP):
+            self._store.set(SAVE_AT, str(step + LEAD_STEPS))
+            self._has_announced = True
+        if self._save_at is None and self._store.check([SAVE_AT]):
+            self._save_at = int(self._store.get(SAVE_AT))
+            if self._save_at < step:
+                raise RuntimeError(
+                    f"at step {step}, this rank was told to save at step {self._save_at}, expected to be told before: "
+                    "the other ranks wait for it. Ranks must take their steps together"
+                )
+        if step == self._save_at:
+            control.should_save = control.should_training_stop = True
         return control
-
-    def _send_order(self, file: Any, step: int) -> None:
-        """Send all ranks the step of a requested save, if this is rank 0."""
-        request = file.get(_words.SAVE)
-        if self._leads and request != self._request:
-            self._request = request
-            self._store.set(_key(self._num_orders + 1), f"{step + LEAD_STEPS} {file.get(_words.STOP)}")
-
-    def _take_order(self, step: int) -> None:
-        if not self._store.check([_key(self._num_orders + 1)]):
-            return
-        self._num_orders += 1
-        save_at, stop = map(int, self._store.get(_key(self._num_orders)).split())
-        if save_at < step:
-            raise RuntimeError(
-                f"at step {step}, this rank was told to save at step {save_at}, expected to be told before: the other "
-                "ranks wait for it. Ranks must take their steps together"
-            )
-        self._orders[save_at] = bool(stop)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Send a heartbeat: an evaluation, or a batch of it, is done."""
@@ -105,10 +95,6 @@ class SupervisionCallback(TrainerCallback):  # type: ignore[misc]  # mypy does n
     def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Send a heartbeat: a checkpoint was written."""
         self.beat("checkpoint", state.global_step)
-
-
-def _key(number: int) -> str:
-    return f"rlhf-flows/save/{number}"
 
 
 def _shared_store() -> Any:

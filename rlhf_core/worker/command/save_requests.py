@@ -69,7 +69,6 @@ class SaveRequests:
             return  # begun at the next poll: an older checkpoint must not pass for the answer
         self.is_stop_requested = True
         self._status.set(words.STOP, 1)
-        self._status.set(words.SAVE, self._status.get(words.SAVE) + 1)
         has_callback = self._status.get(words.BEATS) > 0
         if has_callback:
             # A checkpoint saved before may be published only now; ending the program then would cut the new one off.

@@ -83,45 +83,35 @@ def ranks(callback: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     return make
 
 
-def control(*, stop: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(should_save=False, should_training_stop=stop)
+def control() -> SimpleNamespace:
+    return SimpleNamespace(should_save=False, should_training_stop=False)
 
 
-def request(tmp_path: Path, rank: int, *, stop: bool = False) -> None:
-    """Send a request, as the worker of that rank forwards it."""
-    status = words.RankFile(words.rank_path(str(tmp_path / "ranks"), rank))
-    status.set(words.STOP, int(stop))
-    status.set(words.SAVE, status.get(words.SAVE) + 1)
+def request(tmp_path: Path, rank: int) -> None:
+    """Send the request, as the worker of that rank forwards it."""
+    words.RankFile(words.rank_path(str(tmp_path / "ranks"), rank)).set(words.STOP, 1)
 
 
-def saves(one: Any, *steps: int) -> list[tuple[int, bool]]:
-    """Steps at which the callback saves, and whether it stops there."""
+def saves(one: Any, *steps: int) -> list[int]:
+    """Steps at which the callback saves and stops."""
     found = []
     for step in steps:
         asked = one.on_step_end(None, at(step), control())
+        assert asked.should_save == asked.should_training_stop
         if asked.should_save:
-            found.append((step, asked.should_training_stop))
+            found.append(step)
     return found
 
 
 def test_all_ranks_save_at_the_step_that_the_first_one_announces(ranks: Ranks, tmp_path: Path) -> None:
     """Neither the step durations nor the workers of the other ranks matter."""
-    first, second = ranks(0), ranks(1)
+    first, second, third = ranks(0), ranks(1), ranks(2)
+    request(tmp_path, 1)
+    assert saves(second, 4, 5, 6) == [], "a rank does not save alone"
     request(tmp_path, 0)
-    assert saves(first, 7, 8, 9, 9, 10) == [(9, False)]
-    assert saves(second, 7, 8, 9, 9, 10) == [(9, False)], "its own worker has sent nothing"
-    request(tmp_path, 1, stop=True)
-    assert saves(second, 11, 12, 13) == [], "a rank does not save alone"
-    request(tmp_path, 0, stop=True)
-    assert saves(first, 14, 15, 16) == saves(second, 14, 15, 16) == [(16, True)]
-
-
-def test_a_stop_follows_a_save_that_is_under_way(ranks: Ranks, tmp_path: Path) -> None:
-    first, second = ranks(0), ranks(1)
-    request(tmp_path, 0)
-    found = saves(first, 7)
-    request(tmp_path, 0, stop=True)
-    assert found + saves(first, 8, 9, 10) == saves(second, 7, 8, 9, 10) == [(9, False), (10, True)]
+    assert saves(first, 7, 8, 9, 10) == [9]
+    assert saves(second, 7, 8, 9, 10) == [9]
+    assert saves(third, 7, 8, 9, 10) == [9], "its own worker has sent nothing"
 
 
 def test_a_rank_that_receives_a_save_request_too_late_fails(ranks: Ranks, tmp_path: Path) -> None:
@@ -138,23 +128,15 @@ def test_ranks_agree_through_the_store_of_their_group(
 ) -> None:
     dist.init_process_group("gloo", store=FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
-        status.set(words.SAVE, 1)
-        assert saves(callback.SupervisionCallback(), 1, 2, 3, 4) == [(3, False)]
+        status.set(words.STOP, 1)
+        assert saves(callback.SupervisionCallback(), 1, 2, 3, 4) == [3]
     finally:
         dist.destroy_process_group()
 
 
 def test_a_process_without_a_group_saves_too(callback: ModuleType, status: words.RankFile) -> None:
-    status.set(words.SAVE, 1)
-    assert saves(callback.SupervisionCallback(), 1, 2, 3, 4) == [(3, False)]
-
-
-def test_a_save_leaves_the_stop_of_another_callback(callback: ModuleType, status: words.RankFile) -> None:
-    one, others = callback.SupervisionCallback(), control(stop=True)
-    status.set(words.SAVE, 1)
-    for step in (7, 8, 9):
-        one.on_step_end(None, at(step), others)
-    assert (others.should_save, others.should_training_stop) == (True, True)
+    status.set(words.STOP, 1)
+    assert saves(callback.SupervisionCallback(), 1, 2, 3, 4) == [3]
 
 
 def test_without_a_run_it_does_nothing(callback: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

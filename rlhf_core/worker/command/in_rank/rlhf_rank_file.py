@@ -8,7 +8,7 @@ import mmap
 import os
 import struct
 
-MAGIC = 0x726C68666D6401
+MAGIC = 0x726C68666D6402
 WORDS = 16
 
 PATH_VARIABLE = "RLHF_RANK_STATUS"
@@ -16,9 +16,9 @@ PATH_VARIABLE = "RLHF_RANK_STATUS"
 
 # Written by the rank.
 PID, GROUP, ENTERED, LEFT, ANSWERED, BEATS, STEP, PHASE = range(1, 9)
-# Written by the worker. SAVE counts the requests to save; STOP is 1 if the newest of them is also one to stop. LAUNCHER
-# is the process id of the launch line on the node, which the worker that starts it writes for all ranks.
-QUESTION, SAVE, STOP, LAUNCHER = range(9, 13)
+# Written by the worker. STOP is 1 once the rank is to save and stop. LAUNCHER is the process id of the launch line on
+# the node, which the worker that starts it writes for all ranks.
+QUESTION, STOP, LAUNCHER = range(9, 12)
 
 NO_GROUP, HAS_GROUP = 1, 2
 """Values of ``GROUP`` once torch is loaded: the rank has joined no process group, or has joined one. 0 before that."""
