@@ -7,7 +7,6 @@ Slurm and through ``rlhf run``.
 """
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -61,10 +60,6 @@ class ForkedAgent:
         """Send a signal, unless the agent has ended."""
         if self.returncode is None:
             os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        """Send SIGKILL."""
-        self.send_signal(signal.SIGKILL)
 
 
 def _run(arguments: Sequence[str], environment: Mapping[str, str], folder: Path, output: Path, change: str) -> None:

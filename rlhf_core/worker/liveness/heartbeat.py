@@ -8,7 +8,7 @@ The agent's requests to its workers (save, stop) are flags in the header of the 
 cannot get lost: it exists before the worker starts, cannot kill a worker that has no handler yet, may be set twice, and
 is read where the worker can act on it, between two steps rather than in the middle of a C++ call.
 
-Layout, 64-bit integers in native byte order: a header of 8 (``MAGIC``, slots, save requests, stop, questions), then 32
+Layout, 64-bit integers in native byte order: a header of 8 (``MAGIC``, slots, unused, stop, questions), then 32
 per local rank (pid, collectives entered, left, sequence, step, phase, monotonic nanoseconds, warm phases, number of
 represented processes, their pids). Each is written by a single 8-byte store, so a reader sees either
 the old value or the new one.

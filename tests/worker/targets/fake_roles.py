@@ -79,8 +79,7 @@ def train(context: WorkerContext) -> RoleResult:
             _await_rollouts(context, step)
         time.sleep(STEP_S)
         context.reporter.beat(Phase.TRAIN, step)
-        wants = {"": 0, "stop": 1000}[context.reporter.request()]
-        votes = ring.sum(wants)
+        votes = ring.sum(context.reporter.request() == "stop")
         if metrics is not None:
             line = MetricsLine(step=step, time=utc_now(), loop="sft", metrics={"loss/value": 1.0 / step})
             metrics.write(line)
@@ -89,7 +88,7 @@ def train(context: WorkerContext) -> RoleResult:
             if context.rank == 0:
                 _save(context, step)
             ring.sum(0)
-        if votes >= 1000:
+        if votes:
             return RoleResult.STOPPED_EARLY
     return RoleResult.DONE
 
