@@ -39,48 +39,45 @@ def _short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activity, "SAMPLE_S", 0.5)
 
 
-def samples(tmp_path: Path, pids: Sequence[int], num: int = 3) -> list[bool]:
-    """Wait until the processes are at work, then sample them."""
+def shows_life(tmp_path: Path, pids: Sequence[int]) -> bool:
+    """Wait until the processes are at work, then take two samples."""
     time.sleep(0.7)
     source = Activity(watched(tmp_path, pids=pids))
-    found = [source.poll(time.monotonic()).moved]
-    for _ in range(num):
-        time.sleep(0.6)
-        found.append(source.poll(time.monotonic()).moved)
-    assert not found[0]  # there is no earlier sample to compare with
-    return found[1:]
+    assert not source.poll(time.monotonic()).moved, "there is no earlier sample to compare with"
+    time.sleep(0.6)
+    return source.poll(time.monotonic()).moved
 
 
 def test_it_detects_a_stopped_rank(tmp_path: Path, start: Start) -> None:
     program = start(LOOP)
     program.stop()
-    assert samples(tmp_path, [program.pid]) == [False] * 3
+    assert not shows_life(tmp_path, [program.pid])
 
 
 def test_it_detects_a_waiting_rank(tmp_path: Path, start: Start) -> None:
-    assert samples(tmp_path, [start(WAIT).pid]) == [False] * 3
+    assert not shows_life(tmp_path, [start(WAIT).pid])
 
 
 def test_it_is_blind_to_an_endless_loop(tmp_path: Path, start: Start) -> None:
-    assert samples(tmp_path, [start(LOOP).pid]) == [True] * 3
+    assert shows_life(tmp_path, [start(LOOP).pid])
 
 
 def test_work_of_a_child_is_a_sign_of_life(tmp_path: Path, start: Start) -> None:
     program = start(WITH_CHILD, LOOP, tmp_path / "child")
     child = until(lambda: (tmp_path / "child").exists() and (tmp_path / "child").read_text())
-    assert samples(tmp_path, [program.pid, int(child)]) == [True] * 3
+    assert shows_life(tmp_path, [program.pid, int(child)])
 
 
 def test_work_of_a_child_is_no_sign_of_life_of_a_stopped_rank(tmp_path: Path, start: Start) -> None:
     program = start(WITH_CHILD, LOOP, tmp_path / "child")
     child = until(lambda: (tmp_path / "child").exists() and (tmp_path / "child").read_text())
     program.stop()
-    assert samples(tmp_path, [program.pid, int(child)]) == [False] * 3
+    assert not shows_life(tmp_path, [program.pid, int(child)])
 
 
 def test_writing_is_a_sign_of_life(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activity, "MIN_CPU_SHARE", 100.0)
-    assert samples(tmp_path, [start(WRITE, tmp_path / "file").pid]) == [True] * 3
+    assert shows_life(tmp_path, [start(WRITE, tmp_path / "file").pid])
 
 
 def test_earlier_usage_of_a_process_that_joins_late_is_not_counted(tmp_path: Path, start: Start) -> None:
@@ -122,7 +119,7 @@ def test_a_busy_gpu_counts_for_the_ranks_that_use_it(
     user = program.pid if is_own else os.getpid()
     monkeypatch.setattr(activity, "_DRIVER", tmp_path)
     monkeypatch.setattr(activity, "GpuTelemetry", lambda: SimpleNamespace(are_used_by=lambda pids: user in pids))
-    assert samples(tmp_path, [program.pid], num=1) == [is_own]
+    assert shows_life(tmp_path, [program.pid]) == is_own
 
 
 @pytest.mark.parametrize(("listed", "problem"), [("-1", ""), ("7", "GPU utilization is unavailable")])
@@ -157,4 +154,4 @@ def test_a_busy_amd_gpu_counts_for_the_ranks_that_hold_memory_on_it(
     for gpu in range(3):
         write(device(root, gpu) / "gpu_busy_percent", f"{percent if gpu == 1 else 0}\n")
         write(process / f"vram_{30000 + gpu}", f"{held if gpu == 1 else 0}\n")
-    assert samples(tmp_path, [program.pid], num=1) == [moved]
+    assert shows_life(tmp_path, [program.pid]) == moved
