@@ -94,7 +94,7 @@ def test_an_agent_0_that_starts_late_but_in_time_is_awaited(agent_run: MakeRun) 
     run = agent_run(num_nodes=2, supervise={"join_s": 40.0})
     run.start(1, 2)
     until(lambda: run.events(0, "agent_waiting"), "the other agent waits")
-    time.sleep(3.0)
+    time.sleep(1.0)
     run.start(0, 2)
     assert run.finish_all() == [0, 0], run.printed(0) + run.printed(1)
     assert run.outcome().state is AttemptState.COMPLETED
