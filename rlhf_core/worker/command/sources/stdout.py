@@ -13,8 +13,6 @@ from rlhf_core.schemas.command_trainer import ProgressSource
 from rlhf_core.worker.command.following import by_step, is_of_this_start, numbers_of
 from rlhf_core.worker.command.observation import Reading, StepFigures, Watched, is_step
 
-POLL_S = 0.5
-"""Minimum time between readings, in seconds."""
 MAX_BYTES_PER_POLL = 1 << 20
 """Maximum read from a log per poll; the rest follows at the next poll."""
 MAX_LINE_CHARACTERS = 4_000
@@ -34,13 +32,9 @@ class Stdout:
         self._step: int | None = None
         self._watched = watched
         self._logs = {path: _Log(path, watched) for path in watched.logs()}
-        self._next_poll_s = float("-inf")
 
     def poll(self, now_s: float) -> Reading:
-        """Read twice a second; in between, return an empty reading."""
-        if now_s < self._next_poll_s:
-            return Reading(step=self._step)
-        self._next_poll_s = now_s + POLL_S
+        """Read what was written since the last poll."""
         moved, problem = False, ""
         figures: list[StepFigures] = []
         for path in self._watched.logs():
