@@ -29,7 +29,6 @@ from rlhf_core.worker.command.rank_output import RankOutput
 from rlhf_core.worker.command.rank_process import RankProcess, RankSearch
 from rlhf_core.worker.command.save_requests import SaveRequests
 from rlhf_core.worker.command.sources import make_sources
-from rlhf_core.worker.command.sources.collectives import CollectivesSource
 from rlhf_core.worker.liveness import collectives
 from rlhf_core.worker.liveness.heartbeat import Beat
 from rlhf_core.worker.liveness.inspection import descendants_of
@@ -247,7 +246,8 @@ class Follower:
         if self._phase is Phase.TRAIN:  # mere signs of life, which take processor time to find, no longer count
             self._sources = [source for source in self._sources if SIGHTS[source.kind].is_strong]
         readings = [(source.kind, source.poll(now_s)) for source in self._sources]
-        self._note_collectives()
+        if ProgressSource.COLLECTIVES in self._trainer.sources:
+            self._beat.stand_at(self._status.get(words.ENTERED), self._status.get(words.LEFT))
         self._note_steps(readings)
         strong = any(one.moved and SIGHTS[kind].is_strong for kind, one in readings)
         self._has_strong = self._has_strong or strong
@@ -260,11 +260,6 @@ class Follower:
         if self._context.rank == 0:
             self._record.take(readings, now_s, ended=False)
         self._saves.answer(self._beat.request(), self._step, now_s)
-
-    def _note_collectives(self) -> None:
-        source = next((one for one in self._sources if isinstance(one, CollectivesSource)), None)
-        if source is not None:
-            self._beat.stand_at(*source.counts)
 
     def _note_steps(self, readings: Sequence[tuple[ProgressSource, Reading]]) -> None:
         """Record the program's current step; raise if it has started from scratch."""

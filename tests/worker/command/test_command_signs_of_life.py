@@ -19,7 +19,7 @@ from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.types import WorkerContext
 from rlhf_core.worker.command import launch_order
 from rlhf_core.worker.command.follower import Follower
-from rlhf_core.worker.command.in_rank.rlhf_rank_file import PID, RankFile, rank_path
+from rlhf_core.worker.command.in_rank.rlhf_rank_file import ENTERED, LEFT, PID, RankFile, rank_path
 from rlhf_core.worker.command.launch import LaunchOrder
 from rlhf_core.worker.command.observation import Reading
 from rlhf_core.worker.command.rank_process import RankSearch
@@ -99,26 +99,24 @@ def test_work_between_the_collectives_of_a_set_up_is_a_sign_of_life(followers: M
     follower = followers()[0]
     strong, weak = Fake(ProgressSource.STDOUT, Reading(moved=True)), Fake(ProgressSource.ACTIVITY)
     follower._sources = [strong, weak]
-    beat = follower._beat
     polls = iter(range(1, 100))
 
-    def beats() -> bool:
-        before = beat._sequence
+    def beats(entered: int = 0, left: int = 0) -> bool:
+        follower._status.set(ENTERED, entered)
+        follower._status.set(LEFT, left)
+        before = follower._beat._sequence
         follower._poll(float(next(polls)))
-        return beat._sequence > before
+        return follower._beat._sequence > before
 
     assert beats()
     strong.reading, weak.reading = Reading(), Reading(moved=True)
-    beat.stand_at(3, 3)
-    assert beats()
-    beat.stand_at(4, 3)
-    assert not beats(), "in a collective, it waits for others"
+    assert beats(3, 3)
+    assert not beats(4, 3), "in a collective, it waits for others"
     strong.reading = Reading(moved=True, step=1)
-    beat.stand_at(4, 4)
-    assert beats()
+    assert beats(4, 4)
     assert follower._phase is Phase.TRAIN
     strong.reading, num_polls = Reading(), weak.num_polls
-    assert not beats(), "an endless loop is no progress"
+    assert not beats(4, 4), "an endless loop is no progress"
     assert weak.num_polls == num_polls, "what does not count is not looked for"
 
 

@@ -20,13 +20,8 @@ class CollectivesSource:
         self._status = status
         self._seen = (0, 0)
 
-    @property
-    def counts(self) -> tuple[int, int]:
-        """Number of collectives entered and left."""
-        return self._status.get(words.ENTERED), self._status.get(words.LEFT)
-
     def poll(self, now_s: float) -> Reading:
         """Poll once."""
-        counts = self.counts
+        counts = self._status.get(words.ENTERED), self._status.get(words.LEFT)
         moved, self._seen = counts != self._seen, counts
         return Reading(moved=moved)
