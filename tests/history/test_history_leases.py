@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
-from history_tools import RunFiles, at, whole_run
+from history_tools import RunFiles, at, new_sqlite, whole_run
 from sqlalchemy import update
 
 from rlhf_core.errors import LeaseLost
@@ -195,10 +195,11 @@ def _take_at_once(url: str, answers: "multiprocessing.Queue[int]") -> None:
         process.join()
 
 
-def test_of_many_processes_exactly_one_wins(database_url: str) -> None:
+def test_of_many_processes_exactly_one_wins(tmp_path: Path) -> None:
+    """For PostgreSQL, the threads above are as many processes: each has its own connection."""
     context = multiprocessing.get_context("spawn")
     answers: multiprocessing.Queue[int] = context.Queue()
-    parent = context.Process(target=_take_at_once, args=(database_url, answers))
+    parent = context.Process(target=_take_at_once, args=(new_sqlite(tmp_path), answers))
     parent.start()
     found = sorted(answers.get(timeout=60) for _ in range(3))
     parent.join()
