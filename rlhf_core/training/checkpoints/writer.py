@@ -18,7 +18,6 @@ checkpoint is complete.
 """
 
 import contextlib
-import math
 import secrets
 import shutil
 import socket
@@ -33,6 +32,7 @@ from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.checkpoint_files import FileChecksum
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.text.formatting import size
 from rlhf_core.training.checkpoints.background_save import (
     BackgroundSave,
     Content,
@@ -255,8 +255,8 @@ class CheckpointWriter:
         needed_by_all, free_for_all, without = self._ranks.sum([needed, free, float(not has_snapshot)])
         if needed_by_all > free_for_all:
             raise DiskFull(
-                f"no room for the checkpoint of step {part.progress.step}: it needs about {_readable(needed_by_all)}, "
-                f"{folder} has {_readable(free_for_all)} free. Older checkpoints are untouched; make room, "
+                f"no room for the checkpoint of step {part.progress.step}: it needs about {size(needed_by_all)}, "
+                f"{folder} has {size(free_for_all)} free. Older checkpoints are untouched; make room, "
                 "then resume the run"
             )
         if without and self._spec.checkpoint.background and not has_adapter(part.model):
@@ -349,11 +349,3 @@ class CheckpointWriter:
             with contextlib.suppress(OSError):
                 remove_tree(part.partial.root)
         return verdict
-
-
-def _readable(num_bytes: float) -> str:
-    """Format bytes with a decimal unit: ``1.5 MB``."""
-    if num_bytes < 1000:
-        return f"{int(num_bytes)} B"
-    exponent = min(4, int(math.log(num_bytes, 1000)))
-    return f"{num_bytes / 1000**exponent:.1f} {' kMGT'[exponent]}B"
