@@ -50,12 +50,10 @@ class BackgroundSave:
         """
         self.step = step
         self._work = work
-        self._advances = 0
         self._advanced_at_s = time.monotonic()
         self._is_written = threading.Event()
         self._over = threading.Event()
         self._verdict: Report | None = None
-        self._started_s = time.monotonic()
         self._seconds = 0.0
         # A daemon: a thread stuck in a file system must not keep the process from exiting.
         self._thread = threading.Thread(target=self._run, name=f"checkpoint-{step}", daemon=True)
@@ -78,7 +76,6 @@ class BackgroundSave:
 
     def advance(self) -> None:
         """Record progress of this rank's part. Called from the thread."""
-        self._advances += 1
         self._advanced_at_s = time.monotonic()
 
     def is_written(self) -> None:
@@ -92,10 +89,10 @@ class BackgroundSave:
         Args:
             waiting_for_others: marks this rank as waiting for its peers, as in a collective.
         """
-        seen = -1
+        seen_s = 0.0
         while not self._is_written.wait(FIRST_POLL_S):
-            if self._advances != seen:
-                seen = self._advances
+            if self._advanced_at_s != seen_s:
+                seen_s = self._advanced_at_s
                 beat()
         # Even if the save is over by now: every rank has to mark it equally often.
         with waiting_for_others():
@@ -108,12 +105,13 @@ class BackgroundSave:
         """Wait after an error that ends this process, until the save is over or has made no progress for
         ``timeout_s``."""
         while not self._over.wait(FIRST_POLL_S):
-            if time.monotonic() - max(self._advanced_at_s, self._started_s) > timeout_s:
+            if time.monotonic() - self._advanced_at_s > timeout_s:
                 return
 
     def _run(self) -> None:
+        started_s = time.monotonic()
         self._verdict = self._work(self)
-        self._seconds = time.monotonic() - self._started_s
+        self._seconds = time.monotonic() - started_s
         self._over.set()
 
 
@@ -155,16 +153,6 @@ def awaited(store: Store, key: str, timeout_s: float) -> bytes:
         time.sleep(interval_s)
         interval_s = min(2 * interval_s, LONGEST_POLL_S)
     return bytes(store.get(key))
-
-
-def write_content(
-    root: Path, content: Content, advance: Callable[[], None], keep: Callable[[dict[str, FileChecksum]], None]
-) -> dict[str, FileChecksum]:
-    """Write files and return their checksums, computed in memory so that reading reveals any corruption by the disk."""
-    found = checksums_of(content, advance)
-    keep(found)
-    write_files(root, content, advance)
-    return found
 
 
 def reported(work: Callable[[], dict[str, FileChecksum]]) -> Report:

@@ -38,9 +38,10 @@ from rlhf_core.training.checkpoints.background_save import (
     Content,
     Report,
     awaited,
+    checksums_of,
     combined,
     reported,
-    write_content,
+    write_files,
 )
 from rlhf_core.training.checkpoints.direct_save import DirectSave
 from rlhf_core.training.checkpoints.host_buffers import HostBuffers
@@ -296,11 +297,13 @@ class CheckpointWriter:
         return verdict
 
     def _written_by_all(self, part: CheckpointPart, content: Content, key: str, save: BackgroundSave) -> Report:
-        own = reported(
-            lambda: write_content(
-                part.partial.root, content, save.advance, lambda files: self._keep_in_memory(part, content, files)
-            )
-        )
+        def write() -> dict[str, FileChecksum]:
+            files = checksums_of(content, save.advance)  # in memory, so that reading reveals what the disk corrupts
+            self._keep_in_memory(part, content, files)
+            write_files(part.partial.root, content, save.advance)
+            return files
+
+        own = reported(write)
         save.is_written()
         try:
             self._ranks.store.set(f"{key}/{self._ranks.rank}", own.model_dump_json())
