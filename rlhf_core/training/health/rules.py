@@ -121,20 +121,14 @@ _UNMASK = (
 
 
 def _identical(state: HealthState, spec: HealthSpec, batch: Batch) -> list[HealthFinding | None]:
-    groups, ranks, steps = state.same_groups, state.same_ranks, state.same_steps
-    seeds = _seeds(state, batch)
-    whatever = ", and the same for every prompt" if groups.distinct == 1 else ""
+    whatever = ", and the same for every prompt" if state.same_groups.distinct == 1 else ""
+    within_groups = f"all {batch.samples_per_prompt} completions of every prompt are identical{whatever}"
     repetitions = (
-        (
-            groups,
-            len(groups.ranks),
-            "within groups",
-            f"all {batch.samples_per_prompt} completions of every prompt are identical{whatever}",
-        ),
-        (ranks, len(ranks.ranks), "across ranks", "ranks produce the same completions as other ranks"),
-        (steps, len(steps.ranks), "across steps", "every step produces the same completions"),
+        (state.same_groups, "within groups", within_groups),
+        (state.same_ranks, "across ranks", "ranks produce the same completions as other ranks"),
+        (state.same_steps, "across steps", "every step produces the same completions"),
     )
-    return [*(_repetition(*one, state, spec, batch) for one in repetitions), *seeds]
+    return [*(_repetition(*one, state, spec, batch) for one in repetitions), *_seeds(state, batch)]
 
 
 _SEEDS = (
@@ -163,9 +157,9 @@ def _seeds(state: HealthState, batch: Batch) -> list[HealthFinding]:
 
 
 def _repetition(
-    found: Repetition, num_ranks: int, kind: str, what: str, state: HealthState, spec: HealthSpec, batch: Batch
+    found: Repetition, kind: str, what: str, state: HealthState, spec: HealthSpec, batch: Batch
 ) -> HealthFinding | None:
-    if found.num_steps < 2 or found.nats * num_ranks < -math.log(spec.identical_chance):
+    if found.num_steps < 2 or found.nats * len(found.ranks) < -math.log(spec.identical_chance):
         return None
     return HealthFinding(
         "identical",
@@ -277,20 +271,18 @@ def _kl(view: _View) -> HealthFinding | None:
         return None  # the reward is at its best, however far the policy has moved
     last = divergences[-1]
     if last is not None and not math.isfinite(last):
-        return HealthFinding(
-            "kl",
-            view.state.recent[0].step,
+        message = (
             f"the KL divergence from the reference model is not finite ({last}), in none of {view.steps} within "
             f"{view.spec.max_kl:g} (health.max_kl). Expected a number under 1: compare the log-probabilities of the "
-            "policy and of the reference model, and try float32 weights (model.dtype)",
+            "policy and of the reference model, and try float32 weights (model.dtype)"
         )
-    return HealthFinding(
-        "kl",
-        view.state.recent[0].step,
-        f"the policy is {last:.3g} nats per token from the reference model, and more than "
-        f"{view.spec.max_kl:g} (health.max_kl) in all of {view.steps}, without a gain in reward. Expected under 1: "
-        "try a higher loops.main.algorithm.kl_coefficient or a lower loops.main.optimizer.learning_rate",
-    )
+    else:
+        message = (
+            f"the policy is {last:.3g} nats per token from the reference model, and more than "
+            f"{view.spec.max_kl:g} (health.max_kl) in all of {view.steps}, without a gain in reward. Expected under 1: "
+            "try a higher loops.main.algorithm.kl_coefficient or a lower loops.main.optimizer.learning_rate"
+        )
+    return HealthFinding("kl", view.state.recent[0].step, message)
 
 
 def _length(view: _View) -> HealthFinding | None:
