@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
 
@@ -52,13 +52,12 @@ class RowReader:
             MalformedRow: the row is not valid.
         """
         fields = self._named(columns)
-        made = [name for name in self._templates if name != "target" or "answer" in fields]
         completions = ("chosen", "rejected") if self._pairs else ()
         for name in ("answer", *completions, "prompt"):
             if name in fields:
                 _require_value(name, fields[name])
         is_chat = any(isinstance(fields[name], list) for name in ("prompt", *completions))
-        row = self._conversation(fields, columns, place) if is_chat else self._texts(fields, columns, made)
+        row = self._conversation(fields, columns, place) if is_chat else self._texts(fields, columns)
         if self._pairs:
             pair = (row.chat.chosen, row.chat.rejected) if row.chat else (row.chosen, row.rejected)
             if problem := pair_problem(*pair):
@@ -89,8 +88,9 @@ class RowReader:
             fields |= _split(fields["chosen"], fields["rejected"])
         return fields
 
-    def _texts(self, fields: Mapping[str, JsonValue], columns: Mapping[str, JsonValue], made: Sequence[str]) -> Row:
+    def _texts(self, fields: Mapping[str, JsonValue], columns: Mapping[str, JsonValue]) -> Row:
         """Make a row of texts by filling its templates."""
+        made = [name for name in self._templates if name != "target" or "answer" in fields]
         texts = {name: self._filled(name, fields, columns) for name in made}
         answer = str(fields.get("answer", ""))
         _check_text("".join(texts.values()) + answer)

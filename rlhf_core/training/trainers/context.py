@@ -51,11 +51,6 @@ class Loop:
         """Settings and properties of its algorithm."""
         return self.spec.algorithm
 
-    @property
-    def num_steps(self) -> int:
-        """Number of steps of this loop."""
-        return self.last_step - self.first_step + 1
-
 
 def loops(spec: RunSpec) -> list[Loop]:
     """The loops of a run in order: the warm start, if there is one, and the main loop."""
@@ -260,7 +255,7 @@ class TrainingContext:
         Args:
             num_tokens: number of this rank's tokens in the loss.
         """
-        rate = learning_rate(step.number - loop.first_step + 1, loop.spec.optimizer, loop.num_steps)
+        rate = learning_rate(step.number - loop.first_step + 1, loop.spec.optimizer, loop.spec.num_steps)
         step.grad_norms.append(engine.step(rate))
         step.num_tokens += num_tokens
         step.metrics.shared("train/learning_rate", rate)

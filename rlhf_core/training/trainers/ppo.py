@@ -101,7 +101,8 @@ class Critic:
 
     def step(self, number: int) -> float:
         """Update the weights in step ``number`` of the run; returns the global norm of the gradient."""
-        return self.engine.step(learning_rate(number - self._loop.first_step + 1, self._spec, self._loop.num_steps))
+        step = number - self._loop.first_step + 1
+        return self.engine.step(learning_rate(step, self._spec, self._loop.spec.num_steps))
 
     def save(self, folder: Path, is_first: bool, beat: Callable[[], None]) -> list[Path]:
         """Write the weights on rank 0; returns the files it wrote. Collective."""
