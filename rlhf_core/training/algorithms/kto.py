@@ -24,35 +24,8 @@ from rlhf_core.training.algorithms.objective import MetricDef, MicroBatch, Objec
 from rlhf_core.training.algorithms.pairs import log_ratios, sequence_sums, value_stat
 
 
-def kto_losses(
-    ratios: Tensor,
-    desirable: Tensor,
-    divergence: float,
-    *,
-    beta: float = 0.1,
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
-) -> Tensor:
-    """Loss of each row.
-
-    Args:
-        ratios: ``[B]`` log-ratios of policy and reference, sums over tokens, with gradient.
-        desirable: ``[B]`` bool.
-        divergence: ``z`` of the step, not negative.
-        beta: strength of the tie to the reference model.
-        desirable_weight: weight of desirable rows.
-        undesirable_weight: weight of undesirable rows.
-
-    Returns:
-        ``[B]``, with gradient.
-    """
-    gain = beta * (ratios - divergence)
-    losses = 1 - torch.sigmoid(torch.where(desirable, gain, -gain))
-    return torch.where(desirable, desirable_weight * losses, undesirable_weight * losses)
-
-
 class KahnemanTverskyOptimisation(Objective):
-    """:func:`kto_losses` as an objective."""
+    """Utility of each completion against the divergence of the step."""
 
     metrics = (
         MetricDef("train/loss", ("loss/kto",)),
@@ -71,18 +44,13 @@ class KahnemanTverskyOptimisation(Objective):
         return spec.beta * sequence_sums(log_ratios(output), batch.mask)
 
     def loss(self, output: PolicyOutput, batch: MicroBatch, sums: StepSums, spec: KtoSpec) -> tuple[Tensor, Stats]:
-        """See :func:`kto_losses`."""
+        """Mean over the rows of the step, with ``z`` from the sums of :meth:`measure`."""
         assert batch.desirable is not None  # of every algorithm with labelled rows
         divergence = max(0.0, sums.measured["mismatched"] / sums.num_sequences)
         ratios = sequence_sums(log_ratios(output), batch.mask)
-        losses = kto_losses(
-            ratios,
-            batch.desirable,
-            divergence,
-            beta=spec.beta,
-            desirable_weight=spec.desirable_weight,
-            undesirable_weight=spec.undesirable_weight,
-        )
+        gain = spec.beta * (ratios - divergence)
+        losses = 1 - torch.sigmoid(torch.where(batch.desirable, gain, -gain))
+        losses = torch.where(batch.desirable, spec.desirable_weight * losses, spec.undesirable_weight * losses)
         rewards = spec.beta * ratios.detach()
         stats: Stats = {
             "loss/kto": value_stat(losses),

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from rlhf_core.schemas.algorithms.policy_gradient import PolicyGradientSpec
-from rlhf_core.training.algorithms.aggregation import Aggregation, Stats, step_normaliser
+from rlhf_core.training.algorithms.aggregation import Aggregation, Stats, masked_stat, step_normaliser, summed
 from rlhf_core.training.algorithms.kl import divergence
 from rlhf_core.training.algorithms.objective import MetricDef, MicroBatch, Objective, PolicyOutput, StepSums
-from rlhf_core.training.algorithms.surrogate import clipped_surrogate, mismatch_weights, policy_loss, token_ratio
+from rlhf_core.training.algorithms.surrogate import clipped_surrogate, mismatch_weights, token_ratio
 
 POLICY_METRICS: tuple[MetricDef, ...] = (
     MetricDef("train/loss", ("loss/policy",)),
@@ -48,7 +48,10 @@ class PolicyGradient(Objective):
     def loss(
         self, output: PolicyOutput, batch: MicroBatch, sums: StepSums, spec: PolicyGradientSpec
     ) -> tuple[Tensor, Stats]:
-        """See :func:`surrogate.policy_loss`."""
+        """Surrogate, weighted by the correction, and the penalty, which is not.
+
+        ``loss/policy`` includes the penalty, and is a mean over tokens whatever the aggregation.
+        """
         assert batch.advantages is not None  # of every loop that samples
         assert output.ref_logprobs is not None or not spec.reference  # of every loop with a reference
         old_logprobs = output.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
@@ -58,21 +61,17 @@ class PolicyGradient(Objective):
             if self.weighs_penalty(spec):
                 divergences = divergences * self.ratio(output.logprobs, old_logprobs, batch.mask)
         token_losses, stats = self.surrogate(output.logprobs, old_logprobs, batch.advantages, batch.mask, spec)
-        loss, more = policy_loss(
-            token_losses,
-            batch.mask,
-            normaliser=step_normaliser(
-                self.aggregation(spec), sums.num_tokens, sums.num_sequences, sums.max_new_tokens
-            ),
-            weights=_weights(old_logprobs, batch, spec),
-            divergences=divergences,
-            kl_coefficient=0.0 if spec.penalises_rewards else spec.kl_coefficient,
-            aggregation=self.aggregation(spec),
-        )
-        return loss, stats | more
-
-
-def _weights(old_logprobs: Tensor, batch: MicroBatch, spec: PolicyGradientSpec) -> Tensor | None:
-    if spec.correction == "none" or batch.sampler_logprobs is None:
-        return None
-    return mismatch_weights(old_logprobs, batch.sampler_logprobs, batch.mask, spec.correction, spec.correction_cap)
+        if spec.correction != "none" and batch.sampler_logprobs is not None:
+            weights = mismatch_weights(
+                old_logprobs, batch.sampler_logprobs, batch.mask, spec.correction, spec.correction_cap
+            )
+            token_losses = token_losses * weights
+            stats["policy/mismatch_weight"] = masked_stat(weights.expand_as(token_losses), batch.mask)
+        if divergences is not None:
+            stats["policy/kl"] = masked_stat(divergences, batch.mask)
+            if spec.kl_coefficient and not spec.penalises_rewards:
+                token_losses = token_losses + spec.kl_coefficient * divergences
+        stats["loss/policy"] = masked_stat(token_losses, batch.mask)
+        aggregation = self.aggregation(spec)
+        normaliser = step_normaliser(aggregation, sums.num_tokens, sums.num_sequences, sums.max_new_tokens)
+        return summed(token_losses, batch.mask, aggregation) / normaliser, stats

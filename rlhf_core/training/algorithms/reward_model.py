@@ -18,24 +18,8 @@ from rlhf_core.training.algorithms.objective import MetricDef, MicroBatch, Objec
 from rlhf_core.training.algorithms.pairs import PAIR_METRICS, pair_stats, value_stat
 
 
-def bradley_terry_losses(
-    chosen: Tensor, rejected: Tensor, margins: Tensor | None = None, centring_coefficient: float = 0.0
-) -> Tensor:
-    """Loss of each pair.
-
-    Args:
-        chosen: ``[P]`` rewards of the chosen completions, with gradient.
-        rejected: ``[P]``, likewise.
-        margins: ``[P]`` margins by which the chosen ones should be better; 0 if there are none.
-        centring_coefficient: weight of the term that keeps rewards around zero.
-    """
-    difference = chosen - rejected if margins is None else chosen - rejected - margins
-    losses = -logsigmoid(difference)
-    return losses + centring_coefficient * (chosen + rejected).square() if centring_coefficient else losses
-
-
 class BradleyTerry(Objective):
-    """:func:`bradley_terry_losses` as an objective."""
+    """Logistic loss of the difference in reward, with margins, and rewards kept around zero."""
 
     metrics = (MetricDef("train/loss", ("loss/reward_model",)), *PAIR_METRICS)
 
@@ -47,10 +31,13 @@ class BradleyTerry(Objective):
     def loss(
         self, output: PolicyOutput, batch: MicroBatch, sums: StepSums, spec: RewardModelSpec
     ) -> tuple[Tensor, Stats]:
-        """See :func:`bradley_terry_losses`."""
+        """Mean over the pairs of the step."""
         rewards = self.rewards(output, batch, spec)
         chosen, rejected = rewards.chunk(2)
-        losses = bradley_terry_losses(chosen, rejected, batch.margins, spec.centring_coefficient)
+        difference = chosen - rejected if batch.margins is None else chosen - rejected - batch.margins
+        losses = -logsigmoid(difference)
+        if spec.centring_coefficient:
+            losses = losses + spec.centring_coefficient * (chosen + rejected).square()
         return losses.sum() / sums.num_pairs, {"loss/reward_model": value_stat(losses), **pair_stats(rewards)}
 
 

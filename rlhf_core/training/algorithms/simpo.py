@@ -16,26 +16,8 @@ from rlhf_core.training.algorithms.objective import MetricDef, MicroBatch, Objec
 from rlhf_core.training.algorithms.pairs import PAIR_METRICS, pair_stats, sequence_means, smoothed_losses, value_stat
 
 
-def simpo_losses(
-    chosen: Tensor, rejected: Tensor, *, beta: float = 2.0, gamma: float = 0.5, label_smoothing: float = 0.0
-) -> Tensor:
-    """Loss of each pair.
-
-    Args:
-        chosen: ``[P]`` mean log-probabilities of the tokens.
-        rejected: ``[P]``, likewise.
-        beta: factor of their difference.
-        gamma: margin by which the chosen completion has to be better.
-        label_smoothing: share of flipped pairs, below one half.
-
-    Returns:
-        ``[P]``, with gradient.
-    """
-    return smoothed_losses(beta * (chosen - rejected) - gamma, label_smoothing)
-
-
 class SimplePreferenceOptimisation(Objective):
-    """:func:`simpo_losses` as an objective."""
+    """:func:`pairs.smoothed_losses` of the difference in mean log-probability, less a margin."""
 
     metrics = (MetricDef("train/loss", ("loss/simpo",)), *PAIR_METRICS)
 
@@ -44,9 +26,9 @@ class SimplePreferenceOptimisation(Objective):
         return spec.beta * sequence_means(output.logprobs, batch.mask)
 
     def loss(self, output: PolicyOutput, batch: MicroBatch, sums: StepSums, spec: SimpoSpec) -> tuple[Tensor, Stats]:
-        """See :func:`simpo_losses`."""
+        """See :func:`pairs.smoothed_losses`."""
         chosen, rejected = sequence_means(output.logprobs, batch.mask).chunk(2)
-        losses = simpo_losses(chosen, rejected, beta=spec.beta, gamma=spec.gamma, label_smoothing=spec.label_smoothing)
+        losses = smoothed_losses(spec.beta * (chosen - rejected) - spec.gamma, spec.label_smoothing)
         stats = {"loss/simpo": value_stat(losses), **pair_stats(self.rewards(output, batch, spec))}
         return losses.sum() / sums.num_pairs, stats
 

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlhf_core.training.algorithms.aggregation import Aggregation, Stats, masked_stat, summed
+from rlhf_core.training.algorithms.aggregation import Stats, masked_stat
 
 MAX_LOG_RATIO = 20.0
 """Bound of the log-ratios (as in verl). Without one, a ratio that the clip replaces overflows, and its gradient is 0
@@ -90,39 +90,3 @@ def mismatch_weights(
         differences = differences.sum(-1, keepdim=True)
     ratio = torch.exp(differences)
     return ratio.clamp(max=cap) if correction.endswith("truncate") else torch.where(ratio > cap, 0.0, ratio)
-
-
-def policy_loss(
-    token_losses: Tensor,
-    mask: Tensor,
-    *,
-    normaliser: float,
-    weights: Tensor | None = None,
-    divergences: Tensor | None = None,
-    kl_coefficient: float = 0.0,
-    aggregation: Aggregation = "token_mean",
-) -> tuple[Tensor, Stats]:
-    """Loss of one micro-batch from the losses of its tokens.
-
-    Args:
-        token_losses: ``[B, T]``.
-        mask: ``[B, T]`` bool, true for tokens that count.
-        normaliser: ``step_normaliser`` of the whole update.
-        weights: :func:`mismatch_weights`. The penalty is not weighted.
-        divergences: ``[B, T]`` estimates of the divergence from the reference.
-        kl_coefficient: weight of their sum in the loss.
-        aggregation: method of reducing token losses to one number.
-
-    Returns:
-        The scalar loss, to be summed over micro-batches and ranks, and (sum, count) over tokens of ``loss/policy``
-        (penalty included; a mean over tokens whatever the aggregation), ``policy/mismatch_weight`` and ``policy/kl``.
-    """
-    stats: Stats = {}
-    if weights is not None:
-        token_losses = token_losses * weights
-        stats["policy/mismatch_weight"] = masked_stat(weights.expand_as(token_losses), mask)
-    if divergences is not None:
-        stats["policy/kl"] = masked_stat(divergences, mask)
-        token_losses = token_losses + kl_coefficient * divergences if kl_coefficient else token_losses
-    stats["loss/policy"] = masked_stat(token_losses, mask)
-    return summed(token_losses, mask, aggregation) / normaliser, stats
