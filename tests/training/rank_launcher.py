@@ -3,7 +3,7 @@
 A *scenario* is a function in a test module that is called in every rank as ``scenario(rank, num_ranks, **arguments)``;
 its result (JSON) or its exception is returned per rank. Ranks are forked from one process that has imported torch and
 transformers (``multiprocessing``'s fork server), because these imports are most of the cost of a short scenario. A rank
-that needs a command in front of its own runs as a separate program: this file.
+whose memory is measured runs as a separate program, with a command in front of its own: this file.
 """
 
 import importlib

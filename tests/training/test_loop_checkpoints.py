@@ -18,7 +18,8 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from rank_launcher import flip_last_bit, launch, make_context, tiny_spec
+from rank_launcher import flip_last_bit, make_context, tiny_spec
+from small_disk import small_disk
 
 from rlhf_core.diagnosis.retention import kept_steps
 from rlhf_core.errors import CheckpointCorrupt, DiskFull, FileSystemStalled, ResumeMismatch, WorkerError
@@ -544,51 +545,23 @@ def test_another_failure_to_write_is_not_called_a_full_disk(
     assert not isinstance(caught.value, DiskFull)
 
 
-def save_on_a_small_disk(rank: int, num_ranks: int, run_dir: str) -> list[str]:
-    """Saves until the disk, mounted for this process alone, has no room; returns what was seen."""
-    from rlhf_core.training.distributed import init_process_group
+def test_a_really_full_disk(tmp_path: Path, ranks: Ranks, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "SMALL_FILES_BYTES", -(1 << 40))  # the estimate lets everything pass
+    with small_disk(tmp_path / "disk", "1500k") as disk:
+        run_dir = RunDir(disk)
+        saver = writer(run_dir, ranks, spec_with(checkpoint={"keep_last": 100}))
 
-    context = make_context(run_dir, tiny_spec(checkpoint={"keep_last": 100}), rank, num_ranks)
-    ranks = init_process_group(context)
-    saver = writer(context.run_dir, ranks, context.spec)
-    model = build_causal_lm(context.spec.model.config, build_tokenizer("char", [], 0), 0)
-    checkpoints.SMALL_FILES_BYTES = -(1 << 40)  # the estimate lets everything pass: the disk itself must refuse
-    seen = []
-    for step in range(1, 100):
-        try:
-            save_whole(saver, progress(step), model, ENGINE_STATE)
-        except DiskFull as error:
-            seen.append(str(error))
-            break
-    complete = context.run_dir.checkpoints()
-    for checkpoint in complete:
-        checkpoint.verify()
-    return [*seen, str(len(complete)), *(path.name for path in context.run_dir.checkpoints_dir.glob(".*"))]
+        def fill() -> None:
+            for step in range(1, 100):
+                save_whole(saver, progress(step), model, ENGINE_STATE)
 
-
-@pytest.mark.end_to_end
-def test_a_really_full_disk(tmp_path: Path) -> None:
-    mount = ("unshare", "-m", "sh", "-c", f'mount -t tmpfs -o size=1500k none {tmp_path} && exec "$@"', "sh")
-    probe = tmp_path / "probe"
-    probe.mkdir()
-    if shutil.which("unshare") is None or launch_ok(probe) is False:
-        pytest.skip("this user may not mount a small disk (unshare -m)")
-    scratch = tmp_path.parent / f"{tmp_path.name}-results"
-    (result,) = launch(save_on_a_small_disk, 1, scratch, prefix=mount, run_dir=str(tmp_path))
-    assert result.exit_code == 0, result.output
-    message, num_complete, *leftovers = result.value
-    assert "became full while checkpoint" in message
-    assert "No space left on device" in message or "unexpected pos" in message
-    assert int(num_complete) >= 2
-    assert leftovers == []
-
-
-def launch_ok(folder: Path) -> bool:
-    """Whether this user may mount a file system in a namespace of its own."""
-    import subprocess
-
-    command = ["unshare", "-m", "mount", "-t", "tmpfs", "-o", "size=64k", "none", str(folder)]
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+        with pytest.raises(DiskFull, match=r"became full while checkpoint .*(No space left on device|unexpected pos)"):
+            fill()
+        complete = run_dir.checkpoints()
+        assert len(complete) >= 2
+        for checkpoint in complete:
+            checkpoint.verify()
+        assert not list(run_dir.checkpoints_dir.glob(".*"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
