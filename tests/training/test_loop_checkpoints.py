@@ -433,25 +433,16 @@ def test_each_piece_of_a_file_is_a_sign_of_life_while_the_step_waits(
     assert calls[weights:].count("beat") >= 48, "checksums"
 
 
-@pytest.mark.parametrize("refusal", [0, 2])
-def test_only_pinned_memory_is_unpinned(refusal: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that cannot be pinned is used as it is: neither an error nor a call about it stays for the next kernel."""
-    calls: list[str] = []
-
-    class Driver:
-        def cuMemHostRegister_v2(self, address: int, size: int, flags: int) -> int:
-            calls.append(f"pin {size}")
-            return refusal
-
-        def cuMemHostUnregister(self, address: int) -> int:
-            calls.append("unpin")
-            return 0
-
-    monkeypatch.setattr(host_buffers, "_driver", Driver)
+def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither an error nor a call about it stays for the next kernel."""
+    driver = Mock()
+    driver.cuMemHostRegister_v2.return_value = 2
+    monkeypatch.setattr(host_buffers, "_driver", lambda: driver)
     buffers = host_buffers.HostBuffers(None, torch.device("cuda"))
     assert buffers.reserve({"model": 4096})
     assert buffers.num_missing({}) == 0
-    assert calls == (["pin 4096"] if refusal else ["pin 4096", "unpin"])
+    assert driver.cuMemHostRegister_v2.call_count == 1
+    assert not driver.cuMemHostUnregister.called
 
 
 def test_a_file_system_that_takes_nothing_is_found(
@@ -851,11 +842,3 @@ def test_where_a_start_goes_on_from(run_dir: RunDir, ranks: Ranks, model: Any) -
         CheckpointCorrupt, match=r"step-000006, which is not in .*it contains \['step-000002', 'step-00"
     ):
         point(0, "step-000006")
-
-
-def test_settings_of_a_checkpoint_can_be_read(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
-    saved = save_whole(writer(run_dir, ranks), progress(4), model, ENGINE_STATE)
-    settings = json.loads((saved.trainer_state / "settings.json").read_bytes())
-    main = settings["loops"]["main"]
-    assert main["optimizer"]["learning_rate"] == 3e-3
-    assert "num_steps" not in main
