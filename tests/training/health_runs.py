@@ -357,8 +357,11 @@ def case_of(name: str) -> Case:
     return CASES[name] if name in CASES else healthy_of(algorithm, int(number))
 
 
-def make_runs(rank: int, num_ranks: int, folder: str, names: list[str]) -> dict[str, Any]:
+def make_runs(rank: int, num_ranks: int, folder: str, names: list[str], num_steps: int | None = None) -> dict[str, Any]:
     """Make some of the runs one after another in one process group; each rank counts as a separate node.
+
+    Args:
+        num_steps: steps of the main loop, if not those of the cases.
 
     Returns:
         By name: ``done`` or the error, and the mean reward of the first and the last five steps.
@@ -383,10 +386,9 @@ def make_runs(rank: int, num_ranks: int, folder: str, names: list[str]) -> dict[
     results: dict[str, Any] = {}
     for name in names:
         case = case_of(name)
+        spec = with_settings(case.settings | ({} if num_steps is None else {"train.num_steps": num_steps}))
         path = f"{folder}/{name.replace(' ', '-')}"
-        context = dataclasses.replace(
-            make_context(path, with_settings(case.settings), rank, num_ranks), node=f"node{rank}"
-        )
+        context = dataclasses.replace(make_context(path, spec, rank, num_ranks), node=f"node{rank}")
         with case.broken(rank), mock.patch.object(Judge, "observe", observe):
             try:
                 result = str(train_run(context, dataclasses.replace(ranks, reporter=context.reporter)))
