@@ -139,19 +139,13 @@ def trained() -> Trained:
 
 @pytest.mark.parametrize("spec", SPECS, ids=named)
 def test_the_gradient_does_not_depend_on_how_a_batch_is_cut(trained: Trained, spec: dict[str, Any]) -> None:
+    """The negative control is a mean of means, which depends on it."""
     algorithm = parsed(spec)
     expected = trained.gradient(algorithm, CUTS[0])
     assert float(expected.norm()) > 1e-3
     for cut in CUTS[1:]:
         assert float((trained.gradient(algorithm, cut) - expected).abs().max()) <= 1e-10
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=named)
-def test_negative_control_a_mean_of_means_depends_on_it(trained: Trained, spec: dict[str, Any]) -> None:
-    algorithm = parsed(spec)
-    expected = trained.gradient(algorithm, CUTS[0])
-    found = trained.gradient(algorithm, CUTS[3], naive=True)
-    assert float((found - expected).abs().max()) > 1e-4
+    assert float((trained.gradient(algorithm, CUTS[3], naive=True) - expected).abs().max()) > 1e-4
 
 
 # ---------------------------------------------------------------------------------------------------------------------
