@@ -26,9 +26,9 @@ from rlhf_core.training.data.tokenizers import build_tokenizer  # noqa: E402
 from rlhf_core.training.distributed import Ranks, collective_timeout  # noqa: E402 - needs torch
 from rlhf_core.training.evaluation.evaluator import (  # noqa: E402
     _evaluate_start,
+    _last_checkpoint,
     are_written,
     load_evaluator,
-    run_evaluator,
     write_reports,
 )
 from rlhf_core.training.models.causal_lm import build_causal_lm  # noqa: E402
@@ -360,17 +360,9 @@ def test_a_model_without_the_tokens_that_training_added_is_not_evaluated(
         start_of_an_external_trainer(tmp_path, ranks, evaluator, mock.Mock())
 
 
-def evaluate_nothing(rank: int, num_ranks: int, run_dir: str) -> str:
-    try:
-        return str(run_evaluator(make_context(run_dir, tiny_spec(), rank, num_ranks)))
-    except WorkerError as error:
-        return str(error)
-
-
-@pytest.mark.end_to_end
-def test_without_a_checkpoint_there_is_nothing_to_evaluate(tmp_path: Path) -> None:
-    (message,) = values(launch(evaluate_nothing, 1, tmp_path / "launch", run_dir=str(tmp_path / "run")))
-    assert message.startswith("found no complete checkpoint in ")
+def test_without_a_checkpoint_there_is_nothing_to_evaluate(ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match="found no complete checkpoint in "):
+        _last_checkpoint(make_context(str(tmp_path), tiny_spec(), 0, 1), ranks)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
