@@ -1,5 +1,6 @@
 """A new algorithm takes one file with its loss and one entry with its settings; everything else follows from them."""
 
+import importlib
 import json
 import os
 import shutil
@@ -115,7 +116,8 @@ def with_toy(folder: Path) -> None:
     entries.write_text(text.replace(UNION, f"{SETTINGS}{UNION}ToySpec | "))
 
 
-def run(folder: Path) -> "subprocess.CompletedProcess[str]":
+def test_a_new_algorithm_takes_one_file_and_one_entry(tmp_path: Path) -> None:
+    with_toy(tmp_path)
     shared = {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -123,18 +125,13 @@ def run(folder: Path) -> "subprocess.CompletedProcess[str]":
         "MASTER_PORT": "0",
         "LOCAL_RANK": "0",
     }
-    return subprocess.run(
-        [sys.executable, __file__, str(folder)],
-        env={**os.environ, **shared, "PYTHONPATH": os.pathsep.join(map(str, (folder, TESTS)))},
+    done = subprocess.run(
+        [sys.executable, __file__, str(tmp_path)],
+        env={**os.environ, **shared, "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, TESTS)))},
         capture_output=True,
         text=True,
         check=False,
     )
-
-
-def test_a_new_algorithm_takes_one_file_and_one_entry(tmp_path: Path) -> None:
-    with_toy(tmp_path)
-    done = run(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert report["help"] == "Weight of the rewards. Only for `toy`."
@@ -146,12 +143,13 @@ def test_a_new_algorithm_takes_one_file_and_one_entry(tmp_path: Path) -> None:
     assert not report["clip"], "metrics of another algorithm"
 
 
-def test_an_algorithm_without_its_file_is_no_algorithm(tmp_path: Path) -> None:
-    with_toy(tmp_path)
-    (tmp_path / "rlhf_core" / "training" / "algorithms" / "toy.py").unlink()
-    done = run(tmp_path)
-    assert done.returncode != 0
-    assert "No module named 'rlhf_core.training.algorithms.toy'" in done.stderr
+def test_an_algorithm_without_its_file_is_no_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlhf_core.schemas import algorithms as settings
+    from rlhf_core.training import algorithms
+
+    monkeypatch.setattr(settings, "specs", lambda: {"toy": None})
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'rlhf_core\.training\.algorithms\.toy'"):
+        importlib.reload(algorithms)
 
 
 if __name__ == "__main__":
