@@ -37,10 +37,14 @@ def spec_of(name: str, num_steps: int = 2, **settings: Any) -> dict[str, Any]:
     return {**spec, "loops": loops, "reward": reward, "trainer": {"micro_batch_size": 3}}
 
 
+def shortened(spec: dict[str, Any], num_steps: int) -> dict[str, Any]:
+    """The same run with fewer steps of its main loop."""
+    return {**spec, "loops": {**spec["loops"], "main": {**spec["loops"]["main"], "num_steps": num_steps}}}
+
+
 def split(spec: dict[str, Any]) -> dict[str, Any]:
     """The same run with split weights: its first step, which is compared, and one from weights that were updated."""
-    main = {**spec["loops"]["main"], "num_steps": 2}
-    return {**spec, "loops": {**spec["loops"], "main": main}, "trainer": {**spec["trainer"], "zero_stage": 3}}
+    return {**shortened(spec, 2), "trainer": {**spec["trainer"], "zero_stage": 3}}
 
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -65,7 +69,10 @@ RECURRING["data"] = {**RECURRING["data"], "generator_args": {"num_digits": 3, "n
 
 
 def every_scenario(rank: int, num_ranks: int, folder: str, names: list[str]) -> dict[str, Any]:
-    """Runs of seconds, one after the other in one process group; passes over the models of each are counted."""
+    """Runs of seconds, one after the other in one process group; passes over the models of each are counted.
+
+    One rank makes only the first step of each, which is compared.
+    """
     from rlhf_core.training.distributed import init_process_group, leave_process_group
     from rlhf_core.training.models.causal_lm import PolicyModel
     from rlhf_core.training.trainers import context as context_module
@@ -89,6 +96,7 @@ def every_scenario(rank: int, num_ranks: int, folder: str, names: list[str]) -> 
     def train(name: str, spec: dict[str, Any]) -> dict[str, Any]:
         passes.clear()
         counting = Counting()
+        spec = shortened(spec, 1) if num_ranks == 1 else spec
         context = make_context(f"{folder}/{name}", spec, rank, num_ranks, reporter=counting)
         with mock.patch.object(PolicyModel, "forward", counted):
             result = str(train_run(context, dataclasses.replace(ranks, reporter=counting)))
