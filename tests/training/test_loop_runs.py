@@ -181,7 +181,6 @@ def runs_of(group: TrainingGroup) -> dict[str, Any]:
     with mock.patch.object(writer, "write_files", full_on_rank_1):
         results["full"] = train("full", restart=2, train={"num_steps": 8})
     results["odd batch"] = train("odd", grpo={"prompts_per_step": 3})
-    results["main is sft"] = train("sft", sft={"num_steps": 0}, train={"algorithm": "sft", "num_steps": 4})
     results["evaluating"] = train("evaluating", evaluate={"every_num_steps": 3})
     results["recomputing"] = train("recomputing", train={"gradient_checkpointing": True})
     results["penalised"] = train("penalised", grpo={"kl_coefficient": 0.5})
@@ -223,7 +222,7 @@ def runs_of_every_stage(group: TrainingGroup, results: dict[str, Any]) -> None:
         for name, last, sections in ((f"stage-{stage}", 6, {}), (f"sft-{stage}", 4, SUPERVISED)):
             if name != "stage-1":
                 spec = tiny_spec(**sections, trainer={"zero_stage": stage})
-                group.train(name, spec)
+                results[name] = group.train(name, spec)
                 group.rewind(name, f"{name}-again", last)
                 results[f"{name}-again"] = group.train(f"{name}-again", spec, restart=1)
     for_one = tiny_spec(**WITHOUT_NOISE, trainer={"zero_stage": 3})
@@ -238,19 +237,40 @@ def killed_for_real(rank: int, num_ranks: int, run_dir: str, spec: dict[str, Any
     return str(run_trainer(make_context(run_dir, spec, rank, num_ranks, reporter=kill)))
 
 
-def on_one_rank(rank: int, num_ranks: int, folder: str) -> list[str]:
-    """Two of the runs above, the rest of a third, and role evaluator on the first of them."""
-    from rlhf_core.training.distributed import init_process_group, leave_process_group
+def on_one_rank(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
+    """One of the runs above, the rest of another, role evaluator on the first; and runs of two steps, made longer."""
     from rlhf_core.training.evaluation.evaluator import run_evaluator
-    from rlhf_core.training.trainers.run import train_run
 
-    straight = make_context(f"{folder}/one", tiny_spec(), rank, num_ranks)
-    without_noise = make_context(f"{folder}/one-without-noise", tiny_spec(**WITHOUT_NOISE), rank, num_ranks)
-    ranks = init_process_group(straight)
-    rest = make_context(f"{folder}/for-one", tiny_spec(**WITHOUT_NOISE), rank, num_ranks, restart=1)
-    results = [str(train_run(context, ranks)) for context in (straight, without_noise, rest)]
-    leave_process_group(ranks)
-    return [*results, str(run_evaluator(straight))]
+    spec = tiny_spec(**WITHOUT_NOISE)
+    with training_group(rank, num_ranks, folder, spec) as group:
+        results: dict[str, Any] = {
+            "whole": group.train("one", spec),
+            "rest": group.train("for-one", spec, restart=1),
+            "other rows": resumed_with_other_rows(group),
+            "another reference": resumed_with_another_reference(group),
+        }
+    return {**results, "evaluated": str(run_evaluator(make_context(f"{folder}/one", spec, rank, num_ranks)))}
+
+
+def resumed_with_other_rows(group: TrainingGroup) -> list[str]:
+    """A run of two steps, made longer: once after its rows have changed, once with its own."""
+    data = {"generator": "rank_launcher:rows_of_this_rank", "generator_args": {}}
+    results: list[str] = []
+    for first, num_steps in ((0, 2), (1, 3), (0, 3)):
+        os.environ["FIRST_ROW"] = str(first)
+        spec = tiny_spec(data=data, sft={"num_steps": 0}, train={"algorithm": "sft", "num_steps": num_steps})
+        results.append(group.train("other-rows", spec, restart=len(results)))
+    return results
+
+
+def resumed_with_another_reference(group: TrainingGroup) -> list[str]:
+    """A run of two steps, made longer: once after a bit of its initial model has changed, once with its own."""
+    results: list[str] = []
+    for num_steps in (2, 3, 3):
+        spec = tiny_spec(sft={"num_steps": 0}, train={"num_steps": num_steps})
+        results.append(group.train("another-reference", spec, restart=len(results)))
+        flip_last_bit(RunDir(Path(group.folder) / "another-reference").initial_model / "model.safetensors")
+    return results
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -259,6 +279,12 @@ def on_one_rank(rank: int, num_ranks: int, folder: str) -> list[str]:
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[dict[str, Any]]:
     return values(launch(every_scenario, 2, folder / "launch", timeout_s=600, folder=str(folder), module=__name__))
+
+
+@pytest.fixture(scope="module")
+def one_rank(results: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
+    (found,) = values(launch(on_one_rank, 1, folder / "one-launch", 300, folder=str(folder)))
+    return dict(found)
 
 
 def metrics_of(folder: Path, name: str, restart: int = 0) -> dict[int, dict[str, float]]:
@@ -548,54 +574,27 @@ def test_ranks_with_different_rows_are_refused(results: list[dict[str, Any]]) ->
         )
 
 
-def resumed_with_other_rows(rank: int, num_ranks: int, folder: str) -> list[str]:
-    """A run of two steps, made longer: once after its rows have changed, once with its own."""
-    data = {"generator": "rank_launcher:rows_of_this_rank", "generator_args": {}}
-    results: list[str] = []
-    with training_group(rank, num_ranks, folder, tiny_spec(data=data)) as group:
-        for first, num_steps in ((0, 2), (1, 3), (0, 3)):
-            os.environ["FIRST_ROW"] = str(first)
-            spec = tiny_spec(data=data, sft={"num_steps": 0}, train={"algorithm": "sft", "num_steps": num_steps})
-            results.append(group.train("run", spec, restart=len(results)))
-    return results
-
-
-def test_a_run_whose_rows_have_changed_is_not_resumed(tmp_path: Path) -> None:
-    ((begun, changed, again),) = values(
-        launch(resumed_with_other_rows, 1, tmp_path / "scratch", folder=str(tmp_path / "runs"))
-    )
+def test_a_run_whose_rows_have_changed_is_not_resumed(one_rank: dict[str, Any]) -> None:
+    begun, changed, again = one_rank["other rows"]
     assert (begun, again) == ("done", "done")
     assert changed.startswith("ResumeMismatch: the training rows of rank_launcher:rows_of_this_rank are not those that")
     assert "step-000002 was trained with" in changed
 
 
-def resumed_with_another_reference(rank: int, num_ranks: int, folder: str) -> list[str]:
-    """A run of two steps, made longer: once after a bit of its initial model has changed, once with its own."""
-    results: list[str] = []
-    with training_group(rank, num_ranks, folder, tiny_spec()) as group:
-        for num_steps in (2, 3, 3):
-            spec = tiny_spec(sft={"num_steps": 0}, train={"num_steps": num_steps})
-            results.append(group.train("run", spec, restart=len(results)))
-            flip_last_bit(RunDir(Path(folder) / "run").initial_model / "model.safetensors")
-    return results
-
-
-def test_a_run_whose_reference_has_changed_is_not_resumed(tmp_path: Path) -> None:
+def test_a_run_whose_reference_has_changed_is_not_resumed(one_rank: dict[str, Any]) -> None:
     """Its divergence would be from other weights than before, without a sign of it in any metric."""
-    ((begun, changed, again),) = values(
-        launch(resumed_with_another_reference, 1, tmp_path / "scratch", folder=str(tmp_path / "runs"))
-    )
+    begun, changed, again = one_rank["another reference"]
     assert (begun, again) == ("done", "done")
     assert changed.startswith("ResumeMismatch: ")
     assert "initial_model holds other weights than those that step-000002 was trained from" in changed
 
 
 def test_supervised_training_can_be_the_main_algorithm(results: list[dict[str, Any]], folder: Path) -> None:
-    assert [result["main is sft"] for result in results] == ["done", "done"]
-    losses = [line["train/loss"] for line in metrics_of(folder, "sft").values()]
+    assert [result["sft-1"] for result in results] == ["done", "done"]
+    losses = [line["train/loss"] for line in metrics_of(folder, "sft-1").values()]
     assert len(losses) == 4
     assert losses[-1] < losses[0] - 0.1
-    report = RunDir(folder / "sft").evaluation("before", "greedy").read_text()
+    report = RunDir(folder / "sft-1").evaluation("before", "greedy").read_text()
     assert EvaluationReport.model_validate_json(report).checkpoint_step == 0
 
 
@@ -625,29 +624,22 @@ def test_all_ranks_beat_in_every_phase_and_count_the_same_collectives(results: l
 # With processes of their own
 
 
-@pytest.mark.parametrize(("zero_stage", "straight"), [(1, "straight"), (3, "stage-3")])
-def test_a_rank_killed_for_real_and_the_run_resumed(
-    results: list[dict[str, Any]], folder: Path, zero_stage: int, straight: str
-) -> None:
-    name = f"killed-{zero_stage}"
-    run: dict[str, Any] = {"run_dir": str(folder / name), "spec": tiny_spec(trainer={"zero_stage": zero_stage})}
-    ended = launch(killed_for_real, 2, folder / f"{name}-launch", **run)
+def test_a_rank_killed_for_real_and_the_run_resumed(results: list[dict[str, Any]], folder: Path) -> None:
+    """With split weights; with whole ones, ``test_loop_online.py`` does the same."""
+    run: dict[str, Any] = {"run_dir": str(folder / "killed"), "spec": tiny_spec(trainer={"zero_stage": 3})}
+    ended = launch(killed_for_real, 2, folder / "killed-launch", **run)
     assert ended[1].exit_code == -signal.SIGKILL
     assert ended[0].exit_code == 1, "the other rank finds its peer gone"
-    assert set(metrics_of(folder, name)) == {1, 2, 3, 4}
-    assert values(launch(whole_role, 2, folder / f"{name}-resumed", restart=1, **run)) == ["done", "done"]
-    assert metrics_of(folder, name) | metrics_of(folder, name, restart=1) == metrics_of(folder, straight)
-    assert final_state(folder, name) == final_state(folder, straight)
+    assert set(metrics_of(folder, "killed")) == {1, 2, 3, 4}
+    assert values(launch(whole_role, 2, folder / "killed-resumed", restart=1, **run)) == ["done", "done"]
+    assert metrics_of(folder, "killed") | metrics_of(folder, "killed", restart=1) == metrics_of(folder, "stage-3")
+    assert final_state(folder, "killed") == final_state(folder, "stage-3")
 
 
-@pytest.fixture(scope="module")
-def one_rank(results: list[dict[str, Any]], folder: Path) -> None:
-    assert values(launch(on_one_rank, 1, folder / "one-launch", folder=str(folder))) == [["done"] * 4]
-
-
-def test_one_rank_against_two(one_rank: None, folder: Path) -> None:
+def test_one_rank_against_two(one_rank: dict[str, Any], folder: Path) -> None:
     """The same seeds at every step, completions at the first step of GRPO, gradients but for rounding."""
-    one, two = metrics_of(folder, "one"), metrics_of(folder, "straight")
+    assert one_rank["whole"] == "done"
+    one, two = metrics_of(folder, "one"), metrics_of(folder, "without-noise")
     assert set(one) == set(two)
     for step in (3, 4, 5, 6):
         assert one[step]["rollout/seed_digest"] == two[step]["rollout/seed_digest"]
@@ -657,9 +649,9 @@ def test_one_rank_against_two(one_rank: None, folder: Path) -> None:
         assert one[1][name] == pytest.approx(two[1][name], rel=1e-6)
 
 
-def test_group_and_batch_statistics_span_the_ranks(one_rank: None, folder: Path) -> None:
+def test_group_and_batch_statistics_span_the_ranks(one_rank: dict[str, Any], folder: Path) -> None:
     """Advantages scaled by the standard deviation of the whole batch, loss averaged over all sequences of the step."""
-    one, two = metrics_of(folder, "one-without-noise"), metrics_of(folder, "without-noise")
+    one, two = metrics_of(folder, "one"), metrics_of(folder, "without-noise")
     assert one[3]["reward/std"] > 0
     for name, value in one[3].items():
         assert two[3][name] == pytest.approx(value, rel=2e-5, abs=1e-6), name
@@ -668,7 +660,8 @@ def test_group_and_batch_statistics_span_the_ranks(one_rank: None, folder: Path)
             assert line["reward/mean"] == pytest.approx(line["reward/share_right"] + 2 * line["reward/exact_match"])
 
 
-def test_the_evaluator_measures_the_last_checkpoint(one_rank: None, folder: Path) -> None:
+def test_the_evaluator_measures_the_last_checkpoint(one_rank: dict[str, Any], folder: Path) -> None:
+    assert one_rank["evaluated"] == "done"
     for how in ("greedy", "sampled"):
         path = RunDir(folder / "one").evaluation("after", how)
         report = EvaluationReport.model_validate_json(path.read_bytes())
@@ -676,8 +669,11 @@ def test_the_evaluator_measures_the_last_checkpoint(one_rank: None, folder: Path
         assert report.ci_low <= report.value <= report.ci_high
 
 
-def test_one_rank_goes_on_with_what_two_began(one_rank: None, results: list[dict[str, Any]], folder: Path) -> None:
+def test_one_rank_goes_on_with_what_two_began(
+    one_rank: dict[str, Any], results: list[dict[str, Any]], folder: Path
+) -> None:
     """Checkpoint of two ranks under stage 3, the rest on one under stage 1: the same losses but for rounding."""
+    assert one_rank["rest"] == "done"
     assert all(result["for one rank"].startswith("InterruptedError") for result in results)
     began, rest, straight = (
         metrics_of(folder, "for-one"),
