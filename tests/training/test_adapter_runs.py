@@ -11,14 +11,14 @@ from unittest import mock
 import pytest
 from rank_launcher import TrainingGroup, every_scenario, launch, make_context, tiny_spec, values
 from test_loop_runs import final_state, metrics_of
-from test_preference_runs import IPO, RANKER, WARM, spec_of
+from test_preference_runs import IPO, RANKER, WARM, report, spec_of
 from test_promoted_model import origin
 
 from rlhf_core.errors import PromotionFailed
 from rlhf_core.launch.model_card import model_card
 from rlhf_core.launch.promote import damage, model_source, write_model_directory
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.schemas.reports import EvaluationReport, Phase
+from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.types import NullReporter
 
@@ -158,10 +158,6 @@ def alone(results: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
     (found,) = values(launch(on_one_rank, 1, folder / "one-launch", timeout_s=300, folder=str(folder)))
     answers: dict[str, Any] = found
     return answers
-
-
-def report(folder: Path, run: str, when: str, name: str) -> EvaluationReport:
-    return EvaluationReport.model_validate_json(RunDir(folder / run).evaluation(when, name).read_bytes())
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -1,5 +1,6 @@
 """Runs that learn from pairs, on two real processes: resuming is exact, frozen weights are found, pairs are ranked."""
 
+import dataclasses
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,6 @@ from rank_launcher import (
     tiny_spec,
     training_group,
     values,
-    whole_role,
 )
 from test_loop_runs import assert_resumed_bitwise, metrics_of
 
@@ -127,19 +127,44 @@ def runs_of(group: TrainingGroup) -> dict[str, Any]:
     ranker = spec_of(RANKER, warm=True, **WARM)
     results["ranker"] = train("ranker", ranker)
     results["resumed ranker"] = again("ranker", ranker)
+    results["chunks"] = in_chunks_of_seven_tokens(group)
     return results
 
 
-def evaluated(rank: int, num_ranks: int, run_dir: str) -> str:
+def evaluated_runs(rank: int, num_ranks: int, folder: str) -> list[str]:
+    """Scenario: role evaluator on two of the runs. Each has a rendezvous of its own: a port is not free at once."""
     from rlhf_core.training.evaluation.evaluator import run_evaluator
 
-    algorithm = RANKER if run_dir.endswith("ranker") else IPO
-    return str(run_evaluator(make_context(run_dir, spec_of(algorithm, warm=True, **WARM), rank, num_ranks)))
+    results = []
+    for name, algorithm in (("warm", IPO), ("ranker", RANKER)):
+        context = make_context(f"{folder}/{name}", spec_of(algorithm, warm=True, **WARM), rank, num_ranks)
+        results.append(str(run_evaluator(dataclasses.replace(context, store=Path(folder) / f"{name}-store"))))
+    return results
+
+
+def on_one_rank(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
+    """Scenario: the first step of a run above, and a reward model after a warm start."""
+    first_step = spec_of(DPO)
+    first_step["loops"]["main"]["num_steps"] = 1
+    with training_group(rank, num_ranks, folder, first_step) as group:
+        return {"one": group.train("one", first_step), "has weights": language_model_in_each_loop(group)}
 
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[dict[str, Any]]:
     return values(launch(every_scenario, 2, folder / "launch", timeout_s=600, folder=str(folder), module=__name__))
+
+
+@pytest.fixture(scope="module")
+def evaluated(results: list[dict[str, Any]], folder: Path) -> None:
+    launched = launch(evaluated_runs, 2, folder / "evaluated-launch", 300, folder=str(folder))
+    assert values(launched) == [["done", "done"]] * 2
+
+
+@pytest.fixture(scope="module")
+def one_rank(folder: Path) -> dict[str, Any]:
+    (found,) = values(launch(on_one_rank, 1, folder / "one-launch", folder=str(folder)))
+    return dict(found)
 
 
 def report(folder: Path, run: str, when: str, name: str = "preference") -> EvaluationReport:
@@ -171,9 +196,10 @@ def test_every_stage_of_zero_learns_the_same_and_resumes_bitwise(
         assert straight[number]["train/loss"] == pytest.approx(line["train/loss"], rel=1e-3), number
 
 
-def test_one_rank_makes_the_steps_of_two(results: list[dict[str, Any]], folder: Path) -> None:
-    run: dict[str, Any] = {"run_dir": str(folder / "one"), "spec": spec_of(DPO)}
-    assert values(launch(whole_role, 1, folder / "one-launch", **run)) == ["done"]
+def test_one_rank_makes_the_first_step_of_two(
+    results: list[dict[str, Any]], one_rank: dict[str, Any], folder: Path
+) -> None:
+    assert one_rank["one"] == "done"
     one, two = metrics_of(folder, "one"), metrics_of(folder, "straight")
     for name in ("train/loss", "train/grad_norm", "train/num_tokens", "preference/accuracy"):
         assert one[1][name] == pytest.approx(two[1][name], rel=1e-6), name
@@ -191,9 +217,10 @@ def test_pairs_without_answers_are_ranked_alone(results: list[dict[str, Any]], f
     assert not RunDir(folder / "straight").evaluation("before", "greedy").exists()
 
 
-def test_held_out_pairs_are_ranked_before_and_after(results: list[dict[str, Any]], folder: Path) -> None:
+def test_held_out_pairs_are_ranked_before_and_after(
+    results: list[dict[str, Any]], evaluated: None, folder: Path
+) -> None:
     assert [result["warm"] for result in results] == ["done", "done"]
-    assert values(launch(evaluated, 2, folder / "evaluated-launch", run_dir=str(folder / "warm"))) == ["done", "done"]
     before, after = report(folder, "warm", "before"), report(folder, "warm", "after")
     assert (before.value, before.checkpoint_step, after.checkpoint_step) == (0.5, 2, 6)
     assert after.value != 0.5
@@ -215,11 +242,12 @@ def test_every_other_loss_learns_pairs(results: list[dict[str, Any]], folder: Pa
     assert report(folder, name, "before").value != 0.5, "without a reference the model prefers one completion at once"
 
 
-def test_a_reward_model_is_made_of_the_warm_started_model(results: list[dict[str, Any]], folder: Path) -> None:
+def test_a_reward_model_is_made_of_the_warm_started_model(
+    results: list[dict[str, Any]], evaluated: None, folder: Path
+) -> None:
     from transformers import AutoModelForSequenceClassification
 
     assert [result["ranker"] for result in results] == ["done", "done"]
-    assert values(launch(evaluated, 2, folder / "ranker-launch", run_dir=str(folder / "ranker"))) == ["done", "done"]
     run_dir = RunDir(folder / "ranker")
     model = AutoModelForSequenceClassification.from_pretrained(run_dir.checkpoint(6).model)
     assert model.config.architectures == ["Qwen3ForSequenceClassification"]
@@ -258,14 +286,11 @@ def test_a_bound_of_tokens_changes_the_passes_and_not_the_training(results: list
             assert bounded[step][name] == pytest.approx(line[name], rel=1e-4, abs=1e-6), (step, name)
 
 
-def language_model_in_each_loop(rank: int, num_ranks: int, folder: str) -> dict[str, bool]:
-    """Scenario: a reward model after a warm start. Whether the language model has weights when a loop begins."""
-    from rlhf_core.training.distributed import init_process_group, leave_process_group
+def language_model_in_each_loop(group: TrainingGroup) -> dict[str, bool]:
+    """A reward model after a warm start. Whether the language model has weights when a loop begins."""
     from rlhf_core.training.trainers import offline
     from rlhf_core.training.trainers import run as run_module
 
-    context = make_context(f"{folder}/language-model", spec_of(RANKER, warm=True, data=WARM["data"]), rank, num_ranks)
-    ranks = init_process_group(context)
     models: list[Callable[[], Any]] = []
     found: dict[str, bool] = {}
     real_load, real_train = run_module.load_causal_lm, offline.train
@@ -281,18 +306,16 @@ def language_model_in_each_loop(rank: int, num_ranks: int, folder: str) -> dict[
         return real_train(training, loop, *rest)
 
     with mock.patch.object(run_module, "load_causal_lm", load), mock.patch.object(offline, "train", train):
-        run_module.train_run(context, ranks)
-    leave_process_group(ranks)
+        group.train("language-model", spec_of(RANKER, warm=True, data=WARM["data"]))
     return found
 
 
-def test_a_reward_model_is_trained_without_the_language_model_beside_it(folder: Path) -> None:
-    found = values(launch(language_model_in_each_loop, 1, folder / "language-model-launch", folder=str(folder)))
-    assert found == [{"sft": True, "reward_model": False}]
+def test_a_reward_model_is_trained_without_the_language_model_beside_it(one_rank: dict[str, Any]) -> None:
+    assert one_rank["has weights"] == {"sft": True, "reward_model": False}
 
 
-def in_chunks_of_seven_tokens(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
-    """Scenario: rows of very different lengths, whose logits take different numbers of chunks on the two ranks.
+def in_chunks_of_seven_tokens(group: TrainingGroup) -> dict[str, Any]:
+    """Rows of very different lengths, whose logits take different numbers of chunks on the two ranks.
 
     Returns:
         How the trainings ended, and for each pass of the split model the chunks that this rank needs and makes.
@@ -314,23 +337,20 @@ def in_chunks_of_seven_tokens(rank: int, num_ranks: int, folder: str) -> dict[st
     specs = {
         stage: spec_of(DPO, zero_stage=stage, data={"generator": "test_preference_runs:ragged"}) for stage in (1, 3)
     }
-    chunked = mock.patch.object(PolicyModel.__init__, "__defaults__", (7 * 128,))
     with (
-        chunked,
+        mock.patch.object(PolicyModel.__init__, "__defaults__", (7 * 128,)),
         mock.patch.object(trainers_context, "balanced", as_they_come),
         mock.patch.object(causal_lm, "most_on_any_rank", noted),
-        training_group(rank, num_ranks, folder, spec_of(DPO)) as group,
     ):
-        return {
-            "ended": [group.train(f"chunks-{stage}", spec) for stage, spec in specs.items()],
-            "chunks": chunks,
-        }
+        ended = [group.train(f"chunks-{stage}", spec) for stage, spec in specs.items()]
+    return {"ended": ended, "chunks": chunks}
 
 
-def test_ranks_with_different_numbers_of_chunks_of_logits_gather_as_often(folder: Path) -> None:
+def test_ranks_with_different_numbers_of_chunks_of_logits_gather_as_often(
+    results: list[dict[str, Any]], folder: Path
+) -> None:
     """With a vocabulary of 150,000, a chunk is 440 tokens. Under ZeRO 3, each gathers the output layer on all ranks."""
-    launched = launch(in_chunks_of_seven_tokens, 2, folder / "chunks-launch", folder=str(folder))
-    first, second = values(launched)
+    first, second = (result["chunks"] for result in results)
     assert first["ended"] == second["ended"] == ["done", "done"]
     passes = list(zip(first["chunks"], second["chunks"], strict=True))
     assert all(made == most == max(needed, other) for (needed, made), (other, most) in passes)
