@@ -32,15 +32,13 @@ pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
 SPEC = {**SUPERVISED, "checkpoint": {"memory": "peer"}}
 STATE = "trainer_state/rank-00001.safetensors"
 
-MOMENTS = ("announced", "half sent", "received", "kept")
-"""Moments of the transfer at which a rank is killed: the sender in the first two, the receiver before the part counts,
-and the sender once the parts of both ranks count."""
+MOMENTS = ("half sent", "received", "kept")
+"""Moments of the transfer at which a rank is killed: the sender in the first, the receiver before the part counts, and
+the sender once the parts of both ranks count."""
 
 LOST_AND_DAMAGED = "lost and damaged"
 WHENCE = {
-    **dict.fromkeys(
-        ("announced", "half sent", "received"), "files: the nodes have no in-memory copy with a part of every rank"
-    ),
+    **dict.fromkeys(("half sent", "received"), "files: the nodes have no in-memory copy with a part of every rank"),
     "kept": "the copy of step 4 in the memory of the nodes; files from peer nodes: 1",
     "rank 0 lost": "the copy of step 4 in the memory of the nodes; files from peer nodes: 8",
     "damaged": "the copy of step 4 in the memory of the nodes; files from peer nodes: 1",
@@ -80,8 +78,6 @@ def kill_at(moment: str, rank: int, memory: Path) -> None:
         die()
 
     def send(address: Any, key: bytes, part: MemoryPart, content: Any) -> None:
-        if part.manifest.step == 4 and moment == "announced":
-            peer_transfer.chunks = lambda data, size: die()  # type: ignore[assignment,return-value,func-returns-value]
         if part.manifest.step == 4 and moment == "half sent":
             peer_transfer.chunks = half  # type: ignore[assignment]
         plain_send(address, key, part, content)
