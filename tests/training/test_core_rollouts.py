@@ -26,7 +26,8 @@ from rlhf_core.training.rollouts.samplers import TransformersSampler
 from rlhf_core.training.rollouts.seeds import sample_seed, uniforms
 from rlhf_core.training.rollouts.vllm.engine import end_ids_of
 from rlhf_core.training.rollouts.weight_probe import TOLERANCE, WeightProbe, probe_logprobs, probe_of, require_same
-from rlhf_core.training.trainers.context import TrainingContext, TrainingStep
+from rlhf_core.training.trainers.context import TrainingContext
+from rlhf_core.training.trainers.step import TrainingStep
 from rlhf_core.training.types import Completion
 
 pytestmark = pytest.mark.training

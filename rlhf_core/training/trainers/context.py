@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import nn
@@ -18,8 +18,6 @@ from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.loops import LoopSpec
 from rlhf_core.schemas.reports import MetricsLine, Phase, SampleLine, TrainerWarning
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.training.algorithms.aggregation import Stats
-from rlhf_core.training.algorithms.objective import MetricDef
 from rlhf_core.training.checkpoints.saving import SavedModel
 from rlhf_core.training.checkpoints.state import Progress
 from rlhf_core.training.data.batches import SequenceBatch, collate
@@ -32,8 +30,7 @@ from rlhf_core.training.health.state import Batch
 from rlhf_core.training.metrics import StepMetrics
 from rlhf_core.training.trainers.engine import Engine, learning_rate
 from rlhf_core.training.trainers.saving import Saving
-from rlhf_core.training.trainers.step_reports import refuse_non_finite, summary
-from rlhf_core.training.trainers.stopwatch import Stopwatch
+from rlhf_core.training.trainers.step import TrainingStep, refuse_non_finite, summary
 from rlhf_core.training.types import Row, WorkerContext
 from rlhf_core.training.worker_events import write_event
 
@@ -70,49 +67,6 @@ class SampledAhead(Protocol):
 
     def in_flight(self, is_last: bool) -> dict[str, Any] | None:
         """This rank's completions, for a checkpoint: tensors and JSON values."""
-
-
-class Totals:
-    """Sums and weights by name, accumulated over micro-batches on the device and read at the end of the step."""
-
-    def __init__(self) -> None:
-        self._entries: Stats = {}
-
-    def add(self, stats: Stats) -> None:
-        """Add the statistics of one micro-batch."""
-        for name, (total, weight) in stats.items():
-            before = self._entries.get(name)
-            self._entries[name] = (total, weight) if before is None else (before[0] + total, before[1] + weight)
-
-    def __contains__(self, name: str) -> bool:
-        """True if there is a sum of that name."""
-        return name in self._entries
-
-    def read(self, name: str) -> tuple[float, float]:
-        """Return the sum and weight of one name."""
-        total, weight = self._entries[name]
-        return float(total), float(weight)
-
-
-@dataclass
-class TrainingStep:
-    """One optimizer step in progress."""
-
-    number: int
-    """Counted over the whole run, from 1."""
-    metrics: StepMetrics
-    watch: Stopwatch = field(default_factory=Stopwatch)
-    grad_norms: list[float] = field(default_factory=list)
-    """Global norm of the gradient of each update."""
-    num_tokens: int = 0
-    """Number of this rank's tokens in the losses of the updates."""
-
-    def add(self, definitions: Sequence[MetricDef], totals: Totals) -> None:
-        """Add the metrics of an objective for which the step has statistics."""
-        for definition in definitions:
-            if all(name in totals for name in definition.stats):
-                sums, weights = zip(*(totals.read(name) for name in definition.stats), strict=True)
-                self.metrics.mean(definition.name, sum(sums), weights[0])
 
 
 class TrainingContext:
@@ -374,14 +328,14 @@ class TrainingContext:
         # run before the metrics of the step are written.
         is_sound = all(map(math.isfinite, step.grad_norms))
         if is_sound and self.is_evaluated(step.number) and "greedy" in self.evaluator.names:
-            with step.watch.part("evaluate"):
+            with step.timed("evaluate"):
                 step.metrics.mean(
                     "eval/greedy", *self.evaluator.greedy_score(model, step.number, self.beating(Phase.EVALUATE))
                 )
 
     def _add_times(self, step: TrainingStep) -> None:
         """Add the times, in seconds, as means over the ranks. The checkpoint time is that of the previous step."""
-        seconds = {**self._saving.times(), "evaluate": 0.0, **step.watch.parts, "step": step.watch.seconds()}
+        seconds = {**self._saving.times(), "evaluate": 0.0, **step.times_s, "step": step.seconds()}
         for name, value in seconds.items():
             step.metrics.mean(f"time/{name}_s", value, 1)
 

@@ -23,8 +23,9 @@ from rlhf_core.training.data.examples import (
 from rlhf_core.training.data.micro_batches import evened
 from rlhf_core.training.models.causal_lm import PolicyModel
 from rlhf_core.training.models.reward_model import RewardModel
-from rlhf_core.training.trainers.context import Loop, Totals, TrainingContext
+from rlhf_core.training.trainers.context import Loop, TrainingContext
 from rlhf_core.training.trainers.engine import Engine
+from rlhf_core.training.trainers.step import Totals
 
 
 def train(
@@ -53,7 +54,7 @@ def train(
         rows, prompts = training.take_rows(algorithm.rows_per_step, by_length=True)
         examples = make_examples(rows, prompts, training.tokenizer, algorithm)
 
-        with step.watch.part("train"):
+        with step.timed("train"):
             own_tokens = sum(example.num_tokens for example in examples)
             others = mismatched(examples, before, training.tokenizer) if algorithm.mismatches else []
             sums, parts, other_parts = _exchange(training, loop, examples, others, packed=policy.packs)
@@ -65,9 +66,9 @@ def train(
             training.measure_updates(step, engine, policy)
 
         step.add(objective.metrics, totals)
-        step.metrics.total("speed/tokens_per_s", own_tokens / step.watch.seconds())
+        step.metrics.total("speed/tokens_per_s", own_tokens / step.seconds())
         if training.is_evaluated(number) and training.evaluator.ranks_for(algorithm):
-            with step.watch.part("evaluate"):
+            with step.timed("evaluate"):
                 beat = training.beating(Phase.EVALUATE)
                 found = training.evaluator.preference_score(policy, reference, beat)
                 step.metrics.mean("eval/preference", *found)

@@ -17,10 +17,11 @@ from rlhf_core.training.health.signals import add_signals
 from rlhf_core.training.health.state import FINGERPRINT, NUM_DISTINCT, SAME_GROUPS
 from rlhf_core.training.metrics import StepMetrics, fingerprint
 from rlhf_core.training.models.causal_lm import PolicyModel
-from rlhf_core.training.trainers.context import Loop, Totals, TrainingContext, TrainingStep
+from rlhf_core.training.trainers.context import Loop, TrainingContext
 from rlhf_core.training.trainers.engine import Engine
 from rlhf_core.training.trainers.ppo import Critic
 from rlhf_core.training.trainers.sampling import Rollout, StepSampler
+from rlhf_core.training.trainers.step import Totals, TrainingStep
 from rlhf_core.training.trainers.updates import PolicyUpdates
 
 
@@ -51,7 +52,7 @@ def train(
         rollout, groups, places = sampler.sample(step)
         training.rollouts.sleep()
         trained = rollout.take(groups)
-        with step.watch.part("train"):
+        with step.timed("train"):
             training.beat(Phase.TRAIN)
             batch = trained.batch(places, mask_truncated=loop.algorithm.masks_truncated)
             updates = PolicyUpdates(training, loop, engine, policy, reference, batch, step, critic)
@@ -68,7 +69,7 @@ def train(
         add_signals(step.metrics, rollout.seeds, [len(made.token_ids) for made in rollout.flat], rollout.rewards)
         if spec.reward.on_failure == "zero":
             step.metrics.mean("reward/failed_share", rollout.scores.num_failed, len(rollout.flat))
-        step.metrics.total("speed/tokens_per_s", rollout.num_tokens / step.watch.seconds())
+        step.metrics.total("speed/tokens_per_s", rollout.num_tokens / step.seconds())
         every = spec.native_trainer.log_samples_every
         if every and (number - loop.first_step) % every == 0 and groups:
             training.write_samples(_sample_lines(trained, advantages.tokens, number))

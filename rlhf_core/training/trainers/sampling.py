@@ -22,8 +22,9 @@ from rlhf_core.training.algorithms.objective import SampledBatch
 from rlhf_core.training.rewards.scoring import Scores
 from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.seeds import sample_seed
-from rlhf_core.training.trainers.context import Loop, TrainingContext, TrainingStep
+from rlhf_core.training.trainers.context import Loop, TrainingContext
 from rlhf_core.training.trainers.in_flight import kept_completions, stored_completions
+from rlhf_core.training.trainers.step import TrainingStep
 from rlhf_core.training.trainers.updates import StepBatch
 from rlhf_core.training.types import Completion, Row
 
@@ -185,13 +186,13 @@ class StepSampler:
         if number == 0:
             request, completions = self._first_completions(step)
         else:
-            with step.watch.part("rollout"):
+            with step.timed("rollout"):
                 request = self._next_prompts(step.number, number)
                 completions = self._complete(request, {})
         if self._loop.algorithm.sampling_rounds == 1:
             self._begin_next(step)
         num_samples = self._loop.algorithm.group
-        with step.watch.part("reward"):
+        with step.timed("reward"):
             row_of_each = [row for row in request.rows for _ in range(num_samples)]
             made = [completion for group in completions for completion in group]
             scores = training.scorer.score(
@@ -212,13 +213,13 @@ class StepSampler:
         self._request = None
         beat = training.beating(Phase.ROLLOUT)
         if self._ahead is not None:
-            with step.watch.part("rollout"):
+            with step.timed("rollout"):
                 training.beat(Phase.ROLLOUT)
                 self._ahead.wait(beat)
-        with step.watch.part("weight_sync"):
+        with step.timed("weight_sync"):
             training.beat(Phase.WEIGHT_SYNC)
             training.rollouts.load(self._model, step.number - 1, training.beating(Phase.WEIGHT_SYNC))
-        with step.watch.part("rollout"):
+        with step.timed("rollout"):
             training.beat(Phase.ROLLOUT)
             if request is not None and self._ahead is not None:
                 return request, self._ahead.collect(beat)

@@ -21,10 +21,11 @@ from rlhf_core.training.data.batches import SequenceBatch
 from rlhf_core.training.data.examples import Scorer, scored
 from rlhf_core.training.data.micro_batches import evened, micro_batches
 from rlhf_core.training.models.causal_lm import PolicyModel
-from rlhf_core.training.trainers.context import Loop, Totals, TrainingContext, TrainingStep
+from rlhf_core.training.trainers.context import Loop, TrainingContext
 from rlhf_core.training.trainers.engine import Engine
 from rlhf_core.training.trainers.minibatches import divide
 from rlhf_core.training.trainers.ppo import Critic, explained_variance
+from rlhf_core.training.trainers.step import Totals, TrainingStep
 from rlhf_core.training.types import Completion
 
 _SCORED, _ALL = -2, -1

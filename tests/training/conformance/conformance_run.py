@@ -24,7 +24,7 @@ from rlhf_core.training.data.batches import SequenceBatch, collate
 from rlhf_core.training.data.examples import Example, make_batch, score_batch, step_sums
 from rlhf_core.training.models.causal_lm import PolicyModel
 from rlhf_core.training.models.reward_model import RewardModel
-from rlhf_core.training.trainers.context import Totals
+from rlhf_core.training.trainers.step import Totals
 
 FIXTURES = Path(__file__).parent / "fixtures"
 TRL: dict[str, Any] = json.loads((FIXTURES / "trl_1_16_0.json").read_text(encoding="utf-8"))
