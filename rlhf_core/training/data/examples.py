@@ -52,14 +52,12 @@ def make_examples(
     Args:
         prompts: tokens of the prompt of each row.
     """
-
-    def completions(row: Row) -> tuple[list[int], ...]:
+    examples = []
+    for row, prompt in zip(rows, prompts, strict=True):
         texts = (row.chosen, row.rejected) if algorithm.pairs else (row.target,)
-        return tuple(completion_tokens(text, row, tokenizer) for text in texts)
-
-    return [
-        Example(prompt, completions(row), row.margin, row.desirable) for row, prompt in zip(rows, prompts, strict=True)
-    ]
+        completions = tuple(completion_tokens(text, row, tokenizer) for text in texts)
+        examples.append(Example(prompt, completions, row.margin, row.desirable))
+    return examples
 
 
 def make_batch(

@@ -110,23 +110,14 @@ def _add_rollout_metrics(metrics: StepMetrics, rollout: Rollout) -> None:
     metrics.each(SAME_GROUPS, sum(len(set(group)) == 1 < len(group) for group in groups) / num_groups)
     metrics.each(NUM_DISTINCT, len({made for group in groups for made in group}))
     metrics.each(FINGERPRINT, fingerprint(made for group in groups for made in group))
-    metrics.shared_share(
-        "rollout/shared_share",
-        (
-            f"{row.uid} {made.token_ids}"
-            for row, group in zip(rollout.rows, rollout.completions, strict=True)
-            for made in group
-        ),
-    )
+    samples = [
+        (row.uid, index, made.token_ids)
+        for row, group in zip(rollout.rows, rollout.completions, strict=True)
+        for index, made in enumerate(group)
+    ]
+    metrics.shared_share("rollout/shared_share", (f"{uid} {token_ids}" for uid, _, token_ids in samples))
     metrics.digest("rollout/seed_digest", (f"{seed}" for group in rollout.seeds for seed in group))
-    metrics.digest(
-        "rollout/completion_digest",
-        (
-            f"{row.uid} {index} {made.token_ids}"
-            for row, group in zip(rollout.rows, rollout.completions, strict=True)
-            for index, made in enumerate(group)
-        ),
-    )
+    metrics.digest("rollout/completion_digest", (f"{uid} {index} {token_ids}" for uid, index, token_ids in samples))
 
 
 def _sample_lines(rollout: Rollout, advantages: Tensor, step: int) -> list[SampleLine]:
