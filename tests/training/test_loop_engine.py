@@ -143,6 +143,7 @@ def every_scenario(rank: int, num_ranks: int, run_dir: str, micro_batch_sizes: l
     results["has imported MLflow"] = "mlflow" in sys.modules
     results["can import MLflow"] = importlib.util.find_spec("mlflow") is not None
     results["compiled"] = [path.name for path in Path(f"{run_dir}-extensions-{rank}").rglob("*.so")]
+    results["sampling"] = sample_under_stage_3(ranks) if num_ranks == 2 else []
     leave_process_group(ranks)
     return results
 
@@ -247,23 +248,17 @@ def third_step_from_two_ranks(ranks: Any, folder: Path) -> dict[str, Any]:
     return found
 
 
-def sample_under_stage_3(rank: int, num_ranks: int, run_dir: str, naive: bool) -> list[Any]:
+def sample_under_stage_3(ranks: Any) -> list[Any]:
     """Greedy completions of ranks that end at different lengths, and log-probabilities of a probe with the number of
     weights in place: of whole weights, and of weights that are split over the ranks."""
-    from datetime import timedelta
-
     from rlhf_core.schemas.trainers import NativeTrainer
-    from rlhf_core.training import distributed
     from rlhf_core.training.data.tokenizers import build_tokenizer
     from rlhf_core.training.rollouts import transformers_engine
     from rlhf_core.training.rollouts.base import Sampling
     from rlhf_core.training.rollouts.weight_probe import probe_of
     from rlhf_core.training.trainers.engine import Engine, split_frozen
 
-    distributed.collective_timeout = lambda supervise: timedelta(seconds=4 if naive else 60)
-    ranks = distributed.init_process_group(make_context(run_dir, tiny_spec(), rank, num_ranks))
-    if naive:
-        transformers_engine.whole_model = lambda model: contextlib.nullcontext()
+    rank = ranks.rank
 
     def completions(policy: Any) -> list[list[int]]:
         made = transformers_engine.generate(
@@ -297,9 +292,19 @@ def sample_under_stage_3(rank: int, num_ranks: int, run_dir: str, naive: bool) -
     found = [whole, completions(policy), completions(frozen)]
     for loss in losses(engine, 1, slice(6 * rank, 6 * rank + 6), 3):  # the hooks are there again
         engine.backward(loss)
-    norm = engine.step(1e-3)
-    distributed.leave_process_group(ranks)
-    return [*found, norm, probed]
+    return [*found, engine.step(1e-3), probed]
+
+
+def sample_naively(rank: int, num_ranks: int, run_dir: str) -> list[Any]:
+    """The same, module by module."""
+    from datetime import timedelta
+
+    from rlhf_core.training import distributed
+    from rlhf_core.training.rollouts import transformers_engine
+
+    distributed.collective_timeout = lambda supervise: timedelta(seconds=4)
+    transformers_engine.whole_model = lambda model: contextlib.nullcontext()
+    return sample_under_stage_3(distributed.init_process_group(make_context(run_dir, tiny_spec(), rank, num_ranks)))
 
 
 def let_deepspeed_compile(rank: int, num_ranks: int, run_dir: str) -> None:
@@ -339,7 +344,8 @@ def plain_torch(folder: Path) -> tuple[list[float], dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def two_ranks(folder: Path) -> list[dict[str, Any]]:
-    return values(launch(every_scenario, 2, folder / "two", run_dir=str(folder / "run"), micro_batch_sizes=[1, 4, 6]))
+    arguments: dict[str, Any] = {"run_dir": str(folder / "run"), "micro_batch_sizes": [1, 4, 6]}
+    return values(launch(every_scenario, 2, folder / "two", timeout_s=300, **arguments))
 
 
 @pytest.fixture(scope="module")
@@ -482,8 +488,8 @@ def test_shares_of_two_ranks_fit_one_rank_and_another_stage(
         assert_same_weights(path, expected[1])
 
 
-def test_ranks_of_stage_3_may_end_their_completions_at_different_lengths(folder: Path) -> None:
-    found = values(launch(sample_under_stage_3, 2, folder / "sampling", run_dir=str(folder / "sampling"), naive=False))
+def test_ranks_of_stage_3_may_end_their_completions_at_different_lengths(two_ranks: list[dict[str, Any]]) -> None:
+    found = [results["sampling"] for results in two_ranks]
     for whole, split, frozen, norm, _ in found:
         assert whole == split == frozen
         assert norm == pytest.approx(found[0][3])
@@ -497,7 +503,7 @@ def test_ranks_of_stage_3_may_end_their_completions_at_different_lengths(folder:
 
 def test_sampling_from_split_weights_naively_blocks(folder: Path) -> None:
     """Negative control: module by module, one rank waits for weights that the other no longer gathers."""
-    results = launch(sample_under_stage_3, 2, folder / "naive", run_dir=str(folder / "naive"), naive=True)
+    results = launch(sample_naively, 2, folder / "naive", run_dir=str(folder / "naive"))
     assert any("Timed out waiting" in result.error for result in results), [result.error for result in results]
 
 
