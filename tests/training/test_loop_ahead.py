@@ -9,7 +9,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from core_models import QWEN, char_tokenizer, tiny_model
 from engine_groups import EngineGroup, engine_group, no_beat
 from process_tools import until
@@ -228,17 +227,13 @@ def test_completions_are_saved_though_the_engines_are_lost() -> None:
         sampler.sample(mock.MagicMock(number=5))
 
 
-def test_completions_are_restored_as_they_were_and_those_of_an_earlier_form_are_sampled_again() -> None:
+def test_completions_are_restored_as_they_were() -> None:
     made = {
         "a": [Completion([1, 2], "\u00fc\ud83d\ude00", True, [-1.0, -0.1], 3), Completion([], "", False, [], 2)],
         "b": [],
         "c": [Completion([3], "half a pair \udc80", False, [-2.5], 3)],
     }
-    stored = stored_completions(5, made)
-    earlier = {**stored, "uids": ["d"], "sizes": torch.tensor([3]), "texts": torch.zeros(3, dtype=torch.uint8)}
-    del earlier["groups"]
-    assert kept_completions([earlier, stored]) == {5: made}
-    assert kept_completions([earlier]) == {}
+    assert kept_completions([stored_completions(5, made)]) == {5: made}
 
 
 def test_the_wait_for_completions_is_part_of_the_time_of_a_checkpoint(

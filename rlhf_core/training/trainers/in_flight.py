@@ -38,8 +38,6 @@ def kept_completions(stored: Iterable[Mapping[str, Any]]) -> dict[int, dict[str,
     """Restore the completions that any number of ranks stored, by step and prompt."""
     found: dict[int, dict[str, list[Completion]]] = {}
     for part in stored:
-        if "groups" not in part:
-            continue  # of an earlier form: its prompts are sampled again
         tokens, logprobs = iter(part["tokens"].tolist()), iter(part["logprobs"].tolist())
         groups = found.setdefault(int(part["step"]), {})
         for uid, group in json.loads(part["groups"].numpy().tobytes()).items():
