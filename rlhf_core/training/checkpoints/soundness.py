@@ -50,8 +50,6 @@ def _without_changeable_settings(part: dict[str, Any]) -> dict[str, Any]:
     part["rollout"].pop("batch_size", None)
     for name in ("timeout_s", "on_failure", "max_failed_share"):
         part["reward"].pop(name, None)
-    if not part["reward"].get("models"):
-        part["reward"].pop("models", None)  # keeps the hashes from before such settings existed
     for model in part["reward"].get("models", {}).values():
         for name in ("batch_size", "device"):
             model.pop(name, None)
