@@ -1,4 +1,13 @@
-"""Tracebacks for tests of the log classifier."""
+"""Logs for tests of the log classifier, and the kind of failure that it finds in them."""
+
+from rlhf_core.diagnosis.classify import read_log
+from rlhf_core.schemas.failures import FailureKind
+
+
+def kind_of(log: str) -> FailureKind | None:
+    """Kind of the failure that a log shows; None if it shows none."""
+    diagnosis = read_log(log)
+    return diagnosis.kind if diagnosis is not None else None
 
 
 def trace(*frames: tuple[str, str] | tuple[str, str, str], error: str, prefix: str = "") -> str:

@@ -6,8 +6,8 @@ from re import _parser  # type: ignore[attr-defined]
 from typing import Any
 
 import pytest
+from made_tracebacks import kind_of
 
-from rlhf_core.diagnosis.classify import read_log
 from rlhf_core.diagnosis.logs import code_locations, exceptions
 from rlhf_core.diagnosis.logs.code_locations import CODE_LOCATIONS, CodeLocation
 from rlhf_core.diagnosis.logs.evidence_parts import EvidencePart
@@ -39,12 +39,7 @@ def test_each_row_knows_its_example_and_is_needed_for_it(number: int, row: Signa
 @pytest.mark.parametrize("row", SIGNATURES, ids=lambda row: row.example[:40])
 def test_an_example_alone_gives_its_kind_also_behind_a_rank(row: Signature) -> None:
     for line in (row.example, f"[rank12]: {row.example}"):
-        event = find(line)
-        if row.part is EvidencePart.TEARDOWN:
-            assert event is None
-        else:
-            assert event is not None
-            assert event.kind is row.kind
+        assert kind_of(line) is (None if row.part is EvidencePart.TEARDOWN else row.kind)
 
 
 @pytest.mark.parametrize(
@@ -55,9 +50,7 @@ def test_an_example_alone_gives_its_kind_also_behind_a_rank(row: Signature) -> N
     ],
 )
 def test_a_node_whose_amd_gpus_are_gone_is_diagnosed_as_one_of_nvidia(line: str) -> None:
-    event = find(line)
-    assert event is not None
-    assert event.kind is FailureKind.GPU_HARDWARE
+    assert kind_of(line) is FailureKind.GPU_HARDWARE
 
 
 def test_every_kind_that_a_log_can_show_has_a_row() -> None:
@@ -99,9 +92,10 @@ def _shortest(parsed: Iterable[tuple[Any, Any]]) -> list[str]:
 
 @pytest.mark.parametrize("name", exceptions.CLASSES)
 def test_each_class_is_known_at_the_end_of_a_traceback(name: str) -> None:
-    event = find(f'Traceback (most recent call last):\n  File "a.py", line 3, in f\n    g()\n{name}: 7\n')
-    assert event is not None
-    assert event.kind is exceptions.CLASSES[name].kind
+    assert (
+        kind_of(f'Traceback (most recent call last):\n  File "a.py", line 3, in f\n    g()\n{name}: 7\n')
+        is exceptions.CLASSES[name].kind
+    )
 
 
 @pytest.mark.parametrize("name", sorted(exceptions.WRAPPERS))
@@ -110,16 +104,15 @@ def test_what_a_wrapper_wraps_decides_before_it_and_after_it(name: str) -> None:
         f"{name}: it failed\nOSError: [Errno 116] Stale file handle",
         f"OSError: [Errno 5] x\n{name}: it failed",
     ):
-        event = find(log)
-        assert event is not None
-        assert event.kind is FailureKind.FILE_SYSTEM
+        assert kind_of(log) is FailureKind.FILE_SYSTEM
 
 
 @pytest.mark.parametrize(("number", "kind"), [(n, m.kind) for n, m in exceptions.NUMBERS.items()])
 def test_the_number_of_an_os_error_is_known_whatever_its_words(number: int, kind: FailureKind) -> None:
-    event = find(f'Traceback (most recent call last):\n  File "a.py", line 3, in f\nOSError: [Errno {number}] wörter')
-    assert event is not None
-    assert event.kind is kind
+    assert (
+        kind_of(f'Traceback (most recent call last):\n  File "a.py", line 3, in f\nOSError: [Errno {number}] wörter')
+        is kind
+    )
 
 
 @pytest.mark.parametrize("place", CODE_LOCATIONS, ids=lambda place: place.example[:60])
@@ -131,9 +124,10 @@ def test_each_location_explains_an_error_from_it(place: CodeLocation) -> None:
     event = find(f"Traceback (most recent call last):\n  {frame}\n{code}{error}\n")
     assert event is not None
     assert (event.kind, event.rule) == (place.kind, place.example)
-    plain = find(f'Traceback (most recent call last):\n  File "train.py", line 7, in step\n    x()\n{error}\n')
-    assert plain is not None
-    assert plain.kind is FailureKind.UNKNOWN
+    assert (
+        kind_of(f'Traceback (most recent call last):\n  File "train.py", line 7, in step\n    x()\n{error}\n')
+        is FailureKind.UNKNOWN
+    )
 
 
 @pytest.mark.parametrize(
@@ -171,9 +165,7 @@ def test_of_a_frame_is_known_whose_code_it_is(path: str, package: str) -> None:
     ],
 )
 def test_the_prefix_of_a_line_does_not_hide_the_error_class_at_its_beginning(prefix: str) -> None:
-    event = find(f"{prefix}ValueError: packing is not supported")
-    assert event is not None
-    assert event.kind is FailureKind.CONFIG
+    assert kind_of(f"{prefix}ValueError: packing is not supported") is FailureKind.CONFIG
 
 
 STEPS = "".join(f"step {step} loss {2 - step / 10}\n" for step in range(6))
@@ -202,7 +194,7 @@ STEPS = "".join(f"step {step} loss {2 - step / 10}\n" for step in range(6))
     ],
 )
 def test_scary_words_alone_are_no_failure(log: str) -> None:
-    assert read_log(log) is None
+    assert kind_of(log) is None
 
 
 @pytest.mark.parametrize(
@@ -227,29 +219,23 @@ def test_scary_words_alone_are_no_failure(log: str) -> None:
 )
 def test_the_same_words_where_they_end_it_are_a_failure(log: str, kind: FailureKind) -> None:
     """The negative controls of the test above."""
-    diagnosis = read_log(log)
-    assert diagnosis is not None
-    assert diagnosis.kind is kind
+    assert kind_of(log) is kind
 
 
 def test_gradients_that_explode_while_the_loss_scale_falls_are_a_divergence_and_a_spike_is_not() -> None:
     line = "iteration {} | lm loss: 4.1 | loss scale: {} | grad norm: {} |\n"
     falling = "".join(line.format(step, 65536.0 / 2**step, 879946.6) for step in range(3))
     spike = "".join(line.format(step, 65536.0, norm) for step, norm in enumerate((1.0, 20000.0, 20000.0)))
-    diagnosis = read_log(falling)
-    assert diagnosis is not None
-    assert diagnosis.kind is FailureKind.NON_FINITE
-    assert read_log(spike) is None
+    assert kind_of(falling) is FailureKind.NON_FINITE
+    assert kind_of(spike) is None
 
 
 CANCELLED = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-01-01T00:00:00 ***"
 
 
 def test_a_cancellation_decides_only_where_nothing_failed_before_it() -> None:
-    def kind(*lines: str) -> FailureKind:
-        diagnosis = read_log("\n".join(lines))
-        assert diagnosis is not None
-        return diagnosis.kind
+    def kind(*lines: str) -> FailureKind | None:
+        return kind_of("\n".join(lines))
 
     died = "srun: error: n2: task 1: Exited with exit code 1"
     assert kind(CANCELLED, died, "RuntimeError: Connection reset by peer") is FailureKind.USER_CANCEL
@@ -261,9 +247,7 @@ def test_a_cancellation_decides_only_where_nothing_failed_before_it() -> None:
 
 def test_code_that_a_traceback_quotes_is_not_what_happened() -> None:
     quoted = 'File "a.py", line 3, in f\n    raise ValueError("CUDA out of memory")\nKeyError: 7\n'
-    diagnosis = read_log(quoted)
-    assert diagnosis is not None
-    assert diagnosis.kind is FailureKind.UNKNOWN
+    assert kind_of(quoted) is FailureKind.UNKNOWN
 
 
 @pytest.mark.parametrize(
@@ -277,10 +261,8 @@ def test_code_that_a_traceback_quotes_is_not_what_happened() -> None:
     ],
 )
 def test_frames_decide_only_about_an_error_that_nothing_else_knows(frame: str, kind: FailureKind) -> None:
-    def read(last: str) -> FailureKind:
-        diagnosis = read_log(f"Traceback (most recent call last):\n  {frame}\n    x()\n{last}\n")
-        assert diagnosis is not None
-        return diagnosis.kind
+    def read(last: str) -> FailureKind | None:
+        return kind_of(f"Traceback (most recent call last):\n  {frame}\n    x()\n{last}\n")
 
     assert read("KeyError: 7") is kind
     assert read("RuntimeError: Connection closed by peer") is FailureKind.NETWORK

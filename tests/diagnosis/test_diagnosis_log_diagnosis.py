@@ -5,7 +5,7 @@ reworded from public issues; the id of each case names its source.
 import io
 
 import pytest
-from made_tracebacks import trace
+from made_tracebacks import kind_of, trace
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
@@ -162,9 +162,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_an_excerpt_is_read_by_its_kind_of_evidence(case: str) -> None:
     kind, log = CASES[case]
-    diagnosis = read_log(log)
-    assert diagnosis is not None
-    assert diagnosis.kind is kind
+    assert kind_of(log) is kind
 
 
 @pytest.mark.parametrize(
@@ -194,7 +192,7 @@ def test_an_excerpt_is_read_by_its_kind_of_evidence(case: str) -> None:
     ],
 )
 def test_what_only_sounds_like_a_failure_is_none(log: str) -> None:
-    assert read_log(log) is None
+    assert kind_of(log) is None
 
 
 @pytest.mark.parametrize(
@@ -214,9 +212,7 @@ def test_what_only_sounds_like_a_failure_is_none(log: str) -> None:
     ],
 )
 def test_what_sounds_alike_is_still_a_failure(line: str, kind: Kind) -> None:
-    diagnosis = read_log(line)
-    assert diagnosis is not None
-    assert diagnosis.kind is kind
+    assert kind_of(line) is kind
 
 
 def completions() -> str:
@@ -233,27 +229,23 @@ def completions() -> str:
 
 def test_errors_in_a_table_of_completions_are_none_and_those_after_it_are() -> None:
     assert "ModuleNotFoundError" in completions()
-    assert read_log(completions()) is None
+    assert kind_of(completions()) is None
     boxed = "╭─ Traceback (most recent call last) ─╮\n│ /app/train.py:18 in main │\n╰──────────╯\n"
     for log in (f"{boxed}OSError: [Errno 28] No space left on device", "torch.OutOfMemoryError: CUDA out of memory"):
-        diagnosis = read_log(completions() + log)
-        assert diagnosis is not None
-        assert diagnosis.kind is (Kind.DISK_FULL if boxed in log else Kind.CUDA_OOM)
+        assert kind_of(completions() + log) is (Kind.DISK_FULL if boxed in log else Kind.CUDA_OOM)
 
 
 def test_advice_about_the_keyboard_does_not_hide_what_follows() -> None:
     log = "To stop, use a keyboard interrupt.\nRuntimeError: CUDA error: out of memory\n"
-    diagnosis = read_log(log)
-    assert diagnosis is not None
-    assert diagnosis.kind is Kind.CUDA_OOM
+    assert kind_of(log) is Kind.CUDA_OOM
 
 
 def test_bars_that_go_on_show_that_an_error_was_survived_and_one_printed_again_does_not() -> None:
     bar = " {0}%|##        | {0}/100 [00:10<00:90, 1.00it/s]\n"
     error = trace(("helper.py", "cache", "write(x)"), error="TypeError: 7")
     going_on = bar.format(10) + error + "".join(bar.format(done) for done in (11, 12, 13))
-    assert read_log(going_on) is None
-    assert read_log(bar.format(10) + error + bar.format(10) * 3) is not None
+    assert kind_of(going_on) is None
+    assert kind_of(bar.format(10) + error + bar.format(10) * 3) is not None
 
 
 @pytest.mark.parametrize(
@@ -264,8 +256,7 @@ def test_steps_after_an_error_show_that_it_was_survived_whatever_the_prefix(pref
     step = "{'loss': 0.5, 'grad_norm': 1.2, 'learning_rate': 1e-05}\n"
 
     def kind(log: str) -> Kind | None:
-        found = read_log("".join(f"{prefix}{line}" for line in log.splitlines(keepends=True)))
-        return found.kind if found is not None else None
+        return kind_of("".join(f"{prefix}{line}" for line in log.splitlines(keepends=True)))
 
     assert kind(error) is Kind.NETWORK
     assert kind(error + step * 3) is None
@@ -277,16 +268,15 @@ def test_the_label_of_an_engine_counts_behind_that_of_a_launcher(prefix: str) ->
     error = trace(
         ("proj/run.py", "step", "go()"), error="RuntimeError: it went wrong", prefix="(EngineCore_DP0 pid=42) "
     )
-    found = read_log("".join(f"{prefix}{line}" for line in error.splitlines(keepends=True)))
-    assert found is not None
-    assert found.kind is Kind.ENGINE
+    assert kind_of("".join(f"{prefix}{line}" for line in error.splitlines(keepends=True))) is Kind.ENGINE
 
 
 def test_numbers_of_tasks_that_srun_pads_are_prefixes() -> None:
     """``srun --label`` pads them to the width of the largest."""
-    found = read_log(trace(("proj/train.py", "main", "train()"), error="KeyboardInterrupt", prefix=" 3: "))
-    assert found is not None
-    assert found.kind is Kind.USER_CANCEL
+    assert (
+        kind_of(trace(("proj/train.py", "main", "train()"), error="KeyboardInterrupt", prefix=" 3: "))
+        is Kind.USER_CANCEL
+    )
 
 
 def test_the_tracebacks_of_ranks_that_print_at_once_are_kept_apart() -> None:
@@ -355,9 +345,9 @@ def test_tracebacks_in_the_forms_of_others_have_frames_too(
     ],
 )
 def test_a_service_that_refuses_for_good_is_told_from_one_that_is_busy(status: str, kind: Kind) -> None:
-    diagnosis = read_log(trace((f"{SITE}/requests/models.py", "get", "raise x"), error=f"requests.HTTPError: {status}"))
-    assert diagnosis is not None
-    assert diagnosis.kind is kind
+    assert (
+        kind_of(trace((f"{SITE}/requests/models.py", "get", "raise x"), error=f"requests.HTTPError: {status}")) is kind
+    )
 
 
 def test_the_program_of_a_worker_is_no_library_that_is_imported() -> None:
@@ -441,9 +431,7 @@ def test_the_program_of_a_worker_is_no_library_that_is_imported() -> None:
     ],
 )
 def test_words_of_libraries_that_no_row_holds_are_known_by_their_kind(line: str, kind: Kind) -> None:
-    diagnosis = read_log(line)
-    assert diagnosis is not None
-    assert diagnosis.kind is kind
+    assert kind_of(line) is kind
 
 
 @pytest.mark.parametrize(
@@ -458,7 +446,7 @@ def test_words_of_libraries_that_no_row_holds_are_known_by_their_kind(line: str,
     ],
 )
 def test_what_a_launcher_says_of_a_good_end_clears_what_was_before(end: str, is_good: bool) -> None:
-    assert (read_log(f"RuntimeError: odd\n{end}\n") is None) == is_good
+    assert (kind_of(f"RuntimeError: odd\n{end}\n") is None) == is_good
 
 
 REQUEUED = "*** JOB 7 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO JOB REQUEUE ***\n"
@@ -466,22 +454,19 @@ REQUEUED = "*** JOB 7 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO JOB REQUEUE 
 
 def test_a_job_that_saved_and_queued_itself_again_has_not_failed() -> None:
     for notice in ("checkpoint complete; requeueing Slurm job 7\n", "Requeued job 7 (3 remaining timeouts)\n"):
-        assert read_log("interrupted: got SIGUSR1\n" + notice + REQUEUED) is None
+        assert kind_of("interrupted: got SIGUSR1\n" + notice + REQUEUED) is None
     # The event that ended it still counts, and a job that was requeued without a request was preempted.
-    late = read_log("requeueing job 7\n" + REQUEUED.replace("JOB REQUEUE", "TIME LIMIT"))
-    alone = read_log(REQUEUED)
-    assert late is not None
-    assert alone is not None
-    assert (late.kind, alone.kind) == (Kind.TIME_LIMIT, Kind.PREEMPTION)
+    assert kind_of("requeueing job 7\n" + REQUEUED.replace("JOB REQUEUE", "TIME LIMIT")) is Kind.TIME_LIMIT
+    assert kind_of(REQUEUED) is Kind.PREEMPTION
 
 
 def test_the_first_step_shows_that_the_ranks_have_found_each_other() -> None:
     taken = "RuntimeError: Address already in use\n"
     step = "(TaskRunner pid=7) step:1 - actor/pg_loss:0.2 - critic/rewards/mean:0.2\n"
-    assert read_log(taken + step) is None
-    assert read_log(step + taken) is not None
+    assert kind_of(taken + step) is None
+    assert kind_of(step + taken) is not None
     # Other roots may be printed before buffered output of the end of training.
-    assert read_log("RuntimeError: CUDA error: out of memory\n" + step) is not None
+    assert kind_of("RuntimeError: CUDA error: out of memory\n" + step) is not None
 
 
 CANCELLED = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-01-01T00:00:00 ***\n"
@@ -493,20 +478,14 @@ def test_what_follows_a_cancellation_is_its_consequence() -> None:
     )
     closed = "ConnectionResetError: [Errno 104] Connection reset by peer\n"
     for log, kind in ((CANCELLED + closed + counted, Kind.USER_CANCEL), (counted + CANCELLED, Kind.HOST_OOM)):
-        diagnosis = read_log(log)
-        assert diagnosis is not None
-        assert diagnosis.kind is kind
+        assert kind_of(log) is kind
     # Slurm's message for a step that it ends because one of its tasks failed.
-    failed = read_log(CANCELLED.replace(" ***\n", " DUE TO TASK FAILURE ***\n"))
-    assert failed is not None
-    assert failed.kind is Kind.UNKNOWN
+    assert kind_of(CANCELLED.replace(" ***\n", " DUE TO TASK FAILURE ***\n")) is Kind.UNKNOWN
 
 
 def test_a_command_that_was_started_again_is_read_from_its_last_start() -> None:
     log = "train.py: error: argument --workers: expected one argument\n" + trace(error="KeyboardInterrupt")
-    diagnosis = read_log(log)
-    assert diagnosis is not None
-    assert diagnosis.kind is Kind.USER_CANCEL
+    assert kind_of(log) is Kind.USER_CANCEL
 
 
 def test_an_outcome_is_read_with_the_errors_that_it_was_raised_from() -> None:
@@ -548,21 +527,15 @@ def test_an_error_that_python_ignores_is_no_cause(first: str) -> None:
     ignored = f"{first}\n{_AT_EXIT}"
     later = "\nDuring handling of the above exception, another exception occurred:\n\n"
     timeout = "[rank0]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\n"
-    found = read_log(timeout + ignored)
-    assert found is not None
-    assert found.kind is Kind.COLLECTIVE_HANG
-    assert read_log(ignored + later + _AT_EXIT) is None
-    assert read_log(f"{first}\n") is None
+    assert kind_of(timeout + ignored) is Kind.COLLECTIVE_HANG
+    assert kind_of(ignored + later + _AT_EXIT) is None
+    assert kind_of(f"{first}\n") is None
     # The next one ends the program, also if the ignored one is cut off, or was not printed at all.
     lines = ignored.splitlines(keepends=True)
     for before in (ignored, "".join(lines[:-1]), f"{first}\nerror: no details\n"):
-        found = read_log(before + _AT_EXIT)
-        assert found is not None
-        assert found.kind is Kind.IMPORT_ERROR
+        assert kind_of(before + _AT_EXIT) is Kind.IMPORT_ERROR
     # What the machine lacks counts wherever it is noticed.
-    found = read_log(f"{first}\nOSError: [Errno 28] No space left on device\n")
-    assert found is not None
-    assert found.kind is Kind.DISK_FULL
+    assert kind_of(f"{first}\nOSError: [Errno 28] No space left on device\n") is Kind.DISK_FULL
 
 
 @pytest.mark.parametrize(
@@ -581,21 +554,19 @@ def test_an_error_that_python_ignores_is_no_cause(first: str) -> None:
 )
 def test_what_a_node_lacks_at_the_start_does_not_hide_a_later_failure(line: str) -> None:
     """Ranks other than the first print no steps that would prove that it was survived."""
-    found = read_log(f"{line}\n[rank3]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\n")
-    assert found is not None
-    assert found.kind is Kind.COLLECTIVE_HANG
-    assert read_log(line) is None
+    assert (
+        kind_of(f"{line}\n[rank3]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\n")
+        is Kind.COLLECTIVE_HANG
+    )
+    assert kind_of(line) is None
 
 
 def test_a_checkpoint_that_torch_refuses_to_unpickle_is_not_damaged() -> None:
     frame = ("transformers/trainer.py", "_load_rng_state", "checkpoint_rng_state = torch.load(rng_file)")
     error = "_pickle.UnpicklingError: Weights only load failed. "
     refused = "This file can still be loaded, to do so you have two options, \x1b[1mdo those steps only if you trust it"
-    found, damaged = read_log(trace(frame, error=error + refused)), read_log(trace(frame, error=error + "In PyTorch"))
-    assert found is not None
-    assert found.kind is Kind.IMPORT_ERROR
-    assert damaged is not None
-    assert damaged.kind is Kind.CHECKPOINT_CORRUPT
+    assert kind_of(trace(frame, error=error + refused)) is Kind.IMPORT_ERROR
+    assert kind_of(trace(frame, error=error + "In PyTorch")) is Kind.CHECKPOINT_CORRUPT
 
 
 @pytest.mark.parametrize(
@@ -631,6 +602,7 @@ def test_an_error_of_distributed_checkpoints_has_the_cause_of_its_ranks(
 def test_a_node_where_cuda_does_not_start_is_at_fault(error: str) -> None:
     """Other nodes may work: the run must not stop, and a retry must not come back to this one."""
     said = "Did you run some cuda functions before calling NumCudaDevices() that might have already set an error?"
-    found = read_log(f"RuntimeError: Unexpected error from cudaGetDeviceCount(). {said} Error {error}\n")
-    assert found is not None
-    assert found.kind is Kind.GPU_HARDWARE
+    assert (
+        kind_of(f"RuntimeError: Unexpected error from cudaGetDeviceCount(). {said} Error {error}\n")
+        is Kind.GPU_HARDWARE
+    )

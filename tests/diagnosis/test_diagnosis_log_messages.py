@@ -3,18 +3,13 @@ excerpts are our own, after messages in public issues of these libraries.
 """
 
 import pytest
-from made_tracebacks import trace
+from made_tracebacks import kind_of, trace
 
 from rlhf_core.diagnosis.classify import read_log
 from rlhf_core.diagnosis.logs.search import find_error
 from rlhf_core.schemas.failures import FailureKind as Kind
 
 SITE = "/opt/conda/lib/python3.11/site-packages"
-
-
-def kind_of(log: str) -> Kind | None:
-    found = read_log(log)
-    return found.kind if found is not None else None
 
 
 @pytest.mark.parametrize(
