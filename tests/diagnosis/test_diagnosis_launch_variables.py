@@ -69,6 +69,7 @@ def test_what_fits_the_plan_is_well(name: str, values: str, ranks_per_node: int)
         ),
         # A value on most nodes belongs to no single node: excluding these nodes would not remove the mistake.
         ("NPROC_PER_NODE", "7 7 7 7", 8, "blocked run: NPROC_PER_NODE = 7 on all nodes"),
+        ("NNODES", "1 1 1 1", 8, "blocked run: NNODES = 1 on all nodes"),
         ("NPROC_PER_NODE", "7 7 7 -", 8, "blocked run: NPROC_PER_NODE = 7 on 3 of 4 nodes"),
         # Right where it is set, without a deviating node: rlhf-flows does not need it.
         ("NNODES", "4 - - -", 8, "warning run: NNODES absent on n2, n3, n4, and as planned elsewhere"),

@@ -41,10 +41,6 @@ def test_nodes_that_have_the_same_are_well() -> None:
     assert {one.id for one in found} <= {check.id for check in NODE_CHECKS}
 
 
-def on_all(**variables: str) -> dict[str, dict[str, Any]]:
-    return {name: {"variables": dict(variables)} for name in NAMES}
-
-
 @pytest.mark.parametrize(
     ("changed", "check", "status", "node", "message"),
     [
@@ -63,18 +59,13 @@ def on_all(**variables: str) -> dict[str, dict[str, Any]]:
         ({"n4": {"content": {"data.train": "not there"}}}, "node.content", BLOCKED, "n4", "data.train = not there"),
         ({"n1": {"hardware": {"gpu_types": "NVIDIA A100"}}}, "node.hardware", BLOCKED, "n1", "NVIDIA A100"),
         ({"n1": {"hardware": {"cores": "4"}}}, "node.hardware", WARNING, "n1", "cores = 4"),
-        ({"n2": {"variables": {"NNODES": "1"}}}, "node.launch", BLOCKED, "n2", "NNODES = 1"),
-        (on_all(NNODES="1"), "node.launch", BLOCKED, "", "NNODES = 1 on all nodes"),
-        (on_all(NPROC_PER_NODE="7"), "node.launch", BLOCKED, "", "NPROC_PER_NODE = 7 on all nodes"),
         ({"n3": {"variables": {"MASTER_PORT": "1"}}}, "node.launch", BLOCKED, "n3", "MASTER_PORT = 1"),
     ],
 )
 def test_the_odd_node_and_its_key_are_named(
     changed: dict[str, Any], check: str, status: CheckStatus, node: str, message: str
 ) -> None:
-    # A launcher's variable that is right elsewhere is compared with the other nodes.
-    others = facts() if "NNODES" not in str(changed) else facts(**on_all(NNODES="4"))
-    found = compare({**others, **{i: one for i, one in facts(**changed).items() if one.node in changed}}, {}, PLAN)
+    found = compare(facts(**changed), {}, PLAN)
     assert troubles(found) == [(check, status.value, node)]
     (result,) = [one for one in found if one.id == check]
     assert message in result.found
@@ -93,14 +84,6 @@ def test_without_a_majority_all_are_shown_and_none_is_blamed() -> None:
     assert result.node == ""
     assert "2.13.0 on n1, n2" in result.found
     assert "2.12.0 on n3, n4" in result.found
-
-
-def test_twins_are_named_together() -> None:
-    ranks = {name: {"variables": {"NODE_RANK": str(index)}} for index, name in enumerate(NAMES)}
-    ranks["n3"]["variables"]["NODE_RANK"] = "1"
-    (result,) = [one for one in compare(facts(**ranks), {}, PLAN) if one.status is BLOCKED]
-    assert (result.id, result.node) == ("node.launch", "n3")
-    assert "n2 and n3 have the same NODE_RANK = 1" in result.found
 
 
 def test_one_finding_per_node_has_all_that_differs_there() -> None:
