@@ -210,7 +210,7 @@ def failures_page() -> str:
         allowed = f"{_allowed(rule.in_place)} | {_allowed(rule.attempts)}"
         parts.append(f"| `{kind.value}` | {cell(meanings[kind.name])} | {allowed} | {cell(rule.why)} |")
     parts.append(LIMITS.format(**{name: f"{value:g}" for name, value in SuperviseSpec()}).rstrip("\n"))
-    states = [f"| `{state}` | `{kind.value}` |" for state, (kind, _) in classify.SCHEDULER_STATES.items()]
+    states = [f"| `{state}` | `{kind.value}` |" for state, kind in classify.SCHEDULER_STATES.items()]
     logs = LOGS.format(
         decision=READING,
         going_on=log_diagnosis.GOING_ON,

@@ -8,7 +8,7 @@ cascades, and among equals the first to end. Logs are read by :mod:`rlhf_core.di
 import dataclasses
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhf_core.diagnosis.hangs.verdict import Verdict
@@ -34,18 +34,18 @@ _SENT_FROM_OUTSIDE = {1, 2, 9, 15}
 _SEEN_BY_OTHERS = {FailureKind.COLLECTIVE_HANG, FailureKind.RENDEZVOUS, FailureKind.NETWORK}
 """Kinds whose symptoms are reported by the ranks that waited or lost a connection, not by the one at fault."""
 
-SCHEDULER_STATES: dict[str, tuple[FailureKind, EvidencePart]] = {
-    "NODE_FAIL": (FailureKind.NODE_LOST, EvidencePart.ROOT),
-    "BOOT_FAIL": (FailureKind.NODE_LOST, EvidencePart.ROOT),
-    "LAUNCH_FAILED": (FailureKind.NODE_LOST, EvidencePart.ROOT),
-    "RECONFIG_FAIL": (FailureKind.NODE_LOST, EvidencePart.ROOT),
-    "PREEMPTED": (FailureKind.PREEMPTION, EvidencePart.ROOT),
-    "REQUEUED": (FailureKind.PREEMPTION, EvidencePart.ROOT),
-    "TIMEOUT": (FailureKind.TIME_LIMIT, EvidencePart.ROOT),
-    "DEADLINE": (FailureKind.TIME_LIMIT, EvidencePart.ROOT),
-    "OUT_OF_MEMORY": (FailureKind.HOST_OOM, EvidencePart.ROOT),
-    "OUT_OF_ME": (FailureKind.HOST_OOM, EvidencePart.ROOT),
-    "CANCELLED": (FailureKind.USER_CANCEL, EvidencePart.SYMPTOM),
+SCHEDULER_STATES = {
+    "NODE_FAIL": FailureKind.NODE_LOST,
+    "BOOT_FAIL": FailureKind.NODE_LOST,
+    "LAUNCH_FAILED": FailureKind.NODE_LOST,
+    "RECONFIG_FAIL": FailureKind.NODE_LOST,
+    "PREEMPTED": FailureKind.PREEMPTION,
+    "REQUEUED": FailureKind.PREEMPTION,
+    "TIMEOUT": FailureKind.TIME_LIMIT,
+    "DEADLINE": FailureKind.TIME_LIMIT,
+    "OUT_OF_MEMORY": FailureKind.HOST_OOM,
+    "OUT_OF_ME": FailureKind.HOST_OOM,
+    "CANCELLED": FailureKind.USER_CANCEL,
 }
 """Kind of failure by the first word of the state of an ended job. ``OUT_OF_ME+`` is sacct's default abbreviation."""
 
@@ -204,13 +204,13 @@ def _hang(verdict: Verdict, workers: Sequence[WorkerEnd]) -> Diagnosis:
 def _from_scheduler(state: str) -> _Finding | None:
     """Finding from the state of the job. FAILED and COMPLETED are not in the table, because other evidence explains
     them."""
-    known = SCHEDULER_STATES.get(re.split(r"[^A-Z_]", state.strip().upper(), maxsplit=1)[0])
-    if known is None:
+    kind = SCHEDULER_STATES.get(re.split(r"[^A-Z_]", state.strip().upper(), maxsplit=1)[0])
+    if kind is None:
         return None
-    kind, part = known
     if kind is FailureKind.USER_CANCEL and re.search(r"\bby (0|root|slurm)\b", state):
-        # Not the user: an administrator, or the scheduler itself.
-        kind, part = FailureKind.PREEMPTION, EvidencePart.ROOT
+        kind = FailureKind.PREEMPTION  # not the user: an administrator, or the scheduler itself
+    # A failure may have made the user cancel the job.
+    part = EvidencePart.SYMPTOM if kind is FailureKind.USER_CANCEL else EvidencePart.ROOT
     return _Finding(kind, part, f"The scheduler ended the job: {state}.", kind)
 
 
@@ -276,13 +276,14 @@ def _from_outcome(worker: WorkerEnd, outcome: WorkerOutcome) -> _Finding:
 
 
 def _kind_of_error(outcome: WorkerOutcome) -> tuple[FailureKind, EvidencePart]:
-    known = ERRORS.get(outcome.error_type)
-    if known is not None:
-        return known
+    if outcome.error_type in ERRORS:
+        return ERRORS[outcome.error_type], EvidencePart.ROOT
     event = log_diagnosis.find_error(outcome.error_type, outcome.message, outcome.traceback)
     if event.kind is not FailureKind.UNKNOWN:
         return event.kind, event.part
-    return UNEXPLAINED.get(outcome.error_type, (FailureKind.UNKNOWN, EvidencePart.SYMPTOM))
+    if outcome.error_type == "builtins.TimeoutError":  # has no informative message in our workers
+        return FailureKind.COLLECTIVE_HANG, EvidencePart.SYMPTOM
+    return FailureKind.UNKNOWN, EvidencePart.SYMPTOM
 
 
 def _from_signal(worker: WorkerEnd, number: int, known: log_diagnosis.KnownLines) -> _Finding:
@@ -324,26 +325,22 @@ def _frames(traceback: str) -> str:
 # Error classes
 
 
-def _own(names: Iterable[str], kind: FailureKind) -> dict[str, tuple[FailureKind, EvidencePart]]:
-    return {f"rlhf_core.errors.{name}": (kind, EvidencePart.ROOT) for name in names}
-
-
-ERRORS: dict[str, tuple[FailureKind, EvidencePart]] = {
-    **_own(("BadInput", "BadConfig", "RunDirError"), FailureKind.CONFIG),
-    **_own(("BadData",), FailureKind.DATA),
-    **_own(("CheckpointCorrupt", "ResumeMismatch"), FailureKind.CHECKPOINT_CORRUPT),
-    **_own(("MetricsMismatch",), FailureKind.COLLECTIVE_MISMATCH),
-    **_own(("RewardFailed",), FailureKind.REWARD_FUNCTION),
-    **_own(("DiskFull",), FailureKind.DISK_FULL),
-    **_own(("FileSystemStalled",), FailureKind.FILE_SYSTEM),
-    **_own(("NonFiniteLoss",), FailureKind.NON_FINITE),
-    **_own(("DegenerateRl",), FailureKind.DEGENERATE_RL),
-    **_own(("EnginesLost", "StaleWeights", "WeightSyncFailed"), FailureKind.ENGINE),
-    **_own(("TrainerIncomplete",), FailureKind.INCOMPLETE),
+ERRORS = {
+    "rlhf_core.errors.BadInput": FailureKind.CONFIG,
+    "rlhf_core.errors.BadConfig": FailureKind.CONFIG,
+    "rlhf_core.errors.RunDirError": FailureKind.CONFIG,
+    "rlhf_core.errors.BadData": FailureKind.DATA,
+    "rlhf_core.errors.CheckpointCorrupt": FailureKind.CHECKPOINT_CORRUPT,
+    "rlhf_core.errors.ResumeMismatch": FailureKind.CHECKPOINT_CORRUPT,
+    "rlhf_core.errors.MetricsMismatch": FailureKind.COLLECTIVE_MISMATCH,
+    "rlhf_core.errors.RewardFailed": FailureKind.REWARD_FUNCTION,
+    "rlhf_core.errors.DiskFull": FailureKind.DISK_FULL,
+    "rlhf_core.errors.FileSystemStalled": FailureKind.FILE_SYSTEM,
+    "rlhf_core.errors.NonFiniteLoss": FailureKind.NON_FINITE,
+    "rlhf_core.errors.DegenerateRl": FailureKind.DEGENERATE_RL,
+    "rlhf_core.errors.EnginesLost": FailureKind.ENGINE,
+    "rlhf_core.errors.StaleWeights": FailureKind.ENGINE,
+    "rlhf_core.errors.WeightSyncFailed": FailureKind.ENGINE,
+    "rlhf_core.errors.TrainerIncomplete": FailureKind.INCOMPLETE,
 }
-"""Kinds of our own error classes, by full name. All others: :mod:`rlhf_core.diagnosis.logs.exceptions`."""
-
-UNEXPLAINED: dict[str, tuple[FailureKind, EvidencePart]] = {
-    "builtins.TimeoutError": (FailureKind.COLLECTIVE_HANG, EvidencePart.SYMPTOM),
-}
-"""Kinds of error classes that have no informative message in our workers."""
+"""Kinds of our own error classes, all roots, by full name. Others: :mod:`rlhf_core.diagnosis.logs.exceptions`."""

@@ -354,8 +354,8 @@ def _with_scheduler_reason(job: JobStatus, outcome: AttemptOutcome, outcome_age_
         # a preemption.
         cause = f"{job.reason}: an agent failed, and the others ended with it; {outcome.message}"
         return AttemptVerdict(AttemptState.FAILED, cause, FailureKind.AGENT_KILLED)
-    known = SCHEDULER_STATES.get(job.scheduler_state)
-    if known is None:
+    reason = SCHEDULER_STATES.get(job.scheduler_state)
+    if reason is None:
         return own
-    state = AttemptState.FAILED if known[0] is FailureKind.NODE_LOST else outcome.state
-    return AttemptVerdict(state, f"{job.reason}; {outcome.message}", known[0])
+    state = AttemptState.FAILED if reason is FailureKind.NODE_LOST else outcome.state
+    return AttemptVerdict(state, f"{job.reason}; {outcome.message}", reason)
