@@ -20,7 +20,6 @@ from rlhf_core.diagnosis.reconcile.facts import (
     TaskRunFacts,
     World,
 )
-from rlhf_core.schemas.attempts import RunState, StageState
 from rlhf_core.text.formatting import THROUGH_PREFECT
 
 ADOPT_AFTER_S = 30.0
@@ -231,25 +230,24 @@ def _why_undriven(run: RunFacts) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # Flow runs
 
-_ENDS_AS = {
-    RunState.COMPLETED: FlowState.COMPLETED,
-    RunState.FAILED: FlowState.FAILED,
-    RunState.CANCELLED: FlowState.CANCELLED,
+_ENDS_AS: Mapping[str, FlowState] = {
+    "completed": FlowState.COMPLETED,
+    "failed": FlowState.FAILED,
+    "cancelled": FlowState.CANCELLED,
 }
+"""Final state of a flow run or task run, by that of its run or stage."""
 
 
 def _about_flow_run(flow_run: FlowRunFacts, run: RunFacts | None, world: World) -> Iterator[ReconcileAction]:
     if flow_run.is_lost or _waits_needlessly(flow_run, run):
-        state, reason = _end_of(flow_run, run, world)
-        yield ReconcileAction(
-            ActionKind.END_FLOW_RUN, flow_run.run_id, reason, flow_run_id=flow_run.flow_run_id, flow_state=state
-        )
+        end, reason = _end_of(flow_run, run, world)
     elif run is not None and _ended_unreported(flow_run, run):
-        reason = f"its end was not reported to Prefect; its run is {run.state.value}"
-        end = _ENDS_AS[run.state]
-        yield ReconcileAction(
-            ActionKind.END_FLOW_RUN, flow_run.run_id, reason, flow_run_id=flow_run.flow_run_id, flow_state=end
-        )
+        end, reason = _ENDS_AS[run.state], f"its end was not reported to Prefect; its run is {run.state.value}"
+    else:
+        return
+    yield ReconcileAction(
+        ActionKind.END_FLOW_RUN, flow_run.run_id, reason, flow_run_id=flow_run.flow_run_id, flow_state=end
+    )
 
 
 def _ended_unreported(flow_run: FlowRunFacts, run: RunFacts) -> bool:
@@ -296,12 +294,6 @@ def _waits_needlessly(flow_run: FlowRunFacts, run: RunFacts | None) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 # Task runs
 
-_STAGE_ENDS_AS = {
-    StageState.COMPLETED: FlowState.COMPLETED,
-    StageState.FAILED: FlowState.FAILED,
-    StageState.CANCELLED: FlowState.CANCELLED,
-}
-
 
 def _about_task_run(
     task_run: TaskRunFacts, flow_runs: Sequence[FlowRunFacts], ends: Mapping[str, FlowState | None]
@@ -312,7 +304,7 @@ def _about_task_run(
         return
     if flow_run.state_s <= TASK_GRACE_S:
         return
-    known = _STAGE_ENDS_AS.get(task_run.stage) if task_run.stage is not None else None
+    known = _ENDS_AS.get(task_run.stage) if task_run.stage is not None else None
     yield ReconcileAction(
         ActionKind.END_TASK_RUN,
         flow_run.run_id,
