@@ -5,7 +5,7 @@ fast with another node, the link is. Medians are used instead of means, so one s
 fast.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -70,16 +70,9 @@ def judge_speed(
         result for result in _completion(speeds) if result.node or not is_broken or result.status is CheckStatus.PASSED
     ]
     found = [*completion, *devices, *links]
-    reported = {result.id for result in found}
     if any(result.id == ANSWER.id and result.status is CheckStatus.PASSED for result in found) and len(speeds) > 1:
-        found += [
-            passed(check, result)
-            for check, result in (
-                (ALL_REDUCE, "every rank got the correct sum"),
-                (ALL_GATHER, "every rank got all parts"),
-            )
-            if check.id not in reported
-        ]
+        found.append(passed(ALL_REDUCE, "every rank got the correct sum"))
+        found.append(passed(ALL_GATHER, "every rank got all parts"))
     return found
 
 
@@ -151,11 +144,11 @@ def _completion(speeds: Mapping[int, NodeSpeed]) -> list[CheckResult]:
     if all(place == len(STEPS) - 1 for place in places.values()):
         return [passed(ANSWER, f"all {len(places)} ranks finished")] if places else []
     least = min(places.values())
-    slow_nodes = dict.fromkeys(node for (node, _), place in places.items() if place == least)
+    slow_nodes = {node for (node, _), place in places.items() if place == least}
     is_everywhere = len(slow_nodes) == len(speeds) and len(speeds) > 1
     found = []
     for one in speeds.values():
-        behind = [local for local in range(len(one.reached)) if places.get((one.node, local)) == least]
+        behind = [local for local in range(len(one.reached)) if places[one.node, local] == least]
         if not behind:
             continue
         problem = next((one.problems[local] for local in behind if one.problems[local]), "no answer in time")
@@ -187,7 +180,9 @@ def _matmul(
     measured = [one for one in speeds.values() if one.matmul_tflops > 0]
     if not measured:
         return []
-    middle = median(one.matmul_tflops for one in measured)
+    compared, whose = median(one.matmul_tflops for one in measured), "median of all nodes"
+    if len(measured) == 2:
+        compared, whose = max(one.matmul_tflops for one in measured), "of the other node"
     found = []
     for one in measured:
         what = f"rank {one.slowest_rank} of {one.node} ({one.device}): {_tflops(one.matmul_tflops)} in matrix products"
@@ -198,12 +193,8 @@ def _matmul(
         if one.matmul_tflops < floors.matmul_tflops:
             expected = f"at least {_tflops(floors.matmul_tflops)} (preflight.min_matmul_tflops)"
             found.append(blocked(MATMUL, what, expected, advice, one.node))
-        elif len(measured) > 2 and one.matmul_tflops < floors.relative * middle:
-            expected = f"at least {floors.relative:.0%} of the {_tflops(middle)} median of all nodes"
-            found.append(blocked(MATMUL, what, expected, advice, one.node))
-        elif len(measured) == 2 and one.matmul_tflops < floors.relative * max(each.matmul_tflops for each in measured):
-            fastest = max(each.matmul_tflops for each in measured)
-            expected = f"at least {floors.relative:.0%} of the {_tflops(fastest)} of the other node"
+        elif one.matmul_tflops < floors.relative * compared:
+            expected = f"at least {floors.relative:.0%} of the {_tflops(compared)} {whose}"
             found.append(blocked(MATMUL, what, expected, advice, one.node))
         elif one.matmul_tflops < floors.relative * earlier:
             expected = f"about the {_tflops(earlier)} that this node had before"
@@ -233,7 +224,7 @@ def _links(
     # Each node with its best partner: a slow node slows both of its links, but not its partners' other links.
     floor = max(floors.bandwidth_gb_s, floors.relative * median(best.values()))
     slow = [edge for edge in links if edge.problem or edge.gb_s < floor]
-    found = [*_blame_links(slow, best, floor, excluded)]
+    found = _blame_links(slow, best, floor, excluded)
     for node, speed in best.items():
         earlier = usual.get(node, {}).get("bandwidth_gb_s", 0.0)
         if speed >= floor and speed < floors.relative * earlier:
@@ -253,9 +244,8 @@ def _links(
 
 
 def _blame_links(
-    slow: Iterable[Edge], best: Mapping[str, float], floor: float, excluded: Collection[str]
+    slow: Sequence[Edge], best: Mapping[str, float], floor: float, excluded: Collection[str]
 ) -> list[CheckResult]:
-    slow = list(slow)
     # Slow with every partner.
     suspects = {node for edge in slow for node in edge.ends if best[node] < floor}
     cleared = set(best) - suspects
@@ -313,8 +303,7 @@ def _blame_links(
     return found
 
 
-def _latency(links: Iterable[Edge], floors: Floors) -> list[CheckResult]:
-    links = list(links)
+def _latency(links: Sequence[Edge], floors: Floors) -> list[CheckResult]:
     if not links:
         return []
     worst = max(links, key=lambda edge: edge.latency_ms)
