@@ -150,12 +150,12 @@ STATUSES: dict[int, Meaning] = {
 
 def of_class(name: str, classes: Mapping[str, Meaning] = CLASSES) -> tuple[str, Meaning] | None:
     """Look up a class, given with or without its module; None if it is unknown."""
-    error = name.rpartition(".")[2]
-    for key in (name, error):
-        if key in classes and (key == error or "." in key):
-            return key, classes[key]
+    for key in (name, name.rpartition(".")[2]):
+        if key in classes:
+            return f"class {key}", classes[key]
     # With only the end of its module, such as "parser.ParserError" of yaml.
-    return next(((key, row) for key, row in classes.items() if "." in name and key.endswith("." + name)), None)
+    ends = ((f"class {key}", row) for key, row in classes.items() if "." in name and key.endswith(f".{name}"))
+    return next(ends, None)
 
 
 def of_number(message: str) -> tuple[str, Meaning] | None:

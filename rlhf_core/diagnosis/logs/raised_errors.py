@@ -39,12 +39,12 @@ class FailureEvent:
 
     kind: Kind
     part: EvidencePart
-    line: str
-    """Line as printed."""
-    number: int
-    """Number of the line, from 0."""
     rule: str
     """Row of a table that matched."""
+    line: str = ""
+    """Line as printed."""
+    number: int = 0
+    """Number of the line, from 0."""
     node: str = ""
     """Node named as the cause in the line; empty if there is none."""
     is_end: bool = False
@@ -91,16 +91,15 @@ def _by_phrase(line: LogLine, tables: Tables) -> FailureEvent | None:
     matched = signatures.match_line(loud, tables.signatures)
     if matched is None:
         return None
-    return FailureEvent(
-        matched.row.kind, matched.row.part, "", 0, matched.rule, matched.node, signatures.is_end(matched.row)
-    )
+    row = matched.row
+    return FailureEvent(row.kind, row.part, matched.rule, node=matched.node, is_end=signatures.is_end(row))
 
 
 def _decide(raised: Raised, by_phrase: FailureEvent | None, tables: Tables) -> FailureEvent:
     if by_phrase is not None and by_phrase.part is EvidencePart.TEARDOWN:
         return by_phrase
     if raised.error == "UnpicklingError" and any(_PARENT_DIED in frame.path for frame in raised.frames):
-        return FailureEvent(Kind.UNKNOWN, EvidencePart.CASCADE, "", 0, "a child whose parent had died", is_end=True)
+        return FailureEvent(Kind.UNKNOWN, EvidencePart.CASCADE, "a child whose parent had died", is_end=True)
     if raised.error in exceptions.WRAPPERS and (by_phrase is None or by_phrase.is_end):
         return _of_wrapper(raised, tables)
     place = code_locations.location_of(raised, tables.places)
@@ -110,47 +109,45 @@ def _decide(raised: Raised, by_phrase: FailureEvent | None, tables: Tables) -> F
         # A call that does not fit the function is the function's fault here, not that of a library's version.
         and (by_phrase is None or by_phrase.kind in _OF_THE_CODE or raised.error == "TypeError")
     ):
-        return FailureEvent(place.kind, EvidencePart.SYMPTOM, "", 0, place.example)
+        return FailureEvent(place.kind, EvidencePart.SYMPTOM, place.example)
     known = by_phrase or _of_class(raised, tables)
     if (known is None or known.kind in _CONNECTIONS) and _is_service(raised):
-        refused = exceptions.of_status(raised.message)
+        refused = _of_row(exceptions.of_status(raised.message))
         if refused is not None:
-            return FailureEvent(refused[1].kind, refused[1].part, "", 0, refused[0])
+            return refused
         if any(code_locations.ENGINE_CLIENTS.search(frame.path) is not None for frame in raised.frames):
-            return FailureEvent(Kind.ENGINE, EvidencePart.CASCADE, "", 0, "a request to an engine of the job")
-        return FailureEvent(Kind.UNKNOWN, EvidencePart.SYMPTOM, "", 0, "a service outside the job")
+            return FailureEvent(Kind.ENGINE, EvidencePart.CASCADE, "a request to an engine of the job")
+        return FailureEvent(Kind.UNKNOWN, EvidencePart.SYMPTOM, "a service outside the job")
     if known is not None and known.kind is Kind.CONFIG and known.part is EvidencePart.SYMPTOM:
         return _of_files(raised, known)
-    return known or _of_number(raised) or _of_place(place, raised.line.process)
+    return known or _of_row(exceptions.of_number(raised.message)) or _of_place(place, raised.line.process)
 
 
 def _of_class(raised: Raised, tables: Tables) -> FailureEvent | None:
     innermost = " ".join(f"{frame.function} {frame.code}" for frame in raised.frames[-1:])
     if raised.error == "BlockingIOError" and _FORKS.search(innermost) is not None:
-        return FailureEvent(Kind.UNKNOWN, EvidencePart.SYMPTOM, "", 0, "a limit of processes")
-    row = exceptions.of_class(raised.name, tables.classes)
-    return FailureEvent(row[1].kind, row[1].part, "", 0, f"class {row[0]}") if row is not None else None
+        return FailureEvent(Kind.UNKNOWN, EvidencePart.SYMPTOM, "a limit of processes")
+    return _of_row(exceptions.of_class(raised.name, tables.classes))
 
 
-def _of_number(raised: Raised) -> FailureEvent | None:
-    row = exceptions.of_number(raised.message)
-    return FailureEvent(row[1].kind, row[1].part, "", 0, row[0]) if row is not None else None
+def _of_row(row: tuple[str, Meaning] | None) -> FailureEvent | None:
+    return FailureEvent(row[1].kind, row[1].part, row[0]) if row is not None else None
 
 
 def _of_place(place: CodeLocation | None, process: str) -> FailureEvent:
     if place is None and code_locations.ENGINE_PROCESSES.search(process) is not None:
-        return FailureEvent(Kind.ENGINE, EvidencePart.SYMPTOM, "", 0, "an error of an engine's process")
+        return FailureEvent(Kind.ENGINE, EvidencePart.SYMPTOM, "an error of an engine's process")
     if place is None:
-        return FailureEvent(Kind.UNKNOWN, EvidencePart.CASCADE, "", 0, "an error")
-    return FailureEvent(place.kind, EvidencePart.SYMPTOM, "", 0, place.example)
+        return FailureEvent(Kind.UNKNOWN, EvidencePart.CASCADE, "an error")
+    return FailureEvent(place.kind, EvidencePart.SYMPTOM, place.example)
 
 
 def _of_wrapper(raised: Raised, tables: Tables) -> FailureEvent:
     inner = exceptions.of_class(raised.inner, tables.classes) if raised.inner else None
     if inner is None:
-        return FailureEvent(Kind.UNKNOWN, EvidencePart.CASCADE, "", 0, "a wrapper", is_end=True)
+        return FailureEvent(Kind.UNKNOWN, EvidencePart.CASCADE, "a wrapper", is_end=True)
     # The class without its module: the error itself is also printed elsewhere, with more detail.
-    return FailureEvent(inner[1].kind, EvidencePart.CASCADE, "", 0, f"class {inner[0]}", is_end=True)
+    return FailureEvent(inner[1].kind, EvidencePart.CASCADE, inner[0], is_end=True)
 
 
 def _of_files(raised: Raised, known: FailureEvent) -> FailureEvent:

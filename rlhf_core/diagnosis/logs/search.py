@@ -104,17 +104,12 @@ def events(text: str, tables: Tables = TABLES, known: "KnownLines | None" = None
         reading.take(number, raw, lines)
     found = reading.found
     if not found and reading.tracebacks.is_cut_off:
-        at = len(lines) - 1
-        found.append(
-            FailureEvent(
-                Kind.UNKNOWN, EvidencePart.CASCADE, "a traceback that is cut off", at, "a traceback", is_end=True
-            )
-        )
+        line, at = "a traceback that is cut off", len(lines) - 1
+        found.append(FailureEvent(Kind.UNKNOWN, EvidencePart.CASCADE, "a traceback", line, at, is_end=True))
     diverged = metric_lines.divergence(reading.metrics)
     if diverged is not None:
-        found.append(
-            FailureEvent(Kind.NON_FINITE, EvidencePart.ROOT, diverged.strip(), lines.index(diverged), "metrics")
-        )
+        at = lines.index(diverged)
+        found.append(FailureEvent(Kind.NON_FINITE, EvidencePart.ROOT, "metrics", diverged.strip(), at))
     return found
 
 
@@ -208,10 +203,9 @@ class _Reading:
         matched = self._known.matched[key]
         if matched is None:
             return None
-        row = matched.row
+        row, raw, number = matched.row, line.raw.strip(), line.number
         is_end = signatures.is_end(row)
-        raw, number = line.raw.strip(), line.number
-        return FailureEvent(row.kind, row.part, raw, number, matched.rule, matched.node, is_end, is_local=row.is_local)
+        return FailureEvent(row.kind, row.part, matched.rule, raw, number, matched.node, is_end, is_local=row.is_local)
 
     def _is_progress(self, raw: str) -> bool:
         """Record a completed step: events before it have not ended the training."""
