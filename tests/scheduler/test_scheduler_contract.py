@@ -130,14 +130,7 @@ def test_a_job_is_found_by_its_attempt_and_by_no_other(site: Site) -> None:
     assert site.found(attempt=11) == ""
     assert site.scheduler.find(f"{site.run_id}x", 1) is None
     assert site.living() == [job.job_id]
-    site.wait_until(job, JobState.RUNNING)
-
-
-def test_a_found_job_is_the_submitted_one(site: Site) -> None:
-    """It can be queried and cancelled like the submitted job."""
-    job = site.submit()
-    found = site.scheduler.find(site.run_id, 1)
-    assert found is not None
+    # It can be queried and cancelled like the submitted job.
     site.wait_until(found, JobState.RUNNING)
     assert site.scheduler.cancel(found)
     assert site.state(job) is JobState.ENDED
@@ -155,18 +148,13 @@ def test_of_two_jobs_of_an_attempt_the_first_is_found_and_then_the_other(site: S
     assert site.found() == "".join(left)
 
 
-def test_an_ended_job_is_reported_as_ended_and_not_found(site: Site) -> None:
+def test_an_ended_job_has_left_its_output_and_is_not_found(site: Site) -> None:
     """A found job is adopted and awaited, so an ended one must not be found; both queries must agree about it."""
     job = site.submit(SHORT)
     site.wait_until(job, JobState.ENDED)
     assert (site.found(), site.living()) == ("", [])
     assert site.scheduler.cancel(job), "harmless"
     assert site.state(job) is JobState.ENDED
-
-
-def test_a_job_leaves_its_output_in_its_folder(site: Site) -> None:
-    job = site.submit(SHORT)
-    site.wait_until(job, JobState.ENDED)
     (log,) = site.request(SHORT).scheduler_dir.glob("*_log.out")
     assert log.name.startswith(job.job_id)
     assert "it was here" in log.read_text()

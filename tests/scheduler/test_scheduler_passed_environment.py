@@ -2,13 +2,14 @@
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 from process_tools import until
 from test_scheduler_local import make_request
-from test_scheduler_slurm_text import request as slurm_request
+from test_scheduler_slurm_text import stand_ins, submittable
 
 from rlhf_core.errors import SubmissionFailed
 from rlhf_core.scheduler.base import JobRequest, JobState
@@ -29,9 +30,8 @@ def files_with(text: str, folder: Path) -> list[Path]:
 
 
 def slurm_stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Minimal replacements for Slurm's programs; sbatch's arguments and environment are written to files."""
-    (folder / "bin").mkdir()
-    sbatch = f"""#!/bin/sh
+    """Replace Slurm's programs; sbatch writes its arguments and its environment to files."""
+    sbatch = f"""
 echo "$@" > {folder}/words
 cat /proc/$$/cmdline >> {folder}/words
 env > {folder}/environment
@@ -39,11 +39,7 @@ for last; do :; done
 cp "$last" {folder}/script
 echo Submitted batch job 7
 """
-    for name, text in (("sbatch", sbatch), ("scontrol", "#!/bin/sh\necho 'Slurmctld(primary) at here is UP'\n")):
-        program = folder / "bin" / name
-        program.write_text(text)
-        program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    stand_ins(folder, monkeypatch, sbatch=sbatch)
 
 
 def private_file(folder: Path, text: str, mode: int = 0o600) -> Path:
@@ -127,17 +123,14 @@ def test_prefect_settings_are_never_passed() -> None:
 
 
 def passing(job_request: JobRequest, file: Path | None = None) -> JobRequest:
-    changed = dict(job_request.__dict__)
-    return JobRequest(**{**changed, "passed": PassedEnvironment(("WANDB_API_KEY",), file)})
+    return replace(job_request, passed=PassedEnvironment(("WANDB_API_KEY",), file))
 
 
 def test_a_local_job_gets_the_value_and_no_file_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     file = private_file(tmp_path, f"WANDB_API_KEY={CANARY}")
-    job_request = make_request(tmp_path / "job")
-    job_request = passing(
-        JobRequest(**{**job_request.__dict__, "command": (sys.executable, "-c", TELL + "input()")}), file=file
-    )
+    command = (sys.executable, "-c", TELL + "input()")
+    job_request = passing(replace(make_request(tmp_path / "job"), command=command), file)
     scheduler = LocalScheduler()
     assert CANARY not in scheduler.script(job_request)
     assert 'WANDB_API_KEY="$WANDB_API_KEY"' in scheduler.script(job_request)
@@ -154,9 +147,7 @@ def test_a_local_job_gets_the_value_and_no_file_of_it(tmp_path: Path, monkeypatc
     assert log.read_text().startswith(f"passed {CANARY} WANDB_API_KEY ")
     log.unlink()
     assert not any(CANARY in word for line in seen for word in line)
-    assert [
-        path for path in (tmp_path / "job").rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()
-    ] == []
+    assert files_with(CANARY, tmp_path / "job") == []
 
 
 @pytest.mark.parametrize("kind", ["local", "slurm"])
@@ -192,12 +183,7 @@ def test_sbatch_gets_the_value_in_its_environment_and_only_the_name_as_argument(
     monkeypatch.setenv("PREFECT_SERVER_DATABASE_PASSWORD", CANARY)
     if variable is not None:
         monkeypatch.setenv("SBATCH_EXPORT", variable)
-    job_request = slurm_request(extra=extra)
-    job_request = JobRequest(
-        **{**job_request.__dict__, "scheduler_dir": tmp_path / "scheduler", "command": (sys.executable,)}
-    )
-    job_request = passing(job_request)
-    SlurmScheduler().submit(job_request)
+    SlurmScheduler().submit(passing(submittable(tmp_path, extra=extra)))
     words, environment = (tmp_path / "words").read_text(), (tmp_path / "environment").read_text().splitlines()
     assert f"WANDB_API_KEY={CANARY}" in environment
     assert [line for line in environment if CANARY in line] == [f"WANDB_API_KEY={CANARY}"], "and no secret of the site"
@@ -208,5 +194,5 @@ def test_sbatch_gets_the_value_in_its_environment_and_only_the_name_as_argument(
     assert CANARY not in script
     assert "export RLHF_PASSED_ENVIRONMENT=WANDB_API_KEY" in script
     assert ': "${WANDB_API_KEY:?' in script
-    assert files_with("RLHF_PASSED_ENVIRONMENT", tmp_path / "scheduler"), "the control"
-    assert files_with(CANARY, tmp_path / "scheduler") == []
+    assert files_with("RLHF_PASSED_ENVIRONMENT", tmp_path / "attempts"), "the control"
+    assert files_with(CANARY, tmp_path / "attempts") == []

@@ -7,8 +7,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from job_requests import job_request, run_id_of
 from process_tools import until
@@ -18,7 +20,8 @@ from rlhf_core.errors import SchedulerError, SchedulerUnavailable, SubmissionFai
 from rlhf_core.launch.journal import Journal
 from rlhf_core.launch.start import record_plan, submit_once
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.scheduler import JobRequest, JobState, slurm, slurm_queue
+from rlhf_core.scheduler import JobRequest, JobState, JobStatus, slurm, slurm_queue
+from rlhf_core.scheduler.passed_environment import PassedEnvironment
 from rlhf_core.scheduler.slurm import SlurmScheduler
 from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.resources import Submission
@@ -50,28 +53,129 @@ def make_request(folder: Path, shell: str, slurm: SlurmSpec | None = None, **pla
     )
 
 
+def status(scheduler: SlurmScheduler, submission: Submission) -> JobStatus:
+    return scheduler.status([submission])[submission.job_id]
+
+
 def state(scheduler: SlurmScheduler, submission: Submission) -> JobState:
-    return scheduler.status([submission])[submission.job_id].state
+    return status(scheduler, submission).state
 
 
-def test_agents_get_their_node_and_all_addresses(tmp_path: Path, scheduler: SlurmScheduler) -> None:
+def output(job: JobRequest) -> str:
+    return "\n".join(path.read_text() for path in sorted(job.scheduler_dir.glob("*_log.out")))
+
+
+def test_inventory_counts_nodes_cores_memory_and_gpus(scheduler: SlurmScheduler) -> None:
+    found = scheduler.inventory()
+    assert found.node_names == ("node1", "node2", "node3")
+    assert (found.cpus_per_node, found.gpus_per_node) == (8, 2)
+    assert found.node_gpus == dict.fromkeys(found.node_names, 2)
+    assert found.memory_gb == pytest.approx(8000 / 1024)
+
+
+def test_agents_get_their_node_and_all_addresses_and_no_secret_of_the_site(
+    tmp_path: Path, scheduler: SlurmScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The excluded node is left out, and addresses are numeric: node names need not resolve."""
-    shell = f'echo "$RLHF_NODES $EXTRA $MORE $RLHF_JOB $CUDA_VISIBLE_DEVICES" > {tmp_path}/$SLURM_NODEID'
-    slurm = SlurmSpec(environment={"EXTRA": "a b", "MORE": "c"}, setup=("export CHECKED=1",))
+    monkeypatch.setenv("RLHF_DATABASE_URL", "postgresql://user:secret@host/db")
+    variables = "$RLHF_NODES|$EXTRA|$MORE|$RLHF_JOB|$CUDA_VISIBLE_DEVICES|$RLHF_DATABASE_URL|"
+    slurm = SlurmSpec(environment={"EXTRA": "hello 'you'"}, setup=("export MORE=c",))
+    shell = f'echo "{variables}" > {tmp_path}/$SLURM_NODEID'
     request = make_request(tmp_path, shell, slurm, num_nodes=2, gpus_per_node=2, excluded_nodes=("node1",))
     submission = scheduler.submit(request)
     until(lambda: state(scheduler, submission) is JobState.ENDED)
-    status = scheduler.status([submission])[submission.job_id]
-    assert (status.scheduler_state, status.nodes) == ("COMPLETED", ("node2", "node3"))
-    expected = f"node2=127.0.0.1,node3=127.0.0.1 a b c {run_id_of(tmp_path)}/1 0,1\n"
+    end = status(scheduler, submission)
+    assert (end.scheduler_state, end.nodes) == ("COMPLETED", ("node2", "node3"))
+    expected = f"node2=127.0.0.1,node3=127.0.0.1|hello 'you'|c|{run_id_of(tmp_path)}/1|0,1||\n"
     assert [(tmp_path / index).read_text() for index in ("0", "1")] == [expected, expected]
+
+
+@pytest.mark.parametrize("export", ["", "NONE"], ids=["everything is exported", "nothing is exported"])
+def test_a_secret_reaches_the_job_and_nothing_readable_by_others(
+    scheduler: SlurmScheduler, cluster: Cluster, export: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    canary = f"c4nary-{export or 'ALL'}"
+    monkeypatch.setenv("WANDB_API_KEY", canary)
+    if export:
+        monkeypatch.setenv("SBATCH_EXPORT", export)
+    # In two pieces, so that the command line does not contain it.
+    job_request = make_request(
+        tmp_path, 'test "$WANDB_API_KEY" = "$0$1" && echo "it got the value"; sleep 3', num_nodes=2
+    )
+    job_request = replace(
+        job_request,
+        passed=PassedEnvironment(("WANDB_API_KEY",)),
+        command=(*job_request.command, canary[:4], canary[4:]),
+    )
+    job = scheduler.submit(job_request)
+    shown = [cluster.command("scontrol", "show", "job", job.job_id, "--details")]
+    shown += [cluster.command("scontrol", "write", "batch_script", job.job_id, "-"), scheduler.script(job_request)]
+    lines = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+    kept = [path for path in cluster.folder.rglob("*") if path.is_file() and canary.encode() in path.read_bytes()]
+    until(lambda: state(scheduler, job) is JobState.ENDED)
+    assert sorted(line for line in output(job_request).splitlines() if "it got" in line) == ["it got the value"] * 2
+    assert not any(canary in text for text in (*shown, *lines))
+    assert "WANDB_API_KEY" in shown[1], "the control: this is the script"
+    assert kept, "the control: Slurm's controller keeps the environment of a job"
+    assert {path.stat().st_mode & 0o077 for path in kept} == {0}
+    left = [path for path in tmp_path.rglob("*") if path.is_file() and canary.encode() in path.read_bytes()]
+    assert left == []
+
+
+def test_variables_of_the_users_shell_neither_change_a_job_nor_hide_it(
+    scheduler: SlurmScheduler, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Variables of a site that exports nothing, of an enclosing allocation, and of queries.
+
+    With the control: squeue itself no longer shows the job.
+    """
+    variables = {"SBATCH_EXPORT": "NONE", "SLURM_MEM_PER_CPU": "64", "SBATCH_TIMELIMIT": "1", "SBATCH_REQUEUE": "1"}
+    filters = {"SQUEUE_NAMES": "x", "SQUEUE_PARTITION": "nosuch", "SINFO_PARTITION": "nosuch", "LOGNAME": "daemon"}
+    for name, value in (variables | filters).items():
+        monkeypatch.setenv(name, value)
+    seen = tmp_path / "seen"  # the job waits for this file: on a busy machine it would otherwise end before the search
+    shell = f'echo "$SLURM_NODEID|$RLHF_NODES|"; until [ -e {seen} ]; do sleep 0.1; done'
+    job_request = make_request(tmp_path, shell, num_nodes=2)
+    job = scheduler.submit(replace(job_request, memory_gb=0.25, time_limit_s=600))
+    assert scheduler.inventory().node_names
+    assert scheduler.find(run_id_of(tmp_path), 1) == job.model_copy(update={"command": ()})
+    assert cluster.command("squeue", "--noheader").strip() == "", "the control"
+    details = cluster.command("scontrol", "show", "job", job.job_id)
+    assert "TimeLimit=00:10:00" in details
+    assert "Requeue=0" in details
+    seen.touch()
+    until(lambda: state(scheduler, job) is JobState.ENDED)
+    assert status(scheduler, job).scheduler_state == "COMPLETED", output(job_request)
+    lines = sorted(line for line in output(job_request).splitlines() if "|" in line)
+    # Any node: one that other tests used may still be completing.
+    words = cluster.command("scontrol", "show", "job", job.job_id).split()
+    (taken,) = [word.removeprefix("NodeList=") for word in words if word.startswith("NodeList=")]
+    names = cluster.command("scontrol", "show", "hostnames", taken).split()
+    nodes = ",".join(f"{name}=127.0.0.1" for name in names)
+    assert len(names) == 2
+    assert lines == [f"{index}|{nodes}|" for index in range(2)]
+
+
+def test_a_job_runs_in_its_own_folder_whatever_it_was_submitted_from(
+    scheduler: SlurmScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flow run of a Prefect worker is in a temporary folder that is removed with it."""
+    gone = tmp_path / "temporary"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    job_request = make_request(tmp_path, "sleep 1; pwd -P")
+    job = scheduler.submit(job_request)
+    monkeypatch.chdir(tmp_path)
+    gone.rmdir()
+    until(lambda: state(scheduler, job) is JobState.ENDED)
+    assert str(job_request.scheduler_dir.resolve()) in output(job_request)
 
 
 def test_one_dead_agent_ends_the_job(tmp_path: Path, scheduler: SlurmScheduler) -> None:
     shell = 'test "$SLURM_NODEID" = 0 && exit 3; sleep 300'
     submission = scheduler.submit(make_request(tmp_path, shell, num_nodes=2))
     until(lambda: state(scheduler, submission) is JobState.ENDED)
-    assert scheduler.status([submission])[submission.job_id].scheduler_state == "FAILED"
+    assert status(scheduler, submission).scheduler_state == "FAILED"
 
 
 def test_a_job_that_ignores_sigterm_is_cancelled_anyway(tmp_path: Path, scheduler: SlurmScheduler) -> None:
@@ -89,24 +193,38 @@ def test_a_waiting_job_has_a_reason(tmp_path: Path, cluster: Cluster, scheduler:
     first = scheduler.submit(make_request(tmp_path, "sleep 300", num_nodes=3, gpus_per_node=2))
     until(lambda: state(scheduler, first) is JobState.RUNNING)
     second = scheduler.submit(make_request(tmp_path, "true", num_nodes=3, gpus_per_node=2, attempt=2))
-    until(lambda: re.search("Resources|Priority", scheduler.status([second])[second.job_id].reason))
-    status = scheduler.status([first, second])
-    assert [status[one.job_id].state for one in (first, second)] == [JobState.RUNNING, JobState.PENDING]
+    until(lambda: re.search("Resources|Priority", status(scheduler, second).reason))
+    assert [state(scheduler, one) for one in (first, second)] == [JobState.RUNNING, JobState.PENDING]
     cluster.command("scontrol", "suspend", first.job_id)
-    until(lambda: scheduler.status([first])[first.job_id].scheduler_state == "SUSPENDED")
+    until(lambda: status(scheduler, first).scheduler_state == "SUSPENDED")
     assert state(scheduler, first) is JobState.RUNNING  # it has not ended, and will continue
     cluster.command("scontrol", "resume", first.job_id)
     assert scheduler.cancel(second)
     assert scheduler.cancel(first)
 
 
-def test_a_forgotten_job_has_ended(tmp_path: Path, scheduler: SlurmScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The queue no longer lists it. Control: a queue that does not respond is no evidence."""
-    gone = Submission(attempt=1, scheduler="slurm", job_id="999999999", command=(), marker="x/1")
-    status = scheduler.status([gone])[gone.job_id]
-    assert (status.state, status.reason) == (JobState.ENDED, "Slurm no longer has a record of the job")
-    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "no-such.conf"))
-    assert state(scheduler, gone) is JobState.UNKNOWN
+def test_a_forgotten_job_has_ended_and_a_new_one_is_not_forgotten(scheduler: SlurmScheduler, tmp_path: Path) -> None:
+    """With the control: a job newer than the shared answer is queried instead of taken for forgotten."""
+    slurm_queue.listing()
+    job = scheduler.submit(make_request(tmp_path, "sleep 300"))
+    assert job.job_id not in slurm_queue.listing(max_age_s=60.0).rows
+    assert state(scheduler, job) in (JobState.PENDING, JobState.RUNNING)
+    gone = status(scheduler, job.model_copy(update={"job_id": "999999999"}))
+    assert (gone.state, gone.reason) == (JobState.ENDED, "Slurm no longer has a record of the job")
+    assert scheduler.cancel(job)
+
+
+def test_a_lost_node_is_named(scheduler: SlurmScheduler, cluster: Cluster, tmp_path: Path) -> None:
+    job = scheduler.submit(make_request(tmp_path, "sleep 300", num_nodes=2))
+    until(lambda: state(scheduler, job) is JobState.RUNNING)
+    cluster.command("scontrol", "update", "nodename=node2", "state=down", "reason=test")
+    until(lambda: state(scheduler, job) is JobState.ENDED)
+    try:
+        assert status(scheduler, job).scheduler_state == "NODE_FAIL"
+        assert status(scheduler, job).lost_nodes == ("node2",)
+    finally:
+        # The node may have come back by itself.
+        cluster.command("scontrol", "update", "nodename=node2", "state=resume", check=False)
 
 
 def test_a_job_of_another_cluster_is_unknown_and_neither_cancelled_nor_submitted_again(
@@ -119,9 +237,9 @@ def test_a_job_of_another_cluster_is_unknown_and_neither_cancelled_nor_submitted
     here = scheduler.inventory().cluster
     assert here == cluster.command("scontrol", "show", "config").partition("ClusterName")[2].split()[1]
     gone = Submission(attempt=1, scheduler="slurm", job_id="999999999", command=(), marker="x/1", cluster="east")
-    status = scheduler.status([gone])[gone.job_id]
+    found = status(scheduler, gone)
     expected = f"the job belongs to the Slurm cluster east, but this host belongs to the cluster {here}"
-    assert (status.state, status.reason) == (JobState.UNKNOWN, expected)
+    assert (found.state, found.reason) == (JobState.UNKNOWN, expected)
     assert state(scheduler, gone.model_copy(update={"cluster": here})) is JobState.ENDED
 
     # A job here with the number of one there is neither taken for it nor cancelled.

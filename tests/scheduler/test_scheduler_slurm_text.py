@@ -16,7 +16,7 @@ from control_fakes import Clock
 from job_requests import job_request
 
 from rlhf_core.errors import SchedulerError, SchedulerUnavailable, SubmissionDeferred, SubmissionFailed
-from rlhf_core.scheduler import get_scheduler, slurm, slurm_answers, slurm_queue
+from rlhf_core.scheduler import slurm, slurm_answers, slurm_queue
 from rlhf_core.scheduler.base import JobRequest, JobState
 from rlhf_core.scheduler.slurm import SlurmScheduler
 from rlhf_core.scheduler.slurm_answers import (
@@ -48,6 +48,12 @@ def request(gpus: int = 0, excluded: tuple[str, ...] = (), time_limit_s: int = 3
         time_limit_s=time_limit_s,
         slurm=SlurmSpec.model_validate(slurm),
     )
+
+
+def submittable(folder: Path, **slurm: object) -> JobRequest:
+    """A request that can be submitted here: its files are in this folder, and its program exists."""
+    scheduler_dir = folder / "attempts" / "2" / "scheduler"
+    return replace(request(**slurm), scheduler_dir=scheduler_dir, command=(sys.executable,))  # type: ignore[arg-type]
 
 
 def script(**job_request: object) -> str:
@@ -349,12 +355,7 @@ POLICY = (
         ("Batch job submission failed: Resource temporarily unavailable", True),
         ("Batch job submission failed: I/O error writing script/environment to file", True),
         (f"QOSMaxNodePerJobLimit {POLICY}", False),
-        (f"AssocMaxWallDurationPerJobLimit {POLICY}", False),
         (f"QOSMinCpuNotSatisfied {POLICY}", False),
-        (f"QOSMinGRES {POLICY}", False),
-        (f"QOSMinMemory {POLICY}", False),
-        (f"QOSMaxGRESPerUser {POLICY}", False),
-        (f"QOSGrpGRES {POLICY}", False),
         (f"AssocGrpCpuLimit {POLICY}", False),
         (f"AssocGrpSubmitJobsLimit {POLICY}", True),
         ("Batch job submission failed: Requested node configuration is not available", False),
@@ -371,9 +372,8 @@ def test_temporary_and_permanent_refusals_are_distinguished(
     message: str, error: type[SubmissionFailed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_ins(tmp_path, monkeypatch, sbatch=f'echo "sbatch: error: {message}" >&2; exit 1')
-    job_request = replace(request(), scheduler_dir=tmp_path / "attempts" / "2" / "scheduler", command=(sys.executable,))
     with pytest.raises(SubmissionFailed) as found:
-        SlurmScheduler().submit(job_request)
+        SlurmScheduler().submit(submittable(tmp_path))
     assert type(found.value) is error
 
 
@@ -394,17 +394,15 @@ def stand_ins(folder: Path, monkeypatch: pytest.MonkeyPatch, **programs: str) ->
 def test_an_unclear_end_of_sbatch_is_no_refusal(answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The job may have been accepted: the next controller looks for it before it submits another one."""
     stand_ins(tmp_path, monkeypatch, sbatch=answer)
-    job_request = replace(request(), scheduler_dir=tmp_path / "attempts" / "2" / "scheduler", command=(sys.executable,))
     with pytest.raises(SchedulerUnavailable, match="did not confirm"):
-        SlurmScheduler().submit(job_request)
+        SlurmScheduler().submit(submittable(tmp_path))
 
 
 def test_a_submission_that_the_operating_system_prevents_is_made_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a crowded login node, or without quota. No error of the config, which would end the run."""
-    folder = tmp_path / "attempts" / "2" / "scheduler"
-    job_request = replace(request(), scheduler_dir=folder, command=(sys.executable,))
+    job_request = submittable(tmp_path)
     stand_ins(tmp_path, monkeypatch, sbatch="echo Submitted batch job 7")
     with monkeypatch.context() as crowded:
         crowded.setattr(slurm_queue.subprocess, "run", raising(BlockingIOError(errno.EAGAIN, "try again")))
@@ -426,8 +424,7 @@ def raising(error: OSError) -> Callable[..., NoReturn]:
 
 def test_sbatch_may_answer_in_any_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_ins(tmp_path, monkeypatch, sbatch=r"printf 'caf\xe9\n' >&2; printf 'caf\xe9\nSubmitted batch job 7\n'")
-    job_request = replace(request(), scheduler_dir=tmp_path / "attempts" / "2" / "scheduler", command=(sys.executable,))
-    assert SlurmScheduler().submit(job_request).job_id == "7"
+    assert SlurmScheduler().submit(submittable(tmp_path)).job_id == "7"
 
 
 def test_an_outage_is_told_from_a_machine_without_slurm_and_from_another_cluster(
@@ -459,9 +456,9 @@ def test_an_accepted_job_is_not_lost_when_its_script_cannot_be_renamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a disk without room for another name, or a file server that fails."""
-    folder = tmp_path / "attempts" / "2" / "scheduler"
+    job_request = submittable(tmp_path)
+    folder = job_request.scheduler_dir
     stand_ins(tmp_path, monkeypatch, sbatch=f"mv {folder} {folder}.gone; echo Submitted batch job 7")
-    job_request = replace(request(), scheduler_dir=folder, command=(sys.executable,))
     assert SlurmScheduler().submit(job_request).job_id == "7"
 
 
@@ -521,14 +518,19 @@ def test_a_stopped_process_blocks_no_other(tmp_path: Path, monkeypatch: pytest.M
         assert not slurm_queue._cache_file().exists(), "only the holder of the lock writes"
 
 
+def inventory_of(rows: str, monkeypatch: pytest.MonkeyPatch) -> Inventory:
+    """The inventory of a cluster whose nodes sinfo lists in these rows."""
+    monkeypatch.setattr(slurm_queue, "run", lambda *words, **_: rows if words[0] == "sinfo" else "Slurmctld(a) is UP")
+    return SlurmScheduler().inventory()
+
+
 def test_memory_is_that_of_nodes_that_a_job_may_get(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = (
         "a|8|4096000|(null)|idle|cpu*|(null)\n"
         "b|8|1024000|gpu:h100:8|idle|gpu|(null)\n"
         "c|8|512000|gpu:h100:8|idle|gpu|(null)\n"
     )
-    monkeypatch.setattr(slurm_queue, "run", lambda *words, **_: rows if words[0] == "sinfo" else "Slurmctld(a) is UP")
-    inventory = SlurmScheduler().inventory()
+    inventory = inventory_of(rows, monkeypatch)
     assert inventory.memory_gb == inventory.memory_for(SlurmSpec()) == 4000
     assert inventory.memory_for(SlurmSpec(partition="gpu"), 8) == 1000
     assert inventory.memory_for(SlurmSpec(partition="gpu", exclude=("b",)), 8) == 500
@@ -540,8 +542,7 @@ def test_cores_are_those_of_nodes_that_a_job_may_get(monkeypatch: pytest.MonkeyP
         "b|64|1024|gpu:h100:8|idle|gpu*|(null)\n"
         "c|32|1024|gpu:h100:8|idle|gpu|(null)\n"
     )
-    monkeypatch.setattr(slurm_queue, "run", lambda *words, **_: rows if words[0] == "sinfo" else "Slurmctld(a) is UP")
-    inventory = SlurmScheduler().inventory()
+    inventory = inventory_of(rows, monkeypatch)
     assert inventory.cpus_per_node == inventory.cpus_for(SlurmSpec()) == 256
     assert inventory.cpus_for(SlurmSpec(), 8) == 64
     assert inventory.cpus_for(SlurmSpec(exclude=("b",)), 8) == 32
@@ -549,15 +550,13 @@ def test_cores_are_those_of_nodes_that_a_job_may_get(monkeypatch: pytest.MonkeyP
 
 def test_memory_that_is_not_configured_in_slurm_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = "a|8|1|gpu:8|idle|all*|(null)\n"
-    monkeypatch.setattr(slurm_queue, "run", lambda *words, **_: rows if words[0] == "sinfo" else "Slurmctld(a) is UP")
-    inventory = SlurmScheduler().inventory()
+    inventory = inventory_of(rows, monkeypatch)
     assert inventory.memory_gb == inventory.memory_for(SlurmSpec(), 8) == 0
 
 
 def test_the_default_partition_is_that_of_a_submission(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = "a|8|64000|(null)|idle|cpu*|(null)\nb|8|64000|gpu:h100:8|idle|gpu|(null)\n"
-    monkeypatch.setattr(slurm_queue, "run", lambda *words, **_: rows if words[0] == "sinfo" else "Slurmctld(a) is UP")
-    inventory = SlurmScheduler().inventory()
+    inventory = inventory_of(rows, monkeypatch)
     assert (inventory.default_partition, inventory.nodes_for(SlurmSpec())) == ("cpu", ["a"])
     monkeypatch.setenv("SBATCH_PARTITION", "gpu")
     assert SlurmScheduler().inventory().nodes_for(SlurmSpec()) == ["b"]
@@ -605,7 +604,3 @@ def test_a_refusal_and_a_missing_answer_are_distinguished() -> None:
     assert not is_no_answer(refusal(refused))
     silent = "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)"
     assert is_no_answer(refusal(silent))
-
-
-def test_the_scheduler_is_found_by_name() -> None:
-    assert get_scheduler("slurm").name == "slurm"
