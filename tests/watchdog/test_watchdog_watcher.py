@@ -9,7 +9,6 @@ from history_tools import RunFiles, run_sql
 from made_reports import decision_of
 
 from rlhf_core.errors import DatabaseUnavailable, SchedulerError
-from rlhf_core.files.appended import append_lines
 from rlhf_core.files.whole import write_model
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir.run import RunDir
@@ -17,14 +16,12 @@ from rlhf_core.scheduler.base import JobState, JobStatus
 from rlhf_core.schemas.attempts import AttemptState, Role
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Action, FailureKind
-from rlhf_core.schemas.reports import AgentEvent, AttemptOutcome
+from rlhf_core.schemas.reports import AttemptOutcome
 from rlhf_core.schemas.resources import Placement, Submission
 from rlhf_core.watchdog.attempt_failure import explain
 from rlhf_core.watchdog.evidence import read_earlier_attempts, scheduler_log
-from rlhf_core.watchdog.silence import SILENT_S
 from rlhf_core.watchdog.watcher import (
     COMPLETING_TIMEOUT_S,
-    LEADER_LOST_TIMEOUT_S,
     OUTCOME_TIMEOUT_S,
     SCHEDULER_REASON_TIMEOUT_S,
     AttemptSnapshot,
@@ -118,76 +115,6 @@ def test_the_grace_period_restarts_when_the_job_turns_out_to_live(run_dir: RunDi
     assert one.poll().verdict.state is AttemptState.RUNNING, "its end was detected only just now"
     clock.now += OUTCOME_TIMEOUT_S + 1
     assert one.poll().verdict.state is AttemptState.LOST
-
-
-def state_after_silence(run_dir: RunDir, state: str, speaks: bool) -> AttemptState:
-    """Poll a running job every second for longer than the allowed silence; returns its state."""
-    clock = Clock()
-    running = JobStatus(JobState.RUNNING, scheduler_state=state)
-    scheduler = FakeScheduler()
-    scheduler.status = lambda submissions: {one.job_id: running for one in submissions}  # type: ignore[method-assign]
-    one = Watcher(run_dir, placed(run_dir), submission(), scheduler, None, clock)
-    agent = FakeAgent(run_dir)
-    agent.begin()
-    agent.role(Role.TRAINER)
-    for second in range(int(SILENT_S) + 10):
-        clock.now = float(second)
-        if speaks and second % 20 == 0:
-            agent.status(sequence=second + 2)
-        verdict = one.poll().verdict
-    return verdict.state
-
-
-@pytest.mark.parametrize(
-    ("state", "speaks", "expected"),
-    [
-        ("RUNNING", False, AttemptState.LOST),
-        ("RUNNING", True, AttemptState.RUNNING),
-        ("SUSPENDED", False, AttemptState.RUNNING),
-    ],
-)
-def test_a_running_job_is_abandoned_if_all_its_agents_fall_silent(
-    run_dir: RunDir, state: str, speaks: bool, expected: AttemptState
-) -> None:
-    """The second net; with the controls that a reporting job, and a suspended one, are left alone."""
-    assert state_after_silence(run_dir, state, speaks) is expected
-
-
-@pytest.mark.parametrize(
-    ("ended", "expected"),
-    [({"n2", "n3"}, AttemptState.LOST), ({"n2"}, AttemptState.RUNNING), (set(), AttemptState.RUNNING)],
-)
-def test_when_all_others_have_lost_agent_0_its_node_is_lost(
-    run_dir: RunDir, ended: set[str], expected: AttemptState
-) -> None:
-    """Long before the scheduler notices; with the control that one of the others is still at work."""
-    clock = Clock()
-    running = JobStatus(JobState.RUNNING, nodes=("n1", "n2", "n3"), scheduler_state="RUNNING")
-    scheduler = FakeScheduler()
-    scheduler.status = lambda submissions: {one.job_id: running for one in submissions}  # type: ignore[method-assign]
-    one = Watcher(run_dir, placed(run_dir), submission(), scheduler, None, clock)
-    for node in ended:
-        lost = {"leader_lost": True}
-        event = AgentEvent(time=utc_now(), kind="agent_ended", node=node, message="ended", data=lost)
-        append_lines(run_dir.attempt(1).restart(0).events(node), event)
-    one.poll()
-    clock.now = LEADER_LOST_TIMEOUT_S + 1
-    snapshot = one.poll()
-    assert snapshot.verdict.state is expected
-    if expected is AttemptState.LOST:
-        failure = explain(run_dir, snapshot, make_spec(), first_attempt=1)
-        assert failure.incident is not None
-        assert (failure.kind, failure.incident.suspect_nodes) == (FailureKind.NODE_LOST, ("n1",))
-        assert failure.decision.excluded_nodes == ("n1",)
-
-
-def test_a_watchdog_that_was_paused_restarts_its_count(run_dir: RunDir) -> None:
-    clock = Clock()
-    one = watcher(run_dir, Answers(JobState.RUNNING), clock)
-    FakeAgent(run_dir).role(Role.TRAINER)
-    one.poll()
-    clock.now = 10 * SILENT_S
-    assert one.poll().verdict.state is AttemptState.RUNNING
 
 
 def test_a_job_that_was_never_recorded_has_ended(run_dir: RunDir) -> None:

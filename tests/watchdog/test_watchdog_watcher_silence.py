@@ -192,16 +192,23 @@ def test_a_file_system_that_stalls_for_all_blames_no_node(pair: World) -> None:
     assert (snapshot.verdict.failure_kind, snapshot.verdict.nodes) == (FailureKind.AGENT_KILLED, ())
 
 
-def test_a_loss_reported_from_the_network_is_believed_at_once(pair: World) -> None:
-    """Agent 0 is stopped: the other agent reports it within seconds."""
-    pair.add_event("n2", leader_lost=True)
-    assert pair.watcher.poll().verdict.state is AttemptState.RUNNING
-    pair.now += LEADER_LOST_TIMEOUT_S + 1
-    snapshot = pair.watcher.poll()
-    failure = explain(pair.run_dir, snapshot, make_spec(), first_attempt=1)
-    assert failure.incident is not None
-    assert (failure.kind, failure.incident.suspect_nodes) == (FailureKind.NODE_LOST, ("n1",))
-    assert failure.decision.action is Action.NEW_ATTEMPT
+@pytest.mark.parametrize(("reporting", "is_lost"), [(("n2", "n3"), True), (("n2",), False), ((), False)])
+def test_the_node_of_agent_0_is_lost_when_all_others_have_lost_it(
+    tmp_path: Path, reporting: tuple[str, ...], is_lost: bool
+) -> None:
+    """They report it within seconds, long before the scheduler notices. Controls: some are still at work."""
+    world = World(tmp_path, "n1", "n2", "n3")
+    for node in reporting:
+        world.add_event(node, leader_lost=True)
+    assert world.watcher.poll().verdict.state is AttemptState.RUNNING
+    world.now += LEADER_LOST_TIMEOUT_S + 1
+    snapshot = world.watcher.poll()
+    assert snapshot.verdict.state is (AttemptState.LOST if is_lost else AttemptState.RUNNING)
+    if is_lost:
+        failure = explain(world.run_dir, snapshot, make_spec(), first_attempt=1)
+        assert failure.incident is not None
+        assert (failure.kind, failure.incident.suspect_nodes) == (FailureKind.NODE_LOST, ("n1",))
+        assert (failure.decision.action, failure.decision.excluded_nodes) == (Action.NEW_ATTEMPT, ("n1",))
 
 
 def test_a_job_ended_by_slurm_after_the_loss_of_agent_0_has_a_lost_node(pair: World) -> None:
