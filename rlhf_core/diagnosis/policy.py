@@ -40,10 +40,10 @@ class Choice(NamedTuple):
     """Chosen rung of the ladder."""
 
     action: Action
-    delay_s: float
-    """Wait before acting, in seconds."""
     reason: str
     """Reason, as a sentence."""
+    delay_s: float = 0.0
+    """Wait before acting, in seconds."""
 
 
 _EVERY_TIME = "it would fail again in the same way"
@@ -111,35 +111,26 @@ def decide_in_place(
             one; or ``STOP`` if a new attempt would not help either, which the controller finds by the same rules.
     """
     rule = _rule(kind, undecided)
-    if rule.in_place == 0 and rule.attempts == 0:
-        return Choice(Action.STOP, 0.0, f"{kind} is not retried, because {rule.why}")
+    if (rule.in_place == 0 and rule.attempts == 0) or (rule.in_place == REMEDY and not remedy):
+        return Choice(Action.STOP, f"{kind} is not retried, because {rule.why}")
     if kind is FailureKind.UNKNOWN and same_fingerprint_before:
-        return Choice(Action.STOP, 0.0, "the same unknown failure recurred after a restart in place: it is not chance")
+        return Choice(Action.STOP, "the same unknown failure recurred after a restart in place: it is not chance")
     if rule.in_place == REMEDY:
-        if not remedy:
-            return Choice(Action.STOP, 0.0, f"{kind} is not retried, because {rule.why}")
         # Not counted against the budget: each removes one checkpoint, so their number is limited.
         action = Action.RESTART_IN_PLACE if spec.max_restarts else Action.NEW_ATTEMPT
-        return Choice(action, 0.0, f"{kind}: {remedy}")
+        return Choice(action, f"{kind}: {remedy}")
     if rule.attempts == REMEDY:
-        return Choice(Action.NEW_ATTEMPT, 0.0, f"{kind} would recur in place: a new attempt may change something")
+        return Choice(Action.NEW_ATTEMPT, f"{kind} would recur in place: a new attempt may change something")
     allowed = min(rule.in_place, spec.max_restarts)
     if restarts_without_progress < allowed:
         number = restarts_without_progress + 1
-        return Choice(
-            Action.RESTART_IN_PLACE,
-            0.0,
-            f"restart in place {number} of {allowed} allowed for {kind} without a new checkpoint",
-        )
+        reason = f"restart in place {number} of {allowed} allowed for {kind} without a new checkpoint"
+        return Choice(Action.RESTART_IN_PLACE, reason)
     if allowed == 0:
         why = rule.why if rule.in_place == 0 else "supervise.max_restarts is 0"
-        return Choice(Action.NEW_ATTEMPT, 0.0, f"{kind} is not retried in place, because {why}")
-    return Choice(
-        Action.NEW_ATTEMPT,
-        0.0,
-        f"{restarts_without_progress} restarts in place without a new checkpoint, {allowed} allowed for {kind}: "
-        f"the allocation is released",
-    )
+        return Choice(Action.NEW_ATTEMPT, f"{kind} is not retried in place, because {why}")
+    spent = f"{restarts_without_progress} restarts in place without a new checkpoint, {allowed} allowed for {kind}"
+    return Choice(Action.NEW_ATTEMPT, f"{spent}: the allocation is released")
 
 
 def decide_next(
@@ -169,35 +160,27 @@ def decide_next(
         ``NEW_ATTEMPT`` with its back-off, or ``STOP``.
     """
     rule = _rule(kind, undecided)
-    if rule.attempts == 0:
-        return Choice(Action.STOP, 0.0, f"{kind} is not retried, because {rule.why}")
+    if rule.attempts == 0 or (rule.attempts == REMEDY and not remedy):
+        return Choice(Action.STOP, f"{kind} is not retried, because {rule.why}")
     if kind is FailureKind.UNKNOWN and same_fingerprint_before:
-        return Choice(Action.STOP, 0.0, "the same unknown failure recurred: it is not chance")
-    if rule.attempts == REMEDY and not remedy:
-        return Choice(Action.STOP, 0.0, f"{kind} is not retried, because {rule.why}")
-    changed = Choice(Action.NEW_ATTEMPT, 0.0, f"{kind}: {remedy}")
+        return Choice(Action.STOP, "the same unknown failure recurred: it is not chance")
+    changed = Choice(Action.NEW_ATTEMPT, f"{kind}: {remedy}")
     if rule.attempts == REMEDY and rule.in_place != REMEDY:
         return changed
     # Kinds that restarts in place also remedy end only with the budget: a disk may damage every new checkpoint.
     allowed = spec.max_attempts if rule.attempts == REMEDY else min(rule.attempts + 1, spec.max_attempts)
     if attempts_without_progress >= allowed:
-        return Choice(
-            Action.STOP,
-            0.0,
-            f"{attempts_without_progress} attempts without a new checkpoint, {allowed} allowed for {kind}"
-            + (f": {rule.why}" if rule.attempts not in (ALLOWED_BY_SPEC, REMEDY) else ""),
-        )
+        why = f": {rule.why}" if rule.attempts not in (ALLOWED_BY_SPEC, REMEDY) else ""
+        spent = f"{attempts_without_progress} attempts without a new checkpoint, {allowed} allowed for {kind}"
+        return Choice(Action.STOP, f"{spent}{why}")
     if rule.attempts == REMEDY:
         return changed
     if attempts_without_progress == 0:
-        return Choice(Action.NEW_ATTEMPT, 0.0, f"{kind} after a new checkpoint: resuming from it")
+        return Choice(Action.NEW_ATTEMPT, f"{kind} after a new checkpoint: resuming from it")
     # The next attempt gets another node, so waiting improves nothing.
-    waiting = 0.0 if kind is FailureKind.NODE_UNFIT else backoff_s(attempts_without_progress, spec, random)
-    return Choice(
-        Action.NEW_ATTEMPT,
-        waiting,
-        f"attempt without a new checkpoint {attempts_without_progress} of {allowed} allowed for {kind}",
-    )
+    delay_s = 0.0 if kind is FailureKind.NODE_UNFIT else backoff_s(attempts_without_progress, spec, random)
+    reason = f"attempt without a new checkpoint {attempts_without_progress} of {allowed} allowed for {kind}"
+    return Choice(Action.NEW_ATTEMPT, reason, delay_s)
 
 
 def _rule(kind: FailureKind, undecided: bool) -> Rule:

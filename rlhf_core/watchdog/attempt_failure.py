@@ -97,7 +97,7 @@ def explain(
             reason=choice.reason,
             decided_by=DecidedBy.CONTROLLER,
             decided_at=utc_now(),
-            delay_s=choice.delay_s if choice.action is Action.NEW_ATTEMPT else 0.0,
+            delay_s=choice.delay_s,
             excluded_nodes=excluded if choice.action is Action.NEW_ATTEMPT else (),
             config_diff=remedy.config_diff,
             resume_checkpoint=remedy.resume_checkpoint,
@@ -119,7 +119,7 @@ def _stopped_by_health(spec: RunSpec, incident: Incident | None) -> Choice | Non
     rule = incident.health_rule if incident is not None else ""
     if not any(name == rule and action == "stop" for name, action in spec.health.actions.items()):
         return None
-    return Choice(Action.STOP, 0.0, f'health.actions.{rule} is "stop": no older checkpoint is tried')
+    return Choice(Action.STOP, f'health.actions.{rule} is "stop": no older checkpoint is tried')
 
 
 def _remedy(

@@ -48,7 +48,7 @@ class DamagedCheckpoints:
         if role is not Role.EVALUATOR or older is None or choice.action is not Action.RESTART_IN_PLACE:
             return choice
         reason = f"{choice.reason}: the later steps must be trained again before the model is evaluated"
-        return Choice(Action.NEW_ATTEMPT, 0.0, reason)
+        return Choice(Action.NEW_ATTEMPT, reason)
 
     def put_aside(self, failure: Failure, restart_dir: RestartDir, events: EventLog) -> None:
         """Move the damaged checkpoint aside. If that fails, the workers are instructed to skip it."""

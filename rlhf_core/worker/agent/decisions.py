@@ -204,10 +204,10 @@ class GroupDecisions:
         if is_needed:
             choice = _not_beside(left, budget.choose(diagnosis))
         else:
-            choice = Choice(Action.CONTINUE, 0.0, "the workers that it served have ended, so it is no longer needed")
+            choice = Choice(Action.CONTINUE, "the workers that it served have ended, so it is no longer needed")
         if choice.action is Action.RESTART_IN_PLACE:
             reason = f"{choice.reason}: only the failed worker restarts, all others continue"
-            choice = Choice(Action.RESTART_WORKERS, 0.0, reason)
+            choice = Choice(Action.RESTART_WORKERS, reason)
         self._leader.record_decision(self._events, restart_dir, choice, number)
         return choice
 
@@ -216,7 +216,7 @@ def _not_in_place(choice: Choice, why: str) -> Choice:
     """The choice, with a new attempt instead of a restart in place."""
     if choice.action is not Action.RESTART_IN_PLACE:
         return choice
-    return Choice(Action.NEW_ATTEMPT, 0.0, f"not restarted in place, because {why}")
+    return Choice(Action.NEW_ATTEMPT, f"not restarted in place, because {why}")
 
 
 def _not_beside(left: Sequence[str], choice: Choice) -> Choice:

@@ -108,7 +108,7 @@ class NodeAdmission:
             return self._after_checks(last=True)
         self._report_checks()
         reason = "not retried in place, because the agents of the allocation did not all meet"
-        return self._fail(self._arrivals.failure(joined), Choice(Action.NEW_ATTEMPT, 0.0, reason))
+        return self._fail(self._arrivals.failure(joined), Choice(Action.NEW_ATTEMPT, reason))
 
     def _check_nodes(self) -> AgreedStep | None:
         """Compare and measure the nodes; return the end if one of them is unfit."""

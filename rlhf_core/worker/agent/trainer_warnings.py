@@ -53,4 +53,4 @@ class TrainerWarnings:
         phase = Phase.REWARD if kind is FailureKind.REWARD_FUNCTION else Phase.TRAIN
         failure = Failure(diagnosis, phase, warning.step, None, health_rule=warning.health_rule)
         number = self._leader.record_incident(self._events, restart_dir, failure, Role.TRAINER)
-        self._leader.record_decision(self._events, restart_dir, Choice(Action.CONTINUE, 0.0, REASON), number)
+        self._leader.record_decision(self._events, restart_dir, Choice(Action.CONTINUE, REASON), number)
