@@ -103,27 +103,22 @@ def prove(still: Mapping[Place, Sequence[Inspection]], suspects: Collection[Susp
 def is_promising(still: Mapping[Place, Sequence[Inspection]], suspects: Collection[Suspect]) -> bool:
     """True if another inspection soon may complete a proof."""
     found = [still.get((one.status.node, one.status.local_rank), ()) for one in suspects]
-    return any(
-        inspections
-        and not _is_long(inspections)
-        and (
-            inspections[-1].main is Wait.STOPPED or inspections[-1].status.in_collective or _is_asleep(inspections[-1])
-        )
-        for inspections in found
-    )
+    newest = [inspections[-1] for inspections in found if inspections and not _is_long(inspections)]
+    return any(one.main is Wait.STOPPED or one.status.in_collective or _is_asleep(one) for one in newest)
 
 
 def confirm(proven: Collection[Suspect], ranks: Sequence[RankStatus]) -> list[Suspect]:
     """Keep the proven suspects that a new reading shows unmoved; drop those without evidence."""
-    found = []
-    for one in proven:
-        before = one.status
-        for now in ranks:
-            same = (now.node, now.pid, now.sequence) == (before.node, before.pid, before.sequence)
-            stopped = [rank.is_stopped for rank in (before, now)]
-            if one.evidence and same and stopped[0] == stopped[1]:
-                found.append(Suspect(now, one.limit_s, one.evidence))
-    return found
+    now = {_mark(rank): rank for rank in ranks}
+    return [
+        Suspect(now[_mark(one.status)], one.limit_s, one.evidence)
+        for one in proven
+        if one.evidence and _mark(one.status) in now
+    ]
+
+
+def _mark(rank: RankStatus) -> tuple[str, int, int, bool]:
+    return rank.node, rank.pid, rank.sequence, rank.is_stopped
 
 
 def _is_long(inspections: Sequence[Inspection]) -> bool:
