@@ -129,17 +129,13 @@ class OffsetsLast(OffsetsFirst):
         return True
 
 
-def _die() -> None:
-    raise Killed
-
-
 def test_offsets_before_rows_lose_rows(database_url: str, runs: Path) -> None:
     run = whole_run(runs)
     with OffsetsFirst(database_url) as store:
         sync(run.dir, store)
         expected = dump(store)
         store.clear()
-        store.between = _die
+        store.between = Countdown(1)
         with pytest.raises(Killed):
             sync(run.dir, store)
         store.between = lambda: None
@@ -151,7 +147,7 @@ def test_offsets_before_rows_lose_rows(database_url: str, runs: Path) -> None:
 def test_offsets_after_rows_apply_the_journal_twice(database_url: str, runs: Path) -> None:
     run = whole_run(runs)
     with OffsetsLast(database_url) as store:
-        store.between = _die
+        store.between = Countdown(1)
         with pytest.raises(Killed):
             sync(run.dir, store)
         store.between = lambda: None

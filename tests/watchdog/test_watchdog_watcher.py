@@ -200,16 +200,12 @@ def test_a_torn_line_is_read_once_it_is_complete(run_dir: RunDir) -> None:
 # The history
 
 
-class Away:
-    """A history that does not respond."""
-
-
 def test_an_unresponsive_history_is_only_late(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     def sync(directory: RunDir, store: object, first_attempt: int) -> None:
         raise DatabaseUnavailable("no answer from the database")
 
     monkeypatch.setattr("rlhf_core.watchdog.watcher.sync", sync)
-    one = Watcher(run_dir, placed(run_dir), submission(), Answers(JobState.RUNNING), Away())  # type: ignore[arg-type]
+    one = Watcher(run_dir, placed(run_dir), submission(), Answers(JobState.RUNNING), object())  # type: ignore[arg-type]
     snapshot = one.poll()
     assert snapshot.history_behind == "no answer from the database"
     assert snapshot.verdict.state is AttemptState.RUNNING
