@@ -32,6 +32,10 @@ pytestmark = [
 ]
 
 
+WAIT = "until [ -e {} ]; do sleep 0.1; done"
+"""Has a job wait for a file. On a busy machine, it would otherwise end before it is observed."""
+
+
 @pytest.fixture
 def scheduler(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmScheduler]:
     """Scheduler with its own queue cache; remaining jobs of a failed test are cancelled."""
@@ -98,10 +102,10 @@ def test_a_secret_reaches_the_job_and_nothing_readable_by_others(
     monkeypatch.setenv("WANDB_API_KEY", canary)
     if export:
         monkeypatch.setenv("SBATCH_EXPORT", export)
+    seen = tmp_path / "seen"
     # In two pieces, so that the command line does not contain it.
-    job_request = make_request(
-        tmp_path, 'test "$WANDB_API_KEY" = "$0$1" && echo "it got the value"; sleep 3', num_nodes=2
-    )
+    shell = f'test "$WANDB_API_KEY" = "$0$1" && echo "it got the value"; {WAIT.format(seen)}'
+    job_request = make_request(tmp_path, shell, num_nodes=2)
     job_request = replace(
         job_request,
         passed=PassedEnvironment(("WANDB_API_KEY",)),
@@ -112,6 +116,7 @@ def test_a_secret_reaches_the_job_and_nothing_readable_by_others(
     shown += [cluster.command("scontrol", "write", "batch_script", job.job_id, "-"), scheduler.script(job_request)]
     lines = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
     kept = [path for path in cluster.folder.rglob("*") if path.is_file() and canary.encode() in path.read_bytes()]
+    seen.touch()
     until(lambda: state(scheduler, job) is JobState.ENDED)
     assert sorted(line for line in output(job_request).splitlines() if "it got" in line) == ["it got the value"] * 2
     assert not any(canary in text for text in (*shown, *lines))
@@ -122,10 +127,11 @@ def test_a_secret_reaches_the_job_and_nothing_readable_by_others(
     assert left == []
 
 
-def test_variables_of_the_users_shell_neither_change_a_job_nor_hide_it(
+def test_variables_and_the_folder_of_the_users_shell_neither_change_a_job_nor_hide_it(
     scheduler: SlurmScheduler, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Variables of a site that exports nothing, of an enclosing allocation, and of queries.
+    """Variables of a site that exports nothing, of an enclosing allocation, and of queries; and a temporary folder that
+    is removed, like that of a flow run of a Prefect worker.
 
     With the control: squeue itself no longer shows the job.
     """
@@ -133,10 +139,14 @@ def test_variables_of_the_users_shell_neither_change_a_job_nor_hide_it(
     filters = {"SQUEUE_NAMES": "x", "SQUEUE_PARTITION": "nosuch", "SINFO_PARTITION": "nosuch", "LOGNAME": "daemon"}
     for name, value in (variables | filters).items():
         monkeypatch.setenv(name, value)
-    seen = tmp_path / "seen"  # the job waits for this file: on a busy machine it would otherwise end before the search
-    shell = f'echo "$SLURM_NODEID|$RLHF_NODES|"; until [ -e {seen} ]; do sleep 0.1; done'
+    gone, seen = tmp_path / "temporary", tmp_path / "seen"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    shell = f'{WAIT.format(seen)}; echo "$SLURM_NODEID|$RLHF_NODES|$(pwd -P)"'
     job_request = make_request(tmp_path, shell, num_nodes=2)
     job = scheduler.submit(replace(job_request, memory_gb=0.25, time_limit_s=600))
+    monkeypatch.chdir(tmp_path)
+    gone.rmdir()
     assert scheduler.inventory().node_names
     assert scheduler.find(run_id_of(tmp_path), 1) == job.model_copy(update={"command": ()})
     assert cluster.command("squeue", "--noheader").strip() == "", "the control"
@@ -153,22 +163,7 @@ def test_variables_of_the_users_shell_neither_change_a_job_nor_hide_it(
     names = cluster.command("scontrol", "show", "hostnames", taken).split()
     nodes = ",".join(f"{name}=127.0.0.1" for name in names)
     assert len(names) == 2
-    assert lines == [f"{index}|{nodes}|" for index in range(2)]
-
-
-def test_a_job_runs_in_its_own_folder_whatever_it_was_submitted_from(
-    scheduler: SlurmScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A flow run of a Prefect worker is in a temporary folder that is removed with it."""
-    gone = tmp_path / "temporary"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    job_request = make_request(tmp_path, "sleep 1; pwd -P")
-    job = scheduler.submit(job_request)
-    monkeypatch.chdir(tmp_path)
-    gone.rmdir()
-    until(lambda: state(scheduler, job) is JobState.ENDED)
-    assert str(job_request.scheduler_dir.resolve()) in output(job_request)
+    assert lines == [f"{index}|{nodes}|{job_request.scheduler_dir.resolve()}" for index in range(2)]
 
 
 def test_one_dead_agent_ends_the_job(tmp_path: Path, scheduler: SlurmScheduler) -> None:
