@@ -53,7 +53,7 @@ def status_of(row: QueuedJob, marker: str = "") -> JobStatus:
     if word in _ENDED:
         why = f" ({row.reason})" if row.reason not in ("None", "") else ""
         lost = _down(row.nodes) if word in ("NODE_FAIL", "BOOT_FAIL") else ()
-        state = "CANCELLED by 0" if word == "CANCELLED" and _was_cancelled_by_root(row.job_id) else word
+        state = "CANCELLED by 0" if word == "CANCELLED" and _is_by_root(_accounted_state(row.job_id)) else word
         reason = f"Slurm says {state}{why}"
         return JobStatus(JobState.ENDED, reason, _names(row.nodes), scheduler_state=state, lost_nodes=lost)
     if word in _AT_WORK:
@@ -113,12 +113,8 @@ def _accounted_state(job_id: str) -> str:
     return ""
 
 
-def _was_cancelled_by_root(job_id: str) -> bool:
-    """True if an administrator or the scheduler cancelled a job, rather than its user. Only accounting knows."""
-    return bool(job_id) and _is_by_root(_accounted_state(job_id))
-
-
 def _is_by_root(state: str) -> bool:
+    """True if an administrator or the scheduler cancelled a job, rather than its user. Only accounting knows."""
     return state == "CANCELLED by 0" and os.getuid() != 0
 
 
