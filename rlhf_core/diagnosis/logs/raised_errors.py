@@ -135,11 +135,11 @@ def _of_row(row: tuple[str, Meaning] | None) -> FailureEvent | None:
 
 
 def _of_place(place: CodeLocation | None, process: str) -> FailureEvent:
-    if place is None and code_locations.ENGINE_PROCESSES.search(process) is not None:
+    if place is not None:
+        return FailureEvent(place.kind, EvidencePart.SYMPTOM, place.example)
+    if code_locations.ENGINE_PROCESSES.search(process) is not None:
         return FailureEvent(Kind.ENGINE, EvidencePart.SYMPTOM, "an error of an engine's process")
-    if place is None:
-        return FailureEvent(Kind.UNKNOWN, EvidencePart.CASCADE, "an error")
-    return FailureEvent(place.kind, EvidencePart.SYMPTOM, place.example)
+    return FailureEvent(Kind.UNKNOWN, EvidencePart.CASCADE, "an error")
 
 
 def _of_wrapper(raised: Raised, tables: Tables) -> FailureEvent:
