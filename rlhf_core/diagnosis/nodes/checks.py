@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from rlhf_core.diagnosis.nodes.differences import ABSENT, by_value, differences
-from rlhf_core.diagnosis.nodes.launch_variables import LAUNCHING, MEETING, NodeVariables, contradictions
+from rlhf_core.diagnosis.nodes.launch_variables import LAUNCHING, MEETING, contradictions
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.probe import NodeFacts
 from rlhf_core.text.formatting import listed
@@ -293,10 +293,9 @@ def missing(reported: Collection[str], plan: Plan) -> list[CheckResult]:
 
 
 def _launch(facts: Mapping[int, NodeFacts], plan: Plan) -> list[CheckResult]:
-    nodes = [NodeVariables(one.node, index, one.variables) for index, one in facts.items()]
     found = []
     num_ranks = (plan.num_trainer_nodes or len(plan.names)) * plan.ranks_per_node
-    for one in contradictions(nodes, plan.names, plan.ranks_per_node, num_ranks):
+    for one in contradictions(list(facts.values()), plan.names, plan.ranks_per_node, num_ranks):
         report = blocked if one.is_grave else warning
         found.append(report(LAUNCH, one.found, one.expected, one.advice, one.node))
     for name in MEETING:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from rlhf_core.schemas.probe import NodeFacts
 from rlhf_core.text.formatting import listed
 
 NODE_NUMBERS = ("NODE_RANK", "GROUP_RANK", "PET_NODE_RANK")
@@ -35,24 +36,14 @@ class Contradiction:
     """True if it prevents the run."""
 
 
-@dataclass(frozen=True)
-class NodeVariables:
-    """Variables of one node that reported."""
-
-    node: str
-    index: int
-    """Its place in the allocation, from 0."""
-    variables: Mapping[str, str]
-
-
 def contradictions(
-    nodes: Sequence[NodeVariables], planned: Sequence[str], ranks_per_node: int, num_ranks: int
+    nodes: Sequence[NodeFacts], planned: Sequence[str], ranks_per_node: int, num_ranks: int
 ) -> list[Contradiction]:
     """Find launcher variables that contradict the plan. Each node is responsible for its own, the run for those of a
     majority.
 
     Args:
-        nodes: Nodes that reported.
+        nodes: Facts of the nodes that reported.
         planned: Names of all nodes, in the order of the allocation.
         ranks_per_node: As planned.
         num_ranks: Likewise.
@@ -86,7 +77,7 @@ LAUNCHING = (*planned_numbers(1, 1, 1), *NODE_NUMBERS, *MEETING)
 """All of these variables."""
 
 
-def _of_number(name: str, nodes: Sequence[NodeVariables], right: Collection[str]) -> Iterator[Contradiction]:
+def _of_number(name: str, nodes: Sequence[NodeFacts], right: Collection[str]) -> Iterator[Contradiction]:
     held = {one.node: one.variables[name] for one in nodes if name in one.variables}
     wrong = {node: value for node, value in held.items() if value not in right}
     unset = [one.node for one in nodes if one.node not in held and TAKEN_WHERE_UNSET not in right]
@@ -109,7 +100,7 @@ def _of_number(name: str, nodes: Sequence[NodeVariables], right: Collection[str]
         yield _set_on_few(name, unset, expected, advice)
 
 
-def _of_places(name: str, nodes: Sequence[NodeVariables], planned: Sequence[str]) -> Iterator[Contradiction]:
+def _of_places(name: str, nodes: Sequence[NodeFacts], planned: Sequence[str]) -> Iterator[Contradiction]:
     """Check node numbers: a permutation if all nodes have one, otherwise each must be the node's place."""
     held = {one.index: one.variables[name] for one in nodes if name in one.variables}
     if not held:
@@ -134,7 +125,7 @@ def _of_places(name: str, nodes: Sequence[NodeVariables], planned: Sequence[str]
 
 
 def _wrong_place(
-    name: str, one: NodeVariables, places: Mapping[int, int], planned: Sequence[str], *, is_whole: bool
+    name: str, one: NodeFacts, places: Mapping[int, int], planned: Sequence[str], *, is_whole: bool
 ) -> str:
     """Problem with the number of a node, in a sentence; empty if there is none."""
     place = places.get(one.index)
