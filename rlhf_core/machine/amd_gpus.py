@@ -27,13 +27,9 @@ _SENSORS = ("junction", "edge")
 """Temperature sensors of a GPU, best first: accelerators since the MI300 have none at the edge."""
 
 
-def are_present(root: Path | None = None) -> bool:
-    """True if the machine has AMD GPUs and none of NVIDIA, whose missing driver is otherwise the thing to report.
-
-    Args:
-        root: Root of sysfs; ``SYSFS`` by default.
-    """
-    devices = ((root or SYSFS) / "bus/pci/devices").glob("*")
+def are_present() -> bool:
+    """True if the machine has AMD GPUs and none of NVIDIA, whose missing driver is otherwise the thing to report."""
+    devices = (SYSFS / "bus/pci/devices").glob("*")
     vendors = {_text(device / "vendor") for device in devices if _text(device / "class").startswith(_GPU_CLASSES)}
     return _AMD in vendors and _NVIDIA not in vendors
 
