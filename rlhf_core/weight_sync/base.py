@@ -26,7 +26,8 @@ from rlhf_core.schemas.weight_sync import Manifest, Offer, Receipt, SentVersion
 from rlhf_core.weight_sync.layout import Share
 
 Beat = Callable[[], None]
-"""Called after every bucket, so that a busy process is not taken for a hung one."""
+"""Called after every bucket, so that a busy process is not taken for a hung one. That of a sender raises
+WeightSyncFailed once the version is given up."""
 Weights = Iterable[tuple[str, Tensor]]
 """Names and tensors in the order of a manifest. On any device, with any strides; each is read before the next one is
 requested."""
@@ -53,11 +54,9 @@ class Outgoing(Protocol):
             Checksums of its buckets.
 
         Raises:
-            WeightSyncFailed: an engine is lost or does not respond, or the weights do not match the offer.
+            WeightSyncFailed: an engine is lost or does not respond, the weights do not match the offer, or ``beat``
+                raised it. Engines are told, if they can be.
         """
-
-    def cancel(self) -> None:
-        """Have :meth:`send` fail soon. From another thread, when an engine is known to be lost."""
 
     def reset(self) -> None:
         """Stop relying on what engines have kept of an earlier version: one has failed, or the engines or senders have

@@ -8,7 +8,6 @@ With several senders, each has a chain of its own for its share of the buckets, 
 preceded by its head: version, index, checksum. This is the sender's end; the engine's is ``broadcast_incoming``.
 """
 
-import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -64,14 +63,12 @@ class BroadcastOutgoing:
         self._share = WHOLE
         self._link: Link | None = None
         self._buffers: list[_Buffer] = []
-        self._cancelled = threading.Event()
 
     def offer(self, manifest: Manifest, receivers: Sequence[str], share: Share) -> Offer:
         """Announce a share of a version; see :class:`rlhf_core.weight_sync.base.Outgoing`."""
         if self._link is None:
             self._session = uuid.uuid4().hex
         self._receivers, self._share = tuple(receivers), share
-        self._cancelled.clear()
         chain = Chain(
             sender=self.name,
             receivers=self._receivers,
@@ -107,7 +104,7 @@ class BroadcastOutgoing:
 
     def _make_link(self, beat: Beat) -> Link:
         first = self._receivers[0]
-        end = LinkEnd(True, self._address, first, self._timeout_s, self._require_wanted)
+        end = LinkEnd(True, self._address, first, self._timeout_s, beat)
         self._link = connect(self.backend, self._store, link_key(self._session, first), end)
         self._await_chain(beat)
         return self._link
@@ -117,15 +114,10 @@ class BroadcastOutgoing:
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
         for name in self._receivers:
             while not self._store.check([linked_key(self._session, name)]):
-                self._require_wanted()
                 if time.monotonic() > deadline:
                     raise WeightSyncFailed(f"{name} did not make links within {CONNECT_TIMEOUT_S:g} s", name)
                 beat()
                 time.sleep(POLL_INTERVAL_S)
-
-    def _require_wanted(self) -> None:
-        if self._cancelled.is_set():
-            raise WeightSyncFailed("sending was cancelled: an engine has failed")
 
     def _send_over(self, link: Link, manifest: Manifest, weights: Weights, beat: Beat) -> list[bytes]:
         found = []
@@ -139,7 +131,6 @@ class BroadcastOutgoing:
         return found
 
     def _take(self, index: int) -> Tensor:
-        self._require_wanted()
         buffer = self._buffer_of(index)
         buffer.wait()
         return buffer.memory
@@ -168,10 +159,6 @@ class BroadcastOutgoing:
         if self._link is not None:
             self._link.post(head(manifest.version, ABANDONED, bytes(16)), HEAD)
         self.close()  # with new buffers as well: gloo may still read these
-
-    def cancel(self) -> None:
-        """Have :meth:`send` fail at its next bucket, or while it makes links."""
-        self._cancelled.set()
 
     def reset(self) -> None:
         """Make new links for the next version."""

@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import shutil
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,7 +39,6 @@ class FilesOutgoing:
             stall_timeout_s: longest time without growth of the file before an engine gives up.
         """
         self.name, self._folder, self._timeout_s = name, folder, stall_timeout_s
-        self._cancelled = threading.Event()
 
     def offer(self, manifest: Manifest, receivers: Sequence[str], share: Share) -> Offer:
         """Announce a version; see :class:`rlhf_core.weight_sync.base.Outgoing`.
@@ -56,7 +54,6 @@ class FilesOutgoing:
                 shutil.rmtree(old, ignore_errors=True)
         except OSError as error:
             raise WeightSyncFailed(f"{path} cannot be made: {error}", self.name) from error
-        self._cancelled.clear()
         return Offer(
             transport=Transport.FILES,
             manifest=manifest,
@@ -90,8 +87,6 @@ class FilesOutgoing:
         found = []
         with file.open("wb") as opened:
             for _, bucket in packed(manifest, weights, WHOLE, lambda _: buffer):
-                if self._cancelled.is_set():
-                    raise WeightSyncFailed("sending was cancelled: an engine has failed")
                 opened.write(bucket.numpy().data)
                 found.append(checksum(bucket))
                 beat()
@@ -99,10 +94,6 @@ class FilesOutgoing:
 
     def _path(self, version: int) -> Path:
         return self._folder / f"{version:08d}"
-
-    def cancel(self) -> None:
-        """Have :meth:`send` fail at its next bucket."""
-        self._cancelled.set()
 
     def reset(self) -> None:
         """Do nothing: engines keep nothing."""

@@ -147,7 +147,6 @@ class Sender:
         """Have :meth:`send` and the other senders fail soon. From another thread, when an engine is known to be
         lost."""
         self._group.cancel()
-        self._outgoing.cancel()
 
     def close(self) -> None:
         """Release the sender's resources."""
@@ -164,10 +163,15 @@ def send_share(
         WeightSyncFailed: as in :meth:`Outgoing.send`, after all senders were told to stop. ``peer`` is the name of this
             sender if the failure is its own, and empty if it was told to stop.
     """
+
+    def beat_unless_cancelled() -> None:
+        if group.is_cancelled:
+            raise WeightSyncFailed("sending was cancelled: an engine has failed")
+        beat()
+
     begin = time.perf_counter()
     try:
-        with group.watched(outgoing.cancel):
-            checksums = outgoing.send(manifest, source, beat)
+        checksums = outgoing.send(manifest, source, beat_unless_cancelled)
     except BaseException as error:
         if isinstance(error, WeightSyncFailed) and not error.peer and not group.is_cancelled:
             error.peer = group.name

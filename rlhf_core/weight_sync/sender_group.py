@@ -12,9 +12,8 @@ meanwhile.
 """
 
 import contextlib
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Self
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -27,8 +26,6 @@ from rlhf_core.weight_sync.base import Beat
 from rlhf_core.weight_sync.layout import Share
 
 POLL_INTERVAL_S = 0.002
-WATCH_INTERVAL_S = 0.05
-"""Interval in seconds at which a sender polls for a failure of another one."""
 
 
 def sender_ranks(nodes: Sequence[str], senders: int) -> list[int]:
@@ -142,25 +139,6 @@ class SenderGroup:
             return bool(self._store.check([self._key("cancelled")]))
         except RuntimeError:
             return True
-
-    @contextlib.contextmanager
-    def watched(self, cancel: Callable[[], None]) -> Iterator[None]:
-        """Call ``cancel``, from another thread, if a sender abandons the version in the meantime."""
-        ended = threading.Event()
-
-        def watch() -> None:
-            while not ended.wait(WATCH_INTERVAL_S):
-                if self.is_cancelled:
-                    cancel()
-                    return
-
-        watching = threading.Thread(target=watch, name="other-senders", daemon=True)
-        watching.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            watching.join()
 
     def _begin(self) -> None:
         """Begin the next version. The first sender deletes the keys of the last one, which all senders have

@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import mmap
 import os
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -99,7 +98,6 @@ class SharedMemoryOutgoing:
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
         self._mapping = _Mapping()
         self._area: _Area | None = None
-        self._cancelled = threading.Event()
 
     def offer(self, manifest: Manifest, receivers: Sequence[str], share: Share) -> Offer:
         """Announce a version; see :class:`rlhf_core.weight_sync.base.Outgoing`.
@@ -111,7 +109,6 @@ class SharedMemoryOutgoing:
         self._area = _Area(self._mapping, self._file, manifest)
         self._area.state[_BUCKETS] = 0
         self._area.state[_VERSION] = manifest.version
-        self._cancelled.clear()
         return Offer(
             transport=Transport.SHARED_MEMORY,
             manifest=manifest,
@@ -142,8 +139,6 @@ class SharedMemoryOutgoing:
         found = []
         try:
             for index, bucket in packed(manifest, weights, WHOLE, buckets.__getitem__):
-                if self._cancelled.is_set():
-                    raise WeightSyncFailed("sending was cancelled: an engine has failed")
                 found.append(checksum(bucket))
                 area.checksums[index] = torch.frombuffer(bytearray(found[-1]), dtype=torch.uint8)
                 area.state[_BUCKETS] = index + 1
@@ -152,10 +147,6 @@ class SharedMemoryOutgoing:
             area.state[_BUCKETS] = ABANDONED
             raise
         return found
-
-    def cancel(self) -> None:
-        """Have :meth:`send` fail at its next bucket."""
-        self._cancelled.set()
 
     def reset(self) -> None:
         """Do nothing: engines keep nothing."""
