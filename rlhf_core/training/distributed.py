@@ -108,20 +108,20 @@ class Ranks:
             dist.all_gather(parts, _padded(content, max(lengths), self.device))
         return [json.loads(_bytes(part, length)) for part, length in zip(parts, lengths, strict=True)]
 
-    def from_first(self, text: str) -> str:
-        """Broadcast rank 0's text to every rank.
+    def from_first(self, value: Item) -> Item:
+        """Broadcast rank 0's JSON value to every rank.
 
         Raises:
-            WorkerError: the text is longer than ``MAX_GATHERED_BYTES``.
+            WorkerError: the value is longer than ``MAX_GATHERED_BYTES``.
         """
-        content = json.dumps(text).encode() if self.is_first else b""
+        content = json.dumps(value).encode() if self.is_first else b""
         with self.collective():
             size = torch.tensor([len(content)], device=self.device)
             dist.broadcast(size, src=0)
             length = _checked_length(0, int(size))
             data = _padded(content, length, self.device)
             dist.broadcast(data, src=0)
-        broadcast: str = json.loads(_bytes(data, length))
+        broadcast: Item = json.loads(_bytes(data, length))
         return broadcast
 
     def deal(self, items: Sequence[Item]) -> Sequence[Item]:

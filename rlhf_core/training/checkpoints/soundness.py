@@ -134,7 +134,7 @@ def agree(ranks: Ranks, find: Callable[[], CheckpointDir | None]) -> int | None:
             answer = {"damage": str(error), "checkpoint": error.checkpoint}
         except ResumeMismatch as error:
             answer = {"mismatch": str(error)}
-    answer = json.loads(ranks.from_first(json.dumps(answer)))
+    answer = ranks.from_first(answer)
     if "damage" in answer:
         raise CheckpointCorrupt(answer["damage"], answer["checkpoint"])
     if "mismatch" in answer:

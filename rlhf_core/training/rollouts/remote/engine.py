@@ -6,11 +6,10 @@ restarts it, and it serves again once rank 0 has sent it the weights.
 """
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx
 from transformers import PreTrainedModel
@@ -374,25 +373,20 @@ class RemoteEngines:
 
     def _from_first(self, act: Callable[[], Answer]) -> tuple[WorkerError | None, Answer | None]:
         """Run a function on rank 0; return its problem on all ranks, and its result on rank 0. Collective."""
-        problem = ""
+        problem: list[Any] | None = None
         answer: Answer | None = None
         if self._ranks.is_first:
             try:
                 answer = act()
             except (EnginesLost, StaleWeights, WeightSyncFailed) as error:
-                blamed = [getattr(error, "peer", ""), getattr(error, "others", ())]
-                problem = json.dumps([type(error).__name__, str(error), *blamed])
-        return _problem(self._ranks.from_first(problem)), answer
-
-
-def _problem(text: str) -> WorkerError | None:
-    """Rank 0's problem as an error; None if there was none."""
-    if not text:
-        return None
-    name, message, peer, others = json.loads(text)
-    if name == WeightSyncFailed.__name__:
-        return WeightSyncFailed(message, peer, tuple(others))
-    return {kind.__name__: kind for kind in (EnginesLost, StaleWeights)}[name](message)
+                problem = [type(error).__name__, str(error), getattr(error, "peer", ""), getattr(error, "others", ())]
+        problem = self._ranks.from_first(problem)
+        if problem is None:
+            return None, answer
+        name, message, peer, others = problem
+        if name == WeightSyncFailed.__name__:
+            return WeightSyncFailed(message, peer, tuple(others)), answer
+        return {kind.__name__: kind for kind in (EnginesLost, StaleWeights)}[name](message), answer
 
 
 def _is_unusable(answer: object) -> bool:

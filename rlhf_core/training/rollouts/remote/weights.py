@@ -1,6 +1,5 @@
 """Transfer of the weights from the trainer to the engines of the group."""
 
-import json
 import shutil
 from collections.abc import Callable, Sequence
 
@@ -111,11 +110,10 @@ def join_senders(context: WorkerContext, ranks: Ranks) -> SenderGroup | None:
     senders = sender_ranks(ranks.gather(context.node), count)
     address = numeric(context.address)
     store = listen(address) if ranks.is_first else None
-    place = ranks.from_first(json.dumps([address, store.port]) if store is not None else "")
+    host, port = ranks.from_first((address, store.port) if store is not None else ("", 0))
     if ranks.rank not in senders:
         return None
     if store is None:
-        host, port = json.loads(place)
         store = reach(host, port, _name(0))
     timeout_s = context.spec.rollout.remote.sync_timeout_s
     return SenderGroup([_name(rank) for rank in senders], senders.index(ranks.rank), store, timeout_s=timeout_s)
