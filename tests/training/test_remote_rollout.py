@@ -116,7 +116,7 @@ def rollout(clients: Sequence[EngineClient], num_prompts: int, **settings: Any) 
     tasks = [PromptTask(index, [index], [1, 2]) for index in range(num_prompts)]
     dispatcher = Dispatcher(tasks, 1, 8)
     read = partial(without, clients)
-    made = RemoteRollout(dispatcher, WEIGHTS, Sampling(1, 1.0, 8), remote, read, log=lambda _: None, **ways)
+    made = RemoteRollout(dispatcher, WEIGHTS, Sampling(1, 1.0, 8), remote, read, **ways)
     return dispatcher, made
 
 

@@ -77,7 +77,7 @@ class RemoteEngines:
         self._num_rollouts = 0
         self._was_complete = False
         self._counts = dict.fromkeys(COUNTS, 0.0)
-        self.ahead = RolloutAhead(self._dispatcher, self._background_rollout, self._finish)
+        self.ahead = RolloutAhead(self._dispatcher, self._rollout, self._finish)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Weights
@@ -250,7 +250,7 @@ class RemoteEngines:
         """Sample the unanswered prompts with the current weights, which the model still holds."""
         self._num_rollouts += 1
         if self._is_split():  # a single rank cannot gather the weights for an engine that comes back
-            rollout = self._background_rollout(dispatcher, sampling, beat)
+            rollout = self._rollout(dispatcher, sampling, beat)
         else:
             restore = partial(self._restore, beat) if self._ranks.is_first else None
             rollout = self._rollout(
@@ -258,22 +258,17 @@ class RemoteEngines:
             )
         asyncio.run(rollout.run())
 
-    def _background_rollout(
-        self, dispatcher: Dispatcher, sampling: Sampling, beat: Callable[[], None]
-    ) -> RemoteRollout:
-        """Create a rollout during which weights cannot be sent to any engine."""
-        return self._rollout(dispatcher, sampling, beat, None, are_restored=False, may_leave=lambda: True)
-
     def _rollout(
         self,
         dispatcher: Dispatcher,
         sampling: Sampling,
         beat: Callable[[], None],
-        restore: Callable[[EngineClient], None] | None,
+        restore: Callable[[EngineClient], None] | None = None,
         *,
-        are_restored: bool,
-        may_leave: Callable[[], bool],
+        are_restored: bool = False,
+        may_leave: Callable[[], bool] = lambda: True,
     ) -> RemoteRollout:
+        """Create a rollout, by default one during which weights cannot be sent to any engine."""
         assert self.version is not None  # ensured by _dispatcher
         return RemoteRollout(
             dispatcher,
@@ -282,7 +277,6 @@ class RemoteEngines:
             self._spec.remote,
             self._clients,
             beat=beat,
-            log=lambda message: print(message, flush=True),
             restore=restore,
             are_restored=are_restored,
             may_leave=may_leave,

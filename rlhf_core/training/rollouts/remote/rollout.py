@@ -64,7 +64,6 @@ class RemoteRollout:
         clients: Callable[[Collection[int]], Collection[EngineClient]],
         *,
         beat: Callable[[], None],
-        log: Callable[[str], None],
         restore: Callable[[EngineClient], None] | None,
         are_restored: bool,
         may_leave: Callable[[], bool],
@@ -84,7 +83,6 @@ class RemoteRollout:
         self._settings = settings
         self._clients = clients
         self._beat = beat
-        self._log = log
         self._restore = restore
         self._are_restored = are_restored
         self._may_leave = may_leave
@@ -212,7 +210,7 @@ class RemoteRollout:
             task.cancel()
         if self._ready.pop(rank, None) is None and not lost:
             return
-        self._log(f"{why}; {len(lost)} of its prompts go to the others")
+        print(f"{why}; {len(lost)} of its prompts go to the others", flush=True)
         self._requeue(rank, lost)
 
     def _requeue(self, rank: int, prompts: Collection[int]) -> None:
@@ -257,7 +255,7 @@ class RemoteRollout:
                 raise EngineUnusable(f"{client.name} left {len(unanswered)} prompts unanswered")
         except EngineUnusable as error:
             self._last_loss = str(error)
-            self._log(f"{error}; {len(unanswered)} of its prompts go to the others")
+            print(f"{error}; {len(unanswered)} of its prompts go to the others", flush=True)
             self._ready.pop(rank, None)
             self._requeue(rank, unanswered & self._dispatcher.outstanding(rank))
         finally:
