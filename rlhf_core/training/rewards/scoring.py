@@ -85,25 +85,6 @@ class _FunctionScores:
     """Failure of the call for all completions at once."""
 
 
-@dataclass(frozen=True)
-class _Term:
-    """One term of the weighted sum."""
-
-    weight: float
-    values: list[float]
-    failed: Collection[int]
-    """Problems of completions without a value, by index."""
-
-
-def _weighted_sum(terms: Sequence[_Term], index: int) -> float:
-    """Reward of one completion: 0 if a term with a weight other than 0 has failed. Terms of weight 0 are only
-    measured."""
-    counted = [term for term in terms if term.weight]
-    if any(index in term.failed for term in counted):
-        return 0.0
-    return sum((term.weight * term.values[index] for term in counted), 0.0)
-
-
 def reward_names(paths: Sequence[str]) -> dict[str, str]:
     """Metric names of reward functions, mapped to their paths: the function's name, or the full path if two share it or
     if it is the name of a metric of all rewards, such as ``mean``."""
@@ -196,27 +177,35 @@ class RewardScorer:
             RewardFailed: a function failed and ``reward.on_failure`` is ``stop``, or failed for too many completions.
         """
         by_function: dict[str, list[float]] = {}
-        terms: list[_Term] = []
         warnings: list[str] = []
+        total = [0.0] * len(completions)
+        failed, lost = set[int](), set[int]()
+
+        def add(name: str, values: Sequence[float], problems: Collection[int]) -> None:
+            """Add to the sums; a failure counts as 0, except of what has the weight 0 and is only measured."""
+            failed.update(problems)
+            if weight := self._weights[name]:
+                lost.update(problems)
+                total[:] = [before + weight * value for before, value in zip(total, values, strict=True)]
+
         made = _Completions(rows, completions)
         seed, allowed = self._seed(step, sampling_round), self._num_allowed(len(completions))
         for name, path in self._functions.items():
             found = self._function_scores(name, path, made, seed, beat, allowed)
             by_function[name] = found.values
-            terms.append(_Term(self._weights[name], found.values, found.problems.keys()))
+            add(name, found.values, found.problems)
             if (found.problems or found.as_one) and name not in self._reported:
                 self._reported.add(name)
                 warnings.append(self._warning(name, found, made))
         for name, scores in self._scores_by_models(made, finished, beat).items():
             problems = self._unusable(name, scores, made)
             by_function[name] = [0.0 if index in problems else value for index, value in enumerate(scores.raw)]
-            terms.append(_Term(self._weights[name], scores.counted, problems.keys()))
+            add(name, scores.counted, problems)
             if (problems or scores.num_cut) and name not in self._reported:
                 self._reported.add(name)
                 warnings += self._warnings_of_model(name, scores, problems, made)
-        total = [_weighted_sum(terms, index) for index in range(len(completions))]
-        num_failed = len({index for term in terms for index in term.failed})
-        return Scores(total, by_function, num_failed, warnings)
+        rewards = [0.0 if index in lost else value for index, value in enumerate(total)]
+        return Scores(rewards, by_function, len(failed), warnings)
 
     def _scores_by_models(
         self, made: _Completions, finished: Sequence[bool], beat: Callable[[], None]
