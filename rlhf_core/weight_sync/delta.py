@@ -19,13 +19,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlhf_core.schemas.weight_sync import Manifest, SentVersion, TensorEntry
+from rlhf_core.schemas.weight_sync import Manifest, SentVersion
 from rlhf_core.weight_sync.base import Beat
 from rlhf_core.weight_sync.layout import (
     bucket_bytes_for,
     buckets_of,
     checksum,
     digest_of,
+    entries_of,
     matched,
     tensors_of,
 )
@@ -148,10 +149,7 @@ class DeltaEncoder:
             return manifest, self._copied(manifest, weights)
         parts = self._changes(manifest, weights, beat)
         self._deltas += 1
-        entries = tuple(
-            TensorEntry(name=name, dtype=str(part.dtype).removeprefix("torch."), shape=tuple(part.shape))
-            for name, part in parts.items()
-        )
+        entries = entries_of({name: (part.dtype, part.shape) for name, part in parts.items()})
         delta = Manifest(
             version=manifest.version,
             tensors=entries,

@@ -84,23 +84,22 @@ class Receiver:
             self._receiving.release()
 
     def _receive_exclusively(self, offer: Offer, beat: Beat) -> StagedVersion:
-        if self._newest is not offer:
-            raise self._superseded(offer)
+        self._require_newest(offer)
         base, self._base, self._staged = self._base, None, None
         begin = time.perf_counter()
         if offer.manifest.is_delta:
             layout, row, digest = self._receive_delta(offer, base, beat)
         else:
             layout, row, digest = self._receive_whole(offer, beat)
-        if self._newest is not offer:
-            raise self._superseded(offer)
+        self._require_newest(offer)
         receipt = Receipt(version=offer.manifest.version, digest=digest, wire_s=time.perf_counter() - begin)
         self._staged = StagedVersion(receipt, layout, row)
         return self._staged
 
-    def _superseded(self, offer: Offer) -> WeightSyncFailed:
-        text = f"{self.name} gave up version {offer.manifest.version}: a later transfer has begun"
-        return WeightSyncFailed(text, self.name)
+    def _require_newest(self, offer: Offer) -> None:
+        if self._newest is not offer:
+            text = f"{self.name} gave up version {offer.manifest.version}: a later transfer has begun"
+            raise WeightSyncFailed(text, self.name)
 
     def is_ready(self, version: int) -> bool:
         """True if this version is staged."""
