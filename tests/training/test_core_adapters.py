@@ -1,7 +1,6 @@
 """Adapters in one process: their layers, reference, files, and the merged model."""
 
 import errno
-import json
 import os
 import shutil
 from pathlib import Path
@@ -220,12 +219,6 @@ def test_a_base_that_was_trained_further_is_refused(
     assert (folder / "model.safetensors").stat().st_size == size
     with pytest.raises(ResumeMismatch, match=r"another base model .* model.safetensors differ"):
         require_base(adapter, folder)
-
-
-def test_a_record_of_the_form_before_fingerprints_counts_as_unknown(tmp_path: Path) -> None:
-    checksum = {"bytes": 1, "sha256": "0" * 64}
-    (tmp_path / BASE_RECORD).write_text(json.dumps({"files": {"model.safetensors": checksum}}))
-    require_base(tmp_path, base(tmp_path / "base"))
 
 
 def test_a_base_that_cannot_be_read_is_not_taken_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
