@@ -10,6 +10,7 @@ from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.data.tokenizers import build_tokenizer
 from rlhf_core.training.models.causal_lm import build_causal_lm
 from rlhf_core.training.rollouts.base import Sampling
+from rlhf_core.training.rollouts.seeds import sample_seed
 from rlhf_core.training.rollouts.transformers_engine import generate
 from rlhf_core.training.types import Completion
 
@@ -35,6 +36,9 @@ OTHER_FAMILIES: dict[str, dict[str, JsonValue]] = {
     },
     "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 128},
 }
+
+PROMPTS = [[20, 30, 40], [50], [21, 22, 23, 24, 25, 26, 27], [60, 61], [20, 30, 40]]
+SEEDS = [[sample_seed(0, 1, f"prompt-{i}", j) for j in range(4)] for i in range(len(PROMPTS))]
 
 
 def char_tokenizer() -> PreTrainedTokenizerBase:
@@ -66,6 +70,11 @@ def sample(
     beat = settings.pop("beat", lambda: None)
     sampling = Sampling(**{"max_new_tokens": 12, "temperature": 1.0, "batch_size": 64} | settings)
     return generate(model, char_tokenizer(), prompts, seeds, sampling, beat)
+
+
+def tokens_of(made: Sequence[Sequence[Completion]]) -> list[list[list[int]]]:
+    """Tokens of completions."""
+    return [[completion.token_ids for completion in group] for group in made]
 
 
 def run_spec(**sections: dict[str, Any]) -> RunSpec:

@@ -9,7 +9,17 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from core_models import OTHER_FAMILIES, QWEN, char_tokenizer, sample, tiny_model, tiny_seeing_model
+from core_models import (
+    OTHER_FAMILIES,
+    PROMPTS,
+    QWEN,
+    SEEDS,
+    char_tokenizer,
+    sample,
+    tiny_model,
+    tiny_seeing_model,
+    tokens_of,
+)
 from pydantic import JsonValue
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -23,17 +33,13 @@ from rlhf_core.training.rollouts import transformers_engine
 from rlhf_core.training.rollouts.base import draw_tokens
 from rlhf_core.training.rollouts.engine_adapter import count_differing, given_shapes, given_weights, taken_weights
 from rlhf_core.training.rollouts.samplers import TransformersSampler
-from rlhf_core.training.rollouts.seeds import sample_seed, uniforms
+from rlhf_core.training.rollouts.seeds import uniforms
 from rlhf_core.training.rollouts.vllm.engine import end_ids_of
 from rlhf_core.training.rollouts.weight_probe import TOLERANCE, WeightProbe, probe_logprobs, probe_of, require_same
 from rlhf_core.training.trainers.context import TrainingContext
 from rlhf_core.training.trainers.step import TrainingStep
-from rlhf_core.training.types import Completion
 
 pytestmark = pytest.mark.training
-
-PROMPTS = [[20, 30, 40], [50], [21, 22, 23, 24, 25, 26, 27], [60, 61], [20, 30, 40]]
-SEEDS = [[sample_seed(0, 1, f"prompt-{i}", j) for j in range(4)] for i in range(len(PROMPTS))]
 
 HYBRID: dict[str, JsonValue] = {
     **QWEN,
@@ -62,10 +68,6 @@ ROUTED: dict[str, JsonValue] = {
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
     return tiny_model()
-
-
-def tokens_of(made: list[list[Completion]]) -> list[list[list[int]]]:
-    return [[completion.token_ids for completion in group] for group in made]
 
 
 def depends_on_neighbours(model: PreTrainedModel) -> bool:

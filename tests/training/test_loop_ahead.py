@@ -9,13 +9,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from core_models import QWEN, char_tokenizer, tiny_model
+from core_models import QWEN, char_tokenizer, tiny_model, tokens_of
 from engine_groups import EngineGroup, engine_group, no_beat
 from process_tools import until
 from rank_launcher import launch, make_context, tiny_spec, values
 from test_loop_online import spec_of
 from test_loop_runs import Interrupting, final_state, interrupt, metrics_of
-from test_remote_engines import tokens_of
 
 from rlhf_core.errors import EnginesLost
 from rlhf_core.files.appended import read_models

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from adapted_models import LORA, adapted
-from core_models import QWEN, char_tokenizer, tiny_model
+from core_models import PROMPTS, QWEN, SEEDS, char_tokenizer, tiny_model, tokens_of
 from engine_groups import EngineGroup, engine_group, no_beat
 from process_tools import until
 from rank_launcher import launch, make_context, tiny_spec, values
 from test_loop_online import spec_of
 from test_loop_runs import metrics_of
-from test_remote_engines import DRAWN, PROMPTS, SEEDS, tokens_of, weights_of
+from test_remote_engines import DRAWN, weights_of
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import StaleWeights

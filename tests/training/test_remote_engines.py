@@ -14,7 +14,7 @@ from unittest import mock
 import httpx
 import pytest
 import torch
-from core_models import QWEN, char_tokenizer, tiny_model
+from core_models import PROMPTS, QWEN, SEEDS, char_tokenizer, tiny_model, tokens_of
 from engine_groups import EngineGroup, assert_follows, engine_group, no_beat
 from process_tools import until
 from rank_launcher import launch, make_context, values
@@ -25,20 +25,12 @@ from rlhf_core.schemas.engines import EngineHealth
 from rlhf_core.schemas.weight_sync import Transport
 from rlhf_core.training.rollouts.base import RolloutEngine, Sampling
 from rlhf_core.training.rollouts.remote.engine import RemoteEngines
-from rlhf_core.training.rollouts.seeds import sample_seed
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
-from rlhf_core.training.types import Completion
 
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end, pytest.mark.usefixtures("ranks")]
 
-PROMPTS = [[20, 30, 40], [50], [21, 22, 23, 24, 25, 26, 27], [60, 61], [20, 30, 40]]
-SEEDS = [[sample_seed(0, 1, f"prompt-{i}", j) for j in range(4)] for i in range(len(PROMPTS))]
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0, batch_size=8)
 DRAWN = Sampling(max_new_tokens=12, temperature=1.0, batch_size=8)
-
-
-def tokens_of(made: Sequence[Sequence[Completion]]) -> list[list[list[int]]]:
-    return [[completion.token_ids for completion in group] for group in made]
 
 
 @pytest.fixture
@@ -52,10 +44,10 @@ def trainer(group: EngineGroup) -> RemoteEngines:
 STARTS = itertools.count(1)
 
 
-def in_process() -> list[list[list[int]]]:
-    """Completions of an engine in this process with the same weights."""
+def in_process(seed: int = 0) -> list[list[list[int]]]:
+    """Completions of an engine in this process with the weights of this seed."""
     engine = TransformersEngine(char_tokenizer())
-    engine.load(tiny_model(), 1, no_beat)
+    engine.load(tiny_model(seed=seed), 1, no_beat)
     return tokens_of(engine.sample(PROMPTS, SEEDS, DRAWN, 1, no_beat))
 
 
@@ -218,11 +210,8 @@ def test_an_engine_that_skips_an_update_does_not_serve(group: EngineGroup, train
     """It acknowledges the weights; its outputs show that it has not loaded them."""
     skip = group.gate("skip", 1).close()
     trainer.load(tiny_model(seed=5), 2, no_beat)
-    peer = TransformersEngine(char_tokenizer())
-    peer.load(tiny_model(seed=5), 2, no_beat)
     gate = group.gate("decode", 1).close()
-    made = trainer.sample(PROMPTS, SEEDS, DRAWN, 2, no_beat)
-    assert tokens_of(made) == tokens_of(peer.sample(PROMPTS, SEEDS, DRAWN, 2, no_beat))
+    assert tokens_of(trainer.sample(PROMPTS, SEEDS, DRAWN, 2, no_beat)) == in_process(5)
     assert not gate.reached.exists(), "the engine that skipped the update received no requests"
     gate.open()
     skip.open()
@@ -288,9 +277,7 @@ def test_an_engine_that_fails_in_mid_sync_is_left_behind(
     if number == signal.SIGSTOP:
         group.signal(1, signal.SIGCONT)
     group.start_missing()
-    peer = TransformersEngine(char_tokenizer())
-    peer.load(tiny_model(seed=5), 2, no_beat)
-    expected = tokens_of(peer.sample(PROMPTS, SEEDS, DRAWN, 2, no_beat))
+    expected = in_process(5)
     until(lambda: tokens_of(trainer.sample(PROMPTS, SEEDS, DRAWN, 2, no_beat)) == expected and weights_of(group, 1))
 
 
@@ -302,9 +289,7 @@ def test_an_engine_that_lives_and_cannot_take_weights_is_left_behind(
     no_room = group.gate("no-room", 1).close()
     trainer.load(tiny_model(seed=5), 2, no_beat)
     assert [weights_of(group, rank) for rank in range(2)] == [2, 1]
-    peer = TransformersEngine(char_tokenizer())
-    peer.load(tiny_model(seed=5), 2, no_beat)
-    expected = tokens_of(peer.sample(PROMPTS, SEEDS, DRAWN, 2, no_beat))
+    expected = in_process(5)
     trainer._spec = trainer._spec.model_copy(
         update={"remote": trainer._spec.remote.model_copy(update={"sync_timeout_s": 3600.0})}
     )

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from core_models import char_tokenizer, tiny_model
+from core_models import PROMPTS, SEEDS, char_tokenizer, tiny_model, tokens_of
 from engine_groups import EngineGroup, no_beat
 from process_tools import until
 from rank_launcher import launch, make_context, values
-from test_remote_engines import DRAWN, PROMPTS, SEEDS, tokens_of, weights_of
+from test_remote_engines import DRAWN, weights_of
 
 from rlhf_core.errors import WeightSyncFailed
 from rlhf_core.training.rollouts.remote.engine import RemoteEngines

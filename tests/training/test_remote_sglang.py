@@ -12,10 +12,10 @@ import httpx
 import psutil
 import pytest
 import torch
-from core_models import char_tokenizer, tiny_model
+from core_models import PROMPTS, SEEDS, char_tokenizer, tiny_model, tokens_of
 from engine_groups import EngineGroup, engine_group, no_beat, sglang_stand_in
 from process_tools import until
-from test_remote_engines import DRAWN, PROMPTS, SEEDS, STARTS, follows_the_trainer, is_diverse, tokens_of
+from test_remote_engines import DRAWN, STARTS, follows_the_trainer, is_diverse
 
 from rlhf_core.errors import StaleWeights, WorkerError
 from rlhf_core.run_dir.run import RunDir
