@@ -1,29 +1,26 @@
 """SGLang engines, with a stand-in for the server: SGLang itself needs GPUs, and was not run."""
 
+import json
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import httpx
 import psutil
 import pytest
 import torch
 from core_models import PROMPTS, SEEDS, char_tokenizer, tiny_model, tokens_of
-from engine_groups import EngineGroup, engine_group, no_beat, sglang_stand_in
+from engine_groups import START_TIMEOUT_S, EngineGroup, engine_group, no_beat
 from process_tools import until
 from test_remote_engines import DRAWN, STARTS, follows_the_trainer, is_diverse
 
 from rlhf_core.errors import StaleWeights, WorkerError
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.schemas.rollouts import SglangSettings
 from rlhf_core.training.rollouts.samplers import SamplerRequest
-from rlhf_core.training.rollouts.sglang import server as sglang_server
 from rlhf_core.training.rollouts.sglang.sampler import SglangSampler, answered_completion
-from rlhf_core.training.rollouts.sglang.server import SglangServer
 from rlhf_core.training.types import Completion
 
 END = char_tokenizer().eos_token_id
@@ -49,34 +46,23 @@ def test_completions_follow_from_their_seeds(group: EngineGroup) -> None:
     assert is_diverse(first)
 
 
-def test_an_engine_ends_with_its_server(group: EngineGroup) -> None:
-    """Its agent sees why the server ended, and restarts both."""
-    (server,) = psutil.Process(group.processes[0].pid).children()
-    server.send_signal(signal.SIGKILL)
-    until(lambda: not group.processes[0].is_alive())
-    assert group.processes[0].exitcode == -signal.SIGKILL
-
-
-@pytest.fixture(scope="module")
-def server(group: EngineGroup, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
-    """The server of samplers in this process."""
-    folder, scratch = RunDir(group.root).initial_model, tmp_path_factory.mktemp("server")
-    before = set(psutil.Process().children())
-    with mock.patch.object(sglang_server, "PROGRAM", sglang_stand_in()):
-        made = SglangServer(folder, SglangSettings(), dtype="float32", max_tokens=64, seed=0, scratch=scratch)
-    (process,) = set(psutil.Process().children()) - before
-    made.wait(no_beat)
-    yield made
-    process.kill()
-
-
 @pytest.fixture
-def sampler(group: EngineGroup, server: SglangServer, tmp_path: Path) -> SglangSampler:
-    return SglangSampler(server, RunDir(group.root).initial_model, char_tokenizer(), tmp_path / "weights")
+def sampler(group: EngineGroup, tmp_path: Path) -> SglangSampler:
+    """A sampler in this process, with the server of the engine."""
+    until(lambda: group.address(0), timeout_s=START_TIMEOUT_S)
+    options = json.loads((group.root / "memory" / "engine-0" / "sglang.yaml").read_text())
+    return sampler_of(
+        f"http://{options['host']}:{options['port']}", options["api-key"], RunDir(group.root).initial_model, tmp_path
+    )
+
+
+def sampler_of(url: str, key: str, model: Path, folder: Path) -> SglangSampler:
+    server: Any = SimpleNamespace(url=url, headers={"Authorization": f"Bearer {key}"}, exit_code=None)
+    return SglangSampler(server, model, char_tokenizer(), folder / "weights")
 
 
 def test_the_longest_sequence_is_not_cut_short(sampler: SglangSampler) -> None:
-    prompt, longest = [PROMPTS[0][0]] * 60, replace(DRAWN, max_new_tokens=4)
+    prompt, longest = [PROMPTS[0][0]] * 40, replace(DRAWN, max_new_tokens=4)
     sampler.submit(SamplerRequest(1, prompt, list(range(8)), longest))
     made: list[Completion] = []
     until(lambda: made.extend(one for _, group in sampler.step(no_beat) for one in group) or made)
@@ -137,8 +123,7 @@ def test_no_weights_of_the_model_folder_are_copied_to_main_memory(tmp_path: Path
     weights = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "tf_model.h5", "model.gguf")
     for name in (*weights, "original/consolidated.00.pth", "merges.txt", "modeling_own.py"):
         (folder / name).touch()
-    server: Any = SimpleNamespace(url="http://engine", headers={}, exit_code=None)
-    SglangSampler(server, folder, char_tokenizer(), tmp_path / "weights")
+    sampler_of("http://engine", "", folder, tmp_path)
     copied = sorted(path.name for path in (tmp_path / "weights").rglob("*"))
     assert copied == ["config.json", "merges.txt", "modeling_own.py"]
 
@@ -146,11 +131,18 @@ def test_no_weights_of_the_model_folder_are_copied_to_main_memory(tmp_path: Path
 def test_an_answer_that_ends_early_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, its prompt was waited for until the trainers took the engine for stalled."""
     tiny_model().config.save_pretrained(tmp_path / "model")
-    server: Any = SimpleNamespace(url="http://engine", headers={}, exit_code=None)
-    sampler = SglangSampler(server, tmp_path / "model", char_tokenizer(), tmp_path / "weights")
+    sampler = sampler_of("http://engine", "", tmp_path / "model", tmp_path)
     begun = '{"meta_info": {"finish_reason": null, "output_token_logprobs": [[-0.5, 4, null]]}}'
     chunks = httpx.MockTransport(lambda request: httpx.Response(200, text=f"data: {begun}\n\n"))
     monkeypatch.setattr(sampler, "_stream", httpx.AsyncClient(base_url="http://engine", transport=chunks))
     sampler.submit(SamplerRequest(1, PROMPTS[0], [1], DRAWN))
     with pytest.raises(WorkerError, match="SGLang failed to complete a prompt"):
         until(lambda: sampler.step(no_beat), timeout_s=10.0)
+
+
+def test_an_engine_ends_with_its_server(group: EngineGroup) -> None:
+    """Its agent sees why the server ended, and restarts both."""
+    (server,) = psutil.Process(group.processes[0].pid).children()
+    server.send_signal(signal.SIGKILL)
+    until(lambda: not group.processes[0].is_alive())
+    assert group.processes[0].exitcode == -signal.SIGKILL
