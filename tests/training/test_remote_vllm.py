@@ -10,6 +10,7 @@ import pytest
 from adapted_models import LORA, adapted
 from core_models import QWEN, tiny_model
 from engine_groups import TIMEOUT_S, EngineGroup, assert_follows, engine_group, no_beat
+from test_vllm_engine import GREEDY, PROMPTS, SEEDS
 
 from rlhf_core.errors import StaleWeights
 from rlhf_core.run_dir.run import RunDir
@@ -25,9 +26,6 @@ pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 
-PROMPTS = [[40, 41, 42], [50], [60, 61, 62, 63, 64]]
-SEEDS = [[100 * prompt + sample for sample in range(4)] for prompt in range(3)]
-GREEDY = Sampling(max_new_tokens=8, temperature=0.0, batch_size=5)
 DRAWN = Sampling(max_new_tokens=8, temperature=0.7, batch_size=5)
 
 

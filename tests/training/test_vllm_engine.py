@@ -62,12 +62,11 @@ def process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
     folder = tmp_path_factory.mktemp("model")
-    model_of(request.param).save_pretrained(folder)
+    model_of().save_pretrained(folder)
     made = started(folder)
-    made.kind = request.param  # type: ignore[attr-defined]
     yield made
     made.close()
 
@@ -93,9 +92,9 @@ def started(folder: Path, lora: LoraSpec | None = None) -> VllmEngine:
     return engine
 
 
-def model_of(kind: str, seed: int = 0) -> PreTrainedModel:
+def model_of(seed: int = 0, *, is_tied: bool = True) -> PreTrainedModel:
     # vLLM's attention on CPU supports head sizes of 32 and above.
-    return tiny_model({**QWEN, "head_dim": 32, "tie_word_embeddings": kind == "tied"}, seed)
+    return tiny_model({**QWEN, "head_dim": 32, "tie_word_embeddings": is_tied}, seed)
 
 
 def flat(groups: Sequence[Sequence[Completion]]) -> list[Completion]:
@@ -108,29 +107,28 @@ def _token_ids(groups: Sequence[Sequence[Completion]]) -> list[list[int]]:
 
 def test_every_version_is_taken_over_whole(engine: VllmEngine) -> None:
     """Greedy completions and all log-probabilities equal those of transformers with the new weights."""
-    peer = TransformersEngine(char_tokenizer())
-    answers = []
-    for version in range(3):
-        model = model_of(engine.kind, seed=version)  # type: ignore[attr-defined]
-        transfer = engine.load(model, version, no_beat)
-        assert transfer is not None
-        assert (transfer.transport, transfer.wire_s, transfer.acknowledged) == ("in_process", 0.0, 1)
-        assert transfer.bytes == sum(weight.nbytes for weight in model.parameters())
-        assert transfer.apply_s > 0
-        assert engine.load(model, version, no_beat) is None, "it is in force"
-        assert peer.load(model, version, no_beat) is None, "it samples with the model itself"
-        found, expected = (flat(one.sample(PROMPTS, SEEDS, GREEDY, version, no_beat)) for one in (engine, peer))
-        for made, right in zip(found, expected, strict=True):
-            assert (made.token_ids, made.text, made.finished) == (right.token_ids, right.text, right.finished)
-            assert made.logprobs == pytest.approx(right.logprobs, abs=1e-4)
-            assert made.weight_version == version
-        answers.append([made.text for made in found])
-    assert answers[0] != answers[1] != answers[2], "weights without effect would prove nothing"
+    models = [model_of(seed=version) for version in range(3)]
+    assert_follows(engine, models, PROMPTS, SEEDS, GREEDY)
+    transfer = engine.load(models[0], 3, no_beat)
+    assert transfer is not None
+    assert (transfer.transport, transfer.wire_s, transfer.acknowledged) == ("in_process", 0.0, 1)
+    assert transfer.bytes == sum(weight.nbytes for weight in models[0].parameters())
+    assert transfer.apply_s > 0
+    assert engine.load(models[0], 3, no_beat) is None, "it is in force"
+    assert TransformersEngine(char_tokenizer()).load(models[0], 3, no_beat) is None, "it samples with the model itself"
     assert torch._dynamo.utils.counters["frames"] == {}, "nothing was compiled"
 
 
+def test_a_head_of_its_own_is_taken_over(tmp_path: Path) -> None:
+    models = [model_of(seed=version, is_tied=False) for version in range(2)]
+    models[0].save_pretrained(tmp_path)
+    engine = started(tmp_path)
+    assert_follows(engine, models, PROMPTS, SEEDS, GREEDY)
+    engine.close()
+
+
 def test_a_completion_follows_from_its_seed_and_the_groups_are_diverse(engine: VllmEngine) -> None:
-    model = model_of(engine.kind)  # type: ignore[attr-defined]
+    model = model_of()
     engine.load(model, 10, no_beat)
     first = engine.sample(PROMPTS, SEEDS, DRAWN, 10, no_beat)
     turned = engine.sample(PROMPTS[::-1], SEEDS[::-1], DRAWN, 10, no_beat)[::-1]
@@ -148,7 +146,7 @@ def test_a_completion_follows_from_its_seed_and_the_groups_are_diverse(engine: V
 
 def test_prompts_that_are_longer_together_than_a_step_of_vllm(engine: VllmEngine) -> None:
     """Sampling with seeds: vLLM would read a prompt in parts, which ends a request with a seed on CPU."""
-    model = model_of(engine.kind)  # type: ignore[attr-defined]
+    model = model_of()
     engine.load(model, 20, no_beat)
     budget = engine._llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
     prompts = [[33 + (index + place * place) % 90 for place in range(61)] for index in range(budget // 61 + 4)]
@@ -165,14 +163,14 @@ def test_prompts_that_are_longer_together_than_a_step_of_vllm(engine: VllmEngine
 
 
 def test_another_version_than_the_one_in_force_is_not_sampled_with(engine: VllmEngine) -> None:
-    engine.load(model_of(engine.kind), 20, no_beat)  # type: ignore[attr-defined]
+    engine.load(model_of(), 20, no_beat)
     with pytest.raises(StaleWeights, match=r"step 20 active.*step 21"):
         engine.sample(PROMPTS, SEEDS, GREEDY, 21, no_beat)
 
 
 def broken_off(engine: VllmEngine, version: int, patch: pytest.MonkeyPatch) -> None:
     """Give an engine a version that breaks off in the middle of a layer."""
-    model = model_of(engine.kind, seed=3)  # type: ignore[attr-defined]
+    model = model_of(seed=3)
     part = "model.layers.0.self_attn.q_proj.weight"
 
     def broken(*_: Any, **__: Any) -> Iterator[dict[str, torch.Tensor]]:
@@ -188,7 +186,7 @@ def broken_off(engine: VllmEngine, version: int, patch: pytest.MonkeyPatch) -> N
 def test_a_copy_that_is_broken_off_leaves_no_version_in_force(
     engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = model_of(engine.kind, seed=3)  # type: ignore[attr-defined]
+    model = model_of(seed=3)
     engine.load(model, 30, no_beat)
     broken_off(engine, 31, monkeypatch)
     for version in (30, 31):
@@ -201,7 +199,7 @@ def test_the_version_after_a_copy_that_was_broken_off_is_whole(
 ) -> None:
     """Negative control: vLLM counts the received part of a layer towards the next update, and never accepts another
     one."""
-    model = model_of(engine.kind, seed=4)  # type: ignore[attr-defined]
+    model = model_of(seed=4)
     peer = TransformersEngine(char_tokenizer())
     broken_off(engine, 40, monkeypatch)
     engine.load(model, 41, no_beat)
@@ -220,7 +218,7 @@ def test_the_version_after_a_copy_that_was_broken_off_is_whole(
 def test_the_version_after_one_that_could_not_be_finished_is_whole(
     engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = model_of(engine.kind, seed=5)  # type: ignore[attr-defined]
+    model = model_of(seed=5)
 
     def broken(layout: CheckpointLayout) -> None:
         raise RuntimeError("the last layer is not whole")
@@ -236,19 +234,16 @@ def test_the_version_after_one_that_could_not_be_finished_is_whole(
 
 
 def test_a_tied_head_that_is_not_packed_anew_is_found_at_the_first_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: vLLM reports nothing, and samples with the old head."""
     from rlhf_core.training.rollouts.vllm import worker as vllm_worker
 
-    model = model_of("tied")
-    model.save_pretrained(tmp_path)
     monkeypatch.setattr(vllm_worker, "_pack_tied_head", lambda model: None)
-    broken = started(tmp_path)
+    monkeypatch.setattr(engine, "_is_verified", False)  # as before the first version
     with pytest.raises(StaleWeights, match="different log-probabilities"):
-        broken.load(model, 0, no_beat)
-    assert broken.version is None
-    broken.close()
+        engine.load(model_of(seed=6), 60, no_beat)
+    assert engine.version is None
 
 
 MIXTURE: Mapping[str, JsonValue] = {
@@ -364,21 +359,9 @@ def test_models_beside_vllm_are_constructed_and_called_as_without_it(tmp_path: P
 def test_every_version_of_an_adapter_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The adapter alone is sent, next to the base model that vLLM has read; a skipped one is found, however small its
     effect."""
-    model_of("tied").save_pretrained(tmp_path)
-    engine, peer = started(tmp_path, LoraSpec.model_validate(LORA)), TransformersEngine(char_tokenizer())
-    answers = []
-    for version in range(3):
-        model = adapted(tmp_path, seed=version)
-        transfer = engine.load(model, version, no_beat)
-        peer.load(model, version, no_beat)
-        assert transfer is not None
-        assert transfer.bytes == sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
-        found, expected = (flat(one.sample(PROMPTS, SEEDS, GREEDY, version, no_beat)) for one in (engine, peer))
-        for made, right in zip(found, expected, strict=True):
-            assert (made.token_ids, made.text, made.finished) == (right.token_ids, right.text, right.finished)
-            assert made.logprobs == pytest.approx(right.logprobs, abs=1e-4)
-        answers.append([made.text for made in found])
-    assert answers[0] != answers[1] != answers[2], "adapters without effect would prove nothing"
+    model_of().save_pretrained(tmp_path)
+    engine = started(tmp_path, LoraSpec.model_validate(LORA))
+    assert_follows(engine, [adapted(tmp_path, seed=version) for version in range(3)], PROMPTS, SEEDS, GREEDY)
     assert engine._adapter is not None
     with monkeypatch.context() as patch:
         patch.setattr(engine._adapter, "load", lambda *_: None)
@@ -386,7 +369,10 @@ def test_every_version_of_an_adapter_is_taken_over(tmp_path: Path, monkeypatch: 
             engine.load(adapted(tmp_path, seed=2, size=0.300001), 3, no_beat)
     with pytest.raises(StaleWeights, match="no step"):
         engine.sample(PROMPTS, SEEDS, GREEDY, 3, no_beat)
-    engine.load(adapted(tmp_path, seed=4), 4, no_beat)
+    model = adapted(tmp_path, seed=4)
+    transfer = engine.load(model, 4, no_beat)
+    assert transfer is not None
+    assert transfer.bytes == sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
     ignored = ("model.layers.0.mlp.gate.lora_A.default.weight", torch.zeros(4, 8))
     assert engine.count_differing([ignored]) == 1, "vLLM leaves out layers that it cannot adapt"
     engine.close()
