@@ -59,8 +59,8 @@ def with_files(tmp_path: Path, rows: list[dict[str, Any]], held: list[dict[str, 
     return make_spec(data=data, **sections)
 
 
-def test_a_healthy_run(tmp_path: Path) -> None:
-    report = report_of(make_spec(), tmp_path)
+def test_a_healthy_run_within_the_limits_of_a_login_node(tmp_path: Path) -> None:
+    report = report_of(make_spec(), tmp_path, before=LOGIN_NODE)
     train, held = report.splits
     assert (train.problem, train.num_rows, train.is_whole) == ("", 2000, False)
     assert (held.num_rows, held.is_whole, held.columns) == (512, True, ("answer", "prompt"))
@@ -68,14 +68,8 @@ def test_a_healthy_run(tmp_path: Path) -> None:
     assert report.tokenizer is not None
     assert (report.tokenizer.problem, report.tokenizer.num_changed, report.tokenizer.chat_problem) == ("", 0, "")
     (trial,) = report.rewards
-    assert (trial.num_distinct, trial.right, trial.wrong) == (2, 1.0, 0.0)
+    assert (trial.problem, trial.num_distinct, trial.right, trial.wrong) == (TrialProblem.NONE, 2, 1.0, 0.0)
     assert report.num_shared == 0
-
-
-def test_limits_of_a_login_node_stay(tmp_path: Path) -> None:
-    report = report_of(make_spec(), tmp_path, before=LOGIN_NODE)
-    assert [(split.problem, split.num_rows) for split in report.splits][:1] == [("", 2000)]
-    assert [trial.problem for trial in report.rewards] == [TrialProblem.NONE] * len(report.rewards)
 
 
 def test_long_rows_repeated_rows_and_unknown_characters(tmp_path: Path) -> None:
@@ -113,16 +107,18 @@ def test_a_scorer_is_tried_on_the_rows_that_it_scores(tmp_path: Path, column: st
 
 
 def test_a_generator_that_breaks_is_a_sentence(tmp_path: Path) -> None:
-    code = "def rows(split, seed):\n    print('hello')\n    raise KeyError('no such split')\n"
+    code = """
+def rows(split, seed):
+    print("hello")
+    if split == "train":
+        raise KeyError("no such split")
+    return open("rows.json").readlines()
+"""
     report = report_of(make_spec(data={"generator": "my_data:rows"}), tmp_path, code)
-    assert [split.problem for split in report.splits] == ["KeyError: 'no such split'"] * 2
+    train, held = report.splits
+    assert train.problem == "KeyError: 'no such split'"
+    assert "'rows.json'; code of a run does not start in your folder" in held.problem
     assert (report.tokenizer, report.rewards) == (None, ())
-
-
-def test_a_generator_is_told_why_it_does_not_find_its_file(tmp_path: Path) -> None:
-    code = "def rows(split, seed):\n    return open('rows.json').readlines()\n"
-    report = report_of(make_spec(data={"generator": "my_data:rows"}), tmp_path, code)
-    assert "'rows.json'; code of a run does not start in your folder" in report.splits[0].problem
 
 
 def test_a_reward_function_that_hangs_does_not_prevent_the_other_checks(
