@@ -86,7 +86,6 @@ def load(
 
 def only(models: ScoringModels) -> ScoringModel:
     (model,) = models.models
-    assert isinstance(model, ScoringModel)
     return model
 
 
@@ -128,15 +127,10 @@ def test_scores_at_the_last_place_of_a_padded_batch_are_caught(tmp_path: Path) -
 
 def test_an_end_token_that_is_padding_is_scored_before_it(tmp_path: Path) -> None:
     """As in training and in transformers, such a model gives the same score whether or not a completion has ended."""
-    model = only(load(make_reward_model(tmp_path / "end", "end")))
-    ended, cut = model.scores(
-        [SampledText(row("1>"), "23", True), SampledText(row("1>"), "23", False)], lambda: None
-    ).raw
+    made = [SampledText(row("1>"), "23", finished) for finished in (True, False)]
+    ended, cut = only(load(make_reward_model(tmp_path / "end", "end"))).scores(made, lambda: None).raw
     assert ended == pytest.approx(cut, abs=1e-6)
-    model = only(load(make_reward_model(tmp_path / "own", "own")))
-    ended, cut = model.scores(
-        [SampledText(row("1>"), "23", True), SampledText(row("1>"), "23", False)], lambda: None
-    ).raw
+    ended, cut = only(load(make_reward_model(tmp_path / "own", "own"))).scores(made, lambda: None).raw
     assert abs(ended - cut) > 1e-3
 
 
@@ -346,9 +340,9 @@ class Given:
 
 
 def scored(settings: dict[str, Any], *scores: list[float], num_ranks: int = 1, **reward: Any) -> Any:
-    """Scorer of a run with one reward model and a function that returns 0."""
-    reward = {"functions": ["hostile_rewards:none"], "timeout_s": 0, **reward, "models": {"good": settings}}
-    spec = RunSpec.model_validate(tiny_spec(reward={**reward, "functions": []}))
+    """Scorer of a run with one reward model."""
+    models = {"good": settings}
+    spec = RunSpec.model_validate(tiny_spec(reward={"functions": [], "timeout_s": 0, **reward, "models": models}))
     scorer = RewardScorer(spec)
     given: Any = Given(*scores)
     states = {"good": ScoringModelState(fingerprint="x")}
