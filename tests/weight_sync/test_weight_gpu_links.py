@@ -45,18 +45,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_every_engine_has_the_weights_bit_by_bit(fleet: Fleet) -> None:
-    """A version that is sent over other links has the same digest."""
-    engines, sender = fleet.start(3), new_sender(**OVER_NCCL)
-    for version in (0, 1, 4):
-        weights = odd_weights(seed=version)
-        report = sync(sender, engines, version, weights)
-        assert [engine.active_weights() for engine in engines] == [(version, digests(weights))] * 3
-    over_gloo = sync(new_sender(), engines, 4, weights)
-    assert over_gloo.sent.digest == report.sent.digest
-
-
-@pytest.mark.usefixtures("stand_in")
 def test_an_engine_makes_its_links_at_once(fleet: Fleet) -> None:
     """NCCL takes up to seconds for each: those of a long chain, one after the other, would exceed their time limit."""
     engines = fleet.start(3, {number: Faults(links_meet=True) for number in (1, 2)})

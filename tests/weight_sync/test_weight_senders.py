@@ -80,7 +80,7 @@ def shares_of(manifest: Manifest, weights: dict[str, Tensor], senders: int) -> l
 
 
 @pytest.mark.parametrize("bucket_bytes", [64, 8192, 1 << 20])
-@pytest.mark.parametrize("senders", [1, 2, 3, 50])
+@pytest.mark.parametrize("senders", [1, 3, 5])
 def test_every_bucket_belongs_to_one_share(senders: int, bucket_bytes: int) -> None:
     """Weights of every kind, in many buckets and in one, with a ragged last bucket; the digest equals that of one
     sender."""
@@ -110,7 +110,6 @@ def test_shares_are_equal_to_within_a_bucket() -> None:
     ("senders", "bucket_bytes", "backend"),
     [
         (1, 8192, LinkBackend.GLOO),
-        (2, 8192, LinkBackend.GLOO),
         (3, 8192, LinkBackend.GLOO),
         (3, 1 << 20, LinkBackend.GLOO),
         (3, 8192, LinkBackend.NCCL),
