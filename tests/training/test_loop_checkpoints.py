@@ -38,7 +38,12 @@ torch = pytest.importorskip("torch")
 from rlhf_core.training.checkpoints import background_save, direct_save, host_buffers  # noqa: E402 - needs torch
 from rlhf_core.training.checkpoints import writer as checkpoints  # noqa: E402 - needs torch
 from rlhf_core.training.checkpoints.resume import resume_point  # noqa: E402
-from rlhf_core.training.checkpoints.soundness import hash_of_settings, spec_hash, verify_checkpoint  # noqa: E402
+from rlhf_core.training.checkpoints.soundness import (  # noqa: E402
+    hash_of_settings,
+    spec_hash,
+    training_part,
+    verify_checkpoint,
+)
 from rlhf_core.training.checkpoints.state import (  # noqa: E402
     Progress,
     kept_random_state,
@@ -681,17 +686,25 @@ def test_other_settings_are_named(run_dir: RunDir, ranks: Ranks, model: Any) -> 
 
 def as_of_0_1(saved: CheckpointDir) -> None:
     """Write the settings and the manifest of a checkpoint as rlhf-flows 0.1 did."""
-    path = saved.trainer_state / "settings.json"
-    part = json.loads(path.read_bytes())
+    part = json.loads((saved.trainer_state / "settings.json").read_bytes())
     loops = part.pop("loops")
     supervised, main = loops["warm_start"], loops["main"]
     part["sft"] = {**supervised["optimizer"], "num_steps": supervised["num_steps"]}
     part["sft"]["batch_size"] = supervised["algorithm"]["batch_size"]
     part["grpo"] = main["algorithm"]
     part["train"] = {**main["optimizer"], "algorithm": part["grpo"].pop("name")}
-    path.write_text(json.dumps(part))
+    del part["reward"]["models"]
+    with_settings(saved, part)
     manifest = json.loads(saved.complete.read_bytes())
     manifest["stage"], manifest["stage_finished"] = manifest.pop("loop"), manifest.pop("loop_finished")
+    saved.complete.write_text(json.dumps(manifest))
+
+
+def with_settings(saved: CheckpointDir, part: dict[str, Any]) -> None:
+    """Write other settings into a checkpoint, as if it had been saved with them."""
+    path = saved.trainer_state / "settings.json"
+    path.write_text(json.dumps(part))
+    manifest = json.loads(saved.complete.read_bytes())
     manifest["spec_hash"] = hash_of_settings(part)
     manifest["files"]["trainer_state/settings.json"] = checksum(path).model_dump()
     saved.complete.write_text(json.dumps(manifest))
@@ -706,6 +719,20 @@ def test_a_checkpoint_of_0_1_is_gone_on_from_under_the_same_settings_only(
     assert spec_hash(spec_with()) not in saved.complete.read_text(), "the hash alone would refuse it"
     with pytest.raises(ResumeMismatch, match=r"loops\.main\.algorithm\.samples_per_prompt was 4 and is 8"):
         verify_checkpoint(saved, spec_with(grpo={"samples_per_prompt": 8}), ranks)
+
+
+def test_a_setting_that_came_later_has_its_default_also_beside_nodes_of_engines(
+    run_dir: RunDir, ranks: Ranks, model: Any
+) -> None:
+    changes: dict[str, Any] = {"rollout": {"engines": 1, "nodes": 1}, "resources": {"num_nodes": 2}}
+    spec = spec_with(**changes)
+    saved = save_whole(writer(run_dir, ranks, spec), progress(4), model, ENGINE_STATE)
+    part = training_part(spec)
+    del part["reward"]["models"]
+    with_settings(saved, part)
+    verify_checkpoint(saved, spec, ranks)
+    with pytest.raises(ResumeMismatch, match=r"settings: seed was 3 and is 4\. Resume"):
+        verify_checkpoint(saved, spec_with(**changes, seed=4), ranks)
 
 
 def test_another_number_of_ranks_takes_all_shares_and_forgets_what_single_ranks_did(

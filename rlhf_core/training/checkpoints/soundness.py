@@ -189,10 +189,10 @@ def _saved_settings(checkpoint: CheckpointDir) -> dict[str, Any]:
     defaults."""
     saved = current_settings(json.loads(settings_file(checkpoint).read_bytes()))
     main = {"num_steps": 1, **saved["loops"]["main"]}
+    resources = {"num_nodes": saved["rollout"].get("nodes", 0) + 1}  # not saved; one node has to train
+    content = {"name": "saved", "resources": resources, **saved, "loops": {**saved["loops"], "main": main}}
     try:
-        return training_part(
-            RunSpec.model_validate({"name": "saved", **saved, "loops": {**saved["loops"], "main": main}})
-        )
+        return training_part(RunSpec.model_validate(content))
     except ValidationError:
         return _without_changeable_settings(saved)  # from a newer version: shown unchanged
 
