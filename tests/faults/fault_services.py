@@ -144,10 +144,11 @@ class Cluster:
         """
         folder = Path(tempfile.mkdtemp(prefix="rlhf-slurm-"))
         made = throwaway.Cluster(folder, nodes=num_nodes, namespaces=namespaces, node_timeout_s=node_timeout_s)
+        made.up()  # if it fails, the message names the logs in its folder
         try:
-            with made.running() as slurm:
-                yield cls(slurm)
+            yield cls(made)
         finally:
+            made.down()
             shutil.rmtree(folder, ignore_errors=True)
 
     def command(self, *words: str) -> str:

@@ -35,6 +35,7 @@ def found(site: Site, monkeypatch: pytest.MonkeyPatch) -> Callable[[StateType, f
             infrastructure_pid="login1:12",
         )
         monkeypatch.setattr(facts, "_poll", lambda run_ids, flow_run_ids: ([flow_run], []))
+        monkeypatch.setattr(facts, "_flow_run_processes", lambda: iter(()))
         (one,) = facts.PrefectFlowRuns(site).poll((), (), lambda ids: {}, NOW).flow_runs
         return one
 

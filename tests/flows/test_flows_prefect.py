@@ -206,7 +206,7 @@ def logged() -> Iterator[Callable[[], tuple[str, str, str]]]:
     begun = datetime.now(UTC)
 
     def read() -> tuple[str, str, str]:
-        APILogWorker.drain_all()  # log lines are sent in batches, a few seconds late
+        APILogWorker.drain_all(timeout=30)  # log lines are sent in batches, a few seconds late
         due = {"after_": begun, "before_": datetime.now(UTC)}
         wanted = {"state": {"type": {"not_any_": ["SCHEDULED"]}}, "expected_start_time": due}
         with api_client() as client:
@@ -511,7 +511,7 @@ def publish_again(harness: ControllerHarness, run_dir: RunDir) -> None:
 
 def log_of(flow_run: str) -> list[str]:
     """Log lines of a flow run, in order."""
-    APILogWorker.drain_all()  # they are sent in batches, a few seconds late
+    APILogWorker.drain_all(timeout=30)  # they are sent in batches, a few seconds late
     with api_client() as client:
         (found,) = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[flow_run])))
         wanted = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[found.id])).model_dump(mode="json")

@@ -51,7 +51,7 @@ def deployed(client: SyncPrefectClient, name: str, *tags: str) -> UUID:
 
 
 def due(client: SyncPrefectClient, deployment: UUID) -> FlowRun:
-    """A flow run that the schedule of the deployment has planned, and that is due since a moment."""
+    """A flow run that the schedule of the deployment has planned, with its next start now instead of in a day."""
 
     def planned() -> list[FlowRun]:
         found = client.read_flow_runs(limit=200)

@@ -69,7 +69,7 @@ def mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
 
 @pytest.mark.parametrize(
     "kind",
-    ["nfs4", "lustre", "fuse.sshfs"],
+    ["nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "9p", "afs", "fuse.sshfs", "fuse.s3fs"],
 )
 def test_sqlite_is_refused_on_a_network_file_system(mounted: Callable[[str], None], tmp_path: Path, kind: str) -> None:
     mounted(kind)
@@ -82,7 +82,7 @@ def test_sqlite_is_refused_on_a_network_file_system(mounted: Callable[[str], Non
     assert not (tmp_path / "not").exists()
 
 
-@pytest.mark.parametrize("kind", ["ext4", "fuseblk", "fuse.mergerfs"])
+@pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "fuseblk", "fuse.mergerfs"])
 def test_sqlite_is_taken_on_a_local_file_system(mounted: Callable[[str], None], tmp_path: Path, kind: str) -> None:
     """Negative control of the refusal: it is the file system that is refused, not the test's folder."""
     mounted(kind)

@@ -87,6 +87,7 @@ def test_clients_of_prefect_reach_a_local_server_directly(
     served = proxied | server.service_settings(site)
     server.connect(site)
     environments = [proxied, served, environment]
+    assert served["PREFECT_API_URL"] == environment["PREFECT_API_URL"]  # which a process reads only once
     assert [one["NO_PROXY"] for one in environments[1:]] == ["example.com,127.0.0.1"] * 2
     command = [sys.executable, "-c", PREFECT_CLIENTS, f"127.0.0.1:{port}", json.dumps(environments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

@@ -92,16 +92,19 @@ def ended(house: House) -> Iterator[House]:
         house.kill_all()
 
 
+HOME = "a-long-name-with 100% of what means something;#" * 3
+"""Name of a folder whose path is longer than a Unix socket path may be."""
+
+
 @pytest.fixture
 def house(tmp_path: Path) -> Iterator[House]:
-    """A home folder whose path is longer than a Unix socket path may be."""
-    yield from ended(House(tmp_path / ("a-long-name-with 100% of what means something;#" * 3)))
+    yield from ended(House(tmp_path / HOME))
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     """A home folder shared by tests that call ``up`` first and leave all services running: a start takes seconds."""
-    yield from ended(House(tmp_path_factory.mktemp("running") / "home"))
+    yield from ended(House(tmp_path_factory.mktemp("running") / HOME))
 
 
 def kill(*pids: int) -> None:
@@ -254,6 +257,7 @@ def test_a_stopped_supervisord_is_replaced(running: House, monkeypatch: pytest.M
     monkeypatch.setattr(supervisord, "ANSWER_TIMEOUT_S", 1.0)
     os.kill(old, signal.SIGSTOP)
     until(lambda: process_state(old) == "T")
+    running.message.clear()
     assert set(running.up()) == set(NAMES)
     assert running.supervisord.pid() not in (0, old)
     assert "supervisord does not respond and is replaced" in running.message

@@ -262,7 +262,7 @@ def killed_and_resumed(two_ranks: list[dict[str, Any]], folder: Path) -> None:
     for name in KILLED:
         run: dict[str, Any] = {"run_dir": str(folder / f"killed {name}"), "spec": RUNS[name]}
         ended = launch(killed_for_real, 2, folder / f"launch-{name}", **run)
-        assert ended[1].exit_code == -signal.SIGKILL
+        assert [rank.exit_code for rank in ended] == [1, -signal.SIGKILL], "the other rank finds its peer gone"
     shutil.copytree(folder / "killed critic", folder / "killed forgetful")
     assert values(launch(resumed, 2, folder / "launch-again", folder=str(folder))) == [["done"] * 3] * 2
 

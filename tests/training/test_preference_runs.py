@@ -306,7 +306,7 @@ def language_model_in_each_loop(group: TrainingGroup) -> dict[str, bool]:
         return real_train(training, loop, *rest)
 
     with mock.patch.object(run_module, "load_causal_lm", load), mock.patch.object(offline, "train", train):
-        group.train("language-model", spec_of(RANKER, warm=True, data=WARM["data"]))
+        assert group.train("language-model", spec_of(RANKER, warm=True, data=WARM["data"])) == "done"
     return found
 
 
