@@ -5,8 +5,9 @@ configuration and statistics, and a Markdown artifact may embed images from anyw
 of worker types that ship with the package, instead of downloading newer ones. Requests pass :mod:`flows.server.guards`
 first, and a server without a password is refused.
 
-Two faults of Prefect 3.7 on SQLite are worked around here as well: schedules that never fire
-(:func:`let_schedules_be_inserted`), and browser requests that get lost (:class:`RetriedWhenBusy`).
+Three faults of Prefect 3.7 on SQLite are worked around here as well: schedules that never fire
+(:func:`let_schedules_be_inserted`), browser requests that get lost (:class:`RetriedWhenBusy`), and servers that stop
+responding when an automation changes (:func:`let_automations_change`).
 """
 
 import asyncio
@@ -14,13 +15,14 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import MutableMapping
+from collections.abc import Coroutine, MutableMapping
 from pathlib import Path
 from typing import Any
 
 from prefect.server.api import collections
 from prefect.server.api.server import create_app as prefect_app
 from prefect.server.database.orm_models import Base
+from prefect.server.events.models import automations
 from prefect.settings import PREFECT_SERVER_API_AUTH_STRING, PREFECT_UI_STATIC_DIRECTORY
 
 from flows.server.guards import (
@@ -191,6 +193,7 @@ def create_app(names: Names | None = None) -> Guarded:
     for name in RETRYING_LOGGERS:
         logging.getLogger(name).addFilter(is_news)
     let_schedules_be_inserted()
+    let_automations_change()
     inner = Limited(RetriedWhenBusy(prefect_app()))
     copied_pages = PREFECT_UI_STATIC_DIRECTORY.value()
     if copied_pages:
@@ -217,6 +220,28 @@ def let_schedules_be_inserted() -> None:
 
 def left_out(model: type[Any], row: MutableMapping[str, Any], value: object) -> None:
     """Insert nothing for a computed attribute, which has no column."""
+
+
+_cache_updates: set[asyncio.Task[None]] = set()
+"""Updates at work: the event loop itself keeps only weak references to tasks."""
+
+
+def let_automations_change() -> None:
+    """Let Prefect 3.7 update its cache of automations without blocking the server's event loop.
+
+    After the commit of a change on SQLite, it runs the update in another event loop and blocks the server's until that
+    is done. The update needs a lock; if the server is comparing its automations with the database at that moment, it
+    holds the lock and cannot release it, and no request is answered any more (PrefectHQ/prefect#23055; observed with
+    3.7.7 while notifications were registered). Here, the server's loop runs the update next.
+    """
+    automations.run_coro_as_sync = _run_next  # type: ignore[assignment, attr-defined]
+
+
+def _run_next(update: Coroutine[Any, Any, None]) -> None:
+    """Run an update in the present event loop, which logs its failure. Prefect repeats one that is missing."""
+    task = asyncio.get_running_loop().create_task(update)
+    _cache_updates.add(task)
+    task.add_done_callback(_cache_updates.discard)
 
 
 def is_news(record: logging.LogRecord) -> bool:

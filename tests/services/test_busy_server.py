@@ -1,6 +1,8 @@
-"""Browser requests to a server whose SQLite database is being written by another client: executed, and not lost."""
+"""Requests to a server that is busy: executed and not lost beside other writers of its SQLite database, and answered
+while it reads its automations."""
 
 import asyncio
+import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -93,6 +95,69 @@ def test_requests_beside_a_writer_are_executed(tmp_path: Path) -> None:
 def test_on_prefects_own_server_requests_are_lost(tmp_path: Path) -> None:
     """Negative control of the previous test, which shows when our fix is no longer needed."""
     assert results_beside_a_writer(tmp_path, PREFECTS) == "503 PAUSED 503 1"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Changes of automations
+
+CHANGE = """
+import asyncio, os, signal, sys
+import httpx
+from asgi_lifespan import LifespanManager
+from prefect.server.events import triggers
+
+AUTOMATION = {
+    "name": "of-this-test",
+    "trigger": {"type": "event", "expect": ["rlhf.test"], "posture": "Reactive", "threshold": 1, "within": 0},
+    "actions": [{"type": "do-nothing"}],
+}
+
+async def change() -> None:
+    app = create_app()
+    transport = httpx.ASGITransport(app)
+    async with (
+        LifespanManager(app, startup_timeout=100, shutdown_timeout=100),
+        httpx.AsyncClient(
+            transport=transport, base_url="http://localhost/api", timeout=60, auth=("rlhf", "of-this-test")
+        ) as client,
+    ):
+        async def compares():
+            async with triggers._automations_lock():
+                held.set()
+                await asyncio.sleep(1)
+
+        held = asyncio.Event()
+        comparing = asyncio.create_task(compares())
+        await held.wait()
+        signal.alarm(int(sys.argv[1]))  # ends a process whose event loop is blocked
+        made = await client.post("/automations/", json=AUTOMATION)
+        print(made.status_code, end=" ")
+        await comparing
+        while not triggers.automations_by_id:
+            await asyncio.sleep(0.05)
+        print(*(one.name for one in triggers.automations_by_id.values()), flush=True)
+        os._exit(0)
+
+asyncio.run(change())
+"""
+
+
+@pytest.mark.parametrize(
+    ("server", "limit_s", "ended", "printed"),
+    [(OURS, 90, 0, "201 of-this-test"), (PREFECTS, 10, -signal.SIGALRM, "")],
+)
+def test_an_automation_may_change_while_the_server_reads_automations(
+    tmp_path: Path, server: str, limit_s: int, ended: int, printed: str
+) -> None:
+    """Negative control: Prefect's own server does not respond any more."""
+    give_prefect_database(tmp_path)
+    environment = {"PREFECT_HOME": str(tmp_path), "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    environment |= {"PATH": "/usr/bin:/bin", "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
+    environment |= {"PREFECT_SERVER_API_AUTH_STRING": "rlhf:of-this-test"}
+    environment |= {"PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false"}  # which would read them, too
+    words = [sys.executable, "-c", f"{server}\n{CHANGE}", str(limit_s)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stdout.strip()) == (ended, printed), done.stderr[-2000:]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
