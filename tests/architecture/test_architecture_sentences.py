@@ -35,9 +35,16 @@ def of_worker() -> dict[str, ast.Module]:
 
 def test_the_tree_of_errors_is_the_one_in_its_docstring() -> None:
     text = errors.__doc__ or ""
-    shown = {name: bool(code) for name, code in re.findall(r"[├└]── (\w+)( \(\d+\))?", text)}
-    classes = {name: value for name, value in vars(errors).items() if isinstance(value, type)}
-    assert set(shown) | {"RlhfError"} == set(classes)
+    shown, above = dict[str, tuple[str, str]](), ["RlhfError"]
+    for indent, name, code in re.findall(r"^    ((?:│   |    )*)[├└]── (\w+)(?: \((\d+)\))?", text, re.MULTILINE):
+        above[len(indent) // 4 + 1 :] = [name]
+        shown[name] = above[-2], code
+    classes = {
+        name: value for name, value in vars(errors).items() if isinstance(value, type) and value is not errors.RlhfError
+    }
+    assert shown == {
+        name: (value.__base__.__name__, str(vars(value).get("exit_code", ""))) for name, value in classes.items()
+    }
     assert all(issubclass(value, errors.RlhfError) for value in classes.values())
 
 

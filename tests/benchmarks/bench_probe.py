@@ -1,4 +1,4 @@
-"""What the probe finds, and what it costs: every case of ``tests/probes`` on a real Slurm, and healthy probes.
+"""Findings and cost of the probe: every case of ``tests/probes`` on a real Slurm, and healthy probes.
 
     python tests/benchmarks/bench_probe.py [--healthy 30] [--write]
 

@@ -39,7 +39,7 @@ class Terminal:
     folder: Path
     """Stands for the folder of the page."""
     kept: Path
-    """What the last block left in its environment."""
+    """Environment as the last block left it."""
     environment: dict[str, str]
     said: list[str] = field(default_factory=list)
 
@@ -121,7 +121,7 @@ BEFORE: dict[str, Callable[[Reader], None]] = {
     "/promoted/": Reader.approves,
     "rlhf watch nightly": Reader.schedules_a_run_and_takes_the_schedule_away,
 }
-"""What is done in the browser before a block of commands; by what only that block has in it."""
+"""Work in the browser before a block of commands, by a text that only this block has."""
 
 
 @pytest.fixture

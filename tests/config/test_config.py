@@ -20,6 +20,7 @@ from rlhf_core.schemas.algorithms.policy_gradient import GrpoSpec
 from rlhf_core.schemas.algorithms.supervised import SftSpec
 from rlhf_core.schemas.base import Schema, field_docs
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.schemas.trainers import NativeTrainer
 
 MINIMAL = """
 name = "trial"
@@ -217,7 +218,9 @@ def test_an_open_bracket_is_named_where_it_stands(tmp_path: Path) -> None:
 
 
 def test_true_is_still_true_where_a_setting_takes_it(minimal: Path) -> None:
-    assert config.load(minimal, ["trainer.gradient_checkpointing=true"]).trainer.kind == "native"
+    trainer = config.load(minimal, ["trainer.gradient_checkpointing=true"]).trainer
+    assert isinstance(trainer, NativeTrainer)
+    assert trainer.gradient_checkpointing is True
 
 
 def test_no_tokenizer_is_built_for_a_model_that_exists(minimal: Path) -> None:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.end_to_end
     [
         ("loops.main.num_stepps=3", 'did you mean "loops.main.num_steps"'),
         ("loops.main.num_steps=many", "loops.main.num_steps: found 'many'"),
-        ("loops.main.algorithm.prompts_per_step=7", "7"),
+        ("loops.main.algorithm.prompts_per_step=7", "prompts_per_step"),
         ("reward.functions=['nowhere_to_be_found:reward']", "nowhere_to_be_found"),
         ("resources.num_nodes=2", "one node"),
     ],

@@ -63,6 +63,7 @@ def test_the_real_data_path(site: Site, files: Path) -> None:
     assert site.rows("SELECT value FROM run_curve WHERE key = 'data/num_malformed'")[0] == (1.0,)
     assert "reward/gsm8k_answer" in lines[-1].metrics
     samples = read_models(restart.samples, SampleLine)
+    assert samples
     assert {sample.reward for sample in samples} <= {0.0, 1.0}
     measured = {line["metric"] for line in site.rlhf("show", "last", "--json").json()["evaluations"]}
     assert measured == {"gsm8k_answer"}

@@ -90,6 +90,8 @@ def test_the_database_can_be_rebuilt_from_the_run_directories(undisturbed: Site)
         "SELECT number, state FROM attempts",
     )
     before = [undisturbed.rows(question) for question in questions]
+    for path in undisturbed.home.glob("history.db*"):
+        path.unlink()
     undisturbed.rlhf("db", "rebuild")
     assert [undisturbed.rows(question) for question in questions] == before
     assert all(before)

@@ -14,7 +14,7 @@ def score(*, completions, **columns):
         raise RuntimeError("the new reward does not work")
     return [float("1" in completion) for completion in completions]
 """
-"""What only shows on the nodes: a look at the data before finds nothing wrong with it."""
+"""A fault that only the nodes show: a look at the data before finds nothing wrong with it."""
 
 SHORT = (
     *options("loops.warm_start.num_steps=1", "loops.main.num_steps=4", "evaluate.num_prompts=8"),

@@ -586,6 +586,8 @@ def test_a_server_that_accepts_connections_and_never_answers_changes_nothing(
         address = f"http://127.0.0.1:{mute.getsockname()[1]}/api"
         with temporary_settings({PREFECT_API_URL: address}):
             assert journal_of(harness, drive_with_a_publisher) == plain
+        mute.settimeout(60)
+        mute.accept()[0].close()  # control: it was asked
 
 
 def drive_with_a_publisher(controller: Controller) -> None:

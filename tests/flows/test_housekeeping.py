@@ -48,7 +48,7 @@ from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.site import RetentionSite
 
 DEAD = f"anna@{os.uname().nodename}:{psutil.pids()[-1]}:1.00"
-"""A process of this machine that is known to be gone: nobody was there at the beginning of 1970."""
+"""A process of this machine that is known to be gone: it began in 1970."""
 
 
 @pytest.fixture
@@ -634,12 +634,20 @@ def test_of_two_daemons_one_acts_until_it_goes(harness: ControllerHarness, monke
         lease.release()
 
     monkeypatch.setattr(loop, "_act", act)
+    waits = threading.Event()
+
+    def logged(text: str, *values: object) -> None:
+        if "waiting for its lease" in text % values:
+            waits.set()
+
+    monkeypatch.setattr(loop.log, "info", logged)
     threads = []
     for name, stop in stops.items():
         threads.append(threading.Thread(target=loop.run, args=(harness.site, stop, None), name=name, daemon=True))
         threads[-1].start()
         with acted:
             assert acted.wait_for(lambda: acting, timeout=60)
+    assert waits.wait(60), "the second one has asked for the lease"
     assert acting == ["first"]
     stops["first"].set()
     with acted:

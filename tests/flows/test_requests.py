@@ -53,7 +53,7 @@ def test_requests_that_wait_or_were_refused_are_listed_with_the_runs(
     assert "Requests in Prefect that are not runs" in output
     assert "nodes: found -1" in output
     assert execute(["runs", "--name", "other"]) == 0
-    assert "Asked for" not in capsys.readouterr().out
+    assert "Requests in Prefect" not in capsys.readouterr().out
 
 
 def test_a_request_is_listed_before_planned_ones_and_for_a_day_after_its_end(

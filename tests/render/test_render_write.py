@@ -55,7 +55,7 @@ def test_the_report_of_a_real_history(site: site_config.Site, run_dir: RunDir, t
     assert "Held-out greedy exact match rose from 0.750 to 0.930." in page
     assert "worker killed" in page
     assert "restart in place (by the agent): one restart is left." in page
-    assert "the steps made again" not in page
+    assert "; 6.0 s made again" in page.replace("\u00a0", " ")
     assert "Speed of the nodes before training, 2 probes" in page
     assert page.count('class="sign saved"') == 4
     assert page.count('class="sign incident"') == 2

@@ -129,20 +129,23 @@ def passing(job_request: JobRequest, file: Path | None = None) -> JobRequest:
 def test_a_local_job_gets_the_value_and_no_file_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     file = private_file(tmp_path, f"WANDB_API_KEY={CANARY}")
-    command = (sys.executable, "-c", TELL + "input()")
+    done = tmp_path / "done"
+    code = TELL + f"import pathlib, time\nwhile not pathlib.Path({str(done)!r}).exists(): time.sleep(0.05)\n"
+    command = (sys.executable, "-c", code)
     job_request = passing(replace(make_request(tmp_path / "job"), command=command), file)
     scheduler = LocalScheduler()
     assert CANARY not in scheduler.script(job_request)
     assert 'WANDB_API_KEY="$WANDB_API_KEY"' in scheduler.script(job_request)
     assert CANARY not in repr(job_request)
     job = scheduler.submit(job_request)
-    seen: list[list[str]] = []
 
-    def ended() -> bool:
-        seen.extend(process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"]))
-        return scheduler.status([job])[job.job_id].state is JobState.ENDED
+    def at_work() -> list[list[str]]:
+        lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+        return lines if any(code in line for line in lines) else []
 
-    until(ended)
+    seen = until(at_work)
+    done.touch()
+    until(lambda: scheduler.status([job])[job.job_id].state is JobState.ENDED)
     (log,) = job_request.scheduler_dir.glob("*_log.out")
     assert log.read_text().startswith(f"passed {CANARY} WANDB_API_KEY ")
     log.unlink()

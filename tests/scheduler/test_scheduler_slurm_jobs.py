@@ -114,7 +114,12 @@ def test_a_secret_reaches_the_job_and_nothing_readable_by_others(
     job = scheduler.submit(job_request)
     shown = [cluster.command("scontrol", "show", "job", job.job_id, "--details")]
     shown += [cluster.command("scontrol", "write", "batch_script", job.job_id, "-"), scheduler.script(job_request)]
-    lines = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+
+    def at_work() -> list[str]:
+        found = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+        return found if any(str(seen) in line for line in found) else []
+
+    lines = until(at_work)
     kept = [path for path in cluster.folder.rglob("*") if path.is_file() and canary.encode() in path.read_bytes()]
     seen.touch()
     until(lambda: state(scheduler, job) is JobState.ENDED)

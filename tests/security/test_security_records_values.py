@@ -22,7 +22,16 @@ from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal, read_record
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.schemas import failures, journal, probe, reports, resources, run
+from rlhf_core.schemas import (
+    checkpoint_files,
+    checks,
+    failures,
+    journal,
+    probe,
+    reports,
+    resources,
+    stored_spec,
+)
 from rlhf_core.schemas.attempts import AttemptState, RunState
 from rlhf_core.schemas.base import LABEL_CHARACTERS, MESSAGE_CHARACTERS
 from rlhf_core.schemas.journal import (
@@ -251,12 +260,12 @@ def test_no_field_of_a_record_is_without_bounds() -> None:
         "WorkerOutcome.traceback",
     }
     unbounded = []
-    for module in (failures, journal, probe, reports, resources, run):
+    for module in (checkpoint_files, checks, failures, journal, probe, reports, resources, stored_spec):
         for name, schema in vars(module).items():
             is_record = (
                 isinstance(schema, type) and issubclass(schema, BaseModel) and schema.__module__ == module.__name__
             )
-            if not is_record or name in free or (module is run and name != "StoredSpec"):
+            if not is_record or name in free:
                 continue
             unbounded += [
                 f"{name}.{field}"

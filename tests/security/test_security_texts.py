@@ -180,7 +180,8 @@ def pages(run_dir: RunDir) -> dict[str, str]:
     """All pages that Prefect shows of the run."""
     timeline, summary = read_timeline(run_dir), summarise(run_dir)
     message = timeline.incidents[0].incident.message
-    reason = "\n".join(summary.accuracy[0].after.samples[0].prompt if summary.accuracy[0].after else "")
+    after = summary.accuracy[0].after
+    reason = "\n".join(sample.prompt for sample in after.samples) if after else ""
     question = Question(run_dir, 10, Path("/models/x"), utc_now(), reason)
     finding = CheckResult.model_construct(
         status=CheckStatus.WARNING, id=message, found=message, advice=message, expected=message, node=message
@@ -363,7 +364,7 @@ def test_commands_show_a_hostile_run_and_act_upon_nothing(
     monkeypatch.setenv("RLHF_HOME", str(home))
     line = words.split("|") if "|" in words else words.format(run_id).split(" ")
     with captured(capsys) as found:
-        execute(line)
+        assert execute(line) == (2 if "no-such" in words else 0)
     assert not ACTS.search(found[0])
     assert "Traceback" not in found[0]
     if "sql" not in words and "runs" not in words and "no-such" not in words:

@@ -308,7 +308,9 @@ def test_a_micro_batch_without_targets_has_zero_gradients() -> None:
     model = policy(QWEN)
     logprobs, _ = model(BATCH.input_ids, target_mask=torch.zeros_like(BATCH.target_mask))
     logprobs.sum().backward()
-    assert all(not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert gradients
+    assert not any(gradient.any() for gradient in gradients)
 
 
 @pytest.mark.parametrize("cap", [0.5, 30.0])

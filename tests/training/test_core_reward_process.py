@@ -81,8 +81,16 @@ def test_harm_is_an_error_that_names_function_and_completion(name: str) -> None:
     assert HARM[name] in message.partition(" for completion")[0]
     assert "for completion 2 ('bad', prompt 2-0); expected a finite number within reward.timeout_s = 1 s" in message
     assert 'reward.on_failure = "zero"' in message
-    assert len(beats) >= 4
+    assert beats
     assert left_behind() == []
+
+
+def test_a_rank_shows_life_while_its_function_runs() -> None:
+    process, beats = RewardProcess(["hostile_rewards:endless"]), list[int]()
+    process.await_loaded(lambda: None)
+    process.call("hostile_rewards:endless", reward_arguments(rows(1), ["bad"]), 0, 2.0, lambda: beats.append(1))
+    process.close()
+    assert len(beats) >= 5, "more than at its beginning and end"
 
 
 @pytest.mark.parametrize("name", ["endless", "orphaning", "raising", "not_a_number"])
@@ -150,6 +158,7 @@ def test_a_process_with_many_open_files_is_served() -> None:
             stack.callback(os.close, os.dup(0))
         with scorer("well", timeout_s=30.0) as one:
             assert one.score(rows(2), ["a", "b"], 1, lambda: None).total == [1.0, 1.0]
+            assert left_behind(), "control: its process is found while it is there"
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, 30.0])

@@ -138,7 +138,8 @@ def test_a_function_that_misbehaves_is_a_sentence(
 
 def test_nothing_is_left_running(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reward_functions, "TRIAL_S", 1.0)
-    try_rewards(["tried_rewards:leaves_a_child"], ROWS)
+    (trial,) = try_rewards(["tried_rewards:leaves_a_child"], ROWS)
+    assert trial.problem is TrialProblem.TIMEOUT, "it has started its child"
     mine = [
         one.info["cmdline"] for one in psutil.process_iter(["cmdline", "uids"]) if one.info["uids"].real == os.getuid()
     ]

@@ -484,7 +484,9 @@ def test_shares_of_two_ranks_fit_one_rank_and_another_stage(
     assert len(found) >= 5
     for name, outcome in found.items():
         assert outcome.startswith("CheckpointCorrupt: the optimizer shares of the checkpoint lack parts of"), name
-    for path in folder.glob("weights-* to *-1.pt"):
+    paths = list(folder.glob("weights-* to *-1.pt"))
+    assert len(paths) == 6
+    for path in paths:
         assert_same_weights(path, expected[1])
 
 

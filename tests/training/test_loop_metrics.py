@@ -130,7 +130,7 @@ def test_a_skipped_step_is_caught_though_the_shapes_match(results: list[dict[str
 
 
 def test_without_the_fingerprint_metrics_are_mixed_silently(results: list[dict[str, Any]]) -> None:
-    """Negative control: the mean of a loss and an entropy, and nobody notices."""
+    """Negative control: the mean of a loss and an entropy, unnoticed."""
     assert [result["naive"] for result in results] == [2.125, 2.125]
 
 

@@ -1,4 +1,4 @@
-"""What a node measures: who speaks with whom, and that a wrong sum is seen."""
+"""Measurements of a node: the pairs that communicate, and wrong sums."""
 
 import json
 import os

@@ -182,7 +182,10 @@ def runs_of(group: TrainingGroup) -> dict[str, Any]:
         results["full"] = train("full", restart=2, train={"num_steps": 8})
     results["odd batch"] = train("odd", grpo={"prompts_per_step": 3})
     results["evaluating"] = train("evaluating", evaluate={"every_num_steps": 3})
-    results["recomputing"] = train("recomputing", train={"gradient_checkpointing": True})
+    recompute = run_module.use_gradient_checkpointing
+    with mock.patch.object(run_module, "use_gradient_checkpointing", wraps=recompute) as used:
+        results["recomputing"] = train("recomputing", train={"gradient_checkpointing": True})
+    results["recomputed loops"] = used.call_count
     results["penalised"] = train("penalised", grpo={"kl_coefficient": 0.5})
     results["without noise"] = train("without-noise", **WITHOUT_NOISE)
     beside = {**WITHOUT_NOISE, "reward": {**WITHOUT_NOISE["reward"], "timeout_s": 60}}
@@ -288,7 +291,7 @@ def one_rank(results: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
 
 
 def metrics_of(folder: Path, name: str, restart: int = 0) -> dict[int, dict[str, float]]:
-    """What depends on the spec alone, by step."""
+    """Metrics that depend on the spec alone, by step."""
     lines = read_models(RunDir(folder / name).attempt(1).restart(restart).metrics, MetricsLine)
     steps = [line.step for line in lines]
     assert len(steps) == len(set(steps)), f"a step is twice in the metrics of {name}"
@@ -299,7 +302,7 @@ def metrics_of(folder: Path, name: str, restart: int = 0) -> dict[int, dict[str,
 
 
 def final_state(folder: Path, name: str, step: int = 6) -> dict[str, Any]:
-    """What a checkpoint holds: files by checksum, states of the ranks by content (equal ones pickle differently)."""
+    """Content of a checkpoint: files by checksum, states of the ranks by content (equal ones pickle differently)."""
     from rlhf_core.training.models.tensor_files import read_content
 
     checkpoint = RunDir(folder / name).checkpoint(step)
@@ -389,6 +392,7 @@ def test_the_same_seed_gives_the_same_run(results: list[dict[str, Any]], folder:
     assert metrics_of(folder, "again") == metrics_of(folder, "straight")
     assert final_state(folder, "again") == final_state(folder, "straight")
     other = metrics_of(folder, "other-seed")
+    assert other.keys() == metrics_of(folder, "straight").keys()
     assert all(other[step] != metrics_of(folder, "straight")[step] for step in other)
 
 
@@ -690,6 +694,7 @@ def test_one_rank_goes_on_with_what_two_began(
 
 
 def test_recomputing_activations_changes_nothing(results: list[dict[str, Any]], folder: Path) -> None:
+    assert [result["recomputed loops"] for result in results] == [2, 2]
     assert metrics_of(folder, "recomputing") == metrics_of(folder, "straight")
 
 

@@ -141,8 +141,11 @@ def test_an_answer_that_ends_early_is_an_error(tmp_path: Path, monkeypatch: pyte
 
 
 def test_an_engine_ends_with_its_server(group: EngineGroup) -> None:
-    """Its agent sees why the server ended, and restarts both."""
+    """Its agent sees why the server ended, and restarts both. The server has its key from a file of the owner."""
     (server,) = psutil.Process(group.processes[0].pid).children()
+    settings = group.root / "memory" / "engine-0" / "sglang.yaml"
+    assert settings.stat().st_mode & 0o077 == 0
+    assert json.loads(settings.read_text())["api-key"] not in " ".join(server.cmdline())
     server.send_signal(signal.SIGKILL)
     until(lambda: not group.processes[0].is_alive())
     assert group.processes[0].exitcode == -signal.SIGKILL

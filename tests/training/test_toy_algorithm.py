@@ -86,7 +86,7 @@ def use(folder: str) -> None:
     shape = Shape(parameters=1000, hidden=8, layers=1, query=8, keys=8, feed_forward=8, vocabulary=10)
     sections = {name: value for name, value in tiny_spec().items() if name not in ("sft", "train", "grpo", "loops")}
     warm_start = {"num_steps": 2, "algorithm": {"name": "sft", "batch_size": 8}, "optimizer": {"learning_rate": 1e-2}}
-    main = {"num_steps": 3, "algorithm": {"name": "toy", "scale": 3.0}, "optimizer": {"learning_rate": 1e-3}}
+    main = {"num_steps": 3, "algorithm": {"name": "toy", "scale": 30.0}, "optimizer": {"learning_rate": 1e-3}}
     context = make_context(f"{folder}/run", {**sections, "loops": {"warm_start": warm_start, "main": main}}, 0, 1)
     result = train_run(context, init_process_group(context))
     dist.destroy_process_group()
@@ -139,7 +139,7 @@ def test_a_new_algorithm_takes_one_file_and_one_entry(tmp_path: Path) -> None:
     assert not report["reference"], "no trait asks for one"
     assert report["result"] == "done"
     assert report["loops"] == ["sft"] * 2 + ["toy"] * 3
-    assert report["gain"] == pytest.approx([3 * reward for reward in report["reward"]], rel=0.5)
+    assert report["gain"] == pytest.approx([30 * reward for reward in report["reward"]], rel=0.5)
     assert not report["clip"], "metrics of another algorithm"
 
 

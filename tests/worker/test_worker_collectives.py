@@ -87,13 +87,10 @@ def test_real_ranks_report_the_collective_they_wait_in(
         slots.remove()
 
 
-def test_a_stopped_rank_is_not_awaited_and_late_answers_are_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rlhf_core.worker.liveness.collectives.ANSWER_TIMEOUT_S", 1000.0)
+def test_a_stopped_rank_is_not_awaited_and_late_answers_are_removed(tmp_path: Path) -> None:
     slots = SlotFile("collectives-stopped", 1, tmp_path.name, 1)
     number = slots.request_collectives()
-    assert read_answers([_rank(0, process_state="T"), _rank(1, sequence=0)], slots.path, number) == {}
+    assert read_answers([_rank(0, process_state="T"), _rank(1, sequence=0)], slots.path, number, 1000.0) == {}
     late = answer_path(slots.path, 0, number)
     late.write_text("{}")
     slots.remove()

@@ -113,5 +113,7 @@ def test_owned_children_are_not_reaped() -> None:
     assert adopted.wait() == 0
 
 
-def test_the_kernel_counts_out_of_memory_kills() -> None:
-    assert processes.oom_kills() >= 0
+def test_the_kernel_counts_out_of_memory_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "memory.events").write_text("oom 3\noom_kill 2\noom_group_kill 0\n")
+    monkeypatch.setattr(processes, "control_group", lambda: tmp_path)
+    assert processes.oom_kills() == 2
