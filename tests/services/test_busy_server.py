@@ -71,19 +71,21 @@ asyncio.run(ask())
 """
 
 
-def results_beside_a_writer(home: Path, server: str) -> str:
-    """Answer a paused flow run and remove a schedule, each beside another writer; returns status and effect of each."""
+def run_in_server(
+    home: Path, server: str, program: str, word: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a program with the application of a server that has an empty database, and one argument."""
     give_prefect_database(home)
     environment = {"PREFECT_HOME": str(home), "HOME": str(home), "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
     environment |= {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
-    environment |= {"PREFECT_SERVER_API_AUTH_STRING": "rlhf:of-this-test"}
-    done = subprocess.run(
-        [sys.executable, "-c", f"{server}\n{ASK}", str(home / "prefect.db")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    environment |= {"PREFECT_SERVER_API_AUTH_STRING": "rlhf:of-this-test", **variables}
+    words = [sys.executable, "-c", f"{server}\n{program}", word]
+    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200)
+
+
+def results_beside_a_writer(home: Path, server: str) -> str:
+    """Answer a paused flow run and remove a schedule, each beside another writer; returns status and effect of each."""
+    done = run_in_server(home, server, ASK, str(home / "prefect.db"))
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip()
 
@@ -150,13 +152,8 @@ def test_an_automation_may_change_while_the_server_reads_automations(
     tmp_path: Path, server: str, limit_s: int, ended: int, printed: str
 ) -> None:
     """Negative control: Prefect's own server does not respond any more."""
-    give_prefect_database(tmp_path)
-    environment = {"PREFECT_HOME": str(tmp_path), "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    environment |= {"PATH": "/usr/bin:/bin", "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
-    environment |= {"PREFECT_SERVER_API_AUTH_STRING": "rlhf:of-this-test"}
-    environment |= {"PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false"}  # which would read them, too
-    words = [sys.executable, "-c", f"{server}\n{CHANGE}", str(limit_s)]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200)
+    no_other_reader = {"PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false"}
+    done = run_in_server(tmp_path, server, CHANGE, str(limit_s), **no_other_reader)
     assert (done.returncode, done.stdout.strip()) == (ended, printed), done.stderr[-2000:]
 
 
