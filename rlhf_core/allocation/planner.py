@@ -119,7 +119,7 @@ def shortages(
     Processor cores are not counted: sharing them is slow, not impossible (a preflight warning says so).
     """
     found = []
-    if resources.gpus_per_node > inventory.gpus_per_node:
+    if inventory.counts_gpus(slurm) and resources.gpus_per_node > inventory.gpus_per_node:
         found.append(f"{resources.gpus_per_node} GPUs per node requested, {inventory.gpus_per_node} there")
     usable = [name for name in inventory.nodes_for(slurm, resources.gpus_per_node) if name not in set(excluded_nodes)]
     if not found and resources.num_nodes > len(usable):

@@ -12,6 +12,7 @@ from submitit.core.utils import JobPaths
 from submitit.slurm.slurm import SlurmExecutor
 
 from rlhf_core.errors import SubmissionFailed
+from rlhf_core.machine.gpus import HIP_VARIABLE, ROCR_VARIABLE, VISIBLE_VARIABLE
 from rlhf_core.scheduler import slurm_environment, slurm_queue
 from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.scheduler.job_environment import job_environment
@@ -91,6 +92,8 @@ def _parameters(request: JobRequest) -> dict[str, object]:
     further: dict[str, object] = {"no-requeue": True, "chdir": str(request.scheduler_dir)}
     if slurm.reservation:
         further["reservation"] = slurm.reservation
+    if placement.gpus_per_node and not slurm.gpus_as_gres:
+        further["exclusive"] = True  # Slurm might give another job the same GPUs
     further |= dict(_further_options(slurm.extra))
     further.pop("exclude", None)
     further = {name: _one_line(name, value) for name, value in further.items()}
@@ -101,7 +104,7 @@ def _parameters(request: JobRequest) -> dict[str, object]:
         "nodes": placement.num_nodes,
         "ntasks_per_node": 1,
         "cpus_per_task": request.cpus_per_node,
-        "gpus_per_node": gpus or None,
+        "gpus_per_node": gpus if placement.gpus_per_node and slurm.gpus_as_gres else None,
         "mem": f"{math.ceil(request.memory_gb * 1024)}M" if request.memory_gb else None,
         "time": minutes,
         # Not in the first half of the job, or it would never get to train.
@@ -166,9 +169,12 @@ def _one_line(name: str, value: object) -> object:
 
 
 def _exports(request: JobRequest) -> Iterator[str]:
+    has_gpus, assigned = request.placement.gpus_per_node > 0, request.slurm.gpus_as_gres
+    if has_gpus and not assigned:
+        yield f"unset {VISIBLE_VARIABLE} {HIP_VARIABLE} {ROCR_VARIABLE}"  # of the shell that submits
     for name, value in job_environment(request).items():
         # Slurm assigns the GPUs; if it assigns none, the job must see none.
-        if name != "CUDA_VISIBLE_DEVICES" or request.placement.gpus_per_node == 0:
+        if name != VISIBLE_VARIABLE or not (has_gpus and assigned):
             yield f"export {name}={shlex.quote(value)}"
 
 

@@ -58,6 +58,10 @@ class SlurmSpec(Schema):
     """Required features of nodes, in the format of `sbatch --constraint`."""
     gpu_type: OneLine = ""
     """Type of GPU, as in `gpu:h100:8`; empty for any."""
+    gpus_as_gres: bool = True
+    """Request GPUs with `--gpus-per-node`. False for a cluster that allocates whole nodes and does not manage their
+    GPUs (`sinfo -o %G` shows no `gpu`): jobs request `--exclusive` instead, only the probe of the nodes counts their
+    GPUs, and `gpu_type` only tells the checks the memory of one."""
     gres: OneLine = ""
     """More generic resources, in the format of `sbatch --gres`."""
     reservation: OneLine = ""

@@ -47,6 +47,10 @@ class Inventory(Schema):
         """GPUs of a node, which may differ from those of most."""
         return self.node_gpus.get(node, self.gpus_per_node)
 
+    def counts_gpus(self, slurm: SlurmSpec) -> bool:
+        """False if the scheduler does not know the GPUs of its nodes, because the cluster allocates whole nodes."""
+        return slurm.gpus_as_gres or not self.node_partitions
+
     def cpus_for(self, slurm: SlurmSpec, gpus_per_node: int = 0) -> int:
         """Processor cores of the largest node that a job with these options may get."""
         of_nodes = (self.node_cpus.get(name, 0) for name in self.nodes_for(slurm, gpus_per_node))
@@ -66,11 +70,12 @@ class Inventory(Schema):
         kind = slurm.gpu_type.casefold() if listed else ""
         # The nodes of a reservation that the scheduler does not list are unknown, too.
         reserved = [self.reservations.get(name, "") for name in slurm.reservations]
+        known_gpus = gpus_per_node if self.counts_gpus(slurm) else 0
         return [
             name
             for name in self.node_names
             if not slurm.excludes(name)
-            and self.gpus_of(name) >= gpus_per_node
+            and self.gpus_of(name) >= known_gpus
             and (not allowed or allowed & {*self.node_partitions.get(name, ())})
             and (not kind or self.node_gpu_types.get(name, kind).casefold() == kind)
             and (name not in self.node_features or slurm.accepts(self.node_features[name]))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from control_fakes import FakeScheduler, make_spec
 
+from rlhf_core.allocation.planner import shortages
 from rlhf_core.errors import PreflightBlocked
 from rlhf_core.preflight import runner
 from rlhf_core.preflight.facts import (
@@ -669,6 +670,22 @@ def test_only_nodes_of_the_partition_count() -> None:
     one_less = replace(large, site_slurm=SlurmSpec(partition="large", exclude=("c",)))
     assert found(one_less, "resources.uneven_gpus")[0].status is CheckStatus.BLOCKED
     assert found(large, "resources.uneven_gpus")[0].status is CheckStatus.PASSED
+
+
+def test_gpus_that_slurm_does_not_manage_are_unknown() -> None:
+    """The control is the same cluster without the setting, which the message names."""
+    nodes = {"a": ("main",), "b": ("main",)}
+    scheduler = FakeScheduler(nodes=tuple(nodes), node_gpus=dict.fromkeys(nodes, 0), node_partitions=nodes)
+    resources = {"num_nodes": 2, "ranks_per_node": 8, "gpus_per_node": 8}
+    facts = replace(with_spec(resources=resources), inventory=scheduler.inventory(), scheduler="slurm")
+    (refused,) = found(facts, "resources.gpus")
+    assert refused.status is CheckStatus.BLOCKED
+    assert "or slurm.gpus_as_gres=false if the nodes have GPUs that Slurm does not list" in refused.advice
+    whole = SlurmSpec(gpus_as_gres=False)
+    results = run_checks(replace(facts, site_slurm=whole), "resources")
+    assert [result.id for result in results if result.status is CheckStatus.BLOCKED] == []
+    assert shortages(facts.spec.resources, SlurmSpec(), facts.inventory) == ["8 GPUs per node requested, 0 there"]
+    assert shortages(facts.spec.resources, whole, facts.inventory) == []
 
 
 @pytest.mark.parametrize(("gpus", "engines"), [(0, 4), (2, 4)], ids=["CPU", "GPUs"])

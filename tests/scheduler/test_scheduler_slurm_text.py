@@ -127,6 +127,21 @@ def test_a_script_with_all_options() -> None:
     assert "VISIBLE_DEVICES" not in text  # Slurm assigns them
 
 
+def test_whole_nodes_are_requested_where_slurm_does_not_manage_gpus() -> None:
+    """sbatch refuses --gpus-per-node there: "Invalid generic resource (gres) specification"."""
+    text = script(gpus=8, gpu_type="h100", gpus_as_gres=False)
+    assert "#SBATCH --exclusive\n" in text
+    assert "gpus-per-node" not in text
+    every = "unset CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES\n"
+    assert every in text, "whatever the shell that submits may see"
+    assert "export CUDA_VISIBLE_DEVICES" not in text
+    some = script(gpus=4, gpus_as_gres=False, environment={"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+    assert "export CUDA_VISIBLE_DEVICES=0,1,2,3\n" in some.partition(every)[2]
+    assert "unset" not in script(gpus_as_gres=False)
+    assert "#SBATCH --exclusive=user\n" in script(gpus=8, gpus_as_gres=False, extra=("--exclusive=user",))
+    assert "exclusive" not in script(gpus_as_gres=False), "the control: a job on CPU"
+
+
 def test_nodes_of_an_own_option_are_excluded_beside_those_at_fault() -> None:
     """Slurm takes only the last of two such options."""
     text = script(excluded=("node3",), exclude=("node9",), extra=("--exclude=node[1,5],node9",))

@@ -106,16 +106,21 @@ def min_nodes(facts: Facts) -> Iterator[Finding]:
 def gpus(facts: Facts) -> Iterator[Finding]:
     """A job for GPUs that no node has waits forever; unused GPUs cost money; two ranks on one GPU run out of memory."""
     resources = facts.spec.resources
-    available = max(map(facts.inventory.gpus_of, _nodes(facts)), default=facts.inventory.gpus_per_node)
     requested, ranks = resources.gpus_per_node, resources.ranks_per_node
+    counted = facts.inventory.counts_gpus(facts.slurm)
+    available = max(map(facts.inventory.gpus_of, _nodes(facts)), default=facts.inventory.gpus_per_node)
+    available = available if counted else requested
     rollout, engines = facts.spec.rollout, facts.spec.engines_beside_trainers
     users = ranks + engines * rollout.gpus_per_engine
     of_engines = facts.spec.engines_per_node * rollout.gpus_per_engine
     if requested > available:
+        unmanaged = facts.scheduler == "slurm" and not facts.inventory.gpus_per_node
         yield blocked(
             f"resources.gpus_per_node = {requested}, the nodes have {available}",
             f"at most {available} GPUs per node",
-            f"set resources.gpus_per_node={available}" + ("" if available else " to train on CPU"),
+            f"set resources.gpus_per_node={available}"
+            + ("" if available else " to train on CPU")
+            + (", or slurm.gpus_as_gres=false if the nodes have GPUs that Slurm does not list" if unmanaged else ""),
         )
     elif requested and ranks > requested:
         yield blocked(
@@ -145,7 +150,8 @@ def gpus(facts: Facts) -> Iterator[Finding]:
             f"set resources.gpus_per_node={available} and resources.ranks_per_node={available}, unless CPU is intended",
         )
     else:
-        yield passed(f"{requested} GPUs per node for {ranks} ranks" if requested else "CPU, no GPU requested")
+        unknown = "" if counted else ", which Slurm does not count"
+        yield passed(f"{requested} GPUs per node for {ranks} ranks{unknown}" if requested else "CPU, no GPU requested")
 
 
 def _places_its_ranks(facts: Facts) -> bool:
