@@ -29,6 +29,7 @@ from rlhf_core.scheduler.slurm_answers import (
     takes_no_job,
 )
 from rlhf_core.scheduler.slurm_script import AgentExecutor
+from rlhf_core.scheduler.slurm_settings import cluster_settings, may_choose_partitions
 from rlhf_core.schemas.resources import Inventory, Submission, job_marker, parse_job_marker
 
 CANCEL_S = 90.0
@@ -80,6 +81,7 @@ class SlurmScheduler:
             # sbatch uses the variable if the job names no partition.
             default_partition=os.environ.get("SBATCH_PARTITION")
             or next((row[5].rstrip("*") for row in listed if row[5].endswith("*")), ""),
+            may_choose_partition=may_choose_partitions(cluster_settings()),
             cluster=slurm_queue.cluster_name(),
         )
 

@@ -40,6 +40,8 @@ class Inventory(Schema):
     """Nodes of each reservation, in Slurm's short form."""
     default_partition: str = ""
     """Default partition of jobs; empty if the scheduler has none."""
+    may_choose_partition: bool = False
+    """True if the scheduler may place a job that names no partition in another one than the default."""
     cluster: str = ""
     """Name of the Slurm cluster; empty if unknown, and for the local scheduler."""
 
@@ -61,13 +63,26 @@ class Inventory(Schema):
         of_nodes = (self.node_memory_gb.get(name, 0.0) for name in self.nodes_for(slurm, gpus_per_node))
         return max(of_nodes, default=0.0) or self.memory_gb
 
+    def partitions_with(self, gpus_per_node: int) -> set[str]:
+        """Partitions of the nodes with that many GPUs."""
+        partitions = self.node_partitions.items()
+        return {name for node, names in partitions if self.gpus_of(node) >= gpus_per_node for name in names}
+
+    def partitions_for(self, slurm: SlurmSpec, gpus_per_node: int = 0) -> set[str]:
+        """Partitions that a job with these options may run in; empty if the scheduler does not list its partitions."""
+        listed = self.partitions_with(0)
+        if slurm.partitions:
+            return listed & slurm.partitions
+        default = listed & {*self.default_partition.split(",")}
+        enough = self.partitions_with(gpus_per_node if self.counts_gpus(slurm) else 0)
+        return listed if self.may_choose_partition and enough.isdisjoint(default) else default
+
     def nodes_for(self, slurm: SlurmSpec, gpus_per_node: int = 0) -> list[str]:
         """Nodes that a job with these options may get eventually, including those that are busy or out of service."""
         # Of a partition that the scheduler does not list, the nodes are unknown.
-        listed = {partition for found in self.node_partitions.values() for partition in found}
-        allowed = listed & (slurm.partitions or {*self.default_partition.split(",")})
+        allowed = self.partitions_for(slurm, gpus_per_node)
         # Only Slurm selects by type; it has partitions, and a node whose type it does not report may have any.
-        kind = slurm.gpu_type.casefold() if listed else ""
+        kind = slurm.gpu_type.casefold() if self.node_partitions else ""
         # The nodes of a reservation that the scheduler does not list are unknown, too.
         reserved = [self.reservations.get(name, "") for name in slurm.reservations]
         known_gpus = gpus_per_node if self.counts_gpus(slurm) else 0
@@ -76,7 +91,7 @@ class Inventory(Schema):
             for name in self.node_names
             if not slurm.excludes(name)
             and self.gpus_of(name) >= known_gpus
-            and (not allowed or allowed & {*self.node_partitions.get(name, ())})
+            and (not allowed or not allowed.isdisjoint(self.node_partitions.get(name, ())))
             and (not kind or self.node_gpu_types.get(name, kind).casefold() == kind)
             and (name not in self.node_features or slurm.accepts(self.node_features[name]))
             and (not reserved or "" in reserved or is_named(name, reserved))

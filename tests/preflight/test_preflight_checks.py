@@ -672,6 +672,29 @@ def test_only_nodes_of_the_partition_count() -> None:
     assert found(large, "resources.uneven_gpus")[0].status is CheckStatus.PASSED
 
 
+def test_a_default_partition_without_gpus_is_named_with_those_that_have_them() -> None:
+    """Only a plug-in of the cluster can place the job then; the control is a partition that is chosen."""
+    gpus = {"a": 0, "b": 8, "c": 8}
+    partitions = {"a": ("cpu",), "b": ("gpu", "long"), "c": ("gpu",)}
+    resources = {"num_nodes": 2, "ranks_per_node": 8, "gpus_per_node": 8}
+    scheduler = FakeScheduler(nodes=tuple(gpus), gpus_per_node=8, node_gpus=gpus, node_partitions=partitions)
+    inventory = scheduler.inventory().model_copy(update={"default_partition": "cpu"})
+    facts = replace(with_spec(resources=resources), inventory=inventory, scheduler="slurm")
+    (refused,) = found(facts, "resources.gpus")
+    assert refused.status is CheckStatus.BLOCKED
+    assert refused.found.endswith("no node of the default partition cpu has; those of gpu, long do")
+    assert refused.advice == "set slurm.partition=gpu"
+
+    routed = replace(facts, inventory=inventory.model_copy(update={"may_choose_partition": True}))
+    warned, passed = found(routed, "resources.gpus")
+    assert (warned.status, passed.status) == (CheckStatus.WARNING, CheckStatus.PASSED)
+    assert [one.id for one in run_checks(routed, "resources") if one.status is CheckStatus.BLOCKED] == []
+    assert shortages(facts.spec.resources, SlurmSpec(), routed.inventory) == []
+
+    chosen = replace(facts, site_slurm=SlurmSpec(partition="gpu"))
+    assert [one.status for one in found(chosen, "resources.gpus")] == [CheckStatus.PASSED]
+
+
 def test_gpus_that_slurm_does_not_manage_are_unknown() -> None:
     """The control is the same cluster without the setting, which the message names."""
     nodes = {"a": ("main",), "b": ("main",)}

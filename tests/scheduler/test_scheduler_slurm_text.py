@@ -580,6 +580,23 @@ def test_the_default_partition_is_that_of_a_submission(monkeypatch: pytest.Monke
     assert SlurmScheduler().inventory().nodes_for(SlurmSpec(partition="cpu")) == ["a"]
 
 
+@pytest.mark.parametrize(("plugins", "nodes"), [("(null)", []), ("lua", ["b"])])
+def test_a_plugin_of_the_site_may_find_a_partition_with_gpus(
+    plugins: str, nodes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = {
+        "sinfo": "a|8|64000|(null)|idle|cpu*|(null)\nb|8|64000|gpu:h100:8|idle|gpu|(null)\n",
+        "config": f"CliFilterPlugins        = (null)\nJobSubmitPlugins        = {plugins}\nClusterName = here\n",
+    }
+    monkeypatch.setattr(
+        slurm_queue, "run", lambda *words, **_: answers.get(words[0], answers.get(words[-1], "Slurmctld(a) is UP"))
+    )
+    inventory = SlurmScheduler().inventory()
+    assert inventory.nodes_for(SlurmSpec(), 8) == nodes
+    assert inventory.nodes_for(SlurmSpec()) == ["a"], "a job on CPU stays in the default partition"
+    assert inventory.nodes_for(SlurmSpec(partition="cpu"), 8) == []
+
+
 @pytest.mark.parametrize(
     ("state", "is_out"),
     [("inval", True), ("drained", True), ("idle*", True), ("idle~", False), ("mixed", False), ("planned", False)],

@@ -113,6 +113,18 @@ def gpus(facts: Facts) -> Iterator[Finding]:
     rollout, engines = facts.spec.rollout, facts.spec.engines_beside_trainers
     users = ranks + engines * rollout.gpus_per_engine
     of_engines = facts.spec.engines_per_node * rollout.gpus_per_engine
+    elsewhere = _partitions_with_the_gpus(facts)
+    if elsewhere:
+        chosen = facts.inventory.may_choose_partition
+        yield (warning if chosen else blocked)(
+            f"resources.gpus_per_node = {requested}, which no node of the default partition "
+            f"{facts.inventory.default_partition} has; those of {listed(elsewhere, 8)} do",
+            "a partition with such nodes",
+            f"set slurm.partition={elsewhere[0]}"
+            + (", unless a plug-in of the cluster places such jobs; otherwise Slurm refuses the job" if chosen else ""),
+        )
+        if not chosen:
+            return
     if requested > available:
         unmanaged = facts.scheduler == "slurm" and not facts.inventory.gpus_per_node
         yield blocked(
@@ -152,6 +164,16 @@ def gpus(facts: Facts) -> Iterator[Finding]:
     else:
         unknown = "" if counted else ", which Slurm does not count"
         yield passed(f"{requested} GPUs per node for {ranks} ranks{unknown}" if requested else "CPU, no GPU requested")
+
+
+def _partitions_with_the_gpus(facts: Facts) -> list[str]:
+    """List the partitions with the requested GPUs if none is chosen and the default one lacks them."""
+    inventory = facts.inventory
+    default = inventory.partitions_for(facts.slurm)
+    if facts.slurm.partitions or not default or not inventory.counts_gpus(facts.slurm):
+        return []
+    enough = inventory.partitions_with(facts.spec.resources.gpus_per_node)
+    return sorted(enough) if enough.isdisjoint(default) else []
 
 
 def _places_its_ranks(facts: Facts) -> bool:
@@ -280,8 +302,11 @@ def duration(facts: Facts) -> Iterator[Finding]:
 
 
 def _nodes(facts: Facts) -> list[str]:
-    """Nodes that the job may get, however many GPUs they have."""
-    return facts.inventory.nodes_for(facts.slurm)
+    """Nodes that the job may get, however many GPUs they have; if only a plug-in of the cluster can find it a
+    partition, those with enough."""
+    few = facts.inventory.nodes_for(facts.slurm)
+    enough = facts.inventory.nodes_for(facts.slurm, facts.spec.resources.gpus_per_node)
+    return few if set(enough) <= set(few) else enough
 
 
 def _deviating_nodes(gpus: Mapping[str, int], types: Mapping[str, str]) -> dict[str, int]:
