@@ -29,7 +29,7 @@ from rlhf_core.scheduler.slurm_answers import (
     takes_no_job,
 )
 from rlhf_core.scheduler.slurm_script import AgentExecutor
-from rlhf_core.scheduler.slurm_settings import cluster_settings, may_choose_partitions
+from rlhf_core.scheduler.slurm_settings import cluster_settings, may_choose_partitions, partition_settings
 from rlhf_core.schemas.resources import Inventory, Submission, job_marker, parse_job_marker
 
 CANCEL_S = 90.0
@@ -63,6 +63,7 @@ class SlurmScheduler:
         partitions: dict[str, tuple[str, ...]] = {}
         for name, *_, partition, _ in listed:
             partitions[name] = (*partitions.get(name, ()), partition.rstrip("*"))
+        settings = cluster_settings()
         # Slurm gives 1 MB to nodes whose memory is not configured.
         memory_gb = {name: size / 1024 for name, row in rows.items() if (size := leading_number(row[2])) > 1}
         return Inventory(
@@ -78,10 +79,12 @@ class SlurmScheduler:
             node_partitions=partitions,
             node_features={name: tuple(row[6].split(",")) for name, row in rows.items()},
             reservations=reserved_nodes(),
-            # sbatch uses the variable if the job names no partition.
+            # sbatch uses these variables if the job names no partition or QOS.
             default_partition=os.environ.get("SBATCH_PARTITION")
             or next((row[5].rstrip("*") for row in listed if row[5].endswith("*")), ""),
-            may_choose_partition=may_choose_partitions(cluster_settings()),
+            default_qos=os.environ.get("SBATCH_QOS", ""),
+            partition_settings=partition_settings(settings),
+            may_choose_partition=may_choose_partitions(settings),
             cluster=slurm_queue.cluster_name(),
         )
 

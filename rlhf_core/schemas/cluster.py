@@ -29,11 +29,13 @@ class ResourceSpec(Schema):
     gpus_per_node: NonNegative = 0
     """GPUs on every node; 0 trains on CPU with gloo."""
     cpus_per_rank: Positive = 1
-    """Processor cores per rank."""
+    """Processor cores per rank; on GPU nodes, usually the cores of a node divided by its GPUs."""
     memory_gb: Annotated[float, Field(ge=0, le=2**31 - 1, allow_inf_nan=False)] = 0.0
-    """Main memory per node in GiB; 0 leaves it to the scheduler."""
+    """Main memory per node in GiB. 0 requests none: a Slurm job gets the default of its partition, often a few GiB per
+    core, whereas predictions assume the whole node."""
     time_limit_s: Positive = 86_400
-    """Time limit of one attempt in seconds."""
+    """Time limit of one attempt in seconds, at most that of the partition. A run that takes longer resumes in a new
+    attempt."""
 
     @model_validator(mode="after")
     def _least_is_least(self) -> Self:

@@ -11,6 +11,24 @@ from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.slurm_values import is_named
 
 
+class PartitionSettings(Schema):
+    """Limit of the jobs of a partition, and memory of those that request none."""
+
+    time_limit_s: int = 0
+    """Longest time limit of a job in seconds; 0 if there is none."""
+    memory_gb_per_node: float = 0.0
+    """Memory on each node in GiB, unless it depends on cores or GPUs; 0 if there is no default."""
+    memory_gb_per_cpu: float = 0.0
+    """Memory per requested core in GiB; 0 if there is no default."""
+    memory_gb_per_gpu: float = 0.0
+    """Memory per requested GPU in GiB, which precedes the other two; 0 if there is no default."""
+
+    def default_memory_gb(self, cpus_per_node: int, gpus_per_node: int) -> float:
+        """Memory per node, in GiB, of a job that requests none; 0 for that of the whole node."""
+        per_gpu, per_cpu = self.memory_gb_per_gpu * gpus_per_node, self.memory_gb_per_cpu * cpus_per_node
+        return per_gpu or per_cpu or self.memory_gb_per_node
+
+
 class Inventory(Schema):
     """Resources of a scheduler."""
 
@@ -40,6 +58,10 @@ class Inventory(Schema):
     """Nodes of each reservation, in Slurm's short form."""
     default_partition: str = ""
     """Default partition of jobs; empty if the scheduler has none."""
+    default_qos: str = ""
+    """Quality of service of jobs that choose none; empty if unknown, and if the scheduler has none."""
+    partition_settings: dict[str, PartitionSettings] = {}
+    """Settings of each partition; empty if the scheduler has none, or did not tell them."""
     may_choose_partition: bool = False
     """True if the scheduler may place a job that names no partition in another one than the default."""
     cluster: str = ""
@@ -76,6 +98,12 @@ class Inventory(Schema):
         default = listed & {*self.default_partition.split(",")}
         enough = self.partitions_with(gpus_per_node if self.counts_gpus(slurm) else 0)
         return listed if self.may_choose_partition and enough.isdisjoint(default) else default
+
+    def settings_for(self, slurm: SlurmSpec, gpus_per_node: int = 0) -> dict[str, PartitionSettings]:
+        """Settings of the partitions that a job with these options may run in; empty if those of one are unknown."""
+        names = sorted(self.partitions_for(slurm, gpus_per_node))
+        known = {name: self.partition_settings[name] for name in names if name in self.partition_settings}
+        return known if len(known) == len(names) else {}
 
     def nodes_for(self, slurm: SlurmSpec, gpus_per_node: int = 0) -> list[str]:
         """Nodes that a job with these options may get eventually, including those that are busy or out of service."""

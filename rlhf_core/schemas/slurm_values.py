@@ -1,4 +1,4 @@
-"""Types of the values of ``[slurm]``, which are used in batch scripts and options of sbatch."""
+"""Values of ``[slurm]``, which are used in batch scripts and options of sbatch: their types, and what Slurm reads."""
 
 import functools
 import re
@@ -65,6 +65,19 @@ def _contains(ranges: str, number: str) -> bool:
         for low, high in bounds
         if low.isdecimal() and high.isdecimal()
     )
+
+
+def slurm_seconds(text: str) -> int | None:
+    """Parse a Slurm time to seconds: minutes, ``m:s``, ``h:m:s``, ``d-h``, ``d-h:m``, ``d-h:m:s``."""
+    found = re.fullmatch(r"(?:(\d{1,4})-)?(\d{1,7})(?::(\d{1,2}))?(?::(\d{1,2}))?", text, re.ASCII)
+    if not found:
+        return None
+    days, first, second, third = (int(part) if part else 0 for part in found.groups())
+    if found[1] is not None or found[4] is not None:
+        seconds = days * 86_400 + first * 3600 + second * 60 + third
+    else:
+        seconds = first * 60 + second
+    return seconds or None
 
 
 OneLine = Annotated[str, _without(CONTROL, "one line without control characters")]

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from rlhf_core.config.loading import load
 from rlhf_core.errors import BadInput, RlhfError
 from rlhf_core.launch.wrap.draft import Draft, WrapSurroundings
-from rlhf_core.launch.wrap.slurm_options import slurm_seconds
 from rlhf_core.launch.wrap.wrapping import WrapOptions, WrappedLine, wrap_line, wrap_script
 from rlhf_core.schemas.command_trainer import PLACEHOLDERS, CommandTrainer, fill
+from rlhf_core.schemas.slurm_values import slurm_seconds
 from rlhf_core.shell.launch_line import LaunchItem, read_launch_line
 
 VALUES = {name: f"<{name}>" for name in PLACEHOLDERS}

@@ -31,6 +31,8 @@ from rlhf_core.preflight.trial import basis_of
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.content import ContentReport, RewardTrial, SplitReport, TokenizerReport
+from rlhf_core.schemas.resources import PartitionSettings
+from rlhf_core.schemas.run import with_changes
 
 GIB = 2**30
 FILES = {"generator": "", "train": "/d/train.jsonl", "eval": "/d/eval.jsonl"}
@@ -693,6 +695,88 @@ def test_a_default_partition_without_gpus_is_named_with_those_that_have_them() -
 
     chosen = replace(facts, site_slurm=SlurmSpec(partition="gpu"))
     assert [one.status for one in found(chosen, "resources.gpus")] == [CheckStatus.PASSED]
+
+
+def in_partitions(slurm: dict[str, Any] | None = None, **resources: Any) -> Facts:
+    """A run on one node with 8 GPUs and 1000 GiB, in partitions with limits and defaults of their own."""
+    partitions = ("batch", "short", "long")
+    scheduler = FakeScheduler(
+        nodes=("n1",), memory_gb=1000, gpus_per_node=8, node_partitions={"n1": partitions}, default_partition="batch"
+    )
+    settings = {
+        "batch": PartitionSettings(time_limit_s=86_400, memory_gb_per_cpu=4),
+        "short": PartitionSettings(time_limit_s=14_400, memory_gb_per_cpu=4, memory_gb_per_gpu=100),
+        "long": PartitionSettings(),
+    }
+    inventory = scheduler.inventory().model_copy(update={"partition_settings": settings})
+    facts = with_spec(resources={"gpus_per_node": 8, "ranks_per_node": 8, **resources}, slurm=slurm or {})
+    return replace(facts, inventory=inventory, scheduler="slurm")
+
+
+@pytest.mark.parametrize(
+    ("slurm", "status", "message"),
+    [
+        ({}, CheckStatus.PASSED, ""),
+        ({"partition": "short"}, CheckStatus.BLOCKED, "limit of short is 14400"),
+        ({"partition": "short,batch"}, CheckStatus.PASSED, ""),
+        ({"extra": ["--partition=short"]}, CheckStatus.BLOCKED, "limit of short is 14400"),
+        ({"partition": "short", "qos": "long"}, CheckStatus.WARNING, "limit of short is 14400"),
+        ({"partition": "long"}, CheckStatus.PASSED, ""),
+        ({"partition": "hidden"}, CheckStatus.PASSED, ""),
+    ],
+)
+def test_a_time_limit_above_that_of_the_partition(slurm: dict[str, Any], status: CheckStatus, message: str) -> None:
+    """Slurm accepts the job by default, and it waits with the reason PartitionTimeLimit."""
+    (result,) = found(in_partitions(slurm, time_limit_s=86_400), "resources.time_limit")
+    assert result.status is status
+    assert message in result.found
+
+
+def test_the_time_limit_of_a_partition_holds_for_what_the_job_asks_for() -> None:
+    """A cap on hours shortens every job, and a QOS of the shell that submits may allow more."""
+    facts = in_partitions({"partition": "short"}, time_limit_s=86_400)
+    for node_hours, status in ((4, CheckStatus.PASSED), (5, CheckStatus.BLOCKED)):
+        capped = replace(facts, spec=with_changes(facts.spec, {"supervise.max_node_hours": node_hours}))
+        (result,) = found(capped, "resources.time_limit")
+        assert result.status is status
+    assert "= 86400 (a cap of supervise leaves 18000), the limit of short is 14400" in result.found
+    with_qos = replace(facts, inventory=facts.inventory.model_copy(update={"default_qos": "long"}))
+    assert [one.status for one in found(with_qos, "resources.time_limit")] == [CheckStatus.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("slurm", "status"), [({}, CheckStatus.WARNING), ({"partition": "batch"}, CheckStatus.BLOCKED)]
+)
+def test_a_plugin_may_place_a_long_job_in_another_partition(slurm: dict[str, Any], status: CheckStatus) -> None:
+    facts = in_partitions(slurm, time_limit_s=2 * 86_400)
+    facts = replace(facts, inventory=facts.inventory.model_copy(update={"may_choose_partition": True}))
+    assert [one.status for one in found(facts, "resources.time_limit")] == [status]
+
+
+@pytest.mark.parametrize(
+    ("slurm", "resources", "gigabytes"),
+    [
+        ({}, {"cpus_per_rank": 1}, "32.0"),
+        ({}, {"cpus_per_rank": 16}, ""),  # 512 GiB
+        ({}, {"memory_gb": 900}, ""),
+        ({}, {"gpus_per_node": 0}, ""),
+        ({}, {"gpus_per_node": 1, "ranks_per_node": 1, "cpus_per_rank": 8}, "32.0"),  # of 125 GiB
+        ({}, {"gpus_per_node": 1, "ranks_per_node": 1, "cpus_per_rank": 16}, ""),
+        ({"partition": "short"}, {}, ""),  # 800 GiB
+        ({"partition": "long"}, {}, ""),
+        ({"extra": ["--mem-per-cpu=100G"]}, {}, ""),
+        ({"extra": ["--exclusive"]}, {}, ""),
+    ],
+)
+def test_the_memory_of_a_job_that_requests_none(
+    slurm: dict[str, Any], resources: dict[str, Any], gigabytes: str
+) -> None:
+    results = found(in_partitions(slurm, **resources), "resources.memory")
+    assert [result.found for result in results] == (
+        [f"resources.memory_gb = 0, for which the cluster gives the job {gigabytes} GiB of the 1000.0 GiB of a node"]
+        if gigabytes
+        else []
+    )
 
 
 def test_gpus_that_slurm_does_not_manage_are_unknown() -> None:

@@ -75,6 +75,7 @@ def test_inventory_counts_nodes_cores_memory_and_gpus(scheduler: SlurmScheduler)
     assert (found.cpus_per_node, found.gpus_per_node) == (8, 2)
     assert found.node_gpus == dict.fromkeys(found.node_names, 2)
     assert found.memory_gb == pytest.approx(8000 / 1024)
+    assert {name: one.time_limit_s for name, one in found.partition_settings.items()} == {"main": 0, "first": 0}
 
 
 def test_agents_get_their_node_and_all_addresses_and_no_secret_of_the_site(

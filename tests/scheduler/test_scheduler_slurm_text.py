@@ -510,8 +510,8 @@ def test_nodes_are_those_with_the_features_and_in_the_reservation(monkeypatch: p
     nodes = (
         "n1|8|64000|(null)|idle|all*|ib,h100\nn2|8|64000|(null)|idle|all*|h100\nn3|8|64000|(null)|idle|all*|(null)\n"
     )
-    answers = {"reservation": reservations, "ping": "Slurmctld(a) is UP", "config": "ClusterName = here"}
-    monkeypatch.setattr(slurm_queue, "run", lambda *words, **_: nodes if words[0] == "sinfo" else answers[words[-1]])
+    answers = {"reservation": reservations, "ping": "Slurmctld(a) is UP"}
+    answer(monkeypatch, sinfo=nodes, **answers)
     inventory = SlurmScheduler().inventory()
     assert inventory.nodes_for(SlurmSpec()) == ["n1", "n2", "n3"]
     assert inventory.nodes_for(SlurmSpec(constraint="h100")) == ["n1", "n2"]
@@ -537,8 +537,35 @@ def test_a_stopped_process_blocks_no_other(tmp_path: Path, monkeypatch: pytest.M
 
 def inventory_of(rows: str, monkeypatch: pytest.MonkeyPatch) -> Inventory:
     """The inventory of a cluster whose nodes sinfo lists in these rows."""
-    monkeypatch.setattr(slurm_queue, "run", lambda *words, **_: rows if words[0] == "sinfo" else "Slurmctld(a) is UP")
+    answer(monkeypatch, sinfo=rows)
     return SlurmScheduler().inventory()
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, **answers: str) -> None:
+    """Answer commands of Slurm by their name, or by what scontrol is to show."""
+    others = {"ping": "Slurmctld(a) is UP", **answers}
+    monkeypatch.setattr(slurm_queue, "run", lambda *words, **_: others.get(words[0], "") or others.get(words[-1], ""))
+
+
+def test_limits_and_defaults_of_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Slurm 22.05 shows them; shortened."""
+    partitions = (
+        "PartitionName=main Default=YES MaxTime=UNLIMITED JobDefaults=(null) DefMemPerNode=UNLIMITED\n"
+        "PartitionName=short MaxTime=01:00:00 JobDefaults=DefCpuPerGPU=4,DefMemPerGPU=2048 DefMemPerNode=512\n"
+        "PartitionName=long MaxTime=7-00:00:00 JobDefaults=(null) DefMemPerCPU=3072 MaxMemPerNode=UNLIMITED\n"
+    )
+    config = (
+        "ClusterName = here\nDefMemPerCPU            = 1024\nJobDefaults             = (null)\nEnforcePartLimits = NO\n"
+    )
+    answer(monkeypatch, sinfo="a|8|64000|(null)|idle|main*|(null)\n", partition=partitions, config=config)
+    settings = SlurmScheduler().inventory().partition_settings
+    limits = {name: one.time_limit_s for name, one in settings.items()}
+    assert limits == {"main": 0, "short": 3600, "long": 7 * 86_400}
+    memory = {name: (one.default_memory_gb(8, 2), one.default_memory_gb(8, 0)) for name, one in settings.items()}
+    assert memory == {"main": (8, 8), "short": (4, 0.5), "long": (24, 24)}
+    answer(monkeypatch, sinfo="a|8|64000|(null)|idle|main*|(null)\n", partition=partitions)
+    (main, *_) = SlurmScheduler().inventory().partition_settings.values()
+    assert main.default_memory_gb(8, 2) == 0, "the whole node"
 
 
 def test_memory_is_that_of_nodes_that_a_job_may_get(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -571,11 +598,13 @@ def test_memory_that_is_not_configured_in_slurm_is_unknown(monkeypatch: pytest.M
     assert inventory.memory_gb == inventory.memory_for(SlurmSpec(), 8) == 0
 
 
-def test_the_default_partition_is_that_of_a_submission(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_partition_and_qos_are_those_of_a_submission(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = "a|8|64000|(null)|idle|cpu*|(null)\nb|8|64000|gpu:h100:8|idle|gpu|(null)\n"
     inventory = inventory_of(rows, monkeypatch)
     assert (inventory.default_partition, inventory.nodes_for(SlurmSpec())) == ("cpu", ["a"])
     monkeypatch.setenv("SBATCH_PARTITION", "gpu")
+    monkeypatch.setenv("SBATCH_QOS", "high")
+    assert SlurmScheduler().inventory().default_qos == "high"
     assert SlurmScheduler().inventory().nodes_for(SlurmSpec()) == ["b"]
     assert SlurmScheduler().inventory().nodes_for(SlurmSpec(partition="cpu")) == ["a"]
 
@@ -584,12 +613,10 @@ def test_the_default_partition_is_that_of_a_submission(monkeypatch: pytest.Monke
 def test_a_plugin_of_the_site_may_find_a_partition_with_gpus(
     plugins: str, nodes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers = {
-        "sinfo": "a|8|64000|(null)|idle|cpu*|(null)\nb|8|64000|gpu:h100:8|idle|gpu|(null)\n",
-        "config": f"CliFilterPlugins        = (null)\nJobSubmitPlugins        = {plugins}\nClusterName = here\n",
-    }
-    monkeypatch.setattr(
-        slurm_queue, "run", lambda *words, **_: answers.get(words[0], answers.get(words[-1], "Slurmctld(a) is UP"))
+    answer(
+        monkeypatch,
+        sinfo="a|8|64000|(null)|idle|cpu*|(null)\nb|8|64000|gpu:h100:8|idle|gpu|(null)\n",
+        config=f"CliFilterPlugins        = (null)\nJobSubmitPlugins        = {plugins}\nClusterName = here\n",
     )
     inventory = SlurmScheduler().inventory()
     assert inventory.nodes_for(SlurmSpec(), 8) == nodes

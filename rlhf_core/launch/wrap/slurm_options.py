@@ -14,6 +14,7 @@ from rlhf_core.launch.wrap.slurm_counts import (
     other_resources,
     tasks_per_node,
 )
+from rlhf_core.schemas.slurm_values import slurm_seconds
 from rlhf_core.shell.launch_line import normalized
 from rlhf_core.text.formatting import count
 
@@ -213,16 +214,3 @@ def _read_time(draft: Draft, options: dict[str, str], source: str) -> None:
             draft.set("resources.time_limit_s", seconds, f"{source} --time", options["time"])
         else:
             draft.missing(f"{source} --time={options['time']}", "set resources.time_limit_s")
-
-
-def slurm_seconds(text: str) -> int | None:
-    """Parse a Slurm time to seconds: minutes, ``m:s``, ``h:m:s``, ``d-h``, ``d-h:m``, ``d-h:m:s``."""
-    found = re.fullmatch(r"(?:(\d{1,4})-)?(\d{1,7})(?::(\d{1,2}))?(?::(\d{1,2}))?", text, re.ASCII)
-    if not found:
-        return None
-    days, first, second, third = (int(part) if part else 0 for part in found.groups())
-    if found[1] is not None or found[4] is not None:
-        seconds = days * 86_400 + first * 3600 + second * 60 + third
-    else:
-        seconds = first * 60 + second
-    return seconds or None

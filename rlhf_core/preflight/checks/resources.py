@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
+from rlhf_core.diagnosis import attempt_caps
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.launch_arguments import arguments_of
 from rlhf_core.preflight.predictions import predict
@@ -245,26 +246,70 @@ def cores(facts: Facts) -> Iterator[Finding]:
 
 @check("resources.memory")
 def memory(facts: Facts) -> Iterator[Finding]:
-    """A job that requests more memory than any node has waits forever."""
+    """A job that requests more memory than any node has waits forever; without a request, it may get very little."""
     requested = facts.spec.resources.memory_gb
     available = facts.inventory.memory_for(facts.slurm, facts.spec.resources.gpus_per_node)
+    default, share = _default_memory_gb(facts), _share_of_memory_gb(facts, available)
     if available and requested > available:
         yield blocked(
             f"resources.memory_gb = {requested:g}, the nodes have {available:.1f}",
             f"at most {available:.1f} GiB",
             f"set resources.memory_gb={int(available)}, or 0 to leave it to the scheduler",
         )
+    elif not requested and 0 < default < share / 2:
+        yield warning(
+            f"resources.memory_gb = 0, for which the cluster gives the job {default:.1f} GiB of the "
+            f"{available:.1f} GiB of a node",
+            f"the share of its GPUs: {share:.1f} GiB",
+            f"set resources.memory_gb={int(share)}",
+        )
+
+
+def _default_memory_gb(facts: Facts) -> float:
+    """Least memory on a node, in GiB, of a job for GPUs that requests none; 0 if it may use the whole node."""
+    asks = any(map(facts.slurm.in_extra, ("mem", "mem-per-cpu", "mem-per-gpu", "exclusive")))
+    gpus, cpus = facts.spec.resources.gpus_per_node, facts.spec.processes_per_node * facts.spec.resources.cpus_per_rank
+    if asks or not gpus or not facts.slurm.gpus_as_gres:
+        return 0.0
+    settings = facts.inventory.settings_for(facts.slurm, gpus).values()
+    return min(filter(None, (one.default_memory_gb(cpus, gpus) for one in settings)), default=0.0)
+
+
+def _share_of_memory_gb(facts: Facts, available: float) -> float:
+    """Share of a node's memory for the requested part of its GPUs, in GiB."""
+    gpus = facts.spec.resources.gpus_per_node
+    most = max([gpus, *map(facts.inventory.gpus_of, _nodes(facts))])
+    return available * gpus / most if gpus else 0.0
 
 
 @check("resources.time_limit")
 def time_limit(facts: Facts) -> Iterator[Finding]:
-    """With too short a time limit, an attempt ends before training starts or before a hang can be detected."""
+    """With too short a time limit, an attempt ends before training starts; above that of its partition, it waits."""
     limit, supervise = facts.spec.resources.time_limit_s, facts.spec.supervise
+    partitions = facts.inventory.settings_for(facts.slurm, facts.spec.resources.gpus_per_node)
+    limits = [one.time_limit_s for one in partitions.values()]
+    longest = max(limits, default=0) if all(limits) else 0
+    requested = attempt_caps.time_limit_s(facts.spec, attempt_caps.Used())
     if limit < SHORT_ATTEMPT_S:
         yield warning(
             f"resources.time_limit_s = {limit}",
             f"at least {SHORT_ATTEMPT_S} s: starting the workers alone takes most of a minute",
             "raise resources.time_limit_s",
+        )
+    elif longest and requested > longest:
+        # A QOS may override the limit of a partition.
+        is_placed = facts.inventory.may_choose_partition and not facts.slurm.partitions
+        may_be_allowed = bool(facts.slurm.chosen("qos") or facts.inventory.default_qos) or is_placed
+        of_cap = f" (a cap of supervise leaves {requested})" if requested < limit else ""
+        yield (warning if may_be_allowed else blocked)(
+            f"resources.time_limit_s = {limit}{of_cap}, the limit of {listed(list(partitions), 8)} is {longest}",
+            f"at most {longest} s: Slurm refuses a longer job, or lets it wait forever",
+            f"set resources.time_limit_s={longest}; a run that takes longer continues in a new attempt"
+            + (
+                ", unless the QOS or a plug-in of the cluster allows more"
+                if may_be_allowed
+                else "; if a QOS allows you more, name it in slurm.qos"
+            ),
         )
     elif supervise.floor_s >= limit:
         yield warning(
