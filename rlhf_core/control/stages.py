@@ -174,8 +174,12 @@ def _submit_when_accepted(controller: Controller, request: JobRequest) -> None:
 def _watch_until(controller: Controller, number: int, enough: Callable[[AttemptSnapshot], bool]) -> AttemptSnapshot:
     """Poll until the attempt has ended or ``enough`` returns True, and update states meanwhile."""
     journal = controller.journal
+    reasons: set[str] = set()
     while True:
         snapshot = controller.poll(number)
+        if snapshot.job.needs_action and snapshot.job.reason not in reasons:
+            reasons.add(snapshot.job.reason)
+            controller.observer.log(f"warning attempt {number} waits: {snapshot.job.reason}")
         if (
             snapshot.verdict.state is AttemptState.RUNNING
             and journal.record.attempts[number].state is AttemptState.SUBMITTED

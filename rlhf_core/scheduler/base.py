@@ -41,6 +41,8 @@ class JobStatus:
     """The scheduler's own name for the state, for instance ``NODE_FAIL``; the classifier reads it."""
     lost_nodes: tuple[str, ...] = ()
     """Failed nodes that made the job end."""
+    needs_action: bool = False
+    """True for a pending job that will not start before its user or an administrator changes something."""
 
 
 @dataclass(frozen=True)

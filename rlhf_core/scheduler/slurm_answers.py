@@ -32,6 +32,13 @@ _ENDED = frozenset(
 )
 
 
+_NEEDS_ACTION = re.compile(
+    r"AccountNotAllowed|BadConstraints|Invalid(Account|QOS)|JobHeld(Admin|User)|JobHoldMaxRequeue|Partition(Node|Time)Limit"
+    r"|QOSNotAllowed|ReservationDeleted|launch.failed.requeued.held|(QOS|Assoc)(Max\w+PerJob\w*|Min\w+)"
+)
+"""Reasons for which a job waits although resources become free: limits that it exceeds by itself, and holds."""
+
+
 def has_ended(row: QueuedJob) -> bool:
     """Return True if a job in the queue has ended."""
     return row.state.partition(" ")[0] in _ENDED
@@ -60,6 +67,9 @@ def status_of(row: QueuedJob, marker: str = "") -> JobStatus:
         reason = "" if word == "RUNNING" else f"Slurm says {word}"
         return JobStatus(JobState.RUNNING, reason, _names(row.nodes), scheduler_state=word)
     if word in _WAITING:
+        if _NEEDS_ACTION.fullmatch(row.reason):
+            reason = f"{row.reason}, until its user or an administrator acts"
+            return JobStatus(JobState.PENDING, reason, scheduler_state=word, needs_action=True)
         start = _time(row.start)
         why = "the scheduler has not considered it yet" if row.reason == "None" else row.reason
         reason = f"{why}, expected to start {start:%Y-%m-%d %H:%M} UTC" if start else why

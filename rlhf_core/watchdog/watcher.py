@@ -175,7 +175,7 @@ class Watcher:
         self._answered = status is not None and status.state is not JobState.UNKNOWN
         if status is None or status.state is JobState.UNKNOWN:
             reason = status.reason if status else "the scheduler did not list the job"
-            return replace(self._last_job, reason=f"state unknown: {reason}")
+            return replace(self._last_job, reason=f"state unknown: {reason}", needs_action=False)
         if status.scheduler_state == "COMPLETING":
             # Slurm then names only the nodes that are not done yet, the first of which need not be that of agent 0.
             status = replace(status, nodes=self._last_job.nodes)

@@ -2,6 +2,8 @@
 
 import errno
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -28,7 +30,7 @@ from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.scheduler.base import JobRequest, JobState
+from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus
 from rlhf_core.schemas.attempts import AttemptState, Role, RunState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
@@ -141,9 +143,20 @@ def test_a_run_that_waits_for_the_scheduler_can_be_cancelled(harness: Controller
 
 
 def test_stages_follow_the_agent(harness: ControllerHarness) -> None:
-    """The job waits for nodes, then trains, then evaluates: each is recorded when it happens."""
+    """The job waits for nodes, then trains, then evaluates: each is recorded when it happens. A wait that needs an
+    administrator is told once."""
     run_dir = harness.run()
     harness.scheduler.first_state = JobState.PENDING
+    status = harness.scheduler.status
+
+    def held(submissions: Sequence[Submission]) -> dict[str, JobStatus]:
+        answers = status(submissions).items()
+        return {
+            job_id: replace(answer, reason="JobHeldAdmin", needs_action=answer.state is JobState.PENDING)
+            for job_id, answer in answers
+        }
+
+    harness.scheduler.status = held  # type: ignore[method-assign]
     agent, seen = FakeAgent(run_dir), []
 
     def meanwhile() -> None:
@@ -165,6 +178,7 @@ def test_stages_follow_the_agent(harness: ControllerHarness) -> None:
     drive(harness.controller(run_dir))
     order = list(dict.fromkeys(seen))
     assert order == [RunState.QUEUED, RunState.TRAINING, RunState.EVALUATING]
+    assert [text for text in harness.notes.messages if "waits" in text] == ["warning attempt 1 waits: JobHeldAdmin"]
     assert stages_of(harness, run_dir) == FOUR_STAGES
     assert max(snapshot.step for snapshot in harness.notes.snapshots) == 1
 

@@ -644,6 +644,30 @@ def test_the_reason_and_the_expected_start_of_a_waiting_job(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
+    ("reason", "needs_action"),
+    [
+        ("PartitionTimeLimit", True),
+        ("AssocMaxWallDurationPerJobLimit", True),
+        ("QOSMaxNodePerJobLimit", True),
+        ("QOSMinCpuNotSatisfied", True),
+        ("JobHeldAdmin", True),
+        ("launch failed requeued held", True),
+        ("Priority", False),
+        ("QOSMaxJobsPerUserLimit", False),
+        ("AssocGrpGRES", False),
+        ("ReqNodeNotAvail, Reserved for maintenance", False),
+        ("None", False),
+    ],
+)
+def test_jobs_that_wait_until_an_act_are_told_from_those_that_wait_for_resources(
+    reason: str, needs_action: bool
+) -> None:
+    status = status_of(QueuedJob("1", "PENDING", reason, "", "N/A", "toy-1/2"))
+    assert (status.state, status.needs_action) == (JobState.PENDING, needs_action)
+    assert status.reason.endswith(", until its user or an administrator acts") is needs_action
+
+
+@pytest.mark.parametrize(
     ("gres", "number"),
     [("(null)", 0), ("gpu:8", 8), ("gpu:h100:4(S:0-1),nvme:1", 4), ("nvme:2,gpu:2", 2), ("gpu:a:1,gpu:b:2", 3)],
 )
