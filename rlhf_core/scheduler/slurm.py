@@ -1,9 +1,9 @@
 """Slurm, through submitit, which only writes the batch script.
 
 Three things differ from plain submitit. The script runs the agent's own command line, so no pickle is loaded in the
-compute environment. The job's comment names the run and the attempt, so that a job whose submission was never
-acknowledged can be found. And the job's state comes from the queue (:mod:`rlhf_core.scheduler.slurm_queue`): submitit
-asks ``sacct``, which many clusters lack and which lags behind on the others.
+compute environment. The job's name, folder and comment tell the run and the attempt, so that a job whose submission was
+never acknowledged can be found. And the job's state comes from the queue (:mod:`rlhf_core.scheduler.slurm_queue`):
+submitit asks ``sacct``, which many clusters lack and which lags behind on the others.
 """
 
 import contextlib
@@ -123,7 +123,7 @@ class SlurmScheduler:
         return {one.job_id: _status_in(found, one) for one in submissions}
 
     def find(self, run_id: str, attempt: int, cluster: str = "") -> Submission | None:
-        """Find the active job of an attempt by its comment; the first of several.
+        """Find the active job of an attempt by its marker; the first of several.
 
         Raises:
             SchedulerUnavailable: Slurm does not answer.
@@ -134,12 +134,12 @@ class SlurmScheduler:
         if found.problem:
             raise SchedulerUnavailable(found.problem)
         marker = job_marker(run_id, attempt)
-        matching = [row for row in found.rows.values() if row.comment == marker and not has_ended(row)]
+        matching = [row for row in found.rows.values() if row.marker == marker and not has_ended(row)]
         first = min(matching, key=lambda row: leading_number(row.job_id), default=None)
         return None if first is None else _submission(run_id, attempt, first.job_id, (), slurm_queue.cluster_name())
 
     def living(self) -> Sequence[LivingJob]:
-        """List this user's jobs whose comment names an attempt, with one query; without those that Slurm is completing,
+        """List this user's jobs whose marker names an attempt, with one query; without those that Slurm is completing,
         which no order can end any sooner.
 
         Raises:
@@ -149,7 +149,7 @@ class SlurmScheduler:
         if found.problem:
             raise SchedulerUnavailable(found.problem)
         rows = [row for row in found.rows.values() if not has_ended(row) and row.state != "COMPLETING"]
-        marked = [(parse_job_marker(row.comment), row.job_id) for row in rows]
+        marked = [(parse_job_marker(row.marker), row.job_id) for row in rows]
         cluster = slurm_queue.cluster_name()
         return [
             LivingJob(marker[0], _submission(*marker, job_id, (), cluster))
@@ -199,7 +199,7 @@ def _status_in(found: slurm_queue.Listing, submission: Submission) -> JobStatus:
     """State of a job by a listing of the queue; one that is too new for it, or forgotten, is asked for by itself."""
     row = found.rows.get(submission.job_id)
     # Another cluster does not know the job, or has a different one with its number.
-    if (row is None or row.comment != submission.marker) and (problem := another_cluster(submission.cluster)):
+    if (row is None or row.marker != submission.marker) and (problem := another_cluster(submission.cluster)):
         return JobStatus(JobState.UNKNOWN, problem)
     return query_job(submission) if row is None else status_of(row, submission.marker)
 

@@ -48,11 +48,11 @@ def status_of(row: QueuedJob, marker: str = "") -> JobStatus:
     """Translate a row of the queue into a job status.
 
     Args:
-        marker: Comment of the job that is meant. Slurm gives numbers again, for instance after a new installation: a
+        marker: Marker of the job that is meant. Slurm gives numbers again, for instance after a new installation: a
             job with the marker of another attempt must be neither waited for nor cancelled.
     """
-    if marker and row.comment != marker and parse_job_marker(row.comment) is not None:
-        return JobStatus(JobState.ENDED, f"Slurm has given the number of the job again, to {row.comment}")
+    if marker and row.marker != marker and parse_job_marker(row.marker) is not None:
+        return JobStatus(JobState.ENDED, f"Slurm has given the number of the job again, to {row.marker}")
     word = row.state.partition(" ")[0] or "?"
     if word == "CANCELLED" and (failed := _without_prolog(row)):
         reason = f"Slurm says CANCELLED, because the Prolog failed on {', '.join(failed)}"
@@ -100,7 +100,10 @@ def query_job(submission: Submission) -> JobStatus:
     nodes = fields.get("NodeList", "").replace("(null)", "")
     start = fields.get("StartTime", "N/A").replace("Unknown", "N/A")
     state, reason, comment = fields.get("JobState", "?"), fields.get("Reason", ""), fields.get("Comment", "")
-    return status_of(QueuedJob(job_id, state, reason, nodes, start, comment), submission.marker)
+    folder = re.search(r" WorkDir=(.*?)(?= \w+=|$)", text)  # which may contain blanks
+    name = fields.get("JobName", "")
+    job = QueuedJob(job_id, state, reason, nodes, start, comment, folder[1] if folder else "", name)
+    return status_of(job, submission.marker)
 
 
 def _from_accounting(job_id: str) -> JobStatus:

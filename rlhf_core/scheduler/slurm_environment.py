@@ -35,11 +35,11 @@ _DEFAULTS = {
 
 OPTIONS_OF_THE_JOB = {
     "array": "a run has one job per attempt",
-    "chdir": "the job starts in its own folder of the run directory",
+    "chdir": "the job starts in its own folder of the run directory, by which it is found",
     "clusters": "jobs are queried and cancelled on one cluster; set SLURM_CLUSTERS where the services start",
-    "comment": "it names the attempt, which finds a job whose submission was not confirmed",
+    "comment": "it names the run and the attempt",
     "error": "the log is in the run directory",
-    "job-name": "it is the name of the run",
+    "job-name": "it is the name of the run, by which the job is found",
     "nodes": "set resources.num_nodes",
     "ntasks": "one agent runs on every node; set resources.ranks_per_node",
     "ntasks-per-node": "one agent runs on every node; set resources.ranks_per_node",

@@ -25,6 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 from rlhf_core.errors import SchedulerError, SchedulerUnavailable
 from rlhf_core.files import private as private_files
 from rlhf_core.scheduler.slurm_environment import for_queries
+from rlhf_core.schemas.resources import job_marker
 
 FRESH_S = 2.0
 """Maximum age of a cached answer."""
@@ -35,7 +36,9 @@ PING_S = 10.0
 LOCK_S = COMMAND_S + PING_S
 """Longest wait for another process that queries; one that takes longer is suspended (Ctrl-Z)."""
 _JOB_ID = re.compile(r"[0-9]{1,18}([_+][0-9]{1,18})?")
-_FORMAT = "%i|%T|%r|%N|%S|%k"
+_FORMAT = "%i|%T|%r|%N|%S|%Z\t%j\t%k"
+"""Fields of :class:`QueuedJob`. No folder or name of a run's job contains a tab: a submission with one is refused."""
+_ATTEMPT_FOLDER = re.compile(r".*/([^/]+)/attempts/([0-9]{1,9})/scheduler/?", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,18 @@ class QueuedJob:
     start: str
     """Actual or expected start; ``N/A`` if Slurm does not know."""
     comment: str
+    folder: str = ""
+    """Its working folder; empty if unknown."""
+    name: str = ""
+    """Its own name; empty if unknown."""
+
+    @property
+    def marker(self) -> str:
+        """Marker of its attempt, by its working folder: plug-ins of a site may rewrite comments. For all other jobs,
+        their comment: users also start jobs of their own in the folder of an attempt, under other names than the
+        run's."""
+        found = _ATTEMPT_FOLDER.fullmatch(self.folder)
+        return job_marker(found[1], int(found[2])) if found and self.name == found[1] else self.comment
 
 
 @dataclass(frozen=True)
@@ -184,8 +199,15 @@ def _query() -> Listing:
         text = run("squeue", "--all", "--noheader", "--states=all", f"--user={os.getuid()}", f"--format={_FORMAT}")
     except SchedulerError as error:
         return Listing(queried_at, {}, str(error))
-    rows = [QueuedJob(*line.split("|", 5)) for line in text.splitlines() if line.count("|") >= 5]
+    rows = [_row(line) for line in text.splitlines() if line.count("|") >= 5]
     return Listing(queried_at, {row.job_id: row for row in rows})
+
+
+def _row(line: str) -> QueuedJob:
+    job_id, state, reason, nodes, start, last = line.split("|", 5)
+    folder, _, last = last.partition("\t")
+    name, _, comment = last.partition("\t")
+    return QueuedJob(job_id, state, reason, nodes, start, comment, folder, name)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -36,10 +36,11 @@ class Site:
         return run_id_of(self.folder)
 
     def request(self, shell: str, attempt: int = 1, num_nodes: int = 1, run_id: str = "") -> JobRequest:
+        run_id = run_id or self.run_id
         return job_request(
-            self.folder / "run" / "attempts" / str(attempt) / "scheduler",
+            self.folder / run_id / "attempts" / str(attempt) / "scheduler",
             *("sh", "-c", shell),
-            run_id=run_id or self.run_id,
+            run_id=run_id,
             placed={"attempt": attempt, "num_nodes": num_nodes},
         )
 

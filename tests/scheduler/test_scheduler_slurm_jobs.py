@@ -48,7 +48,7 @@ def scheduler(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def make_request(folder: Path, shell: str, slurm: SlurmSpec | None = None, **placed: object) -> JobRequest:
     run_dir = RunDir.of(folder / "runs", run_id_of(folder))
     return job_request(
-        run_dir.attempt(1).scheduler_dir,
+        run_dir.attempt(int(str(placed.get("attempt", 1)))).scheduler_dir,
         *("sh", "-c", shell),
         run_id=run_dir.run_id,
         placed=placed,
@@ -320,34 +320,37 @@ def wrap_program(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, scrip
     monkeypatch.setenv("PATH", f"{wrapper.parent}:{path}")
 
 
-def lose_the_answer(folder: Path, monkeypatch: pytest.MonkeyPatch, *, accept: bool) -> None:
-    """Make sbatch fail as if the controller's answer were lost, either after the job was accepted or before."""
-    first = '{real} "$@" >/dev/null; ' if accept else ""
+def lose_the_answer(folder: Path, monkeypatch: pytest.MonkeyPatch, *, first: str) -> None:
+    """Make sbatch fail as if the controller's answer were lost, after the job was accepted by ``first``, if any."""
     error = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
-    wrap_program(folder, monkeypatch, "sbatch", f"{first}echo '{error}' >&2\nexit 1\n")
+    wrap_program(folder, monkeypatch, "sbatch", f"{first}\necho '{error}' >&2\nexit 1\n")
 
 
 def jobs_of(cluster: Cluster, folder: Path) -> list[str]:
     return cluster.command("squeue", "--noheader", f"--name={run_id_of(folder)}", "--format=%i").split()
 
 
-@pytest.mark.parametrize("accept", [True, False], ids=["accepted", "control: not accepted"])
+@pytest.mark.parametrize(
+    "first",
+    ['{real} "$@" >/dev/null', '{real} --comment=ours/1 "$@" >/dev/null', ""],
+    ids=["accepted", "accepted with the comment of a plug-in", "control: not accepted"],
+)
 def test_a_lost_answer_never_makes_two_jobs(
     tmp_path: Path,
     cluster: Cluster,
     scheduler: SlurmScheduler,
     monkeypatch: pytest.MonkeyPatch,
-    accept: bool,
+    first: str,
 ) -> None:
     """The next controller adopts an existing job, and submits one if there is none."""
     request = make_request(tmp_path, "sleep 300")
     run_dir, journal = planned(tmp_path, request)
     with monkeypatch.context() as broken:
-        lose_the_answer(tmp_path, broken, accept=accept)
+        lose_the_answer(tmp_path, broken, first=first)
         with pytest.raises(SchedulerError, match="did not confirm"):
             submit_once(run_dir, request, scheduler, journal)
     before = jobs_of(cluster, tmp_path)
-    assert len(before) == int(accept)
+    assert len(before) == bool(first)
     submission = submit_once(run_dir, request, scheduler, journal)
     assert submission is not None
     assert jobs_of(cluster, tmp_path) == [submission.job_id]

@@ -480,11 +480,52 @@ def test_an_accepted_job_is_not_lost_when_its_script_cannot_be_renamed(
 
 
 def test_the_comment_of_another_job_may_have_any_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = r"printf '7|RUNNING|None|n1|N/A|caf\xe9\n8|RUNNING|None|n2|N/A|toy-1/2\n'"
+    rows = r"printf '7|RUNNING|None|n1|N/A|/home\tmine\tcaf\xe9\n8|RUNNING|None|n2|N/A|/runs\ttoy-1\ttoy-1/2\n'"
     stand_ins(tmp_path, monkeypatch, squeue=rows)
     found = SlurmScheduler().find("toy-1", 2)
     assert found is not None
     assert found.job_id == "8"
+
+
+@pytest.mark.parametrize("comment", ["toy-1-2026", "proj/42", "a|b", "(null)"])
+def test_a_job_whose_comment_a_plugin_rewrote_is_known_by_its_folder_and_name(
+    comment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second job would write the same checkpoints. A comment may even look like the marker of another attempt."""
+    commands = tmp_path / "commands"
+    row = f"7|RUNNING|None|n1|N/A|/my|runs/toy-1/attempts/2/scheduler\ttoy-1\t{comment}"
+    shown = (
+        f"JobId=7 JobName=toy-1 JobState=RUNNING Reason=None NodeList=n1 WorkDir=/my runs/toy-1/attempts/2/scheduler "
+        f"Comment={comment} Power="
+    )
+    stand_ins(
+        tmp_path,
+        monkeypatch,
+        squeue=f"[ -e {commands} ] || echo '{row}'",
+        scontrol=f"echo 'is UP'; echo '{shown}'",
+        scancel=f"echo $* >> {commands}",
+        sacct="exit 1",
+    )
+    scheduler = SlurmScheduler()
+    job = scheduler.find("toy-1", 2)
+    assert job is not None
+    assert [(one.run_id, one.submission.attempt) for one in scheduler.living()] == [("toy-1", 2)]
+    assert scheduler.status([job])["7"].state is JobState.RUNNING
+    assert query_job(job).state is JobState.RUNNING
+    monkeypatch.setattr(slurm, "CANCEL_S", 0.1)
+    assert not scheduler.cancel(job)
+    assert commands.read_text().splitlines()[0] == "7"
+    assert scheduler.find("toy-1", 1) is None
+
+
+def test_a_job_that_its_user_starts_in_the_folder_of_an_attempt_is_not_the_attempts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the logs are; salloc records the current folder. The reconciler would cancel the user's session."""
+    row = "7|RUNNING|None|n1|N/A|/runs/toy-1/attempts/2/scheduler\tinteractive\t(null)"
+    stand_ins(tmp_path, monkeypatch, squeue=f"echo '{row}'")
+    assert SlurmScheduler().living() == []
+    assert SlurmScheduler().find("toy-1", 2) is None
 
 
 def test_jobs_and_nodes_of_a_hidden_partition_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -493,7 +534,7 @@ def test_jobs_and_nodes_of_a_hidden_partition_are_seen(tmp_path: Path, monkeypat
     stand_ins(
         tmp_path,
         monkeypatch,
-        squeue=hidden.format("8|RUNNING|None|n2|N/A|toy-1/2"),
+        squeue=hidden.format("8|RUNNING|None|n2|N/A|/runs\ttoy-1\ttoy-1/2"),
         sinfo="echo 'n1|8|64000|(null)|idle|cpu*|(null)'; " + hidden.format("n2|8|64000|gpu:8|idle|scavenger|(null)"),
     )
     found = SlurmScheduler().find("toy-1", 2)
