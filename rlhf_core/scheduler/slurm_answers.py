@@ -234,17 +234,28 @@ def accepted_job(sbatch: subprocess.CompletedProcess[str]) -> str:
         SubmissionDeferred: Slurm refused the job for now; the message quotes Slurm.
         SubmissionFailed: Slurm refused it for good.
     """
-    answer = refusal(sbatch.stderr)
+    # A wrapper of the site may print more, with numbers of its own, and may fail after the submission.
+    confirmed = re.findall(r"Submitted batch job ([0-9]+)", sbatch.stdout)
+    if confirmed:
+        return str(confirmed[-1])
+    said = sbatch.stdout.strip()[-500:]
+    # Wrappers print what they have checked also before an sbatch that is killed after the job was accepted.
+    refused = refusal(sbatch.stderr) or (said if _REFUSES.search(said) else "")
+    answer = refused or said
     if sbatch.returncode == 0:
-        number = re.search(r"job ([0-9]+)", sbatch.stdout)
-        if number is not None:
-            return number[1]
-        answer = f"found no number of a job in {sbatch.stdout.strip()[-500:]!r}"
-    elif sbatch.returncode > 0 and answer and not is_no_answer(answer):  # a refusal has a reason
-        if will_pass(answer):
-            raise SubmissionDeferred(f"Slurm does not accept the job for now: {answer}")
-        raise SubmissionFailed(f"Slurm refused the job: {answer}")
+        numbers = re.findall(r"job ([0-9]+)", sbatch.stdout)
+        if numbers:
+            return str(numbers[-1])
+        answer = f"found no number of a job in {said!r}"
+    elif sbatch.returncode > 0 and refused and not is_no_answer(refused):  # a refusal has a reason
+        if will_pass(refused):
+            raise SubmissionDeferred(f"Slurm does not accept the job for now: {refused}")
+        raise SubmissionFailed(f"Slurm refused the job: {refused}")
     raise SchedulerUnavailable(f"Slurm did not confirm the job: {answer or 'sbatch was killed, or failed silently'}")
+
+
+_REFUSES = re.compile(r"fail|error|denied|refus|reject|invalid|not (allowed|permitted|valid)|exceed", re.IGNORECASE)
+"""Words with which a wrapper around sbatch refuses a job on standard output."""
 
 
 def refusal(text: str) -> str:

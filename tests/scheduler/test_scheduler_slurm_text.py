@@ -406,13 +406,43 @@ def stand_ins(folder: Path, monkeypatch: pytest.MonkeyPatch, **programs: str) ->
 
 
 @pytest.mark.parametrize(
-    "answer", ["kill -9 $$", "exit 1", "echo 'accepted as 7'", "echo sbatch: hello >&2; kill -9 $$"]
+    "answer",
+    [
+        "kill -9 $$",
+        "exit 1",
+        "echo 'accepted as 7'",
+        "echo sbatch: hello >&2; kill -9 $$",
+        "echo '--> Checking available allocation ... OK'; exit 1",  # a wrapper whose sbatch was killed
+        "echo 'queued as job 7'; exit 1",
+    ],
 )
 def test_an_unclear_end_of_sbatch_is_no_refusal(answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The job may have been accepted: the next controller looks for it before it submits another one."""
     stand_ins(tmp_path, monkeypatch, sbatch=answer)
     with pytest.raises(SchedulerUnavailable, match="did not confirm"):
         SlurmScheduler().submit(submittable(tmp_path))
+
+
+def test_a_refusal_of_a_wrapper_on_standard_output_is_final(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_ins(tmp_path, monkeypatch, sbatch="echo '--> Checking available allocation ... FAILED (project 12)'; exit 1")
+    with pytest.raises(SubmissionFailed, match=r"refused the job: --> Checking .* FAILED \(project 12\)$") as found:
+        SlurmScheduler().submit(submittable(tmp_path))
+    assert type(found.value) is SubmissionFailed
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "echo 'this is job 12 of 100 of your project'; echo Submitted batch job 7",
+        "echo Submitted batch job 7; echo 'job 12 of 100'",
+        "echo Submitted batch job 7 on cluster east",
+        "echo 'queued as job 7'",
+        "echo Submitted batch job 7; echo 'sbatch: error: cannot write the log of submissions' >&2; exit 1",
+    ],
+)
+def test_the_number_of_a_job_among_other_lines(answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_ins(tmp_path, monkeypatch, sbatch=answer)
+    assert SlurmScheduler().submit(submittable(tmp_path)).job_id == "7"
 
 
 def test_a_submission_that_the_operating_system_prevents_is_made_later(
