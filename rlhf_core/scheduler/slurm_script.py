@@ -120,7 +120,11 @@ def _parameters(request: JobRequest) -> dict[str, object]:
         "srun_args": _srun_arguments(request),
         "additional_parameters": further,
     }
-    given = {name: _one_line(name, value) for name, value in parameters.items() if value is not None}
+    # An option in slurm.extra replaces ours, which submitit spells with underscores and would write after it.
+    replaced = {name.replace("-", "_") for name in further if name not in slurm_environment.OPTIONS_OF_THE_JOB}
+    given = {
+        name: _one_line(name, value) for name, value in parameters.items() if value is not None and name not in replaced
+    }
     return {**given, "wckey": None}  # submitit would set its own name, which clusters that check wckeys reject
 
 
@@ -187,7 +191,8 @@ def _require_passed(request: JobRequest) -> Iterator[str]:
 def _srun_arguments(request: JobRequest) -> list[str]:
     # Since Slurm 22.05, srun no longer inherits the number of cores from sbatch. On sites with SBATCH_EXPORT=NONE, it
     # would also withhold what the batch script exports.
-    words = ["--kill-on-bad-exit=1", f"--cpus-per-task={request.cpus_per_node}", "--export=ALL"]
+    cpus = [str(request.cpus_per_node), *request.slurm.in_extra("cpus-per-task")][-1]
+    words = ["--kill-on-bad-exit=1", f"--cpus-per-task={cpus}", "--export=ALL"]
     if request.slurm.container_kind == "pyxis":
         words += [f"--container-image={request.slurm.container_image}"]
         words += [f"--container-mounts={','.join(_mounts(request))}"]

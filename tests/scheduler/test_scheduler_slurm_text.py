@@ -127,6 +127,17 @@ def test_a_script_with_all_options() -> None:
     assert "VISIBLE_DEVICES" not in text  # Slurm assigns them
 
 
+def test_further_options_replace_those_of_the_settings() -> None:
+    """Slurm takes the last of two options, and submitit writes its own after these."""
+    extra = ("--gpus-per-node=h100:8", "cpus-per-task=96", "--mem=0", "--partition=fast")
+    text = script(gpus=8, partition="gpu", extra=extra)
+    for option in ("gpus-per-node=h100:8", "cpus-per-task=96", "mem=0", "partition=fast"):
+        assert f"#SBATCH --{option}\n" in text
+        assert text.count(f"#SBATCH --{option.partition('=')[0]}=") == 1
+    assert "srun --unbuffered" in text
+    assert "--kill-on-bad-exit=1 --cpus-per-task=96 " in text
+
+
 def test_whole_nodes_are_requested_where_slurm_does_not_manage_gpus() -> None:
     """sbatch refuses --gpus-per-node there: "Invalid generic resource (gres) specification"."""
     text = script(gpus=8, gpu_type="h100", gpus_as_gres=False)
