@@ -88,8 +88,11 @@ def _parameters(request: JobRequest) -> dict[str, object]:
     """Parameters for submitit; options that it has no name for are passed on unchanged."""
     slurm, placement = request.slurm, request.placement
     minutes = math.ceil(request.time_limit_s / 60)
+    # Agents save on this signal; submitit would take another one from SUBMITIT_PREEMPT_SIGNAL. Not in the first half of
+    # the job, or it would never get to train.
+    signal = f"USR2@{min(slurm.save_lead_s, minutes * 30)}"
     # Not the current folder: that of a flow run is temporary, and differs for a later attempt.
-    further: dict[str, object] = {"no-requeue": True, "chdir": str(request.scheduler_dir)}
+    further: dict[str, object] = {"no-requeue": True, "chdir": str(request.scheduler_dir), "signal": signal}
     if slurm.reservation:
         further["reservation"] = slurm.reservation
     if placement.gpus_per_node and not slurm.gpus_as_gres:
@@ -107,8 +110,6 @@ def _parameters(request: JobRequest) -> dict[str, object]:
         "gpus_per_node": gpus if placement.gpus_per_node and slurm.gpus_as_gres else None,
         "mem": f"{math.ceil(request.memory_gb * 1024)}M" if request.memory_gb else None,
         "time": minutes,
-        # Not in the first half of the job, or it would never get to train.
-        "signal_delay_s": min(slurm.save_lead_s, minutes * 30),
         "partition": slurm.partition or None,
         "account": slurm.account or None,
         "qos": slurm.qos or None,

@@ -14,6 +14,7 @@ from typing import NoReturn
 import pytest
 from control_fakes import Clock
 from job_requests import job_request
+from submitit.slurm.slurm import SlurmJobEnvironment
 
 from rlhf_core.errors import SchedulerError, SchedulerUnavailable, SubmissionDeferred, SubmissionFailed
 from rlhf_core.scheduler import slurm, slurm_answers, slurm_queue
@@ -248,7 +249,10 @@ def test_a_job_that_slurm_completes_needs_no_order_to_end(monkeypatch: pytest.Mo
     assert [one.submission.job_id for one in SlurmScheduler().living()] == ["7"]
 
 
-def test_the_signal_to_save_is_never_in_the_first_half_of_the_job() -> None:
+def test_the_signal_to_save_is_never_in_the_first_half_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shell's SUBMITIT_PREEMPT_SIGNAL, which submitit reads when it is imported, must not change it either: agents
+    die of other signals."""
+    monkeypatch.setattr(SlurmJobEnvironment, "USR_SIG", "USR1")
     assert "--signal=USR2@60\n" in script(time_limit_s=120)
 
 
