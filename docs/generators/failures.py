@@ -190,10 +190,10 @@ STATES = """
 ## State of the scheduler
 
 The final state of a job takes precedence over any log. The exception is a cancellation, which also ends steps that have
-already failed. `CANCELLED by 0` means the administrator or the scheduler, not the user. Only accounting (`sacct`)
-knows; without it, every cancellation counts as the user's. A job that Slurm cancelled because the Prolog failed on a
-node, which it drained for that reason, counts as `LAUNCH_FAILED`. States that are not listed, such as FAILED, prove
-nothing by themselves; the agents' outcomes and the lines of srun do.
+already failed. `CANCELLED by 0`, or by another user, means an administrator, an operator or the scheduler, not the
+user. Only accounting (`sacct`) knows; without it, every cancellation counts as the user's. A job that Slurm cancelled
+because the Prolog failed on a node, which it drained for that reason, counts as `LAUNCH_FAILED`. States that are not
+listed, such as FAILED, prove nothing by themselves; the agents' outcomes and the lines of srun do.
 
 | state | kind |
 |---|---|

@@ -207,7 +207,7 @@ def _from_scheduler(state: str) -> _Finding | None:
     kind = SCHEDULER_STATES.get(re.split(r"[^A-Z_]", state.strip().upper(), maxsplit=1)[0])
     if kind is None:
         return None
-    if kind is FailureKind.USER_CANCEL and re.search(r"\bby (0|root|slurm)\b", state):
+    if kind is FailureKind.USER_CANCEL and re.search(r"\bby (0|root|slurm|another user)\b", state):
         kind = FailureKind.PREEMPTION  # not the user: an administrator, or the scheduler itself
     # A failure may have made the user cancel the job.
     part = EvidencePart.SYMPTOM if kind is FailureKind.USER_CANCEL else EvidencePart.ROOT

@@ -60,7 +60,7 @@ def status_of(row: QueuedJob, marker: str = "") -> JobStatus:
     if word in _ENDED:
         why = f" ({row.reason})" if row.reason not in ("None", "") else ""
         lost = _down(row.nodes) if word in ("NODE_FAIL", "BOOT_FAIL") else ()
-        state = "CANCELLED by 0" if word == "CANCELLED" and _is_by_root(_accounted_state(row.job_id)) else word
+        state = _by_whom(_accounted_state(row.job_id)) or word if word == "CANCELLED" else word
         reason = f"Slurm says {state}{why}"
         return JobStatus(JobState.ENDED, reason, _names(row.nodes), scheduler_state=state, lost_nodes=lost)
     if word in _AT_WORK:
@@ -112,7 +112,7 @@ def _from_accounting(job_id: str) -> JobStatus:
     word = state.partition(" ")[0]
     if word not in _ENDED:
         return JobStatus(JobState.ENDED, "Slurm no longer has a record of the job")
-    reported = state if _is_by_root(state) else word
+    reported = _by_whom(state) or word
     return JobStatus(JobState.ENDED, f"Slurm's accounting reports {reported}", scheduler_state=reported)
 
 
@@ -126,9 +126,13 @@ def _accounted_state(job_id: str) -> str:
     return ""
 
 
-def _is_by_root(state: str) -> bool:
-    """True if an administrator or the scheduler cancelled a job, rather than its user. Only accounting knows."""
-    return state == "CANCELLED by 0" and os.getuid() != 0
+def _by_whom(state: str) -> str:
+    """State of a job that another user cancelled: an administrator, an operator or the scheduler. Empty if it was the
+    job's own user, or if accounting, the only one to know, does not tell."""
+    found = re.fullmatch(r"CANCELLED by (\d+)", state)
+    if found is None or int(found[1]) == os.getuid():
+        return ""
+    return state if found[1] == "0" else f"CANCELLED by another user (uid {found[1]})"
 
 
 def only_the_lost_remain(status: JobStatus) -> bool:

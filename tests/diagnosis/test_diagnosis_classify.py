@@ -249,6 +249,7 @@ def test_a_mismatch_is_undecided_where_only_words_tell_of_it() -> None:
         ("CANCELLED by 1000", FailureKind.USER_CANCEL),
         ("CANCELLED", FailureKind.USER_CANCEL),
         ("CANCELLED by 0", FailureKind.PREEMPTION),
+        ("CANCELLED by another user (uid 5001)", FailureKind.PREEMPTION),
         ("BOOT_FAIL", FailureKind.NODE_LOST),
         ("LAUNCH_FAILED", FailureKind.NODE_LOST),
         ("DEADLINE", FailureKind.TIME_LIMIT),

@@ -304,10 +304,12 @@ def test_states(state: str, expected: JobState) -> None:
         ("CANCELLED by 0", 1000, "CANCELLED by 0"),
         ("CANCELLED by 0", 0, "CANCELLED"),  # the user is root
         ("CANCELLED by 1000", 1000, "CANCELLED"),
+        ("CANCELLED by 5001", 1000, "CANCELLED by another user (uid 5001)"),  # an operator, or the user slurm
+        ("CANCELLED by 5001", 0, "CANCELLED by another user (uid 5001)"),
         ("", 1000, "CANCELLED"),  # no accounting
     ],
 )
-def test_cancellations_by_the_administrator_and_by_the_user_are_distinguished(
+def test_cancellations_by_an_administrator_and_by_the_user_are_distinguished(
     accounted: str, user: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def answer(*words: str) -> str:
