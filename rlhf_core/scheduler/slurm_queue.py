@@ -92,13 +92,26 @@ def run(*words: str, seconds: float = COMMAND_S) -> str:
 
     Raises:
         SchedulerUnavailable: it failed or did not answer; the message includes its output.
-        SchedulerError: it is not installed.
+        SchedulerError: it is not installed, or refuses for good.
     """
     done = ended(words, for_queries(os.environ), seconds)
     if done.returncode != 0:
         output = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
+        advice = next((advice for words, advice in _FOR_GOOD.items() if words.lower() in output.lower()), "")
+        if advice:
+            raise SchedulerError(f"{words[0]}: {output}. {advice}")
         raise SchedulerUnavailable(f"{words[0]}: {output}")
     return done.stdout
+
+
+_FOR_GOOD = {
+    "Access/permission denied": (
+        "Slurm denies this to the user. Ask its administrators; PrivateData in slurm.conf, for instance, may hide the "
+        "nodes, by whose list jobs are placed"
+    ),
+    "Only one cluster can be used at a time": "Set SLURM_CLUSTERS to one cluster where the services start",
+}
+"""Refusals of a query that do not pass by themselves, each with the advice."""
 
 
 def ended(
@@ -140,7 +153,7 @@ def require_controller() -> None:
 
     Raises:
         SchedulerUnavailable: it does not.
-        SchedulerError: Slurm's commands are not installed.
+        SchedulerError: Slurm's commands are not installed, or refuse for good.
     """
     try:
         answer = run("scontrol", "ping", seconds=PING_S)

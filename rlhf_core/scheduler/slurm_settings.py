@@ -4,19 +4,27 @@ import contextlib
 import re
 from collections.abc import Mapping
 
-from rlhf_core.errors import SchedulerError
+from rlhf_core.errors import SchedulerError, SchedulerUnavailable
 from rlhf_core.scheduler import slurm_queue
 from rlhf_core.schemas.resources import PartitionSettings
 from rlhf_core.schemas.slurm_values import slurm_seconds
 
 
 def cluster_settings() -> Mapping[str, str]:
-    """Query the settings of the cluster by name, as ``scontrol show config`` lists them; empty if Slurm does not
-    answer."""
-    with contextlib.suppress(SchedulerError):
+    """Query the settings of the cluster by name, as ``scontrol show config`` lists them; empty if Slurm does not show
+    them to the user.
+
+    Raises:
+        SchedulerUnavailable: Slurm does not answer. Without the plug-ins that place jobs, it would look as if no node
+            had the GPUs of a job.
+    """
+    try:
         text = slurm_queue.run("scontrol", "show", "config")
-        return dict(re.findall(r"^(\w+)[ \t]*=[ \t]*(.*?)[ \t]*$", text, re.MULTILINE))
-    return {}
+    except SchedulerUnavailable:
+        raise
+    except SchedulerError:
+        return {}
+    return dict(re.findall(r"^(\w+)[ \t]*=[ \t]*(.*?)[ \t]*$", text, re.MULTILINE))
 
 
 def may_choose_partitions(settings: Mapping[str, str]) -> bool:

@@ -516,6 +516,29 @@ def test_an_outage_is_told_from_a_machine_without_slurm_and_from_another_cluster
     assert type(found.value) is SchedulerError
 
 
+@pytest.mark.parametrize(
+    ("scontrol", "sinfo", "advice"),
+    [
+        ("scontrol: fatal: Only one cluster can be used at a time with scontrol", "", "Set SLURM_CLUSTERS to one"),
+        ("", "slurm_load_node: Access/permission denied", "PrivateData"),
+    ],
+)
+def test_a_refusal_that_does_not_pass_is_not_waited_for(
+    scontrol: str, sinfo: str, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control: an outage is."""
+    fail = "echo '{}' >&2; exit 1"
+    programs = {"scontrol": fail.format(scontrol)} if scontrol else {}
+    with monkeypatch.context() as refused:
+        stand_ins(tmp_path / "refused", refused, sinfo=fail.format(sinfo), **programs)
+        with pytest.raises(SchedulerError, match=advice) as found:
+            SlurmScheduler().inventory()
+        assert type(found.value) is SchedulerError
+    stand_ins(tmp_path / "away", monkeypatch, sinfo=fail.format("slurm_load_node: Unable to contact slurm controller"))
+    with pytest.raises(SchedulerUnavailable):
+        SlurmScheduler().inventory()
+
+
 def test_an_accepted_job_is_not_lost_when_its_script_cannot_be_renamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -710,6 +733,21 @@ def test_a_plugin_of_the_site_may_find_a_partition_with_gpus(
     assert inventory.nodes_for(SlurmSpec(), 8) == nodes
     assert inventory.nodes_for(SlurmSpec()) == ["a"], "a job on CPU stays in the default partition"
     assert inventory.nodes_for(SlurmSpec(partition="cpu"), 8) == []
+
+
+def test_an_outage_while_the_plugins_are_asked_for_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would look as if no partition had the GPUs of the run, which ends it. Control: a refusal for good."""
+    nodes = "echo 'a|8|64000|(null)|idle|cpu*|(null)'"
+    refuse = "[[ $* != 'show config' ]] && echo is UP || {{ echo 'scontrol: {}' >&2; exit 1; }}"
+    with monkeypatch.context() as away:
+        no_answer = refuse.format("Unable to contact slurm controller (connect failure)")
+        stand_ins(tmp_path / "away", away, sinfo=nodes, scontrol=no_answer)
+        with pytest.raises(SchedulerUnavailable, match="Unable to contact"):
+            SlurmScheduler().inventory()
+    stand_ins(tmp_path / "no", monkeypatch, sinfo=nodes, scontrol=refuse.format("Access/permission denied"))
+    assert not SlurmScheduler().inventory().may_choose_partition
 
 
 @pytest.mark.parametrize(
