@@ -52,6 +52,9 @@ new attempt; if one is reached, the decision to stop names the cap and the usage
 time limit of every attempt, so that training saves a checkpoint and ends in time. If you resume the run, it gets the
 same amount again.
 
+*Uncounted* attempts only wait for nodes, like a pending job: only `supervise.max_total_attempts` limits them, and the
+wait between them grows as above.
+
 *With a remedy* means that the failure is retried only if the next attempt changes something:
 
 - **CUDA out of memory**: halve `trainer.micro_batch_size` down to 1; then turn on `trainer.gradient_checkpointing`;
@@ -192,8 +195,9 @@ STATES = """
 The final state of a job takes precedence over any log. The exception is a cancellation, which also ends steps that have
 already failed. `CANCELLED by 0`, or by another user, means an administrator, an operator or the scheduler, not the
 user. Only accounting (`sacct`) knows; without it, every cancellation counts as the user's. A job that Slurm cancelled
-because the Prolog failed on a node, which it drained for that reason, counts as `LAUNCH_FAILED`. States that are not
-listed, such as FAILED, prove nothing by themselves; the agents' outcomes and the lines of srun do.
+because the Prolog failed on a node, which it drained for that reason, counts as `LAUNCH_FAILED`, and one that failed
+with nodes that Slurm switches on and off (`down~`) as `POWERED_OFF`; if no agent had started, its kind is `no_nodes`.
+States that are not listed, such as FAILED, prove nothing by themselves; the agents' outcomes and the lines of srun do.
 
 | state | kind |
 |---|---|
@@ -265,4 +269,6 @@ def _actions() -> Iterator[tuple[str, str]]:
 def _allowed(times: int) -> str:
     if times == policy.REMEDY:
         return "with a remedy"
+    if times == policy.UNCOUNTED:
+        return "uncounted"
     return "the budget" if times >= policy.ALLOWED_BY_SPEC else str(times)

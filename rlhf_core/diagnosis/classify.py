@@ -39,6 +39,7 @@ SCHEDULER_STATES = {
     "BOOT_FAIL": FailureKind.NODE_LOST,
     "LAUNCH_FAILED": FailureKind.NODE_LOST,
     "RECONFIG_FAIL": FailureKind.NODE_LOST,
+    "POWERED_OFF": FailureKind.PREEMPTION,
     "PREEMPTED": FailureKind.PREEMPTION,
     "REQUEUED": FailureKind.PREEMPTION,
     "TIMEOUT": FailureKind.TIME_LIMIT,

@@ -24,6 +24,10 @@ REMEDY = -1
 """Limit of kinds that are retried only as long as a remedy can be found."""
 
 
+UNCOUNTED = -2
+"""Kinds whose attempts only ``supervise.max_total_attempts`` limits: the run waits for nodes, like a pending job."""
+
+
 @dataclass(frozen=True)
 class Rule:
     """Limits of the retries of one kind of failure without checkpoint progress, and their reason."""
@@ -50,6 +54,7 @@ _EVERY_TIME = "it would fail again in the same way"
 
 RULES: dict[FailureKind, Rule] = {
     FailureKind.PREEMPTION: Rule(0, ALLOWED_BY_SPEC, "the scheduler took the nodes back"),
+    FailureKind.NO_NODES: Rule(0, UNCOUNTED, "the run only waits for nodes"),
     FailureKind.TIME_LIMIT: Rule(0, ALLOWED_BY_SPEC, "the allocation has no time left"),
     FailureKind.NODE_UNFIT: Rule(0, 3, "the allocation contains an unusable node"),
     FailureKind.NODE_LOST: Rule(0, 3, "the allocation lacks a node"),
@@ -148,7 +153,7 @@ def decide_next(
     Args:
         kind: Kind of the failure.
         attempts_without_progress: Consecutive attempts without a new checkpoint, including the last one; 0 if that
-            saved one.
+            saved one. For ``NO_NODES``, only the consecutive attempts of that kind, which others do not count.
         same_fingerprint_before: True if the same failure occurred before, in an earlier attempt or in this one, without
             a new checkpoint in between.
         spec: The run's budget.
@@ -164,6 +169,9 @@ def decide_next(
         return Choice(Action.STOP, f"{kind} is not retried, because {rule.why}")
     if kind is FailureKind.UNKNOWN and same_fingerprint_before:
         return Choice(Action.STOP, "the same unknown failure recurred: it is not chance")
+    if rule.attempts == UNCOUNTED:
+        reason = f"{kind}: {rule.why}, which counts against no budget"
+        return Choice(Action.NEW_ATTEMPT, reason, backoff_s(attempts_without_progress, spec, random))
     changed = Choice(Action.NEW_ATTEMPT, f"{kind}: {remedy}")
     if rule.attempts == REMEDY and rule.in_place != REMEDY:
         return changed

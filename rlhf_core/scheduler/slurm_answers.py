@@ -5,6 +5,7 @@ import functools
 import os
 import re
 import subprocess
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
 from rlhf_core.errors import SchedulerError, SchedulerUnavailable, SubmissionDeferred, SubmissionFailed
@@ -59,7 +60,12 @@ def status_of(row: QueuedJob, marker: str = "") -> JobStatus:
         return JobStatus(JobState.ENDED, reason, _names(row.nodes), scheduler_state="LAUNCH_FAILED", lost_nodes=failed)
     if word in _ENDED:
         why = f" ({row.reason})" if row.reason not in ("None", "") else ""
-        lost = _down(row.nodes) if word in ("NODE_FAIL", "BOOT_FAIL") else ()
+        states = _node_states(row.nodes) if word in ("NODE_FAIL", "BOOT_FAIL") else []
+        lost = _down(states)
+        off = tuple(dict.fromkeys(node for node, state in states if state[-1] in _POWERED_OFF))
+        if off and set(lost) <= set(off):
+            reason = f"Slurm says {word}{why}, because {', '.join(off)} did not start or were switched off"
+            return JobStatus(JobState.ENDED, reason, _names(row.nodes), scheduler_state="POWERED_OFF")
         state = _by_whom(_accounted_state(row.job_id)) or word if word == "CANCELLED" else word
         reason = f"Slurm says {state}{why}"
         return JobStatus(JobState.ENDED, reason, _names(row.nodes), scheduler_state=state, lost_nodes=lost)
@@ -137,23 +143,35 @@ def _by_whom(state: str) -> str:
 
 def only_the_lost_remain(status: JobStatus) -> bool:
     """Return True if Slurm is only waiting for a job's last nodes, which do not answer."""
-    return status.scheduler_state == "COMPLETING" and set(status.nodes) == set(_down(",".join(status.nodes)))
+    if status.scheduler_state != "COMPLETING":
+        return False
+    return set(status.nodes) == set(_down(_node_states(",".join(status.nodes))))
 
 
-def _down(nodes: str) -> tuple[str, ...]:
-    """List the nodes of a job that are currently out of service.
+def _node_states(nodes: str) -> list[tuple[str, str]]:
+    """Query the current state of nodes in ``sinfo``'s short spelling; empty if Slurm does not answer."""
+    with contextlib.suppress(SchedulerError):
+        text = slurm_queue.run("sinfo", "--all", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %t")
+        return [(row[0], row[1]) for line in text.splitlines() if len(row := line.split()) == 2]
+    return []
+
+
+def _down(states: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """List the nodes that are out of service.
 
     A drained node counts only if no other is: an administrator may have drained it while the job ran, but Slurm also
     says ``drain`` of a node that was drained and went down.
     """
-    with contextlib.suppress(SchedulerError):
-        text = slurm_queue.run("sinfo", "--all", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %t")
-        rows = [row for line in text.splitlines() if len(row := line.split()) == 2]
-        for pattern in (r"down|fail|unk|inval|.*\*$", r"drain"):
-            found = tuple(dict.fromkeys(row[0] for row in rows if re.match(pattern, row[1])))
-            if found:
-                return found
+    for pattern in (r"down|fail|unk|inval|.*\*$", r"drain"):
+        found = tuple(dict.fromkeys(node for node, state in states if re.match(pattern, state)))
+        if found:
+            return found
     return ()
+
+
+_POWERED_OFF = "~#!%"
+"""Last characters of the state of a node that Slurm switches on or off, as in a cloud. It marks one that does not start
+in time, for lack of capacity for instance, as ``down~``."""
 
 
 _BEFORE_PROLOG = -timedelta(seconds=10)

@@ -13,6 +13,8 @@ class FailureKind(StrEnum):
 
     PREEMPTION = "preemption"
     """The scheduler reclaimed the nodes."""
+    NO_NODES = "no_nodes"
+    """The nodes of the job did not start, as when a cloud has no capacity."""
     TIME_LIMIT = "time_limit"
     """The job reached its time limit."""
     NODE_UNFIT = "node_unfit"

@@ -63,14 +63,15 @@ def explain(
     undecided = incident is not None and incident.is_undecided
     kind = own.failure_kind if own else snapshot.verdict.failure_kind or FailureKind.UNKNOWN
     past = evidence.read_earlier_attempts(
-        run_dir, snapshot.attempt, first_attempt, incident.fingerprint if incident else ""
+        run_dir, snapshot.attempt, first_attempt, incident.fingerprint if incident else "", own
     )
+    failures = past.attempts_without_nodes if kind is FailureKind.NO_NODES else past.attempts_without_progress
     placement = read_model(attempt.placement, Placement)
     stopped = _stopped_by_health(spec, incident)
     remedy = _Remedy() if stopped else _remedy(run_dir, kind, spec, placement, rolled_back, incident)
     choice = stopped or decide_next(
         kind,
-        past.attempts_without_progress,
+        failures,
         past.same_fingerprint_before,
         spec.supervise,
         chance(),
@@ -156,6 +157,12 @@ def _own_incident(run_dir: RunDir, snapshot: AttemptSnapshot) -> Incident | None
         return _incident_of_absent_nodes(run_dir, snapshot)
     if is_lost and verdict.nodes:  # Slurm detects it much later
         return _incident_of_lost_nodes(snapshot, snapshot.job.lost_nodes or verdict.nodes)
+    if (
+        is_lost
+        and snapshot.job.scheduler_state == "POWERED_OFF"
+        and not is_there(run_dir.attempt(snapshot.attempt).claim)
+    ):
+        return _incident_without_nodes(run_dir, snapshot)
     if is_lost or _lacks_an_agent(snapshot):
         return _incident_of_a_lost_job(run_dir, snapshot)
     if verdict.failure_kind is FailureKind.NODE_LOST and (lost := _lost_nodes(run_dir, snapshot)):
@@ -199,6 +206,20 @@ def _incident_of_a_lost_job(run_dir: RunDir, snapshot: AttemptSnapshot) -> Incid
         seen_at=utc_now(),
         fingerprint=diagnosis.fingerprint,
         evidence_dir=str(attempt.scheduler_dir.relative_to(run_dir.root)),
+    )
+
+
+def _incident_without_nodes(run_dir: RunDir, snapshot: AttemptSnapshot) -> Incident:
+    """Build the incident of nodes that did not start. None is suspected: in a cloud, names of nodes are only places."""
+    kind = FailureKind.NO_NODES
+    return Incident(
+        attempt=snapshot.attempt,
+        restart=max(snapshot.restart, 0),
+        failure_kind=kind,
+        message=f"No agent of attempt {snapshot.attempt} has started. {snapshot.job.reason}",
+        seen_at=utc_now(),
+        fingerprint=fingerprint(kind, ""),
+        evidence_dir=str(run_dir.attempt(snapshot.attempt).scheduler_dir.relative_to(run_dir.root)),
     )
 
 

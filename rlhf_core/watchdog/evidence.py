@@ -1,5 +1,6 @@
 """Evidence about an attempt: its files in the run directory, and the output of its job."""
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from rlhf_core.run_dir.attempt import AttemptDir, RestartDir
 from rlhf_core.run_dir.journal import read_journal
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import Role
-from rlhf_core.schemas.failures import NODE_FAILURES, Action, Decision, Incident
+from rlhf_core.schemas.failures import NODE_FAILURES, Action, Decision, FailureKind, Incident
 from rlhf_core.schemas.journal import IncidentFound
 from rlhf_core.schemas.regression import Regression, regressions
 from rlhf_core.schemas.reports import AgentEvent, AgentStatus, AttemptOutcome, EvaluationReport, MetricsLine
@@ -234,16 +235,28 @@ class EarlierAttempts:
     """Evidence from earlier attempts for or against a retry."""
 
     attempts_without_progress: int
-    """Consecutive attempts, including the one that just ended, without a newer checkpoint."""
+    """Consecutive attempts, including the one that just ended, without a newer checkpoint; those whose nodes did not
+    start are not counted."""
+    attempts_without_nodes: int
+    """Consecutive attempts, including the one that just ended, whose nodes did not start."""
     same_fingerprint_before: bool
     """True if an earlier one of these ended with the same fingerprint, or the agents stopped the last for it."""
 
 
-def read_earlier_attempts(run_dir: RunDir, ended: int, first_attempt: int, fingerprint: str) -> EarlierAttempts:
+def read_earlier_attempts(
+    run_dir: RunDir, ended: int, first_attempt: int, fingerprint: str, own: Incident | None = None
+) -> EarlierAttempts:
     """Summarise the attempts from ``first_attempt`` to ``ended`` for the policy.
 
     An attempt made progress if there is a checkpoint newer than the one it started from.
+
+    Args:
+        own: the controller's finding about the last of them, which may not be in the journal yet.
     """
+    found = [line.event.incident for line in read_journal(run_dir.control) if isinstance(line.event, IncidentFound)]
+    found += [own] if own is not None else []
+    without_nodes = {one.attempt for one in found if one.failure_kind is FailureKind.NO_NODES}
+    latest = itertools.takewhile(without_nodes.__contains__, range(ended, first_attempt - 1, -1))
     newest = run_dir.newest_checkpoint()
     reached = newest.step if newest else 0
     fruitless: list[AttemptDir] = []
@@ -252,9 +265,14 @@ def read_earlier_attempts(run_dir: RunDir, ended: int, first_attempt: int, finge
         placement = read_model(attempt.placement, Placement)
         if placement is None or placement.resumed_from_step < reached:
             break
-        fruitless.append(attempt)
+        if number not in without_nodes:
+            fruitless.append(attempt)
     earlier = [attempt for attempt in fruitless if attempt.number != ended]
     seen = {incident.fingerprint for attempt in earlier if (incident := final_incident(attempt)) is not None}
     # The agents see best if the attempt saved a checkpoint between two failures of its own.
     stopped = any(decision.action is Action.STOP for decision in agent_decisions(run_dir.attempt(ended)))
-    return EarlierAttempts(len(fruitless), bool(fingerprint) and (fingerprint in seen or stopped))
+    return EarlierAttempts(
+        attempts_without_progress=len(fruitless),
+        attempts_without_nodes=sum(1 for _ in latest),
+        same_fingerprint_before=bool(fingerprint) and (fingerprint in seen or stopped),
+    )

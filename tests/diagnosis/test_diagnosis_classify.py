@@ -252,6 +252,7 @@ def test_a_mismatch_is_undecided_where_only_words_tell_of_it() -> None:
         ("CANCELLED by another user (uid 5001)", FailureKind.PREEMPTION),
         ("BOOT_FAIL", FailureKind.NODE_LOST),
         ("LAUNCH_FAILED", FailureKind.NODE_LOST),
+        ("POWERED_OFF", FailureKind.PREEMPTION),
         ("DEADLINE", FailureKind.TIME_LIMIT),
         ("OUT_OF_ME+", FailureKind.HOST_OOM),
         ("FAILED", FailureKind.AGENT_KILLED),

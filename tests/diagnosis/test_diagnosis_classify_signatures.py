@@ -18,8 +18,14 @@ from rlhf_core.diagnosis.logs.signatures.table import SIGNATURES, match_line, ma
 from rlhf_core.schemas.failures import FailureKind
 
 NUMBERED = list(enumerate(SIGNATURES))
-NOT_IN_LOGS = {FailureKind.HANG, FailureKind.NODE_UNFIT, FailureKind.DEGENERATE_RL, FailureKind.INCOMPLETE}
-"""Kinds that no log line shows: they come from supervision, the probe and the trainer itself."""
+NOT_IN_LOGS = {
+    FailureKind.HANG,
+    FailureKind.NODE_UNFIT,
+    FailureKind.DEGENERATE_RL,
+    FailureKind.INCOMPLETE,
+    FailureKind.NO_NODES,
+}
+"""Kinds that no log line shows: they come from supervision, the probe, the trainer itself and the scheduler."""
 FROM_EXIT_CODES = {FailureKind.WORKER_KILLED, FailureKind.AGENT_KILLED}
 """A log shows that something was killed, but not by whom."""
 

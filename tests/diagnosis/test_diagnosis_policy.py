@@ -138,11 +138,19 @@ def test_a_node_that_does_not_arrive_is_excluded_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", sorted(set(FailureKind) - set(HOPELESS) - set(NEEDS_A_REMEDY) - {FailureKind.CHECKPOINT_CORRUPT})
+    "kind",
+    sorted(set(FailureKind) - {*HOPELESS, *NEEDS_A_REMEDY, FailureKind.CHECKPOINT_CORRUPT, FailureKind.NO_NODES}),
 )
 def test_what_may_be_chance_gets_a_new_attempt(kind: FailureKind) -> None:
     assert decide_next(kind, 1, False, SPEC, 0.5).action is Action.NEW_ATTEMPT
     assert decide_next(kind, 3, False, SPEC, 0.5).action is Action.STOP
+
+
+def test_only_the_total_of_attempts_limits_waits_for_nodes() -> None:
+    for number, delay_s in ((1, 30.0), (2, 60.0), (9, 600.0)):
+        choice = decide_next(FailureKind.NO_NODES, number, True, SPEC, 1.0)
+        assert (choice.action, choice.delay_s) == (Action.NEW_ATTEMPT, delay_s)
+    assert excluded_after(FailureKind.NO_NODES, ["n1"], {"n1": 9}, [], 4) == ()
 
 
 @pytest.mark.parametrize("kind", [FailureKind.WORKER_KILLED, FailureKind.HANG, FailureKind.NETWORK])
@@ -192,7 +200,7 @@ def test_a_new_attempt_waits_unless_the_last_one_made_progress_or_it_gets_anothe
 
 
 @given(
-    st.sampled_from(list(FailureKind)),
+    st.sampled_from([kind for kind in FailureKind if kind is not FailureKind.NO_NODES]),
     st.integers(0, 10_000),
     st.booleans(),
     st.floats(0, 1, exclude_max=True),

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from control_fakes import FakeAgent, make_spec
+from control_fakes import NODE, FakeAgent, make_spec
 from harness import ControllerHarness
 from kill_points import Killed
 
@@ -466,6 +466,40 @@ def test_a_vanished_job_is_lost_and_retried(harness: ControllerHarness) -> None:
     (incident,) = shown["incidents"]
     assert incident["failure_kind"] == "agent_killed"
     assert shown["decisions"][0]["action"] == "new_attempt"
+
+
+def test_a_run_waits_for_nodes_that_do_not_start(harness: ControllerHarness) -> None:
+    """As in a cloud without capacity: no budget is spent, and no node suspected. Control: two nodes that are lost
+    afterwards do count, and a third ends the run."""
+    spec = make_spec(supervise={"max_attempts": 3, "backoff_s": 30, "max_backoff_s": 120})
+    status, ends = harness.scheduler.status, JobStatus(JobState.ENDED, "down~", (NODE,), "POWERED_OFF")
+
+    def status_in_the_cloud(submissions: Sequence[Submission]) -> dict[str, JobStatus]:
+        answers = status(submissions)
+        return answers if submissions[0].attempt > 5 else {one.job_id: ends for one in submissions}
+
+    harness.scheduler.status = status_in_the_cloud  # type: ignore[method-assign]
+    run_dir = harness.run(spec)
+    harness.runs_well(run_dir, 5, lambda agent: None)
+    drive(harness.controller(run_dir))
+    record = read_record(run_dir)
+    assert (record.state, len(record.attempts)) == (RunState.COMPLETED, 6)
+    incidents = queries.show_run(harness.store, run_dir.run_id)["incidents"]
+    assert [(one["failure_kind"], one["suspect_nodes"]) for one in incidents] == [("no_nodes", [])] * 5
+    assert incidents[0]["message"] == "No agent of attempt 1 has started. down~"
+    assert {attempt.placement.excluded_nodes for attempt in record.attempts.values()} == {()}
+
+    def lose(agent: FakeAgent) -> None:
+        if agent.attempt > 5:
+            agent.begin()
+            agent.incident(FailureKind.NODE_LOST)
+            agent.end(AttemptState.FAILED, FailureKind.NODE_LOST)
+
+    run_dir = harness.run(spec)
+    harness.attempts(run_dir, lose)
+    with pytest.raises(RunFailed, match="3 attempts without a new checkpoint"):
+        drive(harness.controller(run_dir))
+    assert len(read_record(run_dir).attempts) == 8
 
 
 def test_an_old_job_that_does_not_end_stops_the_recovery(harness: ControllerHarness) -> None:

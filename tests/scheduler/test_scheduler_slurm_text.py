@@ -344,6 +344,27 @@ def test_a_node_that_an_administrator_drains_is_not_the_one_that_failed(
 
 
 @pytest.mark.parametrize(
+    ("rows", "state", "lost"),
+    [
+        ("node1 down~\nnode2 down~", "POWERED_OFF", ()),
+        ("node1 idle\nnode2 down%", "POWERED_OFF", ()),
+        ("node1 idle~\nnode2 idle~", "POWERED_OFF", ()),  # the plug-in of the cloud has put them back
+        ("node1 down\nnode2 down~", "NODE_FAIL", ("node1", "node2")),
+        ("node1 idle\nnode2 down", "NODE_FAIL", ("node2",)),
+        ("node1 idle\nnode2 idle", "NODE_FAIL", ()),
+    ],
+)
+def test_a_node_that_a_cloud_does_not_start_is_not_lost(
+    rows: str, state: str, lost: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Slurm 22.05 shows nodes with ResumeProgram after the ResumeTimeout: NODE_FAIL, and ``down~``."""
+    monkeypatch.setattr(slurm_queue, "run", lambda *words: rows if words[0] == "sinfo" else "node1\nnode2")
+    status = status_of(QueuedJob("7", "NODE_FAIL", "NodeDown", "node[1-2]", "N/A", "toy-1/2"))
+    assert (status.state, status.scheduler_state, status.lost_nodes) == (JobState.ENDED, state, lost)
+    assert status.nodes == ("node1", "node2")
+
+
+@pytest.mark.parametrize(
     ("drained", "lost"),
     [
         ("2026-11-28T15:18:51|Prolog error", ("node2",)),
