@@ -29,7 +29,7 @@ from rlhf_core.scheduler.slurm_answers import (
     takes_no_job,
 )
 from rlhf_core.scheduler.slurm_script import AgentExecutor
-from rlhf_core.scheduler.slurm_settings import cluster_settings, may_choose_partitions, partition_settings
+from rlhf_core.scheduler.slurm_settings import cluster_settings, federation, may_choose_partitions, partition_settings
 from rlhf_core.schemas.resources import Inventory, Submission, job_marker, parse_job_marker
 
 CANCEL_S = 90.0
@@ -85,6 +85,7 @@ class SlurmScheduler:
             default_qos=os.environ.get("SBATCH_QOS", ""),
             partition_settings=partition_settings(settings),
             may_choose_partition=may_choose_partitions(settings),
+            federation=federation(),
             cluster=slurm_queue.cluster_name(),
         )
 

@@ -1,6 +1,7 @@
 """Settings of a Slurm cluster and its partitions: limits of jobs, and defaults for what a job does not request."""
 
 import contextlib
+import os
 import re
 from collections.abc import Mapping
 
@@ -32,6 +33,18 @@ def may_choose_partitions(settings: Mapping[str, str]) -> bool:
     partition."""
     plugins = (settings.get(name, "(null)") for name in ("JobSubmitPlugins", "CliFilterPlugins"))
     return any(names not in ("", "(null)") for names in plugins)
+
+
+def federation() -> str:
+    """Query the name of the federation whose other clusters may start a job; empty if there is none, or if
+    ``SLURM_CLUSTERS`` keeps jobs on one cluster."""
+    if os.environ.get("SLURM_CLUSTERS"):
+        return ""
+    with contextlib.suppress(SchedulerError):
+        text = slurm_queue.run("scontrol", "show", "federation")
+        found = re.search(r"^Federation:[ \t]*(\S+)", text, re.MULTILINE)
+        return found[1] if found and "Sibling:" in text else ""
+    return ""
 
 
 def partition_settings(cluster: Mapping[str, str]) -> dict[str, PartitionSettings]:

@@ -64,6 +64,8 @@ class Inventory(Schema):
     """Settings of each partition; empty if the scheduler has none, or did not tell them."""
     may_choose_partition: bool = False
     """True if the scheduler may place a job that names no partition in another one than the default."""
+    federation: str = ""
+    """Federation of Slurm clusters of which another one may start the jobs; empty if there is none."""
     cluster: str = ""
     """Name of the Slurm cluster; empty if unknown, and for the local scheduler."""
 

@@ -216,6 +216,12 @@ def among_larger_nodes(**resources: Any) -> Facts:
     return replace(facts, inventory=inventory, scheduler="slurm")
 
 
+def federated(name: str) -> Facts:
+    """A run on a cluster of a federation."""
+    inventory = FakeScheduler().inventory().model_copy(update={"federation": name, "cluster": "east"})
+    return healthy(inventory=inventory, scheduler="slurm")
+
+
 def with_packages(packages: dict[str, str], **sections: Any) -> Facts:
     """Healthy facts with other packages of the compute interpreter."""
     base = with_spec(**sections)
@@ -552,6 +558,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         replace(healthy(), scheduler="slurm", site_slurm=SlurmSpec(extra=("--comment=billing",))),
         "contains --comment",
     ),
+    ("resources.federation", BLOCKED, federated("site"), "SLURM_CLUSTERS=east"),
     ("resources.gpus", BLOCKED, with_spec(resources={"gpus_per_node": 2}), "train on CPU"),
     ("resources.gpus", WARNING, healthy(inventory=FakeScheduler(gpus_per_node=4).inventory()), "4 GPUs"),
     ("resources.uneven_gpus", BLOCKED, on_gpus({"a": 8, "b": 7}), "b (7)"),

@@ -679,6 +679,18 @@ def answer(monkeypatch: pytest.MonkeyPatch, **answers: str) -> None:
     monkeypatch.setattr(slurm_queue, "run", lambda *words, **_: others.get(words[0], "") or others.get(words[-1], ""))
 
 
+def test_a_federation_is_one_with_other_clusters_that_may_start_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_CLUSTERS", raising=False)
+    alone = "Federation: site\nSelf:       east:10.0.0.1:6817 ID:1 FedState:ACTIVE Features:\n"
+    sibling = "Sibling:    west:10.0.0.2:6817 ID:2 FedState:ACTIVE Features: PersistConnSend/Recv:Yes/Yes Synced:Yes\n"
+    rows = "a|8|64000|(null)|idle|main*|(null)\n"
+    for text, name in (("", ""), (alone, ""), (alone + sibling, "site")):
+        answer(monkeypatch, sinfo=rows, federation=text)
+        assert SlurmScheduler().inventory().federation == name
+    monkeypatch.setenv("SLURM_CLUSTERS", "east")
+    assert SlurmScheduler().inventory().federation == ""
+
+
 def test_limits_and_defaults_of_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Slurm 22.05 shows them; shortened."""
     partitions = (

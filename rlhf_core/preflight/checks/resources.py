@@ -72,6 +72,18 @@ def slurm_options(facts: Facts) -> Iterator[Finding]:
         yield passed(f"{', '.join(given)} for sbatch")
 
 
+@check("resources.federation")
+def federation(facts: Facts) -> Iterator[Finding]:
+    """A job that another cluster of a federation runs looks as if it had ended, and a second one is submitted."""
+    name, cluster = facts.inventory.federation, facts.inventory.cluster
+    if name:
+        yield blocked(
+            f"the cluster {cluster} belongs to the federation {name}, of which any cluster may start the job",
+            "jobs that stay on the cluster that is asked for them",
+            f"set SLURM_CLUSTERS={cluster} in the environment of the services and of rlhf",
+        )
+
+
 @check("resources.min_nodes")
 def min_nodes(facts: Facts) -> Iterator[Finding]:
     """A run that may continue with fewer nodes still waits if none of these numbers suits its batch and engines."""
