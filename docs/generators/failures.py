@@ -77,10 +77,13 @@ the run ends.
 
 **Damaged checkpoints.** If a checkpoint is damaged (a wrong checksum, a missing, empty or unreadable file, an invalid
 manifest), the workers restart in place from the previous complete one, whatever is left of the restart budget. The
-damaged one is kept for inspection in `checkpoints/damaged-<attempt>.<restart>/`. If the evaluator finds the damage, a
-new attempt trains the steps after the older checkpoint again. If there is no previous checkpoint, the run ends; the
-damaged one stays in place, and the message gives advice. There is no remedy for a checkpoint that does not fit the run
-because of different settings. A different number of ranks is fine.
+damaged one is kept for inspection in `checkpoints/damaged-<attempt>.<restart>/`. All ranks share the reading; a file
+that only one of them finds faulty is read again by rank 0, which decides. If it is sound, and that rank reads it
+wrongly once more, the rank fails with `file_system`: its node is at fault. The evaluator, and a loop whose reference is
+an earlier checkpoint, verify the model only. If the evaluator finds damage there, a new attempt trains the steps after
+the older checkpoint again. If there is no previous checkpoint, the run ends; the damaged one stays in place, and the
+message gives advice. There is no remedy for a checkpoint that does not fit the run because of different settings. A
+different number of ranks is fine.
 
 **Reward functions.** A reward function runs in a separate process beside each rank, without torch. If it takes longer
 than `reward.timeout_s` for the completions of a step, or its process exits, the rank survives: the process and

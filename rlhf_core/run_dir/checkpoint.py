@@ -1,7 +1,7 @@
 """Folder of one checkpoint: paths, manifest and checksums."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,34 +65,43 @@ class CheckpointDir:
         self.root.rename(final.root)
         bring_to_disk(final.root.parent)
 
-    def damage(self, beat: Callable[[], None] = lambda: None) -> list[str]:
-        """Problems of the files, by size and hash; empty for an intact checkpoint. Reads every byte.
+    def damage(self, beat: Callable[[], None] = lambda: None, names: Collection[str] | None = None) -> list[str]:
+        """Problems of the files, by size and hash; empty for an intact checkpoint. Reads every byte of these files.
 
         Args:
             beat: called after every piece.
+            names: the files to verify, by their names in ``COMPLETE``; None for all.
         """
         manifest = self.manifest()
         if manifest is None:
             return [f"{self.complete.name} is {self._fault_of_manifest()}"]
         problems = [] if manifest.step == self.step else [f"{self.complete.name} is of step {manifest.step}"]
         for name, expected in manifest.files.items():
-            fault = self._fault_of(name, expected, beat)
+            if names is not None and name not in names:
+                continue
+            fault = self.fault_of(name, expected, beat)
             # Read once more before giving up a checkpoint: the failure of a disk or a network may be temporary.
-            if fault and (fault := self._fault_of(name, expected, beat)):
+            if fault and (fault := self.fault_of(name, expected, beat)):
                 problems.append(fault)
         return problems
 
-    def verify(self, beat: Callable[[], None] = lambda: None) -> None:
-        """Raise :class:`CheckpointCorrupt` unless every file matches ``COMPLETE``.
+    def verify(self, beat: Callable[[], None] = lambda: None, names: Collection[str] | None = None) -> None:
+        """Raise :class:`CheckpointCorrupt` unless the files match ``COMPLETE``.
+
+        Args:
+            beat: called after every piece.
+            names: the files to verify, by their names in ``COMPLETE``; None for all.
+        """
+        problems = self.damage(beat, names)
+        if problems:
+            raise CheckpointCorrupt(f"checkpoint {self.root} is damaged: {'; '.join(problems)}", self.root.name)
+
+    def fault_of(self, name: str, expected: FileChecksum, beat: Callable[[], None]) -> str:
+        """Problem of one file; empty if it matches its checksum.
 
         Args:
             beat: called after every piece.
         """
-        problems = self.damage(beat)
-        if problems:
-            raise CheckpointCorrupt(f"checkpoint {self.root} is damaged: {'; '.join(problems)}", self.root.name)
-
-    def _fault_of(self, name: str, expected: FileChecksum, beat: Callable[[], None]) -> str:
         try:
             found = checksum(self.root / name, beat)
         except OSError as error:

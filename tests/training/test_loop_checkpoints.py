@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import Mock
 
 import numpy as np
@@ -40,6 +40,7 @@ from rlhf_core.training.checkpoints import writer as checkpoints  # noqa: E402 -
 from rlhf_core.training.checkpoints.resume import resume_point  # noqa: E402
 from rlhf_core.training.checkpoints.soundness import (  # noqa: E402
     hash_of_settings,
+    reference_folder,
     spec_hash,
     training_part,
     verify_checkpoint,
@@ -664,6 +665,118 @@ def test_a_checkpoint_is_read_again_before_it_is_given_up(
     monkeypatch.setattr("rlhf_core.run_dir.checkpoint.checksum", read)
     verify_checkpoint(saved, spec_with(), ranks)
     assert not failures
+
+
+class ThreadRanks(Ranks):
+    """A rank in a thread of this process: its collectives wait for the other threads."""
+
+    meeting: ClassVar[threading.Barrier]
+    values: ClassVar[dict[int, Any]]
+
+    def gather(self, value: Any) -> Any:
+        self.values[self.rank] = json.loads(json.dumps(value))
+        self.meeting.wait(10)
+        found = [self.values[rank] for rank in range(self.num_ranks)]
+        self.meeting.wait(10)
+        return found
+
+    def from_first(self, value: Any) -> Any:
+        return self.gather(value)[0]
+
+
+def verified_by(
+    num_ranks: int,
+    ranks: Ranks,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: tuple[int, str],
+    verify: Callable[[Ranks], Any],
+    num_faults: int = 1,
+) -> tuple[list[tuple[int, str]], list[str]]:
+    """Files read by each rank, and the error of each rank.
+
+    Args:
+        fault: a rank that cannot read a file, and the name of the file.
+        num_faults: how many times it cannot.
+    """
+    read: list[tuple[int, str]] = []
+
+    def count(path: Path, beat: Any) -> Any:
+        rank = int(threading.current_thread().name)
+        read.append((rank, path.name))
+        if (rank, path.name) == fault and read.count(fault) <= num_faults:
+            raise OSError(errno.EIO, "Input/output error")
+        return checksum(path, beat)
+
+    errors = [""] * num_ranks
+
+    def run(rank: int) -> None:
+        try:
+            verify(ThreadRanks(rank, num_ranks, ranks.device, ranks.reporter, ranks.store))
+        except (CheckpointCorrupt, OSError) as error:
+            errors[rank] = str(error)
+
+    monkeypatch.setattr("rlhf_core.run_dir.checkpoint.checksum", count)
+    monkeypatch.setattr(ThreadRanks, "meeting", threading.Barrier(num_ranks), raising=False)
+    monkeypatch.setattr(ThreadRanks, "values", {}, raising=False)
+    threads = [threading.Thread(target=run, args=(rank,), name=str(rank)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return sorted(read), errors
+
+
+def test_each_file_is_verified_by_one_rank(
+    run_dir: RunDir, ranks: Ranks, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = save_whole(writer(run_dir, ranks), progress(4), model, ENGINE_STATE)
+    manifest = saved.manifest()
+    assert manifest is not None
+    names = sorted(Path(name).name for name in manifest.files)
+
+    def verify(own: Ranks) -> None:
+        verify_checkpoint(saved, spec_with(), own)
+
+    read, errors = verified_by(3, ranks, monkeypatch, (-1, ""), verify)
+    assert (sorted(name for _, name in read), errors) == (names, [""] * 3)
+    (weights,) = (rank for rank, name in read if name == "model.safetensors")
+    (state,) = (rank for rank, name in read if name == "rank-00000.safetensors")
+    assert {rank for rank, _ in read} == {0, 1, 2}, "none is idle"
+    assert weights != state, "the two largest are read at the same time"
+    others, errors = verified_by(20, ranks, monkeypatch, (-1, ""), verify)  # more ranks than files
+    assert (sorted(name for _, name in others), errors) == (names, [""] * 20)
+
+    # What only one node cannot read is no damage: the first rank reads it again, and so does the one that could not.
+    late = read[-1]
+    again, errors = verified_by(3, ranks, monkeypatch, late, verify)
+    assert ({*again} - {*read}, errors) == ({(0, late[1])}, [""] * 3)
+    _, errors = verified_by(3, ranks, monkeypatch, late, verify, num_faults=2)
+    assert errors[:2] == ["", ""], "a sound checkpoint is not put aside"
+    assert "this node reads it wrongly and rank 0 correctly" in errors[2], "it would train on what it reads"
+    flip_last_bit(saved.model / "model.safetensors")
+    _, errors = verified_by(3, ranks, monkeypatch, (-1, ""), verify)
+    assert len({*errors}) == 1
+    assert "step-000004 is damaged: model/model.safetensors: found" in errors[0]
+
+
+def test_who_reads_the_model_alone_verifies_no_optimizer(
+    run_dir: RunDir, ranks: Ranks, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The evaluator, and a loop that begins from another one's model: a damaged optimizer must not cost an attempt."""
+    saved = save_whole(writer(run_dir, ranks), progress(4), model, ENGINE_STATE)
+    flip_last_bit(saved.trainer_state / "rank-00000.safetensors", 100)
+    context = make_context(str(run_dir.root), tiny_spec(), 0, 1)
+
+    def begin(own: Ranks) -> None:
+        reference_folder(context, own, 4, run_dir.initial_model)
+
+    read, errors = verified_by(1, ranks, monkeypatch, (-1, ""), begin)
+    assert errors == [""]
+    assert {name for _, name in read} == {path.name for path in saved.model.iterdir()} | {"settings.json"}
+    flip_last_bit(saved.model / "model.safetensors")
+    _, errors = verified_by(1, ranks, monkeypatch, (-1, ""), begin)
+    assert "model.safetensors: found" in errors[0]
+    assert "restore its files from a copy" in errors[0]
 
 
 def test_a_restart_goes_on_after_the_checkpoint_that_the_attempt_began_from_was_removed(

@@ -1,7 +1,8 @@
-"""Verification of a checkpoint before use: every byte of it, and the settings that it was made with."""
+"""Verification of a checkpoint before use: every byte that is read, and the settings that it was made with."""
 
+import errno
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ from pydantic import ValidationError
 from rlhf_core.errors import CheckpointCorrupt, ResumeMismatch
 from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.schemas.checkpoint_files import CheckpointManifest
+from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
 from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.migration import current_settings
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.text.formatting import listed
+from rlhf_core.training.data.micro_batches import balanced
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.models.adapters import is_adapter, require_base
 from rlhf_core.training.types import WorkerContext
@@ -66,24 +68,90 @@ def hash_of_settings(settings: dict[str, Any]) -> str:
     return blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def verify_checkpoint(checkpoint: CheckpointDir, spec: RunSpec, ranks: Ranks, base: Path | None = None) -> None:
-    """Verify a checkpoint before use: every byte of it, and that it fits this run.
+def verify_checkpoint(
+    checkpoint: CheckpointDir, spec: RunSpec, ranks: Ranks, base: Path | None = None, *, only_model: bool = False
+) -> None:
+    """Verify a checkpoint before use: every byte of its files, and that it fits this run. Collective.
 
-    Rank 0 verifies for all ranks, and every rank raises its error, so that none continues alone.
+    The ranks share the reading. Rank 0 decides, and every rank raises its error, so that none continues alone. Only a
+    rank that reads wrongly, twice, what rank 0 reads correctly raises an error of its own, which names its node.
 
     Args:
         base: folder of the base model, if the checkpoint may hold an adapter.
+        only_model: the caller reads ``model/`` alone, so that damage elsewhere does not matter. The settings are
+            verified too.
 
     Raises:
         CheckpointCorrupt: the checkpoint is damaged.
         ResumeMismatch: it was written with another spec or base model.
+        OSError: this node does not read what the checkpoint holds.
     """
 
     def beat() -> None:
         # The state of a large model is a terabyte: reading it takes longer than a silence that counts as a hang.
         ranks.reporter.beat(Phase.SETUP, checkpoint.step)
 
-    agree(ranks, lambda: _require_sound(checkpoint, spec, base, beat))
+    # The names come from rank 0: another node may see an older listing of the directory.
+    files = ranks.from_first(_files_to_verify(checkpoint, only_model) if ranks.is_first else {})
+    found = ranks.gather(_faulty(checkpoint, files, ranks, beat))
+    suspects = [name for names in found for name in names]
+    agree(ranks, lambda: _require_sound(checkpoint, spec, base, beat, suspects if files else None))
+    for rank, names in enumerate(found):
+        if names:
+            ranks.log(
+                f"warning: only rank {rank} could not read {listed(names, 5)} of {checkpoint.root.name} correctly"
+            )
+    if not ranks.is_first:
+        _require_correct_reading(checkpoint, {name: files[name] for name in found[ranks.rank]}, beat)
+
+
+def _files_to_verify(checkpoint: CheckpointDir, only_model: bool) -> dict[str, dict[str, Any]]:
+    """The checksums of the files by name; empty without a readable manifest."""
+    manifest = checkpoint.manifest()
+    if manifest is None:
+        return {}
+    read = (f"{checkpoint.model.name}/", settings_file(checkpoint).relative_to(checkpoint.root).as_posix())
+    return {
+        name: expected.model_dump()
+        for name, expected in manifest.files.items()
+        if not only_model or name.startswith(read)
+    }
+
+
+def _faulty(
+    checkpoint: CheckpointDir, files: dict[str, dict[str, Any]], ranks: Ranks, beat: Callable[[], None]
+) -> list[str]:
+    """The names of the faulty ones among this rank's part of the files. Every rank gets about as many bytes."""
+    names = sorted(files)
+    idle = -len(names) % ranks.num_ranks
+    sizes = [float(files[name]["bytes"]) for name in names]
+    part = [
+        names[place] for place in balanced([*sizes, *[0.0] * idle], ranks.num_ranks)[ranks.rank] if place < len(names)
+    ]
+    return _misread(checkpoint, {name: files[name] for name in part}, beat)
+
+
+def _require_correct_reading(
+    checkpoint: CheckpointDir, files: dict[str, dict[str, Any]], beat: Callable[[], None]
+) -> None:
+    """Read sound files again that this rank found faulty: it would load its weights through the same cache.
+
+    Raises:
+        OSError: one of them is faulty again.
+    """
+    faulty = _misread(checkpoint, files, beat)
+    if faulty:
+        problem = "this node reads it wrongly and rank 0 correctly; its file system cache or its memory may be damaged"
+        raise OSError(errno.EIO, problem, str(checkpoint.root / faulty[0]))
+
+
+def _misread(checkpoint: CheckpointDir, files: dict[str, dict[str, Any]], beat: Callable[[], None]) -> list[str]:
+    """The names of the files whose content, as this rank reads it, does not match their checksums."""
+    return [
+        name
+        for name, expected in files.items()
+        if checkpoint.fault_of(name, FileChecksum.model_validate(expected), beat)
+    ]
 
 
 def initial_folder(spec: RunSpec, run_dir: RunDir) -> Path:
@@ -105,7 +173,7 @@ def reference_folder(context: WorkerContext, ranks: Ranks, steps_before: int, in
         return initial
     checkpoint = context.run_dir.checkpoint(steps_before)
     try:
-        verify_checkpoint(checkpoint, context.spec, ranks, initial)
+        verify_checkpoint(checkpoint, context.spec, ranks, initial, only_model=True)
     except CheckpointCorrupt as error:
         raise CheckpointCorrupt(
             f"{error}. It is the reference for the divergence of this run, so no earlier one can replace it: restore "
@@ -143,9 +211,19 @@ def agree(ranks: Ranks, find: Callable[[], CheckpointDir | None]) -> int | None:
 
 
 def _require_sound(
-    checkpoint: CheckpointDir, spec: RunSpec, base: Path | None, beat: Callable[[], None]
+    checkpoint: CheckpointDir,
+    spec: RunSpec,
+    base: Path | None,
+    beat: Callable[[], None],
+    suspects: Collection[str] | None,
 ) -> CheckpointDir:
-    checkpoint.verify(beat)
+    """Rank 0's part of :func:`verify_checkpoint`.
+
+    Args:
+        suspects: files that a rank found faulty. They are read again before the checkpoint is given up: the failure of
+            a disk or a network may be temporary, or only one node may have it. None for all files.
+    """
+    checkpoint.verify(beat, suspects)
     manifest = checkpoint.manifest()
     if manifest is None:
         raise CheckpointCorrupt(f"checkpoint {checkpoint.root} disappeared while it was read", checkpoint.root.name)

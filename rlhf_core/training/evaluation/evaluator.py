@@ -305,14 +305,14 @@ def run_evaluator(context: WorkerContext) -> RoleResult:
 
     Raises:
         WorkerError: there is no complete checkpoint.
-        CheckpointCorrupt: the checkpoint is damaged.
+        CheckpointCorrupt: its model is damaged.
     """
     spec, reporter = context.spec, context.reporter
     reporter.beat(Phase.SETUP, 0)
     ranks = init_process_group(context)
     checkpoint = _last_checkpoint(context, ranks)
     initial = initial_folder(spec, context.run_dir)
-    verify_checkpoint(checkpoint, spec, ranks, initial)
+    verify_checkpoint(checkpoint, spec, ranks, initial, only_model=True)
     reporter.beat(Phase.SETUP, checkpoint.step)
     disable_progress_bar()
     tokenizer = load_tokenizer(checkpoint.model)

@@ -233,6 +233,7 @@ class _Models:
         self.context, self._spec = context, context.spec
         self._ranks, self._tokenizer, self._initial = ranks, tokenizer, initial
         self._checkpoint = checkpoint
+        self._before: dict[int, Path] = {}
 
     def to_train(self, step: int) -> PreTrainedModel:
         """Load the initial model or that of the checkpoint; a loop that trains a reward model loads a reward model."""
@@ -255,8 +256,11 @@ class _Models:
         return model
 
     def before(self, loop: Loop) -> Path:
-        """Folder of the model that a loop began with. Collective."""
-        return reference_folder(self.context, self._ranks, loop.first_step - 1, self._initial)
+        """Folder of the model that a loop began with, verified once. Collective."""
+        steps = loop.first_step - 1
+        if steps not in self._before:
+            self._before[steps] = reference_folder(self.context, self._ranks, steps, self._initial)
+        return self._before[steps]
 
     def reference(self, loop: Loop, policy: PolicyModel | RewardModel) -> Scorer | None:
         """The policy as it was at the start of the loop, if the algorithm needs it."""
