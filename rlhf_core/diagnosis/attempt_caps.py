@@ -25,14 +25,18 @@ class Used:
     proportionally."""
 
 
-def refusal(spec: RunSpec, used: Used) -> str:
-    """Describe the cap that forbids another attempt; empty if none does."""
+def refusal(spec: RunSpec, used: Used, step_s: float = 0.0) -> str:
+    """Describe the cap that forbids another attempt; empty if none does.
+
+    Args:
+        step_s: Longest recent step of an allocation of full size, in seconds; 0 if unknown.
+    """
     supervise = spec.supervise
     if supervise.max_total_attempts and used.attempts >= supervise.max_total_attempts:
         return f"supervise.max_total_attempts = {supervise.max_total_attempts}: {count(used.attempts, 'attempt')} made"
     for name, cap, units, unit in _hours(spec):
         left_s = cap * HOUR_S / units - used.allocated_s
-        if left_s <= spec.slurm.save_lead_s + MARGIN_S:
+        if left_s <= step_s + spec.slurm.save_lead_s + MARGIN_S:
             spent = f"{used.allocated_s * units / HOUR_S:.2f} {unit} used in {count(used.attempts, 'attempt')}"
             return f"supervise.{name} = {cap:g}: {spent}; the remaining time is too short to train and save"
     return ""

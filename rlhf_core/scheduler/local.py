@@ -29,7 +29,14 @@ from rlhf_core.machine.main_memory import memory_bytes
 from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus, LivingJob
 from rlhf_core.scheduler.job_environment import job_environment
 from rlhf_core.scheduler.passed_environment import without_private
-from rlhf_core.schemas.resources import JOB_VARIABLE, Inventory, Submission, job_marker, parse_job_marker
+from rlhf_core.schemas.resources import (
+    JOB_END_VARIABLE,
+    JOB_VARIABLE,
+    Inventory,
+    Submission,
+    job_marker,
+    parse_job_marker,
+)
 
 SHUTDOWN_TIMEOUT_S = 15.0
 """Time that an agent has to end its workers and write its outcome before it is killed."""
@@ -165,6 +172,7 @@ def _controller_variables(command: str, time_limit_s: int) -> Mapping[str, str]:
         "SUBMITIT_LOCAL_NTASKS": "1",
         _COMMAND_VARIABLE: command,
         "SUBMITIT_LOCAL_TIMEOUT_S": str(time_limit_s),
+        JOB_END_VARIABLE: f"{time.time() + time_limit_s:.0f}",
         "SUBMITIT_LOCAL_SIGNAL_DELAY_S": str(lead_s),
         "SUBMITIT_LOCAL_NODEID": "0",
         "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.schemas.cluster import SlurmSpec
+from rlhf_core.schemas.resources import JOB_END_VARIABLE
 
 _QUERIES = ("SQUEUE_", "SINFO_", "SCONTROL_", "SACCT_", "SCANCEL_", "SLURM_TIME_FORMAT")
 """Prefixes of the options of queries: a filter such as SQUEUE_PARTITION would hide jobs that are running."""
@@ -66,6 +67,15 @@ def for_submission(environment: Mapping[str, str], slurm: SlurmSpec) -> dict[str
         return name not in _OF_THE_SCRIPT and not (name in _DEFAULTS and getattr(slurm, _DEFAULTS[name]))
 
     return {name: value for name, value in environment.items() if is_kept(name)}
+
+
+def end_of_job(request: JobRequest) -> str:
+    """Line of a job's script that exports the time at which the limit ends the job.
+
+    Slurm itself tells it from 23.02 on. Before, it is counted from the start of the script, which follows the start of
+    the job by the time of its prolog.
+    """
+    return f'export {JOB_END_VARIABLE}="${{SLURM_JOB_END_TIME:-$(($(date +%s) + {request.time_limit_s}))}}"'
 
 
 def export_option(request: JobRequest, environment: Mapping[str, str]) -> list[str]:

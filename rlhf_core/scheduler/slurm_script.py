@@ -181,6 +181,7 @@ def _exports(request: JobRequest) -> Iterator[str]:
         # Slurm assigns the GPUs; if it assigns none, the job must see none.
         if name != VISIBLE_VARIABLE or not (has_gpus and assigned):
             yield f"export {name}={shlex.quote(value)}"
+    yield slurm_environment.end_of_job(request)
 
 
 def _require_passed(request: JobRequest) -> Iterator[str]:

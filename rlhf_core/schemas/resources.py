@@ -264,6 +264,8 @@ PASSED_VARIABLE = "RLHF_PASSED_ENVIRONMENT"
 """Environment variable with the comma-separated names of variables passed to the job as secrets."""
 JOB_VARIABLE = "RLHF_JOB"
 """Environment variable of every process of a job, to find left-over processes."""
+JOB_END_VARIABLE = "RLHF_JOB_ENDS_AT"
+"""Environment variable of a job with the time at which its time limit ends it, in seconds since the epoch."""
 
 
 def job_marker(run_id: str, attempt: int) -> str:

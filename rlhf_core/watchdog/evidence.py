@@ -1,7 +1,7 @@
 """Evidence about an attempt: its files in the run directory, and the output of its job."""
 
 import itertools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -16,6 +16,7 @@ from rlhf_core.run_dir.attempt import AttemptDir, RestartDir
 from rlhf_core.run_dir.journal import read_journal
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import Role
+from rlhf_core.schemas.base import LONGEST_S
 from rlhf_core.schemas.failures import NODE_FAILURES, Action, Decision, FailureKind, Incident
 from rlhf_core.schemas.journal import IncidentFound
 from rlhf_core.schemas.regression import Regression, regressions
@@ -69,6 +70,8 @@ class AttemptProgress:
     """``sft`` or ``grpo``: the loop that made the last step."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Latest value of every metric."""
+    steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=10))
+    """Durations of the last steps, in seconds."""
     evaluating: bool = False
     """True once the evaluator has started: training is done."""
     events: list[AgentEvent] = field(default_factory=list)
@@ -108,6 +111,8 @@ class AttemptProgress:
     def _read_metrics(self, restart: RestartDir) -> None:
         for line in parse_lines(self._new_lines(restart.metrics), MetricsLine):
             self.metrics.update(line.metrics)
+            if 0 <= (seconds := line.metrics.get("time/step_s", -1.0)) <= LONGEST_S:  # external trainers may log NaN
+                self.steps_s.append(seconds)
             self.step, self.loop = line.step, line.loop
             self._stepped_in = restart.restart
 

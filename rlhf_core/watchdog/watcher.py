@@ -84,6 +84,8 @@ class AttemptSnapshot:
     outcome: AttemptOutcome | None
     history_behind: str
     """Reason why the history could not be updated; empty if it was updated."""
+    longest_step_s: float = 0.0
+    """Longest of the last ten steps, in seconds; 0 if unknown."""
 
     @property
     def ended(self) -> bool:
@@ -162,6 +164,7 @@ class Watcher:
             events=tuple(progress.events),
             outcome=outcome,
             history_behind=self._record(),
+            longest_step_s=max(progress.steps_s, default=0.0),
         )
 
     def _job(self) -> JobStatus:

@@ -52,6 +52,13 @@ def test_hours_count_for_every_gpu_or_node_of_the_allocation() -> None:
     )
 
 
+def test_the_remaining_time_must_suffice_for_a_step() -> None:
+    """Steps of 10 min end an attempt up to 12 min before the cap: another one would be killed in its first step."""
+    spec = make_spec(max_gpu_hours=16)
+    assert "too short to train and save" in refusal(spec, Used(1, 6500.0), step_s=600.0)
+    assert refusal(spec, Used(1, 6500.0), step_s=300.0) == ""
+
+
 def test_gpu_hours_without_gpus_are_refused_with_what_to_write() -> None:
     with pytest.raises(ValidationError, match=r"there are no GPU-hours to count; set supervise\.max_node_hours"):
         make_spec(gpus_per_node=0, max_gpu_hours=1)

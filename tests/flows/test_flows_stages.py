@@ -333,6 +333,24 @@ def test_the_cap_on_hours_bounds_the_time_limit_and_then_the_attempts(harness: C
     assert limits[1:] == [pytest.approx(5400, abs=60), pytest.approx(1800, abs=60)]
 
 
+def test_no_attempt_is_made_in_which_no_step_would_fit(harness: ControllerHarness) -> None:
+    """1800 s are left for steps of 1700 s and 1000 s: the longer one and its checkpoint might not fit."""
+    run_dir = harness.run(make_spec(supervise={"max_node_hours": 1.5}))
+
+    def fail(agent: FakeAgent) -> None:
+        agent.begin()
+        begun = utc_now() - timedelta(hours=1)
+        run_dir.attempt(agent.attempt).claim.write_text(json.dumps({"time": begun.isoformat()}))
+        agent.step(1, **{"time/step_s": 1700.0})
+        agent.step(2, **{"time/step_s": 1000.0})
+        agent.checkpoint(2)
+        agent.end(AttemptState.FAILED, FailureKind.NODE_LOST)
+
+    harness.attempts(run_dir, fail)
+    with pytest.raises(RunFailed, match=r"1\.00 node-hours used in 1 attempt; the remaining time is too short"):
+        drive(harness.controller(run_dir))
+
+
 def test_each_new_checkpoint_renews_the_budget(harness: ControllerHarness) -> None:
     """Negative control of the previous test: five failures are allowed when every attempt makes progress."""
     run_dir = harness.run(make_spec(supervise={"max_attempts": 2}))

@@ -42,6 +42,7 @@ if "daemon" in sys.argv:
 if "deaf" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)
 print("at work", os.environ["RLHF_JOB"], os.environ.get("RLHF_DATABASE_URL"), os.environ.get("NCCL_DEBUG"), flush=True)
+say("ends_at", os.environ.get("RLHF_JOB_ENDS_AT", ""))
 say("agent", str(os.getpid()))
 time.sleep(0.0 if "short" in sys.argv else 60.0)
 """
@@ -190,9 +191,11 @@ def test_a_job_of_another_machine_is_unknown(scheduler: LocalScheduler) -> None:
 
 
 def test_the_agent_is_signalled_to_save_before_the_time_limit(tmp_path: Path, scheduler: LocalScheduler) -> None:
+    began = time.time()
     submission = scheduler.submit(make_request(tmp_path, time_limit_s=4))
     until(lambda: _state(scheduler, submission) is JobState.ENDED)
     assert (tmp_path / "asked").read_text(encoding="utf-8") == "SIGUSR2"
+    assert began + 3 < int((tmp_path / "ends_at").read_text(encoding="utf-8")) < began + 15
 
 
 def test_a_command_that_cannot_be_started_is_refused(tmp_path: Path, scheduler: LocalScheduler) -> None:

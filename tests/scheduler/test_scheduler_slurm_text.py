@@ -2,6 +2,7 @@
 
 import errno
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -254,6 +255,19 @@ def test_the_signal_to_save_is_never_in_the_first_half_of_the_job(monkeypatch: p
     die of other signals."""
     monkeypatch.setattr(SlurmJobEnvironment, "USR_SIG", "USR1")
     assert "--signal=USR2@60\n" in script(time_limit_s=120)
+
+
+def test_a_job_knows_when_its_limit_ends_it() -> None:
+    """From Slurm itself, or from a version that does not tell: counted from the start of the script."""
+    (line,) = (line for line in script(time_limit_s=90).splitlines() if "RLHF_JOB_ENDS_AT" in line)
+    told = ["bash", "-c", f"{line}; echo $RLHF_JOB_ENDS_AT"]
+    environment = {"PATH": os.environ["PATH"]}
+    assert _printed(told, {**environment, "SLURM_JOB_END_TIME": "1800000000"}) == 1_800_000_000
+    assert 80 < _printed(told, environment) - time.time() < 91
+
+
+def _printed(command: list[str], environment: dict[str, str]) -> int:
+    return int(subprocess.run(command, env=environment, capture_output=True, check=True, text=True).stdout)
 
 
 def test_containers() -> None:

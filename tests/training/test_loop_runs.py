@@ -29,6 +29,7 @@ from rlhf_core.files.appended import read_models
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import AgentEvent, EvaluationReport, MetricsLine, Phase, SampleLine, TrainerWarning
+from rlhf_core.schemas.resources import JOB_END_VARIABLE
 from rlhf_core.training.types import NullReporter
 
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
@@ -109,6 +110,7 @@ def runs_of(group: TrainingGroup) -> dict[str, Any]:
     from rlhf_core.training.health.state import HealthState
     from rlhf_core.training.trainers import run as run_module
     from rlhf_core.training.trainers.engine import Engine
+    from rlhf_core.training.trainers.time_limit import ENDING_S
 
     rank, folder, copy = group.ranks.rank, group.folder, group.copy
     results: dict[str, Any] = {}
@@ -148,7 +150,9 @@ def runs_of(group: TrainingGroup) -> dict[str, Any]:
         results["without health"] = train("without-health", restart=1)
 
     results["stop"] = train("stop", reporter=StopRequested(3) if rank == 0 else None)
-    results["after stop"] = train("stop", restart=1)
+    with mock.patch.dict(os.environ, {JOB_END_VARIABLE: f"{time.time() + ENDING_S:.0f}"}):
+        results["out of time"] = train("stop", restart=1)
+    results["after stop"] = train("stop", restart=2)
     results["stop at the end"] = train("stop-late", reporter=StopRequested(6))
     results["finished already"] = train("straight", restart=1)
     copy("again", "longer")
@@ -504,8 +508,11 @@ def test_the_evaluation_before_is_made_once(results: list[dict[str, Any]], folde
 def test_save_and_end_leaves_the_rest_to_later(results: list[dict[str, Any]], folder: Path) -> None:
     assert [result["stop"] for result in results] == ["stopped_early"] * 2
     assert set(metrics_of(folder, "stop")) == {1, 2, 3}
+    assert [result["out of time"] for result in results] == ["stopped_early"] * 2
+    assert set(metrics_of(folder, "stop", restart=1)) == {4}, "another step would not have fitted into the time limit"
     assert [result["after stop"] for result in results] == ["done", "done"]
-    assert metrics_of(folder, "stop") | metrics_of(folder, "stop", restart=1) == metrics_of(folder, "straight")
+    made = [metrics_of(folder, "stop", restart=restart) for restart in range(3)]
+    assert made[0] | made[1] | made[2] == metrics_of(folder, "straight")
     assert final_state(folder, "stop") == final_state(folder, "straight")
     assert [result["stop at the end"] for result in results] == ["done", "done"], "nothing was left to stop"
 

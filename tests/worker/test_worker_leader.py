@@ -16,11 +16,11 @@ from rlhf_core.diagnosis.hangs.verdict import Verdict
 from rlhf_core.files.appended import append_lines
 from rlhf_core.files.whole import read_model, write_model, write_text
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.schemas.agent_messages import NodeEnd
+from rlhf_core.schemas.agent_messages import NodeEnd, WorkerReport
 from rlhf_core.schemas.attempts import AttemptState, Role
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Action, FailureKind, Incident
-from rlhf_core.schemas.reports import AgentCommand, AttemptOutcome, MetricsLine
+from rlhf_core.schemas.reports import AgentCommand, AttemptOutcome, MetricsLine, Phase, WorkerOutcome
 from rlhf_core.schemas.resources import GroupPlan, Placement
 from rlhf_core.watchdog.evidence import agent_decisions, final_incident
 from rlhf_core.worker.agent import leader as leader_module
@@ -80,6 +80,39 @@ def test_workers_are_not_restarted_beside_killed_ones_that_have_not_ended(
     assert incident is not None
     assert (step.action, incident.suspect_nodes) == (action, suspects)
     assert ("killed processes have not ended on" in step.message) == any(left)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words", "kind"),
+    [("SIGUSR2", "ended early: SIGUSR2", None), ("", "would not have fitted into the time limit", "time_limit")],
+)
+def test_workers_that_saved_without_being_asked_had_no_time_left(
+    run_dir: RunDir, slots: SlotFile, asked: str, words: str, kind: str | None
+) -> None:
+    nodes = Nodes(("here",), ("127.0.0.1",), 0)
+    job = Job(run_dir, 1, nodes, make_spec(), Placement(attempt=1, num_nodes=1, phases=()), {}, ())
+    restart = run_dir.attempt(1).restart(0)
+    channel = AgentChannel(nodes, MemoryAgentStore())
+    group = GivenProcess(
+        GroupPlan.on_all_nodes(Role.TRAINER, 1, 1), 0, restart, GroupSeat("here", 0, slots, channel.clock)
+    )
+    decisions = GroupDecisions(
+        job, channel, Leader(run_dir, 1), EventLog("here", restart), ExternalRequests(stop=asked)
+    )
+    outcome = WorkerOutcome(
+        role=Role.TRAINER,
+        rank=0,
+        node="here",
+        ok=True,
+        stopped_early=True,
+        step=4,
+        phase=Phase.CHECKPOINT,
+        time=utc_now(),
+    )
+    end = NodeEnd(num_workers=1, workers=(WorkerReport(rank=0, local_rank=0, code=0, outcome=outcome),))
+    step = decisions.conclude(group, {0: end}, restart)
+    assert (step.action, step.state, step.kind) == ("end", AttemptState.PREEMPTED, kind)
+    assert words in step.message
 
 
 @pytest.mark.parametrize("kind", [FailureKind.NODE_LOST, FailureKind.FILE_SYSTEM])

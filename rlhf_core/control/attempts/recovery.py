@@ -84,7 +84,9 @@ def _after_failure(controller: Controller, number: int, attempt: AttemptRecord, 
         journal.append(IncidentFound(incident=failure.incident))
     if attempt.decision is None:
         placeable = _placeable(controller, failure, attempt)
-        failure = replace(failure, decision=_within_caps(controller, placeable))
+        # A step of a smaller allocation takes longer, but so does everything that its share of the caps allows.
+        share = attempt.placement.num_nodes / controller.spec.resources.num_nodes
+        failure = replace(failure, decision=_within_caps(controller, placeable, snapshot.longest_step_s * share))
         journal.append(DecisionMade(decision=failure.decision))
     decision = attempt.decision or failure.decision
     journal.move_attempt(number, snapshot.verdict.state, failure.message, failure.kind)
@@ -128,9 +130,10 @@ def _placeable(controller: Controller, failure: AttemptFailure, attempt: Attempt
     return decision.model_copy(update={"action": Action.STOP, "reason": reason, "delay_s": 0.0, "excluded_nodes": ()})
 
 
-def _within_caps(controller: Controller, decision: Decision) -> Decision:
-    """The decision, or a stop if all attempts together have used as much as the run may use."""
-    refused = attempt_caps.refusal(controller.spec, used_so_far(controller))
+def _within_caps(controller: Controller, decision: Decision, step_s: float) -> Decision:
+    """The decision, or a stop if all attempts together have used as much as the run may use, or if the rest is too
+    short for a step of this duration."""
+    refused = attempt_caps.refusal(controller.spec, used_so_far(controller), step_s)
     if decision.action is not Action.NEW_ATTEMPT or not refused:
         return decision
     return decision.model_copy(update={"action": Action.STOP, "reason": refused, "delay_s": 0.0, "excluded_nodes": ()})

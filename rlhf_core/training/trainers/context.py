@@ -31,6 +31,7 @@ from rlhf_core.training.metrics import StepMetrics
 from rlhf_core.training.trainers.engine import Engine, learning_rate
 from rlhf_core.training.trainers.saving import Saving
 from rlhf_core.training.trainers.step import TrainingStep, refuse_non_finite, summary
+from rlhf_core.training.trainers.time_limit import TimeLimit
 from rlhf_core.training.types import Row, WorkerContext
 from rlhf_core.training.worker_events import write_event
 
@@ -112,6 +113,8 @@ class TrainingContext:
         self._step = self.steps_done
         self._judge = _judge(context, ranks, progress)
         self._saving = Saving(context, ranks, tokenizer, self.beat, self._sync_files)
+        self._time_limit = TimeLimit(self.spec.slurm.save_lead_s)
+        self._best = progress.best if progress and self.spec.checkpoint.keep_best else None
         self._context = context
         self._metrics_file = LineWriter(context.restart_dir.metrics, self._record_loss) if ranks.is_first else None
         self._samples_file = LineWriter(context.restart_dir.samples, self._record_loss) if ranks.is_first else None
@@ -236,7 +239,8 @@ class TrainingContext:
             ahead: completions already sampled for the next step, also saved.
 
         Returns:
-            Whether to stop here because an agent requested it; the state is then saved.
+            Whether to stop here because an agent requested it or the job has no time for another step; the state is
+            then saved.
 
         Raises:
             NonFiniteLoss: the loss or the gradient norm is not finite; the metrics of the step are already written.
@@ -249,7 +253,7 @@ class TrainingContext:
         if step.number == 1:
             for name, count in self._data_counts.items():
                 step.metrics.shared(name, count)
-        reduced = step.metrics.reduced(self._saving.request())
+        reduced = step.metrics.reduced(self._saving.request() or self._vote_on_time(step))
         if self._metrics_file is not None:
             self._metrics_file.write(
                 MetricsLine(step=step.number, time=utc_now(), loop=loop.algorithm.name, metrics=reduced.values)
@@ -332,6 +336,18 @@ class TrainingContext:
                 step.metrics.mean(
                     "eval/greedy", *self.evaluator.greedy_score(model, step.number, self.beating(Phase.EVALUATE))
                 )
+
+    def _vote_on_time(self, step: TrainingStep) -> str:
+        """Vote of rank 0 to save and stop, if the time limit of the job leaves no time for the next step."""
+        self._time_limit.add_step(step.seconds(), step.times_s.get("evaluate", 0.0))
+        if not self.ranks.is_first or step.number == self.spec.total_steps:
+            return ""
+        shortage = self._time_limit.shortage(self._saving.save_s(), with_evaluation=self.is_evaluated(step.number + 1))
+        if not shortage:
+            return ""
+        self.ranks.log(f"saving and ending: {shortage}")
+        write_event(self._context, "checkpoint", f"saving and ending: {shortage}")
+        return "stop"
 
     def _add_times(self, step: TrainingStep) -> None:
         """Add the times, in seconds, as means over the ranks. The checkpoint time is that of the previous step."""

@@ -41,6 +41,8 @@ class Saving:
         self._sync_files = sync_files
         self._waited_s = 0.0
         self._wait_s = 0.0
+        self._blocked_s = 0.0
+        self._write_s = 0.0
         self.writer = CheckpointWriter(
             context.run_dir,
             context.spec,
@@ -63,13 +65,18 @@ class Saving:
     def times(self) -> dict[str, float]:
         """Seconds accumulated since the last call: total waiting time of steps, waiting for the previous checkpoint,
         and writing."""
-        found = {
-            "checkpoint": self._waited_s,
-            "checkpoint_wait": self._wait_s,
-            "checkpoint_write": self.writer.take_write_s(),
-        }
+        write_s = self.writer.take_write_s()
+        self._write_s = write_s or self._write_s
+        found = {"checkpoint": self._waited_s, "checkpoint_wait": self._wait_s, "checkpoint_write": write_s}
         self._waited_s = self._wait_s = 0.0
         return found
+
+    def save_s(self) -> float:
+        """Time in seconds that a checkpoint would take until it is complete, judged by the last one; 0 while none is
+        complete."""
+        if self.writer.is_writing and not self._write_s:
+            return 0.0
+        return self._blocked_s + self._write_s * (2 if self.writer.is_writing else 1)
 
     def save(
         self,
@@ -97,6 +104,7 @@ class Saving:
         self._beat(Phase.CHECKPOINT)
         self._sync_files()
         saved = self.writer.begin(progress, model, engine.state(), critic, sampled)
+        self._blocked_s = time.monotonic() - started - self._wait_s
         if is_last:
             self.writer.finish()
         self._waited_s = time.monotonic() - started

@@ -146,8 +146,10 @@ class GroupDecisions:
         how = "saved a checkpoint and ended early" if early else "ended well"
         self._events.add("role_ended", f"role {role} {how}", role, stopped_early=early)
         if early:
-            why = self._requests.stop or "decided by the workers"
-            return self.end(AttemptState.PREEMPTED, f"saved a checkpoint and ended early: {why}")
+            stop = self._requests.stop
+            why = stop or "another step and its checkpoint would not have fitted into the time limit"
+            kind = None if stop else FailureKind.TIME_LIMIT
+            return self.end(AttemptState.PREEMPTED, f"saved a checkpoint and ended early: {why}", kind)
         self.budget.renew()
         return AgreedStep(action="next_role", generations=dict(self.generations))
 
