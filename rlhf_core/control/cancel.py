@@ -10,9 +10,9 @@ from pathlib import Path
 from rlhf_core.config.site import Site
 from rlhf_core.control.attempts.jobs import (
     CANCEL_TIMEOUT_S,
-    SAVE_TIMEOUT_S,
     end_job,
     give_order,
+    is_to_end_at_once,
     order_to_end,
     submission_of,
 )
@@ -41,7 +41,10 @@ from rlhf_core.schemas.attempts import ATTEMPT_ENDS, AttemptState, RunState, Sta
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.journal import CancelStarted, ControllerStarted
+from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.resources import Placement, Submission
+from rlhf_core.schemas.supervision import SuperviseSpec
+from rlhf_core.text.formatting import duration
 from rlhf_core.watchdog.missing_run import close_missing
 from rlhf_core.watchdog.watcher import record
 
@@ -64,7 +67,8 @@ def cancel(controller: Controller, reason: str, *, save: bool = False) -> None:
     """End the run's job, verify that it ended, and record it. The caller must hold the run's lease.
 
     Args:
-        save: write a checkpoint first, if the workers manage to within ``SAVE_TIMEOUT_S``.
+        save: write a checkpoint first, if the workers manage to within ``supervise.save_timeout_s`` of the request. A
+            later request to end at once ends the wait.
 
     Raises:
         SchedulerError: part of the job is still running.
@@ -86,9 +90,10 @@ def cancel(controller: Controller, reason: str, *, save: bool = False) -> None:
             save = False
             controller.observer.log(f"attempt {number} cannot be told to end: {error}")
         submission = submission_of(controller.scheduler, controller.run_dir.run_id, attempt)
-        deadline = controller.clock() + (SAVE_TIMEOUT_S if save else CANCEL_TIMEOUT_S)
+        deadline = controller.clock() + (_save_s(controller) if save else CANCEL_TIMEOUT_S)
+        # Workers that hang while they save do not keep it waiting: the agents end them, and with them the attempt.
         while submission is not None and _state(controller, number) not in ATTEMPT_ENDS:
-            if controller.clock() >= deadline:
+            if controller.clock() >= deadline or (save and is_to_end_at_once(controller.run_dir)):
                 break
             controller.lease.keep()
             controller.sleep(0.2)
@@ -105,6 +110,15 @@ def cancel(controller: Controller, reason: str, *, save: bool = False) -> None:
     journal.move_run(RunState.CANCELLED, reason)
     controller.run_dir.cancel_request.unlink(missing_ok=True)
     controller.record()
+
+
+def _save_s(controller: Controller) -> float:
+    """Time left for writing a checkpoint, in seconds. A controller that takes over does not wait anew."""
+    waited_s = 0.0
+    with suppress(OSError):
+        request = read_model(controller.run_dir.cancel_request, AgentCommand)
+        waited_s = (utc_now() - request.time).total_seconds() if request is not None else 0.0
+    return max(controller.spec.supervise.save_timeout_s - max(waited_s, 0.0), CANCEL_TIMEOUT_S)
 
 
 def _state(controller: Controller, number: int) -> AttemptState | None:
@@ -156,6 +170,7 @@ def cancel_run(
     if ended:
         record(run_dir, store)
         return _result(run_dir, site, f"run {run_id} had already ended")
+    save_s = _save_timeout_s(run_dir) if save else 0.0
     try:
         write_model(run_dir.cancel_request, order_to_end(reason, save=save))
     except OSError as error:
@@ -165,17 +180,17 @@ def cancel_run(
         if store is None:
             raise DatabaseUnavailable("the history cannot be used")
         with opened(run_dir, site, store, timeout_s=0) as controller:
-            log("no controller is running for it; ending it from here" + _time_given(save))
+            log("no controller is running for it; ending it from here" + _time_given(save_s))
             cancel(controller, reason, save=save)
             completed = controller.journal.record.state is RunState.COMPLETED
         done = "had completed before its job was told to end" if completed else "is cancelled"
         return _result(run_dir, site, f"run {run_id} {done}")
     except LeaseLost:
-        log(f"asking the controller of {run_id} to end it" + _time_given(save))
+        log(f"asking the controller of {run_id} to end it" + _time_given(save_s))
     except DatabaseUnavailable as error:
-        log(f"{error}. Asking the controller of {run_id}, if there is one, to end it" + _time_given(save))
+        log(f"{error}. Asking the controller of {run_id}, if there is one, to end it" + _time_given(save_s))
         timeout_s = 0.0 if _has_no_controller(run_dir) else timeout_s
-    until = clock() + timeout_s + (SAVE_TIMEOUT_S if save and timeout_s else 0.0)
+    until = clock() + timeout_s + (save_s if timeout_s else 0.0)
     while clock() < until:
         if read_record(run_dir).ended:
             return _result(run_dir, site, f"run {run_id} was ended by its controller")
@@ -298,8 +313,18 @@ def _ended_without_writing(run_dir: RunDir, site: Site, error: OSError) -> Cance
     return _result(run_dir, site, f"{message}. {advice}")
 
 
-def _time_given(save: bool) -> str:
-    return f", after writing a checkpoint, which may take up to {SAVE_TIMEOUT_S / 60:.0f} minutes" if save else ""
+def _save_timeout_s(run_dir: RunDir) -> float:
+    """Time for writing a checkpoint, in seconds; the default if the spec of the run cannot be read."""
+    with suppress(RunDirError, OSError):
+        return run_dir.read_spec().spec.supervise.save_timeout_s
+    return SuperviseSpec().save_timeout_s
+
+
+def _time_given(save_s: float) -> str:
+    if not save_s:
+        return ""
+    advice = "a second `rlhf cancel` without --save ends it at once"
+    return f", after writing a checkpoint, which may take up to {duration(save_s)}; {advice}"
 
 
 def _end_last_job(run_dir: RunDir, site: Site) -> None:

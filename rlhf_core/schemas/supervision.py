@@ -53,6 +53,10 @@ class SuperviseSpec(Schema):
     join_s: PositiveSeconds = 600.0
     """Time that the agents of all nodes wait for each other at the start of an attempt, in seconds; after that, the
     attempt ends and blames the missing nodes. Nodes that import containers or read cold file systems start late."""
+    save_timeout_s: PositiveSeconds = 3600.0
+    """Longest time that `rlhf cancel --save` waits for the workers to finish their step and write a checkpoint, in
+    seconds. It does not wait for workers that hang, since their agents end those; a second `rlhf cancel` without
+    `--save` ends the wait."""
     agent_floor_s: PositiveSeconds = 20.0
     """Silence of a node's agent on the network after which the attempt is ended, in seconds."""
     max_excluded_nodes: NonNegative = 4

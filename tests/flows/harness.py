@@ -103,9 +103,9 @@ class ControllerHarness:
         carry_out(self.controller(run_dir))
         return run_dir
 
-    def killed_in_training(self) -> RunDir:
+    def killed_in_training(self, spec: RunSpec | None = None) -> RunDir:
         """A run in training whose controller was killed."""
-        run_dir = self.run()
+        run_dir = self.run(spec)
         self.notes.snapshots.clear()
 
         def killed() -> None:

@@ -2,15 +2,16 @@
 
 import errno
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from control_fakes import FakeAgent
+from control_fakes import FakeAgent, make_spec
 from harness import ControllerHarness
 from kill_points import Killed
 
-from rlhf_core.control.attempts.jobs import CANCEL_TIMEOUT_S, SAVE_TIMEOUT_S, order_to_end
+from rlhf_core.control.attempts.jobs import CANCEL_TIMEOUT_S, order_to_end
 from rlhf_core.control.cancel import Cancelled, cancel, cancel_run
 from rlhf_core.control.controller import close
 from rlhf_core.control.steps import drive
@@ -243,6 +244,49 @@ def test_a_checkpoint_is_written_first_on_request(harness: ControllerHarness, sa
     assert read_record(run_dir).attempts[1].state is AttemptState.CANCELLED
 
 
+@pytest.mark.parametrize(
+    ("step_s", "most_s", "hurry_s", "saved"),
+    [(1500, 3600, 9999, True), (1500, 900, 9999, False), (1500, 3600, 300, False)],
+    ids=["within the limit", "longer than the limit", "a second request does not wait"],
+)
+def test_a_long_step_is_finished_and_saved_within_the_limit(
+    harness: ControllerHarness, step_s: float, most_s: float, hurry_s: float, saved: bool
+) -> None:
+    run_dir = harness.killed_in_training(make_spec(supervise={"save_timeout_s": most_s}))
+    agent, began = FakeAgent(run_dir), harness.clock.now
+
+    def train() -> None:
+        harness.clock.sleep(30.0)
+        agent.status(sequence=2 + round(harness.clock.now))
+        if harness.clock.now - began >= step_s:
+            agent.checkpoint(5)
+            agent.end(AttemptState.PREEMPTED)
+        elif harness.clock.now - began >= hurry_s:
+            write_model(run_dir.cancel_request, order_to_end("at once", save=False))
+
+    harness.scheduler.on_status = train
+    cancel(harness.controller(run_dir), "enough", save=True)
+    assert [checkpoint.step for checkpoint in run_dir.checkpoints()] == ([5] if saved else [])
+    assert read_record(run_dir).state is RunState.CANCELLED
+    assert harness.clock.now - began < min(step_s, most_s, hurry_s) + 300.0
+
+
+def test_a_controller_that_takes_over_does_not_wait_anew_for_a_checkpoint(harness: ControllerHarness) -> None:
+    run_dir = harness.killed_in_training(make_spec(supervise={"save_timeout_s": 900}))
+    agent, began = FakeAgent(run_dir), harness.clock.now
+
+    def train() -> None:
+        harness.clock.sleep(30.0)
+        agent.status(sequence=2 + round(harness.clock.now))
+
+    harness.scheduler.on_status = train
+    order = order_to_end("enough", save=True)
+    write_model(run_dir.cancel_request, order.model_copy(update={"time": order.time - timedelta(seconds=800)}))
+    cancel(harness.controller(run_dir), "enough", save=True)
+    assert read_record(run_dir).state is RunState.CANCELLED
+    assert harness.clock.now - began < 300.0
+
+
 def test_a_job_that_still_waits_for_nodes_has_nothing_to_save(harness: ControllerHarness) -> None:
     """The cancellation must not wait for a checkpoint of such a job."""
     run_dir = harness.killed_in_training()
@@ -270,7 +314,7 @@ def test_a_job_is_ended_even_if_its_agent_cannot_be_told(
     cancel(harness.controller(run_dir), "enough", save=save)
     assert read_record(run_dir).state is RunState.CANCELLED
     assert harness.scheduler.cancelled == ["101"]
-    assert harness.clock.now - began < SAVE_TIMEOUT_S, "nothing is waited for that nobody was told to save"
+    assert harness.clock.now - began < 60.0, "nothing is waited for that nobody was told to save"
 
 
 def test_a_job_is_ended_even_if_its_files_cannot_be_read(

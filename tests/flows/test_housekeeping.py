@@ -23,6 +23,7 @@ from process_tools import until
 
 from flows.reconcile import Turn
 from rlhf_core.control import adopt
+from rlhf_core.control.attempts.jobs import order_to_end
 from rlhf_core.control.ingester import Ingester
 from rlhf_core.control.reconcile import cleanup, loop
 from rlhf_core.control.reconcile.actions import ActionResult, Reconciler
@@ -227,6 +228,21 @@ def test_a_request_to_end_a_run_without_a_controller_is_carried_out(
     assert read_record(run_dir).state is RunState.CANCELLED
     assert harness.scheduler.living() == []
     assert one_round(reconciler) == []
+
+
+def test_the_reconciler_leaves_a_request_to_save_to_a_controller(
+    harness: ControllerHarness, reconciler: Reconciler, started: list[str]
+) -> None:
+    """It may take an hour, in which no other run would be looked after. A later request to end at once does not."""
+    run_dir = training(harness)
+    write_model(run_dir.cancel_request, order_to_end("enough", save=True))
+    assert kinds(reconciler.poll()) == [ActionKind.ADOPT]
+    other = training(harness)
+    one_round(reconciler)
+    assert sorted(started) == sorted([run_dir.run_id, other.run_id])
+    write_model(run_dir.cancel_request, order_to_end("enough", save=False))
+    one_round(reconciler)
+    assert read_record(run_dir).state is RunState.CANCELLED
 
 
 def test_the_job_of_a_run_that_has_ended_is_cancelled_after_a_while(

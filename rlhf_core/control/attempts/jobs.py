@@ -15,9 +15,6 @@ from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.resources import Submission
 
-SAVE_TIMEOUT_S = 600.0
-"""Time for the workers to finish their step and write a checkpoint, if one was requested."""
-
 CANCEL_TIMEOUT_S = 10.0
 """Time for agent 0 to obey the command to end, before the scheduler ends the job."""
 
@@ -56,10 +53,20 @@ def order_to_end(reason: str, *, save: bool) -> AgentCommand:
 
 def is_to_save(run_dir: RunDir) -> bool:
     """True if the pending request to end a run asks for a checkpoint first."""
-    with suppress(OSError):  # if it cannot be read, the run is ended without one
+    return _kind_of_request(run_dir) == "stop_after_step"  # if it cannot be read, the run is ended without one
+
+
+def is_to_end_at_once(run_dir: RunDir) -> bool:
+    """True if the pending request to end a run does not ask for a checkpoint."""
+    return _kind_of_request(run_dir) == "cancel"
+
+
+def _kind_of_request(run_dir: RunDir) -> str:
+    """Kind of the pending request to end a run; empty if there is none or it cannot be read."""
+    with suppress(OSError):
         request = read_model(run_dir.cancel_request, AgentCommand)
-        return request is not None and request.kind == "stop_after_step"
-    return False
+        return request.kind if request is not None else ""
+    return ""
 
 
 def give_order(run_dir: RunDir, number: int, command: AgentCommand) -> None:

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from rlhf_core.config.site import Site
 from rlhf_core.control import adopt
-from rlhf_core.control.attempts.jobs import is_to_save
 from rlhf_core.control.cancel import cancel_run
 from rlhf_core.control.reconcile.cleanup import Settled, old_checkpoints, removed
 from rlhf_core.control.reconcile.facts import foreign_owner, lease_holder, run_facts
@@ -233,7 +232,7 @@ class Reconciler:
             return None
         self._missing_since.pop(run_id, None)
         self._runs_with_runs = identity(self._site.runs_dir)
-        reason = (request.reason or "rlhf cancel") if request is not None else ""
+        reason = (request.reason or "rlhf cancel") if request is not None and request.kind == "cancel" else ""
         facts = replace(run_facts(run_id, standing, written, reason, stored, now), foreign_owner=owner)
         return replace(facts, unpublished=self._num_unpublished(run_dir, written)) if facts.ended else facts
 
@@ -286,9 +285,7 @@ class Reconciler:
             case ActionKind.ADOPT:
                 return True, self._adopt(action.run_id)
             case ActionKind.CANCEL_RUN:
-                run_dir, reason = self._run_dir(action), action.reason
-                save = is_to_save(run_dir)
-                ended = cancel_run(run_dir, self._site, self._store, reason, save=save, log=log.info)
+                ended = cancel_run(self._run_dir(action), self._site, self._store, action.reason, log=log.info)
                 return ended.job_ended, ended.message
             case ActionKind.CLOSE_RUN:
                 cause = f"the run directory is gone: {self._run_dir(action).root}, and no controller was at work on it"

@@ -25,7 +25,7 @@ def run_facts(
     Args:
         standing: its rows in the history; None if there are none.
         written: the record of its journal.
-        cancel_requested: reason of a pending cancel request; empty if there is none.
+        cancel_requested: reason of a pending request to end it at once; empty if there is none.
     """
     submissions = {number: one.submission for number, one in written.attempts.items()}
     controllers = standing.controllers if standing is not None else ()

@@ -81,7 +81,8 @@ class RunFacts:
     ended_s: float = 0.0
     """Time since its end, in seconds."""
     cancel_requested: str = ""
-    """Reason given to `rlhf cancel`; empty if cancellation was not requested."""
+    """Reason given to `rlhf cancel`; empty if cancellation was not requested, or with a checkpoint first. That may take
+    an hour, so a controller carries it out and not the reconciler."""
     trial_of: str = ""
     """Run that it is a trial of; empty if it is not a trial."""
     promotion_due: bool = False
