@@ -27,12 +27,14 @@ Before the workers of an attempt start, its nodes are compared and measured (`pr
    Without such a majority, it shows all values and blames no node. The reports are kept in `attempts/<n>/probe/`.
 2. One process per rank measures matrix products, then bandwidth and latency in pairs. Every node is paired with two
    others, to tell a slow node from a slow link. An all-reduce and an all-gather over all ranks follow, whose correct
-   results are known. Everything has a deadline (`preflight.probe_s`). Slow nodes and links are measured a second time
-   before they are reported. Slow means below `preflight.min_relative_speed` of the median of all nodes. Being that much
-   slower than its own earlier readings gives a node a warning (table `node_speeds`).
+   results are known. Everything has a deadline (`preflight.probe_s`, and a second for every further node). Slow nodes
+   and links are measured a second time before they are reported. Slow means below `preflight.min_relative_speed` of the
+   median of all nodes. Being that much slower than its own earlier readings gives a node a warning (table
+   `node_speeds`).
 
 A blocked node gets a strike (`rlhf nodes`) and is excluded, and the run is placed again at once. If no other node can
-take its place, or no single node is to blame, the run ends with exit code 2 and the finding. Findings are rows of
+take its place, or no single node is to blame, the run ends with exit code 2 and the finding. If all nodes were late in
+the same step and none reports an error (`probe.late`), new attempts follow as for `rendezvous`. Findings are rows of
 `checks`. They appear in `rlhf show`, in the report, and as a table artifact in Prefect.
 """
 

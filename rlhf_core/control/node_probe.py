@@ -56,7 +56,8 @@ def probe_nodes(
     placement = placement.model_copy(update={"phases": in_order(probe)})
     write_model(attempt.placement, placement)
     request = job_request(run_dir, spec, placement, site)
-    limit_s = min(request.time_limit_s, round(spec.supervise.join_s + spec.preflight.probe_s) + MARGIN_S)
+    needed_s = spec.supervise.join_s + spec.preflight.measurement_s(resources.num_nodes)
+    limit_s = min(request.time_limit_s, round(needed_s) + MARGIN_S)
     submission = scheduler.submit(replace(request, time_limit_s=limit_s))
     try:
         report = _await_report(attempt, submission, scheduler, report_progress)

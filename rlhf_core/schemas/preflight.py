@@ -33,5 +33,9 @@ class PreflightSpec(Schema):
     min_matmul_tflops: NonNegativeFloat = 0.0
     """Minimum speed of matrix products per rank, in TFLOP/s; 0 for no fixed floor."""
     probe_s: PositiveSeconds = 60.0
-    """Time limit for all measurements together, in seconds; ranks and nodes that have not responded by then are
-    reported."""
+    """Time limit for all measurements together, in seconds; every node after the first adds a second, because all ranks
+    import from one file system and then meet. Ranks and nodes that have not responded by then are reported."""
+
+    def measurement_s(self, num_nodes: int) -> float:
+        """Time limit for all measurements of this many nodes together, in seconds."""
+        return self.probe_s + num_nodes - 1

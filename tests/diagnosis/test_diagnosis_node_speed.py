@@ -1,12 +1,14 @@
 """Causes of slow measurements: a node, a link, or neither."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 
+from rlhf_core.diagnosis.nodes.checks import failure_kind
 from rlhf_core.diagnosis.nodes.speed import STEPS, Floors, better, judge_speed, needs_second_measurement
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
+from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.probe import NodeSpeed, PairSpeed
 
 DONE = STEPS[-1]
@@ -143,7 +145,40 @@ def test_a_node_that_says_nothing_did_not_start() -> None:
 
 def test_without_progress_of_any_rank_none_is_blamed() -> None:
     found = {node: one.model_copy(update={"reached": ("pairs",)}) for node, one in speeds().items()}
-    assert troubles(judge(found)) == [("probe.answer", "blocked", "")]
+    failed = change(found, 2, problems=("RuntimeError: connection refused",))
+    assert troubles(judge(failed)) == [("probe.answer", "blocked", "")]
+    assert kind_of(judge(failed)) is FailureKind.CONFIG, "it would fail again in the same way"
+
+
+def test_nodes_that_are_all_late_without_an_error_may_be_measured_again() -> None:
+    """Cold file systems, and many ranks that meet: no setting is wrong."""
+    late = {node: one.model_copy(update={"reached": ("pairs",)}) for node, one in speeds().items()}
+    assert troubles(judge(late)) == [("probe.late", "blocked", "")]
+    assert kind_of(judge(late)) is FailureKind.RENDEZVOUS
+    (found,) = [one for one in judge(late) if one.id == "probe.late"]
+    assert "raise preflight.probe_s" in found.advice
+    # The slow device that held up all the others is the cause.
+    assert kind_of(judge(change(late, 1, matmul_tflops=0.1))) is FailureKind.NODE_UNFIT
+
+
+@pytest.mark.parametrize("reached", ["", "started"])
+def test_ranks_that_waited_in_vain_do_not_explain_why_others_were_late(reached: str) -> None:
+    """One rank of each node imported faster, and gave up on those that still did."""
+    waited = "Late: 2 of 4 ranks started within 30 s"
+    late = {
+        node: one.model_copy(update={"reached": ("started", reached), "problems": (waited, "")})
+        for node, one in speeds(2).items()
+    }
+    assert troubles(judge(late)) == [("probe.late", "blocked", "")]
+    assert kind_of(judge(late)) is FailureKind.RENDEZVOUS
+    broken = {
+        node: one.model_copy(update={"problems": (waited, "it ended with exit code 1")}) for node, one in late.items()
+    }
+    assert kind_of(judge(broken)) is FailureKind.CONFIG, "control: it would fail again in the same way"
+
+
+def kind_of(results: Sequence[CheckResult]) -> FailureKind:
+    return failure_kind([one for one in results if one.status is CheckStatus.BLOCKED])
 
 
 def test_a_dead_link_is_named_instead_of_all_nodes_that_waited_for_it() -> None:

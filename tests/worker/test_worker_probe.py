@@ -1,6 +1,7 @@
 """Start of the probe's processes: forked from a server that has imported torch, or new ones without a server."""
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -95,6 +96,29 @@ def test_a_measurement_ends_in_time(tmp_path: Path, importing_s: float, is_over:
     assert speed.reached == ("", "")
     assert [process.returncode for process in starter.processes] == [-signal.SIGKILL] * NUM_RANKS
     assert starter.has_waited == (importing_s == 0)
+
+
+def test_many_nodes_have_more_time(tmp_path: Path) -> None:
+    run_dir, of_one = make_probe(tmp_path)
+    spec = make_spec(resources={"num_nodes": 64})
+    names = tuple(f"n{number}" for number in range(64))
+    placement = Placement(attempt=1, num_nodes=64, phases=())
+    of_many = Probe(run_dir, 1, Nodes(names, ("127.0.0.1",) * 64, 0), spec, placement, "")
+    assert of_many.timeout_s - of_one.timeout_s == 63
+    starters = [Starter("") for _ in range(2)]
+    places = []
+    for probe, starter in zip((of_one, of_many), starters, strict=True):
+        probe.measure(1, starter, never)
+        places.append(json.loads(starter.commands[0][5]))
+    assert [place["start_s"] for place in places] == [30.0, 61.5]
+    assert [place["timeout_s"] for place in places] == [10.0, 20.5]
+
+
+def test_ranks_that_end_without_a_word_have_a_problem(tmp_path: Path) -> None:
+    """A broken environment, unlike a late rank, fails again in the next attempt."""
+    _, probe = make_probe(tmp_path)
+    assert probe.measure(1, Starter("import no_such_module"), never).problems == ("it ended with exit code 1",) * 2
+    assert probe.measure(1, Starter(SAYS_ITS_SPEED), never).problems == ("", ""), "control"
 
 
 class Blocked(subprocess.Popen[bytes]):

@@ -6,12 +6,13 @@ deviating node and the difference.
 """
 
 import fnmatch
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_core.diagnosis.nodes.differences import ABSENT, by_value, differences
 from rlhf_core.diagnosis.nodes.launch_variables import LAUNCHING, MEETING, contradictions
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
+from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.probe import NodeFacts
 from rlhf_core.text.formatting import listed
 
@@ -59,6 +60,9 @@ NETWORK = NodeCheck("node.network", "An address on no interface makes the rendez
 PTRACE = NodeCheck("node.ptrace", "If processes must not be traced, the stack of a hung rank cannot be read.")
 PLUGIN = NodeCheck("node.plugin", "Checks that a site makes on its nodes (entry points `rlhf_flows.node_checks`).")
 ANSWER = NodeCheck("probe.answer", "A rank that does not finish a small measurement would hang the training.")
+LATE = NodeCheck(
+    "probe.late", "If all ranks get no further than the same step, without an error, training would not start either."
+)
 MATMUL = NodeCheck("probe.matmul", "One slow device holds up every step of all the others.")
 BANDWIDTH = NodeCheck("probe.bandwidth", "One slow link sets the pace of every all-reduce (NeMo-RL #3670).")
 LATENCY = NodeCheck("probe.latency", "Delays of small messages add up over the thousands of collectives in a step.")
@@ -83,6 +87,7 @@ NODE_CHECKS = (
     PTRACE,
     PLUGIN,
     ANSWER,
+    LATE,
     MATMUL,
     BANDWIDTH,
     LATENCY,
@@ -201,6 +206,18 @@ def warning(check: NodeCheck, found: str, expected: str, advice: str, node: str 
 def passed(check: NodeCheck, found: str) -> CheckResult:
     """Report that the check passed."""
     return CheckResult(id=check.id, status=CheckStatus.PASSED, found=found)
+
+
+def failure_kind(blocking: Sequence[CheckResult]) -> FailureKind:
+    """Kind of the failure of an attempt because of these findings.
+
+    Nodes that were all late without an error may only have been slow: their next start finds the files in memory that
+    this one had to read.
+    """
+    others = [one for one in blocking if one.id != LATE.id]
+    if not others:
+        return FailureKind.RENDEZVOUS
+    return FailureKind.NODE_UNFIT if all(one.node for one in others) else FailureKind.CONFIG
 
 
 def _differing(

@@ -14,6 +14,7 @@ from rlhf_core.diagnosis.nodes.checks import (
     ALL_REDUCE,
     ANSWER,
     BANDWIDTH,
+    LATE,
     LATENCY,
     MATMUL,
     blocked,
@@ -146,22 +147,29 @@ def _completion(speeds: Mapping[int, NodeSpeed]) -> list[CheckResult]:
     least = min(places.values())
     slow_nodes = {node for (node, _), place in places.items() if place == least}
     is_everywhere = len(slow_nodes) == len(speeds) and len(speeds) > 1
+    # Those that gave up waiting for others explain nothing.
+    is_explained = any(
+        problem and places[one.node, local] == least and not problem.startswith("Late:")
+        for one in speeds.values()
+        for local, problem in enumerate(one.problems)
+    )
     found = []
     for one in speeds.values():
         behind = [local for local in range(len(one.reached)) if places[one.node, local] == least]
         if not behind:
             continue
-        problem = next((one.problems[local] for local in behind if one.problems[local]), "no answer in time")
+        problem = next((one.problems[local] for local in behind if one.problems[local]), "")
         following = STEPS[least + 1]
         reached = f"got no further than {STEPS[least]}" if least >= 0 else "did not start"
         ranks = ", ".join(map(str, behind))
         found.append(
             blocked(
-                ANSWER,
-                f"rank {ranks} of {one.node} {reached}: {problem}",
+                LATE if is_everywhere and not is_explained else ANSWER,
+                f"rank {ranks} of {one.node} {reached}: {problem or 'no answer in time'}",
                 f"{following} within preflight.probe_s",
                 "read logs/probe-*.log of the attempt's first restart; a firewall between the nodes, a wrong "
-                "network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) or a hung driver look like this",
+                "network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) or a hung driver look like this"
+                + ("; if all nodes are only slow, raise preflight.probe_s" if is_everywhere else ""),
                 "" if is_everywhere else one.node,
             )
         )

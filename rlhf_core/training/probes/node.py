@@ -37,6 +37,10 @@ CPU_BYTES, GPU_BYTES = 1 << 20, 256 << 20
 MAX_EXCHANGES = 50
 
 
+class Late(Exception):
+    """Other ranks did not come in time. Its name begins the rank's problem, by which this is told from a cause."""
+
+
 @dataclass(frozen=True)
 class MeasuringPlace:
     """Position of this process among the ranks, and how they rendezvous."""
@@ -164,7 +168,7 @@ def _wait_for_all(place: MeasuringPlace, store: Any, done: str) -> None:
         store.wait([f"all {done}"], timedelta(seconds=place.start_s))
     except RuntimeError as error:
         num_arrived = store.add(done, 0)
-        raise RuntimeError(f"{num_arrived} of {place.world} ranks {done} within {place.start_s:.0f} s") from error
+        raise Late(f"{num_arrived} of {place.world} ranks {done} within {place.start_s:.0f} s") from error
 
 
 def _group(place: MeasuringPlace, store: Any, rank: int, size: int) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from rlhf_core.diagnosis.classify import Diagnosis, fingerprint
+from rlhf_core.diagnosis.nodes.checks import failure_kind
 from rlhf_core.diagnosis.policy import Choice
 from rlhf_core.schemas.agent_messages import AgreedStep, NodeState, Orders, Ready
 from rlhf_core.schemas.attempts import AttemptState, Role
@@ -160,12 +161,16 @@ class NodeAdmission:
     def _unfit(self, blocking: Sequence[CheckResult]) -> AgreedStep:
         """End the attempt because of these findings, with the nodes to exclude if nodes are to blame."""
         nodes = tuple(dict.fromkeys(one.node for one in blocking if one.node))
-        kind = FailureKind.NODE_UNFIT if all(one.node for one in blocking) else FailureKind.CONFIG
+        kind = failure_kind(blocking)
         message = in_a_sentence(blocking)
         subject = f"{' '.join(sorted({one.id for one in blocking}))} {' '.join(nodes)}"
         blamed = nodes if kind is FailureKind.NODE_UNFIT else ()
         diagnosis = Diagnosis(kind, message, fingerprint(kind, subject), nodes=blamed)
-        return self._fail(diagnosis, self._decisions.budget.choose(diagnosis))
+        if kind is FailureKind.RENDEZVOUS:
+            choice = Choice(Action.NEW_ATTEMPT, "not retried in place, because the nodes were late twice")
+        else:
+            choice = self._decisions.budget.choose(diagnosis)
+        return self._fail(diagnosis, choice)
 
     def _fail(self, diagnosis: Diagnosis, choice: Choice) -> AgreedStep:
         """Record a failure before the workers start, and end the attempt."""

@@ -75,6 +75,7 @@ class Probe:
             max_clock_offset_s=spec.preflight.max_clock_offset_s,
             num_trainer_nodes=placement.num_nodes - spec.rollout.nodes,
         )
+        self._limit_s = spec.preflight.measurement_s(nodes.num)
         self._began_s = time.monotonic()
         # The original environment: variables that an agent sets for its workers depend on the node and may differ.
         self._environment = dict(os.environ)
@@ -90,7 +91,7 @@ class Probe:
     @property
     def timeout_s(self) -> float:
         """Time that agent 0 waits for the nodes' measurements, in seconds."""
-        return self._spec.preflight.probe_s + GRACE_S
+        return self._limit_s + GRACE_S
 
     # -----------------------------------------------------------------------------------------------------------------
     # On every node
@@ -104,14 +105,14 @@ class Probe:
         return own
 
     def measure(self, number: int, starter: Starter, is_over: Callable[[], bool]) -> NodeSpeed:
-        """Measure this node, together with all others, in ``preflight.probe_s`` or little more.
+        """Measure this node, together with all others, in ``PreflightSpec.measurement_s`` or little more.
 
         Args:
             number: 1, or 2 for the second measurement.
             starter: Starts the processes that measure.
             is_over: Polled during the measurement, which ends once it returns True.
         """
-        deadline = time.monotonic() + self._spec.preflight.probe_s
+        deadline = time.monotonic() + self._limit_s
 
         def may_continue() -> bool:
             return time.monotonic() < deadline and not is_over()
@@ -127,11 +128,11 @@ class Probe:
             ]
             while any(process.poll() is None for process in started) and may_continue():
                 time.sleep(POLL_INTERVAL_S)
+            codes = [process.poll() for process in started]
             processes.kill_and_reap(started, KILL_TIMEOUT_S)
-            return _digest(self._nodes.name, [_lines(output) for output in outputs])
+            return _digest(self._nodes.name, [_lines(output) for output in outputs], codes)
 
     def _command(self, local_rank: int, number: int, store: str, output: Path) -> Sequence[str]:
-        timeout_s = self._spec.preflight.probe_s
         fields = {
             "node": self._nodes.index,
             "num_nodes": self._nodes.num,
@@ -141,8 +142,8 @@ class Probe:
             "prefix": f"probe-{number}",
             "gpu": self._plan.gpus_per_node > 0,
             # Startup takes longest: all ranks import torch from one file system.
-            "start_s": timeout_s / 2,
-            "timeout_s": timeout_s / 6,
+            "start_s": self._limit_s / 2,
+            "timeout_s": self._limit_s / 6,
         }
         log = self._folder.restart(0).log(Role.PROBE, self._nodes.name, local_rank)
         command = ["-u", "-P", "-m", "rlhf_core.worker", "probe", json.dumps(fields)]
@@ -268,8 +269,12 @@ def _lines(output: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _digest(node: str, outputs: Sequence[Sequence[Mapping[str, Any]]]) -> NodeSpeed:
-    """One node's speed from its ranks' output: that of its slowest device, and the sum of its links."""
+def _digest(node: str, outputs: Sequence[Sequence[Mapping[str, Any]]], codes: Sequence[int | None]) -> NodeSpeed:
+    """One node's speed from its ranks' output: that of its slowest device, and the sum of its links.
+
+    Args:
+        codes: exit code of each rank; None for one that had to be ended.
+    """
     merged = [{key: value for line in lines for key, value in line.items()} for lines in outputs]
     speeds = {rank: float(one["tflops"]) for rank, one in enumerate(merged) if "tflops" in one}
     slowest = min(speeds, key=lambda rank: speeds[rank], default=0)
@@ -281,7 +286,10 @@ def _digest(node: str, outputs: Sequence[Sequence[Mapping[str, Any]]]) -> NodeSp
         core_share=float(merged[slowest].get("core_share", 1.0)),
         pairs=_pairs([[line["pair"] for line in lines if "pair" in line] for lines in outputs]),
         reached=tuple(next((line["step"] for line in reversed(lines) if "step" in line), "") for lines in outputs),
-        problems=tuple(str(one.get("problem", "")) for one in merged),
+        problems=tuple(
+            str(one.get("problem", "")) or (f"it ended with exit code {code}" if code else "")
+            for one, code in zip(merged, codes, strict=True)
+        ),
     )
 
 
