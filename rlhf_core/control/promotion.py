@@ -1,4 +1,4 @@
-"""The last step of a run, independent of Prefect: its best checkpoint may become a model for others to use.
+"""The last step of a run, independent of Prefect: its evaluated checkpoint may become a model for others to use.
 
 The run is completed by then, and stays completed whatever happens to its promotion. Every answer goes through one file
 (``promotion.json``), which is created only once. So it does not matter whether the answer comes from Prefect's form,

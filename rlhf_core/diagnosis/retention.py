@@ -1,11 +1,13 @@
 """Choice of the checkpoints that may be removed. Pure; the trainer removes them during training, the site daemon
 later."""
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from rlhf_core.schemas.attempts import PromotionState
+from rlhf_core.schemas.checkpoint_files import BestCheckpoint
 from rlhf_core.schemas.run import RunSpec
 
 _NEEDED_STATES = frozenset(PromotionState) - {PromotionState.REFUSED, PromotionState.EXPIRED}
@@ -52,6 +54,18 @@ def removable(
         kept.add(promotion[1])
     latest = now - timedelta(days=days)
     return [step for step, made in sorted(made_at.items()) if step not in kept and max(made, ended_at) < latest]
+
+
+def best_until(before: BestCheckpoint | None, step: int, metric: str, value: float) -> BestCheckpoint | None:
+    """The best checkpoint once that of another step is complete. Of two equal ones, the later has been trained for
+    longer.
+
+    Args:
+        before: the best before, with another metric if the settings have changed since; None if there was none.
+        value: value of the metric; higher is better. One that is not finite does not count.
+    """
+    is_lower = before is not None and before.metric == metric and value < before.value
+    return before if is_lower or not math.isfinite(value) else BestCheckpoint(step=step, metric=metric, value=value)
 
 
 def kept_steps(steps: Sequence[int], newest: int, spec: RunSpec) -> set[int]:

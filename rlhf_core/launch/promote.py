@@ -1,4 +1,4 @@
-"""Promotion: the best checkpoint, the single answer that counts, and the model directory, complete or absent.
+"""Promotion: the evaluated checkpoint, the single answer that counts, and the model directory, complete or absent.
 
     <folder>/<run_id>/
         model weights, configuration, tokenizer     as in the checkpoint, byte for byte
@@ -50,8 +50,8 @@ class PromotionChoice:
 def choose(run_dir: RunDir, wanted: PromoteSpec) -> PromotionChoice:
     """Choose the complete checkpoint with the best evaluation after training, if it improves enough on the start.
 
-    The evaluator measures only the last checkpoint, so there is usually one candidate. Several evaluations of the same
-    name are still compared; the latest wins a tie.
+    The evaluator measures the last checkpoint, or with ``checkpoint.keep_best`` the best of training, so there is
+    usually one candidate. Several evaluations of the same name are still compared; the latest wins a tie.
     """
     reports = [one for one in read_all(run_dir.evaluations(), EvaluationReport) if one.name == wanted.metric]
     complete = {checkpoint.step: checkpoint for checkpoint in run_dir.checkpoints()}

@@ -69,9 +69,12 @@ def checkpoint_files(facts: Facts) -> int:
 
 
 def checkpoints_kept(spec: RunSpec) -> int:
-    """Maximum number of checkpoints on the disk at once: the newest, the end of the warm start, the last one, two from
-    before and within the window that training is judged by."""
-    return min(spec.checkpoint.keep_last + 4, spec.total_steps // spec.checkpoint.every_num_steps + 2)
+    """Maximum number of checkpoints on the disk at once: the newest, the end of the warm start, the last one, the best,
+    two from before and within the window that training is judged by."""
+    return min(
+        spec.checkpoint.keep_last + spec.checkpoint.keep_best + 4,
+        spec.total_steps // spec.checkpoint.every_num_steps + 2,
+    )
 
 
 def run_files(spec: RunSpec) -> int:

@@ -254,6 +254,7 @@ def trial_spec(spec: RunSpec, rung: Rung) -> RunSpec:
             # Intermediate evaluations may fail too, so one is made.
             "evaluate.every_num_steps": min(evaluate.every_num_steps, of_loops["main"]),
             "checkpoint.every_num_steps": sum(of_loops.values()),
+            "checkpoint.keep_best": False,  # its evaluation falls on no checkpoint
         },
     )
 

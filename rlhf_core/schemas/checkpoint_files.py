@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, AliasChoices, Field
 
-from rlhf_core.schemas.base import LABEL_CHARACTERS, Int32, Int64, Label, Moment, Schema, storable_text
+from rlhf_core.schemas.base import LABEL_CHARACTERS, Finite, Int32, Int64, Label, Moment, Schema, storable_text
 
 
 def _inside_its_folder(name: str) -> str:
@@ -35,6 +35,17 @@ class BaseModelRecord(Schema):
     """Fingerprints of its configuration and weights; of large files, only samples are hashed."""
 
 
+class BestCheckpoint(Schema):
+    """The checkpoint with the best evaluation during training so far."""
+
+    step: Int32
+    """Optimizer steps done."""
+    metric: Label
+    """Metric that it is the best by."""
+    value: Finite
+    """Value of that metric; higher is better."""
+
+
 class CheckpointManifest(Schema):
     """Content of ``COMPLETE``, the file written last into a checkpoint."""
 
@@ -53,3 +64,5 @@ class CheckpointManifest(Schema):
     """Files of the checkpoint, by their path in it."""
     time: Moment
     """Time of its completion (UTC)."""
+    best: BestCheckpoint | None = None
+    """With `checkpoint.keep_best`, the best checkpoint up to this one, or this one itself; null before the first."""

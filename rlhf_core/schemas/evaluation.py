@@ -28,7 +28,8 @@ class EvaluateSpec(Schema):
 
 
 class PromoteSpec(Schema):
-    """Promotion of the best checkpoint to a model directory for others to use."""
+    """Promotion of the evaluated checkpoint to a model directory for others to use: the last, or with
+    `checkpoint.keep_best` the best."""
 
     when: Literal["never", "approved", "always"] = "never"
     """Condition: `never`; `approved`, once a user approves it after the evaluation (in Prefect, or with `rlhf
@@ -36,7 +37,7 @@ class PromoteSpec(Schema):
     folder: str = ""
     """Folder of promoted models, each in `<folder>/<run id>`. Empty: `promoted` beside the run directories."""
     metric: EvaluationName = "greedy"
-    """Evaluation that determines the best checkpoint; `preference` ranks held-out pairs."""
+    """Evaluation whose gain decides; `preference` ranks held-out pairs."""
     min_gain: Finite = 0.0
     """Minimum gain over the evaluation before training; with less, nothing is promoted and no approval is requested."""
     timeout_h: Annotated[float, Field(gt=0, le=876_000, allow_inf_nan=False)] = 72.0

@@ -142,6 +142,12 @@ def promoted(algorithm: str, metric: str, warm_start: str = "") -> Facts:
     return with_spec(loops={"main": loop, "warm_start": first}, promote={"when": "always", "metric": metric})
 
 
+def keeping_best(every: int, metric: str = "greedy") -> Facts:
+    """A run with a checkpoint every 10 steps that keeps the one with the best evaluation during training."""
+    checkpoint, evaluate = {"every_num_steps": 10, "keep_best": True}, {"every_num_steps": every}
+    return with_spec(checkpoint=checkpoint, evaluate=evaluate, promote={"metric": metric})
+
+
 def with_algorithm(**settings: Any) -> Facts:
     """Healthy facts with other settings of the main loop's algorithm, or another one."""
     loops = healthy().spec.loops.model_dump()
@@ -499,6 +505,9 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         healthy(promote_folder="/models", promote_problem="Read-only file system"),
         "promote.when=never",
     ),
+    ("checkpoint.keep_best", BLOCKED, keeping_best(0), "set evaluate.every_num_steps to a multiple of 10"),
+    ("checkpoint.keep_best", BLOCKED, keeping_best(15), "set evaluate.every_num_steps to a multiple of 10"),
+    ("checkpoint.keep_best", BLOCKED, keeping_best(20, metric="preference"), "set promote.metric=greedy"),
     ("promote.metric", BLOCKED, promoted("grpo", "preference"), "promote.metric=greedy"),
     ("promote.metric", BLOCKED, promoted("grpo", "preference", warm_start="dpo"), "promote.metric=greedy"),
     ("promote.metric", BLOCKED, promoted("grpo", "greedy", warm_start="kto"), "set promote.when=never"),

@@ -173,12 +173,14 @@ def test_a_trial_is_its_run_made_small() -> None:
         resources={"num_nodes": 4},
         train={"num_steps": 500, "warmup_steps": 50},
         evaluate={"num_prompts": 0, "every_num_steps": 100},
+        checkpoint={"keep_best": True},
         preflight={"trial": "run", "trial_steps": 3, "off": {"data.overlap": "known"}},
     ).spec
     small = trial_spec(spec, Rung("trial.one_node", 1))
     assert (small.resources.num_nodes, small.warm_start_steps, small.loops.main.num_steps) == (1, 2, 3)
     assert (small.evaluate.num_prompts, small.evaluate.every_num_steps) == (8, 3)
     assert small.checkpoint.every_num_steps == small.total_steps == 5
+    assert not small.checkpoint.keep_best, "its evaluation falls on no checkpoint"
     assert small.preflight.trial == "off"
     assert small.preflight.off["data.overlap"] == "known"
     assert small.loops.main.optimizer.warmup_steps == 50, "the trial makes the first steps of the run"

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import errno
 import json
+import math
 import mmap
 import os
 import random
@@ -21,7 +22,7 @@ import pytest
 from rank_launcher import flip_last_bit, make_context, tiny_spec
 from small_disk import small_disk
 
-from rlhf_core.diagnosis.retention import kept_steps
+from rlhf_core.diagnosis.retention import best_until, kept_steps
 from rlhf_core.errors import CheckpointCorrupt, DiskFull, FileSystemStalled, ResumeMismatch, WorkerError
 from rlhf_core.files.whole import write_model
 from rlhf_core.run_dir import checkpoint as checkpoint_dir
@@ -56,6 +57,7 @@ from rlhf_core.training.checkpoints.state import (  # noqa: E402
 from rlhf_core.training.checkpoints.writer import CheckpointWriter  # noqa: E402
 from rlhf_core.training.data.tokenizers import build_tokenizer, load_tokenizer  # noqa: E402
 from rlhf_core.training.distributed import Ranks  # noqa: E402
+from rlhf_core.training.evaluation.evaluator import checkpoint_to_evaluate  # noqa: E402
 from rlhf_core.training.health.state import HealthState, Repetition  # noqa: E402
 from rlhf_core.training.models import tensor_files  # noqa: E402
 from rlhf_core.training.models.causal_lm import build_causal_lm, load_causal_lm  # noqa: E402
@@ -147,6 +149,31 @@ def test_newest_warm_start_and_last_are_kept(run_dir: RunDir, ranks: Ranks, mode
         kept.append([checkpoint.step for checkpoint in run_dir.checkpoints()])
     assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5]]  # the warm start ends at step 2
     assert not list(run_dir.checkpoints_dir.glob(".*"))
+
+
+def test_the_best_checkpoint_is_kept_and_evaluated(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
+    sections: dict[str, Any] = {"checkpoint": {"keep_last": 1, "keep_best": True}, "health": {"window_steps": 1}}
+    saver, best = writer(run_dir, ranks, spec_with(**sections)), None
+    for step, value in ((4, 0.4), (6, 0.9), (8, 0.9), (10, math.nan), (12, 0.8)):
+        best = best_until(best, step, "eval/greedy", value)
+        save_whole(saver, progress(step).model_copy(update={"best": best}), model, ENGINE_STATE)
+    assert best is not None
+    assert best.step == 8, "of two equal ones, the later"
+    assert 8 in [checkpoint.step for checkpoint in run_dir.checkpoints()]
+
+    def evaluated(**changes: Any) -> int:
+        context = make_context(str(run_dir.root), tiny_spec(**{**sections, **changes}), 0, 1)
+        return checkpoint_to_evaluate(context, ranks, run_dir.initial_model).step
+
+    assert evaluated() == 8
+    assert evaluated(checkpoint={"keep_best": False}) == 12, "control: without the setting"
+    flip_last_bit(run_dir.checkpoint(8).model / "model.safetensors")
+    assert evaluated() == 12, "the best one is damaged"
+    shutil.rmtree(run_dir.checkpoint(8).root)
+    assert evaluated() == 12
+    other = best_until(best, 14, "eval/preference", 0.1)
+    assert other is not None
+    assert other.step == 14, "values of two metrics are not compared"
 
 
 @pytest.mark.parametrize(

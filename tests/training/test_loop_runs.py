@@ -185,7 +185,7 @@ def runs_of(group: TrainingGroup) -> dict[str, Any]:
     with mock.patch.object(writer, "write_files", full_on_rank_1):
         results["full"] = train("full", restart=2, train={"num_steps": 8})
     results["odd batch"] = train("odd", grpo={"prompts_per_step": 3})
-    results["evaluating"] = train("evaluating", evaluate={"every_num_steps": 3})
+    results["evaluating"] = train("evaluating", evaluate={"every_num_steps": 4}, checkpoint={"keep_best": True})
     recompute = run_module.use_gradient_checkpointing
     with mock.patch.object(run_module, "use_gradient_checkpointing", wraps=recompute) as used:
         results["recomputing"] = train("recomputing", train={"gradient_checkpointing": True})
@@ -614,7 +614,12 @@ def test_evaluation_during_training_is_a_metric_and_changes_nothing(
 ) -> None:
     lines = metrics_of(folder, "evaluating")
     measured = {step: line.pop("eval/greedy") for step, line in lines.items() if "eval/greedy" in line}
-    assert set(measured) == {3, 6}
+    assert set(measured) == {4, 6}, "the last step too, because the best one is wanted"
+    manifest = RunDir(folder / "evaluating").checkpoint(6).manifest()
+    assert manifest is not None
+    assert manifest.best is not None
+    best = 4 if measured[4] > measured[6] else 6
+    assert (manifest.best.step, manifest.best.value) == (best, measured[best])
     assert all(0 <= value <= 1 for value in measured.values())
     assert lines == metrics_of(folder, "straight")
 

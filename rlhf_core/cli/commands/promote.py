@@ -25,7 +25,7 @@ def approve(
     by: ByOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Approve the promotion of the best checkpoint of a completed run to a model directory.
+    """Approve the promotion of the evaluated checkpoint of a completed run to a model directory.
 
     Works even after a refusal, after the deadline, or if the model could not be written; in these cases, this process
     writes it.

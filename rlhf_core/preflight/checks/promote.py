@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
+from rlhf_core.schemas.command_trainer import CommandTrainer
 
 
 @check("promote.folder")
@@ -21,9 +22,39 @@ def promote_folder(facts: Facts) -> Iterator[Finding]:
         yield passed(f"{facts.promote_folder} is writable")
 
 
+@check("checkpoint.keep_best")
+def keep_best(facts: Facts) -> Iterator[Finding]:
+    """Without evaluations of checkpoints during training, none is known to be the best."""
+    spec = facts.spec
+    if not spec.checkpoint.keep_best:
+        return
+    every, saved, made = spec.evaluate.every_num_steps, spec.checkpoint.every_num_steps, spec.evaluations
+    found = f"checkpoint.keep_best, evaluate.every_num_steps = {every}, checkpoint.every_num_steps = {saved}"
+    if isinstance(spec.trainer, CommandTrainer):
+        yield blocked(
+            'checkpoint.keep_best and trainer.kind = "command"',
+            "the native trainer, which evaluates its checkpoints during training",
+            "set checkpoint.keep_best=false",
+        )
+    elif not every or every % saved:
+        yield blocked(
+            found,
+            "evaluations during training, at steps that are saved",
+            f"set evaluate.every_num_steps to a multiple of {saved}",
+        )
+    elif spec.promote.metric not in made:
+        yield blocked(
+            f'{found}, promote.metric = "{spec.promote.metric}"',
+            f"evaluations of this run: {', '.join(made) or 'none'}",
+            f"set promote.metric={made[0]}" if made else "set checkpoint.keep_best=false",
+        )
+    else:
+        yield passed(found)
+
+
 @check("promote.metric")
 def promote_metric(facts: Facts) -> Iterator[Finding]:
-    """A metric that is never evaluated has no best checkpoint, so nothing is promoted."""
+    """A metric that is never evaluated judges no checkpoint, so nothing is promoted."""
     spec = facts.spec
     metric, made = spec.promote.metric, spec.evaluations
     if spec.promote.when == "never":

@@ -44,6 +44,17 @@ def newest_checkpoint(context: WorkerContext) -> CheckpointDir | None:
     return saved[-1]
 
 
+def best_checkpoint(context: WorkerContext) -> CheckpointDir | None:
+    """Find the checkpoint that the newest one names as the best; None if it is gone or ``checkpoint.keep_best`` is
+    off."""
+    saved = _not_known_as_damaged(context)
+    manifest = saved[-1].manifest() if saved and context.spec.checkpoint.keep_best else None
+    if manifest is None or manifest.best is None:
+        return None
+    step = manifest.best.step
+    return next((one for one in saved if one.step == step), None)
+
+
 def _not_known_as_damaged(context: WorkerContext) -> list[CheckpointDir]:
     return [one for one in context.run_dir.saved_checkpoints() if one.root.name not in context.damaged]
 

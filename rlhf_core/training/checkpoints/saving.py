@@ -84,6 +84,7 @@ class CheckpointPublication:
             spec_hash=spec_hash(self._spec),
             files=dict(sorted(files.items())),
             time=utc_now(),
+            best=progress.best,
         )
 
     def publish(self, partial: CheckpointDir, final: CheckpointDir, manifest: CheckpointManifest) -> None:
@@ -100,7 +101,8 @@ class CheckpointPublication:
             if folder.is_dir():
                 bring_to_disk(folder)
         partial.put_in_place(final, manifest)
-        self._run_dir.keep_checkpoints(lambda steps: kept_steps(steps, manifest.step, self._spec))
+        best = {manifest.best.step} if manifest.best is not None else set()
+        self._run_dir.keep_checkpoints(lambda steps: kept_steps(steps, manifest.step, self._spec) | best)
 
     def failure(self, step: int, problem: str, *, disk_full: bool) -> WorkerError:
         """Build the error of a checkpoint that could not be written, the same on every rank.

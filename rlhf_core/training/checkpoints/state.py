@@ -14,6 +14,7 @@ from pydantic import AliasChoices, Field
 
 from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.schemas.base import Label, Schema
+from rlhf_core.schemas.checkpoint_files import BestCheckpoint
 from rlhf_core.schemas.scoring_models import ScoringModelState
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.health.state import HealthState
@@ -40,6 +41,8 @@ class Progress(Schema):
     """State of the health judge."""
     reward_models: dict[str, ScoringModelState] = Field(default_factory=dict)
     """Reward models that score completions, by name: their identity and their scores so far."""
+    best: BestCheckpoint | None = None
+    """With ``checkpoint.keep_best``, the best checkpoint so far; None before the first evaluation."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from rlhf_core.errors import BadConfig, BadData, WorkerError
+from rlhf_core.errors import BadConfig, BadData, CheckpointCorrupt, WorkerError
 from rlhf_core.files.lookups import is_there
 from rlhf_core.files.whole import write_model
 from rlhf_core.run_dir.checkpoint import CheckpointDir
@@ -26,7 +26,7 @@ from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.reports import EvaluationName, EvaluationReport, EvaluationSample, Phase
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.algorithms import ALGORITHMS
-from rlhf_core.training.checkpoints.resume import newest_checkpoint
+from rlhf_core.training.checkpoints.resume import best_checkpoint, newest_checkpoint
 from rlhf_core.training.checkpoints.soundness import agree, initial_folder, reference_folder, verify_checkpoint
 from rlhf_core.training.data.examples import Scorer, divide_examples, make_batch, make_examples, score_batch
 from rlhf_core.training.data.loading import EncodedPrompts, encode_prompts, load_rows
@@ -301,7 +301,8 @@ def are_written(run_dir: RunDir, when: When, names: Sequence[EvaluationName] = (
 
 
 def run_evaluator(context: WorkerContext) -> RoleResult:
-    """Role ``evaluator``: evaluate the model of the last complete checkpoint.
+    """Role ``evaluator``: evaluate the model of the last complete checkpoint, or with ``checkpoint.keep_best`` of the
+    best.
 
     Raises:
         WorkerError: there is no complete checkpoint.
@@ -310,9 +311,8 @@ def run_evaluator(context: WorkerContext) -> RoleResult:
     spec, reporter = context.spec, context.reporter
     reporter.beat(Phase.SETUP, 0)
     ranks = init_process_group(context)
-    checkpoint = _last_checkpoint(context, ranks)
     initial = initial_folder(spec, context.run_dir)
-    verify_checkpoint(checkpoint, spec, ranks, initial, only_model=True)
+    checkpoint = checkpoint_to_evaluate(context, ranks, initial)
     reporter.beat(Phase.SETUP, checkpoint.step)
     disable_progress_bar()
     tokenizer = load_tokenizer(checkpoint.model)
@@ -372,11 +372,27 @@ def _evaluate_start(context: WorkerContext, ranks: Ranks, evaluator: Evaluator) 
     model.to("meta")  # the engine refers to it until it loads the next one, which needs its memory
 
 
-def _last_checkpoint(context: WorkerContext, ranks: Ranks) -> CheckpointDir:
-    """The newest checkpoint as rank 0 sees it."""
+def checkpoint_to_evaluate(context: WorkerContext, ranks: Ranks, initial: Path) -> CheckpointDir:
+    """Find and verify the checkpoint to evaluate: the newest, or with ``checkpoint.keep_best`` the best, if that is
+    intact. Collective.
+
+    Raises:
+        WorkerError: there is no complete checkpoint.
+        CheckpointCorrupt: the newest checkpoint is damaged.
+    """
+    if best := agree(ranks, lambda: best_checkpoint(context)):
+        checkpoint = context.run_dir.checkpoint(best)
+        try:
+            verify_checkpoint(checkpoint, context.spec, ranks, initial, only_model=True)
+        except CheckpointCorrupt as error:
+            ranks.log(f"warning: the newest checkpoint is evaluated instead of the best: {error}")
+        else:
+            return checkpoint
     step = agree(ranks, lambda: newest_checkpoint(context))
     if step is None:
         raise WorkerError(
             f"found no complete checkpoint in {context.run_dir.checkpoints_dir} to evaluate; training must run first"
         )
-    return context.run_dir.checkpoint(step)
+    checkpoint = context.run_dir.checkpoint(step)
+    verify_checkpoint(checkpoint, context.spec, ranks, initial, only_model=True)
+    return checkpoint

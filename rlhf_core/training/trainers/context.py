@@ -3,17 +3,19 @@
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_core.diagnosis.retention import best_until
 from rlhf_core.errors import BadConfig, DegenerateRl
 from rlhf_core.files.appended import LineWriter
 from rlhf_core.schemas.algorithms.base import AlgorithmSpec
 from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.checkpoint_files import BestCheckpoint
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.loops import LoopSpec
 from rlhf_core.schemas.reports import MetricsLine, Phase, SampleLine, TrainerWarning
@@ -113,7 +115,7 @@ class TrainingContext:
         self._step = self.steps_done
         self._judge = _judge(context, ranks, progress)
         self._saving = Saving(context, ranks, tokenizer, self.beat, self._sync_files)
-        self._time_limit = TimeLimit(self.spec.slurm.save_lead_s)
+        self._time_limit = TimeLimit()
         self._best = progress.best if progress and self.spec.checkpoint.keep_best else None
         self._context = context
         self._metrics_file = LineWriter(context.restart_dir.metrics, self._record_loss) if ranks.is_first else None
@@ -288,6 +290,7 @@ class TrainingContext:
                 reference=self._reference,
                 health=self._judge.state,
                 reward_models=self.scorer.model_states,
+                best=self._best_until(step.number, reduced.values),
             )
             in_flight = ahead.in_flight if ahead else None
             self._saving.save(progress, model, engine, critic, in_flight, is_last=finished or reduced.stop)
@@ -295,8 +298,8 @@ class TrainingContext:
 
     def is_evaluated(self, number: int) -> bool:
         """True if the model is evaluated mid-training, after this step."""
-        every = self.spec.evaluate.every_num_steps
-        return bool(every) and number % every == 0
+        every, is_last = self.spec.evaluate.every_num_steps, number == self.spec.total_steps
+        return bool(every) and (number % every == 0 or (is_last and self.spec.checkpoint.keep_best))
 
     def write_samples(self, lines: Sequence[SampleLine]) -> None:
         """Write completions for inspection; only those of rank 0 are written."""
@@ -336,6 +339,14 @@ class TrainingContext:
                 step.metrics.mean(
                     "eval/greedy", *self.evaluator.greedy_score(model, step.number, self.beating(Phase.EVALUATE))
                 )
+
+    def _best_until(self, step: int, values: Mapping[str, float]) -> BestCheckpoint | None:
+        """The best checkpoint of the main loop once that of this step is saved; None without
+        ``checkpoint.keep_best``."""
+        metric = "eval/preference" if self.spec.promote.metric == "preference" else "eval/greedy"
+        if self.spec.checkpoint.keep_best and step > self.spec.warm_start_steps and metric in values:
+            self._best = best_until(self._best, step, metric, values[metric])
+        return self._best
 
     def _vote_on_time(self, step: TrainingStep) -> str:
         """Vote of rank 0 to save and stop, if the time limit of the job leaves no time for the next step."""
