@@ -9,7 +9,7 @@ import pytest
 from control_fakes import FakeScheduler
 from test_preflight_checks import GIB, found, healthy
 
-from rlhf_core.preflight.facts import BadRows, CheckpointFacts, DataFile, Facts, ModelFolder, TrainerSide
+from rlhf_core.preflight.facts import BadRows, Baseline, CheckpointFacts, DataFile, Facts, ModelFolder, TrainerSide
 from rlhf_core.preflight.registry import CHECKS, run_checks
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.command_trainer import SIGHTS, CommandTrainer, ProgressSource
@@ -327,6 +327,12 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("command.progress", WARNING, command(progress=("tensorboard", "checkpoints")), "the rank that causes a hang"),
     ("command.progress", SKIPPED, command(TORCHRUN.replace("tensorboard", "wandb")), "--report_to wandb"),
     ("command.progress", SKIPPED, command(side={"has_callback": False}), "rlhf_core.callback is not found"),
+    (
+        "command.save_lead",
+        WARNING,
+        replace(command(), baseline=Baseline(seconds_per_step=400.5)),
+        "set slurm.save_lead_s to at least 461",
+    ),
 ]
 
 
@@ -353,6 +359,17 @@ def test_what_cannot_work_is_found(id: str, status: CheckStatus, facts: Facts, m
     findings = [result for result in found(facts, id) if result.status is status]
     assert findings, found(facts, id)
     assert any(message in f"{one.found} {one.expected} {one.advice}" for one in findings), findings
+
+
+def test_steps_that_fit_before_the_limit_are_accepted() -> None:
+    facts = replace(command(sections={"slurm": {"save_lead_s": 600}}), baseline=Baseline(seconds_per_step=400.5))
+    assert [result.status for result in found(facts, "command.save_lead")] == [CheckStatus.PASSED]
+    assert found(command(), "command.save_lead") == [], "without earlier runs nothing is predicted"
+
+
+def test_another_program_has_no_best_checkpoint() -> None:
+    (result,) = found(command(sections={"checkpoint": {"keep_best": True}}), "checkpoint.keep_best")
+    assert result.status is CheckStatus.BLOCKED
 
 
 def test_every_check_of_other_programs_has_a_run_that_fails_it() -> None:

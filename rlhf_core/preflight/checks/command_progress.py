@@ -226,6 +226,23 @@ def _silent(source: ProgressSource, facts: Facts, arguments: TrainerArguments) -
     return ""
 
 
+@check("command.save_lead", trainer="command")
+def save_lead(facts: Facts) -> Iterator[Finding]:
+    """A program that is asked to save less than a step before the time limit is killed in the middle of one."""
+    step_s, lead_s = facts.baseline.seconds_per_step, facts.spec.slurm.save_lead_s
+    if facts.scheduler != "slurm" or step_s is None:
+        return
+    found = f"slurm.save_lead_s = {lead_s}, {step_s:.3g} s per step in earlier runs of this shape"
+    if step_s <= lead_s:
+        yield passed(found)
+        return
+    yield warning(
+        found,
+        "time for a step and a checkpoint between the request to save and the time limit",
+        f"set slurm.save_lead_s to at least {math.ceil(step_s) + 60}; more if a checkpoint takes more than a minute",
+    )
+
+
 def _no_tensorboard(arguments: TrainerArguments) -> str:
     side, report_to = arguments.side, arguments.line.arguments.get("report_to")
     trackers = " ".join(report_to) if report_to is not None else side.settings.get("report_to")
