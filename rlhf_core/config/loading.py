@@ -38,6 +38,7 @@ from rlhf_core.machine.accounts import account
 from rlhf_core.presets import PRESETS, nearest_preset, preset_path
 from rlhf_core.schemas.algorithms import specs
 from rlhf_core.schemas.migration import OldSettings, current_document, current_name, old_settings
+from rlhf_core.schemas.model import BUILT_TOKENIZERS
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.trainers import trainer_kinds
 
@@ -207,8 +208,9 @@ def _choice_of(given: Mapping[str, Any], choices: Mapping[str, type[BaseModel]])
 
 
 def _in_order(overrides: Sequence[str]) -> list[str]:
-    """Order the overrides: first those that name an algorithm, because a name discards the settings of another one."""
-    return sorted(overrides, key=lambda override: not name_of(override).endswith(".algorithm.name"))
+    """Order the overrides: first those that discard settings of the file, an algorithm's name and a model's path."""
+    discarding = (".algorithm.name", ".model.path")
+    return sorted(overrides, key=lambda override: not f".{name_of(override)}".endswith(discarding))
 
 
 def _require_one_form(overrides: Sequence[str], given_as: str) -> None:
@@ -253,4 +255,8 @@ def _apply(content: dict[str, Any], override: str, given_as: str) -> None:
             raise BadConfig(f"{given_as}: override {shortened(override)}: {what}")
     if sections[-1:] == ["algorithm"] and field == "name" and table.get(field) != value:
         table.clear()  # settings of one algorithm are not valid for another
+    if name == "model.path" and value:  # a preset can predict memory from dimensions, which a model has itself
+        table.pop("config", None)
+        if table.get("tokenizer") in BUILT_TOKENIZERS:
+            del table["tokenizer"]
     table[field] = value

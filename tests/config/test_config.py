@@ -119,7 +119,6 @@ def test_an_unknown_key_is_answered_with_the_nearest_right_one(minimal: Path, ov
         ("loops.main.algorithm=3", "loops.main.algorithm: found 3"),
         ("data.generator=abc", 'expected "module:function"'),
         ("data.train=x.jsonl", "either the generator or the files"),
-        ("model.path=/some/where", "found both of model.path and model.config"),
         ("reward.weights=[nan]", "reward.weights.0: found nan, expected a finite number"),
         ("supervise.gap_factor=inf", "supervise.gap_factor: found inf, expected a finite number"),
         ("reward.weights=[1.0, 2.0]", "found 2 reward.weights for 1 reward.functions"),
@@ -226,8 +225,19 @@ def test_true_is_still_true_where_a_setting_takes_it(minimal: Path) -> None:
 def test_no_tokenizer_is_built_for_a_model_that_exists(minimal: Path) -> None:
     found = r'found model.tokenizer = "char" with model.path; .* leave model.tokenizer out, or name the folder'
     with pytest.raises(BadConfig, match=found):
-        config.load(minimal, ["model.path=/models/a", "model.config={}", "model.tokenizer=char"])
-    config.load(minimal, ["model.path=/models/a", "model.config={}", "model.tokenizer=/models/b"])
+        config.load(minimal, ["model.path=/models/a", "model.tokenizer=char"])
+    config.load(minimal, ["model.path=/models/a", "model.tokenizer=/models/b"])
+
+
+def test_a_model_given_as_a_path_replaces_the_one_that_the_file_builds(minimal: Path) -> None:
+    model = config.load(minimal, ["model.path=/models/a"]).model
+    assert (model.path, model.config, model.tokenizer) == ("/models/a", {}, "")
+    for others in (
+        ["model.path=/models/a", "model.config.hidden_size=8"],
+        ["model.config.hidden_size=8", "model.path=/a"],
+    ):
+        with pytest.raises(BadConfig, match=r"found both of model.path and model.config"):
+            config.load(minimal, others)
 
 
 def test_a_missing_file_suggests_the_preset(tmp_path: Path) -> None:
