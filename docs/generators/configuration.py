@@ -23,12 +23,20 @@ Each preset is a commented example that you can run, for instance with `rlhf run
 
 A run has one or two training loops: `[loops.main]`, and optionally `[loops.warm_start]`. Each has its own algorithm and
 optimizer. The name of the algorithm determines which settings its section has; if you override the name, the file's
-settings of the previous algorithm are dropped. Your other overrides stay, in whatever order you give them.
+settings of the previous algorithm are dropped. Your other overrides stay, in whatever order you give them. Likewise,
+`--set model.path=FOLDER` takes the place of the model that the file builds from `[model.config]`.
+
+Relative paths of a config, such as `data.train`, start at the folder in which you call `rlhf`.
 
 This version still reads configs of rlhf-flows 0.1, with `[sft]`, `[train]` and `[grpo]`. It warns you and names the
 new settings; the next version will refuse such configs. `rlhf config migrate FILE` rewrites one and keeps its comments.
 """
 
+
+WARM_START = """
+`[loops.warm_start.algorithm]` and `[loops.warm_start.optimizer]` have the settings of
+[`[loops.main.algorithm]`](#loopsmainalgorithm) and [`[loops.main.optimizer]`](#loopsmainoptimizer).
+"""
 
 SITE = """
 ## Site settings
@@ -45,7 +53,11 @@ def configuration() -> str:
     named = ", ".join(f"`{name}`" for name in PRESETS)
     parts = [GENERATED, CONFIGURATION.format(presets=named), "## Top level\n", *_settings("")]
     for section, about in config_fields.describe_sections().items():
+        if section.startswith("loops.warm_start."):
+            continue
         parts += [f"\n## `[{section}]`\n", f"{about}\n", *_settings(section)]
+        if section == "loops.warm_start":
+            parts.append(WARM_START)
         for name, (what, fields) in config_fields.describe_named_tables().items():
             if name.startswith(f"{section}.") and name.count(".") == section.count(".") + 2:
                 parts += [f"\n### `[{name}]`\n", f"{what}\n", *_table(fields)]
