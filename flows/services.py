@@ -12,7 +12,7 @@ from flows.server.settings import (
     configured_url,
     own_url,
     quiet_settings,
-    require_free_port,
+    require_port_and_disk,
     requires_password,
 )
 from flows.worker import FLOW_STOP_TIMEOUT_S, flow_processes
@@ -38,7 +38,7 @@ def services_of(site: Site) -> tuple[Service, ...]:
             priority=10,
             stop_timeout_s=STOP_TIMEOUTS_S["server"],
             is_well=lambda: _server_is_well(site),
-            before_start=lambda: require_free_port(site),
+            before_start=lambda: require_port_and_disk(site),
             after_ready=lambda: _set_up(site),
         ),
         Service(

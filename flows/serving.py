@@ -15,7 +15,7 @@ from flows.server.settings import (
     answers,
     own_names,
     own_url,
-    require_free_port,
+    require_port_and_disk,
     server_settings,
     service_settings,
     ui_url,
@@ -59,7 +59,7 @@ def _serve_server(site: Site, beat: Heartbeat) -> None:
         from flows.server.guards import MAX_SOCKET_BYTES
 
         app = create_app(own_names(site))
-    require_free_port(site)
+    require_port_and_disk(site)
     os.umask(0o077)  # its database holds secrets and their encryption key
     _beat_while(lambda: answers(own_url(site)), beat)
     uvicorn.run(

@@ -20,6 +20,7 @@ from rlhf_core.config.site import Site
 from rlhf_core.errors import BadInput, PrefectUnavailable
 from rlhf_core.files import private as private_files
 from rlhf_core.files.whole import create_once
+from rlhf_core.history.database import refuse_network_file_system
 from rlhf_core.services.presence import ServiceState, private_folder, service_status
 from rlhf_core.services.processes import wait_until
 
@@ -214,8 +215,7 @@ def service_settings(site: Site) -> dict[str, str]:
 def server_settings(site: Site) -> dict[str, str]:
     """Environment of the server, in addition to that of every service."""
     settings = {
-        "PREFECT_API_DATABASE_CONNECTION_URL": site.prefect.database_url
-        or f"sqlite+aiosqlite:///{site.home / 'prefect' / 'prefect.db'}",
+        "PREFECT_API_DATABASE_CONNECTION_URL": site.prefect.database_url or f"sqlite+aiosqlite:///{_sqlite_file(site)}",
         "PREFECT_SERVER_API_HOST": site.prefect.host,
         "PREFECT_SERVER_API_PORT": str(site.prefect.port),
         # Relative, so that it works under any name and through any proxy.
@@ -230,6 +230,10 @@ def server_settings(site: Site) -> dict[str, str]:
         "PREFECT__SERVER_FINAL": "1",
     }
     return {**settings, **access_settings(password(site))}
+
+
+def _sqlite_file(site: Site) -> Path:
+    return site.home / "prefect" / "prefect.db"
 
 
 def access_settings(auth: str) -> dict[str, str]:
@@ -327,12 +331,15 @@ def answers_within(seconds: float, url: str) -> bool:
     return wait_until(lambda: answers(url), seconds, 0.2)
 
 
-def require_free_port(site: Site) -> None:
-    """Check before starting the server that it can listen on its port.
+def require_port_and_disk(site: Site) -> None:
+    """Check before starting the server that it can listen on its port, and that a SQLite database is on a local disk.
 
     Raises:
         BadInput: another process listens there; the message names it, if this user may see it.
+        UnsafeDatabase: the database would be on a network file system.
     """
+    if not site.prefect.database_url:
+        refuse_network_file_system(_sqlite_file(site), "Prefect's database", "RLHF_PREFECT_DATABASE_URL")
     host, port = site.prefect.host, site.prefect.port
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

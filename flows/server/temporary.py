@@ -24,11 +24,14 @@ from flows.server.settings import (
     new_password,
 )
 from rlhf_core.errors import PrefectUnavailable
+from rlhf_core.history.database import refuse_network_file_system
 from rlhf_core.machine.parent_death import die_with_parent
 from rlhf_core.services.presence import private_folder
 
 STARTUP_TIMEOUT_S = 180.0
 """Time that the server has to answer. Its first start creates a database: 20 s, longer on a busy machine."""
+
+DATABASE = "PREFECT_API_DATABASE_CONNECTION_URL"
 
 NO_PREFECT = "Run without Prefect: add --no-prefect."
 
@@ -43,6 +46,7 @@ def prefect_server(home: Path, log: Callable[[str], None]) -> Iterator[str]:
 
     Raises:
         PrefectUnavailable: there is none, and none could be started.
+        UnsafeDatabase: the database of a temporary one would be on a network file system.
     """
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
@@ -154,8 +158,10 @@ def _environment(folder: Path, auth: str) -> Mapping[str, str]:
         "PREFECT__SERVER_EPHEMERAL": "1",
         "PREFECT__SERVER_FINAL": "1",
     }
-    if "PREFECT_HOME" not in os.environ:
-        environment.setdefault("PREFECT_API_DATABASE_CONNECTION_URL", f"sqlite+aiosqlite:///{folder / 'prefect.db'}")
+    if "PREFECT_HOME" not in os.environ and DATABASE not in os.environ:
+        file = folder / "prefect.db"
+        refuse_network_file_system(file, "Prefect's database", DATABASE)
+        environment[DATABASE] = f"sqlite+aiosqlite:///{file}"
     return environment
 
 

@@ -73,10 +73,18 @@ def file_system_of(path: Path, mount_table: str) -> tuple[str, str]:
     return best_type, best_point
 
 
-def refuse_network_file_system(file: Path) -> None:
-    """Raise :class:`UnsafeDatabase` if a SQLite file is on a network file system.
+def refuse_network_file_system(file: Path, what: str = "the history", setting: str = "RLHF_DATABASE_URL") -> None:
+    """Refuse a SQLite file on a network file system.
 
     SQLite's locks and shared-memory index do not work there: two hosts silently corrupt the file.
+
+    Args:
+        file: the file; need not exist.
+        what: the database, for the message.
+        setting: the setting that moves the database elsewhere.
+
+    Raises:
+        UnsafeDatabase: the file would be on a network file system.
     """
     folder = Path(os.path.realpath(file)).parent
     while not folder.exists() and folder != folder.parent:  # this also triggers an automounter
@@ -88,8 +96,9 @@ def refuse_network_file_system(file: Path) -> None:
     kind, point = file_system_of(folder, table)
     if kind in NETWORK_FILE_SYSTEMS or (kind.startswith("fuse.") and kind not in LOCAL_FUSE):
         raise UnsafeDatabase(
-            f"the history {file} is on the network file system {point} ({kind}), where SQLite corrupts its "
-            f"file. {_ADVICE}"
+            f"{what} {file} is on the network file system {point} ({kind}), where SQLite corrupts its file. Set "
+            "RLHF_HOME to a folder on a local disk (/var/tmp/<user>/rlhf) and RLHF_RUNS to one that the nodes share, "
+            f"or {setting} to a PostgreSQL server"
         )
 
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
@@ -11,7 +12,9 @@ import pytest
 
 from flows.server import settings as server
 from flows.server import temporary as temporary_server
-from rlhf_core.errors import PrefectUnavailable
+from rlhf_core.config.site import load_site
+from rlhf_core.errors import PrefectUnavailable, UnsafeDatabase
+from rlhf_core.history import database
 
 HEALTHY = """
 import http.server, sys
@@ -110,3 +113,20 @@ def test_settings_of_the_user_take_precedence(monkeypatch: pytest.MonkeyPatch, t
     assert temporary_server._environment(tmp_path, "rlhf:none")["PREFECT_API_DATABASE_CONNECTION_URL"].endswith(
         f"{tmp_path}/prefect.db"
     )
+
+
+def test_prefects_sqlite_is_refused_on_a_network_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a history elsewhere, nothing else refuses a home folder on NFS."""
+    (tmp_path / "rlhf.toml").write_text(f"[prefect]\nport = {temporary_server._free_port()}\n")
+    site = load_site({"RLHF_HOME": str(tmp_path), "RLHF_DATABASE_URL": "postgresql://user@host/database"})
+    monkeypatch.delenv("PREFECT_HOME")
+    for kind in ("ext4", "nfs4"):
+        table = f"27 1 254:0 / / rw - ext4 /dev/vda rw\n31 27 0:40 / {tmp_path} rw - {kind} somewhere rw\n"
+        (tmp_path / "mountinfo").write_text(table)
+        monkeypatch.setattr(database, "MOUNT_TABLE", tmp_path / "mountinfo")
+        for check in (
+            lambda: server.require_port_and_disk(site),
+            lambda: temporary_server._environment(tmp_path / "prefect", "rlhf:secret"),
+        ):
+            with nullcontext() if kind == "ext4" else pytest.raises(UnsafeDatabase, match=r"Prefect's .*RLHF_HOME"):
+                check()

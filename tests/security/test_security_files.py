@@ -131,7 +131,7 @@ def test_the_servers_database_is_made_private(place: Path, monkeypatch: pytest.M
     assert mode(made) == 0o600
     monkeypatch.setattr("uvicorn.run", lambda *arguments, **options: (place / "served").write_text("key"))
     monkeypatch.setattr("flows.server.app.create_app", lambda names: None)
-    monkeypatch.setattr(serving, "require_free_port", lambda site: None)
+    monkeypatch.setattr(serving, "require_port_and_disk", lambda site: None)
     monkeypatch.setattr(serving, "_beat_while", lambda is_well, beat: None)
     serving._serve_server(load_site({"RLHF_HOME": str(place / "home")}), lambda: None)
     assert mode(place / "served") == 0o600
