@@ -139,10 +139,8 @@ reservation, `slurm.exclude` and number of GPUs); on CPU, with the memory of the
 of a type leaves open which of several sizes it is (`a100`), a run that fits only into the largest gets a warning, as
 does one whose nodes Slurm selects by `slurm.gres`, for instance, and that fits only into the largest type among them.
 
-Before lean layers ([0045](decisions/0045-lean-layers.md)), for one rank of a float32 model with 34 million parameters
-(8 layers, hidden size 512, 32 sequences of 256 tokens at once) on CPU, the estimate was 6.2 GiB, and the peak in a run
-5.9 GiB. It was not measured again since; a test counts what autograd keeps. For the weights, gradients and optimizer
-of 50 million parameters on two ranks, we measured the peak of an update (`tests/benchmarks/bench_memory.py`), in MiB:
+For the weights, gradients and optimizer of 50 million parameters on two ranks, we measured the peak of an update
+(`tests/benchmarks/bench_memory.py`), in MiB:
 
 | | float32, measured | float32, estimated | bfloat16, measured | bfloat16, estimated |
 |---|---|---|---|---|
