@@ -56,8 +56,8 @@ def prefect_server(home: Path, log: Callable[[str], None]) -> Iterator[str]:
         yield configured
         return
     log(
-        "there is no Prefect server (`rlhf up` starts one): a temporary one is started for this run; "
-        "--no-prefect runs without"
+        "there is no Prefect server (`rlhf up` starts one): a temporary one is started for this run; --no-prefect runs "
+        "without. If this terminal closes, the job continues, but new attempts wait for `rlhf resume`"
     )
     auth = new_password()  # for this server only: other users of the machine can reach its port
     with (
