@@ -266,7 +266,12 @@ class FakeAgent:
         write_model(self.run_dir.attempt(self.attempt).probe_report, report)
 
     def incident(
-        self, kind: FailureKind, fingerprint: str = "", health_rule: str = "", role: Role | None = None
+        self,
+        kind: FailureKind,
+        fingerprint: str = "",
+        health_rule: str = "",
+        role: Role | None = None,
+        phase: str = "",
     ) -> Incident:
         """Build the incident that agent 0 writes after a failure."""
         folder = self.run_dir.attempt(self.attempt).restart(self.restart)
@@ -280,6 +285,7 @@ class FakeAgent:
             fingerprint=fingerprint,
             health_rule=health_rule,
             role=role,
+            phase=phase,
             evidence_dir=str(folder.evidence_dir.relative_to(self.run_dir.root)),
         )
         folder.evidence_dir.mkdir(parents=True, exist_ok=True)

@@ -60,7 +60,9 @@ wait between them grows as above.
 - **CUDA out of memory**: halve `trainer.micro_batch_size` down to 1; then turn on `trainer.gradient_checkpointing`;
   then use the next `trainer.zero_stage` (with several ranks); then `trainer.offload` (on GPUs); then halve
   `rollout.batch_size`. For a rollout engine, only `rollout.batch_size` is halved; for an evaluator, both that and the
-  micro-batch. The global batch stays the same, and so does the gradient (`supervise.oom_remediation`).
+  micro-batch. During setup, where none of these sizes matters yet, only `trainer.zero_stage` and `trainer.offload`
+  change. The global batch stays the same, and so does the gradient (`supervise.oom_remediation`). The run ends after
+  {most_remedies} attempts in a row without a new checkpoint, or `supervise.max_attempts` if that is more.
 - **A loss that is not finite**: go back once to the checkpoint before the newest.
 - **Training that no longer learns** (`[health]`): go back once to the newest checkpoint that is older than the window
   of steps that was judged.
@@ -216,7 +218,8 @@ def failures_page() -> str:
         rule = policy.RULES[kind]
         allowed = f"{_allowed(rule.in_place)} | {_allowed(rule.attempts)}"
         parts.append(f"| `{kind.value}` | {cell(meanings[kind.name])} | {allowed} | {cell(rule.why)} |")
-    parts.append(LIMITS.format(**{name: f"{value:g}" for name, value in SuperviseSpec()}).rstrip("\n"))
+    settings = {name: f"{value:g}" for name, value in SuperviseSpec()}
+    parts.append(LIMITS.format(**settings, most_remedies=policy.MOST_REMEDIES).rstrip("\n"))
     states = [f"| `{state}` | `{kind.value}` |" for state, kind in classify.SCHEDULER_STATES.items()]
     logs = LOGS.format(
         decision=READING,

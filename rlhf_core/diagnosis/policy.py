@@ -13,6 +13,7 @@ from pydantic import JsonValue
 
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.failures import NODE_FAILURES, Action, FailureKind
+from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.supervision import SuperviseSpec
 from rlhf_core.schemas.trainers import NativeTrainer
@@ -22,6 +23,11 @@ ALLOWED_BY_SPEC = 1_000_000
 
 REMEDY = -1
 """Limit of kinds that are retried only as long as a remedy can be found."""
+
+MOST_REMEDIES = 8
+"""Attempts in a row without a new checkpoint after which another remedy is not tried either, even if
+``supervise.max_attempts`` is smaller: as many as it takes to come from a micro-batch of 8 in ZeRO 1 to the smallest one
+in ZeRO 3 with an offloaded optimizer."""
 
 
 UNCOUNTED = -2
@@ -170,19 +176,20 @@ def decide_next(
     if kind is FailureKind.UNKNOWN and same_fingerprint_before:
         return Choice(Action.STOP, "the same unknown failure recurred: it is not chance")
     if rule.attempts == UNCOUNTED:
-        reason = f"{kind}: {rule.why}, which counts against no budget"
+        reason = f"{kind}: {rule.why}, which only supervise.max_total_attempts limits"
         return Choice(Action.NEW_ATTEMPT, reason, backoff_s(attempts_without_progress, spec, random))
-    changed = Choice(Action.NEW_ATTEMPT, f"{kind}: {remedy}")
-    if rule.attempts == REMEDY and rule.in_place != REMEDY:
-        return changed
-    # Kinds that restarts in place also remedy end only with the budget: a disk may damage every new checkpoint.
-    allowed = spec.max_attempts if rule.attempts == REMEDY else min(rule.attempts + 1, spec.max_attempts)
+    # Kinds that restarts in place also remedy end with the budget: a disk may damage every new checkpoint. Changes of
+    # settings may have to add up before they help.
+    if rule.attempts != REMEDY:
+        allowed = min(rule.attempts + 1, spec.max_attempts)
+    else:
+        allowed = spec.max_attempts if rule.in_place == REMEDY else max(MOST_REMEDIES, spec.max_attempts)
     if attempts_without_progress >= allowed:
         why = f": {rule.why}" if rule.attempts not in (ALLOWED_BY_SPEC, REMEDY) else ""
         spent = f"{attempts_without_progress} attempts without a new checkpoint, {allowed} allowed for {kind}"
         return Choice(Action.STOP, f"{spent}{why}")
     if rule.attempts == REMEDY:
-        return changed
+        return Choice(Action.NEW_ATTEMPT, f"{kind}: {remedy}")
     if attempts_without_progress == 0:
         return Choice(Action.NEW_ATTEMPT, f"{kind} after a new checkpoint: resuming from it")
     # The next attempt gets another node, so waiting improves nothing.
@@ -195,7 +202,7 @@ def _rule(kind: FailureKind, undecided: bool) -> Rule:
     return UNDECIDED.get(kind, RULES[kind]) if undecided else RULES[kind]
 
 
-def oom_remedy(spec: RunSpec, role: Role | None = None) -> dict[str, JsonValue]:
+def oom_remedy(spec: RunSpec, role: Role | None = None, phase: str = "") -> dict[str, JsonValue]:
     """One change that lowers the memory of a GPU without changing any step's batch and gradient.
 
     Halve the micro-batch down to one sequence, then turn on activation checkpointing, then take the next stage of ZeRO
@@ -203,16 +210,21 @@ def oom_remedy(spec: RunSpec, role: Role | None = None) -> dict[str, JsonValue]:
     sampled at once down to 1, then move the weights to main memory.
 
     In a rollout engine only the completions sampled at once count, in an evaluator also the micro-batch of its pairs.
+    During setup, before any of these, only the stage of ZeRO and what is in main memory can help.
 
     Args:
         spec: Spec with all earlier changes.
         role: Role that ran out of memory; None for a trainer.
+        phase: Phase in which it did; empty if unknown.
 
     Returns:
         Dotted name to new value; empty if nothing more can be changed.
     """
     trainer, batch_size = spec.trainer, spec.rollout.batch_size
+    sets_up = phase == Phase.SETUP
     if role in (Role.ROLLOUT, Role.EVALUATOR):
+        if sets_up:
+            return {}
         sizes = {"rollout.batch_size": batch_size}
         if role is Role.EVALUATOR and isinstance(trainer, NativeTrainer):
             sizes["trainer.micro_batch_size"] = trainer.micro_batch_size
@@ -224,12 +236,12 @@ def oom_remedy(spec: RunSpec, role: Role | None = None) -> dict[str, JsonValue]:
     longest = spec.max_tokens
     ladder: tuple[tuple[bool, str, JsonValue], ...] = (
         # With a bound below the longest sequence, long sequences already have a pass of their own.
-        (tokens > longest, "trainer.micro_batch_tokens", max(longest, tokens // 2)),
-        (tokens == 0 and size > 1, "trainer.micro_batch_size", size // 2),
-        (not trainer.gradient_checkpointing, "trainer.gradient_checkpointing", True),
+        (tokens > longest and not sets_up, "trainer.micro_batch_tokens", max(longest, tokens // 2)),
+        (tokens == 0 and size > 1 and not sets_up, "trainer.micro_batch_size", size // 2),
+        (not trainer.gradient_checkpointing and not sets_up, "trainer.gradient_checkpointing", True),
         (trainer.zero_stage < 3 and spec.num_ranks > 1, "trainer.zero_stage", trainer.zero_stage + 1),
         (trainer.zero_stage > 0 and trainer.offload == "none" and has_gpus, "trainer.offload", "optimizer"),
-        (batch_size > 1, "rollout.batch_size", batch_size // 2),
+        (batch_size > 1 and not sets_up, "rollout.batch_size", batch_size // 2),
         (trainer.zero_stage == 3 and trainer.offload == "optimizer" and has_gpus, "trainer.offload", "parameters"),
     )
     return next(({name: value} for applies, name, value in ladder if applies), {})

@@ -133,7 +133,8 @@ def _remedy(
 ) -> _Remedy:
     before = dict(placement.config_diff) if placement is not None else {}
     if kind is FailureKind.CUDA_OOM and spec.supervise.oom_remediation:
-        changes = oom_remedy(with_changes(spec, before), incident.role if incident else None)
+        role, phase = (incident.role, incident.phase) if incident is not None else (None, "")
+        changes = oom_remedy(with_changes(spec, before), role, phase)
         what = ", ".join(f"{name} = {value}" for name, value in changes.items())
         return _Remedy(f"continuing with {what}; the global batch is unchanged" if what else "", changes)
     roll_back = kind in (FailureKind.NON_FINITE, FailureKind.DEGENERATE_RL)

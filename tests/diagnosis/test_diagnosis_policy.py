@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_core.diagnosis.policy import (
+    MOST_REMEDIES,
     RULES,
     UNDECIDED,
     backoff_s,
@@ -15,6 +16,7 @@ from rlhf_core.diagnosis.policy import (
     oom_remedy,
     rollback_step,
 )
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.run import with_changes
 from rlhf_core.schemas.supervision import SuperviseSpec
@@ -103,9 +105,32 @@ def test_out_of_memory_everything_shrinks_that_leaves_the_gradient_alone() -> No
         {"rollout.batch_size": 1},
         {"trainer.offload": "parameters"},
     ]
+    assert len([one for one in seen if "rollout.batch_size" not in one]) < MOST_REMEDIES
     alone = make_spec(train={"micro_batch_size": 1, "gradient_checkpointing": True}, rollout={"batch_size": 2})
     alone = with_changes(alone, {"resources.ranks_per_node": 1})
     assert oom_remedy(alone) == {"rollout.batch_size": 1}, "no rank to split with, and no memory besides the main one"
+
+
+def test_out_of_memory_before_the_first_step_only_what_is_always_there_shrinks() -> None:
+    spec = make_spec(resources={"ranks_per_node": 2, "gpus_per_node": 2})
+    seen = []
+    while remedy := oom_remedy(spec, phase="setup"):
+        seen.append(remedy)
+        spec = with_changes(spec, remedy)
+    assert [next(iter(one.values())) for one in seen] == [2, 3, "optimizer", "parameters"]
+    for role in (Role.ROLLOUT, Role.EVALUATOR):
+        assert oom_remedy(spec, role)
+        assert oom_remedy(spec, role, "setup") == {}
+
+
+def test_remedies_end_when_many_attempts_in_a_row_saved_nothing() -> None:
+    def action(attempts: int, max_attempts: int = 3) -> Action:
+        spec = SuperviseSpec(max_attempts=max_attempts)
+        return decide_next(FailureKind.CUDA_OOM, attempts, True, spec, 0.5, remedy="half of it").action
+
+    assert action(MOST_REMEDIES - 1) is Action.NEW_ATTEMPT
+    assert action(MOST_REMEDIES) is Action.STOP
+    assert action(MOST_REMEDIES, MOST_REMEDIES + 1) is Action.NEW_ATTEMPT
 
 
 def test_out_of_memory_a_bound_of_tokens_falls_to_the_longest_sequence() -> None:
@@ -150,6 +175,7 @@ def test_only_the_total_of_attempts_limits_waits_for_nodes() -> None:
     for number, delay_s in ((1, 30.0), (2, 60.0), (9, 600.0)):
         choice = decide_next(FailureKind.NO_NODES, number, True, SPEC, 1.0)
         assert (choice.action, choice.delay_s) == (Action.NEW_ATTEMPT, delay_s)
+        assert choice.reason.endswith("which only supervise.max_total_attempts limits")
     assert excluded_after(FailureKind.NO_NODES, ["n1"], {"n1": 9}, [], 4) == ()
 
 

@@ -339,6 +339,17 @@ def test_out_of_memory_is_remedied_where_it_happened(run_dir: RunDir, role: Role
     assert (decision.action is Action.STOP) == (role is not Role.TRAINER)
 
 
+@pytest.mark.parametrize("phase", ["train", "setup"])
+def test_out_of_memory_before_the_first_step_is_not_remedied_by_what_a_step_takes(run_dir: RunDir, phase: str) -> None:
+    """Smaller batches would cost an allocation each, and every attempt would fail at the same place."""
+    agent = FakeAgent(run_dir)
+    agent.begin()
+    agent.incident(FailureKind.CUDA_OOM, role=Role.TRAINER, phase=phase)
+    agent.end(AttemptState.FAILED, FailureKind.CUDA_OOM, "rank 1 ran out of memory")
+    decision = explain(run_dir, ended(run_dir), make_spec(trainer={"zero_stage": 3}), first_attempt=1).decision
+    assert decision.action is (Action.STOP if phase == "setup" else Action.NEW_ATTEMPT)
+
+
 def test_a_loss_that_is_not_finite_goes_back_one_checkpoint_and_only_once(run_dir: RunDir) -> None:
     agent = FakeAgent(run_dir)
     agent.begin()
