@@ -188,7 +188,7 @@ def test_a_value_model_comes_from_the_same_memory(tmp_path: Path, monkeypatch: p
     torch.nn.init.ones_(saved.head.bias)
     memory.critic.mkdir()
     save_weights(saved, memory.critic / ppo.WEIGHTS, True, lambda: None)
-    models = run_module._Models(context, ranks, tokenizer, tmp_path / "initial", memory)
+    models = run_module._Models(context, ranks, tokenizer, tmp_path / "initial", memory, lambda: None)
     state = TrainerState(Progress(step=4, loop="ppo", loop_finished=False, position=0), (), None, critic=({},))
     critic = models.critic(loops(context.spec)[-1], state)
     assert critic is not None

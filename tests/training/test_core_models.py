@@ -89,7 +89,12 @@ def test_the_initial_model_is_built_once_and_loads_alike(tmp_path: Path) -> None
     assert prepare_initial_model(spec, run_dir, ROWS) == path
     assert (path / "model.safetensors").stat().st_mtime_ns == written
     assert equal(load_causal_lm(path, "float32"), tiny_model())
-    assert load_causal_lm(path, "bfloat16").dtype == torch.bfloat16
+    beats: list[int] = []
+    loaded = load_causal_lm(path, "bfloat16", beat=lambda: beats.append(1))
+    assert loaded.dtype == torch.bfloat16
+    assert len(beats) == len(list(loaded.parameters())), "a beat after each tensor, as a disk may be slow"
+    assert load_causal_lm(path, "float32").dtype == torch.float32
+    assert len(beats) == len(list(loaded.parameters())), "of that call alone"
     assert load_tokenizer(path).get_vocab() == char_tokenizer().get_vocab()
     assert sorted(child.name for child in tmp_path.iterdir()) == ["initial_model"]
 

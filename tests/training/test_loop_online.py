@@ -4,14 +4,16 @@ import dataclasses
 import math
 import shutil
 import signal
+import weakref
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-from rank_launcher import TrainingGroup, launch, make_context, tiny_spec, values
+from rank_launcher import TINY_MODEL, TrainingGroup, launch, make_context, tiny_spec, values
 from test_loop_runs import Counting, final_state, killed_for_real, metrics_of
 
 from rlhf_core.errors import DegenerateRl
@@ -68,6 +70,43 @@ RECURRING["data"] = {**RECURRING["data"], "generator_args": {"num_digits": 3, "n
 """Each step takes its only row four times."""
 
 
+class Held:
+    """Weights that a rank has in place, whole: of all its models whenever one more was loaded, at most; and of those
+    that DeepSpeed takes over, which it would move to the device as they are."""
+
+    def __init__(self) -> None:
+        self.largest_model = self.at_most = self.taken_over = 0
+        self._parts: list[weakref.ref[Any]] = []
+
+    def _load(self, *arguments: Any) -> Any:
+        from rlhf_core.training.models.causal_lm import load_causal_lm
+
+        model = load_causal_lm(*arguments)
+        self._parts += map(weakref.ref, (model, model.base_model))  # a value model has the second alone
+        living = [part() for part in self._parts]
+        weights = {id(one): one.numel() for part in living if part is not None for one in part.parameters()}
+        self.largest_model = max(self.largest_model, model.num_parameters())
+        self.at_most = max(self.at_most, sum(weights.values()))
+        return model
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count within the block."""
+        from rlhf_core.training.trainers import run as run_module
+        from rlhf_core.training.trainers.engine import load_deepspeed
+
+        deepspeed = load_deepspeed(on_cpu=True)
+        initialize = deepspeed.initialize
+
+        def take_over(model: Any, **options: Any) -> Any:
+            self.taken_over = max(self.taken_over, sum(one.numel() for one in model.parameters()))
+            return initialize(model=model, **options)
+
+        loading = mock.patch.object(run_module, "load_causal_lm", self._load)
+        with loading, mock.patch.object(deepspeed, "initialize", take_over):
+            yield
+
+
 def every_scenario(rank: int, num_ranks: int, folder: str, names: list[str]) -> dict[str, Any]:
     """Runs of seconds, one after the other in one process group; passes over the models of each are counted.
 
@@ -98,9 +137,11 @@ def every_scenario(rank: int, num_ranks: int, folder: str, names: list[str]) -> 
         counting = Counting()
         spec = shortened(spec, 1) if num_ranks == 1 else spec
         context = make_context(f"{folder}/{name}", spec, rank, num_ranks, reporter=counting)
-        with mock.patch.object(PolicyModel, "forward", counted):
+        held = Held()
+        with mock.patch.object(PolicyModel, "forward", counted), held.counted():
             result = str(train_run(context, dataclasses.replace(ranks, reporter=counting)))
-        return {"result": result, "collectives": counting.collectives, **passes}
+        about = {"held": (held.largest_model, held.at_most, held.taken_over), "beats": counting.beats["setup 2"]}
+        return {"result": result, "collectives": counting.collectives, **about, **passes}
 
     for name in names:
         results[name] = train(f"{num_ranks} {name}", RUNS[name])
@@ -210,6 +251,27 @@ def test_split_weights_make_the_same_first_step(two_ranks: list[dict[str, Any]],
     for key in ("train/loss", "train/grad_norm", "train/num_tokens", "policy/kl", "value/loss"):
         if key in plain:
             assert split[key] == pytest.approx(plain[key], rel=2e-3, abs=2e-5), key
+
+
+@pytest.mark.parametrize("name", ["several", "critic"])
+def test_split_weights_are_whole_in_one_model_at_a_time(two_ranks: list[dict[str, Any]], name: str) -> None:
+    """Policy, reference and value model follow each other; DeepSpeed would move a whole one to the device by itself."""
+    for results in two_ranks:
+        one, at_most, taken_over = results[f"{name}, split"]["held"]
+        assert at_most < 1.1 * one, "the shares of the models before it are kept apart"
+        assert taken_over < 0.1 * one
+        one, at_most, taken_over = results[name]["held"]
+        assert at_most >= 2 * one, "below ZeRO 3, all of them are whole"
+        assert taken_over >= one
+
+
+@pytest.mark.parametrize("name", ["several", "several, split"])
+def test_every_tensor_is_a_beat_while_models_are_loaded_and_split(two_ranks: list[dict[str, Any]], name: str) -> None:
+    """Of the reference of the main loop, and under ZeRO 3 of the policy too."""
+    num_layers, in_layer, others = TINY_MODEL["num_hidden_layers"], 11, 2  # tied embeddings, last norm
+    num_tensors = num_layers * in_layer + others
+    for results in two_ranks:
+        assert results[name]["beats"] > num_tensors * (3 if name.endswith("split") else 1)
 
 
 def test_a_row_that_recurs_in_a_step_is_sampled_with_other_seeds(

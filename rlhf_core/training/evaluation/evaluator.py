@@ -39,6 +39,7 @@ from rlhf_core.training.evaluation.ranking import desirable_sample, pair_sample
 from rlhf_core.training.models.adapters import base_of, is_adapter
 from rlhf_core.training.models.causal_lm import PolicyModel, in_evaluation_mode, load_causal_lm
 from rlhf_core.training.models.embeddings import require_embeddings
+from rlhf_core.training.models.loaded_weights import move
 from rlhf_core.training.models.merged import write_merged
 from rlhf_core.training.models.reward_model import RewardModel, load_reward_model
 from rlhf_core.training.rewards.scoring import RewardScorer
@@ -324,13 +325,15 @@ def run_evaluator(context: WorkerContext) -> RoleResult:
         now = context.stored.created_at
         evaluator = load_evaluator(spec, ranks, tokenizer, scorer, start, trains_on_samples=False, now=now)
         _evaluate_start(context, ranks, evaluator)
-        reporter.beat(Phase.SETUP, checkpoint.step)
+        loading = functools.partial(reporter.beat, Phase.SETUP, checkpoint.step)
+        loading()
         if spec.makes_reward_model:
-            model = load_reward_model(checkpoint.model, spec.model.dtype, spec.seed, tokenizer.pad_token_id, base)
+            pad_id = tokenizer.pad_token_id
+            model = load_reward_model(checkpoint.model, spec.model.dtype, spec.seed, pad_id, base, loading)
         else:
-            model = load_causal_lm(checkpoint.model, spec.model.dtype, base)
+            model = load_causal_lm(checkpoint.model, spec.model.dtype, base, loading)
             also_end_with(model, evaluator.data.end_ids)  # a merged adapter has the settings of its base model
-        model.to(ranks.device)
+        move(model, ranks.device, loading)
         reports = evaluator.run(model, "after", checkpoint.step, beat, _reference(context, ranks))
     evaluator.rollouts.close()
     if ranks.is_first and base is not None and is_adapter(checkpoint.model) and spec.promote.when != "never":
@@ -348,8 +351,10 @@ def _reference(context: WorkerContext, ranks: Ranks) -> PreTrainedModel | None:
     if not spec.ranks_held_out or not spec.main_loop.algorithm.reference:
         return None
     initial = initial_folder(spec, context.run_dir)
-    model = load_causal_lm(reference_folder(context, ranks, spec.warm_start_steps, initial), spec.model.dtype, initial)
-    model.to(ranks.device)
+    folder = reference_folder(context, ranks, spec.warm_start_steps, initial)
+    beat = functools.partial(context.reporter.beat, Phase.SETUP, spec.total_steps)
+    model = load_causal_lm(folder, spec.model.dtype, initial, beat)
+    move(model, ranks.device, beat)
     return model
 
 
@@ -359,8 +364,9 @@ def _evaluate_start(context: WorkerContext, ranks: Ranks, evaluator: Evaluator) 
     wanted = isinstance(spec.trainer, CommandTrainer) and spec.model.path and not are_written(run_dir, "before")
     if ranks.from_first("missing" if wanted else "") != "missing":
         return
-    model = load_causal_lm(Path(spec.model.path), spec.model.dtype)
-    model.to(ranks.device)
+    beat = functools.partial(context.reporter.beat, Phase.SETUP, 0)
+    model = load_causal_lm(Path(spec.model.path), spec.model.dtype, beat=beat)
+    move(model, ranks.device, beat)
     try:
         require_embeddings(model, evaluator.tokenizer, evaluator.data, completions=spec.ranks_held_out)
     except BadConfig as error:  # on every rank: the program may have resized the model for tokens that it added

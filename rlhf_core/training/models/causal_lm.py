@@ -123,7 +123,9 @@ def build_causal_lm(config: Mapping[str, JsonValue], tokenizer: PreTrainedTokeni
     return model
 
 
-def load_causal_lm(path: Path, dtype: str, base: Path | None = None) -> PreTrainedModel:
+def load_causal_lm(
+    path: Path, dtype: str, base: Path | None = None, beat: Callable[[], None] = lambda: None
+) -> PreTrainedModel:
     """Load a causal language model from a folder, in training's number format and with all dropout off.
 
     Dropout is off because the sampled and the trained distribution have to be the same. An adapter is merged into its
@@ -132,15 +134,16 @@ def load_causal_lm(path: Path, dtype: str, base: Path | None = None) -> PreTrain
     Args:
         dtype: ``float32`` or ``bfloat16``.
         base: folder of an adapter's base model, if it is not the one recorded in the adapter.
+        beat: called after each tensor.
 
     Raises:
         BadConfig: the folder does not exist, or holds no model or not all of its weights.
     """
     folder = _existing_folder(path, "model.path")
     if is_adapter(folder):
-        return merged(load_causal_lm(base or base_of(folder), dtype), folder)
+        return merged(load_causal_lm(base or base_of(folder), dtype, beat=beat), folder)
     try:
-        model = load_whole(AutoModelForCausalLM, folder, dropout_free_config(folder), dtype)
+        model = load_whole(AutoModelForCausalLM, folder, dropout_free_config(folder), dtype, beat)
     except (OSError, ValueError) as error:
         raise BadConfig(
             f"{folder} holds no causal language model that transformers can load: {_first_lines(error)}"
@@ -265,11 +268,15 @@ class PolicyModel(nn.Module):
     a prediction go through the layers, and common prefixes do so once (``packing.py``).
     """
 
-    def __init__(self, causal_lm: PreTrainedModel, chunk_elements: int = LOGIT_CHUNK_ELEMENTS) -> None:
+    def __init__(
+        self, causal_lm: PreTrainedModel, chunk_elements: int = LOGIT_CHUNK_ELEMENTS, *, tried: bool = True
+    ) -> None:
         """Wrap ``causal_lm``.
 
         Args:
             chunk_elements: the largest number of logits that may exist at once.
+            tried: try passes at once; otherwise :meth:`try_passes` has to be called before the first one, when the
+                weights are where they are used.
 
         Raises:
             BadConfig: the model does not simply apply its head to its last hidden state.
@@ -277,10 +284,22 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
         self.chunk_elements = chunk_elements
-        with in_evaluation_mode(causal_lm):  # the dropout of an adapter differs from pass to pass
-            self._check_head()
-            self.packs = can_pack(causal_lm)
+        self.packs = False
         """True if no padding goes through the layers; otherwise micro-batches of similar lengths are worthwhile."""
+        if tried:
+            self.try_passes()
+
+    def try_passes(self) -> None:
+        """Find out in a few passes over a few tokens whether sequences can be packed, and check the head. Collective if
+        the model is split.
+
+        Raises:
+            BadConfig: the model does not simply apply its head to its last hidden state.
+        """
+        with in_evaluation_mode(self.causal_lm):  # the dropout of an adapter differs from pass to pass
+            # First: if a pass fails midway, those of the head let go of the weights that it has gathered.
+            self.packs = can_pack(self.causal_lm)
+            self._check_head()
 
     def forward(
         self,

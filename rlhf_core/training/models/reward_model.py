@@ -14,7 +14,14 @@ from rlhf_core.training.models.lean_layers import use_lean_layers
 from rlhf_core.training.models.loaded_weights import load_whole
 
 
-def load_reward_model(folder: Path, dtype: str, seed: int, pad_id: int, base: Path | None = None) -> PreTrainedModel:
+def load_reward_model(
+    folder: Path,
+    dtype: str,
+    seed: int,
+    pad_id: int,
+    base: Path | None = None,
+    beat: Callable[[], None] = lambda: None,
+) -> PreTrainedModel:
     """Load a model with one output from a folder, in training's number format and with all dropout off.
 
     For a causal language model, it uses the decoder, with a head that depends only on ``seed``. An adapter is merged
@@ -24,12 +31,13 @@ def load_reward_model(folder: Path, dtype: str, seed: int, pad_id: int, base: Pa
         dtype: ``float32`` or ``bfloat16``.
         pad_id: padding token, after which nothing is scored.
         base: folder of an adapter's base model, if it is not the one recorded in the adapter.
+        beat: called after each tensor.
 
     Raises:
         BadConfig: the folder holds no model or not all weights of its decoder, or its architecture has no such head.
     """
     if is_adapter(folder):
-        return merged(load_reward_model(base or base_of(folder), dtype, seed, pad_id), folder)
+        return merged(load_reward_model(base or base_of(folder), dtype, seed, pad_id, beat=beat), folder)
     try:
         config = dropout_free_config(folder)
         config.num_labels = 1
@@ -37,7 +45,7 @@ def load_reward_model(folder: Path, dtype: str, seed: int, pad_id: int, base: Pa
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             heads = ("score.", "classifier.")  # the second is refused below, with the reason
-            model = load_whole(AutoModelForSequenceClassification, folder, config, dtype, new=heads)
+            model = load_whole(AutoModelForSequenceClassification, folder, config, dtype, beat, new=heads)
     except (OSError, ValueError) as error:
         found = " ".join(str(error).split())[:400]
         raise BadConfig(

@@ -28,7 +28,7 @@ from rlhf_core.training.data.loading import completion_tokens, continued_tokens,
 from rlhf_core.training.data.tokenizers import load_tokenizer
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.models.causal_lm import dropout_free_config
-from rlhf_core.training.models.loaded_weights import load_whole
+from rlhf_core.training.models.loaded_weights import load_whole, move
 from rlhf_core.training.models.reward_model import RewardModel, is_reward_model
 from rlhf_core.training.types import Conversation, Row
 
@@ -301,7 +301,7 @@ def load_scoring_models(
                 f"(fingerprint {found}, then {known.fingerprint}); restore them, or start a new run"
             )
         states[name] = known or ScoringModelState(fingerprint=found)
-        model, tokenizer = load_scoring_model(name, one, ranks.device)
+        model, tokenizer = load_scoring_model(name, one, ranks.device, beat)
         if not tokenizer.chat_template and (one.template == "chat" or (one.template == "data" and has_conversations)):
             raise BadConfig(
                 f"reward.models.{name}: found conversations to score, but no chat template in {one.path}; expected "
@@ -317,9 +317,12 @@ def load_scoring_models(
 
 
 def load_scoring_model(
-    name: str, settings: ScoringModelSpec, device: torch.device
+    name: str, settings: ScoringModelSpec, device: torch.device, beat: Callable[[], None] = lambda: None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a reward model and its tokenizer.
+
+    Args:
+        beat: called after each tensor.
 
     Raises:
         BadConfig: the folder holds no sequence classifier with one output, or not all of its weights.
@@ -334,11 +337,12 @@ def load_scoring_model(
             raise BadConfig(
                 f"{setting}: {folder} has {config.num_labels} outputs; expected a reward model with one output"
             )
-        model = load_whole(AutoModelForSequenceClassification, folder, config, settings.dtype, setting=f"{setting}: ")
+        kind = AutoModelForSequenceClassification
+        model = load_whole(kind, folder, config, settings.dtype, beat, setting=f"{setting}: ")
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:400]
         raise BadConfig(f"{setting}: {folder} has no sequence classifier for transformers: {reason}") from error
-    model.to(device if settings.device == "rank" else torch.device("cpu"))
+    move(model, device if settings.device == "rank" else torch.device("cpu"), beat)
     return model, tokenizer
 
 

@@ -18,7 +18,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -64,13 +64,15 @@ class Engine:
         dtype: Literal["float32", "bfloat16"],
         ranks: Ranks,
         trainer: NativeTrainer | None = None,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """Take over the parameters of ``policy``, which is already on ``ranks.device``.
+        """Take over the parameters of ``policy``: on ``ranks.device`` or, for ZeRO 3, in main memory.
 
         Collective: every rank creates its engine at the same time.
 
         Args:
             trainer: ZeRO stage and offloading to main memory; the defaults of the settings if omitted.
+            beat: called after each parameter that is split.
         """
         self._ranks = ranks
         self._policy = policy
@@ -79,11 +81,12 @@ class Engine:
         self._stage = trainer.zero_stage
         self._is_long = False
         deepspeed = _join_deepspeed(ranks)
+        config = _config(spec, dtype, trainer, policy)
+        if self._stage == 3:
+            _split(deepspeed, policy, config, ranks, beat)
         with _quick_and_quiet(), ranks.collective():
             engine, _, _, _ = deepspeed.initialize(
-                model=policy,
-                model_parameters=_parameter_groups(policy, spec.weight_decay),
-                config=_config(spec, dtype, trainer, policy),
+                model=policy, model_parameters=_parameter_groups(policy, spec.weight_decay), config=config
             )
         # Stages 0 and 1: step() reduces, so no micro-batch needs to know whether it is the last.
         engine.enable_backward_allreduce = self._stage >= 2
@@ -183,29 +186,62 @@ class Engine:
         # Copied, because the loaded tensors are still mapped from the file.
         adamw(self._engine).load_state_dict(copy.deepcopy(state["adamw"]))
 
-    def close(self) -> None:
-        """Release the parameters, which keep their values and are complete on every rank."""
+    def close(self, *, keep: bool = True) -> None:
+        """Release the parameters.
+
+        Args:
+            keep: they keep their values, complete on every rank; otherwise the model cannot be used any more.
+        """
         self._engine.destroy()
         self._engine.optimizer = None  # frees its memory at once, and a second destroy() finds nothing
         self._pieces = ()
-        if is_split(self._policy):
+        if keep and is_split(self._policy):
             with self._ranks.collective():
                 unsplit(self._policy)
 
 
-def split_frozen(model: nn.Module, dtype: Literal["float32", "bfloat16"], ranks: Ranks, trainer: NativeTrainer) -> None:
-    """Shard an inference-only model over the ranks if ZeRO 3 shards the trained one.
+def split_frozen(
+    model: nn.Module,
+    dtype: Literal["float32", "bfloat16"],
+    ranks: Ranks,
+    trainer: NativeTrainer,
+    beat: Callable[[], None] = lambda: None,
+) -> None:
+    """Shard an inference-only model over the ranks if ZeRO 3 shards the trained one; it may still be in main memory.
 
     Collective in that case; every rank must then make the same number of calls of the model.
+
+    Args:
+        beat: called after each parameter that is split.
     """
     if trainer.zero_stage < 3:
         return
     deepspeed = _join_deepspeed(ranks)
     config = _base_config(dtype) | {"zero_optimization": _zero(trainer, model)}
     config["zero_optimization"].pop("offload_optimizer", None)
+    _split(deepspeed, model, config, ranks, beat)
     with _quick_and_quiet(), ranks.collective():
         engine = deepspeed.initialize(model=model, config=config)[0]
     note_hooks(model, engine.optimizer)
+
+
+def _split(deepspeed: Any, model: nn.Module, config: dict[str, Any], ranks: Ranks, beat: Callable[[], None]) -> None:
+    """Move the parameters of a model to the device and split them over the ranks, one after the other.
+
+    DeepSpeed by itself first moves the whole model. All ranks get the values of rank 0. Collective.
+    """
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(ranks.device)
+    first, *others = model.parameters()
+    for parameter in (first, *others):
+        # Not yet a collective: this may read the parameter from a slow disk.
+        parameter.data = parameter.data.to(ranks.device)
+        with _quick_and_quiet(), ranks.collective():
+            if parameter is first:
+                deepspeed.zero.Init(module=nn.ParameterList([first]), config_dict_or_path=config)
+            else:
+                first.convert_to_zero_parameters([parameter])  # as DeepSpeed does with parameters that are added later
+        beat()
 
 
 def load_deepspeed(*, on_cpu: bool) -> Any:

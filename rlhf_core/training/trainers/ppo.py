@@ -20,6 +20,7 @@ from rlhf_core.training.algorithms.objective import MicroBatch, StepSums
 from rlhf_core.training.algorithms.ppo import value_loss
 from rlhf_core.training.data.batches import SequenceBatch
 from rlhf_core.training.models.adapters import add_adapter
+from rlhf_core.training.models.causal_lm import in_evaluation_mode
 from rlhf_core.training.models.gathering import save_weights
 from rlhf_core.training.models.packing import can_pack, hidden_of_targets
 from rlhf_core.training.trainers.context import Loop
@@ -35,12 +36,20 @@ class ValueModel(nn.Module):
     def __init__(self, causal_lm: PreTrainedModel) -> None:
         """Take over the layers of ``causal_lm`` and drop its head."""
         super().__init__()
-        self._packs = can_pack(causal_lm)
-        self.layers: nn.Module = causal_lm.base_model
+        self._packs = False
+        self.layers: PreTrainedModel = causal_lm.base_model
         embeddings: Any = causal_lm.get_input_embeddings()
         self.head = nn.Linear(int(embeddings.weight.shape[1]), 1, device=causal_lm.device, dtype=causal_lm.dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
+
+    def try_passes(self) -> None:
+        """Find out in a few passes whether sequences can be packed, once the weights are where they are used.
+
+        Collective if the model is split.
+        """
+        with in_evaluation_mode(self.layers):
+            self._packs = can_pack(self.layers)
 
     def forward(self, input_ids: Tensor, target_mask: Tensor) -> Tensor:
         """Compute the value before each token.

@@ -4,10 +4,12 @@ import contextlib
 import dataclasses
 import functools
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
@@ -43,6 +45,7 @@ from rlhf_core.training.models.adapters import (
 from rlhf_core.training.models.causal_lm import PolicyModel, load_causal_lm, prepare_initial_model, tokenizer_folder
 from rlhf_core.training.models.embeddings import replace_padding, require_embeddings
 from rlhf_core.training.models.lean_layers import use_gradient_checkpointing
+from rlhf_core.training.models.loaded_weights import move
 from rlhf_core.training.models.reward_model import RewardModel, is_reward_model, load_reward_model
 from rlhf_core.training.rewards.scoring import RewardScorer
 from rlhf_core.training.rewards.scoring_models import ScoringModels, load_scoring_models
@@ -103,8 +106,11 @@ def _train_run(context: WorkerContext, ranks: Ranks, scorer: RewardScorer) -> Ro
 
     tokenizer = load_tokenizer(tokenizer_folder(spec, initial))
     replace_padding(tokenizer, initial)
-    models = _Models(context, ranks, tokenizer, initial, checkpoint)
+    models = _Models(
+        context, ranks, tokenizer, initial, checkpoint, functools.partial(context.reporter.beat, Phase.SETUP, step)
+    )
     model = models.to_train(step)
+    context.reporter.beat(Phase.SETUP, step)
     data = encode_prompts(rows, tokenizer, spec.data, context.stored.created_at)
     teaches = any(not loop.algorithm.samples for loop in loops(spec))
     require_embeddings(model, tokenizer, data, completions=teaches)
@@ -142,12 +148,13 @@ def _train_loops(
     for loop in loops(spec):
         if not training.steps_left(loop):
             continue
+        models.beat = training.beating(Phase.SETUP)
         if loop.algorithm.ranks_completions and not is_reward_model(model):
             source = models.before(loop)
             model.to("meta")  # frees its weights: the callers still refer to it
             model = models.reward_model(source)
         if loop.last_step == spec.total_steps:
-            _evaluate_before(models.context, training, model)
+            _evaluate_before(models, training, model)
         if _train_loop(training, models, loop, model, state):
             return RoleResult.STOPPED_EARLY if training.steps_done < spec.total_steps else RoleResult.DONE
     return RoleResult.DONE
@@ -162,16 +169,20 @@ def _train_loop(
     begun = state if state and state.progress.step >= loop.first_step else None
     training.beat(Phase.SETUP)  # loading and splitting models may take longer than a silence of the phase before
     with kept_random_state(ranks.device):
-        critic = models.critic(loop, begun)
-        policy = RewardModel(model) if loop.algorithm.ranks_completions else PolicyModel(model)
+        policy = RewardModel(model) if loop.algorithm.ranks_completions else PolicyModel(model, tried=False)
         policy.train()
         if spec.native_trainer.gradient_checkpointing:
             use_gradient_checkpointing(model)
-        reference = models.reference(loop, policy)
+        second_adapter = models.adapter_reference(loop, policy)
+        # Before other models are loaded: under ZeRO 3, a rank then holds no more than one whole model at a time.
+        engine = Engine(policy, loop.spec.optimizer, spec.model.dtype, ranks, spec.native_trainer, models.beat)
+        if isinstance(policy, PolicyModel):
+            policy.try_passes()
+        reference = second_adapter or models.reference(loop)
+        critic = models.critic(loop, begun)
         # Loaded once: running statistics of their scores continue from one loop to the next.
         if loop.algorithm.samples and spec.reward.models and not training.scorer.uses_models:
             training.scorer.use(_scoring_models(models.context, training, state))
-        engine = Engine(policy, loop.spec.optimizer, spec.model.dtype, ranks, spec.native_trainer)
     if begun:
         engine.load_state(begun.engine)
         if critic and begun.critic:
@@ -184,19 +195,20 @@ def _train_loop(
         stopped = online.train(training, loop, policy, engine, reference, critic, in_flight)
     else:
         stopped = offline.train(training, loop, policy, engine, reference)
-    engine.close()
     if critic:
-        critic.engine.close()
+        critic.engine.close(keep=False)
+    engine.close(keep=loop.last_step < spec.total_steps and not stopped)
     return stopped
 
 
-def _evaluate_before(context: WorkerContext, training: TrainingContext, model: PreTrainedModel) -> None:
+def _evaluate_before(models: "_Models", training: TrainingContext, model: PreTrainedModel) -> None:
     """Evaluate the weights that the main algorithm starts from, once per run."""
-    ranks, step = training.ranks, training.steps_done
+    context, ranks, step = models.context, training.ranks, training.steps_done
     names = training.evaluator.names
     missing = step <= training.spec.warm_start_steps and not are_written(context.run_dir, "before", names)
     if ranks.from_first("missing" if missing else "") != "missing":
         return
+    move(model, ranks.device, training.beating(Phase.SETUP))
     with kept_random_state(ranks.device):
         reports = training.evaluator.run(model, "before", step, training.beating(Phase.EVALUATE))
     write_reports(context.run_dir, reports, ranks)
@@ -216,7 +228,10 @@ def _scoring_models(context: WorkerContext, training: TrainingContext, state: Tr
 
 
 class _Models:
-    """The models of a run, loaded onto the device of a rank."""
+    """The models of a run, loaded onto the device of a rank.
+
+    Under ZeRO 3 they stay in main memory: their engines move and split them one parameter after the other.
+    """
 
     def __init__(
         self,
@@ -225,15 +240,18 @@ class _Models:
         tokenizer: PreTrainedTokenizerBase,
         initial: Path,
         checkpoint: CheckpointDir | None,
+        beat: Callable[[], None],
     ) -> None:
         """Args:
         initial: folder of the model that the run began with.
         checkpoint: verified checkpoint to resume from, on disk or in memory.
+        beat: called while weights are loaded.
         """
         self.context, self._spec = context, context.spec
         self._ranks, self._tokenizer, self._initial = ranks, tokenizer, initial
         self._checkpoint = checkpoint
         self._before: dict[int, Path] = {}
+        self.beat = beat
 
     def to_train(self, step: int) -> PreTrainedModel:
         """Load the initial model or that of the checkpoint; a loop that trains a reward model loads a reward model."""
@@ -249,10 +267,10 @@ class _Models:
         """Load a reward model, or a language model with a new head for rewards."""
         spec = self._spec.model
         whole = folder if spec.lora is None else self._initial
-        model = load_reward_model(whole, spec.dtype, self._spec.seed, self._tokenizer.pad_token_id)
+        model = load_reward_model(whole, spec.dtype, self._spec.seed, self._tokenizer.pad_token_id, beat=self.beat)
         if spec.lora is not None:
             return self._with_adapter(model, spec.lora, folder)
-        model.to(self._ranks.device)
+        self._place(model)
         return model
 
     def before(self, loop: Loop) -> Path:
@@ -262,15 +280,20 @@ class _Models:
             self._before[steps] = reference_folder(self.context, self._ranks, steps, self._initial)
         return self._before[steps]
 
-    def reference(self, loop: Loop, policy: PolicyModel | RewardModel) -> Scorer | None:
-        """The policy as it was at the start of the loop, if the algorithm needs it."""
-        if not loop.algorithm.reference:
+    def adapter_reference(self, loop: Loop, policy: PolicyModel | RewardModel) -> Scorer | None:
+        """The reference within a policy that has an adapter, if the algorithm needs one; before the policy's engine."""
+        if not loop.algorithm.reference or not has_adapter(policy.pretrained):
             return None
         source = self.before(loop)
-        if has_adapter(policy.pretrained):
-            return AdapterReference(policy, policy.pretrained, source if is_adapter(source) else None)
-        reference = PolicyModel(self._causal_lm(source)).requires_grad_(False).eval()
-        split_frozen(reference, self._spec.model.dtype, self._ranks, self._spec.native_trainer)
+        return AdapterReference(policy, policy.pretrained, source if is_adapter(source) else None)
+
+    def reference(self, loop: Loop) -> Scorer | None:
+        """The policy as it was at the start of the loop, as a model of its own, if the algorithm needs it."""
+        if not loop.algorithm.reference:
+            return None
+        reference = PolicyModel(self._causal_lm(self.before(loop)), tried=False).requires_grad_(False).eval()
+        split_frozen(reference, self._spec.model.dtype, self._ranks, self._spec.native_trainer, self.beat)
+        reference.try_passes()
         return reference
 
     def critic(self, loop: Loop, state: TrainerState | None) -> Critic | None:
@@ -287,25 +310,30 @@ class _Models:
         source = saved.model if saved is not None and lora is None else self.before(loop)
         base = self._causal_lm(source, self._initial)
         model = load_value_model(base, saved.critic if saved else None, lora, spec.seed)
-        model.to(self._ranks.device)
+        self._place(model)
         model.train()
         if spec.native_trainer.gradient_checkpointing:
             use_gradient_checkpointing(model.layers)
         optimizer = critic_optimizer(loop.spec.optimizer, algorithm)
-        engine = Engine(model, optimizer, spec.model.dtype, self._ranks, spec.native_trainer)
+        engine = Engine(model, optimizer, spec.model.dtype, self._ranks, spec.native_trainer, self.beat)
+        model.try_passes()
         return Critic(model, engine, loop, algorithm)
 
     def _causal_lm(self, folder: Path, base: Path | None = None) -> PreTrainedModel:
-        model = load_causal_lm(folder, self._spec.model.dtype, base)
-        model.to(self._ranks.device)
+        model = load_causal_lm(folder, self._spec.model.dtype, base, self.beat)
+        self._place(model)
         return model
+
+    def _place(self, model: nn.Module) -> None:
+        if self._spec.native_trainer.zero_stage < 3:
+            move(model, self._ranks.device, self.beat)
 
     def _with_adapter(self, model: PreTrainedModel, lora: LoraSpec, folder: Path) -> PreTrainedModel:
         """Put an adapter into a base model: a new one, or the one in ``folder``."""
         add_adapter(model, lora, self._spec.seed)
         if is_adapter(folder):
             load_adapter(model, folder)
-        model.to(self._ranks.device)
+        self._place(model)
         return model
 
 
