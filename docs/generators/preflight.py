@@ -129,8 +129,10 @@ with its source):
 - weights, gradients in float32, and AdamW's master weights and moments, each split over the ranks as the stage of ZeRO
   splits it;
 - the reference model, if the algorithm needs one (GRPO with a `kl_coefficient` or `measure_kl`);
-- the largest of these three: activations and one chunk of logits in training; temporary tensors of an update; the KV
-  cache in sampling, under ZeRO 3 together with the whole weights.
+- the largest of these: activations and one chunk of logits in training; temporary tensors of an update; the KV
+  cache in sampling, under ZeRO 3 together with the whole weights; and under ZeRO 3 the whole weights while they are
+  evaluated before the main loop or gathered between two loops, when there are no gradients and no optimizer yet. On
+  CPUs, a reference or value model is also loaded whole, beside what trains.
 
 The model assumes the longest prompts and completions that the config allows. Offloaded parts, and the weights that
 separate engines receive, must fit into the main memory of a node (`memory.offload`). The estimate is compared with the

@@ -189,6 +189,37 @@ def test_a_sampling_rank_has_whole_weights_in_every_stage() -> None:
     assert estimate.moments["train"]["gathered weights"] == 2 * LIVE_ELEMENTS
 
 
+def test_whole_weights_before_the_first_step_are_counted_without_what_training_adds() -> None:
+    """Engines of their own sample, so nothing else needs whole weights; the evaluation before training does."""
+
+    def before(resources: dict[str, Any] | None = None, **grpo: Any) -> tuple[int, Mapping[str, int]]:
+        settings: dict[str, Any] = {"trainer": {"zero_stage": 3}, "rollout": {"engines": 4}}
+        facts = big("h100", 64, grpo=grpo, resources=resources or {}, **settings)
+        estimate = trainer_estimate(facts.spec, shape())
+        assert "sample" not in estimate.moments
+        return estimate.resident_bytes + estimate.moments["load"]["whole weights"], estimate.resident
+
+    whole = 2 * shape().parameters
+    for measures in (False, True):
+        total, resident = before(measure_kl=measures)
+        shares = resident["weights"] + resident.get("reference model", 0)
+        assert total == whole + shares + resident["libraries"]
+    total, resident = before({"gpus_per_node": 0}, measure_kl=True)
+    assert total == whole + sum(resident.values()), "the reference is loaded into the same memory, beside what trains"
+    assert "load" not in trainer_estimate(big().spec, shape()).moments, "below ZeRO 3, weights are always whole"
+
+
+def test_a_model_as_large_as_a_gpu_is_refused_in_zero_3_with_engines_of_its_own() -> None:
+    """70 billion weights take 130 GiB whole, though each of 64 GPUs keeps a small part of them."""
+    config = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    settings: dict[str, Any] = {"trainer": {"zero_stage": 3, "offload": "optimizer"}, "rollout": {"engines": 4}}
+    facts = big("h100", 64, **settings)
+    model = shape({**config, "num_key_value_heads": 8}, 70_000_000_000, 128256)
+    estimate = trainer_estimate(facts.spec, model)
+    assert estimate.resident_bytes < 40 * GIB < 130 * GIB < estimate.peak_bytes
+    assert estimate.largest[0][0] == "whole weights"
+
+
 def test_a_bound_of_tokens_bounds_what_a_pass_needs() -> None:
     def needed(tokens: int) -> dict[str, int]:
         facts = big(

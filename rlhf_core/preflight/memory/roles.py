@@ -34,7 +34,8 @@ class Estimate:
     resident: Mapping[str, int]
     """Permanent memory."""
     moments: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Additional memory of each phase (sampling, training and so on); only one phase at a time."""
+    """Additional memory of each phase (sampling, training and so on); only one phase at a time. When whole weights are
+    loaded or evaluated before a loop, what only training keeps is not there yet."""
 
     @property
     def resident_bytes(self) -> int:
@@ -111,6 +112,14 @@ def trainer_estimate(
         resident["critic"] = sum(resident[part] for part in ("weights", "gradients", optimizer))
     if spec.rollout.engines and not on_gpu:  # beside GPUs this is a small part of main memory
         resident["weights to send"] = weights_to_send_bytes(spec, shape)
+    evaluates = spec.ranks_held_out or spec.completes_held_out(pairs_have_answers=pairs_have_answers)
+    if zero.stage == 3 and (evaluates or len(algorithms) > 1 or not on_gpu):
+        later = resident["gradients"] + resident[optimizer]
+        trained_models = 2 if "critic" in resident else 1
+        # On GPUs, models other than the policy are split from main memory, one parameter at a time.
+        loads_beside_it = not on_gpu and ("critic" in resident or (lora is None and "reference model" in resident))
+        begun = 0 if loads_beside_it else trained_models * later + resident["reduction buffer"]
+        moments["load"] = {"whole weights": max(0, weight_bytes(shape, dtype) - begun)}
     return Estimate(resident, moments)
 
 
