@@ -97,8 +97,9 @@ class RemoteSettings(Schema):
     sync_timeout_s: PositiveSeconds = 60.0
     """Longest wait for the next part of the weights in a sync, in seconds; after that, the sync is repeated without the
     failed engine."""
-    start_timeout_s: PositiveSeconds = 600.0
-    """Longest wait for an engine, at the start and whenever none is left, in seconds."""
+    start_timeout_s: PositiveSeconds = 1200.0
+    """Longest wait for an engine, at the start and whenever none is left, in seconds; longer than an engine may be
+    silent while it starts (`supervise.setup_floor_s`)."""
 
 
 class SyncSettings(Schema):

@@ -4,8 +4,19 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rlhf_core.schemas.base import NonNegative, NonNegativeFloat, NonNegativeSeconds, Positive, PositiveSeconds, Schema
+from rlhf_core.schemas.base import (
+    LONGEST_S,
+    NonNegative,
+    NonNegativeFloat,
+    NonNegativeSeconds,
+    Positive,
+    PositiveSeconds,
+    Schema,
+)
 from rlhf_core.schemas.reports import Phase
+
+EVIDENCE_OF_A_HANG_S = 600.0
+"""Time in seconds that the agent has to collect evidence before a collective times out by itself."""
 
 
 class SuperviseSpec(Schema):
@@ -77,3 +88,12 @@ class SuperviseSpec(Schema):
         """Silence in a phase that never counts as a hang, in seconds: its own floor, or the common one."""
         floor_s: float = getattr(self, f"{phase}_floor_s", self.floor_s)
         return floor_s
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """Timeout of collectives in seconds: longer than the agent takes to detect and diagnose a hang.
+
+        A collective that timed out first would reset its peers' connections and destroy the evidence.
+        """
+        longest_floor_s = max(map(self.phase_floor_s, Phase))
+        return min(self.gap_factor * longest_floor_s + EVIDENCE_OF_A_HANG_S, LONGEST_S)

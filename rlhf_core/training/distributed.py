@@ -20,8 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from rlhf_core.errors import WorkerError
-from rlhf_core.schemas.base import LONGEST_S, utc_now
-from rlhf_core.schemas.reports import Phase
+from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.supervision import SuperviseSpec
 from rlhf_core.schemas.trainers import NativeTrainer
 from rlhf_core.training.types import Reporter, WorkerContext
@@ -32,8 +31,6 @@ MAX_GATHERED_BYTES = 256 << 20
 """Longest value a rank may send the others, so that a corrupt length cannot exhaust memory."""
 
 _POLL_S = 0.02
-_EVIDENCE_S = 600.0
-"""Time in seconds that the agent has to collect evidence before a collective times out by itself."""
 
 
 @dataclass(frozen=True)
@@ -211,12 +208,8 @@ def leave_process_group(ranks: Ranks) -> None:
 
 
 def collective_timeout(supervise: SuperviseSpec) -> timedelta:
-    """Timeout of collectives: longer than the agent takes to detect and diagnose a hang.
-
-    A collective that timed out first would reset its peers' connections and destroy the evidence.
-    """
-    longest_floor_s = max(map(supervise.phase_floor_s, Phase))
-    return timedelta(seconds=min(supervise.gap_factor * longest_floor_s + _EVIDENCE_S, LONGEST_S))
+    """``collective_timeout_s`` as torch takes it."""
+    return timedelta(seconds=supervise.collective_timeout_s)
 
 
 def make_deterministic(device: torch.device, *, on_gpus: bool) -> None:

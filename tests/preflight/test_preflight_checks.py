@@ -117,6 +117,11 @@ def with_engines(number: int, algorithm: str = "", **sections: Any) -> Facts:
     return with_spec(rollout={"engines": number}, **sections)
 
 
+def waiting_for_engines(start_timeout_s: float, number: int = 2) -> Facts:
+    """Healthy facts of a run whose trainers wait that long for engines."""
+    return with_spec(rollout={"engines": number, "remote": {"start_timeout_s": start_timeout_s}})
+
+
 def with_engine_nodes(nodes: int, engines: int, *, gpus: int = 0, there: int = 4, **rollout: Any) -> Facts:
     """Healthy facts of a run with engines on separate nodes, on a cluster of four nodes."""
     resources = {"num_nodes": there, "ranks_per_node": 2, "gpus_per_node": gpus}
@@ -462,6 +467,8 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ),
     ("rollout.engines", BLOCKED, with_split_engines(1, 3, gpus_per_node=8), "4 attention heads"),
     ("rollout.engines", BLOCKED, with_split_engines(1, 8, gpus_per_node=16), "a divisor of the number of attention"),
+    ("rollout.engines", WARNING, with_engines(2, supervise={"setup_floor_s": 1800}), "start_timeout_s=1800 or more"),
+    ("rollout.engines", WARNING, waiting_for_engines(5100.0), "times out after 5100 s"),
     ("rollout.engines", WARNING, with_engines(3), "samples 3, so the engines are idle for about 11%"),
     ("rollout.engines", WARNING, with_engines(16), "prompts_per_step to a multiple of 16"),
     ("rollout.engines", BLOCKED, with_engine_nodes(2, 3), "rollout.engines=2 or rollout.engines=4"),
@@ -640,6 +647,13 @@ def test_a_broken_run_is_found(id: str, status: CheckStatus, facts: Facts, messa
 def test_settings_of_the_engine_that_samples_are_not_called_unused() -> None:
     used = {"engine": "vllm", "engines": 2, "vllm": {"tensor_parallel": 2}, "sync": {"delta": True}}
     assert found(with_spec(rollout=used), "rollout.unused") == []
+
+
+def test_one_finding_about_engines_hides_no_other() -> None:
+    late, idle = found(waiting_for_engines(60.0, 3), "rollout.engines")
+    assert "may be silent" in late.found
+    assert "idle" in idle.found
+    assert [one.status for one in found(waiting_for_engines(5099.0), "rollout.engines")] == [CheckStatus.PASSED]
 
 
 def test_engines_have_a_place_beside_the_trainers() -> None:

@@ -204,6 +204,11 @@ def test_without_an_engine_the_wait_comes_to_an_end(group: EngineGroup, trainer:
         trainer.load(tiny_model(seed=2), 2, lambda: beats.append(time.monotonic()))
     # Otherwise the agent would judge this wait as silence in the phase before, such as the training step.
     assert time.monotonic() - beats[0] >= 1.0
+    assert len(beats) == 1, "too few to make the phase warm before the first sync"
+    trainer._beat_every_s, beats = 0.2, []
+    with pytest.raises(EnginesLost):
+        trainer.load(tiny_model(seed=2), 2, lambda: beats.append(time.monotonic()))
+    assert len(beats) > 3, "an engine may take longer to start than a silence of this phase may last"
 
 
 def test_an_engine_that_skips_an_update_does_not_serve(group: EngineGroup, trainer: RemoteEngines) -> None:

@@ -13,6 +13,7 @@ from rlhf_core.preflight.registry import Finding, blocked, check, passed, warnin
 from rlhf_core.schemas.algorithms.policy_gradient import PolicyGradientSpec
 from rlhf_core.schemas.base import Schema
 from rlhf_core.schemas.rollouts import EVEN_HEADS, MOST_IDLE, VLLM_ADAPTER_RANKS, idle_share, uneven_heads
+from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.weight_sync import Transport
 
 OLDEST_VLLM = Version("0.25")
@@ -176,15 +177,8 @@ def engines(facts: Facts) -> Iterator[Finding]:
             EVEN_HEADS,
             "set rollout.vllm.tensor_parallel to such a number",
         )
-    elif idle := _idle(facts):
-        loop, prompts, share = idle
-        yield warning(
-            f"{setting} for {prompts} prompts of a step of loops.{loop}: the busiest engine samples "
-            f"{math.ceil(prompts / num_engines)}, so the engines are idle for about {share:.0%} of the rollout",
-            "about the same number of prompts for each engine",
-            f"set rollout.engines to a divisor of {prompts}, or loops.{loop}.algorithm.prompts_per_step to a multiple "
-            f"of {num_engines}",
-        )
+    elif warnings := [*_start_timeout(spec), *_idle(facts)]:
+        yield from warnings
     else:
         where = f"{layout.per_node} on each of {layout.num_nodes} nodes" if layout.num_nodes > 1 else "on one node"
         trainers = f"{resources.ranks_per_node} trainer ranks"
@@ -213,13 +207,41 @@ def _uneven_heads(facts: Facts) -> str:
     return uneven_heads(config.get("num_attention_heads"), config.get("num_key_value_heads"), width)
 
 
-def _idle(facts: Facts) -> tuple[str, int, float] | None:
-    """The loop whose rollouts leave its engines idle the longest, its prompts of a step, and the share of idle time;
-    None if no loop does for long."""
+def _start_timeout(spec: RunSpec) -> Iterator[Finding]:
+    """Trainers that give up while an engine starts, or that wait longer than the collective of the other ranks."""
+    timeout_s, silence_s = spec.rollout.remote.start_timeout_s, spec.supervise.setup_floor_s
+    longest_s = spec.supervise.collective_timeout_s
+    setting = f"rollout.remote.start_timeout_s = {timeout_s:g}"
+    if timeout_s < silence_s:
+        yield warning(
+            f"{setting}: trainers give up on an engine that may be silent for supervise.setup_floor_s = "
+            f"{silence_s:g} s while it starts",
+            "trainers that wait at least as long as that",
+            f"set rollout.remote.start_timeout_s={silence_s:g} or more",
+        )
+    elif timeout_s >= longest_s:
+        yield warning(
+            f"{setting}: the other ranks wait for rank 0 in a collective, which times out after {longest_s:g} s and "
+            "then looks like a failure of the network",
+            f"less than {longest_s:g} s, which depends on the floors of [supervise]",
+            "lower rollout.remote.start_timeout_s, or raise supervise.setup_floor_s",
+        )
+
+
+def _idle(facts: Facts) -> Iterator[Finding]:
+    """The loop whose rollouts leave its engines idle the longest, if they are for long."""
     engines, loops = facts.spec.rollout.engines, facts.spec.loops.named
-    prompts = {name: loop.algorithm.rows_per_step for name, loop in loops.items() if loop.algorithm.samples}
-    share, loop = max((idle_share(number, engines), name) for name, number in prompts.items())
-    return (loop, prompts[loop], share) if share > MOST_IDLE else None
+    rows = {name: loop.algorithm.rows_per_step for name, loop in loops.items() if loop.algorithm.samples}
+    share, loop = max((idle_share(number, engines), name) for name, number in rows.items())
+    prompts = rows[loop]
+    if share > MOST_IDLE:
+        yield warning(
+            f"rollout.engines = {engines} for {prompts} prompts of a step of loops.{loop}: the busiest engine samples "
+            f"{math.ceil(prompts / engines)}, so the engines are idle for about {share:.0%} of the rollout",
+            "about the same number of prompts for each engine",
+            f"set rollout.engines to a divisor of {prompts}, or loops.{loop}.algorithm.prompts_per_step to a multiple "
+            f"of {engines}",
+        )
 
 
 @check("rollout.max_staleness", trainer="native")

@@ -55,6 +55,9 @@ class RemoteEngines:
         spec = context.spec
         self.version: int | None = None
         self._spec = spec.rollout
+        # While engines start. Longer silences would raise the limit of this phase; more beats would soon make it warm,
+        # and the first sync, which opens links and compiles, would get only the time of later ones.
+        self._beat_every_s = spec.supervise.weight_sync_floor_s / spec.supervise.gap_factor
         self._dtype = spec.model.dtype
         self._max_tokens = spec.max_tokens
         self._start = context.restart
@@ -174,6 +177,7 @@ class RemoteEngines:
     async def _wait_for_engines(self, beat: Callable[[], None]) -> list[EngineClient]:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self._spec.remote.start_timeout_s
+        beat_at_s = loop.time() + self._beat_every_s
         wanted = 1 if self._was_complete else self._spec.engines
         async with async_engine_http() as http:
             while True:
@@ -190,6 +194,9 @@ class RemoteEngines:
                         "no rollout engine responded within rollout.remote.start_timeout_s = "
                         f"{self._spec.remote.start_timeout_s:g} ({problems}). See the logs of the group rollout"
                     )
+                if loop.time() >= beat_at_s:  # the wait has a limit of its own, which is longer than a silence may be
+                    beat()
+                    beat_at_s = loop.time() + self._beat_every_s
                 await asyncio.sleep(POLL_S)
 
     def _restore(self, beat: Callable[[], None], client: EngineClient) -> None:
