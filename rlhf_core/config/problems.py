@@ -243,6 +243,7 @@ _OTHER_NAMES = {
     "max_completion_length": "rollout.max_new_tokens",
     "max_prompt_length": "data.max_prompt_tokens",
     "max_steps": "loops.main.num_steps",
+    "min_lr_rate": "loops.main.optimizer.min_learning_rate_ratio",
     "model_name_or_path": "model.path",
     "nnodes": "resources.num_nodes",
     "nodes": "resources.num_nodes",

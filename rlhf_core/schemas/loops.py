@@ -1,9 +1,9 @@
 """Training loops of the native trainer: an algorithm, its number of steps and its optimizer."""
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlhf_core.schemas.algorithms import Algorithm
 from rlhf_core.schemas.base import NonNegative, NonNegativeFloat, PositiveFloat, Schema
@@ -22,7 +22,11 @@ class OptimizerSpec(Schema):
     warmup_steps: NonNegative = 0
     """Steps over which the learning rate rises linearly to its peak."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate after the warm-up; `linear` and `cosine` end at zero on the last step."""
+    """Shape of the learning rate after the warm-up; `linear` and `cosine` fall to the lowest rate, which the step after
+    the last one would have."""
+    min_learning_rate_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Lowest learning rate of `linear` and `cosine`, as a share of the peak (`min_lr_rate` of transformers'
+    `cosine_with_min_lr`)."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay of AdamW."""
     adam_beta1: Decay = 0.9
@@ -31,6 +35,15 @@ class OptimizerSpec(Schema):
     """Decay of AdamW's second moment, less than 1."""
     max_grad_norm: PositiveFloat = 1.0
     """Global gradient norm is clipped to this."""
+
+    @model_validator(mode="after")
+    def _ratio_has_its_schedule(self) -> Self:
+        if self.min_learning_rate_ratio and self.schedule == "constant":
+            raise ValueError(
+                f'found min_learning_rate_ratio = {self.min_learning_rate_ratio} with schedule = "constant", whose '
+                'rate does not fall; expected schedule = "linear" or "cosine", or no min_learning_rate_ratio'
+            )
+        return self
 
 
 class LoopSpec(Schema):

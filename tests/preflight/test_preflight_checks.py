@@ -161,6 +161,11 @@ def with_algorithm(**settings: Any) -> Facts:
     return with_spec(loops=loops)
 
 
+CRITIC_FIRST = {
+    "num_steps": 20,
+    "algorithm": {"name": "ppo", "critic_warmup_steps": 15},
+    "optimizer": {"learning_rate": 1e-4, "warmup_steps": 5},
+}
 SCORES = {"functions": [], "models": {"good": {"path": "/m", "template": "chat", "max_tokens": 512}}}
 
 
@@ -321,6 +326,12 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("batch.micro_batch", WARNING, with_spec(train={"micro_batch_size": 4096}), "micro_batch_size=32"),
     ("steps.warm_start", BLOCKED, with_spec(train={"algorithm": "sft"}), "loops.warm_start.num_steps=0"),
     ("steps.learning_rate_warmup", WARNING, with_spec(train={"warmup_steps": 20}), "at most 2"),
+    (
+        "steps.learning_rate_warmup",
+        WARNING,
+        with_spec(loops={"main": CRITIC_FIRST}),
+        "15 train the value model alone",
+    ),
     ("steps.checkpoints", WARNING, with_spec(checkpoint={"every_num_steps": 500}), "checkpoint.every_num_steps"),
     ("data.readable", BLOCKED, train_file(problem="there is no such file"), "no such file"),
     ("data.readable", SKIPPED, train_file(path=Path("/d/a.parquet"), scanned=False), "parquet"),
@@ -931,6 +942,14 @@ def test_gpu_ranks_need_a_gpu_each() -> None:
     idle = replace(with_spec(resources={"gpus_per_node": 4}), inventory=inventory)
     (finding,) = found(idle, "resources.gpus")
     assert (finding.status, "2 GPUs idle" in finding.found) == (WARNING, True)
+
+
+def test_a_warm_up_is_not_compared_with_steps_that_do_not_exist() -> None:
+    """If the value model learns alone in every step, that is the only finding."""
+    algorithm = {"name": "ppo", "critic_warmup_steps": 9999}
+    facts = with_spec(loops={"main": {**CRITIC_FIRST, "algorithm": algorithm}})
+    assert found(facts, "steps.learning_rate_warmup") == []
+    assert [result.status for result in found(facts, "algorithm.critic_warmup")] == [BLOCKED]
 
 
 def test_the_predicted_duration_has_its_numbers() -> None:

@@ -829,6 +829,8 @@ def as_of_0_1(saved: CheckpointDir) -> None:
     part = json.loads((saved.trainer_state / "settings.json").read_bytes())
     loops = part.pop("loops")
     supervised, main = loops["warm_start"], loops["main"]
+    for loop in (supervised, main):
+        del loop["optimizer"]["min_learning_rate_ratio"]  # which 0.1 lacked
     part["sft"] = {**supervised["optimizer"], "num_steps": supervised["num_steps"]}
     part["sft"]["batch_size"] = supervised["algorithm"]["batch_size"]
     part["grpo"] = main["algorithm"]

@@ -533,15 +533,66 @@ def test_deepspeed_by_itself_would_compile(folder: Path) -> None:
 def test_learning_rate_is_a_function_of_the_step() -> None:
     from rlhf_core.training.trainers.engine import learning_rate
 
-    def rates(schedule: str, warmup_steps: int = 0) -> list[float]:
-        spec = OptimizerSpec.model_validate({"learning_rate": 8.0, "schedule": schedule, "warmup_steps": warmup_steps})
-        return [learning_rate(step, spec, 8) for step in range(1, 9)]
+    def rates(schedule: str, warmup_steps: int = 0, lowest: float = 0.0, num_steps: int = 8) -> list[float]:
+        spec = {"learning_rate": 8.0, "schedule": schedule, "warmup_steps": warmup_steps}
+        optimizer = OptimizerSpec.model_validate({**spec, "min_learning_rate_ratio": lowest})
+        return [learning_rate(step, optimizer, num_steps) for step in range(1, num_steps + 1)]
 
     assert rates("constant") == [8.0] * 8
     assert rates("constant", 4) == [2.0, 4.0, 6.0, 8.0, 8.0, 8.0, 8.0, 8.0]
-    assert rates("linear") == [7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0]
-    assert rates("linear", 4) == [2.0, 4.0, 6.0, 8.0, 6.0, 4.0, 2.0, 0.0]
+    assert rates("linear") == [8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
+    assert rates("linear", 4) == [2.0, 4.0, 6.0, 8.0, 8.0, 6.0, 4.0, 2.0]
+    assert rates("linear", 0, 0.5) == [8.0, 7.5, 7.0, 6.5, 6.0, 5.5, 5.0, 4.5]
     cosine = rates("cosine", 4)
     assert cosine[:4] == [2.0, 4.0, 6.0, 8.0]
-    assert cosine[4:] == pytest.approx([4 + 4 * math.cos(math.pi * k / 4) for k in (1, 2, 3, 4)])
+    assert cosine[4:] == pytest.approx([4 + 4 * math.cos(math.pi * k / 4) for k in (0, 1, 2, 3)])
     assert rates("cosine", 8)[-1] == 8.0
+    assert rates("linear", num_steps=1) == rates("cosine", num_steps=1) == [8.0], "the only step trains"
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 3])
+@pytest.mark.parametrize(
+    ("schedule", "lowest", "theirs"),
+    [
+        ("constant", 0.0, "constant_with_warmup"),
+        ("linear", 0.0, "linear"),
+        ("cosine", 0.0, "cosine"),
+        ("cosine", 0.1, "cosine_with_min_lr"),
+    ],
+)
+def test_learning_rates_are_those_of_transformers(schedule: str, lowest: float, theirs: str, warmup_steps: int) -> None:
+    """The same in every step after the warm-up, and in the warm-up those of one step later."""
+    import torch
+    from transformers import get_scheduler
+
+    from rlhf_core.training.trainers.engine import learning_rate
+
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
+    options = {"scheduler_specific_kwargs": {"min_lr_rate": lowest}} if lowest else {}
+    scheduler = get_scheduler(theirs, optimizer, warmup_steps, 10, **options)
+    expected = []
+    for _ in range(10):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    spec = {"learning_rate": 0.5, "schedule": schedule, "warmup_steps": warmup_steps}
+    settings = OptimizerSpec.model_validate({**spec, "min_learning_rate_ratio": lowest})
+    found = [learning_rate(step, settings, 10) for step in range(1, 11)]
+    assert found[warmup_steps:] == pytest.approx(expected[warmup_steps:], abs=1e-15)
+    assert found[:warmup_steps] == pytest.approx(expected[1 : warmup_steps + 1], abs=1e-15)
+
+
+def test_the_schedule_of_the_policy_begins_after_the_steps_of_the_value_model_alone() -> None:
+    from rlhf_core.schemas.loops import LoopSpec
+    from rlhf_core.training.trainers.context import Loop
+
+    optimizer = {"learning_rate": 8.0, "schedule": "linear", "warmup_steps": 2}
+    algorithm = {"name": "ppo", "critic_warmup_steps": 3}
+    spec = LoopSpec.model_validate({"num_steps": 9, "algorithm": algorithm, "optimizer": optimizer})
+    loop = Loop(spec, first_step=5, last_step=13)
+    assert [loop.policy_rate(step) for step in range(8, 14)] == [4.0, 8.0, 8.0, 6.0, 4.0, 2.0]
+
+
+def test_a_constant_rate_has_no_lowest_value() -> None:
+    with pytest.raises(ValueError, match=r'found min_learning_rate_ratio = 0\.1 with schedule = "constant"'):
+        OptimizerSpec.model_validate({"learning_rate": 1.0, "min_learning_rate_ratio": 0.1})

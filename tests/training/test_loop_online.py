@@ -28,12 +28,13 @@ PPO = {"num_epochs": 2, "num_minibatches": 2, "kl_coefficient": 0.05, "critic_wa
 DAPO = {"max_sampling_rounds": 3, "overlong_buffer": 2, "mask_truncated": False}
 
 
-def spec_of(name: str, num_steps: int = 2, **settings: Any) -> dict[str, Any]:
+def spec_of(name: str, num_steps: int = 2, schedule: str = "constant", **settings: Any) -> dict[str, Any]:
     """Two steps of a warm start, and some of an algorithm on 4 prompts."""
     spec = {key: value for key, value in tiny_spec().items() if key not in ("sft", "train", "grpo")}
     warm_start = {"num_steps": 2, "algorithm": {"name": "sft", "batch_size": 8}, "optimizer": {"learning_rate": 1e-2}}
     algorithm = {"name": name, "prompts_per_step": 4, "samples_per_prompt": 4, **settings}
-    main = {"num_steps": num_steps, "algorithm": algorithm, "optimizer": {"learning_rate": 3e-3}}
+    optimizer = {"learning_rate": 3e-3, "schedule": schedule}
+    main = {"num_steps": num_steps, "algorithm": algorithm, "optimizer": optimizer}
     reward = {"functions": ["rank_launcher:share_right"]}
     loops = {"warm_start": warm_start, "main": main}
     return {**spec, "loops": loops, "reward": reward, "trainer": {"micro_batch_size": 3}}
@@ -54,7 +55,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "two passes": spec_of("grpo", num_epochs=2),
     "two parts": spec_of("grpo", num_minibatches=2, measure_kl=True),
     "several": spec_of("grpo", **SEVERAL),
-    "critic": spec_of("ppo", 4, **PPO),
+    "critic": spec_of("ppo", 4, "linear", **PPO),
     "dynamic": spec_of("dapo", 4, **DAPO),
 }
 SPLIT = ("several", "critic", "dynamic")
@@ -297,6 +298,7 @@ def test_several_updates_learn_more_than_one(two_ranks: list[dict[str, Any]], fo
 def test_the_critic_learns_alone_first(two_ranks: list[dict[str, Any]], folder: Path) -> None:
     first, second = metrics_of(folder, "2 critic")[3], metrics_of(folder, "2 critic")[4]
     assert (first["train/changed_share"], first["train/learning_rate"]) == (0, 0)
+    assert second["train/learning_rate"] == 3e-3, "the schedule of the policy begins with its first update"
     assert first["policy/kl"] == 0
     assert first["value/grad_norm"] == first["train/grad_norm"] > 0
     assert first["value/explained_variance"] == pytest.approx(0, abs=1e-6), "its values are 0 at the beginning"

@@ -62,10 +62,13 @@ def warm_start(facts: Facts) -> Iterator[Finding]:
 def learning_rate_warmup(facts: Facts) -> Iterator[Finding]:
     """If the warm-up is as long as the training, the peak learning rate is never reached."""
     # The warm start is not checked: it may deliberately end while its rate still rises.
-    warmup, steps = facts.spec.main_loop.optimizer.warmup_steps, facts.spec.main_loop.num_steps
-    if warmup and warmup >= steps:
+    loop = facts.spec.main_loop
+    warmup, skipped = loop.optimizer.warmup_steps, loop.algorithm.steps_before_policy
+    steps = loop.num_steps - skipped
+    if 0 < steps <= warmup:  # without a step for the policy, algorithm.critic_warmup blocks
+        before = f", of which {skipped} train the value model alone" if skipped else ""
         yield warning(
-            f"loops.main.optimizer.warmup_steps = {warmup}, loops.main.num_steps = {steps}",
+            f"loops.main.optimizer.warmup_steps = {warmup}, loops.main.num_steps = {loop.num_steps}{before}",
             "a warm-up shorter than the training",
             f"set loops.main.optimizer.warmup_steps to at most {steps // 10}",
         )

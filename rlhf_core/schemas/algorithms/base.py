@@ -53,6 +53,11 @@ class AlgorithmSpec(Schema):
         return self.passes[0] * self.passes[1]
 
     @property
+    def steps_before_policy(self) -> int:
+        """First steps of the loop that leave the policy unchanged."""
+        return 0
+
+    @property
     def scores_first(self) -> bool:
         """True if advantages depend on log-probabilities or values from a forward pass."""
         return False

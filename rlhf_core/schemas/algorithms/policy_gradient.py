@@ -216,4 +216,10 @@ class PpoSpec(PolicyGradientSpec):
     critic_learning_rate: NonNegativeFloat = 0.0
     """Peak learning rate of the value model; 0 uses that of the policy."""
     critic_warmup_steps: NonNegative = 0
-    """First steps in which only the value model learns."""
+    """First steps in which only the value model learns; the learning rate of the policy, with its warm-up, starts after
+    them."""
+
+    @property
+    def steps_before_policy(self) -> int:
+        """Steps in which the value model learns alone."""
+        return self.critic_warmup_steps

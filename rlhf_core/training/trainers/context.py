@@ -51,6 +51,12 @@ class Loop:
         """Settings and properties of its algorithm."""
         return self.spec.algorithm
 
+    def policy_rate(self, step: int) -> float:
+        """Learning rate of the policy in step ``step`` of the run; its schedule begins with its first update."""
+        skipped = self.algorithm.steps_before_policy
+        number = step - self.first_step + 1 - skipped
+        return learning_rate(number, self.spec.optimizer, self.spec.num_steps - skipped)
+
 
 def loops(spec: RunSpec) -> list[Loop]:
     """The loops of a run in order: the warm start, if there is one, and the main loop."""
@@ -214,7 +220,7 @@ class TrainingContext:
         Args:
             num_tokens: number of this rank's tokens in the loss.
         """
-        rate = learning_rate(step.number - loop.first_step + 1, loop.spec.optimizer, loop.spec.num_steps)
+        rate = loop.policy_rate(step.number)
         step.grad_norms.append(engine.step(rate))
         step.num_tokens += num_tokens
         step.metrics.shared("train/learning_rate", rate)

@@ -39,18 +39,22 @@ _SAMPLED_ENTRIES = 64
 def learning_rate(step: int, spec: OptimizerSpec, num_steps: int) -> float:
     """Learning rate of one step. A pure function, so a resumed run needs no scheduler state.
 
+    After the warm-up, the rates are those of transformers' schedulers, which give the lowest rate to the step after the
+    last one: every step trains. Those of the warm-up are one step ahead of theirs, whose first step has rate 0. The
+    ``linear`` of transformers has no lowest rate.
+
     Args:
-        step: step within its loop, from 1.
-        num_steps: steps of that loop; ``linear`` and ``cosine`` reach zero there.
+        step: number among the steps of the loop that train the model, from 1.
+        num_steps: number of these steps.
     """
     if step <= spec.warmup_steps:
         return spec.learning_rate * step / spec.warmup_steps
     if spec.schedule == "constant":
         return spec.learning_rate
-    done = min(1.0, (step - spec.warmup_steps) / max(1, num_steps - spec.warmup_steps))
-    if spec.schedule == "linear":
-        return spec.learning_rate * (1 - done)
-    return spec.learning_rate * (1 + math.cos(math.pi * done)) / 2
+    done = (step - spec.warmup_steps - 1) / max(1, num_steps - spec.warmup_steps)
+    share = 1 - done if spec.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    lowest = spec.min_learning_rate_ratio
+    return spec.learning_rate * (lowest + (1 - lowest) * share)
 
 
 class Engine:

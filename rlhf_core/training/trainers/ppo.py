@@ -85,7 +85,7 @@ class Critic:
 
     def learns_alone(self, step: int) -> bool:
         """True in the first steps of the loop, which leave the policy unchanged."""
-        return step - self._loop.first_step < self._algorithm.critic_warmup_steps
+        return step - self._loop.first_step < self._algorithm.steps_before_policy
 
     @torch.no_grad()
     def values(self, batch: SequenceBatch) -> Tensor:
