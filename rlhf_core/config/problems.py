@@ -235,6 +235,7 @@ def expected_name(found: str) -> str:
 _OTHER_NAMES = {
     # Names used by TRL, verl, OpenRLHF or torchrun.
     "beta": "loops.main.algorithm.kl_coefficient",
+    "clip_ratio_c": "loops.main.algorithm.dual_clip",
     "epsilon": "loops.main.algorithm.clip_low",
     "epsilon_high": "loops.main.algorithm.clip_high",
     "gpus": "resources.gpus_per_node",

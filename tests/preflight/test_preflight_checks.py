@@ -320,6 +320,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("reward.weights", BLOCKED, with_spec(reward={"weights": [0.0]}), "at least one reward that counts"),
     ("algorithm.minibatches", BLOCKED, with_algorithm(num_minibatches=33), "at most 32"),
     ("algorithm.clip", BLOCKED, with_algorithm(num_epochs=2, clip_low=0.0, clip_high=0.0), "2 updates per step"),
+    ("algorithm.dual_clip", WARNING, with_algorithm(dual_clip=3.0), "with one update per step"),
     ("algorithm.kl_estimator", WARNING, with_algorithm(kl_coefficient=0.1, kl_estimator="k1"), "kl_estimator=k2"),
     ("algorithm.overlong_buffer", BLOCKED, with_algorithm(name="dapo", overlong_buffer=9999), "shorter than"),
     ("algorithm.critic_warmup", BLOCKED, with_algorithm(name="ppo", critic_warmup_steps=9999), "at most"),

@@ -20,7 +20,7 @@ JUDGED = (
     "train/grad_norm", "train/learning_rate", "train/changed_share", "train/num_tokens", "reward/mean", "reward/max",
     "reward/min", "rollout/zero_std_groups", "rollout/entropy", "rollout/truncated_share", "rollout/length_mean",
     "rollout/train_gap", "rollout/seed_digest", "reward/length_correlation", "reward/length_slope", "policy/kl",
-    "policy/clip_share",
+    "policy/clip_share", "policy/dual_clip_share",
 )  # fmt: skip
 """Metrics that the judge reads."""
 

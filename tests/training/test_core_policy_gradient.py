@@ -257,26 +257,61 @@ SUMS = StepSums(TOKENS, SEQUENCES, max_new_tokens=5)
 GAIN = torch.tensor([[1.0], [-2.0], [0.5]], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("name", [name for name, spec in specs().items() if spec.samples])
-def test_gradients_by_hand(name: str) -> None:
+SAMPLING = [name for name, spec in specs().items() if spec.samples]
+
+
+@pytest.mark.parametrize(
+    ("name", "dual_clip"),
+    [*((name, 0.0) for name in SAMPLING), *((name, 1.5) for name in SAMPLING if name != "cispo")],
+)
+def test_gradients_by_hand(name: str, dual_clip: float) -> None:
     """d loss / d log policy(t), token by token, as in the papers."""
-    settings = {"clip_low": 0.3, "clip_high": 0.4} if name != "cispo" else {"clip_high": 0.4}
+    settings = {"clip_high": 0.4}
+    if name != "cispo":
+        settings |= {"clip_low": 0.3, "dual_clip": dual_clip}
+    gains = -GAIN if dual_clip else GAIN
     ratios = torch.exp(random(0) - random(1))
     expected = torch.zeros(3, 3, dtype=torch.float64)
     clipped = 0
     for row, length in enumerate(LENGTHS.tolist()):
-        advantage = float(GAIN[row])
+        advantage = float(gains[row])
         whole = math.prod(ratios[row, :length].tolist())
         ratio_of = {"gspo": whole ** (1 / length), "rloo": whole}
         for t in range(length):
             ratio = ratio_of.get(name, float(ratios[row, t]))
-            is_clipped = ratio > 1.4 if advantage > 0 else ratio < 0.7
+            is_clipped = ratio > 1.4 if advantage > 0 else ratio < 0.7 or ratio > (dual_clip or math.inf)
             clipped += is_clipped
             weight = min(ratio, 1.4) if name == "cispo" else 0.0 if is_clipped else ratio
             divisor = {"gspo": SEQUENCES * length, "rloo": SEQUENCES, "dr_grpo": SEQUENCES * 5}.get(name, TOKENS)
             expected[row, t] = -weight * advantage / divisor
     assert clipped, "the clip takes effect"
-    torch.testing.assert_close(token_loss_of(name, GAIN, **settings), expected)
+    torch.testing.assert_close(token_loss_of(name, gains, **settings), expected)
+
+
+def test_the_dual_clip_is_that_of_verl() -> None:
+    """``compute_policy_loss_vanilla`` of verl, and its ``pg_clipfrac_lower``."""
+    logprobs, advantages = random(0, 2.0).requires_grad_(), random(2)
+    ratio = torch.exp(logprobs - random(1))
+    unbounded, clipped, bound = -advantages * ratio, -advantages * ratio.clamp(0.8, 1.2), -advantages * 3.0
+    larger = torch.max(unbounded, clipped)
+    expected = torch.where(advantages < 0, torch.min(larger, bound), larger)
+    found, stats = clipped_surrogate(ratio, advantages, MASK, 0.2, 0.2, dual_clip=3.0)
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad(losses.sum(), logprobs, retain_graph=True)[0] for losses in (found, expected)]
+    torch.testing.assert_close(*gradients)
+    bounded = (larger > bound) & (advantages < 0) & MASK
+    assert [float(value) for value in stats["policy/dual_clip_share"]] == [int(bounded.sum()), TOKENS]
+    assert bounded.any()
+    plain, without = clipped_surrogate(ratio, advantages, MASK, 0.2, 0.2)
+    assert (plain[bounded] > found[bounded]).all()
+    assert "policy/dual_clip_share" not in without
+
+
+def test_a_dual_clip_without_effect_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"found dual_clip = 1\.2 with clip_high = 0\.2; expected more than 1\.2"):
+        settings_of("grpo", {"dual_clip": 1.2})
+    with pytest.raises(ValueError, match=r"found dual_clip = 3\.0, which cispo does not have"):
+        settings_of("cispo", {"dual_clip": 3.0})
 
 
 REWARDS = torch.tensor([[1.0], [2.0], [4.0]]).view(1, 3)

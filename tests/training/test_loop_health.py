@@ -55,6 +55,7 @@ def seen(step: int, *, samples: bool = True, ranks: int = 8, **changes: Any) -> 
         "reward/length_slope": 0.01,
         "policy/kl": 0.05,
         "policy/clip_share": 0.01,
+        "policy/dual_clip_share": 0.0,
     }
     by_rank = {
         SEEDS_IN_GROUPS: [0.0] * ranks,
@@ -337,6 +338,12 @@ def test_a_divergence_that_is_no_number_is_called_not_finite(value: float) -> No
     ("rule", "wrong", "right", "words"),
     [
         ("clipped", {"clip_share": 0.95}, {"clip_share": 0.85}, "removes the gradient of 95% of the tokens"),
+        (
+            "clipped",
+            {"clip_share": 0.5, "dual_clip_share": 0.45},
+            {"clip_share": 0.5, "dual_clip_share": 0.35},
+            "removes the gradient of 95% of the tokens",
+        ),
         ("train_gap", {"train_gap": 0.2}, {"train_gap": 0.09}, "by 0.2 nats on average, and by more than 0.1"),
         ("kl", {"kl": 12.0}, {"kl": 9.0}, "the policy is 12 nats per token from the reference model"),
     ],

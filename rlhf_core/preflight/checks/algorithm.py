@@ -37,6 +37,18 @@ def clip(facts: Facts) -> Iterator[Finding]:
             )
 
 
+@check("algorithm.dual_clip", trainer="native")
+def dual_clip(facts: Facts) -> Iterator[Finding]:
+    """With one update per step, the probability ratio is always 1: there is nothing to clip."""
+    for loop, algorithm in _sampling(facts).items():
+        if algorithm.dual_clip and algorithm.updates_per_step == 1:
+            yield warning(
+                f"loops.{loop}.algorithm: dual_clip = {algorithm.dual_clip} with one update per step",
+                "several updates per step, without which the probability ratio is always 1",
+                f"set loops.{loop}.algorithm.num_epochs or num_minibatches to 2 or more, or remove dual_clip",
+            )
+
+
 @check("algorithm.kl_estimator", trainer="native")
 def kl_estimator(facts: Facts) -> Iterator[Finding]:
     """A k1 penalty in the loss has an expected gradient of zero: it adds noise and restrains nothing."""

@@ -1,8 +1,8 @@
 """Algorithms that sample completions and learn from their rewards."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhf_core.schemas.algorithms.base import AlgorithmSpec
 from rlhf_core.schemas.base import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Share
@@ -30,6 +30,9 @@ class PolicyGradientSpec(AlgorithmSpec):
     """Largest distance below 1 at which the probability ratio is not clipped."""
     clip_high: NonNegativeFloat = 0.2
     """Largest distance above 1 at which the probability ratio is not clipped."""
+    dual_clip: NonNegativeFloat = 0.0
+    """Largest probability ratio that counts at a negative advantage, where the clip has no upper bound, for instance 3
+    (`clip_ratio_c` of verl, `delta` of TRL); more than `1 + clip_high`. 0: no bound."""
     kl_coefficient: NonNegativeFloat = 0.0
     """Weight of the KL penalty against the model at the start of the loop; at 0, no reference model is needed."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -45,6 +48,15 @@ class PolicyGradientSpec(AlgorithmSpec):
     mask_truncated: bool = False
     """Leave completions that were truncated at the maximum length out of the loss; their rewards still count in their
     groups."""
+
+    @model_validator(mode="after")
+    def _dual_clip_has_an_effect(self) -> Self:
+        if self.dual_clip and self.dual_clip <= 1 + self.clip_high:
+            raise ValueError(
+                f"found dual_clip = {self.dual_clip} with clip_high = {self.clip_high}; expected more than "
+                f"{1 + self.clip_high:g}, the bound at positive advantages, or 0 for no bound"
+            )
+        return self
 
     @property
     def reference(self) -> bool:
@@ -151,6 +163,15 @@ class CispoSpec(GroupSpec):
     """Policy gradient weighted by the clipped probability ratio: every token keeps its gradient."""
     clip_high: NonNegativeFloat = 4.0
     """Largest distance above 1 at which the probability ratio is not clipped; there is no lower bound."""
+
+    @model_validator(mode="after")
+    def _dual_clip_has_an_effect(self) -> Self:
+        if self.dual_clip:
+            raise ValueError(
+                f"found dual_clip = {self.dual_clip}, which cispo does not have: 1 + clip_high bounds its ratio at "
+                "every advantage; expected no dual_clip"
+            )
+        return self
 
 
 class RlooSpec(PolicyGradientSpec):

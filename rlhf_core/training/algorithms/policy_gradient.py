@@ -16,6 +16,7 @@ from rlhf_core.training.algorithms.surrogate import clipped_surrogate, mismatch_
 POLICY_METRICS: tuple[MetricDef, ...] = (
     MetricDef("train/loss", ("loss/policy",)),
     MetricDef("policy/clip_share", ("policy/clip_low_share", "policy/clip_high_share")),
+    MetricDef("policy/dual_clip_share", ("policy/dual_clip_share",)),
     MetricDef("policy/kl", ("policy/kl",)),
     MetricDef("policy/mismatch_weight", ("policy/mismatch_weight",)),
 )
@@ -35,7 +36,7 @@ class PolicyGradient(Objective):
     ) -> tuple[Tensor, Stats]:
         """Loss of each token before correction and penalty, ``[B, T]``, and its statistics."""
         ratio = self.ratio(logprobs, old_logprobs, mask)
-        return clipped_surrogate(ratio, advantages, mask, spec.clip_low, spec.clip_high)
+        return clipped_surrogate(ratio, advantages, mask, spec.clip_low, spec.clip_high, spec.dual_clip)
 
     def aggregation(self, spec: Any) -> Aggregation:
         """Aggregation of token losses into one number. By default, their mean."""

@@ -4,6 +4,9 @@ With ``rho_t = policy(t) / old policy(t)`` of a token and ``A_t`` its advantage,
 
     L_t = - min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t)      (Schulman et al. 2017, arXiv 1707.06347)
 
+For ``A_t < 0`` it grows with ``rho_t`` without bound. The dual clip (Ye et al. 2020, arXiv 1912.09729) replaces
+the first ``rho_t`` by ``min(rho_t, dual_clip)``, which beyond ``1 + clip_high`` changes negative advantages alone.
+
 The sampling engine and the trainer give the same token slightly different probabilities. The correction weights ``L_t``
 with ``w = old policy / sampler``, of each token or of a whole completion, truncated at a cap or set to 0 above it
 (truncated importance sampling: https://fengyao.notion.site/off-policy-rl; formulas as in TRL 1.16.0).
@@ -46,7 +49,7 @@ def _exp(log_ratios: Tensor) -> Tensor:
 
 
 def clipped_surrogate(
-    ratio: Tensor, advantages: Tensor, mask: Tensor, clip_low: float, clip_high: float
+    ratio: Tensor, advantages: Tensor, mask: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0
 ) -> tuple[Tensor, Stats]:
     """Clipped surrogate loss of each token.
 
@@ -56,10 +59,11 @@ def clipped_surrogate(
         mask: ``[B, T]`` bool, true for tokens that count.
         clip_low: the ratio counts down to ``1 - clip_low``.
         clip_high: the ratio counts up to ``1 + clip_high``.
+        dual_clip: at a negative advantage, the ratio counts up to this, more than ``1 + clip_high``; 0: no bound.
 
     Returns:
         ``[B, T]`` losses, and ``policy/clip_low_share`` and ``policy/clip_high_share`` (tokens whose gradient the clip
-        removed).
+        removed), and with a dual clip ``policy/dual_clip_share``, likewise.
     """
     gain = advantages.to(ratio.dtype)
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -67,6 +71,9 @@ def clipped_surrogate(
         "policy/clip_low_share": masked_stat(((ratio < 1 - clip_low) & (gain < 0)).double(), mask),
         "policy/clip_high_share": masked_stat(((ratio > 1 + clip_high) & (gain > 0)).double(), mask),
     }
+    if dual_clip:
+        stats["policy/dual_clip_share"] = masked_stat(((ratio > dual_clip) & (gain < 0)).double(), mask)
+        ratio = ratio.clamp(max=dual_clip)
     return -torch.min(ratio * gain, clipped * gain), stats
 
 

@@ -207,7 +207,7 @@ def observe(
         length_slope=metrics.get(LENGTH_SLOPE),
         kl=metrics.get("policy/kl"),
         train_gap=metrics.get("rollout/train_gap"),
-        clipped=metrics.get("policy/clip_share"),
+        clipped=_clipped_share(metrics),
     )
     state = _observe_repetitions(state, batch, seen, by_rank)
     state = _observe_seeds(state, batch, step, metrics.get("rollout/seed_digest"), by_rank)
@@ -222,6 +222,12 @@ def observe(
         }
     )
     return _observe_blocks(state, spec, batch)
+
+
+def _clipped_share(metrics: Mapping[str, float]) -> float | None:
+    """Share of tokens without a gradient because of a clip, of which at most one applies to a token."""
+    share = metrics.get("policy/clip_share")
+    return None if share is None else share + metrics.get("policy/dual_clip_share", 0.0)
 
 
 def _has_spread(batch: Batch, metrics: Mapping[str, float]) -> bool:

@@ -132,6 +132,7 @@ _POLICY_GRADIENT = (
         {"loss_type": "dapo", "epsilon": 0.1, "epsilon_high": 0.28, **_MOVED},
         {"clip_low": 0.1, "clip_high": 0.28},
     ),
+    _grpo("dapo, dual clip", {"loss_type": "dapo", "delta": 1.25, **_MOVED}, {"dual_clip": 1.25}),
     *(
         _grpo(f"dapo, scale {scale}", {"loss_type": "dapo", "scale_rewards": scale}, {"advantage_scale": scale})
         for scale in ("batch", "none")
@@ -208,6 +209,7 @@ CONTROLS: tuple[Control, ...] = (
     ("grpo, dapo, several updates and k3", {"kl_estimator": "k2"}),
     ("grpo, dapo, on-policy and k3", {"kl_weighted": True}),
     ("grpo, dapo, clip-higher", {"clip_high": 0.1}),
+    ("grpo, dapo, dual clip", {"dual_clip": 0.0}),
     ("grpo, dapo, correction token_truncate", {"correction": "token_mask"}),
     ("grpo, dapo, correction sequence_truncate", {"correction": "token_truncate"}),
     ("grpo, dapo, truncated completions masked", {"mask_truncated": False}),
