@@ -252,6 +252,7 @@ _OTHER_NAMES = {
     "num_generations": "loops.main.algorithm.samples_per_prompt",
     "per_device_train_batch_size": "trainer.micro_batch_size",
     "reward_funcs": "reward.functions",
+    "rpo_alpha": "loops.main.algorithm.sft_coefficient",
     "save_steps": "checkpoint.every_num_steps",
     "steps": "loops.main.num_steps",
 }

@@ -24,6 +24,7 @@ from rlhf_core.training.data.examples import Example, make_batch, score_batch, s
 from rlhf_core.training.evaluation.ranking import desirable_sample, pair_sample
 from rlhf_core.training.models.causal_lm import PolicyModel
 from rlhf_core.training.models.reward_model import RewardModel, is_reward_model, load_reward_model
+from rlhf_core.training.trainers.step import Totals
 from rlhf_core.training.types import Row
 
 pytestmark = pytest.mark.training
@@ -34,6 +35,7 @@ SPECS: list[dict[str, Any]] = [
     {"name": "dpo", "loss": "ipo"},
     {"name": "dpo", "loss": "hinge", "beta": 0.5},
     {"name": "dpo", "loss": "robust", "label_smoothing": 0.2},
+    {"name": "dpo", "sft_coefficient": 0.5},
     {"name": "cpo", "label_smoothing": 0.1},
     {"name": "cpo", "loss": "hinge"},
     {"name": "cpo", "loss": "ipo", "nll_coefficient": 0.0},
@@ -192,6 +194,20 @@ def test_ipo_is_taken_per_token_and_rewards_are_not() -> None:
     assert float(loss) == pytest.approx((3 / 3 - (-2 / 1) - 1) ** 2)
     assert float(stats["margin"][0]) == pytest.approx(0.5 * (3 - (-2)))
     assert float(stats["accuracy"][0]) == 1
+
+
+def test_the_supervised_term_of_dpo_counts_the_tokens_of_all_chosen_completions() -> None:
+    """Two micro-batches of a pair: 3 nats in the 2 tokens of the first chosen completion, 3 in the 1 of the other."""
+    rows = [[[-1, -2], [-3, 0]], [[-3, 0], [-1, -1]]]
+    sums, spec = StepSums(6, 4, num_chosen_tokens=3), parsed({"name": "dpo", "sft_coefficient": 0.5})
+    total, totals = 0.0, Totals()
+    for row in rows:
+        loss, stats = ALGORITHMS["dpo"].loss(*output_of(row, row), sums, spec)
+        total += float(loss)
+        totals.add(stats)
+    assert total == pytest.approx(math.log(2) + 0.5 * 6 / 3)
+    assert totals.read("loss/dpo") == pytest.approx((2 * total, 2)), "the metric train/loss is the whole loss"
+    assert totals.read("nll") == (6, 3)
 
 
 def test_a_policy_that_is_its_reference_prefers_nothing() -> None:

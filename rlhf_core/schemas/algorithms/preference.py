@@ -32,6 +32,9 @@ class DpoSpec(PreferenceSpec):
     (arXiv 2403.00409)."""
     label_smoothing: LabelSmoothing = 0.0
     """Share of pairs assumed to be flipped; for `robust` only."""
+    sft_coefficient: NonNegativeFloat = 0.0
+    """Weight of the cross-entropy of the chosen completions, which keeps their probability from falling with that of
+    the rejected ones (arXiv 2404.19733; `rpo_alpha` of earlier TRL, whose loss `sft` it is now); 0 leaves it out."""
 
     @model_validator(mode="after")
     def _smoothing_has_its_loss(self) -> Self:

@@ -87,6 +87,16 @@ _PREFERENCE = (
             ("robust", {"beta": 0.2, "label_smoothing": 0.1}),
         )
     ),
+    *(
+        Case(
+            f"dpo, {loss}, weight 0.5 on likelihood",
+            "DPOTrainer",
+            {"loss_type": [loss, "sft"], "loss_weights": [1.0, 0.5], "beta": 0.2},
+            "dpo",
+            {"loss": loss, "beta": 0.2, "sft_coefficient": 0.5},
+        )
+        for loss in ("sigmoid", "ipo")
+    ),
     Case(
         "kto",
         "KTOTrainer",
@@ -195,6 +205,7 @@ Control = tuple[str, Options]
 CONTROLS: tuple[Control, ...] = (
     ("dpo, sigmoid", {"loss": "hinge"}),
     ("dpo, ipo", {"beta": 0.1}),
+    ("dpo, sigmoid, weight 0.5 on likelihood", {"sft_coefficient": 0.0}),
     ("reward model, centred", {"centring_coefficient": 0.0}),
     ("kto", {"undesirable_weight": 1.0}),
     ("orpo", {"beta": 0.1}),
