@@ -236,6 +236,8 @@ _OTHER_NAMES = {
     # Names used by TRL, verl, OpenRLHF or torchrun.
     "beta": "loops.main.algorithm.kl_coefficient",
     "clip_ratio_c": "loops.main.algorithm.dual_clip",
+    "entropy_coef": "loops.main.algorithm.entropy_coefficient",
+    "entropy_coeff": "loops.main.algorithm.entropy_coefficient",
     "epsilon": "loops.main.algorithm.clip_low",
     "epsilon_high": "loops.main.algorithm.clip_high",
     "gpus": "resources.gpus_per_node",

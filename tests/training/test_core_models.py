@@ -1,6 +1,7 @@
 """Models: reproducible initialization, refusals with a reason, and no more logits in memory than allowed."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -288,6 +289,37 @@ def test_the_entropy_is_not_computed_again_in_the_backward_pass() -> None:
         logprobs.sum().backward()
     assert len(parts) > 1
     assert sum(parts) == int(BATCH.target_mask.sum())
+
+
+@pytest.mark.parametrize("elements", [1, 1 << 20])
+def test_the_gradient_of_the_entropy_is_the_numerical_one(elements: int) -> None:
+    """In double precision, in rows at a time and all at once; a token that cannot be drawn has none."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, 6, generator=generator, dtype=torch.float64).requires_grad_()
+    labels = torch.tensor([3, 0, 5, 2])
+
+    def both(logits: Tensor) -> tuple[Tensor, Tensor]:
+        return token_logprobs.token_logprobs(logits, labels, entropy_gradient=True)
+
+    with mock.patch.dict(token_logprobs._ENTROPY_ELEMENTS, {"cpu": elements}):
+        assert torch.autograd.gradcheck(both, logits)
+        certain = torch.tensor([[0.0, -math.inf, 1.0]], requires_grad=True)
+        picked, entropy = token_logprobs.token_logprobs(certain, torch.tensor([2]), entropy_gradient=True)
+        (gradient,) = torch.autograd.grad(picked.sum() + 1e6 * entropy.sum(), certain)
+    assert gradient.isfinite().all()
+    assert gradient[0, 1] == 0
+    for one, other in zip(both(logits), token_logprobs.token_logprobs(logits, labels), strict=True):
+        assert torch.equal(one, other), "the same values as without the gradient"
+
+
+@pytest.mark.parametrize("chunk_elements", [3 * 128, 1 << 26])
+def test_the_gradient_of_the_entropy_in_chunks_is_that_of_the_plain_formula(chunk_elements: int) -> None:
+    plain, model = policy(QWEN), policy(QWEN, chunk_elements=chunk_elements)
+    _, entropy = model(BATCH.input_ids, target_mask=BATCH.target_mask, temperature=0.7, entropy_gradient=True)
+    found, expected = gradients(model, entropy), gradients(plain, plain_logprobs(plain, 0.7)[1])
+    assert any(gradient.abs().max() > 1e-3 for gradient in expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=0)
 
 
 def test_what_lies_in_the_padding_changes_nothing() -> None:

@@ -23,7 +23,14 @@ from rlhf_core.schemas.algorithms import specs
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
 
 SAMPLING = [name for name, spec in specs().items() if spec.samples]
-SEVERAL: Any = {"num_epochs": 2, "num_minibatches": 3, "kl_coefficient": 0.1, "correction": "sequence_truncate"}
+SEVERAL: Any = {
+    "num_epochs": 2,
+    "num_minibatches": 3,
+    "kl_coefficient": 0.1,
+    "entropy_coefficient": 0.01,
+    "dual_clip": 3.0,
+    "correction": "sequence_truncate",
+}
 PPO = {"num_epochs": 2, "num_minibatches": 2, "kl_coefficient": 0.05, "critic_warmup_steps": 1}
 DAPO = {"max_sampling_rounds": 3, "overlong_buffer": 2, "mask_truncated": False}
 
@@ -293,6 +300,8 @@ def test_several_updates_learn_more_than_one(two_ranks: list[dict[str, Any]], fo
     assert twice["train/num_tokens"] == 2 * once["train/num_tokens"]
     assert several["policy/mismatch_weight"] == pytest.approx(1, abs=1e-3), "one and the same engine"
     assert several["policy/kl"] > 0, "the second update has left the reference"
+    assert several["policy/dual_clip_share"] == 0, "small updates"
+    assert "policy/dual_clip_share" not in once
 
 
 def test_the_critic_learns_alone_first(two_ranks: list[dict[str, Any]], folder: Path) -> None:

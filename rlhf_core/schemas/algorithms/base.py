@@ -38,6 +38,11 @@ class AlgorithmSpec(Schema):
         return False
 
     @property
+    def entropy_in_loss(self) -> bool:
+        """True if the entropy of the policy is part of the loss."""
+        return False
+
+    @property
     def group(self) -> int:
         """Number of completions of each prompt that are compared with each other; 1 if none are."""
         return 1

@@ -39,6 +39,10 @@ class PolicyGradientSpec(AlgorithmSpec):
     """Estimator of that KL (http://joschu.net/blog/kl-approx.html)."""
     measure_kl: bool = False
     """Measure that KL even if its weight is 0; this costs one forward pass of a reference model."""
+    entropy_coefficient: NonNegativeFloat = 0.0
+    """Weight of the mean entropy of the policy's next-token distributions, in nats per token, which is subtracted from
+    the loss; 0 leaves it out. `entropy_coef` of TRL; `entropy_coeff` of verl, which aggregates the entropy like the
+    loss, is the same only for its `loss_agg_mode = "token-mean"`."""
     correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "none"
     """Importance-sampling correction for the different probabilities that the sampling engine and the trainer give to
     tokens. The ratio of the two, of each token or of the whole completion, is truncated at `correction_cap`, or
@@ -62,6 +66,11 @@ class PolicyGradientSpec(AlgorithmSpec):
     def reference(self) -> bool:
         """True for the penalty or the measurement of the divergence."""
         return self.kl_coefficient > 0 or self.measure_kl
+
+    @property
+    def entropy_in_loss(self) -> bool:
+        """True if the entropy bonus has a weight."""
+        return self.entropy_coefficient > 0
 
     @property
     def group(self) -> int:

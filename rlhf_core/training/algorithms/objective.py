@@ -84,6 +84,8 @@ class PolicyOutput:
     """``[B, T]`` log-probabilities under the policy, with gradient."""
     ref_logprobs: Tensor | None = None
     """``[B, T]`` under the reference model, for an algorithm that has one."""
+    entropy: Tensor | None = None
+    """``[B, T]`` entropy of the policy in nats, with gradient, for an algorithm whose loss includes it."""
     scores: Tensor | None = None
     """``[B]`` outputs of a reward model, with gradient; the log-probabilities are then empty."""
 

@@ -1,4 +1,4 @@
-"""The common loss of algorithms that sample: a clipped surrogate, a correction and a penalty.
+"""The common loss of algorithms that sample: a clipped surrogate, a correction, a penalty and an entropy bonus.
 
 Each algorithm's file adds the difference: the advantages, and sometimes the ratio or the surrogate.
 """
@@ -49,9 +49,10 @@ class PolicyGradient(Objective):
     def loss(
         self, output: PolicyOutput, batch: MicroBatch, sums: StepSums, spec: PolicyGradientSpec
     ) -> tuple[Tensor, Stats]:
-        """Surrogate, weighted by the correction, and the penalty, which is not.
+        """Surrogate, weighted by the correction, and the penalty and the entropy bonus, which are not.
 
-        ``loss/policy`` includes the penalty, and is a mean over tokens whatever the aggregation.
+        The bonus is a mean over tokens whatever the aggregation, as in TRL 1.16.0. So is ``loss/policy``, which
+        includes penalty and bonus.
         """
         assert batch.advantages is not None  # of every loop that samples
         assert output.ref_logprobs is not None or not spec.reference  # of every loop with a reference
@@ -72,7 +73,13 @@ class PolicyGradient(Objective):
             stats["policy/kl"] = masked_stat(divergences, batch.mask)
             if spec.kl_coefficient and not spec.penalises_rewards:
                 token_losses = token_losses + spec.kl_coefficient * divergences
-        stats["loss/policy"] = masked_stat(token_losses, batch.mask)
         aggregation = self.aggregation(spec)
         normaliser = step_normaliser(aggregation, sums.num_tokens, sums.num_sequences, sums.max_new_tokens)
-        return summed(token_losses, batch.mask, aggregation) / normaliser, stats
+        loss = summed(token_losses, batch.mask, aggregation) / normaliser
+        if spec.entropy_coefficient:
+            assert output.entropy is not None  # of every algorithm whose loss includes it
+            bonus = spec.entropy_coefficient * output.entropy
+            loss = loss - summed(bonus, batch.mask, "token_mean") / max(1.0, sums.num_tokens)
+            token_losses = token_losses - bonus
+        stats["loss/policy"] = masked_stat(token_losses, batch.mask)
+        return loss, stats

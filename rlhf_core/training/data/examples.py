@@ -133,7 +133,13 @@ def score_batch(
 
 
 def scored(
-    policy: Scorer, reference: Scorer | None, input_ids: Tensor, target_mask: Tensor, temperature: float = 1.0
+    policy: Scorer,
+    reference: Scorer | None,
+    input_ids: Tensor,
+    target_mask: Tensor,
+    temperature: float = 1.0,
+    *,
+    entropy_gradient: bool = False,
 ) -> tuple[PolicyOutput, Tensor]:
     """Log-probabilities of policy and reference, and entropy of the policy, ``[B, T]``; see ``PolicyModel.forward``."""
     inputs = {"target_mask": target_mask, "temperature": temperature}
@@ -142,5 +148,5 @@ def scored(
     if reference is not None:
         with torch.no_grad():
             ref_logprobs, _ = reference(input_ids, **inputs)
-    logprobs, entropy = policy(input_ids, **inputs)
-    return PolicyOutput(logprobs, ref_logprobs), entropy
+    logprobs, entropy = policy(input_ids, **inputs, entropy_gradient=entropy_gradient)
+    return PolicyOutput(logprobs, ref_logprobs, entropy=entropy if entropy_gradient else None), entropy

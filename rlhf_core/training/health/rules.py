@@ -231,7 +231,8 @@ def _entropy_collapse(view: _View) -> HealthFinding | None:
         state.recent[0].step,
         f"the policy is certain of every token: {entropy:.2g} nats over {view.steps}, {state.first_entropy:.2g} over "
         "the first ones, without a gain in reward. Try a lower loops.main.optimizer.learning_rate, a higher "
-        "loops.main.algorithm.clip_high or a KL penalty (loops.main.algorithm.kl_coefficient)",
+        "loops.main.algorithm.clip_high, a KL penalty (loops.main.algorithm.kl_coefficient) or an entropy bonus "
+        "(loops.main.algorithm.entropy_coefficient)",
     )
 
 

@@ -306,6 +306,8 @@ class PolicyModel(nn.Module):
         input_ids: Tensor,
         target_mask: Tensor | None = None,
         temperature: float = 1.0,
+        *,
+        entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Compute the log-probability of each token given the preceding ones.
 
@@ -313,17 +315,18 @@ class PolicyModel(nn.Module):
             input_ids: ``[B, T]`` int64, padded on the right.
             target_mask: ``[B, T-1]`` bool: predictions to compute, all if omitted. Only their logits are computed.
             temperature: divisor of the logits.
+            entropy_gradient: gradients flow through the entropy too.
 
         Returns:
             Two ``[B, T-1]`` tensors in float32 (float64 for a float64 model), zero where ``target_mask`` is false:
             position ``t`` holds the log-probability of token ``t+1``, and the entropy of its distribution in nats.
-            Gradients flow through the log-probabilities only.
+            Gradients flow through the log-probabilities only, unless ``entropy_gradient`` is set.
         """
         labels = input_ids[:, 1:]
         if target_mask is None:
             target_mask = torch.ones_like(labels, dtype=torch.bool)
         hidden = hidden_of_targets(self.causal_lm.base_model, input_ids, target_mask, packed=self.packs)
-        picked, entropy = self._score(hidden, labels[target_mask], temperature)
+        picked, entropy = self._score(hidden, labels[target_mask], temperature, entropy_gradient)
         where = target_mask.nonzero(as_tuple=True)
         blank = picked.new_zeros(labels.shape)
         return blank.index_put(where, picked), blank.index_put(where, entropy)
@@ -333,16 +336,18 @@ class PolicyModel(nn.Module):
         """The underlying model, which is saved."""
         return self.causal_lm
 
-    def _score(self, hidden: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def _score(
+        self, hidden: Tensor, labels: Tensor, temperature: float, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
         """``hidden [N, H]``, ``labels [N]`` -> log-probability and entropy, ``[N]`` each, chunk by chunk."""
         head = self.causal_lm.get_output_embeddings()
         chunk = max(1, self.chunk_elements // whole_shape(head.weight)[0])
         num_chunks = most_on_any_rank(-(-hidden.shape[0] // chunk), head, hidden.device)
         if num_chunks <= 1:
-            return _score_chunk(hidden, labels, head, temperature)
+            return _score_chunk(hidden, labels, head, temperature, entropy_gradient)
         bounds = [chunk * number for number in range(1, num_chunks)]
         parts = [
-            checkpoint(_score_chunk, hidden_part, labels_part, head, temperature, use_reentrant=False)
+            checkpoint(_score_chunk, hidden_part, labels_part, head, temperature, entropy_gradient, use_reentrant=False)
             for hidden_part, labels_part in zip(hidden.tensor_split(bounds), labels.tensor_split(bounds), strict=True)
         ]
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
@@ -382,8 +387,9 @@ def _multiplied(layer: nn.Module, factor: float) -> Iterator[None]:
 
 
 def _score_chunk(
-    hidden: Tensor, labels: Tensor, head: Callable[[Tensor], Tensor], temperature: float
+    hidden: Tensor, labels: Tensor, head: Callable[[Tensor], Tensor], temperature: float, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:
     logits = head(hidden)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return token_logprobs(logits if temperature == 1 else logits.div_(temperature), labels)
+    logits = logits if temperature == 1 else logits.div_(temperature)
+    return token_logprobs(logits, labels, entropy_gradient=entropy_gradient)

@@ -250,7 +250,14 @@ class PolicyUpdates:
         """Run the forward passes of one micro-batch, at the temperature of sampling; also returns the entropy of the
         policy."""
         batch, temperature = self._training.collated(*self._tokens(part)), self._training.spec.rollout.temperature
-        output, entropy = scored(self._engine, reference, batch.input_ids, batch.target_mask, temperature)
+        output, entropy = scored(
+            self._engine,
+            reference,
+            batch.input_ids,
+            batch.target_mask,
+            temperature,
+            entropy_gradient=self._algorithm.entropy_in_loss,
+        )
         return batch, output, entropy
 
     def _keep(self, part: Sequence[int], sequences: SequenceBatch, **found: Tensor | None) -> None:

@@ -142,6 +142,14 @@ _POLICY_GRADIENT = (
         {"loss_type": "dapo", "epsilon": 0.1, "epsilon_high": 0.28, **_MOVED},
         {"clip_low": 0.1, "clip_high": 0.28},
     ),
+    *(
+        _grpo(
+            f"{theirs}, entropy bonus",
+            {"loss_type": theirs, "entropy_coef": 0.05, **moved},
+            {"loss_aggregation": _AGGREGATION[theirs], "entropy_coefficient": 0.05},
+        )
+        for theirs, moved in (("grpo", _MOVED), ("dapo", {}))
+    ),
     _grpo("dapo, dual clip", {"loss_type": "dapo", "delta": 1.25, **_MOVED}, {"dual_clip": 1.25}),
     *(
         _grpo(f"dapo, scale {scale}", {"loss_type": "dapo", "scale_rewards": scale}, {"advantage_scale": scale})
@@ -220,6 +228,7 @@ CONTROLS: tuple[Control, ...] = (
     ("grpo, dapo, several updates and k3", {"kl_estimator": "k2"}),
     ("grpo, dapo, on-policy and k3", {"kl_weighted": True}),
     ("grpo, dapo, clip-higher", {"clip_high": 0.1}),
+    ("grpo, dapo, entropy bonus", {"entropy_coefficient": 0.0}),
     ("grpo, dapo, dual clip", {"dual_clip": 0.0}),
     ("grpo, dapo, correction token_truncate", {"correction": "token_mask"}),
     ("grpo, dapo, correction sequence_truncate", {"correction": "token_truncate"}),

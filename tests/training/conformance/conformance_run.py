@@ -245,12 +245,12 @@ def _means(totals: Totals) -> dict[str, float]:
 
 def _forward(batch: SequenceBatch, spec: AlgorithmSpec, temperature: float) -> PolicyOutput:
     inputs = {"target_mask": batch.target_mask, "temperature": temperature}
-    logprobs, _ = model("policy")(batch.input_ids, **inputs)
+    logprobs, entropy = model("policy")(batch.input_ids, **inputs, entropy_gradient=spec.entropy_in_loss)
     ref_logprobs = None
     if spec.reference:
         with torch.no_grad():
             ref_logprobs, _ = model("reference")(batch.input_ids, **inputs)
-    return PolicyOutput(logprobs, ref_logprobs)
+    return PolicyOutput(logprobs, ref_logprobs, entropy=entropy)
 
 
 def _parts(rows: int, micro_batch: int) -> Sequence[list[int]]:
