@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.schemas.cluster import SlurmSpec
-from rlhf_core.schemas.content import ContentReport
+from rlhf_core.schemas.content import ContentReport, SplitReport
 from rlhf_core.schemas.resources import Inventory
 from rlhf_core.schemas.run import RunSpec
 
@@ -292,6 +292,11 @@ class Facts:
             return column in file.columns
         splits = self.content.splits if self.content is not None else ()
         return all(column in one.columns for one in splits if one.split == "eval" and not one.problem)
+
+    def num_rows(self, split: SplitReport) -> int:
+        """Rows of a split: all of a file that was scanned, otherwise those that were read."""
+        file = self.train if split.split == "train" else self.eval
+        return max(split.num_rows, 0 if file is None else file.num_rows)
 
     @property
     def training_python(self) -> str:

@@ -79,6 +79,8 @@ class SplitReport(Schema):
     """Rows with a completion that is longer than ``data.max_completion_tokens``."""
     longest_completion: int = 0
     """Tokens of the longest completion of a prompt that is not dropped."""
+    bytes_per_row: int = 0
+    """Main memory that a row takes in every rank, with the tokens of its prompt."""
     longest_taught: int = 0
     """Tokens of the longest prompt with a completion to learn from, in rows that are not dropped."""
 

@@ -250,6 +250,22 @@ def test_what_is_offloaded_must_fit_into_the_node() -> None:
     assert "offloaded optimizer" in result.found
 
 
+def test_rows_that_every_rank_holds_must_fit_into_the_node() -> None:
+    """A million rows of 24 kB in 8 ranks: 192 GB."""
+
+    def results(memory_gb: float, bytes_per_row: int = 24_000) -> list[CheckResult]:
+        split = SplitReport(split="train", num_rows=2000, is_whole=False, bytes_per_row=bytes_per_row)
+        file = DataFile(Path("train.jsonl"), num_rows=1_000_000)
+        facts = big(resources={"memory_gb": memory_gb})
+        return found(replace(facts, train=file, content=ContentReport(splits=(split,))), "memory.offload")
+
+    (fits,), (too_small,) = results(256), results(192)
+    assert (fits.status, too_small.status) == (CheckStatus.PASSED, CheckStatus.BLOCKED)
+    assert "8 times the rows 22.4 GiB" in too_small.found
+    assert "use fewer rows" in too_small.advice
+    assert results(256, bytes_per_row=100) == [], "less than a gigabyte"
+
+
 @pytest.mark.parametrize(
     ("rollout", "holds_gib"),
     [

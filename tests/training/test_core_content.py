@@ -65,6 +65,7 @@ def test_a_healthy_run_within_the_limits_of_a_login_node(tmp_path: Path) -> None
     assert (train.problem, train.num_rows, train.is_whole) == ("", 2000, False)
     assert (held.num_rows, held.is_whole, held.columns) == (512, True, ("answer", "prompt"))
     assert (train.longest_prompt, train.longest_taught, train.num_overlong) == (7, 14, 0)
+    assert 500 < train.bytes_per_row < 2000, "texts, columns and tokens of a short row"
     assert report.tokenizer is not None
     assert (report.tokenizer.problem, report.tokenizer.num_changed, report.tokenizer.chat_problem) == ("", 0, "")
     (trial,) = report.rewards

@@ -308,7 +308,7 @@ def test_prompts_that_are_too_long_are_dropped_or_refused(load: Callable[..., An
     lines = "".join(json.dumps({"question": "x" * length, "answer": "y"}) + "\n" for length in (3, 9, 4))
     rows, _ = load(lines)
     encoded = encode_prompts(rows, tokenizer, spec_of(train="x", max_prompt_tokens=4).data)
-    assert [len(ids) for ids in encoded.token_ids] == [3, 4]
+    assert [(len(ids), ids.itemsize) for ids in encoded.token_ids] == [(3, 4), (4, 4)], "four bytes per token"
     assert [row.prompt for row in encoded.rows] == ["xxx", "xxxx"]
     assert encoded.num_overlong == 1
     strict = spec_of(train="x", max_prompt_tokens=4, overlong_prompts="error").data
@@ -318,6 +318,26 @@ def test_prompts_that_are_too_long_are_dropped_or_refused(load: Callable[..., An
         encode_prompts(rows, tokenizer, spec_of(train="x", max_prompt_tokens=2).data)
     target = completion_tokens(rows[0].target, rows[0], tokenizer)
     assert target == [*tokenizer.encode("y"), tokenizer.eos_token_id]
+
+
+@pytest.mark.training
+def test_reading_rendering_and_tokenizing_send_heartbeats(tmp_path: Path) -> None:
+    from rlhf_core.training.data.chat import AT_ONCE
+    from rlhf_core.training.data.loading import encode_prompts
+    from rlhf_core.training.data.tokenizers import build_tokenizer
+
+    path, beats = tmp_path / "rows.jsonl", [0]
+
+    def beat() -> None:
+        beats[-1] += 1
+
+    path.write_text((json.dumps({"prompt": [{"role": "user", "content": "1"}], "answer": "2"}) + "\n") * 2 * AT_ONCE)
+    spec = spec_of(train=str(path), max_completion_tokens=9)
+    rows, _ = load_data(spec, "train", beat=beat)
+    assert beats == [2]
+    beats.append(0)
+    encode_prompts(rows, build_tokenizer("char", [], 0), spec.data, beat=beat)
+    assert beats == [2, 2 * AT_ONCE + 4], "one for each row rendered, two each for prompts and completions"
 
 
 @pytest.mark.training
@@ -335,7 +355,8 @@ def test_a_token_in_front_comes_once() -> None:
     )
     rows = [Row(prompt, prompt, "", "", {}) for prompt in ("ab", "<|im_start|>ab")]
     encoded = encode_prompts(rows, tokenizer, spec_of(train="x").data)
-    assert encoded.token_ids == [[front, *tokenizer.encode("ab", add_special_tokens=False)]] * 2
+    expected = [front, *tokenizer.encode("ab", add_special_tokens=False)]
+    assert [ids.tolist() for ids in encoded.token_ids] == [expected] * 2
 
 
 @pytest.mark.training
@@ -352,7 +373,8 @@ def test_an_end_token_that_the_tokenizer_appends_does_not_end_a_prompt() -> None
     )
     bare = tokenizer.encode("ab", add_special_tokens=False)
     rows = [Row(prompt, prompt, "", "", {}) for prompt in ("ab", "ab<|im_end|>")]
-    assert encode_prompts(rows, tokenizer, spec_of(train="x").data).token_ids == [bare, [*bare, end]]
+    encoded = encode_prompts(rows, tokenizer, spec_of(train="x").data)
+    assert [ids.tolist() for ids in encoded.token_ids] == [bare, [*bare, end]]
 
 
 @pytest.mark.training

@@ -10,6 +10,8 @@ from rlhf_core.schemas.content import RewardTrial, SplitReport, TrialProblem
 
 MANY_OVERLONG = 0.1
 """Share of omitted prompts above which a finding is reported."""
+LONG_START_S = 450
+"""Time to read and tokenize the data, in seconds, above which a finding is reported."""
 MANY_UNKNOWN = 0.001
 """Share of unknown tokens above which a finding is reported."""
 
@@ -161,18 +163,19 @@ def rewards(facts: Facts) -> Iterator[Finding]:
 
 @check("content.pipeline", trainer="native")
 def pipeline(facts: Facts) -> Iterator[Finding]:
-    """Data that takes longer to read than the time limit of a start looks like a hang, at every start and restart."""
+    """Data that takes long to read delays every start and restart; a generator that does looks like a hang as well."""
     if facts.content is None:
         return
     spec = facts.spec
-    seconds = rows = 0.0
+    seconds = silent_s = rows = 0.0
     unseen = False
     for report in facts.content.splits:
         if not report.problem and report.num_rows:
-            total = _num_rows(facts, report)
+            total = facts.num_rows(report)
             unseen |= total == report.num_rows and not report.is_whole
             rows += total
             seconds += (report.read_s + report.encode_s) / report.num_rows * total
+            silent_s = max(silent_s, report.read_s / report.num_rows * total if spec.data.generator else 0)
     if not rows:
         return
     consumed = spec.main_loop.algorithm.rows_per_step
@@ -181,11 +184,15 @@ def pipeline(facts: Facts) -> Iterator[Finding]:
     duration = f"at least {seconds:.0f} s" if unseen else f"about {seconds:.0f} s"
     more = f" (there are more rows than the {rows:.0f} read here)" if unseen else ""
     found = f"{rate:.0f} rows/s are read and tokenized, {duration} at every start{more}; a step uses {consumed} rows"
-    if seconds > spec.supervise.setup_floor_s / 2:
+    if silent_s > spec.supervise.setup_floor_s / 2:
         yield warning(
             found,
             f"well below supervise.setup_floor_s = {spec.supervise.setup_floor_s:g} s",
-            f"raise supervise.setup_floor_s to {seconds * 4:.0f} or use fewer rows",
+            f"raise supervise.setup_floor_s to {silent_s * 4:.0f} or use fewer rows",
+        )
+    elif seconds > LONG_START_S:
+        yield warning(
+            found, f"at most {LONG_START_S:g} s", "use fewer rows, or shorter ones: every rank reads all of them"
         )
     else:
         yield passed(found)
@@ -287,11 +294,6 @@ def _is_judged_already(facts: Facts, split: SplitReport) -> bool:
     """Return True if the control plane has read the file itself and reports its problems."""
     file = _file(facts, split)
     return file is not None and (file.scanned or bool(file.problem))
-
-
-def _num_rows(facts: Facts, split: SplitReport) -> int:
-    file = _file(facts, split)
-    return max(split.num_rows, 0 if file is None else file.num_rows)
 
 
 def _setting(facts: Facts, split: SplitReport) -> str:

@@ -180,18 +180,20 @@ def _cache_finding(spec: RunSpec, shape: Shape, room: int) -> Finding:
 
 @check("memory.offload", trainer="native")
 def offload(facts: Facts) -> Iterator[Finding]:
-    """One main memory holds what ranks offload and engines receive; when it is full, the kernel kills a process."""
+    """One main memory holds rows, what ranks offload and engines receive; when full, the kernel kills a process."""
     spec, node = facts.spec, node_memory_gb(facts) * GIB
     if not spec.resources.gpus_per_node or not node:
         return
-    of_ranks, of_engines = _held_by_ranks(facts), _held_by_engines(facts)
+    of_rows, of_engines = _held_by_rows(facts), _held_by_engines(facts)
+    of_ranks = _held_by_ranks(facts) | of_rows
     libraries = spec.resources.ranks_per_node * CPU_BASE_BYTES
     on_nodes = [(of_ranks, libraries), (of_engines, 0)] if spec.rollout.nodes else [(of_ranks | of_engines, libraries)]
     for parts, further in on_nodes:
         needed = sum(parts.values()) + further
         text = f"the processes of a node take about {size(needed)} of its main memory ({', '.join(parts)})"
         if parts and needed > TIGHT * node:
-            advice = _FEWER_ENGINES if max(parts, key=parts.__getitem__) in of_engines else _LESS_OFFLOAD
+            largest = max(parts, key=parts.__getitem__)
+            advice = _FEWER_ENGINES if largest in of_engines else _FEWER_ROWS if largest in of_rows else _LESS_OFFLOAD
             yield blocked(f"{text}, which has {size(node)}", f"at most {size(TIGHT * node)}", advice)
         elif parts:
             yield passed(text)
@@ -204,10 +206,22 @@ _LESS_OFFLOAD = (
 _FEWER_ENGINES = (
     "have fewer engines on a node (rollout.engines, rollout.vllm.tensor_parallel), or use nodes with more memory"
 )
+_FEWER_ROWS = (
+    "use fewer rows, leave out columns that no template and no reward function reads, or use nodes with more memory"
+)
+MANY_ROWS_BYTES = GIB
+"""Main memory of the rows in all ranks of a node below which it is not listed."""
+
+
+def _held_by_rows(facts: Facts) -> dict[str, int]:
+    """Main memory of a node that the data takes: every rank holds all rows."""
+    count, splits = facts.spec.resources.ranks_per_node, facts.content.splits if facts.content is not None else ()
+    each = sum(split.bytes_per_row * facts.num_rows(split) for split in splits)
+    return {f"{count} times the rows {size(each)}": count * each} if count * each > MANY_ROWS_BYTES else {}
 
 
 def _held_by_ranks(facts: Facts) -> dict[str, int]:
-    """Main memory of a node that its trainer ranks take beside their GPUs, apart from their libraries, by purpose."""
+    """Main memory of a node that its trainer ranks take, beside libraries and data, by purpose."""
     spec, shape, count = facts.spec, shape_of_model(facts), facts.spec.resources.ranks_per_node
     each = reward_model_bytes(spec, _reward_models(facts), in_main_memory=True)
     if shape is not None:

@@ -6,7 +6,7 @@ of both completions, in turns (or characters).
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,10 @@ from rlhf_core.training.types import Messages, Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+AT_ONCE = 1024
+"""Number of rows that are read or tokenized between two heartbeats."""
 
 
 def messages_problem(value: JsonValue) -> str:
@@ -59,9 +63,15 @@ def common_beginning(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
 
 
 def render_rows(
-    rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", now: datetime | None = None
+    rows: Sequence[Row],
+    tokenizer: "PreTrainedTokenizerBase",
+    now: datetime | None = None,
+    beat: Callable[[], None] = lambda: None,
 ) -> tuple[list[Row], list[str]]:
     """Render the messages of rows; see :func:`rendered`.
+
+    Args:
+        beat: called for every row: a whole conversation is rendered twice for each message of the model.
 
     Returns:
         The rendered rows, and the problems of those that are left out, with file and line.
@@ -72,6 +82,7 @@ def render_rows(
     found: list[Row] = []
     problems: list[str] = []
     for row in rows:
+        beat()
         try:
             found.append(rendered(row, tokenizer, now))
         except UnrenderedChat as error:

@@ -45,7 +45,7 @@ class Example:
 
 
 def make_examples(
-    rows: Sequence[Row], prompts: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase, algorithm: AlgorithmSpec
+    rows: Sequence[Row], prompts: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase, algorithm: AlgorithmSpec
 ) -> list[Example]:
     """Make examples from rows whose texts are ready.
 
@@ -56,7 +56,7 @@ def make_examples(
     for row, prompt in zip(rows, prompts, strict=True):
         texts = (row.chosen, row.rejected) if algorithm.pairs else (row.target,)
         completions = tuple(completion_tokens(text, row, tokenizer) for text in texts)
-        examples.append(Example(prompt, completions, row.margin, row.desirable))
+        examples.append(Example(list(prompt), completions, row.margin, row.desirable))
     return examples
 
 

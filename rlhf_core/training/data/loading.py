@@ -9,7 +9,7 @@ import itertools
 import random
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -20,7 +20,7 @@ from rlhf_core.errors import BadData
 from rlhf_core.files.data_rows import KINDS, READERS, FileRow, Malformed, place
 from rlhf_core.schemas.data import DataSpec
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.training.data.chat import render_rows, turn_end
+from rlhf_core.training.data.chat import AT_ONCE, render_rows, turn_end
 from rlhf_core.training.data.generated_rows import Record, Split, generated_rows
 from rlhf_core.training.data.row_reader import MalformedRow, RowReader
 from rlhf_core.training.types import Row
@@ -48,7 +48,8 @@ class EncodedPrompts:
     """Rows whose prompts fit, and their tokens, in the same order."""
 
     rows: list[Row]
-    token_ids: list[list[int]]
+    token_ids: list["array[int]"]
+    """Four bytes per token: a list of Python's integers takes ten times as much, in every rank of a node."""
     num_overlong: int
     """Rows dropped because their prompt is longer than ``data.max_prompt_tokens``, or a completion longer than
     ``data.max_completion_tokens``."""
@@ -64,12 +65,14 @@ class EncodedPrompts:
 # Rows
 
 
-def load_rows(spec: RunSpec, split: Split) -> list[Row]:
+def load_rows(spec: RunSpec, split: Split, beat: Callable[[], None] = lambda: None) -> list[Row]:
     """Load the rows of a split; see :func:`load_data`."""
-    return load_data(spec, split)[0]
+    return load_data(spec, split, beat=beat)[0]
 
 
-def load_data(spec: RunSpec, split: Split, limit: int | None = None) -> tuple[list[Row], DataReport]:
+def load_data(
+    spec: RunSpec, split: Split, limit: int | None = None, beat: Callable[[], None] = lambda: None
+) -> tuple[list[Row], DataReport]:
     """Read a split and fill its templates. The same on every rank: order and identities depend on the data alone.
 
     In templates, ``{prompt}``, ``{answer}``, ``{chosen}`` and ``{rejected}`` are the columns named by
@@ -78,6 +81,7 @@ def load_data(spec: RunSpec, split: Split, limit: int | None = None) -> tuple[li
 
     Args:
         limit: read no more rows than this; None for all.
+        beat: called every ``AT_ONCE`` rows.
 
     Raises:
         BadData: the file is missing or of an unknown kind, a row is invalid and ``data.malformed_rows`` is ``error``
@@ -89,7 +93,9 @@ def load_data(spec: RunSpec, split: Split, limit: int | None = None) -> tuple[li
     reader = RowReader(spec)
     rows: list[Row] = []
     problems: list[str] = []
-    for where, content in itertools.islice(_records(spec, split, source), limit):
+    for number, (where, content) in enumerate(itertools.islice(_records(spec, split, source), limit)):
+        if number % AT_ONCE == 0:
+            beat()
         try:
             if isinstance(content, Malformed):
                 if content.ends_file:
@@ -203,12 +209,12 @@ def _permutation(num_rows: int, seed: int, epoch: int) -> "array[int]":
 # Tokens
 
 
-ENCODED_AT_ONCE = 1024
-"""Number of texts passed to a tokenizer at once: for short texts, the calls take longer than their tokenization."""
-
-
 def encode_prompts(
-    rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", data: DataSpec, now: datetime | None = None
+    rows: Sequence[Row],
+    tokenizer: "PreTrainedTokenizerBase",
+    data: DataSpec,
+    now: datetime | None = None,
+    beat: Callable[[], None] = lambda: None,
 ) -> EncodedPrompts:
     """Render rows and tokenize their prompts. Rows that are too long are dropped or refused, according to
     ``data.overlong_prompts`` and ``data.overlong_completions``.
@@ -218,21 +224,22 @@ def encode_prompts(
 
     Args:
         now: time given to chat templates that write the date into prompts; None for the clock.
+        beat: called every ``AT_ONCE`` rows, as a million of them take minutes.
 
     Raises:
         BadData: a row is too long or cannot be rendered and the policy is ``error``, a prompt has no tokens, or no row
             is left.
     """
     given = len(rows)
-    rows, problems = render_rows(rows, tokenizer, now)
+    rows, problems = render_rows(rows, tokenizer, now, beat)
     if problems and data.malformed_rows == "error":
         raise BadData(f"{problems[0]} {_DROP}")
     if given and not rows:
         raise BadData(_all_malformed(problems))
-    completions = completion_lengths(rows, tokenizer) if data.max_completion_tokens else [[] for _ in rows]
+    completions = completion_lengths(rows, tokenizer, beat) if data.max_completion_tokens else [[] for _ in rows]
     kept = EncodedPrompts([], [], 0, len(problems), problems[0] if problems else "")
     num_overlong = 0
-    for row, token_ids, lengths in zip(rows, prompt_tokens(rows, tokenizer), completions, strict=True):
+    for row, token_ids, lengths in zip(rows, prompt_tokens(rows, tokenizer, beat), completions, strict=True):
         if not token_ids:
             raise BadData(f"the prompt {row.prompt[:80]!r} has no tokens with this tokenizer")
         if _is_dropped(row, len(token_ids), lengths, data):
@@ -283,20 +290,22 @@ def completions_of(row: Row) -> list[str]:
     return [text for text in (row.target, row.chosen, row.rejected) if text]
 
 
-def prompt_tokens(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
+def prompt_tokens(
+    rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", beat: Callable[[], None] = lambda: None
+) -> list["array[int]"]:
     """Tokens of the prompts of rendered rows. An end token that the tokenizer appends is dropped, since a completion
     follows."""
     bos, end = tokenizer.bos_token, tokenizer.eos_token_id
     begins = [row.chat is not None or bool(bos and row.prompt.startswith(str(bos))) for row in rows]
     texts = [row.prompt for row in rows]
-    found: list[list[int]] = [[] for _ in rows]
+    found = [array("i") for _ in rows]
     for is_begun in (False, True):
         indices = [index for index, begun in enumerate(begins) if begun is is_begun]
-        encoded = _encode([texts[index] for index in indices], tokenizer, add_special_tokens=not is_begun)
+        encoded = _encode([texts[index] for index in indices], tokenizer, beat, add_special_tokens=not is_begun)
         for index, tokens in zip(indices, encoded, strict=True):
             found[index] = tokens
     ended = [index for index, tokens in enumerate(found) if not begins[index] and len(tokens) > 1 and tokens[-1] == end]
-    bare = _encode([texts[index] for index in ended], tokenizer, add_special_tokens=False)
+    bare = _encode([texts[index] for index in ended], tokenizer, beat, add_special_tokens=False)
     for index, own in zip(ended, bare, strict=True):
         tokens = found[index]
         if tokens[len(tokens) - 1 - len(own) : -1] == own:
@@ -304,28 +313,32 @@ def prompt_tokens(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase") -> 
     return found
 
 
-def completion_lengths(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
+def completion_lengths(
+    rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", beat: Callable[[], None] = lambda: None
+) -> list[list[int]]:
     """Numbers of tokens of the completions of rendered rows, end tokens included."""
     texts = [(text, row) for row in rows for text in completions_of(row)]
-    encoded = continued_tokens([text for text, _ in texts], tokenizer)
+    encoded = continued_tokens([text for text, _ in texts], tokenizer, beat)
     end = tokenizer.eos_token_id
-    lengths = iter([len(_ended(tokens, row, end)) for tokens, (_, row) in zip(encoded, texts, strict=True)])
+    lengths = iter([len(_ended(tokens.tolist(), row, end)) for tokens, (_, row) in zip(encoded, texts, strict=True)])
     return [[next(lengths) for _ in completions_of(row)] for row in rows]
 
 
 def completion_tokens(text: str, row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     """Tokens of a completion of a row, with the end token; for a conversation, the end token of the chat template."""
     (tokens,) = continued_tokens([text], tokenizer)
-    return _ended(tokens, row, tokenizer.eos_token_id)
+    return _ended(tokens.tolist(), row, tokenizer.eos_token_id)
 
 
-def continued_tokens(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
+def continued_tokens(
+    texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase", beat: Callable[[], None] = lambda: None
+) -> list["array[int]"]:
     """Tokens of texts that continue another one, without the space that some tokenizers put in front of every text."""
-    found = _encode(texts, tokenizer, add_special_tokens=False)
+    found = _encode(texts, tokenizer, beat, add_special_tokens=False)
     if not _puts_space_in_front(tokenizer):
         return found
     (before,) = _encode(["\n"], tokenizer, add_special_tokens=False)
-    after = _encode([f"\n{text}" for text in texts], tokenizer, add_special_tokens=False)
+    after = _encode([f"\n{text}" for text in texts], tokenizer, beat, add_special_tokens=False)
     return [
         tokens[len(before) :] if tokens[: len(before)] == before else alone
         for tokens, alone in zip(after, found, strict=True)
@@ -343,10 +356,19 @@ def _ended(tokens: list[int], row: Row, end: int) -> list[int]:
     return tokens if row.chat is not None or tokens[-1:] == [end] else [*tokens, end]
 
 
-def _encode(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase", *, add_special_tokens: bool) -> list[list[int]]:
-    """Tokens of texts, in calls of at most ``ENCODED_AT_ONCE`` texts."""
-    found: list[list[int]] = []
-    for start in range(0, len(texts), ENCODED_AT_ONCE):
-        batch = list(texts[start : start + ENCODED_AT_ONCE])
-        found += tokenizer(batch, add_special_tokens=add_special_tokens, return_attention_mask=False)["input_ids"]
+def _encode(
+    texts: Sequence[str],
+    tokenizer: "PreTrainedTokenizerBase",
+    beat: Callable[[], None] = lambda: None,
+    *,
+    add_special_tokens: bool,
+) -> list["array[int]"]:
+    """Tokens of texts, in calls of at most ``AT_ONCE`` texts: for short texts, the calls take longer than their
+    tokenization."""
+    found: list[array[int]] = []
+    for start in range(0, len(texts), AT_ONCE):
+        beat()
+        batch = list(texts[start : start + AT_ONCE])
+        encoded = tokenizer(batch, add_special_tokens=add_special_tokens, return_attention_mask=False)["input_ids"]
+        found += [array("i", tokens) for tokens in encoded]
     return found

@@ -210,7 +210,8 @@ class Evaluator:
         self, model: PreTrainedModel, step: int, how: How, beat: Callable[[], None]
     ) -> list[list[EvaluationSample]]:
         """Scored completions of this rank's prompts."""
-        rows, prompts = self.ranks.deal(self.data.rows), self.ranks.deal(self.data.token_ids)
+        rows = self.ranks.deal(self.data.rows)
+        prompts = [tokens.tolist() for tokens in self.ranks.deal(self.data.token_ids)]
         num_samples = 1 if how == "greedy" else self.spec.evaluate.samples_per_prompt
         seeds = [[sample_seed(self.spec.seed, SEED_STEP, row.uid, i) for i in range(num_samples)] for row in rows]
         sampling = Sampling(
@@ -260,6 +261,7 @@ def load_evaluator(
     *,
     trains_on_samples: bool,
     now: datetime | None = None,
+    beat: Callable[[], None] = lambda: None,
 ) -> Evaluator:
     """Read the held-out data; the first ``evaluate.num_prompts`` rows whose prompts fit are used. Collective.
 
@@ -267,11 +269,12 @@ def load_evaluator(
         start: starts the rollout engine of the run; called only if something is sampled.
         trains_on_samples: whether training samples even if no evaluation does.
         now: time given to chat templates that write the date into prompts; None for the clock.
+        beat: called every few rows.
     """
-    rows = load_rows(spec, "eval")
+    rows = load_rows(spec, "eval", beat)
     require_same_rows(ranks, spec.data.generator or spec.data.eval, rows)
     limit = spec.evaluate.num_prompts or len(rows)
-    encoded = encode_prompts(rows, tokenizer, spec.data, now)
+    encoded = encode_prompts(rows, tokenizer, spec.data, now, beat)
     data = dataclasses.replace(encoded, rows=encoded.rows[:limit], token_ids=encoded.token_ids[:limit])
     if spec.ranks_held_out and spec.main_loop.algorithm.labelled and len({row.desirable for row in data.rows}) < 2:
         raise BadData(
@@ -323,7 +326,10 @@ def run_evaluator(context: WorkerContext) -> RoleResult:
         folder = (base or base_of(checkpoint.model)) if is_adapter(checkpoint.model) else checkpoint.model
         start = functools.partial(start_engine, context, ranks, tokenizer, folder)
         now = context.stored.created_at
-        evaluator = load_evaluator(spec, ranks, tokenizer, scorer, start, trains_on_samples=False, now=now)
+        beat_setup = functools.partial(reporter.beat, Phase.SETUP, checkpoint.step)
+        evaluator = load_evaluator(
+            spec, ranks, tokenizer, scorer, start, trains_on_samples=False, now=now, beat=beat_setup
+        )
         _evaluate_start(context, ranks, evaluator)
         loading = functools.partial(reporter.beat, Phase.SETUP, checkpoint.step)
         loading()

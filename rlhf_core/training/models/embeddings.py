@@ -3,13 +3,15 @@
 Tokens that never occur may be beyond the vocabulary, as one of Gemma 3 is.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.errors import BadConfig
-from rlhf_core.training.data.loading import ENCODED_AT_ONCE, EncodedPrompts, completions_of, continued_tokens
+from rlhf_core.training.data.chat import AT_ONCE
+from rlhf_core.training.data.loading import EncodedPrompts, completions_of, continued_tokens
 from rlhf_core.training.models.causal_lm import dropout_free_config
 from rlhf_core.training.models.gathering import whole_shape
 
@@ -41,9 +43,10 @@ def require_embeddings(
     if max(tokenizer.get_vocab().values()) < size:
         return
     _require(model, tokenizer, [tokenizer.eos_token_id], size, "at the end of completions")
-    for start in range(0, len(data.rows), ENCODED_AT_ONCE):
-        rows = data.rows[start : start + ENCODED_AT_ONCE]
-        found = list(zip(rows, data.token_ids[start : start + ENCODED_AT_ONCE], strict=True))
+    for start in range(0, len(data.rows), AT_ONCE):
+        rows = data.rows[start : start + AT_ONCE]
+        prompts = data.token_ids[start : start + AT_ONCE]
+        found = list(zip(rows, prompts, strict=True))
         if completions:
             texts = [(row, text) for row in rows for text in completions_of(row)]
             encoded = continued_tokens([text for _, text in texts], tokenizer)
@@ -53,7 +56,7 @@ def require_embeddings(
 
 
 def _require(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: list[int], size: int, where: str
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], size: int, where: str
 ) -> None:
     largest = max(tokens, default=0)
     if largest >= size:

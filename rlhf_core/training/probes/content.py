@@ -4,9 +4,11 @@ Runs in the compute interpreter, where tokenizers and reward functions can be im
 run. It returns a :class:`ContentReport`, which preflight judges.
 """
 
+import dataclasses
 import math
 import os
 import resource
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -288,7 +290,8 @@ def _with_lengths(
     if not rows:
         return split_report
     started = time.monotonic()
-    prompts = [len(tokens) for tokens in prompt_tokens(rows, tokenizer)]
+    tokens = prompt_tokens(rows, tokenizer)
+    prompts = [len(one) for one in tokens]
     seconds = (time.monotonic() - started) * (AROUND_CORE if isinstance(tokenizer, CoreTokenizer) else 1)
     limit = spec.data.max_prompt_tokens
     kept = [(length, row) for length, row in zip(prompts, rows, strict=True) if length <= limit]
@@ -302,8 +305,30 @@ def _with_lengths(
             "num_overlong": len(rows) - len(kept),
             "num_long_completions": sum(max(made, default=0) > longest for _, made in completions),
             "longest_completion": max((max(made) for _, made in completions if made), default=0),
+            "bytes_per_row": main_memory([rows, tokens]) // len(rows),
             "num_empty": prompts.count(0),
             "longest_prompt": max(prompts),
             "longest_taught": max(taught, default=0),
         }
     )
+
+
+def main_memory(value: object) -> int:
+    """Main memory of a value and of all that it refers to, in bytes; an object that occurs several times counts once.
+
+    Rows consist of dataclasses, mappings, lists and plain values.
+    """
+    seen: dict[int, object] = {}
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen[id(one)] = one
+        if isinstance(one, Mapping):
+            waiting += [*one.keys(), *one.values()]
+        elif isinstance(one, list | tuple):
+            waiting += one
+        elif dataclasses.is_dataclass(one):
+            waiting.append(vars(one))
+    return sum(map(sys.getsizeof, seen.values()))

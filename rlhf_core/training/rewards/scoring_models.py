@@ -152,12 +152,12 @@ class ScoringModel:
         scored = self._rendered(made)
         if self._decoder is None:
             return self._pair(scored)
-        (tokens,) = prompt_tokens([scored], self._tokenizer)
+        (prompt,) = prompt_tokens([scored], self._tokenizer)
         if made.finished:
-            tokens = [*tokens, *completion_tokens(scored.target, scored, self._tokenizer)]
+            tokens = [*prompt, *completion_tokens(scored.target, scored, self._tokenizer)]
         else:
             # A truncated completion gets no end token.
-            tokens = [*tokens, *continued_tokens([scored.target], self._tokenizer)[0]]
+            tokens = [*prompt, *continued_tokens([scored.target], self._tokenizer)[0]]
         is_cut = bool(self._max_tokens) and len(tokens) > self._max_tokens
         return _Input(tokens[-self._max_tokens :] if is_cut else tokens, [], is_cut)
 

@@ -187,7 +187,7 @@ class TrainingContext:
         self.position += count
         earlier = occurrences_before(upcoming)
         rows = [repeated(self._data.rows[upcoming[place]], earlier[place]) for place in places]
-        return rows, [self._data.token_ids[upcoming[place]] for place in places]
+        return rows, [self._data.token_ids[upcoming[place]].tolist() for place in places]
 
     def rows_before(self, count: int) -> list[Row]:
         """Return the row that precedes each of this rank's next ``count`` rows in the order of the step over all ranks;

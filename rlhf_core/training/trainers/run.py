@@ -85,7 +85,7 @@ def _train_run(context: WorkerContext, ranks: Ranks, scorer: RewardScorer) -> Ro
     spec = context.spec
     disable_progress_bar()
     _seed_everything(spec.seed, ranks.rank)
-    rows, report = load_data(spec, "train")
+    rows, report = load_data(spec, "train", beat=functools.partial(context.reporter.beat, Phase.SETUP, 0))
     report = dataclasses.replace(report, digest=require_same_rows(ranks, report.source, rows))
     initial = _initial_model(context, ranks, rows)
     checkpoint = _resume_point(context, ranks, initial)
@@ -102,21 +102,21 @@ def _train_run(context: WorkerContext, ranks: Ranks, scorer: RewardScorer) -> Ro
             "go on with another reference. Restore them, or start a new run"
         )
     step = state.progress.step if state else 0
-    context.reporter.beat(Phase.SETUP, step)
+    beat = functools.partial(context.reporter.beat, Phase.SETUP, step)
+    beat()
 
     tokenizer = load_tokenizer(tokenizer_folder(spec, initial))
     replace_padding(tokenizer, initial)
-    models = _Models(
-        context, ranks, tokenizer, initial, checkpoint, functools.partial(context.reporter.beat, Phase.SETUP, step)
-    )
+    models = _Models(context, ranks, tokenizer, initial, checkpoint, beat)
     model = models.to_train(step)
-    context.reporter.beat(Phase.SETUP, step)
-    data = encode_prompts(rows, tokenizer, spec.data, context.stored.created_at)
+    beat()
+    data = encode_prompts(rows, tokenizer, spec.data, context.stored.created_at, beat)
+    del rows  # those of messages are there twice now
     teaches = any(not loop.algorithm.samples for loop in loops(spec))
     require_embeddings(model, tokenizer, data, completions=teaches)
     also_end_with(model, data.end_ids)
     _log_start(ranks, report, data, checkpoint)
-    context.reporter.beat(Phase.SETUP, step)
+    beat()
     evaluator = load_evaluator(
         spec,
         ranks,
@@ -125,9 +125,10 @@ def _train_run(context: WorkerContext, ranks: Ranks, scorer: RewardScorer) -> Ro
         functools.partial(start_engine, context, ranks, tokenizer, initial),
         trains_on_samples=spec.any_loop_samples,
         now=context.stored.created_at,
+        beat=beat,
     )
     require_embeddings(model, tokenizer, evaluator.data, completions=spec.ranks_held_out)
-    context.reporter.beat(Phase.SETUP, step)
+    beat()
     training = TrainingContext(
         context, ranks, tokenizer, report, data, evaluator, state.progress if state else None, reference
     )
