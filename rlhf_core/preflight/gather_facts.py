@@ -48,6 +48,7 @@ from rlhf_core.schemas.scoring_models import PROMOTED
 CONTENT_CHECKS = (
     "content.columns",
     "content.tokenizer",
+    "content.chat_template",
     "content.conversations",
     "content.lengths",
     "content.rewards",

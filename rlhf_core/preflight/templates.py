@@ -36,5 +36,17 @@ def named_columns(data: DataSpec, kinds: AbstractSet[DataKind]) -> dict[str, lis
     return names | {setting: _own(template) for setting, template in templates_of(data, kinds).items()}
 
 
+def absent_columns(data: DataSpec, kinds: AbstractSet[DataKind], columns: AbstractSet[str]) -> dict[str, list[str]]:
+    """Map each setting to the columns that it names and the data lacks.
+
+    Args:
+        columns: columns of the data.
+    """
+    return {
+        setting: [column for column in wanted if column not in columns]
+        for setting, wanted in named_columns(data, kinds).items()
+    }
+
+
 def _own(template: str) -> list[str]:
     return [name for name in template_columns(template)[0] if name not in ALIASES]

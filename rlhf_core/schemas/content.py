@@ -73,6 +73,8 @@ class SplitReport(Schema):
     """Problem of the first of them, with file and line."""
     num_empty: int = 0
     """Rows whose prompt has no token."""
+    num_unused_tools: int = 0
+    """Conversations with a column ``tools`` that is not empty, of which they get none."""
     longest_prompt: int = 0
     """Tokens of the longest prompt."""
     num_long_completions: int = 0
@@ -100,6 +102,8 @@ class TokenizerReport(Schema):
     """Share of tokens for characters that the tokenizer lacks."""
     chat_problem: str = ""
     """Problem of its chat template; empty if it has none or it renders."""
+    unread_arguments: tuple[str, ...] = ()
+    """Variables set by ``data.template_args`` and ``data.tools_column`` that do not occur in its chat template."""
     turn_end: str | None = None
     """Token that ends a turn of the model in its chat template, empty without one; None if no row is a conversation or
     the template has a problem."""

@@ -10,6 +10,17 @@ DataKind = Literal["answer", "pair", "label"]
 """Part of a row besides its prompt: an answer, a chosen and a rejected completion, or a label of its completion."""
 
 
+RESERVED_ARGUMENTS = {
+    **dict.fromkeys(("conversation", "messages"), "the rows"),
+    "tools": "data.tools_column",
+    "chat_template": "the folder of the tokenizer",
+    **dict.fromkeys(("add_generation_prompt", "continue_final_message", "strftime_now"), "rlhf-flows"),
+    **dict.fromkeys(("tokenize", "padding", "truncation", "max_length", "tokenizer_kwargs"), "rlhf-flows"),
+    **dict.fromkeys(("return_tensors", "return_dict", "return_assistant_tokens_mask"), "rlhf-flows"),
+}
+"""Arguments of transformers' ``apply_chat_template`` that ``data.template_args`` may not contain, and their source."""
+
+
 class DataSpec(Schema):
     """Source of prompts and answers."""
 
@@ -38,6 +49,12 @@ class DataSpec(Schema):
     margin_column: str = ""
     """Column that holds the margin by which the better completion of a pair is better, for a reward model; empty for
     none."""
+    tools_column: str = ""
+    """Column that holds the tools that the model may call in a conversation, which the chat template writes into its
+    prompt: a list of descriptions of functions, or such a list as JSON text; empty for none. Rows may lack it."""
+    template_args: dict[str, JsonValue] = {}
+    """Further variables of the chat template, the same for all conversations, such as `{enable_thinking = false}` for
+    Qwen3."""
     prompt_template: str = "{prompt}"
     """Text given to the model; `{column}` is replaced by that column of the row."""
     completion_template: str = "{answer}"
@@ -61,4 +78,14 @@ class DataSpec(Schema):
     def _one_source(self) -> Self:
         if self.generator and (self.train or self.eval):
             raise ValueError("found data.generator and data.train/data.eval; give either the generator or the files")
+        return self
+
+    @model_validator(mode="after")
+    def _has_arguments_of_templates(self) -> Self:
+        for name in self.template_args:
+            if name in RESERVED_ARGUMENTS:
+                raise ValueError(
+                    f"found data.template_args.{name}, which is given by {RESERVED_ARGUMENTS[name]}; expected further "
+                    "variables of the chat template, such as enable_thinking"
+                )
         return self

@@ -158,6 +158,8 @@ class Conversation:
     """The better completion of a pair."""
     rejected: Messages = ()
     """The worse one."""
+    tools: Sequence[Mapping[str, JsonValue]] = ()
+    """Descriptions of the functions that the model may call."""
     place: str = ""
     """File and line of the row, for error messages."""
 

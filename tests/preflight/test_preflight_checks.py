@@ -392,6 +392,15 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ),
     ("content.rewards", WARNING, looked_at(trial={"problem": "memory", "message": "MemoryError"}), "the memory limit"),
     ("content.rewards", SKIPPED, looked_at(trial={"problem": "not_tried", "message": "no time"}), "not tried"),
+    (
+        "content.columns",
+        WARNING,
+        replace(looked_at({"is_whole": False}, data={"tools_column": "tols"}), train=None),
+        "no row that was read has",
+    ),
+    ("content.columns", BLOCKED, looked_at(data={**FILES, "tools_column": "tols"}), "correct data.tools_column"),
+    ("content.chat_template", WARNING, looked_at({"num_unused_tools": 3}), 'data.tools_column="tools"'),
+    ("content.chat_template", WARNING, looked_at(tokens={"unread_arguments": ("enable_thinkin",)}), "enable_thinkin"),
     ("content.pipeline", WARNING, generated(read_s=700.0), "raise supervise.setup_floor_s to 2800"),
     ("content.pipeline", WARNING, looked_at({"read_s": 300.0, "encode_s": 300.0}), "every rank reads all of them"),
     ("code.paths", BLOCKED, healthy(missing_code=("/d/lib.py",)), "/d/lib.py"),
@@ -923,7 +932,11 @@ def test_a_look_at_healthy_data_has_no_finding() -> None:
 
 
 def test_findings_of_the_control_plane_itself_are_reported_once() -> None:
-    assert found(looked_at({"problem": "line 3 is malformed"}), "content.columns") == []
+    unsuitable = looked_at({"problem": "line 3 is malformed"})
+    assert unsuitable.train is not None
+    malformed = replace(unsuitable.train, malformed=BadRows(1))
+    assert found(replace(unsuitable, train=malformed), "content.columns") == []
+    assert found(unsuitable, "content.columns")[0].status is BLOCKED, "nothing else reports it"
     assert found(looked_at({"num_duplicates": 3}), "content.columns")[0].status is CheckStatus.PASSED
 
 

@@ -184,10 +184,15 @@ def test_conversations_that_the_template_refuses_are_counted(tmp_path: Path) -> 
         "{% for m in messages %}{{ m['content'] }}|{% endfor %}"
     )
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    rows = [{"prompt": [{"role": "user", "content": "ab"}] * times, "answer": "ab"} for times in (1, 4, 2, 4)]
-    spec = with_files(tmp_path, rows, rows[:1], model={"tokenizer": str(tmp_path / "tokenizer")})
+    asked: list[dict[str, Any]] = [{"role": "user", "content": "ab"}]
+    rows: list[dict[str, Any]] = [{"prompt": asked * times, "answer": "ab"} for times in (1, 4, 2, 4)]
+    tools: list[dict[str, Any]] = [{**rows[0], "tools": tools} for tools in ([{"name": "add"}], "[{}]", [], "[]", None)]
+    model = {"tokenizer": str(tmp_path / "tokenizer")}
+    spec = with_files(tmp_path, rows, tools, model=model, data={"template_args": {"many": 1, "thinks": False}})
     report = report_of(spec, tmp_path)
+    assert [split.num_unused_tools for split in report.splits] == [0, 2]
     assert report.tokenizer is not None
+    assert report.tokenizer.unread_arguments == ("thinks",)
     assert report.tokenizer.problem == ""
     assert report.tokenizer.turn_end == "", "a vertical bar is no special token"
     train, held = report.splits

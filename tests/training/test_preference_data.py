@@ -12,6 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from core_models import char_tokenizer
+from pydantic import ValidationError
 from rank_launcher import DATED_TEMPLATE
 
 from rlhf_core.errors import BadConfig, BadData
@@ -175,6 +176,52 @@ def test_a_template_that_writes_the_date_is_given_a_fixed_one(tmp_path: Path) ->
     assert (row.prompt, row.chosen) == ("31 Jan 2026|1+1?|", "2|")
     (row,) = encode_prompts(rows, tokenizer, data).rows
     assert not row.prompt.startswith("31 Jan 2026"), "without one, the template asks the clock"
+
+
+TOOLS_TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}{{ tool['name'] }}({{ tool['in'] | join(',') }});{% endfor %}{% endif %}"
+    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] if m['content'] else m['tool_calls'][0] }}|{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}{% if think is defined and not think %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "grpo", "dpo"])
+def test_tools_of_a_conversation_are_in_its_prompt(tmp_path: Path, algorithm: str) -> None:
+    tools = [{"name": "add", "in": ["a", "b"], "out": None}]
+    path, tokenizer = tmp_path / "rows.jsonl", char_tokenizer()
+    tokenizer.chat_template = TOOLS_TEMPLATE
+    calls = [{"role": "assistant", "content": None, "tool_calls": ["add(1,1)"]}]
+    row = {"prompt": ASKED, "answer": calls, "chosen": calls, "rejected": "2"}
+    given: tuple[Any, ...] = (tools, json.dumps(tools), [], "", None)
+    path.write_text("".join(json.dumps({**row, "tools": one}) + "\n" for one in given) + json.dumps(row))
+    spec = spec_of(algorithm, train=str(path), tools_column="tools")
+    encoded = encode_prompts(load_data(spec, "train")[0], tokenizer, spec.data)
+    assert [one.prompt for one in encoded.rows] == ["add(a,b);u:1+1?|a:"] * 2 + ["u:1+1?|a:"] * 4
+    taught = {"sft": "target", "dpo": "chosen"}.get(algorithm)
+    assert {getattr(one, taught) for one in encoded.rows if taught} <= {"add(1,1)|"}, "a turn that only calls a tool"
+    for wrong in ("add", '["add"]', 7):
+        path.write_text(json.dumps({**row, "tools": wrong}))
+        with pytest.raises(BadData, match=r'rows\.jsonl:1: expected a list of descriptions .* column "tools"'):
+            load_data(spec, "train")
+
+
+def test_variables_of_the_chat_template_reach_prompts_and_completions(tmp_path: Path) -> None:
+    path, tokenizer = tmp_path / "rows.jsonl", char_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}|{% if thinks is true and loop.last %}hm|{% endif %}{% endfor %}"
+        "{% if thinks is undefined %}<|im_end|>{% endif %}"
+    )
+    path.write_text(json.dumps({"prompt": ASKED, "answer": "2"}))
+    spec = spec_of("sft", train=str(path), template_args={"thinks": False})
+    encoded = encode_prompts(load_data(spec, "train")[0], tokenizer, spec.data)
+    assert (encoded.rows[0].prompt, encoded.rows[0].target, encoded.end_ids) == ("1+1?|", "2|", ())
+    path.write_text(json.dumps({"prompt": "1+1?", "answer": "2"}))
+    with pytest.raises(BadConfig, match=r"found data\.template_args and a prompt of text \(.*rows\.jsonl:1\)"):
+        load_data(spec, "train")
+    with pytest.raises(
+        ValidationError, match=r"found data\.template_args\.tools, which is given by data\.tools_column"
+    ):
+        spec_of("sft", train="x", template_args={"tools": []})
 
 
 def test_fields_that_are_null_are_not_there(tmp_path: Path) -> None:

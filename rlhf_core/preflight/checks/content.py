@@ -3,9 +3,11 @@
 
 from collections.abc import Iterator
 
+from rlhf_core.files.data_rows import template_columns
 from rlhf_core.preflight.facts import DataFile, Facts
 from rlhf_core.preflight.registry import Finding, bad_rows, blocked, check, passed, skipped, warning
 from rlhf_core.preflight.size_estimates import num_positions
+from rlhf_core.preflight.templates import absent_columns, templates_of
 from rlhf_core.schemas.content import RewardTrial, SplitReport, TrialProblem
 
 MANY_OVERLONG = 0.1
@@ -32,8 +34,9 @@ def columns(facts: Facts) -> Iterator[Finding]:
                     "rows with the columns named in [data]",
                     f"correct {_setting(facts, split)}, or the settings that name its columns",
                 )
-        else:
-            yield passed(f"{_source(facts, split)}: columns {', '.join(split.columns)}")
+            continue
+        yield passed(f"{_source(facts, split)}: columns {', '.join(split.columns)}")
+    yield from _absent_tools(facts)
     yield from _unsuitable_functions(report.rewards)
     yield from _repeated_rows(facts)
 
@@ -78,6 +81,28 @@ def tokenizer(facts: Facts) -> Iterator[Finding]:
             "go on until they are cut off, unless the model's generation settings name a token that ends them",
             "a template whose turns end with the end token or another special one, such as <|im_end|>",
             "correct chat_template in the folder of the tokenizer, or make the token that ends a turn a special one",
+        )
+
+
+@check("content.chat_template", trainer="native")
+def chat_template(facts: Facts) -> Iterator[Finding]:
+    """A model that is trained without its chat template, its tools or its variables answers differently when used."""
+    if facts.content is None:
+        return
+    for split in facts.content.splits:
+        if split.num_unused_tools:
+            yield warning(
+                f"{split.num_unused_tools} of {split.num_rows} rows of {_source(facts, split)} have tools, which the "
+                "model does not get",
+                "the tools of a conversation in its prompt",
+                'set data.tools_column="tools", or remove the column',
+            )
+    unread = facts.content.tokenizer.unread_arguments if facts.content.tokenizer is not None else ()
+    if unread:
+        yield warning(
+            f"the chat template of the tokenizer does not use {', '.join(unread)}",
+            "variables of the chat template in data.template_args, and tools only for one that shows them to the model",
+            "correct their names, leave them out, or correct chat_template in the folder of the tokenizer",
         )
 
 
@@ -201,6 +226,23 @@ def pipeline(facts: Facts) -> Iterator[Finding]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def _absent_tools(facts: Facts) -> Iterator[Finding]:
+    """Finding on a column of tools that occurs nowhere. Rows may lack it, even all of one split."""
+    assert facts.content is not None
+    tools = facts.spec.data.tools_column
+    splits = [split for split in facts.content.splits if not split.problem]
+    files = [file for file in (facts.train, facts.eval) if file is not None and file.scanned]
+    columns = {name for split in splits for name in split.columns}.union(*(file.columns for file in files))
+    if not tools or not splits or tools in columns:
+        return
+    is_certain = all(split.is_whole or _is_scanned(facts, split) for split in splits)
+    yield (blocked if is_certain else warning)(
+        f"data.tools_column names {tools!r}, which no row {'' if is_certain else 'that was read '}has",
+        f"one of the columns: {', '.join(sorted(columns))}",
+        "correct data.tools_column, or leave it out",
+    )
+
+
 def _unsuitable_functions(trials: tuple[RewardTrial, ...]) -> Iterator[Finding]:
     for trial in trials:
         if trial.problem is TrialProblem.COLUMNS:
@@ -291,9 +333,13 @@ def _is_scanned(facts: Facts, split: SplitReport) -> bool:
 
 
 def _is_judged_already(facts: Facts, split: SplitReport) -> bool:
-    """Return True if the control plane has read the file itself and reports its problems."""
-    file = _file(facts, split)
-    return file is not None and (file.scanned or bool(file.problem))
+    """Return True if the control plane has read the file itself and reports a problem of it."""
+    file, data, kinds = _file(facts, split), facts.spec.data, facts.spec.data_kinds
+    if file is None or not file.scanned:
+        return file is not None and bool(file.problem)
+    rows = not file.num_rows or file.malformed.count or file.empty_prompts.count
+    wrong_templates = any(template_columns(template)[1] for template in templates_of(data, kinds | {"answer"}).values())
+    return bool(file.problem or rows or wrong_templates or any(absent_columns(data, kinds, file.columns).values()))
 
 
 def _setting(facts: Facts, split: SplitReport) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rlhf_core.files.data_rows import template_columns
 from rlhf_core.preflight.facts import BadRows, DataFile, Facts
 from rlhf_core.preflight.registry import Finding, bad_rows, blocked, check, passed, skipped, warning
-from rlhf_core.preflight.templates import named_columns, templates_of
+from rlhf_core.preflight.templates import absent_columns, templates_of
 
 
 @check("data.readable")
@@ -74,10 +74,7 @@ def columns(facts: Facts) -> Iterator[Finding]:
     for name, file in _read(facts):
         if not file.num_rows or _is_read_elsewhere(facts, name):
             continue
-        absent = {
-            setting: [column for column in wanted if column not in file.columns]
-            for setting, wanted in named_columns(facts.spec.data, facts.spec.data_kinds).items()
-        }
+        absent = absent_columns(facts.spec.data, facts.spec.data_kinds, file.columns)
         for setting, missing in absent.items():
             if missing:
                 yield blocked(

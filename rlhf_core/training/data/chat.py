@@ -8,6 +8,7 @@ of both completions, in turns (or characters).
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pydantic import JsonValue
@@ -31,7 +32,7 @@ def messages_problem(value: JsonValue) -> str:
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return f'expected messages with a "role", found {message!r:.60}'
-        if not isinstance(message.get("content"), str):
+        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
             return f'expected messages with text as "content", found {message!r:.60}'
     return ""
 
@@ -62,10 +63,26 @@ def common_beginning(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
     return max(0, length - 1 if length and chosen[length - 1] == " " else length)
 
 
+NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
+"""Arguments of a chat template that is given nothing but messages."""
+
+
+def template_arguments(given: Mapping[str, JsonValue] = NO_ARGUMENTS, now: datetime | None = None) -> dict[str, Any]:
+    """Arguments of a chat template besides messages and tools.
+
+    Args:
+        given: ``data.template_args``.
+        now: time given to templates that write the date into prompts, as those of Llama 3.1 and 3.2; None for the
+            clock. A run gives the time of its request: prompts would differ between ranks that start around midnight,
+            and after a resume on another day.
+    """
+    return {**given, **({} if now is None else {"strftime_now": now.strftime})}  # transformers' name, for its own
+
+
 def render_rows(
     rows: Sequence[Row],
     tokenizer: "PreTrainedTokenizerBase",
-    now: datetime | None = None,
+    arguments: Mapping[str, Any] = NO_ARGUMENTS,
     beat: Callable[[], None] = lambda: None,
 ) -> tuple[list[Row], list[str]]:
     """Render the messages of rows; see :func:`rendered`.
@@ -84,14 +101,14 @@ def render_rows(
     for row in rows:
         beat()
         try:
-            found.append(rendered(row, tokenizer, now))
+            found.append(rendered(row, tokenizer, arguments))
         except UnrenderedChat as error:
             place = row.chat.place if row.chat else ""
             problems.append(f"{place}: {error}" if place else str(error))
     return found, problems
 
 
-def rendered(row: Row, tokenizer: "PreTrainedTokenizerBase", now: datetime | None = None) -> Row:
+def rendered(row: Row, tokenizer: "PreTrainedTokenizerBase", arguments: Mapping[str, Any] = NO_ARGUMENTS) -> Row:
     """Render the messages of a row with the chat template; a row without messages stays unchanged.
 
     The prompt ends with the beginning of the model's turn, as it does when completions are sampled, and a completion is
@@ -99,9 +116,7 @@ def rendered(row: Row, tokenizer: "PreTrainedTokenizerBase", now: datetime | Non
     the completion goes on with it.
 
     Args:
-        now: time given to templates that write the date into prompts, as those of Llama 3.1 and 3.2; None for the
-            clock. A run gives the time of its request: prompts would differ between ranks that start around midnight,
-            and after a resume on another day.
+        arguments: those of :func:`template_arguments`.
 
     Raises:
         BadData: the tokenizer has no chat template.
@@ -112,13 +127,17 @@ def rendered(row: Row, tokenizer: "PreTrainedTokenizerBase", now: datetime | Non
     if chat is None:
         return row
     is_begun = chat.prompt[-1].get("role") == "assistant"
-    prompt = _apply(tokenizer, chat.prompt, now, add_generation_prompt=not is_begun, continue_final_message=is_begun)
+    if chat.tools:
+        arguments = {**arguments, "tools": [dict(tool) for tool in chat.tools]}
+    prompt = _apply(
+        tokenizer, chat.prompt, arguments, add_generation_prompt=not is_begun, continue_final_message=is_begun
+    )
     texts: dict[str, Any] = {}
     for name in ("target", "chosen", "rejected"):
         completion: Messages = getattr(chat, name)
         if not completion:
             continue
-        whole = _apply(tokenizer, _continued(chat.prompt, completion), now)
+        whole = _apply(tokenizer, _continued(chat.prompt, completion), arguments)
         if not whole.startswith(prompt):
             raise UnrenderedChat(
                 f"the chat template renders a prompt as {prompt[-60:]!r}, but differently before the {name} completion "
@@ -129,7 +148,7 @@ def rendered(row: Row, tokenizer: "PreTrainedTokenizerBase", now: datetime | Non
     return dataclasses.replace(row, prompt=prompt, **texts)
 
 
-def turn_end(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+def turn_end(tokenizer: "PreTrainedTokenizerBase", arguments: Mapping[str, Any] = NO_ARGUMENTS) -> int | None:
     """Token that ends a turn of the model: the first special one that the chat template writes after its message. None
     if there is none, or if the template does not render a question with an answer.
 
@@ -137,7 +156,7 @@ def turn_end(tokenizer: "PreTrainedTokenizerBase") -> int | None:
     """
     answer = "An answer."
     try:
-        text = _apply(tokenizer, [{"role": "user", "content": "A question?"}, *turns(answer)], None)
+        text = _apply(tokenizer, [{"role": "user", "content": "A question?"}, *turns(answer)], arguments)
     except UnrenderedChat:
         return None
     _, found, after = text.rpartition(answer)
@@ -151,10 +170,15 @@ def _continued(prompt: Messages, completion: Messages) -> Messages:
     begun, (first, *others) = prompt[-1], completion
     if not begun.get("role") == first.get("role") == "assistant":
         return [*prompt, *completion]
-    return [*prompt[:-1], {**begun, "content": f"{begun['content']}{first['content']}"}, *others]
+    return [*prompt[:-1], {**begun, "content": f"{content_of(begun)}{content_of(first)}"}, *others]
 
 
-def _apply(tokenizer: "PreTrainedTokenizerBase", messages: Messages, now: datetime | None, **end: bool) -> str:
+def content_of(message: Mapping[str, JsonValue]) -> str:
+    """Text of a message; empty for one that only calls tools."""
+    return str(message.get("content") or "")
+
+
+def _apply(tokenizer: "PreTrainedTokenizerBase", messages: Messages, arguments: Mapping[str, Any], **end: bool) -> str:
     if not tokenizer.chat_template:
         raise BadData(
             "found a prompt of messages, and a tokenizer without a chat template; use text, or set model.tokenizer to "
@@ -162,9 +186,8 @@ def _apply(tokenizer: "PreTrainedTokenizerBase", messages: Messages, now: dateti
         )
     text: Any = ""
     conversation: Any = [dict(message) for message in messages]
-    clock: Any = {} if now is None else {"strftime_now": now.strftime}  # transformers' name, in place of its own
     with Survived() as failed:  # a template is code and may raise anything
-        text = tokenizer.apply_chat_template(conversation, tokenize=False, **end, **clock)
+        text = tokenizer.apply_chat_template(conversation, tokenize=False, **end, **arguments)
     if failed.error is not None:
         raise UnrenderedChat(
             f"the chat template of the tokenizer does not render the conversation that ends with "

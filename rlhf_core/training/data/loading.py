@@ -9,18 +9,18 @@ import itertools
 import random
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhf_core.errors import BadData
 from rlhf_core.files.data_rows import KINDS, READERS, FileRow, Malformed, place
 from rlhf_core.schemas.data import DataSpec
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.training.data.chat import AT_ONCE, render_rows, turn_end
+from rlhf_core.training.data.chat import AT_ONCE, render_rows, template_arguments, turn_end
 from rlhf_core.training.data.generated_rows import Record, Split, generated_rows
 from rlhf_core.training.data.row_reader import MalformedRow, RowReader
 from rlhf_core.training.types import Row
@@ -231,7 +231,8 @@ def encode_prompts(
             is left.
     """
     given = len(rows)
-    rows, problems = render_rows(rows, tokenizer, now, beat)
+    arguments = template_arguments(data.template_args, now)
+    rows, problems = render_rows(rows, tokenizer, arguments, beat)
     if problems and data.malformed_rows == "error":
         raise BadData(f"{problems[0]} {_DROP}")
     if given and not rows:
@@ -252,11 +253,13 @@ def encode_prompts(
             f"all {len(rows)} prompts are longer than data.max_prompt_tokens = {data.max_prompt_tokens}, or their "
             f"completions than data.max_completion_tokens = {data.max_completion_tokens}; raise them"
         )
-    return dataclasses.replace(kept, num_overlong=num_overlong, end_ids=_turn_ends(rows, tokenizer))
+    return dataclasses.replace(kept, num_overlong=num_overlong, end_ids=_turn_ends(rows, tokenizer, arguments))
 
 
-def _turn_ends(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
-    end = turn_end(tokenizer) if any(row.chat is not None for row in rows) else None
+def _turn_ends(
+    rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", arguments: Mapping[str, Any]
+) -> tuple[int, ...]:
+    end = turn_end(tokenizer, arguments) if any(row.chat is not None for row in rows) else None
     return () if end is None or end == tokenizer.eos_token_id else (end,)
 
 

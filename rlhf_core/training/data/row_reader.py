@@ -1,5 +1,6 @@
 """Conversion of a source's columns to rows: templates, identities, pairs, labels and margins."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -13,8 +14,11 @@ from pydantic import JsonValue
 from rlhf_core.errors import BadConfig
 from rlhf_core.files.data_rows import label_of, pair_problem, template_columns
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.training.data.chat import common_beginning, messages_problem, turns
+from rlhf_core.training.data.chat import common_beginning, content_of, messages_problem, turns
 from rlhf_core.training.types import Conversation, Messages, Row
+
+_OF_CONVERSATIONS = ("template_args", "tools_column")
+"""Settings that have no effect on rows of text."""
 
 
 class MalformedRow(Exception):
@@ -57,7 +61,7 @@ class RowReader:
             if name in fields:
                 _require_value(name, fields[name])
         is_chat = any(isinstance(fields[name], list) for name in ("prompt", *completions))
-        row = self._conversation(fields, columns, place) if is_chat else self._texts(fields, columns)
+        row = self._conversation(fields, columns, place) if is_chat else self._texts(fields, columns, place)
         if self._pairs:
             pair = (row.chat.chosen, row.chat.rejected) if row.chat else (row.chosen, row.rejected)
             if problem := pair_problem(*pair):
@@ -88,8 +92,14 @@ class RowReader:
             fields |= _split(fields["chosen"], fields["rejected"])
         return fields
 
-    def _texts(self, fields: Mapping[str, JsonValue], columns: Mapping[str, JsonValue]) -> Row:
+    def _texts(self, fields: Mapping[str, JsonValue], columns: Mapping[str, JsonValue], place: str) -> Row:
         """Make a row of texts by filling its templates."""
+        for name in _OF_CONVERSATIONS:
+            if getattr(self._data, name):
+                raise BadConfig(
+                    f"found data.{name} and a prompt of text ({place}), which no chat template renders; use prompts of "
+                    f"messages, or leave data.{name} out"
+                )
         made = [name for name in self._templates if name != "target" or "answer" in fields]
         texts = {name: self._filled(name, fields, columns) for name in made}
         answer = str(fields.get("answer", ""))
@@ -128,12 +138,13 @@ class RowReader:
                 raise MalformedRow(f"{name}: {problem}")
         prompt = _as_json(fields["prompt"])
         _check_text(prompt + _as_json([list(messages) for messages in completions.values()]))
-        target = str(completions["target"][-1]["content"]) if completions["target"] else ""
+        target = content_of(completions["target"][-1]) if completions["target"] else ""
         if not self._teaches_answers:
             # An answer that is only compared is not rendered: templates of reasoning models begin the turn of the model
             # otherwise than they render a past one.
             completions["target"] = []
-        chat = Conversation(prompt=turns(fields["prompt"]), **completions, place=place)
+        prompt_turns, tools = turns(fields["prompt"]), self._tools(columns)
+        chat = Conversation(prompt=prompt_turns, **completions, tools=tools, place=place)
         answer = fields.get("answer")
         return Row(
             _digest(prompt),
@@ -141,10 +152,26 @@ class RowReader:
             target if isinstance(answer, list) else "" if answer is None else str(answer),
             target,
             dict(columns),
-            chosen=str(chat.chosen[-1]["content"]) if chat.chosen else "",
-            rejected=str(chat.rejected[-1]["content"]) if chat.rejected else "",
+            chosen=content_of(chat.chosen[-1]) if chat.chosen else "",
+            rejected=content_of(chat.rejected[-1]) if chat.rejected else "",
             chat=chat,
         )
+
+    def _tools(self, columns: Mapping[str, JsonValue]) -> list[dict[str, JsonValue]]:
+        """Tools of a conversation; none if the row has no such column."""
+        name = self._data.tools_column
+        value = given = _plain(columns.get(name)) if name else None
+        if isinstance(given, str):
+            with contextlib.suppress(ValueError):  # refused below
+                value = json.loads(given) if given.strip() else None
+        if _is_missing(value):
+            return []
+        if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+            raise MalformedRow(
+                f'expected a list of descriptions of functions in column "{name}" (data.tools_column), found '
+                f"{given!r:.60}"
+            )
+        return _without_nulls(value)
 
     def _filled(self, name: str, fields: Mapping[str, JsonValue], columns: Mapping[str, JsonValue]) -> str:
         """Fill a template of the row."""
@@ -219,6 +246,13 @@ def _require_value(name: str, value: object) -> None:
 def _plain(value: Any) -> Any:
     """Lists and Python's own values for those of NumPy, which generators take from tables."""
     return list(value) if isinstance(value, tuple) else value.tolist() if hasattr(value, "tolist") else value
+
+
+def _without_nulls(value: Any) -> Any:
+    """Leave out fields that are null: Parquet gives every description of a function the fields of all others."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _as_json(value: object) -> str:

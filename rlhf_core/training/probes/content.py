@@ -20,7 +20,7 @@ from rlhf_core.schemas.content import ContentReport, RewardTrial, SplitReport, T
 from rlhf_core.schemas.model import BUILT_TOKENIZERS
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.survival import Survived, relative_path_advice
-from rlhf_core.training.data.chat import render_rows, turn_end
+from rlhf_core.training.data.chat import render_rows, template_arguments, turn_end
 from rlhf_core.training.data.generated_rows import Split
 from rlhf_core.training.data.loading import completion_lengths, completions_of, load_data, prompt_tokens
 from rlhf_core.training.probes.reward_functions import set_limit, try_rewards
@@ -97,7 +97,7 @@ def check_content(spec_path: Path) -> ContentReport:
     shared = len(prompts["train"] & prompts.get("eval", set()))
     tokenizer, tokenizer_report = _tokenizer(spec, rows)
     if tokenizer is not None and not tokenizer_report.problem:
-        split_reports, rows, problem = _rendered(split_reports, rows, tokenizer)
+        split_reports, rows, problem = _rendered(split_reports, rows, tokenizer, spec)
         tokenizer_report = tokenizer_report.model_copy(update={"problem": problem})
     if tokenizer is not None and not tokenizer_report.problem:
         split_reports = {
@@ -161,9 +161,16 @@ def _read(spec: RunSpec) -> tuple[dict[str, SplitReport], dict[str, list[Row]]]:
             columns=tuple(sorted(_columns(rows[split]))),
             num_duplicates=len(rows[split])
             - len({(row.prompt, row.answer, row.chosen, row.rejected) for row in rows[split]}),
+            num_unused_tools=sum(map(_lacks_its_tools, rows[split])),
             read_s=seconds,
         )
     return split_reports, rows
+
+
+def _lacks_its_tools(row: Row) -> bool:
+    tools = row.columns.get("tools")  # TRL's name for them
+    is_given = isinstance(tools, list | str) and tools not in ([], "", "[]", "null")
+    return row.chat is not None and not row.chat.tools and is_given
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -187,9 +194,11 @@ def _tokenizer(
     every = [row for of in rows.values() for row in of]
     report = check_tokenizer(tokenizer, [text for row in every for text in _texts(row)])
     if tokenizer.chat_template and not report.chat_problem and any(row.chat is not None for row in every):
-        end = turn_end(tokenizer)
+        end = turn_end(tokenizer, template_arguments(spec.data.template_args))
         turn_ends = "" if end is None else str(tokenizer.convert_ids_to_tokens(end))
-        report = report.model_copy(update={"turn_end": turn_ends})
+        given = [*spec.data.template_args, *(["tools"] if spec.data.tools_column else [])]
+        unread = tuple(name for name in given if name not in str(tokenizer.chat_template))
+        report = report.model_copy(update={"turn_end": turn_ends, "unread_arguments": unread})
     return tokenizer, report
 
 
@@ -206,13 +215,16 @@ def _build_tokenizer(spec: RunSpec, rows: Mapping[str, Sequence[Row]]) -> "CoreT
 
 
 def _rendered(
-    split_reports: Mapping[str, SplitReport], rows: Mapping[str, Sequence[Row]], tokenizer: "PreTrainedTokenizerBase"
+    split_reports: Mapping[str, SplitReport],
+    rows: Mapping[str, Sequence[Row]],
+    tokenizer: "PreTrainedTokenizerBase",
+    spec: RunSpec,
 ) -> tuple[dict[str, SplitReport], dict[str, list[Row]], str]:
     """Rows of messages rendered to text by the tokenizer, or the reason why it renders none."""
     reports, texts = dict(split_reports), {}
     for split, of in rows.items():
         try:
-            texts[split], problems = render_rows(of, tokenizer)
+            texts[split], problems = render_rows(of, tokenizer, template_arguments(spec.data.template_args))
         except RlhfError as error:
             return dict(split_reports), {}, " ".join(str(error).split())
         if problems:

@@ -23,7 +23,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 from rlhf_core.errors import BadConfig, ResumeMismatch, UnrenderedChat
 from rlhf_core.files.fingerprints import fingerprint
 from rlhf_core.schemas.scoring_models import ScoringModelSpec, ScoringModelState
-from rlhf_core.training.data.chat import rendered
+from rlhf_core.training.data.chat import rendered, template_arguments
 from rlhf_core.training.data.loading import completion_tokens, continued_tokens, prompt_tokens
 from rlhf_core.training.data.tokenizers import load_tokenizer
 from rlhf_core.training.distributed import Ranks
@@ -183,8 +183,9 @@ class ScoringModel:
         messages = row.chat.prompt if row.chat is not None else ({"role": "user", "content": row.prompt},)
         # The end of a truncated completion is marked, to leave out what the template writes after it.
         content = made.text if made.finished else made.text + _CUT
-        chat = Conversation(messages, target=({"role": "assistant", "content": content},))
-        whole = rendered(dataclasses.replace(row, chat=chat), self._tokenizer, self._now)
+        tools = row.chat.tools if row.chat is not None else ()
+        chat = Conversation(messages, target=({"role": "assistant", "content": content},), tools=tools)
+        whole = rendered(dataclasses.replace(row, chat=chat), self._tokenizer, template_arguments(now=self._now))
         before, mark, _ = whole.target.rpartition(_CUT)
         return dataclasses.replace(whole, target=before) if mark and not made.finished else whole
 
