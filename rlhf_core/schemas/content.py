@@ -102,6 +102,9 @@ class TokenizerReport(Schema):
     """Share of tokens for characters that the tokenizer lacks."""
     chat_problem: str = ""
     """Problem of its chat template; empty if it has none or it renders."""
+    is_bypassed: bool = False
+    """True if it has a chat template, not one of a built-in tokenizer, and there are prompts of text that go past it
+    and are not in its form: they have no special token."""
     unread_arguments: tuple[str, ...] = ()
     """Variables set by ``data.template_args`` and ``data.tools_column`` that do not occur in its chat template."""
     turn_end: str | None = None

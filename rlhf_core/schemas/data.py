@@ -36,7 +36,8 @@ class DataSpec(Schema):
     generator_args: dict[str, JsonValue] = {}
     """Arguments of the generator."""
     prompt_column: str = "prompt"
-    """Column that holds the prompt."""
+    """Column that holds the prompt: a text, which the model gets as it is unless `data.chat` is set, or a list of
+    messages (`[{"role": "user", "content": ...}]`), which the chat template of the tokenizer renders."""
     answer_column: str = "answer"
     """Column that holds the reference answer. Algorithms that learn only from pairs do not need it."""
     chosen_column: str = "chosen"
@@ -49,6 +50,11 @@ class DataSpec(Schema):
     margin_column: str = ""
     """Column that holds the margin by which the better completion of a pair is better, for a reward model; empty for
     none."""
+    chat: bool = False
+    """Whether texts go through the chat template of the tokenizer as well: the prompt, filled into
+    `data.prompt_template`, as a message of the user, and completions as messages of the model."""
+    system_prompt: str = ""
+    """System message in front of every conversation that does not begin with one; empty for none."""
     tools_column: str = ""
     """Column that holds the tools that the model may call in a conversation, which the chat template writes into its
     prompt: a list of descriptions of functions, or such a list as JSON text; empty for none. Rows may lack it."""

@@ -399,6 +399,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         "no row that was read has",
     ),
     ("content.columns", BLOCKED, looked_at(data={**FILES, "tools_column": "tols"}), "correct data.tools_column"),
+    ("content.chat_template", WARNING, looked_at(tokens={"is_bypassed": True}), "set data.chat=true"),
     ("content.chat_template", WARNING, looked_at({"num_unused_tools": 3}), 'data.tools_column="tools"'),
     ("content.chat_template", WARNING, looked_at(tokens={"unread_arguments": ("enable_thinkin",)}), "enable_thinkin"),
     ("content.pipeline", WARNING, generated(read_s=700.0), "raise supervise.setup_floor_s to 2800"),

@@ -177,6 +177,18 @@ def test_messages_are_rendered_as_in_training(tmp_path: Path) -> None:
     assert report.splits[0].longest_prompt == begins + len("bcd")
 
 
+def test_texts_that_go_past_the_chat_template_are_noticed(tmp_path: Path) -> None:
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}<|im_end|>"
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    for prompt, is_bypassed in (("a", True), ("a<|im_end|>", False)):
+        rows = [{"prompt": prompt, "answer": "b"}]
+        spec = with_files(tmp_path, rows, rows, model={"tokenizer": str(tmp_path / "tokenizer")})
+        report = report_of(spec, tmp_path)
+        assert report.tokenizer is not None
+        assert report.tokenizer.is_bypassed == is_bypassed, "prompts may be written in the form of the template"
+
+
 def test_conversations_that_the_template_refuses_are_counted(tmp_path: Path) -> None:
     tokenizer = char_tokenizer()
     tokenizer.chat_template = (
@@ -192,7 +204,7 @@ def test_conversations_that_the_template_refuses_are_counted(tmp_path: Path) -> 
     report = report_of(spec, tmp_path)
     assert [split.num_unused_tools for split in report.splits] == [0, 2]
     assert report.tokenizer is not None
-    assert report.tokenizer.unread_arguments == ("thinks",)
+    assert (report.tokenizer.unread_arguments, report.tokenizer.is_bypassed) == (("thinks",), False)
     assert report.tokenizer.problem == ""
     assert report.tokenizer.turn_end == "", "a vertical bar is no special token"
     train, held = report.splits

@@ -224,6 +224,37 @@ def test_variables_of_the_chat_template_reach_prompts_and_completions(tmp_path: 
         spec_of("sft", train="x", template_args={"tools": []})
 
 
+ASKED_BY_TEXT = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nQ: 1+1?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "grpo", "dpo", "kto"])
+@pytest.mark.parametrize("prompt", ["1+1?", [{"role": "user", "content": "Q: 1+1?"}]])
+def test_texts_and_messages_get_the_same_chat_template(tmp_path: Path, algorithm: str, prompt: Any) -> None:
+    path, tokenizer = tmp_path / "rows.jsonl", char_tokenizer()
+    path.write_text(json.dumps({"prompt": prompt, "answer": 2, "chosen": "2", "rejected": "3", "label": True}))
+    template = {"prompt_template": "Q: {prompt}"} if isinstance(prompt, str) else {}
+    spec = spec_of(algorithm, train=str(path), chat=True, system_prompt="Be brief.", **template)
+    encoded = encode_prompts(load_data(spec, "train")[0], tokenizer, spec.data)
+    (row,) = encoded.rows
+    assert (row.prompt, row.answer) == (ASKED_BY_TEXT, "2")
+    assert (row.chosen, row.rejected) == (("2<|im_end|>\n", "3<|im_end|>\n") if algorithm == "dpo" else ("", ""))
+    assert row.target == ("2<|im_end|>\n" if algorithm in ("sft", "kto") else "2")
+    by_messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Q: 1+1?"}]
+    path.write_text(json.dumps({"prompt": by_messages, "answer": "2", "chosen": "2", "rejected": "3", "label": True}))
+    bare = spec_of(algorithm, train=str(path), system_prompt="Be long.")
+    (same,) = load_data(bare, "train")[0]
+    assert (same.uid, encode_prompts([same], tokenizer, bare.data).rows[0].prompt) == (row.uid, ASKED_BY_TEXT)
+
+
+def test_texts_of_a_chat_are_checked_as_others_are(tmp_path: Path) -> None:
+    with pytest.raises(BadData, match="the prompt is empty"):
+        load(tmp_path, {"prompt": "", "chosen": "2", "rejected": "3"}, chat=True)
+    with pytest.raises(BadData, match="the rejected completion is empty"):
+        load(tmp_path, {"prompt": "1", "chosen": "2", "rejected": ""}, chat=True)
+    with pytest.raises(BadConfig, match=r"found data\.system_prompt and a prompt of text .*; set data\.chat"):
+        load(tmp_path, GOOD, system_prompt="Be brief.")
+
+
 def test_fields_that_are_null_are_not_there(tmp_path: Path) -> None:
     """Parquet gives every message the fields of all others; Llama 3.1 asks whether a message has tool calls."""
     empty = {"name": None, "tool_calls": None}

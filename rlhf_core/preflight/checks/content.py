@@ -97,6 +97,13 @@ def chat_template(facts: Facts) -> Iterator[Finding]:
                 "the tools of a conversation in its prompt",
                 'set data.tools_column="tools", or remove the column',
             )
+    if facts.content.tokenizer is not None and facts.content.tokenizer.is_bypassed:
+        yield warning(
+            "the tokenizer has a chat template, and there are prompts of text, which the model gets without it",
+            "prompts in the form that a chat model was trained on",
+            "set data.chat=true, or use prompts of messages; for a base model, set preflight.off = "
+            '{"content.chat_template" = "base model"}',
+        )
     unread = facts.content.tokenizer.unread_arguments if facts.content.tokenizer is not None else ()
     if unread:
         yield warning(

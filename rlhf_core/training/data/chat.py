@@ -181,8 +181,8 @@ def content_of(message: Mapping[str, JsonValue]) -> str:
 def _apply(tokenizer: "PreTrainedTokenizerBase", messages: Messages, arguments: Mapping[str, Any], **end: bool) -> str:
     if not tokenizer.chat_template:
         raise BadData(
-            "found a prompt of messages, and a tokenizer without a chat template; use text, or set model.tokenizer to "
-            "the folder of a tokenizer with a chat template"
+            "found a prompt of messages (or data.chat), and a tokenizer without a chat template; use text, or set "
+            "model.tokenizer to the folder of a tokenizer with a chat template"
         )
     text: Any = ""
     conversation: Any = [dict(message) for message in messages]

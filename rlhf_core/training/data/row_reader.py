@@ -17,9 +17,6 @@ from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.data.chat import common_beginning, content_of, messages_problem, turns
 from rlhf_core.training.types import Conversation, Messages, Row
 
-_OF_CONVERSATIONS = ("template_args", "tools_column")
-"""Settings that have no effect on rows of text."""
-
 
 class MalformedRow(Exception):
     """One row is not valid."""
@@ -61,7 +58,13 @@ class RowReader:
             if name in fields:
                 _require_value(name, fields[name])
         is_chat = any(isinstance(fields[name], list) for name in ("prompt", *completions))
-        row = self._conversation(fields, columns, place) if is_chat else self._texts(fields, columns, place)
+        if is_chat:
+            row = self._conversation(fields, columns, place)
+        elif self._data.chat:
+            row = self._asked(self._texts(fields, columns), columns, place)
+        else:
+            self._refuse_settings_of_conversations(place)
+            row = self._texts(fields, columns)
         if self._pairs:
             pair = (row.chat.chosen, row.chat.rejected) if row.chat else (row.chosen, row.rejected)
             if problem := pair_problem(*pair):
@@ -92,14 +95,8 @@ class RowReader:
             fields |= _split(fields["chosen"], fields["rejected"])
         return fields
 
-    def _texts(self, fields: Mapping[str, JsonValue], columns: Mapping[str, JsonValue], place: str) -> Row:
+    def _texts(self, fields: Mapping[str, JsonValue], columns: Mapping[str, JsonValue]) -> Row:
         """Make a row of texts by filling its templates."""
-        for name in _OF_CONVERSATIONS:
-            if getattr(self._data, name):
-                raise BadConfig(
-                    f"found data.{name} and a prompt of text ({place}), which no chat template renders; use prompts of "
-                    f"messages, or leave data.{name} out"
-                )
         made = [name for name in self._templates if name != "target" or "answer" in fields]
         texts = {name: self._filled(name, fields, columns) for name in made}
         answer = str(fields.get("answer", ""))
@@ -115,6 +112,35 @@ class RowReader:
             chosen=texts.get("chosen", ""),
             rejected=texts.get("rejected", ""),
         )
+
+    def _asked(self, row: Row, columns: Mapping[str, JsonValue], place: str) -> Row:
+        """Make a conversation of a row of texts: a question of the user, and answers of the model."""
+        asked = self._with_system_prompt([{"role": "user", "content": row.prompt}])
+        chat = Conversation(
+            prompt=turns(asked),
+            target=turns(row.target) if self._teaches_answers else (),
+            chosen=turns(row.chosen) if row.chosen else (),
+            rejected=turns(row.rejected) if row.rejected else (),
+            tools=self._tools(columns),
+            place=place,
+        )
+        prompt = _as_json(asked)
+        return dataclasses.replace(row, uid=_digest(prompt), prompt=prompt, chat=chat)
+
+    def _with_system_prompt(self, messages: list[JsonValue]) -> list[JsonValue]:
+        first = messages[0]
+        has_one = isinstance(first, dict) and first.get("role") in ("system", "developer")
+        if has_one or not self._data.system_prompt:
+            return messages
+        return [{"role": "system", "content": self._data.system_prompt}, *messages]
+
+    def _refuse_settings_of_conversations(self, place: str) -> None:
+        for name in ("system_prompt", "template_args", "tools_column"):
+            if getattr(self._data, name):
+                raise BadConfig(
+                    f"found data.{name} and a prompt of text ({place}), which no chat template renders; set data.chat, "
+                    f"use prompts of messages, or leave data.{name} out"
+                )
 
     def _conversation(self, fields: Mapping[str, JsonValue], columns: Mapping[str, JsonValue], place: str) -> Row:
         """Make a row of messages. Templates apply to text only; the tokenizer's chat template renders messages."""
@@ -136,15 +162,15 @@ class RowReader:
         for name, messages in (("prompt", fields["prompt"]), *completions.items()):
             if (messages or name in needed) and (problem := messages_problem(list(messages))):  # type: ignore[arg-type]
                 raise MalformedRow(f"{name}: {problem}")
-        prompt = _as_json(fields["prompt"])
+        asked = self._with_system_prompt(fields["prompt"])
+        prompt = _as_json(asked)
         _check_text(prompt + _as_json([list(messages) for messages in completions.values()]))
         target = content_of(completions["target"][-1]) if completions["target"] else ""
         if not self._teaches_answers:
             # An answer that is only compared is not rendered: templates of reasoning models begin the turn of the model
             # otherwise than they render a past one.
             completions["target"] = []
-        prompt_turns, tools = turns(fields["prompt"]), self._tools(columns)
-        chat = Conversation(prompt=prompt_turns, **completions, tools=tools, place=place)
+        chat = Conversation(prompt=turns(asked), **completions, tools=self._tools(columns), place=place)
         answer = fields.get("answer")
         return Row(
             _digest(prompt),
@@ -171,7 +197,8 @@ class RowReader:
                 f'expected a list of descriptions of functions in column "{name}" (data.tools_column), found '
                 f"{given!r:.60}"
             )
-        return _without_nulls(value)
+        tools: list[dict[str, JsonValue]] = _without_nulls(value)
+        return tools
 
     def _filled(self, name: str, fields: Mapping[str, JsonValue], columns: Mapping[str, JsonValue]) -> str:
         """Fill a template of the row."""

@@ -12,10 +12,11 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from rlhf_core.errors import BadConfig
 from rlhf_core.training.data.tokenizer_cores import END, PAD, UNKNOWN, build_core
 
-_CHAT_TEMPLATE = (
+CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+"""Chat template of the built-in tokenizers."""
 
 
 def build_tokenizer(kind: str, texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -38,7 +39,7 @@ def build_tokenizer(kind: str, texts: Iterable[str], vocab_size: int) -> PreTrai
         unk_token=UNKNOWN if kind == "char" else None,
         clean_up_tokenization_spaces=False,
     )
-    tokenizer.chat_template = _CHAT_TEMPLATE
+    tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 

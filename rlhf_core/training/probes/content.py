@@ -182,17 +182,24 @@ def _tokenizer(
 ) -> "tuple[PreTrainedTokenizerBase | None, TokenizerReport]":
     kind = spec.model.tokenizer
     tokenizer: PreTrainedTokenizerBase
+    special: list[str] = []
+    is_for_chat = False
     try:
         if kind in BUILT_TOKENIZERS:
             tokenizer = _build_tokenizer(spec, rows)
         else:
-            from rlhf_core.training.data.tokenizers import load_tokenizer
+            from rlhf_core.training.data.tokenizers import CHAT_TEMPLATE, load_tokenizer
 
             tokenizer = load_tokenizer(Path(kind or spec.model.path))
+            special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+            is_for_chat = tokenizer.chat_template not in (None, "", CHAT_TEMPLATE)
     except RlhfError as error:
         return None, TokenizerReport(problem=" ".join(str(error).split()))
     every = [row for of in rows.values() for row in of]
     report = check_tokenizer(tokenizer, [text for row in every for text in _texts(row)])
+    # A text with special tokens of its own has been written in the form of a template.
+    is_bare = any(row.chat is None and not any(token in row.prompt for token in special) for row in every)
+    report = report.model_copy(update={"is_bypassed": is_for_chat and is_bare})
     if tokenizer.chat_template and not report.chat_problem and any(row.chat is not None for row in every):
         end = turn_end(tokenizer, template_arguments(spec.data.template_args))
         turn_ends = "" if end is None else str(tokenizer.convert_ids_to_tokens(end))
