@@ -9,7 +9,7 @@ import json
 import string
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,6 +100,12 @@ def pair_problem(chosen: object, rejected: object) -> str:
         if isinstance(value, Sized) and not value:  # the number 0 is a completion
             return f"the {name} completion is empty"
     return "the chosen and the rejected completion are the same" if chosen == rejected else ""
+
+
+def first_answer(messages: Sequence[object]) -> int | None:
+    """Index of the first message of the model in a conversation; None if it has none."""
+    roles = [message.get("role") if isinstance(message, Mapping) else None for message in messages]
+    return roles.index("assistant") if "assistant" in roles else None
 
 
 def label_of(value: object) -> bool | None:

@@ -7,7 +7,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.files.data_rows import KINDS, READERS, Malformed, label_of, pair_problem
+from rlhf_core.files.data_rows import KINDS, READERS, Malformed, first_answer, label_of, pair_problem
 from rlhf_core.files.reading import open_regular
 from rlhf_core.preflight.facts import BadRows, DataFile, LineProblem
 from rlhf_core.preflight.templates import named_columns
@@ -118,6 +118,13 @@ class _Scan:
         if self._labels and label_of(row[data.label_column]) is None:
             self._malformed.add(line, f'expected true or false in column "{data.label_column}"')
             return
+        whole = row[data.messages_column] if data.messages_column else None
+        if isinstance(whole, list):
+            first = first_answer(whole)
+            row = {**row, data.prompt_column: whole[:first], data.answer_column: [] if first is None else whole[first:]}
+        elif data.messages_column:
+            self._malformed.add(line, f'expected a list of messages in column "{data.messages_column}"')
+            return
         given = row.get(data.prompt_column)
         if given in (None, "", []):
             # In a pair without a prompt column, both completions contain the prompt.
@@ -145,7 +152,8 @@ class _Scan:
         if key in self._answers and self._answers[key] == answered:
             self._duplicates.add(line)
         elif key in self._answers:
-            if not self._pairs and not self._labels:  # these may have several completions per prompt
+            # These may have several completions per prompt.
+            if not self._pairs and not self._labels and not self._data.messages_column:
                 self._contradictions.add(line)
         else:
             self._answers[key] = answered

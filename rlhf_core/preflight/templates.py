@@ -25,7 +25,9 @@ def named_columns(data: DataSpec, kinds: AbstractSet[DataKind]) -> dict[str, lis
     The prompt of pairs is not included: without a column, it is the common start of both completions.
     """
     names = {} if "pair" in kinds else {"data.prompt_column": [data.prompt_column]}
-    if "answer" in kinds:
+    if data.messages_column:
+        names = {"data.messages_column": [data.messages_column]}
+    elif "answer" in kinds:
         names["data.answer_column"] = [data.answer_column]
     if "label" in kinds:
         names["data.label_column"] = [data.label_column]

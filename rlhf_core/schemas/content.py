@@ -64,7 +64,7 @@ class SplitReport(Schema):
     read_s: float = 0.0
     """Time to read them and fill their templates."""
     encode_s: float = 0.0
-    """Time to tokenize their prompts."""
+    """Time to render them and to tokenize their prompts."""
     num_overlong: int = 0
     """Rows whose prompt is longer than ``data.max_prompt_tokens``."""
     num_unrendered: int = 0

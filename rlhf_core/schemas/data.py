@@ -38,6 +38,10 @@ class DataSpec(Schema):
     prompt_column: str = "prompt"
     """Column that holds the prompt: a text, which the model gets as it is unless `data.chat` is set, or a list of
     messages (`[{"role": "user", "content": ...}]`), which the chat template of the tokenizer renders."""
+    messages_column: str = ""
+    """Column that holds whole conversations as lists of messages, in place of `data.prompt_column` and
+    `data.answer_column`; empty for none. The messages before the first one of the model are the prompt, and its first
+    one is the reference answer. Supervised training teaches all messages of the model, and none of others."""
     answer_column: str = "answer"
     """Column that holds the reference answer. Algorithms that learn only from pairs do not need it."""
     chosen_column: str = "chosen"
@@ -84,6 +88,17 @@ class DataSpec(Schema):
     def _one_source(self) -> Self:
         if self.generator and (self.train or self.eval):
             raise ValueError("found data.generator and data.train/data.eval; give either the generator or the files")
+        return self
+
+    @model_validator(mode="after")
+    def _renders_messages_by_the_chat_template(self) -> Self:
+        defaults = type(self).model_fields
+        for name in ("chat", "prompt_template", "completion_template"):
+            if self.messages_column and getattr(self, name) != defaults[name].default:
+                raise ValueError(
+                    f"found data.messages_column and data.{name}, which is for texts; leave data.{name} out: the chat "
+                    "template of the tokenizer renders messages"
+                )
         return self
 
     @model_validator(mode="after")

@@ -96,6 +96,16 @@ class RunSpec(Schema):
         return self
 
     @model_validator(mode="after")
+    def _has_pairs_in_columns_of_their_own(self) -> Self:
+        for name, loop in self.loops.named.items():
+            if self.data.messages_column and loop.algorithm.pairs:
+                raise ValueError(
+                    f"found data.messages_column and loops.{name} with {loop.algorithm.name}, which learns from pairs; "
+                    "name the columns of whole conversations in data.chosen_column and data.rejected_column instead"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _samples_what_it_trains(self) -> Self:
         if self.model.lora is not None and self.model.lora.dropout:
             for name, loop in self.loops.named.items():

@@ -158,6 +158,10 @@ class Conversation:
     """The better completion of a pair."""
     rejected: Messages = ()
     """The worse one."""
+    is_whole: bool = False
+    """True if the target has messages of others as well, of which nothing is learned (``data.messages_column``)."""
+    learned: tuple[tuple[int, int], ...] = ()
+    """Beginning and end of each part of the rendered target that is learned; empty if all of it is."""
     tools: Sequence[Mapping[str, JsonValue]] = ()
     """Descriptions of the functions that the model may call."""
     place: str = ""

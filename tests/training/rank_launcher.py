@@ -196,6 +196,20 @@ def conversations(split: str, seed: int) -> list[dict[str, Any]]:
     return [{"prompt": [{"role": "user", "content": f"{digit}{seed}"}], "answer": str(digit)} for digit in range(8)]
 
 
+def whole_conversations(split: str, seed: int) -> list[dict[str, Any]]:
+    """Rows with two questions and answers each."""
+    return [
+        {
+            "messages": [
+                {"role": role, "content": content}
+                for answer in (digit, digit + 1)
+                for role, content in (("user", f"{answer}{seed}"), ("assistant", str(answer)))
+            ]
+        }
+        for digit in range(8)
+    ]
+
+
 def rows_of_this_rank(split: str, seed: int) -> list[dict[str, str]]:
     """Rows in an order that depends on the process, like that of a set."""
     first = int(os.environ.get("FIRST_ROW", os.environ["RANK"]))

@@ -216,7 +216,11 @@ def runs_of(group: TrainingGroup) -> dict[str, Any]:
     return results
 
 
-SUPERVISED: dict[str, Any] = {"sft": {"num_steps": 0}, "train": {"algorithm": "sft", "num_steps": 4}}
+SUPERVISED: dict[str, Any] = {
+    "data": {"generator": "rank_launcher:whole_conversations", "generator_args": {}, "messages_column": "messages"},
+    "sft": {"num_steps": 0},
+    "train": {"algorithm": "sft", "num_steps": 4},
+}
 
 
 def runs_of_every_stage(group: TrainingGroup, results: dict[str, Any]) -> None:
@@ -602,8 +606,11 @@ def test_a_run_whose_reference_has_changed_is_not_resumed(one_rank: dict[str, An
 
 def test_supervised_training_can_be_the_main_algorithm(results: list[dict[str, Any]], folder: Path) -> None:
     assert [result["sft-1"] for result in results] == ["done", "done"]
-    losses = [line["train/loss"] for line in metrics_of(folder, "sft-1").values()]
+    lines = metrics_of(folder, "sft-1").values()
+    losses = [line["train/loss"] for line in lines]
     assert len(losses) == 4
+    answers = 2 * len(("3", "<|im_end|>", "\n"))
+    assert {line["train/num_tokens"] for line in lines} == {8 * answers}, "questions are not learned"
     assert losses[-1] < losses[0] - 0.1
     report = RunDir(folder / "sft-1").evaluation("before", "greedy").read_text()
     assert EvaluationReport.model_validate_json(report).checkpoint_step == 0

@@ -21,8 +21,8 @@ from rlhf_core.schemas.algorithms.preference import DpoSpec
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.data.batches import SequenceBatch
 from rlhf_core.training.data.chat import common_beginning, turn_end
-from rlhf_core.training.data.examples import Example, make_batch, make_examples
-from rlhf_core.training.data.loading import encode_prompts, load_data
+from rlhf_core.training.data.examples import Example, make_batch, make_examples, mismatched
+from rlhf_core.training.data.loading import completion_lengths, encode_prompts, load_data
 from rlhf_core.training.data.tokenizers import build_tokenizer
 from rlhf_core.training.tasks import sorted_pairs
 from rlhf_core.training.types import Row
@@ -253,6 +253,124 @@ def test_texts_of_a_chat_are_checked_as_others_are(tmp_path: Path) -> None:
         load(tmp_path, {"prompt": "1", "chosen": "2", "rejected": ""}, chat=True)
     with pytest.raises(BadConfig, match=r"found data\.system_prompt and a prompt of text .*; set data\.chat"):
         load(tmp_path, GOOD, system_prompt="Be brief.")
+
+
+WHOLE = [*ASKED, *answer_turn("2"), {"role": "user", "content": "+1?"}, *answer_turn("3")]
+CHAT_ML = build_tokenizer("char", [], 0).chat_template
+MARKED = (
+    "{% for m in messages %}{{ m['role'][0] }}:{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m['content'] }}{% endif %}{% if loop.last and m['role'] == 'assistant' %} {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def taught(path: Path, algorithm: str, template: str, messages: Any = WHOLE) -> tuple[list[Row], list[str], list[str]]:
+    """Rows of whole conversations, and what each teaches; also the text that others contribute to its sequence."""
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = template
+    path.write_text("".join(json.dumps({"turns": one, "label": True}) + "\n" for one in (messages, WHOLE[:2])))
+    spec = spec_of(algorithm, train=str(path), messages_column="turns", max_completion_tokens=300)
+    encoded = encode_prompts(load_data(spec, "train")[0], tokenizer, spec.data)
+    examples = make_examples(encoded.rows, encoded.token_ids, tokenizer, spec.main_loop.algorithm)
+    lengths = completion_lengths(encoded.rows, tokenizer)
+    assert lengths == [[len(example.completions[0])] for example in examples], "limits count the same tokens"
+    batch, made = make_batch(examples, spec.main_loop.algorithm, tokenizer.pad_token_id)
+    assert [int(mask.sum()) for mask in made.mask] == [example.num_tokens for example in examples]
+    ends = [len(example.prompt) + len(example.completions[0]) for example in examples]
+    texts = [
+        [
+            tokenizer.decode(batch.input_ids[at, 1:end][(made.mask[at] == kind)[: end - 1]])
+            for at, end in enumerate(ends)
+        ]
+        for kind in (True, False)
+    ]
+    return encoded.rows, *texts
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "kto"])
+def test_whole_conversations_teach_the_messages_of_the_model_only(tmp_path: Path, algorithm: str) -> None:
+    rows, learned, others = taught(tmp_path / "rows.jsonl", algorithm, CHAT_ML, [*WHOLE, *ASKED])
+    asked = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+    assert [(row.prompt, row.answer) for row in rows] == [(asked, "2"), (asked, "2")]
+    assert rows[0].target == f"2<|im_end|>\n{asked.replace('1+1?', '+1?')}3<|im_end|>\n", (
+        "the last question is left out"
+    )
+    assert learned == ["2<|im_end|>\n3<|im_end|>\n", "2<|im_end|>\n"]
+    first = asked.removeprefix("<|im_start|>")  # nothing predicts it
+    assert others == [f"{first}{asked.replace('1+1?', '+1?')}", first]
+
+
+def test_a_template_may_mark_what_the_model_writes(tmp_path: Path) -> None:
+    rows, learned, others = taught(tmp_path / "rows.jsonl", "sft", MARKED)
+    assert [row.target for row in rows] == ["2<|im_end|>u:+1?a:3<|im_end|> ", "2<|im_end|> "]
+    assert learned == ["2<|im_end|>3<|im_end|>", "2<|im_end|>"]
+    assert others == [":1+1?a:u:+1?a: ", ":1+1?a: "]
+    with pytest.raises(BadData, match=r"rows\.jsonl:1: the chat template renders message 2 .* differently once others"):
+        taught(
+            tmp_path / "rows.jsonl", "sft", MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+        )
+    nothing = MARKED.replace("m['role'] == 'assistant'", "m['role'] == 'tool'")
+    with pytest.raises(BadData, match=r"rows\.jsonl:1: the chat template marks nothing as written by the model"):
+        taught(tmp_path / "rows.jsonl", "sft", nothing)
+
+
+def test_the_mismatched_completions_of_kto_are_those_of_the_model_too(tmp_path: Path) -> None:
+    path, tokenizer = tmp_path / "rows.jsonl", char_tokenizer()
+    path.write_text("".join(json.dumps({"turns": one, "label": True}) + "\n" for one in (WHOLE, WHOLE[:2])))
+    spec = spec_of("kto", train=str(path), messages_column="turns")
+    encoded = encode_prompts(load_data(spec, "train")[0], tokenizer, spec.data)
+    examples = make_examples(encoded.rows, encoded.token_ids, tokenizer, spec.main_loop.algorithm)
+    swapped = mismatched(examples, encoded.rows[::-1], tokenizer)
+    assert [one.num_tokens for one in swapped] == [one.num_tokens for one in examples[::-1]] == [3, 6]
+
+
+def test_prompts_of_whole_conversations_are_sampled_from(tmp_path: Path) -> None:
+    """Then a template that renders past messages otherwise is none of its business."""
+    path, tokenizer = tmp_path / "rows.jsonl", char_tokenizer()
+    tokenizer.chat_template = MARKED
+    path.write_text(json.dumps({"messages": WHOLE}))
+    spec = spec_of("grpo", train=str(path), messages_column="messages")
+    (row,) = encode_prompts(load_data(spec, "train")[0], tokenizer, spec.data).rows
+    assert (row.prompt, row.answer, row.target) == ("u:1+1?a:", "2", "2")
+
+
+WRONG_CONVERSATIONS = [
+    (None, "expected a list of messages"),
+    ([], "expected a list of messages"),
+    (ASKED, 'one of the model ("assistant"), found the roles user'),
+    (WHOLE[1:], 'one of the model ("assistant"), found the roles assistant, user, assistant'),
+    ([{"role": "user"}], 'expected messages with text as "content"'),
+]
+
+
+@pytest.mark.parametrize(("messages", "problem"), WRONG_CONVERSATIONS, ids=range(len(WRONG_CONVERSATIONS)))
+def test_a_conversation_without_question_or_answer_is_refused(tmp_path: Path, messages: Any, problem: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": messages}))
+    with pytest.raises(BadData, match=re.escape(problem)):
+        load_data(spec_of("sft", train=str(path), messages_column="messages"), "train")
+    with pytest.raises(BadData, match=r'no column "turns" \(data\.messages_column\); it has: messages'):
+        load_data(spec_of("sft", train=str(path), messages_column="turns"), "train")
+
+
+def test_settings_of_texts_and_pairs_do_not_go_with_whole_conversations() -> None:
+    for name, value in (("chat", True), ("prompt_template", "Q: {prompt}"), ("completion_template", "A: {answer}")):
+        with pytest.raises(ValidationError, match=rf"found data\.messages_column and data\.{name}, which is for texts"):
+            spec_of("sft", train="x", messages_column="messages", **{name: value})
+    with pytest.raises(ValidationError, match=r"found data\.messages_column and loops\.main with dpo"):
+        spec_of("dpo", train="x", messages_column="messages")
+
+
+def test_preflight_reads_whole_conversations(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    conversations: list[Any] = [WHOLE, WHOLE[:2], WHOLE, WHOLE[1:], "hi", None]
+    path.write_text("".join(json.dumps({"messages": one}) + "\n" for one in conversations) + "{}\n")
+    spec = spec_of("sft", train=str(path), messages_column="messages")
+    found = scan(path, spec.data, kinds=spec.data_kinds)
+    assert ([problem.line for problem in found.malformed.first], found.empty_prompts.count) == ([5, 6, 7], 1)
+    assert (found.duplicates.count, found.contradictions.count) == (1, 0)
+    assert len(found.prompt_hashes) == 2
 
 
 def test_fields_that_are_null_are_not_there(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ class SequenceBatch:
     input_ids: Tensor
     """``[B, T]`` int64."""
     target_mask: Tensor
-    """``[B, T-1]`` bool: true if the predicted token belongs to the completion."""
+    """``[B, T-1]`` bool: true if the predicted token belongs to the completion and is learned."""
     prompt_mask: Tensor
     """``[B, T-1]`` bool: true if it belongs to the prompt, whose first token is never predicted."""
 
@@ -41,6 +41,7 @@ def collate(
     completions: Sequence[Sequence[int]],
     pad_id: int,
     device: torch.device | str = "cpu",
+    learned: Sequence[Sequence[bool]] = (),
 ) -> SequenceBatch:
     """Join each prompt with its completion and pad to the longest.
 
@@ -48,6 +49,8 @@ def collate(
         prompts: token lists, one per sequence, none of them empty (nothing would predict the first token).
         completions: token lists, one per sequence; an empty one has no targets.
         pad_id: padding token; its value does not affect results.
+        learned: whether each token of a completion is learned, one list per sequence, empty if all are; none of them if
+            all tokens of all completions are.
     """
     lengths = [len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True)]
     width = max(lengths)
@@ -59,5 +62,8 @@ def collate(
     first = torch.tensor([len(prompt) for prompt in prompts])[:, None]
     end = torch.tensor(lengths)[:, None]
     mask = (position >= first) & (position < end)
+    for row, (prompt, flags) in enumerate(zip(prompts, learned, strict=bool(learned))):
+        if flags:
+            mask[row, len(prompt) - 1 : len(prompt) - 1 + len(flags)] &= torch.tensor(flags)
     in_prompt = (position < first).to(device)
     return SequenceBatch(torch.tensor(filled, dtype=torch.int64).to(device), mask.to(device), in_prompt)

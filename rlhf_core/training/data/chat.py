@@ -6,6 +6,7 @@ of both completions, in turns (or characters).
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from types import MappingProxyType
@@ -15,7 +16,7 @@ from pydantic import JsonValue
 
 from rlhf_core.errors import BadData, UnrenderedChat
 from rlhf_core.survival import Survived
-from rlhf_core.training.types import Messages, Row
+from rlhf_core.training.types import Conversation, Messages, Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -145,7 +146,56 @@ def rendered(row: Row, tokenizer: "PreTrainedTokenizerBase", arguments: Mapping[
                 "identically"
             )
         texts[name] = whole[len(prompt) :]
+        if chat.is_whole:
+            spans = _learned(tokenizer, chat, prompt, whole, arguments)
+            learned = tuple((begin - len(prompt), end - len(prompt)) for begin, end in spans)
+            texts["chat"] = dataclasses.replace(chat, learned=learned)
     return dataclasses.replace(row, prompt=prompt, **texts)
+
+
+def _learned(
+    tokenizer: "PreTrainedTokenizerBase", chat: Conversation, prompt: str, whole: str, arguments: Mapping[str, Any]
+) -> list[tuple[int, int]]:
+    """Beginning and end of what the model writes in a rendered conversation.
+
+    A template may mark it (``{% generation %}``). Otherwise it is what the template adds for each message of the model.
+
+    Args:
+        prompt: the prompt as rendered.
+        whole: the conversation as rendered, which begins with it.
+
+    Raises:
+        UnrenderedChat: the template marks nothing, or renders a message otherwise once others follow.
+    """
+    messages = [*chat.prompt, *chat.target]
+    template: Any = tokenizer.get_chat_template(tools=arguments.get("tools"))
+    if re.search(r"{%-?\s*generation\s*-?%}", template):
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        given: Any = {**tokenizer.special_tokens_map, **arguments, "return_assistant_tokens_mask": True}
+        _, (marked,) = render_jinja_template([list(map(dict, messages))], chat_template=template, **given)
+        found = [(max(len(prompt), begin), end) for begin, end in marked if end > len(prompt)]
+        if not found:
+            raise UnrenderedChat("the chat template marks nothing as written by the model ({% generation %})")
+        return found
+    found = []
+    for at, message in enumerate(messages):
+        if message.get("role") != "assistant":
+            continue
+        before, after = prompt, whole
+        if at > len(chat.prompt):
+            before = _apply(tokenizer, messages[:at], arguments, add_generation_prompt=True)
+        if at < len(messages) - 1:
+            after = _apply(tokenizer, messages[: at + 1], arguments)
+        if not (after.startswith(before) and whole.startswith(after)):
+            raise UnrenderedChat(
+                f"the chat template renders message {at + 1} of the conversation ({content_of(message)!r:.60}) "
+                "differently once others follow, as templates do that leave out past reasoning, so what the model "
+                "writes cannot be told from the rest; use a template that renders it identically, or one that marks it "
+                "with {% generation %}"
+            )
+        found.append((len(before), len(after)))
+    return found
 
 
 def turn_end(tokenizer: "PreTrainedTokenizerBase", arguments: Mapping[str, Any] = NO_ARGUMENTS) -> int | None:

@@ -12,7 +12,7 @@ from rlhf_core.schemas.algorithms.base import AlgorithmSpec
 from rlhf_core.schemas.trainers import NativeTrainer
 from rlhf_core.training.algorithms.objective import MicroBatch, PolicyOutput
 from rlhf_core.training.data.batches import SequenceBatch, collate
-from rlhf_core.training.data.loading import completion_tokens
+from rlhf_core.training.data.loading import completion_tokens, learned_tokens
 from rlhf_core.training.data.micro_batches import micro_batches
 from rlhf_core.training.types import Row
 
@@ -32,11 +32,13 @@ class Example:
     """Margin by which the chosen completion is better."""
     desirable: bool = True
     """Label of the completion, for an algorithm with labelled rows."""
+    learned: tuple[bool, ...] = ()
+    """Whether each token of the only completion is learned; empty if all tokens of the completions are."""
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of the completions."""
-        return sum(map(len, self.completions))
+        """Number of tokens of the completions that are learned."""
+        return sum(self.learned) if self.learned else sum(map(len, self.completions))
 
     @property
     def length(self) -> int:
@@ -54,9 +56,12 @@ def make_examples(
     """
     examples = []
     for row, prompt in zip(rows, prompts, strict=True):
-        texts = (row.chosen, row.rejected) if algorithm.pairs else (row.target,)
-        completions = tuple(completion_tokens(text, row, tokenizer) for text in texts)
-        examples.append(Example(list(prompt), completions, row.margin, row.desirable))
+        if algorithm.pairs:
+            pair = tuple(completion_tokens(text, row, tokenizer) for text in (row.chosen, row.rejected))
+            examples.append(Example(list(prompt), pair, row.margin, row.desirable))
+        else:
+            target, learned = learned_tokens(row.target, row, tokenizer)
+            examples.append(Example(list(prompt), (target,), row.margin, row.desirable, learned))
     return examples
 
 
@@ -70,6 +75,7 @@ def make_batch(
         [example.completions[at] for at in range(num_completions) for example in examples],
         pad_id,
         device,
+        [example.learned for _ in range(num_completions) for example in examples],
     )
     prompt_mask = None
     if algorithm.scores_prompt:
@@ -101,9 +107,10 @@ def mismatched(examples: Sequence[Example], before: Sequence[Row], tokenizer: Pr
     Args:
         before: the row that precedes each example in the order of the step over all ranks.
     """
+    others = [learned_tokens(row.target, row, tokenizer) for row in before]
     return [
-        replace(example, completions=(completion_tokens(row.target, row, tokenizer),))
-        for example, row in zip(examples, before, strict=True)
+        replace(example, completions=(target,), learned=learned)
+        for example, (target, learned) in zip(examples, others, strict=True)
     ]
 
 

@@ -320,17 +320,37 @@ def completion_lengths(
     rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", beat: Callable[[], None] = lambda: None
 ) -> list[list[int]]:
     """Numbers of tokens of the completions of rendered rows, end tokens included."""
-    texts = [(text, row) for row in rows for text in completions_of(row)]
-    encoded = continued_tokens([text for text, _ in texts], tokenizer, beat)
+    made = [(row, parts_of(text, row)) for row in rows for text in completions_of(row)]
+    encoded = iter(continued_tokens([text for _, parts in made for text, _ in parts], tokenizer, beat))
     end = tokenizer.eos_token_id
-    lengths = iter([len(_ended(tokens.tolist(), row, end)) for tokens, (_, row) in zip(encoded, texts, strict=True)])
+    lengths = iter([len(_ended([token for _ in parts for token in next(encoded)], row, end)) for row, parts in made])
     return [[next(lengths) for _ in completions_of(row)] for row in rows]
+
+
+def parts_of(text: str, row: Row) -> list[tuple[str, bool]]:
+    """Parts of a completion of a row, which are tokenized one by one as a prompt and its completion are: what the model
+    writes, which is learned, and what others write in between."""
+    parts: list[tuple[str, bool]] = []
+    done = 0
+    for begin, end in row.chat.learned if row.chat is not None else ():
+        parts += [(text[done:begin], False), (text[begin:end], True)]
+        done = end
+    return [part for part in [*parts, (text[done:], not done)] if part[0]] or [(text, True)]
 
 
 def completion_tokens(text: str, row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     """Tokens of a completion of a row, with the end token; for a conversation, the end token of the chat template."""
-    (tokens,) = continued_tokens([text], tokenizer)
-    return _ended(tokens.tolist(), row, tokenizer.eos_token_id)
+    return learned_tokens(text, row, tokenizer)[0]
+
+
+def learned_tokens(text: str, row: Row, tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], tuple[bool, ...]]:
+    """Those tokens, and whether each is learned; empty if all are."""
+    parts = parts_of(text, row)
+    encoded = continued_tokens([part for part, _ in parts], tokenizer)
+    tokens = _ended([token for part in encoded for token in part], row, tokenizer.eos_token_id)
+    if all(is_learned for _, is_learned in parts):
+        return tokens, ()
+    return tokens, tuple(learned for part, (_, learned) in zip(encoded, parts, strict=True) for _ in part)
 
 
 def continued_tokens(

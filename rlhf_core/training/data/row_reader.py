@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from rlhf_core.errors import BadConfig
-from rlhf_core.files.data_rows import label_of, pair_problem, template_columns
+from rlhf_core.files.data_rows import first_answer, label_of, pair_problem, template_columns
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.data.chat import common_beginning, content_of, messages_problem, turns
 from rlhf_core.training.types import Conversation, Messages, Row
@@ -52,7 +52,7 @@ class RowReader:
         Raises:
             MalformedRow: the row is not valid.
         """
-        fields = self._named(columns)
+        fields = self._cut(columns) if self._data.messages_column else self._named(columns)
         completions = ("chosen", "rejected") if self._pairs else ()
         for name in ("answer", *completions, "prompt"):
             if name in fields:
@@ -94,6 +94,25 @@ class RowReader:
         if self._pairs and (data.prompt_column not in columns or _contain_prompt(fields)):
             fields |= _split(fields["chosen"], fields["rejected"])
         return fields
+
+    def _cut(self, columns: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+        """The columns, with a whole conversation as a prompt and the messages from the first one of the model to its
+        last; later ones teach nothing."""
+        name = self._data.messages_column
+        if name not in columns:
+            raise MalformedRow(f'no column "{name}" (data.messages_column); it has: {", ".join(columns) or "none"}')
+        messages = _plain(columns[name])
+        if problem := messages_problem(messages):
+            raise MalformedRow(f"{name}: {problem}")
+        first = first_answer(messages)
+        if not first:
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise MalformedRow(
+                f'{name}: expected messages of the user, then one of the model ("assistant"), found the roles '
+                f"{roles:.60}"
+            )
+        last = len(messages) - (first_answer(messages[::-1]) or 0)
+        return {**columns, "prompt": messages[:first], "answer": messages[first:last]}
 
     def _texts(self, fields: Mapping[str, JsonValue], columns: Mapping[str, JsonValue]) -> Row:
         """Make a row of texts by filling its templates."""
@@ -165,12 +184,14 @@ class RowReader:
         asked = self._with_system_prompt(fields["prompt"])
         prompt = _as_json(asked)
         _check_text(prompt + _as_json([list(messages) for messages in completions.values()]))
-        target = content_of(completions["target"][-1]) if completions["target"] else ""
+        is_whole = bool(self._data.messages_column)
+        target = content_of(completions["target"][0 if is_whole else -1]) if completions["target"] else ""
         if not self._teaches_answers:
             # An answer that is only compared is not rendered: templates of reasoning models begin the turn of the model
             # otherwise than they render a past one.
             completions["target"] = []
-        chat = Conversation(prompt=turns(asked), **completions, tools=self._tools(columns), place=place)
+        tools = self._tools(columns)
+        chat = Conversation(prompt=turns(asked), **completions, is_whole=is_whole, tools=tools, place=place)
         answer = fields.get("answer")
         return Row(
             _digest(prompt),

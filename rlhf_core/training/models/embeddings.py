@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.errors import BadConfig
 from rlhf_core.training.data.chat import AT_ONCE
-from rlhf_core.training.data.loading import EncodedPrompts, completions_of, continued_tokens
+from rlhf_core.training.data.loading import EncodedPrompts, completions_of, continued_tokens, parts_of
 from rlhf_core.training.models.causal_lm import dropout_free_config
 from rlhf_core.training.models.gathering import whole_shape
 
@@ -48,7 +48,7 @@ def require_embeddings(
         prompts = data.token_ids[start : start + AT_ONCE]
         found = list(zip(rows, prompts, strict=True))
         if completions:
-            texts = [(row, text) for row in rows for text in completions_of(row)]
+            texts = [(row, part) for row in rows for text in completions_of(row) for part, _ in parts_of(text, row)]
             encoded = continued_tokens([text for _, text in texts], tokenizer)
             found += [(row, tokens) for (row, _), tokens in zip(texts, encoded, strict=True)]
         for row, tokens in found:

@@ -230,10 +230,12 @@ def _rendered(
     """Rows of messages rendered to text by the tokenizer, or the reason why it renders none."""
     reports, texts = dict(split_reports), {}
     for split, of in rows.items():
+        started = time.monotonic()
         try:
             texts[split], problems = render_rows(of, tokenizer, template_arguments(spec.data.template_args))
         except RlhfError as error:
             return dict(split_reports), {}, " ".join(str(error).split())
+        reports[split] = reports[split].model_copy(update={"encode_s": time.monotonic() - started})
         if problems:
             update = {"num_unrendered": len(problems), "unrendered": " ".join(problems[0].split())}
             reports[split] = reports[split].model_copy(update=update)
@@ -320,7 +322,7 @@ def _with_lengths(
     taught = [length + max(made) for length, made in completions if made and max(made) <= longest]
     return split_report.model_copy(
         update={
-            "encode_s": seconds,
+            "encode_s": split_report.encode_s + seconds,
             "num_overlong": len(rows) - len(kept),
             "num_long_completions": sum(max(made, default=0) > longest for _, made in completions),
             "longest_completion": max((max(made) for _, made in completions if made), default=0),
