@@ -278,14 +278,12 @@ def taught(path: Path, algorithm: str, template: str, messages: Any = WHOLE) -> 
     batch, made = make_batch(examples, spec.main_loop.algorithm, tokenizer.pad_token_id)
     assert [int(mask.sum()) for mask in made.mask] == [example.num_tokens for example in examples]
     ends = [len(example.prompt) + len(example.completions[0]) for example in examples]
-    texts = [
-        [
-            tokenizer.decode(batch.input_ids[at, 1:end][(made.mask[at] == kind)[: end - 1]])
-            for at, end in enumerate(ends)
-        ]
-        for kind in (True, False)
-    ]
-    return encoded.rows, *texts
+
+    def texts(*, learned: bool) -> list[str]:
+        chosen = [(made.mask[at] == learned)[: end - 1] for at, end in enumerate(ends)]
+        return [tokenizer.decode(batch.input_ids[at, 1:end][chosen[at]]) for at, end in enumerate(ends)]
+
+    return encoded.rows, texts(learned=True), texts(learned=False)
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "kto"])

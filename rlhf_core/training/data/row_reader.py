@@ -168,8 +168,9 @@ class RowReader:
                 f"found data.prompt_template = {self._templates['prompt']!r} and a prompt of messages ({place}), which "
                 "the chat template of the tokenizer renders instead; leave data.prompt_template out, or use text"
             )
-        if not isinstance(fields["prompt"], list):
-            raise MalformedRow(f"expected a list of messages as prompt as well, found {fields['prompt']!r:.60}")
+        given = fields["prompt"]
+        if not isinstance(given, list):
+            raise MalformedRow(f"expected a list of messages as prompt as well, found {given!r:.60}")
         completions: dict[str, Messages] = {}
         for name, column in (("target", "answer"), ("chosen", "chosen"), ("rejected", "rejected")):
             value = fields.get(column) if name == "target" or self._pairs else None
@@ -178,10 +179,10 @@ class RowReader:
             # An answer without text is a turn that ends at once; a pair with such a completion is refused.
             completions[name] = turns(value) if value or (name == "target" and value == "") else []
         needed = ("prompt", "target") if self._teaches_answers else ("prompt",)
-        for name, messages in (("prompt", fields["prompt"]), *completions.items()):
+        for name, messages in (("prompt", given), *completions.items()):
             if (messages or name in needed) and (problem := messages_problem(list(messages))):  # type: ignore[arg-type]
                 raise MalformedRow(f"{name}: {problem}")
-        asked = self._with_system_prompt(fields["prompt"])
+        asked = self._with_system_prompt(given)
         prompt = _as_json(asked)
         _check_text(prompt + _as_json([list(messages) for messages in completions.values()]))
         is_whole = bool(self._data.messages_column)
@@ -190,8 +191,15 @@ class RowReader:
             # An answer that is only compared is not rendered: templates of reasoning models begin the turn of the model
             # otherwise than they render a past one.
             completions["target"] = []
-        tools = self._tools(columns)
-        chat = Conversation(prompt=turns(asked), **completions, is_whole=is_whole, tools=tools, place=place)
+        chat = Conversation(
+            prompt=turns(asked),
+            target=completions["target"],
+            chosen=completions["chosen"],
+            rejected=completions["rejected"],
+            is_whole=is_whole,
+            tools=self._tools(columns),
+            place=place,
+        )
         answer = fields.get("answer")
         return Row(
             _digest(prompt),
