@@ -168,13 +168,18 @@ def test_without_transformers_the_answer_is_that_of_what_training_builds(kind: s
 
 
 def test_messages_are_rendered_as_in_training(tmp_path: Path) -> None:
-    rows = [{"prompt": [{"role": "user", "content": text}], "answer": "ab"} for text in ("a", "bcd")]
-    report = report_of(with_files(tmp_path, rows, rows[:1], data={"max_prompt_tokens": 60}), tmp_path)
+    turns = [[{"role": "user", "content": text}, {"role": "assistant", "content": "ab"}] for text in ("a", "bcd")]
+    rows: list[dict[str, Any]] = [{"messages": one} for one in (*turns, turns[0] * 2, turns[0] * 2)]
+    data = {"max_prompt_tokens": 60, "messages_column": "messages"}
+    report = report_of(with_files(tmp_path, rows, rows[:1], data=data, train={"algorithm": "sft"}), tmp_path)
+    assert report.splits[0].num_duplicates == 1
     assert report.tokenizer is not None
     assert (report.tokenizer.problem, report.tokenizer.chat_problem) == ("", "")
     assert report.tokenizer.turn_end == "<|im_end|>"
     begins = len("user\nassistant\n\n") + len(("<|im_start|>", "<|im_end|>", "<|im_start|>"))
     assert report.splits[0].longest_prompt == begins + len("bcd")
+    answer = len("ab\n") + len(("<|im_end|>",))
+    assert report.splits[0].longest_completion == answer + begins + len("a") + answer, "two turns and one between"
 
 
 def test_texts_that_go_past_the_chat_template_are_noticed(tmp_path: Path) -> None:

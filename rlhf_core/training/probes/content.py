@@ -159,12 +159,16 @@ def _read(spec: RunSpec) -> tuple[dict[str, SplitReport], dict[str, list[Row]]]:
             num_rows=len(rows[split]),
             is_whole=len(found) <= NUM_ROWS,
             columns=tuple(sorted(_columns(rows[split]))),
-            num_duplicates=len(rows[split])
-            - len({(row.prompt, row.answer, row.chosen, row.rejected) for row in rows[split]}),
+            num_duplicates=len(rows[split]) - len(set(map(_content, rows[split]))),
             num_unused_tools=sum(map(_lacks_its_tools, rows[split])),
             read_s=seconds,
         )
     return split_reports, rows
+
+
+def _content(row: Row) -> tuple[str, ...]:
+    rest = repr(row.chat.target) if row.chat is not None and row.chat.is_whole else ""  # after its first answer
+    return row.prompt, row.answer, row.chosen, row.rejected, rest
 
 
 def _lacks_its_tools(row: Row) -> bool:
