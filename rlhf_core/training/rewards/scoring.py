@@ -8,10 +8,10 @@ more.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from rlhf_core.errors import RewardFailed
 from rlhf_core.schemas.rewards import REWARD_METRICS, RewardSpec
@@ -75,14 +75,21 @@ class _Completions:
 
 
 @dataclass(frozen=True)
-class _FunctionScores:
-    """Rewards of one function, and its failures."""
+class _SourceScores:
+    """Scores of some completions by one reward function or model."""
 
-    values: list[float]
+    name: str
+    source: Literal["function", "model"]
+    raw: list[float]
+    """Scores as in the metric, one per completion; 0 for a failure."""
+    counted: list[float]
+    """Scores as they enter the sum; unspecified for a failure."""
     problems: dict[int, RewardCall]
-    """Reason for a missing reward, by index."""
-    as_one: RewardCall | None
+    """Reason for a missing score, by index."""
+    as_one: RewardCall | None = None
     """Failure of the call for all completions at once."""
+    num_cut: int = 0
+    """Number of sequences truncated because they exceed the model's maximum length."""
 
 
 def reward_names(paths: Sequence[str]) -> dict[str, str]:
@@ -176,69 +183,44 @@ class RewardScorer:
             BadConfig: a function cannot be imported.
             RewardFailed: a function failed and ``reward.on_failure`` is ``stop``, or failed for too many completions.
         """
-        by_function: dict[str, list[float]] = {}
-        warnings: list[str] = []
-        total = [0.0] * len(completions)
-        failed, lost = set[int](), set[int]()
-
-        def add(name: str, values: Sequence[float], problems: Collection[int]) -> None:
-            """Add to the sums; a failure counts as 0, except of what has the weight 0 and is only measured."""
-            failed.update(problems)
-            if weight := self._weights[name]:
-                lost.update(problems)
-                total[:] = [before + weight * value for before, value in zip(total, values, strict=True)]
-
         made = _Completions(rows, completions)
         seed, allowed = self._seed(step, sampling_round), self._num_allowed(len(completions))
-        for name, path in self._functions.items():
-            found = self._function_scores(name, path, made, seed, beat, allowed)
-            by_function[name] = found.values
-            add(name, found.values, found.problems)
-            if (found.problems or found.as_one) and name not in self._reported:
-                self._reported.add(name)
-                warnings.append(self._warning(name, found, made))
-        for name, scores in self._scores_by_models(made, finished, beat).items():
-            problems = self._unusable(name, scores, made)
-            by_function[name] = [0.0 if index in problems else value for index, value in enumerate(scores.raw)]
-            add(name, scores.counted, problems)
-            if (problems or scores.num_cut) and name not in self._reported:
-                self._reported.add(name)
-                warnings += self._warnings_of_model(name, scores, problems, made)
+        # Before the models, whose statistics are a collective: a function that fails ends the rank outside of it.
+        sources = [self._by_function(*one, made, seed, beat, allowed) for one in self._functions.items()]
+        sources += self._by_models(made, finished, beat, allowed)
+        counting = [one for one in sources if self._weights[one.name]]
+        total = [0.0] * len(completions)
+        for one in counting:
+            weight = self._weights[one.name]
+            total = [before + weight * value for before, value in zip(total, one.counted, strict=True)]
+        # A failure counts as 0, except of what has the weight 0 and is only measured.
+        lost = {index for one in counting for index in one.problems}
         rewards = [0.0 if index in lost else value for index, value in enumerate(total)]
-        return Scores(rewards, by_function, len(failed), warnings)
+        failed = {index for one in sources for index in one.problems}
+        warnings = [text for one in sources for text in self._new_warnings(one, made)]
+        return Scores(rewards, {one.name: one.raw for one in sources}, len(failed), warnings)
 
-    def _scores_by_models(
-        self, made: _Completions, finished: Sequence[bool], beat: Callable[[], None]
-    ) -> dict[str, ModelScores]:
+    def _by_models(
+        self, made: _Completions, finished: Sequence[bool], beat: Callable[[], None], allowed: float
+    ) -> list[_SourceScores]:
         if self._models is None:
-            return {}
+            return []
         ended = finished or [True] * len(made.texts)
-        return self._models.score([SampledText(*one) for one in zip(made.rows, made.texts, ended, strict=True)], beat)
+        texts = [SampledText(*one) for one in zip(made.rows, made.texts, ended, strict=True)]
+        return [self._by_model(name, scores, made, allowed) for name, scores in self._models.score(texts, beat).items()]
 
-    def _unusable(self, name: str, scores: ModelScores, made: _Completions) -> dict[int, RewardCall]:
-        """Completions whose score is not a finite number, with that score or the reason why there is none."""
+    def _by_model(self, name: str, scores: ModelScores, made: _Completions, allowed: float) -> _SourceScores:
         reasons = {index: f"gives no score ({reason})" for index, reason in scores.unread.items()}
         gives = {index: f"gives {value}" for index, value in enumerate(scores.raw) if not math.isfinite(value)}
         problems = {index: RewardCall(failure=text) for index, text in {**gives, **reasons}.items()}
-        allowed = self._num_allowed(len(made.texts))
         if len(problems) > allowed:
-            self._refuse(name, problems, allowed, made)
-        return problems
+            self._refuse("model", name, problems, allowed, made)
+        raw = [0.0 if index in problems else value for index, value in enumerate(scores.raw)]
+        return _SourceScores(name, "model", raw, scores.counted, problems, num_cut=scores.num_cut)
 
     def _num_allowed(self, count: int) -> float:
         """Number of completions, out of ``count``, for which a function or model may fail."""
         return 0.0 if self._reward.on_failure == "stop" else max(1.0, self._reward.max_failed_share * count)
-
-    def _warnings_of_model(
-        self, name: str, scores: ModelScores, problems: dict[int, RewardCall], made: _Completions
-    ) -> list[str]:
-        warnings = [self._warning(name, _FunctionScores([], problems, None), made)] if problems else []
-        if scores.num_cut:
-            warnings.append(
-                f"On rank {self._rank}, {scores.num_cut} of {len(made.texts)} completions with their prompts exceed "
-                f"the limit of reward model {name}: their beginnings are cut off (reward.models.{name}.max_tokens)."
-            )
-        return warnings
 
     def evaluate(self, rows: Sequence[Row], completions: Sequence[str], beat: Callable[[], None]) -> list[float]:
         """Score by ``evaluate.scorer``. A failure ends the run even if ``reward.on_failure`` allows it to go on: zeros
@@ -252,11 +234,11 @@ class RewardScorer:
         """
         ((name, path),) = self._evaluation.items()
         made = _Completions(rows, completions)
-        return self._function_scores(name, path, made, self._seed(0, 0), beat, allowed=0.0).values
+        return self._by_function(name, path, made, self._seed(0, 0), beat, allowed=0.0).raw
 
-    def _function_scores(
+    def _by_function(
         self, name: str, path: str, made: _Completions, seed: int, beat: Callable[[], None], allowed: float
-    ) -> _FunctionScores:
+    ) -> _SourceScores:
         count = len(made.texts)
         values = [0.0] * count
         problems: dict[int, RewardCall] = {}
@@ -277,14 +259,14 @@ class RewardScorer:
                 values[first:end] = called.values
                 problems |= {first + index: RewardCall(failure=text) for index, text in called.problems.items()}
             if len(problems) > allowed:
-                self._refuse(name, problems, allowed, made)
+                self._refuse("function", name, problems, allowed, made)
         if as_one is not None and not allowed:
             raise _error(
                 f"reward function {name} {as_one.failure} for {count} completions at once, but for none of them "
                 f"alone; {_advice(as_one)}",
                 as_one,
             )
-        return _FunctionScores(values, problems, as_one)
+        return _SourceScores(name, "function", values, values, problems, as_one)
 
     def _call(self, path: str, made: _Completions, seed: int, beat: Callable[[], None], share: float) -> RewardCall:
         beat()
@@ -301,9 +283,11 @@ class RewardScorer:
         text = f"{self._spec.seed}|{step}|{sampling_round}|{self._rank}"
         return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
-    def _refuse(self, name: str, problems: dict[int, RewardCall], allowed: float, made: _Completions) -> NoReturn:
+    def _refuse(
+        self, source: str, name: str, problems: dict[int, RewardCall], allowed: float, made: _Completions
+    ) -> NoReturn:
         index, problem = next(iter(problems.items()))
-        sentence = self._sentence(name, index, problem, made)
+        sentence = self._sentence(source, name, index, problem, made)
         advice = (
             "Call it with this completion alone to find the cause; "
             'reward.on_failure = "zero" counts it as 0 in training, but not in evaluations'
@@ -313,25 +297,40 @@ class RewardScorer:
         )
         raise _error(f"{sentence}. {advice}", problem)
 
-    def _warning(self, name: str, found: _FunctionScores, made: _Completions) -> str:
+    def _new_warnings(self, found: _SourceScores, made: _Completions) -> list[str]:
+        """Warnings about a function or model, unless it has caused some before."""
+        warnings = []
+        if found.problems or found.as_one:
+            warnings.append(self._warning(found, made))
+        if found.num_cut:
+            warnings.append(
+                f"On rank {self._rank}, {found.num_cut} of {len(made.texts)} completions with their prompts exceed "
+                f"the limit of reward model {found.name}: their beginnings are cut off "
+                f"(reward.models.{found.name}.max_tokens)."
+            )
+        if not warnings or found.name in self._reported:
+            return []
+        self._reported.add(found.name)
+        return warnings
+
+    def _warning(self, found: _SourceScores, made: _Completions) -> str:
         if not found.problems and found.as_one is not None:
             return (
-                f"On rank {self._rank}, reward function {name} {found.as_one.failure} for {len(made.texts)} "
+                f"On rank {self._rank}, reward function {found.name} {found.as_one.failure} for {len(made.texts)} "
                 f"completions at once, but for none of them alone, so none counts as 0; {_advice(found.as_one)}."
             )
         index, problem = next(iter(found.problems.items()))
         effect = (
             "The completion counts as 0 (reward.on_failure), and so will others"
-            if self._weights[name]
+            if self._weights[found.name]
             else "Its weight is 0, so the rewards are not affected"
         )
         return (
-            f"On rank {self._rank}, {self._sentence(name, index, problem, made)}. {effect}; "
+            f"On rank {self._rank}, {self._sentence(found.source, found.name, index, problem, made)}. {effect}; "
             "reward/failed_share is the share of such completions."
         )
 
-    def _sentence(self, name: str, index: int, problem: RewardCall, made: _Completions) -> str:
-        source = "model" if name in self._reward.models else "function"
+    def _sentence(self, source: str, name: str, index: int, problem: RewardCall, made: _Completions) -> str:
         has_limit = self._process is not None and source == "function"
         limit = f" within reward.timeout_s = {self._reward.timeout_s:g} s" if has_limit else ""
         return (
