@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -113,8 +114,6 @@ def returning_twice(*, completions: list[str], **columns: Any) -> list[float]:
 
 def noisy(*, completions: list[str], **columns: Any) -> list[float]:
     """Draw from two global generators, one of which is imported late."""
-    import random
-
     import numpy as np
 
     return [random.random() + float(np.random.rand()) for _ in completions]
@@ -125,6 +124,17 @@ def not_by_one(*, completions: list[str], **columns: Any) -> list[float]:
     if len(completions) > 4:
         raise ValueError("too many at once")
     return [1.0 for _ in completions]
+
+
+_calls: list[int] = []
+
+
+def failing_once(*, completions: list[str], **columns: Any) -> list[float]:
+    """Fail in the first call of its process, as a service does that is not there for a moment; then draw at random."""
+    _calls.append(len(completions))
+    if len(_calls) == 1:
+        raise ConnectionError("502 Bad Gateway")
+    return [random.random() for _ in completions]
 
 
 def slow_for_many(*, completions: list[str], **columns: Any) -> list[float]:

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from rank_launcher import tiny_spec
 
 from rlhf_core.errors import BadConfig, RewardFailed
-from rlhf_core.schemas.run import RunSpec
+from rlhf_core.schemas.run import RunSpec, with_changes
 from rlhf_core.training.rewards import process as process_module
 from rlhf_core.training.rewards.functions import reward_arguments
 from rlhf_core.training.rewards.process import MARK_VARIABLE, RewardProcess
@@ -135,6 +135,25 @@ def test_a_failure_for_many_and_for_none_alone_is_reported_as_such() -> None:
     assert "time" not in found.warnings[0]
     with scorer("not_by_one") as one, pytest.raises(RewardFailed, match="for 8 completions at once, but for none of"):
         one.score(rows(8), ["good"] * 8, 1, lambda: None)
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_a_failure_that_is_over_when_the_function_is_called_again_changes_nothing(
+    count: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One 502 of a judge ended the run, although every completion got its reward from the calls for their halves."""
+    texts = ["good"] * count
+    with scorer("failing_once", timeout_s=30.0) as one:
+        failed, first, second = [one.score(rows(count), texts, step, lambda: None) for step in (1, 1, 2)]
+    assert failed.total == first.total, "the same numbers as without a failure"
+    (warning,) = failed.warnings
+    assert "reward function failing_once raised ConnectionError: 502 Bad Gateway" in warning
+    assert warning.endswith(f"for {count} completions, but not when it was called again, so none counts as 0.")
+    assert (first.warnings, second.warnings, failed.num_failed) == ([], [], 0)
+    measured = with_changes(spec("well", timeout_s=30.0), {"evaluate.scorer": "hostile_rewards:failing_once"})
+    with contextlib.closing(RewardScorer(measured, 1)) as one:
+        assert len(one.evaluate(rows(count), texts, lambda: None)) == count
+    assert "warning: On rank 1, reward function failing_once raised ConnectionError" in capfd.readouterr().out
 
 
 def test_what_is_too_slow_for_many_needs_more_time() -> None:

@@ -1,9 +1,10 @@
 """Rewards of a rank's completions: weighted functions with time limits, and the handling of failures.
 
-A function is called once for all completions. If that fails, bisection finds the completion that it fails for: an error
-that names it is quick to reproduce, and the others are unaffected. A part of the completions gets the same fraction of
-the time limit, but at least a sixteenth, so that one endless completion costs little more than the time limit once
-more.
+A function is called once for all completions. If that fails, other than by exceeding its time, it is called once more,
+because a failure of a service that it uses may be over. If that fails as well, bisection finds the completion that it
+fails for: an error that names it is quick to reproduce, and the others are unaffected. A part of the completions gets
+the same fraction of the time limit, but at least a sixteenth, so that one endless completion costs little more than the
+time limit once more.
 """
 
 import math
@@ -88,6 +89,8 @@ class _SourceScores:
     """Reason for a missing score, by index."""
     as_one: RewardCall | None = None
     """Failure of the call for all completions at once."""
+    passing: RewardCall | None = None
+    """The same, if the call succeeded when it was repeated."""
     num_cut: int = 0
     """Number of sequences truncated because they exceed the model's maximum length."""
 
@@ -126,7 +129,8 @@ class RewardScorer:
         self._evaluation = reward_names([spec.evaluate.scorer])
         paths = [*self._functions.values(), *self._evaluation.values()]
         self._process = RewardProcess(paths) if spec.reward.timeout_s else None
-        self._reported: set[str] = set()
+        self._reported: set[tuple[str, str]] = set()
+        """Warnings so far, as name of the function or model and kind."""
         self._models: ScoringModels | None = None
 
     def use(self, models: ScoringModels) -> None:
@@ -234,7 +238,10 @@ class RewardScorer:
         """
         ((name, path),) = self._evaluation.items()
         made = _Completions(rows, completions)
-        return self._by_function(name, path, made, self._seed(0, 0), beat, allowed=0.0).raw
+        found = self._by_function(name, path, made, self._seed(0, 0), beat, allowed=0.0)
+        for warning in self._new_warnings(found, made):
+            print(f"warning: {warning}", flush=True)
+        return found.raw
 
     def _by_function(
         self, name: str, path: str, made: _Completions, seed: int, beat: Callable[[], None], allowed: float
@@ -243,11 +250,16 @@ class RewardScorer:
         values = [0.0] * count
         problems: dict[int, RewardCall] = {}
         as_one: RewardCall | None = None
+        passing: RewardCall | None = None
         pending = [(0, count)]
         while pending:
             first, end = pending.pop()
             share = (end - first) / max(count, 1)
             called = self._call(path, made.part(first, end), seed, beat, share)
+            if end - first == count and called.failure and not called.failure.startswith(NO_RESPONSE):
+                # With the same seed, so that a passing failure leaves no trace in the rewards.
+                again = self._call(path, made, seed, beat, share)
+                passing, called = (None if again.failure else called), again
             if called.failure and end - first > 1:
                 as_one = as_one or called
                 middle = (first + end) // 2
@@ -266,7 +278,7 @@ class RewardScorer:
                 f"alone; {_advice(as_one)}",
                 as_one,
             )
-        return _SourceScores(name, "function", values, values, problems, as_one)
+        return _SourceScores(name, "function", values, values, problems, as_one, passing)
 
     def _call(self, path: str, made: _Completions, seed: int, beat: Callable[[], None], share: float) -> RewardCall:
         beat()
@@ -298,20 +310,24 @@ class RewardScorer:
         raise _error(f"{sentence}. {advice}", problem)
 
     def _new_warnings(self, found: _SourceScores, made: _Completions) -> list[str]:
-        """Warnings about a function or model, unless it has caused some before."""
-        warnings = []
+        """Warnings about a function or model, each of its kind only once."""
+        warnings = {}
+        if found.passing:
+            warnings["passing"] = (
+                f"On rank {self._rank}, reward function {found.name} {found.passing.failure} for {len(made.texts)} "
+                "completions, but not when it was called again, so none counts as 0."
+            )
         if found.problems or found.as_one:
-            warnings.append(self._warning(found, made))
+            warnings["failed"] = self._warning(found, made)
         if found.num_cut:
-            warnings.append(
+            warnings["cut"] = (
                 f"On rank {self._rank}, {found.num_cut} of {len(made.texts)} completions with their prompts exceed "
                 f"the limit of reward model {found.name}: their beginnings are cut off "
                 f"(reward.models.{found.name}.max_tokens)."
             )
-        if not warnings or found.name in self._reported:
-            return []
-        self._reported.add(found.name)
-        return warnings
+        new = {(found.name, kind): text for kind, text in warnings.items() if (found.name, kind) not in self._reported}
+        self._reported.update(new)
+        return list(new.values())
 
     def _warning(self, found: _SourceScores, made: _Completions) -> str:
         if not found.problems and found.as_one is not None:
