@@ -12,7 +12,7 @@ class TrialProblem(StrEnum):
     COLUMNS = "columns"
     """It requires columns that the data lacks, or does not accept those of the data."""
     FAILED = "failed"
-    """It raised an error, or did not return one finite number per completion."""
+    """It raised an error, or did not return a finite number or None for each completion."""
     TIMEOUT = "timeout"
     """It did not return in time."""
     MEMORY = "memory"
@@ -36,12 +36,14 @@ class RewardTrial(Schema):
     """Description of the problem."""
     num_completions: int = 0
     """Number of tested completions: right answers, those of other rows, and nonsense."""
+    num_unjudged: int = 0
+    """Number of those for which it returned None: it does not judge them."""
     num_distinct: int = 0
     """Number of distinct rewards."""
     right: float = 0.0
-    """Mean reward of the reference answers."""
+    """Mean reward of the reference answers that it judges."""
     wrong: float = 0.0
-    """Mean reward of all others."""
+    """Mean reward of all others that it judges."""
     seconds: float = 0.0
     """Time of the second call, because the first may load data."""
 

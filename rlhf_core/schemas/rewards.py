@@ -17,10 +17,14 @@ class RewardSpec(Schema):
     """Rewards of completions: functions and models, with their weights."""
 
     functions: tuple[ImportPath, ...] = ("rlhf_core.training.rewards:exact_match",)
-    """Reward functions as `module:function`; called as `function(prompts=, completions=, **columns)`, each returning
-    one number per completion. They count alongside `reward.models`; give an empty list to use only reward models."""
+    """Reward functions as `module:function`; called as `function(prompts=, completions=, answer=, **columns)`, each
+    returning one number per completion, or None for one that it does not judge. They are added to `reward.models`; give
+    an empty list to use only reward models."""
     weights: tuple[Finite, ...] = ()
     """Weight of each function in the sum; empty for 1 each. A function with weight 0 is only measured."""
+    conversations: Literal["text", "messages"] = "text"
+    """Form in which functions, `evaluate.scorer` included, are given rows that are conversations: `text`, the rendered
+    prompt and the text of the completion; or `messages`, both as lists of messages, as trainers of TRL do."""
     models: dict[ModelName, ScoringModelSpec] = {}
     """Reward models by name, each a table `[reward.models.<name>]` with the settings below."""
     timeout_s: NonNegativeSeconds = 180.0

@@ -387,6 +387,14 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     (
         "content.rewards",
         BLOCKED,
+        looked_at(trial={"function": "rlhf_core.training.rewards:exact_match", "num_unjudged": 3}),
+        "set evaluate.scorer to another function",
+    ),
+    ("content.rewards", SKIPPED, looked_at(trial={"num_unjudged": 16, "num_distinct": 0}), "None for all of them"),
+    ("content.rewards", WARNING, looked_at(reward={"conversations": "messages"}), "no row is a conversation"),
+    (
+        "content.rewards",
+        BLOCKED,
         looked_at(trial={"problem": "timeout", "message": "no answer"}),
         "is only slow, or needs",
     ),

@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import math
 import os
 import random
 import subprocess
@@ -144,6 +145,17 @@ def slow_for_many(*, completions: list[str], **columns: Any) -> list[float]:
     return [1.0 for _ in completions]
 
 
-def failing_on_rank_1(*, completions: list[str], **columns: Any) -> list[float | None]:
-    """Return nothing for the first completion of rank 1."""
-    return [None if os.environ["RANK"] == "1" and index == 0 else len(text) for index, text in enumerate(completions)]
+def failing_on_rank_1(*, completions: list[str], **columns: Any) -> list[float]:
+    """Return no number for the first completion of rank 1."""
+    is_first = [os.environ["RANK"] == "1" and index == 0 for index in range(len(completions))]
+    return [math.nan if first else len(text) for first, text in zip(is_first, completions, strict=True)]
+
+
+def on_digits(*, completions: list[str], **columns: Any) -> list[float | None]:
+    """Judge only completions that are numbers."""
+    return [float(text) if text.isdigit() else None for text in completions]
+
+
+def on_letters(*, completions: list[str], **columns: Any) -> list[float | None]:
+    """Judge only completions of letters."""
+    return [float(len(text)) if text.isalpha() else None for text in completions]

@@ -15,12 +15,15 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from rlhf_core.training.types import Completion
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PATHS = (REPOSITORY, Path(__file__).parent, REPOSITORY / "tests" / "benchmarks")
@@ -189,6 +192,13 @@ def tiny_spec(**sections: dict[str, Any]) -> dict[str, Any]:
 
 DATED_TEMPLATE = "{{ strftime_now('%d %b %Y') }}|{% for m in messages %}{{ m['content'] }}|{% endfor %}"
 """Chat template that writes the date into every prompt, as those of Llama 3.1 and 3.2 do."""
+
+
+def ended(texts: Iterable[str]) -> "list[Completion]":
+    """Completions that the model ended, with the bytes of their text as tokens."""
+    from rlhf_core.training.types import Completion
+
+    return [Completion(list(text.encode(errors="surrogatepass")), text, True, []) for text in texts]
 
 
 def conversations(split: str, seed: int) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from fork_server import fork_server
 from pydantic import ValidationError
-from rank_launcher import tiny_spec
+from rank_launcher import ended, tiny_spec
 
 from rlhf_core.errors import BadConfig, RewardFailed
 from rlhf_core.schemas.run import RunSpec, with_changes
@@ -75,7 +75,7 @@ HARM = {
 def test_harm_is_an_error_that_names_function_and_completion(name: str) -> None:
     texts, beats = ["good", "good", "bad", "good"], []
     with scorer(name) as one, pytest.raises(RewardFailed) as raised:
-        one.score(rows(4), texts, 1, lambda: beats.append(1))
+        one.score(rows(4), ended(texts), 1, lambda: beats.append(1))
     message = str(raised.value)
     assert message.startswith(f"reward function {name} ")
     assert HARM[name] in message.partition(" for completion")[0]
@@ -88,7 +88,7 @@ def test_harm_is_an_error_that_names_function_and_completion(name: str) -> None:
 def test_a_rank_shows_life_while_its_function_runs() -> None:
     process, beats = RewardProcess(["hostile_rewards:endless"]), list[int]()
     process.await_loaded(lambda: None)
-    process.call("hostile_rewards:endless", reward_arguments(rows(1), ["bad"]), 0, 2.0, lambda: beats.append(1))
+    process.call("hostile_rewards:endless", reward_arguments(rows(1), ended(["bad"])), 0, 2.0, lambda: beats.append(1))
     process.close()
     assert len(beats) >= 5, "more than at its beginning and end"
 
@@ -96,8 +96,8 @@ def test_a_rank_shows_life_while_its_function_runs() -> None:
 @pytest.mark.parametrize("name", ["endless", "orphaning", "raising", "not_a_number"])
 def test_harm_is_counted_as_zero_and_reported_once_if_requested(name: str) -> None:
     with scorer("well", name, on_failure="zero", weights=[1.0, 2.0]) as one:
-        first = one.score(rows(3), ["good", "bad", "good"], 1, lambda: None)
-        second = one.score(rows(3), ["bad", "good", "good"], 2, lambda: None)
+        first = one.score(rows(3), ended(["good", "bad", "good"]), 1, lambda: None)
+        second = one.score(rows(3), ended(["bad", "good", "good"]), 2, lambda: None)
     assert first.total == [3.0, 0.0, 3.0]
     assert first.by_function == {"well": [1.0, 1.0, 1.0], name: [1.0, 0.0, 1.0]}
     assert second.total == [0.0, 3.0, 3.0]
@@ -111,11 +111,37 @@ def test_harm_is_counted_as_zero_and_reported_once_if_requested(name: str) -> No
 
 def test_a_failure_of_what_is_only_measured_leaves_the_reward() -> None:
     with scorer("well", "raising", on_failure="zero", weights=[1.0, 0.0]) as one:
-        found = one.score(rows(3), ["good", "bad", "good"], 1, lambda: None)
+        found = one.score(rows(3), ended(["good", "bad", "good"]), 1, lambda: None)
     assert found.total == [1.0, 1.0, 1.0]
     assert found.by_function == {"well": [1.0, 1.0, 1.0], "raising": [1.0, 0.0, 1.0]}
     assert found.num_failed == 1
     assert "Its weight is 0, so the rewards are not affected" in found.warnings[0]
+
+
+def test_what_a_function_does_not_judge_is_left_to_the_others() -> None:
+    with scorer("on_digits", "on_letters", weights=[1.0, 0.5], timeout_s=30.0) as one:
+        found = one.score(rows(3), ended(["7", "ab", "3"]), 1, lambda: None)
+        with pytest.raises(RewardFailed) as raised:
+            one.score(rows(3), ended(["7", "?", "!"]), 1, lambda: None)
+    assert (found.total, found.num_failed, found.warnings) == ([7.0, 1.0, 3.0], 0, [])
+    assert found.by_function == {"on_digits": [7.0, None, 3.0], "on_letters": [None, 2.0, None]}
+    assert str(raised.value).startswith(
+        "every reward function returned None for 2 of 3 completions, first for completion 1 ('?', prompt 1-0); expected"
+    )
+    with scorer("on_digits", on_failure="zero", timeout_s=0) as one:
+        found = one.score(rows(2), ended(["7", "?"]), 1, lambda: None)
+        again = one.score(rows(2), ended(["7", "?"]), 1, lambda: None)
+    assert (found.total, found.num_failed) == ([7.0, 0.0], 1)
+    assert "They count as 0 (reward.on_failure)" in found.warnings[0]
+    assert again.warnings == []
+
+
+def test_an_evaluation_has_a_score_for_every_completion() -> None:
+    measured = with_changes(spec("well"), {"evaluate.scorer": "hostile_rewards:on_digits", "reward.timeout_s": 0})
+    one = RewardScorer(measured)
+    assert one.evaluate(rows(2), ended(["7", "8"]), lambda: None) == [7.0, 8.0]
+    with pytest.raises(RewardFailed, match=r"on_digits returned None for completion 1 \('x', prompt 1-0\)"):
+        one.evaluate(rows(2), ended(["7", "x"]), lambda: None)
 
 
 def test_too_much_of_it_stops_all_the_same() -> None:
@@ -123,18 +149,18 @@ def test_too_much_of_it_stops_all_the_same() -> None:
         scorer("raising", on_failure="zero", max_failed_share=0.5) as one,
         pytest.raises(RewardFailed, match=r"failed for 3 of 4 completions, more than reward.max_failed_share = 0.5"),
     ):
-        one.score(rows(4), ["bad", "good", "bad", "bad"], 1, lambda: None)
+        one.score(rows(4), ended(["bad", "good", "bad", "bad"]), 1, lambda: None)
 
 
 def test_a_failure_for_many_and_for_none_alone_is_reported_as_such() -> None:
     with scorer("not_by_one", on_failure="zero") as one:
-        found = one.score(rows(8), ["good"] * 8, 1, lambda: None)
+        found = one.score(rows(8), ended(["good"] * 8), 1, lambda: None)
     assert found.total == [1.0] * 8
     assert "too many at once" in found.warnings[0]
     assert "for none of them alone, so none counts as 0; call it with that many" in found.warnings[0]
     assert "time" not in found.warnings[0]
     with scorer("not_by_one") as one, pytest.raises(RewardFailed, match="for 8 completions at once, but for none of"):
-        one.score(rows(8), ["good"] * 8, 1, lambda: None)
+        one.score(rows(8), ended(["good"] * 8), 1, lambda: None)
 
 
 @pytest.mark.parametrize("count", [1, 8])
@@ -144,7 +170,7 @@ def test_a_failure_that_is_over_when_the_function_is_called_again_changes_nothin
     """One 502 of a judge ended the run, although every completion got its reward from the calls for their halves."""
     texts = ["good"] * count
     with scorer("failing_once", timeout_s=30.0) as one:
-        failed, first, second = [one.score(rows(count), texts, step, lambda: None) for step in (1, 1, 2)]
+        failed, first, second = [one.score(rows(count), ended(texts), step, lambda: None) for step in (1, 1, 2)]
     assert failed.total == first.total, "the same numbers as without a failure"
     (warning,) = failed.warnings
     assert "reward function failing_once raised ConnectionError: 502 Bad Gateway" in warning
@@ -152,13 +178,13 @@ def test_a_failure_that_is_over_when_the_function_is_called_again_changes_nothin
     assert (first.warnings, second.warnings, failed.num_failed) == ([], [], 0)
     measured = with_changes(spec("well", timeout_s=30.0), {"evaluate.scorer": "hostile_rewards:failing_once"})
     with contextlib.closing(RewardScorer(measured, 1)) as one:
-        assert len(one.evaluate(rows(count), texts, lambda: None)) == count
+        assert len(one.evaluate(rows(count), ended(texts), lambda: None)) == count
     assert "warning: On rank 1, reward function failing_once raised ConnectionError" in capfd.readouterr().out
 
 
 def test_what_is_too_slow_for_many_needs_more_time() -> None:
     with scorer("slow_for_many", timeout_s=2.0, on_failure="zero") as one:
-        found = one.score(rows(8), ["good"] * 8, 1, lambda: None)
+        found = one.score(rows(8), ended(["good"] * 8), 1, lambda: None)
     assert found.total == [1.0] * 8
     assert "so none counts as 0; allow more time (reward.timeout_s)" in found.warnings[0]
 
@@ -167,7 +193,11 @@ def test_what_is_too_slow_for_many_needs_more_time() -> None:
 def test_what_disturbs_the_connection_elsewhere_is_an_answer_as_any_other(name: str) -> None:
     with scorer(name) as one:
         for step in (1, 2, 3):
-            assert one.score(rows(3), ["a", "\ud800", "c" * 300_000], step, lambda: None).total == [1.0, 1.0, 1.0]
+            assert one.score(rows(3), ended(["a", "\ud800", "c" * 300_000]), step, lambda: None).total == [
+                1.0,
+                1.0,
+                1.0,
+            ]
 
 
 def test_a_process_with_many_open_files_is_served() -> None:
@@ -176,14 +206,14 @@ def test_a_process_with_many_open_files_is_served() -> None:
         for _ in range(1100):
             stack.callback(os.close, os.dup(0))
         with scorer("well", timeout_s=30.0) as one:
-            assert one.score(rows(2), ["a", "b"], 1, lambda: None).total == [1.0, 1.0]
+            assert one.score(rows(2), ended(["a", "b"]), 1, lambda: None).total == [1.0, 1.0]
             assert left_behind(), "control: its process is found while it is there"
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, 30.0])
 def test_a_number_too_large_for_a_reward_is_a_failure_of_the_function(timeout_s: float) -> None:
     with scorer("too_large", timeout_s=timeout_s, on_failure="zero") as one:
-        found = one.score(rows(3), ["good", "bad", "good"], 1, lambda: None)
+        found = one.score(rows(3), ended(["good", "bad", "good"]), 1, lambda: None)
     assert (found.total, found.num_failed) == ([1.0, 0.0, 1.0], 1)
 
 
@@ -191,8 +221,8 @@ def test_a_number_too_large_for_a_reward_is_a_failure_of_the_function(timeout_s:
 def test_rewards_are_summed_with_weights_and_kept_apart(timeout_s: float) -> None:
     exact = "rlhf_core.training.rewards:exact_match"
     with scorer(exact, "well", timeout_s=timeout_s, weights=[2.0, -0.5]) as one:
-        found = one.score(rows(3), ["0", "x", "2"], 1, lambda: None)
-        assert one.evaluate(rows(2), ["x", "1"], lambda: None) == [0.0, 1.0]
+        found = one.score(rows(3), ended(["0", "x", "2"]), 1, lambda: None)
+        assert one.evaluate(rows(2), ended(["x", "1"]), lambda: None) == [0.0, 1.0]
     assert found.total == [1.5, -0.5, 1.5]
     assert found.by_function == {"exact_match": [1.0, 0.0, 1.0], "well": [1.0, 1.0, 1.0]}
     assert (found.num_failed, found.warnings) == (0, [])
@@ -207,7 +237,7 @@ def test_a_function_has_its_path_as_its_name_where_its_own_means_something_else(
 
 def test_a_function_that_is_listed_twice_counts_twice_and_the_others_keep_their_weights() -> None:
     with scorer("well", "well", "raising", weights=[1.0, 1.0, 0.5], timeout_s=0) as one:
-        found = one.score(rows(2), ["good", "good"], 1, lambda: None)
+        found = one.score(rows(2), ended(["good", "good"]), 1, lambda: None)
     assert found.by_function == {"well": [1.0, 1.0], "raising": [1.0, 1.0]}
     assert found.total == [2.5, 2.5]
 
@@ -221,7 +251,7 @@ def test_a_function_that_draws_at_random_draws_the_same_when_a_step_is_made_agai
     drawn = []
     for steps in ((1, 2), (2,)):  # the second run starts from a checkpoint after step 1
         with scorer("noisy", timeout_s=30.0) as one:
-            drawn.append([one.score(rows(2), ["a", "b"], step, lambda: None).total for step in steps])
+            drawn.append([one.score(rows(2), ended(["a", "b"]), step, lambda: None).total for step in steps])
     assert drawn[0][1] == drawn[1][0]
     assert drawn[0][0] != drawn[0][1]
 
@@ -243,7 +273,7 @@ def test_a_function_that_cannot_be_imported_is_named(
     monkeypatch.setattr(process_module, "LOAD_TIMEOUT_S", 1.0)
     process = RewardProcess([WELL, "broken_rewards:score"])
     with pytest.raises(BadConfig, match=message) as raised:
-        process.call(WELL, reward_arguments(rows(1), ["a"]), 0, 5.0, lambda: None)
+        process.call(WELL, reward_arguments(rows(1), ended(["a"])), 0, 5.0, lambda: None)
     process.close()
     assert "broken_rewards" in str(raised.value)
 
@@ -262,7 +292,7 @@ def score_in_this_process(name: str, called: Event) -> None:
     """Call a reward function as a rank without a separate process would."""
     scorer = RewardScorer(spec(name, timeout_s=0))
     called.set()
-    scorer.score(rows(1), ["bad"], 1, lambda: None)
+    scorer.score(rows(1), ended(["bad"]), 1, lambda: None)
 
 
 @pytest.mark.parametrize(("name", "code"), [("exiting", 3), ("crashing", -11), ("leaving", 5), ("endless", None)])

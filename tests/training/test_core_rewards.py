@@ -1,5 +1,7 @@
 """Rewards: the correct answer counts, whatever else a completion contains; a broken function is named."""
 
+import asyncio
+import dataclasses
 import sys
 import textwrap
 from collections.abc import Callable
@@ -9,10 +11,18 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import JsonValue
+from rank_launcher import ended
 
 from rlhf_core.errors import BadConfig, RewardFailed
-from rlhf_core.training.rewards.functions import exact_match, gsm8k_answer, load_reward, rewards_of
-from rlhf_core.training.types import Row
+from rlhf_core.training.rewards.functions import (
+    exact_match,
+    gsm8k_answer,
+    load_reward,
+    reward_arguments,
+    rewards_of,
+)
+from rlhf_core.training.types import Conversation, Row
 
 GSM8K_ANSWERS = [
     "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72 clips altogether.\n#### 72",
@@ -164,8 +174,8 @@ def test_a_module_that_fails_to_import_is_named(user_module: Callable[[str], Non
 ROWS = [Row(f"{i}-0", f"{i}?", str(i), str(i), {"answer": i, "level": i} if i else {"answer": 0}) for i in range(3)]
 
 
-def call(function: Callable[..., Any]) -> list[float]:
-    return rewards_of("f", function, ROWS, ["0", "x", "2"])
+def call(function: Callable[..., Any]) -> list[float | None]:
+    return rewards_of("f", function, ROWS, ended(["0", "x", "2"]))
 
 
 def test_a_function_is_given_columns_of_equal_length_and_the_answer_as_text() -> None:
@@ -182,6 +192,51 @@ def test_a_function_is_given_columns_of_equal_length_and_the_answer_as_text() ->
         "answer": ["0", "1", "2"],
         "level": [None, 1, 2],
     }
+    named = [dataclasses.replace(row, columns={"finished": "maybe"}) for row in ROWS]
+    rewards_of("f", remember, named, ended(["0", "x", "2"]))
+    assert seen["finished"] == ["maybe"] * 3, "a column of the data"
+
+
+def test_only_functions_that_name_them_are_given_tokens_and_ends() -> None:
+    def before(prompts: list[str], completions: list[str], answer: list[str], level: list[int]) -> list[float]:
+        return [1.0 for _ in completions]
+
+    def of_ends(completions: list[str], answer: list[str], finished: list[bool], **columns: Any) -> list[float]:
+        return [float(one) for one in finished]
+
+    def of_tokens(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        return [float(one) for (one,) in completion_ids]
+
+    assert call(before) == [1.0, 1.0, 1.0]
+    assert call(of_tokens) == [48.0, 120.0, 50.0]
+    cut = [dataclasses.replace(one, finished=one.text != "x") for one in ended(["0", "x", "2"])]
+    assert rewards_of("f", of_ends, ROWS, cut) == [1.0, 0.0, 1.0]
+    named = [dataclasses.replace(row, columns={**row.columns, "finished": False}) for row in ROWS]
+    assert rewards_of("f", of_ends, named, cut) == [0.0, 0.0, 0.0], "a column of the data with that name"
+
+
+CHAT: list[dict[str, JsonValue]] = [{"role": "user", "content": "1+1?"}]
+CONVERSATION = Row("c-0", "<user>1+1?<assistant>", "2", "2", {"answer": "2"}, chat=Conversation(CHAT))
+
+
+def by_trl(completions: list[list[dict[str, str]]], prompts: list[list[dict[str, str]]], **columns: Any) -> list[float]:
+    """Read messages, as published functions for TRL do."""
+    return [float(made[0]["content"] in asked[-1]["content"]) for made, asked in zip(completions, prompts, strict=True)]
+
+
+def test_a_function_of_trl_is_given_messages() -> None:
+    rows, made = [CONVERSATION] * 2, ended(["1", "2"])
+    assert rewards_of("f", by_trl, rows, made, "messages") == [1.0, 0.0]
+    with pytest.raises(RewardFailed, match="f raised TypeError: string indices"):
+        rewards_of("f", by_trl, rows, made)
+    for function in (exact_match, gsm8k_answer):
+        assert rewards_of("f", function, rows, made, "messages") == rewards_of("f", function, rows, made) == [0.0, 1.0]
+    text = reward_arguments(ROWS, ended("abc"), "messages")
+    assert text == reward_arguments(ROWS, ended("abc")), "rows of text stay texts"
+
+
+def test_completions_that_a_function_does_not_judge_have_no_reward() -> None:
+    assert call(lambda **columns: [None, 1, 2.5]) == [None, 1.0, 2.5]
 
 
 @pytest.mark.parametrize(
@@ -194,8 +249,8 @@ def test_a_function_is_given_columns_of_equal_length_and_the_answer_as_text() ->
         ("101", "f returned '101'; expected a list of 3 numbers"),
         ([1, 2], "f returned 2 values for 3 completions"),
         ([1, float("nan"), 2], r"f returned nan for completion 1 \('x'\); expected a finite number"),
+        ([None, float("nan"), 2], "f returned nan for completion 1"),
         ([1, 2, float("inf")], "f returned inf for completion 2"),
-        ([None, 1, 2], "f returned None for completion 0"),
         ([1, 10**400, 2], "f returned 1000.* for completion 1"),
         ([1, "good", 2], "f returned 'good' for completion 1"),
     ],
@@ -215,12 +270,24 @@ def test_an_exception_is_named() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_an_async_function_is_named() -> None:
-    async def rewards(**columns: Any) -> list[float]:
-        return [0.0, 0.0, 0.0]
+def test_an_async_function_is_run_in_one_event_loop() -> None:
+    """A client that it keeps between calls belongs to the loop in which it was opened."""
+    loops = set()
 
-    with pytest.raises(RewardFailed, match="f is an async function; expected a list of 3 numbers"):
-        call(rewards)
+    async def judged(text: str) -> float:
+        await asyncio.sleep(0)
+        if text == "bad":
+            raise ConnectionError("502 Bad Gateway")
+        return float(text == "x")
+
+    async def rewards(*, completions: list[str], **columns: Any) -> list[float]:
+        loops.add(asyncio.get_running_loop())
+        return await asyncio.gather(*map(judged, completions))
+
+    assert call(rewards) == call(rewards) == [0.0, 1.0, 0.0]
+    with pytest.raises(RewardFailed, match=r"f raised ConnectionError: 502 Bad Gateway \(.*test_core_rewards.py, line"):
+        rewards_of("f", rewards, ROWS, ended(["bad", "x", "2"]))
+    assert len(loops) == 1
 
 
 def test_what_a_function_leaves_of_its_arguments_does_not_matter() -> None:

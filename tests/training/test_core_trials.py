@@ -1,6 +1,7 @@
 """Trials of reward functions: whatever they do, the answer is a sentence, arrives in time, and nothing keeps
 running."""
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from rlhf_core.schemas.content import TrialProblem
 from rlhf_core.training.probes import reward_functions
 from rlhf_core.training.probes.reward_functions import completions_for, try_rewards
-from rlhf_core.training.types import Row
+from rlhf_core.training.types import Conversation, Row
 
 CODE = """
 import os, subprocess, sys, time
@@ -67,6 +68,13 @@ def by_level(*, completions, level, **columns):
 
 def takes_little(*, prompts, completions):
     return [0.0] * len(completions)
+
+def on_numbers(completions, finished, completion_ids, **columns):
+    assert all(finished) and [len(one) for one in completion_ids] == [len(one) for one in completions]
+    return [float(one == "1") if one.strip(".").isdigit() else None for one in completions]
+
+def by_trl(completions, **columns):
+    return [float(len(one[0]["content"])) for one in completions]
 """
 
 ROWS = [Row(f"u{i}", f"{i}+1=", str(i + 1), f"{i + 1}.", {"prompt": f"{i}+1=", "answer": str(i + 1)}) for i in range(6)]
@@ -100,6 +108,18 @@ def test_a_good_function() -> None:
 def test_a_constant_one() -> None:
     (trial,) = try_rewards(["tried_rewards:constant"], ROWS)
     assert (trial.problem, trial.num_distinct) == (TrialProblem.NONE, 1)
+
+
+def test_one_that_does_not_judge_all() -> None:
+    (trial,) = try_rewards(["tried_rewards:on_numbers"], ROWS)
+    assert (trial.problem, trial.num_completions, trial.num_unjudged) == (TrialProblem.NONE, 20, 8), trial
+    assert (trial.right, trial.wrong, trial.num_distinct) == (1 / 8, 1 / 4, 2)
+
+
+def test_conversations_are_given_as_they_are_in_training() -> None:
+    rows = [dataclasses.replace(row, chat=Conversation([{"role": "user", "content": row.prompt}])) for row in ROWS]
+    as_text, as_messages = (try_rewards(["tried_rewards:by_trl"], rows, form)[0] for form in ("text", "messages"))
+    assert (as_text.problem, as_messages.problem) == (TrialProblem.FAILED, TrialProblem.NONE)
 
 
 def test_a_slow_one_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -467,7 +467,7 @@ def test_a_reward_that_fails_on_one_rank_is_told_by_that_rank(results: list[dict
     (warning,) = [one for path in restart.all_warnings() for one in read_models(path, TrainerWarning)]
     assert restart.all_warnings() == [restart.warnings_of(1)]
     assert (warning.failure_kind, warning.step) == (FailureKind.REWARD_FUNCTION, 3)
-    assert warning.message.startswith("On rank 1, reward function failing_on_rank_1 returned None for completion 0 (")
+    assert warning.message.startswith("On rank 1, reward function failing_on_rank_1 returned nan for completion 0 (")
     lines = read_models(restart.metrics, MetricsLine)
     assert [line.metrics.get("reward/failed_share") for line in lines] == [None, None, *[1 / 16] * 4]
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from core_models import QWEN, char_tokenizer, tiny_model
 from pydantic import ValidationError
-from rank_launcher import TrainingGroup, every_scenario, flip_last_bit, launch, tiny_spec, values
+from rank_launcher import TrainingGroup, ended, every_scenario, flip_last_bit, launch, tiny_spec, values
 from test_loop_runs import assert_resumed_bitwise, metrics_of
 from tokenizers.processors import TemplateProcessing
 from transformers import (
@@ -351,7 +351,7 @@ def scored(settings: dict[str, Any], *scores: list[float], num_ranks: int = 1, *
 
 
 def totals(scorer: Any, count: int) -> Any:
-    return scorer.score([row("1>")] * count, ["1"] * count, 1, lambda: None)
+    return scorer.score([row("1>")] * count, ended(["1"] * count), 1, lambda: None)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -398,7 +398,7 @@ def test_a_conversation_that_the_template_refuses_fails_for_itself(tmp_path: Pat
         reward = {"functions": [], "models": {"good": {"path": "m"}}, "timeout_s": 0.0, "on_failure": on_failure}
         scorer = RewardScorer(RunSpec.model_validate({**tiny_spec(), "reward": reward}))
         scorer.use(models)
-        return scorer.score(rows, ["2", "2"], 1, lambda: None)
+        return scorer.score(rows, ended(["2", "2"]), 1, lambda: None)
 
     found = score("zero")
     assert (found.total, found.num_failed) == ([pytest.approx(expected), 0.0], 1)

@@ -169,6 +169,14 @@ def rewards(facts: Facts) -> Iterator[Finding]:
     """A reward function that fails, hangs, or gives every answer the same reward wastes every step."""
     if facts.content is None:
         return
+    tokens = facts.content.tokenizer
+    only_texts = tokens is not None and not tokens.problem and not tokens.chat_problem and tokens.turn_end is None
+    if only_texts and facts.spec.reward.conversations == "messages":
+        yield warning(
+            'reward.conversations = "messages", but no row is a conversation',
+            "prompts that are lists of messages",
+            "leave reward.conversations out: reward functions are given texts",
+        )
     for trial in facts.content.rewards:
         if trial.problem is TrialProblem.COLUMNS:
             continue  # reported by content.columns
@@ -176,7 +184,15 @@ def rewards(facts: Facts) -> Iterator[Finding]:
             yield _failed(trial)
             continue
         shown = f"{trial.function}: {trial.num_completions} completions in {trial.seconds * 1000:.0f} ms"
-        if trial.num_distinct == 1:
+        if trial.num_unjudged and _scores_evaluations(facts, trial):
+            yield blocked(
+                f"{shown}, and it returned None for {trial.num_unjudged} of them",
+                "a number for every completion of an evaluation",
+                f"correct {trial.function}, or set evaluate.scorer to another function",
+            )
+        elif trial.num_unjudged == trial.num_completions:
+            yield skipped(f"{shown}, and it returned None for all of them: its rewards were not compared")
+        elif trial.num_distinct == 1:
             yield warning(
                 f"{shown}, all rewarded with {trial.right:g}: reference answers, those of other rows, and nonsense",
                 "different rewards for right and wrong answers",
@@ -310,6 +326,13 @@ def _failed(trial: RewardTrial) -> Finding:
         "one finite number for each completion, including empty and unusual ones",
         f"correct {trial.function}; if it {exception} something that only the nodes have, set {off}",
     )
+
+
+def _scores_evaluations(facts: Facts, trial: RewardTrial) -> bool:
+    """True for the trial of the scorer, which has one of its own if held-out rows have other columns."""
+    assert facts.content is not None
+    has_own = any(other.is_held_out for other in facts.content.rewards)
+    return trial.function == facts.spec.evaluate.scorer and trial.is_held_out == has_own
 
 
 def _slow(facts: Facts, trial: RewardTrial) -> Iterator[Finding]:

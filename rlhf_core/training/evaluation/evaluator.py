@@ -228,8 +228,8 @@ class Evaluator:
         self, rows: Sequence[Row], completions: Sequence[Sequence[Completion]], beat: Callable[[], None]
     ) -> list[list[EvaluationSample]]:
         flat_rows = [row for row, made in zip(rows, completions, strict=True) for _ in made]
-        texts = [completion.text for made in completions for completion in made]
-        values = iter(self.scorer.evaluate(flat_rows, texts, beat))
+        flat = [completion for made in completions for completion in made]
+        values = iter(self.scorer.evaluate(flat_rows, flat, beat))
         return [
             [
                 EvaluationSample(

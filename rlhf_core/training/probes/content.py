@@ -128,7 +128,7 @@ def _trials(spec: RunSpec, trained: Sequence[Row], held: Sequence[Row]) -> list[
 def _trials_on(spec: RunSpec, functions: Sequence[str], rows: Sequence[Row]) -> list[RewardTrial]:
     """Trials of functions; none without reference answers, which pairs need not have."""
     answered = "answer" in spec.data_kinds or all(spec.data.answer_column in row.columns for row in rows)
-    return try_rewards(list(dict.fromkeys(functions)), rows) if answered else []
+    return try_rewards(list(dict.fromkeys(functions)), rows, spec.reward.conversations) if answered else []
 
 
 def _columns(rows: Sequence[Row]) -> set[str]:

@@ -19,8 +19,8 @@ from typing import Any
 from rlhf_core.errors import BadConfig, RewardFailed
 from rlhf_core.machine.parent_death import die_with_parent
 from rlhf_core.schemas.content import RewardTrial, TrialProblem
-from rlhf_core.training.rewards.functions import RewardFunction, load_reward, rewards_of
-from rlhf_core.training.types import Row
+from rlhf_core.training.rewards.functions import OPTIONAL, Conversations, RewardFunction, load_reward, rewards_of
+from rlhf_core.training.types import Completion, Row
 
 TRIAL_S = 20.0
 """Longest time for one function in seconds, including its import."""
@@ -36,12 +36,16 @@ NONSENSE = ("", "I do not know.")
 """Completions that are right for no row; empty ones occur in every training."""
 
 
-def try_rewards(functions: Sequence[str], rows: Sequence[Row]) -> list[RewardTrial]:
+def try_rewards(
+    functions: Sequence[str], rows: Sequence[Row], conversations: Conversations = "text"
+) -> list[RewardTrial]:
     """Try functions one after the other.
 
     Args:
         functions: ``module:function`` of each; importable here.
         rows: real rows; a few of them are used.
+        conversations: ``reward.conversations``. As a text, the prompt of a conversation is its JSON here, because no
+            tokenizer is loaded; for the same reason, the tokens of a completion are its bytes.
     """
     deadline = time.monotonic() + ALL_TRIALS_S
     trials = []
@@ -51,7 +55,7 @@ def try_rewards(functions: Sequence[str], rows: Sequence[Row]) -> list[RewardTri
             message = f"the previous functions took {ALL_TRIALS_S:g} s"
             trials.append(RewardTrial(function=path, problem=TrialProblem.NOT_TRIED, message=message))
         else:
-            trials.append(_try_in_fork(path, rows, remaining_s))
+            trials.append(_try_in_fork(path, rows, conversations, remaining_s))
     return trials
 
 
@@ -71,12 +75,12 @@ def completions_for(rows: Sequence[Row]) -> tuple[list[Row], list[str], list[boo
     return [row for row, _, _ in made], [text for _, text, _ in made], [right for _, _, right in made]
 
 
-def _try_in_fork(path: str, rows: Sequence[Row], timeout_s: float) -> RewardTrial:
+def _try_in_fork(path: str, rows: Sequence[Row], conversations: Conversations, timeout_s: float) -> RewardTrial:
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(reading)
-        _child(path, rows, writing, timeout_s)
+        _child(path, rows, conversations, writing, timeout_s)
     os.close(writing)
     try:
         response = _read_line(reading, time.monotonic() + timeout_s)
@@ -121,7 +125,7 @@ def _exit_message(code: int) -> str:
     return f"its process ended with exit code {code}"
 
 
-def _child(path: str, rows: Sequence[Row], writing: int, timeout_s: float) -> None:
+def _child(path: str, rows: Sequence[Row], conversations: Conversations, writing: int, timeout_s: float) -> None:
     """Run the trial in the forked child. Never returns."""
     code = 1
     try:
@@ -132,7 +136,8 @@ def _child(path: str, rows: Sequence[Row], writing: int, timeout_s: float) -> No
         set_limit(resource.RLIMIT_CPU, int(timeout_s * (os.cpu_count() or 1)) + 1)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         deadline = time.monotonic() + timeout_s
-        os.write(writing, _try_function(path, rows, deadline).model_dump_json().encode() + b"\n")
+        trial = _try_function(path, rows, conversations, deadline)
+        os.write(writing, trial.model_dump_json().encode() + b"\n")
         code = 0
     finally:
         sys.stderr.flush()
@@ -154,13 +159,13 @@ def set_limit(kind: int, value: int) -> None:
     resource.setrlimit(kind, (value, value))
 
 
-def _try_function(path: str, rows: Sequence[Row], deadline: float) -> RewardTrial:
+def _try_function(path: str, rows: Sequence[Row], conversations: Conversations, deadline: float) -> RewardTrial:
     try:
         function = load_reward(path)
         _limit_memory()
         if problem := _wrong_columns(function, rows):
             return RewardTrial(function=path, problem=TrialProblem.COLUMNS, message=problem)
-        return _call_twice_in_time(path, function, rows, deadline)
+        return _call_twice_in_time(path, function, rows, conversations, deadline)
     except (BadConfig, RewardFailed) as error:
         kind = TrialProblem.MEMORY if isinstance(error.__cause__, MemoryError) else TrialProblem.FAILED
         return RewardTrial(function=path, problem=kind, message=" ".join(str(error).split())[:500])
@@ -171,20 +176,25 @@ def _try_function(path: str, rows: Sequence[Row], deadline: float) -> RewardTria
         return RewardTrial(function=path, problem=TrialProblem.DIED, message=message)
 
 
-def _call_twice_in_time(path: str, function: RewardFunction, rows: Sequence[Row], deadline: float) -> RewardTrial:
-    used, completions, right = completions_for(rows)
+def _call_twice_in_time(
+    path: str, function: RewardFunction, rows: Sequence[Row], conversations: Conversations, deadline: float
+) -> RewardTrial:
+    used, texts, right = completions_for(rows)
+    completions = [Completion(list(text.encode()), text, True, []) for text in texts]
     for _ in range(2):  # the first call may load a model or import a parser, so the second is timed
         started = time.monotonic()
-        rewards = rewards_of(path.partition(":")[2], function, used, completions)
+        rewards = rewards_of(path.partition(":")[2], function, used, completions, conversations)
         seconds = time.monotonic() - started
         if time.monotonic() + 2 * seconds > deadline:
             break  # one call of a slow function is enough; a second one, which may take longer, would look like a hang
+    judged = [(reward, good) for reward, good in zip(rewards, right, strict=True) if reward is not None]
     return RewardTrial(
         function=path,
         num_completions=len(completions),
-        num_distinct=len(set(rewards)),
-        right=_mean([reward for reward, good in zip(rewards, right, strict=True) if good]),
-        wrong=_mean([reward for reward, good in zip(rewards, right, strict=True) if not good]),
+        num_unjudged=len(completions) - len(judged),
+        num_distinct=len({reward for reward, _ in judged}),
+        right=_mean([reward for reward, good in judged if good]),
+        wrong=_mean([reward for reward, good in judged if not good]),
         seconds=seconds,
     )
 
@@ -201,14 +211,14 @@ def _wrong_columns(function: RewardFunction, rows: Sequence[Row]) -> str:
     except (TypeError, ValueError):
         return ""
     given: dict[str, Any] = {name: None for row in rows for name in row.columns}
-    given |= dict.fromkeys(("prompts", "completions", "answer"))
+    given |= dict.fromkeys(("prompts", "completions", "answer", *OPTIONAL))
     kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     needed = [one.name for one in parameters.values() if one.kind in kinds and one.default is inspect.Parameter.empty]
     missing = [name for name in needed if name not in given]
     if missing:
         return f"it needs {', '.join(missing)}; the data has only {', '.join(sorted(given))}"
     takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
-    refused = [name for name in given if name not in parameters]
+    refused = [name for name in given if name not in parameters and name not in OPTIONAL]
     if refused and not takes_all:
         return f"it does not take {', '.join(refused)}; add **columns to its arguments"
     return ""

@@ -1,29 +1,46 @@
 """Reward functions, and their loading and calling. Does not import torch.
 
 A reward function is called as ``function(prompts=, completions=, answer=, **columns)`` with one list entry per
-completion and returns one finite number per completion (the convention of TRL). ``answer`` is always the reference
-answer of the row; ``columns`` are the columns of the data under their own names. The function must accept ``**columns``
-for those it does not use.
+completion, and returns one finite number per completion, or None for one that it does not judge. ``answer`` is always
+the reference answer of the row; ``columns`` are the columns of the data under their own names. The function must accept
+``**columns`` for those it does not use. It may be asynchronous.
+
+This is the convention of TRL, apart from conversations: their prompts and completions are texts here, unless
+``reward.conversations`` is ``messages``. A function that names them is also given ``completion_ids``, as in TRL, and
+``finished`` (:data:`OPTIONAL`).
 """
 
+import contextlib
 import importlib
+import inspect
 import logging
 import math
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_core.errors import BadConfig, RewardFailed
 from rlhf_core.survival import relative_path_advice
 
 if TYPE_CHECKING:  # without it, the process of the reward functions starts in a tenth of the time
-    from rlhf_core.training.types import Row
+    from asyncio import AbstractEventLoop
 
-RewardFunction = Callable[..., Sequence[float]]
+    from rlhf_core.training.types import Completion, Row
+
+Rewards = Sequence[float | None]
+RewardFunction = Callable[..., Rewards | Coroutine[object, object, Rewards]]
+Conversations = Literal["text", "messages"]
+"""Form of conversations, ``reward.conversations``."""
+Text = str | Sequence[Mapping[str, Any]]
+"""A completion as a text, or as the message that it is in a conversation."""
+
+OPTIONAL = ("completion_ids", "finished")
+"""Arguments that are given only to functions that name them: the tokens of each completion, and False for each
+truncated one. ``**columns`` has only the columns of the data, which may have these names and then replace them."""
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)", re.ASCII)
 _LONGEST_ANSWER = 64
@@ -38,14 +55,16 @@ _HARMLESS = re.compile(r"(?:[\d\s.,+\-*/()%$]|\\[dt]?frac|\\cdot|\\times|[{}])*"
 
 
 def exact_match(
-    *, prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **columns: Any
+    *, prompts: Sequence[Text], completions: Sequence[Text], answer: Sequence[str], **columns: Any
 ) -> list[float]:
     """Return 1 if the completion equals the reference answer, ignoring surrounding white space; 0 otherwise."""
-    return [float(found.strip() == expected.strip()) for found, expected in zip(completions, answer, strict=True)]
+    return [
+        float(_text(found).strip() == expected.strip()) for found, expected in zip(completions, answer, strict=True)
+    ]
 
 
 def gsm8k_answer(
-    *, prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **columns: Any
+    *, prompts: Sequence[Text], completions: Sequence[Text], answer: Sequence[str], **columns: Any
 ) -> list[float]:
     """Return 1 if the completion's final number equals the reference answer's; 0 otherwise (Cobbe et al. 2021, arXiv
     2110.14168).
@@ -56,9 +75,13 @@ def gsm8k_answer(
     completion: anything but a short sum, product, fraction or percentage counts as wrong without being computed.
     """
     return [
-        float(_same_number(_completion_answer(found), _tidy(expected.rpartition("####")[2])))
+        float(_same_number(_completion_answer(_text(found)), _tidy(expected.rpartition("####")[2])))
         for found, expected in zip(completions, answer, strict=True)
     ]
+
+
+def _text(completion: Text) -> str:
+    return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 
 def _completion_answer(text: str) -> str:
@@ -132,11 +155,21 @@ def load_reward(path: str) -> RewardFunction:
 
 
 @dataclass(frozen=True)
+class RewardArguments:
+    """Arguments of a reward function, each a list with one entry per completion."""
+
+    always: dict[str, list[Any]]
+    """Prompts, completions, answers and the columns of the data."""
+    named: dict[str, list[Any]]
+    """Those of :data:`OPTIONAL`, only for functions that name them."""
+
+
+@dataclass(frozen=True)
 class RewardCall:
     """Result of one call of a reward function."""
 
-    values: list[float] = field(default_factory=list)
-    """One reward per completion; 0 for those in :attr:`problems`."""
+    values: list[float | None] = field(default_factory=list)
+    """One reward per completion: None for those that the function does not judge, 0 for those in :attr:`problems`."""
     problems: dict[int, str] = field(default_factory=dict)
     """Description of an invalid result, by index of the completion: ``returned nan``."""
     failure: str = ""
@@ -147,47 +180,85 @@ class RewardCall:
     """Traceback of its exception, if called in its own process."""
 
 
-def call_reward(function: RewardFunction, arguments: Mapping[str, Sequence[Any]]) -> RewardCall:
+def call_reward(function: RewardFunction, arguments: RewardArguments) -> RewardCall:
     """Call a reward function in this process. Any exception becomes part of the result.
+
+    Asynchronous functions run in one event loop of this process, so that clients they keep between calls stay usable.
 
     Args:
         arguments: as built by :func:`reward_arguments`.
     """
-    count = len(arguments["completions"])  # before the call: the function may change the list that it is given
+    count = len(arguments.always["completions"])  # before the call: the function may change the list that it is given
     try:
-        return _checked(function(**arguments), count)
+        returned: object = function(**_taken(function, arguments))
+        if isinstance(returned, Coroutine):
+            returned = _event_loop().run_until_complete(returned)
+        return _checked(returned, count)
     except Exception as error:  # noqa: BLE001 - user code may raise anything; the run must say whose code it was
         return RewardCall(failure=_error_text(error), error=error)
 
 
-def reward_arguments(rows: Sequence["Row"], completions: Sequence[str]) -> dict[str, list[Any]]:
-    """Arguments of a reward function for these completions, each a list of the same length.
+@lru_cache(maxsize=1)
+def _event_loop() -> "AbstractEventLoop":
+    import asyncio
+
+    return asyncio.new_event_loop()
+
+
+def _taken(function: RewardFunction, arguments: RewardArguments) -> dict[str, list[Any]]:
+    """The arguments, of the optional ones only those that the function names."""
+    parameters: Collection[str] = ()
+    with contextlib.suppress(TypeError, ValueError):  # it has no readable signature
+        parameters = inspect.signature(function).parameters
+    return {**{name: of for name, of in arguments.named.items() if name in parameters}, **arguments.always}
+
+
+def reward_arguments(
+    rows: Sequence["Row"], completions: Sequence["Completion"], conversations: Conversations = "text"
+) -> RewardArguments:
+    """Arguments of a reward function for these completions.
 
     Args:
         rows: the row of each completion (repeated for each of its samples).
-        completions: texts, one for each row.
+        completions: one for each row.
     """
+    chats = [row.chat if conversations == "messages" else None for row in rows]
     names = dict.fromkeys(name for row in rows for name in row.columns)
     arguments: dict[str, list[Any]] = {name: [row.columns.get(name) for row in rows] for name in names}
-    arguments["prompts"] = [row.prompt for row in rows]
-    arguments["completions"] = list(completions)
+    arguments["prompts"] = [
+        row.prompt if chat is None else [dict(message) for message in chat.prompt]
+        for row, chat in zip(rows, chats, strict=True)
+    ]
+    arguments["completions"] = [
+        made.text if chat is None else [{"role": "assistant", "content": made.text}]
+        for made, chat in zip(completions, chats, strict=True)
+    ]
     arguments["answer"] = [row.answer for row in rows]
-    return arguments
+    token_ids = [list(made.token_ids) for made in completions]
+    return RewardArguments(
+        arguments, {"completion_ids": token_ids, "finished": [made.finished for made in completions]}
+    )
 
 
-def rewards_of(name: str, function: RewardFunction, rows: Sequence["Row"], completions: Sequence[str]) -> list[float]:
-    """Rewards of one function, called in this process without a time limit.
+def rewards_of(
+    name: str,
+    function: RewardFunction,
+    rows: Sequence["Row"],
+    completions: Sequence["Completion"],
+    conversations: Conversations = "text",
+) -> list[float | None]:
+    """Rewards of one function, called in this process without a time limit; None for what it does not judge.
 
     Raises:
-        RewardFailed: the function raised, or did not return one finite number per completion.
+        RewardFailed: the function raised, or did not return a finite number or None for each completion.
     """
-    called = call_reward(function, reward_arguments(rows, completions))
+    called = call_reward(function, reward_arguments(rows, completions, conversations))
     if called.failure:
         raise RewardFailed(f"reward function {name} {called.failure}") from called.error
     for index, problem in called.problems.items():
         raise RewardFailed(
-            f"reward function {name} {problem} for completion {index} ({shown(completions[index])}); expected a finite "
-            f"number"
+            f"reward function {name} {problem} for completion {index} ({shown(completions[index].text)}); expected a "
+            f"finite number"
         )
     return called.values
 
@@ -200,11 +271,9 @@ def _error_text(error: BaseException) -> str:
 
 
 def _checked(returned: object, count: int) -> RewardCall:
-    """Check for one finite float for each of ``count`` completions; any other result becomes a problem or failure."""
+    """Check for a finite float or None for each of ``count`` completions; any other result becomes a problem or
+    failure."""
     expected = f"expected a list of {count} numbers"
-    if isinstance(returned, Coroutine):
-        returned.close()  # or Python warns that it was never awaited
-        return RewardCall(failure=f"is an async function; {expected}: call it with asyncio.run in an ordinary function")
     try:
         # A set is in any order, and a list of a mapping has its keys.
         values = None if isinstance(returned, Set | Mapping | str) else list(returned)  # type: ignore[call-overload]
@@ -214,8 +283,12 @@ def _checked(returned: object, count: int) -> RewardCall:
         return RewardCall(failure=f"returned {shown(returned)}; {expected}")
     if len(values) != count:
         return RewardCall(failure=f"returned {len(values)} values for {count} completions; {expected}")
-    numbers, problems = [], {}
+    numbers: list[float | None] = []
+    problems = {}
     for index, value in enumerate(values):
+        if value is None:
+            numbers.append(None)
+            continue
         try:
             number = float(value)
         except (TypeError, ValueError, OverflowError):

@@ -16,13 +16,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
 
 from rlhf_core.errors import BadConfig
-from rlhf_core.training.rewards.functions import RewardCall
+from rlhf_core.training.rewards.functions import RewardArguments, RewardCall
 from rlhf_core.training.rewards.worker import HEADER, CallRequest
 
 POLL_INTERVAL_S = 0.2
@@ -71,7 +71,7 @@ class RewardProcess:
     def call(
         self,
         path: str,
-        arguments: Mapping[str, Sequence[Any]],
+        arguments: RewardArguments,
         seed: int,
         timeout_s: float,
         beat: Callable[[], None],

@@ -12,22 +12,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Literal, NoReturn
 
-from rlhf_core.errors import RewardFailed
 from rlhf_core.schemas.rewards import REWARD_METRICS, RewardSpec
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.scoring_models import ScoringModelState
-from rlhf_core.training.rewards.functions import (
-    RewardCall,
-    call_reward,
-    load_reward,
-    reward_arguments,
-    shown,
-)
+from rlhf_core.training.rewards.failures import Completions, RewardFailures, SourceScores
+from rlhf_core.training.rewards.functions import RewardCall, call_reward, load_reward, reward_arguments
 from rlhf_core.training.rewards.process import NO_RESPONSE, RewardProcess
 from rlhf_core.training.rewards.scoring_models import ModelScores, SampledText, ScoringModels
-from rlhf_core.training.types import Row
+from rlhf_core.training.types import Completion, Row
 
 LEAST_SHARE = 1 / 16
 """Smallest fraction of the time limit for a part of the completions."""
@@ -38,9 +31,9 @@ class Scores:
     """Rewards of some completions."""
 
     total: list[float]
-    """Weighted sum over the functions, one per completion."""
-    by_function: dict[str, list[float]]
-    """Unweighted rewards of each function."""
+    """Weighted sum over the functions that judge it, one per completion."""
+    by_function: dict[str, list[float | None]]
+    """Unweighted rewards of each function; None for what it does not judge."""
     num_failed: int
     """Completions for which at least one function or model failed."""
     warnings: list[str]
@@ -60,39 +53,6 @@ class Scores:
             sum(part.num_failed for part in parts),
             [warning for part in parts for warning in part.warnings],
         )
-
-
-@dataclass(frozen=True)
-class _Completions:
-    """Completions to score."""
-
-    rows: Sequence[Row]
-    """Row of each."""
-    texts: Sequence[str]
-
-    def part(self, first: int, end: int) -> "_Completions":
-        """Return some of them."""
-        return _Completions(self.rows[first:end], self.texts[first:end])
-
-
-@dataclass(frozen=True)
-class _SourceScores:
-    """Scores of some completions by one reward function or model."""
-
-    name: str
-    source: Literal["function", "model"]
-    raw: list[float]
-    """Scores as in the metric, one per completion; 0 for a failure."""
-    counted: list[float]
-    """Scores as they enter the sum; unspecified for a failure."""
-    problems: dict[int, RewardCall]
-    """Reason for a missing score, by index."""
-    as_one: RewardCall | None = None
-    """Failure of the call for all completions at once."""
-    passing: RewardCall | None = None
-    """The same, if the call succeeded when it was repeated."""
-    num_cut: int = 0
-    """Number of sequences truncated because they exceed the model's maximum length."""
 
 
 def reward_names(paths: Sequence[str]) -> dict[str, str]:
@@ -129,8 +89,7 @@ class RewardScorer:
         self._evaluation = reward_names([spec.evaluate.scorer])
         paths = [*self._functions.values(), *self._evaluation.values()]
         self._process = RewardProcess(paths) if spec.reward.timeout_s else None
-        self._reported: set[tuple[str, str]] = set()
-        """Warnings so far, as name of the function or model and kind."""
+        self._failures = RewardFailures(spec.reward, self._weights, rank)
         self._models: ScoringModels | None = None
 
     def use(self, models: ScoringModels) -> None:
@@ -167,31 +126,30 @@ class RewardScorer:
     def score(
         self,
         rows: Sequence[Row],
-        completions: Sequence[str],
+        completions: Sequence[Completion],
         step: int,
         beat: Callable[[], None],
         sampling_round: int = 0,
-        finished: Sequence[bool] = (),
     ) -> Scores:
         """Compute weighted rewards by ``reward.functions`` and ``reward.models``. Collective if a model normalises.
 
         Args:
             rows: the row of each completion (repeated for each of its samples).
-            completions: texts, one for each row.
+            completions: one for each row.
             step: optimizer step; random functions draw the same numbers if it is repeated.
             beat: called before and after each function, and every fraction of a second while one runs.
             sampling_round: round of the step, if it samples several times.
-            finished: False for each truncated completion; all count as finished if omitted.
 
         Raises:
             BadConfig: a function cannot be imported.
-            RewardFailed: a function failed and ``reward.on_failure`` is ``stop``, or failed for too many completions.
+            RewardFailed: a function failed and ``reward.on_failure`` is ``stop``, or failed for too many completions;
+                being judged by none counts as a failure of a completion.
         """
-        made = _Completions(rows, completions)
-        seed, allowed = self._seed(step, sampling_round), self._num_allowed(len(completions))
+        made = Completions(rows, completions)
+        seed, allowed = self._seed(step, sampling_round), self._failures.num_allowed(len(completions))
         # Before the models, whose statistics are a collective: a function that fails ends the rank outside of it.
         sources = [self._by_function(*one, made, seed, beat, allowed) for one in self._functions.items()]
-        sources += self._by_models(made, finished, beat, allowed)
+        sources += self._by_models(made, beat, allowed)
         counting = [one for one in sources if self._weights[one.name]]
         total = [0.0] * len(completions)
         for one in counting:
@@ -200,33 +158,28 @@ class RewardScorer:
         # A failure counts as 0, except of what has the weight 0 and is only measured.
         lost = {index for one in counting for index in one.problems}
         rewards = [0.0 if index in lost else value for index, value in enumerate(total)]
-        failed = {index for one in sources for index in one.problems}
-        warnings = [text for one in sources for text in self._new_warnings(one, made)]
+        unjudged = [index for index in range(len(total)) if all(one.raw[index] is None for one in sources)]
+        warnings = [text for one in sources for text in self._failures.new_warnings(one, made)]
+        warnings += self._failures.about_unjudged(unjudged, made, allowed)
+        failed = {*unjudged, *(index for one in sources for index in one.problems)}
         return Scores(rewards, {one.name: one.raw for one in sources}, len(failed), warnings)
 
-    def _by_models(
-        self, made: _Completions, finished: Sequence[bool], beat: Callable[[], None], allowed: float
-    ) -> list[_SourceScores]:
+    def _by_models(self, made: Completions, beat: Callable[[], None], allowed: float) -> list[SourceScores]:
         if self._models is None:
             return []
-        ended = finished or [True] * len(made.texts)
-        texts = [SampledText(*one) for one in zip(made.rows, made.texts, ended, strict=True)]
+        texts = [SampledText(row, one.text, one.finished) for row, one in zip(made.rows, made.completions, strict=True)]
         return [self._by_model(name, scores, made, allowed) for name, scores in self._models.score(texts, beat).items()]
 
-    def _by_model(self, name: str, scores: ModelScores, made: _Completions, allowed: float) -> _SourceScores:
+    def _by_model(self, name: str, scores: ModelScores, made: Completions, allowed: float) -> SourceScores:
         reasons = {index: f"gives no score ({reason})" for index, reason in scores.unread.items()}
         gives = {index: f"gives {value}" for index, value in enumerate(scores.raw) if not math.isfinite(value)}
         problems = {index: RewardCall(failure=text) for index, text in {**gives, **reasons}.items()}
         if len(problems) > allowed:
-            self._refuse("model", name, problems, allowed, made)
-        raw = [0.0 if index in problems else value for index, value in enumerate(scores.raw)]
-        return _SourceScores(name, "model", raw, scores.counted, problems, num_cut=scores.num_cut)
+            self._failures.refuse("model", name, problems, allowed, made)
+        raw: list[float | None] = [0.0 if index in problems else value for index, value in enumerate(scores.raw)]
+        return SourceScores(name, "model", raw, scores.counted, problems, num_cut=scores.num_cut)
 
-    def _num_allowed(self, count: int) -> float:
-        """Number of completions, out of ``count``, for which a function or model may fail."""
-        return 0.0 if self._reward.on_failure == "stop" else max(1.0, self._reward.max_failed_share * count)
-
-    def evaluate(self, rows: Sequence[Row], completions: Sequence[str], beat: Callable[[], None]) -> list[float]:
+    def evaluate(self, rows: Sequence[Row], completions: Sequence[Completion], beat: Callable[[], None]) -> list[float]:
         """Score by ``evaluate.scorer``. A failure ends the run even if ``reward.on_failure`` allows it to go on: zeros
         would invalidate the measurement.
 
@@ -237,17 +190,21 @@ class RewardScorer:
             RewardFailed: the scorer failed.
         """
         ((name, path),) = self._evaluation.items()
-        made = _Completions(rows, completions)
+        made = Completions(rows, completions)
         found = self._by_function(name, path, made, self._seed(0, 0), beat, allowed=0.0)
-        for warning in self._new_warnings(found, made):
+        for warning in self._failures.new_warnings(found, made):
             print(f"warning: {warning}", flush=True)
-        return found.raw
+        scores = [value for value in found.raw if value is not None]
+        if len(scores) < len(completions):
+            index = found.raw.index(None)
+            self._failures.refuse("function", name, {index: RewardCall(failure="returned None")}, 0.0, made)
+        return scores
 
     def _by_function(
-        self, name: str, path: str, made: _Completions, seed: int, beat: Callable[[], None], allowed: float
-    ) -> _SourceScores:
-        count = len(made.texts)
-        values = [0.0] * count
+        self, name: str, path: str, made: Completions, seed: int, beat: Callable[[], None], allowed: float
+    ) -> SourceScores:
+        count = len(made.completions)
+        values: list[float | None] = [0.0] * count
         problems: dict[int, RewardCall] = {}
         as_one: RewardCall | None = None
         passing: RewardCall | None = None
@@ -271,18 +228,15 @@ class RewardScorer:
                 values[first:end] = called.values
                 problems |= {first + index: RewardCall(failure=text) for index, text in called.problems.items()}
             if len(problems) > allowed:
-                self._refuse("function", name, problems, allowed, made)
+                self._failures.refuse("function", name, problems, allowed, made)
         if as_one is not None and not allowed:
-            raise _error(
-                f"reward function {name} {as_one.failure} for {count} completions at once, but for none of them "
-                f"alone; {_advice(as_one)}",
-                as_one,
-            )
-        return _SourceScores(name, "function", values, values, problems, as_one, passing)
+            self._failures.refuse_as_one(name, as_one, count)
+        counted = [0.0 if value is None else value for value in values]
+        return SourceScores(name, "function", values, counted, problems, as_one, passing)
 
-    def _call(self, path: str, made: _Completions, seed: int, beat: Callable[[], None], share: float) -> RewardCall:
+    def _call(self, path: str, made: Completions, seed: int, beat: Callable[[], None], share: float) -> RewardCall:
         beat()
-        arguments = reward_arguments(made.rows, made.texts)
+        arguments = reward_arguments(made.rows, made.completions, self._reward.conversations)
         if self._process is None:
             called = call_reward(load_reward(path), arguments)
         else:
@@ -294,77 +248,3 @@ class RewardScorer:
     def _seed(self, step: int, sampling_round: int) -> int:
         text = f"{self._spec.seed}|{step}|{sampling_round}|{self._rank}"
         return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
-
-    def _refuse(
-        self, source: str, name: str, problems: dict[int, RewardCall], allowed: float, made: _Completions
-    ) -> NoReturn:
-        index, problem = next(iter(problems.items()))
-        sentence = self._sentence(source, name, index, problem, made)
-        advice = (
-            "Call it with this completion alone to find the cause; "
-            'reward.on_failure = "zero" counts it as 0 in training, but not in evaluations'
-            if not allowed
-            else f"It has failed for {len(problems)} of {len(made.texts)} completions, more than "
-            f"reward.max_failed_share = {self._reward.max_failed_share:g}"
-        )
-        raise _error(f"{sentence}. {advice}", problem)
-
-    def _new_warnings(self, found: _SourceScores, made: _Completions) -> list[str]:
-        """Warnings about a function or model, each of its kind only once."""
-        warnings = {}
-        if found.passing:
-            warnings["passing"] = (
-                f"On rank {self._rank}, reward function {found.name} {found.passing.failure} for {len(made.texts)} "
-                "completions, but not when it was called again, so none counts as 0."
-            )
-        if found.problems or found.as_one:
-            warnings["failed"] = self._warning(found, made)
-        if found.num_cut:
-            warnings["cut"] = (
-                f"On rank {self._rank}, {found.num_cut} of {len(made.texts)} completions with their prompts exceed "
-                f"the limit of reward model {found.name}: their beginnings are cut off "
-                f"(reward.models.{found.name}.max_tokens)."
-            )
-        new = {(found.name, kind): text for kind, text in warnings.items() if (found.name, kind) not in self._reported}
-        self._reported.update(new)
-        return list(new.values())
-
-    def _warning(self, found: _SourceScores, made: _Completions) -> str:
-        if not found.problems and found.as_one is not None:
-            return (
-                f"On rank {self._rank}, reward function {found.name} {found.as_one.failure} for {len(made.texts)} "
-                f"completions at once, but for none of them alone, so none counts as 0; {_advice(found.as_one)}."
-            )
-        index, problem = next(iter(found.problems.items()))
-        effect = (
-            "The completion counts as 0 (reward.on_failure), and so will others"
-            if self._weights[found.name]
-            else "Its weight is 0, so the rewards are not affected"
-        )
-        return (
-            f"On rank {self._rank}, {self._sentence(found.source, found.name, index, problem, made)}. {effect}; "
-            "reward/failed_share is the share of such completions."
-        )
-
-    def _sentence(self, source: str, name: str, index: int, problem: RewardCall, made: _Completions) -> str:
-        has_limit = self._process is not None and source == "function"
-        limit = f" within reward.timeout_s = {self._reward.timeout_s:g} s" if has_limit else ""
-        return (
-            f"reward {source} {name} {problem.failure} for completion {index} ({shown(made.texts[index])}, prompt "
-            f"{made.rows[index].uid}); expected a finite number{limit}"
-        )
-
-
-def _advice(as_one: RewardCall) -> str:
-    """Advice about a call that failed for many completions and for none alone."""
-    if as_one.failure.startswith(NO_RESPONSE):
-        return "allow more time (reward.timeout_s), or use fewer completions per step"
-    return "call it with that many to find the cause, or use fewer completions per step"
-
-
-def _error(message: str, call: RewardCall) -> RewardFailed:
-    error = RewardFailed(message)
-    error.__cause__ = call.error
-    if call.trace:
-        error.add_note(call.trace)
-    return error

@@ -15,7 +15,6 @@ import socket
 import struct
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -23,7 +22,7 @@ from typing import Any, NoReturn
 
 from rlhf_core.errors import BadConfig
 from rlhf_core.machine.parent_death import die_with_parent
-from rlhf_core.training.rewards.functions import RewardCall, RewardFunction, call_reward, load_reward
+from rlhf_core.training.rewards.functions import RewardArguments, RewardCall, RewardFunction, call_reward, load_reward
 
 HEADER = struct.Struct("!Q")
 """Prefix of a message: its length in bytes."""
@@ -38,7 +37,7 @@ class CallRequest:
 
     path: str
     """``module:function``."""
-    arguments: Mapping[str, Sequence[Any]] | None = None
+    arguments: RewardArguments | None = None
     seed: int = 0
     """Seed of the global generators of Python, NumPy and torch."""
 
@@ -114,7 +113,7 @@ def _answer(request: CallRequest, functions: dict[str, RewardFunction]) -> dict[
     return {"values": called.values, "problems": problems, "failure": called.failure, "trace": trace}
 
 
-def _call(function: RewardFunction, arguments: Mapping[str, Sequence[Any]], seed: int) -> RewardCall:
+def _call(function: RewardFunction, arguments: RewardArguments, seed: int) -> RewardCall:
     """Call the function with seeded generators. A call that is the first to import NumPy or torch is repeated, because
     its draws from their unseeded generators are not reproducible."""
     while True:

@@ -98,7 +98,8 @@ def _add_rollout_metrics(metrics: StepMetrics, rollout: Rollout) -> None:
     compared = rollout.rewards if rollout.rewards.shape[1] > 1 else rollout.rewards.view(1, -1)
     metrics.mean("reward/std", float(compared.std(-1).nan_to_num().sum()), len(compared))
     for name, values in rollout.scores.by_function.items():
-        metrics.mean(f"reward/{name}", sum(values), len(values))
+        judged = [value for value in values if value is not None]
+        metrics.mean(f"reward/{name}", sum(judged), len(judged))
     metrics.mean("rollout/length_mean", rollout.num_tokens, len(completions))
     metrics.mean("rollout/truncated_share", sum(not made.finished for made in completions), len(completions))
     metrics.mean("rollout/zero_std_groups", int(zero_std_groups(compared).sum()), len(compared))

@@ -195,14 +195,7 @@ class StepSampler:
         with step.timed("reward"):
             row_of_each = [row for row in request.rows for _ in range(num_samples)]
             made = [completion for group in completions for completion in group]
-            scores = training.scorer.score(
-                row_of_each,
-                [completion.text for completion in made],
-                step.number,
-                training.beating(Phase.REWARD),
-                number,
-                [completion.finished for completion in made],
-            )
+            scores = training.scorer.score(row_of_each, made, step.number, training.beating(Phase.REWARD), number)
             training.warn(FailureKind.REWARD_FUNCTION, scores.warnings)
         rewards = torch.tensor(scores.total, dtype=torch.float64).view(len(request.rows), num_samples)
         return Rollout(request.rows, request.prompts, request.seeds, completions, rewards, scores)
