@@ -2,7 +2,9 @@
 
 import importlib.util
 import inspect
+import json
 import re
+import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from http_stand_in import QuietHandler, serving
 
 import rlhf_core.preflight.checks  # noqa: F401 - importing it registers the checks
 from rlhf_core.config import fields as config_fields
@@ -18,6 +21,10 @@ from rlhf_core.run_dir.attempt import AttemptDir, RestartDir
 from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.checks import CheckResult
+from rlhf_core.schemas.evaluation import EvaluateSpec
+from rlhf_core.schemas.rewards import RewardSpec
+from rlhf_core.training.rewards.functions import rewards_of
+from rlhf_core.training.types import Completion, Row
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -72,6 +79,44 @@ def test_the_examples_of_checks_in_the_docs_are_some() -> None:
     assert {key for table in tables for key in table} == {"preflight", "project"}
     ids = {one.id for one in CHECKS}
     assert set(tables[0]["preflight"]["off"]) <= ids
+
+
+class _Judge(QuietHandler):
+    """A judge that is not there for a moment, then likes numbers, and says nothing about an empty answer."""
+
+    failures = 2
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if _Judge.failures:
+            _Judge.failures -= 1
+            self.send_error(502)
+            return
+        answer = body["messages"][0]["content"].partition("Answer: ")[2]
+        reply = "A rating is impossible." if not answer else f"Rating: {9 if answer.isdigit() else 2}"
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"choices": [{"message": {"content": reply}}]}).encode())
+
+
+def test_the_examples_of_reward_functions_in_the_docs_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    boxed, judge = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(boxed, "my_rewards.py", "exec"), names)
+    rows = [Row(f"{number}-0", "1+1?", "2", "", {"answer": "2"}) for number in range(4)]
+    texts = [r"so \boxed{1} \boxed{ 2 }", r"\boxed{3}", "2", ""]
+    completions = [Completion([], text, True, []) for text in texts]
+    assert rewards_of("boxed", names["boxed"], rows, completions) == [1.0, 0.0, 0.0, 0.0]
+    tables = [tomllib.loads(text) for text in re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL)]
+    assert RewardSpec.model_validate(tables[0]["reward"]).functions == ("my_rewards:boxed",)
+    assert EvaluateSpec.model_validate(tables[0]["evaluate"]).scorer == "my_rewards:boxed"
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    with serving(_Judge) as port:
+        monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{port}")
+        exec(compile(judge, "my_judge.py", "exec"), names)
+        assert rewards_of("judged", names["judged"], rows, completions) == [0.2, 0.2, 0.9, None]
+    assert _Judge.failures == 0, "control: some requests had to be repeated"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
