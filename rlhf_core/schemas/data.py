@@ -43,7 +43,8 @@ class DataSpec(Schema):
     `data.answer_column`; empty for none. The messages before the first one of the model are the prompt, and its first
     one is the reference answer. Supervised training teaches all messages of the model, and none of others."""
     answer_column: str = "answer"
-    """Column that holds the reference answer. Algorithms that learn only from pairs do not need it."""
+    """Column that holds the reference answer. Algorithms that learn only from pairs do not need it; empty if no reward
+    function and not even `evaluate.scorer` needs one, as with a reward model or a judge."""
     chosen_column: str = "chosen"
     """Column that holds the better completion of a pair, for an algorithm that learns from pairs."""
     rejected_column: str = "rejected"
@@ -109,4 +110,12 @@ class DataSpec(Schema):
                     f"found data.template_args.{name}, which is given by {RESERVED_ARGUMENTS[name]}; expected further "
                     "variables of the chat template, such as enable_thinking"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _fills_templates(self) -> Self:
+        for name in ("prompt_template", "chosen_template", "rejected_template"):
+            template = getattr(self, name).replace("{{", "").replace("}}", "")
+            if not self.answer_column and "{answer}" in template:
+                raise ValueError(f'found {{answer}} in data.{name} and data.answer_column = ""; set the column')
         return self

@@ -12,6 +12,9 @@ REWARD_METRICS = frozenset(
 )
 """Metrics of all rewards together."""
 
+COMPARE_ANSWERS = frozenset({"rlhf_core.training.rewards:exact_match", "rlhf_core.training.rewards:gsm8k_answer"})
+"""Reward functions that compare completions with reference answers."""
+
 
 class RewardSpec(Schema):
     """Rewards of completions: functions and models, with their weights."""

@@ -24,7 +24,7 @@ from rlhf_core.schemas.migration import current_document, current_name
 from rlhf_core.schemas.model import ONE_MODEL_SOURCE, ModelSpec
 from rlhf_core.schemas.preflight import PreflightSpec
 from rlhf_core.schemas.reports import EvaluationName
-from rlhf_core.schemas.rewards import RewardSpec
+from rlhf_core.schemas.rewards import COMPARE_ANSWERS, RewardSpec
 from rlhf_core.schemas.rollouts import RolloutSpec
 from rlhf_core.schemas.supervision import SuperviseSpec
 from rlhf_core.schemas.trainers import NativeTrainer, Trainer
@@ -142,6 +142,19 @@ class RunSpec(Schema):
                 f"found rollout.nodes = {self.rollout.nodes} and resources.num_nodes = {self.resources.num_nodes}, "
                 "which includes them: no node would train; expected at least resources.num_nodes = "
                 f"{self.rollout.nodes + 1}, or fewer in rollout.nodes"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_the_answers_that_it_needs(self) -> Self:
+        compared = {*(self.reward.functions if self.any_loop_samples else ()), self.evaluate.scorer} & COMPARE_ANSWERS
+        needs = [] if self.makes_reward_model else sorted(compared)
+        algorithms = [loop.algorithm for loop in self.loops.named.values()]
+        needs += [algorithm.name for algorithm in algorithms if not (algorithm.samples or algorithm.pairs)]
+        if needs and not self.data.answer_column:
+            raise ValueError(
+                f'found data.answer_column = "", but answers are needed by {", ".join(needs)}; set the column, or use '
+                "other reward.functions and another evaluate.scorer"
             )
         return self
 
@@ -291,11 +304,11 @@ class RunSpec(Schema):
     def data_kinds(self) -> frozenset[DataKind]:
         """Parts of each row, besides its prompt, that the loops need; for external trainers, those that the evaluation
         needs."""
-        if isinstance(self.trainer, CommandTrainer):
-            return frozenset({"answer"})
         algorithms = [loop.algorithm for loop in self.loops.named.values()]
-        kinds: set[DataKind] = {"pair" if algorithm.pairs else "answer" for algorithm in algorithms}
-        return frozenset(kinds | ({"label"} if any(algorithm.labelled for algorithm in algorithms) else set()))
+        kinds: set[DataKind] = {"pair" if algorithm.pairs else "answer" for algorithm in algorithms} or {"answer"}
+        if any(algorithm.labelled for algorithm in algorithms):
+            kinds.add("label")
+        return frozenset(kinds if self.data.answer_column else kinds - {"answer"})
 
     @property
     def evaluations(self) -> tuple[EvaluationName, ...]:
@@ -319,7 +332,7 @@ class RunSpec(Schema):
                 are needed as pairs only.
         """
         answered = pairs_have_answers if self.data_kinds == {"pair"} else self.has_references
-        return answered and not self.makes_reward_model
+        return not self.makes_reward_model and (answered or not self.data.answer_column)  # then the scorer needs none
 
     @property
     def has_references(self) -> bool:

@@ -344,6 +344,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("data.templates", BLOCKED, with_spec(data={"completion_template": "{"}), "braces"),
     ("data.columns", BLOCKED, with_spec(data={"prompt_column": "question"}), "answer, prompt"),
     ("data.columns", BLOCKED, with_spec(data={"prompt_template": "{context} {prompt}"}), "'context'"),
+    ("data.columns", BLOCKED, with_spec(data={"answer_column": "gold"}), 'data.answer_column="" if no reward needs'),
     ("data.empty_prompts", BLOCKED, train_file(empty_prompts=bad_rows(3)), "train.jsonl:3"),
     ("data.empty_answers", WARNING, train_file(empty_answers=bad_rows(4)), "train.jsonl:4"),
     ("data.blank_prompts", WARNING, train_file(blank_prompts=bad_rows(8)), "train.jsonl:8"),
@@ -673,6 +674,16 @@ def test_a_broken_run_is_found(id: str, status: CheckStatus, facts: Facts, messa
     findings = [result for result in found(facts, id) if result.status is status]
     assert findings, f"{id} found nothing"
     assert any(message in f"{one.found} {one.expected} {one.advice}" for one in findings), findings
+
+
+def test_rewards_are_not_compared_where_there_are_no_reference_answers() -> None:
+    """A judge gives nonsense the same rating; with answers to compare, equal rewards are a finding."""
+    sections: dict[str, Any] = {"loops": {"warm_start": None}, "evaluate": {"scorer": "my_rewards:score"}}
+    trial = {"num_distinct": 1, "right": 0.0}
+    (judged,) = found(looked_at(trial=trial, data={"answer_column": ""}, **sections), "content.rewards")
+    assert (judged.status, "no reference answers to compare" in judged.found) == (CheckStatus.PASSED, True)
+    (compared,) = found(looked_at(trial=trial, **sections), "content.rewards")
+    assert compared.status is WARNING
 
 
 def test_settings_of_the_engine_that_samples_are_not_called_unused() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,11 @@ import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from rlhf_core.errors import BadConfig, BadData
-from rlhf_core.schemas.run import RunSpec
+from rlhf_core.preflight.data_file import scan
+from rlhf_core.schemas.run import RunSpec, with_changes
 from rlhf_core.training.data.loading import (
     DataReport,
     load_data,
@@ -65,6 +68,49 @@ def test_prompt_and_answer_name_the_chosen_columns(load: Callable[..., Any]) -> 
     rows, _ = load('{"q": "1+1?", "gold": "2", "prompt": "other"}\n', prompt_column="q", answer_column="gold")
     assert (rows[0].prompt, rows[0].answer, rows[0].target) == ("1+1?", "2", "2")
     assert rows[0].columns["prompt"] == "other"
+
+
+def without_answers(**sections: Any) -> RunSpec:
+    """A run by a judge, on prompts alone."""
+    judge = "my_judge:judged"
+    of_judge = {"reward": {"functions": [judge]}, "evaluate": {"scorer": judge}}
+    model = {"config": {"model_type": "qwen3"}, "tokenizer": "char"}
+    data = {"answer_column": "", "train": "rows.jsonl"}
+    common = {"name": "t", "model": model, "data": data, "train": {"num_steps": 1}}
+    return RunSpec.model_validate({**common, **of_judge, **sections})
+
+
+def test_rows_need_no_answer_where_nothing_needs_one(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "1+1?", "level": 3, "": "odd", "answer": "not read"}\n')
+    spec = without_answers(data={"train": str(path), "answer_column": ""})
+    spec = with_changes(spec, {"data.prompt_template": "{prompt} {{answer}}"})
+    (row,) = load_data(spec, "train")[0]
+    assert (row.prompt, row.answer, row.target) == ("1+1? {answer}", "", "")
+    assert row.columns["level"] == 3
+    found = scan(path, spec.data, kinds=spec.data_kinds)
+    assert (found.problem, found.malformed.count, found.num_rows) == ("", 0, 1)
+    assert spec.completes_held_out(pairs_have_answers=False)
+    assert spec.evaluations == ("greedy", "sampled")
+    with pytest.raises(BadData, match='no column "solution"'):
+        load_data(with_changes(spec, {"data.answer_column": "solution"}), "train")
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"sft": {"num_steps": 2}}, "needed by sft; set the column"),
+        ({"evaluate": {}}, "needed by rlhf_core.training.rewards:exact_match; set the column"),
+        ({"reward": {"functions": ["rlhf_core.training.rewards:gsm8k_answer"]}}, "rewards:gsm8k_answer; set the"),
+        (
+            {"data": {"train": "a.csv", "answer_column": "", "prompt_template": "{prompt} {answer}"}},
+            "{answer} in data.prompt_template",
+        ),
+    ],
+)
+def test_what_needs_answers_is_named_where_there_are_none(sections: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(words)):
+        without_answers(**sections)
 
 
 def test_equal_prompts_have_different_identities(load: Callable[..., Any]) -> None:

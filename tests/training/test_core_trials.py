@@ -93,6 +93,11 @@ def test_right_and_wrong_answers_and_nonsense_are_tried() -> None:
     assert len({row.uid for row in rows}) == 4
 
 
+def test_rows_without_answers_have_no_right_completion() -> None:
+    rows = [dataclasses.replace(row, answer="", target="") for row in ROWS]
+    assert completions_for(rows)[1:] == (["", "I do not know."] * 4, [False] * 8)
+
+
 def test_one_row_is_enough() -> None:
     (trial,) = try_rewards(["tried_rewards:good"], ROWS[:1])
     assert (trial.num_completions, trial.num_distinct) == (4, 2)

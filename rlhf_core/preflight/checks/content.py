@@ -192,6 +192,10 @@ def rewards(facts: Facts) -> Iterator[Finding]:
             )
         elif trial.num_unjudged == trial.num_completions:
             yield skipped(f"{shown}, and it returned None for all of them: its rewards were not compared")
+        elif not facts.spec.data.answer_column:
+            yield passed(
+                f"{shown}, rewarded with {trial.wrong:g} on average; there are no reference answers to compare"
+            )
         elif trial.num_distinct == 1:
             yield warning(
                 f"{shown}, all rewarded with {trial.right:g}: reference answers, those of other rows, and nonsense",

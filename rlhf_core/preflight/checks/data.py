@@ -77,10 +77,11 @@ def columns(facts: Facts) -> Iterator[Finding]:
         absent = absent_columns(facts.spec.data, facts.spec.data_kinds, file.columns)
         for setting, missing in absent.items():
             if missing:
+                unneeded = ', or set data.answer_column="" if no reward needs answers'
                 yield blocked(
                     f"{setting} names {', '.join(map(repr, missing))}, which {name} does not have",
                     f"columns of {file.path.name}: {', '.join(sorted(file.columns)) or 'none'}",
-                    f"correct {setting}, or the data",
+                    f"correct {setting}, or the data{unneeded if setting == 'data.answer_column' else ''}",
                 )
         if not any(absent.values()):
             yield passed(f"{name}: columns {', '.join(sorted(file.columns))}")

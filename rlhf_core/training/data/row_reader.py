@@ -83,7 +83,7 @@ class RowReader:
         for alias, column in names.items():
             is_optional = alias == "answer" and not self._needs_answer
             value = _plain(columns.get(column))
-            if column in columns and not (is_optional and _is_missing(value)):
+            if column and column in columns and not (is_optional and _is_missing(value)):
                 fields[alias] = value
             elif is_optional:
                 fields.pop(alias, None)

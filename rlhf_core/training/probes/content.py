@@ -126,9 +126,10 @@ def _trials(spec: RunSpec, trained: Sequence[Row], held: Sequence[Row]) -> list[
 
 
 def _trials_on(spec: RunSpec, functions: Sequence[str], rows: Sequence[Row]) -> list[RewardTrial]:
-    """Trials of functions; none without reference answers, which pairs need not have."""
-    answered = "answer" in spec.data_kinds or all(spec.data.answer_column in row.columns for row in rows)
-    return try_rewards(list(dict.fromkeys(functions)), rows, spec.reward.conversations) if answered else []
+    """Trials of functions; none if pairs lack the reference answers that the functions may need."""
+    column = spec.data.answer_column
+    can_be_tried = not column or "answer" in spec.data_kinds or all(column in row.columns for row in rows)
+    return try_rewards(list(dict.fromkeys(functions)), rows, spec.reward.conversations) if can_be_tried else []
 
 
 def _columns(rows: Sequence[Row]) -> set[str]:

@@ -60,14 +60,18 @@ def try_rewards(
 
 
 def completions_for(rows: Sequence[Row]) -> tuple[list[Row], list[str], list[bool]]:
-    """Rows with completions to reward: their own answer, the target of training, another row's answer, nonsense.
+    """Rows with completions to reward: their own answer, the target of training, another row's answer, nonsense; only
+    the latter for rows without answers.
 
     Returns:
         The row of each completion, the completion, and whether it is right.
     """
     used = list(rows[:NUM_ROWS])
     made: list[tuple[Row, str, bool]] = []
-    for row, other in zip(used, [*used[1:], used[0]], strict=True):
+    if not any(row.answer or row.target for row in used):
+        made = [(row, text, False) for row in used for text in NONSENSE]
+        used = []
+    for row, other in zip(used, [*used[1:], *used[:1]], strict=True):
         made += [(row, text, True) for text in dict.fromkeys((row.answer, row.target))]
         if other.answer != row.answer:
             made.append((row, other.answer, False))
