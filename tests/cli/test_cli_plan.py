@@ -15,8 +15,8 @@ from rlhf_core.config import loading as config
 from rlhf_core.config.site import load_site
 from rlhf_core.control.new_run import resolve
 from rlhf_core.files.whole import write_model
+from rlhf_core.history.run_shape import shape_key
 from rlhf_core.schemas.attempts import RunState
-from rlhf_core.schemas.run import shape_key
 from rlhf_core.schemas.stored_spec import StoredSpec
 
 GIB = 2**30

@@ -14,6 +14,7 @@ from sqlalchemy import event
 from rlhf_core.errors import BadInput, UnknownRun
 from rlhf_core.files.appended import append_lines
 from rlhf_core.history import queries, saved_queries
+from rlhf_core.history.run_shape import shape_key
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.compare import compare
 from rlhf_core.render.exports.mlflow import facts
@@ -22,7 +23,7 @@ from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import Action, DecidedBy, FailureKind
 from rlhf_core.schemas.journal import AttemptMoved, ChecksMade, DecisionMade, IncidentFound, StageStarted
 from rlhf_core.schemas.reports import MetricsLine
-from rlhf_core.schemas.run import RunSpec, shape_key
+from rlhf_core.schemas.run import RunSpec
 from rlhf_core.watchdog.ingest import sync
 
 DAY = 86_400

@@ -39,9 +39,9 @@ def _plan(config: str, overrides: list[str]) -> "RunPlan":
     from rlhf_core.control.run_plan import plan_run
     from rlhf_core.control.site_names import for_site
     from rlhf_core.history import queries
+    from rlhf_core.history.run_shape import shape_key
     from rlhf_core.preflight.gather_facts import gather_for_predictions
     from rlhf_core.scheduler import get_scheduler
-    from rlhf_core.schemas.run import shape_key
 
     site = load_site()
     spec = for_site(resolve(config, overrides), site)  # the shape of a run includes paths as it stores them

@@ -3,11 +3,11 @@
 from sqlalchemy import Connection, bindparam, case, delete, insert, select, update
 
 from rlhf_core.history.batch import IngestBatch
+from rlhf_core.history.run_shape import shape_key
 from rlhf_core.history.tables.sqlalchemy_core import GOODPUT, GOODPUT_CACHE, OFFSETS, RUNS, TAGS, chunks
 from rlhf_core.history.writers.upserts import Row, columns_of, insert_new, insert_or_keep, insert_or_replace
 from rlhf_core.schemas.attempts import RUN_ENDS, RunState
 from rlhf_core.schemas.journal import RunMoved
-from rlhf_core.schemas.run import shape_key
 from rlhf_core.schemas.stored_spec import StoredSpec
 
 _CACHED = ("wall_s", "queue_s", "productive_s", "repeated_s", "lost_s", "ettr")
