@@ -176,8 +176,7 @@ def gather_for_predictions(spec: RunSpec, inventory: Inventory, site_slurm: Slur
 
 
 def _inspect_reward_models(spec: RunSpec) -> dict[str, RewardModelFolder]:
-    models = spec.reward.models if spec.any_loop_samples else {}
-    return {name: inspect_reward_model(one.path) for name, one in models.items()}
+    return {name: inspect_reward_model(one.path) for name, one in spec.scoring_models.items()}
 
 
 def _content(
@@ -211,7 +210,7 @@ def inspect_compute_python(python: str, tick: Tick = lambda: None) -> ComputeSid
 def try_imports(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> dict[str, str]:
     """Import every function that the config names, in the compute interpreter: name to problem, empty if none."""
     functions = spec.reward.functions if spec.trainer.kind == "native" else ()
-    measured = (spec.evaluate.scorer, spec.data.generator) if spec.is_evaluated else ()
+    measured = (spec.evaluate.scorer_function, spec.data.generator) if spec.is_evaluated else ()
     names = dict.fromkeys([*functions, *measured])
     found = {}
     for name in filter(None, names):

@@ -4,15 +4,20 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlhf_core.schemas.base import Finite, ImportPath, NonNegative, Positive, PositiveFloat, Schema
+from rlhf_core.schemas.base import Finite, NonNegative, Positive, PositiveFloat, Schema
 from rlhf_core.schemas.reports import EvaluationName
+
+_OF_MODELS = "reward.models."
+ScorerName = Annotated[str, Field(pattern=r"^(reward\.models\.[a-z0-9][a-z0-9_-]*|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")]
+"""Reward function as `module:function`, or reward model as `reward.models.<name>`."""
 
 
 class EvaluateSpec(Schema):
     """Measurement of the model on held-out data, before and after training."""
 
-    scorer: ImportPath = "rlhf_core.training.rewards:exact_match"
-    """Reward function whose mean is reported."""
+    scorer: ScorerName = "rlhf_core.training.rewards:exact_match"
+    """Reward function as `module:function`, or reward model as `reward.models.<name>`, whose mean is reported: of a
+    model, the mean of its raw scores."""
     num_prompts: NonNegative = 512
     """Number of held-out prompts, from the start of the split; 0 for all."""
     samples_per_prompt: Positive = 1
@@ -25,6 +30,16 @@ class EvaluateSpec(Schema):
     """Level of the reported confidence interval."""
     keep_samples: NonNegative = 64
     """Scored completions kept in the sample table of each evaluation."""
+
+    @property
+    def scorer_function(self) -> str:
+        """Path of the function that scores; empty if a reward model does."""
+        return "" if self.scorer_model else self.scorer
+
+    @property
+    def scorer_model(self) -> str:
+        """Name of the reward model that scores; empty if a function does."""
+        return self.scorer.removeprefix(_OF_MODELS) if self.scorer.startswith(_OF_MODELS) else ""
 
 
 class PromoteSpec(Schema):

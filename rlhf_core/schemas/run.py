@@ -24,6 +24,7 @@ from rlhf_core.schemas.preflight import PreflightSpec
 from rlhf_core.schemas.reports import EvaluationName
 from rlhf_core.schemas.rewards import COMPARE_ANSWERS, RewardSpec
 from rlhf_core.schemas.rollouts import RolloutSpec
+from rlhf_core.schemas.scoring_models import ScoringModelSpec
 from rlhf_core.schemas.supervision import SuperviseSpec
 from rlhf_core.schemas.trainers import NativeTrainer, Trainer
 
@@ -155,6 +156,28 @@ class RunSpec(Schema):
                 "other reward.functions and another evaluate.scorer"
             )
         return self
+
+    @model_validator(mode="after")
+    def _has_its_scorer(self) -> Self:
+        name = self.evaluate.scorer_model
+        if name and name not in self.reward.models:
+            raise ValueError(
+                f"found evaluate.scorer = {self.evaluate.scorer}, and no table [reward.models.{name}]; add it, or name "
+                f"one of: {', '.join(self.reward.models) or 'none'}"
+            )
+        if name and self.makes_reward_model:
+            raise ValueError(
+                f"found evaluate.scorer = {self.evaluate.scorer}, and a main loop that trains a reward model, which "
+                "writes no completions to score; leave evaluate.scorer out"
+            )
+        return self
+
+    @property
+    def scoring_models(self) -> Mapping[str, ScoringModelSpec]:
+        """Reward models in use: all of them if completions are sampled in training, otherwise only the one that scores
+        evaluations."""
+        used = self.reward.models if self.any_loop_samples else {self.evaluate.scorer_model}
+        return {name: model for name, model in self.reward.models.items() if name in used}
 
     @property
     def num_trainer_nodes(self) -> int:
@@ -330,7 +353,8 @@ class RunSpec(Schema):
                 are needed as pairs only.
         """
         answered = pairs_have_answers if self.data_kinds == {"pair"} else self.has_references
-        return not self.makes_reward_model and (answered or not self.data.answer_column)  # then the scorer needs none
+        needs_none = bool(self.evaluate.scorer_model) or not self.data.answer_column
+        return not self.makes_reward_model and (answered or needs_none)
 
     @property
     def has_references(self) -> bool:

@@ -1062,6 +1062,15 @@ def test_a_reward_model_that_can_score_is_named_with_its_fingerprint() -> None:
     assert basis_of(scoring())["reward model good"] == "f1", "another one asks for a trial"
 
 
+def test_a_reward_model_that_scores_nothing_is_reported() -> None:
+    models = {"reward": {"models": {"good": {"path": "/m"}}}}
+    loops = {"main": {"algorithm": {"name": "dpo"}, "num_steps": 1, "optimizer": {"learning_rate": 1e-3}}}
+    (unused,) = found(with_spec(loops={"warm_start": None, **loops}, **models), "reward.models")
+    assert (unused.status, "evaluate.scorer" in unused.expected) == (WARNING, True)
+    measured = with_spec(loops={"warm_start": None, **loops}, evaluate={"scorer": "reward.models.good"}, **models)
+    assert found(measured, "reward.models") == []
+
+
 def test_a_reward_that_is_only_measured_needs_another_that_counts() -> None:
     measured = with_spec(reward={"weights": [0.0], "models": {"good": {"path": "/m"}}})
     assert found(measured, "reward.weights") == []

@@ -365,6 +365,23 @@ def test_completions_of_the_data_are_as_long_as_they_may_be() -> None:
     assert longest_sequence(with_spec(sft={"num_steps": 1}, data=taught, rollout=sampled).spec) == 1100
 
 
+def test_the_reward_model_that_scores_evaluations_is_counted_wherever_it_scores() -> None:
+    folder = RewardModelFolder(Path("/m"), config={**QWEN3_8B, "dtype": "bfloat16"}, weight_bytes=16_380_000_000)
+
+    def gib(check: str = "memory.evaluator", **sections: Any) -> float:
+        models = {"good": {"path": "/m", "dtype": "bfloat16", "batch_size": 1}}
+        facts = big("h200", reward={"models": models}, **sections)
+        facts = replace(facts, reward_models=dict.fromkeys(facts.spec.scoring_models, folder))
+        (result,) = found(facts, check)
+        return float(result.found.partition("about ")[2].partition(" GiB")[0])
+
+    by_model = {"scorer": "reward.models.good"}
+    assert gib(evaluate=by_model) - gib() == pytest.approx(16.38e9 / GIB, abs=0.2)
+    sft: dict[str, Any] = {"train": {"algorithm": "sft"}, "sft": {"num_steps": 0}}
+    of_trainer = gib("memory.trainer", evaluate=by_model, **sft) - gib("memory.trainer", **sft)
+    assert of_trainer == pytest.approx(16.38e9 / GIB, abs=0.2), "also where nothing is sampled in training"
+
+
 def test_a_reward_model_is_counted_where_it_lives() -> None:
     def counted(device: str, memory_gb: int = 512) -> tuple[CheckResult, list[CheckResult]]:
         models = {"good": {"path": "/m", "dtype": "bfloat16", "device": device, "batch_size": 1}}

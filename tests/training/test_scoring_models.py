@@ -14,7 +14,16 @@ import pytest
 import torch
 from core_models import QWEN, char_tokenizer, tiny_model
 from pydantic import ValidationError
-from rank_launcher import TrainingGroup, ended, every_scenario, flip_last_bit, launch, tiny_spec, values
+from rank_launcher import (
+    TrainingGroup,
+    ended,
+    every_scenario,
+    flip_last_bit,
+    launch,
+    make_context,
+    tiny_spec,
+    values,
+)
 from test_loop_runs import assert_resumed_bitwise, metrics_of
 from tokenizers.processors import TemplateProcessing
 from transformers import (
@@ -25,7 +34,9 @@ from transformers import (
 )
 
 from rlhf_core.errors import BadConfig, ResumeMismatch, RewardFailed
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.algorithms.preference import RewardModelSpec
+from rlhf_core.schemas.reports import EvaluationReport
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.scoring_models import ScoringModelSpec, ScoringModelState
 from rlhf_core.training.data.chat import rendered
@@ -44,6 +55,10 @@ from rlhf_core.training.rewards.scoring_models import (
 from rlhf_core.training.types import Conversation, Row
 
 pytestmark = pytest.mark.training
+
+RATE = {"learning_rate": 3e-3}
+GRPO = {"algorithm": {"name": "grpo", "prompts_per_step": 4, "samples_per_prompt": 4}, "optimizer": RATE}
+SFT = {"algorithm": {"name": "sft", "batch_size": 8}, "optimizer": RATE}
 
 PADS = ("own", "end", "none")
 """Padding token of a reward model: one of its own, the end token, or none."""
@@ -328,6 +343,9 @@ def test_copies_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
 # The sum of rewards
 
 
+EXACT = "rlhf_core.training.rewards:exact_match"
+
+
 class Given:
     """A model that returns the given scores."""
 
@@ -339,15 +357,17 @@ class Given:
         return ModelScores(self.left.pop(0), 0)
 
 
-def scored(settings: dict[str, Any], *scores: list[float], num_ranks: int = 1, **reward: Any) -> Any:
+def scored(
+    settings: dict[str, Any], *scores: list[float], num_ranks: int = 1, scorer: str = EXACT, **reward: Any
+) -> Any:
     """Scorer of a run with one reward model."""
-    models = {"good": settings}
-    spec = RunSpec.model_validate(tiny_spec(reward={"functions": [], "timeout_s": 0, **reward, "models": models}))
-    scorer = RewardScorer(spec)
+    sections = {"functions": [], "timeout_s": 0, **reward, "models": {"good": settings}}
+    spec = RunSpec.model_validate(tiny_spec(reward=sections, evaluate={"scorer": scorer}))
+    made = RewardScorer(spec)
     given: Any = Given(*scores)
     states = {"good": ScoringModelState(fingerprint="x")}
-    scorer.use(ScoringModels(spec.reward.models, [given], states, ranks(num_ranks)))
-    return scorer
+    made.use(ScoringModels(spec.reward.models, [given], states, ranks(num_ranks)))
+    return made
 
 
 def totals(scorer: Any, count: int) -> Any:
@@ -408,6 +428,46 @@ def test_a_conversation_that_the_template_refuses_fails_for_itself(tmp_path: Pat
         score("stop")
 
 
+def test_a_reward_model_measures_by_its_raw_scores_and_without_counting_them() -> None:
+    settings = {"path": "m", "normalise": "standardise", "weight": 2.0}
+    scorer = scored(settings, [10.0, 30.0], [10.0, math.nan], scorer="reward.models.good")
+    assert scorer.evaluate([row("1>")] * 2, ended(["1", "2"]), lambda: None) == [10.0, 30.0]
+    assert scorer.model_states["good"].count == 0
+    with pytest.raises(RewardFailed, match="reward model good gives nan for completion 1"):
+        scorer.evaluate([row("1>")] * 2, ended(["1", "2"]), lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        (
+            {"evaluate": {"scorer": "reward.models.bad"}},
+            r"no table \[reward.models.bad\]; add it, or name one of: good",
+        ),
+        (
+            {"loops": {"main": {**SFT, "algorithm": {"name": "reward_model"}, "num_steps": 1}}},
+            "writes no completions to score",
+        ),
+    ],
+)
+def test_a_model_that_can_score_no_evaluation_is_refused(sections: dict[str, Any], words: str) -> None:
+    base = {name: value for name, value in tiny_spec().items() if name not in ("sft", "train", "grpo")}
+    base |= {"reward": {"models": {"good": {"path": "m"}}}, "evaluate": {"scorer": "reward.models.good"}}
+    with pytest.raises(ValidationError, match=words):
+        RunSpec.model_validate({**base, "loops": {"main": {**GRPO, "num_steps": 2}}, **sections})
+
+
+def test_only_models_in_use_are_loaded_and_they_need_no_answers() -> None:
+    models = {name: {"path": name} for name in ("good", "other")}
+    dpo = {"main": {"algorithm": {"name": "dpo"}, "num_steps": 1, "optimizer": RATE}}
+    base = {name: value for name, value in tiny_spec().items() if name not in ("sft", "train", "grpo")}
+    given = {**base, "loops": dpo, "reward": {"models": models}}
+    unused = RunSpec.model_validate(given)
+    used = RunSpec.model_validate({**given, "evaluate": {"scorer": "reward.models.good"}})
+    assert (list(unused.scoring_models), list(used.scoring_models)) == ([], ["good"])
+    assert [spec.completes_held_out(pairs_have_answers=False) for spec in (unused, used)] == [False, True]
+
+
 @pytest.mark.parametrize(
     ("reward", "words"),
     [
@@ -433,12 +493,8 @@ def run_sections(folder: str, **settings: Any) -> dict[str, Any]:
     return {"reward": {"models": {"good": {**good, "normalise": "standardise"}, "other": {**good, "weight": -0.5}}}}
 
 
-RATE = {"learning_rate": 3e-3}
-GRPO = {"algorithm": {"name": "grpo", "prompts_per_step": 4, "samples_per_prompt": 4}, "optimizer": RATE}
-SFT = {"algorithm": {"name": "sft", "batch_size": 8}, "optimizer": RATE}
-
-
 def runs_of(group: TrainingGroup) -> dict[str, Any]:
+    from rlhf_core.training.evaluation import evaluator
     from rlhf_core.training.trainers import run as run_module
 
     folder, train = group.folder, group.train
@@ -467,7 +523,13 @@ def runs_of(group: TrainingGroup) -> dict[str, Any]:
     results["twice again"] = train("twice-again", two_loops, 1)
     split = {**tiny_spec(**run_sections(folder)), "trainer": {"micro_batch_size": 5, "zero_stage": 3}}
     split["train"] = {name: value for name, value in split["train"].items() if name == "num_steps"}
+    split["evaluate"] |= {"scorer": "reward.models.good", "every_num_steps": 3}
     results["stage 3"] = train("stage-3", split)
+    with mock.patch.multiple(
+        evaluator, init_process_group=lambda context: group.ranks, leave_process_group=mock.Mock()
+    ):
+        context = make_context(f"{folder}/stage-3", split, group.ranks.rank, group.ranks.num_ranks)
+        results["evaluated"] = str(evaluator.run_evaluator(context))
     if group.ranks.is_first:
         make_reward_model(Path(folder) / "new")
         shutil.copy(f"{folder}/zero.safetensors", f"{folder}/good/model.safetensors")
@@ -533,3 +595,14 @@ def test_split_weights_of_the_policy_leave_the_scores_as_they_are(results: list[
     assert [result["stage 3"] for result in results] == ["done", "done"]
     first, straight = metrics_of(folder, "stage-3")[3], metrics_of(folder, "straight")[3]
     assert first["reward/good"] == pytest.approx(straight["reward/good"], abs=1e-4)
+
+
+@pytest.mark.end_to_end
+def test_evaluations_are_scored_by_a_reward_model(results: list[dict[str, Any]], folder: Path) -> None:
+    assert [result["evaluated"] for result in results] == ["done", "done"]
+    run_dir = RunDir(folder / "stage-3")
+    for when in ("before", "after"):
+        report = EvaluationReport.model_validate_json(run_dir.evaluation(when, "greedy").read_bytes())
+        assert (report.metric, report.num_prompts, math.isfinite(report.value)) == ("good", 10, True)
+        assert len({sample.score for sample in report.samples}) > 1
+    assert math.isfinite(metrics_of(folder, "stage-3")[3]["eval/greedy"])

@@ -124,6 +124,9 @@ def evaluator(facts: Facts) -> Iterator[Finding]:
     if not facts.spec.is_evaluated or shape is None or isinstance(room, str):
         return  # what is unknown is reported by memory.trainer
     estimate = evaluator_estimate(facts.spec, shape, _gpu(facts), pairs_have_answers=facts.pairs_have_answers)
+    scorer = facts.spec.evaluate.scorer_model
+    scorers = {name: of for name, of in _reward_models(facts).items() if name == scorer}
+    estimate = with_reward_models(estimate, facts.spec, scorers)
     vllm, on_gpu = facts.spec.starts_vllm_in_evaluators, bool(facts.spec.resources.gpus_per_node)
     if on_gpu and estimate.resident_bytes > TIGHT * room:
         advice = "use GPUs with more memory or a smaller model: an evaluator holds whole models on its GPU"

@@ -9,14 +9,14 @@ from rlhf_core.schemas.scoring_models import PROMOTED, ScoringModelSpec
 from rlhf_core.text.formatting import size
 
 
-@check("reward.models", trainer="native")
+@check("reward.models")
 def models(facts: Facts) -> Iterator[Finding]:
     """A folder without a trained head gives random rewards; a missing one ends every rank during set-up."""
     settings = facts.spec.reward.models
-    if settings and not facts.spec.any_loop_samples:
+    if unused := [name for name in settings if name not in facts.spec.scoring_models]:
         yield warning(
-            f"reward.models names {', '.join(settings)}, but no completions are sampled",
-            "an algorithm that samples, for instance grpo",
+            f"reward.models names {', '.join(unused)}, but no completions are sampled",
+            "an algorithm that samples, for instance grpo, or evaluate.scorer = reward.models.<name>",
             "remove [reward.models]",
         )
     for name, found in facts.reward_models.items():

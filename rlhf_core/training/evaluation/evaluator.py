@@ -43,6 +43,7 @@ from rlhf_core.training.models.loaded_weights import move
 from rlhf_core.training.models.merged import write_merged
 from rlhf_core.training.models.reward_model import RewardModel, load_reward_model
 from rlhf_core.training.rewards.scoring import RewardScorer
+from rlhf_core.training.rewards.scoring_models import load_scoring_models
 from rlhf_core.training.rollouts.base import RolloutEngine, Sampling
 from rlhf_core.training.rollouts.seeds import sample_seed
 from rlhf_core.training.rollouts.start import start_engine
@@ -148,7 +149,7 @@ class Evaluator:
         return EvaluationReport(
             name=name,
             when=when,
-            metric=PREFERENCE_METRIC if name == "preference" else self.spec.evaluate.scorer.partition(":")[2],
+            metric=PREFERENCE_METRIC if name == "preference" else _metric(self.spec),
             value=mean_score(all_scores),
             ci_low=low,
             ci_high=high,
@@ -246,6 +247,11 @@ class Evaluator:
         ]
 
 
+def _metric(spec: RunSpec) -> str:
+    """Name of the reward function or model that scores completions."""
+    return spec.evaluate.scorer_model or spec.evaluate.scorer.partition(":")[2]
+
+
 def completes(spec: RunSpec, data: EncodedPrompts) -> bool:
     """True if completions of held-out prompts are sampled and scored."""
     column = spec.data.answer_column
@@ -330,6 +336,10 @@ def run_evaluator(context: WorkerContext) -> RoleResult:
         evaluator = load_evaluator(
             spec, ranks, tokenizer, scorer, start, trains_on_samples=False, now=now, beat=beat_setup
         )
+        if name := spec.evaluate.scorer_model:
+            models = {name: spec.reward.models[name]}
+            chats = any(row.chat is not None for row in evaluator.data.rows)
+            scorer.use(load_scoring_models(models, ranks, tokenizer, {}, beat_setup, has_conversations=chats, now=now))
         _evaluate_start(context, ranks, evaluator)
         loading = functools.partial(reporter.beat, Phase.SETUP, checkpoint.step)
         loading()

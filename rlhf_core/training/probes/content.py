@@ -118,7 +118,7 @@ def _trials(spec: RunSpec, trained: Sequence[Row], held: Sequence[Row]) -> list[
 
     Held-out rows with the same columns need no trial of their own.
     """
-    scorer = [spec.evaluate.scorer]
+    scorer = [spec.evaluate.scorer_function] if spec.evaluate.scorer_function else []
     if not held or _columns(held) == _columns(trained):
         return _trials_on(spec, [*spec.reward.functions, *scorer], trained)
     of_held = [trial.model_copy(update={"is_held_out": True}) for trial in _trials_on(spec, scorer, held)]

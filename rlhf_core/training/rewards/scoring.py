@@ -86,14 +86,14 @@ class RewardScorer:
         self._rank = rank
         self._functions = reward_names(spec.reward.functions) if spec.any_loop_samples else {}
         self._weights = _weights(spec.reward, self._functions)
-        self._evaluation = reward_names([spec.evaluate.scorer])
+        self._evaluation = reward_names([path for path in (spec.evaluate.scorer_function,) if path])
         paths = [*self._functions.values(), *self._evaluation.values()]
-        self._process = RewardProcess(paths) if spec.reward.timeout_s else None
+        self._process = RewardProcess(paths) if paths and spec.reward.timeout_s else None
         self._failures = RewardFailures(spec.reward, self._weights, rank)
         self._models: ScoringModels | None = None
 
     def use(self, models: ScoringModels) -> None:
-        """Also score by these reward models from now on."""
+        """Also score by these reward models from now on: those of the run, or only that of ``evaluate.scorer``."""
         self._models = models
 
     @property
@@ -167,8 +167,8 @@ class RewardScorer:
     def _by_models(self, made: Completions, beat: Callable[[], None], allowed: float) -> list[SourceScores]:
         if self._models is None:
             return []
-        texts = [SampledText(row, one.text, one.finished) for row, one in zip(made.rows, made.completions, strict=True)]
-        return [self._by_model(name, scores, made, allowed) for name, scores in self._models.score(texts, beat).items()]
+        found = self._models.score(_texts(made), beat)
+        return [self._by_model(name, scores, made, allowed) for name, scores in found.items()]
 
     def _by_model(self, name: str, scores: ModelScores, made: Completions, allowed: float) -> SourceScores:
         reasons = {index: f"gives no score ({reason})" for index, reason in scores.unread.items()}
@@ -189,9 +189,13 @@ class RewardScorer:
             BadConfig: the scorer cannot be imported.
             RewardFailed: the scorer failed.
         """
-        ((name, path),) = self._evaluation.items()
         made = Completions(rows, completions)
-        found = self._by_function(name, path, made, self._seed(0, 0), beat, allowed=0.0)
+        if name := self._spec.evaluate.scorer_model:
+            assert self._models is not None, "the evaluator and the trainer load the model of the scorer"
+            found = self._by_model(name, self._models.rate(name, _texts(made), beat), made, 0.0)
+        else:
+            ((name, path),) = self._evaluation.items()
+            found = self._by_function(name, path, made, self._seed(0, 0), beat, 0.0)
         for warning in self._failures.new_warnings(found, made):
             print(f"warning: {warning}", flush=True)
         scores = [value for value in found.raw if value is not None]
@@ -248,3 +252,7 @@ class RewardScorer:
     def _seed(self, step: int, sampling_round: int) -> int:
         text = f"{self._spec.seed}|{step}|{sampling_round}|{self._rank}"
         return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def _texts(made: Completions) -> list[SampledText]:
+    return [SampledText(row, one.text, one.finished) for row, one in zip(made.rows, made.completions, strict=True)]

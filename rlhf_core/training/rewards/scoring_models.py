@@ -230,6 +230,11 @@ class ScoringModels:
             for name, scores in found.items()
         }
 
+    def rate(self, name: str, made: Sequence[SampledText], beat: Callable[[], None]) -> ModelScores:
+        """Score completions by one model, without counting them in its statistics. Not collective."""
+        (model,) = (one for one in self.models if one.name == name)
+        return model.scores(made, beat)
+
     def _count(self, found: Mapping[str, ModelScores]) -> None:
         """Add this step's scores of all ranks to the running sums of the normalised models."""
         names = [name for name in found if self.settings[name].normalise != "none"]

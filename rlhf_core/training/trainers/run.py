@@ -146,6 +146,9 @@ def _train_loops(
 ) -> RoleResult:
     """Run all unfinished loops, one after the other."""
     spec = training.spec
+    if spec.evaluate.scorer_model:  # evaluations may come before the first loop that samples
+        with kept_random_state(training.ranks.device):
+            training.scorer.use(_scoring_models(models.context, training, state))
     for loop in loops(spec):
         if not training.steps_left(loop):
             continue
@@ -218,7 +221,7 @@ def _evaluate_before(models: "_Models", training: TrainingContext, model: PreTra
 def _scoring_models(context: WorkerContext, training: TrainingContext, state: TrainerState | None) -> ScoringModels:
     """Load the reward models that score completions, next to the policy on every rank."""
     return load_scoring_models(
-        training.spec.reward.models,
+        training.spec.scoring_models,
         training.ranks,
         training.tokenizer,
         state.progress.reward_models if state else {},

@@ -123,7 +123,6 @@ def package_versions() -> dict[str, str]:
 
 def content(run_dir: RunDir, attempt: int, spec: RunSpec) -> dict[str, str]:
     """Hashes of the files this node reads: the run's files, our code, data, model and tokenizer."""
-    models = spec.reward.models if spec.any_loop_samples else {}
     sources: dict[str, Path | None] = {
         "config (spec.json)": run_dir.spec,
         "placement.json": run_dir.attempt(attempt).placement,
@@ -133,7 +132,7 @@ def content(run_dir: RunDir, attempt: int, spec: RunSpec) -> dict[str, str]:
         "data.eval": _path(spec.data.eval),
         "model.path": _path(spec.model.path),
         "model.tokenizer": None if spec.model.tokenizer in BUILT_TOKENIZERS else _path(spec.model.tokenizer),
-        **{f"reward.models.{name}": Path(one.path) for name, one in models.items()},
+        **{f"reward.models.{name}": Path(one.path) for name, one in spec.scoring_models.items()},
     }
     return {name: fingerprint_or_problem(path) for name, path in sources.items() if path is not None}
 
