@@ -5,7 +5,7 @@ Cross-field arithmetic (batch against ranks and so on) is a preflight check, not
 show all findings at once; validators here reject only meaningless settings.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Self
 
 from pydantic import Field, JsonValue, model_validator
@@ -176,7 +176,7 @@ class RunSpec(Schema):
     def scoring_models(self) -> Mapping[str, ScoringModelSpec]:
         """Reward models in use: all of them if completions are sampled in training, otherwise only the one that scores
         evaluations."""
-        used = self.reward.models if self.any_loop_samples else {self.evaluate.scorer_model}
+        used: Collection[str] = self.reward.models if self.any_loop_samples else {self.evaluate.scorer_model}
         return {name: model for name, model in self.reward.models.items() if name in used}
 
     @property

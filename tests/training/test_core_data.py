@@ -73,10 +73,10 @@ def test_prompt_and_answer_name_the_chosen_columns(load: Callable[..., Any]) -> 
 def without_answers(**sections: Any) -> RunSpec:
     """A run by a judge, on prompts alone."""
     judge = "my_judge:judged"
-    of_judge = {"reward": {"functions": [judge]}, "evaluate": {"scorer": judge}}
+    of_judge: dict[str, Any] = {"reward": {"functions": [judge]}, "evaluate": {"scorer": judge}}
     model = {"config": {"model_type": "qwen3"}, "tokenizer": "char"}
     data = {"answer_column": "", "train": "rows.jsonl"}
-    common = {"name": "t", "model": model, "data": data, "train": {"num_steps": 1}}
+    common: dict[str, Any] = {"name": "t", "model": model, "data": data, "train": {"num_steps": 1}}
     return RunSpec.model_validate({**common, **of_judge, **sections})
 
 

@@ -272,7 +272,7 @@ def test_an_exception_is_named() -> None:
 @pytest.mark.filterwarnings("error")
 def test_an_async_function_is_run_in_one_event_loop() -> None:
     """A client that it keeps between calls belongs to the loop in which it was opened."""
-    loops = set()
+    loops = set[asyncio.AbstractEventLoop]()
 
     async def judged(text: str) -> float:
         await asyncio.sleep(0)

@@ -123,7 +123,8 @@ def test_one_that_does_not_judge_all() -> None:
 
 def test_conversations_are_given_as_they_are_in_training() -> None:
     rows = [dataclasses.replace(row, chat=Conversation([{"role": "user", "content": row.prompt}])) for row in ROWS]
-    as_text, as_messages = (try_rewards(["tried_rewards:by_trl"], rows, form)[0] for form in ("text", "messages"))
+    (as_text,) = try_rewards(["tried_rewards:by_trl"], rows)
+    (as_messages,) = try_rewards(["tried_rewards:by_trl"], rows, "messages")
     assert (as_text.problem, as_messages.problem) == (TrialProblem.FAILED, TrialProblem.NONE)
 
 

@@ -94,7 +94,7 @@ class RewardFailures:
 
     def new_warnings(self, found: SourceScores, made: Completions) -> list[str]:
         """Warnings about a function or model, each of its kind only once."""
-        count, warnings = len(made.completions), {}
+        count, warnings = len(made.completions), dict[tuple[str, str], str]()
         if found.passing:
             warnings[found.name, "passing"] = (
                 f"On rank {self._rank}, reward function {found.name} {found.passing.failure} for {count} completions, "

@@ -284,7 +284,7 @@ def _checked(returned: object, count: int) -> RewardCall:
     if len(values) != count:
         return RewardCall(failure=f"returned {len(values)} values for {count} completions; {expected}")
     numbers: list[float | None] = []
-    problems = {}
+    problems: dict[int, str] = {}
     for index, value in enumerate(values):
         if value is None:
             numbers.append(None)
