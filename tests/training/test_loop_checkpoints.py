@@ -863,10 +863,20 @@ def test_a_checkpoint_of_0_1_is_gone_on_from_under_the_same_settings_only(
         verify_checkpoint(saved, spec_with(grpo={"samples_per_prompt": 8}), ranks)
 
 
-def test_a_setting_that_came_later_has_its_default_also_beside_nodes_of_engines(
-    run_dir: RunDir, ranks: Ranks, model: Any
+WITHOUT_ANSWERS: dict[str, Any] = {
+    "data": {"answer_column": ""},
+    "sft": None,
+    "evaluate": {"scorer": "rank_launcher:noisy_reward"},
+}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"rollout": {"engines": 1, "nodes": 1}, "resources": {"num_nodes": 2}}, WITHOUT_ANSWERS]
+)
+def test_a_setting_that_came_later_has_its_default_whatever_is_not_saved(
+    changes: dict[str, Any], run_dir: RunDir, ranks: Ranks, model: Any
 ) -> None:
-    changes: dict[str, Any] = {"rollout": {"engines": 1, "nodes": 1}, "resources": {"num_nodes": 2}}
+    """The number of nodes is not, and neither is the scorer, of which the default needs answers."""
     spec = spec_with(**changes)
     saved = save_whole(writer(run_dir, ranks, spec), progress(4), model, ENGINE_STATE)
     part = training_part(spec)

@@ -268,7 +268,9 @@ def _saved_settings(checkpoint: CheckpointDir) -> dict[str, Any]:
     saved = current_settings(json.loads(settings_file(checkpoint).read_bytes()))
     main = {"num_steps": 1, **saved["loops"]["main"]}
     resources = {"num_nodes": saved["rollout"].get("nodes", 0) + 1}  # not saved; one node has to train
-    content = {"name": "saved", "resources": resources, **saved, "loops": {**saved["loops"], "main": main}}
+    evaluate = {"scorer": "not:saved"}  # the default needs answers, which the rows may lack
+    content = {"name": "saved", "resources": resources, "evaluate": evaluate, **saved}
+    content["loops"] = {**saved["loops"], "main": main}
     try:
         return training_part(RunSpec.model_validate(content))
     except ValidationError:
