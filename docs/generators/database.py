@@ -72,7 +72,8 @@ QUESTIONS: Mapping[str, str] = {
         WHERE r.ended_at IS NULL
         ORDER BY r.progress_at DESC""",
     "How much better did each run make its model?": """
-        SELECT a.run_id, a.name, a.metric, b.value AS before, a.value AS after, a.value - b.value AS gain
+        SELECT a.run_id, a.name, a.metric, b.value AS before, a.value AS after,
+               CASE WHEN a.name = 'loss' THEN b.value - a.value ELSE a.value - b.value END AS gain
         FROM evaluations a
         JOIN evaluations b ON b.run_id = a.run_id AND b.name = a.name AND b.when_made = 'before'
         WHERE a.when_made = 'after'

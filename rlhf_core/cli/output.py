@@ -263,7 +263,7 @@ def state_text(state: str, regressed: Sequence[Mapping[str, Any]]) -> str:
 
 
 def regression_text(regressed: Sequence[Mapping[str, Any]]) -> str:
-    """Format the held-out scores that decreased."""
+    """Format the held-out scores that became worse."""
     from rlhf_core.schemas import regression
 
     return regression.regression_text(map(regression.Regression.model_validate, regressed))

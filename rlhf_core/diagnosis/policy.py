@@ -209,7 +209,7 @@ def oom_remedy(spec: RunSpec, role: Role | None = None, phase: str = "") -> dict
     if there is another rank to split with, then move the optimizer to main memory (on GPUs), then halve the completions
     sampled at once down to 1, then move the weights to main memory.
 
-    In a rollout engine only the completions sampled at once count, in an evaluator also the micro-batch of its pairs.
+    In a rollout engine only the completions sampled at once count, in an evaluator also the micro-batch.
     During setup, before any of these, only the stage of ZeRO and what is in main memory can help.
 
     Args:

@@ -8,6 +8,7 @@ from datetime import datetime, timedelta
 
 from rlhf_core.schemas.attempts import PromotionState
 from rlhf_core.schemas.checkpoint_files import BestCheckpoint
+from rlhf_core.schemas.reports import gain
 from rlhf_core.schemas.run import RunSpec
 
 _NEEDED_STATES = frozenset(PromotionState) - {PromotionState.REFUSED, PromotionState.EXPIRED}
@@ -48,8 +49,9 @@ def removable(
         return []
     kept = {max(made_at), *used}
     for name in {one.name for one in evaluations}:
+        of_name = [one for one in evaluations if one.name == name]
         # Of two equal scores, the later checkpoint has been trained for longer.
-        kept.add(max((one for one in evaluations if one.name == name), key=lambda one: (one.value, one.step)).step)
+        kept.add(max(of_name, key=lambda one: (gain(one.name, 0, one.value), one.step)).step)
     if promotion is not None and promotion[0] in _NEEDED_STATES:
         kept.add(promotion[1])
     latest = now - timedelta(days=days)
@@ -62,10 +64,12 @@ def best_until(before: BestCheckpoint | None, step: int, metric: str, value: flo
 
     Args:
         before: the best before, with another metric if the settings have changed since; None if there was none.
-        value: value of the metric; higher is better. One that is not finite does not count.
+        metric: name of the metric, ``eval/`` and the evaluation.
+        value: value of the metric. One that is not finite does not count.
     """
-    is_lower = before is not None and before.metric == metric and value < before.value
-    return before if is_lower or not math.isfinite(value) else BestCheckpoint(step=step, metric=metric, value=value)
+    name = metric.removeprefix("eval/")
+    is_worse = before is not None and before.metric == metric and gain(name, before.value, value) < 0
+    return before if is_worse or not math.isfinite(value) else BestCheckpoint(step=step, metric=metric, value=value)
 
 
 def kept_steps(steps: Sequence[int], newest: int, spec: RunSpec) -> set[int]:

@@ -25,7 +25,7 @@ from rlhf_core.run_dir.run import RunDir, promoted_models, run_name
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
 from rlhf_core.schemas.evaluation import PromoteSpec
 from rlhf_core.schemas.promotion import ModelProvenance, PromotionAnswer
-from rlhf_core.schemas.reports import EvaluationReport
+from rlhf_core.schemas.reports import EvaluationReport, gain
 
 CARD = "README.md"
 PROVENANCE = "rlhf.json"
@@ -58,7 +58,7 @@ def choose(run_dir: RunDir, wanted: PromoteSpec) -> PromotionChoice:
     measured = [report for report in reports if report.when == "after" and report.checkpoint_step in complete]
     if not measured:
         return PromotionChoice(f"found no complete checkpoint with a {wanted.metric} evaluation after training")
-    best = max(measured, key=lambda report: (report.value, report.checkpoint_step))
+    best = max(measured, key=lambda report: (gain(report.name, 0, report.value), report.checkpoint_step))
     start = min(
         (report for report in reports if report.when == "before"),
         key=lambda report: report.checkpoint_step,
@@ -66,9 +66,9 @@ def choose(run_dir: RunDir, wanted: PromoteSpec) -> PromotionChoice:
     )
     if start is None:
         return PromotionChoice(f"found no {wanted.metric} evaluation before training to compare with")
-    gain = best.value - start.value
-    comparison = f"{best.metric} ({best.name}) {start.value:.3f} -> {best.value:.3f}, gain {gain:+.3f}"
-    if not gain >= wanted.min_gain:  # negated, so that NaN fails as well
+    gained = gain(best.name, start.value, best.value)
+    comparison = f"{best.metric} ({best.name}) {start.value:.3f} -> {best.value:.3f}, gain {gained:+.3f}"
+    if not gained >= wanted.min_gain:  # negated, so that NaN fails as well
         return PromotionChoice(f"{comparison}; promote.min_gain is {wanted.min_gain:g}")
     return PromotionChoice(comparison, complete[best.checkpoint_step])
 

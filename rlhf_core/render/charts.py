@@ -17,7 +17,7 @@ from rlhf_core.render.markup import Markup, figure, join, number, remark, tag, w
 from rlhf_core.render.series import Curve, Marks, Point, PointSeries, Series, finite, is_finite, smoothing_window
 from rlhf_core.schemas.reports import EVALUATIONS
 
-EVALUATION_CURVES = {"greedy": "eval/greedy", "preference": "eval/preference"}
+EVALUATION_CURVES = {"greedy": "eval/greedy", "preference": "eval/preference", "loss": "eval/loss"}
 """Metrics of the evaluations during training (``evaluate.every_num_steps``)."""
 
 
@@ -32,10 +32,10 @@ PHASE_COLOURS = {"rollout": 0, "reward": 1, "train": 2, "evaluate": 3, "checkpoi
 def learning_plots(record: ReportData) -> Markup:
     """Accuracy, reward and training-health metrics."""
     if not is_elsewhere(record):
-        return _plots(record, [_accuracy(record), *(_line_plot(record, plot) for plot in _plots_of_loops(record))])
+        return _plots(record, [*_evaluations(record), *(_line_plot(record, plot) for plot in _plots_of_loops(record))])
     logged = [plot for plot in LEARNING_ELSEWHERE if any(record.curves.get(key) for key, _ in plot.keys)]
     absent = ", ".join(plot.title for plot in LEARNING_ELSEWHERE if plot not in logged)
-    made = [_accuracy(record), *(_line_plot(record, plot) for plot in logged)]
+    made = [*_evaluations(record), *(_line_plot(record, plot) for plot in logged)]
     return _plots(record, [*made, *([(None, f"Not logged by the trainer: {absent}.")] if absent else [])])
 
 
@@ -113,12 +113,20 @@ def _series_text(series: Series) -> str:
     return f"{series.label} from {number(start)} at step {first} to {number(end)} at step {last}"
 
 
-def _accuracy(record: ReportData) -> tuple[Markup | None, str]:
-    title = "Held-out scores"
+def _evaluations(record: ReportData) -> list[tuple[Markup | None, str]]:
+    """Scores, and the loss if it was measured: it has another unit."""
+    scores = _points(record, "Held-out scores", "accuracy", [name for name in EVALUATIONS if name != "loss"])
+    has_loss = any(row["name"] == "loss" for row in record.evaluations)
+    return [scores, *([_points(record, "Held-out loss", "held-out-loss", ["loss"])] if has_loss else [])]
+
+
+def _points(record: ReportData, title: str, name: str, evaluations: Sequence[str]) -> tuple[Markup | None, str]:
+    """Evaluations of one unit before, during and after training; or None, with the sentence that explains why."""
+    made = [row for row in record.evaluations if row["name"] in evaluations]
     series = []
-    for name in EVALUATIONS:
+    for evaluation in evaluations:
         rows = sorted(
-            (row for row in record.evaluations if row["name"] == name),
+            (row for row in made if row["name"] == evaluation),
             key=lambda row: (row["checkpoint_step"], row["when"] != "before"),
         )
         points = tuple(
@@ -126,11 +134,11 @@ def _accuracy(record: ReportData) -> tuple[Markup | None, str]:
             for row in rows
             if all(map(is_finite, (row["value"], row["ci_low"], row["ci_high"])))
         )
-        between = finite(record.curves.get(EVALUATION_CURVES.get(name, ""), ()))
+        between = finite(record.curves.get(EVALUATION_CURVES.get(evaluation, ""), ()))
         if points:
-            series.append(PointSeries(name, points, between))
+            series.append(PointSeries(evaluation, points, between))
     if not series:
-        why = "no evaluation has a finite score and interval" if record.evaluations else "no evaluation was made"
+        why = "no evaluation has a finite score and interval" if made else "no evaluation was made"
         return None, f"{title}: {why}."
     level = record.spec.evaluate.confidence if record.spec else None
     caption = "Bars: confidence interval" + (f" of {level:.0%}." if level else ".")
@@ -138,9 +146,9 @@ def _accuracy(record: ReportData) -> tuple[Markup | None, str]:
         caption += " Small dots: evaluations during training."
     svg = plots.point_chart(
         series,
-        unit=words(record.evaluations[0]["metric"]),
+        unit=words(made[0]["metric"]),
         marks=marks_of(record),
-        name="accuracy",
+        name=name,
         description=f"{title}: "
         + "; ".join(f"{item.label} {point.value:.3f} at step {point.step}" for item in series for point in item.points),
     )

@@ -11,6 +11,7 @@ from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.config_text import flat
 from rlhf_core.render.series import Curve, finite
 from rlhf_core.schemas.migration import current_document
+from rlhf_core.schemas.reports import gain
 
 Facts = dict[str, Any]
 
@@ -20,6 +21,7 @@ MOST_RUNS = 7
 KEY_METRICS = (
     "reward/mean",
     "eval/greedy",
+    "eval/loss",
     "train/loss",
     "train/grad_norm",
     "policy/kl",
@@ -138,19 +140,20 @@ def evaluations(rows: Sequence[Sequence[Facts]]) -> list[Facts]:
     kinds = dict.fromkeys((row["name"], row["metric"]) for of_run in rows for row in of_run)
     found = []
     for name, metric in kinds:
-        sides = [_sides([row for row in of_run if (row["name"], row["metric"]) == (name, metric)]) for of_run in rows]
+        kept = [[row for row in of_run if (row["name"], row["metric"]) == (name, metric)] for of_run in rows]
+        sides = [_sides(name, of_run) for of_run in kept]
         first = sides[0]["after"]
         compared = [{**side, "against_first": _standing(first, side["after"])} for side in sides[1:]]
         found.append({"name": name, "metric": metric, "runs": [{**sides[0], "against_first": None}, *compared]})
     return found
 
 
-def _sides(rows: Sequence[Facts]) -> Facts:
+def _sides(name: str, rows: Sequence[Facts]) -> Facts:
     kept = ("value", "ci_low", "ci_high", "checkpoint_step", "num_samples")
     found: Facts = {"before": None, "after": None}
-    found |= {row["when"]: {name: row[name] for name in kept} for row in rows if row["value"] is not None}
+    found |= {row["when"]: {key: row[key] for key in kept} for row in rows if row["value"] is not None}
     before, after = found["before"], found["after"]
-    return {**found, "gain": after["value"] - before["value"] if before and after else None}
+    return {**found, "gain": gain(name, before["value"], after["value"]) if before and after else None}
 
 
 def _standing(first: Facts | None, other: Facts | None) -> str | None:

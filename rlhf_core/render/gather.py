@@ -73,7 +73,7 @@ class ReportData:
 
     @property
     def regressed(self) -> Rows:
-        """Held-out scores that dropped."""
+        """Held-out scores that became worse."""
         return [one.model_dump() for one in regressions(self.evaluations)]
 
     @property

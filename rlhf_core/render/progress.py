@@ -14,6 +14,7 @@ METRICS = (
     ("train/grad_norm", "gradient norm", ".3g"),
     ("rollout/length_mean", "completion length", ".1f"),
     ("eval/greedy", "held-out accuracy", ".3f"),
+    ("eval/loss", "held-out loss", ".4g"),
     ("speed/tokens_per_s", "tokens per second", ",.0f"),
 )
 """Metrics shown while a run is active: key, name, format."""

@@ -35,7 +35,7 @@ from rlhf_core.render.series import finite
 from rlhf_core.render.weight_syncs import weight_sync_text
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.reports import EVALUATIONS
+from rlhf_core.schemas.reports import EVALUATIONS, gain
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.text.formatting import attributed, count
 
@@ -122,7 +122,7 @@ def _outcome(record: ReportData) -> Markup:
 
 
 def _changes(record: ReportData) -> list[str]:
-    """Describe the change of the held-out accuracy, claiming no more than the intervals allow."""
+    """Describe the changes of the held-out evaluations, claiming no more than the intervals allow."""
     sentences = []
     for name in EVALUATIONS:
         before, after = _pair(record, name)
@@ -132,7 +132,7 @@ def _changes(record: ReportData) -> list[str]:
         values = f"from {before['value']:.3f} to {after['value']:.3f}"
         if after["ci_low"] > before["ci_high"]:
             sentences.append(f"Held-out {metric} rose {values}.")
-        elif find_row(record.regressed, name=name):
+        elif after["ci_high"] < before["ci_low"]:
             sentences.append(f"Held-out {metric} fell {values}.")
         else:
             sentences.append(f"Held-out {metric} went {values}; the confidence intervals overlap.")
@@ -172,8 +172,8 @@ def _evaluation_tile(record: ReportData, name: str) -> Markup | None:
     if before is None or after is None:
         detail = join([f"{found['when']} training, interval ", _interval(found)])
         return _tile(title, None, f"{found['value']:.3f}", detail)
-    gain = after["value"] - before["value"]
-    change = tag("b", signed(gain), class_="good" if gain > 0 else "bad" if gain < 0 else None)
+    gained = gain(name, before["value"], after["value"])
+    change = tag("b", signed(gained), class_="good" if gained > 0 else "bad" if gained < 0 else None)
     detail = join([change, " · intervals ", _interval(before), " and ", _interval(after)])
     return _tile(title, f"{before['value']:.3f}", f"{after['value']:.3f}", detail)
 

@@ -15,7 +15,7 @@ from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.command_trainer import steps_hint
 from rlhf_core.schemas.failures import Incident
 from rlhf_core.schemas.regression import Regression, regression_text, regressions, state_text
-from rlhf_core.schemas.reports import EvaluationReport
+from rlhf_core.schemas.reports import EvaluationReport, gain
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.stored_spec import StoredSpec
 from rlhf_core.text.escaping import markdown, markdown_code
@@ -27,15 +27,15 @@ class Accuracy:
     """One measure, before and after training."""
 
     name: str
-    """``greedy``, ``sampled`` or ``preference``."""
+    """``greedy``, ``sampled``, ``preference`` or ``loss``."""
     metric: str
     before: EvaluationReport | None
     after: EvaluationReport | None
 
     @property
     def gain(self) -> float | None:
-        """After minus before; None if either is missing."""
-        return self.after.value - self.before.value if self.before and self.after else None
+        """Improvement from before to after; None if either is missing."""
+        return gain(self.name, self.before.value, self.after.value) if self.before and self.after else None
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Summary:
 
     @property
     def regressed(self) -> tuple[Regression, ...]:
-        """Held-out scores that dropped."""
+        """Held-out scores that became worse."""
         reports = [report for row in self.accuracy for report in (row.before, row.after) if report is not None]
         return regressions(report.model_dump(exclude={"samples"}) for report in reports)
 

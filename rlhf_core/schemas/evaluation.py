@@ -18,6 +18,9 @@ class EvaluateSpec(Schema):
     scorer: ScorerName = "rlhf_core.training.rewards:exact_match"
     """Reward function as `module:function`, or reward model as `reward.models.<name>`, whose mean is reported: of a
     model, the mean of its raw scores."""
+    completions: bool = True
+    """Sample completions and score them (evaluations `greedy` and `sampled`). false: only the loss, and for pairs or
+    labelled rows the ranking, both of which need no sampling."""
     num_prompts: NonNegative = 512
     """Number of held-out prompts, from the start of the split; 0 for all."""
     samples_per_prompt: Positive = 1
@@ -25,7 +28,8 @@ class EvaluateSpec(Schema):
     temperature: PositiveFloat = 1.0
     """Temperature of the sampled evaluation; the greedy one always takes the likeliest token."""
     every_num_steps: NonNegative = 0
-    """Also evaluate greedily at this interval of steps during training, as metric `eval/greedy`; 0 for never."""
+    """Also evaluate at this interval of steps during training: greedily, as metric `eval/greedy`, and if the main loop
+    learns from rows, also `eval/loss` and `eval/preference`; 0 for never."""
     confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
     """Level of the reported confidence interval."""
     keep_samples: NonNegative = 64
@@ -52,7 +56,8 @@ class PromoteSpec(Schema):
     folder: str = ""
     """Folder of promoted models, each in `<folder>/<run id>`. Empty: `promoted` beside the run directories."""
     metric: EvaluationName = "greedy"
-    """Evaluation whose gain decides; `preference` ranks held-out pairs."""
+    """Evaluation whose gain decides; `preference` ranks held-out pairs, and `loss` is the loss on held-out rows, of
+    which a lower one is better."""
     min_gain: Finite = 0.0
     """Minimum gain over the evaluation before training; with less, nothing is promoted and no approval is requested."""
     timeout_h: Annotated[float, Field(gt=0, le=876_000, allow_inf_nan=False)] = 72.0

@@ -290,23 +290,32 @@ class EvaluationSample(Schema):
     """Score of the completion."""
 
 
-EvaluationName = Literal["greedy", "sampled", "preference"]
-"""Kinds of evaluation: of greedy or sampled completions, or of the ranking of pairs."""
+EvaluationName = Literal["greedy", "sampled", "preference", "loss"]
+"""Kinds of evaluation: of greedy or sampled completions, of the ranking of pairs, or of the loss on held-out rows."""
 EVALUATIONS: tuple[EvaluationName, ...] = get_args(EvaluationName)
 """All kinds, in display order."""
+
+
+CROSS_ENTROPY = "cross_entropy"
+"""Held-out loss of supervised training, in nats per token; its exponential is the perplexity."""
+
+
+def gain(name: str, before: float, after: float) -> float:
+    """Improvement from one value of an evaluation to another: a rise of a score, or a fall of the loss."""
+    return before - after if name == "loss" else after - before
 
 
 class EvaluationReport(Schema):
     """One evaluation (``evaluations/<when>-<name>.json``)."""
 
     name: EvaluationName
-    """Kind of the completions, or `preference` for ranked pairs."""
+    """Kind of the completions, `preference` for ranked pairs, or `loss`."""
     when: Literal["before", "after"]
     """Before the main algorithm (after the warm start), or after training."""
     metric: Label
     """Measure, for instance ``exact_match``."""
     value: float
-    """Mean score over all samples."""
+    """Mean score over all samples; for `loss`, that of a training step with all held-out rows."""
     ci_low: float
     """Lower bound of the confidence interval of ``value``."""
     ci_high: float

@@ -336,7 +336,15 @@ class RunSpec(Schema):
         """Evaluations that are always made; completions of held-out pairs are also scored if they have answers."""
         completes = self.completes_held_out(pairs_have_answers=False)
         made: tuple[EvaluationName, ...] = ("greedy", "sampled") if completes else ()
-        return (*made, "preference") if self.ranks_held_out else made
+        return (*made, *self.row_evaluations)
+
+    @property
+    def row_evaluations(self) -> tuple[EvaluationName, ...]:
+        """Evaluations of held-out rows that need no sampling: the loss of a main loop that learns from rows, and their
+        ranking."""
+        if self.loops.main is None or self.loops.main.algorithm.samples:
+            return ()
+        return ("preference", "loss") if self.ranks_held_out else ("loss",)
 
     @property
     def ranks_held_out(self) -> bool:
@@ -354,7 +362,7 @@ class RunSpec(Schema):
         """
         answered = pairs_have_answers if self.data_kinds == {"pair"} else self.has_references
         needs_none = bool(self.evaluate.scorer_model) or not self.data.answer_column
-        return not self.makes_reward_model and (answered or needs_none)
+        return self.evaluate.completions and not self.makes_reward_model and (answered or needs_none)
 
     @property
     def has_references(self) -> bool:

@@ -25,7 +25,7 @@ from rlhf_core.schemas.resources import Placement
 
 
 def regressed(run_dir: RunDir) -> tuple[Regression, ...]:
-    """Held-out scores of a run that dropped, from its evaluation reports."""
+    """Held-out scores of a run that became worse, from its evaluation reports."""
     reports = read_all(run_dir.evaluations(), EvaluationReport)
     return regressions(report.model_dump(exclude={"samples"}) for report in reports)
 

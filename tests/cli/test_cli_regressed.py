@@ -55,6 +55,10 @@ def _row(when: str, value: float | None, half: float | None = 0.05) -> dict[str,
     }
 
 
+def _loss(when: str, value: float, metric: str) -> dict[str, Any]:
+    return {**_row(when, value), "name": "loss", "metric": metric}
+
+
 @pytest.mark.parametrize(
     ("before", "after", "fell"),
     [
@@ -65,9 +69,14 @@ def _row(when: str, value: float | None, half: float | None = 0.05) -> dict[str,
         (_row("before", 0.5, float("inf")), _row("after", 0.1), False),
         (_row("before", 0.5, float("nan")), _row("after", 0.1), False),
         (_row("before", 0.5), {**_row("after", 0.1), "metric": "other"}, False),
+        (_loss("before", 0.5, "cross_entropy"), _loss("after", 0.3, "cross_entropy"), False),
+        (_loss("before", 0.5, "cross_entropy"), _loss("after", 0.7, "cross_entropy"), True),
+        (_loss("before", 0.5, "dpo_loss"), _loss("after", 0.7, "dpo_loss"), False),
     ],
 )
-def test_a_score_fell_when_its_intervals_are_apart(before: dict[str, Any], after: dict[str, Any], fell: bool) -> None:
+def test_a_score_is_worse_when_its_intervals_are_apart(
+    before: dict[str, Any], after: dict[str, Any], fell: bool
+) -> None:
     found = regressions([before, after])
     assert bool(found) == fell
     assert bool(regression_text(found)) == fell

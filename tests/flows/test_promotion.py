@@ -273,6 +273,11 @@ def test_the_best_existing_evaluated_checkpoint_is_promoted(harness: ControllerH
     best = promote.choose(run_dir, wanted).checkpoint
     assert best is not None
     assert best.step == 4
+    for when, step, value in (("before", 0, 0.7), ("after", 4, 0.5), ("after", 6, 0.4), ("after", 8, 0.9)):
+        report(run_dir, f"{when}-loss-{step}.json", name="loss", when=when, checkpoint_step=step, value=value)
+    least = promote.choose(run_dir, wanted.model_copy(update={"metric": "loss"}))
+    assert least.checkpoint is not None
+    assert (least.checkpoint.step, "0.700 -> 0.400, gain +0.300" in least.reason) == (6, True)
 
 
 def test_without_an_evaluation_there_is_nothing_to_choose(harness: ControllerHarness) -> None:

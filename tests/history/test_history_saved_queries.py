@@ -258,6 +258,9 @@ def test_best_checkpoint(history: History) -> None:
     assert pick(history.ask("best-checkpoint", name="other"), "run_id") == [("b",)]
     assert pick(history.ask("best-checkpoint", limit="1"), "value") == [(0.9,)]
     assert pick(history.ask("best-checkpoint", evaluation="sampled"), "value") == [(0.99,)]
+    for step, value in ((5, 0.9), (10, 0.4)):
+        history.metric("a", "eval/loss", step, 500, value)
+    assert pick(history.ask("best-checkpoint", evaluation="loss"), "value") == [(0.4,), (0.9,)], "the lowest is best"
 
 
 def test_config_differences(history: History) -> None:

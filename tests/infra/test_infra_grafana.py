@@ -222,6 +222,8 @@ def test_incidents_that_the_run_survived_and_those_found_twice(url: str, grafana
 def test_a_fallen_held_out_score_is_shown(url: str, grafana: Any, tmp_path: Path, after: float, state: str) -> None:
     run = whole_run(tmp_path, "sort", "bbbbbb", 100)
     run.evaluation("after", "greedy", after, 52)
+    for when, loss in (("before", 0.69), ("after", 0.9)):  # of preferences, which may rise while the ranking improves
+        run.evaluation(when, "loss", loss, 53)
     with HistoryStore(url) as store:
         sync(run.dir, store)
         for board, title, column in (("overview", "Runs", 1), ("run", "Run", 0)):

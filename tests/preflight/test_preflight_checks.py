@@ -140,11 +140,15 @@ MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 GPT2 = ModelFolder(Path("/m"), weight_bytes=4000, matrices=frozenset({"c_attn", "wte", "lm_head"}))
 
 
-def promoted(algorithm: str, metric: str, warm_start: str = "") -> Facts:
+def promoted(algorithm: str, metric: str, warm_start: str = "", *, completions: bool = True) -> Facts:
     """A run whose best checkpoint is promoted by an evaluation."""
     loop = {"num_steps": 1, "algorithm": {"name": algorithm}, "optimizer": {"learning_rate": 1e-4}}
     first = {**loop, "algorithm": {"name": warm_start}} if warm_start else None
-    return with_spec(loops={"main": loop, "warm_start": first}, promote={"when": "always", "metric": metric})
+    return with_spec(
+        loops={"main": loop, "warm_start": first},
+        promote={"when": "always", "metric": metric},
+        evaluate={"completions": completions},
+    )
 
 
 def keeping_best(every: int, metric: str = "greedy") -> Facts:
@@ -547,6 +551,9 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("checkpoint.keep_best", BLOCKED, keeping_best(0), "set evaluate.every_num_steps to a multiple of 10"),
     ("checkpoint.keep_best", BLOCKED, keeping_best(15), "set evaluate.every_num_steps to a multiple of 10"),
     ("checkpoint.keep_best", BLOCKED, keeping_best(20, metric="preference"), "set promote.metric=greedy"),
+    ("evaluate.completions", BLOCKED, with_spec(evaluate={"completions": False}), "set evaluate.completions=true"),
+    ("promote.metric", BLOCKED, promoted("grpo", "loss"), "promote.metric=greedy"),
+    ("promote.metric", BLOCKED, promoted("dpo", "sampled", completions=False), "promote.metric=preference"),
     ("promote.metric", BLOCKED, promoted("grpo", "preference"), "promote.metric=greedy"),
     ("promote.metric", BLOCKED, promoted("grpo", "preference", warm_start="dpo"), "promote.metric=greedy"),
     ("promote.metric", BLOCKED, promoted("grpo", "greedy", warm_start="kto"), "set promote.when=never"),

@@ -119,6 +119,18 @@ def test_no_more_is_claimed_than_the_intervals_allow(
     assert expected in _text(records.learned(evaluations=_evaluations(before, after)))
 
 
+def test_a_lower_loss_is_a_gain_with_a_chart_of_its_own() -> None:
+    scores = _evaluations((0.50, 0.46, 0.54), (0.60, 0.56, 0.64))
+    losses = _evaluations((2.0, 1.9, 2.1), (1.5, 1.4, 1.6))
+    rows = [*scores, *({**row, "name": "loss", "metric": "cross_entropy"} for row in losses)]
+    text = _text(records.learned(evaluations=rows))
+    assert "Held-out loss cross entropy fell from 2.000 to 1.500." in text
+    assert "The model is worse than before training." not in text
+    assert "+0.500" in text
+    assert "loss 1.500 at step 120" in run_page.page(records.learned(evaluations=rows))
+    assert "Held-out loss" not in _text(records.learned(evaluations=scores))
+
+
 def test_a_failed_run_begins_with_its_diagnosis_and_what_happened() -> None:
     text = _text(records.failed())
     assert "Failed after 40 s: disk full. Rank 0 ran out of disk while writing a checkpoint" in text

@@ -22,8 +22,18 @@ from rlhf_core.schemas.supervision import SuperviseSpec
 
 torch = pytest.importorskip("torch")
 
+from rlhf_core.training.algorithms import ALGORITHMS  # noqa: E402 - needs torch
+from rlhf_core.training.algorithms.objective import StepSums  # noqa: E402
+from rlhf_core.training.data.examples import (  # noqa: E402
+    make_batch,
+    make_examples,
+    mismatched,
+    score_batch,
+    step_sums,
+)
 from rlhf_core.training.data.tokenizers import build_tokenizer  # noqa: E402
-from rlhf_core.training.distributed import Ranks, collective_timeout  # noqa: E402 - needs torch
+from rlhf_core.training.distributed import Ranks, collective_timeout  # noqa: E402
+from rlhf_core.training.evaluation import evaluator as evaluation  # noqa: E402
 from rlhf_core.training.evaluation.evaluator import (  # noqa: E402
     _evaluate_start,
     _last_checkpoint,
@@ -31,7 +41,7 @@ from rlhf_core.training.evaluation.evaluator import (  # noqa: E402
     load_evaluator,
     write_reports,
 )
-from rlhf_core.training.models.causal_lm import build_causal_lm  # noqa: E402
+from rlhf_core.training.models.causal_lm import PolicyModel, build_causal_lm  # noqa: E402
 from rlhf_core.training.rewards.scoring import RewardScorer  # noqa: E402
 from rlhf_core.training.rollouts.remote.engine import RemoteEngines  # noqa: E402
 from rlhf_core.training.rollouts.start import start_engine  # noqa: E402
@@ -240,20 +250,109 @@ def test_passes_that_rank_pairs_have_the_limits_of_training(ranks: Ranks, rank: 
     start = functools.partial(TransformersEngine, tokenizer)
     whole = load_evaluator(spec, ranks, tokenizer, RewardScorer(spec), start, trains_on_samples=False)
     policy = SumOfTokens()
-    found = whole._rated(policy, None, lambda: None)  # type: ignore[arg-type]
-    assert [row for row, _ in found] == whole.data.rows
-    for (_, rewards), prompt, row in zip(found, whole.data.token_ids, whole.data.rows, strict=True):
+    found = whole._held_out.scored(policy, None, lambda: None)  # type: ignore[arg-type]
+    assert [one.row for one in found] == whole.data.rows
+    for one, prompt, row in zip(found, whole.data.token_ids, whole.data.rows, strict=True):
         ends = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in (row.chosen, row.rejected)]
-        assert rewards == [sum([*prompt, *end]) for end in ends]
+        assert one.rewards == [sum([*prompt, *end]) for end in ends]
     assert max(count * width for count, width in policy.passes) <= 40
     assert max(count for count, _ in policy.passes) > 2, "short pairs share a pass"
 
     two = replace(whole.data, rows=whole.data.rows[:2], token_ids=whole.data.token_ids[:2])
     one = replace(whole, data=two, ranks=replace(ranks, rank=rank, num_ranks=3))
     policy = SumOfTokens()
-    with mock.patch.object(Ranks, "gather_numbers", return_value=[[0.0], [1.0], [3.0]]):
-        assert len(one._rated(policy, None, lambda: None)) == (0 if rank == 0 else 1)  # type: ignore[arg-type]
+    gathered = [[0.0, 0.0, 0.0, passes, 0.0] for passes in (0.0, 1.0, 3.0)]
+    with mock.patch.object(Ranks, "gather_numbers", return_value=gathered):
+        assert len(one._held_out.scored(policy, None, lambda: None)) == (0 if rank == 0 else 1)  # type: ignore[arg-type]
     assert len(policy.passes) == 3
+
+
+def uneven(split: str, seed: int) -> list[dict[str, str]]:
+    """Answers of very different lengths."""
+    return [{"prompt": f"{digit}>", "answer": "12" * (1 + digit % 4)} for digit in range(9)]
+
+
+LOSSES: list[dict[str, Any]] = [
+    {"name": "sft"},
+    {"name": "dpo", "loss": "ipo"},
+    {"name": "cpo"},
+    {"name": "simpo"},
+    {"name": "orpo"},
+    {"name": "kto"},
+    {"name": "reward_model", "centring_coefficient": 0.01},
+]
+
+
+@pytest.mark.parametrize("algorithm", LOSSES, ids=[str(algorithm["name"]) for algorithm in LOSSES])
+def test_the_held_out_loss_is_that_of_a_step_with_all_held_out_rows(ranks: Ranks, algorithm: dict[str, Any]) -> None:
+    """In passes of a few rows, and with an interval from the losses of the single rows."""
+    kind = {"kto": "sorted_or_not"}.get(algorithm["name"], "sorted_pairs")
+    arguments = {"num_digits": 3, "num_train": 1, "num_eval": 11}
+    data: dict[str, Any] = {"generator": f"rlhf_core.training.tasks:{kind}", "generator_args": arguments}
+    if algorithm["name"] == "sft":
+        data = {"generator": "test_loop_evaluation:uneven", "generator_args": {}}
+    content = spec_of(algorithm, data=data)
+    content["data"] |= {"completion_template": "{completion}"} if kind == "sorted_or_not" else {}
+    content["evaluate"] |= {"completions": False, "num_prompts": 7}
+    spec = RunSpec.model_validate(content)
+    main, tokenizer = spec.main_loop.algorithm, build_tokenizer("char", [], 0)
+    model, reference = (build_causal_lm(spec.model.config, tokenizer, seed) for seed in (1, 2))
+    policy: Any = PolicyModel(model)
+    if spec.makes_reward_model:
+        model = policy = SumOfTokens()
+    start = functools.partial(TransformersEngine, tokenizer)
+    evaluator = load_evaluator(spec, ranks, tokenizer, RewardScorer(spec), start, trains_on_samples=False)
+    rows, prompts = evaluator.data.rows, evaluator.data.token_ids
+    with torch.no_grad():
+        scorer = PolicyModel(reference) if main.reference else None
+        examples, sums = make_examples(rows, prompts, tokenizer, main), StepSums(0, len(rows))
+        if main.mismatches:
+            others = mismatched(examples, [rows[-1], *rows[:-1]], tokenizer)
+            batch, sequences = make_batch(others, main, tokenizer.pad_token_id)
+            output = score_batch(policy, scorer, batch, sequences, main)
+            measured = ALGORITHMS[main.name].measure(output, sequences, main)
+            sums = replace(sums, measured={name: float(value) for name, value in measured.items()})
+        tokens, count, chosen = step_sums(examples, main)
+        sums = replace(sums, num_tokens=tokens, num_sequences=count, num_chosen_tokens=chosen)
+        batch, sequences = make_batch(examples, main, tokenizer.pad_token_id)
+        output = score_batch(policy, scorer, batch, sequences, main)
+        expected, _ = ALGORITHMS[main.name].loss(output, sequences, sums, main)
+
+    with (
+        mock.patch.object(evaluation, "RewardModel", lambda made: made),
+        mock.patch.object(evaluation, "require_embeddings"),
+    ):
+        reports = {report.name: report for report in evaluator.run(model, "after", 6, lambda: None, reference)}
+    found = reports["loss"]
+    assert found.value == pytest.approx(float(expected), rel=1e-5)
+    assert found.ci_low < found.value < found.ci_high
+    assert (found.num_prompts, found.num_samples, found.metric) == (
+        7, 7, "cross_entropy" if main.name == "sft" else f"{main.name}_loss",
+    )  # fmt: skip
+    assert set(reports) == {"loss", *(["preference"] if main.name != "sft" else [])}, "no completions"
+    assert [sample.completion for sample in found.samples] == [row.chosen or row.target for row in rows[:3]]
+    if main.name == "sft":
+        per_token = -torch.where(sequences.mask, output.logprobs, 0.0).sum(1) / sequences.mask.sum(1)
+        assert [sample.score for sample in found.samples] == pytest.approx(per_token[:3].tolist(), rel=1e-5)
+    total, weight = evaluator.row_scores(policy, scorer, lambda: None)["loss"]
+    assert total / weight == pytest.approx(found.value)
+
+
+def test_an_engine_in_process_sleeps_while_held_out_rows_are_scored(ranks: Ranks) -> None:
+    """Sampling has woken it, and the passes need its memory."""
+    engine, scored = mock.Mock(), evaluation.HeldOutRows.scored
+    engine.sample.side_effect = lambda prompts, seeds, *others: [[Completion([], "", True, [])] * len(s) for s in seeds]
+    spec = RunSpec.model_validate(tiny_spec(train={"algorithm": "sft"}, evaluate={"scorer": HALF}))
+    tokenizer = build_tokenizer("char", [], 0)
+    evaluator = load_evaluator(spec, ranks, tokenizer, RewardScorer(spec), lambda: engine, trains_on_samples=False)
+
+    def score(rows: Any, *others: Any) -> Any:
+        engine.scored()
+        return scored(rows, *others)
+
+    with mock.patch.object(evaluation.HeldOutRows, "scored", score):
+        evaluator.run(build_causal_lm(spec.model.config, tokenizer, 0), "after", 1, lambda: None)
+    assert [name for name, *_ in engine.method_calls] == ["load", "sample", "load", "sample", "sleep", "scored"]
 
 
 def desirable_only(split: str, seed: int, **arguments: Any) -> list[dict[str, Any]]:
@@ -271,7 +370,7 @@ def test_the_main_loop_decides_whether_held_out_completions_are_ranked(ranks: Ra
     start = functools.partial(TransformersEngine, tokenizer)
     evaluator = load_evaluator(before, ranks, tokenizer, RewardScorer(before), start, trains_on_samples=True)
     assert evaluator.names == before.evaluations == ("greedy", "sampled")
-    assert "preference" in kto.evaluations
+    assert kto.evaluations[-2:] == ("preference", "loss")
     with pytest.raises(BadData, match="found held-out rows of one label only"):
         load_evaluator(kto, ranks, tokenizer, RewardScorer(kto), start, trains_on_samples=False)
 

@@ -13,8 +13,33 @@ from rlhf_core.training.evaluation.intervals import (
     mean_interval,
     mean_score,
     student_quantile,
+    weighted_interval,
+    weighted_mean,
     wilson_interval,
 )
+
+
+def test_an_interval_of_weighted_values_covers_their_mean_as_often_as_it_says() -> None:
+    """Losses per token of completions of very different lengths, whose own losses depend on the length."""
+    chance, mean, covered = random.Random(5), 0.0, 0
+    lengths = [(length, length / 100) for length in range(1, 201)]
+    mean = sum(length * loss for length, loss in lengths) / sum(length for length, _ in lengths)
+    for _ in range(400):
+        rows = chance.choices(lengths, k=150)
+        losses = [chance.gauss(loss, 0.3) for _, loss in rows]
+        low, high = weighted_interval(losses, [length for length, _ in rows], 0.9)
+        covered += low <= mean <= high
+    assert 0.86 < covered / 400 < 0.94
+
+
+def test_an_interval_of_equal_weights_is_that_of_the_mean() -> None:
+    values = [0.2, 1.5, 3.0, 0.7]
+    expected = mean_interval([[value] for value in values], 0.95)
+    assert weighted_interval(values, [7.0] * 4, 0.95) == pytest.approx(expected)
+    assert weighted_mean([1.0, 4.0], [2.0, 1.0]) == 2.0
+    low, high = weighted_interval([2.0, 2.0, 2.0], [1.0, 5.0, 9.0], 0.95)
+    assert low == high == 2.0, "the lengths of the rows do not widen it"
+    assert weighted_interval([math.nan, 1.0], [1.0, 1.0], 0.95) == (-math.inf, math.inf)
 
 
 def test_wilson_agrees_with_published_values() -> None:

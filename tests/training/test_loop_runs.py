@@ -614,6 +614,8 @@ def test_supervised_training_can_be_the_main_algorithm(results: list[dict[str, A
     assert losses[-1] < losses[0] - 0.1
     report = RunDir(folder / "sft-1").evaluation("before", "greedy").read_text()
     assert EvaluationReport.model_validate_json(report).checkpoint_step == 0
+    loss = EvaluationReport.model_validate_json(RunDir(folder / "sft-1").evaluation("before", "loss").read_text())
+    assert loss.value == pytest.approx(losses[0], rel=0.05), "held-out rows are as hard as others before training"
 
 
 def test_evaluation_during_training_is_a_metric_and_changes_nothing(

@@ -229,6 +229,9 @@ def test_held_out_pairs_are_ranked_before_and_after(
     assert all(sample.score == 0 for sample in wrong)
     last = metrics_of(folder, "warm")[6]["eval/preference"]
     assert last == pytest.approx(after.value), "training measures the same as the evaluator"
+    held_out = report(folder, "warm", "after", "loss")
+    assert held_out.value == pytest.approx(metrics_of(folder, "warm")[6]["eval/loss"], rel=1e-5)
+    assert report(folder, "warm", "before", "loss").value == pytest.approx(1 / (2 * 0.1) ** 2), "ipo without a margin"
     for when in ("before", "after"):
         assert report(folder, "warm", when, "greedy").metric == "exact_match", "pairs with answers are also completed"
 
@@ -268,6 +271,7 @@ def test_labelled_completions_are_learned_and_resumed_bitwise(results: list[dict
     assert 0 <= lines[6]["eval/preference"] <= 1
     before = report(folder, "kto", "before")
     assert before.value == 0.5
+    assert report(folder, "kto", "before", "loss").value == pytest.approx(0.5)
     assert RunDir(folder / "kto").evaluation("before", "greedy").exists(), "the answer is not the completion"
     assert [result["resumed kto"] for result in results] == ["done", "done"]
     assert_resumed_bitwise(folder, "kto")

@@ -34,7 +34,7 @@ class RunSnapshot:
     ranks: Sequence[RankStatus] = ()
     """Workers of the most recent start."""
     regressed: Sequence[Regression] = ()
-    """Held-out scores that dropped."""
+    """Held-out scores that became worse."""
     undriven_since: datetime | None = None
     """Time since when no controller drives the run; None if one does, or if the history was not asked."""
 

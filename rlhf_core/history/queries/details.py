@@ -49,11 +49,10 @@ def show_run(store: HistoryStore, run_id: str) -> Facts:
     Returns:
         ``run`` (with ``spec``; ``seconds`` and ``undriven_s`` as in :func:`list_runs`), ``stages``, ``checks`` (of the
         newest preflight, and the newest result of each on nodes), ``attempts``, ``restarts``, ``incidents``,
-        ``decisions``, ``checkpoints``, ``evaluations``, ``regressed`` (held-out scores that decreased: ``name, metric,
-        before, after``),
-        ``controllers`` (with their pages in Prefect, newest last), ``promotion`` (its state; empty without one),
-        ``metrics`` (newest value of each), ``metric_keys``, ``goodput`` (view ``run_goodput``), ``weight_syncs``
-        (:func:`weight_sync_facts`) and ``lost_time`` (view ``run_lost_time``).
+        ``decisions``, ``checkpoints``, ``evaluations``, ``regressed`` (held-out scores that became worse: ``name,
+        metric, before, after``), ``controllers`` (with their pages in Prefect, newest last), ``promotion`` (its state;
+        empty without one), ``metrics`` (newest value of each), ``metric_keys``, ``goodput`` (view ``run_goodput``),
+        ``weight_syncs`` (:func:`weight_sync_facts`) and ``lost_time`` (view ``run_lost_time``).
 
     Raises:
         UnknownRun: the run does not exist.

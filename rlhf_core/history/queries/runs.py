@@ -50,7 +50,7 @@ def list_runs(
         For each: ``run_id, name, state, created_at, num_attempts, owner, tags, ended_at, seconds, undriven_s,
         last_step, total_steps, missing_steps, message, trial_of, regressed``. ``seconds`` is the time from the request
         to :func:`lasted_until`, without the ``undriven_s`` in which nothing drove the run; ``missing_steps`` lists the
-        steps without metrics of an ended run; ``regressed`` has the held-out scores that decreased (``name, metric,
+        steps without metrics of an ended run; ``regressed`` has the held-out scores that became worse (``name, metric,
         before, after``).
     """
     # First the ids, from narrow indexes, then counts only for those.
@@ -181,7 +181,7 @@ def _listed_run(row: Any, until: datetime, missing: str, evaluations: Sequence[F
 
 
 def regressed_scores(evaluations: Iterable[Facts]) -> list[Facts]:
-    """Find the held-out scores that decreased, ready for JSON."""
+    """Find the held-out scores that became worse, ready for JSON."""
     return [one.model_dump() for one in regressions(evaluations)]
 
 

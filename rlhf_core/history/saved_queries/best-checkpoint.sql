@@ -27,5 +27,5 @@ scores AS (
 )
 SELECT s.run_id, s.step, s.path, s.value, s.ci_low, s.ci_high, s.metric, s.measured
 FROM scores s
-ORDER BY s.value DESC, s.run_id, s.step, s.measured
+ORDER BY CASE WHEN CAST(:evaluation AS text) = 'loss' THEN s.value ELSE -s.value END, s.run_id, s.step, s.measured
 LIMIT :limit

@@ -102,11 +102,11 @@ class Evaluation(Base):
     when_made: Mapped[str] = mapped_column(primary_key=True)
     """``before`` the main algorithm (after the warm start), or ``after`` training."""
     name: Mapped[str] = mapped_column(primary_key=True)
-    """``greedy``, ``sampled`` or ``preference``."""
+    """``greedy``, ``sampled``, ``preference`` or ``loss``."""
     metric: Mapped[str]
-    """Name of the score."""
+    """Name of the score or loss."""
     value: Mapped[float | None]
-    """Mean score; null if it is not finite."""
+    """Mean score or loss; null if it is not finite."""
     ci_low: Mapped[float | None]
     """Lower end of the confidence interval; ``evaluate.confidence`` sets its level."""
     ci_high: Mapped[float | None]

@@ -1,10 +1,26 @@
-"""Checks of the promotion that follows the evaluation."""
+"""Checks of the evaluation, and of the promotion that follows it."""
 
 from collections.abc import Iterator
 
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
 from rlhf_core.schemas.command_trainer import CommandTrainer
+
+
+@check("evaluate.completions")
+def evaluate_completions(facts: Facts) -> Iterator[Finding]:
+    """Without completions, a model that is trained on samples would not be measured at all."""
+    spec = facts.spec
+    if spec.evaluate.completions or not spec.is_evaluated:
+        return
+    if spec.row_evaluations:
+        yield passed(f"evaluations of this run: {', '.join(spec.row_evaluations)}")
+    else:
+        yield blocked(
+            f"evaluate.completions = false with {spec.algorithm}, which has no evaluation without completions",
+            "a main loop that learns from rows, or evaluate.completions = true",
+            "set evaluate.completions=true; with evaluate.num_prompts the evaluation is shorter",
+        )
 
 
 @check("promote.folder")
@@ -63,7 +79,7 @@ def promote_metric(facts: Facts) -> Iterator[Finding]:
     available = f"evaluations of this run: {', '.join(made) or 'none'}"
     if metric in made:
         yield passed(f"{found}; {available}")
-    elif metric != "preference" and spec.data_kinds == {"pair"} and not spec.main_loop.algorithm.ranks_completions:
+    elif metric in ("greedy", "sampled") and spec.completes_held_out(pairs_have_answers=True):
         yield warning(
             f"{found}, but the held-out data are pairs, which are completed only if they have data.answer_column",
             available,

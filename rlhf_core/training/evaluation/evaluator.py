@@ -1,5 +1,5 @@
-"""Evaluation of a model on held-out data: greedy and sampled completions and the ranking of pairs, each with a
-confidence interval and a table of samples."""
+"""Evaluation of a model on held-out data: greedy and sampled completions, the ranking of pairs and the loss, each with
+a confidence interval and a table of samples."""
 
 import contextlib
 import dataclasses
@@ -11,7 +11,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
@@ -23,21 +22,20 @@ from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.algorithms.base import AlgorithmSpec
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.command_trainer import CommandTrainer
-from rlhf_core.schemas.reports import EvaluationName, EvaluationReport, EvaluationSample, Phase
+from rlhf_core.schemas.reports import CROSS_ENTROPY, EvaluationName, EvaluationReport, EvaluationSample, Phase
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.training.algorithms import ALGORITHMS
 from rlhf_core.training.checkpoints.resume import best_checkpoint, newest_checkpoint
 from rlhf_core.training.checkpoints.soundness import agree, initial_folder, reference_folder, verify_checkpoint
-from rlhf_core.training.data.examples import Scorer, divide_examples, make_batch, make_examples, score_batch
+from rlhf_core.training.data.examples import Scorer
 from rlhf_core.training.data.loading import EncodedPrompts, encode_prompts, load_rows
-from rlhf_core.training.data.micro_batches import evened
 from rlhf_core.training.data.same_rows import require_same_rows
 from rlhf_core.training.data.tokenizers import load_tokenizer
 from rlhf_core.training.distributed import Ranks, init_process_group, leave_process_group
-from rlhf_core.training.evaluation.intervals import mean_interval, mean_score
-from rlhf_core.training.evaluation.ranking import desirable_sample, pair_sample
+from rlhf_core.training.evaluation.held_out import HeldOutRows, ScoredRow
+from rlhf_core.training.evaluation.intervals import mean_interval, mean_score, weighted_interval, weighted_mean
+from rlhf_core.training.evaluation.ranking import desirable_sample, loss_sample, pair_sample
 from rlhf_core.training.models.adapters import base_of, is_adapter
-from rlhf_core.training.models.causal_lm import PolicyModel, in_evaluation_mode, load_causal_lm
+from rlhf_core.training.models.causal_lm import PolicyModel, load_causal_lm
 from rlhf_core.training.models.embeddings import require_embeddings
 from rlhf_core.training.models.loaded_weights import move
 from rlhf_core.training.models.merged import write_merged
@@ -56,6 +54,9 @@ How = Literal["greedy", "sampled"]
 PREFERENCE_METRIC = "accuracy"
 """Share of held-out pairs whose chosen completion has the higher reward; for labelled completions, every desirable one
 forms a pair with every undesirable one."""
+
+MeasuredRow = tuple[list[EvaluationSample], float]
+"""Samples of one held-out row, and its weight in the mean."""
 
 SEED_STEP = 0
 """Step in the sampling seeds of evaluations: training counts from 1, and all evaluations use the same noise."""
@@ -77,12 +78,11 @@ class Evaluator:
     def names(self) -> tuple[EvaluationName, ...]:
         """Names of the evaluations: completions are scored if the held-out rows have answers."""
         made: tuple[EvaluationName, ...] = ("greedy", "sampled") if completes(self.spec, self.data) else ()
-        return (*made, "preference") if self.spec.ranks_held_out else made
+        return (*made, *self.spec.row_evaluations)
 
-    def ranks_for(self, algorithm: AlgorithmSpec) -> bool:
-        """True if completions are ranked while this algorithm trains: only for the main loop's algorithm, whose rewards
-        rank them."""
-        return self.spec.ranks_held_out and algorithm == self.spec.main_loop.algorithm
+    def scores_rows_for(self, algorithm: AlgorithmSpec) -> bool:
+        """True if held-out rows are scored while this algorithm trains: only for the main loop's, which judges them."""
+        return bool(self.spec.row_evaluations) and algorithm == self.spec.main_loop.algorithm
 
     def run(
         self,
@@ -104,8 +104,18 @@ class Evaluator:
         Raises:
             BadConfig: a token of the held-out rows has no embedding.
         """
-        require_embeddings(model, self.tokenizer, self.data, completions=self.spec.ranks_held_out)
-        return [self._report(model, reference, name, when, checkpoint_step, beat) for name in self.names]
+        require_embeddings(model, self.tokenizer, self.data, completions=bool(self.spec.row_evaluations))
+        # Ranking and loss come from the same passes, whose time counts for the first of them.
+        scored = functools.cache(lambda: self._scored_by(model, reference, beat))
+
+        def measure(name: EvaluationName) -> list[MeasuredRow]:
+            if name == "preference":
+                return [([sample], 1.0) for sample in self._ranked(scored())]
+            if name == "loss":
+                return [([loss_sample(found.row, found.loss)], found.weight) for found in scored()]
+            return [(samples, 1.0) for samples in self._samples(model, checkpoint_step, name, beat)]
+
+        return [self._report(name, when, checkpoint_step, functools.partial(measure, name)) for name in self.names]
 
     def greedy_score(self, model: PreTrainedModel, step: int, beat: Callable[[], None]) -> tuple[float, int]:
         """Sum and number of the scores of this rank's part, which can travel in a metric reduction.
@@ -116,96 +126,83 @@ class Evaluator:
         scores = [sample.score for samples in self._samples(model, step, "greedy", beat) for sample in samples]
         return sum(scores), len(scores)
 
-    def preference_score(
+    def row_scores(
         self, policy: PolicyModel | RewardModel, reference: Scorer | None, beat: Callable[[], None]
-    ) -> tuple[float, int]:
-        """Sum and number of the scores of this rank's pairs."""
-        scores = [sample.score for sample in self._preferences(policy, reference, beat)]
-        return sum(scores), len(scores)
+    ) -> dict[EvaluationName, tuple[float, float]]:
+        """Sum and total weight of the scores of this rank's rows, for each evaluation of them."""
+        rows = self._held_out.scored(policy, reference, beat)
+        found: dict[EvaluationName, tuple[float, float]] = {
+            "loss": (sum(row.loss * row.weight for row in rows), sum(row.weight for row in rows))
+        }
+        if "preference" in self.spec.row_evaluations:
+            scores = [sample.score for sample in self._ranked(rows)]
+            found["preference"] = (sum(scores), len(scores))
+        return found
 
     def _report(
-        self,
-        model: PreTrainedModel,
-        reference: PreTrainedModel | None,
-        name: EvaluationName,
-        when: When,
-        checkpoint_step: int,
-        beat: Callable[[], None],
+        self, name: EvaluationName, when: When, checkpoint_step: int, measure: Callable[[], list[MeasuredRow]]
     ) -> EvaluationReport:
-        started = time.monotonic()
-        if name == "preference":
-            own = [[sample] for sample in self._preferences_of_models(model, reference, beat)]
-        else:
-            own = self._samples(model, checkpoint_step, name, beat)
-        keep = self.spec.evaluate.keep_samples
-        kept = [sample for samples in own for sample in samples][:keep]
-        scores = [[sample.score for sample in samples] for samples in own]
-        own_part: dict[str, list[Any]] = {"scores": scores, "kept": [sample.model_dump() for sample in kept]}
+        started, evaluate = time.monotonic(), self.spec.evaluate
+        own = measure()
+        own_part: dict[str, list[Any]] = {
+            "scores": [[sample.score for sample in samples] for samples, _ in own],
+            "weights": [weight for _, weight in own],
+            "kept": [sample.model_dump() for samples, _ in own for sample in samples][: evaluate.keep_samples],
+        }
         parts = self.ranks.gather(own_part)
         all_scores = [samples for part in parts for samples in part["scores"]]
         table = [EvaluationSample(**sample) for part in parts for sample in part["kept"]]
-        num_samples = sum(len(samples) for samples in all_scores)
-        low, high = mean_interval(all_scores, self.spec.evaluate.confidence)
+        if name == "loss":
+            losses, weights = [loss for (loss,) in all_scores], [weight for part in parts for weight in part["weights"]]
+            value, (low, high) = weighted_mean(losses, weights), weighted_interval(losses, weights, evaluate.confidence)
+        else:
+            value, (low, high) = mean_score(all_scores), mean_interval(all_scores, evaluate.confidence)
         return EvaluationReport(
             name=name,
             when=when,
-            metric=PREFERENCE_METRIC if name == "preference" else _metric(self.spec),
-            value=mean_score(all_scores),
+            metric=self._metric(name),
+            value=value,
             ci_low=low,
             ci_high=high,
             num_prompts=len(all_scores),
-            num_samples=num_samples,
+            num_samples=sum(len(samples) for samples in all_scores),
             checkpoint_step=checkpoint_step,
             seconds=time.monotonic() - started,
             time=utc_now(),
-            samples=tuple(table[:keep]),
+            samples=tuple(table[: evaluate.keep_samples]),
         )
 
-    def _preferences_of_models(
+    def _metric(self, name: EvaluationName) -> str:
+        if name == "preference":
+            return PREFERENCE_METRIC
+        if name == "loss":
+            algorithm = self.spec.main_loop.algorithm.name
+            return CROSS_ENTROPY if algorithm == "sft" else f"{algorithm}_loss"
+        return self.spec.evaluate.scorer_model or self.spec.evaluate.scorer.partition(":")[2]
+
+    @property
+    def _held_out(self) -> HeldOutRows:
+        return HeldOutRows(self.spec, self.ranks, self.tokenizer, self.data)
+
+    def _scored_by(
         self, model: PreTrainedModel, reference: PreTrainedModel | None, beat: Callable[[], None]
-    ) -> list[EvaluationSample]:
+    ) -> list[ScoredRow]:
+        """This rank's rows, scored by a model of the main loop."""
+        if self.rollouts.version is not None:  # sampling has woken the engine, whose memory the passes need
+            self.rollouts.sleep()
         if self.spec.makes_reward_model:
-            return self._preferences(RewardModel(model), None, beat)
+            return self._held_out.scored(RewardModel(model), None, beat)
         policy = PolicyModel(model)
-        needed = self.spec.main_loop.algorithm.reference
-        return self._preferences(policy, (PolicyModel(reference) if reference else policy) if needed else None, beat)
+        start = PolicyModel(reference) if reference else policy
+        return self._held_out.scored(policy, start if self.spec.main_loop.algorithm.reference else None, beat)
 
-    def _preferences(
-        self, policy: PolicyModel | RewardModel, reference: Scorer | None, beat: Callable[[], None]
-    ) -> list[EvaluationSample]:
+    def _ranked(self, rows: Sequence[ScoredRow]) -> list[EvaluationSample]:
         """This rank's pairs, or desirable completions among all undesirable ones, with their scores."""
-        rated = self._rated(policy, reference, beat)
         if self.spec.main_loop.algorithm.pairs:
-            return [pair_sample(row, *rewards) for row, rewards in rated]
-        own = [reward for row, (reward,) in rated if not row.desirable]
+            return [pair_sample(found.row, *found.rewards) for found in rows]
+        own = [found.rewards[0] for found in rows if not found.row.desirable]
         undesirable = [reward for part in self.ranks.gather(own) for reward in part]
-        return [desirable_sample(row, reward, undesirable) for row, (reward,) in rated if row.desirable]
-
-    @torch.no_grad()
-    def _rated(
-        self, policy: PolicyModel | RewardModel, reference: Scorer | None, beat: Callable[[], None]
-    ) -> list[tuple[Row, list[float]]]:
-        """This rank's rows, each with the rewards that the main algorithm assigns to its completions.
-
-        All ranks make the same number of passes, whatever their share of the rows: if the weights are split over the
-        ranks, each pass is a collective. The results of passes without rows are dropped.
-        """
-        algorithm = self.spec.main_loop.algorithm
-        rows, prompts = self.ranks.deal(self.data.rows), self.ranks.deal(self.data.token_ids)
-        examples = make_examples(rows, prompts, self.tokenizer, algorithm)
-        filler = make_examples(self.data.rows[:1], self.data.token_ids[:1], self.tokenizer, algorithm)
-        cut = divide_examples(examples, self.spec.native_trainer, packed=policy.packs)
-        num_passes = max(int(number) for (number,) in self.ranks.gather_numbers([len(cut)]))
-        rewards: dict[int, list[float]] = {}
-        with in_evaluation_mode(policy):
-            for part in evened(cut, num_passes):
-                beat()
-                chosen = [examples[index] for index in part] or filler
-                batch, sequences = make_batch(chosen, algorithm, self.tokenizer.pad_token_id, self.ranks.device)
-                output = score_batch(policy, reference, batch, sequences, algorithm)
-                found = ALGORITHMS[algorithm.name].rewards(output, sequences, algorithm)
-                rewards.update(zip(part, found.reshape(-1, len(chosen)).T.tolist(), strict=False))
-        return [(row, rewards[index]) for index, row in enumerate(rows)]
+        return [desirable_sample(found.row, found.rewards[0], undesirable) for found in rows if found.row.desirable]
 
     def _samples(
         self, model: PreTrainedModel, step: int, how: How, beat: Callable[[], None]
@@ -245,11 +242,6 @@ class Evaluator:
             ]
             for row, made in zip(rows, completions, strict=True)
         ]
-
-
-def _metric(spec: RunSpec) -> str:
-    """Name of the reward function or model that scores completions."""
-    return spec.evaluate.scorer_model or spec.evaluate.scorer.partition(":")[2]
 
 
 def completes(spec: RunSpec, data: EncodedPrompts) -> bool:
@@ -362,7 +354,7 @@ def run_evaluator(context: WorkerContext) -> RoleResult:
 
 
 def _reference(context: WorkerContext, ranks: Ranks) -> PreTrainedModel | None:
-    """Load the reference model of the main loop, if pairs are ranked against it."""
+    """Load the reference model of the main loop, if held-out rows are scored against it."""
     spec = context.spec
     if not spec.ranks_held_out or not spec.main_loop.algorithm.reference:
         return None

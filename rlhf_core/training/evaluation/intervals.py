@@ -4,6 +4,7 @@ Pure functions: the same scores give the same interval.
 """
 
 import math
+import operator
 from collections.abc import Sequence
 from statistics import NormalDist, fmean, variance
 
@@ -47,6 +48,32 @@ def mean_interval(scores: Sequence[Sequence[float]], confidence: float) -> tuple
         return -math.inf, math.inf
     half = student_quantile((1 + confidence) / 2, len(means) - 1) * math.sqrt(variance(means) / len(means))
     return fmean(means) - half, fmean(means) + half
+
+
+def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    """Mean of the values of independent rows, each with a positive weight."""
+    return math.fsum(map(operator.mul, values, weights)) / math.fsum(weights)
+
+
+def weighted_interval(values: Sequence[float], weights: Sequence[float], confidence: float) -> tuple[float, float]:
+    """Interval of :func:`weighted_mean`, a ratio of two means over the rows, by linearisation.
+
+    The ratio varies as the mean of the residuals ``weight (value - ratio)``, divided by the mean weight (Cochran 1977,
+    Sampling Techniques, section 6.4). With equal weights this is Student's interval.
+
+    Args:
+        confidence: level, between 0 and 1.
+
+    Returns:
+        Lower and upper bound; minus and plus infinity for a single row, and for a mean that is not finite.
+    """
+    mean = weighted_mean(values, weights)
+    if len(values) < 2 or not math.isfinite(mean):
+        return -math.inf, math.inf
+    residuals = [weight * (value - mean) for value, weight in zip(values, weights, strict=True)]
+    deviation = math.sqrt(variance(residuals) / len(values)) / fmean(weights)
+    half = student_quantile((1 + confidence) / 2, len(values) - 1) * deviation
+    return mean - half, mean + half
 
 
 def wilson_interval(share: float, num_samples: float, confidence: float) -> tuple[float, float]:

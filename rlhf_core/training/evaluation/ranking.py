@@ -1,4 +1,4 @@
-"""Ranking of completions by a model: the metric of preference learning."""
+"""Samples of held-out rows: the ranking of their completions by a model, and its loss."""
 
 from collections.abc import Sequence
 
@@ -36,6 +36,19 @@ def desirable_sample(row: Row, reward: float, undesirable: Sequence[float]) -> E
         completion=row.target,
         answer="desirable",
         score=sum(_won(reward, other) for other in undesirable) / len(undesirable),
+    )
+
+
+def loss_sample(row: Row, loss: float) -> EvaluationSample:
+    """Make a sample of the completion of a row that is trained on, of a pair the chosen one, scored by the row's
+    loss."""
+    return EvaluationSample(
+        prompt_uid=row.uid,
+        sample_index=0,
+        prompt=row.prompt,
+        completion=row.chosen or row.target,
+        answer=row.answer,
+        score=loss,
     )
 
 

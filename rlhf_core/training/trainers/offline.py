@@ -67,11 +67,11 @@ def train(
 
         step.add(objective.metrics, totals)
         step.metrics.total("speed/tokens_per_s", own_tokens / step.seconds())
-        if training.is_evaluated(number) and training.evaluator.ranks_for(algorithm):
+        if training.is_evaluated(number) and training.evaluator.scores_rows_for(algorithm):
             with step.timed("evaluate"):
                 beat = training.beating(Phase.EVALUATE)
-                found = training.evaluator.preference_score(policy, reference, beat)
-                step.metrics.mean("eval/preference", *found)
+                for name, found in training.evaluator.row_scores(policy, reference, beat).items():
+                    step.metrics.mean(f"eval/{name}", *found)
         if training.end_step(step, loop, policy.pretrained, engine):
             return True
     return False

@@ -127,7 +127,7 @@ def _train_run(context: WorkerContext, ranks: Ranks, scorer: RewardScorer) -> Ro
         now=context.stored.created_at,
         beat=beat,
     )
-    require_embeddings(model, tokenizer, evaluator.data, completions=spec.ranks_held_out)
+    require_embeddings(model, tokenizer, evaluator.data, completions=bool(spec.row_evaluations))
     beat()
     training = TrainingContext(
         context, ranks, tokenizer, report, data, evaluator, state.progress if state else None, reference

@@ -1,0 +1,153 @@
+"""Forward passes over held-out rows: the rewards that the main algorithm assigns to their completions, and its loss."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.training.algorithms import ALGORITHMS
+from rlhf_core.training.algorithms.objective import MicroBatch, PolicyOutput, StepSums
+from rlhf_core.training.data.examples import (
+    Example,
+    Scorer,
+    divide_examples,
+    make_batch,
+    make_examples,
+    mismatched,
+    score_batch,
+    step_sums,
+)
+from rlhf_core.training.data.loading import EncodedPrompts
+from rlhf_core.training.data.micro_batches import evened
+from rlhf_core.training.distributed import Ranks
+from rlhf_core.training.models.causal_lm import PolicyModel, in_evaluation_mode
+from rlhf_core.training.models.reward_model import RewardModel
+from rlhf_core.training.types import Row
+
+
+@dataclass(frozen=True)
+class ScoredRow:
+    """A held-out row as the main algorithm judges it."""
+
+    row: Row
+    rewards: list[float]
+    """Reward of each of its completions."""
+    loss: float
+    """Loss of the row: in nats per token for supervised training, otherwise of the pair or the labelled completion."""
+    weight: float
+    """Weight of ``loss`` in the mean over all rows, which is the loss of a step with all of them: the tokens of the
+    completion for supervised training, otherwise 1."""
+
+
+@dataclass(frozen=True)
+class HeldOutRows:
+    """Held-out rows of a run whose main loop learns from rows."""
+
+    spec: RunSpec
+    ranks: Ranks
+    tokenizer: PreTrainedTokenizerBase
+    data: EncodedPrompts
+    """The same on every rank, and each rank processes its part."""
+
+    @torch.no_grad()
+    def scored(
+        self, policy: PolicyModel | RewardModel, reference: Scorer | None, beat: Callable[[], None]
+    ) -> list[ScoredRow]:
+        """Score this rank's rows. Collective.
+
+        All ranks make the same number of passes, whatever their share of the rows: if the weights are split over the
+        ranks, each pass is a collective. The results of passes without rows are dropped.
+
+        Args:
+            reference: reference of the main loop, if its algorithm has one.
+            beat: called before every pass.
+        """
+        algorithm, rows = self.spec.main_loop.algorithm, self.data.rows
+        objective, own = ALGORITHMS[algorithm.name], self.ranks.deal(rows)
+        examples = make_examples(own, self.ranks.deal(self.data.token_ids), self.tokenizer, algorithm)
+        before = self.ranks.deal([*rows[-1:], *rows[:-1]]) if algorithm.mismatches else []
+        others = mismatched(examples, before, self.tokenizer) if algorithm.mismatches else []
+        cuts = [divide_examples(part, self.spec.native_trainer, packed=policy.packs) for part in (examples, others)]
+        gathered = self.ranks.gather_numbers([*step_sums(examples, algorithm), *map(len, cuts)])
+        tokens, sequences, chosen, *numbers = zip(*gathered, strict=True)
+        sums = StepSums(sum(tokens), sum(sequences), num_chosen_tokens=sum(chosen))
+        parts, other_parts = (evened(cut, int(max(found))) for cut, found in zip(cuts, numbers, strict=True))
+        by_tokens = not (algorithm.pairs or algorithm.labelled)
+        total = sums.num_tokens if by_tokens else len(rows)
+
+        found: dict[int, ScoredRow] = {}
+        with in_evaluation_mode(policy):
+            if algorithm.mismatches:
+                sums = replace(sums, measured=self._measured(policy, reference, others, other_parts, beat))
+            for part, sequences_, output in self._passes(policy, reference, examples, parts, beat):
+                count = len(sequences_.mask) // (2 if algorithm.pairs else 1)
+                rewards = objective.rewards(output, sequences_, algorithm).reshape(-1, count).T.tolist()
+                alone = (_alone(output, sequences_, place, count) for place in range(len(part)))
+                shares = [objective.loss(*one, sums, algorithm)[0] for one in alone]
+                for index, of_row, share in zip(part, rewards, _floats(shares), strict=False):
+                    weight = float(examples[index].num_tokens) if by_tokens else 1.0
+                    # A completion without tokens counts for nothing.
+                    loss = share * total / weight if weight else 0.0
+                    found[index] = ScoredRow(own[index], of_row, loss, weight)
+        return [found[index] for index in range(len(own))]
+
+    def _measured(
+        self,
+        policy: PolicyModel | RewardModel,
+        reference: Scorer | None,
+        examples: Sequence[Example],
+        parts: Sequence[list[int]],
+        beat: Callable[[], None],
+    ) -> dict[str, float]:
+        """Sums over all rows that the loss needs, as a step of training measures them."""
+        algorithm = self.spec.main_loop.algorithm
+        found: dict[str, float] = {}
+        for part, sequences, output in self._passes(policy, reference, examples, parts, beat):
+            for name, value in ALGORITHMS[algorithm.name].measure(output, sequences, algorithm).items():
+                found[name] = found.get(name, 0.0) + float(value) * bool(part)
+        return dict(zip(found, self.ranks.sum(list(found.values())), strict=True))
+
+    def _passes(
+        self,
+        policy: PolicyModel | RewardModel,
+        reference: Scorer | None,
+        examples: Sequence[Example],
+        parts: Sequence[list[int]],
+        beat: Callable[[], None],
+    ) -> Iterator[tuple[list[int], MicroBatch, PolicyOutput]]:
+        """Run the forward passes over examples; that of an empty part runs over the first row, to keep pace."""
+        algorithm, data = self.spec.main_loop.algorithm, self.data
+        filler = make_examples(data.rows[:1], data.token_ids[:1], self.tokenizer, algorithm)
+        for part in parts:
+            beat()
+            chosen = [examples[index] for index in part] or filler
+            batch, sequences = make_batch(chosen, algorithm, self.tokenizer.pad_token_id, self.ranks.device)
+            yield part, sequences, score_batch(policy, reference, batch, sequences, algorithm)
+
+
+def _alone(output: PolicyOutput, batch: MicroBatch, place: int, count: int) -> tuple[PolicyOutput, MicroBatch]:
+    """One row of a micro-batch of ``count`` rows, which has the sequences ``place``, ``place + count`` and so on."""
+
+    def rows_of(values: Tensor | None, stride: int) -> Tensor | None:
+        return None if values is None else values[place::stride]
+
+    mask = batch.mask[place::count]
+    logprobs = output.logprobs[place::count] if len(output.logprobs) else output.logprobs
+    return (
+        PolicyOutput(logprobs, rows_of(output.ref_logprobs, count), scores=rows_of(output.scores, count)),
+        MicroBatch(
+            mask,
+            prompt_mask=rows_of(batch.prompt_mask, count),
+            desirable=rows_of(batch.desirable, count),
+            margins=rows_of(batch.margins, count),
+        ),
+    )
+
+
+def _floats(scalars: Sequence[Tensor]) -> list[float]:
+    """Read scalars in one copy from the device."""
+    values: list[float] = torch.stack(list(scalars)).tolist() if scalars else []
+    return values
