@@ -228,10 +228,10 @@ def _proposal(
     trainer = trainer_estimate(changed, shape, gpu, pairs_have_answers=facts.pairs_have_answers).peak_bytes
     sequences = 0
     if samples_with_vllm:
-        length = spec.max_tokens
         part = part_of(shape, layout.tensor_parallel)
-        budget = vllm_cache_budget(changed, part, gpu) or 0
-        sequences = budget // (length * token_cache_bytes(part, spec.model.dtype))
+        tokens = (vllm_cache_budget(changed, part, gpu) or 0) // token_cache_bytes(part, spec.model.dtype)
+        # An evaluation may need a longer one, but only training is predicted.
+        sequences = tokens // spec.max_trained_tokens if tokens >= spec.max_tokens else 0
     step = step_time(changed, shape, kind)
     if step is None or trainer > gpu or (samples_with_vllm and sequences < 1):
         return None

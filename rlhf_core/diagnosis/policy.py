@@ -233,7 +233,7 @@ def oom_remedy(spec: RunSpec, role: Role | None = None, phase: str = "") -> dict
         return {}  # another program divides its batch by its own arguments
     has_gpus = spec.resources.gpus_per_node > 0
     tokens, size = trainer.micro_batch_tokens, trainer.micro_batch_size
-    longest = spec.max_tokens
+    longest = spec.data.max_prompt_tokens + spec.rollout.max_new_tokens
     ladder: tuple[tuple[bool, str, JsonValue], ...] = (
         # With a bound below the longest sequence, long sequences already have a pass of their own.
         (tokens > longest and not sets_up, "trainer.micro_batch_tokens", max(longest, tokens // 2)),

@@ -44,6 +44,7 @@ WATCHED = (
     "trainer",
     "reward",
     "evaluate.scorer",
+    "evaluate.max_new_tokens",
     "loops.main.algorithm",
     "loops.warm_start.algorithm",
     "rollout.engine",

@@ -1,6 +1,17 @@
 """Messages between trainer ranks and separate rollout engines: JSON over HTTP."""
 
-from rlhf_core.schemas.base import Finite, Int32, Int64, Label, Message, NonNegative, NonNegativeFloat, Positive, Schema
+from rlhf_core.schemas.base import (
+    Finite,
+    Int32,
+    Int64,
+    Label,
+    Message,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Schema,
+)
 
 
 class EngineAddress(Schema):
@@ -64,6 +75,9 @@ class SampleRequest(Schema):
     """Maximum number of sequences generated at once."""
     end_ids: tuple[NonNegative, ...] = ()
     """Tokens that end a completion besides those that tokenizer and model name."""
+    top_p: PositiveFloat = 1.0
+    top_k: NonNegative = 0
+    min_p: NonNegativeFloat = 0.0
     prompts: tuple[PromptRequest, ...]
 
 

@@ -27,6 +27,15 @@ class EvaluateSpec(Schema):
     """Completions per prompt in the sampled evaluation."""
     temperature: PositiveFloat = 1.0
     """Temperature of the sampled evaluation; the greedy one always takes the likeliest token."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """The sampled evaluation draws from the fewest likeliest tokens that together have this probability; 1 for all."""
+    top_k: NonNegative = 0
+    """The sampled evaluation draws from this many of the likeliest tokens; 0 for all."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """The sampled evaluation draws from the tokens with at least this share of the likeliest token's probability."""
+    max_new_tokens: NonNegative = 0
+    """Maximum length of a completion in evaluations, also in those during training, in tokens; 0 for
+    `rollout.max_new_tokens`."""
     every_num_steps: NonNegative = 0
     """Also evaluate at this interval of steps during training: greedily, as metric `eval/greedy`, and if the main loop
     learns from rows, also `eval/loss` and `eval/preference`; 0 for never."""

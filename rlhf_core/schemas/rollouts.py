@@ -1,6 +1,7 @@
 """Settings of rollouts: engines and sampling."""
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
@@ -173,6 +174,18 @@ class RolloutSpec(Schema):
     """Settings of separate engines."""
     sync: SyncSettings = SyncSettings()
     """Settings of the weight sync to separate engines."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _samples_from_the_whole_policy(cls, content: object) -> object:
+        for name in ("top_p", "top_k", "min_p"):
+            if isinstance(content, Mapping) and name in content:
+                raise ValueError(
+                    f"found rollout.{name}, but training samples from the whole distribution of the policy: drawn from "
+                    "a part of it, completions would not have the log-probabilities that the loss computes; expected "
+                    f"evaluate.{name}, for the sampled evaluation, or rollout.temperature"
+                )
+        return content
 
     @model_validator(mode="after")
     def _splits_engines_of_their_own(self) -> Self:

@@ -191,8 +191,18 @@ class RunSpec(Schema):
 
     @property
     def max_tokens(self) -> int:
-        """Maximum number of tokens of a prompt with its completion."""
+        """Maximum number of tokens of a prompt with its completion, in training or in an evaluation."""
+        return max(self.max_trained_tokens, self.max_evaluated_tokens)
+
+    @property
+    def max_trained_tokens(self) -> int:
+        """Maximum number of tokens of a prompt with a completion that is sampled in training."""
         return self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
+    def max_evaluated_tokens(self) -> int:
+        """Maximum number of tokens of a prompt with a completion that is sampled in an evaluation."""
+        return self.data.max_prompt_tokens + (self.evaluate.max_new_tokens or self.rollout.max_new_tokens)
 
     @property
     def possible_nodes(self) -> tuple[int, ...]:

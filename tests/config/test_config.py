@@ -133,6 +133,8 @@ def test_an_unknown_key_is_answered_with_the_nearest_right_one(minimal: Path, ov
         ("resources.memory_gb=1e300", "resources.memory_gb: found 1e+300, expected at most 2147483647"),
         ("supervise.backoff_s=-1e300", "supervise.backoff_s: found -1e+300, expected at least 0"),
         ("promote.timeout_h=1e300", "promote.timeout_h: found 1e+300, expected at most 876000"),
+        ("rollout.top_p=0.9", "rollout: found rollout.top_p, but training samples from the whole distribution of the"),
+        ("evaluate.top_p=0", "evaluate.top_p: found 0, expected more than 0"),
         ("resources=3", "resources: found 3, expected a table of settings"),
         ("trainer.zero_stage=7", "trainer.zero_stage: found 7, expected 0, 1, 2 or 3"),
         ("reward.functions=a:b", "reward.functions: found 'a:b', expected a list in square brackets"),

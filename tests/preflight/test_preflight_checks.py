@@ -552,6 +552,12 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("checkpoint.keep_best", BLOCKED, keeping_best(15), "set evaluate.every_num_steps to a multiple of 10"),
     ("checkpoint.keep_best", BLOCKED, keeping_best(20, metric="preference"), "set promote.metric=greedy"),
     ("evaluate.completions", BLOCKED, with_spec(evaluate={"completions": False}), "set evaluate.completions=true"),
+    (
+        "evaluate.min_p",
+        BLOCKED,
+        with_spec(rollout={"engine": "sglang", "engines": 1}, evaluate={"min_p": 0.1}),
+        "set evaluate.min_p=0",
+    ),
     ("promote.metric", BLOCKED, promoted("grpo", "loss"), "promote.metric=greedy"),
     ("promote.metric", BLOCKED, promoted("dpo", "sampled", completions=False), "promote.metric=preference"),
     ("promote.metric", BLOCKED, promoted("grpo", "preference"), "promote.metric=greedy"),

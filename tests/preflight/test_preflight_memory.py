@@ -25,7 +25,13 @@ from rlhf_core.preflight.memory.formulas import (
     own_weight_bytes,
 )
 from rlhf_core.preflight.memory.gpus import GIB, USABLE_SHARE, gpu_memory_bytes
-from rlhf_core.preflight.memory.roles import engine_estimate, evaluator_estimate, longest_sequence, trainer_estimate
+from rlhf_core.preflight.memory.roles import (
+    engine_estimate,
+    evaluator_estimate,
+    longest_sequence,
+    trainer_estimate,
+    with_reward_models,
+)
 from rlhf_core.preflight.memory.shapes import Shape, part_of, shape_of, trained_shape
 from rlhf_core.preflight.size_estimates import checkpoint_bytes, decoder_parameters
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
@@ -491,6 +497,33 @@ def test_the_evaluator_has_its_own_estimate() -> None:
     result = only(facts, "memory.evaluator")
     assert result.status is CheckStatus.BLOCKED
     assert only(big("h200"), "memory.evaluator").status is CheckStatus.PASSED
+
+
+def test_few_long_completions_of_an_evaluation_are_counted_as_few() -> None:
+    """Training samples 32 completions of a rank at once, with at most 1024 tokens."""
+    held_out, prompt = {"num_prompts": 16, "max_new_tokens": 8192}, big().spec.data.max_prompt_tokens
+
+    def caches(num_prompts: int) -> list[int]:
+        evaluate = {**held_out, "num_prompts": num_prompts}
+        alone, apart = (big(evaluate=evaluate, rollout=rollout).spec for rollout in ({}, {"engines": 8}))
+        found = (trainer_estimate(alone, shape()), evaluator_estimate(alone, shape()), engine_estimate(apart, shape()))
+        return [one.moments["sample"]["KV cache"] for one in found]
+
+    trained = cache_bytes(shape(), "bfloat16", 32, prompt + 1024)
+    evaluated = cache_bytes(shape(), "bfloat16", 2, prompt + 8192)
+    assert caches(2 * 8) == [trained, evaluated, trained]
+    assert caches(8 * 8) == [4 * evaluated] * 3
+
+
+def test_a_reward_model_reads_long_completions_only_if_it_scores_evaluations() -> None:
+    def scoring(**evaluate: Any) -> int:
+        models = {"good": {"path": "/m", "dtype": "bfloat16", "batch_size": 1}}
+        spec = big(reward={"models": models}, evaluate={"max_new_tokens": 8192, **evaluate}).spec
+        estimate = with_reward_models(trainer_estimate(spec, shape()), spec, {"good": shape()})
+        return estimate.moments["reward"]["scoring"]
+
+    longest, trained = (big().spec.data.max_prompt_tokens + new for new in (8192, 1024))
+    assert scoring(scorer="reward.models.good") * trained == scoring() * longest
 
 
 def test_on_cpu_the_ranks_share_the_memory_of_their_node() -> None:

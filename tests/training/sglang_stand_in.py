@@ -34,7 +34,10 @@ OPTIONS = {
     "disable-radix-cache", "enable-deterministic-inference", "random-seed", "host", "port", "api-key", "log-level",
 }  # fmt: skip
 REQUEST = {"input_ids", "sampling_params", "return_logprob", "logprob_start_len", "stream", "rid"}
-PARAMETERS = {"temperature", "max_new_tokens", "sampling_seed", "stop_token_ids", "skip_special_tokens"}
+PARAMETERS = {
+    "temperature", "top_p", "top_k", "min_p", "max_new_tokens", "sampling_seed", "stop_token_ids",
+    "skip_special_tokens",
+}  # fmt: skip
 
 
 class StandIn:
@@ -104,7 +107,10 @@ class StandIn:
     def _answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         prompt, parameters = asked["input_ids"], asked["sampling_params"]
         limit = self._context_length - len(prompt) - 2  # as SGLang's scheduler limits it
-        sampling = Sampling(min(parameters["max_new_tokens"], limit), parameters["temperature"], batch_size=1)
+        cut = {name: parameters[name] for name in ("top_p", "min_p") if name in parameters}
+        top_k = max(0, parameters.get("top_k", -1))
+        longest = min(parameters["max_new_tokens"], limit)
+        sampling = Sampling(longest, parameters["temperature"], batch_size=1, top_k=top_k, **cut)
         with self._lock:
             scored = [None, *self._sampler.score(prompt)] if asked.get("logprob_start_len") == 0 else []
             request = SamplerRequest(next(self._keys), prompt, [parameters.get("sampling_seed", 0)], sampling)

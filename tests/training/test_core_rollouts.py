@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -22,7 +23,7 @@ from core_models import (
 )
 from pydantic import JsonValue
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import MinPLogitsWarper, PreTrainedModel, TopKLogitsWarper, TopPLogitsWarper
 
 from rlhf_core.errors import NonFiniteLoss, StaleWeights
 from rlhf_core.training.data.batches import collate
@@ -30,7 +31,7 @@ from rlhf_core.training.models.causal_lm import PolicyModel, load_causal_lm
 from rlhf_core.training.models.lean_layers import use_gradient_checkpointing
 from rlhf_core.training.models.reward_model import load_reward_model
 from rlhf_core.training.rollouts import transformers_engine
-from rlhf_core.training.rollouts.base import draw_tokens
+from rlhf_core.training.rollouts.base import Sampling, draw_tokens
 from rlhf_core.training.rollouts.engine_adapter import count_differing, given_shapes, given_weights, taken_weights
 from rlhf_core.training.rollouts.samplers import TransformersSampler
 from rlhf_core.training.rollouts.seeds import uniforms
@@ -93,10 +94,10 @@ def test_negative_control_one_random_stream_for_the_batch_is_caught(
 ) -> None:
     stream = torch.Generator()
 
-    def draw_from_stream(logits: Tensor, seeds: Tensor, position: int, temperature: float) -> tuple[Tensor, Tensor]:
+    def draw_from_stream(logits: Tensor, seeds: Tensor, position: int, sampling: Sampling) -> tuple[Tensor, Tensor]:
         if position == 0:
             stream.manual_seed(0)
-        logprobs = torch.log_softmax(logits / temperature, -1)
+        logprobs = torch.log_softmax(logits / sampling.temperature, -1)
         tokens = torch.multinomial(logprobs.exp(), 1, generator=stream)
         return tokens.squeeze(-1), logprobs.gather(-1, tokens).squeeze(-1)
 
@@ -176,7 +177,7 @@ def test_a_completion_ends_at_a_token_that_the_caller_names(
     """A turn may end with another token than the end token, and the text is without it."""
     script = [*char_tokenizer().encode("2"), 9, 30, 30]
 
-    def scripted(logits: Tensor, seeds: Tensor, position: int, temperature: float) -> tuple[Tensor, Tensor]:
+    def scripted(logits: Tensor, seeds: Tensor, position: int, sampling: Sampling) -> tuple[Tensor, Tensor]:
         return torch.full((len(seeds),), script[position]), torch.zeros(len(seeds))
 
     monkeypatch.setattr(transformers_engine, "draw_tokens", scripted)
@@ -314,10 +315,41 @@ def test_an_engine_has_weights_in_the_number_format_of_the_trainer(tmp_path: Pat
         assert engine.score(tokens) == probe_logprobs(trainer(torch.tensor([tokens])).logits[0], tokens)
 
 
+def _at(temperature: float, **cut: Any) -> Sampling:
+    return Sampling(max_new_tokens=9, temperature=temperature, batch_size=9, **cut)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {"top_k": 5},
+        {"top_k": 500},
+        {"min_p": 0.2},
+        {"top_p": 0.7},
+        {"top_p": 1e-9},
+        {"top_p": 0.9, "top_k": 9, "min_p": 0.05},
+    ],
+    ids=str,
+)
+def test_a_cut_distribution_has_the_tokens_that_transformers_would_keep(cut: dict[str, Any]) -> None:
+    logits, temperature = torch.randn(60, 40, generator=torch.Generator().manual_seed(4)) * 3, 0.7
+    expected = logits / temperature
+    for name, warper in (("min_p", MinPLogitsWarper), ("top_k", TopKLogitsWarper), ("top_p", TopPLogitsWarper)):
+        expected = warper(cut[name])(None, expected) if name in cut else expected
+    draws = [draw_tokens(logits, torch.arange(60) + 100 * draw, 2, _at(temperature, **cut)) for draw in range(200)]
+    tokens, logprobs = (torch.stack(values, 1) for values in zip(*draws, strict=True))
+    assert logprobs.isfinite().all()
+    torch.testing.assert_close(logprobs, expected.log_softmax(-1).gather(1, tokens))
+    kept = expected.isfinite()
+    assert kept.gather(1, tokens).all()
+    likely = expected.softmax(-1) > 0.1
+    assert torch.zeros_like(kept).scatter_(1, tokens, True)[likely].all(), "likely ones are drawn"
+
+
 def test_draws_follow_the_distribution() -> None:
     logits = torch.tensor([2.0, 0.0, -1.0, float("-inf"), 1.0])
     num_draws, temperature = 100_000, 0.8
-    tokens, logprobs = draw_tokens(logits.expand(num_draws, -1), torch.arange(num_draws), 3, temperature)
+    tokens, logprobs = draw_tokens(logits.expand(num_draws, -1), torch.arange(num_draws), 3, _at(temperature))
     expected = torch.softmax(logits / temperature, -1)
     observed = torch.bincount(tokens, minlength=5)
     assert observed[3] == 0
@@ -337,17 +369,17 @@ def test_tokens_are_drawn_without_sums_that_are_refused_on_a_gpu(monkeypatch: py
         return cumsum(numbers, dim)
 
     monkeypatch.setattr(Tensor, "cumsum", deterministic)
-    tokens, _ = draw_tokens(torch.zeros(1000, 7), torch.arange(1000), 0, 1.0)
+    tokens, _ = draw_tokens(torch.zeros(1000, 7), torch.arange(1000), 0, _at(1.0, top_p=0.999))
     assert set(tokens.tolist()) == set(range(7))
 
 
 def test_draws_at_the_edges_of_the_distribution() -> None:
     certain = torch.full((1000, 7), float("-inf"))
     certain[:, 4] = 0.0
-    tokens, logprobs = draw_tokens(certain, torch.arange(1000), 0, 1.0)
+    tokens, logprobs = draw_tokens(certain, torch.arange(1000), 0, _at(1.0))
     assert set(tokens.tolist()) == {4}
     assert set(logprobs.tolist()) == {0.0}
-    greedy, at_one = draw_tokens(torch.tensor([[0.0, 3.0, 1.0]]), torch.tensor([0]), 0, 0.0)
+    greedy, at_one = draw_tokens(torch.tensor([[0.0, 3.0, 1.0]]), torch.tensor([0]), 0, _at(0.0, top_k=1))
     assert greedy.item() == 1
     torch.testing.assert_close(at_one, torch.log_softmax(torch.tensor([0.0, 3.0, 1.0]), -1)[1:2])
     assert float(uniforms(torch.arange(1000), 0).max()) < 1.0

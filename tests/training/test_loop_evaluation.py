@@ -226,6 +226,25 @@ def test_completions_of_conversations_end_as_their_turns_do(ranks: Ranks) -> Non
     assert engine.sample.call_args.args[2].end_ids == (turn_end,)
 
 
+def test_evaluations_sample_as_their_own_settings_say(ranks: Ranks) -> None:
+    cut = {"top_p": 0.95, "top_k": 20, "min_p": 0.05}
+    evaluate = {"scorer": HALF, "temperature": 0.6, "max_new_tokens": 9, **cut}
+    engine = mock.Mock()
+    engine.sample.side_effect = lambda prompts, seeds, *others: [[Completion([], "", True, [])] * len(s) for s in seeds]
+    for settings, length in ((evaluate, 9), ({"scorer": HALF}, 5)):
+        spec = RunSpec.model_validate(tiny_spec(evaluate=settings))
+        tokenizer = build_tokenizer("char", [], 0)
+        evaluator = load_evaluator(spec, ranks, tokenizer, RewardScorer(spec), lambda: engine, trains_on_samples=False)
+        engine.sample.reset_mock()
+        evaluator.run(build_causal_lm(spec.model.config, tokenizer, 0), "after", 1, lambda: None)
+        greedy, sampled = (call.args[2] for call in engine.sample.call_args_list)
+        assert (greedy.max_new_tokens, sampled.max_new_tokens) == (length, length)
+        assert (greedy.temperature, greedy.is_cut, sampled.is_cut) == (0.0, False, settings is evaluate)
+        assert spec.max_tokens == spec.data.max_prompt_tokens + length
+        if settings is evaluate:
+            assert {name: getattr(sampled, name) for name in ("temperature", *cut)} == {"temperature": 0.6, **cut}
+
+
 class SumOfTokens(torch.nn.Module):  # type: ignore[name-defined,misc]
     """A reward model whose reward is the sum of the tokens of a sequence, to which padding (token 0) adds nothing."""
 

@@ -1,6 +1,7 @@
 """vLLM as the rollout engine of a trainer: the same numbers as transformers after every change of weights."""
 
 import contextlib
+import dataclasses
 import gc
 import importlib
 import os
@@ -26,7 +27,7 @@ from rlhf_core.schemas.model import LoraSpec
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.rollouts import VllmSettings
 from rlhf_core.training.models import gathering
-from rlhf_core.training.rollouts.base import Sampling
+from rlhf_core.training.rollouts.base import Sampling, _cut
 from rlhf_core.training.rollouts.checkpoint_layout import CheckpointLayout
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 from rlhf_core.training.rollouts.vllm.engine import VllmEngine, _environment
@@ -142,6 +143,25 @@ def test_a_completion_follows_from_its_seed_and_the_groups_are_diverse(engine: V
         logprobs = (model(tokens).logits[0] / 0.7).log_softmax(-1)
     expected = [float(logprobs[len(PROMPTS[0]) - 1 + at, token]) for at, token in enumerate(first[0][0].token_ids)]
     assert first[0][0].logprobs == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "cut", [{"top_p": 0.6}, {"top_k": 4}, {"min_p": 0.3}, {"top_p": 0.8, "top_k": 9, "min_p": 0.1}]
+)
+def test_a_cut_distribution_is_that_of_transformers(engine: VllmEngine, cut: dict[str, Any]) -> None:
+    model = model_of()
+    engine.load(model, 15, no_beat)
+    sampling = dataclasses.replace(DRAWN, temperature=0.3, **cut)
+    for prompt, group in zip(PROMPTS, engine.sample(PROMPTS, SEEDS, sampling, 15, no_beat), strict=True):
+        for made in group:
+            with torch.no_grad():
+                logits = model(torch.tensor([[*prompt, *made.token_ids]])).logits[0, len(prompt) - 1 : -1]
+            logprobs = (logits / 0.3).log_softmax(-1)
+            whole = logprobs.clone()
+            _cut(logprobs, sampling)
+            tokens = torch.tensor(made.token_ids)[:, None]
+            assert made.logprobs == pytest.approx(logprobs.gather(1, tokens)[:, 0].tolist(), abs=1e-3)
+            assert (logprobs.gather(1, tokens) > whole.gather(1, tokens) + 0.01).any(), "something was cut"
 
 
 def test_prompts_that_are_longer_together_than_a_step_of_vllm(engine: VllmEngine) -> None:

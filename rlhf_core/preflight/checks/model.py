@@ -109,14 +109,15 @@ def length(facts: Facts) -> Iterator[Finding]:
     if limit is None:
         return
     spec = facts.spec
-    needed = spec.max_tokens
+    needed, longest = spec.max_tokens, max(spec.rollout.max_new_tokens, spec.evaluate.max_new_tokens)
+    section = "rollout" if longest == spec.rollout.max_new_tokens else "evaluate"
     found = (
-        f"data.max_prompt_tokens {spec.data.max_prompt_tokens} + rollout.max_new_tokens {spec.rollout.max_new_tokens}"
+        f"data.max_prompt_tokens {spec.data.max_prompt_tokens} + {section}.max_new_tokens {longest}"
         f" = {needed} tokens, the model has positions for {limit}"
     )
     if needed > limit:
-        prompt, new = limit - spec.rollout.max_new_tokens, limit - spec.data.max_prompt_tokens
-        settings = {"data.max_prompt_tokens": prompt, "rollout.max_new_tokens": new}
+        prompt, new = limit - longest, limit - spec.data.max_prompt_tokens
+        settings = {"data.max_prompt_tokens": prompt, f"{section}.max_new_tokens": new}
         fits = next((f", for instance {name}={most}" for name, most in settings.items() if most > 0), "")
         yield blocked(
             found,

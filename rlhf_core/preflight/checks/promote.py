@@ -23,6 +23,18 @@ def evaluate_completions(facts: Facts) -> Iterator[Finding]:
         )
 
 
+@check("evaluate.min_p", trainer="native")
+def evaluate_min_p(facts: Facts) -> Iterator[Finding]:
+    """SGLang ends when a request has both a seed and min_p, which is after hours if only evaluations set it."""
+    min_p = facts.spec.evaluate.min_p
+    if min_p and facts.spec.rollout.engine == "sglang":
+        yield blocked(
+            f"evaluate.min_p = {min_p:g} with SGLang, which refuses it in requests with a seed",
+            "top_p or top_k, or another engine",
+            "set evaluate.min_p=0",
+        )
+
+
 @check("promote.folder")
 def promote_folder(facts: Facts) -> Iterator[Finding]:
     """A model is approved after days of training, and then cannot be written."""

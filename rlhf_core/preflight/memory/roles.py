@@ -1,6 +1,6 @@
 """Memory of each role: a trainer rank, an evaluator rank, a separate rollout engine."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlhf_core.preflight.memory.engines import sglang_share_bytes, token_cache_bytes, vllm_moment, vllm_resident
@@ -97,7 +97,9 @@ def trainer_estimate(
         "update": {"update": update_bytes(trained, zero)},
     }
     if samples_itself:
-        sampled = sequences if spec.any_loop_samples else _sequences_of_an_evaluation(spec)
+        sampled = [(sequences, spec.max_trained_tokens)] if spec.any_loop_samples else []
+        if spec.completes_held_out(pairs_have_answers=pairs_have_answers):
+            sampled.append(_sequences_of_an_evaluation(spec))
         with_vllm = spec.rollout.engine == "vllm"
         moments["sample"] = _sampling(spec, shape, sampled, gpu, with_vllm=with_vllm)
         whole = weight_bytes(shape, dtype) if zero.stage == 3 else 0
@@ -158,7 +160,8 @@ def _scoring_bytes(spec: RunSpec, name: str, shape: Shape) -> int:
     """Activations of one half of a layer, attention or feed-forward, for one batch of sequences: a forward pass keeps
     no others."""
     settings = spec.reward.models[name]
-    length = settings.max_tokens or spec.max_tokens
+    longest = spec.max_tokens if name == spec.evaluate.scorer_model else spec.max_trained_tokens
+    length = settings.max_tokens or longest
     elements = 4 * shape.hidden + max(3 * shape.feed_forward, 3 * shape.query + 4 * shape.keys)
     return settings.batch_size * length * elements * BYTES[settings.dtype]
 
@@ -212,8 +215,8 @@ def evaluator_estimate(
         if not spec.resources.gpus_per_node:
             resident["weights to send"] = weights_to_send_bytes(spec, shape)
     elif samples:
-        sequences, vllm = _sequences_of_an_evaluation(spec), spec.starts_vllm_in_evaluators
-        moments["sample"] = _sampling(spec, shape, sequences, gpu, with_vllm=vllm)
+        sampled, vllm = [_sequences_of_an_evaluation(spec)], spec.starts_vllm_in_evaluators
+        moments["sample"] = _sampling(spec, shape, sampled, gpu, with_vllm=vllm)
     return Estimate(resident, moments)
 
 
@@ -246,7 +249,12 @@ def engine_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Esti
     else:
         resident["weights"] = own
     sequences = max((loop.algorithm.sequences_per_step for loop in loops if loop.algorithm.samples), default=0)
-    one = _sampling(spec, part, sequences // max(1, spec.rollout.engines), gpu, with_vllm=with_vllm)
+    engines = max(1, spec.rollout.engines)
+    sampled = [(sequences // engines, spec.max_trained_tokens)]
+    if spec.completes_held_out(pairs_have_answers=True):
+        of_a_rank, length = _sequences_of_an_evaluation(spec)
+        sampled.append((of_a_rank * spec.num_ranks // engines, length))
+    one = _sampling(spec, part, sampled, gpu, with_vllm=with_vllm)
     sampling = {name: counted * size for name, size in one.items()}
     return Estimate(resident, {"sample": sampling, **({} if on_gpu else {"sync": {"next weights": given}})})
 
@@ -266,15 +274,26 @@ def _engine_processes(spec: RunSpec) -> int:
     return width + 1 if width > 1 else 1
 
 
-def _sampling(spec: RunSpec, shape: Shape, sequences: int, gpu: int | None, *, with_vllm: bool) -> dict[str, int]:
-    batch = max(1, min(spec.rollout.batch_size, sequences))
-    length = spec.max_tokens
-    if with_vllm:
-        return vllm_moment(spec, shape, batch, length, gpu)
-    return {
-        "KV cache": cache_bytes(shape, spec.model.dtype, batch, length),
-        "sampling": sampling_bytes(shape, spec.model.dtype, batch),
-    }
+def _sampling(
+    spec: RunSpec, shape: Shape, sampled: Sequence[tuple[int, int]], gpu: int | None, *, with_vllm: bool
+) -> dict[str, int]:
+    """Additional bytes while sampling.
+
+    Args:
+        sampled: number of sequences and tokens of the longest one, in training and in an evaluation; the one that takes
+            more counts.
+    """
+
+    def taken(sequences: int, length: int) -> dict[str, int]:
+        batch = max(1, min(spec.rollout.batch_size, sequences))
+        if with_vllm:
+            return vllm_moment(spec, shape, batch, length, gpu)
+        return {
+            "KV cache": cache_bytes(shape, spec.model.dtype, batch, length),
+            "sampling": sampling_bytes(shape, spec.model.dtype, batch),
+        }
+
+    return max((taken(*one) for one in sampled), key=lambda parts: sum(parts.values()))
 
 
 def _samples(spec: RunSpec, pairs_have_answers: bool) -> bool:
@@ -282,6 +301,7 @@ def _samples(spec: RunSpec, pairs_have_answers: bool) -> bool:
     return spec.any_loop_samples or spec.completes_held_out(pairs_have_answers=pairs_have_answers)
 
 
-def _sequences_of_an_evaluation(spec: RunSpec) -> int:
+def _sequences_of_an_evaluation(spec: RunSpec) -> tuple[int, int]:
+    """Number of the completions of one rank, and tokens of the longest one with its prompt."""
     prompts = spec.evaluate.num_prompts or spec.rollout.batch_size * spec.num_ranks
-    return -(-prompts * spec.evaluate.samples_per_prompt // spec.num_ranks)
+    return -(-prompts * spec.evaluate.samples_per_prompt // spec.num_ranks), spec.max_evaluated_tokens

@@ -210,14 +210,23 @@ class Evaluator:
         """Scored completions of this rank's prompts."""
         rows = self.ranks.deal(self.data.rows)
         prompts = [tokens.tolist() for tokens in self.ranks.deal(self.data.token_ids)]
-        num_samples = 1 if how == "greedy" else self.spec.evaluate.samples_per_prompt
+        evaluate, rollout = self.spec.evaluate, self.spec.rollout
+        num_samples = 1 if how == "greedy" else evaluate.samples_per_prompt
         seeds = [[sample_seed(self.spec.seed, SEED_STEP, row.uid, i) for i in range(num_samples)] for row in rows]
         sampling = Sampling(
-            max_new_tokens=self.spec.rollout.max_new_tokens,
-            temperature=0.0 if how == "greedy" else self.spec.evaluate.temperature,
-            batch_size=self.spec.rollout.batch_size,
+            max_new_tokens=evaluate.max_new_tokens or rollout.max_new_tokens,
+            temperature=0.0,
+            batch_size=rollout.batch_size,
             end_ids=self.data.end_ids,
         )
+        if how == "sampled":
+            sampling = dataclasses.replace(
+                sampling,
+                temperature=evaluate.temperature,
+                top_p=evaluate.top_p,
+                top_k=evaluate.top_k,
+                min_p=evaluate.min_p,
+            )
         self.rollouts.load(model, step, beat)
         completions = self.rollouts.sample(prompts, seeds, sampling, step, beat)
         return self._scored(rows, completions, beat) if rows else []

@@ -1,5 +1,6 @@
 """The protocol of rollout engines, and the sampling of one token from logits."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -29,6 +30,17 @@ class Sampling:
     """Sequences generated at once by this rank."""
     end_ids: tuple[int, ...] = ()
     """Tokens that end a completion besides those that tokenizer and model name."""
+    top_p: float = 1.0
+    """Draw from the fewest likeliest tokens that together have this probability; 1 for all, as in training."""
+    top_k: int = 0
+    """Draw from this many of the likeliest tokens; 0 for all."""
+    min_p: float = 0.0
+    """Draw from the tokens with at least this share of the likeliest token's probability."""
+
+    @property
+    def is_cut(self) -> bool:
+        """True if some tokens are never drawn, however likely."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 @dataclass(frozen=True)
@@ -196,7 +208,7 @@ def completion_of(
     return Completion(tokens, str(text), finished, logprobs)
 
 
-def draw_tokens(logits: Tensor, seeds: Tensor, position: int, temperature: float) -> tuple[Tensor, Tensor]:
+def draw_tokens(logits: Tensor, seeds: Tensor, position: int, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Draw one token per sequence by inverting the cumulative distribution at a seeded uniform number.
 
     Each sequence has its own noise, so its tokens do not depend on its neighbours.
@@ -205,15 +217,35 @@ def draw_tokens(logits: Tensor, seeds: Tensor, position: int, temperature: float
         logits: ``[B, V]``.
         seeds: ``[B]`` int64.
         position: index of the token in the completion, from 0.
-        temperature: 0 takes the most likely token.
+        sampling: temperature 0 takes the most likely token.
 
     Returns:
-        Tokens ``[B]`` int64 and their log-probabilities ``[B]`` float32 at ``temperature`` (at 1 for temperature 0). A
-        row of logits with NaN gives some token, with a log-probability of NaN.
+        Tokens ``[B]`` int64 and their log-probabilities ``[B]`` float32 in the distribution that they are drawn from
+        (at temperature 1 for temperature 0). A row of logits with NaN gives some token, with a log-probability of NaN.
     """
-    logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
-    tokens = logprobs.argmax(-1) if temperature == 0 else _invert_cdf(logprobs, uniforms(seeds, position))
+    logprobs = torch.log_softmax(logits.float() / (sampling.temperature or 1.0), dim=-1)
+    if sampling.is_cut:
+        _cut(logprobs, sampling)
+    tokens = logprobs.argmax(-1) if sampling.temperature == 0 else _invert_cdf(logprobs, uniforms(seeds, position))
     return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)
+
+
+def _cut(logprobs: Tensor, sampling: Sampling) -> None:
+    """Remove tokens from ``logprobs [B, V]`` and renormalise the others in place: by ``min_p``, then ``top_k``, then
+    ``top_p`` of what is left, as in vLLM. Tokens as likely as the last of ``top_k`` also stay."""
+    for part in logprobs.split(max(1, CDF_CHUNK_ELEMENTS // (3 * logprobs.shape[1]))):
+        if sampling.min_p > 0:
+            part.masked_fill_(part < part.amax(-1, keepdim=True) + math.log(sampling.min_p), -math.inf)
+        if 0 < sampling.top_k < part.shape[1]:
+            part.masked_fill_(part < part.topk(sampling.top_k).values[:, -1:], -math.inf)
+        if sampling.top_p < 1:
+            ordered, order = part.sort(dim=-1, stable=True)
+            # In integers: see _invert_cdf.
+            below = (ordered.softmax(-1).double() * CDF_UNITS).long().cumsum(-1)
+            is_left_out = below <= ((1 - sampling.top_p) * below[:, -1:]).long()
+            is_left_out[:, -1] = False
+            part.masked_fill_(torch.zeros_like(is_left_out).scatter_(-1, order, is_left_out), -math.inf)
+        part.copy_(part.log_softmax(-1))
 
 
 def _invert_cdf(logprobs: Tensor, noise: Tensor) -> Tensor:

@@ -159,7 +159,7 @@ def _decode_batch(
     rows = torch.arange(len(slots), device=device)  # completion in each row of the batch
     going = torch.ones(len(slots), dtype=torch.bool, device=device)
     for position in range(max_new_tokens):
-        drawn, drawn_logprobs = draw_tokens(logits, seeds, position, sampling.temperature)
+        drawn, drawn_logprobs = draw_tokens(logits, seeds, position, sampling)
         tokens[rows, position] = drawn
         logprobs[rows, position] = drawn_logprobs
         beat()

@@ -349,7 +349,8 @@ class TrainingContext:
     def _best_until(self, step: int, values: Mapping[str, float]) -> BestCheckpoint | None:
         """The best checkpoint of the main loop once that of this step is saved; None without
         ``checkpoint.keep_best``."""
-        metric = "eval/preference" if self.spec.promote.metric == "preference" else "eval/greedy"
+        wanted = self.spec.promote.metric
+        metric = f"eval/{'greedy' if wanted == 'sampled' else wanted}"
         if self.spec.checkpoint.keep_best and step > self.spec.warm_start_steps and metric in values:
             self._best = best_until(self._best, step, metric, values[metric])
         return self._best

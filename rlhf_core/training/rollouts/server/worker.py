@@ -151,7 +151,7 @@ class EngineWorker:
                 f"engine {self._rank} has {_shown(self._weights)} active, but completions with "
                 f"{_shown(request.weights)} were requested; nothing was sampled"
             )
-        sampling = Sampling(request.max_new_tokens, request.temperature, request.batch_size, request.end_ids)
+        sampling = Sampling(**request.model_dump(exclude={"weights", "prompts"}))
         keys: list[int] = []
         try:
             for one in request.prompts:

@@ -161,6 +161,9 @@ class SglangSampler:
             "input_ids": list(prompt),
             "sampling_params": {
                 "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k or -1,
+                "min_p": sampling.min_p,
                 "max_new_tokens": sampling.max_new_tokens,
                 "sampling_seed": seed % 2**31,  # SGLang hashes them to 32 bits
                 "stop_token_ids": [*self._end_ids, *sampling.end_ids],

@@ -327,6 +327,9 @@ class VllmEngine:
 
         return SamplingParams(
             temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
             max_tokens=sampling.max_new_tokens,
             seed=seed,
             stop_token_ids=[*self._end_ids, *sampling.end_ids],
