@@ -257,6 +257,7 @@ _OTHER_NAMES = {
     "rpo_alpha": "loops.main.algorithm.sft_coefficient",
     "save_steps": "checkpoint.every_num_steps",
     "steps": "loops.main.num_steps",
+    "stop": "rollout.stop_strings",
 }
 
 

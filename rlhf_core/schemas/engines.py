@@ -78,6 +78,8 @@ class SampleRequest(Schema):
     top_p: PositiveFloat = 1.0
     top_k: NonNegative = 0
     min_p: NonNegativeFloat = 0.0
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion."""
     prompts: tuple[PromptRequest, ...]
 
 
@@ -87,7 +89,7 @@ class SampledCompletion(Schema):
     token_ids: tuple[NonNegative, ...]
     text: str
     finished: bool
-    """True if the end token was sampled."""
+    """True if the end token or a stop string was sampled."""
     logprobs: tuple[Finite, ...]
     """Log-probability of each token at the sampling temperature."""
     weights: WeightsId

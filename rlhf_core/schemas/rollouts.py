@@ -164,6 +164,9 @@ class RolloutSpec(Schema):
     """Sampling temperature; training computes log-probabilities at the same temperature."""
     max_new_tokens: Positive = 64
     """Maximum length of a completion in tokens."""
+    stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts that end a completion, in training and in evaluations, as the end token does: with the token that completes
+    one. The loss includes its tokens, and the text that rewards and reports see ends with it."""
     batch_size: Positive = 256
     """Sequences generated at once on one rank, or by one engine for one rank."""
     vllm: VllmSettings = VllmSettings()

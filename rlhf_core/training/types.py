@@ -173,11 +173,12 @@ class Completion:
     """The model's answer to one prompt."""
 
     token_ids: list[int]
-    """Sampled tokens, with the end token if it was sampled."""
+    """Sampled tokens, with the end token or stop string if it was sampled."""
     text: str
-    """Text of the tokens, without the end token."""
+    """Text of the tokens, without the end token; it ends with the stop string if one was sampled."""
     finished: bool
-    """True if the end token was sampled; otherwise the completion was truncated at the maximum length."""
+    """True if the end token or a stop string was sampled; otherwise the completion was truncated at the maximum
+    length."""
     logprobs: list[float]
     """Log-probability of each token at the sampling temperature (at temperature 1 for greedy completions)."""
     weight_version: int = 0

@@ -134,6 +134,7 @@ def test_an_unknown_key_is_answered_with_the_nearest_right_one(minimal: Path, ov
         ("supervise.backoff_s=-1e300", "supervise.backoff_s: found -1e+300, expected at least 0"),
         ("promote.timeout_h=1e300", "promote.timeout_h: found 1e+300, expected at most 876000"),
         ("rollout.top_p=0.9", "rollout: found rollout.top_p, but training samples from the whole distribution of the"),
+        ('rollout.stop_strings=[""]', "rollout.stop_strings.0: found ''"),
         ("evaluate.top_p=0", "evaluate.top_p: found 0, expected more than 0"),
         ("resources=3", "resources: found 3, expected a table of settings"),
         ("trainer.zero_stage=7", "trainer.zero_stage: found 7, expected 0, 1, 2 or 3"),

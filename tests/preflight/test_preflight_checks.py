@@ -170,6 +170,8 @@ CRITIC_FIRST = {
     "algorithm": {"name": "ppo", "critic_warmup_steps": 15},
     "optimizer": {"learning_rate": 1e-4, "warmup_steps": 5},
 }
+TAGGED = {"stop_strings": ["\n\n", "</answer>"]}
+NUMBERS = {"functions": ["rlhf_core.training.rewards:gsm8k_answer"]}
 SCORES = {"functions": [], "models": {"good": {"path": "/m", "template": "chat", "max_tokens": 512}}}
 
 
@@ -321,6 +323,8 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         with_spec(reward=SCORES, train={"algorithm": "sft"}, sft={"num_steps": 0}),
         "an algorithm that samples",
     ),
+    ("rollout.stop_strings", WARNING, with_spec(rollout=TAGGED), "exact_match as reward.functions and evaluate.scorer"),
+    ("rollout.stop_strings", WARNING, with_spec(rollout=TAGGED, reward=NUMBERS), "exact_match as evaluate.scorer"),
     ("reward.weights", BLOCKED, with_spec(reward={"weights": [0.0]}), "at least one reward that counts"),
     ("algorithm.minibatches", BLOCKED, with_algorithm(num_minibatches=33), "at most 32"),
     ("algorithm.clip", BLOCKED, with_algorithm(num_epochs=2, clip_low=0.0, clip_high=0.0), "2 updates per step"),
@@ -1082,6 +1086,13 @@ def test_a_reward_model_that_scores_nothing_is_reported() -> None:
     assert (unused.status, "evaluate.scorer" in unused.expected) == (WARNING, True)
     measured = with_spec(loops={"warm_start": None, **loops}, evaluate={"scorer": "reward.models.good"}, **models)
     assert found(measured, "reward.models") == []
+
+
+@pytest.mark.parametrize(("stop", "scorer"), [("\n\n", "exact_match"), ("</answer>", "gsm8k_answer")])
+def test_stop_strings_suit_what_does_not_compare_them(stop: str, scorer: str) -> None:
+    function = f"rlhf_core.training.rewards:{scorer}"
+    facts = with_spec(rollout={"stop_strings": [stop]}, reward={"functions": [function]}, evaluate={"scorer": function})
+    assert found(facts, "rollout.stop_strings") == []
 
 
 def test_a_reward_that_is_only_measured_needs_another_that_counts() -> None:

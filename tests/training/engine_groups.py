@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -37,7 +37,7 @@ from rlhf_core.training.rollouts.server.worker import EngineWorker
 from rlhf_core.training.rollouts.sglang import server as sglang_server
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 from rlhf_core.training.rollouts.vllm import engine as vllm_engine
-from rlhf_core.training.types import NullReporter
+from rlhf_core.training.types import Completion, NullReporter
 from rlhf_core.weight_sync.receiver import Receiver
 
 TIMEOUT_S = 120.0
@@ -70,6 +70,26 @@ def assert_follows(
             assert made.weight_version == version
         answers.append([made.token_ids for made in chain(*found)])
     assert all(one != other for one, other in pairwise(answers)), "weights without effect would prove nothing"
+
+
+def assert_ends_with_stop_strings(sample: Callable[[Sampling], list[list[Completion]]], sampling: Sampling) -> None:
+    """A completion ends with the token that completes a stop string, and is otherwise the one without stop strings."""
+    whole, tokenizer = list(chain.from_iterable(sample(sampling))), char_tokenizer()
+    drawn = max((one.token_ids for one in whole), key=len)
+    stop = (tokenizer.decode(drawn[2:4]), tokenizer.decode(drawn[4:6]))
+    stopped = list(chain.from_iterable(sample(replace(sampling, stop=stop))))
+    kinds = set()
+    for before, made in zip(whole, stopped, strict=True):
+        tokens = before.token_ids[:-1] if before.finished else before.token_ids
+        texts = [tokenizer.decode(tokens[:end]) for end in range(1, len(tokens) + 1)]
+        length = next((end for end, one in enumerate(texts, 1) if any(string in one for string in stop)), None)
+        kinds.add(length is not None)
+        assert made.token_ids == before.token_ids[:length]
+        assert made.logprobs == pytest.approx(before.logprobs[:length], abs=1e-5)
+        assert made.finished == (length is not None or before.finished)
+        assert made.text.endswith(stop) if length else made.text == before.text
+        assert (texts[length - 1] if length else before.text).startswith(made.text)
+    assert kinds == {True, False}
 
 
 def sglang_stand_in() -> tuple[str, ...]:

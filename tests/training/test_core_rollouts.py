@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,28 +17,33 @@ from core_models import (
     QWEN,
     SEEDS,
     char_tokenizer,
+    run_spec,
     sample,
     tiny_model,
     tiny_seeing_model,
     tokens_of,
 )
+from engine_groups import assert_ends_with_stop_strings, no_beat
 from pydantic import JsonValue
 from torch import Tensor
 from transformers import MinPLogitsWarper, PreTrainedModel, TopKLogitsWarper, TopPLogitsWarper
 
 from rlhf_core.errors import NonFiniteLoss, StaleWeights
 from rlhf_core.training.data.batches import collate
+from rlhf_core.training.data.tokenizers import build_tokenizer
 from rlhf_core.training.models.causal_lm import PolicyModel, load_causal_lm
 from rlhf_core.training.models.lean_layers import use_gradient_checkpointing
 from rlhf_core.training.models.reward_model import load_reward_model
 from rlhf_core.training.rollouts import transformers_engine
 from rlhf_core.training.rollouts.base import Sampling, draw_tokens
+from rlhf_core.training.rollouts.endings import StopSearch, StopStrings, end_ids_of, stop_strings
 from rlhf_core.training.rollouts.engine_adapter import count_differing, given_shapes, given_weights, taken_weights
 from rlhf_core.training.rollouts.samplers import TransformersSampler
 from rlhf_core.training.rollouts.seeds import uniforms
-from rlhf_core.training.rollouts.vllm.engine import end_ids_of
+from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 from rlhf_core.training.rollouts.weight_probe import TOLERANCE, WeightProbe, probe_logprobs, probe_of, require_same
 from rlhf_core.training.trainers.context import TrainingContext
+from rlhf_core.training.trainers.sampling import StepSampler
 from rlhf_core.training.trainers.step import TrainingStep
 
 pytestmark = pytest.mark.training
@@ -344,6 +350,62 @@ def test_a_cut_distribution_has_the_tokens_that_transformers_would_keep(cut: dic
     assert kept.gather(1, tokens).all()
     likely = expected.softmax(-1) > 0.1
     assert torch.zeros_like(kept).scatter_(1, tokens, True)[likely].all(), "likely ones are drawn"
+
+
+def test_completions_end_with_stop_strings() -> None:
+    engine, sampling = TransformersEngine(char_tokenizer()), replace(_at(0.7), max_new_tokens=12, batch_size=5)
+    engine.load(tiny_model(), 1, no_beat)
+    assert_ends_with_stop_strings(lambda settings: engine.sample(PROMPTS, SEEDS, settings, 1, no_beat), sampling)
+
+
+def test_training_samples_with_the_stop_strings_of_the_run() -> None:
+    training = Mock(end_ids=(3,))
+    training.spec = run_spec(rollout={"stop_strings": ["9"], "temperature": 0.8})
+    found = StepSampler._sampling(Mock(_training=training))
+    assert (found.stop, found.temperature, found.end_ids, found.is_cut) == (("9",), 0.8, (3,), False)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "kept"),
+    [
+        ("Q: 2\n\nQ: 3", ["\n\n"], "Q: 2\n\n"),
+        ("a</answer", ["</answer>"], None),
+        ("a</answer> b", ["</answer>"], "a</answer>"),
+        ("a</answer> b", ["</answer>", "answer"], "a</answer"),
+        ("caf\u00e9\u2014x", ["\u2014"], "caf\u00e9\u2014"),
+        ("\u2014" * 9 + "\u00e9", ["\u00e9"], "\u2014" * 9 + "\u00e9"),
+    ],
+)
+def test_a_stop_string_is_found_at_the_token_that_completes_it(text: str, stop: list[str], kept: str | None) -> None:
+    """For any number of tokens at once, also if characters have several tokens."""
+    tokenizer = build_tokenizer("byte", [], 0)
+    strings, tokens = StopStrings(tokenizer, stop), tokenizer.encode(text, add_special_tokens=False)
+    lengths = {StopSearch(strings).length(tokens)}
+    search = StopSearch(strings)
+    lengths.add(next((found for end in range(len(tokens) + 1) if (found := search.length(tokens[:end]))), None))
+    (length,) = lengths
+    if kept is None:
+        assert length is None
+        return
+    assert length is not None
+    made = strings.completion(tokens[:length], [0.0] * length)
+    assert (made.text, made.finished, len(made.token_ids)) == (kept, True, length)
+    assert length == len(tokenizer.encode(kept, add_special_tokens=False))
+
+
+def test_the_text_ends_with_the_stop_string_even_within_a_token() -> None:
+    tokenizer = Mock(decode=lambda tokens, **options: "".join(["a</", "answer", ">\n"][token] for token in tokens))
+    strings = stop_strings(tokenizer, ("</answer>",))
+    assert StopSearch(strings).length([0, 1, 2]) == 3
+    assert strings.completion([0, 1, 2], [0.0] * 3).text == "a</answer>"
+
+
+def test_only_tokens_in_which_a_stop_string_can_end_are_decoded_with_those_before() -> None:
+    tokenizer = Mock(decode=Mock(side_effect=lambda tokens, **options: "".join(map(chr, tokens))))
+    strings = StopStrings(tokenizer, ["</answer>"])
+    for _ in range(3):
+        assert StopSearch(strings).length([*map(ord, "ab>" * 50)]) is None
+    assert tokenizer.decode.call_count == 3 + 3 * 50, "each token once, and every window that ends with >"
 
 
 def test_draws_follow_the_distribution() -> None:

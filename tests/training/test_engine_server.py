@@ -66,7 +66,7 @@ def test_an_engine_samples_with_the_settings_of_the_request() -> None:
     sampler = Mock()
     worker = EngineWorker(0, 0, sampler, SlowReceiver(shows_progress=True), NullReporter())
     worker._weights = weights
-    sampling = Sampling(4, temperature=0.5, batch_size=3, end_ids=(9,), top_p=0.9, top_k=7, min_p=0.1)
+    sampling = Sampling(4, temperature=0.5, batch_size=3, end_ids=(9,), top_p=0.9, top_k=7, min_p=0.1, stop=("\n",))
     prompts = (PromptRequest(index=0, prompt=(1, 2), seeds=(5,)),)
     worker.begin(SampleRequest(weights=weights, prompts=prompts, **asdict(sampling)), lambda answer: None)
     assert sampler.submit.call_args.args[0].sampling == sampling

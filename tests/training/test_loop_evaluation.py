@@ -232,13 +232,14 @@ def test_evaluations_sample_as_their_own_settings_say(ranks: Ranks) -> None:
     engine = mock.Mock()
     engine.sample.side_effect = lambda prompts, seeds, *others: [[Completion([], "", True, [])] * len(s) for s in seeds]
     for settings, length in ((evaluate, 9), ({"scorer": HALF}, 5)):
-        spec = RunSpec.model_validate(tiny_spec(evaluate=settings))
+        spec = RunSpec.model_validate(tiny_spec(evaluate=settings, rollout={"stop_strings": ["9"]}))
         tokenizer = build_tokenizer("char", [], 0)
         evaluator = load_evaluator(spec, ranks, tokenizer, RewardScorer(spec), lambda: engine, trains_on_samples=False)
         engine.sample.reset_mock()
         evaluator.run(build_causal_lm(spec.model.config, tokenizer, 0), "after", 1, lambda: None)
         greedy, sampled = (call.args[2] for call in engine.sample.call_args_list)
         assert (greedy.max_new_tokens, sampled.max_new_tokens) == (length, length)
+        assert greedy.stop == sampled.stop == ("9",)
         assert (greedy.temperature, greedy.is_cut, sampled.is_cut) == (0.0, False, settings is evaluate)
         assert spec.max_tokens == spec.data.max_prompt_tokens + length
         if settings is evaluate:

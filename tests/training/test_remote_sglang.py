@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 from core_models import PROMPTS, SEEDS, char_tokenizer, tiny_model, tokens_of
-from engine_groups import START_TIMEOUT_S, EngineGroup, engine_group, no_beat
+from engine_groups import START_TIMEOUT_S, EngineGroup, assert_ends_with_stop_strings, engine_group, no_beat
 from process_tools import until
 from test_remote_engines import DRAWN, STARTS, follows_the_trainer, is_diverse
 
@@ -44,6 +44,7 @@ def test_completions_follow_from_their_seeds(group: EngineGroup) -> None:
     first, again = (tokens_of(trainer.sample(PROMPTS, SEEDS, DRAWN, 1, no_beat)) for _ in range(2))
     assert first == again
     assert is_diverse(first)
+    assert_ends_with_stop_strings(lambda sampling: trainer.sample(PROMPTS, SEEDS, sampling, 1, no_beat), DRAWN)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from adapted_models import LORA, adapted
 from core_models import QWEN, char_tokenizer, tiny_model
-from engine_groups import assert_follows, no_beat
+from engine_groups import assert_ends_with_stop_strings, assert_follows, no_beat
 from pydantic import JsonValue
 from rank_launcher import TINY_MODEL, launch, make_context, tiny_spec
 from test_loop_runs import Interrupting, final_state, kill_once_saved, metrics_of
@@ -162,6 +162,12 @@ def test_a_cut_distribution_is_that_of_transformers(engine: VllmEngine, cut: dic
             tokens = torch.tensor(made.token_ids)[:, None]
             assert made.logprobs == pytest.approx(logprobs.gather(1, tokens)[:, 0].tolist(), abs=1e-3)
             assert (logprobs.gather(1, tokens) > whole.gather(1, tokens) + 0.01).any(), "something was cut"
+
+
+def test_completions_end_with_stop_strings(engine: VllmEngine) -> None:
+    engine.load(model_of(), 16, no_beat)
+    assert_ends_with_stop_strings(lambda sampling: engine.sample(PROMPTS, SEEDS, sampling, 16, no_beat), DRAWN)
+    assert not engine.is_busy
 
 
 def test_prompts_that_are_longer_together_than_a_step_of_vllm(engine: VllmEngine) -> None:

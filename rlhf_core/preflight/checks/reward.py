@@ -1,4 +1,4 @@
-"""Reward models that score completions."""
+"""Reward models and functions that score completions."""
 
 from collections.abc import Iterator
 
@@ -7,6 +7,8 @@ from rlhf_core.preflight.registry import Finding, blocked, check, passed, warnin
 from rlhf_core.preflight.size_estimates import num_positions
 from rlhf_core.schemas.scoring_models import PROMOTED, ScoringModelSpec
 from rlhf_core.text.formatting import size
+
+_EXACT_MATCH = "rlhf_core.training.rewards:exact_match"
 
 
 @check("reward.models")
@@ -33,6 +35,25 @@ def weights(facts: Facts) -> Iterator[Finding]:
             "every weight in reward.weights and reward.models is 0",
             "at least one reward that counts",
             "set a weight above 0 for rewards to learn from; weight 0 is for rewards that are only measured",
+        )
+
+
+@check("rollout.stop_strings")
+def stop_strings(facts: Facts) -> Iterator[Finding]:
+    """A completion ends with its stop string, so it never equals an answer unless that is white space."""
+    spec = facts.spec
+    shown = [string for string in spec.rollout.stop_strings if string.strip()]
+    completes = spec.completes_held_out(pairs_have_answers=facts.pairs_have_answers)
+    uses = {
+        "reward.functions": spec.any_loop_samples and _EXACT_MATCH in spec.reward.functions,
+        "evaluate.scorer": completes and spec.evaluate.scorer == _EXACT_MATCH,
+    }
+    if shown and any(uses.values()):
+        compared = " and ".join(name for name, is_used in uses.items() if is_used)
+        yield warning(
+            f"rollout.stop_strings = {shown}, and {_EXACT_MATCH} as {compared}, which compares whole completions",
+            "a function that finds the answer in a text that ends with a stop string, or stop strings of white space",
+            "use a function of your own that removes the stop string, or stop at white space",
         )
 
 

@@ -218,6 +218,7 @@ class Evaluator:
             temperature=0.0,
             batch_size=rollout.batch_size,
             end_ids=self.data.end_ids,
+            stop=rollout.stop_strings,
         )
         if how == "sampled":
             sampling = dataclasses.replace(

@@ -36,6 +36,8 @@ class Sampling:
     """Draw from this many of the likeliest tokens; 0 for all."""
     min_p: float = 0.0
     """Draw from the tokens with at least this share of the likeliest token's probability."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion, with the token that completes one (``endings.py``)."""
 
     @property
     def is_cut(self) -> bool:

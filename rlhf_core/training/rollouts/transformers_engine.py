@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 from rlhf_core.training.models.causal_lm import in_evaluation_mode
 from rlhf_core.training.models.gathering import whole_model
 from rlhf_core.training.rollouts.base import Sampling, completion_of, draw_tokens, require_prompts, require_version
+from rlhf_core.training.rollouts.endings import StopStrings, stop_strings
 from rlhf_core.training.rollouts.weight_probe import require_finite
 from rlhf_core.training.types import Completion
 
@@ -92,12 +93,13 @@ def generate(
     """
     require_prompts(prompts, seeds)
     end_ids = end_token_ids(model, tokenizer).union(sampling.end_ids)
+    stop = stop_strings(tokenizer, sampling.stop) if sampling.stop else None
     made: dict[tuple[int, int], Completion] = {}
     # In training mode, gradient checkpointing turns the KV cache off.
     with in_evaluation_mode(model), whole_model(model):
         for slots in _batches(prompts, seeds, sampling.batch_size):
-            decoded = _decode_batch(model, prompts, slots, end_ids, sampling, beat)
-            for slot, completion in zip(slots, _completions(tokenizer, *decoded, end_ids), strict=True):
+            decoded = _decode_batch(model, prompts, slots, end_ids, sampling, stop, beat)
+            for slot, completion in zip(slots, _completions(tokenizer, *decoded, end_ids, stop), strict=True):
                 made[slot.prompt, slot.sample] = completion
     # Not before all ranks have left whole_model, which is collective.
     require_finite(logprob for completion in made.values() for logprob in completion.logprobs)
@@ -146,16 +148,18 @@ def _decode_batch(
     slots: Sequence[_Slot],
     end_ids: frozenset[int],
     sampling: Sampling,
+    stop: StopStrings | None,
     beat: Callable[[], None],
-) -> tuple[Tensor, Tensor]:
-    """Tokens and log-probabilities of ``B`` completions, ``[B, max_new_tokens]`` each; values after an end token are
-    meaningless."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens and log-probabilities of ``B`` completions, ``[B, max_new_tokens]`` each, and the lengths ``[B]`` of those
+    that end with a stop string, otherwise 0; values after an end token or stop string are meaningless."""
     device, max_new_tokens = model.device, sampling.max_new_tokens
     logits, cache, mask = _prefill(model, prompts, slots, device)
     ends = torch.tensor(sorted(end_ids), device=device)
     seeds = torch.tensor([slot.seed for slot in slots], dtype=torch.int64, device=device)
     tokens = torch.zeros(len(slots), max_new_tokens, dtype=torch.int64, device=device)
     logprobs = torch.zeros(len(slots), max_new_tokens, device=device)
+    stopped = torch.zeros(len(slots), dtype=torch.int64, device=device)
     rows = torch.arange(len(slots), device=device)  # completion in each row of the batch
     going = torch.ones(len(slots), dtype=torch.bool, device=device)
     for position in range(max_new_tokens):
@@ -164,6 +168,12 @@ def _decode_batch(
         logprobs[rows, position] = drawn_logprobs
         beat()
         going = going & ~torch.isin(drawn, ends)
+        if stop is not None:
+            active = going.nonzero().squeeze(-1)
+            last = tokens[rows[active], max(0, position + 1 - stop.window) : position + 1]
+            ended = active[torch.tensor(stop.are_completed(last.tolist()), dtype=torch.bool, device=device)]
+            stopped[rows[ended]] = position + 1
+            going[ended] = False
         num_going = int(going.sum())
         if num_going == 0 or position + 1 == max_new_tokens:
             break
@@ -175,7 +185,7 @@ def _decode_batch(
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
         logits = _forward(model, drawn[:, None], mask, cache)[0]
-    return tokens, logprobs
+    return tokens, logprobs, stopped
 
 
 def _prefill(
@@ -219,15 +229,25 @@ def _forward(
 
 
 def _completions(
-    tokenizer: PreTrainedTokenizerBase, tokens: Tensor, logprobs: Tensor, end_ids: frozenset[int]
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: Tensor,
+    logprobs: Tensor,
+    stopped: Tensor,
+    end_ids: frozenset[int],
+    stop: StopStrings | None,
 ) -> list[Completion]:
-    """Cut each row after its first end token and decode it."""
+    """Cut each row after its first end token or stop string and decode it."""
     ended = torch.isin(tokens, torch.tensor(sorted(end_ids), device=tokens.device))
     finished = ended.any(-1)
-    lengths = torch.where(finished, ended.int().argmax(-1) + 1, tokens.shape[1]).tolist()
+    cut = torch.where(finished, ended.int().argmax(-1) + 1, tokens.shape[1])
+    lengths = torch.where(stopped > 0, stopped, cut).tolist()
     kept = [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
     kept_logprobs = [row[:length] for row, length in zip(logprobs.tolist(), lengths, strict=True)]
     return [
-        completion_of(tokenizer, row, done, row_logprobs)
-        for row, done, row_logprobs in zip(kept, finished.tolist(), kept_logprobs, strict=True)
+        stop.completion(row, row_logprobs)
+        if stop is not None and has_stopped
+        else completion_of(tokenizer, row, done, row_logprobs)
+        for row, done, row_logprobs, has_stopped in zip(
+            kept, finished.tolist(), kept_logprobs, (stopped > 0).tolist(), strict=True
+        )
     ]

@@ -251,7 +251,13 @@ class StepSampler:
 
     def _sampling(self) -> Sampling:
         rollout = self._training.spec.rollout
-        return Sampling(rollout.max_new_tokens, rollout.temperature, rollout.batch_size, self._training.end_ids)
+        return Sampling(
+            rollout.max_new_tokens,
+            rollout.temperature,
+            rollout.batch_size,
+            self._training.end_ids,
+            stop=rollout.stop_strings,
+        )
 
 
 def _is_usable(group: Sequence[Completion], wanted: int, oldest: int) -> bool:

@@ -23,11 +23,11 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.errors import StaleWeights, WorkerError
 from rlhf_core.training.rollouts.base import Sampling, completion_of
 from rlhf_core.training.rollouts.checkpoint_layout import CheckpointLayout
+from rlhf_core.training.rollouts.endings import StopSearch, end_ids_of, stop_strings
 from rlhf_core.training.rollouts.http_clients import async_engine_http, engine_http
 from rlhf_core.training.rollouts.response_lines import response_lines
 from rlhf_core.training.rollouts.samplers import OpenPrompts, SamplerRequest
 from rlhf_core.training.rollouts.sglang.server import SglangServer
-from rlhf_core.training.rollouts.vllm.engine import end_ids_of
 from rlhf_core.training.types import Completion
 
 POLL_S = 0.05
@@ -148,15 +148,28 @@ class SglangSampler:
 
     async def _request(self, key: int, place: int, prompt: Sequence[int], seed: int, sampling: Sampling) -> None:
         try:
-            answer = await self._last_chunk(prompt, seed, sampling)
             ends = [*self._end_ids, *sampling.end_ids]
-            made: Completion | Exception = answered_completion(answer, self._tokenizer, ends)
+            search = StopSearch(stop_strings(self._tokenizer, sampling.stop)) if sampling.stop else None
+            answer, length = await self._last_chunk(prompt, seed, sampling, search, ends)
+            sampled = answer["meta_info"]["output_token_logprobs"]
+            made: Completion | Exception = (
+                answered_completion(answer, self._tokenizer, ends)
+                if search is None or length is None
+                else search.strings.completion(_tokens_of(sampled)[:length], _logprobs_of(sampled[:length]))
+            )
         except (httpx.HTTPError, WorkerError, ValueError, LookupError, TypeError) as error:
             made = error  # also for an answer of another form: without it, the prompt would be waited for
         self._made.put((key, place, made))
 
-    async def _last_chunk(self, prompt: Sequence[int], seed: int, sampling: Sampling) -> Mapping[str, Any]:
-        """The complete response: each chunk contains all tokens so far."""
+    async def _last_chunk(
+        self, prompt: Sequence[int], seed: int, sampling: Sampling, search: StopSearch | None, ends: Collection[int]
+    ) -> tuple[Mapping[str, Any], int | None]:
+        """The complete response: each chunk contains all tokens so far.
+
+        Returns:
+            If a stop string was sampled, the response up to then, and the number of its tokens; the server drops the
+            rest, because its connection is closed.
+        """
         request = {
             "input_ids": list(prompt),
             "sampling_params": {
@@ -182,9 +195,14 @@ class SglangSampler:
                 if data and data != b"[DONE]":
                     chunk = json.loads(data)
                     self._num_chunks += 1
+                    if search is not None and "error" not in chunk:
+                        tokens = _tokens_of(chunk["meta_info"]["output_token_logprobs"])
+                        is_ended = bool(tokens) and tokens[-1] in ends
+                        if (length := search.length(tokens[:-1] if is_ended else tokens)) is not None:
+                            return chunk, length
         if "error" in chunk or not chunk:
             raise WorkerError(str(chunk.get("error", "a response without tokens")))
-        return chunk
+        return chunk, None
 
 
 def _copy_without_weights(folder: Path, target: Path) -> None:
@@ -211,10 +229,14 @@ def answered_completion(
     if reason not in ("stop", "length"):
         raise WorkerError(f"it was ended: {facts['finish_reason']}")
     made = facts["output_token_logprobs"]
-    tokens = [token for _, token, *_ in made]
+    tokens = _tokens_of(made)
     # SGLang compares the length first: an end token in the last place is "length".
     finished = reason == "stop" or tokens[-1] in end_ids
     return completion_of(tokenizer, tokens, finished, _logprobs_of(made))
+
+
+def _tokens_of(sampled: Sequence[Sequence[Any]]) -> list[int]:
+    return [token for _, token, *_ in sampled]
 
 
 def _logprobs_of(tokens: Sequence[Sequence[Any]]) -> list[float]:

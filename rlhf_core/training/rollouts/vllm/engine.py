@@ -22,8 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import GENERATION_CONFIG_NAME
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.errors import StaleWeights
 from rlhf_core.machine.shared_names import remove_names
@@ -31,6 +30,7 @@ from rlhf_core.schemas.model import LoraSpec
 from rlhf_core.schemas.rollouts import VllmSettings
 from rlhf_core.training.checkpoints.state import kept_random_state
 from rlhf_core.training.rollouts.base import Sampling, WeightTransfer, completion_of, require_prompts, require_version
+from rlhf_core.training.rollouts.endings import StopSearch, end_ids_of, stop_strings
 from rlhf_core.training.rollouts.engine_adapter import given_weights
 from rlhf_core.training.rollouts.shared_tensors import buckets_of_places, place_of
 from rlhf_core.training.rollouts.vllm.adapter import VllmAdapter, use_products
@@ -79,6 +79,7 @@ class VllmEngine:
         """
         self._tokenizer = tokenizer
         self._dtype = dtype
+        self._stops: dict[str, StopSearch] = {}
         self._on_gpu = on_gpu
         self._is_verified = False
         self._is_split = tensor_parallel > 1
@@ -232,18 +233,36 @@ class VllmEngine:
     def submit(self, name: str, prompt: Sequence[int], seed: int, sampling: Sampling) -> None:
         """Request one completion, which :meth:`step` returns by this name."""
         self._add(name, prompt, self._parameters(seed, sampling))
+        if sampling.stop:
+            self._stops[name] = StopSearch(stop_strings(self._tokenizer, sampling.stop))
 
     def step(self) -> list[tuple[str, Completion]]:
         """Run one decoding step; returns finished completions by name, without a version."""
-        return [
-            (output.request_id, self._completion(output.outputs[0]))
-            for output in self._engine.step()
-            if output.finished
-        ]
+        done = []
+        for output in self._engine.step():
+            name, made = output.request_id, output.outputs[0]
+            if (length := self._stopped_at(name, made)) is not None:
+                if not output.finished:
+                    self._engine.abort_request([name])
+                done.append((name, self._stops[name].strings.completion(*_sampled(made, length))))
+            elif output.finished:
+                done.append((name, self._completion(made)))
+            else:
+                continue
+            self._stops.pop(name, None)
+        return done
+
+    def _stopped_at(self, name: str, made: Any) -> int | None:
+        """Number of tokens of a completion that contains a stop string; None if it contains none."""
+        if (search := self._stops.get(name)) is None:
+            return None
+        return search.length(made.token_ids[:-1] if made.finish_reason == "stop" else made.token_ids)
 
     def cancel(self, names: Sequence[str]) -> None:
         """Drop unfinished completions."""
         self._engine.abort_request(list(names))
+        for name in names:
+            self._stops.pop(name, None)
 
     def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-probability of every token but the first, as computed by vLLM. Requires that there are no other requests.
@@ -338,23 +357,15 @@ class VllmEngine:
         )
 
     def _completion(self, output: Any) -> Completion:
-        tokens = list(output.token_ids)
-        logprobs = [row[token].logprob for row, token in zip(output.logprobs, tokens, strict=True)]
+        tokens, logprobs = _sampled(output)
         return completion_of(self._tokenizer, tokens, output.finish_reason == "stop", logprobs)
 
 
-def end_ids_of(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens that end a completion: the tokenizer's, and those in the generation settings of the model.
-
-    A model without such settings has those of its configuration, as in transformers.
-    """
-    if (folder / GENERATION_CONFIG_NAME).is_file():
-        settings = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
-    else:
-        settings = GenerationConfig.from_model_config(AutoConfig.from_pretrained(str(folder), local_files_only=True))
-    named: object = settings.eos_token_id
-    listed = named if isinstance(named, list) else [named]
-    return sorted({token for token in (tokenizer.eos_token_id, *listed) if token is not None})
+def _sampled(output: Any, length: int | None = None) -> tuple[list[int], list[float]]:
+    """First tokens of a completion, by default all, and their log-probabilities."""
+    tokens = list(output.token_ids)[:length]
+    logprobs = [row[token].logprob for row, token in zip(output.logprobs[:length], tokens, strict=True)]
+    return tokens, logprobs
 
 
 def _environment(settings: VllmSettings, dtype: str, on_gpu: bool) -> dict[str, str]:
