@@ -165,6 +165,10 @@ def with_algorithm(**settings: Any) -> Facts:
     return with_spec(loops=loops)
 
 
+DPO = {
+    "main": {"num_steps": 1, "algorithm": {"name": "dpo"}, "optimizer": {"learning_rate": 1e-4}},
+    "warm_start": None,
+}
 CRITIC_FIRST = {
     "num_steps": 20,
     "algorithm": {"name": "ppo", "critic_warmup_steps": 15},
@@ -350,6 +354,17 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("data.rows", BLOCKED, train_file(num_rows=0), "no rows"),
     ("data.templates", BLOCKED, with_spec(data={"prompt_template": "{prompt!r}"}), "{prompt!r}"),
     ("data.templates", BLOCKED, with_spec(data={"completion_template": "{"}), "braces"),
+    ("data.templates", BLOCKED, with_spec(data={"prompt_template": "{{prompt}}\n"}), "with single braces"),
+    (
+        "data.templates",
+        WARNING,
+        replace(
+            with_spec(data={"prompt_template": "{{prompt}}"}), resume=CheckpointFacts("step-000010", 10, num_ranks=2)
+        ),
+        "with single braces",
+    ),
+    ("data.templates", WARNING, with_spec(data={"completion_template": "yes"}), "unless one text for all rows"),
+    ("data.templates", WARNING, with_spec(loops=DPO, data={"rejected_template": "No."}), "rejected_template = 'No.'"),
     ("data.columns", BLOCKED, with_spec(data={"prompt_column": "question"}), "answer, prompt"),
     ("data.columns", BLOCKED, with_spec(data={"prompt_template": "{context} {prompt}"}), "'context'"),
     ("data.columns", BLOCKED, with_spec(data={"answer_column": "gold"}), 'data.answer_column="" if no reward needs'),

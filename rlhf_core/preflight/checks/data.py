@@ -58,14 +58,24 @@ def rows(facts: Facts) -> Iterator[Finding]:
 
 @check("data.templates")
 def templates(facts: Facts) -> Iterator[Finding]:
-    """A template that cannot be filled stops every rank at the first row."""
+    """A template that cannot be filled stops every rank at the first row; one without a column is one text for all."""
     data = facts.spec.data
     if not facts.spec.is_evaluated:
         return  # another program trains and builds its prompts itself
     for setting, template in templates_of(data, facts.spec.data_kinds | {"answer"}).items():
-        _, problem = template_columns(template)
+        named, problem = template_columns(template)
         if problem:
             yield blocked(f"{setting} = {template!r}: {problem}", "text with {column} in it", f"correct {setting}")
+        elif not named:
+            doubled = "{{" in template
+            # A run that trained with it goes on: it cannot change its settings when it is resumed.
+            yield (blocked if doubled and facts.resume is None else warning)(
+                f"{setting} = {template!r} names no column: the text of every row would be the same",
+                "text with {column} in it",
+                "write the name of the column with single braces: {{ and }} stand for braces in the text"
+                if doubled
+                else "write the name of the column in braces, unless one text for all rows is intended",
+            )
 
 
 @check("data.columns")
