@@ -34,7 +34,7 @@ from rlhf_core.cli.commands import services as service_commands
 from rlhf_core.cli.commands import show as show_command
 from rlhf_core.cli.commands import sql as sql_command
 from rlhf_core.cli.commands import wrap as wrap_command
-from rlhf_core.config.site_paths import make_absolute
+from rlhf_core.config.site_paths import make_absolute, misspelt
 from rlhf_core.errors import BadConfig, RlhfError
 from rlhf_core.garbage import collect_rarely
 from rlhf_core.machine.accounts import expanded
@@ -75,6 +75,8 @@ def _root(
     ] = False,
 ) -> None:
     del version  # handled by its callback
+    for name, meant in misspelt(os.environ):
+        output.warn(f"{name} has no effect: rlhf knows no such variable; did you mean {meant}?")
     make_absolute(os.environ)
 
 

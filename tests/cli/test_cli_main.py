@@ -18,9 +18,11 @@ from typer.main import get_command
 from rlhf_core import __version__
 from rlhf_core.cli import main, output
 from rlhf_core.config.fields import describe_fields
-from rlhf_core.config.site import load_site
+from rlhf_core.config.site import SITE_KEYS, load_site
+from rlhf_core.config.site_paths import VARIABLES, misspelt
 from rlhf_core.errors import BadConfig, RunCancelled, RunFailed
 from rlhf_core.history.database import parse_url
+from rlhf_core.schemas.site import PRIVATE_VARIABLES
 
 COMMANDS = (
     "init check plan run resume cancel runs show watch logs report sql doctor db".split()  # noqa: SIM905 - as one types them
@@ -162,6 +164,28 @@ def test_relative_paths_in_variables_stay_the_same_in_other_folders(
     found = load_site()
     assert parse_url(found.database_url).database == str(tmp_path / "history.db")
     assert dataclasses.replace(found, database_url=expected.database_url) == expected
+
+
+def test_a_misspelt_variable_is_named_with_the_one_that_was_meant(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RLHF_SCHEDULR", "slurm")
+    assert main.execute(["runs", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert "RLHF_SCHEDULR has no effect" in captured.err
+    assert "did you mean RLHF_SCHEDULER?" in captured.err
+    assert json.loads(captured.out) == []
+
+
+def test_names_of_jobs_and_scripts_are_no_misspellings() -> None:
+    others = (
+        "RLHF_JOB RLHF_NODES RLHF_SLOTS RLHF_PREFECT_URL RLHF_PREFECT_PORT RLHF_DATABASE RLHF_DATABASE_PASSWORD "
+        "RLHF_DATABASE_USER RLHF_PREFECT_DATABASE RLHF_PREFECT_DATABASE_PASSWORD MY_RUN"
+    )
+    assert list(misspelt(dict.fromkeys([*VARIABLES, *others.split()], "1"))) == []
+    meant = {"RLHF_DATABASE_URI": "RLHF_DATABASE_URL", "RLHF_JOB_SECRET": "RLHF_JOB_SECRETS", "RLHF_RUN": "RLHF_RUNS"}
+    assert dict(misspelt(dict.fromkeys(meant, "/x"))) == meant, "negative control"
+    assert {*SITE_KEYS.values(), *(name for name in PRIVATE_VARIABLES if name.startswith("RLHF_"))} < {*VARIABLES}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

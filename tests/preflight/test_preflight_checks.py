@@ -619,6 +619,14 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("environment.versions", WARNING, with_packages({"torch": "2.7.0"}), "is not affected"),
     ("environment.versions", WARNING, with_packages({"deepspeed": "0.18.0"}), "DeepSpeed/issues/7718"),
     ("resources.nodes", BLOCKED, with_spec(resources={"num_nodes": 2}), "one node"),
+    (
+        "resources.scheduler",
+        WARNING,
+        with_spec(slurm={"partition": "gpu", "setup": ["module load cuda"]}),
+        "slurm.partition, slurm.setup: no effect",
+    ),
+    ("resources.nodes", BLOCKED, with_spec(resources={"num_nodes": 2}), "set RLHF_SCHEDULER=slurm"),
+    ("resources.gpus", BLOCKED, with_spec(resources={"gpus_per_node": 2}), "set RLHF_SCHEDULER=slurm"),
     ("resources.nodes", WARNING, with_spec(resources={"num_nodes": 2, "min_nodes": 1}), "min_nodes allows 1"),
     (
         "resources.nodes",
@@ -716,6 +724,16 @@ def test_rewards_are_not_compared_where_there_are_no_reference_answers() -> None
     assert (judged.status, "no reference answers to compare" in judged.found) == (CheckStatus.PASSED, True)
     (compared,) = found(looked_at(trial=trial, **sections), "content.rewards")
     assert compared.status is WARNING
+
+
+def test_only_settings_of_slurm_without_effect_are_reported() -> None:
+    used = {"environment": {"A": "1"}, "pass_environment": ["TOKEN"], "gpu_type": "h100"}
+    assert found(with_spec(slurm=used), "resources.scheduler") == []
+    on_slurm = replace(with_spec(slurm={"partition": "gpu"}), scheduler="slurm")
+    assert found(on_slurm, "resources.scheduler") == []
+    too_many = replace(with_spec(resources={"num_nodes": 9, "gpus_per_node": 9}), scheduler="slurm")
+    for check in ("resources.nodes", "resources.gpus"):
+        assert "RLHF_SCHEDULER" not in found(too_many, check)[0].advice
 
 
 def test_settings_of_the_engine_that_samples_are_not_called_unused() -> None:

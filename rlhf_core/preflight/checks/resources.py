@@ -16,6 +16,34 @@ from rlhf_core.text.formatting import listed
 
 SHORT_ATTEMPT_S = 300
 """Duration in seconds below which an attempt is mostly start-up."""
+_USED_WITHOUT_SLURM = ("environment", "exclude", "gpu_type", "pass_environment", "save_lead_s")
+"""Settings in ``[slurm]`` that have an effect with any scheduler: on the job, its limits or the predictions."""
+
+
+@check("resources.scheduler")
+def scheduler(facts: Facts) -> Iterator[Finding]:
+    """A config for a cluster that is checked or run without Slurm takes this machine, perhaps a login node."""
+    if facts.scheduler == "slurm":
+        return
+    given, fields = facts.spec.slurm, type(facts.spec.slurm).model_fields
+    unused = [
+        f"slurm.{name}"
+        for name, field in fields.items()
+        if name not in _USED_WITHOUT_SLURM and getattr(given, name) != field.default
+    ]
+    if unused:
+        yield warning(
+            f"{', '.join(unused)}: no effect, because the scheduler is {facts.scheduler}",
+            "the scheduler slurm for jobs of Slurm",
+            f"{_for_a_cluster(facts)}remove {'it' if len(unused) == 1 else 'them'}",
+        )
+
+
+def _for_a_cluster(facts: Facts) -> str:
+    """Begin advice that suits only this machine; empty if the nodes are those of a cluster."""
+    if facts.scheduler == "slurm":
+        return ""
+    return "for a Slurm cluster, set RLHF_SCHEDULER=slurm in the environment; for this machine, "
 
 
 @check("resources.nodes")
@@ -36,7 +64,7 @@ def nodes(facts: Facts) -> Iterator[Finding]:
         yield blocked(
             f"resources.num_nodes = {requested} with the local scheduler",
             "one node: the local scheduler is this machine",
-            "set resources.num_nodes=1 and resources.ranks_per_node to the number of ranks"
+            f"{_for_a_cluster(facts)}set resources.num_nodes=1 and resources.ranks_per_node to the number of ranks"
             + (", and rollout.nodes=0, so engines run beside them" if beside else ""),
         )
     elif requested > available:
@@ -143,7 +171,7 @@ def gpus(facts: Facts) -> Iterator[Finding]:
         yield blocked(
             f"resources.gpus_per_node = {requested}, the nodes have {available}",
             f"at most {available} GPUs per node",
-            f"set resources.gpus_per_node={available}"
+            f"{_for_a_cluster(facts)}set resources.gpus_per_node={available}"
             + ("" if available else " to train on CPU")
             + (", or slurm.gpus_as_gres=false if the nodes have GPUs that Slurm does not list" if unmanaged else ""),
         )
