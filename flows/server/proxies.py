@@ -5,6 +5,7 @@ would look for the server on its own machine, and would receive the password. Se
 has configured it.
 """
 
+import http.client
 import ipaddress
 import os
 import socket
@@ -20,7 +21,7 @@ import psutil
 
 def status_of(url: str, timeout_s: float, headers: Mapping[str, str] = MappingProxyType({})) -> int | None:
     """HTTP status of the response to a GET request, without a proxy if the server is on this machine; None without a
-    response, and for an invalid URL."""
+    response of HTTP, and for an invalid URL."""
     try:
         direct = [urllib.request.ProxyHandler({})] if is_here(url) else []
         request = urllib.request.Request(url, headers=dict(headers))
@@ -28,7 +29,7 @@ def status_of(url: str, timeout_s: float, headers: Mapping[str, str] = MappingPr
             return int(response.status)
     except urllib.error.HTTPError as error:
         return error.code
-    except (OSError, ValueError):
+    except (OSError, ValueError, http.client.HTTPException):
         return None
 
 

@@ -34,12 +34,14 @@ class Item:
     """Advice if the check failed."""
 
 
-def examine(site: Site, services: Mapping[str, str], server: str) -> list[Item]:
+def examine(site: Site, services: Mapping[str, str], server: str, *, answers: bool, is_own: bool) -> list[Item]:
     """Check this machine. Starts the compute interpreter once; changes nothing.
 
     Args:
         services: state of each service of the site on this machine.
         server: address of the Prefect server that this user has configured; empty if there is none.
+        answers: True if that server answers.
+        is_own: True if it is the one that ``rlhf up`` starts.
     """
     compute = gather_facts.inspect_compute_python(site.compute_python)
     return [
@@ -51,7 +53,7 @@ def examine(site: Site, services: Mapping[str, str], server: str) -> list[Item]:
         _private(site),
         _database(site),
         _scheduler(site),
-        _prefect(server, services),
+        _prefect(server, services, answers=answers, is_own=is_own),
         _services(server, services),
         _git(),
     ]
@@ -155,11 +157,15 @@ def _scheduler(site: Site) -> Item:
     return _tried("scheduler", inspect)
 
 
-def _prefect(server: str, services: Mapping[str, str]) -> Item:
+def _prefect(server: str, services: Mapping[str, str], *, answers: bool, is_own: bool) -> Item:
     if importlib.util.find_spec("prefect") is None:
         return Item("Prefect", False, "not installed", "runs then need --no-prefect; pip install prefect")
     from importlib.metadata import version
 
+    if server and not answers:
+        unset = "start it, or unset PREFECT_API_URL (in the environment or Prefect's active profile) to use `rlhf up`"
+        advice = "`rlhf up` starts it" if is_own else unset
+        return Item("Prefect", False, f"{version('prefect')}; the server {server} does not answer", advice)
     if server:
         used = f"server {server}"
     elif services["server"] == "running":

@@ -4,10 +4,12 @@ import json
 import os
 import shlex
 import signal
+import threading
 import time
 import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,7 @@ from made_reports import rank_status
 from rich.console import Console
 from site_files import options
 
+from flows.server.settings import own_url
 from rlhf_core.cli import doctor, log_files, main, watching
 from rlhf_core.cli.progress import TerminalProgress
 from rlhf_core.config.fields import describe_fields
@@ -770,10 +773,33 @@ def test_doctor_finds_a_full_disk(capsys: Printed, monkeypatch: pytest.MonkeyPat
     assert "history.db cannot grow: its disk has 5.0 MiB free" in items["history"]["found"]
 
 
+def test_doctor_asks_the_configured_server(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prefect() -> dict[str, Any]:
+        main.execute(["doctor", "--json"])
+        items = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
+        found: dict[str, Any] = items["Prefect"]
+        return found
+
+    monkeypatch.setenv("RLHF_COMPUTE_PYTHON", "/nowhere/python")  # not looked at: this takes a second
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:  # its answer is an error
+        address = f"http://127.0.0.1:{server.server_port}/api"
+        monkeypatch.setenv("PREFECT_API_URL", address)
+        server.timeout = 5.0
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        assert prefect()["ok"], "any answer is one"
+    silent = prefect()
+    assert (silent["ok"], f"{address} does not answer" in silent["found"]) == (False, True)
+    assert "unset PREFECT_API_URL" in silent["advice"]
+    monkeypatch.setattr("flows.server.proxies.status_of", lambda url, timeout_s: 502)
+    assert not prefect()["ok"], "the answer of a proxy"
+    monkeypatch.setenv("PREFECT_API_URL", own_url(load_site()))
+    assert prefect()["advice"] == "`rlhf up` starts it"
+
+
 def test_doctor_knows_the_services_of_the_site() -> None:
     up = dict.fromkeys(("server", "worker", "daemon"), "running")
     assert doctor._services("", up).ok
-    assert "server of `rlhf up`" in doctor._prefect("", up).found
+    assert "server of `rlhf up`" in doctor._prefect("", up, answers=False, is_own=False).found
     half = doctor._services("", {**up, "worker": "silent"})
     assert (half.ok, half.advice) == (False, "rlhf up")
     elsewhere = {**up, "server": "stopped"}

@@ -2,8 +2,10 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -70,6 +72,24 @@ def test_a_local_server_is_reached_directly(port: int) -> None:
         urllib.request.build_opener().open(f"{url}/health", timeout=2.0)
     assert server.answers(url)
     assert not server.requires_password(url)
+
+
+def test_what_is_no_server_has_no_status() -> None:
+    assert proxies.status_of("http://localhost:42OO/api", 1.0) is None, "letters in place of zeros"
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"http://127.0.0.1:{listening.getsockname()[1]}/api"
+        server_of_ssh = threading.Thread(target=_greet, args=(listening,), daemon=True)
+        server_of_ssh.start()
+        assert proxies.status_of(address, 5.0) is None
+        server_of_ssh.join(5.0)
+
+
+def _greet(listening: socket.socket) -> None:
+    listening.settimeout(5.0)
+    connection, _ = listening.accept()
+    with connection:
+        connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+        connection.recv(1000)
 
 
 def test_a_remote_server_is_reached_through_the_proxy(port: int, environment: dict[str, str]) -> None:

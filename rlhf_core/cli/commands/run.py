@@ -325,13 +325,18 @@ def logs(
 
 def doctor(as_json: JsonOption = False) -> None:
     """Check this machine for the requirements of training. Exit code 1 if something is missing."""
-    from flows.server.settings import configured_url
+    from flows.server.proxies import status_of
+    from flows.server.settings import ANSWER_TIMEOUT_S, configured_url, own_url
     from flows.services import status
     from rlhf_core.cli.doctor import examine
     from rlhf_core.config.site import load_site
 
     site = load_site()
-    items = examine(site, {one.name: one.state.value for one in status(site)}, configured_url())
+    services, server = {one.name: one.state.value for one in status(site)}, configured_url()
+    code = status_of(f"{server}/health", ANSWER_TIMEOUT_S) if server else None
+    # A hosted server may require a key; these are of a proxy before a server that does not answer.
+    answers = code is not None and code not in (502, 503, 504)
+    items = examine(site, services, server, answers=answers, is_own=server == own_url(site))
     if as_json:
         output.print_json([vars(one) for one in items])
     else:
