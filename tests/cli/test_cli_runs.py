@@ -92,6 +92,18 @@ def test_a_starter_config_is_equivalent_to_its_preset(preset: str, tmp_path: Pat
     assert f"rlhf run {path}" in capsys.readouterr().out
 
 
+def test_init_does_not_take_a_preset_for_a_folder(
+    tmp_path: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rlhf("init", "gsm8k", expect=2)
+    assert "`rlhf init --preset gsm8k`" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "gsm8k").mkdir()
+    rlhf("init", "gsm8k")
+    assert (tmp_path / "gsm8k" / "quickstart.toml").exists()
+
+
 def test_the_next_commands_can_be_pasted(tmp_path: Path, capsys: Printed) -> None:
     rlhf("init", str(tmp_path / "my runs"))
     assert f"rlhf run '{tmp_path}/my runs/quickstart.toml'" in capsys.readouterr().out

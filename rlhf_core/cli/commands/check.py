@@ -55,6 +55,11 @@ def init(
     from rlhf_core.cli.starter_config import starter_config
     from rlhf_core.files.whole import write_for_user
 
+    if str(place) in PRESETS and not place.exists():
+        raise BadInput(
+            f"{place} is the name of a preset: `rlhf init --preset {place}` writes {place}.toml here; for a new folder "
+            f"of that name, write ./{place}/{preset}.toml"
+        )
     target = place if place.suffix == ".toml" and not place.is_dir() else place / f"{preset}.toml"
     quoted = shlex.quote(str(target))
     text = starter_config(preset, quoted)
