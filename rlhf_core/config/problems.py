@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlhf_core.config.toml_files import SHOWN_CHARACTERS, readable, shortened
+from rlhf_core.config.units import in_unit
 from rlhf_core.schemas.migration import current_name
 from rlhf_core.text.formatting import count
 
@@ -98,7 +99,7 @@ def _meanings() -> dict[str, str]:
 def _nearest_setting(name: str) -> str:
     """Suggest the closest existing name for a name with errors in any of its parts."""
     name = name[:SHOWN_CHARACTERS]  # no name is similar to a longer one, and a comparison takes time
-    if _settings_of_entry(name.split(".")[:-1]):
+    if name in _MEANT or _settings_of_entry(name.split(".")[:-1]):
         return _nearest(name)
     near = difflib.get_close_matches(name, list(_meanings()), n=1, cutoff=0.7)
     if near and near[0] != name and name.rpartition(".")[2] not in _OTHER_NAMES:
@@ -144,6 +145,10 @@ def explain(detail: Any) -> str:
         expected = 'expected "module:function", for instance "my_rewards:score"'
     if kind == "string_pattern_mismatch" and location == "name":
         expected = expected_name(str(found))
+    if kind.startswith(("int_", "float_")) and (number := in_unit(location, found)):
+        expected += f"; {number}"
+    if isinstance(found, str) and location.endswith(".algorithm"):
+        expected += f"; the algorithm is chosen by {location}.name"
     return f"{location}: found {shortened(found)}, {expected}"
 
 
@@ -261,7 +266,39 @@ _OTHER_NAMES = {
 }
 
 
+_MEANT = {
+    # Names whose most similar setting means something else, by their full name.
+    "algorithm": 'the algorithm is chosen by "loops.main.algorithm.name"',
+    "batch_size": (
+        'the sizes are "loops.main.algorithm.prompts_per_step", or "loops.main.algorithm.batch_size" if supervised, '
+        'and "trainer.micro_batch_size"'
+    ),
+    "checkpoint.every": 'the name here is "checkpoint.every_num_steps"',
+    "checkpoint.interval": 'the name here is "checkpoint.every_num_steps"',
+    "checkpoint.steps": 'the name here is "checkpoint.every_num_steps"',
+    "data.dataset": 'the names here are "data.train" and "data.eval", each the path of a file',
+    "data.path": 'the names here are "data.train" and "data.eval", each the path of a file',
+    "epochs": 'the length is "loops.main.num_steps"; a loop does not count passes over its data',
+    "eval_steps": 'the name here is "evaluate.every_num_steps"',
+    "evaluate.every": 'the name here is "evaluate.every_num_steps"',
+    "evaluate.steps": 'the name here is "evaluate.every_num_steps"',
+    "num_train_epochs": 'the length is "loops.main.num_steps"; a loop does not count passes over its data',
+    "resources.gpu_type": 'the name here is "slurm.gpu_type"',
+    "scheduler": "set RLHF_SCHEDULER in the environment, or scheduler in rlhf.toml: it belongs to the site",
+    "slurm.job_name": 'the name of the run is "name"',
+    "slurm.mail_user": 'write slurm.extra = ["--mail-user=..."]',
+    "slurm.mem": 'the name here is "resources.memory_gb"',
+    "slurm.memory": 'the name here is "resources.memory_gb"',
+    "slurm.nodelist": 'write slurm.extra = ["--nodelist=..."]',
+    "slurm.time": 'the name here is "resources.time_limit_s"',
+    "trainer.devices": 'the name here is "resources.gpus_per_node"',
+    "wandb.project": "`rlhf export RUN --to wandb` writes a run for Weights & Biases",
+}
+
+
 def _nearest(location: str) -> str:
+    if location in _MEANT:
+        return f"; {_MEANT[location]}"
     names = list(_meanings())
     *parents, leaf = location[:SHOWN_CHARACTERS].split(".")
     if known := _settings_of_entry(parents):
@@ -281,7 +318,7 @@ def _nearest(location: str) -> str:
         if near:
             return f"; did you mean the section [{near[0]}]?"
     siblings = [name for name in names if name.split(".")[:-1] == parents]
-    near = difflib.get_close_matches(leaf, [name.split(".")[-1] for name in siblings], n=1, cutoff=0.6)
+    near = difflib.get_close_matches(leaf, [name.split(".")[-1] for name in siblings], n=1, cutoff=0.7)
     if near:
         return f'; did you mean "{".".join([*parents, near[0]])}"?'
     inside = [name for name in names if name.startswith(f"{'.'.join(parents)}.")]

@@ -11,6 +11,7 @@ import pytest
 
 from rlhf_core.config import fields as config_fields
 from rlhf_core.config import loading as config
+from rlhf_core.config import problems
 from rlhf_core.config import site as site_config
 from rlhf_core.config.site_paths import make_absolute
 from rlhf_core.errors import BadConfig
@@ -69,6 +70,41 @@ def test_overrides_are_toml_values_and_bare_words_are_text(minimal: Path) -> Non
     assert main.algorithm.measure_kl
 
 
+@pytest.mark.parametrize(
+    ("override", "number"),
+    [
+        ("resources.time_limit_s=24h", "a whole number; in seconds, that is 86400"),
+        ("resources.time_limit_s=27.123h", "in seconds, that is 97642.8"),
+        ("supervise.max_node_hours=10min", "in hours, that is 0.1667"),
+        ("resources.time_limit_s=1-00:30:00", "in seconds, that is 88200"),
+        ("resources.time_limit_s=12:00:00", "in seconds, that is 43200"),
+        ("supervise.floor_s=1.5 min", "a number; in seconds, that is 90"),
+        ("supervise.max_node_hours=2d", "in hours, that is 48"),
+        ("resources.memory_gb=64GB", "in GiB, that is 64"),
+        ("resources.memory_gb=512M", "in GiB, that is 0.5"),
+    ],
+)
+def test_a_value_with_a_unit_is_answered_with_the_number_to_write(minimal: Path, override: str, number: str) -> None:
+    with pytest.raises(BadConfig) as caught:
+        config.load(minimal, [override])
+    assert number in str(caught.value)
+
+
+@pytest.mark.parametrize("override", ["resources.time_limit_s=24x", "seed=24h", "resources.time_limit_s=64GB"])
+def test_other_text_for_a_number_has_no_unit(minimal: Path, override: str) -> None:
+    with pytest.raises(BadConfig) as caught:
+        config.load(minimal, [override])
+    assert "that is" not in str(caught.value)
+
+
+def test_names_of_other_programs_are_no_settings() -> None:
+    """Every suggested name exists, and none of the explained names is a setting itself."""
+    names = {field.name for field in config_fields.describe_fields()}
+    assert names.isdisjoint(problems._MEANT)
+    suggested = {name for text in problems._MEANT.values() for name in re.findall(r'"([a-z_.]+)"', text)}
+    assert suggested - names == set()
+
+
 @pytest.mark.parametrize("override", ["loops.main.num_steps", "=3", "loops..x=1", ".x=1"])
 def test_an_override_without_form_is_refused(minimal: Path, override: str) -> None:
     with pytest.raises(BadConfig, match="does not have the form"):
@@ -89,6 +125,14 @@ def test_an_override_below_a_value_is_refused(minimal: Path) -> None:
         ('trainer.argv=["python"]', "it is a setting of another trainer"),
         ("train.num_stepps=1", 'did you mean "loops.main.num_steps"?'),
         ("loops.main.lr=1", 'the name here is "loops.main.optimizer.learning_rate"'),
+        ("slurm.time=1", 'the name here is "resources.time_limit_s"'),
+        ("slurm.mem=64", 'the name here is "resources.memory_gb"'),
+        ("slurm.nodelist=a[1-4]", 'write slurm.extra = ["--nodelist=..."]'),
+        ("checkpoint.steps=5", 'the name here is "checkpoint.every_num_steps"'),
+        ("resources.gpu_type=h100", 'the name here is "slurm.gpu_type"'),
+        ("scheduler=slurm", "set RLHF_SCHEDULER in the environment"),
+        ("algorithm=ppo", 'the algorithm is chosen by "loops.main.algorithm.name"'),
+        ("loops.main.algorithm=ppo", "the algorithm is chosen by loops.main.algorithm.name"),
         ("lops.main.num_steps=1", 'did you mean "loops.main.num_steps"?'),
         ("seeed=1", 'did you mean "seed"?'),
         ("name=MyRun", 'starting with a letter or digit, for instance "myrun"'),
