@@ -22,6 +22,7 @@ HEAD = """\
 #   rlhf run {name}       runs it: preflight, allocate, train, evaluate
 #
 # Any setting can also be given on the command line: --set section.field=value
+# A relative path starts at the folder in which rlhf is called, not at that of this file.
 """
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from rlhf_core.files.data_rows import KINDS, READERS, Malformed, first_answer, label_of, pair_problem
 from rlhf_core.files.reading import open_regular
 from rlhf_core.preflight.facts import BadRows, DataFile, LineProblem
+from rlhf_core.preflight.missing_paths import missing
 from rlhf_core.preflight.templates import named_columns
 from rlhf_core.schemas.data import DataKind, DataSpec
 
@@ -46,7 +47,7 @@ def scan(
         with open_regular(path, follow_link=True) as file:  # opening a FIFO would block
             start = file.read(4)
     except FileNotFoundError:
-        return DataFile(path, problem="there is no such file")
+        return DataFile(path, problem=missing(path, "file"))
     except OSError as error:
         return DataFile(path, problem=error.strerror or str(error))
     if suffix == ".parquet":

@@ -31,6 +31,7 @@ from rlhf_core.preflight.facts import (
     RewardModelFolder,
 )
 from rlhf_core.preflight.gather_trainer import TrainerPlace, inspect_trainer
+from rlhf_core.preflight.missing_paths import missing
 from rlhf_core.preflight.model_types import read_model_types
 from rlhf_core.preflight.plugins import load_plugins
 from rlhf_core.preflight.program_queries import Tick, query_program
@@ -301,7 +302,7 @@ def inspect_model(model: ModelSpec) -> ModelFolder | None:
 def _inspect_folder(path: Path) -> ModelFolder:
     try:
         if not path.is_dir():
-            return ModelFolder(path, problem="it is a file" if path.exists() else "there is no such folder")
+            return ModelFolder(path, problem="it is a file" if path.exists() else missing(path, "folder"))
         if not (path / "config.json").is_file():
             return ModelFolder(path, problem="it has no config.json")
     except OSError as error:
@@ -360,7 +361,7 @@ def inspect_tokenizer(model: ModelSpec) -> str:
     try:
         if folder.is_dir():
             return _lack_of_a_tokenizer(folder)
-        problem = "there is no such folder"
+        problem = missing(folder, "folder")
     except OSError as error:
         problem = f"it is not accessible: {error.strerror}"
     return problem if model.tokenizer else ""  # the model's own folder is reported by model.folder

@@ -1007,6 +1007,10 @@ def test_findings_of_the_control_plane_itself_are_reported_once() -> None:
     malformed = replace(unsuitable.train, malformed=BadRows(1))
     assert found(replace(unsuitable, train=malformed), "content.columns") == []
     assert found(unsuitable, "content.columns")[0].status is BLOCKED, "nothing else reports it"
+    unusable = looked_at(tokens={"problem": "it does not exist"}, model={"tokenizer": "", "config": {}, "path": "/m"})
+    missing = replace(unusable, model_folder=ModelFolder(Path("/m"), problem="there is no such folder"))
+    assert found(missing, "content.tokenizer") == []
+    assert found(unusable, "content.tokenizer")[0].status is CheckStatus.BLOCKED, "control"
     assert found(looked_at({"num_duplicates": 3}), "content.columns")[0].status is CheckStatus.PASSED
 
 

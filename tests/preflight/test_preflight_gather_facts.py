@@ -13,6 +13,7 @@ from control_fakes import FakeAgent, FakeScheduler, make_run, make_spec
 import rlhf_core.preflight.checks  # noqa: F401 - importing it registers the checks
 from rlhf_core.config.site import load_site
 from rlhf_core.preflight import gather_facts, program_queries
+from rlhf_core.preflight.data_file import scan
 from rlhf_core.preflight.facts import ModelFolder
 from rlhf_core.preflight.gather_facts import Surroundings
 from rlhf_core.preflight.memory.shapes import shape_of
@@ -172,6 +173,29 @@ def test_models_and_tokenizers(tmp_path: Path) -> None:
     assert gather_facts.inspect_tokenizer(path(model)) == ""
     assert "no tokenizer" in gather_facts.inspect_tokenizer(path(empty))
     assert gather_facts.inspect_model(make_spec().model) is None
+
+
+def test_a_name_on_the_hub_is_answered_with_its_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    for name in ("Qwen/Qwen3-0.6B", "gpt2"):
+        model = gather_facts.inspect_model(ModelSpec(path=str(tmp_path / name)))
+        assert model is not None
+        assert f"`hf download {name} --local-dir {name}`" in model.problem
+    tokenizer = gather_facts.inspect_tokenizer(ModelSpec(tokenizer=str(tmp_path / "gpt2"), config={"model_type": "x"}))
+    assert "hf download gpt2" in tokenizer
+    assert "`hf download openai/gsm8k --repo-type dataset" in scan(tmp_path / "openai/gsm8k", make_spec().data).problem
+    of_user = gather_facts.inspect_model(ModelSpec(path=str(tmp_path / "models" / "mine")))
+    assert of_user is not None
+    with_space = gather_facts.inspect_model(ModelSpec(path=str(tmp_path / "my model")))
+    assert with_space is not None
+    for problem in (of_user.problem, with_space.problem, scan(tmp_path / "train.jsonl", make_spec().data).problem):
+        assert f"relative paths start at the current folder, {tmp_path}" in problem
+        assert "hf download" not in problem
+    assert f"relative paths start at the current folder, {tmp_path}" in tokenizer, "a name, or the wrong folder"
+    assert scan(tmp_path.parent / "x.jsonl", make_spec().data).problem == "there is no such file", "absolute"
+    monkeypatch.chdir("/")
+    assert scan(tmp_path / "x", make_spec().data).problem == "there is no such file", "every path is below"
 
 
 def test_a_model_that_cannot_be_looked_up_is_a_finding(tmp_path: Path) -> None:

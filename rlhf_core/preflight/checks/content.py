@@ -48,7 +48,9 @@ def tokenizer(facts: Facts) -> Iterator[Finding]:
     if report is None:
         return
     if report.problem:
-        if not facts.tokenizer_problem:
+        folder = facts.model_folder
+        has_no_folder = folder is not None and bool(folder.problem) and not facts.spec.model.tokenizer
+        if not facts.tokenizer_problem and not has_no_folder:  # each is reported by its own check
             yield blocked(
                 f"the tokenizer cannot be used: {report.problem}", "a tokenizer that loads", "correct model.tokenizer"
             )
