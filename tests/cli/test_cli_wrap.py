@@ -73,6 +73,25 @@ def test_missing_steps_are_noted_in_the_file_and_can_be_given(folder: Path, caps
     assert load("a.toml").total_steps == 40
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (["trl.yaml"], "rlhf wrap -- trl grpo --config trl.yaml"),
+        (["sub/zero.json", "--x"], "which is a config"),
+        (["my train.py", "--lr", "1e-6"], "rlhf wrap -- python 'my train.py' --lr 1e-6"),
+    ],
+)
+def test_a_file_that_cannot_be_started_is_no_launch_line(
+    line: list[str], message: str, folder: Path, capsys: Printed
+) -> None:
+    (folder / "my train.py").write_text("print()")
+    rlhf(*line, expect=2)
+    assert message in capsys.readouterr().err
+    assert not (folder / "wrapped.toml").exists()
+    (folder / "my train.py").chmod(0o755)
+    rlhf("my train.py", "--lr", "1e-6")
+
+
 def test_an_existing_file_is_not_overwritten(folder: Path, capsys: Printed) -> None:
     (folder / "my.toml").write_text("mine")
     rlhf("-o", "my.toml", *LINE, expect=2)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from rlhf_core.launch.wrap.wrapping import WrapOptions, WrappedLine
 
 _MAX_FILE = 1 << 20
+_CONFIGS = (".yaml", ".yml", ".json", ".toml")
+"""Suffixes of files with which a trainer is configured: none is a program."""
 _SHELLS = ("bash", "sh", "sbatch", "source", ".")
 
 
@@ -99,12 +101,30 @@ def _wrapped(line: Sequence[str], options: "WrapOptions") -> "WrappedLine":
         words = words[1:]
     if len(words) == 1 and len(words[0].split()) > 1 and not Path(words[0]).is_file():
         raise BadInput(f"found the whole line as one word; leave out the quotes around it: rlhf wrap -- {words[0]}")
+    _require_program(words)
     known = {name: os.environ[name] for name in ("HOME", "USER") if name in os.environ}
     if not words[0].endswith(SCRIPTS):
         return wrap_line(words, around, options, known)
     text = _read_script(words[0])
     known |= {FOLDER_OF_SCRIPT: str(Path(words[0]).parent)}
     return wrap_script(text, words[0], around, options, known, words[1:])
+
+
+def _require_program(words: Sequence[str]) -> None:
+    """Refuse a launch line that begins with a file that cannot be started.
+
+    Raises:
+        BadInput: it begins with a config of a trainer, or with a Python file that is not executable.
+    """
+    first, rest = words[0], [shlex.quote(word) for word in words[1:]]
+    if first.lower().endswith(_CONFIGS):
+        raise BadInput(
+            f"found {first}, which is a config, expected the command that trains with it, for instance: "
+            f"rlhf wrap -- trl grpo --config {shlex.quote(first)}"
+        )
+    if first.endswith(".py") and _place(first).is_file() and not os.access(_place(first), os.X_OK):
+        line = " ".join(["python", shlex.quote(first), *rest])
+        raise BadInput(f"found {first}, which is not executable, expected the program too: rlhf wrap -- {line}")
 
 
 def _active_environment() -> str:
