@@ -23,6 +23,7 @@ from site_files import options
 
 from flows.server.settings import own_url
 from rlhf_core.cli import doctor, log_files, main, watching
+from rlhf_core.cli.commands import check as check_commands
 from rlhf_core.cli.progress import TerminalProgress
 from rlhf_core.config.fields import describe_fields
 from rlhf_core.config.loading import load
@@ -169,6 +170,25 @@ def test_check_shows_all_findings_and_blocks(capsys: Printed) -> None:
         "batch.rows_divide_ranks",
     }
     assert load_site().runs_dir.exists() is False, "checking leaves no run behind"
+
+
+def test_findings_can_be_copied_from_a_narrow_terminal(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    advice = "set resources.num_nodes=1 and resources.ranks_per_node to the number of ranks"
+    results = [
+        CheckResult(id="batch.prompts_divide_ranks", status=CheckStatus.PASSED, found="each rank has 8"),
+        CheckResult(
+            id="resources.nodes", status=CheckStatus.BLOCKED, found="x" * 60, expected="one node", advice=advice
+        ),
+    ]
+    monkeypatch.setenv("COLUMNS", "200")
+    check_commands._print_checks(results)
+    assert "each rank has 8" in capsys.readouterr().out, "control: there is room for a table"
+    monkeypatch.setenv("COLUMNS", "80")
+    check_commands._print_checks(results)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["passed  batch.prompts_divide_ranks: each rank has 8", ""]
+    assert lines[2].split() == ["status", "blocked"]
+    assert lines[-3:] == [f"what to do  {advice}", "", "1 blocked, 1 passed"]
 
 
 @pytest.mark.usefixtures("scheduler")

@@ -145,6 +145,17 @@ def _print_checks(results: "Sequence[CheckResult]") -> None:
         (result.status.value, result.id, result.found, result.expected, result.advice)
         for result in sorted(results, key=lambda result: order[result.status.value])
     ]
-    output.print_table(("status", "check", "found", "expected", "what to do"), rows)
+    columns = ("status", "check", "found", "expected", "what to do")
+    if output.fits(columns, rows):
+        output.print_table(columns, rows)
+    else:  # in folded columns, a setting in the advice could not be copied
+        good = [f"passed  {check}: {found}" for status, check, found, *_ in rows if status == "passed"]
+        findings = [row for row in rows if row[0] != "passed"]
+        if good:
+            output.print_text("\n".join(good))
+        if findings:
+            output.print_text("")
+            output.print_records(columns, findings)
+            output.print_text("")
     counts = {name: sum(result.status.value == name for result in results) for name in order}
     output.print_text(", ".join(f"{count} {name}" for name, count in counts.items() if count))
