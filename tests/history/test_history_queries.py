@@ -106,7 +106,7 @@ def test_a_run_that_is_not_there(store: HistoryStore, three: dict[str, str]) -> 
 
 
 def test_last_of_nothing(store: HistoryStore) -> None:
-    with pytest.raises(UnknownRun):
+    with pytest.raises(UnknownRun, match="no run yet"):
         queries.resolve_run(store, "last")
 
 

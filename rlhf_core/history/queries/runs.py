@@ -213,6 +213,8 @@ def resolve_run(store: HistoryStore, text: str) -> str:
     if fitting:
         listed = ", ".join(fitting[:5]) + (" ..." if len(fitting) > 5 else "")
         raise UnknownRun(f"{text!r} matches several runs: {listed}. Give more characters of the id.")
+    if text == "last":
+        raise UnknownRun("the history has no run yet. `rlhf run CONFIG` starts one.")
     raise UnknownRun(f"the history has no run {text!r}. `rlhf runs` lists them; `last` is the newest.")
 
 
