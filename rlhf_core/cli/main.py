@@ -10,9 +10,10 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from rlhf_core import __version__
 from rlhf_core.cli import output
@@ -40,8 +41,30 @@ from rlhf_core.garbage import collect_rarely
 from rlhf_core.machine.accounts import expanded
 from rlhf_core.schemas.migration import OldSettings
 
+_OTHER_NAMES = {
+    **dict.fromkeys(("list", "ls", "ps", "queue", "status"), "rlhf runs"),
+    **dict.fromkeys(("kill", "stop"), "rlhf cancel"),
+    **dict.fromkeys(("launch", "start", "train"), "rlhf run"),
+    "tail": "rlhf logs",
+    "validate": "rlhf check",
+    "version": "rlhf --version",
+}
+"""Names of commands in other programs, and the command here."""
+
+
+class _Commands(TyperGroup):
+    """Group of commands that knows their names in other programs."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command of a command line."""
+        if args[0] in _OTHER_NAMES and args[0] not in self.commands and not ctx.resilient_parsing:  # as for completion
+            ctx.fail(f"No such command {args[0]!r}. The command here is `{_OTHER_NAMES[args[0]]}`.")
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
     name="rlhf",
+    cls=_Commands,
     help="Runs RLHF training as supervised jobs: preflight, allocate, train, evaluate; every run is in SQL.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

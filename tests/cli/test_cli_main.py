@@ -135,6 +135,25 @@ def test_wrong_arguments_exit_with_2(arguments: list[str]) -> None:
     assert main.execute(arguments) == 2
 
 
+def test_names_of_other_programs_are_answered_with_the_command_here(capsys: pytest.CaptureFixture[str]) -> None:
+    commands = {words[0] for words, _ in _all_commands(get_command(main.app)) if words}
+    for name, here in main._OTHER_NAMES.items():
+        assert main.execute([name]) == 2
+        assert f"The command here is `{here}`." in capsys.readouterr().err
+        assert name not in commands
+        assert here.split()[1] in {*commands, "--version"}
+
+
+def test_completion_after_a_name_of_other_programs_finds_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("_RLHF_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "rlhf status ")
+    monkeypatch.setenv("COMP_CWORD", "2")
+    main.execute([])
+    assert "unexpected error" not in capsys.readouterr().err
+
+
 def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
