@@ -338,6 +338,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("algorithm.critic_warmup", BLOCKED, with_algorithm(name="ppo", critic_warmup_steps=9999), "at most"),
     ("batch.micro_batch", WARNING, with_spec(train={"micro_batch_size": 4096}), "micro_batch_size=32"),
     ("steps.warm_start", BLOCKED, with_spec(train={"algorithm": "sft"}), "loops.warm_start.num_steps=0"),
+    ("steps.learning_rate", WARNING, with_spec(train={"learning_rate": 1e6}), "learning_rate = 1e+06"),
     ("steps.learning_rate_warmup", WARNING, with_spec(train={"warmup_steps": 20}), "at most 2"),
     (
         "steps.learning_rate_warmup",

@@ -6,6 +6,10 @@ from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
 from rlhf_core.schemas.run import RunSpec
 
+MAX_LEARNING_RATE = 0.1
+"""Learning rate above which a finding is reported: AdamW moves every weight by about as much in a step, and models are
+trained with a tenth of it at most."""
+
 
 @check("batch.prompts_divide_ranks", trainer="native")
 def prompts_divide_ranks(facts: Facts) -> Iterator[Finding]:
@@ -56,6 +60,18 @@ def warm_start(facts: Facts) -> Iterator[Finding]:
             "a warm start that produces a language model",
             "train the reward model in a separate run, as the main algorithm",
         )
+
+
+@check("steps.learning_rate", trainer="native")
+def learning_rate(facts: Facts) -> Iterator[Finding]:
+    """A learning rate without its minus, 1e6 for 1e-6, destroys the model in the first step."""
+    for name, loop in facts.spec.loops.named.items():
+        if loop.optimizer.learning_rate > MAX_LEARNING_RATE:
+            yield warning(
+                f"loops.{name}.optimizer.learning_rate = {loop.optimizer.learning_rate:g}",
+                f"at most {MAX_LEARNING_RATE:g}: AdamW moves every weight by about as much in a step",
+                f"lower loops.{name}.optimizer.learning_rate; perhaps the minus of its exponent is missing, as in 1e-6",
+            )
 
 
 @check("steps.learning_rate_warmup", trainer="native")
