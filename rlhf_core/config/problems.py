@@ -70,6 +70,15 @@ def explain_override(detail: Any, override: str) -> str:
     if detail["type"] == "string_type" and is_value:
         # With the outer quotes: a shell would remove the inner ones.
         advice = f"; as text it needs quotes: '{readable(name)}=\"{readable(given)}\"'"
+    elif detail["type"] in ("list_type", "tuple_type") and is_text and is_value and not unfinished:
+        advice = f"; as a list of one: '{readable(name)}=[\"{readable(given)}\"]'"
+    elif setting_of(override).startswith("preflight.off"):
+        check, reason = name.removeprefix("preflight.off").removeprefix("."), given
+        if given.startswith(("[", "{")):
+            check, reason = check or "CHECK", "the reason"
+        elif not check:
+            check, reason = given, "the reason"
+        advice += f'; write \'preflight.off={{"{readable(check)}" = "{readable(reason)}"}}\''
     return with_old_name(explain(detail), location_of(detail), [name]) + advice
 
 

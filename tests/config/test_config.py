@@ -90,6 +90,30 @@ def test_a_value_with_a_unit_is_answered_with_the_number_to_write(minimal: Path,
     assert number in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("override", "form"),
+    [
+        ("reward.functions=my_rewards:f", "'reward.functions=[\"my_rewards:f\"]'"),
+        ("preflight.off.memory.trainer=it fits", '\'preflight.off={"memory.trainer" = "it fits"}\''),
+        ("preflight.off=memory.trainer", '\'preflight.off={"memory.trainer" = "the reason"}\''),
+    ],
+)
+def test_a_list_or_table_is_shown_as_a_shell_takes_it(minimal: Path, override: str, form: str) -> None:
+    with pytest.raises(BadConfig) as caught:
+        config.load(minimal, [override])
+    assert form in str(caught.value)
+    config.load(minimal, [form.strip("'")])
+
+
+@pytest.mark.parametrize("value", ["{memory.trainer=it fits}", '["memory.trainer"]'])
+def test_a_malformed_table_of_checks_is_answered_with_its_form(minimal: Path, value: str) -> None:
+    """As a shell passes it on without quotes, or as a list."""
+    with pytest.raises(BadConfig) as caught:
+        config.load(minimal, [f"preflight.off={value}"])
+    assert '; write \'preflight.off={"CHECK" = "the reason"}\'' in str(caught.value)
+    assert ("it is not valid TOML" in str(caught.value)) == value.startswith("{")
+
+
 @pytest.mark.parametrize("override", ["resources.time_limit_s=24x", "seed=24h", "resources.time_limit_s=64GB"])
 def test_other_text_for_a_number_has_no_unit(minimal: Path, override: str) -> None:
     with pytest.raises(BadConfig) as caught:
