@@ -727,16 +727,6 @@ def test_rewards_are_not_compared_where_there_are_no_reference_answers() -> None
     assert compared.status is WARNING
 
 
-def test_only_settings_of_slurm_without_effect_are_reported() -> None:
-    used = {"environment": {"A": "1"}, "pass_environment": ["TOKEN"], "gpu_type": "h100"}
-    assert found(with_spec(slurm=used), "resources.scheduler") == []
-    on_slurm = replace(with_spec(slurm={"partition": "gpu"}), scheduler="slurm")
-    assert found(on_slurm, "resources.scheduler") == []
-    too_many = replace(with_spec(resources={"num_nodes": 9, "gpus_per_node": 9}), scheduler="slurm")
-    for check in ("resources.nodes", "resources.gpus"):
-        assert "RLHF_SCHEDULER" not in found(too_many, check)[0].advice
-
-
 def test_settings_of_the_engine_that_samples_are_not_called_unused() -> None:
     used = {"engine": "vllm", "engines": 2, "vllm": {"tensor_parallel": 2}, "sync": {"delta": True}}
     assert found(with_spec(rollout=used), "rollout.unused") == []
@@ -776,6 +766,23 @@ def test_stretched_positions_are_positions(scaling: dict[str, Any], positions: i
         facts = with_spec(data={"max_prompt_tokens": positions - 16 + more})
         facts = replace(facts, model_config=MODEL | scaling)
         assert found(facts, "model.length")[0].status is status
+
+
+def test_only_settings_of_slurm_without_effect_are_reported() -> None:
+    used = {"environment": {"A": "1"}, "pass_environment": ["TOKEN"], "gpu_type": "h100"}
+    assert found(with_spec(slurm=used), "resources.scheduler") == []
+    on_slurm = replace(with_spec(slurm={"partition": "gpu"}), scheduler="slurm")
+    assert found(on_slurm, "resources.scheduler") == []
+    too_many = replace(with_spec(resources={"num_nodes": 9, "gpus_per_node": 9}), scheduler="slurm")
+    for check in ("resources.nodes", "resources.gpus"):
+        assert "RLHF_SCHEDULER" not in found(too_many, check)[0].advice
+
+
+def test_a_model_without_folder_is_not_reported_as_a_tokenizer_too() -> None:
+    unusable = looked_at(tokens={"problem": "it does not exist"}, model={"tokenizer": "", "config": {}, "path": "/m"})
+    missing = replace(unusable, model_folder=ModelFolder(Path("/m"), problem="there is no such folder"))
+    assert found(missing, "content.tokenizer") == []
+    assert found(unusable, "content.tokenizer")[0].status is CheckStatus.BLOCKED, "control"
 
 
 def test_only_nodes_of_the_partition_count() -> None:
@@ -1008,10 +1015,6 @@ def test_findings_of_the_control_plane_itself_are_reported_once() -> None:
     malformed = replace(unsuitable.train, malformed=BadRows(1))
     assert found(replace(unsuitable, train=malformed), "content.columns") == []
     assert found(unsuitable, "content.columns")[0].status is BLOCKED, "nothing else reports it"
-    unusable = looked_at(tokens={"problem": "it does not exist"}, model={"tokenizer": "", "config": {}, "path": "/m"})
-    missing = replace(unusable, model_folder=ModelFolder(Path("/m"), problem="there is no such folder"))
-    assert found(missing, "content.tokenizer") == []
-    assert found(unusable, "content.tokenizer")[0].status is CheckStatus.BLOCKED, "control"
     assert found(looked_at({"num_duplicates": 3}), "content.columns")[0].status is CheckStatus.PASSED
 
 
