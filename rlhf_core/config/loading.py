@@ -4,6 +4,7 @@ Hand-written configs are sparse TOML; the run directory stores the resolved JSON
 key, and all errors of a file are reported at once.
 """
 
+import difflib
 import tomllib
 import warnings
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,7 @@ from rlhf_core.schemas.migration import OldSettings, current_document, current_n
 from rlhf_core.schemas.model import BUILT_TOKENIZERS
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.trainers import trainer_kinds
+from rlhf_core.text.formatting import listed
 
 
 def load(config: str | Path, overrides: Sequence[str] = (), given_as: str = "--set") -> RunSpec:
@@ -113,7 +115,24 @@ def find(config: str | Path) -> Path:
     if str(config) in PRESETS:
         return preset_path(str(config))
     kind = "is a folder" if path.is_dir() else "does not exist"
-    raise BadConfig(f"config file {path.absolute()} {kind}{nearest_preset(str(config))}")
+    raise BadConfig(f"config file {path.absolute()} {kind}{_other_config(str(config))}")
+
+
+def _other_config(config: str) -> str:
+    """Hint for a config that is not there: a preset for a bare word, the configs of its folder for a path."""
+    path = Path(config)
+    is_word = path.name == config and not path.suffix and not path.is_dir()
+    if is_word or difflib.get_close_matches(path.stem, PRESETS, n=1, cutoff=0.9):
+        return nearest_preset(path.stem)
+    folder = path if path.is_dir() else path.parent
+    try:
+        names = sorted(one.name for one in folder.glob("*.toml") if one.is_file())
+    except OSError:
+        names = []
+    if not names:
+        return "; `rlhf init` writes one, `rlhf init --help` lists the presets"
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f"; did you mean {folder / near[0]}?" if near else f"; {folder.absolute()} has {listed(names, 8)}"
 
 
 def validate(

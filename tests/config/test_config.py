@@ -273,6 +273,24 @@ def test_a_broken_file_is_named(tmp_path: Path, content: bytes, answer: str) -> 
     assert "broken.toml" in str(caught.value)
 
 
+def test_a_config_that_is_not_there_is_answered_with_those_of_its_folder(
+    minimal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(minimal.parent)
+    folder, other = minimal.parent, minimal.with_name("other.toml")
+    other.write_text(MINIMAL)
+    answers = {
+        "othr.toml": r"does not exist; did you mean other\.toml\?",
+        f"{folder}": rf"is a folder; {folder} has other\.toml, trial\.toml",
+        "nowhere/zzz.toml": "does not exist; `rlhf init` writes one",
+        "quickstart.toml": 'did you mean the preset "quickstart"',
+        "zzz": "shipped presets are quickstart",
+    }
+    for given, answer in answers.items():
+        with pytest.raises(BadConfig, match=answer):
+            config.load(given)
+
+
 def test_a_byte_order_mark_is_passed_over(minimal: Path) -> None:
     expected = config.load(minimal)
     minimal.write_bytes(b"\xef\xbb\xbf" + minimal.read_bytes())
