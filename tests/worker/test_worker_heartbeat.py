@@ -69,6 +69,10 @@ def test_a_phase_is_warm_once_it_was_left_or_after_some_beats(slots: SlotFile) -
         beat.beat(phase, 1)
         warm.append(slots.read(0).warm)
     assert warm == [False, False, True, False, True]
+    beat = Beat(slots.path, 0)
+    for _ in range(2 * WARM_BEATS):
+        beat.beat(Phase.SETUP, 0)
+    assert not slots.read(0).warm, "silences while data and weights are read are not those of a step"
     for _ in range(WARM_BEATS):
         beat.beat(Phase.EVALUATE, 1)
     assert not slots.read(0).warm

@@ -49,7 +49,10 @@ _MEMORY_SUFFIX = ".memory"
 _LEAST_FREE_BYTES = 1 << 20
 
 WARM_BEATS = 16
-"""Beats in a phase after which it is warm, as it also is once left: some roles never leave their phase."""
+"""Beats in a phase after which it is warm, as it also is once left: some roles never leave their phase.
+
+The set-up becomes warm only once left: it beats for every part of data and weights, and the silences between two parts,
+such as the start of an engine, do not recur as those of a step do."""
 
 # Word offsets in the header, and in a slot.
 _MAGIC_AT, _NUM_SLOTS_AT, _, _STOP_AT, _QUESTIONS_AT = range(5)
@@ -307,7 +310,7 @@ class Beat:
         words[self._step_at] = step
         number = _NUMBER[phase]
         self._beats_in_phase += 1
-        if number != self._number or self._beats_in_phase == WARM_BEATS:
+        if number != self._number or (self._beats_in_phase == WARM_BEATS and phase is not Phase.SETUP):
             self._warm |= 1 << self._number
             words[self._warm_at] = self._warm
             words[self._phase_at] = self._number = number
