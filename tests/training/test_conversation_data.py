@@ -40,6 +40,13 @@ def test_tools_of_a_conversation_are_in_its_prompt(tmp_path: Path, algorithm: st
     assert [one.prompt for one in encoded.rows] == ["add(a,b);u:1+1?|a:"] * 2 + ["u:1+1?|a:"] * 4
     taught = {"sft": "target", "dpo": "chosen"}.get(algorithm)
     assert {getattr(one, taught) for one in encoded.rows if taught} <= {"add(1,1)|"}, "a turn that only calls a tool"
+    two_functions = [{"function": {"name": "add", "arguments": {"a": 1, "city": None}}}]  # as Parquet has them
+    path.write_text(json.dumps({**row, "answer": [{**calls[0], "tool_calls": two_functions}], "chosen": calls}))
+    (read,) = load_data(spec, "train")[0]
+    assert "city" not in str(read.chat and read.chat.target)
+    path.write_text(json.dumps({**row, "tools": [{"name": "\ud800"}]}))
+    with pytest.raises(BadData, match=r"rows\.jsonl:1: a text holds half of a surrogate pair"):
+        load_data(spec, "train")
     for wrong in ("add", '["add"]', 7):
         path.write_text(json.dumps({**row, "tools": wrong}))
         with pytest.raises(BadData, match=r'rows\.jsonl:1: expected a list of descriptions .* column "tools"'):

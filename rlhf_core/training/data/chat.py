@@ -39,18 +39,21 @@ def messages_problem(value: JsonValue) -> str:
 
 
 def turns(completion: JsonValue) -> Messages:
-    """A completion as messages: a text is one turn of the model.
-
-    Fields that are null are left out, as in TRL: Parquet gives every message the fields of all others, and templates
-    ask whether a message has one (``'tool_calls' in message`` in Llama 3.1).
-    """
+    """A completion as messages without fields that are null: a text is one turn of the model."""
     if isinstance(completion, list):
-        return [
-            {name: value for name, value in message.items() if value is not None}
-            for message in completion
-            if isinstance(message, Mapping)
-        ]
+        return [without_nulls(message) for message in completion if isinstance(message, Mapping)]
     return [{"role": "assistant", "content": completion}]
+
+
+def without_nulls(value: Any) -> Any:
+    """Leave out fields that are null, as TRL does, also those of calls of functions and of their descriptions.
+
+    Parquet gives every message the fields of all others, and every call the arguments of all other functions. Templates
+    ask whether a message has a field (``'tool_calls' in message`` in Llama 3.1), and write arguments as JSON.
+    """
+    if isinstance(value, Mapping):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def common_beginning(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:

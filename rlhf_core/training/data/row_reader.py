@@ -14,7 +14,7 @@ from pydantic import JsonValue
 from rlhf_core.errors import BadConfig
 from rlhf_core.files.data_rows import first_answer, label_of, pair_problem, template_columns
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.training.data.chat import common_beginning, content_of, messages_problem, turns
+from rlhf_core.training.data.chat import common_beginning, content_of, messages_problem, turns, without_nulls
 from rlhf_core.training.types import Conversation, Messages, Row
 
 
@@ -226,7 +226,8 @@ class RowReader:
                 f'expected a list of descriptions of functions in column "{name}" (data.tools_column), found '
                 f"{given!r:.60}"
             )
-        tools: list[dict[str, JsonValue]] = _without_nulls(value)
+        tools: list[dict[str, JsonValue]] = without_nulls(value)
+        _check_text(_as_json(tools))
         return tools
 
     def _filled(self, name: str, fields: Mapping[str, JsonValue], columns: Mapping[str, JsonValue]) -> str:
@@ -302,13 +303,6 @@ def _require_value(name: str, value: object) -> None:
 def _plain(value: Any) -> Any:
     """Lists and Python's own values for those of NumPy, which generators take from tables."""
     return list(value) if isinstance(value, tuple) else value.tolist() if hasattr(value, "tolist") else value
-
-
-def _without_nulls(value: Any) -> Any:
-    """Leave out fields that are null: Parquet gives every description of a function the fields of all others."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _as_json(value: object) -> str:
