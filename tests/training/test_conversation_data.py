@@ -94,11 +94,29 @@ def test_texts_and_messages_get_the_same_chat_template(tmp_path: Path, algorithm
     assert (same.uid, encode_prompts([same], tokenizer, bare.data).rows[0].prompt) == (row.uid, ASKED_BY_TEXT)
 
 
+@pytest.mark.parametrize("algorithm", ["sft", "grpo", "dpo"])
+def test_a_prompt_of_text_goes_with_completions_of_messages_in_a_chat(tmp_path: Path, algorithm: str) -> None:
+    path, tokenizer = tmp_path / "rows.jsonl", char_tokenizer()
+    path.write_text(
+        json.dumps({"prompt": "1+1?", "answer": answer_turn("2"), "chosen": answer_turn("2"), "rejected": "3"})
+    )
+    spec = spec_of(algorithm, train=str(path), chat=True, system_prompt="Be brief.", prompt_template="Q: {prompt}")
+    (row,) = encode_prompts(load_data(spec, "train")[0], tokenizer, spec.data).rows
+    assert row.prompt == ASKED_BY_TEXT
+    assert {"sft": row.target, "dpo": row.chosen}.get(algorithm, "2<|im_end|>\n") == "2<|im_end|>\n"
+    assert row.answer == "2" or algorithm == "dpo"
+    if algorithm == "sft":
+        with pytest.raises(BadData, match=r"rows\.jsonl:1: answer: expected a text beside a prompt of text"):
+            load_data(spec_of("sft", train=str(path)), "train")
+
+
 def test_texts_of_a_chat_are_checked_as_others_are(tmp_path: Path) -> None:
     with pytest.raises(BadData, match="the prompt is empty"):
         load(tmp_path, {"prompt": "", "chosen": "2", "rejected": "3"}, chat=True)
     with pytest.raises(BadData, match="the rejected completion is empty"):
         load(tmp_path, {"prompt": "1", "chosen": "2", "rejected": ""}, chat=True)
+    with pytest.raises(BadData, match="the prompt is empty"):
+        load(tmp_path, {"prompt": "", "chosen": answer_turn("2"), "rejected": "3"}, chat=True)
     with pytest.raises(BadConfig, match=r"found data\.system_prompt and a prompt of text .*; set data\.chat"):
         load(tmp_path, GOOD, system_prompt="Be brief.")
 

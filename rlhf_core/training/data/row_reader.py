@@ -58,6 +58,14 @@ class RowReader:
             if name in fields:
                 _require_value(name, fields[name])
         is_chat = any(isinstance(fields[name], list) for name in ("prompt", *completions))
+        answer = fields.get("answer")
+        if not is_chat and isinstance(answer, list) and not messages_problem(answer):
+            is_chat = self._data.chat
+            if self._teaches_answers and not is_chat and "answer" in self._used["target"]:
+                raise MalformedRow(
+                    "answer: expected a text beside a prompt of text, found a list of messages; set data.chat, or make "
+                    "the prompt a list of messages too"
+                )
         if is_chat:
             row = self._conversation(fields, columns, place)
         elif self._data.chat:
@@ -163,14 +171,19 @@ class RowReader:
 
     def _conversation(self, fields: Mapping[str, JsonValue], columns: Mapping[str, JsonValue], place: str) -> Row:
         """Make a row of messages. Templates apply to text only; the tokenizer's chat template renders messages."""
-        if self._templates["prompt"] != "{prompt}":
+        given = fields["prompt"]
+        if not isinstance(given, list) and self._data.chat:
+            text = self._filled("prompt", fields, columns)
+            if not text:
+                raise MalformedRow("the prompt is empty")
+            given = [{"role": "user", "content": text}]
+        elif self._templates["prompt"] != "{prompt}":
             raise BadConfig(
                 f"found data.prompt_template = {self._templates['prompt']!r} and a prompt of messages ({place}), which "
                 "the chat template of the tokenizer renders instead; leave data.prompt_template out, or use text"
             )
-        given = fields["prompt"]
         if not isinstance(given, list):
-            raise MalformedRow(f"expected a list of messages as prompt as well, found {given!r:.60}")
+            raise MalformedRow(f"expected a list of messages as prompt as well, found {given!r:.60}; or set data.chat")
         completions: dict[str, Messages] = {}
         for name, column in (("target", "answer"), ("chosen", "chosen"), ("rejected", "rejected")):
             value = fields.get(column) if name == "target" or self._pairs else None
