@@ -120,11 +120,12 @@ class _Scan:
             self._malformed.add(line, f'expected true or false in column "{data.label_column}"')
             return
         whole = row[data.messages_column] if data.messages_column else None
-        if isinstance(whole, list):
-            first = first_answer(whole)
-            row = {**row, data.prompt_column: whole[:first], data.answer_column: [] if first is None else whole[first:]}
+        first = first_answer(whole) if isinstance(whole, list) else None
+        if isinstance(whole, list) and first:
+            row = {**row, data.prompt_column: whole[:first], data.answer_column: whole[first:]}
         elif data.messages_column:
-            self._malformed.add(line, f'expected a list of messages in column "{data.messages_column}"')
+            message = f'expected messages of the user, then of the model, in column "{data.messages_column}"'
+            self._malformed.add(line, message)
             return
         given = row.get(data.prompt_column)
         if given in (None, "", []):

@@ -227,10 +227,10 @@ def test_settings_of_texts_and_pairs_do_not_go_with_whole_conversations() -> Non
 
 def test_preflight_reads_whole_conversations(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    conversations: list[Any] = [WHOLE, WHOLE[:2], WHOLE, WHOLE[1:], "hi", None]
+    conversations: list[Any] = [WHOLE, WHOLE[:2], WHOLE, WHOLE[1:], "hi", None, ASKED]
     path.write_text("".join(json.dumps({"messages": one}) + "\n" for one in conversations) + "{}\n")
     spec = spec_of("sft", train=str(path), messages_column="messages")
     found = scan(path, spec.data, kinds=spec.data_kinds)
-    assert ([problem.line for problem in found.malformed.first], found.empty_prompts.count) == ([5, 6, 7], 1)
+    assert ([problem.line for problem in found.malformed.first], found.empty_prompts.count) == ([4, 5, 6, 7, 8], 0)
     assert (found.duplicates.count, found.contradictions.count) == (1, 0)
-    assert len(found.prompt_hashes) == 2
+    assert len(found.prompt_hashes) == 1
