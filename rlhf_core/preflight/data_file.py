@@ -132,6 +132,7 @@ class _Scan:
             # In a pair without a prompt column, both completions contain the prompt.
             given = row[data.chosen_column] if self._pairs else ""
         prompt = str(given)
+        tools = row.get(data.tools_column) if data.tools_column else None
         learned = [str(row[data.answer_column])] if self._answers_needed else []
         if self._pairs:
             pair = row[data.chosen_column], row[data.rejected_column]
@@ -140,7 +141,8 @@ class _Scan:
                 return
             learned += map(str, pair)
         try:
-            encoded, answer = prompt.encode(), "\0".join(learned).encode()
+            # The same question with other tools is another prompt.
+            encoded, answer = f"{prompt}{tools or ''}".encode(), "\0".join(learned).encode()
         except UnicodeEncodeError:
             self._malformed.add(line, "a text contains an unpaired surrogate, which is not valid Unicode")
             return

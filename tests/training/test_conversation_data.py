@@ -225,6 +225,17 @@ def test_settings_of_texts_and_pairs_do_not_go_with_whole_conversations() -> Non
         spec_of("dpo", train="x", messages_column="messages")
 
 
+def test_preflight_compares_rows_with_their_tools(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    row = {"prompt": ASKED, "answer": "2"}
+    tools: list[Any] = [[{"name": "add"}], [{"name": "ask"}], [], None, [{"name": "add"}]]
+    path.write_text("".join(json.dumps({**row, "tools": one}) + "\n" for one in tools))
+    for column, expected in (("tools", [4, 5]), ("", [2, 3, 4, 5])):
+        spec = spec_of("sft", train=str(path), tools_column=column)
+        found = scan(path, spec.data, kinds=spec.data_kinds)
+        assert [problem.line for problem in found.duplicates.first] == expected
+
+
 def test_preflight_reads_whole_conversations(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     conversations: list[Any] = [WHOLE, WHOLE[:2], WHOLE, WHOLE[1:], "hi", None, ASKED]

@@ -169,7 +169,8 @@ def _read(spec: RunSpec) -> tuple[dict[str, SplitReport], dict[str, list[Row]]]:
 
 def _content(row: Row) -> tuple[str, ...]:
     rest = repr(row.chat.target) if row.chat is not None and row.chat.is_whole else ""  # after its first answer
-    return row.prompt, row.answer, row.chosen, row.rejected, rest
+    tools = repr(row.chat.tools) if row.chat is not None else ""
+    return row.prompt, row.answer, row.chosen, row.rejected, rest, tools
 
 
 def _lacks_its_tools(row: Row) -> bool:
