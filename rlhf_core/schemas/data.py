@@ -100,6 +100,12 @@ class DataSpec(Schema):
                     f"found data.messages_column and data.{name}, which is for texts; leave data.{name} out: the chat "
                     "template of the tokenizer renders messages"
                 )
+        for name in ("prompt_column", "answer_column"):
+            if self.messages_column and getattr(self, name) != defaults[name].default:
+                raise ValueError(
+                    f"found data.messages_column and data.{name}, which it replaces; leave data.{name} out: the prompt "
+                    "and the reference answer are messages of the conversation"
+                )
         return self
 
     @model_validator(mode="after")

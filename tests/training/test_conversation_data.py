@@ -221,6 +221,9 @@ def test_settings_of_texts_and_pairs_do_not_go_with_whole_conversations() -> Non
     for name, value in (("chat", True), ("prompt_template", "Q: {prompt}"), ("completion_template", "A: {answer}")):
         with pytest.raises(ValidationError, match=rf"found data\.messages_column and data\.{name}, which is for texts"):
             spec_of("sft", train="x", messages_column="messages", **{name: value})
+    for name in ("prompt_column", "answer_column"):
+        with pytest.raises(ValidationError, match=rf"found data\.messages_column and data\.{name}, which it replaces"):
+            spec_of("sft", train="x", messages_column="messages", **{name: "solution"})
     with pytest.raises(ValidationError, match=r"found data\.messages_column and loops\.main with dpo"):
         spec_of("dpo", train="x", messages_column="messages")
 
