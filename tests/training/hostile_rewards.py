@@ -127,13 +127,13 @@ def not_by_one(*, completions: list[str], **columns: Any) -> list[float]:
     return [1.0 for _ in completions]
 
 
-_calls: list[int] = []
+calls: list[int] = []
 
 
 def failing_once(*, completions: list[str], **columns: Any) -> list[float]:
     """Fail in the first call of its process, as a service does that is not there for a moment; then draw at random."""
-    _calls.append(len(completions))
-    if len(_calls) == 1:
+    calls.append(len(completions))
+    if len(calls) == 1:
         raise ConnectionError("502 Bad Gateway")
     return [random.random() for _ in completions]
 

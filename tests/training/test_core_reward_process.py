@@ -11,6 +11,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
+import hostile_rewards
 import psutil
 import pytest
 from fork_server import fork_server
@@ -126,8 +127,16 @@ def test_what_a_function_does_not_judge_is_left_to_the_others() -> None:
     assert (found.total, found.num_failed, found.warnings) == ([7.0, 1.0, 3.0], 0, [])
     assert found.by_function == {"on_digits": [7.0, None, 3.0], "on_letters": [None, 2.0, None]}
     assert str(raised.value).startswith(
-        "every reward function returned None for 2 of 3 completions, first for completion 1 ('?', prompt 1-0); expected"
+        "every reward function that counts returned None for 2 of 3 completions, first for completion 1 ('?', prompt "
     )
+    assert str(raised.value).endswith('or set reward.on_failure = "zero" to count them as 0')
+    with (
+        scorer("on_digits", "well", weights=[1.0, 0.0], timeout_s=0) as one,
+        pytest.raises(RewardFailed, match=r"that counts returned None for 1 of 2 completions"),
+    ):
+        one.score(rows(2), ended(["7", "?"]), 1, lambda: None)
+    with scorer("on_digits", "well", weights=[0.0, 0.0], timeout_s=0) as one:
+        assert one.score(rows(2), ended(["7", "?"]), 1, lambda: None).total == [0.0, 0.0], "only measured"
     with scorer("on_digits", on_failure="zero", timeout_s=0) as one:
         found = one.score(rows(2), ended(["7", "?"]), 1, lambda: None)
         again = one.score(rows(2), ended(["7", "?"]), 1, lambda: None)
@@ -140,7 +149,7 @@ def test_an_evaluation_has_a_score_for_every_completion() -> None:
     measured = with_changes(spec("well"), {"evaluate.scorer": "hostile_rewards:on_digits", "reward.timeout_s": 0})
     one = RewardScorer(measured)
     assert one.evaluate(rows(2), ended(["7", "8"]), lambda: None) == [7.0, 8.0]
-    with pytest.raises(RewardFailed, match=r"on_digits returned None for completion 1 \('x', prompt 1-0\)"):
+    with pytest.raises(RewardFailed, match=r"scorer on_digits returned None for completion 1 \('x', .*; return a"):
         one.evaluate(rows(2), ended(["7", "x"]), lambda: None)
 
 
@@ -180,6 +189,16 @@ def test_a_failure_that_is_over_when_the_function_is_called_again_changes_nothin
     with contextlib.closing(RewardScorer(measured, 1)) as one:
         assert len(one.evaluate(rows(count), ended(texts), lambda: None)) == count
     assert "warning: On rank 1, reward function failing_once raised ConnectionError" in capfd.readouterr().out
+
+
+def test_a_failure_in_an_evaluation_does_not_hide_that_in_training(capsys: pytest.CaptureFixture[str]) -> None:
+    path = "hostile_rewards:failing_once"
+    one = RewardScorer(with_changes(spec(path, timeout_s=0), {"evaluate.scorer": path}))
+    hostile_rewards.calls.clear()
+    one.evaluate(rows(2), ended(["a", "b"]), lambda: None)
+    hostile_rewards.calls.clear()
+    assert len(one.score(rows(2), ended(["a", "b"]), 1, lambda: None).warnings) == 1
+    assert capsys.readouterr().out.count("but not when it was called again") == 1
 
 
 def test_what_is_too_slow_for_many_needs_more_time() -> None:

@@ -92,6 +92,18 @@ class RewardFailures:
             as_one,
         )
 
+    def refuse_scorer(self, name: str, index: int, made: Completions) -> NoReturn:
+        """Stop the run for a scorer of evaluations that does not judge a completion.
+
+        Raises:
+            RewardFailed: always.
+        """
+        raise RewardFailed(
+            f"evaluate.scorer {name} returned None for completion {index} ({shown(made.completions[index].text)}, "
+            f"prompt {made.rows[index].uid}); return a finite number for every completion, because a mean over some "
+            "of them would not be comparable"
+        )
+
     def new_warnings(self, found: SourceScores, made: Completions) -> list[str]:
         """Warnings about a function or model, each of its kind only once."""
         count, warnings = len(made.completions), dict[tuple[str, str], str]()
@@ -142,7 +154,7 @@ class RewardFailures:
         )
 
     def about_unjudged(self, unjudged: Sequence[int], made: Completions, allowed: float) -> list[str]:
-        """Warning about completions for which every function returned None, once.
+        """Warning about completions for which every function that counts returned None, once.
 
         Raises:
             RewardFailed: there are more than ``allowed``.
@@ -151,11 +163,15 @@ class RewardFailures:
             return []
         first = unjudged[0]
         found = (
-            f"every reward function returned None for {len(unjudged)} of {len(made.completions)} completions, first "
-            f"for completion {first} ({shown(made.completions[first].text)}, prompt {made.rows[first].uid})"
+            f"every reward function that counts returned None for {len(unjudged)} of {len(made.completions)} "
+            f"completions, first for completion {first} ({shown(made.completions[first].text)}, "
+            f"prompt {made.rows[first].uid})"
         )
         if len(unjudged) > allowed:
-            raise RewardFailed(f"{found}; expected a number from at least one of them for each completion")
+            if allowed:
+                found = f"{found}, more than reward.max_failed_share = {self._reward.max_failed_share:g}"
+            zero = "" if allowed else ', or set reward.on_failure = "zero" to count them as 0'
+            raise RewardFailed(f"{found}; return a number, or add a function that judges such completions{zero}")
         warning = f"On rank {self._rank}, {found}. They count as 0 (reward.on_failure)."
         return self._unreported({("", "unjudged"): warning})
 

@@ -90,6 +90,8 @@ class RewardScorer:
         paths = [*self._functions.values(), *self._evaluation.values()]
         self._process = RewardProcess(paths) if paths and spec.reward.timeout_s else None
         self._failures = RewardFailures(spec.reward, self._weights, rank)
+        # Its own, so that a warning in an evaluation does not replace the incident of the same kind in training.
+        self._measuring = RewardFailures(spec.reward, {}, rank)
         self._models: ScoringModels | None = None
 
     def use(self, models: ScoringModels) -> None:
@@ -143,7 +145,7 @@ class RewardScorer:
         Raises:
             BadConfig: a function cannot be imported.
             RewardFailed: a function failed and ``reward.on_failure`` is ``stop``, or failed for too many completions;
-                being judged by none counts as a failure of a completion.
+                being judged by none that counts is a failure of a completion.
         """
         made = Completions(rows, completions)
         seed, allowed = self._seed(step, sampling_round), self._failures.num_allowed(len(completions))
@@ -158,7 +160,8 @@ class RewardScorer:
         # A failure counts as 0, except of what has the weight 0 and is only measured.
         lost = {index for one in counting for index in one.problems}
         rewards = [0.0 if index in lost else value for index, value in enumerate(total)]
-        unjudged = [index for index in range(len(total)) if all(one.raw[index] is None for one in sources)]
+        judging = counting or sources  # with all weights 0, rewards are only measured
+        unjudged = [index for index in range(len(total)) if all(one.raw[index] is None for one in judging)]
         warnings = [text for one in sources for text in self._failures.new_warnings(one, made)]
         warnings += self._failures.about_unjudged(unjudged, made, allowed)
         failed = {*unjudged, *(index for one in sources for index in one.problems)}
@@ -196,12 +199,11 @@ class RewardScorer:
         else:
             ((name, path),) = self._evaluation.items()
             found = self._by_function(name, path, made, self._seed(0, 0), beat, 0.0)
-        for warning in self._failures.new_warnings(found, made):
+        for warning in self._measuring.new_warnings(found, made):
             print(f"warning: {warning}", flush=True)
         scores = [value for value in found.raw if value is not None]
         if len(scores) < len(completions):
-            index = found.raw.index(None)
-            self._failures.refuse("function", name, {index: RewardCall(failure="returned None")}, 0.0, made)
+            self._measuring.refuse_scorer(name, found.raw.index(None), made)
         return scores
 
     def _by_function(
