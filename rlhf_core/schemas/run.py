@@ -146,9 +146,12 @@ class RunSpec(Schema):
 
     @model_validator(mode="after")
     def _has_the_answers_that_it_needs(self) -> Self:
-        compared = {*(self.reward.functions if self.any_loop_samples else ()), self.evaluate.scorer} & COMPARE_ANSWERS
-        needs = [] if self.makes_reward_model else sorted(compared)
         algorithms = [loop.algorithm for loop in self.loops.named.values()]
+        only_pairs = bool(algorithms) and all(algorithm.pairs for algorithm in algorithms)  # then not completed
+        used = set(self.reward.functions if self.any_loop_samples else ())
+        if self.is_evaluated and self.evaluate.completions and not only_pairs:
+            used.add(self.evaluate.scorer)
+        needs = sorted(used & COMPARE_ANSWERS)
         needs += [algorithm.name for algorithm in algorithms if not (algorithm.samples or algorithm.pairs)]
         if needs and not self.data.answer_column:
             raise ValueError(
@@ -169,6 +172,11 @@ class RunSpec(Schema):
             raise ValueError(
                 f"found evaluate.scorer = {self.evaluate.scorer}, and a main loop that trains a reward model, which "
                 "writes no completions to score; leave evaluate.scorer out"
+            )
+        if name and not self.evaluate.completions:
+            raise ValueError(
+                f"found evaluate.scorer = {self.evaluate.scorer} and evaluate.completions = false, with which there "
+                "are no completions to score; leave one of them out"
             )
         return self
 
@@ -371,8 +379,10 @@ class RunSpec(Schema):
                 are needed as pairs only.
         """
         answered = pairs_have_answers if self.data_kinds == {"pair"} else self.has_references
-        needs_none = bool(self.evaluate.scorer_model) or not self.data.answer_column
-        return self.evaluate.completions and not self.makes_reward_model and (answered or needs_none)
+        if not self.data.answer_column:
+            answered = self.evaluate.scorer not in COMPARE_ANSWERS
+        can_be_scored = answered or bool(self.evaluate.scorer_model)
+        return self.evaluate.completions and not self.makes_reward_model and can_be_scored
 
     @property
     def has_references(self) -> bool:

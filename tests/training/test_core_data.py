@@ -113,6 +113,31 @@ def test_what_needs_answers_is_named_where_there_are_none(sections: dict[str, An
         without_answers(**sections)
 
 
+def test_answers_are_asked_for_only_where_evaluations_use_them() -> None:
+    """Such specs were valid before rows without answers could be scored, and are read again from run directories."""
+    rate = {"learning_rate": 1e-4}
+    dpo = {"main": {"algorithm": {"name": "dpo"}, "num_steps": 1, "optimizer": rate}}
+    base = {
+        "name": "t",
+        "data": {"train": "a.jsonl", "answer_column": ""},
+        "model": without_answers().model_dump()["model"],
+    }
+    pairs = RunSpec.model_validate({**base, "loops": dpo})
+    assert [pairs.completes_held_out(pairs_have_answers=have) for have in (False, True)] == [False, False]
+    assert pairs.evaluations == ("preference", "loss")
+    judged = with_changes(pairs, {"evaluate.scorer": "my_judge:judged"})
+    assert judged.completes_held_out(pairs_have_answers=False)
+    external = {
+        "name": "t",
+        "data": {"answer_column": ""},
+        "trainer": {"kind": "command", "argv": ["x"], "num_steps": 1},
+    }
+    RunSpec.model_validate(external)
+    with pytest.raises(ValidationError, match=r"needed by .*:exact_match"):
+        RunSpec.model_validate({**external, "data": {"answer_column": "", "eval": "b.jsonl"}})
+    assert without_answers(evaluate={"completions": False}).evaluations == ()
+
+
 def test_equal_prompts_have_different_identities(load: Callable[..., Any]) -> None:
     rows, _ = load(GOOD + '{"question": "2+2?", "answer": "4"}\n' + GOOD)
     uids = [row.uid for row in rows]

@@ -448,6 +448,7 @@ def test_a_reward_model_measures_by_its_raw_scores_and_without_counting_them() -
             {"loops": {"main": {**SFT, "algorithm": {"name": "reward_model"}, "num_steps": 1}}},
             "writes no completions to score",
         ),
+        ({"evaluate": {"scorer": "reward.models.good", "completions": False}}, "there are no completions to score"),
     ],
 )
 def test_a_model_that_can_score_no_evaluation_is_refused(sections: dict[str, Any], words: str) -> None:
