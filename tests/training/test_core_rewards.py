@@ -272,12 +272,14 @@ def test_an_exception_is_named() -> None:
 @pytest.mark.filterwarnings("error")
 def test_an_async_function_is_run_in_one_event_loop() -> None:
     """A client that it keeps between calls belongs to the loop in which it was opened."""
-    loops = set[asyncio.AbstractEventLoop]()
+    loops, late = set[asyncio.AbstractEventLoop](), list[str]()
 
     async def judged(text: str) -> float:
         await asyncio.sleep(0)
         if text == "bad":
             raise ConnectionError("502 Bad Gateway")
+        await asyncio.sleep(0.05)
+        late.append(text)
         return float(text == "x")
 
     async def rewards(*, completions: list[str], **columns: Any) -> list[float]:
@@ -287,6 +289,9 @@ def test_an_async_function_is_run_in_one_event_loop() -> None:
     assert call(rewards) == call(rewards) == [0.0, 1.0, 0.0]
     with pytest.raises(RewardFailed, match=r"f raised ConnectionError: 502 Bad Gateway \(.*test_core_rewards.py, line"):
         rewards_of("f", rewards, ROWS, ended(["bad", "x", "2"]))
+    late.clear()
+    call(rewards)
+    assert late == ["0", "x", "2"], "requests of the failed call do not go on"
     assert len(loops) == 1
 
 

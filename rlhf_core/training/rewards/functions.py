@@ -192,10 +192,26 @@ def call_reward(function: RewardFunction, arguments: RewardArguments) -> RewardC
     try:
         returned: object = function(**_taken(function, arguments))
         if isinstance(returned, Coroutine):
-            returned = _event_loop().run_until_complete(returned)
+            returned = _run(returned)
         return _checked(returned, count)
     except Exception as error:  # noqa: BLE001 - user code may raise anything; the run must say whose code it was
         return RewardCall(failure=_error_text(error), error=error)
+
+
+def _run(coroutine: Coroutine[object, object, object]) -> object:
+    """Result of a coroutine. If it raises, everything else that it started is cancelled, as by ``asyncio.run``: the
+    call may be repeated, and its requests must not go on beside those of the next one."""
+    import asyncio
+
+    loop = _event_loop()
+    try:
+        return loop.run_until_complete(coroutine)
+    except Exception:
+        if left := asyncio.all_tasks(loop):
+            for task in left:
+                task.cancel()
+            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        raise
 
 
 @lru_cache(maxsize=1)
