@@ -90,11 +90,12 @@ different number of ranks is fine.
 **Reward functions.** A reward function runs in a separate process beside each rank, without torch. If it takes longer
 than `reward.timeout_s` for the completions of a step, or its process exits, the rank survives: the process and
 everything it started are killed, and a new one is started. A call that fails otherwise, for instance because a service
-did not answer, is repeated once with the same seed; if it succeeds then, an incident records the failure, and nothing
-else changes. If not, the completions are halved repeatedly to find the one that makes it fail. With
-`reward.on_failure = "stop"`, the run ends with an error that names the function, completion and prompt. With `"zero"`,
-the completion scores 0, the first failure of each function on a rank is recorded as an incident, and the run continues;
-it ends if more than `reward.max_failed_share` of a step fail. A failing scorer of evaluations always ends the run.
+did not answer, is repeated once; if it succeeds then, an incident records the failure, and nothing else changes,
+because it has the same seed (not in the trainer's own process, with `reward.timeout_s = 0`). If not, the completions
+are halved repeatedly to find the one that makes it fail. With `reward.on_failure = "stop"`, the run ends with an error
+that names the function, completion and prompt. With `"zero"`, the completion scores 0, the first failure of each
+function on a rank is recorded as an incident, and the run continues; it ends if more than `reward.max_failed_share` of
+a step fail. A failing scorer of evaluations always ends the run.
 
 **Late nodes.** The agents of all nodes wait for each other for `supervise.join_s` (default {join_s} s) when an attempt
 starts, because nodes that pull a container image or read a cold file system start minutes apart. After that, the

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -136,6 +137,15 @@ def failing_once(*, completions: list[str], **columns: Any) -> list[float]:
     if len(calls) == 1:
         raise ConnectionError("502 Bad Gateway")
     return [random.random() for _ in completions]
+
+
+def killed_by_many(*, completions: list[str], **columns: Any) -> list[float]:
+    """End as if killed by the kernel for lack of memory, for many completions; write a line for each call."""
+    with Path(os.environ["CALLS"]).open("a") as file:
+        file.write(f"{len(completions)}\n")
+    if len(completions) > 4:
+        os.kill(os.getpid(), 9)
+    return [1.0 for _ in completions]
 
 
 def slow_for_many(*, completions: list[str], **columns: Any) -> list[float]:

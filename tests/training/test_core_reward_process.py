@@ -201,6 +201,18 @@ def test_a_failure_in_an_evaluation_does_not_hide_that_in_training(capsys: pytes
     assert capsys.readouterr().out.count("but not when it was called again") == 1
 
 
+def test_what_ends_its_process_for_many_is_not_called_again_with_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a node that has just run out of memory, it would take that memory once more."""
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    with scorer("killed_by_many", on_failure="zero", timeout_s=30.0) as one:
+        found = one.score(rows(8), ended(["good"] * 8), 1, lambda: None)
+    assert found.total == [1.0] * 8
+    assert "had its process ended by SIGKILL, most likely for memory for 8 completions at once" in found.warnings[0]
+    assert (tmp_path / "calls").read_text().split() == ["8", "4", "4"]
+
+
 def test_what_is_too_slow_for_many_needs_more_time() -> None:
     with scorer("slow_for_many", timeout_s=2.0, on_failure="zero") as one:
         found = one.score(rows(8), ended(["good"] * 8), 1, lambda: None)

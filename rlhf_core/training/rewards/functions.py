@@ -178,6 +178,8 @@ class RewardCall:
     """Exception that it raised, if called in this process."""
     trace: str = ""
     """Traceback of its exception, if called in its own process."""
+    returned: bool = True
+    """False if the call was ended: it exceeded its time, or its process exited."""
 
 
 def call_reward(function: RewardFunction, arguments: RewardArguments) -> RewardCall:

@@ -92,7 +92,7 @@ class RewardProcess:
         try:
             answer = self._exchange(CallRequest(path, arguments, seed), timeout_s, beat)
         except _NoAnswer as failure:
-            return RewardCall(failure=str(failure))
+            return RewardCall(failure=str(failure), returned=False)
         problems = {int(index): problem for index, problem in answer.get("problems", {}).items()}
         return RewardCall(answer.get("values", []), problems, answer.get("failure", ""), trace=answer.get("trace", ""))
 

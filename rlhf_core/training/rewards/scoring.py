@@ -1,10 +1,10 @@
 """Rewards of a rank's completions: weighted functions with time limits, and the handling of failures.
 
-A function is called once for all completions. If that fails, other than by exceeding its time, it is called once more,
-because a failure of a service that it uses may be over. If that fails as well, bisection finds the completion that it
-fails for: an error that names it is quick to reproduce, and the others are unaffected. A part of the completions gets
-the same fraction of the time limit, but at least a sixteenth, so that one endless completion costs little more than the
-time limit once more.
+A function is called once for all completions. If that fails, other than by exceeding its time or ending its process, it
+is called once more, because a failure of a service that it uses may be over. If that fails as well, bisection finds the
+completion that it fails for: an error that names it is quick to reproduce, and the others are unaffected. A part of the
+completions gets the same fraction of the time limit, but at least a sixteenth, so that one endless completion costs
+little more than the time limit once more.
 """
 
 import math
@@ -18,7 +18,7 @@ from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.scoring_models import ScoringModelState
 from rlhf_core.training.rewards.failures import Completions, RewardFailures, SourceScores
 from rlhf_core.training.rewards.functions import RewardCall, call_reward, load_reward, reward_arguments
-from rlhf_core.training.rewards.process import NO_RESPONSE, RewardProcess
+from rlhf_core.training.rewards.process import RewardProcess
 from rlhf_core.training.rewards.scoring_models import ModelScores, SampledText, ScoringModels
 from rlhf_core.training.types import Completion, Row
 
@@ -219,7 +219,7 @@ class RewardScorer:
             first, end = pending.pop()
             share = (end - first) / max(count, 1)
             called = self._call(path, made.part(first, end), seed, beat, share)
-            if end - first == count and called.failure and not called.failure.startswith(NO_RESPONSE):
+            if end - first == count and called.failure and called.returned:
                 # With the same seed, so that a passing failure leaves no trace in the rewards.
                 again = self._call(path, made, seed, beat, share)
                 passing, called = (None if again.failure else called), again
