@@ -1,6 +1,7 @@
 """Reward functions in a separate process: a call that would hang or kill a trainer costs one answer, and is named."""
 
 import contextlib
+import dataclasses
 import math
 import os
 import subprocess
@@ -24,7 +25,7 @@ from rlhf_core.training.rewards import process as process_module
 from rlhf_core.training.rewards.functions import reward_arguments
 from rlhf_core.training.rewards.process import MARK_VARIABLE, RewardProcess
 from rlhf_core.training.rewards.scoring import RewardScorer, reward_names
-from rlhf_core.training.types import Row
+from rlhf_core.training.types import Conversation, Row
 
 WELL = "hostile_rewards:well"
 
@@ -257,6 +258,13 @@ def test_rewards_are_summed_with_weights_and_kept_apart(timeout_s: float) -> Non
     assert found.total == [1.5, -0.5, 1.5]
     assert found.by_function == {"exact_match": [1.0, 0.0, 1.0], "well": [1.0, 1.0, 1.0]}
     assert (found.num_failed, found.warnings) == (0, [])
+
+
+def test_a_reference_answer_is_compared_with_what_was_written_only() -> None:
+    chat = Conversation([{"role": "user", "content": "0?"}, {"role": "assistant", "content": "It is "}])
+    row = dataclasses.replace(rows(1)[0], chat=chat)
+    with scorer("rlhf_core.training.rewards:exact_match", conversations="messages", timeout_s=0) as one:
+        assert one.score([row], ended(["0"]), 1, lambda: None).total == [1.0]
 
 
 def test_a_function_has_its_path_as_its_name_where_its_own_means_something_else() -> None:

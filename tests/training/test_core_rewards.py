@@ -231,6 +231,9 @@ def test_a_function_of_trl_is_given_messages() -> None:
         rewards_of("f", by_trl, rows, made)
     for function in (exact_match, gsm8k_answer):
         assert rewards_of("f", function, rows, made, "messages") == rewards_of("f", function, rows, made) == [0.0, 1.0]
+    begun = Conversation([*CHAT, {"role": "assistant", "content": "<think>"}])
+    given = reward_arguments([dataclasses.replace(CONVERSATION, chat=begun)], ended(["2"]), "messages").always
+    assert (given["prompts"], given["completions"]) == ([CHAT], [[{"role": "assistant", "content": "<think>2"}]])
     text = reward_arguments(ROWS, ended("abc"), "messages")
     assert text == reward_arguments(ROWS, ended("abc")), "rows of text stay texts"
 

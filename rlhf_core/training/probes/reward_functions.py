@@ -19,6 +19,7 @@ from typing import Any
 from rlhf_core.errors import BadConfig, RewardFailed
 from rlhf_core.machine.parent_death import die_with_parent
 from rlhf_core.schemas.content import RewardTrial, TrialProblem
+from rlhf_core.schemas.rewards import COMPARE_ANSWERS
 from rlhf_core.training.rewards.functions import OPTIONAL, Conversations, RewardFunction, load_reward, rewards_of
 from rlhf_core.training.types import Completion, Row
 
@@ -185,9 +186,10 @@ def _call_twice_in_time(
 ) -> RewardTrial:
     used, texts, right = completions_for(rows)
     completions = [Completion(list(text.encode()), text, True, []) for text in texts]
+    form: Conversations = "text" if path in COMPARE_ANSWERS else conversations
     for _ in range(2):  # the first call may load a model or import a parser, so the second is timed
         started = time.monotonic()
-        rewards = rewards_of(path.partition(":")[2], function, used, completions, conversations)
+        rewards = rewards_of(path.partition(":")[2], function, used, completions, form)
         seconds = time.monotonic() - started
         if time.monotonic() + 2 * seconds > deadline:
             break  # one call of a slow function is enough; a second one, which may take longer, would look like a hang

@@ -29,7 +29,7 @@ from rlhf_core.survival import relative_path_advice
 if TYPE_CHECKING:  # without it, the process of the reward functions starts in a tenth of the time
     from asyncio import AbstractEventLoop
 
-    from rlhf_core.training.types import Completion, Row
+    from rlhf_core.training.types import Completion, Conversation, Row
 
 Rewards = Sequence[float | None]
 RewardFunction = Callable[..., Rewards | Coroutine[object, object, Rewards]]
@@ -243,19 +243,25 @@ def reward_arguments(
     chats = [row.chat if conversations == "messages" else None for row in rows]
     names = dict.fromkeys(name for row in rows for name in row.columns)
     arguments: dict[str, list[Any]] = {name: [row.columns.get(name) for row in rows] for name in names}
-    arguments["prompts"] = [
-        row.prompt if chat is None else [dict(message) for message in chat.prompt]
-        for row, chat in zip(rows, chats, strict=True)
+    pairs: list[tuple[Any, Any]] = [
+        (row.prompt, made.text) if chat is None else _messages(chat, made.text)
+        for row, made, chat in zip(rows, completions, chats, strict=True)
     ]
-    arguments["completions"] = [
-        made.text if chat is None else [{"role": "assistant", "content": made.text}]
-        for made, chat in zip(completions, chats, strict=True)
-    ]
+    arguments["prompts"] = [prompt for prompt, _ in pairs]
+    arguments["completions"] = [completion for _, completion in pairs]
     arguments["answer"] = [row.answer for row in rows]
     token_ids = [list(made.token_ids) for made in completions]
     return RewardArguments(
         arguments, {"completion_ids": token_ids, "finished": [made.finished for made in completions]}
     )
+
+
+def _messages(chat: "Conversation", text: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Prompt and completion as messages. A message of the model that the prompt begins belongs to the completion, as in
+    TRL 1.16.0 (``GRPOTrainer``)."""
+    prompt: list[dict[str, Any]] = [dict(message) for message in chat.prompt]
+    begun = str(prompt.pop().get("content") or "") if prompt[-1].get("role") == "assistant" else ""
+    return prompt, [{"role": "assistant", "content": begun + text}]
 
 
 def rewards_of(

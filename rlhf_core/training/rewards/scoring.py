@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from rlhf_core.schemas.rewards import REWARD_METRICS, RewardSpec
+from rlhf_core.schemas.rewards import COMPARE_ANSWERS, REWARD_METRICS, RewardSpec
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.scoring_models import ScoringModelState
 from rlhf_core.training.rewards.failures import Completions, RewardFailures, SourceScores
-from rlhf_core.training.rewards.functions import RewardCall, call_reward, load_reward, reward_arguments
+from rlhf_core.training.rewards.functions import Conversations, RewardCall, call_reward, load_reward, reward_arguments
 from rlhf_core.training.rewards.process import RewardProcess
 from rlhf_core.training.rewards.scoring_models import ModelScores, SampledText, ScoringModels
 from rlhf_core.training.types import Completion, Row
@@ -242,7 +242,9 @@ class RewardScorer:
 
     def _call(self, path: str, made: Completions, seed: int, beat: Callable[[], None], share: float) -> RewardCall:
         beat()
-        arguments = reward_arguments(made.rows, made.completions, self._reward.conversations)
+        # Reference answers are texts, and do not repeat the beginning of a message that the prompt has.
+        form: Conversations = "text" if path in COMPARE_ANSWERS else self._reward.conversations
+        arguments = reward_arguments(made.rows, made.completions, form)
         if self._process is None:
             called = call_reward(load_reward(path), arguments)
         else:
