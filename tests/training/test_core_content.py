@@ -13,11 +13,11 @@ from core_models import char_tokenizer
 
 from rlhf_core.schemas.content import ContentReport, TrialProblem
 from rlhf_core.schemas.model import BUILT_TOKENIZERS
-from rlhf_core.schemas.run import RunSpec
+from rlhf_core.schemas.run import RunSpec, with_changes
 from rlhf_core.training.data.loading import completion_lengths, prompt_tokens
 from rlhf_core.training.data.tokenizer_cores import build_core
 from rlhf_core.training.data.tokenizers import build_tokenizer
-from rlhf_core.training.probes.content import CoreTokenizer, check_tokenizer
+from rlhf_core.training.probes.content import CoreTokenizer, check_tokenizer, functions_to_try
 from rlhf_core.training.types import Row
 
 ROOT = Path(__file__).parents[2]
@@ -105,6 +105,18 @@ def test_a_scorer_is_tried_on_the_rows_that_it_scores(tmp_path: Path, column: st
     assert (scorer.function, scorer.is_held_out) == ("my_data:scorer", True)
     assert scorer.message.startswith(message)
     assert bool(scorer.problem) is bool(message)
+
+
+def test_defaults_that_a_run_without_answers_never_calls_are_not_tried() -> None:
+    """Preflight reported the rewards of exact_match, which would have been 1 for empty completions."""
+    dpo = {"algorithm": {"name": "dpo"}, "num_steps": 1, "optimizer": {"learning_rate": 1e-4}}
+    base = make_spec().model_dump(mode="json") | {"loops": {"main": dpo}}
+    pairs = RunSpec.model_validate(base)
+    exact = ["rlhf_core.training.rewards:exact_match"]
+    assert functions_to_try(pairs) == (exact, exact)
+    assert functions_to_try(with_changes(pairs, {"data.answer_column": ""})) == ([], [])
+    judged = {"data.answer_column": "", "evaluate.scorer": "my_judge:judged"}
+    assert functions_to_try(with_changes(pairs, judged)) == ([], ["my_judge:judged"])
 
 
 def test_a_generator_that_breaks_is_a_sentence(tmp_path: Path) -> None:

@@ -118,11 +118,21 @@ def _trials(spec: RunSpec, trained: Sequence[Row], held: Sequence[Row]) -> list[
 
     Held-out rows with the same columns need no trial of their own.
     """
-    scorer = [spec.evaluate.scorer_function] if spec.evaluate.scorer_function else []
+    functions, scorer = functions_to_try(spec)
     if not held or _columns(held) == _columns(trained):
-        return _trials_on(spec, [*spec.reward.functions, *scorer], trained)
+        return _trials_on(spec, [*functions, *scorer], trained)
     of_held = [trial.model_copy(update={"is_held_out": True}) for trial in _trials_on(spec, scorer, held)]
-    return [*_trials_on(spec, spec.reward.functions, trained), *of_held]
+    return [*_trials_on(spec, functions, trained), *of_held]
+
+
+def functions_to_try(spec: RunSpec) -> tuple[list[str], list[str]]:
+    """Reward functions, and the scorer if it is a function. Without answers, only those in use: the defaults, which
+    runs on pairs never call, need answers."""
+    has_answers = bool(spec.data.answer_column)
+    functions = spec.reward.functions if has_answers or spec.any_loop_samples else ()
+    is_scored = has_answers or spec.completes_held_out(pairs_have_answers=False)
+    scorer = spec.evaluate.scorer_function if is_scored else ""
+    return list(functions), [scorer] if scorer else []
 
 
 def _trials_on(spec: RunSpec, functions: Sequence[str], rows: Sequence[Row]) -> list[RewardTrial]:
