@@ -226,6 +226,18 @@ def test_completions_of_conversations_end_as_their_turns_do(ranks: Ranks) -> Non
     assert engine.sample.call_args.args[2].end_ids == (turn_end,)
 
 
+def test_an_evaluation_has_begun_before_its_first_pass(ranks: Ranks) -> None:
+    """Out of memory in that pass would be taken for a failure of setup, where smaller batches are not tried."""
+    spec = RunSpec.model_validate(tiny_spec(evaluate={"scorer": HALF}))
+    tokenizer, calls = build_tokenizer("char", [], 0), mock.Mock()
+    calls.engine.sample.side_effect = torch.OutOfMemoryError
+    start = functools.partial(getattr, calls, "engine")
+    evaluator = load_evaluator(spec, ranks, tokenizer, RewardScorer(spec), start, trains_on_samples=False)
+    with pytest.raises(torch.OutOfMemoryError):
+        evaluator.run(build_causal_lm(spec.model.config, tokenizer, 0), "after", 1, calls.beat)
+    assert [call[0] for call in calls.mock_calls] == ["beat", "engine.load", "engine.sample"]
+
+
 def test_evaluations_sample_as_their_own_settings_say(ranks: Ranks) -> None:
     cut = {"top_p": 0.95, "top_k": 20, "min_p": 0.05}
     evaluate = {"scorer": HALF, "temperature": 0.6, "max_new_tokens": 9, **cut}

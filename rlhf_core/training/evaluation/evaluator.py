@@ -98,7 +98,7 @@ class Evaluator:
 
         Args:
             checkpoint_step: optimizer steps that the weights have seen.
-            beat: called after every generated token position and around the scorer.
+            beat: called before sampling, after every generated token position and around the scorer.
             reference: reference of the main loop; None if ``model`` is unchanged since the loop began.
 
         Raises:
@@ -208,6 +208,7 @@ class Evaluator:
         self, model: PreTrainedModel, step: int, how: How, beat: Callable[[], None]
     ) -> list[list[EvaluationSample]]:
         """Scored completions of this rank's prompts."""
+        beat()  # a failure from here on is not one of setup: the first pass comes before the first token
         rows = self.ranks.deal(self.data.rows)
         prompts = [tokens.tolist() for tokens in self.ranks.deal(self.data.token_ids)]
         evaluate, rollout = self.spec.evaluate, self.spec.rollout
