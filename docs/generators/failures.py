@@ -59,10 +59,13 @@ wait between them grows as above.
 
 - **CUDA out of memory**: halve `trainer.micro_batch_size` down to 1; then turn on `trainer.gradient_checkpointing`;
   then use the next `trainer.zero_stage` (with several ranks); then `trainer.offload` (on GPUs); then halve
-  `rollout.batch_size`. For a rollout engine, only `rollout.batch_size` is halved; for an evaluator, both that and the
-  micro-batch. During setup, where none of these sizes matters yet, only `trainer.zero_stage` and `trainer.offload`
-  change. The global batch stays the same, and so does the gradient (`supervise.oom_remediation`). The run ends after
-  {most_remedies} attempts in a row without a new checkpoint, or `supervise.max_attempts` if that is more.
+  `rollout.batch_size`. In a trainer that samples itself with `transformers`, a rollout or evaluation that ran out of
+  memory first halves `rollout.batch_size` down to {few_completions} (if the evaluation also scores rows, together with
+  the micro-batch), then goes on with `trainer.zero_stage`. For a rollout engine, only `rollout.batch_size` is halved;
+  for an evaluator, both that and the micro-batch. During setup, where none of these sizes matters yet, only
+  `trainer.zero_stage` and `trainer.offload` change. The global batch stays the same, and so does the gradient
+  (`supervise.oom_remediation`). The run ends after {most_remedies} attempts in a row without a new checkpoint, or
+  `supervise.max_attempts` if that is more.
 - **A loss that is not finite**: go back once to the checkpoint before the newest.
 - **Training that no longer learns** (`[health]`): go back once to the newest checkpoint that is older than the window
   of steps that was judged.
@@ -221,7 +224,8 @@ def failures_page() -> str:
         allowed = f"{_allowed(rule.in_place)} | {_allowed(rule.attempts)}"
         parts.append(f"| `{kind.value}` | {cell(meanings[kind.name])} | {allowed} | {cell(rule.why)} |")
     settings = {name: f"{value:g}" for name, value in SuperviseSpec()}
-    parts.append(LIMITS.format(**settings, most_remedies=policy.MOST_REMEDIES).rstrip("\n"))
+    counts = {"most_remedies": policy.MOST_REMEDIES, "few_completions": policy.FEW_COMPLETIONS}
+    parts.append(LIMITS.format(**settings, **counts).rstrip("\n"))
     states = [f"| `{state}` | `{kind.value}` |" for state, kind in classify.SCHEDULER_STATES.items()]
     logs = LOGS.format(
         decision=READING,

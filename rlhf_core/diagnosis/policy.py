@@ -27,8 +27,11 @@ REMEDY = -1
 MOST_REMEDIES = 8
 """Attempts in a row without a new checkpoint after which another remedy is not tried either, even if
 ``supervise.max_attempts`` is smaller: as many as it takes to come from a micro-batch of 8 in ZeRO 1 to the smallest one
-in ZeRO 3 with an offloaded optimizer."""
+in ZeRO 3 with an offloaded optimizer, or from 256 completions sampled at once to ``FEW_COMPLETIONS`` and that."""
 
+FEW_COMPLETIONS = 16
+"""Completions sampled at once down to which they are halved first if sampling ran out of memory. Below that, half of
+them takes almost twice as long, because each token still reads all weights, and frees less than ZeRO and offloading."""
 
 UNCOUNTED = -2
 """Kinds whose attempts only ``supervise.max_total_attempts`` limits: the run waits for nodes, like a pending job."""
@@ -209,8 +212,11 @@ def oom_remedy(spec: RunSpec, role: Role | None = None, phase: str = "") -> dict
     if there is another rank to split with, then move the optimizer to main memory (on GPUs), then halve the completions
     sampled at once down to 1, then move the weights to main memory.
 
-    In a rollout engine only the completions sampled at once count, in an evaluator also the micro-batch.
-    During setup, before any of these, only the stage of ZeRO and what is in main memory can help.
+    In a rollout engine only the completions sampled at once count, in an evaluator also the micro-batch. A trainer that
+    ran out of memory while it sampled itself first halves the completions down to ``FEW_COMPLETIONS``, in an evaluation
+    that also scores rows together with the micro-batch, then takes the next stage of ZeRO and so on.
+    During setup, before any of these, only the stage of ZeRO and what is in main memory can help: also stage 2, because
+    stage 1 of DeepSpeed holds the float32 gradients of a bfloat16 model whole from the start.
 
     Args:
         spec: Spec with all earlier changes.
@@ -233,12 +239,19 @@ def oom_remedy(spec: RunSpec, role: Role | None = None, phase: str = "") -> dict
         return {}  # another program divides its batch by its own arguments
     has_gpus = spec.resources.gpus_per_node > 0
     tokens, size = trainer.micro_batch_tokens, trainer.micro_batch_size
+    trains = phase not in (Phase.SETUP, Phase.ROLLOUT, Phase.EVALUATE)
+    scores_rows = phase == Phase.EVALUATE and bool(spec.row_evaluations)
+    passes = trains or scores_rows  # over micro-batches
+    samples = phase in (Phase.ROLLOUT, Phase.EVALUATE) and spec.rollout.engine == "transformers"
+    if samples and not spec.rollout.engines and batch_size > FEW_COMPLETIONS:
+        of_rows = {"trainer.micro_batch_size": size // 2} if scores_rows and size > 1 else {}
+        return {"rollout.batch_size": batch_size // 2, **of_rows}
     longest = spec.data.max_prompt_tokens + spec.rollout.max_new_tokens
     ladder: tuple[tuple[bool, str, JsonValue], ...] = (
         # With a bound below the longest sequence, long sequences already have a pass of their own.
-        (tokens > longest and not sets_up, "trainer.micro_batch_tokens", max(longest, tokens // 2)),
-        (tokens == 0 and size > 1 and not sets_up, "trainer.micro_batch_size", size // 2),
-        (not trainer.gradient_checkpointing and not sets_up, "trainer.gradient_checkpointing", True),
+        (tokens > longest and passes, "trainer.micro_batch_tokens", max(longest, tokens // 2)),
+        (tokens == 0 and size > 1 and passes, "trainer.micro_batch_size", size // 2),
+        (not trainer.gradient_checkpointing and trains, "trainer.gradient_checkpointing", True),
         (trainer.zero_stage < 3 and spec.num_ranks > 1, "trainer.zero_stage", trainer.zero_stage + 1),
         (trainer.zero_stage > 0 and trainer.offload == "none" and has_gpus, "trainer.offload", "optimizer"),
         (batch_size > 1 and not sets_up, "rollout.batch_size", batch_size // 2),

@@ -4,6 +4,7 @@ import pytest
 from control_fakes import make_spec
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import JsonValue
 
 from rlhf_core.diagnosis.policy import (
     MOST_REMEDIES,
@@ -18,7 +19,7 @@ from rlhf_core.diagnosis.policy import (
 )
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.failures import Action, FailureKind
-from rlhf_core.schemas.run import with_changes
+from rlhf_core.schemas.run import RunSpec, with_changes
 from rlhf_core.schemas.supervision import SuperviseSpec
 from rlhf_core.training.checkpoints.soundness import training_part
 
@@ -117,10 +118,55 @@ def test_out_of_memory_before_the_first_step_only_what_is_always_there_shrinks()
     while remedy := oom_remedy(spec, phase="setup"):
         seen.append(remedy)
         spec = with_changes(spec, remedy)
+    # Also stage 2: in bfloat16, the whole gradients of stage 1 are there from the start.
     assert [next(iter(one.values())) for one in seen] == [2, 3, "optimizer", "parameters"]
     for role in (Role.ROLLOUT, Role.EVALUATOR):
         assert oom_remedy(spec, role)
         assert oom_remedy(spec, role, "setup") == {}
+
+
+def remedies(spec: RunSpec, phase: str) -> list[dict[str, JsonValue]]:
+    """Remedies of a trainer in the order in which the attempts of a run try them, until it is stopped."""
+    seen: list[dict[str, JsonValue]] = []
+    while len(seen) < MOST_REMEDIES - 1 and (remedy := oom_remedy(spec, phase=phase)):
+        seen.append(remedy)
+        spec = with_changes(spec, remedy)
+    return seen
+
+
+BATCHES: list[dict[str, JsonValue]] = [{"rollout.batch_size": number} for number in (128, 64, 32, 16)]
+SPLITS: list[dict[str, JsonValue]] = [{"trainer.zero_stage": 2}, {"trainer.zero_stage": 3}]
+OFFLOAD: dict[str, JsonValue] = {"trainer.offload": "optimizer"}
+
+
+def test_out_of_memory_in_sampling_fewer_completions_come_first() -> None:
+    """From the default settings, the run is not stopped before it has tried each remedy that can help there."""
+    spec = make_spec(resources={"ranks_per_node": 2, "gpus_per_node": 2}, rollout={"batch_size": 256})
+    spec = with_changes(spec, {"trainer.micro_batch_size": 8})
+    assert spec.row_evaluations == ()
+    assert remedies(spec, "rollout") == remedies(spec, "evaluate") == [*BATCHES, *SPLITS, OFFLOAD]
+    one_gpu = with_changes(spec, {"resources.ranks_per_node": 1})
+    assert remedies(one_gpu, "rollout") == [*BATCHES, OFFLOAD, {"rollout.batch_size": 8}, {"rollout.batch_size": 4}]
+    # The trainers have no cache of their own, and the memory of vLLM does not depend on it.
+    for elsewhere in ({"rollout.engines": 2}, {"rollout.engine": "vllm"}):
+        assert remedies(with_changes(spec, elsewhere), "rollout")[:3] == [*SPLITS, OFFLOAD]
+    assert "trainer.micro_batch_size" in remedies(spec, "train")[0]
+
+
+def test_out_of_memory_in_an_evaluation_of_rows_both_sizes_shrink() -> None:
+    """Whether the sampled completions or the held-out rows were too many is unknown."""
+    loop = {"num_steps": 1, "algorithm": {"name": "sft", "batch_size": 8}, "optimizer": {"learning_rate": 1e-4}}
+    spec = make_spec(
+        resources={"ranks_per_node": 2, "gpus_per_node": 2},
+        rollout={"batch_size": 256},
+        loops={"main": loop, "warm_start": None},
+    )
+    spec = with_changes(spec, {"trainer.micro_batch_size": 8})
+    assert spec.row_evaluations
+    both = [one | {"trainer.micro_batch_size": size} for one, size in zip(BATCHES, (4, 2, 1), strict=False)]
+    assert remedies(spec, "evaluate") == [*both, BATCHES[3], *SPLITS, OFFLOAD]
+    of_rows = with_changes(spec, {"rollout.batch_size": 16})
+    assert remedies(of_rows, "evaluate")[0] == {"trainer.micro_batch_size": 4}
 
 
 def test_remedies_end_when_many_attempts_in_a_row_saved_nothing() -> None:
