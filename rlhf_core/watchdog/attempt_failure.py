@@ -17,6 +17,7 @@ from rlhf_core.scheduler.base import JobState
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind, Incident
+from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.resources import Placement
 from rlhf_core.schemas.run import RunSpec, with_changes
 from rlhf_core.text.redaction import masked
@@ -69,6 +70,8 @@ def explain(
     placement = read_model(attempt.placement, Placement)
     stopped = _stopped_by_health(spec, incident)
     remedy = _Remedy() if stopped else _remedy(run_dir, kind, spec, placement, rolled_back, incident)
+    if not remedy.what and kind is FailureKind.CUDA_OOM:
+        stopped = stopped or _stopped_in_setup(spec, incident)
     choice = stopped or decide_next(
         kind,
         failures,
@@ -121,6 +124,17 @@ def _stopped_by_health(spec: RunSpec, incident: Incident | None) -> Choice | Non
     if not any(name == rule and action == "stop" for name, action in spec.health.actions.items()):
         return None
     return Choice(Action.STOP, f'health.actions.{rule} is "stop": no older checkpoint is tried')
+
+
+def _stopped_in_setup(spec: RunSpec, incident: Incident | None) -> Choice | None:
+    """The decision to stop, if a GPU ran out of memory during setup, where smaller batches were left out on purpose."""
+    if incident is None or incident.phase != Phase.SETUP or not spec.supervise.oom_remediation:
+        return None
+    if spec.trainer.kind == "command":  # its own arguments may help
+        return None
+    why = "smaller batches do not help during setup, and nothing more can be split or moved to main memory"
+    advice = "use more or larger GPUs, or end other processes on them"
+    return Choice(Action.STOP, f"{FailureKind.CUDA_OOM} is not retried, because {why}: {advice}")
 
 
 def _remedy(

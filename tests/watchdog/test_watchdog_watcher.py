@@ -348,6 +348,7 @@ def test_out_of_memory_before_the_first_step_is_not_remedied_by_what_a_step_take
     agent.end(AttemptState.FAILED, FailureKind.CUDA_OOM, "rank 1 ran out of memory")
     decision = explain(run_dir, ended(run_dir), make_spec(trainer={"zero_stage": 3}), first_attempt=1).decision
     assert decision.action is (Action.STOP if phase == "setup" else Action.NEW_ATTEMPT)
+    assert ("use more or larger GPUs" in decision.reason) is (phase == "setup")
 
 
 def test_a_loss_that_is_not_finite_goes_back_one_checkpoint_and_only_once(run_dir: RunDir) -> None:
