@@ -526,6 +526,13 @@ def test_a_reward_model_reads_long_completions_only_if_it_scores_evaluations() -
     assert scoring(scorer="reward.models.good") * trained == scoring() * longest
 
 
+@pytest.mark.parametrize(("algorithm", "scores"), [("sft", True), ("dpo", True), ("grpo", False)])
+def test_the_evaluator_counts_passes_over_held_out_rows(algorithm: str, scores: bool) -> None:
+    spec = with_spec(train={"algorithm": algorithm}, evaluate={"completions": False}).spec
+    scoring = evaluator_estimate(spec, shape()).moments.get("score", {})
+    assert (sum(scoring.values()) > 0) == scores
+
+
 def test_on_cpu_the_ranks_share_the_memory_of_their_node() -> None:
     fits = only(healthy())
     assert fits.status is CheckStatus.PASSED

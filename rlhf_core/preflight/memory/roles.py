@@ -157,13 +157,16 @@ def reward_model_bytes(spec: RunSpec, shapes: Mapping[str, Shape], *, in_main_me
 
 
 def _scoring_bytes(spec: RunSpec, name: str, shape: Shape) -> int:
-    """Activations of one half of a layer, attention or feed-forward, for one batch of sequences: a forward pass keeps
-    no others."""
     settings = spec.reward.models[name]
     longest = spec.max_tokens if name == spec.evaluate.scorer_model else spec.max_trained_tokens
     length = settings.max_tokens or longest
+    return _forward_bytes(shape, settings.dtype, settings.batch_size * length)
+
+
+def _forward_bytes(shape: Shape, dtype: str, tokens: int) -> int:
+    """Activations of one half of a layer, attention or feed-forward: a forward pass alone keeps no others."""
     elements = 4 * shape.hidden + max(3 * shape.feed_forward, 3 * shape.query + 4 * shape.keys)
-    return settings.batch_size * length * elements * BYTES[settings.dtype]
+    return tokens * elements * BYTES[dtype]
 
 
 def micro_batch_tokens(spec: RunSpec) -> int:
@@ -195,7 +198,8 @@ def zero_of(spec: RunSpec) -> Zero:
 def evaluator_estimate(
     spec: RunSpec, shape: Shape, gpu: int | None = None, *, pairs_have_answers: bool = True
 ) -> Estimate:
-    """Memory of one evaluator rank: the weights, those of the reference if pairs are ranked against it, and sampling.
+    """Memory of one evaluator rank: the weights, those of the reference if pairs are ranked against it, sampling, and
+    passes over held-out rows, while the engine sleeps.
 
     Args:
         gpu: as in :func:`trainer_estimate`.
@@ -217,6 +221,10 @@ def evaluator_estimate(
     elif samples:
         sampled, vllm = [_sequences_of_an_evaluation(spec)], spec.starts_vllm_in_evaluators
         moments["sample"] = _sampling(spec, shape, sampled, gpu, with_vllm=vllm)
+    if spec.row_evaluations:
+        tokens = micro_batch_tokens(spec)
+        logits = 0 if spec.makes_reward_model else logit_bytes(shape, tokens)
+        moments["score"] = {"activations": _forward_bytes(shape, spec.model.dtype, tokens), "logits": logits}
     return Estimate(resident, moments)
 
 
