@@ -56,7 +56,7 @@ class DataSpec(Schema):
     """Column that holds the margin by which the better completion of a pair is better, for a reward model; empty for
     none."""
     chat: bool = False
-    """Whether texts go through the chat template of the tokenizer as well: the prompt, filled into
+    """Put texts through the chat template of the tokenizer as well: the prompt, filled into
     `data.prompt_template`, as a message of the user, and completions as messages of the model."""
     system_prompt: str = ""
     """System message in front of every conversation that does not begin with one; empty for none."""

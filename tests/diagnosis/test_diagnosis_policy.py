@@ -154,7 +154,7 @@ def test_out_of_memory_in_sampling_fewer_completions_come_first() -> None:
 
 
 def test_out_of_memory_in_an_evaluation_of_rows_both_sizes_shrink() -> None:
-    """Whether the sampled completions or the held-out rows were too many is unknown."""
+    """It is unknown which were too many, the sampled completions or the held-out rows."""
     loop = {"num_steps": 1, "algorithm": {"name": "sft", "batch_size": 8}, "optimizer": {"learning_rate": 1e-4}}
     spec = make_spec(
         resources={"ranks_per_node": 2, "gpus_per_node": 2},

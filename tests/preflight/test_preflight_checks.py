@@ -151,7 +151,7 @@ def promoted(algorithm: str, metric: str, warm_start: str = "", *, completions: 
     )
 
 
-def keeping_best(every: int, metric: str = "greedy") -> Facts:
+def with_keep_best(every: int, metric: str = "greedy") -> Facts:
     """A run with a checkpoint every 10 steps that keeps the one with the best evaluation during training."""
     checkpoint, evaluate = {"every_num_steps": 10, "keep_best": True}, {"every_num_steps": every}
     return with_spec(checkpoint=checkpoint, evaluate=evaluate, promote={"metric": metric})
@@ -568,9 +568,9 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         healthy(promote_folder="/models", promote_problem="Read-only file system"),
         "promote.when=never",
     ),
-    ("checkpoint.keep_best", BLOCKED, keeping_best(0), "set evaluate.every_num_steps to a multiple of 10"),
-    ("checkpoint.keep_best", BLOCKED, keeping_best(15), "set evaluate.every_num_steps to a multiple of 10"),
-    ("checkpoint.keep_best", BLOCKED, keeping_best(20, metric="preference"), "set promote.metric=greedy"),
+    ("checkpoint.keep_best", BLOCKED, with_keep_best(0), "set evaluate.every_num_steps to a multiple of 10"),
+    ("checkpoint.keep_best", BLOCKED, with_keep_best(15), "set evaluate.every_num_steps to a multiple of 10"),
+    ("checkpoint.keep_best", BLOCKED, with_keep_best(20, metric="preference"), "set promote.metric=greedy"),
     ("evaluate.completions", BLOCKED, with_spec(evaluate={"completions": False}), "set evaluate.completions=true"),
     (
         "evaluate.min_p",

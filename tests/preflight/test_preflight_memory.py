@@ -437,7 +437,7 @@ def test_of_many_logits_one_chunk_of_the_trainer_is_there_at_once(monkeypatch: p
 
     rows: list[int] = []
 
-    def counted(hidden: Any, labels: Any, head: Any, temperature: float) -> Any:
+    def counted(hidden: Any, labels: Any, head: Any, temperature: float, entropy_gradient: bool) -> Any:
         rows.append(len(hidden))
         return hidden[:, 0], hidden[:, 0]
 
@@ -445,7 +445,7 @@ def test_of_many_logits_one_chunk_of_the_trainer_is_there_at_once(monkeypatch: p
     trainer: Any = SimpleNamespace(causal_lm=SimpleNamespace(get_output_embeddings=lambda: head))
     trainer.chunk_elements = inspect.signature(models.PolicyModel).parameters["chunk_elements"].default
     monkeypatch.setattr(models, "_score_chunk", counted)
-    models.PolicyModel._score(trainer, torch.zeros(5000, 1), torch.zeros(5000, dtype=torch.int64), 1.0)
+    models.PolicyModel._score(trainer, torch.zeros(5000, 1), torch.zeros(5000, dtype=torch.int64), 1.0, False)
     assert sum(rows) == 5000
     assert len(rows) > 1
     seen = max(rows) * shape().vocabulary * 12

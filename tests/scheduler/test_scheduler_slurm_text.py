@@ -626,7 +626,7 @@ def test_a_job_whose_comment_a_plugin_rewrote_is_known_by_its_folder_and_name(
 def test_a_job_that_its_user_starts_in_the_folder_of_an_attempt_is_not_the_attempts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the logs are; salloc records the current folder. The reconciler would cancel the user's session."""
+    """The logs are there, and salloc records the current folder. The reconciler would cancel the user's session."""
     row = "7|RUNNING|None|n1|N/A|/runs/toy-1/attempts/2/scheduler\tinteractive\t(null)"
     stand_ins(tmp_path, monkeypatch, squeue=f"echo '{row}'")
     assert SlurmScheduler().living() == []

@@ -376,7 +376,7 @@ def test_training_samples_with_the_stop_strings_of_the_run() -> None:
         ("\u2014" * 9 + "\u00e9", ["\u00e9"], "\u2014" * 9 + "\u00e9"),
     ],
 )
-def test_a_stop_string_is_found_at_the_token_that_completes_it(text: str, stop: list[str], kept: str | None) -> None:
+def test_a_stop_string_is_found_at_the_token_that_completes_it(text: str, stop: list[str], before: str | None) -> None:
     """For any number of tokens at once, also if characters have several tokens."""
     tokenizer = build_tokenizer("byte", [], 0)
     strings, tokens = StopStrings(tokenizer, stop), tokenizer.encode(text, add_special_tokens=False)

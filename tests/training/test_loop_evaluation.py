@@ -36,8 +36,8 @@ from rlhf_core.training.distributed import Ranks, collective_timeout  # noqa: E4
 from rlhf_core.training.evaluation import evaluator as evaluation  # noqa: E402
 from rlhf_core.training.evaluation.evaluator import (  # noqa: E402
     _evaluate_start,
-    _last_checkpoint,
     are_written,
+    checkpoint_to_evaluate,
     load_evaluator,
     write_reports,
 )
@@ -493,7 +493,7 @@ def test_a_model_without_the_tokens_that_training_added_is_not_evaluated(
 
 def test_without_a_checkpoint_there_is_nothing_to_evaluate(ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="found no complete checkpoint in "):
-        _last_checkpoint(make_context(str(tmp_path), tiny_spec(), 0, 1), ranks)
+        checkpoint_to_evaluate(make_context(str(tmp_path), tiny_spec(), 0, 1), ranks, tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

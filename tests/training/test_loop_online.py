@@ -32,7 +32,7 @@ SEVERAL: Any = {
     "correction": "sequence_truncate",
 }
 PPO = {"num_epochs": 2, "num_minibatches": 2, "kl_coefficient": 0.05, "critic_warmup_steps": 1}
-DAPO = {"max_sampling_rounds": 3, "overlong_buffer": 2, "mask_truncated": False}
+DAPO: Any = {"max_sampling_rounds": 3, "overlong_buffer": 2, "mask_truncated": False}
 
 
 def spec_of(name: str, num_steps: int = 2, schedule: str = "constant", **settings: Any) -> dict[str, Any]:

@@ -198,7 +198,7 @@ def test_ipo_is_taken_per_token_and_rewards_are_not() -> None:
 
 def test_the_supervised_term_of_dpo_counts_the_tokens_of_all_chosen_completions() -> None:
     """Two micro-batches of a pair: 3 nats in the 2 tokens of the first chosen completion, 3 in the 1 of the other."""
-    rows = [[[-1, -2], [-3, 0]], [[-3, 0], [-1, -1]]]
+    rows: list[list[list[float]]] = [[[-1, -2], [-3, 0]], [[-3, 0], [-1, -1]]]
     sums, spec = StepSums(6, 4, num_chosen_tokens=3), parsed({"name": "dpo", "sft_coefficient": 0.5})
     total, totals = 0.0, Totals()
     for row in rows:

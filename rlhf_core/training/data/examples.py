@@ -33,7 +33,7 @@ class Example:
     desirable: bool = True
     """Label of the completion, for an algorithm with labelled rows."""
     learned: tuple[bool, ...] = ()
-    """Whether each token of the only completion is learned; empty if all tokens of the completions are."""
+    """True for each token of the only completion that is learned; empty if all tokens of the completions are."""
 
     @property
     def num_tokens(self) -> int:

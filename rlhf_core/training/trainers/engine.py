@@ -236,15 +236,17 @@ def _split(deepspeed: Any, model: nn.Module, config: dict[str, Any], ranks: Rank
     """
     for buffer in model.buffers():
         buffer.data = buffer.data.to(ranks.device)
-    first, *others = model.parameters()
-    for parameter in (first, *others):
+    parameters: list[Any] = list(model.parameters())  # they get methods of DeepSpeed's
+    for parameter in parameters:
         # Not yet a collective: this may read the parameter from a slow disk.
         parameter.data = parameter.data.to(ranks.device)
         with _quick_and_quiet(), ranks.collective():
-            if parameter is first:
-                deepspeed.zero.Init(module=nn.ParameterList([first]), config_dict_or_path=config)
+            if parameter is parameters[0]:
+                deepspeed.zero.Init(module=nn.ParameterList([parameter]), config_dict_or_path=config)
             else:
-                first.convert_to_zero_parameters([parameter])  # as DeepSpeed does with parameters that are added later
+                parameters[0].convert_to_zero_parameters(
+                    [parameter]
+                )  # as DeepSpeed does with parameters that are added later
         beat()
 
 
