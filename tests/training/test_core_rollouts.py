@@ -36,7 +36,7 @@ from rlhf_core.training.models.lean_layers import use_gradient_checkpointing
 from rlhf_core.training.models.reward_model import load_reward_model
 from rlhf_core.training.rollouts import transformers_engine
 from rlhf_core.training.rollouts.base import Sampling, draw_tokens
-from rlhf_core.training.rollouts.endings import StopSearch, StopStrings, end_ids_of, stop_strings
+from rlhf_core.training.rollouts.completion_end import StopSearch, StopStrings, end_ids_of, stop_strings
 from rlhf_core.training.rollouts.engine_adapter import count_differing, given_shapes, given_weights, taken_weights
 from rlhf_core.training.rollouts.samplers import TransformersSampler
 from rlhf_core.training.rollouts.seeds import uniforms
@@ -376,7 +376,7 @@ def test_training_samples_with_the_stop_strings_of_the_run() -> None:
         ("\u2014" * 9 + "\u00e9", ["\u00e9"], "\u2014" * 9 + "\u00e9"),
     ],
 )
-def test_a_stop_string_is_found_at_the_token_that_completes_it(text: str, stop: list[str], before: str | None) -> None:
+def test_a_stop_string_is_found_at_the_token_that_completes_it(text: str, stop: list[str], kept: str | None) -> None:
     """For any number of tokens at once, also if characters have several tokens."""
     tokenizer = build_tokenizer("byte", [], 0)
     strings, tokens = StopStrings(tokenizer, stop), tokenizer.encode(text, add_special_tokens=False)

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from rlhf_core.training.models.causal_lm import in_evaluation_mode
 from rlhf_core.training.models.gathering import whole_model
 from rlhf_core.training.rollouts.base import Sampling, completion_of, draw_tokens, require_prompts, require_version
-from rlhf_core.training.rollouts.endings import StopStrings, stop_strings
+from rlhf_core.training.rollouts.completion_end import StopStrings, stop_strings
 from rlhf_core.training.rollouts.weight_probe import require_finite
 from rlhf_core.training.types import Completion
 

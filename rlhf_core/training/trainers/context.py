@@ -121,7 +121,7 @@ class TrainingContext:
         self._step = self.steps_done
         self._judge = _judge(context, ranks, progress)
         self._saving = Saving(context, ranks, tokenizer, self.beat, self._sync_files)
-        self._time_limit = TimeLimit()
+        self._time_limit = TimeLimit(self.spec.slurm.save_lead_s)
         self._best = progress.best if progress and self.spec.checkpoint.keep_best else None
         self._context = context
         self._metrics_file = LineWriter(context.restart_dir.metrics, self._record_loss) if ranks.is_first else None

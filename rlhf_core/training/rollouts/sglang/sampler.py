@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.errors import StaleWeights, WorkerError
 from rlhf_core.training.rollouts.base import Sampling, completion_of
 from rlhf_core.training.rollouts.checkpoint_layout import CheckpointLayout
-from rlhf_core.training.rollouts.endings import StopSearch, end_ids_of, stop_strings
+from rlhf_core.training.rollouts.completion_end import StopSearch, end_ids_of, stop_strings
 from rlhf_core.training.rollouts.http_clients import async_engine_http, engine_http
 from rlhf_core.training.rollouts.response_lines import response_lines
 from rlhf_core.training.rollouts.samplers import OpenPrompts, SamplerRequest

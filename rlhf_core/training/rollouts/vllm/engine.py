@@ -30,7 +30,7 @@ from rlhf_core.schemas.model import LoraSpec
 from rlhf_core.schemas.rollouts import VllmSettings
 from rlhf_core.training.checkpoints.state import kept_random_state
 from rlhf_core.training.rollouts.base import Sampling, WeightTransfer, completion_of, require_prompts, require_version
-from rlhf_core.training.rollouts.endings import StopSearch, end_ids_of, stop_strings
+from rlhf_core.training.rollouts.completion_end import StopSearch, end_ids_of, stop_strings
 from rlhf_core.training.rollouts.engine_adapter import given_weights
 from rlhf_core.training.rollouts.shared_tensors import buckets_of_places, place_of
 from rlhf_core.training.rollouts.vllm.adapter import VllmAdapter, use_products
