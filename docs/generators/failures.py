@@ -28,7 +28,7 @@ KINDS = """
 ## The kinds
 
 The columns in the middle show how often each kind is retried; [the next section](#limits-and-remedies) explains *the
-budget* and *with a remedy*.
+budget*, *uncounted* and *with a remedy*.
 
 | kind | what it is | restarts in place | new attempts | no more, because |
 |---|---|---|---|---|
@@ -61,7 +61,7 @@ wait between them grows as above.
   then use the next `trainer.zero_stage` (with several ranks); then `trainer.offload` (on GPUs); then halve
   `rollout.batch_size`. In a trainer that samples itself with `transformers`, a rollout or evaluation that ran out of
   memory first halves `rollout.batch_size` down to {few_completions} (if the evaluation also scores rows, together with
-  the micro-batch), then goes on with `trainer.zero_stage`. For a rollout engine, only `rollout.batch_size` is halved;
+  the micro-batch), then goes on with `trainer.zero_stage`. With `vllm` in the trainer, sampling begins with `trainer.zero_stage`. For a rollout engine, only `rollout.batch_size` is halved;
   for an evaluator, both that and the micro-batch. During setup, where none of these sizes matters yet, only
   `trainer.zero_stage` and `trainer.offload` change, so that an engine or evaluator is not started again. The global
   batch stays the same, and so does the gradient (`supervise.oom_remediation`). The run ends after {most_remedies}

@@ -15,9 +15,9 @@ class CheckpointSpec(Schema):
     training, and up to two older ones (to roll back to before the last `health.window_steps` steps)."""
     keep_best: bool = False
     """Also keep the checkpoint of the main loop with the best evaluation during training, and evaluate and promote that
-    one instead of the last: by `eval/preference` if `promote.metric` is `preference`, otherwise by `eval/greedy`.
-    `evaluate.every_num_steps` has to be a multiple of `checkpoint.every_num_steps`; the last step is evaluated too.
-    Only for `native`."""
+    one instead of the last: by `eval/preference` or `eval/loss` if `promote.metric` is `preference` or `loss`,
+    otherwise by `eval/greedy`. `evaluate.every_num_steps` has to be a multiple of `checkpoint.every_num_steps`; the
+    last step is evaluated too. Only for `native`."""
     background: bool = True
     """Write from a snapshot in main memory while training continues: the step waits only for the copy. Without room for
     the snapshot, or with weights that are converted for the disk, the step waits until everything is written. Only for

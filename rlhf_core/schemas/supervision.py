@@ -78,8 +78,9 @@ class SuperviseSpec(Schema):
     learn_from_history: bool = True
     """Start with the longest gaps of earlier runs of the same shape instead of learning them again."""
     oom_remediation: bool = True
-    """After CUDA runs out of memory, continue with half the micro-batch and the same global batch, then with activation
-    checkpointing, and so on; each change is recorded with the decision."""
+    """After CUDA runs out of memory, continue with a change that needs less of it and leaves the global batch as it is:
+    in training half the micro-batch, then activation checkpointing, and so on. Each change is recorded with the
+    decision."""
     rollback_on_non_finite: bool = True
     """After a NaN or infinite loss, or if training no longer learns, resume once from a checkpoint older than the
     newest."""
