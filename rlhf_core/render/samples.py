@@ -1,6 +1,6 @@
 """Completions of the model: scored completions before and after, and groups sampled in training."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from rlhf_core.render.gather import ReportData
@@ -22,6 +22,7 @@ _GROUPS = {
 }
 _CHANGES = {1: "Higher score after training", -1: "Lower score after training", 0: "Same score"}
 """Groups for scores that are not shares, such as penalties and rewards of a model: no such score is right or wrong."""
+_CHANGES_OF_LOSS = {-1: "Lower loss after training", 1: "Higher loss after training", 0: "Same loss"}
 
 _Pair = tuple[EvaluationSample, EvaluationSample]
 
@@ -50,8 +51,9 @@ def _compared(name: str, before: Sequence[EvaluationSample], after: Sequence[Eva
     old = {(sample.prompt_uid, sample.sample_index): sample for sample in before}
     pairs = [(old[key], sample) for sample in after if (key := (sample.prompt_uid, sample.sample_index)) in old]
     parts: list[object] = [remark(f"Of the {count(len(pairs), f'{name} answer')} in both sample tables:")]
-    are_shares = _are_shares(sample for pair in pairs for sample in pair)
-    for title, members in _grouped(pairs, are_shares=are_shares):
+    are_shares = name != "loss" and _are_shares(sample for pair in pairs for sample in pair)
+    changes = _CHANGES_OF_LOSS if name == "loss" else _CHANGES
+    for title, members in _grouped(pairs, changes, are_shares=are_shares):
         rows = [
             [_text(new.prompt), _answer(was, are_shares), _answer(new, are_shares), _text(new.answer)]
             for was, new in members[:_PER_GROUP]
@@ -61,9 +63,15 @@ def _compared(name: str, before: Sequence[EvaluationSample], after: Sequence[Eva
     return join(parts)
 
 
-def _grouped(pairs: Sequence[_Pair], *, are_shares: bool) -> Iterator[tuple[str, list[_Pair]]]:
-    """Group the pairs by the effect of training; yield the title and pairs of each group that is not empty."""
-    for key, title in (_GROUPS if are_shares else _CHANGES).items():
+def _grouped(
+    pairs: Sequence[_Pair], changes: Mapping[int, str], *, are_shares: bool
+) -> Iterator[tuple[str, list[_Pair]]]:
+    """Group the pairs by the effect of training; yield the title and pairs of each group that is not empty.
+
+    Args:
+        changes: titles for scores that are not shares, by the sign of their change.
+    """
+    for key, title in (_GROUPS if are_shares else changes).items():
         members = [(was, new) for was, new in pairs if _group_of(was, new, are_shares=are_shares) == key]
         if members:
             yield title, members
@@ -75,7 +83,7 @@ def _group_of(was: EvaluationSample, new: EvaluationSample, *, are_shares: bool)
 
 def _alone(name: str, when: str, scored: Sequence[EvaluationSample]) -> Markup:
     parts: list[object] = [remark(f"From the {name} evaluation {when} training; there is no other to compare with.")]
-    are_shares = _are_shares(scored)
+    are_shares = name != "loss" and _are_shares(scored)
     groups = ((True, "Right"), (False, "Wrong")) if are_shares else ((None, "Scored"),)
     for right, title in groups:
         members = [sample for sample in scored if right is None or _right(sample) == right]

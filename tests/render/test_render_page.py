@@ -377,6 +377,22 @@ def test_completions_with_scores_that_are_no_shares_are_sorted_by_their_change()
     assert "rong" not in text
 
 
+def test_losses_are_neither_right_nor_wrong_and_fall_in_training() -> None:
+    """Losses below 1 nat look like shares, of which the higher is the better."""
+
+    def losses(*values: float) -> list[EvaluationSample]:
+        rows = records.learned().tables["before", "greedy"]
+        return [row.model_copy(update={"score": value}) for row, value in zip(rows, values, strict=False)]
+
+    before, after = losses(0.9, 0.8, 0.3), losses(0.3, 0.2, 0.9)
+    text = _text(records.learned(tables={("before", "loss"): before, ("after", "loss"): after}))
+    assert "Lower loss after training: 2" in text
+    assert "Higher loss after training: 1" in text
+    assert "Scored: 3" in _text(records.learned(tables={("before", "loss"): before}))
+    for word in ("Learned: wrong", "Lost: right", "Higher score"):
+        assert word not in text
+
+
 def test_an_evaluation_without_its_counterpart_is_shown_alone() -> None:
     tables = {("before", "greedy"): records.learned().tables["before", "greedy"]}
     text = _text(records.learned(tables=tables))
