@@ -43,6 +43,7 @@ from rlhf_core.machine.accounts import user_name
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import RunState, StageName
 from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.checkpoint_files import BestCheckpoint
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.resources import Submission
 from rlhf_core.schemas.run import RunSpec
@@ -436,6 +437,18 @@ def test_old_checkpoints_are_removed_and_the_history_remembers_them(harness: Con
     rows = run_sql(harness.store, "SELECT step, removed_at IS NOT NULL FROM checkpoints ORDER BY step").rows
     assert [list(map(int, row)) for row in rows] == [[4, 1], [8, 1], [10, 0]]
     assert reconciler.poll(retention=True) == []
+
+
+@pytest.mark.usefixtures("reconciler")
+def test_the_best_checkpoint_of_a_run_that_failed_before_its_evaluation_is_kept(harness: ControllerHarness) -> None:
+    """Its step is written only in the newest checkpoint, and the run may be resumed to evaluate and promote it."""
+    run_dir = failed(harness)
+    newest = run_dir.checkpoints()[-1]
+    manifest = newest.manifest()
+    assert manifest is not None
+    best = BestCheckpoint(step=4, metric="eval/greedy", value=0.8)
+    write_model(newest.complete, manifest.model_copy(update={"best": best}))
+    assert [one.step for one in with_retention(harness, 7).poll(retention=True)] == [8]
 
 
 @pytest.mark.usefixtures("reconciler")

@@ -119,12 +119,14 @@ def _old_steps(
         return []  # resumed since; the history will show it soon
     folders = [one for one in run_dir.checkpoints() if not one.root.is_symlink()]
     manifests = {one.step: manifest for one in folders if (manifest := one.manifest()) is not None}
+    # The best one of a run that may be resumed has no report yet: the evaluation comes after training.
+    best = manifests[max(manifests)].best if manifests else None
     reports = read_all(run_dir.evaluations(), EvaluationReport)
     return removable(
         {step: manifest.time for step, manifest in manifests.items()},
         [Scored(one.name, one.checkpoint_step, one.value) for one in reports if math.isfinite(one.value)],
         (standing.promotion, standing.promoted_step) if standing.promotion else None,
-        {one.step for one in folders if _contains(one.root, used)},
+        {one.step for one in folders if _contains(one.root, used)} | ({best.step} if best is not None else set()),
         ended_at=ended_at,
         days=days,
         now=now,
