@@ -43,6 +43,7 @@ WATCHED = (
     "model",
     "trainer",
     "reward",
+    "evaluate.completions",
     "evaluate.scorer",
     "evaluate.max_new_tokens",
     "loops.main.algorithm",
@@ -61,7 +62,7 @@ _WITHOUT_EFFECT = tuple(
     f"trainer.{name}."
     for name in ("log_samples_every", "num_steps", "artifacts", "progress", "stdout_patterns", "metrics")
 )
-_OF_THE_USER = ("model.config", "data.generator_args", "reward.models", "trainer.variables")
+_OF_THE_USER = ("model.config", "data.generator_args", "data.template_args", "reward.models", "trainer.variables")
 """Tables whose keys the user chooses: there, an added or removed key is a change."""
 NOTHING = "nothing"
 _LONGEST = 60

@@ -48,6 +48,11 @@ def test_the_same_again_needs_no_trial() -> None:
             "model.config.hidden_size 64 -> 128",
         ),
         (with_spec(model={"config": {"model_type": "qwen3"}}), "model.config.hidden_size 64 -> nothing"),
+        (
+            with_spec(data={"template_args": {"enable_thinking": False}}),
+            "data.template_args.enable_thinking nothing -> false",
+        ),
+        (with_spec(evaluate={"completions": False}), "evaluate.completions true -> false"),
         (with_lora(rank=8), "model.lora null -> "),
         (with_spec(reward={"models": {"good": {"path": "/m"}}}), "reward.models.good nothing -> "),
         (healthy(control_version="0.2.0"), "rlhf-flows 0.1.0 -> 0.2.0"),
@@ -56,7 +61,7 @@ def test_the_same_again_needs_no_trial() -> None:
         (healthy(train=replace(healthy().train, num_rows=99)), "rows of data.train 100, prompts"),
         (healthy(train=replace(healthy().train, prompt_hashes=frozenset({b"z"}))), "rows of data.train 100, prompts"),
     ],
-    ids=range(14),
+    ids=range(16),
 )
 def test_changes_are_reported_with_old_and_new_value(changed: Facts, message: str) -> None:
     finding = needed(after(healthy(), changed))
