@@ -214,7 +214,8 @@ def oom_remedy(spec: RunSpec, role: Role | None = None, phase: str = "") -> dict
 
     In a rollout engine only the completions sampled at once count, in an evaluator also the micro-batch. A trainer that
     ran out of memory while it sampled itself first halves the completions down to ``FEW_COMPLETIONS``, in an evaluation
-    that also scores rows together with the micro-batch, then takes the next stage of ZeRO and so on.
+    that also scores rows together with the micro-batch, then takes the next stage of ZeRO and so on. Where nothing is
+    sampled, the completions are not halved.
     During setup, before any of these, only the stage of ZeRO and what is in main memory can help: also stage 2, because
     stage 1 of DeepSpeed holds the float32 gradients of a bfloat16 model whole from the start.
 
@@ -228,36 +229,47 @@ def oom_remedy(spec: RunSpec, role: Role | None = None, phase: str = "") -> dict
     """
     trainer, batch_size = spec.trainer, spec.rollout.batch_size
     sets_up = phase == Phase.SETUP
+    completes = spec.completes_held_out(pairs_have_answers=True)
+    smaller_pass = _smaller_pass(spec)
     if role in (Role.ROLLOUT, Role.EVALUATOR):
         if sets_up:
             return {}
-        sizes = {"rollout.batch_size": batch_size}
-        if role is Role.EVALUATOR and isinstance(trainer, NativeTrainer):
-            sizes["trainer.micro_batch_size"] = trainer.micro_batch_size
-        return {name: number // 2 for name, number in sizes.items() if number > 1}
+        samples = batch_size > 1 and (completes or role is Role.ROLLOUT)
+        fewer: dict[str, JsonValue] = {"rollout.batch_size": batch_size // 2} if samples else {}
+        return {**fewer, **smaller_pass} if role is Role.EVALUATOR else fewer
     if not isinstance(trainer, NativeTrainer):
         return {}  # another program divides its batch by its own arguments
     has_gpus = spec.resources.gpus_per_node > 0
-    tokens, size = trainer.micro_batch_tokens, trainer.micro_batch_size
     trains = phase not in (Phase.SETUP, Phase.ROLLOUT, Phase.EVALUATE)
     scores_rows = phase == Phase.EVALUATE and bool(spec.row_evaluations)
     passes = trains or scores_rows  # over micro-batches
-    samples = phase in (Phase.ROLLOUT, Phase.EVALUATE) and spec.rollout.engine == "transformers"
-    if samples and not spec.rollout.engines and batch_size > FEW_COMPLETIONS:
-        of_rows = {"trainer.micro_batch_size": size // 2} if scores_rows and size > 1 else {}
-        return {"rollout.batch_size": batch_size // 2, **of_rows}
-    longest = spec.data.max_prompt_tokens + spec.rollout.max_new_tokens
+    samples = phase == Phase.ROLLOUT or (phase == Phase.EVALUATE and completes)
+    samples_itself = samples and spec.rollout.engine == "transformers" and not spec.rollout.engines
+    if samples_itself and batch_size > FEW_COMPLETIONS:
+        return {"rollout.batch_size": batch_size // 2, **(smaller_pass if scores_rows else {})}
+    if passes and smaller_pass:
+        return smaller_pass
+    any_samples = spec.any_loop_samples or completes
     ladder: tuple[tuple[bool, str, JsonValue], ...] = (
-        # With a bound below the longest sequence, long sequences already have a pass of their own.
-        (tokens > longest and passes, "trainer.micro_batch_tokens", max(longest, tokens // 2)),
-        (tokens == 0 and size > 1 and passes, "trainer.micro_batch_size", size // 2),
         (not trainer.gradient_checkpointing and trains, "trainer.gradient_checkpointing", True),
         (trainer.zero_stage < 3 and spec.num_ranks > 1, "trainer.zero_stage", trainer.zero_stage + 1),
         (trainer.zero_stage > 0 and trainer.offload == "none" and has_gpus, "trainer.offload", "optimizer"),
-        (batch_size > 1 and not sets_up, "rollout.batch_size", batch_size // 2),
+        (batch_size > 1 and any_samples and not sets_up, "rollout.batch_size", batch_size // 2),
         (trainer.zero_stage == 3 and trainer.offload == "optimizer" and has_gpus, "trainer.offload", "parameters"),
     )
     return next(({name: value} for applies, name, value in ladder if applies), {})
+
+
+def _smaller_pass(spec: RunSpec) -> dict[str, JsonValue]:
+    """Half the bound of a micro-batch; empty if the longest sequence already has a pass of its own."""
+    trainer = spec.trainer
+    if not isinstance(trainer, NativeTrainer):
+        return {}
+    tokens, size = trainer.micro_batch_tokens, trainer.micro_batch_size
+    longest = spec.data.max_prompt_tokens + spec.rollout.max_new_tokens
+    if tokens > longest:
+        return {"trainer.micro_batch_tokens": max(longest, tokens // 2)}
+    return {"trainer.micro_batch_size": size // 2} if tokens == 0 and size > 1 else {}
 
 
 def rollback_step(

@@ -153,20 +153,41 @@ def test_out_of_memory_in_sampling_fewer_completions_come_first() -> None:
     assert "trainer.micro_batch_size" in remedies(spec, "train")[0]
 
 
-def test_out_of_memory_in_an_evaluation_of_rows_both_sizes_shrink() -> None:
-    """It is unknown which were too many, the sampled completions or the held-out rows."""
+def fine_tuning(**changes: JsonValue) -> RunSpec:
+    """Supervised fine-tuning on two GPUs, whose evaluations score rows, 8 in a pass, and sample 256 completions."""
     loop = {"num_steps": 1, "algorithm": {"name": "sft", "batch_size": 8}, "optimizer": {"learning_rate": 1e-4}}
     spec = make_spec(
         resources={"ranks_per_node": 2, "gpus_per_node": 2},
         rollout={"batch_size": 256},
         loops={"main": loop, "warm_start": None},
     )
-    spec = with_changes(spec, {"trainer.micro_batch_size": 8})
+    return with_changes(spec, {"trainer.micro_batch_size": 8, **changes})
+
+
+def test_out_of_memory_in_an_evaluation_of_rows_both_sizes_shrink() -> None:
+    """It is unknown which were too many, the sampled completions or the held-out rows."""
+    spec = fine_tuning()
     assert spec.row_evaluations
     both = [one | {"trainer.micro_batch_size": size} for one, size in zip(BATCHES, (4, 2, 1), strict=False)]
     assert remedies(spec, "evaluate") == [*both, BATCHES[3], *SPLITS, OFFLOAD]
     of_rows = with_changes(spec, {"rollout.batch_size": 16})
     assert remedies(of_rows, "evaluate")[0] == {"trainer.micro_batch_size": 4}
+
+
+def test_out_of_memory_where_nothing_is_sampled_completions_are_not_halved() -> None:
+    spec = fine_tuning(**{"evaluate.completions": False})
+    sizes: list[dict[str, JsonValue]] = [{"trainer.micro_batch_size": size} for size in (4, 2, 1)]
+    assert remedies(spec, "evaluate") == [*sizes, *SPLITS, OFFLOAD, {"trainer.offload": "parameters"}]
+    assert oom_remedy(spec, Role.EVALUATOR) == sizes[0]
+    assert oom_remedy(with_changes(spec, sizes[-1]), Role.EVALUATOR) == {}
+
+
+def test_out_of_memory_in_passes_cut_by_tokens_their_bound_is_halved() -> None:
+    """A number of sequences that is set high does not bind."""
+    longest = fine_tuning().max_tokens
+    spec = fine_tuning(**{"trainer.micro_batch_tokens": 4 * longest})
+    both: dict[str, JsonValue] = {"rollout.batch_size": 128, "trainer.micro_batch_tokens": 2 * longest}
+    assert oom_remedy(spec, phase="evaluate") == oom_remedy(spec, Role.EVALUATOR) == both
 
 
 def test_remedies_end_when_many_attempts_in_a_row_saved_nothing() -> None:
