@@ -533,6 +533,16 @@ def test_the_evaluator_counts_passes_over_held_out_rows(algorithm: str, scores: 
     assert (sum(scoring.values()) > 0) == scores
 
 
+def test_whole_weights_are_counted_if_only_the_loss_is_evaluated() -> None:
+    """Weights split over ranks are whole while they are evaluated before the main loop; the optimizer, which would need
+    as much memory later, is in main memory."""
+    loop = {"num_steps": 1, "algorithm": {"name": "sft", "batch_size": 32}, "optimizer": {"learning_rate": 1e-4}}
+    loops, evaluate = {"main": loop, "warm_start": None}, {"completions": False}
+    spec = big(loops=loops, evaluate=evaluate, trainer={"zero_stage": 3, "offload": "optimizer"}).spec
+    assert spec.row_evaluations == ("loss",)
+    assert trainer_estimate(spec, shape()).moments["load"]["whole weights"] > 0
+
+
 def test_on_cpu_the_ranks_share_the_memory_of_their_node() -> None:
     fits = only(healthy())
     assert fits.status is CheckStatus.PASSED

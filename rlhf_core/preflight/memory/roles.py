@@ -114,7 +114,7 @@ def trainer_estimate(
         resident["critic"] = sum(resident[part] for part in ("weights", "gradients", optimizer))
     if spec.rollout.engines and not on_gpu:  # beside GPUs this is a small part of main memory
         resident["weights to send"] = weights_to_send_bytes(spec, shape)
-    evaluates = spec.ranks_held_out or spec.completes_held_out(pairs_have_answers=pairs_have_answers)
+    evaluates = bool(spec.row_evaluations) or spec.completes_held_out(pairs_have_answers=pairs_have_answers)
     if zero.stage == 3 and (evaluates or len(algorithms) > 1 or not on_gpu):
         later = resident["gradients"] + resident[optimizer]
         trained_models = 2 if "critic" in resident else 1
