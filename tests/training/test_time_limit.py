@@ -6,6 +6,7 @@ import pytest
 
 from rlhf_core.schemas.resources import JOB_END_VARIABLE
 from rlhf_core.training.trainers import saving
+from rlhf_core.training.trainers.context import TrainingContext
 from rlhf_core.training.trainers.time_limit import ENDING_S, TimeLimit
 
 NOW_S = 1_800_000_000.0
@@ -53,6 +54,28 @@ def test_an_evaluation_counts_in_the_steps_that_make_one() -> None:
     assert made.shortage(10, with_evaluation=True) == (
         "the time limit ends the job in 5 min 00 s, too soon for another step (5 min 50 s) and its checkpoint (10 s)"
     )
+
+
+def test_a_checkpoint_that_is_due_counts_before_the_next_step() -> None:
+    """With a checkpoint every step, the job would otherwise be killed in the last one."""
+    needed = 60 + 480 + 60 + ENDING_S
+    assert limit(needed, 480).shortage(60, with_evaluation=False, saves_now=True) == ""
+    assert limit(needed - 1, 480).shortage(60, with_evaluation=False) == "", "control: none is due"
+    assert "too soon for the checkpoint that is due (1 min 00 s), another step (8 min" in (
+        limit(needed - 1, 480).shortage(60, with_evaluation=False, saves_now=True)
+    )
+    # The guess for the first one is not doubled, or a short job would end after its first step.
+    assert limit(1 + 120 + ENDING_S, 1).shortage(0, with_evaluation=False, saves_now=True) == ""
+
+
+@pytest.mark.parametrize(("number", "due"), [(1, False), (2, True), (3, True)])
+def test_a_checkpoint_is_due_by_interval_and_after_the_last_step_of_a_loop(number: int, due: bool) -> None:
+    training = mock.Mock(**{"spec.checkpoint.every_num_steps": 2, "spec.total_steps": 9, "ranks.is_first": True})
+    training._is_saved = lambda number, loop: TrainingContext._is_saved(training, number, loop)
+    training._time_limit.shortage.return_value = ""
+    step = mock.Mock(number=number, times_s={})
+    assert TrainingContext._vote_on_time(training, step, mock.Mock(last_step=3)) == ""
+    assert training._time_limit.shortage.call_args.kwargs["saves_now"] is due
 
 
 @pytest.mark.parametrize("environment", [{}, {JOB_END_VARIABLE: ""}, {JOB_END_VARIABLE: "N/A"}])

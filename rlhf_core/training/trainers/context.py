@@ -261,7 +261,7 @@ class TrainingContext:
         if step.number == 1:
             for name, count in self._data_counts.items():
                 step.metrics.shared(name, count)
-        reduced = step.metrics.reduced(self._saving.request() or self._vote_on_time(step))
+        reduced = step.metrics.reduced(self._saving.request() or self._vote_on_time(step, loop))
         if self._metrics_file is not None:
             self._metrics_file.write(
                 MetricsLine(step=step.number, time=utc_now(), loop=loop.algorithm.name, metrics=reduced.values)
@@ -285,8 +285,7 @@ class TrainingContext:
             raise DegenerateRl(verdict.message, verdict.ends_by)
         self.steps_done = step.number
         finished = step.number == loop.last_step
-        is_due = finished or step.number % self.spec.checkpoint.every_num_steps == 0
-        if is_due or reduced.stop:
+        if self._is_saved(step.number, loop) or reduced.stop:
             progress = Progress(
                 step=step.number,
                 loop=loop.algorithm.name,
@@ -355,12 +354,20 @@ class TrainingContext:
             self._best = best_until(self._best, step, metric, values[metric])
         return self._best
 
-    def _vote_on_time(self, step: TrainingStep) -> str:
+    def _is_saved(self, number: int, loop: Loop) -> bool:
+        """True if a checkpoint is due after this step."""
+        return number == loop.last_step or number % self.spec.checkpoint.every_num_steps == 0
+
+    def _vote_on_time(self, step: TrainingStep, loop: Loop) -> str:
         """Vote of rank 0 to save and stop, if the time limit of the job leaves no time for the next step."""
         self._time_limit.add_step(step.seconds(), step.times_s.get("evaluate", 0.0))
         if not self.ranks.is_first or step.number == self.spec.total_steps:
             return ""
-        shortage = self._time_limit.shortage(self._saving.save_s(), with_evaluation=self.is_evaluated(step.number + 1))
+        shortage = self._time_limit.shortage(
+            self._saving.save_s(),
+            with_evaluation=self.is_evaluated(step.number + 1),
+            saves_now=self._is_saved(step.number, loop),
+        )
         if not shortage:
             return ""
         self.ranks.log(f"saving and ending: {shortage}")

@@ -47,7 +47,7 @@ class TimeLimit:
         self._steps_s.append(seconds - evaluation_s)
         self._evaluation_s = evaluation_s or self._evaluation_s
 
-    def shortage(self, save_s: float, *, with_evaluation: bool) -> str:
+    def shortage(self, save_s: float, *, with_evaluation: bool, saves_now: bool = False) -> str:
         """Describe the missing time if the next step and its checkpoint would not fit; empty if they would.
 
         The step is expected to take as long as the longest of the last ten.
@@ -55,13 +55,16 @@ class TimeLimit:
         Args:
             save_s: duration of the last checkpoint in seconds; 0 if unknown.
             with_evaluation: the next step evaluates.
+            saves_now: a checkpoint is due before the next step begins; counted once its duration is known.
         """
+        now_s = save_s if saves_now else 0.0
         step_s = max(self._steps_s) + (self._evaluation_s if with_evaluation else 0.0)
         save_s = save_s or self._first_save_s
         left_s = self._end_s - self._clock()
-        if left_s >= step_s + save_s + ENDING_S:
+        if left_s >= now_s + step_s + save_s + ENDING_S:
             return ""
+        due = f"the checkpoint that is due ({duration_text(now_s)}), " if now_s else ""
         return (
-            f"the time limit ends the job in {duration_text(max(0.0, left_s))}, too soon for another step "
+            f"the time limit ends the job in {duration_text(max(0.0, left_s))}, too soon for {due}another step "
             f"({duration_text(step_s)}) and its checkpoint ({duration_text(save_s)})"
         )
