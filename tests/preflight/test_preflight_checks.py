@@ -151,10 +151,16 @@ def promoted(algorithm: str, metric: str, warm_start: str = "", *, completions: 
     )
 
 
-def with_keep_best(every: int, metric: str = "greedy") -> Facts:
+def with_keep_best(every: int, metric: str = "greedy", **sections: Any) -> Facts:
     """A run with a checkpoint every 10 steps that keeps the one with the best evaluation during training."""
     checkpoint, evaluate = {"every_num_steps": 10, "keep_best": True}, {"every_num_steps": every}
-    return with_spec(checkpoint=checkpoint, evaluate=evaluate, promote={"metric": metric})
+    return with_spec(checkpoint=checkpoint, evaluate=evaluate, promote={"metric": metric}, **sections)
+
+
+def with_best_of_pairs(*columns: str) -> Facts:
+    """The same with DPO on held-out pairs with these columns."""
+    facts = with_keep_best(20, loops=DPO)
+    return replace(facts, eval=DataFile(Path("/d/eval.jsonl"), num_rows=10, columns=frozenset(columns)))
 
 
 def with_algorithm(**settings: Any) -> Facts:
@@ -571,6 +577,13 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("checkpoint.keep_best", BLOCKED, with_keep_best(0), "set evaluate.every_num_steps to a multiple of 10"),
     ("checkpoint.keep_best", BLOCKED, with_keep_best(15), "set evaluate.every_num_steps to a multiple of 10"),
     ("checkpoint.keep_best", BLOCKED, with_keep_best(20, metric="preference"), "set promote.metric=greedy"),
+    ("checkpoint.keep_best", BLOCKED, with_best_of_pairs("prompt", "chosen", "rejected"), "set promote.metric=pref"),
+    (
+        "checkpoint.keep_best",
+        WARNING,
+        with_best_of_pairs("prompt", "chosen", "rejected", "answer"),
+        "unless every held-out pair has an answer",
+    ),
     ("evaluate.completions", BLOCKED, with_spec(evaluate={"completions": False}), "set evaluate.completions=true"),
     (
         "evaluate.min_p",

@@ -57,6 +57,7 @@ def keep_best(facts: Facts) -> Iterator[Finding]:
     if not spec.checkpoint.keep_best:
         return
     every, saved, made = spec.evaluate.every_num_steps, spec.checkpoint.every_num_steps, spec.evaluations
+    metric, available = spec.promote.metric, f"evaluations of this run: {', '.join(made) or 'none'}"
     found = f"checkpoint.keep_best, evaluate.every_num_steps = {every}, checkpoint.every_num_steps = {saved}"
     if isinstance(spec.trainer, CommandTrainer):
         yield blocked(
@@ -70,14 +71,20 @@ def keep_best(facts: Facts) -> Iterator[Finding]:
             "evaluations during training, at steps that are saved",
             f"set evaluate.every_num_steps to a multiple of {saved}",
         )
-    elif spec.promote.metric not in made:
-        yield blocked(
-            f'{found}, promote.metric = "{spec.promote.metric}"',
-            f"evaluations of this run: {', '.join(made) or 'none'}",
-            f"set promote.metric={made[0]}" if made else "set checkpoint.keep_best=false",
+    elif metric in made:
+        yield passed(found)
+    elif metric in ("greedy", "sampled") and spec.completes_held_out(pairs_have_answers=facts.pairs_have_answers):
+        yield warning(
+            f'{found}, promote.metric = "{metric}", but pairs are completed only if they have data.answer_column',
+            available,
+            f"set promote.metric={made[0]}, unless every held-out pair has an answer",
         )
     else:
-        yield passed(found)
+        yield blocked(
+            f'{found}, promote.metric = "{metric}"',
+            available,
+            f"set promote.metric={made[0]}" if made else "set checkpoint.keep_best=false",
+        )
 
 
 @check("promote.metric")
