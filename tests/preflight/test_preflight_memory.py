@@ -29,6 +29,7 @@ from rlhf_core.preflight.memory.roles import (
     engine_estimate,
     evaluator_estimate,
     longest_sequence,
+    micro_batch_tokens,
     trainer_estimate,
     with_reward_models,
 )
@@ -531,6 +532,30 @@ def test_the_evaluator_counts_passes_over_held_out_rows(algorithm: str, scores: 
     spec = with_spec(train={"algorithm": algorithm}, evaluate={"completions": False}).spec
     scoring = evaluator_estimate(spec, shape()).moments.get("score", {})
     assert (sum(scoring.values()) > 0) == scores
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "num_prompts", "together"), [("sft", 64, 8), ("sft", 0, 8), ("sft", 17, 3), ("dpo", 17, 6)]
+)
+def test_passes_over_held_out_rows_do_not_depend_on_the_rows_of_a_step(
+    algorithm: str, num_prompts: int, together: int
+) -> None:
+    """Each of 8 ranks trains on one row, and evaluates as many at once as it has, up to ``micro_batch_size``."""
+    changes: dict[str, Any] = {
+        "loops.main.algorithm": {"name": algorithm, "batch_size": 8},
+        "loops.warm_start": None,
+        "evaluate.num_prompts": num_prompts,
+        "evaluate.completions": False,
+        "trainer.micro_batch_size": 8,
+    }
+    spec = with_changes(big().spec, changes)
+    assert micro_batch_tokens(spec) == (2 if algorithm == "dpo" else 1) * spec.max_tokens
+    assert micro_batch_tokens(spec, evaluates=True) == together * spec.max_tokens
+    one, all_ = (
+        evaluator_estimate(with_changes(spec, {"trainer.micro_batch_size": size}), shape()).moments["score"]
+        for size in (1, 8)
+    )
+    assert all_["activations"] == together * one["activations"]
 
 
 def test_whole_weights_are_counted_if_only_the_loss_is_evaluated() -> None:

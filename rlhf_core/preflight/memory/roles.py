@@ -169,12 +169,20 @@ def _forward_bytes(shape: Shape, dtype: str, tokens: int) -> int:
     return tokens * elements * BYTES[dtype]
 
 
-def micro_batch_tokens(spec: RunSpec) -> int:
-    """Maximum tokens in one pass, including padding; one sequence of full length is always allowed."""
-    trainer, length = spec.native_trainer, longest_sequence(spec)
-    most = max(loop.algorithm.sequences_per_step for loop in spec.loops.named.values())
-    sequences = most // spec.num_ranks
-    tokens = max(1, min(trainer.micro_batch_size, sequences)) * length
+def micro_batch_tokens(spec: RunSpec, *, evaluates: bool = False) -> int:
+    """Maximum tokens in one pass, including padding; one sequence of full length is always allowed.
+
+    Args:
+        evaluates: the pass is over held-out rows, whose number does not depend on the rows of a training step.
+    """
+    trainer, length, size = spec.native_trainer, longest_sequence(spec), spec.native_trainer.micro_batch_size
+    if evaluates:
+        in_row = 2 if spec.main_loop.algorithm.pairs else 1
+        rows = -(-spec.evaluate.num_prompts // spec.num_ranks)
+        sequences = rows * in_row or size  # all held-out rows: their number is unknown
+    else:
+        sequences = max(loop.algorithm.sequences_per_step for loop in spec.loops.named.values()) // spec.num_ranks
+    tokens = max(1, min(size, sequences)) * length
     return min(tokens, max(trainer.micro_batch_tokens, length)) if trainer.micro_batch_tokens else tokens
 
 
@@ -222,7 +230,7 @@ def evaluator_estimate(
         sampled, vllm = [_sequences_of_an_evaluation(spec)], spec.starts_vllm_in_evaluators
         moments["sample"] = _sampling(spec, shape, sampled, gpu, with_vllm=vllm)
     if spec.row_evaluations:
-        tokens = micro_batch_tokens(spec)
+        tokens = micro_batch_tokens(spec, evaluates=True)
         logits = 0 if spec.makes_reward_model else logit_bytes(shape, tokens)
         moments["score"] = {"activations": _forward_bytes(shape, spec.model.dtype, tokens), "logits": logits}
     return Estimate(resident, moments)
