@@ -43,7 +43,7 @@ class BestCheckpoint(Schema):
     metric: Label
     """Metric that it is the best by."""
     value: Finite
-    """Value of that metric; higher is better."""
+    """Value of that metric; higher is better, except for a loss."""
 
 
 class CheckpointManifest(Schema):

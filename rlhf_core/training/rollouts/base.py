@@ -37,7 +37,7 @@ class Sampling:
     min_p: float = 0.0
     """Draw from the tokens with at least this share of the likeliest token's probability."""
     stop: tuple[str, ...] = ()
-    """Texts that end a completion, with the token that completes one (``endings.py``)."""
+    """Texts that end a completion, with the token that completes one (``completion_end.py``)."""
 
     @property
     def is_cut(self) -> bool:
