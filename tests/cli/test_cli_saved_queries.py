@@ -50,7 +50,7 @@ def test_a_shown_query_can_be_edited_and_run(
 ) -> None:
     assert execute(["sql", "best-checkpoint", "--show"]) == 0
     shown = capsys.readouterr().out
-    monkeypatch.setattr("sys.stdin", io.StringIO(shown.replace("s.value DESC", "s.value ASC")))
+    monkeypatch.setattr("sys.stdin", io.StringIO(shown.replace("-s.value", "s.value")))
     assert execute(["sql", "-", "evaluation=sampled", "limit=1", "--json"]) == 0
     assert [row["value"] for row in json.loads(capsys.readouterr().out)] == [0.3]
 

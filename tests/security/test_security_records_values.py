@@ -251,7 +251,7 @@ def test_texts_of_any_length_and_character_keep_no_run_out_of_the_history(store:
 def test_no_field_of_a_record_is_without_bounds() -> None:
     """Every number, time and text that is stored has a type of ``schemas/base.py``; the others are in JSON columns or
     in no column."""
-    free = {"SampleLine", "Inventory", "EvaluationSample.prompt", "EvaluationSample.completion"}
+    free = {"SampleLine", "Inventory", "PartitionSettings", "EvaluationSample.prompt", "EvaluationSample.completion"}
     free |= {
         "EvaluationSample.answer",
         "Submission.command",

@@ -79,7 +79,7 @@ RESUMED = ("stage-0", "ranker", "grpo", "ppo")
 
 
 def runs_of(group: TrainingGroup) -> dict[str, Any]:
-    from rlhf_core.training.evaluation import evaluator
+    from rlhf_core.training.evaluation import held_out
     from rlhf_core.training.trainers import run as run_module
 
     train = group.train
@@ -100,7 +100,7 @@ def runs_of(group: TrainingGroup) -> dict[str, Any]:
     train("evaluated", EVALUATED)
     train("not-evaluated", adapted(EVALUATED, evaluate={"every_num_steps": 0}, model=EVALUATED["model"]))
     # Negative control: pairs are ranked with dropout.
-    with mock.patch.object(evaluator, "in_evaluation_mode", contextlib.nullcontext):
+    with mock.patch.object(held_out, "in_evaluation_mode", contextlib.nullcontext):
         train("with-dropout", EVALUATED)
     group.rewind("stage-3", "for-one", LAST)
     return results
@@ -193,9 +193,9 @@ def test_a_resume_without_the_adapter_is_caught(results: list[dict[str, Any]], f
 def test_an_evaluation_changes_nothing_of_a_training_with_dropout(results: list[dict[str, Any]], folder: Path) -> None:
     """It draws no random number. The control ranks with dropout: from its second step on it is another training."""
     shares = {name: metrics_of(folder, name) for name in ("evaluated", "with-dropout", "not-evaluated")}
-    assert all(
-        line.pop("eval/preference") >= 0 for name in ("evaluated", "with-dropout") for line in shares[name].values()
-    )
+    for line in (*shares["evaluated"].values(), *shares["with-dropout"].values()):
+        assert line.pop("eval/preference") >= 0
+        assert line.pop("eval/loss") > 0
     assert shares["evaluated"] == shares["not-evaluated"]
     assert shares["with-dropout"][1] == shares["not-evaluated"][1]
     assert shares["with-dropout"][2] != shares["not-evaluated"][2]
