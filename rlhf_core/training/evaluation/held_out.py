@@ -82,10 +82,10 @@ class HeldOutRows:
         with in_evaluation_mode(policy):
             if algorithm.mismatches:
                 sums = replace(sums, measured=self._measured(policy, reference, others, other_parts, beat))
-            for part, sequences_, output in self._passes(policy, reference, examples, parts, beat):
-                count = len(sequences_.mask) // (2 if algorithm.pairs else 1)
-                rewards = objective.rewards(output, sequences_, algorithm).reshape(-1, count).T.tolist()
-                alone = (_alone(output, sequences_, place, count) for place in range(len(part)))
+            for part, batch, output in self._passes(policy, reference, examples, parts, beat):
+                count = len(batch.mask) // (2 if algorithm.pairs else 1)
+                rewards = objective.rewards(output, batch, algorithm).reshape(-1, count).T.tolist()
+                alone = (_alone(output, batch, place, count) for place in range(len(part)))
                 shares = [objective.loss(*one, sums, algorithm)[0] for one in alone]
                 for index, of_row, share in zip(part, rewards, _floats(shares), strict=False):
                     weight = float(examples[index].num_tokens) if by_tokens else 1.0
