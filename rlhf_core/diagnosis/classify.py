@@ -6,11 +6,11 @@ cascades, and among equals the first to end. Logs are read by :mod:`rlhf_core.di
 """
 
 import dataclasses
-import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rlhf_core.diagnosis.failure import Failure, fingerprint
 from rlhf_core.diagnosis.hangs.verdict import Verdict
 from rlhf_core.diagnosis.logs import search as log_diagnosis
 from rlhf_core.diagnosis.logs.evidence_parts import EvidencePart
@@ -93,28 +93,13 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Diagnosis:
-    """Result of the classification."""
-
-    kind: FailureKind
-    message: str
-    """Description of the failure in one or two sentences."""
-    fingerprint: str
-    """Equal for the same fault: it ignores numbers, addresses and paths."""
-    ranks: tuple[int, ...] = ()
-    """Ranks that failed first; empty if none is suspected."""
-    nodes: tuple[str, ...] = ()
-    """Their nodes."""
-    is_undecided: bool = False
-    """True if something else may have happened: it rests on the text of a log, for instance, not on a comparison of
-    ranks or one of our own errors."""
-
-
-@dataclass(frozen=True)
 class _Finding:
+    """Possible cause, from one piece of evidence. The most significant finding becomes the failure."""
+
     kind: FailureKind
     part: EvidencePart
     text: str
+    """Message of the failure."""
     subject: str
     """Text to compute the fingerprint from."""
     worker: WorkerEnd | None = None
@@ -126,41 +111,35 @@ class _Finding:
     """True if it is about a device of the worker's node."""
 
 
-def classify(evidence: Evidence) -> Diagnosis:
-    """Classify a failure: its kind, message and fingerprint."""
+def classify(evidence: Evidence) -> Failure:
+    """Classify a failure: its kind, message and fingerprint, and the ranks and nodes to blame."""
     if evidence.verdict is not None:
         return _hang(evidence.verdict, evidence.workers)
     by_scheduler = _from_scheduler(evidence.scheduler_state)
     if by_scheduler is not None and by_scheduler.part is EvidencePart.ROOT:
-        return _diagnosis(by_scheduler)
+        return _failure(by_scheduler)
     known = log_diagnosis.KnownLines()
     findings = [finding for worker in evidence.workers for finding in _from_worker(worker, known)]
     findings += [_from_start(node, trace) for node, trace in evidence.failed_starts]
     findings += _from_agents(evidence)
     findings += [by_scheduler] if by_scheduler is not None else []
     if not findings:
-        return _diagnosis(_without_findings(evidence))
+        return _failure(_without_findings(evidence))
     best = min(findings, key=_rank_of_finding)
     if best.kind in _SEEN_BY_OTHERS:  # the peers of a broken adapter often end before its own node
         local = [one for one in findings if one.is_local and one.part is best.part]
         best = min(local, key=_rank_of_finding, default=best)
-    return _diagnosis(best)
+    return _failure(best)
 
 
-def read_log(text: str) -> Diagnosis | None:
+def read_log(text: str) -> Failure | None:
     """Diagnose a log; return None if it shows no failure.
 
     A failure without a known reason is ``UNKNOWN``. Warnings, successful retries, and errors after which training
     continued are not failures.
     """
     match = log_diagnosis.find(text)
-    return _diagnosis(_from_match(match)) if match is not None else None
-
-
-def fingerprint(kind: FailureKind, subject: str) -> str:
-    """Return 12 hexadecimal digits that are equal for the same fault, regardless of numbers, addresses and paths."""
-    plain = re.sub(r"0x[0-9a-fA-F]+|/[^\s'\":,)]+|\d+(\.\d+)?(e[+-]?\d+)?", "#", subject)
-    return hashlib.sha256(f"{kind}|{' '.join(plain.split())}".encode()).hexdigest()[:12]
+    return _failure(_from_match(match)) if match is not None else None
 
 
 def _rank_of_finding(finding: _Finding) -> tuple[int, int, int]:
@@ -168,12 +147,12 @@ def _rank_of_finding(finding: _Finding) -> tuple[int, int, int]:
     return (finding.part, finding.kind is FailureKind.UNKNOWN, order)
 
 
-def _diagnosis(finding: _Finding) -> Diagnosis:
+def _failure(finding: _Finding) -> Failure:
     worker = finding.worker
     by_other = finding.part is EvidencePart.SYMPTOM and finding.kind in _SEEN_BY_OTHERS and not finding.is_local
     blamed = worker is not None and finding.part is not EvidencePart.CASCADE and not by_other
     node = finding.node or (worker.node if worker is not None and blamed else "")
-    return Diagnosis(
+    return Failure(
         kind=finding.kind,
         message=masked(finding.text),  # it is shown on pages, sent in messages and stored in the history
         fingerprint=fingerprint(finding.kind, finding.subject),
@@ -187,18 +166,20 @@ def _diagnosis(finding: _Finding) -> Diagnosis:
 # Hangs, and the state of the job
 
 
-def _hang(verdict: Verdict, workers: Sequence[WorkerEnd]) -> Diagnosis:
+def _hang(verdict: Verdict, workers: Sequence[WorkerEnd]) -> Failure:
     nodes = {worker.node for worker in workers if worker.rank in verdict.ranks}
     others = {worker.node for worker in workers} - nodes
     if len(nodes) > 1 and not others:
         nodes = set()  # whatever stopped the ranks of every node, such as a file system, is not the fault of a node
-    return Diagnosis(
+    return Failure(
         kind=verdict.kind,
         message=f"The workers hung: {verdict.reason}.",
         fingerprint=fingerprint(verdict.kind, verdict.reason),
         ranks=verdict.ranks,
         nodes=tuple(sorted(nodes)),
         is_undecided=verdict.is_undecided,
+        collective=verdict.collective,
+        collective_sequence=verdict.collective_sequence,
     )
 
 

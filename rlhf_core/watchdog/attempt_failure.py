@@ -3,11 +3,12 @@
 import random
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pydantic import JsonValue
 
-from rlhf_core.diagnosis.classify import Evidence, classify, fingerprint
+from rlhf_core.diagnosis.classify import Evidence, classify
+from rlhf_core.diagnosis.failure import Failure, fingerprint
 from rlhf_core.diagnosis.policy import Choice, decide_next, excluded_after, oom_remedy, rollback_step
 from rlhf_core.files.appended import read_tail
 from rlhf_core.files.lookups import is_there
@@ -166,23 +167,24 @@ def _remedy(
 
 def _own_incident(run_dir: RunDir, snapshot: AttemptSnapshot) -> Incident | None:
     """Return the incident that only the controller can know of, if any."""
-    verdict = snapshot.verdict
+    verdict, attempt = snapshot.verdict, run_dir.attempt(snapshot.attempt)
+    scheduler_dir = str(attempt.scheduler_dir.relative_to(run_dir.root))
     is_lost = verdict.state is AttemptState.LOST
     if is_lost and verdict.failure_kind is FailureKind.RENDEZVOUS:
-        return _incident_of_absent_nodes(run_dir, snapshot)
+        return _incident(snapshot, _failure_of_absent_nodes(snapshot), scheduler_dir)
     if is_lost and verdict.nodes:  # Slurm detects it much later
-        return _incident_of_lost_nodes(snapshot, snapshot.job.lost_nodes or verdict.nodes)
-    if (
-        is_lost
-        and snapshot.job.scheduler_state == "POWERED_OFF"
-        and not is_there(run_dir.attempt(snapshot.attempt).claim)
-    ):
-        return _incident_without_nodes(run_dir, snapshot)
+        return _incident(snapshot, _failure_of_lost_nodes(snapshot, snapshot.job.lost_nodes or verdict.nodes))
+    if is_lost and snapshot.job.scheduler_state == "POWERED_OFF" and not is_there(attempt.claim):
+        return _incident(snapshot, _failure_without_nodes(snapshot), scheduler_dir)
     if is_lost or _lacks_an_agent(snapshot):
-        return _incident_of_a_lost_job(run_dir, snapshot)
+        return _incident(snapshot, _failure_of_a_lost_job(run_dir, snapshot), scheduler_dir)
     if verdict.failure_kind is FailureKind.NODE_LOST and (lost := _lost_nodes(run_dir, snapshot)):
-        return _incident_of_lost_nodes(snapshot, lost)
+        return _incident(snapshot, _failure_of_lost_nodes(snapshot, lost))
     return None
+
+
+def _incident(snapshot: AttemptSnapshot, failure: Failure, evidence_dir: str = "") -> Incident:
+    return failure.incident(snapshot.attempt, max(snapshot.restart, 0), utc_now(), evidence_dir=evidence_dir)
 
 
 def _lacks_an_agent(snapshot: AttemptSnapshot) -> bool:
@@ -191,7 +193,7 @@ def _lacks_an_agent(snapshot: AttemptSnapshot) -> bool:
     return was_saved and snapshot.verdict.failure_kind is FailureKind.AGENT_KILLED
 
 
-def _incident_of_a_lost_job(run_dir: RunDir, snapshot: AttemptSnapshot) -> Incident:
+def _failure_of_a_lost_job(run_dir: RunDir, snapshot: AttemptSnapshot) -> Failure:
     attempt = run_dir.attempt(snapshot.attempt)
     log = evidence.scheduler_log(attempt)
     # The log of an agent that ran may contain failures it recovered from, and says nothing about its own end.
@@ -201,59 +203,37 @@ def _incident_of_a_lost_job(run_dir: RunDir, snapshot: AttemptSnapshot) -> Incid
         # Slurm's own lines never report a failure that was recovered from.
         text = "\n".join(line for line in text.splitlines() if line.startswith(("srun: error", "slurmstepd")))
     state = snapshot.job.scheduler_state
-    diagnosis = classify(Evidence(agent_vanished=True, agent_log=text, scheduler_state=state))
-    what = f"The job of attempt {snapshot.attempt} is gone without an outcome. {diagnosis.message}"
+    failure = classify(Evidence(agent_vanished=True, agent_log=text, scheduler_state=state))
+    what = f"The job of attempt {snapshot.attempt} is gone without an outcome. {failure.message}"
     if snapshot.outcome is not None:
-        what = f"{snapshot.verdict.cause}. {diagnosis.message}"
+        what = f"{snapshot.verdict.cause}. {failure.message}"
     elif snapshot.job.state is JobState.RUNNING:
         what = f"The job of attempt {snapshot.attempt} was given up: {snapshot.verdict.cause}."
     lines = text.strip().splitlines()
     last_line = f". The last line of {log}: {lines[-1].strip()[:300]}" if lines else ""
-    return Incident(
-        attempt=snapshot.attempt,
-        restart=max(snapshot.restart, 0),
-        failure_kind=diagnosis.kind,
+    return replace(
+        failure,
         message=masked(f"{what.removesuffix('.')}{last_line}" if last_line else what),
+        nodes=_lost_nodes(run_dir, snapshot) or failure.nodes,
         phase=snapshot.phase,
         step=snapshot.step or None,
-        suspect_nodes=_lost_nodes(run_dir, snapshot) or diagnosis.nodes,
-        is_undecided=diagnosis.is_undecided,
-        seen_at=utc_now(),
-        fingerprint=diagnosis.fingerprint,
-        evidence_dir=str(attempt.scheduler_dir.relative_to(run_dir.root)),
     )
 
 
-def _incident_without_nodes(run_dir: RunDir, snapshot: AttemptSnapshot) -> Incident:
-    """Build the incident of nodes that did not start. None is suspected: in a cloud, names of nodes are only places."""
+def _failure_without_nodes(snapshot: AttemptSnapshot) -> Failure:
+    """Describe nodes that did not start. None is suspected: in a cloud, names of nodes are only places."""
     kind = FailureKind.NO_NODES
-    return Incident(
-        attempt=snapshot.attempt,
-        restart=max(snapshot.restart, 0),
-        failure_kind=kind,
-        message=f"No agent of attempt {snapshot.attempt} has started. {snapshot.job.reason}",
-        seen_at=utc_now(),
-        fingerprint=fingerprint(kind, ""),
-        evidence_dir=str(run_dir.attempt(snapshot.attempt).scheduler_dir.relative_to(run_dir.root)),
-    )
+    message = f"No agent of attempt {snapshot.attempt} has started. {snapshot.job.reason}"
+    return Failure(kind, message, fingerprint(kind, ""))
 
 
-def _incident_of_absent_nodes(run_dir: RunDir, snapshot: AttemptSnapshot) -> Incident:
-    """Build the incident of agents that did not meet, from the report of one that waited.
+def _failure_of_absent_nodes(snapshot: AttemptSnapshot) -> Failure:
+    """Describe agents that did not meet, from the report of one that waited.
 
     The log would blame that one, because it is the first whose task fails.
     """
-    kind = FailureKind.RENDEZVOUS
-    return Incident(
-        attempt=snapshot.attempt,
-        restart=max(snapshot.restart, 0),
-        failure_kind=kind,
-        message=masked(snapshot.verdict.cause),
-        suspect_nodes=snapshot.verdict.nodes,
-        seen_at=utc_now(),
-        fingerprint=fingerprint(kind, " ".join(snapshot.verdict.nodes)),
-        evidence_dir=str(run_dir.attempt(snapshot.attempt).scheduler_dir.relative_to(run_dir.root)),
-    )
+    kind, nodes = FailureKind.RENDEZVOUS, snapshot.verdict.nodes
+    return Failure(kind, masked(snapshot.verdict.cause), fingerprint(kind, " ".join(nodes)), nodes=nodes)
 
 
 def _lost_nodes(run_dir: RunDir, snapshot: AttemptSnapshot) -> tuple[str, ...]:
@@ -266,21 +246,11 @@ def _lost_nodes(run_dir: RunDir, snapshot: AttemptSnapshot) -> tuple[str, ...]:
     return tuple(dict.fromkeys(named))
 
 
-def _incident_of_lost_nodes(snapshot: AttemptSnapshot, lost: tuple[str, ...]) -> Incident:
-    """Build the incident of lost nodes. Agents that had time to save do not know which node was lost; the scheduler
-    does."""
+def _failure_of_lost_nodes(snapshot: AttemptSnapshot, lost: tuple[str, ...]) -> Failure:
+    """Describe lost nodes. Agents that had time to save do not know which node was lost; the scheduler does."""
     names, cause = ", ".join(lost), snapshot.verdict.cause
     kind = snapshot.verdict.failure_kind or FailureKind.NODE_LOST
     is_from_agents = bool(snapshot.verdict.nodes) and not snapshot.job.lost_nodes
     message = f"{cause[:1].upper()}{cause[1:]}." if is_from_agents else f"{names} went out of service. {cause}"
-    return Incident(
-        attempt=snapshot.attempt,
-        restart=max(snapshot.restart, 0),
-        failure_kind=kind,
-        message=message,
-        phase=snapshot.phase,
-        step=snapshot.step or None,
-        suspect_nodes=lost,
-        seen_at=utc_now(),
-        fingerprint=fingerprint(kind, names),
-    )
+    phase, step = snapshot.phase, snapshot.step or None
+    return Failure(kind, message, fingerprint(kind, names), nodes=lost, phase=phase, step=step)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
-from rlhf_core.diagnosis.classify import fingerprint
+from rlhf_core.diagnosis.failure import Failure, fingerprint
 from rlhf_core.errors import RunDirError, RunDirGone
 from rlhf_core.files.lookups import is_there
 from rlhf_core.history import queries
@@ -16,7 +16,7 @@ from rlhf_core.history.batch import IngestBatch, JournalEntry
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import ATTEMPT_ENDS, RUN_ENDS, AttemptState, RunState, StageState
-from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind, Incident
+from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind
 from rlhf_core.schemas.journal import (
     AttemptMoved,
     ControlEvent,
@@ -144,14 +144,7 @@ def _last_lines(known: queries.Facts, cause: str, now: datetime) -> list[Control
         if attempt["state"] in ATTEMPT_ENDS:
             continue
         kind = FailureKind.FILE_SYSTEM
-        incident = Incident(
-            attempt=number,
-            restart=0,
-            failure_kind=kind,
-            message=cause,
-            seen_at=now,
-            fingerprint=fingerprint(kind, GONE_MARK),
-        )
+        incident = Failure(kind, cause, fingerprint(kind, GONE_MARK)).incident(number, 0, now)
         decision = Decision(
             attempt=number,
             restart=0,

@@ -6,8 +6,8 @@ from rlhf_core.schemas.failures import FailureKind
 
 def kind_of(log: str) -> FailureKind | None:
     """Kind of the failure that a log shows; None if it shows none."""
-    diagnosis = read_log(log)
-    return diagnosis.kind if diagnosis is not None else None
+    failure = read_log(log)
+    return failure.kind if failure is not None else None
 
 
 def trace(*frames: tuple[str, str] | tuple[str, str, str], error: str, prefix: str = "") -> str:

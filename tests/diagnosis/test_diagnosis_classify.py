@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from rlhf_core.diagnosis.classify import ERRORS, Evidence, WorkerEnd, classify, fingerprint
+from rlhf_core.diagnosis.classify import ERRORS, Evidence, WorkerEnd, classify
+from rlhf_core.diagnosis.failure import fingerprint
 from rlhf_core.diagnosis.hangs.verdict import Verdict
 from rlhf_core.diagnosis.logs.search import find
 from rlhf_core.diagnosis.logs.signatures import table as signatures
@@ -48,17 +49,17 @@ def kind_of(*workers: WorkerEnd, **more: object) -> FailureKind:
 
 
 def test_a_killed_rank_is_the_root_although_its_peers_ended_first_and_louder() -> None:
-    diagnosis = classify(
+    failure = classify(
         Evidence(workers=(cascade(0), cascade(2, order=1), ended(1, -9, order=2), cascade(3, order=3)))
     )
-    assert (diagnosis.kind, diagnosis.ranks, diagnosis.nodes) == (FailureKind.WORKER_KILLED, (1,), ("here",))
-    assert "Rank 1 (local rank 1 on here) was ended by SIGKILL" in diagnosis.message
+    assert (failure.kind, failure.ranks, failure.nodes) == (FailureKind.WORKER_KILLED, (1,), ("here",))
+    assert "Rank 1 (local rank 1 on here) was ended by SIGKILL" in failure.message
 
 
 def test_cascades_alone_blame_no_rank() -> None:
     """The negative control of the rule above: the same resets without a root."""
-    diagnosis = classify(Evidence(workers=(cascade(0), cascade(1, order=1))))
-    assert (diagnosis.kind, diagnosis.ranks) == (FailureKind.NETWORK, ())
+    failure = classify(Evidence(workers=(cascade(0), cascade(1, order=1))))
+    assert (failure.kind, failure.ranks) == (FailureKind.NETWORK, ())
 
 
 @pytest.mark.parametrize(
@@ -71,8 +72,8 @@ def test_cascades_alone_blame_no_rank() -> None:
 def test_what_nccl_says_about_a_dead_peer_does_not_blame_the_rank_that_says_it(line: str) -> None:
     log = f"ncclRemoteError: A call failed possibly due to a network error.\nLast error:\n{line}\n"
     crashed = ended(1, -11, order=1, log="Fatal Python error: Segmentation fault\n")
-    diagnosis = classify(Evidence(workers=(ended(0, -6, log=log), crashed, ended(2, -6, order=2, log=log))))
-    assert (diagnosis.kind, diagnosis.ranks) == (FailureKind.UNKNOWN, (1,))
+    failure = classify(Evidence(workers=(ended(0, -6, log=log), crashed, ended(2, -6, order=2, log=log))))
+    assert (failure.kind, failure.ranks) == (FailureKind.UNKNOWN, (1,))
     assert kind_of(ended(0, -6, log=log)) is FailureKind.NETWORK
 
 
@@ -92,16 +93,16 @@ def test_a_rank_that_waited_in_vain_is_not_to_blame(
     log: str, kind: FailureKind, blamed: tuple[tuple[int, ...], tuple[str, ...]]
 ) -> None:
     """Two such time-outs would have the node of a healthy rank excluded."""
-    diagnosis = classify(Evidence(workers=(ended(0, -6, log=log), ended(1, -9, by_agent=True, order=1))))
-    assert (diagnosis.kind, (diagnosis.ranks, diagnosis.nodes)) == (kind, blamed)
+    failure = classify(Evidence(workers=(ended(0, -6, log=log), ended(1, -9, by_agent=True, order=1))))
+    assert (failure.kind, (failure.ranks, failure.nodes)) == (kind, blamed)
 
 
 def test_a_rank_that_lost_its_peer_in_a_collective_is_not_to_blame() -> None:
     """All peers of a broken node report it; the first to end would have its own node excluded."""
     message = "NCCL error in: x.cpp:7, unhandled system error\nLast error:\nNET/IB: Got completion from peer n7<33092>"
     message += " with status=IBV_WC_RETRY_EXC_ERR(12) vendor err 129"
-    diagnosis = classify(Evidence(workers=(failed(3, "torch.distributed.DistBackendError", message), cascade(1, 1))))
-    assert (diagnosis.kind, diagnosis.ranks, diagnosis.nodes) == (FailureKind.NETWORK, (), ())
+    failure = classify(Evidence(workers=(failed(3, "torch.distributed.DistBackendError", message), cascade(1, 1))))
+    assert (failure.kind, failure.ranks, failure.nodes) == (FailureKind.NETWORK, (), ())
 
 
 def test_an_adapter_that_recovered_is_not_the_cause_of_a_later_error() -> None:
@@ -113,8 +114,8 @@ def test_an_adapter_that_recovered_is_not_the_cause_of_a_later_error() -> None:
     # The negative control: without progress after it, it counts before what its peers report, which end first.
     lost = "n7:7:9 [0] NCCL WARN NET/IB: Got completion from peer n2<4> with status=12"
     for peer in (lost, "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)"):
-        diagnosis = classify(Evidence(workers=(ended(0, 1, log=peer), ended(1, 1, log=flap, order=1))))
-        assert (diagnosis.kind, diagnosis.ranks) == (FailureKind.NETWORK, (1,))
+        failure = classify(Evidence(workers=(ended(0, 1, log=peer), ended(1, 1, log=flap, order=1))))
+        assert (failure.kind, failure.ranks) == (FailureKind.NETWORK, (1,))
 
 
 def test_what_the_agent_killed_says_nothing() -> None:
@@ -130,8 +131,8 @@ def test_a_kill_while_the_kernel_was_out_of_memory_is_explained_by_it() -> None:
 
 def test_a_verdict_decides() -> None:
     verdict = Verdict(FailureKind.HANG, (1,), "rank 1 was stopped")
-    diagnosis = classify(Evidence(workers=(ended(0, -9, by_agent=True), ended(1, -9, by_agent=True)), verdict=verdict))
-    assert (diagnosis.kind, diagnosis.ranks, diagnosis.nodes) == (FailureKind.HANG, (1,), ("here",))
+    failure = classify(Evidence(workers=(ended(0, -9, by_agent=True), ended(1, -9, by_agent=True)), verdict=verdict))
+    assert (failure.kind, failure.ranks, failure.nodes) == (FailureKind.HANG, (1,), ("here",))
 
 
 def test_a_hang_of_ranks_on_all_nodes_blames_none_of_them() -> None:
@@ -279,8 +280,8 @@ def test_of_a_job_that_failed_the_first_line_of_srun_names_kind_and_node(
 ) -> None:
     """With --kill-on-bad-exit the other tasks are killed afterwards: the first line is the root."""
     log = f"{line}\nsrun: Terminating StepId=7.0\nsrun: error: node1: task 0: Killed\n"
-    diagnosis = classify(Evidence(scheduler_state="FAILED", agent_log=log if nodes else line, agent_vanished=True))
-    assert (diagnosis.kind, diagnosis.nodes) == (kind, nodes)
+    failure = classify(Evidence(scheduler_state="FAILED", agent_log=log if nodes else line, agent_vanished=True))
+    assert (failure.kind, failure.nodes) == (kind, nodes)
 
 
 def test_outside_of_a_lost_job_an_exit_code_alone_is_unknown() -> None:

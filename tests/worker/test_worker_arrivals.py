@@ -186,7 +186,7 @@ def test_an_agent_0_that_has_not_started_in_time_is_absent(search: Search) -> No
     """Control of the test above."""
     with pytest.raises(AgentsMissing, match=r"The agent of node1 did not arrive within 0\.5 s") as failed:
         search.run(limit_s=0.5)
-    assert failed.value.diagnosis.nodes == ("node1",)
+    assert failed.value.failure.nodes == ("node1",)
 
 
 def test_two_agents_that_cannot_reach_each_other_blame_no_node(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 from agent_runs import AgentRun
 from made_reports import checkpoint_manifest
 
-from rlhf_core.diagnosis.classify import Diagnosis
+from rlhf_core.diagnosis.failure import Failure
 from rlhf_core.files.appended import read_models
 from rlhf_core.files.whole import write_model
 from rlhf_core.run_dir.run import RunDir
@@ -16,7 +16,6 @@ from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.reports import MetricsLine
 from rlhf_core.worker.agent.damaged_checkpoints import DamagedCheckpoints
-from rlhf_core.worker.evidence.exit_reports import Failure
 
 MakeRun = Callable[..., AgentRun]
 
@@ -103,9 +102,7 @@ class MessageLog:
 
 
 def failure_of(name: str) -> Failure:
-    return Failure(
-        Diagnosis(FailureKind.CHECKPOINT_CORRUPT, f"{name} is damaged", "f"), "setup", 0, None, "", None, name
-    )
+    return Failure(FailureKind.CHECKPOINT_CORRUPT, f"{name} is damaged", "f", damaged_checkpoint=name)
 
 
 def test_a_damaged_checkpoint_that_cannot_be_moved_is_skipped(tmp_path: Path) -> None:

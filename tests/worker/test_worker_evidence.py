@@ -115,8 +115,8 @@ def test_the_memory_of_another_node_explains_no_kill(node: str, kind: FailureKin
     ended = WorkerReport(rank=1, local_rank=0, code=-9, by_agent=True, ended_s=2.0)
     ends = {"a": NodeEnd(num_workers=1, workers=(killed,)), "b": NodeEnd(num_workers=1, workers=(ended,))}
     ends[node] = ends[node].model_copy(update={"oom_kills": 1})
-    diagnosis = explain([NodeReport(name, end) for name, end in ends.items()], None).diagnosis
-    assert (diagnosis.kind, diagnosis.nodes) == (kind, ("a",))
+    failure = explain([NodeReport(name, end) for name, end in ends.items()], None)
+    assert (failure.kind, failure.nodes) == (kind, ("a",))
 
 
 FORK = """Traceback (most recent call last):
@@ -144,6 +144,6 @@ def test_a_start_that_fails_on_one_node_explains_the_end_of_the_others(trace: st
         NodeEnd(num_workers=1, workers=(cascade,)),
         NodeEnd(num_workers=2, problem=trace),
     )
-    diagnosis = explain([NodeReport(f"node{index}", end) for index, end in enumerate(ends)], None).diagnosis
-    assert (diagnosis.kind, diagnosis.nodes, diagnosis.ranks) == (kind, ("node2",), ())
-    assert diagnosis.message.endswith(f"could not be run on node2: {trace.strip().splitlines()[-1]}")
+    failure = explain([NodeReport(f"node{index}", end) for index, end in enumerate(ends)], None)
+    assert (failure.kind, failure.nodes, failure.ranks) == (kind, ("node2",), ())
+    assert failure.message.endswith(f"could not be run on node2: {trace.strip().splitlines()[-1]}")

@@ -11,7 +11,7 @@ from agent_runs import make_spec
 from given_process import GivenProcess
 from made_reports import checkpoint_manifest, rank_status
 
-from rlhf_core.diagnosis.classify import Diagnosis
+from rlhf_core.diagnosis.failure import Failure
 from rlhf_core.diagnosis.hangs.verdict import Verdict
 from rlhf_core.files.appended import append_lines
 from rlhf_core.files.whole import read_model, write_model, write_text
@@ -31,14 +31,13 @@ from rlhf_core.worker.channel.messages import AgentChannel
 from rlhf_core.worker.channel.signing import MessageSigner
 from rlhf_core.worker.channel.store import MemoryAgentStore
 from rlhf_core.worker.event_log import EventLog
-from rlhf_core.worker.evidence.exit_reports import Failure
 from rlhf_core.worker.groups.base import GroupSeat, Hang
 from rlhf_core.worker.liveness.heartbeat import SlotFile
 from rlhf_core.worker.nodes.membership import Nodes
 from rlhf_core.worker.supervision.external_requests import ExternalRequests
 
-KILLED = Diagnosis(FailureKind.WORKER_KILLED, "killed", "f1")
-UNKNOWN = Diagnosis(FailureKind.UNKNOWN, "never seen", "f2")
+KILLED = Failure(FailureKind.WORKER_KILLED, "killed", "f1")
+UNKNOWN = Failure(FailureKind.UNKNOWN, "never seen", "f2")
 
 
 @pytest.fixture
@@ -174,19 +173,19 @@ def test_a_new_checkpoint_renews_the_budget(run_dir: RunDir) -> None:
 
 
 def test_a_mismatch_found_by_its_message_is_fatal_when_it_returns(run_dir: RunDir) -> None:
-    words = Diagnosis(FailureKind.COLLECTIVE_MISMATCH, "mismatch, says a log", "f3", is_undecided=True)
-    other_words = Diagnosis(FailureKind.COLLECTIVE_MISMATCH, "mismatch, says another", "f4", is_undecided=True)
+    words = Failure(FailureKind.COLLECTIVE_MISMATCH, "mismatch, says a log", "f3", is_undecided=True)
+    other_words = Failure(FailureKind.COLLECTIVE_MISMATCH, "mismatch, says another", "f4", is_undecided=True)
     budget = RestartBudget(run_dir, make_spec(supervise={"max_restarts": 3}).supervise)
 
-    def choose(diagnosis: Diagnosis) -> tuple[bool, Action]:
-        confirmed = budget.confirmed(diagnosis)
+    def choose(failure: Failure) -> tuple[bool, Action]:
+        confirmed = budget.confirmed(failure)
         return confirmed.is_undecided, budget.choose(confirmed).action
 
     assert choose(words) == (True, Action.RESTART_IN_PLACE)
     assert choose(other_words) == (False, Action.STOP)
     _complete(run_dir, 10)
     assert choose(words) == (True, Action.RESTART_IN_PLACE)  # progress in between gives another chance
-    proven = Diagnosis(FailureKind.COLLECTIVE_MISMATCH, "recorders", "f5")
+    proven = Failure(FailureKind.COLLECTIVE_MISMATCH, "recorders", "f5")
     _complete(run_dir, 20)
     assert choose(proven) == (False, Action.STOP)
 
@@ -277,7 +276,7 @@ def test_incident_and_outcome_are_written_when_no_more_files_are_allowed(
     if reserved:
         leader.reserve.hold()
     _use_up_files(tiny_disk, "before")
-    failure = Failure(Diagnosis(FailureKind.DISK_FULL, "the disk is full", "fp"), "checkpoint", 12, None)
+    failure = Failure(FailureKind.DISK_FULL, "the disk is full", "fp", phase="checkpoint", step=12)
     number = leader.record_incident(EventLog("here", restart), restart, failure)
     _use_up_files(tiny_disk, "after")  # as a restart in place does
     assert leader.finish(_outcome()) is reserved

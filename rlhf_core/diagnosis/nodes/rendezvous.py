@@ -6,7 +6,7 @@ nodes that did not connect to agent 0; and no node if it is unclear which side o
 
 from collections.abc import Collection, Sequence
 
-from rlhf_core.diagnosis.classify import Diagnosis, fingerprint
+from rlhf_core.diagnosis.failure import Failure, fingerprint
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.text.formatting import listed
 
@@ -14,7 +14,7 @@ MAX_NAMES = 6
 """Maximum number of nodes named in a sentence."""
 
 
-def absence(names: Sequence[str], started: Collection[str], waited_s: float) -> Diagnosis | None:
+def absence(names: Sequence[str], started: Collection[str], waited_s: float) -> Failure | None:
     """Blame the nodes whose agents did not start; None if all did.
 
     Args:
@@ -34,7 +34,7 @@ def absence(names: Sequence[str], started: Collection[str], waited_s: float) -> 
     )
 
 
-def disconnection(names: Sequence[str], joined: Collection[str], waited_s: float) -> Diagnosis:
+def disconnection(names: Sequence[str], joined: Collection[str], waited_s: float) -> Failure:
     """Blame the nodes whose agents have started, but did not connect to agent 0.
 
     If several agents should have connected and none did, agent 0 is cut off. Of two nodes, either may be.
@@ -55,7 +55,7 @@ def disconnection(names: Sequence[str], joined: Collection[str], waited_s: float
     )
 
 
-def isolation(names: Sequence[str], own: str, problem: str) -> Diagnosis:
+def isolation(names: Sequence[str], own: str, problem: str) -> Failure:
     """Report that an agent found no way to agent 0 although both have started; either side may be at fault.
 
     Args:
@@ -66,9 +66,9 @@ def isolation(names: Sequence[str], own: str, problem: str) -> Diagnosis:
     return _failure(f"The agents of {names[0]} and {own} both arrived, but did not connect: {problem}.", ())
 
 
-def _failure(message: str, blamed: Sequence[str]) -> Diagnosis:
+def _failure(message: str, blamed: Sequence[str]) -> Failure:
     kind = FailureKind.RENDEZVOUS
-    return Diagnosis(kind, message, fingerprint(kind, " ".join(blamed)), nodes=tuple(blamed))
+    return Failure(kind, message, fingerprint(kind, " ".join(blamed)), nodes=tuple(blamed))
 
 
 def _agents_of(names: Sequence[str]) -> str:

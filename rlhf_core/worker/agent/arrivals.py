@@ -7,7 +7,7 @@ agent waits ``supervise.join_s`` for the others. Its file of events shows the ot
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from rlhf_core.diagnosis.classify import Diagnosis
+from rlhf_core.diagnosis.failure import Failure
 from rlhf_core.diagnosis.nodes.rendezvous import absence, disconnection, isolation
 from rlhf_core.errors import RunDirError
 from rlhf_core.files.lookups import is_there
@@ -28,9 +28,9 @@ VERDICT_S = 30.0
 class AgentsMissing(Exception):
     """Raised if the agents have not met in time."""
 
-    def __init__(self, diagnosis: Diagnosis) -> None:
-        super().__init__(diagnosis.message)
-        self.diagnosis = diagnosis
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Arrivals:
         """True if the agents of all nodes have started, whether they have connected or not."""
         return self.started() >= set(self.nodes.names)
 
-    def failure(self, joined: Collection[str]) -> Diagnosis:
+    def failure(self, joined: Collection[str]) -> Failure:
         """Diagnose that agents are missing after the time limit; for agent 0.
 
         Args:

@@ -192,8 +192,8 @@ def _agent_store(site: AgentSite, signer: MessageSigner | None, arrivals: Arriva
         return arrivals.join(signer, pause)
     except AgentsMissing as error:
         # Without agent 0, it is the controller that acts on this line.
-        blamed: list[JsonValue] = [*error.diagnosis.nodes]
-        site.events.add("peer", f"this agent ends: {error}", not_met=error.diagnosis.message, blamed=blamed)
+        blamed: list[JsonValue] = [*error.failure.nodes]
+        site.events.add("peer", f"this agent ends: {error}", not_met=error.failure.message, blamed=blamed)
         raise AttemptAborted(FailureKind.RENDEZVOUS, str(error)) from error
     except AgentStoreLost as error:
         raise AttemptAborted(FailureKind.RENDEZVOUS, str(error)) from error

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
+from rlhf_core.diagnosis.failure import Failure
 from rlhf_core.diagnosis.policy import Choice
 from rlhf_core.run_dir.attempt import RestartDir
 from rlhf_core.run_dir.checkpoint import CheckpointDir
@@ -9,7 +10,6 @@ from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.failures import Action
 from rlhf_core.worker.event_log import EventLog
-from rlhf_core.worker.evidence.exit_reports import Failure
 
 
 @dataclass
@@ -39,8 +39,7 @@ class DamagedCheckpoints:
                 f"No earlier complete checkpoint is left. Restore its files from a copy, or move {folder} away to "
                 "train from the beginning; then resume the run"
             )
-        diagnosis = replace(failure.diagnosis, message=f"{failure.diagnosis.message}. {what}")
-        return replace(failure, diagnosis=diagnosis)
+        return replace(failure, message=f"{failure.message}. {what}")
 
     def choice_for(self, role: Role, failure: Failure, choice: Choice) -> Choice:
         """The decision; always a new attempt for an evaluator, whose checkpoint is the result of training."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from rlhf_core.diagnosis.classify import Diagnosis, fingerprint
+from rlhf_core.diagnosis.failure import Failure, fingerprint
 from rlhf_core.diagnosis.hangs.verdict import MAX_DESCRIBED
 from rlhf_core.diagnosis.policy import Choice
 from rlhf_core.run_dir.attempt import RestartDir
@@ -19,7 +19,7 @@ from rlhf_core.worker.channel.messages import AgentChannel
 from rlhf_core.worker.channel.store import host_worker_store
 from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.evidence import exit_reports
-from rlhf_core.worker.evidence.exit_reports import Failure, NodeReport
+from rlhf_core.worker.evidence.exit_reports import NodeReport
 from rlhf_core.worker.groups.base import WorkerGroup
 from rlhf_core.worker.supervision.external_requests import ExternalRequests
 
@@ -73,7 +73,7 @@ class GroupDecisions:
             # announces a preemption.
             failure = self._loss_of_an_agent()
             number = self._leader.record_incident(self._events, restart_dir, failure)
-            choice = self._choice_at_the_end(self.budget.choose(failure.diagnosis))
+            choice = self._choice_at_the_end(self.budget.choose(failure))
             self._leader.record_decision(self._events, restart_dir, choice, number)
             step = self.end(AttemptState.FAILED, requests.broken, requests.broken_kind)
         if step is None and requests.stop:
@@ -93,8 +93,7 @@ class GroupDecisions:
 
     def _loss_of_an_agent(self) -> Failure:
         kind, node = self._requests.broken_kind, self._requests.broken_node
-        nodes = (node,) if node else ()
-        return Failure(Diagnosis(kind, self._requests.broken, fingerprint(kind, node), nodes=nodes), "", None, None)
+        return Failure(kind, self._requests.broken, fingerprint(kind, node), nodes=(node,) if node else ())
 
     def _choice_at_the_end(self, choice: Choice) -> Choice:
         """The choice, without a restart in place if the attempt is ending anyway."""
@@ -131,14 +130,13 @@ class GroupDecisions:
             failure = exit_reports.explain(reports, group.hang)
             at_work = [index for index, end in ends.items() if end.num_workers]
             if len(at_work) == 1 or len(left) < len(at_work):  # what holds those of every node is no fault of a node
-                suspects = tuple(sorted({*failure.diagnosis.nodes, *left}))
-                failure = replace(failure, diagnosis=replace(failure.diagnosis, nodes=suspects))
+                failure = replace(failure, nodes=tuple(sorted({*failure.nodes, *left})))
         failure = self.damaged.explained(failure, restart_dir)
         choice = self._choose(group, failure, restart_dir, left)
         if choice.action is Action.RESTART_IN_PLACE:
             self.num_restarts += 1
             return AgreedStep(action="restart", damaged=tuple(self.damaged.names))
-        return self.end(AttemptState.FAILED, f"{failure.diagnosis.message} ({choice.reason})", failure.diagnosis.kind)
+        return self.end(AttemptState.FAILED, f"{failure.message} ({choice.reason})", failure.kind)
 
     def _end_role(self, role: Role, ends: Mapping[int, NodeEnd]) -> AgreedStep:
         outcomes = [worker.outcome for end in ends.values() for worker in end.workers]
@@ -160,10 +158,10 @@ class GroupDecisions:
             left: Nodes with killed processes that have not ended: restarted workers would share the GPUs with them.
         """
         role = group.role
-        failure = replace(failure, diagnosis=self.budget.confirmed(failure.diagnosis))
+        failure = self.budget.confirmed(failure)
         evidence_dir = group.folder(0).evidence_dir
         number = self._leader.record_incident(self._events, restart_dir, failure, role, evidence_dir)
-        choice = self.budget.choose(failure.diagnosis, self.damaged.remedy(failure))
+        choice = self.budget.choose(failure, self.damaged.remedy(failure))
         choice = self.damaged.choice_for(role, failure, choice)
         choice = self._choice_at_the_end(choice)
         choice = _not_beside(left, choice)
@@ -200,11 +198,10 @@ class GroupDecisions:
         """
         spec = self._job.spec.supervise
         budget = self._worker_budgets.setdefault(role, RestartBudget(self._job.run_dir, spec))
-        diagnosis = budget.confirmed(failure.diagnosis)
-        failure = replace(failure, diagnosis=diagnosis)
+        failure = budget.confirmed(failure)
         number = self._leader.record_incident(self._events, restart_dir, failure, role, folder.evidence_dir)
         if is_needed:
-            choice = _not_beside(left, budget.choose(diagnosis))
+            choice = _not_beside(left, budget.choose(failure))
         else:
             choice = Choice(Action.CONTINUE, "the workers that it served have ended, so it is no longer needed")
         if choice.action is Action.RESTART_IN_PLACE:

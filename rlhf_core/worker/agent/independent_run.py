@@ -176,10 +176,9 @@ class IndependentRun:
             return None  # the attempt is ending
         failure = exit_reports.explain([NodeReport(node, one.end, self._channel.ahead_s(index))], hang)
         # The group counts its ranks by itself: without its name, a message is read as one about a trainer.
-        message = f"Group {role}: {failure.diagnosis.message}"
+        message = f"Group {role}: {failure.message}"
         left = (node,) if one.end.num_left else ()
-        diagnosis = replace(failure.diagnosis, message=message, nodes=left or failure.diagnosis.nodes)
-        failure = replace(failure, diagnosis=diagnosis)
+        failure = replace(failure, message=message, nodes=left or failure.nodes)
         folder = self._group.folder_of(one.generation)
         choice = self._decisions.choose_for_worker(
             role, failure, self._restart_dir(), folder, left, is_needed=not self.is_closing
@@ -190,5 +189,5 @@ class IndependentRun:
             self._supervisor.orders.start_worker(role, start)
         if choice.action.leaves_running:
             return None
-        message = f"{failure.diagnosis.message} ({choice.reason})"
-        return self._decisions.end(AttemptState.FAILED, message, failure.diagnosis.kind)
+        message = f"{failure.message} ({choice.reason})"
+        return self._decisions.end(AttemptState.FAILED, message, failure.kind)

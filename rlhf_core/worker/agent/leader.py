@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from rlhf_core.diagnosis.classify import Diagnosis
+from rlhf_core.diagnosis.failure import Failure
 from rlhf_core.diagnosis.policy import Choice, decide_in_place
 from rlhf_core.files.appended import parse_lines, read_blocks
 from rlhf_core.files.lookups import is_there, paths_in
@@ -19,11 +19,10 @@ from rlhf_core.run_dir.attempt import AttemptDir, RestartDir
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind, Incident
+from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind
 from rlhf_core.schemas.reports import AgentCommand, AttemptOutcome, MetricsLine
 from rlhf_core.schemas.supervision import SuperviseSpec
 from rlhf_core.worker.event_log import EventLog
-from rlhf_core.worker.evidence.exit_reports import Failure
 
 OUTCOME_TIMEOUT_S = 30.0
 """Time during which a failed write of the outcome is retried, in seconds."""
@@ -116,32 +115,19 @@ class Leader:
         Returns:
             Its number in the attempt.
         """
-        diagnosis, number = failure.diagnosis, self._num_incidents + 1
-        self._num_incidents = number
-        incident = Incident(
-            attempt=restart_dir.attempt,
-            restart=restart_dir.restart,
+        self._num_incidents += 1
+        number = self._num_incidents
+        incident = failure.incident(
+            restart_dir.attempt,
+            restart_dir.restart,
+            utc_now(),
             number=number,
             role=role,
-            failure_kind=diagnosis.kind,
-            message=diagnosis.message,
-            phase=failure.phase,
-            step=failure.step,
-            suspect_ranks=diagnosis.ranks,
-            suspect_nodes=diagnosis.nodes,
-            detected_after_s=failure.detected_after_s,
-            collective=failure.collective,
-            collective_sequence=failure.collective_sequence,
-            damaged_checkpoint=failure.damaged_checkpoint,
-            health_rule=failure.health_rule,
-            is_undecided=diagnosis.is_undecided,
-            seen_at=utc_now(),
-            fingerprint=diagnosis.fingerprint,
             evidence_dir=str((evidence_dir or restart_dir.evidence_dir).relative_to(self._run_dir.root)),
         )
         self.write(restart_dir.incident(number), incident)
-        message = f"incident ({diagnosis.kind}): {diagnosis.message}"
-        events.add("incident", message, role, failure_kind=diagnosis.kind, number=number)
+        message = f"incident ({failure.kind}): {failure.message}"
+        events.add("incident", message, role, failure_kind=failure.kind, number=number)
         return number
 
     def record_decision(self, events: EventLog, restart_dir: RestartDir, choice: Choice, number: int) -> None:
@@ -215,30 +201,30 @@ class RestartBudget:
         self._fingerprints.clear()
         self._to_confirm.clear()
 
-    def confirmed(self, diagnosis: Diagnosis) -> Diagnosis:
-        """The diagnosis; made definite if its kind was restarted once, without progress, and has recurred."""
+    def confirmed(self, failure: Failure) -> Failure:
+        """The failure; made definite if its kind was restarted once, without progress, and has recurred."""
         self._update_progress()
-        return replace(diagnosis, is_undecided=diagnosis.is_undecided and diagnosis.kind not in self._to_confirm)
+        return replace(failure, is_undecided=failure.is_undecided and failure.kind not in self._to_confirm)
 
-    def choose(self, diagnosis: Diagnosis, remedy: str = "") -> Choice:
+    def choose(self, failure: Failure, remedy: str = "") -> Choice:
         """Decide about a failure; a restart in place is counted unless a remedy makes it a different one.
 
         Args:
             remedy: Change made for the next start; see :func:`decide_in_place`.
         """
         self._update_progress()
-        seen = diagnosis.fingerprint in self._fingerprints
+        seen = failure.fingerprint in self._fingerprints
         choice = decide_in_place(
-            diagnosis.kind,
+            failure.kind,
             self._spent,
             self._spec,
             same_fingerprint_before=seen,
             remedy=remedy,
-            undecided=diagnosis.is_undecided,
+            undecided=failure.is_undecided,
         )
-        self._fingerprints.add(diagnosis.fingerprint)
-        if diagnosis.is_undecided and choice.action is Action.RESTART_IN_PLACE:
-            self._to_confirm.add(diagnosis.kind)
+        self._fingerprints.add(failure.fingerprint)
+        if failure.is_undecided and choice.action is Action.RESTART_IN_PLACE:
+            self._to_confirm.add(failure.kind)
         if choice.action is Action.RESTART_IN_PLACE:
             self._spent += not remedy
         return choice

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from rlhf_core.diagnosis.classify import Diagnosis, fingerprint
+from rlhf_core.diagnosis.failure import Failure, fingerprint
 from rlhf_core.diagnosis.nodes.checks import failure_kind
 from rlhf_core.diagnosis.policy import Choice
 from rlhf_core.schemas.agent_messages import AgreedStep, NodeState, Orders, Ready
@@ -20,7 +20,6 @@ from rlhf_core.worker.agent.job import Job
 from rlhf_core.worker.agent.leader import Leader
 from rlhf_core.worker.channel.messages import AgentChannel
 from rlhf_core.worker.event_log import EventLog
-from rlhf_core.worker.evidence.exit_reports import Failure
 from rlhf_core.worker.groups.fork_server import ForkServer
 from rlhf_core.worker.nodes import facts as node_facts
 from rlhf_core.worker.nodes.probe import FACTS_S, Probe, in_a_sentence
@@ -165,16 +164,16 @@ class NodeAdmission:
         message = in_a_sentence(blocking)
         subject = f"{' '.join(sorted({one.id for one in blocking}))} {' '.join(nodes)}"
         blamed = nodes if kind is FailureKind.NODE_UNFIT else ()
-        diagnosis = Diagnosis(kind, message, fingerprint(kind, subject), nodes=blamed)
+        failure = Failure(kind, message, fingerprint(kind, subject), nodes=blamed)
         if kind is FailureKind.RENDEZVOUS:
             choice = Choice(Action.NEW_ATTEMPT, "not retried in place, because the nodes were late twice")
         else:
-            choice = self._decisions.budget.choose(diagnosis)
-        return self._fail(diagnosis, choice)
+            choice = self._decisions.budget.choose(failure)
+        return self._fail(failure, choice)
 
-    def _fail(self, diagnosis: Diagnosis, choice: Choice) -> AgreedStep:
+    def _fail(self, failure: Failure, choice: Choice) -> AgreedStep:
         """Record a failure before the workers start, and end the attempt."""
-        leader, failure = self._leader, Failure(diagnosis, "", None, None)
-        number = leader.record_incident(self._events, self._job.attempt_dir.restart(0), failure)
-        leader.record_decision(self._events, self._job.attempt_dir.restart(0), choice, number)
-        return self._decisions.end(AttemptState.FAILED, diagnosis.message, diagnosis.kind)
+        restart_dir = self._job.attempt_dir.restart(0)
+        number = self._leader.record_incident(self._events, restart_dir, failure)
+        self._leader.record_decision(self._events, restart_dir, choice, number)
+        return self._decisions.end(AttemptState.FAILED, failure.message, failure.kind)

@@ -4,7 +4,7 @@ import contextlib
 import time
 from pathlib import Path
 
-from rlhf_core.diagnosis.classify import Diagnosis, fingerprint
+from rlhf_core.diagnosis.failure import Failure, fingerprint
 from rlhf_core.diagnosis.policy import Choice
 from rlhf_core.files.appended import read_models
 from rlhf_core.run_dir.attempt import RestartDir
@@ -13,7 +13,6 @@ from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.reports import Phase, TrainerWarning
 from rlhf_core.worker.agent.leader import Leader
 from rlhf_core.worker.event_log import EventLog
-from rlhf_core.worker.evidence.exit_reports import Failure
 
 POLL_INTERVAL_S = 1.0
 """Interval at which the file is read, in seconds."""
@@ -49,8 +48,13 @@ class TrainerWarnings:
 
     def _record(self, restart_dir: RestartDir, warning: TrainerWarning) -> None:
         kind = warning.failure_kind
-        diagnosis = Diagnosis(kind, warning.message, fingerprint(kind, warning.message))
-        phase = Phase.REWARD if kind is FailureKind.REWARD_FUNCTION else Phase.TRAIN
-        failure = Failure(diagnosis, phase, warning.step, None, health_rule=warning.health_rule)
+        failure = Failure(
+            kind=kind,
+            message=warning.message,
+            fingerprint=fingerprint(kind, warning.message),
+            phase=Phase.REWARD if kind is FailureKind.REWARD_FUNCTION else Phase.TRAIN,
+            step=warning.step,
+            health_rule=warning.health_rule,
+        )
         number = self._leader.record_incident(self._events, restart_dir, failure, Role.TRAINER)
         self._leader.record_decision(self._events, restart_dir, Choice(Action.CONTINUE, REASON), number)

@@ -1,4 +1,4 @@
-"""Exit reports for one start of the workers: the workers' own outcomes, the agents' observations and the diagnosis.
+"""Exit reports for one start of the workers: the workers' own outcomes, the agents' observations and the failure.
 
 Every agent reports for its own node; agent 0 combines the reports.
 """
@@ -9,7 +9,8 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from rlhf_core.diagnosis.classify import Diagnosis, Evidence, WorkerEnd, classify
+from rlhf_core.diagnosis.classify import Evidence, WorkerEnd, classify
+from rlhf_core.diagnosis.failure import Failure
 from rlhf_core.files.whole import read_model
 from rlhf_core.schemas.agent_messages import NodeEnd, WorkerReport
 from rlhf_core.schemas.failures import FailureKind
@@ -23,26 +24,6 @@ Write = Callable[[Path, BaseModel], bool]
 """Writes an essential file; returns False if that fails."""
 Outcomes = Mapping[int, WorkerOutcome]
 """Outcomes written by a node's workers themselves, by local rank."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The failure of one start of the workers."""
-
-    diagnosis: Diagnosis
-    phase: str
-    """Phase of the first rank to blame, or else of the first to exit; empty if there was none."""
-    step: int | None
-    detected_after_s: float | None
-    """Time from its last beat to the detection of the failure, in seconds."""
-    collective: str = ""
-    """The collective it hung in or disagreed about; empty if unknown."""
-    collective_sequence: int | None = None
-    """Sequence number of that collective in its process group."""
-    damaged_checkpoint: str = ""
-    """Damaged checkpoint from which the workers could not resume."""
-    health_rule: str = ""
-    """Rule of ``[health]`` that detected it; empty for other failures."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +118,7 @@ def explain(reports: Iterable[NodeReport], hang: Hang | None) -> Failure:
     ends = [(one, worker) for one in reports for worker in one.end.workers]
     # Workers that have not exited come last.
     ends.sort(key=lambda pair: pair[1].ended_s + pair[0].ahead_s if pair[1].code is not None else float("inf"))
-    diagnosis = classify(
+    failure = classify(
         Evidence(
             workers=tuple(_worker_end(one, worker, order) for order, (one, worker) in enumerate(ends)),
             verdict=hang.verdict if hang is not None else None,
@@ -145,16 +126,15 @@ def explain(reports: Iterable[NodeReport], hang: Hang | None) -> Failure:
         )
     )
     if hang is not None:
-        return _located_hang(diagnosis, hang)
-    failure = _located(diagnosis, [worker for _, worker in ends])
+        return _located_hang(failure, hang)
+    failure = _located(failure, [worker for _, worker in ends])
     # All ranks name the same checkpoint, and reach the same finding.
     outcomes = [worker.outcome for _, worker in ends if worker.outcome is not None]
-    if diagnosis.kind is FailureKind.CHECKPOINT_CORRUPT:
-        # Neither the rank that read the checkpoint first nor its node is to blame.
-        blameless = replace(diagnosis, ranks=(), nodes=())
+    if failure.kind is FailureKind.CHECKPOINT_CORRUPT:
         damaged = next((one.damaged_checkpoint for one in outcomes if one.damaged_checkpoint), "")
-        return replace(failure, diagnosis=blameless, damaged_checkpoint=damaged)
-    if diagnosis.kind is FailureKind.DEGENERATE_RL:
+        # Neither the rank that read the checkpoint first nor its node is to blame.
+        return replace(failure, ranks=(), nodes=(), damaged_checkpoint=damaged)
+    if failure.kind is FailureKind.DEGENERATE_RL:
         return replace(failure, health_rule=next((one.health_rule for one in outcomes if one.health_rule), ""))
     return failure
 
@@ -173,19 +153,18 @@ def _worker_end(one: NodeReport, worker: WorkerReport, order: int) -> WorkerEnd:
     )
 
 
-def _located_hang(diagnosis: Diagnosis, hang: Hang) -> Failure:
-    first = next((rank for rank in hang.ranks if rank.rank in diagnosis.ranks), hang.ranks[0])
-    verdict = hang.verdict
-    return Failure(diagnosis, first.phase, first.step, hang.silent_s, verdict.collective, verdict.collective_sequence)
+def _located_hang(failure: Failure, hang: Hang) -> Failure:
+    first = next((rank for rank in hang.ranks if rank.rank in failure.ranks), hang.ranks[0])
+    return replace(failure, phase=first.phase, step=first.step, detected_after_s=hang.silent_s)
 
 
-def _located(diagnosis: Diagnosis, workers: list[WorkerReport]) -> Failure:
+def _located(failure: Failure, workers: list[WorkerReport]) -> Failure:
     seen = [worker for worker in workers if worker.last is not None]
-    blamed = [worker for worker in seen if worker.rank in diagnosis.ranks] or seen
+    blamed = [worker for worker in seen if worker.rank in failure.ranks] or seen
     if not blamed:
-        return Failure(diagnosis, "", None, None)
+        return failure
     first = blamed[0]
     last: RankStatus | WorkerOutcome | None = first.outcome or first.last  # its own outcome is newer
     assert last is not None
     assert first.last is not None
-    return Failure(diagnosis, last.phase, last.step, first.last.age_s)
+    return replace(failure, phase=last.phase, step=last.step, detected_after_s=first.last.age_s)
