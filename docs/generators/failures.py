@@ -6,7 +6,7 @@ from generators.shared import GENERATED, cell, code
 from rlhf_core.diagnosis import classify, policy
 from rlhf_core.diagnosis.logs import code_locations, exceptions
 from rlhf_core.diagnosis.logs import search as log_diagnosis
-from rlhf_core.diagnosis.logs.evidence_parts import EvidencePart
+from rlhf_core.diagnosis.logs.events import EvidencePart
 from rlhf_core.diagnosis.logs.signatures import table as signatures
 from rlhf_core.schemas.base import strings_under_names
 from rlhf_core.schemas.failures import Action, FailureKind

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from rlhf_core.diagnosis.failure import Failure, fingerprint
 from rlhf_core.diagnosis.hangs.verdict import Verdict
 from rlhf_core.diagnosis.logs import search as log_diagnosis
-from rlhf_core.diagnosis.logs.evidence_parts import EvidencePart
-from rlhf_core.diagnosis.logs.raised_errors import FailureEvent
+from rlhf_core.diagnosis.logs.events import EvidencePart, FailureEvent
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import WorkerOutcome
 from rlhf_core.text.redaction import masked
@@ -138,8 +137,8 @@ def read_log(text: str) -> Failure | None:
     A failure without a known reason is ``UNKNOWN``. Warnings, successful retries, and errors after which training
     continued are not failures.
     """
-    match = log_diagnosis.find(text)
-    return _failure(_from_match(match)) if match is not None else None
+    event = log_diagnosis.find(text)
+    return _failure(_from_event(event)) if event is not None else None
 
 
 def _rank_of_finding(finding: _Finding) -> tuple[int, int, int]:
@@ -198,28 +197,28 @@ def _from_scheduler(state: str) -> _Finding | None:
 
 def _from_start(node: str, trace: str) -> _Finding:
     """Finding from a start that failed on one node: the agents end all others for it, so it is a root."""
-    match = log_diagnosis.find(trace)
-    kind, line = (match.kind, match.line) if match is not None else (FailureKind.UNKNOWN, trace.strip())
+    event = log_diagnosis.find(trace)
+    kind, line = (event.kind, event.line) if event is not None else (FailureKind.UNKNOWN, trace.strip())
     text = f"Workers could not be run on {node}: {line[:300]}"
     return _Finding(kind, EvidencePart.ROOT, text, line, node=node, is_undecided=True)
 
 
 def _from_agents(evidence: Evidence) -> list[_Finding]:
-    match = log_diagnosis.find(evidence.agent_log)
-    if match is None:
+    event = log_diagnosis.find(evidence.agent_log)
+    if event is None:
         return []
-    if match.kind is FailureKind.USER_CANCEL and evidence.scheduler_state.startswith("FAILED"):
+    if event.kind is FailureKind.USER_CANCEL and evidence.scheduler_state.startswith("FAILED"):
         # Slurm also cancels a step of which a task has ended. A job that the user cancels is never FAILED.
         return []
-    if evidence.agent_vanished and match.is_end:
+    if evidence.agent_vanished and event.is_end:
         # The tasks of a job are its agents: if one ended without an outcome, srun reports the exit and the node.
-        match = dataclasses.replace(match, kind=FailureKind.AGENT_KILLED)
-    return [_from_match(match)]
+        event = dataclasses.replace(event, kind=FailureKind.AGENT_KILLED)
+    return [_from_event(event)]
 
 
-def _from_match(match: FailureEvent) -> _Finding:
-    text = f"The log says: {match.line[:300]}"
-    return _Finding(match.kind, match.part, text, match.line, node=match.node, is_undecided=True)
+def _from_event(event: FailureEvent) -> _Finding:
+    text = f"The log says: {event.line[:300]}"
+    return _Finding(event.kind, event.part, text, event.line, node=event.node, is_undecided=True)
 
 
 def _without_findings(evidence: Evidence) -> _Finding:
@@ -280,17 +279,17 @@ def _from_signal(worker: WorkerEnd, number: int, known: log_diagnosis.KnownLines
 
 
 def _from_log(worker: WorkerEnd, end: str, known: log_diagnosis.KnownLines) -> _Finding:
-    match = log_diagnosis.find(worker.log_tail, known=known)
-    if match is None:
+    event = log_diagnosis.find(worker.log_tail, known=known)
+    if event is None:
         last = next((line.strip() for line in reversed(worker.log_tail.splitlines()) if line.strip()), "")
         last_line = f"the last line of its log: {last[:300]}" if last else _EMPTY_LOG
         text = f"{_name(worker)} {end}; {last_line}"
         return _Finding(FailureKind.UNKNOWN, EvidencePart.SYMPTOM, text, f"{end}|{last}", worker)
     # The last lines of this worker concern the worker itself, even if their kind is unknown.
-    own = match.kind in (FailureKind.UNKNOWN, FailureKind.ENGINE)
-    part = min(match.part, EvidencePart.SYMPTOM) if own else match.part
-    text = f"{_name(worker)} {end}: {match.line[:300]}"
-    return _Finding(match.kind, part, text, match.line, worker, is_undecided=True, is_local=match.is_local)
+    own = event.kind in (FailureKind.UNKNOWN, FailureKind.ENGINE)
+    part = min(event.part, EvidencePart.SYMPTOM) if own else event.part
+    text = f"{_name(worker)} {end}: {event.line[:300]}"
+    return _Finding(event.kind, part, text, event.line, worker, is_undecided=True, is_local=event.is_local)
 
 
 def _name(worker: WorkerEnd) -> str:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlhf_core.diagnosis.logs.evidence_parts import EvidencePart
+from rlhf_core.diagnosis.logs.events import EvidencePart, FailureEvent
 from rlhf_core.schemas.failures import FailureKind as Kind
 
 
@@ -18,6 +18,10 @@ class Meaning:
 
     kind: Kind
     part: EvidencePart
+
+    def event(self, rule: str) -> FailureEvent:
+        """Make the event of a line that shows it."""
+        return FailureEvent(self.kind, self.part, rule)
 
 
 def _all(kind: Kind, part: EvidencePart, names: str) -> dict[str, Meaning]:
@@ -148,31 +152,31 @@ STATUSES: dict[int, Meaning] = {
 """HTTP statuses of permanently rejected requests. With all others, the service may be busy or broken."""
 
 
-def of_class(name: str, classes: Mapping[str, Meaning] = CLASSES) -> tuple[str, Meaning] | None:
+def of_class(name: str, classes: Mapping[str, Meaning] = CLASSES) -> FailureEvent | None:
     """Look up a class, given with or without its module; None if it is unknown."""
     for key in (name, name.rpartition(".")[2]):
         if key in classes:
-            return f"class {key}", classes[key]
+            return classes[key].event(f"class {key}")
     # With only the end of its module, such as "parser.ParserError" of yaml.
-    ends = ((f"class {key}", row) for key, row in classes.items() if "." in name and key.endswith(f".{name}"))
-    return next(ends, None)
+    ends = (key for key in classes if "." in name and key.endswith(f".{name}"))
+    return next((classes[key].event(f"class {key}") for key in ends), None)
 
 
-def of_number(message: str) -> tuple[str, Meaning] | None:
+def of_number(message: str) -> FailureEvent | None:
     """Look up the error number in a message."""
     found = _ERRNO.search(message)
     if found is None:
         return None
     number = int(next(group for group in found.groups() if group))
     meaning = NUMBERS.get(number)
-    return (f"errno {number}", meaning) if meaning is not None else None
+    return meaning.event(f"errno {number}") if meaning is not None else None
 
 
-def of_status(message: str) -> tuple[str, Meaning] | None:
+def of_status(message: str) -> FailureEvent | None:
     """Look up the HTTP status in the message of a service's error."""
     found = _STATUS.search(message)
     if found is None:
         return None
     status = int(found["after"] or found["before"])
     meaning = STATUSES.get(status)
-    return (f"HTTP status {status}", meaning) if meaning is not None else None
+    return meaning.event(f"HTTP status {status}") if meaning is not None else None

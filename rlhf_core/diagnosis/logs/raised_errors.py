@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from rlhf_core.diagnosis.logs import code_locations, exceptions
 from rlhf_core.diagnosis.logs.code_locations import CodeLocation
-from rlhf_core.diagnosis.logs.evidence_parts import EvidencePart
+from rlhf_core.diagnosis.logs.events import EvidencePart, FailureEvent
 from rlhf_core.diagnosis.logs.exceptions import Meaning
 from rlhf_core.diagnosis.logs.lines import LogLine
 from rlhf_core.diagnosis.logs.signatures import table as signatures
@@ -31,28 +31,6 @@ class Tables:
 
 
 TABLES = Tables()
-
-
-@dataclass(frozen=True, slots=True)
-class FailureEvent:
-    """Evidence of a failure in a log."""
-
-    kind: Kind
-    part: EvidencePart
-    rule: str
-    """Row of a table that matched."""
-    line: str = ""
-    """Line as printed."""
-    number: int = 0
-    """Number of the line, from 0."""
-    node: str = ""
-    """Node named as the cause in the line; empty if there is none."""
-    is_end: bool = False
-    """True if it only reports that something ended."""
-    is_later: bool = False
-    """True if it was raised during the handling of another error."""
-    is_local: bool = False
-    """True if it is about a device of the node whose process printed it."""
 
 
 _CONNECTIONS = frozenset({Kind.NETWORK, Kind.RENDEZVOUS, Kind.UNKNOWN, Kind.COLLECTIVE_HANG})
@@ -88,11 +66,10 @@ def event_of(raised: Raised, following: Sequence[str] = (), tables: Tables = TAB
 
 def _by_phrase(line: LogLine, tables: Tables) -> FailureEvent | None:
     loud = replace(line, is_quiet=False) if line.is_quiet else line
-    matched = signatures.match_line(loud, tables.signatures)
-    if matched is None:
-        return None
-    row = matched.row
-    return FailureEvent(row.kind, row.part, matched.rule, node=matched.node, is_end=signatures.is_end(row))
+    event = signatures.match_line(loud, tables.signatures)
+    # Unlike a line of NCCL, a raised error may come from another node: Ray, for one, raises errors again where the
+    # result is awaited. So it does not show that the device is on the node of the process that printed it.
+    return replace(event, is_local=False) if event is not None else None
 
 
 def _decide(raised: Raised, by_phrase: FailureEvent | None, tables: Tables) -> FailureEvent:
@@ -112,7 +89,7 @@ def _decide(raised: Raised, by_phrase: FailureEvent | None, tables: Tables) -> F
         return FailureEvent(place.kind, EvidencePart.SYMPTOM, place.example)
     known = by_phrase or _of_class(raised, tables)
     if (known is None or known.kind in _CONNECTIONS) and _is_service(raised):
-        refused = _of_row(exceptions.of_status(raised.message))
+        refused = exceptions.of_status(raised.message)
         if refused is not None:
             return refused
         if any(code_locations.ENGINE_CLIENTS.search(frame.path) is not None for frame in raised.frames):
@@ -120,18 +97,14 @@ def _decide(raised: Raised, by_phrase: FailureEvent | None, tables: Tables) -> F
         return FailureEvent(Kind.UNKNOWN, EvidencePart.SYMPTOM, "a service outside the job")
     if known is not None and known.kind is Kind.CONFIG and known.part is EvidencePart.SYMPTOM:
         return _of_files(raised, known)
-    return known or _of_row(exceptions.of_number(raised.message)) or _of_place(place, raised.line.process)
+    return known or exceptions.of_number(raised.message) or _of_place(place, raised.line.process)
 
 
 def _of_class(raised: Raised, tables: Tables) -> FailureEvent | None:
     innermost = " ".join(f"{frame.function} {frame.code}" for frame in raised.frames[-1:])
     if raised.error == "BlockingIOError" and _FORKS.search(innermost) is not None:
         return FailureEvent(Kind.UNKNOWN, EvidencePart.SYMPTOM, "a limit of processes")
-    return _of_row(exceptions.of_class(raised.name, tables.classes))
-
-
-def _of_row(row: tuple[str, Meaning] | None) -> FailureEvent | None:
-    return FailureEvent(row[1].kind, row[1].part, row[0]) if row is not None else None
+    return exceptions.of_class(raised.name, tables.classes)
 
 
 def _of_place(place: CodeLocation | None, process: str) -> FailureEvent:
@@ -147,7 +120,7 @@ def _of_wrapper(raised: Raised, tables: Tables) -> FailureEvent:
     if inner is None:
         return FailureEvent(Kind.UNKNOWN, EvidencePart.CASCADE, "a wrapper", is_end=True)
     # The class without its module: the error itself is also printed elsewhere, with more detail.
-    return FailureEvent(inner[1].kind, EvidencePart.CASCADE, inner[0], is_end=True)
+    return replace(inner, part=EvidencePart.CASCADE, is_end=True)
 
 
 def _of_files(raised: Raised, known: FailureEvent) -> FailureEvent:

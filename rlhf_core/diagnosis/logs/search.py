@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from rlhf_core.diagnosis.logs import metric_lines
-from rlhf_core.diagnosis.logs.evidence_parts import EvidencePart
+from rlhf_core.diagnosis.logs.events import EvidencePart, FailureEvent
 from rlhf_core.diagnosis.logs.lines import LogLine, read_line
-from rlhf_core.diagnosis.logs.raised_errors import TABLES, FailureEvent, Tables, continued, event_of
+from rlhf_core.diagnosis.logs.raised_errors import TABLES, Tables, continued, event_of
 from rlhf_core.diagnosis.logs.signatures import table as signatures
-from rlhf_core.diagnosis.logs.signatures.row import Matched
 from rlhf_core.diagnosis.logs.tracebacks import CONTINUED, Frame, Raised, TracebackReader
 from rlhf_core.schemas.failures import FailureKind as Kind
 
@@ -117,7 +116,7 @@ def events(text: str, tables: Tables = TABLES, known: "KnownLines | None" = None
 class KnownLines:
     """Lines and errors that were matched before. Hundreds of ranks print the same ones, each into its own log."""
 
-    matched: dict[tuple[str, bool], Matched | None] = field(default_factory=dict)
+    matched: dict[tuple[str, bool], FailureEvent | None] = field(default_factory=dict)
     weighed: dict[tuple[str, tuple[Frame, ...], tuple[str, ...], str], FailureEvent] = field(default_factory=dict)
 
 
@@ -201,11 +200,7 @@ class _Reading:
         if key not in self._known.matched:
             self._known.matched[key] = signatures.match_line(line, self._tables.signatures)
         matched = self._known.matched[key]
-        if matched is None:
-            return None
-        row, raw, number = matched.row, line.raw.strip(), line.number
-        is_end = signatures.is_end(row)
-        return FailureEvent(row.kind, row.part, matched.rule, raw, number, matched.node, is_end, is_local=row.is_local)
+        return None if matched is None else replace(matched, line=line.raw.strip(), number=line.number)
 
     def _is_progress(self, raw: str) -> bool:
         """Record a completed step: events before it have not ended the training."""

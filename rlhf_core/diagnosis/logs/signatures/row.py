@@ -4,7 +4,7 @@ import functools
 import re
 from dataclasses import dataclass
 
-from rlhf_core.diagnosis.logs.evidence_parts import EvidencePart
+from rlhf_core.diagnosis.logs.events import EvidencePart
 from rlhf_core.schemas.failures import FailureKind as Kind
 
 
@@ -42,17 +42,6 @@ class Signature:
                 return None
             start = before.end()
         return next((found for pattern in self.patterns if (found := pattern.search(text, start)) is not None), None)
-
-
-@dataclass(frozen=True, slots=True)
-class Matched:
-    """Match of a row in a line."""
-
-    row: Signature
-    rule: str
-    """Pattern that matched."""
-    node: str
-    """Node named as the cause in the line; empty if there is none."""
 
 
 def row(

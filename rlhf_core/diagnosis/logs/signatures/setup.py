@@ -4,7 +4,7 @@ Rows are tried from top to bottom; see :mod:`rlhf_core.diagnosis.logs.signatures
 :mod:`rlhf_core.diagnosis.logs.exceptions`.
 """
 
-from rlhf_core.diagnosis.logs.evidence_parts import EvidencePart
+from rlhf_core.diagnosis.logs.events import EvidencePart
 from rlhf_core.diagnosis.logs.signatures.row import Signature, row
 from rlhf_core.schemas.failures import FailureKind as Kind
 

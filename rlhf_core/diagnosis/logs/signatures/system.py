@@ -3,7 +3,7 @@
 Rows are tried from top to bottom; see :mod:`rlhf_core.diagnosis.logs.signatures.table`.
 """
 
-from rlhf_core.diagnosis.logs.evidence_parts import EvidencePart
+from rlhf_core.diagnosis.logs.events import EvidencePart
 from rlhf_core.diagnosis.logs.signatures.row import Signature, row
 from rlhf_core.schemas.failures import FailureKind as Kind
 

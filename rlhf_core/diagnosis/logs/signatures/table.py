@@ -10,9 +10,10 @@ needs an unambiguous phrase.
 
 from collections.abc import Iterable
 
+from rlhf_core.diagnosis.logs.events import FailureEvent
 from rlhf_core.diagnosis.logs.lines import LogLine
 from rlhf_core.diagnosis.logs.signatures import setup, system, training
-from rlhf_core.diagnosis.logs.signatures.row import Matched, Signature
+from rlhf_core.diagnosis.logs.signatures.row import Signature
 
 SIGNATURES: tuple[Signature, ...] = (
     *system.SCHEDULER,
@@ -69,8 +70,8 @@ def may_match(text: str) -> bool:
     return any(word in small for word in _WORDS)
 
 
-def match_line(line: LogLine, table: Iterable[Signature] = SIGNATURES) -> Matched | None:
-    """Find the row that matches a line; None if there is none.
+def match_line(line: LogLine, table: Iterable[Signature] = SIGNATURES) -> FailureEvent | None:
+    """Explain a line by the first row that matches it; None if none does. The event does not tell the line itself.
 
     A line logged as a warning or below matches only phrases of the scheduler.
     """
@@ -79,13 +80,17 @@ def match_line(line: LogLine, table: Iterable[Signature] = SIGNATURES) -> Matche
             continue
         found = row.search(line.text)
         if found is not None:
-            return Matched(row, found.re.pattern, found.groupdict().get("node") or "")
+            return FailureEvent(
+                row.kind,
+                row.part,
+                rule=found.re.pattern,
+                node=found.groupdict().get("node") or "",
+                is_end=row.example in _ENDS,
+                is_local=row.is_local,
+            )
     return None
 
 
 _LOUD_ANYWAY = frozenset(row.example for row in system.SCHEDULER)
-
-
-def is_end(row: Signature) -> bool:
-    """Return True if the row only reports that something ended."""
-    return row in system.ENDS
+_ENDS = frozenset(row.example for row in system.ENDS)
+"""Examples of the rows that only report that something ended."""
