@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhf_core.diagnosis.failure import Failure, fingerprint
-from rlhf_core.diagnosis.hangs.verdict import Verdict
+from rlhf_core.diagnosis.hangs.verdict import HangVerdict
 from rlhf_core.diagnosis.logs import search as log_diagnosis
 from rlhf_core.diagnosis.logs.events import EvidencePart, FailureEvent
 from rlhf_core.schemas.failures import FailureKind
@@ -75,10 +75,10 @@ class WorkerEnd:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Evidence of the end of an attempt's workers."""
+    """Evidence of the end of an attempt's workers, from which :func:`classify` concludes the failure."""
 
     workers: tuple[WorkerEnd, ...] = ()
-    verdict: Verdict | None = None
+    verdict: HangVerdict | None = None
     """Verdict on a hang. It decides, because the agent killed the workers for it."""
     scheduler_state: str = ""
     """State of the job in the scheduler, for instance ``NODE_FAIL`` or ``CANCELLED by 1000``; empty if there is
@@ -165,7 +165,7 @@ def _failure(finding: _Finding) -> Failure:
 # Hangs, and the state of the job
 
 
-def _hang(verdict: Verdict, workers: Sequence[WorkerEnd]) -> Failure:
+def _hang(verdict: HangVerdict, workers: Sequence[WorkerEnd]) -> Failure:
     nodes = {worker.node for worker in workers if worker.rank in verdict.ranks}
     others = {worker.node for worker in workers} - nodes
     if len(nodes) > 1 and not others:

@@ -50,7 +50,7 @@ class Rule:
 
 
 class Choice(NamedTuple):
-    """Chosen rung of the ladder."""
+    """Chosen rung of the ladder: the response to a failure, which is stored as a ``Decision``."""
 
     action: Action
     reason: str

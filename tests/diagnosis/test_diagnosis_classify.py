@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_core.diagnosis.classify import ERRORS, Evidence, WorkerEnd, classify
 from rlhf_core.diagnosis.failure import fingerprint
-from rlhf_core.diagnosis.hangs.verdict import Verdict
+from rlhf_core.diagnosis.hangs.verdict import HangVerdict
 from rlhf_core.diagnosis.logs.search import find
 from rlhf_core.diagnosis.logs.signatures import table as signatures
 from rlhf_core.schemas.attempts import Role
@@ -49,9 +49,7 @@ def kind_of(*workers: WorkerEnd, **more: object) -> FailureKind:
 
 
 def test_a_killed_rank_is_the_root_although_its_peers_ended_first_and_louder() -> None:
-    failure = classify(
-        Evidence(workers=(cascade(0), cascade(2, order=1), ended(1, -9, order=2), cascade(3, order=3)))
-    )
+    failure = classify(Evidence(workers=(cascade(0), cascade(2, order=1), ended(1, -9, order=2), cascade(3, order=3))))
     assert (failure.kind, failure.ranks, failure.nodes) == (FailureKind.WORKER_KILLED, (1,), ("here",))
     assert "Rank 1 (local rank 1 on here) was ended by SIGKILL" in failure.message
 
@@ -130,7 +128,7 @@ def test_a_kill_while_the_kernel_was_out_of_memory_is_explained_by_it() -> None:
 
 
 def test_a_verdict_decides() -> None:
-    verdict = Verdict(FailureKind.HANG, (1,), "rank 1 was stopped")
+    verdict = HangVerdict(FailureKind.HANG, (1,), "rank 1 was stopped")
     failure = classify(Evidence(workers=(ended(0, -9, by_agent=True), ended(1, -9, by_agent=True)), verdict=verdict))
     assert (failure.kind, failure.ranks, failure.nodes) == (FailureKind.HANG, (1,), ("here",))
 
@@ -140,7 +138,7 @@ def test_a_hang_of_ranks_on_all_nodes_blames_none_of_them() -> None:
     workers = tuple(WorkerEnd(rank, f"n{rank // 2}", rank % 2, -9, ended_by_agent=True) for rank in range(6))
 
     def nodes(*ranks: int) -> tuple[str, ...]:
-        return classify(Evidence(workers, Verdict(FailureKind.HANG, ranks, "silent"))).nodes
+        return classify(Evidence(workers, HangVerdict(FailureKind.HANG, ranks, "silent"))).nodes
 
     assert nodes(*range(6)) == ()
     assert nodes(0, 2, 4) == ()
@@ -233,7 +231,7 @@ def test_a_mismatch_is_undecided_where_only_words_tell_of_it() -> None:
         found = classify(evidence)
         assert (found.kind, found.is_undecided) == (FailureKind.COLLECTIVE_MISMATCH, True)
     # It is proven by a comparison of ranks, by their recorders or their metrics.
-    verdict = Verdict(FailureKind.COLLECTIVE_MISMATCH, (1,), "the ranks disagree about collective number 7")
+    verdict = HangVerdict(FailureKind.COLLECTIVE_MISMATCH, (1,), "the ranks disagree about collective number 7")
     by_metrics = failed(0, "rlhf_core.errors.MetricsMismatch", "x")
     for evidence in (Evidence((by_log,), verdict=verdict), Evidence((by_metrics,))):
         found = classify(evidence)

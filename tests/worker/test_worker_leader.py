@@ -12,7 +12,7 @@ from given_process import GivenProcess
 from made_reports import checkpoint_manifest, rank_status
 
 from rlhf_core.diagnosis.failure import Failure
-from rlhf_core.diagnosis.hangs.verdict import Verdict
+from rlhf_core.diagnosis.hangs.verdict import HangVerdict
 from rlhf_core.files.appended import append_lines
 from rlhf_core.files.whole import read_model, write_model, write_text
 from rlhf_core.run_dir.run import RunDir
@@ -69,7 +69,7 @@ def test_workers_are_not_restarted_beside_killed_ones_that_have_not_ended(
     seat = GroupSeat("here", 0, slots, channel.clock)
     group = GivenProcess(GroupPlan.on_all_nodes(Role.TRAINER, 1, 2), 0, restart, seat)
     silent = rank_status(0, age_s=90.0)
-    group.hang = Hang(Verdict(FailureKind.HANG, (), "silent"), (silent,), 90.0)
+    group.hang = Hang(HangVerdict(FailureKind.HANG, (), "silent"), (silent,), 90.0)
     decisions = GroupDecisions(job, channel, leader, EventLog("here", restart), ExternalRequests())
     ends = {index: NodeEnd(num_workers=1, num_left=num_left) for index, num_left in enumerate(left)}
     ends[2] = NodeEnd(num_workers=0)

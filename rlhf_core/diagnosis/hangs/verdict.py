@@ -20,8 +20,9 @@ of ranks."""
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Verdict on a hang, from the states of all ranks."""
+class HangVerdict:
+    """Verdict on a hang, from the states of all ranks: evidence that decides the failure once the workers are
+    killed."""
 
     kind: FailureKind
     """``HANG`` if a rank is at a standstill by itself, ``COLLECTIVE_HANG`` if all of them wait for each other."""
@@ -42,7 +43,7 @@ def blame(
     silent: Collection[int] = (),
     proven: Mapping[int, str] = MappingProxyType({}),
     ended: Collection[int] = (),
-) -> Verdict:
+) -> HangVerdict:
     """Determine the responsible ranks. The first rule that applies decides.
 
     0. If there are ranks with a proven standstill, only they are responsible.
@@ -76,28 +77,28 @@ def blame(
     return replace(verdict, reason=reason, collective=name, collective_sequence=number)
 
 
-def disagreement(ranks: Sequence[RankStatus]) -> Verdict | None:
+def disagreement(ranks: Sequence[RankStatus]) -> HangVerdict | None:
     """The verdict on ranks that all wait inside a collective with different operations or shapes, by their flight
     recorders; None if they agree or one of them has no record."""
     found = _blame_by_recorders(ranks) if all(rank.in_collective for rank in ranks) else None
     return found if found is not None and found.kind is FailureKind.COLLECTIVE_MISMATCH else None
 
 
-def _blame_proven(ranks: Sequence[RankStatus], proven: Mapping[int, str]) -> Verdict | None:
+def _blame_proven(ranks: Sequence[RankStatus], proven: Mapping[int, str]) -> HangVerdict | None:
     still = [rank for rank in ranks if rank.rank in proven]
     if not still:
         return None
     if all(rank.in_collective and not rank.is_stopped for rank in still):
         return disagreement(ranks)
     described = [_describe([rank], proven[rank.rank]) for rank in still]
-    return Verdict(FailureKind.HANG, _numbers(still), listed(described, MAX_DESCRIBED, "; "))
+    return HangVerdict(FailureKind.HANG, _numbers(still), listed(described, MAX_DESCRIBED, "; "))
 
 
-def _blame(ranks: Sequence[RankStatus], silent: Collection[int]) -> Verdict:
+def _blame(ranks: Sequence[RankStatus], silent: Collection[int]) -> HangVerdict:
     stopped = [rank for rank in ranks if rank.is_stopped]
     if stopped:
         described = [_describe([rank], stop_of(rank)) for rank in stopped]
-        return Verdict(FailureKind.HANG, _numbers(stopped), listed(described, MAX_DESCRIBED, "; "))
+        return HangVerdict(FailureKind.HANG, _numbers(stopped), listed(described, MAX_DESCRIBED, "; "))
     furthest = max(rank.collectives for rank in ranks)
     behind = _blame_behind(
         ranks,
@@ -109,15 +110,17 @@ def _blame(ranks: Sequence[RankStatus], silent: Collection[int]) -> Verdict:
     outside = [rank for rank in ranks if not rank.in_collective]
     if outside and len(outside) < len(ranks):
         what = f"is not in collective {furthest} that others wait in"
-        return Verdict(FailureKind.HANG, _numbers(outside), _describe(outside, what))
+        return HangVerdict(FailureKind.HANG, _numbers(outside), _describe(outside, what))
     recorded = _blame_by_recorders(ranks)
     if recorded is not None:
         return recorded
     if outside:
         oldest = max(ranks, key=lambda rank: rank.age_s)
         still = [rank for rank in ranks if rank.rank in silent] or [oldest]
-        return Verdict(FailureKind.HANG, _numbers(still), _describe(still, "is at a standstill outside any collective"))
-    return Verdict(
+        return HangVerdict(
+            FailureKind.HANG, _numbers(still), _describe(still, "is at a standstill outside any collective")
+        )
+    return HangVerdict(
         FailureKind.COLLECTIVE_HANG,
         (),
         f"all {len(ranks)} ranks wait in collective {furthest}: the network, or ranks that disagree about it; "
@@ -125,11 +128,11 @@ def _blame(ranks: Sequence[RankStatus], silent: Collection[int]) -> Verdict:
     )
 
 
-def _blame_ended(ranks: Sequence[RankStatus], ended: Collection[int]) -> Verdict:
+def _blame_ended(ranks: Sequence[RankStatus], ended: Collection[int]) -> HangVerdict:
     """Verdict on ranks that ended while others wait. A broken network that holds the others in the last collective of
     all looks the same."""
     named = listed([f"rank {rank}" for rank in sorted(ended)], MAX_DESCRIBED, ", ")
-    return Verdict(
+    return HangVerdict(
         FailureKind.COLLECTIVE_MISMATCH,
         tuple(sorted(ended)),
         f"{named} ended with exit code 0 while {len(ranks)} others wait in collective "
@@ -138,7 +141,7 @@ def _blame_ended(ranks: Sequence[RankStatus], ended: Collection[int]) -> Verdict
     )
 
 
-def _blame_behind(ranks: Sequence[RankStatus], numbers: Sequence[int], what: str) -> Verdict | None:
+def _blame_behind(ranks: Sequence[RankStatus], numbers: Sequence[int], what: str) -> HangVerdict | None:
     """Verdict on the ranks that have entered the fewest collectives; None if all have entered as many.
 
     Ranks between them and the furthest wait for them too: only the last ones are responsible.
@@ -149,17 +152,17 @@ def _blame_behind(ranks: Sequence[RankStatus], numbers: Sequence[int], what: str
         return None
     inside = all(rank.in_collective for rank in behind)
     if inside and len(behind) > len(ranks) / 2:
-        return Verdict(
+        return HangVerdict(
             FailureKind.COLLECTIVE_HANG,
             (),
             f"{len(behind)} of {len(ranks)} ranks wait in collective {fewest}, which the others have left: the "
             "network, or ranks that disagree about it; no single rank is responsible",
         )
     kind = FailureKind.COLLECTIVE_HANG if inside else FailureKind.HANG
-    return Verdict(kind, _numbers(behind), _describe(behind, what))
+    return HangVerdict(kind, _numbers(behind), _describe(behind, what))
 
 
-def _blame_by_recorders(ranks: Sequence[RankStatus]) -> Verdict | None:
+def _blame_by_recorders(ranks: Sequence[RankStatus]) -> HangVerdict | None:
     """Verdict from the flight recorders of all ranks; None if one is missing or they agree."""
     numbers = [rank.collective_sequence for rank in ranks if rank.collective_sequence is not None]
     if len(numbers) < len(ranks):
@@ -182,7 +185,7 @@ def _blame_by_recorders(ranks: Sequence[RankStatus]) -> Verdict | None:
     rarest_first = sorted(zip(ranks, operations, strict=True), key=lambda pair: counts[pair[1]])
     described = listed([f"rank {rank.rank} {what}" for rank, what in rarest_first], MAX_DESCRIBED, "; ")
     reason = f"the ranks disagree about collective number {furthest}: {described}"
-    return Verdict(FailureKind.COLLECTIVE_MISMATCH, _numbers(deviating), reason)
+    return HangVerdict(FailureKind.COLLECTIVE_MISMATCH, _numbers(deviating), reason)
 
 
 _OF_ONE_SHAPE = ("all_reduce", "broadcast", "_all_gather_base", "_reduce_scatter_base", "gloo:all_gather")

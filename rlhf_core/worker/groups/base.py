@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_core.diagnosis.hangs.verdict import Verdict
+from rlhf_core.diagnosis.hangs.verdict import HangVerdict
 from rlhf_core.run_dir.attempt import RestartDir
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.reports import Phase, RankStatus, RepresentedProcess
@@ -63,7 +63,7 @@ class Exit:
 class Hang:
     """A hang found by agent 0, with the status of the workers on all nodes before they were killed."""
 
-    verdict: Verdict
+    verdict: HangVerdict
     ranks: tuple[RankStatus, ...]
     silent_s: float
     """Longest silence among the workers to blame when the hang was found, in seconds."""
