@@ -31,10 +31,12 @@ LOG_TAIL_BYTES = 16 << 10
 
 @dataclass(frozen=True)
 class AttemptFailure:
-    """A failed attempt, and the decision about it."""
+    """A failed attempt, its last incident, and the decision about it."""
 
     kind: FailureKind
+    """Kind of the controller's own incident, or else of the end that the agents or the scheduler report."""
     message: str
+    """Message or cause, likewise."""
     incident: Incident | None
     """Last incident of the attempt, from its agents or, if they left none, from the controller."""
     found_here: bool

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from rlhf_core.diagnosis.classify import ERRORS, Evidence, WorkerEnd, classify
-from rlhf_core.diagnosis.failure import fingerprint
 from rlhf_core.diagnosis.hangs.verdict import HangVerdict
 from rlhf_core.diagnosis.logs.search import find
 from rlhf_core.diagnosis.logs.signatures import table as signatures
@@ -353,14 +352,6 @@ def test_tear_down_and_echoes_do_not_hide_the_root_in_a_log() -> None:
     assert match is not None
     assert match.kind is FailureKind.DISK_FULL
     assert find("all is well\n[rank0] destroy_process_group() was not called before program exit") is None
-
-
-def test_the_fingerprint_leaves_out_what_changes_from_time_to_time() -> None:
-    unknown = FailureKind.UNKNOWN
-    first = fingerprint(unknown, "boom at 0x7f3a in /tmp/a/b.py, step 12, loss 1.5e-3")
-    assert first == fingerprint(unknown, "boom at 0x11ff in /home/u/b.py, step 999, loss 2.5e-9")
-    assert first != fingerprint(unknown, "bang at 0x7f3a in /tmp/a/b.py, step 12, loss 1.5e-3")
-    assert first != fingerprint(FailureKind.CONFIG, "boom at 0x7f3a in /tmp/a/b.py, step 12, loss 1.5e-3")
 
 
 def test_the_same_message_from_another_function_is_another_fault() -> None:
