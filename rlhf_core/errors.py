@@ -217,7 +217,7 @@ class NonFiniteLoss(WorkerError):
 
 
 class DegenerateRl(WorkerError):
-    """Training has stopped learning. The message is the finding of ``rlhf_core/training/health/judge.py``.
+    """Training has stopped learning. The message is the finding of ``rlhf_core/diagnosis/health/judge.py``.
 
     Attributes:
         rule: the rule of ``[health]`` that found it.

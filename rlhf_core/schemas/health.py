@@ -18,15 +18,17 @@ HealthRule = Literal[
     "kl",
     "length",
 ]
-"""Rules that judge training while it runs (``rlhf_core/training/health/rules.py``), most specific first. For external
-trainers: ``frozen``, ``no_spread``, ``truncated`` and ``kl`` (``rlhf_core/worker/command/health.py``)."""
+"""Rules that judge training while it runs (``rlhf_core/diagnosis/health/rules.py``), most specific first. For external
+trainers: ``frozen``, ``no_spread``, ``truncated`` and ``kl`` (``rlhf_core/diagnosis/health/metric_judge.py``)."""
 
 
 HealthAction = Literal["warn", "stop", "roll_back"]
 """Consequence of a finding."""
 
 
-_WARNINGS: frozenset[HealthRule] = frozenset({"clipped", "train_gap", "kl", "length"})
+UNINTENDED: frozenset[HealthRule] = frozenset({"clipped", "train_gap", "kl", "length"})
+"""Rules whose findings mean that training learns something unintended, not that it learns nothing: they only warn by
+default."""
 
 
 class HealthSpec(Schema):
@@ -78,4 +80,4 @@ class HealthSpec(Schema):
 
     def action(self, rule: HealthRule) -> HealthAction:
         """Consequence of a finding of this rule."""
-        return self.actions.get(rule, "warn" if rule in _WARNINGS else "roll_back")
+        return self.actions.get(rule, "warn" if rule in UNINTENDED else "roll_back")

@@ -366,8 +366,8 @@ def make_runs(rank: int, num_ranks: int, folder: str, names: list[str], num_step
     Returns:
         By name: ``done`` or the error, and the mean reward of the first and the last five steps.
     """
+    from rlhf_core.diagnosis.health.judge import Judge
     from rlhf_core.training.distributed import init_process_group, leave_process_group
-    from rlhf_core.training.health.judge import Judge
     from rlhf_core.training.trainers.run import train_run
 
     def observe(

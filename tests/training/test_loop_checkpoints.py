@@ -36,6 +36,7 @@ from rlhf_core.schemas.run import RunSpec
 
 torch = pytest.importorskip("torch")
 
+from rlhf_core.diagnosis.health.state import HealthState, Repetition  # noqa: E402
 from rlhf_core.training.checkpoints import background_save, direct_save, host_buffers  # noqa: E402 - needs torch
 from rlhf_core.training.checkpoints import writer as checkpoints  # noqa: E402 - needs torch
 from rlhf_core.training.checkpoints.resume import resume_point  # noqa: E402
@@ -58,7 +59,6 @@ from rlhf_core.training.checkpoints.writer import CheckpointWriter  # noqa: E402
 from rlhf_core.training.data.tokenizers import build_tokenizer, load_tokenizer  # noqa: E402
 from rlhf_core.training.distributed import Ranks  # noqa: E402
 from rlhf_core.training.evaluation.evaluator import checkpoint_to_evaluate  # noqa: E402
-from rlhf_core.training.health.state import HealthState, Repetition  # noqa: E402
 from rlhf_core.training.models import tensor_files  # noqa: E402
 from rlhf_core.training.models.causal_lm import build_causal_lm, load_causal_lm  # noqa: E402
 

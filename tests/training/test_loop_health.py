@@ -10,11 +10,9 @@ import pytest
 from health_runs import CASES, DEGENERATE, HEALTHY, SEED_FORMULAS, SeedFormula, make_runs
 from rank_launcher import launch, values
 
-from rlhf_core.schemas.health import HealthSpec
-from rlhf_core.training.health import rules
-from rlhf_core.training.health.judge import HealthFinding, HealthVerdict, Judge, in_words
-from rlhf_core.training.health.signals import seed_repeats
-from rlhf_core.training.health.state import (
+from rlhf_core.diagnosis.health import rules
+from rlhf_core.diagnosis.health.judge import HealthFinding, HealthVerdict, Judge, in_words
+from rlhf_core.diagnosis.health.state import (
     FINGERPRINT,
     NUM_DISTINCT,
     SAME_GROUPS,
@@ -23,6 +21,8 @@ from rlhf_core.training.health.state import (
     Batch,
     HealthState,
 )
+from rlhf_core.schemas.health import HealthSpec
+from rlhf_core.training.rollouts.health_signals import seed_repeats
 from rlhf_core.training.rollouts.seeds import sample_seed
 
 RECORDED = Path(__file__).parent / "fixtures" / "health"

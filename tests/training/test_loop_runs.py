@@ -106,8 +106,8 @@ def interrupt() -> None:
 
 
 def runs_of(group: TrainingGroup) -> dict[str, Any]:
+    from rlhf_core.diagnosis.health.state import HealthState
     from rlhf_core.training.checkpoints import writer
-    from rlhf_core.training.health.state import HealthState
     from rlhf_core.training.trainers import run as run_module
     from rlhf_core.training.trainers.engine import Engine
     from rlhf_core.training.trainers.time_limit import ENDING_S

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from pydantic import AliasChoices, Field
 
+from rlhf_core.diagnosis.health.state import HealthState
 from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.schemas.base import Label, Schema
 from rlhf_core.schemas.checkpoint_files import BestCheckpoint
 from rlhf_core.schemas.scoring_models import ScoringModelState
 from rlhf_core.training.distributed import Ranks
-from rlhf_core.training.health.state import HealthState
 from rlhf_core.training.models.tensor_files import read_content
 
 

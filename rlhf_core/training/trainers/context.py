@@ -10,6 +10,8 @@ from typing import Any, Protocol
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_core.diagnosis.health.judge import Judge
+from rlhf_core.diagnosis.health.state import Batch
 from rlhf_core.diagnosis.retention import best_until
 from rlhf_core.errors import BadConfig, DegenerateRl
 from rlhf_core.files.appended import LineWriter
@@ -27,8 +29,6 @@ from rlhf_core.training.data.loading import DataReport, EncodedPrompts, occurren
 from rlhf_core.training.data.micro_batches import balanced
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.evaluation.evaluator import Evaluator
-from rlhf_core.training.health.judge import Judge
-from rlhf_core.training.health.state import Batch
 from rlhf_core.training.metrics import StepMetrics
 from rlhf_core.training.trainers.engine import Engine, learning_rate
 from rlhf_core.training.trainers.saving import Saving

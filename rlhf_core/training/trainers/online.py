@@ -8,15 +8,15 @@ from typing import Any
 
 from torch import Tensor
 
+from rlhf_core.diagnosis.health.state import FINGERPRINT, NUM_DISTINCT, SAME_GROUPS
 from rlhf_core.schemas.reports import Phase, SampleLine
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.algorithms import ALGORITHMS
 from rlhf_core.training.algorithms.grpo import zero_std_groups
 from rlhf_core.training.data.examples import Scorer
-from rlhf_core.training.health.signals import add_signals
-from rlhf_core.training.health.state import FINGERPRINT, NUM_DISTINCT, SAME_GROUPS
 from rlhf_core.training.metrics import StepMetrics, fingerprint
 from rlhf_core.training.models.causal_lm import PolicyModel
+from rlhf_core.training.rollouts.health_signals import add_signals
 from rlhf_core.training.trainers.context import Loop, TrainingContext
 from rlhf_core.training.trainers.engine import Engine
 from rlhf_core.training.trainers.ppo import Critic

@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rlhf_core.diagnosis.health.metric_judge import MetricJudge
 from rlhf_core.files.appended import read_models
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.command_trainer import CommandTrainer, ProgressSource
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import MetricsLine, TrainerWarning
 from rlhf_core.training.types import WorkerContext
-from rlhf_core.worker.command.health import MetricHealth
 from rlhf_core.worker.command.launch import own_name
 from rlhf_core.worker.command.observation import Reading
 from rlhf_core.worker.command.published import CheckpointPublisher
@@ -33,7 +33,7 @@ class JobRecord:
         self._trainer = trainer
         self._output_dir = output_dir
         self._metrics = StepMetricsFile(context.restart_dir.metrics, trainer, first_step)
-        self._health = MetricHealth(context.spec.health, first_step)
+        self._health = MetricJudge(context.spec.health, first_step)
         self._publisher = CheckpointPublisher(context, trainer, output_dir, first_step)
         self._next_poll_s = 0.0
         self._reported: set[str] = set()

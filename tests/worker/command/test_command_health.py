@@ -10,12 +10,9 @@ from pathlib import Path
 import pytest
 from watched_programs import FIXTURES, trainer
 
+from rlhf_core.diagnosis.health.metric_judge import MetricJudge, MetricWarning
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.health import HealthSpec
-from rlhf_core.training.health import rules as native
-from rlhf_core.training.health.state import block_steps
-from rlhf_core.worker.command import health
-from rlhf_core.worker.command.health import MetricHealth, MetricWarning
 from rlhf_core.worker.command.metric_names import MetricNames
 
 NATIVE = Path(__file__).parents[2] / "training" / "fixtures" / "health"
@@ -32,14 +29,9 @@ NO_SPREAD = {"reward/mean": 0.0, "reward/std": 0.0, "rollout/zero_std_groups": 1
 NAN = math.nan
 
 
-def test_its_measures_are_those_of_the_native_judge() -> None:
-    assert (health.SURE_GAIN, health.SOLVED_WITHIN) == (native.SURE_GAIN, native.SOLVED_WITHIN)
-    assert HealthSpec().window_steps // health.BLOCKS_PER_WINDOW == block_steps(HealthSpec())
-
-
 def judged(steps: int, changes: dict[str, float], *, every: int = 1, **spec: object) -> list[MetricWarning]:
     """Ten healthy steps, followed by as many others."""
-    judge = MetricHealth(HealthSpec.model_validate(spec))
+    judge = MetricJudge(HealthSpec.model_validate(spec))
     for step in range(every, 10 * every + 1, every):
         reward = 0.1 * math.sin(step)
         assert judge.judge(step, {**WELL, "reward/mean": 0.5 + reward}) == []
@@ -85,14 +77,14 @@ def test_healthy_steps_warn_of_nothing() -> None:
 
 
 def test_a_warning_is_repeated_after_a_recovery() -> None:
-    judge = MetricHealth(HealthSpec())
+    judge = MetricJudge(HealthSpec())
     bad = {**WELL, "train/loss": NAN}
     warnings = [[one.rule for one in judge.judge(step, bad if step in (3, 4, 6) else WELL)] for step in range(1, 8)]
     assert warnings == [[], [], ["non_finite"], [], [], ["non_finite"], []]
 
 
 def test_a_good_step_in_between_restarts_the_count() -> None:
-    judge = MetricHealth(HealthSpec())
+    judge = MetricJudge(HealthSpec())
     for step in range(1, 100):
         changes = {} if step % 15 == 0 else {"policy/kl": 50.0}
         assert judge.judge(step, {**WELL, **changes}) == []
@@ -113,7 +105,7 @@ def test_lines_are_counted_in_optimizer_steps_and_at_least_three_of_them() -> No
 
 def test_a_step_in_parts_counts_once() -> None:
     """The log and TensorBoard report the same step."""
-    judge = MetricHealth(HealthSpec())
+    judge = MetricJudge(HealthSpec())
     warnings = [one for step in (10, 20) for _ in range(3) for one in judge.judge(step, {"train/grad_norm": 0.0})]
     assert warnings == []
     assert [one.rule for one in judge.judge(30, {"train/grad_norm": 0.0})] == ["frozen"]
@@ -125,7 +117,7 @@ def test_a_zero_gradient_without_spread_is_reported_as_no_spread_only() -> None:
 
 def test_the_deviation_is_used_if_groups_are_not_logged() -> None:
     def rules(spread: float) -> list[str]:
-        judge = MetricHealth(HealthSpec())
+        judge = MetricJudge(HealthSpec())
         steps = (judge.judge(step, {"reward/mean": 0.0, "reward/std": spread}) for step in range(1, 60))
         return [one.rule for found in steps for one in found]
 
@@ -146,14 +138,14 @@ def test_a_risen_reward_is_healthy_and_a_fallen_one_is_not() -> None:
 
 def test_missing_metrics_are_no_finding() -> None:
     """DPO and CPO log no groups, no lengths and no KL; an evaluation is logged in a line of its own."""
-    judge = MetricHealth(HealthSpec())
+    judge = MetricJudge(HealthSpec())
     warnings = [judge.judge(step, {"train/loss": 0.7, "preference/margin": 0.0}) for step in range(1, 100)]
     warnings += [judge.judge(100, {"eval/loss": NAN})]
     assert not any(warnings)
 
 
 def test_a_restarted_program_is_judged_from_scratch() -> None:
-    judge = MetricHealth(HealthSpec(), first_step=50)
+    judge = MetricJudge(HealthSpec(), first_step=50)
     for step in range(51, 70):
         assert judge.judge(step, {**WELL, **NO_SPREAD}) == []
     for step in range(1, 20):
@@ -170,7 +162,7 @@ def test_a_real_run_whose_completions_never_end_and_are_never_rewarded() -> None
     names = MetricNames(trainer())
 
     def rules(**spec: int) -> set[str]:
-        judge = MetricHealth(HealthSpec(**spec))
+        judge = MetricJudge(HealthSpec(**spec))
         steps = (
             names.rename({name: value for name, value in json.loads(line).items() if isinstance(value, float)})
             for line in lines
@@ -194,7 +186,7 @@ def test_a_real_run_whose_completions_never_end_and_are_never_rewarded() -> None
 )
 def test_recorded_runs_of_the_native_trainer(recorded: str, rules: set[str]) -> None:
     """The same recorded runs serve as reference for the native judge."""
-    judge, found = MetricHealth(HealthSpec()), set()
+    judge, found = MetricJudge(HealthSpec()), set()
     for line in (NATIVE / f"{recorded}.jsonl").read_text().splitlines():
         step = json.loads(line)
         found |= {one.rule for one in judge.judge(step["step"], step["metrics"])}

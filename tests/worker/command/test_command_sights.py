@@ -50,6 +50,6 @@ def test_the_kinds_differ() -> None:
 def test_none_of_them_loads_torch() -> None:
     """Otherwise each rank's worker would hold half a GiB and start seconds later."""
     names = [inspect.getmodule(make).__name__ for make in FROM_OUTSIDE]
-    names += ["rlhf_core.worker.command.health", "rlhf_core.worker.command.metric_names"]
+    names += ["rlhf_core.diagnosis.health.metric_judge", "rlhf_core.worker.command.metric_names"]
     code = f"import sys, {', '.join(names)}; sys.exit('torch' in sys.modules or 'tensorboard' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

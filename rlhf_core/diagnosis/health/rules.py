@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from rlhf_core.schemas.health import HealthRule, HealthSpec
-from rlhf_core.training.health.state import (
+from rlhf_core.diagnosis.health.state import (
     ALL_MASKED,
     Batch,
     HealthState,
@@ -15,6 +14,7 @@ from rlhf_core.training.health.state import (
     block_steps,
     mean_reward,
 )
+from rlhf_core.schemas.health import HealthRule, HealthSpec
 
 SURE_GAIN = 3.0
 """Number of standard errors by which a mean must exceed another to count as higher."""

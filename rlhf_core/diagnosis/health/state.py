@@ -30,7 +30,7 @@ the same, and the number of distinct ones over all its prompts."""
 
 SEEDS_IN_GROUPS = "rollout/seeds_in_groups"
 SEEDS_ACROSS_PROMPTS = "rollout/seeds_across_prompts"
-"""Per-rank metrics of the sampling seeds (``signals.seed_repeats``)."""
+"""Per-rank metrics of the sampling seeds (``rlhf_core/training/rollouts/health_signals.py``)."""
 
 LENGTH_CORRELATION = "reward/length_correlation"
 LENGTH_SLOPE = "reward/length_slope"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from rlhf_core.training.health.state import LENGTH_CORRELATION, LENGTH_SLOPE, SEEDS_ACROSS_PROMPTS, SEEDS_IN_GROUPS
+from rlhf_core.diagnosis.health.state import LENGTH_CORRELATION, LENGTH_SLOPE, SEEDS_ACROSS_PROMPTS, SEEDS_IN_GROUPS
 from rlhf_core.training.metrics import StepMetrics
 
 

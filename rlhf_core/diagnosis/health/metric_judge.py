@@ -1,8 +1,8 @@
 """Health of an external trainer, judged from its metrics alone. Pure: metrics of a step in, warnings out.
 
-Thresholds come from ``[health]``. The rules match those of ``rlhf_core/training/health/judge.py``, which also sees
-completions and weights: a solved task and a policy that has gained reward have no reward spread and are healthy. Only
-logged metrics can be judged; a missing metric proves nothing.
+The rules match those of :mod:`rlhf_core.diagnosis.health.rules`, which also see completions and weights: a solved task
+and a policy that has gained reward have no reward spread and are healthy. Only logged metrics can be judged; a missing
+metric proves nothing.
 
 A step here is a logged step. With ``logging_steps`` above 1, a streak of bad steps must span the same number of
 optimizer steps and several log lines, because a line shows the gradient of its last step alone.
@@ -13,16 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, variance
 
+from rlhf_core.diagnosis.health.rules import SOLVED_WITHIN, SURE_GAIN
+from rlhf_core.diagnosis.health.state import block_steps
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.health import HealthRule, HealthSpec
 
-SURE_GAIN = 3.0
-"""Standard errors by which one mean must exceed another to count as higher. This and the next two constants repeat the
-native judge's: of the training package, this one imports nothing but the types."""
-SOLVED_WITHIN = 0.02
-"""Share of the reward range by which a solved task may fall short of the maximum."""
-BLOCKS_PER_WINDOW = 4
-"""Blocks of steps in a window; the first and the last are compared."""
 MIN_LINES = 3
 """Minimum number of consecutive logged steps that must show the same."""
 ZERO_STD = 1e-8
@@ -126,7 +121,7 @@ class _Row:
     is_reported: bool = False
 
 
-class MetricHealth:
+class MetricJudge:
     """Judges the logged steps of one start of a program, in order."""
 
     def __init__(self, spec: HealthSpec, first_step: int = 0) -> None:
@@ -154,7 +149,7 @@ class MetricHealth:
             self._begin()
         if step > self._last_step:
             self._before_step, self._last_step = self._last_step, step
-        self._rewards.take(metrics, max(1, self._spec.window_steps // BLOCKS_PER_WINDOW))
+        self._rewards.take(metrics, block_steps(self._spec))
         logged = _LoggedStep(metrics, self._rewards, self._spec)
         warnings = [self._judge(rule, row, step, logged) for rule, row in zip(self._rules, self._rows, strict=True)]
         return [warning for warning in warnings if warning is not None]

@@ -22,15 +22,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_core.schemas.health import HealthAction, HealthRule, HealthSpec
-from rlhf_core.training.health.rules import HealthFinding, findings
-from rlhf_core.training.health.state import Batch, HealthState, observe
+from rlhf_core.diagnosis.health.rules import HealthFinding, findings
+from rlhf_core.diagnosis.health.state import Batch, HealthState, observe
+from rlhf_core.schemas.health import UNINTENDED, HealthAction, HealthRule, HealthSpec
 
 _ADVICE = "`rlhf report` shows curves and completions; health.off disables a rule that does not fit the task"
-
-
-_UNINTENDED = frozenset[HealthRule]({"clipped", "train_gap", "kl", "length"})
-"""Rules whose findings mean that training learns something unintended, not that it learns nothing."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +89,6 @@ def in_words(found: Sequence[HealthFinding], step: int) -> str:
     """Format findings as an error message, without its full stop."""
     since = min(finding.since_step for finding in found)
     also = f". Also: {'; '.join(finding.message for finding in found[1:])}" if len(found) > 1 else ""
-    is_unintended = all(finding.rule in _UNINTENDED for finding in found)
+    is_unintended = all(finding.rule in UNINTENDED for finding in found)
     outcome = "Training goes wrong" if is_unintended else "Training no longer learns"
     return f"{outcome} at step {step}, since step {since} ({found[0].rule}): {found[0].message}{also}. {_ADVICE}"
