@@ -1,13 +1,14 @@
 """The protocol of weight sync: transfer into staging, then commit.
 
     trainer (sender.Sender)                                   engine (receiver.Receiver)
-    offers = sender.offer(version, tensors, weights, names, beat)
+    transfer = sender.offer(version, tensors, weights, names, beat)
          -- offer (HTTP) ---------------------------------->  staged = receiver.receive(offer, beat)
-    sender.send(beat)  ================== weights =========>  ... into its staging area
+    transfer.send(beat)  ================ weights =========>  ... into its staging area
          <--------------------------------- staged.receipt --  verified, not active
-    require_agreement(sender.sent(), receipts)
+    require_agreement(transfer.sent, receipts)
          -- commit (HTTP) --------------------------------->  load(receiver.commit(version).tensors())
          <---------------------------- seconds of loading --
+    sender.settle(transfer, engines)
 
 Until the commit, the old version stays active everywhere: the death of a sender or an engine before it, or a damaged
 bucket, costs one sync and nothing else. ``session.synchronize`` is this exchange over any control channel.

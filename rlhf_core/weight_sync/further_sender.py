@@ -9,8 +9,8 @@ from rlhf_core.errors import WeightSyncFailed
 from rlhf_core.schemas.weight_sync import SentShare
 from rlhf_core.survival import Survived
 from rlhf_core.weight_sync.base import Beat, Outgoing, Weights
-from rlhf_core.weight_sync.sender import go_through, send_share
 from rlhf_core.weight_sync.sender_group import SenderGroup
+from rlhf_core.weight_sync.transfer import go_through, send_share
 
 
 class FurtherSender:

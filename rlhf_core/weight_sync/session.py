@@ -5,9 +5,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 from rlhf_core.errors import WeightSyncFailed
-from rlhf_core.schemas.weight_sync import Offer, Receipt, SentVersion, TensorEntry, WeightSyncReport
+from rlhf_core.schemas.weight_sync import Receipt, TensorEntry, WeightSyncReport
 from rlhf_core.weight_sync.base import Beat, EngineControl, Weights, require_agreement
 from rlhf_core.weight_sync.sender import Sender
+from rlhf_core.weight_sync.transfer import Transfer
 
 BEAT_INTERVAL_S = 0.5
 """Seconds between two beats while engines are waited for."""
@@ -38,20 +39,19 @@ def synchronize(
         WeightSyncFailed: the version is active nowhere, and the previous one stays active. ``peer`` names the process
             that is to blame.
     """
+    names = [engine.name for engine in engines]
     with ThreadPoolExecutor(max_workers=len(engines), thread_name_prefix="weight-sync") as pool:
-        offers = sender.offer(version, tensors, weights, [engine.name for engine in engines], beat, is_alone=is_alone)
+        transfer = sender.offer(version, tensors, weights, names, beat, is_alone=is_alone)
         try:
-            sent, receipts = _transfer(sender, engines, offers, pool, beat)
+            receipts = _staged(transfer, engines, pool, beat)
             _require_ready(engines, version, pool, beat)
         except BaseException:
             _outcomes(engines, lambda engine: engine.abort(version), pool, beat)  # whatever those say that are lost
             raise
         applied, lost = _outcomes(engines, lambda engine: engine.commit(version), pool, beat)
-    sender.settle(sent, applied)
-    if lost:
-        sender.reset()
+    sender.settle(transfer, applied)
     problems = {name: str(error) for name, error in lost.items()}
-    return WeightSyncReport(sent=sent, receipts=receipts, applied=applied, lost=problems)
+    return WeightSyncReport(sent=transfer.sent, receipts=receipts, applied=applied, lost=problems)
 
 
 def culprit(failures: Mapping[str, Exception], senders: Collection[str]) -> str:
@@ -81,29 +81,29 @@ def _follow_peers(name: str, failures: Mapping[str, Exception]) -> str:
     return name
 
 
-def _transfer(
-    sender: Sender, engines: Sequence[EngineControl], offers: Sequence[Offer], pool: ThreadPoolExecutor, beat: Beat
-) -> tuple[SentVersion, tuple[Receipt, ...]]:
-    """Send the weights while every engine receives; returns after all receipts agree."""
-    offer_of = dict(zip((engine.name for engine in engines), offers, strict=True))
-    receiving = {engine.name: pool.submit(engine.receive, offer_of[engine.name]) for engine in engines}
+def _staged(
+    transfer: Transfer, engines: Sequence[EngineControl], pool: ThreadPoolExecutor, beat: Beat
+) -> tuple[Receipt, ...]:
+    """Send the weights while every engine receives; returns the receipts, which all agree."""
+    receiving = {
+        engine.name: pool.submit(engine.receive, offer) for engine, offer in zip(engines, transfer.offers, strict=True)
+    }
     for future in receiving.values():
-        future.add_done_callback(lambda done: sender.cancel() if done.exception() else None)
+        future.add_done_callback(lambda done: transfer.cancel() if done.exception() else None)
     failures: dict[str, Exception] = {}
     try:
-        sender.send(beat)
+        transfer.send(beat)
     except WeightSyncFailed as error:
-        failures[sender.names[0]] = error
+        failures[transfer.senders[0]] = error
     except BaseException:
         _wait_for_all(receiving, beat)  # an engine accepts no other request before it has stopped receiving
         raise
     receipts, refused = _wait_for_all(receiving, beat)
-    failures = {**refused, **failures, **sender.failures_of_others(beat)}
+    failures = {**refused, **failures, **transfer.failures_of_others(beat)}
     if failures:
-        raise _failure_of(failures, sender.names)
-    sent = sender.sent()
-    require_agreement(sent, receipts)
-    return sent, tuple(receipts.values())
+        raise _failure_of(failures, transfer.senders)
+    require_agreement(transfer.sent, receipts)
+    return tuple(receipts.values())
 
 
 def _failure_of(failures: Mapping[str, Exception], senders: Collection[str]) -> WeightSyncFailed:

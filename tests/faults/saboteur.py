@@ -351,9 +351,9 @@ def _patch_sync() -> None:
     The fault strikes at its step or the first one after it with a sync: an evaluation has given the engines the
     weights.
     """
-    from rlhf_core.weight_sync.sender import Sender
+    from rlhf_core.weight_sync.transfer import Transfer
 
-    plain = Sender.send
+    plain = Transfer.send
 
     def send(self: Any, beat: Any) -> Any:
         for fault in _mine("sync"):
@@ -362,7 +362,7 @@ def _patch_sync() -> None:
             os.kill(_engine_pid(fault["engine"]), getattr(signal, fault["what"]))
         return plain(self, beat)
 
-    Sender.send = send  # type: ignore[method-assign]
+    Transfer.send = send  # type: ignore[method-assign]
 
 
 def _patch_probe() -> None:

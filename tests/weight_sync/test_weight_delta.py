@@ -23,12 +23,13 @@ from sync_processes import (
 from torch import Tensor
 
 from rlhf_core.errors import WeightSyncFailed
-from rlhf_core.schemas.weight_sync import Manifest, Offer, TensorEntry
+from rlhf_core.schemas.weight_sync import Manifest, TensorEntry
 from rlhf_core.weight_sync.delta import DeltaEncoder, apply_delta, decode_places, encode, take_over
 from rlhf_core.weight_sync.files import FilesOutgoing
 from rlhf_core.weight_sync.layout import WHOLE, packed, tensors_of
 from rlhf_core.weight_sync.receiver import Receiver
 from rlhf_core.weight_sync.session import synchronize
+from rlhf_core.weight_sync.transfer import Transfer
 
 pytestmark = pytest.mark.training
 
@@ -159,22 +160,23 @@ def test_a_delta_with_another_result_is_refused_and_the_whole_weights_follow(tmp
     sender = new_sender(FilesOutgoing("trainer", tmp_path), delta=DeltaEncoder(full_every=50))
     old, new = odd_weights(0), changed(odd_weights(0))
 
-    def offered(version: int, weights: dict[str, Tensor]) -> Offer:
-        (offer,) = sender.offer(version, layout_of(weights), streamed(weights), ["engine-1"], beat)
-        sender.send(beat)
-        return offer
+    def sent(version: int, weights: dict[str, Tensor]) -> Transfer:
+        transfer = sender.offer(version, layout_of(weights), streamed(weights), ["engine-1"], beat)
+        transfer.send(beat)
+        return transfer
 
-    first = engine.receive(offered(0, old), beat)
+    transfer = sent(0, old)
+    first = engine.receive(transfer.offers[0], beat)
     engine.commit(0)
-    sender.settle(sender.sent(), ["engine-1"])
-    delta = offered(1, new)
+    sender.settle(transfer, ["engine-1"])
+    (delta,) = sent(1, new).offers
     wrong = delta.manifest.model_copy(update={"result_digest": first.receipt.digest})
     with pytest.raises(WeightSyncFailed, match="after the delta, expected"):
         engine.receive(delta.model_copy(update={"manifest": wrong}), beat)
     assert not engine.is_ready(1)
     with pytest.raises(WeightSyncFailed, match="engine-1 has no version as base"):
         engine.receive(delta, beat)
-    again = offered(1, new)
+    (again,) = sent(1, new).offers
     assert (delta.manifest.is_delta, again.manifest.is_delta) == (True, False)
     engine.receive(again, beat)
     assert digests(dict(engine.commit(1).tensors())) == digests(new)

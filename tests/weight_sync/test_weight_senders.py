@@ -1,6 +1,8 @@
 """One sender, and several with a share each: the weights that arrive, and those that remain in force after a loss."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +26,10 @@ from rlhf_core.schemas.weight_sync import LinkBackend, Manifest
 from rlhf_core.weight_sync import gpu_links
 from rlhf_core.weight_sync.further_sender import rotated
 from rlhf_core.weight_sync.layout import Share, checksum, digest_of, merged, packed
-from rlhf_core.weight_sync.sender import Sender
+from rlhf_core.weight_sync.sender import Participants, Sender
 from rlhf_core.weight_sync.sender_group import sender_ranks
 from rlhf_core.weight_sync.session import culprit
+from rlhf_core.weight_sync.transfer import Transfer
 
 pytestmark = pytest.mark.training
 
@@ -171,7 +174,7 @@ def test_without_a_check_of_the_participants_the_next_version_would_be_lost(
     trainers[0].sender.reset()
     trainers[0].sync(engines, 0, seed=0, is_alone=True)
     sender = trainers[0].sender
-    monkeypatch.setattr(sender, "_taking_part", (("engine-1",), ("trainer-0", "trainer-1")))
+    monkeypatch.setattr(sender, "_settled", Participants(("trainer-0", "trainer-1"), ("engine-1",)))
     with pytest.raises(WeightSyncFailed, match="engine-1 has no links of this session"):
         trainers[0].sync(engines, 1, seed=1)
     trainers[0].sync(engines, 2, seed=2)
@@ -264,13 +267,12 @@ def test_the_first_sender_that_fails_has_the_others_give_up(fleet: Fleet, traine
     def fail() -> None:
         raise ZeroDivisionError
 
-    offer = trainers[0].sender.offer
     weights = odd_weights(1)
     trainers[0].others[0][1].send((1, 1))
-    offers = offer(1, layout_of(weights), streamed(weights), ["engine-1"], beat)
-    engines[0].begin("receive", offers[0].model_dump_json())
+    transfer = trainers[0].sender.offer(1, layout_of(weights), streamed(weights), ["engine-1"], beat)
+    engines[0].begin("receive", transfer.offers[0].model_dump_json())
     with pytest.raises(ZeroDivisionError):
-        trainers[0].sender.send(fail)
+        transfer.send(fail)
     with pytest.raises(WeightSyncFailed):
         engines[0].finish()
     assert trainers[0].read(1) == list(weights)
@@ -324,11 +326,13 @@ def test_an_engine_that_is_offered_one_chain_alone_refuses_the_second_bucket(
     offer = Sender.offer
     trainers.append(Trainer(2, timeout_s=3.0))
     (engine,) = fleet.start(1)
-    monkeypatch.setattr(
-        Sender,
-        "offer",
-        lambda *args, **named: [one.model_copy(update={"chains": one.chains[:1]}) for one in offer(*args, **named)],
-    )
+
+    def of_one_chain(*args: Any, **named: Any) -> Transfer:
+        transfer = offer(*args, **named)
+        offers = [one.model_copy(update={"chains": one.chains[:1]}) for one in transfer.offers]
+        return replace(transfer, offers=offers)
+
+    monkeypatch.setattr(Sender, "offer", of_one_chain)
     with pytest.raises(WeightSyncFailed, match="trainer-0 has sent bucket 2 of version 0, expected bucket 1"):
         trainers[0].sync([engine], 0, seed=0)
     assert engine.active_weights() == (None, {})

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 from fork_server import fork_server
@@ -23,7 +24,9 @@ from sync_processes import (
 from torch import Tensor
 
 from rlhf_core.errors import WeightSyncFailed
+from rlhf_core.schemas.weight_sync import Offer
 from rlhf_core.weight_sync import broadcast
+from rlhf_core.weight_sync.delta import DeltaEncoder
 from rlhf_core.weight_sync.links import CONNECT_TIMEOUT_S, GlooLink, Pending
 from rlhf_core.weight_sync.session import synchronize
 
@@ -149,10 +152,10 @@ def _trainer_that_dies(pipe: object) -> None:
         return send(self, message, tag)
 
     GlooLink.send = die_at_fourth_bucket  # type: ignore[method-assign]
-    offers = sender.offer(1, layout_of(NEW), streamed(NEW), ["engine-1", "engine-2"], beat)
-    pipe.send([offer.model_dump_json() for offer in offers])  # type: ignore[attr-defined]
+    transfer = sender.offer(1, layout_of(NEW), streamed(NEW), ["engine-1", "engine-2"], beat)
+    pipe.send([offer.model_dump_json() for offer in transfer.offers])  # type: ignore[attr-defined]
     pipe.recv()  # type: ignore[attr-defined]
-    sender.send(beat)
+    transfer.send(beat)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -240,14 +243,27 @@ def test_an_engine_that_skipped_a_version_is_caught(fleet: Fleet) -> None:
         (lambda weights: weights | {"large": weights["large"].double()}, "found large float64"),
     ],
 )
-def test_weights_that_are_not_those_offered_are_refused(fleet: Fleet, change: object, message: str) -> None:
-    engines, sender = fleet.start(1), new_sender()
+@pytest.mark.parametrize("has_deltas", [False, True])
+def test_weights_that_are_not_those_offered_are_refused(
+    fleet: Fleet, change: object, message: str, has_deltas: bool
+) -> None:
+    """They are read to the end all the same: other ranks take part in gathering them."""
+    engines, sender = fleet.start(1), new_sender(delta=DeltaEncoder(full_every=50) if has_deltas else None)
     weights = change(NEW)  # type: ignore[operator]
     read: list[str] = []
     with pytest.raises(WeightSyncFailed, match=message):
         synchronize(sender, engines, 1, layout_of(NEW), streamed(weights, read), beat)
     assert read == list(weights)
     assert engines[0].active_weights() == (None, {})
+
+
+def test_a_version_that_cannot_be_offered_is_read_to_the_end_and_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, read = new_sender(), list[str]()
+    monkeypatch.setattr(Offer, "for_all", Mock(side_effect=ZeroDivisionError))
+    with pytest.raises(ZeroDivisionError):
+        sender.offer(0, layout_of(OLD), streamed(OLD, read), ["engine-1"], beat)
+    assert read == list(OLD)
+    assert sender._alone.is_cancelled
 
 
 def test_an_error_of_gathering_is_raised_as_it_is_and_engines_give_up(fleet: Fleet) -> None:

@@ -84,9 +84,9 @@ def test_weights_that_are_not_those_offered_are_given_up(fleet: Fleet, way: Outg
 
 def _trainer_that_dies(folder: Path, pipe: Connection) -> None:
     sender = new_sender(SharedMemoryOutgoing("trainer", folder=folder))
-    offers = sender.offer(1, layout_of(NEW), streamed(NEW), ["engine-1"], beat)
-    pipe.send(offers[0].model_dump_json())
-    sender.send(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    transfer = sender.offer(1, layout_of(NEW), streamed(NEW), ["engine-1"], beat)
+    pipe.send(transfer.offers[0].model_dump_json())
+    transfer.send(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def test_a_trainer_that_dies_is_noticed_by_its_lock(fleet: Fleet, tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_version_that_memory_has_no_room_for_is_refused(
 def test_an_engine_does_not_enlarge_the_file_of_the_trainer(fleet: Fleet, tmp_path: Path) -> None:
     (engine,) = fleet.start(1)
     outgoing = SharedMemoryOutgoing("trainer", folder=tmp_path)
-    (offer,) = new_sender(outgoing).offer(1, layout_of(NEW), streamed(NEW), ["engine-1"], beat)
+    (offer,) = new_sender(outgoing).offer(1, layout_of(NEW), streamed(NEW), ["engine-1"], beat).offers
     os.truncate(offer.path, 64)
     engine.begin("receive", offer.model_dump_json())
     with pytest.raises(WeightSyncFailed, match="is shorter than its version"):
@@ -173,8 +173,9 @@ def test_a_version_without_complete_is_not_read(fleet: Fleet, tmp_path: Path) ->
     """``COMPLETE`` is the last file: without it a version may be incomplete."""
     (engine,) = fleet.start(1)
     sender = new_sender(FilesOutgoing("trainer", tmp_path, stall_timeout_s=1.0))
-    (offer,) = sender.offer(1, layout_of(NEW), streamed(NEW), ["engine-1"], beat)
-    sender.send(beat)
+    transfer = sender.offer(1, layout_of(NEW), streamed(NEW), ["engine-1"], beat)
+    transfer.send(beat)
+    (offer,) = transfer.offers
     (Path(offer.path) / files.COMPLETE).unlink()
     engine.begin("receive", offer.model_dump_json())
     with pytest.raises(WeightSyncFailed, match="wrote nothing"):
@@ -183,8 +184,9 @@ def test_a_version_without_complete_is_not_read(fleet: Fleet, tmp_path: Path) ->
 
 def test_a_file_that_is_too_short_is_damaged(tmp_path: Path) -> None:
     sender, engine = new_sender(FilesOutgoing("trainer", tmp_path)), Receiver("engine-1")
-    (offer,) = sender.offer(1, layout_of(NEW), streamed(NEW), ["engine-1"], beat)
-    sender.send(beat)
+    transfer = sender.offer(1, layout_of(NEW), streamed(NEW), ["engine-1"], beat)
+    transfer.send(beat)
+    (offer,) = transfer.offers
     file = Path(offer.path) / files.WEIGHTS
     whole = file.read_bytes()
     os.truncate(file, len(whole) - 100_000)
@@ -202,9 +204,9 @@ def test_a_folder_that_is_gone_fails_the_sync_alone(tmp_path: Path) -> None:
         yield from streamed(OLD)
         shutil.rmtree(tmp_path / "00000001")
 
-    sender.offer(1, layout_of(OLD), lost(), ["engine-1"], beat)
+    transfer = sender.offer(1, layout_of(OLD), lost(), ["engine-1"], beat)
     with pytest.raises(WeightSyncFailed, match=r"00000001 cannot be written: .*No such file") as failed:
-        sender.send(beat)
+        transfer.send(beat)
     assert failed.value.peer == "trainer"
 
 
