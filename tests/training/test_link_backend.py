@@ -7,7 +7,7 @@ import pytest
 from rank_launcher import tiny_spec
 
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.training.rollouts.remote import weights
+from rlhf_core.training.rollouts.remote import senders
 
 pytestmark = pytest.mark.training
 
@@ -35,7 +35,7 @@ def test_nccl_is_taken_where_every_process_has_a_gpu(
     spec = RunSpec.model_validate(tiny_spec(resources=resources, rollout=rollout))
     assert why in spec.why_not_nccl
     assert bool(why) == bool(spec.why_not_nccl)
-    monkeypatch.setattr(weights, "has_nccl", lambda: True)
-    assert weights.link_backend(spec) == expected
-    monkeypatch.setattr(weights, "has_nccl", lambda: False)
-    assert weights.link_backend(spec) == ("nccl" if rollout.get("sync") == {"backend": "nccl"} else "gloo")
+    monkeypatch.setattr(senders, "has_nccl", lambda: True)
+    assert senders.link_backend(spec) == expected
+    monkeypatch.setattr(senders, "has_nccl", lambda: False)
+    assert senders.link_backend(spec) == ("nccl" if rollout.get("sync") == {"backend": "nccl"} else "gloo")

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from rlhf_core.errors import StaleWeights
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.training.rollouts.base import Sampling
-from rlhf_core.training.rollouts.remote import engine as remote_module
+from rlhf_core.training.rollouts.remote import weights as weights_module
 from rlhf_core.training.rollouts.remote.engine import RemoteEngines
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 from rlhf_core.training.rollouts.weight_probe import TOLERANCE, probe_of
@@ -99,7 +99,7 @@ def test_an_update_that_is_skipped_is_found_however_small_it_is(
     assert [weights_of(group, rank) for rank in range(2)] == [1, None]
     skip.open()
     remote.load(before, 2, no_beat)
-    monkeypatch.setattr(remote_module, "MAX_SYNCS", 1)  # after the second the engines end
+    monkeypatch.setattr(weights_module, "MAX_SYNCS", 1)  # after the second the engines end
     skips = [group.gate("skip", rank).close() for rank in range(2)]
     with pytest.raises(StaleWeights, match=r"has \d+ tensors of the adapter that differ from those sent"):
         remote.load(trained(group, 2), 3, no_beat)

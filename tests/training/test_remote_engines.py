@@ -183,8 +183,9 @@ def test_the_loss_of_an_engine_costs_the_others_no_delta(group: EngineGroup) -> 
     model = tiny_model()
     trainer.load(model, 0, no_beat)
     group.kill(1)
-    assert trainer._sync is not None
-    with mock.patch.object(trainer._sync._sender, "reset") as reset:
+    publisher = trainer._weights._publisher
+    assert publisher is not None
+    with mock.patch.object(publisher._sender, "reset") as reset:
         transfer = trainer.load(model, 1, no_beat)
     assert transfer is not None
     assert transfer.bytes < sum(weight.nbytes for weight in model.parameters()) / 10
@@ -192,9 +193,9 @@ def test_the_loss_of_an_engine_costs_the_others_no_delta(group: EngineGroup) -> 
 
 
 def test_without_an_engine_the_wait_comes_to_an_end(group: EngineGroup, trainer: RemoteEngines) -> None:
-    trainer._spec = trainer._spec.model_copy(
-        update={"remote": trainer._spec.remote.model_copy(update={"start_timeout_s": 1.0})}
-    )
+    settings = trainer._spec.remote.model_copy(update={"start_timeout_s": 1.0})
+    trainer._spec = trainer._spec.model_copy(update={"remote": settings})
+    trainer._registry._settings = settings
     for rank in range(2):
         group.kill(rank)
     with pytest.raises(EnginesLost, match=r"no rollout engine has served.*start_timeout_s = 1"):
@@ -205,7 +206,7 @@ def test_without_an_engine_the_wait_comes_to_an_end(group: EngineGroup, trainer:
     # Otherwise the agent would judge this wait as silence in the phase before, such as the training step.
     assert time.monotonic() - beats[0] >= 1.0
     assert len(beats) == 1, "too few to make the phase warm before the first sync"
-    trainer._beat_every_s, beats = 0.2, []
+    trainer._registry._beat_every_s, beats = 0.2, []
     with pytest.raises(EnginesLost):
         trainer.load(tiny_model(seed=2), 2, lambda: beats.append(time.monotonic()))
     assert len(beats) > 3, "an engine may take longer to start than a silence of this phase may last"
@@ -295,9 +296,7 @@ def test_an_engine_that_lives_and_cannot_take_weights_is_left_behind(
     trainer.load(tiny_model(seed=5), 2, no_beat)
     assert [weights_of(group, rank) for rank in range(2)] == [2, 1]
     expected = in_process(5)
-    trainer._spec = trainer._spec.model_copy(
-        update={"remote": trainer._spec.remote.model_copy(update={"sync_timeout_s": 3600.0})}
-    )
+    trainer._weights._sync_timeout_s = 3600.0
     for _ in range(3):
         assert tokens_of(trainer.sample(PROMPTS, SEEDS, DRAWN, 2, no_beat)) == expected
     printed = capfd.readouterr().out
@@ -324,8 +323,9 @@ def test_engines_that_cannot_take_the_weights_together_are_left_behind_together(
 def test_a_sync_that_fails_leaves_the_old_version_in_force(
     group: EngineGroup, trainer: RemoteEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert trainer._sync is not None
-    outgoing = trainer._sync._sender._outgoing
+    publisher = trainer._weights._publisher
+    assert publisher is not None
+    outgoing = publisher._sender._outgoing
     send = outgoing.send
 
     def broken(*arguments: Any) -> list[bytes]:

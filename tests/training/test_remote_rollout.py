@@ -24,12 +24,12 @@ from rlhf_core.schemas.rollouts import RemoteSettings
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.remote import client as client_module
-from rlhf_core.training.rollouts.remote import engine as engine_module
+from rlhf_core.training.rollouts.remote import weights as weights_module
 from rlhf_core.training.rollouts.remote.client import EngineClient
 from rlhf_core.training.rollouts.remote.dispatch import Dispatcher, PromptTask
 from rlhf_core.training.rollouts.remote.engine import RemoteEngines
 from rlhf_core.training.rollouts.remote.rollout import POLL_S, RemoteRollout, check_interval_s
-from rlhf_core.training.rollouts.remote.weights import WeightPublisher
+from rlhf_core.training.rollouts.remote.senders import WeightPublisher
 from rlhf_core.training.rollouts.samplers import SamplerRequest
 from rlhf_core.training.rollouts.server.app import EngineServer
 from rlhf_core.training.rollouts.server.worker import EngineWorker
@@ -312,11 +312,12 @@ def test_an_engine_that_keeps_failing_costs_the_next_versions_no_sync(
 ) -> None:
     """It is tried again later, and forgiven once it acknowledges a version."""
     clock = mock.Mock(**{"monotonic.return_value": 1e6})
-    monkeypatch.setattr(engine_module, "time", clock)
+    monkeypatch.setattr(weights_module, "time", clock)
     context = make_context(str(tmp_path), tiny_spec(rollout={"engines": 2, "sync": {"transport": "files"}}), 0, 1)
     trainer = RemoteEngines(context, ranks)
     addresses = [EngineAddress(rank=rank, generation=0, node="n", host="127.0.0.1", port=1) for rank in range(2)]
-    monkeypatch.setattr(trainer, "_live_engines", lambda beat: [EngineClient(one, TOKEN, 5.0) for one in addresses])
+    clients = [EngineClient(one, TOKEN, 5.0) for one in addresses]
+    monkeypatch.setattr(trainer._weights, "_live_engines", lambda beat: clients)
     tried: list[list[str]] = []
     fails = True
 
@@ -327,7 +328,7 @@ def test_an_engine_that_keeps_failing_costs_the_next_versions_no_sync(
             raise WeightSyncFailed("engine-1: no link", "engine-1")
         return mock.MagicMock(lost={}, applied=dict.fromkeys(names, 0.0), wire_s=0.0, apply_s=0.0)
 
-    trainer._sync = mock.Mock(send=send)
+    trainer._weights._publisher = mock.Mock(send=send)
     versions = iter(range(1, 10))
 
     def load() -> list[int]:

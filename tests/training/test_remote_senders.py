@@ -35,7 +35,7 @@ def follow(
     from rlhf_core.training import distributed
     from rlhf_core.training.models import gathering
     from rlhf_core.training.models.causal_lm import PolicyModel
-    from rlhf_core.training.rollouts.remote import weights
+    from rlhf_core.training.rollouts.remote import senders
     from rlhf_core.training.trainers.engine import split_frozen
 
     layout.SMALLEST_BUCKET_BYTES = 1024
@@ -43,7 +43,7 @@ def follow(
     ranks = distributed.init_process_group(context)
     trainer = RemoteEngines(context, ranks)
     sound, sent, tries = broadcast.checksum, 0, list[str]()
-    synchronize = weights.synchronize
+    synchronize = senders.synchronize
 
     def counted(data: Any) -> bytes:
         nonlocal sent
@@ -61,7 +61,7 @@ def follow(
         tries.append("")
         return report
 
-    broadcast.checksum, weights.synchronize = counted, tried
+    broadcast.checksum, senders.synchronize = counted, tried
     made = []
     for version in VERSIONS:
         policy = PolicyModel(tiny_model(seed=version))

@@ -15,7 +15,7 @@ from test_vllm_engine import GREEDY, PROMPTS, SEEDS
 from rlhf_core.errors import StaleWeights
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.training.rollouts.base import Sampling
-from rlhf_core.training.rollouts.remote import engine as remote_module
+from rlhf_core.training.rollouts.remote import weights as weights_module
 from rlhf_core.training.rollouts.remote.engine import RemoteEngines
 
 # Not with importorskip: every test process imports this module, and vLLM takes seconds to import.
@@ -41,7 +41,7 @@ def test_vllm_of_its_own_follows_the_trainer(tmp_path: Path) -> None:
 def test_an_engine_that_is_split_follows_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of its processes receives its part of every version; one that skips it is caught, and one that dies ends the
     engine."""
-    monkeypatch.setattr(remote_module, "MAX_SYNCS", 1)  # an engine ends after the second one
+    monkeypatch.setattr(weights_module, "MAX_SYNCS", 1)  # an engine ends after the second one
     config = {**QWEN, "head_dim": 32}
     (tmp_path / "fork-parts-0").touch()
     with engine_group(tmp_path, 1, config, engine="vllm", vllm={"tensor_parallel": 2}) as group:
@@ -74,7 +74,7 @@ def test_a_split_engine_that_is_killed_leaves_nothing_and_is_given_adapters(
 ) -> None:
     """Each process also holds its part of the adapter, bit for bit. What vLLM would leave in the folder for temporary
     files has lost its name once the engine serves, or is in the engine's own folder, which its next start removes."""
-    monkeypatch.setattr(remote_module, "MAX_SYNCS", 1)  # an engine ends after the second one
+    monkeypatch.setattr(weights_module, "MAX_SYNCS", 1)  # an engine ends after the second one
     config = {**QWEN, "head_dim": 32, "tie_word_embeddings": False}
     with engine_group(tmp_path, 1, config, {"lora": LORA}, engine="vllm", vllm={"tensor_parallel": 2}) as group:
         remote = group.trainer()

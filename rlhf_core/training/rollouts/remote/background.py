@@ -4,11 +4,20 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from threading import Thread
+from typing import NamedTuple
 
 from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.remote.dispatch import Dispatcher
 from rlhf_core.training.rollouts.remote.rollout import POLL_S, RemoteRollout
 from rlhf_core.training.types import Completion
+
+
+class _Begun(NamedTuple):
+    """A rollout in progress, or finished and not yet collected."""
+
+    dispatcher: Dispatcher
+    sampling: Sampling
+    rollout: "BackgroundRollout"
 
 
 class RolloutAhead:
@@ -28,7 +37,7 @@ class RolloutAhead:
         self._dispatcher = dispatcher
         self._rollout = rollout
         self._finish = finish
-        self._begun: tuple[Dispatcher, Sampling, BackgroundRollout] | None = None
+        self._begun: _Begun | None = None
 
     @property
     def is_begun(self) -> bool:
@@ -41,29 +50,28 @@ class RolloutAhead:
         """Begin to sample; see ``base.Ahead``."""
         dispatcher = self._dispatcher(prompts, seeds, sampling, version)
         background = BackgroundRollout(lambda advance: self._rollout(dispatcher, sampling, advance))
-        self._begun = dispatcher, sampling, background
+        self._begun = _Begun(dispatcher, sampling, background)
 
     def wait(self, beat: Callable[[], None]) -> None:
         """Wait until every prompt that can be answered has been; see ``base.Ahead``."""
         if self._begun is not None:
-            self._begun[2].wait(beat)
+            self._begun.rollout.wait(beat)
 
     def stop(self) -> None:
         """Stop the rollout soon, and wait for its end."""
         if self._begun is not None:
-            self._begun[2].stop()
+            self._begun.rollout.stop()
 
     def peek(self) -> Mapping[int, list[Completion]]:
         """Completions available once the rollout has ended, by index of the prompt."""
-        return {} if self._begun is None else self._begun[0].made
+        return {} if self._begun is None else self._begun.dispatcher.made
 
     def collect(self, beat: Callable[[], None]) -> list[list[Completion]]:
         """Wait, then sample the rest with the version now current. Collective."""
         assert self._begun is not None  # begun before
         self.wait(beat)
-        dispatcher, sampling, _ = self._begun
-        self._begun = None
-        return self._finish(dispatcher, sampling, beat)
+        begun, self._begun = self._begun, None
+        return self._finish(begun.dispatcher, begun.sampling, beat)
 
 
 class BackgroundRollout:

@@ -1,174 +1,231 @@
-"""Transfer of the weights from the trainer to the engines of the group."""
+"""The weights of all engines of the group: rank 0 sends every version, and sends it again to engines that come back."""
 
-import shutil
-from collections.abc import Callable, Sequence
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import httpx
 from transformers import PreTrainedModel
 
-from rlhf_core.errors import StaleWeights, WeightSyncFailed
-from rlhf_core.schemas.engines import EngineAddress
-from rlhf_core.schemas.run import RunSpec
-from rlhf_core.schemas.weight_sync import LinkBackend, Transport, WeightSyncReport
+from rlhf_core.errors import EnginesLost, StaleWeights, WeightSyncFailed, WorkerError
+from rlhf_core.schemas.engines import WeightsId
+from rlhf_core.schemas.reports import Phase
+from rlhf_core.training.checkpoints.soundness import initial_folder
 from rlhf_core.training.distributed import Ranks
-from rlhf_core.training.rollouts.engine_adapter import given_shapes, given_weights
-from rlhf_core.training.rollouts.http_clients import engine_http
-from rlhf_core.training.rollouts.remote.client import HttpEngineControl
+from rlhf_core.training.models.adapters import base_fingerprint
+from rlhf_core.training.models.gathering import is_split
+from rlhf_core.training.rollouts.base import WeightTransfer
+from rlhf_core.training.rollouts.remote.client import EngineClient, HttpEngineControl
+from rlhf_core.training.rollouts.remote.registry import EngineRegistry
+from rlhf_core.training.rollouts.remote.senders import WeightPublisher, give_along, join_senders, outgoing_of
+from rlhf_core.training.rollouts.weight_probe import WeightProbe, probe_of
 from rlhf_core.training.types import WorkerContext
-from rlhf_core.weight_sync.base import Beat, Outgoing
-from rlhf_core.weight_sync.broadcast import BroadcastOutgoing
-from rlhf_core.weight_sync.delta import DeltaEncoder
-from rlhf_core.weight_sync.files import FilesOutgoing
 from rlhf_core.weight_sync.further_sender import FurtherSender
-from rlhf_core.weight_sync.gpu import has_nccl
-from rlhf_core.weight_sync.layout import entries_of
-from rlhf_core.weight_sync.links import listen, numeric, reach
-from rlhf_core.weight_sync.sender import Sender
-from rlhf_core.weight_sync.sender_group import SenderGroup, sender_ranks
-from rlhf_core.weight_sync.session import synchronize
-from rlhf_core.weight_sync.shared_memory import SharedMemoryOutgoing
+
+Answer = TypeVar("Answer")
+
+MAX_SYNCS = 3
+"""Number of attempts to send a version: an engine may be lost in each."""
+COUNTS = ("rollout/sync_bytes", "time/weight_wire_s", "time/weight_apply_s")
+"""Metrics of the syncs, from rank 0."""
 
 
-class WeightPublisher:
-    """Sends versions of the weights to engines; for trainer rank 0."""
+class EngineWeights:
+    """The version of the weights that the engines have, and the model that it was sent from."""
 
-    def __init__(self, context: WorkerContext, group: SenderGroup | None) -> None:
-        """Start listening for the engines.
-
-        Args:
-            group: group of several senders, from :func:`join_senders`.
-
-        Raises:
-            WeightSyncFailed: the transport is not available.
-        """
-        settings = context.spec.rollout.sync
-        for earlier in range(1, context.attempt):  # one that was killed left its versions, if they went through files
-            shutil.rmtree(context.run_dir.attempt(earlier).weights, ignore_errors=True)
-        self._delta = DeltaEncoder(settings.full_every) if settings.delta else None
-        self._outgoing = outgoing_of(context)
-        self._sender = Sender(self._outgoing, delta=self._delta, group=group)
-        self._transport = settings.transport
-        self._addresses: dict[str, EngineAddress] = {}
+    def __init__(self, context: WorkerContext, ranks: Ranks, registry: EngineRegistry) -> None:
+        """Connect the ranks that send. Collective."""
+        spec = context.spec
+        self.version: int | None = None
+        self._model: PreTrainedModel | None = None
+        self._probe: WeightProbe | None = None
+        self._ranks = ranks
+        self._registry = registry
+        self._sync_timeout_s = spec.rollout.remote.sync_timeout_s
+        self._dtype = spec.model.dtype
+        self._max_tokens = spec.max_tokens
+        self._start = context.restart
+        group = join_senders(context, ranks)
+        self._publisher = WeightPublisher(context, group) if ranks.is_first else None
+        self._further_sender = FurtherSender(outgoing_of(context), group) if group and not ranks.is_first else None
+        self._base = ""
+        if ranks.is_first and spec.model.lora is not None:
+            # Computed now, while the files are the ones that the trainers read.
+            self._base = base_fingerprint(
+                initial_folder(spec, context.run_dir), partial(ranks.reporter.beat, Phase.SETUP, 0)
+            )
+        self._failures = _SyncFailures(self._sync_timeout_s)
+        self._restore_at_s: dict[tuple[int, int], float] = {}
+        self._counts = dict.fromkeys(COUNTS, 0.0)
 
     @property
-    def way(self) -> str:
-        """Transport of the last version, for the ledger."""
-        over = f" over {self._outgoing.backend}" if isinstance(self._outgoing, BroadcastOutgoing) else ""
-        return f"{self._transport}{over}"
+    def id(self) -> WeightsId:
+        """Identity of the current version."""
+        assert self.version is not None
+        return WeightsId(start=self._start, version=self.version)
 
-    def send(
-        self,
-        controls: Callable[[httpx.Client], Sequence[HttpEngineControl]],
-        model: PreTrainedModel,
-        version: int,
-        beat: Beat,
-        *,
-        is_alone: bool = False,
-    ) -> WeightSyncReport:
-        """Load the weights of ``model``, or its adapter if it has one, into engines. Meanwhile the other ranks must
-        call :func:`give_along`, unless ``is_alone`` is set.
+    @property
+    def is_split(self) -> bool:
+        """True if a single rank cannot gather the weights, for an engine that comes back."""
+        return self._model is not None and is_split(self._model)
+
+    def load(self, model: PreTrainedModel, version: int, beat: Callable[[], None]) -> WeightTransfer | None:
+        """Load a version into all live engines. Collective.
 
         Returns:
-            Report on the sync. It names engines lost at their commit; at least one engine was not.
+            The transfer by rank 0; None on other ranks.
 
         Raises:
-            WeightSyncFailed: no engine loaded the version.
-            StaleWeights: the outputs of all engines that loaded it differ from the trainer's.
+            EnginesLost: there is no engine, and none started in time.
+            StaleWeights: with these weights, every engine's outputs differ from the trainer's.
         """
-        tensors = entries_of(given_shapes(model))
-        with engine_http() as http:
-            engines = controls(http)
-            addresses = {engine.name: engine.address for engine in engines}
-            if any(self._addresses.get(name, address) != address for name, address in addresses.items()):
-                # A restarted engine has the same name, but no links and no earlier version.
-                self._sender.reset()
-                if self._delta is not None:
-                    self._delta.forget()
-            self._addresses |= addresses
-            report = synchronize(
-                self._sender, engines, version, tensors, given_weights(model, beat), beat, is_alone=is_alone
-            )
-        if not report.applied:
-            kind = StaleWeights if any(engine.is_stale for engine in engines) else WeightSyncFailed
-            raise kind("; ".join(report.lost.values()))
-        return report
+        self.version = None
+        self._model = model
+        self._probe = probe_of(model, self._max_tokens, self._dtype)
+        problem: WorkerError | None = None
+        for _ in range(MAX_SYNCS):
+            live_engines = self._live_engines(beat)
+            problem, transfer = self._send(self._failures.to_sync(live_engines), model, version, beat)
+            if problem is None:
+                self.version = version
+                return transfer
+            self._ranks.log(f"the engines did not receive the weights of step {version}: {problem}")
+            if isinstance(problem, WeightSyncFailed):
+                blamed = {problem.peer, *problem.others}
+                self._failures.add(engine for engine in live_engines if engine.name in blamed)
+        assert problem is not None
+        raise problem
+
+    def load_again(self, beat: Callable[[], None]) -> None:
+        """Load the current version into the engines that are alive now. Collective."""
+        assert self._model is not None
+        assert self.version is not None
+        self.load(self._model, self.version, beat)
+
+    def restore(self, beat: Callable[[], None], client: EngineClient) -> None:
+        """Send the current version to an engine that has come back; on rank 0.
+
+        After a failure, the next try comes only ``sync_timeout_s`` later: the rollout of this rank waits meanwhile.
+        """
+        start = client.start
+        if time.monotonic() < self._restore_at_s.get(start, 0.0):
+            return
+        version = self.version
+        assert self._publisher is not None
+        assert self._model is not None
+        assert version is not None
+        try:
+            self._publisher.send(self._controlled([client], version), self._model, version, beat, is_alone=True)
+        except (WeightSyncFailed, StaleWeights, OSError) as error:
+            self._restore_at_s[start] = time.monotonic() + self._sync_timeout_s
+            self._ranks.log(f"{client.name} came back and did not receive the weights of step {version}: {error}")
+        else:
+            self._failures.forget(client)
+            self._ranks.log(f"{client.name} came back and has the weights of step {version}")
+
+    def take_counts(self) -> Mapping[str, float]:
+        """Metrics of the syncs since the last call; 0 on ranks other than the first."""
+        counts, self._counts = self._counts, dict.fromkeys(COUNTS, 0.0)
+        return counts
 
     def close(self) -> None:
-        """Release the resources of the sender."""
-        self._sender.close()
+        """Release the resources of the senders."""
+        self.version = None
+        for sender in (self._publisher, self._further_sender):
+            if sender is not None:
+                sender.close()
 
+    def _live_engines(self, beat: Callable[[], None]) -> list[EngineClient]:
+        """Engines that respond to rank 0, on rank 0. Collective.
 
-def join_senders(context: WorkerContext, ranks: Ranks) -> SenderGroup | None:
-    """Connect the sending ranks (``rollout.sync.senders``). Collective if there are several.
+        Raises:
+            EnginesLost: no engine responds in time.
+        """
+        problem, found = self._from_first(lambda: asyncio.run(self._registry.live(beat)))
+        if problem is not None:
+            raise problem
+        return found or []
 
-    Returns:
-        This rank's view of the group; None if it does not send, or if rank 0 sends alone.
-    """
-    count = min(context.spec.rollout.sync.senders, ranks.num_ranks)
-    if count == 1:
-        return None
-    senders = sender_ranks(ranks.gather(context.node), count)
-    address = numeric(context.address)
-    store = listen(address) if ranks.is_first else None
-    host, port = ranks.from_first((address, store.port) if store is not None else ("", 0))
-    if ranks.rank not in senders:
-        return None
-    if store is None:
-        store = reach(host, port, _name(0))
-    timeout_s = context.spec.rollout.remote.sync_timeout_s
-    return SenderGroup([_name(rank) for rank in senders], senders.index(ranks.rank), store, timeout_s=timeout_s)
+    def _send(
+        self, engines: Sequence[EngineClient], model: PreTrainedModel, version: int, beat: Callable[[], None]
+    ) -> tuple[WorkerError | None, WeightTransfer | None]:
+        """Try once to send a version to the engines; return rank 0's problem and its transfer. Collective.
 
+        The transfer is None on other ranks, and if there was a problem.
+        """
+        publisher = self._publisher
+        if publisher is None:
+            give_along(model, self._further_sender, beat)
 
-def _name(rank: int) -> str:
-    return f"trainer-{rank}"
-
-
-def outgoing_of(context: WorkerContext) -> Outgoing:
-    """Transport of this rank's weights (``rollout.sync.transport``); begins to listen for the engines.
-
-    Raises:
-        WeightSyncFailed: the transport is not available.
-    """
-    name, timeout_s = _name(context.rank), context.spec.rollout.remote.sync_timeout_s
-    match context.spec.rollout.sync.transport:
-        case Transport.FILES:
-            folder = context.run_dir.attempt(context.attempt).weights
-            return FilesOutgoing(name, folder, stall_timeout_s=timeout_s)
-        case Transport.SHARED_MEMORY:
-            if context.memory is None:
-                raise WeightSyncFailed(
-                    f"{context.node} has no shared memory; set rollout.sync.transport=broadcast", name
-                )
-            context.memory.mkdir(parents=True, exist_ok=True)
-            return SharedMemoryOutgoing(name, folder=context.memory, stall_timeout_s=timeout_s)
-        case Transport.BROADCAST:
-            return BroadcastOutgoing(
-                name,
-                context.address,
-                stall_timeout_s=timeout_s,
-                backend=link_backend(context.spec),
-                fallback=LinkBackend.GLOO if context.spec.rollout.sync.backend == "auto" else None,
-                pinned=context.spec.resources.gpus_per_node > 0,
+        def send() -> WeightTransfer:
+            assert publisher is not None  # only rank 0 calls it
+            report = publisher.send(self._controlled(engines, version), model, version, beat)
+            for engine in engines:
+                if engine.name in report.applied:
+                    self._failures.forget(engine)
+            self._counts["time/weight_wire_s"] += report.wire_s
+            self._counts["time/weight_apply_s"] += report.apply_s
+            self._counts["rollout/sync_bytes"] += report.sent.bytes_sent
+            for name, why in report.lost.items():
+                self._ranks.log(f"{name} does not serve at step {version}: {why}")
+            return WeightTransfer(
+                publisher.way,
+                report.sent.bytes_sent,
+                wire_s=report.wire_s,
+                apply_s=report.apply_s,
+                acknowledged=len(report.applied),
             )
 
+        return self._from_first(send)
 
-def link_backend(spec: RunSpec) -> LinkBackend:
-    """Library of the links to the engines: the one named by ``rollout.sync.backend``, or NCCL if possible."""
-    sync = spec.rollout.sync
-    if sync.backend != "auto":
-        return LinkBackend(sync.backend)
-    is_there = not spec.why_not_nccl and not sync.delta and has_nccl()  # deltas are in main memory at both ends
-    return LinkBackend.NCCL if is_there else LinkBackend.GLOO
+    def _controlled(
+        self, engines: Iterable[EngineClient], version: int
+    ) -> Callable[[httpx.Client], list[HttpEngineControl]]:
+        weights, probe = WeightsId(start=self._start, version=version), self._probe
+        assert probe is not None
+        return lambda http: [HttpEngineControl(engine, http, weights, probe, self._base) for engine in engines]
+
+    def _from_first(self, act: Callable[[], Answer]) -> tuple[WorkerError | None, Answer | None]:
+        """Run a function on rank 0; return its problem on all ranks, and its result on rank 0. Collective."""
+        problem: list[Any] | None = None
+        answer: Answer | None = None
+        if self._ranks.is_first:
+            try:
+                answer = act()
+            except (EnginesLost, StaleWeights, WeightSyncFailed) as error:
+                problem = [type(error).__name__, str(error), getattr(error, "peer", ""), getattr(error, "others", ())]
+        problem = self._ranks.from_first(problem)
+        if problem is None:
+            return None, answer
+        name, message, peer, others = problem
+        if name == WeightSyncFailed.__name__:
+            return WeightSyncFailed(message, peer, tuple(others)), answer
+        return {kind.__name__: kind for kind in (EnginesLost, StaleWeights)}[name](message), answer
 
 
-def give_along(model: PreTrainedModel, sender: FurtherSender | None, beat: Beat) -> None:
-    """Take part in the gathering of weights that rank 0 sends, and send this rank's share if it has a sender.
+class _SyncFailures:
+    """Failures of engines in syncs: after the second one in a row, an engine is left out, each time for longer.
 
-    Raises:
-        WeightSyncFailed: there is a sender, and rank 0 is gone.
+    The first one may be due to a restart at that moment; links are then made anew.
     """
-    weights = given_weights(model, beat)
-    if sender is not None:
-        sender.send(weights, beat)
-    for _ in weights:
-        pass
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._of_start: dict[tuple[int, int], tuple[int, float]] = {}
+
+    def to_sync(self, engines: Sequence[EngineClient]) -> Sequence[EngineClient]:
+        """The engines that are not left out now; all of them if there are no others."""
+        now_s = time.monotonic()
+        return [one for one in engines if self._of_start.get(one.start, (0, 0.0))[1] <= now_s] or engines
+
+    def add(self, engines: Iterable[EngineClient]) -> None:
+        """Count a failure of each of these engines."""
+        for engine in engines:
+            count, _ = self._of_start.get(engine.start, (0, 0.0))
+            self._of_start[engine.start] = count + 1, time.monotonic() + count * self._timeout_s
+
+    def forget(self, engine: EngineClient) -> None:
+        """Forget the failures of an engine that has acknowledged a version."""
+        self._of_start.pop(engine.start, None)
