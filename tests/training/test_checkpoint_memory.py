@@ -56,12 +56,12 @@ def context_of(rank: int, num_ranks: int, folder: str, name: str, restart: int =
 def kill_at(moment: str, rank: int, memory: Path, step_2: CheckpointDir) -> None:
     """Make this rank kill itself in the second save: while it copies, before it writes, or before COMPLETE."""
     from rlhf_core.run_dir import checkpoint as checkpoint_dir
-    from rlhf_core.training.checkpoints import writer
+    from rlhf_core.training.checkpoints import background_save
     from rlhf_core.training.models import tensor_files
 
     places: dict[str, tuple[Any, str, int]] = {
         "copy": (tensor_files.TensorImage, "fill", 1),
-        "write": (writer, "write_files", 1),
+        "write": (background_save, "write_files", 1),
         "complete": (checkpoint_dir, "write_model", 0),
     }
     owner, name, victim = places[moment]

@@ -258,10 +258,10 @@ MOMENTS: dict[bool, list[tuple[Any, str]]] = {
     ],
     True: [
         (tensor_files.TensorImage, "fill"),
-        (checkpoints, "checksums_of"),
-        (checkpoints, "write_files"),
+        (background_save, "checksums_of"),
+        (background_save, "write_files"),
         (tensor_files, "bring_to_disk"),
-        (checkpoints, "awaited"),
+        (background_save, "awaited"),
         (checkpoint_dir, "write_model"),
         (checkpoint_dir, "remove_tree"),
     ],
@@ -317,13 +317,13 @@ def test_a_checkpoint_in_the_background_is_the_snapshot_and_has_the_same_files(
     straight = writer(run_dir, ranks, spec_with(checkpoint={"background": False}))
     expected = save_whole(straight, progress(4), model, ENGINE_STATE).manifest()
     go_on = threading.Event()
-    write = checkpoints.write_files
+    write = background_save.write_files
 
     def held(*arguments: Any) -> None:
         go_on.wait()
         write(*arguments)
 
-    monkeypatch.setattr(checkpoints, "write_files", held)
+    monkeypatch.setattr(background_save, "write_files", held)
     saver = writer(run_dir, ranks)
     trained = copy.deepcopy(model)
     state = copy.deepcopy(ENGINE_STATE)
@@ -483,7 +483,7 @@ def test_a_file_system_that_takes_nothing_is_found(
 ) -> None:
     """By the step, and never by one that waits for others or is slow; a wait for it gives no sign of life."""
     stuck = threading.Event()
-    monkeypatch.setattr(checkpoints, "write_files", lambda *_: stuck.wait())
+    monkeypatch.setattr(background_save, "write_files", lambda *_: stuck.wait())
     spec = spec_with(supervise={"checkpoint_floor_s": 0.05})
     saver = writer(run_dir, ranks, spec)
     saver.begin(progress(4), model, ENGINE_STATE)
@@ -527,7 +527,7 @@ def test_room_is_needed_where_the_checkpoints_are(
         save_whole(writer(run_dir, ranks), progress(4), model, ENGINE_STATE)
 
 
-WRITERS: dict[bool, tuple[Any, str]] = {False: (direct_save, "write_tensors"), True: (checkpoints, "write_files")}
+WRITERS: dict[bool, tuple[Any, str]] = {False: (direct_save, "write_tensors"), True: (background_save, "write_files")}
 """Functions that write, while the step waits and in the background."""
 
 

@@ -107,7 +107,7 @@ def interrupt() -> None:
 
 def runs_of(group: TrainingGroup) -> dict[str, Any]:
     from rlhf_core.diagnosis.health.state import HealthState
-    from rlhf_core.training.checkpoints import writer
+    from rlhf_core.training.checkpoints import background_save
     from rlhf_core.training.trainers import run as run_module
     from rlhf_core.training.trainers.engine import Engine
     from rlhf_core.training.trainers.time_limit import ENDING_S
@@ -175,14 +175,14 @@ def runs_of(group: TrainingGroup) -> dict[str, Any]:
     results["not finite"] = train("not-finite", train={"learning_rate": 1e30})
 
     copy("update", "full")
-    write = writer.write_files
+    write = background_save.write_files
 
     def full_on_rank_1(*arguments: Any) -> None:
         if rank == 1:
             raise OSError(28, "No space left on device")
         write(*arguments)
 
-    with mock.patch.object(writer, "write_files", full_on_rank_1):
+    with mock.patch.object(background_save, "write_files", full_on_rank_1):
         results["full"] = train("full", restart=2, train={"num_steps": 8})
     results["odd batch"] = train("odd", grpo={"prompts_per_step": 3})
     results["evaluating"] = train("evaluating", evaluate={"every_num_steps": 4}, checkpoint={"keep_best": True})

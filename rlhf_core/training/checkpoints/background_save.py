@@ -1,25 +1,28 @@
-"""Background writing of one checkpoint: one thread per rank, coordinated through a store.
+"""Background writing of one checkpoint, from the snapshot to ``COMPLETE``: one thread per rank, coordinated through a
+store.
 
 The threads never enter a collective: two threads of a rank would issue collectives in an order that may differ from
 that of another rank, which is a deadlock. The little that the ranks must exchange goes through their store: the
 checksums of each rank's files, and rank 0's verdict.
 """
 
+import contextlib
 import hashlib
 import mmap
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 from pydantic import Field
 from torch.distributed.distributed_c10d import Store
 
-from rlhf_core.files.whole import comes_from_full_disk
+from rlhf_core.files.whole import comes_from_full_disk, remove_tree
 from rlhf_core.schemas.base import Message, Schema
 from rlhf_core.schemas.checkpoint_files import FileChecksum
 from rlhf_core.survival import Survived
+from rlhf_core.training.checkpoints.saving import CheckpointPart, CheckpointPublication
+from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.models.tensor_files import chunks, write_pieces
 
 FIRST_POLL_S, LONGEST_POLL_S = 0.02, 0.5
@@ -39,30 +42,63 @@ class Report(Schema):
 
 
 class BackgroundSave:
-    """One checkpoint in progress."""
+    """One checkpoint on its way to the disk, in a thread of each rank.
 
-    def __init__(self, step: int, work: Callable[["BackgroundSave"], Report]) -> None:
+    Every thread writes the files of its rank and reports the outcome. That of rank 0 publishes the checkpoint once all
+    ranks have written theirs, or removes it, and reports the verdict, which all ranks wait for.
+    """
+
+    def __init__(
+        self,
+        part: CheckpointPart,
+        content: Content,
+        ranks: Ranks,
+        publication: CheckpointPublication,
+        topic: str,
+        timeout_s: float,
+        *,
+        keep: Callable[[dict[str, FileChecksum]], None],
+        release: Callable[[], None],
+    ) -> None:
         """Start the thread.
 
         Args:
-            work: writes the files, calls :meth:`advance` regularly, and returns the verdict over all ranks; never
-                raises.
+            content: files of this rank; they stay as they are until the save is over.
+            topic: key of this save, and of no other, in the store of the ranks.
+            timeout_s: longest wait for the outcome of another rank.
+            keep: called with the checksums of the files before they are written.
+            release: returns once nothing else reads the content; called last.
         """
-        self.step = step
-        self._work = work
+        self.step = part.progress.step
+        self._part = part
+        self._content = content
+        self._ranks = ranks
+        self._publication = publication
+        self._topic = topic
+        self._timeout_s = timeout_s
+        self._keep = keep
+        self._release = release
         self._advanced_at_s = time.monotonic()
         self._is_written = threading.Event()
         self._over = threading.Event()
-        self._verdict: Report | None = None
+        self._verdict = Report()
         self._seconds = 0.0
         # A daemon: a thread stuck in a file system must not keep the process from exiting.
-        self._thread = threading.Thread(target=self._run, name=f"checkpoint-{step}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"checkpoint-{self.step}", daemon=True)
         self._thread.start()
 
+    # -----------------------------------------------------------------------------------------------------------------
+    # For the step
+
     @property
-    def verdict(self) -> Report | None:
-        """Outcome on all ranks; None while in progress."""
-        return self._verdict if self._over.is_set() else None
+    def is_over(self) -> bool:
+        """True once the checkpoint is complete, or has failed, on all ranks."""
+        return self._over.is_set()
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the checkpoint could not be written, on any rank."""
+        return self.is_over and bool(self._verdict.problem)
 
     @property
     def stands_still_s(self) -> float:
@@ -74,32 +110,29 @@ class BackgroundSave:
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    def advance(self) -> None:
-        """Record progress of this rank's part. Called from the thread."""
-        self._advanced_at_s = time.monotonic()
-
-    def is_written(self) -> None:
-        """Record that this rank's part is written and that it now waits for the others. Called from the thread."""
-        self._is_written.set()
-
-    def wait(self, beat: Callable[[], None], waiting_for_others: Callable[[], AbstractContextManager[None]]) -> Report:
-        """Wait for the verdict, with a heartbeat whenever there is progress, so that a stuck save is detected as a
-        hang.
-
-        Args:
-            waiting_for_others: marks this rank as waiting for its peers, as in a collective.
-        """
+    def wait(self, beat: Callable[[], None]) -> None:
+        """Wait until the save is over, with a heartbeat whenever there is progress, so that a stuck save is detected as
+        a hang. All ranks call it."""
         seen_s = 0.0
         while not self._is_written.wait(FIRST_POLL_S):
             if self._advanced_at_s != seen_s:
                 seen_s = self._advanced_at_s
                 beat()
         # Even if the save is over by now: every rank has to mark it equally often.
-        with waiting_for_others():
+        with self._ranks.reporter.collective():
             self._over.wait()
         beat()
-        assert self._verdict is not None
-        return self._verdict
+
+    def require_complete(self) -> None:
+        """Raise the failure of a save that is over, if it has failed.
+
+        Raises:
+            DiskFull, WorkerError: a rank could not write, or a newer attempt has superseded this one; the same on every
+                rank.
+        """
+        if self.has_failed:
+            verdict = self._verdict
+            raise self._publication.failure(self.step, verdict.problem, disk_full=verdict.is_disk_full)
 
     def leave(self, timeout_s: float) -> None:
         """Wait after an error that ends this process, until the save is over or has made no progress for
@@ -108,11 +141,60 @@ class BackgroundSave:
             if time.monotonic() - self._advanced_at_s > timeout_s:
                 return
 
+    # -----------------------------------------------------------------------------------------------------------------
+    # In the thread
+
     def _run(self) -> None:
         started_s = time.monotonic()
-        self._verdict = self._work(self)
+        own = reported(self._write)
+        self._is_written.set()
+        self._verdict = self._verdict_of_all(own)
+        self._release()
         self._seconds = time.monotonic() - started_s
         self._over.set()
+
+    def _write(self) -> dict[str, FileChecksum]:
+        files = checksums_of(self._content, self._advance)  # in memory, so that reading reveals what the disk corrupts
+        self._keep(files)
+        write_files(self._part.partial.root, self._content, self._advance)
+        return files
+
+    def _advance(self) -> None:
+        """Record progress of this rank's part."""
+        self._advanced_at_s = time.monotonic()
+
+    def _verdict_of_all(self, own: Report) -> Report:
+        """Report this rank's outcome to the others; returns the verdict over all ranks."""
+        store, rank = self._ranks.store, self._ranks.rank
+        try:
+            store.set(f"{self._topic}/{rank}", own.model_dump_json())
+            if self._ranks.is_first:
+                verdict = self._publish_or_remove()
+                # Without the files, which no other rank needs: the store keeps it until the end of the job.
+                store.set(f"{self._topic}/verdict", verdict.model_dump_json(exclude={"files"}))
+                return verdict
+            return Report.model_validate_json(awaited(store, f"{self._topic}/verdict", self._timeout_s))
+        except Exception as error:  # noqa: BLE001 - torch's store, hosted by the agent, is gone: the step must learn of it
+            return Report(problem=f"rank {rank} no longer received messages from the others: {error}")
+
+    def _publish_or_remove(self) -> Report:
+        """Publish the checkpoint once all ranks have written their files, on rank 0; if one could not, remove it."""
+        store, part = self._ranks.store, self._part
+        names = [f"{self._topic}/{rank}" for rank in range(self._ranks.num_ranks)]
+        verdict = combined([Report.model_validate_json(awaited(store, name, self._timeout_s)) for name in names])
+        for name in names:
+            store.delete_key(name)
+        if not verdict.problem:
+            verdict = combined([reported(lambda: self._publish(verdict.files))])
+        if verdict.problem:
+            with contextlib.suppress(OSError):
+                remove_tree(part.partial.root)
+        return verdict
+
+    def _publish(self, files: dict[str, FileChecksum]) -> dict[str, FileChecksum]:
+        part = self._part
+        self._publication.publish(part.partial, part.final, self._publication.manifest(part.progress, files))
+        return files
 
 
 def checksums_of(content: Content, advance: Callable[[], None]) -> dict[str, FileChecksum]:

@@ -17,7 +17,7 @@ At most one is in progress. Without room for the copy, or with ``checkpoint.back
 checkpoint is complete.
 """
 
-import contextlib
+import functools
 import secrets
 import shutil
 import socket
@@ -27,22 +27,12 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.errors import DiskFull, FileSystemStalled
-from rlhf_core.files.whole import remove_tree
 from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.checkpoint_files import FileChecksum
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.text.formatting import size
-from rlhf_core.training.checkpoints.background_save import (
-    BackgroundSave,
-    Content,
-    Report,
-    awaited,
-    checksums_of,
-    combined,
-    reported,
-    write_files,
-)
+from rlhf_core.training.checkpoints.background_save import BackgroundSave, Content
 from rlhf_core.training.checkpoints.direct_save import DirectSave
 from rlhf_core.training.checkpoints.host_buffers import HostBuffers
 from rlhf_core.training.checkpoints.memory.copies import MemoryCopy, MemoryPart
@@ -162,16 +152,15 @@ class CheckpointWriter:
         save = self._on_its_way
         if save is None:
             return
-        verdict = save.wait(self._beat, self._ranks.reporter.collective)
+        save.wait(self._beat)
         self._write_s += save.take_seconds()
         self._on_its_way = None
-        if verdict.problem:
-            raise self._publication.failure(save.step, verdict.problem, disk_full=verdict.is_disk_full)
+        save.require_complete()
 
     @property
     def is_writing(self) -> bool:
         """True while a checkpoint is being written in the background."""
-        return self._on_its_way is not None and self._on_its_way.verdict is None
+        return self._on_its_way is not None and not self._on_its_way.is_over
 
     def close(self) -> None:
         """Wait as :meth:`finish` does, and stop receiving from other nodes."""
@@ -188,7 +177,7 @@ class CheckpointWriter:
         """Time spent writing checkpoints in the background since the last call, in seconds; a checkpoint counts once it
         is complete."""
         save = self._on_its_way
-        if save is not None and save.verdict is not None:
+        if save is not None and save.is_over:
             self._write_s += save.take_seconds()
         found, self._write_s = self._write_s, 0.0
         return found
@@ -210,7 +199,7 @@ class CheckpointWriter:
                 f"{save.stands_still_s:.0f} s (expected: for at most supervise.checkpoint_floor_s = {longest_s:g} s): "
                 f"the file system of {self._run_dir.checkpoints_dir} does not respond"
             )
-        return save.verdict is not None and bool(save.verdict.problem)
+        return save.has_failed
 
     # -----------------------------------------------------------------------------------------------------------------
     # Room
@@ -276,9 +265,16 @@ class CheckpointWriter:
         if self._ranks.is_first:
             content = {**content, **self._small_files(part)}
         self._num_saves += 1
-        key = f"{self._topic}/{self._num_saves}"
         self._on_its_way = BackgroundSave(
-            part.progress.step, lambda save: self._in_background(part, content, key, save)
+            part,
+            content,
+            self._ranks,
+            self._publication,
+            f"{self._topic}/{self._num_saves}",
+            # As long as a collective: longer than the agent takes to detect a rank that never arrives.
+            collective_timeout(self._spec.supervise).total_seconds(),
+            keep=functools.partial(self._keep_in_memory, part, content),
+            release=self._finish_copy,
         )
 
     def _small_files(self, part: CheckpointPart) -> dict[str, bytes]:
@@ -288,37 +284,6 @@ class CheckpointWriter:
             settings = settings_file(partial).relative_to(partial.root).as_posix()
             self._texts[settings] = self._publication.settings()
         return self._texts | {f"{folder}/{name}": text for name, text in model_texts(part.model).items()}
-
-    def _in_background(self, part: CheckpointPart, content: Content, key: str, save: BackgroundSave) -> Report:
-        """Do all the work of this rank's thread; return the verdict over all ranks."""
-        verdict = self._written_by_all(part, content, key, save)
-        if self._peer is not None:
-            self._peer.finish()  # afterwards the buffers may change
-        return verdict
-
-    def _written_by_all(self, part: CheckpointPart, content: Content, key: str, save: BackgroundSave) -> Report:
-        def write() -> dict[str, FileChecksum]:
-            files = checksums_of(content, save.advance)  # in memory, so that reading reveals what the disk corrupts
-            self._keep_in_memory(part, content, files)
-            write_files(part.partial.root, content, save.advance)
-            return files
-
-        own = reported(write)
-        save.is_written()
-        try:
-            self._ranks.store.set(f"{key}/{self._ranks.rank}", own.model_dump_json())
-            if self._ranks.is_first:
-                verdict = self._verdict_of_all(part, key)
-                # Without the files, which no other rank needs: the store keeps it until the end of the job.
-                self._ranks.store.set(f"{key}/verdict", verdict.model_dump_json(exclude={"files"}))
-                return verdict
-            return Report.model_validate_json(self._wait_for(f"{key}/verdict"))
-        except Exception as error:  # noqa: BLE001 - torch's store, hosted by the agent, is gone: the step must learn of it
-            return Report(problem=f"rank {self._ranks.rank} no longer received messages from the others: {error}")
-
-    def _wait_for(self, key: str) -> bytes:
-        """Wait as long as a collective would: longer than the agent takes to detect a rank that never arrives."""
-        return awaited(self._ranks.store, key, collective_timeout(self._spec.supervise).total_seconds())
 
     def _keep_in_memory(self, part: CheckpointPart, content: Content, files: dict[str, FileChecksum]) -> None:
         """Publish the snapshot as an in-memory copy; if that fails, a restart reads the disk."""
@@ -337,18 +302,7 @@ class CheckpointWriter:
         if self._peer is not None:
             self._peer.begin(own, content)
 
-    def _publish(self, part: CheckpointPart, files: dict[str, FileChecksum]) -> dict[str, FileChecksum]:
-        self._publication.publish(part.partial, part.final, self._publication.manifest(part.progress, files))
-        return files
-
-    def _verdict_of_all(self, part: CheckpointPart, key: str) -> Report:
-        names = [f"{key}/{rank}" for rank in range(self._ranks.num_ranks)]
-        verdict = combined([Report.model_validate_json(self._wait_for(name)) for name in names])
-        for name in names:
-            self._ranks.store.delete_key(name)
-        if not verdict.problem:
-            verdict = combined([reported(lambda: self._publish(part, verdict.files))])
-        if verdict.problem:
-            with contextlib.suppress(OSError):
-                remove_tree(part.partial.root)
-        return verdict
+    def _finish_copy(self) -> None:
+        """Wait until the copy is on another node; afterwards the buffers may change."""
+        if self._peer is not None:
+            self._peer.finish()
