@@ -8,7 +8,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from rlhf_core.errors import WorkerError
+from rlhf_core.errors import RlhfError, WorkerError
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.supervision import SuperviseSpec
 from rlhf_core.schemas.trainers import NativeTrainer
@@ -120,6 +120,31 @@ class Ranks:
             dist.broadcast(data, src=0)
         broadcast: Item = json.loads(_bytes(data, length))
         return broadcast
+
+    def on_first(self, act: Callable[[], Item], raises: Sequence[type[RlhfError]] = ()) -> Item:
+        """Call a function on rank 0 alone; every rank returns its JSON value, or raises its error of these kinds.
+
+        Args:
+            raises: kinds of errors that a message alone can create, with JSON attributes. An error of a subclass is
+                raised as its kind, without notes. Any other ends rank 0 alone.
+        """
+        outcome: dict[str, Any] = {}
+        if self.is_first:
+            try:
+                outcome = {"value": act()}
+            except tuple(raises) as error:
+                name = next(kind.__name__ for kind in raises if isinstance(error, kind))
+                attributes = {key: value for key, value in vars(error).items() if key != "__notes__"}
+                outcome = {"error": name, "message": str(error), "attributes": attributes}
+        outcome = self.from_first(outcome)
+        if "error" in outcome:
+            kind = next(kind for kind in raises if kind.__name__ == outcome["error"])
+            problem = kind(outcome["message"])
+            for key, value in outcome["attributes"].items():
+                setattr(problem, key, tuple(value) if isinstance(value, list) else value)  # JSON has no tuples
+            raise problem
+        value: Item = outcome["value"]
+        return value
 
     def deal(self, items: Sequence[Item]) -> Sequence[Item]:
         """Return this rank's contiguous part of a global batch; the parts in rank order make up the batch."""

@@ -4,8 +4,12 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+
+from rlhf_core.errors import EnginesLost, WeightSyncFailed
 
 torch = pytest.importorskip("torch")
 
@@ -67,6 +71,50 @@ def test_all_collectives_of_the_trainers_wait_inside() -> None:
     code = {path: path.read_text() for path in Path(distributed.__file__).parent.rglob("*.py")}
     found = {path.name: text.count("reporter.collective()") for path, text in code.items()}
     assert {name: count for name, count in found.items() if count} == {"distributed.py": 2, "background_save.py": 1}
+
+
+def ranks_told(told: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[distributed.Ranks]:
+    """Two ranks. The first one must be called first; ``told`` records what it tells the other one."""
+
+    def from_first(self: distributed.Ranks, value: Any) -> Any:
+        if self.is_first:
+            told.append(json.loads(json.dumps(value)))
+        return told[-1]
+
+    monkeypatch.setattr(distributed.Ranks, "from_first", from_first)
+    return [distributed.Ranks(rank, 2, torch.device("cpu"), NullReporter(), SilentStore()) for rank in range(2)]
+
+
+def test_every_rank_has_the_value_of_the_first_or_raises_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other errors are raised by the first one alone, which alone calls the function."""
+    told: list[Any] = []
+    ranks = ranks_told(told, monkeypatch)
+    find = Mock(return_value="found")
+    refuse = Mock(side_effect=WeightSyncFailed("no link", "engine-1", ("engine-2",)))
+    assert [one.on_first(find) for one in ranks] == ["found", "found"]
+    find.assert_called_once()
+    for one in ranks:
+        with pytest.raises(WeightSyncFailed, match=r"^no link$") as failed:
+            one.on_first(refuse, (EnginesLost, WeightSyncFailed))
+        assert (failed.value.peer, failed.value.others) == ("engine-1", ("engine-2",))
+    refuse.assert_called_once()
+    with pytest.raises(WeightSyncFailed):
+        ranks[0].on_first(refuse, (EnginesLost,))
+    assert len(told) == 2
+
+
+def test_every_rank_raises_an_error_of_a_subclass_as_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoRoute(WeightSyncFailed):
+        """An error that the other ranks do not know."""
+
+    error = NoRoute("no link", "engine-1", ("engine-2",))
+    error.hops = 3  # type: ignore[attr-defined]
+    error.add_note("seen by rank 0")
+    for one in ranks_told([], monkeypatch):
+        with pytest.raises(WeightSyncFailed, match=r"^no link$") as failed:
+            one.on_first(Mock(side_effect=error), (EnginesLost, WeightSyncFailed))
+        assert type(failed.value) is WeightSyncFailed
+        assert (failed.value.peer, failed.value.others) == ("engine-1", ("engine-2",))
 
 
 def test_many_silent_ranks_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ def verify_checkpoint(
         ranks.reporter.beat(Phase.SETUP, checkpoint.step)
 
     # The names come from rank 0: another node may see an older listing of the directory.
-    files = ranks.from_first(_files_to_verify(checkpoint, only_model) if ranks.is_first else {})
+    files = ranks.on_first(lambda: _files_to_verify(checkpoint, only_model))
     found = ranks.gather(_faulty(checkpoint, files, ranks, beat))
     suspects = [name for names in found for name in names]
     agree(ranks, lambda: _require_sound(checkpoint, spec, base, beat, suspects if files else None))
@@ -193,21 +193,12 @@ def agree(ranks: Ranks, find: Callable[[], CheckpointDir | None]) -> int | None:
     Raises:
         CheckpointCorrupt, ResumeMismatch: raised by ``find`` on rank 0.
     """
-    answer: dict[str, str] = {}
-    if ranks.is_first:
-        try:
-            found = find()
-            answer = {"step": str(found.step) if found is not None else ""}
-        except CheckpointCorrupt as error:
-            answer = {"damage": str(error), "checkpoint": error.checkpoint}
-        except ResumeMismatch as error:
-            answer = {"mismatch": str(error)}
-    answer = ranks.from_first(answer)
-    if "damage" in answer:
-        raise CheckpointCorrupt(answer["damage"], answer["checkpoint"])
-    if "mismatch" in answer:
-        raise ResumeMismatch(answer["mismatch"])
-    return int(answer["step"]) if answer["step"] else None
+
+    def step() -> int | None:
+        found = find()
+        return None if found is None else found.step
+
+    return ranks.on_first(step, (CheckpointCorrupt, ResumeMismatch))
 
 
 def _require_sound(

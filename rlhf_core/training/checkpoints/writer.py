@@ -87,7 +87,7 @@ class CheckpointWriter:
         self._hosts = ranks.gather(socket.gethostname())
         self._buffers = HostBuffers(None if memory is None else memory.folder, ranks.device)
         # Unique to this writer: the store may have served another one.
-        self._topic = f"checkpoint/{ranks.from_first(secrets.token_hex(8) if ranks.is_first else '')}"
+        self._topic = f"checkpoint/{ranks.from_first(secrets.token_hex(8))}"
         self._num_saves = 0
         self._texts: dict[str, bytes] = {}
         self._on_its_way: BackgroundSave | None = None

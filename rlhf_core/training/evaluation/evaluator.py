@@ -380,8 +380,8 @@ def _reference(context: WorkerContext, ranks: Ranks) -> PreTrainedModel | None:
 def _evaluate_start(context: WorkerContext, ranks: Ranks, evaluator: Evaluator) -> None:
     """Evaluate the initial model of an external trainer, which does not do so itself; once per run."""
     spec, run_dir = context.spec, context.run_dir
-    wanted = isinstance(spec.trainer, CommandTrainer) and spec.model.path and not are_written(run_dir, "before")
-    if ranks.from_first("missing" if wanted else "") != "missing":
+    is_external = isinstance(spec.trainer, CommandTrainer) and bool(spec.model.path)
+    if not ranks.on_first(lambda: is_external and not are_written(run_dir, "before")):
         return
     beat = functools.partial(context.reporter.beat, Phase.SETUP, 0)
     model = load_causal_lm(Path(spec.model.path), spec.model.dtype, beat=beat)

@@ -209,8 +209,8 @@ def _evaluate_before(models: "_Models", training: TrainingContext, model: PreTra
     """Evaluate the weights that the main algorithm starts from, once per run."""
     context, ranks, step = models.context, training.ranks, training.steps_done
     names = training.evaluator.names
-    missing = step <= training.spec.warm_start_steps and not are_written(context.run_dir, "before", names)
-    if ranks.from_first("missing" if missing else "") != "missing":
+    is_before = step <= training.spec.warm_start_steps
+    if not ranks.on_first(lambda: is_before and not are_written(context.run_dir, "before", names)):
         return
     move(model, ranks.device, training.beating(Phase.SETUP))
     with kept_random_state(ranks.device):
@@ -343,8 +343,7 @@ class _Models:
 
 def _initial_model(context: WorkerContext, ranks: Ranks, rows: list[Row]) -> Path:
     """Have rank 0 build or find the initial model; the others wait for its path."""
-    path = str(prepare_initial_model(context.spec, context.run_dir, rows)) if ranks.is_first else ""
-    initial = Path(ranks.from_first(path))
+    initial = Path(ranks.on_first(lambda: str(prepare_initial_model(context.spec, context.run_dir, rows))))
     if context.spec.model.lora is not None and is_adapter(initial):
         raise BadConfig(
             f"found model.path = {initial}, an adapter, and model.lora, expected a whole model for the new adapter: "
@@ -359,7 +358,7 @@ def _reference_fingerprint(spec: RunSpec, ranks: Ranks, initial: Path) -> str:
     The base model of an adapter is compared with the adapter's record instead.
     """
     is_read = spec.model.lora is None and any(loop.algorithm.reference and loop.first_step == 1 for loop in loops(spec))
-    return ranks.from_first(base_fingerprint(initial) if is_read and ranks.is_first else "")
+    return ranks.on_first(lambda: base_fingerprint(initial) if is_read else "")
 
 
 def _resume_point(context: WorkerContext, ranks: Ranks, initial: Path) -> CheckpointDir | None:

@@ -97,11 +97,12 @@ def refusal(
 
 def _is_on_disk(context: WorkerContext, ranks: Ranks, found: MemoryCheckpoint, on_disk: int | None) -> bool:
     """True if the checksums of all files match the checkpoint on disk. Rank 0 checks for all ranks."""
-    is_same = False
-    if ranks.is_first and on_disk is not None:
-        manifest = context.run_dir.checkpoint(on_disk).manifest()
-        is_same = manifest is not None and manifest.files == found.manifest.files
-    return ranks.from_first("same" if is_same else "") == "same"
+
+    def is_same() -> bool:
+        manifest = None if on_disk is None else context.run_dir.checkpoint(on_disk).manifest()
+        return manifest is not None and manifest.files == found.manifest.files
+
+    return ranks.on_first(is_same)
 
 
 def _bring_to_disk(

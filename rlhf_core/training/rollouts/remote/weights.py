@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import httpx
 from transformers import PreTrainedModel
@@ -28,6 +28,8 @@ Answer = TypeVar("Answer")
 
 MAX_SYNCS = 3
 """Number of attempts to send a version: an engine may be lost in each."""
+PROBLEMS = (EnginesLost, StaleWeights, WeightSyncFailed)
+"""Failures of rank 0 that every rank learns of."""
 COUNTS = ("rollout/sync_bytes", "time/weight_wire_s", "time/weight_apply_s")
 """Metrics of the syncs, from rank 0."""
 
@@ -87,14 +89,20 @@ class EngineWeights:
         problem: WorkerError | None = None
         for _ in range(MAX_SYNCS):
             live_engines = self._live_engines(beat)
-            problem, transfer = self._send(self._failures.to_sync(live_engines), model, version, beat)
-            if problem is None:
+            engines = self._failures.to_sync(live_engines)
+            if not self._ranks.is_first:
+                give_along(model, self._further_sender, beat)
+            try:
+                transfer = self._from_first(partial(self._send, engines, model, version, beat))
+            except PROBLEMS as error:
+                problem = error
+                self._ranks.log(f"the engines did not receive the weights of step {version}: {error}")
+                if isinstance(error, WeightSyncFailed):
+                    blamed = {error.peer, *error.others}
+                    self._failures.add(engine for engine in live_engines if engine.name in blamed)
+            else:
                 self.version = version
                 return transfer
-            self._ranks.log(f"the engines did not receive the weights of step {version}: {problem}")
-            if isinstance(problem, WeightSyncFailed):
-                blamed = {problem.peer, *problem.others}
-                self._failures.add(engine for engine in live_engines if engine.name in blamed)
         assert problem is not None
         raise problem
 
@@ -143,42 +151,29 @@ class EngineWeights:
         Raises:
             EnginesLost: no engine responds in time.
         """
-        problem, found = self._from_first(lambda: asyncio.run(self._registry.live(beat)))
-        if problem is not None:
-            raise problem
-        return found or []
+        return self._from_first(lambda: asyncio.run(self._registry.live(beat))) or []
 
     def _send(
         self, engines: Sequence[EngineClient], model: PreTrainedModel, version: int, beat: Callable[[], None]
-    ) -> tuple[WorkerError | None, WeightTransfer | None]:
-        """Try once to send a version to the engines; return rank 0's problem and its transfer. Collective.
-
-        The transfer is None on other ranks, and if there was a problem.
-        """
-        publisher = self._publisher
-        if publisher is None:
-            give_along(model, self._further_sender, beat)
-
-        def send() -> WeightTransfer:
-            assert publisher is not None  # only rank 0 calls it
-            report = publisher.send(self._controlled(engines, version), model, version, beat)
-            for engine in engines:
-                if engine.name in report.applied:
-                    self._failures.forget(engine)
-            self._counts["time/weight_wire_s"] += report.wire_s
-            self._counts["time/weight_apply_s"] += report.apply_s
-            self._counts["rollout/sync_bytes"] += report.sent.bytes_sent
-            for name, why in report.lost.items():
-                self._ranks.log(f"{name} does not serve at step {version}: {why}")
-            return WeightTransfer(
-                publisher.way,
-                report.sent.bytes_sent,
-                wire_s=report.wire_s,
-                apply_s=report.apply_s,
-                acknowledged=len(report.applied),
-            )
-
-        return self._from_first(send)
+    ) -> WeightTransfer:
+        """Try once to send a version to the engines; on rank 0."""
+        assert self._publisher is not None
+        report = self._publisher.send(self._controlled(engines, version), model, version, beat)
+        for engine in engines:
+            if engine.name in report.applied:
+                self._failures.forget(engine)
+        self._counts["time/weight_wire_s"] += report.wire_s
+        self._counts["time/weight_apply_s"] += report.apply_s
+        self._counts["rollout/sync_bytes"] += report.sent.bytes_sent
+        for name, why in report.lost.items():
+            self._ranks.log(f"{name} does not serve at step {version}: {why}")
+        return WeightTransfer(
+            self._publisher.way,
+            report.sent.bytes_sent,
+            wire_s=report.wire_s,
+            apply_s=report.apply_s,
+            acknowledged=len(report.applied),
+        )
 
     def _controlled(
         self, engines: Iterable[EngineClient], version: int
@@ -187,22 +182,15 @@ class EngineWeights:
         assert probe is not None
         return lambda http: [HttpEngineControl(engine, http, weights, probe, self._base) for engine in engines]
 
-    def _from_first(self, act: Callable[[], Answer]) -> tuple[WorkerError | None, Answer | None]:
-        """Run a function on rank 0; return its problem on all ranks, and its result on rank 0. Collective."""
-        problem: list[Any] | None = None
-        answer: Answer | None = None
-        if self._ranks.is_first:
-            try:
-                answer = act()
-            except (EnginesLost, StaleWeights, WeightSyncFailed) as error:
-                problem = [type(error).__name__, str(error), getattr(error, "peer", ""), getattr(error, "others", ())]
-        problem = self._ranks.from_first(problem)
-        if problem is None:
-            return None, answer
-        name, message, peer, others = problem
-        if name == WeightSyncFailed.__name__:
-            return WeightSyncFailed(message, peer, tuple(others)), answer
-        return {kind.__name__: kind for kind in (EnginesLost, StaleWeights)}[name](message), answer
+    def _from_first(self, act: Callable[[], Answer]) -> Answer | None:
+        """Call a function on rank 0 alone; return its result there, and None on other ranks. Collective.
+
+        Raises:
+            EnginesLost, StaleWeights, WeightSyncFailed: raised by the function; on every rank.
+        """
+        answers: list[Answer] = []
+        self._ranks.on_first(lambda: answers.append(act()), PROBLEMS)
+        return answers[0] if answers else None
 
 
 class _SyncFailures:
