@@ -26,7 +26,7 @@ from rlhf_core.training.rollouts.seeds import sample_seed
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 from rlhf_core.training.trainers import saving
 from rlhf_core.training.trainers.in_flight import kept_completions, stored_completions
-from rlhf_core.training.trainers.sampling import PromptBatch, StepSampler
+from rlhf_core.training.trainers.sampling import Prompt, PromptBatch, StepSampler
 from rlhf_core.training.types import Completion, Row
 
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
@@ -218,7 +218,7 @@ def test_completions_are_saved_though_the_engines_are_lost() -> None:
     training.rollouts.ahead.wait.side_effect = lost
     training.rollouts.ahead.peek.return_value = {1: [made]}
     sampler = StepSampler(training, loop, mock.Mock())
-    sampler._request = PromptBatch(5, [Row(uid, "", "", "", {}) for uid in "ab"], [[1], [2]], [[1], [2]])
+    sampler._request = PromptBatch(5, [Prompt(Row(uid, "", "", "", {}), [1], [1]) for uid in "ab"])
     stored = sampler.in_flight(False)
     assert stored is not None
     assert kept_completions([stored]) == {5: {"b": [made]}}

@@ -66,7 +66,8 @@ def train(
         _add_rollout_metrics(step.metrics, rollout)
         for name, count in training.rollouts.take_counts().items():
             step.metrics.total(name, count)
-        add_signals(step.metrics, rollout.seeds, [len(made.token_ids) for made in rollout.flat], rollout.rewards)
+        seeds = [prompt.seeds for prompt in rollout.prompts]
+        add_signals(step.metrics, seeds, [len(made.token_ids) for made in rollout.flat], rollout.rewards)
         if spec.reward.on_failure == "zero":
             step.metrics.mean("reward/failed_share", rollout.scores.num_failed, len(rollout.flat))
         step.metrics.total("speed/tokens_per_s", rollout.num_tokens / step.seconds())
@@ -92,7 +93,7 @@ def _add_engine_metrics(step: TrainingStep, spec: RunSpec, rollout: Rollout, tot
 def _add_rollout_metrics(metrics: StepMetrics, rollout: Rollout) -> None:
     """Add the metrics that distinguish a healthy step from a degenerate one; the loss alone does not."""
     completions = rollout.flat
-    num_groups = len(rollout.rows)
+    num_groups = len(rollout.prompts)
     metrics.mean("reward/mean", float(rollout.rewards.sum()), len(completions))
     # If completions of one prompt are not compared, all those of a rank form one group.
     compared = rollout.rewards if rollout.rewards.shape[1] > 1 else rollout.rewards.view(1, -1)
@@ -112,28 +113,28 @@ def _add_rollout_metrics(metrics: StepMetrics, rollout: Rollout) -> None:
     metrics.each(NUM_DISTINCT, len({made for group in groups for made in group}))
     metrics.each(FINGERPRINT, fingerprint(made for group in groups for made in group))
     samples = [
-        (row.uid, index, made.token_ids)
-        for row, group in zip(rollout.rows, rollout.completions, strict=True)
+        (prompt.row.uid, index, made.token_ids)
+        for prompt, group in zip(rollout.prompts, rollout.completions, strict=True)
         for index, made in enumerate(group)
     ]
     metrics.shared_share("rollout/shared_share", (f"{uid} {token_ids}" for uid, _, token_ids in samples))
-    metrics.digest("rollout/seed_digest", (f"{seed}" for group in rollout.seeds for seed in group))
+    metrics.digest("rollout/seed_digest", (f"{seed}" for prompt in rollout.prompts for seed in prompt.seeds))
     metrics.digest("rollout/completion_digest", (f"{uid} {index} {token_ids}" for uid, index, token_ids in samples))
 
 
 def _sample_lines(rollout: Rollout, advantages: Tensor, step: int) -> list[SampleLine]:
     """Format the first group of this rank."""
-    row, group, seeds = rollout.rows[0], rollout.completions[0], rollout.seeds[0]
+    prompt, group = rollout.prompts[0], rollout.completions[0]
     return [
         SampleLine(
             step=step,
-            prompt_uid=row.uid,
+            prompt_uid=prompt.row.uid,
             sample_index=index,
-            seed=seeds[index],
+            seed=prompt.seeds[index],
             weight_version=made.weight_version,
-            prompt=row.prompt,
+            prompt=prompt.row.prompt,
             completion=made.text,
-            answer=row.answer,
+            answer=prompt.row.answer,
             reward=float(rollout.rewards[0, index]),
             advantage=float(advantages[index, 0]) if made.token_ids else 0.0,
         )

@@ -30,22 +30,28 @@ from rlhf_core.training.types import Completion, Row
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """A prompt to sample completions of."""
+
+    row: Row
+    token_ids: list[int]
+    seeds: list[int]
+    """One per completion."""
+
+
+@dataclass(frozen=True)
 class PromptBatch:
     """This rank's prompts of one round of sampling."""
 
     step: int
-    rows: list[Row]
-    prompts: list[list[int]]
-    seeds: list[list[int]]
+    prompts: list[Prompt]
 
 
 @dataclass(frozen=True)
 class Rollout:
     """This rank's completions of one step, ``P`` prompts with ``G`` samples each."""
 
-    rows: list[Row]
-    prompts: list[list[int]]
-    seeds: list[list[int]]
+    prompts: list[Prompt]
     completions: list[list[Completion]]
     rewards: Tensor
     """``[P, G]`` float64 rewards, summed over the reward functions."""
@@ -67,9 +73,7 @@ class Rollout:
         size = self.rewards.shape[1]
         flat = [group * size + index for group in groups for index in range(size)]
         return Rollout(
-            [self.rows[group] for group in groups],
             [self.prompts[group] for group in groups],
-            [self.seeds[group] for group in groups],
             [self.completions[group] for group in groups],
             self.rewards[list(groups)],
             self.scores.take(flat),
@@ -87,7 +91,7 @@ class Rollout:
         finished = torch.tensor([completion.finished for completion in self.flat], dtype=torch.bool)
         trained = mask & finished[:, None] if mask_truncated else mask
         return StepBatch(
-            [prompt for prompt in self.prompts for _ in range(size)],
+            [prompt.token_ids for prompt in self.prompts for _ in range(size)],
             self.flat,
             [place * size + index for place in places for index in range(size)],
             SampledBatch(self.rewards, mask, trained),
@@ -133,7 +137,7 @@ class StepSampler:
         for number in range(algorithm.sampling_rounds):
             rounds.append(self._round(step, number))
             if algorithm.sampling_rounds == 1:
-                own = len(rounds[0].rows)
+                own = len(rounds[0].prompts)
                 return rounds[0], list(range(own)), list(range(ranks.rank * own, (ranks.rank + 1) * own))
             flags.append(ranks.gather_numbers((~zero_std_groups(rounds[-1].rewards)).double().tolist()))
             if sum(sum(map(sum, flags_of_round)) for flags_of_round in flags) >= algorithm.rows_per_step:
@@ -166,7 +170,7 @@ class StepSampler:
             self._training.beat(Phase.ROLLOUT)
             with contextlib.suppress(EnginesLost):
                 self._ahead.wait(self._training.beating(Phase.ROLLOUT))
-        made = {self._request.rows[index].uid: group for index, group in self._ahead.peek().items()}
+        made = {self._request.prompts[index].row.uid: group for index, group in self._ahead.peek().items()}
         return stored_completions(self._request.step, made)
 
     def _begin_next(self, step: TrainingStep) -> None:
@@ -174,7 +178,9 @@ class StepSampler:
         if self._ahead is None or step.number == self._loop.last_step:
             return
         request = self._next_prompts(step.number + 1, 0)
-        self._ahead.begin(request.prompts, request.seeds, self._sampling(), step.number - 1)
+        token_ids = [prompt.token_ids for prompt in request.prompts]
+        seeds = [prompt.seeds for prompt in request.prompts]
+        self._ahead.begin(token_ids, seeds, self._sampling(), step.number - 1)
         self._request = request
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -193,12 +199,12 @@ class StepSampler:
             self._begin_next(step)
         num_samples = self._loop.algorithm.group
         with step.timed("reward"):
-            row_of_each = [row for row in request.rows for _ in range(num_samples)]
+            row_of_each = [prompt.row for prompt in request.prompts for _ in range(num_samples)]
             made = [completion for group in completions for completion in group]
             scores = training.scorer.score(row_of_each, made, step.number, training.beating(Phase.REWARD), number)
             training.warn(FailureKind.REWARD_FUNCTION, scores.warnings)
-        rewards = torch.tensor(scores.total, dtype=torch.float64).view(len(request.rows), num_samples)
-        return Rollout(request.rows, request.prompts, request.seeds, completions, rewards, scores)
+        rewards = torch.tensor(scores.total, dtype=torch.float64).view(len(request.prompts), num_samples)
+        return Rollout(request.prompts, completions, rewards, scores)
 
     def _first_completions(self, step: TrainingStep) -> tuple[PromptBatch, list[list[Completion]]]:
         """The prompts of a step and their completions: begun in the previous step, or sampled now."""
@@ -222,32 +228,32 @@ class StepSampler:
 
     def _next_prompts(self, step: int, number: int) -> PromptBatch:
         num_samples = self._loop.algorithm.group
-        rows, prompts = self._training.take_rows(self._loop.algorithm.rows_per_step)
+        rows, token_ids_of_rows = self._training.take_rows(self._loop.algorithm.rows_per_step)
         # A prompt that recurs in a later round of the step gets different samples.
         indices = range(number * num_samples, (number + 1) * num_samples)
-        seeds = [[sample_seed(self._training.spec.seed, step, row.uid, index) for index in indices] for row in rows]
-        return PromptBatch(step, rows, prompts, seeds)
+        prompts = []
+        for row, token_ids in zip(rows, token_ids_of_rows, strict=True):
+            seeds = [sample_seed(self._training.spec.seed, step, row.uid, index) for index in indices]
+            prompts.append(Prompt(row, token_ids, seeds))
+        return PromptBatch(step, prompts)
 
     def _complete(self, request: PromptBatch, saved: Mapping[str, list[Completion]]) -> list[list[Completion]]:
         """Sample with the current weights for the prompts whose uid is not in ``saved``. Collective."""
         version = request.step - 1
-        kept = {
-            row.uid: saved[row.uid]
-            for row, seeds in zip(request.rows, request.seeds, strict=True)
-            if row.uid in saved and _is_usable(saved[row.uid], len(seeds), version - self._max_staleness)
+        oldest = version - self._max_staleness
+        made = {
+            prompt.row.uid: saved[prompt.row.uid]
+            for prompt in request.prompts
+            if prompt.row.uid in saved and _is_usable(saved[prompt.row.uid], len(prompt.seeds), oldest)
         }
-        missing = [index for index, row in enumerate(request.rows) if row.uid not in kept]
+        missing = [prompt for prompt in request.prompts if prompt.row.uid not in made]
         if saved:
-            self._training.ranks.log(f"{len(kept)} of {len(request.rows)} prompts were completed before the restart")
-        sampled = self._training.rollouts.sample(
-            [request.prompts[index] for index in missing],
-            [request.seeds[index] for index in missing],
-            self._sampling(),
-            version,
-            self._training.beating(Phase.ROLLOUT),
-        )
-        made = dict(zip(missing, sampled, strict=True))
-        return [made[index] if index in made else kept[row.uid] for index, row in enumerate(request.rows)]
+            self._training.ranks.log(f"{len(made)} of {len(request.prompts)} prompts were completed before the restart")
+        beat = self._training.beating(Phase.ROLLOUT)
+        token_ids, seeds = [prompt.token_ids for prompt in missing], [prompt.seeds for prompt in missing]
+        sampled = self._training.rollouts.sample(token_ids, seeds, self._sampling(), version, beat)
+        made |= {prompt.row.uid: group for prompt, group in zip(missing, sampled, strict=True)}
+        return [made[prompt.row.uid] for prompt in request.prompts]
 
     def _sampling(self) -> Sampling:
         rollout = self._training.spec.rollout
@@ -298,9 +304,7 @@ def select_groups(flags: Sequence[Sequence[Sequence[float]]], wanted: int, rank:
 def _joined(rounds: Sequence[Rollout]) -> Rollout:
     """Concatenate the rounds of a step."""
     return Rollout(
-        [row for one in rounds for row in one.rows],
         [prompt for one in rounds for prompt in one.prompts],
-        [seeds for one in rounds for seeds in one.seeds],
         [group for one in rounds for group in one.completions],
         torch.cat([one.rewards for one in rounds]),
         Scores.joined([one.scores for one in rounds]),
