@@ -29,10 +29,10 @@ MakeRun = Callable[..., AgentRun]
 DRIVER_BLOCKS = """
 import os, time
 import rlhf_core.worker.{module} as module
-from rlhf_core.worker.supervision import supervisor
+from rlhf_core.worker.supervision import main_thread, supervisor
 supervisor.LEADER_LOST_TIMEOUT_S = 5.0
 if os.environ["SLURMD_NODENAME"] == "{node}":
-    supervisor.FACTS_S = 5.0
+    main_thread.FACTS_S = 5.0
     module.open_gpus = lambda: time.sleep(1000)
 """
 """Blocks the agent of a node in its first call into the driver, and shortens its limit; that of a busy one stays."""

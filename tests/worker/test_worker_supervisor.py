@@ -29,7 +29,7 @@ from rlhf_core.worker.groups.base import GroupSeat, Started
 from rlhf_core.worker.liveness.heartbeat import SlotFile
 from rlhf_core.worker.nodes.membership import Nodes
 from rlhf_core.worker.signals import SignalInbox
-from rlhf_core.worker.supervision import supervisor as supervisor_module
+from rlhf_core.worker.supervision import failure_detector
 from rlhf_core.worker.supervision.exit_deadline import ExitDeadline
 from rlhf_core.worker.supervision.supervisor import Supervisor
 
@@ -85,7 +85,7 @@ def _supervise(
 
 
 def _watch(supervisor: Supervisor, folder: Path, slots: SlotFile, pid: int) -> GivenProcess:
-    seat = GroupSeat("here", 0, slots, supervisor.clock)
+    seat = GroupSeat("here", 0, slots, ALONE.clock)
     group = GivenProcess(GroupPlan.on_all_nodes(Role.TRAINER, 1, 1), pid, AttemptDir(folder, 1).restart(0), seat)
     group.start()
     supervisor.supervise(group, 0)
@@ -124,12 +124,11 @@ def test_a_woken_agent_asks_until_it_knows_whether_the_run_went_on_without_it(
     channel = AgentChannel(Nodes(("here",), ("127.0.0.1",), 0), MemoryAgentStore())
     tracker = GapTracker(SuperviseSpec(floor_s=60.0, setup_floor_s=60.0))
     supervisor = _supervise(tmp_path, inbox, tracker, channel, deadline, is_superseded)
-    supervisor._num_pauses = -1  # a pause that it has not noticed yet
+    channel.clock.num_pauses = 1  # a pause that it has not noticed yet
     for _ in range(3):
         with contextlib.suppress(OSError):
             supervisor._tick()
-    supervisor._series.stop(time.monotonic())
-    supervisor._telemetry.stop()
+    supervisor._status.stop()
     assert (deadline.has_left, answers) == (True, [])
 
 
@@ -202,16 +201,16 @@ def test_a_node_is_given_up_if_the_main_thread_of_its_agent_is_stuck(
 ) -> None:
     """It waits in a call for a hung file system, while the supervising thread goes on."""
     supervisor = _supervise(tmp_path, inbox, GapTracker(SuperviseSpec(floor_s=60.0, setup_floor_s=60.0)))
-    supervisor.take_turn()
+    supervisor.main_thread.take_turn()
     if turns == "over":
-        supervisor.end_turns()
+        supervisor.main_thread.end_turns()
     now_s, ticks = time.monotonic(), int(1000 / interval_s)
     for tick in range(ticks):
         if turns == "always":
-            supervisor.take_turn()
+            supervisor.main_thread.take_turn()
         supervisor._watch_main_thread(now_s + tick * interval_s)
-    state = supervisor._state(now_s)
-    supervisor._telemetry.stop()
+    state = supervisor._node.state(0, {})
+    supervisor._status.stop()
     assert ("has been stuck for 900 s" in state.broken) == is_given_up, state.broken
     assert supervisor.requests.broken_node == ("here" if is_given_up else "")
     assert not is_given_up or state.broken_kind is FailureKind.NODE_LOST
@@ -226,7 +225,7 @@ def test_an_engine_with_a_silent_agent_is_blamed_for_waiting_trainers(
     By its last status the engine would be healthy, and the trainer would be blamed.
     """
     if not counts:
-        monkeypatch.setattr(supervisor_module, "UNHEARD_TIMEOUT_S", float("inf"))
+        monkeypatch.setattr(failure_detector, "UNHEARD_TIMEOUT_S", float("inf"))
     names, key, store = ("here", "there"), b"0" * 64, MemoryAgentStore()
     leader, other = (
         AgentChannel(Nodes(names, ("127.0.0.1",) * 2, index), store, MessageSigner(key, "toy/1", index))
@@ -240,11 +239,11 @@ def test_an_engine_with_a_silent_agent_is_blamed_for_waiting_trainers(
     engine = rank_of(Role.ROLLOUT, Phase.ROLLOUT, "there", age_s=0.1)
     other.send("state", NodeState(wall_s=0.0, groups=(GroupState(role=Role.ROLLOUT, start=0, ranks=(engine,)),)))
     until(lambda: leader.received("state", NodeState))
-    watcher._lead()
+    watcher._failures.check()
     assert not supervised.condition.is_at_fault
     other.close()
     until(lambda: leader.silence_s(1) > 3.5)
-    watcher._lead()
+    watcher._failures.check()
     trainer = rank_of(Role.TRAINER, Phase.WEIGHT_SYNC, "here", age_s=6.0)
     blamed = overdue([trainer], tracker.limit_s, {Role.ROLLOUT: supervised.condition})
     leader.close()

@@ -93,7 +93,7 @@ class Agent:
             partial(job.run_dir.is_superseded, job.attempt),
             lambda: self._fork_server.started,
         )
-        self._agreement = Agreement(channel, self._supervisor.requests, self._supervisor.take_turn)
+        self._agreement = Agreement(channel, self._supervisor.requests, self._supervisor.main_thread.take_turn)
         self._decisions = GroupDecisions(job, channel, leader, events, self._supervisor.requests)
         self._admission = NodeAdmission(
             job,
@@ -136,7 +136,8 @@ class Agent:
                 slots.remove(keep_memory=leaves_copies)
 
     def _run_all(self) -> AgreedStep:
-        self._supervisor.take_turn()  # from here on: the driver of a broken GPU may block the first call into it
+        # From here on: the driver of a broken GPU may block the first call into it.
+        self._supervisor.main_thread.take_turn()
         placement = self._job.placement
         phases = [phase for phase in placement.phases if phase[0].role is not Role.PROBE]
         self._set_environment()
@@ -211,7 +212,7 @@ class Agent:
         runs |= {plan.role: self._run_alone(plan, alone[plan.role]) for plan in beside}
         try:
             while runs:
-                self._supervisor.take_turn()
+                self._supervisor.main_thread.take_turn()
                 for role, run in list(runs.items()):
                     try:
                         next(run)
@@ -229,7 +230,7 @@ class Agent:
         finally:
             for run in runs.values():
                 run.close()
-            self._supervisor.end_turns()
+            self._supervisor.main_thread.end_turns()
 
     def _independent(self, plan: GroupPlan, phase: int) -> IndependentRun:
         job = self._job
@@ -312,7 +313,7 @@ class Agent:
     def _seat(self, plan: GroupPlan) -> GroupSeat:
         job, slots = self._job, self._slots[plan.role]
         gpus = job.placement.gpus_per_node
-        return GroupSeat(job.nodes.name, job.position(plan), slots, self._supervisor.clock, gpus)
+        return GroupSeat(job.nodes.name, job.position(plan), slots, self._channel.clock, gpus)
 
     def _enter_restart(self, role: Role) -> None:
         """Advance to the next restart unless the current one is still unused; restarts count across all phases."""
