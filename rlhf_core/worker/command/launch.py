@@ -70,6 +70,11 @@ class LaunchPlace:
         """Working directory of the program."""
         return self._working_dir(self.values)
 
+    @property
+    def rank_output(self) -> Path:
+        """Folder for the output of this node's ranks, if a torch launcher separates it."""
+        return self.context.restart_dir.rank_output / self.context.node
+
     def _working_dir(self, values: dict[str, str]) -> Path:
         return Path(fill(self.trainer.working_dir, values) or self.context.run_dir.root)
 
@@ -121,14 +126,13 @@ class LaunchPlace:
         # One with a slash is relative to the folder that it starts in, and this process is in another.
         return shutil.which(str(self.working_dir / first) if "/" in first else first, path=search)
 
-    def environment(self, status: str, base: Mapping[str, str], folder: Path | None, logs: Path) -> dict[str, str]:
+    def environment(self, status: str, base: Mapping[str, str], folder: Path | None) -> dict[str, str]:
         """The program's environment variables.
 
         Args:
             status: Path of the status files of this node's ranks, without the local rank.
             base: Environment of the worker.
             folder: The program's Python environment; None for the job's.
-            logs: Folder for per-rank output, if a torch launcher separates it.
         """
         per_node = self.trainer.launch == "per_node"
         left_out = (*_OF_RANK, *_OF_WORKER) if per_node else _OF_WORKER
@@ -155,7 +159,7 @@ class LaunchPlace:
                 "MASTER_PORT": str(self.order.port),
                 # torchrun and launchers built on it write the output of each rank to a separate file.
                 "PET_REDIRECTS": "3",
-                "PET_LOG_DIR": str(logs),
+                "PET_LOG_DIR": str(self.rank_output),
             }
         if folder is not None:
             found["VIRTUAL_ENV"] = str(folder)

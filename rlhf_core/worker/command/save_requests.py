@@ -11,6 +11,7 @@ from typing import Literal
 from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.training.types import WorkerContext
 from rlhf_core.worker.command.in_rank import rlhf_rank_file as words
+from rlhf_core.worker.command.program import TrainerProgram
 from rlhf_core.worker.command.rank_process import RankProcess
 
 POLL_INTERVAL_S = 1.0
@@ -21,20 +22,19 @@ END_TIMEOUT_S = 20.0
 class SaveRequests:
     """Carries out the requests of the agent for one rank."""
 
-    def __init__(self, context: WorkerContext, trainer: CommandTrainer, status: words.RankFile) -> None:
+    def __init__(
+        self, context: WorkerContext, trainer: CommandTrainer, status: words.RankFile, program: TrainerProgram
+    ) -> None:
         self._context = context
         self._signal = signal.Signals[trainer.save_signal] if trainer.save_signal else None
         self._status = status
+        self._program = program
         self._newest_before = 0
         self._wanted_step = 0
         self._next_poll_s = 0.0
         self._is_ended = False
         self.is_stop_requested = False
         """True once the program was asked to stop, whether or not it has saved its state."""
-        self.rank: RankProcess | None = None
-        """The rank's process."""
-        self.launcher: int | None = None
-        """Process id of the program, if this worker has started it."""
 
     @property
     def is_stopping(self) -> bool:
@@ -73,9 +73,9 @@ class SaveRequests:
         if has_callback:
             # A checkpoint saved before may be published only now; ending the program then would cut the new one off.
             self._wanted_step = step
-        elif self._signal is not None and self.rank is not None:
+        elif self._signal is not None and self._program.rank is not None:
             self._wanted_step = step - 1  # some programs print a step as it begins
-            self.rank.send(self._signal)
+            self._program.rank.send(self._signal)
 
     @property
     def newest_step(self) -> int:
@@ -90,9 +90,9 @@ class SaveRequests:
         return newest.step if newest is not None else 0
 
     def _end(self) -> None:
-        if self.launcher is None:
+        if self._program.launcher is None:
             return
-        process = RankProcess(self.launcher)
+        process = RankProcess(self._program.launcher)
         process.send(signal.SIGTERM)
         if not process.poll(END_TIMEOUT_S):
             process.send(signal.SIGKILL)

@@ -22,7 +22,7 @@ class NodeReading:
 
 
 class Anomalies:
-    """Compares the nodes. Used only by agent 0's supervising thread."""
+    """Compares the nodes, on agent 0. Both threads use it, under the supervisor's lock."""
 
     def __init__(self, events: EventLog) -> None:
         self._events = events

@@ -92,13 +92,13 @@ def test_a_launcher_does_not_inherit_the_rank_of_its_worker(tmp_path: Path) -> N
         "PATH": "/usr/bin",
         "HOME": "/root",
     }
-    per_node = place_of(context_of(tmp_path)).environment("/s", base, Path("/venv"), Path("/logs"))
+    per_node = place_of(context_of(tmp_path)).environment("/s", base, Path("/venv"))
     assert not per_node.keys() & (base.keys() - {"GROUP_SIZE", "PATH", "HOME"})
     assert per_node["GROUP_SIZE"] == "8", "a variable of the user"
     assert (per_node["MASTER_ADDR"], per_node["MASTER_PORT"]) == ("10.0.0.1", "29511")
     assert (per_node["NNODES"], per_node["NODE_RANK"], per_node["NPROC_PER_NODE"]) == ("1", "0", "2")
     assert (per_node["PATH"], per_node["HOME"]) == ("/venv/bin:/usr/bin", "/root")
-    per_rank = place_of(context_of(tmp_path, launch="per_rank")).environment("/s", base, None, Path("/logs"))
+    per_rank = place_of(context_of(tmp_path, launch="per_rank")).environment("/s", base, None)
     assert (per_rank["RANK"], per_rank["TORCHELASTIC_USE_AGENT_STORE"]) == ("1", "True")
     assert "RLHF_SLOTS" not in per_rank
 
@@ -110,14 +110,14 @@ def test_a_rank_has_the_task_numbers_that_srun_would_have_given_it(tmp_path: Pat
         "SLURM_NTASKS_PER_NODE": "1", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
     }  # fmt: skip
     place = place_of(context_of(tmp_path, rank=3, num_nodes=2, launch="per_rank"))
-    found = place.environment("/s", base, None, Path("/logs"))
+    found = place.environment("/s", base, None)
     assert {name: value for name, value in found.items() if name.startswith("SLURM_")} == {
         "SLURM_JOB_ID": "7", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_NTASKS": "4",
         "SLURM_NPROCS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS_PER_NODE": "2",
         "SLURM_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
     }  # fmt: skip
-    assert "SLURM_PROCID" not in place.environment("/s", {}, None, Path("/logs"))
-    per_node = place_of(context_of(tmp_path, rank=2, num_nodes=2)).environment("/s", base, None, Path("/logs"))
+    assert "SLURM_PROCID" not in place.environment("/s", {}, None)
+    per_node = place_of(context_of(tmp_path, rank=2, num_nodes=2)).environment("/s", base, None)
     assert per_node["SLURM_PROCID"] == "1"
 
 
@@ -127,7 +127,7 @@ def test_helpers_of_actors_of_ray_do_not_report_as_ranks(tmp_path: Path) -> None
     for name, argv in programs.items():
         prefix = str(tmp_path / name)
         status = RankFile(rank_path(prefix, 0), create=True)
-        found = place_of(context_of(tmp_path / name, argv=argv)).environment(prefix, os.environ, None, Path("/logs"))
+        found = place_of(context_of(tmp_path / name, argv=argv)).environment(prefix, os.environ, None)
         subprocess.run([sys.executable, "-c", ""], env={**found, "LOCAL_RANK": "0"}, check=True)
         assert (status.get(PID) != 0) == (name == "ranks")
 
@@ -142,7 +142,7 @@ def test_older_versions_of_torch_record_collectives_as_well(tmp_path: Path) -> N
         prefix = str(packages / "ranks")
         RankFile(rank_path(prefix, 0), create=True)
         base = {**os.environ, "PYTHONPATH": str(packages)}
-        found = place_of(context_of(packages / "run")).environment(prefix, base, None, Path("/logs"))
+        found = place_of(context_of(packages / "run")).environment(prefix, base, None)
         rank = [sys.executable, "-c", program]
         done = subprocess.run(rank, env={**found, "LOCAL_RANK": "0"}, capture_output=True, text=True, check=True)
         assert done.stdout == f"{expected}\n"
@@ -150,14 +150,14 @@ def test_older_versions_of_torch_record_collectives_as_well(tmp_path: Path) -> N
 
 def test_programs_of_the_environment_precede_the_path_of_the_trainer(tmp_path: Path) -> None:
     place = place_of(context_of(tmp_path, variables={"PATH": "/opt/bin:/usr/bin"}))
-    with_folder = place.environment("/s", {"PATH": "/bin"}, Path("/venv"), Path("/logs"))
+    with_folder = place.environment("/s", {"PATH": "/bin"}, Path("/venv"))
     assert with_folder["PATH"] == "/venv/bin:/opt/bin:/usr/bin"
-    assert place.environment("/s", {"PATH": "/bin"}, None, Path("/logs"))["PATH"] == "/opt/bin:/usr/bin"
+    assert place.environment("/s", {"PATH": "/bin"}, None)["PATH"] == "/opt/bin:/usr/bin"
 
 
 def test_a_path_of_the_user_does_not_hide_the_recorder(tmp_path: Path) -> None:
     variables = {"PYTHONPATH": "{code}", "MINE": "{seed}"}
-    found = place_of(context_of(tmp_path, variables=variables)).environment("/s", {}, None, Path("/logs"))
+    found = place_of(context_of(tmp_path, variables=variables)).environment("/s", {}, None)
     first, code = found["PYTHONPATH"].split(":")
     assert first == str(IN_RANK)
     assert code.endswith("code/snapshot")

@@ -25,10 +25,10 @@ def save(context: WorkerContext, step: int) -> None:
     publish(context, trainer_of(context), output_dir, FoundCheckpoint(step, folder, complete=True))
 
 
-def requests_of(context: WorkerContext, folder: Path, *, beats: int = 0) -> SaveRequests:
+def requests_of(context: WorkerContext, folder: Path, program: Mock, *, beats: int = 0) -> SaveRequests:
     status = words.RankFile(words.rank_path(str(folder / "ranks"), 0), create=True)
     status.set(words.BEATS, beats)
-    return SaveRequests(context, trainer_of(context), status)
+    return SaveRequests(context, trainer_of(context), status, program)
 
 
 @pytest.mark.parametrize(
@@ -50,13 +50,13 @@ def test_a_checkpoint_saved_before_the_request_is_no_answer_to_it(
     """
     context = context_of(tmp_path, save_signal=save_signal)
     save(context, 80)
-    requests = requests_of(context, tmp_path, beats=beats)
-    rank = requests.rank = Mock()
+    program = Mock(launcher=None)
+    requests = requests_of(context, tmp_path, program, beats=beats)
     requests.answer("", 118, 0.0)
     assert not requests.is_stop_requested
     requests.answer("stop", 118, 1.0)
     assert (requests.is_stop_requested, requests.is_stopping) == (True, False)
-    assert rank.send.call_args_list == ([((signal.SIGUSR1,),)] if save_signal else [])
+    assert program.rank.send.call_args_list == ([((signal.SIGUSR1,),)] if save_signal else [])
     found = []
     for step in steps:
         save(context, step)
@@ -72,7 +72,7 @@ def test_a_run_directory_that_cannot_be_read_delays_the_request(
 
     context = context_of(tmp_path)
     save(context, 80)
-    requests = requests_of(context, tmp_path)
+    requests = requests_of(context, tmp_path, Mock(launcher=None))
     with monkeypatch.context() as broken:
         broken.setattr(RunDir, "newest_checkpoint", fail)
         requests.answer("stop", 90, 0.0)

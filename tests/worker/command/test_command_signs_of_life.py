@@ -46,7 +46,7 @@ def followers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeF
             for rank in (0, 1):
                 context = replace(first, rank=rank, local_rank=rank, reporter=Beat(slots.path, rank))
                 found.append(Follower(context))
-            started.enter_context(found[0]._launched())
+            started.enter_context(found[0]._program.launched())
             return found
 
         yield make
@@ -68,15 +68,15 @@ class Fake:
 def test_ranks_that_are_not_found_are_those_of_the_launcher(followers: MakeFollowers) -> None:
     """As with Ray. The worker that has neither a rank nor a child must not call a hang while the program works."""
     first, second = followers()
-    assert first._child is not None
-    launcher = first._child.pid
+    launcher = first._program.launcher
+    assert launcher is not None
     child = until(lambda: [one.pid for one in psutil.Process(launcher).children()])
-    assert [one._pids() for one in (first, second)] == [[launcher, *child]] * 2
-    assert (first._has_ended(), second._has_ended()) == (False, False)
+    assert [one._program.pids() for one in (first, second)] == [[launcher, *child]] * 2
+    assert (first._program.has_ended(), second._program.has_ended()) == (False, False)
     psutil.Process(child[0]).kill()
-    until(first._has_ended)
-    assert second._has_ended(), "with the launcher"
-    assert second._pids() == []
+    until(first._program.has_ended)
+    assert second._program.has_ended(), "with the launcher"
+    assert second._program.pids() == []
 
 
 def test_a_worker_without_a_rank_follows_the_log_of_the_first(followers: MakeFollowers) -> None:
@@ -88,7 +88,7 @@ def test_a_worker_without_a_rank_follows_the_log_of_the_first(followers: MakeFol
         file.write("step 7\n")
     assert source.poll(0.0).step == 7
     second._status.set(PID, os.getpid())
-    second._find_rank()
+    second._program.has_ended()
     with log.open("a") as file:
         file.write("step 8\n")
     assert not source.poll(1.0).moved, "a rank of its own is not judged by the first"
@@ -114,7 +114,7 @@ def test_work_between_the_collectives_of_a_set_up_is_a_sign_of_life(followers: M
     assert not beats(4, 3), "in a collective, it waits for others"
     strong.reading = Reading(moved=True, step=1)
     assert beats(4, 4)
-    assert follower._phase is Phase.TRAIN
+    assert follower._progress.phase is Phase.TRAIN
     strong.reading, num_polls = Reading(), weak.num_polls
     assert not beats(4, 4), "an endless loop is no progress"
     assert weak.num_polls == num_polls, "what does not count is not looked for"
