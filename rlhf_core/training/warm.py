@@ -13,7 +13,7 @@ from rlhf_core.errors import WorkerError
 PROBE_MODULES = ("rlhf_core.training.probes.node",)
 """Modules of the probe, which needs nothing but torch."""
 
-NATIVE_MODULES = ("rlhf_core.training.trainers.run", "rlhf_core.training.evaluation.evaluator")
+NATIVE_MODULES = ("rlhf_core.training.trainers.run", "rlhf_core.training.evaluation.run")
 """Modules of the native targets. Their own imports are loaded with them."""
 
 LATE_MODULES = ("transformers.modeling_layers", "transformers.models.auto.tokenization_auto")

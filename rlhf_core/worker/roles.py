@@ -16,7 +16,7 @@ from rlhf_core.schemas.attempts import Role
 
 TARGETS: dict[Role, str] = {
     Role.TRAINER: "rlhf_core.training.trainers.run:run_trainer",
-    Role.EVALUATOR: "rlhf_core.training.evaluation.evaluator:run_evaluator",
+    Role.EVALUATOR: "rlhf_core.training.evaluation.run:run_evaluator",
     Role.ROLLOUT: "rlhf_core.training.rollouts.server.process:run_engine",
 }
 """Native targets by role. Roles without one need a target passed to the agent."""

@@ -118,7 +118,7 @@ class LastBeat(NullReporter):
 
 def beats_of_evaluator(rank: int, num_ranks: int, folder: str, name: str) -> tuple[str, list[tuple[Any, int]]]:
     """Result of role evaluator, and the phase and number of the last beat before each file of merged weights."""
-    from rlhf_core.training.evaluation.evaluator import run_evaluator
+    from rlhf_core.training.evaluation.run import run_evaluator
     from rlhf_core.training.models import gathering
     from rlhf_core.training.models.tensor_files import write_tensors
 
@@ -136,7 +136,7 @@ def beats_of_evaluator(rank: int, num_ranks: int, folder: str, name: str) -> tup
 def on_one_rank(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
     """The rest of a run of two ranks under stage 3, under stage 1; and role evaluator on others."""
     from rlhf_core.training.distributed import init_process_group, leave_process_group
-    from rlhf_core.training.evaluation.evaluator import run_evaluator
+    from rlhf_core.training.evaluation.run import run_evaluator
     from rlhf_core.training.trainers.run import train_run
 
     rest = make_context(f"{folder}/for-one", RUNS["stage-1"], rank, num_ranks, restart=1)

@@ -58,7 +58,7 @@ from rlhf_core.training.checkpoints.state import (  # noqa: E402
 from rlhf_core.training.checkpoints.writer import CheckpointWriter  # noqa: E402
 from rlhf_core.training.data.tokenizers import build_tokenizer, load_tokenizer  # noqa: E402
 from rlhf_core.training.distributed import Ranks  # noqa: E402
-from rlhf_core.training.evaluation.evaluator import checkpoint_to_evaluate  # noqa: E402
+from rlhf_core.training.evaluation.run import checkpoint_to_evaluate  # noqa: E402
 from rlhf_core.training.models import tensor_files  # noqa: E402
 from rlhf_core.training.models.causal_lm import build_causal_lm, load_causal_lm  # noqa: E402
 

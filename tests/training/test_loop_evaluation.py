@@ -34,13 +34,9 @@ from rlhf_core.training.data.examples import (  # noqa: E402
 from rlhf_core.training.data.tokenizers import build_tokenizer  # noqa: E402
 from rlhf_core.training.distributed import Ranks, collective_timeout  # noqa: E402
 from rlhf_core.training.evaluation import evaluator as evaluation  # noqa: E402
-from rlhf_core.training.evaluation.evaluator import (  # noqa: E402
-    _evaluate_start,
-    are_written,
-    checkpoint_to_evaluate,
-    load_evaluator,
-    write_reports,
-)
+from rlhf_core.training.evaluation.evaluator import are_written, load_evaluator, write_reports  # noqa: E402
+from rlhf_core.training.evaluation.held_out import HeldOutRows  # noqa: E402
+from rlhf_core.training.evaluation.run import _evaluate_start, checkpoint_to_evaluate  # noqa: E402
 from rlhf_core.training.models.causal_lm import PolicyModel, build_causal_lm  # noqa: E402
 from rlhf_core.training.rewards.scoring import RewardScorer  # noqa: E402
 from rlhf_core.training.rollouts.remote.engine import RemoteEngines  # noqa: E402
@@ -372,7 +368,7 @@ def test_the_held_out_loss_is_that_of_a_step_with_all_held_out_rows(ranks: Ranks
 
 def test_an_engine_in_process_sleeps_while_held_out_rows_are_scored(ranks: Ranks) -> None:
     """Sampling has woken it, and the passes need its memory."""
-    engine, scored = mock.Mock(), evaluation.HeldOutRows.scored
+    engine, scored = mock.Mock(), HeldOutRows.scored
     engine.sample.side_effect = lambda prompts, seeds, *others: [[Completion([], "", True, [])] * len(s) for s in seeds]
     spec = RunSpec.model_validate(tiny_spec(train={"algorithm": "sft"}, evaluate={"scorer": HALF}))
     tokenizer = build_tokenizer("char", [], 0)
@@ -382,7 +378,7 @@ def test_an_engine_in_process_sleeps_while_held_out_rows_are_scored(ranks: Ranks
         engine.scored()
         return scored(rows, *others)
 
-    with mock.patch.object(evaluation.HeldOutRows, "scored", score):
+    with mock.patch.object(HeldOutRows, "scored", score):
         evaluator.run(build_causal_lm(spec.model.config, tokenizer, 0), "after", 1, lambda: None)
     assert [name for name, *_ in engine.method_calls] == ["load", "sample", "load", "sample", "sleep", "scored"]
 
@@ -462,7 +458,7 @@ def start_of_an_external_trainer(
     spec = {"name": "other", "model": {"path": str(folder)}, "trainer": trainer}
     context, model = make_context(str(folder / "run"), spec, 0, 1), torch.nn.Linear(2, 2)
     evaluator.run.return_value = []
-    module = "rlhf_core.training.evaluation.evaluator"
+    module = "rlhf_core.training.evaluation.run"
     loaded = mock.patch(f"{module}.load_causal_lm", return_value=model)
     with loaded, mock.patch(f"{module}.require_embeddings", embeddings):
         _evaluate_start(context, ranks, evaluator)

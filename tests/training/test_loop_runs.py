@@ -250,7 +250,7 @@ def killed_for_real(rank: int, num_ranks: int, run_dir: str, spec: dict[str, Any
 
 def on_one_rank(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
     """One of the runs above, the rest of another, role evaluator on the first; and runs of two steps, made longer."""
-    from rlhf_core.training.evaluation.evaluator import run_evaluator
+    from rlhf_core.training.evaluation.run import run_evaluator
 
     spec = tiny_spec(**WITHOUT_NOISE)
     with training_group(rank, num_ranks, folder, spec) as group:

@@ -133,7 +133,7 @@ def runs_of(group: TrainingGroup) -> dict[str, Any]:
 
 def evaluated_runs(rank: int, num_ranks: int, folder: str) -> list[str]:
     """Scenario: role evaluator on two of the runs. Each has a rendezvous of its own: a port is not free at once."""
-    from rlhf_core.training.evaluation.evaluator import run_evaluator
+    from rlhf_core.training.evaluation.run import run_evaluator
 
     results = []
     for name, algorithm in (("warm", IPO), ("ranker", RANKER)):

@@ -495,7 +495,7 @@ def run_sections(folder: str, **settings: Any) -> dict[str, Any]:
 
 
 def runs_of(group: TrainingGroup) -> dict[str, Any]:
-    from rlhf_core.training.evaluation import evaluator
+    from rlhf_core.training.evaluation import run as evaluation_run
     from rlhf_core.training.trainers import run as run_module
 
     folder, train = group.folder, group.train
@@ -527,10 +527,10 @@ def runs_of(group: TrainingGroup) -> dict[str, Any]:
     split["evaluate"] |= {"scorer": "reward.models.good", "every_num_steps": 3}
     results["stage 3"] = train("stage-3", split)
     with mock.patch.multiple(
-        evaluator, init_process_group=lambda context: group.ranks, leave_process_group=mock.Mock()
+        evaluation_run, init_process_group=lambda context: group.ranks, leave_process_group=mock.Mock()
     ):
         context = make_context(f"{folder}/stage-3", split, group.ranks.rank, group.ranks.num_ranks)
-        results["evaluated"] = str(evaluator.run_evaluator(context))
+        results["evaluated"] = str(evaluation_run.run_evaluator(context))
     if group.ranks.is_first:
         make_reward_model(Path(folder) / "new")
         shutil.copy(f"{folder}/zero.safetensors", f"{folder}/good/model.safetensors")
