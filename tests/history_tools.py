@@ -66,7 +66,7 @@ from rlhf_core.schemas.reports import (
 )
 from rlhf_core.schemas.resources import GroupPlan, Placement, Submission, in_order
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.schemas.weight_ledger import WeightSyncLine
+from rlhf_core.schemas.weight_sync import WeightSyncLine
 from rlhf_core.watchdog.ingest import sync
 
 T0 = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)

@@ -17,7 +17,7 @@ from rlhf_core.schemas.reports import (
     TelemetryLine,
 )
 from rlhf_core.schemas.stored_spec import StoredSpec
-from rlhf_core.schemas.weight_ledger import WeightSyncLine
+from rlhf_core.schemas.weight_sync import WeightSyncLine
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ from pydantic import JsonValue
 
 from rlhf_core.preflight.facts import DataFile, Facts, GoodRun
 from rlhf_core.schemas.algorithms.policy_gradient import PpoSpec
+from rlhf_core.schemas.changes import with_changes
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.command_trainer import named_placeholders
 from rlhf_core.schemas.migration import current_document
-from rlhf_core.schemas.run import RunSpec, with_changes
+from rlhf_core.schemas.run import RunSpec
 from rlhf_core.shell.launch_line import read_launch_line
 
 COMMAND_PACKAGES = (

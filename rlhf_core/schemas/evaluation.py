@@ -1,8 +1,8 @@
 """Settings of the evaluations of a run, and of the promotion that depends on them."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhf_core.schemas.base import Finite, NonNegative, Positive, PositiveFloat, Schema
 from rlhf_core.schemas.reports import EvaluationName
@@ -43,6 +43,15 @@ class EvaluateSpec(Schema):
     """Level of the reported confidence interval."""
     keep_samples: NonNegative = 64
     """Scored completions kept in the sample table of each evaluation."""
+
+    @model_validator(mode="after")
+    def _model_has_completions_to_score(self) -> Self:
+        if self.scorer_model and not self.completions:
+            raise ValueError(
+                f"found evaluate.scorer = {self.scorer} and evaluate.completions = false, with which there are no "
+                "completions to score; leave one of them out"
+            )
+        return self
 
     @property
     def scorer_function(self) -> str:

@@ -8,7 +8,7 @@ show all findings at once; validators here reject only meaningless settings.
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, model_validator
 
 from rlhf_core.schemas.base import Schema
 from rlhf_core.schemas.checkpoints import CheckpointSpec
@@ -18,7 +18,7 @@ from rlhf_core.schemas.data import DataKind, DataSpec
 from rlhf_core.schemas.evaluation import EvaluateSpec, PromoteSpec
 from rlhf_core.schemas.health import HealthSpec
 from rlhf_core.schemas.loops import LoopSpec, LoopsSpec
-from rlhf_core.schemas.migration import current_document, current_name
+from rlhf_core.schemas.migration import current_document
 from rlhf_core.schemas.model import ONE_MODEL_SOURCE, ModelSpec
 from rlhf_core.schemas.preflight import PreflightSpec
 from rlhf_core.schemas.reports import EvaluationName
@@ -172,11 +172,6 @@ class RunSpec(Schema):
             raise ValueError(
                 f"found evaluate.scorer = {self.evaluate.scorer}, and a main loop that trains a reward model, which "
                 "writes no completions to score; leave evaluate.scorer out"
-            )
-        if name and not self.evaluate.completions:
-            raise ValueError(
-                f"found evaluate.scorer = {self.evaluate.scorer} and evaluate.completions = false, with which there "
-                "are no completions to score; leave one of them out"
             )
         return self
 
@@ -400,26 +395,3 @@ class RunSpec(Schema):
     def warm_start_steps(self) -> int:
         """Optimizer steps before the main loop; 0 without a warm start."""
         return self.loops.warm_start.num_steps if self.loops.warm_start else 0
-
-
-def with_changes(spec: RunSpec, changes: Mapping[str, JsonValue]) -> RunSpec:
-    """Return a spec with some settings changed.
-
-    Args:
-        spec: Spec to change.
-        changes: Dotted name to new value, for instance ``trainer.micro_batch_size`` to 4. Names of rlhf-flows 0.1 are
-            translated.
-
-    Raises:
-        ValueError: a changed setting is invalid (pydantic's ``ValidationError`` is one).
-    """
-    if not changes:
-        return spec
-    content = spec.model_dump(mode="json")
-    for name, value in changes.items():
-        *sections, field = current_name(name).split(".")
-        table = content
-        for section in sections:
-            table = table[section]
-        table[field] = value
-    return RunSpec.model_validate(content)

@@ -17,9 +17,10 @@ from pydantic import JsonValue
 from rlhf_core.run_dir.attempt import RestartDir
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import Role
+from rlhf_core.schemas.changes import with_changes
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.resources import Placement
-from rlhf_core.schemas.run import RunSpec, with_changes
+from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.stored_spec import StoredSpec
 
 

@@ -17,10 +17,11 @@ from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.changes import with_changes
 from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind, Incident
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.resources import Placement
-from rlhf_core.schemas.run import RunSpec, with_changes
+from rlhf_core.schemas.run import RunSpec
 from rlhf_core.text.redaction import masked
 from rlhf_core.watchdog import evidence
 from rlhf_core.watchdog.watcher import AttemptSnapshot

@@ -48,7 +48,7 @@ from rlhf_core.schemas.reports import (
     ReconcileNote,
     TelemetryLine,
 )
-from rlhf_core.schemas.weight_ledger import WeightSyncLine
+from rlhf_core.schemas.weight_sync import WeightSyncLine
 
 BLOCK_BYTES = 2 << 20
 """Bytes of one appended file per batch."""

@@ -11,10 +11,10 @@ from rlhf_core.allocation.planner import plan, shortages
 from rlhf_core.errors import BadInput
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import Role
+from rlhf_core.schemas.changes import with_changes
 from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.resources import Placement
 from rlhf_core.schemas.rollouts import EngineLayout, RolloutSpec
-from rlhf_core.schemas.run import with_changes
 
 
 def test_probe_first_then_trainer_then_evaluator_in_the_same_places() -> None:

@@ -14,10 +14,11 @@ from rlhf_core.errors import BadConfig
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.algorithms.policy_gradient import GrpoSpec
 from rlhf_core.schemas.algorithms.supervised import SftSpec
+from rlhf_core.schemas.changes import with_changes
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest
 from rlhf_core.schemas.migration import OldSettings, current_document, current_name, current_settings
 from rlhf_core.schemas.reports import MetricsLine
-from rlhf_core.schemas.run import RunSpec, with_changes
+from rlhf_core.schemas.run import RunSpec
 
 OLD = """\
 # A config of 0.1.

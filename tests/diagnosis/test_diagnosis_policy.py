@@ -18,8 +18,9 @@ from rlhf_core.diagnosis.policy import (
     rollback_step,
 )
 from rlhf_core.schemas.attempts import Role
+from rlhf_core.schemas.changes import with_changes
 from rlhf_core.schemas.failures import Action, FailureKind
-from rlhf_core.schemas.run import RunSpec, with_changes
+from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.supervision import SuperviseSpec
 from rlhf_core.training.checkpoints.soundness import training_part
 

@@ -14,8 +14,8 @@ from rlhf_core.launch.start import agent_command, job_request, record_plan, subm
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.changes import with_changes
 from rlhf_core.schemas.resources import Submission
-from rlhf_core.schemas.run import with_changes
 
 
 @pytest.fixture

@@ -28,11 +28,11 @@ from rlhf_core.preflight.facts import (
 from rlhf_core.preflight.gather_facts import inspect_reward_model
 from rlhf_core.preflight.registry import CHECKS, run_checks
 from rlhf_core.preflight.trial import basis_of
+from rlhf_core.schemas.changes import with_changes
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.content import ContentReport, RewardTrial, SplitReport, TokenizerReport
 from rlhf_core.schemas.resources import PartitionSettings
-from rlhf_core.schemas.run import with_changes
 
 GIB = 2**30
 FILES = {"generator": "", "train": "/d/train.jsonl", "eval": "/d/eval.jsonl"}

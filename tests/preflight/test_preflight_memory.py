@@ -35,12 +35,13 @@ from rlhf_core.preflight.memory.roles import (
 )
 from rlhf_core.preflight.memory.shapes import Shape, part_of, shape_of, trained_shape
 from rlhf_core.preflight.size_estimates import checkpoint_bytes, decoder_parameters
+from rlhf_core.schemas.changes import with_changes
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.cluster import ResourceSpec, SlurmSpec
 from rlhf_core.schemas.content import ContentReport, SplitReport
 from rlhf_core.schemas.model import LoraSpec
 from rlhf_core.schemas.rollouts import uneven_heads
-from rlhf_core.schemas.run import RunSpec, with_changes
+from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.trainers import LIVE_ELEMENTS, REDUCE_BUCKET_ELEMENTS
 
 QWEN3_8B = {

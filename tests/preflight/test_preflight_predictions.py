@@ -17,9 +17,9 @@ from rlhf_core.preflight.predictions import predict
 from rlhf_core.preflight.registry import run_checks
 from rlhf_core.preflight.size_estimates import decoder_parameters
 from rlhf_core.preflight.step_time import LAUNCH_S, MATMUL_SHARE, gpu_rates, step_time
+from rlhf_core.schemas.changes import with_changes
 from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.model import LoraSpec
-from rlhf_core.schemas.run import with_changes
 
 WEIGHTS = {"qwen2.5-7b-gsm8k": 7_615_616_512, "qwen2.5-32b": 32_763_876_352}
 """Parameters according to the model cards' checkpoints."""

@@ -11,9 +11,10 @@ import pytest
 from control_fakes import make_spec
 from core_models import char_tokenizer
 
+from rlhf_core.schemas.changes import with_changes
 from rlhf_core.schemas.content import ContentReport, TrialProblem
 from rlhf_core.schemas.model import BUILT_TOKENIZERS
-from rlhf_core.schemas.run import RunSpec, with_changes
+from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.data.loading import completion_lengths, prompt_tokens
 from rlhf_core.training.data.tokenizer_cores import build_core
 from rlhf_core.training.data.tokenizers import build_tokenizer

@@ -16,7 +16,8 @@ from pydantic import ValidationError
 
 from rlhf_core.errors import BadConfig, BadData
 from rlhf_core.preflight.data_file import scan
-from rlhf_core.schemas.run import RunSpec, with_changes
+from rlhf_core.schemas.changes import with_changes
+from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.data.loading import (
     DataReport,
     load_data,

@@ -20,7 +20,8 @@ from pydantic import ValidationError
 from rank_launcher import ended, tiny_spec
 
 from rlhf_core.errors import BadConfig, RewardFailed
-from rlhf_core.schemas.run import RunSpec, with_changes
+from rlhf_core.schemas.changes import with_changes
+from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.rewards import process as process_module
 from rlhf_core.training.rewards.functions import reward_arguments
 from rlhf_core.training.rewards.process import MARK_VARIABLE, RewardProcess

@@ -12,9 +12,10 @@ from rlhf_core.history import queries
 from rlhf_core.history.run_shape import shape_key
 from rlhf_core.launch.start import record_plan
 from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.changes import with_changes
 from rlhf_core.schemas.failures import Decision
 from rlhf_core.schemas.resources import Inventory, Placement
-from rlhf_core.schemas.run import RunSpec, with_changes
+from rlhf_core.schemas.run import RunSpec
 from rlhf_core.watchdog.node_records import node_standings
 
 SIZE = "resources.num_nodes"

@@ -34,8 +34,9 @@ from rlhf_core.preflight.memory.shapes import Shape, part_of, shape_of
 from rlhf_core.preflight.predictions import gpu_kinds, node_memory_gb, smallest_gpu_bytes
 from rlhf_core.preflight.registry import CheckFunction, Finding, blocked, check, passed, skipped, warning
 from rlhf_core.preflight.size_estimates import shape_of_model, stored_parameters, trained_models
+from rlhf_core.schemas.changes import with_changes
 from rlhf_core.schemas.checks import CheckStatus
-from rlhf_core.schemas.run import RunSpec, with_changes
+from rlhf_core.schemas.run import RunSpec
 from rlhf_core.text.formatting import size
 
 SURELY_TOO_MUCH = 1.15

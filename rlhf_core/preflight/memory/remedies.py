@@ -7,7 +7,8 @@ from pydantic import JsonValue
 from rlhf_core.preflight.memory.engines import token_cache_bytes, vllm_cache_budget
 from rlhf_core.preflight.memory.roles import trainer_estimate
 from rlhf_core.preflight.memory.shapes import Shape
-from rlhf_core.schemas.run import RunSpec, with_changes
+from rlhf_core.schemas.changes import with_changes
+from rlhf_core.schemas.run import RunSpec
 
 
 def remedies(

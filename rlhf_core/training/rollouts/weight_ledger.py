@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.files.appended import LineWriter
 from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.weight_ledger import WeightSyncLine
+from rlhf_core.schemas.weight_sync import WeightSyncLine
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.rollouts.base import Ahead, RolloutEngine, Sampling, WeightTransfer
 from rlhf_core.training.types import Completion
