@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 
 from rlhf_core.schemas.attempts import PromotionState
 from rlhf_core.schemas.checkpoint_files import BestCheckpoint
-from rlhf_core.schemas.reports import gain
+from rlhf_core.schemas.reports import PASS, gain
 from rlhf_core.schemas.run import RunSpec
 
 _NEEDED_STATES = frozenset(PromotionState) - {PromotionState.REFUSED, PromotionState.EXPIRED}
@@ -38,7 +38,7 @@ def removable(
 
     Args:
         made_at: creation time of each complete checkpoint, by step.
-        evaluations: scores of the checkpoints.
+        evaluations: scores of the checkpoints. pass@k retains none.
         promotion: state and step of the promotion of the run's model; None if there is none.
         used: steps needed otherwise, for instance by a run that starts from one.
         ended_at: end of the run; None while it is active, when all are retained.
@@ -48,7 +48,8 @@ def removable(
     if not days or ended_at is None or not made_at:
         return []
     kept = {max(made_at), *used}
-    for name in {one.name for one in evaluations}:
+    # pass@k may be the best before training, which makes completions of a prompt alike.
+    for name in {one.name for one in evaluations if not one.name.startswith(PASS)}:
         of_name = [one for one in evaluations if one.name == name]
         # Of two equal scores, the later checkpoint has been trained for longer.
         kept.add(max(of_name, key=lambda one: (gain(one.name, 0, one.value), one.step)).step)

@@ -15,7 +15,7 @@ from rlhf_core.render.line_plots import (
 )
 from rlhf_core.render.markup import Markup, figure, join, number, remark, tag, words
 from rlhf_core.render.series import Curve, Marks, Point, PointSeries, Series, finite, is_finite, smoothing_window
-from rlhf_core.schemas.reports import EVALUATIONS
+from rlhf_core.schemas.reports import EVALUATIONS, PASS
 
 EVALUATION_CURVES = {"greedy": "eval/greedy", "preference": "eval/preference", "loss": "eval/loss"}
 """Metrics of the evaluations during training (``evaluate.every_num_steps``)."""
@@ -114,10 +114,14 @@ def _series_text(series: Series) -> str:
 
 
 def _evaluations(record: ReportData) -> list[tuple[Markup | None, str]]:
-    """Scores, and the loss if it was measured: it has another unit."""
-    scores = _points(record, "Held-out scores", "accuracy", [name for name in EVALUATIONS if name != "loss"])
-    has_loss = any(row["name"] == "loss" for row in record.evaluations)
-    return [scores, *([_points(record, "Held-out loss", "held-out-loss", ["loss"])] if has_loss else [])]
+    """Scores; pass@k and the loss if they were measured: the loss has another unit."""
+    made = [_points(record, "Held-out scores", "accuracy", [name for name in EVALUATIONS if name != "loss"])]
+    measured = dict.fromkeys(row["name"] for row in record.evaluations)
+    if passes := [name for name in measured if name.startswith(PASS)]:
+        made.append(_points(record, "Held-out pass@k", "pass-at-k", passes))
+    if "loss" in measured:
+        made.append(_points(record, "Held-out loss", "held-out-loss", ["loss"]))
+    return made
 
 
 def _points(record: ReportData, title: str, name: str, evaluations: Sequence[str]) -> tuple[Markup | None, str]:

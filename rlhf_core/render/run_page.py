@@ -35,7 +35,7 @@ from rlhf_core.render.series import finite
 from rlhf_core.render.weight_syncs import weight_sync_text
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.reports import EVALUATIONS, gain
+from rlhf_core.schemas.reports import EVALUATIONS, display_order, gain
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.text.formatting import attributed, count
 
@@ -158,7 +158,8 @@ def _pair(record: ReportData, name: str) -> tuple[Mapping[str, Any] | None, Mapp
 
 
 def _tiles(record: ReportData) -> Markup:
-    tiles = [*(_evaluation_tile(record, name) for name in EVALUATIONS), _reward_tile(record), _goodput_tile(record)]
+    names = sorted({row["name"] for row in record.evaluations}, key=display_order)
+    tiles = [*(_evaluation_tile(record, name) for name in names), _reward_tile(record), _goodput_tile(record)]
     shown = [tile for tile in tiles if tile]
     return tag("div", *shown, class_="tiles") if shown else Markup("")
 

@@ -5,7 +5,7 @@ from itertools import groupby
 
 from rlhf_core.render.gather import ReportData
 from rlhf_core.render.markup import Markup, code, fold, join, number, remark, signed, table, tag
-from rlhf_core.schemas.reports import EVALUATIONS, EvaluationSample, SampleLine
+from rlhf_core.schemas.reports import CORRECT_SCORE, EVALUATIONS, EvaluationSample, SampleLine
 from rlhf_core.text.formatting import count
 
 _PER_GROUP = 4
@@ -126,8 +126,7 @@ def _style(rows: Sequence[Sequence[object]]) -> str:
 
 
 def _right(sample: EvaluationSample) -> bool:
-    # Scorers that grade between 0 and 1 are split at the middle; the built-in ones give 0 or 1.
-    return sample.score >= 0.5
+    return sample.score >= CORRECT_SCORE
 
 
 def _are_shares(samples: Iterable[EvaluationSample]) -> bool:

@@ -27,7 +27,7 @@ class Accuracy:
     """One measure, before and after training."""
 
     name: str
-    """``greedy``, ``sampled``, ``preference`` or ``loss``."""
+    """``greedy``, ``sampled``, ``preference``, ``loss`` or ``pass@k``."""
     metric: str
     before: EvaluationReport | None
     after: EvaluationReport | None

@@ -24,7 +24,8 @@ class EvaluateSpec(Schema):
     num_prompts: NonNegative = 512
     """Number of held-out prompts, from the start of the split; 0 for all."""
     samples_per_prompt: Positive = 1
-    """Completions per prompt in the sampled evaluation."""
+    """Completions per prompt in the sampled evaluation. With several, pass@k is also reported, for k = 1, 2, 4 ... up
+    to this number, if all scores are between 0 and 1; a completion is correct with a score of at least 0.5."""
     temperature: PositiveFloat = 1.0
     """Temperature of the sampled evaluation; the greedy one always takes the likeliest token."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rlhf_core.schemas.base import Schema
-from rlhf_core.schemas.reports import CROSS_ENTROPY, gain
+from rlhf_core.schemas.reports import CROSS_ENTROPY, PASS, gain
 
 REGRESSED = "regressed"
 """Word shown beside the state of such a run."""
@@ -32,7 +32,8 @@ def regressions(evaluations: Iterable[Mapping[str, Any]]) -> tuple[Regression, .
     """Find the scores that decreased and the cross-entropies that increased, in the order of the evaluations.
 
     Other losses are ignored: that of preferences may rise while the ranking improves, because it starts as if every
-    pair were a tie, and counts a few pairs that are ranked wrongly with confidence more than many ranked rightly.
+    pair were a tie, and counts a few pairs that are ranked wrongly with confidence more than many ranked rightly. So is
+    pass@k, which falls when training makes completions of a prompt alike, even if more of them are right.
 
     Args:
         evaluations: with ``name, when, metric, value, ci_low, ci_high``, as in ``rlhf show --json``. One without a
@@ -46,6 +47,7 @@ def regressions(evaluations: Iterable[Mapping[str, Any]]) -> tuple[Regression, .
         Regression(name=name, metric=metric, before=found["before"]["value"], after=found["after"]["value"])
         for (name, metric), found in by_name.items()
         if {"before", "after"} <= found.keys()
+        and not name.startswith(PASS)
         and (name != "loss" or metric == CROSS_ENTROPY)
         and _is_worse(name, found["before"], found["after"])
     )

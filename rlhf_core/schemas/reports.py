@@ -294,6 +294,22 @@ EvaluationName = Literal["greedy", "sampled", "preference", "loss"]
 """Kinds of evaluation: of greedy or sampled completions, of the ranking of pairs, or of the loss on held-out rows."""
 EVALUATIONS: tuple[EvaluationName, ...] = get_args(EvaluationName)
 """All kinds, in display order."""
+PassName = Annotated[str, Field(pattern=r"^pass@[1-9][0-9]*$")]
+"""``pass@k`` for a ``k``: the probability that at least one of ``k`` sampled completions of a prompt is correct."""
+PASS = "pass@"
+"""Beginning of a :data:`PassName`."""
+
+CORRECT_SCORE = 0.5
+"""Score from which a completion counts as correct, if all scores are between 0 and 1: those of scorers that grade are
+split at the middle, and the built-in ones give 0 or 1."""
+
+
+def display_order(name: str) -> tuple[int, int]:
+    """Key that sorts names of evaluations for display: all kinds, then pass@k by ``k``."""
+    if name in EVALUATIONS:
+        return EVALUATIONS.index(name), 0
+    k = name.removeprefix(PASS)
+    return len(EVALUATIONS), int(k) if k.isdecimal() else 0
 
 
 CROSS_ENTROPY = "cross_entropy"
@@ -308,14 +324,15 @@ def gain(name: str, before: float, after: float) -> float:
 class EvaluationReport(Schema):
     """One evaluation (``evaluations/<when>-<name>.json``)."""
 
-    name: EvaluationName
-    """Kind of the completions, `preference` for ranked pairs, or `loss`."""
+    name: EvaluationName | PassName
+    """Kind of the completions, `preference` for ranked pairs, `loss`, or `pass@k` of the sampled completions."""
     when: Literal["before", "after"]
     """Before the main algorithm (after the warm start), or after training."""
     metric: Label
     """Measure, for instance ``exact_match``."""
     value: float
-    """Mean score over all samples; for `loss`, that of a training step with all held-out rows."""
+    """Mean score over all samples; for `loss`, that of a training step with all held-out rows; for `pass@k`, the mean
+    estimate over the prompts."""
     ci_low: float
     """Lower bound of the confidence interval of ``value``."""
     ci_high: float

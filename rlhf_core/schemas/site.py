@@ -79,9 +79,9 @@ class RetentionSite(Schema):
     """``[retention]``: rules by which the site daemon removes files."""
 
     checkpoints_days: KeptDays = 0
-    """Days to keep checkpoints after the end of their run; 0 keeps all. The newest, the best of every evaluation,
-    promoted ones, and those that another run reads, if it is active or can be resumed, are always kept; those that were
-    set aside, and what an interrupted save or removal has left, are not."""
+    """Days to keep checkpoints after the end of their run; 0 keeps all. The newest, the best of every evaluation
+    except pass@k, promoted ones, and those that another run reads, if it is active or can be resumed, are always kept;
+    those that were set aside, and what an interrupted save or removal has left, are not."""
     deployments_days: KeptDays = 30
     """Days to keep a deployed or submitted config and its code after their last use; 0 keeps all. Those of a
     deployment, of a flow run that is not completed, and of a run that can be resumed are always kept."""

@@ -72,6 +72,7 @@ def _loss(when: str, value: float, metric: str) -> dict[str, Any]:
         (_loss("before", 0.5, "cross_entropy"), _loss("after", 0.3, "cross_entropy"), False),
         (_loss("before", 0.5, "cross_entropy"), _loss("after", 0.7, "cross_entropy"), True),
         (_loss("before", 0.5, "dpo_loss"), _loss("after", 0.7, "dpo_loss"), False),
+        ({**_row("before", 0.5), "name": "pass@4"}, {**_row("after", 0.3), "name": "pass@4"}, False),
     ],
 )
 def test_a_score_is_worse_when_its_intervals_are_apart(

@@ -295,6 +295,7 @@ def test_the_best_the_promoted_and_those_in_use_stay() -> None:
     assert removed(evaluations=scores[:2]) == [10]
     assert removed(evaluations=[Scored("greedy", 10, 0.5), Scored("greedy", 20, 0.5)]) == [10]
     assert removed(evaluations=[Scored("loss", 10, 0.5), Scored("loss", 20, 0.9)]) == [20], "a lower loss is better"
+    assert removed(evaluations=[*scores[:2], Scored("pass@8", 10, 1.0), Scored("pass@8", 30, 0.9)]) == [10]
     assert removed(promotion=(PromotionState.PROMOTED, 10)) == [20]
     assert removed(promotion=(PromotionState.REFUSED, 10)) == [10, 20]
     assert removed(used={10}) == [20]

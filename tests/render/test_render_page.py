@@ -131,6 +131,16 @@ def test_a_lower_loss_is_a_gain_with_a_chart_of_its_own() -> None:
     assert "Held-out loss" not in _text(records.learned(evaluations=scores))
 
 
+def test_pass_at_k_has_tiles_and_a_plot_of_its_own() -> None:
+    scores = _evaluations((0.50, 0.46, 0.54), (0.60, 0.56, 0.64))
+    rows = [*scores, *({**row, "name": f"pass@{k}"} for row in scores for k in (1, 2, 16))]
+    text = _text(records.learned(evaluations=rows))
+    assert text.index("exact match, pass@2") < text.index("exact match, pass@16")
+    assert "Held-out pass@k" in text
+    assert "pass@16 0.600 at step 120" in run_page.page(records.learned(evaluations=rows))
+    assert "pass@" not in _text(records.learned(evaluations=scores)), "control"
+
+
 def test_a_failed_run_begins_with_its_diagnosis_and_what_happened() -> None:
     text = _text(records.failed())
     assert "Failed after 40 s: disk full. Rank 0 ran out of disk while writing a checkpoint" in text

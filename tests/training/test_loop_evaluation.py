@@ -160,19 +160,25 @@ def test_any_number_of_ranks_gives_the_same_report(ranks: Ranks, tmp_path: Path)
 
 
 def test_reports_hold_what_was_measured(ranks: Ranks) -> None:
-    greedy, sampled = evaluate(ranks)
-    assert (greedy.name, sampled.name) == ("greedy", "sampled")
+    greedy, sampled, *passes = evaluate(ranks)
+    assert [report.name for report in (greedy, sampled, *passes)] == ["greedy", "sampled", "pass@1", "pass@2"]
     assert (greedy.num_prompts, greedy.num_samples) == (10, 10)
     assert (sampled.num_prompts, sampled.num_samples) == (10, 20)
     assert greedy.metric == "half_right"
     assert greedy.checkpoint_step == 6
-    for report in (greedy, sampled):
-        assert len(report.samples) == 7
+    for report in (greedy, sampled, *passes):
+        assert len(report.samples) == (0 if report in passes else 7)
         assert report.ci_low <= report.value <= report.ci_high
     assert [sample.sample_index for sample in sampled.samples] == [0, 1, 0, 1, 0, 1, 0]
     assert len({sample.prompt for sample in greedy.samples}) == 7
     (more,) = [report for report in evaluate(ranks, keep_samples=99) if report.name == "sampled"]
     assert more.value == pytest.approx(sum(sample.score for sample in more.samples) / 20)
+    right = [sample.score >= 0.5 for sample in more.samples]
+    pairs = list(zip(right[::2], right[1::2], strict=True))
+    assert [report.value for report in passes] == pytest.approx([sum(right) / 20, sum(map(any, pairs)) / 10])
+    for report in passes:
+        assert (report.num_prompts, report.num_samples, report.metric) == (10, 20, "half_right")
+        assert EvaluationReport.model_validate_json(report.model_dump_json()) == report
     assert [sample.prompt for sample in more.samples[::2]][:7] == [sample.prompt for sample in greedy.samples]
 
 
@@ -428,8 +434,19 @@ def test_samples_of_a_prompt_differ_and_noise_does_not_depend_on_the_step(ranks:
 
 
 def test_the_number_of_prompts_is_a_limit(ranks: Ranks) -> None:
-    assert [report.num_prompts for report in evaluate(ranks, num_prompts=4)] == [4, 4]
-    assert [report.num_prompts for report in evaluate(ranks, num_prompts=400)] == [10, 10]
+    assert {report.num_prompts for report in evaluate(ranks, num_prompts=4)} == {4}
+    assert {report.num_prompts for report in evaluate(ranks, num_prompts=400)} == {10}
+
+
+def test_pass_at_k_takes_no_collective_of_its_own(ranks: Ranks) -> None:
+    """Control: one completion per prompt has no pass@k."""
+    num_gathered = []
+    for samples_per_prompt, names in ((1, []), (2, ["pass@1", "pass@2"])):
+        with mock.patch.object(Ranks, "gather", autospec=True, side_effect=Ranks.gather) as gather:
+            reports = evaluate(ranks, samples_per_prompt=samples_per_prompt)
+        assert [report.name for report in reports[2:]] == names
+        num_gathered.append(gather.call_count)
+    assert num_gathered[0] == num_gathered[1] > 0
 
 
 def test_a_scorer_that_fails_is_named(ranks: Ranks) -> None:

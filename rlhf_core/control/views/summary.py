@@ -2,12 +2,12 @@
 
 from rlhf_core.control.views.timeline import all_incidents
 from rlhf_core.files.appended import read_models
-from rlhf_core.files.whole import read_model
+from rlhf_core.files.whole import read_all
 from rlhf_core.launch.journal import RunRecord, StageRecord, read_record
 from rlhf_core.render.summary import Accuracy, Summary
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import StageName, StageState
-from rlhf_core.schemas.reports import EVALUATIONS, EvaluationReport, MetricsLine
+from rlhf_core.schemas.reports import EvaluationReport, MetricsLine, display_order
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.text.formatting import missing_steps
 from rlhf_core.watchdog.evidence import num_restarts
@@ -43,13 +43,12 @@ def summarise(run_dir: RunDir) -> Summary:
 
 def _accuracies(run_dir: RunDir, spec: RunSpec) -> list[Accuracy]:
     """Evaluations that were made, and those that are certain to follow."""
-    found = [_accuracy(run_dir, name) for name in EVALUATIONS]
-    return [row for row in found if row.before or row.after or row.name in spec.evaluations]
+    reports = {(one.name, one.when): one for one in read_all(run_dir.evaluations(), EvaluationReport)}
+    names = sorted({*(name for name, _ in reports), *spec.evaluations}, key=display_order)
+    return [_accuracy(name, reports.get((name, "before")), reports.get((name, "after"))) for name in names]
 
 
-def _accuracy(run_dir: RunDir, name: str) -> Accuracy:
-    before = read_model(run_dir.evaluation("before", name), EvaluationReport)
-    after = read_model(run_dir.evaluation("after", name), EvaluationReport)
+def _accuracy(name: str, before: EvaluationReport | None, after: EvaluationReport | None) -> Accuracy:
     known = after or before
     return Accuracy(name, known.metric if known else "accuracy", before, after)
 

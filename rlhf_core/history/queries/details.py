@@ -41,6 +41,7 @@ from rlhf_core.history.tables.sqlalchemy_core import (
 )
 from rlhf_core.schemas.attempts import ATTEMPT_ENDS
 from rlhf_core.schemas.failures import Action
+from rlhf_core.schemas.reports import display_order
 
 
 def show_run(store: HistoryStore, run_id: str) -> Facts:
@@ -180,7 +181,7 @@ def _restarts(connection: Connection, run_id: str) -> list[Facts]:
 def _evaluations(connection: Connection, run_id: str) -> list[Facts]:
     rows = connection.execute(select(EVALUATIONS).where(EVALUATIONS.c.run_id == run_id)).all()
     found = []
-    for row in sorted(rows, key=lambda row: (row.when_made != "before", row.name)):
+    for row in sorted(rows, key=lambda row: (row.when_made != "before", display_order(row.name))):
         facts = without_run(row)
         found.append({"name": facts.pop("name"), "when": facts.pop("when_made"), **facts})
     return found

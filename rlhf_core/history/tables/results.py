@@ -102,7 +102,7 @@ class Evaluation(Base):
     when_made: Mapped[str] = mapped_column(primary_key=True)
     """``before`` the main algorithm (after the warm start), or ``after`` training."""
     name: Mapped[str] = mapped_column(primary_key=True)
-    """``greedy``, ``sampled``, ``preference`` or ``loss``."""
+    """``greedy``, ``sampled``, ``preference``, ``loss``, or ``pass@k`` with a number for k."""
     metric: Mapped[str]
     """Name of the score or loss."""
     value: Mapped[float | None]

@@ -4,7 +4,7 @@ a confidence interval and a table of samples."""
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from rlhf_core.files.whole import write_model
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.algorithms.base import AlgorithmSpec
 from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.reports import CROSS_ENTROPY, EvaluationName, EvaluationReport, EvaluationSample
+from rlhf_core.schemas.reports import CROSS_ENTROPY, PASS, EvaluationName, EvaluationReport, EvaluationSample
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.data.examples import Scorer
 from rlhf_core.training.data.loading import EncodedPrompts, encode_prompts, load_rows
@@ -25,6 +25,7 @@ from rlhf_core.training.data.same_rows import require_same_rows
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.evaluation.held_out import HeldOutRows, ScoredRow
 from rlhf_core.training.evaluation.intervals import mean_interval, mean_score, weighted_interval, weighted_mean
+from rlhf_core.training.evaluation.pass_at_k import mean_pass_at_k
 from rlhf_core.training.evaluation.ranking import desirable_sample, loss_sample, pair_sample
 from rlhf_core.training.models.causal_lm import PolicyModel
 from rlhf_core.training.models.embeddings import require_embeddings
@@ -102,7 +103,11 @@ class Evaluator:
                 return [([loss_sample(found.row, found.loss)], found.weight) for found in scored()]
             return [(samples, 1.0) for samples in self._samples(model, checkpoint_step, name, beat)]
 
-        return [self._report(name, when, checkpoint_step, functools.partial(measure, name)) for name in self.names]
+        return [
+            report
+            for name in self.names
+            for report in self._reports(name, when, checkpoint_step, functools.partial(measure, name))
+        ]
 
     def greedy_score(self, model: PreTrainedModel, step: int, beat: Callable[[], None]) -> tuple[float, int]:
         """Sum and number of the scores of this rank's part, which can travel in a metric reduction.
@@ -126,9 +131,10 @@ class Evaluator:
             found["preference"] = (sum(scores), len(scores))
         return found
 
-    def _report(
+    def _reports(
         self, name: EvaluationName, when: When, checkpoint_step: int, measure: Callable[[], list[MeasuredRow]]
-    ) -> EvaluationReport:
+    ) -> Iterator[EvaluationReport]:
+        """Report one evaluation; after sampled completions also their pass@k, unless a reward model scores them."""
         started, evaluate = time.monotonic(), self.spec.evaluate
         own = measure()
         own_part: dict[str, list[Any]] = {
@@ -144,7 +150,7 @@ class Evaluator:
             value, (low, high) = weighted_mean(losses, weights), weighted_interval(losses, weights, evaluate.confidence)
         else:
             value, (low, high) = mean_score(all_scores), mean_interval(all_scores, evaluate.confidence)
-        return EvaluationReport(
+        report = EvaluationReport(
             name=name,
             when=when,
             metric=self._metric(name),
@@ -158,6 +164,11 @@ class Evaluator:
             time=utc_now(),
             samples=tuple(table[: evaluate.keep_samples]),
         )
+        yield report
+        if name == "sampled" and not evaluate.scorer_model:
+            for k, (value, (low, high)) in mean_pass_at_k(all_scores, evaluate.confidence).items():
+                content = {"name": f"{PASS}{k}", "value": value, "ci_low": low, "ci_high": high}
+                yield report.model_copy(update={**content, "seconds": 0.0, "samples": ()})
 
     def _metric(self, name: EvaluationName) -> str:
         if name == "preference":

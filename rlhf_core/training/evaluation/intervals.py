@@ -43,7 +43,7 @@ def mean_interval(scores: Sequence[Sequence[float]], confidence: float) -> tuple
         )
     means = [fmean(samples) for samples in scores]
     if all(score in (0, 1) for samples in scores for score in samples):
-        return wilson_interval(fmean(means), effective_samples(scores), confidence)
+        return wilson_interval(fmean(means), effective_samples(means, sum(map(len, scores))), confidence)
     if len(means) < 2:
         return -math.inf, math.inf
     half = student_quantile((1 + confidence) / 2, len(means) - 1) * math.sqrt(variance(means) / len(means))
@@ -86,18 +86,20 @@ def wilson_interval(share: float, num_samples: float, confidence: float) -> tupl
     return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))
 
 
-def effective_samples(scores: Sequence[Sequence[float]]) -> float:
+def effective_samples(shares: Sequence[float], num_samples: int) -> float:
     """Number of independent samples that would estimate the share of successes as precisely as these clustered ones.
 
     Between the number of prompts (all samples of a prompt agree) and the number of samples (they are independent); the
     number of prompts if the scores do not vary at all, because the clustering is then unknown.
+
+    Args:
+        shares: share of successes of each prompt.
+        num_samples: samples of all prompts.
     """
-    num_prompts, num_samples = len(scores), sum(map(len, scores))
-    means = [fmean(samples) for samples in scores]
-    share = fmean(means)
+    num_prompts, share = len(shares), fmean(shares)
     if num_samples == num_prompts or num_prompts < 2 or share in (0, 1):
         return num_prompts
-    squared_error = variance(means) / num_prompts
+    squared_error = variance(shares) / num_prompts
     if squared_error == 0:
         return num_samples
     return min(max(share * (1 - share) / squared_error, num_prompts), num_samples)
