@@ -19,7 +19,8 @@ unknown key is an error, and the message suggests the closest valid one.
 Each preset is a commented example that you can run, for instance with `rlhf run quickstart`. These are the presets:
 {presets}.
 
-`spec.json` in the run directory records what was run, with every default filled in.
+`rlhf config show CONFIG` prints every setting of a config or preset, with your overrides and the defaults filled in;
+with `--changed` only those that differ from the defaults. `spec.json` in the run directory records what was run.
 
 A run has one or two training loops: `[loops.main]`, and optionally `[loops.warm_start]`. Each has its own algorithm and
 optimizer. The name of the algorithm determines which settings its section has; if you override the name, the file's

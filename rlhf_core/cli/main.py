@@ -76,7 +76,9 @@ db_app = typer.Typer(
     no_args_is_help=True,
 )
 
-config_app = typer.Typer(help="Config files: rewrite a file of an earlier version.", no_args_is_help=True)
+config_app = typer.Typer(
+    help="Config files: show all settings of one, rewrite one of an earlier version.", no_args_is_help=True
+)
 
 env_app = typer.Typer(help="Environments of external trainers.", no_args_is_help=True)
 
@@ -106,6 +108,7 @@ def _root(
 app.command("init", rich_help_panel=_RUNNING)(check_commands.init)
 app.command("wrap", rich_help_panel=_RUNNING, context_settings={"allow_interspersed_args": False})(wrap_command.wrap)
 app.add_typer(config_app, name="config", rich_help_panel=_RUNNING)
+config_app.command("show")(config_commands.show)
 config_app.command("migrate")(config_commands.migrate)
 app.command("check", rich_help_panel=_RUNNING, cls=check_commands.CommandWithSettings)(check_commands.check)
 app.command("plan", rich_help_panel=_RUNNING, cls=check_commands.CommandWithSettings)(plan_command.plan)

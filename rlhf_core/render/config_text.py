@@ -15,10 +15,19 @@ def as_toml(spec: RunSpec, *, only_set: bool = False) -> str:
     Args:
         only_set: omit settings that have their default.
     """
+    return "\n\n".join(_blocks("", settings(spec, only_set=only_set))) + "\n"
+
+
+def settings(spec: RunSpec, *, only_set: bool = False) -> dict[str, Any]:
+    """The settings of a spec as nested tables, from which the same spec is read.
+
+    Args:
+        only_set: omit settings that have their default.
+    """
     content = spec.model_dump(mode="json", exclude_defaults=only_set)
     if isinstance(spec.trainer, CommandTrainer):  # a trainer without a kind would load as native
         content["trainer"] = {"kind": spec.trainer.kind, **content["trainer"]}
-    return "\n\n".join(_blocks("", content)) + "\n"
+    return content
 
 
 def flat(spec: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

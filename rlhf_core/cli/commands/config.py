@@ -1,4 +1,4 @@
-"""Commands about config files: ``rlhf config migrate``."""
+"""Commands about config files: ``rlhf config show`` and ``migrate``."""
 
 import re
 import stat
@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlhf_core.cli import output
+from rlhf_core.cli.commands.check import ConfigArgument, SetOption
+from rlhf_core.cli.output import JsonOption
 from rlhf_core.errors import BadConfig
 
 if TYPE_CHECKING:
@@ -31,6 +33,28 @@ class _Section:
     """Comments above the header."""
     lines: dict[str, list[str]] = field(default_factory=dict)
     """Setting to its line, with the comments above it."""
+
+
+def show(
+    config: ConfigArgument,
+    set_: SetOption = None,
+    changed: Annotated[bool, typer.Option("--changed", help="Leave out settings that have their default.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Print every setting of a config as its run would have it: the file or preset, overrides and defaults together.
+
+    The output is a config itself. Paths are absolute, and names that the site resolves are folders.
+    """
+    from rlhf_core.config.site import load_site
+    from rlhf_core.control.new_run import resolve
+    from rlhf_core.control.site_names import for_site
+    from rlhf_core.render.config_text import as_toml, settings
+
+    spec = for_site(resolve(config, set_ or []), load_site())
+    if as_json:
+        output.print_json(settings(spec, only_set=changed))
+    else:
+        output.print_text(as_toml(spec, only_set=changed).rstrip())
 
 
 def migrate(
