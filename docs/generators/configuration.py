@@ -27,7 +27,8 @@ optimizer. The name of the algorithm determines which settings its section has; 
 settings of the previous algorithm are dropped. Your other overrides stay, in whatever order you give them. Likewise,
 `--set model.path=FOLDER` takes the place of the model that the file builds from `[model.config]`.
 
-Relative paths of a config, such as `data.train`, start at the folder in which you call `rlhf`.
+Relative paths of a config, such as `data.train`, start at the folder in which you call `rlhf`. If one leads
+nowhere from there, but to a file beside the config, the error says what to write.
 
 This version still reads configs of rlhf-flows 0.1, with `[sft]`, `[train]` and `[grpo]`. It warns you and names the
 new settings; the next version will refuse such configs. `rlhf config migrate FILE` rewrites one and keeps its comments.

@@ -40,13 +40,13 @@ from rlhf_core.presets import PRESETS, nearest_preset, preset_path
 from rlhf_core.schemas.algorithms import specs
 from rlhf_core.schemas.migration import OldSettings, current_document, current_name, old_settings
 from rlhf_core.schemas.model import BUILT_TOKENIZERS
-from rlhf_core.schemas.run import RunSpec
+from rlhf_core.schemas.run import NEWEST_RUN, RunSpec
 from rlhf_core.schemas.trainers import trainer_kinds
 from rlhf_core.text.formatting import listed
 
 
 def load(config: str | Path, overrides: Sequence[str] = (), given_as: str = "--set") -> RunSpec:
-    """Read a config file, apply ``section.field=value`` overrides, and validate.
+    """Read the config file of a new run, apply ``section.field=value`` overrides, and validate.
 
     Args:
         config: path of a TOML file, or the name of a shipped preset.
@@ -54,7 +54,8 @@ def load(config: str | Path, overrides: Sequence[str] = (), given_as: str = "--s
         given_as: source of the overrides, for messages.
 
     Raises:
-        BadConfig: with the first 20 problems, each with the key, the value found, and what to write instead.
+        BadConfig: with the first 20 problems, each with the key, the value found, and what to write instead; or the run
+            has a name that commands take otherwise.
     """
     path = find(config)
     try:
@@ -71,7 +72,15 @@ def load(config: str | Path, overrides: Sequence[str] = (), given_as: str = "--s
     for override in _in_order(overrides):
         _apply(content, override, given_as)
     _warn_of_overrides(overrides, given_as)
-    return validate(content, str(path), overrides, given_as, found)
+    spec = validate(content, str(path), overrides, given_as, found)
+    _require_new_name(spec.name)
+    return spec
+
+
+def _require_new_name(name: str) -> None:
+    """Refuse a name for a new run that those of older versions may have."""
+    if name == NEWEST_RUN:
+        raise BadConfig(f'found name = "{name}", which commands take for the newest run; choose another name')
 
 
 def _warn(where: str, names: Sequence[str], remedy: str) -> None:

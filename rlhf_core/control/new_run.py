@@ -3,26 +3,33 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf_core.config import loading as config
 from rlhf_core.config.site import Site
 from rlhf_core.control.controller import FlowRunLink
 from rlhf_core.control.site_names import for_site
 from rlhf_core.control.snapshots import kept_with
-from rlhf_core.launch.prepare import absolute_paths, git_revision, prepare, program_revision
+from rlhf_core.launch.config_paths import load_spec
+from rlhf_core.launch.prepare import git_revision, prepare, program_revision
 from rlhf_core.presets import PRESETS
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler import get_scheduler
 from rlhf_core.schemas.run import RunSpec
 
 
-def resolve(source: str, overrides: Sequence[str] = (), name: str = "", folder: Path | None = None) -> RunSpec:
-    """Build the spec of a config file, its overrides and a name, with absolute paths.
+def resolve(
+    source: str,
+    overrides: Sequence[str] = (),
+    name: str = "",
+    folder: Path | None = None,
+    *,
+    refuse_misplaced: bool = False,
+) -> RunSpec:
+    """Build the spec of a config file, its overrides and a name, with absolute paths, as :func:`load_spec`.
 
     Raises:
         BadConfig: lists every problem found.
     """
     named = [*overrides, f'name="{name}"'] if name else list(overrides)
-    return absolute_paths(config.load(source, named), folder or Path.cwd())
+    return load_spec(source, named, folder or Path.cwd(), refuse_misplaced=refuse_misplaced)
 
 
 def new_run(
@@ -49,7 +56,7 @@ def new_run(
         BadInput: the site's scheduler is unknown.
         RunDirError: the run directory cannot be created.
     """
-    spec = resolve(source, overrides, name, folder)
+    spec = resolve(source, overrides, name, folder, refuse_misplaced=True)
     get_scheduler(site.scheduler)  # refuse a run that could never start
     kept = kept_with(source)
     # A preset ships with the program, and a deployment of one does not start in a user's folder.

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import tomli_w
 
-from rlhf_core.config import loading as config
 from rlhf_core.errors import BadInput
 from rlhf_core.files.whole import read_model, remove_tree, write_model, write_text
-from rlhf_core.launch.prepare import absolute_paths, git_revision, keep_code
+from rlhf_core.launch.config_paths import load_spec
+from rlhf_core.launch.prepare import git_revision, keep_code
 from rlhf_core.schemas.base import Schema
 
 CONFIG = "config.toml"
@@ -75,8 +75,8 @@ def keep(
     """
     place = _place(home) / name
     unfinished = place / f".new-{os.getpid()}-{secrets.token_hex(4)}"
-    spec = absolute_paths(config.load(source, overrides), folder)
-    changed = absolute_paths(config.load(source, [*overrides, *further]), folder) if further else spec
+    spec = load_spec(source, overrides, folder, refuse_misplaced=not further)
+    changed = load_spec(source, [*overrides, *further], folder, refuse_misplaced=True) if further else spec
     revision = git_revision(folder)
     try:
         keep_code(unfinished / CODE, changed, folder, revision)

@@ -15,16 +15,12 @@ from rlhf_core.errors import BadConfig, RunDirError
 from rlhf_core.files import private as private_files
 from rlhf_core.files.whole import comes_from_full_disk, is_disk_full, remove_tree, write_model, write_text
 from rlhf_core.launch.journal import Journal
-from rlhf_core.machine.accounts import account, expanded, user_name
+from rlhf_core.machine.accounts import account, user_name
 from rlhf_core.run_dir.run import RunDir, new_run_id
-from rlhf_core.schemas.base import label_problem, storable_text, utc_now
-from rlhf_core.schemas.command_trainer import CommandTrainer, named_placeholders
+from rlhf_core.schemas.base import label_problem, utc_now
 from rlhf_core.schemas.journal import RunCreated
-from rlhf_core.schemas.model import BUILT_TOKENIZERS
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.schemas.scoring_models import PROMOTED
 from rlhf_core.schemas.stored_spec import MAX_TAGS, StoredSpec
-from rlhf_core.schemas.trainers import Trainer
 from rlhf_core.text.formatting import THROUGH_PREFECT
 
 DIFF_LIMIT_BYTES = 4 << 20
@@ -33,52 +29,6 @@ DIFF_LIMIT_BYTES = 4 << 20
 _NOT_CODE = shutil.ignore_patterns(
     "__pycache__", "*.pyc", ".git", ".venv", ".mypy_cache", ".ruff_cache", ".pytest_cache"
 )
-
-
-def absolute_paths(spec: RunSpec, folder: Path) -> RunSpec:
-    """The spec with its paths made absolute, relative to ``folder``: workers and a later `rlhf resume` start elsewhere.
-
-    Raises:
-        BadConfig: the name of the folder is not valid UTF-8, and the spec would contain it, or a path names a user who
-            does not exist.
-    """
-
-    def absolute(text: str) -> str:
-        path = str(Path(os.path.normpath(folder / expanded(text)))) if text else text
-        if storable_text(path) != path:
-            raise BadConfig(f"found the path {path!r}, expected a UTF-8 path; rename the folder or use an absolute one")
-        return path
-
-    models = {
-        name: one if one.path.startswith(PROMOTED) else one.model_copy(update={"path": absolute(one.path)})
-        for name, one in spec.reward.models.items()
-    }
-    tokenizer = spec.model.tokenizer
-    if tokenizer not in ("", *BUILT_TOKENIZERS):
-        tokenizer = absolute(tokenizer)
-    return spec.model_copy(
-        update={
-            "model": spec.model.model_copy(update={"path": absolute(spec.model.path), "tokenizer": tokenizer}),
-            "data": spec.data.model_copy(update={"train": absolute(spec.data.train), "eval": absolute(spec.data.eval)}),
-            "reward": spec.reward.model_copy(update={"models": models}),
-            "promote": spec.promote.model_copy(update={"folder": absolute(spec.promote.folder)}),
-            "trainer": _with_absolute_paths(spec.trainer, folder, absolute),
-            "code": spec.code.model_copy(update={"paths": tuple(absolute(path) for path in spec.code.paths)}),
-        }
-    )
-
-
-def _with_absolute_paths(trainer: Trainer, folder: Path, absolute: Callable[[str], str]) -> Trainer:
-    """The trainer with absolute paths. An external trainer starts in the folder its launch line was written for."""
-    if not isinstance(trainer, CommandTrainer):
-        return trainer
-    working_dir = str(expanded(trainer.working_dir or str(folder)))
-    return trainer.model_copy(
-        update={
-            "working_dir": working_dir if named_placeholders(working_dir) else absolute(working_dir),
-            "output_dir": str(expanded(trainer.output_dir)),
-        }
-    )
 
 
 def prepare(
@@ -99,7 +49,7 @@ def prepare(
     It appears complete or not at all: it is written under another name, then renamed.
 
     Args:
-        spec: with absolute paths (:func:`absolute_paths`).
+        spec: with absolute paths (:func:`~rlhf_core.launch.config_paths.absolute_paths`).
         runs: folder of all run directories.
         config_source: the config file, as given.
         overrides: the ``--set`` overrides, as given.

@@ -28,6 +28,9 @@ from rlhf_core.schemas.scoring_models import ScoringModelSpec
 from rlhf_core.schemas.supervision import SuperviseSpec
 from rlhf_core.schemas.trainers import NativeTrainer, Trainer
 
+NEWEST_RUN = "last"
+"""Word for the newest run where commands take the name of one."""
+
 
 class CodeSpec(Schema):
     """User code that the run needs."""
@@ -42,7 +45,8 @@ class RunSpec(Schema):
     """Settings of a run. Each field except the name and the seed is one TOML table."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
-    """Short name of lower-case letters, digits, `-` and `_`. Runs with the same name are compared with each other."""
+    """Short name of lower-case letters, digits, `-` and `_`, but not `last`. Runs with the same name are compared
+    with each other."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of all random numbers."""
     model: ModelSpec = ModelSpec()

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import signal
 import threading
 import time
@@ -36,7 +37,7 @@ from rlhf_core.machine.accounts import account
 from rlhf_core.preflight.facts import Disk
 from rlhf_core.preflight.gather_facts import Surroundings
 from rlhf_core.preflight.runner import make_checks
-from rlhf_core.presets import PRESETS
+from rlhf_core.presets import PRESETS, preset_path
 from rlhf_core.render.progress import progress_text
 from rlhf_core.render.timeline import TimelineIncident
 from rlhf_core.run_dir.run import RunDir, run_dirs
@@ -226,6 +227,26 @@ def test_check_of_a_good_config_is_fine_with_a_damaged_history_too(
     file.write_text("this is no database" * 100)
     rlhf("check", "quickstart")
     assert "skipping the comparison with earlier runs" in capsys.readouterr().err
+
+
+def test_a_file_that_is_only_beside_the_config_is_warned_of_by_check_and_refused_by_run(
+    tmp_path: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/helpers.py").touch()
+    shutil.copy(preset_path("quickstart"), tmp_path / "configs/trial.toml")
+    good = CheckResult(id="a.check", status=CheckStatus.PASSED, found="all is well")
+    monkeypatch.setattr("rlhf_core.preflight.runner.make_checks", lambda spec, around: (good,))
+    words = ("configs/trial.toml", "--set", 'code.paths=["helpers.py"]')
+    rlhf("check", *words)
+    hint = 'beside the config; write "configs/helpers.py", or call rlhf in'
+    assert f"warning: code.paths: found no helpers.py in {tmp_path}" in (shown := capsys.readouterr().err)
+    assert hint in shown
+    rlhf("config", "show", *words)
+    assert hint not in capsys.readouterr().err
+    rlhf("run", *words, expect=2)
+    assert hint in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["check", "run"])

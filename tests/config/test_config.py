@@ -251,6 +251,13 @@ def test_all_problems_of_a_file_are_reported_at_once(minimal: Path) -> None:
     assert all(name in str(caught.value) for name in ("seed", "loops.main.lr", "algorithm.clip_low"))
 
 
+def test_the_word_for_the_newest_run_names_no_new_run(minimal: Path) -> None:
+    with pytest.raises(BadConfig, match=r'found name = "last", which commands take for the newest run; choose another'):
+        config.load(minimal, ["name=last"])
+    spec = config.load(minimal, ["name=last-one"])
+    assert RunSpec.model_validate({**spec.model_dump(), "name": "last"}), "runs of older versions are read"
+
+
 def test_a_missing_key_comes_with_its_meaning(minimal: Path) -> None:
     minimal.write_text(MINIMAL.replace("num_steps = 3", ""))
     with pytest.raises(BadConfig, match=r'missing key "loops.main.num_steps": Optimizer steps'):

@@ -13,7 +13,6 @@ from rlhf_core.errors import BadConfig, RunDirError
 from rlhf_core.files.appended import read_models
 from rlhf_core.launch import prepare as launch_prepare
 from rlhf_core.launch.prepare import (
-    absolute_paths,
     git_revision,
     prepare,
     prepare_trial,
@@ -21,9 +20,7 @@ from rlhf_core.launch.prepare import (
     user_modules,
 )
 from rlhf_core.run_dir.run import is_run_id, new_run_id, run_dirs
-from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.journal import JournalLine
-from rlhf_core.schemas.run import RunSpec
 
 
 def git(folder: Path, *arguments: str) -> None:
@@ -202,35 +199,6 @@ def test_an_unfinished_directory_is_no_run(tmp_path: Path) -> None:
     assert run_dirs(tmp_path / "runs") == []
 
 
-def test_relative_paths_start_at_the_current_folder(tmp_path: Path) -> None:
-    spec = make_spec(
-        model={"path": "models/a", "config": {}, "tokenizer": ""},
-        data={"generator": "", "train": "data/train.jsonl", "eval": "/elsewhere/eval.jsonl"},
-        code={"paths": ["../lib.py"]},
-    )
-    resolved = absolute_paths(spec, tmp_path / "work")
-    assert resolved.model.path == str(tmp_path / "work" / "models" / "a")
-    assert resolved.data.train == str(tmp_path / "work" / "data" / "train.jsonl")
-    assert resolved.data.eval == "/elsewhere/eval.jsonl"
-    assert resolved.code.paths == (str(tmp_path / "lib.py"),)
-
-
-def test_the_home_folder_is_found_in_paths_with_placeholders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/ada")
-    trainer = CommandTrainer(argv=("x",), num_steps=2, working_dir="~/{run_id}", output_dir="~/out/{run_id}")
-    resolved = absolute_paths(RunSpec(name="x", trainer=trainer), tmp_path).command_trainer
-    assert (resolved.working_dir, resolved.output_dir) == ("/home/ada/{run_id}", "/home/ada/out/{run_id}")
-    relative = trainer.model_copy(update={"working_dir": "", "output_dir": "out/{run_id}"})
-    resolved = absolute_paths(RunSpec(name="x", trainer=relative), tmp_path).command_trainer
-    assert (resolved.working_dir, resolved.output_dir) == (str(tmp_path), "out/{run_id}")
-
-
-@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe", ""])
-def test_kinds_of_tokenizers_are_not_paths(tmp_path: Path, tokenizer: str) -> None:
-    model = {"tokenizer": tokenizer} if tokenizer else {"path": "/m", "config": {}, "tokenizer": ""}
-    assert absolute_paths(make_spec(model=model), tmp_path).model.tokenizer == tokenizer
-
-
 def test_the_revision_of_the_program_is_that_of_its_checkout(tmp_path: Path) -> None:
     checkout = tmp_path / "checkout"
     package = checkout / "rlhf_core"
@@ -246,9 +214,3 @@ def test_the_revision_of_the_program_is_that_of_its_checkout(tmp_path: Path) -> 
     (installed / "__init__.py").write_text("")
     assert git_revision(installed) != ""
     assert program_revision(installed) == ""
-
-
-def test_a_path_of_nobody_is_named(tmp_path: Path) -> None:
-    spec = make_spec(promote={"folder": "~no-such-user/models"})
-    with pytest.raises(BadConfig, match="~no-such-user/models, but there is no user"):
-        absolute_paths(spec, tmp_path)

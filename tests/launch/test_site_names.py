@@ -11,7 +11,7 @@ from rlhf_core.cli.main import execute
 from rlhf_core.config.site import Site, load_site
 from rlhf_core.control.site_names import for_site
 from rlhf_core.files.whole import write_model
-from rlhf_core.launch.prepare import absolute_paths
+from rlhf_core.launch.config_paths import absolute_paths
 from rlhf_core.run_dir.run import run_name
 from rlhf_core.schemas.promotion import ModelProvenance
 

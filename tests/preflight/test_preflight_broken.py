@@ -19,7 +19,7 @@ from test_preflight_command import SIDE, command
 from rlhf_core.config import loading as config
 from rlhf_core.config.site import load_site
 from rlhf_core.errors import BadConfig
-from rlhf_core.launch.prepare import absolute_paths
+from rlhf_core.launch.config_paths import absolute_paths
 from rlhf_core.preflight import gather_facts
 from rlhf_core.preflight.data_file import scan
 from rlhf_core.preflight.facts import Disk, Facts

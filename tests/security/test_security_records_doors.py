@@ -30,8 +30,9 @@ from rlhf_core.errors import BadConfig, BadInput, DatabaseUnavailable, RunDirErr
 from rlhf_core.history import migrate
 from rlhf_core.history.database import parse_url
 from rlhf_core.history.store import HistoryStore
+from rlhf_core.launch.config_paths import absolute_paths
 from rlhf_core.launch.journal import Journal
-from rlhf_core.launch.prepare import absolute_paths, prepare
+from rlhf_core.launch.prepare import prepare
 from rlhf_core.run_dir.run import RunDir, is_run_id, run_dirs
 from rlhf_core.scheduler import slurm_queue
 from rlhf_core.scheduler.base import JobState

@@ -18,7 +18,9 @@ from rlhf_core.errors import BadInput
 from rlhf_core.presets import PRESETS
 
 if TYPE_CHECKING:
+    from rlhf_core.config.site import Site
     from rlhf_core.schemas.checks import CheckResult
+    from rlhf_core.schemas.run import RunSpec
 
 
 ConfigArgument = Annotated[
@@ -83,11 +85,16 @@ def check(
     as_json: JsonOption = False,
 ) -> None:
     """Check a config before anything starts, and show all findings at once. Exit code 0: fine, 2: blocked."""
+    from rlhf_core.config.site import load_site
+    from rlhf_core.control.node_probe import probe_nodes
     from rlhf_core.preflight.runner import blocking
+    from rlhf_core.scheduler import get_scheduler
 
-    results = [*_checks(config, set_ or [])]
+    site = load_site()
+    spec = _spec(config, set_ or [], site)
+    results = [*_checks(spec, site)]
     if probe and not blocking(results):
-        results += _probe(config, set_ or [])
+        results += probe_nodes(spec, site, get_scheduler(site.scheduler), output.note)
     if as_json:
         output.print_json([result.model_dump() for result in results])
     else:
@@ -96,18 +103,25 @@ def check(
         raise typer.Exit(2)
 
 
-def _checks(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
-    from rlhf_core.config.site import load_site
-    from rlhf_core.control.baseline import read_baseline_of_site
-    from rlhf_core.control.new_run import resolve
+def _spec(config: str, overrides: Sequence[str], site: "Site") -> "RunSpec":
+    """The spec to check, with a warning about each file that is only beside the config."""
+    from rlhf_core.config import loading
     from rlhf_core.control.site_names import for_site
+    from rlhf_core.launch.config_paths import absolute_paths, misplaced
+
+    spec = loading.load(config, overrides)
+    for problem in misplaced(spec, config, Path.cwd()):
+        output.warn(problem)
+    return for_site(absolute_paths(spec, Path.cwd()), site)
+
+
+def _checks(spec: "RunSpec", site: "Site") -> "Sequence[CheckResult]":
+    from rlhf_core.control.baseline import read_baseline_of_site
     from rlhf_core.launch.prepare import code_sources, keep_code
     from rlhf_core.preflight.gather_facts import Surroundings, missing_code
     from rlhf_core.preflight.runner import make_checks
     from rlhf_core.scheduler import get_scheduler
 
-    site = load_site()
-    spec = for_site(resolve(config, overrides), site)
     scheduler = get_scheduler(site.scheduler)
     # User code is imported from a snapshot like the one the nodes would get.
     missing = missing_code(spec)  # left to the check code.paths
@@ -124,19 +138,6 @@ def _checks(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
             baseline=read_baseline_of_site(site, spec, output.note),
         )
         return make_checks(spec, around)
-
-
-def _probe(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
-    from rlhf_core.config.site import load_site
-    from rlhf_core.control.new_run import resolve
-    from rlhf_core.control.node_probe import probe_nodes
-    from rlhf_core.control.site_names import for_site
-    from rlhf_core.launch.prepare import absolute_paths
-    from rlhf_core.scheduler import get_scheduler
-
-    site = load_site()
-    spec = absolute_paths(for_site(resolve(config, overrides), site), Path.cwd())
-    return probe_nodes(spec, site, get_scheduler(site.scheduler), output.note)
 
 
 def _print_checks(results: "Sequence[CheckResult]") -> None:

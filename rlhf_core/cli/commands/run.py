@@ -58,7 +58,8 @@ def run(
 
     overrides = set_ or []
     site = load_site()
-    spec = resolve(config, overrides, name)  # its errors are reported before anything is started
+    # Its errors are reported before anything is started.
+    spec = resolve(config, overrides, name, refuse_misplaced=True)
     if dry_run:
         print_plan(for_site(spec, site), site, as_json)
         return

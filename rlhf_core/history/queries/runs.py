@@ -23,6 +23,7 @@ from rlhf_core.history.tables.sqlalchemy_core import (
 )
 from rlhf_core.schemas.attempts import RUN_ENDS
 from rlhf_core.schemas.regression import regressions
+from rlhf_core.schemas.run import NEWEST_RUN
 from rlhf_core.text.formatting import missing_steps
 
 
@@ -196,7 +197,7 @@ def resolve_run(store: HistoryStore, text: str) -> str:
     own = select(RUNS.c.run_id).where(RUNS.c.trial_of == "").order_by(*newest_first).limit(1)
     with store.reading() as connection:
         queries = [select(RUNS.c.run_id).where(RUNS.c.run_id == text)]
-        if text == "last":
+        if text == NEWEST_RUN:
             queries.append(own)
         queries.append(own.where(RUNS.c.name == text))
         for query in queries:
@@ -213,7 +214,7 @@ def resolve_run(store: HistoryStore, text: str) -> str:
     if fitting:
         listed = ", ".join(fitting[:5]) + (" ..." if len(fitting) > 5 else "")
         raise UnknownRun(f"{text!r} matches several runs: {listed}. Give more characters of the id.")
-    if text == "last":
+    if text == NEWEST_RUN:
         raise UnknownRun("the history has no run yet. `rlhf run CONFIG` starts one.")
     raise UnknownRun(f"the history has no run {text!r}. `rlhf runs` lists them; `last` is the newest.")
 
