@@ -1,1 +1,1 @@
-"""From a spec to one running attempt: the run directory, the journal, the lease, and submitting once."""
+"""From a config to one running attempt: its paths, the run directory, the journal, the lease, and submitting once."""

@@ -1,5 +1,6 @@
 """Evaluation: the same on one rank and on two, in prompt order, with the same noise before and after."""
 
+import contextlib
 import functools
 import json
 from dataclasses import replace
@@ -465,6 +466,18 @@ def test_reports_are_whole_files(ranks: Ranks, tmp_path: Path) -> None:
     assert not are_written(run_dir, "before")
     stored = EvaluationReport.model_validate_json(run_dir.evaluation("after", "greedy").read_bytes())
     assert stored == reports[0]
+
+
+def test_an_evaluation_that_is_written_has_its_pass_at_k(ranks: Ranks, tmp_path: Path) -> None:
+    """A kill between two files has the evaluation repeated."""
+    reports = evaluate(ranks)
+    for num_written in range(len(reports) + 1):
+        run_dir = RunDir(tmp_path / str(num_written))
+        write = mock.Mock(side_effect=[*[mock.DEFAULT] * num_written, KeyboardInterrupt], wraps=evaluation.write_model)
+        with mock.patch.object(evaluation, "write_model", write), contextlib.suppress(KeyboardInterrupt):
+            write_reports(run_dir, reports, ranks)
+        assert len(run_dir.evaluations()) == num_written
+        assert are_written(run_dir, "after") == (num_written == len(reports))
 
 
 def start_of_an_external_trainer(

@@ -297,9 +297,10 @@ def load_evaluator(
 
 def write_reports(run_dir: RunDir, reports: Sequence[EvaluationReport], ranks: Ranks) -> None:
     """Write the report files on rank 0."""
-    for report in reports:
-        if ranks.is_first:
+    if ranks.is_first:
+        for report in reversed(reports):  # pass@k before the files that mean that all are written
             write_model(run_dir.evaluation(report.when, report.name), report)
+    for report in reports:
         ranks.log(
             f"evaluation {report.when} training, {report.name}: {report.metric} {report.value:.3f} "
             f"[{report.ci_low:.3f}, {report.ci_high:.3f}] over {report.num_samples} samples"
