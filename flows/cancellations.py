@@ -16,6 +16,7 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.runner import Runner
 
 from flows.queries import PAGE, in_states
+from rlhf_core.condition_log import ConditionLog
 from rlhf_core.survival import Survived
 
 POLL_INTERVAL_S = 3.0
@@ -36,9 +37,8 @@ class Cancellations:
             log: Called with a description of each failure.
         """
         self._runner = runner
-        self._log = log
         self._polled_at = time.monotonic()
-        self._reported = ""
+        self._problems = ConditionLog(log)
         self._ending: dict[UUID, asyncio.Task[None]] = {}
         observer = runner._cancelling_observer
         assert observer is not None, "the runner has begun"
@@ -52,14 +52,12 @@ class Cancellations:
     async def watch(self) -> None:
         """Poll until cancelled."""
         while True:
-            problem = ""
             with Survived() as failed:  # whatever Prefect's client raises, the next poll retries
                 await self._poll()
+                self._problems.end()
             if failed.error is not None:
-                problem = f"which flow runs to cancel is not known, asking again: {type(failed.error).__name__}"
-                if problem != self._reported:  # once per outage
-                    self._log(problem)
-            self._reported = problem
+                kind = type(failed.error).__name__
+                self._problems.log_change(f"which flow runs to cancel is not known, asking again: {kind}")
             self._polled_at = time.monotonic()
             await asyncio.sleep(POLL_INTERVAL_S)
 
@@ -78,7 +76,10 @@ class Cancellations:
             with Survived() as failed:  # the server may go down in between; the next poll picks up the rest
                 await self._runner._cancel_run(flow_run)
             if failed.error is not None:
-                self._log(f"flow run {flow_run.id} could not be cancelled, trying again: {failed.problem}")
+                line = f"flow run {flow_run.id} could not be cancelled, trying again: {failed.problem}"
+                self._problems.log_once(line, flow_run.id)
+            else:
+                self._problems.end(flow_run.id)
         finally:
             del self._ending[flow_run.id]
 

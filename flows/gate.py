@@ -24,6 +24,7 @@ from pydantic import Field
 from flows.publishing.artifacts import artifact_key
 from flows.server.clients import api_client
 from flows.server.settings import server_answers
+from rlhf_core.condition_log import ConditionLog
 from rlhf_core.control.controller import Controller
 from rlhf_core.control.promotion import Question
 from rlhf_core.launch.promote import give_answer, read_answer
@@ -98,7 +99,7 @@ class _GateThread:
         self._shown_keys: Keyset | None = None
         """Keys of the form on display; None before it is shown."""
         self._shown = False
-        self._silent = False
+        self._outage = ConditionLog(self._log)
         self._stop = threading.Event()
         context = contextvars.copy_context()
         self._thread = threading.Thread(target=lambda: context.run(self._run), name="prefect-thread", daemon=True)
@@ -123,11 +124,9 @@ class _GateThread:
                 raise ConnectionError("its server does not answer")
             with api_client() as client:
                 action(client)
-            self._silent = False
+            self._outage.end()
             return True
-        if not self._silent:
-            self._silent = True
-            self._log(f"Prefect could not be asked for approval: {failed.problem}")
+        self._outage.log_once(f"Prefect could not be asked for approval: {failed.problem}")
         return False
 
     # -----------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from prefect.exceptions import ObjectNotFound
 
 from flows.server.clients import api_client
 from flows.server.settings import server_answers
+from rlhf_core.condition_log import ConditionLog
 from rlhf_core.control.controller import CancelRequested, Controller
 from rlhf_core.errors import LeaseLost
 from rlhf_core.schemas.attempts import RunState
@@ -57,12 +58,11 @@ def run_slot(controller: Controller) -> Iterator[Callable[[], None]]:
 def _wait(controller: Controller, slot: "_RunSlot") -> None:
     """Wait for a slot. A request to end the run stops the wait: the first step starts at once and handles it."""
     until = controller.clock() + ANSWER_TIMEOUT_S
-    logged = False
+    waiting = ConditionLog(controller.observer.log)
     try:
         while not slot.decided.is_set() and (slot.full or controller.clock() < until):
-            if slot.full and not logged:
-                logged = True
-                controller.observer.log(f"waits for a place: the limit {LIMIT} of Prefect is reached")
+            if slot.full:
+                waiting.log_once(f"waits for a place: the limit {LIMIT} of Prefect is reached")
             controller.wait(0.2)
     except CancelRequested:
         return

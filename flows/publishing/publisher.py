@@ -26,6 +26,7 @@ from flows.publishing.artifacts import (
 )
 from flows.publishing.events import FlowRunRef
 from flows.server.settings import server_answers
+from rlhf_core.condition_log import ConditionLog
 from rlhf_core.control.controller import Controller, Observer
 from rlhf_core.control.views.progress import RunReader, RunSnapshot, StepTimer, progress_of_poll
 from rlhf_core.control.views.timeline import read_timeline
@@ -89,7 +90,7 @@ class Publisher:
         self.progress: RunProgress | None = None
         """Progress at the latest poll; None before the first."""
         self._run_dir, self._store = controller.run_dir, controller.store
-        self._flow_run, self._log, self._warn = flow_run, log, warn
+        self._flow_run, self._log, self._outage = flow_run, log, ConditionLog(warn)
         self._reader: RunReader | None = None
         self._logged = self._known_before()
         self._last: Publication | None = None
@@ -100,7 +101,6 @@ class Publisher:
         self._incident_page = IncidentPage()
         self._wake, self._stop = threading.Event(), threading.Event()
         self._publishes_rest = True
-        self._has_failed = False
         context = contextvars.copy_context()
         self._thread = threading.Thread(target=lambda: context.run(self._run), name="publisher", daemon=True)
 
@@ -137,12 +137,10 @@ class Publisher:
         """Publish, and return True if the server accepted everything."""
         with Survived() as failed:  # no error of Prefect's may end this thread
             self._publish(last=last)
-            self._has_failed = False
+            self._outage.end()
             return True
-        if not self._has_failed:
-            self._has_failed = True
-            with contextlib.suppress(Exception):
-                self._warn(f"the run could not be published to Prefect: {failed.problem}")
+        with contextlib.suppress(Exception):
+            self._outage.log_once(f"the run could not be published to Prefect: {failed.problem}")
         return False
 
     def _publish(self, *, last: bool) -> None:

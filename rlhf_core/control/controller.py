@@ -10,6 +10,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlhf_core.condition_log import ConditionLog
 from rlhf_core.config.site import Site
 from rlhf_core.errors import DatabaseUnavailable, RunDirError
 from rlhf_core.files.whole import read_model
@@ -179,16 +180,12 @@ class Controller:
             LeaseLost: another controller has the run.
             CancelRequested: a user asked to end the run during that wait.
         """
-        logged = False
+        outage = ConditionLog(self.observer.log)
         while True:
             try:
                 self.lease.require()
             except DatabaseUnavailable as error:
-                if not logged:
-                    logged = True
-                    self.observer.log(
-                        f"waiting for the database to confirm that this controller still owns the run: {error}"
-                    )
+                outage.log_once(f"waiting for the database to confirm that this controller still owns the run: {error}")
                 self.wait(LEASE_RETRY_INTERVAL_S)
             else:
                 return

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+from rlhf_core.condition_log import ConditionLog
 from rlhf_core.config.site import Site
 from rlhf_core.errors import HistoryError
 from rlhf_core.history.queries import open_runs
@@ -33,31 +34,37 @@ class Ingester:
     store: HistoryStore
     warn: Callable[[str], None] = log.warning
     _read: dict[str, int] = field(default_factory=dict)
-    _problems: dict[str, str] = field(default_factory=dict)
     _sweep: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._problems = ConditionLog(self.warn)
 
     def ingest(self) -> int:
         """Read new data from all active runs and some of the others. Returns the number of runs that had any."""
         try:
             found = open_runs.find(self.store, utc_now(), since=utc_now() - LINGER)
         except HistoryError as error:
-            self._warn_once("", str(error))
+            self._problems.log_change(str(error))
             return 0
-        self._problems.pop("", None)
+        self._problems.end()
         # The order is shuffled each time, so that under load no run always comes last.
         ids = random.sample(sorted(found), len(found))
         return sum(self._sync(run_id) for run_id in [*ids, *self._next_of_the_others()])
 
     def _next_of_the_others(self) -> list[str]:
+        runs = self.site.runs_dir
         if not self._sweep:
             try:
-                self._sweep = [one.run_id for one in run_dirs(self.site.runs_dir)]
+                self._sweep = [one.run_id for one in run_dirs(runs)]
             except OSError as error:
-                self._warn_once(str(self.site.runs_dir), f"cannot be listed: {error.strerror}")
+                self._problems.log_change(f"{runs}: cannot be listed: {error.strerror}", runs)
                 return []
-            self._problems.pop(str(self.site.runs_dir), None)
+            self._problems.end(runs)
             for gone in self._read.keys() - set(self._sweep):
                 del self._read[gone]
+                self._problems.end(gone)
+            with suppress(HistoryError):  # the next sweep compares them
+                self._compare_rows()
         taken, self._sweep = self._sweep[:SWEEP_RUNS], self._sweep[SWEEP_RUNS:]
         return taken
 
@@ -69,13 +76,7 @@ class Ingester:
                 return False
             sync(run_dir, self.store)
             self._read[run_id] = seen
-            self._problems.pop(run_id, None)
+            self._problems.end(run_id)
             return True
-        self._warn_once(run_id, found.message)
+        self._problems.log_change(f"{run_id}: {found.message}", run_id)
         return False
-
-    def _warn_once(self, about: str, problem: str) -> None:
-        """Log each problem once, not every two seconds."""
-        if self._problems.get(about) != problem:
-            self._problems[about] = problem
-            self.warn(f"{about}: {problem}" if about else problem)

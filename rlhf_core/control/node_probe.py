@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from rlhf_core.allocation.planner import plan
+from rlhf_core.condition_log import ConditionLog
 from rlhf_core.config.site import Site
 from rlhf_core.errors import RunFailed, SchedulerError
 from rlhf_core.files.appended import read_tail
@@ -77,7 +78,7 @@ def probe_nodes(
 def _await_report(
     attempt: AttemptDir, submission: Submission, scheduler: Scheduler, report_progress: Callable[[str], None]
 ) -> ProbeReport:
-    reported, ended_at_s = "", None
+    progress, ended_at_s = ConditionLog(report_progress), None
     while True:
         status = scheduler.status([submission]).get(submission.job_id, JobStatus(JobState.UNKNOWN))
         outcome = read_model(attempt.outcome, AttemptOutcome)
@@ -91,10 +92,7 @@ def _await_report(
             if time.monotonic() - ended_at_s > OUTCOME_S:
                 why = f"{status.reason or 'no reason given'}{_srun_error(attempt)}"
                 raise RunFailed(f"the job ended without findings ({why}). Logs: {attempt.scheduler_dir}")
-        now = _status_text(submission, status)
-        if now != reported:
-            reported = now
-            report_progress(now)
+        progress.log_change(_status_text(submission, status))
         time.sleep(POLL_S)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from rlhf_core.condition_log import ConditionLog
 from rlhf_core.control.attempts.jobs import answer_of
 from rlhf_core.control.attempts.planning import decision_before, plan_attempt
 from rlhf_core.control.attempts.recovery import used_so_far
@@ -174,12 +175,11 @@ def _submit_when_accepted(controller: Controller, request: JobRequest) -> None:
 def _watch_until(controller: Controller, number: int, enough: Callable[[AttemptSnapshot], bool]) -> AttemptSnapshot:
     """Poll until the attempt has ended or ``enough`` returns True, and update states meanwhile."""
     journal = controller.journal
-    reasons: set[str] = set()
+    waits = ConditionLog(controller.observer.log)
     while True:
         snapshot = controller.poll(number)
-        if snapshot.job.needs_action and snapshot.job.reason not in reasons:
-            reasons.add(snapshot.job.reason)
-            controller.observer.log(f"warning attempt {number} waits: {snapshot.job.reason}")
+        if snapshot.job.needs_action:
+            waits.log_once(f"warning attempt {number} waits: {snapshot.job.reason}", snapshot.job.reason)
         if (
             snapshot.verdict.state is AttemptState.RUNNING
             and journal.record.attempts[number].state is AttemptState.SUBMITTED

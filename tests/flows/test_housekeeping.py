@@ -33,7 +33,7 @@ from rlhf_core.control.reconcile.once import poll_once, reconcile_once
 from rlhf_core.control.steps import drive, steps
 from rlhf_core.control.undriven import undriven_since
 from rlhf_core.diagnosis.reconcile.decisions import ActionKind, ReconcileAction
-from rlhf_core.errors import DatabaseUnavailable, LeaseLost, RunDirError
+from rlhf_core.errors import DatabaseUnavailable, LeaseLost, RunDirError, SchedulerError
 from rlhf_core.files.whole import write_model
 from rlhf_core.history import queries
 from rlhf_core.history.queries.controllers import lease_holder
@@ -346,8 +346,6 @@ def test_a_run_whose_directory_is_gone_is_closed_and_its_job_ended(
 
 
 def test_an_unresponsive_scheduler_causes_no_action(harness: ControllerHarness, reconciler: Reconciler) -> None:
-    from rlhf_core.errors import SchedulerError
-
     completed(harness)
 
     def silent() -> list[object]:
@@ -356,6 +354,26 @@ def test_an_unresponsive_scheduler_causes_no_action(harness: ControllerHarness, 
     harness.scheduler.living = silent  # type: ignore[method-assign,assignment]
     later = Reconciler(harness.site, harness.store, flow_runs=None, now=lambda: utc_now() + timedelta(hours=2))
     assert one_round(later) == []
+
+
+def test_each_outage_and_each_damage_is_warned_of_once(
+    harness: ControllerHarness, reconciler: Reconciler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = training(harness)
+    journal = run_dir.control.read_text()
+    warnings: list[str] = []
+    later = Reconciler(harness.site, harness.store, flow_runs=None, clock=harness.clock, warn=warnings.append)
+    for _ in range(2):
+        damage_the_journal(run_dir)
+        with monkeypatch.context() as away:
+            away.setattr(harness.scheduler, "living", Mock(side_effect=SchedulerError("away")))
+            later.poll()
+            later.poll()
+        run_dir.control.write_text(journal)
+        later.poll()
+    assert warnings[0] == "away"
+    assert warnings[1].startswith(f"{run_dir.run_id}: ")
+    assert warnings[2:] == warnings[:2]
 
 
 def test_a_daemon_that_was_replaced_while_suspended_does_nothing(harness: ControllerHarness) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
+from rlhf_core.condition_log import ConditionLog
 from rlhf_core.control.controller import Controller
 from rlhf_core.errors import DatabaseUnavailable, SchedulerError, SchedulerUnavailable
 from rlhf_core.files.lookups import paths_in
@@ -33,16 +34,14 @@ def answer_of(controller: Controller, ask: Callable[[], _Answer]) -> _Answer:
     Raises:
         SchedulerError: it cannot be used, or it refuses; also the errors of :meth:`Controller.wait`.
     """
-    logged = ""
+    outage = ConditionLog(controller.observer.log)
     while True:
         try:
             return ask()
         except SchedulerUnavailable as error:
-            if str(error) != logged:
-                logged = str(error)
-                controller.observer.log(
-                    f"waiting for the scheduler: {error}; asking again every {SCHEDULER_RETRY_INTERVAL_S:.0f} s"
-                )
+            outage.log_change(
+                f"waiting for the scheduler: {error}; asking again every {SCHEDULER_RETRY_INTERVAL_S:.0f} s"
+            )
             controller.wait(SCHEDULER_RETRY_INTERVAL_S)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
+from rlhf_core.condition_log import ConditionLog
 from rlhf_core.config.site import Site
 from rlhf_core.control import adopt
 from rlhf_core.control.cancel import cancel_run
@@ -79,21 +80,22 @@ class Reconciler:
         Args:
             flow_runs: those of the site's Prefect server, which may be unavailable at present; None if the site has
                 none.
-            warn: called with each problem that leaves something unknown, once.
+            retention_s: longest time that one round looks for checkpoints to be removed.
+            warn: called with each problem that leaves something unknown, once until it has ended or changes.
         """
         self._site = site
         self._store = store
         self._flow_runs = flow_runs
         self._clock = clock
         self._now = now
-        self._warn = warn
         self._scheduler = get_scheduler(site.scheduler)
         self._missing_since: dict[str, float] = {}
         self._runs_with_runs: tuple[int, int] | None = None
         """Identity of the folder of run directories when a run was last seen in it."""
         self._silent_since: dict[str, float] = {}
         self._away_since: float | None = None
-        self._noted: set[tuple[str, str, str]] = set()
+        self._problems = ConditionLog(warn)
+        """Conditions by their run, or an empty text, and what they are about."""
         self._adopters: dict[str, subprocess.Popen[bytes]] = {}
         self._standings: dict[str, OpenRun] = {}
         self._seen: FlowRunSnapshot | None = None
@@ -180,8 +182,9 @@ class Reconciler:
         try:
             living = self._scheduler.living()
         except SchedulerError as error:
-            self._note_once("", "scheduler", str(error))
+            self._problems.log_change(str(error), ("", "scheduler"))
             return []
+        self._problems.end(("", "scheduler"))
         self._submissions = {one.submission.job_id: one.submission for one in living}
         return [
             JobFacts(one.submission.job_id, one.run_id, one.submission.attempt)
@@ -199,10 +202,12 @@ class Reconciler:
             if one.controllers and one.controllers[-1].flow_run_id
         }
         with Survived(but=(HistoryError,)) as found:  # its errors are of many kinds; each means no answer
-            return self._flow_runs.poll(
+            seen = self._flow_runs.poll(
                 self._standings.keys(), driven_by, lambda ids: open_runs.runs_of_flow_runs(self._store, set(ids)), now
             )
-        self._note_once("", "prefect", found.problem)
+            self._problems.end(("", "prefect"))
+            return seen
+        self._problems.log_change(found.problem, ("", "prefect"))
         return None
 
     def _prefect_away_s(self) -> float:
@@ -228,8 +233,9 @@ class Reconciler:
             stored = run_dir.read_spec()
             owner = foreign_owner(run_dir.root)
         except (RlhfError, OSError) as error:
-            self._note_once(run_id, "damaged", str(error))
+            self._problems.log_change(f"{run_id}: {error}", (run_id, "damaged"))
             return None
+        self._problems.end((run_id, "damaged"))
         self._missing_since.pop(run_id, None)
         self._runs_with_runs = identity(self._site.runs_dir)
         reason = (request.reason or "rlhf cancel") if request is not None and request.kind == "cancel" else ""
@@ -245,8 +251,9 @@ class Reconciler:
             missing = self._flow_runs.num_unpublished(run_dir, self._store, self._known_flow_runs())
             if not missing:
                 self._published.add(end)
+            self._problems.end((run_dir.run_id, "events"))
             return missing
-        self._note_once(run_dir.run_id, "events", found.problem)
+        self._problems.log_change(f"{run_dir.run_id}: {found.problem}", (run_dir.run_id, "events"))
         return 0
 
     def _known_flow_runs(self) -> set[str]:
@@ -307,7 +314,7 @@ class Reconciler:
             case ActionKind.REMOVE_PUT_ASIDE:
                 return removed(self._run_dir(action), self._run_dir(action).checkpoints_dir / action.folder)
             case ActionKind.NOTE:
-                self._note_once(action.run_id, action.flow_run_id, action.reason)
+                self._problems.log_change(f"{action.run_id}: {action.reason}", (action.run_id, action.flow_run_id))
                 return True, "left alone"
 
     def _run_dir(self, action: ReconcileAction) -> RunDir:
@@ -327,9 +334,11 @@ class Reconciler:
             # The same situation gives the same key, so that two rounds, or two reconcilers, create only one flow run.
             key = f"rlhf-adopt-{run_id}-{standing.token if standing is not None else 0}-{ended}"
             try:
-                return f"flow run {self._prefect.adopt(run_id, key)}"
+                adopting = f"flow run {self._prefect.adopt(run_id, key)}"
+                self._problems.end(("", "resume"))
+                return adopting
             except NotRegistered as error:
-                self._note_once("", "resume", str(error))
+                self._problems.log_change(str(error), ("", "resume"))
         present = self._adopters.get(run_id)
         if present is not None and present.poll() is None:
             return f"process {present.pid} is about to take it"
@@ -375,11 +384,6 @@ class Reconciler:
             append_lines(run_dir.housekeeping, note)
         with suppress(RlhfError):
             record(run_dir, self._store)
-
-    def _note_once(self, run_id: str, about: str, text: str) -> None:
-        if (run_id, about, text) not in self._noted:
-            self._noted.add((run_id, about, text))
-            self._warn(f"{run_id}: {text}" if run_id else text)
 
 
 def _end_of(run_dir: RunDir, written: RunRecord) -> tuple[str, str, str]:

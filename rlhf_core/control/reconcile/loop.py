@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from rlhf_core.condition_log import ConditionLog
 from rlhf_core.config.site import Site
 from rlhf_core.control.ingester import Ingester
 from rlhf_core.control.reconcile.actions import ActionResult, Reconciler
@@ -111,6 +112,7 @@ def _log_to_the_terminal() -> None:
 @contextlib.contextmanager
 def _history(site: Site, stop: threading.Event) -> Iterator[HistoryStore | None]:
     """Open the history as soon as it answers; None if the daemon is stopped before."""
+    outage = ConditionLog(log.warning)
     while True:
         try:
             store = HistoryStore(site.database_url)
@@ -118,7 +120,7 @@ def _history(site: Site, stop: threading.Event) -> Iterator[HistoryStore | None]
         except HistoryError as error:
             if error.exit_code == 2:  # an error that does not go away by itself
                 raise
-            log.warning("%s", error)
+            outage.log_change(str(error))
         if stop.wait(RETRY_INTERVAL_S):
             yield None
             return
@@ -128,19 +130,16 @@ def _history(site: Site, stop: threading.Event) -> Iterator[HistoryStore | None]
 
 def _lease(site: Site, store: HistoryStore, stop: threading.Event) -> HeldLease | None:
     """Acquire the daemon's lease as soon as it is free; None if the daemon is stopped before."""
-    logged = ""
+    waiting = ConditionLog(log.info)
     while not stop.is_set():
         try:
             lease = take_lease(site, store)
             log.info("this process looks after %s", site.runs_dir)
             return lease
         except LeaseLost:
-            why = "another daemon is at work; waiting for its lease"
+            waiting.log_change("another daemon is at work; waiting for its lease")
         except HistoryError as error:
-            why = str(error)
-        if why != logged:
-            log.info("%s", why)
-            logged = why
+            waiting.log_change(str(error))
         stop.wait(RETRY_INTERVAL_S)
     return None
 

@@ -44,12 +44,12 @@ class Telemetry:
             log: Receives, once, the reason why there are no GPU metrics.
             folder: Folder of the run directories, whose free space is measured.
         """
-        self._log = log
         self._processes: dict[int, psutil.Process] = {}
         self._counters = _counters()
         self._read_at_s = time.monotonic()
         self._slow = _SlowReader(folder)
-        self._reported = False
+        self._log = log
+        self._logged_problem = False
         psutil.cpu_percent()
 
     def read(self, worker_pids: Collection[int]) -> dict[str, float]:
@@ -105,8 +105,8 @@ class Telemetry:
 
     def _slow_figures(self) -> dict[str, float]:
         figures, problem, age_s = self._slow.newest()
-        if problem and not self._reported:
-            self._reported = True
+        if problem and not self._logged_problem:
+            self._logged_problem = True
             self._log(f"no GPU metrics: {problem}")
         return figures | ({"slow_reading_age_s": round(age_s, 1)} if age_s > STALE_S else {})
 
