@@ -17,7 +17,7 @@ def get_scheduler(name: str) -> Scheduler:
 
         return LocalScheduler()
     if name == "slurm":
-        from rlhf_core.scheduler.slurm import SlurmScheduler
+        from rlhf_core.scheduler.slurm.scheduler import SlurmScheduler
 
         return SlurmScheduler()
     raise BadInput(f"RLHF_SCHEDULER={name} is not a scheduler; use local or slurm")

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "infra" / "slurm"))
 
 from cluster import Cluster
 
-from rlhf_core.scheduler import slurm_queue
+from rlhf_core.scheduler.slurm import queue
 
 ROOT = Path(__file__).parents[2]
 NUM_CONTROLLERS = 4
@@ -24,7 +24,7 @@ COUNTED = ("squeue", "scontrol", "sacct")
 
 CONTROLLER = """
 import sys, time
-from rlhf_core.scheduler.slurm import SlurmScheduler
+from rlhf_core.scheduler.slurm.scheduler import SlurmScheduler
 from rlhf_core.schemas.resources import Submission
 seconds, jobs = float(sys.argv[1]), sys.argv[2].split(",")
 mine = [Submission(attempt=1, scheduler="slurm", job_id=job, command=()) for job in jobs if job]
@@ -80,7 +80,7 @@ def main() -> None:
                 per_minute = measure(jobs, seconds, calls)
                 print(f"{number:5d} jobs: {per_minute:6.1f} commands of Slurm per minute", flush=True)
             start = time.monotonic()
-            rows = slurm_queue.listing(max_age_s=0.0).rows
+            rows = queue.listing(max_age_s=0.0).rows
             print(f"one question about {len(rows)} jobs: {time.monotonic() - start:.3f} s")
 
 

@@ -25,7 +25,7 @@ from rlhf_core.diagnosis.reconcile import decisions
 from rlhf_core.diagnosis.reconcile.decisions import ActionKind
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.scheduler.slurm import SlurmScheduler
+from rlhf_core.scheduler.slurm.scheduler import SlurmScheduler
 from rlhf_core.schemas.attempts import RunState
 
 pytestmark = [

@@ -14,7 +14,7 @@ from slurm_cluster import WHY_NOT, Cluster, missing_programs
 from rlhf_core.errors import SubmissionFailed
 from rlhf_core.scheduler import JobRequest, JobState, Scheduler
 from rlhf_core.scheduler.local import LocalScheduler
-from rlhf_core.scheduler.slurm import SlurmScheduler
+from rlhf_core.scheduler.slurm.scheduler import SlurmScheduler
 from rlhf_core.schemas.resources import Submission, job_marker
 
 pytestmark = pytest.mark.end_to_end

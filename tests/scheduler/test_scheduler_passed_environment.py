@@ -15,7 +15,7 @@ from rlhf_core.errors import SubmissionFailed
 from rlhf_core.scheduler.base import JobRequest, JobState
 from rlhf_core.scheduler.local import LocalScheduler
 from rlhf_core.scheduler.passed_environment import PassedEnvironment, read_private, without_private
-from rlhf_core.scheduler.slurm import SlurmScheduler
+from rlhf_core.scheduler.slurm.scheduler import SlurmScheduler
 from rlhf_core.schemas.cluster import SlurmSpec
 
 CANARY = "c4nary-that-is-handed-over"

@@ -20,9 +20,10 @@ from rlhf_core.errors import SchedulerError, SchedulerUnavailable, SubmissionFai
 from rlhf_core.launch.journal import Journal
 from rlhf_core.launch.start import record_plan, submit_once
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.scheduler import JobRequest, JobState, JobStatus, slurm, slurm_queue
+from rlhf_core.scheduler import JobRequest, JobState, JobStatus
 from rlhf_core.scheduler.passed_environment import PassedEnvironment
-from rlhf_core.scheduler.slurm import SlurmScheduler
+from rlhf_core.scheduler.slurm import queue
+from rlhf_core.scheduler.slurm.scheduler import SlurmScheduler
 from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.resources import Submission
 
@@ -206,9 +207,9 @@ def test_a_waiting_job_has_a_reason(tmp_path: Path, cluster: Cluster, scheduler:
 
 def test_a_forgotten_job_has_ended_and_a_new_one_is_not_forgotten(scheduler: SlurmScheduler, tmp_path: Path) -> None:
     """With the control: a job newer than the shared answer is queried instead of taken for forgotten."""
-    slurm_queue.listing()
+    queue.listing()
     job = scheduler.submit(make_request(tmp_path, "sleep 300"))
-    assert job.job_id not in slurm_queue.listing(max_age_s=60.0).rows
+    assert job.job_id not in queue.listing(max_age_s=60.0).rows
     assert state(scheduler, job) in (JobState.PENDING, JobState.RUNNING)
     gone = status(scheduler, job.model_copy(update={"job_id": "999999999"}))
     assert (gone.state, gone.reason) == (JobState.ENDED, "Slurm no longer has a record of the job")
@@ -281,7 +282,7 @@ def test_without_slurmctld_jobs_are_unknown_and_nothing_is_submitted(
         with pytest.raises(SchedulerUnavailable, match="controller does not respond"):
             scheduler.inventory()
         with monkeypatch.context() as hurry:
-            hurry.setattr(slurm, "CANCEL_S", 1.0)
+            hurry.setattr(scheduler, "CANCEL_S", 1.0)
             with pytest.raises(SchedulerUnavailable, match=r"is unknown: .*controller does not respond"):
                 scheduler.cancel(submission)
     finally:
@@ -371,16 +372,16 @@ def test_many_watchers_share_one_query_of_the_queue(
     count = tmp_path / "count"
     wrap_program(tmp_path, monkeypatch, "squeue", f'echo 1 >> {count}\nexec {{real}} "$@"\n')
     age = 600.0  # seconds, so that a slow machine cannot make it two
-    code = f"from rlhf_core.scheduler import slurm_queue as q\nfor _ in range(20): assert not q.listing({age}).problem"
+    code = f"from rlhf_core.scheduler.slurm import queue as q\nfor _ in range(20): assert not q.listing({age}).problem"
     watchers = [subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2]) for _ in range(3)]
     assert [watcher.wait(120) for watcher in watchers] == [0, 0, 0]
     assert count.read_text() == "1\n"
-    slurm_queue.listing(max_age_s=0.0)
+    queue.listing(max_age_s=0.0)
     assert count.read_text() == "1\n1\n"
 
 
 def test_a_torn_cache_is_ignored(tmp_path: Path, scheduler: SlurmScheduler) -> None:
-    assert not slurm_queue.listing(600.0).problem
+    assert not queue.listing(600.0).problem
     for file in (tmp_path / "cache" / "rlhf").glob("squeue-*.json"):
         file.write_text('{"asked_at": 9e9, "rows"')
-    assert not slurm_queue.listing(600.0).problem
+    assert not queue.listing(600.0).problem

@@ -18,21 +18,15 @@ from job_requests import job_request
 from submitit.slurm.slurm import SlurmJobEnvironment
 
 from rlhf_core.errors import SchedulerError, SchedulerUnavailable, SubmissionDeferred, SubmissionFailed
-from rlhf_core.scheduler import slurm, slurm_answers, slurm_queue
 from rlhf_core.scheduler.base import JobRequest, JobState
-from rlhf_core.scheduler.slurm import SlurmScheduler
-from rlhf_core.scheduler.slurm_answers import (
-    gpu_type,
-    is_no_answer,
-    num_gpus,
-    query_job,
-    refusal,
-    status_of,
-    takes_no_job,
-    will_pass,
-)
-from rlhf_core.scheduler.slurm_environment import for_submission
-from rlhf_core.scheduler.slurm_queue import QueuedJob
+from rlhf_core.scheduler.slurm import commands, jobs, queue
+from rlhf_core.scheduler.slurm import scheduler as slurm_scheduler
+from rlhf_core.scheduler.slurm.acceptance import is_no_answer, refusal, will_pass
+from rlhf_core.scheduler.slurm.environment import for_submission
+from rlhf_core.scheduler.slurm.jobs import query_job, status_of
+from rlhf_core.scheduler.slurm.nodes import gpu_type, num_gpus, takes_no_job
+from rlhf_core.scheduler.slurm.queue import QueuedJob
+from rlhf_core.scheduler.slurm.scheduler import SlurmScheduler
 from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.resources import Inventory, Submission
 from rlhf_core.schemas.slurm_values import is_named
@@ -205,22 +199,22 @@ def test_a_partition_among_further_options_counts(option: str) -> None:
 
 def test_a_job_number_that_slurm_gave_again_is_not_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a new installation, numbers begin at 1 again: the job of another run is neither awaited nor cancelled."""
-    commands = []
+    asked = []
     again = QueuedJob("7", "RUNNING", "None", "node1", "N/A", "toy-2/1")
     forgotten = QueuedJob("9", "RUNNING", "None", "node1", "N/A", "somebody's")
 
     def run(*words: str, **_: object) -> str:
-        commands.append(words[0])
+        asked.append(words[0])
         return "JobId=8 JobState=RUNNING Reason=None NodeList=node1 Comment=toy-2/2\n"
 
-    monkeypatch.setattr(slurm_queue, "listing", lambda **_: slurm_queue.Listing(0.0, {"7": again, "9": forgotten}))
-    monkeypatch.setattr(slurm_queue, "run", run)
+    monkeypatch.setattr(queue, "listing", lambda **_: queue.Listing(0.0, {"7": again, "9": forgotten}))
+    monkeypatch.setattr(commands, "run", run)
     jobs = [Submission(attempt=1, scheduler="slurm", job_id=job_id, command=(), marker="toy-1/1") for job_id in "789"]
     found = SlurmScheduler().status(jobs)
     assert [found[job.job_id].state for job in jobs] == [JobState.ENDED, JobState.ENDED, JobState.RUNNING]
     assert found["7"].reason == "Slurm has given the number of the job again, to toy-2/1"
     assert all(SlurmScheduler().cancel(job) for job in jobs[:2])
-    assert "scancel" not in commands
+    assert "scancel" not in asked
 
 
 @pytest.mark.parametrize(("state", "ends_after_s", "is_gone"), [("COMPLETING", 240, True), ("RUNNING", 240, False)])
@@ -230,13 +224,13 @@ def test_a_job_that_slurm_completes_is_given_the_time_of_an_epilog(
     """Control: one that keeps running for as long although it was told to end."""
     clock = Clock()
 
-    def listing(**_: object) -> slurm_queue.Listing:
+    def listing(**_: object) -> queue.Listing:
         word = state if clock.now < ends_after_s else "COMPLETED"
-        return slurm_queue.Listing(0.0, {"7": QueuedJob("7", word, "None", "node1", "N/A", "toy-1/1")})
+        return queue.Listing(0.0, {"7": QueuedJob("7", word, "None", "node1", "N/A", "toy-1/1")})
 
-    monkeypatch.setattr(slurm_queue, "listing", listing)
-    monkeypatch.setattr(slurm_queue, "run", lambda *words, **_: "node1 mix" if words[0] == "sinfo" else "")
-    monkeypatch.setattr(slurm, "time", SimpleNamespace(monotonic=clock, sleep=clock.sleep))
+    monkeypatch.setattr(queue, "listing", listing)
+    monkeypatch.setattr(commands, "run", lambda *words, **_: "node1 mix" if words[0] == "sinfo" else "")
+    monkeypatch.setattr(slurm_scheduler, "time", SimpleNamespace(monotonic=clock, sleep=clock.sleep))
     job = Submission(attempt=1, scheduler="slurm", job_id="7", command=(), marker="toy-1/1")
     assert SlurmScheduler().cancel(job) is is_gone
 
@@ -245,8 +239,8 @@ def test_a_job_that_slurm_completes_needs_no_order_to_end(monkeypatch: pytest.Mo
     """The reconciler would wait for it in every round, and note that it could not be ended."""
     states = {"7": "RUNNING", "8": "COMPLETING", "9": "COMPLETED"}
     rows = {job_id: QueuedJob(job_id, state, "None", "n1", "N/A", "toy-1/1") for job_id, state in states.items()}
-    monkeypatch.setattr(slurm_queue, "listing", lambda **_: slurm_queue.Listing(0.0, rows))
-    monkeypatch.setattr(slurm_queue, "cluster_name", lambda: "throwaway")
+    monkeypatch.setattr(queue, "listing", lambda **_: queue.Listing(0.0, rows))
+    monkeypatch.setattr(commands, "cluster_name", lambda: "throwaway")
     assert [one.submission.job_id for one in SlurmScheduler().living()] == ["7"]
 
 
@@ -331,8 +325,8 @@ def test_cancellations_by_an_administrator_and_by_the_user_are_distinguished(
             return f"{accounted}\n"
         raise SchedulerError("scontrol: Invalid job id specified")
 
-    monkeypatch.setattr(slurm_queue, "run", answer)
-    monkeypatch.setattr(slurm_answers.os, "getuid", lambda: user)
+    monkeypatch.setattr(commands, "run", answer)
+    monkeypatch.setattr(jobs.os, "getuid", lambda: user)
     assert status_of(QueuedJob("7", "CANCELLED", "None", "node1", "N/A", "toy-1/2")).scheduler_state == expected
     assert query_job(Submission(attempt=2, scheduler="slurm", job_id="7", command=())).scheduler_state == (
         expected if accounted else ""
@@ -353,7 +347,7 @@ def test_cancellations_by_an_administrator_and_by_the_user_are_distinguished(
 def test_a_node_that_an_administrator_drains_is_not_the_one_that_failed(
     rows: str, lost: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm_queue, "run", lambda *words: rows if words[0] == "sinfo" else "node1\nnode2")
+    monkeypatch.setattr(commands, "run", lambda *words: rows if words[0] == "sinfo" else "node1\nnode2")
     assert status_of(QueuedJob("7", "NODE_FAIL", "None", "node[1-4]", "N/A", "toy-1/2")).lost_nodes == lost
 
 
@@ -372,7 +366,7 @@ def test_a_node_that_a_cloud_does_not_start_is_not_lost(
     rows: str, state: str, lost: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Slurm 22.05 shows nodes with ResumeProgram after the ResumeTimeout: NODE_FAIL, and ``down~``."""
-    monkeypatch.setattr(slurm_queue, "run", lambda *words: rows if words[0] == "sinfo" else "node1\nnode2")
+    monkeypatch.setattr(commands, "run", lambda *words: rows if words[0] == "sinfo" else "node1\nnode2")
     status = status_of(QueuedJob("7", "NODE_FAIL", "NodeDown", "node[1-2]", "N/A", "toy-1/2"))
     assert (status.state, status.scheduler_state, status.lost_nodes) == (JobState.ENDED, state, lost)
     assert status.nodes == ("node1", "node2")
@@ -397,7 +391,7 @@ def test_a_job_without_the_prolog_of_a_node_is_not_cancelled_by_its_user(
         "scontrol": "node1 node2",
         "sacct": "",
     }
-    monkeypatch.setattr(slurm_queue, "run", lambda *words: answers[words[0]])
+    monkeypatch.setattr(commands, "run", lambda *words: answers[words[0]])
     status = status_of(QueuedJob("7", "CANCELLED", "None", "node[1-2]", "2026-11-28T15:18:50", "toy-1/2"))
     assert (status.state, status.nodes, status.lost_nodes) == (JobState.ENDED, ("node1", "node2"), lost)
     assert status.scheduler_state == ("LAUNCH_FAILED" if lost else "CANCELLED")
@@ -504,7 +498,7 @@ def test_a_submission_that_the_operating_system_prevents_is_made_later(
     job_request = submittable(tmp_path)
     stand_ins(tmp_path, monkeypatch, sbatch="echo Submitted batch job 7")
     with monkeypatch.context() as crowded:
-        crowded.setattr(slurm_queue.subprocess, "run", raising(BlockingIOError(errno.EAGAIN, "try again")))
+        crowded.setattr(commands.subprocess, "run", raising(BlockingIOError(errno.EAGAIN, "try again")))
         with pytest.raises(SchedulerUnavailable, match="scontrol could not be started: try again"):
             SlurmScheduler().submit(job_request)
     with monkeypatch.context() as full:
@@ -531,7 +525,7 @@ def test_an_outage_is_told_from_a_machine_without_slurm_and_from_another_cluster
 ) -> None:
     """An outage is waited for; the other two do not end by themselves."""
     scheduler = SlurmScheduler()
-    monkeypatch.setattr(slurm_queue, "_cluster_name", slurm_queue._cluster_name.__wrapped__)  # not from another test
+    monkeypatch.setattr(commands, "_cluster_name", commands._cluster_name.__wrapped__)  # not from another test
     with monkeypatch.context() as other:
         stand_ins(tmp_path / "other", other, squeue="true", scontrol="echo 'is UP'; echo ClusterName = there")
         with pytest.raises(SchedulerError, match="belongs to the cluster there") as found:
@@ -597,7 +591,7 @@ def test_a_job_whose_comment_a_plugin_rewrote_is_known_by_its_folder_and_name(
     comment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second job would write the same checkpoints. A comment may even look like the marker of another attempt."""
-    commands = tmp_path / "commands"
+    cancelled = tmp_path / "cancelled"
     row = f"7|RUNNING|None|n1|N/A|/my|runs/toy-1/attempts/2/scheduler\ttoy-1\t{comment}"
     shown = (
         f"JobId=7 JobName=toy-1 JobState=RUNNING Reason=None NodeList=n1 WorkDir=/my runs/toy-1/attempts/2/scheduler "
@@ -606,9 +600,9 @@ def test_a_job_whose_comment_a_plugin_rewrote_is_known_by_its_folder_and_name(
     stand_ins(
         tmp_path,
         monkeypatch,
-        squeue=f"[ -e {commands} ] || echo '{row}'",
+        squeue=f"[ -e {cancelled} ] || echo '{row}'",
         scontrol=f"echo 'is UP'; echo '{shown}'",
-        scancel=f"echo $* >> {commands}",
+        scancel=f"echo $* >> {cancelled}",
         sacct="exit 1",
     )
     scheduler = SlurmScheduler()
@@ -617,9 +611,9 @@ def test_a_job_whose_comment_a_plugin_rewrote_is_known_by_its_folder_and_name(
     assert [(one.run_id, one.submission.attempt) for one in scheduler.living()] == [("toy-1", 2)]
     assert scheduler.status([job])["7"].state is JobState.RUNNING
     assert query_job(job).state is JobState.RUNNING
-    monkeypatch.setattr(slurm, "CANCEL_S", 0.1)
+    monkeypatch.setattr(slurm_scheduler, "CANCEL_S", 0.1)
     assert not scheduler.cancel(job)
-    assert commands.read_text().splitlines()[0] == "7"
+    assert cancelled.read_text().splitlines()[0] == "7"
     assert scheduler.find("toy-1", 1) is None
 
 
@@ -669,16 +663,16 @@ def test_nodes_are_those_with_the_features_and_in_the_reservation(monkeypatch: p
 def test_a_stopped_process_blocks_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process was stopped during a query and keeps the lock."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(slurm_queue, "LOCK_S", 0.1, raising=False)
-    monkeypatch.setattr(slurm_queue, "_query", lambda: slurm_queue.Listing(1.0, {}, "queried"))
-    with slurm_queue._locked(slurm_queue._cache_file()) as held:
+    monkeypatch.setattr(queue, "LOCK_S", 0.1, raising=False)
+    monkeypatch.setattr(queue, "_query", lambda: queue.Listing(1.0, {}, "queried"))
+    with queue._locked(queue._cache_file()) as held:
         assert held
-        answers: list[slurm_queue.Listing] = []
-        other = threading.Thread(target=lambda: answers.append(slurm_queue.listing()), daemon=True)
+        answers: list[queue.Listing] = []
+        other = threading.Thread(target=lambda: answers.append(queue.listing()), daemon=True)
         other.start()
         other.join(timeout=5)
         assert [one.problem for one in answers] == ["queried"]
-        assert not slurm_queue._cache_file().exists(), "only the holder of the lock writes"
+        assert not queue._cache_file().exists(), "only the holder of the lock writes"
 
 
 def inventory_of(rows: str, monkeypatch: pytest.MonkeyPatch) -> Inventory:
@@ -690,7 +684,7 @@ def inventory_of(rows: str, monkeypatch: pytest.MonkeyPatch) -> Inventory:
 def answer(monkeypatch: pytest.MonkeyPatch, **answers: str) -> None:
     """Answer commands of Slurm by their name, or by what scontrol is to show."""
     others = {"ping": "Slurmctld(a) is UP", **answers}
-    monkeypatch.setattr(slurm_queue, "run", lambda *words, **_: others.get(words[0], "") or others.get(words[-1], ""))
+    monkeypatch.setattr(commands, "run", lambda *words, **_: others.get(words[0], "") or others.get(words[-1], ""))
 
 
 def test_a_federation_is_one_with_other_clusters_that_may_start_jobs(monkeypatch: pytest.MonkeyPatch) -> None:

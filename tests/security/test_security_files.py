@@ -21,7 +21,7 @@ from rlhf_core.cli import doctor, output
 from rlhf_core.config.site import load_site
 from rlhf_core.files import private as private_files
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.scheduler import slurm_queue
+from rlhf_core.scheduler.slurm import queue
 from rlhf_core.worker.liveness.heartbeat import SlotFile, slots_folder
 
 OTHER = 65534
@@ -242,8 +242,8 @@ def test_a_report_of_an_error_follows_no_link_and_holds_no_secret(
 def test_the_lock_of_the_queue_cannot_be_held_by_another_user(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(place))
     (place / "rlhf").mkdir()
-    path = slurm_queue._cache_file()
-    with slurm_queue._locked(path) as held:
+    path = queue._cache_file()
+    with queue._locked(path) as held:
         assert held
     done = as_other('exec 9< "$1" && flock --nonblock 9 && echo held', path.with_suffix(".lock"))
     assert done.stdout == ""

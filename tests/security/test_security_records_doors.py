@@ -25,7 +25,7 @@ from rlhf_core.config import loading as config
 from rlhf_core.config.site import load_site
 from rlhf_core.config.toml_files import MAX_CONFIG_BYTES, read_toml
 from rlhf_core.control.controller import FlowRunLink
-from rlhf_core.control.trials import trials_of
+from rlhf_core.control.views.timeline import trials_of
 from rlhf_core.errors import BadConfig, BadInput, DatabaseUnavailable, RunDirError, SchedulerError
 from rlhf_core.history import migrate
 from rlhf_core.history.database import parse_url
@@ -34,10 +34,10 @@ from rlhf_core.launch.config_paths import absolute_paths
 from rlhf_core.launch.journal import Journal
 from rlhf_core.launch.prepare import prepare
 from rlhf_core.run_dir.run import RunDir, is_run_id, run_dirs
-from rlhf_core.scheduler import slurm_queue
 from rlhf_core.scheduler.base import JobState
 from rlhf_core.scheduler.local import LocalScheduler
-from rlhf_core.scheduler.slurm import SlurmScheduler
+from rlhf_core.scheduler.slurm import commands, queue
+from rlhf_core.scheduler.slurm.scheduler import SlurmScheduler
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
 from rlhf_core.schemas.journal import TrialPlanned
 from rlhf_core.schemas.resources import Submission
@@ -307,8 +307,8 @@ def test_no_job_id_of_a_file_reaches_a_command_line_unchecked(
         asked.append(words)
         return ""
 
-    monkeypatch.setattr(slurm_queue, "run", run)
-    monkeypatch.setattr(slurm_queue, "listing", lambda max_age_s=0.0: slurm_queue.Listing(0.0, {}))
+    monkeypatch.setattr(commands, "run", run)
+    monkeypatch.setattr(queue, "listing", lambda max_age_s=0.0: queue.Listing(0.0, {}))
     slipped = good.model_copy(update={"job_id": job_id})
     with pytest.raises(SchedulerError, match="expected a Slurm job number"):
         SlurmScheduler().cancel(slipped)
@@ -320,7 +320,7 @@ def test_no_job_id_of_a_file_reaches_a_command_line_unchecked(
 
 def test_jobs_of_slurm_are_taken() -> None:
     for job_id in ("1", "4711", "4711_3", "4711+1"):
-        assert slurm_queue.require_job_id(Submission(attempt=1, scheduler="", job_id=job_id, command=()).job_id)
+        assert commands.require_job_id(Submission(attempt=1, scheduler="", job_id=job_id, command=()).job_id)
     assert FakeScheduler().name == "local"
 
 

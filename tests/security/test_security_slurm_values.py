@@ -20,7 +20,7 @@ from rlhf_core.config import loading as config
 from rlhf_core.errors import BadConfig, SubmissionFailed
 from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.scheduler.passed_environment import PassedEnvironment
-from rlhf_core.scheduler.slurm import SlurmScheduler
+from rlhf_core.scheduler.slurm.scheduler import SlurmScheduler
 from rlhf_core.schemas.cluster import SlurmSpec
 
 OPTIONS = ("partition", "account", "qos", "constraint", "gpu_type", "gres", "reservation")
@@ -172,7 +172,7 @@ def test_a_secret_with_shell_in_it_reaches_the_job_as_it_is(cluster: Path, monke
 
 def test_without_the_refusal_a_line_break_runs_a_command(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: quotes alone are not enough, and this cluster runs the commands of a script."""
-    monkeypatch.setattr("rlhf_core.scheduler.slurm_script._one_line", lambda name, value: value)
+    monkeypatch.setattr("rlhf_core.scheduler.slurm.script._one_line", lambda name, value: value)
     slurm = SlurmSpec.model_construct(**{**SlurmSpec().__dict__, "partition": "x\ntouch PLANTED\n"})
     SlurmScheduler().submit(request(cluster, slurm))
     assert planted(cluster)

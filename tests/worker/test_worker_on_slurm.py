@@ -17,7 +17,7 @@ from rlhf_core.files.appended import read_models
 from rlhf_core.files.whole import read_model
 from rlhf_core.run_dir.attempt import RestartDir
 from rlhf_core.scheduler.base import JobRequest
-from rlhf_core.scheduler.slurm import SlurmScheduler
+from rlhf_core.scheduler.slurm.scheduler import SlurmScheduler
 from rlhf_core.schemas.attempts import AttemptState, Role
 from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.failures import Action, Decision, FailureKind, Incident

@@ -9,7 +9,7 @@ from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.launch_arguments import arguments_of
 from rlhf_core.preflight.predictions import predict
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
-from rlhf_core.scheduler.slurm_environment import OPTIONS_OF_THE_JOB
+from rlhf_core.scheduler.slurm.environment import OPTIONS_OF_THE_JOB
 from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.text.formatting import duration as duration_text
 from rlhf_core.text.formatting import listed

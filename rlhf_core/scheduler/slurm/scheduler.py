@@ -2,7 +2,7 @@
 
 Three things differ from plain submitit. The script runs the agent's own command line, so no pickle is loaded in the
 compute environment. The job's name, folder and comment tell the run and the attempt, so that a job whose submission was
-never acknowledged can be found. And the job's state comes from the queue (:mod:`rlhf_core.scheduler.slurm_queue`):
+never acknowledged can be found. And the job's state comes from the queue (:mod:`rlhf_core.scheduler.slurm.queue`):
 submitit asks ``sacct``, which many clusters lack and which lags behind on the others.
 """
 
@@ -14,22 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_core.errors import SchedulerError, SchedulerUnavailable, SubmissionFailed
-from rlhf_core.scheduler import slurm_queue
 from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus, LivingJob
-from rlhf_core.scheduler.slurm_answers import (
-    another_cluster,
-    gpu_type,
-    has_ended,
-    leading_number,
-    num_gpus,
-    only_the_lost_remain,
-    query_job,
-    reserved_nodes,
-    status_of,
-    takes_no_job,
-)
-from rlhf_core.scheduler.slurm_script import AgentExecutor
-from rlhf_core.scheduler.slurm_settings import cluster_settings, federation, may_choose_partitions, partition_settings
+from rlhf_core.scheduler.slurm import commands, queue
+from rlhf_core.scheduler.slurm.jobs import has_ended, only_the_lost_remain, query_job, status_of
+from rlhf_core.scheduler.slurm.nodes import gpu_type, leading_number, list_nodes, num_gpus, reserved_nodes, takes_no_job
+from rlhf_core.scheduler.slurm.script import AgentExecutor
+from rlhf_core.scheduler.slurm.settings import cluster_settings, federation, may_choose_partitions, partition_settings
 from rlhf_core.schemas.resources import Inventory, Submission, job_marker, parse_job_marker
 
 CANCEL_S = 90.0
@@ -53,40 +43,38 @@ class SlurmScheduler:
             SchedulerUnavailable: Slurm does not answer.
             SchedulerError: it is not installed here, or has no nodes.
         """
-        slurm_queue.require_controller()
-        # --all: a job may name a hidden partition, whose nodes may be in no other.
-        text = slurm_queue.run("sinfo", "--all", "--noheader", "--Node", "--format=%N|%c|%m|%G|%T|%P|%f")
-        listed = [row for line in text.splitlines() if len(row := line.split("|")) == 7]
+        commands.require_controller()
+        listed = list_nodes()
         if not listed:
             raise SchedulerError("sinfo lists no nodes")
-        rows = {row[0]: row for row in listed}  # a node is listed once per partition
+        nodes = {one.name: one for one in listed}
         partitions: dict[str, tuple[str, ...]] = {}
-        for name, *_, partition, _ in listed:
-            partitions[name] = (*partitions.get(name, ()), partition.rstrip("*"))
+        for one in listed:
+            partitions[one.name] = (*partitions.get(one.name, ()), one.partition)
         settings = cluster_settings()
         # Slurm gives 1 MB to nodes whose memory is not configured.
-        memory_gb = {name: size / 1024 for name, row in rows.items() if (size := leading_number(row[2])) > 1}
+        memory_gb = {name: node.memory_mb / 1024 for name, node in nodes.items() if node.memory_mb > 1}
         return Inventory(
-            node_names=tuple(rows),
-            cpus_per_node=max(leading_number(row[1]) for row in rows.values()),
+            node_names=tuple(nodes),
+            cpus_per_node=max(node.num_cpus for node in nodes.values()),
             memory_gb=max(memory_gb.values(), default=0.0),
-            gpus_per_node=max(num_gpus(row[3]) for row in rows.values()),
-            node_gpus={name: num_gpus(row[3]) for name, row in rows.items()},
-            node_cpus={name: leading_number(row[1]) for name, row in rows.items()},
+            gpus_per_node=max(num_gpus(node.gres) for node in nodes.values()),
+            node_gpus={name: num_gpus(node.gres) for name, node in nodes.items()},
+            node_cpus={name: node.num_cpus for name, node in nodes.items()},
             node_memory_gb=memory_gb,
-            node_gpu_types={name: kind for name, row in rows.items() if (kind := gpu_type(row[3]))},
-            out_of_service={name: row[4] for name, row in rows.items() if takes_no_job(row[4])},
+            node_gpu_types={name: kind for name, node in nodes.items() if (kind := gpu_type(node.gres))},
+            out_of_service={name: node.state for name, node in nodes.items() if takes_no_job(node.state)},
             node_partitions=partitions,
-            node_features={name: tuple(row[6].split(",")) for name, row in rows.items()},
+            node_features={name: node.features for name, node in nodes.items()},
             reservations=reserved_nodes(),
             # sbatch uses these variables if the job names no partition or QOS.
             default_partition=os.environ.get("SBATCH_PARTITION")
-            or next((row[5].rstrip("*") for row in listed if row[5].endswith("*")), ""),
+            or next((one.partition for one in listed if one.in_default_partition), ""),
             default_qos=os.environ.get("SBATCH_QOS", ""),
             partition_settings=partition_settings(settings),
             may_choose_partition=may_choose_partitions(settings),
             federation=federation(),
-            cluster=slurm_queue.cluster_name(),
+            cluster=commands.cluster_name(),
         )
 
     def script(self, request: JobRequest) -> str:
@@ -102,13 +90,13 @@ class SlurmScheduler:
             SchedulerUnavailable: Slurm does not answer, or the file system fails. The job may have been accepted;
                 :meth:`find` can tell.
         """
-        slurm_queue.require_controller()
+        commands.require_controller()
         if not Path(request.command[0]).is_absolute() and shutil.which(request.command[0]) is None:
             raise SubmissionFailed(
                 f"{request.command[0]} is not a program on this machine; set RLHF_COMPUTE_PYTHON to an absolute path"
             )
         executor = AgentExecutor(request)
-        cluster = slurm_queue.cluster_name()  # not asked for between the acceptance of the job and its record
+        cluster = commands.cluster_name()  # not asked for between the acceptance of the job and its record
         try:
             request.scheduler_dir.mkdir(parents=True, exist_ok=True)
             job_id = executor.submit_script()
@@ -118,7 +106,7 @@ class SlurmScheduler:
 
     def status(self, submissions: Sequence[Submission]) -> dict[str, JobStatus]:
         """Query the state of jobs, by job id, with one query for all jobs of this user."""
-        found = slurm_queue.listing()
+        found = queue.listing()
         if found.problem:
             return {one.job_id: JobStatus(JobState.UNKNOWN, found.problem) for one in submissions}
         return {one.job_id: _status_in(found, one) for one in submissions}
@@ -131,13 +119,13 @@ class SlurmScheduler:
             SchedulerError: it is another cluster than the one the attempt was planned for.
         """
         _require_cluster(cluster)
-        found = slurm_queue.listing(max_age_s=0.0)
+        found = queue.listing(max_age_s=0.0)
         if found.problem:
             raise SchedulerUnavailable(found.problem)
         marker = job_marker(run_id, attempt)
         matching = [row for row in found.rows.values() if row.marker == marker and not has_ended(row)]
         first = min(matching, key=lambda row: leading_number(row.job_id), default=None)
-        return None if first is None else _submission(run_id, attempt, first.job_id, (), slurm_queue.cluster_name())
+        return None if first is None else _submission(run_id, attempt, first.job_id, (), commands.cluster_name())
 
     def living(self) -> Sequence[LivingJob]:
         """List this user's jobs whose marker names an attempt, with one query; without those that Slurm is completing,
@@ -146,12 +134,12 @@ class SlurmScheduler:
         Raises:
             SchedulerUnavailable: Slurm does not answer.
         """
-        found = slurm_queue.listing()
+        found = queue.listing()
         if found.problem:
             raise SchedulerUnavailable(found.problem)
         rows = [row for row in found.rows.values() if not has_ended(row) and row.state != "COMPLETING"]
         marked = [(parse_job_marker(row.marker), row.job_id) for row in rows]
-        cluster = slurm_queue.cluster_name()
+        cluster = commands.cluster_name()
         return [
             LivingJob(marker[0], _submission(*marker, job_id, (), cluster))
             for marker, job_id in marked
@@ -170,12 +158,12 @@ class SlurmScheduler:
             SchedulerUnavailable: the controller did not answer in that time.
             SchedulerError: the submission is not a Slurm job, or one of another cluster.
         """
-        job_id = slurm_queue.require_job_id(submission.job_id)
+        job_id = commands.require_job_id(submission.job_id)
         _require_cluster(submission.cluster)
         began = time.monotonic()
         killed, limit_s = False, CANCEL_S
         while True:
-            found = slurm_queue.listing(max_age_s=0.0)
+            found = queue.listing(max_age_s=0.0)
             if not found.problem:
                 status = _status_in(found, submission)
                 if status.state is JobState.ENDED or only_the_lost_remain(status):
@@ -185,22 +173,22 @@ class SlurmScheduler:
                     killed = True
                     for words in (("--full", job_id), (f"{job_id}.0",)):
                         with contextlib.suppress(SchedulerError):
-                            slurm_queue.run("scancel", "--signal=KILL", *words)
+                            commands.run("scancel", "--signal=KILL", *words)
                 elif not killed:
                     with contextlib.suppress(SchedulerError):
-                        slurm_queue.run("scancel", job_id)
+                        commands.run("scancel", job_id)
             if time.monotonic() - began > limit_s:
                 if found.problem:
                     raise SchedulerUnavailable(f"the state of job {job_id} is unknown: {found.problem}")
                 return False
-            time.sleep(slurm_queue.FRESH_S if killed else 0.5)
+            time.sleep(queue.FRESH_S if killed else 0.5)
 
 
-def _status_in(found: slurm_queue.Listing, submission: Submission) -> JobStatus:
+def _status_in(found: queue.Listing, submission: Submission) -> JobStatus:
     """State of a job by a listing of the queue; one that is too new for it, or forgotten, is asked for by itself."""
     row = found.rows.get(submission.job_id)
     # Another cluster does not know the job, or has a different one with its number.
-    if (row is None or row.marker != submission.marker) and (problem := another_cluster(submission.cluster)):
+    if (row is None or row.marker != submission.marker) and (problem := commands.another_cluster(submission.cluster)):
         return JobStatus(JobState.UNKNOWN, problem)
     return query_job(submission) if row is None else status_of(row, submission.marker)
 
@@ -213,6 +201,6 @@ def _submission(run_id: str, attempt: int, job_id: str, command: tuple[str, ...]
 
 
 def _require_cluster(name: str) -> None:
-    problem = another_cluster(name)
+    problem = commands.another_cluster(name)
     if problem:
-        raise SchedulerError(problem) if slurm_queue.cluster_name() else SchedulerUnavailable(problem)
+        raise SchedulerError(problem) if commands.cluster_name() else SchedulerUnavailable(problem)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from rlhf_core.errors import SchedulerError, SchedulerUnavailable
-from rlhf_core.scheduler import slurm_queue
+from rlhf_core.scheduler.slurm import commands
 from rlhf_core.schemas.resources import PartitionSettings
 from rlhf_core.schemas.slurm_values import slurm_seconds
 
@@ -20,7 +20,7 @@ def cluster_settings() -> Mapping[str, str]:
             had the GPUs of a job.
     """
     try:
-        text = slurm_queue.run("scontrol", "show", "config")
+        text = commands.run("scontrol", "show", "config")
     except SchedulerUnavailable:
         raise
     except SchedulerError:
@@ -41,7 +41,7 @@ def federation() -> str:
     if os.environ.get("SLURM_CLUSTERS"):
         return ""
     with contextlib.suppress(SchedulerError):
-        text = slurm_queue.run("scontrol", "show", "federation")
+        text = commands.run("scontrol", "show", "federation")
         found = re.search(r"^Federation:[ \t]*(\S+)", text, re.MULTILINE)
         return found[1] if found and "Sibling:" in text else ""
     return ""
@@ -51,7 +51,7 @@ def partition_settings(cluster: Mapping[str, str]) -> dict[str, PartitionSetting
     """Query the settings of all partitions, with the defaults of the cluster; empty if Slurm does not answer."""
     of_cluster = " ".join(f"{name}={value}" for name, value in cluster.items() if name in _OF_JOBS)
     with contextlib.suppress(SchedulerError):
-        text = slurm_queue.run("scontrol", "--all", "--oneliner", "show", "partition")
+        text = commands.run("scontrol", "--all", "--oneliner", "show", "partition")
         lines = re.findall(r"^PartitionName=(\S+) (.*)", text, re.MULTILINE)
         return {name: _settings(values, of_cluster) for name, values in lines}
     return {}

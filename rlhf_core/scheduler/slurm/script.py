@@ -13,11 +13,12 @@ from submitit.slurm.slurm import SlurmExecutor
 
 from rlhf_core.errors import SubmissionFailed
 from rlhf_core.machine.gpus import HIP_VARIABLE, ROCR_VARIABLE, VISIBLE_VARIABLE
-from rlhf_core.scheduler import slurm_environment, slurm_queue
 from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.scheduler.job_environment import job_environment
 from rlhf_core.scheduler.passed_environment import without_private
-from rlhf_core.scheduler.slurm_answers import accepted_job
+from rlhf_core.scheduler.slurm import commands
+from rlhf_core.scheduler.slurm.acceptance import accepted_job
+from rlhf_core.scheduler.slurm.environment import OPTIONS_OF_THE_JOB, end_of_job, export_option, for_submission
 from rlhf_core.schemas.resources import job_marker
 from rlhf_core.schemas.slurm_values import CONTROL, NODE_NAMES
 
@@ -64,16 +65,16 @@ class AgentExecutor(SlurmExecutor):  # type: ignore[misc]
 
         Raises:
             OSError: it could not be written; nothing was submitted.
-            SchedulerError: as :meth:`rlhf_core.scheduler.slurm.SlurmScheduler.submit`.
+            SchedulerError: as :meth:`rlhf_core.scheduler.slurm.scheduler.SlurmScheduler.submit`.
         """
         # With our own environment, which sbatch passes on to the job. This keeps secrets out of scripts and of
         # command lines, which every user of this host can read.
-        environment = slurm_environment.for_submission(without_private(os.environ), self._request.slurm)
+        environment = for_submission(without_private(os.environ), self._request.slurm)
         secrets = self._request.passed.values()
         script = self.folder / f".submission_file_{uuid.uuid4().hex}.sh"
         script.write_text(self.text(script.stem), encoding="utf-8")
-        words = ["sbatch", *slurm_environment.export_option(self._request, environment), str(script)]
-        job_id = accepted_job(slurm_queue.ended(words, environment | secrets, SUBMIT_S))
+        words = ["sbatch", *export_option(self._request, environment), str(script)]
+        job_id = accepted_job(commands.run_to_end(words, environment | secrets, SUBMIT_S))
         # The job is accepted, and Slurm has its own copy of the script: no error may hide its number from here on.
         with contextlib.suppress(OSError):
             JobPaths(self.folder, job_id).move_temporary_file(script, "submission_file", keep_as_symlink=True)
@@ -122,7 +123,7 @@ def _parameters(request: JobRequest) -> dict[str, object]:
         "additional_parameters": further,
     }
     # An option in slurm.extra replaces ours, which submitit spells with underscores and would write after it.
-    replaced = {name.replace("-", "_") for name in further if name not in slurm_environment.OPTIONS_OF_THE_JOB}
+    replaced = {name.replace("-", "_") for name in further if name not in OPTIONS_OF_THE_JOB}
     given = {
         name: _one_line(name, value) for name, value in parameters.items() if value is not None and name not in replaced
     }
@@ -181,7 +182,7 @@ def _exports(request: JobRequest) -> Iterator[str]:
         # Slurm assigns the GPUs; if it assigns none, the job must see none.
         if name != VISIBLE_VARIABLE or not (has_gpus and assigned):
             yield f"export {name}={shlex.quote(value)}"
-    yield slurm_environment.end_of_job(request)
+    yield end_of_job(request)
 
 
 def _require_passed(request: JobRequest) -> Iterator[str]:

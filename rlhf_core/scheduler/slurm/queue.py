@@ -8,34 +8,27 @@ the controller is down, while every other command would hang until its timeout.
 
 import contextlib
 import fcntl
-import functools
 import hashlib
 import os
 import re
 import socket
-import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from pydantic import TypeAdapter, ValidationError
 
-from rlhf_core.errors import SchedulerError, SchedulerUnavailable
+from rlhf_core.errors import SchedulerError
 from rlhf_core.files import private as private_files
-from rlhf_core.scheduler.slurm_environment import for_queries
+from rlhf_core.scheduler.slurm import commands
 from rlhf_core.schemas.resources import job_marker
 
 FRESH_S = 2.0
 """Maximum age of a cached answer."""
-COMMAND_S = 30.0
-"""Timeout of a Slurm command; if slurmctld is down, each blocks for about ten seconds."""
-PING_S = 10.0
-"""Timeout of the ping of slurmctld, which normally takes milliseconds."""
-LOCK_S = COMMAND_S + PING_S
+LOCK_S = commands.COMMAND_S + commands.PING_S
 """Longest wait for another process that queries; one that takes longer is suspended (Ctrl-Z)."""
-_JOB_ID = re.compile(r"[0-9]{1,18}([_+][0-9]{1,18})?")
 _FORMAT = "%i|%T|%r|%N|%S|%Z\t%j\t%k"
 """Fields of :class:`QueuedJob`. No folder or name of a run's job contains a tab: a submission with one is refused."""
 _ATTEMPT_FOLDER = re.compile(r".*/([^/]+)/attempts/([0-9]{1,9})/scheduler/?", re.DOTALL)
@@ -84,111 +77,6 @@ _CACHE = TypeAdapter(Listing)
 """Content of the file that the processes share."""
 
 
-def run(*words: str, seconds: float = COMMAND_S) -> str:
-    """Run a Slurm command and return its output.
-
-    Args:
-        seconds: Timeout.
-
-    Raises:
-        SchedulerUnavailable: it failed or did not answer; the message includes its output.
-        SchedulerError: it is not installed, or refuses for good.
-    """
-    done = ended(words, for_queries(os.environ), seconds)
-    if done.returncode != 0:
-        output = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
-        advice = next((advice for words, advice in _FOR_GOOD.items() if words.lower() in output.lower()), "")
-        if advice:
-            raise SchedulerError(f"{words[0]}: {output}. {advice}")
-        raise SchedulerUnavailable(f"{words[0]}: {output}")
-    return done.stdout
-
-
-_FOR_GOOD = {
-    "Access/permission denied": (
-        "Slurm denies this to the user. Ask its administrators; PrivateData in slurm.conf, for instance, may hide the "
-        "nodes, by whose list jobs are placed"
-    ),
-    "Only one cluster can be used at a time": "Set SLURM_CLUSTERS to one cluster where the services start",
-}
-"""Refusals of a query that do not pass by themselves, each with the advice."""
-
-
-def ended(
-    words: Sequence[str], environment: Mapping[str, str], seconds: float = COMMAND_S
-) -> subprocess.CompletedProcess[str]:
-    """Run a Slurm command to its end, successful or not.
-
-    Raises:
-        SchedulerUnavailable: it did not end in time, or could not be started, as on a crowded login node.
-        SchedulerError: it is not installed.
-    """
-    try:
-        # Comments of this user's other jobs, and messages in the language of the site, may not be UTF-8.
-        return subprocess.run(
-            words, capture_output=True, text=True, errors="replace", timeout=seconds, check=False, env=environment
-        )
-    except FileNotFoundError:
-        message = f"{words[0]} is not installed; RLHF_SCHEDULER=slurm cannot work on this machine, use local"
-        raise SchedulerError(message) from None
-    except subprocess.TimeoutExpired:
-        raise SchedulerUnavailable(f"{words[0]} did not respond within {seconds:.0f} s") from None
-    except OSError as error:
-        raise SchedulerUnavailable(f"{words[0]} could not be started: {error.strerror}") from error
-
-
-def require_job_id(text: str) -> str:
-    """Validate the id of a Slurm job, array task or heterogeneous component before it goes onto a command line.
-
-    Raises:
-        SchedulerError: it is not a job id: a ``submission.json`` may contain anything.
-    """
-    if _JOB_ID.fullmatch(text) is None:
-        raise SchedulerError(f"found the job id {text[:80]!r}, expected a Slurm job number such as 4711")
-    return text
-
-
-def require_controller() -> None:
-    """Make sure that Slurm's controller answers.
-
-    Raises:
-        SchedulerUnavailable: it does not.
-        SchedulerError: Slurm's commands are not installed, or refuse for good.
-    """
-    try:
-        answer = run("scontrol", "ping", seconds=PING_S)
-    except SchedulerUnavailable as error:
-        answer = str(error)
-    else:
-        if " UP" in answer:
-            return
-    # Slurm adds a banner of asterisks.
-    words = " ".join(line.strip() for line in answer.splitlines() if not line.startswith("**"))
-    raise SchedulerUnavailable(f"Slurm's controller does not respond: {words}")
-
-
-def cluster_name() -> str:
-    """Return the name of the cluster that Slurm's commands reach from here; empty if they do not tell it."""
-    try:
-        return _cluster_name(_cluster_settings())
-    except SchedulerError:
-        return ""
-
-
-@functools.lru_cache(maxsize=8)
-def _cluster_name(settings: tuple[str, ...]) -> str:
-    """Name of the cluster with these settings. Raises an error where there is none, so that it is asked for again."""
-    found = re.search(r"^ClusterName\s*=\s*(\S+)", run("scontrol", "show", "config"), re.MULTILINE)
-    if found is None:
-        raise SchedulerError("scontrol show config: found no ClusterName")
-    return found[1]
-
-
-def _cluster_settings() -> tuple[str, ...]:
-    """Variables that decide which cluster Slurm's commands reach."""
-    return tuple(os.environ.get(name, "") for name in ("SLURM_CONF", "SLURM_CLUSTERS"))
-
-
 def listing(max_age_s: float = FRESH_S) -> Listing:
     """Return the queue, at most ``max_age_s`` old. Failed queries are cached too, so an outage causes no extra
     queries."""
@@ -207,9 +95,10 @@ def listing(max_age_s: float = FRESH_S) -> Listing:
 def _query() -> Listing:
     queried_at = time.time()
     try:
-        require_controller()
+        commands.require_controller()
         # --all: without it, Slurm leaves out the jobs in hidden partitions, also for the user who owns them.
-        text = run("squeue", "--all", "--noheader", "--states=all", f"--user={os.getuid()}", f"--format={_FORMAT}")
+        words = ("--all", "--noheader", "--states=all", f"--user={os.getuid()}", f"--format={_FORMAT}")
+        text = commands.run("squeue", *words)
     except SchedulerError as error:
         return Listing(queried_at, {}, str(error))
     rows = [_row(line) for line in text.splitlines() if line.count("|") >= 5]
@@ -230,7 +119,7 @@ def _row(line: str) -> QueuedJob:
 def _cache_file() -> Path:
     """Path of the cache: one per user, cluster and host, as two clusters may share the home folders."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlhf"
-    place = "\n".join([socket.gethostname(), *_cluster_settings()])
+    place = "\n".join([socket.gethostname(), *commands.cluster_variables()])
     return folder / f"squeue-{hashlib.sha256(place.encode()).hexdigest()[:12]}.json"
 
 

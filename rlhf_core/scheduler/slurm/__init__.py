@@ -1,0 +1,1 @@
+"""Slurm, through its commands; submitit only writes the batch script."""

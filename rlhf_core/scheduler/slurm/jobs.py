@@ -1,0 +1,147 @@
+"""State of a job of Slurm: by its row in the queue or, if it is not there, by scontrol and by accounting."""
+
+import os
+import re
+from contextlib import suppress
+
+from rlhf_core.errors import SchedulerError
+from rlhf_core.scheduler.base import JobState, JobStatus
+from rlhf_core.scheduler.slurm import commands
+from rlhf_core.scheduler.slurm.nodes import down_nodes, node_names, node_states, powered_off_nodes, unprepared_nodes
+from rlhf_core.scheduler.slurm.queue import QueuedJob
+from rlhf_core.schemas.resources import Submission, parse_job_marker
+
+_WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD"})
+_AT_WORK = frozenset({"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"})
+_ENDED = frozenset(
+    {
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "REVOKED",
+        "SPECIAL_EXIT",
+        "TIMEOUT",
+    }
+)
+
+
+_NEEDS_ACTION = re.compile(
+    r"AccountNotAllowed|BadConstraints|Invalid(Account|QOS)|JobHeld(Admin|User)|JobHoldMaxRequeue|Partition(Node|Time)Limit"
+    r"|QOSNotAllowed|ReservationDeleted|launch.failed.requeued.held|(QOS|Assoc)(Max\w+PerJob\w*|Min\w+)"
+)
+"""Reasons for which a job waits although resources become free: limits that it exceeds by itself, and holds."""
+
+
+def has_ended(row: QueuedJob) -> bool:
+    """Return True if a job in the queue has ended."""
+    return row.state.partition(" ")[0] in _ENDED
+
+
+def status_of(row: QueuedJob, marker: str = "") -> JobStatus:
+    """Translate a row of the queue into a job status.
+
+    Args:
+        marker: Marker of the job that is meant. Slurm gives numbers again, for instance after a new installation: a
+            job with the marker of another attempt must be neither waited for nor cancelled.
+    """
+    if marker and row.marker != marker and parse_job_marker(row.marker) is not None:
+        return JobStatus(JobState.ENDED, f"Slurm has given the number of the job again, to {row.marker}")
+    word = row.state.partition(" ")[0] or "?"
+    if word in _ENDED:
+        return _ended(row, word)
+    if word in _AT_WORK:
+        reason = "" if word == "RUNNING" else f"Slurm says {word}"
+        return JobStatus(JobState.RUNNING, reason, node_names(row.nodes), scheduler_state=word)
+    if word in _WAITING:
+        return _waiting(row, word)
+    return JobStatus(JobState.UNKNOWN, f"Slurm says {word}", scheduler_state=word)
+
+
+def _ended(row: QueuedJob, word: str) -> JobStatus:
+    why = f" ({row.reason})" if row.reason not in ("None", "") else ""
+    state, lost = word, tuple[str, ...]()
+    if word == "CANCELLED":
+        lost = unprepared_nodes(row.nodes, commands.parse_time(row.start))
+        if lost:
+            reason = f"Slurm says CANCELLED, because the Prolog failed on {', '.join(lost)}"
+            return _ended_as("LAUNCH_FAILED", reason, row, lost)
+        state = _by_whom(_accounted_state(row.job_id)) or word
+    elif word in ("NODE_FAIL", "BOOT_FAIL"):
+        states = node_states(row.nodes)
+        lost, off = down_nodes(states), powered_off_nodes(states)
+        if off and set(lost) <= set(off):
+            reason = f"Slurm says {word}{why}, because {', '.join(off)} did not start or were switched off"
+            return _ended_as("POWERED_OFF", reason, row)
+    return _ended_as(state, f"Slurm says {state}{why}", row, lost)
+
+
+def _ended_as(state: str, reason: str, row: QueuedJob, lost: tuple[str, ...] = ()) -> JobStatus:
+    return JobStatus(JobState.ENDED, reason, node_names(row.nodes), scheduler_state=state, lost_nodes=lost)
+
+
+def _waiting(row: QueuedJob, word: str) -> JobStatus:
+    if _NEEDS_ACTION.fullmatch(row.reason):
+        reason = f"{row.reason}, until its user or an administrator acts"
+        return JobStatus(JobState.PENDING, reason, scheduler_state=word, needs_action=True)
+    start = commands.parse_time(row.start)
+    why = "the scheduler has not considered it yet" if row.reason == "None" else row.reason
+    reason = f"{why}, expected to start {start:%Y-%m-%d %H:%M} UTC" if start else why
+    return JobStatus(JobState.PENDING, reason, scheduler_state=word)
+
+
+def query_job(submission: Submission) -> JobStatus:
+    """Query a job that is missing from the cached queue because it is too new or Slurm has forgotten it."""
+    job_id = submission.job_id
+    try:
+        text = commands.run("scontrol", "--oneliner", "show", "job", commands.require_job_id(job_id))
+    except SchedulerError as error:
+        if "Invalid job id" not in str(error):
+            return JobStatus(JobState.UNKNOWN, str(error))
+        return _from_accounting(job_id)
+    fields = dict(re.findall(r"(\w+)=(\S*)", text))
+    nodes = fields.get("NodeList", "").replace("(null)", "")
+    start = fields.get("StartTime", "N/A").replace("Unknown", "N/A")
+    state, reason, comment = fields.get("JobState", "?"), fields.get("Reason", ""), fields.get("Comment", "")
+    folder = re.search(r" WorkDir=(.*?)(?= \w+=|$)", text)  # which may contain blanks
+    name = fields.get("JobName", "")
+    job = QueuedJob(job_id, state, reason, nodes, start, comment, folder[1] if folder else "", name)
+    return status_of(job, submission.marker)
+
+
+def _from_accounting(job_id: str) -> JobStatus:
+    """Query accounting, if there is any, for a job that slurmctld has forgotten, and which has therefore ended."""
+    state = _accounted_state(job_id)
+    word = state.partition(" ")[0]
+    if word not in _ENDED:
+        return JobStatus(JobState.ENDED, "Slurm no longer has a record of the job")
+    reported = _by_whom(state) or word
+    return JobStatus(JobState.ENDED, f"Slurm's accounting reports {reported}", scheduler_state=reported)
+
+
+def _accounted_state(job_id: str) -> str:
+    """State of a job in accounting, for instance ``CANCELLED by 1000``; empty without accounting."""
+    with suppress(SchedulerError):
+        text = commands.run("sacct", "--noheader", "--allocations", "--parsable2", "--format=State", f"--jobs={job_id}")
+        return text.partition("\n")[0].strip()
+    return ""
+
+
+def _by_whom(state: str) -> str:
+    """State of a job that another user cancelled: an administrator, an operator or the scheduler. Empty if it was the
+    job's own user, or if accounting, the only one to know, does not tell."""
+    found = re.fullmatch(r"CANCELLED by (\d+)", state)
+    if found is None or int(found[1]) == os.getuid():
+        return ""
+    return state if found[1] == "0" else f"CANCELLED by another user (uid {found[1]})"
+
+
+def only_the_lost_remain(status: JobStatus) -> bool:
+    """Return True if Slurm is only waiting for a job's last nodes, which do not answer."""
+    if status.scheduler_state != "COMPLETING":
+        return False
+    return set(status.nodes) == set(down_nodes(node_states(",".join(status.nodes))))
