@@ -8,8 +8,8 @@ from rlhf_core.errors import HistoryError
 from rlhf_core.history import database, migrate, queries
 from rlhf_core.history.run_shape import shape_key
 from rlhf_core.history.store import HistoryStore
+from rlhf_core.preflight.changes import read_basis
 from rlhf_core.preflight.facts import Baseline, GoodRun
-from rlhf_core.preflight.trial import read_basis
 from rlhf_core.schemas.run import RunSpec
 
 Warn = Callable[[str], None]

@@ -1,10 +1,15 @@
-"""Carrying out the trials of a run: separate runs that precede it, under the same supervision.
+"""The trials of a run: small runs of their own that precede it, one after the other.
 
-The steps of a trial are those of any run (:func:`rlhf_core.control.steps.drive`, which is passed in because the stages
-call this module). The observer of the run also observes its trial, and ends both together.
+1. After preflight, trials are :func:`due` if the check ``trial.needed`` asks for them.
+2. The run's journal records the id of a trial before its directory exists, so that it is created only once.
+3. The trial has its own controller, and takes the steps of any run (:func:`rlhf_core.control.steps.drive`, which is
+   passed in because the stages call this module). The observer of the run also observes the trial, and ends both
+   together.
+4. Its verdict is the result of a check of the run, which a failed trial blocks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from statistics import median
 
 from rlhf_core.control.controller import CancelRequested, Controller, Observer, opened
@@ -45,25 +50,10 @@ def carry_out(controller: Controller, rung: Rung, drive: Callable[[Controller], 
         SchedulerError: the scheduler cannot be used, or a job could not be ended.
     """
     began = controller.clock()
-
-    def verdict(status: CheckStatus, found: str, expected: str = "", advice: str = "") -> CheckResult:
-        seconds = controller.clock() - began
-        return CheckResult(
-            id=rung.check_id, status=status, found=found, expected=expected, advice=advice, seconds=seconds
-        )
-
     trial = _create(controller, rung)
     failure = "" if read_record(trial).state is RunState.COMPLETED else _run_to_end(controller, rung, trial, drive)
-    shortage = _shortage_of_memory(trial) if failure and rung.num_nodes < controller.spec.resources.num_nodes else ""
-    if shortage:
-        return verdict(CheckStatus.SKIPPED, f"not possible on {rung.nodes}: {shortage}")
-    if failure:
-        advice = (
-            f"`rlhf show {trial.run_id}` tells more; mend it, then start a new run, or "
-            f"`rlhf resume {controller.run_dir.run_id}` where the config may stay as it is"
-        )
-        return verdict(CheckStatus.BLOCKED, f"{rung.title} failed: {failure}", "a trial that is completed", advice)
-    return verdict(CheckStatus.PASSED, _success(rung, trial))
+    verdict = _verdict(controller, rung, trial, failure)
+    return verdict.model_copy(update={"seconds": controller.clock() - began})
 
 
 def cancel_trials(controller: Controller, reason: str, cancel: Callable[[Controller, str], None]) -> None:
@@ -76,8 +66,7 @@ def cancel_trials(controller: Controller, reason: str, cancel: Callable[[Control
         if read_record(trial).ended:
             continue
         try:
-            with opened(trial, controller.site, controller.store, controller.observer) as inner:
-                _share_clock(inner, controller)
+            with _opened(controller, trial, controller.observer) as inner:
                 cancel(inner, reason)
         except LeaseLost as error:
             raise SchedulerError(f"the trial {trial.run_id} could not be ended: {error}") from None
@@ -99,8 +88,7 @@ def _run_to_end(controller: Controller, rung: Rung, trial: RunDir, drive: Callab
     # A trial that had ended is resumed because the user resumed its run.
     resumed = read_record(trial).ended
     try:
-        with opened(trial, controller.site, controller.store, observer, resumed=resumed) as inner:
-            _share_clock(inner, controller)
+        with _opened(controller, trial, observer, resumed=resumed) as inner:
             observer.follow(inner.spec)
             drive(inner)
     except (RunFailed, BadInput) as error:
@@ -109,7 +97,7 @@ def _run_to_end(controller: Controller, rung: Rung, trial: RunDir, drive: Callab
         controller.check()  # raises if the run itself is being cancelled
         return _diagnosis(error)
     except LeaseLost as error:
-        if controller.lease_lost:
+        if controller.lease.lost:
             raise
         return _diagnosis(error)
     finally:
@@ -117,15 +105,38 @@ def _run_to_end(controller: Controller, rung: Rung, trial: RunDir, drive: Callab
     return ""
 
 
+@contextmanager
+def _opened(
+    controller: Controller, trial: RunDir, observer: Observer, *, resumed: bool = False
+) -> Iterator[Controller]:
+    """Act as the controller of a trial, with the clock of its run."""
+    with opened(trial, controller.site, controller.store, observer, resumed=resumed) as inner:
+        inner.clock, inner.sleep, inner.poll_s = controller.clock, controller.sleep, controller.poll_s
+        yield inner
+
+
+def _verdict(controller: Controller, rung: Rung, trial: RunDir, failure: str) -> CheckResult:
+    if not failure:
+        return CheckResult(id=rung.check_id, status=CheckStatus.PASSED, found=_success(rung, trial))
+    has_fewer_nodes = rung.num_nodes < controller.spec.resources.num_nodes
+    if has_fewer_nodes and (shortage := _shortage_of_memory(trial)):
+        found = f"not possible on {rung.nodes}: {shortage}"
+        return CheckResult(id=rung.check_id, status=CheckStatus.SKIPPED, found=found)
+    return CheckResult(
+        id=rung.check_id,
+        status=CheckStatus.BLOCKED,
+        found=f"{rung.title} failed: {failure}",
+        expected="a trial that is completed",
+        advice=f"`rlhf show {trial.run_id}` tells more; mend it, then start a new run, or "
+        f"`rlhf resume {controller.run_dir.run_id}` where the config may stay as it is",
+    )
+
+
 def _shortage_of_memory(trial: RunDir) -> str:
     """Finding that blocked a trial if nothing but memory did: a model that is split over all nodes need not fit fewer.
     Otherwise empty."""
     blocked = [one for one in read_record(trial).checks if one.status is CheckStatus.BLOCKED]
     return "; ".join(one.found for one in blocked) if all(one.id.startswith("memory.") for one in blocked) else ""
-
-
-def _share_clock(inner: Controller, controller: Controller) -> None:
-    inner.clock, inner.sleep, inner.poll_s = controller.clock, controller.sleep, controller.poll_s
 
 
 def _diagnosis(error: Exception) -> str:
@@ -181,7 +192,4 @@ class _TrialObserver(Observer):
             self._controller.check()
         except CancelRequested as request:
             raise CancelRequested(str(request)) from None
-        except LeaseLost:
-            self._controller.lease_lost = True
-            raise
         return False

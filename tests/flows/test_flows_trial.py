@@ -12,7 +12,7 @@ from rlhf_core.control import stages
 from rlhf_core.control.cancel import cancel_run
 from rlhf_core.control.controller import Controller
 from rlhf_core.control.steps import drive, steps
-from rlhf_core.control.trials import trials_of
+from rlhf_core.control.views.timeline import trials_of
 from rlhf_core.errors import LeaseLost, PreflightBlocked, RunCancelled, RunFailed
 from rlhf_core.files.whole import write_model
 from rlhf_core.history import queries

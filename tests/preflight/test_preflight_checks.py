@@ -11,6 +11,7 @@ from control_fakes import FakeScheduler, make_spec
 from rlhf_core.allocation.planner import shortages
 from rlhf_core.errors import PreflightBlocked
 from rlhf_core.preflight import runner
+from rlhf_core.preflight.changes import basis_of
 from rlhf_core.preflight.facts import (
     BadRows,
     Baseline,
@@ -27,7 +28,6 @@ from rlhf_core.preflight.facts import (
 )
 from rlhf_core.preflight.gather_facts import inspect_reward_model
 from rlhf_core.preflight.registry import CHECKS, run_checks
-from rlhf_core.preflight.trial import basis_of
 from rlhf_core.schemas.changes import with_changes
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.cluster import SlurmSpec

@@ -8,9 +8,10 @@ import pytest
 from test_preflight_checks import found, healthy, with_algorithm, with_lora, with_spec
 from test_preflight_command import SIDE, TORCHRUN, command
 
+from rlhf_core.preflight.changes import basis_of, basis_text, changes_since, read_basis
 from rlhf_core.preflight.facts import Baseline, Facts, GoodRun
 from rlhf_core.preflight.registry import run_checks
-from rlhf_core.preflight.trial import Rung, basis_of, basis_text, changes_since, is_due, read_basis, rungs, trial_spec
+from rlhf_core.preflight.trial import Rung, is_due, rungs, trial_spec
 from rlhf_core.schemas.changes import with_changes
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.launch_values import filled_argv

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
+from rlhf_core.preflight.changes import basis_of, basis_text, changes_since
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.registry import Finding, check, passed, skipped, warning
-from rlhf_core.preflight.trial import basis_of, basis_text, changes_since, has_fewest_nodes, is_small, obstacle, rungs
+from rlhf_core.preflight.trial import has_fewest_nodes, is_small, obstacle, rungs
 from rlhf_core.schemas.run import RunSpec
 
 
