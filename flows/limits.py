@@ -16,7 +16,6 @@ from flows.server.clients import api_client
 from flows.server.settings import server_answers
 from rlhf_core.condition_log import ConditionLog
 from rlhf_core.control.controller import CancelRequested, Controller
-from rlhf_core.errors import LeaseLost
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.survival import Survived
 
@@ -66,9 +65,6 @@ def _wait(controller: Controller, slot: "_RunSlot") -> None:
             controller.wait(0.2)
     except CancelRequested:
         return
-    except LeaseLost:
-        controller.lease_lost = True
-        raise
     if slot.failure or not slot.decided.is_set():
         why = slot.failure or f"no answer within {ANSWER_TIMEOUT_S:g} s"
         controller.observer.log(f"the limit {LIMIT} of Prefect could not be asked ({why}); the run goes on without it")

@@ -71,7 +71,7 @@ def published(controller: Controller) -> Iterator[None]:
     finally:
         controller.observer = observer
         # If the run was taken over, the other controller publishes the rest.
-        publisher.close(publishes_rest=not controller.lease_lost)
+        publisher.close(publishes_rest=not controller.lease.lost)
 
 
 class Publisher:

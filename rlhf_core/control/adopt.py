@@ -14,6 +14,7 @@ from rlhf_core.control.controller import Observer, opened
 from rlhf_core.errors import RlhfError
 from rlhf_core.files import private as private_files
 from rlhf_core.history.store import HistoryStore
+from rlhf_core.launch.lease import IfHeld
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.text.escaping import terminal
@@ -65,7 +66,9 @@ def main(run_id: str) -> int:
     try:
         with (
             HistoryStore(site.database_url) as store,
-            opened(RunDir.of(site.runs_dir, run_id), site, store, observer=_LogWriter(), timeout_s=0) as controller,
+            opened(
+                RunDir.of(site.runs_dir, run_id), site, store, observer=_LogWriter(), if_held=IfHeld.FAIL
+            ) as controller,
         ):
             drive(controller)
     except RlhfError as error:

@@ -12,6 +12,7 @@ from rlhf_core.control.promotion import approve_anew, carry_out, describe, refus
 from rlhf_core.errors import BadInput, LeaseLost
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import PromotionRecord, read_record
+from rlhf_core.launch.lease import IfHeld
 from rlhf_core.launch.promote import choose, give_answer, promoted_folder, read_answer
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import PromotionState, RunState
@@ -69,7 +70,7 @@ def answer_promotion(
     while True:
         given = given or _give(run_dir, answer)
         try:
-            with opened(run_dir, site, store, timeout_s=0) as controller:
+            with opened(run_dir, site, store, if_held=IfHeld.FAIL) as controller:
                 settled = controller.journal.record.promotion
                 if not (given and settled is not None and _is_ours(settled, verdict, by)):
                     log(f"no controller is running for {run_dir.run_id}; carrying out the answer from here")

@@ -32,7 +32,7 @@ from rlhf_core.files.whole import read_model, write_model
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import read_record
-from rlhf_core.launch.lease import known_dead, owner_text
+from rlhf_core.launch.lease import IfHeld, known_dead, owner_text
 from rlhf_core.machine.accounts import account, user_name
 from rlhf_core.run_dir.journal import read_journal
 from rlhf_core.run_dir.run import RunDir
@@ -179,7 +179,7 @@ def cancel_run(
     try:
         if store is None:
             raise DatabaseUnavailable("the history cannot be used")
-        with opened(run_dir, site, store, timeout_s=0) as controller:
+        with opened(run_dir, site, store, if_held=IfHeld.FAIL) as controller:
             log("no controller is running for it; ending it from here" + _time_given(save_s))
             cancel(controller, reason, save=save)
             completed = controller.journal.record.state is RunState.COMPLETED

@@ -16,7 +16,7 @@ from rlhf_core.errors import DatabaseUnavailable, RunDirError
 from rlhf_core.files.whole import read_model
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal, read_record
-from rlhf_core.launch.lease import TTL_S, HeldLease, Owner, acquire
+from rlhf_core.launch.lease import TTL_S, HeldLease, IfHeld, Owner, acquire
 from rlhf_core.machine.accounts import account, user_name
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler import get_scheduler
@@ -119,7 +119,6 @@ class Controller:
     """Newest attempt when the user resumed the run; 0 for a new run. The next attempt starts without a back-off."""
     resumed: bool = False
     """True if the user resumed the run."""
-    lease_lost: bool = False
     poll_s: float = 1.0
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
@@ -286,8 +285,8 @@ def opened(
     resumed: bool = False,
     flow_run: FlowRunLink | None = FlowRunLink(),
     on_wait: Callable[[str, float], None] = lambda owner, seconds: None,
+    if_held: IfHeld = IfHeld.WAIT,
     timeout_s: float = TTL_S + 5,
-    fail_if_held: bool = False,
     lease_s: float = TTL_S,
 ) -> Iterator[Controller]:
     """Act as the controller of a run for as long as the block lasts.
@@ -297,8 +296,8 @@ def opened(
         resumed: the user resumed the run.
         flow_run: the Prefect flow run of this controller; None if :meth:`record_controller` is called later.
         on_wait: called with the longest possible wait in seconds, if another controller's lease has to expire first.
+        if_held: response to a controller that holds it.
         timeout_s: longest wait for that lease.
-        fail_if_held: do not wait for a controller that is known to be alive.
         lease_s: lifetime of the lease in seconds if this process does not renew it, for example while suspended.
 
     Raises:
@@ -315,8 +314,8 @@ def opened(
         run_dir.run_id,
         on_wait=on_wait,
         above=above,
+        if_held=if_held,
         timeout_s=timeout_s,
-        fail_if_held=fail_if_held,
         ttl_s=lease_s,
     )
     lease.start()
@@ -363,7 +362,7 @@ def _require_writable(run_dir: RunDir) -> None:
 
 def close(controller: Controller) -> None:
     """Release the run: bring the history up to date, close the journal, return the lease."""
-    lost = controller.lease_lost or controller.lease.lost
+    lost = controller.lease.lost
     with ExitStack() as released:
         released.callback(controller.lease.release)
         # Before another controller has the run, and a reserve of its own.

@@ -104,8 +104,7 @@ def steps(controller: Controller) -> Iterator[Step]:
             if controller.journal.record.state is not RunState.COMPLETED:
                 raise RunCancelled(f"run {controller.run_dir.run_id} was cancelled: {request}") from None
     except LeaseLost:
-        controller.lease_lost = True
-        raise
+        raise  # the run and its history are those of another controller now
     except RunDirGone as found:
         if not controller.presence.is_gone:  # otherwise the missing directory is that of a trial
             raise

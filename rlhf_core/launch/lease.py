@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from enum import Enum, auto
 
 import psutil
 
@@ -259,6 +260,18 @@ class HeldLease:
                     return
 
 
+class IfHeld(Enum):
+    """Response to a lease that another controller holds."""
+
+    FAIL = auto()
+    """Raise at once."""
+    FAIL_IF_ALIVE = auto()
+    """Wait for its expiry, but raise as soon as the other controller is known to be alive: its process runs on this
+    host, or it renewed the lease from another one. For commands."""
+    WAIT = auto()
+    """Wait for its expiry. A retried flow run may have to wait for its own previous process to end."""
+
+
 def refuse_if_driven(store: HistoryStore, run_id: str) -> None:
     """Raise if a live controller on this host drives a run. Does not wait.
 
@@ -278,23 +291,20 @@ def acquire(
     above: int = 0,
     clock: Callable[[], float] = seconds_since_boot,
     sleep: Callable[[float], None] = time.sleep,
+    if_held: IfHeld = IfHeld.WAIT,
     timeout_s: float = TTL_S + 5,
-    fail_if_held: bool = False,
     ttl_s: float = TTL_S,
 ) -> HeldLease:
-    """Take the lease of a run: at once if it is free or its owner is known dead, otherwise once it expires.
+    """Take the lease of a run: at once if it is free or its owner is known dead, otherwise as ``if_held`` tells.
 
     Args:
         on_wait: called once with the reason for waiting and the longest wait (seconds).
         above: highest token in the run's journal; ours will be higher, even if the database is newer than the journal.
-        timeout_s: longest wait for a lease that is not renewed; 0 to not wait.
-        fail_if_held: raise as soon as the owner is known to be alive (its process runs on this host, or it renewed the
-            lease from another one) instead of waiting. For commands; a retried flow run may have to wait for its own
-            previous process to end.
+        timeout_s: longest wait.
         ttl_s: time after which the lease expires unless renewed.
 
     Raises:
-        LeaseLost: another controller keeps renewing it.
+        LeaseLost: another controller holds it.
     """
     owner = str(Owner.this_process())
     started = clock()
@@ -306,7 +316,10 @@ def acquire(
             found = lease_holder(store, run_id)
             if found is None:
                 continue  # released just now
-            if (fail_if_held and _is_alive(found, first or found)) or clock() - started >= timeout_s:
+            is_refused = if_held is IfHeld.FAIL or (
+                if_held is IfHeld.FAIL_IF_ALIVE and _is_alive(found, first or found)
+            )
+            if is_refused or clock() - started >= timeout_s:
                 raise LeaseLost(_driven_by(run_id, found, first or found)) from None
             if first is None:
                 first = found

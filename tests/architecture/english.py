@@ -34,7 +34,7 @@ NAMES = {
     "desk": "harness",
     "endings": "exit reports",
     "farewell": "SHUTDOWN_TIMEOUT_S",
-    "gives_way": "fail_if_held",
+    "gives_way": "fail_if_alive",
     "happened": "timeline",
     "heard": "received",
     "keeper": "site daemon",

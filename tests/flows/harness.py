@@ -17,6 +17,7 @@ from rlhf_core.control.steps import drive
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch import prepare, start
 from rlhf_core.launch.journal import read_record
+from rlhf_core.launch.lease import IfHeld
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.schemas.attempts import Role, RunState
@@ -126,7 +127,7 @@ class ControllerHarness:
         """A controller of a run; closed at the end of the test or by the next controller."""
         self._stack.close()
         controller = self._stack.enter_context(
-            opened(run_dir, self.site, self.store, self.notes, resumed=resumed, timeout_s=0)
+            opened(run_dir, self.site, self.store, self.notes, resumed=resumed, if_held=IfHeld.FAIL)
         )
         controller.clock, controller.sleep = self.clock, self.clock.sleep
         controller.poll_s = 1.0

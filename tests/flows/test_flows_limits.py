@@ -14,6 +14,7 @@ from flows.limits import LIMIT, run_slot
 from rlhf_core.control.controller import Controller
 from rlhf_core.control.steps import drive
 from rlhf_core.files.whole import write_model
+from rlhf_core.launch.lease import IfHeld
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import AgentCommand
 
@@ -34,7 +35,9 @@ def limit(server: Site) -> Iterator[UUID]:
 def a_session(harness: ControllerHarness) -> Controller:
     from rlhf_core.control.controller import opened
 
-    return harness._stack.enter_context(opened(harness.run(), harness.site, harness.store, harness.notes, timeout_s=0))
+    return harness._stack.enter_context(
+        opened(harness.run(), harness.site, harness.store, harness.notes, if_held=IfHeld.FAIL)
+    )
 
 
 def active_slots() -> int:

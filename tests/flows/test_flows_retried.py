@@ -21,6 +21,7 @@ from rlhf_core.history.queries import show_run
 from rlhf_core.history.queries.open_runs import runs_of_flow_runs
 from rlhf_core.launch import prepare, start
 from rlhf_core.launch.journal import read_record
+from rlhf_core.launch.lease import IfHeld
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.schemas.attempts import AttemptState, RunState
@@ -53,7 +54,9 @@ def process(harness: ControllerHarness, link: FlowRunLink) -> RunDir:
     """Do the work of a flow run's process, without Prefect around it."""
     form = read_form({"config": "quickstart", "overrides": OVERRIDES, "tags": "canary", "owner": "ann"})
     run_dir, resumed = run_of_the_form(form, harness.site, link)
-    with opened(run_dir, harness.site, harness.store, resumed=resumed, flow_run=link, timeout_s=0) as controller:
+    with opened(
+        run_dir, harness.site, harness.store, resumed=resumed, flow_run=link, if_held=IfHeld.FAIL
+    ) as controller:
         controller.clock, controller.sleep = harness.clock, harness.clock.sleep
         drive(controller)
     return run_dir
@@ -144,7 +147,7 @@ def test_a_run_continued_by_its_id_has_both_flow_runs(well: ControllerHarness) -
     assert run_dir is not None
     found, resumed = run_of_the_form(read_form({"config": "quickstart", "run_id": run_dir.run_id}), well.site, second)
     assert (found, resumed) == (run_dir, True)
-    with opened(found, well.site, well.store, resumed=True, flow_run=second, timeout_s=0) as controller:
+    with opened(found, well.site, well.store, resumed=True, flow_run=second, if_held=IfHeld.FAIL) as controller:
         controller.clock, controller.sleep = well.clock, well.clock.sleep
         drive(controller)
     assert runs_of_flow_runs(well.store, [second.id])[second.id][0] == run_dir.run_id
@@ -169,7 +172,7 @@ def test_an_adoption_by_the_reconciler_does_not_count_as_a_resume(well: Controll
 def test_a_controller_that_learns_its_flow_run_late_is_in_the_journal_once(well: ControllerHarness) -> None:
     run_dir = well.run()
     link = replace(a_flow_run(), url="")
-    with opened(run_dir, well.site, well.store, flow_run=None, timeout_s=0) as controller:
+    with opened(run_dir, well.site, well.store, flow_run=None, if_held=IfHeld.FAIL) as controller:
         assert show_run(well.store, run_dir.run_id)["controllers"] == []
         controller.record_controller(link)
         controller.record_controller(FlowRunLink())

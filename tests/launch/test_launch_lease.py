@@ -20,7 +20,7 @@ from process_tools import until
 
 from rlhf_core.errors import DatabaseUnavailable, LeaseLost
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.launch.lease import TTL_S, HeldLease, Owner, acquire, known_dead, refuse_if_driven
+from rlhf_core.launch.lease import TTL_S, HeldLease, IfHeld, Owner, acquire, known_dead, refuse_if_driven
 from rlhf_core.machine.accounts import user_name
 
 RUN = "small-20260101-000000-abcdef"
@@ -134,7 +134,19 @@ def test_the_lease_of_a_live_controller_is_awaited_and_then_refused(store: Histo
     assert clock.now >= 20
 
 
-def test_fail_if_held_does_not_wait_for_a_live_process(store: HistoryStore) -> None:
+def test_fail_waits_for_no_controller(store: HistoryStore) -> None:
+    store.acquire_lease(RUN, "anna@elsewhere:1:1.00", 3600)
+    with pytest.raises(LeaseLost, match="driven by another controller"):
+        acquire(
+            store,
+            RUN,
+            on_wait=lambda owner, seconds: pytest.fail("it must not wait"),
+            sleep=lambda seconds: pytest.fail("it must not sleep"),
+            if_held=IfHeld.FAIL,
+        )
+
+
+def test_fail_if_alive_does_not_wait_for_a_live_process(store: HistoryStore) -> None:
     store.acquire_lease(RUN, live_owner(), 3600)
     with pytest.raises(LeaseLost, match=rf"process {os.getppid()}.*`rlhf watch {RUN}`.*`rlhf cancel {RUN}`"):
         acquire(
@@ -142,19 +154,21 @@ def test_fail_if_held_does_not_wait_for_a_live_process(store: HistoryStore) -> N
             RUN,
             on_wait=lambda owner, seconds: pytest.fail("it must not wait"),
             sleep=lambda seconds: pytest.fail("it must not sleep"),
-            fail_if_held=True,
+            if_held=IfHeld.FAIL_IF_ALIVE,
         )
     with pytest.raises(LeaseLost, match="It is running"):
         refuse_if_driven(store, RUN)
 
 
-def test_fail_if_held_takes_the_lease_of_a_dead_process(store: HistoryStore) -> None:
+def test_fail_if_alive_takes_the_lease_of_a_dead_process(store: HistoryStore) -> None:
     """Negative control: the process must be that of the lease, not another one with the same id."""
     parent = Owner.parse(live_owner())
     assert parent is not None
     store.acquire_lease(RUN, str(replace(parent, started=parent.started - 3600)), 3600)
     refuse_if_driven(store, RUN)
-    lease = acquire(store, RUN, on_wait=lambda owner, seconds: pytest.fail("it must not wait"), fail_if_held=True)
+    lease = acquire(
+        store, RUN, on_wait=lambda owner, seconds: pytest.fail("it must not wait"), if_held=IfHeld.FAIL_IF_ALIVE
+    )
     assert lease.token == 2
 
 
@@ -171,7 +185,7 @@ def elsewhere(store: HistoryStore, clock: Clock, renewed_at: float | None) -> Ca
     return sleep
 
 
-def test_fail_if_held_gives_up_after_one_renewal_from_another_host(store: HistoryStore) -> None:
+def test_fail_if_alive_gives_up_after_one_renewal_from_another_host(store: HistoryStore) -> None:
     clock, owners = Clock(), []
     sleep = elsewhere(store, clock, renewed_at=12)
     with pytest.raises(LeaseLost, match="driven by another controller: anna on elsewhere, process 1"):
@@ -181,7 +195,7 @@ def test_fail_if_held_gives_up_after_one_renewal_from_another_host(store: Histor
             on_wait=lambda owner, seconds: owners.append(owner),
             clock=clock,
             sleep=sleep,
-            fail_if_held=True,
+            if_held=IfHeld.FAIL_IF_ALIVE,
         )
     assert clock.now == 12
     assert len(owners) == 1
@@ -192,7 +206,7 @@ def test_a_lease_that_another_host_does_not_renew_is_awaited(store: HistoryStore
     clock = Clock()
     sleep = elsewhere(store, clock, renewed_at=None)
     with pytest.raises(LeaseLost):
-        acquire(store, RUN, on_wait=lambda owner, seconds: None, clock=clock, sleep=sleep, fail_if_held=True)
+        acquire(store, RUN, on_wait=lambda owner, seconds: None, clock=clock, sleep=sleep, if_held=IfHeld.FAIL_IF_ALIVE)
     assert clock.now >= TTL_S
 
 

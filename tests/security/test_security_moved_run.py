@@ -21,6 +21,7 @@ from rlhf_core.control.lost_directory import abandon
 from rlhf_core.errors import RunDirGone
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
+from rlhf_core.launch.lease import IfHeld
 from rlhf_core.launch.start import job_request, record_plan, submit_once
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import Role, RunState
@@ -44,7 +45,7 @@ class Case:
     def __init__(self, site: Site, store: HistoryStore, stack: ExitStack, pids: Path) -> None:
         self.site, self.store = site, store
         self.run_dir = make_run(site.runs_dir)
-        self.controller: Controller = stack.enter_context(opened(self.run_dir, site, store, timeout_s=0))
+        self.controller: Controller = stack.enter_context(opened(self.run_dir, site, store, if_held=IfHeld.FAIL))
         for state in (RunState.PREFLIGHT, RunState.QUEUED, RunState.TRAINING):
             self.controller.journal.move_run(state, "a test")
         placement = Placement(attempt=1, num_nodes=1, phases=in_order(GroupPlan.on_all_nodes(Role.TRAINER, 1, 1)))
