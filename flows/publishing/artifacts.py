@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
 from uuid import UUID
 
 from prefect import task
@@ -31,6 +30,7 @@ from rlhf_core.control.views.summary import summarise
 from rlhf_core.control.views.timeline import read_checks
 from rlhf_core.errors import HistoryError
 from rlhf_core.history import queries
+from rlhf_core.history.queries import RunDetails
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.markdown import checks_markdown, incidents_markdown, progress_markdown
 from rlhf_core.render.progress import RunProgress
@@ -322,16 +322,16 @@ def _result(timeline: Timeline, store: HistoryStore) -> RunArtifact:
     summary = summarise(timeline.run_dir)
     names = ["curves", "progress", "checks", *(["incidents"] if timeline.incidents else [])]
     links = " · ".join(_link(timeline.run_id, name) for name in names)
-    text = summary_markdown(summary, timeline, _times(store, timeline.run_id), links)
+    text = summary_markdown(summary, timeline, _details(store, timeline.run_id), links)
     return RunArtifact("result", "markdown", f"{summary.state_text}: {markdown(summary.cause)}", text)
 
 
-def _times(store: HistoryStore, run_id: str) -> Mapping[str, Any]:
-    """Goodput and lost time of a run; empty if the history does not answer."""
+def _details(store: HistoryStore, run_id: str) -> RunDetails | None:
+    """The run in the history; None if the history does not answer."""
     try:
         return queries.show_run(store, run_id)
     except HistoryError:
-        return {}
+        return None
 
 
 def _curves(snapshot: RunSnapshot) -> RunArtifact:

@@ -242,7 +242,7 @@ def cancel_missing(run: str, site: Site, store: HistoryStore, reason: str) -> Ca
     )
     cause = f"the run directory is gone: {root}. Cancelled ({reason}); {ended}"
     closed = close_missing(run_id, store, cause, utc_now())
-    state = RunState(queries.show_run(store, run_id)["run"]["state"])
+    state = RunState(queries.show_run(store, run_id).run["state"])
     how = f"is closed as {state.value}" if closed else f"had ended ({state.value})"
     message = f"the directory of run {run_id}, {root}, is gone; the run {how}; {ended}"
     return Cancelled(state, True, message)

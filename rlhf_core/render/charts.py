@@ -14,7 +14,7 @@ from rlhf_core.render.line_plots import (
     stages_of,
 )
 from rlhf_core.render.markup import Markup, figure, join, number, remark, tag, words
-from rlhf_core.render.series import Curve, Marks, Point, PointSeries, Series, finite, is_finite, smoothing_window
+from rlhf_core.render.series import Curve, Marks, Point, PointSeries, Series, finite, smoothing_window
 from rlhf_core.schemas.reports import EVALUATIONS, PASS
 
 EVALUATION_CURVES = {"greedy": "eval/greedy", "preference": "eval/preference", "loss": "eval/loss"}
@@ -60,7 +60,7 @@ def is_elsewhere(record: ReportData) -> bool:
 
 def marks_of(record: ReportData) -> Marks:
     """Marks of checkpoints, incidents and rewinds on the step axis."""
-    starts = [row["first_step"] for row in record.restarts if row.get("first_step")]
+    starts = [step for row in record.restarts if (step := row["first_step"])]
     return Marks(
         last_step=max(record.last_step, 1),
         warm_start_steps=record.warm_start_steps,
@@ -129,15 +129,8 @@ def _points(record: ReportData, title: str, name: str, evaluations: Sequence[str
     made = [row for row in record.evaluations if row["name"] in evaluations]
     series = []
     for evaluation in evaluations:
-        rows = sorted(
-            (row for row in made if row["name"] == evaluation),
-            key=lambda row: (row["checkpoint_step"], row["when"] != "before"),
-        )
-        points = tuple(
-            Point(row["checkpoint_step"], row["value"], row["ci_low"], row["ci_high"])
-            for row in rows
-            if all(map(is_finite, (row["value"], row["ci_low"], row["ci_high"])))
-        )
+        scores = [one for one in record.finite_scores if one.name == evaluation]
+        points = tuple(one.point for one in sorted(scores, key=lambda one: (one.point.step, one.when != "before")))
         between = finite(record.curves.get(EVALUATION_CURVES.get(evaluation, ""), ()))
         if points:
             series.append(PointSeries(evaluation, points, between))

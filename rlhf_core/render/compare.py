@@ -7,6 +7,8 @@ from typing import Any
 
 from rlhf_core.errors import BadInput
 from rlhf_core.history import queries
+from rlhf_core.history.queries import RunDetails
+from rlhf_core.history.queries.rows import EvaluationRow, RunRow
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.config_text import flat
 from rlhf_core.render.series import Curve, finite
@@ -56,22 +58,21 @@ def compare(store: HistoryStore, run_ids: Sequence[str], metrics: Sequence[str] 
         raise BadInput(f"found {', '.join(run_ids) or 'no run'}; give two or more different runs to compare")
     if len(run_ids) > MOST_RUNS:
         raise BadInput(f"found {len(run_ids)} runs; at most {MOST_RUNS} can be compared at a time")
-    shown = [queries.show_run(store, run_id) for run_id in run_ids]
-    keys = _selected_metrics(shown, metrics)
+    runs = [queries.show_run(store, run_id) for run_id in run_ids]
+    rows = [details.run for details in runs]
+    keys = _selected_metrics(runs, metrics)
     curves = [queries.curve(store, run_id, keys) for run_id in run_ids]
     return {
-        "runs": [_run(label, facts) for label, facts in zip("ABCDEFG", shown, strict=False)],
-        "config": config_differences([facts["run"]["spec"] for facts in shown]),
-        "evaluations": evaluations([facts["evaluations"] for facts in shown]),
-        "metrics": [
-            {"key": key, **at_last_common_step(key, [of_run[key] for of_run in curves], shown)} for key in keys
-        ],
+        "runs": [_run(label, details) for label, details in zip("ABCDEFG", runs, strict=False)],
+        "config": config_differences([row["spec"] for row in rows]),
+        "evaluations": evaluations([details.evaluations for details in runs]),
+        "metrics": [{"key": key, **at_last_common_step(key, [of_run[key] for of_run in curves], rows)} for key in keys],
         "curves": {key: [of_run[key] for of_run in curves] for key in keys},
     }
 
 
-def _selected_metrics(shown: Sequence[Facts], metrics: Sequence[str]) -> list[str]:
-    known = {key for facts in shown for key in facts["metric_keys"]}
+def _selected_metrics(runs: Sequence[RunDetails], metrics: Sequence[str]) -> list[str]:
+    known = {key for details in runs for key in details.metric_keys}
     for key in metrics:
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
@@ -80,23 +81,24 @@ def _selected_metrics(shown: Sequence[Facts], metrics: Sequence[str]) -> list[st
     return list(metrics) or [key for key in KEY_METRICS if key in known]
 
 
-def _run(label: str, facts: Facts) -> Facts:
-    run, goodput, incidents = facts["run"], facts["goodput"], queries.counted_incidents(facts)
+def _run(label: str, details: RunDetails) -> Facts:
+    run: Mapping[str, Any] = details.run
+    incidents = details.counted_incidents
     kept = ("run_id", "name", "state", "algorithm", "created_at", "total_steps", "num_attempts", "seed")
     times = ("wall_s", "queue_s", "productive_s", "repeated_s", "lost_s", "ettr")
     return {
         "label": label,
         **{name: run[name] for name in kept},
-        "regressed": facts["regressed"],
-        "last_step": queries.last_step(facts["metrics"]),
-        "warm_start_steps": warm_start_steps(run),
-        **{name: goodput.get(name) for name in times},
+        "regressed": details.regressed,
+        "last_step": details.last_step,
+        "warm_start_steps": warm_start_steps(details.run),
+        **{name: details.goodput.get(name) for name in times},
         "num_incidents": len(incidents),
         "incidents": dict(Counter(incident["failure_kind"] for incident in incidents)),
     }
 
 
-def warm_start_steps(run: Mapping[str, Any]) -> int:
+def warm_start_steps(run: RunRow) -> int:
     """Steps before the main loop."""
     return int(_warm_start(run["spec"])["num_steps"])
 
@@ -133,7 +135,7 @@ def _comparable(spec: Mapping[str, Any]) -> dict[str, Any]:
 # Evaluations
 
 
-def evaluations(rows: Sequence[Sequence[Facts]]) -> list[Facts]:
+def evaluations(rows: Sequence[Sequence[EvaluationRow]]) -> list[Facts]:
     """Evaluations side by side: ``name, metric, runs``, and for each run ``before``, ``after``, ``gain`` (null if
     missing) and ``against_first``, which compares its last value with the first run's: ``higher`` or ``lower`` if the
     confidence intervals are disjoint, ``overlap`` otherwise."""
@@ -148,10 +150,10 @@ def evaluations(rows: Sequence[Sequence[Facts]]) -> list[Facts]:
     return found
 
 
-def _sides(name: str, rows: Sequence[Facts]) -> Facts:
+def _sides(name: str, rows: Sequence[EvaluationRow]) -> Facts:
     kept = ("value", "ci_low", "ci_high", "checkpoint_step", "num_samples")
     found: Facts = {"before": None, "after": None}
-    found |= {row["when"]: {key: row[key] for key in kept} for row in rows if row["value"] is not None}
+    found |= {row["when"]: {key: row.get(key) for key in kept} for row in rows if row["value"] is not None}
     before, after = found["before"], found["after"]
     return {**found, "gain": gain(name, before["value"], after["value"]) if before and after else None}
 
@@ -168,7 +170,7 @@ def _standing(first: Facts | None, other: Facts | None) -> str | None:
 # Metrics
 
 
-def at_last_common_step(key: str, curves: Sequence[Curve], shown: Sequence[Facts]) -> Facts:
+def at_last_common_step(key: str, curves: Sequence[Curve], runs: Sequence[RunRow]) -> Facts:
     """The values of a metric at the last step common to all runs that have the metric.
 
     A loss means different things in supervised and in reinforcement learning, so a step at which all runs are in the
@@ -186,7 +188,7 @@ def at_last_common_step(key: str, curves: Sequence[Curve], shown: Sequence[Facts
         return {"step": None, "values": values, "note": note}
 
     def loops(step: int) -> list[str]:
-        return [_loop(shown[index]["run"], step) for index in having]
+        return [_loop(runs[index], step) for index in having]
 
     same_loop = [step for step in common if len(set(loops(step))) == 1]
     step = max(same_loop or common)
@@ -196,6 +198,6 @@ def at_last_common_step(key: str, curves: Sequence[Curve], shown: Sequence[Facts
     return {"step": step, "values": [points.get(step) for points in known], "note": note}
 
 
-def _loop(run: Mapping[str, Any], step: int) -> str:
+def _loop(run: RunRow, step: int) -> str:
     warm_start = _warm_start(run["spec"])
     return str(warm_start["algorithm"]["name"] if step <= warm_start["num_steps"] else run["algorithm"])

@@ -14,10 +14,23 @@ from pydantic import ValidationError
 from rlhf_core.errors import JournalDamaged
 from rlhf_core.files.appended import read_models
 from rlhf_core.history import queries, saved_queries
+from rlhf_core.history.queries.rows import (
+    AttemptRow,
+    CheckpointRow,
+    CheckResultRow,
+    EvaluationRow,
+    GoodputRow,
+    LostTimeRow,
+    PromotionRow,
+    RestartRow,
+    RunRow,
+    StageRow,
+    WeightSyncs,
+)
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.evidence import EvidenceExcerpts, read_incident_evidence
 from rlhf_core.render.markup import as_time
-from rlhf_core.render.series import Curve
+from rlhf_core.render.series import Curve, Point, is_finite
 from rlhf_core.render.timeline import Timeline, timeline_from_rows
 from rlhf_core.run_dir.journal import read_journal, valid_lines
 from rlhf_core.run_dir.run import RunDir
@@ -29,27 +42,38 @@ from rlhf_core.schemas.run import RunSpec
 
 Rows = Sequence[Mapping[str, Any]]
 Found = TypeVar("Found")
+RowT = TypeVar("RowT", bound=Mapping[str, Any])
 
 MAX_WITH_EVIDENCE = 20
 """Number of newest incidents whose stacks and logs are included in the report."""
 
 
 @dataclass(frozen=True)
+class FiniteScore:
+    """The result of an evaluation whose value and interval are finite."""
+
+    name: str
+    when: str
+    metric: str
+    point: Point
+
+
+@dataclass(frozen=True)
 class ReportData:
     """Data of one run. Rows are as in ``rlhf show --json``."""
 
-    run: Mapping[str, Any]
-    stages: Rows
-    checks: Rows
-    attempts: Rows
-    restarts: Rows
+    run: RunRow
+    stages: Sequence[StageRow]
+    checks: Sequence[CheckResultRow]
+    attempts: Sequence[AttemptRow]
+    restarts: Sequence[RestartRow]
     timeline: Timeline
-    checkpoints: Rows
-    evaluations: Rows
-    goodput: Mapping[str, Any]
-    lost_time: Rows
-    weight_syncs: Mapping[str, Any]
-    """Summary of weight syncs into rollout engines; empty if the engines have no weights of their own."""
+    checkpoints: Sequence[CheckpointRow]
+    evaluations: Sequence[EvaluationRow]
+    goodput: GoodputRow
+    lost_time: Sequence[LostTimeRow]
+    weight_syncs: WeightSyncs | None
+    """Summary of weight syncs into rollout engines; None if the engines have no weights of their own."""
     curves: Mapping[str, Curve]
     """Effective metrics: after a rewind, the last attempt's value of each step."""
     spec: RunSpec | None
@@ -64,8 +88,8 @@ class ReportData:
     """Sentences about data that could not be read."""
     probes: Rows = ()
     """Measurements of the nodes before training: saved query ``probe-speeds``."""
-    promotion: Mapping[str, Any] = field(default_factory=dict)
-    """State of the promotion of the model; empty if no promotion was requested."""
+    promotion: PromotionRow | None = None
+    """State of the promotion of the model; None if no promotion was requested."""
     evidence: Mapping[str, EvidenceExcerpts] = field(default_factory=dict)
     """Stacks and logs of the newest incidents, by ``evidence_dir``."""
     promotion_moves: Rows = ()
@@ -77,14 +101,25 @@ class ReportData:
         return [one.model_dump() for one in regressions(self.evaluations)]
 
     @property
+    def finite_scores(self) -> list[FiniteScore]:
+        """Results of the evaluations, without those that are not finite."""
+        return [
+            FiniteScore(row["name"], row["when"], row["metric"], Point(row["checkpoint_step"], value, low, high))
+            for row in self.evaluations
+            if is_finite(value := row["value"])
+            and is_finite(low := row["ci_low"])
+            and is_finite(high := row["ci_high"])
+        ]
+
+    @property
     def run_id(self) -> str:
         """Id of the run."""
-        return str(self.run["run_id"])
+        return self.run["run_id"]
 
     @property
     def state(self) -> str:
         """State of the run."""
-        return str(self.run["state"])
+        return self.run["state"]
 
     @property
     def last_seen(self) -> datetime:
@@ -111,13 +146,6 @@ class ReportData:
         return self.spec.warm_start_steps if self.spec else 0
 
 
-_SHOWN = (
-    *("run", "stages", "checks", "attempts", "restarts", "checkpoints", "evaluations", "promotion"),
-    *("goodput", "lost_time", "weight_syncs"),
-)
-"""Fields taken as they are from ``queries.show_run``."""
-
-
 def gather(store: HistoryStore, run_dir: RunDir) -> ReportData:
     """Read a run. Without its directory, the report lacks training samples and model size, and says so. The same holds
     for files that cannot be read: a run directory may belong to another user.
@@ -126,31 +154,42 @@ def gather(store: HistoryStore, run_dir: RunDir) -> ReportData:
         UnknownRun: the history does not have the run.
     """
     run_id = run_dir.run_id
-    shown = queries.show_run(store, run_id)
+    details = queries.show_run(store, run_id)
+    run = details.run
     notes = []
     if not run_dir.root.is_dir():
         notes.append(
             f"The run directory {run_dir.root} is gone: samples of training and the model's size are left out."
         )
-    if shown["run"]["missing_steps"]:
-        notes.append(f"The run left {shown['run']['missing_steps']}; the curves have gaps there.")
+    if run["missing_steps"]:
+        notes.append(f"The run left {run['missing_steps']}; the curves have gaps there.")
     try:
-        spec = RunSpec.model_validate(shown["run"]["spec"])
+        spec = RunSpec.model_validate(run["spec"])
     except ValidationError:
         spec = None
-        version = shown["run"]["package_version"]
         notes.append(
-            f"The settings are left out, because version {version} wrote them in a form this one does not read."
+            f"The settings are left out, because version {run['package_version']} wrote them in a form this one does "
+            "not read."
         )
-    timeline = timeline_from_rows(run_dir, shown["run"], shown["incidents"], shown["decisions"], shown["restarts"])
+    timeline = timeline_from_rows(run_dir, run, details.incidents, details.decisions, details.restarts)
     return ReportData(
-        **{name: shown[name] for name in _SHOWN},
+        run=run,
+        stages=details.stages,
+        checks=details.checks,
+        attempts=details.attempts,
+        restarts=details.restarts,
         timeline=timeline,
+        checkpoints=details.checkpoints,
+        evaluations=details.evaluations,
+        goodput=details.goodput,
+        lost_time=details.lost_time,
+        weight_syncs=details.weight_syncs,
+        promotion=details.promotion,
         curves=queries.curve(store, run_id),
         spec=spec,
         tables={
             (row["when"], row["name"]): _sample_table(store, run_id, row["when"], row["name"])
-            for row in shown["evaluations"]
+            for row in details.evaluations
         },
         evidence=_evidence(run_dir, timeline),
         samples=_readable(lambda: _training_samples(run_dir), [], "Samples of training are", notes),
@@ -170,7 +209,7 @@ def _readable(read: Callable[[], Found], missing: Found, name: str, notes: list[
         return missing
 
 
-def find_row(rows: Iterable[Mapping[str, Any]], **wanted: object) -> Mapping[str, Any] | None:
+def find_row(rows: Iterable[RowT], **wanted: object) -> RowT | None:
     """The last row that has all the wanted values; None if there is none."""
     matching = [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
     return matching[-1] if matching else None

@@ -1,8 +1,6 @@
 """Promotion section of a report: its state, the answers and their reasons, the model's folder."""
 
-from collections.abc import Mapping
-from typing import Any
-
+from rlhf_core.history.queries.rows import PromotionRow
 from rlhf_core.render.gather import ReportData, find_row
 from rlhf_core.render.markup import Markup, badge, code, facts, join, moment, remark, section, table, tag
 
@@ -23,10 +21,10 @@ def promotion(record: ReportData) -> Markup:
     stage = find_row(record.stages, name="promote")
     if stage is None:
         return Markup("")
-    return section("Promotion", remark(stage.get("message") or "Nothing was promoted."))
+    return section("Promotion", remark(stage["message"] or "Nothing was promoted."))
 
 
-def _standing(record: ReportData, promotion: Mapping[str, Any]) -> Markup:
+def _standing(record: ReportData, promotion: PromotionRow) -> Markup:
     state = promotion["state"]
     requested, moved = promotion["requested_at"], promotion["state_changed_at"]
     return join(

@@ -12,7 +12,7 @@ from rlhf_core.history.queries.metrics import STEP_SECONDS
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render import charts, samples
 from rlhf_core.render.config_text import as_toml
-from rlhf_core.render.gather import ReportData, find_row, gather
+from rlhf_core.render.gather import FiniteScore, ReportData, find_row, gather
 from rlhf_core.render.markup import (
     Markup,
     badges,
@@ -31,7 +31,7 @@ from rlhf_core.render.markup import (
 )
 from rlhf_core.render.promotion import promotion
 from rlhf_core.render.run_sections import timeline_section
-from rlhf_core.render.series import finite
+from rlhf_core.render.series import Point, finite
 from rlhf_core.render.weight_syncs import weight_sync_text
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.base import utc_now
@@ -111,7 +111,7 @@ def _header(record: ReportData) -> Markup:
 
 def _outcome(record: ReportData) -> Markup:
     """Describe the outcome of the run in one sentence."""
-    took = duration(record.goodput.get("wall_s"))
+    took = duration(record.goodput["wall_s"])
     if record.state == "completed":
         return join([f"Completed in {took}.", *_changes(record)], " ")
     if record.state == "failed":
@@ -128,11 +128,11 @@ def _changes(record: ReportData) -> list[str]:
         before, after = _pair(record, name)
         if before is None or after is None:
             continue
-        metric = f"{name} {words(after['metric'])}"
-        values = f"from {before['value']:.3f} to {after['value']:.3f}"
-        if after["ci_low"] > before["ci_high"]:
+        metric = f"{name} {words(after.metric)}"
+        values = f"from {before.point.value:.3f} to {after.point.value:.3f}"
+        if after.point.low > before.point.high:
             sentences.append(f"Held-out {metric} rose {values}.")
-        elif after["ci_high"] < before["ci_low"]:
+        elif after.point.high < before.point.low:
             sentences.append(f"Held-out {metric} fell {values}.")
         else:
             sentences.append(f"Held-out {metric} went {values}; the confidence intervals overlap.")
@@ -142,7 +142,7 @@ def _changes(record: ReportData) -> list[str]:
 
 
 def _diagnosis(record: ReportData) -> str:
-    message = str(record.run["message"])
+    message = record.run["message"]
     attempt: Mapping[str, Any] = record.attempts[-1] if record.attempts else {}
     # A run that is resumed may fail before its next attempt, and not for the reason of its last incident.
     if record.timeline.incidents and message in (attempt.get("message"), attempt.get("failure_kind")):
@@ -151,10 +151,10 @@ def _diagnosis(record: ReportData) -> str:
     return message
 
 
-def _pair(record: ReportData, name: str) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
-    """The evaluations of one name before and after training; non-finite values do not count."""
-    finite = [row for row in record.evaluations if None not in (row["value"], row["ci_low"], row["ci_high"])]
-    return find_row(finite, name=name, when="before"), find_row(finite, name=name, when="after")
+def _pair(record: ReportData, name: str) -> tuple[FiniteScore | None, FiniteScore | None]:
+    """The scores of one name before and after training."""
+    scores = {one.when: one for one in record.finite_scores if one.name == name}
+    return scores.get("before"), scores.get("after")
 
 
 def _tiles(record: ReportData) -> Markup:
@@ -169,14 +169,14 @@ def _evaluation_tile(record: ReportData, name: str) -> Markup | None:
     found = after or before
     if found is None:
         return None
-    title = f"{words(found['metric'])}, {name}"
+    title = f"{words(found.metric)}, {name}"
     if before is None or after is None:
-        detail = join([f"{found['when']} training, interval ", _interval(found)])
-        return _tile(title, None, f"{found['value']:.3f}", detail)
-    gained = gain(name, before["value"], after["value"])
+        detail = join([f"{found.when} training, interval ", _interval(found.point)])
+        return _tile(title, None, f"{found.point.value:.3f}", detail)
+    gained = gain(name, before.point.value, after.point.value)
     change = tag("b", signed(gained), class_="good" if gained > 0 else "bad" if gained < 0 else None)
-    detail = join([change, " · intervals ", _interval(before), " and ", _interval(after)])
-    return _tile(title, f"{before['value']:.3f}", f"{after['value']:.3f}", detail)
+    detail = join([change, " · intervals ", _interval(before.point), " and ", _interval(after.point)])
+    return _tile(title, f"{before.point.value:.3f}", f"{after.point.value:.3f}", detail)
 
 
 def _reward_tile(record: ReportData) -> Markup | None:
@@ -190,7 +190,7 @@ def _reward_tile(record: ReportData) -> Markup | None:
 
 
 def _goodput_tile(record: ReportData) -> Markup | None:
-    share = record.goodput.get("ettr")
+    share = record.goodput["ettr"]
     # Not every trainer logs step times; without them the share would be 0.
     if share is None or STEP_SECONDS not in record.curves:
         return None
@@ -207,8 +207,8 @@ def _tile(title: str, before: str | None, value: str, detail: object) -> Markup:
     return tag("div", *parts, class_="tile")
 
 
-def _interval(row: Mapping[str, Any]) -> Markup:
-    return tag("span", f"[{row['ci_low']:.3f}, {row['ci_high']:.3f}]", class_="interval")
+def _interval(point: Point) -> Markup:
+    return tag("span", f"[{point.low:.3f}, {point.high:.3f}]", class_="interval")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def _facts(record: ReportData) -> Markup:
             [
                 ("asked for by", attributed(run["owner"], run["owner_account"])),
                 ("created", moment(run["created_at"])),
-                ("wall time", duration(record.goodput.get("wall_s"))),
+                ("wall time", duration(record.goodput["wall_s"])),
                 ("by stage", _by_stage(record)),
                 *_requested(record),
                 (

@@ -111,8 +111,9 @@ def _attempts(record: ReportData) -> Markup:
     rows = []
     for attempt in record.attempts:
         starts = [row for row in record.restarts if row["attempt"] == attempt["number"]]
-        steps = [row for row in starts if row["first_step"] is not None]
-        made = f"{steps[0]['first_step']}–{max(row['last_step'] for row in steps)}" if steps else None
+        first = [step for row in starts if (step := row["first_step"]) is not None]
+        last = [step for row in starts if (step := row["last_step"]) is not None]
+        made = f"{first[0]}–{max(last)}" if first and last else None
         rows.append(
             [
                 attempt["number"],
@@ -122,7 +123,7 @@ def _attempts(record: ReportData) -> Markup:
                 record.restarts_in_place(attempt["number"]),
                 attempt["resumed_from_step"],
                 made,
-                attempt.get("outcome_message") or attempt["message"],
+                attempt["outcome_message"] or attempt["message"],
             ]
         )
     headers = ["attempt", "state", "job", "nodes", "restarts", "from step", "steps made", "how it ended"]

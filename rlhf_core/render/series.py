@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 Curve = Sequence[tuple[int, float]]
 """Values over optimizer steps, in ascending order of steps."""
@@ -63,7 +64,7 @@ class PointSeries:
 # Numbers
 
 
-def is_finite(value: float | None) -> bool:
+def is_finite(value: float | None) -> TypeGuard[float]:
     """True for a number that is neither NaN nor infinite, nor larger than :data:`LARGEST`."""
     return value is not None and abs(value) <= LARGEST
 

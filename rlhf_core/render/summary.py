@@ -3,10 +3,10 @@
 Read by :mod:`rlhf_core.control.views.summary`; shown at the end of ``rlhf run``, before an approval, and in Prefect.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rlhf_core.render.timeline import Timeline, decision_text
 from rlhf_core.render.weight_syncs import weight_sync_text
@@ -20,6 +20,9 @@ from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.stored_spec import StoredSpec
 from rlhf_core.text.escaping import markdown, markdown_code
 from rlhf_core.text.formatting import count, duration
+
+if TYPE_CHECKING:
+    from rlhf_core.history.queries import RunDetails
 
 
 @dataclass(frozen=True)
@@ -79,12 +82,12 @@ class Summary:
         return state_text(self.state.value, self.regressed)
 
 
-def summary_markdown(summary: Summary, timeline: Timeline, times: Mapping[str, Any], links: str) -> str:
+def summary_markdown(summary: Summary, timeline: Timeline, details: "RunDetails | None", links: str) -> str:
     """Format a summary as a page of Markdown.
 
     Args:
         timeline: the run's timeline, for its promotion, incidents and decisions.
-        times: ``goodput``, ``lost_time`` and ``weight_syncs`` of the run, as in ``queries.show_run``; empty if unknown.
+        details: the run in the history, for its goodput, lost time and weight syncs; None if unknown.
         links: Markdown with links to other pages of the run.
     """
     spec = summary.stored.spec
@@ -109,7 +112,7 @@ def summary_markdown(summary: Summary, timeline: Timeline, times: Mapping[str, A
         "",
         *([links, ""] if links else []),
         *_promotion(timeline),
-        *_times(times, has_step_times=spec.trainer.kind == "native"),
+        *_times(details, has_step_times=spec.trainer.kind == "native"),
         *_incidents_and_decisions(timeline),
         "| stage | seconds |",
         "|---|---|",
@@ -152,12 +155,12 @@ def _promotion(timeline: Timeline) -> list[str]:
     return [" · ".join(part for part in parts if part), "", *advice]
 
 
-def _times(times: Mapping[str, Any], *, has_step_times: bool) -> list[str]:
-    goodput = times.get("goodput") or {}
-    # Not every trainer logs step times; without them the share would be 0.
-    has_share = goodput.get("ettr") is not None and (has_step_times or goodput["productive_s"])
-    if not goodput.get("wall_s"):
+def _times(details: "RunDetails | None", *, has_step_times: bool) -> list[str]:
+    if details is None or not details.goodput["wall_s"]:
         return []
+    goodput = details.goodput
+    # Not every trainer logs step times; without them the share would be 0.
+    has_share = goodput["ettr"] is not None and (has_step_times or goodput["productive_s"])
     rows = [
         ("from start to end", duration(goodput["wall_s"])),
         ("of it waiting for nodes", duration(goodput["queue_s"])),
@@ -168,9 +171,9 @@ def _times(times: Mapping[str, Any], *, has_step_times: bool) -> list[str]:
     ]
     lost = [
         f"| lost to {markdown(row['failure_kind'])} | {duration(row['lost_s'])}, {row['num_incidents']} of them |"
-        for row in times.get("lost_time", ())
+        for row in details.lost_time
     ]
-    syncs = weight_sync_text(times.get("weight_syncs") or {})
+    syncs = weight_sync_text(details.weight_syncs)
     sync_rows = [f"| weight syncs | {markdown(syncs)} |"] if syncs else []
     return [
         "| time | |",

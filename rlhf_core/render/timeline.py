@@ -9,13 +9,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import RUN_ENDS, Role, RunState
 from rlhf_core.schemas.failures import Decision, FailureKind, Incident
 from rlhf_core.schemas.journal import ControllerStarted, JournalLine, PromotionMoved
 from rlhf_core.text.formatting import duration, listed, place_text
+
+if TYPE_CHECKING:
+    from rlhf_core.history.queries.rows import DecisionRow, IncidentRow, RestartRow, RunRow
 
 HANGS = frozenset({FailureKind.HANG, FailureKind.COLLECTIVE_HANG, FailureKind.COLLECTIVE_MISMATCH})
 """Failure kinds detected by silence: the workers are still alive, and their last heartbeat counts."""
@@ -138,10 +141,10 @@ class Timeline:
 
 def timeline_from_rows(
     run_dir: RunDir,
-    run: Mapping[str, Any],
-    incidents: Iterable[Mapping[str, Any]],
-    decisions: Iterable[Mapping[str, Any]],
-    restarts: Iterable[Mapping[str, Any]],
+    run: "RunRow",
+    incidents: "Iterable[IncidentRow]",
+    decisions: "Iterable[DecisionRow]",
+    restarts: "Iterable[RestartRow]",
 ) -> Timeline:
     """Build the timeline of a run from rows of the history (``queries.show_run``)."""
     return Timeline(
@@ -151,9 +154,9 @@ def timeline_from_rows(
         [TimelineIncident(run_dir, Incident.model_validate(_fields(row, Incident.model_fields))) for row in incidents],
         [TimelineDecision(run_dir, Decision.model_validate(_fields(row, Decision.model_fields))) for row in decisions],
         [
-            FirstStep(row["attempt"], row["restart"], row["first_step"], datetime.fromisoformat(row["first_step_at"]))
+            FirstStep(row["attempt"], row["restart"], step, datetime.fromisoformat(time))
             for row in restarts
-            if row.get("first_step_at") is not None
+            if (step := row["first_step"]) is not None and (time := row["first_step_at"]) is not None
         ],
     )
 

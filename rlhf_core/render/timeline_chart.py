@@ -33,7 +33,7 @@ class _Moment:
 def timeline_chart(record: ReportData) -> Markup | None:
     """Draw the chart; None if the history has no times."""
     latest = record.last_seen
-    spans = _stages(record, latest) + _restarts(record, latest)
+    spans = _stages(record) + _restarts(record, latest)
     moments = _moments(record)
     if not spans:
         return None
@@ -75,27 +75,24 @@ def timeline_chart(record: ReportData) -> Markup | None:
     )
 
 
-def _stages(record: ReportData, latest: datetime) -> list[_Span]:
+def _stages(record: ReportData) -> list[_Span]:
     spans = []
     for stage in record.stages:
-        start = as_time(stage.get("started_at"))
-        if start is None:
-            continue
-        seconds = stage.get("seconds")
-        end = start + timedelta(seconds=seconds) if seconds is not None else max(start, latest)
-        kind = {"failed": "bad", "cancelled": "warn"}.get(str(stage["state"]), "stage")
-        took = duration(seconds) if seconds is not None else "not ended"
-        spans.append(_Span(str(stage["name"]), start, end, kind, f"{stage['name']}: {stage['state']}, {took}"))
+        start = datetime.fromisoformat(stage["started_at"])
+        end = start + timedelta(seconds=stage["seconds"])
+        kind = {"failed": "bad", "cancelled": "warn"}.get(stage["state"], "stage")
+        text = f"{stage['name']}: {stage['state']}, {duration(stage['seconds'])}"
+        spans.append(_Span(stage["name"], start, end, kind, text))
     return spans
 
 
 def _restarts(record: ReportData, latest: datetime) -> list[_Span]:
     spans = []
     for restart in record.restarts:
-        start = as_time(restart.get("started_at"))
+        start = as_time(restart["started_at"])
         if start is None:
             continue
-        end = as_time(restart.get("ended_at")) or max(start, latest)
+        end = as_time(restart["ended_at"]) or max(start, latest)
         attempt, number = restart["attempt"], restart["restart"]
         kind = "attempt" if number % 2 == 0 else "attempt other"
         made = (
@@ -109,9 +106,8 @@ def _restarts(record: ReportData, latest: datetime) -> list[_Span]:
 def _moments(record: ReportData) -> list[_Moment]:
     found = []
     for row in record.checkpoints:
-        time = as_time(row.get("completed_at"))
-        if time is not None:
-            found.append(_Moment("checkpoints", time, "saved", f"checkpoint at step {row['step']}, {clock(time)}"))
+        time = datetime.fromisoformat(row["completed_at"])
+        found.append(_Moment("checkpoints", time, "saved", f"checkpoint at step {row['step']}, {clock(time)}"))
     for incident in (one.incident for one in record.timeline.incidents):
         text = f"{incident.failure_kind.value}, {clock(incident.seen_at)}: {incident.message}"
         found.append(_Moment("incidents", incident.seen_at, "incident", text))

@@ -120,7 +120,7 @@ def close_missing(run_id: str, store: HistoryStore, cause: str, now: datetime) -
     while True:
         state = store.ingest_state(run_id)
         known = queries.show_run(store, run_id)
-        if known["run"]["state"] in RUN_ENDS:
+        if known.run["state"] in RUN_ENDS:
             return False
         position = max(state.offsets.get("control.jsonl", 0), 1)
         lines = [
@@ -132,14 +132,14 @@ def close_missing(run_id: str, store: HistoryStore, cause: str, now: datetime) -
             return True
 
 
-def _last_lines(known: queries.Facts, cause: str, now: datetime) -> list[ControlEvent]:
+def _last_lines(known: queries.RunDetails, cause: str, now: datetime) -> list[ControlEvent]:
     """The lines that the journal would contain, had it still been possible to write to it."""
     events: list[ControlEvent] = [
         StageEnded(stage_index=stage["stage_index"], state=StageState.FAILED, message=cause)
-        for stage in known["stages"]
+        for stage in known.stages
         if stage["state"] == StageState.RUNNING
     ]
-    for attempt in known["attempts"]:
+    for attempt in known.attempts:
         number = attempt["number"]
         if attempt["state"] in ATTEMPT_ENDS:
             continue

@@ -174,8 +174,8 @@ def test_no_conclusion_goes_beyond_the_intervals(other: dict[str, Any], standing
     assert found["runs"][0]["gain"] is None
 
 
-def _shown(algorithm: str, warm_start: int = 0) -> dict[str, Any]:
-    return {"run": {"algorithm": algorithm, "spec": {"sft": {"num_steps": warm_start}}}}
+def _row(algorithm: str, warm_start: int = 0) -> dict[str, Any]:
+    return {"algorithm": algorithm, "spec": {"sft": {"num_steps": warm_start}}}
 
 
 def _steps(*steps: int) -> list[tuple[int, float]]:
@@ -183,33 +183,33 @@ def _steps(*steps: int) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize(
-    ("curves", "shown", "step", "values", "note"),
+    ("curves", "runs", "step", "values", "note"),
     [
-        ([_steps(1, 2, 3), _steps(1, 2)], [_shown("grpo"), _shown("grpo")], 2, [0.2, 0.2], ""),
-        ([_steps(1, 2, 3), []], [_shown("grpo"), _shown("grpo")], None, [0.3, None], ""),
+        ([_steps(1, 2, 3), _steps(1, 2)], [_row("grpo"), _row("grpo")], 2, [0.2, 0.2], ""),
+        ([_steps(1, 2, 3), []], [_row("grpo"), _row("grpo")], None, [0.3, None], ""),
         (
             [_steps(1, 3), _steps(2, 4)],
-            [_shown("grpo"), _shown("grpo")],
+            [_row("grpo"), _row("grpo")],
             None,
             [0.3, 0.4],
             "no step in common: the last value of each",
         ),
         # B is still in its warm start at step 3 and A is not: step 2 is the last comparable one
-        ([_steps(1, 2, 3), _steps(1, 2, 3)], [_shown("grpo", 2), _shown("grpo", 3)], 2, [0.2, 0.2], ""),
+        ([_steps(1, 2, 3), _steps(1, 2, 3)], [_row("grpo", 2), _row("grpo", 3)], 2, [0.2, 0.2], ""),
         (
             [_steps(1, 2), _steps(1, 2)],
-            [_shown("sft"), _shown("grpo")],
+            [_row("sft"), _row("grpo")],
             2,
             [0.2, 0.2],
             "not the same quantity: sft and grpo",
         ),
-        ([[(1, 0.1), (2, float("nan"))], _steps(1, 2)], [_shown("grpo"), _shown("grpo")], 1, [0.1, 0.1], ""),
+        ([[(1, 0.1), (2, float("nan"))], _steps(1, 2)], [_row("grpo"), _row("grpo")], 1, [0.1, 0.1], ""),
     ],
 )
 def test_the_last_common_step(
-    curves: Sequence[Any], shown: Sequence[Any], step: int | None, values: list[float | None], note: str
+    curves: Sequence[Any], runs: Sequence[Any], step: int | None, values: list[float | None], note: str
 ) -> None:
-    found = at_last_common_step("train/loss", curves, shown)
+    found = at_last_common_step("train/loss", curves, runs)
     assert found == {"step": step, "values": values, "note": note}
 
 

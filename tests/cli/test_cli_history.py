@@ -148,7 +148,7 @@ def test_a_trainer_without_steps_is_told_how_they_are_read(
     summary = " ".join(capsys.readouterr().out.replace("│", "").split())
     assert "steps none reported, of 10; steps are read, with their metrics, from TensorBoard files" in summary
     assert STEPS_HINT in summary
-    assert STEPS_HINT in summary_markdown(summarise(run.dir), read_timeline(run.dir), {}, "").replace("\\", "")
+    assert STEPS_HINT in summary_markdown(summarise(run.dir), read_timeline(run.dir), None, "").replace("\\", "")
     ingested(run)
     shown = rlhf("show").stdout
     assert f"The trainer reported no steps; {STEPS_HINT}." in " ".join(shown.split())

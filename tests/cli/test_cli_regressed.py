@@ -135,7 +135,7 @@ def test_in_the_summary_of_a_run_and_in_prefect(runs: tuple[RunFiles, RunFiles])
     assert [summary.state_text for summary in (gained, fell)] == ["completed", "completed, regressed"]
     assert [summary_json(summary)["regressed"] for summary in (gained, fell)] == [[], [FELL]]
     page, other = (
-        summary_markdown(summary, read_timeline(run.dir), {}, "")
+        summary_markdown(summary, read_timeline(run.dir), None, "")
         for summary, run in ((fell, runs[1]), (gained, runs[0]))
     )
     assert f"# {runs[1].run_id}: completed, regressed" in page

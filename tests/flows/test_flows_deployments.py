@@ -391,7 +391,7 @@ def test_a_cancellation_in_prefect_ends_the_job_and_a_killed_process_does_not(
     run_dir = training(site, submitted.run_id)
     with HistoryStore(site.database_url) as store:
         assert runs_of_flow_runs(store, [submitted.flow_run_id])[submitted.flow_run_id][0] == run_dir.run_id
-        (first,) = show_run(store, run_dir.run_id)["controllers"]
+        (first,) = show_run(store, run_dir.run_id).controllers
         assert (
             first["flow_run_url"]
             == submitted.url
@@ -420,7 +420,7 @@ def test_a_cancellation_in_prefect_ends_the_job_and_a_killed_process_does_not(
 
 def read_controllers(site: Site, run_dir: RunDir) -> list[dict[str, Any]]:
     with HistoryStore(site.database_url) as store:
-        return [one for one in show_run(store, run_dir.run_id)["controllers"] if one["flow_run_id"]]
+        return [one for one in show_run(store, run_dir.run_id).controllers if one["flow_run_id"]]
 
 
 def test_errors_are_in_the_message_of_the_flow_run(client: Any, site: Site, worker: Path) -> None:

@@ -68,15 +68,15 @@ def test_the_job_is_ended_and_the_history_closes_the_run(
     assert "start over: `rlhf run small.toml`" in message
     assert harness.scheduler.cancelled == ["101"]
     shown = queries.show_run(harness.store, run_dir.run_id)
-    assert shown["run"]["state"] == "failed"
-    assert shown["run"]["ended_at"] is not None
-    assert "the run directory is gone" in shown["run"]["message"]
-    assert [(one["state"], one["failure_kind"]) for one in shown["attempts"]] == [("lost", "file_system")]
-    assert [one["state"] for one in shown["stages"]] == ["completed", "completed", "failed"]
-    assert [(one["action"], one["reason"]) for one in shown["decisions"]] == [
+    assert shown.run["state"] == "failed"
+    assert shown.run["ended_at"] is not None
+    assert "the run directory is gone" in shown.run["message"]
+    assert [(one["state"], one["failure_kind"]) for one in shown.attempts] == [("lost", "file_system")]
+    assert [one["state"] for one in shown.stages] == ["completed", "completed", "failed"]
+    assert [(one["action"], one["reason"]) for one in shown.decisions] == [
         ("stop", "there is no directory to resume from")
     ]
-    assert [one["suspect_nodes"] for one in shown["incidents"]] == [[]], "no node caused it"
+    assert [one["suspect_nodes"] for one in shown.incidents] == [[]], "no node caused it"
 
 
 def test_a_run_that_was_moved_back_explains_its_end_and_can_be_resumed(
@@ -95,9 +95,9 @@ def test_a_run_that_was_moved_back_explains_its_end_and_can_be_resumed(
     harness.scheduler.on_submit = lambda request: FakeAgent(run_dir, attempt=request.placement.attempt).whole_run()
     drive(harness.controller(run_dir, resumed=True))
     shown = queries.show_run(harness.store, run_dir.run_id)
-    assert shown["run"]["state"] == "completed"
-    assert [one["state"] for one in shown["attempts"]] == ["lost", "completed"]
-    assert "the run directory is gone" in shown["attempts"][0]["message"]
+    assert shown.run["state"] == "completed"
+    assert [one["state"] for one in shown.attempts] == ["lost", "completed"]
+    assert "the run directory is gone" in shown.attempts[0]["message"]
 
 
 def test_reports_of_agents_without_the_run_directory_do_not_count(harness: ControllerHarness) -> None:
@@ -113,7 +113,7 @@ def test_reports_of_agents_without_the_run_directory_do_not_count(harness: Contr
     with pytest.raises(RunDirGone):
         drive(harness.controller(run_dir))
     assert len(harness.scheduler.submitted) == 1
-    assert "the run directory is gone" in queries.show_run(harness.store, run_dir.run_id)["run"]["message"]
+    assert "the run directory is gone" in queries.show_run(harness.store, run_dir.run_id).run["message"]
 
 
 def test_a_briefly_missing_directory_changes_nothing(harness: ControllerHarness, tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_briefly_missing_directory_changes_nothing(harness: ControllerHarness,
     run_dir = trains(harness, happens)
     drive(harness.controller(run_dir))
     assert read_record(run_dir).state is RunState.COMPLETED
-    assert queries.show_run(harness.store, run_dir.run_id)["run"]["state"] == "completed"
+    assert queries.show_run(harness.store, run_dir.run_id).run["state"] == "completed"
     assert any("making no decisions until it is back" in text for text in harness.notes.messages)
     assert harness.scheduler.cancelled == []
 
@@ -154,7 +154,7 @@ def test_an_unmounted_file_system_is_awaited_and_closes_no_run(harness: Controll
     assert "The run is unchanged" in str(raised.value)
     assert harness.clock.now - began > AWAY_S, "it ends, but not soon"
     assert harness.scheduler.cancelled == []
-    assert queries.show_run(harness.store, run_dir.run_id)["run"]["state"] == "training"
+    assert queries.show_run(harness.store, run_dir.run_id).run["state"] == "training"
 
 
 @pytest.mark.parametrize("part", ["", "outcome.json"], ids=["everything", "one file"])
@@ -211,7 +211,7 @@ def test_with_its_cluster_gone_too_the_controller_ends_and_names_the_job(
     with pytest.raises(RunDirGone, match=r"Its job 101 could not be ended .* does not answer\): end it at the sched"):
         drive(harness.controller(run_dir))
     assert harness.clock.now < 10 * GONE_S
-    assert queries.show_run(harness.store, run_dir.run_id)["run"]["state"] == "failed"
+    assert queries.show_run(harness.store, run_dir.run_id).run["state"] == "failed"
 
 
 def test_without_the_check_the_run_is_a_bad_config_or_never_ends(
@@ -232,4 +232,4 @@ def test_without_the_check_the_run_is_a_bad_config_or_never_ends(
     run_dir = trains(harness, happens)
     with pytest.raises(Ever):
         drive(harness.controller(run_dir))
-    assert queries.show_run(harness.store, run_dir.run_id)["run"]["state"] == "training"
+    assert queries.show_run(harness.store, run_dir.run_id).run["state"] == "training"

@@ -135,9 +135,9 @@ def test_a_retried_failed_run_continues_with_its_next_attempt(harness: Controlle
     record = read_record(run_dir)
     assert (record.state, record.first_attempt) == (RunState.COMPLETED, 2)
     shown = show_run(harness.store, run_dir.run_id)
-    assert [one["flow_run_id"] for one in shown["controllers"]] == [link.id, link.id]
-    assert {one["flow_run_url"] for one in shown["controllers"]} == {link.url}
-    assert (shown["run"]["owner"], shown["run"]["tags"]) == ("ann", ["canary"])
+    assert [one["flow_run_id"] for one in shown.controllers] == [link.id, link.id]
+    assert {one["flow_run_url"] for one in shown.controllers} == {link.url}
+    assert (shown.run["owner"], shown.run["tags"]) == ("ann", ["canary"])
 
 
 def test_a_run_continued_by_its_id_has_both_flow_runs(well: ControllerHarness) -> None:
@@ -151,7 +151,7 @@ def test_a_run_continued_by_its_id_has_both_flow_runs(well: ControllerHarness) -
         controller.clock, controller.sleep = well.clock, well.clock.sleep
         drive(controller)
     assert runs_of_flow_runs(well.store, [second.id])[second.id][0] == run_dir.run_id
-    controllers = show_run(well.store, run_dir.run_id)["controllers"]
+    controllers = show_run(well.store, run_dir.run_id).controllers
     assert [one["flow_run_id"] for one in controllers] == [first.id, second.id]
     assert runs_of_flow_runs(well.store, ["unknown"]) == {}
 
@@ -173,8 +173,8 @@ def test_a_controller_that_learns_its_flow_run_late_is_in_the_journal_once(well:
     run_dir = well.run()
     link = replace(a_flow_run(), url="")
     with opened(run_dir, well.site, well.store, flow_run=None, if_held=IfHeld.FAIL) as controller:
-        assert show_run(well.store, run_dir.run_id)["controllers"] == []
+        assert show_run(well.store, run_dir.run_id).controllers == []
         controller.record_controller(link)
         controller.record_controller(FlowRunLink())
         assert runs_of_flow_runs(well.store, [link.id])[link.id][0] == run_dir.run_id
-    assert len(show_run(well.store, run_dir.run_id)["controllers"]) == 1
+    assert len(show_run(well.store, run_dir.run_id).controllers) == 1

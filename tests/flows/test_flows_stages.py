@@ -43,7 +43,7 @@ from rlhf_core.watchdog.node_records import clear_node, node_standings
 
 def stages_of(harness: ControllerHarness, run_dir: RunDir) -> list[tuple[str, int, str]]:
     shown = queries.show_run(harness.store, run_dir.run_id)
-    return [(stage["name"], stage["attempt"], stage["state"]) for stage in shown["stages"]]
+    return [(stage["name"], stage["attempt"], stage["state"]) for stage in shown.stages]
 
 
 FOUR_STAGES = [
@@ -58,8 +58,8 @@ def test_a_run_without_trouble_has_four_stages_and_one_attempt(harness: Controll
     run_dir = harness.completed()
     assert stages_of(harness, run_dir) == FOUR_STAGES
     shown = queries.show_run(harness.store, run_dir.run_id)
-    assert shown["run"]["state"] == "completed"
-    assert [attempt["state"] for attempt in shown["attempts"]] == ["completed"]
+    assert shown.run["state"] == "completed"
+    assert [attempt["state"] for attempt in shown.attempts] == ["completed"]
     assert harness.notes.titles == ["preflight", "allocate attempt 1", "train attempt 1", "evaluate"]
     assert len(harness.scheduler.submitted) == 1
 
@@ -194,9 +194,9 @@ def test_a_blocking_check_starts_nothing(harness: ControllerHarness, checks: lis
     assert read_record(run_dir).state is RunState.FAILED
     assert stages_of(harness, run_dir) == [("preflight", 0, "failed")]
     shown = queries.show_run(harness.store, run_dir.run_id)
-    assert [check["status"] for check in shown["checks"]] == ["passed", "blocked"]
+    assert [check["status"] for check in shown.checks] == ["passed", "blocked"]
     cause = "1 check blocks the run; nothing was started: b.check: found 7; expected 8. Make it eight."
-    assert shown["run"]["message"] == cause
+    assert shown.run["message"] == cause
 
 
 def test_preflight_proceeds_without_an_unresponsive_history(
@@ -234,9 +234,9 @@ def test_a_transient_failure_gets_a_new_attempt_from_the_checkpoint(harness: Con
     fails_then_runs(harness, run_dir, FailureKind.NODE_LOST, failures=1, checkpoint=6)
     drive(harness.controller(run_dir))
     shown = queries.show_run(harness.store, run_dir.run_id)
-    assert [attempt["state"] for attempt in shown["attempts"]] == ["failed", "completed"]
-    assert [attempt["resumed_from_step"] for attempt in shown["attempts"]] == [0, 6]
-    assert [decision["action"] for decision in shown["decisions"]] == ["new_attempt"]
+    assert [attempt["state"] for attempt in shown.attempts] == ["failed", "completed"]
+    assert [attempt["resumed_from_step"] for attempt in shown.attempts] == [0, 6]
+    assert [decision["action"] for decision in shown.decisions] == ["new_attempt"]
     assert harness.scheduler.submitted[1].placement.resume_checkpoint == "step-000006"
     assert harness.scheduler.cancelled == ["101"], "the old job must be proven gone before the new one is submitted"
 
@@ -253,8 +253,8 @@ def test_a_permanent_failure_stops_with_the_diagnosis(harness: ControllerHarness
     assert f"rlhf resume {run_dir.run_id}" in text
     assert len(harness.scheduler.submitted) == 1
     shown = queries.show_run(harness.store, run_dir.run_id)
-    assert shown["run"]["state"] == "failed"
-    assert shown["decisions"][-1]["action"] == "stop"
+    assert shown.run["state"] == "failed"
+    assert shown.decisions[-1]["action"] == "stop"
 
 
 def test_a_wrong_setting_needs_a_new_run(harness: ControllerHarness) -> None:
@@ -293,7 +293,7 @@ def test_the_cap_on_attempts_applies_even_with_progress(harness: ControllerHarne
         with pytest.raises(RunFailed, match=r"not tried again: supervise\.max_total_attempts = 3: 3 attempts made"):
             drive(harness.controller(run_dir, resumed=allowed > 3))
         assert len(harness.scheduler.submitted) == allowed
-    assert queries.show_run(harness.store, run_dir.run_id)["decisions"][-1]["action"] == "stop"
+    assert queries.show_run(harness.store, run_dir.run_id).decisions[-1]["action"] == "stop"
 
 
 def test_a_budget_that_a_user_renewed_outlasts_the_controller(harness: ControllerHarness) -> None:
@@ -434,9 +434,9 @@ def test_an_unfit_node_is_replaced_at_once(harness: ControllerHarness) -> None:
     drive(harness.controller(run_dir))
     assert [request.placement.excluded_nodes for request in harness.scheduler.submitted] == [(), ("n1",)]
     shown = queries.show_run(harness.store, run_dir.run_id)
-    assert shown["run"]["state"] == "completed"
-    assert shown["decisions"][-1]["delay_s"] == 0
-    (found,) = [check for check in shown["checks"] if check["attempt"] == 1]
+    assert shown.run["state"] == "completed"
+    assert shown.decisions[-1]["delay_s"] == 0
+    (found,) = [check for check in shown.checks if check["attempt"] == 1]
     assert (found["id"], found["status"], found["node"]) == ("probe.matmul", "blocked", "n1")
     assert [
         one.node for one in node_standings(harness.store, utc_now(), harness.site.runs_dir) if one.excluded_until
@@ -472,7 +472,7 @@ def test_after_an_outage_attempts_above_the_cap_wait(
     waits = [text for text in harness.notes.messages if text.startswith("attempt 2 waits")]
     assert [text.split(": ")[1].split()[0] for text in waits] == ["62", "61"]
     assert harness.clock.now >= 120
-    assert queries.show_run(harness.store, run_dir.run_id)["run"]["state"] == "completed"
+    assert queries.show_run(harness.store, run_dir.run_id).run["state"] == "completed"
 
 
 def test_a_vanished_job_is_lost_and_retried(harness: ControllerHarness) -> None:
@@ -480,10 +480,10 @@ def test_a_vanished_job_is_lost_and_retried(harness: ControllerHarness) -> None:
     harness.runs_well(run_dir, 1, lambda agent: (agent.begin(), harness.scheduler.end_all()))
     drive(harness.controller(run_dir))
     shown = queries.show_run(harness.store, run_dir.run_id)
-    assert [attempt["state"] for attempt in shown["attempts"]] == ["lost", "completed"]
-    (incident,) = shown["incidents"]
+    assert [attempt["state"] for attempt in shown.attempts] == ["lost", "completed"]
+    (incident,) = shown.incidents
     assert incident["failure_kind"] == "agent_killed"
-    assert shown["decisions"][0]["action"] == "new_attempt"
+    assert shown.decisions[0]["action"] == "new_attempt"
 
 
 def test_a_run_waits_for_nodes_that_do_not_start(harness: ControllerHarness) -> None:
@@ -502,7 +502,7 @@ def test_a_run_waits_for_nodes_that_do_not_start(harness: ControllerHarness) -> 
     drive(harness.controller(run_dir))
     record = read_record(run_dir)
     assert (record.state, len(record.attempts)) == (RunState.COMPLETED, 6)
-    incidents = queries.show_run(harness.store, run_dir.run_id)["incidents"]
+    incidents = queries.show_run(harness.store, run_dir.run_id).incidents
     assert [(one["failure_kind"], one["suspect_nodes"]) for one in incidents] == [("no_nodes", [])] * 5
     assert incidents[0]["message"] == "No agent of attempt 1 has started. down~"
     assert {attempt.placement.excluded_nodes for attempt in record.attempts.values()} == {()}
@@ -554,7 +554,7 @@ def test_an_interrupted_run_is_cancelled_and_its_job_gone(harness: ControllerHar
     assert [path.name for path in commands] == ["1.json"]
     assert AgentCommand.model_validate_json(commands[0].read_bytes()).kind == "cancel"
     assert stages_of(harness, run_dir)[-1] == ("train", 1, "cancelled")
-    assert queries.show_run(harness.store, run_dir.run_id)["attempts"][0]["state"] == "cancelled"
+    assert queries.show_run(harness.store, run_dir.run_id).attempts[0]["state"] == "cancelled"
 
 
 def test_a_request_of_rlhf_cancel_is_obeyed_and_removed(harness: ControllerHarness) -> None:
@@ -635,8 +635,8 @@ def test_resuming_a_failed_run_checks_again_and_renews_the_budget(harness: Contr
         drive(harness.controller(run_dir))
     drive(harness.controller(run_dir, resumed=True))
     shown = queries.show_run(harness.store, run_dir.run_id)
-    assert shown["run"]["state"] == "completed"
-    assert [stage["name"] for stage in shown["stages"]].count("preflight") == 2
+    assert shown.run["state"] == "completed"
+    assert [stage["name"] for stage in shown.stages].count("preflight") == 2
     assert harness.clock.now < 100, "a user's request does not wait for the back-off"
 
 
@@ -705,7 +705,7 @@ def test_a_database_that_goes_away_changes_nothing_but_the_view(
     assert {snapshot.history_behind for snapshot in harness.notes.snapshots} == {"it is away"}
     away = False
     harness._stack.close()
-    assert queries.show_run(harness.store, run_dir.run_id)["run"]["state"] == "completed"
+    assert queries.show_run(harness.store, run_dir.run_id).run["state"] == "completed"
 
 
 def test_a_second_controller_is_refused_while_the_first_lives(harness: ControllerHarness) -> None:

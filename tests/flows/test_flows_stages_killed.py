@@ -102,8 +102,8 @@ def test_killed_around_every_effect_every_attempt_is_submitted_once(harness: Con
         kinds = [line.event.kind for line in read_journal(run_dir.control)]
         assert kinds.count("attempt_planned") == kinds.count("attempt_submitted") == 3, point
         shown = queries.show_run(harness.store, run_dir.run_id)
-        assert [attempt["state"] for attempt in shown["attempts"]] == ["failed", "failed", "completed"], point
-        assert len(shown["decisions"]) == 2, point
+        assert [attempt["state"] for attempt in shown.attempts] == ["failed", "failed", "completed"], point
+        assert len(shown.decisions) == 2, point
 
 
 def test_without_the_search_a_kill_gives_two_jobs(harness: ControllerHarness) -> None:

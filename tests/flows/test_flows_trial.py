@@ -83,7 +83,7 @@ def sizes(harness: ControllerHarness) -> list[int]:
 
 
 def verdicts(harness: ControllerHarness, run_dir: RunDir) -> dict[str, tuple[str, str]]:
-    checks = queries.show_run(harness.store, run_dir.run_id)["checks"]
+    checks = queries.show_run(harness.store, run_dir.run_id).checks
     return {
         one["id"]: (one["status"], one["found"]) for one in checks if one["id"] in ("trial.one_node", "trial.all_nodes")
     }
@@ -105,8 +105,8 @@ def test_a_run_is_tried_on_one_node_and_then_on_all_before_it_starts(site: Contr
         "trial.all_nodes": ("passed", f"{all_nodes.run_id}: 3 steps on 4 nodes, 8 s per step"),
     }
     shown = queries.show_run(site.store, run_dir.run_id)
-    assert [check["id"] for check in shown["checks"]] == ["a.check", "trial.needed", *verdicts(site, run_dir)]
-    stages = [(stage["name"], stage["state"], stage["message"]) for stage in shown["stages"]]
+    assert [check["id"] for check in shown.checks] == ["a.check", "trial.needed", *verdicts(site, run_dir)]
+    stages = [(stage["name"], stage["state"], stage["message"]) for stage in shown.stages]
     assert stages == [
         ("preflight", "completed", ""),
         ("preflight", "completed", "trial on one node"),
@@ -116,7 +116,7 @@ def test_a_run_is_tried_on_one_node_and_then_on_all_before_it_starts(site: Contr
         ("evaluate", "completed", ""),
     ]
     for trial in (one, all_nodes):
-        row = queries.show_run(site.store, trial.run_id)["run"]
+        row = queries.show_run(site.store, trial.run_id).run
         assert (row["name"], row["state"], row["trial_of"]) == ("small", "completed", run_dir.run_id)
     assert [run["run_id"] for run in queries.list_runs(site.store)] == [run_dir.run_id]
     assert "trial on all 4 nodes: train attempt 1" in site.notes.titles
@@ -280,7 +280,7 @@ def test_the_trial_is_cancelled_with_its_run(site: ControllerHarness, way: str) 
     assert read_record(run_dir).state is read_record(trial).state is RunState.CANCELLED
     assert site.scheduler.cancelled == ["101"]
     assert sizes(site) == [1]
-    states = [stage["state"] for stage in queries.show_run(site.store, run_dir.run_id)["stages"]]
+    states = [stage["state"] for stage in queries.show_run(site.store, run_dir.run_id).stages]
     assert states == ["completed", "cancelled"]
 
 

@@ -88,7 +88,7 @@ def standing(run_dir: RunDir) -> PromotionRecord:
 
 
 def stage_of(harness: ControllerHarness, run_dir: RunDir) -> tuple[str, str]:
-    (stage,) = [one for one in queries.show_run(harness.store, run_dir.run_id)["stages"] if one["name"] == "promote"]
+    (stage,) = [one for one in queries.show_run(harness.store, run_dir.run_id).stages if one["name"] == "promote"]
     return stage["state"], stage["message"]
 
 
@@ -155,7 +155,7 @@ def test_an_approved_model_is_written_whole_with_its_origin(harness: ControllerH
     state, message = stage_of(harness, run_dir)
     assert state == "completed"
     assert message == f"step 10 was promoted to {target} by ada: good"
-    shown = queries.show_run(harness.store, run_dir.run_id)["promotion"]
+    shown = queries.show_run(harness.store, run_dir.run_id).promotion
     assert shown == {
         "state": "promoted",
         "checkpoint_step": 10,

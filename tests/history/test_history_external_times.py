@@ -59,5 +59,5 @@ def test_goodput_and_lost_time_count_the_steps_between_two_logged_ones(
     (found,) = ask(store, "SELECT downtime_s, repeated_s FROM incident_lost_time")
     assert found == pytest.approx([downtime, repeated], abs=1e-3)
     assert ask(store, "SELECT recovery_s, caught_up_s FROM run_recoveries") == [[pytest.approx(20), pytest.approx(30)]]
-    restarts = queries.show_run(store, run.run_id)["restarts"]
+    restarts = queries.show_run(store, run.run_id).restarts
     assert [one["first_step_at"] for one in restarts] == [at(20).isoformat(), at(65).isoformat()]

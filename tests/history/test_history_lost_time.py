@@ -203,7 +203,7 @@ def test_a_run_counts_its_incidents_as_the_view_does(store: HistoryStore) -> Non
     counted = {
         f"{run_id}{one['incident_id']}"
         for run_id in store.run_ids()
-        for one in queries.counted_incidents(queries.show_run(store, run_id))
+        for one in queries.show_run(store, run_id).counted_incidents
     }
     assert duplicates
     assert counted == incidents - duplicates

@@ -4,24 +4,34 @@ import json
 import math
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 from history_tools import RunFiles, at, dump, events_of, postgres, run_sql, synced, whole_run
 from made_reports import decision_of
+from pydantic import TypeAdapter
 from sqlalchemy import event
 
 from rlhf_core.errors import BadInput, UnknownRun
 from rlhf_core.files.appended import append_lines
 from rlhf_core.history import queries, saved_queries
+from rlhf_core.history.queries.rows import GoodputRow, PromotionRow, RunRow
 from rlhf_core.history.run_shape import shape_key
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.compare import compare
 from rlhf_core.render.exports.mlflow import facts
-from rlhf_core.schemas.attempts import AttemptState, RunState, StageName
+from rlhf_core.schemas.attempts import AttemptState, PromotionState, RunState, StageName
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import Action, DecidedBy, FailureKind
-from rlhf_core.schemas.journal import AttemptMoved, ChecksMade, DecisionMade, IncidentFound, StageStarted
+from rlhf_core.schemas.journal import (
+    AttemptMoved,
+    ChecksMade,
+    ControllerStarted,
+    DecisionMade,
+    IncidentFound,
+    PromotionMoved,
+    StageStarted,
+)
 from rlhf_core.schemas.reports import MetricsLine
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.watchdog.ingest import sync
@@ -113,21 +123,6 @@ def test_last_of_nothing(store: HistoryStore) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # One run
 
-PROMISED = {
-    "stages": {"name", "state", "started_at", "seconds"},
-    "checks": {"id", "status", "found", "expected", "advice"},
-    "attempts": {"number", "scheduler_job_id", "state", "nodes", "outcome", "resumed_from_step"},
-    "restarts": {"attempt", "restart", "started_at", "ended_at", "first_step", "last_step", "last_valid_step"},
-    "incidents": {
-        *("attempt", "restart", "failure_kind", "phase", "step", "suspect_ranks", "suspect_nodes"),
-        *("detected_after_s", "evidence_dir", "message"),
-    },
-    "decisions": {"action", "reason", "excluded_nodes", "config_diff"},
-    "checkpoints": {"step", "path", "completed_at", "removed_at", "bytes"},
-    "evaluations": {*("name", "when", "metric", "value", "ci_low", "ci_high", "num_samples", "checkpoint_step")},
-}
-"""Fields of ``rlhf show --json`` that programs rely on."""
-
 
 @pytest.mark.parametrize(("lease_until", "lasts_until"), [(None, 5), (3, 5), (100, 100), (20 * DAY, 10 * DAY)])
 def test_an_active_run_and_its_stage_last_as_long_as_it_has_a_controller(
@@ -144,23 +139,60 @@ def test_an_active_run_and_its_stage_last_as_long_as_it_has_a_controller(
         if lease_until is not None:
             store.acquire_lease(run.run_id, "anna@vm:1:1", lease_until - 10 * DAY)
         shown = queries.show_run(store, run.run_id)
-        assert [one["seconds"] for one in (*queries.list_runs(store), shown["run"])] == [lasts_until] * 2
-        assert [stage["seconds"] for stage in shown["stages"]] == [lasts_until - 3]
+        assert [one["seconds"] for one in (*queries.list_runs(store), shown.run)] == [lasts_until] * 2
+        assert [stage["seconds"] for stage in shown.stages] == [lasts_until - 3]
 
 
-def test_show_has_the_promised_shape_and_tells_what_happened(store: HistoryStore, runs: Path) -> None:
+def test_the_rows_of_a_run_have_the_declared_columns_and_types(store: HistoryStore, runs: Path) -> None:
+    """Programs rely on them in ``rlhf show --json``."""
+    run = whole_run(runs)
+    run.journal(ControllerStarted(controller="anna@vm:1:1"), 60)
+    run.journal(PromotionMoved(state=PromotionState.WAITING, checkpoint_step=10), 61)
+    sync(run.dir, store)
+    shown = queries.show_run(store, run.run_id)
+    json.dumps(shown.document(), allow_nan=False)
+    declared = get_type_hints(queries.RunDetails)
+    lists = {part for part, its_type in declared.items() if get_origin(its_type) is list} - {"metric_keys", "regressed"}
+    found = [(get_args(declared[part])[0], row) for part in lists for row in getattr(shown, part)]
+    assert {row_type for row_type, _ in found} == {get_args(declared[part])[0] for part in lists}, "each has a row"
+    found += [(RunRow, shown.run), (GoodputRow, shown.goodput), (PromotionRow, shown.promotion)]
+    for row_type, row in found:
+        types = get_type_hints(row_type)
+        assert row.keys() == types.keys(), row_type
+        for name, value in row.items():
+            TypeAdapter(types[name]).validate_python(value, strict=True)
+
+
+def test_the_document_of_a_run_has_all_keys_even_if_they_are_empty(store: HistoryStore, runs: Path) -> None:
+    """Programs read them in ``rlhf show --json``."""
+    document = queries.show_run(store, synced(RunFiles(runs).created(), store).run_id).document()
+    assert document.keys() == {
+        "run",
+        "stages",
+        "checks",
+        "attempts",
+        "controllers",
+        "promotion",
+        "restarts",
+        "incidents",
+        "decisions",
+        "checkpoints",
+        "evaluations",
+        "regressed",
+        "metrics",
+        "metric_keys",
+        "goodput",
+        "weight_syncs",
+        "lost_time",
+    }
+    assert document["promotion"] == document["weight_syncs"] == {}
+
+
+def test_show_tells_what_happened(store: HistoryStore, runs: Path) -> None:
     run = synced(whole_run(runs), store)
     shown = queries.show_run(store, run.run_id)
-    json.dumps(shown, allow_nan=False)
-    for part, fields in PROMISED.items():
-        assert shown[part], part
-        for row in shown[part]:
-            assert fields <= row.keys(), part
-    assert {"run_id", "name", "state", "created_at", "owner", "num_attempts", "seed", "spec", "run_dir", "message"} <= (
-        shown["run"].keys()
-    )
-    assert shown["run"]["message"] == "exact match went from 0.75 to 0.93"
-    assert [(stage["name"], stage["state"], stage["seconds"]) for stage in shown["stages"]] == [
+    assert shown.run["message"] == "exact match went from 0.75 to 0.93"
+    assert [(stage["name"], stage["state"], stage["seconds"]) for stage in shown.stages] == [
         ("preflight", "completed", 2.0),
         ("allocate", "completed", 2.5),
         ("train", "failed", 26.0),
@@ -168,36 +200,33 @@ def test_show_has_the_promised_shape_and_tells_what_happened(store: HistoryStore
         ("train", "completed", 16.0),
         ("evaluate", "completed", 3.0),
     ]
-    first, second = shown["attempts"]
+    first, second = shown.attempts
     assert (first["number"], first["state"], first["outcome"], first["nodes"]) == (1, "failed", "failed", ["n1", "n2"])
     assert (first["failure_kind"], first["scheduler_job_id"]) == ("node_lost", "j1")
     assert (second["number"], second["outcome"], second["resumed_from_step"]) == (2, "completed", 4)
-    names = ("attempt", "restart", "first_step", "last_step", "last_valid_step")
-    assert [tuple(row[name] for name in names) for row in shown["restarts"]] == [
-        (1, 0, 1, 4, 2),
-        (1, 1, 3, 5, 4),
-        (2, 0, 5, 10, 10),
-    ]
-    assert shown["restarts"][0]["started_at"] == at(6).isoformat()
-    incident = shown["incidents"][0]
+    steps = [(row["first_step"], row["last_step"], row["last_valid_step"]) for row in shown.restarts]
+    assert [(row["attempt"], row["restart"]) for row in shown.restarts] == [(1, 0), (1, 1), (2, 0)]
+    assert steps == [(1, 4, 2), (3, 5, 4), (5, 10, 10)]
+    assert shown.restarts[0]["started_at"] == at(6).isoformat()
+    incident = shown.incidents[0]
     assert (incident["failure_kind"], incident["suspect_ranks"]) == ("worker_killed", [1])
     assert (incident["step"], incident["detected_after_s"]) == (4, 0.3)
-    assert shown["decisions"][0]["action"] == "restart_in_place"
-    assert [(row["when"], row["name"], row["value"]) for row in shown["evaluations"]] == [
+    assert shown.decisions[0]["action"] == "restart_in_place"
+    assert [(row["when"], row["name"], row["value"]) for row in shown.evaluations] == [
         ("before", "greedy", 0.75),
         ("before", "sampled", 0.30),
         ("after", "greedy", 0.93),
         ("after", "sampled", 0.80),
     ]
-    assert [row["step"] for row in shown["checkpoints"]] == [2, 4, 8, 10]
-    assert shown["metrics"]["train/loss"] == {
+    assert [row["step"] for row in shown.checkpoints] == [2, 4, 8, 10]
+    assert shown.metrics["train/loss"] == {
         "value": pytest.approx(2.1),
         "step": 10,
         "attempt": 2,
         "restart": 0,
         "time": at(50).isoformat(),
     }
-    assert shown["metric_keys"] == ["time/step_s", "train/loss"]
+    assert shown.metric_keys == ["time/step_s", "train/loss"]
     found = events_of(store, run.run_id)
     assert found[0]["message"] == "anna requested sort with sort.toml"
     moved = [event["state"] for event in found if event["kind"] == "run_moved"]
@@ -214,7 +243,7 @@ def test_findings_of_a_resumed_run_are_those_of_its_last_preflight(store: Histor
     run.journal(ChecksMade(results=(passed, blocked)), 89)
     run.journal(ChecksMade(results=(passed, again)), 90)
     sync(run.dir, store)
-    checks = queries.show_run(store, run.run_id)["checks"]
+    checks = queries.show_run(store, run.run_id).checks
     assert [(check["id"], check["status"], check["found"]) for check in checks] == [
         ("batch.divides_ranks", "passed", "32 over 2 ranks"),
         ("disk.free", "passed", "99 GiB free"),
@@ -231,7 +260,7 @@ def test_a_check_shows_every_finding_of_its_newest_round(store: HistoryStore, ru
         )
         run.journal(ChecksMade(results=found), 90 + number)
     sync(run.dir, store)
-    checks = queries.show_run(store, run.run_id)["checks"]
+    checks = queries.show_run(store, run.run_id).checks
     assert [check["found"] for check in checks if check["id"] == "disk.free"] == [
         "round 1: runs is full",
         "round 1: data is full",
@@ -280,7 +309,7 @@ def test_an_attempt_that_left_no_outcome(store: HistoryStore, runs: Path) -> Non
     run = whole_run(runs)
     run.dir.attempt(1).outcome.unlink()
     sync(run.dir, store)
-    assert queries.show_run(store, run.run_id)["attempts"][0]["outcome"] == "failed"
+    assert queries.show_run(store, run.run_id).attempts[0]["outcome"] == "failed"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -304,7 +333,7 @@ def test_after_a_rewind_the_steps_that_were_undone_are_gone(store: HistoryStore,
     sync(run.dir, store)
     run.metrics(2, 0, 3, 20)
     sync(run.dir, store)
-    restarts = queries.show_run(store, run.run_id)["restarts"]
+    restarts = queries.show_run(store, run.run_id).restarts
     assert [(row["last_step"], row["last_valid_step"]) for row in restarts] == [(5, 2), (3, 3)]
     steps = [step for step, _ in queries.curve(store, run.run_id, ["train/loss"])["train/loss"]]
     assert steps == [1, 2, 3]
@@ -325,7 +354,7 @@ def test_the_last_step_after_a_rewind_is_one_that_counts(store: HistoryStore, ru
         other.run_id: None,
     }
     ids = (run.run_id, other.run_id)
-    assert [queries.last_step(queries.show_run(store, run_id)["metrics"]) for run_id in ids] == [4, 0]
+    assert [queries.show_run(store, run_id).last_step for run_id in ids] == [4, 0]
     assert [found["last_step"] for found in compare(store, ids)["runs"]] == [4, 0]
 
 
@@ -344,13 +373,13 @@ def test_a_restart_that_made_no_step_undoes_nothing(store: HistoryStore, runs: P
 def test_goodput_lost_time_recoveries_and_node_health(store: HistoryStore, runs: Path) -> None:
     run = synced(whole_run(runs), store)
     shown = queries.show_run(store, run.run_id)
-    goodput = shown["goodput"]
+    goodput = shown.goodput
     assert goodput["wall_s"] == pytest.approx(55, abs=0.01)
     assert goodput["queue_s"] == pytest.approx(2, abs=0.01)
     assert goodput["productive_s"] == 20.0  # ten steps of two seconds count
     assert goodput["repeated_s"] == 6.0  # steps 3, 4 and 5 were repeated
     assert goodput["ettr"] == pytest.approx(20 / 53, abs=0.001)
-    killed, lost = sorted(shown["lost_time"], key=lambda row: -len(row["failure_kind"]))
+    killed, lost = sorted(shown.lost_time, key=lambda row: -len(row["failure_kind"]))
     # Step 4 ended at 16; step 3 began again at 22 - 2.
     assert killed["failure_kind"] == "worker_killed"
     assert killed["downtime_s"] == pytest.approx(4, abs=0.01)
@@ -380,7 +409,7 @@ def test_lost_time_is_counted_once(store: HistoryStore, runs: Path) -> None:
     run.incident(1, 1, FailureKind.CUDA_OOM, 20)  # the restart made no step
     run.metrics(1, 2, 2, 32)
     sync(run.dir, store)
-    lost = {row["failure_kind"]: row["lost_s"] for row in queries.show_run(store, run.run_id)["lost_time"]}
+    lost = {row["failure_kind"]: row["lost_s"] for row in queries.show_run(store, run.run_id).lost_time}
     assert lost == {"hang": pytest.approx(10, abs=0.01), "cuda_oom": pytest.approx(10, abs=0.01)}
 
 
@@ -398,8 +427,8 @@ def test_time_between_an_end_and_a_resume_does_not_count(store: HistoryStore, ru
     run.metrics(2, 0, 2, 100_010)
     sync(run.dir, store)
     shown = queries.show_run(store, run.run_id)
-    assert shown["goodput"]["wall_s"] == pytest.approx(14 + 10, abs=0.01)
-    assert shown["lost_time"][0]["lost_s"] == pytest.approx(4, abs=0.01)
+    assert shown.goodput["wall_s"] == pytest.approx(14 + 10, abs=0.01)
+    assert shown.lost_time[0]["lost_s"] == pytest.approx(4, abs=0.01)
 
 
 def test_strikes_are_kept_once_and_from_a_time_on(store: HistoryStore, runs: Path) -> None:

@@ -162,9 +162,9 @@ def test_time_without_a_driver_of_the_run_counts_nowhere(store: HistoryStore, ru
     (listed,) = queries.list_runs(store)
     shown = queries.show_run(store, run.run_id)
     about: dict[str, Any] = {"abs": 1e-3}
-    for facts in (listed, shown["run"]):
+    for facts in (listed, shown.run):
         assert (facts["seconds"], facts["undriven_s"]) == (pytest.approx(20, **about), pytest.approx(2 * DAY, **about))
-    assert shown["goodput"]["wall_s"] == pytest.approx(20, **about)
+    assert shown.goodput["wall_s"] == pytest.approx(20, **about)
     assert ask(store, "SELECT recovery_s, caught_up_s FROM run_recoveries") == [[pytest.approx(8, **about)] * 2]
     downtime_s = 6 if was_killed else 0  # to the end of the run where it failed
     assert ask(store, "SELECT downtime_s FROM run_lost_time") == [[pytest.approx(downtime_s, **about)]]

@@ -112,6 +112,18 @@ def curves(num_steps: int = 120, warm_start: int = 40) -> dict[str, Curve]:
     return dict(found)
 
 
+def _restart(attempt: int, restart: int, seconds: tuple[int, int], steps: tuple[int, int]) -> dict[str, Any]:
+    return {
+        "attempt": attempt,
+        "restart": restart,
+        "started_at": at(seconds[0]),
+        "ended_at": at(seconds[1]),
+        "first_step": steps[0],
+        "last_step": steps[1],
+        "first_step_at": None,
+    }
+
+
 def _evaluation(name: str, when: str, value: float, step: int) -> dict[str, Any]:
     half = 1.96 * math.sqrt(value * (1 - value) / 512)
     return {
@@ -212,6 +224,7 @@ def learned(**changes: Any) -> ReportData:
                 "outcome": None,
                 "resumed_from_step": 0,
                 "message": "the job is gone and left no outcome",
+                "outcome_message": None,
             },
             {
                 "number": 2,
@@ -221,19 +234,13 @@ def learned(**changes: Any) -> ReportData:
                 "outcome": "completed",
                 "resumed_from_step": 80,
                 "message": "every role succeeded",
+                "outcome_message": None,
             },
         ],
         "restarts": [
-            {"attempt": 1, "restart": 0, "started_at": at(3), "ended_at": at(61), "first_step": 1, "last_step": 77},
-            {"attempt": 1, "restart": 1, "started_at": at(64), "ended_at": at(90), "first_step": 61, "last_step": 86},
-            {
-                "attempt": 2,
-                "restart": 0,
-                "started_at": at(113),
-                "ended_at": at(191),
-                "first_step": 81,
-                "last_step": 120,
-            },
+            _restart(1, 0, (3, 61), (1, 77)),
+            _restart(1, 1, (64, 90), (61, 86)),
+            _restart(2, 0, (113, 191), (81, 120)),
         ],
         "incidents": INCIDENTS,
         "decisions": DECISIONS,
@@ -323,7 +330,7 @@ def failed(**changes: Any) -> ReportData:
         },
         "tables": {},
         "samples": [],
-        "promotion": {},
+        "promotion": None,
     }
     return learned(**{**known, **changes})
 
@@ -356,6 +363,6 @@ def blocked() -> ReportData:
         lost_time=[],
         curves={},
         tables={},
-        promotion={},
+        promotion=None,
         num_parameters=None,
     )

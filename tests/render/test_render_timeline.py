@@ -90,7 +90,7 @@ def test_a_hang_from_the_history(store: HistoryStore, runs: Path) -> None:
     run = hung_run(runs)
     sync(run.dir, store)
     shown = queries.show_run(store, run.run_id)
-    timeline = timeline_from_rows(run.dir, shown["run"], shown["incidents"], shown["decisions"], shown["restarts"])
+    timeline = timeline_from_rows(run.dir, shown.run, shown.incidents, shown.decisions, shown.restarts)
     assert [(entry.time, entry.text) for entry in timeline.entries()] == [
         (at(seconds), text) for seconds, text in ENTRIES
     ]
@@ -164,7 +164,7 @@ def test_a_rank_of_the_engines_is_not_taken_for_one_of_the_trainers(runs: Path) 
 
 def test_times_have_dates_because_runs_take_days(runs: Path) -> None:
     run = hung_run(runs)
-    page = summary_markdown(summarise(run.dir), read_timeline(run.dir), {}, "")
+    page = summary_markdown(summarise(run.dir), read_timeline(run.dir), None, "")
     assert f"| {at(17):%Y-%m-%d} 12:00:17 | 1 | collective_hang |" in page
     shown = watching.timeline_lines(RunReader(run.dir).read())
     assert shown[0].startswith(f"{at(12):%Y-%m-%d} 12:00:12 progress stopped")

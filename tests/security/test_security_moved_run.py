@@ -89,7 +89,7 @@ def test_the_controller_ends_everything_of_the_job_and_closes_the_run(case: Case
     outcome = str(abandon(case.controller, RunDirGone(f"{case.run_dir.root} has been missing for 31 s")))
     assert "was ended" in outcome
     assert not case.processes()
-    shown = queries.show_run(case.store, case.run_dir.run_id)["run"]
+    shown = queries.show_run(case.store, case.run_dir.run_id).run
     assert shown["state"] == "failed"
     assert "the run directory is gone" in shown["message"]
     assert not case.run_dir.root.exists()
@@ -102,7 +102,7 @@ def test_cancel_without_a_controller_finds_the_job_by_its_marker(case: Case) -> 
     assert done.exit_code == 0, done.output
     assert "is gone; the run is closed as failed; ended by its marker: job " in done.output.replace("\n", " ")
     assert not case.processes()
-    shown = queries.show_run(case.store, case.run_dir.run_id)["run"]
+    shown = queries.show_run(case.store, case.run_dir.run_id).run
     assert (shown["state"], "it was moved" in shown["message"]) == ("failed", True)
     # Moved back, the run can be resumed: its files are unchanged.
     case.aside.rename(case.run_dir.root)

@@ -243,9 +243,9 @@ def test_texts_of_any_length_and_character_keep_no_run_out_of_the_history(store:
     assert len(found) == len(TEXTS)
     for one in found:
         shown = queries.show_run(store, one["run_id"])
-        texts = [shown["run"]["owner"], *shown["run"]["tags"], shown["controllers"][0]["controller"]]
+        texts = [shown.run["owner"], *shown.run["tags"], shown.controllers[0]["controller"]]
         assert all("\x00" not in text and len(text) <= LABEL_CHARACTERS for text in texts)
-        assert len(shown["run"]["message"]) <= MESSAGE_CHARACTERS
+        assert len(shown.run["message"]) <= MESSAGE_CHARACTERS
 
 
 def test_no_field_of_a_record_is_without_bounds() -> None:
@@ -374,7 +374,7 @@ def test_hostile_lines_stop_neither_their_run_nor_any_command(
         assert ingester.ingest() == 2
         assert (ingester.ingest(), messages) == (0, [])
         for run_dir, last in ((hostile, 2), (healthy, 1)):
-            assert queries.show_run(store, run_dir.run_id)["metrics"]["train/loss"]["step"] == last
+            assert queries.show_run(store, run_dir.run_id).metrics["train/loss"]["step"] == last
         set_aside = [one for one in events_of(store, hostile.run_id) if one["kind"] == "set_aside"]
     assert sorted(Path(one["source"]).name for one in set_aside) == ["events-n9.jsonl", "metrics.jsonl"]
     assert "5 lines were left out, the first at byte" in set_aside[1]["message"] + set_aside[0]["message"]

@@ -193,7 +193,7 @@ def pages(run_dir: RunDir) -> dict[str, str]:
         "form": question.form_text,
         "incidents": incidents_markdown(timeline),
         "checks": checks_markdown([(message, finding)]),
-        "result": summary_markdown(summary, timeline, {}, ""),
+        "result": summary_markdown(summary, timeline, None, ""),
         "progress": progress_markdown(progress, at_work),
         "decided": f"| {markdown(decision_text(timeline.decisions[0].decision))} |",
     }

@@ -71,7 +71,7 @@ def test_an_unacknowledged_sync_is_shown_as_such(store: HistoryStore, runs: Path
         [1, 1, 2, 1, 4.0],
         [1, 1, 3, 0, None],
     ]
-    facts = queries.show_run(store, run.run_id)["weight_syncs"]
+    facts = queries.show_run(store, run.run_id).weight_syncs
     assert (facts["num_versions"], facts["engines"], facts["seconds"], facts["gb_per_s"]) == (2, 2, 0.5, 4.0)
     assert [(row["restart"], row["version"], row["acknowledged"]) for row in facts["unacknowledged"]] == [
         (1, 2, 1),
@@ -90,11 +90,11 @@ def test_a_sync_in_progress_is_not_reported_as_missing_during_the_run(store: His
     run.weight_sync(1, 0, 0, 10, acknowledged=2)
     run.weight_sync(1, 0, 1, 12)
     sync(run.dir, store)
-    assert weight_sync_text(queries.show_run(store, run.run_id)["weight_syncs"]).endswith("all acknowledged")
+    assert weight_sync_text(queries.show_run(store, run.run_id).weight_syncs).endswith("all acknowledged")
     run.moved(RunState.PREFLIGHT, 12)
     run.moved(RunState.CANCELLED, 13)
     sync(run.dir, store)
-    (missing,) = queries.show_run(store, run.run_id)["weight_syncs"]["unacknowledged"]
+    (missing,) = queries.show_run(store, run.run_id).weight_syncs["unacknowledged"]
     assert (missing["version"], missing["acknowledged"]) == (3, 0)
 
 
@@ -137,7 +137,7 @@ def test_no_run_directory(store: HistoryStore, runs: Path) -> None:
 def test_the_run_row_contains_the_request(store: HistoryStore, runs: Path) -> None:
     run = RunFiles(runs).created()
     sync(run.dir, store)
-    found = queries.show_run(store, run.run_id)["run"]
+    found = queries.show_run(store, run.run_id).run
     assert found["state"] == "pending"
     assert (found["name"], found["owner"], found["seed"], found["total_steps"]) == ("sort", "anna", 7, 10)
     assert found["spec"]["loops"]["main"]["num_steps"] == 8
@@ -256,7 +256,7 @@ def test_non_finite_values_can_be_distinguished(store: HistoryStore, runs: Path)
     curves = queries.curve(store, run.run_id, ["a", "b", "c"])
     assert math.isnan(curves["a"][0][1])
     assert (curves["b"], curves["c"]) == ([(1, math.inf)], [(1, -math.inf)])
-    assert queries.show_run(store, run.run_id)["metrics"]["a"]["value"] == "NaN"
+    assert queries.show_run(store, run.run_id).metrics["a"]["value"] == "NaN"
 
 
 def test_text_that_postgresql_cannot_hold_is_kept_readable(store: HistoryStore, runs: Path) -> None:
@@ -274,7 +274,7 @@ def test_latest_metrics_follow_a_rewind(store: HistoryStore, runs: Path) -> None
     sync(run.dir, store)
     run.metrics(1, 1, 2, 10)
     sync(run.dir, store)
-    newest = queries.show_run(store, run.run_id)["metrics"]["time/step_s"]
+    newest = queries.show_run(store, run.run_id).metrics["time/step_s"]
     assert (newest["attempt"], newest["restart"], newest["step"]) == (1, 1, 2)
 
 
@@ -350,10 +350,10 @@ def test_a_resumed_run_has_no_end_until_it_ends_again(store: HistoryStore, runs:
     run.moved(RunState.PREFLIGHT, 1)
     run.moved(RunState.FAILED, 5, "no disk")
     sync(run.dir, store)
-    assert queries.show_run(store, run.run_id)["run"]["ended_at"] == at(5).isoformat()
+    assert queries.show_run(store, run.run_id).run["ended_at"] == at(5).isoformat()
     run.moved(RunState.PREFLIGHT, 9)
     sync(run.dir, store)
-    found = queries.show_run(store, run.run_id)["run"]
+    found = queries.show_run(store, run.run_id).run
     assert (found["started_at"], found["ended_at"]) == (at(1).isoformat(), None)
 
 
@@ -385,9 +385,9 @@ def test_incidents_and_decisions_of_the_controller(store: HistoryStore, runs: Pa
     run.journal(DecisionMade(decision=decision), 61)
     sync(run.dir, store)
     shown = queries.show_run(store, run.run_id)
-    assert [row["found_by"] for row in shown["incidents"]] == ["agent", "agent", "controller"]
-    assert shown["decisions"][-1]["config_diff"] == {"train.micro_batch_size": 4}
-    assert shown["decisions"][-1]["excluded_nodes"] == ["n7"]
+    assert [row["found_by"] for row in shown.incidents] == ["agent", "agent", "controller"]
+    assert shown.decisions[-1]["config_diff"] == {"train.micro_batch_size": 4}
+    assert shown.decisions[-1]["excluded_nodes"] == ["n7"]
     assert ask(store, "SELECT node, failure_kind FROM node_strikes ORDER BY struck_at") == [
         ["n2", "worker_killed"],
         ["n2", "node_lost"],
@@ -408,13 +408,13 @@ def test_several_incidents_of_a_restart_become_separate_rows(store: HistoryStore
     restart.incident(0).rename(restart.evidence_dir / "incident.json")
     sync(run.dir, store)
     shown = queries.show_run(store, run.run_id)
-    assert [(row["incident_id"], row["number"], row["role"]) for row in shown["incidents"]] == [
+    assert [(row["incident_id"], row["number"], row["role"]) for row in shown.incidents] == [
         ("1.0.1", 1, "rollout"),
         ("1.0.2", 2, "rollout"),
         ("1.0.10", 10, "rollout"),
         ("1.1", 0, None),
     ]
-    assert [row["number"] for row in shown["decisions"]] == [1, 2, 10]
+    assert [row["number"] for row in shown.decisions] == [1, 2, 10]
     assert final_incident(run.dir.attempt(1)) == old, "the run outlived the others"
     run.decision(1, 1, Action.RESTART_IN_PLACE, 50.0, number=0)
     assert final_incident(run.dir.attempt(1)) is None, "what ended the attempt came after the restart"
@@ -517,7 +517,7 @@ def test_a_moved_run_directory_is_found_again(store: HistoryStore, runs: Path, t
     moved = shutil.copytree(run.dir.root, tmp_path / "archive" / run.run_id)
     sync(type(run.dir)(moved), store)
     assert queries.run_dir_of(store, run.run_id) == str(moved)
-    assert queries.show_run(store, run.run_id)["run"]["state"] == "completed"
+    assert queries.show_run(store, run.run_id).run["state"] == "completed"
 
 
 def test_a_replaced_file_is_read_from_its_beginning(store: HistoryStore, runs: Path) -> None:

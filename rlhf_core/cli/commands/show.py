@@ -6,10 +6,10 @@ Heavy modules are imported inside the functions, so that ``rlhf --help`` stays f
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlhf_core.cli import output
 from rlhf_core.cli.commands.history import (
-    Facts,
     RunArgument,
     catch_up,
     moment,
@@ -21,6 +21,19 @@ from rlhf_core.cli.commands.history import (
 from rlhf_core.render.weight_syncs import weight_sync_text
 from rlhf_core.text.formatting import attributed, count, figure
 
+if TYPE_CHECKING:
+    from rlhf_core.history.queries import RunDetails
+    from rlhf_core.history.queries.rows import (
+        AttemptRow,
+        CheckpointRow,
+        CheckResultRow,
+        EvaluationRow,
+        MetricValue,
+        PromotionRow,
+        RunControllerRow,
+        StageRow,
+    )
+
 _SHOWN_METRICS = 30
 
 
@@ -31,35 +44,33 @@ def show(run: RunArgument = "last", as_json: output.JsonOption = False) -> None:
     with open_history() as store:
         run_id = queries.resolve_run(store, run)
         catch_up(store, run_id)
-        shown = queries.show_run(store, run_id)
-        (run_facts,) = with_undriven(store, [shown["run"]])
-        shown["undriven_since"] = run_facts["undriven_since"]
+        details = queries.show_run(store, run_id)
+        (run_facts,) = with_undriven(store, [details.run])
+        undriven_since = run_facts["undriven_since"]
     if as_json:
-        output.print_json(shown)
+        output.print_json({**details.document(), "undriven_since": undriven_since})
         return
-    _print_head(shown)
-    _print_stages(shown["stages"])
-    _print_checks(shown["checks"])
-    _print_attempts(shown["attempts"])
-    _print_timeline(shown)
-    _print_evaluations(shown["evaluations"])
-    _print_checkpoints(shown["checkpoints"])
-    _print_metrics(shown["metrics"])
-    _print_time(shown)
+    _print_head(details, undriven_since)
+    _print_stages(details.stages)
+    _print_checks(details.checks)
+    _print_attempts(details.attempts)
+    _print_timeline(details)
+    _print_evaluations(details.evaluations)
+    _print_checkpoints(details.checkpoints)
+    _print_metrics(details.metrics)
+    _print_time(details)
 
 
-def _print_head(shown: Facts) -> None:
-    from rlhf_core.history import queries
+def _print_head(details: "RunDetails", undriven_since: datetime | None) -> None:
     from rlhf_core.schemas.command_trainer import steps_hint
 
-    run = shown["run"]
-    step = queries.last_step(shown["metrics"])
+    run, step = details.run, details.last_step
     output.print_table(
         ("run", "state", "took", "step"),
         [
             (
                 run["run_id"],
-                state_text(run, shown["regressed"], shown["undriven_since"]),
+                state_text(run, details.regressed, undriven_since),
                 output.seconds_text(run["seconds"]),
                 f"{step}/{run['total_steps']}",
             )
@@ -67,16 +78,16 @@ def _print_head(shown: Facts) -> None:
     )
     if run["message"]:
         output.print_text(run["message"])
-    if shown["undriven_since"] is not None:
-        output.print_text(f"{undriven_text(run, shown['undriven_since'])}.")
+    if undriven_since is not None:
+        output.print_text(f"{undriven_text(run, undriven_since)}.")
     if run["undriven_s"] >= 1:
         output.print_text(f"Not counted: {output.seconds_text(run['undriven_s'])} in which nothing drove the run.")
     if run["missing_steps"]:
         output.print_text(f"The run left {run['missing_steps']}.")
     if hint := steps_hint(run["spec"].get("trainer", {}).get("kind", ""), run["state"], step):
         output.print_text(f"The trainer reported no steps; {hint}.")
-    if shown["regressed"]:
-        output.print_text(f"Regressed: {output.regression_text(shown['regressed'])}")
+    if details.regressed:
+        output.print_text(f"Regressed: {output.regression_text(details.regressed)}")
     output.print_text(
         f"Created: {moment(run['created_at'])} UTC, asked for by {attributed(run['owner'], run['owner_account'])}"
     )
@@ -85,11 +96,11 @@ def _print_head(shown: Facts) -> None:
     if run["tags"]:
         output.print_text(f"Tags: {', '.join(run['tags'])}")
     output.print_text(f"Directory: {run['run_dir']}")
-    _print_controllers(shown["controllers"], is_driven=shown["undriven_since"] is None)
-    _print_promotion(shown["promotion"])
+    _print_controllers(details.controllers, is_driven=undriven_since is None)
+    _print_promotion(details.promotion)
 
 
-def _print_controllers(controllers: Sequence[Facts], *, is_driven: bool) -> None:
+def _print_controllers(controllers: "Sequence[RunControllerRow]", *, is_driven: bool) -> None:
     if controllers:
         from rlhf_core.launch.lease import owner_text
 
@@ -104,8 +115,8 @@ def _print_controllers(controllers: Sequence[Facts], *, is_driven: bool) -> None
         output.print_text(f"In Prefect: {pages[-1]}")
 
 
-def _print_promotion(promotion: Facts) -> None:
-    if not promotion:
+def _print_promotion(promotion: "PromotionRow | None") -> None:
+    if promotion is None:
         return
     parts = [f"Promotion: {promotion['state']}, checkpoint of step {promotion['checkpoint_step']}"]
     parts += [f"by {promotion['decided_by']}"] if promotion["decided_by"] else []
@@ -114,7 +125,7 @@ def _print_promotion(promotion: Facts) -> None:
     output.print_text(", ".join(parts) + reason)
 
 
-def _print_stages(stages: Sequence[Facts]) -> None:
+def _print_stages(stages: "Sequence[StageRow]") -> None:
     rows = [
         (stage["name"], stage["state"], output.seconds_text(stage["seconds"]), stage["attempt"] or "", stage["message"])
         for stage in stages
@@ -122,7 +133,7 @@ def _print_stages(stages: Sequence[Facts]) -> None:
     output.print_section(("stage", "state", "took", "attempt", ""), rows, "Stages")
 
 
-def _print_checks(checks: Sequence[Facts]) -> None:
+def _print_checks(checks: "Sequence[CheckResultRow]") -> None:
     rows = [
         (check["id"], check["status"], check["found"], check["advice"])
         for check in checks
@@ -131,7 +142,7 @@ def _print_checks(checks: Sequence[Facts]) -> None:
     output.print_section(("check", "status", "found", "advice"), rows, "Findings before training")
 
 
-def _print_attempts(attempts: Sequence[Facts]) -> None:
+def _print_attempts(attempts: "Sequence[AttemptRow]") -> None:
     rows = [
         (
             attempt["number"],
@@ -151,22 +162,20 @@ def _print_attempts(attempts: Sequence[Facts]) -> None:
             output.print_text(f"Attempt {attempt['number']} excluded {node}: {why}")
 
 
-def _print_timeline(shown: Facts) -> None:
+def _print_timeline(details: "RunDetails") -> None:
     from rlhf_core.render.timeline import timeline_from_rows
     from rlhf_core.run_dir.run import RunDir
 
-    run = shown["run"]
-    timeline = timeline_from_rows(
-        RunDir(Path(run["run_dir"])), run, shown["incidents"], shown["decisions"], shown["restarts"]
-    )
-    entries = timeline.entries()
+    run = details.run
+    run_dir = RunDir(Path(run["run_dir"]))
+    entries = timeline_from_rows(run_dir, run, details.incidents, details.decisions, details.restarts).entries()
     if entries:
         output.print_text("\nIncidents and decisions")
     for entry in entries:
         output.print_text(f"  {entry.time:%Y-%m-%d %H:%M:%S}  {entry.text}")
 
 
-def _print_evaluations(evaluations: Sequence[Facts]) -> None:
+def _print_evaluations(evaluations: "Sequence[EvaluationRow]") -> None:
     rows = []
     for name in dict.fromkeys(evaluation["name"] for evaluation in evaluations):
         found = {evaluation["when"]: evaluation for evaluation in evaluations if evaluation["name"] == name}
@@ -183,13 +192,13 @@ def _print_evaluations(evaluations: Sequence[Facts]) -> None:
     output.print_section(("", "measure", "before", "after", "change"), rows, "Evaluation (mean, confidence interval)")
 
 
-def _change(before: Facts | None, after: Facts | None) -> str:
+def _change(before: "EvaluationRow | None", after: "EvaluationRow | None") -> str:
     if before is None or after is None or before["value"] is None or after["value"] is None:
         return "-"
     return f"{after['value'] - before['value']:+.3f}"
 
 
-def _print_checkpoints(checkpoints: Sequence[Facts]) -> None:
+def _print_checkpoints(checkpoints: "Sequence[CheckpointRow]") -> None:
     kept = [checkpoint for checkpoint in checkpoints if checkpoint["removed_at"] is None]
     rows = [
         (
@@ -206,7 +215,7 @@ def _print_checkpoints(checkpoints: Sequence[Facts]) -> None:
     output.print_section(("step", "folder", "size", "complete (UTC)", "loop"), rows, title)
 
 
-def _print_metrics(metrics: Mapping[str, Facts]) -> None:
+def _print_metrics(metrics: "Mapping[str, MetricValue]") -> None:
     names = sorted(metrics, key=lambda name: (name.split("/")[0] in ("time", "speed"), name))
     rows = [(name, _number(metrics[name]["value"]), metrics[name]["step"]) for name in names[:_SHOWN_METRICS]]
     more = len(names) - len(rows)
@@ -214,15 +223,15 @@ def _print_metrics(metrics: Mapping[str, Facts]) -> None:
     output.print_section(("metric", "value", "step"), rows, title)
 
 
-def _print_time(shown: Facts) -> None:
-    goodput, syncs = shown["goodput"], weight_sync_text(shown["weight_syncs"])
+def _print_time(details: "RunDetails") -> None:
+    goodput, syncs = details.goodput, weight_sync_text(details.weight_syncs)
     if syncs:
         output.print_text(f"\nWeight syncs: {syncs}.")
     lines = []
-    if goodput and goodput["productive_s"]:
+    if goodput["productive_s"]:
         share = f" ({goodput['ettr']:.0%} of the time outside of queues)" if goodput["ettr"] is not None else ""
         lines.append(f"Productive training: {output.seconds_text(goodput['productive_s'])}{share}.")
-    for loss in shown["lost_time"]:
+    for loss in details.lost_time:
         kind, lost = loss["failure_kind"].replace("_", " "), output.seconds_text(loss["lost_s"])
         lines.append(f"Lost to {kind}: {lost} in {count(loss['num_incidents'], 'incident')}.")
     if lines:

@@ -1,4 +1,5 @@
-"""Reads of the history: one function per query. They return plain data: dictionaries and lists, ready for JSON.
+"""Reads of the history: one function per query. They return plain data, dictionaries and lists, ready for JSON;
+:func:`show_run` has them in a :class:`RunDetails`, whose rows module ``rows`` has the types of.
 
 Times are ISO 8601 text in UTC. A non-finite metric is the text ``NaN``, ``Infinity`` or ``-Infinity``, as in the files;
 only :func:`curve`, which is for plotting, returns a float.
@@ -14,9 +15,9 @@ from rlhf_core.history.queries.baselines import (
     seconds_per_step,
     usual_speeds,
 )
-from rlhf_core.history.queries.details import counted_incidents, evaluation_samples, show_run
+from rlhf_core.history.queries.details import RunDetails, evaluation_samples, show_run
 from rlhf_core.history.queries.measured import measured_shape
-from rlhf_core.history.queries.metrics import STEP_SECONDS, curve, last_step
+from rlhf_core.history.queries.metrics import STEP_SECONDS, curve
 from rlhf_core.history.queries.plain import Facts
 from rlhf_core.history.queries.runs import list_runs, resolve_run, run_dir_of
 from rlhf_core.history.queries.sql import SqlStream, stream_sql
@@ -24,12 +25,11 @@ from rlhf_core.history.queries.sql import SqlStream, stream_sql
 __all__ = [
     "STEP_SECONDS",
     "Facts",
+    "RunDetails",
     "SqlStream",
-    "counted_incidents",
     "curve",
     "evaluation_samples",
     "last_good",
-    "last_step",
     "list_runs",
     "longest_gaps",
     "measured_shape",

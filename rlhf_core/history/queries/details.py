@@ -1,14 +1,31 @@
 """Details of one run."""
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, cast
 
 from sqlalchemy import Connection, func, literal, select
 
 from rlhf_core.errors import UnknownRun
 from rlhf_core.history.queries.metrics import STEP_SECONDS, newest_metrics
-from rlhf_core.history.queries.plain import Facts, parts, plain, plain_value, without_run
+from rlhf_core.history.queries.plain import Facts, plain, plain_value, rows_of, without_run
+from rlhf_core.history.queries.rows import (
+    AttemptRow,
+    CheckpointRow,
+    CheckResultRow,
+    DecisionRow,
+    EvaluationRow,
+    GoodputRow,
+    IncidentRow,
+    LostTimeRow,
+    MetricValue,
+    PromotionRow,
+    RestartRow,
+    RunControllerRow,
+    RunRow,
+    StageRow,
+    WeightSyncs,
+)
 from rlhf_core.history.queries.runs import (
     driven_seconds,
     lasted_until,
@@ -16,7 +33,7 @@ from rlhf_core.history.queries.runs import (
     regressed_scores,
     undriven_seconds,
 )
-from rlhf_core.history.queries.weight_syncs import weight_sync_facts
+from rlhf_core.history.queries.weight_syncs import summarised_syncs
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables.sqlalchemy_core import (
     ATTEMPTS,
@@ -44,16 +61,66 @@ from rlhf_core.schemas.failures import Action
 from rlhf_core.schemas.reports import display_order
 
 
-def show_run(store: HistoryStore, run_id: str) -> Facts:
-    """Read all details of a run, in the format of ``rlhf show --json``, as of one moment.
+@dataclass(frozen=True)
+class RunDetails:
+    """All details of a run, as of one moment."""
 
-    Returns:
-        ``run`` (with ``spec``; ``seconds`` and ``undriven_s`` as in :func:`list_runs`), ``stages``, ``checks`` (of the
-        newest preflight, and the newest result of each on nodes), ``attempts``, ``restarts``, ``incidents``,
-        ``decisions``, ``checkpoints``, ``evaluations``, ``regressed`` (held-out scores that became worse: ``name,
-        metric, before, after``), ``controllers`` (with their pages in Prefect, newest last), ``promotion`` (its state;
-        empty without one), ``metrics`` (newest value of each), ``metric_keys``, ``goodput`` (view ``run_goodput``),
-        ``weight_syncs`` (:func:`weight_sync_facts`) and ``lost_time`` (view ``run_lost_time``).
+    run: RunRow
+    stages: list[StageRow]
+    checks: list[CheckResultRow]
+    """Those of the newest preflight, and the newest result of each on nodes."""
+    attempts: list[AttemptRow]
+    controllers: list[RunControllerRow]
+    """Newest last."""
+    promotion: PromotionRow | None
+    restarts: list[RestartRow]
+    incidents: list[IncidentRow]
+    """Oldest first."""
+    decisions: list[DecisionRow]
+    """Oldest first."""
+    checkpoints: list[CheckpointRow]
+    """By step."""
+    evaluations: list[EvaluationRow]
+    regressed: list[Facts]
+    """Held-out scores that became worse: the fields of a ``Regression`` each."""
+    metrics: dict[str, MetricValue]
+    """Newest value of each metric."""
+    metric_keys: list[str]
+    goodput: GoodputRow
+    weight_syncs: WeightSyncs | None
+    """None if the rollout engines have no weights of their own."""
+    lost_time: list[LostTimeRow]
+
+    @property
+    def last_step(self) -> int:
+        """The last optimizer step, by the newest metrics; 0 without any.
+
+        That of the newest start of the workers: after a rewind, a rarely logged metric still has its value of a later
+        step.
+        """
+        starts = ((one["attempt"], one["restart"], one["step"]) for one in self.metrics.values())
+        return max(starts, default=(0, 0, 0))[-1]
+
+    @property
+    def counted_incidents(self) -> list[IncidentRow]:
+        """The incidents, each once: without those that view ``duplicate_incidents`` has."""
+        places = {(one["attempt"], one["restart"]) for one in self.incidents if one["found_by"] == "controller"}
+        survived = {one["decision_id"] for one in self.decisions if Action(one["action"]).leaves_running}
+        return [
+            one
+            for one in self.incidents
+            if one["found_by"] == "controller"
+            or (one["attempt"], one["restart"]) not in places
+            or one["incident_id"] in survived
+        ]
+
+    def document(self) -> Facts:
+        """The format of ``rlhf show --json``, in which a promotion or weight syncs that the run lacks are empty."""
+        return {**vars(self), "promotion": self.promotion or {}, "weight_syncs": self.weight_syncs or {}}
+
+
+def show_run(store: HistoryStore, run_id: str) -> RunDetails:
+    """Read all details of a run.
 
     Raises:
         UnknownRun: the run does not exist.
@@ -65,68 +132,55 @@ def show_run(store: HistoryStore, run_id: str) -> Facts:
             raise UnknownRun(f"the history has no run {run_id!r}. `rlhf runs` lists them.")
         attempts = _attempts(connection, run_id)
         metrics = newest_metrics(connection, run_id)
-        incidents = parts(connection, INCIDENTS, run_id, "seen_at", "incident_id")
+        incidents = rows_of(connection, INCIDENTS, IncidentRow, run_id, "seen_at", "incident_id")
         evaluations = _evaluations(connection, run_id)
-        undriven_s = connection.execute(select(undriven_seconds(literal(run_id)))).scalar() or 0.0
         until = lasted_until(run, store.time(connection))
-        times = {"seconds": driven_seconds(run, until, undriven_s), "undriven_s": undriven_s}
-        missing = missing_steps_of(connection, [run]).get(run_id, "")
-        return {
-            "run": {**_run(run, len(attempts)), "missing_steps": missing, **times},
-            "stages": _stages(connection, run_id, until),
-            "checks": _checks(connection, run_id),
-            "attempts": attempts,
-            "controllers": parts(connection, CONTROLLERS, run_id, "position"),
-            "promotion": next(iter(parts(connection, PROMOTIONS, run_id)), {}),
-            "restarts": _restarts(connection, run_id),
-            "incidents": incidents,
-            "decisions": parts(connection, DECISIONS, run_id, "decided_at", "decision_id"),
-            "checkpoints": parts(connection, CHECKPOINTS, run_id, "step"),
-            "evaluations": evaluations,
-            "regressed": regressed_scores(evaluations),
-            "metrics": metrics,
-            "metric_keys": sorted(metrics),
-            "goodput": _goodput(connection, run_id),
-            "weight_syncs": weight_sync_facts(connection, run_id, is_active=run.ended_at is None),
-            "lost_time": parts(connection, LOST_TIME, run_id, "failure_kind") if incidents else [],
-        }
+        return RunDetails(
+            run=_run(connection, run, len(attempts), until),
+            stages=_stages(connection, run_id, until),
+            checks=_checks(connection, run_id),
+            attempts=attempts,
+            controllers=rows_of(connection, CONTROLLERS, RunControllerRow, run_id, "position"),
+            promotion=next(iter(rows_of(connection, PROMOTIONS, PromotionRow, run_id)), None),
+            restarts=_restarts(connection, run_id),
+            incidents=incidents,
+            decisions=rows_of(connection, DECISIONS, DecisionRow, run_id, "decided_at", "decision_id"),
+            checkpoints=rows_of(connection, CHECKPOINTS, CheckpointRow, run_id, "step"),
+            evaluations=evaluations,
+            regressed=regressed_scores(evaluations),
+            metrics=metrics,
+            metric_keys=sorted(metrics),
+            goodput=_goodput(connection, run_id),
+            weight_syncs=summarised_syncs(connection, run_id, is_active=run.ended_at is None),
+            lost_time=rows_of(connection, LOST_TIME, LostTimeRow, run_id, "failure_kind") if incidents else [],
+        )
 
 
-def counted_incidents(shown: Mapping[str, Any]) -> list[Facts]:
-    """Incidents of a run, each once: without those that view ``duplicate_incidents`` has.
-
-    Args:
-        shown: the run, as :func:`show_run` returns it.
-    """
-    places = {(one["attempt"], one["restart"]) for one in shown["incidents"] if one["found_by"] == "controller"}
-    survived = {one["decision_id"] for one in shown["decisions"] if Action(one["action"]).leaves_running}
-    return [
-        one
-        for one in shown["incidents"]
-        if one["found_by"] == "controller"
-        or (one["attempt"], one["restart"]) not in places
-        or one["incident_id"] in survived
-    ]
-
-
-def _run(row: Any, num_attempts: int) -> Facts:
+def _run(connection: Connection, row: Any, num_attempts: int, until: datetime) -> RunRow:
     facts = plain(row._mapping)
     for internal in ("journal_token", "ingest_stamp", "expires_at"):
         del facts[internal]
-    return {**facts, "num_attempts": num_attempts}
+    undriven_s = connection.execute(select(undriven_seconds(literal(row.run_id)))).scalar() or 0.0
+    facts |= {
+        "num_attempts": num_attempts,
+        "missing_steps": missing_steps_of(connection, [row]).get(row.run_id, ""),
+        "seconds": driven_seconds(row, until, undriven_s),
+        "undriven_s": undriven_s,
+    }
+    return cast("RunRow", facts)
 
 
-def _stages(connection: Connection, run_id: str, until: datetime) -> list[Facts]:
+def _stages(connection: Connection, run_id: str, until: datetime) -> list[StageRow]:
     """Read the stages of a run; one that has not ended lasts as long as the run."""
     rows = connection.execute(select(STAGES).where(STAGES.c.run_id == run_id).order_by(STAGES.c.stage_index)).all()
     found = []
     for row in rows:
         seconds = row.seconds if row.seconds is not None else max((until - row.started_at).total_seconds(), 0.0)
-        found.append({**without_run(row), "seconds": seconds})
+        found.append(cast("StageRow", {**without_run(row), "seconds": seconds}))
     return found
 
 
-def _checks(connection: Connection, run_id: str) -> list[Facts]:
+def _checks(connection: Connection, run_id: str) -> list[CheckResultRow]:
     rows = connection.execute(
         select(CHECKS).where(CHECKS.c.run_id == run_id).order_by(CHECKS.c.attempt, CHECKS.c.round, CHECKS.c.check_index)
     ).all()
@@ -141,11 +195,11 @@ def _checks(connection: Connection, run_id: str) -> list[Facts]:
             facts = without_run(row)
             for internal in ("round", "check_index"):
                 del facts[internal]
-            found.append({"id": facts.pop("check_id"), **facts})
+            found.append(cast("CheckResultRow", {"id": facts.pop("check_id"), **facts}))
     return found
 
 
-def _attempts(connection: Connection, run_id: str) -> list[Facts]:
+def _attempts(connection: Connection, run_id: str) -> list[AttemptRow]:
     rows = connection.execute(select(ATTEMPTS).where(ATTEMPTS.c.run_id == run_id).order_by(ATTEMPTS.c.number)).all()
     nodes: dict[int, list[str]] = {}
     for attempt, node in connection.execute(
@@ -156,16 +210,14 @@ def _attempts(connection: Connection, run_id: str) -> list[Facts]:
         nodes.setdefault(attempt, []).append(node)
     found = []
     for row in rows:
-        facts = without_run(row)
         # A lost attempt has no outcome: its state is then the one found by its controller.
         ended_as = row.state if row.state in ATTEMPT_ENDS else None
-        found.append({**facts, "nodes": nodes.get(row.number, []), "outcome": row.outcome_state or ended_as})
+        more = {"nodes": nodes.get(row.number, []), "outcome": row.outcome_state or ended_as}
+        found.append(cast("AttemptRow", without_run(row) | more))
     return found
 
 
-def _restarts(connection: Connection, run_id: str) -> list[Facts]:
-    """Read the restarts, with ``first_step_at``, the end of the first step; null if there is none. For a trainer that
-    reports no step times, it is the time of the first metric."""
+def _restarts(connection: Connection, run_id: str) -> list[RestartRow]:
     first = (
         select(METRICS.c.attempt, METRICS.c.restart, func.min(METRICS.c.time).label("first_step_at"))
         .where(METRICS.c.run_id == run_id)
@@ -174,20 +226,20 @@ def _restarts(connection: Connection, run_id: str) -> list[Facts]:
     timed = first.join(KEYS, KEYS.c.key_id == METRICS.c.key_id).where(KEYS.c.name == STEP_SECONDS)
     found = connection.execute(timed).all() or connection.execute(first).all()
     done = {(row.attempt, row.restart): plain_value(row.first_step_at) for row in found}
-    rows = parts(connection, RESTARTS, run_id, "attempt", "restart")
+    rows = rows_of(connection, RESTARTS, RestartRow, run_id, "attempt", "restart")
     return [{**row, "first_step_at": done.get((row["attempt"], row["restart"]))} for row in rows]
 
 
-def _evaluations(connection: Connection, run_id: str) -> list[Facts]:
+def _evaluations(connection: Connection, run_id: str) -> list[EvaluationRow]:
     rows = connection.execute(select(EVALUATIONS).where(EVALUATIONS.c.run_id == run_id)).all()
     found = []
     for row in sorted(rows, key=lambda row: (row.when_made != "before", display_order(row.name))):
         facts = without_run(row)
-        found.append({"name": facts.pop("name"), "when": facts.pop("when_made"), **facts})
+        found.append(cast("EvaluationRow", {"name": facts.pop("name"), "when": facts.pop("when_made"), **facts}))
     return found
 
 
-def _goodput(connection: Connection, run_id: str) -> Facts:
+def _goodput(connection: Connection, run_id: str) -> GoodputRow:
     """Read view ``run_goodput`` or its cache: PostgreSQL takes longer to plan the view than to run it."""
     columns = [column for column in GOODPUT_CACHE.c if column.name != "ingest_stamp"]
     cached = (
@@ -199,7 +251,7 @@ def _goodput(connection: Connection, run_id: str) -> Facts:
     if found is None:
         view = select(*(GOODPUT.c[column.name] for column in columns)).where(GOODPUT.c.run_id == run_id)
         found = connection.execute(view).one()
-    return without_run(found)
+    return cast("GoodputRow", without_run(found))
 
 
 def evaluation_samples(store: HistoryStore, run_id: str, when: str, name: str) -> list[Facts]:

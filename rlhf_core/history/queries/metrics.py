@@ -1,10 +1,11 @@
 """Reads of metrics."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from sqlalchemy import Connection, select
 
-from rlhf_core.history.queries.plain import Facts, plain_value
+from rlhf_core.history.queries.plain import plain_value
+from rlhf_core.history.queries.rows import MetricValue
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables.sqlalchemy_core import CURVE, KEYS, LATEST
 
@@ -12,8 +13,8 @@ STEP_SECONDS = "time/step_s"
 """Metric of every step."""
 
 
-def newest_metrics(connection: Connection, run_id: str) -> dict[str, Facts]:
-    """Read the newest value of each metric: ``value, step, attempt, restart, time``."""
+def newest_metrics(connection: Connection, run_id: str) -> dict[str, MetricValue]:
+    """Read the newest value of each metric."""
     rows = connection.execute(
         select(KEYS.c.name, LATEST)
         .join(KEYS, KEYS.c.key_id == LATEST.c.key_id)
@@ -30,15 +31,6 @@ def newest_metrics(connection: Connection, run_id: str) -> dict[str, Facts]:
         }
         for row in rows
     }
-
-
-def last_step(metrics: Mapping[str, Facts]) -> int:
-    """The last optimizer step of a run, by its newest metrics (:func:`newest_metrics`); 0 without any.
-
-    That of the newest start of the workers: after a rewind, a rarely logged metric still has its value of a later step.
-    """
-    newest = max(((one["attempt"], one["restart"], one["step"]) for one in metrics.values()), default=(0, 0, 0))
-    return int(newest[-1])
 
 
 def curve(store: HistoryStore, run_id: str, keys: Iterable[str] | None = None) -> dict[str, list[tuple[int, float]]]:

@@ -3,17 +3,22 @@
 from collections.abc import Mapping
 from datetime import date, datetime, time
 from decimal import Decimal
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from sqlalchemy import Connection, FromClause, select
 
 Facts = dict[str, Any]
+RowT = TypeVar("RowT")
 
 
-def parts(connection: Connection, part: FromClause, run_id: str, *order: str) -> list[Facts]:
-    """Read the rows of a run from a table or view, ordered by some columns."""
+def rows_of(connection: Connection, part: FromClause, row_type: type[RowT], run_id: str, *order: str) -> list[RowT]:
+    """Read the rows of a run from a table or view, ordered by some columns.
+
+    Args:
+        row_type: the type of :mod:`rlhf_core.history.queries.rows` that has the columns of ``part``.
+    """
     query = select(part).where(part.c.run_id == run_id).order_by(*(part.c[name] for name in order))
-    return [without_run(row) for row in connection.execute(query)]
+    return [cast("RowT", without_run(row)) for row in connection.execute(query)]
 
 
 def without_run(row: Any) -> Facts:

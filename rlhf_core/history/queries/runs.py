@@ -1,6 +1,6 @@
 """Reads of the list of runs."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -181,7 +181,7 @@ def _listed_run(row: Any, until: datetime, missing: str, evaluations: Sequence[F
     return {**plain(facts), "regressed": regressed_scores(evaluations)}
 
 
-def regressed_scores(evaluations: Iterable[Facts]) -> list[Facts]:
+def regressed_scores(evaluations: Iterable[Mapping[str, Any]]) -> list[Facts]:
     """Find the held-out scores that became worse, ready for JSON."""
     return [one.model_dump() for one in regressions(evaluations)]
 

@@ -4,14 +4,15 @@ import heapq
 import importlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from rlhf_core.errors import BadInput
+from rlhf_core.history.queries import RunDetails
 from rlhf_core.history.queries.exports import CurvePoint, curve_points
+from rlhf_core.history.queries.rows import EvaluationRow
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.machine.installation import pip_install
 
@@ -68,10 +69,10 @@ _FULL_BYTES = 1 << 20
 """Free space below which a disk counts as full."""
 
 
-def evaluation_points(shown: Mapping[str, Any]) -> list[CurvePoint]:
+def evaluation_points(evaluations: Iterable[EvaluationRow]) -> list[CurvePoint]:
     """The evaluations of a run by step: points ``evaluation/<when>/<name>``, ``..._ci_low`` and ``..._ci_high``."""
     points = []
-    for row in shown["evaluations"]:
+    for row in evaluations:
         name = f"evaluation/{row['when']}/{row['name']}"
         time = datetime.fromisoformat(row["made_at"])
         for key, value in (
@@ -84,7 +85,7 @@ def evaluation_points(shown: Mapping[str, Any]) -> list[CurvePoint]:
     return sorted(points, key=lambda point: (point.step, point.key))
 
 
-def all_points(store: HistoryStore, shown: Mapping[str, Any]) -> Iterator[CurvePoint]:
+def all_points(store: HistoryStore, details: RunDetails) -> Iterator[CurvePoint]:
     """Effective metrics and evaluations of a run, by step."""
-    curve = curve_points(store, shown["run"]["run_id"], by_step=True)
-    return heapq.merge(curve, evaluation_points(shown), key=lambda point: point.step)
+    curve = curve_points(store, details.run["run_id"], by_step=True)
+    return heapq.merge(curve, evaluation_points(details.evaluations), key=lambda point: point.step)

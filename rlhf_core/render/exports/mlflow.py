@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.errors import BadInput
 from rlhf_core.history import queries
+from rlhf_core.history.queries import RunDetails
 from rlhf_core.history.queries.exports import CurvePoint, curve_points
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.config_text import flat, setting_text
@@ -87,27 +88,28 @@ def _artifact_location(uri: str) -> str | None:
 
 
 def _export(client: "MlflowClient", store: HistoryStore, run_id: str, location: str | None, *, artifacts: bool) -> str:
-    shown = queries.show_run(store, run_id)
-    experiment = _experiment(client, shown["run"]["name"], location)
+    details = queries.show_run(store, run_id)
+    experiment = _experiment(client, details.run["name"], location)
     run = _find(client, experiment, run_id)
-    names = accepted_names([*shown["metric_keys"], *(point.key for point in evaluation_points(shown))])
+    names = accepted_names([*details.metric_keys, *(point.key for point in evaluation_points(details.evaluations))])
     known = _known_points(client, run) if run is not None else {}
-    status = _STATUS.get(shown["run"]["state"])
+    status = _STATUS.get(details.run["state"])
     is_resumed = run is not None and status is None and run.info.end_time is not None
-    if run is not None and (is_resumed or _is_stale(known, names, _points(store, shown))):
+    if run is not None and (is_resumed or _is_stale(known, names, _points(store, details))):
         # MLflow never takes back the end of a run, and never overwrites the value of a step, which may be repeated.
         client.delete_run(run.info.run_id)
         run, known = None, {}
     if run is None:
-        started = _milliseconds(shown["run"]["created_at"])
+        started = _milliseconds(details.run["created_at"])
         run = client.create_run(experiment, start_time=started, tags={RUN_TAG: run_id}, run_name=run_id)
     target = str(run.info.run_id)
-    _log_facts(client, target, shown)
-    _log_points(client, target, known, names, _points(store, shown))
+    _log_facts(client, target, details)
+    _log_points(client, target, known, names, _points(store, details))
     if artifacts:
-        log_artifacts(client, target, store, shown)
-    if status is not None:
-        client.set_terminated(target, status, end_time=_milliseconds(shown["run"]["ended_at"]))
+        log_artifacts(client, target, store, details)
+    ended_at = details.run["ended_at"]
+    if status is not None and ended_at is not None:
+        client.set_terminated(target, status, end_time=_milliseconds(ended_at))
     else:
         client.update_run(target, "RUNNING")
     return target
@@ -151,8 +153,8 @@ def _clean_name(text: str) -> str:
 # Numbers
 
 
-def _points(store: HistoryStore, shown: Mapping[str, Any]) -> Iterator[CurvePoint]:
-    return chain(curve_points(store, shown["run"]["run_id"]), evaluation_points(shown))
+def _points(store: HistoryStore, details: RunDetails) -> Iterator[CurvePoint]:
+    return chain(curve_points(store, details.run["run_id"]), evaluation_points(details.evaluations))
 
 
 def _known_points(client: "MlflowClient", run: "Run") -> dict[str, set[tuple[int, int]]]:
@@ -202,30 +204,30 @@ def _storable(value: float) -> float:
 # Tags and parameters
 
 
-def _log_facts(client: "MlflowClient", target: str, shown: Mapping[str, Any]) -> None:
+def _log_facts(client: "MlflowClient", target: str, details: RunDetails) -> None:
     from mlflow.entities import Param, RunTag
 
-    run = shown["run"]
+    run = details.run
     settings = flat(run["spec"])
     names = accepted_names(settings)
     params = [Param(names[name], setting_text(value)[:_LONGEST_PARAM]) for name, value in settings.items()]
     for start in range(0, len(params), _MOST_PARAMS):
         client.log_batch(target, params=params[start : start + _MOST_PARAMS])
-    tags = [RunTag(f"rlhf.{name}", str(value)) for name, value in facts(shown).items() if value not in (None, "")]
+    tags = [RunTag(f"rlhf.{name}", str(value)) for name, value in facts(details).items() if value not in (None, "")]
     client.log_batch(target, tags=tags)
 
 
-def facts(shown: Mapping[str, Any]) -> dict[str, Any]:
+def facts(details: RunDetails) -> dict[str, Any]:
     """Tags of a run, without their prefix; those without a value are omitted."""
-    run = shown["run"]
-    found = {name: run[name] for name in ("state", "owner", "algorithm", "code_revision", "package_version", "message")}
-    found |= {
-        "regressed": regression_text(map(Regression.model_validate, shown["regressed"])),
+    run: Mapping[str, Any] = details.run
+    return {
+        **{name: run[name] for name in ("state", "owner", "algorithm", "code_revision", "package_version", "message")},
+        "regressed": regression_text(map(Regression.model_validate, details.regressed)),
         "tags": ", ".join(run["tags"]),
-        "num_attempts": len(shown["attempts"]),
-        "num_incidents": len(queries.counted_incidents(shown)),
+        "num_attempts": len(details.attempts),
+        "num_incidents": len(details.counted_incidents),
+        **{f"goodput.{name}": details.goodput.get(name) for name in ("ettr", "wall_s", "lost_s")},
     }
-    return found | {f"goodput.{name}": shown["goodput"].get(name) for name in ("ettr", "wall_s", "lost_s")}
 
 
 def _milliseconds(iso: str) -> int:

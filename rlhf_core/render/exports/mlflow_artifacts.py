@@ -5,7 +5,7 @@ give their location and checksums.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from rlhf_core.errors import BadInput
 from rlhf_core.history import queries
+from rlhf_core.history.queries import RunDetails
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.config_text import as_toml
 from rlhf_core.render.gather import gather
@@ -37,7 +38,7 @@ _TABLES_TAG = "mlflow.loggedArtifacts"
 _TABLE_COLUMNS = ("prompt_uid", "sample_index", "prompt", "completion", "answer", "score")
 
 
-def log_artifacts(client: "MlflowClient", target: str, store: HistoryStore, shown: Mapping[str, Any]) -> None:
+def log_artifacts(client: "MlflowClient", target: str, store: HistoryStore, details: RunDetails) -> None:
     """Store the texts of a run as artifacts of its MLflow run.
 
     Raises:
@@ -47,7 +48,7 @@ def log_artifacts(client: "MlflowClient", target: str, store: HistoryStore, show
 
     tables = []
     try:
-        for path, text in _texts(store, shown):
+        for path, text in _texts(store, details):
             if len(text.encode()) > MOST_BYTES:
                 continue
             client.log_text(target, text, path)
@@ -56,23 +57,23 @@ def log_artifacts(client: "MlflowClient", target: str, store: HistoryStore, show
         client.set_tag(target, _TABLES_TAG, json.dumps(tables))
     except (MlflowException, OSError) as error:
         raise BadInput(
-            f"the numbers of {shown['run']['run_id']} are in MLflow, but its artifacts cannot be stored at "
+            f"the numbers of {details.run['run_id']} are in MLflow, but its artifacts cannot be stored at "
             f"{client.get_run(target).info.artifact_uri}: {error}. Mend that and export again, or give --no-artifacts"
         ) from None
 
 
-def _texts(store: HistoryStore, shown: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _texts(store: HistoryStore, details: RunDetails) -> Iterator[tuple[str, str]]:
     """Path and content of each artifact."""
-    run_id, spec = shown["run"]["run_id"], shown["run"]["spec"]
+    run_id, spec = details.run["run_id"], details.run["spec"]
     yield "report.html", page(gather(store, RunDir(Path(queries.run_dir_of(store, run_id)))))
     yield "config/spec.json", json_text(spec, indent=2) + "\n"
     with suppress(ValidationError):  # written by another version: the JSON has it
         yield "config/config.toml", as_toml(RunSpec.model_validate(spec))
-    for row in shown["evaluations"]:
+    for row in details.evaluations:
         samples = queries.evaluation_samples(store, run_id, row["when"], row["name"])
         if samples:
             yield f"evaluation/{row['when']}_{row['name']}.json", _table(samples)
-    folder = shown["promotion"].get("path")
+    folder = details.promotion["path"] if details.promotion else ""
     for name in _CARD_FILES if folder else ():
         with suppress(OSError, UnicodeDecodeError):  # moved since, or not visible from here
             yield f"model_card/{name}", (Path(folder) / name).read_text(encoding="utf-8")

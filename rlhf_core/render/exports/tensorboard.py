@@ -32,8 +32,8 @@ def _write(store: HistoryStore, run_id: str, out: Path) -> Path:
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     folder, temporary = out / run_id, out / f".{run_id}.tmp"
-    shown = queries.show_run(store, run_id)
-    begin_s = datetime.fromisoformat(shown["run"]["created_at"]).timestamp()
+    details = queries.show_run(store, run_id)
+    begin_s = datetime.fromisoformat(details.run["created_at"]).timestamp()
     remove_tree(temporary)  # left by a killed export
     temporary.mkdir()
     try:
@@ -41,7 +41,7 @@ def _write(store: HistoryStore, run_id: str, out: Path) -> Path:
         with (temporary / f"events.out.tfevents.{begin_s:.0f}.{run_id}").open("wb") as file:
             writer = RecordWriter(file)
             writer.write(Event(wall_time=begin_s, file_version=_FILE_VERSION).SerializeToString())
-            for (step, time), here in groupby(all_points(store, shown), key=lambda point: (point.step, point.time)):
+            for (step, time), here in groupby(all_points(store, details), key=lambda point: (point.step, point.time)):
                 values = [Summary.Value(tag=point.key, simple_value=point.value) for point in here]
                 event = Event(wall_time=time.timestamp(), step=step, summary=Summary(value=values))
                 writer.write(event.SerializeToString())
