@@ -315,8 +315,8 @@ class FakeAgent:
 def only_scheduler(monkeypatch: "pytest.MonkeyPatch") -> FakeScheduler:
     """Make a fake the scheduler of this site for controllers and commands, without checks and without waiting."""
     found = FakeScheduler()
-    for module in ("rlhf_core.scheduler", "rlhf_core.control.controller", "rlhf_core.control.cancel"):
-        monkeypatch.setattr(f"{module}.get_scheduler", lambda name: found)
+    for module in ("scheduler", "control.controller", "control.cancel", "control.gone_directory"):
+        monkeypatch.setattr(f"rlhf_core.{module}.get_scheduler", lambda name: found)
     monkeypatch.setattr("rlhf_core.control.stages.make_checks", lambda spec, around, tick: ())
     monkeypatch.setattr("rlhf_core.control.cancel.CANCEL_TIMEOUT_S", 0.0)
     return found

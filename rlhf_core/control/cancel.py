@@ -1,16 +1,16 @@
-"""The cancellation of a run: by its controller, from another process, or after its directory is gone."""
+"""The cancellation of a run: by its controller, or from another process."""
 
 import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from rlhf_core.config.site import Site
 from rlhf_core.control.attempts.jobs import (
     CANCEL_TIMEOUT_S,
     end_job,
+    end_submission,
     give_order,
     is_to_end_at_once,
     order_to_end,
@@ -26,17 +26,15 @@ from rlhf_core.errors import (
     LeaseLost,
     RunDirError,
     SchedulerError,
-    UnknownRun,
 )
 from rlhf_core.files.whole import read_model, write_model
-from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.launch.journal import read_record
+from rlhf_core.launch.journal import AttemptRecord, read_record
 from rlhf_core.launch.lease import IfHeld, known_dead, owner_text
 from rlhf_core.machine.accounts import account, user_name
 from rlhf_core.run_dir.journal import read_journal
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.scheduler import JobState, Scheduler, get_scheduler
+from rlhf_core.scheduler import JobState, get_scheduler
 from rlhf_core.schemas.attempts import ATTEMPT_ENDS, AttemptState, RunState, StageState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import FailureKind
@@ -45,11 +43,10 @@ from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.resources import Placement, Submission
 from rlhf_core.schemas.supervision import SuperviseSpec
 from rlhf_core.text.formatting import duration
-from rlhf_core.watchdog.missing_run import close_missing
 from rlhf_core.watchdog.watcher import record
 
 CONTROLLER_TIMEOUT_S = 60.0
-"""Time for a live controller to end its run after a cancel request."""
+"""Time for a live controller to end its run after a cancel request, besides that for writing a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -81,23 +78,7 @@ def cancel(controller: Controller, reason: str, *, save: bool = False) -> None:
     cancel_trials(controller, reason, cancel)
     number, attempt = journal.record.last_number, journal.record.last_attempt
     if attempt is not None and not attempt.ended:
-        # A job that is still waiting for nodes has nothing to save.
-        save = save and _state(controller, number) is AttemptState.RUNNING
-        controller.observer.log(f"{'saving, then ' if save else ''}cancelling attempt {number}")
-        try:
-            give_order(controller.run_dir, number, order_to_end(reason, save=save))
-        except OSError as error:  # the scheduler ends the job without it
-            save = False
-            controller.observer.log(f"attempt {number} cannot be told to end: {error}")
-        submission = submission_of(controller.scheduler, controller.run_dir.run_id, attempt)
-        deadline = controller.clock() + (_save_s(controller) if save else CANCEL_TIMEOUT_S)
-        # Workers that hang while they save do not keep it waiting: the agents end them, and with them the attempt.
-        while submission is not None and _state(controller, number) not in ATTEMPT_ENDS:
-            if controller.clock() >= deadline or (save and is_to_end_at_once(controller.run_dir)):
-                break
-            controller.lease.keep()
-            controller.sleep(0.2)
-        end_job(controller, submission, on_request=True)
+        _end_attempt(controller, attempt, reason, save=save)
         if _state(controller, number) is AttemptState.COMPLETED:
             _end_stage(controller, StageState.COMPLETED)
             conclude(controller, number)  # it completed before the order arrived
@@ -110,6 +91,32 @@ def cancel(controller: Controller, reason: str, *, save: bool = False) -> None:
     journal.move_run(RunState.CANCELLED, reason)
     controller.run_dir.cancel_request.unlink(missing_ok=True)
     controller.record()
+
+
+def _end_attempt(controller: Controller, attempt: AttemptRecord, reason: str, *, save: bool) -> None:
+    """Order the agents of an attempt to end, wait until they have, and end its job.
+
+    Raises:
+        SchedulerError: part of the job is still running.
+    """
+    number = attempt.placement.attempt
+    # A job that is still waiting for nodes has nothing to save.
+    save = save and _state(controller, number) is AttemptState.RUNNING
+    controller.observer.log(f"{'saving, then ' if save else ''}cancelling attempt {number}")
+    try:
+        give_order(controller.run_dir, number, order_to_end(reason, save=save))
+    except OSError as error:  # the scheduler ends the job without it
+        save = False
+        controller.observer.log(f"attempt {number} cannot be told to end: {error}")
+    submission = submission_of(controller.scheduler, controller.run_dir.run_id, attempt)
+    deadline = controller.clock() + (_save_s(controller) if save else CANCEL_TIMEOUT_S)
+    # Workers that hang while they save do not keep it waiting: the agents end them, and with them the attempt.
+    while submission is not None and _state(controller, number) not in ATTEMPT_ENDS:
+        if controller.clock() >= deadline or (save and is_to_end_at_once(controller.run_dir)):
+            break
+        controller.lease.keep()
+        controller.sleep(0.2)
+    end_job(controller, submission, on_request=True)
 
 
 def _save_s(controller: Controller) -> float:
@@ -142,7 +149,6 @@ def cancel_run(
     *,
     save: bool = False,
     log: Callable[[str], None],
-    timeout_s: float = CONTROLLER_TIMEOUT_S,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Cancelled:
@@ -155,7 +161,6 @@ def cancel_run(
     Args:
         store: the history; None if it cannot be used.
         save: write a checkpoint first.
-        timeout_s: time for the controller to respond; with ``save``, the time for writing the checkpoint is added.
 
     Raises:
         SchedulerError: part of the job is still running, or the scheduler does not answer about a job that was not
@@ -170,31 +175,57 @@ def cancel_run(
     if ended:
         record(run_dir, store)
         return _result(run_dir, site, f"run {run_id} had already ended")
-    save_s = _save_timeout_s(run_dir) if save else 0.0
     try:
         write_model(run_dir.cancel_request, order_to_end(reason, save=save))
     except OSError as error:
         _require_own(run_dir, error)
         return _ended_without_writing(run_dir, site, error)
+    save_s = _save_timeout_s(run_dir, save=save)
     try:
-        if store is None:
-            raise DatabaseUnavailable("the history cannot be used")
-        with opened(run_dir, site, store, if_held=IfHeld.FAIL) as controller:
-            log("no controller is running for it; ending it from here" + _time_given(save_s))
-            cancel(controller, reason, save=save)
-            completed = controller.journal.record.state is RunState.COMPLETED
-        done = "had completed before its job was told to end" if completed else "is cancelled"
-        return _result(run_dir, site, f"run {run_id} {done}")
+        return _ended_from_here(run_dir, site, store, reason, save=save, log=log)
     except LeaseLost:
         log(f"asking the controller of {run_id} to end it" + _time_given(save_s))
+        asks = True
     except DatabaseUnavailable as error:
         log(f"{error}. Asking the controller of {run_id}, if there is one, to end it" + _time_given(save_s))
-        timeout_s = 0.0 if _has_no_controller(run_dir) else timeout_s
-    until = clock() + timeout_s + (save_s if timeout_s else 0.0)
-    while clock() < until:
+        asks = _may_have_controller(run_dir)
+    until = clock() + CONTROLLER_TIMEOUT_S + save_s
+    while asks and clock() < until:
         if read_record(run_dir).ended:
             return _result(run_dir, site, f"run {run_id} was ended by its controller")
         sleep(0.3)
+    return _ended_without_controller(run_dir, site)
+
+
+def _ended_from_here(
+    run_dir: RunDir, site: Site, store: HistoryStore | None, reason: str, *, save: bool, log: Callable[[str], None]
+) -> Cancelled:
+    """End a run as its controller.
+
+    Args:
+        save: write a checkpoint first.
+
+    Raises:
+        LeaseLost: another controller drives it.
+        DatabaseUnavailable: the history cannot be used.
+    """
+    if store is None:
+        raise DatabaseUnavailable("the history cannot be used")
+    with opened(run_dir, site, store, if_held=IfHeld.FAIL) as controller:
+        log("no controller is running for it; ending it from here" + _time_given(_save_timeout_s(run_dir, save=save)))
+        cancel(controller, reason, save=save)
+        completed = controller.journal.record.state is RunState.COMPLETED
+    done = "had completed before its job was told to end" if completed else "is cancelled"
+    return _result(run_dir, site, f"run {run_dir.run_id} {done}")
+
+
+def _ended_without_controller(run_dir: RunDir, site: Site) -> Cancelled:
+    """End the job of a run whose controller or history does not respond; the request to end the run stays.
+
+    Raises:
+        SchedulerError: part of the job is still running.
+    """
+    run_id = run_dir.run_id
     try:
         _end_last_job(run_dir, site)
     except SchedulerError as error:
@@ -209,49 +240,10 @@ def cancel_run(
     )
 
 
-def cancel_missing(run: str, site: Site, store: HistoryStore, reason: str) -> Cancelled | None:
-    """End the jobs of a run whose directory was removed or moved away, and close the run in the history.
-
-    The journal is gone with the directory, so the jobs are found by the marker that each one carries.
-
-    Args:
-        run: its id, or a prefix that identifies one run.
-
-    Returns:
-        The result; None if the history has no such run.
-
-    Raises:
-        RunDirError: the folder of all runs is missing too: its file system may be unavailable.
-        SchedulerError: it does not respond, or part of a job is still running.
-    """
-    try:
-        run_id = queries.resolve_run(store, run)
-    except UnknownRun:
-        return None
-    root = Path(queries.run_dir_of(store, run_id))
-    if not root.parent.is_dir():
-        raise RunDirError(
-            f"{root.parent}, the folder of all runs, is missing: restore its file system, then cancel again"
-        )
-    scheduler = get_scheduler(site.scheduler)
-    jobs = [living.submission for living in scheduler.living() if living.run_id == run_id]
-    for job in jobs:
-        _end(scheduler, job)
-    ended = (
-        f"ended by its marker: job {', '.join(job.job_id for job in jobs)}" if jobs else "none of its jobs was running"
-    )
-    cause = f"the run directory is gone: {root}. Cancelled ({reason}); {ended}"
-    closed = close_missing(run_id, store, cause, utc_now())
-    state = RunState(queries.show_run(store, run_id).run["state"])
-    how = f"is closed as {state.value}" if closed else f"had ended ({state.value})"
-    message = f"the directory of run {run_id}, {root}, is gone; the run {how}; {ended}"
-    return Cancelled(state, True, message)
-
-
-def _has_no_controller(run_dir: RunDir) -> bool:
-    """True if the last controller in the journal is known to be dead, or none ever started."""
+def _may_have_controller(run_dir: RunDir) -> bool:
+    """False if the last controller in the journal is known to be dead, or none ever started."""
     last = _last_controller(run_dir)
-    return not last or known_dead(last)
+    return bool(last) and not known_dead(last)
 
 
 def _last_controller(run_dir: RunDir) -> str:
@@ -275,7 +267,7 @@ def _ended_without_journal(run_dir: RunDir, site: Site, reason: str, damage: Jou
             cluster = placement.cluster if placement is not None else ""
             submission = scheduler.find(run_dir.run_id, attempt.number, cluster)
         if submission is not None:
-            _end(scheduler, submission)
+            end_submission(scheduler, submission)
     return Cancelled(
         None, True, f"none of the jobs of {run_dir.run_id} is running; the state of the run is unknown: {damage}"
     )
@@ -313,8 +305,11 @@ def _ended_without_writing(run_dir: RunDir, site: Site, error: OSError) -> Cance
     return _result(run_dir, site, f"{message}. {advice}")
 
 
-def _save_timeout_s(run_dir: RunDir) -> float:
-    """Time for writing a checkpoint, in seconds; the default if the spec of the run cannot be read."""
+def _save_timeout_s(run_dir: RunDir, *, save: bool) -> float:
+    """Time for writing a checkpoint first, in seconds; 0 to write none, and the default if the spec of the run cannot
+    be read."""
+    if not save:
+        return 0.0
     with suppress(RunDirError, OSError):
         return run_dir.read_spec().spec.supervise.save_timeout_s
     return SuperviseSpec().save_timeout_s
@@ -333,17 +328,7 @@ def _end_last_job(run_dir: RunDir, site: Site) -> None:
         attempt = read_record(concerned).last_attempt
         submission = submission_of(scheduler, concerned.run_id, attempt) if attempt is not None else None
         if submission is not None:
-            _end(scheduler, submission)
-
-
-def _end(scheduler: Scheduler, submission: Submission) -> None:
-    """End a job.
-
-    Raises:
-        SchedulerError: part of it is still running.
-    """
-    if not scheduler.cancel(submission):
-        raise SchedulerError(f"job {submission.job_id} could not be ended: part of it is still running")
+            end_submission(scheduler, submission)
 
 
 def _result(run_dir: RunDir, site: Site, message: str) -> Cancelled:

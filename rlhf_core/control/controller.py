@@ -26,7 +26,7 @@ from rlhf_core.schemas.journal import ControllerStarted
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.stored_spec import StoredSpec
-from rlhf_core.watchdog.missing_run import AWAY_S, Presence
+from rlhf_core.watchdog.gone_run import AWAY_S, Presence
 from rlhf_core.watchdog.watcher import AttemptSnapshot, Watcher, record
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from rlhf_core.control.attempts.jobs import is_to_save, release
 from rlhf_core.control.attempts.recovery import conclude
 from rlhf_core.control.cancel import cancel
 from rlhf_core.control.controller import CancelRequested, Controller
-from rlhf_core.control.lost_directory import abandon
+from rlhf_core.control.gone_directory import abandon
 from rlhf_core.control.stages import StageFailed, title_of
 from rlhf_core.control.trials import TRIAL, due
 from rlhf_core.errors import HistoryError, LeaseLost, PromotionFailed, RlhfError, RunCancelled, RunDirGone

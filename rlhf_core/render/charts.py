@@ -14,7 +14,7 @@ from rlhf_core.render.line_plots import (
     stages_of,
 )
 from rlhf_core.render.markup import Markup, figure, join, number, remark, tag, words
-from rlhf_core.render.series import Curve, Marks, Point, PointSeries, Series, finite, smoothing_window
+from rlhf_core.render.series import Curve, Marks, PointSeries, Series, finite, smoothing_window
 from rlhf_core.schemas.reports import EVALUATIONS, PASS
 
 EVALUATION_CURVES = {"greedy": "eval/greedy", "preference": "eval/preference", "loss": "eval/loss"}

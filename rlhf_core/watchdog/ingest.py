@@ -17,7 +17,7 @@ from rlhf_core.run_dir.run import RunDir, run_dirs
 from rlhf_core.watchdog.ingest_reader import IngestReader, SyncReport
 
 GONE_MARK = "directory-gone"
-"""Mark stored for a run that was closed because its directory was gone (``missing_run.py``)."""
+"""Mark stored for a run that was closed because its directory was gone (``gone_run.py``)."""
 
 
 @dataclass(frozen=True)

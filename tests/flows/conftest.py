@@ -28,8 +28,8 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[CheckResult]:
 @pytest.fixture
 def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checks: list[CheckResult]) -> Iterator[ControllerHarness]:
     scheduler = FakeScheduler()
-    monkeypatch.setattr("rlhf_core.control.controller.get_scheduler", lambda name: scheduler)
-    monkeypatch.setattr("rlhf_core.control.cancel.get_scheduler", lambda name: scheduler)
+    for module in ("controller", "cancel", "gone_directory"):
+        monkeypatch.setattr(f"rlhf_core.control.{module}.get_scheduler", lambda name: scheduler)
     site = load_site({"RLHF_HOME": str(tmp_path / "site")})
     site.home.mkdir()
     with ExitStack() as stack, HistoryStore(site.database_url) as store:

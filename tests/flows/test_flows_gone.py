@@ -20,7 +20,7 @@ from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState
 from rlhf_core.schemas.attempts import AttemptState, Role, RunState
 from rlhf_core.schemas.failures import FailureKind
-from rlhf_core.watchdog.missing_run import AWAY_S, GONE_S
+from rlhf_core.watchdog.gone_run import AWAY_S, GONE_S
 
 
 def trains(harness: ControllerHarness, happens: Callable[[int], None]) -> RunDir:

@@ -24,7 +24,7 @@ from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.resources import Placement, Submission
 from rlhf_core.watchdog import evidence
-from rlhf_core.watchdog.missing_run import GONE_S, Presence
+from rlhf_core.watchdog.gone_run import GONE_S, Presence
 from rlhf_core.watchdog.watcher import OUTCOME_TIMEOUT_S, Watcher
 from rlhf_core.worker.agent.leader import Leader
 from rlhf_core.worker.nodes import facts as node_facts

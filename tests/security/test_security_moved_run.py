@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from rlhf_core.cli.main import app
 from rlhf_core.config.site import Site, load_site
 from rlhf_core.control.controller import Controller, opened
-from rlhf_core.control.lost_directory import abandon
+from rlhf_core.control.gone_directory import abandon
 from rlhf_core.errors import RunDirGone
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore

@@ -119,7 +119,8 @@ def cancel(
     """Cancel a run and make sure that its job is gone, with or without a running controller. Withdraws a request in
     Prefect that no worker has started, by its whole name in `rlhf runs --queued`."""
     from rlhf_core.config.site import load_site
-    from rlhf_core.control.cancel import Cancelled, cancel_missing, cancel_run
+    from rlhf_core.control.cancel import Cancelled, cancel_run
+    from rlhf_core.control.gone_directory import cancel_gone
 
     site = load_site()
     why = f"{reason or 'rlhf cancel'} (by {account()})"
@@ -127,14 +128,14 @@ def cancel(
         try:
             run_dir = find_run(store, site, run)
         except UnknownRun as error:
-            missing = cancel_missing(run, site, store, why) if store is not None else None
-            if missing is None and not _withdraw(site, run, why):
+            gone = cancel_gone(run, site, store, why) if store is not None else None
+            if gone is None and not _withdraw(site, run, why):
                 raise UnknownRun(
                     f"{error} A request that no worker has started is withdrawn by its whole name in "
                     f"`rlhf runs --queued`"
                 ) from None
             not_begun = f"{run} had not started; its flow run in Prefect is cancelled"
-            run_id, outcome = run, missing or Cancelled(RunState.CANCELLED, True, not_begun)
+            run_id, outcome = run, gone or Cancelled(RunState.CANCELLED, True, not_begun)
         else:
             run_id = run_dir.run_id
             outcome = cancel_run(run_dir, site, store, why, save=save, log=output.note)

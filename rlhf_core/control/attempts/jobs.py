@@ -118,6 +118,16 @@ def end_job(controller: Controller, submission: Submission | None, *, on_request
         )
 
 
+def end_submission(scheduler: Scheduler, submission: Submission) -> None:
+    """End a job from outside the controller of its run, and confirm that it is gone.
+
+    Raises:
+        SchedulerError: part of it is still running.
+    """
+    if not scheduler.cancel(submission):
+        raise SchedulerError(f"job {submission.job_id} could not be ended: part of it is still running")
+
+
 def release(controller: Controller) -> None:
     """Confirm that the job of the last attempt is gone: nodes must not idle while an approval is pending. The job
     normally ends by itself a moment after its outcome is written; otherwise it is ended here."""

@@ -19,7 +19,8 @@ from rlhf_core.condition_log import ConditionLog
 from rlhf_core.config.site import Site
 from rlhf_core.control import adopt
 from rlhf_core.control.cancel import cancel_run
-from rlhf_core.control.reconcile.cleanup import Settled, old_checkpoints, removed
+from rlhf_core.control.gone_directory import GONE
+from rlhf_core.control.reconcile.cleanup import CheckpointSearch, removed
 from rlhf_core.control.reconcile.facts import foreign_owner, lease_holder, run_facts
 from rlhf_core.control.reconcile.flow_runs import FlowRuns, FlowRunSnapshot, NotRegistered
 from rlhf_core.diagnosis.reconcile.decisions import ActionKind, ReconcileAction, decide
@@ -39,7 +40,7 @@ from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import AgentCommand, ReconcileNote
 from rlhf_core.schemas.resources import Submission
 from rlhf_core.survival import Survived
-from rlhf_core.watchdog.missing_run import close_missing, identity
+from rlhf_core.watchdog.gone_run import close_gone, identity
 from rlhf_core.watchdog.watcher import record
 
 log = logging.getLogger("rlhf.daemon")
@@ -295,8 +296,8 @@ class Reconciler:
                 ended = cancel_run(self._run_dir(action), self._site, self._store, action.reason, log=log.info)
                 return ended.job_ended, ended.message
             case ActionKind.CLOSE_RUN:
-                cause = f"the run directory is gone: {self._run_dir(action).root}, and no controller was at work on it"
-                closed = close_missing(action.run_id, self._store, cause, self._now())
+                cause = f"{GONE}: {self._run_dir(action).root}, and no controller was at work on it"
+                closed = close_gone(action.run_id, self._store, cause, self._now())
                 return True, "closed as failed" if closed else "it had ended"
             case ActionKind.CANCEL_JOB:
                 gone = self._scheduler.cancel(self._submissions[action.job_id])

@@ -109,7 +109,7 @@ class Presence:
         return "", ""
 
 
-def close_missing(run_id: str, store: HistoryStore, cause: str, now: datetime) -> bool:
+def close_gone(run_id: str, store: HistoryStore, cause: str, now: datetime) -> bool:
     """Close a run whose directory is gone: failed, with the cause as its diagnosis. Idempotent.
 
     Returns: False, with nothing written, if it had already ended.
