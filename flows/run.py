@@ -20,7 +20,7 @@ from prefect.exceptions import CancelledRun, FailedRun
 from prefect.states import Cancelled, Completed, Failed
 
 from flows import schedules
-from flows.flow_runs import links
+from flows.flow_runs import driving
 from flows.flow_runs.ended import end_run, leave_run
 from flows.form import Form, meanings, overrides_of, read_form
 from flows.gate import shown_in_prefect
@@ -29,7 +29,8 @@ from flows.publishing.publisher import published
 from flows.queries import RUN_FLOW
 from flows.tasks import TaskRunner, without_prefect
 from rlhf_core.config.site import Site, load_site
-from rlhf_core.control.controller import Controller, FlowRunLink, opened
+from rlhf_core.control.controller import Controller, opened
+from rlhf_core.control.driving_flow_run import NO_FLOW_RUN, DrivingFlowRun
 from rlhf_core.control.new_run import new_run
 from rlhf_core.control.promotion import Question, describe
 from rlhf_core.control.snapshots import kept_with
@@ -132,17 +133,17 @@ def _of_the_form(given: Mapping[str, Any]) -> State[None]:
     busy = _busy_with(site)
     if busy:
         return Cancelled(message=f"skipped: {busy}")
-    link = links.of_this_process(site)
+    flow_run = driving.of_this_process(site)
     with HistoryStore(site.database_url) as store:
-        run_dir, resumed = run_of_the_form(form, site, link)
-        links.label(link, run_dir, print)
-        with opened(run_dir, site, store, resumed=resumed, flow_run=link) as controller:
+        run_dir, resumed = run_of_the_form(form, site, flow_run)
+        driving.label(flow_run, run_dir, print)
+        with opened(run_dir, site, store, resumed=resumed, flow_run=flow_run) as controller:
             return _finished(controller, _whole_run(controller))
 
 
 def _busy_with(site: Site) -> str:
     """Reason not to start this flow run: its deployment skips scheduled times while its last run is still running."""
-    flow_run = links.present()
+    flow_run = driving.present()
     if flow_run is None or not schedules.is_to_be_skipped(flow_run):
         return ""
     why = schedules.skipped_for(flow_run, site.runs_dir)
@@ -151,17 +152,18 @@ def _busy_with(site: Site) -> str:
     return why
 
 
-def run_of_the_form(form: Form, site: Site, link: FlowRunLink) -> tuple[RunDir, bool]:
+def run_of_the_form(form: Form, site: Site, flow_run: DrivingFlowRun) -> tuple[RunDir, bool]:
     """The run of this flow run, and True if it already existed: a retried flow run never creates a second run."""
     if form.run_id:
-        return RunDir.of(site.runs_dir, form.run_id), not link.adopts
-    made = link.run_dir(site.runs_dir)
+        return RunDir.of(site.runs_dir, form.run_id), not flow_run.adopts
+    made = flow_run.run_dir(site.runs_dir)
     if made is not None:
         return made, True
     overrides = overrides_of(form)
     kept = kept_with(form.config)
     folder = kept.folder if kept is not None else site.home  # this process's folder is deleted when it ends
-    return new_run(form.config, overrides, site, folder=folder, owner=form.owner, tags=form.tags, flow_run=link), False
+    new = new_run(form.config, overrides, site, folder=folder, owner=form.owner, tags=form.tags, flow_run=flow_run)
+    return new, False
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -191,9 +193,9 @@ def run_in_prefect(controller: Controller) -> None:
 
 
 def _of_the_terminal(controller: Controller, whole: Step) -> State[None]:
-    link = links.of_this_process(controller.site)
-    links.label(link, controller.run_dir, controller.observer.log)
-    controller.record_controller(link)
+    flow_run = driving.of_this_process(controller.site)
+    driving.label(flow_run, controller.run_dir, controller.observer.log)
+    controller.record_controller(flow_run)
     return _finished(controller, whole)
 
 
@@ -204,7 +206,7 @@ def _whole_run(controller: Controller) -> Step:
     """The whole run as one unit of work, done once even if Prefect fails before or after it starts."""
 
     def work() -> None:
-        controller.record_controller(FlowRunLink())  # unless the flow run did: Prefect may have failed before that
+        controller.record_controller(NO_FLOW_RUN)  # unless the flow run did: Prefect may have failed before that
         carry_out(controller)
 
     return Step("run", controller.run_dir.run_id, work)

@@ -21,7 +21,7 @@ from prefect.states import Cancelled
 from flows.publishing.events import flow_run_resource
 from flows.queries import in_states, of_flow, rows_of_pages
 from flows.server.clients import api_client
-from rlhf_core.control.controller import FlowRunLink
+from rlhf_core.control.driving_flow_run import DrivingFlowRun
 from rlhf_core.errors import RlhfError
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir.run import RunDir
@@ -88,7 +88,7 @@ def _precedes(other: FlowRun, flow_run: FlowRun, runs_dir: Path) -> bool:
         return _goes_on(other, runs_dir)
     if not is_to_be_skipped(other) or _order(other) < _order(flow_run):
         return True
-    return FlowRunLink(str(other.id)).run_dir(runs_dir) is not None
+    return DrivingFlowRun(str(other.id)).run_dir(runs_dir) is not None
 
 
 def _order(flow_run: FlowRun) -> tuple[datetime, UUID]:

@@ -11,7 +11,8 @@ from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId,
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 
-from flows.flow_runs.links import page, requested_at
+from flows.flow_runs.driving import requested_at
+from flows.flow_runs.links import page
 from flows.queries import in_states, of_flow
 from flows.server.clients import api_client
 from rlhf_core.config.site import Site

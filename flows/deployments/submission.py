@@ -14,7 +14,7 @@ from flows.form import SETTINGS, overrides_of, prefilled, read_form
 from flows.queries import RUN_FLOW
 from rlhf_core.config import loading as configs
 from rlhf_core.config.site import Site
-from rlhf_core.control.controller import FlowRunLink
+from rlhf_core.control.driving_flow_run import DrivingFlowRun
 from rlhf_core.control.snapshots import keep
 from rlhf_core.errors import BadConfig, BadInput
 from rlhf_core.presets import PRESETS
@@ -75,7 +75,7 @@ def submit(
         )
         spec = configs.load(form.config, overrides_of(form, given_as="--set"))
         flow_run = client.create_flow_run_from_deployment(deployment.id, parameters=given, tags=form.tags)
-        run_id = FlowRunLink(str(flow_run.id), created=flow_run.created).run_id(spec.name)
+        run_id = DrivingFlowRun(str(flow_run.id), created=flow_run.created).run_id(spec.name)
         parameters = {name: value for name, value in flow_run.parameters.items() if name not in lacking}
         client.update_flow_run(flow_run.id, name=run_id, parameters=parameters)
     return Submitted(run_id, str(flow_run.id), page(site, "runs/flow-run", flow_run.id))

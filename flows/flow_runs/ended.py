@@ -11,7 +11,7 @@ from flows.server.clients import api_client
 from rlhf_core.config.site import Site, load_site
 from rlhf_core.control.attempts.jobs import is_to_save
 from rlhf_core.control.cancel import cancel_run
-from rlhf_core.control.controller import FlowRunLink
+from rlhf_core.control.driving_flow_run import DrivingFlowRun
 from rlhf_core.files.lookups import is_there
 from rlhf_core.history.queries.open_runs import runs_of_flow_runs
 from rlhf_core.history.store import HistoryStore
@@ -62,7 +62,7 @@ def _site_of(flow_run: FlowRun) -> Site:
 def _run_of(flow_run: FlowRun, site: Site, store: HistoryStore) -> RunDir | None:
     """The run of a flow run: the one it was to resume, the one it created, or the one it drove."""
     found = flow_run.parameters.get("run_id") or ""
-    made = FlowRunLink(str(flow_run.id)).run_dir(site.runs_dir)
+    made = DrivingFlowRun(str(flow_run.id)).run_dir(site.runs_dir)
     if not found and made is not None:
         return made
     if not found:

@@ -5,13 +5,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from datetime import datetime
-from hashlib import blake2b
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_core.condition_log import ConditionLog
 from rlhf_core.config.site import Site
+from rlhf_core.control.driving_flow_run import NO_FLOW_RUN, DrivingFlowRun
 from rlhf_core.errors import DatabaseUnavailable, RunDirError
 from rlhf_core.files.whole import read_model
 from rlhf_core.history.store import HistoryStore
@@ -54,44 +52,6 @@ class Observer:
     def stop_requested(self) -> bool:
         """True if the user has asked to end the run (Ctrl-C)."""
         return False
-
-
-@dataclass(frozen=True)
-class FlowRunLink:
-    """The Prefect flow run in which a controller runs; all fields are empty without Prefect."""
-
-    id: str = ""
-    url: str = ""
-    """URL of its page in the Prefect UI."""
-    created: datetime | None = None
-    """Time of the request, or of the schedule; stays the same when the flow run is retried."""
-    adopts: bool = False
-    """True if the reconciler created it for a run whose controller died, and no user has retried it since. No user
-    asked to resume the run then, so its retry budgets continue and a pending cancel request still counts."""
-
-    def run_id(self, name: str) -> str:
-        """The id of the run that this flow run creates. It never changes, so a second run cannot be created."""
-        moment = self.created or datetime.min
-        return f"{name}-{moment:%Y%m%d-%H%M%S}-{self._mark}"
-
-    def run_dir(self, runs: Path) -> RunDir | None:
-        """The run that this flow run has created, if any.
-
-        The answer comes from the run directories, which are either complete or absent, and never from the history: the
-        first row of a run is written long after its directory, and a flow run can be killed in between.
-        """
-        for path in sorted(runs.glob(f"*-{self._mark}")) if self.id else ():
-            run_dir = RunDir(path)
-            try:
-                if run_dir.read_spec().flow_run_id == self.id:
-                    return run_dir
-            except RunDirError:
-                continue  # damaged or written by a newer version, so not known to be ours
-        return None
-
-    @property
-    def _mark(self) -> str:
-        return blake2b(self.id.encode(), digest_size=3).hexdigest()
 
 
 class CancelRequested(Exception):
@@ -254,7 +214,7 @@ class Controller:
                 raise self.presence.unreadable(problem, now - failing_since)
             self.wait(self.poll_s)
 
-    def record_controller(self, flow_run: FlowRunLink) -> None:
+    def record_controller(self, flow_run: DrivingFlowRun) -> None:
         """Record, once, the controller and flow run that drive the run, so that each can be found from the other.
 
         Raises:
@@ -283,7 +243,7 @@ def opened(
     observer: Observer | None = None,
     *,
     resumed: bool = False,
-    flow_run: FlowRunLink | None = FlowRunLink(),
+    flow_run: DrivingFlowRun | None = NO_FLOW_RUN,
     on_wait: Callable[[str, float], None] = lambda owner, seconds: None,
     if_held: IfHeld = IfHeld.WAIT,
     timeout_s: float = TTL_S + 5,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_core.config.site import Site
-from rlhf_core.control.controller import FlowRunLink
+from rlhf_core.control.driving_flow_run import DrivingFlowRun
 from rlhf_core.control.site_names import for_site
 from rlhf_core.control.snapshots import kept_with
 from rlhf_core.launch.config_paths import load_spec
@@ -41,7 +41,7 @@ def new_run(
     folder: Path | None = None,
     owner: str = "",
     tags: Sequence[str] = (),
-    flow_run: FlowRunLink | None = None,
+    flow_run: DrivingFlowRun | None = None,
 ) -> RunDir:
     """Create a run from a config file, without starting anything.
 

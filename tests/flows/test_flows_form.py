@@ -10,7 +10,7 @@ from flows.run import rlhf_run
 from rlhf_core.config import loading as config
 from rlhf_core.config.fields import describe_fields
 from rlhf_core.config.site import load_site
-from rlhf_core.control.controller import FlowRunLink
+from rlhf_core.control.driving_flow_run import DrivingFlowRun
 from rlhf_core.control.new_run import new_run
 from rlhf_core.control.snapshots import keep, kept_with
 from rlhf_core.errors import BadInput
@@ -196,14 +196,14 @@ def test_a_flow_run_finds_only_its_own_run(folder: Path, tmp_path: Path) -> None
     from rlhf_core.schemas.base import utc_now
 
     site = load_site({"RLHF_HOME": str(tmp_path / "home")})
-    one, other = FlowRunLink("1" * 32, created=utc_now()), FlowRunLink("2" * 32, created=utc_now())
+    one, other = DrivingFlowRun("1" * 32, created=utc_now()), DrivingFlowRun("2" * 32, created=utc_now())
     source = str(folder / "small.toml")
     assert one.run_dir(site.runs_dir) is None
     made = new_run(source, [], site, flow_run=one)
     assert one.run_dir(site.runs_dir) == made
     assert made.run_id == one.run_id("small")
     assert other.run_dir(site.runs_dir) is None
-    assert FlowRunLink().run_dir(site.runs_dir) is None, "without Prefect there is nothing to find"
+    assert DrivingFlowRun().run_dir(site.runs_dir) is None, "without Prefect there is nothing to find"
     from rlhf_core.errors import RunDirError
 
     with pytest.raises(RunDirError, match="already exists"):

@@ -14,7 +14,8 @@ from kill_points import Killed, Points
 from flows import run as flow_module
 from flows.form import read_form
 from flows.run import run_of_the_form
-from rlhf_core.control.controller import FlowRunLink, opened
+from rlhf_core.control.controller import opened
+from rlhf_core.control.driving_flow_run import DrivingFlowRun
 from rlhf_core.control.steps import drive
 from rlhf_core.errors import RunFailed
 from rlhf_core.history.queries import show_run
@@ -46,16 +47,16 @@ def well(harness: ControllerHarness) -> ControllerHarness:
     return harness
 
 
-def a_flow_run() -> FlowRunLink:
-    return FlowRunLink(str(uuid4()), "http://ui/runs/flow-run/1", utc_now())
+def a_flow_run() -> DrivingFlowRun:
+    return DrivingFlowRun(str(uuid4()), "http://ui/runs/flow-run/1", utc_now())
 
 
-def process(harness: ControllerHarness, link: FlowRunLink) -> RunDir:
+def process(harness: ControllerHarness, flow_run: DrivingFlowRun) -> RunDir:
     """Do the work of a flow run's process, without Prefect around it."""
     form = read_form({"config": "quickstart", "overrides": OVERRIDES, "tags": "canary", "owner": "ann"})
-    run_dir, resumed = run_of_the_form(form, harness.site, link)
+    run_dir, resumed = run_of_the_form(form, harness.site, flow_run)
     with opened(
-        run_dir, harness.site, harness.store, resumed=resumed, flow_run=link, if_held=IfHeld.FAIL
+        run_dir, harness.site, harness.store, resumed=resumed, flow_run=flow_run, if_held=IfHeld.FAIL
     ) as controller:
         controller.clock, controller.sleep = harness.clock, harness.clock.sleep
         drive(controller)
@@ -73,10 +74,10 @@ def runs_of(harness: ControllerHarness) -> list[Path]:
     return [path for path in harness.site.runs_dir.iterdir() if not path.name.startswith(".")]
 
 
-def one_life(harness: ControllerHarness, link: FlowRunLink, point: int | None) -> int:
+def one_life(harness: ControllerHarness, flow_run: DrivingFlowRun, point: int | None) -> int:
     with killed_at(harness, point) as points:
         try:
-            process(harness, link)
+            process(harness, flow_run)
         except Killed:
             assert point is not None
     return points.passed
@@ -88,16 +89,16 @@ def test_killed_around_every_effect_a_flow_run_makes_one_run_and_one_job(well: C
         process(well, a_flow_run())
     assert points.passed >= 20
     for point in points.distinct:
-        link = a_flow_run()
+        flow_run = a_flow_run()
         before, jobs = len(runs_of(well)), len(well.scheduler.submitted)
-        assert one_life(well, link, point) == point
-        one_life(well, link, None)
+        assert one_life(well, flow_run, point) == point
+        one_life(well, flow_run, None)
         assert len(runs_of(well)) == before + 1, point
         assert len(well.scheduler.submitted) == jobs + 1, point
-        run_dir = link.run_dir(well.site.runs_dir)
+        run_dir = flow_run.run_dir(well.site.runs_dir)
         assert run_dir is not None
         assert read_record(run_dir).state is RunState.COMPLETED, point
-        assert runs_of_flow_runs(well.store, [link.id])[link.id][0] == run_dir.run_id, point
+        assert runs_of_flow_runs(well.store, [flow_run.id])[flow_run.id][0] == run_dir.run_id, point
 
 
 def test_without_the_link_a_kill_gives_two_runs(well: ControllerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,15 +107,15 @@ def test_without_the_link_a_kill_gives_two_runs(well: ControllerHarness, monkeyp
     make = flow_module.new_run
     monkeypatch.setattr(flow_module, "new_run", lambda *given, flow_run, **more: make(*given, **more))
     before, jobs = len(runs_of(well)), len(well.scheduler.submitted)
-    link = a_flow_run()
-    one_life(well, link, points - 3)
-    one_life(well, link, None)
+    flow_run = a_flow_run()
+    one_life(well, flow_run, points - 3)
+    one_life(well, flow_run, None)
     assert len(runs_of(well)) == before + 2
     assert len(well.scheduler.submitted) == jobs + 2
 
 
 def test_a_retried_failed_run_continues_with_its_next_attempt(harness: ControllerHarness) -> None:
-    link = a_flow_run()
+    flow_run = a_flow_run()
     broken = [True]
 
     def behave(request: JobRequest) -> None:
@@ -127,16 +128,16 @@ def test_a_retried_failed_run_continues_with_its_next_attempt(harness: Controlle
 
     harness.scheduler.on_submit = behave
     with pytest.raises(RunFailed, match="shape"):
-        process(harness, link)
+        process(harness, flow_run)
     broken.clear()
-    run_dir = process(harness, link)
+    run_dir = process(harness, flow_run)
     assert runs_of(harness) == [run_dir.root]
     assert [request.placement.attempt for request in harness.scheduler.submitted] == [1, 2]
     record = read_record(run_dir)
     assert (record.state, record.first_attempt) == (RunState.COMPLETED, 2)
     shown = show_run(harness.store, run_dir.run_id)
-    assert [one["flow_run_id"] for one in shown.controllers] == [link.id, link.id]
-    assert {one["flow_run_url"] for one in shown.controllers} == {link.url}
+    assert [one["flow_run_id"] for one in shown.controllers] == [flow_run.id, flow_run.id]
+    assert {one["flow_run_url"] for one in shown.controllers} == {flow_run.url}
     assert (shown.run["owner"], shown.run["tags"]) == ("ann", ["canary"])
 
 
@@ -171,10 +172,10 @@ def test_an_adoption_by_the_reconciler_does_not_count_as_a_resume(well: Controll
 
 def test_a_controller_that_learns_its_flow_run_late_is_in_the_journal_once(well: ControllerHarness) -> None:
     run_dir = well.run()
-    link = replace(a_flow_run(), url="")
+    flow_run = replace(a_flow_run(), url="")
     with opened(run_dir, well.site, well.store, flow_run=None, if_held=IfHeld.FAIL) as controller:
         assert show_run(well.store, run_dir.run_id).controllers == []
-        controller.record_controller(link)
-        controller.record_controller(FlowRunLink())
-        assert runs_of_flow_runs(well.store, [link.id])[link.id][0] == run_dir.run_id
+        controller.record_controller(flow_run)
+        controller.record_controller(DrivingFlowRun())
+        assert runs_of_flow_runs(well.store, [flow_run.id])[flow_run.id][0] == run_dir.run_id
     assert len(show_run(well.store, run_dir.run_id).controllers) == 1

@@ -13,7 +13,7 @@ from prefect.states import Failed, Running, Scheduled
 from sites import Site
 
 from flows.deployments import requests
-from flows.flow_runs.links import requested_at
+from flows.flow_runs.driving import requested_at
 from flows.queries import RUN_FLOW
 from flows.run import rlhf_run
 from flows.server.clients import api_client

@@ -20,7 +20,7 @@ from sites import Site
 from flows import schedules
 from flows.run import rlhf_run
 from flows.server.clients import api_client
-from rlhf_core.control.controller import FlowRunLink
+from rlhf_core.control.driving_flow_run import DrivingFlowRun
 from rlhf_core.control.new_run import new_run
 from rlhf_core.run_dir.run import RunDir
 
@@ -172,6 +172,6 @@ def test_of_two_scheduled_runs_due_at_once_the_earlier_one_starts(
     first, second, *_ = sorted(planned(), key=schedules._order)
     assert schedules.busy_with(client, first, harness.site.runs_dir) == "", "the others will be skipped in its favour"
     assert schedules.busy_with(client, second, harness.site.runs_dir) == first.name
-    link = FlowRunLink(str(second.id), created=second.created)
-    new_run("quickstart", (), harness.site, folder=tmp_path, flow_run=link)
+    flow_run = DrivingFlowRun(str(second.id), created=second.created)
+    new_run("quickstart", (), harness.site, folder=tmp_path, flow_run=flow_run)
     assert schedules.busy_with(client, first, harness.site.runs_dir) == second.name, "it has begun"

@@ -24,7 +24,7 @@ from rlhf_core.cli import main
 from rlhf_core.config import loading as config
 from rlhf_core.config.site import load_site
 from rlhf_core.config.toml_files import MAX_CONFIG_BYTES, read_toml
-from rlhf_core.control.controller import FlowRunLink
+from rlhf_core.control.driving_flow_run import DrivingFlowRun
 from rlhf_core.control.views.timeline import trials_of
 from rlhf_core.errors import BadConfig, BadInput, DatabaseUnavailable, RunDirError, SchedulerError
 from rlhf_core.history import migrate
@@ -107,14 +107,14 @@ def test_the_form_goes_on_with_no_run_outside_of_the_runs(tmp_path: Path) -> Non
             read_form({"run_id": text})
         form = read_form({}).model_copy(update={"run_id": text})
         with pytest.raises(RunDirError):
-            run_of_the_form(form, site, FlowRunLink())
+            run_of_the_form(form, site, DrivingFlowRun())
         flow_run: Any = SimpleNamespace(id="11111111-1111-1111-1111-111111111111", parameters={"run_id": text})
         store: Any = None
         assert _run_of(flow_run, site, store) is None
     (site.runs_dir / ID).symlink_to(evil.root)
     form = read_form({"run_id": ID})
     with pytest.raises(RunDirError, match="is a link to a folder outside"):
-        run_of_the_form(form, site, FlowRunLink())
+        run_of_the_form(form, site, DrivingFlowRun())
     assert [one.run_id for one in run_dirs(site.runs_dir)] != []
     assert ID not in [one.run_id for one in run_dirs(site.runs_dir)]
 

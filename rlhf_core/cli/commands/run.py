@@ -210,14 +210,22 @@ def _drive(
 
     try:
         from rlhf_core.cli.progress import TerminalProgress, terminal_prompt
-        from rlhf_core.control.controller import FlowRunLink, opened
+        from rlhf_core.control.controller import opened
+        from rlhf_core.control.driving_flow_run import NO_FLOW_RUN
         from rlhf_core.launch.lease import IfHeld
 
         progress = TerminalProgress(run_dir.read_spec().spec, run_dir.run_id, terminal_prompt())
         # With Prefect, the flow run of this process starts only later and records itself in the journal.
-        link = FlowRunLink() if no_prefect else None
+        flow_run = NO_FLOW_RUN if no_prefect else None
         with opened(
-            run_dir, site, store, progress, resumed=resumed, flow_run=link, on_wait=waits, if_held=IfHeld.FAIL_IF_ALIVE
+            run_dir,
+            site,
+            store,
+            progress,
+            resumed=resumed,
+            flow_run=flow_run,
+            on_wait=waits,
+            if_held=IfHeld.FAIL_IF_ALIVE,
         ) as controller:
             if resumed:
                 _settle_code(controller, take=code)
