@@ -60,7 +60,7 @@ from rlhf_core.run_dir.run import RunDir
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 START_S = 240.0
 """Longest time until the moment of a fault has come."""
-RECOVERY_TIMEOUT_S = 240.0
+RECOVERY_TIMEOUT_S = 400.0
 """Longest time until training continues, or the run has ended."""
 LONGEST_RUN = SPACING * (CHAIN + 1)
 TABLES = {
