@@ -93,6 +93,11 @@ the older checkpoint again. If there is no previous checkpoint, the run ends; th
 message gives advice. There is no remedy for a checkpoint that does not fit the run because of different settings. A
 different number of ranks is fine.
 
+An external trainer (`trainer.kind = "command"`) gets checkpoints whose checksums are right. If its log shows that it
+could not load one, before any step after it, the previous one replaces it in the same way, but only once: if the
+trainer cannot load that one either, the cause is probably elsewhere, and the run ends. It also ends, and the message
+says so, if the log shows other settings than those of the checkpoint, such as another number of ranks for DeepSpeed.
+
 **Reward functions.** A reward function runs in a separate process beside each rank, without torch. If it takes longer
 than `reward.timeout_s` for the completions of a step, or its process exits, the rank survives: the process and
 everything it started are killed, and a new one is started. A call that fails otherwise, for instance because a service

@@ -14,6 +14,7 @@ from rlhf_core.diagnosis.failure import Failure, fingerprint
 from rlhf_core.diagnosis.hangs.verdict import HangVerdict
 from rlhf_core.diagnosis.logs import search as log_diagnosis
 from rlhf_core.diagnosis.logs.events import EvidencePart, FailureEvent
+from rlhf_core.diagnosis.logs.signatures.training import UNFIT_CHECKPOINT
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import WorkerOutcome
 from rlhf_core.text.redaction import masked
@@ -139,6 +140,11 @@ def read_log(text: str) -> Failure | None:
     """
     event = log_diagnosis.find(text)
     return _failure(_from_event(event)) if event is not None else None
+
+
+def is_unfit_checkpoint(failure: Failure) -> bool:
+    """True if a checkpoint could not be loaded that is whole but was saved with other settings, as older ones were."""
+    return failure.kind is FailureKind.CHECKPOINT_CORRUPT and UNFIT_CHECKPOINT.search(failure.message) is not None
 
 
 def _rank_of_finding(finding: _Finding) -> tuple[int, int, int]:

@@ -38,7 +38,7 @@ class Failure:
     collective_sequence: int | None = None
     """Number of that collective in its process group."""
     damaged_checkpoint: str = ""
-    """Damaged checkpoint from which the workers could not resume."""
+    """Checkpoint from which the workers could not resume: it is damaged, or an external trainer could not load it."""
     health_rule: str = ""
     """Rule of ``[health]`` that detected it; empty for other failures."""
 

@@ -5,17 +5,31 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from agent_runs import AgentRun
-from made_reports import checkpoint_manifest
+from agent_runs import AgentRun, make_spec
+from given_process import GivenProcess
+from made_reports import checkpoint_manifest, rank_status
 
 from rlhf_core.diagnosis.failure import Failure
 from rlhf_core.files.appended import read_models
-from rlhf_core.files.whole import write_model
+from rlhf_core.files.whole import read_model, write_model
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.schemas.attempts import AttemptState
-from rlhf_core.schemas.failures import Action, FailureKind
-from rlhf_core.schemas.reports import MetricsLine
+from rlhf_core.schemas.agent_messages import AgreedStep, NodeEnd, WorkerReport
+from rlhf_core.schemas.attempts import AttemptState, Role
+from rlhf_core.schemas.failures import Action, FailureKind, Incident
+from rlhf_core.schemas.reports import MetricsLine, Phase
+from rlhf_core.schemas.resources import GroupPlan, Placement
 from rlhf_core.worker.agent.damaged_checkpoints import DamagedCheckpoints
+from rlhf_core.worker.agent.decisions import GroupDecisions
+from rlhf_core.worker.agent.job import Job
+from rlhf_core.worker.agent.leader import Leader
+from rlhf_core.worker.channel.messages import AgentChannel
+from rlhf_core.worker.channel.store import MemoryAgentStore
+from rlhf_core.worker.command.launch import LaunchOrder
+from rlhf_core.worker.event_log import EventLog
+from rlhf_core.worker.groups.base import GroupSeat
+from rlhf_core.worker.liveness.heartbeat import SlotFile
+from rlhf_core.worker.nodes.membership import Nodes
+from rlhf_core.worker.supervision.external_requests import ExternalRequests
 
 MakeRun = Callable[..., AgentRun]
 
@@ -120,6 +134,79 @@ def test_a_damaged_checkpoint_that_cannot_be_moved_is_skipped(tmp_path: Path) ->
     assert log.messages == ["step-000015 is damaged and could not be moved: File exists; it is skipped"]
     assert damaged.remedy(failure) == "", "the workers know about it: another failure with it is final"
     assert damaged.remedy(failure_of("step-000010")) == "step-000010 is set aside; resuming from step-000005"
+
+
+CUT_OFF = "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory"
+UNFIT = (
+    "deepspeed.runtime.zero.utils.ZeRORuntimeException: The checkpoint being loaded used a DP world size of 16 but the "
+    "current world size is 8."
+)
+
+
+@pytest.fixture
+def decisions(tmp_path: Path) -> GroupDecisions:
+    run_dir, nodes = RunDir(tmp_path), Nodes(("here",), ("127.0.0.1",), 0)
+    for step in (5, 10, 15):
+        save_empty(run_dir, step)
+    job = Job(run_dir, 1, nodes, make_spec(), Placement(attempt=1, num_nodes=1, phases=()), {}, ())
+    events = EventLog("here", run_dir.attempt(1).restart(0))
+    channel = AgentChannel(nodes, MemoryAgentStore())
+    return GroupDecisions(job, channel, Leader(run_dir, 1), events, ExternalRequests())
+
+
+def ends_of_a_program(
+    decisions: GroupDecisions, slots: SlotFile, restart: int, log: str, *, told: str, step: int, role: Role
+) -> AgreedStep:
+    """The step after the start of an external trainer whose worker exited as its rank did, without an outcome."""
+    folder = decisions.damaged.run_dir.attempt(1).restart(restart)
+    write_model(folder.launch_order, LaunchOrder(address="127.0.0.1", port=1, checkpoint=told))
+    channel = AgentChannel(Nodes(("here",), ("127.0.0.1",), 0), MemoryAgentStore())
+    group = GivenProcess(GroupPlan.on_all_nodes(role, 1, 1), 0, folder, GroupSeat("here", 0, slots, channel.clock))
+    last = rank_status(0, step=step, phase=Phase.SETUP)
+    failed = WorkerReport(
+        rank=0, local_rank=0, code=1, last=last, log_tail=f"Traceback (most recent call last):\n{log}\n"
+    )
+    return decisions.conclude(group, {0: NodeEnd(num_workers=1, workers=(failed,))}, folder)
+
+
+def test_a_checkpoint_that_an_external_trainer_cannot_load_is_replaced_once(
+    decisions: GroupDecisions, slots: SlotFile
+) -> None:
+    """Its checksums are right, so the cause may be elsewhere: then all but the oldest would be set aside in vain."""
+    first = ends_of_a_program(decisions, slots, 0, CUT_OFF, told="step-000015", step=15, role=Role.TRAINER)
+    assert (first.action, first.damaged) == ("restart", ("step-000015",))
+    incident = read_model(decisions.damaged.run_dir.attempt(1).restart(0).incident(1), Incident)
+    assert incident is not None
+    assert (incident.damaged_checkpoint, incident.suspect_ranks) == ("step-000015", ())
+    assert "could not load step-000015. It is kept as checkpoints/damaged-1.0/step-000015" in incident.message
+    assert "step-000010 is used instead" in incident.message
+
+    second = ends_of_a_program(decisions, slots, 1, CUT_OFF, told="step-000010", step=10, role=Role.TRAINER)
+    assert (second.action, second.state) == ("end", AttemptState.FAILED)
+    assert "could not load step-000010. Nor could it load step-000015, which is set aside" in second.message
+    incident = read_model(decisions.damaged.run_dir.attempt(1).restart(1).incident(2), Incident)
+    assert incident is not None
+    assert incident.damaged_checkpoint == "", "the controller does not try an older one either"
+    assert [one.step for one in decisions.damaged.run_dir.checkpoints()] == [5, 10]
+
+
+@pytest.mark.parametrize(
+    ("log", "told", "step", "role", "words"),
+    [
+        (UNFIT, "step-000015", 15, Role.TRAINER, "an older checkpoint would fit as little. Resume with"),
+        (CUT_OFF, "step-000015", 16, Role.TRAINER, "no earlier checkpoint can replace it"),
+        (CUT_OFF, "", 0, Role.TRAINER, "no earlier checkpoint can replace it"),
+        (CUT_OFF, "step-000015", 15, Role.EVALUATOR, "no earlier checkpoint can replace it"),
+    ],
+    ids=["saved with other settings", "loaded, and trained since", "told to load none", "another program"],
+)
+def test_no_older_checkpoint_is_tried_where_it_would_not_help(
+    decisions: GroupDecisions, slots: SlotFile, log: str, told: str, step: int, role: Role, words: str
+) -> None:
+    end = ends_of_a_program(decisions, slots, 0, log, told=told, step=step, role=role)
+    assert (end.action, end.kind) == ("end", FailureKind.CHECKPOINT_CORRUPT)
+    assert words in end.message
+    assert [one.step for one in decisions.damaged.run_dir.checkpoints()] == [5, 10, 15]
 
 
 def save_empty(run_dir: RunDir, step: int) -> None:

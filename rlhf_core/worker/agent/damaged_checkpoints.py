@@ -19,6 +19,9 @@ class DamagedCheckpoints:
     run_dir: RunDir
     names: list[str] = field(default_factory=list)
     """Checkpoints that workers must not resume from, even if their file system still shows them."""
+    replacement: str = ""
+    """Checkpoint used instead of one whose checksums were right but that an external trainer could not load; empty
+    without one."""
 
     def remedy(self, failure: Failure) -> str:
         """A phrase naming the checkpoint the workers resume from next; empty if none is damaged or none is left."""
@@ -31,7 +34,15 @@ class DamagedCheckpoints:
         if not name:
             return failure
         older = self._before(name)
-        if older is not None:
+        if name == self.replacement and failure.is_undecided:
+            # No other is tried, and none needs to be: the controller must not do so in a new attempt either.
+            failure = replace(failure, damaged_checkpoint="")
+            what = (
+                f"Nor could it load {self.names[-1]}, which is set aside, so the cause is probably not in the "
+                f"checkpoints. Find it in the log, and move {self.names[-1]} back into {self.run_dir.checkpoints_dir} "
+                "to resume from it"
+            )
+        elif older is not None:
             what = f"It is kept as {self._aside(name, restart_dir)}; {older.root.name} is used instead"
         else:
             folder = self.run_dir.checkpoints_dir / name
@@ -51,7 +62,8 @@ class DamagedCheckpoints:
 
     def put_aside(self, failure: Failure, restart_dir: RestartDir, events: EventLog) -> None:
         """Move the damaged checkpoint aside. If that fails, the workers are instructed to skip it."""
-        name = failure.damaged_checkpoint
+        name, older = failure.damaged_checkpoint, self._before(failure.damaged_checkpoint)
+        self.replacement = older.root.name if older is not None and failure.is_undecided else ""
         self.names.append(name)
         try:
             self.run_dir.put_damaged_aside(name, restart_dir.attempt, restart_dir.restart)

@@ -1,5 +1,6 @@
 """Decisions of agent 0 about worker groups: whether to start them, and how to respond when they exit."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ from rlhf_core.diagnosis.failure import Failure, fingerprint
 from rlhf_core.diagnosis.hangs.verdict import MAX_DESCRIBED
 from rlhf_core.diagnosis.policy import Choice
 from rlhf_core.run_dir.attempt import RestartDir
+from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.schemas.agent_messages import AgreedStep, NodeEnd
 from rlhf_core.schemas.attempts import AttemptState, Role
 from rlhf_core.schemas.failures import Action, FailureKind
@@ -17,6 +19,7 @@ from rlhf_core.worker.agent.job import Job
 from rlhf_core.worker.agent.leader import Leader, RestartBudget
 from rlhf_core.worker.channel.messages import AgentChannel
 from rlhf_core.worker.channel.store import host_worker_store
+from rlhf_core.worker.command.launch_order import read_checkpoint
 from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.evidence import exit_reports
 from rlhf_core.worker.evidence.exit_reports import NodeReport
@@ -127,7 +130,7 @@ class GroupDecisions:
             failure = self._loss_of_an_agent()
         else:
             reports = [NodeReport(names[index], end, self._channel.ahead_s(index)) for index, end in ends.items()]
-            failure = exit_reports.explain(reports, group.hang)
+            failure = exit_reports.explain(reports, group.hang, self._resumed_from(group.role, restart_dir))
             at_work = [index for index, end in ends.items() if end.num_workers]
             if len(at_work) == 1 or len(left) < len(at_work):  # what holds those of every node is no fault of a node
                 failure = replace(failure, nodes=tuple(sorted({*failure.nodes, *left})))
@@ -150,6 +153,14 @@ class GroupDecisions:
             return self.end(AttemptState.PREEMPTED, f"saved a checkpoint and ended early: {why}", kind)
         self.budget.renew()
         return AgreedStep(action="next_role", generations=dict(self.generations))
+
+    def _resumed_from(self, role: Role, restart_dir: RestartDir) -> CheckpointDir | None:
+        """The checkpoint that an external trainer was told to resume from; None for anything else."""
+        if role is not Role.TRAINER:
+            return None
+        with contextlib.suppress(OSError):  # the failure is then explained without it
+            return read_checkpoint(self._job.run_dir, restart_dir)
+        return None
 
     def _choose(self, group: WorkerGroup, failure: Failure, restart_dir: RestartDir, left: Sequence[str]) -> Choice:
         """Record the failure and the decision about it, which may be carried out only after that.

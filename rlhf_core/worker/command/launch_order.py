@@ -6,6 +6,9 @@ import os
 import time
 
 from rlhf_core.files.whole import read_model, write_model
+from rlhf_core.run_dir.attempt import RestartDir
+from rlhf_core.run_dir.checkpoint import CheckpointDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.types import WorkerContext
@@ -30,6 +33,17 @@ def agree(context: WorkerContext, trainer: CommandTrainer) -> LaunchOrder:
                 return found
         context.reporter.beat(Phase.SETUP, 0)  # rank 0 may read a checkpoint for longer than the floor
         time.sleep(POLL_INTERVAL_S)  # if rank 0 fails, or the agent kills all workers, that is handled elsewhere
+
+
+def read_checkpoint(run_dir: RunDir, restart_dir: RestartDir) -> CheckpointDir | None:
+    """The checkpoint that a start of an external trainer was told to resume from; None without one.
+
+    Raises:
+        OSError: the file system does not respond.
+    """
+    order = read_model(restart_dir.launch_order, LaunchOrder)
+    name = order.checkpoint if order is not None else ""
+    return next((one for one in run_dir.saved_checkpoints() if one.root.name == name), None)
 
 
 def _choose(context: WorkerContext, trainer: CommandTrainer) -> LaunchOrder:

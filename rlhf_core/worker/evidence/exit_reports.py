@@ -9,9 +9,10 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from rlhf_core.diagnosis.classify import Evidence, WorkerEnd, classify
+from rlhf_core.diagnosis.classify import Evidence, WorkerEnd, classify, is_unfit_checkpoint
 from rlhf_core.diagnosis.failure import Failure
 from rlhf_core.files.whole import read_model
+from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.schemas.agent_messages import NodeEnd, WorkerReport
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import RankStatus, WorkerOutcome
@@ -107,12 +108,14 @@ def is_well(end: NodeEnd) -> bool:
     )
 
 
-def explain(reports: Iterable[NodeReport], hang: Hang | None) -> Failure:
+def explain(reports: Iterable[NodeReport], hang: Hang | None, resumed_from: CheckpointDir | None = None) -> Failure:
     """Diagnose the failure from the reports of all nodes.
 
     Args:
         reports: Reports of all nodes, at least one.
         hang: The hang for which the workers were killed, if any.
+        resumed_from: Checkpoint that an external trainer was told to resume from: its workers exit as its ranks did,
+            and do not name one that it could not load.
     """
     reports = list(reports)
     ends = [(one, worker) for one in reports for worker in one.end.workers]
@@ -127,16 +130,38 @@ def explain(reports: Iterable[NodeReport], hang: Hang | None) -> Failure:
     )
     if hang is not None:
         return _located_hang(failure, hang)
-    failure = _located(failure, [worker for _, worker in ends])
+    workers = [worker for _, worker in ends]
+    failure = _located(failure, workers)
     # All ranks name the same checkpoint, and reach the same finding.
-    outcomes = [worker.outcome for _, worker in ends if worker.outcome is not None]
+    outcomes = [worker.outcome for worker in workers if worker.outcome is not None]
     if failure.kind is FailureKind.CHECKPOINT_CORRUPT:
-        damaged = next((one.damaged_checkpoint for one in outcomes if one.damaged_checkpoint), "")
         # Neither the rank that read the checkpoint first nor its node is to blame.
-        return replace(failure, ranks=(), nodes=(), damaged_checkpoint=damaged)
+        blameless = replace(failure, ranks=(), nodes=())
+        damaged = next((one.damaged_checkpoint for one in outcomes if one.damaged_checkpoint), "")
+        if not damaged and resumed_from is not None and not _has_trained(workers, resumed_from):
+            return _not_loaded(blameless, resumed_from.root.name)
+        return replace(blameless, damaged_checkpoint=damaged)
     if failure.kind is FailureKind.DEGENERATE_RL:
         return replace(failure, health_rule=next((one.health_rule for one in outcomes if one.health_rule), ""))
     return failure
+
+
+def _has_trained(workers: Iterable[WorkerReport], checkpoint: CheckpointDir) -> bool:
+    """True if some worker saw a step after that of the checkpoint."""
+    return any(worker.last.step > checkpoint.step for worker in workers if worker.last is not None)
+
+
+def _not_loaded(failure: Failure, checkpoint: str) -> Failure:
+    """The failure of an external trainer that could not load a checkpoint; an older one replaces it if that helps."""
+    is_unfit = is_unfit_checkpoint(failure)
+    what = f"The trainer could not load {checkpoint}"
+    if is_unfit:
+        what += (
+            ", which was saved with other settings, and an older checkpoint would fit as little. Resume with the "
+            "model, optimizer and number of ranks that it was saved with"
+        )
+    message = f"{failure.message.rstrip('.')}. {what}"
+    return replace(failure, message=message, damaged_checkpoint="" if is_unfit else checkpoint)
 
 
 def _worker_end(one: NodeReport, worker: WorkerReport, order: int) -> WorkerEnd:

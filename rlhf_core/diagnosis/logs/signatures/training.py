@@ -10,6 +10,18 @@ from rlhf_core.schemas.failures import FailureKind as Kind
 
 ROOT, SYMPTOM = EvidencePart.ROOT, EvidencePart.SYMPTOM
 
+UNFIT_CHECKPOINT = row(
+    Kind.CHECKPOINT_CORRUPT,
+    ROOT,
+    "RuntimeError: Error(s) in loading state_dict for Model:",
+    r"Error\(s\) in loading state_dict|^\s*(?:- )?size mismatch for \S+: copying a param",
+    r"(?:Missing|Unexpected) key\(s\) in state_dict|doesn't match the (?:model|optimizer) state",
+    r"Missing key in checkpoint|[Ss]ize mismatch between saved|KeyError: '?MetadataIndex",
+    r"loaded state dict (?:contains a parameter group|has a different number)",
+    r"(?:is|are) missing from (?:the )?checkpoint|checkpoint being loaded used a DP world size",
+)
+"""Phrases of a checkpoint that is whole but was saved with another model, optimizer or number of ranks."""
+
 CHECKPOINTS: tuple[Signature, ...] = (
     row(
         Kind.CHECKPOINT_CORRUPT,
@@ -19,19 +31,10 @@ CHECKPOINTS: tuple[Signature, ...] = (
         r"failed finding central directory|not a ZIP archive|File is not a zip file|storage has wrong size",
         r"unexpected EOF, expected|might be corrupted",
         r"(?:HeaderTooLarge|InvalidHeader\w*|MetadataIncompleteBuffer|incomplete metadata)",
-    ),
-    row(
-        Kind.CHECKPOINT_CORRUPT,
-        ROOT,
-        "RuntimeError: Error(s) in loading state_dict for Model:",
-        r"Error\(s\) in loading state_dict|^\s*(?:- )?size mismatch for \S+: copying a param",
-        r"(?:Missing|Unexpected) key\(s\) in state_dict|doesn't match the (?:model|optimizer) state",
-        r"Missing key in checkpoint|[Ss]ize mismatch between saved|KeyError: '?MetadataIndex",
-        r"loaded state dict (?:contains a parameter group|has a different number)",
-        r"(?:is|are) missing from (?:the )?checkpoint|checkpoint being loaded used a DP world size",
         r"No such file or directory: '[^']{0,300}(?:mp_rank_\d|zero_pp_rank_|optim_states|\.distcp)",
         r"No such file or directory: '[^']{0,300}(?:rng_state|trainer_state)",
     ),
+    UNFIT_CHECKPOINT,
     row(
         Kind.CHECKPOINT_CORRUPT,
         ROOT,
