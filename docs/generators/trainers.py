@@ -288,7 +288,9 @@ run goes on. You decide whether to end it. To turn a rule off, give a reason:
 Any folder or file in `trainer.output_dir` whose path matches `trainer.checkpoint_name` is a checkpoint; `{{step}}`
 matches its step, and `*` any name. It is complete once it has a file for each pattern in `trainer.checkpoint_complete`
 and has not changed for two seconds, or ten in a job of several nodes. List the files that the program writes last. A
-checkpoint that is a single file needs no patterns, and `checkpoint_complete` is ignored.
+pattern that begins with `../` is a file beside the checkpoint, which must name its step or a later one: `../latest` of
+DeepSpeed, `../latest_checkpointed_iteration.txt` of Megatron. A checkpoint that is a single file needs no patterns, and
+`checkpoint_complete` is ignored.
 
 Complete checkpoints are published in the run directory as *hard links*:
 
@@ -318,7 +320,8 @@ Checkpoints of later steps, including incomplete ones, are first moved out of th
 cannot pick one of them up. Files that name the newest checkpoint (`latest` of DeepSpeed,
 `latest_checkpointed_iteration.txt` of Megatron and verl, symbolic links) are corrected: they name the checkpoint that
 is put back, or are removed with the one that they name. The critic of OpenRLHF belongs to its actor's checkpoint:
-`_critic/global_step40` is complete, published and put back together with `_actor/global_step40`.
+`_critic/global_step40` is complete, published and put back together with `_actor/global_step40`, each once its `latest`
+names it.
 
 ### Saving on request
 

@@ -173,7 +173,8 @@ class CommandTrainer(Schema):
     checkpoint_name: OneLine = "checkpoint-{step}"
     """Path of a checkpoint in the output folder, with `{step}` for the number; `*` stands for any name."""
     checkpoint_complete: tuple[OneLine, ...] = ("trainer_state.json",)
-    """Patterns of the files that a complete checkpoint has; name the ones that the program writes last."""
+    """Patterns of the files that a complete checkpoint has; name the ones that the program writes last. One that begins
+    with `../` is a file beside the checkpoint that names the newest, such as `../latest` of DeepSpeed."""
     resume: Literal["argument", "in_place", "none"] = "argument"
     """Way to resume. `argument`: `trainer.resume_argv` is added to the launch line. `in_place`: the checkpoint is put
     back into the output folder and later ones are moved out, so that the program finds it. `none`: it starts from

@@ -154,7 +154,8 @@ LINES: dict[str, tuple[list[str], dict[str, Any], list[str]]] = {
         ["{drivers}/ray_node.sh {node_rank}", "!ray job", "--actor_num_nodes {num_nodes}",
          "--actor_num_gpus_per_node {gpus_per_node}"],
         {"trainer.algorithm": "grpo", "resources.num_nodes": 2, "resources.gpus_per_node": 8,
-         "trainer.checkpoint_name": "checkpoints/_actor/global_step{step}"},
+         "trainer.checkpoint_name": "checkpoints/_actor/global_step{step}",
+         "trainer.checkpoint_complete": ["../latest"]},
         ["ray job submit", "optimizer steps"],
     ),
     "srun -N2 --ntasks-per-node=4 --gres=gpu:h100:4,lustre -p gpu -A proj -t 1-00:00:00 -c 8 --mem=64G"

@@ -239,7 +239,8 @@ def _read_resume(draft: Draft, family: Family) -> None:
         of_actor = "_actor/" if draft.line.program[-1].endswith("_ray") else ""
         draft.settings |= {
             "trainer.checkpoint_name": f"checkpoints/{of_actor}global_step{{step}}",
-            "trainer.checkpoint_complete": ["*model_states.pt"],
+            # DeepSpeed writes the states of the model first, and this file after those of the optimizer.
+            "trainer.checkpoint_complete": ["../latest"],
             "trainer.resume": "in_place",
         }
         draft.report("resume", option, 'trainer.resume = "in_place"')

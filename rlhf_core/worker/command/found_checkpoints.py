@@ -1,7 +1,8 @@
 """Checkpoints of an external trainer, found by name and judged by the files they contain.
 
 A checkpoint is complete once every pattern of ``trainer.checkpoint_complete`` matches a file in it and nothing in it
-has changed for some seconds: with many ranks, the last file that one rank writes need not be the last of all.
+has changed for some seconds: with many ranks, the last file that one rank writes need not be the last of all. A pattern
+that begins with ``../`` is a tracker file beside it, which must name this checkpoint or a later one.
 """
 
 import os
@@ -28,6 +29,8 @@ the same file server."""
 
 CRITIC = "_critic"
 _ACTOR = "_actor"
+_BESIDE = "../"
+_TRACKER_OF_DEEPSPEED = _BESIDE + OF_NAMES
 
 
 @dataclass(frozen=True)
@@ -123,12 +126,14 @@ class WatchedCheckpoints:
         return self._read[path].content if path in self._read else None
 
     def _reading(self, step: int, path: Path, now_s: float) -> _LastReading:
-        content, lacks = _inspect(self._trainer.checkpoint_complete, step, path)
-        critic = critic_of(path)
+        complete, critic = self._trainer.checkpoint_complete, critic_of(path)
+        if critic is not None:
+            complete = tuple(dict.fromkeys([*complete, _TRACKER_OF_DEEPSPEED]))
+        content, lacks = _inspect(complete, step, path)
         if critic is not None and critic.parent.is_dir():
-            of_critic, _ = _inspect((), step, critic)
+            of_critic, missing = _inspect((_TRACKER_OF_DEEPSPEED,), step, critic)
             content = content.with_other(of_critic)
-            lacks += () if of_critic.num_files and _is_written(critic, step) else (f"{CRITIC}/{critic.name}",)
+            lacks += () if of_critic.num_files and not missing else (f"{CRITIC}/{critic.name}",)
         before = self._read.get(path)
         since_s = before.since_s if before and before.content == content else now_s
         return _LastReading(content, lacks, since_s, now_s)
@@ -142,10 +147,10 @@ def critic_of(path: Path) -> Path | None:
     return path.parent.with_name(CRITIC) / path.name if path.parent.name == _ACTOR else None
 
 
-def _is_written(critic: Path, step: int) -> bool:
-    """True once DeepSpeed's tracker, written last, names this checkpoint or a later one."""
+def _is_named(tracker: Path, step: int) -> bool:
+    """True once a tracker file, which programs write last, names the checkpoint of this step or a later one."""
     try:
-        named = read_document(critic.with_name(OF_NAMES), follow_link=True).decode("utf-8", errors="replace")
+        named = read_document(tracker, follow_link=True).decode("utf-8", errors="replace")
     except OSError:
         return False
     number = re.search(r"(\d+)\s*\Z", named, re.ASCII)
@@ -200,9 +205,13 @@ def _matching(folder: Path, parts: list[re.Pattern[str]], step: int | None) -> I
 
 
 def _inspect(complete: Sequence[str], step: int, path: Path) -> tuple[CheckpointContent, tuple[str, ...]]:
-    """Content of a checkpoint, and the patterns that match no file in it."""
+    """Content of a checkpoint, and the patterns that match no file in it, or no tracker beside it that names it."""
     expected = () if path.is_file() else complete
-    patterns = {pattern: Path(pattern.replace(STEP_FIELD, str(step))).parts for pattern in expected}
+    trackers = [pattern for pattern in expected if pattern.startswith(_BESIDE)]
+    unnamed = [tracker for tracker in trackers if not _is_named(path / tracker, step)]
+    patterns = {
+        pattern: Path(pattern.replace(STEP_FIELD, str(step))).parts for pattern in expected if pattern not in trackers
+    }
     num_files = num_bytes = changed_ns = 0
     for name, found in _files(path):
         changed_ns = max(changed_ns, found.st_mtime_ns)
@@ -212,7 +221,7 @@ def _inspect(complete: Sequence[str], step: int, path: Path) -> tuple[Checkpoint
         num_bytes += found.st_size
         parts = Path(name).parts
         patterns = {pattern: wanted for pattern, wanted in patterns.items() if not _fits(parts, wanted)}
-    return CheckpointContent(num_files, num_bytes, changed_ns), tuple(patterns)
+    return CheckpointContent(num_files, num_bytes, changed_ns), (*patterns, *unnamed)
 
 
 def _fits(parts: tuple[str, ...], wanted: tuple[str, ...]) -> bool:

@@ -32,7 +32,7 @@ def save(folder: Path, *names: str) -> Path:
         ("checkpoint-{step}", "checkpoint-last", None),
         ("checkpoint-{step}", "checkpoint-20261122170333", None),
         ("checkpoint-{step}", "other/checkpoint-12", None),
-        ("_actor/global_step{step}", "_actor/global_step7", 7),
+        ("actor/global_step{step}", "actor/global_step7", 7),
         ("*/step_{step}.d", "a b/step_00040.d", 40),
         ("*/step_{step}.d", "a b/step_00040xd", None),
         ("{step}/model-{step}", "8/model-8", 8),
@@ -90,6 +90,9 @@ def test_an_actor_is_complete_with_its_critic(tmp_path: Path) -> None:
     """OpenRLHF saves both at once; DeepSpeed writes `latest` last."""
     name = "_actor/global_step{step}"
     save(tmp_path / "_actor" / "global_step7")
+    (found,) = after_end(tmp_path, checkpoint_name=name)
+    assert (found.complete, found.lacks) == (False, ("../latest",))
+    (tmp_path / "_actor" / "latest").write_text("global_step7")
     assert [one.complete for one in after_end(tmp_path, checkpoint_name=name)] == [True]
     save(tmp_path / "_critic" / "global_step7", "model_states.pt")
     (tmp_path / "_critic" / "latest").write_text("global_step6")
@@ -98,6 +101,28 @@ def test_an_actor_is_complete_with_its_critic(tmp_path: Path) -> None:
     (tmp_path / "_critic" / "latest").write_text("global_step7")
     (found,) = after_end(tmp_path, checkpoint_name=name)
     assert (found.complete, found.num_files) == (True, 4)
+
+
+@pytest.mark.parametrize(
+    ("tracker", "before", "named", "later"),
+    [
+        ("latest", "global_step6", "global_step7", "global_step8"),
+        ("latest_checkpointed_iteration.txt", "6", "7", "8"),
+    ],
+)
+def test_a_checkpoint_that_is_half_written_has_no_tracker_that_names_it(
+    tmp_path: Path, tracker: str, before: str, named: str, later: str
+) -> None:
+    """DeepSpeed and Megatron write the tracker after the files of the optimizer, which may take minutes."""
+    name, patterns = "global_step{step}", ["*_model_states.pt", f"../{tracker}"]
+    checkpoints = WatchedCheckpoints(trainer(checkpoint_name=name, checkpoint_complete=patterns), tmp_path)
+    save(tmp_path / "global_step7", "mp_rank_00_model_states.pt")
+    checkpoints.find(0.0)
+    (found,) = checkpoints.find(600.0)
+    assert (found.complete, found.lacks) == (False, (f"../{tracker}",))
+    for text, complete in ((before, False), (named, True), (later, True), ("release", False)):
+        (tmp_path / tracker).write_text(text)
+        assert [one.complete for one in checkpoints.find(700.0)] == [complete], text
 
 
 def test_another_rank_still_writes(tmp_path: Path) -> None:
