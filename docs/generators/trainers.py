@@ -230,9 +230,9 @@ front of `PYTHONPATH`; Python loads the `sitecustomize.py` in it at the start of
 thread in each rank, and in no other process.
 
 Once the program has created a process group, the thread notes four times a second how many collectives the rank has
-entered and left. When a hang is examined, it also writes down the current collective. This distinguishes the rank that
-the others are waiting for from the ranks that wait. It also reveals ranks that disagree about a collective
-(`collective_mismatch`), which no retry can fix.
+entered and left, in all its process groups. When a hang is examined, it also writes down the current collective. This
+distinguishes the rank that the others are waiting for from the ranks that wait. It also reveals ranks that disagree
+about a collective of the default group (`collective_mismatch`), which no retry can fix.
 
 The thread calls nothing else in torch and never reports progress on behalf of the rank. It passes control on to the
 `sitecustomize` of your environment if there is one. It needs only the standard library and Python 3.8 or later.

@@ -158,8 +158,30 @@ def test_the_nccl_recorder_is_read_if_it_has_entries(has_nccl: bool, monkeypatch
     expected = "nccl:all_reduce" if has_nccl else "gloo:all_reduce"
     assert with_collective(_rank(0), collectives._recorded()).collective == expected
     hook = _startup_hook(monkeypatch)
-    assert hook._dump(recorder, "entries")["entries"][0]["profiling_name"] == expected
-    assert hook._counts(recorder) == (7, 6)
+    assert next(hook._dumps(recorder, "entries"))["entries"][0]["profiling_name"] == expected
+    assert hook._counts(recorder) == (7, 6, 13)
+
+
+@pytest.mark.parametrize(
+    ("status", "counts"),
+    [
+        ({"0": (2, 2), "1": (5, 4)}, (2, 1, 13)),
+        ({"0": (2, 2), "1": (5, 5)}, (2, 2, 14)),
+        ({"0": (3, 2), "10": (5, 5)}, (3, 2, 15)),
+        ({"0": (-1, -1), "1": (1, 0)}, (0, -1, 1)),
+        ({}, (0, 0, 0)),
+    ],
+    ids=["in a subgroup", "in none", "in the default group", "in a subgroup, before any other", "not started"],
+)
+def test_all_groups_are_progress_and_the_default_one_has_the_number(
+    status: dict[str, tuple[int, int]], counts: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = {
+        name: {"last_enqueued_collective": entered, "last_completed_collective": left}
+        for name, (entered, left) in status.items()
+    }
+    recorder = SimpleNamespace(_dump_fr_trace_json=lambda **_: json.dumps({"pg_status": content}))
+    assert _startup_hook(monkeypatch)._counts(recorder) == counts
 
 
 def _startup_hook(monkeypatch: pytest.MonkeyPatch) -> Any:

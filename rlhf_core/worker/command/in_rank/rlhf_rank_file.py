@@ -14,8 +14,10 @@ WORDS = 16
 PATH_VARIABLE = "RLHF_RANK_STATUS"
 """Environment variable with the path of the files, without the local rank that ends it."""
 
-# Written by the rank.
+# Written by the rank. ENTERED and LEFT are numbers of the default process group, which are compared with those of other
+# ranks; LEFT is the smaller one while the rank is in a collective of any group. MOVES grows with those of all groups.
 PID, GROUP, ENTERED, LEFT, ANSWERED, BEATS, STEP, PHASE = range(1, 9)
+MOVES = 12
 # Written by the worker. STOP is 1 once the rank is to save and stop. LAUNCHER is the process id of the launch line on
 # the node, which the worker that starts it writes for all ranks.
 QUESTION, STOP, LAUNCHER = range(9, 12)

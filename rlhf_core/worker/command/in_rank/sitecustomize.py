@@ -49,13 +49,14 @@ def _follow(status) -> None:  # type: ignore[no-untyped-def]  # untyped: must ru
             recorder = sys.modules.get("torch._C._distributed_c10d")
             if not any(hasattr(recorder, name) for name in _DUMPS):
                 continue
-            entered, left = _counts(recorder)
+            entered, left, moves = _counts(recorder)
             status.set(words.ENTERED, entered)
             status.set(words.LEFT, left)
+            status.set(words.MOVES, moves)
             if status.get(words.QUESTION) != answered:
                 answered = status.get(words.QUESTION)
                 with open(status.answer_path + ".tmp", "w") as file:
-                    file.write(json.dumps(_dump(recorder, "entries")))
+                    file.write(json.dumps(next(_dumps(recorder, "entries"), {})))
                 os.replace(status.answer_path + ".tmp", status.answer_path)
                 status.set(words.ANSWERED, answered)
         except Exception:  # an incompatible torch must not disturb the program; the worker notices the silence
@@ -75,25 +76,34 @@ def _turn_on_recorder() -> None:
         os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", os.environ["TORCH_FR_BUFFER_SIZE"])
 
 
-def _dump(recorder, part):  # type: ignore[no-untyped-def]
-    """Content of the flight recorder, of NCCL's if it has this part."""
-    found = {}
+def _dumps(recorder, part):  # type: ignore[no-untyped-def]
+    """Contents of the flight recorders that have this part, of NCCL's first."""
     for name in _DUMPS:
         if hasattr(recorder, name):
             found = json.loads(getattr(recorder, name)(includeCollectives=part == "entries", onlyActive=False))
             if found.get(part):
-                break
-    return found
+                yield found
 
 
 def _counts(recorder):  # type: ignore[no-untyped-def]
-    """Number of collectives of the default process group that were entered and left."""
-    groups = _dump(recorder, "pg_status").get("pg_status", {})
-    if not groups:
-        return 0, 0
-    first = groups[min(groups, key=lambda name: (len(name), name))]
-    entered, left = int(first["last_enqueued_collective"]), int(first["last_completed_collective"])
-    return max(entered, 0), max(min(left, entered), 0)
+    """Collectives of the default process group that were entered, those that were left, and a sum of all groups.
+
+    Many programs train in other groups alone: DeepSpeed in a copy of the default one, Megatron and FSDP in subgroups.
+    Their numbers cannot be compared between ranks; while the rank is in such a collective, it has left one fewer.
+    """
+    recorded = [content["pg_status"] for content in _dumps(recorder, "pg_status")]
+    if not recorded:
+        return 0, 0, 0
+    counts = [_counts_of_group(status) for groups in recorded for status in groups.values()]
+    entered, left = _counts_of_group(recorded[0][min(recorded[0], key=lambda name: (len(name), name))])
+    if any(one > other for one, other in counts):
+        left = min(left, entered - 1)
+    return entered, left, sum(map(sum, counts))
+
+
+def _counts_of_group(status):  # type: ignore[no-untyped-def]
+    entered = max(int(status["last_enqueued_collective"]), 0)
+    return entered, max(min(int(status["last_completed_collective"]), entered), 0)
 
 
 def _load_hidden() -> None:

@@ -2,8 +2,8 @@
 
 Detects a rank that stops entering collectives while others wait for it, and ranks that disagree about one. Misses loops
 that enter collectives without training, and phases without collectives, such as a long rollout on one rank. Torch
-counts the collectives of every backend if ``TORCH_FR_BUFFER_SIZE`` is set, NCCL's apart from the others'; the launch
-sets it.
+counts the collectives of every backend if ``TORCH_FR_BUFFER_SIZE`` is set, which the launch does, and by process group:
+those of all groups are progress.
 """
 
 from rlhf_core.schemas.command_trainer import ProgressSource
@@ -18,10 +18,10 @@ class CollectivesSource:
 
     def __init__(self, status: words.RankFile) -> None:
         self._status = status
-        self._seen = (0, 0)
+        self._seen = 0
 
     def poll(self, now_s: float) -> Reading:
         """Poll once."""
-        counts = self._status.get(words.ENTERED), self._status.get(words.LEFT)
-        moved, self._seen = counts != self._seen, counts
+        moves = self._status.get(words.MOVES)
+        moved, self._seen = moves != self._seen, moves
         return Reading(moved=moved)
