@@ -31,6 +31,7 @@ class TrainerProgress:
         self._trainer = trainer
         self._checkpoint = checkpoint
         self._has_resumed = first_step == 0
+        self._low_scalar = 0
         self._num_strong = 0
 
     def note_steps(self, readings: Readings) -> None:
@@ -43,14 +44,23 @@ class TrainerProgress:
         # Once it has resumed, lower numbers count something else, such as epochs or the batches of an evaluation.
         self._has_resumed = self._has_resumed or any(step >= self.first_step for _, step in steps)
         for kind, step in steps:
-            # A program that resumes may still log at step 0: an evaluation before training, or a scalar without a step.
-            if not self._has_resumed and step > 0:
+            if self._has_started_over(kind, step):
                 raise TrainerIncomplete(
                     f"found step {step} ({kind}), expected {self.first_step} or later: the trainer was to resume "
                     f"from {self._checkpoint} but started over. Check trainer.resume and "
                     "trainer.resume_argv; the checkpoint is unchanged"
                 )
             self.step = max(self.step, step)
+
+    def _has_started_over(self, kind: ProgressSource, step: int) -> bool:
+        # A program that resumes may still log at step 0: an evaluation before training, or a scalar without a step.
+        if self._has_resumed or step <= 0:
+            return False
+        if kind is not ProgressSource.TENSORBOARD:
+            return True
+        # Its scalars may be by epoch. One such scalar is followed by one of a step; steps from the beginning go on.
+        self._low_scalar = self._low_scalar or step
+        return step > self._low_scalar
 
     def advance(self, readings: Readings, *, is_between_collectives: bool) -> bool:
         """Update the phase if the rank has moved.

@@ -8,9 +8,9 @@ from rlhf_core.worker.command.observation import Reading
 from rlhf_core.worker.command.progress import TrainerProgress
 
 
-def note(progress: TrainerProgress, *steps: int | None) -> int:
+def note(progress: TrainerProgress, *steps: int | None, kind: ProgressSource = ProgressSource.STDOUT) -> int:
     """Record the steps of several sources, and return the program's step."""
-    progress.note_steps([(ProgressSource.STDOUT, Reading(step=step)) for step in steps])
+    progress.note_steps([(kind, Reading(step=step)) for step in steps])
     return progress.step
 
 
@@ -28,3 +28,15 @@ def test_lower_numbers_around_a_resume_are_no_steps(resumed: TrainerProgress) ->
 def test_a_program_that_starts_over_is_found_by_its_first_step(resumed: TrainerProgress) -> None:
     with pytest.raises(TrainerIncomplete, match=r"found step 1 .* expected 4000 or later"):
         note(resumed, None, 1)
+
+
+def test_a_scalar_by_epoch_after_a_resume_is_no_start_over(resumed: TrainerProgress) -> None:
+    """`add_scalar("epoch/lr", rate, epoch)` may come first; every poll repeats it until there is another."""
+    noted = [note(resumed, step, kind=ProgressSource.TENSORBOARD) for step in (None, 3, 3, 4001, 4)]
+    assert noted == [4000, 4000, 4000, 4001, 4001]
+
+
+def test_scalars_that_go_on_from_the_beginning_are_a_start_over(resumed: TrainerProgress) -> None:
+    note(resumed, 1, kind=ProgressSource.TENSORBOARD)
+    with pytest.raises(TrainerIncomplete, match=r"found step 2 \(tensorboard\), expected 4000 or later"):
+        note(resumed, 2, kind=ProgressSource.TENSORBOARD)
