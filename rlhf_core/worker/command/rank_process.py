@@ -112,6 +112,16 @@ class RankProcess:
                 os.close(descriptor)
 
 
+def has_handler(pid: int, number: signal.Signals) -> bool:
+    """True if a process handles a signal, which ends most processes that do not."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    handled = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(handled.split()[1], 16) >> (number - 1) & 1)
+
+
 def _descriptor_of_parent(pid: int) -> int | None:
     """A descriptor that becomes readable when the parent of a process exits; None if it has exited already."""
     with contextlib.suppress(psutil.Error, ProcessLookupError):

@@ -1,10 +1,11 @@
 """Relays the request to save and stop to an external trainer.
 
 The first of three methods that is available is used: ``rlhf_core.callback`` saves at a step that rank 0 announces;
-``trainer.save_signal`` is sent to every rank; for a program that supports neither, the worker waits for the next
-checkpoint that it saves by itself.
+``trainer.save_signal`` is sent to every rank, or to the program if its ranks are not found and it handles the signal;
+for a program that supports neither, the worker waits for the next checkpoint that it saves by itself.
 """
 
+import os
 import signal
 from typing import Literal
 
@@ -12,7 +13,7 @@ from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.training.types import WorkerContext
 from rlhf_core.worker.command.in_rank import rlhf_rank_file as words
 from rlhf_core.worker.command.program import TrainerProgram
-from rlhf_core.worker.command.rank_process import RankProcess
+from rlhf_core.worker.command.rank_process import RankProcess, has_handler
 
 POLL_INTERVAL_S = 1.0
 END_TIMEOUT_S = 20.0
@@ -73,9 +74,26 @@ class SaveRequests:
         if has_callback:
             # A checkpoint saved before may be published only now; ending the program then would cut the new one off.
             self._wanted_step = step
-        elif self._signal is not None and self._program.rank is not None:
+        elif self._signal is not None and self._send(self._signal):
             self._wanted_step = step - 1  # some programs print a step as it begins
-            self._program.rank.send(self._signal)
+
+    def _send(self, number: signal.Signals) -> bool:
+        """Send the signal to the rank or, if none is found (Ray, ``mp.spawn``), to the program; True if it was sent."""
+        rank, launcher = self._program.rank, self._program.launcher
+        if rank is not None:
+            rank.send(number)
+            return True
+        if launcher is None:
+            return False  # another worker has started the program
+        if not has_handler(launcher, number):
+            print(
+                f"found no rank, and no handler of {number.name} in the program with pid {launcher}, which the signal "
+                "might end: awaiting the next checkpoint that it saves by itself",
+                flush=True,
+            )
+            return False
+        os.kill(launcher, number)
+        return True
 
     @property
     def newest_step(self) -> int:

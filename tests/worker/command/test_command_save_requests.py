@@ -7,7 +7,9 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from process_tools import until
 from program_contexts import context_of, trainer_of
+from watched_programs import started
 
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.training.types import WorkerContext
@@ -79,3 +81,32 @@ def test_a_run_directory_that_cannot_be_read_delays_the_request(
         assert (requests.newest_step, requests.is_stop_requested) == (0, False)
     requests.answer("stop", 90, POLL_INTERVAL_S)
     assert (requests.newest_step, requests.is_stop_requested, requests.is_stopping) == (80, True, False)
+
+
+PROGRAM = """
+import signal, sys, time
+from pathlib import Path
+folder = Path(sys.argv[1])
+if sys.argv[2] == "True":
+    signal.signal(signal.SIGUSR1, lambda *_: (folder / "asked").touch())
+(folder / "ready").touch()
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("has_handler", [True, False])
+def test_a_program_whose_ranks_are_not_found_gets_the_signal_if_it_handles_it(
+    tmp_path: Path, has_handler: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with Ray and `mp.spawn`. The signal would end any other program."""
+    context = context_of(tmp_path, save_signal="SIGUSR1")
+    with started(PROGRAM, tmp_path, has_handler) as program:
+        until((tmp_path / "ready").exists)
+        requests = requests_of(context, tmp_path, Mock(rank=None, launcher=program.pid))
+        requests.answer("stop", 9, 1.0)
+        assert requests.is_stop_requested
+        if has_handler:
+            until((tmp_path / "asked").exists)
+        else:
+            assert "no handler of SIGUSR1" in capsys.readouterr().out
+            assert program.process.poll() is None
