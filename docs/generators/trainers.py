@@ -197,7 +197,9 @@ For environment modules and containers:
 
 rlhf-flows watches an unmodified program from outside, through several sources. Only a *strong* source shows actual
 progress. Activity and stacks show merely that something is happening, which is also true of a busy loop; they count
-only until a strong source has reported, and before the first step, while the rank is in no collective.
+only until a strong source has reported, and before the first step, while the rank is in no collective. A `script`
+without a pattern for steps may report none: it counts as training after 8 seconds with progress. If it has a long
+set-up and its steps are in TensorBoard alone, name the sources in `trainer.progress`.
 
 The actors of Ray (OpenRLHF, verl) are not found: before the first step, any process of the launch line counts, and then
 only steps and checkpoints of the job. `rlhf wrap` therefore sets `supervise.floor_s` to half an hour for them. On

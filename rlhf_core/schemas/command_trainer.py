@@ -140,6 +140,9 @@ Signal = Literal["", "SIGUSR1", "SIGUSR2", "SIGTERM", "SIGINT", "SIGHUP"]
 Pattern = Annotated[str, StringConstraints(min_length=1, max_length=1_000)]
 
 
+_SOURCES_OF_STEPS = frozenset((ProgressSource.CALLBACK, ProgressSource.TRAINER_LOG, ProgressSource.TENSORBOARD))
+
+
 class CommandTrainer(Schema):
     """An external trainer, started with its own launch line in its own environment."""
 
@@ -215,6 +218,12 @@ class CommandTrainer(Schema):
         found += [ProgressSource.CHECKPOINTS]
         found += [ProgressSource.COLLECTIVES] if self.record_collectives else []
         return (*found, ProgressSource.ACTIVITY, ProgressSource.STACKS)
+
+    @property
+    def reports_steps(self) -> bool:
+        """True if the settings tell where its steps are read. The default sources are only looked for."""
+        by_pattern = any("step" in re.compile(pattern).groupindex for pattern in self.stdout_patterns)
+        return by_pattern or bool(_SOURCES_OF_STEPS & {*self.progress})
 
     @model_validator(mode="after")
     def _check_placeholders(self) -> Self:

@@ -4,14 +4,16 @@ The worker exits with the rank's exit code or signal, so that everything that fo
 restart) is the same as for a native worker. The program's output goes to the worker's log.
 """
 
+import contextlib
 import os
 import signal
 import time
 from pathlib import Path
 
 from rlhf_core.errors import BadInput, TrainerIncomplete
+from rlhf_core.files.appended import read_models
 from rlhf_core.schemas.command_trainer import SIGHTS, CommandTrainer, ProgressSource
-from rlhf_core.schemas.reports import Phase
+from rlhf_core.schemas.reports import MetricsLine, Phase
 from rlhf_core.training.types import RoleResult, WorkerContext
 from rlhf_core.worker import processes
 from rlhf_core.worker.command.in_rank import rlhf_rank_file as words
@@ -67,7 +69,7 @@ class Follower:
         self._place = LaunchPlace(context, trainer, agree(context, trainer))
         checkpoint, first_step = self._place.order.checkpoint, int(self._place.values["checkpoint_step"])
         self._program = TrainerProgram(self._place, self._status, prefix, reporter)
-        self._progress = TrainerProgress(trainer, first_step, checkpoint)
+        self._progress = TrainerProgress(trainer, first_step, checkpoint, self._read_step_of_job)
         self._sources: list[Source] = []
         self._next_poll_s = 0.0
         self._output = RankOutput(self._place.rank_output, context.local_rank, follows=trainer.launch == "per_node")
@@ -147,6 +149,12 @@ class Follower:
         """Record the program's current step; raise if it has started from scratch or if ranks train alone."""
         self._progress.note_steps(readings)
         self._require_together()
+
+    def _read_step_of_job(self) -> int:
+        """Newest step in the metrics of this start, which the worker of rank 0 writes; 0 if there is none."""
+        with contextlib.suppress(OSError):
+            return max((line.step for line in read_models(self._context.restart_dir.metrics, MetricsLine)), default=0)
+        return 0
 
     def _require_together(self) -> None:
         """Raise if ranks train alone: none fails, each produces the same model, and all but one waste their work.

@@ -1,6 +1,6 @@
 """Progress of an external trainer: its step and phase, from the readings of its sources of progress."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rlhf_core.errors import TrainerIncomplete
 from rlhf_core.schemas.command_trainer import SIGHTS, CommandTrainer, ProgressSource
@@ -8,7 +8,7 @@ from rlhf_core.schemas.reports import Phase
 from rlhf_core.worker.command.observation import Reading
 
 STEADY_POLLS = 16
-"""Polls with progress after which a program that reports no steps counts as training."""
+"""Polls with progress after which a rank that sees no steps may count as training."""
 
 Readings = Sequence[tuple[ProgressSource, Reading]]
 """One reading of each source."""
@@ -17,12 +17,15 @@ Readings = Sequence[tuple[ProgressSource, Reading]]
 class TrainerProgress:
     """Progress of the program since its start, as seen from one of its ranks."""
 
-    def __init__(self, trainer: CommandTrainer, first_step: int, checkpoint: str) -> None:
+    def __init__(
+        self, trainer: CommandTrainer, first_step: int, checkpoint: str, read_step_of_job: Callable[[], int]
+    ) -> None:
         """Begin in the set-up.
 
         Args:
             first_step: Step of the checkpoint that it resumes from; 0 if it starts from the beginning.
             checkpoint: Name of that checkpoint.
+            read_step_of_job: Reads the newest step that the worker of rank 0 has recorded, 0 if there is none.
         """
         self.first_step = first_step
         self.step = first_step
@@ -30,6 +33,7 @@ class TrainerProgress:
         self.phase = Phase.SETUP
         self._trainer = trainer
         self._checkpoint = checkpoint
+        self._read_step_of_job = read_step_of_job
         self._has_resumed = first_step == 0
         self._low_scalar = 0
         self._num_strong = 0
@@ -89,6 +93,9 @@ class TrainerProgress:
             return reported
         if self.step > self.first_step or self.phase is Phase.TRAIN:
             return Phase.TRAIN
-        # Arbitrary programs may report no steps at all; continued progress is then the only evidence.
-        silent = self._trainer.framework == "script" and self._num_strong > STEADY_POLLS
-        return Phase.TRAIN if silent else Phase.SETUP
+        if self._trainer.framework != "script" or self._num_strong <= STEADY_POLLS:
+            return Phase.SETUP
+        # Arbitrary programs may report no steps at all; continued progress is then the only evidence. Others may have
+        # as many collectives in their set-up, and often one rank alone prints the steps.
+        is_training = not self._trainer.reports_steps or self._read_step_of_job() > self.first_step
+        return Phase.TRAIN if is_training else Phase.SETUP

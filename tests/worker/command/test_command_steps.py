@@ -4,8 +4,9 @@ import pytest
 
 from rlhf_core.errors import TrainerIncomplete
 from rlhf_core.schemas.command_trainer import CommandTrainer, ProgressSource
+from rlhf_core.schemas.reports import Phase
 from rlhf_core.worker.command.observation import Reading
-from rlhf_core.worker.command.progress import TrainerProgress
+from rlhf_core.worker.command.progress import STEADY_POLLS, TrainerProgress
 
 
 def note(progress: TrainerProgress, *steps: int | None, kind: ProgressSource = ProgressSource.STDOUT) -> int:
@@ -17,7 +18,7 @@ def note(progress: TrainerProgress, *steps: int | None, kind: ProgressSource = P
 @pytest.fixture
 def resumed() -> TrainerProgress:
     trainer = CommandTrainer.model_validate({"argv": ["python", "train.py"], "num_steps": 5000})
-    return TrainerProgress(trainer, first_step=4000, checkpoint="step-004000")
+    return TrainerProgress(trainer, first_step=4000, checkpoint="step-004000", read_step_of_job=lambda: 0)
 
 
 def test_lower_numbers_around_a_resume_are_no_steps(resumed: TrainerProgress) -> None:
@@ -40,3 +41,27 @@ def test_scalars_that_go_on_from_the_beginning_are_a_start_over(resumed: Trainer
     note(resumed, 1, kind=ProgressSource.TENSORBOARD)
     with pytest.raises(TrainerIncomplete, match=r"found step 2 \(tensorboard\), expected 4000 or later"):
         note(resumed, 2, kind=ProgressSource.TENSORBOARD)
+
+
+@pytest.mark.parametrize(
+    ("settings", "step_of_job", "phase"),
+    [
+        ({"stdout_patterns": [r"step (?P<step>\d+)"]}, 0, Phase.SETUP),
+        ({"progress": ["tensorboard", "collectives", "activity"]}, 0, Phase.SETUP),
+        ({"stdout_patterns": [r"step (?P<step>\d+)"]}, 7, Phase.TRAIN),
+        ({"stdout_patterns": [r"rank \d+ at \d+"]}, 0, Phase.TRAIN),
+        ({}, 0, Phase.TRAIN),
+    ],
+    ids=["no step was printed", "no step was logged", "another rank prints", "no pattern of steps", "nothing is known"],
+)
+def test_a_long_set_up_is_training_only_where_no_step_can_tell(
+    settings: dict[str, object], step_of_job: int, phase: Phase
+) -> None:
+    """Broadcasts of a set-up, then minutes in which a server compiles: signs of life count until the first step."""
+    trainer = CommandTrainer.model_validate({"argv": ["python", "train.py"], "num_steps": 5000, **settings})
+    progress = TrainerProgress(trainer, first_step=0, checkpoint="", read_step_of_job=lambda: step_of_job)
+    for _ in range(STEADY_POLLS + 1):
+        progress.advance([(ProgressSource.COLLECTIVES, Reading(moved=True))], is_between_collectives=True)
+    assert progress.phase is phase
+    is_alive = progress.advance([(ProgressSource.ACTIVITY, Reading(moved=True))], is_between_collectives=True)
+    assert is_alive is (phase is Phase.SETUP)
