@@ -3,11 +3,17 @@
 import time
 from pathlib import Path
 
+import pytest
 from watched_programs import STEPS, Polls, Start, append, make_old, watched
 
 from rlhf_core.launch.wrap.arguments import VERL_PATTERNS
 from rlhf_core.worker.command.observation import StepFigures
-from rlhf_core.worker.command.sources.stdout import MAX_BYTES_PER_POLL, Stdout
+from rlhf_core.worker.command.sources.stdout import (
+    MAX_BYTES_PER_POLL,
+    MAX_LINE_CHARACTERS,
+    PART_CHARACTERS,
+    Stdout,
+)
 
 STEP_LINE = r"step (?P<step>\d+)(?: loss (?P<loss>\S+))?"
 BAR = r"(?P<step>\d+)/\d+ \["
@@ -55,6 +61,42 @@ def test_the_line_that_verl_prints_after_a_step(tmp_path: Path) -> None:
         1: {"entropy": 0.4, "loss": -0.013, "lr": 1e-6, "reward": 0.25},
         2: {"grad_norm": 0.3, "completion_length": 98.0, "step_time": 41.2},
     }
+
+
+def test_the_line_of_verl_after_a_validation_begins_with_hundreds_of_other_metrics(tmp_path: Path) -> None:
+    polls = stdout(tmp_path, *VERL_PATTERNS)
+    validation = "".join(f" - val-aux/math_dapo/score/maj@{number}/mean:0.4{number}" for number in range(200))
+    assert len(validation) > 8_000
+    append(tmp_path / "log", f"step:3{validation} - critic/score/mean:-0.8 - timing_s/step:1268.4\n")
+    assert polls.poll().metrics == [StepFigures(3, {"reward": -0.8, "step_time": 1268.4})]
+
+
+@pytest.mark.parametrize("shift", range(60))
+def test_a_value_on_the_border_of_two_parts_of_a_line_is_whole(tmp_path: Path, shift: int) -> None:
+    polls = stdout(tmp_path, r"^step (?P<step>\d+)", r"loss (?P<loss>\S+)( .*)?$", r" grad_norm=(?P<grad_norm>\d+)\b")
+    filler = "x" * (PART_CHARACTERS - 7 - shift)
+    append(tmp_path / "log", f"step 7 {filler} grad_norm=123456 {filler} loss 0.25 step 9\n")
+    (found,) = polls.poll().metrics
+    assert (found.step, found.values) == (7, {"grad_norm": 123456.0, "loss": 0.25})
+
+
+@pytest.mark.parametrize("pattern", [*VERL_PATTERNS, r".*loss=(?P<loss>\S+)", r"(?P<step>\d+)/\d+ \["])
+@pytest.mark.parametrize(
+    "text", ["step:1", "step:1 - ", " - actor/lr:np.", "1", " - critic/score/mea", "A brown fox. "]
+)
+def test_a_line_ten_times_as_long_does_not_take_a_hundred_times_as_long(
+    tmp_path: Path, pattern: str, text: str
+) -> None:
+    polls = stdout(tmp_path, pattern)
+
+    def seconds(length: int) -> float:
+        append(tmp_path / "log", f"{(text * length)[:length]}\n")
+        started = time.perf_counter()
+        polls.poll()
+        return time.perf_counter() - started
+
+    short = max(seconds(MAX_LINE_CHARACTERS // 10), 0.02)
+    assert seconds(MAX_LINE_CHARACTERS) < 40 * short
 
 
 def test_a_step_that_is_printed_again_shows_no_progress(tmp_path: Path) -> None:

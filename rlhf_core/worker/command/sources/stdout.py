@@ -15,8 +15,13 @@ from rlhf_core.worker.command.observation import Reading, StepFigures, Watched, 
 
 MAX_BYTES_PER_POLL = 1 << 20
 """Maximum read from a log per poll; the rest follows at the next poll."""
-MAX_LINE_CHARACTERS = 4_000
-"""Length of the prefix of a line that patterns are matched against: some patterns are very slow on very long lines."""
+MAX_LINE_CHARACTERS = 1 << 15
+"""Length of the prefix of a line that patterns are matched against. The line that verl prints after a validation may
+have 20,000 characters, the metrics of the validation first."""
+PART_CHARACTERS = 4_000
+"""Length of the parts in which a longer line is searched."""
+OVERLAP_CHARACTERS = 400
+"""Length that two parts have in common: what is matched across their border is at most that long."""
 _LINE_END = re.compile(rb"[\r\n]+")
 STEP_GROUP = "step"
 
@@ -53,7 +58,7 @@ class Stdout:
         moved = False
         line = ANSI.sub("", line)
         for pattern in self._patterns:
-            found = pattern.search(line)
+            found = _search(pattern, line)
             if found is None:
                 continue
             values = numbers_of({name: text for name, text in found.groupdict().items() if text is not None})
@@ -67,6 +72,22 @@ class Stdout:
             if values and self._step is not None:
                 figures.append(StepFigures(self._step, values))
         return moved
+
+
+def _search(pattern: re.Pattern[str], line: str) -> re.Match[str] | None:
+    """First match in a line. A long line is searched in parts: the time of some patterns, such as ``.*loss=(.+)``,
+    grows with the square of the length."""
+    for start in range(0, max(1, len(line)), PART_CHARACTERS - OVERLAP_CHARACTERS):
+        end = start + PART_CHARACTERS
+        found = pattern.search(line, start, end)
+        # A value that ends with its part may go on in the next one.
+        if found is not None and (
+            end >= len(line) or all(found.end(one) < end for one in range(1, pattern.groups + 1))
+        ):
+            return found
+        if end >= len(line):
+            break
+    return None
 
 
 class _Log:
