@@ -35,6 +35,8 @@ class JobRecord:
         self._metrics = StepMetricsFile(context.restart_dir.metrics, trainer, first_step)
         self._health = MetricJudge(context.spec.health, first_step)
         self._publisher = CheckpointPublisher(context, trainer, output_dir, first_step)
+        self._first_step = first_step
+        self._has_judged_model = first_step > 0
         self._next_poll_s = 0.0
         self._reported: set[str] = set()
 
@@ -79,6 +81,7 @@ class JobRecord:
             self._next_poll_s = now_s + POLL_INTERVAL_S
             self._publisher.consider(now_s)
             self._print_once(self._publisher.problem)
+            self._require_model()
 
     def publish_last(self) -> None:
         """Begin to publish what a program that has exited by itself has left: nothing of it is cut off."""
@@ -97,6 +100,7 @@ class JobRecord:
             time.sleep(POLL_INTERVAL_S)
             self.publish_last()
             self._await_publisher(beat)
+        self._require_model()
         for pattern in self._trainer.artifacts:
             for path in sorted(self._output_dir.glob(pattern)):
                 beat()
@@ -118,6 +122,20 @@ class JobRecord:
                 "is evaluated and promoted. Have the trainer save at its end."
             )
             self._warn(FailureKind.INCOMPLETE, message, wanted)
+
+    def _require_model(self) -> None:
+        """Warn if the first checkpoint has no model: the evaluation would fail, but only after the training."""
+        spec, step = self._context.spec, self.newest_step
+        if self._has_judged_model or step == self._first_step or not spec.is_evaluated:
+            return
+        self._has_judged_model = True
+        if not self._context.run_dir.checkpoint(step).model.is_dir():
+            message = (
+                f"The checkpoint of step {step} has no weights in the format of Hugging Face: the evaluation after "
+                "training will fail. Have the trainer save them (with ZeRO-3 of DeepSpeed, set "
+                "stage3_gather_16bit_weights_on_model_save), or leave data.eval out and evaluate the model elsewhere."
+            )
+            self._warn(FailureKind.CONFIG, message, step)
 
     def _await_publisher(self, beat: Callable[[], None]) -> None:
         while self._publisher.is_busy:

@@ -46,16 +46,8 @@ from rlhf_core.worker.command.found_checkpoints import (
 )
 from rlhf_core.worker.command.launch import OWN_NAME, own_name
 
-MODEL_FILES = (
-    "*.safetensors",
-    "*.json",
-    "pytorch_model*.bin",
-    "adapter_model*.bin",
-    "*.model",
-    "*.txt",
-    "*.jinja",
-    "*.py",
-)
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin", "adapter_model*.bin")
+MODEL_FILES = (*WEIGHT_FILES, "*.json", "*.model", "*.txt", "*.jinja", "*.py")
 """Files of a checkpoint that make up a Hugging Face model directory."""
 NOT_OF_MODEL = ("trainer_state.json", "args.json", "scheduler*", "optimizer*", "rng_state*", "training_args*")
 
@@ -332,8 +324,9 @@ def _link(source: Path, target: Path, copy: Callable[[Path, Path], object] = shu
 
 
 def _link_model(source: Path, target: Path) -> None:
-    """Collect the model and tokenizer files, if the program writes them in Hugging Face's layout."""
-    if not any((source / name).is_file() for name in ("config.json", "adapter_config.json")):
+    """Collect the model and tokenizer files, if the program writes a whole model in Hugging Face's layout."""
+    has_config = any((source / name).is_file() for name in ("config.json", "adapter_config.json"))
+    if not has_config or not any(any(source.glob(pattern)) for pattern in WEIGHT_FILES):
         return
     target.mkdir()
     for path in sorted(source.iterdir()):

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from made_reports import stored_spec
 from process_tools import until
 from program_contexts import context_of, trainer_of
 
@@ -15,6 +16,7 @@ from rlhf_core.files.appended import read_models
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.command_trainer import CommandTrainer, ProgressSource
+from rlhf_core.schemas.data import DataSpec
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import MetricsLine, TrainerWarning
 from rlhf_core.worker.command import published
@@ -196,3 +198,30 @@ def test_a_model_older_than_the_training_is_an_incident(tmp_path: Path) -> None:
     (warning,) = read_models(run_dir.attempt(1).restart(0).warnings, TrainerWarning)
     assert warning.failure_kind is FailureKind.INCOMPLETE
     assert "of step 16, but training ended at step 20" in warning.message
+
+
+@pytest.mark.parametrize(("files", "is_evaluated", "num_warnings"), [
+    (("config.json",), True, 1),
+    (("config.json", "model.safetensors"), True, 0),
+    (("config.json",), False, 0),
+])  # fmt: skip
+def test_a_checkpoint_that_cannot_be_evaluated_is_an_incident_during_training(
+    tmp_path: Path, files: tuple[str, ...], is_evaluated: bool, num_warnings: int
+) -> None:
+    context = context_of(tmp_path, framework="trl", num_steps=20)
+    data = DataSpec(eval="eval.jsonl" if is_evaluated else "")
+    spec = context.spec.model_copy(update={"data": data})
+    context = dataclasses.replace(context, stored=stored_spec(context.run_dir.run_id, spec))
+    context.restart_dir.root.mkdir(parents=True)
+    output = tmp_path / "output"
+    output.mkdir()
+    record = JobRecord(context, trainer_of(context), output, first_step=0)
+    for step in (4, 8):
+        folder = state(output / f"checkpoint-{step}", step)
+        for file in files:
+            (folder / file).write_text("{}")
+        record._publisher.consider(0.0, ended=True)
+        until(lambda: not record._publisher.is_busy)
+        record.take([], time.monotonic(), ended=True)
+    warnings = read_models(context.restart_dir.warnings, TrainerWarning)
+    assert [(one.failure_kind, one.step) for one in warnings] == [(FailureKind.CONFIG, 4)] * num_warnings

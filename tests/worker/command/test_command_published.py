@@ -56,6 +56,19 @@ def test_a_checkpoint_is_linked_checked_and_outlives_its_original(tmp_path: Path
     assert list(context.run_dir.checkpoints_dir.glob(".*")) == []
 
 
+def test_a_checkpoint_without_weights_has_no_model(tmp_path: Path) -> None:
+    """As that of transformers under ZeRO-3, unless DeepSpeed gathers the weights."""
+    context = context_of(tmp_path)
+    saved = save(context, 10)
+    (saved.path / "model.safetensors").unlink()
+    (saved.path / "global_step10").mkdir()
+    (saved.path / "global_step10" / "zero_pp_rank_0_mp_rank_00_model_states.pt").write_text("a part")
+    published.publish(context, trainer_of(context), output_dir(context), saved)
+    checkpoint = context.run_dir.checkpoint(10)
+    assert (checkpoint.root / "checkpoint-10" / "config.json").exists()
+    assert not checkpoint.model.exists()
+
+
 def test_without_links_it_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(source: object, target: object) -> None:
         raise OSError(errno.EXDEV, "another file system")
