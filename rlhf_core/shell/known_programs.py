@@ -71,6 +71,7 @@ FLAGS: Mapping[str, frozenset[str]] = {
     "docker": _words(
         "i t d it interactive tty detach rm privileged init P publish_all read_only no_healthcheck oom_kill_disable"
     ),
+    "enroot": _words("r root w rw"),
     "container": _words(
         "nv nvccli rocm cleanenv e c contain C containall writable_tmpfs w writable no_home f fakeroot u userns no_eval"
         " compat"
@@ -100,6 +101,7 @@ WRAPPERS: Mapping[str, tuple[str, ...]] = {
     "ray": ("job", "submit"),
     "apptainer": ("exec",),
     "singularity": ("exec",),
+    "enroot": ("start",),
     "docker": ("run",),
     "podman": ("run",),
     "sudo": (),
@@ -107,8 +109,10 @@ WRAPPERS: Mapping[str, tuple[str, ...]] = {
 """Programs that only start another program, with the words of their subcommand."""
 SUBMITTER = "submitter"
 """Name of the wrapper for any program with the words ``-- LAUNCHER``: mason.py of open-instruct, for instance."""
-CONTAINERS = _words("apptainer singularity docker podman")
+CONTAINERS = _words("apptainer singularity enroot docker podman")
 """Wrappers with one word before the program: the image."""
+BOUND_CONTAINERS = _words("apptainer singularity")
+"""Those that take folders to bind from a variable, so that a run can show the program its own."""
 
 LAUNCHERS: Mapping[str, tuple[Launcher, tuple[str, ...]]] = {
     "torchrun": ("torchrun", ()),

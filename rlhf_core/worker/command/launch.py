@@ -14,7 +14,8 @@ from rlhf_core.presets import drivers_folder
 from rlhf_core.schemas.base import Int32, Label, Schema
 from rlhf_core.schemas.command_trainer import CommandTrainer, fill
 from rlhf_core.schemas.launch_values import after_setup, values_of_spec
-from rlhf_core.shell.launch_line import read_launch_line
+from rlhf_core.shell.known_programs import BOUND_CONTAINERS
+from rlhf_core.shell.launch_line import LaunchLine, read_launch_line
 from rlhf_core.training.types import WorkerContext
 from rlhf_core.worker.command.in_rank.rlhf_rank_file import PATH_VARIABLE
 from rlhf_core.worker.liveness.collectives import BUFFER_SIZE, BUFFER_VARIABLE
@@ -110,11 +111,25 @@ class LaunchPlace:
         """The launch line, including the arguments that resume from a checkpoint."""
         values = self.values
         resumes = self.order.checkpoint and self.trainer.resume == "argument"
-        line = [*self.trainer.argv, *(self.trainer.resume_argv if resumes else ())]
+        line = [*self._line(), *(self.trainer.resume_argv if resumes else ())]
         filled = [fill(item, values) for item in line]
         if _ASSIGNMENT.match(filled[0]):  # as a shell reads it
             filled.insert(0, "env")
         return after_setup(self.trainer.setup, values, self.trainer.environment, filled)
+
+    def _line(self) -> tuple[str, ...]:
+        """The launch line. Accelerate, which ``trl`` starts as well, gets the folder for the output of its ranks: it
+        takes PET_REDIRECTS from the environment, but not PET_LOG_DIR (1.15, ``_filter_args``), and torch would put the
+        output into a temporary folder."""
+        line, logs = self._parsed, f"--log_dir={self.rank_output}"
+        if line.launcher == "accelerate":
+            place = next(item.stop for item in line.items if item.role == "launcher")
+            return (*line.argv[:place], logs, *line.argv[place:])
+        return (*line.argv, logs) if line.launcher == "trl" else line.argv
+
+    @cached_property
+    def _parsed(self) -> LaunchLine:
+        return read_launch_line(self.trainer.argv)
 
     def program(self, search: str | None) -> str | None:
         """Path of the program that the launch line starts; None if there is none.
@@ -147,7 +162,7 @@ class LaunchPlace:
             "NPROC_PER_NODE": self.values["ranks_per_node"],
             "PYTHONUNBUFFERED": "1",
             # An actor of Ray sets its LOCAL_RANK itself, so that a helper that it starts would pass for the rank.
-            PATH_VARIABLE: "" if read_launch_line(self.trainer.argv).is_of_ray else status,
+            PATH_VARIABLE: "" if self._parsed.is_of_ray else status,
             "RLHF_RECORD_COLLECTIVES": str(int(self.trainer.record_collectives)),
         }
         found.setdefault(BUFFER_VARIABLE, BUFFER_SIZE)
@@ -169,7 +184,13 @@ class LaunchPlace:
             # Before even the trainer's own PATH: preflight looked the program up in this order.
             found["PATH"] = os.pathsep.join([str(folder / "bin"), found.get("PATH", os.defpath)])
         paths = [str(IN_RANK), found.get("PYTHONPATH", "")]
-        return found | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        return found | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | self._bound_folders(found)
+
+    def _bound_folders(self, variables: Mapping[str, str]) -> dict[str, str]:
+        """Variables by which Apptainer shows the program the folders of the run, which its image lacks."""
+        folders = [self.context.run_dir.root, drivers_folder(), IN_RANK]
+        names = [f"{one.name.upper()}_BIND" for one in self._parsed.wrappers if one.name in BOUND_CONTAINERS]
+        return {name: ",".join(filter(None, [variables.get(name), *map(str, folders)])) for name in names}
 
     def _as_task_of_slurm(self) -> dict[str, str]:
         """Variables of a rank that srun had started itself: those inherited are of the agent, one task per node."""

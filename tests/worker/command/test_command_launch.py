@@ -7,6 +7,7 @@ from pathlib import Path
 
 from program_contexts import context_of, trainer_of
 
+from rlhf_core.presets import drivers_folder
 from rlhf_core.schemas.command_trainer import PLACEHOLDERS
 from rlhf_core.training.types import WorkerContext
 from rlhf_core.worker.command.in_rank.rlhf_rank_file import PID, RankFile, rank_path
@@ -101,6 +102,27 @@ def test_a_launcher_does_not_inherit_the_rank_of_its_worker(tmp_path: Path) -> N
     per_rank = place_of(context_of(tmp_path, launch="per_rank")).environment("/s", base, None)
     assert (per_rank["RANK"], per_rank["TORCHELASTIC_USE_AGENT_STORE"]) == ("1", "True")
     assert "RLHF_SLOTS" not in per_rank
+
+
+def test_accelerate_gets_the_folder_for_the_output_of_its_ranks(tmp_path: Path) -> None:
+    """It reads PET_REDIRECTS and not PET_LOG_DIR: torch would put the output into a temporary folder, unseen."""
+    argv = ["accelerate", "launch", "--num_processes", "2", "-m", "theirs.train", "--log_dir", "of_the_program"]
+    context = context_of(tmp_path, argv=argv)
+    logs = f"--log_dir={context.restart_dir.rank_output / context.node}"
+    assert place_of(context).arguments() == [*argv[:2], logs, *argv[2:]]
+    assert place_of(context_of(tmp_path, argv=["trl", "sft", "--bf16"])).arguments()[:3] == ["trl", "sft", "--bf16"]
+    assert place_of(context_of(tmp_path, argv=["trl", "sft"])).arguments()[-1].startswith("--log_dir=")
+    assert place_of(context_of(tmp_path, argv=["torchrun", "t.py"])).arguments() == ["torchrun", "t.py"]
+
+
+def test_the_folders_of_the_run_are_bound_into_an_image_of_apptainer(tmp_path: Path) -> None:
+    context = context_of(tmp_path, argv=["apptainer", "exec", "--nv", "a.sif", "{drivers}/ray_node.sh", "python"])
+    folders = [str(context.run_dir.root), str(drivers_folder()), str(IN_RANK)]
+    found = place_of(context).environment("/s", {"APPTAINER_BIND": "/data"}, None)
+    assert found["APPTAINER_BIND"].split(",") == ["/data", *folders]
+    of_singularity = context_of(tmp_path, argv=["singularity", "run", "a.sif", "python", "t.py"])
+    assert place_of(of_singularity).environment("/s", {}, None)["SINGULARITY_BIND"].split(",")[1:]
+    assert not [name for name in place_of(context_of(tmp_path)).environment("/s", {}, None) if "BIND" in name]
 
 
 def test_a_rank_has_the_task_numbers_that_srun_would_have_given_it(tmp_path: Path) -> None:
