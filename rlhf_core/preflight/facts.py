@@ -103,6 +103,9 @@ class TrainerSide:
     """Scripts and configs of the launch line that do not exist."""
     has_callback: bool = False
     """True if the script of the launch line names ``rlhf_core.callback``; False if it does not or cannot be read."""
+    never_resumes: str = ""
+    """Script of the launch line that calls ``train`` of a Trainer and never tells it to resume; empty if it does or
+    cannot be read."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Settings of the program's own config files, names normalised as in a launch line."""
     launcher_settings: Mapping[str, str] = field(default_factory=dict)

@@ -25,9 +25,10 @@ from rlhf_core.schemas.run import RunSpec
 from rlhf_core.shell.known_programs import CONDAS
 from rlhf_core.shell.launch_line import LaunchLine, normalized, read_launch_line
 from rlhf_core.shell.script import read_shell
+from rlhf_core.shell.training_script import never_resumes
 
 _SCRIPTS = (".py", ".sh")
-_CALLBACK = b"rlhf_core.callback"
+_CALLBACK = "rlhf_core.callback"
 _OF_SHELL = frozenset((
     "module", "ml", "source", ".", *CONDAS, "eval", "ulimit", "umask", "shopt", "cd", "echo",
 ))  # fmt: skip
@@ -59,10 +60,12 @@ def inspect_trainer(spec: RunSpec, place: TrainerPlace, tick: Tick = lambda: Non
     values = {**values_of_spec(spec), "code": str(place.code), "drivers": str(drivers_folder())}
     line = read_launch_line(filled_argv(spec, values))
     working_dir = _working_dir(trainer, values)
+    texts = {name: _script_text(name, working_dir) for name in _scripts(line)}
     side = replace(
         _configs(line, working_dir),
         missing_files=tuple(_missing(line, working_dir)),
-        has_callback=any(_names_callback(path, working_dir) for path in _scripts(line)),
+        has_callback=any(_CALLBACK in text for text in texts.values()),
+        never_resumes=next((name for name, text in texts.items() if never_resumes(text)), ""),
     )
     try:
         folder = str(environment_folder(trainer.environment, place.home)) if trainer.environment else ""
@@ -148,11 +151,13 @@ def _scripts(line: LaunchLine) -> list[str]:
     return [line.program[0]] if line.program and not line.is_module and line.program[0].endswith(_SCRIPTS) else []
 
 
-def _names_callback(script: str, folder: Path | None) -> bool:
+def _script_text(script: str, folder: Path | None) -> str:
+    """Text of a script; empty if it cannot be read, which ``missing_files`` reports."""
     try:
-        return _CALLBACK in read_document(Path(script) if folder is None else folder / script, follow_link=True)
+        content = read_document(Path(script) if folder is None else folder / script, follow_link=True)
     except OSError:
-        return False  # reported in missing_files
+        return ""
+    return content.decode("utf-8", errors="replace")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -175,6 +180,8 @@ def _configs(line: LaunchLine, folder: Path | None) -> TrainerSide:
             nested = content.get("deepspeed_config")
             if target is launcher and isinstance(nested, dict):  # accelerate takes its keys for options as well
                 content = {**content, **nested}
+                if named := nested.get("deepspeed_config_file"):
+                    deepspeed = _read(Path(str(named)) if folder is None else folder / str(named)) or deepspeed
             target.update({normalized(key): text_of(value) for key, value in content.items() if value is not None})
     return TrainerSide(settings=settings, launcher_settings=launcher, deepspeed=deepspeed, unread=tuple(unread))
 

@@ -124,7 +124,7 @@ def waiting_for_engines(start_timeout_s: float, number: int = 2) -> Facts:
 
 def with_engine_nodes(nodes: int, engines: int, *, gpus: int = 0, there: int = 4, **rollout: Any) -> Facts:
     """Healthy facts of a run with engines on separate nodes, on a cluster of four nodes."""
-    resources = {"num_nodes": there, "ranks_per_node": 2, "gpus_per_node": gpus}
+    resources = {"num_nodes": there, "ranks_per_node": 2, "gpus_per_node": gpus, "cpus_per_rank": 4 if gpus else 1}
     facts = with_spec(rollout={"engines": engines, "nodes": nodes, **rollout}, resources=resources)
     inventory = FakeScheduler(nodes=tuple("abcd"), gpus_per_node=gpus, memory_gb=8).inventory()
     return replace(facts, inventory=inventory, scheduler="slurm")

@@ -93,7 +93,8 @@ def swift(line: str = SWIFT, **changes: Any) -> Facts:
 
 
 def on_gpus(line: str, weight_bytes: int = 0, **changes: Any) -> Facts:
-    facts = command(without(" --use_cpu true", line), sections={"resources": {"gpus_per_node": 2}}, **changes)
+    resources = {"gpus_per_node": 2, "cpus_per_rank": 4}
+    facts = command(without(" --use_cpu true", line), sections={"resources": resources}, **changes)
     nodes = ("a", "b")
     inventory = FakeScheduler(
         nodes=nodes,
@@ -182,6 +183,15 @@ def test_sources_that_see_nothing_of_a_program_on_ray_are_named() -> None:
 
 def with_deepspeed(content: Mapping[str, Any], more: str = "") -> Facts:
     return command(f"{TORCHRUN} --deepspeed /d/ds.json {more}", side={"deepspeed": content})
+
+
+GATHER = "stage3_gather_16bit_weights_on_model_save"
+
+
+def evaluated(facts: Facts) -> Facts:
+    """The same with an evaluation after training."""
+    data = facts.spec.data.model_copy(update={"eval": "/d/eval.jsonl"})
+    return replace(facts, spec=facts.spec.model_copy(update={"data": data}))
 
 
 ONE_NODE = {"resources": {"num_nodes": 1}}
@@ -323,6 +333,27 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         "turns on bf16 and fp16",
     ),
     ("command.deepspeed", BLOCKED, with_deepspeed({"bf16": {"enabled": True}}, "--bf16 false"), "--bf16 false"),
+    (
+        "command.resume",
+        WARNING,
+        command(side={"never_resumes": "/d/train.py"}),
+        "write trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)",
+    ),
+    ("command.logs", BLOCKED, command(TORCHRUN.replace("/d/train.py", "--log-dir logs /d/train.py")), "--log_dir"),
+    ("command.logs", BLOCKED, command(f"trl grpo {STEPS} {BATCH} --log_dir logs"), "remove --log_dir"),
+    ("command.logs", BLOCKED, command(variables={"PET_LOG_DIR": "/logs"}), "rlhf logs RUN --rank N"),
+    ("command.container", WARNING, command(f"enroot start image {TORCHRUN}"), "run directory, which is in /runs"),
+    ("command.container", WARNING, command(f"docker run -v /data:/data image {TORCHRUN}"), "mount {run_dir}"),
+    *(
+        ("command.weights", WARNING, evaluated(facts), message)
+        for facts, message in (
+            (with_deepspeed({"zero_optimization": {"stage": 3}}), "stage3_gather_16bit_weights_on_model_save"),
+            (with_deepspeed({"zero_optimization": {"stage": 3, GATHER: False}}), "zero3_save_16bit_model"),
+            (command(side={"launcher_settings": {"zero_stage": "3"}}), "leave data.eval out"),
+            (command(framework="openrlhf"), "OpenRLHF"),
+            (command("python -m verl.trainer.main_ppo actor_rollout_ref.model.path=m", framework="script"), "verl"),
+        )
+    ),
     ("command.progress", WARNING, command(progress=("activity", "stacks")), "an endless loop"),
     ("command.progress", WARNING, command(progress=("tensorboard", "checkpoints")), "the rank that causes a hang"),
     ("command.progress", SKIPPED, command(TORCHRUN.replace("tensorboard", "wandb")), "--report_to wandb"),
@@ -359,6 +390,40 @@ def test_what_cannot_work_is_found(id: str, status: CheckStatus, facts: Facts, m
     findings = [result for result in found(facts, id) if result.status is status]
     assert findings, found(facts, id)
     assert any(message in f"{one.found} {one.expected} {one.advice}" for one in findings), findings
+
+
+@pytest.mark.parametrize(
+    ("id", "facts"),
+    [
+        ("command.weights", with_deepspeed({"zero_optimization": {"stage": 3}})),
+        ("command.weights", evaluated(with_deepspeed({"zero_optimization": {"stage": 3, GATHER: True}}))),
+        ("command.weights", evaluated(with_deepspeed({"zero_optimization": {"stage": 2}}))),
+        (
+            "command.weights",
+            evaluated(command(side={"launcher_settings": {"zero_stage": "3", "zero3_save_16bit_model": "true"}})),
+        ),
+        ("command.container", command(f"enroot start --mount {{run_dir}}:{{run_dir}} image {TORCHRUN}")),
+        ("command.container", command(f"docker run --volume=/runs:/runs image {TORCHRUN}")),
+        ("command.container", command(f"apptainer exec --nv image.sif {TORCHRUN}")),
+        ("command.resume", command(side={"never_resumes": "/d/train.py"}, resume="in_place")),
+        ("command.logs", command(f"{TORCHRUN} --log_dir of_the_script")),
+    ],
+)
+def test_what_works_is_not_reported(id: str, facts: Facts) -> None:
+    assert [one for one in found(facts, id) if one.status is not PASSED] == []
+
+
+def test_a_program_on_gpus_gets_enough_cores() -> None:
+    """A config without cores requests one for every rank, and one for all actors of Ray on a node."""
+    cores = {1: WARNING, 3: WARNING, 4: PASSED}
+    for cpus, status in cores.items():
+        facts = on_gpus(TORCHRUN)
+        resources = facts.spec.resources.model_copy(update={"cpus_per_rank": cpus})
+        (result,) = found(
+            replace(facts, spec=facts.spec.model_copy(update={"resources": resources})), "resources.cores"
+        )
+        assert (result.status, "cpus_per_rank=4" in result.advice) == (status, status is WARNING)
+    assert [one.status for one in found(command(), "resources.cores")] == [PASSED], "no GPUs"
 
 
 def test_steps_that_fit_before_the_limit_are_accepted() -> None:

@@ -133,6 +133,28 @@ def test_shell_lines_that_start_other_programs_run_on_the_nodes_only(line: str, 
     assert line[:5] in side.unseen
 
 
+@pytest.mark.parametrize(
+    ("text", "never"),
+    [
+        ("trainer.train()\n", True),
+        ("trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)\n", False),
+        ("from mine import main\nmain()\n", False),
+    ],
+)
+def test_a_script_that_never_resumes_its_trainer_is_named(text: str, never: bool, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(text)
+    side = inspected(tmp_path, ["python", "train.py"], working_dir=str(tmp_path))
+    assert side.never_resumes == ("train.py" if never else "")
+
+
+def test_the_config_of_deepspeed_is_found_through_that_of_accelerate(tmp_path: Path) -> None:
+    (tmp_path / "acc.yaml").write_text("deepspeed_config:\n  deepspeed_config_file: ds/z3.json\n")
+    (tmp_path / "ds").mkdir()
+    (tmp_path / "ds" / "z3.json").write_text('{"zero_optimization": {"stage": 3}}')
+    argv = ["accelerate", "launch", "--config_file", "acc.yaml", "train.py"]
+    assert inspected(tmp_path, argv, working_dir=str(tmp_path)).deepspeed == {"zero_optimization": {"stage": 3}}
+
+
 def test_a_module_is_looked_for_where_the_program_starts_and_on_its_path(tmp_path: Path) -> None:
     package = tmp_path / "repository" / "theirs"
     package.mkdir(parents=True)

@@ -1,14 +1,19 @@
 """Ranks and nodes of an external trainer: options of its launcher compared with the plan."""
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.launch_arguments import TRANSFORMERS, TrainerArguments, arguments_of
 from rlhf_core.preflight.launch_shape import FROM_ENVIRONMENT, LaunchShape, launch_shape
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
+from rlhf_core.shell.known_programs import BOUND_CONTAINERS, CONTAINERS
 
 _ONLY_HERE = frozenset({"localhost", "127.0.0.1", "0.0.0.0", "::1"})
 _OWN_LAUNCHERS = frozenset({"torchrun", "torchtune", "accelerate", "trl", "deepspeed", "mpirun", "srun"})
+_LOG_FOLDERS = ("log_dir", "enable_each_rank_log")
+"""Options of torchrun, accelerate and deepspeed for the folder with the output of their ranks."""
 
 
 @check("command.nodes", trainer="command")
@@ -105,6 +110,41 @@ def ranks(facts: Facts) -> Iterator[Finding]:
             "write {ranks_per_node} into trainer.argv"
             + (f", or set resources.ranks_per_node={number}" if number.isdigit() else ""),
         )
+
+
+@check("command.logs", trainer="command")
+def logs(facts: Facts) -> Iterator[Finding]:
+    """Output in a folder that only the launcher knows is in no log, and unseen by patterns and by the diagnosis."""
+    arguments = arguments_of(facts)
+    options = {**arguments.side.launcher_settings, **arguments.line.launcher_options}
+    if arguments.line.launcher == "trl":
+        options |= dict.fromkeys(arguments.line.arguments, "")
+    elsewhere = [f"--{name}" for name in _LOG_FOLDERS if name in options]
+    elsewhere += ["PET_LOG_DIR"] if "PET_LOG_DIR" in arguments.variables else []
+    for name in elsewhere:
+        yield blocked(
+            f"{name}: the launcher writes the output of the ranks to a folder of its own",
+            "the output of every rank in the logs of the run",
+            f"remove {name}; `rlhf logs RUN --rank N` shows the output of a rank",
+        )
+
+
+@check("command.container", trainer="command")
+def container(facts: Facts) -> Iterator[Finding]:
+    """A program in a container that lacks the folders of the run ends at its start, or loses what it writes."""
+    line, runs_dir = arguments_of(facts).line, facts.disk.runs_dir
+    for item in [item for item in line.items if item.role == "wrapper" and item.name in CONTAINERS]:
+        words = [part for word in line.argv[item.start : item.stop] for part in re.split("[,:=]", word)]
+        mounted = [Path(word) for word in words if word.startswith("/")]
+        if item.name in BOUND_CONTAINERS:
+            yield passed(f"{item.name}: the run binds its folders and scripts into the image")
+        elif "{run_dir}" not in words and not any(runs_dir.is_relative_to(folder) for folder in mounted):
+            yield warning(
+                f"{item.name} does not mount the run directory, which is in {runs_dir}",
+                "the run directory under the same path in the image",
+                "mount {run_dir}, and {drivers} if the launch line names it; or set slurm.container_kind and "
+                "slurm.container_image",
+            )
 
 
 @check("command.cpu", trainer="command")

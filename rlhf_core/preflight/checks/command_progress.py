@@ -1,19 +1,25 @@
 """Steps, checkpoints and progress of an external trainer."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.launch_arguments import TRANSFORMERS, TrainerArguments, arguments_of
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
 from rlhf_core.schemas.command_trainer import SIGHTS, ProgressSource, named_placeholders
 from rlhf_core.schemas.supervision import SuperviseSpec
+from rlhf_core.shell.launch_line import normalized
+from rlhf_core.shell.training_script import RESUME_KEYWORD, RESUMING_CALL
 
 PER_RANK_SOURCES = frozenset({ProgressSource.CALLBACK, ProgressSource.COLLECTIVES})
 """Strong sources that report the progress of each rank; the others report only that of the job."""
 
 SAVE_STEPS = 500
 """Default number of steps between checkpoints of transformers (``TrainingArguments.save_steps``)."""
+
+
+_GATHER = "stage3_gather_16bit_weights_on_model_save"
+"""Setting of DeepSpeed with which it saves a whole model under ZeRO-3."""
 
 
 @check("command.steps", trainer="command")
@@ -98,6 +104,37 @@ def _evaluations_for_the_best(arguments: TrainerArguments, strategy: str) -> Ite
         )
 
 
+@check("command.weights", trainer="command")
+def weights(facts: Facts) -> Iterator[Finding]:
+    """If checkpoints have no weights in the format of Hugging Face, the evaluation fails after days of training."""
+    arguments = arguments_of(facts)
+    if not facts.spec.is_evaluated:
+        return
+    lacking, advice = "", "leave data.eval out, and evaluate the model elsewhere"
+    if arguments.trainer.framework == "openrlhf":
+        lacking = "checkpoints of OpenRLHF are those of DeepSpeed"
+    elif any(name.startswith("actor_rollout_ref.") for name in arguments.line.arguments):
+        lacking = "checkpoints of verl have a part of the weights from every rank"
+    elif arguments.trainer.framework in TRANSFORMERS and _keeps_weights_apart(arguments):
+        lacking = "ZeRO-3 of DeepSpeed, without stage3_gather_16bit_weights_on_model_save"
+        advice = "set it to true in the config of DeepSpeed (accelerate: zero3_save_16bit_model), or " + advice
+    if lacking:
+        yield warning(
+            f"data.eval is set, but {lacking}", "checkpoints with the weights in the format of Hugging Face", advice
+        )
+
+
+def _keeps_weights_apart(arguments: TrainerArguments) -> bool:
+    """Return True if DeepSpeed saves the part of every rank alone; accelerate has options for what its config lacks."""
+    options = {**arguments.side.launcher_settings, **arguments.line.launcher_options}
+    zero = arguments.side.deepspeed.get("zero_optimization")
+    zero = zero if isinstance(zero, Mapping) else {"stage": "auto", _GATHER: "auto"}
+    stage, gathers = str(zero.get("stage")), str(zero.get(_GATHER, "false"))
+    stage = options.get("zero_stage", "") if stage == "auto" else stage
+    gathers = options.get("zero3_save_16bit_model", "false") if gathers == "auto" else gathers
+    return stage == "3" and gathers.lower() != "true"
+
+
 @check("command.resume", trainer="command")
 def resume(facts: Facts) -> Iterator[Finding]:
     """If a checkpoint is not found, or cannot be resumed from, training silently starts again at step 0."""
@@ -165,6 +202,14 @@ def _resume_of_transformers(arguments: TrainerArguments) -> Iterator[Finding]:
             "trainer.argv contains --resume_from_checkpoint",
             "the checkpoint of this run, added by trainer.resume_argv",
             "remove it from trainer.argv; use --model for a model to start from",
+        )
+    told = trainer.resume == "argument" and RESUME_KEYWORD in map(normalized, trainer.resume_argv)
+    if told and arguments.side.never_resumes:
+        yield warning(
+            f"{arguments.side.never_resumes} calls .train() and never names {RESUME_KEYWORD}: the Trainer does not "
+            "read the option itself, so a retry starts at step 0 and the run ends as incomplete",
+            "a script that gives the checkpoint to its Trainer",
+            f'write {RESUMING_CALL}, or set trainer.resume = "none"',
         )
 
 

@@ -263,6 +263,10 @@ def uneven_gpus(facts: Facts) -> Iterator[Finding]:
         yield passed(f"{len(enough)} nodes have {requested} GPUs or more")
 
 
+CORES_PER_GPU = 4
+"""Cores of a node for each GPU below which a rank usually waits for them. A rule of thumb; GPU nodes have 12 to 16."""
+
+
 @check("resources.cores")
 def cores(facts: Facts) -> Iterator[Finding]:
     """Ranks that share cores slow each other down, and every collective waits for the slowest."""
@@ -279,6 +283,16 @@ def cores(facts: Facts) -> Iterator[Finding]:
     if requested > available:
         yield warning(
             found, f"at most {available} cores per node", "lower resources.ranks_per_node or resources.cpus_per_rank"
+        )
+        return
+    processes, gpus = facts.spec.processes_per_node, resources.gpus_per_node
+    enough = min(CORES_PER_GPU * gpus, available // processes * processes)
+    # Only Slurm confines a job to the cores that it requests.
+    if facts.scheduler == "slurm" and requested < enough and not facts.slurm.in_extra("cpus-per-task"):
+        yield warning(
+            f"{found}, for {gpus} GPUs",
+            f"about {CORES_PER_GPU} cores for each GPU: for its rank, the loading of data, compilation and engines",
+            f"set resources.cpus_per_rank={-(-enough // processes)}; more if the job has its nodes to itself",
         )
     else:
         yield passed(found)
