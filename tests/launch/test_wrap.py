@@ -473,6 +473,106 @@ def test_the_way_to_resume_of_verl() -> None:
     assert "trainer" not in " ".join(wrapped("python /home/u/verl/my_train.py --steps 9").argv)
 
 
+def test_verl_removes_its_own_checkpoints() -> None:
+    """By default it keeps all of them, and retention removes only the links of the run."""
+    keeps = "trainer.max_actor_ckpt_to_keep={keep_last}"
+    line = "python -m verl.trainer.main_ppo trainer.n_gpus_per_node=8 trainer.total_training_steps=9"
+    assert {keeps, "trainer.max_critic_ckpt_to_keep={keep_last}"} <= {*wrapped(line).argv}
+    given = wrapped(f"{line} trainer.max_actor_ckpt_to_keep=3")
+    assert keeps in given.argv
+    assert setting(given, "checkpoint.keep_last") == 3
+    of_sft = wrapped("torchrun --nproc_per_node 2 -m verl.trainer.fsdp_sft_trainer trainer.total_training_steps=9")
+    assert "ckpt_to_keep" not in " ".join(of_sft.argv), "it has no such option, and Hydra refuses it"
+
+
+HF = "torchrun --nproc_per_node 2 train.py --max_steps 9 --output_dir o --save_steps 3 --report_to tensorboard"
+
+
+@pytest.mark.parametrize(
+    ("script", "resume", "is_found", "missing"),
+    [
+        ("trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)", None, True, ""),
+        ("trainer.train()\ntrainer.save_model()", "none", False, "never names resume_from_checkpoint"),
+        ("", None, False, "does not name resume_from_checkpoint"),
+        (None, None, False, "was not read"),
+    ],
+)
+def test_a_trainer_resumes_only_if_its_script_says_so(
+    script: str | None, resume: str | None, is_found: bool, missing: str
+) -> None:
+    """``Trainer.train`` does not read the option, and TRL's examples call it without an argument."""
+    found = wrapped(HF, {} if script is None else {"train.py": script})
+    assert setting(found, "trainer.resume") == resume
+    assert ["resume"] * is_found == [part.what for part in found.read if "resume" in f"{part.what} {part.place}"]
+    unread = [part.what for part in found.unread if part.what.startswith("the way it resumes")]
+    assert len(unread) == (not is_found)
+    assert all(missing in what for what in unread)
+
+
+@pytest.mark.parametrize("line", ["trl grpo --output_dir o", "swift sft", "llamafactory-cli train x.yaml"])
+def test_commands_that_resume_themselves_need_no_script(line: str) -> None:
+    found = wrapped(f"{line} --max_steps 9")
+    assert "resume" in [part.what for part in found.read]
+    assert not [part for part in found.unread if part.what.startswith("the way it resumes")]
+
+
+@pytest.mark.parametrize("launcher", ["torchrun --nproc_per_node 2", "accelerate launch --num_processes 2"])
+def test_the_output_of_ranks_is_left_to_the_run(launcher: str) -> None:
+    """In a folder of the launcher, it would be in no log."""
+    found = wrapped(f"{launcher} --log_dir logs --tee 3 train.py --steps 9 --log_dir mine")
+    line = " ".join(found.argv)
+    assert "--tee" not in line
+    assert line.endswith("train.py --steps {num_steps} --log_dir mine")
+    assert {"--log_dir", "--tee"} <= {part.what for part in found.read}
+    assert "--log-dir" not in " ".join(wrapped("torchrun --log-dir=logs train.py --steps 9").argv)
+
+
+@pytest.mark.parametrize(
+    ("line", "advice"),
+    [
+        ("torchrun --nproc_per_node 8 train.py", "1 core for each rank"),
+        ("python -m verl.trainer.main_ppo trainer.n_gpus_per_node=8", "1 core for Ray and all of its actors"),
+        ("srun -N1 --gpus-per-node=8 -c 8 python train.py", ""),
+        ("torchrun --nproc_per_node 8 train.py --use_cpu", ""),
+    ],
+)
+def test_cores_are_requested_or_named(line: str, advice: str) -> None:
+    advices = [part.advice for part in wrapped(line, steps=9).unread if part.what == "cores"]
+    assert len(advices) == bool(advice)
+    assert all(advice in text for text in advices)
+
+
+def test_folders_that_an_image_may_lack_are_named() -> None:
+    program = "torchrun --nproc_per_node 2 train.py --steps 9"
+    for line in (f"apptainer exec --nv a.sif {program}", f"singularity run a.sif {program}"):
+        found = wrapped(line)
+        assert "bound by the run, with its scripts" in [part.place for part in found.read]
+        assert [part.what for part in found.unread if "other folders" in part.what]
+    enroot = wrapped(f"enroot start --rw --mount /data:/data image {program}")
+    assert enroot.argv[:7] == ("enroot", "start", "--rw", "--mount", "/data:/data", "image", "torchrun")
+    assert "{run_dir}" in " ".join(part.advice for part in enroot.unread if part.what.startswith("enroot"))
+
+
+@pytest.mark.parametrize(
+    ("line", "is_continued"),
+    [
+        (f"{HF.removesuffix('tensorboard')}wandb tensorboard", True),
+        ("python -m verl.trainer.main_ppo trainer.logger=['console','wandb'] trainer.n_gpus_per_node=8", True),
+        ("python -m openrlhf.cli.train_ppo_ray --use_wandb true", True),
+        ("WANDB_PROJECT=x torchrun train.py", True),
+        ("trl sft --config c.yaml", True),
+        (HF, False),
+        ("WANDB_RUN_ID=mine torchrun train.py --report_to wandb", False),
+    ],
+)
+def test_all_starts_report_to_one_run_of_wandb(line: str, is_continued: bool) -> None:
+    found = wrapped(line, {"c.yaml": "report_to: [wandb]\noutput_dir: o\n"}, steps=9)
+    variables = setting(found, "trainer.variables") or {}
+    assert (variables.get("WANDB_RUN_ID"), variables.get("WANDB_RESUME")) == (
+        ("{run_id}", "allow") if is_continued else ("mine" if "mine" in line else None, None)
+    )
+
+
 def test_secrets_are_in_no_config() -> None:
     token = "hf_" + "a" * 20
     found = wrapped(f"HF_TOKEN={token} WANDB_API_KEY=abcdef python t.py --hub_token {token} --api_key=abcdef --lr 1")

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from rlhf_core.launch.wrap.draft import Draft, number
 from rlhf_core.launch.wrap.frameworks import OF_VERL, Family
+from rlhf_core.launch.wrap.trackers import read_trackers
+from rlhf_core.launch.wrap.trainer_resume import read_resume_of_trainer
 from rlhf_core.schemas.command_trainer import PLACEHOLDERS, named_placeholders
 
 STEPS = (
@@ -85,6 +87,7 @@ def read_arguments(draft: Draft, family: Family, steps: int | None) -> None:
     _read_seed(draft)
     _read_model(draft)
     _read_others(draft)
+    read_trackers(draft)
     _former_folder(draft, family)
     _own_placeholders(draft)
 
@@ -260,9 +263,7 @@ def _read_resume(draft: Draft, family: Family) -> None:
             instead = "trainer.resume_argv, if there is a checkpoint" if family.has_trainer else "removed"
             draft.report(f"--{name}", value or "(flag)", instead)
     if family.has_trainer:
-        spelling = family.spelled("resume_from_checkpoint")
-        joined = spelling.endswith("=")
-        draft.settings["trainer.resume_argv"] = [f"{spelling}{{checkpoint}}"] if joined else [spelling, "{checkpoint}"]
+        read_resume_of_trainer(draft, family)
         return
     draft.settings |= {"trainer.resume": "none"}
     draft.missing(
@@ -281,6 +282,11 @@ def _read_resume_of_verl(draft: Draft) -> None:
     else:
         draft.drop("argument", "trainer.resume_mode")
     draft.drop("argument", "trainer.del_local_ckpt_after_load")
+    if draft.line.is_of_ray:  # main_ppo and its likes: verl keeps all of its checkpoints by default
+        for option in ("trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep"):
+            if draft.given("argument", option) is None:
+                draft.report(option, "all, its default", "{keep_last}, from checkpoint.keep_last")
+            draft.put("argument", [option], "{keep_last}", f"{option}=")
     draft.settings |= {
         "trainer.checkpoint_name": "global_step_{step}",
         "trainer.checkpoint_complete": ["data*.pt"],
@@ -345,15 +351,6 @@ def _read_others(draft: Draft) -> None:
             item = draft.line.items[index]
             words = draft.line.argv[item.start : item.stop]
             draft.report(what, draft.value_at(index) if item.is_joined else " ".join(words[1:]), _STAYS)
-    if draft.given("argument", "report_to") == "none":
-        draft.missing(
-            "--report_to none: progress is only visible through checkpoints and outside observation of the ranks",
-            "write --report_to tensorboard",
-        )
-    folders = ("logging_dir", "tensorboard_dir", "use_tensorboard", "logger.tensorboard_dir")
-    for option in [option for option in folders if draft.given("argument", option)]:
-        draft.put("argument", [option], "{output_dir}/runs", "")
-        draft.report(f"--{option}", "folder of TensorBoard", "{output_dir}/runs, which is searched for progress")
 
 
 def _own_placeholders(draft: Draft) -> None:

@@ -129,7 +129,7 @@ def _recognised(draft: Draft) -> Family:
     hints, common = _TRANSFORMERS & names, _COMMON & names
     is_one = not _OWN_LOOPS & names and (len(hints) >= 2 or (len(hints) == 1 and len(common) >= 2))
     if is_one:
-        draft.report("transformers.Trainer", ", ".join(sorted(hints)[:3]), "its logs, checkpoints and way to resume")
+        draft.report("transformers.Trainer", ", ".join(sorted(hints)[:3]), "its logs and checkpoints")
     return Family("transformers" if is_one else "script", _algorithm(draft))
 
 

@@ -64,6 +64,13 @@ def read_launcher(draft: Draft) -> None:
         draft.missing(
             "GPUs on every node", "set resources.gpus_per_node (often the number of ranks); currently 0, for CPU"
         )
+    if not on_processors and "resources.cpus_per_rank" not in draft.settings:
+        user = "Ray and all of its actors on a node" if draft.line.is_of_ray else "each rank"
+        draft.missing(
+            "cores",
+            f"set resources.cpus_per_rank, currently 1 core for {user}: the cores of a node divided by "
+            "resources.ranks_per_node, if the job has its nodes to itself",
+        )
 
 
 def _read_variables(draft: Draft) -> None:
@@ -116,9 +123,15 @@ def _torchrun(draft: Draft) -> None:
         )
     if any(count not in ("", "0") for count in draft.drop("launcher_option", "max_restarts")):
         draft.report("--max_restarts", "of torchrun", "removed: supervise.max_restarts, from the newest checkpoint")
-    if draft.drop("launcher_option", "redirects", "r"):
-        draft.report("--redirects", "of torchrun", "removed: the run keeps the output of the ranks")
+    _drop_logs(draft)
     _put(draft, _TORCHRUN)
+
+
+def _drop_logs(draft: Draft) -> None:
+    """Remove the launcher's options for the output of its ranks, which would then be in no log of the run."""
+    for names in (("redirects", "r"), ("tee", "t"), ("log_dir",)):
+        for value in draft.drop("launcher_option", *names):
+            draft.report(f"--{names[0]}", value, "removed: the run keeps the output of every rank (rlhf logs)")
 
 
 def _ranks_or_gpus(draft: Draft, ranks: str | None) -> str | None:
@@ -145,6 +158,7 @@ def _accelerate(draft: Draft) -> None:
     if draft.find("launcher_option", "cpu") is not None:
         draft.settings.setdefault("resources.gpus_per_node", 0)
     draft.drop("launcher_option", "rdzv_backend", "rdzv_conf", "same_network", "max_restarts")
+    _drop_logs(draft)
     by_deepspeed = draft.find("launcher_option", "use_deepspeed") is not None
     if by_deepspeed or draft.in_files("distributed_type") == "DEEPSPEED":
         draft.drop("launcher_option", "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter")

@@ -21,7 +21,7 @@ from rlhf_core.launch.wrap.launchers import axolotl_launcher_words, read_launche
 from rlhf_core.launch.wrap.scripts import DROPPED, ScriptFacts, ScriptPlace, read_script, take_script_within
 from rlhf_core.launch.wrap.slurm_options import read_options, read_slurm, spelled, split_options
 from rlhf_core.schemas.slurm_values import VARIABLE
-from rlhf_core.shell.known_programs import SUBMITTER
+from rlhf_core.shell.known_programs import BOUND_CONTAINERS, CONTAINERS, SUBMITTER
 from rlhf_core.shell.launch_line import LaunchLine, Wrapper, read_launch_line
 from rlhf_core.text.redaction import is_secret_name
 
@@ -199,6 +199,22 @@ def _take_wrappers(draft: Draft) -> None:
             draft.words[index] = ()
         elif item.role == "wrapper":
             draft.report(item.name, " ".join(draft.words[index]), "stays before the launch line")
+            _folders_in_image(draft, item.name)
+
+
+def _folders_in_image(draft: Draft, container: str) -> None:
+    """Report what a program in a container sees of the run."""
+    if container in BOUND_CONTAINERS:
+        draft.report(f"folders in the image of {container}", "not in the line", "bound by the run, with its scripts")
+        draft.missing(
+            f"{container}: other folders that the image lacks",
+            "bind those of the model, the data and the code (--bind), unless they are in your home folder",
+        )
+    elif container in CONTAINERS:
+        draft.missing(
+            f"{container}: the image lacks the folders of the run, and perhaps those of model, data and code",
+            "mount them under the same paths, among them {run_dir} and {drivers}; or set slurm.container_kind",
+        )
 
 
 def _read_places(draft: Draft, facts: ScriptFacts) -> None:
