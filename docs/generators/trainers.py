@@ -51,9 +51,13 @@ the way it resumes │ set trainer.checkpoint_name, checkpoint_complete, resume 
 ```
 
 For programs of `transformers.Trainer` (TRL, ms-swift, LLaMA-Factory, axolotl), OpenRLHF and verl, it knows the
-checkpoints and the way to resume, and adds the options for output folder and checkpoints that the line lacks; also the
-one for steps, except to OpenRLHF. verl's steps and metrics are read from the lines of its console logger. verl itself
-has not been run.
+checkpoints, and adds the options for output folder and checkpoints that the line lacks; also the one for steps, except
+to OpenRLHF. verl's steps and metrics are read from the lines of its console logger. verl itself has not been run.
+
+It also knows the way to resume, with one exception: a script of your own with a `transformers.Trainer`. Its option
+`--resume_from_checkpoint` does nothing unless the script passes it on, with
+`trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)`; many examples call `trainer.train()`.
+`rlhf wrap` and `rlhf check` look into the script, and tell you if it lacks this.
 
 `rlhf check my.toml` shows all findings before anything starts; `rlhf run` makes the same checks. If your command sets a
 number of epochs, or no length at all, add `--steps N`: a run needs to know after how many optimizer steps it is
@@ -189,6 +193,10 @@ For environment modules and containers:
   to the whole job, before its agents start. `rlhf check` looks for the program after it has run these lines here, if
   they only prepare a shell (`module load`, `source`, `conda activate`, `export`); others run on the nodes only. If they
   fail on this machine, it warns you, and the probe of the nodes decides.
+- If the launch line starts the program in a container (`apptainer exec image.sif torchrun ...`), the image needs the
+  folders of the run under the same paths. For Apptainer and Singularity they are bound by the run, with
+  `APPTAINER_BIND` or `SINGULARITY_BIND`; those of your model, data and code are yours to bind. For enroot, docker and
+  podman, mount `{{run_dir}}`, and `{{drivers}}` if the line names it; `rlhf check` warns you if `{{run_dir}}` is not.
 - `slurm.container_kind` and `slurm.container_image` put the whole job into a container. The compute environment of
   rlhf-flows (`RLHF_COMPUTE_PYTHON`) must be visible inside it as well. `rlhf check` cannot look into the image and
   tells you what it skipped; the probe of the nodes runs inside the container.
@@ -299,7 +307,7 @@ Complete checkpoints are published in the run directory as *hard links*:
 ```text
 checkpoints/step-000040/
     checkpoint-40/     your trainer's own folder
-    model/             weights, config and tokenizer alone, where they are in the form of Hugging Face
+    model/             weights, config and tokenizer alone, if all are there in the form of Hugging Face
     published.txt      the path of that folder below the output folder
     COMPLETE           sizes and checksums of all files, written last
 ```
@@ -308,6 +316,11 @@ They take no space as long as the trainer keeps its own copy (on another file sy
 trainer deletes its copy, they stay: `checkpoint.keep_last` and the site's retention decide when they go. A program that
 changes the files of a checkpoint in place also changes the published one. Until it is published again with new
 checksums, which happens once it has not changed for as long, it is not used.
+
+Have the program delete its own old checkpoints, with `--save_total_limit {{keep_last}}` or the like: retention removes
+only the links of the run, so those that the program keeps fill the disk. Most keep all by default. For verl,
+`rlhf wrap` adds `trainer.max_actor_ckpt_to_keep={{keep_last}}` and the same for the critic. Megatron keeps all
+unless you give it `--save-retain-interval`, with which only those of multiples of this number of steps remain.
 
 After a failure, rlhf-flows verifies the checksums of the newest complete checkpoint and tells the program to resume
 from it, as `trainer.resume` says:
@@ -339,8 +352,10 @@ itself once it has saved, with code 0; the run then resumes from that checkpoint
 If you set `data.eval` and `evaluate.scorer`, the run evaluates the last checkpoint once training has ended, and
 compares it with `model.path`, the model before training. The evaluation runs on the same nodes, with the evaluator of
 rlhf-flows in its own compute environment. Rows have `data.prompt_column` and `data.answer_column`, as for the native
-trainer. The evaluator needs the `model/` folder, and so a checkpoint in Hugging Face format. Without `data.eval` there
-is no evaluation. Promotion (`[promote]`) uses the same folder and requires an evaluation.
+trainer. Without `data.eval` there is no evaluation. The evaluator needs the `model/` folder, and so a checkpoint in
+Hugging Face format. Those of verl and OpenRLHF are not, nor are those of ZeRO-3 unless DeepSpeed's config sets
+`stage3_gather_16bit_weights_on_model_save`. `rlhf check` warns you of that, and the first checkpoint without a model is
+an incident, long before the evaluation fails. Promotion (`[promote]`) uses the same folder and requires an evaluation.
 
 ## What counts as a failure
 
@@ -378,6 +393,12 @@ TROUBLE = {
     "`supervise.checkpoint_floor_s`)",
     "the log of the first rank holds all the output": "ranks of torchrun, and of launchers built on it, have their own "
     "logs (`rlhf logs RUN --rank 1`); other launchers mix the output",
+    "the logs of the ranks are empty": "the launch line has `--log_dir`, which hides their output from the run. Remove "
+    "it; `rlhf check` blocks it, and `rlhf wrap` leaves it out",
+    "training is slow, and GPUs wait": "a job gets the cores that it requests: `resources.cpus_per_rank` for every "
+    "rank, 1 by default. For Ray, one rank stands for all of a node. `rlhf check` warns below 4 cores per GPU",
+    "every restart is a new run in W&B": 'set `WANDB_RUN_ID = "{run_id}"` and `WANDB_RESUME = "allow"` in '
+    "`trainer.variables`, as `rlhf wrap` does if the launch line uses W&B",
     "CPO hangs on two ranks": "TRL is older than 0.17; `rlhf check` warns of "
     "[known bad versions](preflight.md#known-bad-versions)",
 }
