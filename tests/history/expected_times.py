@@ -50,16 +50,25 @@ class ExpectedTimes:
                     spans.append((event["time"], moves[0]))
             elif event["kind"] == "controller_started":
                 num_controllers += 1
-                if num_controllers > 1 and state not in ENDED and not self._is_queued(event["time"]):
+                if num_controllers > 1 and state not in ENDED and not self._has_job(event["time"]):
                     signs = self._signs_of_life(event["time"])
                     spans += [(max(signs), event["time"])] if signs else []
         return spans
 
-    def _is_queued(self, time: datetime) -> bool:
-        return any(
-            one["submitted_at"] and one["submitted_at"] < time and (one["started_at"] or time) >= time
+    def _has_job(self, time: datetime) -> bool:
+        """Return True if a job waits in a queue or has workers that are alive."""
+        is_queued = any(
+            one["submitted_at"] and one["submitted_at"] < time and (self.start(one) or time) >= time
             for one in self.rows["attempts"]
         )
+        starts = [one for one in self.rows["restarts"] if one["started_at"]]
+        return is_queued or any(one["started_at"] < time <= one["ended_at"] for one in starts)
+
+    def start(self, attempt: Row) -> datetime | None:
+        """Earliest sign that the job of a submitted attempt runs."""
+        of_workers = [one["started_at"] for one in self.rows["restarts"] if one["attempt"] == attempt["number"]]
+        signs = [time for time in (attempt["started_at"], *of_workers) if time]
+        return max(min(signs), attempt["submitted_at"]) if signs else None
 
     def _signs_of_life(self, until: datetime) -> list[datetime]:
         """Times before a moment of events, and of steps with a time or, without such, of any metric."""
@@ -157,7 +166,7 @@ class ExpectedTimes:
         """Columns of ``run_goodput`` from ``wall_s``."""
         wall_s = seconds(self.run["created_at"], self.end) - sum(seconds(*span) for span in self.undriven)
         queue_s = sum(
-            seconds(one["submitted_at"], one["started_at"] or self.run["progress_at"])
+            seconds(one["submitted_at"], self.start(one) or self.run["progress_at"])
             for one in self.rows["attempts"]
             if one["submitted_at"]
         )

@@ -2,12 +2,12 @@
 
 import itertools
 import random
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from expected_times import LOSS, STEP_SECONDS, ExpectedTimes, Rows, seconds
+from expected_times import LOSS, STEP_SECONDS, ExpectedTimes, Row, Rows, seconds
 from history_tools import at, new_sqlite
 from sqlalchemy import insert
 from test_history_views import ask
@@ -43,7 +43,7 @@ def made_run(number: int, chance: random.Random) -> Rows:
         )  # fmt: skip
         for restart in range(chance.randint(1, 3)):
             step = max(0, step - chance.randint(0, 3))
-            first, num_steps = step + 1, chance.choice((0, 1, 4))
+            first, num_steps, began_at = step + 1, chance.choice((0, 1, 4)), at(clock)
             for _ in range(num_steps):
                 step += 1
                 clock += chance.randint(1, 900) / 100
@@ -57,7 +57,7 @@ def made_run(number: int, chance: random.Random) -> Rows:
                 ]
             rows["restarts"].append(
                 {**about, "attempt": attempt, "restart": restart, "first_step": first if num_steps else None,
-                 "last_step": step if num_steps else None}
+                 "last_step": step if num_steps else None, **_alive(began_at, at(clock), chance)}
             )  # fmt: skip
             clock += chance.randint(0, 4)
             for found in range(chance.randint(0, 2)):
@@ -76,7 +76,8 @@ def made_run(number: int, chance: random.Random) -> Rows:
                          "resume_checkpoint": ""}
                     )  # fmt: skip
             clock += chance.randint(1, 30)
-        rows["attempts"][-1]["started_at"] = planned_at
+        # The controller noticed the start at once, late or never.
+        rows["attempts"][-1]["started_at"] = chance.choice((planned_at, planned_at, at(clock), None))
         moves = [("controller_started", None), ("run_moved", "training")]
         if chance.random() < 0.4:
             moves += [("run_moved", "failed"), ("run_moved", "queued")]
@@ -97,6 +98,13 @@ def made_run(number: int, chance: random.Random) -> Rows:
          "journal_token": 1, "ingest_stamp": 1}
     )  # fmt: skip
     return rows
+
+
+def _alive(began_at: datetime, last_step_at: datetime, chance: random.Random) -> Row:
+    """Times of a restart, most with signs of life until its last step; some until later, some unknown."""
+    if chance.random() < 0.1:
+        return {"started_at": None, "ended_at": None}
+    return {"started_at": began_at, "ended_at": last_step_at + timedelta(seconds=chance.choice((0, 0, 40)))}
 
 
 def fill(store: HistoryStore, runs: list[Rows]) -> None:

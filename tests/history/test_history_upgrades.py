@@ -113,6 +113,16 @@ def resume(url: str) -> None:
     copy_row(url, "events", position=2)
 
 
+def notice_late(url: str) -> None:
+    """Make the controller notice the start a day after the first sign of the workers."""
+    write(url, "UPDATE attempts SET started_at = '2026-03-02 12:00:00.000000'")
+
+
+def not_notice(url: str) -> None:
+    """Make the controller not notice the start."""
+    write(url, "UPDATE attempts SET started_at = NULL")
+
+
 def find_twice(url: str) -> None:
     """Make the controller find the incident too."""
     write(url, "UPDATE incidents SET found_by = 'agent'")
@@ -126,7 +136,15 @@ def make_external(url: str) -> None:
 
 @pytest.mark.parametrize(
     ("old", "change", "is_renewed"),
-    [("0011", resume, True), ("0012", find_twice, True), ("0013", make_external, True), ("0011", None, False)],
+    [
+        ("0011", resume, True),
+        ("0012", find_twice, True),
+        ("0013", make_external, True),
+        ("0018", notice_late, True),
+        ("0018", not_notice, True),
+        ("0018", resume, True),
+        ("0011", None, False),
+    ],
 )
 def test_cached_totals_that_the_new_views_would_not_confirm_are_computed_again(
     empty_url: str, old: str, change: Callable[[str], None] | None, *, is_renewed: bool

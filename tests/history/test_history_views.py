@@ -1,6 +1,6 @@
 """Views and cached totals: goodput of all runs, recoveries, parts of a step's time, telemetry, outliers."""
 
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.writers import metric_rows
 from rlhf_core.history.writers import runs as run_rows
-from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.attempts import AttemptState, RunState
 from rlhf_core.schemas.failures import Action, FailureKind
-from rlhf_core.schemas.journal import AttemptPlanned, AttemptSubmitted, ControllerStarted
+from rlhf_core.schemas.journal import AttemptMoved, AttemptPlanned, AttemptSubmitted, ControllerStarted
 from rlhf_core.schemas.reports import AgentEvent
 from rlhf_core.schemas.resources import Placement, Submission
 from rlhf_core.watchdog.ingest import rebuild, sync
@@ -194,6 +194,75 @@ def test_a_job_that_waits_in_a_queue_without_a_controller_goes_on_driving_the_ru
     driven(run, DAY)
     sync(run.dir, store)
     assert ask(store, UNDRIVEN) == [[None]]
+
+
+HOUR = 3600.0
+
+
+def unseen(runs: Path) -> RunFiles:
+    """A run whose controller dies after it has submitted a job on four nodes, which starts after a minute and trains
+    for seven hours."""
+    run = RunFiles(runs).created()
+    driven(run, 1)
+    for seconds, state in ((1, RunState.PREFLIGHT), (2, RunState.QUEUED)):
+        run.moved(state, seconds)
+    run.journal(AttemptPlanned(placement=Placement(attempt=1, num_nodes=4, phases=())), 3)
+    submission = Submission(attempt=1, scheduler="slurm", job_id="7", command=("python",))
+    run.journal(AttemptSubmitted(submission=submission), 4)
+    run.event(1, 0, "agent_started", 60)
+    for step in range(1, 71):
+        run.metrics(1, 0, step, 60 + 356 * step, **{"time/step_s": 356.0})  # until 24,980 s
+    return run
+
+
+GOODPUT = "SELECT wall_s, queue_s, productive_s, ettr FROM run_goodput"
+
+
+def test_a_job_that_starts_unseen_waits_until_its_own_start(store: HistoryStore, runs: Path) -> None:
+    run = unseen(runs)
+    driven(run, 20_000)  # in the middle of a step
+    run.journal(AttemptMoved(attempt=1, state=AttemptState.RUNNING, cause="its job runs"), 20_001)
+    run.moved(RunState.TRAINING, 20_001)
+    run.outcome(1, AttemptState.COMPLETED, 24_990, 70)
+    run.journal(AttemptMoved(attempt=1, state=AttemptState.COMPLETED, cause="done"), 24_991)
+    for state in (RunState.EVALUATING, RunState.COMPLETED):
+        run.moved(state, 25_000)
+    synced(run, store)
+    about: dict[str, Any] = {"abs": 1e-3}
+    assert ask(store, GOODPUT) == [
+        [pytest.approx(25_000, **about), pytest.approx(56, **about), 24_920, pytest.approx(24_920 / 24_944)]
+    ]
+    assert ask(store, UNDRIVEN) == [[None]], "the job drove the run"
+
+
+def test_a_job_that_starts_and_ends_unseen(store: HistoryStore, runs: Path) -> None:
+    """The next controller comes after an hour in which nothing drove the run."""
+    run = unseen(runs)
+    run.outcome(1, AttemptState.COMPLETED, 24_980, 70)
+    driven(run, 24_980 + HOUR)
+    run.journal(AttemptMoved(attempt=1, state=AttemptState.COMPLETED, cause="done"), 24_981 + HOUR)
+    for state in (RunState.EVALUATING, RunState.COMPLETED):
+        run.moved(state, 25_000 + HOUR)
+    synced(run, store)
+    about: dict[str, Any] = {"abs": 1e-3}
+    assert ask(store, GOODPUT) == [
+        [pytest.approx(25_000, **about), pytest.approx(56, **about), 24_920, pytest.approx(24_920 / 24_944)]
+    ]
+    assert ask(store, UNDRIVEN) == [[pytest.approx(HOUR, **about)]]
+    (times,) = ask(store, "SELECT submitted_at, started_at, ended_at FROM attempt_times")
+    found = [datetime.fromisoformat(str(time)).replace(tzinfo=UTC) for time in times]
+    assert found == [at(4), at(60), at(24_980)]
+    assert ask(store, "SELECT started_at FROM attempts") == [[None]], "control: no controller saw it run"
+
+
+def test_a_job_does_not_start_before_its_submission(store: HistoryStore, runs: Path) -> None:
+    """The clock of a node is slow."""
+    run = RunFiles(runs).created()
+    run.planned(1, 100)  # submitted at 100.5
+    run.event(1, 0, "agent_started", 70)
+    run.metrics(1, 0, 1, 110)
+    synced(run, store)
+    assert ask(store, "SELECT queue_s FROM run_goodput") == [[0]]
 
 
 def outlived(runs: Path, action: Action) -> RunFiles:

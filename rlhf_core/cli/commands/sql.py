@@ -58,9 +58,9 @@ def sql(
     ingest_offsets.
 
     Views: run_curve (the metrics that count, by step), run_goodput (all_goodput for all
-    runs), undriven_times (without a controller), duplicate_incidents, interruptions,
-    run_lost_time, incident_lost_time, run_recoveries, run_step_time, node_health, node_figures
-    (telemetry over time), node_imbalance (what stood out).
+    runs), attempt_times, undriven_times (without a controller), duplicate_incidents,
+    interruptions, run_lost_time, incident_lost_time, run_recoveries, run_step_time, node_health,
+    node_figures (telemetry over time), node_imbalance (what stood out).
     """
     from rlhf_core.history import read_only, saved_queries
 

@@ -13,7 +13,7 @@ from rlhf_core.history.tables import attempts, incidents, metrics, results, runs
 from rlhf_core.history.tables.base import Base, CleanJson, CleanText, UtcDateTime
 from rlhf_core.history.tables.views import ViewBase
 
-SCHEMA_REVISION = "0018"
+SCHEMA_REVISION = "0019"
 """The newest migration, which is the schema that this program reads and writes."""
 
 metadata = Base.metadata

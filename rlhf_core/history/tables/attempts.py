@@ -44,9 +44,11 @@ class Attempt(Base):
     submitted_at: Mapped[datetime | None]
     """Time of submission."""
     started_at: Mapped[datetime | None]
-    """Start of the job; null while it waits in the queue."""
+    """Time at which a controller noticed the start of its job, which may be long after it (view ``attempt_times``);
+    null before it, and if none saw it run."""
     ended_at: Mapped[datetime | None]
-    """End; null before it."""
+    """Time at which a controller noticed its end, which may be long after it (view ``attempt_times``); null before
+    it."""
     outcome_state: Mapped[str | None]
     """State in ``outcome.json``; null if the attempt left none."""
     outcome_failure_kind: Mapped[str | None]

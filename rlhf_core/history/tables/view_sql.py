@@ -138,6 +138,23 @@ FROM (SELECT node FROM attempt_nodes UNION SELECT node FROM node_strikes) n"""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Attempts
+
+ATTEMPT_TIMES = """
+SELECT run_id, attempt, submitted_at,
+       CASE WHEN began_at < submitted_at THEN submitted_at ELSE began_at END AS started_at, ended_at
+FROM (
+    SELECT a.run_id, a.number AS attempt, a.submitted_at,
+           (SELECT MIN(s.time) FROM (
+               SELECT a.started_at AS time
+               UNION ALL
+               SELECT r.started_at FROM restarts r WHERE r.run_id = a.run_id AND r.attempt = a.number) s) AS began_at,
+           COALESCE(a.outcome_at, a.ended_at) AS ended_at
+    FROM attempts a) t"""
+"""A local job starts before its submission is recorded, and nodes have other clocks: no job starts before that."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Incidents
 
 SURVIVED = """EXISTS (
@@ -167,7 +184,8 @@ LATER_INCIDENT = "b.run_id = i.run_id AND (b.seen_at, b.incident_id) > (i.seen_a
 def undriven_times(db: Dialect) -> str:
     """From the end of a run to its resume; and, for a run whose controller died, from the last sign of life to the next
     controller. Signs of life are the events of controllers and agents and the steps, or all metrics of a trainer that
-    does not report step times. Time in which a job waits in a queue is never included: that is ``queue_s``.
+    does not report step times. Time in which a job waits in a queue is never included: that is ``queue_s``. Nor is time
+    before a controller that finds workers alive: they drove the run.
 
     Not a UNION, because SQLite cannot restrict one to a single run. The first condition needs no subquery and holds for
     few events, so it is checked first; with the kind of the other events, PostgreSQL would search all runs by an index.
@@ -199,8 +217,10 @@ FROM (
                            AND n.position < e.position)
             AND COALESCE((SELECT n.state FROM events n WHERE {moved} AND n.position < e.position
                            ORDER BY n.position DESC LIMIT 1), '') NOT IN {ENDED}
-            AND NOT EXISTS (SELECT 1 FROM attempts a WHERE a.run_id = e.run_id AND a.submitted_at < e.time
-                               AND COALESCE(a.started_at, a.ended_at, e.time) >= e.time)))) t
+            AND NOT EXISTS (SELECT 1 FROM attempt_times a WHERE a.run_id = e.run_id AND a.submitted_at < e.time
+                               AND COALESCE(a.started_at, a.ended_at, e.time) >= e.time)
+            AND NOT EXISTS (SELECT 1 FROM restarts r
+                             WHERE r.run_id = e.run_id AND r.started_at < e.time AND r.ended_at >= e.time)))) t
 WHERE ended_at IS NOT NULL AND began_at IS NOT NULL"""
 
 
@@ -304,7 +324,7 @@ def run_goodput(db: Dialect) -> str:
     moments = f"""
            {db.seconds("n.created_at", "COALESCE(n.ended_at, n.progress_at)")}
                - COALESCE((SELECT SUM(u.seconds) FROM undriven_times u WHERE u.run_id = n.run_id), 0) AS wall_s,
-           COALESCE((SELECT SUM({queued}) FROM attempts a
+           COALESCE((SELECT SUM({queued}) FROM attempt_times a
                       WHERE a.run_id = n.run_id AND a.submitted_at IS NOT NULL), 0) AS queue_s,
            {spent(VALID)} AS productive_s,
            {spent(ALL)} AS made_s,
@@ -334,6 +354,7 @@ def view_sql(dialect: str) -> dict[str, str]:
         "node_imbalance": node_imbalance(db),
         "duplicate_incidents": DUPLICATE_INCIDENTS,
         "node_health": NODE_HEALTH,
+        "attempt_times": ATTEMPT_TIMES,
         "interruptions": INTERRUPTIONS,
         "undriven_times": undriven_times(db),
         "incident_lost_time": incident_lost_time(db),

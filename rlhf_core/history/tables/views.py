@@ -44,10 +44,29 @@ class RunCurve(ViewBase):
     """End of the step."""
 
 
+class AttemptTimes(ViewBase):
+    """Times of each attempt. If no controller was there, agents recorded them: table ``attempts`` has the times at
+    which a controller noticed."""
+
+    __tablename__ = "attempt_times"
+
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    """Run."""
+    attempt: Mapped[int] = mapped_column(primary_key=True)
+    """Attempt, from 1."""
+    submitted_at: Mapped[datetime | None]
+    """Time of submission."""
+    started_at: Mapped[datetime | None]
+    """Earliest sign that the job runs: of its workers, or to a controller; null while it waits in the queue, and if it
+    never started."""
+    ended_at: Mapped[datetime | None]
+    """Time of its outcome; without one, the time at which a controller noticed its end. Null before it."""
+
+
 class UndrivenTime(ViewBase):
     """Times in which nothing drove a run, which its other times leave out: from its end to its resume; and, if a
-    controller died, from the last event or step to the next controller. The wait of a job in a queue is not part of
-    them."""
+    controller died, from the last event or step to the next controller, unless that finds the workers alive. The wait
+    of a job in a queue is not part of them."""
 
     __tablename__ = "undriven_times"
 
@@ -75,7 +94,7 @@ class RunGoodput(ViewBase):
     wall_s: Mapped[float]
     """From the request to the end (of an active run: to its newest ingested line), without ``undriven_times``."""
     queue_s: Mapped[float]
-    """From submission to start, over all attempts."""
+    """From submission to start, over all attempts (view ``attempt_times``)."""
     productive_s: Mapped[float]
     """``time/step_s`` of valid steps. If an external trainer logs only some steps, their mean counts for all; if it
     reports no step times, the time from the first to the last metric of each restart counts."""
