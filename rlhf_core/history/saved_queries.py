@@ -32,6 +32,7 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
         # In the format of stored times, so that they compare as text.
         "days_ago": "strftime('%Y-%m-%d %H:%M:%f000', 'now', '-' || {0} || ' days')",
         "week": "date({0}, 'weekday 0', '-6 days')",
+        "number": "CAST(json_extract({0}, '$.{1}') AS double precision)",
         "leaves": "json_tree({0})",
         "leaf_name": "replace(substr({0}.fullkey, 3), '\"', '')",
         "leaf_value": "CASE {0}.type WHEN 'true' THEN 'true' WHEN 'false' THEN 'false' "
@@ -42,6 +43,7 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
         "seconds": Postgresql.seconds("{0}", "{1}"),
         "days_ago": "(now() - CAST({0} AS double precision) * INTERVAL '1 day')",
         "week": "to_char(date_trunc('week', {0} AT TIME ZONE 'UTC'), 'YYYY-MM-DD')",
+        "number": "CAST({0} ->> '{1}' AS double precision)",
         "leaves": "LATERAL (WITH RECURSIVE walk(name, value) AS (SELECT '', {0} UNION ALL "
         "SELECT w.name || '.' || e.key, e.value FROM walk w, "
         "LATERAL jsonb_each(CASE jsonb_typeof(w.value) WHEN 'object' THEN w.value END) e) "
@@ -54,8 +56,9 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
 """Expansions of ``@name(...)`` for each database.
 
 ``seconds(start, end)``: time between two times. ``days_ago(n)``: time ``n`` days ago. ``week(time)``: the Monday of its
-week, as text. ``leaves(column) leaf``: in ``FROM``, the values in a JSON column, with a list as one value; with
-``leaf_name(leaf)`` (dotted), ``leaf_value(leaf)`` (text) and, in ``WHERE``, ``is_leaf(leaf)``.
+week, as text. ``number(column, key)``: a number in a JSON column. ``leaves(column) leaf``: in ``FROM``, the values in a
+JSON column, with a list as one value; with ``leaf_name(leaf)`` (dotted), ``leaf_value(leaf)`` (text) and, in ``WHERE``,
+``is_leaf(leaf)``.
 """
 
 TYPES = ("text", "number", "run")

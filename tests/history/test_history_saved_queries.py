@@ -440,12 +440,23 @@ def test_queue_time_by_week(history: History) -> None:
     for number, submitted, seconds, started in waits:
         ended = {"started_at" if started else "ended_at": submitted + timedelta(seconds=seconds)}
         history.add("attempts", run_id="a", number=number, submitted_at=submitted, **ended)
-    history.add("attempts", run_id="a", number=6, submitted_at=monday)  # waits until this day
-    columns = ("week", "num_attempts", "mean_s", "longest_s", "num_never_started")
-    assert pick(history.ask("queue-time"), *columns) == [
-        (f"{monday:%Y-%m-%d}", 2, 20.0, 30.0, 0),
-        (f"{monday + timedelta(days=7):%Y-%m-%d}", 2, 80.0, 100.0, 1),
-    ]
+    columns = ("week", "num_attempts", "mean_s", "longest_s", "num_never_started", "num_waiting")
+    first, second = f"{monday:%Y-%m-%d}", f"{monday + timedelta(days=7):%Y-%m-%d}"
+    assert pick(history.ask("queue-time"), *columns) == [(first, 2, 20.0, 30.0, 0, 0), (second, 2, 80.0, 100.0, 1, 0)]
+
+
+def test_queue_time_of_jobs_that_wait_and_of_those_that_started_unseen(history: History) -> None:
+    history.run("a", state="queued", ended_at=None)
+    history.run("b")  # ended 100 s ago
+    for run_id, number, submitted in (("a", 2, 90), ("a", 3, 3000), ("b", 2, 150)):
+        history.add("attempts", run_id=run_id, number=number, submitted_at=submitted)
+    history.add("restarts", run_id="a", attempt=3, restart=0, started_at=2990)
+    (week, *earlier) = reversed(history.ask("queue-time"))
+    rows = [week, *earlier]  # on a Monday just after midnight, there are two weeks
+    assert sum(row["num_attempts"] for row in rows) == 3
+    assert sum(row["num_waiting"] for row in rows) == 1
+    assert sum(row["num_never_started"] for row in rows) == 1
+    assert 90 <= max(row["longest_s"] for row in rows) < 900
 
 
 def test_trials(history: History) -> None:
@@ -453,11 +464,72 @@ def test_trials(history: History) -> None:
     history.run("a-trial", trial_of="a", message="loss is finite", created_at=1000, ended_at=400, state="failed")
     history.add("attempts", run_id="a-trial", number=2, num_nodes=4, started_at=910, ended_at=460)  # 1800 s of nodes
     history.run("of-none", trial_of="gone", created_at=900)
+    history.add(
+        "attempts", run_id="of-none", number=2, num_nodes=4, started_at=900, outcome_at=450, ended_at=150
+    )  # 1800 s of nodes, noticed later
     columns = ("trial", "trial_of", "state", "message", "wall_s", "node_hours", "run_state")
     assert pick(history.ask("trials"), *columns) == [
-        ("of-none", "gone", "completed", "", 800.0, 0.0, None),
+        ("of-none", "gone", "completed", "", 800.0, 0.5, None),
         ("a-trial", "a", "failed", "loss is finite", 600.0, 0.5, "completed"),
     ]
+
+
+def test_trials_are_no_runs_and_no_failures(history: History) -> None:
+    """Only queries on trials, nodes and usage count them."""
+
+    def answers() -> dict[str, list[tuple[Any, ...]]]:
+        names = (query.name for query in saved() if not any(one.type == "run" for one in query.arguments))
+        return {name: [tuple(row.values()) for row in history.ask(name)] for name in names}
+
+    def add_run_with_everything(run_id: str, trial_of: str) -> None:
+        a_run_that_was_stopped_once(history, run_id, trial_of=trial_of)
+        second = {"incident_id": "2.0", "attempt": 2, "fingerprint": "f1"}
+        history.incident(run_id, 300, "degenerate_rl", **second)
+        history.incident(run_id, 290, "degenerate_rl", **{**second, "incident_id": "2.1", "restart": 1})
+        history.add("attempts", run_id=run_id, number=3, num_nodes=2)
+        history.incident(run_id, 280, "network", incident_id="3.0", attempt=3, fingerprint="f1")
+        changed = {"train.micro_batch_size": 2}
+        facts = {"decision_id": "control-9", "attempt": 2, "action": "new_attempt", "config_diff": changed}
+        history.add("decisions", run_id=run_id, **facts)
+        history.add("checkpoints", run_id=run_id, step=4, path="step-000004")
+        history.add(
+            "evaluations", run_id=run_id, name="greedy", when_made="after", value=0.5, checkpoint_step=4, made_at=400
+        )
+        for step, ago, start in ((1, 950, (1, 0)), (2, 940, (1, 0)), (3, 500, (2, 0))):
+            history.metric(run_id, "reward/mean", step, ago, 1.0 if start == (1, 0) else 0.1, start)
+
+    empty = answers()
+    add_run_with_everything("a-trial", "a")
+    of_trial = answers()
+    assert {name for name in of_trial if of_trial[name] != empty[name]} == {"trials", "nodes-by-cost", "usage"}
+    assert [row[:2] for row in of_trial["usage"]] == [("", 0)], "hours without a run"
+    add_run_with_everything("b", "")
+    unchanged = {name for name, rows in answers().items() if rows == of_trial[name]}
+    assert unchanged == {"trials", "slowest-nodes"}, "control: the same rows of a run count"
+
+
+def test_usage(history: History) -> None:
+    history.run("a", owner="anna")
+    history.run("b", owner="ben", state="training", ended_at=None, progress_at=200)
+    history.run("a-trial", owner="anna", trial_of="a")
+    history.run("old", owner="old", created_at=40 * DAY, ended_at=29 * DAY)
+    eight = {"gpus_per_node": 8}
+    attempts: tuple[dict[str, Any], ...] = (
+        {"run_id": "a", "state": "failed", "started_at": 7200, "outcome_at": 3600, "ended_at": 100, "placement": eight},
+        {"run_id": "a", "number": 3, "state": "completed", "started_at": 3600, "ended_at": 1800, "placement": {}},
+        {"run_id": "b", "state": "running", "started_at": 3800, "placement": eight},  # until its newest line
+        {"run_id": "a-trial", "state": "completed", "started_at": 5400, "ended_at": 3600, "num_nodes": 1},
+        {"run_id": "old", "state": "lost", "started_at": 40 * DAY, "ended_at": 29 * DAY},  # a day of it in the period
+        {"run_id": "old", "number": 3, "state": "cancelled", "submitted_at": 100},  # never started
+    )
+    for facts in attempts:
+        history.add("attempts", **{"number": 2, "num_nodes": 2, **facts})
+    assert pick(history.ask("usage"), "owner", "num_runs", "node_hours", "gpu_hours", "failed_share") == [
+        ("old", 1, pytest.approx(48, abs=1), 0.0, 1.0),  # the period ends when the query runs
+        ("anna", 1, 3.5, 16.0, 0.5714),
+        ("ben", 1, 2.0, 16.0, 0.0),
+    ]
+    assert pick(history.ask("usage", days="29"), "owner") == [("anna",), ("ben",)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

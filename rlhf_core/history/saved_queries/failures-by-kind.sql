@@ -1,7 +1,7 @@
 /*
 Number of failures by kind
 
-An incident that an agent and the controller have both found counts once.
+Without trials. An incident that an agent and the controller have both found counts once.
 num_stopped: incidents after which the controller stopped the run.
 
 days (number) = 30: length of the period
@@ -16,6 +16,7 @@ WITH stopped AS (
 SELECT i.failure_kind, COUNT(*) AS num_incidents, COUNT(DISTINCT i.run_id) AS num_runs,
        COUNT(s.incident_id) AS num_stopped, MAX(i.seen_at) AS last_seen_at
 FROM incidents i
+JOIN runs r ON r.run_id = i.run_id AND r.trial_of = ''
 LEFT JOIN stopped s ON s.run_id = i.run_id AND s.incident_id = i.incident_id
 WHERE i.seen_at >= @days_ago(:days)
   AND NOT EXISTS (SELECT 1 FROM duplicate_incidents u WHERE u.run_id = i.run_id AND u.incident_id = i.incident_id)

@@ -1,8 +1,8 @@
 /*
 Share of its time that each run spent on valid steps
 
-ettr is productive_s / (wall_s - queue_s); the worst run is first. repeated_s: steps repeated after a rewind.
-lost_s: from the last good step to the first new one, over all incidents, including repeated steps.
+Without trials. ettr is productive_s / (wall_s - queue_s); the worst run is first. repeated_s: steps repeated after a
+rewind. lost_s: from the last good step to the first new one, over all incidents, including repeated steps.
 
 days (number) = 30: length of the period
 name (text) = '': only runs of this name

@@ -2,7 +2,7 @@
 Nodes by cost of their incidents
 
 lost_s: cost of an incident as in `time-lost`, from the last good step to the first new one, plus repeated steps;
-node_hours: that time on all nodes of the attempt. An incident counts for every suspected node.
+node_hours: that time on all nodes of the attempt. An incident counts for every suspected node, also in trials.
 
 days (number) = 30: length of the period, by the time of the incident
 */

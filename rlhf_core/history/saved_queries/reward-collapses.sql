@@ -1,9 +1,10 @@
 /*
 Runs that lost their reward after a resume or because training learned nothing
 
-After a resume, it compares the mean reward of the steps before the checkpoint with that of the steps after it: a drop
-suggests that the resume did not restore something (weights, optimizer state, data position). If training was ended
-because it learned nothing (degenerate_rl), it compares the best step of that start of the workers with its last ones.
+Without trials. After a resume, it compares the mean reward of the steps before the checkpoint with that of the steps
+after it: a drop suggests that the resume did not restore something (weights, optimizer state, data position). If
+training was ended because it learned nothing (degenerate_rl), it compares the best step of that start of the workers
+with its last ones.
 
 days (number) = 30: length of the period
 steps (number) = 10: number of steps to compare on either side
@@ -20,6 +21,7 @@ WITH resumed AS (
                AND v.step < s.first_step + CAST(:steps AS integer)) AS reward_after,
            'after a resume' AS why
     FROM restarts s
+    JOIN runs r ON r.run_id = s.run_id AND r.trial_of = ''
     WHERE s.first_step > 1 AND s.started_at >= @days_ago(:days)
 ),
 ended AS (
@@ -33,6 +35,7 @@ ended AS (
            i.message AS why
     FROM incidents i
     JOIN interruptions e ON e.run_id = i.run_id AND e.incident_id = i.incident_id
+    JOIN runs r ON r.run_id = i.run_id AND r.trial_of = ''
     WHERE i.failure_kind = 'degenerate_rl' AND i.seen_at >= @days_ago(:days)
 ),
 found AS (

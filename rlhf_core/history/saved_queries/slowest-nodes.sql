@@ -1,8 +1,8 @@
 /*
 Slow nodes in probes
 
-Means over the probes of a node, also relative to the mean over all nodes with the same device: 1 is as fast as the
-others. Sorted by the lower of both shares.
+Means over the probes of a node, also those of trials, and relative to the mean over all nodes with the same device: 1
+is as fast as the others. Sorted by the lower of both shares.
 
 days (number) = 90: length of the period
 */
