@@ -111,9 +111,11 @@ QUESTIONS: Mapping[str, str] = {
         WHERE key = 'train/loss' AND run_id = (SELECT run_id FROM runs ORDER BY created_at DESC LIMIT 1)
         ORDER BY step""",
     "Where does the time of a step go?": """
-        SELECT run_id, key, mean_s, share
-        FROM run_step_time
-        ORDER BY run_id, mean_s DESC""",
+        SELECT key, COUNT(*) AS num_steps, AVG(value) AS mean_s, SUM(value) AS total_s
+        FROM run_curve
+        WHERE key LIKE 'time/%' AND run_id = (SELECT run_id FROM runs ORDER BY created_at DESC LIMIT 1)
+        GROUP BY key
+        ORDER BY total_s DESC""",
     "Which checkpoints still exist, and how large are they?": """
         SELECT c.run_id, c.step, c.loop, r.run_dir || '/' || c.path AS folder, c.bytes / 1e9 AS gigabytes, w.sha256
         FROM checkpoints c

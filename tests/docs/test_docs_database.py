@@ -6,7 +6,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from history_tools import RunFiles, at, run_sql, whole_run
+from history_tools import RunFiles, at, new_sqlite, run_sql, whole_run
 from made_reports import decision_of
 
 from rlhf_core.history.store import HistoryStore
@@ -51,6 +51,19 @@ def test_every_statement_of_the_page_has_the_right_answer(filled: HistoryStore) 
     assert [(row[1], round(row[5], 2)) for row in gains] == [("sampled", 0.5), ("greedy", 0.18)]
     lost = answers["What did each kind of failure cost?"]
     assert {row[0]: row[1] for row in lost} == {"worker_killed": 1, "node_lost": 1}
+
+
+def test_no_statement_of_the_page_reads_the_metrics_of_all_runs(tmp_path: Path) -> None:
+    sys.path.insert(0, str(DOCS))
+    from generators.database import QUESTIONS
+
+    def scans(sql: str) -> bool:
+        plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {sql}").all()
+        return any(re.fullmatch(r"SCAN (m|metrics)\b.*", step[-1]) for step in plan)
+
+    with HistoryStore(new_sqlite(tmp_path)) as store, store.reading() as connection:
+        assert scans("SELECT run_id, key, mean_s FROM run_step_time"), "control"
+        assert [title for title, sql in QUESTIONS.items() if scans(sql)] == []
 
 
 def test_the_decision_about_an_incident_of_the_controller_is_shown(store: HistoryStore, runs: Path) -> None:

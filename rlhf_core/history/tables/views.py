@@ -208,7 +208,8 @@ class RunLostTime(ViewBase):
 
 
 class RunStepTime(ViewBase):
-    """Parts of the time of valid steps, by run."""
+    """Parts of the time of valid steps, by run. Give the run as its id: with a subquery for it, SQLite reads the
+    metrics of all runs."""
 
     __tablename__ = "run_step_time"
 
