@@ -280,7 +280,7 @@ def opened(
     )
     lease.start()
     try:
-        journal = Journal(run_dir, lease.token, keep_lease=lease.keep)
+        journal = Journal(run_dir, lease.token, keep_lease=lease.keep, on_loss=lease.lose)
     except BaseException:
         lease.release()
         raise

@@ -36,6 +36,11 @@ class LineWriter:
         self._on_loss = on_loss
         self._open()
 
+    @property
+    def end(self) -> int:
+        """Size of the file after the last line of this writer."""
+        return self._end
+
     def write(self, model: BaseModel) -> None:
         """Append one line and pass it to the operating system: it survives a kill of this process."""
         lost = self._mend()

@@ -6,13 +6,14 @@ at any point, the next one continues from there.
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from rlhf_core.errors import IllegalMove, LeaseLost, RunDirError
+from rlhf_core.errors import IllegalMove, JournalDamaged, LeaseLost, RunDirError
 from rlhf_core.files.appended import LineWriter
 from rlhf_core.files.whole import Reserve, is_disk_full
-from rlhf_core.run_dir.journal import read_journal, remove_unfinished_line
+from rlhf_core.run_dir.journal import read_journal, remove_unfinished_line, scan_journal
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import (
     ATTEMPT_ENDS,
@@ -221,22 +222,26 @@ class Journal:
     Args:
         keep_lease: called before each line; raises if the lease was lost, so that neither the line is written nor the
             action it announces is taken.
+        on_loss: called with the error if the journal has lines from a newer lease, before it is raised.
 
     Raises:
         LeaseLost: the journal has lines from a newer lease.
         JournalDamaged: a line cannot be read.
     """
 
-    def __init__(self, run_dir: RunDir, token: int, keep_lease: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        run_dir: RunDir,
+        token: int,
+        keep_lease: Callable[[], None] = lambda: None,
+        on_loss: Callable[[LeaseLost], None] = lambda error: None,
+    ) -> None:
         self._run_dir = run_dir
         self._token = token
         self._keep_lease = keep_lease
+        self._on_loss = on_loss
         self.record = read_record(run_dir)
-        if token < self.record.token:
-            raise LeaseLost(
-                f"the journal of {run_dir.run_id} was last written under lease {self.record.token}, this controller "
-                f"holds lease {token}: another controller owns the run. Watch it with `rlhf watch {run_dir.run_id}`"
-            )
+        self._require_newest(self.record.token)
         remove_unfinished_line(run_dir.control)
         self._writer = LineWriter(run_dir.control)
         self._reserve = Reserve(run_dir.control_reserve)
@@ -252,6 +257,7 @@ class Journal:
         self._keep_lease()
         line = JournalLine(sequence=self.record.next_sequence, token=self._token, time=utc_now(), event=event)
         try:
+            self._read_others()
             self._write(line)
         except OSError as error:
             if not is_disk_full(error):
@@ -325,6 +331,27 @@ class Journal:
         self._writer.close()
         if not lease_lost:
             self._reserve.free()
+
+    def _require_newest(self, token: int) -> None:
+        if token > self._token:
+            run_id = self._run_dir.run_id
+            error = LeaseLost(
+                f"the journal of {run_id} was last written under lease {token}, this controller holds lease "
+                f"{self._token}: another controller owns the run. Watch it with `rlhf watch {run_id}`"
+            )
+            self._on_loss(error)
+            raise error
+
+    def _read_others(self) -> None:
+        """Read what others have written since the last line of this controller. The database does not show the lease of
+        a controller that uses another one, such as a backup restored beside it.
+
+        Raises:
+            LeaseLost: a line is from a newer lease.
+        """
+        with suppress(JournalDamaged):  # this controller knows what it wrote; the next reader reports the damage
+            for found in scan_journal(self._run_dir.control, self._writer.end):
+                self._require_newest(found.line.token)
 
     def _write(self, line: JournalLine) -> None:
         self._writer.write(line)

@@ -168,6 +168,10 @@ class HeldLease:
         """True if another controller is known to have the run."""
         return self._lost is not None
 
+    def lose(self, error: LeaseLost) -> None:
+        """Count the lease as lost, although this database does not show it: the newer one is in another database."""
+        self._lost = error
+
     def keep(self) -> None:
         """Raise if the lease was lost, and renew it if the renewal thread is late. Cheap; call it often.
 

@@ -9,12 +9,13 @@ import pytest
 from control_fakes import make_run
 
 from rlhf_core.errors import IllegalMove, JournalDamaged, LeaseLost, RunDirError
-from rlhf_core.files.appended import LineWriter, read_models
+from rlhf_core.files.appended import LineWriter, append_lines, read_models
 from rlhf_core.launch.journal import Journal, fold, read_record
 from rlhf_core.run_dir.journal import scan_journal
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import AttemptState, RunState, StageName, StageState
-from rlhf_core.schemas.journal import JOURNAL_VERSION, AttemptPlanned, JournalLine, RunMoved
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.journal import JOURNAL_VERSION, AttemptPlanned, ControlEvent, JournalLine, RunMoved
 from rlhf_core.schemas.resources import Placement
 
 
@@ -25,6 +26,11 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 def lines(run_dir: RunDir) -> list[JournalLine]:
     return read_models(run_dir.control, JournalLine)
+
+
+def late(run_dir: RunDir, token: int, event: ControlEvent) -> None:
+    """Write a line of a controller that had lost the run and had not noticed."""
+    append_lines(run_dir.control, JournalLine(sequence=9, token=token, time=utc_now(), event=event))
 
 
 def placement(number: int) -> Placement:
@@ -93,12 +99,43 @@ def test_a_controller_with_an_older_lease_may_not_open_the_journal(run_dir: RunD
         Journal(run_dir, token=4)
 
 
-def test_lines_of_a_controller_that_lost_its_lease_do_not_count(run_dir: RunDir) -> None:
+def test_a_controller_finds_out_that_another_one_writes_under_a_newer_lease(run_dir: RunDir) -> None:
+    """Its own database does not show that lease if the other one uses a restored copy. Before, both drove the run."""
     old = Journal(run_dir, token=1)
     old.move_run(RunState.PREFLIGHT, "started")
     new = Journal(run_dir, token=2)
+    old.move_run(RunState.QUEUED, "the new one has written nothing yet")
+    new.append(RunMoved(state=RunState.QUEUED, cause="attempt 1"))
+    before = run_dir.control.read_bytes()
+    for _ in range(2):
+        with pytest.raises(LeaseLost, match="under lease 2"):
+            old.move_run(RunState.TRAINING, "the old one did not know")
+    assert run_dir.control.read_bytes() == before
+    new.move_run(RunState.TRAINING, "the new one continues")
+
+
+def test_lines_of_an_older_lease_do_not_stop_a_controller(run_dir: RunDir) -> None:
+    new = Journal(run_dir, token=2)
+    new.move_run(RunState.PREFLIGHT, "started")
+    late(run_dir, token=1, event=RunMoved(state=RunState.FAILED, cause="the old one did not know"))
     new.move_run(RunState.QUEUED, "attempt 1")
-    old.append(RunMoved(state=RunState.FAILED, cause="the old one did not know"))
+    assert read_record(run_dir).state is RunState.QUEUED
+
+
+def test_a_controller_continues_after_damage_to_its_journal(run_dir: RunDir) -> None:
+    journal = Journal(run_dir, token=1)
+    with run_dir.control.open("ab") as file:
+        file.write(b"{}\n")
+    journal.move_run(RunState.PREFLIGHT, "started")
+    assert journal.record.state is RunState.PREFLIGHT
+
+
+def test_lines_of_a_controller_that_lost_its_lease_do_not_count(run_dir: RunDir) -> None:
+    """One that was written at the same moment as the first line of the new lease, for instance."""
+    new = Journal(run_dir, token=2)
+    new.move_run(RunState.PREFLIGHT, "started")
+    new.move_run(RunState.QUEUED, "attempt 1")
+    late(run_dir, token=1, event=RunMoved(state=RunState.FAILED, cause="the old one did not know"))
     assert read_record(run_dir).state is RunState.QUEUED
 
 
@@ -136,6 +173,10 @@ class FullDisk:
                 file.write(b'{"version":1,"seque')  # as much as fits
             raise OSError(errno.ENOSPC, "No space left on device")
         self._inner.write(line)
+
+    @property
+    def end(self) -> int:
+        return self._inner.end
 
     def sync(self) -> None:
         self._inner.sync()
