@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import math
 import os
 import re
 import subprocess
@@ -437,9 +438,10 @@ def test_a_folder_of_runs_that_cannot_be_listed_does_not_end_the_daemon(
 # Retention
 
 
-def with_retention(harness: ControllerHarness, days: int) -> Reconciler:
+def with_retention(harness: ControllerHarness, days: int, limit_s: float = math.inf) -> Reconciler:
     site = dataclasses.replace(harness.site, retention=RetentionSite(checkpoints_days=days))
-    return Reconciler(site, harness.store, flow_runs=None, now=lambda: utc_now() + timedelta(days=8))
+    now = utc_now() + timedelta(days=8)
+    return Reconciler(site, harness.store, flow_runs=None, retention_s=limit_s, clock=harness.clock, now=lambda: now)
 
 
 @pytest.mark.usefixtures("reconciler")
@@ -529,6 +531,25 @@ def test_a_run_with_nothing_left_to_remove_is_not_read_again(
     assert with_retention(harness, 6).poll(retention=True) == []
     assert len(read) == 3, "the control: another process has to look for itself"
     assert [one.step for one in run_dir.checkpoints()] == [10]
+
+
+@pytest.mark.usefixtures("reconciler")
+def test_a_long_search_for_checkpoints_continues_in_the_next_round(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the first round after each start of the daemon read all runs that ever ended; repairs had to wait."""
+    found = sorted(failed(harness).run_id for _ in range(5))
+    old = cleanup._old_steps
+
+    def slow(run: RunDir, *rest: Any) -> list[int]:
+        harness.clock.now += 2 / 3
+        return old(run, *rest)
+
+    monkeypatch.setattr(cleanup, "_old_steps", slow)
+    reconciler = with_retention(harness, 7, limit_s=1.0)
+    for expected in (found[:2], found[2:4], found[4:], found[:2]):
+        assert list(dict.fromkeys(one.run_id for one in reconciler.poll(retention=True))) == expected
+        assert reconciler.retention.is_complete is (expected == found[4:])
 
 
 @pytest.mark.usefixtures("reconciler")

@@ -19,7 +19,7 @@ from rlhf_core.condition_log import ConditionLog
 from rlhf_core.config.site import Site
 from rlhf_core.control import adopt
 from rlhf_core.control.cancel import cancel_run
-from rlhf_core.control.gone_directory import GONE
+from rlhf_core.control.gone_directory import close_undriven
 from rlhf_core.control.reconcile.cleanup import CheckpointSearch, removed
 from rlhf_core.control.reconcile.facts import foreign_owner, lease_holder, run_facts
 from rlhf_core.control.reconcile.flow_runs import FlowRuns, FlowRunSnapshot, NotRegistered
@@ -72,6 +72,7 @@ class Reconciler:
         store: HistoryStore,
         *,
         flow_runs: FlowRuns | None,
+        retention_s: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = utc_now,
         warn: Callable[[str], None] = lambda text: log.warning("%s", text),
@@ -82,7 +83,7 @@ class Reconciler:
             flow_runs: those of the site's Prefect server, which may be unavailable at present; None if the site has
                 none.
             retention_s: longest time that one round looks for checkpoints to be removed.
-            warn: called with each problem that leaves something unknown, once until it has ended or changes.
+            warn: called with each problem that leaves something unknown, once.
         """
         self._site = site
         self._store = store
@@ -104,7 +105,7 @@ class Reconciler:
         self._published: set[tuple[str, str, str]] = set()
         """Run, its end and the state of its promotion, for everything that Prefect is known to have."""
         self._submissions: dict[str, Submission] = {}
-        self._settled: Settled = {}
+        self.retention = CheckpointSearch(site, store, retention_s, clock)
 
     def poll(self, *, retention: bool = False) -> list[ReconcileAction]:
         """The actions that are due now.
@@ -122,7 +123,7 @@ class Reconciler:
             raise
         actions = decide(world)
         if retention:
-            actions += old_checkpoints(self._site, self._store, world, self._now(), self._settled)
+            actions += self.retention.removals(world, self._now())
         return actions
 
     def carry_out(

@@ -4,6 +4,7 @@ import functools
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -34,42 +35,71 @@ log = logging.getLogger("rlhf.daemon")
 # Checkpoints
 
 
-Settled = dict[str, tuple[object, ...]]
-"""Runs of which nothing is left to remove, each with what may change that: its end and its promotion."""
+class CheckpointSearch:
+    """Search for checkpoints that are older than the site keeps them and are neither the newest, the best, promoted nor
+    in use. It remembers the runs of which nothing is left to remove: otherwise, each round would read the files of all
+    runs that ever ended."""
 
+    def __init__(
+        self, site: Site, store: HistoryStore, limit_s: float = math.inf, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Create a search that remembers nothing yet.
 
-def old_checkpoints(
-    site: Site, store: HistoryStore, world: World, now: datetime, settled: Settled
-) -> Iterator[ReconcileAction]:
-    """Removals of checkpoints that are older than the site keeps them and are neither the newest, the best, promoted
-    nor in use.
+        Args:
+            limit_s: time after which a round stops; the next one continues there.
+        """
+        self._site = site
+        self._store = store
+        self._limit_s = limit_s
+        self._clock = clock
+        self._settled: dict[str, tuple[object, ...]] = {}
+        """Runs of which nothing is left to remove, each with what may change that: its end and its promotion."""
+        self._next = ""
 
-    Args:
-        settled: what earlier calls have found. Without it, each would read the files of all runs that ever ended.
+    @property
+    def is_complete(self) -> bool:
+        """False if the last round has stopped before the last run."""
+        return not self._next
 
-    Raises:
-        HistoryError: the history does not answer.
-    """
-    days = site.retention.checkpoints_days
-    if not days:
-        return
-    found = open_runs.ended_before(store, now - timedelta(days=days))
-    ended_at = {run_id: ended for run_id, (path, ended) in found.items() if Path(path).parent == site.runs_dir}
-    used = _folders_in_use(site, store, world) if ended_at else []
-    for run_id, standing in open_runs.named(store, now, ended_at).items():
-        end = (ended_at[run_id], standing.promotion, standing.promoted_step)
-        run_dir = RunDir.find(site.runs_dir, run_id) if settled.get(run_id) != end else None
-        if run_dir is None:
-            continue
-        with suppress(RlhfError, OSError):
-            if run_dir.checkpoints_dir.is_symlink() or foreign_owner(run_dir.root):
+    def removals(self, world: World, now: datetime) -> Iterator[ReconcileAction]:
+        """Removals that are due, one round of the search.
+
+        Raises:
+            HistoryError: the history does not answer.
+        """
+        days = self._site.retention.checkpoints_days
+        if not days:
+            return
+        begin, self._next = self._next, ""
+        ended_at = {run_id: end for run_id, end in self._ended(now - timedelta(days=days)).items() if run_id >= begin}
+        used = _folders_in_use(self._site, self._store, world) if ended_at else []
+        standings = open_runs.named(self._store, now, ended_at)
+        until_s = self._clock() + self._limit_s
+        for run_id, standing in sorted(standings.items()):
+            end = (ended_at[run_id], standing.promotion, standing.promoted_step)
+            if self._settled.get(run_id) == end:
                 continue
-            actions = [*_removals(run_dir, standing, ended_at[run_id], used, days, now)]
-            may_change = _put_aside(run_dir) or _contains(run_dir.root, used)
-            # A day more, because the clocks of its nodes may have been ahead.
-            if not actions and not may_change and ended_at[run_id] < now - timedelta(days=days + 1):
-                settled[run_id] = end
-            yield from actions
+            if self._clock() > until_s:
+                self._next = run_id
+                return
+            run_dir = RunDir.find(self._site.runs_dir, run_id)
+            if run_dir is None:
+                continue
+            with suppress(RlhfError, OSError):
+                if run_dir.checkpoints_dir.is_symlink() or foreign_owner(run_dir.root):
+                    continue
+                actions = [*_removals(run_dir, standing, ended_at[run_id], used, days, now)]
+                may_change = _put_aside(run_dir) or _contains(run_dir.root, used)
+                # A day more, because the clocks of its nodes may have been ahead.
+                if not actions and not may_change and ended_at[run_id] < now - timedelta(days=days + 1):
+                    self._settled[run_id] = end
+                yield from actions
+
+    def _ended(self, latest: datetime) -> dict[str, datetime]:
+        """The runs of this site that ended before a time, each with its end."""
+        found = open_runs.ended_before(self._store, latest)
+        runs = self._site.runs_dir
+        return {run_id: ended_at for run_id, (path, ended_at) in found.items() if Path(path).parent == runs}
 
 
 def removed(run_dir: RunDir, folder: Path) -> tuple[bool, str]:

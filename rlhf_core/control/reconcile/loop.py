@@ -183,7 +183,8 @@ class _Rounds:
 
     def run(self, store: HistoryStore, lease: HeldLease, stop: threading.Event, over: threading.Event) -> None:
         """Carry out one round after the other, until either event is set."""
-        reconciler = Reconciler(self.site, store, flow_runs=self.flow_runs)
+        interval_s = self.site.prefect.reconcile_s
+        reconciler = Reconciler(self.site, store, flow_runs=self.flow_runs, retention_s=interval_s)
         cleanup = SnapshotCleanup(self.site, store, self.flow_runs)
         cleaned_up_s = -CLEANUP_INTERVAL_S
 
@@ -195,20 +196,22 @@ class _Rounds:
 
         while goes_on():
             retention = time.monotonic() - cleaned_up_s >= CLEANUP_INTERVAL_S
-            may_remove = _ForAWhile(may, self.site.prefect.reconcile_s)
+            is_cleaned_up = False
+            may_remove = _ForAWhile(may, interval_s)
             with _survived("a round could not be made"):
                 self.carry_out(reconciler, may, False)
                 if retention:  # reads many files: the repairs come first
                     self.carry_out(reconciler, may_remove, True)
-                cleaned_up_s = time.monotonic() if retention and not may_remove.is_over else cleaned_up_s
+                    is_cleaned_up = reconciler.retention.is_complete and not may_remove.is_over
+                    cleaned_up_s = time.monotonic() if is_cleaned_up else cleaned_up_s
             for chore in self.chores:
                 if may() and self.flow_runs is not None and self.flow_runs.answers():
                     with _survived(f"{chore.title} was not possible"):
                         chore.work(store)
-            if retention and not may_remove.is_over and may():
+            if is_cleaned_up and may():
                 with _survived("the removal of old snapshots was not possible"):
                     cleanup.run(may)
-            over.wait(self.site.prefect.reconcile_s)
+            over.wait(interval_s)
 
 
 class _ForAWhile:
