@@ -1,5 +1,6 @@
 """Checks of this machine, for ``rlhf doctor``."""
 
+import contextlib
 import importlib.util
 import os
 import shlex
@@ -8,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlhf_core import __version__
 from rlhf_core.config.site import Site
@@ -19,8 +21,15 @@ from rlhf_core.preflight.checks.environment import NEEDED_ALWAYS
 from rlhf_core.preflight.facts import ComputeSide
 from rlhf_core.text.formatting import count
 
+if TYPE_CHECKING:
+    from rlhf_core.history.store import HistoryStore
+
 LEAST_FREE_BYTES = 100 << 20
 """Free space below which a disk is reported as full: no run fits on it."""
+
+OTHER_CONNECTIONS = 25
+"""Connections to PostgreSQL beside those of the controllers: up to 15 of Prefect's server, some of the daemon, the
+worker and the commands of people."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,7 @@ def examine(site: Site, services: Mapping[str, str], server: str, *, answers: bo
         _runs(site),
         _private(site),
         _database(site),
+        *_from_history(site),
         _scheduler(site),
         _prefect(server, services, answers=answers, is_own=is_own),
         _services(server, services),
@@ -128,6 +138,30 @@ def _database(site: Site) -> Item:
         return f"{database.displayed(url)}{location}: reachable, and its schema is current"
 
     return _tried("history", inspect)
+
+
+def _from_history(site: Site) -> Iterator[Item]:
+    """Check what the history shows; nothing if it does not exist or answer."""
+    from rlhf_core.history import database
+    from rlhf_core.history.store import HistoryStore
+
+    with contextlib.suppress(RlhfError):
+        file = database.sqlite_file(database.parse_url(site.database_url))
+        if file is None or file.exists():
+            with HistoryStore(site.database_url) as store:
+                yield from _connections(site, store)
+
+
+def _connections(site: Site, store: "HistoryStore") -> Iterator[Item]:
+    """Check that PostgreSQL has a connection for each controller: one that gets none holds back its next job."""
+    most = store.max_connections()
+    if most is None:
+        return
+    runs = site.prefect.max_runs
+    is_enough = most >= runs + OTHER_CONNECTIONS
+    found = f"{most} accepted; {runs} controllers ([prefect] max_runs) need one each, all else {OTHER_CONNECTIONS}"
+    advice = "raise max_connections of PostgreSQL, or lower max_runs in rlhf.toml"
+    yield Item("database connections", is_enough, found, "" if is_enough else advice)
 
 
 def _require_space(file: Path) -> None:

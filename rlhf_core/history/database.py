@@ -169,15 +169,15 @@ def writing_engine(url: URL, *, foreign_keys: bool = True) -> Engine:
     return engine
 
 
-def reading_engine(url: URL) -> Engine:
+def reading_engine(url: URL, writing: Engine) -> Engine:
     """Create an engine for read-only transactions, each of which sees one state of the database throughout.
 
-    SQLite: the file is opened read-only. PostgreSQL: read-only transactions with repeatable reads.
+    SQLite: the file is opened read-only. PostgreSQL: read-only transactions with repeatable reads, on the connections
+    of the writing engine.
     """
     file = sqlite_file(url)
     if file is None:
-        engine = _postgres_engine(url)
-        return engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
+        return writing.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
     engine = create_engine(url, creator=lambda: _open_read_only(file))
 
     @event.listens_for(engine, "begin")
@@ -239,7 +239,13 @@ def _postgres_engine(url: URL) -> Engine:
         # the database, of its settings or of PGCLIENTENCODING; the isolation is that of the server, and under a higher
         # one, a writer fails if it has waited for another.
         settings = {"connect_timeout": 10, "client_encoding": "utf8"}
-        engine = create_engine(url, pool_pre_ping=True, isolation_level="READ COMMITTED", connect_args=settings)
+        engine = create_engine(
+            url,
+            pool_size=1,  # each process keeps one: a server has 100 by default, and a site 50 controllers
+            pool_pre_ping=True,
+            isolation_level="READ COMMITTED",
+            connect_args=settings,
+        )
     except (ModuleNotFoundError, NoSuchModuleError):
         raise HistoryError(
             f"RLHF_DATABASE_URL names a PostgreSQL server, but its driver is missing: {pip_install('postgres')}"

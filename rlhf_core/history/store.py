@@ -62,7 +62,7 @@ class HistoryStore:
             if migrate.is_new(file):
                 migrate.upgrade(self.url)
         self._writing = database.writing_engine(self.url)
-        self._reading = database.reading_engine(self.url)
+        self._reading = database.reading_engine(self.url, self._writing)
         if check_schema:
             try:
                 migrate.require_current(self._reading, self.url)
@@ -251,12 +251,23 @@ class HistoryStore:
         return True
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Rebuilding
+    # The whole history
 
     def run_ids(self) -> list[str]:
         """List every run in the history."""
         with self.reading() as connection:
             return list(connection.execute(select(RUNS.c.run_id).order_by(RUNS.c.run_id)).scalars())
+
+    def max_connections(self) -> int | None:
+        """The number of connections that a PostgreSQL server accepts from ordinary users; None on SQLite, which has no
+        limit."""
+        with self.reading() as connection:
+            if connection.dialect.name == "sqlite":
+                return None
+            accepted = (
+                "current_setting('max_connections')::int - current_setting('superuser_reserved_connections')::int"
+            )
+            return int(connection.exec_driver_sql(f"SELECT {accepted}").scalar_one())
 
     def forget(self, run_id: str) -> None:
         """Delete the rows of a run, so that it is ingested again from the start (``rlhf db rebuild``).

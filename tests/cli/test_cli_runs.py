@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from control_fakes import FakeAgent, FakeScheduler, make_run, only_scheduler, training_snapshot
@@ -858,6 +859,16 @@ def test_doctor_knows_the_services_of_the_site() -> None:
     elsewhere = {**up, "server": "stopped"}
     assert doctor._services("http://elsewhere/api", elsewhere).ok
     assert not doctor._services("", elsewhere).ok
+
+
+@pytest.mark.parametrize(("most", "is_enough"), [(97, True), (74, False), (None, None)])
+def test_doctor_compares_the_connections_of_postgresql(most: int | None, is_enough: bool | None) -> None:
+    """Before, controllers were started for which the server had no connection. SQLite has no limit."""
+    site, store = load_site(), Mock(max_connections=lambda: most)
+    assert site.prefect.max_runs == 50
+    items = list(doctor._connections(site, store))
+    assert [one.ok for one in items] == ([] if is_enough is None else [is_enough])
+    assert all(("raise max_connections" in one.advice) is not is_enough for one in items)
 
 
 def test_watching_in_lines_prints_each_entry_once(with_logs: RunDir) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from history_tools import RunFiles, dump, new_sqlite, postgres, run_sql, synced, whole_run
-from sqlalchemy import URL
+from sqlalchemy import URL, QueuePool
 
 from rlhf_core.errors import BadConfig, DatabaseUnavailable, HistoryError, UnsafeDatabase
 from rlhf_core.history import database, migrate, queries, saved_queries
@@ -249,6 +249,27 @@ def test_a_lost_connection_is_made_anew(runs: Path) -> None:
             )
         assert len(queries.list_runs(store)) == 1
         store.acquire_lease(run.run_id, "me", 60)
+
+
+def test_reading_and_writing_share_the_connections_to_a_server() -> None:
+    url = database.parse_url("postgresql://anna@server/rlhf")
+    writing = database.writing_engine(url)
+    reading = database.reading_engine(url, writing)
+    assert reading.pool is writing.pool
+    assert isinstance(writing.pool, QueuePool)
+    assert writing.pool.size() == 1
+
+
+def test_a_process_keeps_one_connection_to_a_server() -> None:
+    """Before, up to ten: a server refused connections long before the site had `max_runs` controllers."""
+    url = postgres().migrated_database()
+    with HistoryStore(url) as store, HistoryStore(url) as other:
+        with store.reading(), store.writing() as connection:
+            connection.exec_driver_sql("UPDATE runs SET message = ''")
+        with other.reading() as connection:
+            counted = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()"
+            assert connection.exec_driver_sql(counted).scalar() == 2, "one of each store"
+        assert (store.max_connections() or 0) > 2
 
 
 def test_a_database_that_cannot_store_every_text_is_refused() -> None:
