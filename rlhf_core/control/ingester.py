@@ -3,6 +3,7 @@
 import logging
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -33,6 +34,7 @@ class Ingester:
     site: Site
     store: HistoryStore
     warn: Callable[[str], None] = log.warning
+    _stamps: dict[str, int] = field(default_factory=dict)
     _read: dict[str, int] = field(default_factory=dict)
     _sweep: list[str] = field(default_factory=list)
 
@@ -62,11 +64,19 @@ class Ingester:
             self._problems.end(runs)
             for gone in self._read.keys() - set(self._sweep):
                 del self._read[gone]
-                self._problems.end(gone)
             with suppress(HistoryError):  # the next sweep compares them
                 self._compare_rows()
         taken, self._sweep = self._sweep[:SWEEP_RUNS], self._sweep[SWEEP_RUNS:]
         return taken
+
+    def _compare_rows(self) -> None:
+        """Forget what was read of a run whose row has changed since, because a backup may have been restored."""
+        rows = self.store.ingested_runs()
+        stamps = {run_id: stamp for run_id, (stamp, _) in rows.items()}
+        for run_id in [*self._read]:
+            if run_id not in stamps or stamps[run_id] != self._stamps.get(run_id):
+                del self._read[run_id]
+        self._stamps = stamps
 
     def _sync(self, run_id: str) -> bool:
         with Survived() as found:  # a directory that breaks the reader must not keep the others from being read
@@ -74,9 +84,9 @@ class Ingester:
             seen = files_digest(run_dir)
             if seen is None or self._read.get(run_id) == seen:
                 return False
-            sync(run_dir, self.store)
+            report = sync(run_dir, self.store)
             self._read[run_id] = seen
             self._problems.end(run_id)
-            return True
+            return report.batches > 0
         self._problems.log_change(f"{run_id}: {found.message}", run_id)
         return False

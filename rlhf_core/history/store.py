@@ -258,6 +258,12 @@ class HistoryStore:
         with self.reading() as connection:
             return list(connection.execute(select(RUNS.c.run_id).order_by(RUNS.c.run_id)).scalars())
 
+    def ingested_runs(self) -> dict[str, tuple[int, str]]:
+        """The number of the last ingestion of every run, which is random, and the path of its directory; by id."""
+        with self.reading() as connection:
+            rows = connection.execute(select(RUNS.c.run_id, RUNS.c.ingest_stamp, RUNS.c.run_dir))
+            return {run_id: (stamp, run_dir) for run_id, stamp, run_dir in rows}
+
     def max_connections(self) -> int | None:
         """The number of connections that a PostgreSQL server accepts from ordinary users; None on SQLite, which has no
         limit."""

@@ -19,7 +19,7 @@ import psutil
 import pytest
 from control_fakes import FakeAgent, FakeJob, make_run, make_spec
 from harness import ControllerHarness
-from history_tools import events_of, run_sql
+from history_tools import dump, events_of, run_sql
 from process_tools import until
 
 from flows.reconcile import Turn
@@ -775,3 +775,27 @@ def test_the_ingester_skips_unchanged_runs(harness: ControllerHarness, monkeypat
     assert ingester.ingest() == 1
     assert run_sql(harness.store, "SELECT max(step) FROM metrics").rows == [[3]]
     assert ingester.ingest() == 0
+
+
+def test_rows_that_a_restored_backup_lacks_are_read_again(harness: ControllerHarness) -> None:
+    """Before, a daemon that stayed up never read them again, because their files had not changed."""
+    ended, run_dir = failed(harness), training(harness)
+    ingester = Ingester(harness.site, harness.store)
+    ingester.ingest()
+    before = dump(harness.store)
+    assert ingester.ingest() == 0
+    harness.store.clear()
+    assert ingester.ingest() == 2
+    assert sorted(harness.store.run_ids()) == sorted([ended.run_id, run_dir.run_id])
+    assert dump(harness.store) == before
+    assert ingester.ingest() == 0
+
+
+def test_rows_that_a_restored_backup_has_in_an_older_state_are_read_again(harness: ControllerHarness) -> None:
+    run_dir = failed(harness)
+    ingester = Ingester(harness.site, harness.store)
+    ingester.ingest()
+    ingester.ingest()
+    harness.store.forget(run_dir.run_id)
+    assert ingester.ingest() == 1
+    assert run_sql(harness.store, "SELECT state FROM runs").rows == [["failed"]]
