@@ -149,7 +149,21 @@ def _from_history(site: Site) -> Iterator[Item]:
         file = database.sqlite_file(database.parse_url(site.database_url))
         if file is None or file.exists():
             with HistoryStore(site.database_url) as store:
+                yield _open_runs(site, store)
                 yield from _connections(site, store)
+
+
+def _open_runs(site: Site, store: "HistoryStore") -> Item:
+    """Check for runs that no daemon looks after, because the history names another folder."""
+    from rlhf_core.control.run_folders import ADVICE, without_daemon
+    from rlhf_core.history.queries import open_runs
+    from rlhf_core.schemas.base import utc_now
+
+    found = open_runs.find(store, utc_now())
+    folders = without_daemon(site.runs_dir, found.values(), store)
+    if folders:
+        return Item("open runs", False, f"no daemon looks after those in {', '.join(map(str, folders))}", ADVICE)
+    return Item("open runs", True, f"{count(len(found), 'run')} active or waiting for a promotion")
 
 
 def _connections(site: Site, store: "HistoryStore") -> Iterator[Item]:

@@ -9,12 +9,14 @@ from datetime import timedelta
 
 from rlhf_core.condition_log import ConditionLog
 from rlhf_core.config.site import Site
+from rlhf_core.control.run_folders import moved_here
 from rlhf_core.errors import HistoryError
 from rlhf_core.history.queries import open_runs
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir.run import RunDir, run_dirs
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.survival import Survived
+from rlhf_core.text.formatting import count
 from rlhf_core.watchdog.ingest import files_digest, sync
 
 log = logging.getLogger("rlhf.daemon")
@@ -70,13 +72,19 @@ class Ingester:
         return taken
 
     def _compare_rows(self) -> None:
-        """Forget what was read of a run whose row has changed since, because a backup may have been restored."""
+        """Compare the directories with the rows: forget what was read of a run whose row has changed since, because a
+        backup may have been restored, and correct the paths of those that were moved."""
         rows = self.store.ingested_runs()
         stamps = {run_id: stamp for run_id, (stamp, _) in rows.items()}
         for run_id in [*self._read]:
             if run_id not in stamps or stamps[run_id] != self._stamps.get(run_id):
                 del self._read[run_id]
         self._stamps = stamps
+        recorded = {run_id: rows[run_id][1] for run_id in self._sweep if run_id in rows}
+        moved = moved_here(self.site.runs_dir, recorded)
+        if moved:
+            self.store.record_move(moved, str(self.site.runs_dir))
+            log.info("%s had another path in the history: now in %s", count(len(moved), "run"), self.site.runs_dir)
 
     def _sync(self, run_id: str) -> bool:
         with Survived() as found:  # a directory that breaks the reader must not keep the others from being read

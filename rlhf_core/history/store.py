@@ -1,19 +1,19 @@
 """Leases, and batches of ingestion in one transaction each."""
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from types import TracebackType
 from typing import Self
 
-from sqlalchemy import Connection, bindparam, delete, func, select, update
+from sqlalchemy import Connection, bindparam, delete, func, literal, select, update
 
 from rlhf_core.errors import HistoryError, LeaseLost
 from rlhf_core.history import database, migrate
 from rlhf_core.history.batch import IngestBatch, IngestState
 from rlhf_core.history.tables import metadata
-from rlhf_core.history.tables.sqlalchemy_core import CHECKPOINTS, KEYS, LEASES, OFFSETS, RUNS
+from rlhf_core.history.tables.sqlalchemy_core import CHECKPOINTS, KEYS, LEASES, OFFSETS, RUNS, chunks
 from rlhf_core.history.writers import write_batch
 from rlhf_core.history.writers.runs import insert_run, update_run
 from rlhf_core.history.writers.upserts import insert_new
@@ -274,6 +274,13 @@ class HistoryStore:
                 "current_setting('max_connections')::int - current_setting('superuser_reserved_connections')::int"
             )
             return int(connection.exec_driver_sql(f"SELECT {accepted}").scalar_one())
+
+    def record_move(self, run_ids: Sequence[str], folder: str) -> None:
+        """Record that run directories were moved to a folder."""
+        with self.writing() as connection:
+            for among in chunks(run_ids):
+                path = literal(f"{folder}/", RUNS.c.run_dir.type) + RUNS.c.run_id
+                connection.execute(update(RUNS).where(RUNS.c.run_id.in_(among)).values(run_dir=path))
 
     def forget(self, run_id: str) -> None:
         """Delete the rows of a run, so that it is ingested again from the start (``rlhf db rebuild``).

@@ -8,7 +8,7 @@ from history_tools import orphaned_run
 
 from rlhf_core.cli import main
 from rlhf_core.config.site import load_site
-from rlhf_core.control.reconcile.loop import lease_name
+from rlhf_core.control.run_folders import lease_name
 from rlhf_core.errors import SchedulerError
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir.run import RunDir
@@ -46,7 +46,7 @@ def test_the_daemon_at_work_is_named(orphan: RunDir, capsys: pytest.CaptureFixtu
     """Before, the message had the internal name of its lease, as that of a run."""
     site = load_site()
     with HistoryStore(site.database_url) as store:
-        store.acquire_lease(lease_name(site), "ann@elsewhere:71:1767225600.00", 60)
+        store.acquire_lease(lease_name(site.runs_dir), "ann@elsewhere:71:1767225600.00", 60)
     assert main.execute(["reconcile"]) == 1
     told = capsys.readouterr().err
     assert "daemon of this site (ann on elsewhere, process 71, since 2026-01-01 00:00:00 UTC) reconciles every" in told

@@ -29,8 +29,8 @@ from rlhf_core.control.ingester import Ingester
 from rlhf_core.control.reconcile import cleanup, loop
 from rlhf_core.control.reconcile.actions import ActionResult, Reconciler
 from rlhf_core.control.reconcile.facts import SILENT_AFTER_S
-from rlhf_core.control.reconcile.loop import lease_name
 from rlhf_core.control.reconcile.once import poll_once, reconcile_once
+from rlhf_core.control.run_folders import lease_name
 from rlhf_core.control.steps import drive, steps
 from rlhf_core.control.undriven import undriven_since
 from rlhf_core.diagnosis.reconcile.decisions import ActionKind, ReconcileAction
@@ -379,7 +379,7 @@ def test_each_outage_and_each_damage_is_warned_of_once(
 
 def test_a_daemon_that_was_replaced_while_suspended_does_nothing(harness: ControllerHarness) -> None:
     """It checks its lease before each action: its clock and its other thread may not have noticed the loss yet."""
-    name, owner = lease_name(harness.site), str(Owner.this_process())
+    name, owner = lease_name(harness.site.runs_dir), str(Owner.this_process())
     lease = HeldLease(harness.store, name, owner, harness.store.acquire_lease(name, owner, 60))
     assert loop.is_held(lease)
     harness.store.acquire_lease(name, "next@elsewhere:1:1.00", 60, takeover=lambda owner: True)
@@ -654,11 +654,11 @@ def test_reconciling_by_hand_needs_an_idle_daemon(harness: ControllerHarness, st
     run_dir = training(harness)
     assert kinds(list(poll_once(harness.site, harness.store, None, print))) == [ActionKind.ADOPT]
     assert started == []
-    token = harness.store.acquire_lease(lease_name(harness.site), "daemon@elsewhere:1:1.00", 60)
+    token = harness.store.acquire_lease(lease_name(harness.site.runs_dir), "daemon@elsewhere:1:1.00", 60)
     with pytest.raises(LeaseLost, match=r"daemon of this site \(daemon on elsewhere, .* reconciles every"):
         reconcile_once(harness.site, harness.store, None, print)
     assert started == []
-    harness.store.release_lease(lease_name(harness.site), "daemon@elsewhere:1:1.00", token)
+    harness.store.release_lease(lease_name(harness.site.runs_dir), "daemon@elsewhere:1:1.00", token)
     reconcile_once(harness.site, harness.store, None, print)
     assert started == [run_dir.run_id]
     reconcile_once(harness.site, harness.store, None, print)  # the lease was given back
@@ -753,7 +753,7 @@ def test_the_daemon_reads_adopts_and_outlives_damage(
     assert started == [orphan.run_id]
     assert fresh.run_id in harness.store.run_ids()
     # The daemon released its lease: no other has to wait for it.
-    harness.store.acquire_lease(lease_name(harness.site), "next@elsewhere:1:1.00", 60)
+    harness.store.acquire_lease(lease_name(harness.site.runs_dir), "next@elsewhere:1:1.00", 60)
 
 
 def _then(work: object, done: threading.Event) -> object:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rlhf_core.condition_log import ConditionLog
 from rlhf_core.config.site import Site
-from rlhf_core.control import adopt
+from rlhf_core.control import adopt, run_folders
 from rlhf_core.control.cancel import cancel_run
 from rlhf_core.control.gone_directory import close_undriven
 from rlhf_core.control.reconcile.cleanup import CheckpointSearch, removed
@@ -163,6 +163,8 @@ class Reconciler:
         seen = self._seen or FlowRunSnapshot()
         mentioned = {one.run_id for one in seen.flow_runs if one.state not in FLOW_ENDS and one.run_id}
         self._standings |= open_runs.find(self._store, now, run_ids=mentioned)
+        for folder in run_folders.without_daemon(self._site.runs_dir, self._standings.values(), self._store):
+            self._note_once("", "folder", f"{folder} has open runs and no daemon: {run_folders.ADVICE}")
         runs = {}
         for run_id in sorted(self._standings.keys() | run_ids | mentioned):
             run = self._run(run_id, self._standings.get(run_id), now)
@@ -224,7 +226,7 @@ class Reconciler:
     def _run(self, run_id: str, standing: OpenRun | None, now: datetime) -> RunFacts | None:
         """Facts about a run of this site; None for a run of another site, and while its file system does not
         respond."""
-        if standing is not None and Path(standing.run_dir).parent != self._site.runs_dir:
+        if standing is not None and not run_folders.is_same(Path(standing.run_dir).parent, self._site.runs_dir):
             return None
         try:
             run_dir = RunDir.of(self._site.runs_dir, run_id)

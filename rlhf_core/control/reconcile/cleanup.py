@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from rlhf_core.config.site import Site
-from rlhf_core.control import snapshots
+from rlhf_core.control import run_folders, snapshots
 from rlhf_core.control.promotion import is_due
 from rlhf_core.control.reconcile.facts import foreign_owner
 from rlhf_core.control.reconcile.flow_runs import FlowRuns
@@ -98,8 +98,9 @@ class CheckpointSearch:
     def _ended(self, latest: datetime) -> dict[str, datetime]:
         """The runs of this site that ended before a time, each with its end."""
         found = open_runs.ended_before(self._store, latest)
-        runs = self._site.runs_dir
-        return {run_id: ended_at for run_id, (path, ended_at) in found.items() if Path(path).parent == runs}
+        parents = {Path(path).parent for path, _ in found.values()}
+        own = {folder for folder in parents if run_folders.is_same(folder, self._site.runs_dir)}
+        return {run_id: ended_at for run_id, (path, ended_at) in found.items() if Path(path).parent in own}
 
 
 def removed(run_dir: RunDir, folder: Path) -> tuple[bool, str]:

@@ -18,7 +18,9 @@ from rlhf_core.control.ingester import Ingester
 from rlhf_core.control.reconcile.actions import ActionResult, Reconciler
 from rlhf_core.control.reconcile.cleanup import SnapshotCleanup
 from rlhf_core.control.reconcile.flow_runs import FlowRuns
+from rlhf_core.control.run_folders import earlier_lease_name, lease_name
 from rlhf_core.errors import HistoryError, LeaseLost, RlhfError
+from rlhf_core.history.queries.controllers import lease_holder
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.lease import HeldLease, Owner, known_dead
 from rlhf_core.survival import Survived
@@ -52,19 +54,16 @@ def plain_round(reconciler: Reconciler, may: Callable[[], bool], retention: bool
     return reconciler.carry_out(reconciler.poll(retention=retention), may)
 
 
-def lease_name(site: Site) -> str:
-    """Name of the lease that one daemon holds. It includes the folder of run directories: a history may serve
-    several."""
-    return f"site:keeper:{site.runs_dir}"
-
-
 def take_lease(site: Site, store: HistoryStore) -> HeldLease:
     """Take the daemon's lease, and renew it from now on.
 
     Raises:
         LeaseLost, HistoryError: another process holds it, or the history does not answer.
     """
-    name, owner = lease_name(site), str(Owner.this_process())
+    name, earlier = lease_name(site.runs_dir), earlier_lease_name(site.runs_dir)
+    if earlier != name and lease_holder(store, earlier) is not None:
+        raise LeaseLost(f"a daemon of an earlier version looks after {site.runs_dir}")
+    owner = str(Owner.this_process())
     lease = HeldLease(store, name, owner, store.acquire_lease(name, owner, TTL_S, takeover=known_dead))
     lease.start()
     return lease

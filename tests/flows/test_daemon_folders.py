@@ -1,0 +1,125 @@
+"""A site whose folder of runs has several paths, was moved, or is not the only one of the history."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from control_fakes import FakeScheduler
+from history_tools import RunFiles, new_sqlite, runs, store, synced
+
+from rlhf_core.cli import doctor
+from rlhf_core.config.site import Site, load_site
+from rlhf_core.control.ingester import Ingester
+from rlhf_core.control.reconcile.actions import Reconciler
+from rlhf_core.control.reconcile.loop import take_lease
+from rlhf_core.control.run_folders import earlier_lease_name, lease_name
+from rlhf_core.diagnosis.reconcile.decisions import ActionKind
+from rlhf_core.errors import LeaseLost
+from rlhf_core.history import queries
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.site import RetentionSite
+
+__all__ = ["runs", "store"]
+
+
+@pytest.fixture
+def database_url(tmp_path: Path) -> str:
+    return new_sqlite(tmp_path)
+
+
+@pytest.fixture
+def site(runs: Path, database_url: str, monkeypatch: pytest.MonkeyPatch) -> Site:
+    monkeypatch.setattr("rlhf_core.control.reconcile.actions.get_scheduler", lambda name: FakeScheduler())
+    return dataclasses.replace(load_site(), runs_dir=runs, database_url=database_url)
+
+
+@pytest.fixture
+def run(store: HistoryStore, runs: Path) -> RunFiles:
+    """A run in training that has lost its controller."""
+    made = RunFiles(runs).created()
+    for seconds, state in enumerate((RunState.PREFLIGHT, RunState.QUEUED, RunState.TRAINING), start=1):
+        made.moved(state, seconds)
+    return synced(made, store)
+
+
+def found(site: Site, store: HistoryStore, folder: Path, warnings: list[str]) -> Sequence[ActionKind]:
+    """Actions of a daemon of the site with another path of the folder."""
+    reconciler = Reconciler(dataclasses.replace(site, runs_dir=folder), store, flow_runs=None, warn=warnings.append)
+    reconciler.poll()
+    return [one.kind for one in reconciler.poll()]
+
+
+def linked(folder: Path) -> Path:
+    link = folder.with_name("link")
+    link.symlink_to(folder)
+    return link
+
+
+def test_a_run_is_looked_after_through_another_path_of_its_folder(
+    site: Site, store: HistoryStore, run: RunFiles
+) -> None:
+    """Before, a daemon with a link as RLHF_RUNS left all runs alone, and said nothing."""
+    warnings: list[str] = []
+    assert found(site, store, site.runs_dir, warnings) == [ActionKind.ADOPT], "the control"
+    link = linked(site.runs_dir)
+    Ingester(dataclasses.replace(site, runs_dir=link), store).ingest()
+    assert found(site, store, link, warnings) == [ActionKind.ADOPT]
+    assert warnings == []
+    assert queries.run_dir_of(store, run.run_id) == str(run.dir.root), "it is still right"
+
+
+def test_retention_looks_through_another_path_of_the_folder(site: Site, store: HistoryStore, run: RunFiles) -> None:
+    for step in (4, 8):
+        run.checkpoint(step, 5)
+    run.moved(RunState.FAILED, 6)
+    synced(run, store)
+    site = dataclasses.replace(site, runs_dir=linked(site.runs_dir), retention=RetentionSite(checkpoints_days=7))
+    (action,) = Reconciler(site, store, flow_runs=None).poll(retention=True)
+    assert (action.kind, action.step) == (ActionKind.REMOVE_CHECKPOINT, 4)
+
+
+def test_the_paths_of_a_moved_folder_are_corrected(site: Site, store: HistoryStore, run: RunFiles) -> None:
+    """Before, a daemon looked after none of its runs until `rlhf db rebuild`."""
+    moved, warnings = site.runs_dir.with_name("moved"), list[str]()
+    site.runs_dir.rename(moved)
+    assert found(site, store, moved, warnings) == []
+    assert warnings == [], "the ingester is about to correct them"
+    Ingester(dataclasses.replace(site, runs_dir=moved), store).ingest()
+    assert queries.run_dir_of(store, run.run_id) == str(moved / run.run_id)
+    assert found(site, store, moved, warnings) == [ActionKind.ADOPT]
+
+
+def test_runs_without_a_daemon_are_reported_once(site: Site, store: HistoryStore, run: RunFiles) -> None:
+    elsewhere, warnings = site.runs_dir.with_name("elsewhere"), list[str]()
+    elsewhere.mkdir()
+    here = dataclasses.replace(site, runs_dir=elsewhere)
+    assert found(site, store, elsewhere, warnings) == []
+    (warning,) = warnings
+    assert warning.startswith(f"{site.runs_dir} has open runs and no daemon: set RLHF_RUNS to that folder")
+    item = doctor._open_runs(here, store)
+    assert (item.ok, item.found) == (False, f"no daemon looks after those in {site.runs_dir}")
+    store.acquire_lease(lease_name(site.runs_dir), "daemon@elsewhere:1:1.00", 60)
+    assert found(site, store, elsewhere, warnings) == []
+    assert len(warnings) == 1, "it has its own daemon now"
+    assert doctor._open_runs(here, store).ok
+
+
+def test_the_daemons_of_a_folder_have_one_lease(site: Site, store: HistoryStore) -> None:
+    """Before, one that was given a link acted beside the other."""
+    through_link = dataclasses.replace(site, runs_dir=linked(site.runs_dir))
+    assert lease_name(through_link.runs_dir) == lease_name(site.runs_dir)
+    store.acquire_lease(lease_name(site.runs_dir), "daemon@elsewhere:1:1.00", 60)
+    with pytest.raises(LeaseLost):
+        take_lease(through_link, store)
+
+
+def test_a_daemon_of_an_earlier_version_is_respected(site: Site, store: HistoryStore) -> None:
+    through_link = dataclasses.replace(site, runs_dir=linked(site.runs_dir))
+    name, owner = earlier_lease_name(through_link.runs_dir), "daemon@elsewhere:1:1.00"
+    token = store.acquire_lease(name, owner, 60)
+    with pytest.raises(LeaseLost, match="earlier version"):
+        take_lease(through_link, store)
+    store.release_lease(name, owner, token)
+    take_lease(through_link, store).release()
