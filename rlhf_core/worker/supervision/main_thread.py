@@ -34,8 +34,8 @@ class MainThreadWatch:
         """Expect no more turns until the next one: the phase is over."""
         self._turn = None
 
-    def observe(self, now_s: float) -> float:
-        """Seconds for which the main thread has been stuck, once these are too many; until then 0.
+    def observe(self, now_s: float) -> float | None:
+        """Seconds for which the main thread has been stuck, once these are too many; until then None.
 
         Only time in which the supervising thread was able to run counts.
         """
@@ -43,4 +43,4 @@ class MainThreadWatch:
         before, self._observed_turn = self._observed_turn, self._turn
         is_stuck = self._observed_turn is not None and self._observed_turn == before
         self._stuck_s = self._stuck_s + passed_s if is_stuck else 0.0
-        return self._stuck_s if self._stuck_s > self._limit_s else 0.0
+        return self._stuck_s if self._stuck_s > self._limit_s else None

@@ -108,6 +108,13 @@ class SupervisedNode:
             self._events.add("peer", f"{message}; ending everything", node_lost=node)
             self.kill_workers()
 
+    def give_up_leader(self) -> None:
+        """Kill all workers, because agent 0 is lost."""
+        self.requests.broken = "agent 0 no longer responds"
+        self.kill_workers()
+        # The controller acts on this line, which saves it waiting for agent 0's files to go stale.
+        self._events.add("peer", f"{self.requests.broken}; ending everything", leader_lost=True)
+
     def save_and_stop(self, reason: str) -> None:
         """Let the workers save their state and end."""
         if not self.requests.stop:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+from rlhf_core.condition_log import ConditionLog
 from rlhf_core.diagnosis.hangs.liveness import GapTracker
 from rlhf_core.files.whole import write_model
 from rlhf_core.run_dir.attempt import RestartDir
@@ -21,18 +22,20 @@ PUBLISH_INTERVAL_S = 2.0
 
 
 class StatusPublisher:
-    """Publishes the status of one node. Both threads of the agent use it, under the supervisor's lock."""
+    """Publishes the status of one node. Both threads of the agent use it, under the supervisor's lock until
+    :meth:`stop`."""
 
     def __init__(self, channel: AgentChannel, tracker: GapTracker, events: EventLog, run_folder: Path) -> None:
         self.telemetry: dict[str, float] = {}
         """Last telemetry reading."""
         self.num_readings = 0
         """Number of telemetry readings so far."""
+        self.anomalies = Anomalies(events)
         self._channel = channel
         self._tracker = tracker
         self._source = Telemetry(events.print_line, run_folder)
         self._series = TelemetrySeries(channel.nodes.name, events.print_line)
-        self._anomalies = Anomalies(events)
+        self._problems = ConditionLog(events.print_line)
         self._place: tuple[Role, RestartDir] | None = None
         self._next_at_s = 0.0
 
@@ -40,10 +43,6 @@ class StatusPublisher:
         """Publish at once, and from now on for this role and restart."""
         self._place = (role, restart_dir)
         self._next_at_s = 0.0
-
-    def begin_restart(self) -> None:
-        """Discard anomalies of earlier workers."""
-        self._anomalies.begin_restart()
 
     def is_due(self, now_s: float) -> bool:
         """True if it is time for the next status."""
@@ -59,9 +58,6 @@ class StatusPublisher:
 
         Args:
             groups: Groups of the current phase.
-
-        Raises:
-            OSError: the status cannot be written. Training does not depend on it, and the next one is soon due.
         """
         assert self._place is not None
         self._next_at_s = now_s + PUBLISH_INTERVAL_S
@@ -78,9 +74,13 @@ class StatusPublisher:
             ranks=state.ranks,
             telemetry=state.telemetry,
             longest_gaps_s=self._tracker.all_longest_s,
-            findings=self._anomalies.update(self._readings(groups), now_s) if self._channel.leads else (),
+            findings=self.anomalies.update(self._readings(groups), now_s) if self._channel.leads else (),
         )
-        write_model(restart_dir.agent_status(nodes.name), status)
+        try:
+            write_model(restart_dir.agent_status(nodes.name), status)
+            self._problems.end()
+        except OSError as error:  # training does not depend on it, and the next status is soon due
+            self._problems.log_change(f"failed to write the status: {error}")
 
     def stop(self) -> None:
         """Write what is pending and stop measuring."""

@@ -5,6 +5,7 @@ to a failure. On agent 0 the supervising thread watches the workers of all nodes
 several times a second and follow its orders.
 """
 
+import contextlib
 import os
 import signal
 import threading
@@ -12,9 +13,10 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from rlhf_core.condition_log import ConditionLog
 from rlhf_core.diagnosis.hangs.liveness import GapTracker
 from rlhf_core.run_dir.attempt import RestartDir
-from rlhf_core.schemas.agent_messages import NodeState, Orders
+from rlhf_core.schemas.agent_messages import Orders
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import AgentCommand
@@ -34,7 +36,6 @@ from rlhf_core.worker.supervision.group import SupervisedGroup
 from rlhf_core.worker.supervision.main_thread import MainThreadWatch
 from rlhf_core.worker.supervision.node import SupervisedNode
 from rlhf_core.worker.supervision.status import StatusPublisher
-from rlhf_core.worker.supervision.suspension import SuspensionWatch
 
 TICK_INTERVAL_S = 0.25
 AWAKE_INTERVAL_S = 0.5
@@ -69,6 +70,7 @@ class Supervisor(threading.Thread):
         self._events = events
         self._new_commands = new_commands
         self._deadline = deadline
+        self._is_superseded = is_superseded
         self._owned_elsewhere = owned_elsewhere
         self._ending = threading.Event()
 
@@ -78,6 +80,7 @@ class Supervisor(threading.Thread):
         self.main_thread = MainThreadWatch(spec.setup_floor_s)
 
         # Used by both threads under the lock, which this thread holds for most of a tick, with all its investigations.
+        # External requests to the node do not wait for it.
         self._lock = threading.Lock()
         self._tracker = tracker
         self._node = SupervisedNode(channel, self.requests, self.orders, events)
@@ -85,10 +88,11 @@ class Supervisor(threading.Thread):
 
         # Used by this thread alone.
         self._failures = FailureDetector(channel, self._node, tracker, events, spec)
-        self._suspension = SuspensionWatch(channel.clock, is_superseded, events, deadline)
+        self._num_pauses = 0
+        self._may_be_superseded = False
         self._next_commands_at_s = 0.0
         self._next_reap_at_s = 0.0
-        self._last_problem = ""
+        self._stumbles = ConditionLog(events.print_line)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Called by the main thread
@@ -106,7 +110,7 @@ class Supervisor(threading.Thread):
         """
         with self._lock:
             self._tracker.begin_restart(group.role)
-            self._status.begin_restart()
+            self._status.anomalies.begin_restart()
             supervised = SupervisedGroup.of(group, start, self._tracker)
             self._node.add(supervised)
         if self.requests.to_end:
@@ -141,7 +145,7 @@ class Supervisor(threading.Thread):
             with Survived() as failed:  # one failed tick must not leave the workers unsupervised
                 self._tick()
             if failed.error is not None:
-                self._print_once(f"supervision stumbled: {failed.problem}")
+                self._stumbles.log_change(f"supervision stumbled: {failed.problem}")
                 time.sleep(TICK_INTERVAL_S)
 
     def _stay_awake(self) -> None:
@@ -160,10 +164,9 @@ class Supervisor(threading.Thread):
         with self._lock:
             now_s = time.monotonic()
             self._channel.clock.tick(now_s)
-            if self._suspension.has_ended():
-                for one in self._node.groups.values():
-                    one.hang_check.clear()
-            self._suspension.leave_if_superseded()
+            self._notice_suspension()
+            if self._may_be_superseded:
+                self._leave_if_superseded()
             self._watch_main_thread(now_s)
             is_status_due = self._status.is_due(now_s)
             if is_status_due:
@@ -179,8 +182,28 @@ class Supervisor(threading.Thread):
             if self.requests.to_end:
                 self._end_in(END_TIMEOUT_S, "the agent was asked to end but has not")
             if is_status_due:
-                self._publish(state, now_s)
+                self._status.publish(state, self._node.groups.values(), now_s)
+                self._stumbles.end()
             self._reap(now_s)
+
+    def _notice_suspension(self) -> None:
+        """Begin to judge silence anew if this process was suspended, with its job or node."""
+        clock = self._channel.clock
+        if clock.num_pauses != self._num_pauses:
+            self._num_pauses = clock.num_pauses
+            self._may_be_superseded = True
+            self._events.print_line(
+                f"this agent was suspended for {clock.pause_s:.0f} s; silence is measured from now on"
+            )
+            for one in self._node.groups.values():
+                one.hang_check.clear()
+
+    def _leave_if_superseded(self) -> None:
+        """Kill this process and its descendants if the run moved on during a suspension."""
+        with contextlib.suppress(OSError):  # the file system may not respond yet: looked up again
+            if self._is_superseded():
+                self._deadline.leave_now()
+            self._may_be_superseded = False
 
     def _take_signal(self, number: signal.Signals) -> None:
         if number == SAVING:
@@ -205,7 +228,7 @@ class Supervisor(threading.Thread):
     def _watch_main_thread(self, now_s: float) -> None:
         """Give up this node if its main thread is stuck in a call: all nodes would wait for it forever."""
         stuck_s = self.main_thread.observe(now_s)
-        if stuck_s:
+        if stuck_s is not None:
             stuck = f"the main thread of the agent of {self._node.name} has been stuck for {stuck_s:.0f} s"
             self._node.give_up(self._node.name, stuck, FailureKind.NODE_LOST)
             self._end_in(LEADER_LOST_TIMEOUT_S, f"{stuck}, and it has not ended")
@@ -214,11 +237,8 @@ class Supervisor(threading.Thread):
         """Follow agent 0, while it is there."""
         orders = self._channel.published("orders", Orders)
         if self._channel.is_lost and not self.requests.broken:
-            self.requests.broken = "agent 0 no longer responds"
-            self._node.kill_workers()
             self._end_in(LEADER_LOST_TIMEOUT_S, "agent 0 is lost, but this agent has not ended")
-            # The controller acts on this line, which saves it waiting for agent 0's files to go stale.
-            self._events.add("peer", f"{self.requests.broken}; ending everything", leader_lost=True)
+            self._node.give_up_leader()
         if orders is not None:
             self._node.obey(orders)
 
@@ -226,21 +246,9 @@ class Supervisor(threading.Thread):
         """Set a deadline after which this agent is killed, in case its main thread is stuck in a call."""
         self._deadline.set(seconds, f"{why} within {seconds:.0f} s; its second thread ends it")
 
-    def _publish(self, state: NodeState, now_s: float) -> None:
-        try:
-            self._status.publish(state, self._node.groups.values(), now_s)
-            self._last_problem = ""
-        except OSError as error:
-            self._print_once(f"failed to write the status: {error}")
-
     def _reap(self, now_s: float) -> None:
         owned = self._node.started_pids()
         if owned and now_s >= self._next_reap_at_s:
             self._next_reap_at_s = now_s + REAP_INTERVAL_S
             # A young child may be a worker that is just being started; its group reaps it.
             processes.reap_orphans(owned | set(self._owned_elsewhere()), min_age_s=REAP_INTERVAL_S)
-
-    def _print_once(self, text: str) -> None:
-        if text != self._last_problem:
-            self._last_problem = text
-            self._events.print_line(text)
