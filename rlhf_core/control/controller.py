@@ -246,7 +246,6 @@ def opened(
     flow_run: DrivingFlowRun | None = NO_FLOW_RUN,
     on_wait: Callable[[str, float], None] = lambda owner, seconds: None,
     if_held: IfHeld = IfHeld.WAIT,
-    timeout_s: float = TTL_S + 5,
     lease_s: float = TTL_S,
 ) -> Iterator[Controller]:
     """Act as the controller of a run for as long as the block lasts.
@@ -257,7 +256,6 @@ def opened(
         flow_run: the Prefect flow run of this controller; None if :meth:`record_controller` is called later.
         on_wait: called with the longest possible wait in seconds, if another controller's lease has to expire first.
         if_held: response to a controller that holds it.
-        timeout_s: longest wait for that lease.
         lease_s: lifetime of the lease in seconds if this process does not renew it, for example while suspended.
 
     Raises:
@@ -275,7 +273,6 @@ def opened(
         on_wait=on_wait,
         above=above,
         if_held=if_held,
-        timeout_s=timeout_s,
         ttl_s=lease_s,
     )
     lease.start()

@@ -72,9 +72,7 @@ def main(run_id: str, point: str, lease_s: float) -> int:
     try:
         with (
             HistoryStore(site.database_url) as store,
-            opened(
-                RunDir.of(site.runs_dir, run_id), site, store, observer, timeout_s=100.0, lease_s=lease_s
-            ) as controller,
+            opened(RunDir.of(site.runs_dir, run_id), site, store, observer, lease_s=lease_s) as controller,
         ):
             controller.poll_s = 0.2
             drive(controller)
