@@ -7,7 +7,7 @@ Prefect server sends the messages. The address may contain a secret, so it is st
 import contextlib
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import UUID, uuid4
@@ -20,6 +20,7 @@ from prefect.events.schemas.automations import AutomationCore, EventTrigger, Pos
 from prefect.exceptions import ObjectNotFound
 from pydantic import SecretStr
 
+from flows.publishing.events import CANCELLED_OUTSIDE, STOPPED
 from flows.server.clients import api_client, commanding_client
 from flows.server.settings import server_answers
 from rlhf_core.config.site import Site
@@ -44,19 +45,52 @@ class Notification:
     events: tuple[str, ...]
     """Names of the events; a trailing asterisk matches any ending."""
     text: str
-    """The message text, as a Jinja expression over the event."""
+    """The first line of the message, as a Jinja expression over the fields of the event."""
+    advice: str = "''"
+    """What to do next, likewise; empty if nothing."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels that the resource of the event must have."""
 
+
+_RUN = "'run ' ~ run_id ~ (' of ' ~ owner if owner else '')"
+_MEND = "'rlhf show ' ~ run_id ~ ' tells more; once it is mended: rlhf resume ' ~ run_id"
+_GO_ON = "'to go on: rlhf resume ' ~ run_id"
 
 OCCASIONS: Mapping[str, Notification] = {
-    "failed": Notification(("rlhf.run.failed",), "'run ' ~ run_id ~ ' failed'"),
-    "completed": Notification(("rlhf.run.completed",), "'run ' ~ run_id ~ ' completed'"),
-    "cancelled": Notification(("rlhf.run.cancelled",), "'run ' ~ run_id ~ ' was cancelled'"),
-    "incident": Notification(("rlhf.incident.*",), "'run ' ~ run_id ~ ' had an incident: ' ~ failure_kind"),
-    "approval": Notification(("rlhf.promotion.waiting",), "'the model of run ' ~ run_id ~ ' waits for approval'"),
+    "failed": Notification(("rlhf.run.failed",), f"{_RUN} ~ ' failed'", _MEND),
+    "stopped": Notification(("rlhf.run.failed",), f"{_RUN} ~ ' failed'", _MEND, STOPPED),
+    "completed": Notification(("rlhf.run.completed",), f"{_RUN} ~ ' completed'"),
+    "cancelled": Notification(("rlhf.run.cancelled",), f"{_RUN} ~ ' was cancelled'", _GO_ON),
+    "cancelled_outside": Notification(
+        ("rlhf.run.cancelled",), f"{_RUN} ~ ' was cancelled, and not by rlhf-flows'", _GO_ON, CANCELLED_OUTSIDE
+    ),
+    "incident": Notification(
+        ("rlhf.incident.*",),
+        f"{_RUN} ~ ' had an incident: ' ~ failure_kind",
+        f"{_MEND} if action == 'stop' else 'rlhf show ' ~ run_id ~ ' tells more'",
+    ),
+    "approval": Notification(
+        ("rlhf.promotion.waiting",),
+        f"'the model of ' ~ {_RUN} ~ ' waits for approval'",
+        "'answer with rlhf approve ' ~ run_id ~ ' or rlhf refuse ' ~ run_id",
+    ),
     TEST: Notification((_TEST_EVENT,), "'a test message of rlhf-flows'"),
 }
 
-_FIELDS = ("run_id", "name", "owner", "state", "failure_kind", "phase", "step", "suspect_nodes", "message", "url")
+_FIELDS = (
+    "run_id",
+    "name",
+    "owner",
+    "state",
+    "failure_kind",
+    "phase",
+    "step",
+    "suspect_nodes",
+    "action",
+    "reason",
+    "message",
+    "url",
+)
 """Event payload fields that the message includes."""
 
 
@@ -155,7 +189,12 @@ def _automation(name: str, notification: Notification, block_id: UUID) -> Automa
         name=name,
         description="Made by `rlhf up` from [notify] of rlhf.toml. Messages that could not be sent: Event Feed, "
         "prefect.automation.action.failed; status of the others: prefect.automation.action.executed.",
-        trigger=EventTrigger(expect=set(notification.events), posture=Posture.Reactive, threshold=1),
+        trigger=EventTrigger(
+            expect=set(notification.events),
+            match={**notification.labels},
+            posture=Posture.Reactive,
+            threshold=1,
+        ),
         actions=[CallWebhook(block_document_id=block_id, payload=template(notification))],
     )
 
@@ -167,7 +206,9 @@ def template(notification: Notification) -> str:
     JSON.
     """
     values = [f"{{% set {field} = event.payload.{field} | default('') | string %}}" for field in _FIELDS]
-    text = f"{notification.text} ~ (': ' ~ message if message else '') ~ ('\\n' ~ url if url else '')"
+    decision = "'decision: ' ~ action | replace('_', ' ') ~ ' (' ~ reason ~ ')' if action else ''"
+    lines = (f"{notification.text} ~ (': ' ~ message if message else '')", decision, notification.advice, "url")
+    text = f"[{', '.join(lines)}] | select | join('\\n')"
     fields = {"text": f"({text})", "event": "event.event", "occurred": "event.occurred | string"}
     fields |= {field: field for field in _FIELDS}
     body = ", ".join(f'"{field}": {{{{ ({value}) | tojson }}}}' for field, value in fields.items())

@@ -7,7 +7,7 @@ and loses those that an unavailable server does not accept.
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from prefect.client.orchestration import SyncPrefectClient
@@ -16,10 +16,10 @@ from prefect.utilities.urls import url_for
 
 from rlhf_core.render.timeline import Timeline
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.attempts import RUN_ENDS, RunState
 from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.failures import Decision, Incident
-from rlhf_core.schemas.journal import JournalLine, PromotionMoved, RunMoved
+from rlhf_core.schemas.failures import Action, Decision, Incident
+from rlhf_core.schemas.journal import CancelStarted, DecisionMade, JournalLine, PromotionMoved, RunMoved
 from rlhf_core.schemas.regression import regression_text
 from rlhf_core.schemas.stored_spec import StoredSpec
 from rlhf_core.watchdog.evidence import regressed
@@ -27,6 +27,15 @@ from rlhf_core.watchdog.evidence import regressed
 MAX_AGE = timedelta(days=3)
 """Age above which events are not published: a run resumed after a holiday must not send alerts about the time before.
 Prefect keeps events longer by default, so the server knows all that were published."""
+
+DECISION_TIMEOUT = timedelta(seconds=60)
+"""Age up to which an incident waits for its decision before it is published: messages say whether it is retried."""
+
+STOPPED = {"rlhf.action": "stop"}
+"""Label of the resource of a failed run whose last failure is not retried. Checks that refuse a run are no failure."""
+
+CANCELLED_OUTSIDE = {"rlhf.cancelled_by": "scheduler"}
+"""Label of the resource of a cancelled run that nobody asked rlhf-flows to cancel."""
 
 _PAGE_SIZE = 50
 """Events per query: the server's own limit."""
@@ -56,15 +65,24 @@ class PrefectEvent:
     occurred: datetime
     payload: Mapping[str, str]
     """Strings only: a number would break the templates of an automation whose parameters are strings."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Further labels of its resource, by which automations can select it."""
 
 
 def events_of(
     timeline: Timeline, stored: StoredSpec, flow_run: FlowRunRef, now: datetime | None = None
 ) -> list[PrefectEvent]:
     """Build the recent events of a run, oldest first."""
-    since = (now or utc_now()) - MAX_AGE
-    found = [*_incidents(timeline), *_decisions(timeline), *_moves(timeline, stored, flow_run)]
-    return sorted((one for one in found if one.occurred >= since), key=lambda one: one.occurred)
+    now = now or utc_now()
+    run = {
+        "run_id": timeline.run_id,
+        "name": stored.spec.name,
+        "owner": stored.owner,
+        "url": timeline.flow_run_url() or flow_run.url,
+        "run_dir": str(timeline.run_dir.root),
+    }
+    found = [*_incidents(timeline, run, now), *_decisions(timeline, run), *_moves(timeline, run, flow_run.url)]
+    return sorted((one for one in found if one.occurred >= now - MAX_AGE), key=lambda one: one.occurred)
 
 
 def unpublished(client: SyncPrefectClient, events: Sequence[PrefectEvent]) -> list[PrefectEvent]:
@@ -98,7 +116,9 @@ def _as_json(event: PrefectEvent, run_id: str, flow_run: FlowRunRef) -> dict[str
         id=event.id,
         event=event.name,
         occurred=event.occurred,
-        resource=Resource({"prefect.resource.id": f"rlhf.run.{run_id}", "prefect.resource.name": run_id}),
+        resource=Resource(
+            {"prefect.resource.id": f"rlhf.run.{run_id}", "prefect.resource.name": run_id, **event.labels}
+        ),
         related=[RelatedResource(flow_run_resource(flow_run.id, flow_run.name))] if flow_run.id else [],
         payload=dict(event.payload),
     ).model_dump(mode="json")
@@ -116,9 +136,14 @@ def flow_run_resource(id: object, name: str) -> dict[str, str]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _incidents(timeline: Timeline) -> Iterator[PrefectEvent]:
+def _incidents(timeline: Timeline, run: Mapping[str, str], now: datetime) -> Iterator[PrefectEvent]:
     for found in timeline.incidents:
         incident = found.incident
+        decisions = timeline.decisions_on(found)
+        # Clocks of nodes may be ahead: such an incident does not wait.
+        is_new = timedelta(0) <= now - incident.seen_at < DECISION_TIMEOUT
+        if not decisions and is_new and not timeline.ended:
+            continue
         payload = {
             "failure_kind": incident.failure_kind.value,
             "message": incident.message,
@@ -129,17 +154,17 @@ def _incidents(timeline: Timeline) -> Iterator[PrefectEvent]:
             "collective": incident.collective,
             "evidence_dir": incident.evidence_dir,
             "seen_at": incident.seen_at.isoformat(),
+            **_answer(decisions[-1] if decisions else None),
         }
         name = f"rlhf.incident.{incident.failure_kind.value}"
-        yield _of_attempt(name, timeline, found.run_dir, incident, incident.seen_at, payload)
+        yield _of_attempt(name, timeline, found.run_dir, incident, incident.seen_at, {**run, **payload})
 
 
-def _decisions(timeline: Timeline) -> Iterator[PrefectEvent]:
+def _decisions(timeline: Timeline, run: Mapping[str, str]) -> Iterator[PrefectEvent]:
     for found in timeline.decisions:
         decision = found.decision
         payload = {
-            "action": decision.action.value,
-            "reason": decision.reason,
+            **_answer(decision),
             "decided_by": decision.decided_by.value,
             "delay_s": f"{decision.delay_s:g}",
             "excluded_nodes": ",".join(decision.excluded_nodes),
@@ -147,7 +172,14 @@ def _decisions(timeline: Timeline) -> Iterator[PrefectEvent]:
             "decided_at": decision.decided_at.isoformat(),
         }
         name = f"rlhf.decision.{decision.action.value}"
-        yield _of_attempt(name, timeline, found.run_dir, decision, decision.decided_at, payload)
+        yield _of_attempt(name, timeline, found.run_dir, decision, decision.decided_at, {**run, **payload})
+
+
+def _answer(decision: Decision | None) -> dict[str, str]:
+    """The response to an incident; empty texts while there is none."""
+    if decision is None:
+        return {"action": "", "reason": ""}
+    return {"action": decision.action.value, "reason": decision.reason}
 
 
 def _of_attempt(
@@ -159,38 +191,47 @@ def _of_attempt(
     payload: Mapping[str, str],
 ) -> PrefectEvent:
     """Build an event of a run, or of its trial: of the one in ``run_dir``."""
-    whose = {"run_id": timeline.run_id, "trial_run_id": "" if run_dir == timeline.run_dir else run_dir.run_id}
-    place = {"attempt": str(about.attempt), "restart": str(about.restart)}
+    place = {
+        "trial_run_id": "" if run_dir == timeline.run_dir else run_dir.run_id,
+        "attempt": str(about.attempt),
+        "restart": str(about.restart),
+    }
     subject = f"{run_dir.run_id}/{about.attempt}/{about.restart}/{name}/{occurred.isoformat()}"
-    return PrefectEvent(uuid.uuid5(_NAMESPACE, subject), name, occurred, {**whose, **place, **payload})
+    return PrefectEvent(uuid.uuid5(_NAMESPACE, subject), name, occurred, {**payload, **place})
 
 
-def _moves(timeline: Timeline, stored: StoredSpec, flow_run: FlowRunRef) -> Iterator[PrefectEvent]:
+def _moves(timeline: Timeline, run: Mapping[str, str], publisher_url: str) -> Iterator[PrefectEvent]:
+    stop: Decision | None = None
+    is_cancelling = False
     for line in timeline.lines:
-        if isinstance(line.event, RunMoved | PromotionMoved):
-            what = "run" if isinstance(line.event, RunMoved) else "promotion"
-            name = f"rlhf.{what}.{line.event.state.value}"
-            subject = f"{timeline.run_id}/journal/{line.token}/{line.sequence}/{name}"
-            payload = {
-                "run_id": timeline.run_id,
-                "name": stored.spec.name,
-                "owner": stored.owner,
-                "state": line.event.state.value,
-                "url": timeline.flow_run_url(line) or flow_run.url,
-                "run_dir": str(timeline.run_dir.root),
-                **_of_move(line),
-            }
-            if isinstance(line.event, RunMoved) and line.event.state is RunState.COMPLETED:
-                worse = regression_text(regressed(timeline.run_dir))
-                payload["message"] = "; ".join(part for part in (payload["message"], worse) if part)
-            yield PrefectEvent(uuid.uuid5(_NAMESPACE, subject), name, line.time, payload)
+        url = timeline.flow_run_url(line) or publisher_url
+        match line.event:
+            case DecisionMade(decision=decision):
+                stop = decision if decision.action is Action.STOP else None
+            case CancelStarted():
+                is_cancelling = True
+            case PromotionMoved(state=promotion, checkpoint_step=step, by=by, reason=reason, path=path):
+                payload = {"message": reason, "checkpoint_step": str(step), "by": by, "path": path, "url": url}
+                yield _of_line(f"promotion.{promotion.value}", line, {**run, "state": promotion.value, **payload})
+            case RunMoved(state=state, cause=cause):
+                worse = regression_text(regressed(timeline.run_dir)) if state is RunState.COMPLETED else ""
+                payload = {"message": "; ".join(part for part in (cause, worse) if part), "url": url}
+                labels: Mapping[str, str] = {}
+                if state is RunState.FAILED and stop is not None:
+                    payload, labels = payload | _answer(stop), STOPPED
+                if state is RunState.CANCELLED and not is_cancelling:
+                    labels = CANCELLED_OUTSIDE
+                if state in RUN_ENDS:
+                    stop, is_cancelling = None, False
+                yield _of_line(f"run.{state.value}", line, {**run, "state": state.value, **payload}, labels)
+            case _:
+                pass
 
 
-def _of_move(line: JournalLine) -> dict[str, str]:
-    match line.event:
-        case RunMoved(cause=cause):
-            return {"message": cause}
-        case PromotionMoved(checkpoint_step=step, by=by, reason=reason, path=path):
-            return {"message": reason, "checkpoint_step": str(step), "by": by, "path": path}
-        case _:
-            return {}
+def _of_line(
+    what: str, line: JournalLine, payload: Mapping[str, str], labels: Mapping[str, str] | None = None
+) -> PrefectEvent:
+    """Build the event of a line of the journal."""
+    name = f"rlhf.{what}"
+    subject = f"{payload['run_id']}/journal/{line.token}/{line.sequence}/{name}"
+    return PrefectEvent(uuid.uuid5(_NAMESPACE, subject), name, line.time, payload, labels or {})

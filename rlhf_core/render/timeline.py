@@ -99,12 +99,12 @@ class Timeline:
         found = [line.event for line in self.lines if isinstance(line.event, PromotionMoved)]
         return found[-1] if found else None
 
-    def flow_run_url(self, line: JournalLine) -> str:
-        """Page of the flow run that wrote a line; empty if its controller recorded none."""
+    def flow_run_url(self, line: JournalLine | None = None) -> str:
+        """Page of the flow run that wrote a line, or of the newest; empty if its controller recorded none."""
         urls = [
             one.event.flow_run_url
             for one in self.lines
-            if isinstance(one.event, ControllerStarted) and one.sequence <= line.sequence
+            if isinstance(one.event, ControllerStarted) and (line is None or one.sequence <= line.sequence)
         ]
         return urls[-1] if urls else ""
 

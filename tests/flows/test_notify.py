@@ -14,6 +14,7 @@ from prefect.events import emit_event
 from flows import notify, reconcile
 from flows.deployments import registration, work_pool
 from flows.notify import PREFIX, register, send_test
+from flows.publishing.events import CANCELLED_OUTSIDE
 from flows.server.clients import api_client
 from rlhf_core.config.site import Site, load_site
 from rlhf_core.errors import BadConfig, PrefectUnavailable
@@ -85,15 +86,27 @@ def test_each_occasion_gives_one_message_with_its_content(site_of: Callable[...,
     happens("rlhf.run.failed", run_id="g-1")  # a second one of the same kind, at once
     found = {one["run_id"]: one for one in receiver.until(6)}
     assert set(found) == {"a-1", "b-1", "c-1", "d-1", "e-1", "g-1"}
-    assert found["a-1"]["text"] == f"run a-1 failed: {awkward}\nhttp://ui/1"
+    advice = "rlhf show a-1 tells more; once it is mended: rlhf resume a-1"
+    assert found["a-1"]["text"] == f"run a-1 of ada failed: {awkward}\n{advice}\nhttp://ui/1"
     assert found["a-1"]["message"] == awkward
     assert (found["a-1"]["event"], found["a-1"]["owner"]) == ("rlhf.run.failed", "ada")
     assert found["b-1"]["text"] == "run b-1 completed"
-    assert found["c-1"]["text"] == "run c-1 was cancelled"
-    assert found["d-1"]["text"] == "run d-1 had an incident: node_lost: n3 is gone"
+    assert found["c-1"]["text"] == "run c-1 was cancelled\nto go on: rlhf resume c-1"
+    assert found["d-1"]["text"] == "run d-1 had an incident: node_lost: n3 is gone\nrlhf show d-1 tells more"
     assert found["d-1"]["step"] == "7"
-    assert found["e-1"]["text"] == "the model of run e-1 waits for approval: gain +0.7\nhttp://ui/5"
+    answers = "answer with rlhf approve e-1 or rlhf refuse e-1"
+    assert found["e-1"]["text"] == f"the model of run e-1 waits for approval: gain +0.7\n{answers}\nhttp://ui/5"
     assert len(receiver.bodies) == 6
+
+
+def test_labels_select_among_the_events_of_a_name(site_of: Callable[..., Site], receiver: Receiver) -> None:
+    register(site_of(receiver.url, "cancelled_outside", "completed"))
+    requested, outside = "rlhf.run.requested", "rlhf.run.outside"
+    emit_event("rlhf.run.cancelled", {"prefect.resource.id": requested}, payload={"run_id": "a-1"})
+    resource = {"prefect.resource.id": outside, **CANCELLED_OUTSIDE}
+    emit_event("rlhf.run.cancelled", resource, payload={"run_id": "b-1", "owner": "ada"})
+    happens("rlhf.run.completed", run_id="c-1")
+    assert {one["run_id"] for one in receiver.until(2)} == {"b-1", "c-1"}
 
 
 def test_values_that_are_not_text_do_not_break_a_message(site_of: Callable[..., Site], receiver: Receiver) -> None:

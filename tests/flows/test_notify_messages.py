@@ -1,0 +1,190 @@
+"""Which notifications the events of a run trigger, and what the messages say. No server: its own trigger and template
+code is called."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from datetime import timedelta
+from uuid import uuid4
+
+import pytest
+from control_fakes import FakeAgent
+from harness import ControllerHarness
+from prefect.server.events.schemas.automations import EventTrigger
+from prefect.server.events.schemas.events import ReceivedEvent
+from prefect.server.utilities.user_templates import render_user_template, validate_user_template
+
+from flows import notify
+from flows.publishing import events
+from flows.publishing.events import DECISION_TIMEOUT, FlowRunRef, PrefectEvent, events_of
+from rlhf_core.control.cancel import cancel
+from rlhf_core.control.steps import drive
+from rlhf_core.control.views.timeline import read_timeline
+from rlhf_core.errors import RunCancelled, RunFailed
+from rlhf_core.files.whole import write_model
+from rlhf_core.launch.journal import Journal, read_record
+from rlhf_core.run_dir.run import RunDir
+from rlhf_core.scheduler.base import JobState, JobStatus
+from rlhf_core.schemas.attempts import AttemptState, Role, RunState
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind
+from rlhf_core.schemas.journal import ControllerStarted
+from rlhf_core.schemas.resources import Submission
+from rlhf_core.schemas.site import NotifySite
+
+NOBODY = FlowRunRef("", "")
+
+
+def published(run_dir: RunDir) -> list[PrefectEvent]:
+    return events_of(read_timeline(run_dir), run_dir.read_spec(), NOBODY)
+
+
+def received(run_dir: RunDir, event: PrefectEvent) -> ReceivedEvent:
+    return ReceivedEvent.model_validate(events._as_json(event, run_dir.run_id, NOBODY))
+
+
+def triggered(run_dir: RunDir, event: PrefectEvent) -> set[str]:
+    """Occasions whose automation fires on an event."""
+    triggers = {
+        occasion: EventTrigger.model_validate(
+            notify._automation(occasion, notification, uuid4()).trigger.model_dump(mode="json")
+        )
+        for occasion, notification in notify.OCCASIONS.items()
+    }
+    return {occasion for occasion, trigger in triggers.items() if trigger.covers(received(run_dir, event))}
+
+
+def message(run_dir: RunDir, event: PrefectEvent, occasion: str) -> dict[str, str]:
+    template = notify.template(notify.OCCASIONS[occasion])
+    validate_user_template(template)
+    made = asyncio.run(render_user_template(template, {"event": received(run_dir, event)}))
+    content: dict[str, str] = json.loads(made)
+    return content
+
+
+def training(harness: ControllerHarness) -> RunDir:
+    run_dir = harness.run()
+    harness.trains_for_ever(run_dir)
+    return run_dir
+
+
+def ended_at_the_scheduler(harness: ControllerHarness) -> RunDir:
+    run_dir = training(harness)
+
+    def status(submissions: Sequence[Submission]) -> dict[str, JobStatus]:
+        return {one.job_id: JobStatus(JobState.ENDED, scheduler_state="CANCELLED") for one in submissions}
+
+    harness.scheduler.status = status  # type: ignore[method-assign]
+    with pytest.raises(RunCancelled):
+        drive(harness.controller(run_dir))
+    return run_dir
+
+
+def failed_for_good(harness: ControllerHarness) -> RunDir:
+    """A run that fails in a way that is not retried."""
+    run_dir = harness.run()
+
+    def fail(agent: FakeAgent) -> None:
+        agent.begin()
+        agent.role(Role.TRAINER)
+        agent.incident(FailureKind.SHAPE)
+        agent.end(AttemptState.FAILED, FailureKind.SHAPE)
+
+    harness.runs_well(run_dir, 1, fail)
+    controller = harness.controller(run_dir)
+    controller.journal.append(ControllerStarted(controller="me", flow_run_id="x", flow_run_url="http://ui/runs/x"))
+    with pytest.raises(RunFailed):
+        drive(controller)
+    return run_dir
+
+
+def test_a_job_that_was_cancelled_outside_is_told_apart(harness: ControllerHarness) -> None:
+    run_dir = ended_at_the_scheduler(harness)
+    end = published(run_dir)[-1]
+    assert triggered(run_dir, end) == {"cancelled", "cancelled_outside"}
+    assert "cancelled_outside" in NotifySite().on, "nobody asked for it, so somebody has to know"
+    text = message(run_dir, end, "cancelled_outside")["text"]
+    assert text.splitlines()[0] == (
+        f"run {run_dir.run_id} of {run_dir.read_spec().owner} was cancelled, and not by rlhf-flows: its job was "
+        "cancelled at the scheduler"
+    )
+    assert f"rlhf resume {run_dir.run_id}" in text
+
+
+def test_a_requested_cancellation_notifies_only_those_who_want_all(harness: ControllerHarness) -> None:
+    run_dir = ended_at_the_scheduler(harness)
+    controller = harness.controller(run_dir, resumed=True)
+    controller.journal.move_run(RunState.PREFLIGHT, "resumed")
+    cancel(controller, "ada asked for it")
+    ends = [one for one in published(run_dir) if one.name == "rlhf.run.cancelled"]
+    assert [triggered(run_dir, one) for one in ends] == [{"cancelled", "cancelled_outside"}, {"cancelled"}]
+
+
+def test_a_failure_that_is_not_retried_says_so_and_what_to_do(harness: ControllerHarness) -> None:
+    run_dir = failed_for_good(harness)
+    end = published(run_dir)[-1]
+    assert triggered(run_dir, end) == {"failed", "stopped"}
+    decision = read_record(run_dir).attempts[1].decision
+    assert decision is not None
+    said = message(run_dir, end, "failed")
+    assert said["text"].splitlines() == [
+        f"run {run_dir.run_id} of {run_dir.read_spec().owner} failed: {end.payload['message']}",
+        f"decision: stop ({decision.reason})",
+        f"rlhf show {run_dir.run_id} tells more; once it is mended: rlhf resume {run_dir.run_id}",
+        "http://ui/runs/x",
+    ]
+    assert (said["action"], said["reason"], said["name"]) == ("stop", decision.reason, "small")
+
+
+def test_a_run_that_its_checks_refuse_is_not_stopped(harness: ControllerHarness) -> None:
+    run_dir = failed_for_good(harness)
+    journal = harness.controller(run_dir, resumed=True).journal
+    journal.move_run(RunState.PREFLIGHT, "resumed")
+    journal.move_run(RunState.FAILED, "the model folder is missing")
+    end = published(run_dir)[-1]
+    assert triggered(run_dir, end) == {"failed"}
+    assert "decision" not in message(run_dir, end, "failed")["text"]
+
+
+def test_an_incident_says_whose_it_is_and_what_was_decided(harness: ControllerHarness) -> None:
+    run_dir = failed_for_good(harness)
+    (incident,) = [one for one in published(run_dir) if one.name.startswith("rlhf.incident.")]
+    assert triggered(run_dir, incident) == {"incident"}
+    said = message(run_dir, incident, "incident")
+    assert {name: said[name] for name in ("name", "owner", "url", "action")} == {
+        "name": "small",
+        "owner": run_dir.read_spec().owner,
+        "url": "http://ui/runs/x",
+        "action": "stop",
+    }
+    assert said["text"].endswith(f"rlhf resume {run_dir.run_id}\nhttp://ui/runs/x")
+    assert "incident" not in NotifySite().on, "most are retried; those that are not make the run fail"
+
+
+def test_an_incident_waits_a_minute_for_its_decision(harness: ControllerHarness) -> None:
+    run_dir = training(harness)
+    Journal(run_dir, 1).move_run(RunState.PREFLIGHT, "started")
+    incident = FakeAgent(run_dir).incident(FailureKind.HANG)
+
+    def at(after: timedelta) -> list[PrefectEvent]:
+        found = events_of(read_timeline(run_dir), run_dir.read_spec(), NOBODY, incident.seen_at + after)
+        return [one for one in found if one.name == "rlhf.incident.hang"]
+
+    assert at(timedelta(seconds=5)) == []
+    assert len(at(timedelta(hours=-1))) == 1, "of a node whose clock is ahead"
+    (undecided,) = at(DECISION_TIMEOUT)
+    assert undecided.payload["action"] == ""
+    decision = Decision(
+        attempt=1,
+        restart=0,
+        number=incident.number,
+        action=Action.RESTART_IN_PLACE,
+        reason="restart in place 1 of 3",
+        decided_by=DecidedBy.AGENT,
+        decided_at=utc_now(),
+    )
+    write_model(run_dir.attempt(1).restart(0).decision(incident.number), decision)
+    (decided,) = at(timedelta(seconds=5))
+    text = message(run_dir, decided, "incident")["text"]
+    assert "decision: restart in place (restart in place 1 of 3)" in text
+    assert "resume" not in text, "it is retried by itself"
