@@ -18,14 +18,20 @@ from rlhf_core.files import private as private_files
 from rlhf_core.machine.installation import pip_install
 from rlhf_core.preflight import gather_facts
 from rlhf_core.preflight.checks.environment import NEEDED_ALWAYS
-from rlhf_core.preflight.facts import ComputeSide
-from rlhf_core.text.formatting import count
+from rlhf_core.preflight.facts import ComputeSide, Disk
+from rlhf_core.text.formatting import count, size
 
 if TYPE_CHECKING:
     from rlhf_core.history.store import HistoryStore
 
-LEAST_FREE_BYTES = 100 << 20
-"""Free space below which a disk is reported as full: no run fits on it."""
+LEAST_FREE_BYTES, LEAST_FREE_FILES = 1 << 30, 10_000
+"""Free space, and number of files that can still be created, below which a disk is reported as full."""
+
+LEAST_FREE_SHARE = 0.05
+"""Share of either below which a disk is reported as nearly full, unless much is left all the same."""
+
+MUCH_FREE_BYTES, MUCH_FREE_FILES = 200 << 30, 1_000_000
+"""Free space for two checkpoints of 7 billion parameters, and files for a hundred runs."""
 
 OTHER_CONNECTIONS = 25
 """Connections to PostgreSQL beside those of the controllers: up to 15 of Prefect's server, some of the daemon, the
@@ -58,10 +64,11 @@ def examine(site: Site, services: Mapping[str, str], server: str, *, answers: bo
         _compute_python(compute),
         *_packages(compute),
         _py_spy(compute),
-        _runs(site),
+        _folder("run directories", site.runs_dir, "RLHF_RUNS"),
+        _folder("home folder", site.home, "RLHF_HOME"),
         _private(site),
         _database(site),
-        *_from_history(site),
+        *_from_history(site, services),
         _scheduler(site),
         _prefect(server, services, answers=answers, is_own=is_own),
         _services(server, services),
@@ -99,15 +106,36 @@ def _py_spy(compute: ComputeSide) -> Item:
     return Item("py-spy", True, f"{version}, ptrace_scope {scope or 'not set'}")
 
 
-def _runs(site: Site) -> Item:
-    disk = gather_facts.inspect_disk(site.runs_dir)
+def _folder(name: str, folder: Path, variable: str) -> Item:
+    """Check that a folder of the site can be written, and that its disk has room."""
+    disk = gather_facts.inspect_disk(folder)
     if disk.problem:
-        advice = "set RLHF_RUNS to a folder that you may write; `rlhf submit` needs none"
-        return Item("run directories", False, f"{site.runs_dir}: {disk.problem}", advice)
-    found = f"{site.runs_dir}: {_file_system(site.runs_dir)}, {disk.free_bytes / 2**30:.1f} GiB free"
-    if disk.free_bytes < LEAST_FREE_BYTES:
-        return Item("run directories", False, found, "free some space, or set RLHF_RUNS to another file system")
-    return Item("run directories", True, found)
+        return Item(name, False, f"{folder}: {disk.problem}", f"set {variable} to a folder that you may write")
+    found = f"{folder}: {_file_system(folder)}, {_free(disk)}"
+    if _is_nearly_full(disk):
+        return Item(name, False, found, f"free some space, or set {variable} to another file system")
+    return Item(name, True, found)
+
+
+def _free(disk: Disk) -> str:
+    text = f"{size(disk.free_bytes)} free"
+    if disk.total_bytes:
+        text += f" ({disk.free_bytes / disk.total_bytes:.0%})"
+    if disk.free_files is not None and disk.total_files:
+        text += f", {count(disk.free_files, 'more file')} ({disk.free_files / disk.total_files:.0%})"
+    return text
+
+
+def _is_nearly_full(disk: Disk) -> bool:
+    """True if the disk has little space left, or lets few files be created (inodes)."""
+    limits = (
+        (disk.free_bytes, disk.total_bytes, LEAST_FREE_BYTES, MUCH_FREE_BYTES),
+        (disk.free_files, disk.total_files, LEAST_FREE_FILES, MUCH_FREE_FILES),
+    )
+    return any(
+        free is not None and (free < least or (free < much and free < LEAST_FREE_SHARE * (total or 0)))
+        for free, total, least, much in limits
+    )
 
 
 def _private(site: Site) -> Item:
@@ -140,7 +168,7 @@ def _database(site: Site) -> Item:
     return _tried("history", inspect)
 
 
-def _from_history(site: Site) -> Iterator[Item]:
+def _from_history(site: Site, services: Mapping[str, str]) -> Iterator[Item]:
     """Check what the history shows; nothing if it does not exist or answer."""
     from rlhf_core.history import database
     from rlhf_core.history.store import HistoryStore
@@ -149,6 +177,7 @@ def _from_history(site: Site) -> Iterator[Item]:
         file = database.sqlite_file(database.parse_url(site.database_url))
         if file is None or file.exists():
             with HistoryStore(site.database_url) as store:
+                yield _daemon(site, store, services)
                 yield _open_runs(site, store)
                 yield from _connections(site, store)
 
@@ -178,6 +207,21 @@ def _connections(site: Site, store: "HistoryStore") -> Iterator[Item]:
     yield Item("database connections", is_enough, found, "" if is_enough else advice)
 
 
+def _daemon(site: Site, store: "HistoryStore", services: Mapping[str, str]) -> Item:
+    """Check that a daemon holds the lease of the site: without one, no run gets a new controller."""
+    from rlhf_core.control.reconcile.loop import lease_name
+    from rlhf_core.history.queries.controllers import lease_holder
+    from rlhf_core.launch.lease import owner_text
+
+    holder = lease_holder(store, lease_name(site))
+    if holder is not None:
+        return Item("site daemon", True, f"{owner_text(holder.controller)}, looks after {site.runs_dir}")
+    found = f"none looks after {site.runs_dir}"
+    if services["daemon"] == "running":
+        return Item("site daemon", False, f"{found}, although one runs here", "see logs/daemon.log of RLHF_HOME")
+    return Item("site daemon", True, found)
+
+
 def _require_space(file: Path) -> None:
     """Check that a SQLite file can grow.
 
@@ -185,10 +229,10 @@ def _require_space(file: Path) -> None:
         DatabaseUnavailable: its disk is full, or nearly.
     """
     disk = gather_facts.inspect_disk(file.parent)
-    if not disk.problem and disk.free_bytes < LEAST_FREE_BYTES:
+    if not disk.problem and _is_nearly_full(disk):
         raise DatabaseUnavailable(
-            f"the history {file} cannot grow: its disk has {disk.free_bytes / 2**20:.1f} MiB free. Free some space, or "
-            "set RLHF_DATABASE_URL to a file on another local disk"
+            f"the history {file} can hardly grow: its disk has {_free(disk)}. Free some space, or set "
+            "RLHF_DATABASE_URL to a file on another local disk"
         )
 
 

@@ -177,8 +177,10 @@ class Disk:
     problem: str = ""
     """Reason why it cannot be written; empty if it can."""
     free_bytes: int = 0
+    total_bytes: int = 0
     free_files: int | None = None
     """Files that can still be created; None if the file system sets no limit."""
+    total_files: int | None = None
 
 
 @dataclass(frozen=True)

@@ -282,10 +282,16 @@ def inspect_disk(runs_dir: Path) -> Disk:
     try:
         with tempfile.TemporaryDirectory(prefix=".rlhf-check-", dir=existing):
             pass
-        statistics = os.statvfs(existing)
+        usage, statistics = shutil.disk_usage(existing), os.statvfs(existing)
         # File systems that create inodes on demand (btrfs, many network ones) report a total of 0.
-        free_files = statistics.f_favail if statistics.f_files else None
-        return Disk(runs_dir, free_bytes=shutil.disk_usage(existing).free, free_files=free_files)
+        has_limit = statistics.f_files > 0
+        return Disk(
+            runs_dir,
+            free_bytes=usage.free,
+            total_bytes=usage.total,
+            free_files=statistics.f_favail if has_limit else None,
+            total_files=statistics.f_files if has_limit else None,
+        )
     except OSError as error:
         return Disk(runs_dir, problem=error.strerror or str(error))
 

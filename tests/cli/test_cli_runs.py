@@ -30,6 +30,7 @@ from rlhf_core.cli.progress import TerminalProgress
 from rlhf_core.config.fields import describe_fields
 from rlhf_core.config.loading import load
 from rlhf_core.config.site import load_site
+from rlhf_core.control.reconcile.loop import take_lease
 from rlhf_core.control.views.progress import RunReader, StepTimer, progress_of_poll
 from rlhf_core.errors import SchedulerError
 from rlhf_core.history.store import HistoryStore
@@ -818,13 +819,51 @@ def test_doctor_reports_present_and_missing_parts(capsys: Printed, monkeypatch: 
     assert not load_site().home.exists(), "looking changes nothing"
 
 
+def items_of_doctor(capsys: Printed) -> dict[str, dict[str, Any]]:
+    main.execute(["doctor", "--json"])
+    return {one["name"]: one for one in json.loads(capsys.readouterr().out)}
+
+
 def test_doctor_finds_a_full_disk(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.gather_facts, "inspect_disk", lambda folder: Disk(folder, free_bytes=5 << 20))
-    rlhf("doctor", "--json", expect=1)
-    items = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
-    assert (items["run directories"]["ok"], items["history"]["ok"]) == (False, False)
+    items = items_of_doctor(capsys)
+    assert not any(items[name]["ok"] for name in ("run directories", "home folder", "history"))
     assert "free some space, or set RLHF_RUNS" in items["run directories"]["advice"]
-    assert "history.db cannot grow: its disk has 5.0 MiB free" in items["history"]["found"]
+    assert "free some space, or set RLHF_HOME" in items["home folder"]["advice"]
+    assert "history.db can hardly grow: its disk has 5.0 MiB free" in items["history"]["found"]
+
+
+@pytest.mark.parametrize(
+    ("disk", "ok"),
+    [
+        (Disk(Path(), free_bytes=101 << 20), False),
+        (Disk(Path(), free_bytes=10 << 30, total_bytes=100 << 30), True),
+        (Disk(Path(), free_bytes=10 << 30, total_bytes=1 << 40), False),
+        (Disk(Path(), free_bytes=1 << 40, total_bytes=100 << 40), True),
+        (Disk(Path(), free_bytes=1 << 40, total_bytes=2 << 40, free_files=50, total_files=100), False),
+        (Disk(Path(), free_bytes=1 << 40, total_bytes=2 << 40, free_files=50_000, total_files=10**8), False),
+        (Disk(Path(), free_bytes=1 << 40, total_bytes=2 << 40, free_files=2 * 10**6, total_files=10**8), True),
+    ],
+)
+def test_doctor_knows_how_much_of_a_disk_is_little(disk: Disk, ok: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.gather_facts, "inspect_disk", lambda folder: disk)
+    found = doctor._folder("run directories", Path("/runs"), "RLHF_RUNS")
+    assert found.ok is ok
+    assert ("more files" in found.found) == (disk.free_files is not None)
+
+
+def test_doctor_names_the_daemon_that_holds_the_lease(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLHF_COMPUTE_PYTHON", "/nowhere/python")  # not looked at: this takes a second
+    assert "site daemon" not in items_of_doctor(capsys), "there is no history yet"
+    site = load_site()
+    with HistoryStore(site.database_url) as store:
+        assert items_of_doctor(capsys)["site daemon"]["found"] == f"none looks after {site.runs_dir}"
+        assert not doctor._daemon(site, store, {"daemon": "running"}).ok, "it cannot get its lease"
+        lease = take_lease(site, store)
+        found = items_of_doctor(capsys)["site daemon"]
+        lease.release()
+    assert found["ok"]
+    assert f", process {os.getpid()}, since " in found["found"]
 
 
 def test_doctor_asks_the_configured_server(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
