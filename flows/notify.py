@@ -47,7 +47,7 @@ class Notification:
     text: str
     """The first line of the message, as a Jinja expression over the fields of the event."""
     advice: str = "''"
-    """What to do next, likewise; empty if nothing."""
+    """The next thing to do, likewise; empty if there is none."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Labels that the resource of the event must have."""
 

@@ -35,7 +35,7 @@ STOPPED = {"rlhf.action": "stop"}
 """Label of the resource of a failed run whose last failure is not retried. Checks that refuse a run are no failure."""
 
 CANCELLED_OUTSIDE = {"rlhf.cancelled_by": "scheduler"}
-"""Label of the resource of a cancelled run that nobody asked rlhf-flows to cancel."""
+"""Label of the resource of a run that was cancelled without a request to rlhf-flows."""
 
 _PAGE_SIZE = 50
 """Events per query: the server's own limit."""

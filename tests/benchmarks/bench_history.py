@@ -1,5 +1,5 @@
 """The history at scale: speed of turning files into rows (against MLflow's store on the same kind of database), memory
-used for it, duration of queries over many runs, and delay of the history when many runs train at once.
+used for it, bytes of a row, duration of queries over many runs, and delay of the history when many runs train at once.
 
     make bench-history                          all of it, MLflow in an environment of its own; some minutes
     make bench-history HISTORY=--full           10,000 runs and 10 M metric rows; a quarter of an hour, 4 GB of disk
@@ -7,7 +7,7 @@ used for it, duration of queries over many runs, and delay of the history when m
     make bench-history HISTORY="--full --into FILE"     finished parts go into FILE; a restart continues from there
 
     python tests/benchmarks/bench_history.py [--quick | --full] [--database sqlite|postgresql]
-        [--part ingest|memory|questions|incidents|daemon ...] [--into FILE] [--mlflow PYTHON]
+        [--part ingest|memory|bytes|questions|incidents|daemon ...] [--into FILE] [--mlflow PYTHON]
 
 Without ``--mlflow``, the interpreter of an environment with MLflow, nothing is compared. PostgreSQL is a throw-away
 server, without fsync, for both. Query times cover opening the history and asking once, in a process that has asked
@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import history_load
+import sqlalchemy
 from bench_ingest import NUM_KEYS, long_run, seconds
 from history_tools import T0, RunFiles, new_sqlite, postgres, run_sql
 
@@ -46,6 +47,13 @@ from rlhf_core.watchdog.ingest import sync
 NUM_STEPS = 4000
 REPEATS = 3
 """Repetitions of every ingestion; the median counts."""
+
+NUM_TELEMETRY_LINES = 2000
+NODE_FIGURES = [f"node_figure_name_{number}" for number in range(13)]
+GPU_FIGURES = [f"figure_name_{number}" for number in range(9)]
+"""Names as long as those that an agent stores (docs/telemetry.md)."""
+
+YEAR_S = 365 * 86_400
 
 LIMIT_MS = 100.0
 """Limit for 95 of 100 queries about a run or a list."""
@@ -230,6 +238,56 @@ def peak_mb() -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Bytes of a row
+
+
+def bench_bytes(kind: str, folder: Path, size: Size, mlflow: str | None) -> Lines:
+    """Bytes of a row of metrics and of telemetry with their indexes, and what they come to in a year."""
+    metric = bytes_per_row(kind, folder, long_run(folder / "metrics"), NUM_STEPS * NUM_KEYS)
+    yield f"bytes: {metric:.0f} of a metric row"
+    for step_s in (60, 10):
+        rows = YEAR_S / step_s * NUM_KEYS
+        yield (
+            f"  a year of one run, {NUM_KEYS} metrics every {step_s} s: {rows / 1e6:.0f} M rows, "
+            f"{rows * metric / 1e9:.1f} GB"
+        )
+    for num_gpus in (0, 8):
+        run = telemetry_of(folder / f"telemetry-{num_gpus}", num_gpus)
+        line = bytes_per_row(kind, folder, run, NUM_TELEMETRY_LINES)
+        yield (
+            f"  a year of one node, {num_gpus} GPUs, a line every minute: {YEAR_S / 60 / 1e6:.1f} M rows of "
+            f"{line:,.0f} bytes, {YEAR_S / 60 * line / 1e9:.1f} GB"
+        )
+
+
+def bytes_per_row(kind: str, folder: Path, run: RunFiles, num_rows: int) -> float:
+    """Growth of a new history by a run, per row."""
+    with new_history(kind, folder) as store:
+        before = stored_bytes(store)
+        sync(run.dir, store)
+        return (stored_bytes(store) - before) / num_rows
+
+
+def stored_bytes(store: HistoryStore) -> int:
+    """Size of a database."""
+    is_sqlite = store.url.get_backend_name() == "sqlite"
+    of_pages = "SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()"
+    query = of_pages if is_sqlite else "SELECT pg_database_size(current_database())"
+    with store.reading() as connection:
+        return int(connection.execute(sqlalchemy.text(query)).scalar_one())
+
+
+def telemetry_of(runs: Path, num_gpus: int) -> RunFiles:
+    """A run with telemetry of one node, as many figures as an agent stores."""
+    run, chance = RunFiles(runs).created(), random.Random(7)
+    names = [*NODE_FIGURES, *(f"gpu{gpu}_{figure}" for gpu in range(num_gpus) for figure in GPU_FIGURES)]
+    for line in range(NUM_TELEMETRY_LINES):
+        figures = {name: round(chance.uniform(0, 100), 2) for name in names}
+        run.telemetry(1, 0, 60.0 * line, **figures)
+    return run
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Queries
 
 
@@ -351,6 +409,7 @@ def bench_daemon(kind: str, folder: Path, size: Size, mlflow: str | None) -> Lin
 PARTS: Mapping[str, Callable[[str, Path, Size, str | None], Lines]] = {
     "ingest": bench_ingest,
     "memory": bench_memory,
+    "bytes": bench_bytes,
     "questions": bench_questions,
     "incidents": bench_incidents,
     "daemon": bench_daemon,

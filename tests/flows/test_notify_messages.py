@@ -1,5 +1,4 @@
-"""Which notifications the events of a run trigger, and what the messages say. No server: its own trigger and template
-code is called."""
+"""Notifications that the events of a run trigger, and their texts, by the code of Prefect's server and without one."""
 
 import asyncio
 import json
