@@ -140,8 +140,10 @@ class Ranks:
         if "error" in outcome:
             kind = next(kind for kind in raises if kind.__name__ == outcome["error"])
             problem = kind(outcome["message"])
-            for key, value in outcome["attributes"].items():
-                setattr(problem, key, tuple(value) if isinstance(value, list) else value)  # JSON has no tuples
+            for name, attribute in outcome["attributes"].items():
+                setattr(
+                    problem, name, tuple(attribute) if isinstance(attribute, list) else attribute
+                )  # no tuples in JSON
             raise problem
         value: Item = outcome["value"]
         return value

@@ -283,7 +283,7 @@ def telemetry_of(runs: Path, num_gpus: int) -> RunFiles:
     names = [*NODE_FIGURES, *(f"gpu{gpu}_{figure}" for gpu in range(num_gpus) for figure in GPU_FIGURES)]
     for line in range(NUM_TELEMETRY_LINES):
         figures = {name: round(chance.uniform(0, 100), 2) for name in names}
-        run.telemetry(1, 0, 60.0 * line, **figures)
+        run.telemetry(1, 0, 60.0 * line, node="n1", **figures)
     return run
 
 
