@@ -195,8 +195,10 @@ For environment modules and containers:
   fail on this machine, it warns you, and the probe of the nodes decides.
 - If the launch line starts the program in a container (`apptainer exec image.sif torchrun ...`), the image needs the
   folders of the run under the same paths. For Apptainer and Singularity they are bound by the run, with
-  `APPTAINER_BIND` or `SINGULARITY_BIND`; those of your model, data and code are yours to bind. For enroot, docker and
-  podman, mount `{{run_dir}}`, and `{{drivers}}` if the line names it; `rlhf check` warns you if `{{run_dir}}` is not.
+  `APPTAINER_BIND` and `SINGULARITY_BIND`, after the folders that you bind there; those of your model, data and code are
+  yours to bind. In `trainer.setup`, add to the value: `export APPTAINER_BIND=/data,$APPTAINER_BIND`. For enroot,
+  docker and podman, mount `{{run_dir}}`, and `{{drivers}}` if the line names it; `rlhf check` warns you if the run
+  directory is not mounted.
 - `slurm.container_kind` and `slurm.container_image` put the whole job into a container. The compute environment of
   rlhf-flows (`RLHF_COMPUTE_PYTHON`) must be visible inside it as well. `rlhf check` cannot look into the image and
   tells you what it skipped; the probe of the nodes runs inside the container.

@@ -31,6 +31,7 @@ _OF_RANK = (
     "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE",
 )  # fmt: skip
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=", re.ASCII)
+_BINDS = tuple(f"{name.upper()}_BIND" for name in sorted(BOUND_CONTAINERS))
 _OF_WORKER = ("RLHF_SLOTS",)
 """Worker variables that the program must not see: it would use the worker's slot as its own."""
 
@@ -188,9 +189,12 @@ class LaunchPlace:
 
     def _bound_folders(self, variables: Mapping[str, str]) -> dict[str, str]:
         """Variables by which Apptainer shows the program the folders of the run, which its image lacks."""
+        if not any(one.name in BOUND_CONTAINERS for one in self._parsed.wrappers):
+            return {}
         folders = [self.context.run_dir.root, drivers_folder(), IN_RANK]
-        names = [f"{one.name.upper()}_BIND" for one in self._parsed.wrappers if one.name in BOUND_CONTAINERS]
-        return {name: ",".join(filter(None, [variables.get(name), *map(str, folders)])) for name in names}
+        # Of two that differ, Apptainer reads only its own, also under the name of singularity.
+        given = [folder for name in _BINDS for folder in variables.get(name, "").split(",") if folder]
+        return dict.fromkeys(_BINDS, ",".join(dict.fromkeys([*given, *map(str, folders)])))
 
     def _as_task_of_slurm(self) -> dict[str, str]:
         """Variables of a rank that srun had started itself: those inherited are of the agent, one task per node."""

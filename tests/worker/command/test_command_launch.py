@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from program_contexts import context_of, trainer_of
 
 from rlhf_core.presets import drivers_folder
@@ -121,8 +122,20 @@ def test_the_folders_of_the_run_are_bound_into_an_image_of_apptainer(tmp_path: P
     found = place_of(context).environment("/s", {"APPTAINER_BIND": "/data"}, None)
     assert found["APPTAINER_BIND"].split(",") == ["/data", *folders]
     of_singularity = context_of(tmp_path, argv=["singularity", "run", "a.sif", "python", "t.py"])
-    assert place_of(of_singularity).environment("/s", {}, None)["SINGULARITY_BIND"].split(",")[1:]
+    bound = place_of(of_singularity).environment("/s", {}, None)["SINGULARITY_BIND"].split(",")
+    assert bound == [str(of_singularity.run_dir.root), *folders[1:]]
     assert not [name for name in place_of(context_of(tmp_path)).environment("/s", {}, None) if "BIND" in name]
+
+
+@pytest.mark.parametrize("program", ["apptainer", "singularity"])
+def test_folders_bound_under_either_name_stay_bound(program: str, tmp_path: Path) -> None:
+    """Of two variables that differ, Apptainer reads only APPTAINER_BIND, also when it is installed as singularity."""
+    context = context_of(tmp_path, argv=[program, "exec", "a.sif", "python"])
+    given = {"SINGULARITY_BIND": "/data,/models:/m:ro", "APPTAINER_BIND": "/scratch,/data"}
+    found = place_of(context).environment("/s", given, None)
+    assert found["APPTAINER_BIND"] == found["SINGULARITY_BIND"]
+    folders = [str(context.run_dir.root), str(drivers_folder()), str(IN_RANK)]
+    assert found["APPTAINER_BIND"].split(",") == ["/scratch", "/data", "/models:/m:ro", *folders]
 
 
 def test_a_rank_has_the_task_numbers_that_srun_would_have_given_it(tmp_path: Path) -> None:
