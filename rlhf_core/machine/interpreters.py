@@ -1,5 +1,6 @@
 """Python interpreters of other programs: finding one, and listing what is installed there without importing it."""
 
+import importlib.metadata
 import re
 import shutil
 from pathlib import Path
@@ -76,3 +77,14 @@ def interpreter_of(program: Path) -> Path | None:
         found = shutil.which(words[-1]) if len(words) > 1 else None
         words = [found] if found else []
     return Path(words[0]) if words and _PYTHON.fullmatch(Path(words[0]).name) else None
+
+
+def versions_beside(program: Path, name: str) -> list[str]:
+    """Versions of a distribution in the environment of a program, found without running its interpreter.
+
+    Empty if there is none or it is not in the environment's own folder for packages; several for a folder that several
+    versions of Python share.
+    """
+    python = interpreter_of(program)
+    folders = (python.parent.parent / "lib").glob("python*/site-packages") if python is not None else ()
+    return [found.version for found in importlib.metadata.distributions(name=name, path=[*map(str, folders)])]

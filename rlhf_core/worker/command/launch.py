@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from packaging.specifiers import SpecifierSet
+
 from rlhf_core.errors import BadInput
 from rlhf_core.machine.gpus import numbered_gpus
+from rlhf_core.machine.interpreters import find_program, versions_beside
 from rlhf_core.presets import drivers_folder
 from rlhf_core.schemas.base import Int32, Label, Schema
 from rlhf_core.schemas.command_trainer import CommandTrainer, fill
@@ -32,6 +35,13 @@ _OF_RANK = (
 )  # fmt: skip
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=", re.ASCII)
 _BINDS = tuple(f"{name.upper()}_BIND" for name in sorted(BOUND_CONTAINERS))
+_WITH_LOG_DIR = {
+    "accelerate": {"accelerate": SpecifierSet(">=0.31")},
+    "trl": {"accelerate": SpecifierSet(">=0.31"), "trl": SpecifierSet(">=0.18")},
+}
+"""Launchers for which torch would put the output of the ranks into a temporary folder, unseen: they read PET_REDIRECTS,
+but not PET_LOG_DIR (accelerate 1.15, ``_filter_args``). These versions take a folder as ``--log_dir``, which trl passes
+on; older ones refuse the option. Without both variables, they print the output of their ranks."""
 _OF_WORKER = ("RLHF_SLOTS",)
 """Worker variables that the program must not see: it would use the worker's slot as its own."""
 
@@ -119,14 +129,35 @@ class LaunchPlace:
         return after_setup(self.trainer.setup, values, self.trainer.environment, filled)
 
     def _line(self) -> tuple[str, ...]:
-        """The launch line. Accelerate, which ``trl`` starts as well, gets the folder for the output of its ranks: it
-        takes PET_REDIRECTS from the environment, but not PET_LOG_DIR (1.15, ``_filter_args``), and torch would put the
-        output into a temporary folder."""
+        """The launch line; with the folder for the output of the ranks, for launchers that take it from there only."""
         line, logs = self._parsed, f"--log_dir={self.rank_output}"
-        if line.launcher == "accelerate":
-            place = next(item.stop for item in line.items if item.role == "launcher")
-            return (*line.argv[:place], logs, *line.argv[place:])
-        return (*line.argv, logs) if line.launcher == "trl" else line.argv
+        given = line.arguments if line.launcher == "trl" else line.launcher_options
+        if not self._takes_log_dir or "log_dir" in given:
+            return line.argv
+        if line.launcher == "trl":
+            return (*line.argv, logs)
+        place = next(item.stop for item in line.items if item.role == "launcher")
+        return (*line.argv[:place], logs, *line.argv[place:])
+
+    @cached_property
+    def _takes_log_dir(self) -> bool:
+        """True for a launcher that is known to take the folder for the output of its ranks from ``--log_dir``."""
+        needed = _WITH_LOG_DIR.get(self._parsed.launcher)
+        if needed is None or (program := self._program_here()) is None:
+            return False
+        return all(
+            bool(found := versions_beside(program, name)) and all(map(accepted.contains, found))
+            for name, accepted in needed.items()
+        )
+
+    def _program_here(self) -> Path | None:
+        """The program that the line begins with; None if only the line itself determines which one that is."""
+        if self._parsed.wrappers:
+            return None
+        given = self.trainer.variables.get("PATH")
+        search = fill(given, self.values) if given else os.environ.get("PATH", os.defpath)
+        # Shell lines may change PATH, but programs of the environment precede it.
+        return find_program(self._parsed.command, self.trainer.environment, "" if self.trainer.setup else search)
 
     @cached_property
     def _parsed(self) -> LaunchLine:
@@ -173,10 +204,10 @@ class LaunchPlace:
             found |= {
                 "MASTER_ADDR": self.order.address,
                 "MASTER_PORT": str(self.order.port),
-                # torchrun and launchers built on it write the output of each rank to a separate file.
-                "PET_REDIRECTS": "3",
-                "PET_LOG_DIR": str(self.rank_output),
             }
+        if per_node and (self._takes_log_dir or self._parsed.launcher not in _WITH_LOG_DIR):
+            # torchrun and launchers built on it write the output of each rank to a separate file.
+            found |= {"PET_REDIRECTS": "3", "PET_LOG_DIR": str(self.rank_output)}
         if folder is not None:
             found["VIRTUAL_ENV"] = str(folder)
             found.pop("PYTHONHOME", None)

@@ -105,15 +105,60 @@ def test_a_launcher_does_not_inherit_the_rank_of_its_worker(tmp_path: Path) -> N
     assert "RLHF_SLOTS" not in per_rank
 
 
-def test_accelerate_gets_the_folder_for_the_output_of_its_ranks(tmp_path: Path) -> None:
+def environment_with(folder: Path, **versions: str) -> str:
+    """A virtual environment with packages and their programs, as pip leaves them."""
+    (folder / "bin").mkdir(parents=True)
+    for name, version in versions.items():
+        program = folder / "bin" / name
+        program.write_text(f"#!{folder}/bin/python\n")
+        program.chmod(0o755)
+        packages = folder / "lib" / "python3.11" / "site-packages" / f"{name}-{version}.dist-info"
+        packages.mkdir(parents=True)
+        (packages / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return str(folder)
+
+
+def test_accelerate_gets_the_folder_for_the_output_of_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It reads PET_REDIRECTS and not PET_LOG_DIR: torch would put the output into a temporary folder, unseen."""
+    folder = environment_with(tmp_path / "venv", accelerate="1.2.0", trl="0.18.1")
     argv = ["accelerate", "launch", "--num_processes", "2", "-m", "theirs.train", "--log_dir", "of_the_program"]
-    context = context_of(tmp_path, argv=argv)
+    context = context_of(tmp_path, argv=argv, environment=folder, setup=["module load cuda"])
     logs = f"--log_dir={context.restart_dir.rank_output / context.node}"
-    assert place_of(context).arguments() == [*argv[:2], logs, *argv[2:]]
-    assert place_of(context_of(tmp_path, argv=["trl", "sft", "--bf16"])).arguments()[:3] == ["trl", "sft", "--bf16"]
-    assert place_of(context_of(tmp_path, argv=["trl", "sft"])).arguments()[-1].startswith("--log_dir=")
-    assert place_of(context_of(tmp_path, argv=["torchrun", "t.py"])).arguments() == ["torchrun", "t.py"]
+    assert place_of(context).arguments()[4:] == [*argv[:2], logs, *argv[2:]]
+    line = place_of(context_of(tmp_path, argv=["trl", "sft", "--bf16"], environment=folder)).arguments()
+    assert (line[:3], line[-1].partition("=")[0]) == (["trl", "sft", "--bf16"], "--log_dir")
+    for argv in (
+        ["torchrun", "t.py"],
+        ["trl", "sft", "--log_dir", "x"],
+        ["accelerate", "launch", "--log_dir=x", "t.py"],
+    ):
+        place = place_of(context_of(tmp_path, argv=argv, environment=folder))
+        assert place.arguments() == argv
+        assert place.environment("/s", {}, None)["PET_REDIRECTS"] == "3"
+    monkeypatch.setenv("PATH", f"{folder}/bin")
+    assert "--log_dir=" in str(place_of(context_of(tmp_path, argv=["accelerate", "launch", "t.py"])).arguments())
+
+
+@pytest.mark.parametrize(
+    ("argv", "versions"),
+    [
+        (["accelerate", "launch", "t.py"], {"accelerate": "0.30.1"}),
+        (["accelerate", "launch", "t.py"], {}),
+        (["trl", "sft"], {"accelerate": "1.2.0", "trl": "0.17.0"}),
+        (["trl", "sft"], {"trl": "0.18.0"}),
+        (["apptainer", "exec", "a.sif", "accelerate", "launch", "t.py"], {"accelerate": "1.2.0"}),
+    ],
+)
+def test_a_launcher_that_may_lack_the_option_prints_the_output_of_its_ranks(
+    argv: list[str], versions: dict[str, str], tmp_path: Path
+) -> None:
+    """Accelerate before 0.31 and trl before 0.18 refuse ``--log_dir``."""
+    folder = environment_with(tmp_path / "venv", **versions)
+    place = place_of(context_of(tmp_path, argv=argv, environment=folder, variables={"PATH": "/nowhere"}))
+    assert place.arguments() == argv
+    assert not [name for name in place.environment("/s", {}, Path(folder)) if name.startswith("PET_")]
 
 
 def test_the_folders_of_the_run_are_bound_into_an_image_of_apptainer(tmp_path: Path) -> None:
