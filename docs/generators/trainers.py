@@ -395,8 +395,8 @@ TROUBLE = {
     "`supervise.checkpoint_floor_s`)",
     "the log of the first rank holds all the output": "ranks of torchrun, and of launchers built on it, have their own "
     "logs (`rlhf logs RUN --rank 1`); other launchers mix the output",
-    "the logs of the ranks are empty": "the launch line has `--log_dir`, which hides their output from the run. Remove "
-    "it; `rlhf check` blocks it, and `rlhf wrap` leaves it out",
+    "the logs of the ranks are empty": "the launch line has `--log_dir` without `--tee 3`, which hides their output "
+    "from the run. Remove it; `rlhf check` warns you of it, and `rlhf wrap` leaves it out",
     "training is slow, and GPUs wait": "a job gets the cores that it requests: `resources.cpus_per_rank` for every "
     "rank, 1 by default. For Ray, one rank stands for all of a node. `rlhf check` warns below 4 cores per GPU",
     "every restart is a new run in W&B": 'set `WANDB_RUN_ID = "{run_id}"` and `WANDB_RESUME = "allow"` in '

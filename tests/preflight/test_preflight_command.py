@@ -339,9 +339,9 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         command(side={"never_resumes": "/d/train.py"}),
         "write trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)",
     ),
-    ("command.logs", BLOCKED, command(TORCHRUN.replace("/d/train.py", "--log-dir logs /d/train.py")), "--log_dir"),
-    ("command.logs", BLOCKED, command(f"trl grpo {STEPS} {BATCH} --log_dir logs"), "remove --log_dir"),
-    ("command.logs", BLOCKED, command(variables={"PET_LOG_DIR": "/logs"}), "rlhf logs RUN --rank N"),
+    ("command.logs", WARNING, command(TORCHRUN.replace("/d/train.py", "--log-dir logs /d/train.py")), "--log_dir"),
+    ("command.logs", WARNING, command(f"trl grpo {STEPS} {BATCH} --log_dir logs"), "remove --log_dir"),
+    ("command.logs", WARNING, command(variables={"PET_LOG_DIR": "/logs"}), "rlhf logs RUN --rank N"),
     ("command.container", WARNING, command(f"enroot start image {TORCHRUN}"), "run directory, which is in /runs"),
     ("command.container", WARNING, command(f"docker run -v /data:/data image {TORCHRUN}"), "mount {run_dir}"),
     *(
@@ -407,6 +407,9 @@ def test_what_cannot_work_is_found(id: str, status: CheckStatus, facts: Facts, m
         ("command.container", command(f"apptainer exec --nv image.sif {TORCHRUN}")),
         ("command.resume", command(side={"never_resumes": "/d/train.py"}, resume="in_place")),
         ("command.logs", command(f"{TORCHRUN} --log_dir of_the_script")),
+        ("command.logs", command(TORCHRUN.replace("/d/train.py", "--log-dir logs --tee 3 /d/train.py"))),
+        ("command.logs", command(f"trl grpo {STEPS} {BATCH} --log_dir logs --tee 3")),
+        ("command.logs", command(variables={"PET_LOG_DIR": "/logs", "PET_TEE": "3"})),
     ],
 )
 def test_what_works_is_not_reported(id: str, facts: Facts) -> None:

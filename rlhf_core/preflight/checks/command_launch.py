@@ -14,6 +14,8 @@ _ONLY_HERE = frozenset({"localhost", "127.0.0.1", "0.0.0.0", "::1"})
 _OWN_LAUNCHERS = frozenset({"torchrun", "torchtune", "accelerate", "trl", "deepspeed", "mpirun", "srun"})
 _LOG_FOLDERS = ("log_dir", "enable_each_rank_log")
 """Options of torchrun, accelerate and deepspeed for the folder with the output of their ranks."""
+_TEES = frozenset({"tee", "t", "PET_TEE"})
+"""Options and a variable of torch's launchers that print this output as well."""
 
 
 @check("command.nodes", trainer="command")
@@ -119,10 +121,12 @@ def logs(facts: Facts) -> Iterator[Finding]:
     options = {**arguments.side.launcher_settings, **arguments.line.launcher_options}
     if arguments.line.launcher == "trl":
         options |= dict.fromkeys(arguments.line.arguments, "")
+    if not _TEES.isdisjoint({*options, *arguments.variables}):
+        return
     elsewhere = [f"--{name}" for name in _LOG_FOLDERS if name in options]
     elsewhere += ["PET_LOG_DIR"] if "PET_LOG_DIR" in arguments.variables else []
     for name in elsewhere:
-        yield blocked(
+        yield warning(
             f"{name}: the launcher writes the output of the ranks to a folder of its own",
             "the output of every rank in the logs of the run",
             f"remove {name}; `rlhf logs RUN --rank N` shows the output of a rank",
