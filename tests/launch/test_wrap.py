@@ -494,6 +494,8 @@ HF = "torchrun --nproc_per_node 2 train.py --max_steps 9 --output_dir o --save_s
         ("trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)", None, True, ""),
         ("trainer.train()\ntrainer.save_model()", "none", False, "never names resume_from_checkpoint"),
         ("", None, False, "does not name resume_from_checkpoint"),
+        ("trainer.train(get_last_checkpoint(out))", None, False, "does not name resume_from_checkpoint"),
+        ("model.train()\nstart(model)", None, False, "does not name resume_from_checkpoint"),
         (None, None, False, "was not read"),
     ],
 )
