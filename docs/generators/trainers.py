@@ -338,7 +338,7 @@ cannot pick one of them up. Files that name the newest checkpoint (`latest` of D
 `latest_checkpointed_iteration.txt` of Megatron and verl, symbolic links) are corrected: they name the checkpoint that
 is put back, or are removed with the one that they name. The critic of OpenRLHF belongs to its actor's checkpoint:
 `_critic/global_step40` is complete, published and put back together with `_actor/global_step40`, each once its `latest`
-names it.
+names it (for the actor, with `trainer.framework = "openrlhf"`).
 
 ### Saving on request
 

@@ -127,7 +127,7 @@ class WatchedCheckpoints:
 
     def _reading(self, step: int, path: Path, now_s: float) -> _LastReading:
         complete, critic = self._trainer.checkpoint_complete, critic_of(path)
-        if critic is not None:
+        if critic is not None and self._trainer.framework == "openrlhf":  # other programs may have such a folder too
             complete = tuple(dict.fromkeys([*complete, _TRACKER_OF_DEEPSPEED]))
         content, lacks = _inspect(complete, step, path)
         if critic is not None and critic.parent.is_dir():

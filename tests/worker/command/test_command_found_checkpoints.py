@@ -88,19 +88,25 @@ def test_a_file_for_every_pattern(tmp_path: Path, patterns: list[str], lacks: li
 
 def test_an_actor_is_complete_with_its_critic(tmp_path: Path) -> None:
     """OpenRLHF saves both at once; DeepSpeed writes `latest` last."""
-    name = "_actor/global_step{step}"
+    settings = {"framework": "openrlhf", "checkpoint_name": "_actor/global_step{step}"}
     save(tmp_path / "_actor" / "global_step7")
-    (found,) = after_end(tmp_path, checkpoint_name=name)
+    (found,) = after_end(tmp_path, **settings)
     assert (found.complete, found.lacks) == (False, ("../latest",))
     (tmp_path / "_actor" / "latest").write_text("global_step7")
-    assert [one.complete for one in after_end(tmp_path, checkpoint_name=name)] == [True]
+    assert [one.complete for one in after_end(tmp_path, **settings)] == [True]
     save(tmp_path / "_critic" / "global_step7", "model_states.pt")
     (tmp_path / "_critic" / "latest").write_text("global_step6")
-    (found,) = after_end(tmp_path, checkpoint_name=name)
+    (found,) = after_end(tmp_path, **settings)
     assert (found.complete, found.lacks) == (False, ("_critic/global_step7",))
     (tmp_path / "_critic" / "latest").write_text("global_step7")
-    (found,) = after_end(tmp_path, checkpoint_name=name)
+    (found,) = after_end(tmp_path, **settings)
     assert (found.complete, found.num_files) == (True, 4)
+
+
+def test_a_folder_of_an_actor_is_no_sign_of_deepspeed(tmp_path: Path) -> None:
+    """Another program than OpenRLHF may use the name, and writes no `latest`."""
+    save(tmp_path / "_actor" / "step7")
+    assert [one.complete for one in after_end(tmp_path, checkpoint_name="_actor/step{step}")] == [True]
 
 
 @pytest.mark.parametrize(
