@@ -345,9 +345,9 @@ names it (for the actor, with `trainer.framework = "openrlhf"`).
 `rlhf cancel --save`, a preemption and an approaching time limit (`slurm.save_lead_s`) request a checkpoint. With the
 callback, all ranks save at a step that they agree on. Without it, every rank gets the signal `trainer.save_signal`, for
 programs that save on a signal; if no rank is found (Ray, `mp.spawn`), the program of the launch line gets it, provided
-that it handles it. If a program supports neither, rlhf-flows waits for its next regular checkpoint for as long as there
-is time. Neither TRL nor ms-swift saves on a signal. A program that was asked to save and stop may exit by
-itself once it has saved, with code 0; the run then resumes from that checkpoint.
+that it handles it and is no launcher: torchrun would end its ranks. If a program supports neither, rlhf-flows waits for
+its next regular checkpoint for as long as there is time. Neither TRL nor ms-swift saves on a signal. A program that was
+asked to save and stop may exit by itself once it has saved, with code 0; the run then resumes from that checkpoint.
 
 ## Evaluation and promotion
 

@@ -1,8 +1,8 @@
 """Relays the request to save and stop to an external trainer.
 
 The first of three methods that is available is used: ``rlhf_core.callback`` saves at a step that rank 0 announces;
-``trainer.save_signal`` is sent to every rank, or to the program if its ranks are not found and it handles the signal;
-for a program that supports neither, the worker waits for the next checkpoint that it saves by itself.
+``trainer.save_signal`` is sent to every rank, or to the program if its ranks are not found, it handles the signal and
+is no launcher; for a program that supports neither, the worker waits for the next checkpoint that it saves by itself.
 """
 
 import os
@@ -10,6 +10,7 @@ import signal
 from typing import Literal
 
 from rlhf_core.schemas.command_trainer import CommandTrainer
+from rlhf_core.shell.launch_line import read_launch_line
 from rlhf_core.training.types import WorkerContext
 from rlhf_core.worker.command.in_rank import rlhf_rank_file as words
 from rlhf_core.worker.command.program import TrainerProgram
@@ -28,6 +29,8 @@ class SaveRequests:
     ) -> None:
         self._context = context
         self._signal = signal.Signals[trainer.save_signal] if trainer.save_signal else None
+        # The ranks of a launcher may be found later. Most handle a signal by ending them.
+        self._has_launcher = read_launch_line(trainer.argv).launcher not in ("", "python")
         self._status = status
         self._program = program
         self._newest_before = 0
@@ -85,10 +88,11 @@ class SaveRequests:
             return True
         if launcher is None:
             return False  # another worker has started the program
-        if not has_handler(launcher, number):
+        if self._has_launcher or not has_handler(launcher, number):
+            what = "a launcher in it" if self._has_launcher else f"no handler of {number.name} in it"
             print(
-                f"found no rank, and no handler of {number.name} in the program with pid {launcher}, which the signal "
-                "might end: awaiting the next checkpoint that it saves by itself",
+                f"found no rank of the program with pid {launcher}, but {what}, so that the signal might end it: "
+                "awaiting the next checkpoint that it saves by itself",
                 flush=True,
             )
             return False

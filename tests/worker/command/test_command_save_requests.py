@@ -94,19 +94,30 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("has_handler", [True, False])
+@pytest.mark.parametrize(
+    ("argv", "has_handler", "refusal"),
+    [
+        (["python", "train.py"], True, ""),
+        (["./train"], True, ""),
+        (["python", "train.py"], False, "no handler of SIGUSR1"),
+        (["torchrun", "train.py"], True, "a launcher in it"),
+    ],
+)
 def test_a_program_whose_ranks_are_not_found_gets_the_signal_if_it_handles_it(
-    tmp_path: Path, has_handler: bool, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, argv: list[str], has_handler: bool, refusal: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As with Ray and `mp.spawn`. The signal would end any other program."""
-    context = context_of(tmp_path, save_signal="SIGUSR1")
+    """As with Ray and `mp.spawn`. The signal would end any other program, and a launcher would end its ranks."""
+    context = context_of(tmp_path, argv=argv, save_signal="SIGUSR1")
     with started(PROGRAM, tmp_path, has_handler) as program:
         until((tmp_path / "ready").exists)
         requests = requests_of(context, tmp_path, Mock(rank=None, launcher=program.pid))
         requests.answer("stop", 9, 1.0)
         assert requests.is_stop_requested
-        if has_handler:
-            until((tmp_path / "asked").exists)
-        else:
-            assert "no handler of SIGUSR1" in capsys.readouterr().out
+        output = capsys.readouterr().out
+        if refusal:
+            assert refusal in output
             assert program.process.poll() is None
+            assert not (tmp_path / "asked").exists()
+        else:
+            assert output == ""
+            until((tmp_path / "asked").exists)
