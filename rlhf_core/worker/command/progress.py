@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from rlhf_core.errors import TrainerIncomplete
 from rlhf_core.schemas.command_trainer import SIGHTS, CommandTrainer, ProgressSource
 from rlhf_core.schemas.reports import Phase
-from rlhf_core.worker.command.observation import Reading
+from rlhf_core.worker.command.observation import Reading, StepFigures
 
 STEADY_POLLS = 16
 """Polls with progress after which a rank that sees no steps may count as training."""
@@ -35,7 +35,7 @@ class TrainerProgress:
         self._checkpoint = checkpoint
         self._read_step_of_job = read_step_of_job
         self._has_resumed = first_step == 0
-        self._low_scalar = 0
+        self._low_scalars: dict[str, int] = {}
         self._num_strong = 0
 
     def note_steps(self, readings: Readings) -> None:
@@ -45,26 +45,46 @@ class TrainerProgress:
             TrainerIncomplete: the program was to resume but has started from scratch.
         """
         steps = [(kind, one.step) for kind, one in readings if one.step is not None]
-        # Once it has resumed, lower numbers count something else, such as epochs or the batches of an evaluation.
-        self._has_resumed = self._has_resumed or any(step >= self.first_step for _, step in steps)
-        for kind, step in steps:
-            if self._has_started_over(kind, step):
-                raise TrainerIncomplete(
-                    f"found step {step} ({kind}), expected {self.first_step} or later: the trainer was to resume "
-                    f"from {self._checkpoint} but started over. Check trainer.resume and "
-                    "trainer.resume_argv; the checkpoint is unchanged"
-                )
-            self.step = max(self.step, step)
+        if not self._has_resumed:
+            scalars = [found for kind, one in readings if kind is ProgressSource.TENSORBOARD for found in one.metrics]
+            self._judge_start(steps, scalars)
+        self.step = max([self.step, *(step for _, step in steps)])
 
-    def _has_started_over(self, kind: ProgressSource, step: int) -> bool:
+    def _judge_start(self, steps: Sequence[tuple[ProgressSource, int]], scalars: Sequence[StepFigures]) -> None:
+        high = {kind for kind, step in steps if step >= self.first_step}
         # A program that resumes may still log at step 0: an evaluation before training, or a scalar without a step.
-        if self._has_resumed or step <= 0:
-            return False
-        if kind is not ProgressSource.TENSORBOARD:
-            return True
-        # Its scalars may be by epoch. One such scalar is followed by one of a step; steps from the beginning go on.
-        self._low_scalar = self._low_scalar or step
-        return step > self._low_scalar
+        by_step = [(kind, step) for kind, step in steps if kind is not ProgressSource.TENSORBOARD]
+        low = [(kind, step) for kind, step in by_step if 0 < step < self.first_step]
+        repeated = self._repeated_scalar(scalars)
+        if repeated is not None and high <= {ProgressSource.TENSORBOARD}:
+            first, last = repeated
+            if last >= self.first_step or not high:
+                raise self._started_over(ProgressSource.TENSORBOARD, first)
+        if low and not high:
+            raise self._started_over(*low[0])
+        # Once it has resumed, lower numbers count something else, such as epochs or the batches of an evaluation.
+        self._has_resumed = bool(high)
+
+    def _repeated_scalar(self, scalars: Sequence[StepFigures]) -> tuple[int, int] | None:
+        """First and last step of a scalar that was logged before the step of the checkpoint and again later.
+
+        One alone may be by epoch: it is followed by another one, of a step. Those of a start from the beginning go on.
+        """
+        found = []
+        for one in sorted(scalars, key=lambda one: one.step):
+            if 0 < one.step < self.first_step:
+                for name in one.values:
+                    self._low_scalars.setdefault(name, one.step)
+            firsts = (self._low_scalars.get(name, one.step) for name in one.values)
+            found += [(first, one.step) for first in firsts if first < one.step]
+        return max(found, key=lambda span: span[1], default=None)
+
+    def _started_over(self, kind: ProgressSource, step: int) -> TrainerIncomplete:
+        return TrainerIncomplete(
+            f"found step {step} ({kind}), expected {self.first_step} or later: the trainer was to resume "
+            f"from {self._checkpoint} but started over. Check trainer.resume and "
+            "trainer.resume_argv; the checkpoint is unchanged"
+        )
 
     def advance(self, readings: Readings, *, is_between_collectives: bool) -> bool:
         """Update the phase if the rank has moved.

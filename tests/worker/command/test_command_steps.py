@@ -1,17 +1,19 @@
 """Steps of a program that resumes: other numbers that count something else, and a start from the beginning."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from rlhf_core.errors import TrainerIncomplete
 from rlhf_core.schemas.command_trainer import CommandTrainer, ProgressSource
 from rlhf_core.schemas.reports import Phase
-from rlhf_core.worker.command.observation import Reading
+from rlhf_core.worker.command.observation import Reading, StepFigures
 from rlhf_core.worker.command.progress import STEADY_POLLS, TrainerProgress
 
 
-def note(progress: TrainerProgress, *steps: int | None, kind: ProgressSource = ProgressSource.STDOUT) -> int:
+def note(progress: TrainerProgress, *steps: int | None) -> int:
     """Record the steps of several sources, and return the program's step."""
-    progress.note_steps([(kind, Reading(step=step)) for step in steps])
+    progress.note_steps([(ProgressSource.STDOUT, Reading(step=step)) for step in steps])
     return progress.step
 
 
@@ -31,16 +33,51 @@ def test_a_program_that_starts_over_is_found_by_its_first_step(resumed: TrainerP
         note(resumed, None, 1)
 
 
-def test_a_scalar_by_epoch_after_a_resume_is_no_start_over(resumed: TrainerProgress) -> None:
-    """`add_scalar("epoch/lr", rate, epoch)` may come first; every poll repeats it until there is another."""
-    noted = [note(resumed, step, kind=ProgressSource.TENSORBOARD) for step in (None, 3, 3, 4001, 4)]
-    assert noted == [4000, 4000, 4000, 4001, 4001]
+Scalars = Sequence[tuple[int, str]]
 
 
-def test_scalars_that_go_on_from_the_beginning_are_a_start_over(resumed: TrainerProgress) -> None:
-    note(resumed, 1, kind=ProgressSource.TENSORBOARD)
-    with pytest.raises(TrainerIncomplete, match=r"found step 2 \(tensorboard\), expected 4000 or later"):
-        note(resumed, 2, kind=ProgressSource.TENSORBOARD)
+def note_scalars(progress: TrainerProgress, *polls: Scalars) -> list[int]:
+    """Record what each poll found in TensorBoard's files, and return the program's steps."""
+    noted = []
+    for scalars in polls:
+        figures = [StepFigures(step, {name: 0.5}) for step, name in scalars]
+        newest = max((step for step, _ in scalars), default=None)
+        progress.note_steps([(ProgressSource.TENSORBOARD, Reading(step=newest, metrics=figures))])
+        noted.append(progress.step)
+    return noted
+
+
+@pytest.mark.parametrize(
+    "polls",
+    [
+        [[(3, "epoch/lr")], [(4001, "loss")], [(4, "epoch/lr")]],
+        [[(3, "epoch/lr"), (4001, "loss")], [(4, "epoch/lr"), (4050, "loss")]],
+        [[(3, "epoch/lr"), (4, "epoch/lr"), (4001, "loss"), (4002, "loss")]],
+        [[(0, "loss")], [(4001, "loss")]],
+    ],
+    ids=["one after the other", "both at once", "two epochs at once", "step 0"],
+)
+def test_a_scalar_by_epoch_after_a_resume_is_no_start_over(resumed: TrainerProgress, polls: Sequence[Scalars]) -> None:
+    """`add_scalar("epoch/lr", rate, epoch)` may come first."""
+    assert note_scalars(resumed, *polls)[-1] > 4000
+
+
+@pytest.mark.parametrize(
+    "polls",
+    [
+        [[(1, "loss")], [(2, "loss")]],
+        [[(2500, "loss")], [], [(5000, "loss"), (5000, "eval/loss")]],
+        [[(2500, "loss"), (5000, "loss")]],
+    ],
+    ids=["every step", "rarely", "rarely, both at once"],
+)
+def test_scalars_that_go_on_from_the_beginning_are_a_start_over(
+    resumed: TrainerProgress, polls: Sequence[Scalars]
+) -> None:
+    """The second may already be past the checkpoint."""
+    first = polls[0][0][0]
+    with pytest.raises(TrainerIncomplete, match=rf"found step {first} \(tensorboard\), expected 4000 or later"):
+        note_scalars(resumed, *polls)
 
 
 @pytest.mark.parametrize(
