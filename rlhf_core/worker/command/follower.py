@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 from rlhf_core.errors import BadInput, TrainerIncomplete
-from rlhf_core.files.appended import read_models
+from rlhf_core.files.whole import read_model
 from rlhf_core.schemas.command_trainer import SIGHTS, CommandTrainer, ProgressSource
-from rlhf_core.schemas.reports import MetricsLine, Phase
+from rlhf_core.schemas.reports import AgentStatus, Phase
 from rlhf_core.training.types import RoleResult, WorkerContext
 from rlhf_core.worker import processes
 from rlhf_core.worker.command.in_rank import rlhf_rank_file as words
@@ -151,10 +151,16 @@ class Follower:
         self._require_together()
 
     def _read_step_of_job(self) -> int:
-        """Newest step in the metrics of this start, which the worker of rank 0 writes; 0 if there is none."""
+        """Newest step of the ranks on the first node, from the status that its agent publishes; 0 if it is unknown.
+
+        Metrics would not do: a program may print its steps alone.
+        """
+        node = self._place.order.node or self._context.node
+        status = None
         with contextlib.suppress(OSError):
-            return max((line.step for line in read_models(self._context.restart_dir.metrics, MetricsLine)), default=0)
-        return 0
+            status = read_model(self._context.restart_dir.agent_status(node), AgentStatus)
+        ranks = status.ranks if status is not None else ()
+        return max((one.step for one in ranks if one.role is self._context.role), default=0)
 
     def _require_together(self) -> None:
         """Raise if ranks train alone: none fails, each produces the same model, and all but one waste their work.

@@ -25,7 +25,7 @@ class TrainerProgress:
         Args:
             first_step: Step of the checkpoint that it resumes from; 0 if it starts from the beginning.
             checkpoint: Name of that checkpoint.
-            read_step_of_job: Reads the newest step that the worker of rank 0 has recorded, 0 if there is none.
+            read_step_of_job: Reads the newest step of the ranks on the first node, 0 if it is unknown.
         """
         self.first_step = first_step
         self.step = first_step

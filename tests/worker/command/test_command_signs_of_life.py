@@ -10,18 +10,22 @@ from typing import Any
 
 import psutil
 import pytest
+from made_reports import rank_status
 from process_tools import until
 from program_contexts import context_of, trainer_of
 
+from rlhf_core.files.whole import write_model
 from rlhf_core.run_dir.run import new_run_id
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.command_trainer import ProgressSource
-from rlhf_core.schemas.reports import Phase
+from rlhf_core.schemas.reports import AgentStatus, Phase
 from rlhf_core.training.types import WorkerContext
 from rlhf_core.worker.command import launch_order
 from rlhf_core.worker.command.follower import Follower
 from rlhf_core.worker.command.in_rank.rlhf_rank_file import ENTERED, LEFT, PID, RankFile, rank_path
 from rlhf_core.worker.command.launch import LaunchOrder
 from rlhf_core.worker.command.observation import Reading
+from rlhf_core.worker.command.progress import STEADY_POLLS
 from rlhf_core.worker.command.rank_process import RankSearch
 from rlhf_core.worker.command.sources.stdout import Stdout
 from rlhf_core.worker.liveness.heartbeat import Beat, SlotFile
@@ -118,6 +122,25 @@ def test_work_between_the_collectives_of_a_set_up_is_a_sign_of_life(followers: M
     strong.reading, num_polls = Reading(), weak.num_polls
     assert not beats(4, 4), "an endless loop is no progress"
     assert weak.num_polls == num_polls, "what does not count is not looked for"
+
+
+def test_a_rank_trains_once_the_first_one_has_printed_a_step(followers: MakeFollowers) -> None:
+    """Steps without metrics are in no `metrics.jsonl`. In its set-up, a rank may be silent for half an hour."""
+    follower = followers(stdout_patterns=[r"step (?P<step>\d+)/"])[1]
+    follower._sources = [Fake(ProgressSource.COLLECTIVES, Reading(moved=True))]
+    polls = iter(range(1, 100))
+
+    def phase_after(step: int) -> Phase:
+        ranks = (rank_status(1, step=0), rank_status(0, step=step))
+        status = AgentStatus(
+            node="node0", node_index=0, attempt=1, restart=0, sequence=1, role=Role.TRAINER, ranks=ranks
+        )
+        write_model(follower._context.restart_dir.agent_status("node0"), status)
+        for _ in range(STEADY_POLLS + 1):
+            follower._poll(float(next(polls)))
+        return follower._progress.phase
+
+    assert [phase_after(0), phase_after(1)] == [Phase.SETUP, Phase.TRAIN]
 
 
 def test_the_processes_of_a_node_are_searched_less_and_less_often(
