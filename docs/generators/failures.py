@@ -96,7 +96,8 @@ different number of ranks is fine.
 An external trainer (`trainer.kind = "command"`) gets checkpoints whose checksums are right. If its log shows that it
 could not load one, before any step after it, the previous one replaces it in the same way, but only once: if the
 trainer cannot load that one either, the cause is probably elsewhere, and the run ends. It also ends, and the message
-says so, if the log shows other settings than those of the checkpoint, such as another number of ranks for DeepSpeed.
+says so, if the log shows other settings than those of the checkpoint, such as another number of ranks for DeepSpeed. A
+missing file of one rank means damage only if as many ranks as now have saved the checkpoint.
 
 **Reward functions.** A reward function runs in a separate process beside each rank, without torch. If it takes longer
 than `reward.timeout_s` for the completions of a step, or its process exits, the rank survives: the process and

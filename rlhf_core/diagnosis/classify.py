@@ -14,7 +14,7 @@ from rlhf_core.diagnosis.failure import Failure, fingerprint
 from rlhf_core.diagnosis.hangs.verdict import HangVerdict
 from rlhf_core.diagnosis.logs import search as log_diagnosis
 from rlhf_core.diagnosis.logs.events import EvidencePart, FailureEvent
-from rlhf_core.diagnosis.logs.signatures.training import UNFIT_CHECKPOINT
+from rlhf_core.diagnosis.logs.signatures.training import MISSING_FILE_OF_RANK, UNFIT_CHECKPOINT
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import WorkerOutcome
 from rlhf_core.text.redaction import masked
@@ -142,9 +142,16 @@ def read_log(text: str) -> Failure | None:
     return _failure(_from_event(event)) if event is not None else None
 
 
-def is_unfit_checkpoint(failure: Failure) -> bool:
-    """True if a checkpoint could not be loaded that is whole but was saved with other settings, as older ones were."""
-    return failure.kind is FailureKind.CHECKPOINT_CORRUPT and UNFIT_CHECKPOINT.search(failure.message) is not None
+def is_unfit_checkpoint(failure: Failure, *, is_of_other_ranks: bool) -> bool:
+    """True if a checkpoint could not be loaded that is whole but was saved with other settings, as older ones were.
+
+    Args:
+        failure: Failure of a program that was to load it.
+        is_of_other_ranks: Another number of ranks has saved it, so that a missing file of a rank is none of theirs.
+    """
+    phrases = [UNFIT_CHECKPOINT, *([MISSING_FILE_OF_RANK] if is_of_other_ranks else [])]
+    is_of_checkpoint = failure.kind is FailureKind.CHECKPOINT_CORRUPT
+    return is_of_checkpoint and any(one.search(failure.message) is not None for one in phrases)
 
 
 def _rank_of_finding(finding: _Finding) -> tuple[int, int, int]:

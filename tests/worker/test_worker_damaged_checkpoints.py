@@ -141,6 +141,10 @@ UNFIT = (
     "deepspeed.runtime.zero.utils.ZeRORuntimeException: The checkpoint being loaded used a DP world size of 16 but the "
     "current world size is 8."
 )
+MISSING = (
+    "FileNotFoundError: [Errno 2] No such file or directory: "
+    "'/runs/a/checkpoints/step-000015/global_step15/zero_pp_rank_1_mp_rank_00_optim_states.pt'"
+)
 
 
 @pytest.fixture
@@ -190,6 +194,17 @@ def test_a_checkpoint_that_an_external_trainer_cannot_load_is_replaced_once(
     assert [one.step for one in decisions.damaged.run_dir.checkpoints()] == [5, 10]
 
 
+@pytest.mark.parametrize(("num_ranks", "follows"), [(1, ("restart", ("step-000015",))), (2, ("end", ()))])
+def test_a_missing_file_of_a_rank_is_damage_unless_other_ranks_saved_the_checkpoint(
+    decisions: GroupDecisions, slots: SlotFile, num_ranks: int, follows: tuple[str, tuple[str, ...]]
+) -> None:
+    """A checkpoint that was published half-written has an older one; after a change of the ranks, none would fit."""
+    save_empty(decisions.damaged.run_dir, 15, num_ranks=num_ranks)
+    step = ends_of_a_program(decisions, slots, 0, MISSING, told="step-000015", step=15, role=Role.TRAINER)
+    assert (step.action, step.damaged) == follows
+    assert ("number of ranks that it was saved with" in step.message) is (num_ranks == 2)
+
+
 @pytest.mark.parametrize(
     ("log", "told", "step", "role", "words"),
     [
@@ -209,5 +224,5 @@ def test_no_older_checkpoint_is_tried_where_it_would_not_help(
     assert [one.step for one in decisions.damaged.run_dir.checkpoints()] == [5, 10, 15]
 
 
-def save_empty(run_dir: RunDir, step: int) -> None:
-    write_model(run_dir.checkpoint(step).complete, checkpoint_manifest(step))
+def save_empty(run_dir: RunDir, step: int, **about: Any) -> None:
+    write_model(run_dir.checkpoint(step).complete, checkpoint_manifest(step, **about))

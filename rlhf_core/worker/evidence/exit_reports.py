@@ -139,7 +139,7 @@ def explain(reports: Iterable[NodeReport], hang: Hang | None, resumed_from: Chec
         blameless = replace(failure, ranks=(), nodes=())
         damaged = next((one.damaged_checkpoint for one in outcomes if one.damaged_checkpoint), "")
         if not damaged and resumed_from is not None and not _has_trained(workers, resumed_from):
-            return _not_loaded(blameless, resumed_from.root.name)
+            return _not_loaded(blameless, resumed_from, sum(one.end.num_workers for one in reports))
         return replace(blameless, damaged_checkpoint=damaged)
     if failure.kind is FailureKind.DEGENERATE_RL:
         return replace(failure, health_rule=next((one.health_rule for one in outcomes if one.health_rule), ""))
@@ -151,17 +151,19 @@ def _has_trained(workers: Iterable[WorkerReport], checkpoint: CheckpointDir) -> 
     return any(worker.last.step > checkpoint.step for worker in workers if worker.last is not None)
 
 
-def _not_loaded(failure: Failure, checkpoint: str) -> Failure:
+def _not_loaded(failure: Failure, checkpoint: CheckpointDir, num_ranks: int) -> Failure:
     """The failure of an external trainer that could not load a checkpoint; an older one replaces it if that helps."""
-    is_unfit = is_unfit_checkpoint(failure)
-    what = f"The trainer could not load {checkpoint}"
+    name, manifest = checkpoint.root.name, checkpoint.manifest()
+    is_of_other_ranks = manifest is not None and manifest.num_ranks != num_ranks
+    is_unfit = is_unfit_checkpoint(failure, is_of_other_ranks=is_of_other_ranks)
+    what = f"The trainer could not load {name}"
     if is_unfit:
         what += (
             ", which was saved with other settings, and an older checkpoint would fit as little. Resume with the "
             "model, optimizer and number of ranks that it was saved with"
         )
     message = f"{failure.message.rstrip('.')}. {what}"
-    return replace(failure, message=message, damaged_checkpoint="" if is_unfit else checkpoint)
+    return replace(failure, message=message, damaged_checkpoint="" if is_unfit else name)
 
 
 def _worker_end(one: NodeReport, worker: WorkerReport, order: int) -> WorkerEnd:

@@ -22,6 +22,14 @@ UNFIT_CHECKPOINT = row(
 )
 """Phrases of a checkpoint that is whole but was saved with another model, optimizer or number of ranks."""
 
+MISSING_FILE_OF_RANK = row(
+    Kind.CHECKPOINT_CORRUPT,
+    ROOT,
+    "FileNotFoundError: [Errno 2] No such file or directory: 'step8/zero_pp_rank_3_mp_rank_00_optim_states.pt'",
+    r"No such file or directory: '[^']{0,300}(?:mp_rank_\d|zero_pp_rank_|optim_states|\.distcp|rng_state)",
+)
+"""Phrases of a file of one rank that is missing: it was not written, or the checkpoint is of fewer ranks."""
+
 CHECKPOINTS: tuple[Signature, ...] = (
     row(
         Kind.CHECKPOINT_CORRUPT,
@@ -31,9 +39,9 @@ CHECKPOINTS: tuple[Signature, ...] = (
         r"failed finding central directory|not a ZIP archive|File is not a zip file|storage has wrong size",
         r"unexpected EOF, expected|might be corrupted",
         r"(?:HeaderTooLarge|InvalidHeader\w*|MetadataIncompleteBuffer|incomplete metadata)",
-        r"No such file or directory: '[^']{0,300}(?:mp_rank_\d|zero_pp_rank_|optim_states|\.distcp)",
-        r"No such file or directory: '[^']{0,300}(?:rng_state|trainer_state)",
+        r"No such file or directory: '[^']{0,300}trainer_state",
     ),
+    MISSING_FILE_OF_RANK,
     UNFIT_CHECKPOINT,
     row(
         Kind.CHECKPOINT_CORRUPT,
