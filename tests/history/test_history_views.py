@@ -265,6 +265,17 @@ def test_a_job_does_not_start_before_its_submission(store: HistoryStore, runs: P
     assert ask(store, "SELECT queue_s FROM run_goodput") == [[0]]
 
 
+def test_a_job_does_not_end_before_its_start(store: HistoryStore, runs: Path) -> None:
+    """The clock of a node is slow."""
+    run = RunFiles(runs).created()
+    run.planned(1, 100)  # submitted at 100.5
+    run.event(1, 0, "agent_started", 70)
+    run.outcome(1, AttemptState.COMPLETED, 85, 1)
+    run.journal(AttemptMoved(attempt=1, state=AttemptState.COMPLETED, cause="done"), 130)
+    synced(run, store)
+    assert ask(store, "SELECT ended_at = started_at, started_at = submitted_at FROM attempt_times") == [[1, 1]]
+
+
 def outlived(runs: Path, action: Action) -> RunFiles:
     """A hang of another group at 12 s, decided with ``action``; a rank is killed at 20 s, a step ends at 30 s."""
     run = RunFiles(runs).created()

@@ -141,17 +141,22 @@ FROM (SELECT node FROM attempt_nodes UNION SELECT node FROM node_strikes) n"""
 # Attempts
 
 ATTEMPT_TIMES = """
-SELECT run_id, attempt, submitted_at,
-       CASE WHEN began_at < submitted_at THEN submitted_at ELSE began_at END AS started_at, ended_at
+SELECT run_id, attempt, submitted_at, started_at,
+       CASE WHEN ended_at < started_at THEN started_at ELSE ended_at END AS ended_at
 FROM (
-    SELECT a.run_id, a.number AS attempt, a.submitted_at,
-           (SELECT MIN(s.time) FROM (
-               SELECT a.started_at AS time
-               UNION ALL
-               SELECT r.started_at FROM restarts r WHERE r.run_id = a.run_id AND r.attempt = a.number) s) AS began_at,
-           COALESCE(a.outcome_at, a.ended_at) AS ended_at
-    FROM attempts a) t"""
-"""A local job starts before its submission is recorded, and nodes have other clocks: no job starts before that."""
+    SELECT run_id, attempt, submitted_at,
+           CASE WHEN began_at < submitted_at THEN submitted_at ELSE began_at END AS started_at, ended_at
+    FROM (
+        SELECT a.run_id, a.number AS attempt, a.submitted_at,
+               (SELECT MIN(s.time) FROM (
+                   SELECT a.started_at AS time
+                   UNION ALL
+                   SELECT r.started_at FROM restarts r
+                   WHERE r.run_id = a.run_id AND r.attempt = a.number) s) AS began_at,
+               COALESCE(a.outcome_at, a.ended_at) AS ended_at
+        FROM attempts a) seen) ordered"""
+"""A local job starts before its submission is recorded, and nodes have other clocks: no job starts before that, or ends
+before its start."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
