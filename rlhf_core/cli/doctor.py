@@ -209,11 +209,10 @@ def _connections(site: Site, store: "HistoryStore") -> Iterator[Item]:
 
 def _daemon(site: Site, store: "HistoryStore", services: Mapping[str, str]) -> Item:
     """Check that a daemon holds the lease of the site: without one, no run gets a new controller."""
-    from rlhf_core.control.run_folders import lease_name
-    from rlhf_core.history.queries.controllers import lease_holder
+    from rlhf_core.control.run_folders import daemon_of
     from rlhf_core.launch.lease import owner_text
 
-    holder = lease_holder(store, lease_name(site.runs_dir))
+    holder = daemon_of(site.runs_dir, store)
     if holder is not None:
         return Item("site daemon", True, f"{owner_text(holder.controller)}, looks after {site.runs_dir}")
     found = f"none looks after {site.runs_dir}"

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rlhf_core.files.lookups import is_there
-from rlhf_core.history.queries.controllers import lease_holder
+from rlhf_core.history.queries.controllers import LeaseHolder, lease_holder
 from rlhf_core.history.queries.open_runs import OpenRun
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir.run import RunDir
@@ -39,6 +39,15 @@ def earlier_lease_name(runs: Path) -> str:
     return f"site:keeper:{runs}"
 
 
+def daemon_of(runs: Path, store: HistoryStore) -> LeaseHolder | None:
+    """Find the daemon that looks after a folder, also one of version 0.1; None if there is none.
+
+    Raises:
+        HistoryError: the history does not answer.
+    """
+    return lease_holder(store, lease_name(runs)) or lease_holder(store, earlier_lease_name(runs))
+
+
 def moved_here(runs: Path, recorded: Mapping[str, str]) -> list[str]:
     """Runs whose directory is in a folder and no longer at its recorded path, because all were moved, for instance.
 
@@ -66,8 +75,4 @@ def without_daemon(runs: Path, found: Iterable[OpenRun], store: HistoryStore) ->
     for run_id in moved_here(runs, recorded):
         del recorded[run_id]  # the next ingestion corrects its path
     folders = sorted({Path(path).parent for path in recorded.values()})
-    return [folder for folder in folders if not is_same(folder, runs) and not _has_daemon(folder, store)]
-
-
-def _has_daemon(runs: Path, store: HistoryStore) -> bool:
-    return any(lease_holder(store, name(runs)) is not None for name in (lease_name, earlier_lease_name))
+    return [folder for folder in folders if not is_same(folder, runs) and daemon_of(folder, store) is None]

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from history_tools import orphaned_run
 
-from rlhf_core.cli import main
+from rlhf_core.cli import doctor, main
 from rlhf_core.config.site import load_site
-from rlhf_core.control.run_folders import lease_name
+from rlhf_core.control.run_folders import earlier_lease_name, lease_name
 from rlhf_core.errors import SchedulerError
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir.run import RunDir
@@ -51,6 +51,18 @@ def test_the_daemon_at_work_is_named(orphan: RunDir, capsys: pytest.CaptureFixtu
     told = capsys.readouterr().err
     assert "daemon of this site (ann on elsewhere, process 71, since 2026-01-01 00:00:00 UTC) reconciles every" in told
     assert "keeper" not in told
+
+
+def test_a_daemon_of_an_earlier_version_is_named(orphan: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its lease has the path as it was given, here that of a link."""
+    site = load_site()
+    site.runs_dir.rename(site.home / "elsewhere")
+    site.runs_dir.symlink_to(site.home / "elsewhere")
+    with HistoryStore(site.database_url) as store:
+        store.acquire_lease(earlier_lease_name(site.runs_dir), "ann@elsewhere:71:1767225600.00", 60)
+        assert "ann on elsewhere, process 71" in doctor._daemon(site, store, {"daemon": "stopped"}).found
+    assert main.execute(["reconcile"]) == 1
+    assert "daemon of this site (ann on elsewhere, process 71" in capsys.readouterr().err
 
 
 def test_unknown_is_not_agreement(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,9 @@ from rlhf_core.config.site import Site
 from rlhf_core.control.reconcile.actions import ActionResult, Reconciler
 from rlhf_core.control.reconcile.flow_runs import FlowRuns
 from rlhf_core.control.reconcile.loop import take_lease
-from rlhf_core.control.run_folders import lease_name
+from rlhf_core.control.run_folders import daemon_of
 from rlhf_core.diagnosis.reconcile.decisions import ReconcileAction
 from rlhf_core.errors import LeaseLost
-from rlhf_core.history.queries.controllers import lease_holder
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.lease import owner_text
 
@@ -53,7 +52,7 @@ def reconcile_once(site: Site, store: HistoryStore, flow_runs: FlowRuns | None, 
 
 
 def _daemon_at_work(site: Site, store: HistoryStore) -> LeaseLost:
-    holder = lease_holder(store, lease_name(site.runs_dir))
+    holder = daemon_of(site.runs_dir, store)
     daemon = f" ({owner_text(holder.controller)})" if holder is not None else ""
     return LeaseLost(
         f"the daemon of this site{daemon} reconciles every {site.prefect.reconcile_s:g} s by itself; --dry-run shows "
