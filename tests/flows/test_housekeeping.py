@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -483,29 +484,38 @@ def test_a_run_resumed_before_its_turn_keeps_its_checkpoints(harness: Controller
     assert [one.step for one in run_dir.checkpoints()] == [4, 8, 10]
 
 
+@pytest.mark.usefixtures("reconciler")
 def test_removals_are_interrupted_for_the_next_round(
     harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here each takes two thirds of the time between rounds."""
-    now_s, left, rounds = [0.0], ["first", "second", "third"], []
+    runs = [failed(harness), failed(harness)]
+    now_s, rounds = [0.0], list[bool]()
     interval_s = 0.06
+    old = cleanup.removed
+
+    def slow(run_dir: RunDir, folder: Path) -> tuple[bool, str]:
+        now_s[0] += interval_s * 2 / 3
+        return old(run_dir, folder)
+
+    monkeypatch.setattr("rlhf_core.control.reconcile.actions.removed", slow)
     monkeypatch.setattr(loop, "time", Mock(monotonic=lambda: now_s[0]))
     monkeypatch.setattr(loop, "is_held", lambda lease: True)
+    monkeypatch.setattr(loop, "Reconciler", lambda *_, **__: with_retention(harness, 7))
     stop = threading.Event()
 
-    def carry_out(reconciler: Reconciler, may: Callable[[], bool], retention: bool) -> list[ActionResult]:
+    def carry_out(reconciler: Reconciler, may: Callable[[], bool], retention: bool) -> Sequence[ActionResult]:
         rounds.append(retention)
-        while retention and left and may():
-            left.pop()
-            now_s[0] += interval_s * 2 / 3
+        results = loop.plain_round(reconciler, may, retention)
         if len(rounds) == 5:
             stop.set()
-        return []
+        return results
 
     prefect = harness.site.prefect.model_copy(update={"reconcile_s": interval_s})
     site = dataclasses.replace(harness.site, prefect=prefect)
     loop._Rounds(site, None, carry_out, ()).run(harness.store, Mock(), stop, threading.Event())
     assert rounds == [False, True, False, True, False]
+    assert [[one.step for one in run_dir.checkpoints()] for run_dir in runs] == [[10], [10]]
 
 
 @pytest.mark.usefixtures("reconciler")
@@ -550,6 +560,29 @@ def test_a_long_search_for_checkpoints_continues_in_the_next_round(
     for expected in (found[:2], found[2:4], found[4:], found[:2]):
         assert list(dict.fromkeys(one.run_id for one in reconciler.poll(retention=True))) == expected
         assert reconciler.retention.is_complete is (expected == found[4:])
+
+
+@pytest.mark.usefixtures("reconciler")
+def test_removals_that_a_round_does_not_reach_are_the_first_of_the_next(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the next round began where the search had stopped, and left the others for an hour."""
+    runs = sorted((failed(harness) for _ in range(5)), key=lambda run_dir: run_dir.run_id)
+    old = cleanup._old_steps
+
+    def slow(run: RunDir, *rest: Any) -> list[int]:
+        harness.clock.now += 2 / 3
+        return old(run, *rest)
+
+    monkeypatch.setattr(cleanup, "_old_steps", slow)
+    reconciler = with_retention(harness, 7, limit_s=1.0)  # two runs, which have four old checkpoints
+    num_left = []
+    for _ in range(4):
+        permissions = iter([True, True, True])
+        reconciler.carry_out(reconciler.poll(retention=True), partial(next, permissions, False))
+        num_left.append(sum(len(run_dir.checkpoints()) - 1 for run_dir in runs))
+        assert reconciler.retention.is_complete is (num_left[-1] == 0)
+    assert num_left == [7, 4, 1, 0]
 
 
 @pytest.mark.usefixtures("reconciler")

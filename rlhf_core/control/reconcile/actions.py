@@ -137,8 +137,10 @@ class Reconciler:
         """
         results: list[ActionResult] = []
         failed: set[str] = set()
-        for action in actions:
+        pending = iter(actions)
+        for action in pending:
             if not may():
+                self.retention.put_off([action, *pending])
                 break
             if action.kind is ActionKind.END_FLOW_RUN and action.run_id in failed:
                 continue  # Prefect does not record a run as cancelled while its job may still be running

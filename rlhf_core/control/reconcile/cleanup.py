@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -30,6 +30,9 @@ from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import EvaluationReport
 
 log = logging.getLogger("rlhf.daemon")
+
+REMOVALS = frozenset({ActionKind.REMOVE_CHECKPOINT, ActionKind.REMOVE_PUT_ASIDE})
+"""Actions that a search for checkpoints finds."""
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Checkpoints
@@ -58,8 +61,12 @@ class CheckpointSearch:
 
     @property
     def is_complete(self) -> bool:
-        """False if the last round has stopped before the last run."""
+        """False if the last round has stopped before the last run or the last removal."""
         return not self._next
+
+    def put_off(self, actions: Iterable[ReconcileAction]) -> None:
+        """Have the next round begin at the first run whose removals are among these, which this one does not reach."""
+        self._next = min((one.run_id for one in actions if one.kind in REMOVALS), default=self._next)
 
     def removals(self, world: World, now: datetime) -> Iterator[ReconcileAction]:
         """Removals that are due, one round of the search.

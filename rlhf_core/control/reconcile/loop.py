@@ -196,12 +196,11 @@ class _Rounds:
         while goes_on():
             retention = time.monotonic() - cleaned_up_s >= CLEANUP_INTERVAL_S
             is_cleaned_up = False
-            may_remove = _ForAWhile(may, interval_s)
             with _survived("a round could not be made"):
                 self.carry_out(reconciler, may, False)
                 if retention:  # reads many files: the repairs come first
-                    self.carry_out(reconciler, may_remove, True)
-                    is_cleaned_up = reconciler.retention.is_complete and not may_remove.is_over
+                    self.carry_out(reconciler, _for_a_while(may, interval_s), True)
+                    is_cleaned_up = reconciler.retention.is_complete
                     cleaned_up_s = time.monotonic() if is_cleaned_up else cleaned_up_s
             for chore in self.chores:
                 if may() and self.flow_runs is not None and self.flow_runs.answers():
@@ -213,21 +212,17 @@ class _Rounds:
             over.wait(interval_s)
 
 
-class _ForAWhile:
+def _for_a_while(may: Callable[[], bool], seconds: float) -> Callable[[], bool]:
     """A permission that ends some time after it was first asked for."""
+    until_s = math.inf
 
-    def __init__(self, may: Callable[[], bool], seconds: float) -> None:
-        self._may = may
-        self._seconds = seconds
-        self._until_s = math.inf
-        self.is_over = False
-        """True once it was refused because its time was over."""
-
-    def __call__(self) -> bool:
+    def is_permitted() -> bool:
+        nonlocal until_s
         now_s = time.monotonic()
-        self._until_s = min(self._until_s, now_s + self._seconds)
-        self.is_over = now_s > self._until_s
-        return not self.is_over and self._may()
+        until_s = min(until_s, now_s + seconds)
+        return now_s <= until_s and may()
+
+    return is_permitted
 
 
 def is_held(lease: HeldLease) -> bool:
