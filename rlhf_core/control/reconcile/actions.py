@@ -148,7 +148,7 @@ class Reconciler:
             if not result.done and action.kind is ActionKind.CANCEL_RUN:
                 failed.add(action.run_id)
             if result.action.kind not in ROUTINE:
-                log.info("%s %s: %s; %s", action.kind.value, _about(action), action.reason, result.message)
+                log.info("%s %s: %s; %s", action.kind.value, action.subject, action.reason, result.message)
                 self._record(result)
             results.append(result)
         return results
@@ -396,10 +396,3 @@ def _end_of(run_dir: RunDir, written: RunRecord) -> tuple[str, str, str]:
     """The end of a run, as far as it is published: its id, state and state of promotion."""
     promotion = written.promotion.state.value if written.promotion is not None else ""
     return run_dir.run_id, written.state.value, promotion
-
-
-def _about(action: ReconcileAction) -> str:
-    parts = [action.run_id, action.job_id and f"job {action.job_id}", action.flow_run_id]
-    parts.append(f"task run {action.task_run_id}" if action.task_run_id else "")
-    parts.append(f"checkpoint {action.step}" if action.step else "")
-    return " ".join(part for part in parts if part)

@@ -105,6 +105,14 @@ class ReconcileAction:
     folder: str = ""
     """Folder of checkpoints that were put aside, within the run's checkpoints."""
 
+    @property
+    def subject(self) -> str:
+        """The run, and the part of it that this action concerns, for the log."""
+        parts = [self.run_id, self.job_id and f"job {self.job_id}", self.flow_run_id]
+        parts.append(f"task run {self.task_run_id}" if self.task_run_id else "")
+        parts.append(f"checkpoint {self.step}" if self.step else "")
+        return " ".join(part for part in parts if part)
+
 
 def decide(world: World) -> list[ReconcileAction]:
     """Decide the actions, in order."""
