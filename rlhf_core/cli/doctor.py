@@ -46,7 +46,7 @@ class Item:
     ok: bool
     found: str
     advice: str = ""
-    """Advice if the check failed."""
+    """Advice; empty if there is nothing to do."""
 
 
 def examine(site: Site, services: Mapping[str, str], server: str, *, answers: bool, is_own: bool) -> list[Item]:
@@ -183,16 +183,18 @@ def _from_history(site: Site, services: Mapping[str, str]) -> Iterator[Item]:
 
 
 def _open_runs(site: Site, store: "HistoryStore") -> Item:
-    """Check for runs that no daemon looks after, because the history names another folder."""
+    """Name folders with runs that no daemon may look after, because the history names another folder. They may be those
+    of another site, so this is no fault of this machine."""
     from rlhf_core.control.run_folders import ADVICE, without_daemon
     from rlhf_core.history.queries import open_runs
     from rlhf_core.schemas.base import utc_now
 
     found = open_runs.find(store, utc_now())
     folders = without_daemon(site.runs_dir, found.values(), store)
+    active = f"{count(len(found), 'run')} active or waiting for a promotion"
     if folders:
-        return Item("open runs", False, f"no daemon looks after those in {', '.join(map(str, folders))}", ADVICE)
-    return Item("open runs", True, f"{count(len(found), 'run')} active or waiting for a promotion")
+        return Item("open runs", True, f"{active}; no known daemon for {', '.join(map(str, folders))}", ADVICE)
+    return Item("open runs", True, active)
 
 
 def _connections(site: Site, store: "HistoryStore") -> Iterator[Item]:

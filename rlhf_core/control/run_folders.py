@@ -1,9 +1,12 @@
 """Folders of run directories: the one of a site, which may have several paths, and others without a daemon."""
 
 import os
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from rlhf_core.files.lookups import is_there
 from rlhf_core.history.queries.controllers import LeaseHolder, lease_holder
@@ -18,14 +21,41 @@ ADVICE = (
 )
 """Advice on a folder without a daemon."""
 
+TIMEOUT_S = 3.0
+"""Time in which the file system of another folder has to respond."""
+
+Found = TypeVar("Found")
+
+_unanswered: dict[Path, threading.Thread] = {}
+"""By folder, the newest lookup that was not answered in time."""
+
 
 def is_same(folder: Path, other: Path) -> bool:
-    """True if two paths lead to the same folder: one may be a link, or another mount point of its file system."""
-    if folder == other:
-        return True
-    with suppress(OSError):  # missing, or its file system does not respond
-        return folder.samefile(other)
-    return False
+    """True if a folder is the same as another by its path or on disk: one path may be a link, or another mount point
+    of its file system. A folder that is missing or does not respond in time is not the same."""
+    return folder == other or bool(_looked_up(folder, partial(folder.samefile, other)))
+
+
+def _looked_up(folder: Path, lookup: Callable[[], Found]) -> Found | None:
+    """Result of a lookup in a folder that may be of another site; None if its file system fails or does not respond.
+
+    On a hard NFS mount, a lookup waits until the server is back. The folder is left alone until then.
+    """
+    waiting = _unanswered.get(folder)
+    if waiting is not None and waiting.is_alive():
+        return None
+    found: list[Found] = []
+
+    def run() -> None:
+        with suppress(OSError):
+            found.append(lookup())
+
+    thread = threading.Thread(target=run, name=f"lookup in {folder}", daemon=True)
+    thread.start()
+    thread.join(TIMEOUT_S)
+    if thread.is_alive():
+        _unanswered[folder] = thread
+    return found[0] if found else None
 
 
 def lease_name(runs: Path) -> str:
@@ -45,7 +75,11 @@ def daemon_of(runs: Path, store: HistoryStore) -> LeaseHolder | None:
     Raises:
         HistoryError: the history does not answer.
     """
-    return lease_holder(store, lease_name(runs)) or lease_holder(store, earlier_lease_name(runs))
+    return _holder(store, lease_name(runs), earlier_lease_name(runs))
+
+
+def _holder(store: HistoryStore, *names: str) -> LeaseHolder | None:
+    return next((holder for name in names if (holder := lease_holder(store, name)) is not None), None)
 
 
 def moved_here(runs: Path, recorded: Mapping[str, str]) -> list[str]:
@@ -61,18 +95,22 @@ def moved_here(runs: Path, recorded: Mapping[str, str]) -> list[str]:
 def _has_moved(recorded: str, runs: Path) -> bool:
     before = RunDir(Path(recorded))
     with suppress(OSError):  # it cannot be told which of them is the right one
-        return is_there(RunDir(runs / before.run_id).spec) and not is_there(before.spec)
+        is_here = is_there(RunDir(runs / before.run_id).spec)
+        return is_here and _looked_up(before.root.parent, partial(is_there, before.spec)) is False
     return False
 
 
 def without_daemon(runs: Path, found: Iterable[OpenRun], store: HistoryStore) -> list[Path]:
-    """Other folders that have open runs and no daemon.
+    """Other folders that have open runs without a controller, and no daemon as far as this machine can tell: there, a
+    link may lead elsewhere. Folders that do not respond are left out.
 
     Raises:
         HistoryError: the history does not answer.
     """
-    recorded = {one.run_id: one.run_dir for one in found if one.state not in RUN_ENDS}
+    recorded = {one.run_id: one.run_dir for one in found if one.state not in RUN_ENDS and not one.is_driven}
     for run_id in moved_here(runs, recorded):
         del recorded[run_id]  # the next ingestion corrects its path
     folders = sorted({Path(path).parent for path in recorded.values()})
-    return [folder for folder in folders if not is_same(folder, runs) and daemon_of(folder, store) is None]
+    others = [folder for folder in folders if not is_same(folder, runs)]
+    names = {folder: _looked_up(folder, partial(lease_name, folder)) for folder in others}
+    return [one for one, name in names.items() if name and _holder(store, name, earlier_lease_name(one)) is None]

@@ -1,6 +1,7 @@
 """A site whose folder of runs has several paths, was moved, or is not the only one of the history."""
 
 import dataclasses
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from history_tools import RunFiles, new_sqlite, runs, store, synced
 
 from rlhf_core.cli import doctor
 from rlhf_core.config.site import Site, load_site
+from rlhf_core.control import run_folders
 from rlhf_core.control.ingester import Ingester
 from rlhf_core.control.reconcile.actions import Reconciler
 from rlhf_core.control.reconcile.loop import take_lease
@@ -97,13 +99,50 @@ def test_runs_without_a_daemon_are_reported_once(site: Site, store: HistoryStore
     here = dataclasses.replace(site, runs_dir=elsewhere)
     assert found(site, store, elsewhere, warnings) == []
     (warning,) = warnings
-    assert warning.startswith(f"{site.runs_dir} has open runs and no daemon: set RLHF_RUNS to that folder")
+    assert warning.startswith(f"{site.runs_dir} has open runs and no known daemon: set RLHF_RUNS to that folder")
     item = doctor._open_runs(here, store)
-    assert (item.ok, item.found) == (False, f"no daemon looks after those in {site.runs_dir}")
+    assert item.ok, "they may be those of another site"
+    assert item.found == f"1 run active or waiting for a promotion; no known daemon for {site.runs_dir}"
     store.acquire_lease(lease_name(site.runs_dir), "daemon@elsewhere:1:1.00", 60)
     assert found(site, store, elsewhere, warnings) == []
     assert len(warnings) == 1, "it has its own daemon now"
-    assert doctor._open_runs(here, store).ok
+    assert doctor._open_runs(here, store).advice == ""
+
+
+def test_a_controller_drives_its_run_without_a_daemon(site: Site, store: HistoryStore, run: RunFiles) -> None:
+    """A run in a terminal with an RLHF_RUNS of its own, for instance."""
+    elsewhere, warnings = site.runs_dir.with_name("elsewhere"), list[str]()
+    elsewhere.mkdir()
+    token = store.acquire_lease(run.run_id, "ann@elsewhere:1:1.00", 60)
+    assert found(site, store, elsewhere, warnings) == []
+    assert warnings == []
+    store.release_lease(run.run_id, "ann@elsewhere:1:1.00", token)
+    found(site, store, elsewhere, warnings)
+    assert len(warnings) == 1, "the control"
+
+
+def test_a_folder_that_does_not_respond_is_left_alone(
+    site: Site, store: HistoryStore, run: RunFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hard NFS mount of another site, whose server is down."""
+    elsewhere, warnings = site.runs_dir.with_name("elsewhere"), list[str]()
+    elsewhere.mkdir()
+    is_up, lookups = threading.Event(), list[Path]()
+
+    def waits(folder: Path, other: Path) -> bool:
+        lookups.append(folder)
+        is_up.wait(5)
+        return False
+
+    monkeypatch.setattr(Path, "samefile", waits)
+    monkeypatch.setattr(run_folders, "TIMEOUT_S", 0.05)
+    assert found(site, store, elsewhere, warnings) == []
+    Ingester(dataclasses.replace(site, runs_dir=elsewhere), store).ingest()
+    assert (lookups, warnings) == ([site.runs_dir], [])
+    is_up.set()
+    run_folders._unanswered[site.runs_dir].join()
+    found(site, store, elsewhere, warnings)
+    assert len(warnings) == 1, "it responds again"
 
 
 def test_the_daemons_of_a_folder_have_one_lease(site: Site, store: HistoryStore) -> None:

@@ -166,7 +166,7 @@ class Reconciler:
         mentioned = {one.run_id for one in seen.flow_runs if one.state not in FLOW_ENDS and one.run_id}
         self._standings |= open_runs.find(self._store, now, run_ids=mentioned)
         for folder in run_folders.without_daemon(self._site.runs_dir, self._standings.values(), self._store):
-            self._problems.log_change(f"{folder} has open runs and no daemon: {run_folders.ADVICE}", ("", folder))
+            self._problems.log_change(f"{folder} has open runs and no known daemon: {run_folders.ADVICE}", ("", folder))
         runs = {}
         for run_id in sorted(self._standings.keys() | run_ids | mentioned):
             run = self._run(run_id, self._standings.get(run_id), now)

@@ -41,6 +41,11 @@ class OpenRun:
     controllers: Sequence[ControllerRow]
     """Controllers of the last hour, and always the newest; in order."""
 
+    @property
+    def is_driven(self) -> bool:
+        """True if a controller holds its lease, as far as the database knows."""
+        return bool(self.holder) and self.expired_s is not None and self.expired_s < 0
+
 
 def find(
     store: HistoryStore, now: datetime, *, since: datetime | None = None, run_ids: Collection[str] = ()
