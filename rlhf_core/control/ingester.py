@@ -66,6 +66,7 @@ class Ingester:
             self._problems.end(runs)
             for gone in self._read.keys() - set(self._sweep):
                 del self._read[gone]
+                self._problems.end(gone)
             with suppress(HistoryError):  # the next sweep compares them
                 self._compare_rows()
         taken, self._sweep = self._sweep[:SWEEP_RUNS], self._sweep[SWEEP_RUNS:]

@@ -19,7 +19,7 @@ from rlhf_core.condition_log import ConditionLog
 from rlhf_core.config.site import Site
 from rlhf_core.control import adopt, run_folders
 from rlhf_core.control.cancel import cancel_run
-from rlhf_core.control.gone_directory import close_undriven
+from rlhf_core.control.gone_directory import GONE
 from rlhf_core.control.reconcile.cleanup import CheckpointSearch, removed
 from rlhf_core.control.reconcile.facts import foreign_owner, lease_holder, run_facts
 from rlhf_core.control.reconcile.flow_runs import FlowRuns, FlowRunSnapshot, NotRegistered
@@ -83,7 +83,7 @@ class Reconciler:
             flow_runs: those of the site's Prefect server, which may be unavailable at present; None if the site has
                 none.
             retention_s: longest time that one round looks for checkpoints to be removed.
-            warn: called with each problem that leaves something unknown, once.
+            warn: called with each problem that leaves something unknown, once until it has ended or changes.
         """
         self._site = site
         self._store = store
