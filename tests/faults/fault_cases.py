@@ -353,7 +353,7 @@ KINDS: tuple[Kind, ...] = (
         _expect("none time_limit preemption", "new_attempt"),
         outside="wait_for_time_limit",
         ends_run=True,
-        more_steps=50,
+        more_steps=40,
         overrides=("resources.time_limit_s=180", "slurm.save_lead_s=30"),
         needs=_SLURM,
     ),
