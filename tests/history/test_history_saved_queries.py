@@ -456,7 +456,8 @@ def test_queue_time_of_jobs_that_wait_and_of_those_that_started_unseen(history: 
     assert sum(row["num_attempts"] for row in rows) == 3
     assert sum(row["num_waiting"] for row in rows) == 1
     assert sum(row["num_never_started"] for row in rows) == 1
-    assert 90 <= max(row["longest_s"] for row in rows) < 900
+    waited_s = 90 + (datetime.now(UTC) - NOW).total_seconds()
+    assert 90 <= max(row["longest_s"] for row in rows) <= waited_s + 1
 
 
 def test_trials(history: History) -> None:
@@ -525,7 +526,7 @@ def test_usage(history: History) -> None:
     for facts in attempts:
         history.add("attempts", **{"number": 2, "num_nodes": 2, **facts})
     assert pick(history.ask("usage"), "owner", "num_runs", "node_hours", "gpu_hours", "failed_share") == [
-        ("old", 1, pytest.approx(48, abs=1), 0.0, 1.0),  # the period ends when the query runs
+        ("old", 1, pytest.approx(48, abs=8), 0.0, 1.0),  # the period ends when the query runs, hours after NOW at most
         ("anna", 1, 3.5, 16.0, 0.5714),
         ("ben", 1, 2.0, 16.0, 0.0),
     ]

@@ -23,6 +23,7 @@ from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler import JobRequest, JobState, JobStatus
 from rlhf_core.scheduler.passed_environment import PassedEnvironment
 from rlhf_core.scheduler.slurm import queue
+from rlhf_core.scheduler.slurm import scheduler as slurm_scheduler
 from rlhf_core.scheduler.slurm.scheduler import SlurmScheduler
 from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.resources import Submission
@@ -282,7 +283,7 @@ def test_without_slurmctld_jobs_are_unknown_and_nothing_is_submitted(
         with pytest.raises(SchedulerUnavailable, match="controller does not respond"):
             scheduler.inventory()
         with monkeypatch.context() as hurry:
-            hurry.setattr(scheduler, "CANCEL_S", 1.0)
+            hurry.setattr(slurm_scheduler, "CANCEL_S", 1.0)
             with pytest.raises(SchedulerUnavailable, match=r"is unknown: .*controller does not respond"):
                 scheduler.cancel(submission)
     finally:
