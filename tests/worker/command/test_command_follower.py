@@ -154,6 +154,23 @@ def test_a_program_that_starts_over_has_failed(agent_run: MakeRun) -> None:
     assert saved(run)[-1] >= 5, "the training so far is untouched"
 
 
+def test_a_checkpoint_that_the_program_cannot_load_is_replaced_by_the_one_before(agent_run: MakeRun) -> None:
+    """Its checksums are right: only the program can tell, and its workers exit as its ranks do."""
+    run = agent_run(
+        trainer=external_program("--fault", "1:30:kill", "--refuses", "--pause", "0.2", steps=40),
+        checkpoint={"every_num_steps": 5, "keep_last": 3},
+    )
+    code, output = run.run_through(native=True)
+    assert (code, run.outcome().state) == (0, AttemptState.COMPLETED), output
+    assert run.incident(0).failure_kind is FailureKind.WORKER_KILLED
+    incident = run.incident(1)
+    refused = int((output_dir(run) / "refused").read_text())
+    assert incident.failure_kind is FailureKind.CHECKPOINT_CORRUPT
+    assert incident.damaged_checkpoint == f"step-{refused:06d}"
+    again = [line.step for line in read_models(run.restart(2).metrics, MetricsLine)]
+    assert again[0] == refused - 4, "the program goes on from the checkpoint before"
+
+
 def test_a_program_that_is_not_there_is_named(agent_run: MakeRun) -> None:
     run = agent_run(trainer=external_program() | {"argv": ["no-such-program"]})
     code, _ = run.run_through(native=True)

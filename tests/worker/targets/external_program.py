@@ -1,7 +1,7 @@
 """A training script that knows nothing of this project and needs no torch: one process for each rank, started by hand.
 
     external_program.py OUTPUT STEPS [--every N] [--resume CHECKPOINT] [--fault RANK:STEP:KIND] [--forgets] [--leaves]
-        [--daemon] [--uploads SECONDS]
+        [--refuses] [--daemon] [--uploads SECONDS]
 
 The first rank prints its steps and saves. A fault strikes once: a file in the output folder remembers it.
 """
@@ -22,6 +22,7 @@ parser.add_argument("--every", type=int, default=5)
 parser.add_argument("--resume", type=Path)
 parser.add_argument("--fault", default="")
 parser.add_argument("--forgets", action="store_true", help="begin anew whatever it is told")
+parser.add_argument("--refuses", action="store_true", help="fail to load the first checkpoint that it is told to")
 parser.add_argument("--daemon", action="store_true", help="leave a process behind")
 parser.add_argument("--leaves", action="store_true", help="exit once it has saved on a signal")
 parser.add_argument("--uploads", type=float, default=0.0, help="seconds of silent work after the last step")
@@ -54,6 +55,10 @@ def save(step: int) -> None:
 start = 0
 if given.resume and not given.forgets:
     start = json.loads((given.resume / "trainer_state.json").read_text())["global_step"]
+    refused = given.output / "refused"
+    if given.refuses and (not refused.exists() or refused.read_text() in ("", str(start))):
+        refused.write_text(str(start))
+        raise RuntimeError("PytorchStreamReader failed reading zip archive: failed finding central directory")
 if given.daemon and rank == 0:
     left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     (given.output / "daemon").write_text(str(left.pid))
