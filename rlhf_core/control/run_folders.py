@@ -88,8 +88,13 @@ def moved_here(runs: Path, recorded: Mapping[str, str]) -> list[str]:
     Args:
         recorded: path of the directory by run id, according to the history.
     """
+    return [run_id for run_id, path in _elsewhere(runs, recorded).items() if _has_moved(path, runs)]
+
+
+def _elsewhere(runs: Path, recorded: Mapping[str, str]) -> dict[str, str]:
+    """Those of the recorded paths that are in another folder."""
     others = {folder for folder in {Path(path).parent for path in recorded.values()} if not is_same(folder, runs)}
-    return [run_id for run_id, path in recorded.items() if Path(path).parent in others and _has_moved(path, runs)]
+    return {run_id: path for run_id, path in recorded.items() if Path(path).parent in others}
 
 
 def _has_moved(recorded: str, runs: Path) -> bool:
@@ -108,9 +113,9 @@ def without_daemon(runs: Path, found: Iterable[OpenRun], store: HistoryStore) ->
         HistoryError: the history does not answer.
     """
     recorded = {one.run_id: one.run_dir for one in found if one.state not in RUN_ENDS and not one.is_driven}
-    for run_id in moved_here(runs, recorded):
-        del recorded[run_id]  # the next ingestion corrects its path
-    folders = sorted({Path(path).parent for path in recorded.values()})
-    others = [folder for folder in folders if not is_same(folder, runs)]
-    names = {folder: _looked_up(folder, partial(lease_name, folder)) for folder in others}
+    # The next ingestion corrects the paths of those that were moved.
+    lost = [path for path in _elsewhere(runs, recorded).values() if not _has_moved(path, runs)]
+    names = {
+        folder: _looked_up(folder, partial(lease_name, folder)) for folder in sorted({Path(one).parent for one in lost})
+    }
     return [one for one, name in names.items() if name and _holder(store, name, earlier_lease_name(one)) is None]
