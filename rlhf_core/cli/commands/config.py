@@ -10,7 +10,6 @@ import typer
 
 from rlhf_core.cli import output
 from rlhf_core.cli.commands.check import ConfigArgument, SetOption
-from rlhf_core.cli.output import JsonOption
 from rlhf_core.errors import BadConfig
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ def show(
     config: ConfigArgument,
     set_: SetOption = None,
     changed: Annotated[bool, typer.Option("--changed", help="Leave out settings that have their default.")] = False,
-    as_json: JsonOption = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of TOML.")] = False,
 ) -> None:
     """Print every setting of a config as its run would have it: the file or preset, overrides and defaults together.
 
