@@ -25,9 +25,9 @@ from rlhf_core.run_dir.run import RunDir
 ENVIRONMENTS = Path(os.environ.get("RLHF_TRAINER_ENVIRONMENTS", ROOT / ".trainers")).absolute()
 """Folder of the trainers' environments."""
 PRESETS = ROOT / "infra" / "presets"
-START_S = 240.0
+START_S = 600.0
 """Longest time to the first step: two trainers import at once, on few cores."""
-END_S = 300.0
+END_S = 1200.0
 FLOORS = {"floor_s": 6.0, "rollout_floor_s": 6.0, "reward_floor_s": 6.0, "checkpoint_floor_s": 8.0}
 """Silence that is allowed, far below the defaults."""
 PROMPT = "<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
