@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,24 +49,24 @@ def make_spec(**sections: Any) -> RunSpec:
 
 
 def training_snapshot(step: int, metrics: Mapping[str, float], **changes: Any) -> "AttemptSnapshot":
-    """A snapshot of a first attempt that trains."""
+    """A snapshot of a first attempt that trains.
+
+    Args:
+        changes: to its progress.
+    """
+    from rlhf_core.watchdog.evidence import AttemptProgress
     from rlhf_core.watchdog.watcher import AttemptSnapshot, AttemptVerdict
 
-    facts: dict[str, Any] = {
-        "attempt": 1,
-        "verdict": AttemptVerdict(AttemptState.RUNNING, ""),
-        "job": JobStatus(JobState.RUNNING, nodes=(NODE,)),
-        "role": Role.TRAINER,
-        "restart": 0,
-        "restarts_made": 0,
-        "phase": "train",
-        "loop": "grpo",
-        "evaluating": False,
-        "events": (),
-        "outcome": None,
-        "history_behind": "",
-    }
-    return AttemptSnapshot(**{**facts, "step": step, "metrics": metrics, **changes})
+    running = AttemptProgress(restart=0, role=Role.TRAINER, phase="train", loop="grpo", restart_of_step=0)
+    return AttemptSnapshot(
+        attempt=1,
+        verdict=AttemptVerdict(AttemptState.RUNNING, ""),
+        job=JobStatus(JobState.RUNNING, nodes=(NODE,)),
+        progress=replace(running, step=step, metrics=metrics, **changes),
+        events=(),
+        outcome=None,
+        history_behind="",
+    )
 
 
 def make_run(runs: Path, spec: RunSpec | None = None) -> RunDir:

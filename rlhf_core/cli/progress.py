@@ -92,7 +92,7 @@ class TerminalProgress(Observer):
         self._print_history(snapshot.history_behind)
         text = terminal(progress_text(progress_of_poll(snapshot, self._spec, self._timer)))
         if self._live is not None and self._bar is not None:
-            self._live.update(self._bar, completed=snapshot.step, text=escape(text))
+            self._live.update(self._bar, completed=snapshot.progress.step, text=escape(text))
         elif time.monotonic() - self._last_line[1] >= LINE_EVERY_S and text != self._last_line[0]:
             self._line(f"{self._title}: {text}")
             self._last_line = (text, time.monotonic())

@@ -105,8 +105,8 @@ def train(controller: Controller, number: int) -> None:
         StageFailed: the attempt ended before that.
     """
     with _stage(controller, StageName.TRAIN, number, title_of(controller, StageName.TRAIN, number)):
-        snapshot = _watch_until(controller, number, lambda snapshot: snapshot.evaluating)
-        if snapshot.ended and snapshot.verdict.state is not AttemptState.COMPLETED and not snapshot.evaluating:
+        snapshot = _watch_until(controller, number, lambda snapshot: snapshot.progress.evaluating)
+        if snapshot.ended and snapshot.verdict.state is not AttemptState.COMPLETED and not snapshot.progress.evaluating:
             raise StageFailed(snapshot.verdict)
 
 

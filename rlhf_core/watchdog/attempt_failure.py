@@ -100,7 +100,7 @@ def explain(
         found_here=own is not None,
         decision=Decision(
             attempt=snapshot.attempt,
-            restart=max(snapshot.restart, 0),
+            restart=max(snapshot.progress.restart, 0),
             action=choice.action,
             reason=choice.reason,
             decided_by=DecidedBy.CONTROLLER,
@@ -187,7 +187,7 @@ def _own_incident(run_dir: RunDir, snapshot: AttemptSnapshot) -> Incident | None
 
 
 def _incident(snapshot: AttemptSnapshot, failure: Failure, evidence_dir: str = "") -> Incident:
-    return failure.incident(snapshot.attempt, max(snapshot.restart, 0), utc_now(), evidence_dir=evidence_dir)
+    return failure.incident(snapshot.attempt, max(snapshot.progress.restart, 0), utc_now(), evidence_dir=evidence_dir)
 
 
 def _lacks_an_agent(snapshot: AttemptSnapshot) -> bool:
@@ -218,8 +218,8 @@ def _failure_of_a_lost_job(run_dir: RunDir, snapshot: AttemptSnapshot) -> Failur
         failure,
         message=masked(f"{what.removesuffix('.')}{last_line}" if last_line else what),
         nodes=_lost_nodes(run_dir, snapshot) or failure.nodes,
-        phase=snapshot.phase,
-        step=snapshot.step or None,
+        phase=snapshot.progress.phase,
+        step=snapshot.progress.step or None,
     )
 
 
@@ -255,5 +255,5 @@ def _failure_of_lost_nodes(snapshot: AttemptSnapshot, lost: tuple[str, ...]) -> 
     kind = snapshot.verdict.failure_kind or FailureKind.NODE_LOST
     is_from_agents = bool(snapshot.verdict.nodes) and not snapshot.job.lost_nodes
     message = f"{cause[:1].upper()}{cause[1:]}." if is_from_agents else f"{names} went out of service. {cause}"
-    phase, step = snapshot.phase, snapshot.step or None
+    phase, step = snapshot.progress.phase, snapshot.progress.step or None
     return Failure(kind, message, fingerprint(kind, names), nodes=lost, phase=phase, step=step)

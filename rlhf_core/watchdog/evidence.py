@@ -3,7 +3,7 @@
 import itertools
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -48,73 +48,93 @@ class MissedRendezvous:
         return cls(event.time, message, tuple(map(str, nodes)))
 
 
-@dataclass
+@dataclass(frozen=True)
 class AttemptProgress:
-    """Progress of an attempt, updated from its files at every poll.
+    """Progress of an attempt at one moment."""
 
-    Appended files are read from where the last poll stopped, so a poll costs only as much as there are new lines.
-    """
-
-    attempt: AttemptDir
     restart: int = -1
     """Number of the newest restart folder; -1 before the first. Every start of a role has one, including the first."""
     restarts_made: int = 0
     """Restarts in place after a failure."""
     role: Role | None = None
     """Role whose workers are running, or ran last."""
-    step: int = 0
-    """Last completed optimizer step."""
-    phase: str = ""
-    """Phase of the first rank."""
-    loop: str = ""
-    """``sft`` or ``grpo``: the loop that made the last step."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Latest value of every metric."""
-    steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=10))
-    """Durations of the last steps, in seconds."""
     evaluating: bool = False
     """True once the evaluator has started: training is done."""
-    events: list[AgentEvent] = field(default_factory=list)
-    """Events of the agents since the last poll."""
-    leader_lost_at: dict[str, datetime] = field(default_factory=dict)
-    """Time at which each agent reported that it had lost agent 0, by node."""
-    given_up: dict[str, str] = field(default_factory=dict)
-    """The node that an agent gave up on, by the node of the reporting agent."""
-    not_met: MissedRendezvous | None = None
-    """Earliest report that the agents have not met."""
-    published: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Restart and sequence number of each agent's latest status, by node: its sign of life."""
-    _stepped_in: int = -1
-    """Restart that made the last step."""
-    _places: dict[Path, FilePosition] = field(default_factory=dict)
+    phase: str = ""
+    """Phase of the first rank."""
+    step: int = 0
+    """Last completed optimizer step."""
+    loop: str = ""
+    """Loop that made it; empty before the first step of the attempt."""
+    restart_of_step: int = -1
+    """Restart in which it was made."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Latest value of every metric."""
+    longest_step_s: float = 0.0
+    """Longest of the last ten steps, in seconds; 0 if unknown."""
 
     @property
     def is_restarting(self) -> bool:
         """True if the workers were started again and have not made a step since."""
-        return bool(self.loop) and not self.evaluating and self._stepped_in < self.restart
+        return bool(self.loop) and not self.evaluating and self.restart_of_step < self.restart
+
+
+class AttemptReader:
+    """Reads the files of an attempt repeatedly.
+
+    Appended files are read from where the last call stopped, so a call costs only as much as there are new lines.
+
+    Args:
+        step: step from which the attempt resumed.
+    """
+
+    def __init__(self, attempt: AttemptDir, step: int = 0) -> None:
+        self.progress = AttemptProgress(step=step)
+        self.events: list[AgentEvent] = []
+        """Events of the agents since the last call."""
+        self.leader_lost_at: dict[str, datetime] = {}
+        """Time at which each agent reported that it had lost agent 0, by node."""
+        self.given_up: dict[str, str] = {}
+        """The node that an agent gave up on, by the node of the reporting agent."""
+        self.not_met: MissedRendezvous | None = None
+        """Earliest report that the agents have not met."""
+        self.published: dict[str, tuple[int, int]] = {}
+        """Restart and sequence number of each agent's latest status, by node: its sign of life."""
+        self._attempt = attempt
+        self._metrics: dict[str, float] = {}
+        self._steps_s: deque[float] = deque(maxlen=10)
+        self._places: dict[Path, FilePosition] = {}
 
     def update(self) -> None:
         """Read the new lines and statuses."""
         self.events = []
-        restarts = self.attempt.restarts()
+        known, restarts = self.progress.restart, self._attempt.restarts()
         for restart in restarts:
-            # Read all on the first poll; later only those that may have grown: the newest two known, and new ones.
-            if restart.restart >= self.restart - 1:
+            # Read all on the first call; later only those that may have grown: the newest two known, and new ones.
+            if restart.restart >= known - 1:
                 self._read_events(restart)
                 self._read_metrics(restart)
         if restarts:
-            if restarts[-1].restart != self.restart:
-                self.restarts_made = num_restarts(self.attempt)
-            self.restart = restarts[-1].restart
+            if restarts[-1].restart != known:
+                made = num_restarts(self._attempt)
+                self.progress = replace(self.progress, restart=restarts[-1].restart, restarts_made=made)
             self._read_statuses(restarts[-1])
 
     def _read_metrics(self, restart: RestartDir) -> None:
+        line: MetricsLine | None = None
         for line in parse_lines(self._new_lines(restart.metrics), MetricsLine):
-            self.metrics.update(line.metrics)
+            self._metrics.update(line.metrics)
             if 0 <= (seconds := line.metrics.get("time/step_s", -1.0)) <= LONGEST_S:  # external trainers may log NaN
-                self.steps_s.append(seconds)
-            self.step, self.loop = line.step, line.loop
-            self._stepped_in = restart.restart
+                self._steps_s.append(seconds)
+        if line is not None:
+            self.progress = replace(
+                self.progress,
+                step=line.step,
+                loop=line.loop,
+                restart_of_step=restart.restart,
+                metrics=dict(self._metrics),
+                longest_step_s=max(self._steps_s, default=0.0),
+            )
 
     def _read_events(self, restart: RestartDir) -> None:
         for path in restart.event_files():
@@ -137,11 +157,11 @@ class AttemptProgress:
             ranks = [rank for rank in status.ranks if rank.role is status.role]
             first = min(ranks, key=lambda rank: rank.rank, default=None)
             if first is not None:
-                self.phase = first.phase.value
+                self.progress = replace(self.progress, phase=first.phase.value)
 
     def _enter(self, role: Role) -> None:
-        self.role = role
-        self.evaluating = self.evaluating or role is Role.EVALUATOR
+        evaluating = self.progress.evaluating or role is Role.EVALUATOR
+        self.progress = replace(self.progress, role=role, evaluating=evaluating)
 
     def _new_lines(self, path: Path) -> list[FileLine]:
         found: list[FileLine] = []

@@ -4,7 +4,7 @@ The controller's loop calls :meth:`Watcher.poll`. This module neither waits nor 
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -15,7 +15,7 @@ from rlhf_core.files.whole import read_model
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState, JobStatus, Scheduler
-from rlhf_core.schemas.attempts import ATTEMPT_ENDS, AttemptState, Role
+from rlhf_core.schemas.attempts import ATTEMPT_ENDS, AttemptState
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import AgentEvent, AttemptOutcome
 from rlhf_core.schemas.resources import Placement, Submission
@@ -71,21 +71,11 @@ class AttemptSnapshot:
     attempt: int
     verdict: AttemptVerdict
     job: JobStatus
-    role: Role | None
-    restart: int
-    restarts_made: int
-    step: int
-    phase: str
-    loop: str
-    """Loop that made the last step; empty before the first step of this start."""
-    metrics: Mapping[str, float]
-    evaluating: bool
+    progress: evidence.AttemptProgress
     events: Sequence[AgentEvent]
     outcome: AttemptOutcome | None
     history_behind: str
     """Reason why the history could not be updated; empty if it was updated."""
-    longest_step_s: float = 0.0
-    """Longest of the last ten steps, in seconds; 0 if unknown."""
 
     @property
     def ended(self) -> bool:
@@ -119,7 +109,7 @@ class Watcher:
         self._scheduler = scheduler
         self._store = store
         self._clock = clock
-        self._progress = evidence.AttemptProgress(self._attempt, step=placement.resumed_from_step)
+        self._reader = evidence.AttemptReader(self._attempt, placement.resumed_from_step)
         self._last_job = JobStatus(JobState.PENDING if submission else JobState.ENDED)
         self._ended_since: float | None = None
         self._deserted_since: float | None = None
@@ -138,7 +128,7 @@ class Watcher:
         """
         job = self._job()
         # Read the outcome after the job's state, so that an attempt that ends in between does not count as lost.
-        self._progress.update()
+        self._reader.update()
         outcome = read_model(self._attempt.outcome, AttemptOutcome)
         verdict = judge(
             job,
@@ -148,23 +138,14 @@ class Watcher:
             self._silent(job),
             self._deserted(job, outcome) or self._not_met(outcome),
         )
-        progress = self._progress
         return AttemptSnapshot(
             attempt=self._attempt.number,
             verdict=verdict,
             job=job,
-            role=progress.role,
-            restart=progress.restart,
-            restarts_made=progress.restarts_made,
-            step=progress.step,
-            phase=progress.phase,
-            loop="" if progress.is_restarting else progress.loop,
-            metrics=dict(progress.metrics),
-            evaluating=progress.evaluating,
-            events=tuple(progress.events),
+            progress=self._reader.progress,
+            events=self._reader.events,
             outcome=outcome,
             history_behind=self._record(),
-            longest_step_s=max(progress.steps_s, default=0.0),
         )
 
     def _job(self) -> JobStatus:
@@ -199,7 +180,7 @@ class Watcher:
         They notice over the network within seconds. An agent 0 that was only suspended may wake up when Slurm ends the
         job, and write an outcome that ignores this.
         """
-        lost_at = self._progress.leader_lost_at
+        lost_at = self._reader.leader_lost_at
         if not job.nodes[1:] or not set(job.nodes[1:]) <= lost_at.keys():
             self._deserted_since = None
             return None
@@ -213,7 +194,7 @@ class Watcher:
             if is_earlier or outcome.state is AttemptState.COMPLETED:
                 return None
         first, others = job.nodes[0], job.nodes[1:]
-        if len(others) == 1 and self._progress.given_up.get(first) == others[0]:
+        if len(others) == 1 and self._reader.given_up.get(first) == others[0]:
             cause = f"the agents of {first} and {others[0]} lost their connection although both were alive"
             return AttemptVerdict(AttemptState.LOST, cause, FailureKind.NETWORK, job.nodes)
         cause = f"the agents of all other nodes lost contact with the agent of {first}"
@@ -224,7 +205,7 @@ class Watcher:
 
         That agent exits, and the job ends with it. If agent 0 appears after all, it only knows that it was ended.
         """
-        report = self._progress.not_met
+        report = self._reader.not_met
         if report is None or (outcome is not None and outcome.time < report.time):
             return None
         return AttemptVerdict(AttemptState.LOST, report.message, FailureKind.RENDEZVOUS, report.nodes)
@@ -236,8 +217,8 @@ class Watcher:
         """
         # The scheduler's last answer does not count here: scheduler and file system may be down together.
         runs = self._answered and job.state is JobState.RUNNING and job.scheduler_state not in _PAUSED
-        started = self._progress.restart >= 0 or is_there(self._attempt.claim)
-        silence = self._silences.observe(self._clock(), self._progress.published, counts=runs, started=started)
+        started = self._reader.progress.restart >= 0 or is_there(self._attempt.claim)
+        silence = self._silences.observe(self._clock(), self._reader.published, counts=runs, started=started)
         if silence is not None and self._given_up is None and evidence.can_be_written(self._attempt):
             self._given_up = silence
         return self._given_up

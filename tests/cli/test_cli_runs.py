@@ -731,7 +731,7 @@ def snapshot(step: int = 60, **changes: Any) -> AttemptSnapshot:
 
 def test_progress_in_one_line() -> None:
     spec, timer = load("quickstart", ["loops.warm_start.num_steps=40", "loops.main.num_steps=80"]), StepTimer()
-    measured = {**snapshot().metrics, "time/step_s": 2.0}
+    measured = {**snapshot().progress.metrics, "time/step_s": 2.0}
 
     def text(**changes: Any) -> str:
         return progress_text(progress_of_poll(snapshot(**changes), spec, timer))
@@ -793,7 +793,7 @@ def test_the_steps_shown_are_those_of_the_trial_while_it_is_made(capsys: Printed
 def test_a_late_history_is_reported_once_and_so_is_its_recovery(capsys: Printed) -> None:
     with TerminalProgress(load("quickstart"), "the-run") as progress:
         for behind in ("away", "away", ""):
-            progress.polled(snapshot(history_behind=behind))
+            progress.polled(replace(snapshot(), history_behind=behind))
     shown = capsys.readouterr().err
     assert shown.count("history behind: away") == 1
     assert "up to date again" in shown

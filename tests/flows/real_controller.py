@@ -30,7 +30,7 @@ class Impatient(Observer):
     stop = False
 
     def polled(self, snapshot: AttemptSnapshot) -> None:
-        self.stop = snapshot.role is not None
+        self.stop = snapshot.progress.role is not None
 
     def stop_requested(self) -> bool:
         return self.stop

@@ -180,7 +180,7 @@ def test_stages_follow_the_agent(harness: ControllerHarness) -> None:
     assert order == [RunState.QUEUED, RunState.TRAINING, RunState.EVALUATING]
     assert [text for text in harness.notes.messages if "waits" in text] == ["warning attempt 1 waits: JobHeldAdmin"]
     assert stages_of(harness, run_dir) == FOUR_STAGES
-    assert max(snapshot.step for snapshot in harness.notes.snapshots) == 1
+    assert max(snapshot.progress.step for snapshot in harness.notes.snapshots) == 1
 
 
 def test_a_blocking_check_starts_nothing(harness: ControllerHarness, checks: list[CheckResult]) -> None:

@@ -67,7 +67,9 @@ def test_a_run_that_goes_back_is_explained(harness: ControllerHarness, step: int
     gone_back(run_dir)
     furthest = RunReader(run_dir).read().progress.furthest
     assert furthest == 7
-    progress = replace(progress_of_poll(snapshot(step, attempt=2), make_spec(), StepTimer()), furthest=furthest)
+    progress = replace(
+        progress_of_poll(replace(snapshot(step), attempt=2), make_spec(), StepTimer()), furthest=furthest
+    )
     text = progress_markdown(progress, read_timeline(run_dir))
     assert ("Went back after hang: step 7 was reached before" in text) is goes_back
 

@@ -111,11 +111,11 @@ def test_the_probe_of_the_nodes_sees_their_report(
 
 
 def progress(run_dir: RunDir) -> Callable[[], Any]:
-    known = evidence.AttemptProgress(run_dir.attempt(1))
+    known = evidence.AttemptReader(run_dir.attempt(1))
 
     def role() -> Any:
         known.update()
-        return known.role
+        return known.progress.role
 
     return role
 

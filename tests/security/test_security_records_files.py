@@ -25,7 +25,7 @@ from rlhf_core.run_dir.checkpoint import checksum
 from rlhf_core.run_dir.journal import read_journal, remove_unfinished_line
 from rlhf_core.schemas.reports import AttemptOutcome, MetricsLine
 from rlhf_core.watchdog import ingest_reader
-from rlhf_core.watchdog.evidence import AttemptProgress
+from rlhf_core.watchdog.evidence import AttemptReader
 from rlhf_core.watchdog.ingest import files_digest, rebuild, sync
 
 
@@ -118,8 +118,8 @@ def test_fifos_in_every_place_stop_neither_their_run_nor_the_others(tmp_path: Pa
         os.mkfifo(path)
     with within(20):
         report = rebuild(runs, store)
-        progress = AttemptProgress(attempt)
-        progress.update()
+        reader = AttemptReader(attempt)
+        reader.update()
         assert files_digest(hostile.dir) is not None
         assert hostile.dir.checkpoint(8).damage() == ["COMPLETE is unreadable: found a FIFO, expected a regular file"]
     assert report.failed == {}
@@ -177,22 +177,22 @@ def test_500_mb_without_a_newline_are_skipped_in_bounded_memory(tmp_path: Path, 
         report = sync(run.dir, store)
         assert report.skipped == [], "it was reported before"
         assert list(read_blocks(path))
-        progress = AttemptProgress(run.dir.attempt(1))
+        reader = AttemptReader(run.dir.attempt(1))
         (run.dir.attempt(1).restart(0).root / "agents").mkdir(exist_ok=True)
-        progress.update()
+        reader.update()
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert peak < 64 << 20
-    assert progress.step == 1
+    assert reader.progress.step == 1
     (set_aside,) = [event for event in events_of(store, run.run_id) if event["kind"] == "set_aside"]
     assert f"longer than {reading.MAX_LINE_BYTES} bytes" in set_aside["message"]
     with path.open("ab") as file:
         file.write(b"\n" + GOOD % 2)
     sync(run.dir, store)
-    progress.update()
+    reader.update()
     assert queries.curve(store, run.run_id, ["a"]) == {"a": [(2, 1.0)]}, "the following line is read"
-    assert progress.step == 2
+    assert reader.progress.step == 2
 
 
 def test_a_line_without_an_end_is_skipped_in_bounded_reads(

@@ -131,15 +131,16 @@ def test_a_job_that_was_never_recorded_has_ended(run_dir: RunDir) -> None:
 
 def test_a_look_shows_role_step_phase_and_metrics(run_dir: RunDir) -> None:
     agent, one = FakeAgent(run_dir), watcher(run_dir, Answers(JobState.RUNNING))
-    assert one.poll().role is None
+    assert one.poll().progress.role is None
     agent.role(Role.TRAINER)
     agent.step(1, **{"reward/mean": 0.25})
     agent.step(2)
     snapshot = one.poll()
-    assert (snapshot.role, snapshot.step, snapshot.phase, snapshot.loop) == (Role.TRAINER, 2, "train", "sft")
-    assert snapshot.metrics == {"train/loss": 0.5, "reward/mean": 0.25}
+    progress = snapshot.progress
+    assert (progress.role, progress.step, progress.phase, progress.loop) == (Role.TRAINER, 2, "train", "sft")
+    assert progress.metrics == {"train/loss": 0.5, "reward/mean": 0.25}
     assert [event.kind for event in snapshot.events] == ["role_started"]
-    assert not snapshot.evaluating
+    assert not progress.evaluating
 
 
 def test_a_first_poll_finds_training_behind_later_restarts(run_dir: RunDir) -> None:
@@ -150,8 +151,8 @@ def test_a_first_poll_finds_training_behind_later_restarts(run_dir: RunDir) -> N
         trainer.step(step)
     for restart in (1, 2):
         FakeAgent(run_dir, restart=restart).role(Role.EVALUATOR)
-    snapshot = watcher(run_dir, Answers(JobState.RUNNING)).poll()
-    assert (snapshot.step, snapshot.metrics, snapshot.restart) == (3, {"train/loss": 0.5}, 2)
+    progress = watcher(run_dir, Answers(JobState.RUNNING)).poll().progress
+    assert (progress.step, progress.metrics, progress.restart) == (3, {"train/loss": 0.5}, 2)
 
 
 def test_events_are_reported_once(run_dir: RunDir) -> None:
@@ -167,22 +168,22 @@ def test_a_quick_evaluator_is_not_missed(run_dir: RunDir) -> None:
     agent.role(Role.EVALUATOR)
     agent.restart = 1
     agent.role(Role.TRAINER)
-    assert one.poll().evaluating
+    assert one.poll().progress.evaluating
 
 
 def test_after_a_rewind_the_step_is_that_of_the_new_workers(run_dir: RunDir) -> None:
     agent, one = FakeAgent(run_dir), watcher(run_dir, Answers(JobState.RUNNING))
     for number in (1, 2, 3, 4, 5):
         agent.step(number)
-    assert one.poll().step == 5
+    assert one.poll().progress.step == 5
     agent.restart = 1
     agent.step(3)
-    assert one.poll().step == 3
+    assert one.poll().progress.step == 3
 
 
 def test_a_resumed_attempt_begins_at_its_checkpoint(run_dir: RunDir) -> None:
     one = Watcher(run_dir, placed(run_dir, 2, step=40), submission(2), Answers(JobState.RUNNING), None)
-    assert one.poll().step == 40
+    assert one.poll().progress.step == 40
 
 
 def test_a_torn_line_is_read_once_it_is_complete(run_dir: RunDir) -> None:
@@ -191,9 +192,9 @@ def test_a_torn_line_is_read_once_it_is_complete(run_dir: RunDir) -> None:
     path = run_dir.attempt(1).restart(0).metrics
     whole = path.read_bytes()
     path.write_bytes(whole + whole.replace(b'"step":1', b'"step":2')[:30])
-    assert one.poll().step == 1
+    assert one.poll().progress.step == 1
     path.write_bytes(whole + whole.replace(b'"step":1', b'"step":2'))
-    assert one.poll().step == 2
+    assert one.poll().progress.step == 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------

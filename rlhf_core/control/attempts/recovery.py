@@ -86,7 +86,9 @@ def _after_failure(controller: Controller, number: int, attempt: AttemptRecord, 
         placeable = _placeable(controller, failure, attempt)
         # A step of a smaller allocation takes longer, but so does everything that its share of the caps allows.
         share = attempt.placement.num_nodes / controller.spec.resources.num_nodes
-        failure = replace(failure, decision=_within_caps(controller, placeable, snapshot.longest_step_s * share))
+        failure = replace(
+            failure, decision=_within_caps(controller, placeable, snapshot.progress.longest_step_s * share)
+        )
         journal.append(DecisionMade(decision=failure.decision))
     decision = attempt.decision or failure.decision
     journal.move_attempt(number, snapshot.verdict.state, failure.message, failure.kind)

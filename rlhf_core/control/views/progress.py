@@ -16,7 +16,7 @@ from rlhf_core.schemas.regression import Regression
 from rlhf_core.schemas.reports import AgentStatus, RankStatus
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.stored_spec import StoredSpec
-from rlhf_core.watchdog.evidence import AttemptProgress, regressed
+from rlhf_core.watchdog.evidence import AttemptProgress, AttemptReader, regressed
 from rlhf_core.watchdog.watcher import AttemptSnapshot
 
 SMOOTHING = 0.1
@@ -71,7 +71,7 @@ class RunReader:
     def __init__(self, run_dir: RunDir) -> None:
         self.run_dir = run_dir
         self.stored = run_dir.read_spec()
-        self._attempts: dict[int, AttemptProgress] = {}
+        self._attempts: dict[int, AttemptReader] = {}
         self._timer = StepTimer()
 
     def read(self) -> RunSnapshot:
@@ -99,30 +99,14 @@ class RunReader:
             known = self._attempts.get(attempt.number)
             # Only the newest one still grows.
             if known is None or attempt.number == max(self._attempts):
-                self._attempts.setdefault(attempt.number, AttemptProgress(attempt)).update()
+                self._attempts.setdefault(attempt.number, AttemptReader(attempt)).update()
         if not self._attempts:
             return RunProgress(state, self.stored.spec.total_steps)
-        newest = self._attempts[max(self._attempts)]
-        found = RunProgress(
-            state=state,
-            total_steps=self.stored.spec.total_steps,
-            attempt=newest.attempt.number,
-            restarts=newest.restarts_made,
-            role=newest.role,
-            phase=newest.phase,
-            loop=newest.loop,
-            step=newest.step,
-            furthest=max(one.step for one in self._attempts.values()),
-            evaluating=newest.evaluating,
-            metrics=dict(newest.metrics),
-            nodes=sorted(newest.published),
-        )
-        if state in RUN_ENDS:
-            return found
-        if newest.is_restarting:
-            return replace(found, loop="")
-        place = (newest.attempt.number, newest.restart, newest.step)
-        return _with_times(found, self.stored.spec, self._timer.update(place, newest.loop, newest.metrics))
+        number = max(self._attempts)
+        newest = self._attempts[number]
+        found = _run_progress(state, number, newest.progress, self.stored.spec, self._timer)
+        furthest = max(one.progress.step for one in self._attempts.values())
+        return replace(found, furthest=furthest, nodes=sorted(newest.published))
 
 
 def progress_of_poll(snapshot: AttemptSnapshot, spec: RunSpec, timer: StepTimer) -> RunProgress:
@@ -131,28 +115,32 @@ def progress_of_poll(snapshot: AttemptSnapshot, spec: RunSpec, timer: StepTimer)
     Args:
         timer: the timer of the run or trial with this spec.
     """
+    found = _run_progress(RunState.TRAINING, snapshot.attempt, snapshot.progress, spec, timer)
+    job = snapshot.job
+    return replace(found, nodes=job.nodes, waits_for=job.reason, history_behind=snapshot.history_behind)
+
+
+def _run_progress(
+    state: RunState, attempt: int, progress: AttemptProgress, spec: RunSpec, timer: StepTimer
+) -> RunProgress:
     found = RunProgress(
-        state=RunState.TRAINING,
+        state=state,
         total_steps=spec.total_steps,
-        attempt=snapshot.attempt,
-        restarts=snapshot.restarts_made,
-        role=snapshot.role,
-        phase=snapshot.phase,
-        loop=snapshot.loop,
-        step=snapshot.step,
-        furthest=snapshot.step,
-        evaluating=snapshot.evaluating,
-        metrics=snapshot.metrics,
-        nodes=snapshot.job.nodes,
-        waits_for=snapshot.job.reason,
-        history_behind=snapshot.history_behind,
+        attempt=attempt,
+        restarts=progress.restarts_made,
+        role=progress.role,
+        phase=progress.phase,
+        loop=progress.loop,
+        step=progress.step,
+        furthest=progress.step,
+        evaluating=progress.evaluating,
+        metrics=progress.metrics,
     )
-    place = (snapshot.attempt, snapshot.restart, snapshot.step)
-    return _with_times(found, spec, timer.update(place, snapshot.loop, snapshot.metrics))
-
-
-def _with_times(progress: RunProgress, spec: RunSpec, step_s: float | None) -> RunProgress:
+    if state in RUN_ENDS:
+        return found
+    if progress.is_restarting:
+        return replace(found, loop="")
+    step_s = timer.update((attempt, progress.restart, progress.step), progress.loop, progress.metrics)
     num_left = spec.total_steps - progress.step
-    in_main_loop = progress.loop == spec.algorithm and not progress.evaluating
-    has_more = step_s is not None and in_main_loop and num_left > 0
-    return replace(progress, step_s=step_s, left_s=num_left * step_s if has_more and step_s is not None else None)
+    has_more = progress.loop == spec.algorithm and not progress.evaluating and num_left > 0
+    return replace(found, step_s=step_s, left_s=num_left * step_s if has_more and step_s is not None else None)
