@@ -255,20 +255,6 @@ def seconds_text(seconds: float | None) -> str:
     return "-" if seconds is None else duration(seconds)
 
 
-def state_text(state: str, regressed: Sequence[Mapping[str, Any]]) -> str:
-    """Format the state of a run, with a regression beside it."""
-    from rlhf_core.schemas import regression
-
-    return regression.state_text(state, map(regression.Regression.model_validate, regressed))
-
-
-def regression_text(regressed: Sequence[Mapping[str, Any]]) -> str:
-    """Format the held-out scores that became worse."""
-    from rlhf_core.schemas import regression
-
-    return regression.regression_text(map(regression.Regression.model_validate, regressed))
-
-
 def measured_text(measured: Mapping[str, Any] | None) -> str:
     """Format the value of an evaluation with its interval: ``0.930 [0.880, 0.980]``; ``-`` if there is none."""
     if measured is None or measured["value"] is None:

@@ -74,7 +74,7 @@ def _body(provenance: ModelProvenance, spec: RunSpec) -> Iterator[str]:
     yield ""
     yield f"On held-out data; in brackets the {spec.evaluate.confidence:.0%} confidence interval."
     yield ""
-    worse = regressions(report.model_dump(exclude={"samples"}) for report in provenance.evaluations)
+    worse = regressions(map(dict, provenance.evaluations))
     if worse:
         yield f"**Regressed**: {markdown(regression_text(worse))}."
         yield ""

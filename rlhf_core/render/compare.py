@@ -1,4 +1,4 @@
-"""Differences between runs: settings, evaluations, metrics, time, incidents. Plain data, ready for JSON."""
+"""Differences between runs: settings, evaluations, metrics, time, incidents."""
 
 import difflib
 from collections import Counter

@@ -36,7 +36,7 @@ from rlhf_core.run_dir.journal import read_journal, valid_lines
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.failures import Action
 from rlhf_core.schemas.journal import PromotionMoved
-from rlhf_core.schemas.regression import regressions
+from rlhf_core.schemas.regression import Regression, regressions
 from rlhf_core.schemas.reports import EvaluationSample, SampleLine
 from rlhf_core.schemas.run import RunSpec
 
@@ -96,9 +96,9 @@ class ReportData:
     """Changes of the promotion, from the journal: time, state, by, reason and path of each."""
 
     @property
-    def regressed(self) -> Rows:
+    def regressed(self) -> tuple[Regression, ...]:
         """Held-out scores that became worse."""
-        return [one.model_dump() for one in regressions(self.evaluations)]
+        return regressions(self.evaluations)
 
     @property
     def finite_scores(self) -> list[FiniteScore]:

@@ -3,9 +3,8 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
 
-from rlhf_core.schemas.regression import REGRESSED
+from rlhf_core.schemas.regression import REGRESSED, Regression
 from rlhf_core.text.escaping import page
 from rlhf_core.text.formatting import duration as plain_duration
 
@@ -86,7 +85,7 @@ def badge(state: str) -> Markup:
     return tag("span", state, class_=f"badge {_STATE_CLASS.get(state, 'plain')}")
 
 
-def badges(state: str, regressed: Sequence[Mapping[str, Any]]) -> Markup:
+def badges(state: str, regressed: Sequence[Regression]) -> Markup:
     """The state of a run, with a second badge if a held-out score dropped."""
     beside = (badge(REGRESSED),) if state == "completed" and regressed else ()
     return join([badge(state), *beside], " ")

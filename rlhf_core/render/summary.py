@@ -74,7 +74,7 @@ class Summary:
     def regressed(self) -> tuple[Regression, ...]:
         """Held-out scores that became worse."""
         reports = [report for row in self.accuracy for report in (row.before, row.after) if report is not None]
-        return regressions(report.model_dump(exclude={"samples"}) for report in reports)
+        return regressions(map(dict, reports))
 
     @property
     def state_text(self) -> str:

@@ -27,7 +27,7 @@ from rlhf_core.schemas.resources import Placement
 def regressed(run_dir: RunDir) -> tuple[Regression, ...]:
     """Held-out scores of a run that became worse, from its evaluation reports."""
     reports = read_all(run_dir.evaluations(), EvaluationReport)
-    return regressions(report.model_dump(exclude={"samples"}) for report in reports)
+    return regressions(map(dict, reports))
 
 
 @dataclass(frozen=True)

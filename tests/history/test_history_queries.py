@@ -152,7 +152,7 @@ def test_the_rows_of_a_run_have_the_declared_columns_and_types(store: HistorySto
     shown = queries.show_run(store, run.run_id)
     json.dumps(shown.document(), allow_nan=False)
     declared = get_type_hints(queries.RunDetails)
-    lists = {part for part, its_type in declared.items() if get_origin(its_type) is list} - {"metric_keys", "regressed"}
+    lists = {part for part, its_type in declared.items() if get_origin(its_type) is list} - {"metric_keys"}
     found = [(get_args(declared[part])[0], row) for part in lists for row in getattr(shown, part)]
     assert {row_type for row_type, _ in found} == {get_args(declared[part])[0] for part in lists}, "each has a row"
     found += [(RunRow, shown.run), (GoodputRow, shown.goodput), (PromotionRow, shown.promotion)]

@@ -2,15 +2,18 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rlhf_core.cli import output
-from rlhf_core.cli.commands.history import Facts, catch_up, open_history
+from rlhf_core.cli.commands.history import catch_up, open_history
 from rlhf_core.errors import BadInput
 from rlhf_core.render.series import finite
 from rlhf_core.text.formatting import figure
+
+if TYPE_CHECKING:
+    from rlhf_core.render.compare import Facts
 
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 32
@@ -61,7 +64,7 @@ def compare(
         output.print_text(f"\nPage: {html.absolute()}")
 
 
-def _write_page(compared: Facts, path: Path, show: bool) -> None:
+def _write_page(compared: "Facts", path: Path, show: bool) -> None:
     from rlhf_core.render.compare_page import write_comparison
 
     try:
@@ -72,12 +75,14 @@ def _write_page(compared: Facts, path: Path, show: bool) -> None:
         output.open_page(path)
 
 
-def _print_runs(runs: Sequence[Facts]) -> None:
+def _print_runs(runs: "Sequence[Facts]") -> None:
+    from rlhf_core.schemas.regression import state_text
+
     rows = [
         (
             run["label"],
             run["run_id"],
-            output.state_text(run["state"], run["regressed"]),
+            state_text(run["state"], run["regressed"]),
             run["algorithm"],
             f"{run['last_step']}/{run['total_steps']}",
         )
@@ -86,7 +91,7 @@ def _print_runs(runs: Sequence[Facts]) -> None:
     output.print_table(("", "run", "state", "algorithm", "step"), rows, spare="algorithm")
 
 
-def _print_time(runs: Sequence[Facts]) -> None:
+def _print_time(runs: "Sequence[Facts]") -> None:
     rows = [
         (
             run["label"],
@@ -101,7 +106,7 @@ def _print_time(runs: Sequence[Facts]) -> None:
     output.print_section(("run", "took", "goodput", "attempts", "lost to failures", "incidents"), rows)
 
 
-def _print_config(compared: Facts) -> None:
+def _print_config(compared: "Facts") -> None:
     from rlhf_core.render.config_text import setting_text
 
     output.print_text("")
@@ -112,7 +117,7 @@ def _print_config(compared: Facts) -> None:
     output.print_table(("setting", *(run["label"] for run in compared["runs"])), rows, "Settings that differ")
 
 
-def _print_evaluations(compared: Facts) -> None:
+def _print_evaluations(compared: "Facts") -> None:
     rows = [
         (
             f"{evaluation['name']} {evaluation['metric'].replace('_', ' ')}",
@@ -128,7 +133,7 @@ def _print_evaluations(compared: Facts) -> None:
     output.print_section(("evaluation", "run", "before", "after", "gain", "after, vs. A"), rows, spare="gain")
 
 
-def _print_metrics(compared: Facts) -> None:
+def _print_metrics(compared: "Facts") -> None:
     rows = []
     for metric in compared["metrics"]:
         lines = sparklines(compared["curves"][metric["key"]])

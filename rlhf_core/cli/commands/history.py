@@ -3,11 +3,11 @@
 Heavy modules are imported inside the functions, so that ``rlhf --help`` stays fast.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,9 +16,9 @@ from rlhf_core.errors import HistoryError, RlhfError
 
 if TYPE_CHECKING:
     from rlhf_core.config.site import Site
+    from rlhf_core.history.queries.rows import ListedRun, RunRow
     from rlhf_core.history.store import HistoryStore
-
-Facts = Mapping[str, Any]
+    from rlhf_core.schemas.regression import Regression
 
 RunArgument = Annotated[
     str,
@@ -58,21 +58,22 @@ def catch_up(store: "HistoryStore", run_id: str) -> None:
         output.warn(f"showing the stored history, which could not be updated: {error}")
 
 
-def with_undriven(store: "HistoryStore", found: Sequence[Facts]) -> list[dict[str, Any]]:
-    """Add ``undriven_since`` to runs: the time since which an active run has had no controller; otherwise None."""
+def find_undriven(store: "HistoryStore", runs: "Sequence[ListedRun | RunRow]") -> dict[str, datetime]:
+    """Find the active runs without a controller. Returns, by id, the time since when."""
     from rlhf_core.control.undriven import undriven_since
 
-    since = undriven_since(store, [run["run_id"] for run in found if run["ended_at"] is None])
-    return [{**run, "undriven_since": since.get(run["run_id"])} for run in found]
+    return undriven_since(store, [run["run_id"] for run in runs if run["ended_at"] is None])
 
 
-def state_text(run: Facts, regressed: Sequence[Facts], undriven_since: datetime | None) -> str:
+def state_text(state: str, regressed: "Sequence[Regression]", undriven_since: datetime | None) -> str:
     """State of a run, and whether its held-out score fell or no controller drives it."""
-    text = output.state_text(run["state"], regressed)
+    from rlhf_core.schemas import regression
+
+    text = regression.state_text(state, regressed)
     return text if undriven_since is None else f"{text}, no controller"
 
 
-def undriven_text(run: Facts, since: datetime) -> str:
+def undriven_text(run: "ListedRun | RunRow", since: datetime) -> str:
     """Sentence about an active run that no controller drives, and the command that continues it."""
     from rlhf_core.control import undriven
 

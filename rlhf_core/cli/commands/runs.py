@@ -3,16 +3,18 @@
 Heavy modules are imported inside the functions, so that ``rlhf --help`` stays fast.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rlhf_core.cli import output
-from rlhf_core.cli.commands.history import Facts, moment, open_history, state_text, undriven_text, with_undriven
+from rlhf_core.cli.commands.history import find_undriven, moment, open_history, state_text, undriven_text
 from rlhf_core.schemas.attempts import RunState
 
 if TYPE_CHECKING:
+    from rlhf_core.history.queries.rows import ListedRun
     from rlhf_core.schemas.site import Requests
 
 
@@ -38,15 +40,16 @@ def runs(
     with open_history() as store:
         wanted = state.value if state else None
         listed = queries.list_runs(store, wanted, name, limit + 1, trials=trials, tag=tag, owner=owner)
-        found = with_undriven(store, listed[:limit])
+        found = listed[:limit]
+        undriven = find_undriven(store, found)
     if as_json:
-        output.print_json(found)
+        output.print_json([{**run, "undriven_since": undriven.get(run["run_id"])} for run in found])
         return
     is_whole = (state, name, tag, owner) == (None,) * 4
     if not found:
         output.print_text("No runs yet." if is_whole else "No such runs.")
     else:
-        _print_runs(found, trials=trials)
+        _print_runs(found, undriven, trials=trials)
         if len(listed) > limit:
             output.print_text(f"These are the newest {limit}; --limit {2 * limit} lists more.")
     if is_whole and (pending := _read_requests()) is not None and pending.requests:
@@ -54,11 +57,11 @@ def runs(
         _print_requests(pending)
 
 
-def _print_runs(found: Sequence[Facts], *, trials: bool) -> None:
+def _print_runs(found: "Sequence[ListedRun]", undriven: Mapping[str, datetime], *, trials: bool) -> None:
     rows = [
         (
             run["run_id"],
-            state_text(run, run["regressed"], run["undriven_since"]),
+            state_text(run["state"], run["regressed"], undriven.get(run["run_id"])),
             # the id contains the date too; both are too wide
             run["trial_of"] if trials else moment(run["created_at"]),
             output.seconds_text(run["seconds"]),
@@ -72,8 +75,8 @@ def _print_runs(found: Sequence[Facts], *, trials: bool) -> None:
     for run in found:
         if run["missing_steps"]:
             output.print_text(f"{run['run_id']}: {run['missing_steps']}")
-        if run["undriven_since"] is not None:
-            output.print_text(f"{run['run_id']}: {undriven_text(run, run['undriven_since'])}.")
+        if run["run_id"] in undriven:
+            output.print_text(f"{run['run_id']}: {undriven_text(run, undriven[run['run_id']])}.")
 
 
 def _show_requests(*, as_json: bool) -> None:

@@ -12,11 +12,11 @@ from rlhf_core.cli import output
 from rlhf_core.cli.commands.history import (
     RunArgument,
     catch_up,
+    find_undriven,
     moment,
     open_history,
     state_text,
     undriven_text,
-    with_undriven,
 )
 from rlhf_core.render.weight_syncs import weight_sync_text
 from rlhf_core.text.formatting import attributed, count, figure
@@ -45,8 +45,7 @@ def show(run: RunArgument = "last", as_json: output.JsonOption = False) -> None:
         run_id = queries.resolve_run(store, run)
         catch_up(store, run_id)
         details = queries.show_run(store, run_id)
-        (run_facts,) = with_undriven(store, [details.run])
-        undriven_since = run_facts["undriven_since"]
+        undriven_since = find_undriven(store, [details.run]).get(run_id)
     if as_json:
         output.print_json({**details.document(), "undriven_since": undriven_since})
         return
@@ -63,6 +62,7 @@ def show(run: RunArgument = "last", as_json: output.JsonOption = False) -> None:
 
 def _print_head(details: "RunDetails", undriven_since: datetime | None) -> None:
     from rlhf_core.schemas.command_trainer import steps_hint
+    from rlhf_core.schemas.regression import regression_text
 
     run, step = details.run, details.last_step
     output.print_table(
@@ -70,7 +70,7 @@ def _print_head(details: "RunDetails", undriven_since: datetime | None) -> None:
         [
             (
                 run["run_id"],
-                state_text(run, details.regressed, undriven_since),
+                state_text(run["state"], details.regressed, undriven_since),
                 output.seconds_text(run["seconds"]),
                 f"{step}/{run['total_steps']}",
             )
@@ -87,7 +87,7 @@ def _print_head(details: "RunDetails", undriven_since: datetime | None) -> None:
     if hint := steps_hint(run["spec"].get("trainer", {}).get("kind", ""), run["state"], step):
         output.print_text(f"The trainer reported no steps; {hint}.")
     if details.regressed:
-        output.print_text(f"Regressed: {output.regression_text(details.regressed)}")
+        output.print_text(f"Regressed: {regression_text(details.regressed)}")
     output.print_text(
         f"Created: {moment(run['created_at'])} UTC, asked for by {attributed(run['owner'], run['owner_account'])}"
     )

@@ -1,5 +1,6 @@
-"""Reads of the history: one function per query. They return plain data, dictionaries and lists, ready for JSON;
-:func:`show_run` has them in a :class:`RunDetails`, whose rows module ``rows`` has the types of.
+"""Reads of the history: one function per query. They return plain data, dictionaries and lists, ready for JSON, except
+for held-out scores that became worse, which are a ``Regression`` each. :func:`show_run` has them in a
+:class:`RunDetails`. The types of the rows are in module ``rows``.
 
 Times are ISO 8601 text in UTC. A non-finite metric is the text ``NaN``, ``Infinity`` or ``-Infinity``, as in the files;
 only :func:`curve`, which is for plotting, returns a float.

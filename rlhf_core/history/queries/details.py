@@ -30,7 +30,6 @@ from rlhf_core.history.queries.runs import (
     driven_seconds,
     lasted_until,
     missing_steps_of,
-    regressed_scores,
     undriven_seconds,
 )
 from rlhf_core.history.queries.weight_syncs import summarised_syncs
@@ -58,6 +57,7 @@ from rlhf_core.history.tables.sqlalchemy_core import (
 )
 from rlhf_core.schemas.attempts import ATTEMPT_ENDS
 from rlhf_core.schemas.failures import Action
+from rlhf_core.schemas.regression import Regression, regressions
 from rlhf_core.schemas.reports import display_order
 
 
@@ -81,8 +81,8 @@ class RunDetails:
     checkpoints: list[CheckpointRow]
     """By step."""
     evaluations: list[EvaluationRow]
-    regressed: list[Facts]
-    """Held-out scores that became worse: the fields of a ``Regression`` each."""
+    regressed: tuple[Regression, ...]
+    """Held-out scores that became worse."""
     metrics: dict[str, MetricValue]
     """Newest value of each metric."""
     metric_keys: list[str]
@@ -116,7 +116,12 @@ class RunDetails:
 
     def document(self) -> Facts:
         """The format of ``rlhf show --json``, in which a promotion or weight syncs that the run lacks are empty."""
-        return {**vars(self), "promotion": self.promotion or {}, "weight_syncs": self.weight_syncs or {}}
+        return {
+            **vars(self),
+            "promotion": self.promotion or {},
+            "regressed": [one.model_dump() for one in self.regressed],
+            "weight_syncs": self.weight_syncs or {},
+        }
 
 
 def show_run(store: HistoryStore, run_id: str) -> RunDetails:
@@ -147,7 +152,7 @@ def show_run(store: HistoryStore, run_id: str) -> RunDetails:
             decisions=rows_of(connection, DECISIONS, DecisionRow, run_id, "decided_at", "decision_id"),
             checkpoints=rows_of(connection, CHECKPOINTS, CheckpointRow, run_id, "step"),
             evaluations=evaluations,
-            regressed=regressed_scores(evaluations),
+            regressed=regressions(evaluations),
             metrics=metrics,
             metric_keys=sorted(metrics),
             goodput=_goodput(connection, run_id),

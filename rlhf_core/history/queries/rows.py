@@ -6,6 +6,8 @@ The columns are explained in :mod:`rlhf_core.history.tables`, from whose tables 
 
 from typing import Any, TypedDict
 
+from rlhf_core.schemas.regression import Regression
+
 
 class RunRow(TypedDict):
     """A row of ``runs``, without its columns for ingestion."""
@@ -39,6 +41,29 @@ class RunRow(TypedDict):
     """Time from the request to the end of the run, or until now, without ``undriven_s``."""
     undriven_s: float
     """Time in which nothing drove the run."""
+
+
+class ListedRun(TypedDict):
+    """A run in a list of runs: columns of ``runs``, and those of :class:`RunRow` that a query adds."""
+
+    run_id: str
+    name: str
+    state: str
+    created_at: str
+    num_attempts: int
+    owner: str
+    tags: list[str]
+    ended_at: str | None
+    last_step: int | None
+    """Step of the newest metric; None without any."""
+    total_steps: int
+    message: str
+    trial_of: str
+    undriven_s: float
+    missing_steps: str
+    seconds: float
+    regressed: tuple[Regression, ...]
+    """Held-out scores that became worse."""
 
 
 class StageRow(TypedDict):

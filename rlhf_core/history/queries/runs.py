@@ -1,14 +1,15 @@
 """Reads of the list of runs."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, cast
 
 from sqlalchemy import ColumnElement, Connection, ScalarSelect, Subquery, func, select, true
 
 from rlhf_core.errors import UnknownRun
 from rlhf_core.history.queries.metrics import STEP_SECONDS
 from rlhf_core.history.queries.plain import Facts, plain
+from rlhf_core.history.queries.rows import ListedRun
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables.sqlalchemy_core import (
     ATTEMPTS,
@@ -36,7 +37,7 @@ def list_runs(
     trials: bool = False,
     owner: str | None = None,
     tag: str | None = None,
-) -> list[Facts]:
+) -> list[ListedRun]:
     """List runs, newest first.
 
     Args:
@@ -46,13 +47,6 @@ def list_runs(
         trials: include the trials of runs.
         owner: only runs that this user requested.
         tag: only runs with this tag.
-
-    Returns:
-        For each: ``run_id, name, state, created_at, num_attempts, owner, tags, ended_at, seconds, undriven_s,
-        last_step, total_steps, missing_steps, message, trial_of, regressed``. ``seconds`` is the time from the request
-        to :func:`lasted_until`, without the ``undriven_s`` in which nothing drove the run; ``missing_steps`` lists the
-        steps without metrics of an ended run; ``regressed`` has the held-out scores that became worse (``name, metric,
-        before, after``).
     """
     # First the ids, from narrow indexes, then counts only for those.
     newest_first = (RUNS.c.created_at.desc(), RUNS.c.run_id.desc())
@@ -173,17 +167,16 @@ def driven_seconds(run: Any, until: datetime, undriven_s: float) -> float:
     return float((until - run.created_at).total_seconds() - undriven_s)
 
 
-def _listed_run(row: Any, until: datetime, missing: str, evaluations: Sequence[Facts]) -> Facts:
-    facts = {**row._mapping, "missing_steps": missing}
+def _listed_run(row: Any, until: datetime, missing: str, evaluations: Sequence[Facts]) -> ListedRun:
+    facts = plain(row._mapping)
     for internal in ("progress_at", "expires_at"):
         del facts[internal]
-    facts["seconds"] = driven_seconds(row, until, row.undriven_s)
-    return {**plain(facts), "regressed": regressed_scores(evaluations)}
-
-
-def regressed_scores(evaluations: Iterable[Mapping[str, Any]]) -> list[Facts]:
-    """Find the held-out scores that became worse, ready for JSON."""
-    return [one.model_dump() for one in regressions(evaluations)]
+    facts |= {
+        "missing_steps": missing,
+        "seconds": driven_seconds(row, until, row.undriven_s),
+        "regressed": regressions(evaluations),
+    }
+    return cast("ListedRun", facts)
 
 
 def resolve_run(store: HistoryStore, text: str) -> str:

@@ -20,7 +20,7 @@ from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.config_text import flat, setting_text
 from rlhf_core.render.exports.common import evaluation_points, make_folder, require
 from rlhf_core.render.exports.mlflow_artifacts import log_artifacts
-from rlhf_core.schemas.regression import Regression, regression_text
+from rlhf_core.schemas.regression import regression_text
 from rlhf_core.text.redaction import masked
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ def facts(details: RunDetails) -> dict[str, Any]:
     run: Mapping[str, Any] = details.run
     return {
         **{name: run[name] for name in ("state", "owner", "algorithm", "code_revision", "package_version", "message")},
-        "regressed": regression_text(map(Regression.model_validate, details.regressed)),
+        "regressed": regression_text(details.regressed),
         "tags": ", ".join(run["tags"]),
         "num_attempts": len(details.attempts),
         "num_incidents": len(details.counted_incidents),
