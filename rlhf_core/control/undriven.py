@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from datetime import datetime, timedelta
 
-from rlhf_core.control.reconcile.facts import lease_holder
+from rlhf_core.control.reconcile.facts import lease_state
 from rlhf_core.diagnosis.reconcile.decisions import grace_s
 from rlhf_core.diagnosis.reconcile.facts import LeaseState
 from rlhf_core.history.queries.open_runs import named
@@ -20,7 +20,7 @@ def undriven_since(store: HistoryStore, run_ids: Collection[str]) -> dict[str, d
     now = utc_now()
     found: dict[str, datetime] = {}
     for run_id, standing in named(store, now, run_ids).items():
-        holder, undriven_s = lease_holder(standing, now)
+        holder, undriven_s = lease_state(standing, now)
         if standing.ended_at is not None or holder is LeaseState.LIVING:
             continue
         if undriven_s >= grace_s(holder, was_driven=bool(standing.controllers)):

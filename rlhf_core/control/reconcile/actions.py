@@ -21,7 +21,7 @@ from rlhf_core.control import adopt, run_folders
 from rlhf_core.control.cancel import cancel_run
 from rlhf_core.control.gone_directory import GONE
 from rlhf_core.control.reconcile.cleanup import CheckpointSearch, removed
-from rlhf_core.control.reconcile.facts import foreign_owner, lease_holder, run_facts
+from rlhf_core.control.reconcile.facts import foreign_owner, lease_state, run_facts
 from rlhf_core.control.reconcile.flow_runs import FlowRuns, FlowRunSnapshot, NotRegistered
 from rlhf_core.diagnosis.reconcile.decisions import ActionKind, ReconcileAction, decide
 from rlhf_core.diagnosis.reconcile.facts import FLOW_ENDS, JobFacts, LeaseState, RunFacts, World
@@ -271,7 +271,7 @@ class Reconciler:
             self._missing_since.pop(run_id, None)
             return None
         since = self._missing_since.setdefault(run_id, self._clock())
-        holder, _ = lease_holder(standing, self._now())
+        holder, _ = lease_state(standing, self._now())
         missing_s = max(self._clock() - since, 1e-3)
         return RunFacts(run_id, RunState(standing.state), standing.state, holder, standing.holder, missing_s=missing_s)
 

@@ -30,7 +30,7 @@ def run_facts(
     submissions = {number: one.submission for number, one in written.attempts.items()}
     controllers = standing.controllers if standing is not None else ()
     newest = controllers[-1] if controllers else None
-    holder, undriven_s = lease_holder(standing, now)
+    holder, undriven_s = lease_state(standing, now)
     ended_at = standing.ended_at if standing is not None else None
     return RunFacts(
         run_id=run_id,
@@ -61,7 +61,7 @@ def foreign_owner(root: Path) -> str:
     return "" if uid == os.geteuid() or os.access(root, os.W_OK) else user_name(uid)
 
 
-def lease_holder(standing: OpenRun | None, now: datetime) -> tuple[LeaseState, float]:
+def lease_state(standing: OpenRun | None, now: datetime) -> tuple[LeaseState, float]:
     """The state of the lease on a run, and the time since a controller last drove it (seconds)."""
     if standing is None:
         return LeaseState.FREE, 0.0
