@@ -7,7 +7,7 @@ from typing import Any
 
 import rlhf_core.preflight.checks  # noqa: F401 - importing it registers the checks
 from rlhf_core.allocation.layouts import Cluster, Layout, layouts, nearest
-from rlhf_core.history.queries import Facts as Measured
+from rlhf_core.history.queries.measured import MeasuredShape
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.memory.engines import token_cache_bytes, vllm_cache_budget
 from rlhf_core.preflight.memory.gpus import GIB
@@ -77,16 +77,15 @@ class RunPlan:
     """Layouts on the same nodes that fit, the fastest first."""
     scale: Mapping[str, float] = field(default_factory=dict)
     """Ratio of measured to predicted seconds by phase, by which the proposals are scaled; empty without history."""
-    measured: Measured = field(default_factory=dict)
-    """``queries.measured_shape``."""
+    measured: MeasuredShape = field(default_factory=MeasuredShape)
 
 
-def plan_run(facts: Facts, measured: Measured) -> RunPlan:
+def plan_run(facts: Facts, measured: MeasuredShape) -> RunPlan:
     """Predict a run of the native trainer.
 
     Args:
         facts: from ``gather_for_predictions``.
-        measured: ``queries.measured_shape`` of earlier runs of the shape.
+        measured: measurements of earlier runs of the shape.
     """
     spec = facts.spec
     layout, cluster = layout_of(spec), cluster_of(spec, facts.model_config)
@@ -174,7 +173,7 @@ def _main_memory(facts: Facts) -> int | None:
     return int(node * GIB / processes) if node else None
 
 
-def _scale(step: StepTime | None, measured: Measured) -> dict[str, float]:
+def _scale(step: StepTime | None, measured: MeasuredShape) -> dict[str, float]:
     """Ratio of measured to predicted seconds, for each phase that has both."""
     if step is None:
         return {}

@@ -2,11 +2,11 @@
 
 from datetime import datetime
 from statistics import median
+from typing import Any, TypedDict
 
 from sqlalchemy import Select, func, select
 
 from rlhf_core.history.queries.metrics import STEP_SECONDS
-from rlhf_core.history.queries.plain import Facts
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables.sqlalchemy_core import (
     CHECKS,
@@ -113,9 +113,18 @@ def seconds_per_step(store: HistoryStore, shape: str) -> float | None:
     return median(found) if found else None
 
 
-def last_good(store: HistoryStore, name: str, run_id: str = "") -> Facts | None:
-    """Find the last completed run of a name: ``run_id, spec, basis`` (the result of its check ``trial.basis``). A trial
-    counts, except for its own run (``run_id``), which handles its trials itself."""
+class LastGoodRun(TypedDict):
+    """The last completed run of a name."""
+
+    run_id: str
+    spec: dict[str, Any]
+    basis: str
+    """Result of its check ``trial.basis``."""
+
+
+def last_good(store: HistoryStore, name: str, run_id: str = "") -> LastGoodRun | None:
+    """Find the last completed run of a name. A trial counts, except for its own run (``run_id``), which handles its
+    trials itself."""
     newest = (
         select(RUNS.c.run_id, RUNS.c.spec)
         .where(RUNS.c.name == name, RUNS.c.state == RunState.COMPLETED.value)

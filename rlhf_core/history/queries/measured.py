@@ -2,28 +2,36 @@
 
 from collections import defaultdict
 from statistics import median
+from typing import Any, TypedDict
 
 from sqlalchemy import Connection, exists, func, select
 
 from rlhf_core.history.queries.baselines import newest_completed
-from rlhf_core.history.queries.plain import Facts
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables.sqlalchemy_core import ATTEMPTS, CURVE, FIGURES, NODES, RUNS
 
 _MEMORY = ("workers_rss_gb", *(f"gpu{index}_memory_used_gb" for index in range(8)))
 
 
-def measured_shape(store: HistoryStore, shape: str, engine_nodes: int = 0) -> Facts:
+class MeasuredShape(TypedDict, total=False):
+    """Step time and memory of runs of one shape; empty without a history."""
+
+    runs: list[str]
+    """Ids, newest first."""
+    seconds: dict[str, float]
+    """By ``time/...`` metric, the median over the runs of the median of their steps of the main loop."""
+    workers_gb: float | None
+    """Peak main memory of the workers of a node, in GiB, of means over some seconds; None if not measured."""
+    gpu_gb: float | None
+    """Peak memory of a GPU, likewise."""
+
+
+def measured_shape(store: HistoryStore, shape: str, engine_nodes: int = 0) -> MeasuredShape:
     """Read step time and memory of the newest completed runs of a shape, without trials.
 
     Args:
         engine_nodes: number of last nodes of each attempt with only rollout engines (``rollout.nodes`` of the shape),
             which are excluded from the memory of trainers.
-
-    Returns:
-        ``runs`` (their ids, newest first), ``seconds`` (``time/...`` metric to the median over the runs of the median
-            of their steps of the main loop), ``workers_gb`` (peak main memory of the workers of a node, GiB) and
-            ``gpu_gb`` (peak memory of a GPU, GiB): from means over some seconds, null if not measured.
     """
     with store.reading() as connection:
         newest = newest_completed(shape).where(RUNS.c.trial_of == "")
@@ -54,7 +62,7 @@ def _seconds(connection: Connection, runs: list[str]) -> dict[str, float]:
     return {key: median(values) for key, values in sorted(of_runs.items())}
 
 
-def _warm_start_steps(spec: Facts) -> int:
+def _warm_start_steps(spec: dict[str, Any]) -> int:
     warm_start = (spec.get("loops") or {}).get("warm_start") or {}
     return int(warm_start.get("num_steps", 0))
 
