@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from flows.deployments import work_pool
 from flows.server.required import require
 from flows.server.settings import (
-    ANSWER_TIMEOUT_S,
-    answers_within,
+    answers_in_time,
     client_settings,
     configured_url,
     own_url,
@@ -121,7 +120,7 @@ def _set_up(site: Site) -> None:
 
 
 def _server_is_well(site: Site) -> bool:
-    if not answers_within(ANSWER_TIMEOUT_S, own_url(site)):
+    if not answers_in_time(own_url(site)):
         return False
     if not requires_password(own_url(site)):
         raise BadInput(
@@ -137,5 +136,5 @@ def _require_server(site: Site) -> None:
     Raises:
         PrefectUnavailable: no server answers.
     """
-    if not answers_within(ANSWER_TIMEOUT_S, configured_url() or own_url(site)):
+    if not answers_in_time(configured_url() or own_url(site)):
         require(site)

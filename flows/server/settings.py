@@ -326,9 +326,9 @@ def _status_of_version(url: str, auth: str = "") -> int | None:
     return status_of(f"{url}/admin/version", ANSWER_TIMEOUT_S, headers)
 
 
-def answers_within(seconds: float, url: str) -> bool:
+def answers_in_time(url: str) -> bool:
     """True if a server answers within some seconds, which allows for one that is busy or starting."""
-    return wait_until(lambda: answers(url), seconds, 0.2)
+    return wait_until(lambda: answers(url), ANSWER_TIMEOUT_S, 0.2)
 
 
 def require_port_and_disk(site: Site) -> None:

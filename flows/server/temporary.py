@@ -16,11 +16,10 @@ from pathlib import Path
 from flows.server.guards import MAX_SOCKET_BYTES
 from flows.server.proxies import exemption
 from flows.server.settings import (
-    ANSWER_TIMEOUT_S,
     accepts_password,
     access_settings,
     answers,
-    answers_within,
+    answers_in_time,
     new_password,
 )
 from rlhf_core.errors import PrefectUnavailable
@@ -82,7 +81,7 @@ def _send_what_is_queued() -> None:
 
 
 def _require_answer(url: str) -> None:
-    if not answers_within(ANSWER_TIMEOUT_S, url):
+    if not answers_in_time(url):
         raise PrefectUnavailable(f"the Prefect server at {url} (PREFECT_API_URL) does not answer. {NO_PREFECT}")
     accepts_password(url)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rlhf_core.schemas.run import RunSpec
 
 
-def print_plan(spec: Any, site: "Site", as_json: bool) -> None:
+def print_plan(spec: "RunSpec", site: "Site", as_json: bool) -> None:
     """Print the placement and the batch script of a run that is not started."""
     from rlhf_core.allocation.planner import plan
     from rlhf_core.launch.start import job_request

@@ -267,14 +267,7 @@ def opened(
     scheduler = get_scheduler(site.scheduler)
     record(run_dir, store)
     above = read_record(run_dir).token
-    lease = acquire(
-        store,
-        run_dir.run_id,
-        on_wait=on_wait,
-        above=above,
-        if_held=if_held,
-        ttl_s=lease_s,
-    )
+    lease = acquire(store, run_dir.run_id, on_wait=on_wait, above=above, if_held=if_held, ttl_s=lease_s)
     lease.start()
     try:
         journal = Journal(run_dir, lease.token, keep_lease=lease.keep, on_loss=lease.lose)

@@ -191,9 +191,9 @@ class RunRecord:
             case DecisionMade(decision=decision) if decision.attempt in self.attempts:
                 self.attempts[decision.attempt].decision = decision
             case PromotionMoved(state=promotion_state, checkpoint_step=step, by=by, reason=reason, path=path):
-                before = self.promotion
-                is_new_request = before is None or promotion_state is PromotionState.WAITING
-                requested_at = line.time if is_new_request or before is None else before.requested_at
+                requested_at = line.time
+                if self.promotion is not None and promotion_state is not PromotionState.WAITING:
+                    requested_at = self.promotion.requested_at
                 self.promotion = PromotionRecord(promotion_state, step, requested_at, by, reason, path)
             case _:
                 pass

@@ -41,9 +41,10 @@ def tag(name: str, *content: object, **attributes: object) -> Markup:
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, class_: str | None = None) -> Markup:
     """Build a table that scrolls sideways on a narrow screen. Columns of numbers are right-aligned."""
     numeric = [bool(rows) and all(_is_number(row[index]) for row in rows) for index in range(len(headers))]
-    head = tag("tr", *(tag("th", header, class_=_numeric(is_)) for header, is_ in zip(headers, numeric, strict=True)))
+    kinds = ["number" if is_numeric else None for is_numeric in numeric]
+    head = tag("tr", *(tag("th", header, class_=kind) for header, kind in zip(headers, kinds, strict=True)))
     body = [
-        tag("tr", *(tag("td", _cell(value), class_=_numeric(is_)) for value, is_ in zip(row, numeric, strict=True)))
+        tag("tr", *(tag("td", _cell(value), class_=kind) for value, kind in zip(row, kinds, strict=True)))
         for row in rows
     ]
     return tag("div", tag("table", tag("thead", head), tag("tbody", *body), class_=class_), class_="scroll")
@@ -179,7 +180,3 @@ def _cell(value: object) -> object:
 
 def _is_number(value: object) -> bool:
     return (isinstance(value, int | float) and not isinstance(value, bool)) or value is None
-
-
-def _numeric(is_numeric: bool) -> str | None:
-    return "number" if is_numeric else None

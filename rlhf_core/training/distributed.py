@@ -141,9 +141,8 @@ class Ranks:
             kind = next(kind for kind in raises if kind.__name__ == outcome["error"])
             problem = kind(outcome["message"])
             for name, attribute in outcome["attributes"].items():
-                setattr(
-                    problem, name, tuple(attribute) if isinstance(attribute, list) else attribute
-                )  # no tuples in JSON
+                # JSON has no tuples.
+                setattr(problem, name, tuple(attribute) if isinstance(attribute, list) else attribute)
             raise problem
         value: Item = outcome["value"]
         return value
@@ -165,9 +164,8 @@ class Ranks:
             self.store.set(f"{topic}/{self.rank}", json.dumps(content))
             for rank in range(self.num_ranks):
                 key = f"{topic}/{rank}"
-                if not self._wait_for_key(key, deadline):
-                    continue
-                received[rank] = json.loads(self.store.get(key))
+                if self._wait_for_key(key, deadline):
+                    received[rank] = json.loads(self.store.get(key))
             # Rank 0 hosts the store, so it must not exit before the others have read.
             self.store.add(f"{topic}/read", 1)
             if self.is_first:

@@ -99,11 +99,10 @@ def resume(
     with HistoryStore(site.database_url) as store:
         run_dir = find_run(store, site, run)
         present = read_record(run_dir)
+        record(run_dir, store)
         if present.state is RunState.COMPLETED and not is_due(run_dir.read_spec(), present):
-            record(run_dir, store)
             output.note(f"run {run_dir.run_id} is completed; there is nothing to resume")
         else:
-            record(run_dir, store)
             refuse_if_driven(store, run_dir.run_id)  # before a server is started
             with _server(site, no_prefect):
                 _drive(run_dir, site, store, no_prefect=no_prefect, resumed=True, code=code)

@@ -132,7 +132,7 @@ def _active_runs(site: "Site") -> list[str]:
         return []
     with HistoryStore(site.database_url) as store:
         return [
-            str(run["run_id"])
+            run["run_id"]
             for state in RunState
             if state not in RUN_ENDS
             for run in queries.list_runs(store, state=state.value, limit=None)

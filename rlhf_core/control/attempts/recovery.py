@@ -76,7 +76,7 @@ def _after_failure(controller: Controller, number: int, attempt: AttemptRecord, 
         controller.run_dir,
         snapshot,
         controller.spec,
-        first_attempt=controller.journal.record.first_attempt,
+        first_attempt=journal.record.first_attempt,
         rolled_back=_went_back_in_vain(controller, number),
     )
     # This process may be killed after any of these lines: what is already recorded is not recorded again.
@@ -176,15 +176,16 @@ def diagnosis(run_dir: RunDir, number: int, failure: AttemptFailure, decision: D
     """The diagnosis for the user: the failure, the suspects, the evidence, and the reason why it was not retried."""
     incident = failure.incident
     lines = [f"run {run_dir.run_id} failed in attempt {number}: {failure.kind.value}", f"  {failure.message}"]
-    if incident is not None and incident.message not in failure.message:
-        lines.append(f"  {incident.message}")
-    if incident is not None and incident.step is not None:
-        lines.append(f"  at step {incident.step}" + (f", phase {incident.phase}" if incident.phase else ""))
-    if incident is not None and incident.suspect_ranks:
-        on = f" on {', '.join(incident.suspect_nodes)}" if incident.suspect_nodes else ""
-        lines.append(f"  suspect ranks: {', '.join(map(str, incident.suspect_ranks))}{on}")
-    if incident is not None and incident.evidence_dir:
-        lines.append(f"  evidence: {run_dir.root / incident.evidence_dir}")
+    if incident is not None:
+        if incident.message not in failure.message:
+            lines.append(f"  {incident.message}")
+        if incident.step is not None:
+            lines.append(f"  at step {incident.step}" + (f", phase {incident.phase}" if incident.phase else ""))
+        if incident.suspect_ranks:
+            on = f" on {', '.join(incident.suspect_nodes)}" if incident.suspect_nodes else ""
+            lines.append(f"  suspect ranks: {', '.join(map(str, incident.suspect_ranks))}{on}")
+        if incident.evidence_dir:
+            lines.append(f"  evidence: {run_dir.root / incident.evidence_dir}")
     lines.append(f"  not tried again: {decision.reason}")
     # The run uses its own copy of the user's code, which a fix to the original does not reach.
     code = " --code" if any((run_dir.code / "snapshot").glob("*")) else ""

@@ -125,18 +125,18 @@ def removed(run_dir: RunDir, folder: Path) -> tuple[bool, str]:
 def _removals(
     run_dir: RunDir, standing: OpenRun, ended_at: datetime, used: Sequence[Path], days: int, now: datetime
 ) -> Iterator[ReconcileAction]:
+    if not read_record(run_dir).ended:
+        return  # resumed since; the history will show it soon
     for step in _old_steps(run_dir, standing, ended_at, used, days, now):
         reason = f"older than {days} days, and neither the newest, the best, promoted nor in use"
         yield ReconcileAction(ActionKind.REMOVE_CHECKPOINT, run_dir.run_id, reason, step=step)
-    for name in _old_put_aside(run_dir, ended_at, now - timedelta(days=days)):
+    for name in _old_put_aside(run_dir, now - timedelta(days=days)):
         reason = f"put aside, given up or left of an interrupted save or removal, and older than {days} days"
         yield ReconcileAction(ActionKind.REMOVE_PUT_ASIDE, run_dir.run_id, reason, folder=name)
 
 
-def _old_put_aside(run_dir: RunDir, ended_at: datetime, latest: datetime) -> list[str]:
-    """Folders of checkpoints that do not count and may be removed; none if the run was resumed since."""
-    if not read_record(run_dir).ended or ended_at >= latest:
-        return []
+def _old_put_aside(run_dir: RunDir, latest: datetime) -> list[str]:
+    """Folders of checkpoints that do not count and may be removed."""
     folders = [path for path in _put_aside(run_dir) if not path.is_symlink()]
     # A removal changes the time of its folder.
     return [
@@ -153,8 +153,6 @@ def _put_aside(run_dir: RunDir) -> list[Path]:
 def _old_steps(
     run_dir: RunDir, standing: OpenRun, ended_at: datetime, used: Sequence[Path], days: int, now: datetime
 ) -> list[int]:
-    if not read_record(run_dir).ended:
-        return []  # resumed since; the history will show it soon
     folders = [one for one in run_dir.checkpoints() if not one.root.is_symlink()]
     manifests = {one.step: manifest for one in folders if (manifest := one.manifest()) is not None}
     # The best one of a run that may be resumed has no report yet: the evaluation comes after training.

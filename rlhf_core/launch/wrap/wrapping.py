@@ -86,7 +86,7 @@ def wrap_script(
     """
     facts = read_script(text, ScriptPlace(around.folder, known, around.read_file, tuple(arguments)))
     if facts.line is None:
-        notes = "".join(f"\n  {part.what}" for part in facts.unread[:20])
+        notes = "".join(f"\n  {part.what}" for part in facts.unread[:_MAX_SHOWN])
         raise BadInput(
             f"found no line in {source} that starts training; pass that line itself: rlhf wrap -- torchrun ...{notes}"
         )
@@ -246,8 +246,11 @@ def _select_cpu(draft: Draft, family: Family) -> None:
 
 
 def _name(draft: Draft, family: Family, given: str) -> None:
-    if given and not is_name(given):
-        raise BadInput(f"found --name {given!r}, {expected_name(given)}")
+    if given:
+        if not is_name(given):
+            raise BadInput(f"found --name {given!r}, {expected_name(given)}")
+        draft.set("name", given, "name of the run")
+        return
     run_name = draft.given(
         "argument", "run_name", "exp_name", "experiment_name", "wandb_run_name", "trainer.experiment_name"
     )
@@ -256,7 +259,6 @@ def _name(draft: Draft, family: Family, given: str) -> None:
     called = " ".join(program) if len(program) > 1 else PurePosixPath(program[0]).stem
     model = draft.given("argument", "model", "model_name_or_path", "pretrain") or ""
     candidates = [
-        given,
         run_name or "",
         str(of_job or ""),
         f"{called} {family.algorithm} {PurePosixPath(model).name}",
@@ -265,8 +267,6 @@ def _name(draft: Draft, family: Family, given: str) -> None:
     for text in candidates:
         words = dict.fromkeys(re.split(r"[^a-z0-9]+", text.lower()))
         name = "-".join(filter(None, words))[:63].strip("-")
-        if text == given and is_name(given):
-            name = given
         if is_name(name):
             draft.set("name", name, "name of the run")
             return

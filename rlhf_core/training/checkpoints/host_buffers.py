@@ -148,8 +148,8 @@ def _driver() -> ctypes.CDLL | None:
     return driver
 
 
-def free_memory(folder: Path | None = None) -> int:
-    """Bytes of main memory available to the job, and in the in-memory file system of a folder."""
+def free_memory(folder: Path | None) -> int:
+    """Bytes of main memory available to the job, and in the in-memory file system of a folder, if there is one."""
     free = memory_bytes()[0]
     if folder is None:
         return free

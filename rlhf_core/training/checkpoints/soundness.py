@@ -95,7 +95,10 @@ def verify_checkpoint(
     files = ranks.on_first(lambda: _files_to_verify(checkpoint, only_model))
     found = ranks.gather(_faulty(checkpoint, files, ranks, beat))
     suspects = [name for names in found for name in names]
-    agree(ranks, lambda: _require_sound(checkpoint, spec, base, beat, suspects if files else None))
+    ranks.on_first(
+        lambda: _require_sound(checkpoint, spec, base, beat, suspects if files else None),
+        (CheckpointCorrupt, ResumeMismatch),
+    )
     for rank, names in enumerate(found):
         if names:
             ranks.log(
@@ -183,7 +186,7 @@ def reference_folder(context: WorkerContext, ranks: Ranks, steps_before: int, in
 
 
 def agree(ranks: Ranks, find: Callable[[], CheckpointDir | None]) -> int | None:
-    """Have rank 0 find or verify a checkpoint; every rank returns rank 0's result or raises its error.
+    """Have rank 0 find a checkpoint; every rank returns rank 0's result or raises its error.
 
     The other ranks may see an older directory listing, and all must resume from the same checkpoint.
 
@@ -207,7 +210,7 @@ def _require_sound(
     base: Path | None,
     beat: Callable[[], None],
     suspects: Collection[str] | None,
-) -> CheckpointDir:
+) -> None:
     """Rank 0's part of :func:`verify_checkpoint`.
 
     Args:
@@ -219,7 +222,7 @@ def _require_sound(
     if manifest is None:
         raise CheckpointCorrupt(f"checkpoint {checkpoint.root} disappeared while it was read", checkpoint.root.name)
     if isinstance(spec.trainer, CommandTrainer):
-        return checkpoint  # only its model is needed; its settings and ranks are checked by its own program
+        return  # only its model is needed; its settings and ranks are checked by its own program
     _require_own_settings(checkpoint, manifest)
     if manifest.spec_hash != spec_hash(spec) and _saved_settings(checkpoint) != training_part(spec):
         raise ResumeMismatch(
@@ -228,7 +231,6 @@ def _require_sound(
         )
     if base is not None and is_adapter(checkpoint.model):
         require_base(checkpoint.model, base, beat)
-    return checkpoint
 
 
 def _require_own_settings(checkpoint: CheckpointDir, manifest: CheckpointManifest) -> None:

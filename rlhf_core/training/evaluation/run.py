@@ -60,15 +60,14 @@ def run_evaluator(context: WorkerContext) -> RoleResult:
             chats = any(row.chat is not None for row in evaluator.data.rows)
             scorer.use(load_scoring_models(models, ranks, tokenizer, {}, beat_setup, has_conversations=chats, now=now))
         _evaluate_start(context, ranks, evaluator)
-        loading = functools.partial(reporter.beat, Phase.SETUP, checkpoint.step)
-        loading()
+        beat_setup()
         if spec.makes_reward_model:
             pad_id = tokenizer.pad_token_id
-            model = load_reward_model(checkpoint.model, spec.model.dtype, spec.seed, pad_id, base, loading)
+            model = load_reward_model(checkpoint.model, spec.model.dtype, spec.seed, pad_id, base, beat_setup)
         else:
-            model = load_causal_lm(checkpoint.model, spec.model.dtype, base, loading)
+            model = load_causal_lm(checkpoint.model, spec.model.dtype, base, beat_setup)
             also_end_with(model, evaluator.data.end_ids)  # a merged adapter has the settings of its base model
-        move(model, ranks.device, loading)
+        move(model, ranks.device, beat_setup)
         reports = evaluator.run(model, "after", checkpoint.step, beat, _reference(context, ranks))
     evaluator.rollouts.close()
     if ranks.is_first and base is not None and is_adapter(checkpoint.model) and spec.promote.when != "never":

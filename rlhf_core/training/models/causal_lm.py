@@ -112,7 +112,7 @@ def build_causal_lm(config: Mapping[str, JsonValue], tokenizer: PreTrainedTokeni
             model: PreTrainedModel = AutoModelForCausalLM.from_config(built, dtype=torch.float32)
     except Exception as error:  # transformers raises many types here, all due to a bad value
         raise BadConfig(
-            f"model.config makes no {model_type} model: {type(error).__name__}: {_first_lines(error)}"
+            f"model.config makes no {model_type} model: {type(error).__name__}: {_in_one_line(error)}"
         ) from error
     vocab_size = int(model.config.vocab_size)
     if vocab_size < len(tokenizer):
@@ -146,7 +146,7 @@ def load_causal_lm(
         model = load_whole(AutoModelForCausalLM, folder, dropout_free_config(folder), dtype, beat)
     except (OSError, ValueError) as error:
         raise BadConfig(
-            f"{folder} holds no causal language model that transformers can load: {_first_lines(error)}"
+            f"{folder} holds no causal language model that transformers can load: {_in_one_line(error)}"
         ) from error
     _make_savable(model.generation_config, folder)
     use_lean_layers(model)
@@ -171,7 +171,7 @@ def _make_savable(generation: GenerationConfig | None, folder: Path) -> None:
         except ValueError as error:
             raise BadConfig(
                 f"{folder / GENERATION_CONFIG_NAME} contains settings that transformers reads but does not write into "
-                f"checkpoints; correct them: {_first_lines(error)}"
+                f"checkpoints; correct them: {_in_one_line(error)}"
             ) from error
 
 
@@ -188,7 +188,7 @@ def random_causal_lm(folder: Path, dtype: str) -> PreTrainedModel:
             model.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError) as error:
         raise BadConfig(
-            f"{folder} describes no causal language model that transformers knows: {_first_lines(error)}"
+            f"{folder} describes no causal language model that transformers knows: {_in_one_line(error)}"
         ) from error
     use_lean_layers(model)
     model.requires_grad_(False)
@@ -223,8 +223,8 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f'; did you mean "{found[0]}"?' if found else ""
 
 
-def _first_lines(error: BaseException, limit: int = 400) -> str:
-    return " ".join(str(error).split())[:limit]
+def _in_one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:400]
 
 
 def dropout_free_config(folder: Path) -> PreTrainedConfig:

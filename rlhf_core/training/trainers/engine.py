@@ -243,10 +243,8 @@ def _split(deepspeed: Any, model: nn.Module, config: dict[str, Any], ranks: Rank
         with _quick_and_quiet(), ranks.collective():
             if parameter is parameters[0]:
                 deepspeed.zero.Init(module=nn.ParameterList([parameter]), config_dict_or_path=config)
-            else:
-                parameters[0].convert_to_zero_parameters(
-                    [parameter]
-                )  # as DeepSpeed does with parameters that are added later
+            else:  # as DeepSpeed does with parameters that are added later
+                parameters[0].convert_to_zero_parameters([parameter])
         beat()
 
 

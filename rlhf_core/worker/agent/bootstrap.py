@@ -94,7 +94,7 @@ def run_agent(run_dir: Path, attempt: int, targets: Mapping[Role, str], import_p
         signer = _signer(site)
         store = _agent_store(site, signer, arrivals)
         site.channel = AgentChannel(nodes, store, signer)
-        spec, placement = _read(directory, attempt, nodes)
+        spec, placement = _read(directory, attempt)
         job = Job(directory, attempt, nodes, spec, placement, _targets(spec, targets), import_paths)
         ending = Agent(job, inbox, leader, site.events, site.channel, ExitDeadline(site.record_exit)).run()
     if isinstance(failed.error, AttemptAborted):
@@ -199,7 +199,7 @@ def _agent_store(site: AgentSite, signer: MessageSigner | None, arrivals: Arriva
         raise AttemptAborted(FailureKind.RENDEZVOUS, str(error)) from error
 
 
-def _read(run_dir: RunDir, attempt: int, nodes: Nodes) -> tuple[RunSpec, Placement]:
+def _read(run_dir: RunDir, attempt: int) -> tuple[RunSpec, Placement]:
     path = run_dir.attempt(attempt).placement
     try:
         spec = run_dir.read_spec().spec
