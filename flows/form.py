@@ -103,8 +103,8 @@ class Form(Schema):
     """Any other settings to change, one per line, each as section.field=value, for instance
     rollout.temperature=0.8; the description has them all. Relative paths begin in the folder of the deployed config."""
     run_id: Annotated[str, AfterValidator(_is_an_id)] = ""
-    """Id of a run to go on with, instead of starting a new one: its job is adopted if it is alive, else it starts
-    again from its last complete checkpoint. The other fields do not count then."""
+    """Id of a run to resume, instead of starting a new one: its job is adopted if it is alive, else it starts again
+    from its last complete checkpoint. The other fields do not count then."""
 
 
 BOUNDS: dict[str, dict[str, float]] = {
@@ -205,7 +205,7 @@ def overrides_of(form: Form, given_as: str = OVERRIDES) -> list[str]:
         BadInput: there is no config, or the form gives two values for one setting.
     """
     if not form.config:
-        raise BadInput("give either config (and what is to be changed) for a new run, or run_id to go on with one")
+        raise BadInput("give either config (and what is to be changed) for a new run, or run_id to resume one")
     spec = config.load(form.config, form.overrides, given_as)
     settings = _settings_of(spec)
     if form.learning_rate and "learning_rate" not in settings:

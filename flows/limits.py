@@ -67,7 +67,9 @@ def _wait(controller: Controller, slot: "_RunSlot") -> None:
         return
     if slot.failure or not slot.decided.is_set():
         why = slot.failure or f"no answer within {ANSWER_TIMEOUT_S:g} s"
-        controller.observer.log(f"the limit {LIMIT} of Prefect could not be asked ({why}); the run goes on without it")
+        controller.observer.log(
+            f"the limit {LIMIT} of Prefect could not be asked ({why}); the run continues without it"
+        )
 
 
 class _RunSlot:

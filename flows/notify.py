@@ -53,21 +53,21 @@ class Notification:
 
 
 _RUN = "'run ' ~ run_id ~ (' of ' ~ owner if owner else '')"
-_MEND = "'rlhf show ' ~ run_id ~ ' tells more; once it is mended: rlhf resume ' ~ run_id"
-_GO_ON = "'to go on: rlhf resume ' ~ run_id"
+_FIX = "'rlhf show ' ~ run_id ~ ' tells more; once it is fixed: rlhf resume ' ~ run_id"
+_CONTINUE = "'to continue: rlhf resume ' ~ run_id"
 
 OCCASIONS: Mapping[str, Notification] = {
-    "failed": Notification(("rlhf.run.failed",), f"{_RUN} ~ ' failed'", _MEND),
-    "stopped": Notification(("rlhf.run.failed",), f"{_RUN} ~ ' failed'", _MEND, STOPPED),
+    "failed": Notification(("rlhf.run.failed",), f"{_RUN} ~ ' failed'", _FIX),
+    "stopped": Notification(("rlhf.run.failed",), f"{_RUN} ~ ' failed'", _FIX, STOPPED),
     "completed": Notification(("rlhf.run.completed",), f"{_RUN} ~ ' completed'"),
-    "cancelled": Notification(("rlhf.run.cancelled",), f"{_RUN} ~ ' was cancelled'", _GO_ON),
+    "cancelled": Notification(("rlhf.run.cancelled",), f"{_RUN} ~ ' was cancelled'", _CONTINUE),
     "cancelled_outside": Notification(
-        ("rlhf.run.cancelled",), f"{_RUN} ~ ' was cancelled, and not by rlhf-flows'", _GO_ON, CANCELLED_OUTSIDE
+        ("rlhf.run.cancelled",), f"{_RUN} ~ ' was cancelled, and not by rlhf-flows'", _CONTINUE, CANCELLED_OUTSIDE
     ),
     "incident": Notification(
         ("rlhf.incident.*",),
         f"{_RUN} ~ ' had an incident: ' ~ failure_kind",
-        f"{_MEND} if action == 'stop' else 'rlhf show ' ~ run_id ~ ' tells more'",
+        f"{_FIX} if action == 'stop' else 'rlhf show ' ~ run_id ~ ' tells more'",
     ),
     "approval": Notification(
         ("rlhf.promotion.waiting",),

@@ -63,7 +63,7 @@ def queue_wait(flow_run_id: str, now: datetime | None = None) -> QueueWait:
     """
     if not server_answers():
         return QueueWait(
-            f"the Prefect server at {PREFECT_API_URL.value()} does not answer; no worker hears of the run before it "
+            f"the Prefect server at {PREFECT_API_URL.value()} does not answer; no worker learns of the run before it "
             f"does. `rlhf up` starts the server of this machine again",
             stuck=True,
         )

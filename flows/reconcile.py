@@ -35,7 +35,7 @@ EVERY_S = 600.0
 """Time between two scheduled rounds, which always leave a flow run."""
 
 DESCRIPTION = (
-    "Compares database, Prefect and scheduler, and mends what disagrees. The site daemon (`rlhf serve daemon`) "
+    "Compares database, Prefect and scheduler, and repairs what disagrees. The site daemon (`rlhf serve daemon`) "
     "carries it out; *Quick run* has it do a round now."
 )
 

@@ -74,13 +74,13 @@ def skipped_for(flow_run: FlowRun, runs_dir: Path) -> str:
         busy = busy_with(client, flow_run, runs_dir)
     if not busy:
         return ""
-    why = _still_goes_on(busy)
+    why = _still_running(busy)
     emit_skipped(flow_run, why)
     return why
 
 
-def _still_goes_on(busy: str) -> str:
-    return f"run {busy} of the same deployment still goes on"
+def _still_running(busy: str) -> str:
+    return f"run {busy} of the same deployment is still running"
 
 
 def _precedes(other: FlowRun, flow_run: FlowRun, runs_dir: Path) -> bool:
@@ -151,7 +151,7 @@ def _why_not(client: SyncPrefectClient, flow_run: FlowRun, runs_dir: Path) -> st
     if schedule is not None and flow_run.deployment_id is not None and not _is_active(client, flow_run, schedule):
         return "it was due, had not begun, and its schedule was paused or removed since"
     busy = busy_with(client, flow_run, runs_dir) if is_to_be_skipped(flow_run) else ""
-    return _still_goes_on(busy) if busy else ""
+    return _still_running(busy) if busy else ""
 
 
 def _is_active(client: SyncPrefectClient, flow_run: FlowRun, schedule: UUID) -> bool:

@@ -125,7 +125,7 @@ def _server_is_well(site: Site) -> bool:
     if not requires_password(own_url(site)):
         raise BadInput(
             f"the server (process {service_status(site.home, 'server').pid}) was started by an earlier version and "
-            f"asks for no password: `rlhf down`, then `rlhf up`; the jobs of runs go on meanwhile"
+            f"asks for no password: `rlhf down`, then `rlhf up`; the jobs of runs continue meanwhile"
         )
     return True
 

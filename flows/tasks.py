@@ -48,7 +48,7 @@ def without_prefect(step: Step, failed: Survived, log: Callable[[str], None]) ->
     """Recover from a Prefect error: run the step if it has not started."""
     if step.error is not None:
         return
-    log(f"Prefect failed ({failed.problem}); the run goes on without it")
+    log(f"Prefect failed ({failed.problem}); the run continues without it")
     if not step.begun:
         step.run()
 

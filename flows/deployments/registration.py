@@ -147,7 +147,7 @@ def _require_valid(name: str, limit: int | None, priority: str | None) -> None:
     if name == RESUME or not is_name(name):
         raise BadInput(
             f"a deployment cannot be called {name!r}: expected lower-case letters, digits, - and _, and not "
-            f"{RESUME!r}, which goes on with runs; give --name"
+            f"{RESUME!r}, which resumes runs; give --name"
         )
 
 

@@ -58,7 +58,7 @@ def submit(
                 f"there is no deployment {full!r}, and no file of that name; there are {', '.join(known) or 'none'}"
             ) from None
         if full == RESUME_DEPLOYMENT:
-            raise BadInput(f"{full} goes on with runs: `rlhf resume RUN` does that, or its form in the UI")
+            raise BadInput(f"{full} only resumes runs: use `rlhf resume RUN`, or its form in the UI")
         given: dict[str, Any] = {"overrides": "\n".join(overrides)} if overrides else {}
         if config:
             given |= {"config": config, **prefilled(configs.load(config))}

@@ -44,7 +44,7 @@ def leave_run(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> Non
             log(cancel_run(run_dir, site, store, reason, save=is_to_save(run_dir), log=log).message)
         else:
             log(
-                f"the controller of run {run_dir.run_id} died; what it has started goes on. Retry this flow run, or "
+                f"the controller of run {run_dir.run_id} died; what it has started continues. Retry this flow run, or "
                 f"`rlhf resume {run_dir.run_id}`, to adopt it; `rlhf cancel {run_dir.run_id}` ends it"
             )
 

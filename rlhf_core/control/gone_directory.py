@@ -112,15 +112,15 @@ def _clear_remains(run_dir: RunDir) -> None:
 def _end_job(controller: Controller) -> str:
     attempt = controller.journal.record.last_attempt
     if attempt is None or attempt.ended:
-        return "No job of it is at work"
+        return "None of its jobs is running"
     submission = attempt.submission
     try:
         submission = submission_of(controller.scheduler, controller.run_dir.run_id, attempt)
         if submission is None:
-            return "No job of it is at work"
+            return "None of its jobs is running"
         if controller.scheduler.cancel(submission):
             return f"Its job {submission.job_id} was ended"
-        problem = "something of it is still at work"
+        problem = "part of it is still running"
     except SchedulerError as error:
         problem = str(error)
     named = f"Its job {submission.job_id}" if submission is not None else "Its job"

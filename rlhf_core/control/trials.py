@@ -127,7 +127,7 @@ def _verdict(controller: Controller, rung: Rung, trial: RunDir, failure: str) ->
         status=CheckStatus.BLOCKED,
         found=f"{rung.title} failed: {failure}",
         expected="a trial that is completed",
-        advice=f"`rlhf show {trial.run_id}` tells more; mend it, then start a new run, or "
+        advice=f"`rlhf show {trial.run_id}` tells more; fix it, then start a new run, or "
         f"`rlhf resume {controller.run_dir.run_id}` where the config may stay as it is",
     )
 

@@ -342,7 +342,7 @@ def _run(command: Sequence[str], report_progress: Callable[[str], None], shown: 
         remedy = "Make room there, or give another --folder. " if any(_DISK_FULL in line for line in last) else ""
         raise EnvironmentFailed(
             f"{shown} ended with {program.returncode}; its last lines:\n{output}\n{remedy}The next `rlhf env create` "
-            "goes on with what is there"
+            "continues with what is there"
         )
 
 

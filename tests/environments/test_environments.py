@@ -67,7 +67,9 @@ def test_an_environment_is_made_again_for_another_torch_and_another_definition(
 def test_what_was_not_finished_is_gone_on_with(tmp_path: Path, wheels: Path, begin: Begin) -> None:
     folder = begin(tmp_path / "tiny")
     (wheels / "tinytrainer-1.0-py3-none-any.whl").rename(tmp_path / "kept.whl")
-    with pytest.raises(EnvironmentFailed, match=r"(?s)its last lines:.*tinytrainer==1\.0.*goes on with what is there"):
+    with pytest.raises(
+        EnvironmentFailed, match=r"(?s)its last lines:.*tinytrainer==1\.0.*continues with what is there"
+    ):
         create(TINY, folder)
     assert inspect(TINY, folder).state == "unfinished"
     (tmp_path / "kept.whl").rename(wheels / "tinytrainer-1.0-py3-none-any.whl")

@@ -200,7 +200,7 @@ def deployment_id(client: Any, name: str) -> str:
         ({"timezone": "UTC"}, "which is not given"),
         ({"priority": "urgent"}, f"one of {', '.join(QUEUES)}"),
         ({"limit": -1}, "a number of runs, or 0 for no limit"),
-        ({"name": "resume"}, "goes on with runs"),
+        ({"name": "resume"}, "resumes runs"),
         ({"name": "No Name"}, "give --name"),
     ],
 )

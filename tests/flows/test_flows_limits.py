@@ -127,5 +127,5 @@ def test_an_unresponsive_server_delays_no_run(harness: ControllerHarness, monkey
     monkeypatch.setattr(limits, "ANSWER_TIMEOUT_S", 0.3)
     monkeypatch.setattr(limits, "_limit_is_there", never.wait)
     with run_slot(a_session(harness)):
-        assert "goes on without it" in harness.notes.messages[0]
+        assert "continues without it" in harness.notes.messages[0]
     never.set()

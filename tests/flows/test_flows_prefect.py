@@ -68,7 +68,7 @@ def test_finished_work_is_not_repeated_when_prefect_fails_after_it(monkeypatch: 
     monkeypatch.setattr("flows.tasks.as_task_run", fails_afterwards)
     TaskRunner(messages.append).run(Step(StageName.TRAIN, "train attempt 1", lambda: done.append(1)))
     assert done == [1]
-    assert "goes on without it" in messages[0]
+    assert "continues without it" in messages[0]
 
 
 def test_work_is_done_without_prefect_when_prefect_fails_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ def test_a_server_that_is_lost_in_the_middle_does_not_stop_the_run(
     monkeypatch.setattr("flows.tasks.as_task_run", lost_at_training)
     run_in_prefect(harness.controller(run_dir))
     assert read_record(run_dir).state is RunState.COMPLETED
-    assert any("goes on without it" in text for text in harness.notes.messages)
+    assert any("continues without it" in text for text in harness.notes.messages)
     seen = task_runs(run_dir.run_id)
     assert "train attempt 1" not in seen
     assert seen["evaluate"] == "Completed", "a server that is back is used again"

@@ -337,7 +337,7 @@ def test_a_run_whose_directory_is_gone_is_closed_and_its_job_ended(
     assert harness.scheduler.cancelled == ["101"]
     shown = queries.show_run(harness.store, run_dir.run_id)
     assert (shown.run["state"], shown.attempts[0]["state"]) == ("failed", "lost")
-    assert shown.run["message"] == f"the run directory is gone: {run_dir.root}, and no controller was at work on it"
+    assert shown.run["message"] == f"the run directory is gone: {run_dir.root}, and no controller was driving it"
     assert shown.stages[-1]["state"] == "failed"
     assert one_round(reconciler) == [], "once"
     # The directory was only moved: its own files are authoritative, and the run continues.

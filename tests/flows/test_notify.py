@@ -86,12 +86,12 @@ def test_each_occasion_gives_one_message_with_its_content(site_of: Callable[...,
     happens("rlhf.run.failed", run_id="g-1")  # a second one of the same kind, at once
     found = {one["run_id"]: one for one in receiver.until(6)}
     assert set(found) == {"a-1", "b-1", "c-1", "d-1", "e-1", "g-1"}
-    advice = "rlhf show a-1 tells more; once it is mended: rlhf resume a-1"
+    advice = "rlhf show a-1 tells more; once it is fixed: rlhf resume a-1"
     assert found["a-1"]["text"] == f"run a-1 of ada failed: {awkward}\n{advice}\nhttp://ui/1"
     assert found["a-1"]["message"] == awkward
     assert (found["a-1"]["event"], found["a-1"]["owner"]) == ("rlhf.run.failed", "ada")
     assert found["b-1"]["text"] == "run b-1 completed"
-    assert found["c-1"]["text"] == "run c-1 was cancelled\nto go on: rlhf resume c-1"
+    assert found["c-1"]["text"] == "run c-1 was cancelled\nto continue: rlhf resume c-1"
     assert found["d-1"]["text"] == "run d-1 had an incident: node_lost: n3 is gone\nrlhf show d-1 tells more"
     assert found["d-1"]["step"] == "7"
     answers = "answer with rlhf approve e-1 or rlhf refuse e-1"

@@ -129,7 +129,7 @@ def test_a_failure_that_is_not_retried_says_so_and_what_to_do(harness: Controlle
     assert said["text"].splitlines() == [
         f"run {run_dir.run_id} of {run_dir.read_spec().owner} failed: {end.payload['message']}",
         f"decision: stop ({decision.reason})",
-        f"rlhf show {run_dir.run_id} tells more; once it is mended: rlhf resume {run_dir.run_id}",
+        f"rlhf show {run_dir.run_id} tells more; once it is fixed: rlhf resume {run_dir.run_id}",
         "http://ui/runs/x",
     ]
     assert (said["action"], said["reason"], said["name"]) == ("stop", decision.reason, "small")

@@ -101,7 +101,7 @@ def test_waiting_flow_runs_of_a_paused_schedule_or_a_busy_deployment_are_cancell
     name, message = state(client, waiting[paused])
     assert (name, "its schedule was paused" in message) == ("Cancelled", True)
     name, message = state(client, waiting[busy])
-    assert (name, "of the same deployment still goes on" in message) == ("Cancelled", True)
+    assert (name, "of the same deployment is still running" in message) == ("Cancelled", True)
     for left in (waiting[other], waiting[idle], manual):
         assert state(client, left)[0] in ("Scheduled", "Late")
     until(lambda: events(real_prefect, paused) == [schedules.EVENT], "its event", interval_s=ASKING_INTERVAL_S)
@@ -121,7 +121,7 @@ def test_a_scheduled_run_taken_by_a_worker_does_not_start_while_its_deployment_i
         run_flow(rlhf_run, flow_run=client.read_flow_run(waiting.id), parameters={"config": "quickstart"})
     assert state(client, waiting) == (
         "Cancelled",
-        f"skipped: run {run_dir.run_id} of the same deployment still goes on",
+        f"skipped: run {run_dir.run_id} of the same deployment is still running",
     )
     assert [one.name for one in harness.site.runs_dir.iterdir()] == [run_dir.run_id], "it made no run"
 

@@ -189,9 +189,9 @@ def diagnosis(run_dir: RunDir, number: int, failure: AttemptFailure, decision: D
     lines.append(f"  not tried again: {decision.reason}")
     # The run uses its own copy of the user's code, which a fix to the original does not reach.
     code = " --code" if any((run_dir.code / "snapshot").glob("*")) else ""
-    lines.append(f"  logs: rlhf logs {run_dir.run_id}    go on after mending it: rlhf resume {run_dir.run_id}{code}")
+    lines.append(f"  logs: rlhf logs {run_dir.run_id}    once it is fixed: rlhf resume {run_dir.run_id}{code}")
     if failure.kind is FailureKind.CONFIG:
         lines.append(
-            "  a resumed run keeps its settings; if one is wrong, start a new run: rlhf run with the mended config"
+            "  a resumed run keeps its settings; if one is wrong, start a new run: rlhf run with the corrected config"
         )
     return "\n".join(lines)

@@ -301,12 +301,12 @@ class Reconciler:
                 ended = cancel_run(self._run_dir(action), self._site, self._store, action.reason, log=log.info)
                 return ended.job_ended, ended.message
             case ActionKind.CLOSE_RUN:
-                cause = f"{GONE}: {self._run_dir(action).root}, and no controller was at work on it"
+                cause = f"{GONE}: {self._run_dir(action).root}, and no controller was driving it"
                 closed = close_gone(action.run_id, self._store, cause, self._now())
                 return True, "closed as failed" if closed else "it had ended"
             case ActionKind.CANCEL_JOB:
                 gone = self._scheduler.cancel(self._submissions[action.job_id])
-                return gone, "ended" if gone else "something of it is still at work"
+                return gone, "ended" if gone else "part of it is still running"
             case ActionKind.END_FLOW_RUN:
                 return True, self._end_flow_run(action)
             case ActionKind.END_TASK_RUN:

@@ -136,7 +136,7 @@ def _lease(site: Site, store: HistoryStore, stop: threading.Event) -> HeldLease 
             log.info("this process looks after %s", site.runs_dir)
             return lease
         except LeaseLost:
-            waiting.log_change("another daemon is at work; waiting for its lease")
+            waiting.log_change("another daemon is running; waiting for its lease")
         except HistoryError as error:
             waiting.log_change(str(error))
         stop.wait(RETRY_INTERVAL_S)

@@ -80,7 +80,7 @@ def tokenizer(facts: Facts) -> Iterator[Finding]:
     elif report.turn_end == "":
         yield warning(
             "the chat template of the tokenizer writes no special token after a message of the model, so completions "
-            "go on until they are cut off, unless the model's generation settings name a token that ends them",
+            "continue until they are cut off, unless the model's generation settings name a token that ends them",
             "a template whose turns end with the end token or another special one, such as <|im_end|>",
             "correct chat_template in the folder of the tokenizer, or make the token that ends a turn a special one",
         )
