@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.cli import output
 from rlhf_core.errors import BadInput
+from rlhf_core.text.formatting import count
 
 if TYPE_CHECKING:
     from rlhf_core.config.site import Site
@@ -58,7 +59,7 @@ def print_plan(spec: "RunSpec", site: "Site", as_json: bool) -> None:
     rows = [
         ("steps", ", then ".join(_steps_of(spec))),
         ("stages", "preflight, allocate, train" + (", evaluate" if spec.is_evaluated else "")),
-        ("placement", f"{placement.num_nodes} node(s), {placement.gpus_per_node} GPUs each: {roles}"),
+        ("placement", f"{count(placement.num_nodes, 'node')}, {placement.gpus_per_node} GPUs each: {roles}"),
         ("resources", f"{request.cpus_per_node} cores per node, at most {output.seconds_text(request.time_limit_s)}"),
         *_predicted(predictions),
         ("scheduler", scheduler.name),

@@ -9,6 +9,7 @@ from rlhf_core.preflight.program_queries import Tick
 from rlhf_core.preflight.registry import run_checks
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.text.formatting import sentence
 
 
 def make_checks(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> tuple[CheckResult, ...]:
@@ -31,9 +32,8 @@ def require_passed(results: Sequence[CheckResult]) -> None:
     if not found:
         return
     count = "1 check blocks" if len(found) == 1 else f"{len(found)} checks block"
-    lines = [f"  {result.id}: found {result.found}; expected {result.expected}. {_advice(result)}" for result in found]
+    lines = [
+        f"  {result.id}: found {result.found}; expected {result.expected}. {sentence(result.advice)}"
+        for result in found
+    ]
     raise PreflightBlocked(f"{count} the run; nothing was started:\n" + "\n".join(lines))
-
-
-def _advice(result: CheckResult) -> str:
-    return f"{result.advice[:1].upper()}{result.advice[1:]}." if result.advice else ""

@@ -74,6 +74,11 @@ def attributed(name: str, account: str) -> str:
     return f"{claim} ({account.removeprefix(f'{name}, ')})"
 
 
+def sentence(text: str) -> str:
+    """Format words as a sentence, with a capital letter and a full stop; empty for no words."""
+    return f"{text[:1].upper()}{text[1:]}." if text else ""
+
+
 def place_text(attempt: int, restart: int) -> str:
     """Format attempt and restart: ``attempt 1``, ``attempt 1 after restart 2``."""
     return f"attempt {attempt}" + (f" after restart {restart}" if restart else "")

@@ -22,6 +22,7 @@ from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind,
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.resources import Placement
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.text.formatting import sentence
 from rlhf_core.text.redaction import masked
 from rlhf_core.watchdog import evidence
 from rlhf_core.watchdog.watcher import AttemptSnapshot
@@ -254,6 +255,6 @@ def _failure_of_lost_nodes(snapshot: AttemptSnapshot, lost: tuple[str, ...]) -> 
     names, cause = ", ".join(lost), snapshot.verdict.cause
     kind = snapshot.verdict.failure_kind or FailureKind.NODE_LOST
     is_from_agents = bool(snapshot.verdict.nodes) and not snapshot.job.lost_nodes
-    message = f"{cause[:1].upper()}{cause[1:]}." if is_from_agents else f"{names} went out of service. {cause}"
+    message = sentence(cause) if is_from_agents else f"{names} went out of service. {cause}"
     phase, step = snapshot.progress.phase, snapshot.progress.step or None
     return Failure(kind, message, fingerprint(kind, names), nodes=lost, phase=phase, step=step)

@@ -288,7 +288,7 @@ def test_a_dry_run_shows_the_layout_of_the_nodes(
     changes = ("resources.num_nodes=3", "rollout.engines=2", "rollout.nodes=1")
     rlhf("run", "quickstart", "--dry-run", *options(*changes))
     shown = " ".join(capsys.readouterr().out.split())
-    assert "3 node(s), 0 GPUs each" in shown
+    assert "3 nodes, 0 GPUs each" in shown
     assert "trainer with 2 workers per node on the first 2 of 3 nodes" in shown
     assert "rollout with 2 workers per node on the last 1 of 3 nodes" in shown
 

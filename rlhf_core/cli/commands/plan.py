@@ -10,6 +10,7 @@ from rlhf_core.cli.commands.check import ConfigArgument, SetOption
 from rlhf_core.cli.commands.history import open_history
 from rlhf_core.cli.output import JsonOption
 from rlhf_core.errors import BadInput, HistoryError
+from rlhf_core.text.formatting import count
 
 if TYPE_CHECKING:
     from rlhf_core.control.run_plan import Proposal, RunPlan
@@ -100,7 +101,7 @@ def _peak_parts(estimate: "Estimate") -> list[tuple[str, int]]:
 def _step_title(found: "RunPlan") -> str:
     runs = len(found.measured.get("runs", ()))
     where = f" on {found.gpu_kind}" if found.gpu_kind else ""
-    against = f", against the median of {runs} earlier run{'' if runs == 1 else 's'}" if runs else ""
+    against = f", against the median of {count(runs, 'earlier run')}" if runs else ""
     return f"seconds of a step{where}{against}"
 
 

@@ -9,6 +9,7 @@ from rlhf_core.cli import output
 from rlhf_core.cli.output import JsonOption
 from rlhf_core.errors import HistoryError
 from rlhf_core.schemas.attempts import RUN_ENDS, RunState
+from rlhf_core.text.formatting import count
 
 if TYPE_CHECKING:
     from rlhf_core.config.site import Site
@@ -92,8 +93,8 @@ def down(services: ServicesArgument = None) -> None:
         return
     if runs:
         output.print_text(
-            f"{len(runs)} run(s) are active: {', '.join(runs)}. Their jobs continue; the next `rlhf up` adopts them, "
-            "`rlhf resume RUN` one of them, `rlhf cancel RUN` ends one"
+            f"{count(len(runs), 'active run')}: {', '.join(runs)}. Their jobs continue; the next `rlhf up` adopts "
+            "them, `rlhf resume RUN` one of them, `rlhf cancel RUN` ends one"
         )
 
 

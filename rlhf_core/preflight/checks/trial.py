@@ -7,6 +7,7 @@ from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.registry import Finding, check, passed, skipped, warning
 from rlhf_core.preflight.trial import has_fewest_nodes, is_small, obstacle, rungs
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.text.formatting import count
 
 
 @check("trial.basis")
@@ -51,7 +52,7 @@ def _proposed(spec: RunSpec, found: str) -> Finding:
         return skipped(f"{found}, but no trial can be made: {reason}")
     steps, num_nodes = spec.preflight.trial_steps, spec.resources.num_nodes
     where = ", then on ".join(rung.nodes for rung in rungs(spec))
-    expected = f"a trial before {spec.total_steps} steps on {num_nodes} node{'' if num_nodes == 1 else 's'}"
+    expected = f"a trial before {spec.total_steps} steps on {count(num_nodes, 'node')}"
     if spec.preflight.trial == "run":
         return warning(found, expected, f"nothing to do: {steps} steps on {where} run first, automatically")
     return warning(

@@ -26,6 +26,7 @@ from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.probe import NodeFacts, NodeSpeed, PairSpeed, ProbeReport
 from rlhf_core.schemas.resources import Placement
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.text.formatting import sentence
 from rlhf_core.worker import processes
 from rlhf_core.worker.nodes import facts as node_facts
 from rlhf_core.worker.nodes.membership import Nodes
@@ -247,11 +248,7 @@ def in_a_sentence(results: Sequence[CheckResult]) -> str:
     shown = "; ".join(f"{one.found}, expected {one.expected}" for one in results[:3])
     more = f"; and {len(results) - 3} more" if len(results) > 3 else ""
     ids = ", ".join(dict.fromkeys(one.id for one in results))
-    return f"the nodes did not pass their checks ({ids}): {shown}{more}. {_sentence(results[0].advice)}"
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}."
+    return f"the nodes did not pass their checks ({ids}): {shown}{more}. {sentence(results[0].advice)}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
