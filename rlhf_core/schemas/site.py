@@ -14,6 +14,9 @@ KeptDays = Annotated[int, Field(ge=0, le=36_500)]
 """Days to keep something, up to a century: a date before the year 1 cannot be computed."""
 Occasion = Literal["failed", "stopped", "completed", "cancelled", "cancelled_outside", "incident", "approval"]
 
+TRACKERS = ("mlflow", "tensorboard", "wandb")
+"""Experiment trackers that runs are exported to while they go on."""
+
 PRIVATE_VARIABLES = (
     "PGPASSWORD",
     "RLHF_DATABASE_URL",

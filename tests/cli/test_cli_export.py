@@ -6,10 +6,8 @@ import json
 import math
 import os
 import shutil
-import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +15,7 @@ from typing import Any
 
 import pytest
 from history_tools import RunFiles, at, ingested, postgres, synced, whole_run
+from tracker_readers import scalars, wandb_history, wandb_records
 
 from rlhf_core.cli.main import execute
 from rlhf_core.config.loading import load
@@ -145,34 +144,23 @@ def test_only_one_batch_is_in_memory(run: RunFiles) -> None:
 # TensorBoard
 
 
-def _scalars(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    reader = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    reader.Reload()
-    return {
-        tag: [(event.step, event.value, event.wall_time) for event in reader.Scalars(tag)]
-        for tag in reader.Tags()["scalars"]
-    }
-
-
 def test_tensorboard(run: RunFiles, tmp_path: Path) -> None:
     out = tmp_path / "out"
     export("tensorboard", out)
     export("tensorboard", out)  # again: replaced, not doubled
-    scalars = _scalars(out / run.run_id)
-    assert [step for step, _, _ in scalars["train/loss"]] == list(LOSS)
-    assert {step: value for step, value, _ in scalars["train/loss"]} == pytest.approx(LOSS)
-    assert [wall for _, _, wall in scalars["train/loss"]] == [at(ENDS[step]).timestamp() for step in LOSS]
-    assert scalars["evaluation/after/greedy"] == [(10, pytest.approx(0.93), at(52).timestamp())]
-    assert scalars["evaluation/before/greedy"][0][0] == 2
+    shown = scalars(out / run.run_id)
+    assert [step for step, _, _ in shown["train/loss"]] == list(LOSS)
+    assert {step: value for step, value, _ in shown["train/loss"]} == pytest.approx(LOSS)
+    assert [wall for _, _, wall in shown["train/loss"]] == [at(ENDS[step]).timestamp() for step in LOSS]
+    assert shown["evaluation/after/greedy"] == [(10, pytest.approx(0.93), at(52).timestamp())]
+    assert shown["evaluation/before/greedy"][0][0] == 2
     assert [path.name for path in out.iterdir()] == [run.run_id]
 
 
 def test_nan_and_infinity_reach_tensorboard(run: RunFiles, tmp_path: Path) -> None:
     run.metrics(2, 0, 11, 60, **{"reward/mean": math.nan})
     export("tensorboard", tmp_path)
-    ((step, value, _),) = _scalars(tmp_path / run.run_id)["reward/mean"]
+    ((step, value, _),) = scalars(tmp_path / run.run_id)["reward/mean"]
     assert step == 11
     assert math.isnan(value)
 
@@ -380,39 +368,16 @@ def test_a_tracking_uri(run: RunFiles, tmp_path: Path, monkeypatch: pytest.Monke
 # Weights & Biases
 
 
-def _wandb_records(file: Path) -> Iterator[Any]:
-    """Records of an offline run: a LevelDB log of protocol buffers after a seven-byte header."""
-    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
-
-    content, position, parts = file.read_bytes(), 7, b""
-    while position + 7 <= len(content):
-        if 32768 - position % 32768 < 7:  # the rest of a block is padded
-            position += 32768 - position % 32768
-            continue
-        _, length, kind = struct.unpack_from("<IHB", content, position)
-        parts += content[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # a whole record, or the last part of one
-            record = Record()
-            record.ParseFromString(parts)
-            parts = b""
-            yield record
-
-
 def test_wandb(run: RunFiles, tmp_path: Path) -> None:
     export("wandb", tmp_path)
     export("wandb", tmp_path)
     (folder,) = tmp_path.glob("wandb/offline-run-*")
-    records = list(_wandb_records(folder / f"run-{run.run_id}.wandb"))
+    records = list(wandb_records(folder / f"run-{run.run_id}.wandb"))
     (about,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
     assert (about.run_id, about.project) == (run.run_id, "sort")
     assert list(about.tags) == ["nightly", "sort", "grpo", "completed"]
     assert "loops" in {item.key for item in about.config.update}
-    history = [
-        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-        for record in records
-        if record.WhichOneof("record_type") == "history"
-    ]
+    history = wandb_history(folder / f"run-{run.run_id}.wandb")
     assert {row["_step"]: row["train/loss"] for row in history} == pytest.approx(LOSS)
     assert {row["_step"]: row["_timestamp"] for row in history} == {
         step: at(ends).timestamp() for step, ends in ENDS.items()
@@ -425,7 +390,7 @@ def test_tags_longer_than_those_of_wandb_are_truncated(run: RunFiles, tmp_path: 
     write_model(run.dir.spec, stored.model_copy(update={"tags": ("long " * 20, "nightly")}))
     export("wandb", tmp_path)
     (folder,) = tmp_path.glob("wandb/offline-run-*")
-    records = _wandb_records(folder / f"run-{run.run_id}.wandb")
+    records = wandb_records(folder / f"run-{run.run_id}.wandb")
     (about,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
     assert list(about.tags) == [f"{'long ' * 12}lon…", "nightly", "grpo", "completed"]
 
@@ -537,12 +502,12 @@ def test_an_error_of_mlflow_on_a_full_disk_is_explained(
     assert not (tmp_path / "mlflow.db").exists()
 
 
-def test_points_of_both_orders_are_the_same(run: RunFiles) -> None:
+def test_points_are_read_from_a_step_on(run: RunFiles) -> None:
     with HistoryStore(load_site().database_url) as store:
-        by_key = list(curve_points(store, run.run_id, 3))
-        by_step = list(curve_points(store, run.run_id, 3, by_step=True))
-    assert [point.step for point in by_step] == sorted(point.step for point in by_key)
-    assert sorted(by_key, key=lambda point: (point.step, point.key)) == by_step
+        all_of_them = list(curve_points(store, run.run_id, 3))
+        later = list(curve_points(store, run.run_id, 3, first_step=4))
+    assert all_of_them == sorted(all_of_them, key=lambda point: (point.step, point.key))
+    assert later == [point for point in all_of_them if point.step >= 4]
 
 
 def test_lines_not_yet_in_the_history_are_exported(run: RunFiles, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 Heavy modules are imported inside the functions, so that ``rlhf --help`` stays fast.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
 from pathlib import Path
@@ -45,7 +45,7 @@ def history_if_usable(site: "Site", without: str) -> "AbstractContextManager[His
         return nullcontext()
 
 
-def catch_up(store: "HistoryStore", run_id: str) -> None:
+def catch_up(store: "HistoryStore", run_id: str, warn: Callable[[str], None] = output.warn) -> None:
     """Update the history from the run directory: the controller may be gone while the agents continue."""
     from rlhf_core.history import queries
     from rlhf_core.run_dir.run import RunDir
@@ -55,7 +55,7 @@ def catch_up(store: "HistoryStore", run_id: str) -> None:
     try:
         sync(run_dir, store)
     except (RlhfError, OSError) as error:
-        output.warn(f"showing the stored history, which could not be updated: {error}")
+        warn(f"showing the stored history, which could not be updated: {error}")
 
 
 def find_undriven(store: "HistoryStore", runs: "Sequence[ListedRun | RunRow]") -> dict[str, datetime]:

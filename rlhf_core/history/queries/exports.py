@@ -63,7 +63,7 @@ class ExportTable:
             yield from result.partitions()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class CurvePoint:
     """A valid value of a metric."""
 
@@ -99,14 +99,13 @@ def reading_tables(store: HistoryStore, run_ids: Sequence[str]) -> Iterator[list
 
 
 def curve_points(
-    store: HistoryStore, run_id: str, num_rows: int = BATCH_ROWS, *, by_step: bool = False
+    store: HistoryStore, run_id: str, num_rows: int = BATCH_ROWS, *, first_step: int = 0
 ) -> Iterator[CurvePoint]:
-    """Read the valid metrics of a run, by key and step, or by step and key."""
-    order = (CURVE.c.step, CURVE.c.key) if by_step else (CURVE.c.key, CURVE.c.step)
+    """Read the valid metrics of a run from a step on, by step and key."""
     query = (
         select(CURVE.c.key, CURVE.c.step, CURVE.c.value, CURVE.c.non_finite, CURVE.c.time)
-        .where(CURVE.c.run_id == run_id)
-        .order_by(*order)
+        .where(CURVE.c.run_id == run_id, CURVE.c.step >= first_step)
+        .order_by(CURVE.c.step, CURVE.c.key)
     )
     with (
         store.reading() as connection,

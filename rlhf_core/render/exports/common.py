@@ -87,5 +87,9 @@ def evaluation_points(evaluations: Iterable[EvaluationRow]) -> list[CurvePoint]:
 
 def all_points(store: HistoryStore, details: RunDetails) -> Iterator[CurvePoint]:
     """Effective metrics and evaluations of a run, by step."""
-    curve = curve_points(store, details.run["run_id"], by_step=True)
-    return heapq.merge(curve, evaluation_points(details.evaluations), key=lambda point: point.step)
+    return by_step(curve_points(store, details.run["run_id"]), evaluation_points(details.evaluations))
+
+
+def by_step(metrics: Iterable[CurvePoint], evaluations: Iterable[CurvePoint]) -> Iterator[CurvePoint]:
+    """Merge metrics and evaluations, each in the order of their steps."""
+    return heapq.merge(metrics, evaluations, key=lambda point: point.step)

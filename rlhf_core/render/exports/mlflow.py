@@ -3,22 +3,24 @@ new data."""
 
 import hashlib
 import math
+import os
 import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.errors import BadInput
 from rlhf_core.history import queries
 from rlhf_core.history.queries import RunDetails
-from rlhf_core.history.queries.exports import CurvePoint, curve_points
+from rlhf_core.history.queries.exports import CurvePoint
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.config_text import flat, setting_text
-from rlhf_core.render.exports.common import evaluation_points, make_folder, require
+from rlhf_core.render.exports.common import all_points, make_folder, require
 from rlhf_core.render.exports.mlflow_artifacts import log_artifacts
 from rlhf_core.schemas.regression import regression_text
 from rlhf_core.text.redaction import masked
@@ -53,31 +55,108 @@ def to_mlflow(store: HistoryStore, run_ids: Sequence[str], out: str, *, artifact
     Raises:
         BadInput: MLflow is missing, does not respond or refuses, or the artifacts cannot be stored.
     """
-    require("mlflow", "mlflow")
-    from mlflow import MlflowClient
-    from mlflow.exceptions import MlflowException
-
-    new: Path | None = None
-    if "://" not in out:
-        folder = Path(out).absolute()
-        make_folder(folder)
-        file = folder / "mlflow.db"
-        new = None if file.exists() else file
-        out = f"sqlite:///{file}"
+    database = Path(out) / "mlflow.db"
+    is_new = "://" not in out and not database.exists()
     exported: list[str] = []
     try:
-        client, place = MlflowClient(tracking_uri=out), _artifact_location(out)
         for run_id in run_ids:
-            exported.append(_export(client, store, run_id, place, artifacts=artifacts))
-    except MlflowException as error:
-        raise BadInput(
-            f"MLflow at {masked(out)} does not take the export: {masked(str(error)).rstrip('.')}. Correct that (a "
-            "deleted experiment can be restored), or choose another place with --out"
-        ) from error
+            run, details = MlflowRun(out, run_id, artifacts=artifacts), queries.show_run(store, run_id)
+            run.write(details, all_points(store, details))
+            run.end(store, details)
+            exported.append(run.place)
     finally:
-        if new is not None and not exported:
-            new.unlink(missing_ok=True)
+        if is_new and not exported:
+            database.unlink(missing_ok=True)
     return exported
+
+
+def bound_requests() -> None:
+    """Give up a request to MLflow after a minute, unless its variables say otherwise: by default, it retries for many
+    minutes before it reports anything."""
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+
+
+class MlflowRun:
+    """One run in MLflow."""
+
+    def __init__(self, out: str, run_id: str, *, artifacts: bool = True) -> None:
+        """Prepare the export; the arguments and errors are those of :func:`to_mlflow`."""
+        require("mlflow", "mlflow")
+        from mlflow import MlflowClient
+
+        if "://" not in out:
+            make_folder(Path(out))
+            out = f"sqlite:///{Path(out).absolute() / 'mlflow.db'}"
+        self._uri, self._run_id, self._artifacts = out, run_id, artifacts
+        with self._refusals():
+            self._client = MlflowClient(tracking_uri=out)
+        self._names: dict[str, str] = {}
+        self.place = ""
+        """MLflow's id of the run, once it is written."""
+
+    def write(self, details: RunDetails, points: Iterable[CurvePoint]) -> None:
+        """Add the points that MLflow lacks. If it has some that do not count any more, or an end although the run goes
+        on, its run is deleted and created again: MLflow takes back neither."""
+        present = list(points)
+        self._names = accepted_names(point.key for point in present)
+        with self._refusals():
+            experiment = self._experiment(details.run["name"])
+            run = _find(self._client, experiment, self._run_id)
+            known = _known_points(self._client, run) if run is not None else {}
+            is_resumed = run is not None and run.info.end_time is not None and _end(details) is None
+            if run is not None and (is_resumed or _is_stale(known, self._names, present)):
+                self._client.delete_run(run.info.run_id)
+                run, known = None, {}
+            if run is None:
+                started, tags = _milliseconds(details.run["created_at"]), {RUN_TAG: self._run_id}
+                run = self._client.create_run(experiment, start_time=started, tags=tags, run_name=self._run_id)
+            self.place = str(run.info.run_id)
+            _log_params(self._client, self.place, details)
+            _log_tags(self._client, self.place, details)
+            lacking = (p for p in present if _identity(p) not in known.get(self._names[p.key], ()))
+            _log_points(self._client, self.place, self._names, lacking)
+
+    def add(self, details: RunDetails, points: Sequence[CurvePoint]) -> bool:
+        """Log points. False if the name of an earlier one, as MLflow accepts it, now means several metrics."""
+        names = accepted_names([*self._names, *(point.key for point in points)])
+        if not self._names.items() <= names.items():
+            return False
+        self._names = names
+        with self._refusals():
+            _log_tags(self._client, self.place, details)
+            _log_points(self._client, self.place, names, points)
+        return True
+
+    def end(self, store: HistoryStore, details: RunDetails) -> None:
+        """Store the artifacts, in place of earlier ones, and record the end of the run, or that it goes on."""
+        with self._refusals():
+            if self._artifacts:
+                log_artifacts(self._client, self.place, store, details)
+            end = _end(details)
+            if end is None:
+                self._client.update_run(self.place, "RUNNING")
+            else:
+                self._client.set_terminated(self.place, end[0], end_time=end[1])
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            yield
+        except MlflowException as error:
+            raise BadInput(
+                f"MLflow at {masked(self._uri)} does not take the export: {masked(str(error)).rstrip('.')}. Correct "
+                "that (a deleted experiment can be restored), or choose another place with --out"
+            ) from error
+
+    def _experiment(self, name: str) -> str:
+        found = self._client.get_experiment_by_name(name)
+        if found is not None:
+            return str(found.experiment_id)
+        place = _artifact_location(self._uri)
+        return str(self._client.create_experiment(name, artifact_location=f"{place}/{name}" if place else None))
 
 
 def _artifact_location(uri: str) -> str | None:
@@ -87,39 +166,10 @@ def _artifact_location(uri: str) -> str | None:
     return None if path == uri or not path else (Path(path).absolute().parent / "artifacts").as_uri()
 
 
-def _export(client: "MlflowClient", store: HistoryStore, run_id: str, location: str | None, *, artifacts: bool) -> str:
-    details = queries.show_run(store, run_id)
-    experiment = _experiment(client, details.run["name"], location)
-    run = _find(client, experiment, run_id)
-    names = accepted_names([*details.metric_keys, *(point.key for point in evaluation_points(details.evaluations))])
-    known = _known_points(client, run) if run is not None else {}
-    status = _STATUS.get(details.run["state"])
-    is_resumed = run is not None and status is None and run.info.end_time is not None
-    if run is not None and (is_resumed or _is_stale(known, names, _points(store, details))):
-        # MLflow never takes back the end of a run, and never overwrites the value of a step, which may be repeated.
-        client.delete_run(run.info.run_id)
-        run, known = None, {}
-    if run is None:
-        started = _milliseconds(details.run["created_at"])
-        run = client.create_run(experiment, start_time=started, tags={RUN_TAG: run_id}, run_name=run_id)
-    target = str(run.info.run_id)
-    _log_facts(client, target, details)
-    _log_points(client, target, known, names, _points(store, details))
-    if artifacts:
-        log_artifacts(client, target, store, details)
-    ended_at = details.run["ended_at"]
-    if status is not None and ended_at is not None:
-        client.set_terminated(target, status, end_time=_milliseconds(ended_at))
-    else:
-        client.update_run(target, "RUNNING")
-    return target
-
-
-def _experiment(client: "MlflowClient", name: str, location: str | None) -> str:
-    found = client.get_experiment_by_name(name)
-    if found is not None:
-        return str(found.experiment_id)
-    return str(client.create_experiment(name, artifact_location=f"{location}/{name}" if location else None))
+def _end(details: RunDetails) -> tuple[str, int] | None:
+    """Status and time of the end of a run, as MLflow has them; None if it has not ended."""
+    status, ended_at = _STATUS.get(details.run["state"]), details.run["ended_at"]
+    return None if status is None or ended_at is None else (status, _milliseconds(ended_at))
 
 
 def _find(client: "MlflowClient", experiment: str, run_id: str) -> "Run | None":
@@ -153,10 +203,6 @@ def _clean_name(text: str) -> str:
 # Numbers
 
 
-def _points(store: HistoryStore, details: RunDetails) -> Iterator[CurvePoint]:
-    return chain(curve_points(store, details.run["run_id"]), evaluation_points(details.evaluations))
-
-
 def _known_points(client: "MlflowClient", run: "Run") -> dict[str, set[tuple[int, int]]]:
     """Step and time of every value in MLflow, by name. A repeated step has a different time."""
     return {
@@ -166,28 +212,18 @@ def _known_points(client: "MlflowClient", run: "Run") -> dict[str, set[tuple[int
 
 
 def _is_stale(
-    known: Mapping[str, set[tuple[int, int]]], names: Mapping[str, str], points: Iterator[CurvePoint]
+    known: Mapping[str, set[tuple[int, int]]], names: Mapping[str, str], points: Iterable[CurvePoint]
 ) -> bool:
     """True if MLflow has values that no longer count."""
     num_valid = sum(_identity(point) in known.get(names[point.key], ()) for point in points)
     return num_valid < sum(map(len, known.values()))
 
 
-def _log_points(
-    client: "MlflowClient",
-    target: str,
-    known: Mapping[str, set[tuple[int, int]]],
-    names: Mapping[str, str],
-    points: Iterator[CurvePoint],
-) -> None:
+def _log_points(client: "MlflowClient", target: str, names: Mapping[str, str], points: Iterable[CurvePoint]) -> None:
     from mlflow.entities import Metric
 
-    new = (
-        Metric(names[point.key], _storable(point.value), _identity(point)[1], point.step)
-        for point in points
-        if _identity(point) not in known.get(names[point.key], ())
-    )
-    while batch := list(islice(new, _MOST_METRICS)):
+    logged = (Metric(names[point.key], _storable(point.value), _identity(point)[1], point.step) for point in points)
+    while batch := list(islice(logged, _MOST_METRICS)):
         client.log_batch(target, metrics=batch)
 
 
@@ -204,15 +240,19 @@ def _storable(value: float) -> float:
 # Tags and parameters
 
 
-def _log_facts(client: "MlflowClient", target: str, details: RunDetails) -> None:
-    from mlflow.entities import Param, RunTag
+def _log_params(client: "MlflowClient", target: str, details: RunDetails) -> None:
+    from mlflow.entities import Param
 
-    run = details.run
-    settings = flat(run["spec"])
+    settings = flat(details.run["spec"])
     names = accepted_names(settings)
     params = [Param(names[name], setting_text(value)[:_LONGEST_PARAM]) for name, value in settings.items()]
     for start in range(0, len(params), _MOST_PARAMS):
         client.log_batch(target, params=params[start : start + _MOST_PARAMS])
+
+
+def _log_tags(client: "MlflowClient", target: str, details: RunDetails) -> None:
+    from mlflow.entities import RunTag
+
     tags = [RunTag(f"rlhf.{name}", str(value)) for name, value in facts(details).items() if value not in (None, "")]
     client.log_batch(target, tags=tags)
 
