@@ -14,7 +14,7 @@ from pydantic_core import PydanticUndefined
 
 from rlhf_core.schemas.base import Schema, field_docs
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.schemas.site import NotifySite, PrefectSite, RetentionSite
+from rlhf_core.schemas.site import ExportSite, NotifySite, PrefectSite, RetentionSite
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,12 @@ def describe_fields() -> list[FieldHelp]:
 def describe_site_tables() -> dict[str, tuple[str, list[FieldHelp]]]:
     """Every table of ``rlhf.toml``: its topic and its settings. Without ``[slurm]``, which has the settings of the
     section ``slurm`` of a run."""
-    tables: dict[str, type[Schema]] = {"prefect": PrefectSite, "notify": NotifySite, "retention": RetentionSite}
+    tables: dict[str, type[Schema]] = {
+        "prefect": PrefectSite,
+        "notify": NotifySite,
+        "retention": RetentionSite,
+        "export": ExportSite,
+    }
     return {
         name: ((schema.__doc__ or "").partition(": ")[2].strip(), list(_describe(schema, "")))
         for name, schema in tables.items()

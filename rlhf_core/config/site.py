@@ -20,7 +20,7 @@ from rlhf_core.files import private as private_files
 from rlhf_core.machine.accounts import expanded
 from rlhf_core.schemas.base import Schema, storable_text
 from rlhf_core.schemas.cluster import SlurmSpec
-from rlhf_core.schemas.site import NotifySite, PrefectSite, RetentionSite
+from rlhf_core.schemas.site import ExportSite, NotifySite, PrefectSite, RetentionSite
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ class Site:
     """``[notify]``: recipients of notifications."""
     retention: RetentionSite = dataclasses.field(default_factory=RetentionSite)
     """``[retention]``: removal by the site daemon."""
+    export: ExportSite = dataclasses.field(default_factory=ExportSite)
+    """``[export]``: experiment trackers that show all runs while they go on."""
     job_secrets: Path | None = None
     """``RLHF_JOB_SECRETS``: file with the values of ``slurm.pass_environment``, as lines ``NAME=value``; it must have
     mode 600 and belong to the submitting user (default ``<home>/job-secrets.env``)."""
@@ -66,7 +68,7 @@ SITE_KEYS = {
 }
 """Settings of ``rlhf.toml`` outside its tables, and the variable that overrides each."""
 _PATHS = ("runs", "job_secrets")
-_SITE_TABLES = ("prefect", "notify", "retention", "slurm")
+_SITE_TABLES = ("prefect", "notify", "retention", "export", "slurm")
 _SECRETS = {
     "prefect": {"database_url": "RLHF_PREFECT_DATABASE_URL"},
     "notify": {"webhook_url": "RLHF_NOTIFY_WEBHOOK_URL"},
@@ -113,6 +115,7 @@ def load_site(environ: Mapping[str, str] | None = None) -> Site:
         prefect=_site_table(PrefectSite, "prefect", home, settings, environment),
         notify=_site_table(NotifySite, "notify", home, settings, environment),
         retention=_site_table(RetentionSite, "retention", home, settings, environment),
+        export=_site_table(ExportSite, "export", home, settings, environment),
         slurm=_site_table(SlurmSpec, "slurm", home, settings, environment),
     )
 

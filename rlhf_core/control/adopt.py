@@ -27,7 +27,7 @@ def start(run_id: str, site: Site) -> "subprocess.Popen[bytes]":
     with (logs / f"adopted-{run_id}.log").open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "rlhf_core.control.adopt", run_id],
-            env={**os.environ, **_site_variables(site)},
+            env={**os.environ, **site_variables(site)},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -35,7 +35,7 @@ def start(run_id: str, site: Site) -> "subprocess.Popen[bytes]":
         )
 
 
-def _site_variables(site: Site) -> dict[str, str]:
+def site_variables(site: Site) -> dict[str, str]:
     """The site settings of this process, which override those in the environment."""
     return {
         "RLHF_HOME": str(site.home),

@@ -4,8 +4,9 @@ import fnmatch
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rlhf_core.schemas.base import NonNegativeSeconds, Positive, PositiveSeconds, Schema
 
@@ -78,6 +79,41 @@ class NotifySite(Schema):
     `stopped` by a failure that is not retried, without those that their checks refuse; of the cancelled ones, only
     those `cancelled_outside` of rlhf-flows (`scancel`); every `incident`, also one that is retried; a pending
     `approval`."""
+
+
+class ExportSite(Schema):
+    """``[export]``: experiment trackers to which the site daemon exports all runs while they go on."""
+
+    mlflow: str = ""
+    """Tracking URI of MLflow (`http://mlflow.example:5000`), or a folder, in which `mlflow.db` is created; empty for
+    none."""
+    tensorboard: str = ""
+    """Folder for event files, which `tensorboard --logdir` shows; empty for none."""
+    wandb: str = ""
+    """Address of a W&B server (`https://api.wandb.ai`), or a folder for offline runs, which `wandb sync` uploads; empty
+    for none."""
+    pass_environment: tuple[str, ...] = ()
+    """Names of variables with the credentials of trackers, such as `WANDB_API_KEY` or `MLFLOW_TRACKING_PASSWORD`. Their
+    values are read from the environment of the site daemon, or else from the file `RLHF_JOB_SECRETS`."""
+
+    @field_validator(*TRACKERS)
+    @classmethod
+    def _is_place(cls, place: str) -> str:
+        if not place:
+            return place
+        if "://" not in place:
+            if not place.startswith("/"):
+                raise ValueError(f"found {place!r}, expected an address with ://, or the absolute path of a folder")
+            return place
+        if urlsplit(place).password:
+            raise ValueError("found an address with a password; name its variable in export.pass_environment instead")
+        return place
+
+    @property
+    def trackers(self) -> dict[str, str]:
+        """Folder or address of each tracker that is set."""
+        places = {"mlflow": self.mlflow, "tensorboard": self.tensorboard, "wandb": self.wandb}
+        return {name: place for name, place in places.items() if place}
 
 
 class RetentionSite(Schema):

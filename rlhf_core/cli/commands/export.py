@@ -65,7 +65,8 @@ def export(
     run in a folder, to be sent with `wandb sync`.
 
     With --follow, new steps are added every ten seconds until the runs have ended. You can interrupt this at any time
-    and call it again. A tracker that does not respond is tried again.
+    and call it again. A tracker that does not respond is tried again. To export all runs of a site in this way, name
+    the trackers in `[export]` of `rlhf.toml`.
     """
     from rlhf_core.history import queries
     from rlhf_core.render.exports.common import writing_to

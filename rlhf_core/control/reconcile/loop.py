@@ -17,6 +17,7 @@ from rlhf_core.config.site import Site
 from rlhf_core.control.ingester import Ingester
 from rlhf_core.control.reconcile.actions import ActionResult, Reconciler
 from rlhf_core.control.reconcile.cleanup import SnapshotCleanup
+from rlhf_core.control.reconcile.exporters import Exporters
 from rlhf_core.control.reconcile.flow_runs import FlowRuns
 from rlhf_core.control.run_folders import earlier_lease_name, lease_name
 from rlhf_core.errors import HistoryError, LeaseLost, RlhfError
@@ -148,17 +149,19 @@ def _act(site: Site, store: HistoryStore, lease: HeldLease, stop: threading.Even
     over = threading.Event()
     reconciling = threading.Thread(target=rounds.run, args=(store, lease, stop, over), name="reconciler", daemon=True)
     reconciling.start()
-    ingester = Ingester(site, store)
+    ingester, exporters = Ingester(site, store), Exporters(site)
     try:
         while not stop.is_set():
             began = time.monotonic()
             lease.keep()
             ingester.ingest()
+            exporters.keep()
             stop.wait(max(site.prefect.ingest_s - (time.monotonic() - began), 0.05))
     except LeaseLost:
         log.warning("another daemon has taken over; this one waits")
     finally:
         over.set()
+        exporters.stop()
         _wait_for(reconciling, lease)
         lease.release()
 

@@ -26,6 +26,10 @@ class OpenRun:
 
     run_id: str
     run_dir: str
+    trial_of: str
+    """The run that this one is a trial of; empty for others."""
+    ingest_stamp: int
+    """Number of its last ingestion: with the same one, the history has nothing new of it."""
     state: str
     created_at: datetime
     ended_at: datetime | None
@@ -80,6 +84,8 @@ def _find(store: HistoryStore, now: datetime, which: ColumnElement[bool]) -> dic
     columns = (
         RUNS.c.run_id,
         RUNS.c.run_dir,
+        RUNS.c.trial_of,
+        RUNS.c.ingest_stamp,
         RUNS.c.state,
         RUNS.c.created_at,
         RUNS.c.ended_at,
@@ -117,6 +123,8 @@ def _find(store: HistoryStore, now: datetime, which: ColumnElement[bool]) -> dic
         row.run_id: OpenRun(
             run_id=row.run_id,
             run_dir=row.run_dir,
+            trial_of=row.trial_of,
+            ingest_stamp=row.ingest_stamp,
             state=row.state,
             created_at=row.created_at,
             ended_at=row.ended_at,
