@@ -1,4 +1,4 @@
-"""What experiment trackers have of a run, read as they read it."""
+"""Contents of experiment trackers, read as they read them."""
 
 import json
 import struct

@@ -20,6 +20,7 @@ from pydantic import Field
 from rlhf_core.condition_log import ConditionLog
 from rlhf_core.config.site import Site, load_site
 from rlhf_core.control import run_folders
+from rlhf_core.control.reconcile.exporters import HANG_S, HUNG
 from rlhf_core.errors import BadConfig, HistoryError, RlhfError
 from rlhf_core.files import private as private_files
 from rlhf_core.files.whole import read_model, write_model
@@ -33,12 +34,6 @@ from rlhf_core.text.escaping import terminal
 
 CATCH_UP = timedelta(days=7)
 """Time after the end of a run in which it is exported if the tracker lacks something of it."""
-
-HANG_S = 600.0
-"""Time in seconds that a tracker may take for what is new of one run. After that, this process exits."""
-
-HUNG = 3
-"""Exit code of a process that has waited for its tracker for :data:`HANG_S`."""
 
 
 class Exported(Schema):

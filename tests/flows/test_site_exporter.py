@@ -19,9 +19,9 @@ from tracker_readers import scalars
 
 from rlhf_core.config.site import Site, load_site
 from rlhf_core.control import exporter
-from rlhf_core.control.exporter import HUNG, SiteExporter
+from rlhf_core.control.exporter import SiteExporter
 from rlhf_core.control.reconcile import exporters, loop
-from rlhf_core.control.reconcile.exporters import Exporters
+from rlhf_core.control.reconcile.exporters import HUNG, Exporters
 from rlhf_core.errors import BadConfig
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
@@ -128,7 +128,7 @@ def _children() -> list[psutil.Process]:
     found = []
     for one in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):  # or it is a zombie
-            found += [one] if exporter.__name__ in one.cmdline() else []
+            found += [one] if exporters.PROGRAM in one.cmdline() else []
     return found
 
 

@@ -10,16 +10,24 @@ from collections.abc import Callable
 
 from rlhf_core.condition_log import ConditionLog
 from rlhf_core.config.site import Site
-from rlhf_core.control import exporter
 from rlhf_core.control.adopt import site_variables
 
 log = logging.getLogger("rlhf.daemon")
+
+PROGRAM = "rlhf_core.control.exporter"
+"""Module of the processes. Started by its name: it loads what draws reports, which the daemon does without."""
 
 RESTART_INTERVAL_S = 60.0
 """Shortest time between two starts of a process, in seconds."""
 
 STOP_TIMEOUT_S = 5.0
 """Time to wait for the end of a killed process, in seconds. One that waits for a file system may not end."""
+
+HANG_S = 600.0
+"""Time in seconds that a tracker may take for what is new of one run. After that, the process exits."""
+
+HUNG = 3
+"""Exit code of a process whose tracker took longer."""
 
 TO_BE_CORRECTED = 2
 """Exit code of a process that would end again until an administrator has corrected something."""
@@ -59,7 +67,7 @@ class Exporters:
 
     def _start(self, tracker: str) -> None:
         self._started_s[tracker] = self._clock()
-        command = [sys.executable, "-P", "-m", exporter.__name__, tracker, str(os.getpid())]
+        command = [sys.executable, "-P", "-m", PROGRAM, tracker, str(os.getpid())]
         environment = {**os.environ, **site_variables(self._site)}
         try:
             self._processes[tracker] = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=2)
@@ -68,8 +76,8 @@ class Exporters:
 
 
 def _reason(code: int) -> str:
-    if code == exporter.HUNG:
-        return f"the tracker did not answer for {exporter.HANG_S:.0f} s; it is begun again, and catches up"
+    if code == HUNG:
+        return f"the tracker did not answer for {HANG_S:.0f} s; it is begun again, and catches up"
     if code == TO_BE_CORRECTED:
         return "correct what the line above says, and restart the daemon; it catches up then"
     return f"exit code {code}; it is begun again, and catches up"

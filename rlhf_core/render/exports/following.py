@@ -28,7 +28,7 @@ class TrackedRun(Protocol):
     """One run in an experiment tracker."""
 
     place: str
-    """Where it is there: a folder, an address, or an id of the tracker. Empty until it is written."""
+    """Folder, address or id of the run in the tracker; empty until it is written."""
 
     def write(self, details: RunDetails, points: Iterable[CurvePoint]) -> None:
         """Make the tracker have exactly these points of the run, whatever it had before."""

@@ -148,7 +148,7 @@ class MlflowRun:
         except MlflowException as error:
             raise BadInput(
                 f"MLflow at {masked(self._uri)} does not take the export: {masked(str(error)).rstrip('.')}. Correct "
-                "that (a deleted experiment can be restored), or choose another place with --out"
+                "that (a deleted experiment can be restored), or export to another place"
             ) from error
 
     def _experiment(self, name: str) -> str:
