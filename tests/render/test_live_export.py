@@ -9,18 +9,20 @@ from typing import Any
 import pytest
 from history_tools import RunFiles, at, ingested, whole_run
 from tracker_readers import shown_scalars, tensorboard, wandb_history
+from wandb_server import KEY, wandb_server
 
 from rlhf_core.cli.commands import export as export_command
 from rlhf_core.cli.main import execute
 from rlhf_core.config.site import load_site
-from rlhf_core.history.queries import RunDetails
+from rlhf_core.errors import BadInput
+from rlhf_core.history.queries import RunDetails, show_run
 from rlhf_core.history.queries.exports import CurvePoint
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.exports import following
 from rlhf_core.render.exports.following import RETRY_INTERVAL_S, LiveExport, RunFollower
 from rlhf_core.render.exports.mlflow import MlflowRun
 from rlhf_core.render.exports.tensorboard import TensorBoardRun
-from rlhf_core.render.exports.wandb import WandbRun
+from rlhf_core.render.exports.wandb import WandbRun, WandbServerRun
 from rlhf_core.schemas.attempts import RunState
 
 pytestmark = pytest.mark.usefixtures("plots_drawn_once")
@@ -270,6 +272,44 @@ def test_an_offline_run_of_wandb_has_what_counts(run: RunFiles, store: HistorySt
     rows = wandb_history(folder / f"run-{run.run_id}.wandb")
     assert {row["_step"]: row["train/loss"] for row in rows} == pytest.approx(losses)
     assert [row["_step"] for row in rows if "evaluation/before/greedy" in row] == [2]
+
+
+def test_a_wandb_server_gets_what_it_lacks(run: RunFiles, store: HistoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server is a stand-in: it shows what the client sends, not what a real one does with it."""
+    with wandb_server() as server:
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+
+        def follower() -> RunFollower:
+            return RunFollower(store, run.run_id, WandbServerRun(server.address, run.run_id))
+
+        first = follower()
+        first.update()
+        first.tracked.end(store, show_run(store, run.run_id))  # all of it is sent
+        assert server.curve(run.run_id, "train/loss") == LOSS
+        run.metrics(1, 0, 4, 40)
+        run.checkpoint(2, 41)
+        run.evaluation("before", "greedy", 0.75, 45)
+        ingested(run)
+        second = follower()  # another process: the run is resumed
+        second.update()
+        _repeated(run)
+        second.update()
+        assert server.curve(run.run_id, "train/loss") == [*LOSS, (4, 1.25)]
+        assert server.curve(run.run_id, "evaluation/before/greedy") == [(4, 0.75)], "at the newest step"
+        run.moved(RunState.FAILED, 70)
+        ingested(run)
+        assert second.update()
+        assert server.curve(f"{run.run_id}-2", "train/loss") == [(1, 2.0), (2, 1.6)]
+
+
+def test_a_wandb_server_that_is_away_is_named(
+    run: RunFiles, store: HistoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "2")
+    follower = RunFollower(store, run.run_id, WandbServerRun("http://127.0.0.1:9", run.run_id))
+    with pytest.raises(BadInput, match=r"W&B at http://127\.0\.0\.1:9 does not take the export"):
+        follower.update()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.exports.common import by_step, evaluation_points
 from rlhf_core.render.exports.mlflow import MlflowRun, bound_requests
 from rlhf_core.render.exports.tensorboard import TensorBoardRun
-from rlhf_core.render.exports.wandb import WandbRun
+from rlhf_core.render.exports.wandb import WandbRun, WandbServerRun
 from rlhf_core.survival import Survived
 
 INTERVAL_S = 10.0
@@ -212,5 +212,5 @@ def tracked_run(tracker: str, out: str, run_id: str, *, artifacts: bool = True) 
         case "tensorboard":
             return TensorBoardRun(out, run_id)
         case "wandb":
-            return WandbRun(out, run_id)
+            return WandbServerRun(out, run_id) if "://" in out else WandbRun(out, run_id)
     raise ValueError(f"found {tracker!r}, expected a tracker")

@@ -9,9 +9,10 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_core.errors import BadInput
 from rlhf_core.files.whole import remove_tree
@@ -32,8 +33,8 @@ _LONGEST_TAG = 64
 
 
 def to_wandb(store: HistoryStore, run_ids: Sequence[str], out: str) -> list[str]:
-    """Write each run to a folder ``wandb/offline-run-...-<run_id>`` in ``out``, or to a server. What an earlier export
-    wrote is replaced.
+    """Write each run to a folder ``wandb/offline-run-...-<run_id>`` in ``out``, in place of an earlier one, or to a
+    server, which is sent what it lacks.
 
     Args:
         out: a folder, or the address of a W&B server (``https://api.wandb.ai``).
@@ -52,7 +53,8 @@ def to_wandb(store: HistoryStore, run_ids: Sequence[str], out: str) -> list[str]
 
 
 def _whole(store: HistoryStore, run_id: str, out: str) -> "WandbRun":
-    run, details = WandbRun(out, run_id), queries.show_run(store, run_id)
+    details = queries.show_run(store, run_id)
+    run = WandbServerRun(out, run_id) if "://" in out else WandbRun(out, run_id)
     run.write(details, all_points(store, details))
     run.end(store, details)
     return run
@@ -79,75 +81,69 @@ def _remove_earlier(out: Path, run_id: str) -> None:
 
 
 class WandbRun:
-    """One run in W&B, open from :meth:`write` to :meth:`end`."""
+    """One offline run of W&B in a folder, open from :meth:`write` to :meth:`end`."""
 
     def __init__(self, out: str, run_id: str) -> None:
         """Prepare the export; the arguments and errors are those of :func:`to_wandb`."""
         require("wandb", "wandb")
-        self._run_id = run_id
-        self._server = out if "://" in out else ""
-        # What a server has not got yet is in files of wandb as well.
-        self._folder = Path(tempfile.mkdtemp(prefix="rlhf-wandb-") if self._server else out)
-        if self._server:
-            atexit.register(shutil.rmtree, self._folder, ignore_errors=True)
-        make_folder(self._folder)
+        self._out, self._run_id = out, run_id
         self._open: Run | None = None
         self._step = 0
         self.place = ""
         """Folder or address of the run, once it is written."""
 
     def write(self, details: RunDetails, points: Iterable[CurvePoint]) -> None:
-        """Begin the run again, and log the points. W&B drops what it has of a run that is begun again and not resumed,
-        under whose id nothing else can be stored."""
-        import wandb
-
+        """Write a new folder in place of an earlier one."""
         if self._open is not None:
             self._finish(details)
             time.sleep(1)  # wandb names its folders by the second
-        if not self._server:
-            _remove_earlier(self._folder, self._run_id)
-        run = details.run
-        try:
-            self._open = wandb.init(
-                project=run["name"],
-                name=self._run_id,
-                id=self._run_id,
-                config=run["spec"],
-                tags=tags(details),
-                notes=run["message"],
-                dir=str(self._folder),
-                reinit="create_new",
-                settings=self._settings(),
-            )
-        except wandb.Error as error:
-            raise BadInput(
-                f"W&B at {self._server or self._folder} does not take the export: {masked(str(error))}"
-            ) from error
+        make_folder(Path(self._out))
+        _remove_earlier(Path(self._out), self._run_id)
+        opened = self._begin(details, self._run_id, dir=self._out, settings=_settings("offline"))
+        self.place = str(Path(opened.dir).parent)
         self._step = 0
-        self.place = str((self._open.url if self._server else None) or Path(self._open.dir).parent)
-        self._log(points)
+        self._log(opened, points)
 
     def add(self, details: RunDetails, points: Sequence[CurvePoint]) -> bool:
         """Log points. False if one belongs to an earlier step than the newest: W&B takes steps in their order only."""
         if self._open is None or (points and points[0].step < self._step):
             return False
         self._open.tags = tuple(tags(details))
-        self._log(points)
+        self._log(self._open, points)
         return True
 
     def end(self, store: HistoryStore, details: RunDetails) -> None:
         """Write the summary and finish the run."""
-        assert self._open is not None
-        self._open.summary.update(_summary(details))
-        self._finish(details)
+        if self._open is not None:
+            self._open.summary.update(_summary(details))
+            self._finish(details)
 
-    def _log(self, points: Iterable[CurvePoint]) -> None:
+    def _begin(self, details: RunDetails, wandb_id: str, **more: Any) -> "Run":
+        import wandb
+
+        run = details.run
+        try:
+            self._open = wandb.init(
+                project=run["name"],
+                name=wandb_id,
+                id=wandb_id,
+                config=run["spec"],
+                tags=tags(details),
+                notes=run["message"],
+                reinit="create_new",
+                **more,
+            )
+        except wandb.Error as error:
+            problem = masked(str(error)).rstrip(".")
+            raise BadInput(f"W&B at {masked(self._out)} does not take the export: {problem}") from error
+        return self._open
+
+    def _log(self, opened: "Run", points: Iterable[CurvePoint]) -> None:
         """Log points. wandb stores a step when the next one is logged, or the run finished."""
-        assert self._open is not None
         for step, here in groupby(points, key=lambda point: point.step):
             values = list(here)
             row = {point.key: point.value for point in values}
-            self._open.log({**row, "_timestamp": values[0].time.timestamp()}, step=step)
+            opened.log({**row, "_timestamp": values[0].time.timestamp()}, step=step)
             self._step = step
 
     def _finish(self, details: RunDetails) -> None:
@@ -155,23 +151,72 @@ class WandbRun:
         self._open.finish(exit_code=0 if details.run["state"] == RunState.COMPLETED else 1)
         self._open = None
 
-    def _settings(self) -> "Settings":
-        import wandb
 
-        # The state of the exporting machine says nothing about the run.
-        settings = wandb.Settings(
-            mode="online" if self._server else "offline",
-            console="off",
-            disable_git=True,
-            save_code=False,
-            silent=True,
-            x_disable_meta=True,
-            x_disable_stats=True,
-            x_save_requirements=False,
+class WandbServerRun(WandbRun):
+    """One run on a W&B server, resumed by its id: the server keeps the steps that it has, and takes later ones only.
+
+    When steps have ceased to count, another run of W&B is begun, in the same group, with all steps that count.
+    """
+
+    def __init__(self, out: str, run_id: str) -> None:
+        """Prepare the export; the arguments and errors are those of :func:`to_wandb`."""
+        super().__init__(out, run_id)
+        self._unsent = Path(tempfile.mkdtemp(prefix="rlhf-wandb-"))  # wandb keeps in files what it has not sent yet
+        atexit.register(shutil.rmtree, self._unsent, ignore_errors=True)
+
+    def write(self, details: RunDetails, points: Iterable[CurvePoint]) -> None:
+        """Resume or begin the run of W&B, and log what it lacks."""
+        if self._open is not None:
+            self._finish(details)
+        opened = self._begin(
+            details,
+            wandb_id(details),
+            group=self._run_id,
+            resume="allow",
+            dir=str(self._unsent),
+            settings=_settings("online", base_url=self._out),
         )
-        if self._server:
-            settings.base_url = self._server
-        return settings
+        self.place = str(opened.url)
+        self._step = opened.starting_step
+        known = set(opened.summary.keys()) if opened.resumed else set()
+        self._log_in_order(opened, [one for one in points if one.step >= self._step or one.key not in known])
+
+    def add(self, details: RunDetails, points: Sequence[CurvePoint]) -> bool:
+        """Log points. False if the run of W&B has been finished."""
+        if self._open is None:
+            return False
+        self._open.tags = tuple(tags(details))
+        self._log_in_order(self._open, points)
+        return True
+
+    def _log_in_order(self, opened: "Run", points: Sequence[CurvePoint]) -> None:
+        """Log points, those of earlier steps at the newest one: an evaluation may end after later steps."""
+        newest = self._step
+        self._log(opened, sorted((replace(p, step=max(p.step, newest)) for p in points), key=lambda p: p.step))
+
+
+def wandb_id(details: RunDetails) -> str:
+    """Id of the run of W&B that has the steps that count: with a number, if others had steps that do not any more."""
+    num_rewinds = sum((one["last_step"] or 0) > (one["last_valid_step"] or 0) for one in details.restarts)
+    run_id: str = details.run["run_id"]
+    return f"{run_id}-{num_rewinds + 1}" if num_rewinds else run_id
+
+
+def _settings(mode: Literal["online", "offline"], **more: Any) -> "Settings":
+    import wandb
+
+    # The state of the exporting machine says nothing about the run.
+    return wandb.Settings(
+        mode=mode,
+        console="off",
+        disable_git=True,
+        save_code=False,
+        silent=True,
+        x_disable_meta=True,
+        x_disable_stats=True,
+        x_save_requirements=False,
+        **more,
+    )
 
 
 def tags(details: RunDetails) -> list[str]:
