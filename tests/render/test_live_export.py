@@ -1,6 +1,7 @@
 """Export of a run to experiment trackers while it goes on: each round adds what is new, and nothing twice."""
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -269,7 +270,10 @@ def test_an_offline_run_of_wandb_has_what_counts(run: RunFiles, store: HistorySt
         follower.update()
         losses = counting
     (folder,) = tmp_path.glob("wandb/offline-run-*")
-    rows = wandb_history(folder / f"run-{run.run_id}.wandb")
+    deadline = time.monotonic() + 60  # wandb's own process writes the end of the file a little later
+    while len(rows := wandb_history(folder / f"run-{run.run_id}.wandb")) < len(losses):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     assert {row["_step"]: row["train/loss"] for row in rows} == pytest.approx(losses)
     assert [row["_step"] for row in rows if "evaluation/before/greedy" in row] == [2]
 
