@@ -23,7 +23,7 @@ from rlhf_core.control import run_folders
 from rlhf_core.control.reconcile.exporters import HANG_S, HUNG
 from rlhf_core.errors import BadConfig, HistoryError, RlhfError
 from rlhf_core.files import private as private_files
-from rlhf_core.files.whole import read_model, write_model
+from rlhf_core.files.whole import read_model, remove_tree, write_model
 from rlhf_core.history.queries import open_runs
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.machine.parent_death import die_with_parent
@@ -51,6 +51,8 @@ def main(tracker: str, parent: int) -> int:
         if tracker not in site.export.trackers:
             raise BadConfig(f"{site.home / 'rlhf.toml'}: export.{tracker} is no longer set")
         _take_credentials(site)
+        if tracker == "wandb":
+            _make_unsent(site)
         with HistoryStore(site.database_url) as store:
             exporter = SiteExporter(site, store, tracker)
             while True:
@@ -77,6 +79,15 @@ def _take_credentials(site: Site) -> None:
                 f"or write NAME=value into {site.job_secrets} (mode 600), and restart the daemon"
             )
         os.environ[name] = stored[name]
+
+
+def _make_unsent(site: Site) -> None:
+    """Give wandb an empty folder for what it has not sent yet: an earlier process may have been killed. What was in it
+    is exported again."""
+    folder = site.home / "services" / "unsent-wandb"
+    remove_tree(folder)
+    private_files.make_folder(folder)
+    os.environ["WANDB_DIR"] = str(folder)
 
 
 class SiteExporter:

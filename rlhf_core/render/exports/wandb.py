@@ -4,12 +4,13 @@ The export to a folder uploads nothing and needs no login.
 """
 
 import atexit
+import os
 import secrets
-import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -161,8 +162,7 @@ class WandbServerRun(WandbRun):
     def __init__(self, out: str, run_id: str) -> None:
         """Prepare the export; the arguments and errors are those of :func:`to_wandb`."""
         super().__init__(out, run_id)
-        self._unsent = Path(tempfile.mkdtemp(prefix="rlhf-wandb-"))  # wandb keeps in files what it has not sent yet
-        atexit.register(shutil.rmtree, self._unsent, ignore_errors=True)
+        self._unsent = _unsent()
 
     def write(self, details: RunDetails, points: Iterable[CurvePoint]) -> None:
         """Resume or begin the run of W&B, and log what it lacks."""
@@ -173,12 +173,13 @@ class WandbServerRun(WandbRun):
             wandb_id(details),
             group=self._run_id,
             resume="allow",
-            dir=str(self._unsent),
+            dir=self._unsent,
             settings=_settings("online", base_url=self._out),
         )
         self.place = str(opened.url)
         self._step = opened.starting_step
-        known = set(opened.summary.keys()) if opened.resumed else set()
+        summary: Any = opened.summary  # its methods have no types
+        known = set(summary.keys()) if opened.resumed else set()
         self._log_in_order(opened, [one for one in points if one.step >= self._step or one.key not in known])
 
     def add(self, details: RunDetails, points: Sequence[CurvePoint]) -> bool:
@@ -188,6 +189,13 @@ class WandbServerRun(WandbRun):
         self._open.tags = tuple(tags(details))
         self._log_in_order(self._open, points)
         return True
+
+    def end(self, store: HistoryStore, details: RunDetails) -> None:
+        """Write the summary, finish the run, and remove its files from this machine."""
+        files = Path(self._open.dir).parent if self._open is not None else None
+        super().end(store, details)
+        if files is not None:
+            remove_tree(files)
 
     def _log_in_order(self, opened: "Run", points: Sequence[CurvePoint]) -> None:
         """Log points, those of earlier steps at the newest one: an evaluation may end after later steps."""
@@ -200,6 +208,16 @@ def wandb_id(details: RunDetails) -> str:
     num_rewinds = sum((one["last_step"] or 0) > (one["last_valid_step"] or 0) for one in details.restarts)
     run_id: str = details.run["run_id"]
     return f"{run_id}-{num_rewinds + 1}" if num_rewinds else run_id
+
+
+@cache
+def _unsent() -> str:
+    """Folder in which wandb keeps what it has not sent to a server yet: that of its variable, or a temporary one."""
+    if not os.environ.get("WANDB_DIR"):
+        folder = tempfile.TemporaryDirectory(prefix="rlhf-wandb-", ignore_cleanup_errors=True)
+        atexit.register(folder.cleanup)
+        return folder.name
+    return os.environ["WANDB_DIR"]
 
 
 def _settings(mode: Literal["online", "offline"], **more: Any) -> "Settings":
