@@ -817,6 +817,8 @@ def test_doctor_reports_present_and_missing_parts(capsys: Printed, monkeypatch: 
     assert "`rlhf up` starts" in items["Prefect"]["found"]
     assert items["services"]["ok"] is True, "they are optional"
     assert not load_site().home.exists(), "looking changes nothing"
+    rlhf("doctor", expect=1)
+    assert capsys.readouterr().out.count("rlhf-flows[training]") == 1, "one command installs all missing packages"
 
 
 def items_of_doctor(capsys: Printed) -> dict[str, dict[str, Any]]:

@@ -1161,6 +1161,21 @@ def test_peft_is_needed_only_for_an_adapter(facts: Facts, status: CheckStatus) -
     assert (result.status, result.found) == (status, "peft is missing in /opt/python")
 
 
+def test_packages_that_one_command_installs_are_one_finding() -> None:
+    requirements = (
+        Requirement("torch", ">=2.8"),
+        Requirement("deepspeed", ">=0.19"),
+        Requirement("tokenizers", ">=0.22"),
+        Requirement("pyarrow", ">=15"),
+    )
+    facts = replace(compute(packages={"torch": "2.7"}), requirements=requirements)
+    needed, useful = found(facts, "environment.packages")
+    assert (needed.status, useful.status) == (CheckStatus.BLOCKED, CheckStatus.WARNING)
+    assert needed.found == "torch 2.7; deepspeed, tokenizers are missing in /opt/python"
+    assert needed.expected == "torch>=2.8, deepspeed>=0.19, tokenizers>=0.22"
+    assert useful.found == "pyarrow is missing in /opt/python"
+
+
 def test_a_warm_start_that_samples_needs_rewards_too() -> None:
     loops = healthy().spec.loops.model_dump()
     sft = {**loops["main"], "algorithm": {"name": "sft", "batch_size": 8}}

@@ -350,7 +350,11 @@ def doctor(as_json: JsonOption = False) -> None:
     if as_json:
         output.print_json([vars(one) for one in items])
     else:
-        rows = [(one.name, "ok" if one.ok else "lacking", one.found, one.advice) for one in items]
+        said = ["", *(one.advice for one in items)]  # one command installs all packages that are missing
+        rows = [
+            (one.name, "ok" if one.ok else "lacking", one.found, "as above" if one.advice == last != "" else one.advice)
+            for one, last in zip(items, said, strict=False)
+        ]
         output.print_table(("", "", "found", "what to do"), rows)
     if not all(one.ok for one in items):
         raise typer.Exit(1)

@@ -1,9 +1,9 @@
 """The interpreter on the nodes, and its packages."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rlhf_core.machine.installation import pip_install
-from rlhf_core.preflight.facts import Facts
+from rlhf_core.preflight.facts import Facts, Requirement
 from rlhf_core.preflight.known_bad_versions import KNOWN_BAD, Use, is_cpu_build, is_version_in
 from rlhf_core.preflight.launch_arguments import arguments_of
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
@@ -70,21 +70,34 @@ def packages(facts: Facts) -> Iterator[Finding]:
     if not facts.requirements:
         yield skipped("rlhf-flows is not installed as a package here, so its requirements are unknown")
         return
-    needed, wrong = _needed(facts), []
-    for requirement in facts.requirements:
-        installed = compute.packages.get(requirement.name, "")
-        if is_version_in(installed, requirement.accepts):
-            continue
-        report = blocked if requirement.name in needed else warning
-        wrong.append(requirement.name)
-        yield report(
-            f"{requirement.name} {installed or 'is missing'} in {compute.python}",
-            f"{requirement.name}{requirement.accepts}",
-            f"{compute.python} -m {pip_install('training')}, or set RLHF_COMPUTE_PYTHON to an interpreter that has it",
-        )
+    needed = _needed(facts)
+    wrong = [each for each in facts.requirements if not is_version_in(_installed(facts, each), each.accepts)]
+    for report, rows in (
+        (blocked, [each for each in wrong if each.name in needed]),
+        (warning, [each for each in wrong if each.name not in needed]),
+    ):
+        if rows:  # one finding for all: one command installs them
+            yield report(
+                f"{_packages_text(facts, rows)} in {compute.python}",
+                ", ".join(f"{each.name}{each.accepts}" for each in rows),
+                f"{compute.python} -m {pip_install('training')}, or set RLHF_COMPUTE_PYTHON to an interpreter that has "
+                f"{'it' if len(rows) == 1 else 'them'}",
+            )
     if not wrong:
         shown = [f"{name} {compute.packages[name]}" for name in sorted(needed) if name in compute.packages]
         yield passed(", ".join(shown))
+
+
+def _installed(facts: Facts, requirement: Requirement) -> str:
+    return facts.compute.packages.get(requirement.name, "")
+
+
+def _packages_text(facts: Facts, rows: Sequence[Requirement]) -> str:
+    """``torch 2.7, transformers 4.50; deepspeed, safetensors are missing``."""
+    other = ", ".join(f"{each.name} {_installed(facts, each)}" for each in rows if _installed(facts, each))
+    missing = [each.name for each in rows if not _installed(facts, each)]
+    verb = "is" if len(missing) == 1 else "are"
+    return "; ".join(filter(None, (other, f"{', '.join(missing)} {verb} missing" if missing else "")))
 
 
 @check("environment.builds")
