@@ -123,7 +123,7 @@ def _attempts(record: ReportData) -> Markup:
                 record.restarts_in_place(attempt["number"]),
                 attempt["resumed_from_step"],
                 made,
-                attempt["outcome_message"] or attempt["message"],
+                record.timeline.ending(attempt["number"], attempt["outcome_message"] or attempt["message"]),
             ]
         )
     headers = ["attempt", "state", "job", "nodes", "restarts", "from step", "steps made", "how it ended"]

@@ -124,6 +124,13 @@ class Timeline:
             and one.decision.number in (0, found.incident.number)
         ]
 
+    def ending(self, attempt: int, message: str) -> str:
+        """The end of an attempt, beside its incidents: its message, or the kind of the incident that has it."""
+        for found in (one.incident for one in self.incidents if one.run_dir == self.run_dir):
+            if found.attempt == attempt and found.message and message.startswith(found.message):
+                return f"{found.failure_kind.value.replace('_', ' ')}: see its incident"
+        return message
+
     def entries(self) -> list[TimelineEntry]:
         """Sentences about incidents, decisions and recoveries, oldest first."""
         found = [one.incident for one in self.incidents]

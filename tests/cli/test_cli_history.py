@@ -20,10 +20,17 @@ from rlhf_core.history.tables import SCHEMA_REVISION, VIEWS, metadata
 from rlhf_core.launch.lease import Owner
 from rlhf_core.machine.accounts import account
 from rlhf_core.render.summary import summary_markdown
-from rlhf_core.schemas.attempts import PromotionState, RunState
+from rlhf_core.schemas.attempts import PromotionState, RunState, StageName, StageState
 from rlhf_core.schemas.command_trainer import STEPS_HINT
 from rlhf_core.schemas.failures import FailureKind
-from rlhf_core.schemas.journal import AttemptPlanned, ControllerStarted, PromotionMoved
+from rlhf_core.schemas.journal import (
+    AttemptPlanned,
+    ControllerStarted,
+    PromotionMoved,
+    RunMoved,
+    StageEnded,
+    StageStarted,
+)
 from rlhf_core.schemas.resources import Placement
 
 Rlhf = Callable[..., Finished]
@@ -258,6 +265,15 @@ def test_show_of_a_new_run(rlhf: Rlhf, runs: Path) -> None:
     shown = rlhf("show")
     assert "pending" in shown.stdout
     assert "Stages" not in shown.stdout
+
+
+def test_show_says_once_why_a_run_failed(rlhf: Rlhf, runs: Path) -> None:
+    run, why = RunFiles(runs).created(), "5 checks block the run:\n  the first of them"
+    run.journal(StageStarted(stage_index=0, name=StageName.PREFLIGHT, attempt=0), 1)
+    run.journal(StageEnded(stage_index=0, state=StageState.FAILED, message=why), 2)
+    run.journal(RunMoved(state=RunState.FAILED, cause=why), 2)
+    ingested(run)
+    assert rlhf("show").stdout.count("the first of them") == 1
 
 
 def test_show_of_a_run_that_failed_before_its_first_step(rlhf: Rlhf, runs: Path) -> None:

@@ -153,6 +153,16 @@ def test_each_incident_of_a_restart_has_its_own_decision_and_only_the_last_a_rec
         assert Action.STOP in [made.action for made in answers_now]
 
 
+def test_the_end_of_an_attempt_does_not_repeat_its_incident(runs: Path) -> None:
+    run = RunFiles(runs).created()
+    incident = run.incident(1, 0, FailureKind.WORKER_KILLED, 17)
+    timeline = made_up(run, [incident])
+    ended = f"{incident.message} (no restarts are left)"
+    assert timeline.ending(1, ended) == "worker killed: see its incident"
+    assert timeline.ending(2, ended) == ended, "an incident of another attempt"
+    assert timeline.ending(1, "all roles ended well") == "all roles ended well"
+
+
 def test_a_rank_of_the_engines_is_not_taken_for_one_of_the_trainers(runs: Path) -> None:
     run = hung_run(runs)
     engine = run.incident(1, 1, FailureKind.HANG, 26, number=1, role=Role.ROLLOUT, detected_after_s=5.0)

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
         MetricValue,
         PromotionRow,
         RunControllerRow,
-        StageRow,
     )
+    from rlhf_core.render.timeline import Timeline
 
 _SHOWN_METRICS = 30
 
@@ -50,10 +50,11 @@ def show(run: RunArgument = "last", as_json: output.JsonOption = False) -> None:
         output.print_json({**details.document(), "undriven_since": undriven_since})
         return
     _print_head(details, undriven_since)
-    _print_stages(details.stages)
+    _print_stages(details)
     _print_checks(details.checks)
-    _print_attempts(details.attempts)
-    _print_timeline(details)
+    timeline = _timeline(details)
+    _print_attempts(details.attempts, timeline)
+    _print_timeline(timeline)
     _print_evaluations(details.evaluations)
     _print_checkpoints(details.checkpoints)
     _print_metrics(details.metrics)
@@ -125,12 +126,23 @@ def _print_promotion(promotion: "PromotionRow | None") -> None:
     output.print_text(", ".join(parts) + reason)
 
 
-def _print_stages(stages: "Sequence[StageRow]") -> None:
+def _print_stages(details: "RunDetails") -> None:
+    elsewhere = {_words(row["message"]) for row in (details.run, *details.attempts)}
     rows = [
-        (stage["name"], stage["state"], output.seconds_text(stage["seconds"]), stage["attempt"] or "", stage["message"])
-        for stage in stages
+        (
+            stage["name"],
+            stage["state"],
+            output.seconds_text(stage["seconds"]),
+            stage["attempt"] or "",
+            "" if _words(stage["message"]) in elsewhere else stage["message"],
+        )
+        for stage in details.stages
     ]
     output.print_section(("stage", "state", "took", "attempt", ""), rows, "Stages")
+
+
+def _words(message: str) -> str:
+    return " ".join(message.split())
 
 
 def _print_checks(checks: "Sequence[CheckResultRow]") -> None:
@@ -142,7 +154,15 @@ def _print_checks(checks: "Sequence[CheckResultRow]") -> None:
     output.print_section(("check", "status", "found", "advice"), rows, "Findings before training")
 
 
-def _print_attempts(attempts: "Sequence[AttemptRow]") -> None:
+def _timeline(details: "RunDetails") -> "Timeline":
+    from rlhf_core.render.timeline import timeline_from_rows
+    from rlhf_core.run_dir.run import RunDir
+
+    run = details.run
+    return timeline_from_rows(RunDir(Path(run["run_dir"])), run, details.incidents, details.decisions, details.restarts)
+
+
+def _print_attempts(attempts: "Sequence[AttemptRow]", timeline: "Timeline") -> None:
     rows = [
         (
             attempt["number"],
@@ -151,7 +171,7 @@ def _print_attempts(attempts: "Sequence[AttemptRow]") -> None:
             attempt["nodes"],
             attempt["resumed_from_step"] or "the beginning",
             attempt["num_restarts"],
-            attempt["message"],
+            timeline.ending(attempt["number"], attempt["message"]),
         )
         for attempt in attempts
     ]
@@ -162,13 +182,8 @@ def _print_attempts(attempts: "Sequence[AttemptRow]") -> None:
             output.print_text(f"Attempt {attempt['number']} excluded {node}: {why}")
 
 
-def _print_timeline(details: "RunDetails") -> None:
-    from rlhf_core.render.timeline import timeline_from_rows
-    from rlhf_core.run_dir.run import RunDir
-
-    run = details.run
-    run_dir = RunDir(Path(run["run_dir"]))
-    entries = timeline_from_rows(run_dir, run, details.incidents, details.decisions, details.restarts).entries()
+def _print_timeline(timeline: "Timeline") -> None:
+    entries = timeline.entries()
     if entries:
         output.print_text("\nIncidents and decisions")
     for entry in entries:
