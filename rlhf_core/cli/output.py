@@ -155,7 +155,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str =
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "", spare: str = "") -> None:
-    """Print a table to standard output.
+    """Print a table to standard output; if it is far too wide, its rows one below the other.
 
     Args:
         spare: name of the column to omit if the table is too wide.
@@ -164,8 +164,14 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title:
     spared = set() if fits(columns, content) else {spare}
     kept = [index for index, name in enumerate(columns) if name not in spared or not name]
     console = output()
+    names = [columns[index] for index in kept]
     shown = [[row[index] for index in kept] for row in content]
-    console.print(table([columns[index] for index in kept], shown, title, console.width))
+    if content and _would_fold_words(names, [[_cell(value) for value in row] for row in shown], console.width):
+        if title:
+            print_text(title)
+        print_records(names, shown)
+    else:
+        console.print(table(names, shown, title, console.width))
 
 
 def print_section(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "", spare: str = "") -> None:
@@ -287,6 +293,12 @@ def _widths(columns: Sequence[str], content: Sequence[Sequence[str]], width: int
     excess = [whole_width - least_width for whole_width, least_width in zip(whole, least, strict=True)]
     remaining = available - sum(least)
     return [least_width + remaining * more // sum(excess) for least_width, more in zip(least, excess, strict=True)]
+
+
+def _would_fold_words(columns: Sequence[str], content: Sequence[Sequence[str]], width: int) -> bool:
+    """True if the table is so wide that even short words would be folded, and not only paths or long names."""
+    least = [max(map(_unfolded, (name, *column))) for name, *column in zip(columns, *content, strict=True)]
+    return sum(min(each, _SHORT) for each in least) > width - _BETWEEN * (len(columns) - 1)
 
 
 def _unfolded(text: str) -> int:

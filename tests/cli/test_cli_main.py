@@ -303,6 +303,20 @@ def test_a_table_gives_up_a_column_before_a_name(
         assert ("2026-11-20" in shown, RUNS[0][0] in shown) == (is_there, True)
 
 
+def test_a_table_that_would_fold_every_word_is_printed_line_by_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    output.print_table(("service", "state", "address", "log"), [("server", "stopped", "127.0.0.1:4200", "/a/b")], "Now")
+    assert capsys.readouterr().out.splitlines() == [
+        "Now",
+        "service  server",
+        "state    stopped",
+        "address  127.0.0.1:4200",
+        "log      /a/b",
+    ]
+
+
 def test_values_that_do_not_fit_are_kept(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "30")
     output.print_table(("run", "state"), [row[:2] for row in RUNS])
