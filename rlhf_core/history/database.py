@@ -44,6 +44,7 @@ _ADVICE = (
     "Set RLHF_DATABASE_URL to a file on a local disk (sqlite:////var/tmp/<user>/history.db) or to a PostgreSQL server "
     "(postgresql://user@host/database)."
 )
+_HOME_ADVICE = " By default the history is in RLHF_HOME, which must be on a local disk, too."
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -299,7 +300,7 @@ def named_as(file: Path, unfinished: Path) -> Iterator[None]:
 
 def unusable(url: URL, why: str) -> DatabaseUnavailable:
     """Create the error for a database that cannot be used for a reason found by this program."""
-    return DatabaseUnavailable(f"the history {displayed(url)} cannot be used: {why}. {_ADVICE}")
+    return DatabaseUnavailable(f"the history {displayed(url)} cannot be used: {why}. {_ADVICE}{_HOME_ADVICE}")
 
 
 def displayed(url: URL) -> str:
