@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from rlhf_core.cli import output
+from rlhf_core.control.promotion import how_to_answer, is_due
 from rlhf_core.control.undriven import undriven_since, undriven_text
 from rlhf_core.control.views.progress import RunReader, RunSnapshot
 from rlhf_core.errors import DatabaseUnavailable, RunCancelled, RunFailed
@@ -69,6 +70,13 @@ def require_completed(run_id: str, record: RunRecord) -> None:
         raise RunCancelled(f"run {run_id} was cancelled: {record.cause}")
     if record.state is not RunState.COMPLETED:
         raise RunFailed(f"run {run_id} {record.state.value}: {record.cause}. `rlhf show {run_id}` has the details")
+
+
+def note_open_question(run_dir: RunDir, record: RunRecord) -> None:
+    """Note that the model of a run that has completed waits for an answer, which the controller asks for only now."""
+    stored = run_dir.read_spec()
+    if stored.spec.promote.when == "approved" and is_due(stored, record):
+        output.note(f"its model is promoted only once it is approved: {how_to_answer(run_dir.run_id)}")
 
 
 def _undriven_since(store: HistoryStore, run_id: str) -> datetime | None:

@@ -9,6 +9,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from control_fakes import FakeAgent, FakeScheduler, make_run, only_scheduler, training_snapshot
+from control_fakes import FakeAgent, FakeScheduler, make_run, make_spec, only_scheduler, training_snapshot
 from history_tools import living_controller
 from made_reports import rank_status
 from rich.console import Console
@@ -633,6 +634,16 @@ def test_submitting_and_watching_reports_the_end(
     for command in (("submit", "quickstart", "--watch"), ("watch", run_dir.run_id)):
         rlhf(*command, expect=code)
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("when", "is_open"), [("approved", True), ("never", False)])
+def test_watching_ends_with_the_question_for_the_model(when: str, is_open: bool, capsys: Printed) -> None:
+    run_dir = make_run(load_site().runs_dir, make_spec(promote={"when": when}))
+    with closing(Journal(run_dir, 1)) as journal:
+        for state in (RunState.PREFLIGHT, RunState.QUEUED, RunState.TRAINING, RunState.EVALUATING, RunState.COMPLETED):
+            journal.move_run(state, "because")
+    rlhf("watch", run_dir.run_id)
+    assert (f"rlhf approve {run_dir.run_id}" in capsys.readouterr().err) is is_open
 
 
 def test_a_config_that_the_worker_of_another_user_cannot_read_is_reported(

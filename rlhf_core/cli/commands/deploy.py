@@ -187,7 +187,7 @@ def site_in_prefect() -> "Site":
 
 
 def _watch(site: "Site", request: "Submitted", begin_within_s: float | None, as_json: bool) -> None:
-    from rlhf_core.cli.watching import require_completed, watch_run
+    from rlhf_core.cli.watching import note_open_question, require_completed, watch_run
     from rlhf_core.files.lookups import is_there
     from rlhf_core.run_dir.run import RunDir
 
@@ -195,7 +195,9 @@ def _watch(site: "Site", request: "Submitted", begin_within_s: float | None, as_
     _await_beginning(lambda: is_there(run_dir.spec), request, begin_within_s)
     without = "If the run loses its controller, this command cannot see that"
     with history_if_usable(site, without) as store:
-        require_completed(request.run_id, watch_run(run_dir, 2.0, store, as_json=as_json))
+        record = watch_run(run_dir, 2.0, store, as_json=as_json)
+    require_completed(request.run_id, record)
+    note_open_question(run_dir, record)
 
 
 def _await_beginning(

@@ -294,7 +294,7 @@ def watch(
 
     With --json: prints one line of JSON whenever something changes.
     """
-    from rlhf_core.cli.watching import require_completed, watch_run
+    from rlhf_core.cli.watching import note_open_question, require_completed, watch_run
     from rlhf_core.config.site import load_site
     from rlhf_core.history.store import HistoryStore
 
@@ -303,6 +303,7 @@ def watch(
         run_dir = find_run(store, site, run)
         record = watch_run(run_dir, interval_s, store, as_json=as_json)
     require_completed(run_dir.run_id, record)
+    note_open_question(run_dir, record)
 
 
 def logs(
