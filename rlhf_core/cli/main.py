@@ -82,6 +82,7 @@ config_app = typer.Typer(
 
 env_app = typer.Typer(help="Environments of external trainers.", no_args_is_help=True)
 
+_SETTINGS = "All settings and their meaning: rlhf config show --help"
 _RUNNING = "Run"
 _LOOKING = "Look"
 _SITE = "Site"
@@ -108,11 +109,11 @@ def _root(
 app.command("init", rich_help_panel=_RUNNING)(check_commands.init)
 app.command("wrap", rich_help_panel=_RUNNING, context_settings={"allow_interspersed_args": False})(wrap_command.wrap)
 app.add_typer(config_app, name="config", rich_help_panel=_RUNNING)
-config_app.command("show")(config_commands.show)
+config_app.command("show", cls=config_commands.CommandWithSettings)(config_commands.show)
 config_app.command("migrate")(config_commands.migrate)
-app.command("check", rich_help_panel=_RUNNING, cls=check_commands.CommandWithSettings)(check_commands.check)
-app.command("plan", rich_help_panel=_RUNNING, cls=check_commands.CommandWithSettings)(plan_command.plan)
-app.command("run", rich_help_panel=_RUNNING, cls=check_commands.CommandWithSettings)(run_commands.run)
+app.command("check", rich_help_panel=_RUNNING, epilog=_SETTINGS)(check_commands.check)
+app.command("plan", rich_help_panel=_RUNNING, epilog=_SETTINGS)(plan_command.plan)
+app.command("run", rich_help_panel=_RUNNING, epilog=_SETTINGS)(run_commands.run)
 app.command("resume", rich_help_panel=_RUNNING)(run_commands.resume)
 app.command("cancel", rich_help_panel=_RUNNING)(run_commands.cancel)
 app.command("deploy", rich_help_panel=_RUNNING)(deploy_commands.deploy)

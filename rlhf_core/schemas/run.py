@@ -1,6 +1,6 @@
 """Request for a run: the ``RunSpec`` and its sections, one per TOML table.
 
-The string under a field is its description in ``rlhf run --help``, docs/configuration.md and the Prefect form.
+The string under a field is its description in ``rlhf config show --help``, docs/configuration.md and the Prefect form.
 Cross-field arithmetic (batch against ranks and so on) is a preflight check, not a validator, so that ``rlhf check`` can
 show all findings at once; validators here reject only meaningless settings.
 """

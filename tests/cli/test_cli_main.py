@@ -59,16 +59,25 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out.strip() == f"rlhf-flows {__version__}"
 
 
-@pytest.mark.parametrize("command", ["run", "check"])
-def test_help_ends_with_every_setting(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_help_of_config_show_ends_with_every_setting(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "400")
-    assert main.execute([command, "--help"]) == 0
+    assert main.execute(["config", "show", "--help"]) == 0
     shown = capsys.readouterr().out
     for field in describe_fields():
         assert field.name in shown
         assert field.meaning[:60] in shown
+
+
+@pytest.mark.parametrize("command", ["run", "check", "plan"])
+def test_help_fits_a_screen_and_names_the_help_with_the_settings(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.execute([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "rlhf config show --help" in shown
+    assert len(shown.splitlines()) < 60
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,9 @@ import shlex
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.core import TyperCommand
 
 from rlhf_core.cli import output
 from rlhf_core.cli.output import JsonOption
@@ -30,21 +29,6 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Change one setting; may be given several times."),
 ]
-
-
-class CommandWithSettings(TyperCommand):
-    """Command whose help ends with every setting of a config."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Print the usual help, then the table of settings, whose schemas are imported only now."""
-        super().format_help(ctx, formatter)
-        from rlhf_core.config.fields import describe_fields
-
-        rows = [
-            (field.name, field.type, "required" if field.required else field.default, field.meaning)
-            for field in describe_fields()
-        ]
-        output.print_table(("setting", "type", "default", "meaning"), rows, "Settings (TOML, or --set)")
 
 
 def init(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from rlhf_core.cli import output
 from rlhf_core.cli.commands.check import ConfigArgument, SetOption
@@ -32,6 +33,21 @@ class _Section:
     """Comments above the header."""
     lines: dict[str, list[str]] = field(default_factory=dict)
     """Setting to its line, with the comments above it."""
+
+
+class CommandWithSettings(TyperCommand):
+    """Command whose help ends with every setting of a config."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the usual help, then the table of settings, whose schemas are imported only now."""
+        super().format_help(ctx, formatter)
+        from rlhf_core.config.fields import describe_fields
+
+        rows = [
+            (field.name, field.type, "required" if field.required else field.default, field.meaning)
+            for field in describe_fields()
+        ]
+        output.print_table(("setting", "type", "default", "meaning"), rows, "Settings (TOML, or --set)")
 
 
 def show(
