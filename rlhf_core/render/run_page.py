@@ -225,6 +225,10 @@ def _facts(record: ReportData) -> Markup:
                 ("created", moment(run["created_at"])),
                 ("wall time", duration(record.goodput["wall_s"])),
                 ("by stage", _by_stage(record)),
+                (
+                    "not counted",
+                    f"{duration(run['undriven_s'])} in which nothing drove the run" if run["undriven_s"] >= 1 else "",
+                ),
                 *_requested(record),
                 (
                     "attempts",

@@ -191,6 +191,7 @@ def learned(**changes: Any) -> ReportData:
             "created_at": at(0),
             "progress_at": at(192),
             "ended_at": at(192),
+            "undriven_s": 0.0,
             "config_source": "quickstart",
             "overrides": ["seed=1"],
             "package_version": "0.1.0",

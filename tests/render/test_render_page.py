@@ -148,6 +148,13 @@ def test_a_failed_run_begins_with_its_diagnosis_and_what_happened() -> None:
     assert text.index("Timeline") < text.index("Gradient norm")
 
 
+def test_time_in_which_nothing_drove_a_run_is_told_beside_its_times() -> None:
+    """Its stages went on meanwhile: they are longer than the run."""
+    assert "nothing drove" not in _text(records.learned())
+    run = {**records.learned().run, "undriven_s": 773.0}
+    assert "12 min 53 s in which nothing drove the run" in _text(records.learned(run=run))
+
+
 def test_a_resumed_run_that_fails_before_an_attempt_begins_with_its_own_reason() -> None:
     failed = records.failed()
     run = {**failed.run, "message": "preflight: data.paths: rows.jsonl is gone"}
