@@ -142,7 +142,8 @@ def _refusal(url: URL, *, has_reader: bool) -> str:
         f"refused: {url.username or 'the user'} of {displayed(url)} is a superuser or has similar rights, and a "
         f"statement with those rights can end sessions, read files and change settings; {lacking}. Create the "
         f"role correctly, once, as a superuser: `rlhf db reader | psql {shlex.quote(address)}` "
-        "(the script is infra/reader.sql). Better still, set RLHF_DATABASE_URL to an ordinary user that owns the tables"
+        "(`rlhf db reader` alone prints the script). Better still, set RLHF_DATABASE_URL to an ordinary user that owns "
+        "the tables"
     )
 
 
