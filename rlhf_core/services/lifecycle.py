@@ -182,7 +182,8 @@ class Lifecycle:
             self._supervisord.stop_program(service.name, service.stop_timeout_s)
             self._configure(others)
             self._forget()
-        output = read_tail(log, min(4000, max(0, log.stat().st_size - begin))).strip() if log.is_file() else ""
+        tail = read_tail(log, min(4000, max(0, log.stat().st_size - begin))) if log.is_file() else ""
+        output = _without_frames(tail)
         raise ServiceFailed(
             f"the {service.name} {how}; {_room(self._home)}its log is {log}:\n{output or '(it is empty)'}"
         )
@@ -303,3 +304,9 @@ def _room(home: Path) -> str:
 def _in_words(end: str) -> str:
     """Format ``exit status 1`` as the end of a sentence."""
     return f"ended with exit code {end.removeprefix('exit status ')}" if end.startswith("exit status") else f"was {end}"
+
+
+def _without_frames(log: str) -> str:
+    """Leave out the frames of tracebacks, which are indented: a server on a database that does not answer ends with
+    fifty lines of them around its one error."""
+    return "\n".join(line for line in log.splitlines() if line[:1].strip())

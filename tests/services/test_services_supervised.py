@@ -448,3 +448,17 @@ def test_a_service_of_systemd_is_not_stopped(house: House, monkeypatch: pytest.M
         assert process.poll() is None
         assert ServiceFiles(house.home, "worker").lock.exists()
         process.terminate()
+
+
+def test_the_log_of_a_service_that_does_not_start_is_shown_without_frames() -> None:
+    log = """      ^^^^^^^^
+  File "selectors.py", line 674, in connect
+    raise OSError(err)
+ConnectionRefusedError: [Errno 111] Connect call failed
+
+ERROR:    Application startup failed. Exiting.
+"""
+    assert lifecycle._without_frames(log).splitlines() == [
+        "ConnectionRefusedError: [Errno 111] Connect call failed",
+        "ERROR:    Application startup failed. Exiting.",
+    ]
