@@ -14,14 +14,9 @@ import pytest
 from process_tools import ASKING_INTERVAL_S, kill_all, until
 from site_files import ROOT
 from sites import TIMEOUT_S, Site
-from slurm_cluster import WHY_NOT, missing_programs
+from slurm_cluster import needs_slurm
 
-pytestmark = [
-    pytest.mark.end_to_end,
-    pytest.mark.training,
-    pytest.mark.timeout(1500),
-    pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT),
-]
+pytestmark = [pytest.mark.end_to_end, pytest.mark.training, pytest.mark.timeout(1500), needs_slurm]
 
 PAGE = ROOT / "docs" / "tour.md"
 ON_THE_PAGE = "/tmp/tour"

@@ -11,13 +11,9 @@ from pathlib import Path
 import pytest
 from history_tools import postgres
 from process_tools import free_port
-from slurm_cluster import WHY_NOT, Cluster, missing_programs
+from slurm_cluster import Cluster, needs_slurm
 
-pytestmark = [
-    pytest.mark.site,
-    pytest.mark.end_to_end,
-    pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT),
-]
+pytestmark = [pytest.mark.site, pytest.mark.end_to_end, needs_slurm]
 
 PAGE = Path(__file__).parents[2] / "docs" / "team.md"
 

@@ -12,7 +12,7 @@ from prefect.states import Cancelling, Crashed
 from process_tools import until
 from site_files import QUICK
 from sites import Site, go, starts, state_of
-from slurm_cluster import WHY_NOT, Cluster, missing_programs
+from slurm_cluster import Cluster, needs_slurm
 
 from flows import reconcile
 from flows.deployments.registration import ENTRYPOINT
@@ -28,11 +28,7 @@ from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.slurm.scheduler import SlurmScheduler
 from rlhf_core.schemas.attempts import RunState
 
-pytestmark = [
-    pytest.mark.site,
-    pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT),
-    pytest.mark.end_to_end,
-]
+pytestmark = [pytest.mark.site, needs_slurm, pytest.mark.end_to_end]
 
 LATE = (ActionKind.PUBLISH, ActionKind.END_TASK_RUN)
 """Actions that only make Prefect show what has happened, also to the runs of earlier tests: they come at any time."""

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from probe_faults import FEW_PROBES, NUM_NODES, Case, probe
-from slurm_cluster import WHY_NO_NAMESPACES, Cluster
+from slurm_cluster import Cluster, needs_namespaces
 
-pytestmark = pytest.mark.skipif(bool(WHY_NO_NAMESPACES), reason=WHY_NO_NAMESPACES)
+pytestmark = needs_namespaces
 
 
 @pytest.fixture(scope="module")

@@ -9,14 +9,9 @@ from typing import Any
 
 import pytest
 from process_tools import run_rlhf
-from slurm_cluster import WHY_NO_NAMESPACES, Cluster
+from slurm_cluster import Cluster, needs_namespaces
 
-pytestmark = [
-    pytest.mark.site,
-    pytest.mark.skipif(bool(WHY_NO_NAMESPACES), reason=WHY_NO_NAMESPACES),
-    pytest.mark.end_to_end,
-    pytest.mark.training,
-]
+pytestmark = [pytest.mark.site, needs_namespaces, pytest.mark.end_to_end, pytest.mark.training]
 
 SMALL = (
     "resources.num_nodes=3",

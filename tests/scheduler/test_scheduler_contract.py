@@ -9,7 +9,7 @@ import pytest
 from control_fakes import FakeScheduler
 from job_requests import job_request, run_id_of
 from process_tools import until
-from slurm_cluster import WHY_NOT, Cluster, missing_programs
+from slurm_cluster import Cluster, needs_slurm
 
 from rlhf_core.errors import SubmissionFailed
 from rlhf_core.scheduler import JobRequest, JobState, Scheduler
@@ -85,13 +85,7 @@ def fake_scheduler() -> FakeScheduler:
     return scheduler
 
 
-@pytest.fixture(
-    params=[
-        "fake",
-        "local",
-        pytest.param("slurm", marks=pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT)),
-    ]
-)
+@pytest.fixture(params=["fake", "local", pytest.param("slurm", marks=needs_slurm)])
 def site(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     """A site of each kind; jobs that a test leaves running are ended."""
     scheduler: Scheduler = LocalScheduler()
@@ -194,11 +188,7 @@ def test_a_job_can_be_cancelled_right_after_it_was_submitted(site: Site) -> None
     assert not (site.folder / "began").exists()
 
 
-@pytest.mark.parametrize(
-    "site",
-    ["fake", pytest.param("slurm", marks=pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT))],
-    indirect=True,
-)
+@pytest.mark.parametrize("site", ["fake", pytest.param("slurm", marks=needs_slurm)], indirect=True)
 def test_a_waiting_job_is_found_and_never_starts_once_it_is_cancelled(site: Site) -> None:
     """Not on this machine, whose jobs never wait."""
     if isinstance(site.scheduler, FakeScheduler):

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from job_requests import job_request, run_id_of
 from process_tools import until
-from slurm_cluster import WHY_NOT, Cluster, missing_programs
+from slurm_cluster import Cluster, needs_slurm
 
 from rlhf_core.errors import SchedulerError, SchedulerUnavailable, SubmissionFailed
 from rlhf_core.launch.journal import Journal
@@ -28,10 +28,7 @@ from rlhf_core.scheduler.slurm.scheduler import SlurmScheduler
 from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.resources import Submission
 
-pytestmark = [
-    pytest.mark.end_to_end,
-    pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT),
-]
+pytestmark = [pytest.mark.end_to_end, needs_slurm]
 
 
 WAIT = "until [ -e {} ]; do sleep 0.1; done"

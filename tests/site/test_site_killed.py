@@ -8,17 +8,13 @@ import pytest
 from process_tools import until
 from site_files import QUICK
 from sites import Site, go, starts, state_of
-from slurm_cluster import WHY_NOT, Cluster, missing_programs
+from slurm_cluster import Cluster, needs_slurm
 
 from flows.services import SERVICES
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import RunState
 
-pytestmark = [
-    pytest.mark.site,
-    pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT),
-    pytest.mark.end_to_end,
-]
+pytestmark = [pytest.mark.site, needs_slurm, pytest.mark.end_to_end]
 
 DRIVEN = [("Completed", False)]
 ADOPTED = [("Crashed", False), ("Completed", True)]

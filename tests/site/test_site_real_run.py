@@ -7,17 +7,12 @@ import pytest
 from process_tools import until
 from site_files import QUICK, ROOT, options
 from sites import Site, state_of
-from slurm_cluster import WHY_NOT, Cluster, missing_programs
+from slurm_cluster import Cluster, needs_slurm
 
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import RunState
 
-pytestmark = [
-    pytest.mark.site,
-    pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT),
-    pytest.mark.training,
-    pytest.mark.end_to_end,
-]
+pytestmark = [pytest.mark.site, needs_slurm, pytest.mark.training, pytest.mark.end_to_end]
 
 TIMEOUT_S = 150.0
 

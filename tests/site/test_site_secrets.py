@@ -15,15 +15,11 @@ from process_tools import ASKING_INTERVAL_S, until
 from secret_places import environments, files_with, tables_with
 from site_files import QUICK, small
 from sites import Site, go
-from slurm_cluster import WHY_NOT, Cluster, missing_programs
+from slurm_cluster import Cluster, needs_slurm
 
 from rlhf_core.schemas.site import is_private
 
-pytestmark = [
-    pytest.mark.site,
-    pytest.mark.end_to_end,
-    pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT),
-]
+pytestmark = [pytest.mark.site, pytest.mark.end_to_end, needs_slurm]
 
 PRESET = "slurm-quickstart"
 CANARY = "c4nary-of-the-site"

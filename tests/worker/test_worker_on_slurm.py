@@ -11,7 +11,7 @@ import psutil
 import pytest
 from agent_runs import REPOSITORY, TARGETS, AgentRun
 from process_tools import is_alive, until
-from slurm_cluster import WHY_NOT, Cluster, missing_programs
+from slurm_cluster import Cluster, needs_slurm
 
 from rlhf_core.files.appended import read_models
 from rlhf_core.files.whole import read_model
@@ -26,11 +26,7 @@ from rlhf_core.schemas.resources import Placement
 from rlhf_core.watchdog.attempt_failure import AttemptFailure, explain
 from rlhf_core.watchdog.watcher import AttemptSnapshot, Watcher
 
-pytestmark = [
-    pytest.mark.end_to_end,
-    pytest.mark.training,
-    pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT),
-]
+pytestmark = [pytest.mark.end_to_end, pytest.mark.training, needs_slurm]
 
 MakeRun = Callable[..., AgentRun]
 Submit = Callable[..., Watcher]
