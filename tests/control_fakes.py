@@ -266,12 +266,7 @@ class FakeAgent:
         write_model(self.run_dir.attempt(self.attempt).probe_report, report)
 
     def incident(
-        self,
-        kind: FailureKind,
-        fingerprint: str = "",
-        health_rule: str = "",
-        role: Role | None = None,
-        phase: str = "",
+        self, kind: FailureKind, fingerprint: str = "", health_rule: str = "", role: Role | None = None, phase: str = ""
     ) -> Incident:
         """Build the incident that agent 0 writes after a failure."""
         folder = self.run_dir.attempt(self.attempt).restart(self.restart)

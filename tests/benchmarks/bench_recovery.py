@@ -31,11 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from slurm_cluster import WHY_NOT, Cluster, missing_programs
 
-SHORT = (
-    "checkpoint.every_num_steps=10",
-    "evaluate.num_prompts=64",
-    "evaluate.every_num_steps=0",
-)
+SHORT = ("checkpoint.every_num_steps=10", "evaluate.num_prompts=64", "evaluate.every_num_steps=0")
 
 
 def first_line_after(restart: RestartDir, step: int) -> datetime | None:

@@ -23,15 +23,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rollout_load import (
-    MAX_NEW_TOKENS,
-    MAX_PROMPT_TOKENS,
-    Load,
-    OrderGivenDispatcher,
-    Round,
-    rollout,
-    running_engines,
-)
+from rollout_load import MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, Load, OrderGivenDispatcher, Round, rollout, running_engines
 
 from rlhf_core.training.rollouts.base import Sampling
 

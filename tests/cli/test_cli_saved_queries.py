@@ -27,12 +27,7 @@ def test_the_list_has_every_query(capsys: pytest.CaptureFixture[str]) -> None:
     assert execute(["sql", "--list", "--json"]) == 0
     (first, *_) = json.loads(capsys.readouterr().out)
     assert first["name"] == "best-checkpoint"
-    assert first["arguments"][0] == {
-        "name": "evaluation",
-        "type": "text",
-        "default": "greedy",
-        "meaning": "evaluation",
-    }
+    assert first["arguments"][0] == {"name": "evaluation", "type": "text", "default": "greedy", "meaning": "evaluation"}
 
 
 def test_a_query_with_and_without_values(known: RunFiles, capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,10 +69,7 @@ CASES = {
             error="KeyError: 'iteration'",
         ),
     ),
-    "DLRover #1175: ranks that do not come": (
-        Kind.RENDEZVOUS,
-        "TimeoutError: Timeout 5400s to complete rendezvous.\n",
-    ),
+    "DLRover #1175: ranks that do not come": (Kind.RENDEZVOUS, "TimeoutError: Timeout 5400s to complete rendezvous.\n"),
     "SGLang #8974: NCCL fails, the engine's death is a consequence": (
         Kind.NETWORK,
         trace(

@@ -70,11 +70,7 @@ def test_a_message_is_known_by_what_it_says_is_wrong(line: str, kind: Kind) -> N
             "requests.exceptions.ReadTimeout: the read operation timed out",
             Kind.ENGINE,
         ),
-        (
-            ((f"{SITE}/trl/extras/vllm_client.py", "generate"),),
-            "Exception: Request failed: 500",
-            Kind.ENGINE,
-        ),
+        (((f"{SITE}/trl/extras/vllm_client.py", "generate"),), "Exception: Request failed: 500", Kind.ENGINE),
         (
             ((f"{SITE}/ray/_private/worker.py", "put_object"),),
             "ray.exceptions.ObjectStoreFullError: Failed to put object 7 in object store",

@@ -16,10 +16,7 @@ def score(*, completions, **columns):
 """
 """A fault that only the nodes show: a look at the data before finds nothing wrong with it."""
 
-SHORT = (
-    *options("loops.warm_start.num_steps=1", "loops.main.num_steps=4", "evaluate.num_prompts=8"),
-    "--no-prefect",
-)
+SHORT = (*options("loops.warm_start.num_steps=1", "loops.main.num_steps=4", "evaluate.num_prompts=8"), "--no-prefect")
 TRIAL = ("--set", "preflight.trial=run", "--set", "preflight.trial_steps=1", *SHORT)
 
 

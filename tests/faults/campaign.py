@@ -38,14 +38,7 @@ from fault_engines import engine_scenarios
 from fault_inject import Place, Truth
 from fault_measure import Row, all_incidents, measure, measure_gone, same_parameters
 from fault_runs import DisturbedSite, Stuck, engines, steps
-from fault_services import (
-    Cluster,
-    PrefectServer,
-    has_memory_groups,
-    left_behind,
-    memory_group,
-    small_disk,
-)
+from fault_services import Cluster, PrefectServer, has_memory_groups, left_behind, memory_group, small_disk
 from fault_soon import PREFIX, soon_scenarios
 from fault_table import markdown, write_between
 from fault_wrapped import PREFIX as OF_SCRIPTS

@@ -148,12 +148,7 @@ def _reward(what: str) -> Callable[[random.Random], dict[str, Any]]:
 
 
 def _collective(what: str) -> Callable[[random.Random], dict[str, Any]]:
-    return lambda chance: {
-        "moment": "metrics",
-        "what": what,
-        "rank": -1,
-        "odd_rank": chance.randrange(NUM_RANKS),
-    }
+    return lambda chance: {"moment": "metrics", "what": what, "rank": -1, "odd_rank": chance.randrange(NUM_RANKS)}
 
 
 def _slow(phase: str, seconds: float, gap_s: float) -> Callable[[random.Random], dict[str, Any]]:
@@ -385,11 +380,7 @@ CONTROLS: tuple[Kind, ...] = (
 
 
 def scenarios(
-    seed: int,
-    times_hang: int,
-    times_other: int,
-    num_controls: int,
-    available: frozenset[str],
+    seed: int, times_hang: int, times_other: int, num_controls: int, available: frozenset[str]
 ) -> list[Scenario]:
     """All runs of a campaign. The same arguments give the same faults at the same moments.
 

@@ -24,12 +24,7 @@ _HEALTHY = Expected()
 
 
 def _reward(what: str, seconds: float = 0.0) -> Callable[[random.Random], dict[str, Any]]:
-    return lambda chance: {
-        "moment": "reward",
-        "what": what,
-        "rank": chance.randrange(NUM_RANKS),
-        "seconds": seconds,
-    }
+    return lambda chance: {"moment": "reward", "what": what, "rank": chance.randrange(NUM_RANKS), "seconds": seconds}
 
 
 def _kind(row: str, expected: Expected = _HEALTHY, **fields: Any) -> Kind:

@@ -211,9 +211,7 @@ def logged() -> Iterator[Callable[[], tuple[str, str, str]]]:
         wanted = {"state": {"type": {"not_any_": ["SCHEDULED"]}}, "expected_start_time": due}
         with api_client() as client:
             (newest,) = client.read_flow_runs(
-                flow_run_filter=FlowRunFilter.model_validate(wanted),
-                sort=FlowRunSort.EXPECTED_START_TIME_DESC,
-                limit=1,
+                flow_run_filter=FlowRunFilter.model_validate(wanted), sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=1
             )
             lines = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[newest.id])), limit=200)
         assert newest.state is not None

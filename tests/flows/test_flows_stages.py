@@ -318,9 +318,7 @@ def test_a_budget_that_a_user_renewed_outlasts_the_controller(harness: Controlle
 
 
 def test_the_cap_on_hours_bounds_the_time_limit_and_then_the_attempts(harness: ControllerHarness) -> None:
-    run_dir = harness.run(
-        make_spec(supervise={"max_node_hours": 5}, resources={"num_nodes": 2, "time_limit_s": 7000}),
-    )
+    run_dir = harness.run(make_spec(supervise={"max_node_hours": 5}, resources={"num_nodes": 2, "time_limit_s": 7000}))
     harness.scheduler.nodes = ("n1", "n2")
     gets_further_each_time(harness, run_dir, hours=1.0)
     words = (

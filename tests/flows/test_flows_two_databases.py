@@ -18,10 +18,7 @@ def test_the_older_controller_stops_at_its_next_line(harness: ControllerHarness,
     run_dir = harness.run()
     older = harness.controller(run_dir)
     older.journal.move_run(RunState.PREFLIGHT, "started")
-    with (
-        HistoryStore(new_sqlite(tmp_path)) as restored,
-        opened(run_dir, harness.site, restored, Notes()) as newer,
-    ):
+    with HistoryStore(new_sqlite(tmp_path)) as restored, opened(run_dir, harness.site, restored, Notes()) as newer:
         newer.journal.move_run(RunState.QUEUED, "checked")
         before = run_dir.control.read_bytes()
         with pytest.raises(LeaseLost, match="another controller owns the run"):

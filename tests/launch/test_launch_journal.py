@@ -225,13 +225,7 @@ def test_the_reserve_is_released_unless_another_process_owns_it(run_dir: RunDir)
 def completed(run_dir: RunDir) -> Path:
     """The journal of a completed run, whose last line records the end."""
     journal = Journal(run_dir, token=1)
-    for state in (
-        RunState.PREFLIGHT,
-        RunState.QUEUED,
-        RunState.TRAINING,
-        RunState.EVALUATING,
-        RunState.COMPLETED,
-    ):
+    for state in (RunState.PREFLIGHT, RunState.QUEUED, RunState.TRAINING, RunState.EVALUATING, RunState.COMPLETED):
         journal.move_run(state, "so it went")
     journal.close()
     return run_dir.control

@@ -12,13 +12,7 @@ from control_fakes import make_spec
 from rlhf_core.errors import BadConfig, RunDirError
 from rlhf_core.files.appended import read_models
 from rlhf_core.launch import prepare as launch_prepare
-from rlhf_core.launch.prepare import (
-    git_revision,
-    prepare,
-    prepare_trial,
-    program_revision,
-    user_modules,
-)
+from rlhf_core.launch.prepare import git_revision, prepare, prepare_trial, program_revision, user_modules
 from rlhf_core.run_dir.run import is_run_id, new_run_id, run_dirs
 from rlhf_core.schemas.journal import JournalLine
 

@@ -188,10 +188,7 @@ def test_a_sourced_file_is_read_in_its_place() -> None:
     text = 'SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"\n'
     text += 'source "${SCRIPT_DIR}/model.sh" big\nx ${MODEL_ARGS[@]} $ROOT\nsource other.sh'
     found = read_shell(text, {"PWD": "/p", FOLDER_OF_SCRIPT: "conf"}, sourced=files.get).commands
-    assert [command.argv for command in found] == [
-        ("x", "--layers", "4", "/p/conf/.."),
-        ("source", "other.sh"),
-    ]
+    assert [command.argv for command in found] == [("x", "--layers", "4", "/p/conf/.."), ("source", "other.sh")]
     assert found[0].variables == {"ROOT": "/p/conf/..", "GIVEN": "big"}
     assert found[0].line == 3
 

@@ -263,10 +263,7 @@ def test_files_next_to_the_line_are_read() -> None:
     [
         ("accelerate launch --config_file a.yaml t.py", ["a.yaml: there is no such file in /home/u"]),
         ("accelerate launch --config_file plain t.py", ["plain: there is no such file in /home/u"]),
-        (
-            "accelerate launch --use_deepspeed --deepspeed_config_file ds t.py",
-            ["ds: there is no such file in /home/u"],
-        ),
+        ("accelerate launch --use_deepspeed --deepspeed_config_file ds t.py", ["ds: there is no such file in /home/u"]),
         ("torchrun t.py --deepspeed /no/ds.json", ["/no/ds.json: there is no such file"]),
         ("deepspeed t.py --deepspeed_config ds.json", ["ds.json: there is no such file in /home/u"]),
         ("deepspeed --hostfile hosts t.py", ["the nodes of hosts: there is no such file"]),

@@ -171,10 +171,7 @@ def with_algorithm(**settings: Any) -> Facts:
     return with_spec(loops=loops)
 
 
-DPO = {
-    "main": {"num_steps": 1, "algorithm": {"name": "dpo"}, "optimizer": {"learning_rate": 1e-4}},
-    "warm_start": None,
-}
+DPO = {"main": {"num_steps": 1, "algorithm": {"name": "dpo"}, "optimizer": {"learning_rate": 1e-4}}, "warm_start": None}
 CRITIC_FIRST = {
     "num_steps": 20,
     "algorithm": {"name": "ppo", "critic_warmup_steps": 15},
@@ -313,8 +310,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         "resources.min_nodes",
         BLOCKED,
         with_spec(
-            rollout={"engines": 16},
-            resources={"num_nodes": 4, "min_nodes": 2, "ranks_per_node": 4, "gpus_per_node": 8},
+            rollout={"engines": 16}, resources={"num_nodes": 4, "min_nodes": 2, "ranks_per_node": 4, "gpus_per_node": 8}
         ),
         "divides the rows of every loop and suits 16 rollout engines",
     ),
@@ -346,12 +342,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("steps.warm_start", BLOCKED, with_spec(train={"algorithm": "sft"}), "loops.warm_start.num_steps=0"),
     ("steps.learning_rate", WARNING, with_spec(train={"learning_rate": 1e6}), "learning_rate = 1e+06"),
     ("steps.learning_rate_warmup", WARNING, with_spec(train={"warmup_steps": 20}), "at most 2"),
-    (
-        "steps.learning_rate_warmup",
-        WARNING,
-        with_spec(loops={"main": CRITIC_FIRST}),
-        "15 train the value model alone",
-    ),
+    ("steps.learning_rate_warmup", WARNING, with_spec(loops={"main": CRITIC_FIRST}), "15 train the value model alone"),
     ("steps.checkpoints", WARNING, with_spec(checkpoint={"every_num_steps": 500}), "checkpoint.every_num_steps"),
     ("data.readable", BLOCKED, train_file(problem="there is no such file"), "no such file"),
     ("data.readable", SKIPPED, train_file(path=Path("/d/a.parquet"), scanned=False), "parquet"),

@@ -23,13 +23,7 @@ STEPS += " --use_cpu true"
 BATCH = "--per_device_train_batch_size 4 --gradient_accumulation_steps 1 --num_generations 4"
 TORCHRUN = f"torchrun {NODES} --master_port {{master_port}} /d/train.py {STEPS} {BATCH}"
 SWIFT = f"swift rlhf --rlhf_type grpo {STEPS} --add_version false {BATCH}"
-PACKAGES = {
-    "torch": "2.13.0",
-    "transformers": "5.19.0",
-    "trl": "1.16.0",
-    "ms-swift": "4.6.0",
-    "tensorboard": "2.20",
-}
+PACKAGES = {"torch": "2.13.0", "transformers": "5.19.0", "trl": "1.16.0", "ms-swift": "4.6.0", "tensorboard": "2.20"}
 SIDE = TrainerSide(
     folder="/envs/trl",
     program="/envs/trl/bin/torchrun",

@@ -210,12 +210,7 @@ def test_config_files_are_read_each_for_its_reader(tmp_path: Path) -> None:
         "train.py",
         str(tmp_path / "torn.yaml"),
     ]
-    argv += [
-        "--deepspeed",
-        str(tmp_path / "ds.json"),
-        "--config",
-        str(tmp_path / "trl.yaml"),
-    ]
+    argv += ["--deepspeed", str(tmp_path / "ds.json"), "--config", str(tmp_path / "trl.yaml")]
     side = inspected(tmp_path, argv)
     found = side.launcher_settings
     assert (found["num_machines"], found["deepspeed_multinode_launcher"]) == ("2", "pdsh")

@@ -158,10 +158,7 @@ def test_a_trial_of_engines_with_nodes_of_their_own_has_one_of_each_kind() -> No
     """The same number of engines on each node as in the run; with the control, engines beside the trainers."""
     spec = with_spec(resources={"num_nodes": 6}, rollout={"engines": 4, "nodes": 2}).spec
     small, whole = rungs(spec)
-    assert (small.title, whole.title) == (
-        "trial on one node for training and one for engines",
-        "trial on all 6 nodes",
-    )
+    assert (small.title, whole.title) == ("trial on one node for training and one for engines", "trial on all 6 nodes")
     tried = [trial_spec(spec, rung) for rung in (small, whole)]
     assert [(one.resources.num_nodes, one.rollout.nodes, one.rollout.engines) for one in tried] == [
         (2, 1, 2),

@@ -70,7 +70,7 @@ DECISIONS: list[dict[str, Any]] = [
         "excluded_nodes": [],
         "config_diff": {},
         "resume_checkpoint": "",
-    },
+    }
 ]
 
 
@@ -296,10 +296,7 @@ def learned(**changes: Any) -> ReportData:
             "state_changed_at": at(420),
         },
         "num_parameters": 805_248,
-        "tables": {
-            ("before", "greedy"): _table(wrong=7),
-            ("after", "greedy"): _table(wrong=2),
-        },
+        "tables": {("before", "greedy"): _table(wrong=7), ("after", "greedy"): _table(wrong=2)},
         "samples": _samples(),
         "notes": [],
     }

@@ -39,13 +39,7 @@ def hung_run(runs: Path) -> RunFiles:
     for step in (1, 2, 3):
         run.metrics(1, 0, step, 6 + 2 * step)
     run.incident(
-        1,
-        0,
-        FailureKind.COLLECTIVE_HANG,
-        17,
-        detected_after_s=5.0,
-        collective="gloo:all_reduce",
-        collective_sequence=7,
+        1, 0, FailureKind.COLLECTIVE_HANG, 17, detected_after_s=5.0, collective="gloo:all_reduce", collective_sequence=7
     )
     run.decision(1, 0, Action.RESTART_IN_PLACE, 17.5)
     run.event(1, 1, "role_started", 18)

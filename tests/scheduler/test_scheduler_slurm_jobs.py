@@ -335,11 +335,7 @@ def jobs_of(cluster: Cluster, folder: Path) -> list[str]:
     ids=["accepted", "accepted with the comment of a plug-in", "control: not accepted"],
 )
 def test_a_lost_answer_never_makes_two_jobs(
-    tmp_path: Path,
-    cluster: Cluster,
-    scheduler: SlurmScheduler,
-    monkeypatch: pytest.MonkeyPatch,
-    first: str,
+    tmp_path: Path, cluster: Cluster, scheduler: SlurmScheduler, monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
     """The next controller adopts an existing job, and submits one if there is none."""
     request = make_request(tmp_path, "sleep 300")

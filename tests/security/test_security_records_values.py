@@ -22,16 +22,7 @@ from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal, read_record
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.schemas import (
-    checkpoint_files,
-    checks,
-    failures,
-    journal,
-    probe,
-    reports,
-    resources,
-    stored_spec,
-)
+from rlhf_core.schemas import checkpoint_files, checks, failures, journal, probe, reports, resources, stored_spec
 from rlhf_core.schemas.attempts import AttemptState, RunState
 from rlhf_core.schemas.base import LABEL_CHARACTERS, MESSAGE_CHARACTERS
 from rlhf_core.schemas.journal import (

@@ -143,12 +143,7 @@ def test_names_of_loopback_are_served(site: Site) -> None:
 
 def test_what_a_page_of_another_origin_sends_is_refused(site: Site) -> None:
     host = f"127.0.0.1:{site.port}"
-    for origin in (
-        "http://evil.example",
-        f"http://127.0.0.1:{site.port + 1}",
-        f"http://localhost:{site.port}",
-        "null",
-    ):
+    for origin in ("http://evil.example", f"http://127.0.0.1:{site.port + 1}", f"http://localhost:{site.port}", "null"):
         assert asked(site, "POST", "/api/flows/filter", "{}", origin=origin) == 403
         assert asked(site, "POST", "/api/flows/filter", "{}", referer=f"{origin}/page") == 403
         assert websocket_named(site, host, origin) == 403

@@ -168,11 +168,7 @@ def hostile_run(runs: Path, texts: tuple[str, ...]) -> RunDir:
 
 def decision(text: str) -> Decision:
     return decision_of(
-        Action.RESTART_IN_PLACE,
-        reason=text,
-        excluded_nodes=(text,),
-        config_diff={text: text},
-        resume_checkpoint=text,
+        Action.RESTART_IN_PLACE, reason=text, excluded_nodes=(text,), config_diff={text: text}, resume_checkpoint=text
     )
 
 

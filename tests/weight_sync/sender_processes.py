@@ -114,12 +114,7 @@ class Trainer:
         return process, ours
 
     def sync(
-        self,
-        engines: Sequence[EngineProcess],
-        version: int,
-        seed: int,
-        *,
-        is_alone: bool = False,
+        self, engines: Sequence[EngineProcess], version: int, seed: int, *, is_alone: bool = False
     ) -> WeightSyncReport:
         """Bring the odd weights with this seed into force."""
         weights, self._read = odd_weights(seed), []

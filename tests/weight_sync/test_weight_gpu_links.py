@@ -9,17 +9,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_stand_in import CpuForGpu
-from sync_processes import (
-    Faults,
-    Fleet,
-    beat,
-    digests,
-    layout_of,
-    living,
-    new_sender,
-    odd_weights,
-    sync,
-)
+from sync_processes import Faults, Fleet, beat, digests, layout_of, living, new_sender, odd_weights, sync
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 

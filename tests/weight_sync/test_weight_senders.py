@@ -8,17 +8,7 @@ import pytest
 import torch
 from gpu_stand_in import CpuForGpu
 from sender_processes import SenderFault, Trainer
-from sync_processes import (
-    EngineProcess,
-    Faults,
-    Fleet,
-    beat,
-    digests,
-    layout_of,
-    living,
-    odd_weights,
-    streamed,
-)
+from sync_processes import EngineProcess, Faults, Fleet, beat, digests, layout_of, living, odd_weights, streamed
 from torch import Tensor
 
 from rlhf_core.errors import WeightSyncFailed

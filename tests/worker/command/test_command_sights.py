@@ -17,14 +17,7 @@ from rlhf_core.worker.command.sources.stdout import Stdout
 from rlhf_core.worker.command.sources.tensorboard import TensorBoard
 from rlhf_core.worker.command.sources.trainer_log import TrainerLog
 
-FROM_OUTSIDE: tuple[Any, ...] = (
-    TrainerLog,
-    TensorBoard,
-    Stdout,
-    Checkpoints,
-    Activity,
-    Stacks,
-)
+FROM_OUTSIDE: tuple[Any, ...] = (TrainerLog, TensorBoard, Stdout, Checkpoints, Activity, Stacks)
 
 
 @pytest.mark.parametrize("make", FROM_OUTSIDE)

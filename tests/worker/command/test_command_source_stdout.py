@@ -8,12 +8,7 @@ from watched_programs import STEPS, Polls, Start, append, make_old, watched
 
 from rlhf_core.launch.wrap.arguments import VERL_PATTERNS
 from rlhf_core.worker.command.observation import StepFigures
-from rlhf_core.worker.command.sources.stdout import (
-    MAX_BYTES_PER_POLL,
-    MAX_LINE_CHARACTERS,
-    PART_CHARACTERS,
-    Stdout,
-)
+from rlhf_core.worker.command.sources.stdout import MAX_BYTES_PER_POLL, MAX_LINE_CHARACTERS, PART_CHARACTERS, Stdout
 
 STEP_LINE = r"step (?P<step>\d+)(?: loss (?P<loss>\S+))?"
 BAR = r"(?P<step>\d+)/\d+ \["
