@@ -21,6 +21,9 @@ WRAPPED_PACE_S = 0.5
 """Pace of scripts: between two faults, a checkpoint has to be left alone for a while, and published."""
 SLOW_PACE_S = 2.0
 
+Inside = Callable[[random.Random], dict[str, Any]]
+"""Makes a fault inside a worker, with what is left to chance."""
+
 
 @dataclass(frozen=True)
 class Expected:
@@ -41,7 +44,8 @@ class Expected:
     """True if the final parameters must be those of the undisturbed run, bit for bit."""
 
 
-def _expect(kinds: str, actions: str, blame: str = "", limit: str = "", *, same_numbers: bool = True) -> Expected:
+def expect(kinds: str, actions: str, blame: str = "", limit: str = "", *, same_numbers: bool = True) -> Expected:
+    """An outcome; kinds and actions are words with spaces between them."""
     return Expected(frozenset(kinds.split()), frozenset(actions.split()), blame, limit, same_numbers)
 
 
@@ -100,7 +104,7 @@ class Kind:
     row: str
     expected: Expected
     is_hang: bool = False
-    inside: Callable[[random.Random], dict[str, Any]] | None = None
+    inside: Inside | None = None
     outside: str = ""
     ends_run: bool = False
     """Training does not continue after it: one fault per run."""
@@ -127,147 +131,77 @@ class Kind:
 # Kinds
 
 _IN_PLACE = "restart_in_place"
-_STOPPED = _expect("hang", _IN_PLACE, "rank", "hang")
-_MISMATCH = _expect("collective_mismatch", "stop", same_numbers=False)
-_SLURM = frozenset({"slurm"})
-_LOST = _expect("node_lost", "new_attempt", "node", "silence")
+_STOPPED = expect("hang", _IN_PLACE, "rank", "hang")
+_MISMATCH = expect("collective_mismatch", "stop", same_numbers=False)
+SLURM = frozenset({"slurm"})
+_LOST = expect("node_lost", "new_attempt", "node", "silence")
 
 
-def _beat(what: str, phase: str, beats: int = 1) -> Callable[[random.Random], dict[str, Any]]:
-    return lambda chance: {
-        "moment": "beat",
-        "what": what,
-        "phase": phase,
-        "rank": chance.randrange(NUM_RANKS),
-        "after_beats": chance.randrange(beats),
-    }
+def in_a_rank(moment: str, what: str, **fields: Any) -> Inside:
+    """A fault at a moment of any one rank."""
+    return lambda chance: {"moment": moment, "what": what, "rank": chance.randrange(NUM_RANKS), **fields}
 
 
-def _reward(what: str) -> Callable[[random.Random], dict[str, Any]]:
-    return lambda chance: {"moment": "reward", "what": what, "rank": chance.randrange(NUM_RANKS)}
-
-
-def _collective(what: str) -> Callable[[random.Random], dict[str, Any]]:
+def in_a_collective(what: str) -> Inside:
+    """A fault of any one rank in the collective for the metrics."""
     return lambda chance: {"moment": "metrics", "what": what, "rank": -1, "odd_rank": chance.randrange(NUM_RANKS)}
 
 
-def _slow(phase: str, seconds: float, gap_s: float) -> Callable[[random.Random], dict[str, Any]]:
-    return lambda chance: {
-        "moment": "slow",
-        "what": "slow",
-        "phase": phase,
-        "rank": chance.randrange(NUM_RANKS),
-        "seconds": seconds,
-        "gap_s": gap_s,
-    }
+def _beat(what: str, phase: str, beats: int = 1) -> Inside:
+    at_a_beat = in_a_rank("beat", what, phase=phase)
+    return lambda chance: {**at_a_beat(chance), "after_beats": chance.randrange(beats)}
+
+
+def _slow(phase: str, seconds: float, gap_s: float) -> Inside:
+    return in_a_rank("slow", "slow", phase=phase, seconds=seconds, gap_s=gap_s)
 
 
 KINDS: tuple[Kind, ...] = (
-    Kind("SIGKILL a rank", _expect("worker_killed", _IN_PLACE, "rank", "death"), outside="kill_rank"),
+    Kind("SIGKILL a rank", expect("worker_killed", _IN_PLACE, "rank", "death"), outside="kill_rank"),
     Kind("SIGSTOP a rank", _STOPPED, is_hang=True, outside="stop_rank"),
     Kind("SIGSTOP in rollout", _STOPPED, is_hang=True, inside=_beat("stop", "rollout", beats=4)),
     Kind("SIGSTOP in checkpoint", _STOPPED, is_hang=True, inside=_beat("stop", "checkpoint", 2), on_checkpoint=True),
     Kind("SIGSTOP in evaluation", _STOPPED, is_hang=True, inside=_beat("stop", "evaluate", 4), on_checkpoint=True),
-    Kind("endless Python loop in the reward function", _STOPPED, is_hang=True, inside=_reward("endless_loop")),
-    Kind("C call holding the GIL", _STOPPED, is_hang=True, inside=_reward("hold_gil")),
-    Kind(
-        "a rank skips a collective, equal shape",
-        _MISMATCH,
-        is_hang=True,
-        inside=_collective("skip_equal_shape"),
-        ends_run=True,
-    ),
+    Kind("endless Python loop in the reward function", _STOPPED, is_hang=True,
+         inside=in_a_rank("reward", "endless_loop")),
+    Kind("C call holding the GIL", _STOPPED, is_hang=True, inside=in_a_rank("reward", "hold_gil")),
+    Kind("a rank skips a collective, equal shape", _MISMATCH, is_hang=True, inside=in_a_collective("skip_equal_shape"),
+         ends_run=True),
     # Only gloo's words tell these two apart before the flight recorders are read: they are confirmed once.
-    Kind(
-        "a rank skips a collective, another shape",
-        _expect("collective_mismatch", "restart_in_place stop", same_numbers=False),
-        is_hang=True,
-        inside=_collective("skip_other_shape"),
-        ends_run=True,
-    ),
-    Kind(
-        "a rank sends a wrong shape",
-        _expect("collective_mismatch", "restart_in_place stop", same_numbers=False),
-        inside=_collective("wrong_shape"),
-        ends_run=True,
-    ),
-    Kind(
-        "raised CUDA OOM",
-        _expect("cuda_oom", "new_attempt restart_in_place", "rank", "death", same_numbers=False),
-        inside=_beat("cuda_oom", "train"),
-        ends_run=True,
-    ),
-    Kind(
-        "host OOM kill",
-        _expect("host_oom", _IN_PLACE, "rank", "death"),
-        inside=_beat("host_oom", "train"),
-        needs=frozenset({"memory_group"}),
-    ),
-    Kind(
-        "NaN in the loss",
-        _expect("non_finite", "new_attempt restart_in_place"),
-        inside=lambda chance: {"moment": "loss", "what": "nan", "rank": chance.randrange(NUM_RANKS)},
-        ends_run=True,
-    ),
-    Kind(
-        "disk full",
-        _expect("disk_full", "stop", same_numbers=False),
-        outside="wait_for_full_disk",
-        ends_run=True,
-        fixed_step=-1,
-        overrides=("checkpoint.keep_last=100", "checkpoint.every_num_steps=1"),
-        needs=frozenset({"small_disk"}),
-    ),
-    Kind(
-        "bad config seen only at run time",
-        _expect("config", "stop", same_numbers=False),
-        outside="nothing",
-        ends_run=True,
-        fixed_step=-1,
-        overrides=('model.config.hidden_act="nosuch"',),
-    ),
-    Kind(
-        "agent killed, the leader",
-        _expect("agent_killed", "new_attempt", "node", "death"),
-        outside="kill_leader",
-        needs=_SLURM,
-    ),
-    Kind(
-        "agent killed, another",
-        _expect("agent_killed", "new_attempt", "node", "death"),
-        outside="kill_agent",
-        needs=_SLURM,
-    ),
-    Kind(
-        "node down (scontrol)",
-        _expect("node_lost", "new_attempt", "node", "death"),
-        outside="node_down",
-        takes_node=True,
-        num_nodes=2,
-        needs=_SLURM,
-    ),
-    Kind(
-        "slurmd killed with its tasks",
-        _expect("node_lost agent_killed", "new_attempt", "node", "death"),
-        outside="kill_slurmd",
-        takes_node=True,
-        num_nodes=2,
-        needs=_SLURM,
-    ),
+    Kind("a rank skips a collective, another shape",
+         expect("collective_mismatch", "restart_in_place stop", same_numbers=False), is_hang=True,
+         inside=in_a_collective("skip_other_shape"), ends_run=True),
+    Kind("a rank sends a wrong shape", expect("collective_mismatch", "restart_in_place stop", same_numbers=False),
+         inside=in_a_collective("wrong_shape"), ends_run=True),
+    Kind("raised CUDA OOM", expect("cuda_oom", "new_attempt restart_in_place", "rank", "death", same_numbers=False),
+         inside=_beat("cuda_oom", "train"), ends_run=True),
+    Kind("host OOM kill", expect("host_oom", _IN_PLACE, "rank", "death"), inside=_beat("host_oom", "train"),
+         needs=frozenset({"memory_group"})),
+    Kind("NaN in the loss", expect("non_finite", "new_attempt restart_in_place"),
+         inside=in_a_rank("loss", "nan"), ends_run=True),
+    Kind("disk full", expect("disk_full", "stop", same_numbers=False), outside="wait_for_full_disk", ends_run=True,
+         fixed_step=-1, overrides=("checkpoint.keep_last=100", "checkpoint.every_num_steps=1"),
+         needs=frozenset({"small_disk"})),
+    Kind("bad config seen only at run time", expect("config", "stop", same_numbers=False), outside="nothing",
+         ends_run=True, fixed_step=-1, overrides=('model.config.hidden_act="nosuch"',)),
+    Kind("agent killed, the leader", expect("agent_killed", "new_attempt", "node", "death"), outside="kill_leader",
+         needs=SLURM),
+    Kind("agent killed, another", expect("agent_killed", "new_attempt", "node", "death"), outside="kill_agent",
+         needs=SLURM),
+    Kind("node down (scontrol)", expect("node_lost", "new_attempt", "node", "death"), outside="node_down",
+         takes_node=True, num_nodes=2, needs=SLURM),
+    Kind("slurmd killed with its tasks", expect("node_lost agent_killed", "new_attempt", "node", "death"),
+         outside="kill_slurmd", takes_node=True, num_nodes=2, needs=SLURM),
     Kind(
         "a byte of the newest checkpoint flipped, then SIGKILL a rank",
-        _expect("checkpoint_corrupt", _IN_PLACE),
+        expect("checkpoint_corrupt", _IN_PLACE),
         outside="damage_and_kill_rank",
         overrides=('checkpoint.memory="off"',),  # otherwise the file is not read
     ),
-    Kind(
-        "the newest checkpoint has no manifest, then an agent killed",
-        _expect("checkpoint_corrupt", _IN_PLACE),
-        outside="damage_and_kill_agent",
-        needs=_SLURM,
-    ),
+    Kind("the newest checkpoint has no manifest, then an agent killed", expect("checkpoint_corrupt", _IN_PLACE),
+         outside="damage_and_kill_agent", needs=SLURM),
     Kind("metrics and events deleted while they are written", Expected(), outside="delete_metrics"),
-    Kind("SIGSTOP of agent 0", _LOST, outside="stop_leader", takes_node=True, num_nodes=2, needs=_SLURM),
+    Kind("SIGSTOP of agent 0", _LOST, outside="stop_leader", takes_node=True, num_nodes=2, needs=SLURM),
     Kind(
         "SIGSTOP of another agent",
         _LOST,
@@ -275,45 +209,28 @@ KINDS: tuple[Kind, ...] = (
         takes_node=True,
         num_nodes=2,
         more_steps=20,  # its ranks continue: the run must not be over before the agent is given up
-        needs=_SLURM,
+        needs=SLURM,
     ),
-    Kind("agent 0's node frozen", _LOST, outside="freeze_leader", takes_node=True, num_nodes=2, needs=_SLURM),
-    Kind("another node frozen", _LOST, outside="freeze_another", takes_node=True, num_nodes=2, needs=_SLURM),
+    Kind("agent 0's node frozen", _LOST, outside="freeze_leader", takes_node=True, num_nodes=2, needs=SLURM),
+    Kind("another node frozen", _LOST, outside="freeze_another", takes_node=True, num_nodes=2, needs=SLURM),
     Kind(
         "packets of agent 0's node swallowed",
         # If two nodes cannot hear each other, it is unknown which one is cut off, unless Slurm has noticed too.
-        _expect("network node_lost", "new_attempt", limit="silence"),
+        expect("network node_lost", "new_attempt", limit="silence"),
         outside="cut_leader",
         ends_run=True,
         num_nodes=2,
         needs=frozenset({"slurm", "namespaces"}),
     ),
-    Kind(
-        "run directory removed",
-        _expect("file_system", "stop", same_numbers=False),
-        outside="remove_directory",
-        ends_run=True,
-    ),
-    Kind(
-        "agent and rank of a node stopped together",
-        _expect("hang node_lost", "restart_in_place new_attempt", "node"),
-        outside="stop_agent_and_rank",
-        takes_node=True,
-        num_nodes=2,
-        needs=_SLURM,
-    ),
-    Kind(
-        "two ranks at once, one killed and one stopped",
-        _expect("worker_killed hang", _IN_PLACE, limit="death"),
-        outside="kill_and_stop",
-    ),
-    Kind("all ranks stopped", _expect("hang collective_hang", _IN_PLACE, limit="hang"), outside="stop_all_ranks"),
-    Kind(
-        "all agents killed",
-        _expect("agent_killed", "new_attempt", limit="death"),
-        outside="kill_all_agents",
-        needs=_SLURM,
-    ),
+    Kind("run directory removed", expect("file_system", "stop", same_numbers=False), outside="remove_directory",
+         ends_run=True),
+    Kind("agent and rank of a node stopped together", expect("hang node_lost", "restart_in_place new_attempt", "node"),
+         outside="stop_agent_and_rank", takes_node=True, num_nodes=2, needs=SLURM),
+    Kind("two ranks at once, one killed and one stopped", expect("worker_killed hang", _IN_PLACE, limit="death"),
+         outside="kill_and_stop"),
+    Kind("all ranks stopped", expect("hang collective_hang", _IN_PLACE, limit="hang"), outside="stop_all_ranks"),
+    Kind("all agents killed", expect("agent_killed", "new_attempt", limit="death"), outside="kill_all_agents",
+         needs=SLURM),
     Kind(
         "slurmstepd killed",
         # Slurm either ends the step, or has no process left to do so: the agent continues, and the run is unharmed.
@@ -322,45 +239,24 @@ KINDS: tuple[Kind, ...] = (
         takes_node=True,
         num_nodes=2,
         more_steps=20,
-        needs=_SLURM,
+        needs=SLURM,
     ),
-    Kind(
-        "controller stopped for 90 s while a rank dies",
-        _expect("worker_killed", _IN_PLACE, "rank", "death"),
-        outside="kill_rank_without_controller",
-        more_steps=40,
-    ),
-    Kind(
-        "database locked for 60 s while a rank dies",
-        _expect("worker_killed", _IN_PLACE, "rank", "death"),
-        outside="kill_rank_with_locked_database",
-        more_steps=30,
-    ),
-    Kind("300 processes forked by a reward function", Expected(), inside=_reward("fork")),
-    Kind("slurmctld away for 30 s", Expected(), outside="slurmctld_away", more_steps=10, needs=_SLURM),
+    Kind("controller stopped for 90 s while a rank dies", expect("worker_killed", _IN_PLACE, "rank", "death"),
+         outside="kill_rank_without_controller", more_steps=40),
+    Kind("database locked for 60 s while a rank dies", expect("worker_killed", _IN_PLACE, "rank", "death"),
+         outside="kill_rank_with_locked_database", more_steps=30),
+    Kind("300 processes forked by a reward function", Expected(), inside=in_a_rank("reward", "fork")),
+    Kind("slurmctld away for 30 s", Expected(), outside="slurmctld_away", more_steps=10, needs=SLURM),
     Kind("database away for 60 s", Expected(), outside="database_away", more_steps=30, needs=frozenset({"postgres"})),
-    Kind(
-        "Prefect server away for 60 s", Expected(), outside="prefect_away", more_steps=30, needs=frozenset({"prefect"})
-    ),
+    Kind("Prefect server away for 60 s", Expected(), outside="prefect_away", more_steps=30,
+         needs=frozenset({"prefect"})),
     Kind("flow process kill -9", Expected(), outside="kill_flow"),
-    Kind(
-        "time limit",
-        _expect("none time_limit preemption", "new_attempt"),
-        outside="wait_for_time_limit",
-        ends_run=True,
-        more_steps=40,
-        overrides=("resources.time_limit_s=180", "slurm.save_lead_s=30"),
-        needs=_SLURM,
-    ),
-    Kind("preemption", _expect("none preemption", "new_attempt"), outside="preempt", ends_run=True, needs=_SLURM),
-    Kind(
-        "scancel from outside",
-        _expect("user_cancel", "stop", same_numbers=False),
-        outside="scancel",
-        ends_run=True,
-        needs=_SLURM,
-    ),
-)
+    Kind("time limit", expect("none time_limit preemption", "new_attempt"), outside="wait_for_time_limit",
+         ends_run=True, more_steps=40, overrides=("resources.time_limit_s=180", "slurm.save_lead_s=30"), needs=SLURM),
+    Kind("preemption", expect("none preemption", "new_attempt"), outside="preempt", ends_run=True, needs=SLURM),
+    Kind("scancel from outside", expect("user_cancel", "stop", same_numbers=False), outside="scancel", ends_run=True,
+         needs=SLURM),
+)  # fmt: skip
 
 CONTROLS: tuple[Kind, ...] = (
     Kind("control: a rollout of 4 s, below the floor", Expected(), inside=_slow("rollout", 4.0, 0.8)),
@@ -370,7 +266,7 @@ CONTROLS: tuple[Kind, ...] = (
     Kind("control: an evaluation of 8 s", Expected(), inside=_slow("evaluate", 8.0, 2.0), on_checkpoint=True),
     Kind("control: a silence of 3.5 s in the reward", Expected(), inside=_slow("reward", 3.5, 3.5)),
     Kind("control: the first step compiles for 12 s", Expected(), inside=_slow("train", 12.0, 12.0), fixed_step=1),
-    Kind("control: a suspended and resumed job", Expected(), outside="suspend", needs=_SLURM),
+    Kind("control: a suspended and resumed job", Expected(), outside="suspend", needs=SLURM),
 )
 """Slow or unusual, but healthy behaviour. A chain of controls is one run."""
 

@@ -1,7 +1,7 @@
 """Runs with rollout engines beside the trainers: two nodes, each with two trainer ranks and an engine; or one node with
 a vLLM engine in two processes."""
 
-from fault_cases import CHAIN, Expected, Kind, Scenario, repeated
+from fault_cases import CHAIN, SLURM, Expected, Inside, Kind, Scenario, expect, repeated
 
 PREFIX = "rollout engines"
 SPLIT_PREFIX = "split engine"
@@ -22,9 +22,12 @@ SPLIT = (
     "supervise.rollout_floor_s=10",
     "supervise.setup_floor_s=600",
 )
-_SLURM = frozenset({"slurm"})
-_ALONE = frozenset({"restart_workers"})
-_KILLED, _HUNG = frozenset({"worker_killed"}), frozenset({"hang"})
+_KILLED = expect("worker_killed", "restart_workers", "rank", "death")
+_HUNG = expect("hang", "restart_workers", "rank", "hang")
+
+
+def _in_an_engine(moment: str, what: str) -> Inside:
+    return lambda chance: {"moment": moment, "what": what, "rank": 0, "engine": chance.randrange(NUM_ENGINES)}
 
 
 def _kind(row: str, expected: Expected, **fields: object) -> Kind:
@@ -38,37 +41,20 @@ def _split(row: str, expected: Expected, outside: str) -> Kind:
 
 
 KINDS: tuple[Kind, ...] = (
-    _kind("SIGKILL an engine", Expected(_KILLED, _ALONE, "rank", "death"), outside="kill_engine"),
-    _kind("SIGSTOP an engine", Expected(_HUNG, _ALONE, "rank", "hang"), outside="stop_engine"),
-    _kind(
-        "SIGKILL an engine in a sync of weights",
-        Expected(_KILLED, _ALONE, "rank", "death"),
-        inside=lambda chance: {"moment": "sync", "what": "SIGKILL", "rank": 0, "engine": chance.randrange(NUM_ENGINES)},
-    ),
-    _kind(
-        "SIGSTOP an engine in a sync of weights",
-        Expected(_HUNG, _ALONE, "rank", "hang"),
-        inside=lambda chance: {"moment": "sync", "what": "SIGSTOP", "rank": 0, "engine": chance.randrange(NUM_ENGINES)},
-    ),
-    _kind(
-        "SIGKILL a trainer rank",
-        Expected(_KILLED, frozenset({"restart_in_place"}), "rank", "death"),
-        outside="kill_rank",
-    ),
-    _kind(
-        "agent killed",
-        Expected(frozenset({"agent_killed"}), frozenset({"new_attempt"}), "node", "death"),
-        outside="kill_agent",
-        needs=_SLURM,
-    ),
+    _kind("SIGKILL an engine", _KILLED, outside="kill_engine"),
+    _kind("SIGSTOP an engine", _HUNG, outside="stop_engine"),
+    _kind("SIGKILL an engine in a sync of weights", _KILLED, inside=_in_an_engine("sync", "SIGKILL")),
+    _kind("SIGSTOP an engine in a sync of weights", _HUNG, inside=_in_an_engine("sync", "SIGSTOP")),
+    _kind("SIGKILL a trainer rank", expect("worker_killed", "restart_in_place", "rank", "death"), outside="kill_rank"),
+    _kind("agent killed", expect("agent_killed", "new_attempt", "node", "death"), outside="kill_agent", needs=SLURM),
     _kind("control: an engine is stopped for 3 s", Expected(), outside="pause_engine"),
     _kind(
         "an engine computes something else in two syncs",
-        Expected(frozenset({"engine"}), _ALONE, "rank", "death"),
-        inside=lambda chance: {"moment": "probe", "what": "other", "rank": 0, "engine": chance.randrange(NUM_ENGINES)},
+        expect("engine", "restart_workers", "rank", "death"),
+        inside=_in_an_engine("probe", "other"),
     ),
-    _split("SIGKILL one of its two processes", Expected(_KILLED, _ALONE, "rank", "death"), "kill_engine_part"),
-    _split("SIGSTOP one of its two processes", Expected(_HUNG, _ALONE, "rank", "hang"), "stop_engine_part"),
+    _split("SIGKILL one of its two processes", _KILLED, "kill_engine_part"),
+    _split("SIGSTOP one of its two processes", _HUNG, "stop_engine_part"),
 )
 
 

@@ -1,43 +1,27 @@
 """Runs of a program that knows nothing of this project: a script that torchrun starts on four nodes."""
 
-from fault_cases import CHAIN, NUM_RANKS, Expected, Kind, Scenario, repeated
+from typing import Any
+
+from fault_cases import CHAIN, Expected, Kind, Scenario, expect, in_a_rank, repeated
 
 PREFIX = "torchrun script"
 STEPS_BEFORE = 20
 """Ranks that report no steps of their own count as being set up until they have made progress for some seconds."""
-_IN_PLACE = frozenset({"restart_in_place"})
-_HEALTHY = Expected()
+
+
+def _kind(row: str, expected: Expected, **fields: Any) -> Kind:
+    return Kind(f"{PREFIX}: {row}", expected, is_wrapped=True, first_step=STEPS_BEFORE, **fields)
+
+
+_KILLED = expect("worker_killed", "restart_in_place", "rank", "death", same_numbers=False)
+_HUNG = expect("hang", "restart_in_place", "rank", "relayed", same_numbers=False)
+_MISMATCH = expect("collective_mismatch", "stop", same_numbers=False)
 
 KINDS: tuple[Kind, ...] = (
-    Kind(
-        f"{PREFIX}: SIGKILL a rank",
-        Expected(frozenset({"worker_killed"}), _IN_PLACE, "rank", "death", same_numbers=False),
-        outside="kill_program_rank",
-        is_wrapped=True,
-        first_step=STEPS_BEFORE,
-    ),
-    Kind(
-        f"{PREFIX}: SIGSTOP a rank",
-        Expected(frozenset({"hang"}), _IN_PLACE, "rank", "relayed", same_numbers=False),
-        outside="stop_program_rank",
-        is_wrapped=True,
-        first_step=STEPS_BEFORE,
-    ),
-    Kind(
-        f"{PREFIX}: a rank enters another collective",
-        Expected(frozenset({"collective_mismatch"}), frozenset({"stop"}), same_numbers=False),
-        inside=lambda chance: {"moment": "step", "what": "disagree", "rank": chance.randrange(NUM_RANKS)},
-        ends_run=True,
-        is_wrapped=True,
-        first_step=STEPS_BEFORE,
-    ),
-    Kind(
-        f"{PREFIX}: control: a step takes 3.5 s",
-        _HEALTHY,
-        inside=lambda chance: {"moment": "step", "what": "sleep", "rank": chance.randrange(NUM_RANKS), "seconds": 3.5},
-        is_wrapped=True,
-        first_step=STEPS_BEFORE,
-    ),
+    _kind("SIGKILL a rank", _KILLED, outside="kill_program_rank"),
+    _kind("SIGSTOP a rank", _HUNG, outside="stop_program_rank"),
+    _kind("a rank enters another collective", _MISMATCH, inside=in_a_rank("step", "disagree"), ends_run=True),
+    _kind("control: a step takes 3.5 s", Expected(), inside=in_a_rank("step", "sleep", seconds=3.5)),
 )
 
 
