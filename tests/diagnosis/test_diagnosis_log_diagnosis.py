@@ -19,141 +19,74 @@ SITE = "/opt/conda/lib/python3.10/site-packages"
 
 
 CASES = {
-    "verl #1191: a setting, behind a wrapper of Ray": (
-        Kind.CONFIG,
+    "verl #1191: a setting, behind a wrapper of Ray": (Kind.CONFIG,
         "ray.exceptions.RayTaskError(AssertionError): ray::main_task() (pid=7)\n"
-        + trace(
-            ("/verl/workers/fsdp_workers.py", "_build_rollout", "assert self.world_size % infer_tp == 0"),
-            error="AssertionError: rollout world_size: 1 is not divisible by infer_tp: 2",
-        ),
-    ),
-    "verl #383: a worker that died, and Ray only guesses": (
-        Kind.UNKNOWN,
+        + trace(("/verl/workers/fsdp_workers.py", "_build_rollout", "assert self.world_size % infer_tp == 0"),
+              error="AssertionError: rollout world_size: 1 is not divisible by infer_tp: 2")),
+    "verl #383: a worker that died, and Ray only guesses": (Kind.UNKNOWN,
         "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.\n"
-        "There are some potential root causes. (1) The process is killed by SIGKILL by OOM killer.\n",
-    ),
-    "NOVAglow646/Monet #17: a column that the data lacks": (
-        Kind.DATA,
-        trace(
-            ("Monet/RL/verl/utils/dataset.py", "_build_messages", "prompt_str: str = example[self.prompt_key]"),
-            error="KeyError: 'problem'",
-        ),
-    ),
-    "TRL: a reward function on a completion that it did not expect": (
-        Kind.REWARD_FUNCTION,
-        trace(
-            (f"{SITE}/trl/trainer/grpo_trainer.py", "_calculate_rewards", "out = reward_func(prompts=prompts)"),
-            ("train_grpo.py", "accuracy", "m = re.search(pattern, completion).group(1)"),
-            error="AttributeError: 'NoneType' object has no attribute 'group'",
-        ),
-    ),
-    "verl: a reward function that raises a ValueError of its own": (
-        Kind.REWARD_FUNCTION,
-        trace(
-            ("/proj/rewards/geo.py", "compute_score", "return float(answer)"),
-            error="ValueError: could not convert string to float: '3/4'",
-        ),
-    ),
-    "ms-swift #5737: Megatron's arguments": (
-        Kind.CONFIG,
-        trace(
-            ("Megatron-LM/megatron/training/arguments.py", "validate_args", "assert layers % size == 0"),
-            error="AssertionError: 28 layers and 3 stages",
-            prefix="[rank14]: ",
-        ),
-    ),
-    "DLRover #977: a checkpoint without what is looked for": (
-        Kind.CHECKPOINT_CORRUPT,
-        trace(
-            ("megatron/checkpointing.py", "load_checkpoint", "iteration = state_dict['iteration']"),
-            error="KeyError: 'iteration'",
-        ),
-    ),
+        "There are some potential root causes. (1) The process is killed by SIGKILL by OOM killer.\n"),
+    "NOVAglow646/Monet #17: a column that the data lacks": (Kind.DATA,
+        trace(("Monet/RL/verl/utils/dataset.py", "_build_messages", "prompt_str: str = example[self.prompt_key]"),
+              error="KeyError: 'problem'")),
+    "TRL: a reward function on a completion that it did not expect": (Kind.REWARD_FUNCTION,
+        trace((f"{SITE}/trl/trainer/grpo_trainer.py", "_calculate_rewards", "out = reward_func(prompts=prompts)"),
+              ("train_grpo.py", "accuracy", "m = re.search(pattern, completion).group(1)"),
+              error="AttributeError: 'NoneType' object has no attribute 'group'")),
+    "verl: a reward function that raises a ValueError of its own": (Kind.REWARD_FUNCTION,
+        trace(("/proj/rewards/geo.py", "compute_score", "return float(answer)"),
+              error="ValueError: could not convert string to float: '3/4'")),
+    "ms-swift #5737: Megatron's arguments": (Kind.CONFIG,
+        trace(("Megatron-LM/megatron/training/arguments.py", "validate_args", "assert layers % size == 0"),
+              error="AssertionError: 28 layers and 3 stages", prefix="[rank14]: ")),
+    "DLRover #977: a checkpoint without what is looked for": (Kind.CHECKPOINT_CORRUPT,
+        trace(("megatron/checkpointing.py", "load_checkpoint", "iteration = state_dict['iteration']"),
+              error="KeyError: 'iteration'")),
     "DLRover #1175: ranks that do not come": (Kind.RENDEZVOUS, "TimeoutError: Timeout 5400s to complete rendezvous.\n"),
-    "SGLang #8974: NCCL fails, the engine's death is a consequence": (
-        Kind.NETWORK,
-        trace(
-            ("sglang/srt/distributed/device_communicators/pynccl_wrapper.py", "NCCL_CHECK", "raise RuntimeError()"),
-            error="RuntimeError: NCCL error: unhandled system error (run with NCCL_DEBUG=INFO for details)",
-        )
-        + "[2025-08-08 09:09:09] Received sigquit from a child process. It usually means the child failed.\n",
-    ),
-    "vLLM #3912: a library that was built for another version": (
-        Kind.IMPORT_ERROR,
-        "ImportError: flash_attn_2_cuda.so: undefined symbol: _ZN2at4_ops15sum_IntList\n",
-    ),
-    "vLLM: a library that fails while it is imported": (
-        Kind.IMPORT_ERROR,
-        trace(
-            (f"{SITE}/vllm/_core_ext.py", "<module>", "ScalarType = torch.classes._core_C.ScalarType"),
-            (f"{SITE}/torch/_classes.py", "__getattr__", "proxy = get(self.name, attr)"),
-            error="RuntimeError: class 'ScalarType' was never registered",
-        ),
-    ),
-    "vLLM: an error that the engine's process printed": (
-        Kind.ENGINE,
+    "SGLang #8974: NCCL fails, the engine's death is a consequence": (Kind.NETWORK,
+        trace(("sglang/srt/distributed/device_communicators/pynccl_wrapper.py", "NCCL_CHECK", "raise RuntimeError()"),
+              error="RuntimeError: NCCL error: unhandled system error (run with NCCL_DEBUG=INFO for details)")
+        + "[2025-08-08 09:09:09] Received sigquit from a child process. It usually means the child failed.\n"),
+    "vLLM #3912: a library that was built for another version": (Kind.IMPORT_ERROR,
+        "ImportError: flash_attn_2_cuda.so: undefined symbol: _ZN2at4_ops15sum_IntList\n"),
+    "vLLM: a library that fails while it is imported": (Kind.IMPORT_ERROR,
+        trace((f"{SITE}/vllm/_core_ext.py", "<module>", "ScalarType = torch.classes._core_C.ScalarType"),
+              (f"{SITE}/torch/_classes.py", "__getattr__", "proxy = get(self.name, attr)"),
+              error="RuntimeError: class 'ScalarType' was never registered")),
+    "vLLM: an error that the engine's process printed": (Kind.ENGINE,
         "(EngineCore_DP0 pid=42) ERROR 01-21 04:15:38 [core.py:938] RuntimeError: index 1 is out of bounds for 0\n"
-        "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n",
-    ),
-    "slime: Ray's word for the memory of the host": (
-        Kind.HOST_OOM,
+        "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n"),
+    "slime: Ray's word for the memory of the host": (Kind.HOST_OOM,
         "ray.exceptions.RayTaskError(OutOfMemoryError): ray::Actor.update_weights()\n"
-        "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.\n",
-    ),
-    "Ray: a node that is gone": (
-        Kind.NODE_LOST,
+        "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.\n"),
+    "Ray: a node that is gone": (Kind.NODE_LOST,
         "ActorDiedError: The actor died because its node has died.\n"
-        "the actor's node was terminated unexpectedly: health check failed due to missing too many heartbeats\n",
-    ),
-    "huggingface_hub: a cache of another user": (
-        Kind.FILE_SYSTEM,
-        trace(
-            (f"{SITE}/huggingface_hub/file_download.py", "hf_hub_download", "os.makedirs(path)"),
-            ("/opt/conda/lib/python3.10/os.py", "makedirs", "mkdir(name, mode)"),
-            error="PermissionError: [Errno 13] Permission denied: '/shared/models'",
-        ),
-    ),
-    "datasets: a folder of data that is not there": (
-        Kind.DATA,
-        trace(
-            (f"{SITE}/datasets/load.py", "load_from_disk", "raise FileNotFoundError(path)"),
-            error="FileNotFoundError: /data/part_0",
-        ),
-    ),
-    "a hub that does not answer is no connection between ranks": (
-        Kind.UNKNOWN,
-        trace(
-            (f"{SITE}/urllib3/connection.py", "_new_conn", "raise ConnectTimeoutError("),
-            error="urllib3.exceptions.ConnectTimeoutError: 'Connection to cdn.example.org timed out.'",
-        ),
-    ),
-    "TRL: an engine of this job that does not answer": (
-        Kind.ENGINE,
+        "the actor's node was terminated unexpectedly: health check failed due to missing too many heartbeats\n"),
+    "huggingface_hub: a cache of another user": (Kind.FILE_SYSTEM,
+        trace((f"{SITE}/huggingface_hub/file_download.py", "hf_hub_download", "os.makedirs(path)"),
+              ("/opt/conda/lib/python3.10/os.py", "makedirs", "mkdir(name, mode)"),
+              error="PermissionError: [Errno 13] Permission denied: '/shared/models'")),
+    "datasets: a folder of data that is not there": (Kind.DATA,
+        trace((f"{SITE}/datasets/load.py", "load_from_disk", "raise FileNotFoundError(path)"),
+              error="FileNotFoundError: /data/part_0")),
+    "a hub that does not answer is no connection between ranks": (Kind.UNKNOWN,
+        trace((f"{SITE}/urllib3/connection.py", "_new_conn", "raise ConnectTimeoutError("),
+              error="urllib3.exceptions.ConnectTimeoutError: 'Connection to cdn.example.org timed out.'")),
+    "TRL: an engine of this job that does not answer": (Kind.ENGINE,
         "requests.exceptions.ConnectionError: HTTPConnectionPool(host='0.0.0.0', port=8000): Max retries exceeded "
-        "with url: /update_named_param/\n",
-    ),
-    "NVSentinel #155: a GPU that is gone, told over several lines": (
-        Kind.GPU_HARDWARE,
+        "with url: /update_named_param/\n"),
+    "NVSentinel #155: a GPU that is gone, told over several lines": (Kind.GPU_HARDWARE,
         "[ 1843.308145] NVRM: The NVIDIA GPU 0000:b3:00.0\n"
-        "               NVRM: fallen off the bus and is not responding to commands.\n",
-    ),
-    "Soup #342: numbers that are none, noticed by a kernel": (
-        Kind.NON_FINITE,
-        "runs died at a device-side assert `probability tensor contains either inf, nan or element < 0`\n",
-    ),
-    "notes: what was quoted counts as if it were printed": (
-        Kind.IMPORT_ERROR,
-        "- the server died with `ModuleNotFoundError: No module named 'x'`, seen only as a sigquit\n",
-    ),
-    "a compiler that is not installed is no missing file": (
-        Kind.IMPORT_ERROR,
-        "FileNotFoundError: [Errno 2] No such file or directory: 'ninja'\n",
-    ),
-    "torchrun: a terminal that was closed": (
-        Kind.USER_CANCEL,
-        "torch.distributed.elastic.multiprocessing.api.SignalException: Process 7 got signal: 1\n",
-    ),
-}
+        "               NVRM: fallen off the bus and is not responding to commands.\n"),
+    "Soup #342: numbers that are none, noticed by a kernel": (Kind.NON_FINITE,
+        "runs died at a device-side assert `probability tensor contains either inf, nan or element < 0`\n"),
+    "notes: what was quoted counts as if it were printed": (Kind.IMPORT_ERROR,
+        "- the server died with `ModuleNotFoundError: No module named 'x'`, seen only as a sigquit\n"),
+    "a compiler that is not installed is no missing file": (Kind.IMPORT_ERROR,
+        "FileNotFoundError: [Errno 2] No such file or directory: 'ninja'\n"),
+    "torchrun: a terminal that was closed": (Kind.USER_CANCEL,
+        "torch.distributed.elastic.multiprocessing.api.SignalException: Process 7 got signal: 1\n"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
