@@ -80,6 +80,14 @@ def saved(run: AgentRun) -> list[int]:
     return [one.step for one in run.run_dir.checkpoints()]
 
 
+def stopped(run: AgentRun) -> tuple[int, str]:
+    """Start a run and ask it to stop once it makes steps; returns the exit code and output of its agent."""
+    run.start(native=True)
+    until(lambda: run.reached(0, 3))
+    run.order("stop_after_step")
+    return run.finish()
+
+
 def test_a_program_is_followed_to_its_end(agent_run: MakeRun) -> None:
     run = agent_run(trainer=external_program("--daemon"), checkpoint={"every_num_steps": 5, "keep_last": 2})
     code, output = run.run_through(native=True)
@@ -182,10 +190,7 @@ def test_a_program_that_is_not_there_is_named(agent_run: MakeRun) -> None:
 def test_a_program_is_asked_to_save_and_then_ended(agent_run: MakeRun) -> None:
     """It saves at once on a signal; its own next checkpoint is awaited in the test with torchrun below."""
     run = agent_run(trainer=external_program("--every", "1000", steps=2_000, save_signal="SIGUSR1"))
-    run.start(native=True)
-    until(lambda: run.reached(0, 3))
-    run.order("stop_after_step")
-    code, output = run.finish()
+    code, output = stopped(run)
     assert (code, run.outcome().state) == (0, AttemptState.PREEMPTED), output
     (step,) = saved(run)
     assert step < 200
@@ -194,10 +199,7 @@ def test_a_program_is_asked_to_save_and_then_ended(agent_run: MakeRun) -> None:
 def test_a_program_that_saves_and_exits_when_asked_is_preempted(agent_run: MakeRun) -> None:
     """The program exits before its last checkpoint is stable enough to be published, as with the callback."""
     run = agent_run(trainer=external_program("--every", "1000", "--leaves", steps=2_000, save_signal="SIGUSR1"))
-    run.start(native=True)
-    until(lambda: run.reached(0, 3))
-    run.order("stop_after_step")
-    code, output = run.finish()
+    code, output = stopped(run)
     assert (code, run.outcome().state) == (0, AttemptState.PREEMPTED), output
     assert len(saved(run)) == 1
 
@@ -205,10 +207,7 @@ def test_a_program_that_saves_and_exits_when_asked_is_preempted(agent_run: MakeR
 def test_no_rank_of_torchrun_fails_when_the_program_is_ended_after_its_checkpoint(agent_run: MakeRun) -> None:
     """The ranks exit before all their workers have seen the checkpoint."""
     run = agent_run(trainer=printing_steps_with_torchrun())
-    run.start(native=True)
-    until(lambda: run.reached(0, 3))
-    run.order("stop_after_step")
-    code, output = run.finish()
+    code, output = stopped(run)
     assert (code, run.outcome().state) == (0, AttemptState.PREEMPTED), output
     assert run.restart(0).incident_files() == []
     steps = saved(run)
@@ -219,10 +218,7 @@ def test_no_rank_of_torchrun_fails_when_the_program_is_ended_after_its_checkpoin
 
 def test_a_program_that_finishes_although_it_was_asked_to_stop_is_complete(agent_run: MakeRun) -> None:
     run = agent_run(trainer=external_program("--every", "20", steps=20))
-    run.start(native=True)
-    until(lambda: run.reached(0, 3))
-    run.order("stop_after_step")
-    code, output = run.finish()
+    code, output = stopped(run)
     assert (code, run.outcome().state) == (0, AttemptState.COMPLETED), output
 
 

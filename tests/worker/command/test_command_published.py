@@ -6,7 +6,9 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 from unittest.mock import Mock
 
 import pytest
@@ -37,14 +39,36 @@ def output_dir(context: WorkerContext) -> Path:
     return context.run_dir.root / "trainer" / "output"
 
 
-def publish(context: WorkerContext, step: int) -> CheckpointDir:
-    published.publish(context, trainer_of(context), output_dir(context), save(context, step))
-    return context.run_dir.checkpoint(step)
+def publish(context: WorkerContext, found: FoundCheckpoint) -> CheckpointDir:
+    published.publish(context, trainer_of(context), output_dir(context), found)
+    return context.run_dir.checkpoint(found.step)
+
+
+def publish_found(context: WorkerContext) -> CheckpointDir:
+    """Publish the only checkpoint that the program has left."""
+    (found,) = WatchedCheckpoints(trainer_of(context), output_dir(context)).find(0.0, has_ended=True)
+    return publish(context, found)
+
+
+def restore(context: WorkerContext, checkpoint: CheckpointDir | None, **trainer: str) -> list[str]:
+    """Restore a checkpoint; returns the names in the output folder."""
+    aside = context.restart_dir.checkpoints_aside
+    published.restore(checkpoint, trainer_of(context).model_copy(update=trainer), output_dir(context), aside)
+    return sorted(path.name for path in output_dir(context).iterdir())
+
+
+def refuse(number: int) -> Callable[..., NoReturn]:
+    """A function of `os` that fails with this number."""
+
+    def call(*arguments: object) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    return call
 
 
 def test_a_checkpoint_is_linked_checked_and_outlives_its_original(tmp_path: Path) -> None:
     context = context_of(tmp_path)
-    checkpoint = publish(context, 10)
+    checkpoint = publish(context, save(context, 10))
     own = output_dir(context) / "checkpoint-10" / "model.safetensors"
     assert (checkpoint.root / "checkpoint-10" / "model.safetensors").samefile(own)
     assert sorted(path.name for path in checkpoint.model.iterdir()) == ["config.json", "model.safetensors"]
@@ -63,31 +87,24 @@ def test_a_checkpoint_without_weights_has_no_model(tmp_path: Path) -> None:
     (saved.path / "model.safetensors").unlink()
     (saved.path / "global_step10").mkdir()
     (saved.path / "global_step10" / "zero_pp_rank_0_mp_rank_00_model_states.pt").write_text("a part")
-    published.publish(context, trainer_of(context), output_dir(context), saved)
-    checkpoint = context.run_dir.checkpoint(10)
+    checkpoint = publish(context, saved)
     assert (checkpoint.root / "checkpoint-10" / "config.json").exists()
     assert not checkpoint.model.exists()
 
 
 def test_without_links_it_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(source: object, target: object) -> None:
-        raise OSError(errno.EXDEV, "another file system")
-
-    monkeypatch.setattr(os, "link", refuse)
-    checkpoint = publish(context_of(tmp_path), 10)
+    monkeypatch.setattr(os, "link", refuse(errno.EXDEV))
+    context = context_of(tmp_path)
+    checkpoint = publish(context, save(context, 10))
     assert checkpoint.damage() == []
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     context = context_of(tmp_path)
-    publish(context, 10)
-
-    def fail(source: object, target: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "link", fail)
+    publish(context, save(context, 10))
+    monkeypatch.setattr(os, "link", refuse(errno.ENOSPC))
     with pytest.raises(OSError, match="No space"):
-        publish(context, 20)
+        publish(context, save(context, 20))
     assert [path.name for path in context.run_dir.checkpoints_dir.iterdir()] == ["step-000010"]
 
 
@@ -95,15 +112,15 @@ def test_an_abandoned_attempt_publishes_nothing(tmp_path: Path) -> None:
     context = context_of(tmp_path)
     write_model(context.run_dir.attempt(2).placement, context.placement)
     with pytest.raises(WorkerError, match="newer attempt"):
-        publish(context, 10)
+        publish(context, save(context, 10))
     assert context.run_dir.saved_checkpoints() == []
 
 
 def test_a_restart_resumes_from_the_newest_and_refuses_a_damaged_one(tmp_path: Path) -> None:
     context = context_of(tmp_path, restart=1)
     assert published.resume_point(context) is None
-    publish(context, 10)
-    newest = publish(context, 20)
+    publish(context, save(context, 10))
+    newest = publish(context, save(context, 20))
     chosen = published.resume_point(context)
     assert chosen is not None
     assert chosen.step == 20
@@ -111,9 +128,8 @@ def test_a_restart_resumes_from_the_newest_and_refuses_a_damaged_one(tmp_path: P
     weights = newest.root / "checkpoint-20" / "model.safetensors"
     weights.unlink()
     weights.write_text("something else")
-    with pytest.raises(CheckpointCorrupt) as caught:
+    with pytest.raises(CheckpointCorrupt, check=lambda error: error.checkpoint == "step-000020"):
         published.resume_point(context)
-    assert caught.value.checkpoint == "step-000020"
     without = dataclasses.replace(context, damaged=frozenset({"step-000020"}))
     chosen = published.resume_point(without)
     assert chosen is not None
@@ -123,7 +139,7 @@ def test_a_restart_resumes_from_the_newest_and_refuses_a_damaged_one(tmp_path: P
 def test_ranks_beat_while_rank_0_verifies_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reporter = Mock()
     context = dataclasses.replace(context_of(tmp_path, restart=1), reporter=reporter)
-    manifest = publish(context, 10).manifest()
+    manifest = publish(context, save(context, 10)).manifest()
     assert manifest is not None
     published.resume_point(context)
     assert reporter.beat.call_args_list == [((Phase.SETUP, 10),)] * len(manifest.files)
@@ -139,8 +155,8 @@ def test_an_attempt_resumes_from_the_checkpoint_in_its_placement(tmp_path: Path)
     context = context_of(tmp_path, resume="step-000010")
     with pytest.raises(CheckpointCorrupt, match="not in"):
         published.resume_point(context)
-    publish(context, 10)
-    publish(context, 20)
+    publish(context, save(context, 10))
+    publish(context, save(context, 20))
     chosen = published.resume_point(context)
     assert chosen is not None
     assert chosen.step == 10
@@ -149,43 +165,40 @@ def test_an_attempt_resumes_from_the_checkpoint_in_its_placement(tmp_path: Path)
 def test_later_checkpoints_are_moved_away_before_the_program_starts(tmp_path: Path) -> None:
     """They belong to an abandoned branch or are torn, and the program would resume from them."""
     context = context_of(tmp_path)
-    checkpoint = publish(context, 10)
+    checkpoint = publish(context, save(context, 10))
     save(context, 20)
-    aside = tmp_path / "aside"
-    published.restore(checkpoint, trainer_of(context), output_dir(context), aside)
-    assert [path.name for path in output_dir(context).iterdir()] == ["checkpoint-10"]
-    assert [path.name for path in aside.iterdir()] == ["checkpoint-20"]
+    assert restore(context, checkpoint) == ["checkpoint-10"]
+    assert [path.name for path in context.restart_dir.checkpoints_aside.iterdir()] == ["checkpoint-20"]
 
 
 def test_checkpoints_with_the_same_base_name_are_moved_away_side_by_side(tmp_path: Path) -> None:
     context = context_of(tmp_path, checkpoint_name="global_step_{step}/actor")
     for step in (20, 30):
         save(context, step, "global_step_{step}/actor")
-    aside = tmp_path / "aside"
-    published.restore(None, trainer_of(context), output_dir(context), aside)
+    restore(context, None)
+    aside = context.restart_dir.checkpoints_aside
     kept = [(aside / f"global_step_{step}" / "actor" / "config.json").read_text() for step in (20, 30)]
     assert kept == ["config.json of 20", "config.json of 30"]
 
 
 def test_the_checkpoint_is_restored_for_a_program_that_finds_it_by_itself(tmp_path: Path) -> None:
-    in_place = context_of(tmp_path)
-    trainer = trainer_of(in_place).model_copy(update={"resume": "in_place"})
-    checkpoint = publish(in_place, 10)
-    state = output_dir(in_place) / "checkpoint-10" / "trainer_state.json"
+    context = context_of(tmp_path)
+    checkpoint = publish(context, save(context, 10))
+    state = output_dir(context) / "checkpoint-10" / "trainer_state.json"
     state.unlink()
-    published.restore(checkpoint, trainer, output_dir(in_place), tmp_path / "aside")
+    restore(context, checkpoint, resume="in_place")
     assert state.read_text() == "trainer_state.json of 10"
 
 
-def test_a_checkpoint_may_be_a_single_file(tmp_path: Path) -> None:
+def test_a_checkpoint_may_be_a_single_file_which_is_put_back_without_a_remainder(tmp_path: Path) -> None:
     context = context_of(tmp_path, checkpoint_name="state-{step}.pt", checkpoint_complete=[])
     output_dir(context).mkdir(parents=True)
     file = output_dir(context) / "state-10.pt"
     file.write_text("state")
-    published.publish(context, trainer_of(context), output_dir(context), FoundCheckpoint(10, file, complete=True))
-    checkpoint = context.run_dir.checkpoint(10)
+    checkpoint = publish(context, FoundCheckpoint(10, file, complete=True))
     assert resume_folder(context, trainer_of(context), checkpoint.root.name) == checkpoint.root / "state-10.pt"
     assert not checkpoint.model.exists()
+    assert restore(context, checkpoint, resume="in_place") == ["state-10.pt"]
 
 
 def publisher_of(context: WorkerContext) -> published.CheckpointPublisher:
@@ -198,14 +211,11 @@ def consider(publisher: published.CheckpointPublisher) -> None:
 
 
 def test_publishing_is_retried_after_a_temporary_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(source: object, target: object) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
     context = context_of(tmp_path)
     publisher = publisher_of(context)
     save(context, 40)
     with monkeypatch.context() as broken:
-        broken.setattr(os, "link", fail)
+        broken.setattr(os, "link", refuse(errno.EIO))
         consider(publisher)
     assert "Input/output error" in publisher.problem
     with pytest.raises(OSError, match="Input/output error"):
@@ -287,19 +297,11 @@ def test_a_checkpoint_that_the_program_is_removing_is_not_published_again(tmp_pa
     assert checkpoint.damage() == []
 
 
-def restore(context: WorkerContext, checkpoint: CheckpointDir | None, **trainer: str) -> None:
-    aside = context.restart_dir.checkpoints_aside
-    published.restore(checkpoint, trainer_of(context).model_copy(update=trainer), output_dir(context), aside)
-
-
 def test_later_checkpoints_are_moved_to_another_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(source: object, target: object) -> None:
-        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
-
     context = context_of(tmp_path)
     save(context, 20)
     for function in ("rename", "replace"):
-        monkeypatch.setattr(os, function, refuse)
+        monkeypatch.setattr(os, function, refuse(errno.EXDEV))
     beat = Mock()
     published.restore(None, trainer_of(context), output_dir(context), context.restart_dir.checkpoints_aside, beat)
     assert list(output_dir(context).iterdir()) == []
@@ -323,10 +325,10 @@ def test_trackers_name_the_restored_checkpoint(
 ) -> None:
     """DeepSpeed, Megatron and verl resume from the checkpoint that their tracker names, and fail if it is gone."""
     context = context_of(tmp_path, checkpoint_name=name)
-    published.publish(context, trainer_of(context), output_dir(context), save(context, 10, name))
+    checkpoint = publish(context, save(context, 10, name))
     save(context, 20, name)
     (output_dir(context) / tracker).write_text(before)
-    restore(context, context.run_dir.checkpoint(10), resume="in_place")
+    restore(context, checkpoint, resume="in_place")
     assert (output_dir(context) / tracker).read_text() == after
 
 
@@ -334,16 +336,14 @@ def test_trackers_name_the_restored_checkpoint(
 def test_links_to_a_checkpoint_that_leaves_are_corrected(tmp_path: Path, resume: str, left: dict[str, str]) -> None:
     context = context_of(tmp_path, checkpoint_name="step-{step}")
     folder = output_dir(context)
-    published.publish(context, trainer_of(context), folder, save(context, 10, "step-{step}"))
+    checkpoint = publish(context, save(context, 10, "step-{step}"))
     save(context, 20, "step-{step}")
     (folder / "last").symlink_to("step-20")
     (folder / "all").symlink_to(folder / "step-20")
     (folder / "first").symlink_to("step-10")
-    restore(context, context.run_dir.checkpoint(10), resume=resume)
-    assert {path.name: path.readlink().name for path in folder.iterdir() if path.is_symlink()} == {
-        "first": "step-10",
-        **left,
-    }
+    restore(context, checkpoint, resume=resume)
+    links = {path.name: path.readlink().name for path in folder.iterdir() if path.is_symlink()}
+    assert links == {"first": "step-10", **left}
 
 
 def test_without_a_checkpoint_neither_a_tracker_nor_an_empty_folder_is_left(tmp_path: Path) -> None:
@@ -352,8 +352,7 @@ def test_without_a_checkpoint_neither_a_tracker_nor_an_empty_folder_is_left(tmp_
     context = context_of(tmp_path, checkpoint_name=name)
     save(context, 20, name)
     (output_dir(context) / "ckpt" / "_actor" / "latest").write_text("global_step20")
-    restore(context, None)
-    assert list(output_dir(context).iterdir()) == []
+    assert restore(context, None) == []
 
 
 def save_both(context: WorkerContext, step: int) -> None:
@@ -367,12 +366,11 @@ def test_a_critic_is_published_and_put_back_with_its_actor(tmp_path: Path) -> No
     """OpenRLHF loads what each `latest` names: one of them alone would be of another step."""
     context = context_of(tmp_path, checkpoint_name="ckpt/_actor/global_step{step}")
     save_both(context, 10)
-    (found,) = WatchedCheckpoints(trainer_of(context), output_dir(context)).find(0.0, has_ended=True)
-    published.publish(context, trainer_of(context), output_dir(context), found)
+    checkpoint = publish_found(context)
     save_both(context, 20)
     folder = output_dir(context) / "ckpt"
     shutil.rmtree(folder / "_critic" / "global_step10")  # by the program's own rule
-    restore(context, context.run_dir.checkpoint(10), resume="in_place")
+    restore(context, checkpoint, resume="in_place")
     left = {part: sorted(path.name for path in (folder / part).iterdir()) for part in ("_actor", "_critic")}
     assert [*left.values()] == [["global_step10", "latest"]] * 2
     assert {(folder / part / "latest").read_text() for part in left} == {"global_step10"}
@@ -383,11 +381,10 @@ def test_a_critic_that_was_not_published_stays_the_newest_one(tmp_path: Path) ->
     """As with a checkpoint of an earlier version."""
     context = context_of(tmp_path, checkpoint_name="ckpt/_actor/global_step{step}")
     save_both(context, 10)
-    (found,) = WatchedCheckpoints(trainer_of(context), output_dir(context)).find(0.0, has_ended=True)
-    published.publish(context, trainer_of(context), output_dir(context), found)
-    shutil.rmtree(context.run_dir.checkpoint(10).root / "ckpt" / "_critic")
+    checkpoint = publish_found(context)
+    shutil.rmtree(checkpoint.root / "ckpt" / "_critic")
     save_both(context, 20)
-    restore(context, context.run_dir.checkpoint(10), resume="in_place")
+    restore(context, checkpoint, resume="in_place")
     critics = output_dir(context) / "ckpt" / "_critic"
     assert sorted(path.name for path in critics.iterdir()) == ["global_step10", "latest"]
     assert (critics / "latest").read_text() == "global_step10"
@@ -398,18 +395,7 @@ def test_no_critic_is_left_without_a_checkpoint(tmp_path: Path) -> None:
     context = context_of(tmp_path, checkpoint_name="ckpt/_actor/global_step{step}")
     save_both(context, 20)
     shutil.rmtree(output_dir(context) / "ckpt" / "_actor")
-    restore(context, None)
-    assert list(output_dir(context).iterdir()) == []
-
-
-def test_a_single_file_is_put_back_without_a_remainder(tmp_path: Path) -> None:
-    context = context_of(tmp_path, checkpoint_name="state-{step}.pt", checkpoint_complete=[])
-    output_dir(context).mkdir(parents=True)
-    file = output_dir(context) / "state-10.pt"
-    file.write_text("state")
-    published.publish(context, trainer_of(context), output_dir(context), FoundCheckpoint(10, file, complete=True))
-    restore(context, context.run_dir.checkpoint(10), resume="in_place")
-    assert [path.name for path in output_dir(context).iterdir()] == ["state-10.pt"]
+    assert restore(context, None) == []
 
 
 def test_a_checkpoint_that_the_program_is_removing_is_not_published_in_part(tmp_path: Path) -> None:
@@ -418,10 +404,10 @@ def test_a_checkpoint_that_the_program_is_removing_is_not_published_in_part(tmp_
     folder = save(context, 40).path
     (folder / "link").symlink_to("nowhere")
     (found,) = WatchedCheckpoints(trainer_of(context), output_dir(context)).find(0.0, has_ended=True)
-    published.publish(context, trainer_of(context), output_dir(context), found)
-    assert context.run_dir.checkpoint(40).damage() == []
+    checkpoint = publish(context, found)
+    assert checkpoint.damage() == []
     (folder / "optimizer.pt").unlink()
     with pytest.raises(FileNotFoundError, match="5 of 6 files left"):
-        published.publish(context, trainer_of(context), output_dir(context), found)
-    assert (context.run_dir.checkpoint(40).root / "checkpoint-40" / "optimizer.pt").exists()
+        publish(context, found)
+    assert (checkpoint.root / "checkpoint-40" / "optimizer.pt").exists()
     assert list(context.run_dir.checkpoints_dir.glob(".*")) == []

@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -19,20 +21,27 @@ PARENT = (
 """A launcher that starts one process and does not collect its exit."""
 
 
+@contextmanager
+def launched(code: str, parent: str = PARENT) -> Iterator[tuple["subprocess.Popen[str]", int]]:
+    """A launcher that has started a program, and the process id of the program."""
+    command = [sys.executable, "-c", parent, sys.executable, "-c", code]
+    launcher = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert launcher.stdout is not None
+        yield launcher, int(launcher.stdout.readline())
+    finally:
+        launcher.kill()
+        launcher.communicate()
+
+
 def test_the_exit_code_of_a_process_that_is_not_a_child_is_known() -> None:
     for code, expected in (("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -9), ("pass", 0)):
-        command = [sys.executable, "-c", PARENT, sys.executable, "-c", f"import time; time.sleep(0.5); {code}"]
-        parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        try:
-            assert parent.stdout is not None
-            rank = RankProcess(int(parent.stdout.readline()))
+        with launched(f"import time; time.sleep(0.5); {code}") as (_, pid):
+            rank = RankProcess(pid)
             assert not rank.poll()
             assert rank.poll(20.0)
             assert rank.code == expected
             rank.close()
-        finally:
-            parent.kill()
-            parent.wait()
 
 
 def test_the_exit_code_of_a_process_reaped_earlier_is_unknown() -> None:
@@ -45,37 +54,21 @@ def test_the_exit_code_of_a_process_reaped_earlier_is_unknown() -> None:
     rank.close()
 
 
-def test_the_exit_of_the_launcher_of_a_rank_is_seen(tmp_path: Path) -> None:
+def test_the_exit_of_the_launcher_of_a_rank_is_seen() -> None:
     """By a worker that did not start the launcher: of a rank that exits with 0, the launcher logs nothing."""
-    command = [sys.executable, "-c", PARENT, sys.executable, "-c", "input()"]
-    parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert parent.stdout is not None
-        rank = RankProcess(int(parent.stdout.readline()))
+    with launched("input()") as (launcher, pid):
+        rank = RankProcess(pid)
         assert not rank.has_launcher_exited
-        parent.kill()
+        launcher.kill()
         until(lambda: rank.has_launcher_exited)
         assert not rank.poll()
         rank.close()
-    finally:
-        parent.communicate()
 
 
 def test_the_exit_code_of_a_watched_rank_is_read_before_its_launcher_reaps_it() -> None:
     """The launcher reaps the rank soon, and the worker polls later, as a worker does that reads large logs."""
     collects = PARENT.replace("time.sleep(60)", "child.poll() or time.sleep(1.2); child.wait(); time.sleep(60)")
-    command = [
-        sys.executable,
-        "-c",
-        collects,
-        sys.executable,
-        "-c",
-        "import os, time; time.sleep(0.8); os.kill(os.getpid(), 9)",
-    ]
-    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
+    with launched("import os, time; time.sleep(0.8); os.kill(os.getpid(), 9)", collects) as (_, pid):
         watched, unwatched = RankProcess(pid), RankProcess(pid)
         watched.watch()
         until(lambda: not is_alive(pid) and not psutil.pid_exists(pid))
@@ -83,9 +76,6 @@ def test_the_exit_code_of_a_watched_rank_is_read_before_its_launcher_reaps_it() 
         assert unwatched.poll()
         assert (watched.code, watched.has_failed) == (-9, True)
         assert unwatched.code is None, "negative control: a later poll cannot tell"
-    finally:
-        parent.kill()
-        parent.wait()
 
 
 def test_a_process_that_is_gone_cannot_be_followed() -> None:

@@ -65,31 +65,6 @@ def test_a_step_below_earlier_ones_reveals_a_trainer_that_started_over(tmp_path:
     assert [one.step for one in polls.polls(2, wait_s=0)] == [None, 4]
 
 
-def test_an_unreadable_output_folder_is_reported(tmp_path: Path) -> None:
-    loop = tmp_path / "loop"
-    loop.symlink_to(loop)
-    reading = Polls(Checkpoints(watched(loop))).poll()
-    assert "expected an output folder that the job can read" in reading.problem
-
-
-def test_it_detects_a_program_that_stops_saving(tmp_path: Path, start: Start) -> None:
-    polls = Polls(Checkpoints(watched(tmp_path)))
-    program = start(STEPS, tmp_path, "checkpoints")
-    polls.until_moved_again()
-    program.stop()
-    polls.polls(2)
-    assert not any(reading.moved for reading in polls.polls(3))
-
-
-def test_it_is_blind_to_a_rank_that_saves_nothing(tmp_path: Path, start: Start) -> None:
-    start(STEPS, tmp_path, "checkpoints")
-    other = start(STEPS, tmp_path / "rank-1.txt", "lines", "STEP\n")
-    polls = Polls(Checkpoints(watched(tmp_path, pids=[other.pid])))
-    polls.until_moved()
-    other.stop()
-    polls.until_moved_again()
-
-
 def test_it_is_blind_to_a_program_that_works_between_two_checkpoints(tmp_path: Path, start: Start) -> None:
     polls = Polls(Checkpoints(watched(tmp_path)))
     start(STEPS, tmp_path / "logging.jsonl", "lines", "STEP\n")

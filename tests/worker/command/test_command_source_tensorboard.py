@@ -11,20 +11,10 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
-from watched_programs import STEPS, Polls, Start, append, make_old, watched
+from watched_programs import Polls, append, make_old, watched
 
 from rlhf_core.worker.command.observation import StepFigures
 from rlhf_core.worker.command.sources.tensorboard import MAX_RECORD_BYTES, TensorBoard
-
-WRITER = """
-import itertools, sys, time
-from torch.utils.tensorboard import SummaryWriter
-writer = SummaryWriter(sys.argv[1])
-for step in itertools.count(1):
-    writer.add_scalar("train/loss", 1 / step, step)
-    writer.flush()
-    time.sleep(0.02)
-"""
 
 
 def event(step: int, *, wall_time: float | None = None, **values: float) -> Event:
@@ -187,26 +177,6 @@ def test_a_missing_tensorboard_is_reported(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "tensorboard.compat.tensorflow_stub.pywrap_tensorflow", None)
     reading = Polls(TensorBoard(watched(tmp_path))).poll()
     assert (reading.moved, "rlhf-flows[training]" in reading.problem) == (False, True)
-
-
-@pytest.mark.training
-def test_it_detects_a_program_that_stops_making_steps(tmp_path: Path, start: Start) -> None:
-    polls = Polls(TensorBoard(watched(tmp_path)))
-    program = start(WRITER, tmp_path / "runs")
-    polls.until_moved_again()
-    program.stop()
-    polls.polls(2)
-    assert not any(reading.moved for reading in polls.polls(3))
-
-
-@pytest.mark.training
-def test_it_is_blind_to_a_rank_that_writes_nothing(tmp_path: Path, start: Start) -> None:
-    start(WRITER, tmp_path / "runs")
-    other = start(STEPS, tmp_path / "rank-1.txt", "lines", "STEP\n")
-    polls = Polls(TensorBoard(watched(tmp_path, pids=[other.pid])))
-    polls.until_moved()
-    other.stop()
-    polls.until_moved_again()
 
 
 def test_other_files_are_left_alone(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from watched_programs import FIXTURES, STEPS, Polls, Start, append, make_old, watched
+from watched_programs import FIXTURES, Polls, append, make_old, watched
 
 from rlhf_core.worker.command.observation import StepFigures
 from rlhf_core.worker.command.sources import trainer_log
@@ -149,35 +149,9 @@ def test_a_trainer_that_started_over_is_detected_by_its_steps(tmp_path: Path) ->
     assert polls.poll().step == 3
 
 
-def test_an_unreadable_output_folder_is_reported(tmp_path: Path) -> None:
-    loop = tmp_path / "loop"
-    loop.symlink_to(loop)
-    reading = Polls(TrainerLog(watched(loop))).poll()
-    assert (reading.moved, "expected an output folder that the job can read" in reading.problem) == (False, True)
-
-
 def test_it_reads_once_a_second(tmp_path: Path) -> None:
     source = TrainerLog(watched(tmp_path))
     source.poll(0.0)
     append(tmp_path / "logging.jsonl", line(1))
     assert not source.poll(trainer_log.POLL_S / 2).moved
     assert source.poll(trainer_log.POLL_S).moved
-
-
-def test_it_detects_a_program_that_stops_making_steps(tmp_path: Path, start: Start) -> None:
-    polls = Polls(TrainerLog(watched(tmp_path)))
-    program = start(STEPS, tmp_path / "logging.jsonl", "lines", '{"loss": 1.0, "global_step/max_steps": "STEP/9"}\n')
-    polls.until_moved()
-    polls.until_moved_again()
-    program.stop()
-    polls.poll()  # lines written earlier
-    assert not any(reading.moved for reading in polls.polls(3))
-
-
-def test_it_is_blind_to_a_rank_that_does_not_write(tmp_path: Path, start: Start) -> None:
-    start(STEPS, tmp_path / "logging.jsonl", "lines", '{"loss": 1.0, "global_step/max_steps": "STEP/9"}\n')
-    other = start(STEPS, tmp_path / "rank-1.txt", "lines", "STEP\n")
-    polls = Polls(TrainerLog(watched(tmp_path, pids=[other.pid])))
-    polls.until_moved()
-    other.stop()
-    polls.until_moved_again()
