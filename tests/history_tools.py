@@ -31,7 +31,7 @@ from rlhf_core.history import migrate, saved_queries
 from rlhf_core.history.database import parse_url
 from rlhf_core.history.saved_queries import SqlResult
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.history.tables import metadata
+from rlhf_core.history.tables import CleanJson, CleanText, UtcDateTime, metadata
 from rlhf_core.launch.journal import Journal
 from rlhf_core.launch.lease import Owner
 from rlhf_core.machine.accounts import user_name
@@ -362,6 +362,23 @@ def ingested(run: RunFiles) -> RunFiles:
 def run_sql(store: HistoryStore, text: str, limit: int | None = None) -> SqlResult:
     """Result of a statement of a user."""
     return saved_queries.run(store, saved_queries.parse(text), {}, limit)
+
+
+def table_row(table: str, now: datetime = T0, **facts: Any) -> dict[str, Any]:
+    """A row of a table: what it must have and is not given is empty, or ``now``."""
+    row = dict(facts)
+    for column in metadata.tables[table].columns:
+        if not (column.nullable or column.server_default or column.name in row or column.autoincrement is True):
+            match column.type:
+                case UtcDateTime():
+                    row[column.name] = now
+                case CleanJson():
+                    row[column.name] = {}
+                case CleanText():
+                    row[column.name] = ""
+                case plain:
+                    row[column.name] = plain.python_type()
+    return row
 
 
 def events_of(store: HistoryStore, run_id: str) -> list[dict[str, Any]]:

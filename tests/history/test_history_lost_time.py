@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from expected_times import LOSS, STEP_SECONDS, ExpectedTimes, Row, Rows, seconds
-from history_tools import at, new_sqlite
+from history_tools import at, new_sqlite, table_row
 from sqlalchemy import insert
 from test_history_views import ask
 
@@ -37,10 +37,8 @@ def made_run(number: int, chance: random.Random) -> Rows:
     clock, step = 10.0, 0
     for attempt in range(1, chance.randint(1, 3) + 1):
         planned_at = at(clock) if chance.random() < 0.9 else None
-        rows["attempts"].append(
-            {**about, "number": attempt, "state": "running", "message": "", "scheduler": "slurm", "num_nodes": 2,
-             "resume_checkpoint": "", "resumed_from_step": 0, "planned_at": planned_at, "submitted_at": planned_at}
-        )  # fmt: skip
+        planned = {**about, "number": attempt, "planned_at": planned_at, "submitted_at": planned_at}
+        rows["attempts"].append(table_row("attempts", **planned))
         for restart in range(chance.randint(1, 3)):
             step = max(0, step - chance.randint(0, 3))
             first, num_steps, began_at = step + 1, chance.choice((0, 1, 4)), at(clock)
@@ -62,19 +60,14 @@ def made_run(number: int, chance: random.Random) -> Rows:
             clock += chance.randint(0, 4)
             for found in range(chance.randint(0, 2)):
                 incident_id = f"{attempt}.{restart}.{found}"
-                rows["incidents"].append(
-                    {**about, "incident_id": incident_id, "attempt": attempt, "restart": restart,
-                     "found_by": chance.choice(("agent", "agent", "controller")), "failure_kind": "hang", "phase": "",
-                     "suspect_ranks": [], "suspect_nodes": [], "fingerprint": "", "evidence_dir": "", "message": "",
-                     "collective": "", "seen_at": at(max(0.0, clock - chance.choice((0, 0, 3, 20))))}
-                )  # fmt: skip
+                place = {**about, "attempt": attempt, "restart": restart}
+                found_by = chance.choice(("agent", "agent", "controller"))
+                seen_at = at(max(0.0, clock - chance.choice((0, 0, 3, 20))))
+                rows["incidents"].append(incident_row(incident_id, seen_at, found_by=found_by, **place))
                 if chance.random() < 0.5:
-                    rows["decisions"].append(
-                        {**about, "decision_id": incident_id, "attempt": attempt, "restart": restart, "reason": "",
-                         "action": chance.choice(("continue", "restart_workers", "restart_in_place")), "delay_s": 0.0,
-                         "decided_by": "agent", "decided_at": at(clock), "excluded_nodes": [], "config_diff": {},
-                         "resume_checkpoint": ""}
-                    )  # fmt: skip
+                    action = chance.choice(("continue", "restart_workers", "restart_in_place"))
+                    decided = {**place, "decision_id": incident_id, "action": action, "excluded_nodes": []}
+                    rows["decisions"].append(table_row("decisions", at(clock), **decided))
             clock += chance.randint(1, 30)
         # The controller noticed the start at once, late or never.
         rows["attempts"][-1]["started_at"] = chance.choice((planned_at, planned_at, at(clock), None))
@@ -82,22 +75,22 @@ def made_run(number: int, chance: random.Random) -> Rows:
         if chance.random() < 0.4:
             moves += [("run_moved", "failed"), ("run_moved", "queued")]
         for kind, state in moves:
-            rows["events"].append(
-                {**about, "source": "control.jsonl", "position": len(rows["events"]), "time": at(clock), "kind": kind,
-                 "node": "", "state": state, "message": "", "data": {}}
-            )  # fmt: skip
+            place = {**about, "source": "control.jsonl", "position": len(rows["events"])}
+            rows["events"].append(table_row("events", at(clock), **place, kind=kind, state=state))
             clock += chance.choice((0, 1, 50))
     rows["latest_metrics"] = list({row["key_id"]: row for row in rows["metrics"]}.values())
     trainer = {"kind": "command" if external else "native"}
     ended_at = at(clock) if over else None
-    rows["runs"].append(
-        {**about, "name": "sort", "state": "failed" if over else "training", "message": "", "owner": "anna", "seed": 1,
-         "algorithm": "grpo", "total_steps": 9, "config_source": "", "overrides": [], "spec": {"trainer": trainer},
-         "shape": "", "tags": [], "package_version": "0", "trial_of": "", "code_revision": "", "run_dir": "/gone",
-         "created_at": at(0), "started_at": at(0), "ended_at": ended_at, "progress_at": at(clock - 1),
-         "journal_token": 1, "ingest_stamp": 1}
-    )  # fmt: skip
+    times = {"created_at": at(0), "ended_at": ended_at, "progress_at": at(clock - 1)}
+    state = "failed" if over else "training"
+    rows["runs"].append(table_row("runs", **about, state=state, spec={"trainer": trainer}, tags=[], **times))
     return rows
+
+
+def incident_row(incident_id: str, seen_at: datetime, **facts: Any) -> Row:
+    """A hang without suspects."""
+    hang = {"failure_kind": "hang", "suspect_ranks": [], "suspect_nodes": []}
+    return table_row("incidents", seen_at, incident_id=incident_id, **hang, **facts)
 
 
 def _alive(began_at: datetime, last_step_at: datetime, chance: random.Random) -> Row:
@@ -175,11 +168,7 @@ def long_run(*, external: bool, timed: bool) -> Rows:
             rows["metrics"] += [{**line, "key_id": key} for key in (STEP_SECONDS, LOSS) if timed or key == LOSS]
         start = {"started_at": at(clock - 49), "first_step": steps[0], "last_step": steps[-1]}
         rows["restarts"].append({**about, "restart": restart, **start})
-        rows["incidents"].append(
-            {**about, "incident_id": f"1.{restart}", "restart": restart, "found_by": "agent", "failure_kind": "hang",
-             "phase": "", "suspect_ranks": [], "suspect_nodes": [], "fingerprint": "", "evidence_dir": "",
-             "message": "", "collective": "", "seen_at": at(clock)}
-        )  # fmt: skip
+        rows["incidents"].append(incident_row(f"1.{restart}", at(clock), found_by="agent", **about, restart=restart))
     rows["latest_metrics"] = list({row["key_id"]: row for row in rows["metrics"]}.values())
     rows["runs"][0]["spec"] = {"trainer": {"kind": "command" if external else "native"}}
     return rows

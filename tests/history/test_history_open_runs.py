@@ -4,7 +4,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from history_tools import RunFiles, at, synced
+from history_tools import RunFiles, at, synced, table_row
 from sqlalchemy import event, insert
 
 from rlhf_core.history.queries import open_runs
@@ -23,8 +23,7 @@ def ended_run(store: HistoryStore, runs: Path, name: str, seconds: float) -> Run
 
 
 def with_promotion(store: HistoryStore, run: RunFiles, state: PromotionState) -> None:
-    row = {"run_id": run.run_id, "state": state.value, "checkpoint_step": 3, "decided_by": "", "reason": "", "path": "",
-           "requested_at": at(9), "state_changed_at": at(9)}  # fmt: skip
+    row = table_row("promotions", run_id=run.run_id, state=state.value, checkpoint_step=3)
     with store.writing() as connection:
         connection.execute(insert(metadata.tables["promotions"]), row)
 

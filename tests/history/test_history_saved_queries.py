@@ -4,13 +4,14 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import Integer, Table, insert
+from history_tools import table_row
+from sqlalchemy import Table, insert
 
 from rlhf_core.errors import BadInput, UnknownRun
 from rlhf_core.history import saved_queries
 from rlhf_core.history.saved_queries import find, parse, run, saved
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.history.tables import CleanJson, CleanText, UtcDateTime, metadata
+from rlhf_core.history.tables import UtcDateTime, metadata
 
 NOW = datetime.now(UTC).replace(microsecond=0)
 """Queries look back from the present."""
@@ -27,12 +28,9 @@ class History:
     def add(self, table: str, **facts: Any) -> None:
         """Add a row. Times may be given in seconds before :data:`NOW`."""
         target = metadata.tables[table]
-        row = {name: self._value(target, name, value) for name, value in facts.items()}
-        for column in target.columns:
-            if not (column.nullable or column.server_default or column.name in row or column.autoincrement is True):
-                row[column.name] = _empty(column.type)
+        given = {name: self._value(target, name, value) for name, value in facts.items()}
         with self.store.writing() as connection:
-            connection.execute(insert(target).values(row))
+            connection.execute(insert(target).values(table_row(table, NOW, **given)))
 
     def _value(self, table: Table, name: str, value: Any) -> Any:
         is_time = isinstance(table.c[name].type, UtcDateTime)
@@ -73,19 +71,6 @@ class History:
             }
             for row in answer.rows
         ]
-
-
-def _empty(kind: Any) -> Any:
-    match kind:
-        case UtcDateTime():
-            return NOW
-        case CleanJson():
-            return {}
-        case CleanText():
-            return ""
-        case Integer():
-            return 0
-    return "" if kind.python_type is str else 0
 
 
 @pytest.fixture
