@@ -342,3 +342,8 @@ def sync(sender: Sender, engines: list[EngineProcess], version: int, weights: di
 
 def living(engines: list[EngineProcess], lost: str) -> list[EngineProcess]:
     return [engine for engine in engines if engine.name != lost]
+
+
+def blames(peer: str) -> Callable[[WeightSyncFailed], bool]:
+    """Check that a failed sync names this process."""
+    return lambda failed: failed.peer == peer
