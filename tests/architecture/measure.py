@@ -72,13 +72,14 @@ def lines(modules: Sequence[Module]) -> int:
 
 
 def lines_of_helpers(modules: Sequence[Module]) -> int:
-    """Lines outside test functions, without blank ones."""
+    """Lines outside test functions and the cases in their decorators, without blank ones."""
     inside = 0
     for module in modules:
         text = module.text.splitlines()
         for node in ast.walk(module.tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
-                inside += _filled(text[node.lineno - 1 : node.end_lineno])
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                inside += _filled(text[first - 1 : node.end_lineno])
     return lines(modules) - inside
 
 
@@ -168,8 +169,8 @@ def _row(title: str, before: str, goal: str, count: Callable[[Sequence[Module]],
 MEASURES = (
     Measure("lines of `rlhf_core` + `flows`", "41,200", "<= 34,000", lambda house: f"{lines(house.program):,}"),
     Measure(
-        "lines of tests, in brackets those outside of test functions",
-        "35,800 (22,000)",
+        "lines of tests, in brackets those outside of test functions and their cases",
+        "35,800 (17,600)",
         "<= 28,000",
         lambda house: f"{lines(house.tests):,} ({lines_of_helpers(house.tests):,})",
     ),

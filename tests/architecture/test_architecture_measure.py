@@ -29,8 +29,11 @@ TEST = """def helper():
     return 1
 
 
-def test_one():
-    assert helper()
+@pytest.mark.parametrize(
+    "number", [1]
+)
+def test_one(number):
+    assert helper() == number
 """
 COMMAND = """def run():
     from flows import run
@@ -58,7 +61,7 @@ def house(tmp_path: Path) -> measure.House:
 
 
 def test_each_row_counts_one_thing(house: measure.House) -> None:
-    assert measure.lines(house.tests) == 4
+    assert measure.lines(house.tests) == 7
     assert measure.lines_of_helpers(house.tests) == 2
     assert measure.questions(house.program) == ["rlhf_core/one.py:1: What", "rlhf_core/one.py:4: How"]
     assert measure.share_of_questions(house.program) == "50.0 %"
