@@ -13,6 +13,7 @@ import pytest
 import rerun_guard
 import skip_guard
 from hypothesis import settings
+from process_tools import Finished, Rlhf
 
 # Each test process imports the modules of all tests. The collector would scan them repeatedly for nothing.
 gc.disable()
@@ -126,6 +127,21 @@ def _own_home(
         folder, number = request.getfixturevalue("tmp_path"), ""
     monkeypatch.setenv("RLHF_HOME", str(folder / f"rlhf-home{number}"))
     monkeypatch.setenv("PREFECT_HOME", str(folder / f"prefect-home{number}"))
+
+
+@pytest.fixture
+def rlhf(capsys: pytest.CaptureFixture[str]) -> Rlhf:
+    """Run ``rlhf`` in this process and require an exit code, 0 unless ``code`` is given; returns what it printed."""
+    from rlhf_core.cli.main import execute
+
+    def run(*words: str, code: int = 0) -> Finished:
+        capsys.readouterr()
+        found = execute(words)
+        output = capsys.readouterr()
+        assert found == code, output.err
+        return Finished(found, *output)
+
+    return run
 
 
 LONGEST = (

@@ -28,6 +28,10 @@ class Finished:
         return json.loads(self.stdout)
 
 
+Rlhf = Callable[..., Finished]
+"""The fixture ``rlhf``: the command in this process."""
+
+
 ASKING_INTERVAL_S = 0.5
 """Pause between two questions to a server or a database: each costs it and its client far more than a look at a file,
 and a wait has many."""

@@ -1,7 +1,6 @@
 """``rlhf compare``: differences between runs, as text, as JSON, and as a page."""
 
 import itertools
-import json
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 from history_tools import RunFiles, ingested, whole_run
+from process_tools import Rlhf
 from signing_in import chromium
 
 from rlhf_core.cli.commands.compare import sparklines
@@ -40,17 +40,16 @@ def two(monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
     return ingested(first).run_id, ingested(second).run_id
 
 
-def _json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    assert execute(["compare", *arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+def _json(rlhf: Rlhf, *arguments: str) -> Any:
+    return rlhf("compare", *arguments, "--json").json()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The command
 
 
-def test_for_programs(two: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    found = _json(capsys, *two)
+def test_for_programs(two: tuple[str, str], rlhf: Rlhf) -> None:
+    found = _json(rlhf, *two)
     assert [(run["label"], run["run_id"]) for run in found["runs"]] == [("A", two[0]), ("B", two[1])]
     assert found["runs"][0]["incidents"] == {"worker_killed": 1, "node_lost": 1}
     assert (found["runs"][0]["productive_s"], found["runs"][0]["last_step"], found["runs"][1]["last_step"]) == (
@@ -78,9 +77,8 @@ def test_for_programs(two: tuple[str, str], capsys: pytest.CaptureFixture[str]) 
     assert [step for step, _ in found["curves"]["train/loss"][0]] == list(range(1, 11))
 
 
-def test_for_people(two: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert execute(["compare", *two]) == 0
-    text = capsys.readouterr().out
+def test_for_people(two: tuple[str, str], rlhf: Rlhf) -> None:
+    text = rlhf("compare", *two).stdout
     assert max(map(len, text.splitlines())) <= 140
     for message in (
         *two,
@@ -94,16 +92,14 @@ def test_for_people(two: tuple[str, str], capsys: pytest.CaptureFixture[str]) ->
         assert message in text, message
 
 
-def test_the_first_run_is_the_reference_for_the_others(
-    two: tuple[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = _json(capsys, two[1], two[0])
+def test_the_first_run_is_the_reference_for_the_others(two: tuple[str, str], rlhf: Rlhf) -> None:
+    found = _json(rlhf, two[1], two[0])
     (greedy,) = [row for row in found["evaluations"] if row["name"] == "greedy"]
     assert [row["against_first"] for row in greedy["runs"]] == [None, "higher"]
 
 
-def test_metrics_are_chosen(two: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    found = _json(capsys, *two, "--metric", "reward/mean", "--metric", "time/step_s")
+def test_metrics_are_chosen(two: tuple[str, str], rlhf: Rlhf) -> None:
+    found = _json(rlhf, *two, "--metric", "reward/mean", "--metric", "time/step_s")
     assert [row["key"] for row in found["metrics"]] == list(found["curves"]) == ["reward/mean", "time/step_s"]
 
 
@@ -121,12 +117,9 @@ def test_metrics_are_chosen(two: tuple[str, str], capsys: pytest.CaptureFixture[
         (["A", "B", "--html", "/dev/null/page.html"], "choose another file with --html"),
     ],
 )
-def test_bad_input(
-    two: tuple[str, str], arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input(two: tuple[str, str], arguments: list[str], message: str, rlhf: Rlhf) -> None:
     names = {"A": two[0], "B": two[1]}
-    assert execute(["compare", *(names.get(word, word) for word in arguments)]) == 2
-    assert message in capsys.readouterr().err
+    assert message in rlhf("compare", *(names.get(word, word) for word in arguments), code=2).stderr
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -246,10 +239,9 @@ class _Tags(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_the_page_is_self_contained(two: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_is_self_contained(two: tuple[str, str], tmp_path: Path, rlhf: Rlhf) -> None:
     path = tmp_path / "page.html"
-    assert execute(["compare", *two, "--html", str(path)]) == 0
-    assert f"Page: {path}" in capsys.readouterr().out
+    assert f"Page: {path}" in rlhf("compare", *two, "--html", str(path)).stdout
     page = path.read_text()
     reader = _Tags()
     reader.feed(page)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from history_tools import RunFiles, at, ingested, postgres, synced, whole_run
+from process_tools import Rlhf
 from tracker_readers import scalars, wandb_history, wandb_records
 
 from rlhf_core.cli.main import execute
@@ -263,11 +264,10 @@ def test_mlflow_without_artifacts(run: RunFiles, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("mlflow_database")
 def test_artifacts_that_cannot_be_stored_are_reported_and_the_metrics_exported(
-    run: RunFiles, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: RunFiles, tmp_path: Path, rlhf: Rlhf
 ) -> None:
     (tmp_path / "artifacts").write_text("not a folder")
-    assert execute(["export", "last", "--to", "mlflow", "--out", str(tmp_path)]) == 2
-    output = capsys.readouterr().err
+    output = rlhf("export", "last", "--to", "mlflow", "--out", str(tmp_path), code=2).stderr
     assert "the numbers of" in output
     assert "--no-artifacts" in output
     (found,) = _mlflow_runs(tmp_path)
@@ -275,11 +275,11 @@ def test_artifacts_that_cannot_be_stored_are_reported_and_the_metrics_exported(
 
 
 @pytest.mark.usefixtures("mlflow_database")
-def test_a_deleted_experiment_is_reported(run: RunFiles, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_deleted_experiment_is_reported(run: RunFiles, tmp_path: Path, rlhf: Rlhf) -> None:
     client = _mlflow(tmp_path)
     client.delete_experiment(client.create_experiment("sort"))
-    assert execute(["export", "last", "--to", "mlflow", "--out", str(tmp_path), "--no-artifacts"]) == 2
-    assert "a deleted experiment can be restored" in capsys.readouterr().err
+    answer = rlhf("export", "last", "--to", "mlflow", "--out", str(tmp_path), "--no-artifacts", code=2)
+    assert "a deleted experiment can be restored" in answer.stderr
 
 
 def _run_of(num_steps: int) -> RunFiles:
@@ -424,12 +424,11 @@ def test_a_missing_library_is_named_with_advice(
     to: str,
     package: str,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    rlhf: Rlhf,
 ) -> None:
     for name in [package, *(one for one in sys.modules if one.startswith(f"{package}."))]:
         monkeypatch.setitem(sys.modules, name, None)
-    assert execute(["export", "last", "--to", to, "--out", str(tmp_path / "out")]) == 2
-    output = capsys.readouterr().err
+    output = rlhf("export", "last", "--to", to, "--out", str(tmp_path / "out"), code=2).stderr
     assert f"exporting to {to} needs the package {package}" in output
     assert f": {pip_install('export')}" in output
     assert not (tmp_path / "out").exists()
@@ -445,12 +444,10 @@ def test_no_export_needs_torch(run: RunFiles, tmp_path: Path) -> None:
     assert all(any((tmp_path / to).iterdir()) for to in ("csv", "tensorboard", "mlflow", "wandb"))
 
 
-def test_bad_input(run: RunFiles, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert execute(["export", "nobody", "--to", "csv", "--out", str(tmp_path)]) == 2
-    assert execute(["export", "last", "--to", "excel", "--out", str(tmp_path)]) == 2
-    capsys.readouterr()
-    assert execute(["export", "last", "--to", "csv", "--out", "/dev/null/out"]) == 2
-    assert "choose another with --out" in capsys.readouterr().err
+def test_bad_input(rlhf: Rlhf, run: RunFiles, tmp_path: Path) -> None:
+    rlhf("export", "nobody", "--to", "csv", "--out", str(tmp_path), code=2)
+    rlhf("export", "last", "--to", "excel", "--out", str(tmp_path), code=2)
+    assert "choose another with --out" in rlhf("export", "last", "--to", "csv", "--out", "/dev/null/out", code=2).stderr
 
 
 class Full:
@@ -474,13 +471,13 @@ def test_a_full_disk_is_reported_and_leaves_no_partial_file(
     tmp_path: Path,
     to: str,
     writer: str,
-    capsys: pytest.CaptureFixture[str],
+    rlhf: Rlhf,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out = tmp_path / "out"
     monkeypatch.setattr(writer, Full)
-    assert execute(["export", "last", "--to", to, "--out", str(out)]) == 2
-    assert f"error: cannot write to {out}: No space left on device. Make room there" in capsys.readouterr().err
+    answer = rlhf("export", "last", "--to", to, "--out", str(out), code=2)
+    assert f"error: cannot write to {out}: No space left on device. Make room there" in answer.stderr
     assert list(out.iterdir()) == []
 
 

@@ -3,14 +3,12 @@
 import json
 import shutil
 import sqlite3
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from history_tools import RunFiles, at, ingested, postgres, whole_run
-from process_tools import Finished
+from process_tools import Rlhf
 
-from rlhf_core.cli.main import execute
 from rlhf_core.cli.run_output import print_summary
 from rlhf_core.config.site import load_site
 from rlhf_core.control.views.summary import summarise
@@ -33,21 +31,10 @@ from rlhf_core.schemas.journal import (
 )
 from rlhf_core.schemas.resources import Placement
 
-Rlhf = Callable[..., Finished]
 
-
-@pytest.fixture
-def rlhf(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Rlhf:
-    """Run the command in this process, on a terminal with 100 columns."""
+@pytest.fixture(autouse=True)
+def _columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-
-    def run(*arguments: str, code: int = 0) -> Finished:
-        found = execute(arguments)
-        output = capsys.readouterr()
-        assert found == code, output.err
-        return Finished(found, *output)
-
-    return run
 
 
 @pytest.fixture

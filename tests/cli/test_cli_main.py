@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from process_tools import Rlhf
 from rich.cells import cell_len
 from typer.main import get_command
 
@@ -29,19 +30,17 @@ COMMANDS = (
 )
 
 
-def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.execute(["--help"]) == 0
-    shown = capsys.readouterr().out
+def test_help_names_every_command(rlhf: Rlhf) -> None:
+    shown = rlhf("--help").stdout
     for command in COMMANDS:
         assert f" {command} " in shown
 
 
-def test_help_omits_no_word(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_omits_no_word(rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing in a help text is interpreted as markup, such as the name of a section in square brackets."""
     monkeypatch.setenv("COLUMNS", "1000")
     for words, command in _all_commands(get_command(main.app)):
-        assert main.execute([*words, "--help"]) == 0
-        shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+        shown = " ".join(rlhf(*words, "--help").stdout.replace("│", " ").split())
         texts = [command.help or "", *(getattr(one, "help", None) or "" for one in command.params)]
         for paragraph in "\n\n".join(texts).split("\n\n"):
             # Words in backticks are styled instead.
@@ -54,17 +53,13 @@ def _all_commands(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[t
         yield from _all_commands(below, (*words, name))
 
 
-def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.execute(["--version"]) == 0
-    assert capsys.readouterr().out.strip() == f"rlhf-flows {__version__}"
+def test_the_version_is_that_of_the_package(rlhf: Rlhf) -> None:
+    assert rlhf("--version").stdout.strip() == f"rlhf-flows {__version__}"
 
 
-def test_the_help_of_config_show_ends_with_every_setting(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_help_of_config_show_ends_with_every_setting(rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "400")
-    assert main.execute(["config", "show", "--help"]) == 0
-    shown = capsys.readouterr().out
+    shown = rlhf("config", "show", "--help").stdout
     for field in describe_fields():
         assert field.name in shown
         assert field.meaning[:60] in shown
@@ -85,28 +80,26 @@ def test_help_fits_a_screen_and_names_the_help_with_the_settings(
     [(BadConfig("a bad config"), 2), (RunFailed("the diagnosis"), 1), (RunCancelled("it was cancelled"), 130)],
 )
 def test_expected_errors_are_reported_by_message_and_exit_code(
-    error: Exception, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    error: Exception, code: int, rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object) -> None:
         raise error
 
     monkeypatch.setattr("rlhf_core.config.site.load_site", fail)
-    assert main.execute(["runs"]) == code
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err == f"error: {error}\n"
+    printed = rlhf("runs", code=code)
+    assert printed.stdout == ""
+    assert printed.stderr == f"error: {error}\n"
 
 
 def test_an_unexpected_error_is_reported_in_one_sentence_with_a_file(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def fail(*args: object) -> None:
         raise ZeroDivisionError("division by zero")
 
     monkeypatch.setattr("rlhf_core.config.site.load_site", fail)
     monkeypatch.setenv("RLHF_HOME", str(tmp_path))
-    assert main.execute(["runs"]) == 1
-    printed = capsys.readouterr().err
+    printed = rlhf("runs", code=1).stderr
     assert "Traceback" not in printed
     (log,) = (tmp_path / "logs").iterdir()
     assert str(log) in printed.replace("\n", "")
@@ -117,15 +110,14 @@ def test_an_unexpected_error_is_reported_in_one_sentence_with_a_file(
     ("code", "remedy"), [(errno.ENOSPC, "Make room on its file system"), (errno.EROFS, "Make its file system writable")]
 )
 def test_a_full_or_read_only_disk_is_an_expected_error(
-    code: int, remedy: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    code: int, remedy: str, rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def fail(*args: object) -> None:
         raise OSError(code, os.strerror(code), "/data/runs/a")
 
     monkeypatch.setattr("rlhf_core.config.site.load_site", fail)
     monkeypatch.setenv("RLHF_HOME", str(tmp_path))
-    assert main.execute(["runs"]) == 1
-    assert f"error: cannot write /data/runs/a ({os.strerror(code)}). {remedy}" in capsys.readouterr().err
+    assert f"error: cannot write /data/runs/a ({os.strerror(code)}). {remedy}" in rlhf("runs", code=1).stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -144,11 +136,10 @@ def test_wrong_arguments_exit_with_2(arguments: list[str]) -> None:
     assert main.execute(arguments) == 2
 
 
-def test_names_of_other_programs_are_answered_with_the_command_here(capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_of_other_programs_are_answered_with_the_command_here(rlhf: Rlhf) -> None:
     commands = {words[0] for words, _ in _all_commands(get_command(main.app)) if words}
     for name, here in main._OTHER_NAMES.items():
-        assert main.execute([name]) == 2
-        assert f"The command here is `{here}`." in capsys.readouterr().err
+        assert f"The command here is `{here}`." in rlhf(name, code=2).stderr
         assert name not in commands
         assert here.split()[1] in {*commands, "--version"}
 
@@ -194,15 +185,12 @@ def test_relative_paths_in_variables_stay_the_same_in_other_folders(
     assert dataclasses.replace(found, database_url=expected.database_url) == expected
 
 
-def test_a_misspelt_variable_is_named_with_the_one_that_was_meant(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_misspelt_variable_is_named_with_the_one_that_was_meant(monkeypatch: pytest.MonkeyPatch, rlhf: Rlhf) -> None:
     monkeypatch.setenv("RLHF_SCHEDULR", "slurm")
-    assert main.execute(["runs", "--json"]) == 0
-    captured = capsys.readouterr()
-    assert "RLHF_SCHEDULR has no effect" in captured.err
-    assert "did you mean RLHF_SCHEDULER?" in captured.err
-    assert json.loads(captured.out) == []
+    captured = rlhf("runs", "--json")
+    assert "RLHF_SCHEDULR has no effect" in captured.stderr
+    assert "did you mean RLHF_SCHEDULER?" in captured.stderr
+    assert json.loads(captured.stdout) == []
 
 
 def test_names_of_jobs_and_scripts_are_no_misspellings() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from control_fakes import FakeScheduler
 from history_tools import RunFiles, ingested
+from process_tools import Rlhf
 from site_files import options
 
 from rlhf_core.cli.main import execute
@@ -48,9 +49,7 @@ def test_a_folder_with_nothing_but_the_config_of_a_model_is_enough(plan: Plan, t
     assert not estimates[1], "its experts are not counted, so a number would be far too low"
 
 
-def test_held_out_pairs_without_answers_are_not_completed(
-    plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_held_out_pairs_without_answers_are_not_completed(plan: Plan, tmp_path: Path, rlhf: Rlhf) -> None:
     """As in the evaluation, which has nothing to compare completions with."""
     peaks = {}
     for answer in ({"answer": "right"}, {}):
@@ -62,8 +61,8 @@ def test_held_out_pairs_without_answers_are_not_completed(
         settings.append("trainer.micro_batch_size=1")
         _, found = plan("dpo", *settings)
         assert ("KV cache" in found["memory"]["evaluator"]["parts"]) is bool(answer)
-        assert execute(["run", "dpo", "--dry-run", "--json", *(f"--set={one}" for one in settings)]) == 0
-        in_dry_run = json.loads(capsys.readouterr().out)["predictions"]["memory_bytes"]
+        dry_run = rlhf("run", "dpo", "--dry-run", "--json", *(f"--set={one}" for one in settings))
+        in_dry_run = dry_run.json()["predictions"]["memory_bytes"]
         assert in_dry_run == found["memory"]["trainer"]["peak_bytes"]
         peaks[bool(answer)] = in_dry_run
     assert peaks[False] < peaks[True]
@@ -174,13 +173,12 @@ def test_a_model_larger_than_all_gpus_is_said_to_fit_in_no_layout(capsys: pytest
     ids=["fits", "too small", "may be the larger type", "checks turned off", "main memory of engines"],
 )  # fmt: skip
 def test_a_run_that_preflight_blocks_for_its_memory_is_refused(
-    plan: Plan, settings: tuple[str, ...], code: int, capsys: pytest.CaptureFixture[str]
+    plan: Plan, settings: tuple[str, ...], code: int, rlhf: Rlhf
 ) -> None:
     """Scripts go by the exit code: a plan of what cannot run is none."""
     found_code, found = plan("qwen2.5-7b-gsm8k", *settings)
     assert (found_code, bool(found["problems"])) == (code, code == 2)
-    assert execute(["plan", "qwen2.5-7b-gsm8k", *options(*settings)]) == code
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = " ".join(rlhf("plan", "qwen2.5-7b-gsm8k", *options(*settings), code=code).stdout.split())
     assert ("Accepted: " in shown) == (code == 0)
     assert not found["nearest"], "another layout is not the remedy that is named"
 
@@ -206,15 +204,12 @@ def test_a_run_on_cpu_has_predicted_memory_and_no_predicted_step(plan: Plan) -> 
     assert found["measured"]["runs"] == []
 
 
-def test_seven_trainers_are_refused_with_the_nearest_valid_numbers(
-    plan: Plan, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_seven_trainers_are_refused_with_the_nearest_valid_numbers(plan: Plan, rlhf: Rlhf) -> None:
     code, found = plan("qwen2.5-7b-gsm8k", "resources.ranks_per_node=7")
     assert code == 2
     assert found["problems"][0]["found"] == "loops.main.algorithm.prompts_per_step = 64 with 7 ranks"
     assert found["nearest"][0] == {"trainers": 8, "engines": 0, "tensor_parallel": 1, "engine_nodes": 0}
-    assert execute(["plan", "qwen2.5-7b-gsm8k", "--set", "resources.ranks_per_node=7"]) == 2
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = " ".join(rlhf("plan", "qwen2.5-7b-gsm8k", "--set", "resources.ranks_per_node=7", code=2).stdout.split())
     assert "Refused: 7 trainers with in-process sampling." in shown
     assert "Nearest that divide: 8 trainers with in-process sampling" in shown
 
@@ -225,7 +220,7 @@ def test_seven_trainers_are_refused_with_the_nearest_valid_numbers(
     ids=["neither divides the other", "an idle GPU", "idle engines"],
 )
 def test_a_plan_refuses_only_what_preflight_blocks(
-    plan: Plan, capsys: pytest.CaptureFixture[str], prompts: int, ranks: int, engines: int, check: str, divides: bool
+    plan: Plan, rlhf: Rlhf, prompts: int, ranks: int, engines: int, check: str, divides: bool
 ) -> None:
     settings = [f"resources.ranks_per_node={ranks}", f"rollout.engines={engines}", "slurm.gpu_type=h200"]
     settings += [f"loops.main.algorithm.prompts_per_step={prompts}", "trainer.micro_batch_size=1"]
@@ -234,21 +229,17 @@ def test_a_plan_refuses_only_what_preflight_blocks(
     assert (code, found["problems"]) == (0, [])
     assert check in of_layout or not (check or of_layout)
     assert (found["nearest"] == []) is divides
-    assert execute(["plan", "qwen2.5-7b-gsm8k", *options(*settings)]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = " ".join(rlhf("plan", "qwen2.5-7b-gsm8k", *options(*settings)).stdout.split())
     assert "Accepted: " in shown
     assert ("Nearest that divide" in shown) is not divides
     assert ("warning: found" in shown) is bool(found["warnings"])
 
 
-def test_another_program_has_its_own_layout(capsys: pytest.CaptureFixture[str]) -> None:
-    assert execute(["plan", "torchrun"]) == 2
-    assert "expected the native trainer" in " ".join(capsys.readouterr().err.split())
+def test_another_program_has_its_own_layout(rlhf: Rlhf) -> None:
+    assert "expected the native trainer" in " ".join(rlhf("plan", "torchrun", code=2).stderr.split())
 
 
-def test_predictions_are_compared_with_completed_runs_of_the_same_shape(
-    plan: Plan, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_predictions_are_compared_with_completed_runs_of_the_same_shape(plan: Plan, rlhf: Rlhf) -> None:
     _, before = plan("qwen2.5-7b-gsm8k")
     predicted = before["step_s"]
     training = predicted["training"] + predicted["communication"]
@@ -262,8 +253,7 @@ def test_predictions_are_compared_with_completed_runs_of_the_same_shape(
     assert (ratios["sampling"], ratios["training"]) == (pytest.approx(2, rel=0.01), pytest.approx(3, rel=0.01))
     own = next(one for one in after["proposals"] if one["engine"] == "transformers")
     assert own["step_s"]["training"] == pytest.approx(3 * predicted["training"], rel=0.01), "by the measured rates"
-    assert execute(["plan", "qwen2.5-7b-gsm8k"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = " ".join(rlhf("plan", "qwen2.5-7b-gsm8k").stdout.split())
     assert "against the median of 1 earlier run" in shown
     assert "Measured peak of a GPU: 41.0 GiB" in shown
     # Another shape has no history.

@@ -1,12 +1,12 @@
 """``rlhf reconcile`` with a separate history."""
 
-import json
 from pathlib import Path
 
 import pytest
 from history_tools import orphaned_run
+from process_tools import Rlhf
 
-from rlhf_core.cli import doctor, main
+from rlhf_core.cli import doctor
 from rlhf_core.config.site import load_site
 from rlhf_core.control.run_folders import earlier_lease_name, lease_name
 from rlhf_core.errors import SchedulerError
@@ -26,34 +26,30 @@ def orphan() -> RunDir:
     return run_dir
 
 
-def test_a_dry_run_reports_actions_without_taking_them(orphan: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_reports_actions_without_taking_them(orphan: RunDir, rlhf: Rlhf) -> None:
     before = orphan.control.read_bytes()
-    assert main.execute(["reconcile", "--dry-run", "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
+    (found,) = rlhf("reconcile", "--dry-run", "--json").json()
     assert (found["action"], found["run_id"], found["done"]) == ("cancel_run", orphan.run_id, None)
     assert found["reason"] == "enough"
     assert orphan.control.read_bytes() == before
 
 
-def test_it_is_done_once(orphan: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.execute(["reconcile"]) == 0
-    assert "cancelled" in capsys.readouterr().out
-    assert main.execute(["reconcile"]) == 0
-    assert "agree" in capsys.readouterr().out
+def test_it_is_done_once(orphan: RunDir, rlhf: Rlhf) -> None:
+    assert "cancelled" in rlhf("reconcile").stdout
+    assert "agree" in rlhf("reconcile").stdout
 
 
-def test_the_daemon_at_work_is_named(orphan: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_daemon_at_work_is_named(orphan: RunDir, rlhf: Rlhf) -> None:
     """Before, the message had the internal name of its lease, as that of a run."""
     site = load_site()
     with HistoryStore(site.database_url) as store:
         store.acquire_lease(lease_name(site.runs_dir), "ann@elsewhere:71:1767225600.00", 60)
-    assert main.execute(["reconcile"]) == 1
-    told = capsys.readouterr().err
+    told = rlhf("reconcile", code=1).stderr
     assert "daemon of this site (ann on elsewhere, process 71, since 2026-01-01 00:00:00 UTC) reconciles every" in told
     assert "keeper" not in told
 
 
-def test_a_daemon_of_an_earlier_version_is_named(orphan: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_daemon_of_an_earlier_version_is_named(orphan: RunDir, rlhf: Rlhf) -> None:
     """Its lease has the path as it was given, here that of a link."""
     site = load_site()
     site.runs_dir.rename(site.home / "elsewhere")
@@ -61,24 +57,21 @@ def test_a_daemon_of_an_earlier_version_is_named(orphan: RunDir, capsys: pytest.
     with HistoryStore(site.database_url) as store:
         store.acquire_lease(earlier_lease_name(site.runs_dir), "ann@elsewhere:71:1767225600.00", 60)
         assert "ann on elsewhere, process 71" in doctor._daemon(site, store, {"daemon": "stopped"}).found
-    assert main.execute(["reconcile"]) == 1
-    assert "daemon of this site (ann on elsewhere, process 71" in capsys.readouterr().err
+    assert "daemon of this site (ann on elsewhere, process 71" in rlhf("reconcile", code=1).stderr
 
 
-def test_unknown_is_not_agreement(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_is_not_agreement(rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch) -> None:
     def down(_self: object) -> list[LivingJob]:
         raise SchedulerError("slurmctld does not respond")
 
     load_site().home.mkdir(parents=True)
     monkeypatch.setattr(LocalScheduler, "living", down)
     for options in ([], ["--dry-run"]):
-        assert main.execute(["reconcile", *options]) == 0
-        shown = capsys.readouterr()
-        assert "slurmctld does not respond" in shown.err
-        assert shown.out == "Nothing to do, as far as could be seen.\n"
+        shown = rlhf("reconcile", *options)
+        assert "slurmctld does not respond" in shown.stderr
+        assert shown.stdout == "Nothing to do, as far as could be seen.\n"
 
 
-def test_a_site_without_runs_is_consistent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_site_without_runs_is_consistent(tmp_path: Path, rlhf: Rlhf) -> None:
     load_site().home.mkdir(parents=True)
-    assert main.execute(["reconcile", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == []
+    assert rlhf("reconcile", "--json").json() == []

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from history_tools import RunFiles, at, ingested, whole_run
+from process_tools import Rlhf
 
 from flows.publishing.events import FlowRunRef, events_of
 from flows.run import ended_well
-from rlhf_core.cli.main import execute
 from rlhf_core.cli.run_output import summary_json
 from rlhf_core.cli.watching import headline, json_lines
 from rlhf_core.config.site import load_site
@@ -85,39 +85,34 @@ def test_a_score_is_worse_when_its_intervals_are_apart(
     assert state_text("failed", found) == "failed", "only beside completed"
 
 
-def _text(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert execute(list(arguments)) == 0
-    return capsys.readouterr().out
-
-
-def test_in_the_list_of_runs(runs: tuple[RunFiles, RunFiles], capsys: pytest.CaptureFixture[str]) -> None:
-    by_run = {run["run_id"]: run["regressed"] for run in json.loads(_text(capsys, "runs", "--json"))}
+def test_in_the_list_of_runs(runs: tuple[RunFiles, RunFiles], rlhf: Rlhf) -> None:
+    by_run = {run["run_id"]: run["regressed"] for run in rlhf("runs", "--json").json()}
     assert by_run == {runs[0].run_id: [], runs[1].run_id: [FELL]}
-    lines = {line.split()[0]: line for line in _text(capsys, "runs").splitlines() if line.startswith("sort-")}
+    lines = {line.split()[0]: line for line in rlhf("runs").stdout.splitlines() if line.startswith("sort-")}
     assert "completed, regressed" in lines[runs[1].run_id]
     assert "regressed" not in lines[runs[0].run_id]
 
 
-def test_in_the_view_of_one_run(runs: tuple[RunFiles, RunFiles], capsys: pytest.CaptureFixture[str]) -> None:
-    texts = _text(capsys, "show", runs[1].run_id)
+def test_in_the_view_of_one_run(runs: tuple[RunFiles, RunFiles], rlhf: Rlhf) -> None:
+    texts = rlhf("show", runs[1].run_id).stdout
     assert "completed, regressed" in texts
     assert f"Regressed: the model is worse than before training: {REGRESSION}" in texts
-    assert json.loads(_text(capsys, "show", runs[1].run_id, "--json"))["regressed"] == [FELL]
-    assert "egressed" not in _text(capsys, "show", runs[0].run_id)
+    assert rlhf("show", runs[1].run_id, "--json").json()["regressed"] == [FELL]
+    assert "egressed" not in rlhf("show", runs[0].run_id).stdout
 
 
-def test_in_the_comparison(runs: tuple[RunFiles, RunFiles], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_in_the_comparison(runs: tuple[RunFiles, RunFiles], rlhf: Rlhf, tmp_path: Path) -> None:
     page, names = tmp_path / "page.html", [run.run_id for run in runs]
-    assert _text(capsys, "compare", *names, "--html", str(page)).count("completed, regressed") == 1
+    assert rlhf("compare", *names, "--html", str(page)).stdout.count("completed, regressed") == 1
     assert page.read_text().count('<span class="badge bad">regressed</span>') == 1
-    found = json.loads(_text(capsys, "compare", *names, "--json"))
+    found = rlhf("compare", *names, "--json").json()
     assert [run["regressed"] for run in found["runs"]] == [[], [FELL]]
 
 
-def test_in_the_report(runs: tuple[RunFiles, RunFiles], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_in_the_report(runs: tuple[RunFiles, RunFiles], rlhf: Rlhf, tmp_path: Path) -> None:
     for run, count in zip(runs, (0, 1), strict=True):
         page = tmp_path / f"{run.run_id}.html"
-        _text(capsys, "report", run.run_id, "--output", str(page))
+        rlhf("report", run.run_id, "--output", str(page))
         assert page.read_text().count('<span class="badge bad">regressed</span>') == count
         assert page.read_text().count("The model is worse than before training.") == count
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from control_fakes import FakeAgent, FakeScheduler, only_scheduler
 from history_tools import events_of
+from process_tools import Rlhf
 
 from rlhf_core.cli.main import execute
 from rlhf_core.config.site import load_site
@@ -65,11 +66,10 @@ def used_code(run_dir: RunDir) -> str:
 
 
 @pytest.mark.usefixtures("scheduler")
-def test_resume_reports_that_the_run_uses_its_copy_of_changed_files(rewards: Path, capsys: Printed) -> None:
+def test_resume_reports_that_the_run_uses_its_copy_of_changed_files(rlhf: Rlhf, rewards: Path, capsys: Printed) -> None:
     run_dir = failed_run(rewards)
     assert f"rlhf resume {run_dir.run_id} --code" in capsys.readouterr().err, "the diagnosis"
-    assert execute(["resume", "last", "--no-prefect"]) == 0
-    output = capsys.readouterr().err
+    output = rlhf("resume", "last", "--no-prefect").stderr
     assert "my_rewards.py changed since this run copied its code" in output
     assert f"`rlhf resume {run_dir.run_id} --code`" in output
     assert used_code(run_dir) == BROKEN
@@ -77,13 +77,12 @@ def test_resume_reports_that_the_run_uses_its_copy_of_changed_files(rewards: Pat
 
 @pytest.mark.usefixtures("scheduler")
 def test_resume_with_code_uses_the_current_files_and_records_it(
-    rewards: Path, tmp_path: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch
+    rewards: Path, tmp_path: Path, rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = failed_run(rewards)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert execute(["resume", "last", "--no-prefect", "--code"]) == 0
-    assert "copied the code again; changed: my_rewards.py" in capsys.readouterr().err
+    assert "copied the code again; changed: my_rewards.py" in rlhf("resume", "last", "--no-prefect", "--code").stderr
     assert used_code(run_dir) == MENDED
     assert (run_dir.root / "code" / "snapshot" / "my_rewards.py").read_text() == BROKEN, "the first copy is kept"
     with HistoryStore(load_site().database_url) as store:
@@ -92,35 +91,30 @@ def test_resume_with_code_uses_the_current_files_and_records_it(
 
 
 @pytest.mark.usefixtures("scheduler")
-def test_resume_of_unchanged_code_reports_and_copies_nothing(rewards: Path, capsys: Printed) -> None:
+def test_resume_of_unchanged_code_reports_and_copies_nothing(rlhf: Rlhf, rewards: Path) -> None:
     run_dir = failed_run(rewards)
     rewards.write_text(BROKEN)
-    capsys.readouterr()
-    assert execute(["resume", "last", "--no-prefect", "--code"]) == 0
-    assert "nothing changed" in capsys.readouterr().err
+    assert "nothing changed" in rlhf("resume", "last", "--no-prefect", "--code").stderr
     assert run_dir.code == run_dir.root / "code"
 
 
 @pytest.mark.usefixtures("scheduler")
-def test_code_is_not_replaced_while_a_job_may_be_running(rewards: Path, capsys: Printed) -> None:
+def test_code_is_not_replaced_while_a_job_may_be_running(rlhf: Rlhf, rewards: Path) -> None:
     run_dir = failed_run(rewards)
     journal = Journal(run_dir, 9)
     for state in (RunState.PREFLIGHT, RunState.QUEUED, RunState.TRAINING):
         journal.move_run(state, "another controller, which died")
     journal.close()
-    capsys.readouterr()
-    assert execute(["resume", "last", "--no-prefect", "--code"]) == 2
-    assert f"`rlhf cancel {run_dir.run_id}` ends it" in capsys.readouterr().err
+    assert f"`rlhf cancel {run_dir.run_id}` ends it" in rlhf("resume", "last", "--no-prefect", "--code", code=2).stderr
     assert used_code(run_dir) == BROKEN
 
 
 @pytest.mark.usefixtures("scheduler")
-def test_missing_code_does_not_replace_the_copy(rewards: Path, capsys: Printed) -> None:
+def test_missing_code_does_not_replace_the_copy(rlhf: Rlhf, rewards: Path) -> None:
     run_dir = failed_run(rewards)
     rewards.unlink()
     (rewards.parent / "my_rewards").mkdir()
     (rewards.parent / "my_rewards" / "__init__.py").write_text(MENDED)
-    capsys.readouterr()
-    assert execute(["resume", "last", "--no-prefect", "--code"]) == 2
-    assert "my_rewards.py of this run's code is no longer in" in capsys.readouterr().err
+    answer = rlhf("resume", "last", "--no-prefect", "--code", code=2)
+    assert "my_rewards.py of this run's code is no longer in" in answer.stderr
     assert used_code(run_dir) == BROKEN

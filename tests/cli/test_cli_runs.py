@@ -21,11 +21,12 @@ import pytest
 from control_fakes import FakeAgent, FakeScheduler, make_run, make_spec, only_scheduler, training_snapshot
 from history_tools import living_controller
 from made_reports import rank_status
+from process_tools import Rlhf
 from rich.console import Console
 from site_files import options
 
 from flows.server.settings import own_url
-from rlhf_core.cli import doctor, log_files, main, watching
+from rlhf_core.cli import doctor, log_files, watching
 from rlhf_core.cli.commands import check as check_commands
 from rlhf_core.cli.progress import TerminalProgress
 from rlhf_core.config.fields import describe_fields
@@ -72,17 +73,13 @@ def newest_run() -> RunDir:
     return run_dirs(load_site().runs_dir)[-1]
 
 
-def rlhf(*arguments: str, expect: int = 0) -> None:
-    assert main.execute(arguments) == expect
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # init
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_starter_config_is_equivalent_to_its_preset(preset: str, tmp_path: Path, capsys: Printed) -> None:
-    rlhf("init", str(tmp_path / "new"), "--preset", preset)
+def test_a_starter_config_is_equivalent_to_its_preset(rlhf: Rlhf, preset: str, tmp_path: Path) -> None:
+    answer = rlhf("init", str(tmp_path / "new"), "--preset", preset)
     path = tmp_path / "new" / f"{preset}.toml"
     assert load(path) == load(preset)
     text = path.read_text()
@@ -94,29 +91,25 @@ def test_a_starter_config_is_equivalent_to_its_preset(preset: str, tmp_path: Pat
             continue
         leaf = field.name.rpartition(".")[2]
         assert f"{leaf} = " in text or f"[{field.name}]" in text, field.name
-    assert f"rlhf run {path}" in capsys.readouterr().out
+    assert f"rlhf run {path}" in answer.stdout
 
 
-def test_init_does_not_take_a_preset_for_a_folder(
-    tmp_path: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_init_does_not_take_a_preset_for_a_folder(tmp_path: Path, rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    rlhf("init", "gsm8k", expect=2)
-    assert "`rlhf init --preset gsm8k`" in capsys.readouterr().err
+    assert "`rlhf init --preset gsm8k`" in rlhf("init", "gsm8k", code=2).stderr
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "gsm8k").mkdir()
     rlhf("init", "gsm8k")
     assert (tmp_path / "gsm8k" / "quickstart.toml").exists()
 
 
-def test_the_next_commands_can_be_pasted(tmp_path: Path, capsys: Printed) -> None:
-    rlhf("init", str(tmp_path / "my runs"))
-    assert f"rlhf run '{tmp_path}/my runs/quickstart.toml'" in capsys.readouterr().out
+def test_the_next_commands_can_be_pasted(tmp_path: Path, rlhf: Rlhf) -> None:
+    assert f"rlhf run '{tmp_path}/my runs/quickstart.toml'" in rlhf("init", str(tmp_path / "my runs")).stdout
     quoted = shlex.quote(str(tmp_path / "my runs" / "quickstart.toml"))
     assert f"#   rlhf run {quoted} " in (tmp_path / "my runs" / "quickstart.toml").read_text()
 
 
-def test_defaults_in_a_starter_config_are_the_defaults(tmp_path: Path) -> None:
+def test_defaults_in_a_starter_config_are_the_defaults(rlhf: Rlhf, tmp_path: Path) -> None:
     """Uncommenting the settings changes nothing, except in a section that is left out with its header."""
     rlhf("init", str(tmp_path))
     path = tmp_path / "quickstart.toml"
@@ -137,27 +130,25 @@ def test_defaults_in_a_starter_config_are_the_defaults(tmp_path: Path) -> None:
     assert load(path) == load("quickstart")
 
 
-def test_init_overwrites_nothing(tmp_path: Path, capsys: Printed) -> None:
+def test_init_overwrites_nothing(rlhf: Rlhf, tmp_path: Path) -> None:
     path = tmp_path / "quickstart.toml"
     path.write_text("mine")
-    rlhf("init", str(tmp_path), expect=2)
+    answer = rlhf("init", str(tmp_path), code=2)
     assert path.read_text() == "mine"
-    assert "already exists" in capsys.readouterr().err
+    assert "already exists" in answer.stderr
 
 
-def test_init_writes_to_the_file_that_is_named(tmp_path: Path) -> None:
+def test_init_writes_to_the_file_that_is_named(rlhf: Rlhf, tmp_path: Path) -> None:
     path = tmp_path / "new" / "mine.toml"
     rlhf("init", str(path))
     assert load(path) == load("quickstart")
 
 
-def test_init_names_what_is_wrong(tmp_path: Path, capsys: Printed) -> None:
-    rlhf("init", str(tmp_path), "--preset", "quickstrt", expect=2)
-    assert 'did you mean the preset "quickstart"' in capsys.readouterr().err
+def test_init_names_what_is_wrong(tmp_path: Path, rlhf: Rlhf) -> None:
+    assert 'did you mean the preset "quickstart"' in rlhf("init", str(tmp_path), "--preset", "quickstrt", code=2).stderr
     file = tmp_path / "notes.txt"
     file.touch()
-    rlhf("init", str(file), expect=2)
-    assert f"{file} is a file" in capsys.readouterr().err
+    assert f"{file} is a file" in rlhf("init", str(file), code=2).stderr
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -165,10 +156,9 @@ def test_init_names_what_is_wrong(tmp_path: Path, capsys: Printed) -> None:
 
 
 @pytest.mark.usefixtures("scheduler")
-def test_check_shows_all_findings_and_blocks(capsys: Printed) -> None:
+def test_check_shows_all_findings_and_blocks(rlhf: Rlhf) -> None:
     changes = options("loops.main.algorithm.prompts_per_step=7", "loops.warm_start.algorithm.batch_size=33")
-    rlhf("check", "quickstart", *changes, "--json", expect=2)
-    findings = json.loads(capsys.readouterr().out)
+    findings = rlhf("check", "quickstart", *changes, "--json", code=2).json()
     assert {one["id"] for one in findings if one["status"] == "blocked"} >= {
         "batch.prompts_divide_ranks",
         "batch.rows_divide_ranks",
@@ -197,7 +187,7 @@ def test_findings_can_be_copied_from_a_narrow_terminal(capsys: Printed, monkeypa
 
 @pytest.mark.usefixtures("scheduler")
 def test_check_reports_missing_code_and_looks_into_the_rest(
-    tmp_path: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
 
@@ -208,32 +198,28 @@ def test_check_reports_missing_code_and_looks_into_the_rest(
     monkeypatch.setattr("rlhf_core.preflight.runner.make_checks", checks)
     (tmp_path / "lib.py").touch()
     paths = [str(tmp_path / "lib.py"), str(tmp_path / "gone.py")]
-    rlhf("check", "quickstart", "--set", f"code.paths={json.dumps(paths)}", "--json", expect=2)
-    (finding,) = [one for one in json.loads(capsys.readouterr().out) if one["status"] == "blocked"]
+    answer = rlhf("check", "quickstart", "--set", f"code.paths={json.dumps(paths)}", "--json", code=2)
+    (finding,) = [one for one in answer.json() if one["status"] == "blocked"]
     assert (finding["id"], seen) == ("code.paths", ["lib.py"])
     assert "gone.py, which does not exist" in finding["found"]
 
 
 @pytest.mark.usefixtures("scheduler")
-def test_check_of_a_good_config_is_fine_with_a_damaged_history_too(
-    capsys: Printed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_of_a_good_config_is_fine_with_a_damaged_history_too(rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch) -> None:
     good = CheckResult(id="a.check", status=CheckStatus.PASSED, found="all is well")
     monkeypatch.setattr("rlhf_core.preflight.runner.make_checks", lambda spec, around: (good,))
-    rlhf("check", "quickstart")
-    shown = capsys.readouterr().out
+    shown = rlhf("check", "quickstart").stdout
     assert "a.check" in shown
     assert "1 passed" in shown
     file = load_site().home / "history.db"
     assert not file.exists(), "checking makes no history"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("this is no database" * 100)
-    rlhf("check", "quickstart")
-    assert "skipping the comparison with earlier runs" in capsys.readouterr().err
+    assert "skipping the comparison with earlier runs" in rlhf("check", "quickstart").stderr
 
 
 def test_a_file_that_is_only_beside_the_config_is_warned_of_by_check_and_refused_by_run(
-    tmp_path: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch
+    rlhf: Rlhf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").mkdir()
@@ -242,53 +228,48 @@ def test_a_file_that_is_only_beside_the_config_is_warned_of_by_check_and_refused
     good = CheckResult(id="a.check", status=CheckStatus.PASSED, found="all is well")
     monkeypatch.setattr("rlhf_core.preflight.runner.make_checks", lambda spec, around: (good,))
     words = ("configs/trial.toml", "--set", 'code.paths=["helpers.py"]')
-    rlhf("check", *words)
+    shown = rlhf("check", *words).stderr
     hint = 'beside the config; write "configs/helpers.py", or call rlhf in'
-    assert f"warning: code.paths: found no helpers.py in {tmp_path}" in (shown := capsys.readouterr().err)
+    assert f"warning: code.paths: found no helpers.py in {tmp_path}" in shown
     assert hint in shown
-    rlhf("config", "show", *words)
-    assert hint not in capsys.readouterr().err
-    rlhf("run", *words, expect=2)
-    assert hint in capsys.readouterr().err
+    assert hint not in rlhf("config", "show", *words).stderr
+    assert hint in rlhf("run", *words, code=2).stderr
 
 
 @pytest.mark.parametrize("command", ["check", "run"])
-def test_a_wrong_key_is_answered_with_the_right_one(command: str, capsys: Printed) -> None:
-    rlhf(command, "quickstart", "--set", "loops.main.num_stepps=3", expect=2)
-    assert 'did you mean "loops.main.num_steps"' in capsys.readouterr().err
+def test_a_wrong_key_is_answered_with_the_right_one(command: str, rlhf: Rlhf) -> None:
+    answer = rlhf(command, "quickstart", "--set", "loops.main.num_stepps=3", code=2)
+    assert 'did you mean "loops.main.num_steps"' in answer.stderr
     assert not load_site().runs_dir.exists()
 
 
-def test_a_dry_run_starts_nothing(scheduler: FakeScheduler, capsys: Printed) -> None:
-    rlhf("run", "quickstart", "--dry-run", "--json")
-    shown = json.loads(capsys.readouterr().out)
+def test_a_dry_run_starts_nothing(scheduler: FakeScheduler, rlhf: Rlhf) -> None:
+    shown = rlhf("run", "quickstart", "--dry-run", "--json").json()
     assert shown["command"][1:5] == ["-P", "-m", "rlhf_core.worker", "agent"]
     assert [group["role"] for (group,) in shown["placement"]["phases"]] == ["probe", "trainer", "evaluator"]
-    rlhf("run", "quickstart", "--dry-run")
-    assert "Nothing was started" in capsys.readouterr().out
+    assert "Nothing was started" in rlhf("run", "quickstart", "--dry-run").stdout
     assert scheduler.submitted == []
     assert not load_site().home.exists()
 
 
 @pytest.mark.parametrize("name", ["local", "slurm"])
 def test_a_dry_run_without_room_says_what_to_do(
-    scheduler: FakeScheduler, capsys: Printed, monkeypatch: pytest.MonkeyPatch, name: str
+    scheduler: FakeScheduler, rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(scheduler, "name", name)
-    rlhf("run", "quickstart", "--dry-run", "--set", "resources.gpus_per_node=8", expect=2)
-    message = " ".join(capsys.readouterr().err.split())
+    answer = rlhf("run", "quickstart", "--dry-run", "--set", "resources.gpus_per_node=8", code=2)
+    message = " ".join(answer.stderr.split())
     assert "8 GPUs per node requested, 0 there; change [resources] to fit" in message
     assert ("RLHF_SCHEDULER=slurm" in message) == (name == "local")
 
 
 def test_a_dry_run_shows_the_layout_of_the_nodes(
-    scheduler: FakeScheduler, capsys: Printed, monkeypatch: pytest.MonkeyPatch
+    scheduler: FakeScheduler, rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "500")
     scheduler.nodes = ("n1", "n2", "n3")
     changes = ("resources.num_nodes=3", "rollout.engines=2", "rollout.nodes=1")
-    rlhf("run", "quickstart", "--dry-run", *options(*changes))
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = " ".join(rlhf("run", "quickstart", "--dry-run", *options(*changes)).stdout.split())
     assert "3 nodes, 0 GPUs each" in shown
     assert "trainer with 2 workers per node on the first 2 of 3 nodes" in shown
     assert "rollout with 2 workers per node on the last 1 of 3 nodes" in shown
@@ -299,11 +280,10 @@ def test_a_dry_run_shows_the_layout_of_the_nodes(
 
 
 @pytest.mark.usefixtures("scheduler")
-def test_a_run_ends_with_its_summary(capsys: Printed) -> None:
-    rlhf("run", "quickstart", "--no-prefect", "--name", "mine", "--set", "seed=4")
-    printed = capsys.readouterr()
-    assert "0.900 [0.800, 1.000]" in printed.out
-    assert "train attempt 1" in printed.err
+def test_a_run_ends_with_its_summary(rlhf: Rlhf) -> None:
+    printed = rlhf("run", "quickstart", "--no-prefect", "--name", "mine", "--set", "seed=4")
+    assert "0.900 [0.800, 1.000]" in printed.stdout
+    assert "train attempt 1" in printed.stderr
     run_dir = newest_run()
     assert run_dir.run_id.startswith("mine-")
     assert run_dir.read_spec().spec.seed == 4
@@ -311,14 +291,13 @@ def test_a_run_ends_with_its_summary(capsys: Printed) -> None:
 
 
 @pytest.mark.usefixtures("scheduler")
-def test_standard_output_has_only_the_json_summary(capsys: Printed) -> None:
-    rlhf("run", "quickstart", "--no-prefect", "--json")
-    summary = json.loads(capsys.readouterr().out)
+def test_standard_output_has_only_the_json_summary(rlhf: Rlhf) -> None:
+    summary = rlhf("run", "quickstart", "--no-prefect", "--json").json()
     assert summary["state"] == "completed"
     assert {(one["when"], one["value"]) for one in summary["evaluations"]} == {("before", 0.2), ("after", 0.9)}
 
 
-def test_a_failed_run_exits_with_1_and_the_diagnosis(scheduler: FakeScheduler, capsys: Printed) -> None:
+def test_a_failed_run_exits_with_1_and_the_diagnosis(scheduler: FakeScheduler, rlhf: Rlhf) -> None:
     def fail(request: Any) -> None:
         agent = FakeAgent(newest_run(), request.placement.attempt)
         agent.begin()
@@ -326,23 +305,22 @@ def test_a_failed_run_exits_with_1_and_the_diagnosis(scheduler: FakeScheduler, c
         agent.end(AttemptState.FAILED, FailureKind.DATA)
 
     scheduler.on_submit = fail
-    rlhf("run", "quickstart", "--no-prefect", expect=1)
-    printed = capsys.readouterr().err
+    printed = rlhf("run", "quickstart", "--no-prefect", code=1).stderr
     assert "failed in attempt 1: data" in printed
     assert "Traceback" not in printed
 
 
 def test_a_run_whose_scheduler_cannot_be_used_says_what_to_do(
-    scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, capsys: Printed
+    rlhf: Rlhf, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_: FakeScheduler) -> None:
         raise SchedulerError("sinfo lists no nodes")
 
     with monkeypatch.context() as patched:
         patched.setattr(FakeScheduler, "inventory", fail)
-        rlhf("run", "quickstart", "--no-prefect", expect=1)
+        answer = rlhf("run", "quickstart", "--no-prefect", code=1)
     run_dir = newest_run()
-    printed = capsys.readouterr().err
+    printed = answer.stderr
     assert "sinfo lists no nodes" in printed
     assert f"`rlhf resume {run_dir.run_id}` continues it" in printed
     assert f"`rlhf cancel {run_dir.run_id}` ends it" in printed
@@ -351,16 +329,15 @@ def test_a_run_whose_scheduler_cannot_be_used_says_what_to_do(
     assert len(scheduler.submitted) == 1
 
 
-def test_a_completed_run_is_not_resumed(scheduler: FakeScheduler, capsys: Printed) -> None:
+def test_a_completed_run_is_not_resumed(scheduler: FakeScheduler, rlhf: Rlhf) -> None:
     rlhf("run", "quickstart", "--no-prefect")
     before = newest_run().control.read_bytes()
-    rlhf("resume", "last", "--no-prefect")
-    assert "nothing to resume" in capsys.readouterr().err
+    assert "nothing to resume" in rlhf("resume", "last", "--no-prefect").stderr
     assert newest_run().control.read_bytes() == before
     assert len(scheduler.submitted) == 1
 
 
-def test_a_run_with_a_controller_is_refused_at_once(scheduler: FakeScheduler, capsys: Printed) -> None:
+def test_a_run_with_a_controller_is_refused_at_once(rlhf: Rlhf, scheduler: FakeScheduler) -> None:
     """And taken over at once if the controller died: the same lease, in the name of a dead process."""
     run_dir = make_run(load_site().runs_dir)
     with living_controller() as owner:
@@ -370,9 +347,9 @@ def test_a_run_with_a_controller_is_refused_at_once(scheduler: FakeScheduler, ca
             journal.append(link)
             journal.close()
         began = time.monotonic()
-        rlhf("resume", run_dir.run_id, expect=1)  # with Prefect: no server is started for it either
+        answer = rlhf("resume", run_dir.run_id, code=1)  # with Prefect: no server is started for it either
         assert time.monotonic() - began < 10
-    output = capsys.readouterr().err
+    output = answer.stderr
     assert f"on {owner.host}, process {owner.pid}, since 20" in output
     assert "flow run https://prefect/runs/f" in output
     assert f"`rlhf watch {run_dir.run_id}`" in output
@@ -384,41 +361,38 @@ def test_a_run_with_a_controller_is_refused_at_once(scheduler: FakeScheduler, ca
     assert read_record(run_dir).state is RunState.COMPLETED
 
 
-def test_ctrl_c_cancels_the_run(scheduler: FakeScheduler, capsys: Printed) -> None:
+def test_ctrl_c_cancels_the_run(rlhf: Rlhf, scheduler: FakeScheduler) -> None:
     def trains(request: Any) -> None:
         FakeAgent(newest_run()).begin()
         FakeAgent(newest_run()).role(Role.TRAINER)
         os.kill(os.getpid(), signal.SIGINT)
 
     scheduler.on_submit = trains
-    before = signal.getsignal(
-        signal.SIGINT
-    )  # a shell that starts the tests in the background makes them ignore the signal
-    rlhf("run", "quickstart", "--no-prefect", expect=130)
+    # A shell that starts the tests in the background makes them ignore the signal.
+    before = signal.getsignal(signal.SIGINT)
+    answer = rlhf("run", "quickstart", "--no-prefect", code=130)
     assert read_record(newest_run()).state is RunState.CANCELLED
     assert scheduler.cancelled == ["101"]
-    assert "was cancelled" in capsys.readouterr().err
+    assert "was cancelled" in answer.stderr
     assert signal.getsignal(signal.SIGINT) is before, "the handler must be restored"
 
 
-def test_cancel_of_a_run_without_a_controller(scheduler: FakeScheduler, capsys: Printed) -> None:
+def test_cancel_of_a_run_without_a_controller(scheduler: FakeScheduler, rlhf: Rlhf) -> None:
     run_dir = make_run(load_site().runs_dir)
-    rlhf("cancel", run_dir.run_id, "--reason", "not needed")
-    assert "is cancelled (cancelled); none of its jobs is running" in capsys.readouterr().out
+    answer = rlhf("cancel", run_dir.run_id, "--reason", "not needed")
+    assert "is cancelled (cancelled); none of its jobs is running" in answer.stdout
     assert read_record(run_dir).cause == f"not needed (by {account()})"
-    rlhf("cancel", run_dir.run_id, "--json")
-    assert json.loads(capsys.readouterr().out) == {"run_id": run_dir.run_id, "state": "cancelled", "job_ended": True}
+    answer = rlhf("cancel", run_dir.run_id, "--json")
+    assert answer.json() == {"run_id": run_dir.run_id, "state": "cancelled", "job_ended": True}
 
 
 @pytest.mark.parametrize("command", ["resume", "cancel", "watch", "logs"])
-def test_an_unknown_run_exits_with_2(command: str, capsys: Printed) -> None:
-    rlhf(command, "nothing", expect=2)
-    assert "nothing" in capsys.readouterr().err
+def test_an_unknown_run_exits_with_2(command: str, rlhf: Rlhf) -> None:
+    assert "nothing" in rlhf(command, "nothing", code=2).stderr
 
 
-def test_cancel_of_an_unknown_name_says_what_withdraws_a_request(capsys: Printed) -> None:
-    rlhf("cancel", "nothing", expect=2)
-    assert "withdrawn by its whole name in `rlhf runs --queued`" in capsys.readouterr().err
+def test_cancel_of_an_unknown_name_says_what_withdraws_a_request(rlhf: Rlhf) -> None:
+    assert "withdrawn by its whole name in `rlhf runs --queued`" in rlhf("cancel", "nothing", code=2).stderr
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -442,24 +416,22 @@ def with_logs() -> RunDir:
     return run_dir
 
 
-def test_logs_of_one_rank_of_one_role(with_logs: RunDir, capsys: Printed) -> None:
-    rlhf("logs", with_logs.run_id, "--role", "trainer", "--rank", "1", "--tail", "2")
-    shown = capsys.readouterr().out
+def test_logs_of_one_rank_of_one_role(with_logs: RunDir, rlhf: Rlhf) -> None:
+    shown = rlhf("logs", with_logs.run_id, "--role", "trainer", "--rank", "1", "--tail", "2").stdout
     assert "trainer 1 line 98\ntrainer 1 line 99\n" in shown
     assert "line 97" not in shown
     assert "trainer 0" not in shown
 
 
-def test_logs_show_the_newest_start_and_the_agents(with_logs: RunDir, capsys: Printed) -> None:
-    rlhf("logs", with_logs.run_id, "--tail", "0")
-    printed = capsys.readouterr()
-    assert "evaluator 0 line 0\n" in printed.out
-    assert "agent says" in printed.out
-    assert "trainer" not in printed.out
-    assert printed.err == "Also here: --role trainer\n"
+def test_logs_show_the_newest_start_and_the_agents(with_logs: RunDir, rlhf: Rlhf) -> None:
+    printed = rlhf("logs", with_logs.run_id, "--tail", "0")
+    assert "evaluator 0 line 0\n" in printed.stdout
+    assert "agent says" in printed.stdout
+    assert "trainer" not in printed.stdout
+    assert printed.stderr == "Also here: --role trainer\n"
 
 
-def test_the_last_lines_of_a_log_are_whole_however_long_they_are(with_logs: RunDir, capsys: Printed) -> None:
+def test_the_last_lines_of_a_log_are_whole_however_long_they_are(with_logs: RunDir) -> None:
     error = f"RuntimeError: {'x' * 3000}\n"
     path = with_logs.attempt(1).restart(1).log("evaluator", "n1", 0)
     with path.open("a") as file:
@@ -469,12 +441,12 @@ def test_the_last_lines_of_a_log_are_whole_however_long_they_are(with_logs: RunD
     assert log_files.last_lines(path, 1000) == log_files.last_lines(path, 0) == path.read_text()
 
 
-def test_the_title_of_a_log_begins_a_line(with_logs: RunDir, capsys: Printed) -> None:
+def test_the_title_of_a_log_begins_a_line(with_logs: RunDir, rlhf: Rlhf) -> None:
     path = with_logs.attempt(1).restart(1).log("evaluator", "n1", 0)
     with path.open("a") as file:
         file.write("killed in the middle of")
-    rlhf("logs", with_logs.run_id, "--role", "evaluator", "--tail", "1")
-    assert "killed in the middle of\n==> evaluator rank 1" in capsys.readouterr().out
+    answer = rlhf("logs", with_logs.run_id, "--role", "evaluator", "--tail", "1")
+    assert "killed in the middle of\n==> evaluator rank 1" in answer.stdout
 
 
 @pytest.mark.parametrize(
@@ -485,12 +457,11 @@ def test_the_title_of_a_log_begins_a_line(with_logs: RunDir, capsys: Printed) ->
         (("--rank", "9"), "no log of rank 9"),
     ],
 )
-def test_missing_logs(with_logs: RunDir, arguments: tuple[str, ...], message: str, capsys: Printed) -> None:
-    rlhf("logs", with_logs.run_id, *arguments, expect=2)
-    assert message in capsys.readouterr().err
+def test_missing_logs(with_logs: RunDir, arguments: tuple[str, ...], message: str, rlhf: Rlhf) -> None:
+    assert message in rlhf("logs", with_logs.run_id, *arguments, code=2).stderr
 
 
-def test_following_goes_on_while_a_new_attempt_has_no_logs(with_logs: RunDir, capsys: Printed) -> None:
+def test_following_goes_on_while_a_new_attempt_has_no_logs(rlhf: Rlhf, with_logs: RunDir) -> None:
     rounds = []
 
     def meanwhile(seconds: float) -> None:
@@ -506,11 +477,11 @@ def test_following_goes_on_while_a_new_attempt_has_no_logs(with_logs: RunDir, ca
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(log_files, "time", SimpleNamespace(sleep=meanwhile))
-        rlhf("logs", with_logs.run_id, "--follow", "--rank", "0", "--tail", "1", expect=130)
-    assert "second attempt\n" in capsys.readouterr().out
+        answer = rlhf("logs", with_logs.run_id, "--follow", "--rank", "0", "--tail", "1", code=130)
+    assert "second attempt\n" in answer.stdout
 
 
-def test_following_prints_new_lines_until_the_run_ends(with_logs: RunDir, capsys: Printed) -> None:
+def test_following_prints_new_lines_until_the_run_ends(rlhf: Rlhf, with_logs: RunDir) -> None:
     path = with_logs.attempt(1).restart(1).log("evaluator", "n1", 0)
     rounds = []
 
@@ -527,12 +498,12 @@ def test_following_prints_new_lines_until_the_run_ends(with_logs: RunDir, capsys
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(log_files, "time", SimpleNamespace(sleep=meanwhile))
-        rlhf("logs", with_logs.run_id, "--follow", "--rank", "0", "--tail", "1")
-    shown = capsys.readouterr().out
+        answer = rlhf("logs", with_logs.run_id, "--follow", "--rank", "0", "--tail", "1")
+    shown = answer.stdout
     assert shown.count("added 1\n") == shown.count("added 2\n") == 1
 
 
-def test_following_waits_for_the_rest_of_a_character(with_logs: RunDir, capsys: Printed) -> None:
+def test_following_waits_for_the_rest_of_a_character(rlhf: Rlhf, with_logs: RunDir) -> None:
     path = with_logs.attempt(1).restart(1).log("evaluator", "n1", 0)
     parts = [b"caf\xc3", b"\xa9 \xe6\x97", b"\xa5\n"]
 
@@ -544,11 +515,11 @@ def test_following_waits_for_the_rest_of_a_character(with_logs: RunDir, capsys: 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(log_files, "time", SimpleNamespace(sleep=meanwhile))
-        rlhf("logs", with_logs.run_id, "--follow", "--rank", "0", "--tail", "1", expect=130)
-    assert capsys.readouterr().out.endswith("evaluator 0 line 99\ncafé 日\n")
+        answer = rlhf("logs", with_logs.run_id, "--follow", "--rank", "0", "--tail", "1", code=130)
+    assert answer.stdout.endswith("evaluator 0 line 99\ncafé 日\n")
 
 
-def test_following_prints_lines_written_during_a_reading_once(with_logs: RunDir, capsys: Printed) -> None:
+def test_following_prints_lines_written_during_a_reading_once(rlhf: Rlhf, with_logs: RunDir) -> None:
     path = with_logs.attempt(1).restart(1).log("evaluator", "n1", 0)
     rounds = []
     really_open = os.open
@@ -568,8 +539,8 @@ def test_following_prints_lines_written_during_a_reading_once(with_logs: RunDir,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "open", opened)
         patch.setattr(log_files, "time", SimpleNamespace(sleep=meanwhile))
-        rlhf("logs", with_logs.run_id, "--follow", "--rank", "0", "--tail", "2", expect=130)
-    assert capsys.readouterr().out.count("written meanwhile\n") == 1
+        answer = rlhf("logs", with_logs.run_id, "--follow", "--rank", "0", "--tail", "2", code=130)
+    assert answer.stdout.count("written meanwhile\n") == 1
 
 
 def interrupt(*arguments: object, **options: object) -> None:
@@ -578,36 +549,32 @@ def interrupt(*arguments: object, **options: object) -> None:
 
 @pytest.mark.parametrize("moment", ["rlhf_core.control.controller.opened", "rlhf_core.control.steps.drive"])
 def test_a_run_that_is_interrupted_before_its_job_is_listed(
-    moment: str, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, capsys: Printed
+    rlhf: Rlhf, moment: str, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(moment, interrupt)
-        rlhf("run", "quickstart", "--no-prefect", expect=130)
+        answer = rlhf("run", "quickstart", "--no-prefect", code=130)
     run_id = newest_run().run_id
-    assert f"run {run_id} stays as it is: `rlhf resume {run_id}` continues it" in capsys.readouterr().err
-    rlhf("show", "last")
-    assert run_id in capsys.readouterr().out
+    assert f"run {run_id} stays as it is: `rlhf resume {run_id}` continues it" in answer.stderr
+    assert run_id in rlhf("show", "last").stdout
     rlhf("resume", "last", "--no-prefect")
     assert read_record(newest_run()).state is RunState.COMPLETED
 
 
 def test_a_job_that_is_no_longer_watched_continues(
-    scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, capsys: Printed
+    rlhf: Rlhf, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Watcher, "poll", interrupt)
-    rlhf("run", "quickstart", "--no-prefect", expect=130)
+    answer = rlhf("run", "quickstart", "--no-prefect", code=130)
     run_id = newest_run().run_id
-    assert f"the job of {run_id} continues. `rlhf resume {run_id}` adopts it" in capsys.readouterr().err
+    assert f"the job of {run_id} continues. `rlhf resume {run_id}` adopts it" in answer.stderr
 
 
-def test_watch_prints_a_line_for_a_run_that_has_ended(scheduler: FakeScheduler, capsys: Printed) -> None:
+def test_watch_prints_a_line_for_a_run_that_has_ended(rlhf: Rlhf, scheduler: FakeScheduler) -> None:
     rlhf("run", "quickstart", "--no-prefect")
-    capsys.readouterr()
-    rlhf("watch", "last")
-    shown = capsys.readouterr().out
+    shown = rlhf("watch", "last").stdout
     assert f"completed, attempt 1, grpo step 10/{load('quickstart').total_steps}" in shown
-    rlhf("watch", "last", "--json")
-    (line,) = capsys.readouterr().out.splitlines()
+    (line,) = rlhf("watch", "last", "--json").stdout.splitlines()
     assert (json.loads(line)["state"], json.loads(line)["step"]) == ("completed", 10)
 
 
@@ -620,7 +587,7 @@ def test_watch_prints_a_line_for_a_run_that_has_ended(scheduler: FakeScheduler, 
     ],
 )
 def test_submitting_and_watching_reports_the_end(
-    state: RunState, code: int, message: str, monkeypatch: pytest.MonkeyPatch, capsys: Printed
+    state: RunState, code: int, message: str, monkeypatch: pytest.MonkeyPatch, rlhf: Rlhf
 ) -> None:
     from flows.deployments.submission import Submitted
 
@@ -632,22 +599,20 @@ def test_submitting_and_watching_reports_the_end(
     monkeypatch.setattr("flows.server.required.require", lambda site: None)
     monkeypatch.setattr("flows.deployments.submission.submit_config", lambda *given, **named: submitted)
     for command in (("submit", "quickstart", "--watch"), ("watch", run_dir.run_id)):
-        rlhf(*command, expect=code)
-        assert message in capsys.readouterr().err
+        assert message in rlhf(*command, code=code).stderr
 
 
 @pytest.mark.parametrize(("when", "is_open"), [("approved", True), ("never", False)])
-def test_watching_ends_with_the_question_for_the_model(when: str, is_open: bool, capsys: Printed) -> None:
+def test_watching_ends_with_the_question_for_the_model(when: str, is_open: bool, rlhf: Rlhf) -> None:
     run_dir = make_run(load_site().runs_dir, make_spec(promote={"when": when}))
     with closing(Journal(run_dir, 1)) as journal:
         for state in (RunState.PREFLIGHT, RunState.QUEUED, RunState.TRAINING, RunState.EVALUATING, RunState.COMPLETED):
             journal.move_run(state, "because")
-    rlhf("watch", run_dir.run_id)
-    assert (f"rlhf approve {run_dir.run_id}" in capsys.readouterr().err) is is_open
+    assert (f"rlhf approve {run_dir.run_id}" in rlhf("watch", run_dir.run_id).stderr) is is_open
 
 
 def test_a_config_that_the_worker_of_another_user_cannot_read_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Printed
+    rlhf: Rlhf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from flows.deployments.submission import Submitted
 
@@ -656,23 +621,19 @@ def test_a_config_that_the_worker_of_another_user_cannot_read_is_reported(
     monkeypatch.setattr("flows.deployments.submission.submit_config", lambda *given, **named: asked)
     config = tmp_path / "my.toml"
     rlhf("init", str(config))
-    rlhf("submit", str(config))
-    assert "another user" not in capsys.readouterr().err, "the server is that of this user"
+    assert "another user" not in rlhf("submit", str(config)).stderr, "the server is that of this user"
     monkeypatch.setenv("PREFECT_API_URL", "http://prefect.example.com/api")
-    rlhf("submit", "quickstart")
-    assert "another user" not in capsys.readouterr().err, "a deployment is stored where its worker reads it"
-    rlhf("submit", str(config))
+    assert "another user" not in rlhf("submit", "quickstart").stderr, "a deployment is stored where its worker reads it"
     assert "prefect.example.com/api belongs to another user, it cannot start the run" in " ".join(
-        capsys.readouterr().err.split()
+        rlhf("submit", str(config)).stderr.split()
     )
     with holding(load_site().home, "worker"):
-        rlhf("submit", str(config))
-    assert "another user" not in capsys.readouterr().err, "the worker is that of this user"
+        answer = rlhf("submit", str(config))
+    assert "another user" not in answer.stderr, "the worker is that of this user"
 
 
-def test_logs_as_json(with_logs: RunDir, capsys: Printed) -> None:
-    rlhf("logs", with_logs.run_id, "--role", "agent", "--json")
-    (log,) = json.loads(capsys.readouterr().out)
+def test_logs_as_json(with_logs: RunDir, rlhf: Rlhf) -> None:
+    (log,) = rlhf("logs", with_logs.run_id, "--role", "agent", "--json").json()
     assert log["text"] == "agent says\n"
 
 
@@ -767,7 +728,7 @@ class Terminal:
         return self.answers.pop(0)
 
 
-def test_ctrl_c_asks_once_and_continues_after_a_no(capsys: Printed) -> None:
+def test_ctrl_c_asks_once_and_continues_after_a_no() -> None:
     person = Terminal(False, True)
     with TerminalProgress(load("quickstart"), "the-run", person) as progress:
         assert not progress.stop_requested()
@@ -815,10 +776,9 @@ def test_a_late_history_is_reported_once_and_so_is_its_recovery(capsys: Printed)
 
 
 @pytest.mark.usefixtures("scheduler")
-def test_doctor_reports_present_and_missing_parts(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_present_and_missing_parts(rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLHF_COMPUTE_PYTHON", "/nowhere/python")
-    rlhf("doctor", "--json", expect=1)
-    items = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
+    items = {one["name"]: one for one in rlhf("doctor", "--json", code=1).json()}
     assert items["compute interpreter"]["ok"] is False
     assert items["torch"]["ok"] is False
     assert "or set RLHF_COMPUTE_PYTHON" in items["torch"]["advice"]
@@ -828,18 +788,17 @@ def test_doctor_reports_present_and_missing_parts(capsys: Printed, monkeypatch: 
     assert "`rlhf up` starts" in items["Prefect"]["found"]
     assert items["services"]["ok"] is True, "they are optional"
     assert not load_site().home.exists(), "looking changes nothing"
-    rlhf("doctor", expect=1)
-    assert capsys.readouterr().out.count("rlhf-flows[training]") == 1, "one command installs all missing packages"
+    told = rlhf("doctor", code=1).stdout.count("rlhf-flows[training]")
+    assert told == 1, "one command installs all missing packages"
 
 
-def items_of_doctor(capsys: Printed) -> dict[str, dict[str, Any]]:
-    main.execute(["doctor", "--json"])
-    return {one["name"]: one for one in json.loads(capsys.readouterr().out)}
+def items_of_doctor(rlhf: Rlhf) -> dict[str, dict[str, Any]]:
+    return {one["name"]: one for one in rlhf("doctor", "--json", code=1).json()}
 
 
-def test_doctor_finds_a_full_disk(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_finds_a_full_disk(rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.gather_facts, "inspect_disk", lambda folder: Disk(folder, free_bytes=5 << 20))
-    items = items_of_doctor(capsys)
+    items = items_of_doctor(rlhf)
     assert not any(items[name]["ok"] for name in ("run directories", "home folder", "history"))
     assert "free some space, or set RLHF_RUNS" in items["run directories"]["advice"]
     assert "free some space, or set RLHF_HOME" in items["home folder"]["advice"]
@@ -865,26 +824,23 @@ def test_doctor_knows_how_much_of_a_disk_is_little(disk: Disk, ok: bool, monkeyp
     assert ("more files" in found.found) == (disk.free_files is not None)
 
 
-def test_doctor_names_the_daemon_that_holds_the_lease(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_the_daemon_that_holds_the_lease(rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLHF_COMPUTE_PYTHON", "/nowhere/python")  # not looked at: this takes a second
-    assert "site daemon" not in items_of_doctor(capsys), "there is no history yet"
+    assert "site daemon" not in items_of_doctor(rlhf), "there is no history yet"
     site = load_site()
     with HistoryStore(site.database_url) as store:
-        assert items_of_doctor(capsys)["site daemon"]["found"] == f"none looks after {site.runs_dir}"
+        assert items_of_doctor(rlhf)["site daemon"]["found"] == f"none looks after {site.runs_dir}"
         assert not doctor._daemon(site, store, {"daemon": "running"}).ok, "it cannot get its lease"
         lease = take_lease(site, store)
-        found = items_of_doctor(capsys)["site daemon"]
+        found = items_of_doctor(rlhf)["site daemon"]
         lease.release()
     assert found["ok"]
     assert f", process {os.getpid()}, since " in found["found"]
 
 
-def test_doctor_asks_the_configured_server(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_asks_the_configured_server(rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch) -> None:
     def prefect() -> dict[str, Any]:
-        main.execute(["doctor", "--json"])
-        items = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
-        found: dict[str, Any] = items["Prefect"]
-        return found
+        return items_of_doctor(rlhf)["Prefect"]
 
     monkeypatch.setenv("RLHF_COMPUTE_PYTHON", "/nowhere/python")  # not looked at: this takes a second
     with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:  # its answer is an error

@@ -1,12 +1,11 @@
 """``rlhf sql`` with saved queries: listed, run, shown, changed."""
 
 import io
-import json
 
 import pytest
 from history_tools import RunFiles, ingested, whole_run
+from process_tools import Rlhf
 
-from rlhf_core.cli.main import execute
 from rlhf_core.config.site import load_site
 from rlhf_core.history.saved_queries import saved
 
@@ -18,36 +17,27 @@ def known(monkeypatch: pytest.MonkeyPatch) -> RunFiles:
     return ingested(whole_run(load_site().runs_dir))
 
 
-def test_the_list_has_every_query(capsys: pytest.CaptureFixture[str]) -> None:
-    assert execute(["sql", "--list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_the_list_has_every_query(rlhf: Rlhf) -> None:
+    lines = rlhf("sql", "--list").stdout.splitlines()
     assert max(map(len, lines)) <= 120
     for query in saved():
         assert any(line.startswith(query.name + " ") for line in lines)
-    assert execute(["sql", "--list", "--json"]) == 0
-    (first, *_) = json.loads(capsys.readouterr().out)
+    (first, *_) = rlhf("sql", "--list", "--json").json()
     assert first["name"] == "best-checkpoint"
     assert first["arguments"][0] == {"name": "evaluation", "type": "text", "default": "greedy", "meaning": "evaluation"}
 
 
-def test_a_query_with_and_without_values(known: RunFiles, capsys: pytest.CaptureFixture[str]) -> None:
-    assert execute(["sql", "best-checkpoint", "evaluation=sampled", "--json"]) == 0
-    (best, before) = json.loads(capsys.readouterr().out)
+def test_a_query_with_and_without_values(known: RunFiles, rlhf: Rlhf) -> None:
+    (best, before) = rlhf("sql", "best-checkpoint", "evaluation=sampled", "--json").json()
     assert (best["run_id"], best["step"], best["value"], before["step"]) == (known.run_id, 10, 0.8, 2)
-    assert execute(["sql", "evaluated-checkpoints"]) == 0
-    assert "checkpoints/step-000010" in capsys.readouterr().out
-    assert execute(["sql", "trials"]) == 0
-    assert capsys.readouterr().out == "No rows for days=90.\n"
+    assert "checkpoints/step-000010" in rlhf("sql", "evaluated-checkpoints").stdout
+    assert rlhf("sql", "trials").stdout == "No rows for days=90.\n"
 
 
-def test_a_shown_query_can_be_edited_and_run(
-    known: RunFiles, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert execute(["sql", "best-checkpoint", "--show"]) == 0
-    shown = capsys.readouterr().out
+def test_a_shown_query_can_be_edited_and_run(known: RunFiles, rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = rlhf("sql", "best-checkpoint", "--show").stdout
     monkeypatch.setattr("sys.stdin", io.StringIO(shown.replace("-s.value", "s.value")))
-    assert execute(["sql", "-", "evaluation=sampled", "limit=1", "--json"]) == 0
-    assert [row["value"] for row in json.loads(capsys.readouterr().out)] == [0.3]
+    assert [row["value"] for row in rlhf("sql", "-", "evaluation=sampled", "limit=1", "--json").json()] == [0.3]
 
 
 @pytest.mark.parametrize(
@@ -62,9 +52,6 @@ def test_a_shown_query_can_be_edited_and_run(
         (["-"], "standard input is not utf-8 text: invalid start byte at byte 8"),
     ],
 )
-def test_bad_input(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input(arguments: list[str], message: str, rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"SELECT '\xff'"), "utf-8"))
-    assert execute(["sql", *arguments]) == 2
-    assert message in capsys.readouterr().err
+    assert message in rlhf("sql", *arguments, code=2).stderr

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 from control_fakes import make_run
 from history_tools import living_controller
+from process_tools import Rlhf
 
 from flows.deployments.submission import Submitted
 from rlhf_core.cli import watching
 from rlhf_core.cli.commands import deploy
-from rlhf_core.cli.main import execute
 from rlhf_core.config.site import load_site
 from rlhf_core.control.undriven import undriven_since
 from rlhf_core.errors import RunFailed
@@ -41,11 +41,6 @@ def driven_by(owner: Owner, runs: Path) -> RunDir:
     return run_dir
 
 
-def printed(capsys: Printed, *arguments: str, code: int = 0) -> str:
-    assert execute(arguments) == code
-    return capsys.readouterr().out
-
-
 def fails_soon(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the run fail between the first two looks of a command at it."""
 
@@ -58,33 +53,33 @@ def fails_soon(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watching, "time", SimpleNamespace(sleep=fail))
 
 
-def watched(run_dir: RunDir, capsys: Printed, monkeypatch: pytest.MonkeyPatch, *options: str) -> str:
+def watched(run_dir: RunDir, rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch, *options: str) -> str:
     """Output of ``rlhf watch`` up to the failure of the run."""
     fails_soon(run_dir, monkeypatch)
-    return printed(capsys, "watch", run_dir.run_id, *options, code=1)
+    return rlhf("watch", run_dir.run_id, *options, code=1).stdout
 
 
-def test_a_run_without_a_controller_is_shown_as_such(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_a_controller_is_shown_as_such(rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch) -> None:
     with living_controller() as owner:
         run_dir = driven_by(owner, load_site().runs_dir)
         for command in ("runs", "show"):
-            assert "no controller" not in printed(capsys, command).lower(), "control: one that is driven"
-        assert json.loads(printed(capsys, "show", "--json"))["undriven_since"] is None
+            assert "no controller" not in rlhf(command).stdout.lower(), "control: one that is driven"
+        assert rlhf("show", "--json").json()["undriven_since"] is None
     advice = f"`rlhf resume {run_dir.run_id}` continues it"
     for command in ("runs", "show"):
-        output = printed(capsys, command)
+        output = rlhf(command).stdout
         assert "training, no controller" in output
         assert "No controller has driven this run since 20" in output
         assert advice in output
-    assert json.loads(printed(capsys, "show", "--json"))["undriven_since"] is not None
-    assert [one["undriven_since"] is not None for one in json.loads(printed(capsys, "runs", "--json"))] == [True]
-    assert watched(run_dir, capsys, monkeypatch).count(advice) == 1
+    assert rlhf("show", "--json").json()["undriven_since"] is not None
+    assert [one["undriven_since"] is not None for one in rlhf("runs", "--json").json()] == [True]
+    assert watched(run_dir, rlhf, monkeypatch).count(advice) == 1
 
 
-def test_watch_as_json_has_the_time_without_a_controller(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_as_json_has_the_time_without_a_controller(rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch) -> None:
     with living_controller() as owner:
         run_dir = driven_by(owner, load_site().runs_dir)
-    running, failed = map(json.loads, watched(run_dir, capsys, monkeypatch, "--json").splitlines())
+    running, failed = map(json.loads, watched(run_dir, rlhf, monkeypatch, "--json").splitlines())
     assert running["undriven_since"] is not None
     assert failed["undriven_since"] is None
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from process_tools import Rlhf
 
 from rlhf_core.cli.commands.config import migrated_text
 from rlhf_core.cli.main import execute
@@ -247,31 +248,29 @@ def test_a_rewritten_file_means_the_same_and_keeps_its_comments(old: Path) -> No
     assert migrated_text(new) == text, "nothing is left to rewrite"
 
 
-def test_the_command_rewrites_the_file_in_place(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_rewrites_the_file_in_place(old: Path, rlhf: Rlhf) -> None:
     before = load(old)
     assert execute(["config", "migrate", str(old)]) == 0
     assert load(old) == before
     assert "[train]" not in old.read_text()
-    assert execute(["config", "migrate", str(old)]) == 0
-    assert "already has the format of this version" in capsys.readouterr().out
+    assert "already has the format of this version" in rlhf("config", "migrate", str(old)).stdout
 
 
 @pytest.mark.parametrize("content", [b'name = "\xff"', b"name = [", None])
 def test_a_file_that_cannot_be_read_is_refused_like_any_config(
-    tmp_path: Path, content: bytes | None, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, content: bytes | None, rlhf: Rlhf
 ) -> None:
     file = tmp_path / "mine.toml"
     if content is not None:
         file.write_bytes(content)
-    assert execute(["config", "migrate", str(file)]) == 2
-    assert "unexpected" not in capsys.readouterr().err
+    assert "unexpected" not in rlhf("config", "migrate", str(file), code=2).stderr
 
 
-def test_a_file_that_cannot_be_rewritten_is_left_with_advice(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_cannot_be_rewritten_is_left_with_advice(old: Path, rlhf: Rlhf) -> None:
     text = OLD.replace("[grpo]\nsamples_per_prompt = 16\nmeasure_kl = true\n", "")
     old.write_text("grpo = { clip_low = 0.1 }\n" + text)
-    assert execute(["config", "migrate", str(old)]) == 2
-    assert "write loops.main.algorithm.clip_low instead of grpo.clip_low" in capsys.readouterr().err
+    answer = rlhf("config", "migrate", str(old), code=2)
+    assert "write loops.main.algorithm.clip_low instead of grpo.clip_low" in answer.stderr
     assert "grpo = {" in old.read_text()
 
 

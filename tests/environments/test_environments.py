@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from process_tools import Rlhf
 
-from rlhf_core.cli import main
 from rlhf_core.config.site import load_site
 from rlhf_core.errors import BadConfig, BadInput, EnvironmentFailed
 from rlhf_core.machine import environments
@@ -218,33 +218,25 @@ def test_a_damaged_definition_is_named(tmp_path: Path) -> None:
 
 
 def test_env_makes_lists_and_shows(
-    tmp_path: Path, wheels: Path, begin: Begin, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, wheels: Path, begin: Begin, monkeypatch: pytest.MonkeyPatch, rlhf: Rlhf
 ) -> None:
     monkeypatch.setattr(environments, "definition", lambda name: TINY)
     for folder in (load_site().home / "environments" / "trl", tmp_path / "own"):
         begin(folder)
-    assert main.execute(["env", "create", "trl"]) == 0
-    assert 'Use it with trainer.environment = "trl".' in capsys.readouterr().out
-    assert main.execute(["env", "create", "trl"]) == 0
-    assert "already exists" in capsys.readouterr().out
-    assert main.execute(["env", "list", "--json"]) == 0
-    assert {row["name"]: row["state"] for row in json.loads(capsys.readouterr().out)} == {
+    assert 'Use it with trainer.environment = "trl".' in rlhf("env", "create", "trl").stdout
+    assert "already exists" in rlhf("env", "create", "trl").stdout
+    assert {row["name"]: row["state"] for row in rlhf("env", "list", "--json").json()} == {
         "swift": "absent",
         "trl": "ready",
     }
-    assert main.execute(["env", "show", "trl", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["requirements"] == ["tinytrainer==1.0"]
-    assert main.execute(["env", "create", "trl", "--folder", str(tmp_path / "own")]) == 0
-    assert f'trainer.environment = "{tmp_path}/own"' in capsys.readouterr().out.replace("\n", "")
+    assert rlhf("env", "show", "trl", "--json").json()["requirements"] == ["tinytrainer==1.0"]
+    answer = rlhf("env", "create", "trl", "--folder", str(tmp_path / "own"))
+    assert f'trainer.environment = "{tmp_path}/own"' in answer.stdout.replace("\n", "")
 
 
-def test_env_create_ends_with_what_pip_said_last(
-    wheels: Path, begin: Begin, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_env_create_ends_with_what_pip_said_last(wheels: Path, begin: Begin, rlhf: Rlhf) -> None:
     """The wheels of the test have no trl."""
     begin(load_site().home / "environments" / "trl")
-    assert main.execute(["env", "create", "trl"]) == 1
-    output = capsys.readouterr().err
+    output = rlhf("env", "create", "trl", code=1).stderr
     assert re.search(r"pip install for .* ended with 1; its last lines:(.|\n)*torch==2.13.0", output)
-    assert main.execute(["env", "create", "nope"]) == 2
-    assert "expected one of swift, trl" in capsys.readouterr().err
+    assert "expected one of swift, trl" in rlhf("env", "create", "nope", code=2).stderr

@@ -12,7 +12,7 @@ from uuid import UUID
 
 import pytest
 import sites
-from process_tools import ASKING_INTERVAL_S, kill_tree, until
+from process_tools import ASKING_INTERVAL_S, Rlhf, kill_tree, until
 from site_files import GRADER, SMALL
 
 from flows.deployments.registration import SCHEDULE, environment, register, register_presets
@@ -145,20 +145,18 @@ def test_changes_made_in_the_ui_are_kept(client: Any, site: Site) -> None:
 
 
 def test_a_deployment_keeps_its_tags_and_tells_a_new_owner_about_the_earlier_one(
-    client: Any, site: Site, capsys: pytest.CaptureFixture[str]
+    client: Any, site: Site, rlhf: Rlhf
 ) -> None:
     """Before, the tags were dropped, and nothing was said."""
     arguments = ["deploy", "quickstart", "--name", "ours"]
-    assert execute([*arguments, "--tag", "nightly", "--owner", "ann"]) == 0
-    assert "was a deployment of" not in capsys.readouterr().err, "negative control: it is new"
-    assert execute([*arguments, "--owner", "ben"]) == 0
-    told = capsys.readouterr().err
+    answer = rlhf(*arguments, "--tag", "nightly", "--owner", "ann")
+    assert "was a deployment of" not in answer.stderr, "negative control: it is new"
+    told = rlhf(*arguments, "--owner", "ben").stderr
     assert "rlhf-run/ours was a deployment of ann: it now has this config, and its runs belong to ben" in told
     found = client.read_deployment_by_name("rlhf-run/ours")
     assert (found.parameters["tags"], found.tags) == ("nightly", ["rlhf", "nightly"])
     assert found.parameter_openapi_schema["properties"]["tags"]["default"] == "nightly"
-    assert execute([*arguments, "--tag", "weekly", "--owner", "ben"]) == 0
-    assert "was a deployment of" not in capsys.readouterr().err
+    assert "was a deployment of" not in rlhf(*arguments, "--tag", "weekly", "--owner", "ben").stderr
     assert client.read_deployment_by_name("rlhf-run/ours").tags == ["rlhf", "weekly"]
 
 
@@ -275,17 +273,15 @@ def test_a_file_that_only_its_overrides_complete_is_submitted(
 
 
 def test_the_commands_print_names_and_pages(
-    site: Site, server: sites.Site, pool: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    site: Site, server: sites.Site, pool: None, monkeypatch: pytest.MonkeyPatch, rlhf: Rlhf
 ) -> None:
     monkeypatch.setenv("PREFECT_API_URL", server.api)
-    assert execute(["deploy", "quickstart", "--name", "typed", "--cron", "0 2 * * *", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["deployment"] == "rlhf-run/typed"
-    assert execute(["submit", "typed", "--set", "seed=3", "--json"]) == 0
-    submitted = json.loads(capsys.readouterr().out)
+    answer = rlhf("deploy", "quickstart", "--name", "typed", "--cron", "0 2 * * *", "--json")
+    assert answer.json()["deployment"] == "rlhf-run/typed"
+    submitted = rlhf("submit", "typed", "--set", "seed=3", "--json").json()
     assert submitted["run_id"].startswith("quickstart-")
     assert submitted["flow_run_id"] in submitted["url"]
-    assert execute(["deploy", "quickstart", "--cron", "nightly"]) == 2
-    assert "no schedule" in capsys.readouterr().err
+    assert "no schedule" in rlhf("deploy", "quickstart", "--cron", "nightly", code=2).stderr
 
 
 def test_schedules_declared_in_code_are_deployed(client: Any, server: sites.Site, tmp_path: Path) -> None:

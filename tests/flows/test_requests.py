@@ -10,6 +10,7 @@ import pytest
 from harness import ControllerHarness
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Failed, Running, Scheduled
+from process_tools import Rlhf
 from sites import Site
 
 from flows.deployments import requests
@@ -17,19 +18,17 @@ from flows.flow_runs.driving import requested_at
 from flows.queries import RUN_FLOW
 from flows.run import rlhf_run
 from flows.server.clients import api_client
-from rlhf_core.cli.main import execute
 from rlhf_core.schemas.base import utc_now
 
 
 def test_requests_that_wait_or_were_refused_are_listed_with_the_runs(
-    harness: ControllerHarness, real_prefect: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    harness: ControllerHarness, real_prefect: Site, monkeypatch: pytest.MonkeyPatch, rlhf: Rlhf
 ) -> None:
     monkeypatch.setenv("RLHF_HOME", str(harness.site.home))
     monkeypatch.setenv("COLUMNS", "200")  # wide enough that no expected text is wrapped
     run_dir = harness.run()
     flow = f"{RUN_FLOW}-of-this-test"
-    assert execute(["runs", "--queued"]) == 0
-    assert "Unknown: the site daemon" in capsys.readouterr().out
+    assert "Unknown: the site daemon" in rlhf("runs", "--queued").stdout
     with real_prefect.in_use(), api_client() as client:
         renamed = rlhf_run.with_options(name=flow)
         waits = client.create_flow_run(renamed, name="waits", parameters={"owner": "ada"}, state=Scheduled())
@@ -48,12 +47,10 @@ def test_requests_that_wait_or_were_refused_are_listed_with_the_runs(
     assert {name: one["state"] for name, one in listed.items()} == {"waits": "waiting", "refused": "refused"}
     assert listed["waits"]["owner"] == "ada"
     assert str(waits.id) in listed["waits"]["url"]
-    assert execute(["runs"]) == 0
-    output = " ".join(capsys.readouterr().out.split())
+    output = " ".join(rlhf("runs").stdout.split())
     assert "Requests in Prefect that are not runs" in output
     assert "nodes: found -1" in output
-    assert execute(["runs", "--name", "other"]) == 0
-    assert "Requests in Prefect" not in capsys.readouterr().out
+    assert "Requests in Prefect" not in rlhf("runs", "--name", "other").stdout
 
 
 def test_a_request_is_listed_before_planned_ones_and_for_a_day_after_its_end(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from history_tools import RunFiles, whole_run
+from process_tools import Rlhf
 
 from rlhf_core.cli.main import execute
 from rlhf_core.config import site as site_config
@@ -268,24 +269,22 @@ def test_files_of_another_user_are_left_out_with_a_note(
 
 
 def test_the_command_reads_what_is_new_first_and_writes_into_the_run_directory(
-    site: site_config.Site, run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+    site: site_config.Site, run_dir: RunDir, rlhf: Rlhf
 ) -> None:
     later = run_dir.evaluation("after", "greedy")
     content = later.read_text()
     later.unlink()
     _ingest(site, run_dir)
     later.write_text(content)
-    assert execute(["report", "last"]) == 0
-    assert "report.html" in capsys.readouterr().out
+    assert "report.html" in rlhf("report", "last").stdout
     assert "rose from 0.750 to 0.930" in run_dir.report.read_text()
 
 
 def test_the_command_writes_where_it_is_told(
-    site: site_config.Site, run_dir: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    site: site_config.Site, run_dir: RunDir, tmp_path: Path, rlhf: Rlhf
 ) -> None:
     _ingest(site, run_dir)
-    assert execute(["report", "sort", "--output", str(tmp_path / "mine.html"), "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
+    printed = rlhf("report", "sort", "--output", str(tmp_path / "mine.html"), "--json").json()
     assert printed == {"run_id": run_dir.run_id, "report": str(tmp_path / "mine.html")}
     assert (tmp_path / "mine.html").is_file()
     assert not run_dir.report.exists()
@@ -321,17 +320,13 @@ def test_the_report_is_opened_where_there_is_a_browser(
     ],
 )
 def test_bad_input_is_answered_with_a_sentence(
-    site: site_config.Site, run_dir: RunDir, arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+    site: site_config.Site, run_dir: RunDir, arguments: list[str], expected: str, rlhf: Rlhf
 ) -> None:
     _ingest(site, run_dir)
-    assert execute(["report", *arguments]) == 2
-    assert expected in capsys.readouterr().err
+    assert expected in rlhf("report", *arguments, code=2).stderr
 
 
-def test_a_run_without_directory_needs_an_output(
-    site: site_config.Site, run_dir: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_without_directory_needs_an_output(site: site_config.Site, run_dir: RunDir, rlhf: Rlhf) -> None:
     _ingest(site, run_dir)
     remove_tree(run_dir.root)
-    assert execute(["report", "last"]) == 2
-    assert "choose a file with --output" in capsys.readouterr().err
+    assert "choose a file with --output" in rlhf("report", "last", code=2).stderr

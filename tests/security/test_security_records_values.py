@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
 from control_fakes import FakeAgent, FakeScheduler, make_run, only_scheduler
-from history_tools import RunFiles, at, dump, events_of, new_sqlite, postgres, remove_run, run_sql, whole_run
+from history_tools import RunFiles, at, dump, events_of, new_sqlite, remove_run, run_sql, whole_run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from process_tools import Rlhf
 from pydantic import BaseModel
 
-from rlhf_core.cli import main
 from rlhf_core.config.site import load_site
 from rlhf_core.control.ingester import Ingester
 from rlhf_core.errors import RlhfError
@@ -120,13 +120,6 @@ def hostile_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _hostile_run(runs)
     whole_run(runs)
     return runs
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[HistoryStore]:
-    url = new_sqlite(tmp_path) if request.param == "sqlite" else postgres().migrated_database()
-    with HistoryStore(url) as store:
-        yield store
 
 
 def _with_numbers_alike(row: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -349,13 +342,7 @@ def poison(run_dir: RunDir) -> None:
     events.write_bytes(b'{"time": "2026-03-01T12:00:00", "kind": "file", "node": "n9", "message": "m"}\n')
 
 
-def rlhf(*arguments: str, expect: int = 0) -> None:
-    assert main.execute(arguments) == expect
-
-
-def test_hostile_lines_stop_neither_their_run_nor_any_command(
-    scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hostile_lines_stop_neither_their_run_nor_any_command(rlhf: Rlhf, scheduler: FakeScheduler) -> None:
     hostile, healthy = begun(scheduler), begun(scheduler)
     poison(hostile)
     site = load_site()
@@ -378,7 +365,6 @@ def test_hostile_lines_stop_neither_their_run_nor_any_command(
     rlhf("resume", hostile.run_id, "--no-prefect")
     assert read_record(hostile).state is RunState.COMPLETED
     rlhf("report", hostile.run_id)
-    capsys.readouterr()
 
 
 def test_without_bounds_such_a_line_ends_its_reader(scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,31 +395,28 @@ def test_what_slips_through_fails_its_run_alone(scheduler: FakeScheduler, monkey
         assert rebuild(site.runs_dir, store).failed == {}
 
 
-def test_a_run_is_ended_without_a_history(scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_ended_without_a_history(scheduler: FakeScheduler, rlhf: Rlhf) -> None:
     run_dir = begun(scheduler)
     file = load_site().home / "history.db"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(b"this is no database, but somebody's letter" * 100)
-    rlhf("cancel", run_dir.run_id)
-    shown = capsys.readouterr()
+    shown = rlhf("cancel", run_dir.run_id)
     assert scheduler.cancelled == ["101"]
-    assert "is not a SQLite database" in shown.err
-    assert "none of its jobs is running" in shown.out
+    assert "is not a SQLite database" in shown.stderr
+    assert "none of its jobs is running" in shown.stdout
     assert run_dir.cancel_request.exists(), "the next controller marks it"
     file.unlink()
     rlhf("cancel", run_dir.run_id)
     assert read_record(run_dir).state is RunState.CANCELLED
-    rlhf("cancel", "sort-20260301-120000-ffffff", expect=2)
+    rlhf("cancel", "sort-20260301-120000-ffffff", code=2)
 
 
-def test_a_run_is_ended_whose_journal_cannot_be_read(
-    scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_ended_whose_journal_cannot_be_read(rlhf: Rlhf, scheduler: FakeScheduler) -> None:
     run_dir = begun(scheduler)
     job = Submission(attempt=1, scheduler="local", job_id="101", command=("x",))
     run_dir.attempt(1).submission.write_text(job.model_dump_json())
     with run_dir.control.open("ab") as file:
         file.write(b'{"version": 1, "sequence": 99999999999999999999, "token": 1}\n')
-    rlhf("cancel", run_dir.run_id)
+    answer = rlhf("cancel", run_dir.run_id)
     assert scheduler.cancelled == ["101"]
-    assert "the state of the run is unknown" in capsys.readouterr().out
+    assert "the state of the run is unknown" in answer.stdout

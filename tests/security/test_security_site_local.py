@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from control_fakes import make_spec
+from process_tools import Rlhf
 from site_stranger import STRANGER, as_stranger, needs_root, page_of_a_stranger
 
 from flows import services
@@ -232,7 +233,7 @@ def test_a_name_from_a_form_is_marked_whatever_it_says() -> None:
 
 @pytest.mark.parametrize("flow_run", ["", "0b5ad1e8-9f6c-4a53-8f0a-000000000000"])
 def test_the_requester_of_a_run_is_recorded_everywhere_with_its_user(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flow_run: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rlhf: Rlhf, flow_run: str
 ) -> None:
     monkeypatch.setenv("RLHF_HOME", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "200")
@@ -254,8 +255,7 @@ def test_the_requester_of_a_run_is_recorded_everywhere_with_its_user(
             (message,) = connection.exec_driver_sql("SELECT message FROM events").one()
     assert tuple(books) == ("Head of Safety", behind)
     assert message.startswith(f"{shown} requested")
-    assert execute(["show", run_dir.run_id]) == 0
-    assert shown in capsys.readouterr().out
+    assert shown in rlhf("show", run_dir.run_id).stdout
 
 
 def test_a_run_of_an_earlier_version_says_nothing_of_its_user(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from history_tools import new_sqlite, run_sql
+from process_tools import Rlhf
 
 from rlhf_core.cli.main import execute
 from rlhf_core.errors import BadInput
@@ -101,11 +102,10 @@ def test_one_instruction_without_an_end_ends_the_program(
     assert words in done.stderr
 
 
-def test_a_blob_of_400_mb_is_an_error_in_words(store: HistoryStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_blob_of_400_mb_is_an_error_in_words(store: HistoryStore, rlhf: Rlhf) -> None:
     for text in ("SELECT zeroblob(400000000)", "SELECT hex(zeroblob(60000000))", "SELECT x'00', zeroblob(400000000)"):
         assert execute(["sql", text]) == 2
-        assert execute(["sql", text, "--json"]) == 2
-        output = capsys.readouterr().err
+        output = rlhf("sql", text, "--json", code=2).stderr
         assert "larger than 64 MiB, the limit of `rlhf sql`: omit its column" in output
         assert "bug" not in output
 
@@ -146,15 +146,14 @@ def test_an_answer_that_memory_would_not_hold_is_refused(store: HistoryStore, mo
         run_sql(store, ENDLESS.format("hex(zeroblob(50000))"), limit=1000)
 
 
-def test_rows_are_read_as_they_are_asked_for(store: HistoryStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_are_read_as_they_are_asked_for(store: HistoryStore, rlhf: Rlhf) -> None:
     """The first rows of an endless result arrive at once."""
     with queries.stream_sql(store, ENDLESS.format("x, x * x")) as answer:
         assert answer.columns == ["x", "x * x"]
         assert list(itertools.islice(answer.rows, 3)) == [[1, 1], [2, 4], [3, 9]]
-    assert execute(["sql", ENDLESS.format("x"), "--json", "--limit", "3"]) == 0
-    output = capsys.readouterr()
-    assert json.loads(output.out) == [{"x": 1}, {"x": 2}, {"x": 3}]
-    assert "only the first 3 rows" in output.err
+    output = rlhf("sql", ENDLESS.format("x"), "--json", "--limit", "3")
+    assert json.loads(output.stdout) == [{"x": 1}, {"x": 2}, {"x": 3}]
+    assert "only the first 3 rows" in output.stderr
 
 
 def test_the_time_of_the_reader_does_not_count(store: HistoryStore) -> None:
@@ -166,24 +165,22 @@ def test_the_time_of_the_reader_does_not_count(store: HistoryStore) -> None:
     assert clock.used_s < 0.5
 
 
-def test_a_list_in_json_looks_as_ever(store: HistoryStore, capsys: pytest.CaptureFixture[str]) -> None:
-    assert execute(["sql", "SELECT 1 AS a, 'x' || char(10) || char(133) AS b UNION ALL SELECT 2, NULL", "--json"]) == 0
-    assert capsys.readouterr().out == (
+def test_a_list_in_json_looks_as_ever(store: HistoryStore, rlhf: Rlhf) -> None:
+    answer = rlhf("sql", "SELECT 1 AS a, 'x' || char(10) || char(133) AS b UNION ALL SELECT 2, NULL", "--json")
+    assert answer.stdout == (
         '[\n  {\n    "a": 1,\n    "b": "x\\n\\u0085"\n  },\n  {\n    "a": 2,\n    "b": null\n  }\n]\n'
     )
-    assert execute(["sql", "SELECT 1 WHERE 0", "--json"]) == 0
-    assert capsys.readouterr().out == "[]\n"
+    assert rlhf("sql", "SELECT 1 WHERE 0", "--json").stdout == "[]\n"
 
 
 def test_an_answer_that_breaks_off_is_no_whole_list(
-    store: HistoryStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    store: HistoryStore, rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(read_only, "QUERY_TIMEOUT_S", 0.2)
-    assert execute(["sql", ENDLESS.format("x"), "--json"]) == 2
-    output = capsys.readouterr()
+    output = rlhf("sql", ENDLESS.format("x"), "--json", code=2)
     with pytest.raises(json.JSONDecodeError):
-        json.loads(output.out)
-    assert "took longer" in output.err
+        json.loads(output.stdout)
+    assert "took longer" in output.stderr
 
 
 def test_reading_a_part_ends_the_query(store: HistoryStore) -> None:

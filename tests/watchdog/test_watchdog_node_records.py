@@ -22,11 +22,6 @@ NOW = at(3600)
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> Path:
-    return tmp_path / "runs"
-
-
-@pytest.fixture
 def store(tmp_path: Path, runs: Path) -> Iterator[HistoryStore]:
     """A history in which n2 was lost a few seconds after the run started."""
     with HistoryStore(f"sqlite:///{tmp_path}/history.db") as store:
