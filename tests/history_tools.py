@@ -364,7 +364,7 @@ def run_sql(store: HistoryStore, text: str, limit: int | None = None) -> SqlResu
     return saved_queries.run(store, saved_queries.parse(text), {}, limit)
 
 
-def table_row(table: str, now: datetime = T0, **facts: Any) -> dict[str, Any]:
+def table_row(table: str, now: datetime = T0, /, **facts: Any) -> dict[str, Any]:
     """A row of a table: what it must have and is not given is empty, or ``now``."""
     row = dict(facts)
     for column in metadata.tables[table].columns:
