@@ -85,6 +85,12 @@ def only(facts: Facts, id: str = "memory.trainer") -> CheckResult:
     return result
 
 
+def blocked(facts: Facts, id: str = "memory.trainer") -> CheckResult:
+    result = only(facts, id)
+    assert result.status is CheckStatus.BLOCKED
+    return result
+
+
 @pytest.mark.parametrize(
     ("kind", "size"),
     [
@@ -243,8 +249,7 @@ def test_a_bound_of_tokens_bounds_what_a_pass_needs() -> None:
 
 
 def test_a_model_that_one_gpu_cannot_train_is_advised_to_be_split() -> None:
-    result = only(big("h100", grpo={"measure_kl": True}))
-    assert result.status is CheckStatus.BLOCKED
+    result = blocked(big("h100", grpo={"measure_kl": True}))
     assert "trainer.zero_stage=2" in result.advice
     assert only(big("h100", grpo={"measure_kl": True}, trainer={"zero_stage": 3})).status is CheckStatus.PASSED
 
@@ -253,8 +258,7 @@ def test_what_is_offloaded_must_fit_into_the_node() -> None:
     offload: dict[str, Any] = {"trainer": {"zero_stage": 3, "offload": "parameters"}}
     assert found(big(), "memory.offload") == [], "nothing is offloaded"
     assert only(big(**offload, resources={"memory_gb": 512}), "memory.offload").status is CheckStatus.PASSED
-    result = only(big(**offload, resources={"memory_gb": 64}), "memory.offload")
-    assert result.status is CheckStatus.BLOCKED
+    result = blocked(big(**offload, resources={"memory_gb": 64}), "memory.offload")
     assert "offloaded optimizer" in result.found
 
 
@@ -310,8 +314,7 @@ def test_an_adapter_of_engines_is_given_alone_and_its_base_stays() -> None:
     vllm: dict[str, Any] = {"rollout": {"engine": "vllm"}, "resources": {"memory_gb": 512}}
     assert found(big("h200", **vllm), "memory.offload") == [], "whole weights come with every version"
     assert only(big("h200", **vllm, model={"lora": {}}), "memory.offload").status is CheckStatus.PASSED
-    result = only(big("h200", **{**vllm, "resources": {"memory_gb": 128}}, model={"lora": {}}), "memory.offload")
-    assert result.status is CheckStatus.BLOCKED
+    result = blocked(big("h200", **{**vllm, "resources": {"memory_gb": 128}}, model={"lora": {}}), "memory.offload")
     assert "vLLM's base model" in result.found
 
 
@@ -456,30 +459,26 @@ def test_of_many_logits_one_chunk_of_the_trainer_is_there_at_once(monkeypatch: p
 
 
 def test_an_8b_model_on_eight_h100_is_too_much_for_zero_1_alone_with_a_reference() -> None:
-    result = only(big(grpo={"measure_kl": True}))
-    assert result.status is CheckStatus.BLOCKED
+    result = blocked(big(grpo={"measure_kl": True}))
     assert "gradients 45." in result.found
     assert "a GPU has 74.4" in result.found
 
 
 def test_a_large_micro_batch_is_named_with_one_that_fits() -> None:
     facts = big("h200", train={"micro_batch_size": 64, "gradient_checkpointing": False})
-    result = only(facts)
-    assert result.status is CheckStatus.BLOCKED
+    result = blocked(facts)
     assert "trainer.micro_batch_size=4 (" in result.advice, result
     assert "activations" in result.found
 
 
 def test_a_large_rollout_batch_is_named_with_one_that_fits() -> None:
-    result = only(big("h200", rollout={"batch_size": 1024, "max_new_tokens": 8192}, grpo={"samples_per_prompt": 64}))
-    assert result.status is CheckStatus.BLOCKED
+    result = blocked(big("h200", rollout={"batch_size": 1024, "max_new_tokens": 8192}, grpo={"samples_per_prompt": 64}))
     assert "rollout.batch_size=" in result.advice
     assert result.found.index("KV cache") < result.found.index("gradients")
 
 
 def test_a_shortage_that_no_setting_can_help_is_reported() -> None:
-    result = only(big("v100"))
-    assert result.status is CheckStatus.BLOCKED
+    result = blocked(big("v100"))
     assert "no setting makes it fit" in result.advice
 
 
@@ -496,8 +495,7 @@ def test_the_type_may_come_from_the_nodes() -> None:
 
 def test_the_evaluator_has_its_own_estimate() -> None:
     facts = big("l40s", evaluate={"num_prompts": 0}, rollout={"batch_size": 512, "max_new_tokens": 8192})
-    result = only(facts, "memory.evaluator")
-    assert result.status is CheckStatus.BLOCKED
+    blocked(facts, "memory.evaluator")
     assert only(big("h200"), "memory.evaluator").status is CheckStatus.PASSED
 
 
@@ -588,8 +586,7 @@ def test_vllm_takes_its_share_of_the_gpu_while_it_samples() -> None:
     assert parts["vLLM (40% of the GPU)"] == pytest.approx(32 * GIB, rel=1e-6)
     assert parts["gathered weights"] == 2 * LIVE_ELEMENTS
     assert only(vllm()).status is CheckStatus.PASSED
-    greedy = only(vllm(vllm={"gpu_memory_share": 0.95}))
-    assert greedy.status is CheckStatus.BLOCKED
+    greedy = blocked(vllm(vllm={"gpu_memory_share": 0.95}))
     assert "vLLM (95% of the GPU) 76.0" in greedy.found
     assert "rollout.vllm.gpu_memory_share=" in greedy.advice
 
@@ -603,8 +600,7 @@ def test_steps_of_vllm_are_smaller_on_a_gpu_with_less_memory() -> None:
 
 
 def test_a_share_that_does_not_hold_one_sequence_is_refused_with_one_that_does() -> None:
-    small = only(vllm(vllm={"gpu_memory_share": 0.15}), "memory.rollout")
-    assert small.status is CheckStatus.BLOCKED
+    small = blocked(vllm(vllm={"gpu_memory_share": 0.15}), "memory.rollout")
     assert "vLLM has 12.0 GiB per rank, " in small.found
     least = float(small.advice.partition("share=")[2].partition(" ")[0])
     enough = only(vllm(vllm={"gpu_memory_share": least}), "memory.rollout")
@@ -667,8 +663,7 @@ def test_vllm_on_cpu_keeps_weights_and_cache_beside_the_trainer() -> None:
     plain = with_spec(resources={"memory_gb": 6})
     beside = with_spec(resources={"memory_gb": 6}, rollout={"engine": "vllm", "vllm": {"cpu_cache_gb": 4}})
     assert only(plain).status is CheckStatus.PASSED
-    refused = only(beside)
-    assert refused.status is CheckStatus.BLOCKED
+    refused = blocked(beside)
     assert "vLLM's KV cache 4.0" in refused.found
     parts = trainer_estimate(beside.spec, shape()).resident
     head = shape().vocabulary * shape().hidden
@@ -711,8 +706,7 @@ def test_a_merged_model_is_counted_among_what_fills_the_disk() -> None:
     room = replace(healthy().disk, free_bytes=6 * GIB)
     adapter = replace(big(model={"lora": {}}), disk=room)
     assert only(adapter, "disk.space").status is not CheckStatus.BLOCKED, "the checkpoints alone have room"
-    result = only(replace(adapter, spec=with_changes(adapter.spec, {"promote.when": "always"})), "disk.space")
-    assert result.status is CheckStatus.BLOCKED
+    result = blocked(replace(adapter, spec=with_changes(adapter.spec, {"promote.when": "always"})), "disk.space")
     assert "the merged model of a promotion 1" in result.found
 
 
