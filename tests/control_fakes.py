@@ -222,6 +222,11 @@ class FakeAgent:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
 
+    def start(self) -> None:
+        """Claim the attempt and start the trainer."""
+        self.begin()
+        self.role(Role.TRAINER)
+
     def role(self, role: Role) -> None:
         """Start a role and publish a status."""
         folder = self.run_dir.attempt(self.attempt).restart(self.restart)
@@ -294,10 +299,14 @@ class FakeAgent:
         )
         write_model(self.run_dir.attempt(self.attempt).outcome, outcome)
 
+    def fail(self, kind: FailureKind, *, message: str = "", **incident: Any) -> None:
+        """Write an incident and the outcome that it has."""
+        self.incident(kind, **incident)
+        self.end(AttemptState.FAILED, kind, message)
+
     def whole_run(self, from_step: int = 0) -> None:
         """Write everything that a successful attempt leaves behind."""
-        self.begin()
-        self.role(Role.TRAINER)
+        self.start()
         for step in range(from_step + 1, 11):
             self.step(step)
         self.checkpoint(10)

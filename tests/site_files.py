@@ -124,8 +124,7 @@ PRETENDED_AGENT = """\
     agent = FakeAgent(run, attempt=int(sys.argv[sys.argv.index("--attempt") + 1]))
     with (run.root / "starts").open("a") as starts:
         starts.write(f"{{agent.attempt}}\\n")
-    agent.begin()
-    agent.role(Role.TRAINER)
+    agent.start()
     sequence = 1
     while not (run.root / "go").exists():
         sequence += 1

@@ -13,7 +13,7 @@ from rlhf_core.config.site import load_site
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal
 from rlhf_core.run_dir.run import RunDir, run_dirs
-from rlhf_core.schemas.attempts import AttemptState, RunState
+from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.failures import FailureKind
 
 Printed = pytest.CaptureFixture[str]
@@ -33,8 +33,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
             agent.whole_run(request.placement.resumed_from_step)
             return
         agent.begin()
-        agent.incident(FailureKind.DATA)
-        agent.end(AttemptState.FAILED, FailureKind.DATA)
+        agent.fail(FailureKind.DATA)
 
     found.on_submit = work
     return found

@@ -45,7 +45,7 @@ from rlhf_core.presets import PRESETS, preset_path
 from rlhf_core.render.progress import progress_text
 from rlhf_core.render.timeline import TimelineIncident
 from rlhf_core.run_dir.run import RunDir, run_dirs
-from rlhf_core.schemas.attempts import AttemptState, Role, RunState
+from rlhf_core.schemas.attempts import Role, RunState
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.journal import ControllerStarted
@@ -301,8 +301,7 @@ def test_a_failed_run_exits_with_1_and_the_diagnosis(scheduler: FakeScheduler, r
     def fail(request: Any) -> None:
         agent = FakeAgent(newest_run(), request.placement.attempt)
         agent.begin()
-        agent.incident(FailureKind.DATA)
-        agent.end(AttemptState.FAILED, FailureKind.DATA)
+        agent.fail(FailureKind.DATA)
 
     scheduler.on_submit = fail
     printed = rlhf("run", "quickstart", "--no-prefect", code=1).stderr

@@ -20,7 +20,7 @@ from rlhf_core.launch.journal import read_record
 from rlhf_core.launch.lease import IfHeld
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobRequest
-from rlhf_core.schemas.attempts import Role, RunState
+from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.watchdog.watcher import AttemptSnapshot
 
@@ -96,7 +96,7 @@ class ControllerHarness:
 
     def trains_for_ever(self, run_dir: RunDir) -> None:
         """Make every job of a run that is submitted from now on start training and never finish."""
-        self.attempts(run_dir, lambda agent: (agent.begin(), agent.role(Role.TRAINER)))
+        self.attempts(run_dir, FakeAgent.start)
 
     def completed(self, carry_out: Callable[[Controller], object] = drive) -> RunDir:
         """A completed run."""
@@ -110,8 +110,7 @@ class ControllerHarness:
         self.notes.snapshots.clear()
 
         def killed() -> None:
-            FakeAgent(run_dir).begin()
-            FakeAgent(run_dir).role(Role.TRAINER)
+            FakeAgent(run_dir).start()
             if len(self.notes.snapshots) == 2:
                 raise Killed
 

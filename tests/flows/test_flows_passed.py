@@ -7,7 +7,7 @@ from harness import ControllerHarness
 from rlhf_core.control.steps import drive
 from rlhf_core.errors import RunFailed
 from rlhf_core.launch.journal import read_record
-from rlhf_core.schemas.attempts import AttemptState, Role, RunState
+from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.failures import FailureKind
 
 CANARY = "c4nary-that-is-handed-over"
@@ -20,11 +20,9 @@ def test_an_attempt_without_its_secret_is_not_submitted_and_can_be_resumed(
     run_dir = harness.run(make_spec(slurm={"pass_environment": ["WANDB_API_KEY"]}))
 
     def fail(agent: FakeAgent) -> None:
-        agent.begin()
-        agent.role(Role.TRAINER)
+        agent.start()
         agent.checkpoint(6)
-        agent.incident(FailureKind.NODE_LOST, fingerprint="abc")
-        agent.end(AttemptState.FAILED, FailureKind.NODE_LOST)
+        agent.fail(FailureKind.NODE_LOST, fingerprint="abc")
         monkeypatch.delenv("WANDB_API_KEY")  # the process that drives the run from now on lacks the secret
 
     harness.runs_well(run_dir, 1, fail)

@@ -44,7 +44,7 @@ from rlhf_core.files.whole import write_model
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobRequest
-from rlhf_core.schemas.attempts import AttemptState, Role, RunState, StageName
+from rlhf_core.schemas.attempts import AttemptState, RunState, StageName
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.journal import ControllerStarted, JournalLine
@@ -329,8 +329,7 @@ def fails_once(harness: ControllerHarness, run_dir: RunDir) -> None:
     """The first attempt ends with an incident and evidence; the second one succeeds."""
 
     def fail(agent: FakeAgent) -> None:
-        agent.begin()
-        agent.role(Role.TRAINER)
+        agent.start()
         agent.incident(FailureKind.NODE_LOST)
         folder = run_dir.attempt(1).restart(0).evidence_dir
         (folder / "stack-n1-1.txt").write_text("in all_reduce")
@@ -468,8 +467,7 @@ def test_a_restart_in_place_is_a_task_run_and_the_log_has_it(harness: Controller
 
     def restarts(request: JobRequest) -> None:
         agent = FakeAgent(run_dir)
-        agent.begin()
-        agent.role(Role.TRAINER)
+        agent.start()
         agent.step(1)
         agent.incident(FailureKind.HANG)
         made = decision_of(Action.RESTART_IN_PLACE, reason="it may go well {this} time")

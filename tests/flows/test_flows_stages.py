@@ -165,8 +165,7 @@ def test_stages_follow_the_agent(harness: ControllerHarness) -> None:
         match len(seen):
             case 3:
                 job.state = JobState.RUNNING
-                agent.begin()
-                agent.role(Role.TRAINER)
+                agent.start()
             case 5:
                 agent.step(1)
             case 7:
@@ -219,12 +218,10 @@ def fails_then_runs(
     """The first jobs fail, later ones succeed. With ``checkpoint``, a failing job leaves that checkpoint behind."""
 
     def fail(agent: FakeAgent) -> None:
-        agent.begin()
-        agent.role(Role.TRAINER)
+        agent.start()
         if checkpoint:
             agent.checkpoint(checkpoint)
-        agent.incident(kind, fingerprint="abc")
-        agent.end(AttemptState.FAILED, kind)
+        agent.fail(kind, fingerprint="abc")
 
     harness.runs_well(run_dir, failures, fail)
 
@@ -380,8 +377,7 @@ def loses_node(harness: ControllerHarness, kind: FailureKind = FailureKind.NODE_
         agent.begin()
         if kind is FailureKind.NODE_UNFIT:
             agent.probe(unfit="n1")
-        agent.incident(kind)
-        agent.end(AttemptState.FAILED, kind)
+        agent.fail(kind)
 
     harness.runs_well(run_dir, 1, fail)
     return run_dir
@@ -508,8 +504,7 @@ def test_a_run_waits_for_nodes_that_do_not_start(harness: ControllerHarness) -> 
     def lose(agent: FakeAgent) -> None:
         if agent.attempt > 5:
             agent.begin()
-            agent.incident(FailureKind.NODE_LOST)
-            agent.end(AttemptState.FAILED, FailureKind.NODE_LOST)
+            agent.fail(FailureKind.NODE_LOST)
 
     run_dir = harness.run(spec)
     harness.attempts(run_dir, lose)

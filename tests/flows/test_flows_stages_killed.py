@@ -27,7 +27,7 @@ from rlhf_core.launch.journal import Journal, read_record
 from rlhf_core.run_dir.journal import read_journal
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobRequest, JobState
-from rlhf_core.schemas.attempts import AttemptState, Role, RunState
+from rlhf_core.schemas.attempts import AttemptState, RunState
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.journal import CancelStarted, ControlEvent
 
@@ -45,14 +45,12 @@ def three_attempts(harness: ControllerHarness, run_dir: RunDir) -> None:
         if agent.attempt == 3:
             agent.whole_run(request.placement.resumed_from_step)
             return
-        agent.begin()
-        agent.role(Role.TRAINER)
+        agent.start()
         kind = FailureKind.NON_FINITE if agent.attempt == 1 else FailureKind.NODE_LOST
         if agent.attempt == 1:
             agent.checkpoint(4)
             agent.checkpoint(6)
-        agent.incident(kind)
-        agent.end(AttemptState.FAILED, kind)
+        agent.fail(kind)
 
     def begin() -> None:
         while accepted:
@@ -131,8 +129,7 @@ def test_rewinding_is_allowed_again_after_progress(harness: ControllerHarness) -
             agent.begin()
             for step in (4, 6) if agent.attempt == 1 else (5, further):
                 agent.checkpoint(step)
-            agent.incident(FailureKind.NON_FINITE)
-            agent.end(AttemptState.FAILED, FailureKind.NON_FINITE)
+            agent.fail(FailureKind.NON_FINITE)
 
         harness.runs_well(run_dir, 2, fail)
         with nullcontext() if attempts == 3 else pytest.raises(RunFailed, match="older checkpoint did not help"):
@@ -164,8 +161,7 @@ def cancelled_at(harness: ControllerHarness, run_dir: RunDir, kill_at: int | Non
         if agent.attempt > 1:
             agent.whole_run()
             return
-        agent.begin()
-        agent.role(Role.TRAINER)
+        agent.start()
 
     def obey() -> None:
         """Obey like an agent that was ordered to end, or like one whose job was ended.
@@ -279,8 +275,7 @@ def test_a_job_that_was_ended_without_its_controller_is_no_failure(harness: Cont
             harness.scheduler.end_all()
 
     def begin(request: JobRequest) -> None:
-        agent.begin()
-        agent.role(Role.TRAINER)
+        agent.start()
 
     harness.scheduler.on_submit, harness.scheduler.on_status = begin, ended
     with pytest.raises(RunCancelled, match="enough"):
@@ -334,8 +329,7 @@ def test_a_user_can_end_the_job_without_the_database(harness: ControllerHarness,
     harness.notes.stop = lambda: len(harness.notes.snapshots) > 2
 
     def begin(request: JobRequest) -> None:
-        FakeAgent(run_dir).begin()
-        FakeAgent(run_dir).role(Role.TRAINER)
+        FakeAgent(run_dir).start()
         controller.lease.require = away(1_000_000)  # type: ignore[method-assign]
 
     harness.scheduler.on_submit = begin
@@ -362,7 +356,7 @@ def test_a_controller_that_takes_over_waits_for_the_end_before_it_decides(
     def killed(*_given: object, **_named: object) -> None:
         raise Killed
 
-    harness.runs_well(run_dir, 1, lambda agent: (agent.begin(), agent.role(Role.TRAINER)))
+    harness.runs_well(run_dir, 1, FakeAgent.start)
     harness.scheduler.on_status = ends
     with monkeypatch.context() as patched:
         patched.setattr(recovery, "explain", killed)

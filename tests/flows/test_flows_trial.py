@@ -56,9 +56,14 @@ def behaves(harness: ControllerHarness, act: Callable[[FakeAgent, int], None]) -
     harness.scheduler.on_submit = lambda request: act(agent_of(harness, request), request.placement.num_nodes)
 
 
+def ready(harness: ControllerHarness, act: Callable[[FakeAgent, int], None], spec: RunSpec | None = None) -> RunDir:
+    """A run, of which the agents of every job behave like this."""
+    behaves(harness, act)
+    return harness.run(spec or wanted())
+
+
 def goes_well(agent: FakeAgent, num_nodes: int) -> None:
-    agent.begin()
-    agent.role(Role.TRAINER)
+    agent.start()
     for step in (1, 2, 3):
         agent.step(step, **{"time/step_s": 2.0 * num_nodes})
     agent.checkpoint(3)
@@ -67,15 +72,12 @@ def goes_well(agent: FakeAgent, num_nodes: int) -> None:
 
 
 def breaks(agent: FakeAgent, num_nodes: int) -> None:
-    agent.begin()
-    agent.role(Role.TRAINER)
-    agent.incident(FailureKind.REWARD_FUNCTION)
-    agent.end(AttemptState.FAILED, FailureKind.REWARD_FUNCTION)
+    agent.start()
+    agent.fail(FailureKind.REWARD_FUNCTION)
 
 
 def trains_for_ever(agent: FakeAgent, num_nodes: int) -> None:
-    agent.begin()
-    agent.role(Role.TRAINER)
+    agent.start()
 
 
 def sizes(harness: ControllerHarness) -> list[int]:
@@ -94,8 +96,7 @@ def verdicts(harness: ControllerHarness, run_dir: RunDir) -> dict[str, tuple[str
 
 
 def test_a_run_is_tried_on_one_node_and_then_on_all_before_it_starts(site: ControllerHarness) -> None:
-    run_dir = site.run(wanted())
-    behaves(site, goes_well)
+    run_dir = ready(site, goes_well)
     drive(site.controller(run_dir))
     assert sizes(site) == [1, NUM_NODES, NUM_NODES]
     one, all_nodes = trials_of(run_dir)
@@ -137,8 +138,7 @@ def test_a_model_that_needs_the_memory_of_all_nodes_is_only_tried_on_all(
         return [*results, lacks] if spec.resources.num_nodes == 1 else results
 
     monkeypatch.setattr(stages, "make_checks", checked)
-    run_dir = site.run(wanted())
-    behaves(site, goes_well)
+    run_dir = ready(site, goes_well)
     if not is_skipped:
         with pytest.raises(PreflightBlocked, match="trial on one node failed"):
             drive(site.controller(run_dir))
@@ -151,8 +151,7 @@ def test_a_model_that_needs_the_memory_of_all_nodes_is_only_tried_on_all(
 
 def test_each_trial_is_carried_out_under_its_own_name(site: ControllerHarness) -> None:
     """Prefect shows a task run for each."""
-    run_dir = site.run(wanted())
-    behaves(site, goes_well)
+    run_dir = ready(site, goes_well)
     called: list[tuple[str, str]] = []
 
     for step in steps(site.controller(run_dir)):
@@ -167,8 +166,7 @@ def test_each_trial_is_carried_out_under_its_own_name(site: ControllerHarness) -
 
 
 def test_one_node_is_tried_once(site: ControllerHarness) -> None:
-    run_dir = site.run(wanted(num_nodes=1))
-    behaves(site, goes_well)
+    run_dir = ready(site, goes_well, wanted(num_nodes=1))
     drive(site.controller(run_dir))
     assert sizes(site) == [1, 1]
     assert list(verdicts(site, run_dir)) == ["trial.all_nodes"]
@@ -176,8 +174,7 @@ def test_one_node_is_tried_once(site: ControllerHarness) -> None:
 
 @pytest.mark.parametrize("trial", ["off", "propose"])
 def test_no_trial_is_made_unless_requested(site: ControllerHarness, trial: str) -> None:
-    run_dir = site.run(wanted(trial))
-    behaves(site, goes_well)
+    run_dir = ready(site, goes_well, wanted(trial))
     drive(site.controller(run_dir))
     assert sizes(site) == [NUM_NODES]
     assert trials_of(run_dir) == []
@@ -185,8 +182,7 @@ def test_no_trial_is_made_unless_requested(site: ControllerHarness, trial: str) 
 
 def test_no_trial_is_made_if_nothing_has_changed(site: ControllerHarness, checks: list[CheckResult]) -> None:
     checks.remove(CHANGED)
-    run_dir = site.run(wanted())
-    behaves(site, goes_well)
+    run_dir = ready(site, goes_well)
     drive(site.controller(run_dir))
     assert sizes(site) == [NUM_NODES]
 
@@ -196,8 +192,7 @@ def test_no_trial_is_made_if_nothing_has_changed(site: ControllerHarness, checks
 
 
 def test_a_failed_trial_keeps_the_run_from_its_nodes(site: ControllerHarness) -> None:
-    run_dir = site.run(wanted())
-    behaves(site, breaks)
+    run_dir = ready(site, breaks)
     with pytest.raises(PreflightBlocked, match=r"trial\.one_node: found trial on one node failed") as caught:
         drive(site.controller(run_dir))
     assert sizes(site) == [1], "one node was lent, and no more"
@@ -211,16 +206,14 @@ def test_a_failed_trial_keeps_the_run_from_its_nodes(site: ControllerHarness) ->
 
 def test_without_a_trial_the_same_config_wastes_all_nodes(site: ControllerHarness) -> None:
     """Negative control."""
-    run_dir = site.run(wanted("off"))
-    behaves(site, breaks)
+    run_dir = ready(site, breaks, wanted("off"))
     with pytest.raises(RunFailed):
         drive(site.controller(run_dir))
     assert sizes(site) == [NUM_NODES]
 
 
 def test_a_failure_only_on_several_nodes_is_found_by_the_second_trial(site: ControllerHarness) -> None:
-    run_dir = site.run(wanted())
-    behaves(site, lambda agent, num_nodes: (goes_well if num_nodes == 1 else breaks)(agent, num_nodes))
+    run_dir = ready(site, lambda agent, num_nodes: (goes_well if num_nodes == 1 else breaks)(agent, num_nodes))
     with pytest.raises(PreflightBlocked, match=r"trial\.all_nodes"):
         drive(site.controller(run_dir))
     assert sizes(site) == [1, NUM_NODES]
@@ -234,8 +227,7 @@ def test_a_trial_has_the_retries_of_any_run(site: ControllerHarness) -> None:
         if agent.run_dir == run_dir or agent.attempt > 1:
             return goes_well(agent, num_nodes)
         agent.begin()
-        agent.incident(FailureKind.NODE_LOST)
-        return agent.end(AttemptState.FAILED, FailureKind.NODE_LOST)
+        return agent.fail(FailureKind.NODE_LOST)
 
     behaves(site, lost_once)
     drive(site.controller(run_dir))
@@ -245,8 +237,7 @@ def test_a_trial_has_the_retries_of_any_run(site: ControllerHarness) -> None:
 
 
 def test_after_a_fix_the_run_is_resumed_with_its_trial(site: ControllerHarness) -> None:
-    run_dir = site.run(wanted())
-    behaves(site, breaks)
+    run_dir = ready(site, breaks)
     with pytest.raises(PreflightBlocked):
         drive(site.controller(run_dir))
     behaves(site, goes_well)
@@ -264,8 +255,7 @@ def test_after_a_fix_the_run_is_resumed_with_its_trial(site: ControllerHarness) 
 
 @pytest.mark.parametrize("way", ["rlhf cancel", "rlhf cancel --save", "Ctrl-C"])
 def test_the_trial_is_cancelled_with_its_run(site: ControllerHarness, way: str) -> None:
-    run_dir = site.run(wanted())
-    behaves(site, trains_for_ever)
+    run_dir = ready(site, trains_for_ever)
 
     def cancel() -> None:
         if len(site.notes.snapshots) == 3 and way != "Ctrl-C":
@@ -286,8 +276,7 @@ def test_the_trial_is_cancelled_with_its_run(site: ControllerHarness, way: str) 
 
 def left_in_a_trial(site: ControllerHarness) -> tuple[RunDir, RunDir]:
     """A run whose controller was killed while its first trial was training."""
-    run_dir = site.run(wanted())
-    behaves(site, trains_for_ever)
+    run_dir = ready(site, trains_for_ever)
 
     def killed() -> None:
         if len(site.notes.snapshots) == 3:
@@ -322,8 +311,7 @@ def test_an_unresponsive_controller_does_not_keep_a_trial_alive(site: Controller
 
 
 def test_a_trial_that_is_cancelled_by_itself_blocks_its_run(site: ControllerHarness) -> None:
-    run_dir = site.run(wanted())
-    behaves(site, trains_for_ever)
+    run_dir = ready(site, trains_for_ever)
 
     def cancel() -> None:
         if len(site.notes.snapshots) == 3:
@@ -361,8 +349,7 @@ def test_a_run_that_is_blocked_later_leaves_no_trial_running(
 
 
 def test_a_controller_that_lost_the_run_leaves_its_trial_alone(site: ControllerHarness) -> None:
-    run_dir = site.run(wanted())
-    behaves(site, trains_for_ever)
+    run_dir = ready(site, trains_for_ever)
     controller = site.controller(run_dir)
 
     def taken_over() -> None:

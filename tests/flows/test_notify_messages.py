@@ -24,7 +24,7 @@ from rlhf_core.files.whole import write_model
 from rlhf_core.launch.journal import Journal, read_record
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState, JobStatus
-from rlhf_core.schemas.attempts import AttemptState, Role, RunState
+from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind
 from rlhf_core.schemas.journal import ControllerStarted
@@ -84,10 +84,8 @@ def failed_for_good(harness: ControllerHarness) -> RunDir:
     run_dir = harness.run()
 
     def fail(agent: FakeAgent) -> None:
-        agent.begin()
-        agent.role(Role.TRAINER)
-        agent.incident(FailureKind.SHAPE)
-        agent.end(AttemptState.FAILED, FailureKind.SHAPE)
+        agent.start()
+        agent.fail(FailureKind.SHAPE)
 
     harness.runs_well(run_dir, 1, fail)
     controller = harness.controller(run_dir)

@@ -252,8 +252,7 @@ def ended(run_dir: RunDir, attempt: int = 1) -> AttemptSnapshot:
 def test_a_failure_is_explained_by_the_agents_incident(run_dir: RunDir) -> None:
     agent = FakeAgent(run_dir)
     agent.begin()
-    agent.incident(FailureKind.HANG)
-    agent.end(AttemptState.FAILED, FailureKind.HANG, "rank 1 hung")
+    agent.fail(FailureKind.HANG, message="rank 1 hung")
     failure = explain(run_dir, ended(run_dir), make_spec(), first_attempt=1, chance=lambda: 0.5)
     assert failure.kind is FailureKind.HANG
     assert not failure.found_here
@@ -305,8 +304,7 @@ def test_output_of_an_agent_before_it_was_killed_does_not_count(run_dir: RunDir)
 def test_out_of_memory_is_retried_with_less_memory_while_possible(run_dir: RunDir) -> None:
     agent = FakeAgent(run_dir)
     agent.begin()
-    agent.incident(FailureKind.CUDA_OOM)
-    agent.end(AttemptState.FAILED, FailureKind.CUDA_OOM, "rank 1 ran out of memory")
+    agent.fail(FailureKind.CUDA_OOM, message="rank 1 ran out of memory")
     snapshot = ended(run_dir)
     decision = explain(run_dir, snapshot, make_spec(train={"micro_batch_size": 4}), first_attempt=1).decision
     assert decision.action is Action.NEW_ATTEMPT
@@ -331,8 +329,7 @@ def test_out_of_memory_is_remedied_where_it_happened(run_dir: RunDir, role: Role
     """An engine computes no micro-batches: with smaller ones it would fail again, and training would be slower."""
     agent = FakeAgent(run_dir)
     agent.begin()
-    agent.incident(FailureKind.CUDA_OOM, role=role)
-    agent.end(AttemptState.FAILED, FailureKind.CUDA_OOM, "rank 1 ran out of memory")
+    agent.fail(FailureKind.CUDA_OOM, message="rank 1 ran out of memory", role=role)
     spec = make_spec(train={"micro_batch_size": 4}, rollout={"batch_size": 16})
     assert explain(run_dir, ended(run_dir), spec, first_attempt=1).decision.config_diff == diff
     smallest = make_spec(train={"micro_batch_size": 1, "gradient_checkpointing": True}, rollout={"batch_size": 1})
@@ -345,8 +342,7 @@ def test_out_of_memory_before_the_first_step_is_not_remedied_by_what_a_step_take
     """Smaller batches would cost an allocation each, and every attempt would fail at the same place."""
     agent = FakeAgent(run_dir)
     agent.begin()
-    agent.incident(FailureKind.CUDA_OOM, role=Role.TRAINER, phase=phase)
-    agent.end(AttemptState.FAILED, FailureKind.CUDA_OOM, "rank 1 ran out of memory")
+    agent.fail(FailureKind.CUDA_OOM, message="rank 1 ran out of memory", role=Role.TRAINER, phase=phase)
     decision = explain(run_dir, ended(run_dir), make_spec(trainer={"zero_stage": 3}), first_attempt=1).decision
     assert decision.action is (Action.STOP if phase == "setup" else Action.NEW_ATTEMPT)
     assert ("use more or larger GPUs" in decision.reason) is (phase == "setup")
@@ -375,8 +371,7 @@ def test_training_that_learned_nothing_goes_back_to_before_the_window_and_only_o
     agent.begin()
     for step in (1, 2, 3):
         agent.checkpoint(step)
-    agent.incident(FailureKind.DEGENERATE_RL)
-    agent.end(AttemptState.FAILED, FailureKind.DEGENERATE_RL, "nothing is learned")
+    agent.fail(FailureKind.DEGENERATE_RL, message="nothing is learned")
     snapshot, spec = ended(run_dir), make_spec(health={"window_steps": 2})
     decision = explain(run_dir, snapshot, spec, first_attempt=1).decision
     assert (decision.action, decision.resume_checkpoint) == (Action.NEW_ATTEMPT, run_dir.checkpoint(1).root.name)
@@ -390,8 +385,7 @@ def test_a_rule_of_health_may_stop_the_run_at_once(run_dir: RunDir) -> None:
     agent.begin()
     for step in (1, 2, 3):
         agent.checkpoint(step)
-    agent.incident(FailureKind.DEGENERATE_RL, health_rule="frozen")
-    agent.end(AttemptState.FAILED, FailureKind.DEGENERATE_RL, "nothing is learned")
+    agent.fail(FailureKind.DEGENERATE_RL, message="nothing is learned", health_rule="frozen")
     snapshot = ended(run_dir)
     stops = explain(run_dir, snapshot, make_spec(health={"actions": {"frozen": "stop"}}), first_attempt=1).decision
     assert (stops.action, stops.resume_checkpoint) == (Action.STOP, "")
