@@ -116,12 +116,79 @@ _PREFERENCE = (
         for loss, alpha in (("sigmoid", 1.0), ("sigmoid", 0.0), ("hinge", 0.5), ("ipo", 1.0))
     ),
     Case(
-        "simpo",
+        "cpo, sigmoid, label smoothing",
         "CPOTrainer",
-        {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 0.8, "cpo_alpha": 0.0},
-        "simpo",
-        {"beta": 2.0, "gamma": 0.8},
+        {"loss_type": "sigmoid", "beta": 0.2, "cpo_alpha": 0.3, "label_smoothing": 0.2},
+        "cpo",
+        {"loss": "sigmoid", "beta": 0.2, "nll_coefficient": 0.3, "label_smoothing": 0.2},
     ),
+    *(
+        Case(
+            f"simpo{', label smoothing' if smoothing else ''}",
+            "CPOTrainer",
+            {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 0.8, "cpo_alpha": 0.0, **smoothing},
+            "simpo",
+            {"beta": 2.0, "gamma": 0.8, **smoothing},
+        )
+        for smoothing in ({}, {"label_smoothing": 0.1})
+    ),
+)
+
+_THEIR_CROSS: Options = {
+    **_MOVED,
+    "epsilon": 0.1,
+    "beta": 0.1,
+    "use_bias_correction_kl": True,
+    "entropy_coef": 0.05,
+    "mask_truncated_completions": True,
+    "scale_rewards": "batch",
+}
+_CROSS: Options = {
+    **_PENALTY,
+    "clip_low": 0.1,
+    "kl_weighted": True,
+    "entropy_coefficient": 0.05,
+    "mask_truncated": True,
+    "advantage_scale": "batch",
+}
+
+
+def _crossed(name: str, mode: str, options: Options, settings: Options, algorithm: str = "grpo") -> Case:
+    """Nearly all options at once: the order in which they act matters."""
+    theirs = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 1.5, **_THEIR_CROSS}
+    ours = {"correction": mode, "correction_cap": 1.5, **_CROSS}
+    return _sampled(
+        "GRPOTrainer",
+        f"{name}, options crossed, correction {mode}",
+        {**theirs, **options},
+        {**ours, **settings},
+        algorithm=algorithm,
+        sampler=True,
+    )
+
+
+_CROSSED = (
+    *(
+        _crossed(
+            f"grpo, {theirs}",
+            mode,
+            {"loss_type": theirs, "epsilon_high": 0.28, "delta": 1.4},
+            {"loss_aggregation": ours, "clip_high": 0.28, "dual_clip": 1.4},
+        )
+        for (theirs, ours), mode in zip(
+            _AGGREGATION.items(),
+            ("token_truncate", "sequence_mask", "token_mask", "sequence_truncate"),
+            strict=True,
+        )
+    ),
+    _crossed(
+        "gspo",
+        "sequence_truncate",
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_high": 0.08},
+        {"clip_high": 0.08},
+        "gspo",
+    ),
+    _crossed("cispo", "token_mask", {"loss_type": "cispo", "epsilon_high": 1.28}, {"clip_high": 0.28}, "cispo"),
 )
 
 _POLICY_GRADIENT = (
@@ -195,6 +262,7 @@ _POLICY_GRADIENT = (
         {},
         algorithm="dapo",
     ),
+    *_CROSSED,
     _sampled("RLOOTrainer", "rloo", {"beta": 0.0}, {}),
     _sampled("RLOOTrainer", "rloo, several updates", {"beta": 0.0, **_MOVED}, {}),
     _sampled("RLOOTrainer", "rloo, k1 penalty", {"beta": 0.1, **_MOVED}, {"kl_coefficient": 0.1, "kl_estimator": "k1"}),
@@ -233,6 +301,18 @@ CONTROLS: tuple[Control, ...] = (
     ("grpo, dapo, correction token_truncate", {"correction": "token_mask"}),
     ("grpo, dapo, correction sequence_truncate", {"correction": "token_truncate"}),
     ("grpo, dapo, truncated completions masked", {"mask_truncated": False}),
+    *(
+        ("grpo, dapo, options crossed, correction sequence_truncate", change)
+        for change in (
+            {"correction": "sequence_mask"},
+            {"dual_clip": 0.0},
+            {"kl_weighted": False},
+            {"entropy_coefficient": 0.0},
+            {"mask_truncated": False},
+            {"advantage_scale": "group"},
+        )
+    ),
+    ("simpo, label smoothing", {"label_smoothing": 0.0}),
     ("rloo, k1 penalty", {"kl_estimator": "k3"}),
     ("rloo, normalised advantages and k1 penalty", {"normalise_advantages": False}),
 )
