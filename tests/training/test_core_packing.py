@@ -62,6 +62,18 @@ def test_states_are_those_of_padded_sequences(config: dict[str, JsonValue], data
         assert largest_difference(model, batch) < 1e-12
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_single_token_without_a_completion_has_a_pass(packed: bool) -> None:
+    """Nothing is predicted, but every rank runs its passes: backward too, which is a collective in ZeRO 2 and 3."""
+    model = tiny_model(QWEN)
+    assert can_pack(model)
+    batch = collate([[20]], [[]], pad_id=0)
+    hidden = hidden_of_targets(model.base_model, batch.input_ids, batch.target_mask, packed=packed)
+    assert hidden.shape == (0, QWEN["hidden_size"])
+    hidden.sum().backward()
+    assert all(not weights.grad.any() for weights in model.parameters() if weights.grad is not None)
+
+
 @torch.no_grad()
 def largest_difference(model: PreTrainedModel, batch: SequenceBatch = GROUP) -> float:
     body = model.base_model

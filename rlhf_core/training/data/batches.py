@@ -43,7 +43,7 @@ def collate(
     device: torch.device | str = "cpu",
     learned: Sequence[Sequence[bool]] = (),
 ) -> SequenceBatch:
-    """Join each prompt with its completion and pad to the longest.
+    """Join each prompt with its completion and pad to the longest, at least to two tokens.
 
     Args:
         prompts: token lists, one per sequence, none of them empty (nothing would predict the first token).
@@ -53,7 +53,7 @@ def collate(
             all tokens of all completions are.
     """
     lengths = [len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True)]
-    width = max(lengths)
+    width = max(2, *lengths)  # a pass has the place of a prediction, even if none is needed
     filled = [
         [*prompt, *completion, *([pad_id] * (width - length))]
         for prompt, completion, length in zip(prompts, completions, lengths, strict=True)

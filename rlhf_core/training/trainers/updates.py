@@ -239,10 +239,9 @@ class PolicyUpdates:
         )
 
     def _tokens(self, part: Sequence[int]) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
-        """Prompts and completions; for an empty micro-batch, a prompt of padding with an empty completion."""
+        """Prompts and completions; for an empty micro-batch, a padding token with an empty completion."""
         if not part:
-            filler = self._training.tokenizer.pad_token_id
-            return [[filler, filler]], [[]]
+            return [[self._training.tokenizer.pad_token_id]], [[]]
         completions = self._batch.completions
         return [self._batch.prompts[index] for index in part], [completions[index].token_ids for index in part]
 
