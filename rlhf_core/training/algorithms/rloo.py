@@ -7,7 +7,8 @@ For each prompt G completions are sampled. With the penalty of the whole complet
     L   = - mean over completions of min(rho_i A_i, clip(rho_i, 1 - clip_low, 1 + clip_high) A_i)
 
 where ``rho_i`` is the ratio of the probabilities of the whole completion. A truncated completion that is left out of
-the loss (``mask_truncated``) pays no penalty. As in TRL 1.16.0.
+the loss (``mask_truncated``) pays no penalty. As in TRL 1.16.0, which only adds the constant ``-A_i`` of such a
+completion to the value of the loss.
 """
 
 from typing import Any
