@@ -21,6 +21,7 @@ the rows (tokenizer, collator, advantages) and computes its own loss. We supply 
 log-probabilities of a sampler that is not the policy. A few lines of TRL compute in float32 whatever the model uses
 (the head that gives log-probabilities, and the odds ratio of ORPO); we changed them to float64, and nothing else. Our
 side is the objective of `rlhf_core/training/algorithms` that the training loops call, in micro-batches of three rows.
+Another test has the loop itself make the updates of the algorithms that sample, from completions to gradients.
 The model is an OPT with 1,700 weights. Lengths are ragged, one group of rewards has no spread, and both sides of the
 clip are reached.
 
