@@ -195,8 +195,9 @@ def _form(parameters: Mapping[str, Any], hidden: Sequence[str]) -> dict[str, Any
     for name, field in fields.items():
         if name not in parameters:
             continue
-        field["default"] = parameters[name]
-        if name in BOUNDS:
+        # A config with epochs gives no steps.
+        is_given, field["default"] = parameters[name] != Form.model_fields[name].default, parameters[name]
+        if name in BOUNDS and is_given:
             field.pop("minimum", None)
             field |= BOUNDS[name]
     return {**schema, "properties": fields, "required": ["run_id"] if "run_id" in fields else []}

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rlhf_core.config.site import Site
 from rlhf_core.control.driving_flow_run import DrivingFlowRun
+from rlhf_core.control.epochs import with_steps_of_epochs
 from rlhf_core.control.site_names import for_site
 from rlhf_core.control.snapshots import kept_with
 from rlhf_core.launch.config_paths import load_spec
@@ -52,21 +53,22 @@ def new_run(
         flow_run: the Prefect flow run that creates it.
 
     Raises:
-        BadConfig: the config cannot be used.
+        BadConfig: the config cannot be used, or its epochs cannot be converted to steps.
         BadInput: the site's scheduler is unknown.
         RunDirError: the run directory cannot be created.
     """
     spec = resolve(source, overrides, name, folder, refuse_misplaced=True)
     get_scheduler(site.scheduler)  # refuse a run that could never start
     kept = kept_with(source)
+    code_folder = kept.code if kept is not None else folder
     # A preset ships with the program, and a deployment of one does not start in a user's folder.
     of_preset = program_revision() if source in PRESETS and not git_revision(folder or Path.cwd()) else None
     return prepare(
-        for_site(spec, site),
+        with_steps_of_epochs(for_site(spec, site), site, code_folder or Path.cwd()),
         site.runs_dir,
         config_source=str(source),
         overrides=overrides,
-        folder=kept.code if kept is not None else folder,
+        folder=code_folder,
         revision=kept.revision if kept is not None else of_preset,
         owner=owner,
         tags=tags,

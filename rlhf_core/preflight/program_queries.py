@@ -27,6 +27,7 @@ def query_program(
     *,
     variables: Mapping[str, str] | None = None,
     folder: Path | None = None,
+    timeout_s: float = IMPORT_TIMEOUT_S,
 ) -> dict[str, Any] | str:
     """Run a command and parse the last line of its output as a JSON object; return the error as a sentence if that
     fails.
@@ -37,6 +38,7 @@ def query_program(
         variables: Further variables.
         folder: Folder to run it in; without one that exists, it runs in an empty one, because the nodes lack the
             current one.
+        timeout_s: Time limit of the answer.
     """
     environment = without_private(os.environ)
     with contextlib.suppress(SubmissionFailed):  # reported by environment.passed
@@ -60,12 +62,12 @@ def query_program(
         except OSError as error:
             return f"cannot be started: {error.strerror}"
         try:
-            ended = _wait(process, IMPORT_TIMEOUT_S, tick)
+            ended = _wait(process, timeout_s, tick)
         finally:
             _end(process)
         answer, complaint = _last_line(output), _last_line(complaints)
     if not ended:
-        return f"no answer within {IMPORT_TIMEOUT_S:g} s" + (f"; its last line: {complaint}" if complaint else "")
+        return f"no answer within {timeout_s:g} s" + (f"; its last line: {complaint}" if complaint else "")
     try:
         content = json.loads(answer)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Report on the data itself, created by the compute interpreter for preflight."""
+"""Reports on the data itself, created by the compute interpreter before a run."""
 
 from enum import StrEnum
 
@@ -125,3 +125,12 @@ class ContentReport(Schema):
     """None if no row could be read."""
     rewards: tuple[RewardTrial, ...] = ()
     """Every reward function and the scorer."""
+
+
+class RowCount(Schema):
+    """Answer of ``python -m rlhf_core.worker count-rows``."""
+
+    num_rows: int = 0
+    """Number of training rows that are left after dropping."""
+    problem: str = ""
+    """Reason why they cannot be loaded; empty if they can."""

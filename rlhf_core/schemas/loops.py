@@ -1,6 +1,8 @@
-"""Training loops of the native trainer: an algorithm, its number of steps and its optimizer."""
+"""Training loops of the native trainer: an algorithm, its length and its optimizer."""
 
+import math
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -49,17 +51,39 @@ class OptimizerSpec(Schema):
 class LoopSpec(Schema):
     """One training loop: algorithm, number of steps, and optimizer."""
 
-    num_steps: Annotated[int, Field(ge=1, le=MAX_STEPS)]
-    """Optimizer steps of the loop."""
+    num_steps: Annotated[int, Field(ge=0, le=MAX_STEPS)] = 0
+    """Optimizer steps of the loop. Needed unless `epochs` is given; 0 turns a warm start off."""
+    epochs: Annotated[float, Field(ge=0, le=1_000_000, allow_inf_nan=False)] = 0.0
+    """Passes over the training rows, whole or in part, in place of `num_steps`. A new run counts the rows that are left
+    after dropping, and stores the number of steps that take each row at least this many times; the last step may begin
+    a further pass."""
     algorithm: Algorithm
     optimizer: OptimizerSpec
+
+    @model_validator(mode="after")
+    def _has_one_length(self) -> Self:
+        if self.num_steps and self.epochs:
+            raise ValueError(
+                f"found num_steps = {self.num_steps} and epochs = {self.epochs:g}, which both set the length of the "
+                "loop; give one of them"
+            )
+        if not (self.num_steps or self.epochs or self._may_be_empty()):
+            raise ValueError("found neither num_steps nor epochs, expected one of them, more than 0")
+        return self
+
+    def _may_be_empty(self) -> bool:
+        return False
+
+    def steps_of_epochs(self, num_rows: int) -> int:
+        """Steps that take ``num_rows`` training rows :attr:`epochs` times: the last one is full as well."""
+        return math.ceil(Fraction(str(self.epochs)) * num_rows / self.algorithm.rows_per_step)
 
 
 class WarmStartSpec(LoopSpec):
     """The loop before the main one, usually supervised."""
 
-    num_steps: Annotated[int, Field(ge=0, le=MAX_STEPS)]
-    """Optimizer steps of the warm start; 0 turns it off."""
+    def _may_be_empty(self) -> bool:
+        return "num_steps" in self.model_fields_set
 
 
 class LoopsSpec(Schema):
@@ -71,7 +95,7 @@ class LoopsSpec(Schema):
     @field_validator("warm_start", mode="after")
     @classmethod
     def _no_empty_warm_start(cls, given: WarmStartSpec | None) -> WarmStartSpec | None:
-        return given if given is not None and given.num_steps else None
+        return given if given is not None and (given.num_steps or given.epochs) else None
 
     @property
     def named(self) -> Mapping[str, LoopSpec]:

@@ -93,7 +93,7 @@ class RunSpec(Schema):
         if not self.data.generator and not self.data.train:
             lacks.append("no training data: give data.train (a file) or data.generator (module:function)")
         if self.loops.main is None:
-            lacks.append("found no [loops.main], expected the algorithm, num_steps and optimizer of the training")
+            lacks.append("found no [loops.main], expected the algorithm, length and optimizer of the training")
         if lacks:
             raise ValueError("; ".join(lacks))
         return self

@@ -6,6 +6,7 @@
     check-import  reports whether a module:function can be imported here; one JSON line
     probe         measures the node before training; started by an agent, writes one JSON line per step
     check-content checks the rows, tokenizer and rewards of a spec; one JSON line
+    count-rows    counts the training rows of a spec; one JSON line
 
 Heavy modules are imported only after the arguments are parsed.
 """
@@ -21,6 +22,7 @@ from typing import cast
 
 from rlhf_core.garbage import collect_rarely
 from rlhf_core.schemas.attempts import Role
+from rlhf_core.worker.roles import CONTENT, ROWS
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -83,9 +85,13 @@ def _parser() -> argparse.ArgumentParser:
     probe.add_argument("--output", type=Path, required=True, help="file for the measurements, one JSON line per step")
     probe.add_argument("--log", type=Path, required=True, help="file to which messages are appended")
     content = commands.add_parser("check-content", help="inspect rows, tokenizer and rewards of a spec; one JSON line")
-    content.set_defaults(run=_check_content)
-    content.add_argument("--spec", type=Path, required=True, help="the spec as JSON, with absolute paths")
-    content.add_argument("--path", type=Path, action="append", default=[], help="folder to import functions from")
+    content.set_defaults(target=CONTENT)
+    rows = commands.add_parser("count-rows", help="count the training rows of a spec; one JSON line")
+    rows.set_defaults(target=ROWS)
+    for of_data in (content, rows):
+        of_data.set_defaults(run=_report_on_data)
+        of_data.add_argument("--spec", type=Path, required=True, help="the spec as JSON, with absolute paths")
+        of_data.add_argument("--path", type=Path, action="append", default=[], help="folder to import functions from")
     return parser
 
 
@@ -149,16 +155,16 @@ def _probe(parsed: argparse.Namespace) -> int:
     os._exit(cast("int", code))
 
 
-def _check_content(parsed: argparse.Namespace) -> int:
+def _report_on_data(parsed: argparse.Namespace) -> int:
     from rlhf_core.machine.parent_death import die_with_parent
-    from rlhf_core.schemas.content import ContentReport
-    from rlhf_core.worker.roles import CONTENT, load
+    from rlhf_core.schemas.content import ContentReport, RowCount
+    from rlhf_core.worker.roles import load
 
     die_with_parent()
     sys.path[:0] = [str(path) for path in parsed.path]
     with contextlib.redirect_stdout(sys.stderr):  # generators and tokenizers may print
-        report = load(CONTENT)(parsed.spec)
-    assert isinstance(report, ContentReport)
+        report = load(parsed.target)(parsed.spec)
+    assert isinstance(report, ContentReport | RowCount)
     print(report.model_dump_json())
     return 0
 

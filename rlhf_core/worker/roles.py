@@ -31,6 +31,8 @@ WARM_PROBE = "rlhf_core.training.warm:import_probe"
 """Target that preloads the imports of :data:`PROBE`."""
 CONTENT = "rlhf_core.training.probes.content:check_content"
 """Target that checks the data before a run."""
+ROWS = "rlhf_core.training.probes.row_count:count_rows"
+"""Target that counts the rows of the data before a run."""
 
 
 def target_of(role: Role, given: dict[Role, str]) -> str:

@@ -1,6 +1,7 @@
 """``rlhf plan``: memory of each role, predicted step, layouts that divide, and the same against earlier runs."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -36,6 +37,7 @@ def plan(config: ConfigArgument, set_: SetOption = None, as_json: JsonOption = F
 
 def _plan(config: str, overrides: list[str]) -> "RunPlan":
     from rlhf_core.config.site import load_site
+    from rlhf_core.control.epochs import with_steps_of_epochs
     from rlhf_core.control.new_run import resolve
     from rlhf_core.control.run_plan import plan_run
     from rlhf_core.control.site_names import for_site
@@ -45,7 +47,8 @@ def _plan(config: str, overrides: list[str]) -> "RunPlan":
     from rlhf_core.scheduler import get_scheduler
 
     site = load_site()
-    spec = for_site(resolve(config, overrides), site)  # the shape of a run includes paths as it stores them
+    # The shape of a run includes paths as it stores them.
+    spec = with_steps_of_epochs(for_site(resolve(config, overrides), site), site, Path.cwd())
     if spec.trainer.kind != "native":
         raise BadInput('found trainer.kind = "command"; expected the native trainer: the layout of another program is '
                        "set by its own arguments")  # fmt: skip

@@ -202,7 +202,7 @@ def _tokenizer(
     is_for_chat = False
     try:
         if kind in BUILT_TOKENIZERS:
-            tokenizer = _build_tokenizer(spec, rows)
+            tokenizer = built_tokenizer(spec, rows)
         else:
             from rlhf_core.training.data.tokenizers import CHAT_TEMPLATE, load_tokenizer
 
@@ -225,7 +225,7 @@ def _tokenizer(
     return tokenizer, report
 
 
-def _build_tokenizer(spec: RunSpec, rows: Mapping[str, Sequence[Row]]) -> "CoreTokenizer | PreTrainedTokenizerBase":
+def built_tokenizer(spec: RunSpec, rows: Mapping[str, Sequence[Row]]) -> "CoreTokenizer | PreTrainedTokenizerBase":
     """The tokenizer that training builds; with transformers only if messages are to be rendered."""
     texts = [text for row in rows["train"] for text in (row.prompt, row.target)]
     if any(row.chat is not None for of in rows.values() for row in of):

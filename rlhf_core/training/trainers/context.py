@@ -258,6 +258,8 @@ class TrainingContext:
         """
         self._evaluate(step, model)
         self._add_times(step)
+        position = self.position - (ahead.num_rows_ahead if ahead else 0)
+        step.metrics.shared("data/epochs", position / len(self._data.rows))
         if step.number == 1:
             for name, count in self._data_counts.items():
                 step.metrics.shared(name, count)
@@ -290,7 +292,7 @@ class TrainingContext:
                 step=step.number,
                 loop=loop.algorithm.name,
                 loop_finished=finished,
-                position=self.position - (ahead.num_rows_ahead if ahead else 0),
+                position=position,
                 rows=self._rows_digest,
                 reference=self._reference,
                 health=self._judge.state,
