@@ -10,6 +10,7 @@ from rlhf_core.errors import BadConfig
 from rlhf_core.machine.accounts import expanded
 from rlhf_core.schemas.base import storable_text
 from rlhf_core.schemas.command_trainer import CommandTrainer, named_placeholders
+from rlhf_core.schemas.data import RowSource
 from rlhf_core.schemas.model import BUILT_TOKENIZERS
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.scoring_models import PROMOTED
@@ -66,8 +67,7 @@ def _read_paths(spec: RunSpec) -> Iterator[tuple[str, str]]:
     yield "model.path", spec.model.path
     if spec.model.tokenizer not in BUILT_TOKENIZERS:
         yield "model.tokenizer", spec.model.tokenizer
-    yield "data.train", spec.data.train
-    yield "data.eval", spec.data.eval
+    yield from spec.data.files.items()
     for name, one in spec.reward.models.items():
         if not one.path.startswith(PROMOTED):
             yield f"reward.models.{name}.path", one.path
@@ -89,6 +89,10 @@ def absolute_paths(spec: RunSpec, folder: Path) -> RunSpec:
             raise BadConfig(f"found the path {path!r}, expected a UTF-8 path; rename the folder or use an absolute one")
         return path
 
+    def files(source: RowSource) -> dict[str, str]:
+        return {"train": absolute(source.train), "eval": absolute(source.eval)}
+
+    sources = {name: one.model_copy(update=files(one)) for name, one in spec.data.sources.items()}
     models = {
         name: one if one.path.startswith(PROMOTED) else one.model_copy(update={"path": absolute(one.path)})
         for name, one in spec.reward.models.items()
@@ -99,7 +103,7 @@ def absolute_paths(spec: RunSpec, folder: Path) -> RunSpec:
     return spec.model_copy(
         update={
             "model": spec.model.model_copy(update={"path": absolute(spec.model.path), "tokenizer": tokenizer}),
-            "data": spec.data.model_copy(update={"train": absolute(spec.data.train), "eval": absolute(spec.data.eval)}),
+            "data": spec.data.model_copy(update={**files(spec.data), "sources": sources}),
             "reward": spec.reward.model_copy(update={"models": models}),
             "promote": spec.promote.model_copy(update={"folder": absolute(spec.promote.folder)}),
             "trainer": _with_absolute_paths(spec.trainer, folder, absolute),

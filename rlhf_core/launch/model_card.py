@@ -19,8 +19,9 @@ def model_card(provenance: ModelProvenance, spec: RunSpec) -> str:
 
 
 def data_name(spec: RunSpec) -> str:
-    """Name of the training data: the file or the generator."""
-    return spec.data.generator or spec.data.train.rpartition("/")[2]
+    """Name of the training data: the files or the generator."""
+    files = [one.train.rpartition("/")[2] for one in spec.data.of_split("train").values()]
+    return spec.data.generator or ", ".join(dict.fromkeys(files))
 
 
 def _front_matter(provenance: ModelProvenance, spec: RunSpec) -> Iterator[str]:

@@ -100,7 +100,7 @@ def changes_since(before: GoodRun, spec: RunSpec, basis: Mapping[str, str]) -> l
 
 def basis_of(facts: Facts) -> dict[str, str]:
     """Return versions, rows and code: everything that may change while the config stays the same."""
-    found = {f"rows of {name}": _rows(file) for name, file in (("data.train", facts.train), ("data.eval", facts.eval))}
+    found = {f"rows of {name}": _rows(file) for name, file in facts.files().items()}
     found |= {f"reward model {name}": one.fingerprint for name, one in facts.reward_models.items()}
     found["code"] = facts.code_hash or "none"
     found["rlhf-flows"] = facts.control_version

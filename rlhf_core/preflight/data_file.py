@@ -12,7 +12,7 @@ from rlhf_core.files.reading import open_regular
 from rlhf_core.preflight.facts import BadRows, DataFile, LineProblem
 from rlhf_core.preflight.missing_paths import missing
 from rlhf_core.preflight.templates import named_columns
-from rlhf_core.schemas.data import DataKind, DataSpec
+from rlhf_core.schemas.data import DataKind, RowSource
 
 SHOWN = 5
 """Number of problems of each kind that are shown; all are counted."""
@@ -20,7 +20,7 @@ SHOWN = 5
 
 def scan(
     path: Path,
-    data: DataSpec,
+    data: RowSource,
     tick: Callable[[], None] = lambda: None,
     *,
     read_elsewhere: bool = False,
@@ -80,7 +80,7 @@ class _First:
 
 
 class _Scan:
-    def __init__(self, data: DataSpec, kinds: AbstractSet[DataKind]) -> None:
+    def __init__(self, data: RowSource, kinds: AbstractSet[DataKind]) -> None:
         self._data = data
         self._pairs = "pair" in kinds
         self._labels = "label" in kinds
@@ -185,7 +185,7 @@ class _Scan:
 class _PromptScan(_Scan):
     """Scan of rows that another program reads: only the prompt column is used, if present."""
 
-    def __init__(self, data: DataSpec) -> None:
+    def __init__(self, data: RowSource) -> None:
         super().__init__(data, frozenset())
         self._needed = []
 

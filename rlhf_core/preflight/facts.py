@@ -249,7 +249,11 @@ class Facts:
     code_hash: str = ""
     """Hash of the user's code as the nodes will see it; empty when there is none."""
     train: DataFile | None = None
+    """File of ``data.train``."""
     eval: DataFile | None = None
+    """File of ``data.eval``."""
+    sources: Mapping[str, DataFile] = field(default_factory=dict)
+    """Files of the sources of a mixture by setting, for instance ``data.sources.math.train``."""
     model_config: Mapping[str, Any] = field(default_factory=dict)
     """Content of the model's ``config.json``, or ``model.config``."""
     model_types: ModelTypes = ModelTypes()
@@ -292,15 +296,30 @@ class Facts:
     @property
     def pairs_have_answers(self) -> bool:
         """False if the held-out rows are known to have no column of answers."""
-        column, file = self.spec.data.answer_column, self.eval
-        if file is not None and file.scanned and not file.problem:
-            return column in file.columns
-        splits = self.content.splits if self.content is not None else ()
-        return all(column in one.columns for one in splits if one.split == "eval" and not one.problem)
+        data, splits = self.spec.data, self.content.splits if self.content is not None else ()
+        found = {one.setting: frozenset(one.columns) for one in splits if one.split == "eval" and not one.problem}
+        for setting, file in self.files("eval").items():
+            if file.scanned and not file.problem:
+                found[setting] = file.columns
+        return all(
+            source.answer_column in found[f"{table}.eval"]
+            for table, source in data.tables.items()
+            if f"{table}.eval" in found
+        )
+
+    def files(self, split: str = "") -> dict[str, DataFile]:
+        """Files of rows by the setting that names them, for instance ``data.train``.
+
+        Args:
+            split: ``train`` or ``eval``; empty for both.
+        """
+        single = {"data.train": self.train, "data.eval": self.eval}
+        found = {**{name: file for name, file in single.items() if file is not None}, **self.sources}
+        return {name: file for name, file in found.items() if name.endswith(split)}
 
     def num_rows(self, split: SplitReport) -> int:
         """Rows of a split: all of a file that was scanned, otherwise those that were read."""
-        file = self.train if split.split == "train" else self.eval
+        file = self.files().get(split.setting)
         return max(split.num_rows, 0 if file is None else file.num_rows)
 
     @property

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from packaging.requirements import Requirement as PackageRequirement
 from packaging.utils import canonicalize_name
@@ -124,6 +124,7 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
         code_hash=hash_code(around.code_path, tick),
         train=_scan(spec, spec.data.train, tick, read_elsewhere=not native),
         eval=_scan(spec, spec.data.eval, tick),
+        sources=_scan_sources(spec, ("train", "eval"), tick),
         model_config=model_config(spec.model),
         model_types=read_model_types(Path(compute.transformers), spec.model.config)
         if compute.transformers and native
@@ -157,6 +158,18 @@ def _scan(spec: RunSpec, path: str, tick: Tick, *, read_elsewhere: bool = False)
     return scan(Path(path), spec.data, tick, read_elsewhere=read_elsewhere, kinds=spec.data_kinds)
 
 
+def _scan_sources(spec: RunSpec, splits: Sequence[Literal["train", "eval"]], tick: Tick) -> dict[str, DataFile]:
+    """Files of the sources of a mixture, by setting."""
+    return {
+        f"data.sources.{name}.{split}": scan(
+            Path(one.train if split == "train" else one.eval), one, tick, kinds=spec.data_kinds
+        )
+        for split in splits
+        for name, one in spec.data.of_split(split).items()
+        if name
+    }
+
+
 def gather_for_predictions(spec: RunSpec, inventory: Inventory, site_slurm: SlurmSpec) -> Facts:
     """Gather what predictions and the checks of memory need. No process is started, and of the data only the held-out
     pairs are read, whose columns decide whether they are completed."""
@@ -169,6 +182,7 @@ def gather_for_predictions(spec: RunSpec, inventory: Inventory, site_slurm: Slur
         requirements=(),
         disk=Disk(Path()),
         eval=_scan(spec, spec.data.eval, lambda: None) if spec.data_kinds == {"pair"} else None,
+        sources=_scan_sources(spec, ("eval",), lambda: None) if spec.data_kinds == {"pair"} else {},
         model_config=model_config(spec.model),
         model_folder=inspect_model(spec.model),
         reward_models=_inspect_reward_models(spec),

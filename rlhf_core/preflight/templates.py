@@ -3,42 +3,51 @@
 from collections.abc import Set as AbstractSet
 
 from rlhf_core.files.data_rows import template_columns
-from rlhf_core.schemas.data import DataKind, DataSpec
+from rlhf_core.schemas.data import DataKind, RowSource
 
 ALIASES = ("prompt", "answer", "chosen", "rejected")
 """Names in templates that stand for the columns named by ``data.prompt_column`` and so on."""
 
 
-def templates_of(data: DataSpec, kinds: AbstractSet[DataKind]) -> dict[str, str]:
-    """Map each setting with a template in use to the template."""
-    found = {"data.prompt_template": data.prompt_template}
+def templates_of(data: RowSource, kinds: AbstractSet[DataKind], table: str = "data") -> dict[str, str]:
+    """Map each setting with a template in use to the template.
+
+    Args:
+        table: table of the settings, of a source in a mixture its own.
+    """
+    found = {f"{table}.prompt_template": data.prompt_template}
     if "answer" in kinds:
-        found["data.completion_template"] = data.completion_template
+        found[f"{table}.completion_template"] = data.completion_template
     if "pair" in kinds:
-        found |= {"data.chosen_template": data.chosen_template, "data.rejected_template": data.rejected_template}
+        found |= {
+            f"{table}.chosen_template": data.chosen_template,
+            f"{table}.rejected_template": data.rejected_template,
+        }
     return found
 
 
-def named_columns(data: DataSpec, kinds: AbstractSet[DataKind]) -> dict[str, list[str]]:
+def named_columns(data: RowSource, kinds: AbstractSet[DataKind], table: str = "data") -> dict[str, list[str]]:
     """Map each setting to the columns that it names.
 
     The prompt of pairs is not included: without a column, it is the common start of both completions.
     """
-    names = {} if "pair" in kinds else {"data.prompt_column": [data.prompt_column]}
+    names = {} if "pair" in kinds else {f"{table}.prompt_column": [data.prompt_column]}
     if data.messages_column:
-        names = {"data.messages_column": [data.messages_column]}
+        names = {f"{table}.messages_column": [data.messages_column]}
     elif "answer" in kinds:
-        names["data.answer_column"] = [data.answer_column]
+        names[f"{table}.answer_column"] = [data.answer_column]
     if "label" in kinds:
-        names["data.label_column"] = [data.label_column]
+        names[f"{table}.label_column"] = [data.label_column]
     if "pair" in kinds:
-        names |= {"data.chosen_column": [data.chosen_column], "data.rejected_column": [data.rejected_column]}
+        names |= {f"{table}.chosen_column": [data.chosen_column], f"{table}.rejected_column": [data.rejected_column]}
         if data.margin_column:
-            names["data.margin_column"] = [data.margin_column]
-    return names | {setting: _own(template) for setting, template in templates_of(data, kinds).items()}
+            names[f"{table}.margin_column"] = [data.margin_column]
+    return names | {setting: _own(template) for setting, template in templates_of(data, kinds, table).items()}
 
 
-def absent_columns(data: DataSpec, kinds: AbstractSet[DataKind], columns: AbstractSet[str]) -> dict[str, list[str]]:
+def absent_columns(
+    data: RowSource, kinds: AbstractSet[DataKind], columns: AbstractSet[str], table: str = "data"
+) -> dict[str, list[str]]:
     """Map each setting to the columns that it names and the data lacks.
 
     Args:
@@ -46,7 +55,7 @@ def absent_columns(data: DataSpec, kinds: AbstractSet[DataKind], columns: Abstra
     """
     return {
         setting: [column for column in wanted if column not in columns]
-        for setting, wanted in named_columns(data, kinds).items()
+        for setting, wanted in named_columns(data, kinds, table).items()
     }
 
 

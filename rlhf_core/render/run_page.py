@@ -277,11 +277,20 @@ def _requested(record: ReportData) -> list[tuple[str, object]]:
     return [
         ("training", steps),
         ("model", model),
-        ("data", spec.data.train or (code(spec.data.generator) if spec.data.generator else "named by the trainer")),
+        ("data", _data(spec)),
         ("ranks", f"{spec.num_ranks} on {count(spec.num_trainer_nodes, 'node')}, {hardware}"),
         *_requested_engines(spec),
         ("seed", spec.seed),
     ]
+
+
+def _data(spec: RunSpec) -> str:
+    """Sources of the training rows, with their weights if they have some."""
+    if spec.data.sources:
+        weights = spec.data.weights
+        shown = {name: f" (weight {weight:g})" if weight else "" for name, weight in weights.items()}
+        return ", ".join(f"{name}{shown[name]}: {one.train}" for name, one in spec.data.of_split("train").items())
+    return spec.data.train or (code(spec.data.generator) if spec.data.generator else "named by the trainer")
 
 
 def _requested_engines(spec: RunSpec) -> list[tuple[str, object]]:

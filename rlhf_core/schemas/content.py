@@ -49,10 +49,12 @@ class RewardTrial(Schema):
 
 
 class SplitReport(Schema):
-    """The first rows of one split."""
+    """The first rows of one split, in a mixture of one source."""
 
     split: str
     """``train`` or ``eval``."""
+    source: str = ""
+    """Source in a mixture; empty for the only one."""
     problem: str = ""
     """Reason why it cannot be read; empty if it can."""
     num_rows: int = 0
@@ -87,6 +89,11 @@ class SplitReport(Schema):
     """Main memory that a row takes in every rank, with the tokens of its prompt."""
     longest_taught: int = 0
     """Tokens of the longest prompt with a completion to learn from, in rows that are not dropped."""
+
+    @property
+    def setting(self) -> str:
+        """Setting that names its file."""
+        return f"data.sources.{self.source}.{self.split}" if self.source else f"data.{self.split}"
 
 
 class TokenizerReport(Schema):

@@ -347,6 +347,8 @@ class EvaluationReport(Schema):
     """Duration in seconds."""
     time: Moment
     """Time of its end (UTC)."""
+    by_source: dict[Label, Finite] = {}
+    """Mean score of the rows of each source of a mixture (``data.sources``); empty without one, and for `pass@k`."""
     samples: tuple[EvaluationSample, ...]
     """The sample table; at most ``evaluate.keep_samples`` rows, the first by prompt order."""
 

@@ -82,6 +82,8 @@ class RunSpec(Schema):
             given = ", ".join(f"loops.{name}" for name in self.loops.named)
             if given:
                 raise ValueError(f'found {given} and trainer.kind = "command", which has its loop in its own arguments')
+            if self.data.sources:
+                raise ValueError('found data.sources and trainer.kind = "command", which mixes its data itself')
             if self.model.lora is not None:
                 raise ValueError(
                     'found model.lora and trainer.kind = "command", which has its adapter in its own arguments'
@@ -90,8 +92,8 @@ class RunSpec(Schema):
         lacks = []
         if not self.model.path and not self.model.config:
             lacks.append(f"found neither {ONE_MODEL_SOURCE}")
-        if not self.data.generator and not self.data.train:
-            lacks.append("no training data: give data.train (a file) or data.generator (module:function)")
+        if not (self.data.generator or self.data.train or self.data.sources):
+            lacks.append("no training data: give data.train (a file), data.sources or data.generator (module:function)")
         if self.loops.main is None:
             lacks.append("found no [loops.main], expected the algorithm, length and optimizer of the training")
         if lacks:
@@ -101,7 +103,8 @@ class RunSpec(Schema):
     @model_validator(mode="after")
     def _has_pairs_in_columns_of_their_own(self) -> Self:
         for name, loop in self.loops.named.items():
-            if self.data.messages_column and loop.algorithm.pairs:
+            sources = (self.data, *self.data.sources.values())
+            if any(one.messages_column for one in sources) and loop.algorithm.pairs:
                 raise ValueError(
                     f"found data.messages_column and loops.{name} with {loop.algorithm.name}, which learns from pairs; "
                     "name the columns of whole conversations in data.chosen_column and data.rejected_column instead"
@@ -393,7 +396,7 @@ class RunSpec(Schema):
     @property
     def is_evaluated(self) -> bool:
         """True if the model is measured on held-out data."""
-        return not isinstance(self.trainer, CommandTrainer) or bool(self.data.eval or self.data.generator)
+        return not isinstance(self.trainer, CommandTrainer) or self.data.has_eval
 
     @property
     def warm_start_steps(self) -> int:

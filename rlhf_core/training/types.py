@@ -138,6 +138,8 @@ class Row:
     """Margin of the better completion, if the data has one."""
     desirable: bool = True
     """Label of the completion, for labelled data."""
+    source: str = ""
+    """Name of its source in a mixture (``data.sources``); empty for the only one."""
     chat: "Conversation | None" = None
     """The row as messages, if it is a conversation; its texts are rendered by a tokenizer's chat template
     (``data/chat.py``)."""

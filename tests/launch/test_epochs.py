@@ -20,7 +20,7 @@ from rlhf_core.errors import BadConfig
 from rlhf_core.schemas.changes import with_changes
 from rlhf_core.schemas.loops import LoopSpec, WarmStartSpec
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.training.data.loading import row_indices
+from rlhf_core.training.data.order import row_indices
 
 LOOP: dict[str, Any] = {"algorithm": {"name": "sft", "batch_size": 8}, "optimizer": {"learning_rate": 1e-3}}
 

@@ -18,14 +18,8 @@ from rlhf_core.errors import BadConfig, BadData
 from rlhf_core.preflight.data_file import scan
 from rlhf_core.schemas.changes import with_changes
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.training.data.loading import (
-    DataReport,
-    load_data,
-    load_rows,
-    occurrences_before,
-    repeated,
-    row_indices,
-)
+from rlhf_core.training.data.loading import DataReport, load_data, load_rows
+from rlhf_core.training.data.order import occurrences_before, repeated, row_indices
 from rlhf_core.training.tasks import sort_digits
 from rlhf_core.training.types import Row
 

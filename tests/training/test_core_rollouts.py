@@ -297,11 +297,11 @@ def test_rounding_of_single_tokens_is_no_reason_to_refuse_an_engine(differences:
 @pytest.mark.parametrize("norms", [[0.5], [0.5, math.nan], [math.inf]])
 def test_a_policy_after_a_gradient_that_is_not_finite_is_not_evaluated(norms: list[float]) -> None:
     """Engines would refuse its weights, and end the run before the metrics of the step are written."""
-    evaluated = Mock(names=("greedy",), greedy_score=Mock(return_value=(1.0, 1)))
+    evaluated = Mock(names=("greedy",), greedy_scores=Mock(return_value={"greedy": (1.0, 1)}))
     training = Mock(spec=TrainingContext, evaluator=evaluated, is_evaluated=lambda number: True)
     step = TrainingStep(4, Mock(), grad_norms=norms)
     TrainingContext._evaluate(training, step, Mock())
-    assert evaluated.greedy_score.called == (norms == [0.5])
+    assert evaluated.greedy_scores.called == (norms == [0.5])
 
 
 def test_an_engine_has_weights_in_the_number_format_of_the_trainer(tmp_path: Path) -> None:

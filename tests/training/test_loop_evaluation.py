@@ -225,7 +225,7 @@ def test_completions_of_conversations_end_as_their_turns_do(ranks: Ranks) -> Non
     engine = mock.Mock()
     engine.sample.side_effect = lambda prompts, *others: [[Completion([], "", True, [])]] * len(prompts)
     evaluator = load_evaluator(spec, ranks, tokenizer, RewardScorer(spec), lambda: engine, trains_on_samples=False)
-    evaluator.greedy_score(mock.Mock(), 1, lambda: None)
+    evaluator.greedy_scores(mock.Mock(), 1, lambda: None)
     assert engine.sample.call_args.args[2].end_ids == (turn_end,)
 
 

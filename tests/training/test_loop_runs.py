@@ -407,7 +407,8 @@ def test_the_same_seed_gives_the_same_run(results: list[dict[str, Any]], folder:
 def test_every_row_is_used_once_before_any_is_used_again(results: list[dict[str, Any]], folder: Path) -> None:
     """32 of 40 rows in one pass; warm start and main algorithm share the order."""
     from rlhf_core.schemas.run import RunSpec
-    from rlhf_core.training.data.loading import load_rows, row_indices
+    from rlhf_core.training.data.loading import load_rows
+    from rlhf_core.training.data.order import row_indices
 
     spec = RunSpec.model_validate(tiny_spec())
     rows = load_rows(spec, "train")
@@ -425,7 +426,7 @@ def test_every_row_is_used_once_before_any_is_used_again(results: list[dict[str,
 def test_metrics_have_their_names(results: list[dict[str, Any]], folder: Path) -> None:
     lines = read_models(RunDir(folder / "straight").attempt(1).restart(0).metrics, MetricsLine)
     shared = {f"train/{name}" for name in ("loss", "grad_norm", "changed_share", "learning_rate", "num_tokens")}
-    shared |= {"speed/tokens_per_s"}
+    shared |= {"speed/tokens_per_s", "data/epochs"}
     times = {f"time/{name}_s" for name in ("train", "evaluate", "step")}
     times |= {f"time/{name}_s" for name in ("checkpoint", "checkpoint_wait", "checkpoint_write")}
     rollout = {

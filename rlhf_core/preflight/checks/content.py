@@ -258,18 +258,19 @@ def pipeline(facts: Facts) -> Iterator[Finding]:
 def _absent_tools(facts: Facts) -> Iterator[Finding]:
     """Finding on a column of tools that occurs nowhere. Rows may lack it, even all of one split."""
     assert facts.content is not None
-    tools = facts.spec.data.tools_column
-    splits = [split for split in facts.content.splits if not split.problem]
-    files = [file for file in (facts.train, facts.eval) if file is not None and file.scanned]
-    columns = {name for split in splits for name in split.columns}.union(*(file.columns for file in files))
-    if not tools or not splits or tools in columns:
-        return
-    is_certain = all(split.is_whole or _is_scanned(facts, split) for split in splits)
-    yield (blocked if is_certain else warning)(
-        f"data.tools_column names {tools!r}, which no row {'' if is_certain else 'that was read '}has",
-        f"one of the columns: {', '.join(sorted(columns))}",
-        "correct data.tools_column, or leave it out",
-    )
+    for table, source in facts.spec.data.tables.items():
+        tools, settings = source.tools_column, (f"{table}.train", f"{table}.eval")
+        splits = [split for split in facts.content.splits if not split.problem and split.setting in settings]
+        files = [file for name, file in facts.files().items() if name in settings and file.scanned]
+        columns = {name for split in splits for name in split.columns}.union(*(file.columns for file in files))
+        if not tools or not splits or tools in columns:
+            continue
+        is_certain = all(split.is_whole or _is_scanned(facts, split) for split in splits)
+        yield (blocked if is_certain else warning)(
+            f"{table}.tools_column names {tools!r}, which no row {'' if is_certain else 'that was read '}has",
+            f"one of the columns: {', '.join(sorted(columns))}",
+            f"correct {table}.tools_column, or leave it out",
+        )
 
 
 def _unsuitable_functions(trials: tuple[RewardTrial, ...]) -> Iterator[Finding]:
@@ -360,7 +361,7 @@ def _slow(facts: Facts, trial: RewardTrial) -> Iterator[Finding]:
 
 
 def _file(facts: Facts, split: SplitReport) -> DataFile | None:
-    return facts.train if split.split == "train" else facts.eval
+    return facts.files().get(split.setting)
 
 
 def _is_scanned(facts: Facts, split: SplitReport) -> bool:
@@ -370,7 +371,8 @@ def _is_scanned(facts: Facts, split: SplitReport) -> bool:
 
 def _is_judged_already(facts: Facts, split: SplitReport) -> bool:
     """Return True if the control plane has read the file itself and reports a problem of it."""
-    file, data, kinds = _file(facts, split), facts.spec.data, facts.spec.data_kinds
+    file, kinds = _file(facts, split), facts.spec.data_kinds
+    data = facts.spec.data.source(split.source)
     if file is None or not file.scanned:
         return file is not None and bool(file.problem)
     rows = not file.num_rows or file.malformed.count or file.empty_prompts.count
@@ -379,8 +381,8 @@ def _is_judged_already(facts: Facts, split: SplitReport) -> bool:
 
 
 def _setting(facts: Facts, split: SplitReport) -> str:
-    return "data.generator" if facts.spec.data.generator else f"data.{split.split}"
+    return "data.generator" if facts.spec.data.generator else split.setting
 
 
 def _source(facts: Facts, split: SplitReport) -> str:
-    return f"{split.split} of {facts.spec.data.generator}" if facts.spec.data.generator else f"data.{split.split}"
+    return f"{split.split} of {facts.spec.data.generator}" if facts.spec.data.generator else split.setting

@@ -7,6 +7,8 @@ from rlhf_core.preflight.facts import BadRows, DataFile, Facts
 from rlhf_core.preflight.registry import Finding, bad_rows, blocked, check, passed, skipped, warning
 from rlhf_core.preflight.templates import absent_columns, templates_of
 
+SPLITS = ("train", "eval")
+
 
 @check("data.readable")
 def readable(facts: Facts) -> Iterator[Finding]:
@@ -25,9 +27,10 @@ def readable(facts: Facts) -> Iterator[Finding]:
 @check("data.held_out", trainer="native")
 def held_out(facts: Facts) -> Iterator[Finding]:
     """Without held-out data, there is nothing to measure before and after training."""
-    if not facts.spec.data.generator and not facts.spec.data.eval:
+    if not facts.spec.data.has_eval:
+        setting = "data.sources.NAME.eval" if facts.spec.data.sources else "data.eval"
         yield blocked(
-            "data.eval is not set", "a file of held-out rows", "set data.eval to a file that is not trained on"
+            f"{setting} is not set", "a file of held-out rows", f"set {setting} to a file that is not trained on"
         )
 
 
@@ -59,10 +62,12 @@ def rows(facts: Facts) -> Iterator[Finding]:
 @check("data.templates")
 def templates(facts: Facts) -> Iterator[Finding]:
     """A template that cannot be filled stops every rank at the first row; one without a column is one text for all."""
-    data = facts.spec.data
     if not facts.spec.is_evaluated:
         return  # another program trains and builds its prompts itself
-    for setting, template in templates_of(data, facts.spec.data_kinds | {"answer"}).items():
+    used: dict[str, str] = {}
+    for table, source in facts.spec.data.tables.items():
+        used |= templates_of(source, facts.spec.data_kinds | {"answer"}, table)
+    for setting, template in used.items():
         named, problem = template_columns(template)
         if problem:
             yield blocked(f"{setting} = {template!r}: {problem}", "text with {column} in it", f"correct {setting}")
@@ -84,7 +89,8 @@ def columns(facts: Facts) -> Iterator[Finding]:
     for name, file in _read(facts):
         if not file.num_rows or _is_read_elsewhere(facts, name):
             continue
-        absent = absent_columns(facts.spec.data, facts.spec.data_kinds, file.columns)
+        table = name.rpartition(".")[0]
+        absent = absent_columns(facts.spec.data.tables[table], facts.spec.data_kinds, file.columns, table)
         for setting, missing in absent.items():
             if missing:
                 unneeded = ', or set data.answer_column="" if no reward needs answers'
@@ -105,7 +111,7 @@ def empty_prompts(facts: Facts) -> Iterator[Finding]:
             continue
         found = f"{file.empty_prompts.count} rows of {name} have an empty prompt: {_places(file, file.empty_prompts)}"
         data = facts.spec.data
-        if data.prompt_template != "{prompt}":
+        if data.tables[name.rpartition(".")[0]].prompt_template != "{prompt}":
             yield warning(
                 found, "text in every prompt", "remove these rows: their prompts are only the text of the template"
             )
@@ -167,17 +173,21 @@ def duplicates(facts: Facts) -> Iterator[Finding]:
 @check("data.overlap")
 def overlap(facts: Facts) -> Iterator[Finding]:
     """Held-out prompts that were trained on make the evaluation look better than the model is."""
-    train, held = facts.train, facts.eval
-    if train is None or held is None or not train.prompt_hashes or not held.prompt_hashes:
+    train, held = ({name: one for name, one in facts.files(split).items() if one.prompt_hashes} for split in SPLITS)
+    if not train or not held:
         return
-    shared = len(train.prompt_hashes & held.prompt_hashes)
-    if shared:
+    trained = frozenset[bytes]().union(*(file.prompt_hashes for file in train.values()))
+    overlapping = {name: file for name, file in held.items() if trained & file.prompt_hashes}
+    for name, file in overlapping.items():
+        of_name = f" of {name}" if facts.spec.data.sources else ""
+        others = [one for one, other in train.items() if other.prompt_hashes & file.prompt_hashes]
         yield warning(
-            f"{shared} of {len(held.prompt_hashes)} held-out prompts are also in the training data",
+            f"{len(trained & file.prompt_hashes)} of {len(file.prompt_hashes)} held-out prompts{of_name} are also in "
+            f"{', '.join(others) if of_name else 'the training data'}",
             "no prompt in both",
             "remove them from one of the two files; otherwise the evaluation measures memorization",
         )
-    else:
+    if not overlapping:
         yield passed("no prompt is in both files")
 
 
@@ -185,8 +195,9 @@ def overlap(facts: Facts) -> Iterator[Finding]:
 def enough_prompts(facts: Facts) -> Iterator[Finding]:
     """With fewer rows than requested, prompts repeat within a step, or less is evaluated than intended."""
     spec = facts.spec
+    rows, held = (sum(file.num_rows for file in facts.files(split).values()) for split in SPLITS)
     for loop, found in spec.loops.named.items():
-        algorithm, rows = found.algorithm, _rows(facts.train)
+        algorithm = found.algorithm
         if algorithm.samples and rows and rows < algorithm.rows_per_step:
             setting = f"loops.{loop}.algorithm.{algorithm.rows_setting}"
             yield warning(
@@ -194,11 +205,11 @@ def enough_prompts(facts: Facts) -> Iterator[Finding]:
                 "at least as many rows as prompts per step",
                 f"prompts repeat within a step; lower {setting} or add rows",
             )
-    if _rows(facts.eval) and _rows(facts.eval) < spec.evaluate.num_prompts:
+    if held and held < spec.evaluate.num_prompts:
         yield warning(
-            f"{_rows(facts.eval)} held-out rows, evaluate.num_prompts = {spec.evaluate.num_prompts}",
+            f"{held} held-out rows, evaluate.num_prompts = {spec.evaluate.num_prompts}",
             "at least as many rows as prompts to evaluate",
-            f"all {_rows(facts.eval)} are used; set evaluate.num_prompts=0 if that is intended",
+            f"all {held} are used; set evaluate.num_prompts=0 if that is intended",
         )
 
 
@@ -228,9 +239,7 @@ def code_paths(facts: Facts) -> Iterator[Finding]:
 
 
 def _files(facts: Facts) -> Iterator[tuple[str, DataFile]]:
-    for name, file in (("data.train", facts.train), ("data.eval", facts.eval)):
-        if file is not None:
-            yield name, file
+    yield from facts.files().items()
 
 
 def _is_read_elsewhere(facts: Facts, name: str) -> bool:
@@ -241,10 +250,6 @@ def _is_read_elsewhere(facts: Facts, name: str) -> bool:
 def _read(facts: Facts) -> Iterator[tuple[str, DataFile]]:
     """The files whose rows were read."""
     return ((name, file) for name, file in _files(facts) if not file.problem and file.scanned)
-
-
-def _rows(file: DataFile | None) -> int:
-    return 0 if file is None else file.num_rows
 
 
 def _places(file: DataFile, rows: BadRows) -> str:

@@ -1,6 +1,6 @@
 """Objectives: the algorithm-specific part of a training loop."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -88,6 +88,37 @@ class PolicyOutput:
     """``[B, T]`` entropy of the policy in nats, with gradient, for an algorithm whose loss includes it."""
     scores: Tensor | None = None
     """``[B]`` outputs of a reward model, with gradient; the log-probabilities are then empty."""
+
+
+def select_rows(
+    output: PolicyOutput, batch: MicroBatch, rows: Sequence[int], *, paired: bool = False
+) -> tuple[PolicyOutput, MicroBatch]:
+    """Some rows of a micro-batch of an algorithm that learns from rows, with their outputs.
+
+    Args:
+        rows: their indices among the rows, which are half as many as the sequences if these are ``paired``.
+    """
+    count = len(batch.mask) // (2 if paired else 1)
+
+    def of_rows(values: Tensor | None) -> Tensor | None:
+        if values is None or not len(values):  # log-probabilities of a reward model are empty
+            return values
+        indices = [start + row for start in range(0, len(values), count) for row in rows]
+        return values[indices]
+
+    logprobs = of_rows(output.logprobs)
+    mask = of_rows(batch.mask)
+    assert logprobs is not None
+    assert mask is not None
+    return (
+        PolicyOutput(logprobs, of_rows(output.ref_logprobs), scores=of_rows(output.scores)),
+        MicroBatch(
+            mask,
+            prompt_mask=of_rows(batch.prompt_mask),
+            desirable=of_rows(batch.desirable),
+            margins=of_rows(batch.margins),
+        ),
+    )
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ trained.
 
 import dataclasses
 import itertools
-import random
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,8 +19,10 @@ from rlhf_core.errors import BadData
 from rlhf_core.files.data_rows import KINDS, READERS, FileRow, Malformed, place
 from rlhf_core.schemas.data import DataSpec
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.text.formatting import listed
 from rlhf_core.training.data.chat import AT_ONCE, render_rows, template_arguments, turn_end
 from rlhf_core.training.data.generated_rows import Record, Split, generated_rows
+from rlhf_core.training.data.order import in_proportion
 from rlhf_core.training.data.row_reader import MalformedRow, RowReader
 from rlhf_core.training.types import Row
 
@@ -34,7 +35,7 @@ class DataReport:
     """Report on the loading of one split."""
 
     source: str
-    """The file or generator."""
+    """The file or generator, or several files."""
     num_malformed: int
     """Number of invalid rows dropped (``data.malformed_rows = "drop"``)."""
     first_problem: str = ""
@@ -80,17 +81,40 @@ def load_data(
     with ``str``; a prompt that is a list of messages makes the row a conversation (``chat.py``).
 
     Args:
-        limit: read no more rows than this; None for all.
+        limit: read no more rows of a source than this; None for all.
         beat: called every ``AT_ONCE`` rows.
 
     Raises:
         BadData: the file is missing or of an unknown kind, a row is invalid and ``data.malformed_rows`` is ``error``
-            (the message names file and line), or no row is left.
+            (the message names file and line), or no row of a source is left.
         BadConfig: the generator does not import, or a template is not well formed.
     """
-    data = spec.data
-    source = _source(data, split)
-    reader = RowReader(spec)
+    sources = spec.data.of_split(split)
+    if not sources:
+        raise BadData("no held-out data: set eval in a table [data.sources.NAME]")
+    seen: Counter[str] = Counter()
+    loaded = {name: _load_source(spec, split, name, seen, limit, beat) for name in sources}
+    reports = [report for _, report in loaded.values()]
+    first = next((report.first_problem for report in reports if report.first_problem), "")
+    report = DataReport(
+        listed([report.source for report in reports], len(reports)), sum(one.num_malformed for one in reports), first
+    )
+    rows = {name: of_source for name, (of_source, _) in loaded.items()}
+    if split == "eval":
+        return in_proportion(rows), report
+    return [row for of_source in rows.values() for row in of_source], report
+
+
+def load_source(spec: RunSpec, split: Split, name: str, limit: int | None = None) -> list[Row]:
+    """Rows of a single source; see :func:`load_data`."""
+    return _load_source(spec, split, name, Counter(), limit, lambda: None)[0]
+
+
+def _load_source(
+    spec: RunSpec, split: Split, name: str, seen: Counter[str], limit: int | None, beat: Callable[[], None]
+) -> tuple[list[Row], DataReport]:
+    source = _source(spec.data, split, name)
+    reader = RowReader(spec, name, seen)
     rows: list[Row] = []
     problems: list[str] = []
     for number, (where, content) in enumerate(itertools.islice(_records(spec, split, source), limit)):
@@ -103,7 +127,7 @@ def load_data(
                 raise MalformedRow(content.problem)
             rows.append(reader.row(content, where))
         except MalformedRow as error:
-            if data.malformed_rows == "error":
+            if spec.data.malformed_rows == "error":
                 raise BadData(f"{where}: {error} {_DROP}") from None
             problems.append(f"{where}: {error}")
     if not rows:
@@ -119,8 +143,9 @@ def _all_malformed(problems: Sequence[str]) -> str:
     return f"all {len(problems)} rows are malformed; the first: {problems[0]}"
 
 
-def _source(data: DataSpec, split: Split) -> str:
-    source = data.generator or (data.train if split == "train" else data.eval)
+def _source(data: DataSpec, split: Split, name: str) -> str:
+    of_name = data.source(name)
+    source = data.generator or (of_name.train if split == "train" else of_name.eval)
     if not source:
         raise BadData("no held-out data: set data.eval to a file in the format of data.train")
     return source
@@ -160,49 +185,6 @@ def _read_parquet(path: Path) -> Iterator[FileRow]:
 
 
 _READERS = {**READERS, ".parquet": _read_parquet}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Order
-
-
-def row_indices(num_rows: int, seed: int, start: int, count: int) -> list[int]:
-    """Part of the endless sequence of rows: one permutation of all rows after another.
-
-    A pure function of its arguments, so that only a position in the sequence has to be saved.
-
-    Args:
-        num_rows: rows of the split.
-        seed: ``seed`` of the run.
-        start: position in the sequence, from 0.
-        count: number of indices.
-    """
-    return [
-        _permutation(num_rows, seed, position // num_rows)[position % num_rows]
-        for position in range(start, start + count)
-    ]
-
-
-def occurrences_before(indices: Sequence[int]) -> list[int]:
-    """Number of earlier occurrences of each index."""
-    seen: Counter[int] = Counter()
-    counts = []
-    for index in indices:
-        counts.append(seen[index])
-        seen[index] += 1
-    return counts
-
-
-def repeated(row: Row, number: int) -> Row:
-    """Give a row's ``number``-th repetition a uid of its own; 0 is the row itself."""
-    return dataclasses.replace(row, uid=f"{row.uid}@{number}") if number else row
-
-
-@lru_cache(maxsize=4)
-def _permutation(num_rows: int, seed: int, epoch: int) -> "array[int]":
-    order = list(range(num_rows))
-    random.Random(f"rows {seed} {epoch}").shuffle(order)
-    return array("q", order)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -25,21 +25,27 @@ class MalformedRow(Exception):
 class RowReader:
     """Makes rows from the columns of a source."""
 
-    def __init__(self, spec: RunSpec) -> None:
-        data = spec.data
-        self._data = data
+    def __init__(self, spec: RunSpec, source: str = "", seen: Counter[str] | None = None) -> None:
+        """Args:
+        source: name of the source in a mixture; empty for the only one.
+        seen: numbers of earlier rows by identity, shared by the readers of a split; None for none.
+        """
+        data = spec.data.source(source)
+        self._data, self._source = data, source
+        self._table = f"data.sources.{source}" if source else "data"
+        self._template_args = {} if source else spec.data.template_args  # those of a mixture are for all its sources
         self._pairs = "pair" in spec.data_kinds
         self._needs_answer = "answer" in spec.data_kinds
         self._labels = "label" in spec.data_kinds
         algorithms = [loop.algorithm for loop in spec.loops.named.values()]
         self._teaches_answers = any(not (algorithm.samples or algorithm.pairs) for algorithm in algorithms)
-        self._seen: Counter[str] = Counter()
+        self._seen: Counter[str] = Counter() if seen is None else seen
         self._templates = {"prompt": data.prompt_template, "target": data.completion_template}
         if self._pairs:
             self._templates |= {"chosen": data.chosen_template, "rejected": data.rejected_template}
         keys = {"target": "completion"}
         self._used = {
-            name: _template_fields(f"{keys.get(name, name)}_template", template)
+            name: _template_fields(f"{self._table}.{keys.get(name, name)}_template", template)
             for name, template in self._templates.items()
         }
 
@@ -79,7 +85,8 @@ class RowReader:
                 raise MalformedRow(problem)
         self._seen[row.uid] += 1
         uid = f"{row.uid}-{self._seen[row.uid] - 1}"
-        return dataclasses.replace(row, uid=uid, margin=self._margin(columns), desirable=self._label(columns))
+        margin, desirable = self._margin(columns), self._label(columns)
+        return dataclasses.replace(row, uid=uid, margin=margin, desirable=desirable, source=self._source)
 
     def _named(self, columns: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
         """The columns, including those that settings name, under their names in templates."""
@@ -97,7 +104,7 @@ class RowReader:
                 fields.pop(alias, None)
             elif alias != "prompt" or not self._pairs:
                 raise MalformedRow(
-                    f'no column "{column}" (data.{alias}_column); it has: {", ".join(columns) or "none"}'
+                    f'no column "{column}" ({self._table}.{alias}_column); it has: {", ".join(columns) or "none"}'
                 )
         if self._pairs and (data.prompt_column not in columns or _contain_prompt(fields)):
             fields |= _split(fields["chosen"], fields["rejected"])
@@ -108,7 +115,9 @@ class RowReader:
         last; later ones teach nothing."""
         name = self._data.messages_column
         if name not in columns:
-            raise MalformedRow(f'no column "{name}" (data.messages_column); it has: {", ".join(columns) or "none"}')
+            raise MalformedRow(
+                f'no column "{name}" ({self._table}.messages_column); it has: {", ".join(columns) or "none"}'
+            )
         messages = _plain(columns[name])
         if problem := messages_problem(messages):
             raise MalformedRow(f"{name}: {problem}")
@@ -162,11 +171,17 @@ class RowReader:
         return [{"role": "system", "content": self._data.system_prompt}, *messages]
 
     def _refuse_settings_of_conversations(self, place: str) -> None:
-        for name in ("system_prompt", "template_args", "tools_column"):
-            if getattr(self._data, name):
+        data, table = self._data, self._table
+        given = {
+            f"{table}.system_prompt": data.system_prompt,
+            "data.template_args": self._template_args,
+            f"{table}.tools_column": data.tools_column,
+        }
+        for setting, value in given.items():
+            if value:
                 raise BadConfig(
-                    f"found data.{name} and a prompt of text ({place}), which no chat template renders; set data.chat, "
-                    f"use prompts of messages, or leave data.{name} out"
+                    f"found {setting} and a prompt of text ({place}), which no chat template renders; set "
+                    f"{table}.chat, use prompts of messages, or leave {setting} out"
                 )
 
     def _conversation(self, fields: Mapping[str, JsonValue], columns: Mapping[str, JsonValue], place: str) -> Row:
@@ -178,9 +193,10 @@ class RowReader:
                 raise MalformedRow("the prompt is empty")
             given = [{"role": "user", "content": text}]
         elif self._templates["prompt"] != "{prompt}":
+            setting = f"{self._table}.prompt_template"
             raise BadConfig(
-                f"found data.prompt_template = {self._templates['prompt']!r} and a prompt of messages ({place}), which "
-                "the chat template of the tokenizer renders instead; leave data.prompt_template out, or use text"
+                f"found {setting} = {self._templates['prompt']!r} and a prompt of messages ({place}), which the chat "
+                f"template of the tokenizer renders instead; leave {setting} out, or use text"
             )
         if not isinstance(given, list):
             raise MalformedRow(f"expected a list of messages as prompt as well, found {given!r:.60}; or set data.chat")
@@ -236,7 +252,7 @@ class RowReader:
             return []
         if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
             raise MalformedRow(
-                f'expected a list of descriptions of functions in column "{name}" (data.tools_column), found '
+                f'expected a list of descriptions of functions in column "{name}" ({self._table}.tools_column), found '
                 f"{given!r:.60}"
             )
         tools: list[dict[str, JsonValue]] = without_nulls(value)
@@ -248,7 +264,9 @@ class RowReader:
         used = sorted(self._used[name])
         for field in used:
             if field not in fields:
-                raise MalformedRow(f'no column "{field}" for a template of [data]; it has: {", ".join(columns)}')
+                raise MalformedRow(
+                    f'no column "{field}" for a template of [{self._table}]; it has: {", ".join(columns)}'
+                )
             _require_value(field, fields[field])
         return self._templates[name].format_map({field: str(fields[field]) for field in used})
 
@@ -257,11 +275,11 @@ class RowReader:
         if not self._labels:
             return True
         if name not in columns:
-            raise MalformedRow(f'no column "{name}" (data.label_column); it has: {", ".join(columns)}')
+            raise MalformedRow(f'no column "{name}" ({self._table}.label_column); it has: {", ".join(columns)}')
         label = label_of(columns[name])
         if label is None:
             raise MalformedRow(
-                f'expected true or false in column "{name}" (data.label_column), found {columns[name]!r:.60}'
+                f'expected true or false in column "{name}" ({self._table}.label_column), found {columns[name]!r:.60}'
             )
         return label
 
@@ -270,14 +288,14 @@ class RowReader:
         if not name or not self._pairs:
             return 0.0
         if name not in columns:
-            raise MalformedRow(f'no column "{name}" (data.margin_column); it has: {", ".join(columns)}')
+            raise MalformedRow(f'no column "{name}" ({self._table}.margin_column); it has: {", ".join(columns)}')
         try:
             margin = float(columns[name])  # type: ignore[arg-type]  # any type: errors are handled below
         except (TypeError, ValueError, OverflowError):
             margin = math.nan
         if not math.isfinite(margin):
             raise MalformedRow(
-                f'expected a number in column "{name}" (data.margin_column), found {columns[name]!r:.60}'
+                f'expected a number in column "{name}" ({self._table}.margin_column), found {columns[name]!r:.60}'
             )
         return margin
 
@@ -337,5 +355,5 @@ def _check_text(text: str) -> None:
 def _template_fields(key: str, template: str) -> set[str]:
     names, problem = template_columns(template)
     if problem:
-        raise BadConfig(f"data.{key}: {problem}")
+        raise BadConfig(f"{key}: {problem}")
     return set(names)

@@ -39,7 +39,7 @@ def _digest(rows: Iterable[Row]) -> str:
     encoder = json.JSONEncoder(skipkeys=True, default=lambda value: type(value).__name__)
     for row in rows:
         texts = (row.uid, row.answer, row.target, row.chosen, row.rejected)
-        content = [*texts, row.margin, row.desirable, _ordered(row.columns)]
+        content = [*texts, row.margin, row.desirable, _ordered(row.columns), *([row.source] if row.source else [])]
         digest.update(encoder.encode(content).encode())
     return digest.hexdigest()
 

@@ -20,7 +20,7 @@ from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import CROSS_ENTROPY, PASS, EvaluationName, EvaluationReport, EvaluationSample
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.data.examples import Scorer
-from rlhf_core.training.data.loading import EncodedPrompts, encode_prompts, load_rows
+from rlhf_core.training.data.loading import EncodedPrompts, encode_prompts, load_data
 from rlhf_core.training.data.same_rows import require_same_rows
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.evaluation.held_out import HeldOutRows, ScoredRow
@@ -109,26 +109,45 @@ class Evaluator:
             for report in self._reports(name, when, checkpoint_step, functools.partial(measure, name))
         ]
 
-    def greedy_score(self, model: PreTrainedModel, step: int, beat: Callable[[], None]) -> tuple[float, int]:
-        """Sum and number of the scores of this rank's part, which can travel in a metric reduction.
+    def greedy_scores(
+        self, model: PreTrainedModel, step: int, beat: Callable[[], None]
+    ) -> dict[str, tuple[float, float]]:
+        """Sum and number of the scores of this rank's part, which can travel in a metric reduction: ``greedy``, and
+        ``greedy/NAME`` for each source of a mixture.
 
         Args:
             step: optimizer steps that the weights have seen.
         """
-        scores = [sample.score for samples in self._samples(model, step, "greedy", beat) for sample in samples]
-        return sum(scores), len(scores)
+        samples = [sample for samples in self._samples(model, step, "greedy", beat) for sample in samples]
+        return self._by_source("greedy", [(sample.prompt_uid, sample.score, 1.0) for sample in samples])
 
     def row_scores(
         self, policy: PolicyModel | RewardModel, reference: Scorer | None, beat: Callable[[], None]
-    ) -> dict[EvaluationName, tuple[float, float]]:
-        """Sum and total weight of the scores of this rank's rows, for each evaluation of them."""
+    ) -> dict[str, tuple[float, float]]:
+        """Sum and total weight of the scores of this rank's rows, for each evaluation of them, and for each source of a
+        mixture."""
         rows = self._held_out.scored(policy, reference, beat)
-        found: dict[EvaluationName, tuple[float, float]] = {
-            "loss": (sum(row.loss * row.weight for row in rows), sum(row.weight for row in rows))
-        }
+        found = self._by_source("loss", [(row.row.uid, row.loss, row.weight) for row in rows])
         if "preference" in self.spec.row_evaluations:
-            scores = [sample.score for sample in self._ranked(rows)]
-            found["preference"] = (sum(scores), len(scores))
+            ranked = [(sample.prompt_uid, sample.score, 1.0) for sample in self._ranked(rows)]
+            found |= self._by_source("preference", ranked)
+        return found
+
+    @functools.cached_property
+    def _sources(self) -> dict[str, str]:
+        """Source of each held-out row by uid; empty without a mixture."""
+        return {row.uid: row.source for row in self.data.rows if row.source}
+
+    def _by_source(self, name: str, scores: Sequence[tuple[str, float, float]]) -> dict[str, tuple[float, float]]:
+        """Sum and total weight of scores, over all rows and over those of each source.
+
+        Args:
+            scores: uid, score and weight of this rank's rows.
+        """
+        found = {name: (sum(score * weight for _, score, weight in scores), sum(weight for *_, weight in scores))}
+        for source in sorted(set(self._sources.values())):
+            own = [(score, weight) for uid, score, weight in scores if self._sources[uid] == source]
+            found[f"{name}/{source}"] = (sum(score * weight for score, weight in own), sum(weight for _, weight in own))
         return found
 
     def _reports(
@@ -140,6 +159,7 @@ class Evaluator:
         own_part: dict[str, list[Any]] = {
             "scores": [[sample.score for sample in samples] for samples, _ in own],
             "weights": [weight for _, weight in own],
+            "sources": [self._sources.get(samples[0].prompt_uid, "") if samples else "" for samples, _ in own],
             "kept": [sample.model_dump() for samples, _ in own for sample in samples][: evaluate.keep_samples],
         }
         parts = self.ranks.gather(own_part)
@@ -149,6 +169,7 @@ class Evaluator:
             losses, weights = [loss for (loss,) in all_scores], [weight for part in parts for weight in part["weights"]]
             value, (low, high) = weighted_mean(losses, weights), weighted_interval(losses, weights, evaluate.confidence)
         else:
+            weights = [1.0] * len(all_scores)
             value, (low, high) = mean_score(all_scores), mean_interval(all_scores, evaluate.confidence)
         report = EvaluationReport(
             name=name,
@@ -162,13 +183,14 @@ class Evaluator:
             checkpoint_step=checkpoint_step,
             seconds=time.monotonic() - started,
             time=utc_now(),
+            by_source=_means([source for part in parts for source in part["sources"]], all_scores, weights),
             samples=tuple(table[: evaluate.keep_samples]),
         )
         yield report
         if name == "sampled" and not evaluate.scorer_model:
             for k, (value, (low, high)) in mean_pass_at_k(all_scores, evaluate.confidence).items():
                 content = {"name": f"{PASS}{k}", "value": value, "ci_low": low, "ci_high": high}
-                yield report.model_copy(update={**content, "seconds": 0.0, "samples": ()})
+                yield report.model_copy(update={**content, "seconds": 0.0, "by_source": {}, "samples": ()})
 
     def _metric(self, name: EvaluationName) -> str:
         if name == "preference":
@@ -253,10 +275,21 @@ class Evaluator:
         ]
 
 
+def _means(sources: Sequence[str], scores: Sequence[Sequence[float]], weights: Sequence[float]) -> dict[str, float]:
+    """Mean score of each source of a mixture."""
+    found = {}
+    for name in sorted({source for source in sources if source}):
+        own = [index for index, source in enumerate(sources) if source == name]
+        total = sum(weights[index] for index in own)
+        means = (sum(scores[index]) / len(scores[index]) * weights[index] for index in own)
+        found[name] = sum(means) / total if total else 0.0
+    return found
+
+
 def completes(spec: RunSpec, data: EncodedPrompts) -> bool:
     """True if completions of held-out prompts are sampled and scored."""
-    column = spec.data.answer_column
-    return spec.completes_held_out(pairs_have_answers=all(column in row.columns for row in data.rows))
+    has_answers = all(spec.data.source(row.source).answer_column in row.columns for row in data.rows)
+    return spec.completes_held_out(pairs_have_answers=has_answers)
 
 
 def load_evaluator(
@@ -278,8 +311,8 @@ def load_evaluator(
         now: time given to chat templates that write the date into prompts; None for the clock.
         beat: called every few rows.
     """
-    rows = load_rows(spec, "eval", beat)
-    require_same_rows(ranks, spec.data.generator or spec.data.eval, rows)
+    rows, loaded = load_data(spec, "eval", beat=beat)
+    require_same_rows(ranks, loaded.source, rows)
     limit = spec.evaluate.num_prompts or len(rows)
     encoded = encode_prompts(rows, tokenizer, spec.data, now, beat)
     data = dataclasses.replace(encoded, rows=encoded.rows[:limit], token_ids=encoded.token_ids[:limit])

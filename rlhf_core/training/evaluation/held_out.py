@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.algorithms import ALGORITHMS
-from rlhf_core.training.algorithms.objective import MicroBatch, PolicyOutput, StepSums
+from rlhf_core.training.algorithms.objective import MicroBatch, PolicyOutput, StepSums, select_rows
 from rlhf_core.training.data.examples import (
     Example,
     Scorer,
@@ -85,7 +85,7 @@ class HeldOutRows:
             for part, batch, output in self._passes(policy, reference, examples, parts, beat):
                 count = len(batch.mask) // (2 if algorithm.pairs else 1)
                 rewards = objective.rewards(output, batch, algorithm).reshape(-1, count).T.tolist()
-                alone = (_alone(output, batch, place, count) for place in range(len(part)))
+                alone = (select_rows(output, batch, [place], paired=algorithm.pairs) for place in range(len(part)))
                 shares = [objective.loss(*one, sums, algorithm)[0] for one in alone]
                 for index, of_row, share in zip(part, rewards, _floats(shares), strict=False):
                     weight = float(examples[index].num_tokens) if by_tokens else 1.0
@@ -126,25 +126,6 @@ class HeldOutRows:
             chosen = [examples[index] for index in part] or filler
             batch, sequences = make_batch(chosen, algorithm, self.tokenizer.pad_token_id, self.ranks.device)
             yield part, sequences, score_batch(policy, reference, batch, sequences, algorithm)
-
-
-def _alone(output: PolicyOutput, batch: MicroBatch, place: int, count: int) -> tuple[PolicyOutput, MicroBatch]:
-    """One row of a micro-batch of ``count`` rows, which has the sequences ``place``, ``place + count`` and so on."""
-
-    def rows_of(values: Tensor | None, stride: int) -> Tensor | None:
-        return None if values is None else values[place::stride]
-
-    mask = batch.mask[place::count]
-    logprobs = output.logprobs[place::count] if len(output.logprobs) else output.logprobs
-    return (
-        PolicyOutput(logprobs, rows_of(output.ref_logprobs, count), scores=rows_of(output.scores, count)),
-        MicroBatch(
-            mask,
-            prompt_mask=rows_of(batch.prompt_mask, count),
-            desirable=rows_of(batch.desirable, count),
-            margins=rows_of(batch.margins, count),
-        ),
-    )
 
 
 def _floats(scalars: Sequence[Tensor]) -> list[float]:

@@ -22,7 +22,7 @@ from rlhf_core.schemas.run import RunSpec
 from rlhf_core.survival import Survived, relative_path_advice
 from rlhf_core.training.data.chat import render_rows, template_arguments, turn_end
 from rlhf_core.training.data.generated_rows import Split
-from rlhf_core.training.data.loading import completion_lengths, completions_of, load_data, prompt_tokens
+from rlhf_core.training.data.loading import completion_lengths, completions_of, load_source, prompt_tokens
 from rlhf_core.training.probes.reward_functions import set_limit, try_rewards
 from rlhf_core.training.types import Row
 
@@ -89,19 +89,19 @@ def check_content(spec_path: Path) -> ContentReport:
     spec = RunSpec.model_validate_json(spec_path.read_bytes())
     split_reports, rows = _read(spec)
     report = ContentReport(splits=tuple(split_reports.values()))
-    if not rows.get("train"):
+    trained, held = _of_split(rows, "train"), _of_split(rows, "eval")
+    if not trained:
         return report
     # Before anything heavy is imported: the functions run in forks of this process, which must have no threads.
-    rewards = _trials(spec, rows["train"], rows.get("eval", []))
-    prompts = {split: {row.prompt for row in of} for split, of in rows.items()}
-    shared = len(prompts["train"] & prompts.get("eval", set()))
+    rewards = _trials(spec, trained, held)
+    shared = len({row.prompt for row in trained} & {row.prompt for row in held})
     tokenizer, tokenizer_report = _tokenizer(spec, rows)
     if tokenizer is not None and not tokenizer_report.problem:
         split_reports, rows, problem = _rendered(split_reports, rows, tokenizer, spec)
         tokenizer_report = tokenizer_report.model_copy(update={"problem": problem})
     if tokenizer is not None and not tokenizer_report.problem:
         split_reports = {
-            split: _with_lengths(one, rows.get(split, []), tokenizer, spec) for split, one in split_reports.items()
+            part: _with_lengths(one, rows.get(part, []), tokenizer, spec) for part, one in split_reports.items()
         }
     return report.model_copy(
         update={
@@ -150,28 +150,39 @@ def _columns(rows: Sequence[Row]) -> set[str]:
 # Rows
 
 
-def _read(spec: RunSpec) -> tuple[dict[str, SplitReport], dict[str, list[Row]]]:
-    split_reports: dict[str, SplitReport] = {}
-    rows: dict[str, list[Row]] = {}
-    splits: tuple[Split, ...] = ("train", "eval") if spec.data.generator or spec.data.eval else ("train",)
-    for split in splits:
+Part = tuple[Split, str]
+"""A split of a source, by the name of the source."""
+
+
+def _of_split(rows: Mapping[Part, Sequence[Row]], split: Split) -> list[Row]:
+    return [row for (of_split, _), of_part in rows.items() if of_split == split for row in of_part]
+
+
+def _read(spec: RunSpec) -> tuple[dict[Part, SplitReport], dict[Part, list[Row]]]:
+    split_reports: dict[Part, SplitReport] = {}
+    rows: dict[Part, list[Row]] = {}
+    splits: tuple[Split, ...] = ("train", "eval") if spec.data.has_eval else ("train",)
+    parts: list[Part] = [(split, name) for split in splits for name in spec.data.of_split(split)]
+    for part in parts:
+        split, name = part
         started = time.monotonic()
         found: list[Row] = []
         with Survived() as failed:  # a generator is user code and may raise anything
-            found, _ = load_data(spec, split, limit=NUM_ROWS + 1)
+            found = load_source(spec, split, name, limit=NUM_ROWS + 1)
         if failed.error is not None:
             problem = " ".join(failed.message.split()) + relative_path_advice(failed.error)
-            split_reports[split] = SplitReport(split=split, problem=problem)
+            split_reports[part] = SplitReport(split=split, source=name, problem=problem)
             continue
         seconds = time.monotonic() - started
-        rows[split] = found[:NUM_ROWS]
-        split_reports[split] = SplitReport(
+        rows[part] = found[:NUM_ROWS]
+        split_reports[part] = SplitReport(
             split=split,
-            num_rows=len(rows[split]),
+            source=name,
+            num_rows=len(rows[part]),
             is_whole=len(found) <= NUM_ROWS,
-            columns=tuple(sorted(_columns(rows[split]))),
-            num_duplicates=len(rows[split]) - len(set(map(_content, rows[split]))),
-            num_unused_tools=sum(map(_lacks_its_tools, rows[split])),
+            columns=tuple(sorted(_columns(rows[part]))),
+            num_duplicates=len(rows[part]) - len(set(map(_content, rows[part]))),
+            num_unused_tools=sum(map(_lacks_its_tools, rows[part])),
             read_s=seconds,
         )
     return split_reports, rows
@@ -194,15 +205,16 @@ def _lacks_its_tools(row: Row) -> bool:
 
 
 def _tokenizer(
-    spec: RunSpec, rows: Mapping[str, Sequence[Row]]
+    spec: RunSpec, rows: Mapping[Part, Sequence[Row]]
 ) -> "tuple[PreTrainedTokenizerBase | None, TokenizerReport]":
     kind = spec.model.tokenizer
     tokenizer: PreTrainedTokenizerBase
     special: list[str] = []
     is_for_chat = False
+    every = [row for of in rows.values() for row in of]
     try:
         if kind in BUILT_TOKENIZERS:
-            tokenizer = built_tokenizer(spec, rows)
+            tokenizer = built_tokenizer(spec, _of_split(rows, "train"), every)
         else:
             from rlhf_core.training.data.tokenizers import CHAT_TEMPLATE, load_tokenizer
 
@@ -211,7 +223,6 @@ def _tokenizer(
             is_for_chat = tokenizer.chat_template not in (None, "", CHAT_TEMPLATE)
     except RlhfError as error:
         return None, TokenizerReport(problem=" ".join(str(error).split()))
-    every = [row for of in rows.values() for row in of]
     report = check_tokenizer(tokenizer, [text for row in every for text in _texts(row)])
     # A text with special tokens of its own has been written in the form of a template.
     is_bare = any(row.chat is None and not any(token in row.prompt for token in special) for row in every)
@@ -225,10 +236,17 @@ def _tokenizer(
     return tokenizer, report
 
 
-def built_tokenizer(spec: RunSpec, rows: Mapping[str, Sequence[Row]]) -> "CoreTokenizer | PreTrainedTokenizerBase":
-    """The tokenizer that training builds; with transformers only if messages are to be rendered."""
-    texts = [text for row in rows["train"] for text in (row.prompt, row.target)]
-    if any(row.chat is not None for of in rows.values() for row in of):
+def built_tokenizer(
+    spec: RunSpec, trained: Sequence[Row], every: Sequence[Row]
+) -> "CoreTokenizer | PreTrainedTokenizerBase":
+    """The tokenizer that training builds; with transformers only if messages are to be rendered.
+
+    Args:
+        trained: training rows.
+        every: all rows to be rendered.
+    """
+    texts = [text for row in trained for text in (row.prompt, row.target)]
+    if any(row.chat is not None for row in every):
         from rlhf_core.training.data.tokenizers import build_tokenizer
 
         return build_tokenizer(spec.model.tokenizer, texts, spec.model.tokenizer_vocab_size)
@@ -238,11 +256,11 @@ def built_tokenizer(spec: RunSpec, rows: Mapping[str, Sequence[Row]]) -> "CoreTo
 
 
 def _rendered(
-    split_reports: Mapping[str, SplitReport],
-    rows: Mapping[str, Sequence[Row]],
+    split_reports: Mapping[Part, SplitReport],
+    rows: Mapping[Part, Sequence[Row]],
     tokenizer: "PreTrainedTokenizerBase",
     spec: RunSpec,
-) -> tuple[dict[str, SplitReport], dict[str, list[Row]], str]:
+) -> tuple[dict[Part, SplitReport], dict[Part, list[Row]], str]:
     """Rows of messages rendered to text by the tokenizer, or the reason why it renders none."""
     reports, texts = dict(split_reports), {}
     for split, of in rows.items():

@@ -28,7 +28,7 @@ def _num_rows(spec: RunSpec) -> int:
     rows = load_rows(spec, "train")
     kind = spec.model.tokenizer
     if kind in BUILT_TOKENIZERS:
-        tokenizer = built_tokenizer(spec, {"train": rows})
+        tokenizer = built_tokenizer(spec, rows, rows)
     else:
         from rlhf_core.training.data.tokenizers import load_tokenizer
 

@@ -247,6 +247,8 @@ def reward_arguments(
         (row.prompt, made.text) if chat is None else _messages(chat, made.text)
         for row, made, chat in zip(rows, completions, chats, strict=True)
     ]
+    if any(row.source for row in rows):  # a column of that name, which data prepared for verl has, replaces it
+        arguments = {"data_source": [row.source for row in rows], **arguments}
     arguments["prompts"] = [prompt for prompt, _ in pairs]
     arguments["completions"] = [completion for _, completion in pairs]
     arguments["answer"] = [row.answer for row in rows]

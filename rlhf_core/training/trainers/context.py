@@ -25,8 +25,9 @@ from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.checkpoints.saving import SavedModel
 from rlhf_core.training.checkpoints.state import Progress
 from rlhf_core.training.data.batches import SequenceBatch, collate
-from rlhf_core.training.data.loading import DataReport, EncodedPrompts, occurrences_before, repeated, row_indices
+from rlhf_core.training.data.loading import DataReport, EncodedPrompts
 from rlhf_core.training.data.micro_batches import balanced
+from rlhf_core.training.data.order import RowOrder, occurrences_before, repeated
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.evaluation.evaluator import Evaluator
 from rlhf_core.training.metrics import StepMetrics
@@ -107,6 +108,7 @@ class TrainingContext:
         self.scorer = evaluator.scorer
         self.rollouts = evaluator.rollouts
         self._data = data
+        self._order = RowOrder(data.rows, self.spec.data.weights, self.spec.seed)
         self.end_ids = data.end_ids
         self._rows_digest = report.digest
         self._reference = reference
@@ -131,6 +133,11 @@ class TrainingContext:
     def has_conversations(self) -> bool:
         """True if any training row is a conversation."""
         return any(row.chat is not None for row in self._data.rows)
+
+    @property
+    def source_names(self) -> list[str]:
+        """Names of the sources of a mixture; empty without one."""
+        return [name for name in self.spec.data.weights if name]
 
     def close(self) -> None:
         """Wait for the last checkpoint, and close the files and the rollout engine.
@@ -196,7 +203,7 @@ class TrainingContext:
         return [self._data.rows[upcoming[place - 1]] for place in self._by_length(upcoming)]
 
     def _upcoming(self, count: int) -> list[int]:
-        return row_indices(len(self._data.rows), self.spec.seed, self.position, count)
+        return self._order.indices(self.position, count)
 
     def _by_length(self, indices: Sequence[int]) -> list[int]:
         """Positions of this rank's rows among ``indices``. Length is measured in characters, since each rank tokenizes
@@ -343,9 +350,9 @@ class TrainingContext:
         is_sound = all(map(math.isfinite, step.grad_norms))
         if is_sound and self.is_evaluated(step.number) and "greedy" in self.evaluator.names:
             with step.timed("evaluate"):
-                step.metrics.mean(
-                    "eval/greedy", *self.evaluator.greedy_score(model, step.number, self.beating(Phase.EVALUATE))
-                )
+                scores = self.evaluator.greedy_scores(model, step.number, self.beating(Phase.EVALUATE))
+                for name, found in scores.items():
+                    step.metrics.mean(f"eval/{name}", *found)
 
     def _best_until(self, step: int, values: Mapping[str, float]) -> BestCheckpoint | None:
         """The best checkpoint of the main loop once that of this step is saved; None without

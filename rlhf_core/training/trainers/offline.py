@@ -25,7 +25,9 @@ from rlhf_core.training.models.causal_lm import PolicyModel
 from rlhf_core.training.models.reward_model import RewardModel
 from rlhf_core.training.trainers.context import Loop, TrainingContext
 from rlhf_core.training.trainers.engine import Engine
+from rlhf_core.training.trainers.source_metrics import SourceTotals
 from rlhf_core.training.trainers.step import Totals
+from rlhf_core.training.types import Row
 
 
 def train(
@@ -61,11 +63,13 @@ def train(
             if others:
                 measured = _measure(training, loop, policy, reference, others, other_parts)
                 sums = replace(sums, measured=measured)
-            totals = _accumulate(training, loop, engine, reference, examples, parts, sums)
+            of_sources = SourceTotals(training.source_names, algorithm)
+            totals = _accumulate(training, loop, engine, reference, rows, examples, parts, sums, of_sources)
             training.apply(step, loop, engine, own_tokens)
             training.measure_updates(step, engine, policy)
 
         step.add(objective.metrics, totals)
+        of_sources.write(step.metrics, rows)
         step.metrics.total("speed/tokens_per_s", own_tokens / step.seconds())
         if training.is_evaluated(number) and training.evaluator.scores_rows_for(algorithm):
             with step.timed("evaluate"):
@@ -99,9 +103,11 @@ def _accumulate(
     loop: Loop,
     engine: Engine,
     reference: Scorer | None,
+    rows: Sequence[Row],
     examples: Sequence[Example],
     parts: Sequence[list[int]],
     sums: StepSums,
+    of_sources: SourceTotals,
 ) -> Totals:
     """Run forward and backward over this rank's examples; the gradients accumulate in the engine."""
     algorithm = loop.algorithm
@@ -114,6 +120,7 @@ def _accumulate(
         engine.backward(loss if part else loss * 0)
         if part:
             totals.add(stats)
+            of_sources.add([rows[index] for index in part], output, sequences, sums)
     return totals
 
 

@@ -3,7 +3,8 @@
 A step is one batch of completions, however many updates it is used for (``updates.py``).
 """
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +22,7 @@ from rlhf_core.training.trainers.context import Loop, TrainingContext
 from rlhf_core.training.trainers.engine import Engine
 from rlhf_core.training.trainers.ppo import Critic
 from rlhf_core.training.trainers.sampling import Rollout, StepSampler
+from rlhf_core.training.trainers.source_metrics import add_rewards, add_shares
 from rlhf_core.training.trainers.step import Totals, TrainingStep
 from rlhf_core.training.trainers.updates import PolicyUpdates
 
@@ -64,6 +66,7 @@ def train(
         step.metrics.mean("rollout/entropy", *updates.totals.read("entropy"))
         _add_engine_metrics(step, spec, rollout, updates.totals)
         _add_rollout_metrics(step.metrics, rollout)
+        _add_source_metrics(step.metrics, training.source_names, rollout)
         for name, count in training.rollouts.take_counts().items():
             step.metrics.total(name, count)
         seeds = [prompt.seeds for prompt in rollout.prompts]
@@ -120,6 +123,15 @@ def _add_rollout_metrics(metrics: StepMetrics, rollout: Rollout) -> None:
     metrics.shared_share("rollout/shared_share", (f"{uid} {token_ids}" for uid, _, token_ids in samples))
     metrics.digest("rollout/seed_digest", (f"{seed}" for prompt in rollout.prompts for seed in prompt.seeds))
     metrics.digest("rollout/completion_digest", (f"{uid} {index} {token_ids}" for uid, index, token_ids in samples))
+
+
+def _add_source_metrics(metrics: StepMetrics, names: Sequence[str], rollout: Rollout) -> None:
+    """Add the share and the mean reward of each source of a mixture."""
+    add_shares(metrics, names, [prompt.row for prompt in rollout.prompts])
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for prompt, of_prompt in zip(rollout.prompts, rollout.rewards.tolist(), strict=True):
+        rewards[prompt.row.source] += of_prompt
+    add_rewards(metrics, names, rewards)
 
 
 def _sample_lines(rollout: Rollout, advantages: Tensor, step: int) -> list[SampleLine]:

@@ -38,6 +38,13 @@ class Totals:
         total, weight = self._entries[name]
         return float(total), float(weight)
 
+    def read_metric(self, definition: MetricDef) -> tuple[float, float]:
+        """Return the sum and weight of a metric of an objective; zeros if no micro-batch had it."""
+        if not all(name in self for name in definition.stats):
+            return 0.0, 0.0
+        sums, weights = zip(*map(self.read, definition.stats), strict=True)
+        return sum(sums), weights[0]
+
 
 @dataclass
 class TrainingStep:
@@ -70,8 +77,7 @@ class TrainingStep:
         """Add the metrics of an objective for which the step has statistics."""
         for definition in definitions:
             if all(name in totals for name in definition.stats):
-                sums, weights = zip(*(totals.read(name) for name in definition.stats), strict=True)
-                self.metrics.mean(definition.name, sum(sums), weights[0])
+                self.metrics.mean(definition.name, *totals.read_metric(definition))
 
 
 def summary(step: int, total_steps: int, loop: str, values: Mapping[str, float]) -> str:
