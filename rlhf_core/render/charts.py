@@ -11,6 +11,7 @@ from rlhf_core.render.line_plots import (
     LinePlot,
     kinds_of_loops,
     of_stage,
+    source_plots,
     stages_of,
 )
 from rlhf_core.render.markup import Markup, figure, join, number, remark, tag, words
@@ -32,7 +33,8 @@ PHASE_COLOURS = {"rollout": 0, "reward": 1, "train": 2, "evaluate": 3, "checkpoi
 def learning_plots(record: ReportData) -> Markup:
     """Accuracy, reward and training-health metrics."""
     if not is_elsewhere(record):
-        return _plots(record, [*_evaluations(record), *(_line_plot(record, plot) for plot in _plots_of_loops(record))])
+        drawn = [*_plots_of_loops(record), *source_plots(record.spec, record.curves)]
+        return _plots(record, [*_evaluations(record), *(_line_plot(record, plot) for plot in drawn)])
     logged = [plot for plot in LEARNING_ELSEWHERE if any(record.curves.get(key) for key, _ in plot.keys)]
     absent = ", ".join(plot.title for plot in LEARNING_ELSEWHERE if plot not in logged)
     made = [*_evaluations(record), *(_line_plot(record, plot) for plot in logged)]

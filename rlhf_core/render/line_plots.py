@@ -1,6 +1,6 @@
 """Plots of metrics over steps, as data: for the report, and for the image of a running run."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from rlhf_core.render.series import Curve
@@ -164,6 +164,41 @@ SPEED = (
         from_zero=True,
     ),
 )
+
+
+_OF_SOURCES = (
+    ("reward/mean", "Reward by source", "mean reward per completion"),
+    ("train/loss", "Loss by source", "loss"),
+    ("preference/accuracy", "Preferences by source", "share ranked correctly"),
+    ("eval/greedy", "Held-out scores by source", "score"),
+    ("eval/preference", "Held-out preferences by source", "share ranked correctly"),
+    ("eval/loss", "Held-out loss by source", "loss"),
+)
+"""Metrics that each source of a mixture has, with title and unit of their plot."""
+
+
+def source_plots(spec: RunSpec | None, measured: Collection[str]) -> list[LinePlot]:
+    """Plots with a line for each source of a mixture; none for metrics that no source has.
+
+    Args:
+        measured: names of the metrics of the run.
+    """
+    return [
+        LinePlot(
+            name=f"{metric.replace('/', '-')}-by-source",
+            title=title,
+            unit=unit,
+            keys=keys,
+            explanation="Each line is a source of the data.",
+            if_missing="it was not measured",
+        )
+        for metric, title, unit in _OF_SOURCES
+        if (keys := tuple((key, name) for name in _sources(spec) if (key := f"{metric}/{name}") in measured))
+    ]
+
+
+def _sources(spec: RunSpec | None) -> list[str]:
+    return sorted(spec.data.sources) if spec else []
 
 
 def stages_of(spec: RunSpec | None) -> tuple[str, str]:
