@@ -30,8 +30,8 @@ class RowSource(Schema):
     """Files of rows, and the columns and templates that make prompts and completions of them."""
 
     train: str = ""
-    """Training data: a `.jsonl`, `.parquet` or `.csv` file with one row per prompt; empty if `data.generator` makes
-    it, or `data.sources` names several files."""
+    """Training data: a `.jsonl`, `.parquet` or `.csv` file with one row per prompt; empty with
+    `data.generator` or `data.sources`."""
     eval: str = ""
     """Held-out data in the same format, never trained on."""
     prompt_column: str = "prompt"

@@ -43,6 +43,16 @@ def test_exact_match_ignores_white_space_around() -> None:
     assert exact_match(prompts=[""] * 5, completions=completions, answer=answer, other=[1] * 5) == [1, 1, 0, 0, 0]
 
 
+def test_functions_know_the_source_of_a_row_in_a_mixture() -> None:
+    rows = [
+        Row("1", "?", "1", "1", {}, source="math"),
+        Row("2", "?", "2", "2", {"data_source": "gsm8k"}, source="code"),
+    ]
+    assert reward_arguments(rows, ended(["a", "b"])).always["data_source"] == ["math", "verl"]
+    single = [dataclasses.replace(row, source="", columns={}) for row in rows]
+    assert "data_source" not in reward_arguments(single, ended(["a", "b"])).always
+
+
 @pytest.mark.training
 @pytest.mark.parametrize("answer", GSM8K_ANSWERS)
 def test_the_reference_solution_is_right_and_others_are_wrong(answer: str) -> None:

@@ -248,7 +248,7 @@ def reward_arguments(
         for row, made, chat in zip(rows, completions, chats, strict=True)
     ]
     if any(row.source for row in rows):  # a column of that name, which data prepared for verl has, replaces it
-        arguments = {"data_source": [row.source for row in rows], **arguments}
+        arguments["data_source"] = [row.columns.get("data_source", row.source) for row in rows]
     arguments["prompts"] = [prompt for prompt, _ in pairs]
     arguments["completions"] = [completion for _, completion in pairs]
     arguments["answer"] = [row.answer for row in rows]
