@@ -53,7 +53,14 @@ _WITHOUT_EFFECT = tuple(
     f"trainer.{name}."
     for name in ("log_samples_every", "num_steps", "artifacts", "progress", "stdout_patterns", "metrics")
 )
-_OF_THE_USER = ("model.config", "data.generator_args", "data.template_args", "reward.models", "trainer.variables")
+_OF_THE_USER = (
+    "model.config",
+    "data.generator_args",
+    "data.sources",
+    "data.template_args",
+    "reward.models",
+    "trainer.variables",
+)
 """Tables whose keys the user chooses: there, an added or removed key is a change."""
 NOTHING = "nothing"
 _LONGEST = 60

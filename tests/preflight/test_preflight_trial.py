@@ -76,6 +76,7 @@ def test_what_is_taken_away_is_a_change_too() -> None:
     for past, message in (
         (with_lora(rank=8), " -> null"),
         (with_spec(reward={"models": {"good": {"path": "/m"}}}), " -> nothing"),
+        (with_spec(data={"train": "", "eval": "", "sources": {"math": {"train": "m.jsonl"}}}), " -> nothing"),
     ):
         assert message in needed(after(past, healthy())).found
 

@@ -17,7 +17,7 @@ def count_rows(spec_path: Path) -> RowCount:
     Args:
         spec_path: a ``RunSpec`` as JSON, with absolute paths.
     """
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"  # no process is forked here
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the machine may be a login node
     spec = RunSpec.model_validate_json(spec_path.read_bytes())
     with Survived() as failed:  # a generator is user code and may raise anything
         return RowCount(num_rows=_num_rows(spec))
