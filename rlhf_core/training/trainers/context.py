@@ -109,6 +109,7 @@ class TrainingContext:
         self.rollouts = evaluator.rollouts
         self._data = data
         self._order = RowOrder(data.rows, self.spec.data.weights, self.spec.seed)
+        self.source_names = [name for name in self.spec.data.weights if name]  # of a mixture
         self.end_ids = data.end_ids
         self._rows_digest = report.digest
         self._reference = reference
@@ -133,11 +134,6 @@ class TrainingContext:
     def has_conversations(self) -> bool:
         """True if any training row is a conversation."""
         return any(row.chat is not None for row in self._data.rows)
-
-    @property
-    def source_names(self) -> list[str]:
-        """Names of the sources of a mixture; empty without one."""
-        return [name for name in self.spec.data.weights if name]
 
     def close(self) -> None:
         """Wait for the last checkpoint, and close the files and the rollout engine.
