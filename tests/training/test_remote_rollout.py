@@ -24,13 +24,14 @@ from rlhf_core.schemas.rollouts import RemoteSettings
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.remote import client as client_module
-from rlhf_core.training.rollouts.remote import weights as weights_module
+from rlhf_core.training.rollouts.remote import failures as failures_module
 from rlhf_core.training.rollouts.remote.client import EngineClient
 from rlhf_core.training.rollouts.remote.dispatch import Dispatcher, PromptTask
 from rlhf_core.training.rollouts.remote.engine import RemoteEngines
 from rlhf_core.training.rollouts.remote.rollout import POLL_S, RemoteRollout, check_interval_s
 from rlhf_core.training.rollouts.remote.senders import WeightPublisher
 from rlhf_core.training.rollouts.samplers import SamplerRequest
+from rlhf_core.training.rollouts.server import worker as worker_module
 from rlhf_core.training.rollouts.server.app import EngineServer
 from rlhf_core.training.rollouts.server.worker import EngineWorker
 from rlhf_core.training.types import Completion, NullReporter
@@ -50,6 +51,10 @@ class ScriptedSampler:
     delay_s: float = 0.0
     refused: Collection[int] = ()
     """Prompts that the sampler refuses."""
+    num_left_out: int = 0
+    """Number of seeds of each prompt that get no completion."""
+    is_broken: bool = False
+    """True if every request is an error that the engine does not know."""
     num_waiting: int = 0
     exit_code: int | None = None
     pids: Sequence[int] = ()
@@ -69,6 +74,8 @@ class ScriptedSampler:
 
     def submit(self, request: SamplerRequest) -> None:
         """Accept a request, or refuse it."""
+        if self.is_broken:
+            raise RuntimeError("the cache is corrupt")
         if request.prompt[0] in self.refused:
             raise ValueError("too long for this engine")
         self.waiting[request.key] = request
@@ -81,7 +88,7 @@ class ScriptedSampler:
         beat()
         self.num_made += 1
         made = Completion([1], self.text(request.prompt[0]), True, [0.0], weight_version=1)
-        return [(key, [made for _ in request.seeds])]
+        return [(key, [made for _ in request.seeds[self.num_left_out :]])]
 
     def cancel(self, keys: Collection[int]) -> None:
         """Drop requests."""
@@ -164,6 +171,33 @@ def test_a_prompt_that_no_engine_accepts_ends_the_rollout() -> None:
             asyncio.run(run.run())
         until(lambda: not sampler.waiting)
     assert not dispatcher.is_done
+
+
+def test_an_engine_that_fails_at_once_leaves_the_prompts_to_the_others() -> None:
+    """It always has the least load: the same prompts would go to it again and again until the rollout gives up."""
+    good = ScriptedSampler(delay_s=0.3)
+    with engine(0, ScriptedSampler(is_broken=True)) as broken, engine(1, good) as client:
+        dispatcher, run = rollout([broken, client], 24, stall_timeout_s=60.0)
+        asyncio.run(run.run())
+    assert dispatcher.is_done
+    assert good.num_made == 24
+    assert 0 < dispatcher.num_moved <= 8, "two windows of prompts"
+    assert "RuntimeError: the cache is corrupt" in run._last_loss
+
+
+@pytest.mark.parametrize("fault", ["too few", "other weights"])
+def test_completions_other_than_requested_are_refused(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If no other engine has the prompts, the rollout ends instead of requesting them for ever."""
+    sampler = ScriptedSampler(num_left_out=int(fault == "too few"))
+    if fault == "other weights":
+        real = worker_module._sampled
+        monkeypatch.setattr(worker_module, "_sampled", lambda made, _: real(made, WeightsId(start=0, version=1)))
+    with engine(0, sampler) as client:
+        dispatcher, run = rollout([client], 3)
+        with pytest.raises(EnginesLost, match=r"given up after 8 .* expected 2 with weights of step 1"):
+            asyncio.run(run.run())
+    assert not dispatcher.made
+    assert dispatcher.num_refused > 0
 
 
 def test_an_engine_that_begins_to_serve_is_a_beat() -> None:
@@ -312,7 +346,7 @@ def test_an_engine_that_keeps_failing_costs_the_next_versions_no_sync(
 ) -> None:
     """It is tried again later, and forgiven once it acknowledges a version."""
     clock = mock.Mock(**{"monotonic.return_value": 1e6})
-    monkeypatch.setattr(weights_module, "time", clock)
+    monkeypatch.setattr(failures_module, "time", clock)
     context = make_context(str(tmp_path), tiny_spec(rollout={"engines": 2, "sync": {"transport": "files"}}), 0, 1)
     trainer = RemoteEngines(context, ranks)
     addresses = [EngineAddress(rank=rank, generation=0, node="n", host="127.0.0.1", port=1) for rank in range(2)]

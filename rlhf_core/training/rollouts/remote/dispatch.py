@@ -30,7 +30,7 @@ class Dispatcher:
         self.num_moved = 0
         """Number of prompts sent again to another engine."""
         self.num_refused = 0
-        """Number of completions made with other weights or received twice."""
+        """Number of completions that were not used."""
         self._max_new_tokens = max_new_tokens
         self._window = window
         self._first = rank * len(tasks)
@@ -82,11 +82,6 @@ class Dispatcher:
         self._outstanding[engine].discard(index)
         self.made[index] = list(completions)
         return True
-
-    def refuse(self, engine: int, index: int, num_completions: int) -> None:
-        """Refuse completions made with other weights; the prompt waits for an engine again."""
-        self.num_refused += num_completions
-        self.requeue(engine, [index])
 
     def requeue(self, engine: int, indices: Collection[int]) -> None:
         """Take prompts back from an engine that has not answered them."""

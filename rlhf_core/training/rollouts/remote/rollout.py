@@ -23,6 +23,7 @@ from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.http_clients import async_engine_http
 from rlhf_core.training.rollouts.remote.client import EngineClient, EngineUnusable
 from rlhf_core.training.rollouts.remote.dispatch import Dispatcher, PromptTask
+from rlhf_core.training.rollouts.remote.failures import EngineFailures
 from rlhf_core.training.types import Completion
 
 POLL_S = 0.2
@@ -91,6 +92,7 @@ class RemoteRollout:
         self._requests: dict[int, set[asyncio.Task[None]]] = {}
         self._progress: dict[tuple[int, int], _Progress] = {}
         self._moves: dict[int, int] = {}
+        self._failures = EngineFailures(settings.stall_timeout_s)
         self._last_loss = "no engine has registered"
         self._none_since_s = time.monotonic()
         self._others: set[tuple[int, int]] = set()
@@ -238,7 +240,9 @@ class RemoteRollout:
     # Requests
 
     def _deal(self, http: httpx.AsyncClient) -> None:
-        for rank, tasks in self._dispatcher.assign(self._ready).items():
+        # One that fails at once always has the least load, and would be assigned the same prompts again and again.
+        engines = [one.address.rank for one in self._failures.usable(list(self._ready.values()))]
+        for rank, tasks in self._dispatcher.assign(engines).items():
             request = asyncio.create_task(self._request(http, self._ready[rank], tasks))
             self._requests.setdefault(rank, set()).add(request)
 
@@ -246,27 +250,37 @@ class RemoteRollout:
         rank = client.address.rank
         prompts = tuple(PromptRequest(index=t.index, prompt=tuple(t.prompt), seeds=tuple(t.seeds)) for t in tasks)
         request = SampleRequest(weights=self._weights, prompts=prompts, **asdict(self._sampling))
-        unanswered = {task.index for task in tasks}
+        unanswered = {task.index: len(task.seeds) for task in tasks}
         try:
             async for made in client.sample(http, request):
-                unanswered.discard(made.index)
-                self._accept(rank, made)
+                self._accept(client, made, unanswered.get(made.index, 0))
+                unanswered.pop(made.index, None)
             if unanswered:
                 raise EngineUnusable(f"{client.name} left {len(unanswered)} prompts unanswered")
+            self._failures.forget(client)
         except EngineUnusable as error:
             self._last_loss = str(error)
             print(f"{error}; {len(unanswered)} of its prompts go to the others", flush=True)
+            self._failures.add([client])
             self._ready.pop(rank, None)
-            self._requeue(rank, unanswered & self._dispatcher.outstanding(rank))
+            self._requeue(rank, unanswered.keys() & self._dispatcher.outstanding(rank))
         finally:
             self._wake.set()
 
-    def _accept(self, rank: int, made: SampledPrompt) -> None:
-        """Accept completions made with the right weights, once per prompt."""
-        if any(one.weights != self._weights for one in made.completions):
-            self._dispatcher.refuse(rank, made.index, len(made.completions))
-        else:
-            self._dispatcher.answer(rank, made.index, [_completion(one) for one in made.completions])
+    def _accept(self, client: EngineClient, made: SampledPrompt, num_wanted: int) -> None:
+        """Accept completions made with the right weights, all of a prompt at once, once per prompt.
+
+        Raises:
+            EngineUnusable: they are others.
+        """
+        num_other = sum(one.weights != self._weights for one in made.completions)
+        if num_other or len(made.completions) != num_wanted:
+            self._dispatcher.num_refused += len(made.completions)
+            raise EngineUnusable(
+                f"{client.name} sent {len(made.completions)} completions of prompt {made.index}, {num_other} of them "
+                f"with other weights; expected {num_wanted} with weights of step {self._weights.version}"
+            )
+        self._dispatcher.answer(client.address.rank, made.index, [_completion(one) for one in made.completions])
         self._wake.set()
 
 

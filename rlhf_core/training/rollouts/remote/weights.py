@@ -18,6 +18,7 @@ from rlhf_core.training.models.adapters import base_fingerprint
 from rlhf_core.training.models.gathering import is_split
 from rlhf_core.training.rollouts.base import WeightTransfer
 from rlhf_core.training.rollouts.remote.client import EngineClient, HttpEngineControl
+from rlhf_core.training.rollouts.remote.failures import EngineFailures
 from rlhf_core.training.rollouts.remote.registry import EngineRegistry
 from rlhf_core.training.rollouts.remote.senders import WeightPublisher, give_along, join_senders, outgoing_of
 from rlhf_core.training.rollouts.weight_probe import WeightProbe, probe_of
@@ -58,7 +59,7 @@ class EngineWeights:
             self._base = base_fingerprint(
                 initial_folder(spec, context.run_dir), partial(ranks.reporter.beat, Phase.SETUP, 0)
             )
-        self._failures = _SyncFailures(self._sync_timeout_s)
+        self._failures = EngineFailures(self._sync_timeout_s)
         self._restore_at_s: dict[tuple[int, int], float] = {}
         self._counts = dict.fromkeys(COUNTS, 0.0)
 
@@ -89,7 +90,7 @@ class EngineWeights:
         problem: WorkerError | None = None
         for _ in range(MAX_SYNCS):
             live_engines = self._live_engines(beat)
-            engines = self._failures.to_sync(live_engines)
+            engines = self._failures.usable(live_engines)
             if not self._ranks.is_first:
                 give_along(model, self._further_sender, beat)
             try:
@@ -191,29 +192,3 @@ class EngineWeights:
         answers: list[Answer] = []
         self._ranks.on_first(lambda: answers.append(act()), PROBLEMS)
         return answers[0] if answers else None
-
-
-class _SyncFailures:
-    """Failures of engines in syncs: after the second one in a row, an engine is left out, each time for longer.
-
-    The first one may be due to a restart at that moment; links are then made anew.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._of_start: dict[tuple[int, int], tuple[int, float]] = {}
-
-    def to_sync(self, engines: Sequence[EngineClient]) -> Sequence[EngineClient]:
-        """The engines that are not left out now; all of them if there are no others."""
-        now_s = time.monotonic()
-        return [one for one in engines if self._of_start.get(one.start, (0, 0.0))[1] <= now_s] or engines
-
-    def add(self, engines: Iterable[EngineClient]) -> None:
-        """Count a failure of each of these engines."""
-        for engine in engines:
-            count, _ = self._of_start.get(engine.start, (0, 0.0))
-            self._of_start[engine.start] = count + 1, time.monotonic() + count * self._timeout_s
-
-    def forget(self, engine: EngineClient) -> None:
-        """Forget the failures of an engine that has acknowledged a version."""
-        self._of_start.pop(engine.start, None)

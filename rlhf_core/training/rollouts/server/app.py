@@ -135,6 +135,7 @@ def _application(handlers: "_Handlers") -> Starlette:
             WorkerError: _handler(409),
             ValueError: _handler(422),  # malformed, or refused by the sampler
             OSError: _handler(503),
+            Exception: _handler(500),  # its traceback goes to the log
         },
     )
 
