@@ -32,7 +32,7 @@
         ├── MetricsMismatch         ranks reduced different metrics, or are at different steps
         ├── RewardFailed            a reward function raised or returned something that is not a reward
         ├── SamplingProcessKilled   a signal ended a process of a vLLM engine over several GPUs while it started
-        ├── DiskFull                no room for a checkpoint or an adapter; older checkpoints are untouched
+        ├── DiskFull                no room for a checkpoint, an adapter or weights; what was there is untouched
         ├── FileSystemStalled       the file system accepts no more of a checkpoint saved in the background
         ├── NonFiniteLoss           loss, gradient norm or log-probability is NaN or infinite
         ├── DegenerateRl            training has stopped learning: no gradient, identical completions, or a lost reward
@@ -205,7 +205,8 @@ class SamplingProcessKilled(WorkerError):
 
 
 class DiskFull(WorkerError):
-    """There is no room for a checkpoint, or for the adapter of an engine. What was there before is untouched."""
+    """There is no room for a checkpoint, or for the weights or the adapter of an engine. What was there before is
+    untouched."""
 
 
 class FileSystemStalled(WorkerError):

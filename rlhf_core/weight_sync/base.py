@@ -55,6 +55,7 @@ class Outgoing(Protocol):
             Checksums of its buckets.
 
         Raises:
+            DiskFull: the transport is a file system without room for them.
             WeightSyncFailed: an engine is lost or does not respond, the weights do not match the offer, or ``beat``
                 raised it. Engines are told, if they can be.
         """

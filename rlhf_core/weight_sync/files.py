@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlhf_core.errors import WeightSyncFailed
+from rlhf_core.errors import DiskFull, WeightSyncFailed
 from rlhf_core.files.lookups import is_there
 from rlhf_core.files.reading import open_regular
-from rlhf_core.files.whole import replacing
+from rlhf_core.files.whole import is_disk_full, replacing
 from rlhf_core.schemas.weight_sync import Chain, Manifest, Offer, Transport
 from rlhf_core.weight_sync.base import Beat, Weights
 from rlhf_core.weight_sync.layout import WHOLE, Share, buckets_of, checksum, packed
@@ -44,7 +44,7 @@ class FilesOutgoing:
         """Announce a version; see :class:`rlhf_core.weight_sync.base.Outgoing`.
 
         Raises:
-            WeightSyncFailed: its folder cannot be created.
+            DiskFull, WeightSyncFailed: its folder cannot be created.
         """
         path = self._path(manifest.version)
         try:
@@ -53,7 +53,7 @@ class FilesOutgoing:
             for old in sorted(self._folder.iterdir(), key=lambda one: one.stat().st_mtime)[:-2]:
                 shutil.rmtree(old, ignore_errors=True)
         except OSError as error:
-            raise WeightSyncFailed(f"{path} cannot be made: {error}", self.name) from error
+            raise self._refused(f"{path} cannot be made", error) from error
         return Offer(
             transport=Transport.FILES,
             manifest=manifest,
@@ -67,7 +67,8 @@ class FilesOutgoing:
         """Write a version; see :class:`rlhf_core.weight_sync.base.Outgoing`.
 
         Raises:
-            WeightSyncFailed: also if the file system accepts no more data.
+            DiskFull: the file system has no room for it.
+            WeightSyncFailed: also if the file system accepts no more data for another reason.
         """
         path = self._path(manifest.version)
         try:
@@ -78,9 +79,14 @@ class FilesOutgoing:
             with contextlib.suppress(OSError):  # without it, engines wait for stall_timeout_s
                 (path / ABANDONED).touch()
             if isinstance(error, OSError):
-                raise WeightSyncFailed(f"{path} cannot be written: {error}", self.name) from error
+                raise self._refused(f"{path} cannot be written", error) from error
             raise
         return found
+
+    def _refused(self, what: str, error: OSError) -> DiskFull | WeightSyncFailed:
+        """Error of a sync; a full disk remains full, whereas another attempt may help otherwise."""
+        text = f"{what}: {error}"
+        return DiskFull(text) if is_disk_full(error) else WeightSyncFailed(text, self.name)
 
     def _written(self, file: Path, manifest: Manifest, weights: Weights, beat: Beat) -> list[bytes]:
         buffer = torch.empty(manifest.bucket_bytes, dtype=torch.uint8)

@@ -38,6 +38,7 @@ def synchronize(
     Raises:
         WeightSyncFailed: the version is active nowhere, and the previous one stays active. ``peer`` names the process
             that is to blame.
+        DiskFull: likewise, for lack of room on the file system of the transport.
     """
     names = [engine.name for engine in engines]
     with ThreadPoolExecutor(max_workers=len(engines), thread_name_prefix="weight-sync") as pool:

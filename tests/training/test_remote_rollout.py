@@ -18,7 +18,7 @@ from core_models import tiny_model
 from process_tools import until
 from rank_launcher import make_context, tiny_spec
 
-from rlhf_core.errors import EnginesLost, WeightSyncFailed
+from rlhf_core.errors import DiskFull, EnginesLost, WeightSyncFailed
 from rlhf_core.schemas.engines import EngineAddress, EngineHealth, WeightsId
 from rlhf_core.schemas.rollouts import RemoteSettings
 from rlhf_core.training.distributed import Ranks
@@ -381,6 +381,18 @@ def test_an_engine_that_keeps_failing_costs_the_next_versions_no_sync(
     assert load() == [2]
     fails = True
     assert load() == [2, 2, 1]
+
+
+def test_a_disk_that_is_full_in_a_sync_ends_the_run_as_such(
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would otherwise be taken for a failure of the engines, which are started again and again."""
+    context = make_context(str(tmp_path), tiny_spec(rollout={"engines": 1, "sync": {"transport": "files"}}), 0, 1)
+    trainer = RemoteEngines(context, ranks)
+    monkeypatch.setattr(trainer._weights, "_live_engines", lambda beat: [])
+    trainer._weights._publisher = mock.Mock(send=mock.Mock(side_effect=DiskFull("no room for version 1")))
+    with pytest.raises(DiskFull, match="no room for version 1"):
+        trainer.load(tiny_model(), 1, lambda: None)
 
 
 def test_versions_that_a_killed_attempt_left_are_removed(tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from fork_server import fork_server
+from small_disk import small_disk
 from sync_processes import Faults, Fleet, beat, blames, digests, layout_of, new_sender, odd_weights, streamed, sync
 from torch import Tensor
 
-from rlhf_core.errors import WeightSyncFailed
+from rlhf_core.errors import DiskFull, WeightSyncFailed
 from rlhf_core.weight_sync import files, shared_memory
 from rlhf_core.weight_sync.base import Outgoing
 from rlhf_core.weight_sync.delta import DeltaEncoder
@@ -206,6 +207,17 @@ def test_a_folder_that_is_gone_fails_the_sync_alone(tmp_path: Path) -> None:
     transfer = sender.offer(1, layout_of(OLD), lost(), ["engine-1"], beat)
     with pytest.raises(WeightSyncFailed, match=r"00000001 cannot be written: .*No such file", check=blames("trainer")):
         transfer.send(beat)
+
+
+def test_a_full_disk_is_named_as_such_and_the_old_version_stays_active(fleet: Fleet, tmp_path: Path) -> None:
+    """Unlike other failures of a sync, it ends the run: the disk remains full."""
+    (engine,) = fleet.start(1)
+    sync(new_sender(FilesOutgoing("trainer", tmp_path / "versions")), fleet.engines, 0, OLD)
+    with small_disk(tmp_path / "small", "64k") as disk:
+        sender = new_sender(FilesOutgoing("trainer", disk / "versions"))
+        with pytest.raises(DiskFull, match=r"00000001 cannot be written: .*No space left on device"):
+            sync(sender, fleet.engines, 1, NEW)
+    assert engine.active_weights() == (0, digests(OLD))
 
 
 def test_a_folder_that_cannot_be_made_fails_the_sync_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import TypeVar
 import httpx
 from transformers import PreTrainedModel
 
-from rlhf_core.errors import EnginesLost, StaleWeights, WeightSyncFailed, WorkerError
+from rlhf_core.errors import DiskFull, EnginesLost, StaleWeights, WeightSyncFailed, WorkerError
 from rlhf_core.schemas.engines import WeightsId
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.checkpoints.soundness import initial_folder
@@ -29,7 +29,7 @@ Answer = TypeVar("Answer")
 
 MAX_SYNCS = 3
 """Number of attempts to send a version: an engine may be lost in each."""
-PROBLEMS = (EnginesLost, StaleWeights, WeightSyncFailed)
+PROBLEMS = (DiskFull, EnginesLost, StaleWeights, WeightSyncFailed)
 """Failures of rank 0 that every rank learns of."""
 COUNTS = ("rollout/sync_bytes", "time/weight_wire_s", "time/weight_apply_s")
 """Metrics of the syncs, from rank 0."""
@@ -81,6 +81,7 @@ class EngineWeights:
             The transfer by rank 0; None on other ranks.
 
         Raises:
+            DiskFull: there is no room for the weights, which are sent through files.
             EnginesLost: there is no engine, and none started in time.
             StaleWeights: with these weights, every engine's outputs differ from the trainer's.
         """
@@ -127,7 +128,7 @@ class EngineWeights:
         assert version is not None
         try:
             self._publisher.send(self._controlled([client], version), self._model, version, beat, is_alone=True)
-        except (WeightSyncFailed, StaleWeights, OSError) as error:
+        except (DiskFull, WeightSyncFailed, StaleWeights, OSError) as error:
             self._restore_at_s[start] = time.monotonic() + self._sync_timeout_s
             self._ranks.log(f"{client.name} came back and did not receive the weights of step {version}: {error}")
         else:
@@ -187,7 +188,7 @@ class EngineWeights:
         """Call a function on rank 0 alone; return its result there, and None on other ranks. Collective.
 
         Raises:
-            EnginesLost, StaleWeights, WeightSyncFailed: raised by the function; on every rank.
+            DiskFull, EnginesLost, StaleWeights, WeightSyncFailed: raised by the function; on every rank.
         """
         answers: list[Answer] = []
         self._ranks.on_first(lambda: answers.append(act()), PROBLEMS)
