@@ -1,6 +1,7 @@
 """The server of an engine, in this process and over real HTTP."""
 
 import errno
+import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -10,7 +11,7 @@ import httpx
 import pytest
 from torch import Tensor
 
-from rlhf_core.errors import DiskFull, StaleWeights, WorkerError
+from rlhf_core.errors import DiskFull, NonFiniteLoss, StaleWeights, WorkerError
 from rlhf_core.schemas.engines import CommitRequest, EngineRefusal, PromptRequest, SampleRequest, WeightsId
 from rlhf_core.schemas.weight_sync import Chain, Manifest, Offer, Receipt, Transport
 from rlhf_core.training.rollouts.base import Sampling
@@ -137,3 +138,14 @@ def test_an_engine_that_cannot_load_its_weights_ends_for_the_reason(error: Excep
     with pytest.raises(kind) as raised:
         worker.serve(lambda: True)
     assert str(error) in str(raised.value)
+
+
+def test_a_probe_that_is_not_finite_is_named_as_such() -> None:
+    """The trainer's is finite, so the kernels of the engine overflow; JSON has no such numbers."""
+    receiver = Receiver("engine-0")
+    sampler = Mock(num_waiting=0, **{"score.return_value": [-1.0, math.nan]})
+    worker = EngineWorker(0, 0, sampler, receiver, NullReporter())
+    receiver._staged = StagedVersion(RECEIPT, OFFER.manifest, None)  # type: ignore[arg-type]  # it has no tensors
+    with pytest.raises(NonFiniteLoss, match="the log-probability nan"):
+        worker.commit(CommitRequest(weights=WeightsId(start=0, version=7), probe=(1, 2, 3)))
+    assert worker.health().weights is None

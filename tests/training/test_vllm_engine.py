@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import gc
 import importlib
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -22,7 +23,7 @@ from rank_launcher import TINY_MODEL, launch, make_context, tiny_spec
 from test_loop_runs import Interrupting, final_state, kill_once_saved, metrics_of
 from transformers import PreTrainedModel
 
-from rlhf_core.errors import StaleWeights
+from rlhf_core.errors import NonFiniteLoss, StaleWeights
 from rlhf_core.schemas.model import LoraSpec
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.rollouts import VllmSettings
@@ -441,6 +442,16 @@ def test_memory_that_training_has_freed_is_there_for_vllm(monkeypatch: pytest.Mo
     assert calls == ["return", "weights", "copy", "return", "kv_cache"]
     engine.load_tensors(iter(()))
     assert calls[5:] == ["copy"]
+
+
+def test_a_log_probability_that_is_not_finite_is_an_error() -> None:
+    """vLLM itself gives token 0 and goes on. Not with the engine of the other tests, whose cache would keep the NaN."""
+    made = mock.Mock(token_ids=[0], logprobs=[{0: mock.Mock(logprob=math.nan)}], finish_reason="length")
+    engine = VllmEngine.__new__(VllmEngine)
+    engine._stops = {}
+    engine._engine = mock.Mock(**{"step.return_value": [mock.Mock(request_id="0.0", finished=True, outputs=[made])]})
+    with pytest.raises(NonFiniteLoss, match="the log-probability nan"):
+        engine.step()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

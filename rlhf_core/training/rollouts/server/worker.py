@@ -28,6 +28,7 @@ from rlhf_core.schemas.reports import Phase
 from rlhf_core.survival import Survived
 from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.samplers import Sampler, SamplerRequest
+from rlhf_core.training.rollouts.weight_probe import require_finite
 from rlhf_core.training.types import Completion, Reporter
 from rlhf_core.weight_sync.receiver import Receiver, StagedVersion
 
@@ -176,6 +177,7 @@ class EngineWorker:
         Raises:
             WeightSyncFailed: they are not staged; the old ones stay current.
             StaleWeights: they are not weights of this model; the engine then has no current weights.
+            NonFiniteLoss: likewise, because a log-probability of the probe is not finite.
         """
         staged = self._receiver.commit(request.weights.version)
         self._refuse_all(f"{_shown(request.weights)} becomes active")
@@ -193,9 +195,11 @@ class EngineWorker:
         started = time.monotonic()
         self._sampler.load(staged.tensors(), lambda: self._beat(Phase.WEIGHT_SYNC))
         seconds = time.monotonic() - started
+        logprobs = self._sampler.score(request.probe)
+        require_finite(logprobs)
         return Committed(
             apply_s=seconds,
-            probe_logprobs=tuple(self._sampler.score(request.probe)),
+            probe_logprobs=tuple(logprobs),
             base=self._base,
             num_differing=self._sampler.count_differing(staged.tensors()),
         )

@@ -36,7 +36,7 @@ from rlhf_core.training.rollouts.shared_tensors import buckets_of_places, place_
 from rlhf_core.training.rollouts.vllm.adapter import VllmAdapter, use_products
 from rlhf_core.training.rollouts.vllm.processes import EngineProcesses, starting_in
 from rlhf_core.training.rollouts.vllm.transformers_classes import kept_classes
-from rlhf_core.training.rollouts.weight_probe import probe_of, require_same
+from rlhf_core.training.rollouts.weight_probe import probe_of, require_finite, require_same
 from rlhf_core.training.types import Completion
 
 _WORKER = "rlhf_core.training.rollouts.vllm.worker"
@@ -362,9 +362,14 @@ class VllmEngine:
 
 
 def _sampled(output: Any, length: int | None = None) -> tuple[list[int], list[float]]:
-    """First tokens of a completion, by default all, and their log-probabilities."""
+    """First tokens of a completion, by default all, and their log-probabilities.
+
+    Raises:
+        NonFiniteLoss: one is not finite. vLLM samples on, and what it keeps of such tokens spoils other completions.
+    """
     tokens = list(output.token_ids)[:length]
     logprobs = [row[token].logprob for row, token in zip(output.logprobs[:length], tokens, strict=True)]
+    require_finite(logprobs)
     return tokens, logprobs
 
 
