@@ -19,13 +19,13 @@ from process_tools import until
 from rank_launcher import make_context, tiny_spec
 
 from rlhf_core.errors import DiskFull, EnginesLost, WeightSyncFailed
-from rlhf_core.schemas.engines import EngineAddress, EngineHealth, WeightsId
+from rlhf_core.schemas.engines import EngineAddress, EngineHealth, EngineRefusal, WeightsId
 from rlhf_core.schemas.rollouts import RemoteSettings
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.remote import client as client_module
 from rlhf_core.training.rollouts.remote import failures as failures_module
-from rlhf_core.training.rollouts.remote.client import EngineClient
+from rlhf_core.training.rollouts.remote.client import EngineClient, EngineUnusable
 from rlhf_core.training.rollouts.remote.dispatch import Dispatcher, PromptTask
 from rlhf_core.training.rollouts.remote.engine import RemoteEngines
 from rlhf_core.training.rollouts.remote.rollout import POLL_S, RemoteRollout, check_interval_s
@@ -160,6 +160,14 @@ def test_an_answer_that_is_not_valid_sends_the_prompt_to_others_and_the_engine_s
         asyncio.run(run.run())
     assert texts(dispatcher) == ["0", "1", "2"]
     assert dispatcher.num_moved > 0
+
+
+def test_a_line_may_be_a_refusal_and_anything_else_is_not_valid() -> None:
+    with pytest.raises(EngineUnusable, match="engine-0: it has other weights now"):
+        client_module._sampled(EngineRefusal(error="it has other weights now").model_dump_json().encode(), "engine-0")
+    for line in (b"5", b"{}", b'{"index": 0, "comple'):
+        with pytest.raises(ValueError, match="validation error"):
+            client_module._sampled(line, "engine-0")
 
 
 def test_a_prompt_that_no_engine_accepts_ends_the_rollout() -> None:

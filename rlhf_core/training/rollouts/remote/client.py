@@ -206,10 +206,12 @@ class HttpEngineControl:
 
 
 def _sampled(line: bytes, name: str) -> SampledPrompt:
-    content = json.loads(line)
-    if "error" in content:
-        raise EngineUnusable(f"{name}: {EngineRefusal.model_validate(content).error}")
-    return SampledPrompt.model_validate(content)
+    try:
+        return SampledPrompt.model_validate_json(line)
+    except ValueError:
+        with contextlib.suppress(ValueError):
+            raise EngineUnusable(f"{name}: {EngineRefusal.model_validate_json(line).error}") from None
+        raise
 
 
 def _error_of(response: httpx.Response) -> str:
