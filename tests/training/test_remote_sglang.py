@@ -141,6 +141,18 @@ def test_an_answer_that_ends_early_is_an_error(tmp_path: Path, monkeypatch: pyte
         until(lambda: sampler.step(no_beat), timeout_s=10.0)
 
 
+def test_a_failure_of_a_cancelled_request_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server may fail a request just before it is cancelled, as when the weights change; the engine serves on."""
+    tiny_model().config.save_pretrained(tmp_path / "model")
+    sampler = sampler_of("http://engine", "", tmp_path / "model", tmp_path)
+    refused = httpx.MockTransport(lambda request: httpx.Response(503))
+    monkeypatch.setattr(sampler, "_stream", httpx.AsyncClient(base_url="http://engine", transport=refused))
+    sampler.submit(SamplerRequest(1, PROMPTS[0], [1], DRAWN))
+    until(lambda: not sampler._made.empty())
+    sampler.cancel([1])
+    assert sampler.step(no_beat) == []
+
+
 def test_an_engine_ends_with_its_server(group: EngineGroup) -> None:
     """Its agent sees why the server ended, and restarts both. The server has its key from a file of the owner."""
     (server,) = psutil.Process(group.processes[0].pid).children()

@@ -129,9 +129,10 @@ class SglangSampler:
             except queue.Empty:
                 break
             timeout_s = 0.0
+            if self._sent.pop((key, place), None) is None:
+                continue  # it was cancelled meanwhile
             if isinstance(made, Exception):
                 raise WorkerError(f"SGLang failed to complete a prompt: {made!r}") from made
-            self._sent.pop((key, place), None)
             if (whole := self._open.put(key, place, made)) is not None:
                 done.append((key, whole))
         if seen != self._num_chunks:
